@@ -1,0 +1,69 @@
+# Every target prepares what it needs: the virtual environment, and the servers that the tests talk to.
+
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-fast check lint format bench chaos soak servers
+
+help: ## show this list
+	@echo "limitforge: what make can do (ARGS=... is handed on, as in: make test ARGS='-k window')"
+	@echo
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## make .venv with everything that development needs
+
+demo: $(STAMP) ## fire a burst at a limit and watch it throttle
+	@$(BIN)/limitforge burst "100/minute" --requests 150 --rate 50/s $(ARGS)
+
+test: $(STAMP) servers ## the whole suite, as CI runs it
+	@LIMITFORGE_TEST_PROFILE=ci $(PYTEST) -n auto --dist worksteal -m "not chaos and not soak" $(ARGS)
+
+test-fast: $(STAMP) servers ## the suite without its slow tests, in under a minute
+	@LIMITFORGE_TEST_PROFILE=fast $(PYTEST) -n auto --dist worksteal -m "not slow and not chaos and not soak" $(ARGS)
+
+check: lint test ## lint, then test: run it before you push
+
+lint: $(STAMP) ## formatting, ruff, mypy and the import layers
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: $(STAMP) ## let ruff format the code and mend what it can
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+bench: $(STAMP) servers ## limitforge beside its peers, in one run
+	@$(BIN)/python -m bench $(ARGS)
+
+chaos: $(STAMP) servers ## servers are killed, paused and restarted under load
+	@$(call only,chaos)
+
+soak: $(STAMP) servers ## random search for disagreements, with new seeds each time
+	@$(call only,soak)
+
+# pytest answers 5 when nothing carries the marker.
+define only
+status=0; LIMITFORGE_TEST_PROFILE=soak $(PYTEST) -m $(1) $(ARGS) || status=$$?; \
+if [ $$status -eq 5 ]; then echo "No test is marked '$(1)' yet (or ARGS left none): nothing was run."; else exit $$status; fi
+endef
+
+servers:
+	@scripts/ensure-servers redis-server
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "limitforge needs Python 3.11 or newer, and $(PYTHON) is not: say which, as in 'make setup PYTHON=python3.12'." >&2; \
+		exit 1; }
+	@PYTHON="$(PYTHON)" scripts/ensure-servers python-venv
+	@echo "Setting up $(VENV) (a minute or so the first time) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
+	@touch $@
+	@echo "$(VENV) is ready."

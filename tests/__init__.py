@@ -1,0 +1,1 @@
+"""The suite. Its folders mirror what they test; `servers` starts the real servers that they talk to."""

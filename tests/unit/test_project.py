@@ -1,0 +1,66 @@
+"""The project keeps its own rules: linters, layers, and nothing of one machine in the tree."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+
+LINTERS = {
+    "formatting": ["ruff", "format", "--check", "."],
+    "lint": ["ruff", "check", "."],
+    "types": ["mypy"],
+    "layers": ["lint-imports"],
+}
+
+# A path of somebody's machine, or the host of a package index.
+OF_ONE_MACHINE = re.compile(rb"(?<![\w.-])/(?:root|work|home)/|pypi\.org|files\.pythonhosted")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", LINTERS.values(), ids=LINTERS)
+def test_the_linters_have_nothing_to_say(command: list[str]) -> None:
+    done = subprocess.run([BIN / command[0], *command[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_file_speaks_of_one_machine() -> None:
+    offences = [
+        f"{path.relative_to(ROOT)}:{number}: {line.decode(errors='replace').strip()}"
+        for path in _files_of_the_project()
+        for number, line in enumerate(path.read_bytes().splitlines(), start=1)
+        if path != Path(__file__) and OF_ONE_MACHINE.search(line)
+    ]
+    assert offences == []
+
+
+def test_the_core_imports_the_standard_library_and_msgspec_only() -> None:
+    allowed = sys.stdlib_module_names | {"limitforge", "msgspec"}
+    core = ROOT / "src" / "limitforge" / "core"
+    strangers = {
+        f"{path.relative_to(ROOT)}: {name}" for path in core.rglob("*.py") for name in _imports(path) - allowed
+    }
+    assert strangers == set()
+
+
+def _files_of_the_project() -> list[Path]:
+    """What git tracks, or would track once added."""
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    return [ROOT / name for name in names if (ROOT / name).is_file()]
+
+
+def _imports(path: Path) -> set[str]:
+    """The top-level packages that a module imports."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.add(node.module or "")
+    return {name.partition(".")[0] for name in names}
