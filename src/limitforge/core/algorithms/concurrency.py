@@ -1,0 +1,35 @@
+"""Concurrency: leases that each hold `cost` slots until released, or for their TTL after they were taken or renewed."""
+
+from limitforge.core.algorithms.ledger import Item, Ledger, LedgerSteps, insert
+
+
+class ConcurrencySteps(LedgerSteps, frozen=True):
+    ttl_us: int
+
+    code = 6
+    letter = "c"
+    override_width = 2
+
+    def take(self, state: Ledger, cost: int, lease: bytes) -> None:
+        state.used += cost
+        insert(state.items, Item(state.last + self.ttl_us, cost, self.ttl_us, lease))
+
+
+def release(state: Ledger, lease: bytes) -> bool:
+    """Free the slots of `lease`; tells whether it held any."""
+    for at, item in enumerate(state.items):
+        if item.lease == lease:
+            del state.items[at]
+            state.used -= item.cost
+            return True
+    return False
+
+
+def renew(state: Ledger, lease: bytes) -> bool:
+    """Let `lease` start its TTL again; tells whether it was still live."""
+    for at, item in enumerate(state.items):
+        if item.lease == lease:
+            del state.items[at]
+            insert(state.items, item._replace(ends_us=state.last + item.ttl_us))
+            return True
+    return False

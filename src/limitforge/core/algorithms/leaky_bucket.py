@@ -1,0 +1,45 @@
+"""Leaky bucket: starts empty, drains continuously; what is taken waits for the level before it to drain."""
+
+from limitforge.core.algorithms.level import Level, LevelSteps
+from limitforge.core.algorithms.steps import NEVER
+
+
+class LeakyBucketSteps(LevelSteps, frozen=True):
+    code = 2
+    letter = "l"
+
+    def fresh(self, now: int) -> Level:
+        return Level(now, now, self, (), 0)
+
+    def open(self, state: Level, now: int) -> Level:
+        level = state.level if state.numbers is self else self.converted(state, 0, 2 * self.limit * self.per_us)
+        drained = level - (now - state.last) * self.tokens
+        return Level(now, 0, self, state.pending, max(drained, 0))
+
+    def wait(self, state: Level, cost: int, share: int) -> int:
+        if cost > share:
+            return NEVER
+        over = state.level - (share - cost) * self.per_us
+        return -(-over // self.tokens) if over > 0 else 0
+
+    def delay(self, state: Level) -> int:
+        """How long something that is taken now should wait."""
+        return -(-state.level // self.tokens)
+
+    def take(self, state: Level, cost: int, lease: bytes) -> None:
+        state.level += cost * self.per_us
+
+    def force(self, state: Level, amount: int) -> bool:
+        before = state.level
+        state.level = max(before, min(before + amount * self.per_us, 2 * self.limit * self.per_us))
+        return state.level > before
+
+    def give(self, state: Level, amount: int, source: int) -> None:
+        state.level = max(state.level - amount * self.per_us, 0)
+
+    def view(self, state: Level, share: int) -> tuple[int, int]:
+        left = (share * self.per_us - state.level) // self.per_us
+        return max(left, 0), -(-state.level // self.tokens)
+
+    def seal(self, state: Level) -> None:
+        state.until = state.last + -(-state.level // self.tokens)

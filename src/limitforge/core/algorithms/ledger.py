@@ -1,0 +1,60 @@
+"""What the log and the leases share: costs that each count until an end of their own, in the order of their ends."""
+
+from typing import NamedTuple
+
+from limitforge.core.algorithms.steps import NEVER, State, Steps
+
+
+class Item(NamedTuple):
+    """A cost that counts until `ends_us`; a lease has an id and a TTL too."""
+
+    ends_us: int
+    cost: int
+    ttl_us: int = 0
+    lease: bytes = b""
+
+
+class Ledger(State):
+    items: list[Item]
+    used: int
+
+
+class LedgerSteps(Steps, frozen=True):
+    def fresh(self, now: int) -> Ledger:
+        return Ledger(now, now, self, (), [], 0)
+
+    def open(self, state: Ledger, now: int) -> Ledger:
+        items = state.items
+        used = state.used
+        gone = 0
+        while gone < len(items) and items[gone].ends_us <= now:
+            used -= items[gone].cost
+            gone += 1
+        return Ledger(now, 0, self, state.pending, items[gone:], used)
+
+    def wait(self, state: Ledger, cost: int, share: int) -> int:
+        if cost > share:
+            return NEVER
+        short = state.used + cost - share
+        if short <= 0:
+            return 0
+        for item in state.items:
+            short -= item.cost
+            if short <= 0:
+                return item.ends_us - state.last
+        raise AssertionError("a ledger's sum is that of its items")
+
+    def view(self, state: Ledger, share: int) -> tuple[int, int]:
+        reset = state.items[-1].ends_us - state.last if state.items else 0
+        return max(share - state.used, 0), reset
+
+    def seal(self, state: Ledger) -> None:
+        state.until = state.items[-1].ends_us if state.items else state.last
+
+
+def insert(items: list[Item], item: Item) -> None:
+    """After everything that ends no later. The newest nearly always ends last, so search from the back."""
+    at = len(items)
+    while at and items[at - 1].ends_us > item.ends_us:
+        at -= 1
+    items.insert(at, item)

@@ -1,0 +1,28 @@
+"""What the two buckets share: a level in 1/per_us tokens, and its exact conversion to another rate."""
+
+from limitforge.core.algorithms.steps import State, Steps
+
+
+class Level(State):
+    """`level` counts 1/per_us tokens, so that refilling and draining never round."""
+
+    level: int
+
+
+class LevelSteps(Steps, frozen=True):
+    """`tokens` per `per_us` microseconds move the level."""
+
+    tokens: int
+    per_us: int
+
+    override_width = 3
+
+    def converted(self, state: Level, lowest: int, highest: int) -> int:
+        """The level of `state` in these numbers' unit, rounded down and clamped."""
+        level = state.level
+        if state.numbers.per_us != self.per_us:
+            level = level * self.per_us // state.numbers.per_us
+        return min(max(level, lowest), highest)
+
+    def source(self, state: Level) -> int:
+        return 0

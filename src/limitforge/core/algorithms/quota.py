@@ -1,0 +1,29 @@
+"""Quota: a fixed window on the calendar. The calendar is the caller's: the steps only see where its windows begin."""
+
+from limitforge.core.algorithms.fixed_window import Window, WindowSteps
+
+
+class QuotaSteps(WindowSteps, frozen=True):
+    """Three consecutive windows: [first, second), [second, third), [third, end)."""
+
+    shape: int  # 48 bits that tell one calendar (period, zone, anchor) from another
+    first: int = 0
+    second: int = 0
+    third: int = 0
+    end: int = 0
+
+    code = 7
+    letter = "q"
+    override_width = 1
+
+    def fresh(self, now: int) -> Window | None:
+        if not self.first <= now < self.end:
+            return None
+        end = self.second if now < self.second else self.third if now < self.third else self.end
+        return Window(now, end, self, (), 0)
+
+    def open(self, state: Window, now: int) -> Window | None:
+        opened = self.fresh(now)
+        if opened is not None and state.numbers.shape == self.shape:
+            opened.count, opened.pending = state.count, state.pending
+        return opened

@@ -1,0 +1,44 @@
+"""Sliding window: the exact log. A cost counts for one window from when it was taken, and is one item however large."""
+
+from limitforge.core.algorithms.ledger import Item, Ledger, LedgerSteps, insert
+
+
+class SlidingWindowSteps(LedgerSteps, frozen=True):
+    window_us: int
+
+    code = 4
+    letter = "s"
+    override_width = 2
+
+    def take(self, state: Ledger, cost: int, lease: bytes) -> None:
+        state.used += cost
+        ends_us = state.last + self.window_us
+        for at in range(len(state.items) - 1, -1, -1):
+            item = state.items[at]
+            if item.ends_us < ends_us:
+                break
+            if item.ends_us == ends_us:
+                state.items[at] = Item(ends_us, item.cost + cost)
+                return
+        insert(state.items, Item(ends_us, cost))
+
+    def force(self, state: Ledger, amount: int) -> bool:
+        taken = min(amount, 2 * self.limit - state.used)
+        if taken <= 0:
+            return False
+        self.take(state, taken, b"")
+        return True
+
+    def give(self, state: Ledger, amount: int, source: int) -> None:
+        for at, item in enumerate(state.items):
+            if item.ends_us == source:
+                given = min(amount, item.cost)
+                state.used -= given
+                if given == item.cost:
+                    del state.items[at]
+                else:
+                    state.items[at] = Item(source, item.cost - given)
+                return
+
+    def source(self, state: Ledger) -> int:
+        return state.last + self.window_us

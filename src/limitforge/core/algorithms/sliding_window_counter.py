@@ -1,0 +1,80 @@
+"""Sliding window counter: two aligned counts blended into an estimate, in exact integers."""
+
+from limitforge.core.algorithms.steps import NEVER, State, Steps
+from limitforge.core.exact import ceil_div
+
+
+class Counter(State):
+    """`current` is the count of the window that holds `last`, `previous` of the one before."""
+
+    previous: int
+    current: int
+
+
+class SlidingWindowCounterSteps(Steps, frozen=True):
+    window_us: int
+
+    code = 5
+    letter = "w"
+    override_width = 2
+
+    def fresh(self, now: int) -> Counter:
+        return Counter(now, now, self, (), 0, 0)
+
+    def open(self, state: Counter, now: int) -> Counter:
+        window = self.window_us
+        if state.numbers.window_us != window:
+            return self.fresh(now)
+        passed = now // window - state.last // window
+        if passed == 0:
+            return Counter(now, 0, self, state.pending, state.previous, state.current)
+        return Counter(now, 0, self, state.pending, state.current if passed == 1 else 0, 0)
+
+    def wait(self, state: Counter, cost: int, share: int) -> int:
+        if cost > share:
+            return NEVER
+        target = share - cost
+        if self._estimate(state) <= target:
+            return 0
+        return self._falls_to(state, target)
+
+    def take(self, state: Counter, cost: int, lease: bytes) -> None:
+        state.current += cost
+
+    def force(self, state: Counter, amount: int) -> bool:
+        taken = min(amount, 2 * self.limit - self._estimate(state))
+        if taken <= 0:
+            return False
+        state.current += taken
+        return True
+
+    def give(self, state: Counter, amount: int, source: int) -> None:
+        start = state.last - state.last % self.window_us
+        if source == start:
+            state.current = max(state.current - amount, 0)
+        elif source == start - self.window_us:
+            state.previous = max(state.previous - amount, 0)
+
+    def source(self, state: Counter) -> int:
+        return state.last - state.last % self.window_us
+
+    def view(self, state: Counter, share: int) -> tuple[int, int]:
+        estimate = self._estimate(state)
+        return max(share - estimate, 0), self._falls_to(state, 0) if estimate else 0
+
+    def seal(self, state: Counter) -> None:
+        state.until = state.last + (self._falls_to(state, 0) if self._estimate(state) else 0)
+
+    def _estimate(self, state: Counter) -> int:
+        window = self.window_us
+        return state.previous * (window - state.last % window) // window + state.current
+
+    def _falls_to(self, state: Counter, target: int) -> int:
+        """Microseconds until the estimate, now above `target`, no longer is."""
+        window = self.window_us
+        elapsed = state.last % window
+        if state.current <= target:
+            fading, at_most = state.previous, target - state.current
+        else:  # only after the current count has become the previous one
+            fading, at_most, elapsed = state.current, target, elapsed - window
+        return window - ceil_div((at_most + 1) * window, fading) + 1 - elapsed

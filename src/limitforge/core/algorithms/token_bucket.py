@@ -1,0 +1,43 @@
+"""Token bucket: starts full, refills continuously, and is down to minus its capacity at the lowest."""
+
+from limitforge.core.algorithms.level import Level, LevelSteps
+from limitforge.core.algorithms.steps import NEVER
+
+
+class TokenBucketSteps(LevelSteps, frozen=True):
+    code = 1
+    letter = "t"
+
+    def fresh(self, now: int) -> Level:
+        return Level(now, now, self, (), self.limit * self.per_us)
+
+    def open(self, state: Level, now: int) -> Level:
+        full = self.limit * self.per_us
+        level = state.level if state.numbers is self else self.converted(state, -full, full)
+        refilled = level + (now - state.last) * self.tokens
+        return Level(now, 0, self, state.pending, min(full, refilled))
+
+    def wait(self, state: Level, cost: int, share: int) -> int:
+        if cost > share:
+            return NEVER
+        short = (self.limit - share + cost) * self.per_us - state.level
+        return -(-short // self.tokens) if short > 0 else 0
+
+    def take(self, state: Level, cost: int, lease: bytes) -> None:
+        state.level -= cost * self.per_us
+
+    def force(self, state: Level, amount: int) -> bool:
+        before = state.level
+        state.level = max(before - amount * self.per_us, -self.limit * self.per_us)
+        return state.level < before
+
+    def give(self, state: Level, amount: int, source: int) -> None:
+        state.level = min(state.level + amount * self.per_us, self.limit * self.per_us)
+
+    def view(self, state: Level, share: int) -> tuple[int, int]:
+        level, per_us = state.level, self.per_us
+        left = level // per_us - self.limit + share
+        return (max(0, left)), -((level - self.limit * per_us) // self.tokens)
+
+    def seal(self, state: Level) -> None:
+        state.until = state.last - (state.level - self.limit * self.per_us) // self.tokens

@@ -1,0 +1,33 @@
+"""Where time comes from. The only module that may read a clock."""
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Integer microseconds since the epoch."""
+
+    def now_us(self) -> int: ...
+
+
+class SystemClock:
+    """This machine's clock."""
+
+    def now_us(self) -> int:
+        return time.time_ns() // 1_000
+
+
+class ManualClock:
+    """A clock that moves only when told to: for tests, replays and simulations."""
+
+    def __init__(self, now_us: int = 1_700_006_400_000_000) -> None:
+        self._now_us = now_us
+
+    def now_us(self) -> int:
+        return self._now_us
+
+    def set_us(self, now_us: int) -> None:
+        self._now_us = now_us
+
+    def advance_us(self, by_us: int) -> None:
+        self._now_us += by_us

@@ -1,0 +1,136 @@
+"""The answer to a check."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+import msgspec
+
+from limitforge.core.algorithms.steps import NEVER, UNLIMITED
+from limitforge.core.check import Check, Hold
+from limitforge.core.keys import encoded
+from limitforge.core.limits import Quota
+from limitforge.core.tickets import HeldLimit, Lease, Reservation, ticket_id
+
+Row = tuple[int, int, int, int, int]
+"""What a store tells of one limit: limit, remaining, reset and wait in microseconds, and 1 if a reservation or lease is
+open on it.
+"""
+
+
+class LimitState(msgspec.Struct, frozen=True, gc=False):
+    """One limit after a check. `allowed` tells whether it had room; `monitored` that it could not deny."""
+
+    limit: int | None
+    remaining: int | None
+    reset_after_ms: int
+    retry_after_ms: int | None
+    allowed: bool
+    monitored: bool
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """Allowed, and the cost was taken from every limit; or not, and nothing was taken from any.
+
+    `limit`, `remaining`, `reset_after_ms` and `reset_at` are those of the limit called `binding`: the one with the
+    longest wait if denied, with the least remaining if allowed. `retry_after_ms` is None where waiting never helps.
+    """
+
+    allowed: bool
+    limit: int | None
+    remaining: int | None
+    reset_after_ms: int | None
+    reset_at: int | None
+    retry_after_ms: int | None
+    delay_ms: int | None
+    limits: dict[str, LimitState]
+    binding: str | None
+    would_deny: tuple[str, ...] = ()
+    degraded: str | None = None
+    lease_id: str | None = None
+    reservation_id: str | None = None
+    shadow: "Decision | None" = None
+
+
+class Outcome(NamedTuple):
+    """A group of limits as a store judged it. `delay_us` is -1 where nothing is delayed."""
+
+    allowed: bool
+    delay_us: int
+    rows: Sequence[Row]
+
+
+def decision_of(check: Check, now_us: int, outcome: Outcome, shadow: Outcome | None = None) -> Decision:
+    """Rounds what the store told, finds which limit binds, and hands out the ids of what is held."""
+    allowed, delay_us, rows = outcome
+    limits: dict[str, LimitState] = {}
+    would_deny: tuple[str, ...] = ()
+    binding: str | None = None
+    bound: LimitState | None = None
+    bound_reset_us = 0
+    for take, name, row in zip(check.takes, check.names, rows, strict=True):
+        limit, remaining, reset_us, wait_us, _ = row
+        enforced = take.rule.enforced
+        limits[name] = state = LimitState(
+            None if limit == UNLIMITED else limit,
+            None if limit == UNLIMITED else remaining,
+            -(-reset_us // 1_000),
+            None if wait_us == NEVER else -(-wait_us // 1_000),
+            wait_us == 0,
+            not enforced,
+        )
+        if not enforced:
+            if wait_us:
+                would_deny += (name,)
+        elif limit != UNLIMITED and (bound is None or _binds_more(allowed, state, bound)):
+            binding, bound, bound_reset_us = name, state, reset_us
+    return Decision(
+        allowed,
+        bound.limit if bound else None,
+        bound.remaining if bound else None,
+        bound.reset_after_ms if bound else None,
+        -(-(now_us + bound_reset_us) // 1_000_000) if bound else None,
+        0 if allowed or bound is None else bound.retry_after_ms,
+        -(-delay_us // 1_000) if delay_us >= 0 else None,
+        limits,
+        binding,
+        would_deny,
+        None,
+        _lease_id(check, outcome, shadow) if allowed and check.lease else None,
+        _reservation_id(check) if allowed and check.hold is not None else None,
+        None if shadow is None or check.shadow is None else decision_of(check.shadow, now_us, shadow),
+    )
+
+
+def _lease_id(check: Check, outcome: Outcome, shadow: Outcome | None) -> str | None:
+    """None for a look, which holds nothing; a lease of no slots where every concurrency limit is lifted."""
+    groups = [(check, outcome)]
+    if shadow is not None and check.shadow is not None and shadow.allowed:
+        groups.append((check.shadow, shadow))
+    asked = [
+        (take.key, row)
+        for group, judged in groups
+        for take, row in zip(group.takes, judged.rows, strict=True)
+        if take.cost and take.rule.holds_lease
+    ]
+    if not asked:
+        return None
+    return ticket_id(Lease(check.lease, [encoded(key) for key, row in asked if row[0] != UNLIMITED and row[3] == 0]))
+
+
+def _reservation_id(check: Check) -> str:
+    hold = cast("Hold", check.hold)
+    limits = []
+    for take, name in zip(check.takes, check.names, strict=True):
+        limit = take.rule.limit
+        calendar = (str(limit.period), limit.time_zone, limit.anchor_day) if isinstance(limit, Quota) else None
+        limits.append(HeldLimit(encoded(take.key), name, take.rule.requests, calendar))
+    return ticket_id(Reservation(hold.token, encoded(hold.key), limits))
+
+
+def _binds_more(allowed: bool, state: LimitState, bound: LimitState) -> bool:  # noqa: FBT001
+    """By the reported integers; the earlier limit keeps a tie."""
+    if allowed:
+        left, least = state.remaining or 0, bound.remaining or 0
+        return left < least or (left == least and state.reset_after_ms > bound.reset_after_ms)
+    wait, longest = state.retry_after_ms, bound.retry_after_ms
+    return longest is not None and (wait is None or wait > longest)

@@ -1,0 +1,133 @@
+"""Exact numbers: what may be built, and how the caller's numbers become integers that both engines carry without loss.
+
+Lua's numbers are doubles, so every product that the script forms must stay below 2^53. The bounds here are what makes
+that true.
+"""
+
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+
+from limitforge.errors import InvalidInput, InvalidLimit
+
+MAX_EXACT = 2**52
+MAX_PER_US = 2**42
+MAX_COUNT = MAX_EXACT - 1
+MAX_COUNTER_LIMIT = 2**41
+MAX_LISTED = 1_000  # entries of a log, slots of a concurrency limit
+MICROS = 1_000_000
+MIN_DURATION_US = 1_000
+TEN_YEARS_US = 3_650 * 86_400 * MICROS
+FIFTY_DAYS_US = 50 * 86_400 * MICROS
+
+_DECIMALS = 6
+_MAX_DENOMINATOR = 10_000
+_MAX_DIGITS = 40
+_PLAIN_NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]{1,3})?", re.IGNORECASE)
+
+Number = int | str | float | Decimal
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Exactly `tokens` per `per_us` microseconds, in lowest terms."""
+
+    tokens: int
+    per_us: int
+
+    @classmethod
+    def parse(cls, field: str, per_second: object) -> "Rate":
+        exact = _decimal(field, per_second)
+        if exact is None:
+            if not isinstance(per_second, float):
+                raise InvalidLimit(field, f"at most {_DECIMALS} decimals, got {per_second!r}")
+            exact = Fraction(per_second).limit_denominator(_MAX_DENOMINATOR)
+        if exact <= 0:
+            raise InvalidLimit(field, f"must be above 0, got {per_second!r}")
+        per_us = exact / MICROS
+        return cls._checked(field, per_us.numerator, per_us.denominator)
+
+    @classmethod
+    def per_window(cls, field: str, count: int, window_us: int) -> "Rate":
+        """Exactly `count` per window."""
+        exact = Fraction(count, window_us)
+        return cls._checked(field, exact.numerator, exact.denominator)
+
+    @classmethod
+    def _checked(cls, field: str, tokens: int, per_us: int) -> "Rate":
+        if tokens > MAX_EXACT:
+            raise InvalidLimit(field, f"at most {MAX_EXACT} tokens a microsecond in lowest terms")
+        if per_us > MAX_PER_US:
+            raise InvalidLimit(
+                field, f"as a fraction of microseconds its denominator may be at most {MAX_PER_US}, got {per_us}"
+            )
+        return cls(tokens, per_us)
+
+
+def whole(field: str, value: object, *, minimum: int = 0, maximum: int = MAX_COUNT) -> int:
+    """A whole number within its bounds, from an integer, an integral float or a decimal string."""
+    if type(value) is int:
+        number = value
+    else:
+        exact = _decimal(field, value)
+        if exact is None or exact.denominator != 1:
+            raise InvalidLimit(field, f"must be a whole number, got {_shown(value)}")
+        number = exact.numerator
+    if not minimum <= number <= maximum:
+        raise InvalidLimit(field, f"must be from {minimum} to {maximum}, got {_shown(value)}")
+    return number
+
+
+def duration_us(field: str, seconds: object, *, maximum_us: int = TEN_YEARS_US) -> int:
+    """Seconds with at most 6 decimals, as microseconds."""
+    exact = _decimal(field, seconds)
+    if exact is None:
+        raise InvalidLimit(field, f"at most {_DECIMALS} decimals, got {_shown(seconds)}")
+    micros = exact * MICROS
+    if not MIN_DURATION_US <= micros <= maximum_us:
+        raise InvalidLimit(field, f"must be from 0.001 to {maximum_us // MICROS} seconds, got {_shown(seconds)}")
+    return micros.numerator
+
+
+def cost_of(field: str, value: object) -> int:
+    """A cost: an integer from 0 to below 2^52. Costs come with every check, so nothing is converted here."""
+    if type(value) is not int:
+        raise InvalidInput(field, f"must be an integer, got {_shown(value)}")
+    if not 0 <= value <= MAX_COUNT:
+        raise InvalidInput(field, f"must be from 0 to {MAX_COUNT}, got {_shown(value)}")
+    return value
+
+
+def share_of(limit: int, percent: int) -> int:
+    """floor(limit * percent / 100), in the steps that Lua can do exactly."""
+    hundreds, rest = divmod(limit, 100)
+    return hundreds * percent + rest * percent // 100
+
+
+def ceil_div(amount: int, by: int) -> int:
+    return -(-amount // by)
+
+
+def _decimal(field: str, value: object) -> Fraction | None:
+    """The number exactly; None where it has more than 6 decimals."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str | Decimal):
+        raise InvalidLimit(field, f"must be a number, got {_shown(value)}")
+    if isinstance(value, int):
+        return Fraction(value)
+    text = repr(value) if isinstance(value, float) else str(value).strip()
+    if len(text) > _MAX_DIGITS or not _PLAIN_NUMBER.fullmatch(text):
+        raise InvalidLimit(field, f"must be a plain decimal number, got {_shown(value)}")
+    number = Decimal(text)
+    if abs(number.adjusted()) > _MAX_DIGITS:
+        raise InvalidLimit(field, f"is too large or too small, got {_shown(value)}")
+    exact = Fraction(number)
+    return exact if (10**_DECIMALS * exact).denominator == 1 else None
+
+
+def _shown(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        text = "a huge number"
+    return text if len(text) <= 60 else f"{text[:57]}..."

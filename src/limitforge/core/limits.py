@@ -1,0 +1,358 @@
+"""The seven limits. Each validates itself when it is built and carries its exact numbers: no limit that was built can
+fail later.
+
+The fields are those of the wire format, by the same names. `Limits` (in `plan.py`) is what a check takes: several of
+them, or their text.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from enum import StrEnum
+from typing import Any, ClassVar, TypeVar
+
+from limitforge.core.algorithms.concurrency import ConcurrencySteps
+from limitforge.core.algorithms.fixed_window import FixedWindowSteps, WindowKind
+from limitforge.core.algorithms.leaky_bucket import LeakyBucketSteps
+from limitforge.core.algorithms.quota import QuotaSteps
+from limitforge.core.algorithms.sliding_window import SlidingWindowSteps
+from limitforge.core.algorithms.sliding_window_counter import SlidingWindowCounterSteps
+from limitforge.core.algorithms.steps import UNLIMITED, Steps
+from limitforge.core.algorithms.token_bucket import TokenBucketSteps
+from limitforge.core.calendar import Calendar, Period, zone
+from limitforge.core.exact import (
+    FIFTY_DAYS_US,
+    MAX_COUNTER_LIMIT,
+    MAX_EXACT,
+    MAX_LISTED,
+    MICROS,
+    TEN_YEARS_US,
+    Number,
+    Rate,
+    duration_us,
+    whole,
+)
+from limitforge.errors import InvalidLimit
+
+Choice = TypeVar("Choice", bound=StrEnum)
+
+# A name from outside, or the canonical text of a limit, which may start with its algorithm's prefix.
+_NAME = re.compile(r"(?:(?:fixed|sliding|counter|token|leaky):)?[A-Za-z0-9_./-]{1,64}")
+
+
+class Scope(StrEnum):
+    """Which parts of (tenant, resource, subject) name the bucket."""
+
+    SUBJECT = "subject"
+    CALLER = "caller"
+    RESOURCE = "resource"
+    TENANT = "tenant"
+    GLOBAL = "global"
+
+
+class Mode(StrEnum):
+    """`on` decides, `monitor` decides and reports but lets pass, `off` is not there."""
+
+    OFF = "off"
+    MONITOR = "monitor"
+    ON = "on"
+
+
+class Counts(StrEnum):
+    """Whether a limit takes the check's cost, or 1 for any cost above 0."""
+
+    COST = "cost"
+    REQUESTS = "requests"
+
+
+class Align(StrEnum):
+    """Whether fixed windows lie on the clock, or open with the first cost taken."""
+
+    CLOCK = "clock"
+    FIRST_HIT = "first_hit"
+
+
+class Priority(StrEnum):
+    """How important a check is: P0 is never shed."""
+
+    P0 = "P0"
+    P1 = "P1"
+    P2 = "P2"
+    P3 = "P3"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """What all limits have. Build one of the seven below, or `limit_from_fields` from a mapping."""
+
+    algorithm: ClassVar[str]
+    size_field: ClassVar[str] = "limit"
+    max_size: ClassVar[int] = MAX_EXACT - 1
+
+    name: str = ""
+    scope: Scope = Scope.SUBJECT
+    mode: Mode = Mode.ON
+    counts: Counts = Counts.COST
+    count_denied: bool = False
+    shares: Mapping[str, int] = field(default_factory=dict, hash=False)
+    steps: Steps = field(init=False, repr=False, compare=False, hash=False)
+
+    def __post_init__(self) -> None:
+        _set(self, "name", _name(self.name or self.algorithm))
+        _set(self, "scope", _choice("scope", Scope, self.scope))
+        _set(self, "mode", _choice("mode", Mode, self.mode))
+        _set(self, "counts", _choice("counts", Counts, self.counts))
+        if not isinstance(self.count_denied, bool):
+            raise InvalidLimit("count_denied", f"must be true or false, got {self.count_denied!r}")
+        _set(self, "shares", _shares(self.shares))
+        if self.count_denied and self.shares:
+            raise InvalidLimit("count_denied", "can't be combined with shares")
+        size = getattr(self, self.size_field)
+        if size is not None:
+            _set(self, self.size_field, whole(self.size_field, size, maximum=self.max_size))
+        _set(self, "steps", self._steps())
+
+    @property
+    def size(self) -> int | None:
+        """The whole number: capacity, limit or slots; None if unlimited, 0 if blocked."""
+        size: int | None = getattr(self, self.size_field)
+        return size
+
+    @property
+    def period_us(self) -> int | None:
+        """The time to which the whole number refers: a window, or the time to full; None for slots and quotas."""
+        return getattr(self.steps, "window_us", None)
+
+    def percent(self, priority: Priority) -> int:
+        return self.shares.get(priority, 100)
+
+    def _steps(self) -> Steps:
+        raise NotImplementedError
+
+    def _size(self) -> int:
+        return UNLIMITED if self.size is None else self.size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bucket(Limit):
+    size_field: ClassVar[str] = "bucket_capacity"
+
+    bucket_capacity: Number | None
+
+    def _rate(self, rate_field: str) -> tuple[int, int, int]:
+        """(capacity, tokens, per_us), refused where a level would not stay exact."""
+        capacity = self._size()
+        value = getattr(self, rate_field)
+        if value is None:
+            if self.size is None:
+                return capacity, 1, 1
+            raise InvalidLimit(rate_field, "is required")
+        rate = value if isinstance(value, Rate) else Rate.parse(rate_field, value)
+        if capacity * rate.per_us > MAX_EXACT:
+            raise InvalidLimit("bucket_capacity", f"at most {MAX_EXACT // rate.per_us} at this rate, got {capacity}")
+        if capacity * rate.per_us > TEN_YEARS_US * rate.tokens:
+            raise InvalidLimit(
+                rate_field,
+                f"a capacity of {capacity} may take at most ten years ({TEN_YEARS_US // MICROS} seconds) at this rate",
+            )
+        return capacity, rate.tokens, rate.per_us
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBucket(_Bucket):
+    """Bursts up to `bucket_capacity`, refilled continuously: enforces the mean, tolerates the burst."""
+
+    algorithm: ClassVar[str] = "token_bucket"
+
+    refill_rate_per_sec: Number | Rate | None = None
+
+    def _steps(self) -> Steps:
+        return TokenBucketSteps(*self._rate("refill_rate_per_sec"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeakyBucket(_Bucket):
+    """A queue that drains at a constant rate: tells each taker how long to wait (`delay_ms`), denies when full."""
+
+    algorithm: ClassVar[str] = "leaky_bucket"
+
+    leak_rate_per_sec: Number | Rate | None = None
+
+    def _steps(self) -> Steps:
+        return LeakyBucketSteps(*self._rate("leak_rate_per_sec"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedWindow(Limit):
+    """A count per window. Cheap and easy to explain; twice the limit may pass around a window's edge."""
+
+    algorithm: ClassVar[str] = "fixed_window"
+
+    limit: Number | None
+    window_seconds: Number
+    align: Align = Align.CLOCK
+    spread: bool = False
+
+    def _steps(self) -> Steps:
+        _set(self, "align", _choice("align", Align, self.align))
+        if not isinstance(self.spread, bool):
+            raise InvalidLimit("spread", f"must be true or false, got {self.spread!r}")
+        if self.spread and self.align is Align.FIRST_HIT:
+            raise InvalidLimit("spread", "can't be combined with align: first_hit")
+        kind = (
+            WindowKind.SPREAD
+            if self.spread
+            else WindowKind.FIRST_HIT
+            if self.align is Align.FIRST_HIT
+            else WindowKind.ALIGNED
+        )
+        return FixedWindowSteps(self._size(), duration_us("window_seconds", self.window_seconds), int(kind))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlidingWindow(Limit):
+    """The exact log: at most `limit` in any window, each cost forgotten exactly one window later."""
+
+    algorithm: ClassVar[str] = "sliding_window"
+    max_size: ClassVar[int] = MAX_LISTED
+
+    limit: Number | None
+    window_seconds: Number
+
+    def _steps(self) -> Steps:
+        return SlidingWindowSteps(self._size(), duration_us("window_seconds", self.window_seconds))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlidingWindowCounter(Limit):
+    """Two counts blended into a sliding estimate: as cheap as a fixed window, without its edge."""
+
+    algorithm: ClassVar[str] = "sliding_window_counter"
+    max_size: ClassVar[int] = MAX_COUNTER_LIMIT
+
+    limit: Number | None
+    window_seconds: Number
+
+    def _steps(self) -> Steps:
+        return SlidingWindowCounterSteps(
+            self._size(), duration_us("window_seconds", self.window_seconds, maximum_us=FIFTY_DAYS_US)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Concurrency(Limit):
+    """At most `max_concurrent` slots held at once; a slot comes back when released, or `lease_ttl_seconds` after its
+    holder was last heard of.
+    """
+
+    algorithm: ClassVar[str] = "concurrency"
+    size_field: ClassVar[str] = "max_concurrent"
+    max_size: ClassVar[int] = MAX_LISTED
+
+    max_concurrent: Number | None
+    lease_ttl_seconds: Number
+
+    def _steps(self) -> Steps:
+        if self.count_denied:
+            raise InvalidLimit("count_denied", "has no meaning on a concurrency limit")
+        return ConcurrencySteps(self._size(), duration_us("lease_ttl_seconds", self.lease_ttl_seconds))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quota(Limit):
+    """A count per day, week, month or year of a calendar, in the customer's time zone, from the billing day on."""
+
+    algorithm: ClassVar[str] = "quota"
+
+    limit: Number | None
+    period: Period
+    time_zone: str = "UTC"
+    anchor_day: int = 1
+    calendar: Calendar = field(init=False, repr=False, compare=False, hash=False)
+
+    def _steps(self) -> Steps:
+        _set(self, "period", _choice("period", Period, self.period))
+        if not isinstance(self.time_zone, str):
+            raise InvalidLimit("time_zone", f"must be an IANA name such as 'Europe/Berlin', got {self.time_zone!r}")
+        zone(self.time_zone)
+        _set(self, "anchor_day", whole("anchor_day", self.anchor_day, minimum=1, maximum=31))
+        if self.anchor_day != 1 and self.period not in (Period.MONTH, Period.YEAR):
+            raise InvalidLimit("anchor_day", f"has no meaning for a period of one {self.period}")
+        _set(self, "calendar", Calendar(self.period, self.time_zone, self.anchor_day))
+        return QuotaSteps(self._size(), self.calendar.shape)
+
+
+ALGORITHMS: Mapping[str, type[Limit]] = {
+    kind.algorithm: kind
+    for kind in (TokenBucket, LeakyBucket, FixedWindow, SlidingWindow, SlidingWindowCounter, Concurrency, Quota)
+}
+
+
+def limit_from_fields(given: Mapping[str, Any]) -> Limit:
+    """A limit from the fields of the wire format, `algorithm` among them; an unknown or missing field is refused by
+    name.
+    """
+    if not isinstance(given, Mapping):
+        raise InvalidLimit("limit", f"must be a mapping of fields, got {type(given).__name__}")
+    values = dict(given)
+    algorithm = values.pop("algorithm", None)
+    kind = ALGORITHMS.get(algorithm) if isinstance(algorithm, str) else None
+    if kind is None:
+        raise InvalidLimit("algorithm", f"must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
+    known = {f.name: f for f in fields(kind) if f.init}
+    for name in values:
+        if name not in known:
+            raise InvalidLimit(str(name)[:64], f"is no field of {algorithm}; its fields are {', '.join(known)}")
+    if not values.get("name"):
+        values["name"] = algorithm
+    try:
+        return kind(**values)
+    except TypeError:
+        missing = sorted(set(_required(kind)) - values.keys())
+        raise InvalidLimit(", ".join(missing), f"is required by {algorithm}") from None
+
+
+def fields_of(limit: Limit) -> dict[str, Any]:
+    """The opposite of `limit_from_fields`: everything that was given or is not the default."""
+    plain: dict[str, Any] = {"algorithm": limit.algorithm}
+    for f in fields(limit):
+        if f.init:
+            value = getattr(limit, f.name)
+            if f.name in ("name", *_required(type(limit))) or value not in (f.default, {}):
+                plain[f.name] = (
+                    str(value) if isinstance(value, StrEnum) else dict(value) if isinstance(value, Mapping) else value
+                )
+    return plain
+
+
+def _required(kind: type[Limit]) -> list[str]:
+    return [f.name for f in fields(kind) if f.init and f.default is MISSING and f.default_factory is MISSING]
+
+
+def _set(limit: Limit, name: str, value: object) -> None:
+    object.__setattr__(limit, name, value)
+
+
+def _name(name: object) -> str:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidLimit("name", f"must be 1 to 64 letters, digits or -_./ characters, got {name!r:.80}")
+    return name
+
+
+def _choice(field_name: str, kind: type[Choice], value: object) -> Choice:
+    try:
+        return kind(value)  # type: ignore[arg-type]
+    except ValueError:
+        raise InvalidLimit(field_name, f"must be one of {', '.join(kind)}, got {value!r:.80}") from None
+
+
+def _shares(shares: object) -> Mapping[str, int]:
+    if not isinstance(shares, Mapping):
+        raise InvalidLimit("shares", f"must map priorities to percents, such as {{'P2': 80}}, got {shares!r:.80}")
+    checked: dict[str, int] = {}
+    for priority, percent in shares.items():
+        known = _choice("shares", Priority, priority)
+        checked[known] = whole(f"shares.{known}", percent, maximum=100)
+        if known is Priority.P0 and checked[known] != 100:
+            raise InvalidLimit("shares.P0", "is always 100: P0 is never shed")
+    return checked

@@ -1,0 +1,187 @@
+"""Limits compiled for the hot path: what a check needs of each limit, worked out once per plan and priority."""
+
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+
+import msgspec
+
+from limitforge.core.algorithms.concurrency import ConcurrencySteps
+from limitforge.core.algorithms.fixed_window import FixedWindowSteps, WindowKind
+from limitforge.core.algorithms.steps import Steps
+from limitforge.core.keys import Place, spread_offset
+from limitforge.core.limits import Counts, Limit, Mode, Priority, Quota, Scope
+from limitforge.core.text import parse
+from limitforge.errors import InvalidInput, InvalidLimit
+
+MAX_LIMITS = 32
+
+ENFORCED = 1
+COUNT_DENIED = 2
+
+
+class Rule(msgspec.Struct, frozen=True, eq=False, weakref=True):
+    """One limit as a store decides it, for one priority and place."""
+
+    limit: Limit
+    steps: Steps
+    percent: int
+    scope: Scope
+    suffix: str
+    enforced: bool
+    count_denied: bool
+    requests: bool
+    overridable: bool
+    varies: bool
+    """Whether the steps depend on the key (a spread window) or on the time (a quota)."""
+    memo: list["Rule"]
+    """The last rule that `around` made: a quota's windows change once a day at most."""
+
+    @classmethod
+    def compile(cls, limit: Limit, priority: Priority, place: Place) -> "Rule":
+        steps = limit.steps
+        enforced = limit.mode is Mode.ON
+        spread = isinstance(steps, FixedWindowSteps) and steps.kind == WindowKind.SPREAD
+        return cls(
+            limit=limit,
+            steps=steps,
+            percent=limit.percent(priority),
+            scope=limit.scope,
+            suffix=f"{limit.name}:{steps.letter}",
+            enforced=enforced,
+            count_denied=limit.count_denied and enforced,
+            requests=limit.counts is Counts.REQUESTS,
+            overridable=limit.scope in (Scope.SUBJECT, Scope.CALLER) and place is not Place.OPERATOR,
+            varies=spread or isinstance(limit, Quota),
+            memo=[],
+        )
+
+    @property
+    def holds_lease(self) -> bool:
+        return isinstance(self.steps, ConcurrencySteps)
+
+    def row(self) -> tuple[int | str, ...]:
+        """As the script reads it: algorithm, flags, percent, name, then the numbers."""
+        flags = ENFORCED * self.enforced + COUNT_DENIED * self.count_denied
+        return (self.steps.code, flags, self.percent, self.limit.name, *self.steps.numbers())
+
+    def at(self, key: str) -> "Rule":
+        """This rule for one key."""
+        if isinstance(self.steps, FixedWindowSteps):
+            return msgspec.structs.replace(self, steps=msgspec.structs.replace(self.steps, offset=spread_offset(key)))
+        return self
+
+    def around(self, now_us: int) -> "Rule":
+        """This rule with the windows of its calendar around `now_us`."""
+        if not isinstance(self.limit, Quota):
+            return self
+        for known in self.memo:
+            if known.steps.second <= now_us < known.steps.third:  # type: ignore[attr-defined]
+                return known
+        windows = self.limit.calendar.around(now_us)
+        rule = msgspec.structs.replace(self, steps=self.steps.overridden((*self.steps.numbers()[:2], *windows)))
+        self.memo[:] = [rule]
+        return rule
+
+
+class Plan(msgspec.Struct, frozen=True, eq=False):
+    """The rules of several limits that decide together, with the names under which they are reported."""
+
+    rules: tuple[Rule, ...]
+    names: tuple[str, ...]
+    place: Place
+    leases: bool
+    overridable: bool
+
+    @classmethod
+    def compile(cls, limits: Iterable[Limit], priority: Priority, place: Place) -> "Plan":
+        rules = tuple(Rule.compile(limit, priority, place) for limit in limits if limit.mode is not Mode.OFF)
+        return cls(
+            rules=rules,
+            names=tuple(rule.limit.name for rule in rules),
+            place=place,
+            leases=any(rule.holds_lease for rule in rules),
+            overridable=any(rule.overridable for rule in rules),
+        )
+
+
+class Limits:
+    """An ordered set of limits with distinct names, ready to be checked together.
+
+    Wherever limits are asked for, one limit, several, or their text will do; parse or build them once and pass the same
+    object for speed.
+    """
+
+    __slots__ = ("_limits", "_plans")
+
+    def __init__(self, *limits: Limit) -> None:
+        names: set[str] = set()
+        for limit in limits:
+            if not isinstance(limit, Limit):
+                raise InvalidLimit("limits", f"must be limits, got {type(limit).__name__}")
+            if limit.name in names:
+                raise InvalidLimit("limits", f"two limits are called {limit.name!r}; give each a name of its own")
+            names.add(limit.name)
+        if len(limits) > MAX_LIMITS:
+            raise InvalidLimit("limits", f"at most {MAX_LIMITS} in one check, got {len(limits)}")
+        self._limits = limits
+        self._plans: dict[tuple[str, Place], Plan] = {}
+
+    @staticmethod
+    def parse(text: str) -> "Limits":
+        """Limits from their string form, such as `"100/minute; burst=10/second"`."""
+        return _parsed(text)
+
+    @staticmethod
+    def of(given: "LimitsLike") -> "Limits":
+        if isinstance(given, Limits):
+            return given
+        if isinstance(given, str):
+            return _parsed(given)
+        if isinstance(given, Limit):
+            return _single(given)
+        if isinstance(given, Iterable):
+            return Limits(*given)
+        raise InvalidLimit("limits", f"must be limits or their text, got {type(given).__name__}")
+
+    def plan(self, priority: str, place: Place = Place.POLICY) -> Plan:
+        plan = self._plans.get((priority, place))
+        if plan is None:
+            plan = self._plans[known_priority(priority), place] = Plan.compile(
+                self._limits, known_priority(priority), place
+            )
+        return plan
+
+    def __iter__(self) -> Iterator[Limit]:
+        return iter(self._limits)
+
+    def __len__(self) -> int:
+        return len(self._limits)
+
+    def __getitem__(self, name: str) -> Limit:
+        for limit in self._limits:
+            if limit.name == name:
+                return limit
+        raise KeyError(name)
+
+    def __repr__(self) -> str:
+        return f"Limits({', '.join(map(repr, self._limits))})"
+
+
+LimitsLike = str | Limit | Limits | Iterable[Limit]
+
+
+def known_priority(priority: object) -> Priority:
+    try:
+        return Priority(priority)  # type: ignore[arg-type]
+    except ValueError:
+        raise InvalidInput("priority", f"must be one of {', '.join(Priority)}, got {priority!r:.80}") from None
+
+
+@lru_cache(maxsize=1_024)
+def _parsed(text: str) -> Limits:
+    return Limits(*parse(text))
+
+
+@lru_cache(maxsize=1_024)
+def _single(limit: Limit) -> Limits:
+    return Limits(limit)

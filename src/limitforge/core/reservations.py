@@ -1,0 +1,90 @@
+"""Settling: what was held is replaced by what it really cost. `lua/reserve.lua` is its twin."""
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from limitforge.core.algorithms.steps import State, Steps
+from limitforge.core.decide import Again, Held, is_gone, judged_at, opened
+
+KEPT_US = 24 * 3_600 * 1_000_000  # how long a result is remembered
+
+
+class OnLapse(StrEnum):
+    """What happens to a reservation that nobody settles in time: its cost stays taken, or goes back."""
+
+    KEEP = "keep"
+    REFUND = "refund"
+
+
+class Settled(StrEnum):
+    SETTLED = "settled"
+    LAPSED = "lapsed"
+
+
+class Settlement(msgspec.Struct, frozen=True):
+    """How a reservation ended. Settling it again changes nothing and answers the same: `cost` is the one that counted.
+
+    `lapsed` means that its time was over: nothing was changed, and what it held was kept or refunded as it said.
+    """
+
+    outcome: Settled
+    cost: int
+
+
+class Record(msgspec.Struct):
+    """A reservation as a store remembers it."""
+
+    token: bytes
+    lapses_us: int
+    expires_us: int
+    held: list[Held]
+    settled: int | None = None
+
+
+def settle(
+    record: Record,
+    cost: int,
+    amounts: Sequence[int],
+    calendars: Sequence[tuple[int, ...]],
+    now_us: int,
+    states: Mapping[str, Any],
+) -> tuple[Settlement, list[tuple[str, State]]] | Again:
+    """Settle at the store's time; the states to store come back. `calendars` has each quota's windows, empty for the
+    rest.
+    """
+    if record.settled is not None:
+        return Settlement(Settled.SETTLED, record.settled), []
+    if now_us >= record.lapses_us:
+        return Settlement(Settled.LAPSED, 0), []
+    writes = []
+    for at, (held, amount, windows) in enumerate(zip(record.held, amounts, calendars, strict=True)):
+        if held.amount is None:
+            continue
+        state = states.get(held.key)
+        # A live bucket knows the numbers that it was last written with: the plan may have changed since the
+        # reservation.
+        steps = _steps_now(held, windows) if state is None or is_gone(state, now_us) else state.numbers
+        work = opened(state, steps, now_us)
+        if work is None:
+            return Again(at, judged_at(state, now_us))
+        if _adjust(work, steps, record.token, amount - held.amount):
+            steps.seal(work)
+            writes.append((held.key, work))
+    return Settlement(Settled.SETTLED, cost), writes
+
+
+def _steps_now(held: Held, windows: tuple[int, ...]) -> Steps:
+    return held.steps.overridden((*held.steps.numbers()[:2], *windows)) if windows else held.steps
+
+
+def _adjust(work: Any, steps: Any, token: bytes, more: int) -> bool:
+    """Take more, or give back what is still held; tells whether the bucket changed."""
+    pending = next((p for p in work.pending if p.reservation == token), None)
+    if pending is not None:
+        work.pending = tuple(p for p in work.pending if p is not pending)
+        if more < 0:
+            steps.give(work, -more, pending.source)
+    return (steps.force(work, more) if more > 0 else False) or pending is not None

@@ -1,0 +1,155 @@
+"""The string form of limits: `"100/minute; 10/second"`, `"burst=token:20 per 15 seconds"`."""
+
+import re
+
+from limitforge.core.exact import MAX_EXACT, MICROS, Rate
+from limitforge.core.limits import FixedWindow, LeakyBucket, Limit, SlidingWindow, SlidingWindowCounter, TokenBucket
+from limitforge.errors import InvalidLimit
+
+MAX_TEXT = 4_096
+EXACT_UP_TO = 20  # above this the counter's estimate is fine enough, and far smaller than a log
+
+_SECONDS = {"second": 1, "minute": 60, "hour": 3_600, "day": 86_400}
+_UNITS = {f"{unit}{plural}": unit for unit in _SECONDS for plural in ("", "s")} | {
+    "s": "second",
+    "sec": "second",
+    "m": "minute",
+    "min": "minute",
+    "h": "hour",
+    "d": "day",
+}
+_PREFIXES = ("fixed", "sliding", "counter", "token", "leaky")
+_WORD = re.compile(r"[A-Za-z]+")
+_DIGITS = re.compile(r"[0-9]+")
+_SPACE = re.compile(r"\s*")
+_ANYTHING = re.compile(r"[^\s;]+|;|$")
+
+
+def parse(text: str) -> list[Limit]:
+    """The limits of `text`, in order; an error that points at the token which is wrong."""
+    if not isinstance(text, str):
+        raise InvalidLimit("limits", f"must be text such as '100/minute', got {type(text).__name__}")
+    if len(text) > MAX_TEXT:
+        raise InvalidLimit("limits", f"at most {MAX_TEXT} characters, got {len(text)}")
+    limits: list[Limit] = []
+    at = 0
+    for item in text.split(";"):
+        if item.strip():
+            limits.append(_Item(text, at, at + len(item)).limit())
+        at += len(item) + 1
+    if not limits:
+        raise InvalidLimit("limits", "must hold at least one limit, such as '100/minute'")
+    return limits
+
+
+class _Item:
+    """One limit of the text, read from left to right."""
+
+    def __init__(self, text: str, start: int, end: int) -> None:
+        self.text = text
+        self.at = start
+        self.end = end
+
+    def limit(self) -> Limit:
+        name = self._name()
+        prefix = self._prefix()
+        count = self._number("how many, such as 100")
+        if count > MAX_EXACT:
+            raise self._wrong("a smaller number", self.at - len(str(count)))
+        if not (self._literal("/") or self._literal("per")):
+            raise self._wrong("'/' or 'per'")
+        times = self._number("a number") if self._peek(_DIGITS) else 1
+        unit = self._unit()
+        if self._peek(_ANYTHING).strip():
+            raise self._wrong("';' or the end")
+        seconds = times * _SECONDS[unit]
+        default = "sliding" if count <= EXACT_UP_TO else "counter"
+        canonical = _canonical(count, seconds)
+        if prefix and prefix != default:
+            canonical = f"{prefix}:{canonical}"
+        return _build(name or canonical, prefix or default, count, seconds)
+
+    def _name(self) -> str:
+        head, equals, _ = self.text[self.at : self.end].partition("=")
+        if not equals:
+            return ""
+        if not head.strip():
+            raise self._wrong("a name before '='")
+        self.at += len(head) + 1
+        return head.strip()
+
+    def _prefix(self) -> str:
+        word = self._peek(_WORD)
+        if not word:
+            return ""
+        if word.lower() not in _PREFIXES:
+            raise self._wrong(f"a number, or one of {', '.join(f'{known}:' for known in _PREFIXES)}")
+        self.at += len(word)
+        if not self._literal(":"):
+            raise self._wrong("':'")
+        return word.lower()
+
+    def _number(self, what: str) -> int:
+        digits = self._peek(_DIGITS)
+        if not digits or len(digits) > 20:
+            raise self._wrong(what)
+        self.at += len(digits)
+        return int(digits)
+
+    def _unit(self) -> str:
+        word = self._peek(_WORD)
+        unit = _UNITS.get(word.lower())
+        if unit is None:
+            raise self._wrong("a unit: second, minute, hour or day")
+        self.at += len(word)
+        return unit
+
+    def _literal(self, literal: str) -> bool:
+        self._peek(_ANYTHING)
+        if self.text[self.at : self.end].lower().startswith(literal):
+            self.at += len(literal)
+            return True
+        return False
+
+    def _peek(self, pattern: re.Pattern[str]) -> str:
+        """Skip white space, and tell what of this pattern comes next."""
+        self.at = _SPACE.match(self.text, self.at, self.end).end()  # type: ignore[union-attr]
+        found = pattern.match(self.text, self.at, self.end)
+        return found.group() if found else ""
+
+    def _wrong(self, expected: str, at: int | None = None) -> InvalidLimit:
+        token = self._peek(_ANYTHING)
+        if at is None:
+            at = self.at
+        else:
+            token = self.text[at : self.at]
+        shown = repr(token) if token else "the end"
+        pointer = " " * at + "^" * max(len(token), 1)
+        return InvalidLimit(
+            "limits", f"expected {expected}, got {shown} at character {at + 1}\n  {self.text}\n  {pointer}"
+        )
+
+
+def _canonical(count: int, seconds: int) -> str:
+    unit = next(u for u in reversed(_SECONDS) if seconds % _SECONDS[u] == 0)
+    times = seconds // _SECONDS[unit]
+    return f"{count}/{unit}" if times == 1 else f"{count}/{times}{unit}s"
+
+
+def _build(name: str, prefix: str, count: int, seconds: int) -> Limit:
+    match prefix:
+        case "fixed":
+            return FixedWindow(name=name, limit=count, window_seconds=seconds)
+        case "sliding":
+            return SlidingWindow(name=name, limit=count, window_seconds=seconds)
+        case "counter":
+            return SlidingWindowCounter(name=name, limit=count, window_seconds=seconds)
+        case "token":
+            return TokenBucket(name=name, bucket_capacity=count, refill_rate_per_sec=_rate(count, seconds))
+        case _:
+            return LeakyBucket(name=name, bucket_capacity=count, leak_rate_per_sec=_rate(count, seconds))
+
+
+def _rate(count: int, seconds: int) -> Rate:
+    """Exactly `count` per window; any rate will do for a blocked bucket."""
+    return Rate.per_window("limits", max(count, 1), max(seconds, 1) * MICROS)

@@ -1,0 +1,61 @@
+"""Lease and reservation ids: opaque to the caller, and enough by themselves to find every bucket that they hold.
+
+They are not signed: whoever takes them from strangers must authenticate them first.
+"""
+
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from typing import Any, TypeVar
+
+import msgspec
+
+from limitforge.errors import InvalidInput
+
+MAX_ID = 65_536
+
+Ticket = TypeVar("Ticket", "Lease", "Reservation")
+
+
+class Lease(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The slots that one check holds."""
+
+    token: bytes
+    keys: list[bytes]
+
+
+class HeldLimit(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One limit of a reservation; `calendar` is (period, zone, anchor day) of a quota."""
+
+    key: bytes
+    name: str
+    requests: bool
+    calendar: tuple[str, str, int] | None
+
+
+class Reservation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What is needed to settle: where its record is, and which limits it holds."""
+
+    token: bytes
+    record: bytes
+    limits: list[HeldLimit]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decoders: dict[type, Any] = {kind: msgspec.msgpack.Decoder(kind).decode for kind in (Lease, Reservation)}
+
+
+def ticket_id(ticket: Lease | Reservation) -> str:
+    return urlsafe_b64encode(_encode(ticket)).rstrip(b"=").decode()
+
+
+def read_ticket(field: str, kind: type[Ticket], ticket: str, prefix: str) -> Ticket:
+    """The ticket behind an id; refused unless all that it names lies under this store's prefix."""
+    if not isinstance(ticket, str) or len(ticket) > MAX_ID:
+        raise InvalidInput(field, f"must be a string of at most {MAX_ID} characters")
+    try:
+        found: Ticket = _decoders[kind](urlsafe_b64decode(ticket + "=" * (-len(ticket) % 4)))
+    except (ValueError, TypeError, msgspec.MsgspecError):
+        raise InvalidInput(field, f"is not a {kind.__name__.lower()} id") from None
+    keys = found.keys if isinstance(found, Lease) else [found.record, *(limit.key for limit in found.limits)]
+    if not all(key.startswith(prefix.encode() + b":{") for key in keys):
+        raise InvalidInput(field, "belongs to a store with another key prefix")
+    return found

@@ -1,0 +1,53 @@
+"""Everything that limitforge raises.
+
+    LimitforgeError
+    ├── InvalidInput              a value from the caller is refused; names the field and the bound
+    │   └── InvalidLimit          ... while a limit was built or its text was parsed
+    ├── UnknownReservation        settling something that was never reserved, or more than a day after its end
+    ├── TooManyReservations       a bucket holds as many open reservations as it may
+    └── StoreError
+        ├── StoreUnavailable      transient: the store did not answer, or can't serve now
+        └── StoreCorrupt          a bug or a foreign value under one of our keys; never retried, never fails open
+
+A denial is not an error: it is a `Decision` whose `allowed` is false.
+"""
+
+
+class LimitforgeError(Exception):
+    """The root of all errors of this package."""
+
+
+class InvalidInput(LimitforgeError, ValueError):
+    """`field` was refused; `problem` says what it must be."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+        self.problem = problem
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.field, self.problem)
+
+
+class InvalidLimit(InvalidInput):
+    """A limit, or the text of one, was refused."""
+
+
+class UnknownReservation(LimitforgeError, LookupError):
+    """No such reservation is known to the store, nor was in the last 24 hours."""
+
+
+class TooManyReservations(LimitforgeError):
+    """A bucket already holds the largest number of open reservations; settle some first."""
+
+
+class StoreError(LimitforgeError):
+    """The store could not decide."""
+
+
+class StoreUnavailable(StoreError):
+    """The store did not answer or can't serve now. A check that timed out may have been counted."""
+
+
+class StoreCorrupt(StoreError):
+    """A key holds something that is not ours, or the script and this code disagree."""
