@@ -1,0 +1,66 @@
+-- Fixed window. numbers: limit, window_us, kind, offset. kind: 0 aligned, 1 opened by the first hit, 2 spread by key (offset: 48 bits of the key's hash).
+-- State: count 7, size 7, window 7, kind 1. `until` is the window's end; while no hit has opened it, an opened state has 0 there.
+
+local FIRST_HIT = 1
+local WINDOW = '<BBBI7I7I7I7I7B'
+
+local fixed_window = { width = 39 }
+
+function fixed_window.read(raw, tail)
+  local _, _, _, last, til, count, size, window, kind = unpack_struct(WINDOW, raw)
+  return { last = last, til = til, count = count, size = size, window = window, kind = kind }, tail
+end
+
+function fixed_window.write(state)
+  return pack(WINDOW, FORMAT, 3, 39, state.last, state.til, state.count, state.size, state.window, state.kind)
+end
+
+function fixed_window.numbers(state)
+  return { state.size, state.window, state.kind, 0 } -- a live state has its end: the offset is not asked for
+end
+
+function fixed_window.fresh(numbers, now)
+  local window, kind = numbers[2], numbers[3]
+  local til = 0
+  if kind ~= FIRST_HIT then til = now + window - (now + numbers[4] % window) % window end
+  return { last = now, til = til, pending = '', count = 0, size = numbers[1], window = window, kind = kind }
+end
+
+function fixed_window.open(state, numbers, now)
+  local window, kind = numbers[2], numbers[3]
+  if state.window ~= window or state.kind ~= kind then return fixed_window.fresh(numbers, now) end
+  return { last = now, til = state.til, pending = state.pending, count = state.count, size = numbers[1], window = window, kind = kind }
+end
+
+function fixed_window.wait(state, numbers, cost, share)
+  if cost > share then return NEVER end
+  if state.count + cost <= share then return 0 end
+  return state.til - state.last
+end
+
+function fixed_window.take(state, numbers, cost)
+  if state.til == 0 then state.til = state.last + state.window end
+  state.count = state.count + cost
+end
+
+function fixed_window.force(state, numbers, amount)
+  local taken = min(amount, 2 * numbers[1] - state.count)
+  if taken <= 0 then return false end
+  fixed_window.take(state, numbers, taken)
+  return true
+end
+
+function fixed_window.give(state, numbers, amount)
+  state.count = max(state.count - amount, 0) -- what was reserved in an earlier window left with it
+end
+
+function fixed_window.source()
+  return 0
+end
+
+function fixed_window.view(state, numbers, share)
+  local til = state.til
+  return max(share - state.count, 0), til == 0 and 0 or til - state.last
+end
+
+function fixed_window.seal() end -- the window's end is already there

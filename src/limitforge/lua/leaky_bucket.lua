@@ -1,0 +1,59 @@
+-- Leaky bucket. numbers: capacity, tokens, per_us. Starts empty, drains continuously; what is taken waits for the level before it to drain.
+-- State: as a token bucket's.
+
+local leaky_bucket = { width = 44, read = read_bucket, write = write_bucket(2), numbers = bucket_numbers }
+
+function leaky_bucket.fresh(numbers, now)
+  return { last = now, pending = '', level = 0, size = numbers[1], tokens = numbers[2], per = numbers[3] }
+end
+
+function leaky_bucket.open(state, numbers, now)
+  local size, tokens, per = numbers[1], numbers[2], numbers[3]
+  local level = state.level
+  if state.per ~= per or state.size ~= size then level = convert_level(state, numbers, 0, 2 * size * per) end
+  local elapsed = now - state.last
+  if elapsed >= ceil(level / tokens) then
+    level = 0
+  else
+    level = level - elapsed * tokens
+  end
+  return { last = now, pending = state.pending, level = level, size = size, tokens = tokens, per = per }
+end
+
+function leaky_bucket.wait(state, numbers, cost, share)
+  if cost > share then return NEVER end
+  local over = state.level - (share - cost) * numbers[3]
+  if over <= 0 then return 0 end
+  return ceil(over / numbers[2])
+end
+
+-- How long something that is taken now should wait.
+function leaky_bucket.delay(state, numbers)
+  return ceil(state.level / numbers[2])
+end
+
+function leaky_bucket.take(state, numbers, cost)
+  state.level = state.level + cost * numbers[3]
+end
+
+function leaky_bucket.force(state, numbers, amount)
+  local before, most = state.level, 2 * numbers[1] * numbers[3]
+  state.level = max(before, min(before + min(amount, 2 * numbers[1]) * numbers[3], most))
+  return state.level > before
+end
+
+function leaky_bucket.give(state, numbers, amount)
+  state.level = max(state.level - min(amount, 2 * numbers[1]) * numbers[3], 0)
+end
+
+function leaky_bucket.source()
+  return 0
+end
+
+function leaky_bucket.view(state, numbers, share)
+  return max(floor((share * numbers[3] - state.level) / numbers[3]), 0), ceil(state.level / numbers[2])
+end
+
+function leaky_bucket.seal(state)
+  state.til = state.last + ceil(state.level / state.tokens)
+end

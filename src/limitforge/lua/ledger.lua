@@ -1,0 +1,83 @@
+-- What the log and the leases share: costs that each count until an end of their own, in the order of their ends.
+-- State: used 2 (the sum of all items), size 2, span 7 (window or TTL), count 2, then the items, each starting with its end 7 and its cost 2.
+-- The items stay a string: what is gone is cut off the front, what is new is put at the back, and nothing between is ever touched.
+
+local LEDGER = '<BBBI7I7I2I2I7I2'
+local LEDGER_WIDTH = 30
+local ITEM = '<I7I2'
+
+local function new_ledger(code, item_width)
+  local ledger = { width = LEDGER_WIDTH }
+
+  function ledger.read(raw, tail)
+    local _, _, _, last, til, used, size, span, count = unpack_struct(LEDGER, raw)
+    local stop = tail + count * item_width
+    if stop - 1 > #raw then return nil end
+    return { last = last, til = til, used = used, size = size, span = span, items = sub(raw, tail, stop - 1) }, stop
+  end
+
+  function ledger.write(state)
+    local count = #state.items / item_width
+    return pack(LEDGER, FORMAT, code, LEDGER_WIDTH, state.last, state.til, state.used, state.size, state.span, count) .. state.items
+  end
+
+  function ledger.numbers(state)
+    return { state.size, state.span }
+  end
+
+  function ledger.fresh(numbers, now)
+    return { last = now, pending = '', used = 0, size = numbers[1], span = numbers[2], items = '' }
+  end
+
+  function ledger.open(state, numbers, now)
+    local items, used, at = state.items, state.used, 1
+    while at <= #items do
+      local ends, cost = unpack_struct(ITEM, items, at)
+      if ends > now then break end
+      used = used - cost
+      at = at + item_width
+    end
+    if at > 1 then items = sub(items, at) end
+    return { last = now, pending = state.pending, used = used, size = numbers[1], span = numbers[2], items = items }
+  end
+
+  function ledger.wait(state, numbers, cost, share)
+    if cost > share then return NEVER end
+    local short = state.used + cost - share
+    if short <= 0 then return 0 end
+    local items = state.items
+    for at = 1, #items, item_width do
+      local ends, gone = unpack_struct(ITEM, items, at)
+      short = short - gone
+      if short <= 0 then return ends - state.last end
+    end
+    error('a ledger whose sum is not that of its items')
+  end
+
+  -- Where an item with this end goes: after everything that ends no later. The newest nearly always ends last.
+  function ledger.place(items, ends)
+    local at = #items
+    while at > 0 do
+      local other = unpack_struct(ITEM, items, at - item_width + 1)
+      if other <= ends then break end
+      at = at - item_width
+    end
+    return at
+  end
+
+  local function last_end(state)
+    return (unpack_struct(ITEM, state.items, #state.items - item_width + 1))
+  end
+
+  function ledger.view(state, numbers, share)
+    local reset = 0
+    if state.items ~= '' then reset = last_end(state) - state.last end
+    return max(share - state.used, 0), reset
+  end
+
+  function ledger.seal(state)
+    state.til = state.items == '' and state.last or last_end(state)
+  end
+
+  return ledger
+end
