@@ -1,0 +1,66 @@
+"""Rate limiting as a contract: what a caller may do now, what is left, and when to come back.
+
+limiter = Limiter.connect("redis://localhost:6379/0")
+decision = await limiter.check("GET:/orders", "user:42", limits="100/minute; 10/second")
+"""
+
+from limitforge.core.check import Entry
+from limitforge.core.clock import Clock, ManualClock
+from limitforge.core.decision import Decision, LimitState
+from limitforge.core.limits import (
+    Concurrency,
+    FixedWindow,
+    LeakyBucket,
+    Limit,
+    Quota,
+    SlidingWindow,
+    SlidingWindowCounter,
+    TokenBucket,
+    limit_from_fields,
+)
+from limitforge.core.overrides import Override, OverridePage
+from limitforge.core.plan import Limits
+from limitforge.core.reservations import Settlement
+from limitforge.errors import (
+    InvalidInput,
+    InvalidLimit,
+    LimitforgeError,
+    StoreCorrupt,
+    StoreError,
+    StoreUnavailable,
+    TooManyReservations,
+    UnknownReservation,
+)
+from limitforge.limiter import Limiter, Request, SyncLimiter
+
+__all__ = [
+    "Clock",
+    "Concurrency",
+    "Decision",
+    "Entry",
+    "FixedWindow",
+    "InvalidInput",
+    "InvalidLimit",
+    "LeakyBucket",
+    "Limit",
+    "LimitState",
+    "Limiter",
+    "LimitforgeError",
+    "Limits",
+    "ManualClock",
+    "Override",
+    "OverridePage",
+    "Quota",
+    "Request",
+    "Settlement",
+    "SlidingWindow",
+    "SlidingWindowCounter",
+    "StoreCorrupt",
+    "StoreError",
+    "StoreUnavailable",
+    "SyncLimiter",
+    "TokenBucket",
+    "TooManyReservations",
+    "UnknownReservation",
+    "limit_from_fields",
+]

@@ -1,0 +1,331 @@
+"""The engine in this process: `core` over a bounded dict. No thread, no task; what is over goes when room is needed."""
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from limitforge.core.algorithms import concurrency
+from limitforge.core.algorithms.concurrency import ConcurrencySteps
+from limitforge.core.algorithms.steps import State, Steps
+from limitforge.core.calendar import Calendar, Period
+from limitforge.core.check import Check, Take
+from limitforge.core.clock import Clock, SystemClock
+from limitforge.core.decide import Again, Verdict, decide, is_gone, opened
+from limitforge.core.decision import Decision, Outcome, decision_of
+from limitforge.core.keys import Keys, decoded, encoded
+from limitforge.core.overrides import (
+    ANY_RESOURCE,
+    Compiled,
+    Override,
+    OverridePage,
+    cursor_after,
+    expires_at,
+    subject_after,
+    too_many,
+)
+from limitforge.core.reservations import KEPT_US, Record, Settlement, settle
+from limitforge.errors import LimitforgeError, StoreCorrupt, StoreUnavailable, UnknownReservation
+from limitforge.stores.protocol import (
+    Answer,
+    ClearOverrides,
+    Command,
+    DeleteOverride,
+    GetOverrides,
+    ListOverrides,
+    Release,
+    Renew,
+    Reset,
+    SetOverride,
+    Settle,
+)
+
+MAX_KEYS = 1_000_000
+SAMPLED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Override:
+    changes: dict[str, object]
+    compiled: tuple[Compiled, ...]
+    expires_us: int
+
+
+class MemoryStore:
+    """Decides in this process, for threads. Counts are this process's own: several processes need a shared store.
+
+    At most `max_keys` buckets are kept. Beyond that, one that is over makes room for a new one, else the one of eight
+    that would be over first, which is counted in `evictions`. Leases, reservations and overrides are never evicted: a
+    store that is full of them refuses new ones.
+    """
+
+    def __init__(self, *, keys: Keys | None = None, clock: Clock | None = None, max_keys: int = MAX_KEYS) -> None:
+        self.keys = keys or Keys()
+        self.evictions = 0
+        self._clock = clock or SystemClock()
+        self._max_keys = max_keys
+        self._lock = threading.Lock()
+        self._states: dict[str, State] = {}
+        self._order: list[str] = []  # every key of _states once, so that eviction can sample
+        self._records: dict[str, Record] = {}
+        self._overrides: dict[str, dict[str, _Override]] = {}  # by override key, then resource
+        self._subjects: dict[str, set[str]] = {}  # by tenant key
+        self._random = random.Random()  # noqa: S311 - samples, no secrets
+        self._handlers: dict[type, Callable[[Any, int], Any]] = {
+            Release: self._release,
+            Renew: self._renew,
+            Settle: self._settle,
+            Reset: self._reset,
+            SetOverride: self._set_override,
+            GetOverrides: self._get_overrides,
+            ListOverrides: self._list_overrides,
+            DeleteOverride: self._delete_override,
+            ClearOverrides: self._clear_overrides,
+        }
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def check(self, check: Check) -> Decision:
+        with self._lock:
+            return self._check(check, self._clock.now_us())
+
+    def check_many(self, checks: Sequence[Check]) -> list[Decision | LimitforgeError]:
+        answers: list[Decision | LimitforgeError] = []
+        with self._lock:
+            now_us = self._clock.now_us()
+            for check in checks:
+                try:
+                    answers.append(self._check(check, now_us))
+                except LimitforgeError as error:
+                    answers.append(error)
+        return answers
+
+    def run(self, command: Command[Answer]) -> Answer:
+        with self._lock:
+            return cast("Answer", self._handlers[type(command)](command, self._clock.now_us()))
+
+    def close(self) -> None:
+        """Nothing to close; what was counted stays for as long as this object."""
+
+    # -- checks
+
+    def _check(self, check: Check, now_us: int) -> Decision:
+        outcome = self._judged(check, now_us)
+        shadow = None if check.shadow is None else self._judged(check.shadow, now_us)
+        return decision_of(check, now_us, outcome, shadow)
+
+    def _judged(self, check: Check, now_us: int) -> Outcome:
+        verdict = self._decided(check, now_us)
+        if verdict.writes:
+            self._store(verdict.writes, now_us)
+        if verdict.allowed and check.hold is not None:
+            lapses_us = now_us + check.hold.ttl_us
+            self._remember(
+                check.hold.key, Record(check.hold.token, lapses_us, lapses_us + KEPT_US, verdict.held), now_us
+            )
+        return Outcome(verdict.allowed, verdict.delay_us, verdict.rows)
+
+    def _decided(self, check: Check, now_us: int) -> Verdict:
+        steps_for = (lambda take: self._steps(take, now_us)) if self._overrides else None
+        check.around(now_us)
+        for _ in range(len(check.takes) + 1):
+            verdict = decide(check, now_us, self._states, steps_for)
+            if not isinstance(verdict, Again):
+                return verdict
+            take = check.takes[verdict.at]
+            take.rule = take.rule.around(verdict.now_us)
+        raise StoreCorrupt("no calendar window holds the time of its bucket")
+
+    def _steps(self, take: Take, now_us: int) -> Steps:
+        """The take's own numbers, or those of the most specific live override that names its limit."""
+        steps, name = take.rule.steps, take.rule.limit.name
+        found = self._overrides.get(cast("str", take.overrides))
+        if found is not None:
+            for resource in (take.resource, ANY_RESOURCE):
+                override = found.get(resource)
+                if override is not None and now_us < override.expires_us:
+                    for compiled in override.compiled:
+                        if compiled.name == name and compiled.code == steps.code:
+                            return steps.overridden(compiled.numbers)
+        return steps
+
+    # -- what is kept
+
+    def _store(self, writes: Sequence[tuple[str, State]], now_us: int) -> None:
+        states = self._states
+        if len(states) + len(writes) > self._max_keys:
+            self._make_room({key for key, _ in writes}, now_us)
+        for key, state in writes:
+            if key not in states:
+                self._order.append(key)
+            states[key] = state
+
+    def _make_room(self, written: set[str], now_us: int) -> None:
+        """Drop as many buckets as there are new ones, before anything is written."""
+        surplus = len(self._states) + len(written - self._states.keys()) - self._max_keys
+        for _ in range(surplus):
+            everywhere = range(len(self._order))
+            sampled = [self._random.choice(everywhere) for _ in range(SAMPLED)] if everywhere else []
+            place = self._victim(sampled, written, now_us)
+            if place is None:  # all of the sample must stay
+                place = self._victim(everywhere, written, now_us)
+            if place is None:
+                raise StoreUnavailable(
+                    f"the memory store is full: of {self._max_keys} buckets each holds a lease or an open reservation; "
+                    "raise max_keys"
+                )
+            key, self._order[place] = self._order[place], self._order[-1]
+            self._order.pop()
+            self.evictions += not is_gone(self._states.pop(key), now_us)
+
+    def _victim(self, places: Sequence[int], written: set[str], now_us: int) -> int | None:
+        """The first that is over, else the one that would be over first; leases and open reservations stay."""
+        victim, earliest = None, 0
+        for place in places:
+            key = self._order[place]
+            state = self._states[key]
+            if key in written:
+                continue
+            if is_gone(state, now_us):
+                return place
+            pinned = bool(state.pending) or isinstance(state.numbers, ConcurrencySteps)
+            if not pinned and (victim is None or state.until < earliest):
+                victim, earliest = place, state.until
+        return victim
+
+    def _remember(self, key: str, record: Record, now_us: int) -> None:
+        """Each new record looks at the two oldest: what is over goes, so that records never pile up."""
+        for _ in range(min(2, len(self._records))):
+            oldest = next(iter(self._records))
+            looked_at = self._records.pop(oldest)
+            if looked_at.expires_us > now_us:
+                self._records[oldest] = looked_at
+        self._records[key] = record
+
+    # -- leases and reservations
+
+    def _release(self, command: Release, now_us: int) -> None:
+        for key in command.lease.keys:
+            self._with_lease(decoded(key), now_us, lambda work: concurrency.release(work, command.lease.token))
+
+    def _renew(self, command: Renew, now_us: int) -> bool:
+        renewed = [
+            self._with_lease(decoded(key), now_us, lambda work: concurrency.renew(work, command.lease.token))
+            for key in command.lease.keys
+        ]
+        return all(renewed)
+
+    def _with_lease(self, key: str, now_us: int, change: Callable[[Any], bool]) -> bool:
+        state = self._states.get(key)
+        if state is None or is_gone(state, now_us) or not isinstance(state.numbers, ConcurrencySteps):
+            return False
+        work = opened(state, state.numbers, now_us)
+        if not change(work):
+            return False
+        state.numbers.seal(work)
+        self._states[key] = work
+        return True
+
+    def _settle(self, command: Settle, now_us: int) -> Settlement:
+        record = self._records.get(decoded(command.reservation.record))
+        if record is None or record.expires_us <= now_us:
+            raise UnknownReservation("no such reservation, or its result was forgotten a day after its end")
+        calendars = [
+            Calendar(Period(c[0]), c[1], c[2]).around(now_us) if (c := limit.calendar) else ()
+            for limit in command.reservation.limits
+        ]
+        for _ in range(len(calendars) + 1):
+            settled = settle(record, command.cost, command.amounts, calendars, now_us, self._states)
+            if not isinstance(settled, Again):
+                settlement, writes = settled
+                self._store(writes, now_us)
+                if settlement.outcome == "settled" and record.settled is None:
+                    record.settled, record.expires_us = settlement.cost, now_us + KEPT_US
+                return settlement
+            period, time_zone, anchor_day = cast(
+                "tuple[str, str, int]", command.reservation.limits[settled.at].calendar
+            )
+            calendars[settled.at] = Calendar(Period(period), time_zone, anchor_day).around(settled.now_us)
+        raise StoreCorrupt("no calendar window holds the time of its bucket")
+
+    def _reset(self, command: Reset, now_us: int) -> None:
+        for key in command.keys:
+            state = self._states.get(key)
+            if state is not None:  # as good as gone; the key keeps its one place in the order
+                self._states[key] = State(0, 0, state.numbers, ())
+
+    # -- overrides
+
+    def _set_override(self, command: SetOverride, now_us: int) -> Override:
+        key = self.keys.overrides(command.tenant_key, command.subject)
+        found = {r: o for r, o in self._overrides.get(key, {}).items() if o.expires_us > now_us}
+        too_many(len(found.keys() | {command.resource}))
+        expires_us = now_us + command.ttl_us
+        found[command.resource] = _Override(command.changes, command.compiled, expires_us)
+        self._overrides[key] = found
+        self._subjects.setdefault(command.tenant_key, set()).add(command.subject)
+        return Override(command.tenant, command.resource, command.subject, command.changes, expires_at(expires_us))
+
+    def _get_overrides(self, command: GetOverrides, now_us: int) -> list[Override]:
+        return self._live(command.tenant_key, command.tenant, command.subject, now_us)
+
+    def _list_overrides(self, command: ListOverrides, now_us: int) -> OverridePage:
+        after = subject_after(command.cursor)
+        subjects = sorted(
+            s for s in map(encoded, self._subjects.get(command.tenant_key, ())) if after is None or s > after
+        )
+        page = subjects[: command.subjects]
+        overrides = [o for s in page for o in self._live(command.tenant_key, command.tenant, decoded(s), now_us)]
+        return OverridePage(overrides, cursor_after(page[-1]) if len(subjects) > len(page) else None)
+
+    def _delete_override(self, command: DeleteOverride, now_us: int) -> bool:
+        live = {o.resource for o in self._live(command.tenant_key, "", command.subject, now_us)}
+        doomed = live if command.resource is None else live & {command.resource}
+        key = self.keys.overrides(command.tenant_key, command.subject)
+        for resource in doomed:
+            del self._overrides[key][resource]
+        self._live(command.tenant_key, "", command.subject, now_us)
+        return bool(doomed)
+
+    def _clear_overrides(self, command: ClearOverrides, now_us: int) -> int:
+        subjects = self._subjects.pop(command.tenant_key, set())
+        live = [s for s in subjects if self._live(command.tenant_key, "", s, now_us)]
+        for subject in subjects:
+            self._overrides.pop(self.keys.overrides(command.tenant_key, subject), None)
+        return len(live)
+
+    def _live(self, tenant_key: str, tenant: str, subject: str, now_us: int) -> list[Override]:
+        """A subject's overrides, by resource; those that have expired are dropped on the way."""
+        key = self.keys.overrides(tenant_key, subject)
+        found = {r: o for r, o in self._overrides.get(key, {}).items() if o.expires_us > now_us}
+        if found:
+            self._overrides[key] = found
+        else:
+            self._overrides.pop(key, None)
+            self._subjects.get(tenant_key, set()).discard(subject)
+        return [
+            Override(tenant, resource, subject, override.changes, expires_at(override.expires_us))
+            for resource, override in sorted(found.items(), key=lambda item: encoded(item[0]))
+        ]
+
+
+class AsyncMemoryStore:
+    """The same for an event loop: nothing here ever waits."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self._store = store
+        self.keys = store.keys
+
+    async def check(self, check: Check) -> Decision:
+        return self._store.check(check)
+
+    async def check_many(self, checks: Sequence[Check]) -> list[Decision | LimitforgeError]:
+        return self._store.check_many(checks)
+
+    async def run(self, command: Command[Answer]) -> Answer:
+        return self._store.run(command)
+
+    async def close(self) -> None:
+        self._store.close()

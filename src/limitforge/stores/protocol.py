@@ -1,0 +1,134 @@
+"""What a store is. The limiter speaks this and nothing else; a store may wrap another one (a cache, a breaker, a
+placement).
+
+A check is hot and has a method of its own, which is where a store may join waiting checks. Everything rarer is a
+command: a value that says what is wanted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from limitforge.core.check import Check
+from limitforge.core.decision import Decision
+from limitforge.core.keys import Keys
+from limitforge.core.overrides import Compiled, Override, OverridePage
+from limitforge.core.reservations import Settlement
+from limitforge.core.tickets import Lease, Reservation
+from limitforge.errors import LimitforgeError
+
+Answer = TypeVar("Answer")
+
+
+class Command(Generic[Answer]):
+    """Something other than a check, and the type of its answer."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Release(Command[None]):
+    """Free the slots of a lease; fine if it holds none."""
+
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Renew(Command[bool]):
+    """Extend every slot of a lease that is still live; False if any was not."""
+
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Settle(Command[Settlement]):
+    """Replace what a reservation holds by what it cost, `amounts` limit by limit."""
+
+    reservation: Reservation
+    cost: int
+    amounts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reset(Command[None]):
+    """Forget what was counted in these buckets."""
+
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SetOverride(Command[Override]):
+    """Replace the override of one (tenant, resource, subject)."""
+
+    tenant_key: str
+    tenant: str
+    resource: str
+    subject: str
+    changes: dict[str, object]
+    compiled: tuple[Compiled, ...]
+    ttl_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class GetOverrides(Command[list[Override]]):
+    """The live overrides of one subject."""
+
+    tenant_key: str
+    tenant: str
+    subject: str
+
+
+@dataclass(frozen=True, slots=True)
+class ListOverrides(Command[OverridePage]):
+    """A tenant's live overrides, some subjects at a time, in the order of their names."""
+
+    tenant_key: str
+    tenant: str
+    cursor: str | None
+    subjects: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteOverride(Command[bool]):
+    """Remove one override, or all of a subject if `resource` is None; tells whether there was any."""
+
+    tenant_key: str
+    resource: str | None
+    subject: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClearOverrides(Command[int]):
+    """Remove all overrides of a tenant; tells of how many subjects."""
+
+    tenant_key: str
+
+
+class Store(Protocol):
+    """An asynchronous store."""
+
+    keys: Keys
+
+    async def check(self, check: Check) -> Decision:
+        """Decide, or raise this check's own error."""
+
+    async def check_many(self, checks: Sequence[Check]) -> list[Decision | LimitforgeError]:
+        """Decide each by itself, in order; an error stands in the place of its check and spoils no other."""
+
+    async def run(self, command: Command[Answer]) -> Answer: ...
+
+    async def close(self) -> None: ...
+
+
+class SyncStore(Protocol):
+    """The same for threads."""
+
+    keys: Keys
+
+    def check(self, check: Check) -> Decision: ...
+
+    def check_many(self, checks: Sequence[Check]) -> list[Decision | LimitforgeError]: ...
+
+    def run(self, command: Command[Answer]) -> Answer: ...
+
+    def close(self) -> None: ...
