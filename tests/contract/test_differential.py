@@ -1,0 +1,376 @@
+"""Memory and Redis are fed the same random traces, and must give equal decisions: Lua and Python keep one contract."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, cast
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from limitforge import Decision, Entry, Limit, LimitforgeError, Limits, ManualClock, Request, SyncLimiter
+from limitforge.core.keys import Place
+from tests.contract.strategies import (
+    ALGORITHMS,
+    NAMES,
+    PRIORITIES,
+    RESOURCES,
+    SUBJECTS,
+    TENANTS,
+    costs,
+    limits,
+    steps_us,
+)
+from tests.servers import RedisServer
+
+MACHINES = 8
+EXAMPLES = 256
+PHASES = [Phase.generate, Phase.shrink]
+BASE_US = 1_700_006_400_000_000
+
+
+def comparable(answer: Any) -> Any:
+    """Ids differ from store to store; whether there is one does not."""
+    if isinstance(answer, LimitforgeError):
+        return type(answer)
+    if isinstance(answer, Decision):
+        return msgspec.structs.replace(
+            answer,
+            lease_id="some" if answer.lease_id else None,
+            reservation_id="some" if answer.reservation_id else None,
+            shadow=comparable(answer.shadow),
+        )
+    if isinstance(answer, list):
+        return [comparable(one) for one in answer]
+    return answer
+
+
+class Engines(RuleBasedStateMachine):
+    """Two limiters on one manual clock: whatever is done is done to both, and compared."""
+
+    url = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = ManualClock(BASE_US)
+        self.memory = SyncLimiter.connect("memory://", clock=self.clock)
+        self.redis = SyncLimiter.connect(self.url, clock=self.clock)
+        self.leases: list[tuple[str | None, str | None]] = []
+        self.reservations: list[tuple[str | None, str | None]] = []
+        self.last: Decision | None = None
+
+        self.redis._store._redis.flushall()  # type: ignore[attr-defined]
+
+    def teardown(self) -> None:
+        self.redis.close()
+
+    def both(self, act: Callable[[SyncLimiter], Any]) -> tuple[Any, Any]:
+        answers = []
+        for limiter in (self.memory, self.redis):
+            try:
+                answers.append(act(limiter))
+            except LimitforgeError as error:
+                answers.append(error)
+        assert comparable(answers[0]) == comparable(answers[1])
+        return answers[0], answers[1]
+
+    def remember(self, mine: Any, theirs: Any) -> None:
+        if isinstance(mine, Decision):
+            if mine.lease_id:
+                self.leases.append((mine.lease_id, theirs.lease_id))
+            if mine.reservation_id:
+                self.reservations.append((mine.reservation_id, theirs.reservation_id))
+            self.last = mine
+
+    @rule(by_us=steps_us())
+    def let_time_pass(self, by_us: int) -> None:
+        self.clock.advance_us(by_us)
+
+    @precondition(lambda self: self.last is not None)
+    @rule(reset=st.booleans(), quarters=st.sampled_from([1, 2, 3, 4, 4, 4, 5]))
+    def wait_for_the_last_decision(self, reset: bool, quarters: int) -> None:
+        decision = cast("Decision", self.last)
+        wait_ms = decision.reset_after_ms if reset else decision.retry_after_ms
+        self.clock.advance_us((wait_ms or 0) * 1_000 * quarters // 4)
+
+    @precondition(lambda self: self.reservations)
+    @rule(data=st.data(), cost=costs())
+    def settle(self, data: st.DataObject, cost: int) -> None:
+        ids = data.draw(st.sampled_from(self.reservations))
+        self.both(lambda limiter: limiter.settle(ids[limiter is self.redis] or "", cost))
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        ids = data.draw(st.sampled_from(self.leases))
+        self.both(lambda limiter: limiter.release(ids[limiter is self.redis] or ""))
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def renew(self, data: st.DataObject) -> None:
+        ids = data.draw(st.sampled_from(self.leases))
+        self.both(lambda limiter: limiter.renew(ids[limiter is self.redis] or ""))
+
+
+class WholePlan(Engines):
+    """Four limits of any kinds and scopes, asked in every way, while plan, modes and overrides change under them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plan: dict[str, Limit] = {}
+
+    def planned(self, names: list[str]) -> Limits:
+        return Limits(*(self.plan[name] for name in names))
+
+    @initialize(first=st.tuples(*(limits(name=name) for name in NAMES)))
+    def start(self, first: tuple[Limit, ...]) -> None:
+        self.plan = {limit.name: limit for limit in first}
+
+    @rule(limit=limits())
+    def change_the_plan(self, limit: Limit) -> None:
+        self.plan[limit.name] = limit
+
+    @rule(name=st.sampled_from(NAMES), mode=st.sampled_from(["on", "on", "on", "monitor", "off"]))
+    def switch_the_mode(self, name: str, mode: str) -> None:
+        self.plan[name] = dataclasses.replace(self.plan[name], mode=mode)
+
+    @rule(
+        names=st.lists(st.sampled_from(NAMES), min_size=1, max_size=4, unique=True),
+        resource=st.sampled_from(RESOURCES),
+        subject=st.sampled_from(SUBJECTS),
+        tenant=st.sampled_from(TENANTS),
+        priority=st.sampled_from(PRIORITIES),
+        cost=costs(),
+        by_name=st.dictionaries(st.sampled_from(NAMES), costs(), max_size=1),
+        times=st.integers(1, 12),
+    )
+    def check(
+        self,
+        names: list[str],
+        resource: str,
+        subject: str,
+        tenant: str,
+        priority: str,
+        cost: int,
+        by_name: dict[str, int],
+        times: int,
+    ) -> None:
+        plan = self.planned(names)
+        live = {limit.name for limit in plan if limit.mode != "off"}
+        by_name = {name: cost for name, cost in by_name.items() if name in live}
+        for _ in range(times):
+            self.remember(
+                *self.both(
+                    lambda limiter: limiter.check(
+                        resource, subject, limits=plan, cost=cost, costs=by_name, tenant=tenant, priority=priority
+                    )
+                )
+            )
+
+    @rule(
+        names=st.lists(st.sampled_from(NAMES), min_size=1, max_size=3, unique=True),
+        candidate=st.lists(limits(), min_size=1, max_size=2, unique_by=lambda limit: limit.name),
+        subject=st.sampled_from(SUBJECTS),
+        cost=costs(),
+    )
+    def check_beside_a_shadow_plan(self, names: list[str], candidate: list[Limit], subject: str, cost: int) -> None:
+        plan = self.planned(names)
+        self.remember(
+            *self.both(
+                lambda limiter: limiter.check(RESOURCES[0], subject, limits=plan, cost=cost, shadow=Limits(*candidate))
+            )
+        )
+
+    @rule(
+        entries=st.lists(
+            st.tuples(
+                st.sampled_from(NAMES),
+                st.sampled_from(RESOURCES),
+                st.sampled_from(SUBJECTS),
+                costs(),
+                st.sampled_from(Place),
+            ),
+            min_size=1,
+            max_size=4,
+        ),
+        priority=st.sampled_from(PRIORITIES),
+    )
+    def check_entries(self, entries: list[tuple[str, str, str, int, Place]], priority: str) -> None:
+        asked = [
+            Entry(self.plan[name], resource, subject, cost, place) for name, resource, subject, cost, place in entries
+        ]
+        self.remember(*self.both(lambda limiter: limiter.check_entries(asked, priority=priority)))
+
+    @rule(
+        checks=st.lists(
+            st.tuples(
+                st.lists(st.sampled_from(NAMES), min_size=1, max_size=3, unique=True),
+                st.sampled_from(SUBJECTS),
+                costs(),
+            ),
+            min_size=1,
+            max_size=5,
+        )
+    )
+    def check_a_batch(self, checks: list[tuple[list[str], str, int]]) -> None:
+        requests = [
+            Request(resource=RESOURCES[0], subject=subject, limits=self.planned(names), cost=cost)
+            for names, subject, cost in checks
+        ]
+        self.both(lambda limiter: limiter.check_many(requests))
+
+    @rule(
+        names=st.lists(st.sampled_from(NAMES), min_size=1, max_size=3, unique=True),
+        subject=st.sampled_from(SUBJECTS),
+        cost=costs(),
+        ttl_seconds=st.sampled_from([0.001, 1, 30, 86_400]),
+        on_lapse=st.sampled_from(["keep", "refund"]),
+    )
+    def reserve(self, names: list[str], subject: str, cost: int, ttl_seconds: float, on_lapse: str) -> None:
+        plan = self.planned(names)
+        self.remember(
+            *self.both(
+                lambda limiter: limiter.reserve(
+                    RESOURCES[0], subject, limits=plan, cost=cost, ttl_seconds=ttl_seconds, on_lapse=on_lapse
+                )
+            )
+        )
+
+    @rule(
+        names=st.lists(st.sampled_from(NAMES), min_size=1, max_size=2, unique=True), subject=st.sampled_from(SUBJECTS)
+    )
+    def reset(self, names: list[str], subject: str) -> None:
+        self.both(lambda limiter: limiter.reset(RESOURCES[0], subject, limits=self.planned(names)))
+
+    @rule(
+        name=st.sampled_from(NAMES),
+        resource=st.sampled_from(RESOURCES),
+        subject=st.sampled_from(SUBJECTS),
+        change=st.one_of(
+            st.sampled_from(["unlimited", "blocked", {"limit": 7}, {"limit": None}, {"window_seconds": 5}]),
+            st.sampled_from([{"refill_rate_per_sec": 3}, {"leak_rate_per_sec": "0.7"}, {"lease_ttl_seconds": 3}]),
+        ),
+        ttl_seconds=st.sampled_from([0.001, 5, 3_600]),
+    )
+    def set_an_override(self, name: str, resource: str, subject: str, change: Any, ttl_seconds: float) -> None:
+        self.both(
+            lambda limiter: limiter.set_override(
+                resource, subject, {name: change}, limits=self.planned([name]), ttl_seconds=ttl_seconds
+            )
+        )
+
+    @rule(resource=st.sampled_from(RESOURCES), subject=st.sampled_from(SUBJECTS))
+    def delete_an_override(self, resource: str, subject: str) -> None:
+        self.both(lambda limiter: limiter.delete_override(resource, subject))
+
+    @rule(subject=st.sampled_from(SUBJECTS), resource=st.sampled_from(RESOURCES), page=st.integers(1, 3))
+    def look_at_the_overrides(self, subject: str, resource: str, page: int) -> None:
+        self.both(lambda limiter: limiter.get_override(resource, subject))
+        mine, _ = self.both(lambda limiter: limiter.list_overrides(page=page))
+        if mine.cursor:
+            self.both(lambda limiter: limiter.list_overrides(page=page, cursor=mine.cursor))
+
+    @rule(dice=st.integers(0, 9))
+    def clear_the_overrides(self, dice: int) -> None:
+        if dice == 0:
+            self.both(lambda limiter: limiter.clear_overrides())
+
+
+class OneBucket(Engines):
+    """One bucket whose numbers change all the time, with costs about as large as what is left: exact conversions."""
+
+    algorithm = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limit: Limit
+
+    @initialize(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        self.change_the_numbers(data)
+
+    @rule(data=st.data())
+    def change_the_numbers(self, data: st.DataObject) -> None:
+        severe = data.draw(st.booleans())
+        self.limit = data.draw(limits(name="a", scope="subject", algorithm=self.algorithm, severe=severe))
+
+    def cost(self, data: st.DataObject) -> int:
+        size = self.limit.size or 1
+        left = (self.last.remaining or 0) if self.last else size
+        return data.draw(
+            st.sampled_from([1, 1, size, size // 2, size // 3 + 1, max(size - 1, 0), left, left // 2, left + 1])
+        )
+
+    @rule(data=st.data(), priority=st.sampled_from(PRIORITIES))
+    def check(self, data: st.DataObject, priority: str) -> None:
+        cost = self.cost(data)
+        self.remember(
+            *self.both(lambda limiter: limiter.check("r", "s", limits=self.limit, cost=cost, priority=priority))
+        )
+
+    @rule(data=st.data(), on_lapse=st.sampled_from(["keep", "refund"]), ttl_seconds=st.sampled_from([1, 30]))
+    def reserve(self, data: st.DataObject, on_lapse: str, ttl_seconds: float) -> None:
+        cost = self.cost(data)
+        self.remember(
+            *self.both(
+                lambda limiter: limiter.reserve(
+                    "r", "s", limits=self.limit, cost=cost, ttl_seconds=ttl_seconds, on_lapse=on_lapse
+                )
+            )
+        )
+
+    @precondition(lambda self: self.reservations)
+    @rule(data=st.data())
+    def settle_about_as_much(self, data: st.DataObject) -> None:
+        ids = data.draw(st.sampled_from(self.reservations))
+        cost = self.cost(data)
+        self.both(lambda limiter: limiter.settle(ids[limiter is self.redis] or "", cost))
+
+
+def run(kind: type[Engines], server: RedisServer, examples: int, machine_seed: int | None, **settled: str) -> None:
+    machine: type[Engines] = type(kind.__name__, (kind,), {"url": server.url, **settled})
+    if machine_seed is not None:
+        machine = seed(machine_seed)(machine)
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=40,
+            deadline=None,
+            derandomize=False,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+            phases=PHASES,
+        ),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine_seed", range(MACHINES))
+def test_both_engines_agree_on_random_traces(redis_server: RedisServer, machine_seed: int) -> None:
+    run(WholePlan, redis_server, EXAMPLES, machine_seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_both_engines_agree_on_a_bucket_whose_numbers_change(redis_server: RedisServer, algorithm: str) -> None:
+    run(OneBucket, redis_server, EXAMPLES, 1, algorithm=algorithm)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_both_engines_agree_on_a_few_traces(redis_server: RedisServer, algorithm: str) -> None:
+    run(OneBucket, redis_server, 10, 2, algorithm=algorithm)
+    run(WholePlan, redis_server, 5, 3)
+
+
+@pytest.mark.soak
+def test_both_engines_agree_on_ever_new_traces(redis_server: RedisServer) -> None:
+    run(WholePlan, redis_server, 20_000, None)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_both_engines_agree_on_ever_new_numbers(redis_server: RedisServer, algorithm: str) -> None:
+    run(OneBucket, redis_server, 5_000, None, algorithm=algorithm)
