@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from limitforge import Decision, Entry, Limit, LimitforgeError, Limits, ManualClock, Request, SyncLimiter
 from limitforge.core.keys import Place
+from limitforge.core.limits import Mode
 from tests.contract.strategies import (
     ALGORITHMS,
     NAMES,
@@ -132,8 +133,8 @@ class WholePlan(Engines):
     def change_the_plan(self, limit: Limit) -> None:
         self.plan[limit.name] = limit
 
-    @rule(name=st.sampled_from(NAMES), mode=st.sampled_from(["on", "on", "on", "monitor", "off"]))
-    def switch_the_mode(self, name: str, mode: str) -> None:
+    @rule(name=st.sampled_from(NAMES), mode=st.sampled_from([Mode.ON, Mode.ON, Mode.ON, Mode.MONITOR, Mode.OFF]))
+    def switch_the_mode(self, name: str, mode: Mode) -> None:
         self.plan[name] = dataclasses.replace(self.plan[name], mode=mode)
 
     @rule(

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from limitforge.core.algorithms.concurrency import ConcurrencySteps
 from limitforge.core.algorithms.fixed_window import FixedWindowSteps, WindowKind
@@ -81,6 +81,14 @@ class Priority(StrEnum):
     P3 = "P3"
 
 
+# The same words as plain strings, for those who build limits by hand.
+ScopeName = Literal["subject", "caller", "resource", "tenant", "global"]
+ModeName = Literal["off", "monitor", "on"]
+CountsName = Literal["cost", "requests"]
+AlignName = Literal["clock", "first_hit"]
+PeriodName = Literal["day", "week", "month", "year"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
     """What all limits have. Build one of the seven below, or `limit_from_fields` from a mapping."""
@@ -90,9 +98,9 @@ class Limit:
     max_size: ClassVar[int] = MAX_EXACT - 1
 
     name: str = ""
-    scope: Scope = Scope.SUBJECT
-    mode: Mode = Mode.ON
-    counts: Counts = Counts.COST
+    scope: Scope | ScopeName = Scope.SUBJECT
+    mode: Mode | ModeName = Mode.ON
+    counts: Counts | CountsName = Counts.COST
     count_denied: bool = False
     shares: Mapping[str, int] = field(default_factory=dict, hash=False)
     steps: Steps = field(init=False, repr=False, compare=False, hash=False)
@@ -117,11 +125,6 @@ class Limit:
         """The whole number: capacity, limit or slots; None if unlimited, 0 if blocked."""
         size: int | None = getattr(self, self.size_field)
         return size
-
-    @property
-    def period_us(self) -> int | None:
-        """The time to which the whole number refers: a window, or the time to full; None for slots and quotas."""
-        return getattr(self.steps, "window_us", None)
 
     def percent(self, priority: Priority) -> int:
         return self.shares.get(priority, 100)
@@ -190,7 +193,7 @@ class FixedWindow(Limit):
 
     limit: Number | None
     window_seconds: Number
-    align: Align = Align.CLOCK
+    align: Align | AlignName = Align.CLOCK
     spread: bool = False
 
     def _steps(self) -> Steps:
@@ -265,7 +268,7 @@ class Quota(Limit):
     algorithm: ClassVar[str] = "quota"
 
     limit: Number | None
-    period: Period
+    period: Period | PeriodName
     time_zone: str = "UTC"
     anchor_day: int = 1
     calendar: Calendar = field(init=False, repr=False, compare=False, hash=False)
@@ -278,7 +281,7 @@ class Quota(Limit):
         _set(self, "anchor_day", whole("anchor_day", self.anchor_day, minimum=1, maximum=31))
         if self.anchor_day != 1 and self.period not in (Period.MONTH, Period.YEAR):
             raise InvalidLimit("anchor_day", f"has no meaning for a period of one {self.period}")
-        _set(self, "calendar", Calendar(self.period, self.time_zone, self.anchor_day))
+        _set(self, "calendar", Calendar(Period(self.period), self.time_zone, self.anchor_day))
         return QuotaSteps(self._size(), self.calendar.shape)
 
 
@@ -303,8 +306,8 @@ def limit_from_fields(given: Mapping[str, Any]) -> Limit:
     for name in values:
         if name not in known:
             raise InvalidLimit(str(name)[:64], f"is no field of {algorithm}; its fields are {', '.join(known)}")
-    if not values.get("name"):
-        values["name"] = algorithm
+    if "name" in values:
+        _name(values["name"])
     try:
         return kind(**values)
     except TypeError:

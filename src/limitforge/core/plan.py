@@ -45,7 +45,7 @@ class Rule(msgspec.Struct, frozen=True, eq=False, weakref=True):
             limit=limit,
             steps=steps,
             percent=limit.percent(priority),
-            scope=limit.scope,
+            scope=Scope(limit.scope),
             suffix=f"{limit.name}:{steps.letter}",
             enforced=enforced,
             count_denied=limit.count_denied and enforced,

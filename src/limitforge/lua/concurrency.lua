@@ -1,30 +1,30 @@
 -- Concurrency. numbers: slots, ttl_us. Leases that each hold their cost until released, or until their TTL after they were taken or renewed.
--- Item: end 7, cost 2, TTL 7, token 8.
+-- Item: end 7, cost 2, token 8.
 
-local LEASE = '<I7I2I7c8'
-local LEASE_WIDTH = 24
+local LEASE = '<I7I2c8'
+local LEASE_WIDTH = 17
 
 local concurrency = new_ledger(6, LEASE_WIDTH)
 
-local function insert_lease(state, cost, ttl, token)
-  local ends = state.last + ttl
+local function insert_lease(state, cost, token)
+  local ends = state.last + state.span
   local at = concurrency.place(state.items, ends)
-  state.items = sub(state.items, 1, at) .. pack(LEASE, ends, cost, ttl, token) .. sub(state.items, at + 1)
+  state.items = sub(state.items, 1, at) .. pack(LEASE, ends, cost, token) .. sub(state.items, at + 1)
 end
 
 function concurrency.take(state, numbers, cost, token)
   state.used = state.used + cost
-  insert_lease(state, cost, numbers[2], token)
+  insert_lease(state, cost, token)
 end
 
--- Takes a lease off the list; its cost and TTL, or nil if it is not there.
+-- Takes a lease off the list; its cost, or nil if it is not there.
 local function remove_lease(state, token)
   local items = state.items
   for at = 1, #items, LEASE_WIDTH do
-    if sub(items, at + 16, at + 23) == token then
-      local _, cost, ttl = unpack_struct(LEASE, items, at)
+    if sub(items, at + 9, at + 16) == token then
+      local _, cost = unpack_struct(LEASE, items, at)
       state.items = sub(items, 1, at - 1) .. sub(items, at + LEASE_WIDTH)
-      return cost, ttl
+      return cost
     end
   end
   return nil
@@ -37,9 +37,10 @@ function concurrency.release(state, token)
   return true
 end
 
+-- By the TTL that the bucket was last written with.
 function concurrency.renew(state, token)
-  local cost, ttl = remove_lease(state, token)
+  local cost = remove_lease(state, token)
   if not cost then return false end
-  insert_lease(state, cost, ttl, token)
+  insert_lease(state, cost, token)
   return true
 end

@@ -1,24 +1,27 @@
 -- What the log and the leases share: costs that each count until an end of their own, in the order of their ends.
--- State: used 2 (the sum of all items), size 2, span 7 (window or TTL), count 2, then the items, each starting with its end 7 and its cost 2.
+-- State: used 2 (the sum of all items), size 2, span 7 (window or TTL), count 2, then the items, each starting with its end 7 and its cost 2. There is no
+-- `until` in front: it is the end of the last item.
 -- The items stay a string: what is gone is cut off the front, what is new is put at the back, and nothing between is ever touched.
 
-local LEDGER = '<BBBI7I7I2I2I7I2'
-local LEDGER_WIDTH = 30
+local LEDGER = '<BBBI7I2I2I7I2'
+local LEDGER_WIDTH = 23
 local ITEM = '<I7I2'
 
 local function new_ledger(code, item_width)
   local ledger = { width = LEDGER_WIDTH }
 
   function ledger.read(raw, tail)
-    local _, _, _, last, til, used, size, span, count = unpack_struct(LEDGER, raw)
+    local _, _, _, last, used, size, span, count = unpack_struct(LEDGER, raw)
     local stop = tail + count * item_width
     if stop - 1 > #raw then return nil end
-    return { last = last, til = til, used = used, size = size, span = span, items = sub(raw, tail, stop - 1) }, stop
+    local state = { last = last, used = used, size = size, span = span, items = sub(raw, tail, stop - 1) }
+    ledger.seal(state)
+    return state, stop
   end
 
   function ledger.write(state)
     local count = #state.items / item_width
-    return pack(LEDGER, FORMAT, code, LEDGER_WIDTH, state.last, state.til, state.used, state.size, state.span, count) .. state.items
+    return pack(LEDGER, FORMAT, code, LEDGER_WIDTH, state.last, state.used, state.size, state.span, count) .. state.items
   end
 
   function ledger.numbers(state)

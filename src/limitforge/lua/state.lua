@@ -1,15 +1,15 @@
 -- How a bucket is kept: one string, so that one MGET reads all buckets of a call and one SET writes each.
 --
---   version  1 byte    1; a later version may only append fields to the fixed part
+--   version  1 byte    who wrote it; 0 is none
 --   code     1 byte    the algorithm
 --   width    1 byte    length of the fixed part, these three bytes included
 --   last     7 bytes   when it was last written, in microseconds
---   until    7 bytes   from when on it no longer matters
+--   until    7 bytes   from when on it no longer matters (a ledger finds it in its items)
 --   ...                the algorithm's own fields, then the items of a ledger
 --   pending  30 bytes each: open reservations in the order of their lapses: token 8, lapse 7, amount 7, source 7, refund 1
 --
--- A release reads what a newer one wrote by ignoring the fields that it does not know, and writes its own version; a newer one has defaults for what an
--- older one left out. So both work on the same keys during a deploy.
+-- The fixed part only ever grows at its end. A release ignores the fields of a newer one, which has defaults for those that an older one left out: so
+-- both work on the same keys during a deploy.
 --
 -- In a script call a state is a table with the same fields. An opened state is a copy: it replaces the stored one only when something was taken.
 
@@ -26,10 +26,7 @@ local algorithms = {} -- by code; filled by algorithms.lua
 local function read_state(raw, code)
   local version, found, width = byte(raw, 1, 3)
   local algorithm = algorithms[code]
-  local known = algorithm.width
-  if not width or version == 0 or found ~= code or width < known or #raw < width or (version == FORMAT and width ~= known) then
-    return nil
-  end
+  if not width or version == 0 or found ~= code or width < algorithm.width or #raw < width then return nil end
   local state, tail = algorithm.read(raw, width + 1)
   if not state then return nil end
   if tail > #raw then

@@ -12,7 +12,7 @@ class ConcurrencySteps(LedgerSteps, frozen=True):
 
     def take(self, state: Ledger, cost: int, lease: bytes) -> None:
         state.used += cost
-        insert(state.items, Item(state.last + self.ttl_us, cost, self.ttl_us, lease))
+        insert(state.items, Item(state.last + self.ttl_us, cost, lease))
 
 
 def release(state: Ledger, lease: bytes) -> bool:
@@ -26,10 +26,10 @@ def release(state: Ledger, lease: bytes) -> bool:
 
 
 def renew(state: Ledger, lease: bytes) -> bool:
-    """Let `lease` start its TTL again; tells whether it was still live."""
+    """Let `lease` start again, with the TTL that the bucket was last written with; tells whether it was still live."""
     for at, item in enumerate(state.items):
         if item.lease == lease:
             del state.items[at]
-            insert(state.items, item._replace(ends_us=state.last + item.ttl_us))
+            insert(state.items, item._replace(ends_us=state.last + state.numbers.ttl_us))
             return True
     return False

@@ -6,11 +6,10 @@ from limitforge.core.algorithms.steps import NEVER, State, Steps
 
 
 class Item(NamedTuple):
-    """A cost that counts until `ends_us`; a lease has an id and a TTL too."""
+    """A cost that counts until `ends_us`; a lease has a token too."""
 
     ends_us: int
     cost: int
-    ttl_us: int = 0
     lease: bytes = b""
 
 

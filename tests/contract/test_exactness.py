@@ -1,0 +1,171 @@
+"""Many processes and threads on one limit admit exactly what it allows, never one more."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from limitforge import Concurrency, FixedWindow, Limiter, Limits, SyncLimiter, limit_from_fields
+from limitforge.core.limits import fields_of
+from limitforge.errors import StoreUnavailable
+from tests.contract.hammer import admitted, survived
+from tests.servers import RedisServer
+
+PROCESSES, THREADS_EACH, CALLS = 8, 8, 20  # 1,280 checks on a limit of 1,000
+DAY = 86_400
+
+THOUSAND: list[dict[str, Any]] = [
+    {"algorithm": "token_bucket", "bucket_capacity": 1_000, "refill_rate_per_sec": "0.0001"},
+    {"algorithm": "leaky_bucket", "bucket_capacity": 1_000, "leak_rate_per_sec": "0.0001"},
+    {"algorithm": "fixed_window", "limit": 1_000, "window_seconds": DAY, "align": "first_hit"},
+    {"algorithm": "sliding_window", "limit": 1_000, "window_seconds": DAY},
+    {"algorithm": "sliding_window_counter", "limit": 1_000, "window_seconds": 50 * DAY},
+    {"algorithm": "quota", "limit": 1_000, "period": "year"},
+    {"algorithm": "concurrency", "max_concurrent": 1_000, "lease_ttl_seconds": DAY},
+]
+
+
+def hammer(url: str, plan: list[dict[str, Any]], resources: list[str]) -> int:
+    """The sum over one process per resource, all at once."""
+    running = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "tests.contract.hammer",
+                url,
+                json.dumps(plan),
+                str(THREADS_EACH),
+                str(CALLS),
+                resource,
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for resource in resources
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in running]
+    assert all(process.returncode == 0 for process in running)
+    return sum(map(int, outputs))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", THOUSAND, ids=lambda fields: str(fields["algorithm"]))
+def test_eight_processes_of_eight_threads_admit_exactly_a_thousand(redis_url: str, fields: dict[str, Any]) -> None:
+    assert hammer(redis_url, [fields], ["r"] * PROCESSES) == 1_000
+
+
+@pytest.mark.slow
+def test_a_pair_of_limits_of_different_scope_admits_what_the_stricter_one_allows(redis_url: str) -> None:
+    plan = [
+        {
+            "name": "tenant",
+            "algorithm": "fixed_window",
+            "limit": 1_000,
+            "window_seconds": DAY,
+            "scope": "tenant",
+            "align": "first_hit",
+        },
+        {"name": "route", "algorithm": "sliding_window", "limit": 150, "window_seconds": DAY, "scope": "resource"},
+    ]
+    assert hammer(redis_url, plan, [f"r{number}" for number in range(PROCESSES)]) == 1_000
+    with SyncLimiter.connect(redis_url) as limiter:
+        look = limiter.check("r0", "s", limits=Limits(*map(limit_from_fields, plan)), cost=0)
+        taken = [
+            150 - (limiter.check(f"r{n}", "s", limits=limit_from_fields(plan[1]), cost=0).remaining or 0)
+            for n in range(PROCESSES)
+        ]
+    assert look.limits["tenant"].remaining == 0
+    assert sum(taken) == 1_000
+
+
+@pytest.mark.parametrize("url", ["redis", "memory"])
+def test_sixty_four_threads_admit_exactly_a_thousand(redis_url: str, url: str) -> None:
+    limits = Limits(FixedWindow(name="w", limit=1_000, window_seconds=DAY, align="first_hit"))
+    if url == "redis":
+        assert admitted(redis_url, limits, threads=64, calls=20) == 1_000
+    else:
+        with SyncLimiter.connect("memory://") as limiter, ThreadPoolExecutor(64) as pool:
+            allowed = pool.map(
+                lambda _: sum(limiter.check("r", "s", limits=limits).allowed for _ in range(20)), range(64)
+            )
+            assert sum(allowed) == 1_000
+
+
+async def test_concurrent_callers_of_one_loop_admit_exactly_a_hundred(redis_url: str) -> None:
+    async with Limiter.connect(redis_url) as limiter:
+        limits = Limits(FixedWindow(name="w", limit=100, window_seconds=DAY, align="first_hit"))
+        decisions = await asyncio.gather(*(limiter.check("r", "s", limits=limits) for _ in range(128)))
+    assert sum(decision.allowed for decision in decisions) == 100
+
+
+def test_never_more_slots_are_held_than_there_are(redis_url: str) -> None:
+    slots = Limits(Concurrency(name="c", max_concurrent=5, lease_ttl_seconds=60))
+    held, most, admissions = 0, 0, 0
+    lock = threading.Lock()
+
+    def work(limiter: SyncLimiter) -> None:
+        nonlocal held, most, admissions
+        for _ in range(40):
+            decision = limiter.check("r", "s", limits=slots)
+            if decision.allowed:
+                with lock:
+                    held += 1
+                    most = max(most, held)
+                    admissions += 1
+                with lock:
+                    held -= 1
+                limiter.release(decision.lease_id or "")
+
+    with SyncLimiter.connect(redis_url) as limiter, ThreadPoolExecutor(16) as pool:
+        list(pool.map(work, [limiter] * 16))
+        assert limiter.check("r", "s", limits=slots, cost=0).remaining == 5
+    assert most <= 5
+    assert admissions >= 5
+
+
+@pytest.mark.slow
+def test_a_restart_in_mid_load_is_seen_as_lost_connections_and_nothing_else(own_redis_server: RedisServer) -> None:
+    limits = Limits(FixedWindow(name="w", limit=10**9, window_seconds=DAY))
+    with SyncLimiter.connect(own_redis_server.url) as limiter, ThreadPoolExecutor(16) as pool:
+        limiter.check("r", "s", limits=limits)
+        loads = [pool.submit(survived, limiter, limits, 1_500) for _ in range(16)]
+        own_redis_server.restart()
+        results = [load.result(timeout=120) for load in loads]
+        assert [others for *_, others in results if others] == []
+        assert sum(allowed for allowed, *_ in results) > 0
+        assert limiter.check("r", "s", limits=limits).allowed
+
+
+@pytest.mark.slow
+async def test_script_flushes_in_mid_load_are_not_seen_at_all(own_redis_server: RedisServer) -> None:
+    limits = Limits(FixedWindow(name="w", limit=2_000, window_seconds=DAY, align="first_hit"))
+    async with Limiter.connect(own_redis_server.url) as limiter:
+
+        async def load() -> int:
+            return sum([(await limiter.check("r", "s", limits=limits)).allowed for _ in range(100)])
+
+        async def flush() -> None:
+            for _ in range(20):
+                await asyncio.to_thread(own_redis_server.command, "SCRIPT FLUSH")
+
+        *allowed, _ = await asyncio.gather(*(load() for _ in range(32)), flush())
+    assert sum(allowed) == 2_000
+
+
+async def test_a_dead_redis_is_unavailable_not_an_exception_of_the_driver(own_redis_server: RedisServer) -> None:
+    async with Limiter.connect(own_redis_server.url) as limiter:
+        assert (await limiter.check("r", "s", limits="5/minute")).allowed
+        own_redis_server.kill()
+        with pytest.raises(StoreUnavailable):
+            await limiter.check("r", "s", limits="5/minute")
+
+
+def test_fields_survive_the_trip_to_a_process() -> None:
+    for fields in THOUSAND:
+        assert limit_from_fields(fields_of(limit_from_fields(fields))) == limit_from_fields(fields)

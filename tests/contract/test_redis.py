@@ -1,0 +1,299 @@
+"""What Redis sees: one call a check, a TTL on every key, and nothing that spoils its neighbour."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis as redis_py
+
+from limitforge import (
+    Concurrency,
+    Decision,
+    Entry,
+    FixedWindow,
+    LeakyBucket,
+    Limit,
+    Limits,
+    ManualClock,
+    Quota,
+    Request,
+    SlidingWindow,
+    SlidingWindowCounter,
+    StoreCorrupt,
+    SyncLimiter,
+    TokenBucket,
+    lua,
+)
+from limitforge.stores.codec import Call, Reply
+from limitforge.stores.redis_sync import SyncRedisStore
+from tests.contract.conftest import open_limiter
+
+EVERY = [
+    TokenBucket(name="t", bucket_capacity=10, refill_rate_per_sec=1),
+    LeakyBucket(name="l", bucket_capacity=10, leak_rate_per_sec=1),
+    FixedWindow(name="f", limit=10, window_seconds=60),
+    FixedWindow(name="h", limit=10, window_seconds=60, align="first_hit"),
+    FixedWindow(name="p", limit=10, window_seconds=60, spread=True),
+    SlidingWindow(name="s", limit=10, window_seconds=60),
+    SlidingWindowCounter(name="w", limit=10, window_seconds=60),
+    Concurrency(name="c", max_concurrent=10, lease_ttl_seconds=60),
+    Quota(name="q", limit=10, period="month"),
+]
+each_limit = pytest.mark.parametrize("limit", EVERY, ids=lambda limit: limit.name)
+
+
+@pytest.fixture
+def raw(redis_url: str) -> Iterator[redis_py.Redis]:
+    client = redis_py.Redis.from_url(redis_url)
+    client.config_resetstat()
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def limiter(redis_url: str) -> Iterator[SyncLimiter]:
+    """On Redis's own time."""
+    limiter = SyncLimiter.connect(redis_url)
+    yield limiter
+    limiter.close()
+
+
+def calls(raw: redis_py.Redis, command: str) -> int:
+    stats: Any = raw.info("commandstats")
+    return int(stats.get(f"cmdstat_{command}", {"calls": 0})["calls"])
+
+
+def values(raw: redis_py.Redis) -> dict[bytes, bytes]:
+    keys: Any = raw.keys("*")
+    return {key: raw.dump(key) for key in keys}  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("store", ["redis", "redis-async"])
+def test_a_check_is_one_round_trip_whatever_its_limits_and_overrides(
+    redis_url: str, raw: redis_py.Redis, store: str
+) -> None:
+    limiter = open_limiter(store, redis_url)
+    limiter.set_override("r", "s", {"t": {"limit": 50}}, limits=EVERY, ttl_seconds=60)
+    limiter.check("r", "s", limits=EVERY)
+    raw.config_resetstat()
+    assert limiter.check("r", "s", limits=EVERY).limits["t"].limit == 50
+    sent: Any = raw.info("commandstats")
+    assert calls(raw, "evalsha") == 1
+    assert set(sent) <= {
+        f"cmdstat_{name}" for name in ("evalsha", "mget", "exists", "set", "time", "config|resetstat", "info")
+    }
+    limiter.close()
+
+
+def test_each_key_is_read_once_and_written_once_per_batch(limiter: SyncLimiter, raw: redis_py.Redis) -> None:
+    limiter.check("r", "s", limits=EVERY[:3])
+    raw.config_resetstat()
+    limiter.check_many([Request(resource="r", subject="s", limits=EVERY[:3])] * 9)
+    assert (calls(raw, "evalsha"), calls(raw, "mget"), calls(raw, "set")) == (1, 1, 3)
+
+
+def test_every_key_has_a_ttl(limiter: SyncLimiter, raw: redis_py.Redis) -> None:
+    decision = limiter.reserve("r", "s", limits=EVERY, cost=2)
+    limiter.set_override("r", "s", {"t": "blocked"}, limits=EVERY, ttl_seconds=60)
+    limiter.settle(limiter.reserve("r", "s2", limits=EVERY, cost=2).reservation_id or "", 1)
+    limiter.renew(decision.lease_id or "")
+    keys: Any = raw.keys("*")
+    assert len(keys) == 2 * len(EVERY) + 4
+    assert all(raw.pttl(key) > 60_000 for key in keys)  # type: ignore[operator]
+    limiter.release(decision.lease_id or "")
+    slots: Any = raw.keys("*:s:c")
+    assert all(0 < raw.pttl(key) <= 60_000 for key in raw.keys("*:1:s:c:c")), slots  # type: ignore[union-attr, operator]
+
+
+def test_a_bucket_lives_a_minute_longer_than_it_matters(limiter: SyncLimiter, raw: redis_py.Redis) -> None:
+    limiter.check("r", "s", limits=TokenBucket(name="t", bucket_capacity=4, refill_rate_per_sec=10), cost=1)
+    (key,) = raw.keys("*")  # type: ignore[misc]
+    assert 59_000 < raw.pttl(key) <= 60_100  # type: ignore[operator]
+
+
+@each_limit
+def test_looks_and_plain_denials_write_nothing(limiter: SyncLimiter, raw: redis_py.Redis, limit: Limit) -> None:
+    limiter.check("r", "s", limits=limit, cost=0)
+    assert not limiter.check("r", "s", limits=limit, cost=11).allowed
+    limiter.release(limiter.check("r", "other", limits=EVERY[7]).lease_id or "")
+    assert raw.dbsize() == 1
+    limiter.check("r", "s", limits=limit, cost=10)
+    before = values(raw)
+    limiter.check("r", "s", limits=limit, cost=0)
+    assert not limiter.check("r", "s", limits=limit, cost=11).allowed
+    assert values(raw) == before
+
+
+@each_limit
+@pytest.mark.parametrize(
+    "poison",
+    [
+        ("RPUSH", "a list"),
+        ("SADD", "a set"),
+        ("SET", ""),
+        ("SET", "garbage"),
+        ("SET", "1234"),
+        ("SET", b"\x01\x01\x2c"),
+        ("SET", b"\x00" * 44),
+        ("SET", bytes(range(256))),
+    ],
+    ids=lambda poison: f"{poison[0]}-{len(poison[1])}",
+)
+def test_a_poisoned_key_fails_its_own_check_and_no_other(
+    limiter: SyncLimiter, raw: redis_py.Redis, limit: Limit, poison: tuple[str, Any]
+) -> None:
+    limiter.check("r", "bad", limits=limit)
+    (key,) = raw.keys("*")  # type: ignore[misc]
+    raw.delete(key)
+    raw.execute_command(poison[0], key, poison[1])
+    before = values(raw)
+    requests = [
+        Request(resource="r", subject=subject, limits=[limit, EVERY[2]] if limit.name != "f" else limit)
+        for subject in ("s1", "bad", "s2")
+    ]
+    first, bad, last = limiter.check_many(requests)
+    assert isinstance(bad, StoreCorrupt)
+    assert f"limit {limit.name!r}" in str(bad)
+    assert "bad" not in str(bad).replace("bad value", "")
+    assert all(isinstance(good, Decision) and good.allowed for good in (first, last))
+    assert values(raw)[key] == before[key]
+    with pytest.raises(StoreCorrupt):
+        limiter.check("r", "bad", limits=limit, cost=0)
+    limiter.reset("r", "bad", limits=limit)
+    assert limiter.check("r", "bad", limits=limit).allowed
+
+
+@pytest.mark.parametrize("poison", [b"garbage", b"\x93\x01\x02\x03", b"\xc0", b""])
+def test_poisoned_overrides_fail_their_subjects_checks_only(
+    limiter: SyncLimiter, raw: redis_py.Redis, poison: bytes
+) -> None:
+    limiter.set_override("r", "bad", {"f": "blocked"}, limits=EVERY[2], ttl_seconds=60)
+    (key,) = raw.keys("*:o:bad")  # type: ignore[misc]
+    raw.set(key, poison)
+    with pytest.raises(StoreCorrupt, match="overrides"):
+        limiter.check("r", "bad", limits=EVERY[2])
+    with pytest.raises(StoreCorrupt, match="overrides"):
+        limiter.get_override("r", "bad")
+    assert limiter.check("r", "good", limits=EVERY[2]).allowed
+    limiter.clear_overrides()
+    assert limiter.check("r", "bad", limits=EVERY[2]).allowed
+
+
+def test_a_poisoned_record_fails_its_settlement_and_changes_nothing(limiter: SyncLimiter, raw: redis_py.Redis) -> None:
+    reservation = limiter.reserve("r", "s", limits=EVERY[2], cost=4).reservation_id or ""
+    (key,) = raw.keys("*:v:*")  # type: ignore[misc]
+    raw.set(key, b"\x93garbage")
+    with pytest.raises(StoreCorrupt):
+        limiter.settle(reservation, 1)
+    assert limiter.check("r", "s", limits=EVERY[2], cost=0).remaining == 6
+
+
+def test_a_forgotten_script_is_loaded_again_without_an_error(limiter: SyncLimiter, raw: redis_py.Redis) -> None:
+    limiter.check("r", "s", limits=EVERY)
+    for _ in range(3):
+        raw.script_flush()
+        assert limiter.check("r", "s", limits=EVERY).allowed
+    assert limiter.check("r", "s", limits=EVERY, cost=0).limits["f"].remaining == 6
+
+
+def test_prefixes_keep_apart_what_shares_a_redis(redis_url: str, raw: redis_py.Redis) -> None:
+    limiters = [open_limiter("redis", redis_url, key_prefix=prefix) for prefix in ("app-1", "app-2")]
+    for limiter in limiters:
+        assert limiter.check("r", "s", limits=EVERY[2], cost=10).allowed
+    keys: Any = raw.keys("*")
+    assert sorted(key.split(b":")[0] for key in keys) == [b"app-1", b"app-2"]
+    lease = limiters[0].check("r", "s", limits=EVERY[7]).lease_id or ""
+    with pytest.raises(ValueError, match="another key prefix"):
+        limiters[1].release(lease)
+    for limiter in limiters:
+        limiter.close()
+
+
+@each_limit
+def test_a_live_bucket_takes_at_most_160_bytes(limiter: SyncLimiter, raw: redis_py.Redis, limit: Limit) -> None:
+    limiter.check("GET:/orders", "user:12345", limits=limit, tenant="acme")
+    (key,) = raw.keys("*")  # type: ignore[misc]
+    assert len(key) <= 60
+    assert raw.memory_usage(key) <= 160  # type: ignore[operator]
+
+
+def test_all_keys_of_a_tenant_are_in_one_slot_and_global_ones_in_their_own(
+    limiter: SyncLimiter, raw: redis_py.Redis
+) -> None:
+    tenant = "a{b}c/d%e"
+    scopes = [
+        FixedWindow(name=scope, limit=5, window_seconds=60, scope=scope)
+        for scope in ("subject", "caller", "resource", "tenant")
+    ]  # type: ignore[arg-type]
+    limiter.reserve("r{x}", "s}", limits=scopes, cost=1, tenant=tenant)
+    limiter.set_override("r", "s{y}", {"subject": "blocked"}, limits=scopes, ttl_seconds=60, tenant=tenant)
+    keys: Any = raw.keys("*")
+    assert len(keys) == 7
+    assert len({key[key.index(b"{") : key.index(b"}")] for key in keys}) == 1
+    raw.flushall()
+    limiter.check("r", "s", limits=FixedWindow(name="g", limit=5, window_seconds=60, scope="global"), tenant=tenant)
+    (key,) = raw.keys("*")  # type: ignore[misc]
+    assert b"{%}" in key
+
+
+class NextRelease(SyncRedisStore):
+    """Writes four more bytes into every bucket's fixed part, as a later format may."""
+
+    SCRIPT = lua.script()
+    for old, new in (
+        (b"local FORMAT = 1", b"local FORMAT = 2"),
+        (b"code, 44, state.last", b"code, 48, state.last"),
+        (b"state.tokens, state.per)\n  end", b"state.tokens, state.per) .. 'more'\n  end"),
+        (b"FORMAT, 3, 39,", b"FORMAT, 3, 43,"),
+        (b"state.size, state.window, state.kind)\nend", b"state.size, state.window, state.kind) .. 'more'\nend"),
+    ):
+        assert SCRIPT.count(old) == 1, old
+        SCRIPT = SCRIPT.replace(old, new)
+
+    def _evalsha(self, call: Call) -> Reply:
+        reply: Reply = self._redis.execute_command("EVAL", self.SCRIPT, len(call.keys), *call.keys, *call.args)  # type: ignore[no-untyped-call]
+        return reply
+
+
+@pytest.mark.parametrize("limit", [EVERY[0], EVERY[1], EVERY[2], EVERY[4]], ids=lambda limit: limit.name)
+def test_an_old_and_a_new_format_work_on_the_same_keys(redis_url: str, raw: redis_py.Redis, limit: Limit) -> None:
+    clock = ManualClock()
+    today = SyncLimiter.connect(redis_url, clock=clock)
+    tomorrow = SyncLimiter(NextRelease(redis_url, clock=clock))
+    lengths = set()
+    for number in range(10):
+        limiter = (today, tomorrow)[number % 2]
+        decision = (
+            limiter.reserve("r", "s", limits=limit, cost=1)
+            if number in (4, 5)
+            else limiter.check("r", "s", limits=limit)
+        )
+        assert (decision.allowed, decision.remaining) == (True, 9 - number)
+        (key,) = raw.keys("*:t")[:1] or raw.keys("*:[fl]")[:1]  # type: ignore[index]
+        lengths.add(raw.strlen(key))
+    assert not today.check("r", "s", limits=limit).allowed
+    assert not tomorrow.check("r", "s", limits=limit).allowed
+    assert len(lengths) > 2
+    today.close()
+    tomorrow.close()
+
+
+def test_the_script_says_what_the_encoder_sends(redis_url: str) -> None:
+    """The header of check.lua counts the integers of a check; the encoder must send as many."""
+    import msgspec
+
+    from limitforge.core.check import Hold, check_of, check_of_entries
+    from limitforge.core.keys import Keys
+    from limitforge.stores.codec import encode_checks
+
+    keys = Keys()
+    check = check_of(keys, Limits(*EVERY), "r", "s", cost=1, costs=None, tenant="t", priority="P0", shadow=None)
+    call = encode_checks([check], 5)
+    operation, time_us, rules, flat = msgspec.msgpack.decode(call.args[0])
+    assert (operation, time_us, len(rules), len(flat)) == (1, 5, len(EVERY), 3 + 5 * len(EVERY))
+    assert len(call.keys) == len(EVERY) + 1
+    check.hold = Hold("lf:{t}:v:00", b"12345678", 1_000, refund=True)
+    flat = msgspec.msgpack.decode(encode_checks([check], 5).args[0])[3]
+    assert len(flat) == 6 + 5 * len(EVERY)
+    entries = check_of_entries(keys, [Entry(EVERY[0], "r", "s")], tenant="t", priority="P0")
+    assert msgspec.msgpack.decode(encode_checks([entries, entries], 0).args[0])[3] == [1, 0, 0, 1, 1, 1, 2, 2] * 2

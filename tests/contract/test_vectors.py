@@ -1,0 +1,46 @@
+"""The worked cases, on every store."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from limitforge import Decision, Limits, ManualClock, SyncLimiter, limit_from_fields
+
+CASES = json.loads((Path(__file__).parents[1] / "vectors" / "limits.json").read_text())
+
+
+def told(decision: Decision) -> dict[str, Any]:
+    answer = {
+        "allowed": decision.allowed,
+        "retry_after_ms": decision.retry_after_ms,
+        "binding": decision.binding,
+        "limit": decision.limit,
+        "remaining": decision.remaining,
+        "reset_after_ms": decision.reset_after_ms,
+        "would_deny": list(decision.would_deny),
+        "limits": {
+            name: {"remaining": state.remaining, "reset_after_ms": state.reset_after_ms}
+            for name, state in decision.limits.items()
+        },
+    }
+    if decision.delay_ms is not None:
+        answer["delay_ms"] = decision.delay_ms
+    return answer
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
+def test_a_worked_case(case: dict[str, Any], limiter: SyncLimiter, clock: ManualClock) -> None:
+    limits = Limits(*map(limit_from_fields, case["limits"]))
+    leases: dict[str, str | None] = {}
+    for number, step in enumerate(case["steps"]):
+        clock.set_us(case["base_ms"] * 1_000 + (step["at_us"] if "at_us" in step else step["at_ms"] * 1_000))
+        if "cost" in step:
+            decision = limiter.check("r", "s", limits=limits, cost=step["cost"], priority=step.get("priority", "P0"))
+            leases[step.get("lease", "")] = decision.lease_id
+            assert told(decision) == step["expect"], f"step {number}"
+        elif "release" in step:
+            limiter.release(leases[step["release"]] or "")
+        else:
+            limiter.renew(leases[step["renew"]] or "")
