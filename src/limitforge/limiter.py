@@ -143,6 +143,7 @@ class Limiter:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._keys = store.keys
         self._requests = _Requests(store.keys)
 
     @classmethod
@@ -173,7 +174,7 @@ class Limiter:
         """
         return await self._store.check(
             check_of(
-                self._requests.keys,
+                self._keys,
                 limits,
                 resource,
                 subject,
@@ -189,7 +190,7 @@ class Limiter:
         self, entries: Iterable[Entry], *, tenant: Name = DEFAULT_TENANT, priority: str = DEFAULT_PRIORITY
     ) -> Decision:
         """The general form of `check`: each limit with its own resource, subject and cost, deciding together."""
-        return await self._store.check(check_of_entries(self._requests.keys, entries, tenant=tenant, priority=priority))
+        return await self._store.check(check_of_entries(self._keys, entries, tenant=tenant, priority=priority))
 
     async def check_many(self, requests: Iterable[Request]) -> list[Decision | LimitforgeError]:
         """Independent checks in one call, judged in order at one time. A check that fails has its error in its place
@@ -291,6 +292,7 @@ class SyncLimiter:
 
     def __init__(self, store: SyncStore) -> None:
         self._store = store
+        self._keys = store.keys
         self._requests = _Requests(store.keys)
 
     @classmethod
@@ -321,7 +323,7 @@ class SyncLimiter:
         """
         return self._store.check(
             check_of(
-                self._requests.keys,
+                self._keys,
                 limits,
                 resource,
                 subject,
@@ -337,7 +339,7 @@ class SyncLimiter:
         self, entries: Iterable[Entry], *, tenant: Name = DEFAULT_TENANT, priority: str = DEFAULT_PRIORITY
     ) -> Decision:
         """The general form of `check`: each limit with its own resource, subject and cost, deciding together."""
-        return self._store.check(check_of_entries(self._requests.keys, entries, tenant=tenant, priority=priority))
+        return self._store.check(check_of_entries(self._keys, entries, tenant=tenant, priority=priority))
 
     def check_many(self, requests: Iterable[Request]) -> list[Decision | LimitforgeError]:
         """Independent checks in one call, judged in order at one time. A check that fails has its error in its place

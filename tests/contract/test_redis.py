@@ -43,7 +43,7 @@ each_limit = pytest.mark.parametrize("limit", EVERY, ids=lambda limit: limit.nam
 
 
 @pytest.fixture
-def raw(redis_url: str) -> Iterator[redis_py.Redis]:
+def raw(redis_url: str) -> Iterator[Any]:
     client = redis_py.Redis.from_url(redis_url)
     client.config_resetstat()
     yield client
@@ -58,20 +58,18 @@ def limiter(redis_url: str) -> Iterator[SyncLimiter]:
     limiter.close()
 
 
-def calls(raw: redis_py.Redis, command: str) -> int:
+def calls(raw: Any, command: str) -> int:
     stats: Any = raw.info("commandstats")
     return int(stats.get(f"cmdstat_{command}", {"calls": 0})["calls"])
 
 
-def values(raw: redis_py.Redis) -> dict[bytes, bytes]:
+def values(raw: Any) -> dict[bytes, bytes]:
     keys: Any = raw.keys("*")
-    return {key: raw.dump(key) for key in keys}  # type: ignore[misc]
+    return {key: raw.dump(key) for key in keys}
 
 
 @pytest.mark.parametrize("store", ["redis", "redis-async"])
-def test_a_check_is_one_round_trip_whatever_its_limits_and_overrides(
-    redis_url: str, raw: redis_py.Redis, store: str
-) -> None:
+def test_a_check_is_one_round_trip_whatever_its_limits_and_overrides(redis_url: str, raw: Any, store: str) -> None:
     limiter = open_limiter(store, redis_url)
     limiter.set_override("r", "s", {"t": {"limit": 50}}, limits=EVERY, ttl_seconds=60)
     limiter.check("r", "s", limits=EVERY)
@@ -85,34 +83,34 @@ def test_a_check_is_one_round_trip_whatever_its_limits_and_overrides(
     limiter.close()
 
 
-def test_each_key_is_read_once_and_written_once_per_batch(limiter: SyncLimiter, raw: redis_py.Redis) -> None:
+def test_each_key_is_read_once_and_written_once_per_batch(limiter: SyncLimiter, raw: Any) -> None:
     limiter.check("r", "s", limits=EVERY[:3])
     raw.config_resetstat()
     limiter.check_many([Request(resource="r", subject="s", limits=EVERY[:3])] * 9)
     assert (calls(raw, "evalsha"), calls(raw, "mget"), calls(raw, "set")) == (1, 1, 3)
 
 
-def test_every_key_has_a_ttl(limiter: SyncLimiter, raw: redis_py.Redis) -> None:
+def test_every_key_has_a_ttl(limiter: SyncLimiter, raw: Any) -> None:
     decision = limiter.reserve("r", "s", limits=EVERY, cost=2)
     limiter.set_override("r", "s", {"t": "blocked"}, limits=EVERY, ttl_seconds=60)
     limiter.settle(limiter.reserve("r", "s2", limits=EVERY, cost=2).reservation_id or "", 1)
     limiter.renew(decision.lease_id or "")
     keys: Any = raw.keys("*")
     assert len(keys) == 2 * len(EVERY) + 4
-    assert all(raw.pttl(key) > 60_000 for key in keys)  # type: ignore[operator]
+    assert all(raw.pttl(key) > 60_000 for key in keys)
     limiter.release(decision.lease_id or "")
     slots: Any = raw.keys("*:s:c")
-    assert all(0 < raw.pttl(key) <= 60_000 for key in raw.keys("*:1:s:c:c")), slots  # type: ignore[union-attr, operator]
+    assert all(0 < raw.pttl(key) <= 60_000 for key in raw.keys("*:1:s:c:c")), slots
 
 
-def test_a_bucket_lives_a_minute_longer_than_it_matters(limiter: SyncLimiter, raw: redis_py.Redis) -> None:
+def test_a_bucket_lives_a_minute_longer_than_it_matters(limiter: SyncLimiter, raw: Any) -> None:
     limiter.check("r", "s", limits=TokenBucket(name="t", bucket_capacity=4, refill_rate_per_sec=10), cost=1)
-    (key,) = raw.keys("*")  # type: ignore[misc]
-    assert 59_000 < raw.pttl(key) <= 60_100  # type: ignore[operator]
+    (key,) = raw.keys("*")
+    assert 59_000 < raw.pttl(key) <= 60_100
 
 
 @each_limit
-def test_looks_and_plain_denials_write_nothing(limiter: SyncLimiter, raw: redis_py.Redis, limit: Limit) -> None:
+def test_looks_and_plain_denials_write_nothing(limiter: SyncLimiter, raw: Any, limit: Limit) -> None:
     limiter.check("r", "s", limits=limit, cost=0)
     assert not limiter.check("r", "s", limits=limit, cost=11).allowed
     limiter.release(limiter.check("r", "other", limits=EVERY[7]).lease_id or "")
@@ -140,10 +138,10 @@ def test_looks_and_plain_denials_write_nothing(limiter: SyncLimiter, raw: redis_
     ids=lambda poison: f"{poison[0]}-{len(poison[1])}",
 )
 def test_a_poisoned_key_fails_its_own_check_and_no_other(
-    limiter: SyncLimiter, raw: redis_py.Redis, limit: Limit, poison: tuple[str, Any]
+    limiter: SyncLimiter, raw: Any, limit: Limit, poison: tuple[str, Any]
 ) -> None:
     limiter.check("r", "bad", limits=limit)
-    (key,) = raw.keys("*")  # type: ignore[misc]
+    (key,) = raw.keys("*")
     raw.delete(key)
     raw.execute_command(poison[0], key, poison[1])
     before = values(raw)
@@ -164,11 +162,9 @@ def test_a_poisoned_key_fails_its_own_check_and_no_other(
 
 
 @pytest.mark.parametrize("poison", [b"garbage", b"\x93\x01\x02\x03", b"\xc0", b""])
-def test_poisoned_overrides_fail_their_subjects_checks_only(
-    limiter: SyncLimiter, raw: redis_py.Redis, poison: bytes
-) -> None:
+def test_poisoned_overrides_fail_their_subjects_checks_only(limiter: SyncLimiter, raw: Any, poison: bytes) -> None:
     limiter.set_override("r", "bad", {"f": "blocked"}, limits=EVERY[2], ttl_seconds=60)
-    (key,) = raw.keys("*:o:bad")  # type: ignore[misc]
+    (key,) = raw.keys("*:o:bad")
     raw.set(key, poison)
     with pytest.raises(StoreCorrupt, match="overrides"):
         limiter.check("r", "bad", limits=EVERY[2])
@@ -179,16 +175,16 @@ def test_poisoned_overrides_fail_their_subjects_checks_only(
     assert limiter.check("r", "bad", limits=EVERY[2]).allowed
 
 
-def test_a_poisoned_record_fails_its_settlement_and_changes_nothing(limiter: SyncLimiter, raw: redis_py.Redis) -> None:
+def test_a_poisoned_record_fails_its_settlement_and_changes_nothing(limiter: SyncLimiter, raw: Any) -> None:
     reservation = limiter.reserve("r", "s", limits=EVERY[2], cost=4).reservation_id or ""
-    (key,) = raw.keys("*:v:*")  # type: ignore[misc]
+    (key,) = raw.keys("*:v:*")
     raw.set(key, b"\x93garbage")
     with pytest.raises(StoreCorrupt):
         limiter.settle(reservation, 1)
     assert limiter.check("r", "s", limits=EVERY[2], cost=0).remaining == 6
 
 
-def test_a_forgotten_script_is_loaded_again_without_an_error(limiter: SyncLimiter, raw: redis_py.Redis) -> None:
+def test_a_forgotten_script_is_loaded_again_without_an_error(limiter: SyncLimiter, raw: Any) -> None:
     limiter.check("r", "s", limits=EVERY)
     for _ in range(3):
         raw.script_flush()
@@ -196,7 +192,7 @@ def test_a_forgotten_script_is_loaded_again_without_an_error(limiter: SyncLimite
     assert limiter.check("r", "s", limits=EVERY, cost=0).limits["f"].remaining == 6
 
 
-def test_prefixes_keep_apart_what_shares_a_redis(redis_url: str, raw: redis_py.Redis) -> None:
+def test_prefixes_keep_apart_what_shares_a_redis(redis_url: str, raw: Any) -> None:
     limiters = [open_limiter("redis", redis_url, key_prefix=prefix) for prefix in ("app-1", "app-2")]
     for limiter in limiters:
         assert limiter.check("r", "s", limits=EVERY[2], cost=10).allowed
@@ -210,21 +206,19 @@ def test_prefixes_keep_apart_what_shares_a_redis(redis_url: str, raw: redis_py.R
 
 
 @each_limit
-def test_a_live_bucket_takes_at_most_160_bytes(limiter: SyncLimiter, raw: redis_py.Redis, limit: Limit) -> None:
+def test_a_live_bucket_takes_at_most_160_bytes(limiter: SyncLimiter, raw: Any, limit: Limit) -> None:
     limiter.check("GET:/orders", "user:12345", limits=limit, tenant="acme")
-    (key,) = raw.keys("*")  # type: ignore[misc]
+    (key,) = raw.keys("*")
     assert len(key) <= 60
-    assert raw.memory_usage(key) <= 160  # type: ignore[operator]
+    assert raw.memory_usage(key) <= 160
 
 
-def test_all_keys_of_a_tenant_are_in_one_slot_and_global_ones_in_their_own(
-    limiter: SyncLimiter, raw: redis_py.Redis
-) -> None:
+def test_all_keys_of_a_tenant_are_in_one_slot_and_global_ones_in_their_own(limiter: SyncLimiter, raw: Any) -> None:
     tenant = "a{b}c/d%e"
     scopes = [
         FixedWindow(name=scope, limit=5, window_seconds=60, scope=scope)
         for scope in ("subject", "caller", "resource", "tenant")
-    ]  # type: ignore[arg-type]
+    ]
     limiter.reserve("r{x}", "s}", limits=scopes, cost=1, tenant=tenant)
     limiter.set_override("r", "s{y}", {"subject": "blocked"}, limits=scopes, ttl_seconds=60, tenant=tenant)
     keys: Any = raw.keys("*")
@@ -232,7 +226,7 @@ def test_all_keys_of_a_tenant_are_in_one_slot_and_global_ones_in_their_own(
     assert len({key[key.index(b"{") : key.index(b"}")] for key in keys}) == 1
     raw.flushall()
     limiter.check("r", "s", limits=FixedWindow(name="g", limit=5, window_seconds=60, scope="global"), tenant=tenant)
-    (key,) = raw.keys("*")  # type: ignore[misc]
+    (key,) = raw.keys("*")
     assert b"{%}" in key
 
 
@@ -251,12 +245,13 @@ class NextRelease(SyncRedisStore):
         SCRIPT = SCRIPT.replace(old, new)
 
     def _evalsha(self, call: Call) -> Reply:
-        reply: Reply = self._redis.execute_command("EVAL", self.SCRIPT, len(call.keys), *call.keys, *call.args)  # type: ignore[no-untyped-call]
+        redis: Any = self._redis
+        reply: Reply = redis.execute_command("EVAL", self.SCRIPT, len(call.keys), *call.keys, *call.args)
         return reply
 
 
 @pytest.mark.parametrize("limit", [EVERY[0], EVERY[1], EVERY[2], EVERY[4]], ids=lambda limit: limit.name)
-def test_an_old_and_a_new_format_work_on_the_same_keys(redis_url: str, raw: redis_py.Redis, limit: Limit) -> None:
+def test_an_old_and_a_new_format_work_on_the_same_keys(redis_url: str, raw: Any, limit: Limit) -> None:
     clock = ManualClock()
     today = SyncLimiter.connect(redis_url, clock=clock)
     tomorrow = SyncLimiter(NextRelease(redis_url, clock=clock))
@@ -269,7 +264,7 @@ def test_an_old_and_a_new_format_work_on_the_same_keys(redis_url: str, raw: redi
             else limiter.check("r", "s", limits=limit)
         )
         assert (decision.allowed, decision.remaining) == (True, 9 - number)
-        (key,) = raw.keys("*:t")[:1] or raw.keys("*:[fl]")[:1]  # type: ignore[index]
+        (key,) = raw.keys("*:t")[:1] or raw.keys("*:[fl]")[:1]
         lengths.add(raw.strlen(key))
     assert not today.check("r", "s", limits=limit).allowed
     assert not tomorrow.check("r", "s", limits=limit).allowed

@@ -148,7 +148,7 @@ def test_a_days_quota_lasts_as_long_as_the_day(
 def test_a_quota_whose_bucket_is_far_ahead_of_the_clock_is_asked_for_once_more(
     limiter: SyncLimiter, clock: ManualClock
 ) -> None:
-    quotas = [Quota(name=name, limit=5, period=name) for name in ("day", "week")]  # type: ignore[arg-type]
+    quotas = [Quota(name=name, limit=5, period=name) for name in ("day", "week")]
     limiter.check("r", "s", limits=quotas[0])
     clock.advance_us(40 * 86_400 * SECOND)
     limiter.check("r", "s", limits=quotas[0])

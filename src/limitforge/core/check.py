@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from limitforge.core.exact import MAX_COUNT, cost_of
-from limitforge.core.keys import Keys, Place, text
+from limitforge.core.keys import MAX_BYTES, Keys, Place, text
 from limitforge.core.limits import Limit, Mode
 from limitforge.core.plan import MAX_LIMITS, Limits, LimitsLike, Plan, Rule, known_priority
 from limitforge.errors import InvalidInput
@@ -45,25 +45,22 @@ class Hold(msgspec.Struct, frozen=True):
     refund: bool
 
 
-class Check(msgspec.Struct):
-    """`lease` is the token of the slots that it may take, `hold` makes it a reservation, `shadow` is a candidate plan
-    judged beside it.
+class Check(msgspec.Struct, gc=False):
+    """What decides together. `lease` is the token of the slots that it may take, `varies` tells that a rule depends
+    on the time, `hold` makes it a reservation, `shadow` is a candidate plan that is judged beside it.
     """
 
     takes: list[Take]
     names: tuple[str, ...]
     lease: bytes = b""
+    varies: bool = False
     hold: Hold | None = None
     shadow: "Check | None" = None
 
-    def around(self, now_us: int) -> "Check":
-        """The same with every quota's windows laid around a time."""
+    def around(self, now_us: int) -> None:
+        """Lay every quota's windows around a time."""
         for take in self.takes:
-            if take.rule.varies:
-                take.rule = take.rule.around(now_us)
-        if self.shadow is not None:
-            self.shadow.around(now_us)
-        return self
+            take.rule = take.rule.around(now_us)
 
 
 def check_of(
@@ -81,12 +78,14 @@ def check_of(
     """The simple form: one resource, one subject, and one cost for every limit (or one by name)."""
     if type(limits) is not Limits:
         limits = Limits.of(limits)
-    plan = limits.plan(priority)
-    cost = cost_of("cost", cost)
+    if type(cost) is not int or not 0 <= cost <= MAX_COUNT:
+        cost = cost_of("cost", cost)
+    if type(resource) is not str or len(resource) > MAX_BYTES or not resource.isascii():
+        resource = text("resource", resource)
+    if type(subject) is not str or len(subject) > MAX_BYTES or not subject.isascii():
+        subject = text("subject", subject)
     tenant_key = keys.tenant(tenant)
-    resource = text("resource", resource)
-    subject = text("subject", subject)
-    check = _plan_check(keys, plan, resource, subject, cost, costs, tenant_key)
+    check = _plan_check(keys, limits.plan(priority), resource, subject, cost, costs, tenant_key)
     if shadow is not None:
         candidate = Limits.of(shadow).plan(priority, Place.SHADOW)
         check.shadow = _plan_check(keys, candidate, resource, subject, cost, _named_in(costs, candidate), tenant_key)
@@ -107,12 +106,16 @@ def _plan_check(
             base = keys.bucket(scope, plan.place, tenant, resource, subject)
         key = base + rule.suffix
         this = cost if wanted is None else wanted.get(rule.limit.name, cost)
-        if rule.requests and this:
-            this = 1
         takes.append(
-            Take(rule.at(key) if rule.varies else rule, key, this, resource, overrides if rule.overridable else None)
+            Take(
+                rule.at(key) if rule.varies else rule,
+                key,
+                1 if rule.requests and this else this,
+                resource,
+                overrides if rule.overridable else None,
+            )
         )
-    return Check(takes, plan.names, os.urandom(TOKEN_BYTES) if plan.leases else b"")
+    return Check(takes, plan.names, os.urandom(TOKEN_BYTES) if plan.leases else b"", plan.varies)
 
 
 def check_of_entries(keys: Keys, entries: Iterable[Entry], *, tenant: str | bytes, priority: str) -> Check:
@@ -150,7 +153,8 @@ def check_of_entries(keys: Keys, entries: Iterable[Entry], *, tenant: str | byte
         if take.rule.requests and take.cost:
             take.cost = 1
     leases = any(take.rule.holds_lease for take in takes.values())
-    return Check(list(takes.values()), tuple(names), os.urandom(TOKEN_BYTES) if leases else b"")
+    varies = any(take.rule.varies for take in takes.values())
+    return Check(list(takes.values()), tuple(names), os.urandom(TOKEN_BYTES) if leases else b"", varies)
 
 
 _PLACES = {Place.OPERATOR: "operator", Place.TENANT: "tenant", Place.POLICY: "policy", Place.SHADOW: "shadow"}

@@ -1,7 +1,6 @@
 """The answer to a check."""
 
-from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import cast
 
 import msgspec
 
@@ -28,7 +27,7 @@ class LimitState(msgspec.Struct, frozen=True, gc=False):
     monitored: bool
 
 
-class Decision(msgspec.Struct, frozen=True):
+class Decision(msgspec.Struct, frozen=True, gc=False):
     """Allowed, and the cost was taken from every limit; or not, and nothing was taken from any.
 
     `limit`, `remaining`, `reset_after_ms` and `reset_at` are those of the limit called `binding`: the one with the
@@ -51,28 +50,29 @@ class Decision(msgspec.Struct, frozen=True):
     shadow: "Decision | None" = None
 
 
-class Outcome(NamedTuple):
+class Outcome(msgspec.Struct, gc=False):
     """A group of limits as a store judged it. `delay_us` is -1 where nothing is delayed."""
 
     allowed: bool
     delay_us: int
-    rows: Sequence[Row]
+    rows: list[Row]
 
 
 def decision_of(check: Check, now_us: int, outcome: Outcome, shadow: Outcome | None = None) -> Decision:
     """Rounds what the store told, finds which limit binds, and hands out the ids of what is held."""
-    allowed, delay_us, rows = outcome
+    allowed, delay_us = outcome.allowed, outcome.delay_us
     limits: dict[str, LimitState] = {}
     would_deny: tuple[str, ...] = ()
     binding: str | None = None
     bound: LimitState | None = None
     bound_reset_us = 0
-    for take, name, row in zip(check.takes, check.names, rows, strict=True):
+    for take, name, row in zip(check.takes, check.names, outcome.rows, strict=True):
         limit, remaining, reset_us, wait_us, _ = row
         enforced = take.rule.enforced
+        unlimited = limit == UNLIMITED
         limits[name] = state = LimitState(
-            None if limit == UNLIMITED else limit,
-            None if limit == UNLIMITED else remaining,
+            None if unlimited else limit,
+            None if unlimited else remaining,
             -(-reset_us // 1_000),
             None if wait_us == NEVER else -(-wait_us // 1_000),
             wait_us == 0,
@@ -81,23 +81,34 @@ def decision_of(check: Check, now_us: int, outcome: Outcome, shadow: Outcome | N
         if not enforced:
             if wait_us:
                 would_deny += (name,)
-        elif limit != UNLIMITED and (bound is None or _binds_more(allowed, state, bound)):
+        elif not unlimited and (bound is None or _binds_more(allowed, state, bound)):
             binding, bound, bound_reset_us = name, state, reset_us
-    return Decision(
-        allowed,
-        bound.limit if bound else None,
-        bound.remaining if bound else None,
-        bound.reset_after_ms if bound else None,
-        -(-(now_us + bound_reset_us) // 1_000_000) if bound else None,
-        0 if allowed or bound is None else bound.retry_after_ms,
-        -(-delay_us // 1_000) if delay_us >= 0 else None,
-        limits,
-        binding,
-        would_deny,
-        None,
-        _lease_id(check, outcome, shadow) if allowed and check.lease else None,
-        _reservation_id(check) if allowed and check.hold is not None else None,
-        None if shadow is None or check.shadow is None else decision_of(check.shadow, now_us, shadow),
+    if bound is None:
+        decision = Decision(allowed, None, None, None, None, 0, None, limits, None, would_deny)
+    else:
+        decision = Decision(
+            allowed,
+            bound.limit,
+            bound.remaining,
+            bound.reset_after_ms,
+            -(-(now_us + bound_reset_us) // 1_000_000),
+            0 if allowed else bound.retry_after_ms,
+            -(-delay_us // 1_000) if delay_us >= 0 else None,
+            limits,
+            binding,
+            would_deny,
+        )
+    if check.lease or check.hold is not None or shadow is not None:
+        return _with_ids(decision, check, now_us, outcome, shadow)
+    return decision
+
+
+def _with_ids(decision: Decision, check: Check, now_us: int, outcome: Outcome, shadow: Outcome | None) -> Decision:
+    return msgspec.structs.replace(
+        decision,
+        lease_id=_lease_id(check, outcome, shadow) if decision.allowed and check.lease else None,
+        reservation_id=_reservation_id(check) if decision.allowed and check.hold is not None else None,
+        shadow=None if shadow is None or check.shadow is None else decision_of(check.shadow, now_us, shadow),
     )
 
 

@@ -56,14 +56,14 @@ class Keys:
     def bucket(self, scope: Scope, place: Place, tenant: str, resource: str, subject: str) -> str:
         """All of a bucket's key but its limit; `tenant` as the method of that name returned it."""
         if scope is Scope.SUBJECT:
-            return f"{tenant}s{place.value}:{len(resource)}:{resource}:{len(subject)}:{subject}:"
+            return f"{tenant}s{place}:{len(resource)}:{resource}:{len(subject)}:{subject}:"
         if scope is Scope.CALLER:
-            return f"{tenant}c{place.value}:{len(subject)}:{subject}:"
+            return f"{tenant}c{place}:{len(subject)}:{subject}:"
         if scope is Scope.RESOURCE:
-            return f"{tenant}r{place.value}:{len(resource)}:{resource}:"
+            return f"{tenant}r{place}:{len(resource)}:{resource}:"
         if scope is Scope.TENANT:
-            return f"{tenant}t{place.value}:"
-        return f"{self.prefix}:{{{_GLOBAL}}}:g{place.value}:"
+            return f"{tenant}t{place}:"
+        return f"{self.prefix}:{{{_GLOBAL}}}:g{place}:"
 
     @staticmethod
     def overrides(tenant: str, subject: str) -> str:

@@ -19,7 +19,7 @@ ENFORCED = 1
 COUNT_DENIED = 2
 
 
-class Rule(msgspec.Struct, frozen=True, eq=False, weakref=True):
+class Rule(msgspec.Struct, frozen=True, eq=False):
     """One limit as a store decides it, for one priority and place."""
 
     limit: Limit
@@ -33,6 +33,8 @@ class Rule(msgspec.Struct, frozen=True, eq=False, weakref=True):
     overridable: bool
     varies: bool
     """Whether the steps depend on the key (a spread window) or on the time (a quota)."""
+    row: tuple[int | str, ...]
+    """As the script reads it: algorithm, flags, percent, name, then the numbers."""
     memo: list["Rule"]
     """The last rule that `around` made: a quota's windows change once a day at most."""
 
@@ -40,7 +42,9 @@ class Rule(msgspec.Struct, frozen=True, eq=False, weakref=True):
     def compile(cls, limit: Limit, priority: Priority, place: Place) -> "Rule":
         steps = limit.steps
         enforced = limit.mode is Mode.ON
+        count_denied = limit.count_denied and enforced
         spread = isinstance(steps, FixedWindowSteps) and steps.kind == WindowKind.SPREAD
+        flags = ENFORCED * enforced + COUNT_DENIED * count_denied
         return cls(
             limit=limit,
             steps=steps,
@@ -48,10 +52,11 @@ class Rule(msgspec.Struct, frozen=True, eq=False, weakref=True):
             scope=Scope(limit.scope),
             suffix=f"{limit.name}:{steps.letter}",
             enforced=enforced,
-            count_denied=limit.count_denied and enforced,
+            count_denied=count_denied,
             requests=limit.counts is Counts.REQUESTS,
             overridable=limit.scope in (Scope.SUBJECT, Scope.CALLER) and place is not Place.OPERATOR,
             varies=spread or isinstance(limit, Quota),
+            row=(steps.code, flags, limit.percent(priority), limit.name, *steps.numbers()),
             memo=[],
         )
 
@@ -59,15 +64,10 @@ class Rule(msgspec.Struct, frozen=True, eq=False, weakref=True):
     def holds_lease(self) -> bool:
         return isinstance(self.steps, ConcurrencySteps)
 
-    def row(self) -> tuple[int | str, ...]:
-        """As the script reads it: algorithm, flags, percent, name, then the numbers."""
-        flags = ENFORCED * self.enforced + COUNT_DENIED * self.count_denied
-        return (self.steps.code, flags, self.percent, self.limit.name, *self.steps.numbers())
-
     def at(self, key: str) -> "Rule":
         """This rule for one key."""
         if isinstance(self.steps, FixedWindowSteps):
-            return msgspec.structs.replace(self, steps=msgspec.structs.replace(self.steps, offset=spread_offset(key)))
+            return self._with(msgspec.structs.replace(self.steps, offset=spread_offset(key)))
         return self
 
     def around(self, now_us: int) -> "Rule":
@@ -78,9 +78,11 @@ class Rule(msgspec.Struct, frozen=True, eq=False, weakref=True):
             if known.steps.second <= now_us < known.steps.third:  # type: ignore[attr-defined]
                 return known
         windows = self.limit.calendar.around(now_us)
-        rule = msgspec.structs.replace(self, steps=self.steps.overridden((*self.steps.numbers()[:2], *windows)))
-        self.memo[:] = [rule]
-        return rule
+        self.memo[:] = [self._with(self.steps.overridden((*self.steps.numbers()[:2], *windows)))]
+        return self.memo[0]
+
+    def _with(self, steps: Steps) -> "Rule":
+        return msgspec.structs.replace(self, steps=steps, row=(*self.row[:4], *steps.numbers()))
 
 
 class Plan(msgspec.Struct, frozen=True, eq=False):
@@ -91,6 +93,7 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
     place: Place
     leases: bool
     overridable: bool
+    varies: bool
 
     @classmethod
     def compile(cls, limits: Iterable[Limit], priority: Priority, place: Place) -> "Plan":
@@ -101,6 +104,7 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
             place=place,
             leases=any(rule.holds_lease for rule in rules),
             overridable=any(rule.overridable for rule in rules),
+            varies=any(rule.varies for rule in rules),
         )
 
 
@@ -144,11 +148,11 @@ class Limits:
         raise InvalidLimit("limits", f"must be limits or their text, got {type(given).__name__}")
 
     def plan(self, priority: str, place: Place = Place.POLICY) -> Plan:
+        """These limits compiled, once per priority and place."""
         plan = self._plans.get((priority, place))
         if plan is None:
-            plan = self._plans[known_priority(priority), place] = Plan.compile(
-                self._limits, known_priority(priority), place
-            )
+            known = known_priority(priority)
+            plan = self._plans[known, place] = Plan.compile(self._limits, known, place)
         return plan
 
     def __iter__(self) -> Iterator[Limit]:

@@ -55,8 +55,7 @@ local function state_of(call, key, code)
   return state
 end
 
-local function keep_state(call, key, algorithm, state)
-  algorithm.seal(state)
+local function keep_state(call, key, state)
   call.states[key] = state
   call.dirty[key] = true
 end
@@ -146,15 +145,15 @@ local function judge(call, rules, checks, at, out)
             source = algorithm.source(work)
             add_pending(work, ARGV[checks[at + 3]], now + checks[at + 4], cost, source, checks[at + 5])
           end
-          keep_state(call, key, algorithm, work)
+          keep_state(call, key, work)
         end
       elseif wait ~= 0 and rule[2] >= 2 and algorithm.force(work, numbers, min(cost, numbers[1])) then
         if wait > 0 then wait = algorithm.wait(work, numbers, cost, share) end
-        keep_state(call, key, algorithm, work)
+        keep_state(call, key, work)
       end
-      local remaining, reset = algorithm.view(work, numbers, share)
+      algorithm.seal(work)
       local open = (work.pending ~= '' or (code == CONCURRENCY and work.items ~= '')) and 1 or 0
-      out[o + 1], out[o + 2], out[o + 3], out[o + 4], out[o + 5] = numbers[1], remaining, reset, wait, open
+      out[o + 1], out[o + 2], out[o + 3], out[o + 4], out[o + 5] = numbers[1], max(share - work.used, 0), work.til - work.last, wait, open
     else
       out[o + 1], out[o + 2], out[o + 3], out[o + 4], out[o + 5] = -1, -1, 0, 0, 0
     end

@@ -1,5 +1,5 @@
 -- Fixed window. numbers: limit, window_us, kind, offset. kind: 0 aligned, 1 opened by the first hit, 2 spread by key (offset: 48 bits of the key's hash).
--- State: count 7, size 7, window 7, kind 1. `until` is the window's end; while no hit has opened it, an opened state has 0 there.
+-- State: used 7, size 7, window 7, kind 1. `until` is the window's end; while no hit has opened it, that is now.
 
 local FIRST_HIT = 1
 local WINDOW = '<BBBI7I7I7I7I7B'
@@ -7,12 +7,12 @@ local WINDOW = '<BBBI7I7I7I7I7B'
 local fixed_window = { width = 39 }
 
 function fixed_window.read(raw, tail)
-  local _, _, _, last, til, count, size, window, kind = unpack_struct(WINDOW, raw)
-  return { last = last, til = til, count = count, size = size, window = window, kind = kind }, tail
+  local _, _, _, last, til, used, size, window, kind = unpack_struct(WINDOW, raw)
+  return { last = last, til = til, used = used, size = size, window = window, kind = kind }, tail
 end
 
 function fixed_window.write(state)
-  return pack(WINDOW, FORMAT, 3, 39, state.last, state.til, state.count, state.size, state.window, state.kind)
+  return pack(WINDOW, FORMAT, 3, 39, state.last, state.til, state.used, state.size, state.window, state.kind)
 end
 
 function fixed_window.numbers(state)
@@ -21,46 +21,41 @@ end
 
 function fixed_window.fresh(numbers, now)
   local window, kind = numbers[2], numbers[3]
-  local til = 0
+  local til = now
   if kind ~= FIRST_HIT then til = now + window - (now + numbers[4] % window) % window end
-  return { last = now, til = til, pending = '', count = 0, size = numbers[1], window = window, kind = kind }
+  return { last = now, til = til, pending = '', used = 0, size = numbers[1], window = window, kind = kind }
 end
 
 function fixed_window.open(state, numbers, now)
   local window, kind = numbers[2], numbers[3]
   if state.window ~= window or state.kind ~= kind then return fixed_window.fresh(numbers, now) end
-  return { last = now, til = state.til, pending = state.pending, count = state.count, size = numbers[1], window = window, kind = kind }
+  return { last = now, til = state.til, pending = state.pending, used = state.used, size = numbers[1], window = window, kind = kind }
 end
 
 function fixed_window.wait(state, numbers, cost, share)
   if cost > share then return NEVER end
-  if state.count + cost <= share then return 0 end
+  if state.used + cost <= share then return 0 end
   return state.til - state.last
 end
 
 function fixed_window.take(state, numbers, cost)
-  if state.til == 0 then state.til = state.last + state.window end
-  state.count = state.count + cost
+  if state.til == state.last then state.til = state.last + state.window end
+  state.used = state.used + cost
 end
 
 function fixed_window.force(state, numbers, amount)
-  local taken = min(amount, 2 * numbers[1] - state.count)
+  local taken = min(amount, 2 * numbers[1] - state.used)
   if taken <= 0 then return false end
   fixed_window.take(state, numbers, taken)
   return true
 end
 
 function fixed_window.give(state, numbers, amount)
-  state.count = max(state.count - amount, 0) -- what was reserved in an earlier window left with it
+  state.used = max(state.used - amount, 0) -- what was reserved in an earlier window left with it
 end
 
 function fixed_window.source()
   return 0
 end
 
-function fixed_window.view(state, numbers, share)
-  local til = state.til
-  return max(share - state.count, 0), til == 0 and 0 or til - state.last
-end
-
-function fixed_window.seal() end -- the window's end is already there
+function fixed_window.seal() end -- both are kept as they are

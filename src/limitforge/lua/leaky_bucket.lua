@@ -50,10 +50,7 @@ function leaky_bucket.source()
   return 0
 end
 
-function leaky_bucket.view(state, numbers, share)
-  return max(floor((share * numbers[3] - state.level) / numbers[3]), 0), ceil(state.level / numbers[2])
-end
-
 function leaky_bucket.seal(state)
+  state.used = ceil(state.level / state.per)
   state.til = state.last + ceil(state.level / state.tokens)
 end

@@ -14,7 +14,8 @@ local function lease_call(change, now, injected)
     local state = call.states[key]
     local work = not is_gone(state, now) and open_state(state, concurrency, concurrency.numbers(state), now)
     if work and change(work, ARGV[2]) then
-      keep_state(call, key, concurrency, work)
+      concurrency.seal(work)
+      keep_state(call, key, work)
     else
       held = 0
     end

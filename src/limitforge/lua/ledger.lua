@@ -68,18 +68,8 @@ local function new_ledger(code, item_width)
     return at
   end
 
-  local function last_end(state)
-    return (unpack_struct(ITEM, state.items, #state.items - item_width + 1))
-  end
-
-  function ledger.view(state, numbers, share)
-    local reset = 0
-    if state.items ~= '' then reset = last_end(state) - state.last end
-    return max(share - state.used, 0), reset
-  end
-
   function ledger.seal(state)
-    state.til = state.items == '' and state.last or last_end(state)
+    state.til = state.items == '' and state.last or (unpack_struct(ITEM, state.items, #state.items - item_width + 1))
   end
 
   return ledger

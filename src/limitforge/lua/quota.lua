@@ -1,18 +1,18 @@
 -- Quota: a fixed window on the calendar. numbers: limit, shape (48 bits that tell one calendar from another), then where three consecutive windows
 -- begin, and where the last one ends: time-zone rules do not belong here.
--- State: count 7, size 7, shape 6. `until` is the window's end.
+-- State: used 7, size 7, shape 6. `until` is the window's end.
 
 local QUOTA = '<BBBI7I7I7I7I6'
 
 local quota = { width = 37 }
 
 function quota.read(raw, tail)
-  local _, _, _, last, til, count, size, shape = unpack_struct(QUOTA, raw)
-  return { last = last, til = til, count = count, size = size, shape = shape }, tail
+  local _, _, _, last, til, used, size, shape = unpack_struct(QUOTA, raw)
+  return { last = last, til = til, used = used, size = size, shape = shape }, tail
 end
 
 function quota.write(state)
-  return pack(QUOTA, FORMAT, 7, 37, state.last, state.til, state.count, state.size, state.shape)
+  return pack(QUOTA, FORMAT, 7, 37, state.last, state.til, state.used, state.size, state.shape)
 end
 
 function quota.numbers(state)
@@ -22,27 +22,27 @@ end
 function quota.fresh(numbers, now)
   if now < numbers[3] or now >= numbers[6] then return nil end
   local til = now < numbers[4] and numbers[4] or now < numbers[5] and numbers[5] or numbers[6]
-  return { last = now, til = til, pending = '', count = 0, size = numbers[1], shape = numbers[2] }
+  return { last = now, til = til, pending = '', used = 0, size = numbers[1], shape = numbers[2] }
 end
 
 function quota.open(state, numbers, now)
   local opened = quota.fresh(numbers, now)
   if opened and state.shape == numbers[2] then
-    opened.count, opened.pending = state.count, state.pending
+    opened.used, opened.pending = state.used, state.pending
   end
   return opened
 end
 
 function quota.take(state, numbers, cost)
-  state.count = state.count + cost
+  state.used = state.used + cost
 end
 
 function quota.force(state, numbers, amount)
-  local taken = min(amount, 2 * numbers[1] - state.count)
+  local taken = min(amount, 2 * numbers[1] - state.used)
   if taken <= 0 then return false end
-  state.count = state.count + taken
+  state.used = state.used + taken
   return true
 end
 
 quota.wait, quota.give, quota.source = fixed_window.wait, fixed_window.give, fixed_window.source
-quota.view, quota.seal = fixed_window.view, fixed_window.seal
+quota.seal = fixed_window.seal

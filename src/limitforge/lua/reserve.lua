@@ -43,14 +43,14 @@ local function settle_call(request, now, injected)
       local source = remove_pending(work, ARGV[2])
       if source and more < 0 then algorithm.give(work, numbers, -more, source) end
       local forced = more > 0 and algorithm.force(work, numbers, more)
-      if forced or source then changed[#changed + 1] = { key, code, work } end
+      if forced or source then
+        algorithm.seal(work)
+        changed[key] = work
+      end
     end
     at = at + 4 + count
   end
-  for _, change in ipairs(changed) do
-    call.codes[change[1]] = change[2]
-    keep_state(call, change[1], algorithms[change[2]], change[3])
-  end
+  for key, state in pairs(changed) do keep_state(call, key, state) end
   write_states(call)
   record[2], record[4] = cost, now + RECORD_KEPT_MS * 1000
   redis.call('SET', KEYS[1], cmsgpack.pack(record), 'PX', RECORD_KEPT_MS)

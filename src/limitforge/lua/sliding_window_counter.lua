@@ -84,11 +84,7 @@ function sliding_window_counter.source(state)
   return state.last - state.last % state.window
 end
 
-function sliding_window_counter.view(state, numbers, share)
-  local now = estimate(state)
-  return max(share - now, 0), now > 0 and falls_to(state, 0) or 0
-end
-
 function sliding_window_counter.seal(state)
-  state.til = state.last + (estimate(state) > 0 and falls_to(state, 0) or 0)
+  state.used = estimate(state)
+  state.til = state.last + (state.used > 0 and falls_to(state, 0) or 0)
 end

@@ -4,14 +4,14 @@
 --   code     1 byte    the algorithm
 --   width    1 byte    length of the fixed part, these three bytes included
 --   last     7 bytes   when it was last written, in microseconds
---   until    7 bytes   from when on it no longer matters (a ledger finds it in its items)
+--   until    7 bytes   from when on it no longer matters, so also when it resets (a ledger finds it in its items)
 --   ...                the algorithm's own fields, then the items of a ledger
 --   pending  30 bytes each: open reservations in the order of their lapses: token 8, lapse 7, amount 7, source 7, refund 1
 --
 -- The fixed part only ever grows at its end. A release ignores the fields of a newer one, which has defaults for those that an older one left out: so
 -- both work on the same keys during a deploy.
 --
--- In a script call a state is a table with the same fields. An opened state is a copy: it replaces the stored one only when something was taken.
+-- In a script call a state is a table with the same fields; `seal` sets `til` (until) and `used`, which is what counts against the limit, rounded up. An opened state is a copy: it replaces the stored one only when something was taken.
 
 local FORMAT = 1
 local PENDING_WIDTH = 30

@@ -82,11 +82,8 @@ function token_bucket.source()
   return 0
 end
 
-function token_bucket.view(state, numbers, share)
-  local per, level = numbers[3], state.level
-  return max(floor(level / per) - numbers[1] + share, 0), ceil((numbers[1] * per - level) / numbers[2])
-end
-
 function token_bucket.seal(state)
-  state.til = state.last + ceil((state.size * state.per - state.level) / state.tokens)
+  local level, per = state.level, state.per
+  state.used = state.size - floor(level / per)
+  state.til = state.last + ceil((state.size * per - level) / state.tokens)
 end

@@ -12,7 +12,7 @@ import msgspec
 
 from limitforge.core.calendar import Calendar, Period
 from limitforge.core.check import Check
-from limitforge.core.decide import MAX_PENDING
+from limitforge.core.decide import too_many_reservations
 from limitforge.core.decision import Decision, Outcome, decision_of
 from limitforge.core.keys import Keys, decoded, encoded
 from limitforge.core.overrides import (
@@ -26,7 +26,7 @@ from limitforge.core.overrides import (
 )
 from limitforge.core.plan import Rule
 from limitforge.core.reservations import Settled, Settlement
-from limitforge.errors import LimitforgeError, StoreCorrupt, TooManyReservations, UnknownReservation
+from limitforge.errors import LimitforgeError, StoreCorrupt, UnknownReservation
 from limitforge.stores.protocol import (
     ClearOverrides,
     Command,
@@ -74,7 +74,8 @@ def check_flow(checks: Sequence[Check], around_us: int, time_us: int) -> Flow[li
     for part in _split(checks):
         groups = [group for check in part for group in (check, check.shadow) if group is not None]
         for group in groups:
-            group.around(around_us)
+            if group.varies:
+                group.around(around_us)
         now_us, outcomes = yield from _judge(groups, time_us)
         judged = iter(outcomes)
         for check in part:
@@ -139,7 +140,7 @@ def encode_checks(checks: Sequence[Check], time_us: int) -> Call:
                 0 if overrides is None else _index(keys, overrides, 1),
                 0 if overrides is None else _index(strings, take.resource, 2),
             )
-    blob = _encode((CHECK, time_us, [rule.row() for rule in rules], flat))
+    blob = _encode((CHECK, time_us, [rule.row for rule in rules], flat))
     return Call([encoded(key) for key in keys], [blob, *(s if isinstance(s, bytes) else encoded(s) for s in strings)])
 
 
@@ -165,10 +166,7 @@ def _read_outcome(
     if status == CORRUPT:
         return _corrupt(check, call.keys[values[place + 1] - 1]), place + 2
     if status == TOO_MANY:
-        name = check.takes[values[place + 1]].rule.limit.name
-        return TooManyReservations(
-            f"limit {name!r} holds {MAX_PENDING} open reservations of this bucket; settle some first"
-        ), place + 2
+        return too_many_reservations(check.takes[values[place + 1]].rule), place + 2
     end = place + 2 + 5 * len(check.takes)
     rows = [cast("Any", tuple(values[at : at + 5])) for at in range(place + 2, end, 5)]
     return Outcome(status == ALLOWED, values[place + 1], rows), end

@@ -12,8 +12,8 @@ from limitforge.core.algorithms.steps import State, Steps
 from limitforge.core.calendar import Calendar, Period
 from limitforge.core.check import Check, Take
 from limitforge.core.clock import Clock, SystemClock
-from limitforge.core.decide import Again, Verdict, decide, is_gone, opened
-from limitforge.core.decision import Decision, Outcome, decision_of
+from limitforge.core.decide import Again, StepsFor, Verdict, decide, is_gone, opened
+from limitforge.core.decision import Decision, decision_of
 from limitforge.core.keys import Keys, decoded, encoded
 from limitforge.core.overrides import (
     ANY_RESOURCE,
@@ -112,30 +112,36 @@ class MemoryStore:
     # -- checks
 
     def _check(self, check: Check, now_us: int) -> Decision:
-        outcome = self._judged(check, now_us)
-        shadow = None if check.shadow is None else self._judged(check.shadow, now_us)
-        return decision_of(check, now_us, outcome, shadow)
+        outcome = self._judge(check, now_us)
+        if check.shadow is None:
+            return decision_of(check, now_us, outcome)
+        return decision_of(check, now_us, outcome, self._judge(check.shadow, now_us))
 
-    def _judged(self, check: Check, now_us: int) -> Outcome:
-        verdict = self._decided(check, now_us)
+    def _judge(self, check: Check, now_us: int) -> Verdict:
+        steps_for = (lambda take: self._steps(take, now_us)) if self._overrides else None
+        if check.varies:
+            check.around(now_us)
+        verdict = decide(check, now_us, self._states, steps_for)
+        if isinstance(verdict, Again):
+            verdict = self._ask_again(check, verdict, now_us, steps_for)
         if verdict.writes:
             self._store(verdict.writes, now_us)
-        if verdict.allowed and check.hold is not None:
+        if check.hold is not None and verdict.allowed:
             lapses_us = now_us + check.hold.ttl_us
             self._remember(
                 check.hold.key, Record(check.hold.token, lapses_us, lapses_us + KEPT_US, verdict.held), now_us
             )
-        return Outcome(verdict.allowed, verdict.delay_us, verdict.rows)
+        return verdict
 
-    def _decided(self, check: Check, now_us: int) -> Verdict:
-        steps_for = (lambda take: self._steps(take, now_us)) if self._overrides else None
-        check.around(now_us)
-        for _ in range(len(check.takes) + 1):
+    def _ask_again(self, check: Check, again: Again, now_us: int, steps_for: StepsFor | None) -> Verdict:
+        """A bucket is ahead of the clock by more than its quota's windows; each may be, so each gets its turn."""
+        for _ in check.takes:
+            take = check.takes[again.at]
+            take.rule = take.rule.around(again.now_us)
             verdict = decide(check, now_us, self._states, steps_for)
             if not isinstance(verdict, Again):
                 return verdict
-            take = check.takes[verdict.at]
-            take.rule = take.rule.around(verdict.now_us)
+            again = verdict
         raise StoreCorrupt("no calendar window holds the time of its bucket")
 
     def _steps(self, take: Take, now_us: int) -> Steps:
@@ -254,7 +260,7 @@ class MemoryStore:
         for key in command.keys:
             state = self._states.get(key)
             if state is not None:  # as good as gone; the key keeps its one place in the order
-                self._states[key] = State(0, 0, state.numbers, ())
+                self._states[key] = State(0, 0, 0, state.numbers, ())
 
     # -- overrides
 

@@ -11,10 +11,8 @@ class WindowKind(IntEnum):
     SPREAD = 2
 
 
-class Window(State):
-    """`until` is the window's end, or 0 while no hit has opened it."""
-
-    count: int
+class Window(State, gc=False):
+    """`until` is the window's end; while no hit has opened it, that is now."""
 
 
 class WindowSteps(Steps, frozen=True):
@@ -23,29 +21,26 @@ class WindowSteps(Steps, frozen=True):
     def wait(self, state: Window, cost: int, share: int) -> int:
         if cost > share:
             return NEVER
-        return 0 if state.count + cost <= share else state.until - state.last
+        return 0 if state.used + cost <= share else state.until - state.last
 
     def take(self, state: Window, cost: int, lease: bytes) -> None:
-        state.count += cost
+        state.used += cost
 
     def force(self, state: Window, amount: int) -> bool:
-        taken = min(amount, 2 * self.limit - state.count)
+        taken = min(amount, 2 * self.limit - state.used)
         if taken <= 0:
             return False
         self.take(state, taken, b"")
         return True
 
     def give(self, state: Window, amount: int, source: int) -> None:
-        state.count = max(state.count - amount, 0)  # what was reserved in an earlier window left with it
+        state.used = max(state.used - amount, 0)  # what was reserved in an earlier window left with it
 
     def source(self, state: Window) -> int:
         return 0
 
-    def view(self, state: Window, share: int) -> tuple[int, int]:
-        return max(share - state.count, 0), state.until - state.last if state.until else 0
-
     def seal(self, state: Window) -> None:
-        """The window's end is already in `until`."""
+        """Both are kept as they are."""
 
 
 class FixedWindowSteps(WindowSteps, frozen=True):
@@ -59,17 +54,17 @@ class FixedWindowSteps(WindowSteps, frozen=True):
 
     def fresh(self, now: int) -> Window:
         if self.kind == WindowKind.FIRST_HIT:
-            return Window(now, 0, self, (), 0)
+            return Window(now, now, 0, self, ())
         phase = self.offset % self.window_us
-        return Window(now, now + self.window_us - (now + phase) % self.window_us, self, (), 0)
+        return Window(now, now + self.window_us - (now + phase) % self.window_us, 0, self, ())
 
     def open(self, state: Window, now: int) -> Window:
         old = state.numbers
         if old.window_us != self.window_us or old.kind != self.kind:
             return self.fresh(now)
-        return Window(now, state.until, self, state.pending, state.count)
+        return Window(now, state.until, state.used, self, state.pending)
 
     def take(self, state: Window, cost: int, lease: bytes) -> None:
-        if not state.until:
+        if state.until == state.last:
             state.until = state.last + self.window_us
-        state.count += cost
+        state.used += cost

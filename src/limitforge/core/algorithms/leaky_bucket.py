@@ -9,12 +9,12 @@ class LeakyBucketSteps(LevelSteps, frozen=True):
     letter = "l"
 
     def fresh(self, now: int) -> Level:
-        return Level(now, now, self, (), 0)
+        return Level(now, now, 0, self, (), 0)
 
     def open(self, state: Level, now: int) -> Level:
         level = state.level if state.numbers is self else self.converted(state, 0, 2 * self.limit * self.per_us)
         drained = level - (now - state.last) * self.tokens
-        return Level(now, 0, self, state.pending, max(drained, 0))
+        return Level(now, 0, 0, self, state.pending, max(drained, 0))
 
     def wait(self, state: Level, cost: int, share: int) -> int:
         if cost > share:
@@ -37,9 +37,6 @@ class LeakyBucketSteps(LevelSteps, frozen=True):
     def give(self, state: Level, amount: int, source: int) -> None:
         state.level = max(state.level - amount * self.per_us, 0)
 
-    def view(self, state: Level, share: int) -> tuple[int, int]:
-        left = (share * self.per_us - state.level) // self.per_us
-        return max(left, 0), -(-state.level // self.tokens)
-
     def seal(self, state: Level) -> None:
-        state.until = state.last + -(-state.level // self.tokens)
+        state.used = -(-state.level // self.per_us)
+        state.until = state.last - -state.level // self.tokens

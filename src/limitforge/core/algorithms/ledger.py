@@ -13,14 +13,13 @@ class Item(NamedTuple):
     lease: bytes = b""
 
 
-class Ledger(State):
+class Ledger(State, gc=False):
     items: list[Item]
-    used: int
 
 
 class LedgerSteps(Steps, frozen=True):
     def fresh(self, now: int) -> Ledger:
-        return Ledger(now, now, self, (), [], 0)
+        return Ledger(now, now, 0, self, (), [])
 
     def open(self, state: Ledger, now: int) -> Ledger:
         items = state.items
@@ -29,7 +28,7 @@ class LedgerSteps(Steps, frozen=True):
         while gone < len(items) and items[gone].ends_us <= now:
             used -= items[gone].cost
             gone += 1
-        return Ledger(now, 0, self, state.pending, items[gone:], used)
+        return Ledger(now, 0, used, self, state.pending, items[gone:])
 
     def wait(self, state: Ledger, cost: int, share: int) -> int:
         if cost > share:
@@ -42,10 +41,6 @@ class LedgerSteps(Steps, frozen=True):
             if short <= 0:
                 return item.ends_us - state.last
         raise AssertionError("a ledger's sum is that of its items")
-
-    def view(self, state: Ledger, share: int) -> tuple[int, int]:
-        reset = state.items[-1].ends_us - state.last if state.items else 0
-        return max(share - state.used, 0), reset
 
     def seal(self, state: Ledger) -> None:
         state.until = state.items[-1].ends_us if state.items else state.last

@@ -3,7 +3,7 @@
 from limitforge.core.algorithms.steps import State, Steps
 
 
-class Level(State):
+class Level(State, gc=False):
     """`level` counts 1/per_us tokens, so that refilling and draining never round."""
 
     level: int

@@ -20,10 +20,10 @@ class QuotaSteps(WindowSteps, frozen=True):
         if not self.first <= now < self.end:
             return None
         end = self.second if now < self.second else self.third if now < self.third else self.end
-        return Window(now, end, self, (), 0)
+        return Window(now, end, 0, self, ())
 
     def open(self, state: Window, now: int) -> Window | None:
         opened = self.fresh(now)
         if opened is not None and state.numbers.shape == self.shape:
-            opened.count, opened.pending = state.count, state.pending
+            opened.used, opened.pending = state.used, state.pending
         return opened

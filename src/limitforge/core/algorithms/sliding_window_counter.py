@@ -4,7 +4,7 @@ from limitforge.core.algorithms.steps import NEVER, State, Steps
 from limitforge.core.exact import ceil_div
 
 
-class Counter(State):
+class Counter(State, gc=False):
     """`current` is the count of the window that holds `last`, `previous` of the one before."""
 
     previous: int
@@ -19,7 +19,7 @@ class SlidingWindowCounterSteps(Steps, frozen=True):
     override_width = 2
 
     def fresh(self, now: int) -> Counter:
-        return Counter(now, now, self, (), 0, 0)
+        return Counter(now, now, 0, self, (), 0, 0)
 
     def open(self, state: Counter, now: int) -> Counter:
         window = self.window_us
@@ -27,8 +27,8 @@ class SlidingWindowCounterSteps(Steps, frozen=True):
             return self.fresh(now)
         passed = now // window - state.last // window
         if passed == 0:
-            return Counter(now, 0, self, state.pending, state.previous, state.current)
-        return Counter(now, 0, self, state.pending, state.current if passed == 1 else 0, 0)
+            return Counter(now, 0, 0, self, state.pending, state.previous, state.current)
+        return Counter(now, 0, 0, self, state.pending, state.current if passed == 1 else 0, 0)
 
     def wait(self, state: Counter, cost: int, share: int) -> int:
         if cost > share:
@@ -58,12 +58,9 @@ class SlidingWindowCounterSteps(Steps, frozen=True):
     def source(self, state: Counter) -> int:
         return state.last - state.last % self.window_us
 
-    def view(self, state: Counter, share: int) -> tuple[int, int]:
-        estimate = self._estimate(state)
-        return max(share - estimate, 0), self._falls_to(state, 0) if estimate else 0
-
     def seal(self, state: Counter) -> None:
-        state.until = state.last + (self._falls_to(state, 0) if self._estimate(state) else 0)
+        state.used = self._estimate(state)
+        state.until = state.last + (self._falls_to(state, 0) if state.used else 0)
 
     def _estimate(self, state: Counter) -> int:
         window = self.window_us

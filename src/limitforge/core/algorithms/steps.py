@@ -22,11 +22,12 @@ class Pending(msgspec.Struct, frozen=True, gc=False):
     refund: bool
 
 
-class State(msgspec.Struct):
-    """What a bucket remembers. `last` is its latest write; from `until` on it no longer matters."""
+class State(msgspec.Struct, gc=False):
+    """What a bucket remembers: its last write, from when on it no longer matters, what counts against its limit."""
 
     last: int
     until: int
+    used: int
     numbers: Any
     pending: tuple[Pending, ...]
 
@@ -79,10 +80,6 @@ class Steps(msgspec.Struct, frozen=True):
         """What a cost that was just taken is given back to."""
         raise NotImplementedError
 
-    def view(self, state: Any, share: int) -> tuple[int, int]:
-        """What is left of `share`, and the microseconds until nothing is in use."""
-        raise NotImplementedError
-
     def seal(self, state: Any) -> None:
-        """Set `until` before the state is stored."""
+        """Set `used`, rounded up, and `until`: from then on nothing is in use, so it is also when the limit resets."""
         raise NotImplementedError

@@ -9,13 +9,13 @@ class TokenBucketSteps(LevelSteps, frozen=True):
     letter = "t"
 
     def fresh(self, now: int) -> Level:
-        return Level(now, now, self, (), self.limit * self.per_us)
+        return Level(now, now, 0, self, (), self.limit * self.per_us)
 
     def open(self, state: Level, now: int) -> Level:
         full = self.limit * self.per_us
         level = state.level if state.numbers is self else self.converted(state, -full, full)
         refilled = level + (now - state.last) * self.tokens
-        return Level(now, 0, self, state.pending, min(full, refilled))
+        return Level(now, 0, 0, self, state.pending, min(full, refilled))
 
     def wait(self, state: Level, cost: int, share: int) -> int:
         if cost > share:
@@ -34,10 +34,7 @@ class TokenBucketSteps(LevelSteps, frozen=True):
     def give(self, state: Level, amount: int, source: int) -> None:
         state.level = min(state.level + amount * self.per_us, self.limit * self.per_us)
 
-    def view(self, state: Level, share: int) -> tuple[int, int]:
-        level, per_us = state.level, self.per_us
-        left = level // per_us - self.limit + share
-        return (max(0, left)), -((level - self.limit * per_us) // self.tokens)
-
     def seal(self, state: Level) -> None:
-        state.until = state.last - (state.level - self.limit * self.per_us) // self.tokens
+        level, per_us = state.level, self.per_us
+        state.used = self.limit - level // per_us
+        state.until = state.last - (level - self.limit * per_us) // self.tokens
