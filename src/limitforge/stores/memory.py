@@ -4,6 +4,7 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, cast
 
 from limitforge.core.algorithms import concurrency
@@ -43,6 +44,7 @@ from limitforge.stores.protocol import (
 
 MAX_KEYS = 1_000_000
 SAMPLED = 8
+MANY_RECORDS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,8 @@ class MemoryStore:
         steps_for = (lambda take: self._steps(take, now_us)) if self._overrides else None
         if check.varies:
             check.around(now_us)
+        if check.hold is not None and len(self._records) >= self._max_keys:
+            raise StoreUnavailable(f"the memory store holds {self._max_keys} reservations, and may not drop any")
         verdict = decide(check, now_us, self._states, steps_for)
         if isinstance(verdict, Again):
             verdict = self._ask_again(check, verdict, now_us, steps_for)
@@ -202,12 +206,12 @@ class MemoryStore:
         return victim
 
     def _remember(self, key: str, record: Record, now_us: int) -> None:
-        """Each new record looks at the two oldest: what is over goes, so that records never pile up."""
-        for _ in range(min(2, len(self._records))):
-            oldest = next(iter(self._records))
-            looked_at = self._records.pop(oldest)
-            if looked_at.expires_us > now_us:
-                self._records[oldest] = looked_at
+        """Past a thousand, each new record looks at the two oldest: what is over goes, so that they never pile up."""
+        if len(self._records) >= MANY_RECORDS:
+            for oldest in list(islice(self._records, 2)):
+                looked_at = self._records.pop(oldest)
+                if looked_at.expires_us > now_us:
+                    self._records[oldest] = looked_at
         self._records[key] = record
 
     # -- leases and reservations
@@ -268,6 +272,10 @@ class MemoryStore:
         key = self.keys.overrides(command.tenant_key, command.subject)
         found = {r: o for r, o in self._overrides.get(key, {}).items() if o.expires_us > now_us}
         too_many(len(found.keys() | {command.resource}))
+        if key not in self._overrides and len(self._overrides) >= self._max_keys:
+            raise StoreUnavailable(
+                f"the memory store holds overrides of {self._max_keys} subjects, and may not drop any"
+            )
         expires_us = now_us + command.ttl_us
         found[command.resource] = _Override(command.changes, command.compiled, expires_us)
         self._overrides[key] = found
