@@ -14,7 +14,7 @@ import msgspec
 from limitforge.core.check import TOKEN_BYTES, Check, Entry, Hold, check_of, check_of_entries
 from limitforge.core.clock import Clock
 from limitforge.core.decision import Decision
-from limitforge.core.exact import cost_of, duration_us
+from limitforge.core.exact import cost_of, duration_us, shown
 from limitforge.core.keys import Keys, text
 from limitforge.core.overrides import Override, OverridePage, compile_override
 from limitforge.core.plan import Limits, LimitsLike
@@ -79,7 +79,7 @@ class _Requests:
     def reserve(self, request: Request, ttl_seconds: float, on_lapse: str) -> Check:
         check = self.check(request)
         if on_lapse not in tuple(OnLapse):
-            raise InvalidInput("on_lapse", f"must be one of {', '.join(OnLapse)}, got {on_lapse!r:.80}")
+            raise InvalidInput("on_lapse", f"must be one of {', '.join(OnLapse)}, got {shown(on_lapse)}")
         token = os.urandom(TOKEN_BYTES)
         record = self.keys.reservation(self.keys.tenant(request.tenant), token)
         check.hold = Hold(record, token, duration_us("ttl_seconds", ttl_seconds), on_lapse == OnLapse.REFUND)
@@ -131,7 +131,7 @@ class _Requests:
 
     def list_overrides(self, tenant: Name, cursor: str | None, page: int) -> ListOverrides:
         if type(page) is not int or not 1 <= page <= MAX_PAGE:
-            raise InvalidInput("page", f"must be from 1 to {MAX_PAGE}, got {page!r:.80}")
+            raise InvalidInput("page", f"must be from 1 to {MAX_PAGE}, got {shown(page)}")
         return ListOverrides(self.keys.tenant(tenant), text("tenant", tenant), cursor, page)
 
     def delete_override(self, resource: Name, subject: Name, tenant: Name) -> DeleteOverride:

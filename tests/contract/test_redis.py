@@ -235,8 +235,8 @@ class NextRelease(SyncRedisStore):
 
     SCRIPT = lua.script()
     for old, new in (
-        (b"local FORMAT = 1", b"local FORMAT = 2"),
-        (b"code, 44, state.last", b"code, 48, state.last"),
+        (b"states = { FORMAT = 1 }", b"states = { FORMAT = 2 }"),
+        (b"code, level.WIDTH, state.last", b"code, 48, state.last"),
         (b"state.tokens, state.per)\n  end", b"state.tokens, state.per) .. 'more'\n  end"),
         (b"FORMAT, 3, 39,", b"FORMAT, 3, 43,"),
         (b"state.size, state.window, state.kind)\nend", b"state.size, state.window, state.kind) .. 'more'\nend"),

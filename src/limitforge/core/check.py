@@ -108,7 +108,7 @@ def _plan_check(
         this = cost if wanted is None else wanted.get(rule.limit.name, cost)
         takes.append(
             Take(
-                rule.at(key) if rule.varies else rule,
+                rule.at(keys.unprefixed(key)) if rule.varies else rule,
                 key,
                 1 if rule.requests and this else this,
                 resource,
@@ -137,7 +137,7 @@ def check_of_entries(keys: Keys, entries: Iterable[Entry], *, tenant: str | byte
         same = takes.get(key)
         if same is None:
             overrides = keys.overrides(tenant_key, subject) if rule.overridable else None
-            takes[key] = Take(rule.at(key) if rule.varies else rule, key, cost, resource, overrides)
+            takes[key] = Take(rule.at(keys.unprefixed(key)) if rule.varies else rule, key, cost, resource, overrides)
             names.append(_reported(entry, names))
         elif same.rule.limit != entry.limit:
             raise InvalidInput(
@@ -174,14 +174,13 @@ def _reported(entry: Entry, names: list[str]) -> str:
 def _costs_by_name(costs: Mapping[str, int], plan: Plan) -> dict[str, int]:
     checked = {}
     for name, cost in costs.items():
-        if name not in plan.names:
-            raise InvalidInput(
-                f"costs.{name!s:.64}", f"no limit of that name; there are {', '.join(plan.names) or 'none'}"
-            )
+        if name not in plan.known:
+            known = ", ".join(sorted(plan.known)) or "none"
+            raise InvalidInput(f"costs.{name!s:.64}", f"no limit of that name; there are {known}")
         checked[name] = cost_of(f"costs.{name}", cost)
     return checked
 
 
 def _named_in(costs: Mapping[str, int] | None, plan: Plan) -> dict[str, int] | None:
     """A candidate plan need not have every limit that the live one has."""
-    return None if costs is None else {name: cost for name, cost in costs.items() if name in plan.names}
+    return None if costs is None else {name: cost for name, cost in costs.items() if name in plan.known}

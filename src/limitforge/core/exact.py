@@ -41,10 +41,10 @@ class Rate:
         exact = _decimal(field, per_second)
         if exact is None:
             if not isinstance(per_second, float):
-                raise InvalidLimit(field, f"at most {_DECIMALS} decimals, got {per_second!r}")
+                raise InvalidLimit(field, f"at most {_DECIMALS} decimals, got {shown(per_second)}")
             exact = Fraction(per_second).limit_denominator(_MAX_DENOMINATOR)
         if exact <= 0:
-            raise InvalidLimit(field, f"must be above 0, got {per_second!r}")
+            raise InvalidLimit(field, f"must be above 0, got {shown(per_second)}")
         per_us = exact / MICROS
         return cls._checked(field, per_us.numerator, per_us.denominator)
 
@@ -72,10 +72,10 @@ def whole(field: str, value: object, *, minimum: int = 0, maximum: int = MAX_COU
     else:
         exact = _decimal(field, value)
         if exact is None or exact.denominator != 1:
-            raise InvalidLimit(field, f"must be a whole number, got {_shown(value)}")
+            raise InvalidLimit(field, f"must be a whole number, got {shown(value)}")
         number = exact.numerator
     if not minimum <= number <= maximum:
-        raise InvalidLimit(field, f"must be from {minimum} to {maximum}, got {_shown(value)}")
+        raise InvalidLimit(field, f"must be from {minimum} to {maximum}, got {shown(value)}")
     return number
 
 
@@ -83,19 +83,19 @@ def duration_us(field: str, seconds: object, *, maximum_us: int = TEN_YEARS_US) 
     """Seconds with at most 6 decimals, as microseconds."""
     exact = _decimal(field, seconds)
     if exact is None:
-        raise InvalidLimit(field, f"at most {_DECIMALS} decimals, got {_shown(seconds)}")
+        raise InvalidLimit(field, f"at most {_DECIMALS} decimals, got {shown(seconds)}")
     micros = exact * MICROS
     if not MIN_DURATION_US <= micros <= maximum_us:
-        raise InvalidLimit(field, f"must be from 0.001 to {maximum_us // MICROS} seconds, got {_shown(seconds)}")
+        raise InvalidLimit(field, f"must be from 0.001 to {maximum_us // MICROS} seconds, got {shown(seconds)}")
     return micros.numerator
 
 
 def cost_of(field: str, value: object) -> int:
     """A cost: an integer from 0 to below 2^52. Costs come with every check, so nothing is converted here."""
     if type(value) is not int:
-        raise InvalidInput(field, f"must be an integer, got {_shown(value)}")
+        raise InvalidInput(field, f"must be an integer, got {shown(value)}")
     if not 0 <= value <= MAX_COUNT:
-        raise InvalidInput(field, f"must be from 0 to {MAX_COUNT}, got {_shown(value)}")
+        raise InvalidInput(field, f"must be from 0 to {MAX_COUNT}, got {shown(value)}")
     return value
 
 
@@ -112,20 +112,21 @@ def ceil_div(amount: int, by: int) -> int:
 def _decimal(field: str, value: object) -> Fraction | None:
     """The number exactly; None where it has more than 6 decimals."""
     if isinstance(value, bool) or not isinstance(value, int | float | str | Decimal):
-        raise InvalidLimit(field, f"must be a number, got {_shown(value)}")
+        raise InvalidLimit(field, f"must be a number, got {shown(value)}")
     if isinstance(value, int):
         return Fraction(value)
     text = repr(value) if isinstance(value, float) else str(value).strip()
     if len(text) > _MAX_DIGITS or not _PLAIN_NUMBER.fullmatch(text):
-        raise InvalidLimit(field, f"must be a plain decimal number, got {_shown(value)}")
+        raise InvalidLimit(field, f"must be a plain decimal number, got {shown(value)}")
     number = Decimal(text)
     if abs(number.adjusted()) > _MAX_DIGITS:
-        raise InvalidLimit(field, f"is too large or too small, got {_shown(value)}")
+        raise InvalidLimit(field, f"is too large or too small, got {shown(value)}")
     exact = Fraction(number)
     return exact if (10**_DECIMALS * exact).denominator == 1 else None
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value for a message: short, whatever it is."""
     try:
         text = repr(value)
     except ValueError:  # an integer of thousands of digits

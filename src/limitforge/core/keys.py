@@ -20,6 +20,7 @@ import re
 from enum import StrEnum
 from functools import lru_cache
 
+from limitforge.core.exact import shown
 from limitforge.core.limits import Scope
 from limitforge.errors import InvalidInput
 
@@ -44,7 +45,7 @@ class Keys:
 
     def __init__(self, prefix: str = "lf") -> None:
         if not isinstance(prefix, str) or not _PREFIX.fullmatch(prefix):
-            raise InvalidInput("key_prefix", f"must be 1 to 64 letters, digits or -_.: characters, got {prefix!r:.80}")
+            raise InvalidInput("key_prefix", f"must be 1 to 64 letters, digits or -_.: characters, got {shown(prefix)}")
         self.prefix = prefix
         self.tenant = lru_cache(maxsize=8_192)(self._tenant)
 
@@ -64,6 +65,10 @@ class Keys:
         if scope is Scope.TENANT:
             return f"{tenant}t{place}:"
         return f"{self.prefix}:{{{_GLOBAL}}}:g{place}:"
+
+    def unprefixed(self, key: str) -> str:
+        """The key as any store would have it."""
+        return key[len(self.prefix) + 1 :]
 
     @staticmethod
     def overrides(tenant: str, subject: str) -> str:

@@ -30,6 +30,7 @@ from limitforge.core.exact import (
     Number,
     Rate,
     duration_us,
+    shown,
     whole,
 )
 from limitforge.errors import InvalidLimit
@@ -111,7 +112,7 @@ class Limit:
         _set(self, "mode", _choice("mode", Mode, self.mode))
         _set(self, "counts", _choice("counts", Counts, self.counts))
         if not isinstance(self.count_denied, bool):
-            raise InvalidLimit("count_denied", f"must be true or false, got {self.count_denied!r}")
+            raise InvalidLimit("count_denied", f"must be true or false, got {shown(self.count_denied)}")
         _set(self, "shares", _shares(self.shares))
         if self.count_denied and self.shares:
             raise InvalidLimit("count_denied", "can't be combined with shares")
@@ -199,7 +200,7 @@ class FixedWindow(Limit):
     def _steps(self) -> Steps:
         _set(self, "align", _choice("align", Align, self.align))
         if not isinstance(self.spread, bool):
-            raise InvalidLimit("spread", f"must be true or false, got {self.spread!r}")
+            raise InvalidLimit("spread", f"must be true or false, got {shown(self.spread)}")
         if self.spread and self.align is Align.FIRST_HIT:
             raise InvalidLimit("spread", "can't be combined with align: first_hit")
         kind = (
@@ -276,7 +277,7 @@ class Quota(Limit):
     def _steps(self) -> Steps:
         _set(self, "period", _choice("period", Period, self.period))
         if not isinstance(self.time_zone, str):
-            raise InvalidLimit("time_zone", f"must be an IANA name such as 'Europe/Berlin', got {self.time_zone!r}")
+            raise InvalidLimit("time_zone", f"must be a name such as 'Europe/Berlin', got {shown(self.time_zone)}")
         zone(self.time_zone)
         _set(self, "anchor_day", whole("anchor_day", self.anchor_day, minimum=1, maximum=31))
         if self.anchor_day != 1 and self.period not in (Period.MONTH, Period.YEAR):
@@ -301,7 +302,7 @@ def limit_from_fields(given: Mapping[str, Any]) -> Limit:
     algorithm = values.pop("algorithm", None)
     kind = ALGORITHMS.get(algorithm) if isinstance(algorithm, str) else None
     if kind is None:
-        raise InvalidLimit("algorithm", f"must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
+        raise InvalidLimit("algorithm", f"must be one of {', '.join(ALGORITHMS)}, got {shown(algorithm)}")
     known = {f.name: f for f in fields(kind) if f.init}
     for name in values:
         if name not in known:
@@ -338,7 +339,7 @@ def _set(limit: Limit, name: str, value: object) -> None:
 
 def _name(name: object) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidLimit("name", f"must be 1 to 64 letters, digits or -_./ characters, got {name!r:.80}")
+        raise InvalidLimit("name", f"must be 1 to 64 letters, digits or -_./ characters, got {shown(name)}")
     return name
 
 
@@ -346,12 +347,12 @@ def _choice(field_name: str, kind: type[Choice], value: object) -> Choice:
     try:
         return kind(value)  # type: ignore[arg-type]
     except ValueError:
-        raise InvalidLimit(field_name, f"must be one of {', '.join(kind)}, got {value!r:.80}") from None
+        raise InvalidLimit(field_name, f"must be one of {', '.join(kind)}, got {shown(value)}") from None
 
 
 def _shares(shares: object) -> Mapping[str, int]:
     if not isinstance(shares, Mapping):
-        raise InvalidLimit("shares", f"must map priorities to percents, such as {{'P2': 80}}, got {shares!r:.80}")
+        raise InvalidLimit("shares", f"must map priorities to percents, such as {{'P2': 80}}, got {shown(shares)}")
     checked: dict[str, int] = {}
     for priority, percent in shares.items():
         known = _choice("shares", Priority, priority)

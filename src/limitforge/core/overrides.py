@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from limitforge.core.exact import MICROS
+from limitforge.core.exact import MICROS, shown
 from limitforge.core.limits import Limit, Scope
 from limitforge.core.plan import Limits
 from limitforge.errors import InvalidInput, InvalidLimit
@@ -85,7 +85,7 @@ def _changed(limit: Limit, change: Any) -> Limit:
         change = {limit.size_field: 0}
     if not isinstance(change, Mapping) or not change:
         raise InvalidInput(
-            f"limits.{limit.name}", f"must be changed fields, 'unlimited' or 'blocked', got {change!r:.80}"
+            f"limits.{limit.name}", f"must be changed fields, 'unlimited' or 'blocked', got {shown(change)}"
         )
     known = _CHANGEABLE & {f.name for f in fields(limit)}
     values = {limit.size_field if name == "limit" else name: value for name, value in change.items()}

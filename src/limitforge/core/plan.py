@@ -1,6 +1,6 @@
 """Limits compiled for the hot path: what a check needs of each limit, worked out once per plan and priority."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
 import msgspec
@@ -8,6 +8,7 @@ import msgspec
 from limitforge.core.algorithms.concurrency import ConcurrencySteps
 from limitforge.core.algorithms.fixed_window import FixedWindowSteps, WindowKind
 from limitforge.core.algorithms.steps import Steps
+from limitforge.core.exact import shown
 from limitforge.core.keys import Place, spread_offset
 from limitforge.core.limits import Counts, Limit, Mode, Priority, Quota, Scope
 from limitforge.core.text import parse
@@ -65,7 +66,7 @@ class Rule(msgspec.Struct, frozen=True, eq=False):
         return isinstance(self.steps, ConcurrencySteps)
 
     def at(self, key: str) -> "Rule":
-        """This rule for one key."""
+        """This rule for one key, without its prefix: the phase of a spread window is the same in every store."""
         if isinstance(self.steps, FixedWindowSteps):
             return self._with(msgspec.structs.replace(self.steps, offset=spread_offset(key)))
         return self
@@ -90,17 +91,20 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
 
     rules: tuple[Rule, ...]
     names: tuple[str, ...]
+    known: frozenset[str]
+    """All names, also of limits that are off: a caller may go on to send their costs."""
     place: Place
     leases: bool
     overridable: bool
     varies: bool
 
     @classmethod
-    def compile(cls, limits: Iterable[Limit], priority: Priority, place: Place) -> "Plan":
+    def compile(cls, limits: Sequence[Limit], priority: Priority, place: Place) -> "Plan":
         rules = tuple(Rule.compile(limit, priority, place) for limit in limits if limit.mode is not Mode.OFF)
         return cls(
             rules=rules,
             names=tuple(rule.limit.name for rule in rules),
+            known=frozenset(limit.name for limit in limits),
             place=place,
             leases=any(rule.holds_lease for rule in rules),
             overridable=any(rule.overridable for rule in rules),
@@ -178,7 +182,7 @@ def known_priority(priority: object) -> Priority:
     try:
         return Priority(priority)  # type: ignore[arg-type]
     except ValueError:
-        raise InvalidInput("priority", f"must be one of {', '.join(Priority)}, got {priority!r:.80}") from None
+        raise InvalidInput("priority", f"must be one of {', '.join(Priority)}, got {shown(priority)}") from None
 
 
 @lru_cache(maxsize=1_024)

@@ -1,11 +1,11 @@
--- The algorithms by their codes, which are also the first byte but one of every state.
+-- The algorithms by their codes, which also stand in every state. Each is loaded when a call first needs it.
 
-local LEAKY_BUCKET, CONCURRENCY, QUOTA_CODE = 2, 6, 7
+local NAMES = { 'token_bucket', 'leaky_bucket', 'fixed_window', 'sliding_window', 'sliding_window_counter', 'concurrency', 'quota' }
 
-algorithms[1] = token_bucket
-algorithms[2] = leaky_bucket
-algorithms[3] = fixed_window
-algorithms[4] = sliding_window
-algorithms[5] = sliding_window_counter
-algorithms[6] = concurrency
-algorithms[7] = quota
+local algorithms = { LEAKY_BUCKET = 2, CONCURRENCY = 6, QUOTA = 7 }
+
+function algorithms.of(code)
+  return use(NAMES[code])
+end
+
+return algorithms

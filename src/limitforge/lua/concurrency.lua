@@ -1,10 +1,12 @@
 -- Concurrency. numbers: slots, ttl_us. Leases that each hold their cost until released, or until their TTL after they were taken or renewed.
 -- Item: end 7, cost 2, token 8.
 
+local sub, pack, unpack_struct = string.sub, struct.pack, struct.unpack
+
 local LEASE = '<I7I2c8'
 local LEASE_WIDTH = 17
 
-local concurrency = new_ledger(6, LEASE_WIDTH)
+local concurrency = use('ledger')(6, LEASE_WIDTH)
 
 local function insert_lease(state, cost, token)
   local ends = state.last + state.span
@@ -44,3 +46,5 @@ function concurrency.renew(state, token)
   insert_lease(state, cost, token)
   return true
 end
+
+return concurrency

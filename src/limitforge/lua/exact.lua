@@ -1,14 +1,15 @@
 -- Exact integers in doubles. Every value stays within 2^53; a product that could pass it goes through muldiv.
 -- floor(a / b) is right for integers below 2^53: the quotient's distance from the next integer is at least 1 / b, more than a double's error there.
 
-local floor, ceil, max, min = math.floor, math.ceil, math.max, math.min
-local pack, unpack_struct, byte, sub = struct.pack, struct.unpack, string.byte, string.sub
+local exact = {
+  NEVER = -1,     -- a wait that does not end
+  UNLIMITED = -1, -- a limit that is not there
+}
 
-local NEVER = -1      -- a wait that does not end
-local UNLIMITED = -1  -- a limit that is not there
+local floor = math.floor
 
 -- floor(a * b / m) and the remainder, for 0 <= a <= m <= 2^42 and 0 <= b < 2^50: b goes in by digits of 10 bits, so that nothing passes 2^53.
-local function muldiv(a, b, m)
+function exact.muldiv(a, b, m)
   if a * b < 9007199254740992 then
     local product = a * b
     return floor(product / m), product % m
@@ -24,8 +25,10 @@ local function muldiv(a, b, m)
 end
 
 -- floor(limit * percent / 100), where the product could pass 2^53.
-local function share_of(limit, percent)
+function exact.share_of(limit, percent)
   if percent == 100 then return limit end
   local rest = limit % 100
   return (limit - rest) / 100 * percent + floor(rest * percent / 100)
 end
+
+return exact

@@ -1,6 +1,9 @@
 -- Fixed window. numbers: limit, window_us, kind, offset. kind: 0 aligned, 1 opened by the first hit, 2 spread by key (offset: 48 bits of the key's hash).
 -- State: used 7, size 7, window 7, kind 1. `until` is the window's end; while no hit has opened it, that is now.
 
+local max, min, pack, unpack_struct = math.max, math.min, struct.pack, struct.unpack
+local NEVER, FORMAT = use('exact').NEVER, use('state').FORMAT
+
 local FIRST_HIT = 1
 local WINDOW = '<BBBI7I7I7I7I7B'
 
@@ -59,3 +62,5 @@ function fixed_window.source()
 end
 
 function fixed_window.seal() end -- both are kept as they are
+
+return fixed_window

@@ -1,7 +1,9 @@
--- Leaky bucket. numbers: capacity, tokens, per_us. Starts empty, drains continuously; what is taken waits for the level before it to drain.
--- State: as a token bucket's.
+-- Leaky bucket: starts empty, drains continuously; what is taken waits for the level before it to drain.
 
-local leaky_bucket = { width = 44, read = read_bucket, write = write_bucket(2), numbers = bucket_numbers }
+local ceil, max, min = math.ceil, math.max, math.min
+local level, NEVER = use('level'), use('exact').NEVER
+
+local leaky_bucket = { width = level.WIDTH, read = level.read, write = level.writer(2), numbers = level.numbers }
 
 function leaky_bucket.fresh(numbers, now)
   return { last = now, pending = '', level = 0, size = numbers[1], tokens = numbers[2], per = numbers[3] }
@@ -9,15 +11,15 @@ end
 
 function leaky_bucket.open(state, numbers, now)
   local size, tokens, per = numbers[1], numbers[2], numbers[3]
-  local level = state.level
-  if state.per ~= per or state.size ~= size then level = convert_level(state, numbers, 0, 2 * size * per) end
+  local amount = state.level
+  if state.per ~= per or state.size ~= size then amount = level.convert(state, numbers, 0, 2 * size * per) end
   local elapsed = now - state.last
-  if elapsed >= ceil(level / tokens) then
-    level = 0
+  if elapsed >= ceil(amount / tokens) then
+    amount = 0
   else
-    level = level - elapsed * tokens
+    amount = amount - elapsed * tokens
   end
-  return { last = now, pending = state.pending, level = level, size = size, tokens = tokens, per = per }
+  return { last = now, pending = state.pending, level = amount, size = size, tokens = tokens, per = per }
 end
 
 function leaky_bucket.wait(state, numbers, cost, share)
@@ -54,3 +56,5 @@ function leaky_bucket.seal(state)
   state.used = ceil(state.level / state.per)
   state.til = state.last + ceil(state.level / state.tokens)
 end
+
+return leaky_bucket

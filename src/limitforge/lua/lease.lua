@@ -1,25 +1,29 @@
 -- Leases of concurrency limits: released or renewed by their token, in every bucket where they hold slots.
 --
--- KEYS: those buckets. ARGV: the token. Answers { 1 } if all were still held, { 0 } if any was not, { -1, key } if a key holds something that is not ours.
--- What holds nothing is neither written nor deleted.
+-- KEYS: those buckets. ARGV: the token. Answers { 1 } if all were still held, { 0 } if any was not, { -1, key } if a key holds something that is not
+-- ours. What holds nothing is neither written nor deleted.
+
+local states, buckets, concurrency = use('state'), use('buckets'), use('concurrency')
+local CONCURRENCY = use('algorithms').CONCURRENCY
 
 local function lease_call(change, now, injected)
-  local call = new_call(now, injected)
-  read_keys(call)
+  local call = buckets.read(now, injected)
+  for key = 1, #KEYS do
+    if buckets.state(call, key, CONCURRENCY, concurrency) == nil then return { -1, key } end
+  end
   local held = 1
   for key = 1, #KEYS do
-    if state_of(call, key, CONCURRENCY) == nil then return { -1, key } end
-  end
-  for key = 1, #KEYS do
     local state = call.states[key]
-    local work = not is_gone(state, now) and open_state(state, concurrency, concurrency.numbers(state), now)
-    if work and change(work, ARGV[2]) then
+    local work = not states.is_gone(state, now) and states.open(state, concurrency, concurrency.numbers(state), now)
+    if work and concurrency[change](work, ARGV[2]) then
       concurrency.seal(work)
-      keep_state(call, key, work)
+      buckets.keep(call, key, concurrency, work)
     else
       held = 0
     end
   end
-  write_states(call)
+  buckets.write(call)
   return { held }
 end
+
+return lease_call

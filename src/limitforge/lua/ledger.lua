@@ -3,6 +3,9 @@
 -- `until` in front: it is the end of the last item.
 -- The items stay a string: what is gone is cut off the front, what is new is put at the back, and nothing between is ever touched.
 
+local sub, pack, unpack_struct = string.sub, struct.pack, struct.unpack
+local NEVER, FORMAT = use('exact').NEVER, use('state').FORMAT
+
 local LEDGER = '<BBBI7I2I2I7I2'
 local LEDGER_WIDTH = 23
 local ITEM = '<I7I2'
@@ -74,3 +77,5 @@ local function new_ledger(code, item_width)
 
   return ledger
 end
+
+return new_ledger

@@ -1,11 +1,11 @@
--- The door. ARGV[1] is msgpack: { operation, time in microseconds (0: Redis's own), ... }; ARGV[2] and on are byte strings, since msgpack strings in Redis
--- are text. The answer is msgpack too: a flat list of integers; where there are strings to tell, a list of that and the strings.
+-- The door. ARGV[1] is msgpack: { operation, time in microseconds (-1: Redis's own), ... }; ARGV[2] and on are byte strings, since msgpack strings in
+-- Redis are text. The answer is msgpack too: a flat list of integers; where there are strings to tell, a list of that and the strings.
 
 local CHECK, SETTLE, RELEASE, RENEW, RESET, SET_OVERRIDE, GET_OVERRIDES, LIST_OVERRIDES, DELETE_OVERRIDES = 1, 2, 3, 4, 5, 6, 7, 8, 9
 
 local request = cmsgpack.unpack(ARGV[1])
 local operation, now = request[1], request[2]
-local injected = now > 0
+local injected = now >= 0
 if not injected then
   local time = redis.call('TIME')
   now = time[1] * 1000000 + time[2]
@@ -13,25 +13,23 @@ end
 
 local answer, strings
 if operation == CHECK then
-  answer = check_call(request, now, injected)
+  answer = use('check')(request, now, injected)
 elseif operation == SETTLE then
-  answer = settle_call(request, now, injected)
+  answer = use('reserve').settle(request, now, injected)
 elseif operation == RELEASE then
-  answer = lease_call(concurrency.release, now, injected)
+  answer = use('lease')('release', now, injected)
 elseif operation == RENEW then
-  answer = lease_call(concurrency.renew, now, injected)
+  answer = use('lease')('renew', now, injected)
 elseif operation == RESET then
   answer = { redis.call('DEL', unpack(KEYS)) }
 elseif operation == SET_OVERRIDE then
-  answer = override_calls.set(request, now, injected)
+  answer = use('overrides').set(request, now, injected)
 elseif operation == GET_OVERRIDES then
-  answer, strings = override_calls.get(request, now)
+  answer, strings = use('overrides').get(request, now)
 elseif operation == LIST_OVERRIDES then
-  answer, strings = override_calls.list(request)
+  answer, strings = use('overrides').list(request)
 elseif operation == DELETE_OVERRIDES then
-  answer = override_calls.delete(request, now, injected)
+  answer = use('overrides').delete(request, now, injected)
 end
-if strings then
-  return { cmsgpack.pack(answer), strings }
-end
+if strings then return { cmsgpack.pack(answer), strings } end
 return cmsgpack.pack(answer)

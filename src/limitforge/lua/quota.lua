@@ -2,6 +2,9 @@
 -- begin, and where the last one ends: time-zone rules do not belong here.
 -- State: used 7, size 7, shape 6. `until` is the window's end.
 
+local min, pack, unpack_struct = math.min, struct.pack, struct.unpack
+local fixed_window, FORMAT = use('fixed_window'), use('state').FORMAT
+
 local QUOTA = '<BBBI7I7I7I7I6'
 
 local quota = { width = 37 }
@@ -46,3 +49,5 @@ end
 
 quota.wait, quota.give, quota.source = fixed_window.wait, fixed_window.give, fixed_window.source
 quota.seal = fixed_window.seal
+
+return quota

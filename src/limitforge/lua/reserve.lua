@@ -1,18 +1,43 @@
--- Settling a reservation: what was held is replaced by what it really cost, once.
+-- Reservations: what a check held, and how it is settled, once.
+--
+-- The record: { format, settled cost (-1: open), lapses_us, expires_us, { code, amount (-1: nothing), count, numbers ... } } as msgpack. The check that
+-- reserves writes it; it lives for its TTL and a day, and a day longer once it is settled.
+
+local ceil = math.ceil
+local states, algorithms, buckets = use('state'), use('algorithms'), use('buckets')
+
+local RECORD_FORMAT = 1
+local KEPT_MS = 86400000
+
+local reserve = {}
+
+-- Notes what one take took: an amount, or nothing (false). Slots are not part of a reservation.
+function reserve.hold(held, code, amount, numbers)
+  if code == algorithms.CONCURRENCY or not amount then
+    held[#held + 1], held[#held + 2], held[#held + 3] = code, -1, 0
+    return
+  end
+  local count = code == algorithms.QUOTA and 2 or #numbers -- the calendar of the settlement's day comes with the settlement
+  held[#held + 1], held[#held + 2], held[#held + 3] = code, amount, count
+  for i = 1, count do held[#held + 1] = numbers[i] end
+end
+
+function reserve.record(key, held, now, ttl_us)
+  local lapses = now + ttl_us
+  local record = { RECORD_FORMAT, -1, lapses, lapses + KEPT_MS * 1000, held }
+  redis.call('SET', key, cmsgpack.pack(record), 'PX', ceil(ttl_us / 1000) + KEPT_MS)
+end
+
+-- What was held is replaced by what it really cost.
 --
 -- KEYS: the record, then the bucket of each limit that was reserved, in order.
 -- ARGV: the reservation's token.
 -- request: cost, then the amount of each limit, then each quota's windows (empty for the rest).
 --
--- Answers { 1, cost } settled (also if it was before, with the cost that counted), { 2 } lapsed, { 3 } unknown, { 4, limit, time } if a calendar does not
--- reach that time, { -1, key } if that key holds something that is not ours.
---
--- The record: { format, settled cost (-1: open), lapses_us, expires_us, { code, amount (-1: nothing), source, count, numbers ... } } as msgpack. It is
--- written by the check that reserves, lives for its TTL and a day, and a day longer once it is settled.
-
-local function settle_call(request, now, injected)
-  local call = new_call(now, injected)
-  read_keys(call)
+-- Answers { 1, cost } settled (also if it was before, with the cost that counted), { 2 } lapsed, { 3 } unknown, { 4, limit, time } if a calendar does
+-- not reach that time, { -1, key } if that key holds something that is not ours.
+function reserve.settle(request, now, injected)
+  local call = buckets.read(now, injected)
   local raw = call.raw[1]
   if not raw then return { 3 } end
   local parsed, record = pcall(cmsgpack.unpack, raw)
@@ -22,37 +47,38 @@ local function settle_call(request, now, injected)
   if now >= record[3] then return { 2 } end
 
   local cost, amounts, calendars, held = request[3], request[4], request[5], record[5]
-  local at, changed = 1, {}
+  local at = 1
   for limit = 1, #amounts do
-    local code, amount, count = held[at], held[at + 1], held[at + 3]
+    local code, amount, count = held[at], held[at + 1], held[at + 2]
     if amount >= 0 then
-      local algorithm, key = algorithms[code], limit + 1
-      local state = state_of(call, key, code)
+      local algorithm, key = algorithms.of(code), limit + 1
+      local state = buckets.state(call, key, code, algorithm)
       if state == nil then return { -1, key } end
       local numbers
-      if is_gone(state, now) then
+      if states.is_gone(state, now) then
         numbers = {}
-        for i = 1, count do numbers[i] = held[at + 3 + i] end
+        for i = 1, count do numbers[i] = held[at + 2 + i] end
         for i = 1, #calendars[limit] do numbers[count + i] = calendars[limit][i] end
       else -- a live bucket knows the numbers that it was last written with: the plan may have changed since the reservation
         numbers = algorithm.numbers(state)
       end
-      local work, judged_at = open_state(state, algorithm, numbers, now)
+      local work, judged_at = states.open(state, algorithm, numbers, now)
       if not work then return { 4, limit - 1, judged_at } end
       local more = amounts[limit] - amount
-      local source = remove_pending(work, ARGV[2])
+      local source = states.remove_pending(work, ARGV[2])
       if source and more < 0 then algorithm.give(work, numbers, -more, source) end
       local forced = more > 0 and algorithm.force(work, numbers, more)
       if forced or source then
         algorithm.seal(work)
-        changed[key] = work
+        buckets.keep(call, key, algorithm, work)
       end
     end
-    at = at + 4 + count
+    at = at + 3 + count
   end
-  for key, state in pairs(changed) do keep_state(call, key, state) end
-  write_states(call)
-  record[2], record[4] = cost, now + RECORD_KEPT_MS * 1000
-  redis.call('SET', KEYS[1], cmsgpack.pack(record), 'PX', RECORD_KEPT_MS)
+  buckets.write(call) -- nothing is written before all limits were found in order
+  record[2], record[4] = cost, now + KEPT_MS * 1000
+  redis.call('SET', KEYS[1], cmsgpack.pack(record), 'PX', KEPT_MS)
   return { 1, cost }
 end
+
+return reserve

@@ -1,9 +1,12 @@
 -- Sliding window: the exact log. numbers: limit, window_us. A cost counts for one window from when it was taken.
 -- Item: end 7, cost 2. Costs taken in the same microsecond are one item.
 
+local min, sub, pack, unpack_struct = math.min, string.sub, struct.pack, struct.unpack
+
+local ITEM = '<I7I2'
 local ITEM_WIDTH = 9
 
-local sliding_window = new_ledger(4, ITEM_WIDTH)
+local sliding_window = use('ledger')(4, ITEM_WIDTH)
 
 function sliding_window.take(state, numbers, cost)
   state.used = state.used + cost
@@ -43,3 +46,5 @@ end
 function sliding_window.source(state)
   return state.last + state.span
 end
+
+return sliding_window

@@ -1,6 +1,9 @@
 -- Sliding window counter. numbers: limit, window_us. Two aligned counts blended into an estimate.
 -- State: previous 6, current 6, size 6, window 6. `current` is the count of the window that holds `last`, `previous` of the one before.
 
+local floor, max, min, pack, unpack_struct = math.floor, math.max, math.min, struct.pack, struct.unpack
+local muldiv, NEVER, FORMAT = use('exact').muldiv, use('exact').NEVER, use('state').FORMAT
+
 local COUNTER = '<BBBI7I7I6I6I6I6'
 
 local sliding_window_counter = { width = 41 }
@@ -88,3 +91,5 @@ function sliding_window_counter.seal(state)
   state.used = estimate(state)
   state.til = state.last + (state.used > 0 and falls_to(state, 0) or 0)
 end
+
+return sliding_window_counter

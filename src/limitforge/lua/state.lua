@@ -13,19 +13,20 @@
 --
 -- In a script call a state is a table with the same fields; `seal` sets `til` (until) and `used`, which is what counts against the limit, rounded up. An opened state is a copy: it replaces the stored one only when something was taken.
 
-local FORMAT = 1
+local ceil, byte, sub, pack, unpack_struct = math.ceil, string.byte, string.sub, struct.pack, struct.unpack
+
+local states = { FORMAT = 1 }
+
 local PENDING_WIDTH = 30
+states.PENDING_WIDTH = PENDING_WIDTH
 local PENDING = '<c8I7I7I7B'
 
 local MARGIN_MS = 60000           -- a key outlives `until` by a minute: garbage collection only, never a decision
 local INJECTED_MARGIN_MS = 3600000 -- with a time from outside, Redis's clock says nothing about `until`
 
-local algorithms = {} -- by code; filled by algorithms.lua
-
 -- The state in a string, or nil if it is none of this algorithm.
-local function read_state(raw, code)
+function states.read(raw, code, algorithm)
   local version, found, width = byte(raw, 1, 3)
-  local algorithm = algorithms[code]
   if not width or version == 0 or found ~= code or width < algorithm.width or #raw < width then return nil end
   local state, tail = algorithm.read(raw, width + 1)
   if not state then return nil end
@@ -38,18 +39,19 @@ local function read_state(raw, code)
   return state
 end
 
-local function write_state(key, state, algorithm, now, injected)
-  local ttl = ceil((state.til - now) / 1000) + MARGIN_MS
-  if injected and ttl < INJECTED_MARGIN_MS then ttl = INJECTED_MARGIN_MS end
-  redis.call('SET', key, algorithm.write(state) .. state.pending, 'PX', ttl)
+-- In milliseconds, for a key that matters until then: never 0, never none.
+function states.ttl(til, now, injected)
+  local ttl = ceil((til - now) / 1000) + MARGIN_MS
+  if injected and ttl < INJECTED_MARGIN_MS then return INJECTED_MARGIN_MS end
+  return ttl
 end
 
-local function is_gone(state, now)
+function states.is_gone(state, now)
   return not state or (now >= state.til and now >= state.last)
 end
 
 -- The bucket as it is now under `numbers`, with what has lapsed given back; nil and the time if a calendar does not reach that far.
-local function open_state(state, algorithm, numbers, now)
+function states.open(state, algorithm, numbers, now)
   if not state or (now >= state.til and now >= state.last) then
     return algorithm.fresh(numbers, now), now
   end
@@ -70,7 +72,7 @@ local function open_state(state, algorithm, numbers, now)
 end
 
 -- A reservation joins after those that lapse no later.
-local function add_pending(state, token, lapses, amount, source, refund)
+function states.add_pending(state, token, lapses, amount, source, refund)
   local pending, at = state.pending, #state.pending
   while at > 0 do
     local _, earlier = unpack_struct(PENDING, pending, at - PENDING_WIDTH + 1)
@@ -81,7 +83,7 @@ local function add_pending(state, token, lapses, amount, source, refund)
 end
 
 -- Takes a reservation off the list; its source, or nil if it is not there.
-local function remove_pending(state, token)
+function states.remove_pending(state, token)
   local pending = state.pending
   for at = 1, #pending, PENDING_WIDTH do
     if sub(pending, at, at + 7) == token then
@@ -92,3 +94,5 @@ local function remove_pending(state, token)
   end
   return nil
 end
+
+return states

@@ -30,7 +30,10 @@ def connect_sync(url: str, *, keys: Keys, clock: Clock | None = None) -> SyncSto
 
 
 def _scheme(url: str) -> str:
-    scheme = urlsplit(url).scheme if isinstance(url, str) else ""
+    try:
+        scheme = urlsplit(url).scheme if isinstance(url, str) else ""
+    except ValueError:
+        scheme = ""
     if scheme != "memory" and scheme not in _REDIS:
         raise InvalidInput("url", f"must start with memory://, {', '.join(f'{s}://' for s in _REDIS)}, got {scheme!r}")
     return scheme

@@ -48,6 +48,7 @@ _CLEARED = 500
 CHECK, SETTLE, RELEASE, RENEW, RESET, SET_OVERRIDE, GET_OVERRIDES, LIST_OVERRIDES, DELETE_OVERRIDES = range(1, 10)
 DENIED, ALLOWED, AGAIN, CORRUPT, TOO_MANY = range(5)
 NOT_OURS = -1
+OWN_TIME = -1  # in place of a time: let Redis read its clock
 
 T = TypeVar("T")
 
@@ -254,7 +255,7 @@ def _settle(command: Settle, around_us: int, time_us: int) -> Flow[Settlement]:
 
 def _reset(command: Reset) -> Flow[None]:
     if command.keys:
-        yield Call([encoded(key) for key in command.keys], [_encode((RESET, 0))])
+        yield Call([encoded(key) for key in command.keys], [_encode((RESET, OWN_TIME))])
 
 
 def _set_override(command: SetOverride, keys: Keys, time_us: int) -> Flow[Override]:

@@ -12,9 +12,9 @@ from limitforge.core.clock import Clock, SystemClock
 from limitforge.core.decision import Decision
 from limitforge.core.keys import Keys
 from limitforge.errors import LimitforgeError
-from limitforge.stores.codec import Call, Flow, Reply, T, check_flow, command_flow
+from limitforge.stores.codec import OWN_TIME, Call, Flow, Reply, T, check_flow, command_flow
 from limitforge.stores.protocol import Answer, Command
-from limitforge.stores.redis_driver import pool_options, translated
+from limitforge.stores.redis_driver import pool_of, translated
 
 
 class RedisStore:
@@ -24,7 +24,7 @@ class RedisStore:
         self.keys = keys or Keys()
         self._injected = clock
         self._clock = clock or SystemClock()
-        self._redis = Redis.from_pool(BlockingConnectionPool.from_url(url, **pool_options(Retry)))
+        self._redis = Redis.from_pool(pool_of(BlockingConnectionPool, Retry, url))
 
     async def check(self, check: Check) -> Decision:
         (answer,) = await self.check_many((check,))
@@ -34,11 +34,11 @@ class RedisStore:
 
     async def check_many(self, checks: Sequence[Check]) -> list[Decision | LimitforgeError]:
         now_us = self._clock.now_us()
-        return await self._carry(check_flow(checks, now_us, now_us if self._injected else 0))
+        return await self._carry(check_flow(checks, now_us, now_us if self._injected else OWN_TIME))
 
     async def run(self, command: Command[Answer]) -> Answer:
         now_us = self._clock.now_us()
-        return await self._carry(command_flow(command, self.keys, now_us, now_us if self._injected else 0))
+        return await self._carry(command_flow(command, self.keys, now_us, now_us if self._injected else OWN_TIME))
 
     async def close(self) -> None:
         await self._redis.aclose()

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 from limitforge.errors import InvalidInput, StoreCorrupt, StoreUnavailable
 
@@ -31,9 +32,18 @@ _TRANSIENT = (
 )
 
 
-def pool_options(retry: type) -> dict[str, Any]:
-    """Never a silent retry: a call that may have been executed must not be sent twice."""
-    return {
+def pool_of(kind: Any, retry: type, url: str) -> Any:
+    """A pool that is not connected yet, of either shell's kind. A URL that redis-py can't use is refused here, by name.
+
+    Never a silent retry: a call that may have been executed must not be sent twice.
+    """
+    parts = urlsplit(url)
+    database = parts.path.strip("/")
+    if parts.scheme != "unix" and database and not database.isdigit():
+        raise InvalidInput(
+            "url", f"the database must be a number, as in redis://localhost:6379/0, got {database!r:.40}"
+        )
+    options = {
         "max_connections": MAX_CONNECTIONS,
         "timeout": CONNECT_SECONDS,
         "socket_connect_timeout": CONNECT_SECONDS,
@@ -41,6 +51,12 @@ def pool_options(retry: type) -> dict[str, Any]:
         "retry_on_error": [],
         "decode_responses": False,
     }
+    try:
+        pool = kind.from_url(url, **options)
+        pool.connection_class(**pool.connection_kwargs)  # as the first call would; nothing is opened
+    except (ValueError, TypeError, exceptions.RedisError) as error:
+        raise InvalidInput("url", f"is not one that redis-py can use: {error}") from None
+    return pool
 
 
 @contextmanager
