@@ -69,11 +69,11 @@ class _Requests:
             request.limits,
             request.resource,
             request.subject,
-            cost=request.cost,
-            costs=request.costs,
-            tenant=request.tenant,
-            priority=request.priority,
-            shadow=request.shadow,
+            request.cost,
+            request.costs,
+            request.tenant,
+            request.priority,
+            request.shadow,
         )
 
     def reserve(self, request: Request, ttl_seconds: float, on_lapse: str) -> Check:
@@ -105,7 +105,7 @@ class _Requests:
 
     def reset(self, resource: Name, subject: Name, limits: LimitsLike, tenant: Name) -> Reset:
         check = self.check(Request(resource=resource, subject=subject, limits=limits, tenant=tenant, cost=0))
-        return Reset(tuple(take.key for take in check.takes))
+        return Reset(tuple(key for _, key, *_ in check.takes))
 
     def set_override(
         self,
@@ -116,13 +116,14 @@ class _Requests:
         ttl_seconds: float,
         tenant: Name,
     ) -> SetOverride:
+        compiled = tuple(compile_override(changes, Limits.of(limits)))
         return SetOverride(
             self.keys.tenant(tenant),
             text("tenant", tenant),
             text("resource", resource),
             text("subject", subject),
             dict(changes),
-            tuple(compile_override(changes, Limits.of(limits))),
+            compiled,
             duration_us("ttl_seconds", ttl_seconds),
         )
 
@@ -136,6 +137,24 @@ class _Requests:
 
     def delete_override(self, resource: Name, subject: Name, tenant: Name) -> DeleteOverride:
         return DeleteOverride(self.keys.tenant(tenant), text("resource", resource), text("subject", subject))
+
+
+class _Batch:
+    """The checks of a batch that make sense, and the errors of those that don't, each in its place."""
+
+    def __init__(self, build: _Requests, requests: Iterable[Request]) -> None:
+        self.checks: list[Check] = []
+        self._refused: list[LimitforgeError | None] = []
+        for request in requests:
+            try:
+                self.checks.append(build.check(request))
+                self._refused.append(None)
+            except LimitforgeError as error:
+                self._refused.append(error)
+
+    def answers(self, judged: list[Decision | LimitforgeError]) -> list[Decision | LimitforgeError]:
+        remaining = iter(judged)
+        return [next(remaining) if refused is None else refused for refused in self._refused]
 
 
 class Limiter:
@@ -173,17 +192,7 @@ class Limiter:
         and changes nothing of it. A denial is a value, not an exception.
         """
         return await self._store.check(
-            check_of(
-                self._keys,
-                limits,
-                resource,
-                subject,
-                cost=cost,
-                costs=costs,
-                tenant=tenant,
-                priority=priority,
-                shadow=shadow,
-            )
+            check_of(self._keys, limits, resource, subject, cost, costs, tenant, priority, shadow)
         )
 
     async def check_entries(
@@ -196,7 +205,8 @@ class Limiter:
         """Independent checks in one call, judged in order at one time. A check that fails has its error in its place
         and spoils no other.
         """
-        return await self._store.check_many([self._requests.check(request) for request in requests])
+        batch = _Batch(self._requests, requests)
+        return batch.answers(await self._store.check_many(batch.checks))
 
     async def reserve(
         self,
@@ -321,19 +331,7 @@ class SyncLimiter:
         `costs` gives limits costs of their own by name. `shadow` is a candidate plan that is judged beside the live one
         and changes nothing of it. A denial is a value, not an exception.
         """
-        return self._store.check(
-            check_of(
-                self._keys,
-                limits,
-                resource,
-                subject,
-                cost=cost,
-                costs=costs,
-                tenant=tenant,
-                priority=priority,
-                shadow=shadow,
-            )
-        )
+        return self._store.check(check_of(self._keys, limits, resource, subject, cost, costs, tenant, priority, shadow))
 
     def check_entries(
         self, entries: Iterable[Entry], *, tenant: Name = DEFAULT_TENANT, priority: str = DEFAULT_PRIORITY
@@ -345,7 +343,8 @@ class SyncLimiter:
         """Independent checks in one call, judged in order at one time. A check that fails has its error in its place
         and spoils no other.
         """
-        return self._store.check_many([self._requests.check(request) for request in requests])
+        batch = _Batch(self._requests, requests)
+        return batch.answers(self._store.check_many(batch.checks))
 
     def reserve(
         self,

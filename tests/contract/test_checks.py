@@ -168,7 +168,7 @@ def test_equal_names_in_different_places_stay_apart(limiter: SyncLimiter) -> Non
     decision = limiter.check_entries(
         [Entry(limit, "r", "s", 1, Place.OPERATOR), Entry(limit, "r", "s", 2, Place.TENANT)]
     )
-    assert {name: state.remaining for name, state in decision.limits.items()} == {"w": 1, "tenant:w": 0}
+    assert {name: state.remaining for name, state in decision.limits.items()} == {"operator:w": 1, "tenant:w": 0}
 
 
 def test_checks_of_a_batch_see_what_earlier_ones_took(limiter: SyncLimiter) -> None:

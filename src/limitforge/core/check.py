@@ -1,11 +1,12 @@
 """A check as a store takes it: takes (one rule, one key, one cost each) that decide together, all or nothing."""
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from limitforge.core.exact import MAX_COUNT, cost_of
+from limitforge.core.exact import MAX_COUNT, cost_of, shown
 from limitforge.core.keys import MAX_BYTES, Keys, Place, text
 from limitforge.core.limits import Limit, Mode
 from limitforge.core.plan import MAX_LIMITS, Limits, LimitsLike, Plan, Rule, known_priority
@@ -24,16 +25,10 @@ class Entry(msgspec.Struct, frozen=True):
     place: Place = Place.POLICY
 
 
-class Take(msgspec.Struct, gc=False):
-    """What a check wants of one bucket. `overrides` is the key of its subject's overrides, None where those don't
-    reach.
-    """
+Take = tuple[Rule, str, int, str, str | None]
+"""What a check wants of one bucket: rule, key, cost, resource, and its subject unless overrides don't reach it.
 
-    rule: Rule
-    key: str
-    cost: int
-    resource: str
-    overrides: str | None
+A tuple, since one is made for each limit of each check."""
 
 
 class Hold(msgspec.Struct, frozen=True):
@@ -50,6 +45,7 @@ class Check(msgspec.Struct, gc=False):
     on the time, `hold` makes it a reservation, `shadow` is a candidate plan that is judged beside it.
     """
 
+    tenant: str
     takes: list[Take]
     names: tuple[str, ...]
     lease: bytes = b""
@@ -59,8 +55,12 @@ class Check(msgspec.Struct, gc=False):
 
     def around(self, now_us: int) -> None:
         """Lay every quota's windows around a time."""
-        for take in self.takes:
-            take.rule = take.rule.around(now_us)
+        for at in range(len(self.takes)):
+            self.around_one(at, now_us)
+
+    def around_one(self, at: int, now_us: int) -> None:
+        rule, *rest = self.takes[at]
+        self.takes[at] = (rule.around(now_us), *rest)  # type: ignore[assignment]
 
 
 def check_of(
@@ -68,12 +68,11 @@ def check_of(
     limits: LimitsLike,
     resource: str | bytes,
     subject: str | bytes,
-    *,
     cost: int,
     costs: Mapping[str, int] | None,
     tenant: str | bytes,
     priority: str,
-    shadow: LimitsLike | None,
+    shadow: LimitsLike | None = None,
 ) -> Check:
     """The simple form: one resource, one subject, and one cost for every limit (or one by name)."""
     if type(limits) is not Limits:
@@ -96,37 +95,36 @@ def check_of(
 def _plan_check(
     keys: Keys, plan: Plan, resource: str, subject: str, cost: int, costs: Mapping[str, int] | None, tenant: str
 ) -> Check:
-    overrides = f"{tenant}o:{subject}" if plan.overridable else None
-    wanted = None if costs is None else _costs_by_name(costs, plan)
-    takes = []
-    base, scope = "", None
+    takes: list[Take] = []
+    base, scope, bucket = "", None, keys.bucket
     for rule in plan.rules:
         if rule.scope is not scope:
             scope = rule.scope
-            base = keys.bucket(scope, plan.place, tenant, resource, subject)
+            base = bucket(scope, plan.place, tenant, resource, subject)
         key = base + rule.suffix
-        this = cost if wanted is None else wanted.get(rule.limit.name, cost)
         takes.append(
-            Take(
+            (
                 rule.at(keys.unprefixed(key)) if rule.varies else rule,
                 key,
-                1 if rule.requests and this else this,
+                1 if rule.requests and cost else cost,
                 resource,
-                overrides if rule.overridable else None,
+                subject if rule.overridable else None,
             )
         )
-    return Check(takes, plan.names, os.urandom(TOKEN_BYTES) if plan.leases else b"", plan.varies)
+    check = Check(tenant, takes, plan.names, os.urandom(TOKEN_BYTES) if plan.leases else b"", plan.varies)
+    if costs is not None:
+        _cost_by_name(check, costs, plan)
+    return check
 
 
 def check_of_entries(keys: Keys, entries: Iterable[Entry], *, tenant: str | bytes, priority: str) -> Check:
     """The general form. Entries of the same limit and key are merged, their costs added."""
     known = known_priority(priority)
     tenant_key = keys.tenant(tenant)
-    takes: dict[str, Take] = {}
-    names: list[str] = []
+    wanted: dict[str, tuple[Entry, Rule, str, str, int]] = {}
     for at, entry in enumerate(entries):
-        if not isinstance(entry, Entry):
-            raise InvalidInput(f"entries[{at}]", f"must be an Entry, got {type(entry).__name__}")
+        if not isinstance(entry, Entry) or not isinstance(entry.limit, Limit):
+            raise InvalidInput(f"entries[{at}]", f"must be an Entry with a limit, got {shown(entry)}")
         if entry.limit.mode is Mode.OFF:
             continue
         rule = Limits.of(entry.limit).plan(known, entry.place).rules[0]
@@ -134,53 +132,72 @@ def check_of_entries(keys: Keys, entries: Iterable[Entry], *, tenant: str | byte
         subject = text(f"entries[{at}].subject", entry.subject)
         cost = cost_of(f"entries[{at}].cost", entry.cost)
         key = keys.bucket(rule.scope, entry.place, tenant_key, resource, subject) + rule.suffix
-        same = takes.get(key)
-        if same is None:
-            overrides = keys.overrides(tenant_key, subject) if rule.overridable else None
-            takes[key] = Take(rule.at(keys.unprefixed(key)) if rule.varies else rule, key, cost, resource, overrides)
-            names.append(_reported(entry, names))
-        elif same.rule.limit != entry.limit:
-            raise InvalidInput(
-                f"entries[{at}].limit", f"differs from an earlier limit called {entry.limit.name!r} with the same key"
-            )
-        else:
-            same.cost += cost
-            if same.cost > MAX_COUNT:
+        if key in wanted:
+            first, rule, resource, subject, earlier = wanted[key]
+            if first.limit != entry.limit:
+                raise InvalidInput(
+                    f"entries[{at}].limit",
+                    f"differs from an earlier limit called {entry.limit.name!r} with the same key",
+                )
+            cost += earlier
+            if cost > MAX_COUNT:
                 raise InvalidInput(f"entries[{at}].cost", f"the costs of one bucket may add up to at most {MAX_COUNT}")
-    if len(takes) > MAX_LIMITS:
-        raise InvalidInput("entries", f"at most {MAX_LIMITS} buckets in one check, got {len(takes)}")
-    for take in takes.values():
-        if take.rule.requests and take.cost:
-            take.cost = 1
-    leases = any(take.rule.holds_lease for take in takes.values())
-    varies = any(take.rule.varies for take in takes.values())
-    return Check(list(takes.values()), tuple(names), os.urandom(TOKEN_BYTES) if leases else b"", varies)
+            entry = first  # noqa: PLW2901 - the earlier one speaks for both
+        wanted[key] = entry, rule, resource, subject, cost
+    if len(wanted) > MAX_LIMITS:
+        raise InvalidInput("entries", f"at most {MAX_LIMITS} buckets in one check, got {len(wanted)}")
+    takes: list[Take] = [
+        (
+            rule.at(keys.unprefixed(key)) if rule.varies else rule,
+            key,
+            1 if rule.requests and cost else cost,
+            resource,
+            subject if rule.overridable else None,
+        )
+        for key, (_, rule, resource, subject, cost) in wanted.items()
+    ]
+    leases = any(rule.holds_lease for rule, *_ in takes)
+    varies = any(rule.varies for rule, *_ in takes)
+    names = _reported([entry for entry, *_ in wanted.values()])
+    return Check(tenant_key, takes, names, os.urandom(TOKEN_BYTES) if leases else b"", varies)
 
 
 _PLACES = {Place.OPERATOR: "operator", Place.TENANT: "tenant", Place.POLICY: "policy", Place.SHADOW: "shadow"}
 
 
-def _reported(entry: Entry, names: list[str]) -> str:
-    """The limit's own name if no earlier one has it, else with its place, else with a number."""
-    name = entry.limit.name
-    if name not in names:
-        return name
-    name = f"{_PLACES[entry.place]}:{name}"
-    if name not in names:
-        return name
-    return next(numbered for n in range(2, len(names) + 3) if (numbered := f"{name}#{n}") not in names)
+def _reported(entries: list[Entry]) -> tuple[str, ...]:
+    """A unique name bare, another with its place; what is still not unique (one limit, several keys) with a number."""
+    bare = Counter(entry.limit.name for entry in entries)
+    names: list[str] = []
+    for entry in entries:
+        name = entry.limit.name
+        if bare[name] > 1:
+            name = f"{_PLACES[entry.place]}:{name}"
+        number = 2
+        while name in names:
+            name = f"{name.partition('#')[0]}#{number}"
+            number += 1
+        names.append(name)
+    return tuple(names)
 
 
-def _costs_by_name(costs: Mapping[str, int], plan: Plan) -> dict[str, int]:
-    checked = {}
-    for name, cost in costs.items():
+def _cost_by_name(check: Check, costs: Mapping[str, int], plan: Plan) -> None:
+    """Replace the costs of the limits that are named."""
+    if not isinstance(costs, Mapping):
+        raise InvalidInput("costs", f"must map limit names to integers, got {shown(costs)}")
+    for name, given in costs.items():
         if name not in plan.known:
             known = ", ".join(sorted(plan.known)) or "none"
             raise InvalidInput(f"costs.{name!s:.64}", f"no limit of that name; there are {known}")
-        checked[name] = cost_of(f"costs.{name}", cost)
-    return checked
+        cost = cost_of(f"costs.{name}", given)
+        if name in plan.names:
+            at = plan.names.index(name)
+            rule, key, _, resource, subject = check.takes[at]
+            check.takes[at] = (rule, key, 1 if rule.requests and cost else cost, resource, subject)
 
 
-def _named_in(costs: Mapping[str, int] | None, plan: Plan) -> dict[str, int] | None:
+def _named_in(costs: Mapping[str, int] | None, plan: Plan) -> Mapping[str, int] | None:
     """A candidate plan need not have every limit that the live one has."""
-    return None if costs is None else {name: cost for name, cost in costs.items() if name in plan.known}
+    return (
+        costs if not isinstance(costs, Mapping) else {name: cost for name, cost in costs.items() if name in plan.known}
+    )

@@ -9,7 +9,7 @@ from limitforge.core.algorithms.concurrency import ConcurrencySteps
 from limitforge.core.algorithms.leaky_bucket import LeakyBucketSteps
 from limitforge.core.algorithms.steps import UNLIMITED, Pending, State, Steps
 from limitforge.core.check import Check, Hold, Take
-from limitforge.core.decision import Outcome
+from limitforge.core.decision import Outcome, Row
 from limitforge.core.exact import share_of
 from limitforge.core.plan import Rule
 from limitforge.errors import TooManyReservations
@@ -18,15 +18,15 @@ MAX_PENDING = 1_000
 LEAKY_BUCKET = LeakyBucketSteps.code
 CONCURRENCY = ConcurrencySteps.code
 
-StepsFor = Callable[[Take], Steps]
-"""The numbers that hold for a take now: its rule's, or those of an override."""
+StepsFor = Callable[[Rule, str, str], Steps]
+"""The numbers that hold for a rule, a resource and a subject now: the rule's, or those of an override."""
 
 
 class Verdict(Outcome, gc=False):
     """What was decided, with the states to store. `held` is what each take took, for a reservation."""
 
     writes: list[tuple[str, State]]
-    held: list["Held"]
+    held: list["Held"] | None
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -50,15 +50,15 @@ def decide(  # noqa: C901, PLR0912, PLR0915 - the hot path: two loops, and no ca
     """Judge `check` at the store's time. `states` is only read."""
     hold = check.hold
     allowed = True
-    probed: list[tuple[Take, Rule, Any, Any, int, int]] = []
+    probed: list[tuple[Take, Any, Any, int, int]] = []
     for take in check.takes:
-        rule = take.rule
-        steps = rule.steps if steps_for is None or take.overrides is None else steps_for(take)
+        rule, key, cost, resource, subject = take
+        steps = rule.steps if steps_for is None or subject is None else steps_for(rule, resource, subject)
         limit = steps.limit
         if limit == UNLIMITED:
-            probed.append((take, rule, steps, None, 0, 0))
+            probed.append((take, steps, None, 0, 0))
             continue
-        state = states.get(take.key)
+        state = states.get(key)
         if state is None or (now_us >= state.until and now_us >= state.last):
             work = steps.fresh(now_us)
         else:
@@ -69,43 +69,40 @@ def decide(  # noqa: C901, PLR0912, PLR0915 - the hot path: two loops, and no ca
             return Again(check.takes.index(take), judged_at(state, now_us))
         share = limit if rule.percent == 100 else share_of(limit, rule.percent)
         wait = 0
-        if take.cost:
-            if hold is not None and len(work.pending) >= MAX_PENDING:
+        if cost:
+            if hold is not None and len(work.pending) >= MAX_PENDING and rule.enforced:
                 raise too_many_reservations(rule)
-            wait = steps.wait(work, take.cost, share)
+            wait = steps.wait(work, cost, share)
             if wait and rule.enforced:
                 allowed = False
-        probed.append((take, rule, steps, work, share, wait))
+        probed.append((take, steps, work, share, wait))
 
-    verdict = Verdict(allowed, -1, [], [], [])
-    for take, rule, steps, work, share, probed_wait in probed:
-        wait = probed_wait
+    delay_us = -1
+    rows: list[Row] = []
+    writes: list[tuple[str, State]] = []
+    for (rule, key, cost, _, _), steps, work, share, probed_wait in probed:
         if work is None:
-            verdict.rows.append((UNLIMITED, UNLIMITED, 0, 0, 0))
-        else:
-            changed = False
-            if wait == 0:
-                if allowed and take.cost:
-                    changed = True
-                    if steps.code == LEAKY_BUCKET and rule.enforced:
-                        verdict.delay_us = max(verdict.delay_us, steps.delay(work))
-                    steps.take(work, take.cost, check.lease)
-                    if hold is not None:
-                        _reserve(work, steps, hold, take.cost, now_us)
-            elif rule.count_denied and not allowed and steps.force(work, min(take.cost, steps.limit)):
-                changed = True
-                if wait > 0:
-                    wait = steps.wait(work, take.cost, share)
-            steps.seal(work)
-            if changed:
-                verdict.writes.append((take.key, work))
-            is_open = 1 if work.pending or (steps.code == CONCURRENCY and work.items) else 0
-            left = share - work.used
-            verdict.rows.append((steps.limit, left if left > 0 else 0, work.until - work.last, wait, is_open))
-        if hold is not None and allowed:
-            untouched = work is None or wait or steps.code == CONCURRENCY
-            verdict.held.append(Held(take.key, steps, None if untouched else take.cost))
-    return verdict
+            rows.append((UNLIMITED, UNLIMITED, 0, 0, 0))
+            continue
+        wait = probed_wait
+        if wait == 0:
+            if allowed and cost:
+                if steps.code == LEAKY_BUCKET and rule.enforced:
+                    delay_us = max(delay_us, steps.delay(work))
+                steps.take(work, cost, check.lease)
+                if hold is not None:
+                    _reserve(work, steps, hold, cost, now_us)
+                writes.append((key, work))
+        elif rule.count_denied and not allowed and steps.force(work, min(cost, steps.limit)):
+            if wait > 0:
+                wait = steps.wait(work, cost, share)
+            writes.append((key, work))
+        steps.seal(work)
+        left = share - work.used
+        is_open = 1 if work.pending or (steps.code == CONCURRENCY and work.items) else 0
+        rows.append((steps.limit, left if left > 0 else 0, work.until - work.last, wait, is_open))
+    held = [_held(hold, *judged) for judged in probed] if hold is not None and allowed else None
+    return Verdict(allowed, delay_us, rows, writes, held)
 
 
 def opened(state: State | None, steps: Steps, now_us: int) -> Any:
@@ -145,7 +142,17 @@ def too_many_reservations(rule: Rule) -> TooManyReservations:
 
 
 def _reserve(work: Any, steps: Steps, hold: Hold, amount: int, now_us: int) -> None:
-    """In the order of their lapses, so that one look at the first tells whether any is due. Slots are not reserved."""
-    if steps.code != CONCURRENCY:
+    """In the order of their lapses, so that one look at the first tells whether any is due.
+
+    Slots are not reserved. A monitored limit whose list is full goes without: it must not hinder anybody.
+    """
+    if steps.code != CONCURRENCY and len(work.pending) < MAX_PENDING:
         added = Pending(hold.token, now_us + hold.ttl_us, amount, steps.source(work), hold.refund)
         work.pending = tuple(sorted((*work.pending, added), key=lambda pending: pending.lapses_us))
+
+
+def _held(hold: Hold, take: Take, steps: Steps, work: Any, _share: int, wait: int) -> Held:
+    _, key, cost, *_ = take
+    noted = not cost or (work is not None and any(pending.reservation == hold.token for pending in work.pending))
+    untouched = work is None or wait or steps.code == CONCURRENCY or not noted
+    return Held(key, steps, None if untouched else cost)

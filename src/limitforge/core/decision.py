@@ -68,7 +68,7 @@ def decision_of(check: Check, now_us: int, outcome: Outcome, shadow: Outcome | N
     bound_reset_us = 0
     for take, name, row in zip(check.takes, check.names, outcome.rows, strict=True):
         limit, remaining, reset_us, wait_us, _ = row
-        enforced = take.rule.enforced
+        enforced = take[0].enforced
         unlimited = limit == UNLIMITED
         limits[name] = state = LimitState(
             None if unlimited else limit,
@@ -118,10 +118,10 @@ def _lease_id(check: Check, outcome: Outcome, shadow: Outcome | None) -> str | N
     if shadow is not None and check.shadow is not None and shadow.allowed:
         groups.append((check.shadow, shadow))
     asked = [
-        (take.key, row)
+        (key, row)
         for group, judged in groups
-        for take, row in zip(group.takes, judged.rows, strict=True)
-        if take.cost and take.rule.holds_lease
+        for (rule, key, cost, *_), row in zip(group.takes, judged.rows, strict=True)
+        if cost and rule.holds_lease
     ]
     if not asked:
         return None
@@ -131,10 +131,10 @@ def _lease_id(check: Check, outcome: Outcome, shadow: Outcome | None) -> str | N
 def _reservation_id(check: Check) -> str:
     hold = cast("Hold", check.hold)
     limits = []
-    for take, name in zip(check.takes, check.names, strict=True):
-        limit = take.rule.limit
+    for (rule, key, *_), name in zip(check.takes, check.names, strict=True):
+        limit = rule.limit
         calendar = (str(limit.period), limit.time_zone, limit.anchor_day) if isinstance(limit, Quota) else None
-        limits.append(HeldLimit(encoded(take.key), name, take.rule.requests, calendar))
+        limits.append(HeldLimit(encoded(key), name, rule.requests, calendar))
     return ticket_id(Reservation(hold.token, encoded(hold.key), limits))
 
 

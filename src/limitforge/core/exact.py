@@ -24,7 +24,7 @@ FIFTY_DAYS_US = 50 * 86_400 * MICROS
 _DECIMALS = 6
 _MAX_DENOMINATOR = 10_000
 _MAX_DIGITS = 40
-_PLAIN_NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]{1,3})?", re.IGNORECASE)
+_PLAIN_NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)")
 
 Number = int | str | float | Decimal
 
@@ -48,9 +48,16 @@ class Rate:
         per_us = exact / MICROS
         return cls._checked(field, per_us.numerator, per_us.denominator)
 
+    @property
+    def per_second(self) -> float:
+        """The nearest float, which is parsed as this same rate unless its fraction is a rare one."""
+        return self.tokens * MICROS / self.per_us
+
     @classmethod
     def per_window(cls, field: str, count: int, window_us: int) -> "Rate":
         """Exactly `count` per window."""
+        if window_us < MIN_DURATION_US:
+            raise InvalidLimit("window_seconds", f"must be at least 0.001, got {window_us / MICROS}")
         exact = Fraction(count, window_us)
         return cls._checked(field, exact.numerator, exact.denominator)
 
@@ -115,12 +122,11 @@ def _decimal(field: str, value: object) -> Fraction | None:
         raise InvalidLimit(field, f"must be a number, got {shown(value)}")
     if isinstance(value, int):
         return Fraction(value)
-    text = repr(value) if isinstance(value, float) else str(value).strip()
-    if len(text) > _MAX_DIGITS or not _PLAIN_NUMBER.fullmatch(text):
+    if isinstance(value, str) and (len(value) > _MAX_DIGITS or not _PLAIN_NUMBER.fullmatch(value.strip())):
         raise InvalidLimit(field, f"must be a plain decimal number, got {shown(value)}")
-    number = Decimal(text)
-    if abs(number.adjusted()) > _MAX_DIGITS:
-        raise InvalidLimit(field, f"is too large or too small, got {shown(value)}")
+    number = Decimal(repr(value)) if isinstance(value, float) else Decimal(value)
+    if not number.is_finite() or abs(number.adjusted()) > _MAX_DIGITS:
+        raise InvalidLimit(field, f"must be a number of a sensible size, got {shown(value)}")
     exact = Fraction(number)
     return exact if (10**_DECIMALS * exact).denominator == 1 else None
 
@@ -131,4 +137,4 @@ def shown(value: object) -> str:
         text = repr(value)
     except ValueError:  # an integer of thousands of digits
         text = "a huge number"
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return text if len(text) <= 80 else f"{text[:77]}..."

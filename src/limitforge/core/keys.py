@@ -47,10 +47,16 @@ class Keys:
         if not isinstance(prefix, str) or not _PREFIX.fullmatch(prefix):
             raise InvalidInput("key_prefix", f"must be 1 to 64 letters, digits or -_.: characters, got {shown(prefix)}")
         self.prefix = prefix
-        self.tenant = lru_cache(maxsize=8_192)(self._tenant)
+        self._tenants = lru_cache(maxsize=8_192)(self._tenant)
+
+    def tenant(self, tenant: str | bytes) -> str:
+        """What all keys of a tenant start with."""
+        try:
+            return self._tenants(tenant)
+        except TypeError:  # not hashable
+            raise InvalidInput("tenant", f"must be a string, got {type(tenant).__name__}") from None
 
     def _tenant(self, tenant: str | bytes) -> str:
-        """What all keys of a tenant start with."""
         name = text("tenant", tenant)
         return f"{self.prefix}:{{{name.translate(_ESCAPED) or _EMPTY_TENANT}}}:"
 
@@ -104,7 +110,7 @@ def text(field: str, value: str | bytes) -> str:
             return value.decode("utf-8", "surrogateescape")
         raise InvalidInput(field, f"at most {MAX_BYTES} bytes, got {len(value)}")
     if isinstance(value, str):
-        return text(field, str(value))
+        return text(field, str.__str__(value))  # an enum of strings is its value
     raise InvalidInput(field, f"must be a string, got {type(value).__name__}")
 
 

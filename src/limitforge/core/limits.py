@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 
 from limitforge.core.algorithms.concurrency import ConcurrencySteps
 from limitforge.core.algorithms.fixed_window import FixedWindowSteps, WindowKind
@@ -88,6 +88,18 @@ ModeName = Literal["off", "monitor", "on"]
 CountsName = Literal["cost", "requests"]
 AlignName = Literal["clock", "first_hit"]
 PeriodName = Literal["day", "week", "month", "year"]
+
+
+class Shares(dict[str, int]):
+    """Percents by priority, which nobody changes any more."""
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise TypeError("the shares of a limit can't be changed; build another limit")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[type["Shares"], tuple[dict[str, int]]]:
+        return Shares, (dict(self),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,16 +329,24 @@ def limit_from_fields(given: Mapping[str, Any]) -> Limit:
 
 
 def fields_of(limit: Limit) -> dict[str, Any]:
-    """The opposite of `limit_from_fields`: everything that was given or is not the default."""
+    """The opposite of `limit_from_fields`: everything that was given or is not the default, as plain values."""
     plain: dict[str, Any] = {"algorithm": limit.algorithm}
     for f in fields(limit):
         if f.init:
             value = getattr(limit, f.name)
             if f.name in ("name", *_required(type(limit))) or value not in (f.default, {}):
-                plain[f.name] = (
-                    str(value) if isinstance(value, StrEnum) else dict(value) if isinstance(value, Mapping) else value
-                )
+                plain[f.name] = _plain(value)
     return plain
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, StrEnum):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): percent for key, percent in value.items()}
+    if isinstance(value, Rate) and Rate.parse("rate", value.per_second) == value:
+        return value.per_second
+    return value
 
 
 def _required(kind: type[Limit]) -> list[str]:
@@ -359,4 +379,4 @@ def _shares(shares: object) -> Mapping[str, int]:
         checked[known] = whole(f"shares.{known}", percent, maximum=100)
         if known is Priority.P0 and checked[known] != 100:
             raise InvalidLimit("shares.P0", "is always 100: P0 is never shed")
-    return checked
+    return Shares(checked)

@@ -132,11 +132,13 @@ class Limits:
         if len(limits) > MAX_LIMITS:
             raise InvalidLimit("limits", f"at most {MAX_LIMITS} in one check, got {len(limits)}")
         self._limits = limits
-        self._plans: dict[tuple[str, Place], Plan] = {}
+        self._plans: dict[Place, dict[str, Plan]] = {place: {} for place in Place}
 
     @staticmethod
     def parse(text: str) -> "Limits":
         """Limits from their string form, such as `"100/minute; burst=10/second"`."""
+        if not isinstance(text, str):
+            raise InvalidLimit("limits", f"must be text such as '100/minute', got {type(text).__name__}")
         return _parsed(text)
 
     @staticmethod
@@ -153,11 +155,11 @@ class Limits:
 
     def plan(self, priority: str, place: Place = Place.POLICY) -> Plan:
         """These limits compiled, once per priority and place."""
-        plan = self._plans.get((priority, place))
-        if plan is None:
+        try:
+            return self._plans[place][priority]
+        except (KeyError, TypeError):
             known = known_priority(priority)
-            plan = self._plans[known, place] = Plan.compile(self._limits, known, place)
-        return plan
+        return self._plans[place].setdefault(known, Plan.compile(self._limits, known, place))
 
     def __iter__(self) -> Iterator[Limit]:
         return iter(self._limits)

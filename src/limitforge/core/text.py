@@ -7,6 +7,7 @@ from limitforge.core.limits import FixedWindow, LeakyBucket, Limit, SlidingWindo
 from limitforge.errors import InvalidLimit
 
 MAX_TEXT = 4_096
+MAX_DIGITS = 40
 EXACT_UP_TO = 20  # above this the counter's estimate is fine enough, and far smaller than a log
 
 _SECONDS = {"second": 1, "minute": 60, "hour": 3_600, "day": 86_400}
@@ -54,8 +55,6 @@ class _Item:
         name = self._name()
         prefix = self._prefix()
         count = self._number("how many, such as 100")
-        if count > MAX_EXACT:
-            raise self._wrong("a smaller number", self.at - len(str(count)))
         if not (self._literal("/") or self._literal("per")):
             raise self._wrong("'/' or 'per'")
         times = self._number("a number") if self._peek(_DIGITS) else 1
@@ -91,8 +90,10 @@ class _Item:
 
     def _number(self, what: str) -> int:
         digits = self._peek(_DIGITS)
-        if not digits or len(digits) > 20:
+        if not digits:
             raise self._wrong(what)
+        if len(digits) > MAX_DIGITS or int(digits) > MAX_EXACT:
+            raise self._wrong("a smaller number", digits)
         self.at += len(digits)
         return int(digits)
 
@@ -117,17 +118,14 @@ class _Item:
         found = pattern.match(self.text, self.at, self.end)
         return found.group() if found else ""
 
-    def _wrong(self, expected: str, at: int | None = None) -> InvalidLimit:
-        token = self._peek(_ANYTHING)
-        if at is None:
-            at = self.at
-        else:
-            token = self.text[at : self.at]
+    def _wrong(self, expected: str, token: str = "") -> InvalidLimit:
+        token = token or self._peek(_ANYTHING)
+        at = self.at
         shown = repr(token) if token else "the end"
-        pointer = " " * at + "^" * max(len(token), 1)
-        return InvalidLimit(
-            "limits", f"expected {expected}, got {shown} at character {at + 1}\n  {self.text}\n  {pointer}"
-        )
+        line_start = self.text.rfind("\n", 0, at) + 1
+        line = self.text[line_start:].partition("\n")[0]
+        pointer = " " * (at - line_start) + "^" * max(len(token), 1)
+        return InvalidLimit("limits", f"expected {expected}, got {shown} at character {at + 1}\n  {line}\n  {pointer}")
 
 
 def _canonical(count: int, seconds: int) -> str:
@@ -152,4 +150,4 @@ def _build(name: str, prefix: str, count: int, seconds: int) -> Limit:
 
 def _rate(count: int, seconds: int) -> Rate:
     """Exactly `count` per window; any rate will do for a blocked bucket."""
-    return Rate.per_window("limits", max(count, 1), max(seconds, 1) * MICROS)
+    return Rate.per_window("limits", max(count, 1), seconds * MICROS)

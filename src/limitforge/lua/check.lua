@@ -86,7 +86,7 @@ local function judge(call, rules, checks, at, out)
       local share = rule.percent == 100 and limit or share_of(limit, rule.percent)
       local wait = 0
       if cost > 0 then
-        if record > 0 and #work.pending >= MOST_PENDING then
+        if record > 0 and #work.pending >= MOST_PENDING and rule.enforced then
           out[#out + 1], out[#out + 2] = 4, (place - first) / TAKE
           return
         end
@@ -102,13 +102,16 @@ local function judge(call, rules, checks, at, out)
   local held = record > 0 and allowed and {}
   for place = first, last, TAKE do
     local rule, work, wait, numbers = rules[checks[place]], probed[place], probed[place + 2], probed[place + 3]
+    local noted = false -- what a reservation will settle; a monitored limit whose list is full goes without
     if work then
       local algorithm, code, cost = rule.algorithm, rule.code, checks[place + 2]
+      if cost == 0 then noted = 0 end
       if wait == 0 then
         if allowed and cost > 0 then
           if code == LEAKY_BUCKET and rule.enforced then delay = max(delay, algorithm.delay(work, numbers)) end
           algorithm.take(work, numbers, cost, ARGV[lease])
-          if held and code ~= CONCURRENCY then
+          if held and code ~= CONCURRENCY and #work.pending < MOST_PENDING then
+            noted = cost
             states.add_pending(work, ARGV[checks[at + 3]], now + checks[at + 4], cost, algorithm.source(work), checks[at + 5])
           end
           keep(call, checks[place + 1], algorithm, work)
@@ -125,7 +128,7 @@ local function judge(call, rules, checks, at, out)
       out[o + 1], out[o + 2], out[o + 3], out[o + 4], out[o + 5] = UNLIMITED, UNLIMITED, 0, 0, 0
     end
     o = o + 5
-    if held then use('reserve').hold(held, rule.code, work and wait == 0 and checks[place + 2], numbers) end
+    if held then use('reserve').hold(held, rule.code, noted, numbers) end
   end
   out[head], out[head + 1] = allowed and 1 or 0, delay
   if held then use('reserve').record(KEYS[record], held, now, checks[at + 4]) end

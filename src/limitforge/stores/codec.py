@@ -132,15 +132,12 @@ def encode_checks(checks: Sequence[Check], time_us: int) -> Call:
             flat.append(0)
         else:
             flat += (_index(keys, hold.key, 1), _index(strings, hold.token, 2), hold.ttl_us, int(hold.refund))
-        for take in check.takes:
-            overrides = take.overrides
-            flat += (
-                _index(rules, take.rule, 1),
-                _index(keys, take.key, 1),
-                take.cost,
-                0 if overrides is None else _index(keys, overrides, 1),
-                0 if overrides is None else _index(strings, take.resource, 2),
-            )
+        for rule, key, cost, resource, subject in check.takes:
+            flat += (_index(rules, rule, 1), _index(keys, key, 1), cost)
+            if subject is None:
+                flat += (0, 0)
+            else:
+                flat += (_index(keys, Keys.overrides(check.tenant, subject), 1), _index(strings, resource, 2))
     blob = _encode((CHECK, time_us, [rule.row for rule in rules], flat))
     return Call([encoded(key) for key in keys], [blob, *(s if isinstance(s, bytes) else encoded(s) for s in strings)])
 
@@ -161,13 +158,12 @@ def _read_outcome(
     """
     status = values[place]
     if status == AGAIN:
-        take = check.takes[values[place + 1]]
-        take.rule = take.rule.around(values[place + 2])
+        check.around_one(values[place + 1], values[place + 2])
         return None, place + 3
     if status == CORRUPT:
         return _corrupt(check, call.keys[values[place + 1] - 1]), place + 2
     if status == TOO_MANY:
-        return too_many_reservations(check.takes[values[place + 1]].rule), place + 2
+        return too_many_reservations(check.takes[values[place + 1]][0]), place + 2
     end = place + 2 + 5 * len(check.takes)
     rows = [cast("Any", tuple(values[at : at + 5])) for at in range(place + 2, end, 5)]
     return Outcome(status == ALLOWED, values[place + 1], rows), end
@@ -175,7 +171,7 @@ def _read_outcome(
 
 def _corrupt(check: Check, key: bytes) -> StoreCorrupt:
     """Names the limit, not the key: a key holds the subject, and errors are logged."""
-    name = next((take.rule.limit.name for take in check.takes if encoded(take.key) == key), None)
+    name = next((rule.limit.name for rule, own, *_ in check.takes if encoded(own) == key), None)
     what = f"the bucket of limit {name!r}" if name else "the subject's overrides"
     return _not_ours(what)
 

@@ -11,7 +11,7 @@ from limitforge.core.algorithms import concurrency
 from limitforge.core.algorithms.concurrency import ConcurrencySteps
 from limitforge.core.algorithms.steps import State, Steps
 from limitforge.core.calendar import Calendar, Period
-from limitforge.core.check import Check, Take
+from limitforge.core.check import Check
 from limitforge.core.clock import Clock, SystemClock
 from limitforge.core.decide import Again, StepsFor, Verdict, decide, is_gone, opened
 from limitforge.core.decision import Decision, decision_of
@@ -26,8 +26,9 @@ from limitforge.core.overrides import (
     subject_after,
     too_many,
 )
+from limitforge.core.plan import Rule
 from limitforge.core.reservations import KEPT_US, Record, Settlement, settle
-from limitforge.errors import LimitforgeError, StoreCorrupt, StoreUnavailable, UnknownReservation
+from limitforge.errors import LimitforgeError, StoreCorrupt, StoreError, StoreUnavailable, UnknownReservation
 from limitforge.stores.protocol import (
     Answer,
     ClearOverrides,
@@ -65,7 +66,7 @@ class MemoryStore:
     def __init__(self, *, keys: Keys | None = None, clock: Clock | None = None, max_keys: int = MAX_KEYS) -> None:
         self.keys = keys or Keys()
         self.evictions = 0
-        self._clock = clock or SystemClock()
+        self._now_us = (clock or SystemClock()).now_us
         self._max_keys = max_keys
         self._lock = threading.Lock()
         self._states: dict[str, State] = {}
@@ -90,13 +91,16 @@ class MemoryStore:
         return len(self._states)
 
     def check(self, check: Check) -> Decision:
-        with self._lock:
-            return self._check(check, self._clock.now_us())
+        self._lock.acquire()  # `with` would cost twice as much
+        try:
+            return self._check(check, self._now_us())
+        finally:
+            self._lock.release()
 
     def check_many(self, checks: Sequence[Check]) -> list[Decision | LimitforgeError]:
         answers: list[Decision | LimitforgeError] = []
         with self._lock:
-            now_us = self._clock.now_us()
+            now_us = self._now_us()
             for check in checks:
                 try:
                     answers.append(self._check(check, now_us))
@@ -106,7 +110,7 @@ class MemoryStore:
 
     def run(self, command: Command[Answer]) -> Answer:
         with self._lock:
-            return cast("Answer", self._handlers[type(command)](command, self._clock.now_us()))
+            return cast("Answer", self._handlers[type(command)](command, self._now_us()))
 
     def close(self) -> None:
         """Nothing to close; what was counted stays for as long as this object."""
@@ -117,60 +121,65 @@ class MemoryStore:
         outcome = self._judge(check, now_us)
         if check.shadow is None:
             return decision_of(check, now_us, outcome)
-        return decision_of(check, now_us, outcome, self._judge(check.shadow, now_us))
+        try:
+            return decision_of(check, now_us, outcome, self._judge(check.shadow, now_us))
+        except StoreError:  # there is no room for a candidate plan: it must never harm the live one
+            return decision_of(check, now_us, outcome)
 
     def _judge(self, check: Check, now_us: int) -> Verdict:
-        steps_for = (lambda take: self._steps(take, now_us)) if self._overrides else None
         if check.varies:
             check.around(now_us)
-        if check.hold is not None and len(self._records) >= self._max_keys:
-            raise StoreUnavailable(f"the memory store holds {self._max_keys} reservations, and may not drop any")
-        verdict = decide(check, now_us, self._states, steps_for)
+        if check.hold is not None:
+            self._make_room_for_a_record(now_us)
+        states = self._states
+        steps_for = self._steps_at(now_us, check.tenant) if self._overrides else None
+        verdict = decide(check, now_us, states, steps_for)
         if isinstance(verdict, Again):
             verdict = self._ask_again(check, verdict, now_us, steps_for)
-        if verdict.writes:
-            self._store(verdict.writes, now_us)
-        if check.hold is not None and verdict.allowed:
+        for key, _ in verdict.writes:
+            if key not in states:
+                self._add(verdict.writes, now_us)
+                break
+        states.update(verdict.writes)
+        if check.hold is not None and verdict.held is not None:
             lapses_us = now_us + check.hold.ttl_us
-            self._remember(
-                check.hold.key, Record(check.hold.token, lapses_us, lapses_us + KEPT_US, verdict.held), now_us
-            )
+            record = Record(check.hold.token, lapses_us, lapses_us + KEPT_US, verdict.held)
+            self._remember(check.hold.key, record, now_us)
         return verdict
 
     def _ask_again(self, check: Check, again: Again, now_us: int, steps_for: StepsFor | None) -> Verdict:
         """A bucket is ahead of the clock by more than its quota's windows; each may be, so each gets its turn."""
         for _ in check.takes:
-            take = check.takes[again.at]
-            take.rule = take.rule.around(again.now_us)
+            check.around_one(again.at, again.now_us)
             verdict = decide(check, now_us, self._states, steps_for)
             if not isinstance(verdict, Again):
                 return verdict
             again = verdict
         raise StoreCorrupt("no calendar window holds the time of its bucket")
 
-    def _steps(self, take: Take, now_us: int) -> Steps:
-        """The take's own numbers, or those of the most specific live override that names its limit."""
-        steps, name = take.rule.steps, take.rule.limit.name
-        found = self._overrides.get(cast("str", take.overrides))
-        if found is not None:
-            for resource in (take.resource, ANY_RESOURCE):
-                override = found.get(resource)
+    def _steps_at(self, now_us: int, tenant_key: str) -> StepsFor:
+        """The rule's own numbers, or those of the most specific live override that names its limit."""
+
+        def steps_for(rule: Rule, resource: str, subject: str) -> Steps:
+            found = self._overrides.get(self.keys.overrides(tenant_key, subject), {})
+            for where in (resource, ANY_RESOURCE):
+                override = found.get(where)
                 if override is not None and now_us < override.expires_us:
                     for compiled in override.compiled:
-                        if compiled.name == name and compiled.code == steps.code:
-                            return steps.overridden(compiled.numbers)
-        return steps
+                        if compiled.name == rule.limit.name and compiled.code == rule.steps.code:
+                            return rule.steps.overridden(compiled.numbers)
+            return rule.steps
+
+        return steps_for
 
     # -- what is kept
 
-    def _store(self, writes: Sequence[tuple[str, State]], now_us: int) -> None:
-        states = self._states
-        if len(states) + len(writes) > self._max_keys:
+    def _add(self, writes: Sequence[tuple[str, State]], now_us: int) -> None:
+        """Give every new key a place, before anything is written."""
+        added = [key for key, _ in writes if key not in self._states]
+        if len(self._states) + len(added) > self._max_keys:
             self._make_room({key for key, _ in writes}, now_us)
-        for key, state in writes:
-            if key not in states:
-                self._order.append(key)
-            states[key] = state
+        self._order += added
 
     def _make_room(self, written: set[str], now_us: int) -> None:
         """Drop as many buckets as there are new ones, before anything is written."""
@@ -200,7 +209,8 @@ class MemoryStore:
                 continue
             if is_gone(state, now_us):
                 return place
-            pinned = bool(state.pending) or isinstance(state.numbers, ConcurrencySteps)
+            reserved = bool(state.pending) and state.pending[-1].lapses_us > now_us
+            pinned = reserved or isinstance(state.numbers, ConcurrencySteps)
             if not pinned and (victim is None or state.until < earliest):
                 victim, earliest = place, state.until
         return victim
@@ -213,6 +223,24 @@ class MemoryStore:
                 if looked_at.expires_us > now_us:
                     self._records[oldest] = looked_at
         self._records[key] = record
+
+    def _make_room_for_a_record(self, now_us: int) -> None:
+        if len(self._records) >= self._max_keys:
+            self._records = {key: record for key, record in self._records.items() if record.expires_us > now_us}
+            if len(self._records) >= self._max_keys:
+                raise StoreUnavailable(
+                    f"the memory store is full: it holds {self._max_keys} reservations; raise max_keys"
+                )
+
+    def _make_room_for_overrides(self, now_us: int) -> None:
+        if len(self._overrides) >= self._max_keys:
+            for tenant_key, subjects in list(self._subjects.items()):
+                for subject in list(subjects):
+                    self._live(tenant_key, "", subject, now_us)
+            if len(self._overrides) >= self._max_keys:
+                raise StoreUnavailable(
+                    f"the memory store is full: it holds overrides of {self._max_keys} subjects; raise max_keys"
+                )
 
     # -- leases and reservations
 
@@ -250,7 +278,8 @@ class MemoryStore:
             settled = settle(record, command.cost, command.amounts, calendars, now_us, self._states)
             if not isinstance(settled, Again):
                 settlement, writes = settled
-                self._store(writes, now_us)
+                self._add(writes, now_us)
+                self._states.update(writes)
                 if settlement.outcome == "settled" and record.settled is None:
                     record.settled, record.expires_us = settlement.cost, now_us + KEPT_US
                 return settlement
@@ -272,10 +301,8 @@ class MemoryStore:
         key = self.keys.overrides(command.tenant_key, command.subject)
         found = {r: o for r, o in self._overrides.get(key, {}).items() if o.expires_us > now_us}
         too_many(len(found.keys() | {command.resource}))
-        if key not in self._overrides and len(self._overrides) >= self._max_keys:
-            raise StoreUnavailable(
-                f"the memory store holds overrides of {self._max_keys} subjects, and may not drop any"
-            )
+        if key not in self._overrides:
+            self._make_room_for_overrides(now_us)
         expires_us = now_us + command.ttl_us
         found[command.resource] = _Override(command.changes, command.compiled, expires_us)
         self._overrides[key] = found
