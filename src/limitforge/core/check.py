@@ -83,8 +83,11 @@ def check_of(
         resource = text("resource", resource)
     if type(subject) is not str or len(subject) > MAX_BYTES or not subject.isascii():
         subject = text("subject", subject)
-    tenant_key = keys.tenant(tenant)
-    check = _plan_check(keys, limits.plan(priority), resource, subject, cost, costs, tenant_key)
+    try:
+        tenant_key, plan = keys.tenants(tenant), limits.plans[priority]
+    except (KeyError, TypeError):  # the first of its kind, or nonsense
+        tenant_key, plan = keys.tenant(tenant), limits.plan(priority)
+    check = _plan_check(keys, plan, resource, subject, cost, costs, tenant_key)
     if shadow is not None:
         candidate = Limits.of(shadow).plan(priority, Place.SHADOW)
         check.shadow = _plan_check(keys, candidate, resource, subject, cost, _named_in(costs, candidate), tenant_key)

@@ -66,16 +66,16 @@ def decision_of(check: Check, now_us: int, outcome: Outcome, shadow: Outcome | N
     binding: str | None = None
     bound: LimitState | None = None
     bound_reset_us = 0
-    for take, name, row in zip(check.takes, check.names, outcome.rows, strict=True):
-        limit, remaining, reset_us, wait_us, _ = row
-        enforced = take[0].enforced
+    takes, names = check.takes, check.names
+    for at, (limit, remaining, reset_us, wait_us, _) in enumerate(outcome.rows):
+        name, enforced = names[at], takes[at][0].enforced
         unlimited = limit == UNLIMITED
         limits[name] = state = LimitState(
             None if unlimited else limit,
             None if unlimited else remaining,
             -(-reset_us // 1_000),
-            None if wait_us == NEVER else -(-wait_us // 1_000),
-            wait_us == 0,
+            0 if not wait_us else None if wait_us == NEVER else -(-wait_us // 1_000),
+            not wait_us,
             not enforced,
         )
         if not enforced:

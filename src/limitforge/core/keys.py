@@ -47,12 +47,12 @@ class Keys:
         if not isinstance(prefix, str) or not _PREFIX.fullmatch(prefix):
             raise InvalidInput("key_prefix", f"must be 1 to 64 letters, digits or -_.: characters, got {shown(prefix)}")
         self.prefix = prefix
-        self._tenants = lru_cache(maxsize=8_192)(self._tenant)
+        self.tenants = lru_cache(maxsize=8_192)(self._tenant)
 
     def tenant(self, tenant: str | bytes) -> str:
         """What all keys of a tenant start with."""
         try:
-            return self._tenants(tenant)
+            return self.tenants(tenant)
         except TypeError:  # not hashable
             raise InvalidInput("tenant", f"must be a string, got {type(tenant).__name__}") from None
 

@@ -119,7 +119,7 @@ class Limits:
     object for speed.
     """
 
-    __slots__ = ("_limits", "_plans")
+    __slots__ = ("_limits", "_plans", "plans")
 
     def __init__(self, *limits: Limit) -> None:
         names: set[str] = set()
@@ -133,6 +133,7 @@ class Limits:
             raise InvalidLimit("limits", f"at most {MAX_LIMITS} in one check, got {len(limits)}")
         self._limits = limits
         self._plans: dict[Place, dict[str, Plan]] = {place: {} for place in Place}
+        self.plans = self._plans[Place.POLICY]  # those that nearly every check asks for, by priority
 
     @staticmethod
     def parse(text: str) -> "Limits":

@@ -11,9 +11,9 @@ from limitforge.core.algorithms import concurrency
 from limitforge.core.algorithms.concurrency import ConcurrencySteps
 from limitforge.core.algorithms.steps import State, Steps
 from limitforge.core.calendar import Calendar, Period
-from limitforge.core.check import Check
+from limitforge.core.check import Check, Hold
 from limitforge.core.clock import Clock, SystemClock
-from limitforge.core.decide import Again, StepsFor, Verdict, decide, is_gone, opened
+from limitforge.core.decide import Again, Held, StepsFor, Verdict, decide, is_gone, opened
 from limitforge.core.decision import Decision, decision_of
 from limitforge.core.keys import Keys, decoded, encoded
 from limitforge.core.overrides import (
@@ -131,8 +131,8 @@ class MemoryStore:
             check.around(now_us)
         if check.hold is not None:
             self._make_room_for_a_record(now_us)
-        states = self._states
         steps_for = self._steps_at(now_us, check.tenant) if self._overrides else None
+        states = self._states
         verdict = decide(check, now_us, states, steps_for)
         if isinstance(verdict, Again):
             verdict = self._ask_again(check, verdict, now_us, steps_for)
@@ -140,11 +140,10 @@ class MemoryStore:
             if key not in states:
                 self._add(verdict.writes, now_us)
                 break
-        states.update(verdict.writes)
-        if check.hold is not None and verdict.held is not None:
-            lapses_us = now_us + check.hold.ttl_us
-            record = Record(check.hold.token, lapses_us, lapses_us + KEPT_US, verdict.held)
-            self._remember(check.hold.key, record, now_us)
+        for key, state in verdict.writes:
+            states[key] = state
+        if verdict.held is not None:
+            self._remember(check, verdict.held, now_us)
         return verdict
 
     def _ask_again(self, check: Check, again: Again, now_us: int, steps_for: StepsFor | None) -> Verdict:
@@ -175,7 +174,7 @@ class MemoryStore:
     # -- what is kept
 
     def _add(self, writes: Sequence[tuple[str, State]], now_us: int) -> None:
-        """Give every new key a place, before anything is written."""
+        """Give every new key a place, or refuse before anything is written."""
         added = [key for key, _ in writes if key not in self._states]
         if len(self._states) + len(added) > self._max_keys:
             self._make_room({key for key, _ in writes}, now_us)
@@ -215,14 +214,16 @@ class MemoryStore:
                 victim, earliest = place, state.until
         return victim
 
-    def _remember(self, key: str, record: Record, now_us: int) -> None:
+    def _remember(self, check: Check, held: list[Held], now_us: int) -> None:
         """Past a thousand, each new record looks at the two oldest: what is over goes, so that they never pile up."""
         if len(self._records) >= MANY_RECORDS:
             for oldest in list(islice(self._records, 2)):
                 looked_at = self._records.pop(oldest)
                 if looked_at.expires_us > now_us:
                     self._records[oldest] = looked_at
-        self._records[key] = record
+        hold = cast("Hold", check.hold)
+        lapses_us = now_us + hold.ttl_us
+        self._records[hold.key] = Record(hold.token, lapses_us, lapses_us + KEPT_US, held)
 
     def _make_room_for_a_record(self, now_us: int) -> None:
         if len(self._records) >= self._max_keys:
