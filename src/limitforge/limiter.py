@@ -16,7 +16,7 @@ from limitforge.core.clock import Clock
 from limitforge.core.decision import Decision
 from limitforge.core.exact import cost_of, duration_us, shown
 from limitforge.core.keys import Keys, text
-from limitforge.core.overrides import Override, OverridePage, compile_override
+from limitforge.core.overrides import Override, OverridePage, compile_override, plain_changes
 from limitforge.core.plan import Limits, LimitsLike
 from limitforge.core.reservations import OnLapse, Settlement
 from limitforge.core.tickets import Lease, Reservation, read_ticket
@@ -122,7 +122,7 @@ class _Requests:
             text("tenant", tenant),
             text("resource", resource),
             text("subject", subject),
-            dict(changes),
+            plain_changes(changes),
             compiled,
             duration_us("ttl_seconds", ttl_seconds),
         )
@@ -145,8 +145,10 @@ class _Batch:
     def __init__(self, build: _Requests, requests: Iterable[Request]) -> None:
         self.checks: list[Check] = []
         self._refused: list[LimitforgeError | None] = []
-        for request in requests:
+        for at, request in enumerate(requests):
             try:
+                if not isinstance(request, Request):
+                    raise InvalidInput(f"requests[{at}]", f"must be a Request, got {shown(request)}")
                 self.checks.append(build.check(request))
                 self._refused.append(None)
             except LimitforgeError as error:

@@ -57,6 +57,14 @@ def zone(name: str) -> ZoneInfo:
         ) from None
 
 
+def zone_exists(name: str) -> bool:
+    try:
+        zone(name)
+    except InvalidLimit:
+        return False
+    return True
+
+
 def _around(calendar: Calendar, hour: int, now_us: int) -> tuple[int, int, int, int]:
     windows = _windows_of_hour(calendar, hour)
     at = next(i for i, start in enumerate(windows) if start > now_us)

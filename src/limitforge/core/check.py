@@ -128,6 +128,8 @@ def check_of_entries(keys: Keys, entries: Iterable[Entry], *, tenant: str | byte
     for at, entry in enumerate(entries):
         if not isinstance(entry, Entry) or not isinstance(entry.limit, Limit):
             raise InvalidInput(f"entries[{at}]", f"must be an Entry with a limit, got {shown(entry)}")
+        if not isinstance(entry.place, Place):
+            raise InvalidInput(f"entries[{at}].place", f"must be a Place, got {shown(entry.place)}")
         if entry.limit.mode is Mode.OFF:
             continue
         rule = Limits.of(entry.limit).plan(known, entry.place).rules[0]

@@ -36,6 +36,10 @@ class Rate:
     tokens: int
     per_us: int
 
+    def __post_init__(self) -> None:
+        if not (1 <= self.tokens <= MAX_EXACT and 1 <= self.per_us <= MAX_PER_US):
+            raise InvalidLimit("rate", f"must be 1 to {MAX_EXACT} tokens per 1 to {MAX_PER_US} microseconds")
+
     @classmethod
     def parse(cls, field: str, per_second: object) -> "Rate":
         exact = _decimal(field, per_second)

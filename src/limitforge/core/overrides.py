@@ -1,6 +1,7 @@
 """Overrides: other numbers for one tenant, resource and subject, compiled when they are set."""
 
-from base64 import urlsafe_b64decode, urlsafe_b64encode
+import json
+from base64 import b64decode, urlsafe_b64encode
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
@@ -14,6 +15,7 @@ from limitforge.errors import InvalidInput, InvalidLimit
 
 ANY_RESOURCE = "*"
 MAX_PER_SUBJECT = 64
+MAX_CHANGES = 4_096
 UNLIMITED_WORD = "unlimited"
 BLOCKED_WORD = "blocked"
 
@@ -54,6 +56,15 @@ class Compiled(msgspec.Struct, frozen=True):
     numbers: tuple[int, ...]
 
 
+def plain_changes(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of what an override says, as it can be written down."""
+    text = json.dumps(changes, default=str)
+    if len(text) > MAX_CHANGES:
+        raise InvalidInput("limits", f"an override may be at most {MAX_CHANGES} characters of JSON, got {len(text)}")
+    plain: dict[str, Any] = json.loads(text)
+    return plain
+
+
 def compile_override(changes: Mapping[str, Any], limits: Limits) -> list[Compiled]:
     """Validate what an override says against the limits that it changes."""
     if not isinstance(changes, Mapping) or not changes:
@@ -88,6 +99,10 @@ def _changed(limit: Limit, change: Any) -> Limit:
             f"limits.{limit.name}", f"must be changed fields, 'unlimited' or 'blocked', got {shown(change)}"
         )
     known = _CHANGEABLE & {f.name for f in fields(limit)}
+    if "limit" in change and limit.size_field != "limit" and limit.size_field in change:
+        raise InvalidInput(
+            f"limits.{limit.name}.limit", f"means {limit.size_field}, which is there too; give one of them"
+        )
     values = {limit.size_field if name == "limit" else name: value for name, value in change.items()}
     for name in values:
         if name not in known:
@@ -117,6 +132,6 @@ def subject_after(cursor: str | None) -> bytes | None:
     if cursor is None:
         return None
     try:
-        return urlsafe_b64decode(cursor)
+        return b64decode(cursor, altchars=b"-_", validate=True)
     except (ValueError, TypeError):
         raise InvalidInput("cursor", "is not one that a list returned") from None

@@ -8,6 +8,7 @@ import msgspec
 
 from limitforge.core.algorithms.steps import State, Steps
 from limitforge.core.decide import Again, Held, is_gone, judged_at, opened
+from limitforge.errors import InvalidInput
 
 KEPT_US = 24 * 3_600 * 1_000_000  # how long a result is remembered
 
@@ -57,8 +58,10 @@ def settle(
     """
     if record.settled is not None:
         return Settlement(Settled.SETTLED, record.settled), []
-    if now_us >= record.lapses_us:
-        return Settlement(Settled.LAPSED, 0), []
+    if record.lapses_us <= max([now_us, *(states[held.key].last for held in record.held if held.key in states)]):
+        return Settlement(Settled.LAPSED, 0), []  # by the clock, or by that of a bucket which is ahead of it
+    if len(amounts) != len(record.held):
+        raise InvalidInput("reservation_id", "names other limits than were reserved")
     writes = []
     for at, (held, amount, windows) in enumerate(zip(record.held, amounts, calendars, strict=True)):
         if held.amount is None:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from limitforge.core.calendar import Period, zone_exists
 from limitforge.errors import InvalidInput
 
 MAX_ID = 65_536
@@ -55,7 +56,16 @@ def read_ticket(field: str, kind: type[Ticket], ticket: str, prefix: str) -> Tic
         found: Ticket = _decoders[kind](urlsafe_b64decode(ticket + "=" * (-len(ticket) % 4)))
     except (ValueError, TypeError, msgspec.MsgspecError):
         raise InvalidInput(field, f"is not a {kind.__name__.lower()} id") from None
+    if isinstance(found, Reservation) and not all(
+        limit.calendar is None or _is_calendar(limit.calendar) for limit in found.limits
+    ):
+        raise InvalidInput(field, "names a calendar that does not exist")
     keys = found.keys if isinstance(found, Lease) else [found.record, *(limit.key for limit in found.limits)]
     if not all(key.startswith(prefix.encode() + b":{") for key in keys):
         raise InvalidInput(field, "belongs to a store with another key prefix")
     return found
+
+
+def _is_calendar(calendar: tuple[str, str, int]) -> bool:
+    period, time_zone, anchor_day = calendar
+    return period in tuple(Period) and 1 <= anchor_day <= 31 and zone_exists(time_zone)

@@ -35,7 +35,7 @@ end
 -- request: cost, then the amount of each limit, then each quota's windows (empty for the rest).
 --
 -- Answers { 1, cost } settled (also if it was before, with the cost that counted), { 2 } lapsed, { 3 } unknown, { 4, limit, time } if a calendar does
--- not reach that time, { -1, key } if that key holds something that is not ours.
+-- not reach that time, { 5 } if other limits were reserved, { -1, key } if that key holds something that is not ours.
 function reserve.settle(request, now, injected)
   local call = buckets.read(now, injected)
   local raw = call.raw[1]
@@ -44,16 +44,26 @@ function reserve.settle(request, now, injected)
   if raw == true or not parsed or type(record) ~= 'table' or record[1] ~= RECORD_FORMAT then return { -1, 1 } end
   if now >= record[4] then return { 3 } end
   if record[2] >= 0 then return { 1, record[2] } end
-  if now >= record[3] then return { 2 } end
 
   local cost, amounts, calendars, held = request[3], request[4], request[5], record[5]
-  local at = 1
+  local at, latest = 1, now
+  for limit = 1, #amounts do
+    local code = held[at]
+    if not code then return { 5 } end
+    local state = buckets.state(call, limit + 1, code, algorithms.of(code))
+    if state == nil then return { -1, limit + 1 } end
+    if state and state.last > latest then latest = state.last end
+    at = at + 3 + held[at + 2]
+  end
+  if latest >= record[3] then return { 2 } end -- by the clock, or by that of a bucket which is ahead of it
+  if held[at] then return { 5 } end
+
+  at = 1
   for limit = 1, #amounts do
     local code, amount, count = held[at], held[at + 1], held[at + 2]
     if amount >= 0 then
       local algorithm, key = algorithms.of(code), limit + 1
-      local state = buckets.state(call, key, code, algorithm)
-      if state == nil then return { -1, key } end
+      local state = call.states[key]
       local numbers
       if states.is_gone(state, now) then
         numbers = {}

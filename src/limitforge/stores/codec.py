@@ -26,7 +26,7 @@ from limitforge.core.overrides import (
 )
 from limitforge.core.plan import Rule
 from limitforge.core.reservations import Settled, Settlement
-from limitforge.errors import LimitforgeError, StoreCorrupt, UnknownReservation
+from limitforge.errors import InvalidInput, LimitforgeError, StoreCorrupt, UnknownReservation
 from limitforge.stores.protocol import (
     ClearOverrides,
     Command,
@@ -244,6 +244,8 @@ def _settle(command: Settle, around_us: int, time_us: int) -> Flow[Settlement]:
                 return Settlement(Settled.LAPSED, 0)
             case [4, at, now_us]:
                 windows[at] = cast("Calendar", calendars[at]).around(now_us)
+            case [5]:
+                raise InvalidInput("reservation_id", "names other limits than were reserved")
             case _:
                 raise UnknownReservation("no such reservation, or its result was forgotten a day after its end")
     raise StoreCorrupt("no calendar window holds the time of its bucket")

@@ -46,6 +46,7 @@ from limitforge.stores.protocol import (
 MAX_KEYS = 1_000_000
 SAMPLED = 8
 MANY_RECORDS = 1_000
+LONG_AGO_US = -(2**62)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +295,7 @@ class MemoryStore:
         for key in command.keys:
             state = self._states.get(key)
             if state is not None:  # as good as gone; the key keeps its one place in the order
-                self._states[key] = State(0, 0, 0, state.numbers, ())
+                self._states[key] = State(LONG_AGO_US, LONG_AGO_US, 0, state.numbers, ())
 
     # -- overrides
 

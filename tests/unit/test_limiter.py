@@ -1,0 +1,170 @@
+"""What the limiter itself promises, whatever the store."""
+
+import inspect
+from typing import Any
+
+import pytest
+
+from limitforge import (
+    Decision,
+    FixedWindow,
+    InvalidInput,
+    Limiter,
+    Limits,
+    ManualClock,
+    Request,
+    SyncLimiter,
+    UnknownReservation,
+)
+
+
+def methods_of(kind: type) -> list[str]:
+    return [name for name, _ in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")]
+
+
+@pytest.mark.parametrize("name", methods_of(SyncLimiter))
+def test_both_limiters_say_and_take_the_same(name: str) -> None:
+    sync, asynchronous = getattr(SyncLimiter, name), getattr(Limiter, name)
+    assert inspect.iscoroutinefunction(asynchronous)
+    assert inspect.signature(sync) == inspect.signature(asynchronous)
+    assert inspect.getdoc(sync) == inspect.getdoc(asynchronous)
+
+
+def test_neither_limiter_can_do_more_than_the_other() -> None:
+    assert methods_of(SyncLimiter) == methods_of(Limiter)
+
+
+async def test_an_event_loop_gets_the_same_answers() -> None:
+    async with Limiter.connect("memory://", clock=ManualClock()) as limiter:
+        with SyncLimiter.connect("memory://", clock=ManualClock()) as sync:
+            for cost in (3, 3, 0, 2):
+                decision = await limiter.check("r", "s", limits="5/minute", cost=cost)
+                assert decision == sync.check("r", "s", limits="5/minute", cost=cost)
+
+
+@pytest.mark.parametrize("url", ["", "memory", "http://localhost", "postgres://x", None, 5])
+def test_a_url_of_no_known_store_is_refused(url: Any) -> None:
+    for kind in (Limiter, SyncLimiter):
+        with pytest.raises(InvalidInput) as refused:
+            kind.connect(url)
+        assert refused.value.field == "url"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("priority", "P9"),
+        ("priority", None),
+        ("priority", []),
+        ("limits", None),
+        ("limits", 5),
+        ("limits", b"5/minute"),
+        ("limits", ["5/minute"]),
+        ("costs", 5),
+        ("costs", ["5/minute"]),
+    ],
+)
+def test_a_wrong_argument_is_refused_by_name(field: str, value: Any, limiter: SyncLimiter) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        limiter.check(**{"resource": "r", "subject": "s", "limits": "5/minute", field: value})
+    assert refused.value.field == field
+
+
+def test_a_wrong_check_in_a_batch_has_its_error_in_its_place(limiter: SyncLimiter) -> None:
+    requests = [
+        Request(resource="r", subject="s", limits="5/minute"),
+        Request(resource="r", subject="s", limits="5/minute", cost=-1),
+        Request(resource="r", subject="x" * 513, limits="5/minute"),
+        Request(resource="r", subject="s", limits="5/minute"),
+    ]
+    first, second, third, fourth = limiter.check_many(requests)
+    assert isinstance(first, Decision)
+    assert isinstance(second, InvalidInput)
+    assert isinstance(third, InvalidInput)
+    assert isinstance(fourth, Decision)
+    assert (first.remaining, second.field, third.field, fourth.remaining) == (4, "cost", "subject", 3)
+
+
+@pytest.mark.parametrize("request_", [None, "5/minute", {"resource": "r"}])
+def test_what_is_no_request_is_refused_in_its_place(request_: Any, limiter: SyncLimiter) -> None:
+    first, second = limiter.check_many([request_, Request(resource="r", subject="s", limits="5/minute")])
+    assert isinstance(first, InvalidInput)
+    assert isinstance(second, Decision)
+
+
+def test_an_empty_batch_has_no_answers(limiter: SyncLimiter) -> None:
+    assert limiter.check_many([]) == []
+
+
+@pytest.mark.parametrize("ticket", ["", "x", "é", "AAAA", "a" * 100_000, None, 5, b"x"])
+def test_an_id_that_was_never_handed_out_is_refused(ticket: Any, limiter: SyncLimiter) -> None:
+    for field, call in (("lease_id", limiter.release), ("lease_id", limiter.renew)):
+        with pytest.raises(InvalidInput) as refused:
+            call(ticket)
+        assert refused.value.field == field
+    with pytest.raises(InvalidInput) as refused:
+        limiter.settle(ticket, 1)
+    assert refused.value.field == "reservation_id"
+
+
+def test_an_id_of_a_store_with_another_prefix_is_refused(limiter: SyncLimiter) -> None:
+    reserved = limiter.reserve("r", "s", limits="5/minute", cost=1)
+    assert reserved.reservation_id is not None
+    other = SyncLimiter.connect("memory://", key_prefix="other")
+    with pytest.raises(InvalidInput, match="prefix"):
+        other.settle(reserved.reservation_id, 1)
+    same = SyncLimiter.connect("memory://")
+    with pytest.raises(UnknownReservation):
+        same.settle(reserved.reservation_id, 1)
+
+
+def test_settling_names_only_what_was_reserved(limiter: SyncLimiter) -> None:
+    reserved = limiter.reserve("r", "s", limits="a=5/minute; b=5/hour", cost=1)
+    assert reserved.reservation_id is not None
+    with pytest.raises(InvalidInput) as refused:
+        limiter.settle(reserved.reservation_id, 1, costs={"c": 1})
+    assert refused.value.field == "costs.c"
+    with pytest.raises(InvalidInput) as refused:
+        limiter.settle(reserved.reservation_id, -1)
+    assert refused.value.field == "cost"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("on_lapse", "forget"), ("on_lapse", None), ("ttl_seconds", 0), ("ttl_seconds", None)]
+)
+def test_a_reservation_has_a_ttl_and_a_known_end(field: str, value: Any, limiter: SyncLimiter) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        limiter.reserve("r", "s", limits="5/minute", cost=1, **{field: value})
+    assert refused.value.field == field
+
+
+def test_what_was_refunded_is_not_settled_as_if_it_were_held(limiter: SyncLimiter, clock: ManualClock) -> None:
+    """The bucket saw the lapse, then the clock stepped back before it."""
+    limit = FixedWindow(limit=100, window_seconds=86_400)
+    reserved = limiter.reserve("r", "s", limits=limit, cost=50, ttl_seconds=10, on_lapse="refund")
+    clock.advance_us(11_000_000)
+    limiter.check("r", "s", limits=limit, cost=1)
+    clock.advance_us(-5_000_000)
+    assert reserved.reservation_id is not None
+    settlement = limiter.settle(reserved.reservation_id, 50)
+    counted = 100 - (limiter.check("r", "s", limits=limit, cost=0).remaining or 0)
+    assert (settlement.outcome, counted) in [("lapsed", 1), ("settled", 51)]
+
+
+def test_open_reservations_of_a_monitored_limit_hinder_nobody(limiter: SyncLimiter) -> None:
+    """A bucket holds 1,000 open reservations; a limit that only watches must not refuse the next one."""
+    watched = FixedWindow(name="watched", limit=10_000, window_seconds=86_400, scope="tenant", mode="monitor")
+    own = FixedWindow(name="own", limit=10, window_seconds=86_400)
+    limits = Limits(watched, own)
+    for n in range(1_001):
+        assert limiter.reserve("r", f"user {n}", limits=limits, cost=1).allowed
+
+
+def test_resetting_forgets_what_these_limits_have_counted_and_nothing_else(limiter: SyncLimiter) -> None:
+    limits = Limits.parse("a=5/minute; b=5/hour")
+    for subject in ("s", "t"):
+        limiter.check("r", subject, limits=limits, cost=2)
+    limiter.reset("r", "s", limits=limits["a"])
+    look = limiter.check("r", "s", limits=limits, cost=0)
+    assert {name: state.remaining for name, state in look.limits.items()} == {"a": 5, "b": 3}
+    assert limiter.check("r", "t", limits=limits, cost=0).remaining == 3

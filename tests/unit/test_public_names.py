@@ -1,0 +1,64 @@
+"""What may be imported from `limitforge`, and what that costs."""
+
+import subprocess
+import sys
+from importlib.resources import files
+
+import pytest
+
+import limitforge
+
+PUBLIC = [
+    "Clock",
+    "Concurrency",
+    "Decision",
+    "Entry",
+    "FixedWindow",
+    "InvalidInput",
+    "InvalidLimit",
+    "LeakyBucket",
+    "Limit",
+    "LimitState",
+    "Limiter",
+    "LimitforgeError",
+    "Limits",
+    "ManualClock",
+    "Override",
+    "OverridePage",
+    "Quota",
+    "Request",
+    "Settlement",
+    "SlidingWindow",
+    "SlidingWindowCounter",
+    "StoreCorrupt",
+    "StoreError",
+    "StoreUnavailable",
+    "SyncLimiter",
+    "TokenBucket",
+    "TooManyReservations",
+    "UnknownReservation",
+    "limit_from_fields",
+]
+
+
+def test_the_public_names_are_these_and_no_others() -> None:
+    assert limitforge.__all__ == PUBLIC
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_says_what_it_is_for(name: str) -> None:
+    written = getattr(limitforge, name).__doc__
+    assert written
+    assert not written.startswith(f"{name}(")  # what a dataclass writes of itself
+
+
+def test_type_checkers_are_told_that_there_are_types() -> None:
+    assert (files("limitforge") / "py.typed").is_file()
+
+
+def test_importing_limitforge_imports_no_optional_dependency() -> None:
+    program = "import limitforge, sys; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    imported = set(done.stdout.split())
+    assert "limitforge" in imported
+    assert not imported & {"redis", "hiredis", "typer", "click", "rich", "sqlalchemy", "uvloop"}
