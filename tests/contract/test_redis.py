@@ -235,11 +235,11 @@ class NextRelease(SyncRedisStore):
 
     SCRIPT = lua.script()
     for old, new in (
-        (b"states = { FORMAT = 1 }", b"states = { FORMAT = 2 }"),
+        (b"  FORMAT = 1,", b"  FORMAT = 2,"),
         (b"code, level.WIDTH, state.last", b"code, 48, state.last"),
-        (b"state.tokens, state.per)\n  end", b"state.tokens, state.per) .. 'more'\n  end"),
+        (b"state.tokens, state.per)\n    end", b"state.tokens, state.per) .. 'more'\n    end"),
         (b"FORMAT, 3, 39,", b"FORMAT, 3, 43,"),
-        (b"state.size, state.window, state.kind)\nend", b"state.size, state.window, state.kind) .. 'more'\nend"),
+        (b"state.size, state.window, state.kind)\n  end", b"state.size, state.window, state.kind) .. 'more'\n  end"),
     ):
         assert SCRIPT.count(old) == 1, old
         SCRIPT = SCRIPT.replace(old, new)

@@ -136,7 +136,7 @@ def check_of_entries(keys: Keys, entries: Iterable[Entry], *, tenant: str | byte
         resource = text(f"entries[{at}].resource", entry.resource)
         subject = text(f"entries[{at}].subject", entry.subject)
         cost = cost_of(f"entries[{at}].cost", entry.cost)
-        key = keys.bucket(rule.scope, entry.place, tenant_key, resource, subject) + rule.suffix
+        key = keys.bucket(rule.scope, entry.place.value, tenant_key, resource, subject) + rule.suffix
         if key in wanted:
             first, rule, resource, subject, earlier = wanted[key]
             if first.limit != entry.limit:

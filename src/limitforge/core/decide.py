@@ -6,7 +6,6 @@ from typing import Any
 import msgspec
 
 from limitforge.core.algorithms.concurrency import ConcurrencySteps
-from limitforge.core.algorithms.leaky_bucket import LeakyBucketSteps
 from limitforge.core.algorithms.steps import UNLIMITED, Pending, State, Steps
 from limitforge.core.check import Check, Hold, Take
 from limitforge.core.decision import Outcome, Row
@@ -15,7 +14,6 @@ from limitforge.core.plan import Rule
 from limitforge.errors import TooManyReservations
 
 MAX_PENDING = 1_000
-LEAKY_BUCKET = LeakyBucketSteps.code
 CONCURRENCY = ConcurrencySteps.code
 
 StepsFor = Callable[[Rule, str, str], Steps]
@@ -87,7 +85,7 @@ def decide(  # noqa: C901, PLR0912, PLR0915 - the hot path: two loops, and no ca
         wait = probed_wait
         if wait == 0:
             if allowed and cost:
-                if steps.code == LEAKY_BUCKET and rule.enforced:
+                if rule.delays:
                     delay_us = max(delay_us, steps.delay(work))
                 steps.take(work, cost, check.lease)
                 if hold is not None:
@@ -99,7 +97,7 @@ def decide(  # noqa: C901, PLR0912, PLR0915 - the hot path: two loops, and no ca
             writes.append((key, work))
         steps.seal(work)
         left = share - work.used
-        is_open = 1 if work.pending or (steps.code == CONCURRENCY and work.items) else 0
+        is_open = 1 if work.pending or (rule.holds_lease and work.items) else 0
         rows.append((steps.limit, left if left > 0 else 0, work.until - work.last, wait, is_open))
     held = [_held(hold, *judged) for judged in probed] if hold is not None and allowed else None
     return Verdict(allowed, delay_us, rows, writes, held)

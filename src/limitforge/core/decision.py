@@ -1,5 +1,6 @@
 """The answer to a check."""
 
+from math import inf
 from typing import cast
 
 import msgspec
@@ -66,23 +67,29 @@ def decision_of(check: Check, now_us: int, outcome: Outcome, shadow: Outcome | N
     binding: str | None = None
     bound: LimitState | None = None
     bound_reset_us = 0
+    highest: tuple[float, int] = (0, 0)
     takes, names = check.takes, check.names
     for at, (limit, remaining, reset_us, wait_us, _) in enumerate(outcome.rows):
         name, enforced = names[at], takes[at][0].enforced
         unlimited = limit == UNLIMITED
+        reset_ms = -(-reset_us // 1_000)
+        retry_ms = 0 if not wait_us else None if wait_us == NEVER else -(-wait_us // 1_000)
         limits[name] = state = LimitState(
             None if unlimited else limit,
             None if unlimited else remaining,
-            -(-reset_us // 1_000),
-            0 if not wait_us else None if wait_us == NEVER else -(-wait_us // 1_000),
+            reset_ms,
+            retry_ms,
             not wait_us,
             not enforced,
         )
         if not enforced:
             if wait_us:
                 would_deny += (name,)
-        elif not unlimited and (bound is None or _binds_more(allowed, state, bound)):
-            binding, bound, bound_reset_us = name, state, reset_us
+        elif not unlimited:
+            # By the reported integers; the earlier limit keeps a tie.
+            rank = (-remaining, reset_ms) if allowed else (inf if retry_ms is None else retry_ms, 0)
+            if bound is None or rank > highest:
+                binding, bound, bound_reset_us, highest = name, state, reset_us, rank
     if bound is None:
         decision = Decision(allowed, None, None, None, None, 0, None, limits, None, would_deny)
     else:
@@ -136,12 +143,3 @@ def _reservation_id(check: Check) -> str:
         calendar = (str(limit.period), limit.time_zone, limit.anchor_day) if isinstance(limit, Quota) else None
         limits.append(HeldLimit(encoded(key), name, rule.requests, calendar))
     return ticket_id(Reservation(hold.token, encoded(hold.key), limits))
-
-
-def _binds_more(allowed: bool, state: LimitState, bound: LimitState) -> bool:  # noqa: FBT001
-    """By the reported integers; the earlier limit keeps a tie."""
-    if allowed:
-        left, least = state.remaining or 0, bound.remaining or 0
-        return left < least or (left == least and state.reset_after_ms > bound.reset_after_ms)
-    wait, longest = state.retry_after_ms, bound.retry_after_ms
-    return longest is not None and (wait is None or wait > longest)

@@ -48,7 +48,8 @@ class Rate:
                 raise InvalidLimit(field, f"at most {_DECIMALS} decimals, got {shown(per_second)}")
             exact = Fraction(per_second).limit_denominator(_MAX_DENOMINATOR)
         if exact <= 0:
-            raise InvalidLimit(field, f"must be above 0, got {shown(per_second)}")
+            near = f", which is 0 in {_MAX_DENOMINATOR}ths" if exact == 0 and per_second else ""
+            raise InvalidLimit(field, f"must be above 0, got {shown(per_second)}{near}")
         per_us = exact / MICROS
         return cls._checked(field, per_us.numerator, per_us.denominator)
 
@@ -114,10 +115,6 @@ def share_of(limit: int, percent: int) -> int:
     """floor(limit * percent / 100), in the steps that Lua can do exactly."""
     hundreds, rest = divmod(limit, 100)
     return hundreds * percent + rest * percent // 100
-
-
-def ceil_div(amount: int, by: int) -> int:
-    return -(-amount // by)
 
 
 def _decimal(field: str, value: object) -> Fraction | None:

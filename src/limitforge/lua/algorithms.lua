@@ -2,10 +2,12 @@
 
 local NAMES = { 'token_bucket', 'leaky_bucket', 'fixed_window', 'sliding_window', 'sliding_window_counter', 'concurrency', 'quota' }
 
-local algorithms = { LEAKY_BUCKET = 2, CONCURRENCY = 6, QUOTA = 7 }
+return {
+  LEAKY_BUCKET = 2,
+  CONCURRENCY = 6,
+  QUOTA = 7,
 
-function algorithms.of(code)
-  return use(NAMES[code])
-end
-
-return algorithms
+  of = function(code)
+    return use(NAMES[code])
+  end,
+}

@@ -2,65 +2,69 @@
 -- State: used 7, size 7, window 7, kind 1. `until` is the window's end; while no hit has opened it, that is now.
 
 local max, min, pack, unpack_struct = math.max, math.min, struct.pack, struct.unpack
-local NEVER, FORMAT = use('exact').NEVER, use('state').FORMAT
+local FORMAT = use('state').FORMAT
 
+local NEVER = -1 -- a wait that does not end
 local FIRST_HIT = 1
 local WINDOW = '<BBBI7I7I7I7I7B'
 
-local fixed_window = { width = 39 }
+local fixed_window
+fixed_window = {
+  width = 39,
 
-function fixed_window.read(raw, tail)
-  local _, _, _, last, til, used, size, window, kind = unpack_struct(WINDOW, raw)
-  return { last = last, til = til, used = used, size = size, window = window, kind = kind }, tail
-end
+  read = function(raw, tail)
+    local _, _, _, last, til, used, size, window, kind = unpack_struct(WINDOW, raw)
+    return { last = last, til = til, used = used, size = size, window = window, kind = kind }, tail
+  end,
 
-function fixed_window.write(state)
-  return pack(WINDOW, FORMAT, 3, 39, state.last, state.til, state.used, state.size, state.window, state.kind)
-end
+  write = function(state)
+    return pack(WINDOW, FORMAT, 3, 39, state.last, state.til, state.used, state.size, state.window, state.kind)
+  end,
 
-function fixed_window.numbers(state)
-  return { state.size, state.window, state.kind, 0 } -- a live state has its end: the offset is not asked for
-end
+  numbers = function(state)
+    return { state.size, state.window, state.kind, 0 } -- a live state has its end: the offset is not asked for
+  end,
 
-function fixed_window.fresh(numbers, now)
-  local window, kind = numbers[2], numbers[3]
-  local til = now
-  if kind ~= FIRST_HIT then til = now + window - (now + numbers[4] % window) % window end
-  return { last = now, til = til, pending = '', used = 0, size = numbers[1], window = window, kind = kind }
-end
+  fresh = function(numbers, now)
+    local window, kind = numbers[2], numbers[3]
+    local til = now
+    if kind ~= FIRST_HIT then til = now + window - (now + numbers[4] % window) % window end
+    return { last = now, til = til, pending = '', used = 0, size = numbers[1], window = window, kind = kind }
+  end,
 
-function fixed_window.open(state, numbers, now)
-  local window, kind = numbers[2], numbers[3]
-  if state.window ~= window or state.kind ~= kind then return fixed_window.fresh(numbers, now) end
-  return { last = now, til = state.til, pending = state.pending, used = state.used, size = numbers[1], window = window, kind = kind }
-end
+  open = function(state, numbers, now)
+    local window, kind = numbers[2], numbers[3]
+    if state.window ~= window or state.kind ~= kind then return fixed_window.fresh(numbers, now) end
+    return { last = now, til = state.til, pending = state.pending, used = state.used, size = numbers[1], window = window, kind = kind }
+  end,
 
-function fixed_window.wait(state, numbers, cost, share)
-  if cost > share then return NEVER end
-  if state.used + cost <= share then return 0 end
-  return state.til - state.last
-end
+  wait = function(state, numbers, cost, share)
+    if cost > share then return NEVER end
+    if state.used + cost <= share then return 0 end
+    return state.til - state.last
+  end,
 
-function fixed_window.take(state, numbers, cost)
-  if state.til == state.last then state.til = state.last + state.window end
-  state.used = state.used + cost
-end
+  take = function(state, numbers, cost)
+    if state.til == state.last then state.til = state.last + state.window end
+    state.used = state.used + cost
+  end,
 
-function fixed_window.force(state, numbers, amount)
-  local taken = min(amount, 2 * numbers[1] - state.used)
-  if taken <= 0 then return false end
-  fixed_window.take(state, numbers, taken)
-  return true
-end
+  force = function(state, numbers, amount)
+    local taken = min(amount, 2 * numbers[1] - state.used)
+    if taken <= 0 then return false end
+    fixed_window.take(state, numbers, taken)
+    return true
+  end,
 
-function fixed_window.give(state, numbers, amount)
-  state.used = max(state.used - amount, 0) -- what was reserved in an earlier window left with it
-end
+  give = function(state, numbers, amount)
+    state.used = max(state.used - amount, 0) -- what was reserved in an earlier window left with it
+  end,
 
-function fixed_window.source()
-  return 0
-end
+  source = function()
+    return 0
+  end,
 
-function fixed_window.seal() end -- both are kept as they are
+  seal = function() end, -- both are kept as they are
+}
 
 return fixed_window

@@ -1,60 +1,67 @@
 -- Leaky bucket: starts empty, drains continuously; what is taken waits for the level before it to drain.
 
 local ceil, max, min = math.ceil, math.max, math.min
-local level, NEVER = use('level'), use('exact').NEVER
+local level = use('level')
 
-local leaky_bucket = { width = level.WIDTH, read = level.read, write = level.writer(2), numbers = level.numbers }
+local NEVER = -1 -- a wait that does not end
 
-function leaky_bucket.fresh(numbers, now)
-  return { last = now, pending = '', level = 0, size = numbers[1], tokens = numbers[2], per = numbers[3] }
-end
+local leaky_bucket = {
+  width = level.WIDTH,
+  read = level.read,
+  write = level.writer(2),
+  numbers = level.numbers,
 
-function leaky_bucket.open(state, numbers, now)
-  local size, tokens, per = numbers[1], numbers[2], numbers[3]
-  local amount = state.level
-  if state.per ~= per or state.size ~= size then amount = level.convert(state, numbers, 0, 2 * size * per) end
-  local elapsed = now - state.last
-  if elapsed >= ceil(amount / tokens) then
-    amount = 0
-  else
-    amount = amount - elapsed * tokens
-  end
-  return { last = now, pending = state.pending, level = amount, size = size, tokens = tokens, per = per }
-end
+  fresh = function(numbers, now)
+    return { last = now, pending = '', level = 0, size = numbers[1], tokens = numbers[2], per = numbers[3] }
+  end,
 
-function leaky_bucket.wait(state, numbers, cost, share)
-  if cost > share then return NEVER end
-  local over = state.level - (share - cost) * numbers[3]
-  if over <= 0 then return 0 end
-  return ceil(over / numbers[2])
-end
+  open = function(state, numbers, now)
+    local size, tokens, per = numbers[1], numbers[2], numbers[3]
+    local amount = state.level
+    if state.per ~= per or state.size ~= size then amount = level.convert(state, numbers, 0, 2 * size * per) end
+    local elapsed = now - state.last
+    if elapsed >= ceil(amount / tokens) then
+      amount = 0
+    else
+      amount = amount - elapsed * tokens
+    end
+    return { last = now, pending = state.pending, level = amount, size = size, tokens = tokens, per = per }
+  end,
 
--- How long something that is taken now should wait.
-function leaky_bucket.delay(state, numbers)
-  return ceil(state.level / numbers[2])
-end
+  wait = function(state, numbers, cost, share)
+    if cost > share then return NEVER end
+    local over = state.level - (share - cost) * numbers[3]
+    if over <= 0 then return 0 end
+    return ceil(over / numbers[2])
+  end,
 
-function leaky_bucket.take(state, numbers, cost)
-  state.level = state.level + cost * numbers[3]
-end
+  -- How long something that is taken now should wait.
+  delay = function(state, numbers)
+    return ceil(state.level / numbers[2])
+  end,
 
-function leaky_bucket.force(state, numbers, amount)
-  local before, most = state.level, 2 * numbers[1] * numbers[3]
-  state.level = max(before, min(before + min(amount, 2 * numbers[1]) * numbers[3], most))
-  return state.level > before
-end
+  take = function(state, numbers, cost)
+    state.level = state.level + cost * numbers[3]
+  end,
 
-function leaky_bucket.give(state, numbers, amount)
-  state.level = max(state.level - min(amount, 2 * numbers[1]) * numbers[3], 0)
-end
+  force = function(state, numbers, amount)
+    local before, most = state.level, 2 * numbers[1] * numbers[3]
+    state.level = max(before, min(before + min(amount, 2 * numbers[1]) * numbers[3], most))
+    return state.level > before
+  end,
 
-function leaky_bucket.source()
-  return 0
-end
+  give = function(state, numbers, amount)
+    state.level = max(state.level - min(amount, 2 * numbers[1]) * numbers[3], 0)
+  end,
 
-function leaky_bucket.seal(state)
-  state.used = ceil(state.level / state.per)
-  state.til = state.last + ceil(state.level / state.tokens)
-end
+  source = function()
+    return 0
+  end,
+
+  seal = function(state)
+    state.used = ceil(state.level / state.per)
+    state.til = state.last + ceil(state.level / state.tokens)
+  end,
+}
 
 return leaky_bucket

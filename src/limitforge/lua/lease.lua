@@ -14,7 +14,8 @@ local function lease_call(change, now, injected)
   local held = 1
   for key = 1, #KEYS do
     local state = call.states[key]
-    local work = not states.is_gone(state, now) and states.open(state, concurrency, concurrency.numbers(state), now)
+    local gone = not state or (now >= state.til and now >= state.last)
+    local work = not gone and states.open(state, concurrency, concurrency.numbers(state), now)
     if work and concurrency[change](work, ARGV[2]) then
       concurrency.seal(work)
       buckets.keep(call, key, concurrency, work)

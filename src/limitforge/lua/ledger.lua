@@ -4,78 +4,79 @@
 -- The items stay a string: what is gone is cut off the front, what is new is put at the back, and nothing between is ever touched.
 
 local sub, pack, unpack_struct = string.sub, struct.pack, struct.unpack
-local NEVER, FORMAT = use('exact').NEVER, use('state').FORMAT
+local FORMAT = use('state').FORMAT
 
+local NEVER = -1 -- a wait that does not end
 local LEDGER = '<BBBI7I2I2I7I2'
 local LEDGER_WIDTH = 23
 local ITEM = '<I7I2'
 
-local function new_ledger(code, item_width)
-  local ledger = { width = LEDGER_WIDTH }
-
-  function ledger.read(raw, tail)
-    local _, _, _, last, used, size, span, count = unpack_struct(LEDGER, raw)
-    local stop = tail + count * item_width
-    if stop - 1 > #raw then return nil end
-    local state = { last = last, used = used, size = size, span = span, items = sub(raw, tail, stop - 1) }
-    ledger.seal(state)
-    return state, stop
-  end
-
-  function ledger.write(state)
-    local count = #state.items / item_width
-    return pack(LEDGER, FORMAT, code, LEDGER_WIDTH, state.last, state.used, state.size, state.span, count) .. state.items
-  end
-
-  function ledger.numbers(state)
-    return { state.size, state.span }
-  end
-
-  function ledger.fresh(numbers, now)
-    return { last = now, pending = '', used = 0, size = numbers[1], span = numbers[2], items = '' }
-  end
-
-  function ledger.open(state, numbers, now)
-    local items, used, at = state.items, state.used, 1
-    while at <= #items do
-      local ends, cost = unpack_struct(ITEM, items, at)
-      if ends > now then break end
-      used = used - cost
-      at = at + item_width
-    end
-    if at > 1 then items = sub(items, at) end
-    return { last = now, pending = state.pending, used = used, size = numbers[1], span = numbers[2], items = items }
-  end
-
-  function ledger.wait(state, numbers, cost, share)
-    if cost > share then return NEVER end
-    local short = state.used + cost - share
-    if short <= 0 then return 0 end
-    local items = state.items
-    for at = 1, #items, item_width do
-      local ends, gone = unpack_struct(ITEM, items, at)
-      short = short - gone
-      if short <= 0 then return ends - state.last end
-    end
-    error('a ledger whose sum is not that of its items')
-  end
-
-  -- Where an item with this end goes: after everything that ends no later. The newest nearly always ends last.
-  function ledger.place(items, ends)
-    local at = #items
-    while at > 0 do
-      local other = unpack_struct(ITEM, items, at - item_width + 1)
-      if other <= ends then break end
-      at = at - item_width
-    end
-    return at
-  end
-
-  function ledger.seal(state)
+-- A ledger of items of this width, for an algorithm to build on.
+return function(code, item_width)
+  local function seal(state)
     state.til = state.items == '' and state.last or (unpack_struct(ITEM, state.items, #state.items - item_width + 1))
   end
 
-  return ledger
-end
+  return {
+    width = LEDGER_WIDTH,
+    seal = seal,
 
-return new_ledger
+    read = function(raw, tail)
+      local _, _, _, last, used, size, span, count = unpack_struct(LEDGER, raw)
+      local stop = tail + count * item_width
+      if stop - 1 > #raw then return nil end
+      local state = { last = last, used = used, size = size, span = span, items = sub(raw, tail, stop - 1) }
+      seal(state)
+      return state, stop
+    end,
+
+    write = function(state)
+      local count = #state.items / item_width
+      return pack(LEDGER, FORMAT, code, LEDGER_WIDTH, state.last, state.used, state.size, state.span, count) .. state.items
+    end,
+
+    numbers = function(state)
+      return { state.size, state.span }
+    end,
+
+    fresh = function(numbers, now)
+      return { last = now, pending = '', used = 0, size = numbers[1], span = numbers[2], items = '' }
+    end,
+
+    open = function(state, numbers, now)
+      local items, used, at = state.items, state.used, 1
+      while at <= #items do
+        local ends, cost = unpack_struct(ITEM, items, at)
+        if ends > now then break end
+        used = used - cost
+        at = at + item_width
+      end
+      if at > 1 then items = sub(items, at) end
+      return { last = now, pending = state.pending, used = used, size = numbers[1], span = numbers[2], items = items }
+    end,
+
+    wait = function(state, numbers, cost, share)
+      if cost > share then return NEVER end
+      local short = state.used + cost - share
+      if short <= 0 then return 0 end
+      local items = state.items
+      for at = 1, #items, item_width do
+        local ends, gone = unpack_struct(ITEM, items, at)
+        short = short - gone
+        if short <= 0 then return ends - state.last end
+      end
+      error('a ledger whose sum is not that of its items')
+    end,
+
+    -- Where an item with this end goes: after everything that ends no later. The newest nearly always ends last.
+    place = function(items, ends)
+      local at = #items
+      while at > 0 do
+        local other = unpack_struct(ITEM, items, at - item_width + 1)
+        if other <= ends then break end
+        at = at - item_width
+      end
+      return at
+    end,
+  }
+end

@@ -2,42 +2,45 @@
 -- numbers: capacity, tokens, per_us. State: level 7 (signed), size 7, tokens 7, per_us 6: the numbers that it was written with.
 
 local pack, unpack_struct = struct.pack, struct.unpack
-local muldiv, FORMAT = use('exact').muldiv, use('state').FORMAT
+local FORMAT = use('state').FORMAT
 
 local BUCKET = '<BBBI7I7i7I7I7I6'
 
-local level = { WIDTH = 44 }
+local level
+level = {
+  WIDTH = 44,
 
-function level.read(raw, tail)
-  local _, _, _, last, til, amount, size, tokens, per = unpack_struct(BUCKET, raw)
-  if tokens == 0 or per == 0 then return nil end
-  return { last = last, til = til, level = amount, size = size, tokens = tokens, per = per }, tail
-end
+  read = function(raw, tail)
+    local _, _, _, last, til, amount, size, tokens, per = unpack_struct(BUCKET, raw)
+    if tokens == 0 or per == 0 then return nil end
+    return { last = last, til = til, level = amount, size = size, tokens = tokens, per = per }, tail
+  end,
 
-function level.writer(code)
-  return function(state)
-    return pack(BUCKET, FORMAT, code, level.WIDTH, state.last, state.til, state.level, state.size, state.tokens, state.per)
-  end
-end
+  writer = function(code)
+    return function(state)
+      return pack(BUCKET, FORMAT, code, level.WIDTH, state.last, state.til, state.level, state.size, state.tokens, state.per)
+    end
+  end,
 
-function level.numbers(state)
-  return { state.size, state.tokens, state.per }
-end
+  numbers = function(state)
+    return { state.size, state.tokens, state.per }
+  end,
 
--- The level in another rate's unit, rounded down and clamped. Whole tokens and the rest of one are converted apart, which keeps both exact.
-function level.convert(state, numbers, lowest, highest)
-  local amount, old, per = state.level, state.per, numbers[3]
-  if old ~= per then
-    local rest = amount % old
-    local whole = (amount - rest) / old
-    local size = numbers[1]
-    if whole > 2 * size then return highest end
-    if whole < -2 * size then return lowest end
-    amount = whole * per + (muldiv(rest, per, old))
-  end
-  if amount > highest then return highest end
-  if amount < lowest then return lowest end
-  return amount
-end
+  -- The level in another rate's unit, rounded down and clamped. Whole tokens and the rest of one are converted apart, which keeps both exact.
+  convert = function(state, numbers, lowest, highest)
+    local amount, old, per = state.level, state.per, numbers[3]
+    if old ~= per then
+      local rest = amount % old
+      local whole = (amount - rest) / old
+      local size = numbers[1]
+      if whole > 2 * size then return highest end
+      if whole < -2 * size then return lowest end
+      amount = whole * per + (use('exact').muldiv(rest, per, old))
+    end
+    if amount > highest then return highest end
+    if amount < lowest then return lowest end
+    return amount
+  end,
+}
 
 return level

@@ -7,47 +7,51 @@ local fixed_window, FORMAT = use('fixed_window'), use('state').FORMAT
 
 local QUOTA = '<BBBI7I7I7I7I6'
 
-local quota = { width = 37 }
+local quota
+quota = {
+  width = 37,
+  wait = fixed_window.wait,
+  give = fixed_window.give,
+  source = fixed_window.source,
+  seal = fixed_window.seal,
 
-function quota.read(raw, tail)
-  local _, _, _, last, til, used, size, shape = unpack_struct(QUOTA, raw)
-  return { last = last, til = til, used = used, size = size, shape = shape }, tail
-end
+  read = function(raw, tail)
+    local _, _, _, last, til, used, size, shape = unpack_struct(QUOTA, raw)
+    return { last = last, til = til, used = used, size = size, shape = shape }, tail
+  end,
 
-function quota.write(state)
-  return pack(QUOTA, FORMAT, 7, 37, state.last, state.til, state.used, state.size, state.shape)
-end
+  write = function(state)
+    return pack(QUOTA, FORMAT, 7, 37, state.last, state.til, state.used, state.size, state.shape)
+  end,
 
-function quota.numbers(state)
-  return { state.size, state.shape, 0, state.til, state.til, state.til } -- a live state is in its own window
-end
+  numbers = function(state)
+    return { state.size, state.shape, 0, state.til, state.til, state.til } -- a live state is in its own window
+  end,
 
-function quota.fresh(numbers, now)
-  if now < numbers[3] or now >= numbers[6] then return nil end
-  local til = now < numbers[4] and numbers[4] or now < numbers[5] and numbers[5] or numbers[6]
-  return { last = now, til = til, pending = '', used = 0, size = numbers[1], shape = numbers[2] }
-end
+  fresh = function(numbers, now)
+    if now < numbers[3] or now >= numbers[6] then return nil end
+    local til = now < numbers[4] and numbers[4] or now < numbers[5] and numbers[5] or numbers[6]
+    return { last = now, til = til, pending = '', used = 0, size = numbers[1], shape = numbers[2] }
+  end,
 
-function quota.open(state, numbers, now)
-  local opened = quota.fresh(numbers, now)
-  if opened and state.shape == numbers[2] then
-    opened.used, opened.pending = state.used, state.pending
-  end
-  return opened
-end
+  open = function(state, numbers, now)
+    local opened = quota.fresh(numbers, now)
+    if opened and state.shape == numbers[2] then
+      opened.used, opened.pending = state.used, state.pending
+    end
+    return opened
+  end,
 
-function quota.take(state, numbers, cost)
-  state.used = state.used + cost
-end
+  take = function(state, numbers, cost)
+    state.used = state.used + cost
+  end,
 
-function quota.force(state, numbers, amount)
-  local taken = min(amount, 2 * numbers[1] - state.used)
-  if taken <= 0 then return false end
-  state.used = state.used + taken
-  return true
-end
-
-quota.wait, quota.give, quota.source = fixed_window.wait, fixed_window.give, fixed_window.source
-quota.seal = fixed_window.seal
+  force = function(state, numbers, amount)
+    local taken = min(amount, 2 * numbers[1] - state.used)
+    if taken <= 0 then return false end
+    state.used = state.used + taken
+    return true
+  end,
+}
 
 return quota

@@ -4,7 +4,7 @@
 -- reserves writes it; it lives for its TTL and a day, and a day longer once it is settled.
 
 local ceil = math.ceil
-local states, algorithms, buckets = use('state'), use('algorithms'), use('buckets')
+local states, pending, algorithms, buckets = use('state'), use('pending'), use('algorithms'), use('buckets')
 
 local RECORD_FORMAT = 1
 local KEPT_MS = 86400000
@@ -65,7 +65,7 @@ function reserve.settle(request, now, injected)
       local algorithm, key = algorithms.of(code), limit + 1
       local state = call.states[key]
       local numbers
-      if states.is_gone(state, now) then
+      if not state or (now >= state.til and now >= state.last) then -- it is gone
         numbers = {}
         for i = 1, count do numbers[i] = held[at + 2 + i] end
         for i = 1, #calendars[limit] do numbers[count + i] = calendars[limit][i] end
@@ -75,7 +75,7 @@ function reserve.settle(request, now, injected)
       local work, judged_at = states.open(state, algorithm, numbers, now)
       if not work then return { 4, limit - 1, judged_at } end
       local more = amounts[limit] - amount
-      local source = states.remove_pending(work, ARGV[2])
+      local source = pending.remove(work, ARGV[2])
       if source and more < 0 then algorithm.give(work, numbers, -more, source) end
       local forced = more > 0 and algorithm.force(work, numbers, more)
       if forced or source then

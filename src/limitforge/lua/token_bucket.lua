@@ -1,57 +1,64 @@
 -- Token bucket: starts full, refills continuously, and is down to minus its capacity at the lowest.
 
 local floor, ceil, max, min = math.floor, math.ceil, math.max, math.min
-local level, NEVER = use('level'), use('exact').NEVER
+local level = use('level')
 
-local token_bucket = { width = level.WIDTH, read = level.read, write = level.writer(1), numbers = level.numbers }
+local NEVER = -1 -- a wait that does not end
 
-function token_bucket.fresh(numbers, now)
-  return { last = now, pending = '', level = numbers[1] * numbers[3], size = numbers[1], tokens = numbers[2], per = numbers[3] }
-end
+local token_bucket = {
+  width = level.WIDTH,
+  read = level.read,
+  write = level.writer(1),
+  numbers = level.numbers,
 
-function token_bucket.open(state, numbers, now)
-  local size, tokens, per = numbers[1], numbers[2], numbers[3]
-  local full = size * per
-  local amount = state.level
-  if state.per ~= per or state.size ~= size then amount = level.convert(state, numbers, -full, full) end
-  local elapsed = now - state.last
-  if elapsed >= ceil((full - amount) / tokens) then -- clamped before it is multiplied
-    amount = full
-  else
-    amount = amount + elapsed * tokens
-  end
-  return { last = now, pending = state.pending, level = amount, size = size, tokens = tokens, per = per }
-end
+  fresh = function(numbers, now)
+    return { last = now, pending = '', level = numbers[1] * numbers[3], size = numbers[1], tokens = numbers[2], per = numbers[3] }
+  end,
 
-function token_bucket.wait(state, numbers, cost, share)
-  if cost > share then return NEVER end
-  local short = (numbers[1] - share + cost) * numbers[3] - state.level
-  if short <= 0 then return 0 end
-  return ceil(short / numbers[2])
-end
+  open = function(state, numbers, now)
+    local size, tokens, per = numbers[1], numbers[2], numbers[3]
+    local full = size * per
+    local amount = state.level
+    if state.per ~= per or state.size ~= size then amount = level.convert(state, numbers, -full, full) end
+    local elapsed = now - state.last
+    if elapsed >= ceil((full - amount) / tokens) then -- clamped before it is multiplied
+      amount = full
+    else
+      amount = amount + elapsed * tokens
+    end
+    return { last = now, pending = state.pending, level = amount, size = size, tokens = tokens, per = per }
+  end,
 
-function token_bucket.take(state, numbers, cost)
-  state.level = state.level - cost * numbers[3]
-end
+  wait = function(state, numbers, cost, share)
+    if cost > share then return NEVER end
+    local short = (numbers[1] - share + cost) * numbers[3] - state.level
+    if short <= 0 then return 0 end
+    return ceil(short / numbers[2])
+  end,
 
-function token_bucket.force(state, numbers, amount)
-  local before, full = state.level, numbers[1] * numbers[3]
-  state.level = max(before - min(amount, 2 * numbers[1]) * numbers[3], -full)
-  return state.level < before
-end
+  take = function(state, numbers, cost)
+    state.level = state.level - cost * numbers[3]
+  end,
 
-function token_bucket.give(state, numbers, amount)
-  state.level = min(state.level + min(amount, 2 * numbers[1]) * numbers[3], numbers[1] * numbers[3])
-end
+  force = function(state, numbers, amount)
+    local before, full = state.level, numbers[1] * numbers[3]
+    state.level = max(before - min(amount, 2 * numbers[1]) * numbers[3], -full)
+    return state.level < before
+  end,
 
-function token_bucket.source()
-  return 0
-end
+  give = function(state, numbers, amount)
+    state.level = min(state.level + min(amount, 2 * numbers[1]) * numbers[3], numbers[1] * numbers[3])
+  end,
 
-function token_bucket.seal(state)
-  local amount, per = state.level, state.per
-  state.used = state.size - floor(amount / per)
-  state.til = state.last + ceil((state.size * per - amount) / state.tokens)
-end
+  source = function()
+    return 0
+  end,
+
+  seal = function(state)
+    local amount, per = state.level, state.per
+    state.used = state.size - floor(amount / per)
+    state.til = state.last + ceil((state.size * per - amount) / state.tokens)
+  end,
+}
 
 return token_bucket

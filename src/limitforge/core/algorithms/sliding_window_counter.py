@@ -1,7 +1,6 @@
 """Sliding window counter: two aligned counts blended into an estimate, in exact integers."""
 
 from limitforge.core.algorithms.steps import NEVER, State, Steps
-from limitforge.core.exact import ceil_div
 
 
 class Counter(State, gc=False):
@@ -63,6 +62,8 @@ class SlidingWindowCounterSteps(Steps, frozen=True):
         state.until = state.last + (self._falls_to(state, 0) if state.used else 0)
 
     def _estimate(self, state: Counter) -> int:
+        if not state.previous:
+            return state.current
         window = self.window_us
         return state.previous * (window - state.last % window) // window + state.current
 
@@ -74,4 +75,4 @@ class SlidingWindowCounterSteps(Steps, frozen=True):
             fading, at_most = state.previous, target - state.current
         else:  # only after the current count has become the previous one
             fading, at_most, elapsed = state.current, target, elapsed - window
-        return window - ceil_div((at_most + 1) * window, fading) + 1 - elapsed
+        return window + (-(at_most + 1) * window) // fading + 1 - elapsed  # minus the quotient, rounded up

@@ -1,0 +1,74 @@
+"""`python -m bench [memory] [redis] [bytes] [--quick] [--json FILE]`: without a part, all three."""
+
+import argparse
+import json
+import platform
+import sys
+import time
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from bench import footprint, memory, redis_cpu
+from bench.server import NoServer, redis_server, server_version
+from bench.table import Target, targets
+
+PARTS = ("memory", "redis", "bytes")
+
+
+def main() -> int:
+    asked = _arguments()
+    started = time.monotonic()
+    found: list[Target] = []
+    report: dict[str, Any] = {"quick": asked.quick, "versions": _versions()}
+    try:
+        for part in asked.parts or PARTS:
+            results, drawn, its_targets = _run(part, report["versions"], quick=asked.quick)
+            print(f"\n{drawn}", flush=True)
+            report[part] = [asdict(result) for result in results]
+            found += its_targets
+    except NoServer as missing:
+        print(f"bench: {missing}", file=sys.stderr)
+        return 1
+    print(f"{targets(found)}")
+    print(", ".join(f"{name} {number}" for name, number in report["versions"].items()))
+    report["targets"] = [asdict(target) for target in found]
+    asked.json.parent.mkdir(parents=True, exist_ok=True)
+    asked.json.write_text(json.dumps(report, indent=2) + "\n")
+    print(f"{time.monotonic() - started:.0f} s; written to {asked.json}")
+    return 0
+
+
+def _run(part: str, versions: dict[str, str], *, quick: bool) -> tuple[list[Any], str, list[Target]]:
+    if part == "memory":
+        in_memory, its_targets = memory.run(quick=quick)
+        return in_memory, memory.draw(in_memory), its_targets
+    with redis_server() as url:
+        versions["redis-server"] = server_version(url)
+        if part == "redis":
+            on_redis, its_targets = redis_cpu.run(url, quick=quick)
+            return on_redis, redis_cpu.draw(on_redis), its_targets
+        in_bytes, its_targets = footprint.run(url, quick=quick)
+        return in_bytes, footprint.draw(in_bytes), its_targets
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser("bench", description="limitforge beside its peers, in one run.")
+    parser.add_argument("parts", nargs="*", metavar="part", help=f"{', '.join(PARTS)}; without one, all three")
+    parser.add_argument("--quick", action="store_true", help="a smoke run: its numbers mean little")
+    parser.add_argument("--json", type=Path, default=Path("build/bench.json"), metavar="FILE", help="where results go")
+    asked = parser.parse_args()
+    for part in asked.parts:
+        if part not in PARTS:
+            parser.error(f"no part is called {part!r}; there are {', '.join(PARTS)}")
+    return asked
+
+
+def _versions() -> dict[str, str]:
+    packages = {"limitforge": "limitforge", "limits": "limits", "throttled-py": "throttled-py", "redis-py": "redis"}
+    return {"python": platform.python_version()} | {name: version(package) for name, package in packages.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

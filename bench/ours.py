@@ -1,0 +1,104 @@
+"""limitforge as a contestant: the plans that are measured, and the loops that check them."""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+
+from bench.contest import OURS, Contestant, Sweep
+from limitforge import Concurrency, Decision, Limiter, Limits, Request, SyncLimiter, limit_from_fields
+
+TENANT = "acme"
+RESOURCE = "GET:/orders"
+BATCH = 64
+
+_prefixes = itertools.count()
+
+
+PLANS: dict[str, Callable[[int], Limits]] = {
+    "token bucket": lambda size: Limits.parse(f"burst=token:{size}/day"),
+    "leaky bucket": lambda size: Limits.parse(f"burst=leaky:{size}/day"),
+    "fixed window": lambda size: Limits.parse(f"daily=fixed:{size}/day"),
+    "sliding window counter": lambda size: Limits.parse(f"recent=counter:{size}/day"),
+    "sliding window log": lambda size: Limits.parse(f"recent=sliding:{size}/day"),
+    "quota": lambda size: Limits(limit_from_fields({"algorithm": "quota", "limit": size, "period": "day"})),
+    "concurrency": lambda size: Limits(Concurrency(name="slots", max_concurrent=size, lease_ttl_seconds=86_400)),
+    "two limits": lambda size: Limits.parse(f"burst=token:{2 * size}/day; daily=fixed:{size}/day"),
+    "three limits": lambda size: Limits.parse(
+        f"burst=token:{4 * size}/day; daily=fixed:{2 * size}/day; recent=counter:{size}/day"
+    ),
+}
+"""By a size that bounds them. Everything is per day, so that no window ends during a run."""
+
+
+def contestant(plan: str, url: str, *, key_prefix: str | None = None) -> Contestant:
+    return Contestant(OURS, lambda size: _sweep(url, PLANS[plan](size), key_prefix))
+
+
+def text_contestant(url: str) -> Contestant:
+    """A token bucket that is given as text with every check."""
+    return Contestant(f"{OURS}, limits as text", lambda size: _sweep(url, f"burst=token:{size}/day"))
+
+
+def _sweep(url: str, limits: Limits | str, key_prefix: str | None = None) -> Sweep:
+    check = SyncLimiter.connect(url, key_prefix=key_prefix or _prefix()).check
+
+    def sweep(subjects: Sequence[str]) -> int:
+        admitted = 0
+        for subject in subjects:
+            d = check(RESOURCE, subject, limits=limits, tenant=TENANT)
+            _ = (d.limit, d.remaining, d.reset_after_ms, d.retry_after_ms, d.limits)
+            if d.allowed:
+                admitted += 1
+        return admitted
+
+    return sweep
+
+
+def async_contestant(plan: str, url: str) -> Contestant:
+    """All checks in one coroutine, one after the other."""
+
+    def make(size: int) -> Sweep:
+        check = Limiter.connect(url, key_prefix=_prefix()).check
+        limits = PLANS[plan](size)
+        runner = asyncio.Runner()
+
+        async def sweep(subjects: Sequence[str]) -> int:
+            admitted = 0
+            for subject in subjects:
+                d = await check(RESOURCE, subject, limits=limits, tenant=TENANT)
+                _ = (d.limit, d.remaining, d.reset_after_ms, d.retry_after_ms, d.limits)
+                if d.allowed:
+                    admitted += 1
+            return admitted
+
+        return lambda subjects: runner.run(sweep(subjects))
+
+    return Contestant(f"{OURS}, await", make, threads=False)
+
+
+def batched(plan: str, url: str, *, key_prefix: str | None = None) -> Contestant:
+    """`check_many`, as a gateway sends what has come in meanwhile."""
+
+    def make(size: int) -> Sweep:
+        limiter = SyncLimiter.connect(url, key_prefix=key_prefix or _prefix())
+        limits = PLANS[plan](size)
+
+        def sweep(subjects: Sequence[str]) -> int:
+            admitted = 0
+            for start in range(0, len(subjects), BATCH):
+                batch = subjects[start : start + BATCH]
+                requests = [Request(resource=RESOURCE, subject=s, limits=limits, tenant=TENANT) for s in batch]
+                for decision in limiter.check_many(requests):
+                    if not isinstance(decision, Decision):
+                        raise decision
+                    admitted += decision.allowed
+            return admitted
+
+        return sweep
+
+    return Contestant(f"{OURS}, batches of {BATCH}", make)
+
+
+def _prefix() -> str:
+    """State of its own for each limiter that shares a Redis."""
+    return f"b{next(_prefixes)}"

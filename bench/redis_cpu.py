@@ -1,0 +1,240 @@
+"""What one check costs Redis: its own account of each command (INFO commandstats), and the CPU time of its process.
+
+The time of a script holds that of the commands it calls, which Redis lists as well. So a client's own commands are told
+from a script's by watching one check (MONITOR names the caller). Only the client's own are added up.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from redis import Redis
+
+from bench import ours, peers
+from bench.contest import OURS, Contestant, Exactness, Shape, Spread, Sweep, exactness, progress, quiet, turns
+from bench.table import Target, at_most, table
+
+ONE_US = 30.0
+THREE_US = 40.0
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    shape: str
+    contestant: str
+    commands: dict[str, int]
+    """What the client sends for one check; its sum is the number of round trips."""
+    in_redis_us: Spread
+    inside_us: Spread
+    """The part of it that was spent in commands which a script called."""
+    first_us: float
+    """The same for a subject's first check."""
+    redis_cpu_us: Spread
+    wall_us: Spread
+    ratio: Spread
+    admitted: int
+    checks: int
+    exactness: Exactness
+
+
+class Traffic(NamedTuple):
+    """What a client sends for one check, and what its scripts call."""
+
+    sent: Counter[str]
+    called: set[str]
+
+
+class Sample(NamedTuple):
+    in_redis_us: float
+    inside_us: float
+    redis_cpu_us: float
+    wall_us: float
+    admitted: int
+
+
+class Meter:
+    """Reads Redis's accounts, on a connection of its own."""
+
+    def __init__(self, url: str) -> None:
+        self._redis: Any = Redis.from_url(url, decode_responses=True)
+        self._watching: Any = Redis.from_url(url, decode_responses=True)
+
+    def flush(self) -> None:
+        self._redis.flushall()
+
+    def watch(self, sweep: Sweep) -> Traffic:
+        """One subject's first two checks: the first may call more than later ones do, and loads scripts."""
+        _, called_first = self._watched(sweep)
+        sent, called = self._watched(sweep)
+        return Traffic(sent, called_first | called)
+
+    def _watched(self, sweep: Sweep) -> tuple[Counter[str], set[str]]:
+        sent: Counter[str] = Counter()
+        called: set[str] = set()
+        with self._watching.monitor() as monitor:
+            sweep(["watched"])
+            self._redis.echo("done")
+            while True:
+                seen = monitor.next_command()
+                name = seen["command"].split()[0].lower()
+                if name == "echo":
+                    return sent, called
+                if seen["client_type"] == "lua":
+                    called.add(name)
+                else:
+                    sent[name] += 1
+
+    def sample(self, sweep: Sweep, subjects: Sequence[str], traffic: Traffic) -> Sample:
+        checks = len(subjects)
+        quiet()
+        self._redis.config_resetstat()
+        cpu, wall = self._cpu_us(), time.perf_counter_ns()
+        admitted = sweep(subjects)
+        wall_us = (time.perf_counter_ns() - wall) / 1_000
+        cpu_us = self._cpu_us() - cpu
+        outside = inside = 0.0
+        for command, (calls, micros) in self._commands().items():
+            own = 1.0
+            if command in traffic.called:
+                own = min(traffic.sent[command] * checks / calls, 1.0)
+            outside += own * micros
+            inside += (1 - own) * micros
+        return Sample(outside / checks, inside / checks, cpu_us / checks, wall_us / checks, admitted)
+
+    def _commands(self) -> dict[str, tuple[int, int]]:
+        stats = self._redis.info("commandstats")
+        commands = {name.removeprefix("cmdstat_"): (found["calls"], found["usec"]) for name, found in stats.items()}
+        return {name: found for name, found in commands.items() if name not in ("info", "config|resetstat")}
+
+    def _cpu_us(self) -> float:
+        cpu = self._redis.info("cpu")
+        return float(1e6 * (cpu["used_cpu_user"] + cpu["used_cpu_sys"]))
+
+
+def shapes(url: str) -> list[Shape]:
+    rivals: dict[str, tuple[Contestant, ...]] = {
+        "token bucket": (peers.throttled_contestant("token_bucket", url), peers.limits_contestant(peers.FIXED, url)),
+        "leaky bucket": (peers.throttled_contestant("leaking_bucket", url),),
+        "fixed window": (
+            peers.throttled_contestant("fixed_window", url),
+            peers.limits_contestant(peers.FIXED, url),
+            peers.limits_contestant(peers.FIXED, url, stats=False),
+        ),
+        "sliding window counter": (
+            peers.throttled_contestant("sliding_window", url),
+            peers.limits_contestant(peers.COUNTER, url),
+        ),
+        "sliding window log": (peers.limits_contestant(peers.LOG, url),),
+        "three limits": (peers.throttled_of_three(url), peers.limits_of_three(url)),
+    }
+    return [
+        Shape(plan, (ours.contestant(plan, url), ours.batched(plan, url), *rivals.get(plan, ()))) for plan in ours.PLANS
+    ]
+
+
+def run(url: str, *, quick: bool) -> tuple[list[Result], list[Target]]:
+    subjects = [f"user:{number}" for number in range(320 if quick else 10_000)]
+    rounds = 2 if quick else 4
+    meter = Meter(url)
+    results = []
+    for shape in shapes(url):
+        progress(f"redis: {shape.name}, {len(shape.contestants)} contestants")
+        results += _measured(shape, meter, subjects, rounds)
+        meter.flush()
+    return results, _targets(results)
+
+
+def draw(results: Sequence[Result]) -> str:
+    rows: list[tuple[str, ...]] = []
+    for at, result in enumerate(results):
+        if at and result.shape != results[at - 1].shape:
+            rows.append(())
+        rows.append(
+            (
+                f"{result.shape}: {result.contestant}",
+                result.in_redis_us.text(1),
+                f"{result.inside_us.median:.1f}",
+                f"{result.first_us:.1f}",
+                result.redis_cpu_us.text(0),
+                result.wall_us.text(0),
+                result.ratio.text(),
+                _sends(result.commands),
+                result.exactness.text(),
+            )
+        )
+    header = ("one check on Redis", "in Redis us", "inside", "first", "CPU us", "wall us", "x limitforge", "sends")
+    return table(
+        "Redis: its account of one check's commands, and what of it was inside of a script; the CPU of its process",
+        (*header, "5 of 8"),
+        rows,
+    )
+
+
+def _measured(shape: Shape, meter: Meter, subjects: list[str], rounds: int) -> list[Result]:
+    exact = {each: exactness(each, subjects[:50]) for each in shape.contestants}
+    meter.flush()
+    sweeps = {each: each.make(shape.size) for each in shape.contestants}
+    samples: dict[Contestant, list[Sample]] = {each: [] for each in shape.contestants}
+    traffic = {each: meter.watch(sweep) for each, sweep in sweeps.items()}
+    firsts = {
+        each: meter.sample(sweep, _share(each, subjects), traffic[each]).in_redis_us for each, sweep in sweeps.items()
+    }
+    for number, each in turns(shape.contestants, rounds):
+        mine = _share(each, subjects)
+        part = len(mine) // 2  # so every subject is asked every other round
+        start = number % 2 * part
+        samples[each].append(meter.sample(sweeps[each], mine[start : start + part], traffic[each]))
+    base = [sample.in_redis_us for sample in samples[shape.contestants[0]]]
+    return [
+        _result(shape, each, dict(traffic[each].sent), firsts[each], samples[each], base, exact[each], subjects)
+        for each in shape.contestants
+    ]
+
+
+def _share(contestant: Contestant, subjects: list[str]) -> list[str]:
+    """A peer's many round trips would take most of the run: a quarter of the subjects will do."""
+    return subjects if contestant.ours else subjects[: len(subjects) // 4]
+
+
+def _result(
+    shape: Shape,
+    contestant: Contestant,
+    commands: dict[str, int],
+    first_us: float,
+    samples: Sequence[Sample],
+    base: Sequence[float],
+    exact: Exactness,
+    subjects: list[str],
+) -> Result:
+    return Result(
+        shape.name,
+        contestant.name,
+        commands,
+        Spread.of([sample.in_redis_us for sample in samples]),
+        Spread.of([sample.inside_us for sample in samples]),
+        first_us,
+        Spread.of([sample.redis_cpu_us for sample in samples]),
+        Spread.of([sample.wall_us for sample in samples]),
+        Spread.of_ratios([sample.in_redis_us for sample in samples], base),
+        sum(sample.admitted for sample in samples),
+        len(samples) * (len(_share(contestant, subjects)) // 2),
+        exact,
+    )
+
+
+def _targets(results: Sequence[Result]) -> list[Target]:
+    found = []
+    for result in results:
+        if result.contestant == OURS:
+            if result.shape != "two limits":
+                bound = THREE_US if result.shape == "three limits" else ONE_US
+                found.append(at_most(f"redis, {result.shape}", bound, result.in_redis_us.median, "us"))
+            sent = _sends(result.commands)
+            found.append(Target(f"redis, {result.shape}, calls", "1 evalsha", sent, sent == "1 evalsha"))
+    return found
+
+
+def _sends(commands: dict[str, int]) -> str:
+    return " + ".join(f"{count} {name}" for name, count in commands.items())

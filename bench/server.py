@@ -1,0 +1,65 @@
+"""A redis-server of the benchmark's own: on 127.0.0.1, without persistence, in a folder that goes with it."""
+
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from redis import Redis
+
+START_SECONDS = 20.0
+
+
+class NoServer(Exception):
+    """redis-server is missing, or did not start."""
+
+
+@contextmanager
+def redis_server() -> Iterator[str]:
+    """Its URL, for as long as the block runs."""
+    program = shutil.which("redis-server")
+    if program is None:
+        raise NoServer("this part needs redis-server on the PATH (apt install redis-server), or run `make bench`")
+    port = _free_port()
+    with tempfile.TemporaryDirectory(prefix="limitforge-bench-", ignore_cleanup_errors=True) as folder:
+        command = [program, "--bind", "127.0.0.1", "--port", str(port), "--dir", folder]
+        process = subprocess.Popen(
+            [*command, "--save", "", "--appendonly", "no"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        )
+        try:
+            _wait_for(process, port)
+            yield f"redis://127.0.0.1:{port}/0"
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def server_version(url: str) -> str:
+    """What the numbers of a run belong to."""
+    redis: Any = Redis.from_url(url)
+    return str(redis.info("server")["redis_version"])
+
+
+def _wait_for(process: subprocess.Popen[bytes], port: int) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with socket.create_connection(("127.0.0.1", port), timeout=1) as connection:
+                connection.sendall(b"INFO server\r\n")
+                if f"process_id:{process.pid}\r\n".encode() in connection.recv(65_536):
+                    return
+        except OSError:
+            pass
+        time.sleep(0.02)
+    raise NoServer(f"redis-server did not answer on port {port}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
