@@ -15,15 +15,7 @@
 --
 -- Writes each changed bucket once, with a TTL of `until` plus a minute.
 
-local max, min = math.max, math.min
 local states, algorithms, buckets = use('state'), use('algorithms'), use('buckets')
-local open_state, state_of, keep, algorithm_of = states.open, buckets.state, buckets.keep, algorithms.of
-local LEAKY_BUCKET, CONCURRENCY, QUOTA = algorithms.LEAKY_BUCKET, algorithms.CONCURRENCY, algorithms.QUOTA
-
-local CODE, FLAGS, PERCENT, NAME, NUMBERS = 1, 2, 3, 4, 5 -- of a rule
-local UNLIMITED = -1 -- a limit that is not there
-local HEAD, HEAD_OF_RESERVATION, TAKE = 3, 6, 5 -- integers of a check and of each of its takes
-local MOST_PENDING = 1000 * states.PENDING_WIDTH
 
 -- The numbers that hold for a take now; nil if the subject's overrides are not ours.
 local function overridden(call, rule, override_key, resource)
@@ -33,12 +25,21 @@ local function overridden(call, rule, override_key, resource)
     if list == nil then return nil end
     call.overrides[override_key] = list
   end
-  if not list then return rule[NUMBERS] end
-  return use('overrides').applied(list, resource, rule[NAME], rule[CODE], call.now, rule[NUMBERS])
+  local code, name, numbers = rule[1], rule[4], rule[5]
+  if not list then return numbers end
+  return use('overrides').applied(list, resource, name, code, call.now, numbers)
 end
 
 -- Judges the check that starts at `at` of `checks`, and writes the answer behind the first `o` integers of `out`; tells how many there are then.
+--
+-- Its constants and helpers are locals of its own: Redis builds this function with each call, and whatever it captured would be built with it.
 local function judge(call, rules, checks, at, out, o)
+  local HEAD, HEAD_OF_RESERVATION, TAKE = 3, 6, 5 -- integers of a check and of each of its takes
+  local CODE, FLAGS, PERCENT, NUMBERS = 1, 2, 3, 5 -- of a rule
+  local UNLIMITED, MOST_PENDING = -1, 1000 * states.PENDING_WIDTH
+  local LEAKY_BUCKET, CONCURRENCY = algorithms.LEAKY_BUCKET, algorithms.CONCURRENCY
+  local algorithm_of, open_state, state_of, keep = algorithms.of, states.open, buckets.state, buckets.keep
+
   local now, raw = call.now, call.raw
   local lease, record = checks[at + 1], checks[at + 2]
   local first = at + (record > 0 and HEAD_OF_RESERVATION or HEAD)
@@ -96,7 +97,7 @@ local function judge(call, rules, checks, at, out, o)
         noted = 0
       elseif wait == 0 then
         if allowed then
-          if code == LEAKY_BUCKET and rule[FLAGS] % 2 == 1 then delay = max(delay, algorithm.delay(work, numbers)) end
+          if code == LEAKY_BUCKET and rule[FLAGS] % 2 == 1 then delay = math.max(delay, algorithm.delay(work, numbers)) end
           algorithm.take(work, numbers, cost, ARGV[lease])
           if held and code ~= CONCURRENCY and #work.pending < MOST_PENDING then
             noted = cost
@@ -104,7 +105,7 @@ local function judge(call, rules, checks, at, out, o)
           end
           keep(call, checks[place + 1], algorithm, work)
         end
-      elseif rule[FLAGS] >= 2 and not allowed and algorithm.force(work, numbers, min(cost, numbers[1])) then
+      elseif rule[FLAGS] >= 2 and not allowed and algorithm.force(work, numbers, math.min(cost, numbers[1])) then
         if wait > 0 then wait = algorithm.wait(work, numbers, cost, share) end
         keep(call, checks[place + 1], algorithm, work)
       end
@@ -130,12 +131,12 @@ local function check_call(request, now, injected)
   call.overrides = {}
   local at = 1
   while checks[at] do
-    local size = (checks[at + 2] > 0 and HEAD_OF_RESERVATION or HEAD) + TAKE * checks[at]
+    local size = (checks[at + 2] > 0 and 6 or 3) + 5 * checks[at]
     local judged, answered = pcall(judge, call, rules, checks, at, out, o)
     if judged then
       o = answered
     else -- a state that has the right form, and makes no sense
-      out[o + 1], out[o + 2] = 3, checks[at + size - TAKE + 1]
+      out[o + 1], out[o + 2] = 3, checks[at + size - 4]
       o = o + 2
     end
     at = at + size
