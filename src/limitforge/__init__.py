@@ -7,6 +7,7 @@ decision = await limiter.check("GET:/orders", "user:42", limits="100/minute; 10/
 from limitforge.core.check import Entry
 from limitforge.core.clock import Clock, ManualClock
 from limitforge.core.decision import Decision, LimitState
+from limitforge.core.keys import Place
 from limitforge.core.limits import (
     Concurrency,
     FixedWindow,
@@ -32,6 +33,7 @@ from limitforge.errors import (
     UnknownReservation,
 )
 from limitforge.limiter import Limiter, Request, SyncLimiter
+from limitforge.stores.memory import MemoryStore
 
 __all__ = [
     "Clock",
@@ -48,8 +50,10 @@ __all__ = [
     "LimitforgeError",
     "Limits",
     "ManualClock",
+    "MemoryStore",
     "Override",
     "OverridePage",
+    "Place",
     "Quota",
     "Request",
     "Settlement",

@@ -6,6 +6,7 @@
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,6 +17,7 @@ from limitforge.core.clock import Clock
 from limitforge.core.decision import Decision
 from limitforge.core.exact import cost_of, duration_us, shown
 from limitforge.core.keys import Keys, text
+from limitforge.core.limits import Mode
 from limitforge.core.overrides import Override, OverridePage, compile_override, plain_changes
 from limitforge.core.plan import Limits, LimitsLike
 from limitforge.core.reservations import OnLapse, Settlement
@@ -104,7 +106,8 @@ class _Requests:
         return read_ticket("lease_id", Lease, lease_id, self.keys.prefix)
 
     def reset(self, resource: Name, subject: Name, limits: LimitsLike, tenant: Name) -> Reset:
-        check = self.check(Request(resource=resource, subject=subject, limits=limits, tenant=tenant, cost=0))
+        every = Limits(*(replace(limit, mode=Mode.ON) for limit in Limits.of(limits)))  # also those that are off
+        check = self.check(Request(resource=resource, subject=subject, limits=every, tenant=tenant, cost=0))
         return Reset(tuple(key for _, key, *_ in check.takes))
 
     def set_override(

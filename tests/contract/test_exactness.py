@@ -106,27 +106,32 @@ async def test_concurrent_callers_of_one_loop_admit_exactly_a_hundred(redis_url:
 
 def test_never_more_slots_are_held_than_there_are(redis_url: str) -> None:
     slots = Limits(Concurrency(name="c", max_concurrent=5, lease_ttl_seconds=60))
-    held, most, admissions = 0, 0, 0
-    lock = threading.Lock()
+    held, most, waves = 0, 0, 40
+    lock, together = threading.Lock(), threading.Barrier(16)
 
-    def work(limiter: SyncLimiter) -> None:
-        nonlocal held, most, admissions
-        for _ in range(40):
+    def work(limiter: SyncLimiter) -> int:
+        nonlocal held, most
+        admitted = 0
+        for _ in range(waves):
             decision = limiter.check("r", "s", limits=slots)
             if decision.allowed:
                 with lock:
                     held += 1
                     most = max(most, held)
-                    admissions += 1
+            together.wait()  # all have asked, and whoever was let in still holds its slot
+            if decision.allowed:
+                admitted += 1
                 with lock:
                     held -= 1
                 limiter.release(decision.lease_id or "")
+            together.wait()  # all have released
+        return admitted
 
     with SyncLimiter.connect(redis_url) as limiter, ThreadPoolExecutor(16) as pool:
-        list(pool.map(work, [limiter] * 16))
+        admitted = list(pool.map(work, [limiter] * 16))
         assert limiter.check("r", "s", limits=slots, cost=0).remaining == 5
-    assert most <= 5
-    assert admissions >= 5
+    assert most == 5
+    assert sum(admitted) == 5 * waves
 
 
 @pytest.mark.slow
@@ -140,6 +145,21 @@ def test_a_restart_in_mid_load_is_seen_as_lost_connections_and_nothing_else(own_
         assert [others for *_, others in results if others] == []
         assert sum(allowed for allowed, *_ in results) > 0
         assert limiter.check("r", "s", limits=limits).allowed
+
+
+@pytest.mark.chaos
+def test_many_restarts_in_mid_load_are_seen_as_lost_connections_and_nothing_else(own_redis_server: RedisServer) -> None:
+    limits = Limits(FixedWindow(name="w", limit=10**9, window_seconds=DAY))
+    with SyncLimiter.connect(own_redis_server.url) as limiter, ThreadPoolExecutor(32) as pool:
+        loads = [pool.submit(survived, limiter, limits, 20_000) for _ in range(32)]
+        for number in range(20):
+            if number % 2:
+                own_redis_server.kill()
+            own_redis_server.restart()
+            assert limiter.check("r", "again", limits=limits).allowed or number
+        results = [load.result(timeout=600) for load in loads]
+    assert [others for *_, others in results if others] == []
+    assert sum(lost for _, lost, _ in results) > 0
 
 
 @pytest.mark.slow

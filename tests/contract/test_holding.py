@@ -217,6 +217,30 @@ def test_a_forgotten_reservation_is_unknown(limiter: SyncLimiter, clock: ManualC
         limiter.settle(reservation, 1)
 
 
+@each_metered
+def test_a_reservation_after_the_clock_stepped_back_lasts_its_ttl(
+    limiter: SyncLimiter, clock: ManualClock, limit: FixedWindow
+) -> None:
+    limiter.check("r", "s", limits=limit)
+    clock.advance_us(-120 * SECOND)
+    held = limiter.reserve("r", "s", limits=limit, cost=30, ttl_seconds=60, on_lapse="refund").reservation_id or ""
+    assert left(limiter, limit) == 69
+    assert limiter.settle(held, 10).outcome == "settled"
+    assert left(limiter, limit) == 89
+
+
+def test_an_id_of_the_largest_check_can_be_used(limiter: SyncLimiter) -> None:
+    plan = [
+        Concurrency(name=f"{number:02}-{'n' * 60}", max_concurrent=5, lease_ttl_seconds=60) for number in range(16)
+    ] + [FixedWindow(name=f"{number:02}-{'n' * 60}", limit=5, window_seconds=60) for number in range(16, 32)]
+    tenant, resource, subject = "{" * 512, "r" * 512, b"\xff" * 512
+    decision = limiter.reserve(resource, subject, limits=plan, cost=2, tenant=tenant)
+    limiter.settle(decision.reservation_id or "", 1)
+    limiter.release(decision.lease_id or "")
+    look = limiter.check(resource, subject, limits=plan, cost=0, tenant=tenant)
+    assert [state.remaining for state in look.limits.values()] == [5] * 16 + [4] * 16
+
+
 # -- overrides
 
 

@@ -7,10 +7,12 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from limitforge import (
+    Decision,
     FixedWindow,
     LeakyBucket,
     ManualClock,
     Quota,
+    Request,
     SlidingWindow,
     SlidingWindowCounter,
     SyncLimiter,
@@ -156,3 +158,24 @@ def test_a_quota_whose_bucket_is_far_ahead_of_the_clock_is_asked_for_once_more(
     decision = limiter.check("r", "s", limits=quotas)
     assert decision.allowed
     assert [state.remaining for state in decision.limits.values()] == [3, 4]
+
+
+def test_a_batch_keeps_its_order_when_a_quota_is_asked_for_once_more(limiter: SyncLimiter, clock: ManualClock) -> None:
+    day = Quota(name="day", limit=5, period="day")
+    one = FixedWindow(name="one", limit=1, window_seconds=3_600)
+    limiter.check("r", "s", limits=day)
+    clock.advance_us(10 * 86_400 * SECOND)
+    limiter.check("r", "s", limits=day)
+    clock.advance_us(-10 * 86_400 * SECOND)
+    requests = [
+        Request(resource="r", subject="s", limits=limits)
+        for limits in (FixedWindow(name="first", limit=1, window_seconds=60), [day, one], one, [day, one])
+    ]
+    answers = limiter.check_many(requests)
+    assert [isinstance(answer, Decision) and answer.allowed for answer in answers] == [True, True, False, False]
+
+
+def test_a_reset_reaches_limits_that_are_off(limiter: SyncLimiter) -> None:
+    limiter.check("r", "s", limits=BUCKET, cost=10)
+    limiter.reset("r", "s", limits=dataclasses.replace(BUCKET, mode="off"))
+    assert left(limiter, BUCKET) == 10

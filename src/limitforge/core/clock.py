@@ -3,6 +3,8 @@
 import time
 from typing import Protocol
 
+from limitforge.errors import InvalidInput
+
 
 class Clock(Protocol):
     """Integer microseconds since the epoch."""
@@ -21,13 +23,15 @@ class ManualClock:
     """A clock that moves only when told to: for tests, replays and simulations."""
 
     def __init__(self, now_us: int = 1_700_006_400_000_000) -> None:
-        self._now_us = now_us
+        self.set_us(now_us)
 
     def now_us(self) -> int:
         return self._now_us
 
     def set_us(self, now_us: int) -> None:
+        if now_us < 0:
+            raise InvalidInput("now_us", f"must not lie before 1970, got {now_us}")
         self._now_us = now_us
 
     def advance_us(self, by_us: int) -> None:
-        self._now_us += by_us
+        self.set_us(self._now_us + by_us)

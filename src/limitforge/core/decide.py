@@ -25,6 +25,7 @@ class Verdict(Outcome, gc=False):
 
     writes: list[tuple[str, State]]
     held: list["Held"] | None
+    lapses_us: int
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -75,6 +76,8 @@ def decide(  # noqa: C901, PLR0912, PLR0915 - the hot path: two loops, and no ca
                 allowed = False
         probed.append((take, steps, work, share, wait))
 
+    # A bucket may be ahead of the clock: a reservation lapses its TTL after the latest of them.
+    lapses_us = 0 if hold is None else hold.ttl_us + max([now_us, *(work.last for _, _, work, _, _ in probed if work)])
     delay_us = -1
     rows: list[Row] = []
     writes: list[tuple[str, State]] = []
@@ -89,7 +92,7 @@ def decide(  # noqa: C901, PLR0912, PLR0915 - the hot path: two loops, and no ca
                     delay_us = max(delay_us, steps.delay(work))
                 steps.take(work, cost, check.lease)
                 if hold is not None:
-                    _reserve(work, steps, hold, cost, now_us)
+                    _reserve(work, steps, hold, cost, lapses_us)
                 writes.append((key, work))
         elif rule.count_denied and not allowed and steps.force(work, min(cost, steps.limit)):
             if wait > 0:
@@ -100,7 +103,7 @@ def decide(  # noqa: C901, PLR0912, PLR0915 - the hot path: two loops, and no ca
         is_open = 1 if work.pending or (rule.holds_lease and work.items) else 0
         rows.append((steps.limit, left if left > 0 else 0, work.until - work.last, wait, is_open))
     held = [_held(hold, *judged) for judged in probed] if hold is not None and allowed else None
-    return Verdict(allowed, delay_us, rows, writes, held)
+    return Verdict(allowed, delay_us, rows, writes, held, lapses_us)
 
 
 def opened(state: State | None, steps: Steps, now_us: int) -> Any:
@@ -139,13 +142,13 @@ def too_many_reservations(rule: Rule) -> TooManyReservations:
     )
 
 
-def _reserve(work: Any, steps: Steps, hold: Hold, amount: int, now_us: int) -> None:
+def _reserve(work: Any, steps: Steps, hold: Hold, amount: int, lapses_us: int) -> None:
     """In the order of their lapses, so that one look at the first tells whether any is due.
 
     Slots are not reserved. A monitored limit whose list is full goes without: it must not hinder anybody.
     """
     if steps.code != CONCURRENCY and len(work.pending) < MAX_PENDING:
-        added = Pending(hold.token, now_us + hold.ttl_us, amount, steps.source(work), hold.refund)
+        added = Pending(hold.token, lapses_us, amount, steps.source(work), hold.refund)
         work.pending = tuple(sorted((*work.pending, added), key=lambda pending: pending.lapses_us))
 
 

@@ -116,7 +116,7 @@ class Limit:
     counts: Counts | CountsName = Counts.COST
     count_denied: bool = False
     shares: Mapping[str, int] = field(default_factory=dict, hash=False)
-    steps: Steps = field(init=False, repr=False, compare=False, hash=False)
+    steps: Steps = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         _set(self, "name", _name(self.name or self.algorithm))
@@ -180,7 +180,7 @@ class TokenBucket(_Bucket):
 
     algorithm: ClassVar[str] = "token_bucket"
 
-    refill_rate_per_sec: Number | Rate | None = None
+    refill_rate_per_sec: Number | Rate | None = field(default=None, compare=False)
 
     def _steps(self) -> Steps:
         return TokenBucketSteps(*self._rate("refill_rate_per_sec"))
@@ -192,7 +192,7 @@ class LeakyBucket(_Bucket):
 
     algorithm: ClassVar[str] = "leaky_bucket"
 
-    leak_rate_per_sec: Number | Rate | None = None
+    leak_rate_per_sec: Number | Rate | None = field(default=None, compare=False)
 
     def _steps(self) -> Steps:
         return LeakyBucketSteps(*self._rate("leak_rate_per_sec"))
@@ -205,7 +205,7 @@ class FixedWindow(Limit):
     algorithm: ClassVar[str] = "fixed_window"
 
     limit: Number | None
-    window_seconds: Number
+    window_seconds: Number = field(compare=False)  # `steps` has it exactly
     align: Align | AlignName = Align.CLOCK
     spread: bool = False
 
@@ -233,7 +233,7 @@ class SlidingWindow(Limit):
     max_size: ClassVar[int] = MAX_LISTED
 
     limit: Number | None
-    window_seconds: Number
+    window_seconds: Number = field(compare=False)  # `steps` has it exactly
 
     def _steps(self) -> Steps:
         return SlidingWindowSteps(self._size(), duration_us("window_seconds", self.window_seconds))
@@ -247,7 +247,7 @@ class SlidingWindowCounter(Limit):
     max_size: ClassVar[int] = MAX_COUNTER_LIMIT
 
     limit: Number | None
-    window_seconds: Number
+    window_seconds: Number = field(compare=False)  # `steps` has it exactly
 
     def _steps(self) -> Steps:
         return SlidingWindowCounterSteps(
@@ -266,7 +266,7 @@ class Concurrency(Limit):
     max_size: ClassVar[int] = MAX_LISTED
 
     max_concurrent: Number | None
-    lease_ttl_seconds: Number
+    lease_ttl_seconds: Number = field(compare=False)
 
     def _steps(self) -> Steps:
         if self.count_denied:
@@ -315,6 +315,8 @@ def limit_from_fields(given: Mapping[str, Any]) -> Limit:
     kind = ALGORITHMS.get(algorithm) if isinstance(algorithm, str) else None
     if kind is None:
         raise InvalidLimit("algorithm", f"must be one of {', '.join(ALGORITHMS)}, got {shown(algorithm)}")
+    if values.get("limit", 0) is None and kind.size_field not in values:
+        values[kind.size_field] = values.pop("limit")  # unlimited, in the words of every algorithm
     known = {f.name: f for f in fields(kind) if f.init}
     for name in values:
         if name not in known:

@@ -58,7 +58,7 @@ class Compiled(msgspec.Struct, frozen=True):
 
 def plain_changes(changes: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of what an override says, as it can be written down."""
-    text = json.dumps(changes, default=str)
+    text = json.dumps(changes, default=lambda value: dict(value) if isinstance(value, Mapping) else str(value))
     if len(text) > MAX_CHANGES:
         raise InvalidInput("limits", f"an override may be at most {MAX_CHANGES} characters of JSON, got {len(text)}")
     plain: dict[str, Any] = json.loads(text)

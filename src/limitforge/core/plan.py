@@ -98,7 +98,6 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
     place: str
     """The letter of its place: a plain string, which is formatted four times as fast as an enum's member."""
     leases: bool
-    overridable: bool
     varies: bool
 
     @classmethod
@@ -110,7 +109,6 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
             known=frozenset(limit.name for limit in limits),
             place=place.value,
             leases=any(rule.holds_lease for rule in rules),
-            overridable=any(rule.overridable for rule in rules),
             varies=any(rule.varies for rule in rules),
         )
 

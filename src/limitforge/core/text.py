@@ -48,7 +48,7 @@ class _Item:
 
     def __init__(self, text: str, start: int, end: int) -> None:
         self.text = text
-        self.at = start
+        self.start = self.at = start
         self.end = end
 
     def limit(self) -> Limit:
@@ -66,7 +66,16 @@ class _Item:
         canonical = _canonical(count, seconds)
         if prefix and prefix != default:
             canonical = f"{prefix}:{canonical}"
-        return _build(name or canonical, prefix or default, count, seconds)
+        try:
+            return _build(name or canonical, prefix or default, count, seconds)
+        except InvalidLimit as refused:
+            raise InvalidLimit(refused.field, f"{refused.problem}{self._pointed_at()}") from None
+
+    def _pointed_at(self) -> str:
+        """All of this item, for what is wrong with the limit rather than with one token."""
+        item = self.text[self.start : self.end]
+        at = self.start + len(item) - len(item.lstrip())
+        return _pointer(self.text, at, len(item.strip()))
 
     def _name(self) -> str:
         head, equals, _ = self.text[self.at : self.end].partition("=")
@@ -122,10 +131,16 @@ class _Item:
         token = token or self._peek(_ANYTHING)
         at = self.at
         shown = repr(token) if token else "the end"
-        line_start = self.text.rfind("\n", 0, at) + 1
-        line = self.text[line_start:].partition("\n")[0]
-        pointer = " " * (at - line_start) + "^" * max(len(token), 1)
-        return InvalidLimit("limits", f"expected {expected}, got {shown} at character {at + 1}\n  {line}\n  {pointer}")
+        return InvalidLimit(
+            "limits", f"expected {expected}, got {shown} at character {at + 1}{_pointer(self.text, at, len(token))}"
+        )
+
+
+def _pointer(text: str, at: int, length: int) -> str:
+    """The line that is meant, and carets under the part that is."""
+    start = text.rfind("\n", 0, at) + 1
+    line = text[start:].partition("\n")[0]
+    return f"\n  {line}\n  {' ' * (at - start)}{'^' * max(length, 1)}"
 
 
 def _canonical(count: int, seconds: int) -> str:

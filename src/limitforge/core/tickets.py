@@ -11,7 +11,7 @@ import msgspec
 from limitforge.core.calendar import Period, zone_exists
 from limitforge.errors import InvalidInput
 
-MAX_ID = 65_536
+MAX_ID = 262_144  # the longest that a check of 32 limits and its shadow can make
 
 Ticket = TypeVar("Ticket", "Lease", "Reservation")
 

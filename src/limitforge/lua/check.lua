@@ -9,7 +9,7 @@
 --
 -- Answers with the time, then for each check:
 --   1 or 0 (allowed), delay (-1: none), then for each take: limit, remaining, reset, wait, open
---   2, take, time       its calendar does not reach that time: ask again
+--   2, take, time       its calendar does not reach that time: ask again, for this check and all that follow, which were not judged
 --   3, key              that key holds something that is not ours
 --   4, take             its bucket holds as many open reservations as it may
 --
@@ -44,10 +44,11 @@ local function judge(call, rules, checks, at, out, o)
   local lease, record = checks[at + 1], checks[at + 2]
   local first = at + (record > 0 and HEAD_OF_RESERVATION or HEAD)
   local last = first + (checks[at] - 1) * TAKE
-  local allowed, probed, n = true, { false, 0, 0, false }, 0
+  local allowed, probed, n, latest = true, { false, 0, 0, false }, 0, now
   for place = first, last, TAKE do
     local rule, key, cost, override_key = rules[checks[place]], checks[place + 1], checks[place + 2], checks[place + 3]
     local numbers = rule[NUMBERS]
+    call.judging = key
     if override_key > 0 and raw[override_key] then
       numbers = overridden(call, rule, override_key, ARGV[checks[place + 4]])
       if not numbers then
@@ -66,8 +67,9 @@ local function judge(call, rules, checks, at, out, o)
       work, judged_at = open_state(state, algorithm, numbers, now)
       if not work then
         out[o + 1], out[o + 2], out[o + 3] = 2, (place - first) / TAKE, judged_at
-        return o + 3
+        return o + 3, true
       end
+      if judged_at > latest then latest = judged_at end
       share = rule[PERCENT] == 100 and limit or use('exact').share_of(limit, rule[PERCENT])
       if cost > 0 then
         local enforced = rule[FLAGS] % 2 == 1
@@ -87,6 +89,7 @@ local function judge(call, rules, checks, at, out, o)
   out[o + 1], out[o + 2] = allowed and 1 or 0, -1
   o, n = o + 2, 0
   local held = record > 0 and allowed and {}
+  local lapses = held and latest + checks[at + 4] -- a bucket may be ahead of the clock: its TTL after the latest of them
   for place = first, last, TAKE do
     local rule, work, share, wait, numbers = rules[checks[place]], probed[n + 1], probed[n + 2], probed[n + 3], probed[n + 4]
     local noted = false -- what a reservation will settle; a monitored limit whose list is full goes without
@@ -101,7 +104,7 @@ local function judge(call, rules, checks, at, out, o)
           algorithm.take(work, numbers, cost, ARGV[lease])
           if held and code ~= CONCURRENCY and #work.pending < MOST_PENDING then
             noted = cost
-            use('pending').add(work, ARGV[checks[at + 3]], now + checks[at + 4], cost, algorithm.source(work), checks[at + 5])
+            use('pending').add(work, ARGV[checks[at + 3]], lapses, cost, algorithm.source(work), checks[at + 5])
           end
           keep(call, checks[place + 1], algorithm, work)
         end
@@ -120,7 +123,7 @@ local function judge(call, rules, checks, at, out, o)
     if held then use('reserve').hold(held, rule[CODE], noted, numbers) end
   end
   out[delay_at] = delay
-  if held then use('reserve').record(KEYS[record], held, now, checks[at + 4]) end
+  if held then call.records[#call.records + 1] = { KEYS[record], held, lapses, checks[at + 4] } end
   return o
 end
 
@@ -128,21 +131,22 @@ local function check_call(request, now, injected)
   local rules, checks = request[3], request[4]
   local out, o = { now, 0, 0, 0, 0, 0, 0, 0 }, 1 -- a check of one limit answers with eight integers
   local call = #KEYS > 0 and buckets.read(now, injected) or { now = now, raw = {}, changed = {} }
-  call.overrides = {}
+  call.overrides, call.records = {}, {}
   local at = 1
   while checks[at] do
-    local size = (checks[at + 2] > 0 and 6 or 3) + 5 * checks[at]
-    local judged, answered = pcall(judge, call, rules, checks, at, out, o)
+    local judged, answered, again = pcall(judge, call, rules, checks, at, out, o)
     if judged then
       o = answered
+      if again then break end -- what follows must see what this check will take
     else -- a state that has the right form, and makes no sense
-      out[o + 1], out[o + 2] = 3, checks[at + size - 4]
+      out[o + 1], out[o + 2] = 3, call.judging
       o = o + 2
     end
-    at = at + size
+    at = at + (checks[at + 2] > 0 and 6 or 3) + 5 * checks[at]
   end
   for i = o + 1, #out do out[i] = nil end
   buckets.write(call)
+  for _, record in ipairs(call.records) do use('reserve').record(unpack(record)) end
   return out
 end
 

@@ -24,7 +24,7 @@ return function(code, item_width)
     read = function(raw, tail)
       local _, _, _, last, used, size, span, count = unpack_struct(LEDGER, raw)
       local stop = tail + count * item_width
-      if stop - 1 > #raw then return nil end
+      if stop - 1 > #raw or (count == 0 and used > 0) then return nil end
       local state = { last = last, used = used, size = size, span = span, items = sub(raw, tail, stop - 1) }
       seal(state)
       return state, stop

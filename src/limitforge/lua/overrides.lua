@@ -75,6 +75,11 @@ local function store(key, index, subject, list, last, now, injected)
   if redis.call('PTTL', index) < ttl then redis.call('PEXPIRE', index, ttl) end
 end
 
+-- Whether the index is ours to write: nothing is half-written when it is not.
+local function is_index(key)
+  return type(redis.pcall('ZCARD', key)) == 'number'
+end
+
 -- What a key holds, whatever its type.
 local function get(key)
   local found = redis.pcall('GET', key)
@@ -86,7 +91,7 @@ end
 -- the key holds something that is not ours.
 function overrides.set(request, now, injected)
   local found = get(KEYS[1])
-  if found == nil then return { -1 } end
+  if found == nil or not is_index(KEYS[2]) then return { -1 } end
   local list, last = without(found or {}, ARGV[3], now)
   if (#list - 1) / FIELDS >= request[5] then return { 2 } end
   local expires, n = now + request[3], #list
@@ -98,6 +103,7 @@ end
 -- KEYS: index, then the overrides of each subject. ARGV: the subjects. Answers, for each, how many are live and when they expire; beside that, as
 -- strings, their resources and sources. A subject that has none any more leaves the index.
 function overrides.get(_, now)
+  if not is_index(KEYS[1]) then return { -1 } end
   local answer, strings = { 1 }, {}
   for at = 2, #KEYS do
     local found = get(KEYS[at])
@@ -116,12 +122,14 @@ end
 
 -- KEYS: index. request: how many. ARGV: the end of the page before, as ZRANGEBYLEX wants it. Answers with the next subjects as strings.
 function overrides.list(request)
+  if not is_index(KEYS[1]) then return { -1 } end
   return { 1 }, redis.call('ZRANGEBYLEX', KEYS[1], ARGV[2], '+', 'LIMIT', 0, request[3])
 end
 
 -- KEYS: index, then the overrides of each subject. request: 1 to delete all of them, whatever they hold, 0 for one resource. ARGV: that resource, then
 -- the subjects. Answers with how many subjects had what is deleted.
 function overrides.delete(request, now, injected)
+  if not is_index(KEYS[1]) then return { -1 } end
   local all = request[3] == 1
   local found, count = {}, 0
   for at = 2, #KEYS do

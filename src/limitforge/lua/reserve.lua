@@ -22,8 +22,7 @@ function reserve.hold(held, code, amount, numbers)
   for i = 1, count do held[#held + 1] = numbers[i] end
 end
 
-function reserve.record(key, held, now, ttl_us)
-  local lapses = now + ttl_us
+function reserve.record(key, held, lapses, ttl_us)
   local record = { RECORD_FORMAT, -1, lapses, lapses + KEPT_MS * 1000, held }
   redis.call('SET', key, cmsgpack.pack(record), 'PX', ceil(ttl_us / 1000) + KEPT_MS)
 end

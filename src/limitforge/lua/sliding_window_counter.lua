@@ -81,7 +81,7 @@ sliding_window_counter = {
     local start = state.last - state.last % state.window
     if source == start then
       state.current = max(state.current - amount, 0)
-    elseif source == start - state.window then
+    elseif source == start - state.window then -- over, but it still counts
       state.previous = max(state.previous - amount, 0)
     end
   end,

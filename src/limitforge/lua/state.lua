@@ -28,7 +28,7 @@ return {
     local version, found, width = byte(raw, 1, 3)
     if not width or version == 0 or found ~= code or width < algorithm.width or #raw < width then return nil end
     local state, tail = algorithm.read(raw, width + 1)
-    if not state then return nil end
+    if not state or state.til < state.last then return nil end
     if tail > #raw then
       state.pending = ''
     else

@@ -1,11 +1,14 @@
 """Where decisions are kept: memory and Redis, behind one protocol."""
 
-from urllib.parse import urlsplit
+from collections.abc import Iterator
+from contextlib import contextmanager
+from urllib.parse import parse_qsl, urlsplit
 
 from limitforge.core.clock import Clock
+from limitforge.core.exact import shown, whole
 from limitforge.core.keys import Keys
 from limitforge.errors import InvalidInput
-from limitforge.stores.memory import AsyncMemoryStore, MemoryStore
+from limitforge.stores.memory import MAX_KEYS, AsyncMemoryStore, MemoryStore
 from limitforge.stores.protocol import Store, SyncStore
 
 _REDIS = ("redis", "rediss", "unix")
@@ -13,27 +16,45 @@ _REDIS = ("redis", "rediss", "unix")
 
 def connect(url: str, *, keys: Keys, clock: Clock | None = None) -> Store:
     """The store that a URL names, for an event loop. No connection is opened yet."""
-    if _scheme(url) == "memory":
-        return AsyncMemoryStore(MemoryStore(keys=keys, clock=clock))
-    from limitforge.stores.redis import RedisStore
-
+    if _is_memory(url):
+        return AsyncMemoryStore(_memory(url, keys, clock))
+    with _redis_py():
+        from limitforge.stores.redis import RedisStore
     return RedisStore(url, keys=keys, clock=clock)
 
 
 def connect_sync(url: str, *, keys: Keys, clock: Clock | None = None) -> SyncStore:
     """The same for threads."""
-    if _scheme(url) == "memory":
-        return MemoryStore(keys=keys, clock=clock)
-    from limitforge.stores.redis_sync import SyncRedisStore
-
+    if _is_memory(url):
+        return _memory(url, keys, clock)
+    with _redis_py():
+        from limitforge.stores.redis_sync import SyncRedisStore
     return SyncRedisStore(url, keys=keys, clock=clock)
 
 
-def _scheme(url: str) -> str:
+def _is_memory(url: str) -> bool:
     try:
         scheme = urlsplit(url).scheme if isinstance(url, str) else ""
     except ValueError:
         scheme = ""
     if scheme != "memory" and scheme not in _REDIS:
         raise InvalidInput("url", f"must start with memory://, {', '.join(f'{s}://' for s in _REDIS)}, got {scheme!r}")
-    return scheme
+    return scheme == "memory"
+
+
+def _memory(url: str, keys: Keys, clock: Clock | None) -> MemoryStore:
+    """`memory://?max_keys=10000` bounds the number of buckets."""
+    settings = dict(parse_qsl(urlsplit(url).query, keep_blank_values=True))
+    max_keys = whole("max_keys", settings.pop("max_keys", MAX_KEYS), minimum=1)
+    if settings:
+        raise InvalidInput("url", f"memory:// takes max_keys and nothing else, got {shown(', '.join(settings))}")
+    return MemoryStore(keys=keys, clock=clock, max_keys=max_keys)
+
+
+@contextmanager
+def _redis_py() -> Iterator[None]:
+    """redis-py is an extra: memory works without it."""
+    try:
+        yield
+    except ImportError as missing:
+        raise InvalidInput("url", "a Redis store needs redis-py: pip install 'limitforge[redis]'") from missing

@@ -42,7 +42,6 @@ from limitforge.stores.protocol import (
 
 MAX_CHECKS = 100  # of one call, so that Redis is never busy for over a millisecond or so
 MAX_KEYS = 1_000
-_MAX_ASKS = 66  # more than twice the limits that a check may have: each ask settles at least one calendar
 _CLEARED = 500
 
 CHECK, SETTLE, RELEASE, RENEW, RESET, SET_OVERRIDE, GET_OVERRIDES, LIST_OVERRIDES, DELETE_OVERRIDES = range(1, 10)
@@ -69,7 +68,7 @@ _decode = msgspec.msgpack.Decoder(list[int]).decode
 
 def check_flow(checks: Sequence[Check], around_us: int, time_us: int) -> Flow[list[Decision | LimitforgeError]]:
     """Judge checks in order. Calendars are laid around `around_us`, the caller's time; `time_us` replaces Redis's own
-    unless it is 0.
+    unless it is OWN_TIME.
     """
     answers: list[Decision | LimitforgeError] = []
     for part in _split(checks):
@@ -77,11 +76,10 @@ def check_flow(checks: Sequence[Check], around_us: int, time_us: int) -> Flow[li
         for group in groups:
             if group.varies:
                 group.around(around_us)
-        now_us, outcomes = yield from _judge(groups, time_us)
-        judged = iter(outcomes)
+        judged = iter((yield from _judge(groups, time_us)))
         for check in part:
-            outcome = next(judged)
-            shadow = next(judged) if check.shadow is not None else None
+            now_us, outcome = next(judged)
+            _, shadow = next(judged) if check.shadow is not None else (0, None)
             if isinstance(outcome, LimitforgeError):
                 answers.append(outcome)
             else:
@@ -92,31 +90,28 @@ def check_flow(checks: Sequence[Check], around_us: int, time_us: int) -> Flow[li
     return answers
 
 
-def _judge(groups: Sequence[Check], time_us: int) -> Flow[tuple[int, list[Outcome | LimitforgeError]]]:
-    """Judge groups of limits; those whose calendars did not reach the store's time are asked once more."""
-    outcomes: list[Outcome | LimitforgeError] = [StoreCorrupt("no calendar window holds the time of its bucket")] * len(
-        groups
-    )
-    open_groups = list(range(len(groups)))
-    now_us = 0
-    for _ in range(_MAX_ASKS):
-        asked = [groups[at] for at in open_groups]
+def _judge(groups: Sequence[Check], time_us: int) -> Flow[list[tuple[int, Outcome | LimitforgeError]]]:
+    """Judge groups of limits in order, each with the store's time.
+
+    The script stops at one whose calendar does not reach that time, since the rest must see what it takes: it and they
+    are asked once more.
+    """
+    outcomes: list[tuple[int, Outcome | LimitforgeError]] = []
+    asks = 2 + 2 * sum(len(group.takes) for group in groups)
+    while len(outcomes) < len(groups):
+        asked = groups[len(outcomes) :]
+        if asks == 0:
+            return outcomes + [(0, StoreCorrupt("no calendar window holds the time of its bucket"))] * len(asked)
+        asks -= 1
         call = encode_checks(asked, time_us)
-        reply = yield call
-        values = _decode(cast("bytes", reply))
-        now_us = values[0]
-        again = []
+        values = _decode(cast("bytes", (yield call)))
         place = 1
-        for at, check in zip(open_groups, asked, strict=True):
+        for check in asked:
             outcome, place = _read_outcome(check, call, values, place)
             if outcome is None:
-                again.append(at)
-            else:
-                outcomes[at] = outcome
-        if not again:
-            break
-        open_groups = again
-    return now_us, outcomes
+                break
+            outcomes.append((values[0], outcome))
+    return outcomes
 
 
 def encode_checks(checks: Sequence[Check], time_us: int) -> Call:
@@ -232,7 +227,7 @@ def _settle(command: Settle, around_us: int, time_us: int) -> Flow[Settlement]:
     reservation = command.reservation
     calendars = [Calendar(Period(c[0]), c[1], c[2]) if (c := limit.calendar) else None for limit in reservation.limits]
     windows: list[tuple[int, ...]] = [calendar.around(around_us) if calendar else () for calendar in calendars]
-    for _ in range(_MAX_ASKS):
+    for _ in range(2 + 2 * len(windows)):
         blob = _encode((SETTLE, time_us, command.cost, command.amounts, windows))
         call = Call([reservation.record, *(limit.key for limit in reservation.limits)], [blob, reservation.token])
         values = _decode(cast("bytes", (yield call)))
@@ -308,6 +303,8 @@ def _get_overrides(
 def _subjects(tenant_key: str, keys: Keys, after: bytes | None, count: int, time_us: int) -> Flow[list[bytes]]:
     start = b"-" if after is None else b"(" + after
     reply = yield Call([encoded(keys.override_index(tenant_key))], [_encode((LIST_OVERRIDES, time_us, count)), start])
+    if isinstance(reply, bytes):
+        raise _not_ours("the index of overrides")
     return cast("list[bytes]", reply[1])
 
 

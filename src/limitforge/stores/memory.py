@@ -144,7 +144,7 @@ class MemoryStore:
         for key, state in verdict.writes:
             states[key] = state
         if verdict.held is not None:
-            self._remember(check, verdict.held, now_us)
+            self._remember(check, verdict.held, verdict.lapses_us, now_us)
         return verdict
 
     def _ask_again(self, check: Check, again: Again, now_us: int, steps_for: StepsFor | None) -> Verdict:
@@ -215,7 +215,7 @@ class MemoryStore:
                 victim, earliest = place, state.until
         return victim
 
-    def _remember(self, check: Check, held: list[Held], now_us: int) -> None:
+    def _remember(self, check: Check, held: list[Held], lapses_us: int, now_us: int) -> None:
         """Past a thousand, each new record looks at the two oldest: what is over goes, so that they never pile up."""
         if len(self._records) >= MANY_RECORDS:
             for oldest in list(islice(self._records, 2)):
@@ -223,7 +223,6 @@ class MemoryStore:
                 if looked_at.expires_us > now_us:
                     self._records[oldest] = looked_at
         hold = cast("Hold", check.hold)
-        lapses_us = now_us + hold.ttl_us
         self._records[hold.key] = Record(hold.token, lapses_us, lapses_us + KEPT_US, held)
 
     def _make_room_for_a_record(self, now_us: int) -> None:
@@ -325,7 +324,7 @@ class MemoryStore:
 
     def _delete_override(self, command: DeleteOverride, now_us: int) -> bool:
         live = {o.resource for o in self._live(command.tenant_key, "", command.subject, now_us)}
-        doomed = live if command.resource is None else live & {command.resource}
+        doomed = live & {command.resource}
         key = self.keys.overrides(command.tenant_key, command.subject)
         for resource in doomed:
             del self._overrides[key][resource]
@@ -347,7 +346,10 @@ class MemoryStore:
             self._overrides[key] = found
         else:
             self._overrides.pop(key, None)
-            self._subjects.get(tenant_key, set()).discard(subject)
+            subjects = self._subjects.get(tenant_key, set())
+            subjects.discard(subject)
+            if not subjects:
+                self._subjects.pop(tenant_key, None)
         return [
             Override(tenant, resource, subject, override.changes, expires_at(override.expires_us))
             for resource, override in sorted(found.items(), key=lambda item: encoded(item[0]))
@@ -357,9 +359,13 @@ class MemoryStore:
 class AsyncMemoryStore:
     """The same for an event loop: nothing here ever waits."""
 
-    def __init__(self, store: MemoryStore) -> None:
-        self._store = store
-        self.keys = store.keys
+    def __init__(self, store: MemoryStore | None = None) -> None:
+        self._store = MemoryStore() if store is None else store  # an empty store is falsy
+        self.keys = self._store.keys
+
+    @property
+    def evictions(self) -> int:
+        return self._store.evictions
 
     async def check(self, check: Check) -> Decision:
         return self._store.check(check)

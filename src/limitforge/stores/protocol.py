@@ -90,10 +90,10 @@ class ListOverrides(Command[OverridePage]):
 
 @dataclass(frozen=True, slots=True)
 class DeleteOverride(Command[bool]):
-    """Remove one override, or all of a subject if `resource` is None; tells whether there was any."""
+    """Remove one override; tells whether there was any."""
 
     tenant_key: str
-    resource: str | None
+    resource: str
     subject: str
 
 

@@ -5,19 +5,17 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
+from redis import exceptions
+from redis.backoff import NoBackoff
+
 from limitforge.errors import InvalidInput, StoreCorrupt, StoreUnavailable
 
-try:
-    from redis import exceptions
-    from redis.backoff import NoBackoff
-except ImportError as missing:  # pragma: no cover - needs an environment without redis-py
-    raise InvalidInput("url", "a Redis store needs redis-py: pip install 'limitforge[redis]'") from missing
-
 MAX_CONNECTIONS = 64
-CONNECT_SECONDS = 5.0
+PATIENCE_SECONDS = 5.0  # for a connection, and for an answer: a Redis that is frozen must not freeze its callers
 
-# Redis itself says that it can't serve now; anything else that it refuses is a bug of ours, or a value that is not
-# ours.
+_HINT = "A password with characters such as / # @ must be percent-encoded."
+
+# Redis itself says that it can't serve now; anything else that it refuses is a bug, or a value that is not ours.
 _TRANSIENT = (
     "LOADING",
     "READONLY",
@@ -40,13 +38,12 @@ def pool_of(kind: Any, retry: type, url: str) -> Any:
     parts = urlsplit(url)
     database = parts.path.strip("/")
     if parts.scheme != "unix" and database and not database.isdigit():
-        raise InvalidInput(
-            "url", f"the database must be a number, as in redis://localhost:6379/0, got {database!r:.40}"
-        )
+        raise InvalidInput("url", f"the database must be a number, as in redis://localhost:6379/0. {_HINT}")
     options = {
         "max_connections": MAX_CONNECTIONS,
-        "timeout": CONNECT_SECONDS,
-        "socket_connect_timeout": CONNECT_SECONDS,
+        "timeout": PATIENCE_SECONDS,
+        "socket_connect_timeout": PATIENCE_SECONDS,
+        "socket_timeout": PATIENCE_SECONDS,
         "retry": retry(NoBackoff(), 0),
         "retry_on_error": [],
         "decode_responses": False,
@@ -54,8 +51,9 @@ def pool_of(kind: Any, retry: type, url: str) -> Any:
     try:
         pool = kind.from_url(url, **options)
         pool.connection_class(**pool.connection_kwargs)  # as the first call would; nothing is opened
-    except (ValueError, TypeError, exceptions.RedisError) as error:
-        raise InvalidInput("url", f"is not one that redis-py can use: {error}") from None
+    except (ValueError, TypeError, exceptions.RedisError):
+        # Nothing of the URL is told: a wrong one may have a piece of its password anywhere.
+        raise InvalidInput("url", f"is not one that redis-py can use: see host, port, options. {_HINT}") from None
     return pool
 
 

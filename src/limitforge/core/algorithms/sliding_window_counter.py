@@ -48,10 +48,10 @@ class SlidingWindowCounterSteps(Steps, frozen=True):
         return True
 
     def give(self, state: Counter, amount: int, source: int) -> None:
-        start = state.last - state.last % self.window_us
+        start = self.source(state)
         if source == start:
             state.current = max(state.current - amount, 0)
-        elif source == start - self.window_us:
+        elif source == start - self.window_us:  # over, but it still counts
             state.previous = max(state.previous - amount, 0)
 
     def source(self, state: Counter) -> int:
