@@ -4,6 +4,7 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from itertools import islice
 from typing import Any, cast
 
@@ -71,7 +72,8 @@ class MemoryStore:
         self._max_keys = max_keys
         self._lock = threading.Lock()
         self._states: dict[str, State] = {}
-        self._order: list[str] = []  # every key of _states once, so that eviction can sample
+        self._order: list[str] = []  # every key of _states, so that eviction can sample; some are gone
+        self._ends: list[tuple[int, str]] | None = None  # a heap of when buckets are over, once the store was full
         self._records: dict[str, Record] = {}
         self._overrides: dict[str, dict[str, _Override]] = {}  # by override key, then resource
         self._subjects: dict[str, set[str]] = {}  # by tenant key
@@ -176,44 +178,74 @@ class MemoryStore:
 
     def _add(self, writes: Sequence[tuple[str, State]], now_us: int) -> None:
         """Give every new key a place, or refuse before anything is written."""
-        added = [key for key, _ in writes if key not in self._states]
-        if len(self._states) + len(added) > self._max_keys:
-            self._make_room({key for key, _ in writes}, now_us)
-        self._order += added
+        added = [(key, state) for key, state in writes if key not in self._states]
+        surplus = len(self._states) + len(added) - self._max_keys
+        if surplus > 0:
+            self._make_room(surplus, {key for key, _ in writes}, now_us)
+        self._order += [key for key, _ in added]
+        if self._ends is not None:
+            for key, state in added:
+                heappush(self._ends, (state.until, key))
 
-    def _make_room(self, written: set[str], now_us: int) -> None:
-        """Drop as many buckets as there are new ones, before anything is written."""
-        surplus = len(self._states) + len(written - self._states.keys()) - self._max_keys
+    def _make_room(self, surplus: int, written: set[str], now_us: int) -> None:
+        """Drop that many buckets: what is over first, else the one of eight that would be over first."""
+        if self._ends is None or len(self._ends) > 2 * self._max_keys:
+            self._ends = [(state.until, key) for key, state in self._states.items()]
+            heapify(self._ends)
         for _ in range(surplus):
-            everywhere = range(len(self._order))
-            sampled = [self._random.choice(everywhere) for _ in range(SAMPLED)] if everywhere else []
-            place = self._victim(sampled, written, now_us)
-            if place is None:  # all of the sample must stay
-                place = self._victim(everywhere, written, now_us)
-            if place is None:
-                raise StoreUnavailable(
-                    f"the memory store is full: of {self._max_keys} buckets each holds a lease or an open reservation; "
-                    "raise max_keys"
-                )
-            key, self._order[place] = self._order[place], self._order[-1]
-            self._order.pop()
-            self.evictions += not is_gone(self._states.pop(key), now_us)
+            key = self._over(written, now_us)
+            if key is None:
+                key = self._victim(written, now_us)
+                self.evictions += 1
+            del self._states[key]
+        if len(self._order) > 2 * self._max_keys:
+            self._order = list(self._states)
 
-    def _victim(self, places: Sequence[int], written: set[str], now_us: int) -> int | None:
-        """The first that is over, else the one that would be over first; leases and open reservations stay."""
-        victim, earliest = None, 0
-        for place in places:
-            key = self._order[place]
-            state = self._states[key]
-            if key in written:
+    def _over(self, written: set[str], now_us: int) -> str | None:
+        """A bucket that no longer matters. Ends in the heap are those of when a bucket was new: most have moved on."""
+        ends, kept = cast("list[tuple[int, str]]", self._ends), []
+        found = None
+        while found is None and ends and ends[0][0] <= now_us:
+            _, key = heappop(ends)
+            state = self._states.get(key)
+            if state is None:
                 continue
-            if is_gone(state, now_us):
-                return place
-            reserved = bool(state.pending) and state.pending[-1].lapses_us > now_us
-            pinned = reserved or isinstance(state.numbers, ConcurrencySteps)
-            if not pinned and (victim is None or state.until < earliest):
-                victim, earliest = place, state.until
-        return victim
+            if key not in written and is_gone(state, now_us):
+                found = key
+            elif state.until > now_us:
+                heappush(ends, (state.until, key))
+            else:  # being written, or ahead of the clock
+                kept.append((state.until, key))
+        for end in kept:
+            heappush(ends, end)
+        return found
+
+    def _victim(self, written: set[str], now_us: int) -> str:
+        """Of eight, the one that would be over first; leases and open reservations stay."""
+        sampled = (self._sample() for _ in range(SAMPLED)) if self._states else ()
+        for keys in (sampled, self._states):  # all of them only if the whole sample must stay
+            free = [key for key in keys if key not in written and not self._is_pinned(self._states[key], now_us)]
+            if free:
+                return min(free, key=lambda key: self._states[key].until)
+        raise StoreUnavailable(
+            f"the memory store is full: of {self._max_keys} buckets each holds a lease or an open reservation; "
+            "raise max_keys"
+        )
+
+    def _sample(self) -> str:
+        """A random key. One that is gone is met at most once: the last of the list takes its place."""
+        while True:
+            place = self._random.randrange(len(self._order))
+            key = self._order[place]
+            if key in self._states:
+                return key
+            self._order[place] = self._order[-1]
+            self._order.pop()
+
+    @staticmethod
+    def _is_pinned(state: State, now_us: int) -> bool:
+        reserved = bool(state.pending) and state.pending[-1].lapses_us > now_us
+        return reserved or (isinstance(state.numbers, ConcurrencySteps) and not is_gone(state, now_us))
 
     def _remember(self, check: Check, held: list[Held], lapses_us: int, now_us: int) -> None:
         """Past a thousand, each new record looks at the two oldest: what is over goes, so that they never pile up."""
@@ -295,6 +327,8 @@ class MemoryStore:
             state = self._states.get(key)
             if state is not None:  # as good as gone; the key keeps its one place in the order
                 self._states[key] = State(LONG_AGO_US, LONG_AGO_US, 0, state.numbers, ())
+                if self._ends is not None:
+                    heappush(self._ends, (LONG_AGO_US, key))
 
     # -- overrides
 
