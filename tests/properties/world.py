@@ -44,8 +44,8 @@ class World:
     def after(self, us: int) -> Self:
         """Another world with the same past, `us` later."""
         fork = type(self)(self.now_us + us)
-        fork.store._states = dict(self.store._states)
-        fork.store._order = list(self.store._order)
+        fork.store._states = copy.copy(self.store._states)
+        fork.store._states._order = list(self.store._states._order)
         fork.store._records = {key: copy.copy(record) for key, record in self.store._records.items()}
         return fork
 

@@ -34,7 +34,7 @@ class Small:
     def __init__(self, max_keys: int, seed: int = 1) -> None:
         self.clock = ManualClock()
         self.store = MemoryStore(clock=self.clock, max_keys=max_keys)
-        self.store._random = random.Random(seed)
+        self.store._states._random = random.Random(seed)
         self.limiter = SyncLimiter(self.store)
 
     def check(self, limits: Limit | list[Limit], subject: object, **options: Any) -> Decision:
@@ -242,7 +242,7 @@ def test_resets_leave_nothing_behind() -> None:
         small.check(HOUR, "a")
         small.limiter.reset("r", "a", limits=HOUR)
     assert small.used(HOUR, "a") == 0
-    assert len(small.store._order) <= 10
+    assert len(small.store._states._order) <= 10
 
 
 def test_nothing_live_goes_while_anything_is_over() -> None:
@@ -371,5 +371,5 @@ def test_threads_share_a_store_that_evicts() -> None:
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(hammer, range(8)))
     assert len(small.store) <= 8
-    assert set(small.store._states) <= set(small.store._order)
-    assert len(small.store._order) <= 2 * 8
+    assert set(small.store._states) <= set(small.store._states._order)
+    assert len(small.store._states._order) <= 2 * 8

@@ -1,35 +1,22 @@
 """The engine in this process: `core` over a bounded dict. No thread, no task; what is over goes when room is needed."""
 
-import random
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 from itertools import islice
 from typing import Any, cast
 
 from limitforge.core.algorithms import concurrency
 from limitforge.core.algorithms.concurrency import ConcurrencySteps
-from limitforge.core.algorithms.steps import State, Steps
 from limitforge.core.calendar import Calendar, Period
 from limitforge.core.check import Check, Hold
 from limitforge.core.clock import Clock, SystemClock
 from limitforge.core.decide import Again, Held, StepsFor, Verdict, decide, is_gone, opened
 from limitforge.core.decision import Decision, decision_of
-from limitforge.core.keys import Keys, decoded, encoded
-from limitforge.core.overrides import (
-    ANY_RESOURCE,
-    Compiled,
-    Override,
-    OverridePage,
-    cursor_after,
-    expires_at,
-    subject_after,
-    too_many,
-)
-from limitforge.core.plan import Rule
+from limitforge.core.keys import Keys, decoded
 from limitforge.core.reservations import KEPT_US, Record, Settlement, settle
 from limitforge.errors import LimitforgeError, StoreCorrupt, StoreError, StoreUnavailable, UnknownReservation
+from limitforge.stores.buckets import Buckets
+from limitforge.stores.memory_overrides import MemoryOverrides
 from limitforge.stores.protocol import (
     Answer,
     ClearOverrides,
@@ -45,16 +32,7 @@ from limitforge.stores.protocol import (
 )
 
 MAX_KEYS = 1_000_000
-SAMPLED = 8
 MANY_RECORDS = 1_000
-LONG_AGO_US = -(2**62)
-
-
-@dataclass(frozen=True, slots=True)
-class _Override:
-    changes: dict[str, object]
-    compiled: tuple[Compiled, ...]
-    expires_us: int
 
 
 class MemoryStore:
@@ -67,28 +45,28 @@ class MemoryStore:
 
     def __init__(self, *, keys: Keys | None = None, clock: Clock | None = None, max_keys: int = MAX_KEYS) -> None:
         self.keys = keys or Keys()
-        self.evictions = 0
         self._now_us = (clock or SystemClock()).now_us
         self._max_keys = max_keys
         self._lock = threading.Lock()
-        self._states: dict[str, State] = {}
-        self._order: list[str] = []  # every key of _states, so that eviction can sample; some are gone
-        self._ends: list[tuple[int, str]] | None = None  # a heap of when buckets are over, once the store was full
+        self._states = Buckets(max_keys)
         self._records: dict[str, Record] = {}
-        self._overrides: dict[str, dict[str, _Override]] = {}  # by override key, then resource
-        self._subjects: dict[str, set[str]] = {}  # by tenant key
-        self._random = random.Random()  # noqa: S311 - samples, no secrets
+        self._overrides = MemoryOverrides(max_keys)
         self._handlers: dict[type, Callable[[Any, int], Any]] = {
             Release: self._release,
             Renew: self._renew,
             Settle: self._settle,
             Reset: self._reset,
-            SetOverride: self._set_override,
-            GetOverrides: self._get_overrides,
-            ListOverrides: self._list_overrides,
-            DeleteOverride: self._delete_override,
-            ClearOverrides: self._clear_overrides,
+            SetOverride: self._overrides.set,
+            GetOverrides: self._overrides.get,
+            ListOverrides: self._overrides.page,
+            DeleteOverride: self._overrides.delete,
+            ClearOverrides: self._overrides.clear,
         }
+
+    @property
+    def evictions(self) -> int:
+        """How many buckets had to go while they still mattered."""
+        return self._states.evictions
 
     def __len__(self) -> int:
         return len(self._states)
@@ -134,14 +112,14 @@ class MemoryStore:
             check.around(now_us)
         if check.hold is not None:
             self._make_room_for_a_record(now_us)
-        steps_for = self._steps_at(now_us, check.tenant) if self._overrides else None
+        steps_for = self._overrides.steps_at(now_us, check.tenant) if self._overrides.found else None
         states = self._states
         verdict = decide(check, now_us, states, steps_for)
         if isinstance(verdict, Again):
             verdict = self._ask_again(check, verdict, now_us, steps_for)
         for key, _ in verdict.writes:
             if key not in states:
-                self._add(verdict.writes, now_us)
+                states.make_place(verdict.writes, now_us)
                 break
         for key, state in verdict.writes:
             states[key] = state
@@ -159,93 +137,7 @@ class MemoryStore:
             again = verdict
         raise StoreCorrupt("no calendar window holds the time of its bucket")
 
-    def _steps_at(self, now_us: int, tenant_key: str) -> StepsFor:
-        """The rule's own numbers, or those of the most specific live override that names its limit."""
-
-        def steps_for(rule: Rule, resource: str, subject: str) -> Steps:
-            found = self._overrides.get(self.keys.overrides(tenant_key, subject), {})
-            for where in (resource, ANY_RESOURCE):
-                override = found.get(where)
-                if override is not None and now_us < override.expires_us:
-                    for compiled in override.compiled:
-                        if compiled.name == rule.limit.name and compiled.code == rule.steps.code:
-                            return rule.steps.overridden(compiled.numbers)
-            return rule.steps
-
-        return steps_for
-
     # -- what is kept
-
-    def _add(self, writes: Sequence[tuple[str, State]], now_us: int) -> None:
-        """Give every new key a place, or refuse before anything is written."""
-        added = [(key, state) for key, state in writes if key not in self._states]
-        surplus = len(self._states) + len(added) - self._max_keys
-        if surplus > 0:
-            self._make_room(surplus, {key for key, _ in writes}, now_us)
-        self._order += [key for key, _ in added]
-        if self._ends is not None:
-            for key, state in added:
-                heappush(self._ends, (state.until, key))
-
-    def _make_room(self, surplus: int, written: set[str], now_us: int) -> None:
-        """Drop that many buckets: what is over first, else the one of eight that would be over first."""
-        if self._ends is None or len(self._ends) > 2 * self._max_keys:
-            self._ends = [(state.until, key) for key, state in self._states.items()]
-            heapify(self._ends)
-        for _ in range(surplus):
-            key = self._over(written, now_us)
-            if key is None:
-                key = self._victim(written, now_us)
-                self.evictions += 1
-            del self._states[key]
-        if len(self._order) > 2 * self._max_keys:
-            self._order = list(self._states)
-
-    def _over(self, written: set[str], now_us: int) -> str | None:
-        """A bucket that no longer matters. Ends in the heap are those of when a bucket was new: most have moved on."""
-        ends, kept = cast("list[tuple[int, str]]", self._ends), []
-        found = None
-        while found is None and ends and ends[0][0] <= now_us:
-            _, key = heappop(ends)
-            state = self._states.get(key)
-            if state is None:
-                continue
-            if key not in written and is_gone(state, now_us):
-                found = key
-            elif state.until > now_us:
-                heappush(ends, (state.until, key))
-            else:  # being written, or ahead of the clock
-                kept.append((state.until, key))
-        for end in kept:
-            heappush(ends, end)
-        return found
-
-    def _victim(self, written: set[str], now_us: int) -> str:
-        """Of eight, the one that would be over first; leases and open reservations stay."""
-        sampled = (self._sample() for _ in range(SAMPLED)) if self._states else ()
-        for keys in (sampled, self._states):  # all of them only if the whole sample must stay
-            free = [key for key in keys if key not in written and not self._is_pinned(self._states[key], now_us)]
-            if free:
-                return min(free, key=lambda key: self._states[key].until)
-        raise StoreUnavailable(
-            f"the memory store is full: of {self._max_keys} buckets each holds a lease or an open reservation; "
-            "raise max_keys"
-        )
-
-    def _sample(self) -> str:
-        """A random key. One that is gone is met at most once: the last of the list takes its place."""
-        while True:
-            place = self._random.randrange(len(self._order))
-            key = self._order[place]
-            if key in self._states:
-                return key
-            self._order[place] = self._order[-1]
-            self._order.pop()
-
-    @staticmethod
-    def _is_pinned(state: State, now_us: int) -> bool:
-        reserved = bool(state.pending) and state.pending[-1].lapses_us > now_us
-        return reserved or (isinstance(state.numbers, ConcurrencySteps) and not is_gone(state, now_us))
 
     def _remember(self, check: Check, held: list[Held], lapses_us: int, now_us: int) -> None:
         """Past a thousand, each new record looks at the two oldest: what is over goes, so that they never pile up."""
@@ -263,16 +155,6 @@ class MemoryStore:
             if len(self._records) >= self._max_keys:
                 raise StoreUnavailable(
                     f"the memory store is full: it holds {self._max_keys} reservations; raise max_keys"
-                )
-
-    def _make_room_for_overrides(self, now_us: int) -> None:
-        if len(self._overrides) >= self._max_keys:
-            for tenant_key, subjects in list(self._subjects.items()):
-                for subject in list(subjects):
-                    self._live(tenant_key, "", subject, now_us)
-            if len(self._overrides) >= self._max_keys:
-                raise StoreUnavailable(
-                    f"the memory store is full: it holds overrides of {self._max_keys} subjects; raise max_keys"
                 )
 
     # -- leases and reservations
@@ -311,7 +193,7 @@ class MemoryStore:
             settled = settle(record, command.cost, command.amounts, calendars, now_us, self._states)
             if not isinstance(settled, Again):
                 settlement, writes = settled
-                self._add(writes, now_us)
+                self._states.make_place(writes, now_us)
                 self._states.update(writes)
                 if settlement.outcome == "settled" and record.settled is None:
                     record.settled, record.expires_us = settlement.cost, now_us + KEPT_US
@@ -324,70 +206,7 @@ class MemoryStore:
 
     def _reset(self, command: Reset, now_us: int) -> None:
         for key in command.keys:
-            state = self._states.get(key)
-            if state is not None:  # as good as gone; the key keeps its one place in the order
-                self._states[key] = State(LONG_AGO_US, LONG_AGO_US, 0, state.numbers, ())
-                if self._ends is not None:
-                    heappush(self._ends, (LONG_AGO_US, key))
-
-    # -- overrides
-
-    def _set_override(self, command: SetOverride, now_us: int) -> Override:
-        key = self.keys.overrides(command.tenant_key, command.subject)
-        found = {r: o for r, o in self._overrides.get(key, {}).items() if o.expires_us > now_us}
-        too_many(len(found.keys() | {command.resource}))
-        if key not in self._overrides:
-            self._make_room_for_overrides(now_us)
-        expires_us = now_us + command.ttl_us
-        found[command.resource] = _Override(command.changes, command.compiled, expires_us)
-        self._overrides[key] = found
-        self._subjects.setdefault(command.tenant_key, set()).add(command.subject)
-        return Override(command.tenant, command.resource, command.subject, command.changes, expires_at(expires_us))
-
-    def _get_overrides(self, command: GetOverrides, now_us: int) -> list[Override]:
-        return self._live(command.tenant_key, command.tenant, command.subject, now_us)
-
-    def _list_overrides(self, command: ListOverrides, now_us: int) -> OverridePage:
-        after = subject_after(command.cursor)
-        subjects = sorted(
-            s for s in map(encoded, self._subjects.get(command.tenant_key, ())) if after is None or s > after
-        )
-        page = subjects[: command.subjects]
-        overrides = [o for s in page for o in self._live(command.tenant_key, command.tenant, decoded(s), now_us)]
-        return OverridePage(overrides, cursor_after(page[-1]) if len(subjects) > len(page) else None)
-
-    def _delete_override(self, command: DeleteOverride, now_us: int) -> bool:
-        live = {o.resource for o in self._live(command.tenant_key, "", command.subject, now_us)}
-        doomed = live & {command.resource}
-        key = self.keys.overrides(command.tenant_key, command.subject)
-        for resource in doomed:
-            del self._overrides[key][resource]
-        self._live(command.tenant_key, "", command.subject, now_us)
-        return bool(doomed)
-
-    def _clear_overrides(self, command: ClearOverrides, now_us: int) -> int:
-        subjects = self._subjects.pop(command.tenant_key, set())
-        live = [s for s in subjects if self._live(command.tenant_key, "", s, now_us)]
-        for subject in subjects:
-            self._overrides.pop(self.keys.overrides(command.tenant_key, subject), None)
-        return len(live)
-
-    def _live(self, tenant_key: str, tenant: str, subject: str, now_us: int) -> list[Override]:
-        """A subject's overrides, by resource; those that have expired are dropped on the way."""
-        key = self.keys.overrides(tenant_key, subject)
-        found = {r: o for r, o in self._overrides.get(key, {}).items() if o.expires_us > now_us}
-        if found:
-            self._overrides[key] = found
-        else:
-            self._overrides.pop(key, None)
-            subjects = self._subjects.get(tenant_key, set())
-            subjects.discard(subject)
-            if not subjects:
-                self._subjects.pop(tenant_key, None)
-        return [
-            Override(tenant, resource, subject, override.changes, expires_at(override.expires_us))
-            for resource, override in sorted(found.items(), key=lambda item: encoded(item[0]))
-        ]
+            self._states.forget(key)
 
 
 class AsyncMemoryStore:
