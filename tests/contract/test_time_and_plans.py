@@ -179,3 +179,24 @@ def test_a_reset_reaches_limits_that_are_off(limiter: SyncLimiter) -> None:
     limiter.check("r", "s", limits=BUCKET, cost=10)
     limiter.reset("r", "s", limits=dataclasses.replace(BUCKET, mode="off"))
     assert left(limiter, BUCKET) == 10
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (BUCKET, {"refill_rate_per_sec": "0.01"}),
+        (BUCKET, {"bucket_capacity": 1_000}),
+        (LeakyBucket(name="b", bucket_capacity=10, leak_rate_per_sec=1), {"leak_rate_per_sec": "0.01"}),
+    ],
+)
+def test_the_wait_after_a_slower_plan_ends_when_the_old_bucket_is_forgotten(
+    limiter: SyncLimiter, clock: ManualClock, before: TokenBucket, after: dict[str, object]
+) -> None:
+    limiter.check("r", "s", limits=before, cost=10)
+    slower = dataclasses.replace(before, **after)  # type: ignore[arg-type]
+    denied = limiter.check("r", "s", limits=slower, cost=10)
+    assert (denied.retry_after_ms, denied.reset_after_ms) == (10_000, 10_000)
+    clock.advance_us(10 * SECOND - 1)
+    assert not limiter.check("r", "s", limits=slower, cost=10).allowed
+    clock.advance_us(1)
+    assert limiter.check("r", "s", limits=slower, cost=10).allowed

@@ -72,8 +72,11 @@ def decide(  # noqa: C901, PLR0912, PLR0915 - the hot path: two loops, and no ca
             if hold is not None and len(work.pending) >= MAX_PENDING and rule.enforced:
                 raise too_many_reservations(rule)
             wait = steps.wait(work, cost, share)
-            if wait and rule.enforced:
-                allowed = False
+            if wait:
+                if rule.is_bucket and wait > work.until - work.last:
+                    wait = work.until - work.last  # forgotten before it is as full as that
+                if rule.enforced:
+                    allowed = False
         probed.append((take, steps, work, share, wait))
 
     # A bucket may be ahead of the clock: a reservation lapses its TTL after the latest of them.
@@ -85,7 +88,7 @@ def decide(  # noqa: C901, PLR0912, PLR0915 - the hot path: two loops, and no ca
         if work is None:
             rows.append((UNLIMITED, UNLIMITED, 0, 0, 0))
             continue
-        wait = probed_wait
+        wait, written = probed_wait, False
         if wait == 0:
             if allowed and cost:
                 if rule.delays:
@@ -93,12 +96,17 @@ def decide(  # noqa: C901, PLR0912, PLR0915 - the hot path: two loops, and no ca
                 steps.take(work, cost, check.lease)
                 if hold is not None:
                     _reserve(work, steps, hold, cost, lapses_us)
-                writes.append((key, work))
+                written = True
         elif rule.count_denied and not allowed and steps.force(work, min(cost, steps.limit)):
             if wait > 0:
                 wait = steps.wait(work, cost, share)
-            writes.append((key, work))
+            written = True
+        forgotten = work.until
         steps.seal(work)
+        if written:
+            writes.append((key, work))
+        elif rule.is_bucket and work.until > forgotten:
+            work.until = forgotten
         left = share - work.used
         is_open = 1 if work.pending or (rule.holds_lease and work.items) else 0
         rows.append((steps.limit, left if left > 0 else 0, work.until - work.last, wait, is_open))

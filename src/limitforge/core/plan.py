@@ -9,6 +9,7 @@ import msgspec
 from limitforge.core.algorithms.concurrency import ConcurrencySteps
 from limitforge.core.algorithms.fixed_window import FixedWindowSteps, WindowKind
 from limitforge.core.algorithms.leaky_bucket import LeakyBucketSteps
+from limitforge.core.algorithms.level import LevelSteps
 from limitforge.core.algorithms.steps import Steps
 from limitforge.core.exact import shown
 from limitforge.core.keys import Place, spread_offset
@@ -35,6 +36,7 @@ class Rule(msgspec.Struct, frozen=True, eq=False):
     requests: bool
     overridable: bool
     delays: bool
+    is_bucket: bool
     holds_lease: bool
     varies: bool
     """Whether the steps depend on the key (a spread window) or on the time (a quota)."""
@@ -61,6 +63,7 @@ class Rule(msgspec.Struct, frozen=True, eq=False):
             requests=limit.counts is Counts.REQUESTS,
             overridable=limit.scope in (Scope.SUBJECT, Scope.CALLER) and place is not Place.OPERATOR,
             delays=enforced and isinstance(steps, LeakyBucketSteps),
+            is_bucket=isinstance(steps, LevelSteps),
             holds_lease=isinstance(steps, ConcurrencySteps),
             varies=spread or isinstance(limit, Quota),
             row=(steps.code, flags, limit.percent(priority), limit.name, steps.numbers()),

@@ -1,4 +1,4 @@
--- The algorithms by their codes, which also stand in every state. Each is loaded when a call first needs it.
+-- The algorithms by their codes, which also stand in every state; the two buckets come first. Each is loaded when a call first needs it.
 
 local NAMES = { 'token_bucket', 'leaky_bucket', 'fixed_window', 'sliding_window', 'sliding_window_counter', 'concurrency', 'quota' }
 

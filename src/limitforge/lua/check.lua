@@ -78,7 +78,10 @@ local function judge(call, rules, checks, at, out, o)
           return o + 2
         end
         wait = algorithm.wait(work, numbers, cost, share)
-        if wait ~= 0 and enforced then allowed = false end
+        if wait ~= 0 then
+          if rule[CODE] <= LEAKY_BUCKET and wait > work.til - work.last then wait = work.til - work.last end -- forgotten before it is as full as that
+          if enforced then allowed = false end
+        end
       end
     end
     probed[n + 1], probed[n + 2], probed[n + 3], probed[n + 4] = work, share, wait, numbers
@@ -95,7 +98,7 @@ local function judge(call, rules, checks, at, out, o)
     local noted = false -- what a reservation will settle; a monitored limit whose list is full goes without
     if work then
       local code, cost = rule[CODE], checks[place + 2]
-      local algorithm = algorithm_of(code)
+      local algorithm, written = algorithm_of(code), false
       if cost == 0 then
         noted = 0
       elseif wait == 0 then
@@ -107,12 +110,16 @@ local function judge(call, rules, checks, at, out, o)
             use('pending').add(work, ARGV[checks[at + 3]], lapses, cost, algorithm.source(work), checks[at + 5])
           end
           keep(call, checks[place + 1], algorithm, work)
+          written = true
         end
       elseif rule[FLAGS] >= 2 and not allowed and algorithm.force(work, numbers, math.min(cost, numbers[1])) then
         if wait > 0 then wait = algorithm.wait(work, numbers, cost, share) end
         keep(call, checks[place + 1], algorithm, work)
+        written = true
       end
+      local forgotten = work.til
       algorithm.seal(work)
+      if code <= LEAKY_BUCKET and not written and work.til > forgotten then work.til = forgotten end
       local left = share - work.used
       local open = (work.pending ~= '' or (code == CONCURRENCY and work.items ~= '')) and 1 or 0
       out[o + 1], out[o + 2], out[o + 3], out[o + 4], out[o + 5] = numbers[1], left > 0 and left or 0, work.til - work.last, wait, open

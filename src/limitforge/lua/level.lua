@@ -1,4 +1,5 @@
 -- What the two buckets share: a level in 1/per_us tokens, and its exact conversion to another rate.
+-- An opened state keeps the `til` that was stored: if nothing is written now, the bucket is forgotten then, whatever numbers it has by now.
 -- numbers: capacity, tokens, per_us. State: level 7 (signed), size 7, tokens 7, per_us 6: the numbers that it was written with.
 
 local pack, unpack_struct = struct.pack, struct.unpack

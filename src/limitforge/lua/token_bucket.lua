@@ -12,7 +12,7 @@ local token_bucket = {
   numbers = level.numbers,
 
   fresh = function(numbers, now)
-    return { last = now, pending = '', level = numbers[1] * numbers[3], size = numbers[1], tokens = numbers[2], per = numbers[3] }
+    return { last = now, til = now, pending = '', level = numbers[1] * numbers[3], size = numbers[1], tokens = numbers[2], per = numbers[3] }
   end,
 
   open = function(state, numbers, now)
@@ -26,7 +26,7 @@ local token_bucket = {
     else
       amount = amount + elapsed * tokens
     end
-    return { last = now, pending = state.pending, level = amount, size = size, tokens = tokens, per = per }
+    return { last = now, til = state.til, pending = state.pending, level = amount, size = size, tokens = tokens, per = per }
   end,
 
   wait = function(state, numbers, cost, share)

@@ -14,7 +14,7 @@ class LeakyBucketSteps(LevelSteps, frozen=True):
     def open(self, state: Level, now: int) -> Level:
         level = state.level if state.numbers is self else self.converted(state, 0, 2 * self.limit * self.per_us)
         drained = level - (now - state.last) * self.tokens
-        return Level(now, 0, 0, self, state.pending, drained if drained > 0 else 0)
+        return Level(now, state.until, 0, self, state.pending, drained if drained > 0 else 0)
 
     def wait(self, state: Level, cost: int, share: int) -> int:
         if cost > share:

@@ -4,7 +4,11 @@ from limitforge.core.algorithms.steps import State, Steps
 
 
 class Level(State, gc=False):
-    """`level` counts 1/per_us tokens, so that refilling and draining never round."""
+    """`level` counts 1/per_us tokens, so that refilling and draining never round.
+
+    An opened one keeps the `until` that was stored: if nothing is written now, the bucket is forgotten then, whatever
+    numbers it has by now.
+    """
 
     level: int
 

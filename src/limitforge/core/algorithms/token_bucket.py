@@ -15,7 +15,7 @@ class TokenBucketSteps(LevelSteps, frozen=True):
         full = self.limit * self.per_us
         level = state.level if state.numbers is self else self.converted(state, -full, full)
         refilled = level + (now - state.last) * self.tokens
-        return Level(now, 0, 0, self, state.pending, min(full, refilled))
+        return Level(now, state.until, 0, self, state.pending, refilled if refilled < full else full)
 
     def wait(self, state: Level, cost: int, share: int) -> int:
         if cost > share:
