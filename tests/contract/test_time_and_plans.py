@@ -200,3 +200,15 @@ def test_the_wait_after_a_slower_plan_ends_when_the_old_bucket_is_forgotten(
     assert not limiter.check("r", "s", limits=slower, cost=10).allowed
     clock.advance_us(1)
     assert limiter.check("r", "s", limits=slower, cost=10).allowed
+
+
+def test_a_full_bucket_that_is_ahead_of_the_clock_admits_no_more_than_it_holds(
+    limiter: SyncLimiter, clock: ManualClock
+) -> None:
+    held = limiter.reserve("r", "s", limits=BUCKET, cost=5).reservation_id or ""
+    limiter.settle(held, 0)  # full again, and over at the very moment of its last write
+    clock.advance_us(-60 * SECOND)
+    larger = dataclasses.replace(BUCKET, bucket_capacity=100)
+    denied = limiter.check("r", "s", limits=larger, cost=50)
+    assert (denied.allowed, denied.remaining, denied.retry_after_ms) == (False, 10, 1)
+    assert limiter.check("r", "s", limits=larger, cost=10).allowed

@@ -74,7 +74,7 @@ def decide(  # noqa: C901, PLR0912, PLR0915 - the hot path: two loops, and no ca
             wait = steps.wait(work, cost, share)
             if wait:
                 if rule.is_bucket and wait > work.until - work.last:
-                    wait = work.until - work.last  # forgotten before it is as full as that
+                    wait = max(work.until - work.last, 1)  # forgotten before it is as full as that; 0 would be room
                 if rule.enforced:
                     allowed = False
         probed.append((take, steps, work, share, wait))

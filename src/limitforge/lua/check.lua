@@ -79,7 +79,9 @@ local function judge(call, rules, checks, at, out, o)
         end
         wait = algorithm.wait(work, numbers, cost, share)
         if wait ~= 0 then
-          if rule[CODE] <= LEAKY_BUCKET and wait > work.til - work.last then wait = work.til - work.last end -- forgotten before it is as full as that
+          if rule[CODE] <= LEAKY_BUCKET and wait > work.til - work.last then
+            wait = math.max(work.til - work.last, 1) -- forgotten before it is as full as that; 0 would be room
+          end
           if enforced then allowed = false end
         end
       end
