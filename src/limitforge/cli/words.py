@@ -25,6 +25,8 @@ def wait(ms: int | None) -> str:
 
 def span(seconds: float) -> str:
     """A time that has passed, rounded to the nearest."""
+    if 0 < seconds < 0.0095:
+        return f"{seconds * 1_000:.2g} ms"
     if seconds < 0.9995:
         return f"{seconds * 1_000:.0f} ms"
     if seconds < 100:
