@@ -20,7 +20,19 @@ LAST_SECOND = 7_258_118_400  # the year 2200: well inside what both stores count
 
 _WHEN = {"at_ms", "at_us"}
 _CHECK = {"cost", "costs", "priority", "lease"}
-_FIELDS = (*sorted(_WHEN), "cost", "costs", "priority", "lease", "release", "renew", "expect", "comment", "name", "note")
+_FIELDS = (
+    *sorted(_WHEN),
+    "cost",
+    "costs",
+    "priority",
+    "lease",
+    "release",
+    "renew",
+    "expect",
+    "comment",
+    "name",
+    "note",
+)
 
 
 @dataclass(frozen=True, slots=True)
