@@ -76,19 +76,26 @@ class Exactness:
 
     admitted: int
     expected: int
+    raised: str = ""
 
     def text(self) -> str:
+        if self.raised:
+            return f"raised {self.raised}"
         return "exact" if self.admitted == self.expected else f"{self.admitted} for {self.expected}"
 
 
 def exactness(contestant: Contestant, subjects: Sequence[str]) -> Exactness:
     sweep = contestant.make(_LIMIT)
-    if contestant.threads:
+    expected = _LIMIT * len(subjects)
+    if not contestant.threads:
+        return Exactness(sum(sweep(subjects) for _ in range(_HITS)), expected)
+    try:
         with _switching_often(), ThreadPoolExecutor(_THREADS) as pool:
-            admitted = sum(pool.map(sweep, [subjects] * _HITS))
-    else:
-        admitted = sum(sweep(subjects) for _ in range(_HITS))
-    return Exactness(admitted, _LIMIT * len(subjects))
+            return Exactness(sum(pool.map(sweep, [subjects] * _HITS)), expected)
+    except Exception as error:
+        if contestant.ours:
+            raise
+        return Exactness(0, expected, type(error).__name__)  # a peer that breaks under threads is a result, not an end
 
 
 def turns(contestants: Sequence[Contestant], rounds: int) -> Iterator[tuple[int, Contestant]]:
