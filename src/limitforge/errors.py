@@ -46,7 +46,14 @@ class StoreError(LimitforgeError):
 
 
 class StoreUnavailable(StoreError):
-    """The store did not answer or can't serve now. A check that timed out may have been counted."""
+    """The store did not answer or can't serve now.
+
+    `maybe_counted` tells that the request was on its way when that became clear: it may have been carried out.
+    """
+
+    def __init__(self, problem: str, *, maybe_counted: bool = False) -> None:
+        super().__init__(problem)
+        self.maybe_counted = maybe_counted
 
 
 class StoreCorrupt(StoreError):

@@ -3,16 +3,32 @@
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from typing import Literal
 
 import msgspec
 
 from limitforge.core.exact import MAX_COUNT, cost_of, shown
 from limitforge.core.keys import MAX_BYTES, Keys, Place, text
 from limitforge.core.limits import Limit, Mode
-from limitforge.core.plan import MAX_LIMITS, Limits, LimitsLike, Plan, Rule, known_priority
+from limitforge.core.plan import MAX_LIMITS, Limits, LimitsLike, Plan, Rule, known_priority, weight_us
 from limitforge.errors import InvalidInput
 
 TOKEN_BYTES = 8
+
+
+class Failure(StrEnum):
+    """How a check is decided when its store can't: let it pass, deny it, decide by this node's share of the limit in
+    memory, or leave it to the caller (`StoreUnavailable`).
+    """
+
+    OPEN = "open"
+    CLOSED = "closed"
+    LOCAL = "local"
+    RAISE = "raise"
+
+
+FailureName = Literal["open", "closed", "local", "raise"]
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -42,7 +58,8 @@ class Hold(msgspec.Struct, frozen=True):
 
 class Check(msgspec.Struct, gc=False):
     """What decides together. `lease` is the token of the slots that it may take, `varies` tells that a rule depends
-    on the time, `hold` makes it a reservation, `shadow` is a candidate plan that is judged beside it.
+    on the time, `hold` makes it a reservation, `shadow` is a candidate plan that is judged beside it, `failure` says
+    what happens when the store can't decide (None: as the store is set), `weight_us` estimates what it takes in Redis.
     """
 
     tenant: str
@@ -52,6 +69,8 @@ class Check(msgspec.Struct, gc=False):
     varies: bool = False
     hold: Hold | None = None
     shadow: "Check | None" = None
+    failure: Failure | None = None
+    weight_us: int = 0
 
     def around(self, now_us: int) -> None:
         """Lay every quota's windows around a time."""
@@ -92,6 +111,7 @@ def check_of(
         candidate = Limits.of(shadow).plan(priority, Place.SHADOW)
         check.shadow = _plan_check(keys, candidate, resource, subject, cost, _named_in(costs, candidate), tenant_key)
         check.shadow.lease = check.lease = check.lease or check.shadow.lease
+        check.weight_us += check.shadow.weight_us
     return check
 
 
@@ -115,9 +135,32 @@ def _plan_check(
             )
         )
     check = Check(tenant, takes, plan.names, os.urandom(TOKEN_BYTES) if plan.leases else b"", plan.varies)
+    check.weight_us = plan.weight_us
     if costs is not None:
         _cost_by_name(check, costs, plan)
     return check
+
+
+def charge_of(tenant: str, charges: Iterable[Take]) -> Check:
+    """A check that takes without asking for room: what counted, or was admitted, while the store was not asked.
+
+    If the store can't be reached it is lost, and says so: nothing is ever charged twice.
+    """
+    takes: list[Take] = [(rule.charged(), *rest) for rule, *rest in charges]  # type: ignore[misc]
+    varies = any(rule.varies for rule, *_ in takes)
+    names = tuple(rule.limit.name for rule, *_ in takes)
+    weight = weight_us(rule for rule, *_ in takes)
+    return Check(tenant, takes, names, varies=varies, failure=Failure.RAISE, weight_us=weight)
+
+
+def failure_of(failure: object) -> Failure | None:
+    """What a caller asked for, or None where it said nothing."""
+    if failure is None or isinstance(failure, Failure):
+        return failure
+    try:
+        return Failure(failure)  # type: ignore[arg-type]
+    except ValueError:
+        raise InvalidInput("failure", f"must be one of {', '.join(Failure)}, got {shown(failure)}") from None
 
 
 def check_of_entries(keys: Keys, entries: Iterable[Entry], *, tenant: str | bytes, priority: str) -> Check:
@@ -164,7 +207,9 @@ def check_of_entries(keys: Keys, entries: Iterable[Entry], *, tenant: str | byte
     leases = any(rule.holds_lease for rule, *_ in takes)
     varies = any(rule.varies for rule, *_ in takes)
     names = _reported([entry for entry, *_ in wanted.values()])
-    return Check(tenant_key, takes, names, os.urandom(TOKEN_BYTES) if leases else b"", varies)
+    check = Check(tenant_key, takes, names, os.urandom(TOKEN_BYTES) if leases else b"", varies)
+    check.weight_us = weight_us(rule for rule, *_ in takes)
+    return check
 
 
 _PLACES = {Place.OPERATOR: "operator", Place.TENANT: "tenant", Place.POLICY: "policy", Place.SHADOW: "shadow"}

@@ -19,6 +19,13 @@ class SystemClock:
         return time.time_ns() // 1_000
 
 
+class MonotonicClock:
+    """Microseconds since some moment: for how long something may last, whatever happens to the wall's clock."""
+
+    def now_us(self) -> int:
+        return time.monotonic_ns() // 1_000
+
+
 class ManualClock:
     """A clock that moves only when told to: for tests, replays and simulations."""
 

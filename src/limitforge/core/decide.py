@@ -71,7 +71,7 @@ def decide(  # noqa: C901, PLR0912, PLR0915 - the hot path: two loops, and no ca
         if cost:
             if hold is not None and len(work.pending) >= MAX_PENDING and rule.enforced:
                 raise too_many_reservations(rule)
-            wait = steps.wait(work, cost, share)
+            wait = 0 if rule.forced else steps.wait(work, cost, share)
             if wait:
                 if rule.is_bucket and wait > work.until - work.last:
                     wait = max(work.until - work.last, 1)  # forgotten before it is as full as that; 0 would be room
@@ -91,12 +91,15 @@ def decide(  # noqa: C901, PLR0912, PLR0915 - the hot path: two loops, and no ca
         wait, written = probed_wait, False
         if wait == 0:
             if allowed and cost:
-                if rule.delays:
-                    delay_us = max(delay_us, steps.delay(work))
-                steps.take(work, cost, check.lease)
-                if hold is not None:
-                    _reserve(work, steps, hold, cost, lapses_us)
-                written = True
+                if rule.forced:
+                    written = steps.force(work, cost)
+                else:
+                    if rule.delays:
+                        delay_us = max(delay_us, steps.delay(work))
+                    steps.take(work, cost, check.lease)
+                    if hold is not None:
+                        _reserve(work, steps, hold, cost, lapses_us)
+                    written = True
         elif rule.count_denied and not allowed and steps.force(work, min(cost, steps.limit)):
             if wait > 0:
                 wait = steps.wait(work, cost, share)

@@ -6,10 +6,10 @@ from typing import cast
 import msgspec
 
 from limitforge.core.algorithms.steps import NEVER, UNLIMITED
-from limitforge.core.check import Check, Hold
+from limitforge.core.check import Check, Failure, Hold
 from limitforge.core.keys import encoded
 from limitforge.core.limits import Quota
-from limitforge.core.tickets import HeldLimit, Lease, Reservation, ticket_id
+from limitforge.core.tickets import HeldLimit, Lease, Reservation, nothing_held, ticket_id
 
 Row = tuple[int, int, int, int, int]
 """What a store tells of one limit: limit, remaining, reset and wait in microseconds, and 1 if a reservation or lease is
@@ -33,6 +33,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
     `limit`, `remaining`, `reset_after_ms` and `reset_at` are those of the limit called `binding`: the one with the
     longest wait if denied, with the least remaining if allowed. `retry_after_ms` is None where waiting never helps.
+    `degraded` tells that the store could not decide, and by which failure behaviour this was decided without it.
     """
 
     allowed: bool
@@ -108,6 +109,41 @@ def decision_of(check: Check, now_us: int, outcome: Outcome, shadow: Outcome | N
     if check.lease or check.hold is not None or shadow is not None:
         return _with_ids(decision, check, now_us, outcome, shadow)
     return decision
+
+
+def open_decision(check: Check) -> Decision:
+    """Let a check pass without its store: nothing is known of its limits, and what it holds is of no bucket."""
+    return Decision(
+        allowed=True,
+        limit=None,
+        remaining=None,
+        reset_after_ms=None,
+        reset_at=None,
+        retry_after_ms=0,
+        delay_ms=None,
+        limits={},
+        binding=None,
+        degraded=Failure.OPEN.value,
+        lease_id=ticket_id(Lease(check.lease, [])) if check.lease else None,
+        reservation_id=None if check.hold is None else ticket_id(nothing_held(encoded(check.hold.key))),
+    )
+
+
+def closed_decision(check: Check, retry_after_ms: int) -> Decision:
+    """Deny a check without its store, until it may be asked again. A look is allowed, as any look is."""
+    allowed = not any(cost for _, _, cost, *_ in check.takes)
+    return Decision(
+        allowed=allowed,
+        limit=None,
+        remaining=None,
+        reset_after_ms=None,
+        reset_at=None,
+        retry_after_ms=0 if allowed else retry_after_ms,
+        delay_ms=None,
+        limits={},
+        binding=None,
+        degraded=Failure.CLOSED.value,
+    )
 
 
 def _with_ids(decision: Decision, check: Check, now_us: int, outcome: Outcome, shadow: Outcome | None) -> Decision:

@@ -115,6 +115,7 @@ class Limit:
     mode: Mode | ModeName = Mode.ON
     counts: Counts | CountsName = Counts.COST
     count_denied: bool = False
+    charge_after_outage: bool = False
     shares: Mapping[str, int] = field(default_factory=dict, hash=False)
     steps: Steps = field(init=False, repr=False)
 
@@ -123,8 +124,9 @@ class Limit:
         _set(self, "scope", _choice("scope", Scope, self.scope))
         _set(self, "mode", _choice("mode", Mode, self.mode))
         _set(self, "counts", _choice("counts", Counts, self.counts))
-        if not isinstance(self.count_denied, bool):
-            raise InvalidLimit("count_denied", f"must be true or false, got {shown(self.count_denied)}")
+        for flag in ("count_denied", "charge_after_outage"):
+            if not isinstance(getattr(self, flag), bool):
+                raise InvalidLimit(flag, f"must be true or false, got {shown(getattr(self, flag))}")
         _set(self, "shares", _shares(self.shares))
         if self.count_denied and self.shares:
             raise InvalidLimit("count_denied", "can't be combined with shares")
@@ -269,8 +271,9 @@ class Concurrency(Limit):
     lease_ttl_seconds: Number = field(compare=False)
 
     def _steps(self) -> Steps:
-        if self.count_denied:
-            raise InvalidLimit("count_denied", "has no meaning on a concurrency limit")
+        for flag in ("count_denied", "charge_after_outage"):
+            if getattr(self, flag):
+                raise InvalidLimit(flag, "has no meaning on a concurrency limit")
         return ConcurrencySteps(self._size(), duration_us("lease_ttl_seconds", self.lease_ttl_seconds))
 
 

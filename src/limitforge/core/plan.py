@@ -9,6 +9,7 @@ import msgspec
 from limitforge.core.algorithms.concurrency import ConcurrencySteps
 from limitforge.core.algorithms.fixed_window import FixedWindowSteps, WindowKind
 from limitforge.core.algorithms.leaky_bucket import LeakyBucketSteps
+from limitforge.core.algorithms.ledger import LedgerSteps
 from limitforge.core.algorithms.level import LevelSteps
 from limitforge.core.algorithms.steps import Steps
 from limitforge.core.exact import shown
@@ -18,9 +19,12 @@ from limitforge.core.text import parse
 from limitforge.errors import InvalidInput, InvalidLimit
 
 MAX_LIMITS = 32
+BUCKET_US = 7  # what one bucket takes in Redis, in a batch
+LISTED_PER_US = 20  # and how many entries of a log or leases are read in a microsecond
 
 ENFORCED = 1
 COUNT_DENIED = 2
+FORCED = 4
 
 
 class Rule(msgspec.Struct, frozen=True, eq=False):
@@ -40,6 +44,8 @@ class Rule(msgspec.Struct, frozen=True, eq=False):
     holds_lease: bool
     varies: bool
     """Whether the steps depend on the key (a spread window) or on the time (a quota)."""
+    forced: bool
+    """Whether it takes without asking for room, up to twice the limit: what is charged after the fact."""
     row: tuple[Any, ...]
     """As the script reads it: algorithm, flags, percent, name, numbers."""
     memo: list["Rule"]
@@ -66,6 +72,7 @@ class Rule(msgspec.Struct, frozen=True, eq=False):
             is_bucket=isinstance(steps, LevelSteps),
             holds_lease=isinstance(steps, ConcurrencySteps),
             varies=spread or isinstance(limit, Quota),
+            forced=False,
             row=(steps.code, flags, limit.percent(priority), limit.name, steps.numbers()),
             memo=[],
         )
@@ -87,8 +94,18 @@ class Rule(msgspec.Struct, frozen=True, eq=False):
         self.memo[:] = [self._with(self.steps.overridden((*self.steps.numbers()[:2], *windows)))]
         return self.memo[0]
 
+    def charged(self) -> "Rule":
+        """This rule for a cost that was admitted, or counts, without having been asked for."""
+        code, flags, _, *rest = self.row
+        row = (code, flags % COUNT_DENIED + FORCED, 100, *rest)
+        return msgspec.structs.replace(self, forced=True, count_denied=False, percent=100, row=row, memo=[])
+
+    def divided(self, nodes: int) -> "Rule":
+        """This rule for one of several nodes that can't ask each other: its part of the limit, at least 1."""
+        return self if nodes == 1 or self.steps.limit <= 0 else self._with(self.steps.divided(nodes))
+
     def _with(self, steps: Steps) -> "Rule":
-        return msgspec.structs.replace(self, steps=steps, row=(*self.row[:4], steps.numbers()))
+        return msgspec.structs.replace(self, steps=steps, row=(*self.row[:4], steps.numbers()), memo=[])
 
 
 class Plan(msgspec.Struct, frozen=True, eq=False):
@@ -102,6 +119,8 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
     """The letter of its place: a plain string, which is formatted four times as fast as an enum's member."""
     leases: bool
     varies: bool
+    weight_us: int
+    """What a check of these rules takes in Redis, by estimate: what travels together is bounded by it."""
 
     @classmethod
     def compile(cls, limits: Sequence[Limit], priority: Priority, place: Place) -> "Plan":
@@ -113,7 +132,14 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
             place=place.value,
             leases=any(rule.holds_lease for rule in rules),
             varies=any(rule.varies for rule in rules),
+            weight_us=weight_us(rules),
         )
+
+
+def weight_us(rules: Iterable[Rule]) -> int:
+    return sum(
+        BUCKET_US + (rule.steps.limit // LISTED_PER_US if isinstance(rule.steps, LedgerSteps) else 0) for rule in rules
+    )
 
 
 class Limits:

@@ -40,8 +40,15 @@ class Reservation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     limits: list[HeldLimit]
 
 
+NOTHING = b"\0" * 8  # the token of a reservation that was let pass without its store
+
 _encode = msgspec.msgpack.Encoder().encode
 _decoders: dict[type, Any] = {kind: msgspec.msgpack.Decoder(kind).decode for kind in (Lease, Reservation)}
+
+
+def nothing_held(record: bytes) -> Reservation:
+    """A reservation that holds nothing anywhere: settling it changes nothing."""
+    return Reservation(NOTHING, record, [])
 
 
 def ticket_id(ticket: Lease | Reservation) -> str:

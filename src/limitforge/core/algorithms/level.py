@@ -21,6 +21,9 @@ class LevelSteps(Steps, frozen=True):
 
     override_width = 3
 
+    def divided(self, nodes: int) -> "LevelSteps":
+        return type(self)(max(self.limit // nodes, 1), self.tokens, self.per_us * nodes)
+
     def converted(self, state: Level, lowest: int, highest: int) -> int:
         """The level of `state` in these numbers' unit, rounded down and clamped."""
         level = state.level

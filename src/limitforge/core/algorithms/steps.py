@@ -50,6 +50,10 @@ class Steps(msgspec.Struct, frozen=True):
         numbers = self.numbers()
         return type(self)(*leading, *numbers[len(leading) :])
 
+    def divided(self, nodes: int) -> "Steps":
+        """One node's part of these numbers, at least 1."""
+        return self.overridden((max(self.limit // nodes, 1),))
+
     def fresh(self, now: int) -> Any:
         """The state of a bucket that was never used; None if the caller's calendar does not reach `now`."""
         raise NotImplementedError
