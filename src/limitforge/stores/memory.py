@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from limitforge.core.algorithms import concurrency
 from limitforge.core.algorithms.concurrency import ConcurrencySteps
+from limitforge.core.algorithms.ledger import Ledger
 from limitforge.core.calendar import Calendar, Period
 from limitforge.core.check import Check, Hold
 from limitforge.core.clock import Clock, SystemClock
@@ -14,6 +15,7 @@ from limitforge.core.decide import Again, Held, StepsFor, Verdict, decide, is_go
 from limitforge.core.decision import Decision, decision_of
 from limitforge.core.keys import Keys, decoded
 from limitforge.core.reservations import KEPT_US, Record, Settlement, settle
+from limitforge.core.tickets import Lease, Reservation
 from limitforge.errors import LimitforgeError, StoreCorrupt, StoreError, StoreUnavailable, UnknownReservation
 from limitforge.stores.buckets import Buckets
 from limitforge.stores.memory_overrides import MemoryOverrides
@@ -22,6 +24,7 @@ from limitforge.stores.protocol import (
     ClearOverrides,
     Command,
     DeleteOverride,
+    DropDenials,
     GetOverrides,
     ListOverrides,
     Release,
@@ -29,6 +32,7 @@ from limitforge.stores.protocol import (
     Reset,
     SetOverride,
     Settle,
+    StoreStatus,
 )
 
 MAX_KEYS = 1_000_000
@@ -61,6 +65,7 @@ class MemoryStore:
             ListOverrides: self._overrides.page,
             DeleteOverride: self._overrides.delete,
             ClearOverrides: self._overrides.clear,
+            DropDenials: lambda _command, _now_us: None,  # nothing is cached here
         }
 
     @property
@@ -92,6 +97,21 @@ class MemoryStore:
     def run(self, command: Command[Answer]) -> Answer:
         with self._lock:
             return cast("Answer", self._handlers[type(command)](command, self._now_us()))
+
+    def status(self) -> StoreStatus:
+        """A store in this process never fails."""
+        return StoreStatus()
+
+    def knows(self, ticket: Lease | Reservation) -> bool:
+        """Whether a lease or a reservation was handed out here."""
+        with self._lock:
+            if isinstance(ticket, Reservation):
+                return decoded(ticket.record) in self._records
+            states = (self._states.get(decoded(key)) for key in ticket.keys)
+            return any(
+                isinstance(state, Ledger) and any(item.lease == ticket.token for item in state.items)
+                for state in states
+            )
 
     def close(self) -> None:
         """Nothing to close; what was counted stays for as long as this object."""
@@ -223,11 +243,21 @@ class AsyncMemoryStore:
     async def check(self, check: Check) -> Decision:
         return self._store.check(check)
 
+    def submit(self, check: Check, answer: Callable[[Decision | LimitforgeError], None]) -> None:
+        try:
+            decision: Decision | LimitforgeError = self._store.check(check)
+        except LimitforgeError as error:
+            decision = error
+        answer(decision)
+
     async def check_many(self, checks: Sequence[Check]) -> list[Decision | LimitforgeError]:
         return self._store.check_many(checks)
 
     async def run(self, command: Command[Answer]) -> Answer:
         return self._store.run(command)
+
+    def status(self) -> StoreStatus:
+        return self._store.status()
 
     async def close(self) -> None:
         self._store.close()

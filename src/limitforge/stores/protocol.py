@@ -5,9 +5,11 @@ A check is hot and has a method of its own, which is where a store may join wait
 command: a value that says what is wanted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
+
+import msgspec
 
 from limitforge.core.check import Check
 from limitforge.core.decision import Decision
@@ -18,6 +20,20 @@ from limitforge.core.tickets import Lease, Reservation
 from limitforge.errors import LimitforgeError
 
 Answer = TypeVar("Answer")
+
+
+class StoreStatus(msgspec.Struct, frozen=True):
+    """How a store is doing. `breaker` is closed, open or probing, `since` when that last changed (epoch seconds),
+    `degraded` counts the checks that were decided without the store, `denials_cached` and `denial_hits` those that
+    needed no asking, `waiting` how many checks wait for an answer now.
+    """
+
+    breaker: str = "closed"
+    since: float | None = None
+    degraded: dict[str, int] = msgspec.field(default_factory=dict)
+    denials_cached: int = 0
+    denial_hits: int = 0
+    waiting: int = 0
 
 
 class Command(Generic[Answer]):
@@ -104,6 +120,13 @@ class ClearOverrides(Command[int]):
     tenant_key: str
 
 
+@dataclass(frozen=True, slots=True)
+class DropDenials(Command[None]):
+    """Forget every denial of a tenant that a node may have cached: its plans have changed."""
+
+    tenant_key: str
+
+
 class Store(Protocol):
     """An asynchronous store."""
 
@@ -112,10 +135,15 @@ class Store(Protocol):
     async def check(self, check: Check) -> Decision:
         """Decide, or raise this check's own error."""
 
+    def submit(self, check: Check, answer: Callable[[Decision | LimitforgeError], None]) -> None:
+        """The same for a protocol on the running loop: `answer` is called once, perhaps before this returns."""
+
     async def check_many(self, checks: Sequence[Check]) -> list[Decision | LimitforgeError]:
         """Decide each by itself, in order; an error stands in the place of its check and spoils no other."""
 
     async def run(self, command: Command[Answer]) -> Answer: ...
+
+    def status(self) -> StoreStatus: ...
 
     async def close(self) -> None: ...
 
@@ -130,5 +158,7 @@ class SyncStore(Protocol):
     def check_many(self, checks: Sequence[Check]) -> list[Decision | LimitforgeError]: ...
 
     def run(self, command: Command[Answer]) -> Answer: ...
+
+    def status(self) -> StoreStatus: ...
 
     def close(self) -> None: ...

@@ -1,0 +1,67 @@
+"""A circuit breaker as a pure state machine: time comes in, permission comes out.
+
+    closed   --failures in a row-->  open   --open_us later, one caller-->  probing
+      ^                               ^                                       |   |
+      |                               +------------- failed ------------------+   |
+      +------------------------------------------- succeeded --------------------+
+
+Who asks `admits` and is let in must tell `succeeded` or `failed`. A probe that never tells (its caller went away) is
+given up after `probe_us`, and the next caller probes.
+"""
+
+from enum import StrEnum
+
+
+class BreakerState(StrEnum):
+    CLOSED = "closed"
+    OPEN = "open"
+    PROBING = "probing"
+
+
+class Breaker:
+    """Opens after `failures` in a row, for `open_us`; then lets one probe at a time through until one succeeds."""
+
+    __slots__ = ("_failures", "_open_us", "_probe_us", "_row", "_until_us", "state")
+
+    def __init__(self, failures: int, open_us: int, probe_us: int) -> None:
+        self._failures = failures
+        self._open_us = open_us
+        self._probe_us = probe_us
+        self._row = 0
+        self._until_us = 0
+        self.state = BreakerState.CLOSED
+
+    @property
+    def is_clean(self) -> bool:
+        """Closed, and the last call succeeded: `succeeded` would change nothing."""
+        return self._row == 0 and self.state is BreakerState.CLOSED
+
+    def admits(self, now_us: int) -> bool:
+        """Whether this caller may ask the backend."""
+        if self.state is BreakerState.CLOSED:
+            return True
+        if now_us < self._until_us:
+            return False
+        self.state = BreakerState.PROBING
+        self._until_us = now_us + self._probe_us
+        return True
+
+    def succeeded(self) -> bool:
+        """The backend answered; tells whether that closed the breaker."""
+        was_closed = self.state is BreakerState.CLOSED
+        self._row = 0
+        self.state = BreakerState.CLOSED
+        return not was_closed
+
+    def failed(self, now_us: int) -> bool:
+        """The backend did not answer; tells whether that opened the breaker."""
+        self._row += 1
+        if self.state is BreakerState.OPEN or (self.state is BreakerState.CLOSED and self._row < self._failures):
+            return False
+        self.state = BreakerState.OPEN
+        self._until_us = now_us + self._open_us
+        return True
+
+    def wait_us(self, now_us: int) -> int:
+        """How long until a caller may ask; 0 if it may now."""
+        return 0 if self.state is BreakerState.CLOSED else max(self._until_us - now_us, 0)

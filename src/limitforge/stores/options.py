@@ -1,0 +1,49 @@
+"""How a shared store is used: how long a check may take, and what happens when the store can't decide."""
+
+from dataclasses import dataclass
+from typing import NoReturn
+
+from limitforge.core.check import Failure, FailureName, failure_of
+from limitforge.core.exact import shown, whole
+from limitforge.errors import InvalidInput
+
+MAX_DEADLINE_MS = 60_000
+MAX_BREAKER_SECONDS = 3_600
+MAX_DENIAL_CACHE_MS = 60_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOptions:
+    """Every number is validated here; `docs/operations.md` says when to change which. Memory stores need none of it.
+
+    `failure` is for checks that say nothing of their own. `nodes` is how many processes share the limits: with `local`,
+    each decides by its part. `denial_cache_ms` is how long a denial may be answered without asking (0: never).
+    """
+
+    failure: Failure | FailureName = Failure.OPEN
+    deadline_ms: float = 50
+    nodes: int = 1
+    breaker_failures: int = 3
+    breaker_seconds: float = 30
+    denial_cache_ms: float = 1_000
+    denial_cache_size: int = 10_000
+    max_waiting: int = 10_000
+
+    def __post_init__(self) -> None:
+        if self.failure is None:
+            _refuse("failure", None, f"be one of {', '.join(Failure)}")
+        object.__setattr__(self, "failure", failure_of(self.failure))
+        for name in ("nodes", "breaker_failures", "denial_cache_size", "max_waiting"):
+            object.__setattr__(self, name, whole(name, getattr(self, name), minimum=1))
+        _between("deadline_ms", self.deadline_ms, 1, MAX_DEADLINE_MS)
+        _between("breaker_seconds", self.breaker_seconds, 0.001, MAX_BREAKER_SECONDS)
+        _between("denial_cache_ms", self.denial_cache_ms, 0, MAX_DENIAL_CACHE_MS)
+
+
+def _between(name: str, value: object, lowest: float, highest: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not lowest <= value <= highest:
+        _refuse(name, value, f"be a number from {lowest:g} to {highest:g}")
+
+
+def _refuse(name: str, value: object, must: str) -> NoReturn:
+    raise InvalidInput(name, f"must {must}, got {shown(value)}")

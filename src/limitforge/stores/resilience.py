@@ -1,0 +1,225 @@
+"""What happens when the store can't decide: a breaker, a decision without the store, and an account of both.
+
+Nothing here does I/O. A shell asks `admits` before it talks to the backend, tells `succeeded` or `failed` afterwards,
+and lets `decide` answer the checks that the backend could not. One object serves one backend, for any number of
+threads.
+"""
+
+import logging
+import threading
+from collections import Counter
+from functools import lru_cache
+
+import msgspec
+
+from limitforge.core.algorithms.steps import UNLIMITED
+from limitforge.core.check import Check, Failure, Take, charge_of
+from limitforge.core.clock import Clock, MonotonicClock, SystemClock
+from limitforge.core.decision import Decision, LimitState, closed_decision, open_decision
+from limitforge.core.keys import Keys
+from limitforge.core.plan import MAX_LIMITS
+from limitforge.errors import StoreError, StoreUnavailable
+from limitforge.stores.breaker import Breaker
+from limitforge.stores.memory import MemoryStore
+from limitforge.stores.options import StoreOptions
+
+LOG_EVERY_US = 10_000_000
+LOCAL_KEYS = 100_000
+MAX_NAMES = 1_000  # limits whose admissions are summed by name; the rest is summed together
+MAX_CHARGED = 10_000  # buckets that are charged after an outage
+OTHER = "(other limits)"
+RETRY_MS = 1_000  # what a closed check is told while the breaker has not opened
+LEAST_PROBE_US = 1_000_000
+
+_log = logging.getLogger(__name__)
+
+
+class Outage(msgspec.Struct):
+    """What was decided without the store since it was last heard of."""
+
+    since_us: int
+    kinds: Counter[str] = msgspec.field(default_factory=Counter)
+    admitted: Counter[str] = msgspec.field(default_factory=Counter)
+    """Costs by limit, as `open` and `local` let them pass."""
+    charges: dict[str, tuple[str, Take]] = msgspec.field(default_factory=dict)
+    """By bucket: the tenant and what is owed of limits that say `charge_after_outage`."""
+    unsure: int = 0
+    """Admitted checks that were sent and may have been counted: they are never charged."""
+    uncharged: int = 0
+    """Admitted costs that no room was left to note."""
+
+
+class Resilience:
+    """The breaker of one backend, and the failure behaviour of the checks that it can't decide."""
+
+    def __init__(self, options: StoreOptions, keys: Keys, clock: Clock | None = None) -> None:
+        self._options = options
+        self._now_us = MonotonicClock().now_us
+        probe_us = max(LEAST_PROBE_US, int(2_000 * options.deadline_ms))
+        self._breaker = Breaker(options.breaker_failures, int(1e6 * options.breaker_seconds), probe_us)
+        self._lock = threading.Lock()
+        self._outage: Outage | None = None
+        self._logged_us = self._reconciled_us = self._now_us() - LOG_EVERY_US
+        self._divided = lru_cache(maxsize=4_096)(lambda rule: rule.divided(options.nodes))
+        self.local = MemoryStore(keys=keys, clock=clock, max_keys=LOCAL_KEYS)
+        self.is_quiet = True
+        """Nothing has failed lately: `admits` would say yes and `succeeded` would change nothing."""
+        self.since: float | None = None
+        self.degraded: Counter[str] = Counter({kind.value: 0 for kind in Failure if kind is not Failure.RAISE})
+
+    @property
+    def state(self) -> str:
+        return self._breaker.state.value
+
+    def admits(self) -> bool:
+        """Whether the backend may be asked now."""
+        if self.is_quiet:
+            return True
+        with self._lock:
+            return self._breaker.admits(self._now_us())
+
+    def admit(self) -> None:
+        """Raise StoreUnavailable if the backend may not be asked now."""
+        if not self.admits():
+            raise left_alone()
+
+    def failed(self, error: StoreUnavailable) -> bool:
+        """The backend did not answer; tells whether it is left alone from now on."""
+        with self._lock:
+            self.is_quiet = False
+            opened = self._breaker.failed(self._now_us())
+        if opened:
+            self.since = _epoch_seconds()
+            _log.warning("store left alone for %g s: %s", self._options.breaker_seconds, error)
+        return opened
+
+    def succeeded(self) -> list[Check]:
+        """The backend answered. What it is owed after an outage comes back, to be sent once.
+
+        Single lost calls, one now and then, are settled together: at most once in `LOG_EVERY_US`.
+        """
+        if self.is_quiet:
+            return []
+        with self._lock:
+            now_us = self._now_us()
+            closed = self._breaker.succeeded()
+            if closed:
+                self.since = _epoch_seconds()
+            outage = self._outage
+            if outage is not None and not closed and now_us - self._reconciled_us < LOG_EVERY_US:
+                return []
+            self._outage, self._reconciled_us = None, now_us
+            self.is_quiet = True
+        return [] if outage is None else self._reconcile(outage)
+
+    def decide(self, check: Check, error: StoreUnavailable) -> Decision | StoreUnavailable:
+        """Decide without the store, which could not for this reason."""
+        failure = check.failure or self._options.failure
+        if failure is Failure.RAISE:
+            return error
+        decision = self._decided(check, Failure(failure))
+        self._account(check, decision, error)
+        return decision
+
+    def wait_ms(self) -> int:
+        """When a caller that was denied for want of the store may come back."""
+        with self._lock:
+            return -(-self._breaker.wait_us(self._now_us()) // 1_000) or RETRY_MS
+
+    # -- decisions
+
+    def _decided(self, check: Check, failure: Failure) -> Decision:
+        if failure is Failure.OPEN:
+            return open_decision(check)
+        if failure is Failure.LOCAL:
+            try:
+                return self._decide_locally(check)
+            except StoreError:  # not even there: full of leases, or a quota that no calendar holds
+                pass
+        return closed_decision(check, self.wait_ms())
+
+    def _decide_locally(self, check: Check) -> Decision:
+        takes: list[Take] = [
+            (self._divided(rule), key, cost, resource, None) for rule, key, cost, resource, _ in check.takes
+        ]
+        decision = self.local.check(Check(check.tenant, takes, check.names, check.lease, check.varies, check.hold))
+        whole = {name: rule.steps.limit for name, (rule, *_) in zip(check.names, check.takes, strict=True)}
+        limits = {name: _whole(state, whole[name]) for name, state in decision.limits.items()}
+        bound = decision.limit if decision.binding is None else limits[decision.binding].limit
+        return msgspec.structs.replace(decision, limits=limits, limit=bound, degraded=Failure.LOCAL.value)
+
+    # -- the account
+
+    def _account(self, check: Check, decision: Decision, error: StoreUnavailable) -> None:
+        now_us = self._now_us()
+        kind = decision.degraded or ""
+        with self._lock:
+            self.degraded[kind] += 1
+            self.is_quiet = False
+            if self._outage is None:
+                self._outage = Outage(now_us)
+            outage = self._outage
+            outage.kinds[kind] += 1
+            if decision.allowed and kind != Failure.CLOSED:
+                self._note(outage, check, decision, maybe_counted=error.maybe_counted)
+            is_due = now_us - self._logged_us >= LOG_EVERY_US
+            if is_due:
+                self._logged_us = now_us
+            kinds = dict(outage.kinds)
+        if is_due:
+            _log.warning("checks are decided without the store (%s so far): %s", _counts(kinds), error)
+
+    def _note(self, outage: Outage, check: Check, decision: Decision, *, maybe_counted: bool) -> None:
+        if maybe_counted:
+            outage.unsure += 1
+        for name, take in zip(check.names, check.takes, strict=True):
+            rule, key, cost, resource, subject = take
+            state = decision.limits.get(name)
+            if not cost or (state is not None and not state.allowed):
+                continue  # a look, or a monitored limit that had no room
+            known = name in outage.admitted or len(outage.admitted) < MAX_NAMES
+            outage.admitted[name if known else OTHER] += cost
+            if rule.limit.charge_after_outage and not maybe_counted:
+                _, (*_, owed, _, _) = outage.charges.get(key, ("", (rule, key, 0, resource, subject)))
+                if key in outage.charges or len(outage.charges) < MAX_CHARGED:
+                    outage.charges[key] = (check.tenant, (rule, key, owed + cost, resource, subject))
+                else:
+                    outage.uncharged += cost
+
+    def _reconcile(self, outage: Outage) -> list[Check]:
+        by_tenant: dict[str, list[Take]] = {}
+        for tenant, take in outage.charges.values():
+            by_tenant.setdefault(tenant, []).append(take)
+        _log.warning(
+            "store back after %.1f s; decided without it: %s; admitted by limit: %s; to be charged: %d in %d buckets; "
+            "admitted checks that may have been counted: %d; admitted but not noted for charging: %d",
+            (self._now_us() - outage.since_us) / 1e6,
+            _counts(outage.kinds),
+            _counts(outage.admitted),
+            sum(take[2] for takes in by_tenant.values() for take in takes),
+            len(outage.charges),
+            outage.unsure,
+            outage.uncharged,
+        )
+        return [
+            charge_of(tenant, takes[at : at + MAX_LIMITS])
+            for tenant, takes in by_tenant.items()
+            for at in range(0, len(takes), MAX_LIMITS)
+        ]
+
+
+def left_alone() -> StoreUnavailable:
+    return StoreUnavailable("the store is left alone for a while, after it failed")
+
+
+def _epoch_seconds() -> float:
+    return SystemClock().now_us() / 1e6
+
+
+def _whole(state: LimitState, limit: int) -> LimitState:
+    """What users know as the limit is the whole of it, whatever this node's part."""
+    return state if limit == UNLIMITED else msgspec.structs.replace(state, limit=limit)
+
+
+def _counts(counted: dict[str, int] | Counter[str]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counted.items()) or "none"
