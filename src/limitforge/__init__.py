@@ -4,7 +4,7 @@ limiter = Limiter.connect("redis://localhost:6379/0")
 decision = await limiter.check("GET:/orders", "user:42", limits="100/minute; 10/second")
 """
 
-from limitforge.core.check import Entry
+from limitforge.core.check import Entry, Failure
 from limitforge.core.clock import Clock, ManualClock
 from limitforge.core.decision import Decision, LimitState
 from limitforge.core.keys import Place
@@ -34,12 +34,15 @@ from limitforge.errors import (
 )
 from limitforge.limiter import Limiter, Request, SyncLimiter
 from limitforge.stores.memory import MemoryStore
+from limitforge.stores.options import StoreOptions
+from limitforge.stores.protocol import StoreStatus
 
 __all__ = [
     "Clock",
     "Concurrency",
     "Decision",
     "Entry",
+    "Failure",
     "FixedWindow",
     "InvalidInput",
     "InvalidLimit",
@@ -61,6 +64,8 @@ __all__ = [
     "SlidingWindowCounter",
     "StoreCorrupt",
     "StoreError",
+    "StoreOptions",
+    "StoreStatus",
     "StoreUnavailable",
     "SyncLimiter",
     "TokenBucket",

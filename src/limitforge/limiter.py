@@ -5,14 +5,24 @@
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 
-from limitforge.core.check import TOKEN_BYTES, Check, Entry, Hold, check_of, check_of_entries
+from limitforge.core.check import (
+    TOKEN_BYTES,
+    Check,
+    Entry,
+    Failure,
+    FailureName,
+    Hold,
+    check_of,
+    check_of_entries,
+    failure_of,
+)
 from limitforge.core.clock import Clock
 from limitforge.core.decision import Decision
 from limitforge.core.exact import cost_of, duration_us, shown
@@ -21,12 +31,14 @@ from limitforge.core.limits import Mode
 from limitforge.core.overrides import Override, OverridePage, compile_override, plain_changes
 from limitforge.core.plan import Limits, LimitsLike
 from limitforge.core.reservations import OnLapse, Settlement
-from limitforge.core.tickets import Lease, Reservation, read_ticket
+from limitforge.core.tickets import NOTHING, Lease, Reservation, read_ticket
 from limitforge.errors import InvalidInput, LimitforgeError
 from limitforge.stores import connect, connect_sync
+from limitforge.stores.options import StoreOptions
 from limitforge.stores.protocol import (
     ClearOverrides,
     DeleteOverride,
+    DropDenials,
     GetOverrides,
     ListOverrides,
     Release,
@@ -35,6 +47,7 @@ from limitforge.stores.protocol import (
     SetOverride,
     Settle,
     Store,
+    StoreStatus,
     SyncStore,
 )
 
@@ -57,6 +70,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     tenant: Name = DEFAULT_TENANT
     priority: str = DEFAULT_PRIORITY
     shadow: LimitsLike | None = None
+    failure: Failure | FailureName | None = None
 
 
 class _Requests:
@@ -66,7 +80,7 @@ class _Requests:
         self.keys = keys
 
     def check(self, request: Request) -> Check:
-        return check_of(
+        check = check_of(
             self.keys,
             request.limits,
             request.resource,
@@ -77,6 +91,8 @@ class _Requests:
             request.priority,
             request.shadow,
         )
+        check.failure = failure_of(request.failure)
+        return check
 
     def reserve(self, request: Request, ttl_seconds: float, on_lapse: str) -> Check:
         check = self.check(request)
@@ -92,7 +108,7 @@ class _Requests:
         cost = cost_of("cost", cost)
         names = [limit.name for limit in reservation.limits]
         for name in costs or {}:
-            if name not in names:
+            if name not in names and reservation.token != NOTHING:
                 raise InvalidInput(
                     f"costs.{name!s:.64}", f"no limit of that name was reserved; there are {', '.join(names)}"
                 )
@@ -171,13 +187,15 @@ class Limiter:
         self._requests = _Requests(store.keys)
 
     @classmethod
-    def connect(cls, url: str, *, key_prefix: str = "lf", clock: Clock | None = None) -> Self:
+    def connect(
+        cls, url: str, *, key_prefix: str = "lf", clock: Clock | None = None, options: StoreOptions | None = None
+    ) -> Self:
         """A limiter on `memory://` or `redis://…`. Nothing is opened before the first check.
 
-        `key_prefix` keeps apart what shares a Redis. A `clock` replaces the store's own time: for tests and replays
-        only.
+        `key_prefix` keeps apart what shares a Redis. `options` say how long a check may take and what happens when
+        Redis can't decide. A `clock` replaces the store's own time: for tests and replays only.
         """
-        return cls(connect(url, keys=Keys(key_prefix), clock=clock))
+        return cls(connect(url, keys=Keys(key_prefix), clock=clock, options=options))
 
     async def check(
         self,
@@ -190,21 +208,54 @@ class Limiter:
         tenant: Name = DEFAULT_TENANT,
         priority: str = DEFAULT_PRIORITY,
         shadow: LimitsLike | None = None,
+        failure: Failure | FailureName | None = None,
     ) -> Decision:
         """Take `cost` from every limit, or nothing from any if one has no room. Cost 0 looks without taking.
 
         `costs` gives limits costs of their own by name. `shadow` is a candidate plan that is judged beside the live one
-        and changes nothing of it. A denial is a value, not an exception.
+        and changes nothing of it. `failure` is what happens if the store can't decide this one. A denial is a value,
+        not an exception.
         """
-        return await self._store.check(
-            check_of(self._keys, limits, resource, subject, cost, costs, tenant, priority, shadow)
-        )
+        check = check_of(self._keys, limits, resource, subject, cost, costs, tenant, priority, shadow)
+        if failure is not None:
+            check.failure = failure_of(failure)
+        return await self._store.check(check)
+
+    def submit(
+        self,
+        answer: Callable[[Decision | LimitforgeError], None],
+        resource: Name,
+        subject: Name,
+        *,
+        limits: LimitsLike,
+        cost: int = 1,
+        costs: Mapping[str, int] | None = None,
+        tenant: Name = DEFAULT_TENANT,
+        priority: str = DEFAULT_PRIORITY,
+        failure: Failure | FailureName | None = None,
+    ) -> None:
+        """`check` for a protocol on the running event loop: without a task or a future.
+
+        `answer` is called once, with the decision or with what was wrong, perhaps before this returns. What is wrong
+        with the arguments is raised.
+        """
+        check = check_of(self._keys, limits, resource, subject, cost, costs, tenant, priority)
+        if failure is not None:
+            check.failure = failure_of(failure)
+        self._store.submit(check, answer)
 
     async def check_entries(
-        self, entries: Iterable[Entry], *, tenant: Name = DEFAULT_TENANT, priority: str = DEFAULT_PRIORITY
+        self,
+        entries: Iterable[Entry],
+        *,
+        tenant: Name = DEFAULT_TENANT,
+        priority: str = DEFAULT_PRIORITY,
+        failure: Failure | FailureName | None = None,
     ) -> Decision:
         """The general form of `check`: each limit with its own resource, subject and cost, deciding together."""
-        return await self._store.check(check_of_entries(self._keys, entries, tenant=tenant, priority=priority))
+        check = check_of_entries(self._keys, entries, tenant=tenant, priority=priority)
+        check.failure = failure_of(failure)
+        return await self._store.check(check)
 
     async def check_many(self, requests: Iterable[Request]) -> list[Decision | LimitforgeError]:
         """Independent checks in one call, judged in order at one time. A check that fails has its error in its place
@@ -225,12 +276,20 @@ class Limiter:
         on_lapse: str = OnLapse.KEEP,
         tenant: Name = DEFAULT_TENANT,
         priority: str = DEFAULT_PRIORITY,
+        failure: Failure | FailureName | None = None,
     ) -> Decision:
         """A check that holds an estimate until `settle` tells the real cost, or until it lapses and is kept or
         refunded.
         """
         request = Request(
-            resource=resource, subject=subject, limits=limits, cost=cost, costs=costs, tenant=tenant, priority=priority
+            resource=resource,
+            subject=subject,
+            limits=limits,
+            cost=cost,
+            costs=costs,
+            tenant=tenant,
+            priority=priority,
+            failure=failure,
         )
         return await self._store.check(self._requests.reserve(request, ttl_seconds, on_lapse))
 
@@ -289,6 +348,16 @@ class Limiter:
         """Remove all overrides of a tenant; tells how many subjects had any."""
         return await self._store.run(ClearOverrides(self._requests.keys.tenant(tenant)))
 
+    async def drop_denials(self, *, tenant: Name = DEFAULT_TENANT) -> None:
+        """Forget the denials of a tenant that any node has cached. Resets, settlements, overrides and limits with other
+        numbers need no such call.
+        """
+        await self._store.run(DropDenials(self._requests.keys.tenant(tenant)))
+
+    def status(self) -> StoreStatus:
+        """How the store is doing, without asking it."""
+        return self._store.status()
+
     async def close(self) -> None:
         """Let go of the store's connections."""
         await self._store.close()
@@ -311,13 +380,15 @@ class SyncLimiter:
         self._requests = _Requests(store.keys)
 
     @classmethod
-    def connect(cls, url: str, *, key_prefix: str = "lf", clock: Clock | None = None) -> Self:
+    def connect(
+        cls, url: str, *, key_prefix: str = "lf", clock: Clock | None = None, options: StoreOptions | None = None
+    ) -> Self:
         """A limiter on `memory://` or `redis://…`. Nothing is opened before the first check.
 
-        `key_prefix` keeps apart what shares a Redis. A `clock` replaces the store's own time: for tests and replays
-        only.
+        `key_prefix` keeps apart what shares a Redis. `options` say how long a check may take and what happens when
+        Redis can't decide. A `clock` replaces the store's own time: for tests and replays only.
         """
-        return cls(connect_sync(url, keys=Keys(key_prefix), clock=clock))
+        return cls(connect_sync(url, keys=Keys(key_prefix), clock=clock, options=options))
 
     def check(
         self,
@@ -330,19 +401,31 @@ class SyncLimiter:
         tenant: Name = DEFAULT_TENANT,
         priority: str = DEFAULT_PRIORITY,
         shadow: LimitsLike | None = None,
+        failure: Failure | FailureName | None = None,
     ) -> Decision:
         """Take `cost` from every limit, or nothing from any if one has no room. Cost 0 looks without taking.
 
         `costs` gives limits costs of their own by name. `shadow` is a candidate plan that is judged beside the live one
-        and changes nothing of it. A denial is a value, not an exception.
+        and changes nothing of it. `failure` is what happens if the store can't decide this one. A denial is a value,
+        not an exception.
         """
-        return self._store.check(check_of(self._keys, limits, resource, subject, cost, costs, tenant, priority, shadow))
+        check = check_of(self._keys, limits, resource, subject, cost, costs, tenant, priority, shadow)
+        if failure is not None:
+            check.failure = failure_of(failure)
+        return self._store.check(check)
 
     def check_entries(
-        self, entries: Iterable[Entry], *, tenant: Name = DEFAULT_TENANT, priority: str = DEFAULT_PRIORITY
+        self,
+        entries: Iterable[Entry],
+        *,
+        tenant: Name = DEFAULT_TENANT,
+        priority: str = DEFAULT_PRIORITY,
+        failure: Failure | FailureName | None = None,
     ) -> Decision:
         """The general form of `check`: each limit with its own resource, subject and cost, deciding together."""
-        return self._store.check(check_of_entries(self._keys, entries, tenant=tenant, priority=priority))
+        check = check_of_entries(self._keys, entries, tenant=tenant, priority=priority)
+        check.failure = failure_of(failure)
+        return self._store.check(check)
 
     def check_many(self, requests: Iterable[Request]) -> list[Decision | LimitforgeError]:
         """Independent checks in one call, judged in order at one time. A check that fails has its error in its place
@@ -363,12 +446,20 @@ class SyncLimiter:
         on_lapse: str = OnLapse.KEEP,
         tenant: Name = DEFAULT_TENANT,
         priority: str = DEFAULT_PRIORITY,
+        failure: Failure | FailureName | None = None,
     ) -> Decision:
         """A check that holds an estimate until `settle` tells the real cost, or until it lapses and is kept or
         refunded.
         """
         request = Request(
-            resource=resource, subject=subject, limits=limits, cost=cost, costs=costs, tenant=tenant, priority=priority
+            resource=resource,
+            subject=subject,
+            limits=limits,
+            cost=cost,
+            costs=costs,
+            tenant=tenant,
+            priority=priority,
+            failure=failure,
         )
         return self._store.check(self._requests.reserve(request, ttl_seconds, on_lapse))
 
@@ -424,6 +515,16 @@ class SyncLimiter:
     def clear_overrides(self, *, tenant: Name = DEFAULT_TENANT) -> int:
         """Remove all overrides of a tenant; tells how many subjects had any."""
         return self._store.run(ClearOverrides(self._requests.keys.tenant(tenant)))
+
+    def drop_denials(self, *, tenant: Name = DEFAULT_TENANT) -> None:
+        """Forget the denials of a tenant that any node has cached. Resets, settlements, overrides and limits with other
+        numbers need no such call.
+        """
+        self._store.run(DropDenials(self._requests.keys.tenant(tenant)))
+
+    def status(self) -> StoreStatus:
+        """How the store is doing, without asking it."""
+        return self._store.status()
 
     def close(self) -> None:
         """Let go of the store's connections."""

@@ -6,12 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 from limitforge import Limits, SyncLimiter, limit_from_fields
 from limitforge.errors import StoreUnavailable
+from tests.contract.conftest import PATIENT
 
 
 def admitted(url: str, limits: Limits, *, threads: int, calls: int, resource: str = "r") -> int:
     """How many of `threads` times `calls` checks were allowed. All threads start at the same moment."""
     start = threading.Barrier(threads)
-    with SyncLimiter.connect(url) as limiter, ThreadPoolExecutor(threads) as pool:
+    with SyncLimiter.connect(url, options=PATIENT) as limiter, ThreadPoolExecutor(threads) as pool:
 
         def call(_: int) -> int:
             start.wait()

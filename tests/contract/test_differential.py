@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+import redis as redis_py
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
@@ -13,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from limitforge import Decision, Entry, Limit, LimitforgeError, Limits, ManualClock, Request, SyncLimiter
 from limitforge.core.keys import Place
 from limitforge.core.limits import Mode
+from tests.contract.conftest import open_limiter
 from tests.contract.strategies import (
     ALGORITHMS,
     NAMES,
@@ -52,17 +54,19 @@ class Engines(RuleBasedStateMachine):
     """Two limiters on one manual clock: whatever is done is done to both, and compared."""
 
     url = ""
+    store = "redis"
 
     def __init__(self) -> None:
         super().__init__()
         self.clock = ManualClock(BASE_US)
         self.memory = SyncLimiter.connect("memory://", clock=self.clock)
-        self.redis = SyncLimiter.connect(self.url, clock=self.clock)
+        self.redis = open_limiter(self.store, self.url, self.clock)
         self.leases: list[tuple[str | None, str | None]] = []
         self.reservations: list[tuple[str | None, str | None]] = []
         self.last: Decision | None = None
 
-        self.redis._store._redis.flushall()  # type: ignore[attr-defined]
+        with redis_py.Redis.from_url(self.url) as raw:
+            raw.flushall()
 
     def teardown(self) -> None:
         self.redis.close()
@@ -358,6 +362,12 @@ def test_both_engines_agree_on_random_traces(redis_server: RedisServer, machine_
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_both_engines_agree_on_a_bucket_whose_numbers_change(redis_server: RedisServer, algorithm: str) -> None:
     run(OneBucket, redis_server, EXAMPLES, 1, algorithm=algorithm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", ["redis-async", "coalesced", "resilient"])
+def test_every_way_to_redis_agrees_with_memory(redis_server: RedisServer, store: str) -> None:
+    run(WholePlan, redis_server, 100, 4, store=store)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -1,6 +1,7 @@
 """Many processes and threads on one limit admit exactly what it allows, never one more."""
 
 import asyncio
+import dataclasses
 import json
 import subprocess
 import sys
@@ -13,11 +14,13 @@ import pytest
 from limitforge import Concurrency, FixedWindow, Limiter, Limits, SyncLimiter, limit_from_fields
 from limitforge.core.limits import fields_of
 from limitforge.errors import StoreUnavailable
+from tests.contract.conftest import PATIENT
 from tests.contract.hammer import admitted, survived
 from tests.servers import RedisServer
 
 PROCESSES, THREADS_EACH, CALLS = 8, 8, 20  # 1,280 checks on a limit of 1,000
 DAY = 86_400
+PERSISTENT = dataclasses.replace(PATIENT, breaker_failures=10**9)  # asks on, however often Redis was lost
 
 THOUSAND: list[dict[str, Any]] = [
     {"algorithm": "token_bucket", "bucket_capacity": 1_000, "refill_rate_per_sec": "0.0001"},
@@ -74,7 +77,7 @@ def test_a_pair_of_limits_of_different_scope_admits_what_the_stricter_one_allows
         {"name": "route", "algorithm": "sliding_window", "limit": 150, "window_seconds": DAY, "scope": "resource"},
     ]
     assert hammer(redis_url, plan, [f"r{number}" for number in range(PROCESSES)]) == 1_000
-    with SyncLimiter.connect(redis_url) as limiter:
+    with SyncLimiter.connect(redis_url, options=PATIENT) as limiter:
         look = limiter.check("r0", "s", limits=Limits(*map(limit_from_fields, plan)), cost=0)
         taken = [
             150 - (limiter.check(f"r{n}", "s", limits=limit_from_fields(plan[1]), cost=0).remaining or 0)
@@ -98,7 +101,7 @@ def test_sixty_four_threads_admit_exactly_a_thousand(redis_url: str, url: str) -
 
 
 async def test_concurrent_callers_of_one_loop_admit_exactly_a_hundred(redis_url: str) -> None:
-    async with Limiter.connect(redis_url) as limiter:
+    async with Limiter.connect(redis_url, options=PATIENT) as limiter:
         limits = Limits(FixedWindow(name="w", limit=100, window_seconds=DAY, align="first_hit"))
         decisions = await asyncio.gather(*(limiter.check("r", "s", limits=limits) for _ in range(128)))
     assert sum(decision.allowed for decision in decisions) == 100
@@ -127,7 +130,7 @@ def test_never_more_slots_are_held_than_there_are(redis_url: str) -> None:
             together.wait()  # all have released
         return admitted
 
-    with SyncLimiter.connect(redis_url) as limiter, ThreadPoolExecutor(16) as pool:
+    with SyncLimiter.connect(redis_url, options=PATIENT) as limiter, ThreadPoolExecutor(16) as pool:
         admitted = list(pool.map(work, [limiter] * 16))
         assert limiter.check("r", "s", limits=slots, cost=0).remaining == 5
     assert most == 5
@@ -137,7 +140,7 @@ def test_never_more_slots_are_held_than_there_are(redis_url: str) -> None:
 @pytest.mark.slow
 def test_a_restart_in_mid_load_is_seen_as_lost_connections_and_nothing_else(own_redis_server: RedisServer) -> None:
     limits = Limits(FixedWindow(name="w", limit=10**9, window_seconds=DAY))
-    with SyncLimiter.connect(own_redis_server.url) as limiter, ThreadPoolExecutor(16) as pool:
+    with SyncLimiter.connect(own_redis_server.url, options=PERSISTENT) as limiter, ThreadPoolExecutor(16) as pool:
         limiter.check("r", "s", limits=limits)
         loads = [pool.submit(survived, limiter, limits, 1_500) for _ in range(16)]
         own_redis_server.restart()
@@ -150,7 +153,7 @@ def test_a_restart_in_mid_load_is_seen_as_lost_connections_and_nothing_else(own_
 @pytest.mark.chaos
 def test_many_restarts_in_mid_load_are_seen_as_lost_connections_and_nothing_else(own_redis_server: RedisServer) -> None:
     limits = Limits(FixedWindow(name="w", limit=10**9, window_seconds=DAY))
-    with SyncLimiter.connect(own_redis_server.url) as limiter, ThreadPoolExecutor(32) as pool:
+    with SyncLimiter.connect(own_redis_server.url, options=PERSISTENT) as limiter, ThreadPoolExecutor(32) as pool:
         loads = [pool.submit(survived, limiter, limits, 20_000) for _ in range(32)]
         for number in range(20):
             if number % 2:
@@ -165,7 +168,7 @@ def test_many_restarts_in_mid_load_are_seen_as_lost_connections_and_nothing_else
 @pytest.mark.slow
 async def test_script_flushes_in_mid_load_are_not_seen_at_all(own_redis_server: RedisServer) -> None:
     limits = Limits(FixedWindow(name="w", limit=2_000, window_seconds=DAY, align="first_hit"))
-    async with Limiter.connect(own_redis_server.url) as limiter:
+    async with Limiter.connect(own_redis_server.url, options=PATIENT) as limiter:
 
         async def load() -> int:
             return sum([(await limiter.check("r", "s", limits=limits)).allowed for _ in range(100)])
@@ -181,7 +184,7 @@ async def test_script_flushes_in_mid_load_are_not_seen_at_all(own_redis_server: 
 
 
 async def test_a_dead_redis_is_unavailable_not_an_exception_of_the_driver(own_redis_server: RedisServer) -> None:
-    async with Limiter.connect(own_redis_server.url) as limiter:
+    async with Limiter.connect(own_redis_server.url, options=PATIENT) as limiter:
         assert (await limiter.check("r", "s", limits="5/minute")).allowed
         own_redis_server.kill()
         with pytest.raises(StoreUnavailable):

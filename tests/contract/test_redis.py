@@ -1,7 +1,7 @@
 """What Redis sees: one call a check, a TTL on every key, and nothing that spoils its neighbour."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import redis as redis_py
@@ -25,9 +25,9 @@ from limitforge import (
     TokenBucket,
     lua,
 )
-from limitforge.stores.codec import Call, Reply
+from limitforge.stores.codec import wire_strings
 from limitforge.stores.redis_sync import SyncRedisStore
-from tests.contract.conftest import open_limiter
+from tests.contract.conftest import PATIENT, open_limiter
 from tests.servers import RedisServer
 
 EVERY = [
@@ -55,7 +55,7 @@ def raw(redis_url: str) -> Iterator[Any]:
 @pytest.fixture
 def limiter(redis_url: str) -> Iterator[SyncLimiter]:
     """On Redis's own time."""
-    limiter = SyncLimiter.connect(redis_url)
+    limiter = SyncLimiter.connect(redis_url, options=PATIENT)
     yield limiter
     limiter.close()
 
@@ -211,7 +211,7 @@ def test_an_index_that_is_not_ours_leaves_overrides_as_they_are(limiter: SyncLim
 
 
 def test_a_read_only_redis_is_unavailable_not_corrupt(own_redis_server: RedisServer) -> None:
-    with SyncLimiter.connect(own_redis_server.url) as limiter:
+    with SyncLimiter.connect(own_redis_server.url, options=PATIENT) as limiter:
         limiter.check("r", "s", limits=EVERY[2])
         own_redis_server.command("REPLICAOF 127.0.0.1 1")
         for change in (
@@ -224,7 +224,7 @@ def test_a_read_only_redis_is_unavailable_not_corrupt(own_redis_server: RedisSer
 
 
 def test_a_full_redis_is_unavailable_not_corrupt(own_redis_server: RedisServer) -> None:
-    with SyncLimiter.connect(own_redis_server.url) as limiter:
+    with SyncLimiter.connect(own_redis_server.url, options=PATIENT) as limiter:
         own_redis_server.command("CONFIG SET maxmemory 1mb")
         with pytest.raises(StoreUnavailable):
             limiter.reserve("r", "s", limits=EVERY[2], cost=0)
@@ -290,17 +290,22 @@ class NextRelease(SyncRedisStore):
         assert SCRIPT.count(old) == 1, old
         SCRIPT = SCRIPT.replace(old, new)
 
-    def _evalsha(self, call: Call) -> Reply:
-        redis: Any = self._redis
-        reply: Reply = redis.execute_command("EVAL", self.SCRIPT, len(call.keys), *call.keys, *call.args)
-        return reply
+    def _carry(self, flow: Any, seconds: float) -> Any:
+        with redis_py.Redis.from_url(self._url) as redis:
+            try:
+                call = next(flow)
+                while True:
+                    keys, args = wire_strings(call)
+                    call = flow.send(redis.execute_command("EVAL", self.SCRIPT, len(keys), *keys, *args))
+            except StopIteration as done:
+                return done.value
 
 
 @pytest.mark.parametrize("limit", [EVERY[0], EVERY[1], EVERY[2], EVERY[4]], ids=lambda limit: limit.name)
 def test_an_old_and_a_new_format_work_on_the_same_keys(redis_url: str, raw: Any, limit: Limit) -> None:
     clock = ManualClock()
-    today = SyncLimiter.connect(redis_url, clock=clock)
-    tomorrow = SyncLimiter(NextRelease(redis_url, clock=clock))
+    today = SyncLimiter.connect(redis_url, clock=clock, options=PATIENT)
+    tomorrow = SyncLimiter(NextRelease(redis_url, clock=clock, options=PATIENT))
     lengths = set()
     for number in range(10):
         limiter = (today, tomorrow)[number % 2]
@@ -323,18 +328,20 @@ def test_the_script_says_what_the_encoder_sends(redis_url: str) -> None:
     """The header of check.lua counts the integers of a check; the encoder must send as many."""
     import msgspec
 
-    from limitforge.core.check import Hold, check_of, check_of_entries
+    from limitforge.core.check import Check, Hold, check_of, check_of_entries
     from limitforge.core.keys import Keys
     from limitforge.stores.codec import encode_checks
 
     keys = Keys()
     check = check_of(keys, Limits(*EVERY), "r", "s", cost=1, costs=None, tenant="t", priority="P0", shadow=None)
-    call = encode_checks([check], 5)
-    operation, time_us, rules, flat = msgspec.msgpack.decode(call.args[0])
+
+    def sent(*checks: Check, time_us: int = 5) -> Any:
+        return msgspec.msgpack.decode(cast("bytes", encode_checks(checks, time_us).args[0]))
+
+    operation, time_us, rules, flat = sent(check)
     assert (operation, time_us, len(rules), len(flat)) == (1, 5, len(EVERY), 3 + 5 * len(EVERY))
-    assert len(call.keys) == len(EVERY) + 1
+    assert len(encode_checks([check], 5).keys) == len(EVERY) + 1
     check.hold = Hold("lf:{t}:v:00", b"12345678", 1_000, refund=True)
-    flat = msgspec.msgpack.decode(encode_checks([check], 5).args[0])[3]
-    assert len(flat) == 6 + 5 * len(EVERY)
+    assert len(sent(check)[3]) == 6 + 5 * len(EVERY)
     entries = check_of_entries(keys, [Entry(EVERY[0], "r", "s")], tenant="t", priority="P0")
-    assert msgspec.msgpack.decode(encode_checks([entries, entries], 0).args[0])[3] == [1, 0, 0, 1, 1, 1, 2, 2] * 2
+    assert sent(entries, entries)[3] == [1, 0, 0, 1, 1, 1, 2, 2] * 2

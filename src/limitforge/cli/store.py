@@ -5,13 +5,17 @@ from urllib.parse import urlsplit
 from limitforge.core.clock import Clock
 from limitforge.errors import InvalidInput
 from limitforge.limiter import SyncLimiter
+from limitforge.stores.options import StoreOptions
 
 HELP = "Where to count: memory, or the URL of a Redis."
+
+# What a command prints must come from the store: it waits for it, and fails if there is none.
+PATIENT = StoreOptions(failure="raise", deadline_ms=5_000, denial_cache_ms=0)
 
 
 def open_limiter(store: str, *, key_prefix: str = "lf", clock: Clock | None = None) -> SyncLimiter:
     try:
-        return SyncLimiter.connect(url_of(store), key_prefix=key_prefix, clock=clock)
+        return SyncLimiter.connect(url_of(store), key_prefix=key_prefix, clock=clock, options=PATIENT)
     except InvalidInput as error:
         raise InvalidInput("--store", error.problem) from None
     except ValueError as error:  # of the URL's port or brackets

@@ -9,27 +9,28 @@ from limitforge.core.exact import shown, whole
 from limitforge.core.keys import Keys
 from limitforge.errors import InvalidInput
 from limitforge.stores.memory import MAX_KEYS, AsyncMemoryStore, MemoryStore
+from limitforge.stores.options import StoreOptions
 from limitforge.stores.protocol import Store, SyncStore
 
 _REDIS = ("redis", "rediss", "unix")
 
 
-def connect(url: str, *, keys: Keys, clock: Clock | None = None) -> Store:
+def connect(url: str, *, keys: Keys, clock: Clock | None = None, options: StoreOptions | None = None) -> Store:
     """The store that a URL names, for an event loop. No connection is opened yet."""
     if _is_memory(url):
         return AsyncMemoryStore(_memory(url, keys, clock))
     with _redis_py():
         from limitforge.stores.redis import RedisStore
-    return RedisStore(url, keys=keys, clock=clock)
+    return RedisStore(url, keys=keys, clock=clock, options=options)
 
 
-def connect_sync(url: str, *, keys: Keys, clock: Clock | None = None) -> SyncStore:
+def connect_sync(url: str, *, keys: Keys, clock: Clock | None = None, options: StoreOptions | None = None) -> SyncStore:
     """The same for threads."""
     if _is_memory(url):
         return _memory(url, keys, clock)
     with _redis_py():
         from limitforge.stores.redis_sync import SyncRedisStore
-    return SyncRedisStore(url, keys=keys, clock=clock)
+    return SyncRedisStore(url, keys=keys, clock=clock, options=options)
 
 
 def _is_memory(url: str) -> bool:

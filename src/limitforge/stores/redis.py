@@ -1,60 +1,196 @@
-"""Decisions on Redis, for an event loop. One check is one EVALSHA, whatever the number of its limits."""
+"""Decisions on Redis, for an event loop: one call for all that is waiting, and an honest answer when Redis is gone."""
 
-from collections.abc import Sequence
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Sequence
 
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.exceptions import NoScriptError
-
-from limitforge import lua
 from limitforge.core.check import Check
-from limitforge.core.clock import Clock, SystemClock
+from limitforge.core.clock import Clock
 from limitforge.core.decision import Decision
 from limitforge.core.keys import Keys
-from limitforge.errors import LimitforgeError
-from limitforge.stores.codec import OWN_TIME, Call, Flow, Reply, T, check_flow, command_flow
-from limitforge.stores.protocol import Answer, Command
-from limitforge.stores.redis_driver import pool_of, translated
+from limitforge.errors import LimitforgeError, StoreUnavailable
+from limitforge.stores.denials import Denials, Drop
+from limitforge.stores.listener import Listener
+from limitforge.stores.options import StoreOptions
+from limitforge.stores.pipeline import Pending, Pipeline
+from limitforge.stores.protocol import Answer, Command, StoreStatus
+from limitforge.stores.redis_parts import CHARGE_SECONDS, COMMAND_SECONDS, Parts, dropped_by
+from limitforge.stores.resp import address_of
+
+_log = logging.getLogger(__name__)
 
 
 class RedisStore:
-    """Decides in Redis, by Redis's time. A `clock` replaces that time: for tests and replays only."""
+    """Decides in Redis, by Redis's time. A `clock` replaces that time: for tests and replays only.
 
-    def __init__(self, url: str, *, keys: Keys | None = None, clock: Clock | None = None) -> None:
+    It may be used from several event loops, each with a connection of its own.
+    """
+
+    def __init__(
+        self, url: str, *, keys: Keys | None = None, clock: Clock | None = None, options: StoreOptions | None = None
+    ) -> None:
         self.keys = keys or Keys()
-        self._injected = clock
-        self._clock = clock or SystemClock()
-        self._redis = Redis.from_pool(pool_of(BlockingConnectionPool, Retry, url))
+        self._url = url
+        self._address = address_of(url)
+        self._options = options or StoreOptions()
+        self._parts = Parts(self.keys, clock, self._options)
+        self._denials: Denials | None = self._parts.denials
+        self._lock = threading.Lock()
+        self._lines: dict[asyncio.AbstractEventLoop, _Line] = {}
+        self._latest: _Line | None = None
 
     async def check(self, check: Check) -> Decision:
-        (answer,) = await self.check_many((check,))
+        line = self._line()
+        if self._denials is not None:
+            denied = line.denied(check, self._denials)
+            if denied is not None:
+                return denied
+        pipeline = line.pipeline
+        future = pipeline.loop.create_future()
+        pending = Pending(check, future.set_result, pipeline.loop.time() + pipeline.deadline)
+        pipeline.submit(pending)
+        try:
+            answer: Decision | LimitforgeError = await future
+        except asyncio.CancelledError:
+            pending.tell = None  # if it has not left yet it never will
+            raise
         if isinstance(answer, LimitforgeError):
-            raise answer
+            raise answer.with_traceback(None)
         return answer
 
+    def submit(self, check: Check, answer: Callable[[Decision | LimitforgeError], None]) -> None:
+        line = self._line()
+        if self._denials is not None:
+            denied = line.denied(check, self._denials)
+            if denied is not None:
+                answer(denied)
+                return
+        pipeline = line.pipeline
+        pipeline.submit(Pending(check, answer, pipeline.loop.time() + pipeline.deadline))
+
     async def check_many(self, checks: Sequence[Check]) -> list[Decision | LimitforgeError]:
-        now_us = self._clock.now_us()
-        return await self._carry(check_flow(checks, now_us, now_us if self._injected else OWN_TIME))
+        line = self._line()
+        denials = self._denials
+        answers = [None if denials is None else line.denied(check, denials) for check in checks]
+        asked = [check for check, known in zip(checks, answers, strict=True) if known is None]
+        judged: list[Decision | LimitforgeError]
+        try:
+            judged = await line.pipeline.carry(self._parts.judge(asked), line.pipeline.deadline) if asked else []
+        except StoreUnavailable as error:
+            judged = [self._parts.resilience.decide(check, error) for check in asked]
+        remaining = iter(judged)
+        return [next(remaining) if known is None else known for known in answers]
 
     async def run(self, command: Command[Answer]) -> Answer:
-        now_us = self._clock.now_us()
-        return await self._carry(command_flow(command, self.keys, now_us, now_us if self._injected else OWN_TIME))
+        if self._parts.is_local(command):
+            return self._parts.resilience.local.run(command)
+        line = self._line()
+        try:
+            return await line.pipeline.carry(self._parts.command(command), COMMAND_SECONDS)
+        finally:  # also when it failed: it may have been carried out
+            drop = dropped_by(command)
+            if drop is not None and self._denials is not None:
+                self._denials.drop(drop)
+                await self._tell_others(line, drop)
+
+    def status(self) -> StoreStatus:
+        return self._parts.status(sum(line.pipeline.waiting for line in list(self._lines.values())))
 
     async def close(self) -> None:
-        await self._redis.aclose()
+        """Let go of every connection. Checks that wait are answered by their failure behaviour."""
+        here = asyncio.get_running_loop()
+        with self._lock:
+            lines, self._lines, self._latest = self._lines, {}, None
+        for loop, line in lines.items():
+            if loop is here:
+                await line.close()
+            elif not loop.is_closed():
+                loop.call_soon_threadsafe(line.close_soon)
 
-    async def _carry(self, flow: Flow[T]) -> T:
-        try:
-            call = next(flow)
-            while True:
-                call = flow.send(await self._evalsha(call))
-        except StopIteration as done:
-            answer: T = done.value
-            return answer
-
-    async def _evalsha(self, call: Call) -> Reply:
-        with translated():
+    async def _tell_others(self, line: "_Line", drop: Drop) -> None:
+        if self._parts.resilience.is_quiet:
             try:
-                return await self._redis.execute_command("EVALSHA", lua.sha(), len(call.keys), *call.keys, *call.args)  # type: ignore[no-untyped-call, no-any-return]
-            except NoScriptError:  # Redis was restarted or flushed; nothing was executed, so this is no retry
-                return await self._redis.execute_command("EVAL", lua.script(), len(call.keys), *call.keys, *call.args)  # type: ignore[no-untyped-call, no-any-return]
+                async with asyncio.timeout(COMMAND_SECONDS):
+                    await line.pipeline.publish(self._parts.channel, drop.message())
+            except (TimeoutError, LimitforgeError) as error:
+                age_ms = self._options.denial_cache_ms
+                _log.warning("other nodes were not told, and may deny for %g ms more: %s", age_ms, error)
+
+    def _line(self) -> "_Line":
+        """What belongs to the running loop."""
+        loop = asyncio.get_running_loop()
+        line = self._latest
+        if line is None or line.pipeline.loop is not loop:
+            line = self._latest = self._line_of(loop)
+        return line
+
+    def _line_of(self, loop: asyncio.AbstractEventLoop) -> "_Line":
+        with self._lock:
+            line = self._lines.get(loop)
+            if line is None:
+                for ended in [known for known in self._lines if known.is_closed()]:
+                    del self._lines[ended]
+                line = self._lines[loop] = _Line(self._url, self._parts, self._pipeline())
+        return line
+
+    def _pipeline(self) -> Pipeline:
+        options = self._options
+        return Pipeline(
+            self._address,
+            self._parts.resilience,
+            self._parts.judge,
+            deadline_ms=options.deadline_ms,
+            max_waiting=options.max_waiting,
+        )
+
+
+class _Line:
+    """A store's side on one event loop: its pipeline, and who listens to the other nodes."""
+
+    def __init__(self, url: str, parts: Parts, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+        self._url = url
+        self._parts = parts
+        self._listener: Listener | None = None
+        self._charging: asyncio.TimerHandle | None = None
+
+    def denied(self, check: Check, denials: Denials) -> Decision | None:
+        """A denial that needs no asking. Otherwise what these buckets are owed goes out before the check does."""
+        if not denials and not denials.is_owing:
+            return None
+        if self._listener is None:
+            self._listener = Listener(self._url, self._parts.channel, denials)
+            self._listener.start()
+        denied = denials.look(check)
+        if denials.is_owing:
+            if denied is None:
+                self._charge(denials.charges([key for _, key, *_ in check.takes]))
+            elif self._charging is None:
+                self._charging = self.pipeline.loop.call_later(CHARGE_SECONDS, self._charge_all, denials)
+        return denied
+
+    async def close(self) -> None:
+        self.pipeline.close()
+        if self._charging is not None:
+            self._charging.cancel()
+        if self._listener is not None:
+            await self._listener.stop()
+
+    def close_soon(self) -> None:
+        """For another thread's loop."""
+        self._closing = self.pipeline.loop.create_task(self.close())
+
+    def _charge_all(self, denials: Denials) -> None:
+        self._charging = None
+        self._charge(denials.charges())
+
+    def _charge(self, charges: Sequence[Check]) -> None:
+        for charge in charges:
+            due = self.pipeline.loop.time() + self.pipeline.deadline
+            self.pipeline.submit(Pending(charge, _counted, due))
+
+
+def _counted(answer: Decision | LimitforgeError) -> None:
+    if isinstance(answer, LimitforgeError):
+        _log.info("denials that count were not counted, or not surely: %s", answer)

@@ -1,30 +1,56 @@
-"""Decisions on Redis, for threads: `redis.py` without `await`, on the same flows."""
+"""Decisions on Redis, for threads and forked workers: `redis.py` without `await`, on the same parts."""
 
+import logging
+import os
+import threading
+import time
+import weakref
 from collections.abc import Sequence
 
-from redis import BlockingConnectionPool, Redis
-from redis.exceptions import NoScriptError
-from redis.retry import Retry
-
-from limitforge import lua
 from limitforge.core.check import Check
-from limitforge.core.clock import Clock, SystemClock
+from limitforge.core.clock import Clock
 from limitforge.core.decision import Decision
 from limitforge.core.keys import Keys
-from limitforge.errors import LimitforgeError
-from limitforge.stores.codec import OWN_TIME, Call, Flow, Reply, T, check_flow, command_flow
-from limitforge.stores.protocol import Answer, Command
-from limitforge.stores.redis_driver import pool_of, translated
+from limitforge.errors import LimitforgeError, StoreUnavailable
+from limitforge.stores.codec import Call, Flow, T
+from limitforge.stores.denials import Denials, Drop
+from limitforge.stores.listener import SyncListener
+from limitforge.stores.options import StoreOptions
+from limitforge.stores.protocol import Answer, Command, StoreStatus
+from limitforge.stores.redis_parts import CHARGE_SECONDS, COMMAND_SECONDS, Parts, dropped_by
+from limitforge.stores.resp import address_of
+from limitforge.stores.wire_sync import SyncWire, WirePool
+
+MAX_CONNECTIONS = 64
+
+_log = logging.getLogger(__name__)
 
 
 class SyncRedisStore:
-    """Decides in Redis, by Redis's time. A `clock` replaces that time: for tests and replays only."""
+    """Decides in Redis, by Redis's time. A `clock` replaces that time: for tests and replays only.
 
-    def __init__(self, url: str, *, keys: Keys | None = None, clock: Clock | None = None) -> None:
+    Any number of threads may use it. A forked process starts afresh: it shares no socket, lock or cache with its
+    parent.
+    """
+
+    def __init__(
+        self, url: str, *, keys: Keys | None = None, clock: Clock | None = None, options: StoreOptions | None = None
+    ) -> None:
         self.keys = keys or Keys()
-        self._injected = clock
-        self._clock = clock or SystemClock()
-        self._redis = Redis.from_pool(pool_of(BlockingConnectionPool, Retry, url))
+        self._url = url
+        self._clock = clock
+        self._address = address_of(url)
+        self._options = options or StoreOptions()
+        self._start()
+        _stores.add(self)
+
+    def _start(self) -> None:
+        self._parts = Parts(self.keys, self._clock, self._options)
+        self._denials: Denials | None = self._parts.denials
+        self._pool = WirePool(self._address, MAX_CONNECTIONS)
+        self._lock = threading.Lock()
+        self._listener: SyncListener | None = None
+        self._charging: threading.Timer | None = None
 
     def check(self, check: Check) -> Decision:
         (answer,) = self.check_many((check,))
@@ -33,28 +59,129 @@ class SyncRedisStore:
         return answer
 
     def check_many(self, checks: Sequence[Check]) -> list[Decision | LimitforgeError]:
-        now_us = self._clock.now_us()
-        return self._carry(check_flow(checks, now_us, now_us if self._injected else OWN_TIME))
+        denials = self._denials
+        answers = [None if denials is None else self._denied(check, denials) for check in checks]
+        asked = [check for check, known in zip(checks, answers, strict=True) if known is None]
+        judged: list[Decision | LimitforgeError]
+        try:
+            judged = self._carry(self._parts.judge(asked), self._options.deadline_ms / 1_000) if asked else []
+        except StoreUnavailable as error:
+            judged = [self._parts.resilience.decide(check, error) for check in asked]
+        remaining = iter(judged)
+        return [next(remaining) if known is None else known for known in answers]
 
     def run(self, command: Command[Answer]) -> Answer:
-        now_us = self._clock.now_us()
-        return self._carry(command_flow(command, self.keys, now_us, now_us if self._injected else OWN_TIME))
+        if self._parts.is_local(command):
+            return self._parts.resilience.local.run(command)
+        try:
+            return self._carry(self._parts.command(command), COMMAND_SECONDS)
+        finally:  # also when it failed: it may have been carried out
+            drop = dropped_by(command)
+            if drop is not None and self._denials is not None:
+                self._denials.drop(drop)
+                self._tell_others(drop)
+
+    def status(self) -> StoreStatus:
+        return self._parts.status()
 
     def close(self) -> None:
-        self._redis.close()
+        """Let go of every connection. It may be used again."""
+        with self._lock:
+            listener, self._listener = self._listener, None
+            charging, self._charging = self._charging, None
+        if listener is not None:
+            listener.stop()
+        if charging is not None:
+            charging.cancel()
+        self._pool.close()
 
-    def _carry(self, flow: Flow[T]) -> T:
+    # -- talking
+
+    def _carry(self, flow: Flow[T], seconds: float) -> T:
+        """Run a flow on one connection, or raise StoreUnavailable when it takes longer than that."""
+        resilience = self._parts.resilience
+        due = time.monotonic() + seconds
         try:
             call = next(flow)
-            while True:
-                call = flow.send(self._evalsha(call))
         except StopIteration as done:
-            answer: T = done.value
-            return answer
+            nothing_asked: T = done.value
+            return nothing_asked
+        resilience.admit()
+        try:
+            answer: T = self._pool.use(due, lambda wire: _walk(flow, call, wire, due))
+        except StoreUnavailable as error:
+            resilience.failed(error)
+            raise
+        if not resilience.is_quiet:
+            self._charge(resilience.succeeded(), logging.ERROR)
+        return answer
 
-    def _evalsha(self, call: Call) -> Reply:
-        with translated():
+    def _tell_others(self, drop: Drop) -> None:
+        if self._parts.resilience.is_quiet:
+            due = time.monotonic() + COMMAND_SECONDS
             try:
-                return self._redis.execute_command("EVALSHA", lua.sha(), len(call.keys), *call.keys, *call.args)  # type: ignore[no-untyped-call, no-any-return]
-            except NoScriptError:  # Redis was restarted or flushed; nothing was executed, so this is no retry
-                return self._redis.execute_command("EVAL", lua.script(), len(call.keys), *call.keys, *call.args)  # type: ignore[no-untyped-call, no-any-return]
+                self._pool.use(due, lambda wire: wire.publish(self._parts.channel, drop.message(), due))
+            except LimitforgeError as error:
+                age_ms = self._options.denial_cache_ms
+                _log.warning("other nodes were not told, and may deny for %g ms more: %s", age_ms, error)
+
+    # -- denials
+
+    def _denied(self, check: Check, denials: Denials) -> Decision | None:
+        """A denial that needs no asking. Otherwise what these buckets are owed goes out before the check does."""
+        if not denials and not denials.is_owing:
+            return None
+        if self._listener is None:
+            self._listen(denials)
+        denied = denials.look(check)
+        if denials.is_owing:
+            if denied is None:
+                self._charge(denials.charges([key for _, key, *_ in check.takes]), logging.INFO)
+            elif self._charging is None:
+                self._charge_soon(denials)
+        return denied
+
+    def _listen(self, denials: Denials) -> None:
+        with self._lock:
+            if self._listener is None:
+                self._listener = SyncListener(self._url, self._parts.channel, denials)
+                self._listener.start()
+
+    def _charge_soon(self, denials: Denials) -> None:
+        with self._lock:
+            if self._charging is None:
+                self._charging = threading.Timer(CHARGE_SECONDS, self._charge_all, [denials])
+                self._charging.daemon = True
+                self._charging.start()
+
+    def _charge_all(self, denials: Denials) -> None:
+        self._charging = None
+        self._charge(denials.charges(), logging.INFO)
+
+    def _charge(self, charges: Sequence[Check], level: int) -> None:
+        """What counted, or was admitted, without the store. What fails here is never sent again."""
+        if charges:
+            try:
+                self._carry(self._parts.judge(charges), COMMAND_SECONDS)
+            except LimitforgeError as error:
+                _log.log(level, "%d charges were not counted, or not surely: %s", len(charges), error)
+
+
+def _walk(flow: Flow[T], call: Call, wire: SyncWire, due: float) -> T:
+    try:
+        while True:
+            call = flow.send(wire.call(call, due))
+    except StopIteration as done:
+        answer: T = done.value
+        return answer
+
+
+_stores: "weakref.WeakSet[SyncRedisStore]" = weakref.WeakSet()
+
+
+def _start_afresh() -> None:
+    for store in list(_stores):
+        store._start()  # noqa: SLF001 - sockets, locks and threads of the parent are not ours
+
+
+os.register_at_fork(after_in_child=_start_afresh)

@@ -1,0 +1,118 @@
+"""Listens to what other nodes changed, and drops the denials that were cached here (Redis pub/sub, by redis-py).
+
+While nobody listens, a denial may outlive a change on another node by its age at most. Whenever the connection is new,
+everything is dropped: messages may have been missed.
+"""
+
+import asyncio
+import contextlib
+import logging
+import threading
+from typing import Any
+
+import redis
+import redis.asyncio
+from redis.exceptions import RedisError
+
+from limitforge.stores.denials import Denials, Drop
+
+FIRST_PAUSE_SECONDS = 0.1
+LONGEST_PAUSE_SECONDS = 5.0
+POLL_SECONDS = 0.5  # how soon a thread notices that it shall stop
+
+_log = logging.getLogger(__name__)
+
+
+class _Heard:
+    """What both listeners do with what they hear."""
+
+    def __init__(self, channel: bytes, denials: Denials) -> None:
+        self._channel = channel
+        self._denials = denials
+        self._pause = 0.0
+
+    def handle(self, message: dict[str, Any] | None) -> None:
+        if message is None:
+            return
+        if message["type"] == "subscribe":
+            self._pause = 0.0
+            self._denials.drop_all()
+        elif message["type"] == "message":
+            try:
+                self._denials.drop(Drop.read(message["data"]))
+            except ValueError:
+                _log.warning("a message on %s is not ours: dropping all cached denials", self._channel.decode())
+                self._denials.drop_all()
+
+    def failed(self, error: Exception) -> float:
+        """How long to wait before the next attempt."""
+        if not self._pause:
+            _log.warning("can't listen to other nodes on %s: %s", self._channel.decode(), error)
+        self._pause = min(max(2 * self._pause, FIRST_PAUSE_SECONDS), LONGEST_PAUSE_SECONDS)
+        return self._pause
+
+
+class Listener:
+    """A task on the running event loop."""
+
+    def __init__(self, url: str, channel: bytes, denials: Denials) -> None:
+        self._url = url
+        self._channel = channel
+        self._heard = _Heard(channel, denials)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._listen()
+            except (RedisError, OSError) as error:
+                await asyncio.sleep(self._heard.failed(error))
+
+    async def _listen(self) -> None:
+        client: Any = redis.asyncio.Redis.from_url(self._url, socket_timeout=None)
+        async with client, client.pubsub() as pubsub:
+            await pubsub.subscribe(self._channel)
+            async for message in pubsub.listen():
+                self._heard.handle(message)
+
+
+class SyncListener:
+    """A thread of its own, which ends with the process."""
+
+    def __init__(self, url: str, channel: bytes, denials: Denials) -> None:
+        self._url = url
+        self._channel = channel
+        self._heard = _Heard(channel, denials)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="limitforge-listener", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(2 * POLL_SECONDS)
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                self._listen()
+            except (RedisError, OSError, ValueError) as error:  # ValueError: closed by us in the middle
+                self._stopped.wait(self._heard.failed(error))
+
+    def _listen(self) -> None:
+        client: Any = redis.Redis.from_url(self._url)
+        with client, client.pubsub() as pubsub:
+            pubsub.subscribe(self._channel)
+            while not self._stopped.is_set():
+                self._heard.handle(pubsub.get_message(timeout=POLL_SECONDS))

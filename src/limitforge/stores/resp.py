@@ -1,0 +1,144 @@
+"""What both Redis shells share, without any I/O: where a URL leads, what is said there first, and what errors mean.
+
+The shells write and read RESP by themselves (hiredis packs and parses it): a check is one call whose bytes are known,
+so nothing of a general client is needed for it, and the shell alone decides how long it waits. redis-py reads the URL
+and listens to messages.
+"""
+
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import hiredis
+from redis import exceptions
+from redis.asyncio import ConnectionPool
+
+from limitforge import lua
+from limitforge.errors import InvalidInput, StoreCorrupt, StoreError, StoreUnavailable
+from limitforge.stores.codec import Call, wire_strings
+
+_HINT = "A password with characters such as / # @ must be percent-encoded."
+
+UNAVAILABLE = {
+    "LOADING": "it is still loading its data",
+    "READONLY": "it is a replica now, and only its master can count",
+    "OOM": "it is full (maxmemory) and may evict nothing",
+    "MASTERDOWN": "it is a replica whose master is gone",
+    "NOAUTH": "it wants a password: put user and password into the URL",
+    "WRONGPASS": "it refused user and password of the URL",
+    "NOPERM": "the user of the URL may not do this: see docs/operations.md for its ACL",
+    "BUSY": "it is busy with somebody's long script",
+    "CLUSTERDOWN": "its cluster is down",
+    "TRYAGAIN": "its cluster is moving slots",
+    "NOREPLICAS": "too few replicas are in sync (min-replicas-to-write)",
+    "MISCONF": "it can't save its data and was told to stop writing then",
+    "UNKILLABLE": "it is busy with somebody's long script",
+    "ERR Script killed": "somebody killed the script (SCRIPT KILL)",
+    "ERR max number of clients reached": "it takes no more clients (maxclients)",
+}
+"""What Redis says when it can't serve now; anything else that it refuses is a bug, or a value that is not ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a URL leads, and what is said there first. Its text tells no password."""
+
+    host: str
+    port: int
+    path: str | None
+    tls: ssl.SSLContext | None
+    greeting: bytes
+    greetings: int
+    """How many answers the greeting gets, the last one to loading the script."""
+
+    def __repr__(self) -> str:
+        return f"unix://{self.path}" if self.path else f"{'rediss' if self.tls else 'redis'}://{self.host}:{self.port}"
+
+
+def address_of(url: str) -> Address:
+    """Refuses a URL that can't be used, by name; nothing is opened yet."""
+    parts = urlsplit(url)
+    database = parts.path.strip("/")
+    if parts.scheme != "unix" and database and not database.isdigit():
+        raise InvalidInput("url", f"the database must be a number, as in redis://localhost:6379/0. {_HINT}")
+    try:
+        pool: Any = ConnectionPool.from_url(url)
+        connection = pool.connection_class(**pool.connection_kwargs)
+        tls = connection.ssl_context.get() if parts.scheme == "rediss" else None
+    except (ValueError, TypeError, OSError, exceptions.RedisError):
+        # Nothing of the URL is told: a wrong one may have a piece of its password anywhere.
+        raise InvalidInput("url", f"is not one that redis-py can use: see host, port, options. {_HINT}") from None
+    told = pool.connection_kwargs
+    greeting = _greeting(told)
+    return Address(
+        host=told.get("host", "localhost"),
+        port=told.get("port", 6379),
+        path=told.get("path"),
+        tls=tls,
+        greeting=b"".join(pack(*command) for command in greeting),
+        greetings=len(greeting),
+    )
+
+
+def _greeting(told: dict[str, Any]) -> list[tuple[Any, ...]]:
+    said: list[tuple[Any, ...]] = []
+    if told.get("password") or told.get("username"):
+        user = (told["username"],) if told.get("username") else ()
+        said.append(("AUTH", *user, told.get("password") or ""))
+    if told.get("db"):
+        said.append(("SELECT", int(told["db"])))
+    if told.get("client_name"):
+        said.append(("CLIENT", "SETNAME", told["client_name"]))
+    return [*said, ("SCRIPT", "LOAD", lua.script())]
+
+
+def pack(*command: str | int | bytes) -> bytes:
+    written: bytes = hiredis.pack_command(command)  # type: ignore[arg-type]  # its stub knows tuples of one only
+    return written
+
+
+def packed(call: Call) -> bytes:
+    return _packed(("EVALSHA", lua.sha()), call)
+
+
+def packed_with_script(call: Call) -> bytes:
+    """For a Redis that has forgotten the script."""
+    return _packed(("EVAL", lua.script()), call)
+
+
+def _packed(command: tuple[str, str | bytes], call: Call) -> bytes:
+    try:
+        return pack(*command, len(call.keys), *call.keys, *call.args)
+    except UnicodeEncodeError:
+        return _packed(command, wire_strings(call))
+
+
+def is_forgotten(reply: object) -> bool:
+    """Whether Redis does not know the script: then nothing was executed, and asking once more is no retry."""
+    return isinstance(reply, hiredis.ReplyError) and str(reply).startswith("NOSCRIPT")
+
+
+def refusal(error: hiredis.ReplyError) -> StoreError:
+    """The one place where what Redis refuses becomes `StoreUnavailable` or `StoreCorrupt`."""
+    said = str(error)
+    for start, meaning in UNAVAILABLE.items():
+        if said.startswith(start):
+            return StoreUnavailable(f"Redis can't serve now: {meaning} ({start})")
+    return StoreCorrupt(f"Redis refused the script: {said}")
+
+
+def unreachable(error: BaseException, *, maybe_counted: bool = False) -> StoreUnavailable:
+    """The same for what the network says."""
+    said = str(error) or type(error).__name__
+    return StoreUnavailable(f"Redis did not answer: {said}", maybe_counted=maybe_counted)
+
+
+def first_refusal(replies: Sequence[object]) -> StoreError | None:
+    """What Redis had against the greeting, if anything. Whatever it is: it can't serve us now."""
+    for reply in replies:
+        if isinstance(reply, hiredis.ReplyError):
+            error = refusal(reply)
+            return error if isinstance(error, StoreUnavailable) else StoreUnavailable(f"Redis refused us: {reply}")
+    return None

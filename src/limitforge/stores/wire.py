@@ -1,0 +1,149 @@
+"""One connection to Redis on one event loop: calls go out at once, answers come back in order.
+
+Nothing is ever sent twice: when the connection is lost, what was on its way is answered with `StoreUnavailable`.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any, cast
+
+import hiredis
+
+from limitforge.errors import StoreError, StoreUnavailable
+from limitforge.stores.codec import Call, Reply
+from limitforge.stores.resp import (
+    Address,
+    first_refusal,
+    is_forgotten,
+    pack,
+    packed,
+    packed_with_script,
+    refusal,
+    unreachable,
+)
+
+CONNECT_SECONDS = 1.0
+
+Done = Callable[[Reply | StoreError], None]
+
+
+class Wire(asyncio.Protocol):
+    """An open connection. `lost` is told once when it is no more, also after `abort`."""
+
+    def __init__(self, lost: Callable[[StoreUnavailable], None]) -> None:
+        self._lost = lost
+        self._reader = hiredis.Reader()
+        self._expecting: deque[Callable[[Any], None]] = deque()
+        self._transport: asyncio.WriteTransport | None = None
+
+    @classmethod
+    async def open(cls, address: Address, lost: Callable[[StoreUnavailable], None]) -> "Wire":
+        """Connect and greet, or raise StoreUnavailable."""
+        wire: Wire | None = None
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                wire = await cls._connected(address, lost)
+                replies = await wire.greet(address)
+        except (OSError, TimeoutError) as error:
+            if wire is not None:
+                wire.abort()
+            raise unreachable(error) from error
+        except BaseException:
+            if wire is not None:
+                wire.abort()
+            raise
+        refused = first_refusal(replies)
+        if refused is not None:
+            wire.abort()
+            raise refused
+        return wire
+
+    @classmethod
+    async def _connected(cls, address: Address, lost: Callable[[StoreUnavailable], None]) -> "Wire":
+        loop = asyncio.get_running_loop()
+        if address.path is not None:
+            _, wire = await loop.create_unix_connection(lambda: cls(lost), address.path)
+        else:
+            _, wire = await loop.create_connection(lambda: cls(lost), address.host, address.port, ssl=address.tls)
+        return wire
+
+    async def greet(self, address: Address) -> list[Any]:
+        """Say who we are; the replies tell whether we are welcome."""
+        greeted: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+        replies: list[Any] = []
+
+        def heard(reply: Any) -> None:
+            replies.append(reply)
+            if not greeted.done() and (isinstance(reply, StoreError) or len(replies) == address.greetings):
+                greeted.set_result(replies)
+
+        self._send(address.greeting, *[heard] * address.greetings)
+        await greeted
+        lost = next((reply for reply in replies if isinstance(reply, StoreError)), None)
+        if lost is not None:
+            raise first_refusal(replies) or lost
+        return replies
+
+    def call(self, call: Call, done: Done) -> None:
+        """Ask the script; `done` is called with its reply, or with what was wrong."""
+
+        def heard(reply: Any) -> None:
+            if is_forgotten(reply):
+                self._send(packed_with_script(call), lambda again: done(_told(again)))
+            else:
+                done(_told(reply))
+
+        self._send(packed(call), heard)
+
+    def publish(self, channel: bytes, message: bytes, done: Done) -> None:
+        self._send(pack("PUBLISH", channel, message), lambda reply: done(_told(reply)))
+
+    def abort(self) -> None:
+        """Close at once. What is on its way is answered with StoreUnavailable."""
+        if self._transport is not None:
+            self._transport.abort()
+            self._end(StoreUnavailable("the connection to Redis was given up", maybe_counted=True))
+
+    def _send(self, data: bytes, *heard: Callable[[Any], None]) -> None:
+        if self._transport is None:
+            for each in heard:
+                each(StoreUnavailable("the connection to Redis is closed"))
+            return
+        self._expecting.extend(heard)
+        self._transport.write(data)
+
+    def _end(self, error: StoreUnavailable) -> None:
+        if self._transport is None:
+            return
+        self._transport = None
+        expecting, self._expecting = self._expecting, deque()
+        for heard in expecting:
+            heard(error)
+        self._lost(error)
+
+    # -- asyncio's side
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.WriteTransport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        reader = self._reader
+        try:
+            reader.feed(data)
+            while (reply := reader.gets()) is not False:
+                if not self._expecting:  # Redis speaks first only to say that it takes no more clients
+                    self.abort()
+                    return
+                self._expecting.popleft()(reply)
+        except hiredis.ProtocolError as error:
+            if self._transport is not None:
+                self._transport.abort()
+                self._end(StoreUnavailable(f"what answers is no Redis: {error}", maybe_counted=True))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end(unreachable(exc or ConnectionError("the connection was closed"), maybe_counted=True))
+
+
+def _told(reply: Any) -> Reply | StoreError:
+    return refusal(reply) if isinstance(reply, hiredis.ReplyError) else reply

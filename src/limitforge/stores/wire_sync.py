@@ -1,0 +1,187 @@
+"""Connections to Redis for threads: a pool of sockets, each call with a deadline of its own.
+
+Nothing is ever sent twice. A connection whose call failed in the middle is closed: an answer that comes late must not
+be taken for that of the next call.
+"""
+
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import hiredis
+
+from limitforge.errors import StoreUnavailable
+from limitforge.stores.codec import Call, Reply
+from limitforge.stores.resp import (
+    Address,
+    first_refusal,
+    is_forgotten,
+    pack,
+    packed,
+    packed_with_script,
+    refusal,
+    unreachable,
+)
+
+CHUNK = 65_536
+
+
+class SyncWire:
+    """One open connection. `due` is when to give up, by the monotonic clock."""
+
+    def __init__(self, address: Address, due: float) -> None:
+        """Connect and greet, or raise StoreUnavailable."""
+        self._reader = hiredis.Reader()
+        self._socket: socket.socket | None = None
+        try:
+            self._socket = _connected(address, due)
+            self._send(address.greeting, due)
+            replies = [self._receive(due) for _ in range(address.greetings)]
+        except (OSError, hiredis.ProtocolError) as error:
+            self.close()
+            raise unreachable(error) from error
+        refused = first_refusal(replies)
+        if refused is not None:
+            self.close()
+            raise refused
+
+    def call(self, call: Call, due: float) -> Reply:
+        """Ask the script, or raise what was wrong."""
+        reply = self._ask(packed(call), due)
+        if is_forgotten(reply):
+            reply = self._ask(packed_with_script(call), due)
+        if isinstance(reply, hiredis.ReplyError):
+            raise refusal(reply)
+        answer: Reply = reply
+        return answer
+
+    def publish(self, channel: bytes, message: bytes, due: float) -> None:
+        reply = self._ask(pack("PUBLISH", channel, message), due)
+        if isinstance(reply, hiredis.ReplyError):
+            raise refusal(reply)
+
+    @property
+    def is_open(self) -> bool:
+        return self._socket is not None
+
+    def is_stale(self) -> bool:
+        """Whether Redis has closed this idle connection, or said something that nobody asked for."""
+        open_socket = self._opened()
+        try:
+            open_socket.settimeout(0)
+            open_socket.recv(1)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return False
+        except OSError:
+            return True
+        return True
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _ask(self, data: bytes, due: float) -> Any:
+        try:
+            self._send(data, due)
+            return self._receive(due)
+        except (OSError, hiredis.ProtocolError) as error:
+            self.close()
+            raise unreachable(error, maybe_counted=True) from error
+        except BaseException:  # interrupted: its answer would be taken for that of the next call
+            self.close()
+            raise
+
+    def _send(self, data: bytes, due: float) -> None:
+        open_socket = self._opened()
+        open_socket.settimeout(_left(due))
+        open_socket.sendall(data)
+
+    def _receive(self, due: float) -> Any:
+        open_socket = self._opened()
+        while (reply := self._reader.gets()) is False:
+            # An answer that is there is taken, however late this thread came to it: with 0 nothing is waited for.
+            open_socket.settimeout(max(due - time.monotonic(), 0))
+            try:
+                data = open_socket.recv(CHUNK)
+            except (BlockingIOError, ssl.SSLWantReadError):
+                raise TimeoutError("no answer in time") from None
+            if not data:
+                raise ConnectionError("the connection was closed")
+            self._reader.feed(data)
+        return reply
+
+    def _opened(self) -> socket.socket:
+        if self._socket is None:
+            raise ConnectionError("the connection is closed")
+        return self._socket
+
+
+class WirePool:
+    """At most `size` connections, handed to one thread at a time; the one that was used last goes first."""
+
+    def __init__(self, address: Address, size: int) -> None:
+        self._address = address
+        self._free: list[SyncWire] = []
+        self._lock = threading.Lock()
+        self._places = threading.Semaphore(size)
+
+    def use(self, due: float, ask: Callable[[SyncWire], Any]) -> Any:
+        """Ask on a connection that nobody else uses meanwhile."""
+        if not self._places.acquire(timeout=max(due - time.monotonic(), 0)):
+            raise StoreUnavailable("every connection to Redis is in use")
+        try:
+            with self._lock:
+                wire = self._free.pop() if self._free else None
+            if wire is not None and wire.is_stale():
+                wire.close()
+                wire = None
+            if wire is None:
+                wire = SyncWire(self._address, due)
+            try:
+                return ask(wire)
+            finally:
+                if wire.is_open:
+                    with self._lock:
+                        self._free.append(wire)
+        finally:
+            self._places.release()
+
+    def close(self) -> None:
+        with self._lock:
+            wires, self._free = self._free, []
+        for wire in wires:
+            wire.close()
+
+
+def _left(due: float) -> float:
+    left = due - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("no answer in time")
+    return left
+
+
+def _connected(address: Address, due: float) -> socket.socket:
+    if address.path is not None:
+        opened = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            opened.settimeout(_left(due))
+            opened.connect(address.path)
+        except BaseException:
+            opened.close()
+            raise
+        return opened
+    opened = socket.create_connection((address.host, address.port), timeout=_left(due))
+    try:
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if address.tls is not None:
+            opened.settimeout(_left(due))
+            return address.tls.wrap_socket(opened, server_hostname=address.host)
+    except BaseException:
+        opened.close()
+        raise
+    return opened
