@@ -1,4 +1,4 @@
-"""`python -m bench [memory] [redis] [bytes] [--quick] [--json FILE]`: without a part, all three."""
+"""`python -m bench [memory] [redis] [bytes] [library] [--quick] [--json FILE] [--plot FILE]`: without a part, all."""
 
 import argparse
 import json
@@ -10,11 +10,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench import footprint, memory, redis_cpu
+from bench import footprint, memory, plot, redis_cpu
+from bench.library import report as library
+from bench.library.run import run as run_library
 from bench.server import NoServer, redis_server, server_version
 from bench.table import Target, targets
 
-PARTS = ("memory", "redis", "bytes")
+PARTS = ("memory", "redis", "bytes", "library")
 
 
 def main() -> int:
@@ -28,6 +30,9 @@ def main() -> int:
             print(f"\n{drawn}", flush=True)
             report[part] = [asdict(result) for result in results]
             found += its_targets
+            if part == "library" and asked.plot:
+                asked.plot.write_text(plot.draw(results, report["versions"]))
+                print(f"drawn to {asked.plot}\n")
     except NoServer as missing:
         print(f"bench: {missing}", file=sys.stderr)
         return 1
@@ -49,15 +54,19 @@ def _run(part: str, versions: dict[str, str], *, quick: bool) -> tuple[list[Any]
         if part == "redis":
             on_redis, its_targets = redis_cpu.run(url, quick=quick)
             return on_redis, redis_cpu.draw(on_redis), its_targets
+        if part == "library":
+            beside_peers = run_library(url, quick=quick)
+            return beside_peers, library.draw(beside_peers), library.targets(beside_peers)
         in_bytes, its_targets = footprint.run(url, quick=quick)
         return in_bytes, footprint.draw(in_bytes), its_targets
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser("bench", description="limitforge beside its peers, in one run.")
-    parser.add_argument("parts", nargs="*", metavar="part", help=f"{', '.join(PARTS)}; without one, all three")
+    parser.add_argument("parts", nargs="*", metavar="part", help=f"{', '.join(PARTS)}; without one, all")
     parser.add_argument("--quick", action="store_true", help="a smoke run: its numbers mean little")
     parser.add_argument("--json", type=Path, default=Path("build/bench.json"), metavar="FILE", help="where results go")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="where the part library draws its SVG; else nowhere")
     asked = parser.parse_args()
     for part in asked.parts:
         if part not in PARTS:
@@ -66,8 +75,9 @@ def _arguments() -> argparse.Namespace:
 
 
 def _versions() -> dict[str, str]:
-    packages = {"limitforge": "limitforge", "limits": "limits", "throttled-py": "throttled-py", "redis-py": "redis"}
-    return {"python": platform.python_version()} | {name: version(package) for name, package in packages.items()}
+    packages = ("limitforge", "limits", "throttled-py", "pyrate-limiter", "redis", "hiredis", "uvloop")
+    found = {"redis-py" if package == "redis" else package: version(package) for package in packages}
+    return {"python": platform.python_version()} | found
 
 
 if __name__ == "__main__":

@@ -21,6 +21,10 @@ def at_most(what: str, bound: float, measured: float, unit: str) -> Target:
     return Target(what, f"at most {bound:g} {unit}", f"{measured:.1f} {unit}", measured <= bound)
 
 
+def at_least(what: str, bound: float, ratio: float) -> Target:
+    return Target(what, f"at least {bound:g}x", f"{ratio:.2f}x", ratio >= bound)
+
+
 def ahead(what: str, ratio: float) -> Target:
     """`ratio` is what the other one takes against what we take."""
     return Target(what, "above 1x", f"{ratio:.2f}x", ratio > 1)

@@ -1,0 +1,88 @@
+"""pyrate-limiter: one `Limiter` whose factory makes a bucket for each key, as its README has it.
+
+It tells a verdict alone. Several rates of one key are one call, all or nothing. Each limiter asks one at a time: an
+asyncio.Lock is around every `try_acquire_async`. The factory does not schedule the leaking that a log needs, so that
+its sweeps over all keys do not fall into other contestants' rounds.
+"""
+
+from collections.abc import Callable
+
+from pyrate_limiter import (
+    AbstractBucket,
+    BucketFactory,
+    Duration,
+    Limiter,
+    Rate,
+    RateItem,
+    RedisBucket,
+    RedisStateStore,
+    StateBucket,
+    TokenBucket,
+    WallClock,
+)
+from redis.asyncio import Redis
+
+from bench.library.contest import Contestant, Door, Sizes, prefix
+from bench.ours import RESOURCE, TENANT
+
+MakeBucket = Callable[[str], AbstractBucket]
+
+
+class BucketForEachKey(BucketFactory):
+    def __init__(self, make: MakeBucket) -> None:
+        self._make = make
+        self._clock = WallClock()
+        self._buckets: dict[str, AbstractBucket] = {}
+
+    def wrap_item(self, name: str, weight: int = 1) -> RateItem:
+        return RateItem(name, self._clock.now(), weight=weight)
+
+    def get(self, item: RateItem) -> AbstractBucket:
+        bucket = self._buckets.get(item.name)
+        if bucket is None:
+            bucket = self._buckets[item.name] = self._make(item.name)
+        return bucket
+
+
+def log() -> Contestant:
+    """Its `RedisBucket`: a sorted set with a member for each hit."""
+
+    async def open_(url: str, sizes: Sizes) -> Door:
+        redis, rates, mine = Redis.from_url(url), _rates(sizes), prefix()
+        any_bucket: RedisBucket = await RedisBucket.init(rates, redis, mine)  # loads the script, for all of them
+        return _door(redis, lambda name: RedisBucket(rates, redis, f"{mine}:{name}", any_bucket.script_hash))
+
+    return Contestant("pyrate-limiter, sliding log", open_)
+
+
+def token_bucket() -> Contestant:
+    """Its `StateBucket` on a `RedisStateStore`: the one to compare with a token bucket."""
+
+    async def open_(url: str, sizes: Sizes) -> Door:
+        redis, rates, mine = Redis.from_url(url), _rates(sizes), prefix()
+
+        def make(name: str) -> AbstractBucket:
+            return StateBucket(rates, algorithm=TokenBucket(), store=RedisStateStore(redis, f"{mine}:{name}"))
+
+        return _door(redis, make)
+
+    return Contestant("pyrate-limiter, token bucket", open_)
+
+
+def _door(redis: Redis, make: MakeBucket) -> Door:
+    limiter = Limiter(BucketForEachKey(make))
+    acquire = limiter.try_acquire_async
+
+    async def ask(subject: str) -> bool:
+        return await acquire(f"{TENANT}:{RESOURCE}:{subject}", blocking=False)
+
+    async def close() -> None:
+        limiter.close()
+        await redis.aclose()
+
+    return Door(ask, None, close)
+
+
+def _rates(sizes: Sizes) -> list[Rate]:
+    """The smallest first; two rates of one bucket must not have the same interval."""
+    return [Rate(size, Duration.DAY * (size // sizes[-1])) for size in reversed(sizes)]
