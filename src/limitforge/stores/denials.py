@@ -83,6 +83,8 @@ class Denials:
         self._dropped_before_us = LONG_AGO_US
         self._charges: dict[str, tuple[str, Take]] = {}
         self.hits = 0
+        self.is_active = False
+        """Whether there is anything to look for, or to send: nearly always not."""
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -124,6 +126,7 @@ class Denials:
                     self._by_key[key] = live
                 elif denials:
                     self._forget(key)
+            self._mark()
 
     def note(self, check: Check, outcome: Outcome, now_us: int, sent_us: int) -> None:
         """Remember a denial that came back: under the limit that denies it for the longest time."""
@@ -165,6 +168,7 @@ class Denials:
                 self._subject_of[key] = owner
             while len(self._by_key) > self._max_keys:
                 self._forget(next(iter(self._by_key)))
+            self.is_active = True
 
     def drop(self, drop: Drop) -> None:
         """Forget what may have room by now."""
@@ -186,6 +190,7 @@ class Denials:
                 self._dropped_before_us = now_us
                 for key in [key for key in self._by_key if key.startswith(drop.tenants)]:
                     self._forget(key)
+            self._mark()
 
     def drop_all(self) -> None:
         """Forget everything: messages may have been missed."""
@@ -194,6 +199,7 @@ class Denials:
             self._by_key.clear()
             self._by_subject.clear()
             self._subject_of.clear()
+            self._mark()
 
     def charges(self, keys: Iterable[str] | None = None) -> list[Check]:
         """What `count_denied` limits counted here and the store has not heard of yet: of these buckets, or of all."""
@@ -202,6 +208,7 @@ class Denials:
         with self._lock:
             names = list(self._charges) if keys is None else [key for key in keys if key in self._charges]
             found = [self._charges.pop(name) for name in names]
+            self._mark()
         return [charge_of(tenant, [take]) for tenant, take in found]
 
     @property
@@ -219,6 +226,9 @@ class Denials:
                     amount = min(owed + min(cost, row[0]), 2 * row[0])  # no more than that ever counts
                     self._charges[key] = (check.tenant, (rule, key, amount, resource, subject))
         return True
+
+    def _mark(self) -> None:
+        self.is_active = bool(self._by_key or self._charges)
 
     def _forget(self, key: str) -> None:
         self._by_key.pop(key, None)

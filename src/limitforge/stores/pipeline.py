@@ -22,6 +22,8 @@ from limitforge.stores.resp import Address, unreachable
 from limitforge.stores.wire import Wire
 
 MAX_IN_FLIGHT = 2
+WORTH_HALVING_US = 100
+MAX_CARRIED = 16  # flows beside the batches: whole batches of callers, and commands
 LAG_SECONDS = 0.005
 GRACE_SECONDS = 0.001
 
@@ -72,6 +74,8 @@ class Pipeline:
         self._is_scheduled = False
         self._timer: asyncio.TimerHandle | None = None
         self._expires_at = 0.0
+        self._is_graced = False
+        self._carried = asyncio.Semaphore(MAX_CARRIED)
         self._last_error: StoreUnavailable | None = None
         self._failed_at = -1e9
 
@@ -103,7 +107,7 @@ class Pipeline:
         asked = False
         answer: T
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(seconds), self._carried:
                 call = next(flow)
                 self._resilience.admit()
                 while True:
@@ -141,12 +145,12 @@ class Pipeline:
 
     def close(self) -> None:
         """Answer what waits by its failure behaviour, and let go of the connection. It may be used again."""
-        error = StoreUnavailable("the limiter was closed", maybe_counted=True)
+        error = self._last_error = StoreUnavailable("the limiter was closed", maybe_counted=True)
         if self._connecting is not None:
             self._connecting.cancel()
             self._connecting = None
         if self._wire is not None:
-            self._wire.abort()
+            self._wire.abort(error)
         self._refuse_waiting(error)
         if self._timer is not None:
             self._timer.cancel()
@@ -168,11 +172,14 @@ class Pipeline:
     def _gather(self) -> list[Pending]:
         """The next batch: all that waits, or as much as keeps Redis busy for a millisecond."""
         waiting = self._waiting
-        if self._weight_us <= BUSY_US:
+        most_us = BUSY_US
+        if not self._flights and self._weight_us >= WORTH_HALVING_US:  # Redis works on one half while we read the other
+            most_us = min(self._weight_us // 2, BUSY_US)
+        if self._weight_us <= most_us:
             self._waiting, self._weight_us = [], 0
         else:
             busy_us = count = 0
-            while count < len(waiting) and (not count or busy_us + waiting[count].check.weight_us <= BUSY_US):
+            while count < len(waiting) and (not count or busy_us + waiting[count].check.weight_us <= most_us):
                 busy_us += waiting[count].check.weight_us
                 count += 1
             self._waiting, self._weight_us = waiting[count:], self._weight_us - busy_us
@@ -243,8 +250,9 @@ class Pipeline:
         self._last_error = error
         self._failed_at = self.loop.time()
         if self._resilience.failed(error):
+            self._last_error = StoreUnavailable(str(error), maybe_counted=True)
             if self._wire is not None:
-                self._wire.abort()
+                self._wire.abort(self._last_error)
             self._refuse_waiting(error)
 
     def _succeeded(self) -> None:
@@ -261,10 +269,11 @@ class Pipeline:
     def _expire(self) -> None:
         """Answer whoever's deadline has come, and wait for the next one."""
         now = self.loop.time()
-        if now - self._expires_at > LAG_SECONDS:  # this loop was busy: what has arrived meanwhile shall be read first
-            self._expires_at = now + GRACE_SECONDS
-            self._timer = self.loop.call_at(self._expires_at, self._expire)
+        if now - self._expires_at > LAG_SECONDS and not self._is_graced:
+            self._is_graced = True  # this loop was busy: what has arrived meanwhile shall be read first
+            self._timer = self.loop.call_later(GRACE_SECONDS, self._expire)
             return
+        self._is_graced = False
         self._timer = None
         error = StoreUnavailable(f"no answer within {self.deadline * 1_000:g} ms", maybe_counted=True)
         for flight in tuple(self._flights):
@@ -328,7 +337,7 @@ class Pipeline:
         if self._wire is None:
             if self._connecting is None:
                 self._connecting = self.loop.create_task(self._connect())
-            await asyncio.shield(self._connecting)
+            await asyncio.wait([self._connecting])
         if self._wire is None:
             raise self._last_error or StoreUnavailable("Redis did not answer")
         return self._wire

@@ -10,7 +10,7 @@ from limitforge.core.clock import Clock
 from limitforge.core.decision import Decision
 from limitforge.core.keys import Keys
 from limitforge.errors import LimitforgeError, StoreUnavailable
-from limitforge.stores.denials import Denials, Drop
+from limitforge.stores.denials import Drop
 from limitforge.stores.listener import Listener
 from limitforge.stores.options import StoreOptions
 from limitforge.stores.pipeline import Pending, Pipeline
@@ -35,17 +35,15 @@ class RedisStore:
         self._address = address_of(url)
         self._options = options or StoreOptions()
         self._parts = Parts(self.keys, clock, self._options)
-        self._denials: Denials | None = self._parts.denials
         self._lock = threading.Lock()
         self._lines: dict[asyncio.AbstractEventLoop, _Line] = {}
         self._latest: _Line | None = None
 
     async def check(self, check: Check) -> Decision:
         line = self._line()
-        if self._denials is not None:
-            denied = line.denied(check, self._denials)
-            if denied is not None:
-                return denied
+        denied = line.denied(check)
+        if denied is not None:
+            return denied
         pipeline = line.pipeline
         future = pipeline.loop.create_future()
         pending = Pending(check, future.set_result, pipeline.loop.time() + pipeline.deadline)
@@ -61,18 +59,16 @@ class RedisStore:
 
     def submit(self, check: Check, answer: Callable[[Decision | LimitforgeError], None]) -> None:
         line = self._line()
-        if self._denials is not None:
-            denied = line.denied(check, self._denials)
-            if denied is not None:
-                answer(denied)
-                return
+        denied = line.denied(check)
+        if denied is not None:
+            answer(denied)
+            return
         pipeline = line.pipeline
         pipeline.submit(Pending(check, answer, pipeline.loop.time() + pipeline.deadline))
 
     async def check_many(self, checks: Sequence[Check]) -> list[Decision | LimitforgeError]:
         line = self._line()
-        denials = self._denials
-        answers = [None if denials is None else line.denied(check, denials) for check in checks]
+        answers = [line.denied(check) for check in checks]
         asked = [check for check, known in zip(checks, answers, strict=True) if known is None]
         judged: list[Decision | LimitforgeError]
         try:
@@ -90,8 +86,8 @@ class RedisStore:
             return await line.pipeline.carry(self._parts.command(command), COMMAND_SECONDS)
         finally:  # also when it failed: it may have been carried out
             drop = dropped_by(command)
-            if drop is not None and self._denials is not None:
-                self._denials.drop(drop)
+            if drop is not None and self._parts.denials is not None:
+                self._parts.denials.drop(drop)
                 await self._tell_others(line, drop)
 
     def status(self) -> StoreStatus:
@@ -152,12 +148,14 @@ class _Line:
         self.pipeline = pipeline
         self._url = url
         self._parts = parts
+        self._denials = parts.denials
         self._listener: Listener | None = None
         self._charging: asyncio.TimerHandle | None = None
 
-    def denied(self, check: Check, denials: Denials) -> Decision | None:
+    def denied(self, check: Check) -> Decision | None:
         """A denial that needs no asking. Otherwise what these buckets are owed goes out before the check does."""
-        if not denials and not denials.is_owing:
+        denials = self._denials
+        if denials is None or not denials.is_active:
             return None
         if self._listener is None:
             self._listener = Listener(self._url, self._parts.channel, denials)
@@ -167,7 +165,7 @@ class _Line:
             if denied is None:
                 self._charge(denials.charges([key for _, key, *_ in check.takes]))
             elif self._charging is None:
-                self._charging = self.pipeline.loop.call_later(CHARGE_SECONDS, self._charge_all, denials)
+                self._charging = self.pipeline.loop.call_later(CHARGE_SECONDS, self._charge_all)
         return denied
 
     async def close(self) -> None:
@@ -181,9 +179,10 @@ class _Line:
         """For another thread's loop."""
         self._closing = self.pipeline.loop.create_task(self.close())
 
-    def _charge_all(self, denials: Denials) -> None:
+    def _charge_all(self) -> None:
         self._charging = None
-        self._charge(denials.charges())
+        if self._denials is not None:
+            self._charge(self._denials.charges())
 
     def _charge(self, charges: Sequence[Check]) -> None:
         for charge in charges:

@@ -44,9 +44,13 @@ class SyncRedisStore:
         self._start()
         _stores.add(self)
 
+    def start_afresh(self) -> None:
+        """In a forked child: sockets, locks and threads of the parent are not ours."""
+        self._pool.abandon()
+        self._start()
+
     def _start(self) -> None:
         self._parts = Parts(self.keys, self._clock, self._options)
-        self._denials: Denials | None = self._parts.denials
         self._pool = WirePool(self._address, MAX_CONNECTIONS)
         self._lock = threading.Lock()
         self._listener: SyncListener | None = None
@@ -59,8 +63,7 @@ class SyncRedisStore:
         return answer
 
     def check_many(self, checks: Sequence[Check]) -> list[Decision | LimitforgeError]:
-        denials = self._denials
-        answers = [None if denials is None else self._denied(check, denials) for check in checks]
+        answers = [self._denied(check) for check in checks]
         asked = [check for check, known in zip(checks, answers, strict=True) if known is None]
         judged: list[Decision | LimitforgeError]
         try:
@@ -77,8 +80,8 @@ class SyncRedisStore:
             return self._carry(self._parts.command(command), COMMAND_SECONDS)
         finally:  # also when it failed: it may have been carried out
             drop = dropped_by(command)
-            if drop is not None and self._denials is not None:
-                self._denials.drop(drop)
+            if drop is not None and self._parts.denials is not None:
+                self._parts.denials.drop(drop)
                 self._tell_others(drop)
 
     def status(self) -> StoreStatus:
@@ -127,9 +130,10 @@ class SyncRedisStore:
 
     # -- denials
 
-    def _denied(self, check: Check, denials: Denials) -> Decision | None:
+    def _denied(self, check: Check) -> Decision | None:
         """A denial that needs no asking. Otherwise what these buckets are owed goes out before the check does."""
-        if not denials and not denials.is_owing:
+        denials = self._parts.denials
+        if denials is None or not denials.is_active:
             return None
         if self._listener is None:
             self._listen(denials)
@@ -181,7 +185,7 @@ _stores: "weakref.WeakSet[SyncRedisStore]" = weakref.WeakSet()
 
 def _start_afresh() -> None:
     for store in list(_stores):
-        store._start()  # noqa: SLF001 - sockets, locks and threads of the parent are not ours
+        store.start_afresh()
 
 
 os.register_at_fork(after_in_child=_start_afresh)

@@ -99,11 +99,11 @@ class Wire(asyncio.Protocol):
     def publish(self, channel: bytes, message: bytes, done: Done) -> None:
         self._send(pack("PUBLISH", channel, message), lambda reply: done(_told(reply)))
 
-    def abort(self) -> None:
-        """Close at once. What is on its way is answered with StoreUnavailable."""
+    def abort(self, error: StoreUnavailable | None = None) -> None:
+        """Close at once. What is on its way is answered with this error."""
         if self._transport is not None:
             self._transport.abort()
-            self._end(StoreUnavailable("the connection to Redis was given up", maybe_counted=True))
+            self._end(error or StoreUnavailable("the connection to Redis was given up", maybe_counted=True))
 
     def _send(self, data: bytes, *heard: Callable[[Any], None]) -> None:
         if self._transport is None:
@@ -137,9 +137,7 @@ class Wire(asyncio.Protocol):
                     return
                 self._expecting.popleft()(reply)
         except hiredis.ProtocolError as error:
-            if self._transport is not None:
-                self._transport.abort()
-                self._end(StoreUnavailable(f"what answers is no Redis: {error}", maybe_counted=True))
+            self.abort(StoreUnavailable(f"what answers is no Redis: {error}", maybe_counted=True))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end(unreachable(exc or ConnectionError("the connection was closed"), maybe_counted=True))

@@ -152,7 +152,11 @@ class WirePool:
 
     def close(self) -> None:
         with self._lock:
-            wires, self._free = self._free, []
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Close what is idle, without the lock: after a fork nobody may be left to open it."""
+        wires, self._free = self._free, []
         for wire in wires:
             wire.close()
 
