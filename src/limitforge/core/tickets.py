@@ -17,10 +17,11 @@ Ticket = TypeVar("Ticket", "Lease", "Reservation")
 
 
 class Lease(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The slots that one check holds."""
+    """The slots that one check holds; `local` if they are of the process that decided without its store."""
 
     token: bytes
     keys: list[bytes]
+    local: bool = False
 
 
 class HeldLimit(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -38,6 +39,7 @@ class Reservation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     token: bytes
     record: bytes
     limits: list[HeldLimit]
+    local: bool = False
 
 
 NOTHING = b"\0" * 8  # the token of a reservation that was let pass without its store
@@ -55,12 +57,22 @@ def ticket_id(ticket: Lease | Reservation) -> str:
     return urlsafe_b64encode(_encode(ticket)).rstrip(b"=").decode()
 
 
+def as_local(kind: type[Ticket], ticket: str | None) -> str | None:
+    """The same id for what was handed out without the store."""
+    return None if ticket is None else ticket_id(msgspec.structs.replace(_read(kind, ticket), local=True))
+
+
+def _read(kind: type[Ticket], ticket: str) -> Ticket:
+    found: Ticket = _decoders[kind](urlsafe_b64decode(ticket + "=" * (-len(ticket) % 4)))
+    return found
+
+
 def read_ticket(field: str, kind: type[Ticket], ticket: str, prefix: str) -> Ticket:
     """The ticket behind an id; refused unless all that it names lies under this store's prefix."""
     if not isinstance(ticket, str) or len(ticket) > MAX_ID:
         raise InvalidInput(field, f"must be a string of at most {MAX_ID} characters")
     try:
-        found: Ticket = _decoders[kind](urlsafe_b64decode(ticket + "=" * (-len(ticket) % 4)))
+        found: Ticket = _read(kind, ticket)
     except (ValueError, TypeError, msgspec.MsgspecError):
         raise InvalidInput(field, f"is not a {kind.__name__.lower()} id") from None
     if isinstance(found, Reservation) and not all(

@@ -7,7 +7,6 @@ from typing import Any, cast
 
 from limitforge.core.algorithms import concurrency
 from limitforge.core.algorithms.concurrency import ConcurrencySteps
-from limitforge.core.algorithms.ledger import Ledger
 from limitforge.core.calendar import Calendar, Period
 from limitforge.core.check import Check, Hold
 from limitforge.core.clock import Clock, SystemClock
@@ -15,7 +14,6 @@ from limitforge.core.decide import Again, Held, StepsFor, Verdict, decide, is_go
 from limitforge.core.decision import Decision, decision_of
 from limitforge.core.keys import Keys, decoded
 from limitforge.core.reservations import KEPT_US, Record, Settlement, settle
-from limitforge.core.tickets import Lease, Reservation
 from limitforge.errors import LimitforgeError, StoreCorrupt, StoreError, StoreUnavailable, UnknownReservation
 from limitforge.stores.buckets import Buckets
 from limitforge.stores.memory_overrides import MemoryOverrides
@@ -101,17 +99,6 @@ class MemoryStore:
     def status(self) -> StoreStatus:
         """A store in this process never fails."""
         return StoreStatus()
-
-    def knows(self, ticket: Lease | Reservation) -> bool:
-        """Whether a lease or a reservation was handed out here."""
-        with self._lock:
-            if isinstance(ticket, Reservation):
-                return decoded(ticket.record) in self._records
-            states = (self._states.get(decoded(key)) for key in ticket.keys)
-            return any(
-                isinstance(state, Ledger) and any(item.lease == ticket.token for item in state.items)
-                for state in states
-            )
 
     def close(self) -> None:
         """Nothing to close; what was counted stays for as long as this object."""

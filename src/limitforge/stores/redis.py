@@ -15,7 +15,7 @@ from limitforge.stores.listener import Listener
 from limitforge.stores.options import StoreOptions
 from limitforge.stores.pipeline import Pending, Pipeline
 from limitforge.stores.protocol import Answer, Command, StoreStatus
-from limitforge.stores.redis_parts import CHARGE_SECONDS, COMMAND_SECONDS, Parts, dropped_by
+from limitforge.stores.redis_parts import COMMAND_SECONDS, Parts, dropped_by
 from limitforge.stores.resp import address_of
 
 _log = logging.getLogger(__name__)
@@ -105,13 +105,13 @@ class RedisStore:
                 loop.call_soon_threadsafe(line.close_soon)
 
     async def _tell_others(self, line: "_Line", drop: Drop) -> None:
-        if self._parts.resilience.is_quiet:
-            try:
-                async with asyncio.timeout(COMMAND_SECONDS):
-                    await line.pipeline.publish(self._parts.channel, drop.message())
-            except (TimeoutError, LimitforgeError) as error:
-                age_ms = self._options.denial_cache_ms
-                _log.warning("other nodes were not told, and may deny for %g ms more: %s", age_ms, error)
+        try:
+            self._parts.resilience.refuse_if_open()
+            async with asyncio.timeout(COMMAND_SECONDS):
+                await line.pipeline.publish(self._parts.channel, drop.message())
+        except (TimeoutError, LimitforgeError) as error:
+            age_ms = self._options.denial_cache_ms
+            _log.warning("other nodes were not told, and may deny for %g ms more: %s", age_ms, error)
 
     def _line(self) -> "_Line":
         """What belongs to the running loop."""
@@ -150,46 +150,22 @@ class _Line:
         self._parts = parts
         self._denials = parts.denials
         self._listener: Listener | None = None
-        self._charging: asyncio.TimerHandle | None = None
 
     def denied(self, check: Check) -> Decision | None:
-        """A denial that needs no asking. Otherwise what these buckets are owed goes out before the check does."""
+        """A denial that needs no asking."""
         denials = self._denials
         if denials is None or not denials.is_active:
             return None
         if self._listener is None:
             self._listener = Listener(self._url, self._parts.channel, denials)
             self._listener.start()
-        denied = denials.look(check)
-        if denials.is_owing:
-            if denied is None:
-                self._charge(denials.charges([key for _, key, *_ in check.takes]))
-            elif self._charging is None:
-                self._charging = self.pipeline.loop.call_later(CHARGE_SECONDS, self._charge_all)
-        return denied
+        return denials.look(check)
 
     async def close(self) -> None:
         self.pipeline.close()
-        if self._charging is not None:
-            self._charging.cancel()
         if self._listener is not None:
             await self._listener.stop()
 
     def close_soon(self) -> None:
         """For another thread's loop."""
         self._closing = self.pipeline.loop.create_task(self.close())
-
-    def _charge_all(self) -> None:
-        self._charging = None
-        if self._denials is not None:
-            self._charge(self._denials.charges())
-
-    def _charge(self, charges: Sequence[Check]) -> None:
-        for charge in charges:
-            due = self.pipeline.loop.time() + self.pipeline.deadline
-            self.pipeline.submit(Pending(charge, _counted, due))
-
-
-def _counted(answer: Decision | LimitforgeError) -> None:
-    if isinstance(answer, LimitforgeError):
-        _log.info("denials that count were not counted, or not surely: %s", answer)

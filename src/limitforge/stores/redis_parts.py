@@ -26,7 +26,6 @@ from limitforge.stores.protocol import (
 )
 from limitforge.stores.resilience import Resilience
 
-CHARGE_SECONDS = 0.1  # how long counted denials may wait to be sent together
 COMMAND_SECONDS = 1.0  # what everything other than a check may take
 
 
@@ -60,7 +59,7 @@ class Parts:
         """Whether it is about something that was handed out here while the store was away."""
         match command:
             case Release(ticket) | Renew(ticket) | Settle(ticket):
-                return len(self.resilience.local) > 0 and self.resilience.local.knows(ticket)
+                return ticket.local
         return False
 
     def status(self, waiting: int = 0) -> StoreStatus:

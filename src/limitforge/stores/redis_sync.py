@@ -17,7 +17,7 @@ from limitforge.stores.denials import Denials, Drop
 from limitforge.stores.listener import SyncListener
 from limitforge.stores.options import StoreOptions
 from limitforge.stores.protocol import Answer, Command, StoreStatus
-from limitforge.stores.redis_parts import CHARGE_SECONDS, COMMAND_SECONDS, Parts, dropped_by
+from limitforge.stores.redis_parts import COMMAND_SECONDS, Parts, dropped_by
 from limitforge.stores.resp import address_of
 from limitforge.stores.wire_sync import SyncWire, WirePool
 
@@ -54,7 +54,6 @@ class SyncRedisStore:
         self._pool = WirePool(self._address, MAX_CONNECTIONS)
         self._lock = threading.Lock()
         self._listener: SyncListener | None = None
-        self._charging: threading.Timer | None = None
 
     def check(self, check: Check) -> Decision:
         (answer,) = self.check_many((check,))
@@ -91,11 +90,8 @@ class SyncRedisStore:
         """Let go of every connection. It may be used again."""
         with self._lock:
             listener, self._listener = self._listener, None
-            charging, self._charging = self._charging, None
         if listener is not None:
             listener.stop()
-        if charging is not None:
-            charging.cancel()
         self._pool.close()
 
     # -- talking
@@ -116,34 +112,28 @@ class SyncRedisStore:
             resilience.failed(error)
             raise
         if not resilience.is_quiet:
-            self._charge(resilience.succeeded(), logging.ERROR)
+            self._charge(resilience.succeeded())
         return answer
 
     def _tell_others(self, drop: Drop) -> None:
-        if self._parts.resilience.is_quiet:
-            due = time.monotonic() + COMMAND_SECONDS
-            try:
-                self._pool.use(due, lambda wire: wire.publish(self._parts.channel, drop.message(), due))
-            except LimitforgeError as error:
-                age_ms = self._options.denial_cache_ms
-                _log.warning("other nodes were not told, and may deny for %g ms more: %s", age_ms, error)
+        due = time.monotonic() + COMMAND_SECONDS
+        try:
+            self._parts.resilience.refuse_if_open()
+            self._pool.use(due, lambda wire: wire.publish(self._parts.channel, drop.message(), due))
+        except LimitforgeError as error:
+            age_ms = self._options.denial_cache_ms
+            _log.warning("other nodes were not told, and may deny for %g ms more: %s", age_ms, error)
 
     # -- denials
 
     def _denied(self, check: Check) -> Decision | None:
-        """A denial that needs no asking. Otherwise what these buckets are owed goes out before the check does."""
+        """A denial that needs no asking."""
         denials = self._parts.denials
         if denials is None or not denials.is_active:
             return None
         if self._listener is None:
             self._listen(denials)
-        denied = denials.look(check)
-        if denials.is_owing:
-            if denied is None:
-                self._charge(denials.charges([key for _, key, *_ in check.takes]), logging.INFO)
-            elif self._charging is None:
-                self._charge_soon(denials)
-        return denied
+        return denials.look(check)
 
     def _listen(self, denials: Denials) -> None:
         with self._lock:
@@ -151,24 +141,19 @@ class SyncRedisStore:
                 self._listener = SyncListener(self._url, self._parts.channel, denials)
                 self._listener.start()
 
-    def _charge_soon(self, denials: Denials) -> None:
-        with self._lock:
-            if self._charging is None:
-                self._charging = threading.Timer(CHARGE_SECONDS, self._charge_all, [denials])
-                self._charging.daemon = True
-                self._charging.start()
+    # -- after an outage
 
-    def _charge_all(self, denials: Denials) -> None:
-        self._charging = None
-        self._charge(denials.charges(), logging.INFO)
-
-    def _charge(self, charges: Sequence[Check], level: int) -> None:
-        """What counted, or was admitted, without the store. What fails here is never sent again."""
+    def _charge(self, charges: Sequence[Check]) -> None:
+        """What was admitted without the store, on a thread of its own: no caller waits for it."""
         if charges:
+            threading.Thread(target=self._charge_now, args=[charges], name="limitforge-charges", daemon=True).start()
+
+    def _charge_now(self, charges: Sequence[Check]) -> None:
+        for charge in charges:
             try:
-                self._carry(self._parts.judge(charges), COMMAND_SECONDS)
-            except LimitforgeError as error:
-                _log.log(level, "%d charges were not counted, or not surely: %s", len(charges), error)
+                self._carry(self._parts.judge([charge]), COMMAND_SECONDS)
+            except LimitforgeError as error:  # never sent again: it may have been counted
+                _log.error("what was admitted without the store could not be charged, or not surely: %s", error)
 
 
 def _walk(flow: Flow[T], call: Call, wire: SyncWire, due: float) -> T:

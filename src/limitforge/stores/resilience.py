@@ -18,8 +18,9 @@ from limitforge.core.clock import Clock, MonotonicClock, SystemClock
 from limitforge.core.decision import Decision, LimitState, closed_decision, open_decision
 from limitforge.core.keys import Keys
 from limitforge.core.plan import MAX_LIMITS
+from limitforge.core.tickets import Lease, Reservation, as_local
 from limitforge.errors import StoreError, StoreUnavailable
-from limitforge.stores.breaker import Breaker
+from limitforge.stores.breaker import Breaker, BreakerState
 from limitforge.stores.memory import MemoryStore
 from limitforge.stores.options import StoreOptions
 
@@ -81,6 +82,11 @@ class Resilience:
     def admit(self) -> None:
         """Raise StoreUnavailable if the backend may not be asked now."""
         if not self.admits():
+            raise left_alone()
+
+    def refuse_if_open(self) -> None:
+        """Raise StoreUnavailable while the backend is left alone, without being its probe."""
+        if self._breaker.state is BreakerState.OPEN:
             raise left_alone()
 
     def failed(self, error: StoreUnavailable) -> bool:
@@ -146,7 +152,14 @@ class Resilience:
         whole = {name: rule.steps.limit for name, (rule, *_) in zip(check.names, check.takes, strict=True)}
         limits = {name: _whole(state, whole[name]) for name, state in decision.limits.items()}
         bound = decision.limit if decision.binding is None else limits[decision.binding].limit
-        return msgspec.structs.replace(decision, limits=limits, limit=bound, degraded=Failure.LOCAL.value)
+        return msgspec.structs.replace(
+            decision,
+            limits=limits,
+            limit=bound,
+            degraded=Failure.LOCAL.value,
+            lease_id=as_local(Lease, decision.lease_id),
+            reservation_id=as_local(Reservation, decision.reservation_id),
+        )
 
     # -- the account
 
@@ -170,7 +183,7 @@ class Resilience:
             _log.warning("checks are decided without the store (%s so far): %s", _counts(kinds), error)
 
     def _note(self, outage: Outage, check: Check, decision: Decision, *, maybe_counted: bool) -> None:
-        if maybe_counted:
+        if maybe_counted and any(cost for _, _, cost, *_ in check.takes):
             outage.unsure += 1
         for name, take in zip(check.names, check.takes, strict=True):
             rule, key, cost, resource, subject = take
@@ -182,7 +195,8 @@ class Resilience:
             if rule.limit.charge_after_outage and not maybe_counted:
                 _, (*_, owed, _, _) = outage.charges.get(key, ("", (rule, key, 0, resource, subject)))
                 if key in outage.charges or len(outage.charges) < MAX_CHARGED:
-                    outage.charges[key] = (check.tenant, (rule, key, owed + cost, resource, subject))
+                    most = 2 * max(rule.steps.limit, 0)  # no more than that is ever charged
+                    outage.charges[key] = (check.tenant, (rule, key, min(owed + cost, most), resource, subject))
                 else:
                     outage.uncharged += cost
 

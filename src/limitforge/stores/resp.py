@@ -29,6 +29,7 @@ UNAVAILABLE = {
     "NOAUTH": "it wants a password: put user and password into the URL",
     "WRONGPASS": "it refused user and password of the URL",
     "NOPERM": "the user of the URL may not do this: see docs/operations.md for its ACL",
+    "ERR The user executing the script": "the user of the URL may not do this: see docs/operations.md for its ACL",
     "BUSY": "it is busy with somebody's long script",
     "CLUSTERDOWN": "its cluster is down",
     "TRYAGAIN": "its cluster is moving slots",
