@@ -114,7 +114,7 @@ def decide(  # noqa: C901, PLR0912, PLR0915 - the hot path: two loops, and no ca
         is_open = 1 if work.pending or (rule.holds_lease and work.items) else 0
         rows.append((steps.limit, left if left > 0 else 0, work.until - work.last, wait, is_open))
     held = [_held(hold, *judged) for judged in probed] if hold is not None and allowed else None
-    return Verdict(allowed, delay_us, rows, writes, held, lapses_us)
+    return Verdict(now_us, allowed, delay_us, rows, writes, held, lapses_us)
 
 
 def opened(state: State | None, steps: Steps, now_us: int) -> Any:

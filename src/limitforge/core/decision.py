@@ -53,14 +53,15 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
 
 class Outcome(msgspec.Struct, gc=False):
-    """A group of limits as a store judged it. `delay_us` is -1 where nothing is delayed."""
+    """A group of limits as a store judged it at its time. `delay_us` is -1 where nothing is delayed."""
 
+    now_us: int
     allowed: bool
     delay_us: int
     rows: list[Row]
 
 
-def decision_of(check: Check, now_us: int, outcome: Outcome, shadow: Outcome | None = None) -> Decision:
+def decision_of(check: Check, outcome: Outcome, shadow: Outcome | None = None) -> Decision:
     """Rounds what the store told, finds which limit binds, and hands out the ids of what is held."""
     allowed, delay_us = outcome.allowed, outcome.delay_us
     limits: dict[str, LimitState] = {}
@@ -99,7 +100,7 @@ def decision_of(check: Check, now_us: int, outcome: Outcome, shadow: Outcome | N
             bound.limit,
             bound.remaining,
             bound.reset_after_ms,
-            -(-(now_us + bound_reset_us) // 1_000_000),
+            -(-(outcome.now_us + bound_reset_us) // 1_000_000),
             0 if allowed else bound.retry_after_ms,
             -(-delay_us // 1_000) if delay_us >= 0 else None,
             limits,
@@ -107,7 +108,7 @@ def decision_of(check: Check, now_us: int, outcome: Outcome, shadow: Outcome | N
             would_deny,
         )
     if check.lease or check.hold is not None or shadow is not None:
-        return _with_ids(decision, check, now_us, outcome, shadow)
+        return _with_ids(decision, check, outcome, shadow)
     return decision
 
 
@@ -146,12 +147,12 @@ def closed_decision(check: Check, retry_after_ms: int) -> Decision:
     )
 
 
-def _with_ids(decision: Decision, check: Check, now_us: int, outcome: Outcome, shadow: Outcome | None) -> Decision:
+def _with_ids(decision: Decision, check: Check, outcome: Outcome, shadow: Outcome | None) -> Decision:
     return msgspec.structs.replace(
         decision,
         lease_id=_lease_id(check, outcome, shadow) if decision.allowed and check.lease else None,
         reservation_id=_reservation_id(check) if decision.allowed and check.hold is not None else None,
-        shadow=None if shadow is None or check.shadow is None else decision_of(check.shadow, now_us, shadow),
+        shadow=None if shadow is None or check.shadow is None else decision_of(check.shadow, shadow),
     )
 
 

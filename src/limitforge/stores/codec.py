@@ -11,7 +11,7 @@ import msgspec
 
 from limitforge.core.check import Check
 from limitforge.core.decide import too_many_reservations
-from limitforge.core.decision import Decision, Outcome, Row, decision_of
+from limitforge.core.decision import Decision, Outcome, decision_of
 from limitforge.core.keys import Keys, encoded
 from limitforge.core.plan import Rule
 from limitforge.errors import LimitforgeError, StoreCorrupt
@@ -34,8 +34,8 @@ class Call(NamedTuple):
 
 Reply = bytes | list[Any]
 Flow = Generator[Call, Reply, T]
-Note = Callable[[Check, Outcome, int], None]
-"""Told of each denial: the check, its outcome, and the store's time."""
+Note = Callable[[Check, Outcome], None]
+"""Told of each denial."""
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(list[int]).decode
@@ -44,49 +44,55 @@ decode = msgspec.msgpack.Decoder(list[int]).decode
 def check_flow(
     checks: Sequence[Check], around_us: int, time_us: int, note: Note | None = None
 ) -> Flow[list[Decision | LimitforgeError]]:
-    """Judge checks in order. Calendars are laid around `around_us`, the caller's time; `time_us` replaces Redis's own
-    unless it is OWN_TIME.
-    """
+    """Judge any number of checks, in order, in as many calls as that takes."""
     answers: list[Decision | LimitforgeError] = []
     for part in parts(checks):
-        groups = part
-        if any([check.shadow is not None for check in part]):  # noqa: C419 - a list is twice as fast
-            groups = [group for check in part for group in (check, check.shadow) if group is not None]
-        for group in groups:
-            if group.varies:
-                group.around(around_us)
-        judged = yield from _judge(groups, time_us)
-        place = 0
-        for check in part:
-            now_us, outcome = judged[place]
-            place += 1
-            shadow: Outcome | LimitforgeError | None = None
-            if check.shadow is not None:
-                # A candidate plan must never harm the live one: what is wrong with its buckets only leaves it out.
-                _, shadow = judged[place]
-                place += 1
-            if isinstance(outcome, Outcome):
-                if not outcome.allowed and note is not None:
-                    note(check, outcome, now_us)
-                answers.append(decision_of(check, now_us, outcome, shadow if isinstance(shadow, Outcome) else None))
-            else:
-                answers.append(outcome)
+        answers += yield from batch_flow(part, around_us, time_us, note)
     return answers
 
 
-def _judge(groups: Sequence[Check], time_us: int) -> Flow[list[tuple[int, Outcome | LimitforgeError]]]:
+def batch_flow(
+    checks: Sequence[Check], around_us: int, time_us: int, note: Note | None = None
+) -> Flow[list[Decision | LimitforgeError]]:
+    """Judge checks in order, all in one call. Calendars are laid around `around_us`, the caller's time; `time_us`
+    replaces Redis's own unless it is OWN_TIME.
+    """
+    groups = checks
+    if any([check.shadow is not None for check in checks]):  # noqa: C419 - a list is twice as fast
+        groups = [group for check in checks for group in (check, check.shadow) if group is not None]
+    for group in groups:
+        if group.varies:
+            group.around(around_us)
+    judged = iter((yield from _judge(groups, time_us)))
+    answers: list[Decision | LimitforgeError] = []
+    for check in checks:
+        outcome = next(judged)
+        shadow = None if check.shadow is None else next(judged)
+        if isinstance(outcome, Outcome):
+            if not outcome.allowed and note is not None:
+                note(check, outcome)
+            # A candidate plan must never harm the live one: what is wrong with its buckets only leaves it out.
+            answers.append(decision_of(check, outcome, shadow if isinstance(shadow, Outcome) else None))
+        else:
+            answers.append(outcome)
+    return answers
+
+
+def _judge(groups: Sequence[Check], time_us: int) -> Flow[list[Outcome | LimitforgeError]]:
     """Judge groups of limits in order, each with the store's time.
 
     The script stops at one whose calendar does not reach that time, since the rest must see what it takes: it and they
     are asked once more.
     """
-    outcomes: list[tuple[int, Outcome | LimitforgeError]] = []
-    asks = 2 + 2 * sum([len(group.takes) for group in groups])
+    outcomes: list[Outcome | LimitforgeError] = []
+    call = encode_checks(groups, time_us)
+    _read_outcomes(groups, call, decode(cast("bytes", (yield call))), outcomes)
+    asks = 0
     while len(outcomes) < len(groups):
-        asked = groups[len(outcomes) :] if outcomes else groups
-        if asks == 0:
-            return outcomes + [(0, StoreCorrupt("no calendar window holds the time of its bucket"))] * len(asked)
-        asks -= 1
+        asked = groups[len(outcomes) :]
+        asks += 1
+        if asks > 2 * sum(len(group.takes) for group in groups) + 1:
+            return outcomes + [StoreCorrupt("no calendar window holds the time of its bucket")] * len(asked)
         call = encode_checks(asked, time_us)
         _read_outcomes(asked, call, decode(cast("bytes", (yield call))), outcomes)
     return outcomes
@@ -122,7 +128,7 @@ def encode_checks(checks: Sequence[Check], time_us: int) -> Call:
 
 
 def _read_outcomes(
-    checks: Sequence[Check], call: Call, values: list[int], outcomes: list[tuple[int, Outcome | LimitforgeError]]
+    checks: Sequence[Check], call: Call, values: list[int], outcomes: list[Outcome | LimitforgeError]
 ) -> None:
     """Adds what the reply tells. Stops at a check that must be asked again, which it then is ready for."""
     now_us, place = values[0], 1
@@ -130,16 +136,16 @@ def _read_outcomes(
         status = values[place]
         if status <= ALLOWED:
             start, place = place + 2, place + 2 + 5 * len(check.takes)
-            rows = cast("list[Row]", [values[at : at + 5] for at in range(start, place, 5)])
-            outcomes.append((now_us, Outcome(status == ALLOWED, values[start - 1], rows)))
+            rows: Any = [values[at : at + 5] for at in range(start, place, 5)]
+            outcomes.append(Outcome(now_us, status == ALLOWED, values[start - 1], rows))
         elif status == AGAIN:
             check.around_one(values[place + 1], values[place + 2])
             return
         elif status == CORRUPT:
-            outcomes.append((now_us, _corrupt(check, call.keys[values[place + 1] - 1])))
+            outcomes.append(_corrupt(check, call.keys[values[place + 1] - 1]))
             place += 2
         else:
-            outcomes.append((now_us, too_many_reservations(check.takes[values[place + 1]][0])))
+            outcomes.append(too_many_reservations(check.takes[values[place + 1]][0]))
             place += 2
 
 

@@ -109,14 +109,14 @@ class Denials:
         self._sweep(place, now_us)
         return None
 
-    def note(self, check: Check, outcome: Outcome, now_us: int, sent_us: int) -> None:
+    def note(self, check: Check, outcome: Outcome, sent_us: int) -> None:
         """Remember a denial that came back, if it is sure for any time."""
         sure_us = 0 if check.shadow is not None else self._sure_us(check, outcome)
         if not sure_us:
             return
         place, names = _place(check), _names(check)
         told_us = self._now_us()
-        denial = Denial(_signature(check), sent_us + sure_us, told_us, now_us, tuple(outcome.rows))
+        denial = Denial(_signature(check), sent_us + sure_us, told_us, outcome.now_us, tuple(outcome.rows))
         with self._lock:
             dropped = max(self._dropped.get(name, LONG_AGO_US) for name in names)
             if sent_us <= max(dropped, self._dropped_before_us):
@@ -219,4 +219,4 @@ def _aged(check: Check, denial: Denial, elapsed_us: int) -> Decision:
         )
         for limit, remaining, reset_us, wait_us, is_open in denial.rows
     ]
-    return decision_of(check, denial.now_us + elapsed_us, Outcome(allowed=False, delay_us=-1, rows=rows))
+    return decision_of(check, Outcome(denial.now_us + elapsed_us, allowed=False, delay_us=-1, rows=rows))

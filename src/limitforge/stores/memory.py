@@ -108,11 +108,11 @@ class MemoryStore:
     def _check(self, check: Check, now_us: int) -> Decision:
         outcome = self._judge(check, now_us)
         if check.shadow is None:
-            return decision_of(check, now_us, outcome)
+            return decision_of(check, outcome)
         try:
-            return decision_of(check, now_us, outcome, self._judge(check.shadow, now_us))
+            return decision_of(check, outcome, self._judge(check.shadow, now_us))
         except StoreError:  # there is no room for a candidate plan: it must never harm the live one
-            return decision_of(check, now_us, outcome)
+            return decision_of(check, outcome)
 
     def _judge(self, check: Check, now_us: int) -> Verdict:
         if check.varies:

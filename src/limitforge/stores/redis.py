@@ -135,7 +135,7 @@ class RedisStore:
         return Pipeline(
             self._address,
             self._parts.resilience,
-            self._parts.judge,
+            self._parts.judge_batch,
             deadline_ms=options.deadline_ms,
             max_waiting=options.max_waiting,
         )

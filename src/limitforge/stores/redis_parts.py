@@ -8,7 +8,7 @@ from limitforge.core.clock import Clock, MonotonicClock, SystemClock
 from limitforge.core.decision import Decision, Outcome
 from limitforge.core.keys import Keys, decoded
 from limitforge.errors import LimitforgeError
-from limitforge.stores.codec import OWN_TIME, Flow, Note, T, check_flow
+from limitforge.stores.codec import OWN_TIME, Flow, Note, T, batch_flow, check_flow
 from limitforge.stores.command_codec import command_flow
 from limitforge.stores.denials import Denials, Drop
 from limitforge.stores.options import StoreOptions
@@ -51,6 +51,11 @@ class Parts:
         now_us = self._clock.now_us()
         return check_flow(checks, now_us, now_us if self._injected else OWN_TIME, self._note())
 
+    def judge_batch(self, checks: Sequence[Check]) -> Flow[list[Decision | LimitforgeError]]:
+        """The same for as many as one call can take."""
+        now_us = self._clock.now_us()
+        return batch_flow(checks, now_us, now_us if self._injected else OWN_TIME, self._note())
+
     def command(self, command: Command[T]) -> Flow[T]:
         now_us = self._clock.now_us()
         return command_flow(command, self.keys, now_us, now_us if self._injected else OWN_TIME)
@@ -78,8 +83,8 @@ class Parts:
             return None
         sent_us = denials.now_us()
 
-        def note(check: Check, outcome: Outcome, now_us: int) -> None:
-            denials.note(check, outcome, now_us, sent_us)
+        def note(check: Check, outcome: Outcome) -> None:
+            denials.note(check, outcome, sent_us)
 
         return note
 
