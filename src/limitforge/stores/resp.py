@@ -121,6 +121,11 @@ def is_forgotten(reply: object) -> bool:
     return isinstance(reply, hiredis.ReplyError) and str(reply).startswith("NOSCRIPT")
 
 
+def is_demoted(reply: object) -> bool:
+    """Whether this connection leads to a master that is none any more: a new one may find the right one."""
+    return isinstance(reply, hiredis.ReplyError) and str(reply).startswith(("READONLY", "MASTERDOWN"))
+
+
 def refusal(error: hiredis.ReplyError) -> StoreError:
     """The one place where what Redis refuses becomes `StoreUnavailable` or `StoreCorrupt`."""
     said = str(error)

@@ -15,6 +15,7 @@ from limitforge.stores.codec import Call, Reply
 from limitforge.stores.resp import (
     Address,
     first_refusal,
+    is_demoted,
     is_forgotten,
     pack,
     packed,
@@ -93,6 +94,8 @@ class Wire(asyncio.Protocol):
                 self._send(packed_with_script(call), lambda again: done(_told(again)))
             else:
                 done(_told(reply))
+                if is_demoted(reply):
+                    self.abort()
 
         self._send(packed(call), heard)
 

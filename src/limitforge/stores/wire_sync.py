@@ -18,6 +18,7 @@ from limitforge.stores.codec import Call, Reply
 from limitforge.stores.resp import (
     Address,
     first_refusal,
+    is_demoted,
     is_forgotten,
     pack,
     packed,
@@ -53,6 +54,8 @@ class SyncWire:
         reply = self._ask(packed(call), due)
         if is_forgotten(reply):
             reply = self._ask(packed_with_script(call), due)
+        if is_demoted(reply):
+            self.close()
         if isinstance(reply, hiredis.ReplyError):
             raise refusal(reply)
         answer: Reply = reply
