@@ -1,52 +1,114 @@
--- All buckets of one script call: read with one MGET, kept in tables while the call runs, and each changed one written once.
+-- The buckets of one script call: read with one MGET, opened as checks need them, and each changed one written once.
+--
+-- A bucket is kept as one string:
+--
+--   version  1 byte    who wrote it; 0 is none
+--   code     1 byte    the algorithm
+--   width    1 byte    length of the fixed part, these three bytes included
+--   last     7 bytes   when it was last written, in microseconds
+--   until    7 bytes   from when on it no longer matters, so also when it resets (a ledger finds it in its items)
+--   ...                the algorithm's own fields, then the items of a ledger
+--   pending  30 bytes each: open reservations in the order of their lapses: token 8, lapse 7, amount 7, source 7, refund 1
+--
+-- The fixed part only ever grows at its end. A release ignores the fields of a newer one, which has defaults for those that an older one left out: so
+-- both work on the same keys during a deploy.
+--
+-- In a script call a state is a table with the same fields; `seal` sets `til` (until) and `used`, which is what counts against the limit, rounded up. An
+-- opened state is a copy: it replaces the stored one only when something was taken. So what was stored need not last: all but the ledgers read it into one
+-- table, over and over, which is good until the next read.
+--
+-- A call is { now, injected, values, changed }. values[key] is what the key holds: false if nothing, true if something of another type, its string, or a
+-- state. changed[key] is the algorithm of a state that is to be written.
 
-local format, states = string.format, use('state')
+local byte, ceil, format, sub, type = string.byte, math.ceil, string.format, string.sub, type
+
+local PENDING_WIDTH = 30
+local MARGIN_MS = 60000            -- a key outlives `until` by a minute: garbage collection only, never a decision
+local INJECTED_MARGIN_MS = 3600000 -- with a time from outside, Redis's clock says nothing about `until`
+
+-- In milliseconds, for a key that matters until then: never 0, never none.
+local function ttl(til, now, injected)
+  local ms = ceil((til - now) / 1000) + MARGIN_MS
+  if injected and ms < INJECTED_MARGIN_MS then return INJECTED_MARGIN_MS end
+  return ms
+end
+
+-- The state that a key holds: false if there is none, nil if the value is not of this algorithm.
+local function state_of(call, key, algorithm)
+  local raw = call.values[key]
+  if raw == true then return nil end
+  if type(raw) ~= 'string' then return raw end
+  local version, code, width = byte(raw, 1, 3)
+  if not width or version == 0 or code ~= algorithm.code or width < algorithm.width or #raw < width then return nil end
+  local state, tail = algorithm.read(raw, width + 1)
+  if not state or state.til < state.last then return nil end
+  if tail > #raw then
+    state.pending = ''
+  else
+    state.pending = sub(raw, tail)
+    if #state.pending % PENDING_WIDTH ~= 0 then return nil end
+  end
+  if state.items then call.values[key] = state end -- a long log is cut out of its string once, however often it is asked
+  return state
+end
+
+-- Whether a bucket no longer matters, and is treated as if it were not there.
+local function gone(state, now)
+  return now >= state.til and now >= state.last
+end
 
 return {
+  FORMAT = 1,
+  PENDING_WIDTH = PENDING_WIDTH,
+  ttl = ttl,
+  state = state_of,
+  gone = gone,
+
   -- MGET says false for a key of another type, which must not read as empty: what seems to be missing is asked for once more, all at once.
   read = function(now, injected)
-    local raw = redis.call('MGET', unpack(KEYS))
+    local values = #KEYS > 0 and redis.call('MGET', unpack(KEYS)) or {}
     local missing, count = {}, 0
-    for at = 1, #KEYS do
-      if not raw[at] then
+    for key = 1, #KEYS do
+      if not values[key] then
         count = count + 1
-        missing[count] = KEYS[at]
+        missing[count] = KEYS[key]
       end
     end
     if count > 0 and redis.call('EXISTS', unpack(missing)) > 0 then
-      for at = 1, #KEYS do
-        if not raw[at] and redis.call('EXISTS', KEYS[at]) > 0 then raw[at] = true end
+      for key = 1, #KEYS do
+        if not values[key] and redis.call('EXISTS', KEYS[key]) > 0 then values[key] = true end
       end
     end
-    return { now = now, injected = injected, raw = raw, states = {}, changed = {} }
+    return { now = now, injected = injected, values = values, changed = {} }
   end,
 
-  -- The stored state of a key: false if there is none, nil if the value is not ours.
-  state = function(call, key, code, algorithm)
-    local state = call.states[key]
-    if state == nil then
-      local raw = call.raw[key]
-      if raw == true then return nil end
-      state = raw and states.read(raw, code, algorithm)
-      if state == nil then return nil end
-      call.states[key] = state
-    end
-    return state
+  -- The bucket as it is now under `numbers`, with what has lapsed given back, and the time that it is judged at. nil and the time if a calendar does not
+  -- reach that far, nil alone if the value is not ours.
+  open = function(call, key, algorithm, numbers)
+    local state, now = state_of(call, key, algorithm), call.now
+    if state == nil then return nil end
+    if not state or gone(state, now) then return algorithm.fresh(numbers, now), now end
+    if now < state.last then now = state.last end
+    local work = algorithm.open(state, numbers, now)
+    if work and work.pending ~= '' then use('pending').lapse(work, algorithm, numbers) end
+    return work, now
   end,
 
-  keep = function(call, key, algorithm, state)
-    call.states[key] = state
-    call.changed[key] = algorithm
+  keep = function(call, key, algorithm, work)
+    call.values[key], call.changed[key] = work, algorithm
   end,
 
   write = function(call)
-    local now, injected, ttl = call.now, call.injected, states.ttl
+    local now, injected, values = call.now, call.injected, call.values
     for key, algorithm in pairs(call.changed) do
-      local state = call.states[key]
+      local state = values[key]
       local value = algorithm.write(state)
       if state.pending ~= '' then value = value .. state.pending end
-      -- The TTL as text: Redis would print a number as a double, which takes longer than all the rest.
-      redis.call('SET', KEYS[key], value, 'PX', format('%.0f', ttl(state.til, now, injected)))
+      if state.til == state.kept_til and not injected then -- a window: its key was given this TTL when the window began
+        redis.call('SET', KEYS[key], value, 'KEEPTTL')
+      else -- as text: Redis would print a number as a double
+        redis.call('SET', KEYS[key], value, 'PX', format('%d', ttl(state.til, now, injected)))
+      end
     end
   end,
 }

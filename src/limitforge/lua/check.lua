@@ -2,7 +2,8 @@
 --
 -- KEYS: every bucket, override key and reservation record of the call, each once.
 -- ARGV: byte strings that the request refers to by index: resources and tokens.
--- request[3]: rules, each { algorithm, flags, percent, name, numbers }; flags: 1 enforced, 2 counts denials.
+-- request[3]: rules, each { algorithm, flags, percent, name, numbers }. flags: 1 enforced, 2 counts denials, 4 forced: it takes without asking for room, up
+--   to twice its limit, and so never denies; never together with 2, with slots or in a reservation.
 -- request[4]: the checks, one after the other:
 --   takes, lease token (0: none), record key (0: no reservation) [, token, ttl_us, refund], then for each take:
 --   rule, key, cost, override key (0: out of reach), resource
@@ -15,13 +16,13 @@
 --
 -- Writes each changed bucket once, with a TTL of `until` plus a minute.
 
-local states, algorithms, buckets = use('state'), use('algorithms'), use('buckets')
+local algorithms, buckets = use('algorithms'), use('buckets')
 
 -- The numbers that hold for a take now; nil if the subject's overrides are not ours.
 local function overridden(call, rule, override_key, resource)
   local list = call.overrides[override_key]
   if list == nil then
-    list = use('overrides').read(call.raw[override_key])
+    list = use('overrides').read(call.values[override_key])
     if list == nil then return nil end
     call.overrides[override_key] = list
   end
@@ -30,130 +31,140 @@ local function overridden(call, rule, override_key, resource)
   return use('overrides').applied(list, resource, name, code, call.now, numbers)
 end
 
--- Judges the check that starts at `at` of `checks`, and writes the answer behind the first `o` integers of `out`; tells how many there are then.
+-- Judges the checks from call.at on, and writes their answers behind the first call.answered integers of `out`. Both tell where it was if it fails.
 --
 -- Its constants and helpers are locals of its own: Redis builds this function with each call, and whatever it captured would be built with it.
-local function judge(call, rules, checks, at, out, o)
+local function judge(call, rules, checks, out)
   local HEAD, HEAD_OF_RESERVATION, TAKE = 3, 6, 5 -- integers of a check and of each of its takes
-  local CODE, FLAGS, PERCENT, NUMBERS = 1, 2, 3, 5 -- of a rule
-  local UNLIMITED, MOST_PENDING = -1, 1000 * states.PENDING_WIDTH
+  local CODE, FLAGS, PERCENT, NUMBERS, ALGORITHM = 1, 2, 3, 5, 6 -- of a rule
+  local COUNTS_DENIALS, FORCED = 2, 4
+  local AGAIN, CORRUPT, TOO_MANY = 2, 3, 4
+  local UNLIMITED, MOST_PENDING = -1, 1000 * buckets.PENDING_WIDTH
   local LEAKY_BUCKET, CONCURRENCY = algorithms.LEAKY_BUCKET, algorithms.CONCURRENCY
-  local algorithm_of, open_state, state_of, keep = algorithms.of, states.open, buckets.state, buckets.keep
+  local open, keep, values = buckets.open, buckets.keep, call.values
 
-  local now, raw = call.now, call.raw
-  local lease, record = checks[at + 1], checks[at + 2]
-  local first = at + (record > 0 and HEAD_OF_RESERVATION or HEAD)
-  local last = first + (checks[at] - 1) * TAKE
-  local allowed, probed, n, latest = true, { false, 0, 0, false }, 0, now
-  for place = first, last, TAKE do
-    local rule, key, cost, override_key = rules[checks[place]], checks[place + 1], checks[place + 2], checks[place + 3]
-    local numbers = rule[NUMBERS]
-    call.judging = key
-    if override_key > 0 and raw[override_key] then
-      numbers = overridden(call, rule, override_key, ARGV[checks[place + 4]])
-      if not numbers then
-        out[o + 1], out[o + 2] = 3, override_key
-        return o + 2
-      end
-    end
-    local limit, work, share, wait = numbers[1], false, 0, 0
-    if limit ~= UNLIMITED then
-      local algorithm, judged_at = algorithm_of(rule[CODE])
-      local state = state_of(call, key, rule[CODE], algorithm)
-      if state == nil then
-        out[o + 1], out[o + 2] = 3, key
-        return o + 2
-      end
-      work, judged_at = open_state(state, algorithm, numbers, now)
-      if not work then
-        out[o + 1], out[o + 2], out[o + 3] = 2, (place - first) / TAKE, judged_at
-        return o + 3, true
-      end
-      if judged_at > latest then latest = judged_at end
-      share = rule[PERCENT] == 100 and limit or use('exact').share_of(limit, rule[PERCENT])
-      if cost > 0 then
-        local enforced = rule[FLAGS] % 2 == 1
-        if record > 0 and #work.pending >= MOST_PENDING and enforced then
-          out[o + 1], out[o + 2] = 4, (place - first) / TAKE
-          return o + 2
+  local probed = { false, 0, 0, false } -- of each take: its opened bucket (false: unlimited), share, wait and numbers
+  local at, o = call.at, call.answered
+  while checks[at] do
+    call.at, call.answered = at, o
+    local lease, record = checks[at + 1], checks[at + 2]
+    local first = at + (record > 0 and HEAD_OF_RESERVATION or HEAD)
+    local last = first + (checks[at] - 1) * TAKE
+    local allowed, n, latest = true, 0, call.now
+    local fault, where, judged_at
+    for place = first, last, TAKE do
+      local rule, key, cost, override_key = rules[checks[place]], checks[place + 1], checks[place + 2], checks[place + 3]
+      local numbers = rule[NUMBERS]
+      call.judging = key
+      if override_key > 0 and values[override_key] then
+        numbers = overridden(call, rule, override_key, ARGV[checks[place + 4]])
+        if not numbers then
+          fault, where = CORRUPT, override_key
+          break
         end
-        wait = algorithm.wait(work, numbers, cost, share)
-        if wait ~= 0 then
-          if rule[CODE] <= LEAKY_BUCKET and wait > work.til - work.last then
-            wait = math.max(work.til - work.last, 1) -- forgotten before it is as full as that; 0 would be room
+      end
+      local limit, work, share, wait = numbers[1], false, 0, 0
+      if limit ~= UNLIMITED then
+        local algorithm = rule[ALGORITHM]
+        work, judged_at = open(call, key, algorithm, numbers)
+        if not work then
+          fault, where = judged_at and AGAIN or CORRUPT, judged_at and (place - first) / TAKE or key
+          break
+        end
+        if judged_at > latest then latest = judged_at end
+        share = rule[PERCENT] == 100 and limit or use('exact').share_of(limit, rule[PERCENT])
+        if cost > 0 and rule[FLAGS] < FORCED then
+          local enforced = rule[FLAGS] % 2 == 1
+          if record > 0 and enforced and #work.pending >= MOST_PENDING then
+            fault, where = TOO_MANY, (place - first) / TAKE
+            break
           end
-          if enforced then allowed = false end
+          wait = algorithm.wait(work, numbers, cost, share)
+          if wait ~= 0 then
+            if rule[CODE] <= LEAKY_BUCKET and wait > work.til - work.last then
+              wait = math.max(work.til - work.last, 1) -- forgotten before it is as full as that; 0 would be room
+            end
+            if enforced then allowed = false end
+          end
         end
       end
+      probed[n + 1], probed[n + 2], probed[n + 3], probed[n + 4] = work, share, wait, numbers
+      n = n + 4
     end
-    probed[n + 1], probed[n + 2], probed[n + 3], probed[n + 4] = work, share, wait, numbers
-    n = n + 4
-  end
 
-  local delay_at, delay = o + 2, -1
-  out[o + 1], out[o + 2] = allowed and 1 or 0, -1
-  o, n = o + 2, 0
-  local held = record > 0 and allowed and {}
-  local lapses = held and latest + checks[at + 4] -- a bucket may be ahead of the clock: its TTL after the latest of them
-  for place = first, last, TAKE do
-    local rule, work, share, wait, numbers = rules[checks[place]], probed[n + 1], probed[n + 2], probed[n + 3], probed[n + 4]
-    local noted = false -- what a reservation will settle; a monitored limit whose list is full goes without
-    if work then
-      local code, cost = rule[CODE], checks[place + 2]
-      local algorithm, written = algorithm_of(code), false
-      if cost == 0 then
-        noted = 0
-      elseif wait == 0 then
-        if allowed then
-          if code == LEAKY_BUCKET and rule[FLAGS] % 2 == 1 then delay = math.max(delay, algorithm.delay(work, numbers)) end
-          algorithm.take(work, numbers, cost, ARGV[lease])
-          if held and code ~= CONCURRENCY and #work.pending < MOST_PENDING then
-            noted = cost
-            use('pending').add(work, ARGV[checks[at + 3]], lapses, cost, algorithm.source(work), checks[at + 5])
-          end
-          keep(call, checks[place + 1], algorithm, work)
-          written = true
-        end
-      elseif rule[FLAGS] >= 2 and not allowed and algorithm.force(work, numbers, math.min(cost, numbers[1])) then
-        if wait > 0 then wait = algorithm.wait(work, numbers, cost, share) end
-        keep(call, checks[place + 1], algorithm, work)
-        written = true
+    if fault then
+      out[o + 1], out[o + 2] = fault, where
+      o = o + 2
+      if fault == AGAIN then -- what follows must see what this check will take
+        out[o + 1] = judged_at
+        call.answered = o + 1
+        return
       end
-      local forgotten = work.til
-      algorithm.seal(work)
-      if code <= LEAKY_BUCKET and not written and work.til > forgotten then work.til = forgotten end
-      local left = share - work.used
-      local open = (work.pending ~= '' or (code == CONCURRENCY and work.items ~= '')) and 1 or 0
-      out[o + 1], out[o + 2], out[o + 3], out[o + 4], out[o + 5] = numbers[1], left > 0 and left or 0, work.til - work.last, wait, open
     else
-      out[o + 1], out[o + 2], out[o + 3], out[o + 4], out[o + 5] = UNLIMITED, UNLIMITED, 0, 0, 0
+      local delay_at, delay = o + 2, -1
+      out[o + 1], out[o + 2] = allowed and 1 or 0, -1
+      o, n = o + 2, 0
+      local reserved = record > 0 and allowed and {}
+      local lapses = reserved and latest + checks[at + 4] -- a bucket may be ahead of the clock: its TTL after the latest of them
+      for place = first, last, TAKE do
+        local rule, work, share, wait, numbers = rules[checks[place]], probed[n + 1], probed[n + 2], probed[n + 3], probed[n + 4]
+        local noted = false -- what a reservation will settle; a monitored limit whose list is full goes without
+        if work then
+          local code, cost, flags, algorithm, written = rule[CODE], checks[place + 2], rule[FLAGS], rule[ALGORITHM], false
+          if cost == 0 then
+            noted = 0
+          elseif wait == 0 then
+            if allowed and flags >= FORCED then
+              written = algorithm.force(work, numbers, cost)
+            elseif allowed then
+              if code == LEAKY_BUCKET and flags % 2 == 1 then delay = math.max(delay, algorithm.delay(work, numbers)) end
+              algorithm.take(work, numbers, cost, ARGV[lease])
+              if reserved and code ~= CONCURRENCY and #work.pending < MOST_PENDING then
+                noted = cost
+                use('pending').add(work, ARGV[checks[at + 3]], lapses, cost, algorithm.source(work), checks[at + 5])
+              end
+              written = true
+            end
+          elseif flags >= COUNTS_DENIALS and not allowed and algorithm.force(work, numbers, math.min(cost, numbers[1])) then
+            if wait > 0 then wait = algorithm.wait(work, numbers, cost, share) end
+            written = true
+          end
+          local forgotten = work.til
+          algorithm.seal(work)
+          if written then
+            keep(call, checks[place + 1], algorithm, work)
+          elseif code <= LEAKY_BUCKET and work.til > forgotten then
+            work.til = forgotten
+          end
+          local left = share - work.used
+          local is_open = (work.pending ~= '' or (code == CONCURRENCY and work.items ~= '')) and 1 or 0
+          out[o + 1], out[o + 2], out[o + 3], out[o + 4], out[o + 5] = numbers[1], left > 0 and left or 0, work.til - work.last, wait, is_open
+        else
+          out[o + 1], out[o + 2], out[o + 3], out[o + 4], out[o + 5] = UNLIMITED, UNLIMITED, 0, 0, 0
+        end
+        o, n = o + 5, n + 4
+        if reserved then use('reserve').hold(reserved, rule[CODE], noted, numbers) end
+      end
+      out[delay_at] = delay
+      if reserved then call.records[#call.records + 1] = { KEYS[record], reserved, lapses, checks[at + 4] } end
     end
-    o, n = o + 5, n + 4
-    if held then use('reserve').hold(held, rule[CODE], noted, numbers) end
+    at = last + TAKE
   end
-  out[delay_at] = delay
-  if held then call.records[#call.records + 1] = { KEYS[record], held, lapses, checks[at + 4] } end
-  return o
+  call.answered = o
 end
 
 local function check_call(request, now, injected)
   local rules, checks = request[3], request[4]
-  local out, o = { now, 0, 0, 0, 0, 0, 0, 0 }, 1 -- a check of one limit answers with eight integers
-  local call = #KEYS > 0 and buckets.read(now, injected) or { now = now, raw = {}, changed = {} }
-  call.overrides, call.records = {}, {}
-  local at = 1
-  while checks[at] do
-    local judged, answered, again = pcall(judge, call, rules, checks, at, out, o)
-    if judged then
-      o = answered
-      if again then break end -- what follows must see what this check will take
-    else -- a state that has the right form, and makes no sense
-      out[o + 1], out[o + 2] = 3, call.judging
-      o = o + 2
-    end
-    at = at + (checks[at + 2] > 0 and 6 or 3) + 5 * checks[at]
+  local out = { now, 0, 0, 0, 0, 0, 0, 0 } -- a check of one limit answers with eight integers
+  local call = buckets.read(now, injected)
+  call.overrides, call.records, call.at, call.answered = {}, {}, 1, 1
+  for i = 1, #rules do rules[i][6] = algorithms.of(rules[i][1]) end -- looked up once, not for each take
+  while not pcall(judge, call, rules, checks, out) do -- a state that has the right form, and makes no sense: on with the next check
+    local at, o = call.at, call.answered
+    out[o + 1], out[o + 2] = 3, call.judging
+    call.at, call.answered = at + (checks[at + 2] > 0 and 6 or 3) + 5 * checks[at], o + 2
   end
-  for i = o + 1, #out do out[i] = nil end
+  for i = call.answered + 1, #out do out[i] = nil end
   buckets.write(call)
   for _, record in ipairs(call.records) do use('reserve').record(unpack(record)) end
   return out

@@ -11,7 +11,7 @@ local concurrency = use('ledger')(6, LEASE_WIDTH)
 local function insert_lease(state, cost, token)
   local ends = state.last + state.span
   local at = concurrency.place(state.items, ends)
-  state.items = sub(state.items, 1, at) .. pack(LEASE, ends, cost, token) .. sub(state.items, at + 1)
+  state.items = concurrency.put(state.items, at, pack(LEASE, ends, cost, token), at)
 end
 
 function concurrency.take(state, numbers, cost, token)

@@ -1,20 +1,25 @@
 -- Fixed window. numbers: limit, window_us, kind, offset. kind: 0 aligned, 1 opened by the first hit, 2 spread by key (offset: 48 bits of the key's hash).
--- State: used 7, size 7, window 7, kind 1. `until` is the window's end; while no hit has opened it, that is now.
+-- State: used 7, size 7, window 7, kind 1. `until` is the window's end; while no hit has opened it, that is now. In a script call also `kept_til`: the end
+-- that the key's TTL was set for.
 
 local max, min, pack, unpack_struct = math.max, math.min, struct.pack, struct.unpack
-local FORMAT = use('state').FORMAT
+local FORMAT = use('buckets').FORMAT
 
 local NEVER = -1 -- a wait that does not end
 local FIRST_HIT = 1
 local WINDOW = '<BBBI7I7I7I7I7B'
 
+local stored = { last = 0, til = 0, kept_til = 0, used = 0, size = 0, window = 0, kind = 0, pending = '' } -- what was read last
+
 local fixed_window
 fixed_window = {
+  code = 3,
   width = 39,
 
   read = function(raw, tail)
     local _, _, _, last, til, used, size, window, kind = unpack_struct(WINDOW, raw)
-    return { last = last, til = til, used = used, size = size, window = window, kind = kind }, tail
+    stored.last, stored.til, stored.kept_til, stored.used, stored.size, stored.window, stored.kind = last, til, til, used, size, window, kind
+    return stored, tail
   end,
 
   write = function(state)
@@ -35,7 +40,10 @@ fixed_window = {
   open = function(state, numbers, now)
     local window, kind = numbers[2], numbers[3]
     if state.window ~= window or state.kind ~= kind then return fixed_window.fresh(numbers, now) end
-    return { last = now, til = state.til, pending = state.pending, used = state.used, size = numbers[1], window = window, kind = kind }
+    return {
+      last = now, til = state.til, kept_til = state.kept_til, pending = state.pending, used = state.used,
+      size = numbers[1], window = window, kind = kind,
+    }
   end,
 
   wait = function(state, numbers, cost, share)

@@ -6,6 +6,7 @@ local level = use('level')
 local NEVER = -1 -- a wait that does not end
 
 local leaky_bucket = {
+  code = 2,
   width = level.WIDTH,
   read = level.read,
   write = level.writer(2),

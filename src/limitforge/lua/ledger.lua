@@ -4,7 +4,7 @@
 -- The items stay a string: what is gone is cut off the front, what is new is put at the back, and nothing between is ever touched.
 
 local sub, pack, unpack_struct = string.sub, struct.pack, struct.unpack
-local FORMAT = use('state').FORMAT
+local FORMAT = use('buckets').FORMAT
 
 local NEVER = -1 -- a wait that does not end
 local LEDGER = '<BBBI7I2I2I7I2'
@@ -18,6 +18,7 @@ return function(code, item_width)
   end
 
   return {
+    code = code,
     width = LEDGER_WIDTH,
     seal = seal,
 
@@ -77,6 +78,12 @@ return function(code, item_width)
         at = at - item_width
       end
       return at
+    end,
+
+    -- The items with a new one in place of those from `before` to `at`. Each string that Lua makes is hashed whole: at the end none is cut.
+    put = function(items, before, item, at)
+      if before == #items then return items .. item end
+      return sub(items, 1, before) .. item .. sub(items, at + 1)
     end,
   }
 end

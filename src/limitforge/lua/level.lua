@@ -3,9 +3,11 @@
 -- numbers: capacity, tokens, per_us. State: level 7 (signed), size 7, tokens 7, per_us 6: the numbers that it was written with.
 
 local pack, unpack_struct = struct.pack, struct.unpack
-local FORMAT = use('state').FORMAT
+local FORMAT = use('buckets').FORMAT
 
 local BUCKET = '<BBBI7I7i7I7I7I6'
+
+local stored = { last = 0, til = 0, level = 0, size = 0, tokens = 0, per = 0, pending = '' } -- what was read last
 
 local level
 level = {
@@ -14,7 +16,8 @@ level = {
   read = function(raw, tail)
     local _, _, _, last, til, amount, size, tokens, per = unpack_struct(BUCKET, raw)
     if tokens == 0 or per == 0 then return nil end
-    return { last = last, til = til, level = amount, size = size, tokens = tokens, per = per }, tail
+    stored.last, stored.til, stored.level, stored.size, stored.tokens, stored.per = last, til, amount, size, tokens, per
+    return stored, tail
   end,
 
   writer = function(code)

@@ -5,7 +5,7 @@
 -- `source` is the override as it was set, for people; the list beside it is compiled. A subject with overrides is a member of its tenant's index, a
 -- sorted set in the order of names, so that they can be listed by cursor. Both keys live a minute longer than the last override in them.
 
-local max, ttl_of = math.max, use('state').ttl
+local max, ttl_of = math.max, use('buckets').ttl
 
 local OVERRIDE_FORMAT = 1
 local ANY_RESOURCE = '*'

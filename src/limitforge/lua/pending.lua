@@ -3,7 +3,7 @@
 local sub, pack, unpack_struct = string.sub, struct.pack, struct.unpack
 
 local PENDING = '<c8I7I7I7B'
-local WIDTH = use('state').PENDING_WIDTH
+local WIDTH = use('buckets').PENDING_WIDTH
 
 return {
   -- Gives back what was reserved for refund and is over, forgets what was to be kept.

@@ -1,14 +1,17 @@
 -- Quota: a fixed window on the calendar. numbers: limit, shape (48 bits that tell one calendar from another), then where three consecutive windows
 -- begin, and where the last one ends: time-zone rules do not belong here.
--- State: used 7, size 7, shape 6. `until` is the window's end.
+-- State: used 7, size 7, shape 6. `until` is the window's end. In a script call also `kept_til`, as for a fixed window.
 
 local min, pack, unpack_struct = math.min, struct.pack, struct.unpack
-local fixed_window, FORMAT = use('fixed_window'), use('state').FORMAT
+local fixed_window, FORMAT = use('fixed_window'), use('buckets').FORMAT
 
 local QUOTA = '<BBBI7I7I7I7I6'
 
+local stored = { last = 0, til = 0, kept_til = 0, used = 0, size = 0, shape = 0, pending = '' } -- what was read last
+
 local quota
 quota = {
+  code = 7,
   width = 37,
   wait = fixed_window.wait,
   give = fixed_window.give,
@@ -17,7 +20,8 @@ quota = {
 
   read = function(raw, tail)
     local _, _, _, last, til, used, size, shape = unpack_struct(QUOTA, raw)
-    return { last = last, til = til, used = used, size = size, shape = shape }, tail
+    stored.last, stored.til, stored.kept_til, stored.used, stored.size, stored.shape = last, til, til, used, size, shape
+    return stored, tail
   end,
 
   write = function(state)
@@ -37,7 +41,7 @@ quota = {
   open = function(state, numbers, now)
     local opened = quota.fresh(numbers, now)
     if opened and state.shape == numbers[2] then
-      opened.used, opened.pending = state.used, state.pending
+      opened.used, opened.pending, opened.kept_til = state.used, state.pending, state.kept_til
     end
     return opened
   end,

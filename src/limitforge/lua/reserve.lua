@@ -4,7 +4,7 @@
 -- reserves writes it; it lives for its TTL and a day, and a day longer once it is settled.
 
 local ceil = math.ceil
-local states, pending, algorithms, buckets = use('state'), use('pending'), use('algorithms'), use('buckets')
+local pending, algorithms, buckets = use('pending'), use('algorithms'), use('buckets')
 
 local RECORD_FORMAT = 1
 local KEPT_MS = 86400000
@@ -37,7 +37,7 @@ end
 -- not reach that time, { 5 } if other limits were reserved, { -1, key } if that key holds something that is not ours.
 function reserve.settle(request, now, injected)
   local call = buckets.read(now, injected)
-  local raw = call.raw[1]
+  local raw = call.values[1]
   if not raw then return { 3 } end
   local parsed, record = pcall(cmsgpack.unpack, raw)
   if raw == true or not parsed or type(record) ~= 'table' or record[1] ~= RECORD_FORMAT then return { -1, 1 } end
@@ -49,7 +49,7 @@ function reserve.settle(request, now, injected)
   for limit = 1, #amounts do
     local code = held[at]
     if not code then return { 5 } end
-    local state = buckets.state(call, limit + 1, code, algorithms.of(code))
+    local state = buckets.state(call, limit + 1, algorithms.of(code))
     if state == nil then return { -1, limit + 1 } end
     if state and state.last > latest then latest = state.last end
     at = at + 3 + held[at + 2]
@@ -62,16 +62,16 @@ function reserve.settle(request, now, injected)
     local code, amount, count = held[at], held[at + 1], held[at + 2]
     if amount >= 0 then
       local algorithm, key = algorithms.of(code), limit + 1
-      local state = call.states[key]
+      local state = buckets.state(call, key, algorithm)
       local numbers
-      if not state or (now >= state.til and now >= state.last) then -- it is gone
+      if not state or buckets.gone(state, now) then
         numbers = {}
         for i = 1, count do numbers[i] = held[at + 2 + i] end
         for i = 1, #calendars[limit] do numbers[count + i] = calendars[limit][i] end
       else -- a live bucket knows the numbers that it was last written with: the plan may have changed since the reservation
         numbers = algorithm.numbers(state)
       end
-      local work, judged_at = states.open(state, algorithm, numbers, now)
+      local work, judged_at = buckets.open(call, key, algorithm, numbers)
       if not work then return { 4, limit - 1, judged_at } end
       local more = amounts[limit] - amount
       local source = pending.remove(work, ARGV[2])

@@ -19,7 +19,7 @@ function sliding_window.take(state, numbers, cost)
       before, cost = at - ITEM_WIDTH, cost + earlier
     end
   end
-  state.items = sub(items, 1, before) .. pack(ITEM, ends, cost) .. sub(items, at + 1)
+  state.items = sliding_window.put(items, before, pack(ITEM, ends, cost), at)
 end
 
 function sliding_window.force(state, numbers, amount)

@@ -2,7 +2,7 @@
 -- State: previous 6, current 6, size 6, window 6. `current` is the count of the window that holds `last`, `previous` of the one before.
 
 local floor, max, min, pack, unpack_struct = math.floor, math.max, math.min, struct.pack, struct.unpack
-local muldiv, FORMAT = use('exact').muldiv, use('state').FORMAT
+local muldiv, FORMAT = use('exact').muldiv, use('buckets').FORMAT
 
 local NEVER = -1 -- a wait that does not end
 local COUNTER = '<BBBI7I7I6I6I6I6'
@@ -30,14 +30,18 @@ local function falls_to(state, target)
   return window - whole + 1 - elapsed
 end
 
+local stored = { last = 0, til = 0, previous = 0, current = 0, size = 0, window = 0, pending = '' } -- what was read last
+
 local sliding_window_counter
 sliding_window_counter = {
+  code = 5,
   width = 41,
 
   read = function(raw, tail)
     local _, _, _, last, til, previous, current, size, window = unpack_struct(COUNTER, raw)
     if window == 0 then return nil end
-    return { last = last, til = til, previous = previous, current = current, size = size, window = window }, tail
+    stored.last, stored.til, stored.previous, stored.current, stored.size, stored.window = last, til, previous, current, size, window
+    return stored, tail
   end,
 
   write = function(state)

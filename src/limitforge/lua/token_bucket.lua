@@ -6,6 +6,7 @@ local level = use('level')
 local NEVER = -1 -- a wait that does not end
 
 local token_bucket = {
+  code = 1,
   width = level.WIDTH,
   read = level.read,
   write = level.writer(1),
