@@ -12,7 +12,7 @@ from limitforge.core.algorithms.leaky_bucket import LeakyBucketSteps
 from limitforge.core.algorithms.ledger import LedgerSteps
 from limitforge.core.algorithms.level import LevelSteps
 from limitforge.core.algorithms.steps import Steps
-from limitforge.core.exact import shown
+from limitforge.core.exact import share_of, shown
 from limitforge.core.keys import Place, spread_offset
 from limitforge.core.limits import Counts, Limit, Mode, Priority, Quota, Scope
 from limitforge.core.text import parse
@@ -102,7 +102,12 @@ class Rule(msgspec.Struct, frozen=True, eq=False):
 
     def divided(self, nodes: int) -> "Rule":
         """This rule for one of several nodes that can't ask each other: its part of the limit, at least 1."""
-        return self if nodes == 1 or self.steps.limit <= 0 else self._with(self.steps.divided(nodes))
+        if nodes == 1 or self.steps.limit <= 0:
+            return self
+        part = self._with(self.steps.divided(nodes))
+        if share_of(part.steps.limit, part.percent) or not share_of(self.steps.limit, self.percent):
+            return part
+        return msgspec.structs.replace(part, percent=100)  # at least 1 for whoever has a share at all
 
     def _with(self, steps: Steps) -> "Rule":
         return msgspec.structs.replace(self, steps=steps, row=(*self.row[:4], steps.numbers()), memo=[])

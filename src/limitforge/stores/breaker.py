@@ -1,15 +1,21 @@
 """A circuit breaker as a pure state machine: time comes in, permission comes out.
 
     closed   --failures in a row-->  open   --open_us later, one caller-->  probing
-      ^                               ^                                       |   |
+      ^                               ^ |                                     |   |
+      |                               | +-- a straggler succeeded --> closed  |   |
       |                               +------------- failed ------------------+   |
       +------------------------------------------- succeeded --------------------+
 
 Who asks `admits` and is let in must tell `succeeded` or `failed`. A probe that never tells (its caller went away) is
 given up after `probe_us`, and the next caller probes.
+
+A call that failed counts only if it began after the last failure that counted: whatever was under way at that moment
+failed for the same reason, however many calls it was.
 """
 
 from enum import StrEnum
+
+LONG_AGO_US = -(2**62)
 
 
 class BreakerState(StrEnum):
@@ -21,20 +27,16 @@ class BreakerState(StrEnum):
 class Breaker:
     """Opens after `failures` in a row, for `open_us`; then lets one probe at a time through until one succeeds."""
 
-    __slots__ = ("_failures", "_open_us", "_probe_us", "_row", "_until_us", "state")
+    __slots__ = ("_failed_us", "_failures", "_open_us", "_probe_us", "_row", "_until_us", "state")
 
     def __init__(self, failures: int, open_us: int, probe_us: int) -> None:
         self._failures = failures
         self._open_us = open_us
         self._probe_us = probe_us
         self._row = 0
+        self._failed_us = LONG_AGO_US
         self._until_us = 0
         self.state = BreakerState.CLOSED
-
-    @property
-    def is_clean(self) -> bool:
-        """Closed, and the last call succeeded: `succeeded` would change nothing."""
-        return self._row == 0 and self.state is BreakerState.CLOSED
 
     def admits(self, now_us: int) -> bool:
         """Whether this caller may ask the backend."""
@@ -53,8 +55,11 @@ class Breaker:
         self.state = BreakerState.CLOSED
         return not was_closed
 
-    def failed(self, now_us: int) -> bool:
-        """The backend did not answer; tells whether that opened the breaker."""
+    def failed(self, now_us: int, began_us: int) -> bool:
+        """The backend did not answer a call that began then; tells whether that opened the breaker."""
+        if began_us < self._failed_us:
+            return False
+        self._failed_us = now_us
         self._row += 1
         if self.state is BreakerState.OPEN or (self.state is BreakerState.CLOSED and self._row < self._failures):
             return False

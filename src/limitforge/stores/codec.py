@@ -38,17 +38,18 @@ Note = Callable[[Check, Outcome], None]
 """Told of each denial."""
 
 encode = msgspec.msgpack.Encoder().encode
-decode = msgspec.msgpack.Decoder(list[int]).decode
+_decode = msgspec.msgpack.Decoder(list[int]).decode
 
 
-def check_flow(
-    checks: Sequence[Check], around_us: int, time_us: int, note: Note | None = None
-) -> Flow[list[Decision | LimitforgeError]]:
-    """Judge any number of checks, in order, in as many calls as that takes."""
-    answers: list[Decision | LimitforgeError] = []
-    for part in parts(checks):
-        answers += yield from batch_flow(part, around_us, time_us, note)
-    return answers
+def decode(reply: Reply) -> list[int]:
+    try:
+        return _decode(cast("bytes", reply))
+    except (msgspec.MsgspecError, TypeError):
+        raise _nonsense() from None
+
+
+def _nonsense() -> StoreCorrupt:
+    return StoreCorrupt("the answer to the script makes no sense: does something else answer in Redis's place?")
 
 
 def batch_flow(
@@ -86,7 +87,7 @@ def _judge(groups: Sequence[Check], time_us: int) -> Flow[list[Outcome | Limitfo
     """
     outcomes: list[Outcome | LimitforgeError] = []
     call = encode_checks(groups, time_us)
-    _read_outcomes(groups, call, decode(cast("bytes", (yield call))), outcomes)
+    _read_outcomes(groups, call, decode((yield call)), outcomes)
     asks = 0
     while len(outcomes) < len(groups):
         asked = groups[len(outcomes) :]
@@ -94,7 +95,7 @@ def _judge(groups: Sequence[Check], time_us: int) -> Flow[list[Outcome | Limitfo
         if asks > 2 * sum(len(group.takes) for group in groups) + 1:
             return outcomes + [StoreCorrupt("no calendar window holds the time of its bucket")] * len(asked)
         call = encode_checks(asked, time_us)
-        _read_outcomes(asked, call, decode(cast("bytes", (yield call))), outcomes)
+        _read_outcomes(asked, call, decode((yield call)), outcomes)
     return outcomes
 
 
@@ -131,6 +132,8 @@ def _read_outcomes(
     checks: Sequence[Check], call: Call, values: list[int], outcomes: list[Outcome | LimitforgeError]
 ) -> None:
     """Adds what the reply tells. Stops at a check that must be asked again, which it then is ready for."""
+    if len(values) < 1 + 2 * len(checks) and AGAIN not in values:
+        raise _nonsense()
     now_us, place = values[0], 1
     for check in checks:
         status = values[place]

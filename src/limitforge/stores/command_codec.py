@@ -70,9 +70,7 @@ def command_flow(command: Command[T], keys: Keys, around_us: int, time_us: int) 
 def _lease(operation: int, command: Release | Renew, time_us: int) -> Flow[bool]:
     if not command.lease.keys:
         return True
-    values = decode(
-        cast("bytes", (yield Call(command.lease.keys, [encode((operation, time_us)), command.lease.token])))
-    )
+    values = decode((yield Call(command.lease.keys, [encode((operation, time_us)), command.lease.token])))
     _ours(values, "a bucket of the lease")
     return values[0] == 1
 
@@ -86,7 +84,7 @@ def _settle(command: Settle, around_us: int, time_us: int) -> Flow[Settlement]:
     for _ in range(2 + 2 * len(windows)):
         blob = encode((SETTLE, time_us, command.cost, command.amounts, windows))
         call = Call([reservation.record, *(limit.key for limit in reservation.limits)], [blob, reservation.token])
-        values = decode(cast("bytes", (yield call)))
+        values = decode((yield call))
         _ours(values, "the reservation or one of its buckets")
         match values:
             case [1, cost]:
@@ -126,7 +124,7 @@ def _set_override(command: SetOverride, keys: Keys, time_us: int) -> Flow[Overri
             json.dumps(command.changes).encode(),
         ],
     )
-    values = decode(cast("bytes", (yield call)))
+    values = decode((yield call))
     _ours(values, "the subject's overrides")
     if values[0] != 1:
         too_many(MAX_PER_SUBJECT + 1)
@@ -185,7 +183,7 @@ def _delete(tenant_key: str, resource: str | None, subjects: list[bytes], keys: 
         ],
         [encode((DELETE_OVERRIDES, time_us, int(resource is None))), encoded(resource or ""), *subjects],
     )
-    values = decode(cast("bytes", (yield call)))
+    values = decode((yield call))
     _ours(values, "the subject's overrides")
     return values[1]
 

@@ -85,10 +85,14 @@ class Denials:
         self._dropped_before_us = LONG_AGO_US
         self.hits = 0
         self.is_active = False
-        """Whether there is anything to look for: nearly always not."""
+        """Whether there is anything to look for."""
 
-    def __len__(self) -> int:
-        return len(self._shelves)
+    def count(self) -> int:
+        """How many checks have a denial here that is not over."""
+        now_us = self._now_us()
+        with self._lock:
+            self._sweep_oldest(now_us)
+            return len(self._shelves)
 
     def now_us(self) -> int:
         """For `note`: the moment before a check is sent."""
@@ -126,6 +130,7 @@ class Denials:
             self._shelves[place] = Shelf(names, (denial, *others[: MAX_PER_PLACE - 1]))
             for name in names:
                 self._places.setdefault(name, set()).add(place)
+            self._sweep_oldest(told_us)
             while len(self._shelves) > self._max_places:
                 self._forget(next(iter(self._shelves)))
             self.is_active = True
@@ -178,6 +183,15 @@ class Denials:
                 else:
                     self._forget(place)
                     self.is_active = bool(self._shelves)
+
+    def _sweep_oldest(self, now_us: int) -> None:
+        """The oldest are over first, more or less: all were noted for about as long."""
+        while self._shelves:
+            place, shelf = next(iter(self._shelves.items()))
+            if any(now_us < denial.ends_us for denial in shelf.denials):
+                break
+            self._forget(place)
+        self.is_active = bool(self._shelves)
 
     def _forget(self, place: Place) -> None:
         for name in self._shelves.pop(place).names:

@@ -8,17 +8,18 @@ import asyncio
 import contextlib
 import logging
 import threading
+import weakref
 from typing import Any
 
 import redis
 import redis.asyncio
-from redis.exceptions import RedisError
 
 from limitforge.stores.denials import Denials, Drop
 
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
 POLL_SECONDS = 0.5  # how soon a thread notices that it shall stop
+PLAIN: dict[str, Any] = {"decode_responses": False, "socket_timeout": None}  # whatever the URL says
 
 _log = logging.getLogger(__name__)
 
@@ -28,21 +29,25 @@ class _Heard:
 
     def __init__(self, channel: bytes, denials: Denials) -> None:
         self._channel = channel
-        self._denials = denials
+        self._denials = weakref.ref(denials)
         self._pause = 0.0
 
+    def is_wanted(self) -> bool:
+        return self._denials() is not None
+
     def handle(self, message: dict[str, Any] | None) -> None:
-        if message is None:
+        denials = self._denials()
+        if message is None or denials is None:
             return
         if message["type"] == "subscribe":
             self._pause = 0.0
-            self._denials.drop_all()
+            denials.drop_all()
         elif message["type"] == "message":
             try:
-                self._denials.drop(Drop.read(message["data"]))
+                denials.drop(Drop.read(message["data"]))
             except ValueError:
                 _log.warning("a message on %s is not ours: dropping all cached denials", self._channel.decode())
-                self._denials.drop_all()
+                denials.drop_all()
 
     def failed(self, error: Exception) -> float:
         """How long to wait before the next attempt."""
@@ -74,11 +79,13 @@ class Listener:
         while True:
             try:
                 await self._listen()
-            except (RedisError, OSError) as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is: go on, or nobody listens any more
                 await asyncio.sleep(self._heard.failed(error))
 
     async def _listen(self) -> None:
-        client: Any = redis.asyncio.Redis.from_url(self._url, socket_timeout=None)
+        pool: Any = redis.asyncio.ConnectionPool.from_url(self._url)
+        pool.connection_kwargs |= PLAIN
+        client: Any = redis.asyncio.Redis.from_pool(pool)
         async with client, client.pubsub() as pubsub:
             await pubsub.subscribe(self._channel)
             async for message in pubsub.listen():
@@ -104,15 +111,21 @@ class SyncListener:
             self._thread.join(2 * POLL_SECONDS)
 
     def _run(self) -> None:
-        while not self._stopped.is_set():
+        while self._is_wanted():
             try:
                 self._listen()
-            except (RedisError, OSError, ValueError) as error:  # ValueError: closed by us in the middle
+            except Exception as error:  # noqa: BLE001 - whatever it is: go on, or nobody listens any more
                 self._stopped.wait(self._heard.failed(error))
 
     def _listen(self) -> None:
-        client: Any = redis.Redis.from_url(self._url)
+        pool: Any = redis.ConnectionPool.from_url(self._url)
+        pool.connection_kwargs |= PLAIN
+        client: Any = redis.Redis.from_pool(pool)
         with client, client.pubsub() as pubsub:
             pubsub.subscribe(self._channel)
-            while not self._stopped.is_set():
+            while self._is_wanted():
                 self._heard.handle(pubsub.get_message(timeout=POLL_SECONDS))
+
+    def _is_wanted(self) -> bool:
+        """Not once it was stopped, or once the limiter is no more: nobody needs to close one that is let go."""
+        return not self._stopped.is_set() and self._heard.is_wanted()

@@ -27,7 +27,7 @@ class StoreOptions:
     breaker_seconds: float = 30
     denial_cache_ms: float = 1_000
     denial_cache_size: int = 10_000
-    max_waiting: int = 10_000
+    max_waiting: int = 4_000
 
     def __post_init__(self) -> None:
         if self.failure is None:

@@ -16,68 +16,74 @@ import msgspec
 from limitforge.core.check import Check
 from limitforge.core.decision import Decision
 from limitforge.errors import LimitforgeError, StoreCorrupt, StoreError, StoreUnavailable
-from limitforge.stores.codec import BUSY_US, Call, Flow, Reply, T
-from limitforge.stores.resilience import Resilience, left_alone
-from limitforge.stores.resp import Address, unreachable
-from limitforge.stores.wire import Wire
+from limitforge.stores.codec import BUSY_US, Flow, Reply
+from limitforge.stores.link import Link
+from limitforge.stores.resilience import NotAsked, Resilience, left_alone
+from limitforge.stores.resp import Address
 
 MAX_IN_FLIGHT = 2
 WORTH_HALVING_US = 100
-MAX_CARRIED = 16  # flows beside the batches: whole batches of callers, and commands
 LAG_SECONDS = 0.005
 GRACE_SECONDS = 0.001
 
 _log = logging.getLogger(__name__)
 
 Tell = Callable[[Decision | LimitforgeError], None]
+Judge = Callable[[Sequence[Check]], Flow[list[Decision | LimitforgeError]]]
 
 
-class Pending(msgspec.Struct):
-    """A check that is owed an answer by `due`. Whoever no longer wants it sets `tell` to None."""
+class Asked(msgspec.Struct, eq=False):
+    """A check that is owed an answer by `due`. Whoever no longer wants it sets `tell` to None.
+
+    Checks of one `group` are a caller's own batch, and judged in their order.
+    """
 
     check: Check
     tell: Tell | None
     due: float
+    group: object = None
 
 
 class Flight(msgspec.Struct, eq=False):
     """A call that is on its way. One that is `late` is still owed a reply, which then only frees its place."""
 
-    batch: list[Pending]
+    batch: list[Asked]
     flow: Flow[list[Decision | LimitforgeError]]
+    began_us: int
+    holds: bool
+    """The rest of its last group must not overtake it: a quota may have to be asked for once more."""
     late: bool = False
 
 
 class Pipeline:
-    """Joins the checks of one event loop. `judge` makes the flow of calls for a batch."""
+    """Joins the checks of one event loop. `judge` makes the flow of calls for a batch; `charge` is handed what the
+    store is owed after an outage.
+    """
 
     def __init__(
         self,
         address: Address,
         resilience: Resilience,
-        judge: Callable[[Sequence[Check]], Flow[list[Decision | LimitforgeError]]],
+        judge: Judge,
+        charge: Callable[[Sequence[Check]], None],
         *,
         deadline_ms: float,
         max_waiting: int,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.deadline = deadline_ms / 1_000
-        self._address = address
+        self.link = Link(address, resilience, self)
         self._resilience = resilience
         self._judge = judge
+        self._charge = charge
         self._max_waiting = max_waiting
-        self._wire: Wire | None = None
-        self._connecting: asyncio.Task[None] | None = None
-        self._waiting: list[Pending] = []
+        self._waiting: list[Asked] = []
         self._weight_us = 0
         self._flights: list[Flight] = []
         self._is_scheduled = False
         self._timer: asyncio.TimerHandle | None = None
         self._expires_at = 0.0
         self._is_graced = False
-        self._carried = asyncio.Semaphore(MAX_CARRIED)
-        self._last_error: StoreUnavailable | None = None
-        self._failed_at = -1e9
 
     @property
     def waiting(self) -> int:
@@ -86,109 +92,71 @@ class Pipeline:
 
     # -- asking
 
-    def submit(self, pending: Pending) -> None:
-        """Ask, in order. The answer comes by `pending.tell`, perhaps before this returns."""
+    def submit(self, asked: Asked) -> None:
+        """Ask, in order. The answer comes by `asked.tell`, perhaps before this returns."""
         if not self._resilience.is_quiet and not self._resilience.admits():
-            self._decide(pending, left_alone())
+            self._decide(asked, left_alone())
             return
         if len(self._waiting) >= self._max_waiting:
-            self._decide(pending, StoreUnavailable(f"{self._max_waiting} checks are waiting already"))
+            self._decide(asked, NotAsked(f"{self._max_waiting} checks are waiting already"))
             return
-        self._waiting.append(pending)
-        self._weight_us += pending.check.weight_us
+        self._waiting.append(asked)
+        self._weight_us += asked.check.weight_us
         if not self._is_scheduled and len(self._flights) < MAX_IN_FLIGHT:
             self._is_scheduled = True
             self.loop.call_soon(self._flush)
         if self._timer is None:
-            self._arm(pending.due)
-
-    async def carry(self, flow: Flow[T], seconds: float) -> T:
-        """Run a flow of its own, beside the batches; raise StoreUnavailable when it takes longer than that."""
-        asked = False
-        answer: T
-        try:
-            async with asyncio.timeout(seconds), self._carried:
-                call = next(flow)
-                self._resilience.admit()
-                while True:
-                    wire = await self._open_wire()
-                    asked = True
-                    call = flow.send(await self._ask(wire, call))
-        except StopIteration as done:
-            answer = done.value
-        except TimeoutError:
-            error = StoreUnavailable(f"no answer within {seconds * 1_000:g} ms", maybe_counted=asked)
-            self._count_failure(error)
-            raise error from None
-        except StoreUnavailable as error:
-            self._count_failure(error)
-            raise
-        if asked:
-            self._succeeded()
-        return answer
-
-    async def _ask(self, wire: Wire, call: Call) -> Reply:
-        replied: asyncio.Future[Reply | StoreError] = self.loop.create_future()
-        wire.call(call, partial(_resolve, replied))
-        reply = await replied
-        if isinstance(reply, StoreError):
-            raise reply
-        return reply
-
-    async def publish(self, channel: bytes, message: bytes) -> None:
-        """Tell the other nodes. Nobody waits for this to arrive, but the order is kept."""
-        told: asyncio.Future[Reply | StoreError] = self.loop.create_future()
-        (await self._open_wire()).publish(channel, message, partial(_resolve, told))
-        reply = await told
-        if isinstance(reply, StoreError):
-            raise reply
+            self._arm(asked.due)
 
     def close(self) -> None:
-        """Answer what waits by its failure behaviour, and let go of the connection. It may be used again."""
-        error = self._last_error = StoreUnavailable("the limiter was closed", maybe_counted=True)
-        if self._connecting is not None:
-            self._connecting.cancel()
-            self._connecting = None
-        if self._wire is not None:
-            self._wire.abort(error)
-        self._refuse_waiting(error)
+        """Answer what waits by its failure behaviour, and let go of the connection for good."""
+        self.link.close(StoreUnavailable("the limiter was closed", maybe_counted=True))
+        self._refuse_waiting(NotAsked("the limiter was closed"))
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     # -- sending
 
+    def opened(self) -> None:
+        """Send what waits, over a new connection if there is none."""
+        if self._waiting and not self._is_scheduled:
+            self._is_scheduled = True
+            self.loop.call_soon(self._flush)
+
     def _flush(self) -> None:
         self._is_scheduled = False
-        if self._wire is None:
-            if self._waiting and self._connecting is None:
-                self._connecting = self.loop.create_task(self._connect())
-            return
-        while self._waiting and self._wire is not None and len(self._flights) < MAX_IN_FLIGHT:
-            batch = self._gather()
-            if batch:
-                self._send(batch)
+        while self._waiting and len(self._flights) < MAX_IN_FLIGHT and not any(f.holds for f in self._flights):
+            if self.link.wire is None:
+                self.link.open()
+                return
+            batch, holds = self._gather()
+            wanted = [asked for asked in batch if asked.tell is not None]
+            if wanted:
+                self._send(wanted, holds=holds)
 
-    def _gather(self) -> list[Pending]:
-        """The next batch: all that waits, or as much as keeps Redis busy for a millisecond."""
+    def _gather(self) -> tuple[list[Asked], bool]:
+        """The next batch: all that waits, or as much as keeps Redis busy for a millisecond; and whether its last group
+        goes on.
+        """
         waiting = self._waiting
         most_us = BUSY_US
         if not self._flights and self._weight_us >= WORTH_HALVING_US:  # Redis works on one half while we read the other
             most_us = min(self._weight_us // 2, BUSY_US)
         if self._weight_us <= most_us:
             self._waiting, self._weight_us = [], 0
-        else:
-            busy_us = count = 0
-            while count < len(waiting) and (not count or busy_us + waiting[count].check.weight_us <= most_us):
-                busy_us += waiting[count].check.weight_us
-                count += 1
-            self._waiting, self._weight_us = waiting[count:], self._weight_us - busy_us
-            waiting = waiting[:count]
-        return [pending for pending in waiting if pending.tell is not None]
+            return waiting, False
+        count = _fitting(waiting, most_us)
+        if _is_inside(waiting, count):  # a group travels whole, unless it is too long for one call
+            first, last = _group_around(waiting, count)
+            count = first or min(last, _fitting(waiting, BUSY_US))
+        self._waiting = waiting[count:]
+        self._weight_us -= sum([asked.check.weight_us for asked in waiting[:count]])
+        return waiting[:count], _is_inside(waiting, count)
 
-    def _send(self, batch: list[Pending]) -> None:
-        flow = self._judge([pending.check for pending in batch])
-        flight = Flight(batch, flow)
+    def _send(self, batch: list[Asked], *, holds: bool) -> None:
+        flow = self._judge([asked.check for asked in batch])
+        flight = Flight(batch, flow, self._resilience.now_us(), holds)
         self._flights.append(flight)
         self._advance(flight, partial(next, flow))
 
@@ -198,73 +166,91 @@ class Pipeline:
             call = step()
         except StopIteration as done:
             self._flights.remove(flight)
-            for pending, answer in zip(flight.batch, done.value, strict=True):
-                self._tell(pending, answer)
-            if not flight.late:
-                self._succeeded()
+            for asked, answer in zip(flight.batch, done.value, strict=True):
+                self._decide(asked, answer)
+            self._answered(flight)
         except LimitforgeError as error:
             self._fail(flight, error)
+            self._answered(flight)
         except Exception as error:  # noqa: BLE001 - a bug: the callers must hear of it
             _log.exception("a batch of %d checks failed", len(flight.batch))
             self._fail(flight, StoreCorrupt(f"a batch could not be read: {type(error).__name__}"))
+            self._answered(flight)
         else:
-            if self._wire is None:
+            if self.link.wire is None:
                 self._fail(flight, StoreUnavailable("the connection to Redis was lost", maybe_counted=True))
             else:
-                self._wire.call(call, partial(self._replied, flight))
+                self.link.wire.call(call, partial(self._replied, flight))
 
     def _replied(self, flight: Flight, reply: Reply | StoreError) -> None:
-        if isinstance(reply, StoreError):
-            self._fail(flight, reply)
-        else:
+        if not isinstance(reply, StoreError):
             self._advance(flight, partial(flight.flow.send, reply))
-        if self._waiting and not self._is_scheduled:
-            self._is_scheduled = True
-            self.loop.call_soon(self._flush)
+        else:
+            self._fail(flight, reply)
+            if not isinstance(reply, StoreUnavailable):
+                self._answered(flight)
+            elif not flight.late:
+                self.failed(reply, flight.began_us)
+        self.opened()
+
+    def _answered(self, flight: Flight) -> None:
+        """Whatever it said: it answered. Too late is as good as never."""
+        if not flight.late:
+            self.succeeded()
 
     # -- failing
 
     def _fail(self, flight: Flight, error: LimitforgeError) -> None:
         self._flights.remove(flight)
-        for pending in flight.batch:
-            self._decide(pending, error)
-        if isinstance(error, StoreUnavailable) and not flight.late:
-            self._count_failure(error)
+        for asked in flight.batch:
+            self._decide(asked, error)
 
-    def _decide(self, pending: Pending, error: LimitforgeError) -> None:
-        """By its failure behaviour if the store is away; anything else is this check's own error."""
-        if pending.tell is not None:
-            unavailable = isinstance(error, StoreUnavailable)
-            self._tell(pending, self._resilience.decide(pending.check, error) if unavailable else error)  # type: ignore[arg-type]
+    def _decide(self, asked: Asked, answer: Decision | LimitforgeError) -> None:
+        """Tell the answer; if the store was away, what the failure behaviour of the check says."""
+        if asked.tell is None:
+            return
+        if isinstance(answer, StoreUnavailable):
+            answer = self._resilience.decide(asked.check, answer)
+        self.tell(asked, answer)
+
+    def tell(self, asked: Asked, answer: Decision | LimitforgeError) -> None:
+        """Answer, once. Whatever the callback does is its own affair."""
+        if asked.tell is None:
+            return
+        tell, asked.tell = asked.tell, None
+        try:
+            tell(answer)
+        except asyncio.InvalidStateError:  # its caller was cancelled in this turn of the loop
+            return
+        except Exception as error:  # noqa: BLE001 - somebody's callback must not keep its batch from their answers
+            self.loop.call_exception_handler({"message": "the callback of a check failed", "exception": error})
 
     def _refuse_waiting(self, error: StoreUnavailable) -> None:
         waiting, self._waiting, self._weight_us = self._waiting, [], 0
-        never_sent = StoreUnavailable(str(error))
-        for pending in waiting:
-            self._decide(pending, never_sent)
+        for asked in waiting:
+            self._decide(asked, error)
 
-    def _count_failure(self, error: StoreUnavailable) -> None:
-        """Once for each error: a lost connection may fail two calls. A store that is given up is given up at once."""
-        if error is self._last_error:
-            return
-        self._last_error = error
-        self._failed_at = self.loop.time()
-        if self._resilience.failed(error):
-            self._last_error = StoreUnavailable(str(error), maybe_counted=True)
-            if self._wire is not None:
-                self._wire.abort(self._last_error)
-            self._refuse_waiting(error)
+    def failed(self, error: StoreUnavailable, began_us: int) -> None:
+        """What began then was not answered. A store that is given up is given up at once."""
+        if self._resilience.failed(error, began_us):
+            self.link.abort(StoreUnavailable(str(error), maybe_counted=True))
+            self._refuse_waiting(StoreUnavailable(str(error)))
 
-    def _succeeded(self) -> None:
-        if self._resilience.is_quiet:
-            return
-        for charge in self._resilience.succeeded():
-            self.submit(Pending(charge, _charged, self.loop.time() + self.deadline))
+    def unopened(self, error: StoreUnavailable, began_us: int) -> None:
+        """There is no connection for those who wait."""
+        self._resilience.failed(error, began_us)
+        self._refuse_waiting(StoreUnavailable(str(error)))
+
+    def succeeded(self) -> None:
+        """The store answered; what it is owed after an outage is charged now."""
+        if not self._resilience.is_quiet:
+            self._charge(self._resilience.succeeded())
+
+    # -- deadlines
 
     def _arm(self, due: float) -> None:
-        if self._timer is None:
-            self._expires_at = due
-            self._timer = self.loop.call_at(due, self._expire)
+        self._expires_at = due
+        self._timer = self.loop.call_at(due, self._expire)
 
     def _expire(self) -> None:
         """Answer whoever's deadline has come, and wait for the next one."""
@@ -275,87 +261,65 @@ class Pipeline:
             return
         self._is_graced = False
         self._timer = None
-        error = StoreUnavailable(f"no answer within {self.deadline * 1_000:g} ms", maybe_counted=True)
-        for flight in tuple(self._flights):
-            if flight.batch[0].due <= now:
-                for pending in flight.batch:
-                    if pending.due <= now:
-                        self._decide(pending, error)
-                if not flight.late:
-                    flight.late = True
-                    self._last_error = None
-                    self._count_failure(error)
-        overdue = 0
-        while overdue < len(self._waiting) and self._waiting[overdue].due <= now:
-            overdue += 1
-        if overdue:
-            self._expire_waiting(overdue, now)
-        dues = [p.due for f in self._flights for p in f.batch if p.tell is not None] + [
-            p.due for p in self._waiting[:1]
+        self._expire_flights(now)
+        self._expire_waiting(now)
+        dues = [a.due for f in self._flights for a in f.batch if a.tell is not None] + [
+            a.due for a in self._waiting[:1]
         ]
-        if dues:
+        if dues and self._timer is None:
             self._arm(min(dues))
 
-    def _expire_waiting(self, count: int, now: float) -> None:
-        """They were never sent. That alone is a failure, unless one was counted within this deadline."""
-        error = StoreUnavailable(f"no answer within {self.deadline * 1_000:g} ms")
-        expired, self._waiting = self._waiting[:count], self._waiting[count:]
-        self._weight_us -= sum(pending.check.weight_us for pending in expired)
-        for pending in expired:
-            self._decide(pending, error)
-        if now - self._failed_at >= self.deadline:
-            self._count_failure(error)
+    def _expire_flights(self, now: float) -> None:
+        error = StoreUnavailable(f"no answer within {self.deadline * 1_000:g} ms", maybe_counted=True)
+        for flight in [flight for flight in self._flights if flight.batch[0].due <= now]:
+            for asked in flight.batch:
+                if asked.due <= now:
+                    self._decide(asked, error)
+            if not flight.late:
+                flight.late = True
+                self.failed(error, flight.began_us)
+        late = [flight for flight in self._flights if flight.late]
+        if len(late) >= MAX_IN_FLIGHT or any(flight.batch[0].due + self.deadline <= now for flight in late):
+            self.link.abort(error)  # it may be this connection alone that is dead
 
-    def _tell(self, pending: Pending, answer: Decision | LimitforgeError) -> None:
-        tell = pending.tell
-        if tell is None:
-            return
-        pending.tell = None
-        try:
-            tell(answer)
-        except asyncio.InvalidStateError:  # its caller was cancelled in this turn of the loop
-            return
-        except Exception as error:  # noqa: BLE001 - somebody's callback must not keep its batch from their answers
-            context = {"message": "the callback of a check failed", "exception": error}
-            self.loop.call_exception_handler(context)
-
-    # -- connecting
-
-    async def _connect(self) -> None:
-        try:
-            self._wire = await Wire.open(self._address, self._lost)
-        except Exception as error:  # noqa: BLE001 - whatever it is: Redis can't be asked
-            self._connecting = None
-            unavailable = error if isinstance(error, StoreUnavailable) else unreachable(error)
-            self._refuse_waiting(unavailable)
-            self._count_failure(unavailable)
-        else:
-            self._connecting = None
-            self._flush()
-
-    async def _open_wire(self) -> Wire:
-        if self._wire is None:
-            if self._connecting is None:
-                self._connecting = self.loop.create_task(self._connect())
-            await asyncio.wait([self._connecting])
-        if self._wire is None:
-            raise self._last_error or StoreUnavailable("Redis did not answer")
-        return self._wire
-
-    def _lost(self, error: StoreUnavailable) -> None:
-        """The calls that were in flight have failed by now; what still waits goes over the next connection."""
-        if self._wire is not None:
-            self._wire = None
-            if self._waiting and not self._is_scheduled:
-                self._is_scheduled = True
-                self.loop.call_soon(self._flush)
+    def _expire_waiting(self, now: float) -> None:
+        """They were never sent: that is a failure too, unless it is the one that was counted already."""
+        count = 0
+        while count < len(self._waiting) and self._waiting[count].due <= now:
+            count += 1
+        if count:
+            expired, self._waiting = self._waiting[:count], self._waiting[count:]
+            self._weight_us -= sum(asked.check.weight_us for asked in expired)
+            error = StoreUnavailable(f"no answer within {self.deadline * 1_000:g} ms")
+            for asked in expired:
+                self._decide(asked, error)
+            waited = now - expired[0].due + self.deadline
+            self.failed(error, self._resilience.now_us() - int(1e6 * waited))
 
 
-def _resolve(future: "asyncio.Future[Any]", value: object) -> None:
-    if not future.done():
-        future.set_result(value)
+def _fitting(waiting: Sequence[Asked], most_us: int) -> int:
+    """How many of them, and at least one, keep Redis busy for no longer than that."""
+    busy_us = waiting[0].check.weight_us
+    count = 1
+    while count < len(waiting) and busy_us + waiting[count].check.weight_us <= most_us:
+        busy_us += waiting[count].check.weight_us
+        count += 1
+    return count
 
 
-def _charged(answer: Decision | LimitforgeError) -> None:
-    if isinstance(answer, LimitforgeError):
-        _log.error("what was admitted without the store could not be charged, or not surely: %s", answer)
+def _is_inside(waiting: Sequence[Asked], count: int) -> bool:
+    """Whether a cut after that many goes through a group."""
+    return (
+        count < len(waiting) and waiting[count].group is not None and waiting[count].group is waiting[count - 1].group
+    )
+
+
+def _group_around(waiting: Sequence[Asked], place: int) -> tuple[int, int]:
+    """Where the group at that place begins, and where it is over."""
+    group = waiting[place].group
+    first = last = place
+    while first and waiting[first - 1].group is group:
+        first -= 1
+    while last < len(waiting) and waiting[last].group is group:
+        last += 1
+    return first, last

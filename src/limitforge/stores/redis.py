@@ -1,24 +1,25 @@
 """Decisions on Redis, for an event loop: one call for all that is waiting, and an honest answer when Redis is gone."""
 
 import asyncio
-import logging
+import copy
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import cast
 
 from limitforge.core.check import Check
 from limitforge.core.clock import Clock
 from limitforge.core.decision import Decision
 from limitforge.core.keys import Keys
-from limitforge.errors import LimitforgeError, StoreUnavailable
+from limitforge.errors import LimitforgeError
+from limitforge.stores.codec import Reply, parts
 from limitforge.stores.denials import Drop
 from limitforge.stores.listener import Listener
 from limitforge.stores.options import StoreOptions
-from limitforge.stores.pipeline import Pending, Pipeline
+from limitforge.stores.pipeline import Asked, Pipeline
 from limitforge.stores.protocol import Answer, Command, StoreStatus
-from limitforge.stores.redis_parts import COMMAND_SECONDS, Parts, dropped_by
-from limitforge.stores.resp import address_of
-
-_log = logging.getLogger(__name__)
+from limitforge.stores.redis_parts import COMMAND_SECONDS, Batch, Parts, is_local, log_uncharged
+from limitforge.stores.resp import Address, address_of
 
 
 class RedisStore:
@@ -46,49 +47,67 @@ class RedisStore:
             return denied
         pipeline = line.pipeline
         future = pipeline.loop.create_future()
-        pending = Pending(check, future.set_result, pipeline.loop.time() + pipeline.deadline)
-        pipeline.submit(pending)
+        asked = Asked(check, future.set_result, pipeline.loop.time() + pipeline.deadline)
+        pipeline.submit(asked)
         try:
             answer: Decision | LimitforgeError = await future
         except asyncio.CancelledError:
-            pending.tell = None  # if it has not left yet it never will
+            asked.tell = None  # if it has not left yet it never will
             raise
         if isinstance(answer, LimitforgeError):
-            raise answer.with_traceback(None)
+            raise copy.copy(answer)  # others of its batch may be told the same
         return answer
 
     def submit(self, check: Check, answer: Callable[[Decision | LimitforgeError], None]) -> None:
         line = self._line()
         denied = line.denied(check)
-        if denied is not None:
-            answer(denied)
-            return
         pipeline = line.pipeline
-        pipeline.submit(Pending(check, answer, pipeline.loop.time() + pipeline.deadline))
+        asked = Asked(check, answer, pipeline.loop.time() + pipeline.deadline)
+        if denied is None:
+            pipeline.submit(asked)
+        else:
+            pipeline.tell(asked, denied)
 
     async def check_many(self, checks: Sequence[Check]) -> list[Decision | LimitforgeError]:
         line = self._line()
-        answers = [line.denied(check) for check in checks]
-        asked = [check for check, known in zip(checks, answers, strict=True) if known is None]
-        judged: list[Decision | LimitforgeError]
-        try:
-            judged = await line.pipeline.carry(self._parts.judge(asked), line.pipeline.deadline) if asked else []
-        except StoreUnavailable as error:
-            judged = [self._parts.resilience.decide(check, error) for check in asked]
-        remaining = iter(judged)
-        return [next(remaining) if known is None else known for known in answers]
+        pipeline = line.pipeline
+        batch = Batch(checks, line.denied)
+        if batch.asked:
+            answered = pipeline.loop.create_future()
+            due = pipeline.loop.time() + pipeline.deadline
+            owed = len(batch.asked)
+
+            def tell(at: int, answer: Decision | LimitforgeError) -> None:
+                nonlocal owed
+                batch.answer(at, answer)
+                owed -= 1
+                if not owed and not answered.done():
+                    answered.set_result(None)
+
+            everything = [Asked(check, partial(tell, at), due, batch) for at, check in enumerate(batch.asked)]
+            for asked in everything:
+                pipeline.submit(asked)
+            try:
+                await answered
+            except asyncio.CancelledError:
+                for asked in everything:
+                    asked.tell = None
+                raise
+        return cast("list[Decision | LimitforgeError]", batch.answers)
 
     async def run(self, command: Command[Answer]) -> Answer:
-        if self._parts.is_local(command):
+        if is_local(command):
             return self._parts.resilience.local.run(command)
         line = self._line()
         try:
-            return await line.pipeline.carry(self._parts.command(command), COMMAND_SECONDS)
-        finally:  # also when it failed: it may have been carried out
-            drop = dropped_by(command)
-            if drop is not None and self._parts.denials is not None:
-                self._parts.denials.drop(drop)
-                await self._tell_others(line, drop)
+            answer = await line.pipeline.link.carry(self._parts.command(command), COMMAND_SECONDS)
+        except BaseException as error:
+            self._parts.drop_after(command, error)
+            raise
+        drop = self._parts.drop(command)
+        if drop is not None:
+            line.tell_others(drop)
+        return answer
 
     def status(self) -> StoreStatus:
         return self._parts.status(sum(line.pipeline.waiting for line in list(self._lines.values())))
@@ -103,15 +122,7 @@ class RedisStore:
                 await line.close()
             elif not loop.is_closed():
                 loop.call_soon_threadsafe(line.close_soon)
-
-    async def _tell_others(self, line: "_Line", drop: Drop) -> None:
-        try:
-            self._parts.resilience.refuse_if_open()
-            async with asyncio.timeout(COMMAND_SECONDS):
-                await line.pipeline.publish(self._parts.channel, drop.message())
-        except (TimeoutError, LimitforgeError) as error:
-            age_ms = self._options.denial_cache_ms
-            _log.warning("other nodes were not told, and may deny for %g ms more: %s", age_ms, error)
+        self._parts.resilience.close()
 
     def _line(self) -> "_Line":
         """What belongs to the running loop."""
@@ -127,29 +138,27 @@ class RedisStore:
             if line is None:
                 for ended in [known for known in self._lines if known.is_closed()]:
                     del self._lines[ended]
-                line = self._lines[loop] = _Line(self._url, self._parts, self._pipeline())
+                line = self._lines[loop] = _Line(self._url, self._address, self._parts, self._options)
         return line
-
-    def _pipeline(self) -> Pipeline:
-        options = self._options
-        return Pipeline(
-            self._address,
-            self._parts.resilience,
-            self._parts.judge_batch,
-            deadline_ms=options.deadline_ms,
-            max_waiting=options.max_waiting,
-        )
 
 
 class _Line:
     """A store's side on one event loop: its pipeline, and who listens to the other nodes."""
 
-    def __init__(self, url: str, parts: Parts, pipeline: Pipeline) -> None:
-        self.pipeline = pipeline
+    def __init__(self, url: str, address: Address, parts: Parts, options: StoreOptions) -> None:
         self._url = url
         self._parts = parts
         self._denials = parts.denials
         self._listener: Listener | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.pipeline = Pipeline(
+            address,
+            parts.resilience,
+            parts.judge,
+            self._charge_soon,
+            deadline_ms=options.deadline_ms,
+            max_waiting=options.max_waiting,
+        )
 
     def denied(self, check: Check) -> Decision | None:
         """A denial that needs no asking."""
@@ -161,11 +170,42 @@ class _Line:
             self._listener.start()
         return denials.look(check)
 
+    def tell_others(self, drop: Drop) -> None:
+        """Behind the command, on the same connection: nobody waits for it."""
+        wire = self.pipeline.link.wire
+        if wire is None:
+            self._parts.warn_untold("the connection was lost")
+        else:
+            wire.publish(self._parts.channel, drop.message(), self._told)
+
+    def _told(self, reply: Reply | LimitforgeError) -> None:
+        if isinstance(reply, LimitforgeError):
+            self._parts.warn_untold(reply)
+
+    def close_soon(self) -> None:
+        """For another thread's loop."""
+        self._start(self.close())
+
     async def close(self) -> None:
         self.pipeline.close()
         if self._listener is not None:
             await self._listener.stop()
 
-    def close_soon(self) -> None:
-        """For another thread's loop."""
-        self._closing = self.pipeline.loop.create_task(self.close())
+    def _charge_soon(self, charges: Sequence[Check]) -> None:
+        if charges:
+            self._start(self._charge(charges))
+
+    async def _charge(self, charges: Sequence[Check]) -> None:
+        """What was admitted without the store, beside the callers and in no hurry."""
+        answers: list[Decision | LimitforgeError] = []
+        for part in parts(charges):
+            try:
+                answers += await self.pipeline.link.carry(self._parts.judge(part), COMMAND_SECONDS)
+            except LimitforgeError as error:
+                answers += [error] * len(part)
+        log_uncharged(answers)
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        task = self.pipeline.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

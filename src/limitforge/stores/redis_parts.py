@@ -1,14 +1,15 @@
-"""What both Redis shells are made of, beside their way of talking: options in force, and which commands free room."""
+"""What both Redis shells are made of, beside their way of talking: flows, the cache of denials, and the account."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from limitforge.core.check import Check
 from limitforge.core.clock import Clock, MonotonicClock, SystemClock
 from limitforge.core.decision import Decision, Outcome
 from limitforge.core.keys import Keys, decoded
-from limitforge.errors import LimitforgeError
-from limitforge.stores.codec import OWN_TIME, Flow, Note, T, batch_flow, check_flow
+from limitforge.errors import LimitforgeError, StoreUnavailable
+from limitforge.stores.codec import OWN_TIME, Flow, Note, T, batch_flow
 from limitforge.stores.command_codec import command_flow
 from limitforge.stores.denials import Denials, Drop
 from limitforge.stores.options import StoreOptions
@@ -24,9 +25,11 @@ from limitforge.stores.protocol import (
     Settle,
     StoreStatus,
 )
-from limitforge.stores.resilience import Resilience
+from limitforge.stores.resilience import LOG_EVERY_US, Resilience
 
 COMMAND_SECONDS = 1.0  # what everything other than a check may take
+
+_log = logging.getLogger(__name__)
 
 
 class Parts:
@@ -38,6 +41,7 @@ class Parts:
         self.resilience = Resilience(options, keys, clock)
         self._injected = clock is not None
         self._clock = clock or SystemClock()
+        self._warned_us = self.resilience.now_us() - LOG_EVERY_US
         self.denials: Denials | None = None
         if options.denial_cache_ms:
             self.denials = Denials(
@@ -47,12 +51,7 @@ class Parts:
             )
 
     def judge(self, checks: Sequence[Check]) -> Flow[list[Decision | LimitforgeError]]:
-        """To be started when it is sent: a denial is remembered from then on."""
-        now_us = self._clock.now_us()
-        return check_flow(checks, now_us, now_us if self._injected else OWN_TIME, self._note())
-
-    def judge_batch(self, checks: Sequence[Check]) -> Flow[list[Decision | LimitforgeError]]:
-        """The same for as many as one call can take."""
+        """As many as one call can take. To be started when it is sent: a denial is remembered from then on."""
         now_us = self._clock.now_us()
         return batch_flow(checks, now_us, now_us if self._injected else OWN_TIME, self._note())
 
@@ -60,19 +59,30 @@ class Parts:
         now_us = self._clock.now_us()
         return command_flow(command, self.keys, now_us, now_us if self._injected else OWN_TIME)
 
-    def is_local(self, command: Command[Any]) -> bool:
-        """Whether it is about something that was handed out here while the store was away."""
-        match command:
-            case Release(ticket) | Renew(ticket) | Settle(ticket):
-                return ticket.local
-        return False
+    def drop(self, command: Command[Any]) -> Drop | None:
+        """Forget the denials that a command makes doubtful; what the other nodes must forget too."""
+        drop = dropped_by(command)
+        if drop is not None and self.denials is not None:
+            self.denials.drop(drop)
+        return drop
+
+    def drop_after(self, command: Command[Any], error: BaseException) -> None:
+        """The same for a command that failed: it may have been carried out."""
+        if self.drop(command) is not None and isinstance(error, StoreUnavailable) and error.maybe_counted:
+            self.warn_untold(error)
+
+    def warn_untold(self, error: object) -> None:
+        """Other nodes did not hear of a change. One line now and then will do."""
+        if self.resilience.now_us() - self._warned_us >= LOG_EVERY_US:
+            self._warned_us = self.resilience.now_us()
+            _log.warning("other nodes were not told of a change, and may repeat a denial for a moment: %s", error)
 
     def status(self, waiting: int = 0) -> StoreStatus:
         return StoreStatus(
             self.resilience.state,
             self.resilience.since,
             dict(self.resilience.degraded),
-            0 if self.denials is None else len(self.denials),
+            0 if self.denials is None else self.denials.count(),
             0 if self.denials is None else self.denials.hits,
             waiting,
         )
@@ -89,6 +99,14 @@ class Parts:
         return note
 
 
+def is_local(command: Command[Any]) -> bool:
+    """Whether it is about something that was handed out in a process while its store was away."""
+    match command:
+        case Release(ticket) | Renew(ticket) | Settle(ticket):
+            return ticket.local
+    return False
+
+
 def dropped_by(command: Command[Any]) -> Drop | None:
     """Which cached denials a command makes doubtful."""
     match command:
@@ -101,3 +119,31 @@ def dropped_by(command: Command[Any]) -> Drop | None:
         case ClearOverrides(tenant) | DropDenials(tenant):
             return Drop(tenants=(tenant,))
     return None
+
+
+def log_uncharged(answers: Sequence[Decision | LimitforgeError]) -> None:
+    """Nothing is charged twice: what failed here is lost, and said so once."""
+    lost = [answer for answer in answers if isinstance(answer, LimitforgeError)]
+    if lost:
+        _log.error(
+            "%d of %d charges after an outage were not made, or not surely: %s", len(lost), len(answers), lost[0]
+        )
+
+
+class Batch:
+    """The checks of a caller's own batch: those whose denial is known, and those that must be asked for."""
+
+    def __init__(self, checks: Iterable[Check], denied: Callable[[Check], Decision | None]) -> None:
+        self.asked: list[Check] = []
+        self._places: list[int] = []
+        self.answers: list[Decision | LimitforgeError | None] = []
+        for place, check in enumerate(checks):
+            known = denied(check)
+            self.answers.append(known)
+            if known is None:
+                self.asked.append(check)
+                self._places.append(place)
+
+    def answer(self, at: int, answer: Decision | LimitforgeError) -> None:
+        """Of the one that was asked for at that place."""
+        self.answers[self._places[at]] = answer

@@ -6,18 +6,19 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from typing import cast
 
 from limitforge.core.check import Check
 from limitforge.core.clock import Clock
 from limitforge.core.decision import Decision
 from limitforge.core.keys import Keys
 from limitforge.errors import LimitforgeError, StoreUnavailable
-from limitforge.stores.codec import Call, Flow, T
+from limitforge.stores.codec import Call, Flow, T, parts
 from limitforge.stores.denials import Denials, Drop
 from limitforge.stores.listener import SyncListener
 from limitforge.stores.options import StoreOptions
 from limitforge.stores.protocol import Answer, Command, StoreStatus
-from limitforge.stores.redis_parts import COMMAND_SECONDS, Parts, dropped_by
+from limitforge.stores.redis_parts import COMMAND_SECONDS, Batch, Parts, is_local, log_uncharged
 from limitforge.stores.resp import address_of
 from limitforge.stores.wire_sync import SyncWire, WirePool
 
@@ -62,26 +63,28 @@ class SyncRedisStore:
         return answer
 
     def check_many(self, checks: Sequence[Check]) -> list[Decision | LimitforgeError]:
-        answers = [self._denied(check) for check in checks]
-        asked = [check for check, known in zip(checks, answers, strict=True) if known is None]
-        judged: list[Decision | LimitforgeError]
-        try:
-            judged = self._carry(self._parts.judge(asked), self._options.deadline_ms / 1_000) if asked else []
-        except StoreUnavailable as error:
-            judged = [self._parts.resilience.decide(check, error) for check in asked]
-        remaining = iter(judged)
-        return [next(remaining) if known is None else known for known in answers]
+        batch = Batch(checks, self._denied)
+        due = time.monotonic() + self._options.deadline_ms / 1_000
+        at = 0
+        for part in parts(batch.asked):
+            for answer in self._judged(part, due):
+                batch.answer(at, answer)
+                at += 1
+        return cast("list[Decision | LimitforgeError]", batch.answers)
 
     def run(self, command: Command[Answer]) -> Answer:
-        if self._parts.is_local(command):
+        if is_local(command):
             return self._parts.resilience.local.run(command)
+        due = time.monotonic() + COMMAND_SECONDS
         try:
-            return self._carry(self._parts.command(command), COMMAND_SECONDS)
-        finally:  # also when it failed: it may have been carried out
-            drop = dropped_by(command)
-            if drop is not None and self._parts.denials is not None:
-                self._parts.denials.drop(drop)
-                self._tell_others(drop)
+            answer = self._carry(self._parts.command(command), due)
+        except BaseException as error:
+            self._parts.drop_after(command, error)
+            raise
+        drop = self._parts.drop(command)
+        if drop is not None:
+            self._tell_others(drop, due)
+        return answer
 
     def status(self) -> StoreStatus:
         return self._parts.status()
@@ -90,16 +93,25 @@ class SyncRedisStore:
         """Let go of every connection. It may be used again."""
         with self._lock:
             listener, self._listener = self._listener, None
+            pool, self._pool = self._pool, WirePool(self._address, MAX_CONNECTIONS)
         if listener is not None:
             listener.stop()
-        self._pool.close()
+        pool.close()
+        self._parts.resilience.close()
 
     # -- talking
 
-    def _carry(self, flow: Flow[T], seconds: float) -> T:
+    def _judged(self, checks: Sequence[Check], due: float) -> list[Decision | LimitforgeError]:
+        """What one call tells, or what the failure behaviour of each check says."""
+        try:
+            return self._carry(self._parts.judge(checks), due)
+        except StoreUnavailable as error:
+            return [self._parts.resilience.decide(check, error) for check in checks]
+
+    def _carry(self, flow: Flow[T], due: float) -> T:
         """Run a flow on one connection, or raise StoreUnavailable when it takes longer than that."""
         resilience = self._parts.resilience
-        due = time.monotonic() + seconds
+        began_us = resilience.now_us()
         try:
             call = next(flow)
         except StopIteration as done:
@@ -109,20 +121,26 @@ class SyncRedisStore:
         try:
             answer: T = self._pool.use(due, lambda wire: _walk(flow, call, wire, due))
         except StoreUnavailable as error:
-            resilience.failed(error)
+            resilience.failed(error, began_us)
             raise
-        if not resilience.is_quiet:
-            self._charge(resilience.succeeded())
+        except LimitforgeError:
+            self._succeeded()  # whatever it said: it answered
+            raise
+        self._succeeded()
         return answer
 
-    def _tell_others(self, drop: Drop) -> None:
-        due = time.monotonic() + COMMAND_SECONDS
-        try:
-            self._parts.resilience.refuse_if_open()
-            self._pool.use(due, lambda wire: wire.publish(self._parts.channel, drop.message(), due))
-        except LimitforgeError as error:
-            age_ms = self._options.denial_cache_ms
-            _log.warning("other nodes were not told, and may deny for %g ms more: %s", age_ms, error)
+    def _succeeded(self) -> None:
+        """What the store is owed after an outage is charged on a thread of its own: no caller waits for it."""
+        if not self._parts.resilience.is_quiet:
+            charges = self._parts.resilience.succeeded()
+            if charges:
+                threading.Thread(target=self._charge, args=[charges], name="limitforge-charges", daemon=True).start()
+
+    def _charge(self, charges: Sequence[Check]) -> None:
+        answers: list[Decision | LimitforgeError] = []
+        for part in parts(charges):
+            answers += self._judged(part, time.monotonic() + COMMAND_SECONDS)
+        log_uncharged(answers)
 
     # -- denials
 
@@ -141,19 +159,11 @@ class SyncRedisStore:
                 self._listener = SyncListener(self._url, self._parts.channel, denials)
                 self._listener.start()
 
-    # -- after an outage
-
-    def _charge(self, charges: Sequence[Check]) -> None:
-        """What was admitted without the store, on a thread of its own: no caller waits for it."""
-        if charges:
-            threading.Thread(target=self._charge_now, args=[charges], name="limitforge-charges", daemon=True).start()
-
-    def _charge_now(self, charges: Sequence[Check]) -> None:
-        for charge in charges:
-            try:
-                self._carry(self._parts.judge([charge]), COMMAND_SECONDS)
-            except LimitforgeError as error:  # never sent again: it may have been counted
-                _log.error("what was admitted without the store could not be charged, or not surely: %s", error)
+    def _tell_others(self, drop: Drop, due: float) -> None:
+        try:
+            self._pool.use(due, lambda wire: wire.publish(self._parts.channel, drop.message(), due))
+        except LimitforgeError as error:
+            self._parts.warn_untold(error)
 
 
 def _walk(flow: Flow[T], call: Call, wire: SyncWire, due: float) -> T:

@@ -19,7 +19,7 @@ from limitforge.core.decision import Decision, LimitState, closed_decision, open
 from limitforge.core.keys import Keys
 from limitforge.core.plan import MAX_LIMITS
 from limitforge.core.tickets import Lease, Reservation, as_local
-from limitforge.errors import StoreError, StoreUnavailable
+from limitforge.errors import LimitforgeError, StoreError, StoreUnavailable
 from limitforge.stores.breaker import Breaker, BreakerState
 from limitforge.stores.memory import MemoryStore
 from limitforge.stores.options import StoreOptions
@@ -33,6 +33,10 @@ RETRY_MS = 1_000  # what a closed check is told while the breaker has not opened
 LEAST_PROBE_US = 1_000_000
 
 _log = logging.getLogger(__name__)
+
+
+class NotAsked(StoreUnavailable):
+    """The store was not asked, by our own choice: no failure of the store."""
 
 
 class Outage(msgspec.Struct):
@@ -80,22 +84,25 @@ class Resilience:
             return self._breaker.admits(self._now_us())
 
     def admit(self) -> None:
-        """Raise StoreUnavailable if the backend may not be asked now."""
+        """Raise NotAsked if the backend may not be asked now."""
         if not self.admits():
             raise left_alone()
 
-    def refuse_if_open(self) -> None:
-        """Raise StoreUnavailable while the backend is left alone, without being its probe."""
-        if self._breaker.state is BreakerState.OPEN:
-            raise left_alone()
+    def now_us(self) -> int:
+        """For `failed`: the moment at which a call begins."""
+        return self._now_us()
 
-    def failed(self, error: StoreUnavailable) -> bool:
-        """The backend did not answer; tells whether it is left alone from now on."""
+    def failed(self, error: StoreUnavailable, began_us: int) -> bool:
+        """The backend did not answer what began then; tells whether it is left alone from now on."""
+        if isinstance(error, NotAsked):
+            return False
         with self._lock:
             self.is_quiet = False
-            opened = self._breaker.failed(self._now_us())
+            was_closed = self._breaker.state is BreakerState.CLOSED
+            opened = self._breaker.failed(self._now_us(), began_us)
+            if opened and was_closed:
+                self.since = _epoch_seconds()
         if opened:
-            self.since = _epoch_seconds()
             _log.warning("store left alone for %g s: %s", self._options.breaker_seconds, error)
         return opened
 
@@ -116,16 +123,28 @@ class Resilience:
                 return []
             self._outage, self._reconciled_us = None, now_us
             self.is_quiet = True
-        return [] if outage is None else self._reconcile(outage)
+        return [] if outage is None else self._reconcile(outage, "back")
 
-    def decide(self, check: Check, error: StoreUnavailable) -> Decision | StoreUnavailable:
-        """Decide without the store, which could not for this reason."""
+    def decide(self, check: Check, error: StoreUnavailable) -> Decision | LimitforgeError:
+        """Decide without the store, which could not for this reason. Never raises."""
         failure = check.failure or self._options.failure
         if failure is Failure.RAISE:
             return error
-        decision = self._decided(check, Failure(failure))
+        try:
+            decision = self._decided(check, Failure(failure))
+        except StoreError:  # not even here: full of leases, or a quota that no calendar holds
+            decision = closed_decision(check, self.wait_ms())
+        except LimitforgeError as refused:  # this check's own, such as too many reservations of one bucket
+            return refused
         self._account(check, decision, error)
         return decision
+
+    def close(self) -> None:
+        """Log what was never reconciled: the store did not come back in time."""
+        with self._lock:
+            outage, self._outage = self._outage, None
+        if outage is not None:
+            self._reconcile(outage, "closed")
 
     def wait_ms(self) -> int:
         """When a caller that was denied for want of the store may come back."""
@@ -138,10 +157,7 @@ class Resilience:
         if failure is Failure.OPEN:
             return open_decision(check)
         if failure is Failure.LOCAL:
-            try:
-                return self._decide_locally(check)
-            except StoreError:  # not even there: full of leases, or a quota that no calendar holds
-                pass
+            return self._decide_locally(check)
         return closed_decision(check, self.wait_ms())
 
     def _decide_locally(self, check: Check) -> Decision:
@@ -150,16 +166,27 @@ class Resilience:
         ]
         decision = self.local.check(Check(check.tenant, takes, check.names, check.lease, check.varies, check.hold))
         whole = {name: rule.steps.limit for name, (rule, *_) in zip(check.names, check.takes, strict=True)}
-        limits = {name: _whole(state, whole[name]) for name, state in decision.limits.items()}
-        bound = decision.limit if decision.binding is None else limits[decision.binding].limit
+        limits = {name: self._whole(state, whole[name]) for name, state in decision.limits.items()}
+        bound = None if decision.binding is None else limits[decision.binding]
         return msgspec.structs.replace(
             decision,
             limits=limits,
-            limit=bound,
+            limit=None if bound is None else bound.limit,
+            retry_after_ms=decision.retry_after_ms if decision.allowed or bound is None else bound.retry_after_ms,
             degraded=Failure.LOCAL.value,
             lease_id=as_local(Lease, decision.lease_id),
             reservation_id=as_local(Reservation, decision.reservation_id),
         )
+
+    def _whole(self, state: LimitState, limit: int) -> LimitState:
+        """What users know as the limit is the whole of it. A cost that only this node's part can never hold may come
+        back when the store does.
+        """
+        if limit == UNLIMITED:
+            return state
+        never = state.retry_after_ms is None and limit > 0
+        retry_after_ms = self.wait_ms() if never else state.retry_after_ms
+        return msgspec.structs.replace(state, limit=limit, retry_after_ms=retry_after_ms)
 
     # -- the account
 
@@ -200,13 +227,14 @@ class Resilience:
                 else:
                     outage.uncharged += cost
 
-    def _reconcile(self, outage: Outage) -> list[Check]:
+    def _reconcile(self, outage: Outage, how: str) -> list[Check]:
         by_tenant: dict[str, list[Take]] = {}
         for tenant, take in outage.charges.values():
             by_tenant.setdefault(tenant, []).append(take)
         _log.warning(
-            "store back after %.1f s; decided without it: %s; admitted by limit: %s; to be charged: %d in %d buckets; "
+            "store %s after %.1f s; decided without it: %s; admitted by limit: %s; to be charged: %d in %d buckets; "
             "admitted checks that may have been counted: %d; admitted but not noted for charging: %d",
+            how,
             (self._now_us() - outage.since_us) / 1e6,
             _counts(outage.kinds),
             _counts(outage.admitted),
@@ -222,17 +250,12 @@ class Resilience:
         ]
 
 
-def left_alone() -> StoreUnavailable:
-    return StoreUnavailable("the store is left alone for a while, after it failed")
+def left_alone() -> NotAsked:
+    return NotAsked("the store is left alone for a while, after it failed")
 
 
 def _epoch_seconds() -> float:
     return SystemClock().now_us() / 1e6
-
-
-def _whole(state: LimitState, limit: int) -> LimitState:
-    """What users know as the limit is the whole of it, whatever this node's part."""
-    return state if limit == UNLIMITED else msgspec.structs.replace(state, limit=limit)
 
 
 def _counts(counted: dict[str, int] | Counter[str]) -> str:

@@ -4,6 +4,7 @@ Nothing is ever sent twice: when the connection is lost, what was on its way is 
 """
 
 import asyncio
+import socket
 from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
@@ -27,19 +28,20 @@ from limitforge.stores.resp import (
 CONNECT_SECONDS = 1.0
 
 Done = Callable[[Reply | StoreError], None]
+Lost = Callable[["Wire", StoreUnavailable], None]
 
 
 class Wire(asyncio.Protocol):
     """An open connection. `lost` is told once when it is no more, also after `abort`."""
 
-    def __init__(self, lost: Callable[[StoreUnavailable], None]) -> None:
+    def __init__(self, lost: "Lost") -> None:
         self._lost = lost
         self._reader = hiredis.Reader()
         self._expecting: deque[Callable[[Any], None]] = deque()
         self._transport: asyncio.WriteTransport | None = None
 
     @classmethod
-    async def open(cls, address: Address, lost: Callable[[StoreUnavailable], None]) -> "Wire":
+    async def open(cls, address: Address, lost: "Lost") -> "Wire":
         """Connect and greet, or raise StoreUnavailable."""
         wire: Wire | None = None
         try:
@@ -58,10 +60,12 @@ class Wire(asyncio.Protocol):
         if refused is not None:
             wire.abort()
             raise refused
+        if wire._transport is None:  # noqa: SLF001 - it was lost in the turn in which it had greeted
+            raise StoreUnavailable("the connection to Redis was closed at once")
         return wire
 
     @classmethod
-    async def _connected(cls, address: Address, lost: Callable[[StoreUnavailable], None]) -> "Wire":
+    async def _connected(cls, address: Address, lost: "Lost") -> "Wire":
         loop = asyncio.get_running_loop()
         if address.path is not None:
             _, wire = await loop.create_unix_connection(lambda: cls(lost), address.path)
@@ -123,12 +127,15 @@ class Wire(asyncio.Protocol):
         expecting, self._expecting = self._expecting, deque()
         for heard in expecting:
             heard(error)
-        self._lost(error)
+        self._lost(self, error)
 
     # -- asyncio's side
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.WriteTransport", transport)
+        connected = transport.get_extra_info("socket")
+        if connected is not None:
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
     def data_received(self, data: bytes) -> None:
         reader = self._reader

@@ -13,8 +13,8 @@ from typing import Any
 
 import hiredis
 
-from limitforge.errors import StoreUnavailable
 from limitforge.stores.codec import Call, Reply
+from limitforge.stores.resilience import NotAsked
 from limitforge.stores.resp import (
     Address,
     first_refusal,
@@ -131,11 +131,12 @@ class WirePool:
         self._free: list[SyncWire] = []
         self._lock = threading.Lock()
         self._places = threading.Semaphore(size)
+        self._is_closed = False
 
     def use(self, due: float, ask: Callable[[SyncWire], Any]) -> Any:
         """Ask on a connection that nobody else uses meanwhile."""
         if not self._places.acquire(timeout=max(due - time.monotonic(), 0)):
-            raise StoreUnavailable("every connection to Redis is in use")
+            raise NotAsked("every connection to Redis is in use")
         try:
             with self._lock:
                 wire = self._free.pop() if self._free else None
@@ -148,14 +149,22 @@ class WirePool:
                 return ask(wire)
             finally:
                 if wire.is_open:
-                    with self._lock:
-                        self._free.append(wire)
+                    self._put_back(wire)
         finally:
             self._places.release()
 
     def close(self) -> None:
+        """For good: what is in use is closed when it comes back."""
         with self._lock:
+            self._is_closed = True
             self.abandon()
+
+    def _put_back(self, wire: SyncWire) -> None:
+        with self._lock:
+            if self._is_closed:
+                wire.close()
+            else:
+                self._free.append(wire)
 
     def abandon(self) -> None:
         """Close what is idle, without the lock: after a fork nobody may be left to open it."""
@@ -171,6 +180,25 @@ def _left(due: float) -> float:
     return left
 
 
+def _dialled(address: Address, due: float) -> socket.socket:
+    """The first of the host's addresses that answers. One deadline holds for all; the name server has its own."""
+    problem: OSError = ConnectionError(f"{address.host} has no address")
+    for family, kind, protocol, _, place in socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM):
+        opened = socket.socket(family, kind, protocol)
+        try:
+            opened.settimeout(_left(due))
+            opened.connect(place)
+        except OSError as error:
+            opened.close()
+            problem = error
+        except BaseException:
+            opened.close()
+            raise
+        else:
+            return opened
+    raise problem
+
+
 def _connected(address: Address, due: float) -> socket.socket:
     if address.path is not None:
         opened = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -181,7 +209,7 @@ def _connected(address: Address, due: float) -> socket.socket:
             opened.close()
             raise
         return opened
-    opened = socket.create_connection((address.host, address.port), timeout=_left(due))
+    opened = _dialled(address, due)
     try:
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

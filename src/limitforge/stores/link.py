@@ -1,0 +1,143 @@
+"""The connection of one event loop to one Redis: opened when somebody needs it, one at a time, and again when lost."""
+
+import asyncio
+from functools import partial
+from typing import Any, Protocol
+
+from limitforge.errors import LimitforgeError, StoreError, StoreUnavailable
+from limitforge.stores.codec import Call, Flow, Reply, T
+from limitforge.stores.resilience import NotAsked, Resilience
+from limitforge.stores.resp import Address, unreachable
+from limitforge.stores.wire import Wire
+
+MAX_CARRIED = 1_000  # commands that may be under way at once
+
+
+class Owner(Protocol):
+    """Who is told how the connection is doing."""
+
+    def opened(self) -> None:
+        """There is a connection, or it was lost and somebody may want a new one."""
+
+    def unopened(self, error: StoreUnavailable, began_us: int) -> None:
+        """There can't be a connection now."""
+
+    def failed(self, error: StoreUnavailable, began_us: int) -> None:
+        """Something that began then was not answered."""
+
+    def succeeded(self) -> None:
+        """Something was answered."""
+
+
+class Link:
+    """At most one connection, and what travels beside the batches."""
+
+    def __init__(self, address: Address, resilience: Resilience, owner: Owner) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.wire: Wire | None = None
+        self._address = address
+        self._resilience = resilience
+        self._owner = owner
+        self._connecting: asyncio.Task[StoreUnavailable | None] | None = None
+        self._is_closed = False
+        self._carried = 0
+
+    def open(self) -> "asyncio.Task[StoreUnavailable | None]":
+        """Start to connect, unless that is under way."""
+        if self._connecting is None:
+            self._connecting = self.loop.create_task(self._connect())
+        return self._connecting
+
+    def abort(self, error: StoreUnavailable) -> None:
+        """Give the connection up: what is on its way is answered with this error."""
+        if self.wire is not None:
+            self.wire.abort(error)
+
+    def close(self, error: StoreUnavailable) -> None:
+        """For good: what still comes is refused."""
+        self._is_closed = True
+        if self._connecting is not None:
+            self._connecting.cancel()
+        self.abort(error)
+
+    async def carry(self, flow: Flow[T], seconds: float) -> T:
+        """Run a flow of its own, beside the batches; raise StoreUnavailable when it takes longer than that."""
+        asked = False
+        answer: T
+        began_us = self._resilience.now_us()
+        try:
+            call = next(flow)
+        except StopIteration as done:
+            answer = done.value
+            return answer
+        self._resilience.admit()
+        if self._carried >= MAX_CARRIED:
+            raise NotAsked(f"{MAX_CARRIED} commands are under way already")
+        self._carried += 1
+        try:
+            async with asyncio.timeout(seconds):
+                while True:
+                    wire = await self._open_wire()
+                    asked = True
+                    call = flow.send(await self._ask(wire, call))
+        except StopIteration as done:
+            answer = done.value
+        except TimeoutError:
+            error = StoreUnavailable(f"no answer within {seconds * 1_000:g} ms", maybe_counted=asked)
+            self._owner.failed(error, began_us)
+            raise error from None
+        except StoreUnavailable as error:
+            self._owner.failed(error, began_us)
+            raise
+        except LimitforgeError:
+            self._owner.succeeded()  # whatever it said: it answered
+            raise
+        finally:
+            self._carried -= 1
+        self._owner.succeeded()
+        return answer
+
+    async def _ask(self, wire: Wire, call: Call) -> Reply:
+        replied: asyncio.Future[Reply | StoreError] = self.loop.create_future()
+        wire.call(call, partial(_resolve, replied))
+        reply = await replied
+        if isinstance(reply, StoreError):
+            raise reply
+        return reply
+
+    async def _open_wire(self) -> Wire:
+        while self.wire is None:
+            if self._is_closed:
+                raise NotAsked("the limiter was closed")
+            connecting = self.open()
+            await asyncio.wait([connecting])
+            error = NotAsked("the limiter was closed") if connecting.cancelled() else connecting.result()
+            if error is not None:
+                raise error
+        return self.wire
+
+    async def _connect(self) -> StoreUnavailable | None:
+        began_us = self._resilience.now_us()
+        try:
+            wire = await Wire.open(self._address, self._lost)
+        except Exception as error:  # noqa: BLE001 - whatever it is: Redis can't be asked
+            self._connecting = None
+            unavailable = error if isinstance(error, StoreUnavailable) else unreachable(error)
+            self._owner.unopened(unavailable, began_us)
+            return unavailable
+        self._connecting = None
+        self.wire = wire
+        self._owner.opened()
+        return None
+
+    def _lost(self, wire: Wire, error: StoreUnavailable) -> None:
+        """The calls that were in flight have failed by now."""
+        if wire is self.wire:
+            self.wire = None
+            if not self._is_closed:
+                self._owner.opened()  # whoever waits asks for a new one
+
+
+def _resolve(future: "asyncio.Future[Any]", value: object) -> None:
+    if not future.done():
+        future.set_result(value)
