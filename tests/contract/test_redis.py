@@ -230,6 +230,31 @@ def test_a_full_redis_is_unavailable_not_corrupt(own_redis_server: RedisServer) 
             limiter.reserve("r", "s", limits=EVERY[2], cost=0)
 
 
+@pytest.mark.parametrize("store", ["redis", "redis-async"])
+def test_a_full_redis_still_denies_and_is_looked_at(own_redis_server: RedisServer, store: str) -> None:
+    limiter = open_limiter(store, own_redis_server.url)
+    assert limiter.check("r", "s", limits=EVERY[2], cost=10).allowed
+    own_redis_server.command("CONFIG SET maxmemory 1mb")
+    requests = [
+        Request(resource="r", subject="new", limits=EVERY[2]),
+        Request(resource="r", subject="s", limits=EVERY[2]),
+        Request(resource="r", subject="s", limits=EVERY[2], cost=0),
+        Request(resource="r", subject="new", limits=EVERY[:5], failure="closed"),
+    ]
+    taker, denied, look, refused = limiter.check_many(requests)
+    assert isinstance(taker, StoreUnavailable)
+    assert not taker.maybe_counted
+    assert isinstance(denied, Decision)
+    assert (denied.allowed, denied.degraded) == (False, None)
+    assert isinstance(look, Decision)
+    assert (look.allowed, look.remaining, look.degraded) == (True, 0, None)
+    assert isinstance(refused, Decision)
+    assert refused.degraded == "closed"
+    own_redis_server.command("CONFIG SET maxmemory 0")
+    assert limiter.check("r", "new", limits=EVERY[2]).remaining == 9
+    limiter.close()
+
+
 def test_a_forgotten_script_is_loaded_again_without_an_error(limiter: SyncLimiter, raw: Any) -> None:
     limiter.check("r", "s", limits=EVERY)
     for _ in range(3):

@@ -13,6 +13,7 @@
 --   2, take, time       its calendar does not reach that time: ask again, for this check and all that follow, which were not judged
 --   3, key              that key holds something that is not ours
 --   4, take             its bucket holds as many open reservations as it may
+--   5, ...              Redis is full: what it would have taken could not be written (as long as 1 and 0)
 --
 -- Writes each changed bucket once, with a TTL of `until` plus a minute.
 
@@ -165,7 +166,14 @@ local function check_call(request, now, injected)
     call.at, call.answered = at + (checks[at + 2] > 0 and 6 or 3) + 5 * checks[at], o + 2
   end
   for i = call.answered + 1, #out do out[i] = nil end
-  buckets.write(call)
+  local written, problem = pcall(buckets.write, call)
+  if not written then
+    -- A full Redis refuses the first write of a script or none: nothing was written. Those who took nothing have their answer all the same.
+    problem = type(problem) == 'table' and problem.err or problem -- by the version of Redis
+    if string.sub(problem, 1, 3) ~= 'OOM' then return nil, problem end
+    use('unwritten')(checks, out)
+    return out
+  end
   for _, record in ipairs(call.records) do use('reserve').record(unpack(record)) end
   return out
 end

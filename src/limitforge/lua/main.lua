@@ -13,7 +13,9 @@ end
 
 local answer, strings
 if operation == CHECK then
-  answer = use('check')(request, now, injected)
+  local problem
+  answer, problem = use('check')(request, now, injected)
+  if not answer then return redis.error_reply(problem) end
 elseif operation == SETTLE then
   answer = use('reserve').settle(request, now, injected)
 elseif operation == RELEASE then

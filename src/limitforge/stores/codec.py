@@ -14,12 +14,12 @@ from limitforge.core.decide import too_many_reservations
 from limitforge.core.decision import Decision, Outcome, decision_of
 from limitforge.core.keys import Keys, encoded
 from limitforge.core.plan import Rule
-from limitforge.errors import LimitforgeError, StoreCorrupt
+from limitforge.errors import LimitforgeError, StoreCorrupt, StoreUnavailable
 
 BUSY_US = 1_000  # what one call may keep Redis busy, by estimate
 
 CHECK = 1
-DENIED, ALLOWED, AGAIN, CORRUPT, TOO_MANY = range(5)
+DENIED, ALLOWED, AGAIN, CORRUPT, TOO_MANY, UNWRITTEN = range(6)
 OWN_TIME = -1  # in place of a time: let Redis read its clock
 
 T = TypeVar("T")
@@ -147,6 +147,11 @@ def _read_outcomes(
         elif status == CORRUPT:
             outcomes.append(_corrupt(check, call.keys[values[place + 1] - 1]))
             place += 2
+        elif status == UNWRITTEN:
+            outcomes.append(
+                StoreUnavailable("Redis can't serve now: it is full (maxmemory) and may evict nothing (OOM)")
+            )
+            place += 2 + 5 * len(check.takes)
         else:
             outcomes.append(too_many_reservations(check.takes[values[place + 1]][0]))
             place += 2

@@ -8,7 +8,7 @@ from limitforge.errors import LimitforgeError, StoreError, StoreUnavailable
 from limitforge.stores.codec import Call, Flow, Reply, T
 from limitforge.stores.resilience import NotAsked, Resilience
 from limitforge.stores.resp import Address, unreachable
-from limitforge.stores.wire import Wire
+from limitforge.stores.wire import CONNECT_SECONDS, Done, Wire
 
 MAX_CARRIED = 1_000  # commands that may be under way at once
 
@@ -96,6 +96,11 @@ class Link:
             self._carried -= 1
         self._owner.succeeded()
         return answer
+
+    async def publish(self, channel: bytes, message: bytes, told: Done) -> None:
+        """Behind whatever was sent before. Waits for the connection, not for the answer."""
+        async with asyncio.timeout(CONNECT_SECONDS):
+            (await self._open_wire()).publish(channel, message, told)
 
     async def _ask(self, wire: Wire, call: Call) -> Reply:
         replied: asyncio.Future[Reply | StoreError] = self.loop.create_future()

@@ -81,6 +81,7 @@ class Pipeline:
         self._weight_us = 0
         self._flights: list[Flight] = []
         self._is_scheduled = False
+        self._answered_us = 0
         self._timer: asyncio.TimerHandle | None = None
         self._expires_at = 0.0
         self._is_graced = False
@@ -104,7 +105,7 @@ class Pipeline:
         self._weight_us += asked.check.weight_us
         if not self._is_scheduled and len(self._flights) < MAX_IN_FLIGHT:
             self._is_scheduled = True
-            self.loop.call_soon(self._flush)
+            self.loop.call_soon(self._flush_after, asked.due)
         if self._timer is None:
             self._arm(asked.due)
 
@@ -123,6 +124,17 @@ class Pipeline:
         if self._waiting and not self._is_scheduled:
             self._is_scheduled = True
             self.loop.call_soon(self._flush)
+
+    def _flush_after(self, first_due: float) -> None:
+        """Flush at the end of a turn. If that was a long one, the deadlines of all who asked in it begin now: nobody's
+        time runs out while this loop had no time to send.
+        """
+        now = self.loop.time()
+        if now - (first_due - self.deadline) > LAG_SECONDS:
+            for asked in self._waiting:
+                if asked.due >= first_due:
+                    asked.due = now + self.deadline
+        self._flush()
 
     def _flush(self) -> None:
         self._is_scheduled = False
@@ -196,6 +208,7 @@ class Pipeline:
     def _answered(self, flight: Flight) -> None:
         """Whatever it said: it answered. Too late is as good as never."""
         if not flight.late:
+            self._answered_us = self._resilience.now_us()
             self.succeeded()
 
     # -- failing
@@ -283,7 +296,7 @@ class Pipeline:
             self.link.abort(error)  # it may be this connection alone that is dead
 
     def _expire_waiting(self, now: float) -> None:
-        """They were never sent: that is a failure too, unless it is the one that was counted already."""
+        """They were never sent: a failure too, unless Redis answered others meanwhile: then the queue was too long."""
         count = 0
         while count < len(self._waiting) and self._waiting[count].due <= now:
             count += 1
@@ -293,8 +306,9 @@ class Pipeline:
             error = StoreUnavailable(f"no answer within {self.deadline * 1_000:g} ms")
             for asked in expired:
                 self._decide(asked, error)
-            waited = now - expired[0].due + self.deadline
-            self.failed(error, self._resilience.now_us() - int(1e6 * waited))
+            began_us = self._resilience.now_us() - int(1e6 * (now - expired[0].due + self.deadline))
+            if self._answered_us < began_us:
+                self.failed(error, began_us)
 
 
 def _fitting(waiting: Sequence[Asked], most_us: int) -> int:

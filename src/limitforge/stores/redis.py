@@ -106,7 +106,7 @@ class RedisStore:
             raise
         drop = self._parts.drop(command)
         if drop is not None:
-            line.tell_others(drop)
+            await line.tell_others(drop)
         return answer
 
     def status(self) -> StoreStatus:
@@ -170,13 +170,11 @@ class _Line:
             self._listener.start()
         return denials.look(check)
 
-    def tell_others(self, drop: Drop) -> None:
-        """Behind the command, on the same connection: nobody waits for it."""
-        wire = self.pipeline.link.wire
-        if wire is None:
-            self._parts.warn_untold("the connection was lost")
-        else:
-            wire.publish(self._parts.channel, drop.message(), self._told)
+    async def tell_others(self, drop: Drop) -> None:
+        try:
+            await self.pipeline.link.publish(self._parts.channel, drop.message(), self._told)
+        except (TimeoutError, LimitforgeError) as error:
+            self._parts.warn_untold(str(error) or "Redis did not answer")
 
     def _told(self, reply: Reply | LimitforgeError) -> None:
         if isinstance(reply, LimitforgeError):

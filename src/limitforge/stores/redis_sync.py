@@ -103,10 +103,16 @@ class SyncRedisStore:
 
     def _judged(self, checks: Sequence[Check], due: float) -> list[Decision | LimitforgeError]:
         """What one call tells, or what the failure behaviour of each check says."""
+        answers: Sequence[Decision | LimitforgeError]
         try:
-            return self._carry(self._parts.judge(checks), due)
+            answers = self._carry(self._parts.judge(checks), due)
         except StoreUnavailable as error:
-            return [self._parts.resilience.decide(check, error) for check in checks]
+            answers = [error] * len(checks)
+        decide = self._parts.resilience.decide
+        return [
+            decide(check, answer) if isinstance(answer, StoreUnavailable) else answer
+            for check, answer in zip(checks, answers, strict=True)
+        ]
 
     def _carry(self, flow: Flow[T], due: float) -> T:
         """Run a flow on one connection, or raise StoreUnavailable when it takes longer than that."""
