@@ -75,14 +75,23 @@ local function store(key, index, subject, list, last, now, injected)
   if redis.call('PTTL', index) < ttl then redis.call('PEXPIRE', index, ttl) end
 end
 
+-- What a read answers, an error only if the key is of another type: any other is not about this key.
+local function asked(command, key)
+  local reply = redis.pcall(command, key)
+  if type(reply) == 'table' and reply.err and string.sub(reply.err, 1, 9) ~= 'WRONGTYPE' then
+    error((string.gsub(reply.err, '^ERR ', '')), 0) -- Redis puts it in front again
+  end
+  return reply
+end
+
 -- Whether the index is ours to write: nothing is half-written when it is not.
 local function is_index(key)
-  return type(redis.pcall('ZCARD', key)) == 'number'
+  return type(asked('ZCARD', key)) == 'number'
 end
 
 -- What a key holds, whatever its type.
 local function get(key)
-  local found = redis.pcall('GET', key)
+  local found = asked('GET', key)
   if type(found) == 'table' then return nil end
   return overrides.read(found)
 end
