@@ -7,12 +7,14 @@ import random
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+from urllib.parse import quote
 
 START_SECONDS = 30.0  # generous: a busy machine is no reason to fail
 STOP_SECONDS = 10.0
@@ -30,17 +32,20 @@ class ServerFailed(Exception):
 class RedisServer:
     """One `redis-server` without persistence: a restart forgets the data and the scripts, and keeps the URL.
 
-    Usable as a context manager. `options` are redis-server's own, such as `"--cluster-enabled", "yes"`.
+    Usable as a context manager. `options` are redis-server's own, such as `"--cluster-enabled", "yes"`. What a `SAVE`
+    wrote is there again after a restart.
     """
 
     def __init__(self, *options: str) -> None:
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._credentials: tuple[str, ...] = ()  # what `command` logs in with: a password, or a user and a password
         self.port = 0
 
     @property
     def url(self) -> str:
+        """For a client that need not log in."""
         return f"redis://127.0.0.1:{self.port}/0"
 
     @property
@@ -69,12 +74,15 @@ class RedisServer:
         """SIGKILL, as in a crash. `restart` brings it back, empty, under the same URL."""
         self._end(signal.SIGKILL)
 
-    def restart(self) -> None:
-        """Come back under the same URL, with neither data nor scripts, whether it was running or not."""
+    def restart(self, *options: str) -> None:
+        """Come back under the same URL, with neither data nor scripts, whether it was running or not.
+
+        `options` are for this run only.
+        """
         if not self.port:
             raise ServerFailed("restart of a server that was never started")
         self._end(signal.SIGTERM)
-        if not self._launch():
+        if not self._launch(*options):
             raise ServerFailed(f"port {self.port} was taken by another program during the restart\n{self._log()}")
 
     def pause(self) -> None:
@@ -86,15 +94,39 @@ class RedisServer:
 
     def flush(self) -> None:
         """Delete all keys; loaded scripts stay."""
-        reply = self.command("FLUSHALL")
-        if not reply.startswith(b"+OK"):
-            raise ServerFailed(f"FLUSHALL: {reply!r}")
+        self.must("FLUSHALL")
+
+    def lock(self, password: str) -> None:
+        """From now on everybody needs this password, also those who are connected; `command` knows it."""
+        self.must(f"CONFIG SET requirepass {password}")
+        self._credentials = (password,)
+        self.command("CLIENT KILL TYPE normal")
+
+    def unlock(self) -> None:
+        self.must('CONFIG SET requirepass ""')
+        self._credentials = ()
 
     def command(self, line: str) -> bytes:
         """Send one inline command and return the raw reply, or as much of it as one read holds."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=STOP_SECONDS) as connection:
+        with self.connection() as connection:
             connection.sendall(f"{line}\r\n".encode())
             return connection.recv(65_536)
+
+    def must(self, line: str) -> None:
+        """Send one inline command that is to be answered with OK."""
+        reply = self.command(line)
+        if not reply.startswith(b"+OK"):
+            raise ServerFailed(f"{line.split(maxsplit=1)[0]}: {reply!r}")
+
+    def connection(self) -> socket.socket:
+        """A bare connection, logged in."""
+        connection = self._connect()
+        if self._credentials:
+            connection.sendall(f"AUTH {' '.join(self._credentials)}\r\n".encode())
+            if (reply := connection.recv(1_024)) != b"+OK\r\n":
+                connection.close()
+                raise ServerFailed(f"AUTH: {reply!r}")
+        return connection
 
     def __enter__(self) -> Self:
         return self.start()
@@ -109,17 +141,24 @@ class RedisServer:
                 return
         raise ServerFailed(f"no free port after {PORT_ATTEMPTS} attempts\n{self._log()}")
 
-    def _launch(self) -> bool:
+    def _connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=STOP_SECONDS)
+
+    def _listen(self, folder: Path) -> list[str]:
+        """The options that say where and for whom it listens; `folder` is its own."""
+        return ["--port", str(self.port)]
+
+    def _launch(self, *options: str) -> bool:
         """True once the server answers on `self.port`; False if somebody else has that port."""
         program = shutil.which("redis-server")
         if program is None:
             raise ServerFailed("redis-server is not installed: `make test` installs it")
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="limitforge-redis-", ignore_cleanup_errors=True)
-        folder = self._folder.name
-        command = [program, "--bind", "127.0.0.1", "--port", str(self.port), "--dir", folder]
-        command += ["--save", "", "--appendonly", "no", *self._options]
-        with (Path(folder) / "log").open("wb") as log:
+        folder = Path(self._folder.name)
+        command = [program, "--bind", "127.0.0.1", *self._listen(folder), "--dir", str(folder)]
+        command += ["--save", "", "--appendonly", "no", *self._options, *options]
+        with (folder / "log").open("wb") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
         deadline = time.monotonic() + START_SECONDS
@@ -164,6 +203,109 @@ class RedisServer:
         if self._folder is None:
             return ""
         return (Path(self._folder.name) / "log").read_text(errors="replace")[-2_000:]
+
+
+class AclRedisServer(RedisServer):
+    """For one user with a password only; the default user is off, as where people follow the book."""
+
+    USER = "forge"
+    PASSWORD = "p/a@s:s#w%o?r&d"  # noqa: S105 - of this server alone; every character that means something in a URL
+
+    def __init__(self, *options: str) -> None:
+        users = ("--user", "default", "off", "--user", self.USER, "on", f">{self.PASSWORD}", "~*", "&*", "+@all")
+        super().__init__(*users, *options)
+        self._credentials = (self.USER, self.PASSWORD)
+
+    @property
+    def url(self) -> str:
+        return self.url_with(self.PASSWORD)
+
+    def url_with(self, password: str) -> str:
+        return f"redis://{self.USER}:{quote(password, safe='')}@127.0.0.1:{self.port}/0"
+
+
+class UnixRedisServer(RedisServer):
+    """On a unix socket; it listens on its port as well, which is how `command` talks to it."""
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self.path}"
+
+    @property
+    def path(self) -> Path:
+        if self._folder is None:
+            raise ServerFailed("no socket: the server was not started")
+        return Path(self._folder.name) / "redis.sock"
+
+    def _listen(self, folder: Path) -> list[str]:
+        return [*super()._listen(folder), "--unixsocket", str(folder / "redis.sock"), "--unixsocketperm", "700"]
+
+
+class TlsRedisServer(RedisServer):
+    """TLS only, with a certificate for 127.0.0.1 (and for no name) of an authority that nobody else trusts."""
+
+    @property
+    def url(self) -> str:
+        return f"rediss://127.0.0.1:{self.port}/0?ssl_ca_certs={self.authority}&ssl_cert_reqs=required"
+
+    @property
+    def authority(self) -> Path:
+        """The file with the authority's certificate."""
+        if self._folder is None:
+            raise ServerFailed("no certificate: the server was not started")
+        return Path(self._folder.name) / "ca.crt"
+
+    def _connect(self) -> socket.socket:
+        return ssl.create_default_context(cafile=str(self.authority)).wrap_socket(
+            super()._connect(), server_hostname="127.0.0.1"
+        )
+
+    def _listen(self, folder: Path) -> list[str]:
+        if not (folder / "redis.crt").exists():
+            _make_certificates(folder)
+        options = ["--port", "0", "--tls-port", str(self.port), "--tls-auth-clients", "no"]
+        for option, file in (("cert-file", "redis.crt"), ("key-file", "redis.key"), ("ca-cert-file", "ca.crt")):
+            options += [f"--tls-{option}", str(folder / file)]
+        return options
+
+
+# As strict as Python 3.13 wants them; of a machine's own openssl.cnf nothing is used.
+_CERTIFICATES = """
+[req]
+distinguished_name = name
+prompt = no
+[name]
+CN = limitforge tests
+[authority]
+basicConstraints = critical, CA:TRUE
+keyUsage = critical, keyCertSign, cRLSign
+subjectKeyIdentifier = hash
+[server]
+basicConstraints = critical, CA:FALSE
+keyUsage = critical, digitalSignature
+extendedKeyUsage = serverAuth
+subjectKeyIdentifier = hash
+authorityKeyIdentifier = keyid
+subjectAltName = IP:127.0.0.1
+"""
+
+
+def _make_certificates(folder: Path) -> None:
+    """An authority (ca.crt) and a certificate of its own (redis.crt, redis.key), good for two days."""
+    program = shutil.which("openssl")
+    if program is None:
+        raise ServerFailed("openssl is not installed: a Redis with TLS needs it for its certificate")
+    (folder / "openssl.cnf").write_text(_CERTIFICATES)
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    request = [program, "req", "-config", "openssl.cnf", "-x509", "-days", "2", *key, "-extensions"]
+    signed = ["-subj", "/CN=redis", "-CA", "ca.crt", "-CAkey", "ca.key"]
+    for command in (
+        [*request, "authority", "-keyout", "ca.key", "-out", "ca.crt"],
+        [*request, "server", "-keyout", "redis.key", "-out", "redis.crt", *signed],
+    ):
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ServerFailed(f"openssl made no certificate\n{done.stderr}")
 
 
 def _free_port() -> int:

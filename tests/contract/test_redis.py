@@ -320,7 +320,7 @@ class NextRelease(SyncRedisStore):
             try:
                 call = next(flow)
                 while True:
-                    keys, args = wire_strings(call)
+                    keys, args, _ = wire_strings(call)
                     call = flow.send(redis.execute_command("EVAL", self.SCRIPT, len(keys), *keys, *args))
             except StopIteration as done:
                 return done.value
@@ -363,7 +363,7 @@ def test_the_script_says_what_the_encoder_sends(redis_url: str) -> None:
     def sent(*checks: Check, time_us: int = 5) -> Any:
         return msgspec.msgpack.decode(cast("bytes", encode_checks(checks, time_us).args[0]))
 
-    operation, time_us, rules, flat = sent(check)
+    operation, time_us, rules, flat, _ = sent(check)
     assert (operation, time_us, len(rules), len(flat)) == (1, 5, len(EVERY), 3 + 5 * len(EVERY))
     assert len(encode_checks([check], 5).keys) == len(EVERY) + 1
     check.hold = Hold("lf:{t}:v:00", b"12345678", 1_000, refund=True)

@@ -125,7 +125,7 @@ def open_decision(check: Check) -> Decision:
         limits={},
         binding=None,
         degraded=Failure.OPEN.value,
-        lease_id=ticket_id(Lease(check.lease, [])) if check.lease else None,
+        lease_id=ticket_id(Lease(check.lease, [])) if any(c and r.holds_lease for r, _, c, *_ in check.takes) else None,
         reservation_id=None if check.hold is None else ticket_id(nothing_held(encoded(check.hold.key))),
     )
 

@@ -1,5 +1,6 @@
--- The door. ARGV[1] is msgpack: { operation, time in microseconds (-1: Redis's own), ... }; ARGV[2] and on are byte strings, since msgpack strings in
--- Redis are text. The answer is msgpack too: a flat list of integers; where there are strings to tell, a list of that and the strings.
+-- The door. ARGV[1] is msgpack: { operation, time in microseconds (-1: Redis's own), ..., number of the call }; ARGV[2] and on are byte strings, since
+-- msgpack strings in Redis are text. The answer is msgpack too: a flat list of integers that ends with the number of the call; where there are strings to
+-- tell, a list of that and the strings.
 
 local CHECK, SETTLE, RELEASE, RENEW, RESET, SET_OVERRIDE, GET_OVERRIDES, LIST_OVERRIDES, DELETE_OVERRIDES = 1, 2, 3, 4, 5, 6, 7, 8, 9
 
@@ -33,5 +34,6 @@ elseif operation == LIST_OVERRIDES then
 elseif operation == DELETE_OVERRIDES then
   answer = use('overrides').delete(request, now, injected)
 end
+answer[#answer + 1] = request[#request]
 if strings then return { cmsgpack.pack(answer), strings } end
 return cmsgpack.pack(answer)

@@ -5,6 +5,7 @@ carry calls, so they share everything else.
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence
+from itertools import count
 from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
@@ -26,10 +27,14 @@ T = TypeVar("T")
 
 
 class Call(NamedTuple):
-    """KEYS and ARGV of one call of the script. What is `str` goes out as UTF-8, its surrogate escapes as bytes."""
+    """KEYS and ARGV of one call of the script. What is `str` goes out as UTF-8, its surrogate escapes as bytes.
+
+    The answer ends with the call's `number`: should a proxy ever lose an answer, nobody takes the next one for it.
+    """
 
     keys: Sequence[str | bytes]
     args: Sequence[str | bytes]
+    number: int
 
 
 Reply = bytes | list[Any]
@@ -37,15 +42,27 @@ Flow = Generator[Call, Reply, T]
 Note = Callable[[Check, Outcome], None]
 """Told of each denial."""
 
-encode = msgspec.msgpack.Encoder().encode
+_numbers = count(1)
+_MOST_CALLS = 2**31
+_encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[int]).decode
 
 
-def decode(reply: Reply) -> list[int]:
+def call_of(request: tuple[Any, ...], keys: Sequence[str | bytes], strings: Iterable[str | bytes] = ()) -> Call:
+    """One call of the script, with a number of its own."""
+    number = next(_numbers) % _MOST_CALLS
+    return Call(keys, [_encode((*request, number)), *strings], number)
+
+
+def answer_to(call: Call, reply: Reply) -> list[int]:
+    """What the script answered to this call, and to no other."""
     try:
-        return _decode(cast("bytes", reply))
+        values = _decode(cast("bytes", reply))
     except (msgspec.MsgspecError, TypeError):
         raise _nonsense() from None
+    if not values or values.pop() != call.number:
+        raise StoreUnavailable("an answer of Redis was lost on the way, and another took its place", maybe_counted=True)
+    return values
 
 
 def _nonsense() -> StoreCorrupt:
@@ -87,7 +104,7 @@ def _judge(groups: Sequence[Check], time_us: int) -> Flow[list[Outcome | Limitfo
     """
     outcomes: list[Outcome | LimitforgeError] = []
     call = encode_checks(groups, time_us)
-    _read_outcomes(groups, call, decode((yield call)), outcomes)
+    _read_outcomes(groups, call, answer_to(call, (yield call)), outcomes)
     asks = 0
     while len(outcomes) < len(groups):
         asked = groups[len(outcomes) :]
@@ -95,7 +112,7 @@ def _judge(groups: Sequence[Check], time_us: int) -> Flow[list[Outcome | Limitfo
         if asks > 2 * sum(len(group.takes) for group in groups) + 1:
             return outcomes + [StoreCorrupt("no calendar window holds the time of its bucket")] * len(asked)
         call = encode_checks(asked, time_us)
-        _read_outcomes(asked, call, decode((yield call)), outcomes)
+        _read_outcomes(asked, call, answer_to(call, (yield call)), outcomes)
     return outcomes
 
 
@@ -124,8 +141,7 @@ def encode_checks(checks: Sequence[Check], time_us: int) -> Call:
                 if subject is not owner:
                     owner, overrides = subject, keys.setdefault(Keys.overrides(tenant, subject), len(keys) + 1)
                 flat += (overrides, strings.setdefault(resource, len(strings) + 2))
-    blob = encode((CHECK, time_us, [rule.row for rule in rules], flat))
-    return Call(list(keys), [blob, *strings])
+    return call_of((CHECK, time_us, [rule.row for rule in rules], flat), list(keys), strings)
 
 
 def _read_outcomes(
@@ -183,5 +199,5 @@ def parts(checks: Sequence[Check]) -> Iterable[Sequence[Check]]:
 
 def wire_strings(call: Call) -> Call:
     """The same with every string as bytes, for those whose escapes are no UTF-8."""
-    keys, args = ([encoded(s) if isinstance(s, str) else s for s in strings] for strings in call)
-    return Call(keys, args)
+    keys, args = ([encoded(s) if isinstance(s, str) else s for s in strings] for strings in (call.keys, call.args))
+    return Call(keys, args, call.number)

@@ -17,7 +17,7 @@ from limitforge.core.overrides import (
 from limitforge.core.reservations import Settled, Settlement
 from limitforge.core.tickets import NOTHING
 from limitforge.errors import InvalidInput, StoreCorrupt, UnknownReservation
-from limitforge.stores.codec import OWN_TIME, Call, Flow, T, decode, encode, not_ours
+from limitforge.stores.codec import OWN_TIME, Call, Flow, Reply, T, answer_to, call_of, not_ours
 from limitforge.stores.protocol import (
     ClearOverrides,
     Command,
@@ -70,7 +70,8 @@ def command_flow(command: Command[T], keys: Keys, around_us: int, time_us: int) 
 def _lease(operation: int, command: Release | Renew, time_us: int) -> Flow[bool]:
     if not command.lease.keys:
         return True
-    values = decode((yield Call(command.lease.keys, [encode((operation, time_us)), command.lease.token])))
+    call = call_of((operation, time_us), command.lease.keys, [command.lease.token])
+    values = answer_to(call, (yield call))
     _ours(values, "a bucket of the lease")
     return values[0] == 1
 
@@ -82,9 +83,10 @@ def _settle(command: Settle, around_us: int, time_us: int) -> Flow[Settlement]:
     calendars = [Calendar(Period(c[0]), c[1], c[2]) if (c := limit.calendar) else None for limit in reservation.limits]
     windows: list[tuple[int, ...]] = [calendar.around(around_us) if calendar else () for calendar in calendars]
     for _ in range(2 + 2 * len(windows)):
-        blob = encode((SETTLE, time_us, command.cost, command.amounts, windows))
-        call = Call([reservation.record, *(limit.key for limit in reservation.limits)], [blob, reservation.token])
-        values = decode((yield call))
+        request = (SETTLE, time_us, command.cost, command.amounts, windows)
+        keys = [reservation.record, *(limit.key for limit in reservation.limits)]
+        call = call_of(request, keys, [reservation.token])
+        values = answer_to(call, (yield call))
         _ours(values, "the reservation or one of its buckets")
         match values:
             case [1, cost]:
@@ -107,24 +109,18 @@ def _nothing() -> Flow[None]:
 
 def _reset(command: Reset) -> Flow[None]:
     if command.keys:
-        yield Call([encoded(key) for key in command.keys], [encode((RESET, OWN_TIME))])
+        call = call_of((RESET, OWN_TIME), command.keys)
+        answer_to(call, (yield call))
 
 
 def _set_override(command: SetOverride, keys: Keys, time_us: int) -> Flow[Override]:
     compiled = [value for one in command.compiled for value in (one.name, one.code, len(one.numbers), *one.numbers)]
-    call = Call(
-        [
-            encoded(keys.overrides(command.tenant_key, command.subject)),
-            encoded(keys.override_index(command.tenant_key)),
-        ],
-        [
-            encode((SET_OVERRIDE, time_us, command.ttl_us, compiled, MAX_PER_SUBJECT)),
-            encoded(command.subject),
-            encoded(command.resource),
-            json.dumps(command.changes).encode(),
-        ],
+    call = call_of(
+        (SET_OVERRIDE, time_us, command.ttl_us, compiled, MAX_PER_SUBJECT),
+        [keys.overrides(command.tenant_key, command.subject), keys.override_index(command.tenant_key)],
+        [command.subject, command.resource, json.dumps(command.changes)],
     )
-    values = decode((yield call))
+    values = answer_to(call, (yield call))
     _ours(values, "the subject's overrides")
     if values[0] != 1:
         too_many(MAX_PER_SUBJECT + 1)
@@ -136,17 +132,9 @@ def _get_overrides(
 ) -> Flow[list[Override]]:
     if not subjects:
         return []
-    call = Call(
-        [
-            encoded(keys.override_index(tenant_key)),
-            *(encoded(keys.overrides(tenant_key, decoded(s))) for s in subjects),
-        ],
-        [encode((GET_OVERRIDES, time_us)), *subjects],
-    )
-    reply = yield call
-    if isinstance(reply, bytes):
-        raise not_ours("a subject's overrides")
-    values, strings = iter(decode(reply[0])[1:]), iter(reply[1])
+    call = call_of((GET_OVERRIDES, time_us), _index_and_overrides(tenant_key, subjects, keys), subjects)
+    told, texts = _with_strings(call, (yield call), "a subject's overrides")
+    values, strings = iter(told[1:]), iter(texts)
     found = []
     for subject in subjects:
         live = [
@@ -161,10 +149,9 @@ def _get_overrides(
 
 def _subjects(tenant_key: str, keys: Keys, after: bytes | None, count: int, time_us: int) -> Flow[list[bytes]]:
     start = b"-" if after is None else b"(" + after
-    reply = yield Call([encoded(keys.override_index(tenant_key))], [encode((LIST_OVERRIDES, time_us, count)), start])
-    if isinstance(reply, bytes):
-        raise not_ours("the index of overrides")
-    return cast("list[bytes]", reply[1])
+    call = call_of((LIST_OVERRIDES, time_us, count), [keys.override_index(tenant_key)], [start])
+    _, subjects = _with_strings(call, (yield call), "the index of overrides")
+    return subjects
 
 
 def _list_overrides(command: ListOverrides, keys: Keys, time_us: int) -> Flow[OverridePage]:
@@ -176,14 +163,12 @@ def _list_overrides(command: ListOverrides, keys: Keys, time_us: int) -> Flow[Ov
 
 
 def _delete(tenant_key: str, resource: str | None, subjects: list[bytes], keys: Keys, time_us: int) -> Flow[int]:
-    call = Call(
-        [
-            encoded(keys.override_index(tenant_key)),
-            *(encoded(keys.overrides(tenant_key, decoded(s))) for s in subjects),
-        ],
-        [encode((DELETE_OVERRIDES, time_us, int(resource is None))), encoded(resource or ""), *subjects],
+    call = call_of(
+        (DELETE_OVERRIDES, time_us, int(resource is None)),
+        _index_and_overrides(tenant_key, subjects, keys),
+        [resource or "", *subjects],
     )
-    values = decode((yield call))
+    values = answer_to(call, (yield call))
     _ours(values, "the subject's overrides")
     return values[1]
 
@@ -197,6 +182,19 @@ def _clear_overrides(command: ClearOverrides, keys: Keys, time_us: int) -> Flow[
     while subjects := (yield from _subjects(command.tenant_key, keys, None, _CLEARED, time_us)):
         cleared += yield from _delete(command.tenant_key, None, subjects, keys, time_us)
     return cleared
+
+
+def _index_and_overrides(tenant_key: str, subjects: list[bytes], keys: Keys) -> list[str]:
+    return [keys.override_index(tenant_key), *(keys.overrides(tenant_key, decoded(s)) for s in subjects)]
+
+
+def _with_strings(call: Call, reply: Reply, what: str) -> tuple[list[int], list[bytes]]:
+    """An answer that comes with strings; one without says that a key is not ours."""
+    match reply:
+        case [told, [*strings]]:
+            return answer_to(call, told), strings
+    answer_to(call, reply)
+    raise not_ours(what)
 
 
 def _ours(values: list[int], what: str) -> None:

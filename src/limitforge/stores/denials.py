@@ -120,6 +120,8 @@ class Denials:
             return
         place, names = _place(check), _names(check)
         told_us = self._now_us()
+        if told_us >= sent_us + sure_us:
+            return
         denial = Denial(_signature(check), sent_us + sure_us, told_us, outcome.now_us, tuple(outcome.rows))
         with self._lock:
             dropped = max(self._dropped.get(name, LONG_AGO_US) for name in names)

@@ -8,7 +8,7 @@ from limitforge.errors import LimitforgeError, StoreError, StoreUnavailable
 from limitforge.stores.codec import Call, Flow, Reply, T
 from limitforge.stores.resilience import NotAsked, Resilience
 from limitforge.stores.resp import Address, unreachable
-from limitforge.stores.wire import CONNECT_SECONDS, Done, Wire
+from limitforge.stores.wire import Done, Wire
 
 MAX_CARRIED = 1_000  # commands that may be under way at once
 
@@ -32,12 +32,13 @@ class Owner(Protocol):
 class Link:
     """At most one connection, and what travels beside the batches."""
 
-    def __init__(self, address: Address, resilience: Resilience, owner: Owner) -> None:
+    def __init__(self, address: Address, resilience: Resilience, owner: Owner, connect_seconds: float) -> None:
         self.loop = asyncio.get_running_loop()
         self.wire: Wire | None = None
         self._address = address
         self._resilience = resilience
         self._owner = owner
+        self._connect_seconds = connect_seconds
         self._connecting: asyncio.Task[StoreUnavailable | None] | None = None
         self._is_closed = False
         self._carried = 0
@@ -88,6 +89,8 @@ class Link:
             raise error from None
         except StoreUnavailable as error:
             self._owner.failed(error, began_us)
+            if error.maybe_counted:
+                self.abort(error)  # lost, or the answer to another call: nothing that comes here can be trusted
             raise
         except LimitforgeError:
             self._owner.succeeded()  # whatever it said: it answered
@@ -99,7 +102,7 @@ class Link:
 
     async def publish(self, channel: bytes, message: bytes, told: Done) -> None:
         """Behind whatever was sent before. Waits for the connection, not for the answer."""
-        async with asyncio.timeout(CONNECT_SECONDS):
+        async with asyncio.timeout(2 * self._connect_seconds):
             (await self._open_wire()).publish(channel, message, told)
 
     async def _ask(self, wire: Wire, call: Call) -> Reply:
@@ -124,7 +127,7 @@ class Link:
     async def _connect(self) -> StoreUnavailable | None:
         began_us = self._resilience.now_us()
         try:
-            wire = await Wire.open(self._address, self._lost)
+            wire = await Wire.open(self._address, self._lost, self._connect_seconds)
         except Exception as error:  # noqa: BLE001 - whatever it is: Redis can't be asked
             self._connecting = None
             unavailable = error if isinstance(error, StoreUnavailable) else unreachable(error)

@@ -23,6 +23,8 @@ from limitforge.stores.resp import Address
 
 MAX_IN_FLIGHT = 2
 WORTH_HALVING_US = 100
+CONNECT_DEADLINES = 4  # how long a connection may take to open: those who wait for it have long been answered
+LEAST_CONNECT_SECONDS = 0.25
 LAG_SECONDS = 0.005
 GRACE_SECONDS = 0.001
 
@@ -72,7 +74,7 @@ class Pipeline:
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.deadline = deadline_ms / 1_000
-        self.link = Link(address, resilience, self)
+        self.link = Link(address, resilience, self, max(CONNECT_DEADLINES * self.deadline, LEAST_CONNECT_SECONDS))
         self._resilience = resilience
         self._judge = judge
         self._charge = charge
@@ -180,7 +182,11 @@ class Pipeline:
             self._flights.remove(flight)
             for asked, answer in zip(flight.batch, done.value, strict=True):
                 self._decide(asked, answer)
-            self._answered(flight)
+            self._answered(flight, done.value)
+        except StoreUnavailable as error:  # the answer to another call: nothing that comes here can be trusted
+            self._fail(flight, error)
+            self.failed(error, flight.began_us)
+            self.link.abort(error)
         except LimitforgeError as error:
             self._fail(flight, error)
             self._answered(flight)
@@ -205,11 +211,11 @@ class Pipeline:
                 self.failed(reply, flight.began_us)
         self.opened()
 
-    def _answered(self, flight: Flight) -> None:
+    def _answered(self, flight: Flight, answers: Sequence[Decision | LimitforgeError] = ()) -> None:
         """Whatever it said: it answered. Too late is as good as never."""
         if not flight.late:
             self._answered_us = self._resilience.now_us()
-            self.succeeded()
+            self.succeeded(answers)
 
     # -- failing
 
@@ -254,10 +260,11 @@ class Pipeline:
         self._resilience.failed(error, began_us)
         self._refuse_waiting(StoreUnavailable(str(error)))
 
-    def succeeded(self) -> None:
-        """The store answered; what it is owed after an outage is charged now."""
+    def succeeded(self, answers: Sequence[object] = ()) -> None:
+        """The store answered; what it is owed after an outage is charged now, if it can write."""
         if not self._resilience.is_quiet:
-            self._charge(self._resilience.succeeded())
+            full = any(isinstance(answer, StoreUnavailable) for answer in answers)
+            self._charge(self._resilience.succeeded(is_full=full))
 
     # -- deadlines
 

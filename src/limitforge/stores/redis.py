@@ -3,7 +3,8 @@
 import asyncio
 import copy
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import cast
 
@@ -18,7 +19,7 @@ from limitforge.stores.listener import Listener
 from limitforge.stores.options import StoreOptions
 from limitforge.stores.pipeline import Asked, Pipeline
 from limitforge.stores.protocol import Answer, Command, StoreStatus
-from limitforge.stores.redis_parts import COMMAND_SECONDS, Batch, Parts, is_local, log_uncharged
+from limitforge.stores.redis_parts import COMMAND_SECONDS, Batch, Parts, is_local
 from limitforge.stores.resp import Address, address_of
 
 
@@ -159,6 +160,16 @@ class _Line:
             deadline_ms=options.deadline_ms,
             max_waiting=options.max_waiting,
         )
+        self._guard = self._until_the_loop_ends()
+        with suppress(StopIteration):
+            self._guard.asend(None).send(None)
+
+    async def _until_the_loop_ends(self) -> AsyncGenerator[None, None]:
+        """Loops end their generators before they are closed: so connections never outlive `asyncio.run`."""
+        try:
+            yield
+        finally:
+            self.pipeline.close()
 
     def denied(self, check: Check) -> Decision | None:
         """A denial that needs no asking."""
@@ -185,7 +196,7 @@ class _Line:
         self._start(self.close())
 
     async def close(self) -> None:
-        self.pipeline.close()
+        await self._guard.aclose()
         if self._listener is not None:
             await self._listener.stop()
 
@@ -201,7 +212,7 @@ class _Line:
                 answers += await self.pipeline.link.carry(self._parts.judge(part), COMMAND_SECONDS)
             except LimitforgeError as error:
                 answers += [error] * len(part)
-        log_uncharged(answers)
+        self._parts.charged(charges, answers)
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
         task = self.pipeline.loop.create_task(work)

@@ -62,6 +62,8 @@ class Parts:
     def drop(self, command: Command[Any]) -> Drop | None:
         """Forget the denials that a command makes doubtful; what the other nodes must forget too."""
         drop = dropped_by(command)
+        if drop == Drop():
+            return None
         if drop is not None and self.denials is not None:
             self.denials.drop(drop)
         return drop
@@ -70,6 +72,19 @@ class Parts:
         """The same for a command that failed: it may have been carried out."""
         if self.drop(command) is not None and isinstance(error, StoreUnavailable) and error.maybe_counted:
             self.warn_untold(error)
+
+    def charged(self, charges: Sequence[Check], answers: Sequence[Decision | LimitforgeError]) -> None:
+        """Nothing is charged twice: what surely failed is owed again, what may have failed is lost, and said once."""
+        owed, lost = [], []
+        for charge, answer in zip(charges, answers, strict=True):
+            if isinstance(answer, StoreUnavailable) and not answer.maybe_counted:
+                owed.append(charge)
+            elif isinstance(answer, LimitforgeError):
+                lost.append(answer)
+        self.resilience.owe(owed)
+        if lost:
+            total = len(charges)
+            _log.error("%d of %d charges after an outage were not made, or not surely: %s", len(lost), total, lost[0])
 
     def warn_untold(self, error: object) -> None:
         """Other nodes did not hear of a change. One line now and then will do."""
@@ -121,13 +136,9 @@ def dropped_by(command: Command[Any]) -> Drop | None:
     return None
 
 
-def log_uncharged(answers: Sequence[Decision | LimitforgeError]) -> None:
-    """Nothing is charged twice: what failed here is lost, and said so once."""
-    lost = [answer for answer in answers if isinstance(answer, LimitforgeError)]
-    if lost:
-        _log.error(
-            "%d of %d charges after an outage were not made, or not surely: %s", len(lost), len(answers), lost[0]
-        )
+def is_full(answers: Sequence[object]) -> bool:
+    """Whether Redis answered, but could not write."""
+    return any(isinstance(answer, StoreUnavailable) for answer in answers)
 
 
 class Batch:

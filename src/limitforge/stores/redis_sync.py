@@ -18,7 +18,7 @@ from limitforge.stores.denials import Denials, Drop
 from limitforge.stores.listener import SyncListener
 from limitforge.stores.options import StoreOptions
 from limitforge.stores.protocol import Answer, Command, StoreStatus
-from limitforge.stores.redis_parts import COMMAND_SECONDS, Batch, Parts, is_local, log_uncharged
+from limitforge.stores.redis_parts import COMMAND_SECONDS, Batch, Parts, is_full, is_local
 from limitforge.stores.resp import address_of
 from limitforge.stores.wire_sync import SyncWire, WirePool
 
@@ -132,13 +132,13 @@ class SyncRedisStore:
         except LimitforgeError:
             self._succeeded()  # whatever it said: it answered
             raise
-        self._succeeded()
+        self._succeeded(full=isinstance(answer, list) and is_full(answer))
         return answer
 
-    def _succeeded(self) -> None:
+    def _succeeded(self, *, full: bool = False) -> None:
         """What the store is owed after an outage is charged on a thread of its own: no caller waits for it."""
         if not self._parts.resilience.is_quiet:
-            charges = self._parts.resilience.succeeded()
+            charges = self._parts.resilience.succeeded(is_full=full)
             if charges:
                 threading.Thread(target=self._charge, args=[charges], name="limitforge-charges", daemon=True).start()
 
@@ -146,7 +146,7 @@ class SyncRedisStore:
         answers: list[Decision | LimitforgeError] = []
         for part in parts(charges):
             answers += self._judged(part, time.monotonic() + COMMAND_SECONDS)
-        log_uncharged(answers)
+        self._parts.charged(charges, answers)
 
     # -- denials
 
@@ -179,6 +179,9 @@ def _walk(flow: Flow[T], call: Call, wire: SyncWire, due: float) -> T:
     except StopIteration as done:
         answer: T = done.value
         return answer
+    except StoreUnavailable:  # lost, or the answer to another call: nothing that comes here can be trusted
+        wire.close()
+        raise
 
 
 _stores: "weakref.WeakSet[SyncRedisStore]" = weakref.WeakSet()

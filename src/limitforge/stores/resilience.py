@@ -8,6 +8,7 @@ threads.
 import logging
 import threading
 from collections import Counter
+from collections.abc import Iterable
 from functools import lru_cache
 
 import msgspec
@@ -16,6 +17,7 @@ from limitforge.core.algorithms.steps import UNLIMITED
 from limitforge.core.check import Check, Failure, Take, charge_of
 from limitforge.core.clock import Clock, MonotonicClock, SystemClock
 from limitforge.core.decision import Decision, LimitState, closed_decision, open_decision
+from limitforge.core.exact import share_of
 from limitforge.core.keys import Keys
 from limitforge.core.plan import MAX_LIMITS
 from limitforge.core.tickets import Lease, Reservation, as_local
@@ -25,12 +27,13 @@ from limitforge.stores.memory import MemoryStore
 from limitforge.stores.options import StoreOptions
 
 LOG_EVERY_US = 10_000_000
+OWED_EVERY_US = 1_000_000
 LOCAL_KEYS = 100_000
 MAX_NAMES = 1_000  # limits whose admissions are summed by name; the rest is summed together
 MAX_CHARGED = 10_000  # buckets that are charged after an outage
 OTHER = "(other limits)"
 RETRY_MS = 1_000  # what a closed check is told while the breaker has not opened
-LEAST_PROBE_US = 1_000_000
+LEAST_PROBE_US = 100_000
 
 _log = logging.getLogger(__name__)
 
@@ -106,8 +109,8 @@ class Resilience:
             _log.warning("store left alone for %g s: %s", self._options.breaker_seconds, error)
         return opened
 
-    def succeeded(self) -> list[Check]:
-        """The backend answered. What it is owed after an outage comes back, to be sent once.
+    def succeeded(self, *, is_full: bool = False) -> list[Check]:
+        """The backend answered. What it is owed after an outage comes back, to be sent once, unless it can't write.
 
         Single lost calls, one now and then, are settled together: at most once in `LOG_EVERY_US`.
         """
@@ -119,11 +122,21 @@ class Resilience:
             if closed:
                 self.since = _epoch_seconds()
             outage = self._outage
-            if outage is not None and not closed and now_us - self._reconciled_us < LOG_EVERY_US:
+            if is_full or (outage is not None and not closed and now_us - self._reconciled_us < LOG_EVERY_US):
                 return []
             self._outage, self._reconciled_us = None, now_us
             self.is_quiet = True
-        return [] if outage is None else self._reconcile(outage, "back")
+        return [] if outage is None else self._reconcile(outage, "back", "now")
+
+    def owe(self, charges: Iterable[Check]) -> None:
+        """These were surely not charged: they are owed again, and tried again after a while."""
+        with self._lock:
+            now_us = self._now_us()
+            for charge in charges:
+                self._outage = self._outage or Outage(now_us)
+                self._outage.charges |= {take[1]: (charge.tenant, take) for take in charge.takes}
+                self._reconciled_us = now_us - LOG_EVERY_US + OWED_EVERY_US
+                self.is_quiet = False
 
     def decide(self, check: Check, error: StoreUnavailable) -> Decision | LimitforgeError:
         """Decide without the store, which could not for this reason. Never raises."""
@@ -144,7 +157,7 @@ class Resilience:
         with self._lock:
             outage, self._outage = self._outage, None
         if outage is not None:
-            self._reconcile(outage, "closed")
+            self._reconcile(outage, "not back", "never")
 
     def wait_ms(self) -> int:
         """When a caller that was denied for want of the store may come back."""
@@ -165,8 +178,9 @@ class Resilience:
             (self._divided(rule), key, cost, resource, None) for rule, key, cost, resource, _ in check.takes
         ]
         decision = self.local.check(Check(check.tenant, takes, check.names, check.lease, check.varies, check.hold))
-        whole = {name: rule.steps.limit for name, (rule, *_) in zip(check.names, check.takes, strict=True)}
-        limits = {name: self._whole(state, whole[name]) for name, state in decision.limits.items()}
+        limits = {
+            name: self._whole(decision.limits[name], take) for name, take in zip(check.names, check.takes, strict=True)
+        }
         bound = None if decision.binding is None else limits[decision.binding]
         return msgspec.structs.replace(
             decision,
@@ -178,14 +192,17 @@ class Resilience:
             reservation_id=as_local(Reservation, decision.reservation_id),
         )
 
-    def _whole(self, state: LimitState, limit: int) -> LimitState:
+    def _whole(self, state: LimitState, take: Take) -> LimitState:
         """What users know as the limit is the whole of it. A cost that only this node's part can never hold may come
         back when the store does.
         """
+        rule, _, cost, *_ = take
+        limit = rule.steps.limit
         if limit == UNLIMITED:
             return state
-        never = state.retry_after_ms is None and limit > 0
-        retry_after_ms = self.wait_ms() if never else state.retry_after_ms
+        retry_after_ms = state.retry_after_ms
+        if retry_after_ms is None and cost <= share_of(limit, rule.percent):
+            retry_after_ms = self.wait_ms()
         return msgspec.structs.replace(state, limit=limit, retry_after_ms=retry_after_ms)
 
     # -- the account
@@ -227,17 +244,18 @@ class Resilience:
                 else:
                     outage.uncharged += cost
 
-    def _reconcile(self, outage: Outage, how: str) -> list[Check]:
+    def _reconcile(self, outage: Outage, how: str, when: str) -> list[Check]:
         by_tenant: dict[str, list[Take]] = {}
         for tenant, take in outage.charges.values():
             by_tenant.setdefault(tenant, []).append(take)
         _log.warning(
-            "store %s after %.1f s; decided without it: %s; admitted by limit: %s; to be charged: %d in %d buckets; "
+            "store %s after %.1f s; decided without it: %s; admitted by limit: %s; charged %s: %d in %d buckets; "
             "admitted checks that may have been counted: %d; admitted but not noted for charging: %d",
             how,
             (self._now_us() - outage.since_us) / 1e6,
             _counts(outage.kinds),
             _counts(outage.admitted),
+            when,
             sum(take[2] for takes in by_tenant.values() for take in takes),
             len(outage.charges),
             outage.unsure,

@@ -27,6 +27,7 @@ UNAVAILABLE = {
     "OOM": "it is full (maxmemory) and may evict nothing",
     "MASTERDOWN": "it is a replica whose master is gone",
     "NOAUTH": "it wants a password: put user and password into the URL",
+    "ERR Protocol error: unauthenticated": "it wants a password: put user and password into the URL",
     "WRONGPASS": "it refused user and password of the URL",
     "NOPERM": "the user of the URL may not do this: see docs/operations.md for its ACL",
     "ERR The user executing the script": "the user of the URL may not do this: see docs/operations.md for its ACL",

@@ -25,8 +25,6 @@ from limitforge.stores.resp import (
     unreachable,
 )
 
-CONNECT_SECONDS = 1.0
-
 Done = Callable[[Reply | StoreError], None]
 Lost = Callable[["Wire", StoreUnavailable], None]
 
@@ -41,11 +39,11 @@ class Wire(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
 
     @classmethod
-    async def open(cls, address: Address, lost: "Lost") -> "Wire":
-        """Connect and greet, or raise StoreUnavailable."""
+    async def open(cls, address: Address, lost: "Lost", seconds: float) -> "Wire":
+        """Connect and greet within that time, or raise StoreUnavailable."""
         wire: Wire | None = None
         try:
-            async with asyncio.timeout(CONNECT_SECONDS):
+            async with asyncio.timeout(seconds):
                 wire = await cls._connected(address, lost)
                 replies = await wire.greet(address)
         except (OSError, TimeoutError) as error:

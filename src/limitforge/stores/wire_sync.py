@@ -4,6 +4,8 @@ Nothing is ever sent twice. A connection whose call failed in the middle is clos
 be taken for that of the next call.
 """
 
+import ipaddress
+import queue
 import socket
 import ssl
 import threading
@@ -180,10 +182,40 @@ def _left(due: float) -> float:
     return left
 
 
+def _found(host: str, port: int, due: float) -> list[Any]:
+    """The addresses of a host. The name server has no deadline, so a thread of its own waits for it."""
+    answer: queue.SimpleQueue[list[Any] | OSError] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answer.put(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        except OSError as error:
+            answer.put(error)
+
+    if _is_numeric(host):
+        ask()
+    else:
+        threading.Thread(target=ask, name="limitforge-resolver", daemon=True).start()
+    try:
+        found = answer.get(timeout=_left(due))
+    except queue.Empty:
+        raise TimeoutError(f"no address of {host} in time") from None
+    if isinstance(found, OSError):
+        raise found
+    return found
+
+
+def _is_numeric(host: str) -> bool:
+    try:
+        return bool(ipaddress.ip_address(host))
+    except ValueError:
+        return False
+
+
 def _dialled(address: Address, due: float) -> socket.socket:
-    """The first of the host's addresses that answers. One deadline holds for all; the name server has its own."""
+    """The first of the host's addresses that answers. One deadline holds for all."""
     problem: OSError = ConnectionError(f"{address.host} has no address")
-    for family, kind, protocol, _, place in socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM):
+    for family, kind, protocol, _, place in _found(address.host, address.port, due):
         opened = socket.socket(family, kind, protocol)
         try:
             opened.settimeout(_left(due))

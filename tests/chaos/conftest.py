@@ -1,0 +1,69 @@
+"""Limiters of both shells behind one face, and a Redis behind a proxy."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import pytest
+
+from limitforge import Limiter, StoreOptions, SyncLimiter
+from tests.chaos.background import BackgroundLoop
+from tests.proxy import Proxy
+from tests.servers import RedisServer
+
+
+class OnALoop:
+    """An async limiter with the face of a sync one, on a loop that runs all the time."""
+
+    def __init__(self, limiter: Limiter) -> None:
+        self._limiter = limiter
+        self._loop = BackgroundLoop()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._limiter, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = method(*args, **kwargs)
+            return self._loop.run(result) if inspect.iscoroutine(result) else result
+
+        return call
+
+    def close(self) -> None:
+        if self._loop.is_running:
+            self._loop.run(self._limiter.close())
+            self._loop.stop()
+
+
+Open = Callable[..., SyncLimiter]
+
+
+@pytest.fixture(params=["async", "sync"])
+def opened(request: pytest.FixtureRequest) -> Iterator[Open]:
+    """Opens limiters of each shell in turn, by URL and options, and closes them after the test."""
+    limiters: list[SyncLimiter] = []
+
+    def connect(url: str, **options: Any) -> SyncLimiter:
+        chosen = StoreOptions(**options)
+        if request.param == "sync":
+            limiters.append(SyncLimiter.connect(url, options=chosen))
+        else:
+            limiters.append(cast("SyncLimiter", OnALoop(Limiter.connect(url, options=chosen))))
+        return limiters[-1]
+
+    yield connect
+    for limiter in limiters:
+        limiter.close()
+
+
+@pytest.fixture
+def proxy(redis_url: str, redis_server: RedisServer) -> Iterator[Proxy]:
+    """In front of this worker's Redis, emptied."""
+    with Proxy(redis_server.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def own_proxy(own_redis_server: RedisServer) -> Iterator[Proxy]:
+    """In front of a Redis that the test may break as well."""
+    with Proxy(own_redis_server.port) as proxy:
+        yield proxy

@@ -1,0 +1,134 @@
+"""Three failures in a row, and Redis is left alone for a while; then one asks whether it is back."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+
+from limitforge import FixedWindow, SyncLimiter
+from tests.chaos.conftest import Open
+from tests.chaos.waiting import eventually, until_it_works
+from tests.proxy import DropReplies, Pass, Proxy, Refuse
+
+MANY = FixedWindow(name="many", limit=10**9, window_seconds=86_400)
+
+
+def ask(limiter: SyncLimiter) -> str | None:
+    return limiter.check("r", "s", limits=MANY).degraded
+
+
+def test_two_failures_do_not_open_it_and_a_success_starts_the_row_again(opened: Open, proxy: Proxy) -> None:
+    limiter = opened(proxy.url)
+    for _ in range(3):
+        assert ask(limiter) is None
+        with proxy.doing(Refuse()):
+            assert (ask(limiter), ask(limiter)) == ("open", "open")
+        assert limiter.status().breaker == "closed"
+    assert ask(limiter) is None
+
+
+@pytest.mark.parametrize("failures", [1, 3, 5])
+def test_that_many_failures_in_a_row_open_it(opened: Open, proxy: Proxy, failures: int) -> None:
+    limiter = opened(proxy.url, breaker_failures=failures)
+    proxy.mode = Refuse()
+    for _ in range(failures):
+        assert limiter.status().breaker == "closed"
+        ask(limiter)
+    assert limiter.status().breaker == "open"
+
+
+def test_while_it_is_open_nobody_waits_and_redis_is_left_alone(opened: Open, proxy: Proxy) -> None:
+    limiter = opened(proxy.url, deadline_ms=100, breaker_seconds=60)
+    ask(limiter)
+    proxy.mode = DropReplies()
+    eventually(lambda: ask(limiter) and limiter.status().breaker == "open")
+    proxy.mode = Pass()
+    before, began = proxy.accepted, time.monotonic()
+    for _ in range(1_000):
+        assert ask(limiter) == "open"
+    assert time.monotonic() - began < 10  # a thousand deadlines would be a hundred seconds
+    assert proxy.accepted == before
+
+
+def test_it_asks_again_after_its_time_and_not_before(opened: Open, proxy: Proxy) -> None:
+    limiter = opened(proxy.url, breaker_seconds=0.5)
+    proxy.mode = Refuse()
+    for _ in range(3):
+        ask(limiter)
+    began = time.monotonic()
+    proxy.mode = Pass()
+    assert ask(limiter) == "open"
+    until_it_works(limiter)
+    assert time.monotonic() - began > 0.45
+
+
+def test_only_one_asks_at_a_time_whether_redis_is_back(opened: Open, proxy: Proxy) -> None:
+    """Sixteen threads for a second, with a probe every tenth: not one connection a check, nor sixteen a probe."""
+    limiter = opened(proxy.url, breaker_seconds=0.1, denial_cache_ms=0)
+    ask(limiter)
+    proxy.mode = Refuse()
+    for _ in range(3):
+        ask(limiter)
+    before, over = proxy.accepted, time.monotonic() + 1
+
+    def hammer(_: int) -> int:
+        asked = 0
+        while time.monotonic() < over:
+            assert ask(limiter) == "open"
+            asked += 1
+            time.sleep(0.001)
+        return asked
+
+    with ThreadPoolExecutor(16) as pool:
+        asked = sum(pool.map(hammer, range(16)))
+    assert asked > 100
+    assert 1 <= proxy.accepted - before <= 12
+
+
+def test_a_probe_that_hangs_keeps_the_others_from_asking(opened: Open, proxy: Proxy) -> None:
+    limiter = opened(proxy.url, deadline_ms=1_000, breaker_failures=1, breaker_seconds=0.05)
+    proxy.mode = Refuse()
+    ask(limiter)
+    proxy.mode = DropReplies()
+    time.sleep(0.1)
+    probe = threading.Thread(target=ask, args=(limiter,))
+    probe.start()
+    eventually(lambda: limiter.status().breaker == "probing")
+    began = time.monotonic()
+    assert ask(limiter) == "open"
+    assert time.monotonic() - began < 0.5
+    probe.join()
+
+
+def test_a_failed_probe_opens_it_for_as_long_again(opened: Open, proxy: Proxy) -> None:
+    limiter = opened(proxy.url, breaker_seconds=0.2)
+    proxy.mode = Refuse()
+    for _ in range(3):
+        ask(limiter)
+
+    def has_probed(before: int) -> bool:
+        return ask(limiter) == "open" and proxy.accepted > before
+
+    for _ in range(3):
+        eventually(partial(has_probed, proxy.accepted))
+        assert limiter.status().breaker == "open"
+        probed = proxy.accepted
+        for _ in range(10):
+            assert ask(limiter) == "open"
+        assert proxy.accepted == probed
+    proxy.mode = Pass()
+    until_it_works(limiter)
+
+
+def test_it_works_again_within_its_time_after_a_silence(opened: Open, proxy: Proxy) -> None:
+    """Whatever was waiting for an answer that never comes must not keep the next probe from asking."""
+    limiter = opened(proxy.url, deadline_ms=50, breaker_seconds=0.05)
+    ask(limiter)
+    with proxy.doing(DropReplies()):
+        over = time.monotonic() + 0.3
+        while time.monotonic() < over:
+            ask(limiter)
+            time.sleep(0.005)
+    assert until_it_works(limiter) < 0.05 + 0.05 + 0.5

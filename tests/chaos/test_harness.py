@@ -1,0 +1,199 @@
+"""What the chaos tests lean on can see what it is for: faults that are real, and promises that are broken."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from limitforge import Decision, Limiter, StoreOptions, SyncLimiter
+from tests.chaos import promises
+from tests.chaos.faults import OF_THE_SERVER, Fault
+from tests.chaos.load import SHELLS, Load, load_of
+from tests.chaos.record import BUCKET, TIGHT, WIDE, Call, Record
+from tests.chaos.shells import Tasks, Threads, by_check, by_submit
+from tests.proxy import Proxy
+from tests.servers import RedisServer
+
+OPTIONS = StoreOptions(deadline_ms=100, nodes=4)
+WRITE = "EVAL \"return redis.call('SET', 'key', 'value')\" 0"
+SAID = {
+    "loading": b"-LOADING",
+    "full": b"-OOM",
+    "read-only": b"-READONLY",
+    "master-down": b"-MASTERDOWN",
+    "busy": b"-BUSY",
+    "locked": b"-NOAUTH",
+}
+
+
+@pytest.mark.parametrize(
+    "fault", [fault for fault in OF_THE_SERVER if fault.name in SAID], ids=lambda fault: fault.name
+)
+def test_a_fault_is_what_it_is_called_and_is_mended_at_its_end(own_redis_server: RedisServer, fault: Fault) -> None:
+    def reply() -> bytes:
+        stranger = RedisServer()
+        stranger.port = own_redis_server.port
+        return stranger.command(WRITE)
+
+    said = b""
+    with Proxy(own_redis_server.port) as proxy, fault.broken(own_redis_server, proxy):
+        for _ in range(500):  # it may take a moment to come
+            try:
+                said = reply()
+            except OSError:
+                said = b""
+            if said.startswith(SAID[fault.name]):
+                break
+            time.sleep(0.01)
+        assert said.startswith(SAID[fault.name])
+    assert reply().startswith(b"+OK")
+
+
+def test_paused_clients_wait_and_killed_ones_are_gone(own_redis_server: RedisServer) -> None:
+    named = {fault.name: fault for fault in OF_THE_SERVER}
+    with Proxy(own_redis_server.port) as proxy, own_redis_server.connection() as client:
+        client.settimeout(0.1)
+        with named["clients-paused"].broken(own_redis_server, proxy):
+            client.sendall(f"{WRITE}\r\n".encode())
+            with pytest.raises(TimeoutError):
+                client.recv(64)
+        client.settimeout(10)
+        assert client.recv(64) == b"+OK\r\n"
+        with named["clients-killed"].broken(own_redis_server, proxy):
+            assert client.recv(64) == b""
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_load_on_a_healthy_store_keeps_every_promise(shell: str) -> None:
+    with load_of(shell, "memory://", OPTIONS) as load:
+        load.answered(1_000, degraded=False)
+        load.stop()
+        promises.the_count_is_between_what_was_admitted_and_what_was_sent(load)
+    promises.nobody_hung(load.record, OPTIONS)
+    promises.every_answer_was_right(load.record, OPTIONS)
+    promises.no_more_was_admitted(load.record, OPTIONS)
+    assert load.record.kinds == {None: len(load.record.calls)}
+
+
+def bad(act: Callable[[], Decision]) -> Load:
+    """A load on a limiter that does something else in place of each check."""
+
+    class Bad(SyncLimiter):
+        def check(self, *args: Any, **kwargs: Any) -> Decision:
+            return act()
+
+    return Load(Threads(Bad.connect("memory://"), callers=4))
+
+
+def decision(**fields: Any) -> Decision:
+    empty: dict[str, Any] = dict.fromkeys(Decision.__struct_fields__) | {"limits": {}, "would_deny": ()}
+    return Decision(**{**empty, **fields})
+
+
+def run(load: Load) -> Record:
+    with load:
+        time.sleep(0.1)
+    return load.record
+
+
+def test_a_hung_caller_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.chaos.shells.PATIENCE_SECONDS", 0.2)
+
+    def hang() -> Decision:
+        time.sleep(1)
+        return decision(allowed=True)
+
+    record = run(bad(hang))
+    assert record.hung == 4
+    with pytest.raises(AssertionError):
+        promises.nobody_hung(record, OPTIONS)
+
+
+def test_a_slow_answer_is_seen() -> None:
+    record = Record([Call(WIDE, 0, 5.0)])
+    with pytest.raises(AssertionError):
+        promises.nobody_hung(record, OPTIONS)
+
+
+def test_a_blocked_loop_is_seen() -> None:
+    class Blocking(Limiter):
+        async def check(self, *args: Any, **kwargs: Any) -> Decision:
+            time.sleep(0.3)  # noqa: ASYNC251 - that is the mistake
+            return await super().check(*args, **kwargs)
+
+    record = run(Load(Tasks(Blocking.connect("memory://"), callers=4, by=by_check)))
+    assert record.loop.worst > 0.5
+    with pytest.raises(AssertionError):
+        promises.nobody_hung(record, OPTIONS)
+
+
+def test_an_exception_is_seen() -> None:
+    def fail() -> Decision:
+        raise OSError("of the driver")
+
+    record = run(bad(fail))
+    assert "OSError('of the driver')" in record.exceptions
+    with pytest.raises(AssertionError):
+        promises.every_answer_was_right(record, OPTIONS)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"allowed": False, "degraded": "open"},
+        {"allowed": False, "degraded": "closed", "retry_after_ms": 0},
+        {"allowed": True, "degraded": "closed", "retry_after_ms": 5},
+        {"allowed": True},
+        {"allowed": True, "degraded": "local"},
+        {"allowed": False, "degraded": "closed", "retry_after_ms": 5},  # right, but `open` was asked for
+    ],
+    ids=str,
+)
+def test_a_decision_that_is_not_as_promised_is_seen(wrong: dict[str, Any]) -> None:
+    record = run(bad(lambda: decision(**wrong)))
+    with pytest.raises(AssertionError):
+        promises.every_answer_was_right(record, OPTIONS)
+
+
+@pytest.mark.parametrize("kind", [None, "local"])
+def test_one_admission_too_many_is_seen(kind: str | None) -> None:
+    most = TIGHT.most if kind is None else TIGHT.most // OPTIONS.nodes
+    calls = [Call(TIGHT, 0, 0, allowed=True, degraded=kind)] * most
+    promises.no_more_was_admitted(Record(list(calls)), OPTIONS)
+    with pytest.raises(AssertionError):
+        promises.no_more_was_admitted(Record([*calls, calls[0]]), OPTIONS)
+
+
+def test_a_count_that_is_lost_or_doubled_is_seen() -> None:
+    with load_of("sync", "memory://", OPTIONS) as load:
+        load.answered(100)
+        load.stop()
+        promises.the_count_is_between_what_was_admitted_and_what_was_sent(load)
+        load.check(WIDE)
+        with pytest.raises(AssertionError):
+            promises.the_count_is_between_what_was_admitted_and_what_was_sent(load)
+        load.record.calls.append(Call(WIDE, 0, 0, allowed=True))
+        load.record.calls.append(Call(BUCKET, 0, 0, allowed=True))
+        with pytest.raises(AssertionError, match="bucket"):
+            promises.the_count_is_between_what_was_admitted_and_what_was_sent(load)
+
+
+def test_a_load_that_gets_no_answers_says_what_it_got(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.chaos.load.PATIENCE_SECONDS", 0.1)
+    with (
+        load_of("async", "memory://", OPTIONS) as load,
+        pytest.raises(AssertionError, match=r"0 of 1 answers \(degraded: True\)"),
+    ):
+        load.answered(1, degraded=True)
+
+
+def test_callbacks_that_come_twice_are_seen() -> None:
+    class Twice(Limiter):
+        def submit(self, answer: Any, *args: Any, **kwargs: Any) -> None:
+            for _ in range(2):
+                answer(decision(allowed=True))
+
+    with pytest.raises(AssertionError, match="answered twice"):
+        asyncio.run(by_submit(Twice.connect("memory://"), WIDE))

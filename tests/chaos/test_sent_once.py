@@ -1,0 +1,148 @@
+"""A check that was sent is never sent again; and what was admitted without the store is charged once, if it may be."""
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+
+from limitforge import FixedWindow, Limiter, StoreOptions, SyncLimiter
+from tests.chaos.conftest import Open
+from tests.chaos.waiting import eventually, until_it_works
+from tests.proxy import Cut, Delay, Drip, DropReplies, DropRequests, Garbage, Mode, Proxy, Refuse
+from tests.servers import RedisServer
+
+DAY = 86_400
+CALLS = 6
+HUNDRED = FixedWindow(name="hundred", limit=100, window_seconds=DAY, align="first_hit")
+OWING = FixedWindow(name="owing", limit=100, window_seconds=DAY, align="first_hit", charge_after_outage=True)
+
+
+def counted(limiter: SyncLimiter, limit: FixedWindow = HUNDRED) -> int:
+    look = limiter.check("r", "s", limits=limit, cost=0)
+    assert look.degraded is None
+    return 100 - (look.remaining or 0)
+
+
+def has_counted(limiter: SyncLimiter, owed: int) -> bool:
+    return counted(limiter, OWING) >= owed
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [DropReplies(), Delay(0.15), Cut(0), Cut(7), Drip(0.1), Garbage()],
+    ids=repr,
+)
+def test_what_reached_redis_is_counted_once_however_its_answer_was_lost(opened: Open, proxy: Proxy, mode: Mode) -> None:
+    limiter = opened(proxy.url, failure="open", deadline_ms=60, breaker_failures=1_000)
+    for _ in range(CALLS):
+        assert limiter.check("r", "s", limits=HUNDRED).degraded is None
+        with proxy.doing(mode):
+            limiter.check("r", "s", limits=HUNDRED)
+        until_it_works(limiter)
+    assert counted(limiter) == 2 * CALLS
+
+
+@pytest.mark.parametrize("mode", [DropRequests(), Refuse()], ids=repr)
+def test_what_never_reached_redis_is_not_counted_later(opened: Open, proxy: Proxy, mode: Mode) -> None:
+    limiter = opened(proxy.url, failure="open", deadline_ms=60, breaker_failures=1_000)
+    for _ in range(CALLS):
+        assert limiter.check("r", "s", limits=HUNDRED).degraded is None
+        with proxy.doing(mode):
+            assert limiter.check("r", "s", limits=HUNDRED).degraded == "open"
+        until_it_works(limiter)
+    assert counted(limiter) == CALLS
+
+
+def test_a_frozen_redis_counts_each_check_once_when_it_thaws(opened: Open, own_redis_server: RedisServer) -> None:
+    limiter = opened(own_redis_server.url, failure="open", deadline_ms=60, breaker_failures=1_000)
+    assert limiter.check("r", "s", limits=HUNDRED).degraded is None
+    own_redis_server.pause()
+    for _ in range(CALLS):
+        assert limiter.check("r", "s", limits=HUNDRED).degraded == "open"
+    own_redis_server.resume()
+    until_it_works(limiter)
+    assert 1 <= counted(limiter) <= 1 + CALLS
+
+
+@pytest.mark.parametrize("failure", ["open", "local"])
+def test_what_was_admitted_without_the_store_is_charged_once(opened: Open, proxy: Proxy, failure: str) -> None:
+    limiter = opened(proxy.url, failure=failure, breaker_seconds=0.05)
+    limiter.check("r", "s", limits=[OWING, HUNDRED], cost=5)
+    for outage in (1, 2):
+        with proxy.doing(Refuse()):
+            for _ in range(CALLS):
+                assert limiter.check("r", "s", limits=[OWING, HUNDRED], cost=3).allowed
+        until_it_works(limiter)
+        owed = 5 + outage * 3 * CALLS
+        eventually(partial(has_counted, limiter, owed))
+        time.sleep(0.15)  # and not once more, some probes later
+        assert counted(limiter, OWING) == owed
+    assert counted(limiter, HUNDRED) == 5
+
+
+def test_what_was_denied_without_the_store_is_not_charged(opened: Open, proxy: Proxy) -> None:
+    limiter = opened(proxy.url, failure="closed", breaker_seconds=0.05)
+    limiter.check("r", "s", limits=OWING)
+    with proxy.doing(Refuse()):
+        for _ in range(CALLS):
+            assert not limiter.check("r", "s", limits=OWING).allowed
+    until_it_works(limiter)
+    time.sleep(0.15)
+    assert counted(limiter, OWING) == 1
+
+
+def test_what_may_have_been_counted_is_not_charged_as_well(opened: Open, proxy: Proxy) -> None:
+    limiter = opened(proxy.url, failure="open", deadline_ms=60, breaker_seconds=0.05)
+    limiter.check("r", "s", limits=OWING)
+    with proxy.doing(DropReplies()):
+        assert limiter.check("r", "s", limits=OWING).degraded == "open"  # sent, and counted
+    until_it_works(limiter)
+    time.sleep(0.15)
+    assert counted(limiter, OWING) == 2
+
+
+def test_a_charge_may_fill_a_limit_so_that_the_next_check_is_denied(opened: Open, proxy: Proxy) -> None:
+    limiter = opened(proxy.url, failure="open", breaker_seconds=0.05)
+    limiter.check("r", "s", limits=OWING)
+    with proxy.doing(Refuse()):
+        assert limiter.check("r", "s", limits=OWING, cost=100).allowed
+    until_it_works(limiter)
+    eventually(lambda: limiter.check("r", "s", limits=OWING, cost=0).remaining == 0)
+    assert not limiter.check("r", "s", limits=OWING).allowed
+
+
+@pytest.mark.parametrize("mode", [Delay(0.15), DropReplies(), DropRequests()], ids=repr)
+def test_nobody_gets_the_answer_to_somebody_elses_check(opened: Open, proxy: Proxy, mode: Mode) -> None:
+    """Some answers are late or lost on a connection that goes on; each limit has a number of its own."""
+    limiter = opened(proxy.url, failure="open", deadline_ms=100, breaker_failures=1_000, denial_cache_ms=0)
+
+    def ask(number: int) -> list[str]:
+        limit = FixedWindow(name="n", limit=1_000 + number, window_seconds=DAY)
+        decisions = [limiter.check("r", f"s{number}", limits=limit) for _ in range(30)]
+        return [str(decision) for decision in decisions if decision.limit not in {None, limit.limit}]
+
+    with ThreadPoolExecutor(8) as pool:
+        asking = [pool.submit(ask, number) for number in range(8)]
+        for _ in range(10):
+            with proxy.doing(mode):
+                time.sleep(0.002)
+            time.sleep(0.02)
+        assert [wrong for asked in asking for wrong in asked.result()] == []
+
+
+async def test_a_denied_caller_is_not_let_in_by_somebody_elses_answer(proxy: Proxy) -> None:
+    """A proxy swallows one reply and goes on: those that follow belong to those who asked for them."""
+    full = FixedWindow(name="full", limit=1, window_seconds=DAY)
+    options = StoreOptions(failure="open", deadline_ms=300, denial_cache_ms=0)
+    async with Limiter.connect(proxy.url, options=options) as limiter:
+        assert (await limiter.check("r", "s", limits=full)).allowed
+        with proxy.doing(DropReplies()):
+            assert (await limiter.check("r", "lost", limits=HUNDRED)).degraded == "open"
+        denied = asyncio.create_task(limiter.check("r", "s", limits=full))
+        await asyncio.sleep(0.001)
+        other = asyncio.create_task(limiter.check("r", "s", limits=HUNDRED))
+        for decision, limit in ((await denied, full), (await other, HUNDRED)):
+            assert decision.degraded == "open" or decision.limit == limit.limit
+        assert (await denied).degraded == "open" or not (await denied).allowed

@@ -1,0 +1,79 @@
+"""A Redis that can't even be connected to: no caller waits for the network longer than for an answer."""
+
+import socket
+import time
+from typing import Any
+
+import pytest
+
+from limitforge import FixedWindow, SyncLimiter
+from tests.chaos.conftest import Open
+from tests.chaos.waiting import until_it_works
+from tests.proxy import Drip, DropReplies, Proxy, unreachable
+from tests.servers import RedisServer, TlsRedisServer
+
+MANY = FixedWindow(name="many", limit=10**9, window_seconds=86_400)
+
+
+def waits(limiter: SyncLimiter, calls: int = 3) -> float:
+    """The longest of some checks, all decided without the store."""
+    longest = 0.0
+    for _ in range(calls):
+        began = time.monotonic()
+        assert limiter.check("r", "s", limits=MANY).degraded == "open"
+        longest = max(longest, time.monotonic() - began)
+    return longest
+
+
+def test_a_connection_that_is_never_made_keeps_nobody_waiting(opened: Open) -> None:
+    with unreachable() as url:
+        assert waits(opened(url, deadline_ms=50)) < 1
+
+
+def test_a_greeting_that_is_never_answered_keeps_nobody_waiting(opened: Open, proxy: Proxy) -> None:
+    proxy.mode = DropReplies()
+    assert waits(opened(proxy.url, deadline_ms=50)) < 1
+
+
+def test_a_greeting_that_is_answered_byte_by_byte_keeps_nobody_waiting(opened: Open, proxy: Proxy) -> None:
+    proxy.mode = Drip(0.04)
+    assert waits(opened(proxy.url, deadline_ms=50)) < 1
+
+
+def test_a_tls_handshake_that_is_never_answered_keeps_nobody_waiting(opened: Open) -> None:
+    with TlsRedisServer() as server, Proxy(server.port) as proxy:
+        url = server.url.replace(str(server.port), str(proxy.port))
+        limiter = opened(url, deadline_ms=50, breaker_seconds=0.1)
+        with proxy.doing(DropReplies()):
+            assert waits(limiter) < 1
+        until_it_works(limiter)
+
+
+def test_a_name_that_takes_long_to_resolve_keeps_nobody_waiting(
+    opened: Open, own_redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a name server is down: the resolver of the C library gives up after seconds, and can't be hurried."""
+    resolve = socket.getaddrinfo
+
+    def slowly(host: Any, *args: Any, **kwargs: Any) -> Any:
+        if host == "redis.internal":
+            time.sleep(2)
+            host = "127.0.0.1"
+        return resolve(host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slowly)
+    limiter = opened(f"redis://redis.internal:{own_redis_server.port}/0", deadline_ms=50)
+    assert waits(limiter) < 1
+
+
+def test_closing_does_not_wait_for_a_redis_that_is_frozen(opened: Open, own_redis_server: RedisServer) -> None:
+    limiter = opened(own_redis_server.url, deadline_ms=50)
+    one = FixedWindow(name="one", limit=1, window_seconds=86_400)
+    for _ in range(5):  # denials are cached, and somebody listens for what makes them doubtful
+        limiter.check("r", "s", limits=one)
+    own_redis_server.pause()
+    waits(limiter)
+    began = time.monotonic()
+    limiter.close()
+    assert time.monotonic() - began < 1.5
+    own_redis_server.resume()

@@ -1,0 +1,24 @@
+"""Waiting for what takes a while in real time."""
+
+import time
+from collections.abc import Callable
+
+from limitforge import FixedWindow, SyncLimiter
+
+PATIENCE_SECONDS = 20.0
+
+ANY = FixedWindow(name="any", limit=1, window_seconds=1)
+
+
+def eventually(is_so: Callable[[], object]) -> float:
+    """Ask until it is so; tells how many seconds that took."""
+    began = time.monotonic()
+    while not is_so():
+        assert time.monotonic() - began < PATIENCE_SECONDS
+        time.sleep(0.005)
+    return time.monotonic() - began
+
+
+def until_it_works(limiter: SyncLimiter) -> float:
+    """Look, without taking anything, until the store decides again."""
+    return eventually(lambda: limiter.check("anything", "anybody", limits=ANY, cost=0, failure="open").degraded is None)

@@ -1,0 +1,186 @@
+"""Denial caches of several nodes on a real Redis: they admit nothing, and deny too much only within their bound."""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule, run_state_machine_as_test
+
+from limitforge import Decision, FixedWindow, Limit, ManualClock, StoreOptions, SyncLimiter
+from limitforge.stores.memory import MemoryStore
+from tests.contract.conftest import PATIENT
+from tests.contract.fleet import Fleet
+from tests.servers import RedisServer
+from tests.twins import CHANGES, NAMES, SUBJECTS, AnyChecks, tight_limits
+
+AGE_MS = 1_000
+AGE_US = 1_000 * AGE_MS
+
+
+class Nodes(AnyChecks):
+    """Now this node is asked, now that."""
+
+    fleet: Fleet
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fleet.start_afresh()
+        self.clock = self.fleet.clock
+        self.cached = self.fleet.nodes[0]
+
+    def hits(self) -> int:
+        return self.fleet.hits()
+
+    @rule(at=st.integers(0, 2))
+    def ask_another_node(self, at: int) -> None:
+        self.cached = self.fleet.nodes[at]
+
+
+class Hearing(Nodes):
+    """Every message arrives before the next thing happens: verdicts are those of one store without a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = SyncLimiter(MemoryStore(clock=self.clock))
+
+    def changed(self) -> None:
+        self.fleet.listen()
+
+
+class Deaf(Nodes):
+    """Every message is lost, overrides expire and plans change: what is denied is soon denied by Redis alone."""
+
+    uncached: SyncLimiter
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = self.uncached  # on the same keys
+        self.changes_us: list[int] = [0]
+
+    def both(self, act: Callable[[SyncLimiter], Any]) -> None:
+        hits = self.hits()
+        mine = self.answer(act, self.cached)
+        if not isinstance(mine, Decision):
+            self.changes_us.append(self.clock.now_us())
+            self.ask_at_once_and_later()
+            return
+        self.remember(mine, mine)
+        if mine.allowed:
+            assert self.hits() == hits
+            return
+        theirs = self.answer(act, self.uncached)
+        if theirs.allowed:
+            self.remember(theirs, theirs)
+            latest_us = max(at_us for at_us in self.changes_us if at_us <= self.clock.now_us())
+            assert self.hits() > hits
+            assert self.clock.now_us() < latest_us + AGE_US
+
+    @rule(limit=st.sampled_from(NAMES).flatmap(tight_limits))
+    def change_the_plan(self, limit: Limit) -> None:
+        self.plan[limit.name] = limit
+        self.changes_us.append(self.clock.now_us())
+
+    @rule(
+        name=st.sampled_from(NAMES),
+        subject=st.sampled_from(SUBJECTS),
+        change=st.sampled_from(CHANGES),
+        ttl_seconds=st.sampled_from([0.5, 3, 60]),
+    )
+    def set_a_brief_override(self, name: str, subject: str, change: Any, ttl_seconds: float) -> None:
+        plan = self.limits([name])
+        self.both(
+            lambda limiter: limiter.set_override("*", subject, {name: change}, limits=plan, ttl_seconds=ttl_seconds)
+        )
+        self.changes_us.append(self.clock.now_us() + int(ttl_seconds * 1e6))
+
+    @precondition(lambda self: self.last is not None and not self.last.allowed)
+    @rule(by_us=st.sampled_from([1, AGE_US // 2, AGE_US - 1, AGE_US]))
+    def let_the_cache_grow_old(self, by_us: int) -> None:
+        self.clock.advance_us(by_us)
+
+
+@pytest.fixture
+def hearing(redis_server: RedisServer) -> Iterator[type[Hearing]]:
+    fleet = Fleet(redis_server.url, denial_cache_ms=60_000)
+    yield type("Hearing", (Hearing,), {"fleet": fleet})
+    fleet.close()
+
+
+@pytest.fixture
+def deaf(redis_server: RedisServer) -> Iterator[type[Deaf]]:
+    fleet = Fleet(redis_server.url, denial_cache_ms=AGE_MS, deaf=True)
+    with SyncLimiter.connect(redis_server.url, clock=fleet.clock, options=PATIENT) as uncached:
+        yield type("Deaf", (Deaf,), {"fleet": fleet, "uncached": uncached})
+    fleet.close()
+
+
+def run(machine: type[Nodes], examples: int, machine_seed: int | None) -> None:
+    if machine_seed is not None:
+        machine = seed(machine_seed)(machine)
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=40,
+            deadline=None,
+            derandomize=False,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+            phases=[Phase.generate, Phase.shrink],
+        ),
+    )
+    assert machine.fleet.hits() > 0
+
+
+@pytest.mark.slow
+def test_nodes_that_hear_of_each_other_decide_as_one_store_without_a_cache(hearing: type[Hearing]) -> None:
+    run(hearing, 150, 1)
+
+
+def test_nodes_that_hear_of_each_other_decide_so_on_a_few_traces(hearing: type[Hearing]) -> None:
+    run(hearing, 10, 2)
+
+
+@pytest.mark.soak
+def test_nodes_that_hear_of_each_other_decide_so_on_ever_new_traces(hearing: type[Hearing]) -> None:
+    run(hearing, 10_000, None)
+
+
+@pytest.mark.slow
+def test_a_node_that_hears_nothing_denies_more_than_redis_only_within_its_bound(deaf: type[Deaf]) -> None:
+    run(deaf, 150, 1)
+
+
+def test_a_node_that_hears_nothing_keeps_its_bound_on_a_few_traces(deaf: type[Deaf]) -> None:
+    run(deaf, 10, 2)
+
+
+@pytest.mark.soak
+def test_a_node_that_hears_nothing_keeps_its_bound_on_ever_new_traces(deaf: type[Deaf]) -> None:
+    run(deaf, 10_000, None)
+
+
+def test_nodes_that_ask_at_once_admit_exactly_the_limit(redis_url: str) -> None:
+    limit = FixedWindow(name="w", limit=100, window_seconds=86_400)
+    options = StoreOptions(deadline_ms=30_000, failure="raise", denial_cache_ms=60_000)
+    clock = ManualClock()
+    nodes = [SyncLimiter.connect(redis_url, clock=clock, options=options) for _ in range(3)]
+    admitted: list[bool] = []
+
+    def call(node: SyncLimiter) -> None:
+        admitted.extend(node.check("r", "s", limits=limit).allowed for _ in range(100))
+
+    threads = [threading.Thread(target=call, args=(node,)) for node in nodes for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(admitted), sum(admitted)) == (600, 100)
+    assert all(node.status().denial_hits for node in nodes)
+    with SyncLimiter.connect(redis_url, clock=clock, options=PATIENT) as uncached:
+        assert not uncached.check("r", "s", limits=limit).allowed
+    for node in nodes:
+        node.close()

@@ -1,0 +1,405 @@
+"""What was let pass without the store: logged in few lines, summed up, and charged once where a limit says so."""
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+
+from limitforge import (
+    FixedWindow,
+    InvalidLimit,
+    LeakyBucket,
+    Limit,
+    Quota,
+    SlidingWindow,
+    SlidingWindowCounter,
+    StoreUnavailable,
+    SyncLimiter,
+    TokenBucket,
+    limit_from_fields,
+)
+from limitforge.core.check import Check, FailureName
+from limitforge.stores import resilience as resilience_module
+from limitforge.stores.memory import MemoryStore
+from limitforge.stores.resilience import NotAsked
+from tests.unit.away import SILENT, Node, used
+
+DAY = 86_400
+SECOND_US = 1_000_000
+PLAIN = FixedWindow(name="plain", limit=100, window_seconds=DAY)
+CHARGED = FixedWindow(name="charged", limit=100, window_seconds=DAY, charge_after_outage=True)
+
+Build = Callable[..., Node]
+admitting = pytest.mark.parametrize("kind", ["open", "local"])
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Build:
+    caplog.set_level(logging.DEBUG, "limitforge")
+    return lambda **options: Node(monkeypatch, **options)
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.startswith("limitforge")]
+
+
+def costs_of(charges: list[Check]) -> dict[str, int]:
+    return {key: cost for charge in charges for _, key, cost, *_ in charge.takes}
+
+
+# -- log lines
+
+
+def test_thousands_of_checks_without_the_store_make_few_lines(node: Build, caplog: pytest.LogCaptureFixture) -> None:
+    away = node(failure="open")
+    for _ in range(5_000):  # in 25 seconds
+        away.check(PLAIN)
+        away.monotonic.advance_us(5_000)
+    assert lines(caplog) == [
+        "checks are decided without the store (open 1 so far): nobody there",
+        "checks are decided without the store (open 2001 so far): nobody there",
+        "checks are decided without the store (open 4001 so far): nobody there",
+    ]
+
+
+def test_the_line_about_what_is_degraded_tells_each_kind(node: Build, caplog: pytest.LogCaptureFixture) -> None:
+    away = node(failure="open")
+    kinds: list[FailureName] = ["open", "closed", "local", "local"]
+    for kind in kinds:
+        away.check(PLAIN, failure=kind)
+    away.monotonic.advance_us(10 * SECOND_US)
+    away.check(PLAIN)
+    assert "(open 2, closed 1, local 2 so far)" in lines(caplog)[-1]
+
+
+def test_the_breaker_says_once_that_it_opened(node: Build, caplog: pytest.LogCaptureFixture) -> None:
+    away = node(breaker_failures=3, breaker_seconds=30)
+    away.fail(10)
+    assert lines(caplog) == ["store left alone for 30 s: nobody there"]
+    assert away.resilience.state == "open"
+    assert not away.resilience.admits()
+
+
+def test_what_was_not_asked_by_our_own_choice_is_no_failure(node: Build, caplog: pytest.LogCaptureFixture) -> None:
+    away = node()
+    for _ in range(10):
+        assert not away.resilience.failed(NotAsked("too many wait"), away.resilience.now_us())
+    assert away.resilience.is_quiet
+    assert lines(caplog) == []
+
+
+def test_what_was_under_way_together_is_one_failure(node: Build) -> None:
+    away = node()
+    began_us = away.resilience.now_us()
+    away.monotonic.advance_us(50_000)
+    for _ in range(10):
+        away.resilience.failed(SILENT, began_us)
+    assert away.resilience.state == "closed"
+    away.fail(2)
+    assert away.resilience.state == "open"
+
+
+def test_no_line_names_a_subject(node: Build, caplog: pytest.LogCaptureFixture) -> None:
+    away = node(failure="open")
+    for kind in ("open", "closed", "local"):
+        away.check([PLAIN, CHARGED], "jane@example.com", tenant="secret-tenant", failure=kind)
+    away.fail(3)
+    away.resilience.succeeded()
+    assert len(lines(caplog)) == 3
+    assert not any("jane" in line or "secret" in line for line in lines(caplog))
+
+
+def test_no_line_names_a_password(caplog: pytest.LogCaptureFixture) -> None:
+    with SyncLimiter.connect("redis://someone:hunter2@127.0.0.1:1/0") as limiter:
+        for _ in range(5):
+            assert limiter.check("r", "jane@example.com", limits=PLAIN).degraded == "open"
+    assert len(lines(caplog)) == 3  # when it began, when the breaker opened, and what was never charged
+    assert not any("hunter2" in line or "jane" in line for line in lines(caplog))
+
+
+# -- sums
+
+
+def test_what_was_let_pass_is_summed_by_limit_when_the_store_is_back(
+    node: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    away = node(failure="open")
+    away.check([PLAIN, CHARGED], cost=3)
+    away.check(PLAIN, "another", cost=4)
+    away.check(PLAIN, cost=0)
+    away.check(PLAIN, failure="closed")
+    away.store.error = SILENT
+    away.check(CHARGED, cost=5)
+    away.monotonic.advance_us(12 * SECOND_US)
+    away.resilience.succeeded()
+    (line,) = [line for line in lines(caplog) if line.startswith("store back")]
+    assert line == (
+        "store back after 12.0 s; decided without it: open 4, closed 1; admitted by limit: plain 7, charged 8; "
+        "charged now: 3 in 1 buckets; admitted checks that may have been counted: 1; "
+        "admitted but not noted for charging: 0"
+    )
+
+
+def test_local_sums_only_what_it_let_pass(node: Build, caplog: pytest.LogCaptureFixture) -> None:
+    away = node(failure="local", nodes=10)
+    watched = replace(PLAIN, name="watched", limit=40, mode="monitor")
+    for _ in range(20):
+        away.check([PLAIN, watched])
+    away.resilience.succeeded()
+    assert "local 20; admitted by limit: plain 10, watched 4;" in lines(caplog)[-1]
+
+
+def test_what_was_let_pass_is_summed_also_if_the_store_never_came_back(
+    node: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    away = node(failure="open")
+    away.check(PLAIN, cost=3)
+    caplog.clear()
+    for _ in range(2):
+        away.resilience.close()
+    (line,) = lines(caplog)
+    assert line.startswith("store not back after 0.0 s; decided without it: open 1; admitted by limit: plain 3;")
+
+
+def test_nothing_is_said_of_a_store_that_never_failed(node: Build, caplog: pytest.LogCaptureFixture) -> None:
+    away = node()
+    assert away.resilience.succeeded() == []
+    away.fail(1)
+    assert not away.resilience.is_quiet
+    assert away.resilience.succeeded() == []
+    assert away.resilience.is_quiet
+    assert lines(caplog) == []
+
+
+def test_the_breakers_state_is_told_with_its_moment(node: Build) -> None:
+    away = node()
+    assert (away.resilience.state, away.resilience.since) == ("closed", None)
+    away.fail(3)
+    opened = away.resilience.since
+    assert opened is not None
+    away.monotonic.advance_us(30 * SECOND_US)
+    assert away.resilience.admits()
+    assert away.resilience.state == "probing"
+    assert not away.resilience.admits()
+    away.resilience.succeeded()
+    assert away.resilience.state == "closed"
+    assert (away.resilience.since or 0) >= opened
+
+
+def test_calls_that_are_lost_now_and_then_are_settled_together(node: Build, caplog: pytest.LogCaptureFixture) -> None:
+    away = node(failure="open")
+    charges: list[Check] = []
+    for _ in range(100):
+        away.check(CHARGED)
+        charges += away.resilience.succeeded()
+        away.monotonic.advance_us(SECOND_US)
+    away.monotonic.advance_us(10 * SECOND_US)
+    charges += away.resilience.succeeded()
+    assert sum(cost for charge in charges for _, _, cost, *_ in charge.takes) == 100
+    assert len([line for line in lines(caplog) if line.startswith("store back")]) <= 12
+
+
+def test_an_outage_that_opened_the_breaker_is_settled_at_once(node: Build) -> None:
+    away = node(failure="open")
+    for _ in range(3):
+        away.check(CHARGED)
+        away.fail(3)
+        assert costs_of(away.resilience.succeeded())
+
+
+def test_names_are_summed_together_where_there_are_too_many(
+    node: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(resilience_module, "MAX_NAMES", 2)
+    away = node(failure="open")
+    for name in "abcda":
+        away.check(replace(PLAIN, name=name))
+    away.resilience.succeeded()
+    assert "admitted by limit: a 2, b 1, (other limits) 2;" in lines(caplog)[-1]
+
+
+# -- charges
+
+
+@admitting
+def test_what_was_admitted_is_charged_once(node: Build, kind: FailureName) -> None:
+    away = node(failure=kind)
+    for cost in (1, 2, 3):
+        assert away.check([CHARGED, PLAIN], cost=cost).allowed
+    back = away.charged()
+    assert used(back, CHARGED) == 6
+    assert used(back, PLAIN) == 0
+    assert away.resilience.succeeded() == []
+
+
+EVERY: list[Limit] = [
+    CHARGED,
+    FixedWindow(name="spread", limit=100, window_seconds=DAY, spread=True, charge_after_outage=True),
+    FixedWindow(name="first", limit=100, window_seconds=DAY, align="first_hit", charge_after_outage=True),
+    TokenBucket(name="bucket", bucket_capacity=100, refill_rate_per_sec=1, charge_after_outage=True),
+    LeakyBucket(name="leaky", bucket_capacity=100, leak_rate_per_sec=1, charge_after_outage=True),
+    SlidingWindow(name="log", limit=100, window_seconds=DAY, charge_after_outage=True),
+    SlidingWindowCounter(name="counter", limit=100, window_seconds=DAY, charge_after_outage=True),
+    Quota(name="quota", limit=100, period="month", charge_after_outage=True),
+]
+
+
+@admitting
+@pytest.mark.parametrize("limit", EVERY, ids=lambda limit: limit.name)
+def test_every_limit_that_says_so_is_charged(node: Build, kind: FailureName, limit: Limit) -> None:
+    away = node(failure=kind)
+    for _ in range(7):
+        assert away.check(limit).allowed
+    assert used(away.charged(), limit) == 7
+
+
+def test_slots_are_not_charged() -> None:
+    with pytest.raises(InvalidLimit, match="charge_after_outage"):
+        limit_from_fields(
+            {"algorithm": "concurrency", "max_concurrent": 1, "lease_ttl_seconds": 1, "charge_after_outage": True}
+        )
+
+
+def test_what_may_have_been_counted_is_never_charged(node: Build) -> None:
+    away = node(failure="open")
+    away.check(CHARGED, cost=2)
+    away.store.error = SILENT
+    away.check(CHARGED, cost=40)
+    assert used(away.charged(), CHARGED) == 2
+
+
+@pytest.mark.parametrize("kind", ["closed", "raise"])
+def test_what_was_not_admitted_is_not_charged(node: Build, kind: FailureName) -> None:
+    away = node(failure="open")
+    away.check(CHARGED)
+    with nullcontext() if kind == "closed" else pytest.raises(StoreUnavailable):
+        away.check(CHARGED, failure=kind)
+    assert used(away.charged(), CHARGED) == 1
+
+
+def test_a_denial_of_this_node_and_a_look_are_not_charged(node: Build) -> None:
+    away = node(failure="local", nodes=50)
+    for cost in (0, 1, 1, 1, 5, 0):
+        away.check(CHARGED, cost=cost)
+    assert used(away.charged(), CHARGED) == 2
+
+
+def test_a_monitored_limit_is_charged_only_while_it_had_room(node: Build) -> None:
+    away = node(failure="local")
+    watched = replace(CHARGED, limit=3, mode="monitor")
+    for _ in range(9):
+        assert away.check(watched).allowed
+    assert used(away.charged(), replace(CHARGED, limit=100)) == 3
+
+
+def test_a_limit_that_counts_requests_is_charged_with_requests(node: Build) -> None:
+    away = node(failure="open")
+    requests = replace(CHARGED, counts="requests")
+    for _ in range(3):
+        away.check(requests, cost=20)
+    assert used(away.charged(), requests) == 3
+
+
+def test_a_reservation_is_charged_with_its_estimate_whatever_it_is_settled_for(node: Build) -> None:
+    away = node(failure="local")
+    held = away.limiter.reserve("r", "s", limits=CHARGED, cost=9)
+    away.limiter.settle(held.reservation_id or "", 2)
+    assert used(away.charged(), CHARGED) == 9
+
+
+def test_no_more_than_twice_the_limit_is_charged(node: Build) -> None:
+    away = node(failure="open")
+    ten = replace(CHARGED, limit=10)
+    for cost in (15, 2**52 - 1, 3):
+        away.check(ten, cost=cost)
+    charges = away.resilience.succeeded()
+    assert list(costs_of(charges).values()) == [20]
+    back = MemoryStore(clock=away.clock)
+    for charge in charges:
+        back.check(charge)
+    assert used(back, replace(CHARGED, limit=100)) == 20
+    assert not SyncLimiter(back).check("r", "s", limits=ten).allowed
+
+
+@pytest.mark.parametrize("limit", [0, None], ids=["blocked", "unlimited"])
+def test_where_there_is_nothing_to_count_nothing_is_charged(node: Build, limit: int | None) -> None:
+    away = node(failure="open")
+    away.check(replace(CHARGED, limit=limit), cost=7)
+    assert used(away.charged(), CHARGED) == 0
+
+
+def test_each_caller_and_each_tenant_is_charged_for_itself(node: Build) -> None:
+    away = node(failure="open")
+    who: list[tuple[str, str, int]] = [("s", "acme", 1), ("s", "globex", 2), ("other", "acme", 3)]
+    for subject, tenant, cost in who:
+        away.check(CHARGED, subject, tenant=tenant, cost=cost)
+    back = away.charged()
+    assert [used(back, CHARGED, subject, tenant=tenant) for subject, tenant, _ in who] == [1, 2, 3]
+
+
+def test_a_bucket_of_all_tenants_is_charged_with_what_all_of_them_had(node: Build) -> None:
+    away = node(failure="open")
+    shared = replace(CHARGED, scope="global")
+    for tenant in ("acme", "globex"):
+        away.check(shared, tenant=tenant, cost=4)
+    assert used(away.charged(), shared) == 8
+
+
+def test_any_number_of_buckets_is_charged_in_checks_of_a_bounded_size(node: Build) -> None:
+    away = node(failure="open")
+    subjects = [str(n) for n in range(100)]
+    for subject in subjects:
+        away.check(CHARGED, subject)
+    charges = away.resilience.succeeded()
+    assert all(len(charge.takes) <= 32 for charge in charges)
+    assert all(charge.weight_us for charge in charges)
+    back = MemoryStore(clock=away.clock)
+    for charge in charges:
+        assert back.check(charge).allowed
+    assert [used(back, CHARGED, subject) for subject in subjects] == [1] * 100
+
+
+def test_buckets_that_are_too_many_are_not_charged_and_said_so(
+    node: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(resilience_module, "MAX_CHARGED", 2)
+    away = node(failure="open")
+    for subject in "abcab":
+        away.check(CHARGED, subject, cost=2)
+    back = away.charged()
+    assert [used(back, CHARGED, subject) for subject in "abc"] == [4, 4, 0]
+    assert lines(caplog)[-1].endswith("admitted but not noted for charging: 2")
+
+
+def test_a_charge_that_fails_is_never_charged_again(node: Build) -> None:
+    away = node(failure="open")
+    away.check(CHARGED)
+    (charge,) = away.resilience.succeeded()
+    assert away.resilience.decide(charge, away.store.error) is away.store.error
+    assert away.resilience.succeeded() == []
+    assert away.resilience.degraded["open"] == 1
+
+
+def test_threads_may_be_decided_at_once(node: Build) -> None:
+    away = node(failure="open")
+    charges: list[Check] = []
+
+    def call() -> None:
+        for turn in range(200):
+            away.check(CHARGED, str(turn % 3))
+            if turn % 50 == 0:
+                away.monotonic.advance_us(20 * SECOND_US)
+                charges.extend(away.resilience.succeeded())
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    away.monotonic.advance_us(20 * SECOND_US)
+    charges += away.resilience.succeeded()
+    assert away.resilience.degraded["open"] == 800
+    assert sum(cost for charge in charges for _, _, cost, *_ in charge.takes) == 800
