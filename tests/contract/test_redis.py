@@ -370,3 +370,17 @@ def test_the_script_says_what_the_encoder_sends(redis_url: str) -> None:
     assert len(sent(check)[3]) == 6 + 5 * len(EVERY)
     entries = check_of_entries(keys, [Entry(EVERY[0], "r", "s")], tenant="t", priority="P0")
     assert sent(entries, entries)[3] == [1, 0, 0, 1, 1, 1, 2, 2] * 2
+
+
+@pytest.mark.parametrize("limit", [EVERY[2], EVERY[3], EVERY[4], EVERY[8]], ids=lambda limit: limit.name)
+def test_a_window_keeps_its_time_to_live_while_it_lasts(limiter: SyncLimiter, raw: Any, limit: Limit) -> None:
+    limiter.check("r", "s", limits=limit)
+    (key,) = raw.keys("*")
+    expires = raw.pexpiretime(key)
+    assert expires > 0
+    for _ in range(3):
+        limiter.check("r", "s", limits=limit)
+        assert raw.pexpiretime(key) == expires
+    limiter.reset("r", "s", limits=limit)
+    limiter.check("r", "s", limits=limit)
+    assert raw.pexpiretime(key) > 0

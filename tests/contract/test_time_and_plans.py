@@ -212,3 +212,15 @@ def test_a_full_bucket_that_is_ahead_of_the_clock_admits_no_more_than_it_holds(
     denied = limiter.check("r", "s", limits=larger, cost=50)
     assert (denied.allowed, denied.remaining, denied.retry_after_ms) == (False, 10, 1)
     assert limiter.check("r", "s", limits=larger, cost=10).allowed
+
+
+def test_an_override_that_was_seen_to_expire_stays_so_when_the_clock_steps_back(
+    limiter: SyncLimiter, clock: ManualClock
+) -> None:
+    limit = FixedWindow(name="w", limit=5, window_seconds=60)
+    limiter.set_override("r", "s", {"w": {"limit": 9}}, limits=limit, ttl_seconds=0.001)
+    clock.advance_us(1_000)
+    assert limiter.list_overrides().overrides == []
+    clock.advance_us(-1)
+    assert not limiter.delete_override("r", "s")
+    assert limiter.check("r", "s", limits=limit).limit == 5

@@ -67,10 +67,10 @@ class Check(msgspec.Struct, gc=False):
     names: tuple[str, ...]
     lease: bytes = b""
     varies: bool = False
+    weight_us: int = 0
     hold: Hold | None = None
     shadow: "Check | None" = None
     failure: Failure | None = None
-    weight_us: int = 0
 
     def around(self, now_us: int) -> None:
         """Lay every quota's windows around a time."""
@@ -134,8 +134,8 @@ def _plan_check(
                 subject if rule.overridable else None,
             )
         )
-    check = Check(tenant, takes, plan.names, os.urandom(TOKEN_BYTES) if plan.leases else b"", plan.varies)
-    check.weight_us = plan.weight_us
+    lease = os.urandom(TOKEN_BYTES) if plan.leases else b""
+    check = Check(tenant, takes, plan.names, lease, plan.varies, plan.weight_us)
     if costs is not None:
         _cost_by_name(check, costs, plan)
     return check
@@ -207,9 +207,8 @@ def check_of_entries(keys: Keys, entries: Iterable[Entry], *, tenant: str | byte
     leases = any(rule.holds_lease for rule, *_ in takes)
     varies = any(rule.varies for rule, *_ in takes)
     names = _reported([entry for entry, *_ in wanted.values()])
-    check = Check(tenant_key, takes, names, os.urandom(TOKEN_BYTES) if leases else b"", varies)
-    check.weight_us = weight_us(rule for rule, *_ in takes)
-    return check
+    weight = weight_us(rule for rule, *_ in takes)
+    return Check(tenant_key, takes, names, os.urandom(TOKEN_BYTES) if leases else b"", varies, weight)
 
 
 _PLACES = {Place.OPERATOR: "operator", Place.TENANT: "tenant", Place.POLICY: "policy", Place.SHADOW: "shadow"}

@@ -28,7 +28,7 @@ elseif operation == RESET then
 elseif operation == SET_OVERRIDE then
   answer = use('overrides').set(request, now, injected)
 elseif operation == GET_OVERRIDES then
-  answer, strings = use('overrides').get(request, now)
+  answer, strings = use('overrides').get(request, now, injected)
 elseif operation == LIST_OVERRIDES then
   answer, strings = use('overrides').list(request)
 elseif operation == DELETE_OVERRIDES then

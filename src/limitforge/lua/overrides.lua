@@ -110,21 +110,21 @@ function overrides.set(request, now, injected)
 end
 
 -- KEYS: index, then the overrides of each subject. ARGV: the subjects. Answers, for each, how many are live and when they expire; beside that, as
--- strings, their resources and sources. A subject that has none any more leaves the index.
-function overrides.get(_, now)
+-- strings, their resources and sources. What has expired is dropped, so that it stays expired if the clock steps back.
+function overrides.get(_, now, injected)
   if not is_index(KEYS[1]) then return { -1 } end
   local answer, strings = { 1 }, {}
   for at = 2, #KEYS do
     local found = get(KEYS[at])
     if found == nil then return { -1 } end
-    local list = without(found or {}, nil, now)
+    local list, last = without(found or {}, nil, now)
     answer[#answer + 1] = (#list - 1) / FIELDS
     for i = 2, #list, FIELDS do
       answer[#answer + 1] = list[i + 1]
       strings[#strings + 1] = list[i]
       strings[#strings + 1] = list[i + 2]
     end
-    if #list == 1 then redis.call('ZREM', KEYS[1], ARGV[at]) end
+    if #list == 1 or #list < #found then store(KEYS[at], KEYS[1], ARGV[at], list, last, now, injected) end
   end
   return answer, strings
 end

@@ -155,7 +155,9 @@ def _read_outcomes(
         status = values[place]
         if status <= ALLOWED:
             start, place = place + 2, place + 2 + 5 * len(check.takes)
-            rows: Any = [values[at : at + 5] for at in range(start, place, 5)]
+            rows: Any = [values[start:place]]
+            if len(check.takes) != 1:
+                rows = [values[at : at + 5] for at in range(start, place, 5)]
             outcomes.append(Outcome(now_us, status == ALLOWED, values[start - 1], rows))
         elif status == AGAIN:
             check.around_one(values[place + 1], values[place + 2])

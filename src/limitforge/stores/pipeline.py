@@ -181,7 +181,10 @@ class Pipeline:
         except StopIteration as done:
             self._flights.remove(flight)
             for asked, answer in zip(flight.batch, done.value, strict=True):
-                self._decide(asked, answer)
+                if isinstance(answer, StoreUnavailable):
+                    self._decide(asked, answer)
+                else:
+                    self.tell(asked, answer)
             self._answered(flight, done.value)
         except StoreUnavailable as error:  # the answer to another call: nothing that comes here can be trusted
             self._fail(flight, error)

@@ -47,8 +47,9 @@ class RedisStore:
         if denied is not None:
             return denied
         pipeline = line.pipeline
-        future = pipeline.loop.create_future()
-        asked = Asked(check, future.set_result, pipeline.loop.time() + pipeline.deadline)
+        loop = pipeline.loop
+        future = loop.create_future()
+        asked = Asked(check, future.set_result, loop.time() + pipeline.deadline)
         pipeline.submit(asked)
         try:
             answer: Decision | LimitforgeError = await future

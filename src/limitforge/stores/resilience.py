@@ -177,7 +177,7 @@ class Resilience:
         takes: list[Take] = [
             (self._divided(rule), key, cost, resource, None) for rule, key, cost, resource, _ in check.takes
         ]
-        decision = self.local.check(Check(check.tenant, takes, check.names, check.lease, check.varies, check.hold))
+        decision = self.local.check(Check(check.tenant, takes, check.names, check.lease, check.varies, hold=check.hold))
         limits = {
             name: self._whole(decision.limits[name], take) for name, take in zip(check.names, check.takes, strict=True)
         }
