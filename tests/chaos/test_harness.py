@@ -16,6 +16,8 @@ from tests.chaos.shells import Tasks, Threads, by_check, by_submit
 from tests.proxy import Proxy
 from tests.servers import RedisServer
 
+pytestmark = pytest.mark.slow  # what tests the tests is not needed while you work
+
 OPTIONS = StoreOptions(deadline_ms=100, nodes=4)
 WRITE = "EVAL \"return redis.call('SET', 'key', 'value')\" 0"
 SAID = {

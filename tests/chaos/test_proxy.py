@@ -10,6 +10,8 @@ import pytest
 from tests.proxy import Cut, Delay, Drip, DropReplies, DropRequests, Garbage, Mode, Pass, Proxy, Refuse, unreachable
 from tests.servers import RedisServer
 
+pytestmark = pytest.mark.slow  # what tests the tests is not needed while you work
+
 SHORT = 0.05  # to see that nothing comes
 
 
