@@ -32,7 +32,9 @@ from limitforge.errors import (
     TooManyReservations,
     UnknownReservation,
 )
-from limitforge.limiter import Limiter, Request, SyncLimiter
+from limitforge.limiter import Limiter
+from limitforge.limiter_sync import SyncLimiter
+from limitforge.request import Request
 from limitforge.stores.memory import MemoryStore
 from limitforge.stores.options import StoreOptions
 from limitforge.stores.protocol import StoreStatus

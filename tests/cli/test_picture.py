@@ -12,7 +12,7 @@ from limitforge.cli.words import number, outcome, rough, span, wait
 from limitforge.core.clock import ManualClock
 from limitforge.core.decision import Decision
 from limitforge.core.plan import Limits
-from limitforge.limiter import SyncLimiter
+from limitforge.limiter_sync import SyncLimiter
 
 
 def fired(text: str, times_s: Iterable[float], *, slice_us: float) -> Tally:

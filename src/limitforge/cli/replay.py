@@ -16,7 +16,7 @@ from limitforge.cli.store import HELP, open_limiter
 from limitforge.core.clock import ManualClock
 from limitforge.core.decision import Decision
 from limitforge.errors import InvalidInput, StoreError
-from limitforge.limiter import SyncLimiter
+from limitforge.limiter_sync import SyncLimiter
 
 TENANT, RESOURCE, SUBJECT = "replay", "replay", "replay"
 SHOWN_MISMATCHES = 20

@@ -13,7 +13,7 @@ from limitforge.core.exact import cost_of
 from limitforge.core.limits import limit_from_fields
 from limitforge.core.plan import Limits
 from limitforge.errors import InvalidInput
-from limitforge.limiter import DEFAULT_PRIORITY
+from limitforge.request import DEFAULT_PRIORITY
 
 MAX_BYTES = 64 * 2**20
 LAST_SECOND = 7_258_118_400  # the year 2200: well inside what both stores count exactly

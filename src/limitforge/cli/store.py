@@ -4,7 +4,7 @@ from urllib.parse import urlsplit
 
 from limitforge.core.clock import Clock
 from limitforge.errors import InvalidInput
-from limitforge.limiter import SyncLimiter
+from limitforge.limiter_sync import SyncLimiter
 from limitforge.stores.options import StoreOptions
 
 HELP = "Where to count: memory, or the URL of a Redis."

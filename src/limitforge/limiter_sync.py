@@ -1,0 +1,194 @@
+"""The same use case for threads: `limiter.py` without `await`."""
+
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from limitforge.core.check import Entry, Failure, FailureName, check_of, check_of_entries, failure_of
+from limitforge.core.clock import Clock
+from limitforge.core.decision import Decision
+from limitforge.core.keys import Keys, text
+from limitforge.core.overrides import Override, OverridePage
+from limitforge.core.plan import LimitsLike
+from limitforge.core.reservations import OnLapse, Settlement
+from limitforge.errors import LimitforgeError
+from limitforge.request import (
+    DEFAULT_HOLD_SECONDS,
+    DEFAULT_PRIORITY,
+    DEFAULT_TENANT,
+    Name,
+    Request,
+    RequestBatch,
+    Requests,
+)
+from limitforge.stores import connect_sync
+from limitforge.stores.options import StoreOptions
+from limitforge.stores.protocol import ClearOverrides, DropDenials, Release, Renew, StoreStatus, SyncStore
+
+
+class SyncLimiter:
+    """Decides on a store, for threads: `Limiter` without `await`."""
+
+    def __init__(self, store: SyncStore) -> None:
+        self._store = store
+        self._keys = store.keys
+        self._requests = Requests(store.keys)
+
+    @classmethod
+    def connect(
+        cls, url: str, *, key_prefix: str = "lf", clock: Clock | None = None, options: StoreOptions | None = None
+    ) -> Self:
+        """A limiter on `memory://` or `redis://…`. Nothing is opened before the first check.
+
+        `key_prefix` keeps apart what shares a Redis. `options` say how long a check may take and what happens when
+        Redis can't decide. A `clock` replaces the store's own time: for tests and replays only.
+        """
+        return cls(connect_sync(url, keys=Keys(key_prefix), clock=clock, options=options))
+
+    def check(
+        self,
+        resource: Name,
+        subject: Name,
+        *,
+        limits: LimitsLike,
+        cost: int = 1,
+        costs: Mapping[str, int] | None = None,
+        tenant: Name = DEFAULT_TENANT,
+        priority: str = DEFAULT_PRIORITY,
+        shadow: LimitsLike | None = None,
+        failure: Failure | FailureName | None = None,
+    ) -> Decision:
+        """Take `cost` from every limit, or nothing from any if one has no room. Cost 0 looks without taking.
+
+        `costs` gives limits costs of their own by name. `shadow` is a candidate plan that is judged beside the live one
+        and changes nothing of it. `failure` is what happens if the store can't decide this one. A denial is a value,
+        not an exception.
+        """
+        check = check_of(self._keys, limits, resource, subject, cost, costs, tenant, priority, shadow)
+        if failure is not None:
+            check.failure = failure_of(failure)
+        return self._store.check(check)
+
+    def check_entries(
+        self,
+        entries: Iterable[Entry],
+        *,
+        tenant: Name = DEFAULT_TENANT,
+        priority: str = DEFAULT_PRIORITY,
+        failure: Failure | FailureName | None = None,
+    ) -> Decision:
+        """The general form of `check`: each limit with its own resource, subject and cost, deciding together."""
+        check = check_of_entries(self._keys, entries, tenant=tenant, priority=priority)
+        check.failure = failure_of(failure)
+        return self._store.check(check)
+
+    def check_many(self, requests: Iterable[Request]) -> list[Decision | LimitforgeError]:
+        """Independent checks in one call, judged in order at one time. A check that fails has its error in its place
+        and spoils no other.
+        """
+        batch = RequestBatch(self._requests, requests)
+        return batch.answers(self._store.check_many(batch.checks))
+
+    def reserve(
+        self,
+        resource: Name,
+        subject: Name,
+        *,
+        limits: LimitsLike,
+        cost: int,
+        costs: Mapping[str, int] | None = None,
+        ttl_seconds: float = DEFAULT_HOLD_SECONDS,
+        on_lapse: str = OnLapse.KEEP,
+        tenant: Name = DEFAULT_TENANT,
+        priority: str = DEFAULT_PRIORITY,
+        failure: Failure | FailureName | None = None,
+    ) -> Decision:
+        """A check that holds an estimate until `settle` tells the real cost, or until it lapses and is kept or
+        refunded.
+        """
+        request = Request(
+            resource=resource,
+            subject=subject,
+            limits=limits,
+            cost=cost,
+            costs=costs,
+            tenant=tenant,
+            priority=priority,
+            failure=failure,
+        )
+        return self._store.check(self._requests.reserve(request, ttl_seconds, on_lapse))
+
+    def settle(self, reservation_id: str, cost: int, *, costs: Mapping[str, int] | None = None) -> Settlement:
+        """Replace a reservation's estimate by its real cost, once however often it is called."""
+        return self._store.run(self._requests.settle(reservation_id, cost, costs))
+
+    def release(self, lease_id: str) -> None:
+        """Give the slots of a concurrency limit back. Releasing twice, or too late, is fine."""
+        self._store.run(Release(self._requests.lease(lease_id)))
+
+    def renew(self, lease_id: str) -> bool:
+        """Hold the slots for another TTL; False if any of them had gone stale or was released."""
+        return self._store.run(Renew(self._requests.lease(lease_id)))
+
+    def reset(self, resource: Name, subject: Name, *, limits: LimitsLike, tenant: Name = DEFAULT_TENANT) -> None:
+        """Forget what these limits have counted, in the buckets that this check would use."""
+        self._store.run(self._requests.reset(resource, subject, limits, tenant))
+
+    def set_override(
+        self,
+        resource: Name,
+        subject: Name,
+        changes: Mapping[str, Any],
+        *,
+        limits: LimitsLike,
+        ttl_seconds: float,
+        tenant: Name = DEFAULT_TENANT,
+    ) -> Override:
+        """Other numbers for one subject: `{"burst": {"limit": 500}}`, or `"unlimited"` or `"blocked"` for a limit's
+        fields.
+
+        In force from the next check on, on every node, until `ttl_seconds` have passed. `resource` may be `*`; an exact
+        one wins. `limits` are those that it changes: their other numbers stay as they are now.
+        """
+        return self._store.run(self._requests.set_override(resource, subject, changes, limits, ttl_seconds, tenant))
+
+    def get_override(self, resource: Name, subject: Name, *, tenant: Name = DEFAULT_TENANT) -> Override | None:
+        """The live override of exactly this resource (or `*`) and subject."""
+        found = self._store.run(self._requests.get_overrides(subject, tenant))
+        return next((override for override in found if override.resource == text("resource", resource)), None)
+
+    def list_overrides(
+        self, *, tenant: Name = DEFAULT_TENANT, cursor: str | None = None, page: int = 100
+    ) -> OverridePage:
+        """The live overrides of a tenant, `page` subjects at a time."""
+        return self._store.run(self._requests.list_overrides(tenant, cursor, page))
+
+    def delete_override(self, resource: Name, subject: Name, *, tenant: Name = DEFAULT_TENANT) -> bool:
+        """Back to the plan's numbers; tells whether there was an override."""
+        return self._store.run(self._requests.delete_override(resource, subject, tenant))
+
+    def clear_overrides(self, *, tenant: Name = DEFAULT_TENANT) -> int:
+        """Remove all overrides of a tenant; tells how many subjects had any."""
+        return self._store.run(ClearOverrides(self._requests.keys.tenant(tenant)))
+
+    def drop_denials(self, *, tenant: Name = DEFAULT_TENANT) -> None:
+        """Forget the denials of a tenant that any node has cached. Resets, settlements, overrides and limits with other
+        numbers need no such call.
+        """
+        self._store.run(DropDenials(self._requests.keys.tenant(tenant)))
+
+    def status(self) -> StoreStatus:
+        """How the store is doing, without asking it."""
+        return self._store.status()
+
+    def close(self) -> None:
+        """Let go of the store's connections."""
+        self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,153 @@
+"""What a caller asks for, checked and turned into what a store takes: shared by both limiters."""
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from limitforge.core.check import TOKEN_BYTES, Check, Failure, FailureName, Hold, check_of, failure_of
+from limitforge.core.decision import Decision
+from limitforge.core.exact import cost_of, duration_us, shown
+from limitforge.core.keys import Keys, text
+from limitforge.core.limits import Mode
+from limitforge.core.overrides import compile_override, plain_changes
+from limitforge.core.plan import Limits, LimitsLike
+from limitforge.core.reservations import OnLapse
+from limitforge.core.tickets import NOTHING, Lease, Reservation, read_ticket
+from limitforge.errors import InvalidInput, LimitforgeError
+from limitforge.stores.protocol import (
+    DeleteOverride,
+    GetOverrides,
+    ListOverrides,
+    Reset,
+    SetOverride,
+    Settle,
+)
+
+DEFAULT_TENANT = "default"
+DEFAULT_PRIORITY = "P0"
+DEFAULT_HOLD_SECONDS = 60
+MAX_PAGE = 1_000
+
+Name = str | bytes
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One check of a batch: the arguments of `check`."""
+
+    resource: Name
+    subject: Name
+    limits: LimitsLike
+    cost: int = 1
+    costs: Mapping[str, int] | None = None
+    tenant: Name = DEFAULT_TENANT
+    priority: str = DEFAULT_PRIORITY
+    shadow: LimitsLike | None = None
+    failure: Failure | FailureName | None = None
+
+
+class Requests:
+    """Turns what a caller says into what a store takes, and refuses what is wrong with it."""
+
+    def __init__(self, keys: Keys) -> None:
+        self.keys = keys
+
+    def check(self, request: Request) -> Check:
+        check = check_of(
+            self.keys,
+            request.limits,
+            request.resource,
+            request.subject,
+            request.cost,
+            request.costs,
+            request.tenant,
+            request.priority,
+            request.shadow,
+        )
+        check.failure = failure_of(request.failure)
+        return check
+
+    def reserve(self, request: Request, ttl_seconds: float, on_lapse: str) -> Check:
+        check = self.check(request)
+        if on_lapse not in tuple(OnLapse):
+            raise InvalidInput("on_lapse", f"must be one of {', '.join(OnLapse)}, got {shown(on_lapse)}")
+        token = os.urandom(TOKEN_BYTES)
+        record = self.keys.reservation(self.keys.tenant(request.tenant), token)
+        check.hold = Hold(record, token, duration_us("ttl_seconds", ttl_seconds), on_lapse == OnLapse.REFUND)
+        return check
+
+    def settle(self, reservation_id: str, cost: int, costs: Mapping[str, int] | None) -> Settle:
+        reservation = read_ticket("reservation_id", Reservation, reservation_id, self.keys.prefix)
+        cost = cost_of("cost", cost)
+        names = [limit.name for limit in reservation.limits]
+        for name in costs or {}:
+            if name not in names and reservation.token != NOTHING:
+                raise InvalidInput(
+                    f"costs.{name!s:.64}", f"no limit of that name was reserved; there are {', '.join(names)}"
+                )
+        amounts = []
+        for limit in reservation.limits:
+            amount = cost_of(f"costs.{limit.name}", (costs or {}).get(limit.name, cost))
+            amounts.append(1 if limit.requests and amount else amount)
+        return Settle(reservation, cost, tuple(amounts))
+
+    def lease(self, lease_id: str) -> Lease:
+        return read_ticket("lease_id", Lease, lease_id, self.keys.prefix)
+
+    def reset(self, resource: Name, subject: Name, limits: LimitsLike, tenant: Name) -> Reset:
+        every = Limits(*(replace(limit, mode=Mode.ON) for limit in Limits.of(limits)))  # also those that are off
+        check = self.check(Request(resource=resource, subject=subject, limits=every, tenant=tenant, cost=0))
+        return Reset(tuple(key for _, key, *_ in check.takes))
+
+    def set_override(
+        self,
+        resource: Name,
+        subject: Name,
+        changes: Mapping[str, Any],
+        limits: LimitsLike,
+        ttl_seconds: float,
+        tenant: Name,
+    ) -> SetOverride:
+        compiled = tuple(compile_override(changes, Limits.of(limits)))
+        return SetOverride(
+            self.keys.tenant(tenant),
+            text("tenant", tenant),
+            text("resource", resource),
+            text("subject", subject),
+            plain_changes(changes),
+            compiled,
+            duration_us("ttl_seconds", ttl_seconds),
+        )
+
+    def get_overrides(self, subject: Name, tenant: Name) -> GetOverrides:
+        return GetOverrides(self.keys.tenant(tenant), text("tenant", tenant), text("subject", subject))
+
+    def list_overrides(self, tenant: Name, cursor: str | None, page: int) -> ListOverrides:
+        if type(page) is not int or not 1 <= page <= MAX_PAGE:
+            raise InvalidInput("page", f"must be from 1 to {MAX_PAGE}, got {shown(page)}")
+        return ListOverrides(self.keys.tenant(tenant), text("tenant", tenant), cursor, page)
+
+    def delete_override(self, resource: Name, subject: Name, tenant: Name) -> DeleteOverride:
+        return DeleteOverride(self.keys.tenant(tenant), text("resource", resource), text("subject", subject))
+
+
+class RequestBatch:
+    """The checks of a batch that make sense, and the errors of those that don't, each in its place."""
+
+    def __init__(self, build: Requests, requests: Iterable[Request]) -> None:
+        self.checks: list[Check] = []
+        self._refused: list[LimitforgeError | None] = []
+        for at, request in enumerate(requests):
+            try:
+                if not isinstance(request, Request):
+                    raise InvalidInput(f"requests[{at}]", f"must be a Request, got {shown(request)}")
+                self.checks.append(build.check(request))
+                self._refused.append(None)
+            except LimitforgeError as error:
+                self._refused.append(error)
+
+    def answers(self, judged: list[Decision | LimitforgeError]) -> list[Decision | LimitforgeError]:
+        remaining = iter(judged)
+        return [next(remaining) if refused is None else refused for refused in self._refused]
