@@ -82,7 +82,7 @@ def _once(contestant: Contestant) -> None:
 
 
 def _log(url: str, hits: int) -> None:
-    with SyncLimiter.connect(url) as limiter:
+    with SyncLimiter.connect(url, options=ours.PATIENT) as limiter:
         limits = ours.PLANS[LOG](1_000)
         for _ in range(hits):
             limiter.check(ours.RESOURCE, SUBJECT, limits=limits, tenant=ours.TENANT)

@@ -5,11 +5,13 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from bench.contest import OURS, Contestant, Sweep
-from limitforge import Concurrency, Decision, Limiter, Limits, Request, SyncLimiter, limit_from_fields
+from limitforge import Concurrency, Decision, Limiter, Limits, Request, StoreOptions, SyncLimiter, limit_from_fields
 
 TENANT = "acme"
 RESOURCE = "GET:/orders"
 BATCH = 64
+PATIENT = StoreOptions(failure="raise", deadline_ms=2_000, denial_cache_ms=0)
+"""Every decision is Redis's own, however busy the machine is."""
 
 _prefixes = itertools.count()
 
@@ -40,7 +42,7 @@ def text_contestant(url: str) -> Contestant:
 
 
 def _sweep(url: str, limits: Limits | str, key_prefix: str | None = None) -> Sweep:
-    check = SyncLimiter.connect(url, key_prefix=key_prefix or _prefix()).check
+    check = SyncLimiter.connect(url, key_prefix=key_prefix or _prefix(), options=PATIENT).check
 
     def sweep(subjects: Sequence[str]) -> int:
         admitted = 0
@@ -58,7 +60,7 @@ def async_contestant(plan: str, url: str) -> Contestant:
     """All checks in one coroutine, one after the other."""
 
     def make(size: int) -> Sweep:
-        check = Limiter.connect(url, key_prefix=_prefix()).check
+        check = Limiter.connect(url, key_prefix=_prefix(), options=PATIENT).check
         limits = PLANS[plan](size)
         runner = asyncio.Runner()
 
@@ -80,7 +82,7 @@ def batched(plan: str, url: str, *, key_prefix: str | None = None) -> Contestant
     """`check_many`, as a gateway sends what has come in meanwhile."""
 
     def make(size: int) -> Sweep:
-        limiter = SyncLimiter.connect(url, key_prefix=key_prefix or _prefix())
+        limiter = SyncLimiter.connect(url, key_prefix=key_prefix or _prefix(), options=PATIENT)
         limits = PLANS[plan](size)
 
         def sweep(subjects: Sequence[str]) -> int:
