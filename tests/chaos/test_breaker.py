@@ -12,6 +12,8 @@ from tests.chaos.conftest import Open
 from tests.chaos.waiting import eventually, until_it_works
 from tests.proxy import DropReplies, Pass, Proxy, Refuse
 
+pytestmark = pytest.mark.slow
+
 MANY = FixedWindow(name="many", limit=10**9, window_seconds=86_400)
 
 

@@ -10,6 +10,8 @@ from tests.chaos.waiting import eventually, until_it_works
 from tests.proxy import Proxy, Refuse
 from tests.servers import RedisServer
 
+pytestmark = pytest.mark.slow
+
 ONE = FixedWindow(name="one", limit=1, window_seconds=86_400, align="first_hit")
 LONG = {"failure": "raise", "deadline_ms": 10_000, "denial_cache_ms": 60_000}
 

@@ -13,9 +13,10 @@ from tests.chaos.waiting import eventually
 from tests.proxy import Proxy
 from tests.servers import RedisServer
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_MS = 100
 BREAKER_SECONDS = 0.3
-QUICK = {"killed", "frozen", "full", "replies-lost", "cut-in-the-middle"}  # of each kind one, while you work
 KINDS: tuple[FailureName, ...] = ("open", "closed", "local")
 
 
@@ -54,7 +55,8 @@ def survive(shell: str, failure: FailureName, fault: Fault, server: RedisServer,
 @pytest.mark.parametrize("shell", ["async", "sync"])
 @pytest.mark.parametrize(
     "fault",
-    [pytest.param(fault, marks=() if fault.name in QUICK else pytest.mark.slow, id=fault.name) for fault in FAULTS],
+    FAULTS,
+    ids=lambda fault: fault.name,
 )
 def test_a_fault_hangs_nobody_raises_nothing_and_mends_itself(
     own_redis_server: RedisServer, own_proxy: Proxy, fault: Fault, shell: str

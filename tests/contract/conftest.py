@@ -11,6 +11,7 @@ from limitforge import Limiter, ManualClock, StoreOptions, SyncLimiter, TokenBuc
 # "coalesced" shares every call with a crowd of other callers; "resilient" could decide by itself, and must not;
 # "cached" may answer denials without asking, which must not show while nobody else changes anything.
 STORES = ("memory", "memory-async", "redis", "redis-async", "coalesced", "resilient", "cached")
+ALIKE = ("memory-async", "redis-async", "resilient")  # the others show nearly as much while you work
 
 # A busy machine is no reason for another decision: nothing is decided without Redis here, whatever it takes.
 PATIENT = StoreOptions(deadline_ms=30_000, failure="raise", denial_cache_ms=0)
@@ -69,7 +70,7 @@ def open_limiter(store: str, url: str, clock: ManualClock | None = None, key_pre
     return cast("SyncLimiter", face(Limiter.connect(url, clock=clock, key_prefix=key_prefix, options=options)))
 
 
-@pytest.fixture(params=STORES)
+@pytest.fixture(params=[pytest.param(s, marks=pytest.mark.slow) if s in ALIKE else s for s in STORES])
 def limiter(request: pytest.FixtureRequest, redis_url: str, clock: ManualClock) -> Iterator[SyncLimiter]:
     """A limiter on each store in turn, empty."""
     limiter = open_limiter(request.param, redis_url, clock)
