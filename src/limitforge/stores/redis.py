@@ -12,7 +12,7 @@ from limitforge.core.check import Check
 from limitforge.core.clock import Clock
 from limitforge.core.decision import Decision
 from limitforge.core.keys import Keys
-from limitforge.errors import LimitforgeError
+from limitforge.errors import LimitforgeError, StoreUnavailable
 from limitforge.stores.codec import Reply, parts
 from limitforge.stores.denials import Drop
 from limitforge.stores.listener import Listener
@@ -152,6 +152,7 @@ class _Line:
         self._parts = parts
         self._denials = parts.denials
         self._listener: Listener | None = None
+        self._telling: set[asyncio.Future[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self.pipeline = Pipeline(
             address,
@@ -183,12 +184,18 @@ class _Line:
         return denials.look(check)
 
     async def tell_others(self, drop: Drop) -> None:
+        """Nobody waits for the answer, unless the limiter is closed before it comes."""
+        told = self.pipeline.loop.create_future()
+        self._telling.add(told)
         try:
-            await self.pipeline.link.publish(self._parts.channel, drop.message(), self._told)
+            await self.pipeline.link.publish(self._parts.channel, drop.message(), partial(self._told, told))
         except (TimeoutError, LimitforgeError) as error:
-            self._parts.warn_untold(str(error) or "Redis did not answer")
+            self._told(told, StoreUnavailable(str(error) or "Redis did not answer"))
 
-    def _told(self, reply: Reply | LimitforgeError) -> None:
+    def _told(self, told: "asyncio.Future[None]", reply: Reply | LimitforgeError) -> None:
+        self._telling.discard(told)
+        if not told.done():
+            told.set_result(None)
         if isinstance(reply, LimitforgeError):
             self._parts.warn_untold(reply)
 
@@ -197,6 +204,8 @@ class _Line:
         self._start(self.close())
 
     async def close(self) -> None:
+        if self._telling:
+            await asyncio.wait(self._telling, timeout=self.pipeline.deadline)
         await self._guard.aclose()
         if self._listener is not None:
             await self._listener.stop()
