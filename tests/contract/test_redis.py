@@ -1,5 +1,7 @@
 """What Redis sees: one call a check, a TTL on every key, and nothing that spoils its neighbour."""
 
+import asyncio
+import dataclasses
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -13,6 +15,7 @@ from limitforge import (
     FixedWindow,
     LeakyBucket,
     Limit,
+    Limiter,
     Limits,
     ManualClock,
     Quota,
@@ -253,6 +256,37 @@ def test_a_full_redis_still_denies_and_is_looked_at(own_redis_server: RedisServe
     own_redis_server.command("CONFIG SET maxmemory 0")
     assert limiter.check("r", "new", limits=EVERY[2]).remaining == 9
     limiter.close()
+
+
+@pytest.mark.parametrize("store", ["redis", "redis-async"])
+def test_nobody_is_denied_for_what_a_full_redis_could_not_write(own_redis_server: RedisServer, store: str) -> None:
+    one = FixedWindow(name="one", limit=1, window_seconds=3_600)
+    limiter = open_limiter(store, own_redis_server.url)
+    limiter.check("r", "first", limits=one)
+    own_redis_server.command("CONFIG SET maxmemory 1mb")
+    request = Request(resource="r", subject="s", limits=one)
+    took, misled, stands = limiter.check_many([request, request, Request(resource="r", subject="first", limits=one)])
+    assert isinstance(took, StoreUnavailable)
+    assert isinstance(misled, StoreUnavailable)
+    assert isinstance(stands, Decision)
+    assert not stands.allowed
+    own_redis_server.command("CONFIG SET maxmemory 0")
+    assert limiter.check("r", "s", limits=one).allowed
+    limiter.close()
+
+
+async def test_a_reservation_that_a_full_redis_refuses_spoils_no_other_check(own_redis_server: RedisServer) -> None:
+    one = FixedWindow(name="one", limit=1, window_seconds=3_600)
+    unlimited = FixedWindow(name="all", limit=None, window_seconds=3_600)
+    options = dataclasses.replace(PATIENT, failure="open")
+    async with Limiter.connect(own_redis_server.url, options=options) as limiter:
+        await limiter.check("r", "s", limits=one)
+        own_redis_server.command("CONFIG SET maxmemory 1mb")
+        reserved, denied = await asyncio.gather(
+            limiter.reserve("r", "t", limits=unlimited, cost=1), limiter.check("r", "s", limits=one)
+        )
+    assert reserved.degraded == "open"
+    assert (denied.allowed, denied.degraded) == (False, None)
 
 
 def test_a_forgotten_script_is_loaded_again_without_an_error(limiter: SyncLimiter, raw: Any) -> None:

@@ -383,6 +383,23 @@ def test_a_charge_that_fails_is_never_charged_again(node: Build) -> None:
     assert away.resilience.degraded["open"] == 1
 
 
+def test_what_surely_could_not_be_charged_is_owed_on_top_of_what_came_since(
+    node: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    away = node(failure="open")
+    away.check(CHARGED, cost=3)
+    charges = away.resilience.succeeded()
+    away.check(CHARGED, cost=5)
+    away.resilience.owe(charges)
+    away.monotonic.advance_us(20 * SECOND_US)
+    assert list(costs_of(away.resilience.succeeded()).values()) == [8]
+    away.resilience.owe(charges)
+    before = len(lines(caplog))
+    away.monotonic.advance_us(20 * SECOND_US)
+    assert list(costs_of(away.resilience.succeeded()).values()) == [3]
+    assert len(lines(caplog)) == before  # it was told already
+
+
 def test_threads_may_be_decided_at_once(node: Build) -> None:
     away = node(failure="open")
     charges: list[Check] = []

@@ -166,15 +166,16 @@ local function check_call(request, now, injected)
     call.at, call.answered = at + (checks[at + 2] > 0 and 6 or 3) + 5 * checks[at], o + 2
   end
   for i = call.answered + 1, #out do out[i] = nil end
-  local written, problem = pcall(buckets.write, call)
+  local written, problem = pcall(function()
+    buckets.write(call)
+    for _, record in ipairs(call.records) do use('reserve').record(unpack(record)) end
+  end)
   if not written then
     -- A full Redis refuses the first write of a script or none: nothing was written. Those who took nothing have their answer all the same.
     problem = type(problem) == 'table' and problem.err or problem -- by the version of Redis
     if string.sub(problem, 1, 3) ~= 'OOM' then return nil, problem end
     use('unwritten')(checks, out)
-    return out
   end
-  for _, record in ipairs(call.records) do use('reserve').record(unpack(record)) end
   return out
 end
 

@@ -4,6 +4,7 @@ Each request is a flow: a generator that yields calls, is sent their replies, an
 carry calls, so they share everything else.
 """
 
+import logging
 from collections.abc import Callable, Generator, Iterable, Sequence
 from itertools import count
 from typing import Any, NamedTuple, TypeVar, cast
@@ -42,6 +43,7 @@ Flow = Generator[Call, Reply, T]
 Note = Callable[[Check, Outcome], None]
 """Told of each denial."""
 
+_log = logging.getLogger(__name__)
 _numbers = count(1)
 _MOST_CALLS = 2**31
 _encode = msgspec.msgpack.Encoder().encode
@@ -56,13 +58,23 @@ def call_of(request: tuple[Any, ...], keys: Sequence[str | bytes], strings: Iter
 
 def answer_to(call: Call, reply: Reply) -> list[int]:
     """What the script answered to this call, and to no other."""
-    try:
-        values = _decode(cast("bytes", reply))
-    except (msgspec.MsgspecError, TypeError):
-        raise _nonsense() from None
+    values: list[int] = []
+    if not isinstance(reply, int):  # the answer to a message, never to a call
+        try:
+            values = _decode(cast("bytes", reply))
+        except (msgspec.MsgspecError, TypeError):
+            raise _nonsense() from None
     if not values or values.pop() != call.number:
         raise StoreUnavailable("an answer of Redis was lost on the way, and another took its place", maybe_counted=True)
     return values
+
+
+def as_corrupt(error: Exception) -> LimitforgeError:
+    """What the caller is told of an answer that could not be read; if that is a bug of ours, the log has it whole."""
+    if isinstance(error, LimitforgeError):
+        return error
+    _log.error("an answer of the script could not be read", exc_info=error)
+    return StoreCorrupt(f"an answer of the script could not be read: {type(error).__name__}")
 
 
 def _nonsense() -> StoreCorrupt:

@@ -1,6 +1,7 @@
 """The connection of one event loop to one Redis: opened when somebody needs it, one at a time, and again when lost."""
 
 import asyncio
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -25,8 +26,8 @@ class Owner(Protocol):
     def failed(self, error: StoreUnavailable, began_us: int) -> None:
         """Something that began then was not answered."""
 
-    def succeeded(self) -> None:
-        """Something was answered."""
+    def succeeded(self, answers: Sequence[object] = ()) -> None:
+        """Something was answered, each with its own answer if it was checks."""
 
 
 class Link:
@@ -40,12 +41,12 @@ class Link:
         self._owner = owner
         self._connect_seconds = connect_seconds
         self._connecting: asyncio.Task[StoreUnavailable | None] | None = None
-        self._is_closed = False
+        self.is_closed = False
         self._carried = 0
 
     def open(self) -> "asyncio.Task[StoreUnavailable | None]":
         """Start to connect, unless that is under way."""
-        if self._connecting is None:
+        if self._connecting is None or self._connecting.done():  # somebody may have cancelled all tasks
             self._connecting = self.loop.create_task(self._connect())
         return self._connecting
 
@@ -56,7 +57,7 @@ class Link:
 
     def close(self, error: StoreUnavailable) -> None:
         """For good: what still comes is refused."""
-        self._is_closed = True
+        self.is_closed = True
         if self._connecting is not None:
             self._connecting.cancel()
         self.abort(error)
@@ -97,7 +98,7 @@ class Link:
             raise
         finally:
             self._carried -= 1
-        self._owner.succeeded()
+        self._owner.succeeded(answer if isinstance(answer, list) else ())
         return answer
 
     async def publish(self, channel: bytes, message: bytes, told: Done) -> None:
@@ -115,11 +116,11 @@ class Link:
 
     async def _open_wire(self) -> Wire:
         while self.wire is None:
-            if self._is_closed:
+            if self.is_closed:
                 raise NotAsked("the limiter was closed")
             connecting = self.open()
             await asyncio.wait([connecting])
-            error = NotAsked("the limiter was closed") if connecting.cancelled() else connecting.result()
+            error = None if connecting.cancelled() else connecting.result()
             if error is not None:
                 raise error
         return self.wire
@@ -142,7 +143,7 @@ class Link:
         """The calls that were in flight have failed by now."""
         if wire is self.wire:
             self.wire = None
-            if not self._is_closed:
+            if not self.is_closed:
                 self._owner.opened()  # whoever waits asks for a new one
 
 

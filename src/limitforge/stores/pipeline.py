@@ -15,8 +15,8 @@ import msgspec
 
 from limitforge.core.check import Check
 from limitforge.core.decision import Decision
-from limitforge.errors import LimitforgeError, StoreCorrupt, StoreError, StoreUnavailable
-from limitforge.stores.codec import BUSY_US, Flow, Reply
+from limitforge.errors import LimitforgeError, StoreError, StoreUnavailable
+from limitforge.stores.codec import BUSY_US, Flow, Reply, as_corrupt
 from limitforge.stores.link import Link
 from limitforge.stores.resilience import NotAsked, Resilience, left_alone
 from limitforge.stores.resp import Address
@@ -140,6 +140,8 @@ class Pipeline:
 
     def _flush(self) -> None:
         self._is_scheduled = False
+        if self.link.is_closed:
+            self._refuse_waiting(NotAsked("the limiter was closed"))
         while self._waiting and len(self._flights) < MAX_IN_FLIGHT and not any(f.holds for f in self._flights):
             if self.link.wire is None:
                 self.link.open()
@@ -190,13 +192,10 @@ class Pipeline:
             self._fail(flight, error)
             self.failed(error, flight.began_us)
             self.link.abort(error)
-        except LimitforgeError as error:
-            self._fail(flight, error)
+        except Exception as error:  # noqa: BLE001 - an answer that makes no sense, or a bug: the callers must hear of it
+            self._fail(flight, as_corrupt(error))
             self._answered(flight)
-        except Exception as error:  # noqa: BLE001 - a bug: the callers must hear of it
-            _log.exception("a batch of %d checks failed", len(flight.batch))
-            self._fail(flight, StoreCorrupt(f"a batch could not be read: {type(error).__name__}"))
-            self._answered(flight)
+            self.link.abort(StoreUnavailable("an answer made no sense", maybe_counted=True))
         else:
             if self.link.wire is None:
                 self._fail(flight, StoreUnavailable("the connection to Redis was lost", maybe_counted=True))
@@ -283,13 +282,13 @@ class Pipeline:
             self._timer = self.loop.call_later(GRACE_SECONDS, self._expire)
             return
         self._is_graced = False
-        self._timer = None
-        self._expire_flights(now)
+        self._expire_flights(now)  # whoever is told may ask again: until the end, the timer counts as armed
         self._expire_waiting(now)
-        dues = [a.due for f in self._flights for a in f.batch if a.tell is not None] + [
-            a.due for a in self._waiting[:1]
-        ]
-        if dues and self._timer is None:
+        self._timer = None
+        dues = [asked.due for flight in self._flights for asked in flight.batch if asked.tell is not None]
+        dues += [flight.batch[0].due + self.deadline for flight in self._flights if flight.late]
+        dues += [asked.due for asked in self._waiting[:1]]
+        if dues:
             self._arm(min(dues))
 
     def _expire_flights(self, now: float) -> None:

@@ -131,7 +131,7 @@ class RedisStore:
         loop = asyncio.get_running_loop()
         line = self._latest
         if line is None or line.pipeline.loop is not loop:
-            line = self._latest = self._line_of(loop)
+            line = self._line_of(loop)
         return line
 
     def _line_of(self, loop: asyncio.AbstractEventLoop) -> "_Line":
@@ -141,6 +141,7 @@ class RedisStore:
                 for ended in [known for known in self._lines if known.is_closed()]:
                     del self._lines[ended]
                 line = self._lines[loop] = _Line(self._url, self._address, self._parts, self._options)
+            self._latest = line
         return line
 
 
@@ -178,7 +179,7 @@ class _Line:
         denials = self._denials
         if denials is None or not denials.is_active:
             return None
-        if self._listener is None:
+        if self._listener is None or not self._listener.is_running:
             self._listener = Listener(self._url, self._parts.channel, denials)
             self._listener.start()
         return denials.look(check)
@@ -222,6 +223,10 @@ class _Line:
                 answers += await self.pipeline.link.carry(self._parts.judge(part), COMMAND_SECONDS)
             except LimitforgeError as error:
                 answers += [error] * len(part)
+            except asyncio.CancelledError:
+                lost = StoreUnavailable("the event loop ended", maybe_counted=True)
+                self._parts.charged(charges, [*answers, *[lost] * (len(charges) - len(answers))])
+                raise
         self._parts.charged(charges, answers)
 
     def _start(self, work: Coroutine[None, None, None]) -> None:

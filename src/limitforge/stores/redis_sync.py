@@ -13,7 +13,7 @@ from limitforge.core.clock import Clock
 from limitforge.core.decision import Decision
 from limitforge.core.keys import Keys
 from limitforge.errors import LimitforgeError, StoreUnavailable
-from limitforge.stores.codec import Call, Flow, T, parts
+from limitforge.stores.codec import Call, Flow, T, as_corrupt, parts
 from limitforge.stores.denials import Denials, Drop
 from limitforge.stores.listener import SyncListener
 from limitforge.stores.options import StoreOptions
@@ -106,7 +106,7 @@ class SyncRedisStore:
         answers: Sequence[Decision | LimitforgeError]
         try:
             answers = self._carry(self._parts.judge(checks), due)
-        except StoreUnavailable as error:
+        except LimitforgeError as error:
             answers = [error] * len(checks)
         decide = self._parts.resilience.decide
         return [
@@ -129,9 +129,9 @@ class SyncRedisStore:
         except StoreUnavailable as error:
             resilience.failed(error, began_us)
             raise
-        except LimitforgeError:
+        except Exception as error:
             self._succeeded()  # whatever it said: it answered
-            raise
+            raise as_corrupt(error) from error
         self._succeeded(full=isinstance(answer, list) and is_full(answer))
         return answer
 

@@ -134,7 +134,8 @@ class Resilience:
             now_us = self._now_us()
             for charge in charges:
                 self._outage = self._outage or Outage(now_us)
-                self._outage.charges |= {take[1]: (charge.tenant, take) for take in charge.takes}
+                for take in charge.takes:
+                    _owe(self._outage, charge.tenant, take)
                 self._reconciled_us = now_us - LOG_EVERY_US + OWED_EVERY_US
                 self.is_quiet = False
 
@@ -230,24 +231,16 @@ class Resilience:
         if maybe_counted and any(cost for _, _, cost, *_ in check.takes):
             outage.unsure += 1
         for name, take in zip(check.names, check.takes, strict=True):
-            rule, key, cost, resource, subject = take
+            rule, _, cost, *_ = take
             state = decision.limits.get(name)
             if not cost or (state is not None and not state.allowed):
                 continue  # a look, or a monitored limit that had no room
             known = name in outage.admitted or len(outage.admitted) < MAX_NAMES
             outage.admitted[name if known else OTHER] += cost
             if rule.limit.charge_after_outage and not maybe_counted:
-                _, (*_, owed, _, _) = outage.charges.get(key, ("", (rule, key, 0, resource, subject)))
-                if key in outage.charges or len(outage.charges) < MAX_CHARGED:
-                    most = 2 * max(rule.steps.limit, 0)  # no more than that is ever charged
-                    outage.charges[key] = (check.tenant, (rule, key, min(owed + cost, most), resource, subject))
-                else:
-                    outage.uncharged += cost
+                _owe(outage, check.tenant, take)
 
-    def _reconcile(self, outage: Outage, how: str, when: str) -> list[Check]:
-        by_tenant: dict[str, list[Take]] = {}
-        for tenant, take in outage.charges.values():
-            by_tenant.setdefault(tenant, []).append(take)
+    def _log_outage(self, outage: Outage, how: str, when: str) -> None:
         _log.warning(
             "store %s after %.1f s; decided without it: %s; admitted by limit: %s; charged %s: %d in %d buckets; "
             "admitted checks that may have been counted: %d; admitted but not noted for charging: %d",
@@ -256,16 +249,34 @@ class Resilience:
             _counts(outage.kinds),
             _counts(outage.admitted),
             when,
-            sum(take[2] for takes in by_tenant.values() for take in takes),
+            sum(take[2] for _, take in outage.charges.values()),
             len(outage.charges),
             outage.unsure,
             outage.uncharged,
         )
+
+    def _reconcile(self, outage: Outage, how: str, when: str) -> list[Check]:
+        by_tenant: dict[str, list[Take]] = {}
+        for tenant, take in outage.charges.values():
+            by_tenant.setdefault(tenant, []).append(take)
+        if outage.kinds:  # else it only holds what is owed again
+            self._log_outage(outage, how, when)
         return [
             charge_of(tenant, takes[at : at + MAX_LIMITS])
             for tenant, takes in by_tenant.items()
             for at in range(0, len(takes), MAX_LIMITS)
         ]
+
+
+def _owe(outage: Outage, tenant: str, take: Take) -> None:
+    """Note what a bucket is owed, up to the most that is ever charged."""
+    rule, key, cost, resource, subject = take
+    if key not in outage.charges and len(outage.charges) >= MAX_CHARGED:
+        outage.uncharged += cost
+        return
+    owed = outage.charges[key][1][2] if key in outage.charges else 0
+    most = 2 * max(rule.steps.limit, 0)
+    outage.charges[key] = (tenant, (rule, key, min(owed + cost, most), resource, subject))
 
 
 def left_alone() -> NotAsked:
