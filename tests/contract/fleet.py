@@ -90,4 +90,6 @@ async def _deafen(store: Any) -> None:
 
 
 class _DeafLoop:
+    is_running = True
+
     async def stop(self) -> None: ...
