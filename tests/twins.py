@@ -8,13 +8,13 @@ from dataclasses import replace
 from math import inf
 from typing import Any, cast
 
-import msgspec
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from limitforge import Decision, Entry, Limit, LimitforgeError, Limits, ManualClock, SyncLimiter
 from limitforge.core.keys import Place
 from tests.contract.strategies import ALGORITHMS, PRIORITIES, TENANTS, limits
+from tests.machines import comparable
 
 NAMES = ("a", "b", "c")
 RESOURCES = ("GET:/orders", "GET:/orders", "GET:/orders", "POST:/orders")
@@ -54,19 +54,6 @@ def tight_limits(draw: st.DrawFn, name: str) -> Limit:
     elif algorithm != "quota":
         fields["window_seconds"] = draw(st.sampled_from([5, 60, 3_600]))
     return replace(limit, **fields)
-
-
-def comparable(answer: Any) -> Any:
-    if isinstance(answer, LimitforgeError):
-        return type(answer)
-    if isinstance(answer, Decision):
-        return msgspec.structs.replace(
-            answer,
-            lease_id="some" if answer.lease_id else None,
-            reservation_id="some" if answer.reservation_id else None,
-            shadow=comparable(answer.shadow),
-        )
-    return answer
 
 
 def wait_ms(decision: Decision) -> float:

@@ -8,7 +8,8 @@ from typing import Any, cast
 import redis as redis_py
 
 from limitforge import Limiter, ManualClock, StoreOptions, SyncLimiter
-from limitforge.stores.denials import LONG_AGO_US, Denials, Drop
+from limitforge.core.clock import LONG_AGO_US
+from limitforge.stores.denials import Denials, Drop
 from tests.contract.conftest import Blocking
 
 BASE_US = 1_700_006_400_000_000

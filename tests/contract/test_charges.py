@@ -6,9 +6,8 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, rule
 
 from limitforge import (
     Decision,
@@ -26,6 +25,7 @@ from limitforge.core.keys import Keys
 from tests.contract.conftest import Blocking
 from tests.contract.strategies import ALGORITHMS, PRIORITIES, RESOURCES, SUBJECTS, costs, limits
 from tests.contract.test_differential import Engines
+from tests.machines import run_machine
 from tests.servers import RedisServer
 
 CHARGEABLE = [algorithm for algorithm in ALGORITHMS if algorithm != "concurrency"]
@@ -118,20 +118,7 @@ class Charged(Engines):
 
 def run(server: RedisServer, algorithm: str, examples: int, machine_seed: int | None) -> None:
     machine: type[Charged] = type("Charged", (Charged,), {"url": server.url, "algorithm": algorithm})
-    if machine_seed is not None:
-        machine = seed(machine_seed)(machine)
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=30,
-            deadline=None,
-            derandomize=False,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-            phases=[Phase.generate, Phase.shrink],
-        ),
-    )
+    run_machine(machine, examples, machine_seed, steps=30)
 
 
 @pytest.mark.slow

@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import precondition, rule
 
 from limitforge import Decision, FixedWindow, Limit, ManualClock, StoreOptions, SyncLimiter
 from limitforge.stores.memory import MemoryStore
 from tests.contract.conftest import PATIENT
 from tests.contract.fleet import Fleet
+from tests.machines import run_machine
 from tests.servers import RedisServer
 from tests.twins import CHANGES, NAMES, SUBJECTS, AnyChecks, tight_limits
 
@@ -118,20 +118,7 @@ def deaf(redis_server: RedisServer) -> Iterator[type[Deaf]]:
 
 
 def run(machine: type[Nodes], examples: int, machine_seed: int | None) -> None:
-    if machine_seed is not None:
-        machine = seed(machine_seed)(machine)
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=40,
-            deadline=None,
-            derandomize=False,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-            phases=[Phase.generate, Phase.shrink],
-        ),
-    )
+    run_machine(machine, examples, machine_seed)
     assert machine.fleet.hits() > 0
 
 

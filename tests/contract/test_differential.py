@@ -4,12 +4,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, cast
 
-import msgspec
 import pytest
 import redis as redis_py
-from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from limitforge import Decision, Entry, Limit, LimitforgeError, Limits, ManualClock, Request, SyncLimiter
 from limitforge.core.keys import Place
@@ -26,28 +24,12 @@ from tests.contract.strategies import (
     limits,
     steps_us,
 )
+from tests.machines import comparable, run_machine
 from tests.servers import RedisServer
 
 MACHINES = 8
 EXAMPLES = 256
-PHASES = [Phase.generate, Phase.shrink]
 BASE_US = 1_700_006_400_000_000
-
-
-def comparable(answer: Any) -> Any:
-    """Ids differ from store to store; whether there is one does not."""
-    if isinstance(answer, LimitforgeError):
-        return type(answer)
-    if isinstance(answer, Decision):
-        return msgspec.structs.replace(
-            answer,
-            lease_id="some" if answer.lease_id else None,
-            reservation_id="some" if answer.reservation_id else None,
-            shadow=comparable(answer.shadow),
-        )
-    if isinstance(answer, list):
-        return [comparable(one) for one in answer]
-    return answer
 
 
 class Engines(RuleBasedStateMachine):
@@ -336,20 +318,7 @@ class OneBucket(Engines):
 
 def run(kind: type[Engines], server: RedisServer, examples: int, machine_seed: int | None, **settled: str) -> None:
     machine: type[Engines] = type(kind.__name__, (kind,), {"url": server.url, **settled})
-    if machine_seed is not None:
-        machine = seed(machine_seed)(machine)
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=40,
-            deadline=None,
-            derandomize=False,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-            phases=PHASES,
-        ),
-    )
+    run_machine(machine, examples, machine_seed)
 
 
 @pytest.mark.slow

@@ -5,6 +5,9 @@ from typing import Protocol
 
 from limitforge.errors import InvalidInput
 
+LONG_AGO_US = -(2**62)
+"""Before any time that a clock tells."""
+
 
 class Clock(Protocol):
     """Integer microseconds since the epoch."""

@@ -15,7 +15,7 @@ failed for the same reason, however many calls it was.
 
 from enum import StrEnum
 
-LONG_AGO_US = -(2**62)
+from limitforge.core.clock import LONG_AGO_US
 
 
 class BreakerState(StrEnum):

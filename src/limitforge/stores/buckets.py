@@ -7,11 +7,11 @@ from typing import cast
 
 from limitforge.core.algorithms.concurrency import ConcurrencySteps
 from limitforge.core.algorithms.steps import State
+from limitforge.core.clock import LONG_AGO_US
 from limitforge.core.decide import is_gone
 from limitforge.errors import StoreUnavailable
 
 SAMPLED = 8
-LONG_AGO_US = -(2**62)
 
 
 class Buckets(dict[str, State]):

@@ -22,6 +22,7 @@ BUSY_US = 1_000  # what one call may keep Redis busy, by estimate
 
 CHECK = 1
 DENIED, ALLOWED, AGAIN, CORRUPT, TOO_MANY, UNWRITTEN = range(6)
+FULL = "it is full (maxmemory) and may evict nothing"
 OWN_TIME = -1  # in place of a time: let Redis read its clock
 
 T = TypeVar("T")
@@ -178,9 +179,7 @@ def _read_outcomes(
             outcomes.append(_corrupt(check, call.keys[values[place + 1] - 1]))
             place += 2
         elif status == UNWRITTEN:
-            outcomes.append(
-                StoreUnavailable("Redis can't serve now: it is full (maxmemory) and may evict nothing (OOM)")
-            )
+            outcomes.append(StoreUnavailable(f"Redis can't serve now: {FULL} (OOM)"))
             place += 2 + 5 * len(check.takes)
         else:
             outcomes.append(too_many_reservations(check.takes[values[place + 1]][0]))

@@ -22,12 +22,11 @@ import msgspec
 
 from limitforge.core.algorithms.steps import NEVER
 from limitforge.core.check import Check
-from limitforge.core.clock import Clock
+from limitforge.core.clock import LONG_AGO_US, Clock
 from limitforge.core.decision import Decision, Outcome, Row, decision_of
 from limitforge.core.keys import Keys, decoded, encoded
 
 MAX_PER_PLACE = 4  # different checks of the same buckets, such as other costs
-LONG_AGO_US = -(2**62)
 
 Place = str | tuple[str, ...]
 """The buckets of a check: one key, or several."""

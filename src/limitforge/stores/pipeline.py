@@ -6,7 +6,6 @@ deadlines, which stays armed while anything is owed an answer.
 """
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -27,8 +26,6 @@ CONNECT_DEADLINES = 4  # how long a connection may take to open: those who wait 
 LEAST_CONNECT_SECONDS = 0.25
 LAG_SECONDS = 0.005
 GRACE_SECONDS = 0.001
-
-_log = logging.getLogger(__name__)
 
 Tell = Callable[[Decision | LimitforgeError], None]
 Judge = Callable[[Sequence[Check]], Flow[list[Decision | LimitforgeError]]]
@@ -265,8 +262,7 @@ class Pipeline:
     def succeeded(self, answers: Sequence[object] = ()) -> None:
         """The store answered; what it is owed after an outage is charged now, if it can write."""
         if not self._resilience.is_quiet:
-            full = any(isinstance(answer, StoreUnavailable) for answer in answers)
-            self._charge(self._resilience.succeeded(is_full=full))
+            self._charge(self._resilience.succeeded(answers))
 
     # -- deadlines
 

@@ -136,11 +136,6 @@ def dropped_by(command: Command[Any]) -> Drop | None:
     return None
 
 
-def is_full(answers: Sequence[object]) -> bool:
-    """Whether Redis answered, but could not write."""
-    return any(isinstance(answer, StoreUnavailable) for answer in answers)
-
-
 class Batch:
     """The checks of a caller's own batch: those whose denial is known, and those that must be asked for."""
 

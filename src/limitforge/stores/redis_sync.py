@@ -1,6 +1,5 @@
 """Decisions on Redis, for threads and forked workers: `redis.py` without `await`, on the same parts."""
 
-import logging
 import os
 import threading
 import time
@@ -18,13 +17,11 @@ from limitforge.stores.denials import Denials, Drop
 from limitforge.stores.listener import SyncListener
 from limitforge.stores.options import StoreOptions
 from limitforge.stores.protocol import Answer, Command, StoreStatus
-from limitforge.stores.redis_parts import COMMAND_SECONDS, Batch, Parts, is_full, is_local
+from limitforge.stores.redis_parts import COMMAND_SECONDS, Batch, Parts, is_local
 from limitforge.stores.resp import address_of
 from limitforge.stores.wire_sync import SyncWire, WirePool
 
 MAX_CONNECTIONS = 64
-
-_log = logging.getLogger(__name__)
 
 
 class SyncRedisStore:
@@ -132,13 +129,13 @@ class SyncRedisStore:
         except Exception as error:
             self._succeeded()  # whatever it said: it answered
             raise as_corrupt(error) from error
-        self._succeeded(full=isinstance(answer, list) and is_full(answer))
+        self._succeeded(answer if isinstance(answer, list) else ())
         return answer
 
-    def _succeeded(self, *, full: bool = False) -> None:
+    def _succeeded(self, answers: Sequence[object] = ()) -> None:
         """What the store is owed after an outage is charged on a thread of its own: no caller waits for it."""
         if not self._parts.resilience.is_quiet:
-            charges = self._parts.resilience.succeeded(is_full=full)
+            charges = self._parts.resilience.succeeded(answers)
             if charges:
                 threading.Thread(target=self._charge, args=[charges], name="limitforge-charges", daemon=True).start()
 

@@ -8,7 +8,7 @@ threads.
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import msgspec
@@ -109,13 +109,15 @@ class Resilience:
             _log.warning("store left alone for %g s: %s", self._options.breaker_seconds, error)
         return opened
 
-    def succeeded(self, *, is_full: bool = False) -> list[Check]:
-        """The backend answered. What it is owed after an outage comes back, to be sent once, unless it can't write.
+    def succeeded(self, answers: Sequence[object] = ()) -> list[Check]:
+        """The backend answered. What it is owed after an outage comes back, to be sent once; not if it could not write
+        what some of these checks asked for.
 
         Single lost calls, one now and then, are settled together: at most once in `LOG_EVERY_US`.
         """
         if self.is_quiet:
             return []
+        is_full = any(isinstance(answer, StoreUnavailable) for answer in answers)
         with self._lock:
             now_us = self._now_us()
             closed = self._breaker.succeeded()

@@ -17,14 +17,14 @@ from redis.asyncio import ConnectionPool
 
 from limitforge import lua
 from limitforge.errors import InvalidInput, StoreCorrupt, StoreError, StoreUnavailable
-from limitforge.stores.codec import Call, wire_strings
+from limitforge.stores.codec import FULL, Call, wire_strings
 
 _HINT = "A password with characters such as / # @ must be percent-encoded."
 
 UNAVAILABLE = {
     "LOADING": "it is still loading its data",
     "READONLY": "it is a replica now, and only its master can count",
-    "OOM": "it is full (maxmemory) and may evict nothing",
+    "OOM": FULL,
     "MASTERDOWN": "it is a replica whose master is gone",
     "NOAUTH": "it wants a password: put user and password into the URL",
     "ERR Protocol error: unauthenticated": "it wants a password: put user and password into the URL",
