@@ -23,7 +23,7 @@ from limitforge.request import (
 )
 from limitforge.stores import connect
 from limitforge.stores.options import StoreOptions
-from limitforge.stores.protocol import ClearOverrides, DropDenials, Release, Renew, Store, StoreStatus
+from limitforge.stores.protocol import Release, Renew, Store, StoreStatus
 
 
 class Limiter:
@@ -194,13 +194,13 @@ class Limiter:
 
     async def clear_overrides(self, *, tenant: Name = DEFAULT_TENANT) -> int:
         """Remove all overrides of a tenant; tells how many subjects had any."""
-        return await self._store.run(ClearOverrides(self._requests.keys.tenant(tenant)))
+        return await self._store.run(self._requests.clear_overrides(tenant))
 
     async def drop_denials(self, *, tenant: Name = DEFAULT_TENANT) -> None:
         """Forget the denials of a tenant that any node has cached. Resets, settlements, overrides and limits with other
         numbers need no such call.
         """
-        await self._store.run(DropDenials(self._requests.keys.tenant(tenant)))
+        await self._store.run(self._requests.drop_denials(tenant))
 
     def status(self) -> StoreStatus:
         """How the store is doing, without asking it."""

@@ -23,7 +23,7 @@ from limitforge.request import (
 )
 from limitforge.stores import connect_sync
 from limitforge.stores.options import StoreOptions
-from limitforge.stores.protocol import ClearOverrides, DropDenials, Release, Renew, StoreStatus, SyncStore
+from limitforge.stores.protocol import Release, Renew, StoreStatus, SyncStore
 
 
 class SyncLimiter:
@@ -169,13 +169,13 @@ class SyncLimiter:
 
     def clear_overrides(self, *, tenant: Name = DEFAULT_TENANT) -> int:
         """Remove all overrides of a tenant; tells how many subjects had any."""
-        return self._store.run(ClearOverrides(self._requests.keys.tenant(tenant)))
+        return self._store.run(self._requests.clear_overrides(tenant))
 
     def drop_denials(self, *, tenant: Name = DEFAULT_TENANT) -> None:
         """Forget the denials of a tenant that any node has cached. Resets, settlements, overrides and limits with other
         numbers need no such call.
         """
-        self._store.run(DropDenials(self._requests.keys.tenant(tenant)))
+        self._store.run(self._requests.drop_denials(tenant))
 
     def status(self) -> StoreStatus:
         """How the store is doing, without asking it."""

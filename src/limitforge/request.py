@@ -18,7 +18,9 @@ from limitforge.core.reservations import OnLapse
 from limitforge.core.tickets import NOTHING, Lease, Reservation, read_ticket
 from limitforge.errors import InvalidInput, LimitforgeError
 from limitforge.stores.protocol import (
+    ClearOverrides,
     DeleteOverride,
+    DropDenials,
     GetOverrides,
     ListOverrides,
     Reset,
@@ -74,7 +76,7 @@ class Requests:
         if on_lapse not in tuple(OnLapse):
             raise InvalidInput("on_lapse", f"must be one of {', '.join(OnLapse)}, got {shown(on_lapse)}")
         token = os.urandom(TOKEN_BYTES)
-        record = self.keys.reservation(self.keys.tenant(request.tenant), token)
+        record = self.keys.reservation(self._own(request.tenant, request.subject), token)
         check.hold = Hold(record, token, duration_us("ttl_seconds", ttl_seconds), on_lapse == OnLapse.REFUND)
         return check
 
@@ -112,7 +114,7 @@ class Requests:
     ) -> SetOverride:
         compiled = tuple(compile_override(changes, Limits.of(limits)))
         return SetOverride(
-            self.keys.tenant(tenant),
+            self._own(tenant, subject),
             text("tenant", tenant),
             text("resource", resource),
             text("subject", subject),
@@ -122,15 +124,24 @@ class Requests:
         )
 
     def get_overrides(self, subject: Name, tenant: Name) -> GetOverrides:
-        return GetOverrides(self.keys.tenant(tenant), text("tenant", tenant), text("subject", subject))
+        return GetOverrides(self._own(tenant, subject), text("tenant", tenant), text("subject", subject))
 
     def list_overrides(self, tenant: Name, cursor: str | None, page: int) -> ListOverrides:
         if type(page) is not int or not 1 <= page <= MAX_PAGE:
             raise InvalidInput("page", f"must be from 1 to {MAX_PAGE}, got {shown(page)}")
-        return ListOverrides(self.keys.tenant(tenant), text("tenant", tenant), cursor, page)
+        return ListOverrides(self.keys.home(tenant).lanes, text("tenant", tenant), cursor, page)
 
     def delete_override(self, resource: Name, subject: Name, tenant: Name) -> DeleteOverride:
-        return DeleteOverride(self.keys.tenant(tenant), text("resource", resource), text("subject", subject))
+        return DeleteOverride(self._own(tenant, subject), text("resource", resource), text("subject", subject))
+
+    def clear_overrides(self, tenant: Name) -> ClearOverrides:
+        return ClearOverrides(self.keys.home(tenant).lanes)
+
+    def drop_denials(self, tenant: Name) -> DropDenials:
+        return DropDenials(self.keys.home(tenant).starts)
+
+    def _own(self, tenant: Name, subject: Name) -> str:
+        return self.keys.home(tenant).of_subject(text("subject", subject))
 
 
 class RequestBatch:

@@ -35,7 +35,7 @@ PATIENCE_SECONDS = 5.0
 
 def charge(plan: Limits, resource: str, subject: str, cost: int) -> Check:
     taken = check_of(Keys(), plan, resource, subject, cost, None, "default", "P0")
-    return charge_of(taken.tenant, taken.takes)
+    return charge_of(taken.takes)
 
 
 class Charged(Engines):

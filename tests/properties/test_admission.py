@@ -23,7 +23,8 @@ every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
 def key_of(limit: Limit) -> str:
     keys = Keys()
-    base = keys.bucket(Scope.SUBJECT, Place.POLICY, keys.tenant("default"), RESOURCE, SUBJECT)
+    home = keys.home("default")
+    base = keys.bucket(Scope.SUBJECT, Place.POLICY, home, home.wide, RESOURCE, SUBJECT)
     return f"{base}{limit.name}:{limit.steps.letter}".removeprefix("lf:")
 
 

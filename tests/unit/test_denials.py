@@ -427,10 +427,11 @@ def test_an_override_is_heard_of_also_where_another_limit_denied(node: Node) -> 
     assert node.check(both).retry_after_ms == node.check(shop).retry_after_ms
 
 
+TENANT = Keys().home("t").wide
 DROPS = [
     Drop(keys=tuple(key for _, key, *_ in of(HOUR).takes)),
-    Drop(subjects=(Keys.overrides(of(HOUR).tenant, "u"),)),
-    Drop(tenants=(of(HOUR).tenant,)),
+    Drop(subjects=(Keys.overrides(TENANT, "u"),)),
+    Drop(tenants=(TENANT,)),
     None,
 ]
 

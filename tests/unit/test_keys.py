@@ -164,7 +164,7 @@ def hash_tag(key: bytes) -> bytes:
 def test_all_keys_of_a_tenant_lie_in_one_slot_and_global_ones_in_their_own(
     tenant: str | bytes, other: str | bytes, resource: str | bytes, subject: str | bytes, token: bytes
 ) -> None:
-    tenant_key = KEYS.tenant(tenant)
+    tenant_key = KEYS.home(tenant).wide
     buckets = [
         Asked(scope, place, tenant, resource, subject, "a", "quota").key()
         for scope in Scope
@@ -186,7 +186,7 @@ def test_all_keys_of_a_tenant_lie_in_one_slot_and_global_ones_in_their_own(
     assert len(shared) == 1
     assert tag not in shared
     assume(as_bytes(tenant) != as_bytes(other))
-    assert hash_tag(encoded(KEYS.tenant(other))) != tag
+    assert hash_tag(encoded(KEYS.home(other).wide)) != tag
 
 
 # -- bounds
@@ -225,5 +225,5 @@ def test_a_key_prefix_holds_nothing_that_could_end_it(prefix: Any) -> None:
 @pytest.mark.parametrize("prefix", ["lf", "my-app:prod_1.x", "x" * 64])
 def test_a_key_prefix_stands_before_every_key(prefix: str) -> None:
     keys = Keys(prefix)
-    assert keys.tenant("acme") == f"{prefix}:{{acme}}:"
-    assert keys.bucket(Scope.GLOBAL, Place.OPERATOR, keys.tenant("acme"), "r", "s").startswith(f"{prefix}:{{")
+    assert keys.home("acme").wide == f"{prefix}:{{acme}}:"
+    assert keys.bucket(Scope.GLOBAL, Place.OPERATOR, keys.home("acme"), "", "r", "s").startswith(f"{prefix}:{{")

@@ -10,6 +10,7 @@ import msgspec
 
 from limitforge.core.exact import MAX_COUNT, cost_of, shown
 from limitforge.core.keys import MAX_BYTES, Keys, Place, text
+from limitforge.core.lanes import Home
 from limitforge.core.limits import Limit, Mode
 from limitforge.core.plan import MAX_LIMITS, Limits, LimitsLike, Plan, Rule, known_priority, weight_us
 from limitforge.errors import InvalidInput
@@ -42,18 +43,23 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 Take = tuple[Rule, str, int, str, str | None]
-"""What a check wants of one bucket: rule, key, cost, resource, and its subject unless overrides don't reach it.
+"""What a check wants of one bucket: rule, key, cost, resource, and where its subject's overrides are, if they reach it.
 
 A tuple, since one is made for each limit of each check."""
 
 
 class Hold(msgspec.Struct, frozen=True):
-    """A check that reserves: its record's key and token, and what happens to it when nobody settles."""
+    """A check that reserves: its record's key and token, and what happens to it when nobody settles.
+
+    One that `awaits` is held for limits elsewhere that must have room too: it is given back after a moment unless it
+    is confirmed. Without a key there is no record, and nothing to settle.
+    """
 
     key: str
     token: bytes
     ttl_us: int
     refund: bool
+    awaits: bool = False
 
 
 class Check(msgspec.Struct, gc=False):
@@ -62,7 +68,6 @@ class Check(msgspec.Struct, gc=False):
     what happens when the store can't decide (None: as the store is set), `weight_us` estimates what it takes in Redis.
     """
 
-    tenant: str
     takes: list[Take]
     names: tuple[str, ...]
     lease: bytes = b""
@@ -103,27 +108,31 @@ def check_of(
     if type(subject) is not str or len(subject) > MAX_BYTES or not subject.isascii():
         subject = text("subject", subject)
     try:
-        tenant_key, plan = keys.tenants(tenant), limits.plans[priority]
+        home, plan = keys.homes(tenant), limits.plans[priority]
     except (KeyError, TypeError):  # the first of its kind, or nonsense
-        tenant_key, plan = keys.tenant(tenant), limits.plan(priority)
-    check = _plan_check(keys, plan, resource, subject, cost, costs, tenant_key)
+        home, plan = keys.home(tenant), limits.plan(priority)
+    if home.moves is not None:
+        home = home.now()
+    check = _plan_check(keys, plan, resource, subject, cost, costs, home)
     if shadow is not None:
         candidate = Limits.of(shadow).plan(priority, Place.SHADOW)
-        check.shadow = _plan_check(keys, candidate, resource, subject, cost, _named_in(costs, candidate), tenant_key)
+        check.shadow = _plan_check(keys, candidate, resource, subject, cost, _named_in(costs, candidate), home)
         check.shadow.lease = check.lease = check.lease or check.shadow.lease
         check.weight_us += check.shadow.weight_us
     return check
 
 
 def _plan_check(
-    keys: Keys, plan: Plan, resource: str, subject: str, cost: int, costs: Mapping[str, int] | None, tenant: str
+    keys: Keys, plan: Plan, resource: str, subject: str, cost: int, costs: Mapping[str, int] | None, home: Home
 ) -> Check:
     takes: list[Take] = []
     base, scope, bucket = "", None, keys.bucket
+    own = home.wide if len(home.lanes) == 1 else home.of_subject(subject)
+    overrides = keys.overrides(own, subject)
     for rule in plan.rules:
         if rule.scope is not scope:
             scope = rule.scope
-            base = bucket(scope, plan.place, tenant, resource, subject)
+            base = bucket(scope, plan.place, home, own, resource, subject)
         key = base + rule.suffix
         takes.append(
             (
@@ -131,17 +140,17 @@ def _plan_check(
                 key,
                 1 if rule.requests and cost else cost,
                 resource,
-                subject if rule.overridable else None,
+                overrides if rule.overridable else None,
             )
         )
     lease = os.urandom(TOKEN_BYTES) if plan.leases else b""
-    check = Check(tenant, takes, plan.names, lease, plan.varies, plan.weight_us)
+    check = Check(takes, plan.names, lease, plan.varies, plan.weight_us)
     if costs is not None:
         _cost_by_name(check, costs, plan)
     return check
 
 
-def charge_of(tenant: str, charges: Iterable[Take]) -> Check:
+def charge_of(charges: Iterable[Take]) -> Check:
     """A check that takes without asking for room: what counted, or was admitted, while the store was not asked.
 
     If the store can't be reached it is lost, and says so: nothing is ever charged twice.
@@ -150,7 +159,7 @@ def charge_of(tenant: str, charges: Iterable[Take]) -> Check:
     varies = any(rule.varies for rule, *_ in takes)
     names = tuple(rule.limit.name for rule, *_ in takes)
     weight = weight_us(rule for rule, *_ in takes)
-    return Check(tenant, takes, names, varies=varies, failure=Failure.RAISE, weight_us=weight)
+    return Check(takes, names, varies=varies, failure=Failure.RAISE, weight_us=weight)
 
 
 def failure_of(failure: object) -> Failure | None:
@@ -166,7 +175,7 @@ def failure_of(failure: object) -> Failure | None:
 def check_of_entries(keys: Keys, entries: Iterable[Entry], *, tenant: str | bytes, priority: str) -> Check:
     """The general form. Entries of the same limit and key are merged, their costs added."""
     known = known_priority(priority)
-    tenant_key = keys.tenant(tenant)
+    home = keys.home(tenant)
     wanted: dict[str, tuple[Entry, Rule, str, str, int]] = {}
     for at, entry in enumerate(entries):
         if not isinstance(entry, Entry) or not isinstance(entry.limit, Limit):
@@ -179,7 +188,8 @@ def check_of_entries(keys: Keys, entries: Iterable[Entry], *, tenant: str | byte
         resource = text(f"entries[{at}].resource", entry.resource)
         subject = text(f"entries[{at}].subject", entry.subject)
         cost = cost_of(f"entries[{at}].cost", entry.cost)
-        key = keys.bucket(rule.scope, entry.place.value, tenant_key, resource, subject) + rule.suffix
+        own = home.of_subject(subject)
+        key = keys.bucket(rule.scope, entry.place.value, home, own, resource, subject) + rule.suffix
         if key in wanted:
             first, rule, resource, subject, earlier = wanted[key]
             if first.limit != entry.limit:
@@ -200,7 +210,7 @@ def check_of_entries(keys: Keys, entries: Iterable[Entry], *, tenant: str | byte
             key,
             1 if rule.requests and cost else cost,
             resource,
-            subject if rule.overridable else None,
+            keys.overrides(home.of_subject(subject), subject) if rule.overridable else None,
         )
         for key, (_, rule, resource, subject, cost) in wanted.items()
     ]
@@ -208,7 +218,7 @@ def check_of_entries(keys: Keys, entries: Iterable[Entry], *, tenant: str | byte
     varies = any(rule.varies for rule, *_ in takes)
     names = _reported([entry for entry, *_ in wanted.values()])
     weight = weight_us(rule for rule, *_ in takes)
-    return Check(tenant_key, takes, names, os.urandom(TOKEN_BYTES) if leases else b"", varies, weight)
+    return Check(takes, names, os.urandom(TOKEN_BYTES) if leases else b"", varies, weight)
 
 
 _PLACES = {Place.OPERATOR: "operator", Place.TENANT: "tenant", Place.POLICY: "policy", Place.SHADOW: "shadow"}
@@ -241,8 +251,8 @@ def _cost_by_name(check: Check, costs: Mapping[str, int], plan: Plan) -> None:
         cost = cost_of(f"costs.{name}", given)
         if name in plan.names:
             at = plan.names.index(name)
-            rule, key, _, resource, subject = check.takes[at]
-            check.takes[at] = (rule, key, 1 if rule.requests and cost else cost, resource, subject)
+            rule, key, _, resource, overrides = check.takes[at]
+            check.takes[at] = (rule, key, 1 if rule.requests and cost else cost, resource, overrides)
 
 
 def _named_in(costs: Mapping[str, int] | None, plan: Plan) -> Mapping[str, int] | None:

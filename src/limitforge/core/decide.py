@@ -17,7 +17,7 @@ MAX_PENDING = 1_000
 CONCURRENCY = ConcurrencySteps.code
 
 StepsFor = Callable[[Rule, str, str], Steps]
-"""The numbers that hold for a rule, a resource and a subject now: the rule's, or those of an override."""
+"""The numbers that hold for a rule, a resource and the overrides of a subject now: the rule's, or those of an override."""
 
 
 class Verdict(Outcome, gc=False):
@@ -51,8 +51,8 @@ def decide(  # noqa: C901, PLR0912, PLR0915 - the hot path: two loops, and no ca
     allowed = True
     probed: list[tuple[Take, Any, Any, int, int]] = []
     for take in check.takes:
-        rule, key, cost, resource, subject = take
-        steps = rule.steps if steps_for is None or subject is None else steps_for(rule, resource, subject)
+        rule, key, cost, resource, overrides = take
+        steps = rule.steps if steps_for is None or overrides is None else steps_for(rule, resource, overrides)
         limit = steps.limit
         if limit == UNLIMITED:
             probed.append((take, steps, None, 0, 0))

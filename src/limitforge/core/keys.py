@@ -7,7 +7,7 @@
     |  |      || resource, behind its length
     |  |      |place of the plan in the join
     |  |      scope
-    |  placement: everything of a tenant in one slot
+    |  placement: everything of a tenant in one slot, or in one lane of it ({acme/7})
     prefix
 
 Lengths come before the parts that may hold any character, so no two tuples make the same key. Inside the process a key
@@ -17,10 +17,12 @@ same bytes.
 
 import hashlib
 import re
+from collections.abc import Mapping
 from enum import StrEnum
 from functools import lru_cache
 
 from limitforge.core.exact import shown
+from limitforge.core.lanes import ONE_LANE, Home, Lanes, LanesLike, lanes_of
 from limitforge.core.limits import Scope
 from limitforge.errors import InvalidInput
 
@@ -42,35 +44,38 @@ class Place(StrEnum):
 
 
 class Keys:
-    """Makes every key of one store: all start with the same prefix."""
+    """Makes every key of one store: all start with the same prefix. `lanes` says which tenants have more than one."""
 
-    def __init__(self, prefix: str = "lf") -> None:
+    def __init__(self, prefix: str = "lf", lanes: Mapping[str, LanesLike] | None = None) -> None:
         if not isinstance(prefix, str) or not _PREFIX.fullmatch(prefix):
             raise InvalidInput("key_prefix", f"must be 1 to 64 letters, digits or -_.: characters, got {shown(prefix)}")
         self.prefix = prefix
-        self.tenants = lru_cache(maxsize=8_192)(self._tenant)
+        self.lanes: dict[str, Lanes] = lanes_of(lanes or {})
+        self.homes = lru_cache(maxsize=8_192)(self._home)
 
-    def tenant(self, tenant: str | bytes) -> str:
-        """What all keys of a tenant start with."""
+    def home(self, tenant: str | bytes) -> Home:
+        """Where the keys of a tenant are."""
         try:
-            return self.tenants(tenant)
+            home = self.homes(tenant)
         except TypeError:  # not hashable
             raise InvalidInput("tenant", f"must be a string, got {type(tenant).__name__}") from None
+        return home if home.moves is None else home.now()
 
-    def _tenant(self, tenant: str | bytes) -> str:
+    def _home(self, tenant: str | bytes) -> Home:
         name = text("tenant", tenant)
-        return f"{self.prefix}:{{{name.translate(_ESCAPED) or _EMPTY_TENANT}}}:"
+        tag = name.translate(_ESCAPED) or _EMPTY_TENANT
+        return Home.of(self.prefix, tag, self.lanes.get(name, ONE_LANE))
 
-    def bucket(self, scope: Scope, place: str, tenant: str, resource: str, subject: str) -> str:
-        """All of a bucket's key but its limit; `tenant` as that method returned it, `place` by its letter."""
+    def bucket(self, scope: Scope, place: str, home: Home, own: str, resource: str, subject: str) -> str:
+        """All of a bucket's key but its limit; `own` is what the subject's keys start with, `place` its letter."""
         if scope is _SUBJECT:
-            return f"{tenant}s{place}:{len(resource)}:{resource}:{len(subject)}:{subject}:"
+            return f"{own}s{place}:{len(resource)}:{resource}:{len(subject)}:{subject}:"
         if scope is Scope.CALLER:
-            return f"{tenant}c{place}:{len(subject)}:{subject}:"
+            return f"{own}c{place}:{len(subject)}:{subject}:"
         if scope is Scope.RESOURCE:
-            return f"{tenant}r{place}:{len(resource)}:{resource}:"
+            return f"{home.of_resource(resource)}r{place}:{len(resource)}:{resource}:"
         if scope is Scope.TENANT:
-            return f"{tenant}t{place}:"
+            return f"{home.wide}t{place}:"
         return f"{self.prefix}:{{{_GLOBAL}}}:g{place}:"
 
     def unprefixed(self, key: str) -> str:
@@ -78,18 +83,18 @@ class Keys:
         return key[len(self.prefix) + 1 :]
 
     @staticmethod
-    def overrides(tenant: str, subject: str) -> str:
-        """Where all overrides of one subject are."""
-        return f"{tenant}o:{subject}"
+    def overrides(own: str, subject: str) -> str:
+        """Where all overrides of one subject are: beside its buckets."""
+        return f"{own}o:{subject}"
 
     @staticmethod
-    def override_index(tenant: str) -> str:
-        """Which subjects of a tenant have overrides."""
-        return f"{tenant}x"
+    def override_index(own: str) -> str:
+        """Which subjects of a tenant have overrides, of those whose keys start like this."""
+        return f"{own}x"
 
     @staticmethod
-    def reservation(tenant: str, token: bytes) -> str:
-        return f"{tenant}v:{token.hex()}"
+    def reservation(own: str, token: bytes) -> str:
+        return f"{own}v:{token.hex()}"
 
 
 def text(field: str, value: str | bytes) -> str:
@@ -123,6 +128,11 @@ def encoded(key: str) -> bytes:
 def spread_offset(key: str) -> int:
     """The phase of a spread window: 48 bits of its key's hash."""
     return int.from_bytes(hashlib.sha1(encoded(key), usedforsecurity=False).digest()[:6], "big")
+
+
+def own_of(key: str) -> str:
+    """What a key starts with: its prefix and its place."""
+    return key[: key.index("}") + 2]
 
 
 def decoded(key: bytes) -> str:

@@ -3,6 +3,7 @@
 local NAMES = { 'token_bucket', 'leaky_bucket', 'fixed_window', 'sliding_window', 'sliding_window_counter', 'concurrency', 'quota' }
 
 return {
+  COUNT = #NAMES,
   LEAKY_BUCKET = 2,
   CONCURRENCY = 6,
   QUOTA = 7,

@@ -8,7 +8,7 @@
 --   last     7 bytes   when it was last written, in microseconds
 --   until    7 bytes   from when on it no longer matters, so also when it resets (a ledger finds it in its items)
 --   ...                the algorithm's own fields, then the items of a ledger
---   pending  30 bytes each: open reservations in the order of their lapses: token 8, lapse 7, amount 7, source 7, refund 1
+--   pending  30 bytes each: open reservations and shares in the order of their lapses: token 8, lapse 7, amount 7, source 7, kind 1
 --
 -- The fixed part only ever grows at its end. A release ignores the fields of a newer one, which has defaults for those that an older one left out: so
 -- both work on the same keys during a deploy.

@@ -5,8 +5,9 @@
 -- request[3]: rules, each { algorithm, flags, percent, name, numbers }. flags: 1 enforced, 2 counts denials, 4 forced: it takes without asking for room, up
 --   to twice its limit, and so never denies; never together with 2, with slots or in a reservation.
 -- request[4]: the checks, one after the other:
---   takes, lease token (0: none), record key (0: no reservation) [, token, ttl_us, refund], then for each take:
+--   takes, lease token (0: none), record key (0: no reservation, -1: one without a record) [, token, ttl_us, refund], then for each take:
 --   rule, key, cost, override key (0: out of reach), resource
+--   refund: 0 keeps what lapses, 1 gives it back; 2 more if it is held for a check over several slots: given back after 5 s, unless it is confirmed
 --
 -- Answers with the time, then for each check:
 --   1 or 0 (allowed), delay (-1: none), then for each take: limit, remaining, reset, wait, open
@@ -49,7 +50,7 @@ local function judge(call, rules, checks, out)
   while checks[at] do
     call.at, call.answered = at, o
     local lease, record = checks[at + 1], checks[at + 2]
-    local first = at + (record > 0 and HEAD_OF_RESERVATION or HEAD)
+    local first = at + (record ~= 0 and HEAD_OF_RESERVATION or HEAD)
     local last = first + (checks[at] - 1) * TAKE
     local allowed, n, latest = true, 0, call.now
     local fault, where, judged_at
@@ -76,7 +77,7 @@ local function judge(call, rules, checks, out)
         share = rule[PERCENT] == 100 and limit or use('exact').share_of(limit, rule[PERCENT])
         if cost > 0 and rule[FLAGS] < FORCED then
           local enforced = rule[FLAGS] % 2 == 1
-          if record > 0 and enforced and #work.pending >= MOST_PENDING then
+          if record ~= 0 and enforced and #work.pending >= MOST_PENDING then
             fault, where = TOO_MANY, (place - first) / TAKE
             break
           end
@@ -105,8 +106,10 @@ local function judge(call, rules, checks, out)
       local delay_at, delay = o + 2, -1
       out[o + 1], out[o + 2] = allowed and 1 or 0, -1
       o, n = o + 2, 0
-      local reserved = record > 0 and allowed and {}
+      local reserved = record ~= 0 and allowed and {}
       local lapses = reserved and latest + checks[at + 4] -- a bucket may be ahead of the clock: its TTL after the latest of them
+      local held_until, kind = lapses, reserved and checks[at + 5]
+      if reserved and kind > 1 then held_until, kind = latest + use('pending').HOLD_US, 1 end
       for place = first, last, TAKE do
         local rule, work, share, wait, numbers = rules[checks[place]], probed[n + 1], probed[n + 2], probed[n + 3], probed[n + 4]
         local noted = false -- what a reservation will settle; a monitored limit whose list is full goes without
@@ -122,7 +125,7 @@ local function judge(call, rules, checks, out)
               algorithm.take(work, numbers, cost, ARGV[lease])
               if reserved and code ~= CONCURRENCY and #work.pending < MOST_PENDING then
                 noted = cost
-                use('pending').add(work, ARGV[checks[at + 3]], lapses, cost, algorithm.source(work), checks[at + 5])
+                use('pending').add(work, ARGV[checks[at + 3]], held_until, cost, algorithm.source(work), kind)
               end
               written = true
             end
@@ -138,16 +141,16 @@ local function judge(call, rules, checks, out)
             work.til = forgotten
           end
           local left = share - work.used
-          local is_open = (work.pending ~= '' or (code == CONCURRENCY and work.items ~= '')) and 1 or 0
-          out[o + 1], out[o + 2], out[o + 3], out[o + 4], out[o + 5] = numbers[1], left > 0 and left or 0, work.til - work.last, wait, is_open
+          local is_open = (code == CONCURRENCY and work.items ~= '') or (work.pending ~= '' and use('pending').is_open(work.pending))
+          out[o + 1], out[o + 2], out[o + 3], out[o + 4], out[o + 5] = numbers[1], left > 0 and left or 0, work.til - work.last, wait, is_open and 1 or 0
         else
           out[o + 1], out[o + 2], out[o + 3], out[o + 4], out[o + 5] = UNLIMITED, UNLIMITED, 0, 0, 0
         end
         o, n = o + 5, n + 4
-        if reserved then use('reserve').hold(reserved, rule[CODE], noted, numbers) end
+        if reserved and record > 0 then use('reserve').hold(reserved, rule[CODE], noted, numbers) end
       end
       out[delay_at] = delay
-      if reserved then call.records[#call.records + 1] = { KEYS[record], reserved, lapses, checks[at + 4] } end
+      if reserved and record > 0 then call.records[#call.records + 1] = { KEYS[record], reserved, lapses, checks[at + 4] } end
     end
     at = last + TAKE
   end
@@ -163,7 +166,7 @@ local function check_call(request, now, injected)
   while not pcall(judge, call, rules, checks, out) do -- a state that has the right form, and makes no sense: on with the next check
     local at, o = call.at, call.answered
     out[o + 1], out[o + 2] = 3, call.judging
-    call.at, call.answered = at + (checks[at + 2] > 0 and 6 or 3) + 5 * checks[at], o + 2
+    call.at, call.answered = at + (checks[at + 2] ~= 0 and 6 or 3) + 5 * checks[at], o + 2
   end
   for i = call.answered + 1, #out do out[i] = nil end
   local written, problem = pcall(function()

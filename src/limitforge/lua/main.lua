@@ -3,6 +3,7 @@
 -- tell, a list of that and the strings.
 
 local CHECK, SETTLE, RELEASE, RENEW, RESET, SET_OVERRIDE, GET_OVERRIDES, LIST_OVERRIDES, DELETE_OVERRIDES = 1, 2, 3, 4, 5, 6, 7, 8, 9
+local FINISH, SHARES, NODES = 10, 11, 12
 
 local request = cmsgpack.unpack(ARGV[1])
 local operation, now = request[1], request[2]
@@ -33,6 +34,12 @@ elseif operation == LIST_OVERRIDES then
   answer, strings = use('overrides').list(request)
 elseif operation == DELETE_OVERRIDES then
   answer = use('overrides').delete(request, now, injected)
+elseif operation == FINISH then
+  answer = use('finish')(request, now, injected)
+elseif operation == SHARES then
+  answer = use('shares')(request, now, injected)
+elseif operation == NODES then
+  answer = use('nodes')(request, now)
 end
 answer[#answer + 1] = request[#request]
 if strings then return { cmsgpack.pack(answer), strings } end

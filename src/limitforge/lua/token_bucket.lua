@@ -1,9 +1,16 @@
--- Token bucket: starts full, refills continuously, and is down to minus its capacity at the lowest.
+-- Token bucket: starts full, refills continuously, and is down to minus its capacity at the lowest. What nodes have prepaid (shares.lua) is not refilled: the
+-- level stays below the capacity minus that.
 
 local floor, ceil, max, min = math.floor, math.ceil, math.max, math.min
 local level = use('level')
 
 local NEVER = -1 -- a wait that does not end
+
+-- As high as the level may rise, beside the shares that are out.
+local function ceiling(state, full, per)
+  if state.pending == '' then return full end
+  return full - use('pending').shares(state.pending) * per
+end
 
 local token_bucket = {
   code = 1,
@@ -21,9 +28,9 @@ local token_bucket = {
     local full = size * per
     local amount = state.level
     if state.per ~= per or state.size ~= size then amount = level.convert(state, numbers, -full, full) end
-    local elapsed = now - state.last
-    if elapsed >= ceil((full - amount) / tokens) then -- clamped before it is multiplied
-      amount = full
+    local elapsed, highest = now - state.last, ceiling(state, full, per)
+    if elapsed >= ceil((highest - amount) / tokens) then -- clamped before it is multiplied
+      amount = max(amount, highest)
     else
       amount = amount + elapsed * tokens
     end
@@ -48,7 +55,8 @@ local token_bucket = {
   end,
 
   give = function(state, numbers, amount)
-    state.level = min(state.level + min(amount, 2 * numbers[1]) * numbers[3], numbers[1] * numbers[3])
+    local highest = ceiling(state, numbers[1] * numbers[3], numbers[3])
+    state.level = max(state.level, min(state.level + min(amount, 2 * numbers[1]) * numbers[3], highest))
   end,
 
   source = function()
@@ -59,6 +67,10 @@ local token_bucket = {
     local amount, per = state.level, state.per
     state.used = state.size - floor(amount / per)
     state.til = state.last + ceil((state.size * per - amount) / state.tokens)
+    if state.pending ~= '' then
+      local out, latest = use('pending').shares(state.pending)
+      if out > 0 then state.til = max(state.til, latest + ceil(out * per / state.tokens)) end
+    end
   end,
 }
 

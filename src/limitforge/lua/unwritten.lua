@@ -6,13 +6,13 @@ local TAKEN, UNWRITTEN = 1, 5
 return function(checks, out)
   local at, o, taken = 1, 1, {}
   while checks[at] and out[o + 1] do
-    local takes, first = checks[at], at + (checks[at + 2] > 0 and 6 or 3)
+    local takes, first = checks[at], at + (checks[at + 2] ~= 0 and 6 or 3)
     local status, cost, misled = out[o + 1], 0, false
     for place = first, first + 5 * (takes - 1), 5 do
       cost = cost + checks[place + 2]
       misled = misled or taken[checks[place + 1]]
     end
-    local took = status == TAKEN and (cost > 0 or checks[at + 2] > 0)
+    local took = status == TAKEN and (cost > 0 or checks[at + 2] ~= 0)
     if took then
       for place = first, first + 5 * (takes - 1), 5 do taken[checks[place + 1]] = true end
     end

@@ -14,7 +14,7 @@ import msgspec
 from limitforge.core.check import Check
 from limitforge.core.decide import too_many_reservations
 from limitforge.core.decision import Decision, Outcome, decision_of
-from limitforge.core.keys import Keys, encoded
+from limitforge.core.keys import encoded
 from limitforge.core.plan import Rule
 from limitforge.errors import LimitforgeError, StoreCorrupt, StoreUnavailable
 
@@ -136,24 +136,22 @@ def encode_checks(checks: Sequence[Check], time_us: int) -> Call:
     strings: dict[str | bytes, int] = {}  # from 2: ARGV's strings come after the blob
     flat: list[int] = []
     for check in checks:
-        takes, lease, hold, tenant = check.takes, check.lease, check.hold, check.tenant
+        takes, lease, hold = check.takes, check.lease, check.hold
         flat.append(len(takes))
         flat.append(strings.setdefault(lease, len(strings) + 2) if lease else 0)
         if hold is None:
             flat.append(0)
         else:
-            record = keys.setdefault(hold.key, len(keys) + 1)
-            flat += (record, strings.setdefault(hold.token, len(strings) + 2), hold.ttl_us, int(hold.refund))
-        owner, overrides = None, 0
-        for rule, key, cost, resource, subject in takes:
+            record = keys.setdefault(hold.key, len(keys) + 1) if hold.key else -1
+            refund = int(hold.refund) + 2 * hold.awaits
+            flat += (record, strings.setdefault(hold.token, len(strings) + 2), hold.ttl_us, refund)
+        for rule, key, cost, resource, overrides in takes:
             # The bucket's key comes before that of the overrides.
             flat += (rules.setdefault(rule, len(rules) + 1), keys.setdefault(key, len(keys) + 1), cost)
-            if subject is None:
+            if overrides is None:
                 flat += (0, 0)
             else:
-                if subject is not owner:
-                    owner, overrides = subject, keys.setdefault(Keys.overrides(tenant, subject), len(keys) + 1)
-                flat += (overrides, strings.setdefault(resource, len(strings) + 2))
+                flat += (keys.setdefault(overrides, len(keys) + 1), strings.setdefault(resource, len(strings) + 2))
     return call_of((CHECK, time_us, [rule.row for rule in rules], flat), list(keys), strings)
 
 

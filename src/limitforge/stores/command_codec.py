@@ -4,7 +4,7 @@ import json
 from typing import Any, cast
 
 from limitforge.core.calendar import Calendar, Period
-from limitforge.core.keys import Keys, decoded, encoded
+from limitforge.core.keys import Keys, decoded, encoded, own_of
 from limitforge.core.overrides import (
     MAX_PER_SUBJECT,
     Override,
@@ -15,7 +15,7 @@ from limitforge.core.overrides import (
     too_many,
 )
 from limitforge.core.reservations import Settled, Settlement
-from limitforge.core.tickets import NOTHING
+from limitforge.core.tickets import NOTHING, Reservation
 from limitforge.errors import InvalidInput, StoreCorrupt, UnknownReservation
 from limitforge.stores.codec import OWN_TIME, Call, Flow, Reply, T, answer_to, call_of, not_ours
 from limitforge.stores.protocol import (
@@ -31,6 +31,7 @@ from limitforge.stores.protocol import (
     SetOverride,
     Settle,
 )
+from limitforge.stores.slots import SlotOf, by_slot
 
 _CLEARED = 500
 _NOT_OURS = -1
@@ -38,22 +39,22 @@ _NOT_OURS = -1
 SETTLE, RELEASE, RENEW, RESET, SET_OVERRIDE, GET_OVERRIDES, LIST_OVERRIDES, DELETE_OVERRIDES = range(2, 10)
 
 
-def command_flow(command: Command[T], keys: Keys, around_us: int, time_us: int) -> Flow[T]:
-    """Anything other than a check."""
+def command_flow(command: Command[T], keys: Keys, slot_of: SlotOf, around_us: int, time_us: int) -> Flow[T]:
+    """Anything other than a check. All keys of one call are in one slot."""
     flow: Flow[Any]
     match command:
         case Release():
-            flow = _lease(RELEASE, command, time_us)
+            flow = _lease(RELEASE, command, slot_of, time_us)
         case Renew():
-            flow = _lease(RENEW, command, time_us)
+            flow = _lease(RENEW, command, slot_of, time_us)
         case Settle():
-            flow = _settle(command, around_us, time_us)
+            flow = _settle(command, slot_of, around_us, time_us)
         case Reset():
-            flow = _reset(command)
+            flow = _reset(command, slot_of)
         case SetOverride():
             flow = _set_override(command, keys, time_us)
         case GetOverrides():
-            flow = _get_overrides(command.tenant_key, command.tenant, [encoded(command.subject)], keys, time_us)
+            flow = _get_overrides(command.own, command.tenant, [encoded(command.subject)], keys, time_us)
         case ListOverrides():
             flow = _list_overrides(command, keys, time_us)
         case DeleteOverride():
@@ -67,19 +68,35 @@ def command_flow(command: Command[T], keys: Keys, around_us: int, time_us: int) 
     return cast("Flow[T]", flow)
 
 
-def _lease(operation: int, command: Release | Renew, time_us: int) -> Flow[bool]:
-    if not command.lease.keys:
-        return True
-    call = call_of((operation, time_us), command.lease.keys, [command.lease.token])
-    values = answer_to(call, (yield call))
-    _ours(values, "a bucket of the lease")
-    return values[0] == 1
+def _lease(operation: int, command: Release | Renew, slot_of: SlotOf, time_us: int) -> Flow[bool]:
+    held = True
+    for keys in by_slot(command.lease.keys, slot_of):
+        call = call_of((operation, time_us), keys, [command.lease.token])
+        values = answer_to(call, (yield call))
+        _ours(values, "a bucket of the lease")
+        held = held and values[0] == 1
+    return held
 
 
-def _settle(command: Settle, around_us: int, time_us: int) -> Flow[Settlement]:
+def _settle(command: Settle, slot_of: SlotOf, around_us: int, time_us: int) -> Flow[Settlement]:
+    """Slot by slot where a reservation holds several: each part is settled once, however often this is called."""
     reservation = command.reservation
     if reservation.token == NOTHING:  # it was let pass without the store
         return Settlement(Settled.SETTLED, command.cost)
+    settled = Settlement(Settled.SETTLED, command.cost)
+    wanted = list(zip(reservation.limits, command.amounts, strict=True))
+    for part in by_slot(wanted, lambda one: slot_of(one[0].key)) or [[]]:
+        limits, amounts = [limit for limit, _ in part], tuple(amount for _, amount in part)
+        record = reservation.record
+        if limits and slot_of(record) != slot_of(limits[0].key):
+            record = encoded(Keys.reservation(own_of(decoded(limits[0].key)), reservation.token))
+        held = Reservation(reservation.token, record, limits)
+        settled = yield from _settle_part(Settle(held, command.cost, amounts), around_us, time_us)
+    return settled
+
+
+def _settle_part(command: Settle, around_us: int, time_us: int) -> Flow[Settlement]:
+    reservation = command.reservation
     calendars = [Calendar(Period(c[0]), c[1], c[2]) if (c := limit.calendar) else None for limit in reservation.limits]
     windows: list[tuple[int, ...]] = [calendar.around(around_us) if calendar else () for calendar in calendars]
     for _ in range(2 + 2 * len(windows)):
@@ -107,9 +124,9 @@ def _nothing() -> Flow[None]:
     yield from ()
 
 
-def _reset(command: Reset) -> Flow[None]:
-    if command.keys:
-        call = call_of((RESET, OWN_TIME), command.keys)
+def _reset(command: Reset, slot_of: SlotOf) -> Flow[None]:
+    for keys in by_slot(command.keys, slot_of):
+        call = call_of((RESET, OWN_TIME), keys)
         answer_to(call, (yield call))
 
 
@@ -117,7 +134,7 @@ def _set_override(command: SetOverride, keys: Keys, time_us: int) -> Flow[Overri
     compiled = [value for one in command.compiled for value in (one.name, one.code, len(one.numbers), *one.numbers)]
     call = call_of(
         (SET_OVERRIDE, time_us, command.ttl_us, compiled, MAX_PER_SUBJECT),
-        [keys.overrides(command.tenant_key, command.subject), keys.override_index(command.tenant_key)],
+        [keys.overrides(command.own, command.subject), keys.override_index(command.own)],
         [command.subject, command.resource, json.dumps(command.changes)],
     )
     values = answer_to(call, (yield call))
@@ -127,12 +144,10 @@ def _set_override(command: SetOverride, keys: Keys, time_us: int) -> Flow[Overri
     return Override(command.tenant, command.resource, command.subject, command.changes, expires_at(values[1]))
 
 
-def _get_overrides(
-    tenant_key: str, tenant: str, subjects: list[bytes], keys: Keys, time_us: int
-) -> Flow[list[Override]]:
+def _get_overrides(own: str, tenant: str, subjects: list[bytes], keys: Keys, time_us: int) -> Flow[list[Override]]:
     if not subjects:
         return []
-    call = call_of((GET_OVERRIDES, time_us), _index_and_overrides(tenant_key, subjects, keys), subjects)
+    call = call_of((GET_OVERRIDES, time_us), _index_and_overrides(own, subjects, keys), subjects)
     told, texts = _with_strings(call, (yield call), "a subject's overrides")
     values, strings = iter(told[1:]), iter(texts)
     found = []
@@ -147,25 +162,37 @@ def _get_overrides(
     return found
 
 
-def _subjects(tenant_key: str, keys: Keys, after: bytes | None, count: int, time_us: int) -> Flow[list[bytes]]:
+def _subjects(own: str, keys: Keys, after: bytes | None, count: int, time_us: int) -> Flow[list[bytes]]:
     start = b"-" if after is None else b"(" + after
-    call = call_of((LIST_OVERRIDES, time_us, count), [keys.override_index(tenant_key)], [start])
+    call = call_of((LIST_OVERRIDES, time_us, count), [keys.override_index(own)], [start])
     _, subjects = _with_strings(call, (yield call), "the index of overrides")
     return subjects
 
 
 def _list_overrides(command: ListOverrides, keys: Keys, time_us: int) -> Flow[OverridePage]:
+    """The first of each lane, and of those the first of all."""
     after = subject_after(command.cursor)
-    subjects = yield from _subjects(command.tenant_key, keys, after, command.subjects + 1, time_us)
-    page = subjects[: command.subjects]
-    overrides = yield from _get_overrides(command.tenant_key, command.tenant, page, keys, time_us)
-    return OverridePage(overrides, cursor_after(page[-1]) if len(subjects) > len(page) else None)
+    found: list[tuple[bytes, str]] = []
+    for own in command.lanes:
+        subjects = yield from _subjects(own, keys, after, command.subjects + 1, time_us)
+        found += [(subject, own) for subject in subjects]
+    found.sort()
+    page, more = found[: command.subjects], len(found) > command.subjects
+    overrides: dict[str, list[Override]] = {}
+    for own in dict.fromkeys(own for _, own in page):
+        here = [subject for subject, lane in page if lane == own]
+        for override in (yield from _get_overrides(own, command.tenant, here, keys, time_us)):
+            overrides.setdefault(override.subject, []).append(override)
+    return OverridePage(
+        [override for subject, _ in page for override in overrides.get(decoded(subject), ())],
+        cursor_after(page[-1][0]) if more else None,
+    )
 
 
-def _delete(tenant_key: str, resource: str | None, subjects: list[bytes], keys: Keys, time_us: int) -> Flow[int]:
+def _delete(own: str, resource: str | None, subjects: list[bytes], keys: Keys, time_us: int) -> Flow[int]:
     call = call_of(
         (DELETE_OVERRIDES, time_us, int(resource is None)),
-        _index_and_overrides(tenant_key, subjects, keys),
+        _index_and_overrides(own, subjects, keys),
         [resource or "", *subjects],
     )
     values = answer_to(call, (yield call))
@@ -174,18 +201,19 @@ def _delete(tenant_key: str, resource: str | None, subjects: list[bytes], keys: 
 
 
 def _delete_override(command: DeleteOverride, keys: Keys, time_us: int) -> Flow[bool]:
-    return bool((yield from _delete(command.tenant_key, command.resource, [encoded(command.subject)], keys, time_us)))
+    return bool((yield from _delete(command.own, command.resource, [encoded(command.subject)], keys, time_us)))
 
 
 def _clear_overrides(command: ClearOverrides, keys: Keys, time_us: int) -> Flow[int]:
     cleared = 0
-    while subjects := (yield from _subjects(command.tenant_key, keys, None, _CLEARED, time_us)):
-        cleared += yield from _delete(command.tenant_key, None, subjects, keys, time_us)
+    for own in command.lanes:
+        while subjects := (yield from _subjects(own, keys, None, _CLEARED, time_us)):
+            cleared += yield from _delete(own, None, subjects, keys, time_us)
     return cleared
 
 
-def _index_and_overrides(tenant_key: str, subjects: list[bytes], keys: Keys) -> list[str]:
-    return [keys.override_index(tenant_key), *(keys.overrides(tenant_key, decoded(s)) for s in subjects)]
+def _index_and_overrides(own: str, subjects: list[bytes], keys: Keys) -> list[str]:
+    return [keys.override_index(own), *(keys.overrides(own, decoded(s)) for s in subjects)]
 
 
 def _with_strings(call: Call, reply: Reply, what: str) -> tuple[list[int], list[bytes]]:

@@ -24,7 +24,7 @@ from limitforge.core.algorithms.steps import NEVER
 from limitforge.core.check import Check
 from limitforge.core.clock import LONG_AGO_US, Clock
 from limitforge.core.decision import Decision, Outcome, Row, decision_of
-from limitforge.core.keys import Keys, decoded, encoded
+from limitforge.core.keys import decoded, encoded
 
 MAX_PER_PLACE = 4  # different checks of the same buckets, such as other costs
 
@@ -210,15 +210,15 @@ def _place(check: Check) -> Place:
 def _names(check: Check) -> tuple[str, ...]:
     """The buckets of a check, and the overrides that may change their numbers."""
     keys = [key for _, key, *_ in check.takes]
-    owners = {Keys.overrides(check.tenant, subject) for *_, subject in check.takes if subject is not None}
+    owners = {overrides for *_, overrides in check.takes if overrides is not None}
     return (*keys, *owners)
 
 
 def _signature(check: Check) -> Signature:
     """What makes two checks of the same buckets the same; the resource matters where an override may be of one."""
     return tuple(
-        (rule.limit, cost, rule.percent, "" if subject is None else resource)
-        for rule, _, cost, resource, subject in check.takes
+        (rule.limit, cost, rule.percent, "" if overrides is None else resource)
+        for rule, _, cost, resource, overrides in check.takes
     )
 
 

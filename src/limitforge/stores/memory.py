@@ -119,7 +119,7 @@ class MemoryStore:
             check.around(now_us)
         if check.hold is not None:
             self._make_room_for_a_record(now_us)
-        steps_for = self._overrides.steps_at(now_us, check.tenant) if self._overrides.found else None
+        steps_for = self._overrides.steps_at(now_us) if self._overrides.found else None
         states = self._states
         verdict = decide(check, now_us, states, steps_for)
         if isinstance(verdict, Again):

@@ -33,13 +33,13 @@ class MemoryOverrides:
     def __init__(self, max_keys: int) -> None:
         self._max_keys = max_keys
         self.found: dict[str, dict[str, _Override]] = {}  # by override key, then resource; empty for most
-        self._subjects: dict[str, set[str]] = {}  # by tenant key
+        self._subjects: dict[str, set[str]] = {}  # by what the keys of a lane start with
 
-    def steps_at(self, now_us: int, tenant_key: str) -> StepsFor:
+    def steps_at(self, now_us: int) -> StepsFor:
         """The rule's own numbers, or those of the most specific live override that names its limit."""
 
-        def steps_for(rule: Rule, resource: str, subject: str) -> Steps:
-            found = self.found.get(Keys.overrides(tenant_key, subject), {})
+        def steps_for(rule: Rule, resource: str, overrides: str) -> Steps:
+            found = self.found.get(overrides, {})
             for where in (resource, ANY_RESOURCE):
                 override = found.get(where)
                 if override is not None and now_us < override.expires_us:
@@ -51,7 +51,7 @@ class MemoryOverrides:
         return steps_for
 
     def set(self, command: SetOverride, now_us: int) -> Override:
-        key = Keys.overrides(command.tenant_key, command.subject)
+        key = Keys.overrides(command.own, command.subject)
         found = {r: o for r, o in self.found.get(key, {}).items() if o.expires_us > now_us}
         too_many(len(found.keys() | {command.resource}))
         if key not in self.found:
@@ -59,49 +59,54 @@ class MemoryOverrides:
         expires_us = now_us + command.ttl_us
         found[command.resource] = _Override(command.changes, command.compiled, expires_us)
         self.found[key] = found
-        self._subjects.setdefault(command.tenant_key, set()).add(command.subject)
+        self._subjects.setdefault(command.own, set()).add(command.subject)
         return Override(command.tenant, command.resource, command.subject, command.changes, expires_at(expires_us))
 
     def get(self, command: GetOverrides, now_us: int) -> list[Override]:
-        return self._live(command.tenant_key, command.tenant, command.subject, now_us)
+        return self._live(command.own, command.tenant, command.subject, now_us)
 
     def page(self, command: ListOverrides, now_us: int) -> OverridePage:
         after = subject_after(command.cursor)
         subjects = sorted(
-            s for s in map(encoded, self._subjects.get(command.tenant_key, ())) if after is None or s > after
+            (encoded(subject), own)
+            for own in command.lanes
+            for subject in self._subjects.get(own, ())
+            if after is None or encoded(subject) > after
         )
         page = subjects[: command.subjects]
-        overrides = [o for s in page for o in self._live(command.tenant_key, command.tenant, decoded(s), now_us)]
-        return OverridePage(overrides, cursor_after(page[-1]) if len(subjects) > len(page) else None)
+        overrides = [o for s, own in page for o in self._live(own, command.tenant, decoded(s), now_us)]
+        return OverridePage(overrides, cursor_after(page[-1][0]) if len(subjects) > len(page) else None)
 
     def delete(self, command: DeleteOverride, now_us: int) -> bool:
-        live = {o.resource for o in self._live(command.tenant_key, "", command.subject, now_us)}
+        live = {o.resource for o in self._live(command.own, "", command.subject, now_us)}
         doomed = live & {command.resource}
-        key = Keys.overrides(command.tenant_key, command.subject)
+        key = Keys.overrides(command.own, command.subject)
         for resource in doomed:
             del self.found[key][resource]
-        self._live(command.tenant_key, "", command.subject, now_us)
+        self._live(command.own, "", command.subject, now_us)
         return bool(doomed)
 
     def clear(self, command: ClearOverrides, now_us: int) -> int:
-        subjects = self._subjects.pop(command.tenant_key, set())
-        live = [s for s in subjects if self._live(command.tenant_key, "", s, now_us)]
-        for subject in subjects:
-            self.found.pop(Keys.overrides(command.tenant_key, subject), None)
-        return len(live)
+        cleared = 0
+        for own in command.lanes:
+            for subject in list(self._subjects.get(own, ())):
+                cleared += bool(self._live(own, "", subject, now_us))
+                self.found.pop(Keys.overrides(own, subject), None)
+            self._subjects.pop(own, None)
+        return cleared
 
-    def _live(self, tenant_key: str, tenant: str, subject: str, now_us: int) -> list[Override]:
+    def _live(self, own: str, tenant: str, subject: str, now_us: int) -> list[Override]:
         """A subject's overrides, by resource; those that have expired are dropped on the way."""
-        key = Keys.overrides(tenant_key, subject)
+        key = Keys.overrides(own, subject)
         found = {r: o for r, o in self.found.get(key, {}).items() if o.expires_us > now_us}
         if found:
             self.found[key] = found
         else:
             self.found.pop(key, None)
-            subjects = self._subjects.get(tenant_key, set())
+            subjects = self._subjects.get(own, set())
             subjects.discard(subject)
             if not subjects:
-                self._subjects.pop(tenant_key, None)
+                self._subjects.pop(own, None)
         return [
             Override(tenant, resource, subject, override.changes, expires_at(override.expires_us))
             for resource, override in sorted(found.items(), key=lambda item: encoded(item[0]))
@@ -109,9 +114,9 @@ class MemoryOverrides:
 
     def _make_room(self, now_us: int) -> None:
         if len(self.found) >= self._max_keys:
-            for tenant_key, subjects in list(self._subjects.items()):
+            for own, subjects in list(self._subjects.items()):
                 for subject in list(subjects):
-                    self._live(tenant_key, "", subject, now_us)
+                    self._live(own, "", subject, now_us)
             if len(self.found) >= self._max_keys:
                 raise StoreUnavailable(
                     f"the memory store is full: it holds overrides of {self._max_keys} subjects; raise max_keys"

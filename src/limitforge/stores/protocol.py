@@ -74,9 +74,9 @@ class Reset(Command[None]):
 
 @dataclass(frozen=True, slots=True)
 class SetOverride(Command[Override]):
-    """Replace the override of one (tenant, resource, subject)."""
+    """Replace the override of one (tenant, resource, subject); the subject's keys start with `own`."""
 
-    tenant_key: str
+    own: str
     tenant: str
     resource: str
     subject: str
@@ -89,16 +89,16 @@ class SetOverride(Command[Override]):
 class GetOverrides(Command[list[Override]]):
     """The live overrides of one subject."""
 
-    tenant_key: str
+    own: str
     tenant: str
     subject: str
 
 
 @dataclass(frozen=True, slots=True)
 class ListOverrides(Command[OverridePage]):
-    """A tenant's live overrides, some subjects at a time, in the order of their names."""
+    """A tenant's live overrides, some subjects at a time, in the order of their names, from all its lanes."""
 
-    tenant_key: str
+    lanes: tuple[str, ...]
     tenant: str
     cursor: str | None
     subjects: int
@@ -108,7 +108,7 @@ class ListOverrides(Command[OverridePage]):
 class DeleteOverride(Command[bool]):
     """Remove one override; tells whether there was any."""
 
-    tenant_key: str
+    own: str
     resource: str
     subject: str
 
@@ -117,14 +117,16 @@ class DeleteOverride(Command[bool]):
 class ClearOverrides(Command[int]):
     """Remove all overrides of a tenant; tells of how many subjects."""
 
-    tenant_key: str
+    lanes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class DropDenials(Command[None]):
-    """Forget every denial of a tenant that a node may have cached: its plans have changed."""
+    """Forget every denial of a tenant that a node may have cached: its plans have changed. Its keys start with one of
+    `starts`.
+    """
 
-    tenant_key: str
+    starts: tuple[str, ...]
 
 
 class Store(Protocol):

@@ -26,6 +26,7 @@ from limitforge.stores.protocol import (
     StoreStatus,
 )
 from limitforge.stores.resilience import LOG_EVERY_US, Resilience
+from limitforge.stores.slots import one_slot
 
 COMMAND_SECONDS = 1.0  # what everything other than a check may take
 
@@ -57,7 +58,7 @@ class Parts:
 
     def command(self, command: Command[T]) -> Flow[T]:
         now_us = self._clock.now_us()
-        return command_flow(command, self.keys, now_us, now_us if self._injected else OWN_TIME)
+        return command_flow(command, self.keys, one_slot, now_us, now_us if self._injected else OWN_TIME)
 
     def drop(self, command: Command[Any]) -> Drop | None:
         """Forget the denials that a command makes doubtful; what the other nodes must forget too."""
@@ -129,10 +130,10 @@ def dropped_by(command: Command[Any]) -> Drop | None:
             return Drop(keys=keys)
         case Settle(reservation):
             return Drop(keys=tuple(decoded(limit.key) for limit in reservation.limits))
-        case SetOverride(tenant_key=tenant, subject=subject) | DeleteOverride(tenant_key=tenant, subject=subject):
-            return Drop(subjects=(Keys.overrides(tenant, subject),))
-        case ClearOverrides(tenant) | DropDenials(tenant):
-            return Drop(tenants=(tenant,))
+        case SetOverride(own=own, subject=subject) | DeleteOverride(own=own, subject=subject):
+            return Drop(subjects=(Keys.overrides(own, subject),))
+        case ClearOverrides(starts) | DropDenials(starts):
+            return Drop(tenants=starts)
     return None
 
 

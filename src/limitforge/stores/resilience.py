@@ -19,7 +19,6 @@ from limitforge.core.clock import Clock, MonotonicClock, SystemClock
 from limitforge.core.decision import Decision, LimitState, closed_decision, open_decision
 from limitforge.core.exact import share_of
 from limitforge.core.keys import Keys
-from limitforge.core.plan import MAX_LIMITS
 from limitforge.core.tickets import Lease, Reservation, as_local
 from limitforge.errors import LimitforgeError, StoreError, StoreUnavailable
 from limitforge.stores.breaker import Breaker, BreakerState
@@ -49,8 +48,8 @@ class Outage(msgspec.Struct):
     kinds: Counter[str] = msgspec.field(default_factory=Counter)
     admitted: Counter[str] = msgspec.field(default_factory=Counter)
     """Costs by limit, as `open` and `local` let them pass."""
-    charges: dict[str, tuple[str, Take]] = msgspec.field(default_factory=dict)
-    """By bucket: the tenant and what is owed of limits that say `charge_after_outage`."""
+    charges: dict[str, Take] = msgspec.field(default_factory=dict)
+    """By bucket: what is owed of limits that say `charge_after_outage`."""
     unsure: int = 0
     """Admitted checks that were sent and may have been counted: they are never charged."""
     uncharged: int = 0
@@ -137,7 +136,7 @@ class Resilience:
             for charge in charges:
                 self._outage = self._outage or Outage(now_us)
                 for take in charge.takes:
-                    _owe(self._outage, charge.tenant, take)
+                    _owe(self._outage, take)
                 self._reconciled_us = now_us - LOG_EVERY_US + OWED_EVERY_US
                 self.is_quiet = False
 
@@ -180,7 +179,7 @@ class Resilience:
         takes: list[Take] = [
             (self._divided(rule), key, cost, resource, None) for rule, key, cost, resource, _ in check.takes
         ]
-        decision = self.local.check(Check(check.tenant, takes, check.names, check.lease, check.varies, hold=check.hold))
+        decision = self.local.check(Check(takes, check.names, check.lease, check.varies, hold=check.hold))
         limits = {
             name: self._whole(decision.limits[name], take) for name, take in zip(check.names, check.takes, strict=True)
         }
@@ -240,7 +239,7 @@ class Resilience:
             known = name in outage.admitted or len(outage.admitted) < MAX_NAMES
             outage.admitted[name if known else OTHER] += cost
             if rule.limit.charge_after_outage and not maybe_counted:
-                _owe(outage, check.tenant, take)
+                _owe(outage, take)
 
     def _log_outage(self, outage: Outage, how: str, when: str) -> None:
         _log.warning(
@@ -251,34 +250,27 @@ class Resilience:
             _counts(outage.kinds),
             _counts(outage.admitted),
             when,
-            sum(take[2] for _, take in outage.charges.values()),
+            sum(take[2] for take in outage.charges.values()),
             len(outage.charges),
             outage.unsure,
             outage.uncharged,
         )
 
     def _reconcile(self, outage: Outage, how: str, when: str) -> list[Check]:
-        by_tenant: dict[str, list[Take]] = {}
-        for tenant, take in outage.charges.values():
-            by_tenant.setdefault(tenant, []).append(take)
         if outage.kinds:  # else it only holds what is owed again
             self._log_outage(outage, how, when)
-        return [
-            charge_of(tenant, takes[at : at + MAX_LIMITS])
-            for tenant, takes in by_tenant.items()
-            for at in range(0, len(takes), MAX_LIMITS)
-        ]
+        return [charge_of([take]) for take in outage.charges.values()]
 
 
-def _owe(outage: Outage, tenant: str, take: Take) -> None:
+def _owe(outage: Outage, take: Take) -> None:
     """Note what a bucket is owed, up to the most that is ever charged."""
-    rule, key, cost, resource, subject = take
+    rule, key, cost, resource, overrides = take
     if key not in outage.charges and len(outage.charges) >= MAX_CHARGED:
         outage.uncharged += cost
         return
-    owed = outage.charges[key][1][2] if key in outage.charges else 0
+    owed = outage.charges[key][2] if key in outage.charges else 0
     most = 2 * max(rule.steps.limit, 0)
-    outage.charges[key] = (tenant, (rule, key, min(owed + cost, most), resource, subject))
+    outage.charges[key] = (rule, key, min(owed + cost, most), resource, overrides)
 
 
 def left_alone() -> NotAsked:

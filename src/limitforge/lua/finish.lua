@@ -1,0 +1,95 @@
+-- Ends what a check holds in this slot while limits of other slots are asked: confirmed once all had room, given back otherwise.
+--
+-- KEYS: the buckets. ARGV: tokens. request[3]: one after the other:
+--   mode, token, ttl_us, refund, buckets, then each bucket
+-- mode 0 refunds. mode 1 confirms: nothing is held any more, and what was taken stays; with a ttl_us it is a reservation from now on, as if it had been one
+--   since it was taken. A negative bucket may have gone without (a monitored limit whose list was full).
+-- mode 2 gives back what was confirmed: its buckets are followed by as many amounts and as many sources.
+--
+-- Answers for each: 1 and the sources of its buckets (-1: went without), or 0 if any of it was not held any more, and nothing was changed.
+
+local byte, type = string.byte, type
+local algorithms, buckets, pending = use('algorithms'), use('buckets'), use('pending')
+
+local REFUND, CONFIRM, GIVE = 0, 1, 2
+local HEAD = 5
+
+-- A live bucket under the numbers that it was written with; nil if there is none, or none of ours.
+local function open(call, key)
+  local raw = call.values[key]
+  local algorithm = call.algorithms[key]
+  if type(raw) == 'string' then
+    local code = byte(raw, 2)
+    algorithm = code and code >= 1 and code <= algorithms.COUNT and algorithms.of(code)
+    call.algorithms[key] = algorithm
+  end
+  local state = algorithm and buckets.state(call, key, algorithm)
+  if not state or buckets.gone(state, call.now) then return nil end
+  local numbers = algorithm.numbers(state)
+  return buckets.open(call, key, algorithm, numbers), numbers, algorithm
+end
+
+local function keep(call, key, algorithm, work)
+  algorithm.seal(work)
+  buckets.keep(call, key, algorithm, work)
+end
+
+local function refund(call, token, key)
+  local work, numbers, algorithm = open(call, key)
+  local source, amount
+  if work then source, amount = pending.remove(work, token) end
+  if source then
+    algorithm.give(work, numbers, amount, source)
+    keep(call, key, algorithm, work)
+  end
+  return source
+end
+
+-- All of it, or nothing.
+local function confirm(call, token, list, first, last, ttl_us, lapse_refunds)
+  local works, found, sources = {}, {}, {}
+  for at = first, last do
+    local key = math.abs(list[at])
+    local work, _, algorithm = open(call, key)
+    local source = work and pending.settle(work, token, ttl_us, lapse_refunds)
+    if not source and list[at] > 0 then return nil end
+    sources[#sources + 1] = source or -1
+    if source then works[key], found[key] = work, algorithm end
+  end
+  for key, work in pairs(works) do keep(call, key, found[key], work) end
+  return sources
+end
+
+return function(request, now, injected)
+  local list, call, out = request[3], buckets.read(now, injected), {}
+  call.algorithms = {}
+  local at = 1
+  while list[at] do
+    local mode, token, count = list[at], ARGV[list[at + 1]], list[at + 4]
+    local first = at + HEAD
+    local last = first + count - 1
+    local sources = {}
+    if mode == CONFIRM then
+      sources = confirm(call, token, list, first, last, list[at + 2], list[at + 3])
+    else
+      for place = first, last do
+        local key = math.abs(list[place])
+        if mode == REFUND then
+          sources[#sources + 1] = refund(call, token, key) or -1
+        else
+          local work, numbers, algorithm = open(call, key)
+          if work then
+            algorithm.give(work, numbers, list[place + count], list[place + 2 * count])
+            keep(call, key, algorithm, work)
+          end
+          sources[#sources + 1] = -1
+        end
+      end
+    end
+    out[#out + 1] = sources and 1 or 0
+    for i = 1, sources and #sources or 0 do out[#out + 1] = sources[i] end
+    at = last + 1 + (mode == GIVE and 2 * count or 0)
+  end
+  buckets.write(call)
+  return out
+end

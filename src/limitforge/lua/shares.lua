@@ -1,0 +1,73 @@
+-- Shares of a limit, which a node prepays and then spends without asking.
+--
+-- What a share takes is taken: it counts like any cost. A window's share ends with its window. A token bucket refills while a share is out, so the share is
+-- noted beside the level (a pending entry of kind 2): the bucket's ceiling is its capacity minus all shares out, until they are brought back or lapse.
+--
+-- KEYS: buckets and override keys. ARGV: resources and tokens. request[3]: rules, as for checks. request[4]: one after the other:
+--   rule, key, override key (0: out of reach), resource, token, unspent, of, wanted, ttl_us
+-- `unspent` is what is brought back of the former share, taken when the bucket's window ended at `of` (0: a token bucket, or none).
+--
+-- Answers with the time, then for each:
+--   1, granted, limit, remaining, reset, of     granted: at most half of what is left, so that nodes near the end decide together again
+--   2, time, 0, 0, 0, 0                         its calendar does not reach that time: ask again
+--   3, 0, 0, 0, 0, 0                            its key holds something that is not ours
+
+local floor, max, min = math.floor, math.max, math.min
+local algorithms, buckets, overrides, pending = use('algorithms'), use('buckets'), use('overrides'), use('pending')
+
+local FIELDS = 9
+local UNLIMITED = -1
+local SHARE = 2
+local TOKEN_BUCKET = 1
+
+local function numbers_of(call, rule, override_key, resource)
+  if override_key == 0 or not call.values[override_key] then return rule[5] end
+  local list = overrides.read(call.values[override_key])
+  return list and overrides.applied(list, resource, rule[4], rule[1], call.now, rule[5])
+end
+
+local function share(call, list, at, rules)
+  local rule, key, token = rules[list[at]], list[at + 1], ARGV[list[at + 4]]
+  local unspent, of, wanted = list[at + 5], list[at + 6], list[at + 7]
+  local numbers = numbers_of(call, rule, list[at + 2], ARGV[list[at + 3]])
+  if not numbers then return 3, 0, 0, 0, 0, 0 end
+  if numbers[1] == UNLIMITED then return 1, wanted, UNLIMITED, UNLIMITED, 0, 0 end
+  local algorithm = algorithms.of(rule[1])
+  local work, judged_at = buckets.open(call, key, algorithm, numbers)
+  if not work then return judged_at and 2 or 3, judged_at or 0, 0, 0, 0, 0 end
+
+  local is_bucket, changed = rule[1] == TOKEN_BUCKET, false
+  if is_bucket then
+    changed = pending.remove(work, token) ~= nil
+    if not changed then unspent = 0 end -- lapsed: it is no longer ours
+  elseif of ~= work.til then
+    unspent = 0
+  end
+  if unspent > 0 then
+    algorithm.give(work, numbers, unspent, 0)
+    changed = true
+  end
+  algorithm.seal(work)
+  local granted = min(wanted, floor(max(numbers[1] - work.used, 0) / 2))
+  if granted > 0 then
+    algorithm.take(work, numbers, granted)
+    if is_bucket then pending.add(work, token, work.last + list[at + 8], granted, 0, SHARE) end
+    algorithm.seal(work)
+    changed = true
+  end
+  if changed then buckets.keep(call, key, algorithm, work) end
+  return 1, granted, numbers[1], max(numbers[1] - work.used, 0), work.til - work.last, is_bucket and 0 or work.til
+end
+
+return function(request, now, injected)
+  local rules, list, out = request[3], request[4], { now }
+  local call = buckets.read(now, injected)
+  for at = 1, #list, FIELDS do
+    local parsed, a, b, c, d, e, f = pcall(share, call, list, at, rules)
+    if not parsed then a, b, c, d, e, f = 3, 0, 0, 0, 0, 0 end
+    local o = #out
+    out[o + 1], out[o + 2], out[o + 3], out[o + 4], out[o + 5], out[o + 6] = a, b, c, d, e, f
+  end
+  buckets.write(call)
+  return out
+end

@@ -1,0 +1,41 @@
+"""Hash slots: which keys a Redis Cluster keeps, and decides, together."""
+
+from binascii import crc_hqx
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import TypeVar
+
+from limitforge.core.keys import encoded
+
+SLOTS = 16_384
+
+T = TypeVar("T")
+SlotOf = Callable[[str | bytes], int]
+
+
+def cluster_slot(key: str | bytes) -> int:
+    """The slot of one of our keys: each has a hash tag, which decides alone."""
+    start, end = (b"{", b"}") if isinstance(key, bytes) else ("{", "}")
+    return _slot_of_tag(key[key.index(start) + 1 : key.index(end)])  # type: ignore[arg-type]
+
+
+def one_slot(_key: str | bytes) -> int:
+    """Where there is no Cluster, everything is together."""
+    return 0
+
+
+@lru_cache(maxsize=8_192)
+def _slot_of_tag(tag: str | bytes) -> int:
+    return crc_hqx(encoded(tag) if isinstance(tag, str) else tag, 0) % SLOTS
+
+
+def by_slot(things: Iterable[T], slot_of: Callable[[T], int]) -> list[list[T]]:
+    """What belongs together, in the order of the first of each."""
+    found: dict[int, list[T]] = {}
+    for thing in things:
+        found.setdefault(slot_of(thing), []).append(thing)
+    return list(found.values())
+
+
+def is_together(keys: Sequence[str], slot_of: SlotOf) -> bool:
+    return len({slot_of(key) for key in keys}) <= 1
