@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.constellations import ClusterServers, SentinelServers
 from tests.servers import RedisServer
 
 # LIMITFORGE_TEST_PROFILE chooses. Only `soak` draws new examples each time: a red CI is never a matter of luck.
@@ -35,3 +36,17 @@ def own_redis_server() -> Iterator[RedisServer]:
     """A Redis for one test, which may kill, pause and restart it."""
     with RedisServer() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def cluster_servers() -> Iterator[ClusterServers]:
+    """This worker's Redis Cluster, shared by its tests: leave it as it is."""
+    with ClusterServers() as servers:
+        yield servers
+
+
+@pytest.fixture(scope="session")
+def sentinel_servers() -> Iterator[SentinelServers]:
+    """This worker's Redis with replicas and sentinels, shared by its tests: leave them as they are."""
+    with SentinelServers() as servers:
+        yield servers

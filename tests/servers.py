@@ -148,6 +148,11 @@ class RedisServer:
         """The options that say where and for whom it listens; `folder` is its own."""
         return ["--port", str(self.port)]
 
+    def _arguments(self, folder: Path) -> list[str]:
+        """What `redis-server` is started with at every launch; `folder` is the server's own."""
+        arguments = ["--bind", "127.0.0.1", *self._listen(folder), "--dir", str(folder)]
+        return [*arguments, "--save", "", "--appendonly", "no", *self._options]
+
     def _launch(self, *options: str) -> bool:
         """True once the server answers on `self.port`; False if somebody else has that port."""
         program = shutil.which("redis-server")
@@ -156,8 +161,7 @@ class RedisServer:
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="limitforge-redis-", ignore_cleanup_errors=True)
         folder = Path(self._folder.name)
-        command = [program, "--bind", "127.0.0.1", *self._listen(folder), "--dir", str(folder)]
-        command += ["--save", "", "--appendonly", "no", *self._options, *options]
+        command = [program, *self._arguments(folder), *options]
         with (folder / "log").open("wb") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 

@@ -7,7 +7,8 @@ from typing import Any, Self
 from limitforge.core.check import Entry, Failure, FailureName, check_of, check_of_entries, failure_of
 from limitforge.core.clock import Clock
 from limitforge.core.decision import Decision
-from limitforge.core.keys import Keys, text
+from limitforge.core.keys import text
+from limitforge.core.lanes import LanesLike
 from limitforge.core.overrides import Override, OverridePage
 from limitforge.core.plan import LimitsLike
 from limitforge.core.reservations import OnLapse, Settlement
@@ -20,6 +21,7 @@ from limitforge.request import (
     Request,
     RequestBatch,
     Requests,
+    keys_for,
 )
 from limitforge.stores import connect_sync
 from limitforge.stores.options import StoreOptions
@@ -36,14 +38,22 @@ class SyncLimiter:
 
     @classmethod
     def connect(
-        cls, url: str, *, key_prefix: str = "lf", clock: Clock | None = None, options: StoreOptions | None = None
+        cls,
+        url: str,
+        *,
+        key_prefix: str = "lf",
+        lanes: Mapping[str, LanesLike] | None = None,
+        clock: Clock | None = None,
+        options: StoreOptions | None = None,
     ) -> Self:
-        """A limiter on `memory://` or `redis://…`. Nothing is opened before the first check.
+        """A limiter on `memory://`, `redis://…`, `redis+sentinel://…` or `redis+cluster://…`. Nothing is opened before
+        the first check.
 
-        `key_prefix` keeps apart what shares a Redis. `options` say how long a check may take and what happens when
-        Redis can't decide. A `clock` replaces the store's own time: for tests and replays only.
+        `key_prefix` keeps apart what shares a Redis. `lanes` says which tenants are too big for one shard of a Cluster.
+        `options` say how long a check may take and what happens when Redis can't decide. A `clock` replaces the store's
+        own time: for tests and replays only.
         """
-        return cls(connect_sync(url, keys=Keys(key_prefix), clock=clock, options=options))
+        return cls(connect_sync(url, keys=keys_for(url, key_prefix, lanes), clock=clock, options=options))
 
     def check(
         self,

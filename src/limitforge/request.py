@@ -11,6 +11,7 @@ from limitforge.core.check import TOKEN_BYTES, Check, Failure, FailureName, Hold
 from limitforge.core.decision import Decision
 from limitforge.core.exact import cost_of, duration_us, shown
 from limitforge.core.keys import Keys, text
+from limitforge.core.lanes import LanesLike
 from limitforge.core.limits import Mode
 from limitforge.core.overrides import compile_override, plain_changes
 from limitforge.core.plan import Limits, LimitsLike
@@ -33,6 +34,8 @@ DEFAULT_PRIORITY = "P0"
 DEFAULT_HOLD_SECONDS = 60
 MAX_PAGE = 1_000
 
+CLUSTER_LANES = 64  # of who names no tenant, on a Cluster
+
 Name = str | bytes
 
 
@@ -48,6 +51,14 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     priority: str = DEFAULT_PRIORITY
     shadow: LimitsLike | None = None
     failure: Failure | FailureName | None = None
+
+
+def keys_for(url: str, prefix: str, lanes: Mapping[str, LanesLike] | None) -> Keys:
+    """The keys of a store. On a Cluster, whoever names no tenant is spread over its shards all the same."""
+    is_cluster = isinstance(url, str) and url.partition(":")[0].endswith("+cluster")
+    if lanes is None or (isinstance(lanes, Mapping) and DEFAULT_TENANT not in lanes):
+        lanes = ({DEFAULT_TENANT: CLUSTER_LANES} if is_cluster else {}) | dict(lanes or {})
+    return Keys(prefix, lanes)
 
 
 class Requests:
@@ -75,7 +86,7 @@ class Requests:
         check = self.check(request)
         if on_lapse not in tuple(OnLapse):
             raise InvalidInput("on_lapse", f"must be one of {', '.join(OnLapse)}, got {shown(on_lapse)}")
-        token = os.urandom(TOKEN_BYTES)
+        token = check.lease or os.urandom(TOKEN_BYTES)
         record = self.keys.reservation(self._own(request.tenant, request.subject), token)
         check.hold = Hold(record, token, duration_us("ttl_seconds", ttl_seconds), on_lapse == OnLapse.REFUND)
         return check

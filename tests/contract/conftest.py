@@ -10,8 +10,23 @@ from limitforge import Limiter, ManualClock, StoreOptions, SyncLimiter, TokenBuc
 
 # "coalesced" shares every call with a crowd of other callers; "resilient" could decide by itself, and must not;
 # "cached" may answer denials without asking, which must not show while nobody else changes anything.
-STORES = ("memory", "memory-async", "redis", "redis-async", "coalesced", "resilient", "cached")
-ALIKE = ("memory-async", "redis-async", "resilient")  # the others show nearly as much while you work
+# "cluster" spreads its tenants over 64 lanes, so that limits of several scopes lie on several shards; "cluster-async"
+# keeps each tenant in one place.
+STORES = (
+    "memory",
+    "memory-async",
+    "redis",
+    "redis-async",
+    "coalesced",
+    "resilient",
+    "cached",
+    "cluster",
+    "cluster-async",
+    "sentinel",
+    "sentinel-async",
+)
+QUICK = ("memory", "redis", "coalesced", "cached")  # the others show little more while you work
+SYNC = ("memory", "redis", "cluster", "sentinel")
 
 # A busy machine is no reason for another decision: nothing is decided without Redis here, whatever it takes.
 PATIENT = StoreOptions(deadline_ms=30_000, failure="raise", denial_cache_ms=0)
@@ -62,17 +77,31 @@ def clock() -> ManualClock:
 
 
 def open_limiter(store: str, url: str, clock: ManualClock | None = None, key_prefix: str = "lf") -> SyncLimiter:
-    url = "memory://" if store.startswith("memory") else url
     options = OPTIONS.get(store, PATIENT)
-    if store in ("memory", "redis"):
-        return SyncLimiter.connect(url, clock=clock, key_prefix=key_prefix, options=options)
+    lanes = {"default": 1} if store == "cluster-async" else None
+    if store in SYNC:
+        return SyncLimiter.connect(url, clock=clock, key_prefix=key_prefix, options=options, lanes=lanes)
     face = Crowded if store == "coalesced" else Blocking
-    return cast("SyncLimiter", face(Limiter.connect(url, clock=clock, key_prefix=key_prefix, options=options)))
+    limiter = Limiter.connect(url, clock=clock, key_prefix=key_prefix, options=options, lanes=lanes)
+    return cast("SyncLimiter", face(limiter))
 
 
-@pytest.fixture(params=[pytest.param(s, marks=pytest.mark.slow) if s in ALIKE else s for s in STORES])
-def limiter(request: pytest.FixtureRequest, redis_url: str, clock: ManualClock) -> Iterator[SyncLimiter]:
+def empty_server(store: str, request: pytest.FixtureRequest) -> str:
+    """The URL of what a store needs, with nothing in it."""
+    if store.startswith("memory"):
+        return "memory://"
+    kind = store.removesuffix("-async")
+    if kind not in ("cluster", "sentinel"):
+        url: str = request.getfixturevalue("redis_url")
+        return url
+    servers = request.getfixturevalue(f"{kind}_servers")
+    servers.flush()
+    return cast("str", servers.url)
+
+
+@pytest.fixture(params=[s if s in QUICK else pytest.param(s, marks=pytest.mark.slow) for s in STORES])
+def limiter(request: pytest.FixtureRequest, clock: ManualClock) -> Iterator[SyncLimiter]:
     """A limiter on each store in turn, empty."""
-    limiter = open_limiter(request.param, redis_url, clock)
+    limiter = open_limiter(request.param, empty_server(request.param, request), clock)
     yield limiter
     limiter.close()

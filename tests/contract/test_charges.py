@@ -33,8 +33,8 @@ NAMES = ("a", "b")
 PATIENCE_SECONDS = 5.0
 
 
-def charge(plan: Limits, resource: str, subject: str, cost: int) -> Check:
-    taken = check_of(Keys(), plan, resource, subject, cost, None, "default", "P0")
+def charge(plan: Limits, resource: str, subject: str, cost: int, keys: Keys | None = None) -> Check:
+    taken = check_of(keys or Keys(), plan, resource, subject, cost, None, "default", "P0")
     return charge_of(taken.takes)
 
 
@@ -117,7 +117,7 @@ class Charged(Engines):
 
 
 def run(server: RedisServer, algorithm: str, examples: int, machine_seed: int | None) -> None:
-    machine: type[Charged] = type("Charged", (Charged,), {"url": server.url, "algorithm": algorithm})
+    machine: type[Charged] = type("Charged", (Charged,), {"server": server, "algorithm": algorithm})
     run_machine(machine, examples, machine_seed, steps=30)
 
 
@@ -141,12 +141,13 @@ def test_both_engines_charge_alike_on_ever_new_traces(redis_server: RedisServer,
 TEN = FixedWindow(name="ten", limit=10, window_seconds=86_400, align="first_hit", charge_after_outage=True)
 
 
-def submit(limiter: SyncLimiter, check: Check) -> Decision:
-    """To the store of any limiter of this suite."""
+def submit(limiter: SyncLimiter, plan: Limits, cost: int) -> Decision:
+    """A charge, to the store of any limiter of this suite."""
     if isinstance(limiter, SyncLimiter):
-        return limiter._store.check(check)
+        return limiter._store.check(charge(plan, "r", "s", cost, limiter._store.keys))
     blocking = cast("Any", limiter)
-    decision: Decision = blocking._loop.run_until_complete(blocking._limiter._store.check(check))
+    store = blocking._limiter._store
+    decision: Decision = blocking._loop.run_until_complete(store.check(charge(plan, "r", "s", cost, store.keys)))
     return decision
 
 
@@ -157,19 +158,19 @@ def used(limiter: SyncLimiter, limit: FixedWindow, subject: str = "s") -> int:
 
 def test_a_charge_asks_for_no_room_and_stops_at_twice_the_limit(limiter: SyncLimiter) -> None:
     for counted in (8, 16, 20, 20):
-        assert submit(limiter, charge(Limits(TEN), "r", "s", 8)).allowed
+        assert submit(limiter, Limits(TEN), 8).allowed
         assert used(limiter, TEN) == counted
     assert not limiter.check("r", "s", limits=TEN).allowed
 
 
 def test_a_charge_of_nothing_changes_nothing(limiter: SyncLimiter) -> None:
     limiter.check("r", "s", limits=TEN, cost=3)
-    assert submit(limiter, charge(Limits(TEN), "r", "s", 0)).remaining == 7
+    assert submit(limiter, Limits(TEN), 0).remaining == 7
 
 
 def test_a_charge_knows_the_overrides_of_its_caller(limiter: SyncLimiter) -> None:
     limiter.set_override("r", "s", {"ten": {"limit": 2}}, limits=TEN, ttl_seconds=60)
-    submit(limiter, charge(Limits(TEN), "r", "s", 9))
+    submit(limiter, Limits(TEN), 9)
     limiter.delete_override("r", "s")
     assert used(limiter, TEN) == 4
 

@@ -1,17 +1,17 @@
 """Memory and Redis are fed the same random traces, and must give equal decisions: Lua and Python keep one contract."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import pytest
-import redis as redis_py
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from limitforge import Decision, Entry, Limit, LimitforgeError, Limits, ManualClock, Request, SyncLimiter
 from limitforge.core.keys import Place
 from limitforge.core.limits import Mode
+from tests.constellations import ClusterServers, SentinelServers
 from tests.contract.conftest import open_limiter
 from tests.contract.strategies import (
     ALGORITHMS,
@@ -35,20 +35,19 @@ BASE_US = 1_700_006_400_000_000
 class Engines(RuleBasedStateMachine):
     """Two limiters on one manual clock: whatever is done is done to both, and compared."""
 
-    url = ""
+    server: Any  # whatever has a `url` and can `flush`
     store = "redis"
+    lanes: Mapping[str, int] | None = None
 
     def __init__(self) -> None:
         super().__init__()
         self.clock = ManualClock(BASE_US)
-        self.memory = SyncLimiter.connect("memory://", clock=self.clock)
-        self.redis = open_limiter(self.store, self.url, self.clock)
+        self.memory = SyncLimiter.connect("memory://", clock=self.clock, lanes=self.lanes)
+        self.redis = open_limiter(self.store, self.server.url, self.clock)
         self.leases: list[tuple[str | None, str | None]] = []
         self.reservations: list[tuple[str | None, str | None]] = []
         self.last: Decision | None = None
-
-        with redis_py.Redis.from_url(self.url) as raw:
-            raw.flushall()
+        self.server.flush()
 
     def teardown(self) -> None:
         self.redis.close()
@@ -60,7 +59,7 @@ class Engines(RuleBasedStateMachine):
                 answers.append(act(limiter))
             except LimitforgeError as error:
                 answers.append(error)
-        assert comparable(answers[0]) == comparable(answers[1])
+        assert comparable(answers[0]) == comparable(answers[1]), answers
         return answers[0], answers[1]
 
     def remember(self, mine: Any, theirs: Any) -> None:
@@ -109,7 +108,10 @@ class WholePlan(Engines):
         self.plan: dict[str, Limit] = {}
 
     def planned(self, names: list[str]) -> Limits:
-        return Limits(*(self.plan[name] for name in names))
+        return Limits(*(self.placed(self.plan[name]) for name in names))
+
+    def placed(self, limit: Limit) -> Limit:
+        return limit
 
     @initialize(first=st.tuples(*(limits(name=name) for name in NAMES)))
     def start(self, first: tuple[Limit, ...]) -> None:
@@ -163,11 +165,9 @@ class WholePlan(Engines):
         cost=costs(),
     )
     def check_beside_a_shadow_plan(self, names: list[str], candidate: list[Limit], subject: str, cost: int) -> None:
-        plan = self.planned(names)
+        plan, shadow = self.planned(names), Limits(*map(self.placed, candidate))
         self.remember(
-            *self.both(
-                lambda limiter: limiter.check(RESOURCES[0], subject, limits=plan, cost=cost, shadow=Limits(*candidate))
-            )
+            *self.both(lambda limiter: limiter.check(RESOURCES[0], subject, limits=plan, cost=cost, shadow=shadow))
         )
 
     @rule(
@@ -186,7 +186,8 @@ class WholePlan(Engines):
     )
     def check_entries(self, entries: list[tuple[str, str, str, int, Place]], priority: str) -> None:
         asked = [
-            Entry(self.plan[name], resource, subject, cost, place) for name, resource, subject, cost, place in entries
+            Entry(self.placed(self.plan[name]), resource, subject, cost, place)
+            for name, resource, subject, cost, place in entries
         ]
         self.remember(*self.both(lambda limiter: limiter.check_entries(asked, priority=priority)))
 
@@ -265,6 +266,13 @@ class WholePlan(Engines):
             self.both(lambda limiter: limiter.clear_overrides())
 
 
+class WholePlanOfOneTenant(WholePlan):
+    """The same where a tenant's limits are all in one place: what is global would be in another."""
+
+    def placed(self, limit: Limit) -> Limit:
+        return dataclasses.replace(limit, scope="tenant") if limit.scope == "global" else limit
+
+
 class OneBucket(Engines):
     """One bucket whose numbers change all the time, with costs about as large as what is left: exact conversions."""
 
@@ -316,8 +324,8 @@ class OneBucket(Engines):
         self.both(lambda limiter: limiter.settle(ids[limiter is self.redis] or "", cost))
 
 
-def run(kind: type[Engines], server: RedisServer, examples: int, machine_seed: int | None, **settled: str) -> None:
-    machine: type[Engines] = type(kind.__name__, (kind,), {"url": server.url, **settled})
+def run(kind: type[Engines], server: Any, examples: int, machine_seed: int | None, **settled: Any) -> None:
+    machine: type[Engines] = type(kind.__name__, (kind,), {"server": server, **settled})
     run_machine(machine, examples, machine_seed)
 
 
@@ -337,6 +345,17 @@ def test_both_engines_agree_on_a_bucket_whose_numbers_change(redis_server: Redis
 @pytest.mark.parametrize("store", ["redis-async", "coalesced", "resilient"])
 def test_every_way_to_redis_agrees_with_memory(redis_server: RedisServer, store: str) -> None:
     run(WholePlan, redis_server, 100, 4, store=store)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", ["sentinel", "sentinel-async"])
+def test_a_master_behind_sentinels_agrees_with_memory(sentinel_servers: SentinelServers, store: str) -> None:
+    run(WholePlan, sentinel_servers, 100, 5, store=store)
+
+
+@pytest.mark.slow
+def test_a_cluster_agrees_with_memory(cluster_servers: ClusterServers) -> None:
+    run(WholePlanOfOneTenant, cluster_servers, 100, 6, store="cluster-async")
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -22,7 +22,8 @@ class Away:
 
     def __init__(self, clock: ManualClock, **options: Any) -> None:
         self.keys = Keys()
-        self.resilience = Resilience(StoreOptions(**options), self.keys, clock)
+        local = MemoryStore(keys=self.keys, clock=clock, max_keys=resilience_module.LOCAL_KEYS)
+        self.resilience = Resilience(StoreOptions(**options), local)
         self.error = GONE
 
     def check(self, check: Check) -> Decision:

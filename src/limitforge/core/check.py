@@ -66,6 +66,7 @@ class Check(msgspec.Struct, gc=False):
     """What decides together. `lease` is the token of the slots that it may take, `varies` tells that a rule depends
     on the time, `hold` makes it a reservation, `shadow` is a candidate plan that is judged beside it, `failure` says
     what happens when the store can't decide (None: as the store is set), `weight_us` estimates what it takes in Redis.
+    One that `is_part` of another is answered with what the store told, not with a decision.
     """
 
     takes: list[Take]
@@ -76,6 +77,7 @@ class Check(msgspec.Struct, gc=False):
     hold: Hold | None = None
     shadow: "Check | None" = None
     failure: Failure | None = None
+    is_part: bool = False
 
     def around(self, now_us: int) -> None:
         """Lay every quota's windows around a time."""

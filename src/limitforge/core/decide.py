@@ -17,7 +17,7 @@ MAX_PENDING = 1_000
 CONCURRENCY = ConcurrencySteps.code
 
 StepsFor = Callable[[Rule, str, str], Steps]
-"""The numbers that hold for a rule, a resource and the overrides of a subject now: the rule's, or those of an override."""
+"""The numbers that hold for a rule, a resource and where overrides may be: the rule's, or those of an override."""
 
 
 class Verdict(Outcome, gc=False):

@@ -2,7 +2,7 @@
 --
 -- KEYS: the buckets. ARGV: tokens. request[3]: one after the other:
 --   mode, token, ttl_us, refund, buckets, then each bucket
--- mode 0 refunds. mode 1 confirms: nothing is held any more, and what was taken stays; with a ttl_us it is a reservation from now on, as if it had been one
+-- mode 0 refunds, also the slots of a concurrency limit. mode 1 confirms: nothing is held any more, and what was taken stays; with a ttl_us it is a reservation from now on, as if it had been one
 --   since it was taken. A negative bucket may have gone without (a monitored limit whose list was full).
 -- mode 2 gives back what was confirmed: its buckets are followed by as many amounts and as many sources.
 --
@@ -36,12 +36,16 @@ end
 
 local function refund(call, token, key)
   local work, numbers, algorithm = open(call, key)
-  local source, amount
-  if work then source, amount = pending.remove(work, token) end
-  if source then
+  if not work then return nil end
+  local source, amount = 0, 0
+  if algorithm.release then -- slots, which the token holds
+    if not algorithm.release(work, token) then return nil end
+  else
+    source, amount = pending.remove(work, token)
+    if not source then return nil end
     algorithm.give(work, numbers, amount, source)
-    keep(call, key, algorithm, work)
   end
+  keep(call, key, algorithm, work)
   return source
 end
 

@@ -12,7 +12,7 @@ from limitforge.stores.memory import MAX_KEYS, AsyncMemoryStore, MemoryStore
 from limitforge.stores.options import StoreOptions
 from limitforge.stores.protocol import Store, SyncStore
 
-_REDIS = ("redis", "rediss", "unix")
+_REDIS = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")
 
 
 def connect(url: str, *, keys: Keys, clock: Clock | None = None, options: StoreOptions | None = None) -> Store:

@@ -17,10 +17,12 @@ from limitforge.core.decision import Decision, Outcome, decision_of
 from limitforge.core.keys import encoded
 from limitforge.core.plan import Rule
 from limitforge.errors import LimitforgeError, StoreCorrupt, StoreUnavailable
+from limitforge.stores.slots import SlotOf, by_slot
+from limitforge.stores.spread import Finish
 
 BUSY_US = 1_000  # what one call may keep Redis busy, by estimate
 
-CHECK = 1
+CHECK, FINISH = 1, 10
 DENIED, ALLOWED, AGAIN, CORRUPT, TOO_MANY, UNWRITTEN = range(6)
 FULL = "it is full (maxmemory) and may evict nothing"
 OWN_TIME = -1  # in place of a time: let Redis read its clock
@@ -41,6 +43,8 @@ class Call(NamedTuple):
 
 Reply = bytes | list[Any]
 Flow = Generator[Call, Reply, T]
+Judged = Decision | Outcome | LimitforgeError
+"""What a check is answered with; an outcome if it is part of another."""
 Note = Callable[[Check, Outcome], None]
 """Told of each denial."""
 
@@ -82,9 +86,7 @@ def _nonsense() -> StoreCorrupt:
     return StoreCorrupt("the answer to the script makes no sense: does something else answer in Redis's place?")
 
 
-def batch_flow(
-    checks: Sequence[Check], around_us: int, time_us: int, note: Note | None = None
-) -> Flow[list[Decision | LimitforgeError]]:
+def batch_flow(checks: Sequence[Check], around_us: int, time_us: int, note: Note | None = None) -> Flow[list[Judged]]:
     """Judge checks in order, all in one call. Calendars are laid around `around_us`, the caller's time; `time_us`
     replaces Redis's own unless it is OWN_TIME.
     """
@@ -95,11 +97,13 @@ def batch_flow(
         if group.varies:
             group.around(around_us)
     judged = iter((yield from _judge(groups, time_us)))
-    answers: list[Decision | LimitforgeError] = []
+    answers: list[Judged] = []
     for check in checks:
         outcome = next(judged)
         shadow = None if check.shadow is None else next(judged)
-        if isinstance(outcome, Outcome):
+        if check.is_part:
+            answers.append(outcome)
+        elif isinstance(outcome, Outcome):
             if not outcome.allowed and note is not None:
                 note(check, outcome)
             # A candidate plan must never harm the live one: what is wrong with its buckets only leaves it out.
@@ -107,6 +111,23 @@ def batch_flow(
         else:
             answers.append(outcome)
     return answers
+
+
+def finish_flow(finishes: Sequence[Finish], time_us: int) -> Flow[list[Any]]:
+    """End what parts of checks hold, all in one call; each is told its sources, or None."""
+    keys: dict[str, int] = {}
+    strings: dict[str | bytes, int] = {}
+    flat: list[int] = []
+    for finish in finishes:
+        places = [keys.setdefault(key, len(keys) + 1) for key in finish.keys]
+        token = strings.setdefault(finish.token, len(strings) + 2)
+        flat += (finish.ending, token, finish.ttl_us, int(finish.refund), len(places))
+        flat += [-place if optional else place for place, optional in zip(places, finish.optional, strict=True)]
+        flat += finish.amounts
+        flat += finish.sources
+    call = call_of((FINISH, time_us, flat), list(keys), strings)
+    values = iter(answer_to(call, (yield call)))
+    return [[next(values) for _ in finish.keys] if next(values) else None for finish in finishes]
 
 
 def _judge(groups: Sequence[Check], time_us: int) -> Flow[list[Outcome | LimitforgeError]]:
@@ -194,18 +215,28 @@ def not_ours(what: str) -> StoreCorrupt:
     return StoreCorrupt(f"{what} holds a value that limitforge did not write; see who else uses this key prefix")
 
 
-def parts(checks: Sequence[Check]) -> Iterable[Sequence[Check]]:
-    """What one call can take, in order."""
-    part: list[Check] = []
-    busy_us = 0
-    for check in checks:
-        if part and busy_us + check.weight_us > BUSY_US:
-            yield part
-            part, busy_us = [], 0
-        part.append(check)
-        busy_us += check.weight_us
-    if part:
-        yield part
+def fitting(weights_us: Sequence[int]) -> Iterable[range]:
+    """Which of these one call can take, in order."""
+    first, busy_us = 0, 0
+    for at, weight_us in enumerate(weights_us):
+        if at > first and busy_us + weight_us > BUSY_US:
+            yield range(first, at)
+            first, busy_us = at, 0
+        busy_us += weight_us
+    if weights_us:
+        yield range(first, len(weights_us))
+
+
+def parts(checks: Sequence[Check], slot_of: SlotOf) -> Iterable[Sequence[Check]]:
+    """The same for checks of one take each, from any slots."""
+    for together in by_slot(checks, lambda check: slot_of(check.takes[0][1])):
+        for part in fitting([check.weight_us for check in together]):
+            yield together[part.start : part.stop]
+
+
+def one_call(call: Call) -> Flow[Reply]:
+    """A call whose reply is somebody else's affair."""
+    return (yield call)
 
 
 def wire_strings(call: Call) -> Call:

@@ -62,7 +62,7 @@ class Link:
             self._connecting.cancel()
         self.abort(error)
 
-    async def carry(self, flow: Flow[T], seconds: float) -> T:
+    async def carry(self, flow: Flow[T], seconds: float, *, asking: bool = False) -> T:
         """Run a flow of its own, beside the batches; raise StoreUnavailable when it takes longer than that."""
         asked = False
         answer: T
@@ -81,7 +81,7 @@ class Link:
                 while True:
                     wire = await self._open_wire()
                     asked = True
-                    call = flow.send(await self._ask(wire, call))
+                    call = flow.send(await self._ask(wire, call, asking=asking))
         except StopIteration as done:
             answer = done.value
         except TimeoutError:
@@ -106,9 +106,9 @@ class Link:
         async with asyncio.timeout(2 * self._connect_seconds):
             (await self._open_wire()).publish(channel, message, told)
 
-    async def _ask(self, wire: Wire, call: Call) -> Reply:
+    async def _ask(self, wire: Wire, call: Call, *, asking: bool) -> Reply:
         replied: asyncio.Future[Reply | StoreError] = self.loop.create_future()
-        wire.call(call, partial(_resolve, replied))
+        wire.call(call, partial(_resolve, replied), asking=asking)
         reply = await replied
         if isinstance(reply, StoreError):
             raise reply

@@ -15,6 +15,8 @@ import redis
 import redis.asyncio
 
 from limitforge.stores.denials import Denials, Drop
+from limitforge.stores.fleet import Fleet
+from limitforge.stores.resp import Address
 
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
@@ -60,8 +62,8 @@ class _Heard:
 class Listener:
     """A task on the running event loop."""
 
-    def __init__(self, url: str, channel: bytes, denials: Denials) -> None:
-        self._url = url
+    def __init__(self, fleet: Fleet, channel: bytes, denials: Denials) -> None:
+        self._fleet = fleet
         self._channel = channel
         self._heard = _Heard(channel, denials)
         self._task: asyncio.Task[None] | None = None
@@ -87,9 +89,7 @@ class Listener:
                 await asyncio.sleep(self._heard.failed(error))
 
     async def _listen(self) -> None:
-        pool: Any = redis.asyncio.ConnectionPool.from_url(self._url)
-        pool.connection_kwargs |= PLAIN
-        client: Any = redis.asyncio.Redis.from_pool(pool)
+        client: Any = redis.asyncio.Redis.from_pool(_pool(redis.asyncio, self._fleet.any_node().address))
         async with client, client.pubsub() as pubsub:
             await pubsub.subscribe(self._channel)
             async for message in pubsub.listen():
@@ -99,8 +99,8 @@ class Listener:
 class SyncListener:
     """A thread of its own, which ends with the process."""
 
-    def __init__(self, url: str, channel: bytes, denials: Denials) -> None:
-        self._url = url
+    def __init__(self, fleet: Fleet, channel: bytes, denials: Denials) -> None:
+        self._fleet = fleet
         self._channel = channel
         self._heard = _Heard(channel, denials)
         self._stopped = threading.Event()
@@ -122,9 +122,7 @@ class SyncListener:
                 self._stopped.wait(self._heard.failed(error))
 
     def _listen(self) -> None:
-        pool: Any = redis.ConnectionPool.from_url(self._url)
-        pool.connection_kwargs |= PLAIN
-        client: Any = redis.Redis.from_pool(pool)
+        client: Any = redis.Redis.from_pool(_pool(redis, self._fleet.any_node().address))
         with client, client.pubsub() as pubsub:
             pubsub.subscribe(self._channel)
             while self._is_wanted():
@@ -133,3 +131,12 @@ class SyncListener:
     def _is_wanted(self) -> bool:
         """Not once it was stopped, or once the limiter is no more: nobody needs to close one that is let go."""
         return not self._stopped.is_set() and self._heard.is_wanted()
+
+
+def _pool(client: Any, address: Address) -> Any:
+    """Connections of redis-py, sync or async, to the same server."""
+    kinds = client.connection
+    kind = kinds.Connection if address.path is None else kinds.UnixDomainSocketConnection
+    if address.tls is not None:
+        kind = kinds.SSLConnection
+    return client.ConnectionPool(connection_class=kind, **{**address.options, **PLAIN})

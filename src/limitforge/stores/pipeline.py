@@ -1,24 +1,26 @@
-"""One Redis, one event loop: every check that waits goes out in one call, and none waits longer than its deadline.
+"""One Redis, one event loop: every check that waits goes out in one write, and none waits longer than its deadline.
 
 An idle connection sends at the end of the loop's turn, so whatever was asked in that turn travels together and a lone
-check waits for nobody. While two calls are in flight the next batch gathers. There is no timer but the one for
-deadlines, which stays armed while anything is owed an answer.
+check waits for nobody. While two writes are in flight the next batch gathers. One write is one call, or one for each
+slot of a Cluster that is asked. There is no timer but the one for deadlines, which stays armed while anything is owed
+an answer.
 """
 
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from limitforge.core.check import Check
-from limitforge.core.decision import Decision
 from limitforge.errors import LimitforgeError, StoreError, StoreUnavailable
-from limitforge.stores.codec import BUSY_US, Flow, Reply, as_corrupt
+from limitforge.stores.codec import BUSY_US, Call, Flow, Judged, Reply, as_corrupt
+from limitforge.stores.fleet import Node
 from limitforge.stores.link import Link
-from limitforge.stores.resilience import NotAsked, Resilience, left_alone
-from limitforge.stores.resp import Address
+from limitforge.stores.resilience import NotAsked, left_alone
+from limitforge.stores.resp import Elsewhere, Moving
+from limitforge.stores.spread import Finish, Step
 
 MAX_IN_FLIGHT = 2
 WORTH_HALVING_US = 100
@@ -27,58 +29,84 @@ LEAST_CONNECT_SECONDS = 0.25
 LAG_SECONDS = 0.005
 GRACE_SECONDS = 0.001
 
-Tell = Callable[[Decision | LimitforgeError], None]
-Judge = Callable[[Sequence[Check]], Flow[list[Decision | LimitforgeError]]]
+Tell = Callable[[Any], None]
+"""Told a decision or an error; for a part of a check whatever the store told of it."""
+
+
+class Answers(Protocol):
+    """Makes the flows of calls for what waits, and is handed what the store is owed after an outage."""
+
+    def judge(self, checks: Sequence[Check]) -> Flow[list[Judged]]: ...
+
+    def finish(self, finishes: Sequence[Finish]) -> Flow[list[Any]]: ...
+
+    def charge(self, charges: Sequence[Check]) -> None: ...
+
+
+class Router(Protocol):
+    """Knows which pipeline a check belongs to."""
+
+    def redirect(self, batch: "list[Asked]", answer: Elsewhere | Moving, node: Node) -> None:
+        """None of these was executed: ask again, where or when the answer says."""
+
+    def doubt(self) -> None:
+        """This server did not answer as it should: it may have been replaced."""
 
 
 class Asked(msgspec.Struct, eq=False):
-    """A check that is owed an answer by `due`. Whoever no longer wants it sets `tell` to None.
+    """A check, or a step of one, that is owed an answer by `due`. Whoever no longer wants it sets `tell` to None.
 
-    Checks of one `group` are a caller's own batch, and judged in their order.
+    Checks of one `group` are a caller's own batch, and judged in their order where they share a `slot`.
     """
 
-    check: Check
+    check: Step
     tell: Tell | None
     due: float
     group: object = None
+    slot: int = 0
+    hops: int = 0
+
+
+class Volley(msgspec.Struct, eq=False):
+    """One write: as many calls as there were slots."""
+
+    flights: int
+    holds: bool
+    """The rest of its last group must not overtake it: a quota may have to be asked for once more."""
 
 
 class Flight(msgspec.Struct, eq=False):
     """A call that is on its way. One that is `late` is still owed a reply, which then only frees its place."""
 
     batch: list[Asked]
-    flow: Flow[list[Decision | LimitforgeError]]
+    flow: Flow[list[Any]]
     began_us: int
-    holds: bool
-    """The rest of its last group must not overtake it: a quota may have to be asked for once more."""
+    volley: Volley
     late: bool = False
+    calls: int = 0
+    asking: bool = False
 
 
 class Pipeline:
-    """Joins the checks of one event loop. `judge` makes the flow of calls for a batch; `charge` is handed what the
-    store is owed after an outage.
-    """
+    """Joins the checks of one event loop for one server."""
 
     def __init__(
-        self,
-        address: Address,
-        resilience: Resilience,
-        judge: Judge,
-        charge: Callable[[Sequence[Check]], None],
-        *,
-        deadline_ms: float,
-        max_waiting: int,
+        self, node: Node, answers: Answers, router: Router, *, deadline_ms: float, max_waiting: int, is_sharded: bool
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.deadline = deadline_ms / 1_000
-        self.link = Link(address, resilience, self, max(CONNECT_DEADLINES * self.deadline, LEAST_CONNECT_SECONDS))
-        self._resilience = resilience
-        self._judge = judge
-        self._charge = charge
+        self.node = node
+        connect_seconds = max(CONNECT_DEADLINES * self.deadline, LEAST_CONNECT_SECONDS)
+        self.link = Link(node.address, node.resilience, self, connect_seconds)
+        self._resilience = node.resilience
+        self._answers = answers
+        self._router = router
+        self._is_sharded = is_sharded
         self._max_waiting = max_waiting
         self._waiting: list[Asked] = []
         self._weight_us = 0
         self._flights: list[Flight] = []
+        self._volleys: list[Volley] = []
         self._is_scheduled = False
         self._answered_us = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -95,18 +123,32 @@ class Pipeline:
     def submit(self, asked: Asked) -> None:
         """Ask, in order. The answer comes by `asked.tell`, perhaps before this returns."""
         if not self._resilience.is_quiet and not self._resilience.admits():
-            self._decide(asked, left_alone())
+            self.decide(asked, left_alone())
             return
         if len(self._waiting) >= self._max_waiting:
-            self._decide(asked, NotAsked(f"{self._max_waiting} checks are waiting already"))
+            self.decide(asked, NotAsked(f"{self._max_waiting} checks are waiting already"))
             return
         self._waiting.append(asked)
         self._weight_us += asked.check.weight_us
-        if not self._is_scheduled and len(self._flights) < MAX_IN_FLIGHT:
+        if not self._is_scheduled and len(self._volleys) < MAX_IN_FLIGHT:
             self._is_scheduled = True
             self.loop.call_soon(self._flush_after, asked.due)
         if self._timer is None:
             self._arm(asked.due)
+
+    def submit_asking(self, batch: list[Asked]) -> None:
+        """Ask for a slot that is only about to come here, at once and as a call of its own."""
+        flight = self._flight(batch, Volley(1, holds=False))
+        flight.asking = True
+        self._volleys.append(flight.volley)
+        self._advance(flight, partial(next, flight.flow))
+        if self._timer is None:
+            self._arm(min(asked.due for asked in batch))
+
+    def hand_over(self) -> list[Asked]:
+        """What waits here, for another pipeline."""
+        waiting, self._waiting, self._weight_us = self._waiting, [], 0
+        return waiting
 
     def close(self) -> None:
         """Answer what waits by its failure behaviour, and let go of the connection for good."""
@@ -139,7 +181,7 @@ class Pipeline:
         self._is_scheduled = False
         if self.link.is_closed:
             self._refuse_waiting(NotAsked("the limiter was closed"))
-        while self._waiting and len(self._flights) < MAX_IN_FLIGHT and not any(f.holds for f in self._flights):
+        while self._waiting and len(self._volleys) < MAX_IN_FLIGHT and not any(v.holds for v in self._volleys):
             if self.link.wire is None:
                 self.link.open()
                 return
@@ -168,20 +210,47 @@ class Pipeline:
         return waiting[:count], _is_inside(waiting, count)
 
     def _send(self, batch: list[Asked], *, holds: bool) -> None:
-        flow = self._judge([asked.check for asked in batch])
-        flight = Flight(batch, flow, self._resilience.now_us(), holds)
-        self._flights.append(flight)
-        self._advance(flight, partial(next, flow))
+        """One call for each slot, and one for what ends there; all in one write."""
+        batches = [batch]
+        if self._is_sharded:
+            slots: dict[tuple[int, bool], list[Asked]] = {}
+            for asked in batch:
+                slots.setdefault((asked.slot, type(asked.check) is Finish), []).append(asked)
+            batches = list(slots.values())
+        volley = Volley(len(batches), holds)
+        self._volleys.append(volley)
+        flights = [self._flight(one, volley) for one in batches]
+        if len(flights) == 1:
+            self._advance(flights[0], partial(next, flights[0].flow))
+        else:
+            calls: list[tuple[Call, Flight]] = []
+            for flight in flights:
+                self._advance(flight, partial(next, flight.flow), calls)
+            if calls and self.link.wire is not None:
+                self.link.wire.call_all([(call, partial(self._replied, flight)) for call, flight in calls])
 
-    def _advance(self, flight: Flight, step: Callable[[], Any]) -> None:
-        """Take a flow one step on: to its next call, or to its answers."""
+    def _flight(self, batch: list[Asked], volley: Volley) -> Flight:
+        steps: list[Any] = [asked.check for asked in batch]
+        flow = self._answers.finish(steps) if type(steps[0]) is Finish else self._answers.judge(steps)
+        flight = Flight(batch, flow, self._resilience.now_us(), volley)
+        self._flights.append(flight)
+        return flight
+
+    def _land(self, flight: Flight) -> None:
+        self._flights.remove(flight)
+        flight.volley.flights -= 1
+        if not flight.volley.flights:
+            self._volleys.remove(flight.volley)
+
+    def _advance(self, flight: Flight, step: Callable[[], Any], calls: list[tuple[Call, Flight]] | None = None) -> None:
+        """Take a flow one step on: to its next call, which is sent (or added to `calls`), or to its answers."""
         try:
             call = step()
         except StopIteration as done:
-            self._flights.remove(flight)
+            self._land(flight)
             for asked, answer in zip(flight.batch, done.value, strict=True):
                 if isinstance(answer, StoreUnavailable):
-                    self._decide(asked, answer)
+                    self.decide(asked, answer)
                 else:
                     self.tell(asked, answer)
             self._answered(flight, done.value)
@@ -194,15 +263,24 @@ class Pipeline:
             self._answered(flight)
             self.link.abort(StoreUnavailable("an answer made no sense", maybe_counted=True))
         else:
-            if self.link.wire is None:
-                self._fail(flight, StoreUnavailable("the connection to Redis was lost", maybe_counted=True))
+            flight.calls += 1
+            if calls is not None:
+                calls.append((call, flight))
+            elif self.link.wire is None:
+                self._fail(flight, StoreUnavailable("the connection to Redis was lost", maybe_counted=flight.calls > 1))
             else:
-                self.link.wire.call(call, partial(self._replied, flight))
+                self.link.wire.call(call, partial(self._replied, flight), asking=flight.asking)
 
     def _replied(self, flight: Flight, reply: Reply | StoreError) -> None:
         if not isinstance(reply, StoreError):
             self._advance(flight, partial(flight.flow.send, reply))
+        elif isinstance(reply, Elsewhere | Moving) and flight.calls == 1:
+            self._land(flight)
+            self._answered(flight)
+            self._router.redirect([asked for asked in flight.batch if asked.tell is not None], reply, self.node)
         else:
+            if isinstance(reply, Elsewhere | Moving):  # some of the batch was judged before
+                reply = NotAsked(str(reply), maybe_counted=True)
             self._fail(flight, reply)
             if not isinstance(reply, StoreUnavailable):
                 self._answered(flight)
@@ -210,7 +288,7 @@ class Pipeline:
                 self.failed(reply, flight.began_us)
         self.opened()
 
-    def _answered(self, flight: Flight, answers: Sequence[Decision | LimitforgeError] = ()) -> None:
+    def _answered(self, flight: Flight, answers: Sequence[object] = ()) -> None:
         """Whatever it said: it answered. Too late is as good as never."""
         if not flight.late:
             self._answered_us = self._resilience.now_us()
@@ -219,19 +297,19 @@ class Pipeline:
     # -- failing
 
     def _fail(self, flight: Flight, error: LimitforgeError) -> None:
-        self._flights.remove(flight)
+        self._land(flight)
         for asked in flight.batch:
-            self._decide(asked, error)
+            self.decide(asked, error)
 
-    def _decide(self, asked: Asked, answer: Decision | LimitforgeError) -> None:
+    def decide(self, asked: Asked, answer: Judged) -> None:
         """Tell the answer; if the store was away, what the failure behaviour of the check says."""
         if asked.tell is None:
             return
-        if isinstance(answer, StoreUnavailable):
+        if isinstance(answer, StoreUnavailable) and isinstance(asked.check, Check) and not asked.check.is_part:
             answer = self._resilience.decide(asked.check, answer)
         self.tell(asked, answer)
 
-    def tell(self, asked: Asked, answer: Decision | LimitforgeError) -> None:
+    def tell(self, asked: Asked, answer: object) -> None:
         """Answer, once. Whatever the callback does is its own affair."""
         if asked.tell is None:
             return
@@ -246,23 +324,25 @@ class Pipeline:
     def _refuse_waiting(self, error: StoreUnavailable) -> None:
         waiting, self._waiting, self._weight_us = self._waiting, [], 0
         for asked in waiting:
-            self._decide(asked, error)
+            self.decide(asked, error)
 
     def failed(self, error: StoreUnavailable, began_us: int) -> None:
         """What began then was not answered. A store that is given up is given up at once."""
         if self._resilience.failed(error, began_us):
             self.link.abort(StoreUnavailable(str(error), maybe_counted=True))
             self._refuse_waiting(StoreUnavailable(str(error)))
+        self._router.doubt()
 
     def unopened(self, error: StoreUnavailable, began_us: int) -> None:
         """There is no connection for those who wait."""
         self._resilience.failed(error, began_us)
         self._refuse_waiting(StoreUnavailable(str(error)))
+        self._router.doubt()
 
     def succeeded(self, answers: Sequence[object] = ()) -> None:
         """The store answered; what it is owed after an outage is charged now, if it can write."""
         if not self._resilience.is_quiet:
-            self._charge(self._resilience.succeeded(answers))
+            self._answers.charge(self._resilience.succeeded(answers))
 
     # -- deadlines
 
@@ -292,12 +372,14 @@ class Pipeline:
         for flight in [flight for flight in self._flights if flight.batch[0].due <= now]:
             for asked in flight.batch:
                 if asked.due <= now:
-                    self._decide(asked, error)
+                    self.decide(asked, error)
             if not flight.late:
                 flight.late = True
                 self.failed(error, flight.began_us)
         late = [flight for flight in self._flights if flight.late]
-        if len(late) >= MAX_IN_FLIGHT or any(flight.batch[0].due + self.deadline <= now for flight in late):
+        if len({id(flight.volley) for flight in late}) >= MAX_IN_FLIGHT or any(
+            flight.batch[0].due + self.deadline <= now for flight in late
+        ):
             self.link.abort(error)  # it may be this connection alone that is dead
 
     def _expire_waiting(self, now: float) -> None:
@@ -310,7 +392,7 @@ class Pipeline:
             self._weight_us -= sum(asked.check.weight_us for asked in expired)
             error = StoreUnavailable(f"no answer within {self.deadline * 1_000:g} ms")
             for asked in expired:
-                self._decide(asked, error)
+                self.decide(asked, error)
             began_us = self._resilience.now_us() - int(1e6 * (now - expired[0].due + self.deadline))
             if self._answered_us < began_us:
                 self.failed(error, began_us)

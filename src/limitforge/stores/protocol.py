@@ -25,7 +25,8 @@ Answer = TypeVar("Answer")
 class StoreStatus(msgspec.Struct, frozen=True):
     """How a store is doing. `breaker` is closed, open or probing, `since` when that last changed (epoch seconds),
     `degraded` counts the checks that were decided without the store, `denials_cached` and `denial_hits` those that
-    needed no asking, `waiting` how many checks wait for an answer now.
+    needed no asking, `waiting` how many checks wait for an answer now. Where there are several servers, `breaker` is
+    that of the worst, and `nodes` has each by its address.
     """
 
     breaker: str = "closed"
@@ -34,6 +35,7 @@ class StoreStatus(msgspec.Struct, frozen=True):
     denials_cached: int = 0
     denial_hits: int = 0
     waiting: int = 0
+    nodes: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class Command(Generic[Answer]):

@@ -1,17 +1,18 @@
 """What both Redis shells are made of, beside their way of talking: flows, the cache of denials, and the account."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 from limitforge.core.check import Check
 from limitforge.core.clock import Clock, MonotonicClock, SystemClock
-from limitforge.core.decision import Decision, Outcome
+from limitforge.core.decision import Decision, Outcome, decision_of
 from limitforge.core.keys import Keys, decoded
 from limitforge.errors import LimitforgeError, StoreUnavailable
-from limitforge.stores.codec import OWN_TIME, Flow, Note, T, batch_flow
+from limitforge.stores.codec import OWN_TIME, Flow, Judged, Note, T, batch_flow, finish_flow
 from limitforge.stores.command_codec import command_flow
 from limitforge.stores.denials import Denials, Drop
+from limitforge.stores.fleet import Fleet
 from limitforge.stores.options import StoreOptions
 from limitforge.stores.protocol import (
     ClearOverrides,
@@ -25,24 +26,36 @@ from limitforge.stores.protocol import (
     Settle,
     StoreStatus,
 )
-from limitforge.stores.resilience import LOG_EVERY_US, Resilience
-from limitforge.stores.slots import one_slot
+from limitforge.stores.resilience import LOG_EVERY_US
+from limitforge.stores.spread import Finish, Step, a_key_of, judge_spread
 
 COMMAND_SECONDS = 1.0  # what everything other than a check may take
+
+Steps = Generator[list[Step], Sequence[Any], T]
+"""Yields what to ask side by side, is sent the answers, and returns what they come to."""
 
 _log = logging.getLogger(__name__)
 
 
 class Parts:
-    """The flows, the cache and the account of one store."""
+    """The servers, flows, cache and account of one store. `charge` is handed what the store is owed after an outage."""
 
-    def __init__(self, keys: Keys, clock: Clock | None, options: StoreOptions) -> None:
+    def __init__(
+        self,
+        url: str,
+        keys: Keys,
+        clock: Clock | None,
+        options: StoreOptions,
+        charge: Callable[[Sequence[Check]], None],
+    ) -> None:
         self.keys = keys
         self.channel = f"{keys.prefix}:denials".encode()
-        self.resilience = Resilience(options, keys, clock)
+        self.fleet = Fleet(url, keys, options, clock)
+        self.charge = charge
         self._injected = clock is not None
         self._clock = clock or SystemClock()
-        self._warned_us = self.resilience.now_us() - LOG_EVERY_US
+        self._now_us = MonotonicClock().now_us
+        self._warned_us = self._now_us() - LOG_EVERY_US
         self.denials: Denials | None = None
         if options.denial_cache_ms:
             self.denials = Denials(
@@ -51,14 +64,40 @@ class Parts:
                 clock=clock or MonotonicClock(),
             )
 
-    def judge(self, checks: Sequence[Check]) -> Flow[list[Decision | LimitforgeError]]:
+    def judge(self, checks: Sequence[Check]) -> Flow[list[Judged]]:
         """As many as one call can take. To be started when it is sent: a denial is remembered from then on."""
         now_us = self._clock.now_us()
         return batch_flow(checks, now_us, now_us if self._injected else OWN_TIME, self._note())
 
+    def finish(self, finishes: Sequence[Finish]) -> Flow[list[Any]]:
+        """The same for what ends what parts of checks hold."""
+        return finish_flow(finishes, self._clock.now_us() if self._injected else OWN_TIME)
+
+    def spread(self, check: Check, undo: Callable[[Sequence[Finish]], None]) -> Steps[Decision | LimitforgeError]:
+        """A check over several slots, and after it the plan that is tried beside it."""
+        note = self._note()
+        outcome, undone = yield from judge_spread(check, self.fleet.slot_of)
+        undo(undone)
+        if isinstance(outcome, StoreUnavailable):
+            return self.decide(check, outcome)
+        if isinstance(outcome, LimitforgeError):
+            return outcome
+        if note is not None and not outcome.allowed:
+            note(check, outcome)
+        if check.shadow is None:
+            return decision_of(check, outcome)
+        shadow, undone = yield from judge_spread(check.shadow, self.fleet.slot_of)
+        undo(undone)  # whatever is wrong with a candidate plan only leaves it out
+        return decision_of(check, outcome, shadow if isinstance(shadow, Outcome) else None)
+
+    def decide(self, check: Check, error: StoreUnavailable) -> Decision | LimitforgeError:
+        """Decide a check over several slots without the store. Its first limit's server has it on its account."""
+        return self.fleet.node_of(self.fleet.slot_of(a_key_of(check))).resilience.decide(check, error)
+
     def command(self, command: Command[T]) -> Flow[T]:
         now_us = self._clock.now_us()
-        return command_flow(command, self.keys, one_slot, now_us, now_us if self._injected else OWN_TIME)
+        time_us = now_us if self._injected else OWN_TIME
+        return command_flow(command, self.keys, self.fleet.slot_of, now_us, time_us)
 
     def drop(self, command: Command[Any]) -> Drop | None:
         """Forget the denials that a command makes doubtful; what the other nodes must forget too."""
@@ -74,7 +113,7 @@ class Parts:
         if self.drop(command) is not None and isinstance(error, StoreUnavailable) and error.maybe_counted:
             self.warn_untold(error)
 
-    def charged(self, charges: Sequence[Check], answers: Sequence[Decision | LimitforgeError]) -> None:
+    def charged(self, charges: Sequence[Check], answers: Sequence[object]) -> None:
         """Nothing is charged twice: what surely failed is owed again, what may have failed is lost, and said once."""
         owed, lost = [], []
         for charge, answer in zip(charges, answers, strict=True):
@@ -82,25 +121,27 @@ class Parts:
                 owed.append(charge)
             elif isinstance(answer, LimitforgeError):
                 lost.append(answer)
-        self.resilience.owe(owed)
+        self.fleet.owe(owed)
         if lost:
             total = len(charges)
             _log.error("%d of %d charges after an outage were not made, or not surely: %s", len(lost), total, lost[0])
 
     def warn_untold(self, error: object) -> None:
         """Other nodes did not hear of a change. One line now and then will do."""
-        if self.resilience.now_us() - self._warned_us >= LOG_EVERY_US:
-            self._warned_us = self.resilience.now_us()
+        if self._now_us() - self._warned_us >= LOG_EVERY_US:
+            self._warned_us = self._now_us()
             _log.warning("other nodes were not told of a change, and may repeat a denial for a moment: %s", error)
 
     def status(self, waiting: int = 0) -> StoreStatus:
+        worst = self.fleet.worst
         return StoreStatus(
-            self.resilience.state,
-            self.resilience.since,
-            dict(self.resilience.degraded),
+            worst.state,
+            worst.since,
+            self.fleet.degraded,
             0 if self.denials is None else self.denials.count(),
             0 if self.denials is None else self.denials.hits,
             waiting,
+            {} if self.fleet.is_single else {node.name: node.resilience.state for node in self.fleet.nodes},
         )
 
     def _note(self) -> Note | None:

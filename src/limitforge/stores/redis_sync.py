@@ -5,23 +5,25 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 from limitforge.core.check import Check
 from limitforge.core.clock import Clock
 from limitforge.core.decision import Decision
 from limitforge.core.keys import Keys
-from limitforge.errors import LimitforgeError, StoreUnavailable
-from limitforge.stores.codec import Call, Flow, T, as_corrupt, parts
+from limitforge.errors import LimitforgeError, StoreError, StoreUnavailable
+from limitforge.stores.codec import Call, Flow, Reply, T, as_corrupt, fitting, parts
 from limitforge.stores.denials import Denials, Drop
+from limitforge.stores.fleet import Node
 from limitforge.stores.listener import SyncListener
 from limitforge.stores.options import StoreOptions
 from limitforge.stores.protocol import Answer, Command, StoreStatus
-from limitforge.stores.redis_parts import COMMAND_SECONDS, Batch, Parts, is_local
-from limitforge.stores.resp import address_of
-from limitforge.stores.wire_sync import SyncWire, WirePool
-
-MAX_CONNECTIONS = 64
+from limitforge.stores.redis_parts import COMMAND_SECONDS, Batch, Parts, Steps, is_local
+from limitforge.stores.resp import Elsewhere, Moving
+from limitforge.stores.servers_sync import Ask, Servers
+from limitforge.stores.slots import by_slot
+from limitforge.stores.spread import Finish, Step, a_key_of, is_spread
+from limitforge.stores.wire_sync import SyncWire
 
 
 class SyncRedisStore:
@@ -37,19 +39,19 @@ class SyncRedisStore:
         self.keys = keys or Keys()
         self._url = url
         self._clock = clock
-        self._address = address_of(url)
         self._options = options or StoreOptions()
         self._start()
         _stores.add(self)
 
     def start_afresh(self) -> None:
         """In a forked child: sockets, locks and threads of the parent are not ours."""
-        self._pool.abandon()
+        self._servers.abandon()
         self._start()
 
     def _start(self) -> None:
-        self._parts = Parts(self.keys, self._clock, self._options)
-        self._pool = WirePool(self._address, MAX_CONNECTIONS)
+        self._parts = Parts(self._url, self.keys, self._clock, self._options, self._charge_soon)
+        self._fleet = self._parts.fleet
+        self._servers = Servers(self._fleet, self._charge_soon)
         self._lock = threading.Lock()
         self._listener: SyncListener | None = None
 
@@ -62,16 +64,22 @@ class SyncRedisStore:
     def check_many(self, checks: Sequence[Check]) -> list[Decision | LimitforgeError]:
         batch = Batch(checks, self._denied)
         due = time.monotonic() + self._options.deadline_ms / 1_000
-        at = 0
-        for part in parts(batch.asked):
-            for answer in self._judged(part, due):
-                batch.answer(at, answer)
-                at += 1
+        answers: list[Any] = [None] * len(batch.asked)
+        together = []
+        for at, check in enumerate(batch.asked):
+            if not self._fleet.is_single and is_spread(check, self._fleet.slot_of):
+                answers[at] = self._spread(check, due)
+            else:
+                together.append(at)
+        for at, answer in zip(together, self._judged([batch.asked[at] for at in together], due), strict=True):
+            answers[at] = answer
+        for at, answer in enumerate(answers):
+            batch.answer(at, answer)
         return cast("list[Decision | LimitforgeError]", batch.answers)
 
     def run(self, command: Command[Answer]) -> Answer:
         if is_local(command):
-            return self._parts.resilience.local.run(command)
+            return self._fleet.local.run(command)
         due = time.monotonic() + COMMAND_SECONDS
         try:
             answer = self._carry(self._parts.command(command), due)
@@ -90,59 +98,131 @@ class SyncRedisStore:
         """Let go of every connection. It may be used again."""
         with self._lock:
             listener, self._listener = self._listener, None
-            pool, self._pool = self._pool, WirePool(self._address, MAX_CONNECTIONS)
         if listener is not None:
             listener.stop()
-        pool.close()
-        self._parts.resilience.close()
+        self._servers.close()
+        self._fleet.close()
 
     # -- talking
 
-    def _judged(self, checks: Sequence[Check], due: float) -> list[Decision | LimitforgeError]:
-        """What one call tells, or what the failure behaviour of each check says."""
-        answers: Sequence[Decision | LimitforgeError]
+    def _judged(self, checks: Sequence[Check], due: float) -> list[Any]:
+        """What the store tells of each, or what its failure behaviour says."""
+        answers: list[Any] = [None] * len(checks)
+        batches = [
+            places[part.start : part.stop]
+            for places in by_slot(range(len(checks)), lambda at: self._slot(checks[at]))
+            for part in fitting([checks[at].weight_us for at in places])
+        ]
+        asked = [[checks[at] for at in places] for places in batches]
+        first = self._first_replies(asked, due) if len(asked) > 1 and not self._fleet.is_single else {}
+        for at, (places, batch) in enumerate(zip(batches, asked, strict=True)):
+            for place, answer in zip(places, self._judged_together(batch, due, first.get(at)), strict=True):
+                answers[place] = answer
+        return answers
+
+    def _first_replies(self, batches: list[list[Check]], due: float) -> "dict[int, _Begun]":
+        """Begin with all slots of one server in one write. What is missing here is asked for by itself."""
+        begun: dict[int, _Begun] = {}
+        by_node: dict[Node, list[int]] = {}
+        for at, batch in enumerate(batches):
+            by_node.setdefault(self._fleet.node_of(self._slot(batch[0])), []).append(at)
+        for node, places in by_node.items():
+            if node is self._fleet.nobody:
+                continue
+            flows = [self._parts.judge(batches[at]) for at in places]
+            calls = [next(flow) for flow in flows]
+            replies: Sequence[Reply | StoreError]
+            try:
+                replies = self._servers.ask(node, due, _calling_all(calls, due))
+            except StoreError as error:
+                replies = [error] * len(calls)
+            for at, flow, call, reply in zip(places, flows, calls, replies, strict=True):
+                begun[at] = _Begun(flow, call, reply)
+        return begun
+
+    def _slot(self, check: Check) -> int:
+        return self._fleet.slot_of(a_key_of(check))
+
+    def _judged_together(self, checks: Sequence[Check], due: float, begun: "_Begun | None" = None) -> list[Any]:
+        """What one call tells of each."""
+        answers: Sequence[Any]
         try:
-            answers = self._carry(self._parts.judge(checks), due)
+            if begun is None or isinstance(begun.reply, Elsewhere | Moving):
+                answers = self._carry(self._parts.judge(checks), due)
+            elif isinstance(begun.reply, StoreError):
+                answers = [begun.reply] * len(checks)
+            else:
+                answers = self._go_on(begun.flow, begun.call, due, begun.reply)
         except LimitforgeError as error:
             answers = [error] * len(checks)
-        decide = self._parts.resilience.decide
+        decide = self._fleet.node_of(self._slot(checks[0])).resilience.decide
         return [
-            decide(check, answer) if isinstance(answer, StoreUnavailable) else answer
+            decide(check, answer) if isinstance(answer, StoreUnavailable) and not check.is_part else answer
             for check, answer in zip(checks, answers, strict=True)
         ]
 
+    def _spread(self, check: Check, due: float) -> Decision | LimitforgeError:
+        """A check over several slots, one after the other."""
+        flow: Steps[Decision | LimitforgeError] = self._parts.spread(check, self._undo)
+        try:
+            steps = next(flow)
+            while True:
+                steps = flow.send([self._step(step, due) for step in steps])
+        except StopIteration as done:
+            answer: Decision | LimitforgeError = done.value
+            return answer
+
+    def _step(self, step: Step, due: float) -> Any:
+        try:
+            flow: Flow[list[Any]] = (
+                self._parts.finish([step]) if isinstance(step, Finish) else self._parts.judge([step])
+            )
+            return self._carry(flow, due)[0]
+        except LimitforgeError as error:
+            return error
+
+    def _undo(self, undone: Sequence[Finish]) -> None:
+        """Give back; what does not arrive goes back by itself."""
+        due = time.monotonic() + COMMAND_SECONDS
+        for one in undone:
+            self._step(one, due)
+
     def _carry(self, flow: Flow[T], due: float) -> T:
-        """Run a flow on one connection, or raise StoreUnavailable when it takes longer than that."""
-        resilience = self._parts.resilience
-        began_us = resilience.now_us()
+        """Run a flow, or raise StoreUnavailable when it takes longer than that."""
         try:
             call = next(flow)
         except StopIteration as done:
             nothing_asked: T = done.value
             return nothing_asked
-        resilience.admit()
-        try:
-            answer: T = self._pool.use(due, lambda wire: _walk(flow, call, wire, due))
-        except StoreUnavailable as error:
-            resilience.failed(error, began_us)
-            raise
-        except Exception as error:
-            self._succeeded()  # whatever it said: it answered
-            raise as_corrupt(error) from error
-        self._succeeded(answer if isinstance(answer, list) else ())
+        if not self._fleet.is_single:
+            return self._go_on(flow, call, due)
+        answer: T = self._servers.ask(self._fleet.nobody, due, lambda wire: _walk(flow, call, wire, due))
         return answer
 
-    def _succeeded(self, answers: Sequence[object] = ()) -> None:
+    def _go_on(self, flow: Flow[T], call: Call, due: float, reply: Reply | None = None) -> T:
+        """Run a flow on from a call, perhaps from its reply, each call to where its keys are."""
+        try:
+            while True:
+                call, reply = flow.send(reply or self._servers.call(call, due)), None
+        except StopIteration as done:
+            answer: T = done.value
+            return answer
+        except LimitforgeError:
+            raise
+        except Exception as error:
+            raise as_corrupt(error) from error
+
+    def _charge_soon(self, charges: Sequence[Check]) -> None:
         """What the store is owed after an outage is charged on a thread of its own: no caller waits for it."""
-        if not self._parts.resilience.is_quiet:
-            charges = self._parts.resilience.succeeded(answers)
-            if charges:
-                threading.Thread(target=self._charge, args=[charges], name="limitforge-charges", daemon=True).start()
+        if charges:
+            threading.Thread(target=self._charge, args=[charges], name="limitforge-charges", daemon=True).start()
 
     def _charge(self, charges: Sequence[Check]) -> None:
-        answers: list[Decision | LimitforgeError] = []
-        for part in parts(charges):
-            answers += self._judged(part, time.monotonic() + COMMAND_SECONDS)
+        answers: list[Any] = []
+        batches = list(parts(charges, self._fleet.slot_of))
+        charges = [charge for part in batches for charge in part]
+        for part in batches:
+            answers += self._judged_together(part, time.monotonic() + COMMAND_SECONDS)
         self._parts.charged(charges, answers)
 
     # -- denials
@@ -159,20 +239,41 @@ class SyncRedisStore:
     def _listen(self, denials: Denials) -> None:
         with self._lock:
             if self._listener is None:
-                self._listener = SyncListener(self._url, self._parts.channel, denials)
+                self._listener = SyncListener(self._fleet, self._parts.channel, denials)
                 self._listener.start()
 
     def _tell_others(self, drop: Drop, due: float) -> None:
+        """Any server tells all the others."""
+        message = ("PUBLISH", self._parts.channel, drop.message())
         try:
-            self._pool.use(due, lambda wire: wire.publish(self._parts.channel, drop.message(), due))
+            reply = self._servers.use(self._servers.node_of(0, due), due, lambda wire: wire.ask(message, due))
         except LimitforgeError as error:
             self._parts.warn_untold(error)
+        else:
+            if isinstance(reply, Exception):
+                self._parts.warn_untold(reply)
+
+
+class _Begun(NamedTuple):
+    """A flow whose first call was sent together with others, and what that was answered."""
+
+    flow: Flow[list[Any]]
+    call: Call
+    reply: Reply | StoreError
+
+
+def _calling_all(calls: Sequence[Call], due: float) -> Ask:
+    def ask(wire: SyncWire) -> list[Reply | StoreError]:
+        return wire.call_all(calls, due)
+
+    return ask
 
 
 def _walk(flow: Flow[T], call: Call, wire: SyncWire, due: float) -> T:
     try:
         while True:
-            call = flow.send(wire.call(call, due))
+            reply: Reply = wire.call(call, due)
+            call = flow.send(reply)
     except StopIteration as done:
         answer: T = done.value
         return answer

@@ -15,10 +15,9 @@ import msgspec
 
 from limitforge.core.algorithms.steps import UNLIMITED
 from limitforge.core.check import Check, Failure, Take, charge_of
-from limitforge.core.clock import Clock, MonotonicClock, SystemClock
+from limitforge.core.clock import MonotonicClock, SystemClock
 from limitforge.core.decision import Decision, LimitState, closed_decision, open_decision
 from limitforge.core.exact import share_of
-from limitforge.core.keys import Keys
 from limitforge.core.tickets import Lease, Reservation, as_local
 from limitforge.errors import LimitforgeError, StoreError, StoreUnavailable
 from limitforge.stores.breaker import Breaker, BreakerState
@@ -57,10 +56,14 @@ class Outage(msgspec.Struct):
 
 
 class Resilience:
-    """The breaker of one backend, and the failure behaviour of the checks that it can't decide."""
+    """The breaker of one backend, and the failure behaviour of the checks that it can't decide.
 
-    def __init__(self, options: StoreOptions, keys: Keys, clock: Clock | None = None) -> None:
+    `local` decides by this process's part of a limit: several backends of one store share it.
+    """
+
+    def __init__(self, options: StoreOptions, local: MemoryStore, name: str = "store") -> None:
         self._options = options
+        self._name = name
         self._now_us = MonotonicClock().now_us
         probe_us = max(LEAST_PROBE_US, int(2_000 * options.deadline_ms))
         self._breaker = Breaker(options.breaker_failures, int(1e6 * options.breaker_seconds), probe_us)
@@ -68,7 +71,7 @@ class Resilience:
         self._outage: Outage | None = None
         self._logged_us = self._reconciled_us = self._now_us() - LOG_EVERY_US
         self._divided = lru_cache(maxsize=4_096)(lambda rule: rule.divided(options.nodes))
-        self.local = MemoryStore(keys=keys, clock=clock, max_keys=LOCAL_KEYS)
+        self.local = local
         self.is_quiet = True
         """Nothing has failed lately: `admits` would say yes and `succeeded` would change nothing."""
         self.since: float | None = None
@@ -105,7 +108,7 @@ class Resilience:
             if opened and was_closed:
                 self.since = _epoch_seconds()
         if opened:
-            _log.warning("store left alone for %g s: %s", self._options.breaker_seconds, error)
+            _log.warning("%s left alone for %g s: %s", self._name, self._options.breaker_seconds, error)
         return opened
 
     def succeeded(self, answers: Sequence[object] = ()) -> list[Check]:
@@ -160,6 +163,12 @@ class Resilience:
             outage, self._outage = self._outage, None
         if outage is not None:
             self._reconcile(outage, "not back", "never")
+
+    def retire(self) -> list[Check]:
+        """Another backend has taken over: what this one is owed is owed to that."""
+        with self._lock:
+            outage, self._outage = self._outage, None
+        return [] if outage is None else self._reconcile(outage, "replaced", "now")
 
     def wait_ms(self) -> int:
         """When a caller that was denied for want of the store may come back."""
@@ -243,8 +252,9 @@ class Resilience:
 
     def _log_outage(self, outage: Outage, how: str, when: str) -> None:
         _log.warning(
-            "store %s after %.1f s; decided without it: %s; admitted by limit: %s; charged %s: %d in %d buckets; "
+            "%s %s after %.1f s; decided without it: %s; admitted by limit: %s; charged %s: %d in %d buckets; "
             "admitted checks that may have been counted: %d; admitted but not noted for charging: %d",
+            self._name,
             how,
             (self._now_us() - outage.since_us) / 1e6,
             _counts(outage.kinds),

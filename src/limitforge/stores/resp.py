@@ -5,9 +5,10 @@ so nothing of a general client is needed for it, and the shell alone decides how
 and listens to messages.
 """
 
+import re
 import ssl
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,6 +19,7 @@ from redis.asyncio import ConnectionPool
 from limitforge import lua
 from limitforge.errors import InvalidInput, StoreCorrupt, StoreError, StoreUnavailable
 from limitforge.stores.codec import FULL, Call, wire_strings
+from limitforge.stores.resilience import NotAsked
 
 _HINT = "A password with characters such as / # @ must be percent-encoded."
 
@@ -33,7 +35,6 @@ UNAVAILABLE = {
     "ERR The user executing the script": "the user of the URL may not do this: see docs/operations.md for its ACL",
     "BUSY": "it is busy with somebody's long script",
     "CLUSTERDOWN": "its cluster is down",
-    "TRYAGAIN": "its cluster is moving slots",
     "NOREPLICAS": "too few replicas are in sync (min-replicas-to-write)",
     "MISCONF": "it can't save its data and was told to stop writing then",
     "UNKILLABLE": "it is busy with somebody's long script",
@@ -54,6 +55,23 @@ class Address:
     greeting: bytes
     greetings: int
     """How many answers the greeting gets, the last one to loading the script."""
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """The same for redis-py."""
+
+    def at(self, host: str, port: int) -> "Address":
+        """Another server that is spoken to in the same way."""
+        return replace(self, host=host, port=port, options={**self.options, "host": host, "port": port})
+
+    def greeted(self) -> "Address":
+        """The same server, where nothing is said first but user and password."""
+        return self._saying(_login(self.options))
+
+    def of_master(self) -> "Address":
+        """The same server, which is asked whether it is a master."""
+        return self._saying([*_greeting(self.options)[:-1], ("ROLE",), _greeting(self.options)[-1]])
+
+    def _saying(self, said: list[tuple[Any, ...]]) -> "Address":
+        return replace(self, greeting=b"".join(pack(*command) for command in said), greetings=len(said))
 
     def __repr__(self) -> str:
         return f"unix://{self.path}" if self.path else f"{'rediss' if self.tls else 'redis'}://{self.host}:{self.port}"
@@ -81,14 +99,19 @@ def address_of(url: str) -> Address:
         tls=tls,
         greeting=b"".join(pack(*command) for command in greeting),
         greetings=len(greeting),
+        options=told,
     )
 
 
-def _greeting(told: dict[str, Any]) -> list[tuple[Any, ...]]:
-    said: list[tuple[Any, ...]] = []
-    if told.get("password") or told.get("username"):
-        user = (told["username"],) if told.get("username") else ()
-        said.append(("AUTH", *user, told.get("password") or ""))
+def _login(told: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    if not told.get("password") and not told.get("username"):
+        return []
+    user = (told["username"],) if told.get("username") else ()
+    return [("AUTH", *user, told.get("password") or "")]
+
+
+def _greeting(told: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    said = _login(told)
     if told.get("db"):
         said.append(("SELECT", int(told["db"])))
     if told.get("client_name"):
@@ -127,9 +150,38 @@ def is_demoted(reply: object) -> bool:
     return isinstance(reply, hiredis.ReplyError) and str(reply).startswith(("READONLY", "MASTERDOWN"))
 
 
+def is_replica(reply: object) -> bool:
+    """Whether the answer to ROLE is that of a replica, which decides nothing: what it knows may be old."""
+    return isinstance(reply, list) and bool(reply) and reply[0] == b"slave"
+
+
+class Elsewhere(NotAsked):
+    """This node of a Cluster did nothing, and says who would: from now on, or (`once`) for this call only."""
+
+    def __init__(self, slot: int, host: str, port: int, *, once: bool) -> None:
+        super().__init__(f"slot {slot} of the Cluster is {'moving' if once else 'elsewhere'}")
+        self.slot = slot
+        self.host = host
+        self.port = port
+        self.once = once
+
+
+class Moving(NotAsked):
+    """This node of a Cluster did nothing: the keys of the call are on their way from one node to another."""
+
+
+_REDIRECTION = re.compile(r"(MOVED|ASK) (\d+) (.*):(\d+)$")
+
+
 def refusal(error: hiredis.ReplyError) -> StoreError:
     """The one place where what Redis refuses becomes `StoreUnavailable` or `StoreCorrupt`."""
     said = str(error)
+    redirection = _REDIRECTION.match(said)
+    if redirection is not None:
+        word, slot, host, port = redirection.groups()
+        return Elsewhere(int(slot), host, int(port), once=word == "ASK")
+    if said.startswith("TRYAGAIN"):
+        return Moving("a slot of the Cluster is moving, and its keys are not together (TRYAGAIN)")
     for start, meaning in UNAVAILABLE.items():
         if said.startswith(start):
             return StoreUnavailable(f"Redis can't serve now: {meaning} ({start})")
@@ -145,6 +197,8 @@ def unreachable(error: BaseException, *, maybe_counted: bool = False) -> StoreUn
 def first_refusal(replies: Sequence[object]) -> StoreError | None:
     """What Redis had against the greeting, if anything. Whatever it is: it can't serve us now."""
     for reply in replies:
+        if is_replica(reply):
+            return StoreUnavailable("this Redis is a replica, and only its master can count")
         if isinstance(reply, hiredis.ReplyError):
             error = refusal(reply)
             return error if isinstance(error, StoreUnavailable) else StoreUnavailable(f"Redis refused us: {reply}")

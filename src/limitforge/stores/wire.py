@@ -6,7 +6,7 @@ Nothing is ever sent twice: when the connection is lost, what was on its way is 
 import asyncio
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import hiredis
@@ -24,6 +24,8 @@ from limitforge.stores.resp import (
     refusal,
     unreachable,
 )
+
+ASKING = pack("ASKING")
 
 Done = Callable[[Reply | StoreError], None]
 Lost = Callable[["Wire", StoreUnavailable], None]
@@ -81,6 +83,8 @@ class Wire(asyncio.Protocol):
             if not greeted.done() and (isinstance(reply, StoreError) or len(replies) == address.greetings):
                 greeted.set_result(replies)
 
+        if not address.greetings:
+            return []
         self._send(address.greeting, *[heard] * address.greetings)
         await greeted
         lost = next((reply for reply in replies if isinstance(reply, StoreError)), None)
@@ -88,18 +92,37 @@ class Wire(asyncio.Protocol):
             raise first_refusal(replies) or lost
         return replies
 
-    def call(self, call: Call, done: Done) -> None:
-        """Ask the script; `done` is called with its reply, or with what was wrong."""
+    def call(self, call: Call, done: Done, *, asking: bool = False) -> None:
+        """Ask the script; `done` is called with its reply, or with what was wrong. A node that is only about to get a
+        slot wants to hear that we know (`asking`).
+        """
+        if asking:
+            self._send(ASKING + packed(call), _ignore, self._heard(call, done, asking=True))
+        else:
+            self._send(packed(call), self._heard(call, done))
 
+    def call_all(self, calls: Sequence[tuple[Call, Done]]) -> None:
+        """Several calls in one write."""
+        self._send(b"".join([packed(call) for call, _ in calls]), *[self._heard(*call) for call in calls])
+
+    def ask(self, command: tuple[str | int | bytes, ...], done: Callable[[Any], None]) -> None:
+        """Anything other than the script; `done` is called with whatever is said."""
+        self._send(pack(*command), done)
+
+    def _heard(self, call: Call, done: Done, *, asking: bool = False) -> Callable[[Any], None]:
         def heard(reply: Any) -> None:
             if is_forgotten(reply):
-                self._send(packed_with_script(call), lambda again: done(_told(again)))
+                again = packed_with_script(call)
+                if asking:
+                    self._send(ASKING + again, _ignore, lambda told: done(_told(told)))
+                else:
+                    self._send(again, lambda told: done(_told(told)))
             else:
                 done(_told(reply))
                 if is_demoted(reply):
                     self.abort()
 
-        self._send(packed(call), heard)
+        return heard
 
     def publish(self, channel: bytes, message: bytes, done: Done) -> None:
         self._send(pack("PUBLISH", channel, message), lambda reply: done(_told(reply)))
@@ -149,6 +172,10 @@ class Wire(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end(unreachable(exc or ConnectionError("the connection was closed"), maybe_counted=True))
+
+
+def _ignore(_reply: Any) -> None:
+    """Whatever is wrong shows in the next answer."""
 
 
 def _told(reply: Any) -> Reply | StoreError:

@@ -10,11 +10,12 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import hiredis
 
+from limitforge.errors import StoreError
 from limitforge.stores.codec import Call, Reply
 from limitforge.stores.resilience import NotAsked
 from limitforge.stores.resp import (
@@ -30,6 +31,7 @@ from limitforge.stores.resp import (
 )
 
 CHUNK = 65_536
+ASKING = pack("ASKING")
 
 
 class SyncWire:
@@ -51,22 +53,32 @@ class SyncWire:
             self.close()
             raise refused
 
-    def call(self, call: Call, due: float) -> Reply:
-        """Ask the script, or raise what was wrong."""
-        reply = self._ask(packed(call), due)
-        if is_forgotten(reply):
-            reply = self._ask(packed_with_script(call), due)
-        if is_demoted(reply):
-            self.close()
-        if isinstance(reply, hiredis.ReplyError):
-            raise refusal(reply)
-        answer: Reply = reply
-        return answer
+    def call(self, call: Call, due: float, *, asking: bool = False) -> Reply:
+        """Ask the script, or raise what was wrong. A node that is only about to get a slot wants to hear that we know
+        (`asking`).
+        """
+        (reply,) = self.call_all([call], due, asking=asking)
+        if isinstance(reply, StoreError):
+            raise reply
+        return reply
 
-    def publish(self, channel: bytes, message: bytes, due: float) -> None:
-        reply = self._ask(pack("PUBLISH", channel, message), due)
-        if isinstance(reply, hiredis.ReplyError):
-            raise refusal(reply)
+    def call_all(self, calls: Sequence[Call], due: float, *, asking: bool = False) -> list[Reply | StoreError]:
+        """Several calls in one write, each with its answer."""
+        asked = ASKING if asking else b""
+        replies = self._ask(b"".join([asked + packed(call) for call in calls]), len(calls) * (1 + asking), due)
+        if asking:
+            replies = replies[1::2]
+        for at, call in enumerate(calls):
+            if is_forgotten(replies[at]):
+                replies[at] = self._ask(asked + packed_with_script(call), 1 + asking, due)[-1]
+        if any(is_demoted(reply) for reply in replies):
+            self.close()
+        return [refusal(reply) if isinstance(reply, hiredis.ReplyError) else reply for reply in replies]
+
+    def ask(self, command: tuple[str | int | bytes, ...], due: float) -> Any:
+        """Anything other than the script: whatever is said."""
+        (reply,) = self._ask(pack(*command), 1, due)
+        return reply
 
     @property
     def is_open(self) -> bool:
@@ -89,10 +101,10 @@ class SyncWire:
             self._socket.close()
             self._socket = None
 
-    def _ask(self, data: bytes, due: float) -> Any:
+    def _ask(self, data: bytes, answers: int, due: float) -> list[Any]:
         try:
             self._send(data, due)
-            return self._receive(due)
+            return [self._receive(due) for _ in range(answers)]
         except (OSError, hiredis.ProtocolError) as error:
             self.close()
             raise unreachable(error, maybe_counted=True) from error

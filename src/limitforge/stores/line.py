@@ -1,0 +1,382 @@
+"""A store's side on one event loop: a pipeline for each server, and the way of every check to the right one."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from limitforge.core.check import Check
+from limitforge.core.decision import Decision
+from limitforge.errors import LimitforgeError, StoreUnavailable
+from limitforge.stores.codec import Call, Flow, Reply, T, one_call, parts
+from limitforge.stores.denials import Drop
+from limitforge.stores.fleet import QUESTION_SECONDS, Fleet, Node
+from limitforge.stores.link import Link
+from limitforge.stores.listener import Listener
+from limitforge.stores.options import StoreOptions
+from limitforge.stores.pipeline import Asked, Pipeline, Tell
+from limitforge.stores.protocol import Command
+from limitforge.stores.redis_parts import COMMAND_SECONDS, Parts
+from limitforge.stores.resilience import NotAsked
+from limitforge.stores.resp import Address, Elsewhere, Moving, unreachable
+from limitforge.stores.spread import Finish, Step, a_key_of, is_spread
+from limitforge.stores.wire import Wire
+
+MOVING_SECONDS = 0.005  # how soon to ask again for keys that are on their way
+MANY_HOPS = 3  # beyond these, servers seem to point at each other: give them a moment
+
+
+class Line:
+    """What of a store belongs to one event loop."""
+
+    def __init__(self, parts: Parts, options: StoreOptions) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.deadline = options.deadline_ms / 1_000
+        self._parts = parts
+        self._options = options
+        self._fleet: Fleet = parts.fleet
+        self._denials = parts.denials
+        self._listener: Listener | None = None
+        self._telling: set[asyncio.Future[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._pipelines: dict[Node, Pipeline] = {}
+        self._discovering: asyncio.Task[StoreUnavailable | None] | None = None
+        self._is_closed = False
+        self.single = self._pipeline(self._fleet.nobody) if self._fleet.is_single else None
+        """The pipeline of the only server there is."""
+        self._guard = self._until_the_loop_ends()
+        with suppress(StopIteration):
+            self._guard.asend(None).send(None)
+
+    async def _until_the_loop_ends(self) -> AsyncGenerator[None, None]:
+        """Loops end their generators before they are closed: so connections never outlive `asyncio.run`."""
+        try:
+            yield
+        finally:
+            self._is_closed = True
+            if self._discovering is not None:
+                self._discovering.cancel()
+            for pipeline in list(self._pipelines.values()):
+                pipeline.close()
+
+    @property
+    def waiting(self) -> int:
+        """How many checks are owed an answer."""
+        return sum(pipeline.waiting for pipeline in list(self._pipelines.values()))
+
+    # -- asking
+
+    def submit(self, check: Check, tell: Tell, group: object = None) -> "Asked | Errand":
+        """Ask. The answer comes by `tell`, perhaps before this returns; who no longer wants it sets that to None."""
+        due = self.loop.time() + self.deadline
+        if self.single is not None:
+            asked = Asked(check, tell, due, group)
+            self.single.submit(asked)
+            return asked
+        if is_spread(check, self._fleet.slot_of):
+            errand = Errand(self, self._parts, check, tell, due)
+            errand.start()
+            return errand
+        asked = Asked(check, tell, due, group)
+        self.route(asked)
+        return asked
+
+    def route(self, asked: Asked) -> None:
+        """To whom decides about its slot."""
+        if not self._fleet.is_single:
+            asked.slot = self._fleet.slot_of(a_key_of(asked.check))
+        node = self._fleet.node_of(asked.slot)
+        if not node.resilience.is_quiet:
+            self.doubt()
+        self._pipeline(node).submit(asked)
+
+    def answer(self, asked: Asked, decision: Decision) -> None:
+        """Tell what needs no asking."""
+        self._pipeline(self._fleet.nobody).tell(asked, decision)
+
+    def undo(self, undone: Sequence[Finish]) -> None:
+        """Give back, without anybody waiting: what does not arrive goes back by itself."""
+        for one in undone:
+            self.route(Asked(one, _nobody_cares, self.loop.time() + COMMAND_SECONDS))
+
+    def _pipeline(self, node: Node) -> Pipeline:
+        pipeline = self._pipelines.get(node)
+        if pipeline is None:
+            is_search = not self._fleet.is_single and node is self._fleet.nobody
+            pipeline = self._pipelines[node] = Pipeline(
+                node,
+                self._parts,
+                self,
+                deadline_ms=self._options.deadline_ms,
+                max_waiting=self._options.max_waiting,
+                is_sharded=self._fleet.is_sharded,
+            )
+            if is_search:
+                pipeline.link = Search(self, pipeline)
+        return pipeline
+
+    # -- who decides: the router of the pipelines
+
+    def redirect(self, batch: list[Asked], answer: Elsewhere | Moving, node: Node) -> None:
+        now = self.loop.time()
+        for asked in batch:
+            if asked.due <= now:
+                self._pipeline(node).decide(asked, answer)
+        batch = [asked for asked in batch if asked.tell is not None]
+        if isinstance(answer, Moving) or any(asked.hops >= MANY_HOPS for asked in batch):
+            for asked in batch:
+                asked.hops = 0
+            self.loop.call_at(now + MOVING_SECONDS, self._route_all, batch)
+            return
+        host = answer.host or node.address.host
+        for asked in batch:
+            asked.hops += 1
+        if answer.once:
+            self._pipeline(self._fleet.node_at(host, answer.port)).submit_asking(batch)
+        else:
+            self._fleet.moved(answer.slot, host, answer.port)
+            self.doubt()
+            self._route_all(batch)
+
+    def doubt(self) -> None:
+        self._fleet.doubt()
+        if self._fleet.is_due() and not self._is_closed:
+            self.discover_soon()
+
+    def discover_soon(self) -> "asyncio.Task[StoreUnavailable | None]":
+        if self._discovering is None or self._discovering.done():
+            self._discovering = self.loop.create_task(self._discover())
+        return self._discovering
+
+    async def _discover(self) -> StoreUnavailable | None:
+        """Ask who there is, until somebody knows."""
+        problem: BaseException | None = None
+        for address, question in self._fleet.questions():
+            try:
+                owed = self._fleet.heard(address, await _ask_once(address, question))
+            except (OSError, TimeoutError, LimitforgeError) as error:
+                problem = error
+                continue
+            if owed is not None:
+                self._let_go()
+                self._parts.charge(owed)
+                return None
+        said = "none of the servers of the URL knows who decides"
+        return StoreUnavailable(f"{said}: {problem}" if problem is not None else said)
+
+    def _let_go(self) -> None:
+        """Of servers that decide about nothing any more; what waits for them is asked of their successors."""
+        for node, pipeline in list(self._pipelines.items()):
+            if not self._fleet.knows(node):
+                del self._pipelines[node]
+                self._route_all(pipeline.hand_over())
+                self.loop.call_later(2 * self.deadline, pipeline.close)
+
+    def _route_all(self, batch: Sequence[Asked]) -> None:
+        for asked in batch:
+            if asked.tell is not None:
+                self.route(asked)
+
+    def found(self, pipeline: Pipeline) -> None:
+        """Somebody knew who there is: on with those who waited for that."""
+        for asked in pipeline.hand_over():
+            if asked.tell is not None:
+                self.route(asked)
+
+    # -- commands
+
+    async def run(self, command: Command[T]) -> T:
+        return await self.carry(self._parts.command(command), COMMAND_SECONDS)
+
+    async def carry(self, flow: Flow[T], seconds: float) -> T:
+        """Run a flow of its own, beside the batches; raise StoreUnavailable when it takes longer than that."""
+        if self.single is not None:
+            return await self.single.link.carry(flow, seconds)
+        due = self.loop.time() + seconds
+        answer: T
+        try:
+            call = next(flow)
+            while True:
+                call = flow.send(await self._carried(call, due))
+        except StopIteration as done:
+            answer = done.value
+            return answer
+
+    async def _carried(self, call: Call, due: float) -> Reply:
+        slot = self._fleet.slot_of(call.keys[0]) if call.keys else 0
+        node, asking = await self._node_of(slot), False
+        while True:
+            link = self._pipeline(node).link
+            try:
+                return await link.carry(one_call(call), max(due - self.loop.time(), 0), asking=asking)
+            except Elsewhere as answer:
+                host = answer.host or node.address.host
+                node = self._fleet.node_at(host, answer.port)
+                asking = answer.once
+                if not answer.once:
+                    self._fleet.moved(answer.slot, host, answer.port)
+            except Moving:
+                if self.loop.time() + MOVING_SECONDS > due:
+                    raise
+                await asyncio.sleep(MOVING_SECONDS)
+                node, asking = self._fleet.node_of(slot), False
+
+    async def _node_of(self, slot: int) -> Node:
+        node = self._fleet.node_of(slot)
+        if node is self._fleet.nobody and not self._fleet.is_single:
+            error = await asyncio.shield(self.discover_soon())
+            node = self._fleet.node_of(slot)
+            if node is self._fleet.nobody:
+                raise error or nobody_decides(slot)
+        return node
+
+    # -- denials
+
+    def denied(self, check: Check) -> Decision | None:
+        """A denial that needs no asking."""
+        denials = self._denials
+        if denials is None or not denials.is_active:
+            return None
+        if self._listener is None or not self._listener.is_running:
+            self._listener = Listener(self._fleet, self._parts.channel, denials)
+            self._listener.start()
+        return denials.look(check)
+
+    async def tell_others(self, drop: Drop) -> None:
+        """Nobody waits for the answer, unless the limiter is closed before it comes. Any server tells all others."""
+        told = self.loop.create_future()
+        self._telling.add(told)
+        try:
+            link = self._pipeline(await self._node_of(0)).link
+            await link.publish(self._parts.channel, drop.message(), partial(self._told, told))
+        except (TimeoutError, LimitforgeError) as error:
+            self._told(told, StoreUnavailable(str(error) or "Redis did not answer"))
+
+    def _told(self, told: "asyncio.Future[None]", reply: Reply | LimitforgeError) -> None:
+        self._telling.discard(told)
+        if not told.done():
+            told.set_result(None)
+        if isinstance(reply, LimitforgeError):
+            self._parts.warn_untold(reply)
+
+    # -- the end
+
+    def close_soon(self) -> None:
+        """For another thread's loop."""
+        self.start(self.close())
+
+    async def close(self) -> None:
+        if self._telling:
+            await asyncio.wait(self._telling, timeout=self.deadline)
+        await self._guard.aclose()
+        if self._listener is not None:
+            await self._listener.stop()
+
+    def charge_soon(self, charges: Sequence[Check]) -> None:
+        if charges:
+            self.start(self._charge(charges))
+
+    async def _charge(self, charges: Sequence[Check]) -> None:
+        """What was admitted without the store, beside the callers and in no hurry."""
+        answers: list[Any] = []
+        batches = list(parts(charges, self._fleet.slot_of))
+        charges = [charge for part in batches for charge in part]
+        for part in batches:
+            try:
+                answers += await self.carry(self._parts.judge(part), COMMAND_SECONDS)
+            except LimitforgeError as error:
+                answers += [error] * len(part)
+            except asyncio.CancelledError:
+                lost = StoreUnavailable("the event loop ended", maybe_counted=True)
+                self._parts.charged(charges, [*answers, *[lost] * (len(charges) - len(answers))])
+                raise
+        self._parts.charged(charges, answers)
+
+    def start(self, work: Coroutine[None, None, None]) -> None:
+        task = self.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class Search(Link):
+    """The link to a server that is not known yet: opening it is finding out."""
+
+    def __init__(self, line: Line, owner: Pipeline) -> None:
+        super().__init__(owner.node.address, owner.node.resilience, owner, QUESTION_SECONDS)
+        self._line = line
+        self._pipeline = owner
+
+    async def _connect(self) -> StoreUnavailable | None:
+        began_us = self._resilience.now_us()
+        error = await asyncio.shield(self._line.discover_soon())
+        self._connecting = None
+        if error is not None:
+            self._owner.unopened(error, began_us)
+        else:
+            self._owner.succeeded()
+            self._line.found(self._pipeline)
+        return error
+
+
+class Errand:
+    """A check over several slots on its way: what to do next is told by its flow."""
+
+    def __init__(self, line: Line, parts: Parts, check: Check, tell: Tell, due: float) -> None:
+        self.tell: Tell | None = tell
+        self._line = line
+        self._due = due
+        self._flow: Generator[list[Step], Sequence[Any], Decision | LimitforgeError] = parts.spread(check, line.undo)
+        self._owed = 0
+        self._answers: list[Any] = []
+
+    def start(self) -> None:
+        self._advance(partial(next, self._flow))
+
+    def _advance(self, step: Any) -> None:
+        try:
+            steps: list[Step] = step()
+        except StopIteration as done:
+            if self.tell is not None:
+                self._line.answer(Asked(_NOTHING, self.tell, self._due), done.value)
+            return
+        self._owed, self._answers = len(steps), [None] * len(steps)
+        for at, one in enumerate(steps):
+            self._line.route(Asked(one, partial(self._answered, at), self._due))
+
+    def _answered(self, at: int, answer: Any) -> None:
+        self._answers[at] = answer
+        self._owed -= 1
+        if not self._owed:
+            self._advance(partial(self._flow.send, self._answers))
+
+
+_NOTHING = Check([], ())
+
+
+def nobody_decides(slot: int) -> StoreUnavailable:
+    return NotAsked(f"no server of the Cluster has slot {slot}")
+
+
+def _nobody_cares(_answer: Any) -> None:
+    """What did not arrive goes back by itself."""
+
+
+async def _ask_once(address: Address, question: tuple[str, ...]) -> Any:
+    """Ask one server one thing."""
+    replied: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    def heard(reply: Any) -> None:
+        if not replied.done():
+            replied.set_result(reply)
+
+    wire = await Wire.open(address, lambda _wire, error: heard(error), QUESTION_SECONDS)
+    try:
+        wire.ask(question, heard)
+        async with asyncio.timeout(QUESTION_SECONDS):
+            reply = await replied
+    finally:
+        wire.abort()
+    if isinstance(reply, Exception):
+        raise unreachable(reply)
+    return reply

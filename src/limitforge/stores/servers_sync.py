@@ -1,0 +1,171 @@
+"""The servers of a store, for threads: a pool of connections to each, and the way of a call to the right one."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from limitforge.core.check import Check
+from limitforge.errors import LimitforgeError, StoreUnavailable
+from limitforge.stores.codec import Call, Reply, as_corrupt
+from limitforge.stores.fleet import QUESTION_SECONDS, Fleet, Node
+from limitforge.stores.resp import Elsewhere, Moving
+from limitforge.stores.wire_sync import SyncWire, WirePool
+
+MAX_CONNECTIONS = 64  # to each server
+MOVING_SECONDS = 0.005  # how soon to ask again for keys that are on their way
+
+Ask = Callable[[SyncWire], Any]
+
+
+class Servers:
+    """Pools by server. `charge` is handed what a server is owed after an outage."""
+
+    def __init__(self, fleet: Fleet, charge: Callable[[Sequence[Check]], None]) -> None:
+        self._fleet = fleet
+        self._charge = charge
+        self._lock = threading.Lock()
+        self._finding = threading.Lock()
+        self._pools: dict[Node, WirePool] = {}
+
+    def close(self) -> None:
+        with self._lock:
+            pools, self._pools = self._pools, {}
+        for pool in pools.values():
+            pool.close()
+
+    def abandon(self) -> None:
+        """After a fork, without the locks: nobody may be left to open them."""
+        for pool in self._pools.values():
+            pool.abandon()
+
+    # -- asking
+
+    def ask(self, node: Node, due: float, ask: Ask) -> Any:
+        """Ask one server; it is told how that went."""
+        resilience = node.resilience
+        began_us = resilience.now_us()
+        resilience.admit()
+        try:
+            answer = self.use(node, due, ask)
+        except StoreUnavailable as error:
+            resilience.failed(error, began_us)
+            self._doubt()
+            raise
+        except Exception as error:
+            self._succeeded(node)  # whatever it said: it answered
+            raise as_corrupt(error) from error
+        self._succeeded(node, answer if isinstance(answer, list) else ())
+        return answer
+
+    def use(self, node: Node, due: float, ask: Ask) -> Any:
+        """The same without an account."""
+        with self._lock:
+            pool = self._pools.get(node)
+            if pool is None:
+                pool = self._pools[node] = WirePool(node.address, MAX_CONNECTIONS)
+        return pool.use(due, ask)
+
+    def call(self, call: Call, due: float) -> Reply:
+        """Call the script where the slot of its keys is decided, wherever that may be by now."""
+        slot = self._fleet.slot_of(call.keys[0]) if call.keys else 0
+        node, asking = self.node_of(slot, due), False
+        while True:
+            try:
+                reply: Reply = self.ask(node, due, _calling(call, due, asking=asking))
+                return reply
+            except Elsewhere as answer:
+                if time.monotonic() > due:
+                    raise
+                host = answer.host or node.address.host
+                node = self._fleet.node_at(host, answer.port)
+                asking = answer.once
+                if not answer.once:
+                    self._fleet.moved(answer.slot, host, answer.port)
+                    self._doubt()
+            except Moving:
+                if time.monotonic() + MOVING_SECONDS > due:
+                    raise
+                time.sleep(MOVING_SECONDS)
+                node, asking = self._fleet.node_of(slot), False
+
+    def _succeeded(self, node: Node, answers: Sequence[object] = ()) -> None:
+        if not node.resilience.is_quiet:
+            self._charge(node.resilience.succeeded(answers))
+
+    # -- who decides
+
+    def node_of(self, slot: int, due: float) -> Node:
+        """Who decides about a slot; the first to ask finds out."""
+        node = self._fleet.node_of(slot)
+        if node is not self._fleet.nobody:
+            if not node.resilience.is_quiet:
+                self._doubt()
+            return node
+        if self._fleet.is_single:
+            return node
+        resilience = node.resilience
+        resilience.admit()
+        began_us = resilience.now_us()
+        if not self._finding.acquire(timeout=max(due - time.monotonic(), 0)):
+            raise StoreUnavailable("nobody knows yet who decides")
+        try:
+            node = self._fleet.node_of(slot)
+            if node is self._fleet.nobody:
+                self._discover(due)
+                node = self._fleet.node_of(slot)
+        except StoreUnavailable as error:
+            resilience.failed(error, began_us)
+            raise
+        finally:
+            self._finding.release()
+        if node is self._fleet.nobody:
+            raise StoreUnavailable(f"no server of the Cluster has slot {slot}")
+        self._succeeded(self._fleet.nobody)
+        return node
+
+    def _doubt(self) -> None:
+        """Ask on a thread of its own: no caller waits for it."""
+        self._fleet.doubt()
+        if self._fleet.is_due():
+            threading.Thread(target=self._discover_quietly, name="limitforge-discovery", daemon=True).start()
+
+    def _discover_quietly(self) -> None:
+        try:
+            self._discover()
+        except LimitforgeError:
+            return  # whoever asks next will see
+
+    def _discover(self, due: float | None = None) -> None:
+        problem: Exception | None = None
+        for address, question in self._fleet.questions():
+            until = time.monotonic() + QUESTION_SECONDS
+            try:
+                wire = SyncWire(address, until if due is None else min(until, due))
+                try:
+                    owed = self._fleet.heard(address, wire.ask(question, until))
+                finally:
+                    wire.close()
+            except LimitforgeError as error:
+                problem = error
+                continue
+            if owed is not None:
+                self._let_go()
+                self._charge(owed)
+                return
+        said = "none of the servers of the URL knows who decides"
+        raise StoreUnavailable(f"{said}: {problem}" if problem is not None else said)
+
+    def _let_go(self) -> None:
+        with self._lock:
+            gone = [node for node in self._pools if not self._fleet.knows(node)]
+            pools = [self._pools.pop(node) for node in gone]
+        for pool in pools:
+            pool.close()
+
+
+def _calling(call: Call, due: float, *, asking: bool) -> Ask:
+    def ask(wire: SyncWire) -> Reply:
+        return wire.call(call, due, asking=asking)
+
+    return ask

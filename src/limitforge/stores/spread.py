@@ -1,0 +1,254 @@
+"""A check whose limits lie in several slots of a Cluster: all or nothing, without a script that sees them all.
+
+Each slot takes its part and holds it for a moment. Once all had room each is confirmed, and only then the check is
+allowed; otherwise what was taken goes back. What nobody confirms or gives back, because a message was lost or a process
+died, goes back by itself after 5 s. So nothing passes that not every limit had room for, and nothing is charged for
+good that did not pass.
+"""
+
+import os
+from collections.abc import Generator, Sequence
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+
+from limitforge.core.algorithms.steps import UNLIMITED
+from limitforge.core.check import TOKEN_BYTES, Check, Hold, Take
+from limitforge.core.decision import Outcome, Row
+from limitforge.core.keys import Keys, own_of
+from limitforge.core.plan import BUCKET_US
+from limitforge.errors import LimitforgeError, StoreUnavailable, TooManyReservations
+from limitforge.stores.slots import SlotOf, by_slot
+
+HOLD_US = 5_000_000
+
+
+class Ending(IntEnum):
+    """What becomes of what is held: it goes back, it stays; or what was to stay goes back after all."""
+
+    REFUND = 0
+    CONFIRM = 1
+    GIVE = 2
+
+
+class Finish(msgspec.Struct, gc=False):
+    """Ends what one part of a check holds in its slot. The answer is where it was taken from, or None if it was not
+    held any more.
+    """
+
+    ending: Ending
+    token: bytes
+    keys: list[str]
+    optional: list[bool]
+    """Whether a limit may have gone without: one that is only monitored must not hinder anybody."""
+    ttl_us: int = 0
+    refund: bool = False
+    """With a TTL it becomes a reservation, which lapses like this."""
+    amounts: list[int] = []
+    sources: list[int] = []
+    is_part: bool = True
+    weight_us: int = BUCKET_US
+
+
+Step = Check | Finish
+Judged = tuple[Outcome | LimitforgeError, list[Finish]]
+Told = Sequence[Any]
+"""To each step its answer: an outcome, the sources of a finish, or an error."""
+
+
+class Part(msgspec.Struct, gc=False):
+    """What one slot is asked, and which places its limits have in the whole."""
+
+    check: Check
+    places: list[int]
+    outcome: Outcome | None = None
+
+    def taken(self) -> list[int]:
+        """Which of its takes took something."""
+        outcome = self.outcome
+        if outcome is None or not outcome.allowed:
+            return []
+        return [
+            at
+            for at, ((_, _, cost, *_), row) in enumerate(zip(self.check.takes, outcome.rows, strict=True))
+            if cost and row[0] != UNLIMITED and not row[3]
+        ]
+
+    def held(self) -> list[int]:
+        """Which of them wait to be confirmed: the slots of a concurrency limit need not."""
+        return [at for at in self.taken() if not self.check.takes[at][0].holds_lease]
+
+
+def a_key_of(step: Step) -> str:
+    """One of the keys that it needs, or any if it needs none."""
+    if isinstance(step, Finish):
+        return step.keys[0] if step.keys else "{}"
+    for group in (step, step.shadow):
+        if group is not None and group.takes:
+            return group.takes[0][1]
+    return "{}" if step.hold is None else step.hold.key
+
+
+def is_spread(check: Check, slot_of: SlotOf) -> bool:
+    """Whether its limits, and those of the plan that is tried beside it, lie in several slots."""
+    first = None if check.hold is None else slot_of(check.hold.key)
+    for group in (check,) if check.shadow is None else (check, check.shadow):
+        for _, key, *_ in group.takes:
+            slot = slot_of(key)
+            if first is None:
+                first = slot
+            elif slot != first:
+                return True
+    return False
+
+
+def judge_spread(check: Check, slot_of: SlotOf) -> Generator[list[Step], Told, Judged]:
+    """Yields what to ask side by side, is sent the answers, and returns the outcome with what is still to be undone,
+    which nobody waits for.
+    """
+    parts = _parts(check, slot_of)
+    answers = yield [part.check for part in parts]
+    for part, answer in zip(parts, answers, strict=True):
+        part.outcome = answer if isinstance(answer, Outcome) else None
+    error = next((answer for answer in answers if isinstance(answer, LimitforgeError)), None)
+    if error is not None:
+        return _as_failure(check, error), _undone(parts)
+    if len(parts) == 1:
+        return answers[0], []
+    if all(outcome.allowed for outcome in answers):
+        return (yield from _confirm(check, parts))
+    yield from _give_back(parts)
+    return _merged(check, parts), []
+
+
+def _parts(check: Check, slot_of: SlotOf) -> list[Part]:
+    slots = by_slot(range(len(check.takes)), lambda place: slot_of(check.takes[place][1]))
+    if len(slots) <= 1:
+        part = msgspec.structs.replace(check, shadow=None, is_part=True)
+        if check.hold is not None and check.takes:
+            record = _record(check.hold, check.takes[0][1], slot_of)
+            part.hold = msgspec.structs.replace(check.hold, key=record)
+        return [Part(part, list(range(len(check.takes))))]
+    token = (check.lease or os.urandom(TOKEN_BYTES)) if check.hold is None else check.hold.token
+    parts = []
+    for places in slots:
+        takes = [check.takes[place] for place in places]
+        parts.append(
+            Part(
+                Check(
+                    takes=takes,
+                    names=tuple(check.names[place] for place in places),
+                    lease=check.lease,
+                    varies=check.varies,
+                    weight_us=check.weight_us,
+                    hold=_hold(check, takes, token, slot_of),
+                    is_part=True,
+                ),
+                places,
+            )
+        )
+    return parts
+
+
+def _hold(check: Check, takes: list[Take], token: bytes, slot_of: SlotOf) -> Hold | None:
+    """A reservation of the caller's has a record in each slot, and its own terms once all parts are confirmed."""
+    if check.hold is None:
+        return Hold("", token, HOLD_US, refund=True) if any(take[2] for take in takes) else None
+    return msgspec.structs.replace(check.hold, key=_record(check.hold, takes[0][1], slot_of), awaits=True)
+
+
+def _record(hold: Hold, key: str, slot_of: SlotOf) -> str:
+    """Where a reservation is noted beside that bucket."""
+    return hold.key if slot_of(hold.key) == slot_of(key) else Keys.reservation(own_of(key), hold.token)
+
+
+def _confirm(check: Check, parts: list[Part]) -> Generator[list[Step], Told, Judged]:
+    holding = [part for part in parts if part.held()]
+    if not holding:
+        return _merged(check, parts), []
+    hold = check.hold
+    asked = [_finish(part, Ending.CONFIRM, part.held()) for part in holding]
+    if hold is not None:
+        asked = [msgspec.structs.replace(one, ttl_us=hold.ttl_us, refund=hold.refund) for one in asked]
+    answers = yield list(asked)
+    if all(isinstance(answer, list) for answer in answers):
+        return _merged(check, parts), []
+    confirmed = zip(holding, asked, answers, strict=True)
+    undo = _undone(parts)
+    if hold is None:
+        undo += [_given(part, one, answer) for part, one, answer in confirmed if isinstance(answer, list)]
+    error = next((answer for answer in answers if isinstance(answer, LimitforgeError)), None)
+    lapsed = StoreUnavailable("what was held in several slots lapsed before all had room", maybe_counted=True)
+    return _as_failure(check, error or lapsed), undo
+
+
+def _give_back(parts: list[Part]) -> Generator[list[Step], Told, None]:
+    """What had room where another had none. A look behind it tells how things are now."""
+    holding = [part for part in parts if part.taken()]
+    steps: list[Step] = [_finish(part, Ending.REFUND, part.taken()) for part in holding]
+    looks: list[Step] = [_look(part) for part in holding]
+    if not holding:
+        return
+    answers = yield steps + looks
+    for part, answer in zip(holding, answers[len(steps) :], strict=True):
+        if isinstance(answer, Outcome) and part.outcome is not None:
+            pairs = zip(answer.rows, part.outcome.rows, strict=True)
+            rows: list[Row] = [(now[0], now[1], now[2], asked[3], now[4]) for now, asked in pairs]
+            part.outcome = Outcome(answer.now_us, part.outcome.allowed, -1, rows)
+
+
+def _look(part: Part) -> Check:
+    takes = [(rule, key, 0, *rest) for rule, key, _, *rest in part.check.takes]
+    return Check(takes, part.check.names, varies=part.check.varies, weight_us=part.check.weight_us, is_part=True)  # type: ignore[arg-type]
+
+
+def _finish(part: Part, ending: Ending, places: list[int]) -> Finish:
+    takes = part.check.takes
+    return Finish(
+        ending,
+        b"" if part.check.hold is None else part.check.hold.token,
+        [takes[at][1] for at in places],
+        [not takes[at][0].enforced for at in places],
+        weight_us=BUCKET_US * len(places),
+    )
+
+
+def _given(part: Part, finish: Finish, sources: list[int]) -> Finish:
+    """It was confirmed here, and not elsewhere."""
+    amounts = [part.check.takes[at][2] for at in part.held()]
+    kept = [at for at, source in enumerate(sources) if source >= 0]
+    return msgspec.structs.replace(
+        finish,
+        ending=Ending.GIVE,
+        keys=[finish.keys[at] for at in kept],
+        optional=[False] * len(kept),
+        amounts=[amounts[at] for at in kept],
+        sources=[sources[at] for at in kept],
+    )
+
+
+def _undone(parts: list[Part]) -> list[Finish]:
+    """What gives back all that was taken. What only may have been goes back by itself."""
+    return [_finish(part, Ending.REFUND, part.taken()) for part in parts if part.taken()]
+
+
+def _merged(check: Check, parts: list[Part]) -> Outcome:
+    rows: list[Row] = [(0, 0, 0, 0, 0)] * len(check.takes)
+    outcomes = [part.outcome for part in parts if part.outcome is not None]
+    for part, outcome in zip(parts, outcomes, strict=True):
+        for place, row in zip(part.places, outcome.rows, strict=True):
+            rows[place] = row
+    return Outcome(
+        max(outcome.now_us for outcome in outcomes),
+        all(outcome.allowed for outcome in outcomes),
+        max(outcome.delay_us for outcome in outcomes),
+        rows,
+    )
+
+
+def _as_failure(check: Check, error: LimitforgeError) -> LimitforgeError:
+    """A caller who reserved nothing can't settle anything either."""
+    if check.hold is None and isinstance(error, TooManyReservations):
+        return StoreUnavailable("too many checks of one bucket over several slots are under way")
+    return error

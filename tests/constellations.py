@@ -1,0 +1,655 @@
+"""Servers that belong together: a real Redis Cluster, and a Redis with replicas and sentinels, on 127.0.0.1.
+
+What waits here polls, and fails with `ServerFailed`: what was missing, and the end of every log.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self, TypeAlias
+from urllib.parse import quote
+
+from tests.servers import RedisServer, ServerFailed, _free_port
+
+HOST = "127.0.0.1"
+SLOTS = 16_384
+WAIT_SECONDS = 60.0  # generous, as in `tests.servers`
+POLL_SECONDS = 0.05
+
+Reply: TypeAlias = "bytes | int | list[Reply] | None"
+
+
+def ask(server: RedisServer, *words: str | bytes | int) -> Reply:
+    """Send one command, of any words and any length, and return its whole reply; an error is a `ServerFailed`."""
+    encoded = [word if isinstance(word, bytes) else str(word).encode() for word in words]
+    request = b"".join([b"*%d\r\n" % len(words), *(b"$%d\r\n%s\r\n" % (len(word), word) for word in encoded)])
+    with server.connection() as connection, connection.makefile("rb") as stream:
+        connection.sendall(request)
+        try:
+            return _read_reply(stream)
+        except ServerFailed as error:
+            raise ServerFailed(f"{server.port}: {b' '.join(encoded[:3]).decode(errors='replace')}: {error}") from None
+
+
+def ask_text(server: RedisServer, *words: str | bytes | int) -> str:
+    """`ask`, for a command that is answered with text."""
+    reply = ask(server, *words)
+    if not isinstance(reply, bytes):
+        raise ServerFailed(f"{server.port}: {words[0]!r}: text expected, not {reply!r}")
+    return reply.decode(errors="replace")
+
+
+def ask_fields(server: RedisServer, *words: str | bytes | int) -> dict[str, str]:
+    """`ask`, for a command that is answered with `name:value` lines, such as INFO."""
+    return dict(line.split(":", 1) for line in ask_text(server, *words).splitlines() if ":" in line)
+
+
+class Member(RedisServer):
+    """One server of a constellation. A master that is stopped does not wait for its replicas."""
+
+    def __init__(self, *options: str, password: str | None = None) -> None:
+        login = () if password is None else ("--requirepass", password, "--masterauth", password)
+        super().__init__("--repl-diskless-sync-delay", "0", "--shutdown-timeout", "0", *login, *options)
+        self._credentials = () if password is None else (password,)
+        self._paused = False
+
+    @property
+    def reachable(self) -> bool:
+        """Whether it would answer: neither dead nor paused."""
+        return self.running and not self._paused
+
+    def pause(self) -> None:
+        super().pause()
+        self._paused = True
+
+    def resume(self) -> None:
+        super().resume()
+        self._paused = False
+
+    def log(self) -> str:
+        """The end of its log."""
+        return self._log()
+
+    def _launch(self, *options: str) -> bool:
+        self._paused = False
+        return super()._launch(*options)
+
+
+class Constellation:
+    """Starts and stops its members together: when one cannot start, the others are stopped."""
+
+    def __init__(self, password: str | None) -> None:
+        self._password = password
+        self._members: list[Member] = []
+        self._running = ExitStack()
+
+    def start(self) -> Self:
+        """Returns once every member knows the others and all is in order."""
+        try:
+            self._form()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def stop(self) -> None:
+        self._running.close()
+        self._members.clear()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.stop()
+
+    def _form(self) -> None:
+        raise NotImplementedError
+
+    def _start(self, member: Member) -> None:
+        self._members.append(member)
+        self._running.callback(member.stop)
+        member.start()
+
+    def _authority(self, members: Iterable[Member]) -> str:
+        """The part of a URL that says who logs in and where."""
+        login = "" if self._password is None else f":{quote(self._password, safe='')}@"
+        return login + ",".join(f"{HOST}:{member.port}" for member in members)
+
+    def _wait(self, what: str, missing: Callable[[], str], seconds: float = WAIT_SECONDS) -> None:
+        """Poll until `missing` returns "". A member that cannot be asked is something that is missing."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                lack = missing()
+            except (OSError, ServerFailed) as error:
+                lack = f"{type(error).__name__}: {error}"
+            if not lack:
+                return
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(POLL_SECONDS)
+        logs = "\n".join(f"--- {member.port}\n{member.log()[-1_000:]}" for member in self._members)
+        raise ServerFailed(f"{what}: not within {seconds:.0f} s: {lack}\n{logs}")
+
+
+class ClusterNode(Member):
+    """One node: it keeps its identity, its port and its bus port over a restart, and forgets its keys."""
+
+    def __init__(self, *options: str, password: str | None = None) -> None:
+        super().__init__("--cluster-enabled", "yes", "--cluster-announce-ip", HOST, *options, password=password)
+        self._bus = (0, 0)  # a port, and the bus port that was chosen for it
+
+    @property
+    def bus_port(self) -> int:
+        return self._bus[1]
+
+    def _listen(self, folder: Path) -> list[str]:
+        if self._bus[0] != self.port:
+            self._bus = (self.port, _free_port())
+        return [*super()._listen(folder), "--cluster-port", str(self.bus_port)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    """What one node knows of one node, itself included."""
+
+    id: str
+    port: int
+    flags: frozenset[str]
+    master: str  # its id; "-" for a master
+    epoch: int
+    connected: bool
+    slots: tuple[range, ...]
+
+    @classmethod
+    def parse(cls, line: str) -> Self:
+        """One line of CLUSTER NODES."""
+        identity, address, flags, master, _ping, _pong, epoch, link, *slots = line.split()
+        spans = [span.partition("-") for span in slots if not span.startswith("[")]  # "[": a slot on the move
+        return cls(
+            id=identity,
+            port=int(address.split("@")[0].rsplit(":", 1)[1]),
+            flags=frozenset(flags.split(",")),
+            master=master,
+            epoch=int(epoch),
+            connected=link == "connected",
+            slots=tuple(range(int(first), int(last or first) + 1) for first, _, last in spans),
+        )
+
+
+class ClusterServers(Constellation):
+    """A real Redis Cluster: `masters` share the slots evenly, and each has `replicas` of its own.
+
+    Usable as a context manager; `options` are redis-server's own, for every node. Nothing is kept on disk but who is
+    who, so a master that dies and is back before a replica took over comes back empty, and empties its replicas.
+    """
+
+    def __init__(
+        self,
+        masters: int = 3,
+        replicas: int = 1,
+        node_timeout_ms: int = 2_000,
+        *options: str,
+        password: str | None = None,
+    ) -> None:
+        super().__init__(password)
+        self._shape = (masters, replicas)
+        self._node_timeout_ms = node_timeout_ms
+        self._options = (
+            *("--cluster-require-full-coverage", "no", "--cluster-node-timeout", str(node_timeout_ms)),
+            *("--cluster-replica-validity-factor", "0", "--cluster-allow-replica-migration", "no", *options),
+        )
+        self._ids: dict[str, ClusterNode] = {}
+        self._moves: dict[int, tuple[ClusterNode, ClusterNode]] = {}  # of a slot: from where, to where
+        self._elected_at: dict[int, float] = {}  # of a port: when it was last seen to have become a master
+
+    @property
+    def nodes(self) -> list[ClusterNode]:
+        """All of them, also the dead; those that were masters at the start come first."""
+        return list(self._ids.values())
+
+    @property
+    def url(self) -> str:
+        """Names the nodes that were masters at the start, and stays the same."""
+        return f"redis+cluster://{self._authority(self.nodes[: self._shape[0]])}"
+
+    def masters(self) -> list[ClusterNode]:
+        """Those that own slots now. A dead master counts until a replica has taken over."""
+        owners = set(_owners(self._views()))
+        return [node for identity, node in self._ids.items() if identity in owners]
+
+    def master_of(self, slot: int) -> ClusterNode:
+        """As the nodes that can be asked see it; where they differ, the newest configuration counts."""
+        owner = _owners(self._views())[slot]
+        if not owner:
+            raise ServerFailed(f"nobody owns slot {slot}")
+        return self._ids[owner]
+
+    def replicas_of(self, server: ClusterNode) -> list[ClusterNode]:
+        """Those that can be asked, and say that `server` is their master."""
+        identity = self._id(server)
+        return [
+            self._ids[peer.id]
+            for view in self._views()
+            for peer in view
+            if "myself" in peer.flags and peer.master == identity
+        ]
+
+    def failover(self, server: ClusterNode) -> ClusterNode:
+        """Have a replica take over from this master, which stays alive; returns the new master.
+
+        No write is lost, and clients wait for a moment only. When it returns, the old master is a replica and all
+        nodes agree. A replica that was a master a moment ago first has to sit out four node timeouts.
+        """
+        if server not in self.masters():
+            raise ServerFailed(f"{server.port} is no master")
+        slot = _owners(self._views()).index(self._id(server))
+        replica = self._candidate(server)
+        asked_at = float("-inf")
+
+        def missing() -> str:
+            nonlocal asked_at
+            if self.master_of(slot) is not server:
+                return self._disorder()
+            if time.monotonic() - asked_at > 10:  # it gives up by itself after 5 s, if for once it got no votes
+                asked_at = time.monotonic()
+                ask(replica, "CLUSTER", "FAILOVER")
+            return f"the nodes still name {server.port}"
+
+        self._wait(f"another master than {server.port}", missing)
+        return self.wait_for_new_master(slot, server)
+
+    def wait_for_new_master(self, slot: int, other_than: ClusterNode, seconds: float = WAIT_SECONDS) -> ClusterNode:
+        """The new master of the slot, once all nodes that can be asked name it, itself included."""
+        new = self._wait_for_owner(slot, other_than, seconds)
+        self._elected_at[new.port] = time.monotonic()
+        return new
+
+    def wait_until_ok(self, seconds: float = WAIT_SECONDS) -> None:
+        """Until all nodes that can be asked agree, see each other and all slots served, and replicas are in sync."""
+        self._wait("a cluster in order", self._disorder, seconds)
+
+    def heal(self) -> None:
+        """Resume the paused, restart the dead, forget unfinished migrations; returns once all is in order.
+
+        Who is master may stay changed. Keys that an unfinished migration had moved are out of sight.
+        """
+        for node in self.nodes:
+            if not node.running:
+                node.restart()
+            elif not node.reachable:
+                node.resume()
+        self.wait_until_ok()
+        for slot in list(self._moves):
+            for node in self.masters():
+                ask(node, "CLUSTER", "SETSLOT", slot, "STABLE")
+            del self._moves[slot]
+
+    def flush(self) -> None:
+        """Delete all keys; loaded scripts stay."""
+        for node in self.masters():
+            node.flush()
+
+    def migrate(self, slot: int, to: ClusterNode, portion: int = 10, pause_seconds: float = 0.0) -> None:
+        """Move a slot with its keys to another master while it is in use, as `redis-cli --cluster reshard` does."""
+        self.start_migration(slot, to)
+        while self.move_keys(slot, portion):
+            time.sleep(pause_seconds)
+        self.finish_migration(slot)
+
+    def start_migration(self, slot: int, to: ClusterNode) -> None:
+        """From now on the source answers with ASK for keys that it does not have."""
+        source = self.master_of(slot)
+        if source is to:
+            raise ServerFailed(f"slot {slot} is on {to.port} already")
+        ask(to, "CLUSTER", "SETSLOT", slot, "IMPORTING", self._id(source))
+        ask(source, "CLUSTER", "SETSLOT", slot, "MIGRATING", self._id(to))
+        self._moves[slot] = (source, to)
+
+    def move_keys(self, slot: int, count: int) -> int:
+        """Move at most `count` keys of a slot on the move; returns how many it took, 0 when none was left."""
+        source, to = self._moves[slot]
+        keys = ask(source, "CLUSTER", "GETKEYSINSLOT", slot, count)
+        if not isinstance(keys, list):
+            raise ServerFailed(f"keys of slot {slot}: {keys!r}")
+        if keys:
+            login = () if self._password is None else ("AUTH", self._password)
+            names = [key for key in keys if isinstance(key, bytes)]
+            ask(source, "MIGRATE", HOST, to.port, "", 0, 10_000, *login, "KEYS", *names)
+        return len(keys)
+
+    def finish_migration(self, slot: int) -> None:
+        """Give the slot to the target, once all its keys are there; returns once all nodes know."""
+        source, to = self._moves[slot]
+        if left := ask(source, "CLUSTER", "COUNTKEYSINSLOT", slot):
+            raise ServerFailed(f"slot {slot} still has {left!r} keys on {source.port}")
+        others = [node for node in self.masters() if node not in (source, to) and node.reachable]
+        for node in (to, source, *others):
+            ask(node, "CLUSTER", "SETSLOT", slot, "NODE", self._id(to))
+        del self._moves[slot]
+        self._wait_for_owner(slot, source)
+
+    def _form(self) -> None:
+        masters, replicas = self._shape
+        nodes = [ClusterNode(*self._options, password=self._password) for _ in range(masters * (1 + replicas))]
+        self._ids.clear()
+        self._moves.clear()
+        self._elected_at.clear()
+        for node in nodes:
+            self._start(node)
+            self._ids[ask_text(node, "CLUSTER", "MYID")] = node
+        for index, node in enumerate(nodes[:masters]):
+            first, end = SLOTS * index // masters, SLOTS * (index + 1) // masters
+            ask(node, "CLUSTER", "ADDSLOTSRANGE", first, end - 1)
+        for index, node in enumerate(nodes):
+            ask(node, "CLUSTER", "SET-CONFIG-EPOCH", index + 1)
+        for index, node in enumerate(nodes):  # each meets each: waiting for gossip takes seconds
+            for other in nodes[index + 1 :]:
+                ask(node, "CLUSTER", "MEET", HOST, other.port, other.bus_port)
+        self._wait("nodes that know each other", self._strangers)
+        for index, node in enumerate(nodes[masters:]):
+            ask(node, "CLUSTER", "REPLICATE", self._id(nodes[index % masters]))
+        self.wait_until_ok()
+
+    def _wait_for_owner(self, slot: int, other_than: ClusterNode, seconds: float = WAIT_SECONDS) -> ClusterNode:
+        def missing() -> str:
+            owners = {_owners([view])[slot] for view in self._views()}
+            if len(owners) == 1 and owners.isdisjoint({"", self._id(other_than)}):
+                return ""
+            return f"the nodes name {sorted(self._ids[owner].port for owner in owners if owner)}"
+
+        self._wait(f"another master than {other_than.port} for slot {slot}", missing, seconds)
+        return self.master_of(slot)
+
+    def _id(self, server: ClusterNode) -> str:
+        return next(identity for identity, node in self._ids.items() if node is server)
+
+    def _reachable(self) -> list[ClusterNode]:
+        return [node for node in self.nodes if node.reachable]
+
+    def _views(self) -> list[list[_Peer]]:
+        """What each node that can be asked knows."""
+        nodes = self._reachable()
+        if not nodes:
+            raise ServerFailed("no node can be asked")
+        return [[_Peer.parse(line) for line in ask_text(node, "CLUSTER", "NODES").splitlines()] for node in nodes]
+
+    def _candidate(self, server: ClusterNode) -> ClusterNode:
+        """A replica that can stand for election at once.
+
+        After an election it sits out four node timeouts, at least 4 s. Asked to stand before, it has its master hold
+        up all writes in the meantime.
+        """
+        found: list[ClusterNode] = []
+
+        def missing() -> str:
+            found[:] = filter(_linked, self.replicas_of(server))
+            return "" if found else "none is in sync"
+
+        self._wait(f"a replica of {server.port}", missing)
+        replica = min(found, key=self._rested_at)
+        time.sleep(max(0.0, self._rested_at(replica) - time.monotonic()))
+        return replica
+
+    def _rested_at(self, node: ClusterNode) -> float:
+        return self._elected_at.get(node.port, float("-inf")) + max(4.0, self._node_timeout_ms * 4 / 1_000) + 0.5
+
+    def _strangers(self) -> str:
+        """Who does not know whom, among those that can be asked; "" if all know all."""
+        ports = {node.port for node in self._reachable()}
+        for view in self._views():
+            met = {peer.port for peer in view if "myself" in peer.flags or (peer.connected and not _in_doubt(peer))}
+            if ports - met or len(view) != len(self._ids):
+                return f"a node does not see {sorted(ports - met)} among {len(view)}"
+        return ""
+
+    def _disorder(self) -> str:
+        if strangers := self._strangers():
+            return strangers
+        expected = {"cluster_state": "ok", "cluster_slots_ok": str(SLOTS), "cluster_slots_assigned": str(SLOTS)}
+        for node in self._reachable():
+            info = ask_fields(node, "CLUSTER", "INFO")
+            if wrong := {name: info.get(name) for name, value in expected.items() if info.get(name) != value}:
+                return f"{node.port}: {wrong}"
+        views = self._views()
+        if len({tuple(_owners([view])) for view in views}) != 1:
+            return "the nodes disagree on who has which slot"
+        reachable = {identity for identity, node in self._ids.items() if node.reachable}
+        if len({frozenset((peer.id, peer.master) for peer in view if peer.id in reachable) for view in views}) != 1:
+            return "the nodes disagree on who is whose replica"
+        owners = set(_owners(views))
+        for identity, node in self._ids.items():
+            if identity not in owners and node.reachable and not _linked(node):
+                return f"{node.port} is a replica out of sync"
+        return ""
+
+
+def _in_doubt(peer: _Peer) -> bool:
+    return not peer.flags.isdisjoint({"fail", "fail?", "handshake", "noaddr"})
+
+
+def _linked(replica: RedisServer) -> bool:
+    return ask_fields(replica, "INFO", "replication").get("master_link_status") == "up"
+
+
+def _owners(views: Sequence[Sequence[_Peer]]) -> list[str]:
+    """The owner's id for each slot, "" where there is none; where views differ, the newest configuration counts."""
+    owners = [""] * SLOTS
+    for peer in sorted((peer for view in views for peer in view), key=lambda peer: peer.epoch):
+        for slots in peer.slots:
+            owners[slots.start : slots.stop] = [peer.id] * len(slots)
+    return owners
+
+
+class Sentinel(Member):
+    """One sentinel: over a restart it keeps its port and, in its file, what it knows."""
+
+    # Quicker to see what happens than by default, and not out of service for 30 s after a pause. A sentinel connects to
+    # a new master up to one ping period late, by default as long as our `down_after_ms`, and would replace it as well.
+    # Five ping periods are the age up to which it trusts a replica's INFO, which it asks for once a second.
+    _PACE = (
+        *("PING-PERIOD", 400, "INFO-PERIOD", 500, "PUBLISH-PERIOD", 500),
+        *("TILT-TRIGGER", 10_000, "TILT-PERIOD", 1_000),
+    )
+
+    def __init__(self, *lines: str) -> None:
+        super().__init__()
+        self._lines = lines
+        self._written_for = 0
+
+    def _arguments(self, folder: Path) -> list[str]:
+        file = folder / "sentinel.conf"
+        if self._written_for != self.port:
+            own = (f"port {self.port}", f"bind {HOST}", f"dir {folder}")
+            file.write_text("\n".join([*own, *self._lines, ""]))
+            self._written_for = self.port
+        return [str(file), "--sentinel"]
+
+    def _launch(self, *options: str) -> bool:
+        if not super()._launch(*options):
+            return False
+        ask(self, "SENTINEL", "DEBUG", *self._PACE)
+        return True
+
+
+class SentinelServers(Constellation):
+    """A master with replicas, and sentinels that replace it once two of them have not heard from it.
+
+    Usable as a context manager. With a `password`, the servers ask for it and the sentinels do not. Nothing is kept
+    on disk, so a master that dies and is back within `down_after_ms` comes back empty, and empties its replicas.
+    """
+
+    NAME = "forge"  # the master's
+
+    def __init__(
+        self, replicas: int = 2, sentinels: int = 3, down_after_ms: int = 1_000, *, password: str | None = None
+    ) -> None:
+        super().__init__(password)
+        self._counts = (replicas, sentinels)
+        self._down_after_ms = down_after_ms
+        self.servers: list[Member] = []  # all of them, also the dead; the master at the start comes first
+        self.sentinels: list[Sentinel] = []
+
+    @property
+    def url(self) -> str:
+        """Names the sentinels, and stays the same."""
+        return f"redis+sentinel://{self._authority(self.sentinels)}/{self.NAME}"
+
+    def master(self) -> Member:
+        """The one that the sentinels name; where they differ, the newest configuration counts."""
+        views = [self._view(sentinel) for sentinel in self._reachable_sentinels()]
+        return self._server(max(views, key=lambda view: int(view["config-epoch"]))["port"])
+
+    def failover(self) -> Member:
+        """Have the sentinels choose another master while the old one is alive; returns the new one.
+
+        Writes that no replica had yet are lost. When it returns, the old master is a replica and all agree.
+        """
+        old = self.master()
+        asked_at = float("-inf")
+
+        def missing() -> str:
+            nonlocal asked_at
+            agreed = self._agreed()
+            if agreed is None:
+                return "no living master that all agree on"
+            if agreed is not old:
+                return self._disorder()
+            if time.monotonic() - asked_at > 5:  # one that is under way, or impossible just now, is an error
+                asked_at = time.monotonic()
+                ask(self._reachable_sentinels()[0], "SENTINEL", "FAILOVER", self.NAME)
+            return f"the sentinels still name {old.port}"
+
+        self._wait(f"another master than {old.port}", missing)
+        return self.master()
+
+    def wait_for_new_master(self, other_than: Member, seconds: float = WAIT_SECONDS) -> Member:
+        """The new master, once all sentinels that can be asked name it, and it says so itself."""
+
+        def missing() -> str:
+            agreed = self._agreed()
+            if agreed is None:
+                return "no living master that all agree on"
+            return "" if agreed is not other_than else f"the sentinels still name {agreed.port}"
+
+        self._wait(f"another master than {other_than.port}", missing, seconds)
+        return self.master()
+
+    def wait_until_ok(self, seconds: float = WAIT_SECONDS) -> None:
+        """Until those that can be asked agree, know all others, and the replicas are in sync."""
+        self._wait("a master with replicas and sentinels in order", self._disorder, seconds)
+
+    def heal(self) -> None:
+        """Resume the paused, restart the dead; returns once all is in order. Who is master may stay changed."""
+        for member in self._members:
+            if not member.running:
+                member.restart()
+            elif not member.reachable:
+                member.resume()
+        self.wait_until_ok()
+
+    def flush(self) -> None:
+        """Delete all keys; loaded scripts stay."""
+        self.master().flush()
+
+    def _form(self) -> None:
+        replicas, sentinels = self._counts
+        self.servers = [Member(password=self._password) for _ in range(1 + replicas)]
+        for server in self.servers:
+            self._start(server)
+        master = self.servers[0]
+        for server in self.servers[1:]:
+            ask(server, "REPLICAOF", HOST, master.port)
+        self._wait("replicas in sync", lambda: "" if all(map(_linked, self.servers[1:])) else "not all are")
+
+        lines = [f"sentinel monitor {self.NAME} {HOST} {master.port} {min(2, sentinels)}"]
+        if self._password is not None:
+            lines.append(f"sentinel auth-pass {self.NAME} {self._password}")
+        lines.append(f"sentinel down-after-milliseconds {self.NAME} {self._down_after_ms}")
+        lines.append(f"sentinel failover-timeout {self.NAME} 3000")
+        lines.append(f"sentinel parallel-syncs {self.NAME} 1")
+        self.sentinels = [Sentinel(*lines) for _ in range(sentinels)]
+        for sentinel in self.sentinels:
+            self._start(sentinel)
+        self.wait_until_ok()
+
+    def _server(self, port: str) -> Member:
+        return next(server for server in self.servers if server.port == int(port))
+
+    def _reachable_sentinels(self) -> list[Sentinel]:
+        if sentinels := [sentinel for sentinel in self.sentinels if sentinel.reachable]:
+            return sentinels
+        raise ServerFailed("no sentinel can be asked")
+
+    def _view(self, sentinel: Sentinel) -> dict[str, str]:
+        return _pairs(ask(sentinel, "SENTINEL", "MASTER", self.NAME))
+
+    def _agreed(self) -> Member | None:
+        """The master that all sentinels name and that says so itself, or None."""
+        port, *others = {self._view(sentinel)["port"] for sentinel in self._reachable_sentinels()}
+        server = self._server(port)
+        if others or not server.reachable:
+            return None
+        return server if ask_fields(server, "INFO", "replication")["role"] == "master" else None
+
+    def _disorder(self) -> str:
+        master = self._agreed()
+        if master is None:
+            return "no living master that all agree on"
+        alive = {str(member.port) for member in self._members if member.reachable}
+        for sentinel in self._reachable_sentinels():
+            others = {}
+            for kind, flags in (("REPLICAS", "slave"), ("SENTINELS", "sentinel")):
+                found = ask(sentinel, "SENTINEL", kind, self.NAME)
+                others[kind] = [_pairs(item) for item in found] if isinstance(found, list) else []
+                if doubt := [peer["port"] for peer in others[kind] if peer["port"] in alive and peer["flags"] != flags]:
+                    return f"sentinel {sentinel.port} is in doubt about {doubt}"
+            for peer in others["REPLICAS"]:
+                seen = (peer["master-port"], peer["master-link-status"])
+                if peer["port"] in alive and seen != (str(master.port), "ok"):
+                    return f"sentinel {sentinel.port} sees {peer['port']} with {seen}"
+            if self._view(sentinel)["flags"] != "master":
+                return f"sentinel {sentinel.port} is in doubt about the master"
+            counts = (len(others["REPLICAS"]), len(others["SENTINELS"]) + 1)
+            if counts != self._counts:
+                return f"sentinel {sentinel.port} knows {counts} of {self._counts} replicas and sentinels"
+        for server in self.servers:
+            if server is not master and server.reachable:
+                info = ask_fields(server, "INFO", "replication")
+                if (info.get("master_port"), info.get("master_link_status")) != (str(master.port), "up"):
+                    return f"{server.port} is not in sync with {master.port}"
+        return ""
+
+
+def _pairs(reply: Reply) -> dict[str, str]:
+    """A flat list of names and values as a dict."""
+    if not isinstance(reply, list):
+        raise ServerFailed(f"a list expected, not {reply!r}")
+    words = [word.decode() for word in reply if isinstance(word, bytes)]
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+def _read_reply(stream: BinaryIO) -> Reply:
+    """One RESP2 reply, whole."""
+    line = stream.readline()
+    kind, rest = line[:1], line[1:].rstrip()
+    match kind:
+        case b"+":
+            return rest
+        case b":":
+            return int(rest)
+        case b"$":
+            return None if rest == b"-1" else _read_bulk(stream, int(rest))
+        case b"*":
+            return None if rest == b"-1" else [_read_reply(stream) for _ in range(int(rest))]
+    raise ServerFailed(rest.decode(errors="replace") if kind == b"-" else f"no reply: {line!r}")
+
+
+def _read_bulk(stream: BinaryIO, size: int) -> bytes:
+    bulk = stream.read(size + 2)
+    if len(bulk) < size + 2:
+        raise ServerFailed(f"the reply ended after {len(bulk)} of {size} bytes")
+    return bulk[:-2]

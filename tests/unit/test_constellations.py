@@ -1,0 +1,242 @@
+"""The constellations that tests lean on do what their names say."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.constellations import SLOTS, ClusterServers, Constellation, SentinelServers, ask, ask_fields
+from tests.servers import RedisServer, ServerFailed
+
+KEYS = [f"{{forge}}:{number}" for number in range(25)]
+
+
+@pytest.fixture(scope="module")
+def running_cluster() -> Iterator[ClusterServers]:
+    with ClusterServers() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(running_cluster: ClusterServers) -> ClusterServers:
+    """In order and empty, whatever the test before did to it."""
+    running_cluster.heal()
+    running_cluster.flush()
+    return running_cluster
+
+
+@pytest.fixture(scope="module")
+def running_sentinels() -> Iterator[SentinelServers]:
+    with SentinelServers() as sentinels:
+        yield sentinels
+
+
+@pytest.fixture
+def sentinels(running_sentinels: SentinelServers) -> SentinelServers:
+    running_sentinels.heal()
+    running_sentinels.flush()
+    return running_sentinels
+
+
+def test_a_reply_is_read_whole_whatever_its_size_and_shape(redis_server: RedisServer) -> None:
+    redis_server.flush()
+    value = bytes(range(256)) * 4_096
+    assert ask(redis_server, "SET", "key", value) == b"OK"
+    assert ask(redis_server, "MGET", "key", "no such key", "key") == [value, None, value]
+    assert ask(redis_server, "STRLEN", "key") == len(value)
+
+
+def test_an_error_reply_names_the_server_and_the_command(redis_server: RedisServer) -> None:
+    with pytest.raises(ServerFailed, match=f"{redis_server.port}: NO-SUCH-COMMAND: ERR unknown command"):
+        ask(redis_server, "NO-SUCH-COMMAND")
+
+
+@pytest.mark.parametrize("kind", [ClusterServers, SentinelServers])
+def test_when_it_cannot_start_nothing_is_left_running(
+    kind: type[ClusterServers | SentinelServers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Constellation) -> None:
+        started.extend(self._members)
+        raise KeyboardInterrupt
+
+    started: list[RedisServer] = []
+    monkeypatch.setattr(kind, "wait_until_ok", fail)
+    with pytest.raises(KeyboardInterrupt):
+        kind(1, 1).start()
+    assert len(started) > 1
+    assert not any(server.running for server in started)
+
+
+@pytest.mark.slow
+def test_what_does_not_come_fails_with_the_reason_and_the_logs(cluster: ClusterServers) -> None:
+    master = cluster.master_of(0)
+    with pytest.raises(ServerFailed, match=rf"the nodes name \[{master.port}\]\n--- ") as failed:
+        cluster.wait_for_new_master(0, master, seconds=0)
+    assert all(f"--- {node.port}\n" in str(failed.value) for node in cluster.nodes)
+
+
+@pytest.mark.slow
+def test_a_cluster_serves_every_slot_and_every_master_has_a_replica(cluster: ClusterServers) -> None:
+    masters = cluster.masters()
+    assert len(masters) == 3
+    assert [len(cluster.replicas_of(master)) for master in masters] == [1, 1, 1]
+    assert {cluster.master_of(slot) for slot in (0, SLOTS // 2, SLOTS - 1)} == set(masters)
+    for node in cluster.nodes:
+        info = ask_fields(node, "CLUSTER", "INFO")
+        assert (info["cluster_state"], info["cluster_slots_ok"], info["cluster_size"]) == ("ok", str(SLOTS), "3")
+    assert cluster.url == "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in cluster.nodes[:3])
+
+
+@pytest.mark.slow
+def test_a_replica_takes_over_by_command_and_has_all_keys(cluster: ClusterServers) -> None:
+    slot = fill(cluster)
+    old = cluster.master_of(slot)
+    new = cluster.failover(old)
+    assert cluster.master_of(slot) is new
+    assert cluster.replicas_of(new) == [old]
+    assert count(new, slot) == len(KEYS)
+    with pytest.raises(ServerFailed, match="no master"):
+        cluster.failover(old)
+
+
+@pytest.mark.slow
+def test_a_replica_takes_over_from_a_killed_master_which_comes_back_as_a_replica(cluster: ClusterServers) -> None:
+    slot = fill(cluster)
+    old = cluster.master_of(slot)
+    assert ask(old, "WAIT", 1, 10_000) == 1
+    old.kill()
+    new = cluster.wait_for_new_master(slot, old)
+    assert new is not old
+    assert old not in cluster.masters()
+    old.restart()
+    cluster.wait_until_ok()
+    assert cluster.replicas_of(new) == [old]
+    assert count(new, slot) == count(old, slot) == len(KEYS)
+
+
+@pytest.mark.slow
+def test_a_replica_takes_over_from_a_paused_master_which_wakes_up_as_a_replica(cluster: ClusterServers) -> None:
+    old = cluster.master_of(0)
+    old.pause()
+    new = cluster.wait_for_new_master(0, old)
+    cluster.heal()
+    assert cluster.replicas_of(new) == [old]
+
+
+@pytest.mark.slow
+def test_a_slot_migrates_with_all_its_keys_and_back(cluster: ClusterServers) -> None:
+    slot = fill(cluster)
+    source = cluster.master_of(slot)
+    target = next(master for master in cluster.masters() if master is not source)
+    for old, new in ((source, target), (target, source)):
+        cluster.migrate(slot, new, portion=10, pause_seconds=0.001)
+        assert cluster.master_of(slot) is new
+        assert (count(old, slot), count(new, slot)) == (0, len(KEYS))
+        with pytest.raises(ServerFailed, match=f"MOVED {slot} 127.0.0.1:{new.port}"):
+            ask(old, "GET", KEYS[0])
+        assert ask(new, "GET", KEYS[0]) == b"value"
+    with pytest.raises(ServerFailed, match="already"):
+        cluster.migrate(slot, source)
+
+
+@pytest.mark.slow
+def test_a_slot_can_be_looked_at_in_the_middle_of_its_migration(cluster: ClusterServers) -> None:
+    slot = fill(cluster)
+    source = cluster.master_of(slot)
+    target = next(master for master in cluster.masters() if master is not source)
+    cluster.start_migration(slot, target)
+    assert cluster.move_keys(slot, 10) == 10
+    assert (count(source, slot), count(target, slot)) == (len(KEYS) - 10, 10)
+    with pytest.raises(ServerFailed, match=f"ASK {slot} 127.0.0.1:{target.port}"):
+        ask(source, "GET", "{forge}:new")
+    with pytest.raises(ServerFailed, match="15 keys"):
+        cluster.finish_migration(slot)
+    assert [cluster.move_keys(slot, 10) for _ in range(3)] == [10, 5, 0]
+    cluster.finish_migration(slot)
+    assert cluster.master_of(slot) is target
+
+
+@pytest.mark.slow
+def test_healing_ends_an_unfinished_migration(cluster: ClusterServers) -> None:
+    slot = fill(cluster)
+    source = cluster.master_of(slot)
+    cluster.start_migration(slot, next(master for master in cluster.masters() if master is not source))
+    cluster.heal()
+    assert cluster.master_of(slot) is source
+    assert ask(source, "GET", "{forge}:new") is None
+
+
+@pytest.mark.slow
+def test_a_cluster_with_a_password_fails_over_and_migrates() -> None:
+    with ClusterServers(2, 1, password="pass#word") as cluster:  # noqa: S106 - of these servers alone
+        assert cluster.url.startswith("redis+cluster://:pass%23word@127.0.0.1:")
+        slot = fill(cluster)
+        source = cluster.master_of(slot)
+        target = next(master for master in cluster.masters() if master is not source)
+        new = cluster.failover(target)
+        cluster.migrate(slot, new)
+        assert count(new, slot) == len(KEYS)
+
+
+@pytest.mark.slow
+def test_the_sentinels_name_the_master_and_know_everybody(sentinels: SentinelServers) -> None:
+    master = sentinels.master()
+    assert ask_fields(master, "INFO", "replication")["connected_slaves"] == "2"
+    for sentinel in sentinels.sentinels:
+        address = ask(sentinel, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", "forge")
+        assert address == [b"127.0.0.1", str(master.port).encode()]
+    ports = ",".join(f"127.0.0.1:{sentinel.port}" for sentinel in sentinels.sentinels)
+    assert sentinels.url == f"redis+sentinel://{ports}/forge"
+
+
+@pytest.mark.slow
+def test_the_sentinels_choose_another_master_by_command(sentinels: SentinelServers) -> None:
+    old = sentinels.master()
+    assert ask(old, "SET", "key", "value") == b"OK"
+    new = sentinels.failover()
+    assert new is sentinels.master()
+    assert new is not old
+    assert ask_fields(old, "INFO", "replication")["master_port"] == str(new.port)
+    assert ask(new, "GET", "key") == b"value"
+
+
+@pytest.mark.slow
+def test_the_sentinels_replace_a_killed_master_which_comes_back_as_a_replica(sentinels: SentinelServers) -> None:
+    old = sentinels.master()
+    old.kill()
+    new = sentinels.wait_for_new_master(old)
+    assert new is not old
+    sentinels.heal()
+    assert sentinels.master() is new
+    assert ask_fields(old, "INFO", "replication")["master_port"] == str(new.port)
+
+
+@pytest.mark.slow
+def test_two_of_three_sentinels_are_enough(sentinels: SentinelServers) -> None:
+    sentinels.sentinels[0].kill()
+    old = sentinels.master()
+    old.pause()
+    new = sentinels.wait_for_new_master(old)
+    sentinels.heal()
+    assert sentinels.master() is new
+
+
+@pytest.mark.slow
+def test_servers_with_a_password_are_watched_by_the_sentinels() -> None:
+    with SentinelServers(password="pass#word") as sentinels:  # noqa: S106 - of these servers alone
+        assert sentinels.url.startswith("redis+sentinel://:pass%23word@127.0.0.1:")
+        old = sentinels.master()
+        assert sentinels.failover() is not old
+
+
+def fill(cluster: ClusterServers) -> int:
+    """Write all of `KEYS`, which share a slot; returns the slot."""
+    slot = ask(cluster.nodes[0], "CLUSTER", "KEYSLOT", KEYS[0])
+    assert isinstance(slot, int)
+    master = cluster.master_of(slot)
+    for key in KEYS:
+        assert ask(master, "SET", key, "value") == b"OK"
+    return slot
+
+
+def count(server: RedisServer, slot: int) -> object:
+    return ask(server, "CLUSTER", "COUNTKEYSINSLOT", slot)
