@@ -66,7 +66,8 @@ class Check(msgspec.Struct, gc=False):
     """What decides together. `lease` is the token of the slots that it may take, `varies` tells that a rule depends
     on the time, `hold` makes it a reservation, `shadow` is a candidate plan that is judged beside it, `failure` says
     what happens when the store can't decide (None: as the store is set), `weight_us` estimates what it takes in Redis.
-    One that `is_part` of another is answered with what the store told, not with a decision.
+    One that `is_part` of another is answered with what the store told, not with a decision. `is_mixed` tells that this
+    process may decide some of it.
     """
 
     takes: list[Take]
@@ -78,6 +79,7 @@ class Check(msgspec.Struct, gc=False):
     shadow: "Check | None" = None
     failure: Failure | None = None
     is_part: bool = False
+    is_mixed: bool = False
 
     def around(self, now_us: int) -> None:
         """Lay every quota's windows around a time."""
@@ -146,7 +148,7 @@ def _plan_check(
             )
         )
     lease = os.urandom(TOKEN_BYTES) if plan.leases else b""
-    check = Check(takes, plan.names, lease, plan.varies, plan.weight_us)
+    check = Check(takes, plan.names, lease, plan.varies, plan.weight_us, is_mixed=plan.is_mixed)
     if costs is not None:
         _cost_by_name(check, costs, plan)
     return check
@@ -220,7 +222,8 @@ def check_of_entries(keys: Keys, entries: Iterable[Entry], *, tenant: str | byte
     varies = any(rule.varies for rule, *_ in takes)
     names = _reported([entry for entry, *_ in wanted.values()])
     weight = weight_us(rule for rule, *_ in takes)
-    return Check(takes, names, os.urandom(TOKEN_BYTES) if leases else b"", varies, weight)
+    is_mixed = any(rule.leased or rule.local for rule, *_ in takes)
+    return Check(takes, names, os.urandom(TOKEN_BYTES) if leases else b"", varies, weight, is_mixed=is_mixed)
 
 
 _PLACES = {Place.OPERATOR: "operator", Place.TENANT: "tenant", Place.POLICY: "policy", Place.SHADOW: "shadow"}

@@ -151,7 +151,7 @@ def _with_ids(decision: Decision, check: Check, outcome: Outcome, shadow: Outcom
     return msgspec.structs.replace(
         decision,
         lease_id=_lease_id(check, outcome, shadow) if decision.allowed and check.lease else None,
-        reservation_id=_reservation_id(check) if decision.allowed and check.hold is not None else None,
+        reservation_id=reservation_id(check) if decision.allowed and check.hold is not None else None,
         shadow=None if shadow is None or check.shadow is None else decision_of(check.shadow, shadow),
     )
 
@@ -172,7 +172,8 @@ def _lease_id(check: Check, outcome: Outcome, shadow: Outcome | None) -> str | N
     return ticket_id(Lease(check.lease, [encoded(key) for key, row in asked if row[0] != UNLIMITED and row[3] == 0]))
 
 
-def _reservation_id(check: Check) -> str:
+def reservation_id(check: Check) -> str:
+    """The id of what a check holds, which must be held."""
     hold = cast("Hold", check.hold)
     limits = []
     for (rule, key, *_), name in zip(check.takes, check.names, strict=True):

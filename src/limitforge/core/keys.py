@@ -31,6 +31,7 @@ _PREFIX = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 _ESCAPED = str.maketrans({"%": "%25", "{": "%7B", "}": "%7D", "/": "%2F"})
 _EMPTY_TENANT = "%-"  # an empty tag would not be one; "%" is always followed by two digits in an escaped tenant
 _GLOBAL = "%"
+_MEMBERS = "%m"
 _SUBJECT = Scope.SUBJECT  # looking up a member of an enum takes longer than the rest of a comparison
 
 
@@ -81,6 +82,10 @@ class Keys:
     def unprefixed(self, key: str) -> str:
         """The key as any store would have it."""
         return key[len(self.prefix) + 1 :]
+
+    def members(self) -> str:
+        """Which processes are alive."""
+        return f"{self.prefix}:{{{_MEMBERS}}}:n"
 
     @staticmethod
     def overrides(own: str, subject: str) -> str:

@@ -66,6 +66,16 @@ class Counts(StrEnum):
     REQUESTS = "requests"
 
 
+class Consistency(StrEnum):
+    """Who decides: the store, each time; this process, by a share of the limit that it has paid for in the store; or
+    this process, by its part of the limit.
+    """
+
+    EXACT = "exact"
+    LEASED = "leased"
+    LOCAL = "local"
+
+
 class Align(StrEnum):
     """Whether fixed windows lie on the clock, or open with the first cost taken."""
 
@@ -87,6 +97,7 @@ ScopeName = Literal["subject", "caller", "resource", "tenant", "global"]
 ModeName = Literal["off", "monitor", "on"]
 CountsName = Literal["cost", "requests"]
 AlignName = Literal["clock", "first_hit"]
+ConsistencyName = Literal["exact", "leased", "local"]
 PeriodName = Literal["day", "week", "month", "year"]
 
 
@@ -108,6 +119,7 @@ class Limit:
 
     algorithm: ClassVar[str]
     size_field: ClassVar[str] = "limit"
+    consistencies: ClassVar[tuple[str, ...]] = ("exact", "local")
     max_size: ClassVar[int] = MAX_EXACT - 1
 
     name: str = ""
@@ -116,6 +128,7 @@ class Limit:
     counts: Counts | CountsName = Counts.COST
     count_denied: bool = False
     charge_after_outage: bool = False
+    consistency: Consistency | ConsistencyName = Consistency.EXACT
     shares: Mapping[str, int] = field(default_factory=dict, hash=False)
     steps: Steps = field(init=False, repr=False)
 
@@ -130,6 +143,11 @@ class Limit:
         _set(self, "shares", _shares(self.shares))
         if self.count_denied and self.shares:
             raise InvalidLimit("count_denied", "can't be combined with shares")
+        _set(self, "consistency", _choice("consistency", Consistency, self.consistency))
+        if self.consistency not in self.consistencies:
+            raise InvalidLimit("consistency", f"of a {self.algorithm} must be {' or '.join(self.consistencies)}")
+        if self.consistency is Consistency.LEASED and (self.shares or self.count_denied):
+            raise InvalidLimit("consistency", "leased can't be combined with shares or count_denied")
         size = getattr(self, self.size_field)
         if size is not None:
             _set(self, self.size_field, whole(self.size_field, size, maximum=self.max_size))
@@ -181,6 +199,7 @@ class TokenBucket(_Bucket):
     """Bursts up to `bucket_capacity`, refilled continuously: enforces the mean, tolerates the burst."""
 
     algorithm: ClassVar[str] = "token_bucket"
+    consistencies: ClassVar[tuple[str, ...]] = tuple(Consistency)
 
     refill_rate_per_sec: Number | Rate | None = field(default=None, compare=False)
 
@@ -205,6 +224,7 @@ class FixedWindow(Limit):
     """A count per window. Cheap and easy to explain; twice the limit may pass around a window's edge."""
 
     algorithm: ClassVar[str] = "fixed_window"
+    consistencies: ClassVar[tuple[str, ...]] = tuple(Consistency)
 
     limit: Number | None
     window_seconds: Number = field(compare=False)  # `steps` has it exactly
@@ -265,6 +285,7 @@ class Concurrency(Limit):
 
     algorithm: ClassVar[str] = "concurrency"
     size_field: ClassVar[str] = "max_concurrent"
+    consistencies: ClassVar[tuple[str, ...]] = ("exact",)
     max_size: ClassVar[int] = MAX_LISTED
 
     max_concurrent: Number | None
@@ -282,6 +303,7 @@ class Quota(Limit):
     """A count per day, week, month or year of a calendar, in the customer's time zone, from the billing day on."""
 
     algorithm: ClassVar[str] = "quota"
+    consistencies: ClassVar[tuple[str, ...]] = tuple(Consistency)
 
     limit: Number | None
     period: Period | PeriodName

@@ -14,7 +14,7 @@ from limitforge.core.algorithms.level import LevelSteps
 from limitforge.core.algorithms.steps import Steps
 from limitforge.core.exact import share_of, shown
 from limitforge.core.keys import Place, spread_offset
-from limitforge.core.limits import Counts, Limit, Mode, Priority, Quota, Scope
+from limitforge.core.limits import Consistency, Counts, Limit, Mode, Priority, Quota, Scope
 from limitforge.core.text import parse
 from limitforge.errors import InvalidInput, InvalidLimit
 
@@ -44,6 +44,10 @@ class Rule(msgspec.Struct, frozen=True, eq=False):
     holds_lease: bool
     varies: bool
     """Whether the steps depend on the key (a spread window) or on the time (a quota)."""
+    leased: bool
+    """Whether this process may have paid for a share of it in advance."""
+    local: bool
+    """Whether this process decides by its part of the limit."""
     forced: bool
     """Whether it takes without asking for room, up to twice the limit: what is charged after the fact."""
     row: tuple[Any, ...]
@@ -72,6 +76,8 @@ class Rule(msgspec.Struct, frozen=True, eq=False):
             is_bucket=isinstance(steps, LevelSteps),
             holds_lease=isinstance(steps, ConcurrencySteps),
             varies=spread or isinstance(limit, Quota),
+            leased=limit.consistency is Consistency.LEASED and enforced,
+            local=limit.consistency is Consistency.LOCAL,
             forced=False,
             row=(steps.code, flags, limit.percent(priority), limit.name, steps.numbers()),
             memo=[],
@@ -104,7 +110,7 @@ class Rule(msgspec.Struct, frozen=True, eq=False):
         """This rule for one of several nodes that can't ask each other: its part of the limit, at least 1."""
         if nodes == 1 or self.steps.limit <= 0:
             return self
-        part = self._with(self.steps.divided(nodes))
+        part = msgspec.structs.replace(self._with(self.steps.divided(nodes)), local=False)
         if share_of(part.steps.limit, part.percent) or not share_of(self.steps.limit, self.percent):
             return part
         return msgspec.structs.replace(part, percent=100)  # at least 1 for whoever has a share at all
@@ -124,6 +130,8 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
     """The letter of its place: a plain string, which is formatted four times as fast as an enum's member."""
     leases: bool
     varies: bool
+    is_mixed: bool
+    """Whether some of it is decided in this process."""
     weight_us: int
     """What a check of these rules takes in Redis, by estimate: what travels together is bounded by it."""
 
@@ -137,6 +145,7 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
             place=place.value,
             leases=any(rule.holds_lease for rule in rules),
             varies=any(rule.varies for rule in rules),
+            is_mixed=any(rule.leased or rule.local for rule in rules),
             weight_us=weight_us(rules),
         )
 

@@ -79,6 +79,26 @@ def settle(
     return Settlement(Settled.SETTLED, cost), writes
 
 
+def finish(
+    keys: Sequence[str], token: bytes, now_us: int, states: Mapping[str, Any], *, confirm: bool
+) -> list[tuple[str, State]]:
+    """End what is held in these buckets for limits elsewhere: it stays taken, or goes back. The states to store."""
+    writes = []
+    for key in keys:
+        state = states.get(key)
+        if state is None or is_gone(state, now_us):
+            continue
+        work = opened(state, state.numbers, now_us)
+        held = None if work is None else next((p for p in work.pending if p.reservation == token), None)
+        if held is not None:
+            work.pending = tuple(p for p in work.pending if p is not held)
+            if not confirm:
+                state.numbers.give(work, held.amount, held.source)
+            state.numbers.seal(work)
+            writes.append((key, work))
+    return writes
+
+
 def _steps_now(held: Held, windows: tuple[int, ...]) -> Steps:
     return held.steps.overridden((*held.steps.numbers()[:2], *windows)) if windows else held.steps
 

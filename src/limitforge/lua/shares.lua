@@ -4,18 +4,19 @@
 -- noted beside the level (a pending entry of kind 2): the bucket's ceiling is its capacity minus all shares out, until they are brought back or lapse.
 --
 -- KEYS: buckets and override keys. ARGV: resources and tokens. request[3]: rules, as for checks. request[4]: one after the other:
---   rule, key, override key (0: out of reach), resource, token, unspent, of, wanted, ttl_us
--- `unspent` is what is brought back of the former share, taken when the bucket's window ended at `of` (0: a token bucket, or none).
+--   rule, key, override key (0: out of reach), resource, token, returned, of, kept, wanted, ttl_us
+-- `returned` is brought back of what the node had, which it took in the window that ends at `of` (0: a token bucket, or none); `kept` is what it still has.
 --
 -- Answers with the time, then for each:
---   1, granted, limit, remaining, reset, of     granted: at most half of what is left, so that nodes near the end decide together again
+--   1, granted, limit, remaining, reset, of     granted: at most half of what is left, so that nodes near the end decide together again;
+--                                               of: the end of its window, -1 if what the node kept had lapsed
 --   2, time, 0, 0, 0, 0                         its calendar does not reach that time: ask again
 --   3, 0, 0, 0, 0, 0                            its key holds something that is not ours
 
 local floor, max, min = math.floor, math.max, math.min
 local algorithms, buckets, overrides, pending = use('algorithms'), use('buckets'), use('overrides'), use('pending')
 
-local FIELDS = 9
+local FIELDS = 10
 local UNLIMITED = -1
 local SHARE = 2
 local TOKEN_BUCKET = 1
@@ -28,7 +29,7 @@ end
 
 local function share(call, list, at, rules)
   local rule, key, token = rules[list[at]], list[at + 1], ARGV[list[at + 4]]
-  local unspent, of, wanted = list[at + 5], list[at + 6], list[at + 7]
+  local returned, of, kept, wanted = list[at + 5], list[at + 6], list[at + 7], list[at + 8]
   local numbers = numbers_of(call, rule, list[at + 2], ARGV[list[at + 3]])
   if not numbers then return 3, 0, 0, 0, 0, 0 end
   if numbers[1] == UNLIMITED then return 1, wanted, UNLIMITED, UNLIMITED, 0, 0 end
@@ -37,26 +38,32 @@ local function share(call, list, at, rules)
   if not work then return judged_at and 2 or 3, judged_at or 0, 0, 0, 0, 0 end
 
   local is_bucket, changed = rule[1] == TOKEN_BUCKET, false
+  local ends = work.til
   if is_bucket then
+    ends = 0
     changed = pending.remove(work, token) ~= nil
-    if not changed then unspent = 0 end -- lapsed: it is no longer ours
+    if not changed then
+      if kept > 0 then ends = -1 end
+      kept, returned = 0, 0
+    end
   elseif of ~= work.til then
-    unspent = 0
+    returned = 0
   end
-  if unspent > 0 then
-    algorithm.give(work, numbers, unspent, 0)
+  if returned > 0 then
+    algorithm.give(work, numbers, returned, 0)
     changed = true
   end
   algorithm.seal(work)
   local granted = min(wanted, floor(max(numbers[1] - work.used, 0) / 2))
   if granted > 0 then
     algorithm.take(work, numbers, granted)
-    if is_bucket then pending.add(work, token, work.last + list[at + 8], granted, 0, SHARE) end
-    algorithm.seal(work)
+    if not is_bucket then ends = work.til end -- it may have opened the window
     changed = true
   end
+  if is_bucket and granted + kept > 0 then pending.add(work, token, work.last + list[at + 9], granted + kept, 0, SHARE) end
+  algorithm.seal(work)
   if changed then buckets.keep(call, key, algorithm, work) end
-  return 1, granted, numbers[1], max(numbers[1] - work.used, 0), work.til - work.last, is_bucket and 0 or work.til
+  return 1, granted, numbers[1], max(numbers[1] - work.used, 0), work.til - work.last, ends
 end
 
 return function(request, now, injected)

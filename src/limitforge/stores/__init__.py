@@ -18,7 +18,7 @@ _REDIS = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel", "redis
 def connect(url: str, *, keys: Keys, clock: Clock | None = None, options: StoreOptions | None = None) -> Store:
     """The store that a URL names, for an event loop. No connection is opened yet."""
     if _is_memory(url):
-        return AsyncMemoryStore(_memory(url, keys, clock))
+        return AsyncMemoryStore(_memory(url, keys, clock, options))
     with _redis_py():
         from limitforge.stores.redis import RedisStore
     return RedisStore(url, keys=keys, clock=clock, options=options)
@@ -27,7 +27,7 @@ def connect(url: str, *, keys: Keys, clock: Clock | None = None, options: StoreO
 def connect_sync(url: str, *, keys: Keys, clock: Clock | None = None, options: StoreOptions | None = None) -> SyncStore:
     """The same for threads."""
     if _is_memory(url):
-        return _memory(url, keys, clock)
+        return _memory(url, keys, clock, options)
     with _redis_py():
         from limitforge.stores.redis_sync import SyncRedisStore
     return SyncRedisStore(url, keys=keys, clock=clock, options=options)
@@ -43,13 +43,14 @@ def _is_memory(url: str) -> bool:
     return scheme == "memory"
 
 
-def _memory(url: str, keys: Keys, clock: Clock | None) -> MemoryStore:
+def _memory(url: str, keys: Keys, clock: Clock | None, options: StoreOptions | None) -> MemoryStore:
     """`memory://?max_keys=10000` bounds the number of buckets."""
     settings = dict(parse_qsl(urlsplit(url).query, keep_blank_values=True))
     max_keys = whole("max_keys", settings.pop("max_keys", MAX_KEYS), minimum=1)
     if settings:
         raise InvalidInput("url", f"memory:// takes max_keys and nothing else, got {shown(', '.join(settings))}")
-    return MemoryStore(keys=keys, clock=clock, max_keys=max_keys)
+    nodes = 1 if options is None else options.nodes
+    return MemoryStore(keys=keys, clock=clock, max_keys=max_keys, nodes=lambda: nodes)
 
 
 @contextmanager

@@ -17,12 +17,13 @@ from limitforge.core.decision import Decision, Outcome, decision_of
 from limitforge.core.keys import encoded
 from limitforge.core.plan import Rule
 from limitforge.errors import LimitforgeError, StoreCorrupt, StoreUnavailable
+from limitforge.stores.shares import Grant, Wish
 from limitforge.stores.slots import SlotOf, by_slot
 from limitforge.stores.spread import Finish
 
 BUSY_US = 1_000  # what one call may keep Redis busy, by estimate
 
-CHECK, FINISH = 1, 10
+CHECK, FINISH, SHARES, NODES = 1, 10, 11, 12
 DENIED, ALLOWED, AGAIN, CORRUPT, TOO_MANY, UNWRITTEN = range(6)
 FULL = "it is full (maxmemory) and may evict nothing"
 OWN_TIME = -1  # in place of a time: let Redis read its clock
@@ -128,6 +129,33 @@ def finish_flow(finishes: Sequence[Finish], time_us: int) -> Flow[list[Any]]:
     call = call_of((FINISH, time_us, flat), list(keys), strings)
     values = iter(answer_to(call, (yield call)))
     return [[next(values) for _ in finish.keys] if next(values) else None for finish in finishes]
+
+
+def shares_flow(wishes: Sequence[Wish], around_us: int, time_us: int, lapse_us: int) -> Flow[list[Grant | None]]:
+    """Pay for shares of leased limits, and bring some back, all in one call; None where the store could not say."""
+    keys: dict[str, int] = {}
+    rules: dict[Rule, int] = {}
+    strings: dict[str | bytes, int] = {}
+    flat: list[int] = []
+    for wish in wishes:
+        share = wish.share
+        flat += (
+            rules.setdefault(share.rule.around(around_us), len(rules) + 1),
+            keys.setdefault(share.key, len(keys) + 1),
+        )
+        flat.append(0 if share.overrides is None else keys.setdefault(share.overrides, len(keys) + 1))
+        flat += (strings.setdefault(name, len(strings) + 2) for name in (share.resource, share.token))
+        flat += (wish.returned, share.of, wish.kept, wish.wanted, lapse_us)
+    call = call_of((SHARES, time_us, [rule.row for rule in rules], flat), list(keys), strings)
+    values = answer_to(call, (yield call))
+    rows = [values[at : at + 6] for at in range(1, len(values), 6)]
+    return [Grant(*told) if status == 1 else None for status, *told in rows]
+
+
+def members_flow(key: str, name: bytes, alive_us: int, time_us: int) -> Flow[int]:
+    """Say that a process is alive for that long (0: no more), and hear how many are."""
+    call = call_of((NODES, time_us, alive_us), [key], [name])
+    return answer_to(call, (yield call))[0]
 
 
 def _judge(groups: Sequence[Check], time_us: int) -> Flow[list[Outcome | LimitforgeError]]:

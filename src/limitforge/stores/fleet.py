@@ -21,6 +21,7 @@ from limitforge.core.clock import LONG_AGO_US, Clock, MonotonicClock
 from limitforge.core.keys import Keys
 from limitforge.errors import InvalidInput
 from limitforge.stores.breaker import BreakerState
+from limitforge.stores.membership import Membership
 from limitforge.stores.memory import MemoryStore
 from limitforge.stores.options import StoreOptions
 from limitforge.stores.resilience import LOCAL_KEYS, Resilience
@@ -68,7 +69,8 @@ class Fleet:
         self.target = target_of(url)
         self.kind = self.target.kind
         self.slot_of: SlotOf = cluster_slot if self.kind is Kind.CLUSTER else one_slot
-        self.local = MemoryStore(keys=keys, clock=clock, max_keys=LOCAL_KEYS)
+        self.members = Membership(keys, options.nodes, MonotonicClock())
+        self.local = MemoryStore(keys=keys, clock=clock, max_keys=LOCAL_KEYS, nodes=self.members.nodes)
         self.in_doubt = False
         """Whether somebody had reason to think that things are no longer as they were told."""
         self._options = options

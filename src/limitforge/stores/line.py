@@ -1,7 +1,7 @@
 """A store's side on one event loop: a pipeline for each server, and the way of every check to the right one."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -17,9 +17,11 @@ from limitforge.stores.listener import Listener
 from limitforge.stores.options import StoreOptions
 from limitforge.stores.pipeline import Asked, Pipeline, Tell
 from limitforge.stores.protocol import Command
-from limitforge.stores.redis_parts import COMMAND_SECONDS, Parts
+from limitforge.stores.redis_parts import COMMAND_SECONDS, Parts, Steps
 from limitforge.stores.resilience import NotAsked
 from limitforge.stores.resp import Address, Elsewhere, Moving, unreachable
+from limitforge.stores.shares import Grant, Wish
+from limitforge.stores.slots import by_slot
 from limitforge.stores.spread import Finish, Step, a_key_of, is_spread
 from limitforge.stores.wire import Wire
 
@@ -43,6 +45,8 @@ class Line:
         self._pipelines: dict[Node, Pipeline] = {}
         self._discovering: asyncio.Task[StoreUnavailable | None] | None = None
         self._is_closed = False
+        self._blender = parts.blender()
+        self._keeping: asyncio.TimerHandle | None = None
         self.single = self._pipeline(self._fleet.nobody) if self._fleet.is_single else None
         """The pipeline of the only server there is."""
         self._guard = self._until_the_loop_ends()
@@ -55,6 +59,8 @@ class Line:
             yield
         finally:
             self._is_closed = True
+            if self._keeping is not None:
+                self._keeping.cancel()
             if self._discovering is not None:
                 self._discovering.cancel()
             for pipeline in list(self._pipelines.values()):
@@ -70,12 +76,14 @@ class Line:
     def submit(self, check: Check, tell: Tell, group: object = None) -> "Asked | Errand":
         """Ask. The answer comes by `tell`, perhaps before this returns; who no longer wants it sets that to None."""
         due = self.loop.time() + self.deadline
+        if check.is_mixed:
+            return self._blended(check, tell, due)
         if self.single is not None:
             asked = Asked(check, tell, due, group)
             self.single.submit(asked)
             return asked
         if is_spread(check, self._fleet.slot_of):
-            errand = Errand(self, self._parts, check, tell, due)
+            errand = Errand(self, self._parts.spread(check, self.undo), tell, due)
             errand.start()
             return errand
         asked = Asked(check, tell, due, group)
@@ -231,6 +239,60 @@ class Line:
                 raise error or nobody_decides(slot)
         return node
 
+    # -- what this process decides
+
+    def _blended(self, check: Check, tell: Tell, due: float) -> "Errand":
+        self.keep_up()
+        errand = Errand(self, self._parts.blend(check, self._blender, self.undo), tell, due)
+        errand.start()
+        return errand
+
+    def prepaid(self, check: Check) -> Decision | None:
+        """What a share pays for needs no asking."""
+        return self._blender.decide(check)
+
+    def keep_up(self) -> None:
+        """Keep shares and heartbeats going for as long as anybody needs them."""
+        if self._keeping is None and not self._is_closed:
+            self._listen()
+            self._keeping = self.loop.call_later(self._options.sync_interval_ms / 1_000, self._keep)
+            self._beat()
+
+    def _keep(self) -> None:
+        self._keeping = None
+        for wishes in by_slot(self._blender.shares.wishes(), lambda wish: self._fleet.slot_of(wish.share.key)):
+            self.start(self._sync(wishes))
+        if len(self._blender.shares) or self._fleet.members.is_wanted:
+            self.keep_up()
+
+    async def _sync(self, wishes: list[Wish]) -> None:
+        shares = self._blender.shares
+        sent_us = shares.now_us()
+        grants: Sequence[Grant | None] = [None] * len(wishes)
+        with suppress(LimitforgeError):
+            grants = await self.carry(self._parts.shares(wishes, shares.lapse_us), COMMAND_SECONDS)
+        for wish, grant in zip(wishes, grants, strict=True):
+            if grant is None:
+                shares.refused(wish)
+            else:
+                shares.granted(wish, grant, sent_us)
+
+    def _beat(self) -> None:
+        if self._fleet.members.is_due():
+            self.start(self._say_alive())
+
+    async def _say_alive(self) -> None:
+        with suppress(LimitforgeError):
+            self._fleet.members.heard(await self.carry(self._parts.beat(), COMMAND_SECONDS))
+
+    async def _leave(self) -> None:
+        """Give back what was paid for and not spent, and do not count as alive any more."""
+        for wishes in by_slot(self._blender.shares.farewell(), lambda wish: self._fleet.slot_of(wish.share.key)):
+            await self._sync(wishes)
+        if self._fleet.members.is_wanted:
+            with suppress(LimitforgeError):
+                await self.carry(self._parts.beat(0), COMMAND_SECONDS)
+
     # -- denials
 
     def denied(self, check: Check) -> Decision | None:
@@ -238,10 +300,13 @@ class Line:
         denials = self._denials
         if denials is None or not denials.is_active:
             return None
-        if self._listener is None or not self._listener.is_running:
-            self._listener = Listener(self._fleet, self._parts.channel, denials)
-            self._listener.start()
+        self._listen()
         return denials.look(check)
+
+    def _listen(self) -> None:
+        if self._listener is None or not self._listener.is_running:
+            self._listener = Listener(self._fleet, self._parts.channel, self._parts.caches)
+            self._listener.start()
 
     async def tell_others(self, drop: Drop) -> None:
         """Nobody waits for the answer, unless the limiter is closed before it comes. Any server tells all others."""
@@ -267,6 +332,7 @@ class Line:
         self.start(self.close())
 
     async def close(self) -> None:
+        await self._leave()
         if self._telling:
             await asyncio.wait(self._telling, timeout=self.deadline)
         await self._guard.aclose()
@@ -320,13 +386,13 @@ class Search(Link):
 
 
 class Errand:
-    """A check over several slots on its way: what to do next is told by its flow."""
+    """A check in several steps on its way: what to do next is told by its flow."""
 
-    def __init__(self, line: Line, parts: Parts, check: Check, tell: Tell, due: float) -> None:
+    def __init__(self, line: Line, flow: Steps[Decision | LimitforgeError], tell: Tell, due: float) -> None:
         self.tell: Tell | None = tell
         self._line = line
         self._due = due
-        self._flow: Generator[list[Step], Sequence[Any], Decision | LimitforgeError] = parts.spread(check, line.undo)
+        self._flow = flow
         self._owed = 0
         self._answers: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""Listens to what other nodes changed, and drops the denials that were cached here (Redis pub/sub, by redis-py).
+"""Listens to what other nodes changed, and drops what is cached here (Redis pub/sub, by redis-py).
 
 While nobody listens, a denial may outlive a change on another node by its age at most. Whenever the connection is new,
 everything is dropped: messages may have been missed.
@@ -9,12 +9,12 @@ import contextlib
 import logging
 import threading
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 import redis
 import redis.asyncio
 
-from limitforge.stores.denials import Denials, Drop
+from limitforge.stores.denials import Drop
 from limitforge.stores.fleet import Fleet
 from limitforge.stores.resp import Address
 
@@ -26,30 +26,60 @@ PLAIN: dict[str, Any] = {"decode_responses": False, "socket_timeout": None}  # w
 _log = logging.getLogger(__name__)
 
 
+class Cache(Protocol):
+    """Something that may be out of date after a change."""
+
+    def drop(self, drop: Drop) -> None:
+        """Forget what may have changed."""
+
+    def drop_all(self) -> None:
+        """Forget everything: messages may have been missed."""
+
+
+class Caches:
+    """All that must hear of changes."""
+
+    def __init__(self) -> None:
+        self._all: list[weakref.ref[Cache]] = []
+
+    def add(self, cache: Cache) -> None:
+        self._all = [known for known in self._all if known() is not None] + [weakref.ref(cache)]
+
+    def drop(self, drop: Drop) -> None:
+        for known in self._all:
+            if (cache := known()) is not None:
+                cache.drop(drop)
+
+    def drop_all(self) -> None:
+        for known in self._all:
+            if (cache := known()) is not None:
+                cache.drop_all()
+
+
 class _Heard:
     """What both listeners do with what they hear."""
 
-    def __init__(self, channel: bytes, denials: Denials) -> None:
+    def __init__(self, channel: bytes, caches: Caches) -> None:
         self._channel = channel
-        self._denials = weakref.ref(denials)
+        self._caches = weakref.ref(caches)
         self._pause = 0.0
 
     def is_wanted(self) -> bool:
-        return self._denials() is not None
+        return self._caches() is not None
 
     def handle(self, message: dict[str, Any] | None) -> None:
-        denials = self._denials()
-        if message is None or denials is None:
+        caches = self._caches()
+        if message is None or caches is None:
             return
         if message["type"] == "subscribe":
             self._pause = 0.0
-            denials.drop_all()
+            caches.drop_all()
         elif message["type"] == "message":
             try:
-                denials.drop(Drop.read(message["data"]))
+                caches.drop(Drop.read(message["data"]))
             except ValueError:
                 _log.warning("a message on %s is not ours: dropping all cached denials", self._channel.decode())
-                denials.drop_all()
+                caches.drop_all()
 
     def failed(self, error: Exception) -> float:
         """How long to wait before the next attempt."""
@@ -62,10 +92,10 @@ class _Heard:
 class Listener:
     """A task on the running event loop."""
 
-    def __init__(self, fleet: Fleet, channel: bytes, denials: Denials) -> None:
+    def __init__(self, fleet: Fleet, channel: bytes, caches: Caches) -> None:
         self._fleet = fleet
         self._channel = channel
-        self._heard = _Heard(channel, denials)
+        self._heard = _Heard(channel, caches)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -99,10 +129,10 @@ class Listener:
 class SyncListener:
     """A thread of its own, which ends with the process."""
 
-    def __init__(self, fleet: Fleet, channel: bytes, denials: Denials) -> None:
+    def __init__(self, fleet: Fleet, channel: bytes, caches: Caches) -> None:
         self._fleet = fleet
         self._channel = channel
-        self._heard = _Heard(channel, denials)
+        self._heard = _Heard(channel, caches)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="limitforge-listener", daemon=True)
 

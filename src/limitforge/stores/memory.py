@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import islice
 from typing import Any, cast
 
@@ -11,9 +12,10 @@ from limitforge.core.calendar import Calendar, Period
 from limitforge.core.check import Check, Hold
 from limitforge.core.clock import Clock, SystemClock
 from limitforge.core.decide import Again, Held, StepsFor, Verdict, decide, is_gone, opened
-from limitforge.core.decision import Decision, decision_of
+from limitforge.core.decision import Decision, Outcome, decision_of
 from limitforge.core.keys import Keys, decoded
-from limitforge.core.reservations import KEPT_US, Record, Settlement, settle
+from limitforge.core.plan import Rule
+from limitforge.core.reservations import KEPT_US, Record, Settlement, finish, settle
 from limitforge.errors import LimitforgeError, StoreCorrupt, StoreError, StoreUnavailable, UnknownReservation
 from limitforge.stores.buckets import Buckets
 from limitforge.stores.memory_overrides import MemoryOverrides
@@ -42,12 +44,21 @@ class MemoryStore:
 
     At most `max_keys` buckets are kept. Beyond that, one that is over makes room for a new one, else the one of eight
     that would be over first, which is counted in `evictions`. Leases, reservations and overrides are never evicted: a
-    store that is full of them refuses new ones.
+    store that is full of them refuses new ones. Limits of `consistency: local` are divided by `nodes`.
     """
 
-    def __init__(self, *, keys: Keys | None = None, clock: Clock | None = None, max_keys: int = MAX_KEYS) -> None:
+    def __init__(
+        self,
+        *,
+        keys: Keys | None = None,
+        clock: Clock | None = None,
+        max_keys: int = MAX_KEYS,
+        nodes: Callable[[], int] = lambda: 1,
+    ) -> None:
         self.keys = keys or Keys()
-        self._now_us = (clock or SystemClock()).now_us
+        self.now_us = self._now_us = (clock or SystemClock()).now_us
+        self._nodes = nodes
+        self._divided = lru_cache(maxsize=4_096)(Rule.divided)
         self._max_keys = max_keys
         self._lock = threading.Lock()
         self._states = Buckets(max_keys)
@@ -92,6 +103,17 @@ class MemoryStore:
                     answers.append(error)
         return answers
 
+    def judge(self, check: Check) -> Outcome:
+        """For part of a check: what is held for it must be finished."""
+        with self._lock:
+            return self._judge(check, self._now_us())
+
+    def finish(self, keys: Sequence[str], token: bytes, *, confirm: bool) -> None:
+        """What a part holds in these buckets stays taken, or goes back."""
+        with self._lock:
+            writes = finish(keys, token, self._now_us(), self._states, confirm=confirm)
+            self._states.update(writes)
+
     def run(self, command: Command[Answer]) -> Answer:
         with self._lock:
             return cast("Answer", self._handlers[type(command)](command, self._now_us()))
@@ -117,8 +139,9 @@ class MemoryStore:
     def _judge(self, check: Check, now_us: int) -> Verdict:
         if check.varies:
             check.around(now_us)
-        if check.hold is not None:
+        if check.hold is not None and check.hold.key:
             self._make_room_for_a_record(now_us)
+        wholes = self._divide(check) if check.is_mixed else []
         steps_for = self._overrides.steps_at(now_us) if self._overrides.found else None
         states = self._states
         verdict = decide(check, now_us, states, steps_for)
@@ -130,9 +153,20 @@ class MemoryStore:
                 break
         for key, state in verdict.writes:
             states[key] = state
-        if verdict.held is not None:
+        if verdict.held is not None and check.hold is not None and check.hold.key:
             self._remember(check, verdict.held, verdict.lapses_us, now_us)
+        for place, whole in wholes:
+            verdict.rows[place] = (whole, *verdict.rows[place][1:])
         return verdict
+
+    def _divide(self, check: Check) -> list[tuple[int, int]]:
+        """This process's part of each local limit. The whole of it, which is what is told, comes back by its place."""
+        nodes, wholes = self._nodes(), []
+        for place, (rule, *others) in enumerate(check.takes):
+            if rule.local and rule.steps.limit > 0:
+                check.takes[place] = (self._divided(rule, nodes), *others)  # type: ignore[assignment]
+                wholes.append((place, rule.steps.limit))
+        return wholes
 
     def _ask_again(self, check: Check, again: Again, now_us: int, steps_for: StepsFor | None) -> Verdict:
         """A bucket is ahead of the clock by more than its quota's windows; each may be, so each gets its turn."""

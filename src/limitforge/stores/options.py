@@ -10,6 +10,7 @@ from limitforge.errors import InvalidInput
 MAX_DEADLINE_MS = 60_000
 MAX_BREAKER_SECONDS = 3_600
 MAX_DENIAL_CACHE_MS = 60_000
+MAX_SYNC_INTERVAL_MS = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +19,7 @@ class StoreOptions:
 
     `failure` is for checks that say nothing of their own. `nodes` is how many processes share the limits: with `local`,
     each decides by its part. `denial_cache_ms` is how long a denial may be answered without asking (0: never).
+    `sync_interval_ms` is how often at most a process pays for more of a leased limit.
     """
 
     failure: Failure | FailureName = Failure.OPEN
@@ -28,6 +30,7 @@ class StoreOptions:
     denial_cache_ms: float = 1_000
     denial_cache_size: int = 10_000
     max_waiting: int = 4_000
+    sync_interval_ms: float = 200
 
     def __post_init__(self) -> None:
         if self.failure is None:
@@ -38,6 +41,7 @@ class StoreOptions:
         _between("deadline_ms", self.deadline_ms, 1, MAX_DEADLINE_MS)
         _between("breaker_seconds", self.breaker_seconds, 0.001, MAX_BREAKER_SECONDS)
         _between("denial_cache_ms", self.denial_cache_ms, 0, MAX_DENIAL_CACHE_MS)
+        _between("sync_interval_ms", self.sync_interval_ms, 10, MAX_SYNC_INTERVAL_MS)
 
 
 def _between(name: str, value: object, lowest: float, highest: float) -> None:

@@ -37,9 +37,11 @@ class RedisStore:
 
     async def check(self, check: Check) -> Decision:
         line = self._line()
-        denied = line.denied(check)
-        if denied is not None:
-            return denied
+        decided = line.denied(check)
+        if decided is None and check.is_mixed:
+            decided = line.prepaid(check)
+        if decided is not None:
+            return decided
         future = line.loop.create_future()
         asked = line.submit(check, future.set_result)
         try:
@@ -53,11 +55,13 @@ class RedisStore:
 
     def submit(self, check: Check, answer: Callable[[Decision | LimitforgeError], None]) -> None:
         line = self._line()
-        denied = line.denied(check)
-        if denied is None:
+        decided = line.denied(check)
+        if decided is None and check.is_mixed:
+            decided = line.prepaid(check)
+        if decided is None:
             line.submit(check, answer)
         else:
-            line.answer(Asked(check, answer, 0), denied)
+            line.answer(Asked(check, answer, 0), decided)
 
     async def check_many(self, checks: Sequence[Check]) -> list[Decision | LimitforgeError]:
         line = self._line()

@@ -4,15 +4,21 @@ import logging
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
+import msgspec
+
 from limitforge.core.check import Check
 from limitforge.core.clock import Clock, MonotonicClock, SystemClock
-from limitforge.core.decision import Decision, Outcome, decision_of
-from limitforge.core.keys import Keys, decoded
+from limitforge.core.decision import Decision, Outcome, decision_of, reservation_id
+from limitforge.core.keys import Keys, decoded, encoded
+from limitforge.core.tickets import nothing_held, ticket_id
 from limitforge.errors import LimitforgeError, StoreUnavailable
-from limitforge.stores.codec import OWN_TIME, Flow, Judged, Note, T, batch_flow, finish_flow
+from limitforge.stores.blend import Blender
+from limitforge.stores.codec import OWN_TIME, Flow, Judged, Note, T, batch_flow, finish_flow, members_flow, shares_flow
 from limitforge.stores.command_codec import command_flow
 from limitforge.stores.denials import Denials, Drop
 from limitforge.stores.fleet import Fleet
+from limitforge.stores.listener import Caches
+from limitforge.stores.membership import ALIVE_US
 from limitforge.stores.options import StoreOptions
 from limitforge.stores.protocol import (
     ClearOverrides,
@@ -27,6 +33,7 @@ from limitforge.stores.protocol import (
     StoreStatus,
 )
 from limitforge.stores.resilience import LOG_EVERY_US
+from limitforge.stores.shares import Grant, Shares, Wish
 from limitforge.stores.spread import Finish, Step, a_key_of, judge_spread
 
 COMMAND_SECONDS = 1.0  # what everything other than a check may take
@@ -56,6 +63,9 @@ class Parts:
         self._clock = clock or SystemClock()
         self._now_us = MonotonicClock().now_us
         self._warned_us = self._now_us() - LOG_EVERY_US
+        self.caches = Caches()
+        self._share_clock = clock or MonotonicClock()
+        self._sync_interval_us = int(1_000 * options.sync_interval_ms)
         self.denials: Denials | None = None
         if options.denial_cache_ms:
             self.denials = Denials(
@@ -63,6 +73,13 @@ class Parts:
                 max_keys=options.denial_cache_size,
                 clock=clock or MonotonicClock(),
             )
+            self.caches.add(self.denials)
+
+    def blender(self) -> Blender:
+        """What decides in this process; it hears of changes for as long as anybody has it."""
+        shares = Shares(interval_us=self._sync_interval_us, clock=self._share_clock)
+        self.caches.add(shares)
+        return Blender(shares, self.fleet.local)
 
     def judge(self, checks: Sequence[Check]) -> Flow[list[Judged]]:
         """As many as one call can take. To be started when it is sent: a denial is remembered from then on."""
@@ -90,6 +107,40 @@ class Parts:
         undo(undone)  # whatever is wrong with a candidate plan only leaves it out
         return decision_of(check, outcome, shadow if isinstance(shadow, Outcome) else None)
 
+    def blend(
+        self, check: Check, blender: Blender, undo: Callable[[Sequence[Finish]], None]
+    ) -> Steps[Decision | LimitforgeError]:
+        """A check of which this process decides a part."""
+        blend = blender.begin(check)
+        outcome: Outcome | LimitforgeError | None = None
+        if blend.rest is not None:
+            outcome, undone = yield from judge_spread(blend.rest, self.fleet.slot_of)
+            undo(undone)
+        whole = blender.end(blend, outcome)
+        if isinstance(whole, StoreUnavailable):
+            return self.decide(check, whole)
+        if isinstance(whole, LimitforgeError):
+            return whole
+        shadow: Outcome | LimitforgeError | None = None
+        if check.shadow is not None:
+            shadow, undone = yield from judge_spread(check.shadow, self.fleet.slot_of)
+            undo(undone)
+        decision = decision_of(check, whole, shadow if isinstance(shadow, Outcome) else None)
+        if decision.reservation_id is not None and check.hold is not None:
+            held = blend.rest and reservation_id(blend.rest)
+            nothing = ticket_id(nothing_held(encoded(check.hold.key)))
+            decision = msgspec.structs.replace(decision, reservation_id=held or nothing)
+        return decision
+
+    def shares(self, wishes: Sequence[Wish], lapse_us: int) -> Flow[list[Grant | None]]:
+        now_us = self._clock.now_us()
+        return shares_flow(wishes, now_us, now_us if self._injected else OWN_TIME, lapse_us)
+
+    def beat(self, alive_us: int = ALIVE_US) -> Flow[int]:
+        """Say that this process is alive."""
+        members = self.fleet.members
+        return members_flow(members.key, members.name, alive_us, OWN_TIME)
+
     def decide(self, check: Check, error: StoreUnavailable) -> Decision | LimitforgeError:
         """Decide a check over several slots without the store. Its first limit's server has it on its account."""
         return self.fleet.node_of(self.fleet.slot_of(a_key_of(check))).resilience.decide(check, error)
@@ -104,8 +155,8 @@ class Parts:
         drop = dropped_by(command)
         if drop == Drop():
             return None
-        if drop is not None and self.denials is not None:
-            self.denials.drop(drop)
+        if drop is not None:
+            self.caches.drop(drop)
         return drop
 
     def drop_after(self, command: Command[Any], error: BaseException) -> None:

@@ -5,6 +5,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
 from limitforge.core.check import Check
@@ -13,7 +14,7 @@ from limitforge.core.decision import Decision
 from limitforge.core.keys import Keys
 from limitforge.errors import LimitforgeError, StoreError, StoreUnavailable
 from limitforge.stores.codec import Call, Flow, Reply, T, as_corrupt, fitting, parts
-from limitforge.stores.denials import Denials, Drop
+from limitforge.stores.denials import Drop
 from limitforge.stores.fleet import Node
 from limitforge.stores.listener import SyncListener
 from limitforge.stores.options import StoreOptions
@@ -21,6 +22,7 @@ from limitforge.stores.protocol import Answer, Command, StoreStatus
 from limitforge.stores.redis_parts import COMMAND_SECONDS, Batch, Parts, Steps, is_local
 from limitforge.stores.resp import Elsewhere, Moving
 from limitforge.stores.servers_sync import Ask, Servers
+from limitforge.stores.shares import Grant, Wish
 from limitforge.stores.slots import by_slot
 from limitforge.stores.spread import Finish, Step, a_key_of, is_spread
 from limitforge.stores.wire_sync import SyncWire
@@ -54,6 +56,9 @@ class SyncRedisStore:
         self._servers = Servers(self._fleet, self._charge_soon)
         self._lock = threading.Lock()
         self._listener: SyncListener | None = None
+        self._blender = self._parts.blender()
+        self._keeper: threading.Thread | None = None
+        self._stopped = threading.Event()
 
     def check(self, check: Check) -> Decision:
         (answer,) = self.check_many((check,))
@@ -67,7 +72,9 @@ class SyncRedisStore:
         answers: list[Any] = [None] * len(batch.asked)
         together = []
         for at, check in enumerate(batch.asked):
-            if not self._fleet.is_single and is_spread(check, self._fleet.slot_of):
+            if check.is_mixed:
+                answers[at] = self._blended(check, due)
+            elif not self._fleet.is_single and is_spread(check, self._fleet.slot_of):
                 answers[at] = self._spread(check, due)
             else:
                 together.append(at)
@@ -100,6 +107,7 @@ class SyncRedisStore:
             listener, self._listener = self._listener, None
         if listener is not None:
             listener.stop()
+        self._leave()
         self._servers.close()
         self._fleet.close()
 
@@ -161,9 +169,20 @@ class SyncRedisStore:
             for check, answer in zip(checks, answers, strict=True)
         ]
 
+    def _blended(self, check: Check, due: float) -> Decision | LimitforgeError:
+        """A check of which this process decides a part, or all."""
+        if self._keeper is None:
+            self._keep_up()
+        decision = self._blender.decide(check)
+        if decision is not None:
+            return decision
+        return self._in_steps(self._parts.blend(check, self._blender, self._undo), due)
+
     def _spread(self, check: Check, due: float) -> Decision | LimitforgeError:
         """A check over several slots, one after the other."""
-        flow: Steps[Decision | LimitforgeError] = self._parts.spread(check, self._undo)
+        return self._in_steps(self._parts.spread(check, self._undo), due)
+
+    def _in_steps(self, flow: Steps[Decision | LimitforgeError], due: float) -> Decision | LimitforgeError:
         try:
             steps = next(flow)
             while True:
@@ -225,6 +244,52 @@ class SyncRedisStore:
             answers += self._judged_together(part, time.monotonic() + COMMAND_SECONDS)
         self._parts.charged(charges, answers)
 
+    # -- what this process decides
+
+    def _keep_up(self) -> None:
+        """Keep shares and heartbeats going on a thread of its own, for as long as anybody needs them."""
+        self._listen()
+        with self._lock:
+            if self._keeper is None:
+                self._stopped = threading.Event()
+                kept = Kept(weakref.ref(self), self._stopped, self._options.sync_interval_ms / 1_000)
+                self._keeper = threading.Thread(target=kept.run, name="limitforge-shares", daemon=True)
+                self._keeper.start()
+
+    def keep(self) -> None:
+        """Tell the store what it should know by now."""
+        if self._fleet.members.is_due():
+            with suppress(LimitforgeError):
+                due = time.monotonic() + COMMAND_SECONDS
+                self._fleet.members.heard(self._carry(self._parts.beat(), due))
+        self._sync(self._blender.shares.wishes())
+
+    def _sync(self, wishes: Sequence[Wish]) -> None:
+        shares = self._blender.shares
+        for together in by_slot(wishes, lambda wish: self._fleet.slot_of(wish.share.key)):
+            sent_us = shares.now_us()
+            grants: Sequence[Grant | None] = [None] * len(together)
+            with suppress(LimitforgeError):
+                due = time.monotonic() + COMMAND_SECONDS
+                grants = self._carry(self._parts.shares(together, shares.lapse_us), due)
+            for wish, grant in zip(together, grants, strict=True):
+                if grant is None:
+                    shares.refused(wish)
+                else:
+                    shares.granted(wish, grant, sent_us)
+
+    def _leave(self) -> None:
+        """Give back what was paid for and not spent, and do not count as alive any more."""
+        with self._lock:
+            keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            self._stopped.set()
+            keeper.join(COMMAND_SECONDS)
+            self._sync(self._blender.shares.farewell())
+            if self._fleet.members.is_wanted:
+                with suppress(LimitforgeError):
+                    self._carry(self._parts.beat(0), time.monotonic() + COMMAND_SECONDS)
+
     # -- denials
 
     def _denied(self, check: Check) -> Decision | None:
@@ -233,13 +298,13 @@ class SyncRedisStore:
         if denials is None or not denials.is_active:
             return None
         if self._listener is None:
-            self._listen(denials)
+            self._listen()
         return denials.look(check)
 
-    def _listen(self, denials: Denials) -> None:
+    def _listen(self) -> None:
         with self._lock:
             if self._listener is None:
-                self._listener = SyncListener(self._fleet, self._parts.channel, denials)
+                self._listener = SyncListener(self._fleet, self._parts.channel, self._parts.caches)
                 self._listener.start()
 
     def _tell_others(self, drop: Drop, due: float) -> None:
@@ -252,6 +317,22 @@ class SyncRedisStore:
         else:
             if isinstance(reply, Exception):
                 self._parts.warn_untold(reply)
+
+
+class Kept(NamedTuple):
+    """Keeps a store's shares going until it is closed, or nobody has it any more."""
+
+    store: "weakref.ref[SyncRedisStore]"
+    stopped: threading.Event
+    seconds: float
+
+    def run(self) -> None:
+        while not self.stopped.wait(self.seconds):
+            store = self.store()
+            if store is None:
+                return
+            store.keep()
+            del store
 
 
 class _Begun(NamedTuple):

@@ -1,0 +1,120 @@
+"""Checks of which this process decides a part: limits that are leased, or divided by the nodes that are alive.
+
+What can be decided here is taken here first; the rest, if there is any, is asked of the store. If that denies, what was
+taken here goes back. So such a check is all or nothing, too.
+"""
+
+import os
+
+import msgspec
+
+from limitforge.core.algorithms.steps import UNLIMITED
+from limitforge.core.check import TOKEN_BYTES, Check, Hold, Take
+from limitforge.core.decision import Decision, Outcome, Row, decision_of
+from limitforge.core.plan import weight_us
+from limitforge.errors import LimitforgeError
+from limitforge.stores.memory import MemoryStore
+from limitforge.stores.shares import Shares
+from limitforge.stores.spread import HOLD_US
+
+
+class Blend(msgspec.Struct):
+    """A check of which a part was taken here. `rest` is for the store, None if nothing is left to ask."""
+
+    check: Check
+    rows: list[Row | None]
+    now_us: int
+    spent: list[Take]
+    held: list[str]
+    token: bytes = b""
+    delay_us: int = -1
+    is_denied: bool = False
+    rest: Check | None = None
+
+
+class Blender:
+    """Decides here what may be decided here; `local` divides limits by the nodes that are alive."""
+
+    def __init__(self, shares: Shares, local: MemoryStore) -> None:
+        self.shares = shares
+        self._local = local
+
+    def decide(self, check: Check) -> Decision | None:
+        """The whole check, if a share of its only limit pays for it; the most frequent case has a short way."""
+        if not _is_simple(check):
+            return None
+        row = self.shares.spend(check.takes[0])
+        if row is None:
+            return None
+        return decision_of(check, Outcome(self._local.now_us(), allowed=True, delay_us=-1, rows=[row]))
+
+    def begin(self, check: Check) -> Blend:
+        """Take here what can be taken here, after `decide` could not. A reservation is held in the store, whatever its
+        limits say.
+        """
+        blend = Blend(check, [None] * len(check.takes), self._local.now_us(), [], [])
+        local = [place for place, take in enumerate(check.takes) if take[0].local]
+        if local:
+            self._take_locally(blend, local)
+        if check.hold is None and not blend.is_denied and not _is_simple(check):
+            for place, take in enumerate(check.takes):
+                if take[0].leased and take[2] and (row := self.shares.spend(take)) is not None:
+                    blend.rows[place] = row
+                    blend.spent.append(take)
+        takes = [take for take, row in zip(check.takes, blend.rows, strict=True) if row is None]
+        if takes:
+            blend.rest = self._rest(blend, takes)
+        return blend
+
+    def end(self, blend: Blend, outcome: Outcome | LimitforgeError | None) -> Outcome | LimitforgeError:
+        """Put together what was decided here and there; if the check is denied or failed, nothing stays taken here."""
+        allowed = not blend.is_denied and (outcome is None or (isinstance(outcome, Outcome) and outcome.allowed))
+        if not allowed:
+            for take in blend.spent:
+                self.shares.give_back(take)
+        if blend.held:
+            self._local.finish(blend.held, blend.token, confirm=allowed)
+        if isinstance(outcome, LimitforgeError):
+            return outcome
+        asked = iter([] if outcome is None else outcome.rows)
+        rows: list[Row] = [next(asked) if row is None else row for row in blend.rows]
+        now_us = blend.now_us if outcome is None else outcome.now_us
+        delay_us = blend.delay_us if outcome is None else max(blend.delay_us, outcome.delay_us)
+        return Outcome(now_us, allowed, delay_us if allowed else -1, rows)
+
+    def _take_locally(self, blend: Blend, places: list[int]) -> None:
+        check = blend.check
+        takes: list[Take] = [(*check.takes[place][:4], None) for place in places]
+        blend.token = os.urandom(TOKEN_BYTES)
+        hold = Hold("", blend.token, HOLD_US, refund=True)
+        names = tuple(check.names[place] for place in places)
+        outcome = self._local.judge(Check(takes, names, varies=check.varies, hold=hold, is_mixed=True))
+        blend.is_denied, blend.delay_us = not outcome.allowed, outcome.delay_us
+        for place, row in zip(places, outcome.rows, strict=True):
+            _, key, cost, *_ = check.takes[place]
+            blend.rows[place] = row
+            if outcome.allowed and cost and row[0] != UNLIMITED and not row[3]:
+                blend.held.append(key)
+
+    def _rest(self, blend: Blend, takes: list[Take]) -> Check:
+        """For the store: to be taken, or only looked at if this process has denied the check already."""
+        check = blend.check
+        if blend.is_denied:
+            takes = [(rule, key, 0, *others) for rule, key, _, *others in takes]  # type: ignore[misc]
+        left = {take[1] for take in takes}
+        names = [name for name, take in zip(check.names, check.takes, strict=True) if take[1] in left]
+        return Check(
+            takes,
+            tuple(names),
+            lease=check.lease,
+            varies=check.varies,
+            weight_us=weight_us(rule for rule, *_ in takes),
+            hold=None if blend.is_denied else check.hold,
+            is_part=True,
+        )
+
+
+def _is_simple(check: Check) -> bool:
+    """One leased limit, and nothing beside it."""
+    takes = check.takes
+    return len(takes) == 1 and takes[0][0].leased and takes[0][2] > 0 and check.hold is None and check.shadow is None

@@ -1,0 +1,234 @@
+"""Shares of leased limits: what this process has paid for in the store, and may spend without asking.
+
+A share is sized by how fast this process has lately asked for the limit: about two sync intervals. It is topped up
+ahead of need, at most once an interval, and goes back when nobody asks any more. So the total over all processes never
+passes the limit: what is out was taken first. It may stay below the limit by the shares that are out, and by those of
+processes that died, until their window ends or their share lapses.
+
+Nothing here does I/O or reads a clock of its own. Times are of this process's monotonic clock, and a share ends counted
+from the moment at which it was asked for: never later than in the store.
+"""
+
+import os
+import threading
+from math import ceil
+
+import msgspec
+
+from limitforge.core.check import TOKEN_BYTES, Take
+from limitforge.core.clock import Clock
+from limitforge.core.decision import Row
+from limitforge.core.plan import Rule
+from limitforge.stores.denials import Drop
+
+MAX_SHARES = 10_000
+INTERVALS = 2  # what a share is sized for
+IDLE_INTERVALS = 5  # after these without a question, it goes back
+LEAST_WORTH = 4  # a share below this saves nothing
+LEAST_LAPSE_US = 2_000_000
+LAPSE_INTERVALS = 10
+
+
+class Share(msgspec.Struct, eq=False):
+    """What this process has of one bucket, and how fast it goes."""
+
+    rule: Rule
+    key: str
+    resource: str
+    overrides: str | None
+    token: bytes
+    synced_us: int
+    left: int = 0
+    ends_us: int = 0
+    of: int = 0
+    """The end of the window that it was taken in, by the store's time."""
+    returning: int = 0
+    """What is no longer spent, and goes back with the next message."""
+    demand: int = 0
+    """What was asked for since the last sync."""
+    per_interval: float = 0.0
+    idle: int = 0
+    is_asking: bool = False
+    limit: int = 0
+    remaining: int = 0
+    resets_us: int = 0
+
+
+class Wish(msgspec.Struct):
+    """What is sent to the store about one share."""
+
+    share: Share
+    returned: int
+    kept: int
+    wanted: int
+
+
+class Grant(msgspec.Struct):
+    """What the store says to that."""
+
+    granted: int
+    limit: int
+    remaining: int
+    reset_us: int
+    of: int
+    """-1 if what was kept had lapsed."""
+
+
+class Shares:
+    """The shares of one process, or of one event loop of it. Thread-safe."""
+
+    def __init__(self, *, interval_us: int, clock: Clock, max_shares: int = MAX_SHARES) -> None:
+        self.interval_us = interval_us
+        self.lapse_us = max(LEAST_LAPSE_US, LAPSE_INTERVALS * interval_us)
+        self._now_us = clock.now_us
+        self._max_shares = max_shares
+        self._lock = threading.Lock()
+        self._shares: dict[str, Share] = {}
+
+    def __len__(self) -> int:
+        return len(self._shares)
+
+    @property
+    def out(self) -> int:
+        """How much has been paid for and not been spent."""
+        now_us = self._now_us()
+        return sum(share.left for share in list(self._shares.values()) if now_us < share.ends_us)
+
+    def now_us(self) -> int:
+        """For `granted`: the moment before a wish is sent."""
+        return self._now_us()
+
+    def spend(self, take: Take) -> Row | None:
+        """Take it from what was paid for; None if that is not enough, and the store must be asked."""
+        rule, key, cost, resource, overrides = take
+        now_us = self._now_us()
+        self._lock.acquire()  # `with` would cost twice as much
+        try:
+            share = self._shares.get(key)
+            if share is None:
+                self._begin(take, now_us)
+                return None
+            share.demand += cost
+            if share.left < cost or now_us >= share.ends_us:
+                return None
+            if share.rule is not rule and not self._is_same(share, rule):
+                return None
+            if share.resource != resource and overrides is not None:  # an override may be of one resource
+                return None
+            share.left -= cost
+            reset_us = share.resets_us - now_us
+            return (share.limit, share.left + share.remaining, reset_us if reset_us > 0 else 0, 0, 0)
+        finally:
+            self._lock.release()
+
+    def give_back(self, take: Take) -> None:
+        """What was spent for a check that was denied after all."""
+        _, key, cost, *_ = take
+        with self._lock:
+            share = self._shares.get(key)
+            if share is not None and self._now_us() < share.ends_us:
+                share.left += cost
+
+    def drop(self, drop: Drop) -> None:
+        """Spend no more of what a reset or an override has touched, or another plan. What was reset is lost: the bucket
+        that it came from is no more.
+        """
+        with self._lock:
+            for share in self._shares.values():
+                if share.key in drop.keys:
+                    share.left = share.returning = 0
+                elif share.overrides in drop.subjects or share.key.startswith(drop.tenants):
+                    self._stop(share)
+
+    def drop_all(self) -> None:
+        """Spend no more of anything: messages may have been missed."""
+        with self._lock:
+            for share in self._shares.values():
+                share.left = share.returning = 0
+
+    # -- keeping in step with the store
+
+    def wishes(self) -> list[Wish]:
+        """What to tell the store now; each share at most once an interval."""
+        now_us = self._now_us()
+        wishes = []
+        with self._lock:
+            for share in list(self._shares.values()):
+                if not share.is_asking and now_us - share.synced_us >= self.interval_us:
+                    wish = self._wish(share, now_us)
+                    if wish is not None:
+                        wishes.append(wish)
+        return wishes
+
+    def farewell(self) -> list[Wish]:
+        """Everything goes back."""
+        with self._lock:
+            shares, self._shares = self._shares, {}
+            for share in shares.values():
+                self._stop(share)
+        return [Wish(share, share.returning, 0, 0) for share in shares.values() if share.returning]
+
+    def granted(self, wish: Wish, grant: Grant, sent_us: int) -> None:
+        """The store has answered a wish that was sent then."""
+        share = wish.share
+        with self._lock:
+            share.is_asking = False
+            if grant.of == -1:
+                share.left = 0
+            if self._shares.get(share.key) is not share:
+                return  # it is gone by now: what was granted lapses, or ends with its window
+            is_bucket = share.rule.is_bucket
+            ends_us = sent_us + (self.lapse_us if is_bucket else grant.reset_us)
+            if not is_bucket and grant.of != share.of:
+                share.left = 0  # of a window that is over
+            share.left += grant.granted
+            share.of, share.ends_us = grant.of if grant.of > 0 else 0, ends_us
+            share.limit, share.remaining, share.resets_us = grant.limit, grant.remaining, sent_us + grant.reset_us
+
+    def refused(self, wish: Wish) -> None:
+        """There was no answer. What may have been granted is never spent; what was kept still is."""
+        with self._lock:
+            wish.share.is_asking = False
+
+    # -- inside the lock
+
+    def _begin(self, take: Take, now_us: int) -> None:
+        rule, key, cost, resource, overrides = take
+        if len(self._shares) < self._max_shares:
+            token = os.urandom(TOKEN_BYTES)
+            self._shares[key] = Share(rule, key, resource, overrides, token, now_us, demand=cost)
+
+    def _is_same(self, share: Share, rule: Rule) -> bool:
+        """Whether a rule still says what the share was taken under; if not, that is spent no more."""
+        if share.rule.limit == rule.limit:
+            return True
+        self._stop(share)
+        share.rule = rule
+        return False
+
+    def _stop(self, share: Share) -> None:
+        if self._now_us() < share.ends_us:
+            share.returning += share.left
+        share.left = 0
+
+    def _wish(self, share: Share, now_us: int) -> Wish | None:
+        elapsed = max(now_us - share.synced_us, 1) / self.interval_us
+        asked = share.demand / elapsed
+        share.per_interval = max(asked, (share.per_interval + asked) / 2)  # up at once, down by halves
+        share.synced_us, share.demand = now_us, 0
+        share.idle = 0 if asked else share.idle + 1
+        if now_us >= share.ends_us:
+            share.left = share.returning = 0
+        if share.idle >= IDLE_INTERVALS:
+            del self._shares[share.key]
+            self._stop(share)
+            return Wish(share, share.returning, 0, 0) if share.returning else None
+        wanted = ceil(INTERVALS * share.per_interval)
+        is_worth_it = wanted >= LEAST_WORTH and share.idle == 0
+        missing = wanted - share.left if is_worth_it and share.left < wanted else 0
+        is_ageing = share.rule.is_bucket and share.left > 0 and share.ends_us - now_us < self.lapse_us // 2
+        if not (missing or is_ageing or share.returning):
+            return None
+        wish = Wish(share, share.returning, share.left, missing)
+        share.returning, share.is_asking = 0, True
+        return wish
