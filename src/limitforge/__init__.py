@@ -8,6 +8,7 @@ from limitforge.core.check import Entry, Failure
 from limitforge.core.clock import Clock, ManualClock
 from limitforge.core.decision import Decision, LimitState
 from limitforge.core.keys import Place
+from limitforge.core.lanes import Lanes
 from limitforge.core.limits import (
     Concurrency,
     FixedWindow,
@@ -35,6 +36,7 @@ from limitforge.errors import (
 from limitforge.limiter import Limiter
 from limitforge.limiter_sync import SyncLimiter
 from limitforge.request import Request
+from limitforge.stores.heat import HotKey
 from limitforge.stores.memory import MemoryStore
 from limitforge.stores.options import StoreOptions
 from limitforge.stores.protocol import StoreStatus
@@ -46,8 +48,10 @@ __all__ = [
     "Entry",
     "Failure",
     "FixedWindow",
+    "HotKey",
     "InvalidInput",
     "InvalidLimit",
+    "Lanes",
     "LeakyBucket",
     "Limit",
     "LimitState",

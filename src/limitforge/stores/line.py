@@ -39,6 +39,7 @@ class Line:
         self._options = options
         self._fleet: Fleet = parts.fleet
         self._denials = parts.denials
+        self._heat = parts.heat
         self._listener: Listener | None = None
         self._telling: set[asyncio.Future[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -247,10 +248,6 @@ class Line:
         errand.start()
         return errand
 
-    def prepaid(self, check: Check) -> Decision | None:
-        """What a share pays for needs no asking."""
-        return self._blender.decide(check)
-
     def keep_up(self) -> None:
         """Keep shares and heartbeats going for as long as anybody needs them."""
         if self._keeping is None and not self._is_closed:
@@ -295,13 +292,15 @@ class Line:
 
     # -- denials
 
-    def denied(self, check: Check) -> Decision | None:
-        """A denial that needs no asking."""
+    def decided(self, check: Check) -> Decision | None:
+        """What needs no asking: a denial that is known, or what a share pays for."""
+        self._heat.note(check)
+        decision = None
         denials = self._denials
-        if denials is None or not denials.is_active:
-            return None
-        self._listen()
-        return denials.look(check)
+        if denials is not None and denials.is_active:
+            self._listen()
+            decision = denials.look(check)
+        return self._blender.decide(check) if decision is None and check.is_mixed else decision
 
     def _listen(self) -> None:
         if self._listener is None or not self._listener.is_running:

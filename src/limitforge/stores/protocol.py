@@ -18,6 +18,7 @@ from limitforge.core.overrides import Compiled, Override, OverridePage
 from limitforge.core.reservations import Settlement
 from limitforge.core.tickets import Lease, Reservation
 from limitforge.errors import LimitforgeError
+from limitforge.stores.heat import HotKey
 
 Answer = TypeVar("Answer")
 
@@ -26,7 +27,8 @@ class StoreStatus(msgspec.Struct, frozen=True):
     """How a store is doing. `breaker` is closed, open or probing, `since` when that last changed (epoch seconds),
     `degraded` counts the checks that were decided without the store, `denials_cached` and `denial_hits` those that
     needed no asking, `waiting` how many checks wait for an answer now. Where there are several servers, `breaker` is
-    that of the worst, and `nodes` has each by its address.
+    that of the worst, and `nodes` has each by its address. `shares_out` is what this process has paid for of leased
+    limits and not spent. `hot_keys` are the buckets that were asked for most in the last seconds.
     """
 
     breaker: str = "closed"
@@ -36,6 +38,8 @@ class StoreStatus(msgspec.Struct, frozen=True):
     denial_hits: int = 0
     waiting: int = 0
     nodes: dict[str, str] = msgspec.field(default_factory=dict)
+    shares_out: int = 0
+    hot_keys: list[HotKey] = msgspec.field(default_factory=list)
 
 
 class Command(Generic[Answer]):

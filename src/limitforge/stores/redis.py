@@ -37,9 +37,7 @@ class RedisStore:
 
     async def check(self, check: Check) -> Decision:
         line = self._line()
-        decided = line.denied(check)
-        if decided is None and check.is_mixed:
-            decided = line.prepaid(check)
+        decided = line.decided(check)
         if decided is not None:
             return decided
         future = line.loop.create_future()
@@ -55,9 +53,7 @@ class RedisStore:
 
     def submit(self, check: Check, answer: Callable[[Decision | LimitforgeError], None]) -> None:
         line = self._line()
-        decided = line.denied(check)
-        if decided is None and check.is_mixed:
-            decided = line.prepaid(check)
+        decided = line.decided(check)
         if decided is None:
             line.submit(check, answer)
         else:
@@ -65,7 +61,7 @@ class RedisStore:
 
     async def check_many(self, checks: Sequence[Check]) -> list[Decision | LimitforgeError]:
         line = self._line()
-        batch = Batch(checks, line.denied)
+        batch = Batch(checks, line.decided)
         if batch.asked:
             answered = line.loop.create_future()
             owed = len(batch.asked)

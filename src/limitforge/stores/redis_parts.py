@@ -1,6 +1,7 @@
 """What both Redis shells are made of, beside their way of talking: flows, the cache of denials, and the account."""
 
 import logging
+import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from limitforge.stores.codec import OWN_TIME, Flow, Judged, Note, T, batch_flow,
 from limitforge.stores.command_codec import command_flow
 from limitforge.stores.denials import Denials, Drop
 from limitforge.stores.fleet import Fleet
+from limitforge.stores.heat import Heat
 from limitforge.stores.listener import Caches
 from limitforge.stores.membership import ALIVE_US
 from limitforge.stores.options import StoreOptions
@@ -63,6 +65,8 @@ class Parts:
         self._clock = clock or SystemClock()
         self._now_us = MonotonicClock().now_us
         self._warned_us = self._now_us() - LOG_EVERY_US
+        self.heat = Heat(MonotonicClock())
+        self._shares: weakref.WeakSet[Shares] = weakref.WeakSet()
         self.caches = Caches()
         self._share_clock = clock or MonotonicClock()
         self._sync_interval_us = int(1_000 * options.sync_interval_ms)
@@ -79,6 +83,7 @@ class Parts:
         """What decides in this process; it hears of changes for as long as anybody has it."""
         shares = Shares(interval_us=self._sync_interval_us, clock=self._share_clock)
         self.caches.add(shares)
+        self._shares.add(shares)
         return Blender(shares, self.fleet.local)
 
     def judge(self, checks: Sequence[Check]) -> Flow[list[Judged]]:
@@ -193,6 +198,8 @@ class Parts:
             0 if self.denials is None else self.denials.hits,
             waiting,
             {} if self.fleet.is_single else {node.name: node.resilience.state for node in self.fleet.nodes},
+            sum(shares.out for shares in list(self._shares)),
+            self.heat.hottest(),
         )
 
     def _note(self) -> Note | None:

@@ -294,6 +294,7 @@ class SyncRedisStore:
 
     def _denied(self, check: Check) -> Decision | None:
         """A denial that needs no asking."""
+        self._parts.heat.note(check)
         denials = self._parts.denials
         if denials is None or not denials.is_active:
             return None
