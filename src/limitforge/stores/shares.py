@@ -180,7 +180,7 @@ class Shares:
             is_bucket = share.rule.is_bucket
             ends_us = sent_us + (self.lapse_us if is_bucket else grant.reset_us)
             if not is_bucket and grant.of != share.of:
-                share.left = 0  # of a window that is over
+                share.left = share.returning = 0  # of a window that is over
             share.left += grant.granted
             share.of, share.ends_us = grant.of if grant.of > 0 else 0, ends_us
             share.limit, share.remaining, share.resets_us = grant.limit, grant.remaining, sent_us + grant.reset_us
@@ -207,8 +207,7 @@ class Shares:
         return False
 
     def _stop(self, share: Share) -> None:
-        if self._now_us() < share.ends_us:
-            share.returning += share.left
+        share.returning += share.left  # the store knows whether it is still of the same window
         share.left = 0
 
     def _wish(self, share: Share, now_us: int) -> Wish | None:
@@ -218,7 +217,7 @@ class Shares:
         share.synced_us, share.demand = now_us, 0
         share.idle = 0 if asked else share.idle + 1
         if now_us >= share.ends_us:
-            share.left = share.returning = 0
+            self._stop(share)
         if share.idle >= IDLE_INTERVALS:
             del self._shares[share.key]
             self._stop(share)
