@@ -1,0 +1,81 @@
+"""A process that spends a leased limit until it is denied for good, as a program of its own.
+
+What it has admitted stands in a file that outlives it, however it ends.
+"""
+
+import asyncio
+import json
+import mmap
+import struct
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Lock
+
+from limitforge import Limit, Limiter, SyncLimiter, limit_from_fields
+from tests.contract.conftest import PATIENT
+
+CALLERS = 4
+ENOUGH = 50  # denials in a row
+
+
+class Tally:
+    """A number in a file."""
+
+    def __init__(self, path: Path) -> None:
+        path.write_bytes(bytes(8))
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 8)
+        self._lock = Lock()
+        self._count = 0
+
+    def add(self, cost: int) -> None:
+        with self._lock:
+            self._count += cost
+            self._map[:] = struct.pack("<Q", self._count)
+
+
+def read(path: Path) -> int:
+    count: int = struct.unpack("<Q", path.read_bytes())[0]
+    return count
+
+
+def spend(url: str, limit: Limit, tally: Tally) -> None:
+    with SyncLimiter.connect(url, options=PATIENT) as limiter, ThreadPoolExecutor(CALLERS) as pool:
+
+        def call(_: int) -> None:
+            denied = 0
+            while denied < ENOUGH:
+                if limiter.check("r", "s", limits=limit).allowed:
+                    tally.add(1)
+                    denied = 0
+                else:
+                    denied += 1
+
+        list(pool.map(call, range(CALLERS)))
+
+
+async def spend_async(url: str, limit: Limit, tally: Tally) -> None:
+    async with Limiter.connect(url, options=PATIENT) as limiter:
+
+        async def call() -> None:
+            denied = 0
+            while denied < ENOUGH:
+                if (await limiter.check("r", "s", limits=limit)).allowed:
+                    tally.add(1)
+                    denied = 0
+                else:
+                    denied += 1
+                await asyncio.sleep(0)
+
+        await asyncio.gather(*(call() for _ in range(CALLERS)))
+
+
+if __name__ == "__main__":
+    url, fields, shell, path = sys.argv[1:]
+    spent, limit = Tally(Path(path)), limit_from_fields(json.loads(fields))
+    print("ready", flush=True)  # noqa: T201
+    if shell == "sync":
+        spend(url, limit, spent)
+    else:
+        asyncio.run(spend_async(url, limit, spent))
