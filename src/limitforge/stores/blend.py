@@ -70,10 +70,9 @@ class Blender:
         """Put together what was decided here and there; if the check is denied or failed, nothing stays taken here."""
         allowed = not blend.is_denied and (outcome is None or (isinstance(outcome, Outcome) and outcome.allowed))
         if not allowed:
-            for take in blend.spent:
-                self.shares.give_back(take)
-        if blend.held:
-            self._local.finish(blend.held, blend.token, confirm=allowed)
+            self._give_back(blend)
+        elif blend.held:
+            self._local.finish(blend.held, blend.token, confirm=True)
         if isinstance(outcome, LimitforgeError):
             return outcome
         asked = iter([] if outcome is None else outcome.rows)
@@ -81,6 +80,20 @@ class Blender:
         now_us = blend.now_us if outcome is None else outcome.now_us
         delay_us = blend.delay_us if outcome is None else max(blend.delay_us, outcome.delay_us)
         return Outcome(now_us, allowed, delay_us if allowed else -1, rows)
+
+    def _give_back(self, blend: Blend) -> None:
+        """Nothing stays taken, and what is told of each limit is how it is without."""
+        for take in blend.spent:
+            self.shares.give_back(take)
+        if blend.held:
+            self._local.finish(blend.held, blend.token, confirm=False)
+        for place, (take, row) in enumerate(zip(blend.check.takes, blend.rows, strict=True)):
+            rule, key, cost, resource, _ = take
+            if row is not None and key in blend.held:
+                look = Check([(rule, key, 0, resource, None)], ("",), varies=blend.check.varies, is_mixed=True)
+                blend.rows[place] = (*self._local.judge(look).rows[0][:3], row[3], row[4])
+            elif row is not None and take in blend.spent:
+                blend.rows[place] = (row[0], row[1] + cost, *row[2:])
 
     def _take_locally(self, blend: Blend, places: list[int]) -> None:
         check = blend.check

@@ -1,0 +1,160 @@
+"""Who decides about what: where URLs lead, and what is made of what servers say."""
+
+from typing import Any
+
+import pytest
+
+from limitforge import InvalidInput, StoreOptions, SyncLimiter
+from limitforge.core.keys import Keys
+from limitforge.stores.fleet import Fleet, Kind, target_of
+from limitforge.stores.slots import SLOTS, cluster_slot
+
+CLUSTER = "redis+cluster://user:secret@one:7001,two:7002"
+SENTINEL = "redis+sentinel://user:secret@one:26379,two/forge/3?sentinel_password=other"
+
+
+def fleet(url: str = CLUSTER) -> Fleet:
+    return Fleet(url, Keys(), StoreOptions(), None)
+
+
+def slots(*rows: tuple[int, int, Any, int]) -> list[Any]:
+    return [[first, last, [host, port, b"id", []], [b"replica", 1, b"id", []]] for first, last, host, port in rows]
+
+
+# -- URLs
+
+
+def test_a_cluster_is_asked_at_every_server_of_the_url() -> None:
+    target = target_of(CLUSTER)
+    assert target.kind is Kind.CLUSTER
+    assert [(seed.host, seed.port) for seed in target.seeds] == [("one", 7001), ("two", 7002)]
+
+
+def test_sentinels_have_a_port_and_a_password_of_their_own() -> None:
+    target = target_of(SENTINEL)
+    assert (target.kind, target.service) == (Kind.SENTINEL, "forge")
+    assert [(seed.host, seed.port) for seed in target.seeds] == [("one", 26379), ("two", 26379)]
+    assert all(b"other" in seed.greeting and b"secret" not in seed.greeting for seed in target.seeds)
+    assert b"secret" in target.server.greeting
+    assert b"SELECT" in target.server.greeting
+    assert b"ROLE" in target.server.greeting
+
+
+def test_no_password_is_told() -> None:
+    for url in (CLUSTER, SENTINEL):
+        target = target_of(url)
+        assert "secret" not in repr(target)
+        assert "other" not in repr(target)
+        assert "secret" not in repr(fleet(url).nobody.address)
+
+
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("redis+cluster://", "servers"),
+        ("redis+cluster://a,b/3", "databases"),
+        ("redis+sentinel://a,b", "master"),
+        ("redis+sentinel://a,b/forge/x", "number"),
+        ("redis+cluster://" + ",".join(["a"] * 65), "servers"),
+        ("redis+cluster://a:port", "port"),
+        ("redis+quorum://a", "memory://"),
+    ],
+)
+def test_a_url_that_leads_nowhere_is_refused_by_name(url: str, problem: str) -> None:
+    with pytest.raises(InvalidInput, match=problem) as refused:
+        SyncLimiter.connect(url)
+    assert refused.value.field == "url"
+
+
+# -- what servers say
+
+
+def test_before_anybody_said_anything_nobody_decides() -> None:
+    unknown = fleet()
+    assert unknown.node_of(5) is unknown.nobody
+
+
+def test_each_range_of_slots_has_its_master() -> None:
+    known = fleet()
+    assert known.heard(known.target.seeds[0], slots((0, 99, b"a", 1), (100, SLOTS - 1, b"b", 2))) == []
+    assert [known.node_of(slot).name for slot in (0, 99, 100, SLOTS - 1)] == ["a:1", "a:1", "b:2", "b:2"]
+    assert not known.in_doubt
+
+
+@pytest.mark.parametrize("host", [b"", None])
+def test_a_server_that_does_not_know_its_name_is_the_one_that_was_asked(host: bytes | None) -> None:
+    known = fleet()
+    known.heard(known.target.seeds[1], slots((0, SLOTS - 1, host, 7)))
+    assert known.node_of(0).name == "two:7"
+
+
+@pytest.mark.parametrize(
+    "reply", [None, [], b"", 5, [[1]], [[0, SLOTS, [b"a", 1]]], [[0, 5, b"a"]], [[5, 0, [b"a", 1]]], {"a": 1}]
+)
+def test_nonsense_is_not_heard(reply: Any) -> None:
+    known = fleet()
+    assert known.heard(known.target.seeds[0], reply) is None
+    assert known.node_of(0) is known.nobody
+
+
+def test_slots_that_nobody_has_stay_in_doubt() -> None:
+    known = fleet()
+    known.heard(known.target.seeds[0], slots((0, 99, b"a", 1)))
+    assert known.in_doubt
+    assert known.node_of(100) is known.nobody
+
+
+def test_a_server_keeps_its_record_for_as_long_as_it_decides() -> None:
+    known = fleet()
+    known.heard(known.target.seeds[0], slots((0, SLOTS - 1, b"a", 1)))
+    first = known.node_of(0)
+    known.heard(known.target.seeds[0], slots((0, 99, b"a", 1), (100, SLOTS - 1, b"b", 2)))
+    assert known.node_of(0) is first
+    known.heard(known.target.seeds[0], slots((0, SLOTS - 1, b"b", 2)))
+    assert not known.knows(first)
+    known.heard(known.target.seeds[0], slots((0, SLOTS - 1, b"a", 1)))
+    assert known.node_of(0) is not first
+
+
+def test_a_slot_that_moved_is_known_before_all_are_asked_again() -> None:
+    known = fleet()
+    known.heard(known.target.seeds[0], slots((0, SLOTS - 1, b"a", 1)))
+    known.moved(7, "b", 2)
+    assert [known.node_of(slot).name for slot in (6, 7, 8)] == ["a:1", "b:2", "a:1"]
+    assert known.in_doubt
+
+
+def test_while_in_doubt_one_asks_at_a_time_and_not_too_often() -> None:
+    known = fleet()
+    assert not known.is_due()
+    known.doubt()
+    assert [known.is_due(), known.is_due()] == [True, False]
+
+
+def test_one_server_is_never_in_doubt() -> None:
+    alone = fleet("redis://localhost")
+    alone.doubt()
+    assert not alone.is_due()
+    assert alone.node_of(0) is alone.nobody
+
+
+def test_servers_that_do_well_are_asked_first_and_each_once() -> None:
+    known = fleet()
+    known.heard(known.target.seeds[0], slots((0, 99, b"one", 7001), (100, SLOTS - 1, b"b", 2)))
+    asked = [(address.host, address.port) for address, _ in known.questions()]
+    assert sorted(asked) == [("b", 2), ("one", 7001), ("two", 7002)]
+
+
+def test_a_sentinel_names_the_master() -> None:
+    known = fleet(SENTINEL)
+    assert known.heard(known.target.seeds[0], None) is None
+    assert known.heard(known.target.seeds[0], [b"10.0.0.1", b"6379"]) == []
+    assert known.node_of(0).name == "10.0.0.1:6379"
+
+
+# -- slots
+
+
+@pytest.mark.parametrize(("key", "slot"), [("lf:{user1000}:a", 3443), (b"{user1000}", 3443), ("{123456789}", 12739)])
+def test_slots_are_those_of_redis(key: str | bytes, slot: int) -> None:
+    assert cluster_slot(key) == slot

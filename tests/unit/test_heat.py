@@ -1,0 +1,57 @@
+"""The hottest keys are found with bounded memory."""
+
+import random
+
+from limitforge import Limits, ManualClock
+from limitforge.core.check import Check, check_of
+from limitforge.core.keys import Keys
+from limitforge.stores.heat import REPORTED, SAMPLED, SIZE, TURN_US, Heat
+
+LIMITS = Limits.parse("100/minute")
+KEYS = Keys()
+
+
+def of(subject: str) -> Check:
+    return check_of(KEYS, LIMITS, "r", subject, 1, None, "t", "P0")
+
+
+def heated(counts: dict[str, int], clock: ManualClock) -> Heat:
+    heat = Heat(clock)
+    subjects = [subject for subject, count in counts.items() for _ in range(count)]
+    random.Random(1).shuffle(subjects)
+    for subject in subjects:
+        heat.note(of(subject))
+    clock.advance_us(1_000_000)
+    return heat
+
+
+def names(heat: Heat) -> list[str]:
+    return [hot.key.split(":")[-3] for hot in heat.hottest()]
+
+
+def test_nobody_asked_so_nothing_is_hot() -> None:
+    assert Heat(ManualClock(0)).hottest() == []
+
+
+def test_the_hottest_of_many_keys_are_found_whatever_their_number() -> None:
+    counts = {f"cold{number}": 8 for number in range(5_000)} | {"hot": 8_000, "warm": 4_000}
+    heat = heated(counts, ManualClock(0))
+    assert names(heat)[:2] == ["hot", "warm"]
+    assert len(heat._counts) == SIZE
+    assert len(heat.hottest()) == REPORTED
+
+
+def test_how_often_and_which_part_is_told_about_right() -> None:
+    (hot, cold) = heated({"hot": 3_000 * SAMPLED, "cold": 1_000 * SAMPLED}, ManualClock(0)).hottest()
+    assert 0.7 < hot.share < 0.8
+    assert 0.2 < cold.share < 0.3
+    assert 20_000 < hot.per_second < 28_000
+
+
+def test_what_was_hot_a_while_ago_is_forgotten() -> None:
+    clock = ManualClock(0)
+    heat = heated({"hot": 800}, clock)
+    clock.advance_us(TURN_US)
+    assert names(heat) == ["hot"]
+    clock.advance_us(TURN_US + 1)
+    assert heat.hottest() == []

@@ -1,0 +1,284 @@
+"""Shares of leased limits on a manual clock: sized by need, spent once, given back."""
+
+import pytest
+
+from limitforge import FixedWindow, InvalidLimit, Limits, ManualClock, Quota, SlidingWindow, TokenBucket
+from limitforge.core.check import Take, check_of
+from limitforge.core.keys import Keys
+from limitforge.stores.denials import Drop
+from limitforge.stores.shares import Grant, Share, Shares, Wish
+
+INTERVAL_US = 200_000
+HOUR_US = 3_600_000_000
+WINDOW = FixedWindow(name="window", limit=1_000_000, window_seconds=3_600, consistency="leased")
+BUCKET = TokenBucket(name="bucket", bucket_capacity=1_000, refill_rate_per_sec=10, consistency="leased")
+
+
+class Desk:
+    """Shares of one process, and a store that grants whatever is asked for."""
+
+    def __init__(self, limit: FixedWindow | TokenBucket = WINDOW) -> None:
+        self.clock = ManualClock(0)
+        self.shares = Shares(interval_us=INTERVAL_US, clock=self.clock, max_shares=3)
+        self.limits = Limits(limit)
+        self.ends_us = HOUR_US
+
+    def take(self, cost: int = 1, subject: str = "s", resource: str = "r") -> Take:
+        return check_of(Keys(), self.limits, resource, subject, cost, None, "t", "P0").takes[0]
+
+    def ask(self, times: int, cost: int = 1, subject: str = "s") -> int:
+        """How many were paid for in advance."""
+        return sum(self.shares.spend(self.take(cost, subject)) is not None for _ in range(times))
+
+    def wait(self, intervals: float = 1) -> None:
+        self.clock.advance_us(int(intervals * INTERVAL_US))
+
+    def sync(self) -> list[Wish]:
+        wishes = self.shares.wishes()
+        for wish in wishes:
+            self.grant(wish, wish.wanted)
+        return wishes
+
+    def grant(self, wish: Wish, granted: int) -> None:
+        reset_us = self.ends_us - self.clock.now_us()
+        of = 0 if wish.share.rule.is_bucket else self.ends_us
+        self.shares.granted(wish, Grant(granted, 1_000_000, 500, reset_us, of), self.clock.now_us())
+
+    def share(self) -> Share:
+        return self.shares._shares[self.take()[1]]
+
+
+def test_nothing_is_paid_for_before_anybody_asked() -> None:
+    assert Desk().sync() == []
+
+
+def test_a_share_is_about_two_intervals_of_what_was_asked_for() -> None:
+    desk = Desk()
+    desk.ask(100)
+    desk.wait()
+    (wish,) = desk.sync()
+    assert (wish.wanted, wish.kept, wish.returned) == (200, 0, 0)
+    assert desk.ask(250) == 200
+
+
+def test_what_is_asked_for_slowly_stays_exact() -> None:
+    desk = Desk()
+    for _ in range(10):
+        desk.ask(1)
+        desk.wait()
+        assert desk.sync() == []
+
+
+def test_a_share_is_synced_at_most_once_an_interval() -> None:
+    desk = Desk()
+    desk.ask(100)
+    desk.wait(0.99)
+    assert desk.sync() == []
+    desk.wait(0.02)
+    assert len(desk.sync()) == 1
+    desk.ask(1_000)
+    assert desk.sync() == []
+
+
+def test_a_share_is_topped_up_before_it_is_spent() -> None:
+    desk = Desk()
+    desk.ask(100)
+    desk.wait()
+    desk.sync()
+    assert desk.ask(150) == 150
+    desk.wait()
+    (wish,) = desk.sync()
+    assert (wish.kept, wish.wanted) == (50, 250)
+    assert desk.ask(300) == 300
+
+
+def test_while_a_wish_is_on_its_way_there_is_no_second_one() -> None:
+    desk = Desk()
+    desk.ask(100)
+    desk.wait()
+    (wish,) = desk.shares.wishes()
+    desk.ask(100)
+    desk.wait()
+    assert desk.shares.wishes() == []
+    desk.shares.refused(wish)
+    desk.wait()
+    assert len(desk.shares.wishes()) == 1
+
+
+def test_what_may_have_been_granted_and_was_not_heard_is_never_spent() -> None:
+    desk = Desk()
+    desk.ask(100)
+    desk.wait()
+    (wish,) = desk.shares.wishes()
+    desk.shares.refused(wish)
+    assert desk.ask(1) == 0
+
+
+def test_an_idle_share_goes_back_whole() -> None:
+    desk = Desk()
+    desk.ask(100)
+    desk.wait()
+    desk.sync()
+    assert desk.ask(30) == 30
+    returned = []
+    for _ in range(7):
+        desk.wait()
+        returned += [(wish.returned, wish.wanted) for wish in desk.sync() if wish.returned]
+    assert returned == [(170, 0)]
+    assert len(desk.shares) == 0
+
+
+def test_a_share_ends_with_its_window() -> None:
+    desk = Desk()
+    desk.ends_us = 3 * INTERVAL_US
+    desk.ask(100)
+    desk.wait()
+    desk.sync()
+    desk.wait(2)
+    assert desk.ask(1) == 0
+
+
+def test_a_share_that_was_granted_in_the_next_window_keeps_nothing_of_the_last_one() -> None:
+    desk = Desk()
+    desk.ask(100)
+    desk.wait()
+    desk.sync()
+    desk.ask(150)
+    desk.wait()
+    (wish,) = desk.shares.wishes()
+    desk.ends_us = 2 * HOUR_US
+    desk.grant(wish, 10)
+    assert desk.ask(20) == 10
+
+
+def test_a_share_of_a_bucket_lapses() -> None:
+    desk = Desk(BUCKET)
+    desk.ask(100)
+    desk.wait()
+    desk.sync()
+    desk.clock.advance_us(desk.shares.lapse_us)
+    assert desk.ask(1) == 0
+
+
+def test_a_share_of_a_bucket_that_is_in_use_is_kept_from_lapsing() -> None:
+    desk = Desk(BUCKET)
+    desk.ask(100)
+    desk.wait()
+    desk.sync()
+    for _ in range(40):  # slowly, so that nothing need be added for long
+        desk.wait()
+        desk.ask(1)
+        desk.sync()
+    assert desk.ask(1) == 1
+
+
+def test_what_was_kept_and_had_lapsed_in_the_store_is_spent_no_more() -> None:
+    desk = Desk(BUCKET)
+    desk.ask(100)
+    desk.wait()
+    desk.sync()
+    desk.ask(150)
+    desk.wait()
+    (wish,) = desk.shares.wishes()
+    desk.shares.granted(wish, Grant(7, 1_000, 0, 0, -1), desk.clock.now_us())
+    assert desk.ask(10) == 7
+
+
+def test_a_cost_above_what_is_left_is_asked_for_in_the_store() -> None:
+    desk = Desk()
+    desk.ask(100)
+    desk.wait()
+    desk.sync()
+    assert desk.ask(1, cost=201) == 0
+    assert desk.ask(1, cost=200) == 1
+
+
+def test_another_plan_spends_nothing_of_the_former_one() -> None:
+    desk = Desk()
+    desk.ask(100)
+    desk.wait()
+    desk.sync()
+    desk.limits = Limits(FixedWindow(name="window", limit=5, window_seconds=3_600, consistency="leased"))
+    assert desk.ask(1) == 0
+    desk.wait()
+    (wish,) = desk.shares.wishes()
+    assert wish.returned == 200
+
+
+def test_an_override_ends_a_share_and_what_is_left_goes_back() -> None:
+    desk = Desk()
+    desk.ask(100)
+    desk.wait()
+    desk.sync()
+    desk.shares.drop(Drop(subjects=(Keys.overrides(Keys().home("t").wide, "s"),)))
+    assert desk.ask(1) == 0
+    desk.wait()
+    (wish,) = desk.shares.wishes()
+    assert wish.returned == 200
+
+
+def test_a_reset_ends_a_share_and_nothing_goes_back() -> None:
+    desk = Desk()
+    desk.ask(100)
+    desk.wait()
+    desk.sync()
+    desk.shares.drop(Drop(keys=(desk.take()[1],)))
+    assert desk.ask(1) == 0
+    desk.wait()
+    assert [wish.returned for wish in desk.shares.wishes()] == [0]
+
+
+def test_what_was_spent_for_a_check_that_was_denied_after_all_comes_back() -> None:
+    desk = Desk()
+    desk.ask(100)
+    desk.wait()
+    desk.sync()
+    assert desk.ask(200) == 200
+    desk.shares.give_back(desk.take(5))
+    assert desk.ask(6) == 5
+
+
+def test_a_decision_tells_what_this_process_and_the_store_have_left() -> None:
+    desk = Desk()
+    desk.ask(100)
+    desk.wait()
+    desk.sync()
+    assert desk.shares.spend(desk.take()) == (1_000_000, 199 + 500, HOUR_US - INTERVAL_US, 0, 0)
+
+
+def test_the_number_of_shares_is_bounded() -> None:
+    desk = Desk()
+    for subject in "abcdef":
+        desk.ask(100, subject=subject)
+    assert len(desk.shares) == 3
+
+
+def test_on_leaving_everything_goes_back() -> None:
+    desk = Desk()
+    desk.ask(100)
+    desk.wait()
+    desk.sync()
+    desk.ask(50)
+    assert [(wish.returned, wish.kept, wish.wanted) for wish in desk.shares.farewell()] == [(150, 0, 0)]
+    assert desk.ask(1) == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("consistency", {"consistency": "leased", "count_denied": True}),
+        ("consistency", {"consistency": "leased", "shares": {"P2": 50}}),
+        ("consistency", {"consistency": "sloppy"}),
+        ("consistency", {"consistency": None}),
+    ],
+)
+def test_what_can_not_be_leased_is_refused(field: str, fields: dict[str, object]) -> None:
+    with pytest.raises(InvalidLimit) as refused:
+        FixedWindow(name="f", limit=5, window_seconds=60, **fields)  # type: ignore[arg-type]
+    assert refused.value.field == field
+
+
+def test_a_share_of_a_sliding_window_would_pass_its_limit_so_there_is_none() -> None:
+    with pytest.raises(InvalidLimit, match="exact or local"):
+        SlidingWindow(name="s", limit=5, window_seconds=60, consistency="leased")
+    assert Quota(name="q", limit=5, period="day", consistency="leased").consistency == "leased"
