@@ -11,7 +11,7 @@ any more is let go of, and whatever was noted about it moves on to its successor
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
@@ -66,7 +66,8 @@ class Fleet:
     """Who decides about what. One object serves all event loops and threads of a store."""
 
     def __init__(self, url: str, keys: Keys, options: StoreOptions, clock: Clock | None) -> None:
-        self.target = target_of(url)
+        target = target_of(url)
+        self.target = replace(target, server=target.server.waiting(options.wait_replicas, options.deadline_ms))
         self.kind = self.target.kind
         self.slot_of: SlotOf = cluster_slot if self.kind is Kind.CLUSTER else one_slot
         self.members = Membership(keys, options.nodes, MonotonicClock())

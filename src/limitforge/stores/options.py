@@ -11,6 +11,7 @@ MAX_DEADLINE_MS = 60_000
 MAX_BREAKER_SECONDS = 3_600
 MAX_DENIAL_CACHE_MS = 60_000
 MAX_SYNC_INTERVAL_MS = 10_000
+MAX_REPLICAS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +20,8 @@ class StoreOptions:
 
     `failure` is for checks that say nothing of their own. `nodes` is how many processes share the limits: with `local`,
     each decides by its part. `denial_cache_ms` is how long a denial may be answered without asking (0: never).
-    `sync_interval_ms` is how often at most a process pays for more of a leased limit.
+    `sync_interval_ms` is how often at most a process pays for more of a leased limit. `wait_replicas` is how many
+    replicas must have what was written before a decision is told: what so many have, a failover does not lose.
     """
 
     failure: Failure | FailureName = Failure.OPEN
@@ -31,6 +33,7 @@ class StoreOptions:
     denial_cache_size: int = 10_000
     max_waiting: int = 4_000
     sync_interval_ms: float = 200
+    wait_replicas: int = 0
 
     def __post_init__(self) -> None:
         if self.failure is None:
@@ -41,6 +44,7 @@ class StoreOptions:
         _between("deadline_ms", self.deadline_ms, 1, MAX_DEADLINE_MS)
         _between("breaker_seconds", self.breaker_seconds, 0.001, MAX_BREAKER_SECONDS)
         _between("denial_cache_ms", self.denial_cache_ms, 0, MAX_DENIAL_CACHE_MS)
+        object.__setattr__(self, "wait_replicas", whole("wait_replicas", self.wait_replicas, maximum=MAX_REPLICAS))
         _between("sync_interval_ms", self.sync_interval_ms, 10, MAX_SYNC_INTERVAL_MS)
 
 

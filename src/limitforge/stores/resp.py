@@ -57,6 +57,14 @@ class Address:
     """How many answers the greeting gets, the last one to loading the script."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """The same for redis-py."""
+    replicas: int = 0
+    """How many replicas must have a write before it counts."""
+    wait: bytes = b""
+    """What is said behind each call, if any must."""
+
+    def waiting(self, replicas: int, ms: float) -> "Address":
+        """The same server, whose answers count once that many replicas have what was written."""
+        return replace(self, replicas=replicas, wait=pack("WAIT", replicas, max(int(0.8 * ms), 1)) if replicas else b"")
 
     def at(self, host: str, port: int) -> "Address":
         """Another server that is spoken to in the same way."""
@@ -186,6 +194,13 @@ def refusal(error: hiredis.ReplyError) -> StoreError:
         if said.startswith(start):
             return StoreUnavailable(f"Redis can't serve now: {meaning} ({start})")
     return StoreCorrupt(f"Redis refused the script: {said}")
+
+
+def too_few(replicas: object, wanted: int) -> StoreUnavailable | None:
+    """What it means that a write reached that many replicas; None if it is enough."""
+    if isinstance(replicas, int) and replicas >= wanted:
+        return None
+    return StoreUnavailable(f"{replicas} of {wanted} replicas have what was written", maybe_counted=True)
 
 
 def unreachable(error: BaseException, *, maybe_counted: bool = False) -> StoreUnavailable:

@@ -22,6 +22,7 @@ from limitforge.stores.resp import (
     packed,
     packed_with_script,
     refusal,
+    too_few,
     unreachable,
 )
 
@@ -34,7 +35,8 @@ Lost = Callable[["Wire", StoreUnavailable], None]
 class Wire(asyncio.Protocol):
     """An open connection. `lost` is told once when it is no more, also after `abort`."""
 
-    def __init__(self, lost: "Lost") -> None:
+    def __init__(self, address: Address, lost: "Lost") -> None:
+        self._address = address
         self._lost = lost
         self._reader = hiredis.Reader()
         self._expecting: deque[Callable[[Any], None]] = deque()
@@ -68,9 +70,11 @@ class Wire(asyncio.Protocol):
     async def _connected(cls, address: Address, lost: "Lost") -> "Wire":
         loop = asyncio.get_running_loop()
         if address.path is not None:
-            _, wire = await loop.create_unix_connection(lambda: cls(lost), address.path)
+            _, wire = await loop.create_unix_connection(lambda: cls(address, lost), address.path)
         else:
-            _, wire = await loop.create_connection(lambda: cls(lost), address.host, address.port, ssl=address.tls)
+            _, wire = await loop.create_connection(
+                lambda: cls(address, lost), address.host, address.port, ssl=address.tls
+            )
         return wire
 
     async def greet(self, address: Address) -> list[Any]:
@@ -96,33 +100,43 @@ class Wire(asyncio.Protocol):
         """Ask the script; `done` is called with its reply, or with what was wrong. A node that is only about to get a
         slot wants to hear that we know (`asking`).
         """
+        data, heard = packed(call), self._heard(call, done, asking=asking)
         if asking:
-            self._send(ASKING + packed(call), _ignore, self._heard(call, done, asking=True))
+            self._send(ASKING + data + self._address.wait, _ignore, *heard)
         else:
-            self._send(packed(call), self._heard(call, done))
+            self._send(data + self._address.wait, *heard)
 
     def call_all(self, calls: Sequence[tuple[Call, Done]]) -> None:
         """Several calls in one write."""
-        self._send(b"".join([packed(call) for call, _ in calls]), *[self._heard(*call) for call in calls])
+        wait = self._address.wait
+        heard = [each for call, done in calls for each in self._heard(call, done)]
+        self._send(b"".join([packed(call) + wait for call, _ in calls]), *heard)
 
     def ask(self, command: tuple[str | int | bytes, ...], done: Callable[[Any], None]) -> None:
         """Anything other than the script; `done` is called with whatever is said."""
         self._send(pack(*command), done)
 
-    def _heard(self, call: Call, done: Done, *, asking: bool = False) -> Callable[[Any], None]:
+    def _heard(self, call: Call, done: Done, *, asking: bool = False) -> list[Callable[[Any], None]]:
+        """Who hears the answer to a call, and to the wait behind it if there is one."""
+        answer: Done = done
+        waits: list[Callable[[Any], None]] = []
+        if self._address.replicas:
+            waiting = _Waiting(done, self._address.replicas)
+            answer, waits = waiting.told, [waiting.waited]
+
         def heard(reply: Any) -> None:
             if is_forgotten(reply):
-                again = packed_with_script(call)
+                data, again = packed_with_script(call) + self._address.wait, [lambda told: answer(_told(told)), *waits]
                 if asking:
-                    self._send(ASKING + again, _ignore, lambda told: done(_told(told)))
+                    self._send(ASKING + data, _ignore, *again)
                 else:
-                    self._send(again, lambda told: done(_told(told)))
+                    self._send(data, *again)
             else:
-                done(_told(reply))
+                answer(_told(reply))
                 if is_demoted(reply):
                     self.abort()
 
-        return heard
+        return [heard, *waits]
 
     def publish(self, channel: bytes, message: bytes, done: Done) -> None:
         self._send(pack("PUBLISH", channel, message), lambda reply: done(_told(reply)))
@@ -172,6 +186,25 @@ class Wire(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end(unreachable(exc or ConnectionError("the connection was closed"), maybe_counted=True))
+
+
+class _Waiting:
+    """An answer that counts once enough replicas have what was written."""
+
+    def __init__(self, done: Done, replicas: int) -> None:
+        self._done = done
+        self._replicas = replicas
+        self._reply: Reply | StoreError | None = None
+
+    def told(self, reply: Reply | StoreError) -> None:
+        self._reply = reply
+
+    def waited(self, replicas: Any) -> None:
+        reply, self._reply = self._reply, None
+        if reply is None:  # it is asked once more, with the script
+            return
+        lost = replicas if isinstance(replicas, StoreUnavailable) else too_few(replicas, self._replicas)
+        self._done(reply if isinstance(reply, StoreError) or lost is None else lost)
 
 
 def _ignore(_reply: Any) -> None:

@@ -27,6 +27,7 @@ from limitforge.stores.resp import (
     packed,
     packed_with_script,
     refusal,
+    too_few,
     unreachable,
 )
 
@@ -41,6 +42,7 @@ class SyncWire:
         """Connect and greet, or raise StoreUnavailable."""
         self._reader = hiredis.Reader()
         self._socket: socket.socket | None = None
+        self._address = address
         try:
             self._socket = _connected(address, due)
             self._send(address.greeting, due)
@@ -71,6 +73,10 @@ class SyncWire:
         for at, call in enumerate(calls):
             if is_forgotten(replies[at]):
                 replies[at] = self._ask(asked + packed_with_script(call), 1 + asking, due)[-1]
+        if self._address.replicas:
+            lost = too_few(self._ask(self._address.wait, 1, due)[0], self._address.replicas)
+            if lost is not None:
+                replies = [reply if isinstance(reply, hiredis.ReplyError) else lost for reply in replies]
         if any(is_demoted(reply) for reply in replies):
             self.close()
         return [refusal(reply) if isinstance(reply, hiredis.ReplyError) else reply for reply in replies]
