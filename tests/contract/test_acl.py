@@ -1,8 +1,9 @@
 """The rights that docs/operations.md asks for are enough for everything, and each of them is needed."""
 
 import re
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import redis as redis_py
@@ -35,6 +36,9 @@ def everything(limiter: SyncLimiter) -> None:
     assert not limiter.check("r", "s", limits=EVERY[2], cost=11).allowed
     limiter.reset("r", "s", limits=EVERY)
     limiter.drop_denials()
+    store = cast("Any", limiter._store)
+    assert store._carry(store._parts.beat(), time.monotonic() + 30) == 1
+    store._carry(store._parts.beat(0), time.monotonic() + 30)
 
 
 def connected(server: RedisServer, rights: list[str]) -> SyncLimiter:
