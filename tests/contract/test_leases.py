@@ -169,7 +169,7 @@ class Leases(RuleBasedStateMachine):
     @rule(node=st.integers(0, NODES - 1))
     def leave(self, node: int) -> None:
         """Everything goes back."""
-        self.nodes[node].store._sync(self.nodes[node].shares.farewell())
+        self.nodes[node].store._sync(self.nodes[node].shares.farewell(), time.monotonic() + 30)
 
 
 class Windows(Leases):

@@ -9,7 +9,7 @@ from typing import Any
 from limitforge.core.check import Check
 from limitforge.core.decision import Decision
 from limitforge.errors import LimitforgeError, StoreUnavailable
-from limitforge.stores.codec import Call, Flow, Reply, T, one_call, parts
+from limitforge.stores.codec import Call, Flow, Reply, T, as_corrupt, one_call, parts
 from limitforge.stores.denials import Drop
 from limitforge.stores.fleet import QUESTION_SECONDS, Fleet, Node
 from limitforge.stores.link import Link
@@ -18,7 +18,6 @@ from limitforge.stores.options import StoreOptions
 from limitforge.stores.pipeline import Asked, Pipeline, Tell
 from limitforge.stores.protocol import Command
 from limitforge.stores.redis_parts import COMMAND_SECONDS, Parts, Steps
-from limitforge.stores.resilience import NotAsked
 from limitforge.stores.resp import Address, Elsewhere, Moving, unreachable
 from limitforge.stores.shares import Grant, Wish
 from limitforge.stores.slots import by_slot
@@ -44,6 +43,7 @@ class Line:
         self._telling: set[asyncio.Future[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._pipelines: dict[Node, Pipeline] = {}
+        self._leaving: set[Pipeline] = set()  # of servers that were let go of, until what was asked is answered
         self._discovering: asyncio.Task[StoreUnavailable | None] | None = None
         self._is_closed = False
         self._blender = parts.blender()
@@ -64,7 +64,7 @@ class Line:
                 self._keeping.cancel()
             if self._discovering is not None:
                 self._discovering.cancel()
-            for pipeline in list(self._pipelines.values()):
+            for pipeline in [*self._pipelines.values(), *self._leaving]:
                 pipeline.close()
 
     @property
@@ -100,7 +100,7 @@ class Line:
             self.doubt()
         self._pipeline(node).submit(asked)
 
-    def answer(self, asked: Asked, decision: Decision) -> None:
+    def answer(self, asked: Asked, decision: Decision | LimitforgeError) -> None:
         """Tell what needs no asking."""
         self._pipeline(self._fleet.nobody).tell(asked, decision)
 
@@ -179,19 +179,29 @@ class Line:
         for node, pipeline in list(self._pipelines.items()):
             if not self._fleet.knows(node):
                 del self._pipelines[node]
+                self._leaving.add(pipeline)
                 self._route_all(pipeline.hand_over())
-                self.loop.call_later(2 * self.deadline, pipeline.close)
+                self.loop.call_later(2 * self.deadline, self._left, pipeline)
+
+    def _left(self, pipeline: Pipeline) -> None:
+        pipeline.close()
+        self._leaving.discard(pipeline)
 
     def _route_all(self, batch: Sequence[Asked]) -> None:
         for asked in batch:
             if asked.tell is not None:
                 self.route(asked)
 
-    def found(self, pipeline: Pipeline) -> None:
-        """Somebody knew who there is: on with those who waited for that."""
+    def found(self, pipeline: Pipeline) -> StoreUnavailable | None:
+        """Somebody knew who there is: on with those who waited for that. What nobody has even so is an error."""
+        problem: StoreUnavailable | None = None
         for asked in pipeline.hand_over():
-            if asked.tell is not None:
+            if self._fleet.node_of(asked.slot) is self._fleet.nobody:
+                problem = nobody_decides(asked.slot)
+                pipeline.decide(asked, problem)
+            elif asked.tell is not None:
                 self.route(asked)
+        return problem
 
     # -- commands
 
@@ -284,8 +294,8 @@ class Line:
 
     async def _leave(self) -> None:
         """Give back what was paid for and not spent, and do not count as alive any more."""
-        for wishes in by_slot(self._blender.shares.farewell(), lambda wish: self._fleet.slot_of(wish.share.key)):
-            await self._sync(wishes)
+        wishes = self._blender.shares.farewell()
+        await asyncio.gather(*map(self._sync, by_slot(wishes, lambda wish: self._fleet.slot_of(wish.share.key))))
         if self._fleet.members.is_wanted:
             with suppress(LimitforgeError):
                 await self.carry(self._parts.beat(0), COMMAND_SECONDS)
@@ -376,11 +386,11 @@ class Search(Link):
         began_us = self._resilience.now_us()
         error = await asyncio.shield(self._line.discover_soon())
         self._connecting = None
+        error = error or self._line.found(self._pipeline)
         if error is not None:
             self._owner.unopened(error, began_us)
         else:
             self._owner.succeeded()
-            self._line.found(self._pipeline)
         return error
 
 
@@ -402,12 +412,18 @@ class Errand:
         try:
             steps: list[Step] = step()
         except StopIteration as done:
-            if self.tell is not None:
-                self._line.answer(Asked(_NOTHING, self.tell, self._due), done.value)
+            self._end(done.value)
+            return
+        except Exception as error:  # noqa: BLE001 - a bug of ours: the caller must hear of it
+            self._end(as_corrupt(error))
             return
         self._owed, self._answers = len(steps), [None] * len(steps)
         for at, one in enumerate(steps):
             self._line.route(Asked(one, partial(self._answered, at), self._due))
+
+    def _end(self, answer: Decision | LimitforgeError) -> None:
+        if self.tell is not None:
+            self._line.answer(Asked(_NOTHING, self.tell, self._due), answer)
 
     def _answered(self, at: int, answer: Any) -> None:
         self._answers[at] = answer
@@ -420,7 +436,7 @@ _NOTHING = Check([], ())
 
 
 def nobody_decides(slot: int) -> StoreUnavailable:
-    return NotAsked(f"no server of the Cluster has slot {slot}")
+    return StoreUnavailable(f"no server of the Cluster has slot {slot}")
 
 
 def _nobody_cares(_answer: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from limitforge.errors import LimitforgeError, StoreError, StoreUnavailable
 from limitforge.stores.codec import Call, Flow, Reply, T
 from limitforge.stores.resilience import NotAsked, Resilience
-from limitforge.stores.resp import Address, unreachable
+from limitforge.stores.resp import Address, Elsewhere, Moving, unreachable
 from limitforge.stores.wire import Done, Wire
 
 MAX_CARRIED = 1_000  # commands that may be under way at once
@@ -88,6 +88,9 @@ class Link:
             error = StoreUnavailable(f"no answer within {seconds * 1_000:g} ms", maybe_counted=asked)
             self._owner.failed(error, began_us)
             raise error from None
+        except (Elsewhere, Moving):
+            self._owner.succeeded()  # it answered that it was not the right one to ask
+            raise
         except StoreUnavailable as error:
             self._owner.failed(error, began_us)
             if error.maybe_counted:

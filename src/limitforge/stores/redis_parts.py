@@ -116,7 +116,13 @@ class Parts:
         self, check: Check, blender: Blender, undo: Callable[[Sequence[Finish]], None]
     ) -> Steps[Decision | LimitforgeError]:
         """A check of which this process decides a part."""
-        blend = blender.begin(check)
+        note = self._note()
+        try:
+            blend = blender.begin(check)
+        except StoreUnavailable as error:  # not even this process has room for it
+            return self.decide(check, error)
+        except LimitforgeError as error:
+            return error
         outcome: Outcome | LimitforgeError | None = None
         if blend.rest is not None:
             outcome, undone = yield from judge_spread(blend.rest, self.fleet.slot_of)
@@ -126,6 +132,8 @@ class Parts:
             return self.decide(check, whole)
         if isinstance(whole, LimitforgeError):
             return whole
+        if note is not None and not whole.allowed and not any(take[0].local for take in check.takes):
+            note(check, whole)
         shadow: Outcome | LimitforgeError | None = None
         if check.shadow is not None:
             shadow, undone = yield from judge_spread(check.shadow, self.fleet.slot_of)
@@ -157,6 +165,8 @@ class Parts:
 
     def drop(self, command: Command[Any]) -> Drop | None:
         """Forget the denials that a command makes doubtful; what the other nodes must forget too."""
+        if isinstance(command, Reset):
+            self.fleet.local.run(command)  # what this process decides is forgotten, too
         drop = dropped_by(command)
         if drop == Drop():
             return None

@@ -262,15 +262,14 @@ class SyncRedisStore:
             with suppress(LimitforgeError):
                 due = time.monotonic() + COMMAND_SECONDS
                 self._fleet.members.heard(self._carry(self._parts.beat(), due))
-        self._sync(self._blender.shares.wishes())
+        self._sync(self._blender.shares.wishes(), time.monotonic() + COMMAND_SECONDS)
 
-    def _sync(self, wishes: Sequence[Wish]) -> None:
+    def _sync(self, wishes: Sequence[Wish], due: float) -> None:
         shares = self._blender.shares
         for together in by_slot(wishes, lambda wish: self._fleet.slot_of(wish.share.key)):
             sent_us = shares.now_us()
             grants: Sequence[Grant | None] = [None] * len(together)
             with suppress(LimitforgeError):
-                due = time.monotonic() + COMMAND_SECONDS
                 grants = self._carry(self._parts.shares(together, shares.lapse_us), due)
             for wish, grant in zip(together, grants, strict=True):
                 if grant is None:
@@ -285,7 +284,7 @@ class SyncRedisStore:
         if keeper is not None:
             self._stopped.set()
             keeper.join(COMMAND_SECONDS)
-            self._sync(self._blender.shares.farewell())
+            self._sync(self._blender.shares.farewell(), time.monotonic() + COMMAND_SECONDS)
             if self._fleet.members.is_wanted:
                 with suppress(LimitforgeError):
                     self._carry(self._parts.beat(0), time.monotonic() + COMMAND_SECONDS)

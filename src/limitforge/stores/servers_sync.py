@@ -48,6 +48,9 @@ class Servers:
         resilience.admit()
         try:
             answer = self.use(node, due, ask)
+        except (Elsewhere, Moving):
+            self._succeeded(node)  # it answered that it was not the right one to ask
+            raise
         except StoreUnavailable as error:
             resilience.failed(error, began_us)
             self._doubt()
