@@ -142,12 +142,11 @@ class Leases(RuleBasedStateMachine):
             self.ask(synced, 1)
         self.pass_time(back_us)
         self.on_its_way = 0
+        synced.shares.answered(wishes, grants if fate == "arrives" else None, sent_us)
         for wish, grant in zip(wishes, grants, strict=True):
             if fate == "arrives" and grant is not None:
-                synced.shares.granted(wish, grant, sent_us)
                 self.unless_over(window, self.never_spent(synced, wish, grant.granted))
             else:
-                synced.shares.refused(wish)
                 self.unless_over(window, 0 if grant is None else grant.granted)
                 self.unless_over(window, wish.returned if fate == "lost there" else 0)
 

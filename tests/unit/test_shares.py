@@ -42,7 +42,10 @@ class Desk:
     def grant(self, wish: Wish, granted: int) -> None:
         reset_us = self.ends_us - self.clock.now_us()
         of = 0 if wish.share.rule.is_bucket else self.ends_us
-        self.shares.granted(wish, Grant(granted, 1_000_000, 500, reset_us, of), self.clock.now_us())
+        self.answer(wish, Grant(granted, 1_000_000, 500, reset_us, of))
+
+    def answer(self, wish: Wish, grant: Grant | None) -> None:
+        self.shares.answered([wish], None if grant is None else [grant], self.clock.now_us())
 
     def share(self) -> Share:
         return self.shares._shares[self.take()[1]]
@@ -100,7 +103,7 @@ def test_while_a_wish_is_on_its_way_there_is_no_second_one() -> None:
     desk.ask(100)
     desk.wait()
     assert desk.shares.wishes() == []
-    desk.shares.refused(wish)
+    desk.answer(wish, None)
     desk.wait()
     assert len(desk.shares.wishes()) == 1
 
@@ -110,7 +113,7 @@ def test_what_may_have_been_granted_and_was_not_heard_is_never_spent() -> None:
     desk.ask(100)
     desk.wait()
     (wish,) = desk.shares.wishes()
-    desk.shares.refused(wish)
+    desk.answer(wish, None)
     assert desk.ask(1) == 0
 
 
@@ -180,7 +183,7 @@ def test_what_was_kept_and_had_lapsed_in_the_store_is_spent_no_more() -> None:
     desk.ask(150)
     desk.wait()
     (wish,) = desk.shares.wishes()
-    desk.shares.granted(wish, Grant(7, 1_000, 0, 0, -1), desk.clock.now_us())
+    desk.answer(wish, Grant(7, 1_000, 0, 0, -1))
     assert desk.ask(10) == 7
 
 
@@ -233,9 +236,48 @@ def test_what_was_spent_for_a_check_that_was_denied_after_all_comes_back() -> No
     desk.ask(100)
     desk.wait()
     desk.sync()
-    assert desk.ask(200) == 200
-    desk.shares.give_back(desk.take(5))
+    _, epoch = desk.shares.spend(desk.take(5)) or ((), 0)
+    assert desk.ask(200) == 195
+    desk.shares.give_back(desk.take(5), epoch)
     assert desk.ask(6) == 5
+
+
+def test_what_was_spent_in_one_window_does_not_come_back_in_the_next() -> None:
+    desk = Desk()
+    desk.ask(100)
+    desk.wait()
+    desk.sync()
+    _, epoch = desk.shares.spend(desk.take(10)) or ((), 0)
+    desk.ask(140)
+    desk.wait()
+    (wish,) = desk.shares.wishes()
+    desk.ends_us = 2 * HOUR_US
+    desk.grant(wish, 20)
+    desk.shares.give_back(desk.take(10), epoch)
+    assert desk.ask(30) == 20
+
+
+def test_an_answer_that_a_reset_has_overtaken_is_worth_nothing() -> None:
+    desk = Desk()
+    desk.ask(100)
+    desk.wait()
+    (wish,) = desk.shares.wishes()
+    sent_us = desk.clock.now_us()
+    desk.clock.advance_us(1)
+    desk.shares.drop(Drop(keys=(desk.take()[1],)))
+    desk.shares.answered([wish], [Grant(200, 1_000_000, 0, HOUR_US, HOUR_US)], sent_us)
+    assert desk.ask(1) == 0
+
+
+def test_who_begins_to_listen_loses_nothing_and_who_listens_again_all() -> None:
+    desk = Desk()
+    desk.ask(100)
+    desk.wait()
+    desk.sync()
+    desk.shares.drop_all()
+    assert desk.ask(1) == 1
+    desk.shares.drop_all()
+    assert desk.ask(1) == 0
 
 
 def test_a_decision_tells_what_this_process_and_the_store_have_left() -> None:
@@ -243,7 +285,8 @@ def test_a_decision_tells_what_this_process_and_the_store_have_left() -> None:
     desk.ask(100)
     desk.wait()
     desk.sync()
-    assert desk.shares.spend(desk.take()) == (1_000_000, 199 + 500, HOUR_US - INTERVAL_US, 0, 0)
+    row, _ = desk.shares.spend(desk.take()) or ((), 0)
+    assert row == (1_000_000, 199 + 500, HOUR_US - INTERVAL_US, 0, 0)
 
 
 def test_the_number_of_shares_is_bounded() -> None:

@@ -141,7 +141,7 @@ local function judge(call, rules, checks, out)
             work.til = forgotten
           end
           local left = share - work.used
-          local is_open = (code == CONCURRENCY and work.items ~= '') or (work.pending ~= '' and use('pending').is_open(work.pending))
+          local is_open = (code == CONCURRENCY and work.items ~= '') or work.pending ~= ''
           out[o + 1], out[o + 2], out[o + 3], out[o + 4], out[o + 5] = numbers[1], left > 0 and left or 0, work.til - work.last, wait, is_open and 1 or 0
         else
           out[o + 1], out[o + 2], out[o + 3], out[o + 4], out[o + 5] = UNLIMITED, UNLIMITED, 0, 0, 0

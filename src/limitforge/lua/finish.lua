@@ -6,7 +6,8 @@
 --   since it was taken. A negative bucket may have gone without (a monitored limit whose list was full).
 -- mode 2 gives back what was confirmed: its buckets are followed by as many amounts and as many sources.
 --
--- Answers for each: 1 and the sources of its buckets (-1: went without), or 0 if any of it was not held any more, and nothing was changed.
+-- Answers for each: 1 and the sources of its buckets (-1: went without; of a window: its end), or 0 if any of it was not held any more, and nothing was
+-- changed. A bucket that no longer matters (it is full again, its window is over) has nothing left to hold: it is confirmed for as long as the hold would be.
 
 local byte, type = string.byte, type
 local algorithms, buckets, pending = use('algorithms'), use('buckets'), use('pending')
@@ -14,8 +15,8 @@ local algorithms, buckets, pending = use('algorithms'), use('buckets'), use('pen
 local REFUND, CONFIRM, GIVE = 0, 1, 2
 local HEAD = 5
 
--- A live bucket under the numbers that it was written with; nil if there is none, or none of ours.
-local function open(call, key)
+-- What a key holds: its state and algorithm; nil if there is none of ours.
+local function read(call, key)
   local raw = call.values[key]
   local algorithm = call.algorithms[key]
   if type(raw) == 'string' then
@@ -23,7 +24,12 @@ local function open(call, key)
     algorithm = code and code >= 1 and code <= algorithms.COUNT and algorithms.of(code)
     call.algorithms[key] = algorithm
   end
-  local state = algorithm and buckets.state(call, key, algorithm)
+  return algorithm and buckets.state(call, key, algorithm) or nil, algorithm
+end
+
+-- A live bucket under the numbers that it was written with; nil if there is none.
+local function open(call, key)
+  local state, algorithm = read(call, key)
   if not state or buckets.gone(state, call.now) then return nil end
   local numbers = algorithm.numbers(state)
   return buckets.open(call, key, algorithm, numbers), numbers, algorithm
@@ -49,18 +55,48 @@ local function refund(call, token, key)
   return source
 end
 
+local function give(call, key, amount, source)
+  local work, numbers, algorithm = open(call, key)
+  if work and (not algorithm.windows or work.til == source) then
+    algorithm.give(work, numbers, amount, source)
+    keep(call, key, algorithm, work)
+  end
+end
+
 -- All of it, or nothing.
 local function confirm(call, token, list, first, last, ttl_us, lapse_refunds)
   local works, found, sources = {}, {}, {}
   for at = first, last do
     local key = math.abs(list[at])
+    local state = read(call, key)
+    local is_held = state and pending.holds(state.pending, token, math.max(call.now, state.last))
+    if not is_held and list[at] > 0 then return nil end
     local work, _, algorithm = open(call, key)
-    local source = work and pending.settle(work, token, ttl_us, lapse_refunds)
-    if not source and list[at] > 0 then return nil end
+    local source = is_held and work and pending.settle(work, token, ttl_us, lapse_refunds)
+    if source and algorithm.windows then source = work.til end
     sources[#sources + 1] = source or -1
     if source then works[key], found[key] = work, algorithm end
   end
   for key, work in pairs(works) do keep(call, key, found[key], work) end
+  return sources
+end
+
+-- One of them; its sources, or nil.
+local function finish(call, list, at)
+  local mode, token, count = list[at], ARGV[list[at + 1]], list[at + 4]
+  local first = at + HEAD
+  local last = first + count - 1
+  if mode == CONFIRM then return confirm(call, token, list, first, last, list[at + 2], list[at + 3]) end
+  local sources = {}
+  for place = first, last do
+    local key = math.abs(list[place])
+    if mode == REFUND then
+      sources[#sources + 1] = refund(call, token, key) or -1
+    else
+      give(call, key, list[place + count], list[place + 2 * count])
+      sources[#sources + 1] = -1
+    end
+  end
   return sources
 end
 
@@ -69,30 +105,11 @@ return function(request, now, injected)
   call.algorithms = {}
   local at = 1
   while list[at] do
-    local mode, token, count = list[at], ARGV[list[at + 1]], list[at + 4]
-    local first = at + HEAD
-    local last = first + count - 1
-    local sources = {}
-    if mode == CONFIRM then
-      sources = confirm(call, token, list, first, last, list[at + 2], list[at + 3])
-    else
-      for place = first, last do
-        local key = math.abs(list[place])
-        if mode == REFUND then
-          sources[#sources + 1] = refund(call, token, key) or -1
-        else
-          local work, numbers, algorithm = open(call, key)
-          if work then
-            algorithm.give(work, numbers, list[place + count], list[place + 2 * count])
-            keep(call, key, algorithm, work)
-          end
-          sources[#sources + 1] = -1
-        end
-      end
-    end
+    local made_sense, sources = pcall(finish, call, list, at) -- a senseless state spoils its own finish only
+    if not made_sense then sources = nil end
     out[#out + 1] = sources and 1 or 0
     for i = 1, sources and #sources or 0 do out[#out + 1] = sources[i] end
-    at = last + 1 + (mode == GIVE and 2 * count or 0)
+    at = at + HEAD + list[at + 4] * (list[at] == GIVE and 3 or 1)
   end
   buckets.write(call)
   return out

@@ -14,6 +14,7 @@ local stored = { last = 0, til = 0, kept_til = 0, used = 0, size = 0, window = 0
 local fixed_window
 fixed_window = {
   code = 3,
+  windows = true,
   width = 39,
 
   read = function(raw, tail)

@@ -72,10 +72,13 @@ list = {
     return out, latest
   end,
 
-  -- Whether anything here could give room early: a share spent or not is a matter of its node.
-  is_open = function(pending)
-    for at = WIDTH, #pending, WIDTH do
-      if string.byte(pending, at) ~= SHARE then return true end
+  -- Whether that token holds anything that has not lapsed by then.
+  holds = function(pending, token, now)
+    for at = 1, #pending, WIDTH do
+      if sub(pending, at, at + 7) == token then
+        local _, lapses = unpack_struct(PENDING, pending, at)
+        return lapses > now
+      end
     end
     return false
   end,

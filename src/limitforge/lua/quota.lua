@@ -12,6 +12,7 @@ local stored = { last = 0, til = 0, kept_til = 0, used = 0, size = 0, shape = 0,
 local quota
 quota = {
   code = 7,
+  windows = true,
   width = 37,
   wait = fixed_window.wait,
   give = fixed_window.give,

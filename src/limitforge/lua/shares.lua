@@ -10,8 +10,8 @@
 -- Answers with the time, then for each:
 --   1, granted, limit, remaining, reset, of     granted: at most half of what is left, so that nodes near the end decide together again;
 --                                               of: the end of its window, -1 if what the node kept had lapsed
---   2, time, 0, 0, 0, 0                         its calendar does not reach that time: ask again
---   3, 0, 0, 0, 0, 0                            its key holds something that is not ours
+--   2, time, 0, 0, 0, 0                         its calendar does not reach that time: nothing was done
+--   3, 0, 0, 0, 0, 0                            its key holds something that is not ours: nothing was done
 
 local floor, max, min = math.floor, math.max, math.min
 local algorithms, buckets, overrides, pending = use('algorithms'), use('buckets'), use('overrides'), use('pending')
@@ -32,7 +32,7 @@ local function share(call, list, at, rules)
   local returned, of, kept, wanted = list[at + 5], list[at + 6], list[at + 7], list[at + 8]
   local numbers = numbers_of(call, rule, list[at + 2], ARGV[list[at + 3]])
   if not numbers then return 3, 0, 0, 0, 0, 0 end
-  if numbers[1] == UNLIMITED then return 1, wanted, UNLIMITED, UNLIMITED, 0, 0 end
+  if numbers[1] == UNLIMITED then return 1, 0, UNLIMITED, UNLIMITED, 0, -1 end -- by an override, which may end any time: nothing to prepay
   local algorithm = algorithms.of(rule[1])
   local work, judged_at = buckets.open(call, key, algorithm, numbers)
   if not work then return judged_at and 2 or 3, judged_at or 0, 0, 0, 0, 0 end

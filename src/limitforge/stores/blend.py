@@ -5,6 +5,7 @@ taken here goes back. So such a check is all or nothing, too.
 """
 
 import os
+from itertools import chain, repeat
 
 import msgspec
 
@@ -14,8 +15,11 @@ from limitforge.core.decision import Decision, Outcome, Row, decision_of
 from limitforge.core.plan import weight_us
 from limitforge.errors import LimitforgeError
 from limitforge.stores.memory import MemoryStore
+from limitforge.stores.options import MAX_DEADLINE_MS
 from limitforge.stores.shares import Shares
-from limitforge.stores.spread import HOLD_US
+from limitforge.stores.spread import UNKNOWN
+
+HELD_US = 2_000 * MAX_DEADLINE_MS
 
 
 class Blend(msgspec.Struct):
@@ -24,7 +28,7 @@ class Blend(msgspec.Struct):
     check: Check
     rows: list[Row | None]
     now_us: int
-    spent: list[Take]
+    spent: list[tuple[Take, int]]
     held: list[str]
     token: bytes = b""
     delay_us: int = -1
@@ -43,10 +47,10 @@ class Blender:
         """The whole check, if a share of its only limit pays for it; the most frequent case has a short way."""
         if not _is_simple(check):
             return None
-        row = self.shares.spend(check.takes[0])
-        if row is None:
+        spent = self.shares.spend(check.takes[0])
+        if spent is None:
             return None
-        return decision_of(check, Outcome(self._local.now_us(), allowed=True, delay_us=-1, rows=[row]))
+        return decision_of(check, Outcome(self._local.now_us(), allowed=True, delay_us=-1, rows=[spent[0]]))
 
     def begin(self, check: Check) -> Blend:
         """Take here what can be taken here, after `decide` could not. A reservation is held in the store, whatever its
@@ -55,12 +59,12 @@ class Blender:
         blend = Blend(check, [None] * len(check.takes), self._local.now_us(), [], [])
         local = [place for place, take in enumerate(check.takes) if take[0].local]
         if local:
-            self._take_locally(blend, local)
+            self._take_locally(blend, local, is_whole=len(local) == len(check.takes))
         if check.hold is None and not blend.is_denied and not _is_simple(check):
             for place, take in enumerate(check.takes):
-                if take[0].leased and take[2] and (row := self.shares.spend(take)) is not None:
-                    blend.rows[place] = row
-                    blend.spent.append(take)
+                if take[0].leased and take[2] and (spent := self.shares.spend(take)) is not None:
+                    blend.rows[place] = spent[0]
+                    blend.spent.append((take, spent[1]))
         takes = [take for take, row in zip(check.takes, blend.rows, strict=True) if row is None]
         if takes:
             blend.rest = self._rest(blend, takes)
@@ -74,8 +78,11 @@ class Blender:
         elif blend.held:
             self._local.finish(blend.held, blend.token, confirm=True)
         if isinstance(outcome, LimitforgeError):
-            return outcome
-        asked = iter([] if outcome is None else outcome.rows)
+            if not blend.is_denied:
+                return outcome
+            outcome = None  # this process denies by itself, whether or not the rest can be asked
+        told: list[Row] = [] if outcome is None else outcome.rows
+        asked = chain(told, repeat(UNKNOWN))
         rows: list[Row] = [next(asked) if row is None else row for row in blend.rows]
         now_us = blend.now_us if outcome is None else outcome.now_us
         delay_us = blend.delay_us if outcome is None else max(blend.delay_us, outcome.delay_us)
@@ -83,8 +90,9 @@ class Blender:
 
     def _give_back(self, blend: Blend) -> None:
         """Nothing stays taken, and what is told of each limit is how it is without."""
-        for take in blend.spent:
-            self.shares.give_back(take)
+        for take, epoch in blend.spent:
+            self.shares.give_back(take, epoch)
+        spent = [take for take, _ in blend.spent]
         if blend.held:
             self._local.finish(blend.held, blend.token, confirm=False)
         for place, (take, row) in enumerate(zip(blend.check.takes, blend.rows, strict=True)):
@@ -92,21 +100,22 @@ class Blender:
             if row is not None and key in blend.held:
                 look = Check([(rule, key, 0, resource, None)], ("",), varies=blend.check.varies, is_mixed=True)
                 blend.rows[place] = (*self._local.judge(look).rows[0][:3], row[3], row[4])
-            elif row is not None and take in blend.spent:
+            elif row is not None and take in spent:
                 blend.rows[place] = (row[0], row[1] + cost, *row[2:])
 
-    def _take_locally(self, blend: Blend, places: list[int]) -> None:
+    def _take_locally(self, blend: Blend, places: list[int], *, is_whole: bool) -> None:
+        """Held for as long as the rest may take; if there is no rest there is nothing to hold it for."""
         check = blend.check
         takes: list[Take] = [(*check.takes[place][:4], None) for place in places]
-        blend.token = os.urandom(TOKEN_BYTES)
-        hold = Hold("", blend.token, HOLD_US, refund=True)
+        blend.token = b"" if is_whole else os.urandom(TOKEN_BYTES)
+        hold = None if is_whole else Hold("", blend.token, HELD_US, refund=True)
         names = tuple(check.names[place] for place in places)
         outcome = self._local.judge(Check(takes, names, varies=check.varies, hold=hold, is_mixed=True))
         blend.is_denied, blend.delay_us = not outcome.allowed, outcome.delay_us
         for place, row in zip(places, outcome.rows, strict=True):
             _, key, cost, *_ = check.takes[place]
             blend.rows[place] = row
-            if outcome.allowed and cost and row[0] != UNLIMITED and not row[3]:
+            if hold is not None and outcome.allowed and cost and row[0] != UNLIMITED and not row[3]:
                 blend.held.append(key)
 
     def _rest(self, blend: Blend, takes: list[Take]) -> Check:

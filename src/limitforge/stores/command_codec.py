@@ -83,7 +83,7 @@ def _settle(command: Settle, slot_of: SlotOf, around_us: int, time_us: int) -> F
     reservation = command.reservation
     if reservation.token == NOTHING:  # it was let pass without the store
         return Settlement(Settled.SETTLED, command.cost)
-    settled = Settlement(Settled.SETTLED, command.cost)
+    answers: list[Settlement] = []
     wanted = list(zip(reservation.limits, command.amounts, strict=True))
     for part in by_slot(wanted, lambda one: slot_of(one[0].key)) or [[]]:
         limits, amounts = [limit for limit, _ in part], tuple(amount for _, amount in part)
@@ -91,8 +91,8 @@ def _settle(command: Settle, slot_of: SlotOf, around_us: int, time_us: int) -> F
         if limits and slot_of(record) != slot_of(limits[0].key):
             record = encoded(Keys.reservation(own_of(decoded(limits[0].key)), reservation.token))
         held = Reservation(reservation.token, record, limits)
-        settled = yield from _settle_part(Settle(held, command.cost, amounts), around_us, time_us)
-    return settled
+        answers.append((yield from _settle_part(Settle(held, command.cost, amounts), around_us, time_us)))
+    return next((answer for answer in answers if answer.outcome is Settled.LAPSED), answers[0])
 
 
 def _settle_part(command: Settle, around_us: int, time_us: int) -> Flow[Settlement]:

@@ -8,6 +8,7 @@ Nothing here does I/O: a shell asks the `questions` until one answer is `heard`.
 any more is let go of, and whatever was noted about it moves on to its successor.
 """
 
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -31,6 +32,7 @@ from limitforge.stores.slots import SLOTS, SlotOf, cluster_slot, one_slot
 ASK_AGAIN_US = 300_000  # while in doubt, the servers are asked for at most this often
 QUESTION_SECONDS = 0.5  # what one of them may take to answer
 MAX_SEEDS = 64
+_PORT = re.compile(r":\w+$")  # also of an address in brackets
 _ORDER = (BreakerState.OPEN, BreakerState.PROBING, BreakerState.CLOSED)
 
 
@@ -77,7 +79,8 @@ class Fleet:
         self._options = options
         self._lock = threading.Lock()
         self._now_us = MonotonicClock().now_us
-        self._asked_us = LONG_AGO_US
+        self._asked_us = self._heard_us = LONG_AGO_US
+        self._turn = -1
         self._nodes: dict[tuple[str, int], Node] = {}
         self._past_degraded: Counter[str] = Counter()  # of servers that were let go of
         self._owners: list[Node | None] = [None] * (SLOTS if self.kind is Kind.CLUSTER else 1)
@@ -138,10 +141,16 @@ class Fleet:
             self._asked_us = now_us
             return True
 
+    def heard_lately(self) -> bool:
+        """Whether nothing else is to be expected from asking again."""
+        return self._now_us() - self._heard_us < ASK_AGAIN_US
+
     def questions(self) -> Iterator[tuple[Address, tuple[str, ...]]]:
         """Whom to ask what, in turn, until an answer is `heard`."""
         if self.kind is Kind.SENTINEL:
-            for seed in self.target.seeds:
+            self._turn += 1  # one that is cut off from the rest must not have the last word each time
+            first = self._turn % len(self.target.seeds)
+            for seed in (*self.target.seeds[first:], *self.target.seeds[:first]):
                 yield seed, ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.target.service)
             return
         known = sorted(self.nodes, key=lambda node: not node.resilience.is_quiet)
@@ -157,6 +166,7 @@ class Fleet:
         if not owners:
             return None
         with self._lock:
+            self._heard_us = self._now_us()
             before = self._nodes
             self._nodes = {}
             for place in {place for place in owners if place is not None}:
@@ -232,9 +242,8 @@ def target_of(url: str) -> Target:
     user, password = options.pop("sentinel_username", ""), options.pop("sentinel_password", "")
     query = urlencode(options)
     sentinel = f"{quote(user, safe='')}:{quote(password, safe='')}@" if user or password else ""
-    default = {"": ":26379"}
     sentinels = tuple(
-        address_of(f"{scheme}://{sentinel}{seed}{default.get(seed.partition(':')[1], '')}/0?{query}").greeted()
+        address_of(f"{scheme}://{sentinel}{seed if _PORT.search(seed) else f'{seed}:26379'}/0?{query}").greeted()
         for seed in seeds
     )
     server = address_of(f"{scheme}://{login}localhost/{database or 0}?{query}").of_master()

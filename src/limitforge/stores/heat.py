@@ -50,7 +50,7 @@ class Heat:
                 counts[key] = 1
             else:
                 rarest = min(counts, key=counts.__getitem__)
-                counts[key] = counts.pop(rarest) + 1
+                counts[key] = counts.pop(rarest, 0) + 1
 
     def hottest(self) -> list[HotKey]:
         """The most frequent first."""

@@ -8,8 +8,9 @@ from typing import Any
 
 from limitforge.core.check import Check
 from limitforge.core.decision import Decision
-from limitforge.errors import LimitforgeError, StoreUnavailable
-from limitforge.stores.codec import Call, Flow, Reply, T, as_corrupt, one_call, parts
+from limitforge.core.plan import BUCKET_US
+from limitforge.errors import LimitforgeError, StoreError, StoreUnavailable
+from limitforge.stores.codec import Call, Flow, Reply, T, as_corrupt, fitting, one_call, parts
 from limitforge.stores.denials import Drop
 from limitforge.stores.fleet import QUESTION_SECONDS, Fleet, Node
 from limitforge.stores.link import Link
@@ -18,10 +19,11 @@ from limitforge.stores.options import StoreOptions
 from limitforge.stores.pipeline import Asked, Pipeline, Tell
 from limitforge.stores.protocol import Command
 from limitforge.stores.redis_parts import COMMAND_SECONDS, Parts, Steps
+from limitforge.stores.resilience import NotAsked
 from limitforge.stores.resp import Address, Elsewhere, Moving, unreachable
 from limitforge.stores.shares import Grant, Wish
 from limitforge.stores.slots import by_slot
-from limitforge.stores.spread import Finish, Step, a_key_of, is_spread
+from limitforge.stores.spread import Ending, Finish, Step, a_key_of, is_spread
 from limitforge.stores.wire import Wire
 
 MOVING_SECONDS = 0.005  # how soon to ask again for keys that are on their way
@@ -42,6 +44,7 @@ class Line:
         self._listener: Listener | None = None
         self._telling: set[asyncio.Future[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._syncs: set[asyncio.Task[None]] = set()
         self._pipelines: dict[Node, Pipeline] = {}
         self._leaving: set[Pipeline] = set()  # of servers that were let go of, until what was asked is answered
         self._discovering: asyncio.Task[StoreUnavailable | None] | None = None
@@ -129,24 +132,27 @@ class Line:
 
     def redirect(self, batch: list[Asked], answer: Elsewhere | Moving, node: Node) -> None:
         now = self.loop.time()
+        is_lost = any(asked.hops >= MANY_HOPS for asked in batch)
         for asked in batch:
+            asked.is_aged, asked.asking = True, False
+            asked.hops = 0 if is_lost else asked.hops + 1
+            asked.alone = asked.alone or isinstance(answer, Moving)
             if asked.due <= now:
                 self._pipeline(node).decide(asked, answer)
-        batch = [asked for asked in batch if asked.tell is not None]
-        if isinstance(answer, Moving) or any(asked.hops >= MANY_HOPS for asked in batch):
-            for asked in batch:
-                asked.hops = 0
+        if isinstance(answer, Moving) or is_lost:
             self.loop.call_at(now + MOVING_SECONDS, self._route_all, batch)
             return
         host = answer.host or node.address.host
-        for asked in batch:
-            asked.hops += 1
-        if answer.once:
-            self._pipeline(self._fleet.node_at(host, answer.port)).submit_asking(batch)
-        else:
+        if not answer.once:
             self._fleet.moved(answer.slot, host, answer.port)
             self.doubt()
             self._route_all(batch)
+            return
+        pipeline = self._pipeline(self._fleet.node_at(host, answer.port))
+        for asked in batch:
+            if asked.tell is not None:
+                asked.asking = True
+                pipeline.submit(asked)
 
     def doubt(self) -> None:
         self._fleet.doubt()
@@ -157,6 +163,10 @@ class Line:
         if self._discovering is None or self._discovering.done():
             self._discovering = self.loop.create_task(self._discover())
         return self._discovering
+
+    async def discovered(self) -> StoreUnavailable | None:
+        """Who there is was told a moment ago, or is asked now."""
+        return None if self._fleet.heard_lately() else await asyncio.shield(self.discover_soon())
 
     async def _discover(self) -> StoreUnavailable | None:
         """Ask who there is, until somebody knows."""
@@ -181,7 +191,9 @@ class Line:
                 del self._pipelines[node]
                 self._leaving.add(pipeline)
                 self._route_all(pipeline.hand_over())
-                self.loop.call_later(2 * self.deadline, self._left, pipeline)
+                self.loop.call_later(max(2 * self.deadline, COMMAND_SECONDS), self._left, pipeline)
+        if self._listener is not None:
+            self._listener.follow()
 
     def _left(self, pipeline: Pipeline) -> None:
         pipeline.close()
@@ -224,27 +236,32 @@ class Line:
 
     async def _carried(self, call: Call, due: float) -> Reply:
         slot = self._fleet.slot_of(call.keys[0]) if call.keys else 0
-        node, asking = await self._node_of(slot), False
+        node, asking, hops = await self._node_of(slot), False, 0
         while True:
+            if self.loop.time() >= due:
+                raise NotAsked("there was no time left")
             link = self._pipeline(node).link
             try:
-                return await link.carry(one_call(call), max(due - self.loop.time(), 0), asking=asking)
+                return await link.carry(one_call(call), due - self.loop.time(), asking=asking)
             except Elsewhere as answer:
+                hops += 1
+                if not self._fleet.is_sharded:
+                    raise
+                if hops > MANY_HOPS:
+                    await asyncio.sleep(MOVING_SECONDS)
                 host = answer.host or node.address.host
                 node = self._fleet.node_at(host, answer.port)
                 asking = answer.once
                 if not answer.once:
                     self._fleet.moved(answer.slot, host, answer.port)
             except Moving:
-                if self.loop.time() + MOVING_SECONDS > due:
-                    raise
                 await asyncio.sleep(MOVING_SECONDS)
                 node, asking = self._fleet.node_of(slot), False
 
     async def _node_of(self, slot: int) -> Node:
         node = self._fleet.node_of(slot)
         if node is self._fleet.nobody and not self._fleet.is_single:
-            error = await asyncio.shield(self.discover_soon())
+            error = await self.discovered()
             node = self._fleet.node_of(slot)
             if node is self._fleet.nobody:
                 raise error or nobody_decides(slot)
@@ -267,22 +284,29 @@ class Line:
 
     def _keep(self) -> None:
         self._keeping = None
-        for wishes in by_slot(self._blender.shares.wishes(), lambda wish: self._fleet.slot_of(wish.share.key)):
-            self.start(self._sync(wishes))
+        for wishes in self._batches(self._blender.shares.wishes()):
+            self._syncs.add(task := self.start(self._sync(wishes)))
+            task.add_done_callback(self._syncs.discard)
         if len(self._blender.shares) or self._fleet.members.is_wanted:
             self.keep_up()
 
     async def _sync(self, wishes: list[Wish]) -> None:
         shares = self._blender.shares
         sent_us = shares.now_us()
-        grants: Sequence[Grant | None] = [None] * len(wishes)
-        with suppress(LimitforgeError):
-            grants = await self.carry(self._parts.shares(wishes, shares.lapse_us), COMMAND_SECONDS)
-        for wish, grant in zip(wishes, grants, strict=True):
-            if grant is None:
-                shares.refused(wish)
-            else:
-                shares.granted(wish, grant, sent_us)
+        grants: Sequence[Grant | None] | None = None
+        try:
+            with suppress(LimitforgeError):
+                grants = await self.carry(self._parts.shares(wishes, shares.lapse_us), COMMAND_SECONDS)
+        finally:
+            shares.answered(wishes, grants, sent_us)
+
+    def _batches(self, wishes: Sequence[Wish]) -> list[list[Wish]]:
+        """As many as one call can take, of one slot each."""
+        return [
+            together[part.start : part.stop]
+            for together in by_slot(wishes, lambda wish: self._fleet.slot_of(wish.share.key))
+            for part in fitting([BUCKET_US] * len(together))
+        ]
 
     def _beat(self) -> None:
         if self._fleet.members.is_due():
@@ -294,8 +318,9 @@ class Line:
 
     async def _leave(self) -> None:
         """Give back what was paid for and not spent, and do not count as alive any more."""
-        wishes = self._blender.shares.farewell()
-        await asyncio.gather(*map(self._sync, by_slot(wishes, lambda wish: self._fleet.slot_of(wish.share.key))))
+        if self._syncs:
+            await asyncio.wait(self._syncs, timeout=COMMAND_SECONDS)
+        await asyncio.gather(*map(self._sync, self._batches(self._blender.shares.farewell())))
         if self._fleet.members.is_wanted:
             with suppress(LimitforgeError):
                 await self.carry(self._parts.beat(0), COMMAND_SECONDS)
@@ -313,6 +338,8 @@ class Line:
         return self._blender.decide(check) if decision is None and check.is_mixed else decision
 
     def _listen(self) -> None:
+        if not self._fleet.nodes:
+            return  # nobody is known yet whom one could listen to
         if self._listener is None or not self._listener.is_running:
             self._listener = Listener(self._fleet, self._parts.channel, self._parts.caches)
             self._listener.start()
@@ -368,10 +395,11 @@ class Line:
                 raise
         self._parts.charged(charges, answers)
 
-    def start(self, work: Coroutine[None, None, None]) -> None:
+    def start(self, work: Coroutine[None, None, None]) -> "asyncio.Task[None]":
         task = self.loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 class Search(Link):
@@ -384,7 +412,7 @@ class Search(Link):
 
     async def _connect(self) -> StoreUnavailable | None:
         began_us = self._resilience.now_us()
-        error = await asyncio.shield(self._line.discover_soon())
+        error = await self._line.discovered()
         self._connecting = None
         error = error or self._line.found(self._pipeline)
         if error is not None:
@@ -402,6 +430,7 @@ class Errand:
         self._line = line
         self._due = due
         self._flow = flow
+        self._is_begun = False
         self._owed = 0
         self._answers: list[Any] = []
 
@@ -417,9 +446,14 @@ class Errand:
         except Exception as error:  # noqa: BLE001 - a bug of ours: the caller must hear of it
             self._end(as_corrupt(error))
             return
+        is_aged, self._is_begun = self._is_begun, True
+        if self.tell is None and any(isinstance(one, Finish) and one.ending is Ending.CONFIRM for one in steps):
+            gone = StoreError("the caller is gone")  # nothing shall be charged for nobody
+            self._advance(partial(self._flow.send, [gone] * len(steps)))
+            return
         self._owed, self._answers = len(steps), [None] * len(steps)
         for at, one in enumerate(steps):
-            self._line.route(Asked(one, partial(self._answered, at), self._due))
+            self._line.route(Asked(one, partial(self._answered, at), self._due, is_aged=is_aged))
 
     def _end(self, answer: Decision | LimitforgeError) -> None:
         if self.tell is not None:

@@ -15,7 +15,7 @@ import redis
 import redis.asyncio
 
 from limitforge.stores.denials import Drop
-from limitforge.stores.fleet import Fleet
+from limitforge.stores.fleet import Fleet, Node
 from limitforge.stores.resp import Address
 
 FIRST_PAUSE_SECONDS = 0.1
@@ -97,6 +97,7 @@ class Listener:
         self._channel = channel
         self._heard = _Heard(channel, caches)
         self._task: asyncio.Task[None] | None = None
+        self._node: Node | None = None
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run())
@@ -104,6 +105,12 @@ class Listener:
     @property
     def is_running(self) -> bool:
         return self._task is not None and not self._task.done()
+
+    def follow(self) -> None:
+        """To another server, if the one that it listens to is no longer one of ours."""
+        if self._task is not None and self._node is not None and not self._fleet.knows(self._node):
+            self._task.cancel()
+            self.start()
 
     async def stop(self) -> None:
         if self._task is not None:
@@ -119,7 +126,8 @@ class Listener:
                 await asyncio.sleep(self._heard.failed(error))
 
     async def _listen(self) -> None:
-        client: Any = redis.asyncio.Redis.from_pool(_pool(redis.asyncio, self._fleet.any_node().address))
+        node = self._node = self._fleet.any_node()
+        client: Any = redis.asyncio.Redis.from_pool(_pool(redis.asyncio, node.address))
         async with client, client.pubsub() as pubsub:
             await pubsub.subscribe(self._channel)
             async for message in pubsub.listen():
@@ -152,10 +160,11 @@ class SyncListener:
                 self._stopped.wait(self._heard.failed(error))
 
     def _listen(self) -> None:
-        client: Any = redis.Redis.from_pool(_pool(redis, self._fleet.any_node().address))
+        node = self._fleet.any_node()
+        client: Any = redis.Redis.from_pool(_pool(redis, node.address))
         with client, client.pubsub() as pubsub:
             pubsub.subscribe(self._channel)
-            while self._is_wanted():
+            while self._is_wanted() and self._fleet.knows(node):
                 self._heard.handle(pubsub.get_message(timeout=POLL_SECONDS))
 
     def _is_wanted(self) -> bool:

@@ -17,13 +17,20 @@ class Membership:
     """This process among the others."""
 
     def __init__(self, keys: Keys, nodes: int, clock: Clock) -> None:
-        self.name = os.urandom(8)
+        self._name, self._pid = b"", 0
         self.key = keys.members()
         self.is_wanted = False
         """Whether anybody has asked how many there are."""
         self._nodes = nodes
         self._now_us = clock.now_us
         self._asked_us = LONG_AGO_US
+
+    @property
+    def name(self) -> bytes:
+        """Its own in each process: a forked one is another."""
+        if self._pid != os.getpid():
+            self._name, self._pid = os.urandom(8), os.getpid()
+        return self._name
 
     def nodes(self) -> int:
         self.is_wanted = True

@@ -47,7 +47,7 @@ class Router(Protocol):
     """Knows which pipeline a check belongs to."""
 
     def redirect(self, batch: "list[Asked]", answer: Elsewhere | Moving, node: Node) -> None:
-        """None of these was executed: ask again, where or when the answer says."""
+        """None of these was executed: ask again, where or when the answer says, or give up in time."""
 
     def doubt(self) -> None:
         """This server did not answer as it should: it may have been replaced."""
@@ -64,6 +64,12 @@ class Asked(msgspec.Struct, eq=False):
     due: float
     group: object = None
     slot: int = 0
+    is_aged: bool = False
+    """Whether it was on its way before: what it waited for then was not this loop."""
+    asking: bool = False
+    """Whether it goes to a server that is only about to get its slot."""
+    alone: bool = False
+    """Whether it must not share a call: a slot is moving, and others may lack a key."""
     hops: int = 0
 
 
@@ -132,22 +138,21 @@ class Pipeline:
         self._weight_us += asked.check.weight_us
         if not self._is_scheduled and len(self._volleys) < MAX_IN_FLIGHT:
             self._is_scheduled = True
-            self.loop.call_soon(self._flush_after, asked.due)
+            if asked.is_aged:
+                self.loop.call_soon(self._flush)
+            else:
+                self.loop.call_soon(self._flush_after, asked.due)
         if self._timer is None:
             self._arm(asked.due)
-
-    def submit_asking(self, batch: list[Asked]) -> None:
-        """Ask for a slot that is only about to come here, at once and as a call of its own."""
-        flight = self._flight(batch, Volley(1, holds=False))
-        flight.asking = True
-        self._volleys.append(flight.volley)
-        self._advance(flight, partial(next, flight.flow))
-        if self._timer is None:
-            self._arm(min(asked.due for asked in batch))
+        elif asked.due < self._expires_at:
+            self._timer.cancel()
+            self._arm(asked.due)
 
     def hand_over(self) -> list[Asked]:
         """What waits here, for another pipeline."""
         waiting, self._waiting, self._weight_us = self._waiting, [], 0
+        for asked in waiting:
+            asked.is_aged = True
         return waiting
 
     def close(self) -> None:
@@ -173,7 +178,7 @@ class Pipeline:
         now = self.loop.time()
         if now - (first_due - self.deadline) > LAG_SECONDS:
             for asked in self._waiting:
-                if asked.due >= first_due:
+                if asked.due >= first_due and not asked.is_aged:
                     asked.due = now + self.deadline
         self._flush()
 
@@ -213,9 +218,10 @@ class Pipeline:
         """One call for each slot, and one for what ends there; all in one write."""
         batches = [batch]
         if self._is_sharded:
-            slots: dict[tuple[int, bool], list[Asked]] = {}
+            slots: dict[tuple[int, bool, bool, int], list[Asked]] = {}
             for asked in batch:
-                slots.setdefault((asked.slot, type(asked.check) is Finish), []).append(asked)
+                alone = id(asked) if asked.alone else 0
+                slots.setdefault((asked.slot, type(asked.check) is Finish, asked.asking, alone), []).append(asked)
             batches = list(slots.values())
         volley = Volley(len(batches), holds)
         self._volleys.append(volley)
@@ -226,13 +232,18 @@ class Pipeline:
             calls: list[tuple[Call, Flight]] = []
             for flight in flights:
                 self._advance(flight, partial(next, flight.flow), calls)
-            if calls and self.link.wire is not None:
-                self.link.wire.call_all([(call, partial(self._replied, flight)) for call, flight in calls])
+            if self.link.wire is not None:
+                self.link.wire.call_all(
+                    [(call, partial(self._replied, flight), flight.asking) for call, flight in calls]
+                )
+            else:
+                for _, flight in calls:
+                    self._fail(flight, StoreUnavailable("the connection to Redis was lost"))
 
     def _flight(self, batch: list[Asked], volley: Volley) -> Flight:
         steps: list[Any] = [asked.check for asked in batch]
         flow = self._answers.finish(steps) if type(steps[0]) is Finish else self._answers.judge(steps)
-        flight = Flight(batch, flow, self._resilience.now_us(), volley)
+        flight = Flight(batch, flow, self._resilience.now_us(), volley, asking=batch[0].asking)
         self._flights.append(flight)
         return flight
 
@@ -274,10 +285,10 @@ class Pipeline:
     def _replied(self, flight: Flight, reply: Reply | StoreError) -> None:
         if not isinstance(reply, StoreError):
             self._advance(flight, partial(flight.flow.send, reply))
-        elif isinstance(reply, Elsewhere | Moving) and flight.calls == 1:
+        elif isinstance(reply, Elsewhere | Moving) and flight.calls == 1 and self._is_sharded:
             self._land(flight)
             self._answered(flight)
-            self._router.redirect([asked for asked in flight.batch if asked.tell is not None], reply, self.node)
+            self._redirect(flight, reply)
         else:
             if isinstance(reply, Elsewhere | Moving):  # some of the batch was judged before
                 reply = NotAsked(str(reply), maybe_counted=True)
@@ -287,6 +298,14 @@ class Pipeline:
             elif not flight.late:
                 self.failed(reply, flight.began_us)
         self.opened()
+
+    def _redirect(self, flight: Flight, answer: Elsewhere | Moving) -> None:
+        wanted = [asked for asked in flight.batch if asked.tell is not None]
+        try:
+            self._router.redirect(wanted, answer, self.node)
+        except Exception as error:  # noqa: BLE001 - a bug of ours: nobody shall wait for it
+            for asked in wanted:
+                self.decide(asked, as_corrupt(error))
 
     def _answered(self, flight: Flight, answers: Sequence[object] = ()) -> None:
         """Whatever it said: it answered. Too late is as good as never."""
@@ -362,14 +381,14 @@ class Pipeline:
         self._expire_waiting(now)
         self._timer = None
         dues = [asked.due for flight in self._flights for asked in flight.batch if asked.tell is not None]
-        dues += [flight.batch[0].due + self.deadline for flight in self._flights if flight.late]
-        dues += [asked.due for asked in self._waiting[:1]]
+        dues += [self._due(flight) + self.deadline for flight in self._flights if flight.late]
+        dues += [asked.due for asked in self._waiting]
         if dues:
             self._arm(min(dues))
 
     def _expire_flights(self, now: float) -> None:
         error = StoreUnavailable(f"no answer within {self.deadline * 1_000:g} ms", maybe_counted=True)
-        for flight in [flight for flight in self._flights if flight.batch[0].due <= now]:
+        for flight in [flight for flight in self._flights if self._due(flight) <= now]:
             for asked in flight.batch:
                 if asked.due <= now:
                     self.decide(asked, error)
@@ -378,17 +397,19 @@ class Pipeline:
                 self.failed(error, flight.began_us)
         late = [flight for flight in self._flights if flight.late]
         if len({id(flight.volley) for flight in late}) >= MAX_IN_FLIGHT or any(
-            flight.batch[0].due + self.deadline <= now for flight in late
+            self._due(flight) + self.deadline <= now for flight in late
         ):
             self.link.abort(error)  # it may be this connection alone that is dead
 
+    @staticmethod
+    def _due(flight: Flight) -> float:
+        return min([asked.due for asked in flight.batch])
+
     def _expire_waiting(self, now: float) -> None:
         """They were never sent: a failure too, unless Redis answered others meanwhile: then the queue was too long."""
-        count = 0
-        while count < len(self._waiting) and self._waiting[count].due <= now:
-            count += 1
-        if count:
-            expired, self._waiting = self._waiting[:count], self._waiting[count:]
+        expired = [asked for asked in self._waiting if asked.due <= now]
+        if expired:
+            self._waiting = [asked for asked in self._waiting if asked.due > now]
             self._weight_us -= sum(asked.check.weight_us for asked in expired)
             error = StoreUnavailable(f"no answer within {self.deadline * 1_000:g} ms")
             for asked in expired:

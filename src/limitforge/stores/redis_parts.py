@@ -12,7 +12,7 @@ from limitforge.core.clock import Clock, MonotonicClock, SystemClock
 from limitforge.core.decision import Decision, Outcome, decision_of, reservation_id
 from limitforge.core.keys import Keys, decoded, encoded
 from limitforge.core.tickets import nothing_held, ticket_id
-from limitforge.errors import LimitforgeError, StoreUnavailable
+from limitforge.errors import LimitforgeError, StoreUnavailable, TooManyReservations
 from limitforge.stores.blend import Blender
 from limitforge.stores.codec import OWN_TIME, Flow, Judged, Note, T, batch_flow, finish_flow, members_flow, shares_flow
 from limitforge.stores.command_codec import command_flow
@@ -119,8 +119,8 @@ class Parts:
         note = self._note()
         try:
             blend = blender.begin(check)
-        except StoreUnavailable as error:  # not even this process has room for it
-            return self.decide(check, error)
+        except (StoreUnavailable, TooManyReservations) as error:  # not even this process has room for it
+            return self.decide(check, StoreUnavailable(str(error)))
         except LimitforgeError as error:
             return error
         outcome: Outcome | LimitforgeError | None = None

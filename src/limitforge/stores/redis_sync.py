@@ -12,6 +12,7 @@ from limitforge.core.check import Check
 from limitforge.core.clock import Clock
 from limitforge.core.decision import Decision
 from limitforge.core.keys import Keys
+from limitforge.core.plan import BUCKET_US
 from limitforge.errors import LimitforgeError, StoreError, StoreUnavailable
 from limitforge.stores.codec import Call, Flow, Reply, T, as_corrupt, fitting, parts
 from limitforge.stores.denials import Drop
@@ -67,21 +68,24 @@ class SyncRedisStore:
         return answer
 
     def check_many(self, checks: Sequence[Check]) -> list[Decision | LimitforgeError]:
-        batch = Batch(checks, self._denied)
+        batch = Batch(checks, self._decided)
         due = time.monotonic() + self._options.deadline_ms / 1_000
-        answers: list[Any] = [None] * len(batch.asked)
-        together = []
+        together: list[int] = []
+        stepwise: dict[int, Steps[Decision | LimitforgeError]] = {}
         for at, check in enumerate(batch.asked):
             if check.is_mixed:
-                answers[at] = self._blended(check, due)
+                if self._keeper is None:
+                    self._keep_up()
+                stepwise[at] = self._parts.blend(check, self._blender, self._undo)
             elif not self._fleet.is_single and is_spread(check, self._fleet.slot_of):
-                answers[at] = self._spread(check, due)
+                stepwise[at] = self._parts.spread(check, self._undo)
             else:
                 together.append(at)
         for at, answer in zip(together, self._judged([batch.asked[at] for at in together], due), strict=True):
-            answers[at] = answer
-        for at, answer in enumerate(answers):
             batch.answer(at, answer)
+        if stepwise:
+            for at, answer in self._in_steps(stepwise, due).items():
+                batch.answer(at, answer)
         return cast("list[Decision | LimitforgeError]", batch.answers)
 
     def run(self, command: Command[Answer]) -> Answer:
@@ -169,42 +173,50 @@ class SyncRedisStore:
             for check, answer in zip(checks, answers, strict=True)
         ]
 
-    def _blended(self, check: Check, due: float) -> Decision | LimitforgeError:
-        """A check of which this process decides a part, or all."""
-        if self._keeper is None:
-            self._keep_up()
-        decision = self._blender.decide(check)
-        if decision is not None:
-            return decision
-        return self._in_steps(self._parts.blend(check, self._blender, self._undo), due)
+    def _in_steps(
+        self, flows: dict[int, Steps[Decision | LimitforgeError]], due: float
+    ) -> dict[int, Decision | LimitforgeError]:
+        """Checks over several slots, or of which this process decides a part: side by side, step by step."""
+        answers: dict[int, Decision | LimitforgeError] = {}
+        told: dict[int, Sequence[Any] | None] = dict.fromkeys(flows)
+        while told:
+            steps: dict[int, list[Step]] = {}
+            for at, heard in told.items():
+                try:
+                    steps[at] = next(flows[at]) if heard is None else flows[at].send(heard)
+                except StopIteration as done:
+                    answers[at] = done.value
+                except Exception as error:  # noqa: BLE001 - a bug of ours: it spoils no other
+                    answers[at] = as_corrupt(error)
+            replies = iter(self._told([step for asked in steps.values() for step in asked], due))
+            told = {at: [next(replies) for _ in asked] for at, asked in steps.items()}
+        return answers
 
-    def _spread(self, check: Check, due: float) -> Decision | LimitforgeError:
-        """A check over several slots, one after the other."""
-        return self._in_steps(self._parts.spread(check, self._undo), due)
+    def _told(self, steps: Sequence[Step], due: float) -> list[Any]:
+        """What the store says to each step; what ends something goes first."""
+        answers: list[Any] = [None] * len(steps)
+        ending = [at for at, step in enumerate(steps) if isinstance(step, Finish)]
+        asking = [at for at, step in enumerate(steps) if not isinstance(step, Finish)]
+        for together in by_slot(ending, lambda at: self._fleet.slot_of(a_key_of(steps[at]))):
+            for part in fitting([steps[at].weight_us for at in together]):
+                places = together[part.start : part.stop]
+                for at, answer in zip(places, self._finished([steps[at] for at in places], due), strict=True):
+                    answers[at] = answer
+        for at, answer in zip(asking, self._judged([cast("Check", steps[at]) for at in asking], due), strict=True):
+            answers[at] = answer
+        return answers
 
-    def _in_steps(self, flow: Steps[Decision | LimitforgeError], due: float) -> Decision | LimitforgeError:
+    def _finished(self, finishes: Sequence[Any], due: float) -> Sequence[Any]:
         try:
-            steps = next(flow)
-            while True:
-                steps = flow.send([self._step(step, due) for step in steps])
-        except StopIteration as done:
-            answer: Decision | LimitforgeError = done.value
-            return answer
-
-    def _step(self, step: Step, due: float) -> Any:
-        try:
-            flow: Flow[list[Any]] = (
-                self._parts.finish([step]) if isinstance(step, Finish) else self._parts.judge([step])
-            )
-            return self._carry(flow, due)[0]
+            return self._carry(self._parts.finish(finishes), due)
         except LimitforgeError as error:
-            return error
+            return [error] * len(finishes)
 
     def _undo(self, undone: Sequence[Finish]) -> None:
-        """Give back; what does not arrive goes back by itself."""
-        due = time.monotonic() + COMMAND_SECONDS
-        for one in undone:
-            self._step(one, due)
+        """Give back on a thread of its own: no caller waits, and what does not arrive goes back by itself."""
+        if undone:
+            due = time.monotonic() + COMMAND_SECONDS
+            threading.Thread(target=self._told, args=[undone, due], name="limitforge-undo", daemon=True).start()
 
     def _carry(self, flow: Flow[T], due: float) -> T:
         """Run a flow, or raise StoreUnavailable when it takes longer than that."""
@@ -258,6 +270,8 @@ class SyncRedisStore:
 
     def keep(self) -> None:
         """Tell the store what it should know by now."""
+        if self._listener is None:
+            self._listen()
         if self._fleet.members.is_due():
             with suppress(LimitforgeError):
                 due = time.monotonic() + COMMAND_SECONDS
@@ -267,15 +281,13 @@ class SyncRedisStore:
     def _sync(self, wishes: Sequence[Wish], due: float) -> None:
         shares = self._blender.shares
         for together in by_slot(wishes, lambda wish: self._fleet.slot_of(wish.share.key)):
-            sent_us = shares.now_us()
-            grants: Sequence[Grant | None] = [None] * len(together)
-            with suppress(LimitforgeError):
-                grants = self._carry(self._parts.shares(together, shares.lapse_us), due)
-            for wish, grant in zip(together, grants, strict=True):
-                if grant is None:
-                    shares.refused(wish)
-                else:
-                    shares.granted(wish, grant, sent_us)
+            for part in fitting([BUCKET_US] * len(together)):
+                batch = together[part.start : part.stop]
+                sent_us = shares.now_us()
+                grants: Sequence[Grant | None] | None = None
+                with suppress(LimitforgeError):
+                    grants = self._carry(self._parts.shares(batch, shares.lapse_us), due)
+                shares.answered(batch, grants, sent_us)
 
     def _leave(self) -> None:
         """Give back what was paid for and not spent, and do not count as alive any more."""
@@ -291,17 +303,20 @@ class SyncRedisStore:
 
     # -- denials
 
-    def _denied(self, check: Check) -> Decision | None:
-        """A denial that needs no asking."""
+    def _decided(self, check: Check) -> Decision | None:
+        """What needs no asking: a denial that is known, or what a share pays for."""
         self._parts.heat.note(check)
+        decision = None
         denials = self._parts.denials
-        if denials is None or not denials.is_active:
-            return None
-        if self._listener is None:
-            self._listen()
-        return denials.look(check)
+        if denials is not None and denials.is_active:
+            if self._listener is None:
+                self._listen()
+            decision = denials.look(check)
+        return self._blender.decide(check) if decision is None and check.is_mixed else decision
 
     def _listen(self) -> None:
+        if not self._fleet.nodes:
+            return  # nobody is known yet whom one could listen to
         with self._lock:
             if self._listener is None:
                 self._listener = SyncListener(self._fleet, self._parts.channel, self._parts.caches)

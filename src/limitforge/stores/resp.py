@@ -167,7 +167,8 @@ class Elsewhere(NotAsked):
     """This node of a Cluster did nothing, and says who would: from now on, or (`once`) for this call only."""
 
     def __init__(self, slot: int, host: str, port: int, *, once: bool) -> None:
-        super().__init__(f"slot {slot} of the Cluster is {'moving' if once else 'elsewhere'}")
+        place = "moving" if once else "elsewhere"
+        super().__init__(f"slot {slot} of the Cluster is {place}; a Cluster needs redis+cluster:// in its URL")
         self.slot = slot
         self.host = host
         self.port = port

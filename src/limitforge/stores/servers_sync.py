@@ -9,11 +9,13 @@ from limitforge.core.check import Check
 from limitforge.errors import LimitforgeError, StoreUnavailable
 from limitforge.stores.codec import Call, Reply, as_corrupt
 from limitforge.stores.fleet import QUESTION_SECONDS, Fleet, Node
+from limitforge.stores.resilience import NotAsked
 from limitforge.stores.resp import Elsewhere, Moving
 from limitforge.stores.wire_sync import SyncWire, WirePool
 
 MAX_CONNECTIONS = 64  # to each server
 MOVING_SECONDS = 0.005  # how soon to ask again for keys that are on their way
+MANY_HOPS = 3  # beyond these, servers seem to point at each other: give them a moment
 
 Ask = Callable[[SyncWire], Any]
 
@@ -45,6 +47,8 @@ class Servers:
         """Ask one server; it is told how that went."""
         resilience = node.resilience
         began_us = resilience.now_us()
+        if time.monotonic() >= due:
+            raise NotAsked("there was no time left")
         resilience.admit()
         try:
             answer = self.use(node, due, ask)
@@ -72,14 +76,17 @@ class Servers:
     def call(self, call: Call, due: float) -> Reply:
         """Call the script where the slot of its keys is decided, wherever that may be by now."""
         slot = self._fleet.slot_of(call.keys[0]) if call.keys else 0
-        node, asking = self.node_of(slot, due), False
+        node, asking, hops = self.node_of(slot, due), False, 0
         while True:
             try:
                 reply: Reply = self.ask(node, due, _calling(call, due, asking=asking))
                 return reply
             except Elsewhere as answer:
-                if time.monotonic() > due:
+                if not self._fleet.is_sharded:
                     raise
+                hops += 1
+                if hops > MANY_HOPS:
+                    time.sleep(MOVING_SECONDS)
                 host = answer.host or node.address.host
                 node = self._fleet.node_at(host, answer.port)
                 asking = answer.once
@@ -87,8 +94,6 @@ class Servers:
                     self._fleet.moved(answer.slot, host, answer.port)
                     self._doubt()
             except Moving:
-                if time.monotonic() + MOVING_SECONDS > due:
-                    raise
                 time.sleep(MOVING_SECONDS)
                 node, asking = self._fleet.node_of(slot), False
 
@@ -114,7 +119,7 @@ class Servers:
             raise StoreUnavailable("nobody knows yet who decides")
         try:
             node = self._fleet.node_of(slot)
-            if node is self._fleet.nobody:
+            if node is self._fleet.nobody and not self._fleet.heard_lately():
                 self._discover(due)
                 node = self._fleet.node_of(slot)
         except StoreUnavailable as error:
@@ -143,8 +148,10 @@ class Servers:
         problem: Exception | None = None
         for address, question in self._fleet.questions():
             until = time.monotonic() + QUESTION_SECONDS
+            if due is not None:
+                until = min(until, due)
             try:
-                wire = SyncWire(address, until if due is None else min(until, due))
+                wire = SyncWire(address, until)
                 try:
                     owed = self._fleet.heard(address, wire.ask(question, until))
                 finally:

@@ -11,12 +11,13 @@ from the moment at which it was asked for: never later than in the store.
 
 import os
 import threading
+from collections.abc import Sequence
 from math import ceil
 
 import msgspec
 
 from limitforge.core.check import TOKEN_BYTES, Take
-from limitforge.core.clock import Clock
+from limitforge.core.clock import LONG_AGO_US, Clock
 from limitforge.core.decision import Row
 from limitforge.core.plan import Rule
 from limitforge.stores.denials import Drop
@@ -44,6 +45,11 @@ class Share(msgspec.Struct, eq=False):
     """The end of the window that it was taken in, by the store's time."""
     returning: int = 0
     """What is no longer spent, and goes back with the next message."""
+    epoch: int = 0
+    """Changes whenever what is left was replaced: what was spent of it before can't come back."""
+    dropped_us: int = LONG_AGO_US
+    """Answers to what was sent before this are of numbers, or of a bucket, that are no more."""
+    was_reset: bool = False
     demand: int = 0
     """What was asked for since the last sync."""
     per_interval: float = 0.0
@@ -84,6 +90,7 @@ class Shares:
         self._max_shares = max_shares
         self._lock = threading.Lock()
         self._shares: dict[str, Share] = {}
+        self._is_told = False
 
     def __len__(self) -> int:
         return len(self._shares)
@@ -98,8 +105,8 @@ class Shares:
         """For `granted`: the moment before a wish is sent."""
         return self._now_us()
 
-    def spend(self, take: Take) -> Row | None:
-        """Take it from what was paid for; None if that is not enough, and the store must be asked."""
+    def spend(self, take: Take) -> tuple[Row, int] | None:
+        """Take it from what was paid for, with the share's epoch; None if the store must be asked."""
         rule, key, cost, resource, overrides = take
         now_us = self._now_us()
         self._lock.acquire()  # `with` would cost twice as much
@@ -108,25 +115,25 @@ class Shares:
             if share is None:
                 self._begin(take, now_us)
                 return None
-            share.demand += cost
-            if share.left < cost or now_us >= share.ends_us:
-                return None
             if share.rule is not rule and not self._is_same(share, rule):
                 return None
             if share.resource != resource and overrides is not None:  # an override may be of one resource
                 return None
+            share.demand += cost
+            if share.left < cost or now_us >= share.ends_us:
+                return None
             share.left -= cost
             reset_us = share.resets_us - now_us
-            return (share.limit, share.left + share.remaining, reset_us if reset_us > 0 else 0, 0, 0)
+            return (share.limit, share.left + share.remaining, reset_us if reset_us > 0 else 0, 0, 0), share.epoch
         finally:
             self._lock.release()
 
-    def give_back(self, take: Take) -> None:
-        """What was spent for a check that was denied after all."""
+    def give_back(self, take: Take, epoch: int) -> None:
+        """What was spent for a check that was denied after all, unless the share is another by now."""
         _, key, cost, *_ = take
         with self._lock:
             share = self._shares.get(key)
-            if share is not None and self._now_us() < share.ends_us:
+            if share is not None and share.epoch == epoch:
                 share.left += cost
 
     def drop(self, drop: Drop) -> None:
@@ -136,15 +143,18 @@ class Shares:
         with self._lock:
             for share in self._shares.values():
                 if share.key in drop.keys:
-                    share.left = share.returning = 0
+                    self._forfeit(share)
                 elif share.overrides in drop.subjects or share.key.startswith(drop.tenants):
-                    self._stop(share)
+                    self._drop(share)
 
     def drop_all(self) -> None:
-        """Spend no more of anything: messages may have been missed."""
+        """Spend no more of anything: messages may have been missed. Not when somebody begins to listen: until then
+        nothing was promised.
+        """
         with self._lock:
-            for share in self._shares.values():
-                share.left = share.returning = 0
+            is_first, self._is_told = not self._is_told, True
+            for share in () if is_first else self._shares.values():
+                self._forfeit(share)
 
     # -- keeping in step with the store
 
@@ -168,29 +178,36 @@ class Shares:
                 self._stop(share)
         return [Wish(share, share.returning, 0, 0) for share in shares.values() if share.returning]
 
-    def granted(self, wish: Wish, grant: Grant, sent_us: int) -> None:
-        """The store has answered a wish that was sent then."""
-        share = wish.share
+    def answered(self, wishes: Sequence[Wish], grants: Sequence[Grant | None] | None, sent_us: int) -> None:
+        """What the store said to wishes that were sent then; None for one that it did nothing about, or instead of all
+        where nothing was heard: what may have been granted then is never spent, and what was kept still is.
+        """
         with self._lock:
-            share.is_asking = False
-            if grant.of == -1:
-                share.left = 0
-            if self._shares.get(share.key) is not share:
-                return  # it is gone by now: what was granted lapses, or ends with its window
-            is_bucket = share.rule.is_bucket
-            ends_us = sent_us + (self.lapse_us if is_bucket else grant.reset_us)
-            if not is_bucket and grant.of != share.of:
-                share.left = share.returning = 0  # of a window that is over
-            share.left += grant.granted
-            share.of, share.ends_us = grant.of if grant.of > 0 else 0, ends_us
-            share.limit, share.remaining, share.resets_us = grant.limit, grant.remaining, sent_us + grant.reset_us
-
-    def refused(self, wish: Wish) -> None:
-        """There was no answer. What may have been granted is never spent; what was kept still is."""
-        with self._lock:
-            wish.share.is_asking = False
+            for at, wish in enumerate(wishes):
+                wish.share.is_asking = False
+                grant = None if grants is None else grants[at]
+                if grant is not None:
+                    self._granted(wish.share, grant, sent_us)
+                elif grants is not None:
+                    wish.share.returning += wish.returned
 
     # -- inside the lock
+
+    def _granted(self, share: Share, grant: Grant, sent_us: int) -> None:
+        if self._shares.get(share.key) is not share:
+            return  # it is gone by now: what was granted lapses, or ends with its window
+        if sent_us <= share.dropped_us:  # granted under other numbers, or of a bucket that was reset
+            share.returning += 0 if share.was_reset else grant.granted
+            share.of = max(grant.of, 0)
+            return
+        is_bucket = share.rule.is_bucket
+        if grant.of == -1 or (not is_bucket and grant.of != share.of):  # lapsed, or of a window that is over
+            share.left = share.returning = 0
+            share.epoch += 1
+        share.left += grant.granted
+        share.of = max(grant.of, 0)
+        share.ends_us = sent_us + (self.lapse_us if is_bucket else grant.reset_us)
+        share.limit, share.remaining, share.resets_us = grant.limit, grant.remaining, sent_us + grant.reset_us
 
     def _begin(self, take: Take, now_us: int) -> None:
         rule, key, cost, resource, overrides = take
@@ -202,13 +219,24 @@ class Shares:
         """Whether a rule still says what the share was taken under; if not, that is spent no more."""
         if share.rule.limit == rule.limit:
             return True
-        self._stop(share)
+        self._drop(share)
         share.rule = rule
         return False
 
     def _stop(self, share: Share) -> None:
         share.returning += share.left  # the store knows whether it is still of the same window
-        share.left = 0
+        share.left, share.epoch = 0, share.epoch + 1
+
+    def _drop(self, share: Share) -> None:
+        """It was taken under numbers that no longer hold."""
+        self._stop(share)
+        share.dropped_us, share.was_reset = self._now_us(), False
+
+    def _forfeit(self, share: Share) -> None:
+        """What it was taken from is no more: given back, it would make room in something else."""
+        share.left = share.returning = 0
+        share.epoch += 1
+        share.dropped_us, share.was_reset = self._now_us(), True
 
     def _wish(self, share: Share, now_us: int) -> Wish | None:
         elapsed = max(now_us - share.synced_us, 1) / self.interval_us
@@ -216,7 +244,7 @@ class Shares:
         share.per_interval = max(asked, (share.per_interval + asked) / 2)  # up at once, down by halves
         share.synced_us, share.demand = now_us, 0
         share.idle = 0 if asked else share.idle + 1
-        if now_us >= share.ends_us:
+        if now_us >= share.ends_us and share.left:
             self._stop(share)
         if share.idle >= IDLE_INTERVALS:
             del self._shares[share.key]

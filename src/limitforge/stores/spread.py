@@ -2,13 +2,14 @@
 
 Each slot takes its part and holds it for a moment. Once all had room each is confirmed, and only then the check is
 allowed; otherwise what was taken goes back. What nobody confirms or gives back, because a message was lost or a process
-died, goes back by itself after 5 s. So nothing passes that not every limit had room for, and nothing is charged for
-good that did not pass.
+died, goes back by itself after 5 s. So nothing passes that not every limit had room for. What did not pass is not
+charged for good, with one exception: where a slot confirmed and its answer was lost, the cost of that check stays.
 """
 
 import os
 from collections.abc import Generator, Sequence
 from enum import IntEnum
+from itertools import repeat
 from typing import Any
 
 import msgspec
@@ -22,6 +23,8 @@ from limitforge.errors import LimitforgeError, StoreUnavailable, TooManyReservat
 from limitforge.stores.slots import SlotOf, by_slot
 
 HOLD_US = 5_000_000
+UNKNOWN: Row = (UNLIMITED, UNLIMITED, 0, 0, 0)
+"""Of a limit that could not be asked."""
 
 
 class Ending(IntEnum):
@@ -63,10 +66,14 @@ class Part(msgspec.Struct, gc=False):
     check: Check
     places: list[int]
     outcome: Outcome | None = None
+    is_unsure: bool = False
+    """Whether it may have taken what it was asked for, and nobody heard."""
 
     def taken(self) -> list[int]:
         """Which of its takes took something."""
         outcome = self.outcome
+        if outcome is None and self.is_unsure:
+            return [at for at, take in enumerate(self.check.takes) if take[2]]
         if outcome is None or not outcome.allowed:
             return []
         return [
@@ -111,15 +118,16 @@ def judge_spread(check: Check, slot_of: SlotOf) -> Generator[list[Step], Told, J
     answers = yield [part.check for part in parts]
     for part, answer in zip(parts, answers, strict=True):
         part.outcome = answer if isinstance(answer, Outcome) else None
+        part.is_unsure = isinstance(answer, StoreUnavailable) and answer.maybe_counted
     error = next((answer for answer in answers if isinstance(answer, LimitforgeError)), None)
+    if any(isinstance(answer, Outcome) and not answer.allowed for answer in answers):
+        yield from _give_back(parts)  # denied is denied, whatever became of the rest
+        return _merged(check, parts), _undone([part for part in parts if part.is_unsure])
     if error is not None:
         return _as_failure(check, error), _undone(parts)
     if len(parts) == 1:
         return answers[0], []
-    if all(outcome.allowed for outcome in answers):
-        return (yield from _confirm(check, parts))
-    yield from _give_back(parts)
-    return _merged(check, parts), []
+    return (yield from _confirm(check, parts))
 
 
 def _parts(check: Check, slot_of: SlotOf) -> list[Part]:
@@ -185,7 +193,7 @@ def _confirm(check: Check, parts: list[Part]) -> Generator[list[Step], Told, Jud
 
 def _give_back(parts: list[Part]) -> Generator[list[Step], Told, None]:
     """What had room where another had none. A look behind it tells how things are now."""
-    holding = [part for part in parts if part.taken()]
+    holding = [part for part in parts if part.outcome is not None and part.taken()]
     steps: list[Step] = [_finish(part, Ending.REFUND, part.taken()) for part in holding]
     looks: list[Step] = [_look(part) for part in holding]
     if not holding:
@@ -229,19 +237,19 @@ def _given(part: Part, finish: Finish, sources: list[int]) -> Finish:
 
 
 def _undone(parts: list[Part]) -> list[Finish]:
-    """What gives back all that was taken. What only may have been goes back by itself."""
+    """What gives back all that was, or may have been, taken."""
     return [_finish(part, Ending.REFUND, part.taken()) for part in parts if part.taken()]
 
 
 def _merged(check: Check, parts: list[Part]) -> Outcome:
     rows: list[Row] = [(0, 0, 0, 0, 0)] * len(check.takes)
     outcomes = [part.outcome for part in parts if part.outcome is not None]
-    for part, outcome in zip(parts, outcomes, strict=True):
-        for place, row in zip(part.places, outcome.rows, strict=True):
+    for part in parts:
+        for place, row in zip(part.places, part.outcome.rows if part.outcome else repeat(UNKNOWN), strict=False):
             rows[place] = row
     return Outcome(
         max(outcome.now_us for outcome in outcomes),
-        all(outcome.allowed for outcome in outcomes),
+        len(outcomes) == len(parts) and all(outcome.allowed for outcome in outcomes),
         max(outcome.delay_us for outcome in outcomes),
         rows,
     )

@@ -100,17 +100,22 @@ class Wire(asyncio.Protocol):
         """Ask the script; `done` is called with its reply, or with what was wrong. A node that is only about to get a
         slot wants to hear that we know (`asking`).
         """
-        data, heard = packed(call), self._heard(call, done, asking=asking)
         if asking:
-            self._send(ASKING + data + self._address.wait, _ignore, *heard)
+            self.call_all([(call, done, True)])
         else:
-            self._send(data + self._address.wait, *heard)
+            self._send(packed(call) + self._address.wait, *self._heard(call, done))
 
-    def call_all(self, calls: Sequence[tuple[Call, Done]]) -> None:
-        """Several calls in one write."""
-        wait = self._address.wait
-        heard = [each for call, done in calls for each in self._heard(call, done)]
-        self._send(b"".join([packed(call) + wait for call, _ in calls]), *heard)
+    def call_all(self, calls: Sequence[tuple[Call, Done, bool]]) -> None:
+        """Several calls in one write, each with whether it is `asking`."""
+        data: list[bytes] = []
+        heard: list[Callable[[Any], None]] = []
+        for call, done, asking in calls:
+            if asking:
+                data.append(ASKING)
+                heard.append(_ignore)
+            data += (packed(call), self._address.wait)
+            heard += self._heard(call, done, asking=asking)
+        self._send(b"".join(data), *heard)
 
     def ask(self, command: tuple[str | int | bytes, ...], done: Callable[[Any], None]) -> None:
         """Anything other than the script; `done` is called with whatever is said."""
