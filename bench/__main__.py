@@ -1,10 +1,11 @@
-"""`python -m bench [memory] [redis] [bytes] [library] [--quick] [--json FILE] [--plot FILE]`: without a part, all."""
+"""`python -m bench [memory] [redis] [bytes] [library] [scale] [--quick] [--json FILE] [--plot FILE]`: no part, all."""
 
 import argparse
 import json
 import platform
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -13,10 +14,14 @@ from typing import Any
 from bench import footprint, memory, plot, redis_cpu
 from bench.library import report as library
 from bench.library.run import run as run_library
+from bench.scale import plot as scale_plot
+from bench.scale import report as scale
+from bench.scale.run import run as run_scale
 from bench.server import NoServer, redis_server, server_version
 from bench.table import Target, targets
 
-PARTS = ("memory", "redis", "bytes", "library")
+PARTS = ("memory", "redis", "bytes", "library", "scale")
+DRAWN: dict[str, Callable[[list[Any], dict[str, str]], str]] = {"library": plot.draw, "scale": scale_plot.draw}
 
 
 def main() -> int:
@@ -30,9 +35,10 @@ def main() -> int:
             print(f"\n{drawn}", flush=True)
             report[part] = [asdict(result) for result in results]
             found += its_targets
-            if part == "library" and asked.plot:
-                asked.plot.write_text(plot.draw(results, report["versions"]))
-                print(f"drawn to {asked.plot}\n")
+            if part in DRAWN and asked.plot:
+                file = _plot_file(asked.plot, part, asked.parts)
+                file.write_text(DRAWN[part](results, report["versions"]))
+                print(f"drawn to {file}\n")
     except NoServer as missing:
         print(f"bench: {missing}", file=sys.stderr)
         return 1
@@ -57,8 +63,16 @@ def _run(part: str, versions: dict[str, str], *, quick: bool) -> tuple[list[Any]
         if part == "library":
             beside_peers = run_library(url, quick=quick)
             return beside_peers, library.draw(beside_peers), library.targets(beside_peers)
+        if part == "scale":
+            scaled = run_scale(url, quick=quick)
+            return scaled, scale.draw(scaled), scale.targets(scaled)
         in_bytes, its_targets = footprint.run(url, quick=quick)
         return in_bytes, footprint.draw(in_bytes), its_targets
+
+
+def _plot_file(asked: Path, part: str, parts: list[str]) -> Path:
+    """The library's plot has the name that was asked for; that of another part beside it has the part's as well."""
+    return asked if part == "library" or parts == [part] else asked.with_stem(f"{asked.stem}-{part}")
 
 
 def _arguments() -> argparse.Namespace:
@@ -66,7 +80,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("parts", nargs="*", metavar="part", help=f"{', '.join(PARTS)}; without one, all")
     parser.add_argument("--quick", action="store_true", help="a smoke run: its numbers mean little")
     parser.add_argument("--json", type=Path, default=Path("build/bench.json"), metavar="FILE", help="where results go")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="where the part library draws its SVG; else nowhere")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="where library or scale draws its SVG")
     asked = parser.parse_args()
     for part in asked.parts:
         if part not in PARTS:

@@ -17,7 +17,7 @@ _WIDTH, _MARGIN = 920, 24
 _NAMES, _NOTES = 250, 290  # where bars start; room for the text behind the longest one
 _BAR, _STEP = 16, 26
 
-_STYLE = """\
+STYLE = """\
 text { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #24292f }
 .title { font-size: 16px; font-weight: 600 }
 .group { font-weight: 600 }
@@ -31,17 +31,17 @@ text { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #24292
 def draw(results: Sequence[Result], versions: Mapping[str, str]) -> str:
     groups = {shape: _of(results, shape) for shape in (ONE, THREE)}
     most = max(result.checks_per_second.median for group in groups.values() for result in group)
-    parts = [_text(_MARGIN, 36, TITLE, "title"), _text(_MARGIN, 58, NOTE, "note"), _text(_MARGIN, 76, AFTER, "note")]
+    parts = [text(_MARGIN, 36, TITLE, "title"), text(_MARGIN, 58, NOTE, "note"), text(_MARGIN, 76, AFTER, "note")]
     top = 96
     for shape, group in groups.items():
-        parts.append(_text(_MARGIN, top + 14, shape.capitalize(), "group"))
+        parts.append(text(_MARGIN, top + 14, shape.capitalize(), "group"))
         top += 28
         for result in group:
             parts += _bar(result, top, most)
             top += _STEP
         top += 12
     used = ", ".join(f"{name} {number}" for name, number in versions.items())
-    parts.append(_text(_MARGIN, top + 10, used, "small"))
+    parts.append(text(_MARGIN, top + 10, used, "small"))
     height = top + 10 + _MARGIN
     return "\n".join((*_opening(height, _description(groups)), *parts, "</svg>\n"))
 
@@ -52,7 +52,7 @@ def _opening(height: int, description: str) -> tuple[str, ...]:
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-labelledby="title desc">',
         f'<title id="title">{escape(TITLE)}</title>',
         f'<desc id="desc">{escape(description)}</desc>',
-        f"<style>\n{_STYLE}\n</style>",
+        f"<style>\n{STYLE}\n</style>",
         f'<rect width="{_WIDTH}" height="{height}" rx="8" fill="#f6f8fa"/>',
     )
 
@@ -64,14 +64,14 @@ def _bar(result: Result, top: int, most: float) -> tuple[str, ...]:
     said = f"{rate:,.0f}, admitted {_admitted(result)}"
     line = top + _BAR - 4
     return (
-        _text(_NAMES - 8, line, result.contestant, anchor="end"),
+        text(_NAMES - 8, line, result.contestant, anchor="end"),
         f'<rect class="{kind}" x="{_NAMES}" y="{top}" width="{length:.1f}" height="{_BAR}" rx="2"/>',
-        _text(_NAMES + length + 8, line, said, "" if result.exactness.exact else "wrong"),
+        text(_NAMES + length + 8, line, said, "" if result.exactness.exact else "wrong"),
     )
 
 
-def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y}" class="{kind}" text-anchor="{anchor}">{escape(text)}</text>'
+def text(x: float, y: float, said: str, kind: str = "", anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y}" class="{kind}" text-anchor="{anchor}">{escape(said)}</text>'
 
 
 def _admitted(result: Result) -> str:

@@ -125,53 +125,52 @@ class SyncRedisStore:
             for places in by_slot(range(len(checks)), lambda at: self._slot(checks[at]))
             for part in fitting([checks[at].weight_us for at in places])
         ]
-        asked = [[checks[at] for at in places] for places in batches]
-        first = self._first_replies(asked, due) if len(asked) > 1 and not self._fleet.is_single else {}
-        for at, (places, batch) in enumerate(zip(batches, asked, strict=True)):
-            for place, answer in zip(places, self._judged_together(batch, due, first.get(at)), strict=True):
-                answers[place] = answer
+        runs = [(self._slot(checks[places[0]]), [checks[at] for at in places]) for places in batches]
+        told = self._run_all([(slot, self._parts.judge(batch)) for slot, batch in runs], due)
+        for places, (slot, batch), judged in zip(batches, runs, told, strict=True):
+            decide = self._fleet.node_of(slot).resilience.decide
+            each = judged if isinstance(judged, list) else [judged] * len(batch)
+            for place, check, answer in zip(places, batch, each, strict=True):
+                is_lost = isinstance(answer, StoreUnavailable) and not check.is_part
+                answers[place] = decide(check, answer) if is_lost else answer
         return answers
 
-    def _first_replies(self, batches: list[list[Check]], due: float) -> "dict[int, _Begun]":
-        """Begin with all slots of one server in one write. What is missing here is asked for by itself."""
-        begun: dict[int, _Begun] = {}
+    def _run_all(self, runs: Sequence[tuple[int, Flow[list[Any]]]], due: float) -> list[list[Any] | LimitforgeError]:
+        """Flows of several slots: those of one server begin in one write, and the servers work side by side."""
+        if len(runs) == 1 or self._fleet.is_single:
+            return [self._outcome(flow, due) for _, flow in runs]
+        calls = [next(flow) for _, flow in runs]
         by_node: dict[Node, list[int]] = {}
-        for at, batch in enumerate(batches):
-            by_node.setdefault(self._fleet.node_of(self._slot(batch[0])), []).append(at)
-        for node, places in by_node.items():
-            if node is self._fleet.nobody:
-                continue
-            flows = [self._parts.judge(batches[at]) for at in places]
-            calls = [next(flow) for flow in flows]
-            replies: Sequence[Reply | StoreError]
-            try:
-                replies = self._servers.ask(node, due, _calling_all(calls, due))
-            except StoreError as error:
-                replies = [error] * len(calls)
-            for at, flow, call, reply in zip(places, flows, calls, replies, strict=True):
-                begun[at] = _Begun(flow, call, reply)
-        return begun
+        for at, (slot, _) in enumerate(runs):
+            by_node.setdefault(self._fleet.node_of(slot), []).append(at)
+        by_node.pop(self._fleet.nobody, None)
+        asks = {node: _calling_all([calls[at] for at in places], due) for node, places in by_node.items()}
+        replies: dict[int, Reply | StoreError] = {}
+        for node, told in self._servers.ask_all(asks, due).items():
+            each = told if isinstance(told, list) else [told] * len(by_node[node])
+            replies.update(zip(by_node[node], each, strict=True))
+        return [
+            self._outcome(flow, due, call, replies.get(at))
+            for at, ((_, flow), call) in enumerate(zip(runs, calls, strict=True))
+        ]
+
+    def _outcome(
+        self, flow: Flow[list[Any]], due: float, call: Call | None = None, reply: Reply | StoreError | None = None
+    ) -> list[Any] | LimitforgeError:
+        """What a flow comes to, perhaps from its first call and the reply to that on."""
+        try:
+            if call is None:
+                return self._carry(flow, due)
+            if isinstance(reply, StoreError):
+                if not isinstance(reply, Elsewhere | Moving):
+                    return reply
+                reply = None
+            return self._go_on(flow, call, due, reply)
+        except LimitforgeError as error:
+            return error
 
     def _slot(self, check: Check) -> int:
         return self._fleet.slot_of(a_key_of(check))
-
-    def _judged_together(self, checks: Sequence[Check], due: float, begun: "_Begun | None" = None) -> list[Any]:
-        """What one call tells of each."""
-        answers: Sequence[Any]
-        try:
-            if begun is None or isinstance(begun.reply, Elsewhere | Moving):
-                answers = self._carry(self._parts.judge(checks), due)
-            elif isinstance(begun.reply, StoreError):
-                answers = [begun.reply] * len(checks)
-            else:
-                answers = self._go_on(begun.flow, begun.call, due, begun.reply)
-        except LimitforgeError as error:
-            answers = [error] * len(checks)
-        decide = self._fleet.node_of(self._slot(checks[0])).resilience.decide
-        return [
-            decide(check, answer) if isinstance(answer, StoreUnavailable) and not check.is_part else answer
-            for check, answer in zip(checks, answers, strict=True)
-        ]
 
     def _in_steps(
         self, flows: dict[int, Steps[Decision | LimitforgeError]], due: float
@@ -192,25 +191,27 @@ class SyncRedisStore:
             told = {at: [next(replies) for _ in asked] for at, asked in steps.items()}
         return answers
 
-    def _told(self, steps: Sequence[Step], due: float) -> list[Any]:
+    def _told(self, steps: Sequence[Any], due: float) -> list[Any]:
         """What the store says to each step; what ends something goes first."""
         answers: list[Any] = [None] * len(steps)
         ending = [at for at, step in enumerate(steps) if isinstance(step, Finish)]
         asking = [at for at, step in enumerate(steps) if not isinstance(step, Finish)]
-        for together in by_slot(ending, lambda at: self._fleet.slot_of(a_key_of(steps[at]))):
-            for part in fitting([steps[at].weight_us for at in together]):
-                places = together[part.start : part.stop]
-                for at, answer in zip(places, self._finished([steps[at] for at in places], due), strict=True):
-                    answers[at] = answer
+        batches = [
+            together[part.start : part.stop]
+            for together in by_slot(ending, lambda at: self._fleet.slot_of(a_key_of(steps[at])))
+            for part in fitting([steps[at].weight_us for at in together])
+        ]
+        runs = [
+            (self._fleet.slot_of(a_key_of(steps[places[0]])), self._parts.finish([steps[at] for at in places]))
+            for places in batches
+        ]
+        for places, told in zip(batches, self._run_all(runs, due), strict=True):
+            each = told if isinstance(told, list) else [told] * len(places)
+            for at, answer in zip(places, each, strict=True):
+                answers[at] = answer
         for at, answer in zip(asking, self._judged([cast("Check", steps[at]) for at in asking], due), strict=True):
             answers[at] = answer
         return answers
-
-    def _finished(self, finishes: Sequence[Any], due: float) -> Sequence[Any]:
-        try:
-            return self._carry(self._parts.finish(finishes), due)
-        except LimitforgeError as error:
-            return [error] * len(finishes)
 
     def _undo(self, undone: Sequence[Finish]) -> None:
         """Give back on a thread of its own: no caller waits, and what does not arrive goes back by itself."""
@@ -253,7 +254,7 @@ class SyncRedisStore:
         batches = list(parts(charges, self._fleet.slot_of))
         charges = [charge for part in batches for charge in part]
         for part in batches:
-            answers += self._judged_together(part, time.monotonic() + COMMAND_SECONDS)
+            answers += self._judged(part, time.monotonic() + COMMAND_SECONDS)
         self._parts.charged(charges, answers)
 
     # -- what this process decides
@@ -348,14 +349,6 @@ class Kept(NamedTuple):
                 return
             store.keep()
             del store
-
-
-class _Begun(NamedTuple):
-    """A flow whose first call was sent together with others, and what that was answered."""
-
-    flow: Flow[list[Any]]
-    call: Call
-    reply: Reply | StoreError
 
 
 def _calling_all(calls: Sequence[Call], due: float) -> Ask:

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from limitforge.core.check import Check
@@ -14,6 +15,7 @@ from limitforge.stores.resp import Elsewhere, Moving
 from limitforge.stores.wire_sync import SyncWire, WirePool
 
 MAX_CONNECTIONS = 64  # to each server
+MAX_SIDE_BY_SIDE = 32  # servers that are asked at once
 MOVING_SECONDS = 0.005  # how soon to ask again for keys that are on their way
 MANY_HOPS = 3  # beyond these, servers seem to point at each other: give them a moment
 
@@ -29,10 +31,14 @@ class Servers:
         self._lock = threading.Lock()
         self._finding = threading.Lock()
         self._pools: dict[Node, WirePool] = {}
+        self._threads: ThreadPoolExecutor | None = None
 
     def close(self) -> None:
         with self._lock:
             pools, self._pools = self._pools, {}
+            threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown(wait=False)
         for pool in pools.values():
             pool.close()
 
@@ -64,6 +70,23 @@ class Servers:
             raise as_corrupt(error) from error
         self._succeeded(node, answer if isinstance(answer, list) else ())
         return answer
+
+    def ask_all(self, asks: dict[Node, Ask], due: float) -> dict[Node, Any]:
+        """Ask several servers side by side: to each its answer or its error."""
+        if len(asks) == 1:
+            return {node: self._answer(node, due, ask) for node, ask in asks.items()}
+        with self._lock:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(MAX_SIDE_BY_SIDE, "limitforge-servers")
+            threads = self._threads
+        asked = {node: threads.submit(self._answer, node, due, ask) for node, ask in asks.items()}
+        return {node: future.result() for node, future in asked.items()}
+
+    def _answer(self, node: Node, due: float, ask: Ask) -> Any:
+        try:
+            return self.ask(node, due, ask)
+        except LimitforgeError as error:
+            return error
 
     def use(self, node: Node, due: float, ask: Ask) -> Any:
         """The same without an account."""

@@ -1,0 +1,1 @@
+"""What shards and leases bring: three shards beside one Redis, leased limits beside exact ones."""

@@ -1,0 +1,210 @@
+"""The tables of all results, and what became of the targets."""
+
+from collections.abc import Sequence
+
+from bench.contest import Spread
+from bench.scale import crowd, shards
+from bench.scale.crowd import CrowdResult
+from bench.scale.drive import YIELD_EVERY
+from bench.scale.leases import FIXED, TOKEN, LeasesResult
+from bench.scale.pace import ALONE, MANY, PROCESSES, SHARDS
+from bench.scale.run import Result
+from bench.scale.shards import ShardsResult
+from bench.table import Target, ahead, at_least, table
+
+LEASED_FASTER = 10
+BUSY_PERCENT = 20
+
+_SHARDS_TITLE = f"""\
+One Redis beside {SHARDS} shards, many keys, {MANY} callers unless it says otherwise: medians of the rounds.
+checks/call: how many checks travelled in one EVALSHA. Redis CPU us: what a check takes of each shard.
+full at: how many checks/s would fill the busiest one, if its core were its own: worked out from its CPU, at the
+batches of this load (more callers, fuller batches). Here all share the cores with the callers: checks/s cannot rise.
+x one Redis (lowest-highest): against the same callers on one Redis, same round; above 1 is more.
+admitted: when all ask at once for more than there is. after denials: what another limit of the plan still gives."""
+_SHARDS_HEADER = (
+    "one check, async",
+    "checks/s",
+    "x one Redis",
+    "p50 us",
+    "p99 us",
+    "CPU us",
+    "checks/call",
+    "Redis CPU us, by shard",
+    "calls %",
+    "full at",
+    "x one Redis",
+    "admitted",
+    "after denials",
+    "failed",
+)
+_LEASES_TITLE = f"""\
+One hot key, one process: medians of the rounds. p50 and p99: from asking to knowing, once the share is as large as
+the load wants it. Every caller steps back after {YIELD_EVERY} decisions, whoever decides them: that is in the checks/s
+and the CPU of all, and not in the time of a decision.
+x faster (lowest-highest): the exact limit's time in the same round, with as many callers, against this one's.
+admitted: when {MANY} callers ask for more than there is."""
+_LEASES_HEADER = (
+    "one decision, async",
+    "checks/s",
+    "p50 us",
+    "x faster",
+    "p99 us",
+    "x faster",
+    "CPU us",
+    "Redis CPU us",
+    "scripts",
+    "admitted",
+    "failed",
+)
+_CROWD_TITLE = f"""\
+One hot key, {PROCESSES} processes with {MANY} callers each, started together: medians, counts of the worst round.
+Redis busy: its CPU against the wall. x exact: checks/s against the exact limit that has as much left, same round.
+admitted: all from the first check to the last, of what there was to give. unspent: how much of that was not given.
+out: counted in Redis when all stop, and nobody admitted for it (shares). lost: the same with all limiters closed."""
+_CROWD_HEADER = (
+    "one decision, async",
+    "checks/s",
+    "x exact",
+    "p50 us",
+    "p99 us",
+    "CPU us",
+    "Redis CPU us",
+    "Redis busy %",
+    "scripts",
+    "admitted",
+    "unspent",
+    "out",
+    "lost",
+    "failed",
+)
+
+
+def draw(results: Sequence[Result]) -> str:
+    over_shards, leased, crowded = split(results)
+    return "\n".join(
+        (
+            table(_SHARDS_TITLE, _SHARDS_HEADER, _grouped([(each.plan, _shards_row(each)) for each in over_shards])),
+            table(_LEASES_TITLE, _LEASES_HEADER, _grouped([(_group(each), _leases_row(each)) for each in leased])),
+            table(_CROWD_TITLE, _CROWD_HEADER, [_crowd_row(each) for each in crowded]),
+        )
+    )
+
+
+def split(results: Sequence[Result]) -> tuple[list[ShardsResult], list[LeasesResult], list[CrowdResult]]:
+    return (
+        [each for each in results if isinstance(each, ShardsResult)],
+        [each for each in results if isinstance(each, LeasesResult)],
+        [each for each in results if isinstance(each, CrowdResult)],
+    )
+
+
+def targets(results: Sequence[Result]) -> list[Target]:
+    over_shards, leased, crowded = split(results)
+    found = []
+    for algorithm in (FIXED, TOKEN):
+        for callers in (ALONE, MANY):
+            one = next(
+                each
+                for each in leased
+                if (each.algorithm, each.consistency, each.callers) == (algorithm, "leased", callers)
+            )
+            what = f"scale, leased {algorithm}, {_callers(callers)}, p50 of a decision against exact"
+            found.append(at_least(what, LEASED_FASTER, one.p50_faster.median))
+    for each in crowded:
+        if each.contestant in (crowd.LEASED, crowd.LEASED_TOKEN):
+            busy = 100 * each.redis_busy.median
+            what = f"scale, hot key, {PROCESSES} processes, {each.contestant}, Redis busy"
+            found.append(Target(what, f"under {BUSY_PERCENT} %", f"{busy:.1f} %", busy < BUSY_PERCENT))
+    for each_shards in over_shards:
+        if each_shards.placement in (shards.SPREAD_TENANTS, shards.SPREAD_LANES):
+            what = f"scale, {each_shards.plan}, {each_shards.placement}, where the busiest is full"
+            found.append(ahead(what, each_shards.fuller.median))
+    kept = [
+        *(each.exactness.exact and each.measured.count == each.measured.of for each in over_shards),
+        *(each.exhausted.count <= each.exhausted.of and each.measured.count == each.measured.of for each in leased),
+        *(each.kept for each in crowded),
+    ]
+    failed = sum(each.failed for each in results)
+    return [
+        *found,
+        Target("scale, rows that admit what they should, or never more", f"{len(kept)}", f"{sum(kept)}", all(kept)),
+        Target("scale, checks that failed", "0", f"{failed}", not failed),
+    ]
+
+
+def _grouped(rows: Sequence[tuple[str, tuple[str, ...]]]) -> list[tuple[str, ...]]:
+    lines: list[tuple[str, ...]] = []
+    for at, (group, row) in enumerate(rows):
+        if not at or group != rows[at - 1][0]:
+            lines += [(), (group,)]
+        lines.append(row)
+    return lines[1:]
+
+
+def _group(result: LeasesResult) -> str:
+    return f"{result.algorithm}, {_callers(result.callers)}"
+
+
+def _callers(callers: int) -> str:
+    return f"{callers} {'caller' if callers == 1 else 'callers'}"
+
+
+def _shards_row(result: ShardsResult) -> tuple[str, ...]:
+    exact = result.exactness
+    return (
+        f"  {result.placement}",
+        f"{result.checks_per_second.median:,.0f}",
+        result.faster.text(),
+        _us(result.p50_us),
+        _us(result.p99_us),
+        f"{result.cpu_us.median:.1f}",
+        f"{result.checks_per_call:.1f}",
+        " + ".join(f"{each:.1f}" for each in result.shards_cpu_us),
+        "/".join(f"{100 * each:.0f}" for each in result.shards_calls),
+        f"{result.full_at.median:,.0f}",
+        result.fuller.text(),
+        exact.admitted.text(),
+        exact.after.text() if exact.after else "",
+        f"{result.failed}",
+    )
+
+
+def _leases_row(result: LeasesResult) -> tuple[str, ...]:
+    return (
+        f"  {result.consistency}",
+        f"{result.checks_per_second.median:,.0f}",
+        _us(result.p50_us),
+        result.p50_faster.text(1),
+        _us(result.p99_us),
+        result.p99_faster.text(1),
+        f"{result.cpu_us.median:.1f}",
+        f"{result.redis_cpu_us.median:.2f}",
+        f"{result.calls:.4f}",
+        result.exhausted.text(),
+        f"{result.failed}",
+    )
+
+
+def _crowd_row(result: CrowdResult) -> tuple[str, ...]:
+    worst = max(result.admitted, key=lambda each: abs(each.of - each.count))
+    return (
+        result.contestant,
+        f"{result.checks_per_second.median:,.0f}",
+        result.faster.text(),
+        _us(result.p50_us),
+        _us(result.p99_us),
+        f"{result.cpu_us.median:.1f}",
+        f"{result.redis_cpu_us.median:.2f}",
+        f"{100 * result.redis_busy.median:.1f}",
+        f"{result.calls:.4f}",
+        f"{worst.count} of {'at most ' if result.refills else ''}{worst.of}",
+        f"{result.unspent}",
+        "" if result.out is None else f"{result.out}",
+        "" if result.lost is None else f"{result.lost}",
+        f"{result.failed}",
+    )
+
+
+def _us(spread: Spread) -> str:
+    return f"{spread.median:,.0f}" if spread.median >= 10 else f"{spread.median:.1f}"

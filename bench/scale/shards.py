@@ -1,0 +1,237 @@
+"""The same load on one Redis and on three shards of a Cluster.
+
+On a machine where all of them share the cores, three shards cannot be faster than one. What tells whether they move
+the wall is what a check takes of the busiest one: `full_at` is how many checks a second would fill its core.
+"""
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from bench.contest import Spread, progress
+from bench.library.exact import Admitted, Exactness
+from bench.ours import PLANS, TENANT
+from bench.scale.drive import Ask, Meter, Sample, Who, asking, drive, patient, prefix
+from bench.scale.pace import CROWDED, FEW_LANES, LANES, MANY, SHARDS, TENANTS, Pace
+from limitforge import FixedWindow, Limiter, Limits
+
+AMPLE = 10_000_000
+DAY_SECONDS = 86_400
+
+ONE, ONE_CROWDED = "one limit", f"one limit, {CROWDED} callers"
+THREE, GLOBAL = "three limits of a subject", "a subject's limit and a global one"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """By the size of the limit that denies. `first` is another of its limits alone, by the same size and by how many
+    subjects there are, and `left` what that still gives to all once the plan has denied.
+    """
+
+    name: str
+    whole: Callable[[int, int], Limits]
+    first: Callable[[int, int], Limits] | None = None
+    left: Callable[[int, int], int] = lambda _size, _subjects: 0
+    callers: int = MANY
+
+
+def _everyone(size: int, subjects: int) -> FixedWindow:
+    return FixedWindow(name="everyone", scope="global", limit=2 * size * subjects, window_seconds=DAY_SECONDS)
+
+
+PLANS_OVER_SHARDS = (
+    Plan(ONE, lambda size, _: PLANS["token bucket"](size)),
+    Plan(ONE_CROWDED, lambda size, _: PLANS["token bucket"](size), callers=CROWDED),
+    Plan(
+        THREE,
+        lambda size, _: PLANS["three limits"](size),
+        lambda size, _: PLANS["token bucket"](4 * size),
+        lambda size, subjects: 3 * size * subjects,
+    ),
+    Plan(
+        GLOBAL,
+        lambda size, subjects: Limits(_everyone(size, subjects), *PLANS["token bucket"](size)),
+        lambda size, subjects: Limits(_everyone(size, subjects)),
+        lambda size, subjects: size * subjects,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the keys are. `base` is the one that it is compared with: the same callers on one Redis."""
+
+    name: str
+    base: str
+    is_sharded: bool
+    tenants: int
+    lanes: int = 1
+
+    def callers(self, subjects: int) -> list[Who]:
+        if self.tenants == 1:
+            return [(TENANT, f"user:{number}") for number in range(subjects)]
+        return [(f"tenant-{number % self.tenants}", f"user:{number}") for number in range(subjects)]
+
+
+BASE_TENANTS, BASE_TENANT = f"one Redis, {TENANTS} tenants", "one Redis, one tenant"
+SPREAD_TENANTS, SPREAD_LANES = f"{SHARDS} shards, {TENANTS} tenants", f"{SHARDS} shards, one tenant, {LANES} lanes"
+SPREAD_FEW, ONE_LANE = f"{SHARDS} shards, one tenant, {FEW_LANES} lanes", f"{SHARDS} shards, one tenant, one lane"
+
+PLACEMENTS = (
+    Placement(BASE_TENANTS, BASE_TENANTS, is_sharded=False, tenants=TENANTS),
+    Placement(SPREAD_TENANTS, BASE_TENANTS, is_sharded=True, tenants=TENANTS),
+    Placement(BASE_TENANT, BASE_TENANT, is_sharded=False, tenants=1),
+    Placement(SPREAD_LANES, BASE_TENANT, is_sharded=True, tenants=1, lanes=LANES),
+    Placement(SPREAD_FEW, BASE_TENANT, is_sharded=True, tenants=1, lanes=FEW_LANES),
+    Placement(ONE_LANE, BASE_TENANT, is_sharded=True, tenants=1),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardsResult:
+    plan: str
+    callers: int
+    placement: str
+    base: str
+    checks_per_second: Spread
+    p50_us: Spread
+    p99_us: Spread
+    cpu_us: Spread
+    shards_cpu_us: tuple[float, ...]
+    """What a check took in each Redis: the median of the rounds."""
+    shards_calls: tuple[float, ...]
+    """Which part of the calls each of them had."""
+    checks_per_call: float
+    full_at: Spread
+    """How many checks a second fill the core of the busiest Redis."""
+    faster: Spread
+    """Checks a second against the base, round by round."""
+    fuller: Spread
+    """The same for `full_at`."""
+    measured: Admitted
+    """All that were measured: their limits are ample."""
+    exactness: Exactness
+    failed: int
+    """Of all checks, also those before anything was measured."""
+    kind: str = "shards"
+
+
+class Site:
+    """The servers: one Redis, and a Cluster, with a meter for each."""
+
+    def __init__(self, url: str, cluster_url: str, shard_urls: Sequence[str]) -> None:
+        self._urls = {False: url, True: cluster_url}
+        self._meters = {False: Meter([url]), True: Meter(shard_urls)}
+
+    def open(self, placement: Placement) -> Limiter:
+        lanes = {TENANT: placement.lanes} if placement.lanes > 1 else None
+        return Limiter.connect(self._urls[placement.is_sharded], key_prefix=prefix(), lanes=lanes, options=patient())
+
+    def meter(self, placement: Placement) -> Meter:
+        return self._meters[placement.is_sharded]
+
+    def flush(self) -> None:
+        for meter in self._meters.values():
+            meter.flush()
+
+    def close(self) -> None:
+        for meter in self._meters.values():
+            meter.close()
+
+
+async def run(site: Site, pace: Pace) -> list[ShardsResult]:
+    results = []
+    for plan in PLANS_OVER_SHARDS:
+        progress(f"scale: {plan.name}, {len(PLACEMENTS)} placements")
+        exact = {each.name: await _exactness(site, plan, each, pace) for each in PLACEMENTS}
+        site.flush()
+        samples, failed = await _samples(site, plan, pace)
+        site.flush()
+        results += [
+            _result(plan, each, samples[each.name], samples[each.base], exact[each.name], failed[each.name])
+            for each in PLACEMENTS
+        ]
+    return results
+
+
+async def _exactness(site: Site, plan: Plan, placement: Placement, pace: Pace) -> tuple[Exactness, int]:
+    """Callers of subjects on all shards ask at once for more than there is; then for what one limit has left. And how
+    many of these checks failed.
+    """
+    size, subjects = pace.exact_size, pace.exact_subjects
+    who = placement.callers(subjects)
+    limiter = site.open(placement)
+    more = size // 2
+    try:
+        whole = asking(limiter, plan.whole(size, subjects))
+        admitted, failed, _ = await drive(whole, itertools.chain.from_iterable([who] * (size + more)), plan.callers)
+        after = None
+        if plan.first is not None:
+            left = plan.left(size, subjects)
+            alone = asking(limiter, plan.first(size, subjects))
+            turns = left // subjects + more
+            still, failed_after, _ = await drive(alone, itertools.chain.from_iterable([who] * turns), plan.callers)
+            after, failed = Admitted(still, left), failed + failed_after
+        return Exactness(Admitted(admitted, size * subjects), after), failed
+    finally:
+        await limiter.close()
+
+
+async def _samples(site: Site, plan: Plan, pace: Pace) -> tuple[dict[str, list[Sample]], dict[str, int]]:
+    """The rounds of each placement, and how many of its checks failed before them."""
+    limiters = {each.name: site.open(each) for each in PLACEMENTS}
+    asks: dict[str, Ask] = {}
+    streams, failed = {}, {}
+    for each in PLACEMENTS:
+        who = each.callers(pace.subjects)
+        asks[each.name] = asking(limiters[each.name], plan.whole(AMPLE, 100))
+        warm = await drive(asks[each.name], iter(who), plan.callers)  # every subject is known, every connection open
+        failed[each.name] = warm.failed
+        streams[each.name] = itertools.cycle(random.Random(1).sample(who, len(who)))
+    samples: dict[str, list[Sample]] = {each.name: [] for each in PLACEMENTS}
+    for number in range(pace.rounds):
+        for at in range(len(PLACEMENTS)):
+            each = PLACEMENTS[(at + number) % len(PLACEMENTS)]
+            sample = await site.meter(each).sample(asks[each.name], streams[each.name], plan.callers, pace.seconds)
+            samples[each.name].append(sample)
+    for limiter in limiters.values():
+        await limiter.close()
+    return samples, failed
+
+
+def _result(
+    plan: Plan,
+    placement: Placement,
+    samples: list[Sample],
+    base: list[Sample],
+    exact: tuple[Exactness, int],
+    failed: int,
+) -> ShardsResult:
+    exactness, failed_exact = exact
+    calls = [sum(each) for each in zip(*(sample.shards_calls for sample in samples), strict=True)]
+    rates, full = [sample.checks_per_second for sample in samples], [_full_at(sample) for sample in samples]
+    asked = sum(sample.checks for sample in samples)
+    return ShardsResult(
+        plan.name,
+        plan.callers,
+        placement.name,
+        placement.base,
+        Spread.of(rates),
+        Spread.of([sample.p50_us for sample in samples]),
+        Spread.of([sample.p99_us for sample in samples]),
+        Spread.of([sample.cpu_us for sample in samples]),
+        tuple(Spread.of(each).median for each in zip(*(sample.shards_cpu_us for sample in samples), strict=True)),
+        tuple(each / sum(calls) for each in calls),
+        asked / sum(calls),
+        Spread.of(full),
+        Spread.of_ratios(rates, [sample.checks_per_second for sample in base]),
+        Spread.of_ratios(full, [_full_at(sample) for sample in base]),
+        Admitted(sum(sample.admitted for sample in samples), asked),
+        exactness,
+        failed + failed_exact + sum(sample.failed for sample in samples),
+    )
+
+
+def _full_at(sample: Sample) -> float:
+    return 1e6 / max(*sample.shards_cpu_us, 0.001)
