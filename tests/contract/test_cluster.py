@@ -128,6 +128,67 @@ def test_a_long_batch_of_spread_checks_fits_into_its_deadline(cluster: ClusterSe
         assert sum(isinstance(answer, Decision) and answer.allowed for answer in answers) == 1_000
 
 
+# -- many slots of one server
+
+
+def calls(cluster: ClusterServers) -> int:
+    """How often the script was called."""
+    told = (node.command("INFO commandstats") for node in cluster.nodes)
+    return sum(int(count) for one in told for count in re.findall(rb"cmdstat_evalsha:calls=(\d+)", one))
+
+
+async def test_what_waits_for_many_slots_of_a_server_shares_a_call(cluster: ClusterServers) -> None:
+    async with Limiter.connect(cluster.url, options=EXACT) as limiter:
+        tenants = [f"t{number}" for number in range(90)]
+        await asyncio.gather(*(limiter.check("r", "s", limits=SUBJECT, tenant=tenant) for tenant in tenants[:3]))
+        before = calls(cluster)
+        answers = await asyncio.gather(
+            *(limiter.check("r", "s", limits=SUBJECT, tenant=tenant, cost=2) for tenant in tenants)
+        )
+        assert calls(cluster) - before <= 9  # in halves, and one for who comes too late
+        assert [answer.remaining for answer in answers[3:]] == [998] * 87
+
+
+async def test_a_slot_that_moves_takes_nobody_else_along(cluster: ClusterServers) -> None:
+    options = StoreOptions(failure="closed", deadline_ms=2_000, denial_cache_ms=0)
+    async with Limiter.connect(cluster.url, options=options) as limiter:
+        tenants = [f"t{number}" for number in range(60)]
+        await limiter.check("r", "s", limits=SUBJECT, tenant="acme")
+        moving(cluster, "acme")
+        for _ in range(3):
+            asked = asyncio.ensure_future(limiter.check("r", "s", limits=SUBJECT, tenant="acme"))
+            answers = await asyncio.gather(*(limiter.check("r", "s", limits=TENANT, tenant=t) for t in tenants))
+            assert {answer.degraded for answer in answers} == {None}
+            asked.cancel()
+        assert (await limiter.check("r", "s", limits=TENANT, tenant="t0", cost=0)).remaining == 997
+
+
+async def test_the_script_for_several_slots_is_loaded_again_where_it_was_forgotten(cluster: ClusterServers) -> None:
+    async with Limiter.connect(cluster.url, options=EXACT) as limiter:
+        tenants = [f"t{number}" for number in range(30)]
+        for left in (999, 998, 997):
+            answers = await asyncio.gather(*(limiter.check("r", "s", limits=SUBJECT, tenant=t) for t in tenants))
+            assert {answer.remaining for answer in answers} == {left}
+            for node in cluster.masters():
+                node.must("SCRIPT FLUSH")
+
+
+async def test_a_full_shard_still_denies_and_tells(cluster: ClusterServers) -> None:
+    """A Redis that may not write refuses the call for several slots as a whole: each slot is then asked by itself."""
+    options = StoreOptions(failure="closed", deadline_ms=5_000, denial_cache_ms=0)
+    async with Limiter.connect(cluster.url, options=options) as limiter:
+        tenants = [f"t{number}" for number in range(30)]
+        await asyncio.gather(*(limiter.check("r", "s", limits=SUBJECT, tenant=t, cost=1_000) for t in tenants))
+        for node in cluster.masters():
+            node.must("CONFIG SET maxmemory 1")
+        try:
+            answers = await asyncio.gather(*(limiter.check("r", "s", limits=SUBJECT, tenant=t) for t in tenants))
+        finally:
+            for node in cluster.masters():
+                node.must("CONFIG SET maxmemory 0")
+        assert {(answer.allowed, answer.degraded) for answer in answers} == {(False, None)}
+
+
 # -- slots that move
 
 

@@ -354,7 +354,7 @@ class NextRelease(SyncRedisStore):
             try:
                 call = next(flow)
                 while True:
-                    keys, args, _ = wire_strings(call)
+                    keys, args, *_ = wire_strings(call)
                     call = flow.send(redis.execute_command("EVAL", self.SCRIPT, len(keys), *keys, *args))
             except StopIteration as done:
                 return done.value

@@ -57,6 +57,25 @@ local function gone(state, now)
   return now >= state.til and now >= state.last
 end
 
+-- MGET says false for a key of another type, which must not read as empty: what seems to be missing is asked for once more, all at once.
+local function fetch(values, first, last)
+  local found = redis.call('MGET', unpack(KEYS, first, last))
+  local missing, count = {}, 0
+  for key = first, last do
+    local value = found[key - first + 1]
+    values[key] = value
+    if not value then
+      count = count + 1
+      missing[count] = KEYS[key]
+    end
+  end
+  if count > 0 and redis.call('EXISTS', unpack(missing)) > 0 then
+    for key = first, last do
+      if not values[key] and redis.call('EXISTS', KEYS[key]) > 0 then values[key] = true end
+    end
+  end
+end
+
 return {
   FORMAT = 1,
   PENDING_WIDTH = PENDING_WIDTH,
@@ -64,20 +83,17 @@ return {
   state = state_of,
   gone = gone,
 
-  -- MGET says false for a key of another type, which must not read as empty: what seems to be missing is asked for once more, all at once.
+  -- All keys are read before anything is written: a slot that is not here, or not wholly, fails the call before it has done anything.
   read = function(now, injected)
-    local values = #KEYS > 0 and redis.call('MGET', unpack(KEYS)) or {}
-    local missing, count = {}, 0
-    for key = 1, #KEYS do
-      if not values[key] then
-        count = count + 1
-        missing[count] = KEYS[key]
+    local values = {}
+    if SLOTS then -- a command takes keys of one slot only
+      local first = 1
+      for slot = 1, #SLOTS do
+        fetch(values, first, first + SLOTS[slot] - 1)
+        first = first + SLOTS[slot]
       end
-    end
-    if count > 0 and redis.call('EXISTS', unpack(missing)) > 0 then
-      for key = 1, #KEYS do
-        if not values[key] and redis.call('EXISTS', KEYS[key]) > 0 then values[key] = true end
-      end
+    elseif #KEYS > 0 then
+      fetch(values, 1, #KEYS)
     end
     return { now = now, injected = injected, values = values, changed = {} }
   end,

@@ -6,7 +6,7 @@ carry calls, so they share everything else.
 
 import logging
 from collections.abc import Callable, Generator, Iterable, Sequence
-from itertools import count
+from itertools import count, groupby
 from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
@@ -40,6 +40,8 @@ class Call(NamedTuple):
     keys: Sequence[str | bytes]
     args: Sequence[str | bytes]
     number: int
+    slots: tuple[int, ...] = ()
+    """How many of the keys lie in each slot, one after the other; empty if all are in one."""
 
 
 Reply = bytes | list[Any]
@@ -270,4 +272,10 @@ def one_call(call: Call) -> Flow[Reply]:
 def wire_strings(call: Call) -> Call:
     """The same with every string as bytes, for those whose escapes are no UTF-8."""
     keys, args = ([encoded(s) if isinstance(s, str) else s for s in strings] for strings in (call.keys, call.args))
-    return Call(keys, args, call.number)
+    return Call(keys, args, call.number, call.slots)
+
+
+def across(call: Call, slot_of: SlotOf) -> Call:
+    """The same call over several slots, whose keys follow each other slot by slot."""
+    lengths = [len(list(run)) for _, run in groupby(call.keys, slot_of)]
+    return call._replace(slots=tuple(lengths)) if len(lengths) > 1 else call

@@ -235,7 +235,7 @@ def target_of(url: str) -> Target:
             raise InvalidInput("url", "a Cluster has no databases: leave out what follows the servers")
         query = urlencode(options)
         addresses = tuple(address_of(f"{scheme}://{login}{seed}/0?{query}") for seed in seeds)
-        return Target(Kind.CLUSTER, addresses, addresses[0])
+        return Target(Kind.CLUSTER, addresses, addresses[0].of_cluster())
     service, _, database = parts.path.strip("/").partition("/")
     if not service:
         raise InvalidInput("url", "names no master: redis+sentinel://host:26379,host:26379/name")

@@ -2,8 +2,8 @@
 
 An idle connection sends at the end of the loop's turn, so whatever was asked in that turn travels together and a lone
 check waits for nobody. While two writes are in flight the next batch gathers. One write is one call, or one for each
-slot of a Cluster that is asked. There is no timer but the one for deadlines, which stays armed while anything is owed
-an answer.
+slot of a Cluster where they can't share it. There is no timer but the one for deadlines, which stays armed while
+anything is owed an answer.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from limitforge.stores.codec import BUSY_US, Call, Flow, Judged, Reply, as_corru
 from limitforge.stores.fleet import Node
 from limitforge.stores.link import Link
 from limitforge.stores.resilience import NotAsked, left_alone
-from limitforge.stores.resp import Elsewhere, Moving
+from limitforge.stores.resp import Elsewhere, Moving, is_surely_unexecuted
 from limitforge.stores.spread import Finish, Step
 
 MAX_IN_FLIGHT = 2
@@ -28,6 +28,7 @@ CONNECT_DEADLINES = 4  # how long a connection may take to open: those who wait 
 LEAST_CONNECT_SECONDS = 0.25
 LAG_SECONDS = 0.005
 GRACE_SECONDS = 0.001
+UNSETTLED_SECONDS = 1.0
 
 Tell = Callable[[Any], None]
 """Told a decision or an error; for a part of a check whatever the store told of it."""
@@ -39,6 +40,9 @@ class Answers(Protocol):
     def judge(self, checks: Sequence[Check]) -> Flow[list[Judged]]: ...
 
     def finish(self, finishes: Sequence[Finish]) -> Flow[list[Any]]: ...
+
+    def across(self, call: Call) -> Call:
+        """The same call over several slots of one server."""
 
     def charge(self, charges: Sequence[Check]) -> None: ...
 
@@ -68,8 +72,10 @@ class Asked(msgspec.Struct, eq=False):
     """Whether it was on its way before: what it waited for then was not this loop."""
     asking: bool = False
     """Whether it goes to a server that is only about to get its slot."""
+    apart: bool = False
+    """Whether it must not share a call with other slots."""
     alone: bool = False
-    """Whether it must not share a call: a slot is moving, and others may lack a key."""
+    """Whether it must not share a call at all: its slot is moving, and others may lack a key."""
     hops: int = 0
 
 
@@ -91,6 +97,8 @@ class Flight(msgspec.Struct, eq=False):
     late: bool = False
     calls: int = 0
     asking: bool = False
+    across: bool = False
+    """Whether it asks several slots in one call."""
 
 
 class Pipeline:
@@ -113,6 +121,9 @@ class Pipeline:
         self._weight_us = 0
         self._flights: list[Flight] = []
         self._volleys: list[Volley] = []
+        self._unsettled: dict[
+            int, float
+        ] = {}  # slots that are moving or have moved, and until when they go by themselves
         self._is_scheduled = False
         self._answered_us = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -215,14 +226,8 @@ class Pipeline:
         return waiting[:count], _is_inside(waiting, count)
 
     def _send(self, batch: list[Asked], *, holds: bool) -> None:
-        """One call for each slot, and one for what ends there; all in one write."""
-        batches = [batch]
-        if self._is_sharded:
-            slots: dict[tuple[int, bool, bool, int], list[Asked]] = {}
-            for asked in batch:
-                alone = id(asked) if asked.alone else 0
-                slots.setdefault((asked.slot, type(asked.check) is Finish, asked.asking, alone), []).append(asked)
-            batches = list(slots.values())
+        """One call, and one for what ends; one more for each slot that can't share them. All in one write."""
+        batches = [batch] if not self._is_sharded else self._sharded(batch)
         volley = Volley(len(batches), holds)
         self._volleys.append(volley)
         flights = [self._flight(one, volley) for one in batches]
@@ -240,10 +245,23 @@ class Pipeline:
                 for _, flight in calls:
                     self._fail(flight, StoreUnavailable("the connection to Redis was lost"))
 
+    def _sharded(self, batch: list[Asked]) -> list[list[Asked]]:
+        """What may share a call, slot by slot in it; what ends something goes before what looks at it."""
+        now = self.loop.time()
+        for slot in [slot for slot, until in self._unsettled.items() if until < now]:
+            del self._unsettled[slot]
+        found: dict[tuple[bool, int, bool, int], list[Asked]] = {}
+        for asked in sorted(batch, key=_kind_and_slot):
+            apart = asked.apart or asked.asking or asked.slot in self._unsettled
+            slot, alone = asked.slot if apart else -1, id(asked) if asked.alone else 0
+            found.setdefault((type(asked.check) is Finish, slot, asked.asking, alone), []).append(asked)
+        return list(found.values())
+
     def _flight(self, batch: list[Asked], volley: Volley) -> Flight:
         steps: list[Any] = [asked.check for asked in batch]
         flow = self._answers.finish(steps) if type(steps[0]) is Finish else self._answers.judge(steps)
         flight = Flight(batch, flow, self._resilience.now_us(), volley, asking=batch[0].asking)
+        flight.across = self._is_sharded and batch[0].slot != batch[-1].slot
         self._flights.append(flight)
         return flight
 
@@ -275,6 +293,8 @@ class Pipeline:
             self.link.abort(StoreUnavailable("an answer made no sense", maybe_counted=True))
         else:
             flight.calls += 1
+            if flight.across:
+                call = self._answers.across(call)
             if calls is not None:
                 calls.append((call, flight))
             elif self.link.wire is None:
@@ -285,7 +305,15 @@ class Pipeline:
     def _replied(self, flight: Flight, reply: Reply | StoreError) -> None:
         if not isinstance(reply, StoreError):
             self._advance(flight, partial(flight.flow.send, reply))
+        elif flight.across and flight.calls == 1 and is_surely_unexecuted(reply):
+            self._land(flight)
+            self._answered(flight)
+            for asked in flight.batch:  # each slot by itself will say what is wrong
+                asked.is_aged = asked.apart = True
+                if asked.tell is not None:
+                    self.submit(asked)
         elif isinstance(reply, Elsewhere | Moving) and flight.calls == 1 and self._is_sharded:
+            self._unsettled[flight.batch[0].slot] = self.loop.time() + UNSETTLED_SECONDS
             self._land(flight)
             self._answered(flight)
             self._redirect(flight, reply)
@@ -417,6 +445,10 @@ class Pipeline:
             began_us = self._resilience.now_us() - int(1e6 * (now - expired[0].due + self.deadline))
             if self._answered_us < began_us:
                 self.failed(error, began_us)
+
+
+def _kind_and_slot(asked: Asked) -> tuple[bool, int]:
+    return type(asked.check) is not Finish, asked.slot
 
 
 def _fitting(waiting: Sequence[Asked], most_us: int) -> int:

@@ -14,7 +14,19 @@ from limitforge.core.keys import Keys, decoded, encoded
 from limitforge.core.tickets import nothing_held, ticket_id
 from limitforge.errors import LimitforgeError, StoreUnavailable, TooManyReservations
 from limitforge.stores.blend import Blender
-from limitforge.stores.codec import OWN_TIME, Flow, Judged, Note, T, batch_flow, finish_flow, members_flow, shares_flow
+from limitforge.stores.codec import (
+    OWN_TIME,
+    Call,
+    Flow,
+    Judged,
+    Note,
+    T,
+    across,
+    batch_flow,
+    finish_flow,
+    members_flow,
+    shares_flow,
+)
 from limitforge.stores.command_codec import command_flow
 from limitforge.stores.denials import Denials, Drop
 from limitforge.stores.fleet import Fleet
@@ -94,6 +106,9 @@ class Parts:
     def finish(self, finishes: Sequence[Finish]) -> Flow[list[Any]]:
         """The same for what ends what parts of checks hold."""
         return finish_flow(finishes, self._clock.now_us() if self._injected else OWN_TIME)
+
+    def across(self, call: Call) -> Call:
+        return across(call, self.fleet.slot_of)
 
     def spread(self, check: Check, undo: Callable[[Sequence[Finish]], None]) -> Steps[Decision | LimitforgeError]:
         """A check over several slots, and after it the plan that is tried beside it."""

@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import hiredis
+import msgspec
 from redis import exceptions
 from redis.asyncio import ConnectionPool
 
@@ -74,6 +75,10 @@ class Address:
         """The same server, where nothing is said first but user and password."""
         return self._saying(_login(self.options))
 
+    def of_cluster(self) -> "Address":
+        """The same server, which is also told the script for several slots."""
+        return self._saying([*_greeting(self.options), ("SCRIPT", "LOAD", lua.script_across())])
+
     def of_master(self) -> "Address":
         """The same server, which is asked whether it is a master."""
         return self._saying([*_greeting(self.options)[:-1], ("ROLE",), _greeting(self.options)[-1]])
@@ -133,16 +138,18 @@ def pack(*command: str | int | bytes) -> bytes:
 
 
 def packed(call: Call) -> bytes:
-    return _packed(("EVALSHA", lua.sha()), call)
+    return _packed(("EVALSHA", lua.sha_across() if call.slots else lua.sha()), call)
 
 
 def packed_with_script(call: Call) -> bytes:
     """For a Redis that has forgotten the script."""
-    return _packed(("EVAL", lua.script()), call)
+    return _packed(("EVAL", lua.script_across() if call.slots else lua.script()), call)
 
 
 def _packed(command: tuple[str, str | bytes], call: Call) -> bytes:
     try:
+        if call.slots:
+            return pack(*command, 0, *call.args, *call.keys, msgspec.msgpack.encode(call.slots))
         return pack(*command, len(call.keys), *call.keys, *call.args)
     except UnicodeEncodeError:
         return _packed(command, wire_strings(call))
@@ -175,6 +182,10 @@ class Elsewhere(NotAsked):
         self.once = once
 
 
+class Scattered(NotAsked):
+    """A call over several slots was not executed: one of them is not here, or not wholly."""
+
+
 class Moving(NotAsked):
     """This node of a Cluster did nothing: the keys of the call are on their way from one node to another."""
 
@@ -189,6 +200,8 @@ def refusal(error: hiredis.ReplyError) -> StoreError:
     if redirection is not None:
         word, slot, host, port = redirection.groups()
         return Elsewhere(int(slot), host, int(port), once=word == "ASK")
+    if said.startswith("ERR Script attempted"):
+        return Scattered("a slot of the Cluster is not where it was")
     if said.startswith("TRYAGAIN"):
         return Moving("a slot of the Cluster is moving, and its keys are not together (TRYAGAIN)")
     for start, meaning in UNAVAILABLE.items():
@@ -202,6 +215,11 @@ def too_few(replicas: object, wanted: int) -> StoreUnavailable | None:
     if isinstance(replicas, int) and replicas >= wanted:
         return None
     return StoreUnavailable(f"{replicas} of {wanted} replicas have what was written", maybe_counted=True)
+
+
+def is_surely_unexecuted(error: StoreError) -> bool:
+    """Whether a call over several slots was refused as a whole, which each slot by itself might not be."""
+    return isinstance(error, Scattered) or any(f"({word})" in str(error) for word in ("OOM", "READONLY"))
 
 
 def unreachable(error: BaseException, *, maybe_counted: bool = False) -> StoreUnavailable:
