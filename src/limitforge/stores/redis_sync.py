@@ -55,6 +55,7 @@ class SyncRedisStore:
         self._parts = Parts(self._url, self.keys, self._clock, self._options, self._charge_soon)
         self._fleet = self._parts.fleet
         self._servers = Servers(self._fleet, self._charge_soon)
+        self._is_closed = False
         self._lock = threading.Lock()
         self._listener: SyncListener | None = None
         self._blender = self._parts.blender()
@@ -68,6 +69,7 @@ class SyncRedisStore:
         return answer
 
     def check_many(self, checks: Sequence[Check]) -> list[Decision | LimitforgeError]:
+        self._is_closed = False
         batch = Batch(checks, self._decided)
         due = time.monotonic() + self._options.deadline_ms / 1_000
         together: list[int] = []
@@ -112,6 +114,7 @@ class SyncRedisStore:
         if listener is not None:
             listener.stop()
         self._leave()
+        self._is_closed = True
         self._servers.close()
         self._fleet.close()
 
@@ -217,7 +220,12 @@ class SyncRedisStore:
         """Give back on a thread of its own: no caller waits, and what does not arrive goes back by itself."""
         if undone:
             due = time.monotonic() + COMMAND_SECONDS
-            threading.Thread(target=self._told, args=[undone, due], name="limitforge-undo", daemon=True).start()
+            threading.Thread(target=self._give_back, args=[undone, due], name="limitforge-undo", daemon=True).start()
+
+    def _give_back(self, undone: Sequence[Finish], due: float) -> None:
+        self._told(undone, due)
+        if self._is_closed:
+            self._servers.close()  # it was opened once more, for this
 
     def _carry(self, flow: Flow[T], due: float) -> T:
         """Run a flow, or raise StoreUnavailable when it takes longer than that."""

@@ -1,9 +1,10 @@
 """The servers of a store, for threads: a pool of connections to each, and the way of a call to the right one."""
 
+import copy
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from limitforge.core.check import Check
@@ -29,7 +30,7 @@ class Servers:
         self._fleet = fleet
         self._charge = charge
         self._lock = threading.Lock()
-        self._finding = threading.Lock()
+        self._finding: Future[None] | None = None
         self._pools: dict[Node, WirePool] = {}
         self._threads: ThreadPoolExecutor | None = None
 
@@ -138,22 +139,38 @@ class Servers:
         resilience = node.resilience
         resilience.admit()
         began_us = resilience.now_us()
-        if not self._finding.acquire(timeout=max(due - time.monotonic(), 0)):
-            raise StoreUnavailable("nobody knows yet who decides")
         try:
-            node = self._fleet.node_of(slot)
-            if node is self._fleet.nobody and not self._fleet.heard_lately():
-                self._discover(due)
-                node = self._fleet.node_of(slot)
+            if not self._fleet.heard_lately():
+                self._find().result(max(due - time.monotonic(), 0))
+        except TimeoutError:
+            late = StoreUnavailable("nobody knows yet who decides")
+            resilience.failed(late, began_us)
+            raise late from None
         except StoreUnavailable as error:
             resilience.failed(error, began_us)
-            raise
-        finally:
-            self._finding.release()
+            raise copy.copy(error) from None  # others wait for the same answer
+        node = self._fleet.node_of(slot)
         if node is self._fleet.nobody:
             raise StoreUnavailable(f"no server of the Cluster has slot {slot}")
         self._succeeded(self._fleet.nobody)
         return node
+
+    def _find(self) -> "Future[None]":
+        """Ask who there is, on a thread of its own: one that does not answer must not use up a caller's time."""
+        with self._lock:
+            if self._finding is None or self._finding.done():
+                self._finding = Future()
+                args = [self._finding]
+                threading.Thread(target=self._discover_for, args=args, name="limitforge-discovery", daemon=True).start()
+            return self._finding
+
+    def _discover_for(self, finding: "Future[None]") -> None:
+        try:
+            self._discover()
+        except BaseException as error:  # noqa: BLE001 - those who wait must hear of it
+            finding.set_exception(error)
+        else:
+            finding.set_result(None)
 
     def _doubt(self) -> None:
         """Ask on a thread of its own: no caller waits for it."""
@@ -167,12 +184,10 @@ class Servers:
         except LimitforgeError:
             return  # whoever asks next will see
 
-    def _discover(self, due: float | None = None) -> None:
+    def _discover(self) -> None:
         problem: Exception | None = None
         for address, question in self._fleet.questions():
             until = time.monotonic() + QUESTION_SECONDS
-            if due is not None:
-                until = min(until, due)
             try:
                 wire = SyncWire(address, until)
                 try:

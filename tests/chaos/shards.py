@@ -1,0 +1,295 @@
+"""A load of both shells at once on servers that belong together, and what its callers are owed while those fail.
+
+The callers of an event loop and those in threads ask for the same buckets, so a bound holds for all of them together.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from limitforge import Decision, FixedWindow, Limiter, Limits, SlidingWindow, StoreOptions, SyncLimiter
+from limitforge.core.check import FailureName
+from limitforge.stores.slots import SLOTS, cluster_slot
+from tests.chaos import promises
+from tests.chaos.load import Load
+from tests.chaos.record import DAY, TICK_SECONDS, Ask, Call, Record, call_of
+from tests.chaos.shells import PATIENCE_SECONDS, Tasks, Threads
+
+DEADLINE_MS = 500  # long enough that a busy machine is not taken for a fault
+BREAKER_SECONDS = 0.3
+PAUSE_SECONDS = 0.03
+TASKS, THREADS = 2, 1  # callers for each ask
+HOLD_SECONDS = 6.0  # after which nothing of a check over several slots is held any more
+KINDS: tuple[FailureName, ...] = ("open", "closed", "local")
+
+
+@dataclass(frozen=True, slots=True)
+class TenantAsk(Ask):
+    """An ask of one tenant."""
+
+    tenant: str = "default"
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether its limits lie in several slots of a Cluster."""
+        return len({limit.scope for limit in self.limits}) > 1
+
+    @property
+    def slots(self) -> set[int]:
+        """Those of a Cluster that decide about it, unless it has lanes."""
+        tags = {"%" if limit.scope == "global" else self.tenant for limit in self.limits}
+        return {cluster_slot(f"{{{tag}}}") for tag in tags}
+
+
+def wide_of(tenant: str) -> TenantAsk:
+    """Never full: what was counted can be compared with what was admitted."""
+    return TenantAsk(
+        f"wide-{tenant}", Limits(FixedWindow(name="wide", limit=10**9, window_seconds=50 * DAY)), 10**9, tenant=tenant
+    )
+
+
+def tight_of(tenant: str, most: int = 200) -> TenantAsk:
+    """Full in the middle of a test, for good."""
+    limits = Limits(FixedWindow(name="tight", limit=most, window_seconds=DAY, align="first_hit"))
+    return TenantAsk(f"tight-{tenant}", limits, most, tenant=tenant)
+
+
+def pair_of(tenant: str, most: int = 150) -> TenantAsk:
+    """Two buckets in one slot."""
+    limits = Limits(
+        FixedWindow(name="wide", limit=10**9, window_seconds=50 * DAY),
+        SlidingWindow(name="log", limit=most, window_seconds=DAY),
+    )
+    return TenantAsk(f"pair-{tenant}", limits, most, tenant=tenant)
+
+
+def spread_of(tenant: str, most: int = 10**9) -> TenantAsk:
+    """Two buckets in two slots of a Cluster: the caller's, and one for the whole world."""
+    limits = Limits(
+        FixedWindow(name="own", limit=10**9, window_seconds=50 * DAY),
+        FixedWindow(name=f"world-{tenant}-{most}", limit=most, window_seconds=50 * DAY, scope="global"),
+    )
+    return TenantAsk(f"spread-{tenant}-{most}", limits, most, tenant=tenant)
+
+
+def lanes_of_default(most: int = 10**9) -> TenantAsk:
+    """The default tenant has lanes on a Cluster: what is the caller's and what is tenant-wide lie apart."""
+    limits = Limits(
+        FixedWindow(name="own", limit=10**9, window_seconds=50 * DAY),
+        FixedWindow(name=f"wide-{most}", limit=most, window_seconds=50 * DAY, scope="tenant"),
+    )
+    return TenantAsk(f"lanes-{most}", limits, most)
+
+
+def tenants_by_third() -> list[str]:
+    """Of each of three masters that share the slots evenly, a tenant that it decides about."""
+    found: dict[int, str] = {}
+    number = 0
+    while len(found) < 3:
+        name = f"tenant-{number}"
+        found.setdefault(cluster_slot(f"{{{name}}}") * 3 // SLOTS, name)
+        number += 1
+    return [found[third] for third in range(3)]
+
+
+def options_of(failure: FailureName) -> StoreOptions:
+    return StoreOptions(failure=failure, deadline_ms=DEADLINE_MS, breaker_seconds=BREAKER_SECONDS, nodes=2)
+
+
+async def _by_tenant(limiter: Limiter, ask: Ask, cost: int = 1) -> Decision:
+    assert isinstance(ask, TenantAsk)
+    return await limiter.check(ask.resource, ask.subject, limits=ask.limits, cost=cost, tenant=ask.tenant)
+
+
+class TenantTasks(Tasks):
+    """Callers on one event loop, for each ask some."""
+
+    def __init__(self, limiter: Limiter, asks: Sequence[TenantAsk], callers: int, pause: float) -> None:
+        super().__init__(limiter, pause=pause, by=_by_tenant)
+        self._asks = [ask for ask in asks for _ in range(callers)]
+
+    def start(self, record: Record) -> None:
+        async def begin() -> None:
+            self._ticker = asyncio.create_task(record.loop.on_the_loop())
+            self._tasks = [asyncio.create_task(self._call(ask, record)) for ask in self._asks]
+
+        self._loop.run(begin())
+
+    def check(self, ask: Ask, cost: int = 1) -> Decision:
+        return self._loop.run(_by_tenant(self.limiter, ask, cost))
+
+
+class TenantThreads(Threads):
+    """Callers in threads, for each ask some."""
+
+    def __init__(self, limiter: SyncLimiter, asks: Sequence[TenantAsk], callers: int, pause: float) -> None:
+        super().__init__(limiter, pause=pause)
+        self._asks = [ask for ask in asks for _ in range(callers)]
+
+    def start(self, record: Record) -> None:
+        self._threads = [threading.Thread(target=self._call, args=(ask, record), daemon=True) for ask in self._asks]
+        for thread in self._threads:
+            thread.start()
+
+    def check(self, ask: Ask, cost: int = 1) -> Decision:
+        assert isinstance(ask, TenantAsk)
+        return self.limiter.check(ask.resource, ask.subject, limits=ask.limits, cost=cost, tenant=ask.tenant)
+
+
+class Crowd:
+    """Callers of both shells, each shell with a limiter of its own, that are asking from `with` to its end."""
+
+    def __init__(
+        self, url: str, asks: Sequence[TenantAsk], options: StoreOptions, *, pause: float = PAUSE_SECONDS
+    ) -> None:
+        self.asks = list(asks)
+        self.others: list[TenantAsk] = []  # what the test itself has asked beside the callers
+        self.options = options
+        tasks = TenantTasks(Limiter.connect(url, options=options), asks, TASKS, pause)
+        threads = TenantThreads(SyncLimiter.connect(url, options=options), asks, THREADS, pause)
+        self.loads = {"async": Load(tasks), "sync": Load(threads)}
+        self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        for load in self.loads.values():
+            self._open.enter_context(load)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._open.close()
+
+    def stop(self) -> None:
+        """No further checks; the limiters stay open until the end of `with`."""
+        for load in self.loads.values():
+            load.stop()
+
+    @property
+    def lag(self) -> float:
+        """The longest that the machine, or the loop, slept too long."""
+        return max(max(load.record.machine.worst, load.record.loop.worst) for load in self.loads.values())
+
+    def ask_once(self, ask: TenantAsk) -> None:
+        """One more by each shell, from the test itself; it is on record."""
+        if ask not in self.others:
+            self.others.append(ask)
+        for load in self.loads.values():
+            _ask(load, ask)
+
+    # -- waiting
+
+    def answered(self, asks: Iterable[TenantAsk], count: int = 5, *, degraded: bool) -> None:
+        """Until each shell was told that often of each ask, of checks that began from now on."""
+        began = time.monotonic()
+        for shell, load in self.loads.items():
+            for ask in asks:
+                until(
+                    lambda load=load, ask=ask: (
+                        count
+                        <= sum(  # type: ignore[misc]
+                            call.began >= began and call.error is None and degraded is (call.degraded is not None)
+                            for call in load.record.of(ask)
+                        )
+                    ),
+                    lambda shell=shell, load=load, ask=ask: (  # type: ignore[misc]
+                        f"{shell}: {ask.resource} was not answered {count} times with degraded: {degraded}; "
+                        f"since then {_kinds(load.record.of(ask), began)}; {load.limiter.status()}"
+                    ),
+                )
+
+    def decided(self, asks: Iterable[TenantAsk] | None = None, count: int = 5) -> None:
+        """Until the store decides about each of these asks, or of all."""
+        self.answered(self.asks if asks is None else asks, count, degraded=False)
+
+    # -- the record of both
+
+    def calls(self, ask: TenantAsk) -> list[Call]:
+        return [call for load in self.loads.values() for call in load.record.of(ask)]
+
+    def admitted(self, ask: TenantAsk, since: float = 0.0, until: float = float("inf")) -> int:
+        """By the store, answered in that time."""
+        return sum(
+            call.allowed and call.degraded is None and since <= call.began + call.waited <= until
+            for call in self.calls(ask)
+        )
+
+    def unsure(self, ask: TenantAsk) -> int:
+        """Decided without the store, and perhaps counted there as well."""
+        return sum(call.degraded is not None for call in self.calls(ask))
+
+    def counted(self, ask: TenantAsk) -> dict[str, int]:
+        """What the store has counted, by limit."""
+        load = next(iter(self.loads.values()))
+        look = load.check(ask, cost=0)
+        began = time.monotonic()
+        while look.degraded is not None:
+            assert time.monotonic() - began < PATIENCE_SECONDS, f"{ask.resource} is not decided any more"
+            time.sleep(TICK_SECONDS)
+            look = load.check(ask, cost=0)
+        return {name: (state.limit or 0) - (state.remaining or 0) for name, state in look.limits.items()}
+
+    # -- what they are owed
+
+    def was_served_well(self) -> None:
+        """At the end: nobody hung, nothing was raised, and every degraded answer is of the kind that was chosen."""
+        for load in self.loads.values():
+            promises.nobody_hung(load.record, self.options)
+            assert load.record.exceptions == {}, load.record.exceptions
+            assert set(load.record.kinds) <= {None, self.options.failure}, load.record.kinds
+            odd = [call.oddity for call in load.record.calls if call.oddity and not _is_half_known(call)]
+            assert not odd, odd[:3]
+
+    def was_spared(self, asks: Iterable[TenantAsk], since: float = 0.0) -> None:
+        """The fault was not theirs: each was decided by the store. A machine that slept through it proves nothing."""
+        if self.lag < self.options.deadline_ms / 2_000:
+            for ask in asks:
+                assert _kinds(self.calls(ask), since).keys() <= {None}, ask.resource
+
+    def got_no_more_than(self, lost: Callable[[TenantAsk], int] = lambda _ask: 0) -> None:
+        """Undegraded admissions within the limits, but for what a failover may have lost."""
+        for ask in self.asks + self.others:
+            assert self.admitted(ask) <= ask.most + lost(ask), ask.resource
+
+    def was_counted(self, lost: Callable[[TenantAsk], int] = lambda _ask: 0) -> None:
+        """All that was admitted is counted, but for what was lost; and no more beside it than what may have been."""
+        for ask in self.asks + self.others:
+            admitted, unsure = self.admitted(ask), self.unsure(ask)
+            for name, counted in self.counted(ask).items():
+                assert admitted - lost(ask) <= counted <= admitted + unsure, (ask.resource, name)
+
+
+def _ask(load: Load, ask: TenantAsk) -> None:
+    began = time.monotonic()
+    answer: Decision | BaseException
+    try:
+        answer = load.check(ask)
+    except Exception as error:  # noqa: BLE001 - that is the question
+        answer = error
+    load.record.calls.append(call_of(ask, began, answer))
+
+
+def _is_half_known(call: Call) -> bool:
+    """Denied by one slot while another did not answer: denied is denied, and of the other limit nothing is told."""
+    ask = call.ask
+    return not call.allowed and call.degraded is None and isinstance(ask, TenantAsk) and ask.is_spread
+
+
+def _kinds(calls: Iterable[Call], since: float) -> dict[str | None, int]:
+    found: dict[str | None, int] = {}
+    for call in calls:
+        if call.began >= since:
+            kind = repr(call.error) if call.error is not None else call.degraded
+            found[kind] = found.get(kind, 0) + 1
+    return found
+
+
+def until(is_so: Callable[[], bool], why: Callable[[], str], seconds: float = PATIENCE_SECONDS) -> None:
+    """Ask until it is so, or fail and say why it should be."""
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, why()
+        time.sleep(TICK_SECONDS)
