@@ -138,6 +138,7 @@ class Leases(RuleBasedStateMachine):
         if fate != "lost there" and wishes:
             grants = synced.store._carry(synced.store._parts.shares(wishes, synced.shares.lapse_us), due)
         self.on_its_way = sum(grant.granted for grant in grants if grant is not None)
+        self.on_its_way += sum(wish.returned for wish in wishes) if fate == "lost there" else 0
         for _ in range(meanwhile):
             self.ask(synced, 1)
         self.pass_time(back_us)
