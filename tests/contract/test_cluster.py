@@ -67,6 +67,21 @@ async def test_a_bucket_that_is_full_again_before_it_is_confirmed_was_held_all_t
         assert allowed == 1_000
 
 
+async def test_a_bucket_that_others_wrote_afresh_before_it_is_confirmed_was_held_all_the_same(
+    cluster: ClusterServers,
+) -> None:
+    fast = [
+        TokenBucket(name=scope, bucket_capacity=1_000, refill_rate_per_sec=100_000, scope=scope)
+        for scope in ("tenant", "global")
+    ]
+    async with Limiter.connect(cluster.url, options=EXACT) as limiter:
+
+        async def ask_on(number: int) -> int:
+            return sum([(await limiter.check("r", f"u{number}", limits=Limits(*fast))).allowed for _ in range(100)])
+
+        assert await asyncio.gather(*map(ask_on, range(8))) == [100] * 8
+
+
 async def test_a_window_that_ends_before_it_is_confirmed_was_held_all_the_same(cluster: ClusterServers) -> None:
     edges = FixedWindow(name="edges", limit=10**6, window_seconds="0.02")
     async with Limiter.connect(cluster.url, options=EXACT) as limiter:

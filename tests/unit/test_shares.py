@@ -274,9 +274,9 @@ def test_who_begins_to_listen_loses_nothing_and_who_listens_again_all() -> None:
     desk.ask(100)
     desk.wait()
     desk.sync()
-    desk.shares.drop_all()
+    desk.shares.drop_all(missed=False)
     assert desk.ask(1) == 1
-    desk.shares.drop_all()
+    desk.shares.drop_all(missed=True)
     assert desk.ask(1) == 0
 
 

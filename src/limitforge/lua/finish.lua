@@ -1,22 +1,23 @@
 -- Ends what a check holds in this slot while limits of other slots are asked: confirmed once all had room, given back otherwise.
 --
 -- KEYS: the buckets. ARGV: tokens. request[3]: one after the other:
---   mode, token, ttl_us, refund, buckets, then each bucket
--- mode 0 refunds, also the slots of a concurrency limit. mode 1 confirms: nothing is held any more, and what was taken stays; with a ttl_us it is a reservation from now on, as if it had been one
---   since it was taken. A negative bucket may have gone without (a monitored limit whose list was full).
+--   mode, token, ttl_us, refund, lapses_us, buckets, then each bucket
+-- mode 0 refunds, also the slots of a concurrency limit.
+-- mode 1 confirms: nothing is held any more, and what was taken stays; with a ttl_us it is a reservation from now on, as if it had been one since it was
+--   taken. A negative bucket may have gone without (a monitored limit whose list was full).
 -- mode 2 gives back what was confirmed: its buckets are followed by as many amounts and as many sources.
 --
--- Answers for each: 1 and the sources of its buckets (-1: went without; of a window: its end), or 0 if any of it was not held any more, and nothing was
--- changed. A bucket that no longer matters (it is full again, its window is over) has nothing left to hold: it is confirmed for as long as the hold would be.
+-- Answers for each: 1 and the sources of its buckets (-1: nothing is left to give back; of a window: its end), or 0 if it had lapsed, and nothing was changed.
+-- Only who holds something ends it before it lapses: what is not found until then was forgotten with its bucket (full again, its window over), and is confirmed.
 
 local byte, type = string.byte, type
 local algorithms, buckets, pending = use('algorithms'), use('buckets'), use('pending')
 
 local REFUND, CONFIRM, GIVE = 0, 1, 2
-local HEAD = 5
+local HEAD = 6
 
--- What a key holds: its state and algorithm; nil if there is none of ours.
-local function read(call, key)
+-- A live bucket under the numbers that it was written with; nil if there is none, or none of ours.
+local function open(call, key)
   local raw = call.values[key]
   local algorithm = call.algorithms[key]
   if type(raw) == 'string' then
@@ -24,12 +25,7 @@ local function read(call, key)
     algorithm = code and code >= 1 and code <= algorithms.COUNT and algorithms.of(code)
     call.algorithms[key] = algorithm
   end
-  return algorithm and buckets.state(call, key, algorithm) or nil, algorithm
-end
-
--- A live bucket under the numbers that it was written with; nil if there is none.
-local function open(call, key)
-  local state, algorithm = read(call, key)
+  local state = algorithm and buckets.state(call, key, algorithm)
   if not state or buckets.gone(state, call.now) then return nil end
   local numbers = algorithm.numbers(state)
   return buckets.open(call, key, algorithm, numbers), numbers, algorithm
@@ -64,18 +60,19 @@ local function give(call, key, amount, source)
 end
 
 -- All of it, or nothing.
-local function confirm(call, token, list, first, last, ttl_us, lapse_refunds)
+local function confirm(call, token, list, first, last, ttl_us, kind, lapses)
   local works, found, sources = {}, {}, {}
   for at = first, last do
     local key = math.abs(list[at])
-    local state = read(call, key)
-    local is_held = state and pending.holds(state.pending, token, math.max(call.now, state.last))
-    if not is_held and list[at] > 0 then return nil end
     local work, _, algorithm = open(call, key)
-    local source = is_held and work and pending.settle(work, token, ttl_us, lapse_refunds)
-    if source and algorithm.windows then source = work.til end
+    local source = work and pending.settle(work, token, ttl_us, kind)
+    if source then
+      works[key], found[key] = work, algorithm
+      if algorithm.windows then source = work.til end
+    elseif list[at] > 0 and math.max(call.now, work and work.last or 0) >= lapses then
+      return nil
+    end
     sources[#sources + 1] = source or -1
-    if source then works[key], found[key] = work, algorithm end
   end
   for key, work in pairs(works) do keep(call, key, found[key], work) end
   return sources
@@ -83,10 +80,10 @@ end
 
 -- One of them; its sources, or nil.
 local function finish(call, list, at)
-  local mode, token, count = list[at], ARGV[list[at + 1]], list[at + 4]
+  local mode, token, count = list[at], ARGV[list[at + 1]], list[at + 5]
   local first = at + HEAD
   local last = first + count - 1
-  if mode == CONFIRM then return confirm(call, token, list, first, last, list[at + 2], list[at + 3]) end
+  if mode == CONFIRM then return confirm(call, token, list, first, last, list[at + 2], list[at + 3], list[at + 4]) end
   local sources = {}
   for place = first, last do
     local key = math.abs(list[place])
@@ -109,7 +106,7 @@ return function(request, now, injected)
     if not made_sense then sources = nil end
     out[#out + 1] = sources and 1 or 0
     for i = 1, sources and #sources or 0 do out[#out + 1] = sources[i] end
-    at = at + HEAD + list[at + 4] * (list[at] == GIVE and 3 or 1)
+    at = at + HEAD + list[at + 5] * (list[at] == GIVE and 3 or 1)
   end
   buckets.write(call)
   return out

@@ -71,17 +71,6 @@ list = {
     end
     return out, latest
   end,
-
-  -- Whether that token holds anything that has not lapsed by then.
-  holds = function(pending, token, now)
-    for at = 1, #pending, WIDTH do
-      if sub(pending, at, at + 7) == token then
-        local _, lapses = unpack_struct(PENDING, pending, at)
-        return lapses > now
-      end
-    end
-    return false
-  end,
 }
 
 return list

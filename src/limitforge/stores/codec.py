@@ -17,6 +17,7 @@ from limitforge.core.decision import Decision, Outcome, decision_of
 from limitforge.core.keys import encoded
 from limitforge.core.plan import Rule
 from limitforge.errors import LimitforgeError, StoreCorrupt, StoreUnavailable
+from limitforge.stores.resilience import NotAsked
 from limitforge.stores.shares import Grant, Wish
 from limitforge.stores.slots import SlotOf, by_slot
 from limitforge.stores.spread import Finish
@@ -44,7 +45,23 @@ class Call(NamedTuple):
     """How many of the keys lie in each slot, one after the other; empty if all are in one."""
 
 
-Reply = bytes | list[Any]
+class Unreplicated(NamedTuple):
+    """A reply whose writes too few replicas have: what it took may be lost, what it denied or told is as it is."""
+
+    reply: Any
+    replicas: object
+    wanted: int
+
+    def error(self) -> StoreUnavailable:
+        said = f"{self.replicas} of {self.wanted} replicas have what was written"
+        return NotReplicated(said, maybe_counted=True)
+
+
+class NotReplicated(NotAsked):
+    """The store did what it was asked for, and a failover might undo it: no failure of the server."""
+
+
+Reply = bytes | list[Any] | Unreplicated
 Flow = Generator[Call, Reply, T]
 Judged = Decision | Outcome | LimitforgeError
 """What a check is answered with; an outcome if it is part of another."""
@@ -66,6 +83,8 @@ def call_of(request: tuple[Any, ...], keys: Sequence[str | bytes], strings: Iter
 
 def answer_to(call: Call, reply: Reply) -> list[int]:
     """What the script answered to this call, and to no other."""
+    if isinstance(reply, Unreplicated):
+        raise reply.error()
     values: list[int] = []
     if not isinstance(reply, int):  # the answer to a message, never to a call
         try:
@@ -99,11 +118,14 @@ def batch_flow(checks: Sequence[Check], around_us: int, time_us: int, note: Note
     for group in groups:
         if group.varies:
             group.around(around_us)
-    judged = iter((yield from _judge(groups, time_us)))
+    doubts: list[Unreplicated] = []
+    judged = iter((yield from _judge(groups, time_us, doubts)))
     answers: list[Judged] = []
     for check in checks:
         outcome = next(judged)
         shadow = None if check.shadow is None else next(judged)
+        if doubts and isinstance(outcome, Outcome) and outcome.allowed and any(cost for _, _, cost, *_ in check.takes):
+            outcome = doubts[0].error()
         if check.is_part:
             answers.append(outcome)
         elif isinstance(outcome, Outcome):
@@ -124,7 +146,7 @@ def finish_flow(finishes: Sequence[Finish], time_us: int) -> Flow[list[Any]]:
     for finish in finishes:
         places = [keys.setdefault(key, len(keys) + 1) for key in finish.keys]
         token = strings.setdefault(finish.token, len(strings) + 2)
-        flat += (finish.ending, token, finish.ttl_us, int(finish.refund), len(places))
+        flat += (finish.ending, token, finish.ttl_us, int(finish.refund), finish.lapses_us, len(places))
         flat += [-place if optional else place for place, optional in zip(places, finish.optional, strict=True)]
         flat += finish.amounts
         flat += finish.sources
@@ -160,7 +182,7 @@ def members_flow(key: str, name: bytes, alive_us: int, time_us: int) -> Flow[int
     return answer_to(call, (yield call))[0]
 
 
-def _judge(groups: Sequence[Check], time_us: int) -> Flow[list[Outcome | LimitforgeError]]:
+def _judge(groups: Sequence[Check], time_us: int, doubts: list[Unreplicated]) -> Flow[list[Outcome | LimitforgeError]]:
     """Judge groups of limits in order, each with the store's time.
 
     The script stops at one whose calendar does not reach that time, since the rest must see what it takes: it and they
@@ -168,7 +190,7 @@ def _judge(groups: Sequence[Check], time_us: int) -> Flow[list[Outcome | Limitfo
     """
     outcomes: list[Outcome | LimitforgeError] = []
     call = encode_checks(groups, time_us)
-    _read_outcomes(groups, call, answer_to(call, (yield call)), outcomes)
+    _read_outcomes(groups, call, answer_to(call, _doubted((yield call), doubts)), outcomes)
     asks = 0
     while len(outcomes) < len(groups):
         asked = groups[len(outcomes) :]
@@ -176,8 +198,17 @@ def _judge(groups: Sequence[Check], time_us: int) -> Flow[list[Outcome | Limitfo
         if asks > 2 * sum(len(group.takes) for group in groups) + 1:
             return outcomes + [StoreCorrupt("no calendar window holds the time of its bucket")] * len(asked)
         call = encode_checks(asked, time_us)
-        _read_outcomes(asked, call, answer_to(call, (yield call)), outcomes)
+        _read_outcomes(asked, call, answer_to(call, _doubted((yield call), doubts)), outcomes)
     return outcomes
+
+
+def _doubted(reply: Reply, doubts: list[Unreplicated]) -> Reply:
+    """The reply by itself; that too few replicas have it is noted."""
+    if not isinstance(reply, Unreplicated):
+        return reply
+    doubts.append(reply)
+    told: Reply = reply.reply
+    return told
 
 
 def encode_checks(checks: Sequence[Check], time_us: int) -> Call:

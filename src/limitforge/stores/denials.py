@@ -155,7 +155,7 @@ class Denials:
                         self._forget(place)
             self.is_active = bool(self._shelves)
 
-    def drop_all(self) -> None:
+    def drop_all(self, *, missed: bool = True) -> None:
         """Forget everything: messages may have been missed."""
         with self._lock:
             self._dropped_before_us = max(self._dropped_before_us, self._now_us())

@@ -20,7 +20,7 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 from limitforge.core.check import Check
 from limitforge.core.clock import LONG_AGO_US, Clock, MonotonicClock
 from limitforge.core.keys import Keys
-from limitforge.errors import InvalidInput
+from limitforge.errors import InvalidInput, StoreUnavailable
 from limitforge.stores.breaker import BreakerState
 from limitforge.stores.membership import Membership
 from limitforge.stores.memory import MemoryStore
@@ -31,6 +31,8 @@ from limitforge.stores.slots import SLOTS, SlotOf, cluster_slot, one_slot
 
 ASK_AGAIN_US = 300_000  # while in doubt, the servers are asked for at most this often
 QUESTION_SECONDS = 0.5  # what one of them may take to answer
+MOVING_SECONDS = 0.005  # how soon to ask again for keys that are on their way
+MANY_HOPS = 3  # beyond these, servers seem to point at each other: give them a moment
 MAX_SEEDS = 64
 _PORT = re.compile(r":\w+$")  # also of an address in brackets
 _ORDER = (BreakerState.OPEN, BreakerState.PROBING, BreakerState.CLOSED)
@@ -275,3 +277,12 @@ def _slots(reply: Any, asked: Address) -> list[Place | None] | None:
             case _:
                 return None
     return owners
+
+
+def nobody_decides(slot: int) -> StoreUnavailable:
+    return StoreUnavailable(f"no server of the Cluster has slot {slot}")
+
+
+def nobody_knows(problem: BaseException | None) -> StoreUnavailable:
+    said = "none of the servers of the URL knows who decides"
+    return StoreUnavailable(f"{said}: {problem}" if problem is not None else said)

@@ -12,7 +12,15 @@ from limitforge.core.plan import BUCKET_US
 from limitforge.errors import LimitforgeError, StoreError, StoreUnavailable
 from limitforge.stores.codec import Call, Flow, Reply, T, as_corrupt, fitting, one_call, parts
 from limitforge.stores.denials import Drop
-from limitforge.stores.fleet import QUESTION_SECONDS, Fleet, Node
+from limitforge.stores.fleet import (
+    MANY_HOPS,
+    MOVING_SECONDS,
+    QUESTION_SECONDS,
+    Fleet,
+    Node,
+    nobody_decides,
+    nobody_knows,
+)
 from limitforge.stores.link import Link
 from limitforge.stores.listener import Listener
 from limitforge.stores.options import StoreOptions
@@ -25,9 +33,6 @@ from limitforge.stores.shares import Grant, Wish
 from limitforge.stores.slots import by_slot
 from limitforge.stores.spread import Ending, Finish, Step, a_key_of, is_spread
 from limitforge.stores.wire import Wire
-
-MOVING_SECONDS = 0.005  # how soon to ask again for keys that are on their way
-MANY_HOPS = 3  # beyond these, servers seem to point at each other: give them a moment
 
 
 class Line:
@@ -181,8 +186,7 @@ class Line:
                 self._let_go()
                 self._parts.charge(owed)
                 return None
-        said = "none of the servers of the URL knows who decides"
-        return StoreUnavailable(f"{said}: {problem}" if problem is not None else said)
+        return nobody_knows(problem)
 
     def _let_go(self) -> None:
         """Of servers that decide about nothing any more; what waits for them is asked of their successors."""
@@ -295,8 +299,11 @@ class Line:
         sent_us = shares.now_us()
         grants: Sequence[Grant | None] | None = None
         try:
-            with suppress(LimitforgeError):
-                grants = await self.carry(self._parts.shares(wishes, shares.lapse_us), COMMAND_SECONDS)
+            grants = await self.carry(self._parts.shares(wishes, shares.lapse_us), COMMAND_SECONDS)
+        except StoreUnavailable as error:
+            grants = None if error.maybe_counted else [None] * len(wishes)
+        except LimitforgeError:
+            grants = None
         finally:
             shares.answered(wishes, grants, sent_us)
 
@@ -368,12 +375,16 @@ class Line:
         self.start(self.close())
 
     async def close(self) -> None:
-        await self._leave()
-        if self._telling:
-            await asyncio.wait(self._telling, timeout=self.deadline)
-        await self._guard.aclose()
-        if self._listener is not None:
-            await self._listener.stop()
+        if self._keeping is not None:
+            self._keeping.cancel()  # nothing is paid for any more; it stands for that nobody shall begin again
+        try:
+            await self._leave()
+            if self._telling:
+                await asyncio.wait(self._telling, timeout=self.deadline)
+        finally:
+            await self._guard.aclose()
+            if self._listener is not None:
+                await self._listener.stop()
 
     def charge_soon(self, charges: Sequence[Check]) -> None:
         if charges:
@@ -467,10 +478,6 @@ class Errand:
 
 
 _NOTHING = Check([], ())
-
-
-def nobody_decides(slot: int) -> StoreUnavailable:
-    return StoreUnavailable(f"no server of the Cluster has slot {slot}")
 
 
 def _nobody_cares(_answer: Any) -> None:

@@ -93,7 +93,7 @@ class Link:
             raise
         except StoreUnavailable as error:
             self._owner.failed(error, began_us)
-            if error.maybe_counted:
+            if error.maybe_counted and not isinstance(error, NotAsked):
                 self.abort(error)  # lost, or the answer to another call: nothing that comes here can be trusted
             raise
         except LimitforgeError:

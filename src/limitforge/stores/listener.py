@@ -32,8 +32,8 @@ class Cache(Protocol):
     def drop(self, drop: Drop) -> None:
         """Forget what may have changed."""
 
-    def drop_all(self) -> None:
-        """Forget everything: messages may have been missed."""
+    def drop_all(self, *, missed: bool) -> None:
+        """Somebody listens from now on. What was cached before is doubtful; `missed` if it was not the first time."""
 
 
 class Caches:
@@ -50,10 +50,10 @@ class Caches:
             if (cache := known()) is not None:
                 cache.drop(drop)
 
-    def drop_all(self) -> None:
+    def drop_all(self, *, missed: bool) -> None:
         for known in self._all:
             if (cache := known()) is not None:
-                cache.drop_all()
+                cache.drop_all(missed=missed)
 
 
 class _Heard:
@@ -63,6 +63,7 @@ class _Heard:
         self._channel = channel
         self._caches = weakref.ref(caches)
         self._pause = 0.0
+        self._has_heard = False
 
     def is_wanted(self) -> bool:
         return self._caches() is not None
@@ -73,13 +74,14 @@ class _Heard:
             return
         if message["type"] == "subscribe":
             self._pause = 0.0
-            caches.drop_all()
+            caches.drop_all(missed=self._has_heard)
+            self._has_heard = True
         elif message["type"] == "message":
             try:
                 caches.drop(Drop.read(message["data"]))
             except ValueError:
                 _log.warning("a message on %s is not ours: dropping all cached denials", self._channel.decode())
-                caches.drop_all()
+                caches.drop_all(missed=True)
 
     def failed(self, error: Exception) -> float:
         """How long to wait before the next attempt."""

@@ -19,7 +19,7 @@ from limitforge.stores.codec import BUSY_US, Call, Flow, Judged, Reply, as_corru
 from limitforge.stores.fleet import Node
 from limitforge.stores.link import Link
 from limitforge.stores.resilience import NotAsked, left_alone
-from limitforge.stores.resp import Elsewhere, Moving, is_surely_unexecuted
+from limitforge.stores.resp import Elsewhere, Moving, is_worth_asking_apart
 from limitforge.stores.spread import Finish, Step
 
 MAX_IN_FLIGHT = 2
@@ -80,7 +80,7 @@ class Asked(msgspec.Struct, eq=False):
 
 
 class Volley(msgspec.Struct, eq=False):
-    """One write: as many calls as there were slots."""
+    """One write, of one call or several."""
 
     flights: int
     holds: bool
@@ -121,9 +121,8 @@ class Pipeline:
         self._weight_us = 0
         self._flights: list[Flight] = []
         self._volleys: list[Volley] = []
-        self._unsettled: dict[
-            int, float
-        ] = {}  # slots that are moving or have moved, and until when they go by themselves
+        self._unsettled: dict[int, float] = {}
+        """Slots that are moving or have moved, and until when they go by themselves."""
         self._is_scheduled = False
         self._answered_us = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -305,27 +304,35 @@ class Pipeline:
     def _replied(self, flight: Flight, reply: Reply | StoreError) -> None:
         if not isinstance(reply, StoreError):
             self._advance(flight, partial(flight.flow.send, reply))
-        elif flight.across and flight.calls == 1 and is_surely_unexecuted(reply):
+        elif flight.across and flight.calls == 1 and is_worth_asking_apart(reply):
             self._land(flight)
-            self._answered(flight)
-            for asked in flight.batch:  # each slot by itself will say what is wrong
-                asked.is_aged = asked.apart = True
-                if asked.tell is not None:
-                    self.submit(asked)
+            self._answered_us = self._resilience.now_us()
+            self._ask_apart(flight.batch)
         elif isinstance(reply, Elsewhere | Moving) and flight.calls == 1 and self._is_sharded:
             self._unsettled[flight.batch[0].slot] = self.loop.time() + UNSETTLED_SECONDS
             self._land(flight)
             self._answered(flight)
             self._redirect(flight, reply)
         else:
-            if isinstance(reply, Elsewhere | Moving):  # some of the batch was judged before
-                reply = NotAsked(str(reply), maybe_counted=True)
+            if flight.calls > 1 and isinstance(reply, StoreUnavailable):  # some of the batch was judged before
+                kind = NotAsked if isinstance(reply, NotAsked) else StoreUnavailable
+                reply = kind(str(reply), maybe_counted=True)
             self._fail(flight, reply)
             if not isinstance(reply, StoreUnavailable):
                 self._answered(flight)
             elif not flight.late:
                 self.failed(reply, flight.began_us)
         self.opened()
+
+    def _ask_apart(self, batch: list[Asked]) -> None:
+        """Each slot by itself, before whatever else waits: it will say what is wrong."""
+        wanted = [asked for asked in batch if asked.tell is not None]
+        for asked in wanted:
+            asked.is_aged = asked.apart = True
+        self._waiting = [*wanted, *self._waiting]
+        self._weight_us += sum(asked.check.weight_us for asked in wanted)
+        if wanted and self._timer is None:
+            self._arm(min(asked.due for asked in wanted))
 
     def _redirect(self, flight: Flight, answer: Elsewhere | Moving) -> None:
         wanted = [asked for asked in flight.batch if asked.tell is not None]

@@ -1,5 +1,6 @@
 """Decisions on Redis, for threads and forked workers: `redis.py` without `await`, on the same parts."""
 
+import logging
 import os
 import threading
 import time
@@ -14,7 +15,7 @@ from limitforge.core.decision import Decision
 from limitforge.core.keys import Keys
 from limitforge.core.plan import BUCKET_US
 from limitforge.errors import LimitforgeError, StoreError, StoreUnavailable
-from limitforge.stores.codec import Call, Flow, Reply, T, as_corrupt, fitting, parts
+from limitforge.stores.codec import Call, Flow, NotReplicated, Reply, T, as_corrupt, fitting, parts
 from limitforge.stores.denials import Drop
 from limitforge.stores.fleet import Node
 from limitforge.stores.listener import SyncListener
@@ -27,6 +28,8 @@ from limitforge.stores.shares import Grant, Wish
 from limitforge.stores.slots import by_slot
 from limitforge.stores.spread import Finish, Step, a_key_of, is_spread
 from limitforge.stores.wire_sync import SyncWire
+
+_log = logging.getLogger(__name__)
 
 
 class SyncRedisStore:
@@ -140,13 +143,15 @@ class SyncRedisStore:
 
     def _run_all(self, runs: Sequence[tuple[int, Flow[list[Any]]]], due: float) -> list[list[Any] | LimitforgeError]:
         """Flows of several slots: those of one server begin in one write, and the servers work side by side."""
-        if len(runs) == 1 or self._fleet.is_single:
+        if len(runs) <= 1 or self._fleet.is_single:
             return [self._outcome(flow, due) for _, flow in runs]
         calls = [next(flow) for _, flow in runs]
         by_node: dict[Node, list[int]] = {}
         for at, (slot, _) in enumerate(runs):
             by_node.setdefault(self._fleet.node_of(slot), []).append(at)
         by_node.pop(self._fleet.nobody, None)
+        if any(not node.resilience.is_quiet for node in by_node):
+            self._servers.doubt()
         asks = {node: _calling_all([calls[at] for at in places], due) for node, places in by_node.items()}
         replies: dict[int, Reply | StoreError] = {}
         for node, told in self._servers.ask_all(asks, due).items():
@@ -241,12 +246,18 @@ class SyncRedisStore:
 
     def _go_on(self, flow: Flow[T], call: Call, due: float, reply: Reply | None = None) -> T:
         """Run a flow on from a call, perhaps from its reply, each call to where its keys are."""
+        is_begun = reply is not None
         try:
             while True:
-                call, reply = flow.send(reply or self._servers.call(call, due)), None
+                reply = reply or self._servers.call(call, due)
+                call, reply, is_begun = flow.send(reply), None, True
         except StopIteration as done:
             answer: T = done.value
             return answer
+        except StoreUnavailable as error:
+            if is_begun and not error.maybe_counted:
+                raise StoreUnavailable(str(error), maybe_counted=True) from error
+            raise
         except LimitforgeError:
             raise
         except Exception as error:
@@ -294,9 +305,14 @@ class SyncRedisStore:
                 batch = together[part.start : part.stop]
                 sent_us = shares.now_us()
                 grants: Sequence[Grant | None] | None = None
-                with suppress(LimitforgeError):
+                try:
                     grants = self._carry(self._parts.shares(batch, shares.lapse_us), due)
-                shares.answered(batch, grants, sent_us)
+                except StoreUnavailable as error:
+                    grants = None if error.maybe_counted else [None] * len(batch)
+                except LimitforgeError:
+                    grants = None
+                finally:
+                    shares.answered(batch, grants, sent_us)
 
     def _leave(self) -> None:
         """Give back what was paid for and not spent, and do not count as alive any more."""
@@ -355,7 +371,10 @@ class Kept(NamedTuple):
             store = self.store()
             if store is None:
                 return
-            store.keep()
+            try:
+                store.keep()
+            except Exception:  # noqa: BLE001 - it must go on, whatever that was
+                _log.exception("the shares of this process could not be kept in step")
             del store
 
 
@@ -367,15 +386,20 @@ def _calling_all(calls: Sequence[Call], due: float) -> Ask:
 
 
 def _walk(flow: Flow[T], call: Call, wire: SyncWire, due: float) -> T:
+    is_begun = False
     try:
         while True:
             reply: Reply = wire.call(call, due)
-            call = flow.send(reply)
+            call, is_begun = flow.send(reply), True
     except StopIteration as done:
         answer: T = done.value
         return answer
-    except StoreUnavailable:  # lost, or the answer to another call: nothing that comes here can be trusted
+    except NotReplicated:
+        raise
+    except StoreUnavailable as error:  # lost, or the answer to another call: nothing that comes here can be trusted
         wire.close()
+        if is_begun and not error.maybe_counted:
+            raise StoreUnavailable(str(error), maybe_counted=True) from error
         raise
 
 

@@ -19,7 +19,7 @@ from redis.asyncio import ConnectionPool
 
 from limitforge import lua
 from limitforge.errors import InvalidInput, StoreCorrupt, StoreError, StoreUnavailable
-from limitforge.stores.codec import FULL, Call, wire_strings
+from limitforge.stores.codec import FULL, Call, Unreplicated, wire_strings
 from limitforge.stores.resilience import NotAsked
 
 _HINT = "A password with characters such as / # @ must be percent-encoded."
@@ -62,6 +62,8 @@ class Address:
     """How many replicas must have a write before it counts."""
     wait: bytes = b""
     """What is said behind each call, if any must."""
+    redirects: bool = False
+    """Whether a server that is the wrong one says which is the right one."""
 
     def waiting(self, replicas: int, ms: float) -> "Address":
         """The same server, whose answers count once that many replicas have what was written."""
@@ -77,7 +79,8 @@ class Address:
 
     def of_cluster(self) -> "Address":
         """The same server, which is also told the script for several slots."""
-        return self._saying([*_greeting(self.options), ("SCRIPT", "LOAD", lua.script_across())])
+        told = self._saying([*_greeting(self.options), ("SCRIPT", "LOAD", lua.script_across())])
+        return replace(told, redirects=True)
 
     def of_master(self) -> "Address":
         """The same server, which is asked whether it is a master."""
@@ -130,6 +133,9 @@ def _greeting(told: Mapping[str, Any]) -> list[tuple[Any, ...]]:
     if told.get("client_name"):
         said.append(("CLIENT", "SETNAME", told["client_name"]))
     return [*said, ("SCRIPT", "LOAD", lua.script())]
+
+
+ASKING = b"*1\r\n$6\r\nASKING\r\n"
 
 
 def pack(*command: str | int | bytes) -> bytes:
@@ -210,16 +216,20 @@ def refusal(error: hiredis.ReplyError) -> StoreError:
     return StoreCorrupt(f"Redis refused the script: {said}")
 
 
-def too_few(replicas: object, wanted: int) -> StoreUnavailable | None:
-    """What it means that a write reached that many replicas; None if it is enough."""
-    if isinstance(replicas, int) and replicas >= wanted:
-        return None
-    return StoreUnavailable(f"{replicas} of {wanted} replicas have what was written", maybe_counted=True)
+def replicated(reply: Any, replicas: object, wanted: int) -> Any:
+    """The reply to a call behind which replicas were waited for."""
+    is_enough = isinstance(replicas, int) and replicas >= wanted
+    return (
+        reply
+        if is_enough or isinstance(reply, StoreError | hiredis.ReplyError)
+        else Unreplicated(reply, replicas, wanted)
+    )
 
 
-def is_surely_unexecuted(error: StoreError) -> bool:
-    """Whether a call over several slots was refused as a whole, which each slot by itself might not be."""
-    return isinstance(error, Scattered) or any(f"({word})" in str(error) for word in ("OOM", "READONLY"))
+def is_worth_asking_apart(error: StoreError) -> bool:
+    """Whether a call over several slots was refused before it began, which one for each slot might not be."""
+    words = ("OOM", "READONLY", "MISCONF", "NOREPLICAS")
+    return isinstance(error, Scattered) or any(f"({word})" in str(error) for word in words)
 
 
 def unreachable(error: BaseException, *, maybe_counted: bool = False) -> StoreUnavailable:

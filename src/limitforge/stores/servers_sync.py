@@ -10,15 +10,22 @@ from typing import Any
 from limitforge.core.check import Check
 from limitforge.errors import LimitforgeError, StoreUnavailable
 from limitforge.stores.codec import Call, Reply, as_corrupt
-from limitforge.stores.fleet import QUESTION_SECONDS, Fleet, Node
+from limitforge.stores.fleet import (
+    MANY_HOPS,
+    MOVING_SECONDS,
+    QUESTION_SECONDS,
+    Fleet,
+    Node,
+    nobody_decides,
+    nobody_knows,
+)
 from limitforge.stores.resilience import NotAsked
 from limitforge.stores.resp import Elsewhere, Moving
 from limitforge.stores.wire_sync import SyncWire, WirePool
 
 MAX_CONNECTIONS = 64  # to each server
 MAX_SIDE_BY_SIDE = 32  # servers that are asked at once
-MOVING_SECONDS = 0.005  # how soon to ask again for keys that are on their way
-MANY_HOPS = 3  # beyond these, servers seem to point at each other: give them a moment
+GRACE_SECONDS = 0.02  # for a thread to tell what it heard just in time
 
 Ask = Callable[[SyncWire], Any]
 
@@ -64,24 +71,33 @@ class Servers:
             raise
         except StoreUnavailable as error:
             resilience.failed(error, began_us)
-            self._doubt()
+            self.doubt()
             raise
         except Exception as error:
             self._succeeded(node)  # whatever it said: it answered
             raise as_corrupt(error) from error
-        self._succeeded(node, answer if isinstance(answer, list) else ())
+        told = answer if isinstance(answer, list) else ()
+        failed = [one for one in told if isinstance(one, StoreUnavailable) and not isinstance(one, NotAsked)]
+        if failed and len(failed) == len(told):
+            resilience.failed(failed[0], began_us)
+            self.doubt()
+        else:
+            self._succeeded(node, told)
         return answer
 
     def ask_all(self, asks: dict[Node, Ask], due: float) -> dict[Node, Any]:
         """Ask several servers side by side: to each its answer or its error."""
-        if len(asks) == 1:
+        if len(asks) <= 1:
             return {node: self._answer(node, due, ask) for node, ask in asks.items()}
         with self._lock:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(MAX_SIDE_BY_SIDE, "limitforge-servers")
             threads = self._threads
-        asked = {node: threads.submit(self._answer, node, due, ask) for node, ask in asks.items()}
-        return {node: future.result() for node, future in asked.items()}
+        try:
+            asked = {node: threads.submit(self._answer, node, due, ask) for node, ask in asks.items()}
+        except RuntimeError:  # closed meanwhile, or the interpreter ends
+            return {node: self._answer(node, due, ask) for node, ask in asks.items()}
+        return {node: _in_time(future, due) for node, future in asked.items()}
 
     def _answer(self, node: Node, due: float, ask: Ask) -> Any:
         try:
@@ -116,7 +132,7 @@ class Servers:
                 asking = answer.once
                 if not answer.once:
                     self._fleet.moved(answer.slot, host, answer.port)
-                    self._doubt()
+                    self.doubt()
             except Moving:
                 time.sleep(MOVING_SECONDS)
                 node, asking = self._fleet.node_of(slot), False
@@ -132,7 +148,7 @@ class Servers:
         node = self._fleet.node_of(slot)
         if node is not self._fleet.nobody:
             if not node.resilience.is_quiet:
-                self._doubt()
+                self.doubt()
             return node
         if self._fleet.is_single:
             return node
@@ -151,7 +167,7 @@ class Servers:
             raise copy.copy(error) from None  # others wait for the same answer
         node = self._fleet.node_of(slot)
         if node is self._fleet.nobody:
-            raise StoreUnavailable(f"no server of the Cluster has slot {slot}")
+            raise nobody_decides(slot)
         self._succeeded(self._fleet.nobody)
         return node
 
@@ -172,7 +188,7 @@ class Servers:
         else:
             finding.set_result(None)
 
-    def _doubt(self) -> None:
+    def doubt(self) -> None:
         """Ask on a thread of its own: no caller waits for it."""
         self._fleet.doubt()
         if self._fleet.is_due():
@@ -201,8 +217,7 @@ class Servers:
                 self._let_go()
                 self._charge(owed)
                 return
-        said = "none of the servers of the URL knows who decides"
-        raise StoreUnavailable(f"{said}: {problem}" if problem is not None else said)
+        raise nobody_knows(problem)
 
     def _let_go(self) -> None:
         with self._lock:
@@ -210,6 +225,16 @@ class Servers:
             pools = [self._pools.pop(node) for node in gone]
         for pool in pools:
             pool.close()
+
+
+def _in_time(future: "Future[Any]", due: float) -> Any:
+    """What a thread was told; an error if it was not told in time."""
+    try:
+        return future.result(max(due - time.monotonic(), 0) + GRACE_SECONDS)
+    except TimeoutError:
+        if future.cancel():
+            return NotAsked("every thread for asking servers side by side is in use")
+        return StoreUnavailable("no answer in time", maybe_counted=True)
 
 
 def _calling(call: Call, due: float, *, asking: bool) -> Ask:

@@ -90,7 +90,6 @@ class Shares:
         self._max_shares = max_shares
         self._lock = threading.Lock()
         self._shares: dict[str, Share] = {}
-        self._is_told = False
 
     def __len__(self) -> int:
         return len(self._shares)
@@ -102,7 +101,7 @@ class Shares:
         return sum(share.left for share in list(self._shares.values()) if now_us < share.ends_us)
 
     def now_us(self) -> int:
-        """For `granted`: the moment before a wish is sent."""
+        """For `answered`: the moment before a wish is sent."""
         return self._now_us()
 
     def spend(self, take: Take) -> tuple[Row, int] | None:
@@ -147,13 +146,10 @@ class Shares:
                 elif share.overrides in drop.subjects or share.key.startswith(drop.tenants):
                     self._drop(share)
 
-    def drop_all(self) -> None:
-        """Spend no more of anything: messages may have been missed. Not when somebody begins to listen: until then
-        nothing was promised.
-        """
+    def drop_all(self, *, missed: bool = True) -> None:
+        """Spend no more of anything if messages may have been `missed`; before anybody listens nothing is promised."""
         with self._lock:
-            is_first, self._is_told = not self._is_told, True
-            for share in () if is_first else self._shares.values():
+            for share in self._shares.values() if missed else ():
                 self._forfeit(share)
 
     # -- keeping in step with the store

@@ -1,7 +1,7 @@
 """Hash slots: which keys a Redis Cluster keeps, and decides, together."""
 
 from binascii import crc_hqx
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import TypeVar
 
@@ -35,7 +35,3 @@ def by_slot(things: Iterable[T], slot_of: Callable[[T], int]) -> list[list[T]]:
     for thing in things:
         found.setdefault(slot_of(thing), []).append(thing)
     return list(found.values())
-
-
-def is_together(keys: Sequence[str], slot_of: SlotOf) -> bool:
-    return len({slot_of(key) for key in keys}) <= 1

@@ -48,6 +48,8 @@ class Finish(msgspec.Struct, gc=False):
     ttl_us: int = 0
     refund: bool = False
     """With a TTL it becomes a reservation, which lapses like this."""
+    lapses_us: int = 0
+    """By the store's time: until then whatever is not found was forgotten with its bucket, not taken away."""
     amounts: list[int] = []
     sources: list[int] = []
     is_part: bool = True
@@ -218,6 +220,7 @@ def _finish(part: Part, ending: Ending, places: list[int]) -> Finish:
         b"" if part.check.hold is None else part.check.hold.token,
         [takes[at][1] for at in places],
         [not takes[at][0].enforced for at in places],
+        lapses_us=HOLD_US + (0 if part.outcome is None else part.outcome.now_us),
         weight_us=BUCKET_US * len(places),
     )
 

@@ -14,6 +14,7 @@ import hiredis
 from limitforge.errors import StoreError, StoreUnavailable
 from limitforge.stores.codec import Call, Reply
 from limitforge.stores.resp import (
+    ASKING,
     Address,
     first_refusal,
     is_demoted,
@@ -22,11 +23,9 @@ from limitforge.stores.resp import (
     packed,
     packed_with_script,
     refusal,
-    too_few,
+    replicated,
     unreachable,
 )
-
-ASKING = pack("ASKING")
 
 Done = Callable[[Reply | StoreError], None]
 Lost = Callable[["Wire", StoreUnavailable], None]
@@ -138,7 +137,7 @@ class Wire(asyncio.Protocol):
                     self._send(data, *again)
             else:
                 answer(_told(reply))
-                if is_demoted(reply):
+                if is_demoted(reply) and not self._address.redirects:
                     self.abort()
 
         return [heard, *waits]
@@ -208,8 +207,8 @@ class _Waiting:
         reply, self._reply = self._reply, None
         if reply is None:  # it is asked once more, with the script
             return
-        lost = replicas if isinstance(replicas, StoreUnavailable) else too_few(replicas, self._replicas)
-        self._done(reply if isinstance(reply, StoreError) or lost is None else lost)
+        lost = isinstance(replicas, StoreError) and not isinstance(reply, StoreError)
+        self._done(replicas if lost else replicated(reply, replicas, self._replicas))
 
 
 def _ignore(_reply: Any) -> None:

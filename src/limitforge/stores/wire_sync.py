@@ -19,6 +19,7 @@ from limitforge.errors import StoreError
 from limitforge.stores.codec import Call, Reply
 from limitforge.stores.resilience import NotAsked
 from limitforge.stores.resp import (
+    ASKING,
     Address,
     first_refusal,
     is_demoted,
@@ -27,12 +28,11 @@ from limitforge.stores.resp import (
     packed,
     packed_with_script,
     refusal,
-    too_few,
+    replicated,
     unreachable,
 )
 
 CHUNK = 65_536
-ASKING = pack("ASKING")
 
 
 class SyncWire:
@@ -74,10 +74,9 @@ class SyncWire:
             if is_forgotten(replies[at]):
                 replies[at] = self._ask(asked + packed_with_script(call), 1 + asking, due)[-1]
         if self._address.replicas:
-            lost = too_few(self._ask(self._address.wait, 1, due)[0], self._address.replicas)
-            if lost is not None:
-                replies = [reply if isinstance(reply, hiredis.ReplyError) else lost for reply in replies]
-        if any(is_demoted(reply) for reply in replies):
+            (replicas,) = self._ask(self._address.wait, 1, due)
+            replies = [replicated(reply, replicas, self._address.replicas) for reply in replies]
+        if any(is_demoted(reply) for reply in replies) and not self._address.redirects:
             self.close()
         return [refusal(reply) if isinstance(reply, hiredis.ReplyError) else reply for reply in replies]
 
