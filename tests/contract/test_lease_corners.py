@@ -1,6 +1,7 @@
 """Leased limits where something else happens to them: overrides, resets, crowds, a Redis that is gone."""
 
 import asyncio
+import threading
 import time
 from typing import Any, cast
 
@@ -128,6 +129,25 @@ def test_while_redis_is_gone_a_share_is_spent_and_then_the_failure_behaviour_dec
         spent = [answer for answer in answers if answer.degraded is None]
         assert 0 < len(spent) <= share
         assert {answer.degraded for answer in answers if answer not in spent} == {"closed"}
+
+
+@pytest.mark.parametrize("shell", ["sync", "async"])
+def test_a_limiter_that_was_closed_leaves_nothing_running(redis_url: str, shell: str) -> None:
+    if shell == "sync":
+        with SyncLimiter.connect(redis_url, options=PATIENT) as limiter:
+            leasing(limiter)
+    else:
+
+        async def lease() -> set[Any]:
+            async with Limiter.connect(redis_url, options=PATIENT) as limiter:
+                for _ in range(30):
+                    await asyncio.gather(*(limiter.check("r", "s", limits=LEASED) for _ in range(50)))
+                    await asyncio.sleep(0.02)
+            return asyncio.all_tasks() - {asyncio.current_task()}
+
+        assert asyncio.run(lease()) == set()
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if name.startswith("limitforge")]
 
 
 def test_what_this_process_denies_it_denies_without_redis(own_redis_server: RedisServer) -> None:

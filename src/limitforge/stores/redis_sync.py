@@ -112,11 +112,11 @@ class SyncRedisStore:
 
     def close(self) -> None:
         """Let go of every connection. It may be used again."""
+        self._leave()  # first: what keeps the shares also begins to listen
         with self._lock:
             listener, self._listener = self._listener, None
         if listener is not None:
             listener.stop()
-        self._leave()
         self._is_closed = True
         self._servers.close()
         self._fleet.close()
