@@ -14,6 +14,7 @@ import pytest
 from limitforge import Concurrency, FixedWindow, Limiter, Limits, SyncLimiter, limit_from_fields
 from limitforge.core.limits import fields_of
 from limitforge.errors import StoreUnavailable
+from tests.constellations import ClusterServers
 from tests.contract.conftest import PATIENT
 from tests.contract.hammer import admitted, survived
 from tests.servers import RedisServer
@@ -61,6 +62,35 @@ def hammer(url: str, plan: list[dict[str, Any]], resources: list[str]) -> int:
 @pytest.mark.parametrize("fields", THOUSAND, ids=lambda fields: str(fields["algorithm"]))
 def test_eight_processes_of_eight_threads_admit_exactly_a_thousand(redis_url: str, fields: dict[str, Any]) -> None:
     assert hammer(redis_url, [fields], ["r"] * PROCESSES) == 1_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", THOUSAND[:4], ids=lambda fields: str(fields["algorithm"]))
+def test_processes_on_a_cluster_admit_exactly_a_thousand(
+    cluster_servers: ClusterServers, fields: dict[str, Any]
+) -> None:
+    cluster_servers.flush()
+    assert hammer(cluster_servers.url, [fields], ["r"] * PROCESSES) == 1_000
+
+
+@pytest.mark.slow
+def test_processes_on_limits_of_several_shards_admit_no_more_than_each_and_leave_nothing_taken(
+    cluster_servers: ClusterServers,
+) -> None:
+    """Who is denied while another holds the last of it for a moment is denied all the same: so it may be less."""
+    cluster_servers.flush()
+    window = {"algorithm": "fixed_window", "window_seconds": DAY, "align": "first_hit"}
+    plan = [
+        {**window, "name": "world", "limit": 1_000, "scope": "global"},
+        {**window, "name": "route", "limit": 150, "scope": "resource"},
+    ]
+    passed = hammer(cluster_servers.url, plan, [f"r{number}" for number in range(PROCESSES)])
+    assert 900 <= passed <= 1_000
+    with SyncLimiter.connect(cluster_servers.url, options=PATIENT) as limiter:
+        world, route = map(limit_from_fields, plan)
+        assert limiter.check("r0", "s", limits=world, cost=0).remaining == 1_000 - passed
+        left = [limiter.check(f"r{n}", "s", limits=route, cost=0).remaining or 0 for n in range(PROCESSES)]
+        assert sum(150 - one for one in left) == passed
 
 
 @pytest.mark.slow

@@ -211,7 +211,14 @@ class Buckets(Leases):
         assert self.level >= 0
 
     def denied(self, cost: int) -> None:
-        """How far below it may stay has a test of its own."""
+        """Because of what is out, or lost with somebody: all of that is back after a while."""
+
+    @rule(node=st.integers(0, NODES - 1))
+    def rest(self, node: int) -> None:
+        """Once every share has lapsed and the bucket had time to fill, nothing is missing, whoever died."""
+        self.pass_time(self.nodes[node].shares.lapse_us)
+        self.pass_time(2_000_000)
+        assert self.nodes[node].limiter.check("r", "s", limits=self.limit, cost=0).remaining == 50
 
 
 def run(kind: type[Leases], server: Any, limit: Limit, examples: int, seed: int | None, **settled: Any) -> None:
