@@ -8,9 +8,8 @@ from typing import Any
 
 from limitforge.core.check import Check
 from limitforge.core.decision import Decision
-from limitforge.core.plan import BUCKET_US
 from limitforge.errors import LimitforgeError, StoreError, StoreUnavailable
-from limitforge.stores.codec import Call, Flow, Reply, T, as_corrupt, fitting, one_call, parts
+from limitforge.stores.codec import Call, Flow, Reply, T, as_corrupt, one_call, parts
 from limitforge.stores.denials import Drop
 from limitforge.stores.fleet import (
     MANY_HOPS,
@@ -21,6 +20,7 @@ from limitforge.stores.fleet import (
     nobody_decides,
     nobody_knows,
 )
+from limitforge.stores.keeper import Keeper
 from limitforge.stores.link import Link
 from limitforge.stores.listener import Listener
 from limitforge.stores.options import StoreOptions
@@ -29,8 +29,6 @@ from limitforge.stores.protocol import Command
 from limitforge.stores.redis_parts import COMMAND_SECONDS, Parts, Steps
 from limitforge.stores.resilience import NotAsked
 from limitforge.stores.resp import Address, Elsewhere, Moving, unreachable
-from limitforge.stores.shares import Grant, Wish
-from limitforge.stores.slots import by_slot
 from limitforge.stores.spread import Ending, Finish, Step, a_key_of, is_spread
 from limitforge.stores.wire import Wire
 
@@ -49,13 +47,12 @@ class Line:
         self._listener: Listener | None = None
         self._telling: set[asyncio.Future[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._syncs: set[asyncio.Task[None]] = set()
         self._pipelines: dict[Node, Pipeline] = {}
         self._leaving: set[Pipeline] = set()  # of servers that were let go of, until what was asked is answered
         self._discovering: asyncio.Task[StoreUnavailable | None] | None = None
         self._is_closed = False
         self._blender = parts.blender()
-        self._keeping: asyncio.TimerHandle | None = None
+        self._keeper = Keeper(parts, self._blender.shares, options.sync_interval_ms / 1_000, self.carry, self._listen)
         self.single = self._pipeline(self._fleet.nobody) if self._fleet.is_single else None
         """The pipeline of the only server there is."""
         self._guard = self._until_the_loop_ends()
@@ -68,8 +65,7 @@ class Line:
             yield
         finally:
             self._is_closed = True
-            if self._keeping is not None:
-                self._keeping.cancel()
+            self._keeper.stop()
             if self._discovering is not None:
                 self._discovering.cancel()
             for pipeline in [*self._pipelines.values(), *self._leaving]:
@@ -274,63 +270,10 @@ class Line:
     # -- what this process decides
 
     def _blended(self, check: Check, tell: Tell, due: float) -> "Errand":
-        self.keep_up()
+        self._keeper.keep_up()
         errand = Errand(self, self._parts.blend(check, self._blender, self.undo), tell, due)
         errand.start()
         return errand
-
-    def keep_up(self) -> None:
-        """Keep shares and heartbeats going for as long as anybody needs them."""
-        if self._keeping is None and not self._is_closed:
-            self._listen()
-            self._keeping = self.loop.call_later(self._options.sync_interval_ms / 1_000, self._keep)
-            self._beat()
-
-    def _keep(self) -> None:
-        self._keeping = None
-        for wishes in self._batches(self._blender.shares.wishes()):
-            self._syncs.add(task := self.start(self._sync(wishes)))
-            task.add_done_callback(self._syncs.discard)
-        if len(self._blender.shares) or self._fleet.members.is_wanted:
-            self.keep_up()
-
-    async def _sync(self, wishes: list[Wish]) -> None:
-        shares = self._blender.shares
-        sent_us = shares.now_us()
-        grants: Sequence[Grant | None] | None = None
-        try:
-            grants = await self.carry(self._parts.shares(wishes, shares.lapse_us), COMMAND_SECONDS)
-        except StoreUnavailable as error:
-            grants = None if error.maybe_counted else [None] * len(wishes)
-        except LimitforgeError:
-            grants = None
-        finally:
-            shares.answered(wishes, grants, sent_us)
-
-    def _batches(self, wishes: Sequence[Wish]) -> list[list[Wish]]:
-        """As many as one call can take, of one slot each."""
-        return [
-            together[part.start : part.stop]
-            for together in by_slot(wishes, lambda wish: self._fleet.slot_of(wish.share.key))
-            for part in fitting([BUCKET_US] * len(together))
-        ]
-
-    def _beat(self) -> None:
-        if self._fleet.members.is_due():
-            self.start(self._say_alive())
-
-    async def _say_alive(self) -> None:
-        with suppress(LimitforgeError):
-            self._fleet.members.heard(await self.carry(self._parts.beat(), COMMAND_SECONDS))
-
-    async def _leave(self) -> None:
-        """Give back what was paid for and not spent, and do not count as alive any more."""
-        if self._syncs:
-            await asyncio.wait(self._syncs, timeout=COMMAND_SECONDS)
-        await asyncio.gather(*map(self._sync, self._batches(self._blender.shares.farewell())))
-        if self._fleet.members.is_wanted:
-            with suppress(LimitforgeError):
-                await self.carry(self._parts.beat(0), COMMAND_SECONDS)
 
     # -- denials
 
@@ -372,13 +315,11 @@ class Line:
 
     def close_soon(self) -> None:
         """For another thread's loop."""
-        self.start(self.close())
+        self._start(self.close())
 
     async def close(self) -> None:
-        if self._keeping is not None:
-            self._keeping.cancel()  # nothing is paid for any more; it stands for that nobody shall begin again
         try:
-            await self._leave()
+            await self._keeper.leave()
             if self._telling:
                 await asyncio.wait(self._telling, timeout=self.deadline)
         finally:
@@ -388,7 +329,7 @@ class Line:
 
     def charge_soon(self, charges: Sequence[Check]) -> None:
         if charges:
-            self.start(self._charge(charges))
+            self._start(self._charge(charges))
 
     async def _charge(self, charges: Sequence[Check]) -> None:
         """What was admitted without the store, beside the callers and in no hurry."""
@@ -406,11 +347,10 @@ class Line:
                 raise
         self._parts.charged(charges, answers)
 
-    def start(self, work: Coroutine[None, None, None]) -> "asyncio.Task[None]":
+    def _start(self, work: Coroutine[None, None, None]) -> None:
         task = self.loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return task
 
 
 class Search(Link):
