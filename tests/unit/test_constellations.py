@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.constellations import SLOTS, ClusterServers, Constellation, SentinelServers, ask, ask_fields
+from tests.constellations import SLOTS, ClusterServers, Constellation, Member, SentinelServers, ask, ask_fields
 from tests.servers import RedisServer, ServerFailed
 
 KEYS = [f"{{forge}}:{number}" for number in range(25)]
@@ -188,10 +188,21 @@ def test_the_sentinels_name_the_master_and_know_everybody(sentinels: SentinelSer
     assert sentinels.url == f"redis+sentinel://{ports}/forge"
 
 
+def eventually_replicated(master: Member) -> None:
+    """Whatever was written is in both replicas: a failover loses what is not."""
+    with master.connection() as connection:
+        connection.sendall(b"SET replicated yes\r\nWAIT 2 60000\r\n")
+        said = b""
+        while said.count(b"\r\n") < 2:
+            said += connection.recv(1_024)
+    assert said == b"+OK\r\n:2\r\n"
+
+
 @pytest.mark.slow
 def test_the_sentinels_choose_another_master_by_command(sentinels: SentinelServers) -> None:
     old = sentinels.master()
     assert ask(old, "SET", "key", "value") == b"OK"
+    eventually_replicated(old)
     new = sentinels.failover()
     assert new is sentinels.master()
     assert new is not old
