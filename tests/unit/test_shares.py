@@ -51,6 +51,15 @@ class Desk:
         return self.shares._shares[self.take()[1]]
 
 
+def leased(limit: FixedWindow | TokenBucket = WINDOW) -> Desk:
+    """One that has paid for 200, having asked for 100 in an interval."""
+    desk = Desk(limit)
+    desk.ask(100)
+    desk.wait()
+    desk.sync()
+    return desk
+
+
 def test_nothing_is_paid_for_before_anybody_asked() -> None:
     assert Desk().sync() == []
 
@@ -84,10 +93,7 @@ def test_a_share_is_synced_at_most_once_an_interval() -> None:
 
 
 def test_a_share_is_topped_up_before_it_is_spent() -> None:
-    desk = Desk()
-    desk.ask(100)
-    desk.wait()
-    desk.sync()
+    desk = leased()
     assert desk.ask(150) == 150
     desk.wait()
     (wish,) = desk.sync()
@@ -118,10 +124,7 @@ def test_what_may_have_been_granted_and_was_not_heard_is_never_spent() -> None:
 
 
 def test_an_idle_share_goes_back_whole() -> None:
-    desk = Desk()
-    desk.ask(100)
-    desk.wait()
-    desk.sync()
+    desk = leased()
     assert desk.ask(30) == 30
     returned = []
     for _ in range(7):
@@ -142,10 +145,7 @@ def test_a_share_ends_with_its_window() -> None:
 
 
 def test_a_share_that_was_granted_in_the_next_window_keeps_nothing_of_the_last_one() -> None:
-    desk = Desk()
-    desk.ask(100)
-    desk.wait()
-    desk.sync()
+    desk = leased()
     desk.ask(150)
     desk.wait()
     (wish,) = desk.shares.wishes()
@@ -155,19 +155,13 @@ def test_a_share_that_was_granted_in_the_next_window_keeps_nothing_of_the_last_o
 
 
 def test_a_share_of_a_bucket_lapses() -> None:
-    desk = Desk(BUCKET)
-    desk.ask(100)
-    desk.wait()
-    desk.sync()
+    desk = leased(BUCKET)
     desk.clock.advance_us(desk.shares.lapse_us)
     assert desk.ask(1) == 0
 
 
 def test_a_share_of_a_bucket_that_is_in_use_is_kept_from_lapsing() -> None:
-    desk = Desk(BUCKET)
-    desk.ask(100)
-    desk.wait()
-    desk.sync()
+    desk = leased(BUCKET)
     for _ in range(40):  # slowly, so that nothing need be added for long
         desk.wait()
         desk.ask(1)
@@ -176,10 +170,7 @@ def test_a_share_of_a_bucket_that_is_in_use_is_kept_from_lapsing() -> None:
 
 
 def test_what_was_kept_and_had_lapsed_in_the_store_is_spent_no_more() -> None:
-    desk = Desk(BUCKET)
-    desk.ask(100)
-    desk.wait()
-    desk.sync()
+    desk = leased(BUCKET)
     desk.ask(150)
     desk.wait()
     (wish,) = desk.shares.wishes()
@@ -188,19 +179,13 @@ def test_what_was_kept_and_had_lapsed_in_the_store_is_spent_no_more() -> None:
 
 
 def test_a_cost_above_what_is_left_is_asked_for_in_the_store() -> None:
-    desk = Desk()
-    desk.ask(100)
-    desk.wait()
-    desk.sync()
+    desk = leased()
     assert desk.ask(1, cost=201) == 0
     assert desk.ask(1, cost=200) == 1
 
 
 def test_another_plan_spends_nothing_of_the_former_one() -> None:
-    desk = Desk()
-    desk.ask(100)
-    desk.wait()
-    desk.sync()
+    desk = leased()
     desk.limits = Limits(FixedWindow(name="window", limit=5, window_seconds=3_600, consistency="leased"))
     assert desk.ask(1) == 0
     desk.wait()
@@ -209,10 +194,7 @@ def test_another_plan_spends_nothing_of_the_former_one() -> None:
 
 
 def test_an_override_ends_a_share_and_what_is_left_goes_back() -> None:
-    desk = Desk()
-    desk.ask(100)
-    desk.wait()
-    desk.sync()
+    desk = leased()
     desk.shares.drop(Drop(subjects=(Keys.overrides(Keys().home("t").wide, "s"),)))
     assert desk.ask(1) == 0
     desk.wait()
@@ -221,10 +203,7 @@ def test_an_override_ends_a_share_and_what_is_left_goes_back() -> None:
 
 
 def test_a_reset_ends_a_share_and_nothing_goes_back() -> None:
-    desk = Desk()
-    desk.ask(100)
-    desk.wait()
-    desk.sync()
+    desk = leased()
     desk.shares.drop(Drop(keys=(desk.take()[1],)))
     assert desk.ask(1) == 0
     desk.wait()
@@ -232,10 +211,7 @@ def test_a_reset_ends_a_share_and_nothing_goes_back() -> None:
 
 
 def test_what_was_spent_for_a_check_that_was_denied_after_all_comes_back() -> None:
-    desk = Desk()
-    desk.ask(100)
-    desk.wait()
-    desk.sync()
+    desk = leased()
     _, epoch = desk.shares.spend(desk.take(5)) or ((), 0)
     assert desk.ask(200) == 195
     desk.shares.give_back(desk.take(5), epoch)
@@ -243,10 +219,7 @@ def test_what_was_spent_for_a_check_that_was_denied_after_all_comes_back() -> No
 
 
 def test_what_was_spent_in_one_window_does_not_come_back_in_the_next() -> None:
-    desk = Desk()
-    desk.ask(100)
-    desk.wait()
-    desk.sync()
+    desk = leased()
     _, epoch = desk.shares.spend(desk.take(10)) or ((), 0)
     desk.ask(140)
     desk.wait()
@@ -270,10 +243,7 @@ def test_an_answer_that_a_reset_has_overtaken_is_worth_nothing() -> None:
 
 
 def test_who_begins_to_listen_loses_nothing_and_who_listens_again_all() -> None:
-    desk = Desk()
-    desk.ask(100)
-    desk.wait()
-    desk.sync()
+    desk = leased()
     desk.shares.drop_all(missed=False)
     assert desk.ask(1) == 1
     desk.shares.drop_all(missed=True)
@@ -281,10 +251,7 @@ def test_who_begins_to_listen_loses_nothing_and_who_listens_again_all() -> None:
 
 
 def test_a_decision_tells_what_this_process_and_the_store_have_left() -> None:
-    desk = Desk()
-    desk.ask(100)
-    desk.wait()
-    desk.sync()
+    desk = leased()
     row, _ = desk.shares.spend(desk.take()) or ((), 0)
     assert row == (1_000_000, 199 + 500, HOUR_US - INTERVAL_US, 0, 0)
 
@@ -297,10 +264,7 @@ def test_the_number_of_shares_is_bounded() -> None:
 
 
 def test_on_leaving_everything_goes_back() -> None:
-    desk = Desk()
-    desk.ask(100)
-    desk.wait()
-    desk.sync()
+    desk = leased()
     desk.ask(50)
     assert [(wish.returned, wish.kept, wish.wanted) for wish in desk.shares.farewell()] == [(150, 0, 0)]
     assert desk.ask(1) == 0
