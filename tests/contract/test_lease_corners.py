@@ -36,6 +36,7 @@ def leasing(limiter: SyncLimiter, limits: Any = LEASED) -> None:
     wait_for(has_share)
 
 
+@pytest.mark.slow
 def test_an_override_that_lifts_a_limit_leaves_nothing_to_spend_when_it_ends(redis_url: str) -> None:
     bucket = TokenBucket(name="bucket", bucket_capacity=200, refill_rate_per_sec="0.01", consistency="leased")
     with SyncLimiter.connect(redis_url, options=PATIENT) as limiter:

@@ -36,6 +36,7 @@ def admitted(limiter: SyncLimiter, limits: Any, times: int = 100) -> int:
     return sum(limiter.check("r", "s", limits=limits).allowed for _ in range(times))
 
 
+@pytest.mark.slow
 def test_a_limit_is_divided_by_the_processes_that_are_alive(redis_url: str) -> None:
     nodes = [SyncLimiter.connect(redis_url, options=PATIENT) for _ in range(3)]
     assert [beat(node) for node in nodes] == [1, 2, 3]
@@ -46,6 +47,7 @@ def test_a_limit_is_divided_by_the_processes_that_are_alive(redis_url: str) -> N
         node.close()
 
 
+@pytest.mark.slow
 def test_a_process_that_leaves_no_longer_counts_and_one_that_dies_does_so_for_three_seconds(redis_url: str) -> None:
     first, second, third = (SyncLimiter.connect(redis_url, options=PATIENT) for _ in range(3))
     for node in (first, second, third):
@@ -63,6 +65,7 @@ def test_a_process_that_leaves_no_longer_counts_and_one_that_dies_does_so_for_th
     second.close()
 
 
+@pytest.mark.slow
 def test_heartbeats_go_on_by_themselves(redis_url: str) -> None:
     nodes = [SyncLimiter.connect(redis_url, options=PATIENT) for _ in range(2)]
     ends = time.monotonic() + PATIENCE_SECONDS
