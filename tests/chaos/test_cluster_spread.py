@@ -73,8 +73,11 @@ def frozen_before_it_is_confirmed(cluster: ClusterStage, monkeypatch: pytest.Mon
     victim, finish = cluster.victim(), Parts.finish
     one = spread_of(cluster.tenant)
 
+    frozen = threading.Event()
+
     def freeze_first(parts: Parts, finishes: Sequence[Finish]) -> Any:
-        if victim.reachable:
+        if not frozen.is_set():  # once: what is given back comes here as well, perhaps late
+            frozen.set()
             victim.pause()
         return finish(parts, finishes)
 

@@ -97,6 +97,9 @@ class Line:
 
     def route(self, asked: Asked) -> None:
         """To whom decides about its slot."""
+        if self._is_closed:
+            self._pipeline(self._fleet.nobody).decide(asked, NotAsked("the limiter was closed"))
+            return
         if not self._fleet.is_single:
             asked.slot = self._fleet.slot_of(a_key_of(asked.check))
         node = self._fleet.node_of(asked.slot)

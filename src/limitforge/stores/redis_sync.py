@@ -58,7 +58,6 @@ class SyncRedisStore:
         self._parts = Parts(self._url, self.keys, self._clock, self._options, self._charge_soon)
         self._fleet = self._parts.fleet
         self._servers = Servers(self._fleet, self._charge_soon)
-        self._is_closed = False
         self._lock = threading.Lock()
         self._listener: SyncListener | None = None
         self._blender = self._parts.blender()
@@ -72,7 +71,7 @@ class SyncRedisStore:
         return answer
 
     def check_many(self, checks: Sequence[Check]) -> list[Decision | LimitforgeError]:
-        self._is_closed = False
+        self._servers.is_closed = False
         batch = Batch(checks, self._decided)
         due = time.monotonic() + self._options.deadline_ms / 1_000
         together: list[int] = []
@@ -96,6 +95,7 @@ class SyncRedisStore:
     def run(self, command: Command[Answer]) -> Answer:
         if is_local(command):
             return self._fleet.local.run(command)
+        self._servers.is_closed = False
         due = time.monotonic() + COMMAND_SECONDS
         try:
             answer = self._carry(self._parts.command(command), due)
@@ -117,7 +117,6 @@ class SyncRedisStore:
             listener, self._listener = self._listener, None
         if listener is not None:
             listener.stop()
-        self._is_closed = True
         self._servers.close()
         self._fleet.close()
 
@@ -225,12 +224,7 @@ class SyncRedisStore:
         """Give back on a thread of its own: no caller waits, and what does not arrive goes back by itself."""
         if undone:
             due = time.monotonic() + COMMAND_SECONDS
-            threading.Thread(target=self._give_back, args=[undone, due], name="limitforge-undo", daemon=True).start()
-
-    def _give_back(self, undone: Sequence[Finish], due: float) -> None:
-        self._told(undone, due)
-        if self._is_closed:
-            self._servers.close()  # it was opened once more, for this
+            threading.Thread(target=self._told, args=[undone, due], name="limitforge-undo", daemon=True).start()
 
     def _carry(self, flow: Flow[T], due: float) -> T:
         """Run a flow, or raise StoreUnavailable when it takes longer than that."""

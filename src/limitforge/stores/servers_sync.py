@@ -40,13 +40,20 @@ class Servers:
         self._finding: Future[None] | None = None
         self._pools: dict[Node, WirePool] = {}
         self._threads: ThreadPoolExecutor | None = None
+        self.is_closed = False
 
     def close(self) -> None:
+        """Let go of every connection, also of those that somebody still opens to give something back."""
+        self.is_closed = True
         with self._lock:
-            pools, self._pools = self._pools, {}
             threads, self._threads = self._threads, None
         if threads is not None:
             threads.shutdown(wait=False)
+        self._close_pools()
+
+    def _close_pools(self) -> None:
+        with self._lock:
+            pools, self._pools = self._pools, {}
         for pool in pools.values():
             pool.close()
 
@@ -111,7 +118,11 @@ class Servers:
             pool = self._pools.get(node)
             if pool is None:
                 pool = self._pools[node] = WirePool(node.address, MAX_CONNECTIONS)
-        return pool.use(due, ask)
+        try:
+            return pool.use(due, ask)
+        finally:
+            if self.is_closed:
+                self._close_pools()
 
     def call(self, call: Call, due: float) -> Reply:
         """Call the script where the slot of its keys is decided, wherever that may be by now."""
