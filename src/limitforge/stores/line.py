@@ -103,8 +103,8 @@ class Line:
         if not self._fleet.is_single:
             asked.slot = self._fleet.slot_of(a_key_of(asked.check))
         node = self._fleet.node_of(asked.slot)
-        if not node.resilience.is_quiet:
-            self.doubt()
+        if self._fleet.in_doubt or not node.resilience.is_quiet:
+            self.doubt()  # also if it was too early to ask when the doubt came up
         self._pipeline(node).submit(asked)
 
     def answer(self, asked: Asked, decision: Decision | LimitforgeError) -> None:

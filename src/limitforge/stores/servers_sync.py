@@ -158,8 +158,8 @@ class Servers:
         """Who decides about a slot; the first to ask finds out."""
         node = self._fleet.node_of(slot)
         if node is not self._fleet.nobody:
-            if not node.resilience.is_quiet:
-                self.doubt()
+            if self._fleet.in_doubt or not node.resilience.is_quiet:
+                self.doubt()  # also if it was too early to ask when the doubt came up
             return node
         if self._fleet.is_single:
             return node
