@@ -242,6 +242,23 @@ def test_an_answer_that_a_reset_has_overtaken_is_worth_nothing() -> None:
     assert desk.ask(1) == 0
 
 
+def test_what_could_not_be_brought_back_is_brought_back_later_unless_it_was_reset_meanwhile() -> None:
+    for is_reset, returned in ((False, 200), (True, 0)):
+        desk = leased()
+        desk.shares.drop(Drop(subjects=(Keys.overrides(Keys().home("t").wide, "s"),)))
+        desk.ask(100)
+        desk.wait()
+        (wish,) = desk.shares.wishes()
+        sent_us = desk.clock.now_us()
+        desk.clock.advance_us(1)
+        if is_reset:
+            desk.shares.drop(Drop(keys=(desk.take()[1],)))
+        desk.shares.answered([wish], [None], sent_us)
+        desk.wait()
+        desk.ask(100)
+        assert [wish.returned for wish in desk.shares.wishes()] == [returned]
+
+
 def test_who_begins_to_listen_loses_nothing_and_who_listens_again_all() -> None:
     desk = leased()
     desk.shares.drop_all(missed=False)

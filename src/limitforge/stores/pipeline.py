@@ -15,7 +15,7 @@ import msgspec
 
 from limitforge.core.check import Check
 from limitforge.errors import LimitforgeError, StoreError, StoreUnavailable
-from limitforge.stores.codec import BUSY_US, Call, Flow, Judged, Reply, as_corrupt
+from limitforge.stores.codec import BUSY_US, Call, Flow, Judged, NotReplicated, Reply, as_corrupt
 from limitforge.stores.fleet import Node
 from limitforge.stores.link import Link
 from limitforge.stores.resilience import NotAsked, left_alone
@@ -285,7 +285,8 @@ class Pipeline:
         except StoreUnavailable as error:  # the answer to another call: nothing that comes here can be trusted
             self._fail(flight, error)
             self.failed(error, flight.began_us)
-            self.link.abort(error)
+            if not isinstance(error, NotReplicated):
+                self.link.abort(error)
         except Exception as error:  # noqa: BLE001 - an answer that makes no sense, or a bug: the callers must hear of it
             self._fail(flight, as_corrupt(error))
             self._answered(flight)

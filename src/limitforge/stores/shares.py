@@ -184,7 +184,7 @@ class Shares:
                 grant = None if grants is None else grants[at]
                 if grant is not None:
                     self._granted(wish.share, grant, sent_us)
-                elif grants is not None:
+                elif grants is not None and not (wish.share.was_reset and sent_us <= wish.share.dropped_us):
                     wish.share.returning += wish.returned
 
     # -- inside the lock

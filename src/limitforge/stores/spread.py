@@ -57,7 +57,8 @@ class Finish(msgspec.Struct, gc=False):
 
 
 Step = Check | Finish
-Judged = tuple[Outcome | LimitforgeError, list[Finish]]
+Ended = tuple[Outcome | LimitforgeError, list[Finish]]
+"""What a check came to, and what is still to be undone."""
 Told = Sequence[Any]
 """To each step its answer: an outcome, the sources of a finish, or an error."""
 
@@ -112,7 +113,7 @@ def is_spread(check: Check, slot_of: SlotOf) -> bool:
     return False
 
 
-def judge_spread(check: Check, slot_of: SlotOf) -> Generator[list[Step], Told, Judged]:
+def judge_spread(check: Check, slot_of: SlotOf) -> Generator[list[Step], Told, Ended]:
     """Yields what to ask side by side, is sent the answers, and returns the outcome with what is still to be undone,
     which nobody waits for.
     """
@@ -173,7 +174,7 @@ def _record(hold: Hold, key: str, slot_of: SlotOf) -> str:
     return hold.key if slot_of(hold.key) == slot_of(key) else Keys.reservation(own_of(key), hold.token)
 
 
-def _confirm(check: Check, parts: list[Part]) -> Generator[list[Step], Told, Judged]:
+def _confirm(check: Check, parts: list[Part]) -> Generator[list[Step], Told, Ended]:
     holding = [part for part in parts if part.held()]
     if not holding:
         return _merged(check, parts), []
