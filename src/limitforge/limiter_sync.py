@@ -8,7 +8,7 @@ from limitforge.core.check import Entry, Failure, FailureName, check_of, check_o
 from limitforge.core.clock import Clock
 from limitforge.core.decision import Decision
 from limitforge.core.keys import text
-from limitforge.core.lanes import LanesLike
+from limitforge.core.lanes import LanesLike, lanes_of
 from limitforge.core.overrides import Override, OverridePage
 from limitforge.core.plan import LimitsLike
 from limitforge.core.reservations import OnLapse, Settlement
@@ -186,6 +186,10 @@ class SyncLimiter:
         numbers need no such call.
         """
         self._store.run(self._requests.drop_denials(tenant))
+
+    def set_lanes(self, tenant: str, lanes: LanesLike) -> None:
+        """How many lanes a tenant has from now on. Say it before its first check, and alike on every node."""
+        self._keys.set_lanes(tenant, lanes_of({tenant: lanes})[tenant])
 
     def status(self) -> StoreStatus:
         """How the store is doing, without asking it."""

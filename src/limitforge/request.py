@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -10,9 +9,9 @@ import msgspec
 from limitforge.core.check import TOKEN_BYTES, Check, Failure, FailureName, Hold, check_of, failure_of
 from limitforge.core.decision import Decision
 from limitforge.core.exact import cost_of, duration_us, shown
-from limitforge.core.keys import Keys, text
+from limitforge.core.join import aliases
+from limitforge.core.keys import Keys, decoded, place_of, text
 from limitforge.core.lanes import LanesLike
-from limitforge.core.limits import Mode
 from limitforge.core.overrides import compile_override, plain_changes
 from limitforge.core.plan import Limits, LimitsLike
 from limitforge.core.reservations import OnLapse
@@ -94,15 +93,16 @@ class Requests:
     def settle(self, reservation_id: str, cost: int, costs: Mapping[str, int] | None) -> Settle:
         reservation = read_ticket("reservation_id", Reservation, reservation_id, self.keys.prefix)
         cost = cost_of("cost", cost)
-        names = [limit.name for limit in reservation.limits]
-        for name in costs or {}:
-            if name not in names and reservation.token != NOTHING:
-                raise InvalidInput(
-                    f"costs.{name!s:.64}", f"no limit of that name was reserved; there are {', '.join(names)}"
-                )
+        costs = costs or {}
+        names = [aliases(limit.name, place_of(decoded(limit.key))) for limit in reservation.limits]
+        for name in costs:
+            if not any(name in own for own in names) and reservation.token != NOTHING:
+                known = ", ".join(limit.name for limit in reservation.limits)
+                raise InvalidInput(f"costs.{name!s:.64}", f"no limit of that name was reserved; there are {known}")
         amounts = []
-        for limit in reservation.limits:
-            amount = cost_of(f"costs.{limit.name}", (costs or {}).get(limit.name, cost))
+        for limit, own in zip(reservation.limits, names, strict=True):
+            given = next((name for name in own if name in costs), None)
+            amount = cost if given is None else cost_of(f"costs.{given}", costs[given])
             amounts.append(1 if limit.requests and amount else amount)
         return Settle(reservation, cost, tuple(amounts))
 
@@ -110,7 +110,7 @@ class Requests:
         return read_ticket("lease_id", Lease, lease_id, self.keys.prefix)
 
     def reset(self, resource: Name, subject: Name, limits: LimitsLike, tenant: Name) -> Reset:
-        every = Limits(*(replace(limit, mode=Mode.ON) for limit in Limits.of(limits)))  # also those that are off
+        every = Limits.of(limits).all_on()
         check = self.check(Request(resource=resource, subject=subject, limits=every, tenant=tenant, cost=0))
         return Reset(tuple(key for _, key, *_ in check.takes))
 
@@ -123,7 +123,7 @@ class Requests:
         ttl_seconds: float,
         tenant: Name,
     ) -> SetOverride:
-        compiled = tuple(compile_override(changes, Limits.of(limits)))
+        compiled = tuple(compile_override(changes, Limits.of(limits).overridable(changes)))
         return SetOverride(
             self._own(tenant, subject),
             text("tenant", tenant),

@@ -105,3 +105,12 @@ def test_what_was_reserved_before_a_change_can_be_settled_after_it() -> None:
         home = limiter._keys.homes("acme")
         home.moves = (0, home.moves[1] if home.moves else home)
         assert limiter.settle(held.reservation_id or "", 1).outcome == "settled"
+
+
+def test_lanes_that_are_told_later_hold_from_the_next_check_on() -> None:
+    keys = Keys()
+    assert len(keys.home("acme").lanes) == 1
+    keys.set_lanes("acme", Lanes(4))
+    assert len(keys.home("acme").lanes) == 4
+    keys.set_lanes("acme", Lanes(1))
+    assert len(keys.home("acme").lanes) == 1

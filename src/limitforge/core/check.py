@@ -1,7 +1,6 @@
 """A check as a store takes it: takes (one rule, one key, one cost each) that decide together, all or nothing."""
 
 import os
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Literal
@@ -9,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from limitforge.core.exact import MAX_COUNT, cost_of, shown
+from limitforge.core.join import PLACE_WORDS, reported
 from limitforge.core.keys import MAX_BYTES, Keys, Place, text
 from limitforge.core.lanes import Home
 from limitforge.core.limits import Limit, Mode
@@ -103,7 +103,7 @@ def check_of(
     shadow: LimitsLike | None = None,
 ) -> Check:
     """The simple form: one resource, one subject, and one cost for every limit (or one by name)."""
-    if type(limits) is not Limits:
+    if not isinstance(limits, Limits):
         limits = Limits.of(limits)
     if type(cost) is not int or not 0 <= cost <= MAX_COUNT:
         cost = cost_of("cost", cost)
@@ -130,13 +130,13 @@ def _plan_check(
     keys: Keys, plan: Plan, resource: str, subject: str, cost: int, costs: Mapping[str, int] | None, home: Home
 ) -> Check:
     takes: list[Take] = []
-    base, scope, bucket = "", None, keys.bucket
+    base, scope, place, bucket = "", None, "", keys.bucket
     own = home.wide if len(home.lanes) == 1 else home.of_subject(subject)
     overrides = keys.overrides(own, subject)
     for rule in plan.rules:
-        if rule.scope is not scope:
-            scope = rule.scope
-            base = bucket(scope, plan.place, home, own, resource, subject)
+        if rule.scope is not scope or rule.place is not place:
+            scope, place = rule.scope, rule.place
+            base = bucket(scope, place, home, own, resource, subject)
         key = base + rule.suffix
         takes.append(
             (
@@ -193,7 +193,7 @@ def check_of_entries(keys: Keys, entries: Iterable[Entry], *, tenant: str | byte
         subject = text(f"entries[{at}].subject", entry.subject)
         cost = cost_of(f"entries[{at}].cost", entry.cost)
         own = home.of_subject(subject)
-        key = keys.bucket(rule.scope, entry.place.value, home, own, resource, subject) + rule.suffix
+        key = keys.bucket(rule.scope, rule.place, home, own, resource, subject) + rule.suffix
         if key in wanted:
             first, rule, resource, subject, earlier = wanted[key]
             if first.limit != entry.limit:
@@ -220,42 +220,28 @@ def check_of_entries(keys: Keys, entries: Iterable[Entry], *, tenant: str | byte
     ]
     leases = any(rule.holds_lease for rule, *_ in takes)
     varies = any(rule.varies for rule, *_ in takes)
-    names = _reported([entry for entry, *_ in wanted.values()])
+    names = reported([(rule.place, rule.limit.name) for rule, *_ in takes])
     weight = weight_us(rule for rule, *_ in takes)
     is_mixed = any(rule.leased or rule.local for rule, *_ in takes)
     return Check(takes, names, os.urandom(TOKEN_BYTES) if leases else b"", varies, weight, is_mixed=is_mixed)
 
 
-_PLACES = {Place.OPERATOR: "operator", Place.TENANT: "tenant", Place.POLICY: "policy", Place.SHADOW: "shadow"}
-
-
-def _reported(entries: list[Entry]) -> tuple[str, ...]:
-    """A unique name bare, another with its place; what is still not unique (one limit, several keys) with a number."""
-    bare = Counter(entry.limit.name for entry in entries)
-    names: list[str] = []
-    for entry in entries:
-        name = entry.limit.name
-        if bare[name] > 1:
-            name = f"{_PLACES[entry.place]}:{name}"
-        number = 2
-        while name in names:
-            name = f"{name.partition('#')[0]}#{number}"
-            number += 1
-        names.append(name)
-    return tuple(names)
-
-
 def _cost_by_name(check: Check, costs: Mapping[str, int], plan: Plan) -> None:
-    """Replace the costs of the limits that are named."""
+    """Replace the costs of the limits that are named. A name with its place goes before the bare one."""
     if not isinstance(costs, Mapping):
         raise InvalidInput("costs", f"must map limit names to integers, got {shown(costs)}")
+    named: set[int] = set()
     for name, given in costs.items():
         if name not in plan.known:
             known = ", ".join(sorted(plan.known)) or "none"
             raise InvalidInput(f"costs.{name!s:.64}", f"no limit of that name; there are {known}")
         cost = cost_of(f"costs.{name}", given)
-        if name in plan.names:
-            at = plan.names.index(name)
+        is_placed = name.partition(":")[0] in PLACE_WORDS
+        for at in plan.known[name]:
+            if is_placed:
+                named.add(at)
+            elif at in named:
+                continue
             rule, key, _, resource, overrides = check.takes[at]
             check.takes[at] = (rule, key, 1 if rule.requests and cost else cost, resource, overrides)
 

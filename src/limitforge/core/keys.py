@@ -67,6 +67,12 @@ class Keys:
         tag = name.translate(_ESCAPED) or _EMPTY_TENANT
         return Home.of(self.prefix, tag, self.lanes.get(name, ONE_LANE))
 
+    def set_lanes(self, tenant: str, lanes: Lanes) -> None:
+        """How many a tenant has from now on: for who learns it while checks are under way."""
+        if self.lanes.get(tenant, ONE_LANE) != lanes:
+            self.lanes[tenant] = lanes
+            self.homes.cache_clear()
+
     def bucket(self, scope: Scope, place: str, home: Home, own: str, resource: str, subject: str) -> str:
         """All of a bucket's key but its limit; `own` is what the subject's keys start with, `place` its letter."""
         if scope is _SUBJECT:
@@ -138,6 +144,12 @@ def spread_offset(key: str) -> int:
 def own_of(key: str) -> str:
     """What a key starts with: its prefix and its place."""
     return key[: key.index("}") + 2]
+
+
+def place_of(key: str) -> Place | None:
+    """Which place the plan of a bucket has; None if it is not the key of one."""
+    _, _, rest = key.partition("}:")
+    return Place(rest[1]) if rest[1:2] in tuple(Place) else None
 
 
 def decoded(key: bytes) -> str:

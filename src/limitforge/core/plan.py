@@ -1,6 +1,7 @@
 """Limits compiled for the hot path: what a check needs of each limit, worked out once per plan and priority."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -34,6 +35,8 @@ class Rule(msgspec.Struct, frozen=True, eq=False):
     steps: Steps
     percent: int
     scope: Scope
+    place: str
+    """The letter of its place: a plain string, which is formatted four times as fast as an enum's member."""
     suffix: str
     enforced: bool
     count_denied: bool
@@ -56,9 +59,9 @@ class Rule(msgspec.Struct, frozen=True, eq=False):
     """The last rule that `around` made: a quota's windows change once a day at most."""
 
     @classmethod
-    def compile(cls, limit: Limit, priority: Priority, place: Place) -> "Rule":
+    def compile(cls, limit: Limit, priority: Priority, place: Place, mode: Mode = Mode.ON) -> "Rule":
         steps = limit.steps
-        enforced = limit.mode is Mode.ON
+        enforced = weakest(Mode(limit.mode), mode) is Mode.ON
         count_denied = limit.count_denied and enforced
         spread = isinstance(steps, FixedWindowSteps) and steps.kind == WindowKind.SPREAD
         flags = ENFORCED * enforced + COUNT_DENIED * count_denied
@@ -67,6 +70,7 @@ class Rule(msgspec.Struct, frozen=True, eq=False):
             steps=steps,
             percent=limit.percent(priority),
             scope=Scope(limit.scope),
+            place=place.value,
             suffix=f"{limit.name}:{steps.letter}",
             enforced=enforced,
             count_denied=count_denied,
@@ -124,10 +128,10 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
 
     rules: tuple[Rule, ...]
     names: tuple[str, ...]
-    known: frozenset[str]
-    """All names, also of limits that are off: a caller may go on to send their costs."""
-    place: str
-    """The letter of its place: a plain string, which is formatted four times as fast as an enum's member."""
+    known: Mapping[str, tuple[int, ...]]
+    """Which rules a name means. Those that are off have names too, and no rule: a caller may go on to send their
+    costs.
+    """
     leases: bool
     varies: bool
     is_mixed: bool
@@ -136,18 +140,33 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
     """What a check of these rules takes in Redis, by estimate: what travels together is bounded by it."""
 
     @classmethod
-    def compile(cls, limits: Sequence[Limit], priority: Priority, place: Place) -> "Plan":
-        rules = tuple(Rule.compile(limit, priority, place) for limit in limits if limit.mode is not Mode.OFF)
+    def compile(cls, limits: Sequence[Limit], priority: Priority, place: Place, mode: Mode = Mode.ON) -> "Plan":
+        """No limit is stronger than `mode`."""
+        there = [limit for limit in limits if weakest(Mode(limit.mode), mode) is not Mode.OFF]
+        names = tuple(limit.name for limit in there)
+        off: dict[str, tuple[int, ...]] = {limit.name: () for limit in limits}
+        known = off | {name: (at,) for at, name in enumerate(names)}
+        return cls.of(tuple(Rule.compile(limit, priority, place, mode) for limit in there), names, known)
+
+    @classmethod
+    def of(cls, rules: tuple[Rule, ...], names: tuple[str, ...], known: Mapping[str, tuple[int, ...]]) -> "Plan":
         return cls(
             rules=rules,
-            names=tuple(rule.limit.name for rule in rules),
-            known=frozenset(limit.name for limit in limits),
-            place=place.value,
+            names=names,
+            known=known,
             leases=any(rule.holds_lease for rule in rules),
             varies=any(rule.varies for rule in rules),
             is_mixed=any(rule.leased or rule.local for rule in rules),
             weight_us=weight_us(rules),
         )
+
+
+_WEAKEST_FIRST = (Mode.OFF, Mode.MONITOR, Mode.ON)
+
+
+def weakest(*modes: Mode) -> Mode:
+    """Of several that hold for one limit, the one that it has: off, then monitor, then on."""
+    return min(modes, key=_WEAKEST_FIRST.index)
 
 
 def weight_us(rules: Iterable[Rule]) -> int:
@@ -163,7 +182,7 @@ class Limits:
     object for speed.
     """
 
-    __slots__ = ("_limits", "_plans", "plans")
+    __slots__ = ("_elsewhere", "_limits", "plans")
 
     def __init__(self, *limits: Limit) -> None:
         names: set[str] = set()
@@ -176,8 +195,8 @@ class Limits:
         if len(limits) > MAX_LIMITS:
             raise InvalidLimit("limits", f"at most {MAX_LIMITS} in one check, got {len(limits)}")
         self._limits = limits
-        self._plans: dict[Place, dict[str, Plan]] = {place: {} for place in Place}
-        self.plans = self._plans[Place.POLICY]  # those that nearly every check asks for, by priority
+        self.plans: dict[str, Plan] = {}  # by priority: those that nearly every check asks for
+        self._elsewhere: dict[tuple[Place, Mode], dict[str, Plan]] = {}
 
     @staticmethod
     def parse(text: str) -> "Limits":
@@ -198,13 +217,23 @@ class Limits:
             return Limits(*given)
         raise InvalidLimit("limits", f"must be limits or their text, got {type(given).__name__}")
 
-    def plan(self, priority: str, place: Place = Place.POLICY) -> Plan:
-        """These limits compiled, once per priority and place."""
+    def plan(self, priority: str, place: Place = Place.POLICY, mode: Mode = Mode.ON) -> Plan:
+        """These limits compiled, once per priority, place and the mode that none of them exceeds."""
+        usual = place is Place.POLICY and mode is Mode.ON
+        plans = self.plans if usual else self._elsewhere.setdefault((place, mode), {})
         try:
-            return self._plans[place][priority]
+            return plans[priority]
         except (KeyError, TypeError):
             known = known_priority(priority)
-        return self._plans[place].setdefault(known, Plan.compile(self._limits, known, place))
+        return plans.setdefault(known, Plan.compile(self._limits, known, place, mode))
+
+    def all_on(self) -> "Limits":
+        """The same limits, each of them on: those that are off have buckets too."""
+        return Limits(*(replace(limit, mode=Mode.ON) for limit in self._limits))
+
+    def overridable(self, names: Collection[object]) -> "Limits":
+        """Those among which an override finds its names."""
+        return self
 
     def __iter__(self) -> Iterator[Limit]:
         return iter(self._limits)
