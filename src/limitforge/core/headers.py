@@ -1,0 +1,234 @@
+"""What a decision says in HTTP header fields: to clients of today, and in the IETF's drafts.
+
+    X-RateLimit-Limit: 100                                             legacy
+    X-RateLimit-Remaining: 50
+    X-RateLimit-Reset: 1700006430
+    RateLimit-Limit: 100                                               draft-06
+    RateLimit-Remaining: 50
+    RateLimit-Reset: 30
+    RateLimit-Policy: "burst";q=100;w=60,"daily";q=1000;w=86400        draft-11
+    RateLimit: "burst";r=50;t=30,"daily";r=980;t=40000
+    Retry-After: 0                                                     all of them
+
+Names are in lower case, as ASGI and HTTP/2 want them; `lines` writes them as above.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from enum import StrEnum
+from math import inf
+
+import msgspec
+
+from limitforge.core.algorithms.fixed_window import FixedWindowSteps
+from limitforge.core.algorithms.level import LevelSteps
+from limitforge.core.algorithms.sliding_window import SlidingWindowSteps
+from limitforge.core.algorithms.sliding_window_counter import SlidingWindowCounterSteps
+from limitforge.core.calendar import Period
+from limitforge.core.clock import Clock, SystemClock
+from limitforge.core.decision import Decision, LimitState
+from limitforge.core.exact import MICROS, shown
+from limitforge.core.limits import Concurrency, Limit, Priority, Quota
+from limitforge.core.plan import Limits, LimitsLike, Plan
+from limitforge.errors import InvalidInput
+
+MAX_INTEGER = 999_999_999_999_999
+"""The largest integer of a structured field (RFC 9651, section 3.3.1)."""
+
+PERIOD_SECONDS = {Period.DAY: 86_400, Period.WEEK: 604_800, Period.MONTH: 31 * 86_400, Period.YEAR: 366 * 86_400}
+"""The window of a quota: its longest period, without clock changes. When the current one ends is told by `t`."""
+
+Header = tuple[bytes, bytes]
+
+
+class HeaderStyle(StrEnum):
+    """Which fields tell of the limits."""
+
+    LEGACY = "legacy"
+    DRAFT_06 = "draft-06"
+    DRAFT_11 = "draft-11"
+
+
+class ResetForm(StrEnum):
+    """What `X-RateLimit-Reset` counts: seconds since 1970, or seconds from now."""
+
+    EPOCH = "epoch"
+    DELTA = "delta"
+
+
+DEFAULT_STYLES = frozenset({HeaderStyle.LEGACY, HeaderStyle.DRAFT_11})
+
+_AT_ONCE = (b"retry-after", b"0")
+
+_STARTS = {
+    name.lower(): name + b": "
+    for name in (
+        *(b"X-RateLimit-Limit", b"X-RateLimit-Remaining", b"X-RateLimit-Reset"),
+        *(b"RateLimit-Limit", b"RateLimit-Remaining", b"RateLimit-Reset"),
+        *(b"RateLimit-Policy", b"RateLimit", b"Retry-After"),
+    )
+}
+
+
+def lines(headers: Iterable[Header]) -> bytes:
+    """The fields as HTTP/1.1 sends them, each with its line end."""
+    return b"".join([b"%b%b\r\n" % (_STARTS[name], value) for name, value in headers])
+
+
+class _Item(msgspec.Struct, frozen=True):
+    """What is constant of one limit's items. Its `size` is that of the plan; an override may say another."""
+
+    name: str
+    limit: Limit | None
+    size: int | None
+    policy: str
+    state: str
+
+    @classmethod
+    def of(cls, name: str, limit: Limit | None = None) -> "_Item":
+        quoted = _string(name)
+        size = None if limit is None else limit.size
+        return cls(quoted, limit, size, "" if size is None else _policy(quoted, limit, size), f"{quoted};r=")
+
+    def policy_of(self, size: int | None) -> str:
+        if size == self.size:
+            return self.policy
+        return "" if size is None else _policy(self.name, self.limit, size)
+
+
+class HeaderTemplate:
+    """Turns the decisions of one plan into header fields. What does not change is written once, when it is compiled."""
+
+    __slots__ = ("_clock", "_draft_06", "_draft_11", "_is_epoch", "_items", "_legacy", "_policy")
+
+    def __init__(
+        self,
+        items: Mapping[str, _Item],
+        styles: Collection[HeaderStyle],
+        reset: ResetForm,
+        clock: Clock,
+    ) -> None:
+        self._items = items
+        self._policy = ",".join(item.policy for item in items.values() if item.policy).encode()
+        self._legacy = HeaderStyle.LEGACY in styles
+        self._draft_06 = HeaderStyle.DRAFT_06 in styles
+        self._draft_11 = HeaderStyle.DRAFT_11 in styles
+        self._is_epoch = reset is ResetForm.EPOCH
+        self._clock = clock
+
+    @classmethod
+    def compile(
+        cls,
+        limits: Plan | LimitsLike,
+        styles: Collection[HeaderStyle] = DEFAULT_STYLES,
+        reset: ResetForm = ResetForm.EPOCH,
+        clock: Clock | None = None,
+    ) -> "HeaderTemplate":
+        """For decisions of these limits, whatever the priority. A decision tells the time of its reset, unless all of
+        its limits are monitored: then it is told by `clock`.
+        """
+        plan = limits if isinstance(limits, Plan) else Limits.of(limits).plan(Priority.P0)
+        items = {name: _Item.of(name, rule.limit) for name, rule in zip(plan.names, plan.rules, strict=True)}
+        return cls(items, styles, reset, clock or SystemClock())
+
+    def fields(self, decision: Decision) -> list[Header]:
+        """Nothing where no limit is known, but for the wait of a denial."""
+        headers: list[Header] = []
+        if decision.limits:
+            if self._legacy or self._draft_06:
+                self._add_binding(headers, decision)
+            if self._draft_11:
+                self._add_each(headers, decision.limits)
+            if decision.allowed:
+                headers.append(_AT_ONCE)
+        if not decision.allowed and decision.retry_after_ms is not None:
+            headers.append((b"retry-after", b"%d" % (-(-decision.retry_after_ms // 1_000) or 1)))
+        return headers
+
+    def _add_binding(self, headers: list[Header], decision: Decision) -> None:
+        """The limit that binds; where all are monitored, the one that would."""
+        limit, remaining = decision.limit, decision.remaining
+        reset_ms, reset_at = decision.reset_after_ms, decision.reset_at
+        if limit is None or remaining is None or reset_ms is None or reset_at is None:
+            state = _would_bind(decision.limits.values())
+            if state is None or state.limit is None:
+                return
+            limit, reset_ms = state.limit, state.reset_after_ms
+            remaining = state.remaining if state.allowed and state.remaining is not None else 0
+            reset_at = -(-(self._clock.now_us() + reset_ms * 1_000) // MICROS)
+        seconds = -(-reset_ms // 1_000)
+        if self._legacy:
+            headers += (
+                (b"x-ratelimit-limit", b"%d" % limit),
+                (b"x-ratelimit-remaining", b"%d" % remaining),
+                (b"x-ratelimit-reset", b"%d" % (reset_at if self._is_epoch else seconds)),
+            )
+        if self._draft_06:
+            headers += (
+                (b"ratelimit-limit", b"%d" % min(limit, MAX_INTEGER)),
+                (b"ratelimit-remaining", b"%d" % min(remaining, MAX_INTEGER)),
+                (b"ratelimit-reset", b"%d" % seconds),
+            )
+
+    def _add_each(self, headers: list[Header], limits: Mapping[str, LimitState]) -> None:
+        items = self._items
+        as_planned = len(limits) == len(items)
+        states: list[str] = []
+        for name, state in limits.items():
+            item = items.get(name)
+            if item is None:
+                item, as_planned = _Item.of(name), False
+            limit, remaining = state.limit, state.remaining
+            if limit != item.size:
+                as_planned = False
+            if limit is None or remaining is None:
+                continue
+            remaining = min(remaining, MAX_INTEGER)
+            wait_ms = state.reset_after_ms if state.allowed else state.retry_after_ms
+            if wait_ms is None:
+                states.append(f"{item.state}{remaining}")
+            else:
+                states.append(f"{item.state}{remaining};t={-(-wait_ms // 1_000)}")
+        if states:
+            headers.append((b"ratelimit-policy", self._policy if as_planned else self._policy_of(limits)))
+            headers.append((b"ratelimit", ",".join(states).encode()))
+
+    def _policy_of(self, limits: Mapping[str, LimitState]) -> bytes:
+        """With the numbers of overrides, or of limits that are none of the plan's."""
+        items = ((self._items.get(name) or _Item.of(name)).policy_of(state.limit) for name, state in limits.items())
+        return ",".join(item for item in items if item).encode()
+
+
+def _would_bind(states: Collection[LimitState]) -> LimitState | None:
+    """As if each of them could deny: the longest wait, else the least remaining, then the longest reset."""
+    known = [state for state in states if state.limit is not None]
+    denied = [state for state in known if not state.allowed]
+    if denied:
+        return max(denied, key=lambda state: inf if state.retry_after_ms is None else state.retry_after_ms)
+    return max(known, key=lambda state: (-(state.remaining or 0), state.reset_after_ms), default=None)
+
+
+def _policy(quoted: str, limit: Limit | None, size: int) -> str:
+    if isinstance(limit, Concurrency):
+        return f'{quoted};q={size};qu="concurrent-requests"'
+    window_us = None if limit is None else _window_us(limit, size)
+    window = "" if window_us is None else f";w={max(-(-window_us // MICROS), 1)}"
+    return f"{quoted};q={min(size, MAX_INTEGER)}{window}"
+
+
+def _window_us(limit: Limit, size: int) -> int | None:
+    """How long a limit of this size looks back: a bucket's time to full. None for a bucket that is unlimited in its
+    plan, and so need not have a rate there.
+    """
+    steps = limit.steps
+    if isinstance(steps, LevelSteps):
+        return None if limit.size is None else -(-size * steps.per_us // steps.tokens)
+    if isinstance(steps, FixedWindowSteps | SlidingWindowSteps | SlidingWindowCounterSteps):
+        return steps.window_us
+    return PERIOD_SECONDS[Period(limit.period)] * MICROS if isinstance(limit, Quota) else None
+
+
+def _string(text: str) -> str:
+    """A string of a structured field (RFC 9651, section 4.1.6). Names have none of what is escaped or refused."""
+    if not text.isascii() or not text.isprintable():
+        raise InvalidInput("name", f"must be printable ASCII in a header, got {shown(text)}")
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
