@@ -1,0 +1,1 @@
+"""Tenants, plans, keys and policies: what the service knows of its customers, and where that is kept."""

@@ -1,0 +1,207 @@
+"""Which policy applies to a resource.
+
+    GET:/orders          this very resource; `login` too, or anything else without braces or a star
+    GET:/orders/{id}     one segment each, which is not empty; so a route template (`{order_id}`) matches as well
+    GET:/files/*         one or more further segments
+    *:/orders            a path as above, with any method
+    POST:*               any path of a method: whatever starts with `POST:`
+    *                    anything
+
+The most specific one applies. Paths are compared segment by segment from the left: a literal goes before `{}`, that
+before a trailing `*`, that before no path at all. Only between equal paths does a method go before `*`.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from limitforge.core.exact import shown
+from limitforge.core.keys import text as bounded
+from limitforge.errors import InvalidInput
+
+MAX_SEGMENTS = 32
+MAX_STEPS = 1_024
+"""How many places a search may come to, at the worst; a table that could need more is refused. It takes paths of ten
+segments to get there, with a literal and a parameter at each, in every combination.
+"""
+MAX_MEMO = 128  # every tenant has a table, and a search costs a microsecond
+
+T = TypeVar("T")
+
+_ANY = "*"
+_PARAMETER = "{}"
+
+
+class Pattern(msgspec.Struct, frozen=True):
+    """A pattern that was parsed. `canonical` is its text without the names of parameters: two that are equal in it
+    match the same resources.
+    """
+
+    text: str
+    canonical: str
+    method: str
+    """`*` for any; empty for a literal that is no path of a method."""
+    segments: tuple[str, ...] | None
+    """Of its path: literals, `{}`, and `*` at the end; None if it has no path."""
+
+    @staticmethod
+    def parse(text: str) -> "Pattern":
+        if not isinstance(text, str):
+            raise InvalidInput("resource", f"must be a string, got {type(text).__name__}")
+        if not text:
+            raise InvalidInput("resource", "must not be empty")
+        text = bounded("resource", text)
+        method, path = _split(text)
+        if method and path.startswith("/"):
+            segments = _segments(path)
+            _refuse_wildcards(method if method != _ANY else "")
+            return Pattern(text, f"{method}:/{'/'.join(segments)}", method, segments)
+        if text == _ANY:
+            return Pattern(text, text, _ANY, None)
+        if path == _ANY and method not in ("", _ANY):
+            _refuse_wildcards(method)
+            return Pattern(text, text, method, None)
+        _refuse_wildcards(text)
+        return Pattern(text, text, "", None)
+
+    @property
+    def is_literal(self) -> bool:
+        """Whether one resource matches, and no other."""
+        return _ANY not in self.canonical and _PARAMETER not in self.canonical
+
+    @property
+    def template(self) -> bool:
+        """Whether it can stand for the resources that match it: it has parameters, and says how many segments."""
+        return self.segments is not None and _PARAMETER in self.segments and self.segments[-1] != _ANY
+
+
+class PolicyTable(Generic[T]):
+    """Finds what belongs to the most specific pattern that matches, in time that does not grow with their number. It
+    never changes, and may be asked by several threads.
+    """
+
+    def __init__(self, policies: Iterable[tuple[Pattern, T]]) -> None:
+        self._literals: dict[str, tuple[T]] = {}
+        self._methods: dict[str, tuple[T]] = {}
+        self._anything: tuple[T] | None = None
+        self._paths = _Node()
+        self._memo: dict[str, tuple[T | None]] = {}
+        known: dict[str, Pattern] = {}
+        for pattern, value in policies:
+            if pattern.canonical in known:
+                twin = known[pattern.canonical]
+                raise InvalidInput("resource", f"{shown(pattern.text)} matches the same as {shown(twin.text)}")
+            known[pattern.canonical] = pattern
+            self._add(pattern, (value,))
+        if _steps(self._paths) > MAX_STEPS:
+            raise InvalidInput("resource", f"too many patterns overlap: a search might take over {MAX_STEPS} steps")
+
+    def match(self, resource: str) -> T | None:
+        """What belongs to the most specific pattern; None if none matches."""
+        found = self._literals.get(resource) or self._memo.get(resource)
+        return found[0] if found is not None else self._remembered(resource)
+
+    def _remembered(self, resource: str) -> T | None:
+        found: tuple[T | None] = self._search(resource) or (None,)
+        memo = self._memo
+        if len(memo) >= MAX_MEMO:
+            self._memo = memo = {}  # a new one, since another thread may be reading the old one
+        memo[resource] = found
+        return found[0]
+
+    def _search(self, resource: str) -> tuple[T] | None:
+        found: tuple[T] | None = None
+        method, path = _split(resource)
+        if method:
+            if path.startswith("/"):  # what is longer than any pattern is cut: only a trailing star can match it
+                found = _best(self._paths, path.split("/", MAX_SEGMENTS + 1), 1, method)
+            found = found or self._methods.get(method)
+        return found or self._anything
+
+    def _add(self, pattern: Pattern, entry: tuple[T]) -> None:
+        if pattern.is_literal:
+            self._literals[pattern.canonical] = entry
+        elif pattern.segments is not None:
+            _insert(self._paths, pattern.segments, pattern.method, entry)
+        elif pattern.method == _ANY:
+            self._anything = entry
+        else:
+            self._methods[pattern.method] = entry
+
+
+class _Node(msgspec.Struct):
+    """Where some segments lead. What ends here, and what goes on from here with a star, is kept by method."""
+
+    literals: dict[str, "_Node"] = {}
+    parameter: "_Node | None" = None
+    ends: dict[str, Any] = {}
+    stars: dict[str, Any] = {}
+
+
+def _insert(node: _Node, segments: tuple[str, ...], method: str, entry: object) -> None:
+    for segment in segments:
+        if segment == _ANY:
+            node.stars[method] = entry
+            return
+        if segment == _PARAMETER:
+            if node.parameter is None:
+                node.parameter = _Node()
+            node = node.parameter
+        else:
+            node = node.literals.setdefault(segment, _Node())
+    node.ends[method] = entry
+
+
+def _best(node: _Node, segments: list[str], at: int, method: str) -> Any:
+    """The first that is found in the order of specificity is the most specific."""
+    if at == len(segments):
+        return node.ends.get(method) or node.ends.get(_ANY)
+    segment = segments[at]
+    child = node.literals.get(segment)
+    found = None if child is None else _best(child, segments, at + 1, method)
+    if found is None and node.parameter is not None and segment:
+        found = _best(node.parameter, segments, at + 1, method)
+    return found or node.stars.get(method) or node.stars.get(_ANY)
+
+
+def _steps(node: _Node) -> int:
+    """How many nodes the longest search comes to: at each, one literal at most fits, and then the parameter."""
+    literal = max(map(_steps, node.literals.values()), default=0)
+    return 1 + literal + (0 if node.parameter is None else _steps(node.parameter))
+
+
+def _split(resource: str) -> tuple[str, str]:
+    """Method and path; both empty if it has no method."""
+    method, colon, path = resource.partition(":")
+    return (method, path) if colon and "/" not in method else ("", "")
+
+
+def _segments(path: str) -> tuple[str, ...]:
+    parts = path[1:].split("/")
+    if len(parts) > MAX_SEGMENTS:
+        raise InvalidInput("resource", f"at most {MAX_SEGMENTS} segments, got {len(parts)}")
+    last = len(parts) - 1
+    return tuple(_segment(part, is_last=at == last) for at, part in enumerate(parts))
+
+
+def _segment(part: str, *, is_last: bool) -> str:
+    if part == _ANY and is_last:
+        return part
+    if part[:1] == "{" and part[-1:] == "}":
+        _refuse_wildcards(part[1:-1])
+        return _PARAMETER
+    _refuse_wildcards(part)
+    return part
+
+
+def _refuse_wildcards(text: str) -> None:
+    """Only literal text is left here."""
+    if _ANY in text:
+        raise InvalidInput(
+            "resource", f"a star stands alone, for a method, for its path, or as the last segment; not in {shown(text)}"
+        )
+    if text.count("{") != text.count("}"):
+        raise InvalidInput("resource", f"the braces in {shown(text)} are not balanced")
+    if "{" in text:
+        raise InvalidInput("resource", f"a parameter is a whole segment of a path in braces; not in {shown(text)}")
