@@ -5,6 +5,14 @@
     │   └── InvalidLimit          ... while a limit was built or its text was parsed
     ├── UnknownReservation        settling something that was never reserved, or more than a day after its end
     ├── TooManyReservations       a bucket holds as many open reservations as it may
+    ├── CatalogError
+    │   ├── NotFound              no tenant, plan, key, ... of that id or name
+    │   ├── Conflict              a name that is taken, or something that others still use
+    │   │   └── Outdated          somebody else changed it since it was read
+    │   ├── UnknownKey            an API key or token that is wrong, revoked or expired
+    │   ├── Forbidden             a right key that may not: disabled, suspended, or without the scope
+    │   ├── TooManyUnknownKeys    so many wrong keys from one source that none is looked up for a while
+    │   └── CatalogUnavailable    transient: the database did not answer, and nothing usable was remembered
     └── StoreError
         ├── StoreUnavailable      transient: the store did not answer, or can't serve now
         └── StoreCorrupt          a bug or a foreign value under one of our keys; never retried, never fails open
@@ -58,3 +66,39 @@ class StoreUnavailable(StoreError):
 
 class StoreCorrupt(StoreError):
     """A key holds something that is not ours, or the script and this code disagree."""
+
+
+class CatalogError(LimitforgeError):
+    """The catalog could not do what was asked."""
+
+
+class NotFound(CatalogError, LookupError):
+    """There is no such thing, or it is another tenant's."""
+
+
+class Conflict(CatalogError):
+    """It contradicts what is there: a name that is taken, or something that others still use."""
+
+
+class Outdated(Conflict):
+    """It was changed by somebody else since it was read: read it again, and decide anew."""
+
+
+class UnknownKey(CatalogError):
+    """The API key or token is wrong, revoked or expired; which of these, nobody is told."""
+
+
+class Forbidden(CatalogError):
+    """The key is right, and may not: it is disabled, its tenant is suspended, or it lacks the scope."""
+
+
+class TooManyUnknownKeys(CatalogError):
+    """One source sent so many wrong keys that no more of them are looked up for a while."""
+
+    def __init__(self, problem: str, retry_after_ms: int) -> None:
+        super().__init__(problem)
+        self.retry_after_ms = retry_after_ms
+
+
+class CatalogUnavailable(CatalogError):
+    """The database did not answer or can't serve now, and nothing usable was remembered."""

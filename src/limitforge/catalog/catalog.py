@@ -1,0 +1,463 @@
+"""The catalog: reading it, and changing it. A change is an edit: one transaction with its audit entries and its outbox
+rows, which other nodes hear of.
+
+    async with catalog.edit("cli:ann") as edit:
+        tenant = await edit.create(Tenant, {"name": "acme"})
+        await edit.create(Plan, {"tenant_id": tenant.id, "name": "free", "limits": "100/minute"})
+"""
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import Any, TypeVar
+
+import msgspec
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from limitforge.catalog import queries
+from limitforge.catalog.credentials import PREFIXES, Credential, Peppers, new_id
+from limitforge.catalog.database import Database
+from limitforge.catalog.model import (
+    OPERATOR,
+    Entity,
+    Key,
+    Override,
+    Plan,
+    Policy,
+    Tenant,
+    TenantConfig,
+    Token,
+    at_time,
+    build,
+    changed,
+    given,
+    limits_given,
+    normal_limits,
+    plain,
+)
+from limitforge.catalog.patterns import PolicyTable
+from limitforge.catalog.queries import Announcement, Page
+from limitforge.catalog.snapshot import limits_named
+from limitforge.core.clock import Clock, SystemClock
+from limitforge.core.exact import duration_us, shown
+from limitforge.core.overrides import MAX_PER_SUBJECT, compile_override
+from limitforge.errors import CatalogError, Conflict, InvalidInput, NotFound, Outdated
+
+CHANNEL = "limitforge"
+NOBODY = ""
+MAX_PLANS = 1_000
+MAX_POLICIES = 20_000
+MAX_ACTOR = 128
+OUTBOX_KEPT = timedelta(days=1)
+MAX_GRACE_SECONDS = 366 * 86_400
+
+AnyEntity = TypeVar("AnyEntity", bound=Entity)
+Heard = Callable[[Sequence[Announcement]], Awaitable[None]]
+
+_PREFIX = {Tenant: "ten", Plan: "pla", Policy: "pol", Key: "key", Override: "ovr", Token: "tok"}
+
+
+class Catalog:
+    """Tenants and all that is theirs, in a database.
+
+    `changed` is awaited after a change was committed and before the caller hears of it: this node acts on it first.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        *,
+        peppers: Peppers | None = None,
+        clock: Clock | None = None,
+        changed: Heard | None = None,
+    ) -> None:
+        self.database = database
+        self.peppers = peppers
+        self.clock = clock or SystemClock()
+        self.changed = changed
+
+    @contextlib.asynccontextmanager
+    async def edit(self, actor: str) -> AsyncIterator["Edit"]:
+        """One transaction of changes by `actor`: all of them, or none if anything is refused."""
+        if not actor or len(actor) > MAX_ACTOR or not actor.isprintable():
+            raise InvalidInput("actor", f"must be 1 to {MAX_ACTOR} printable characters, got {shown(actor)}")
+        async with self.database.writing() as connection:
+            edit = Edit(connection, self, actor, at_time(self.clock.now_us()), await queries.next_revision(connection))
+            yield edit
+            announcements = await edit.finish()
+            if not self.database.is_sqlite:
+                await queries.announce_in_postgres(connection, CHANNEL, edit.revision)
+        if self.changed is not None:
+            await self.changed(announcements)
+
+    async def get(self, kind: type[AnyEntity], identity: str) -> AnyEntity:
+        async with self.database.reading() as connection:
+            return _found(kind, identity, await queries.find(connection, kind, identity))
+
+    async def named(self, kind: type[AnyEntity], name: str, **values: Any) -> AnyEntity:
+        """By id, or by a name that only one of them has."""
+        async with self.database.reading() as connection:
+            return await named(connection, kind, name, **values)
+
+    async def page(self, kind: type[Entity], *, cursor: str | None = None, size: int = 100, **values: Any) -> Page:
+        """A page of a list, by name; `values` such as `tenant_id` narrow it."""
+        async with self.database.reading() as connection:
+            return await queries.page(connection, kind, cursor, size, **values)
+
+    async def every(self, kind: type[AnyEntity], tenant_id: str) -> list[AnyEntity]:
+        async with self.database.reading() as connection:
+            return await queries.every(connection, kind, tenant_id)
+
+    async def config(self, tenant_id: str) -> TenantConfig:
+        async with self.database.reading() as connection:
+            return _found(Tenant, tenant_id, await queries.tenant_config(connection, tenant_id))
+
+    async def history(self, plan_id: str) -> list[dict[str, Any]]:
+        """The versions of a plan, the newest first: version, limits, created_at, created_by."""
+        async with self.database.reading() as connection:
+            return [dict(row) for row in await queries.plan_versions(connection, plan_id)]
+
+    async def audit(
+        self,
+        *,
+        cursor: str | None = None,
+        size: int = 100,
+        tenant_id: str | None = None,
+        entity_id: str | None = None,
+    ) -> Page:
+        async with self.database.reading() as connection:
+            return await queries.audit_page(connection, cursor, size, tenant_id, entity_id)
+
+    async def token(self, text: str) -> Token:
+        """Whose admin token this is; refused if it is nobody's, or no longer good."""
+        credential = Credential.read(text)
+        async with self.database.reading() as connection:
+            token = await queries.find(connection, Token, f"tok_{credential.id}")
+        return self._peppers().identify(credential, token, at_time(self.clock.now_us()))
+
+    def _peppers(self) -> Peppers:
+        if self.peppers is None:
+            raise InvalidInput(
+                "peppers",
+                "are needed for keys and tokens: set LIMITFORGE_PEPPERS, such as '1:' and 32 random characters",
+            )
+        return self.peppers
+
+
+class Edit:
+    """Changes inside one transaction. Each writes its audit entry; what others must hear is gathered until the end."""
+
+    def __init__(self, connection: AsyncConnection, catalog: Catalog, actor: str, now: datetime, revision: int) -> None:
+        self.connection = connection
+        self.revision = revision
+        self.now = now
+        self._catalog = catalog
+        self._actor = actor
+        self._heard: dict[str, Announcement] = {}
+        self._with_policies: set[str] = set()
+
+    # --- Any entity --------------------------------------------------------------------------------------------------
+
+    async def create(self, kind: type[AnyEntity], fields: Mapping[str, Any]) -> AnyEntity:
+        """A new tenant, plan or policy. Keys, tokens and overrides have methods of their own."""
+        if kind not in (Tenant, Plan, Policy):
+            raise TypeError(f"use the method of its own for a {kind.kind}")
+        if kind is Plan and isinstance(fields.get("name"), str):
+            fields = _plan_fields(fields)
+        entity = self._new(kind, given(kind, fields))
+        await self._check(entity)
+        await queries.add(self.connection, entity)
+        if isinstance(entity, Plan):
+            await queries.add_plan_version(self.connection, entity, self._actor)
+        await self._record("create", None, entity)
+        return entity
+
+    async def update(
+        self, kind: type[AnyEntity], identity: str, changes: Mapping[str, Any], *, version: int | None = None
+    ) -> AnyEntity:
+        """`version` is the one that the caller has read: if it is no longer the newest, `Outdated` says so."""
+        before = await self._current(kind, identity, version)
+        if isinstance(before, Plan) and "limits" in changes:
+            changes = {**changes, "limits": normal_limits(changes["limits"])}
+        after = changed(before, changes)
+        if after == before:
+            return before
+        return await self._replace(before, after)
+
+    async def delete(self, kind: type[AnyEntity], identity: str, *, version: int | None = None) -> AnyEntity:
+        """It and all that is its own. A plan that is in use stays, and says by whom."""
+        before = await self._current(kind, identity, version)
+        if isinstance(before, Tenant) and before.is_operator:
+            raise Conflict("the operator can't be deleted")
+        if isinstance(before, Plan) and (users := await queries.users_of_plan(self.connection, before)):
+            raise Conflict(f"plan {before.name} is still in use by {', '.join(users)}: give them another plan first")
+        await queries.remove(self.connection, before)
+        await self._record("delete", before, None)
+        return before
+
+    # --- Plans -------------------------------------------------------------------------------------------------------
+
+    async def roll_back(self, plan_id: str, to: int | None = None, *, version: int | None = None) -> Plan:
+        """The limits of an earlier version (the one before, if none is named) as a new version."""
+        plan = await self._current(Plan, plan_id, version)
+        wanted = plan.version - 1 if to is None else to
+        for row in await queries.plan_versions(self.connection, plan_id):
+            if row["version"] == wanted:
+                after = changed(plan, {"limits": tuple(row["limits"])})
+                return plan if after == plan else await self._replace(plan, after, action="rollback")
+        raise NotFound(f"plan {plan.name} has no version {wanted}; it is at {plan.version}")
+
+    # --- Keys and tokens ---------------------------------------------------------------------------------------------
+
+    async def create_key(self, fields: Mapping[str, Any]) -> tuple[Key, Credential]:
+        """The key, and its secret, which nobody will see again."""
+        key = self._new(Key, given(Key, fields))
+        return await self._create_secret(key, PREFIXES[key.type])
+
+    async def create_token(self, fields: Mapping[str, Any]) -> tuple[Token, Credential]:
+        return await self._create_secret(self._new(Token, given(Token, fields)), PREFIXES["admin"])
+
+    async def add_key(self, key: Key) -> Key:
+        """A key that was made elsewhere, with what is kept of its secrets."""
+        if await queries.find(self.connection, Key, key.id) is not None:
+            raise Conflict(f"there is a key {key.id} already")
+        key = msgspec.structs.replace(key, version=1, created_at=self.now, updated_at=self.now)
+        return await self._add_with_secrets(key)
+
+    async def rotate_key(
+        self, key_id: str, grace_seconds: float = 0, *, version: int | None = None
+    ) -> tuple[Key, Credential]:
+        """A new secret, good at once; the old ones go on for the grace period, and never longer than they would."""
+        if grace_seconds:
+            duration_us("grace_seconds", grace_seconds, maximum_us=MAX_GRACE_SECONDS * 1_000_000)
+        before = await self._current(Key, key_id, version)
+        ends = self.now + timedelta(seconds=float(grace_seconds))
+        credential = Credential.make(PREFIXES[before.type], key_id.removeprefix("key_"))
+        old = [
+            msgspec.structs.replace(each, expires_at=ends if each.expires_at is None else min(each.expires_at, ends))
+            for each in before.secrets
+        ]
+        kept = [each for each in old if each.expires_at is not None and each.expires_at > self.now]
+        after = msgspec.structs.replace(before, secrets=(self._peppers.seal(credential), *kept))
+        return await self._replace(before, after, action="rotate"), credential
+
+    async def set_secrets(self, key_id: str, secrets: Sequence[Any]) -> Key:
+        """Exactly these: what a file says of a key that was made elsewhere."""
+        before = await self._current(Key, key_id, None)
+        return await self._replace(before, msgspec.structs.replace(before, secrets=tuple(secrets)), action="rotate")
+
+    async def disable_key(self, key_id: str, *, disabled: bool = True, version: int | None = None) -> Key:
+        before = await self._current(Key, key_id, version)
+        if before.disabled == disabled:
+            return before
+        after = msgspec.structs.replace(before, disabled=disabled)
+        return await self._replace(before, after, action="disable" if disabled else "enable")
+
+    # --- Overrides ---------------------------------------------------------------------------------------------------
+
+    async def set_override(self, fields: Mapping[str, Any], *, version: int | None = None) -> Override:
+        """In place of any that this subject has for this resource. Give `ttl_seconds`, or the moment `expires_at`."""
+        values = dict(fields)
+        if "ttl_seconds" in values:
+            if "expires_at" in values:
+                raise InvalidInput("ttl_seconds", "and expires_at say the same: give one of them")
+            seconds = duration_us("ttl_seconds", values.pop("ttl_seconds"))
+            values["expires_at"] = self.now + timedelta(microseconds=seconds)
+        override = msgspec.structs.replace(self._new(Override, given(Override, values)), set_by=self._actor)
+        if override.expires_at <= self.now:
+            raise InvalidInput("expires_at", "must lie in the future")
+        await self._check(override)
+        same = {"tenant_id": override.tenant_id, "resource": override.resource, "subject": override.subject}
+        for before in await queries.find_by(self.connection, Override, **same):
+            self._check_version(before, version)
+            after = msgspec.structs.replace(override, id=before.id, created_at=before.created_at)
+            return await self._replace(before, after)
+        if version is not None:
+            raise NotFound("no such override to replace")
+        theirs = {"tenant_id": override.tenant_id, "subject": override.subject}
+        if await queries.count(self.connection, Override, **theirs) >= MAX_PER_SUBJECT:
+            raise Conflict(f"one subject may have at most {MAX_PER_SUBJECT} overrides; delete one, or use '*'")
+        await queries.add(self.connection, override)
+        await self._record("create", None, override)
+        return override
+
+    # --- The end -----------------------------------------------------------------------------------------------------
+
+    async def finish(self) -> list[Announcement]:
+        """Write down what others must hear, and number what has changed."""
+        announcements = list(self._heard.values()) or [Announcement(self.revision, NOBODY)]  # no number is left out
+        for tenant_id in self._with_policies:
+            policies = await queries.every(self.connection, Policy, tenant_id)
+            PolicyTable((policy.pattern, policy) for policy in policies)  # refuses what could not be searched quickly
+        for each in announcements:
+            if each.config:
+                await queries.set_tenant_revision(self.connection, each.tenant_id, self.revision)
+        await queries.add_outbox(self.connection, announcements, self.now)
+        await queries.trim_outbox(self.connection, self.now - OUTBOX_KEPT)
+        return announcements
+
+    # --- Underneath --------------------------------------------------------------------------------------------------
+
+    @property
+    def _peppers(self) -> Peppers:
+        return self._catalog._peppers()  # noqa: SLF001 - an edit is a part of its catalog
+
+    def _new(self, kind: type[AnyEntity], fields: Mapping[str, Any]) -> AnyEntity:
+        own = {"id": new_id(_PREFIX[kind]), "created_at": self.now, "updated_at": self.now}
+        return build(kind, {**fields, **own})
+
+    async def _current(self, kind: type[AnyEntity], identity: str, version: int | None) -> AnyEntity:
+        entity = _found(kind, identity, await queries.find(self.connection, kind, identity))
+        self._check_version(entity, version)
+        return entity
+
+    @staticmethod
+    def _check_version(entity: Entity, version: int | None) -> None:
+        if version is not None and version != entity.version:
+            raise Outdated(
+                f"{entity.kind} {entity.id} is at version {entity.version}, not {version}: somebody else has changed "
+                "it since it was read. Read it again, and decide anew"
+            )
+
+    async def _replace(self, before: AnyEntity, after: AnyEntity, action: str = "update") -> AnyEntity:
+        after = msgspec.structs.replace(after, version=before.version + 1, updated_at=self.now)
+        await self._check(after)
+        if not await queries.replace(self.connection, after, before.version):
+            raise Outdated(f"{before.kind} {before.id} was changed by somebody else just now: read it again")
+        if isinstance(after, Plan):
+            await queries.add_plan_version(self.connection, after, self._actor)
+        if isinstance(before, Key | Token) and isinstance(after, Key | Token) and after.secrets != before.secrets:
+            await queries.set_secrets(self.connection, after, self.now)
+        await self._record(action, before, after)
+        return after
+
+    async def _create_secret(self, entity: AnyEntity, prefix: str) -> tuple[AnyEntity, Credential]:
+        credential = Credential.make(prefix, entity.id.partition("_")[2])
+        sealed = msgspec.structs.replace(entity, secrets=(self._peppers.seal(credential),))
+        return await self._add_with_secrets(sealed), credential
+
+    async def _add_with_secrets(self, entity: AnyEntity) -> AnyEntity:
+        await self._check(entity)
+        await queries.add(self.connection, entity)
+        if isinstance(entity, Key | Token):
+            await queries.set_secrets(self.connection, entity, self.now)
+        await self._record("create", None, entity)
+        return entity
+
+    async def _check(self, entity: Entity) -> None:
+        """What only the rest of the catalog can tell. The database's own constraints stand behind it."""
+        if isinstance(entity, Tenant):
+            await self._check_tenant(entity)
+        elif isinstance(entity, Plan):
+            await self._owner(entity.tenant_id, of_operator=True)
+            await self._check_free(entity, f"plan called {entity.name}", tenant_id=entity.tenant_id, name=entity.name)
+            await self._check_room(Plan, entity, MAX_PLANS)
+        elif isinstance(entity, Policy):
+            await self._owner(entity.tenant_id)
+            for field in ("plan_id", "shadow_plan_id"):
+                await self._check_plan(field, getattr(entity, field), entity.tenant_id)
+            pattern = entity.pattern.canonical
+            await self._check_free(entity, f"policy for {entity.resource}", tenant_id=entity.tenant_id, pattern=pattern)
+            await self._check_room(Policy, entity, MAX_POLICIES)
+        elif isinstance(entity, Key):
+            await self._owner(entity.tenant_id)
+            await self._check_plan("plan_id", entity.plan_id, entity.tenant_id)
+        elif isinstance(entity, Token):
+            if entity.tenant_id is not None:
+                await self._owner(entity.tenant_id)
+            await self._check_free(entity, f"token called {entity.name}", name=entity.name)
+        elif isinstance(entity, Override):
+            await self._owner(entity.tenant_id)
+            config = await queries.tenant_config(self.connection, entity.tenant_id)
+            if config is not None:
+                compile_override(entity.limits, limits_named(config, entity.resource, entity.limits))
+
+    async def _check_tenant(self, tenant: Tenant) -> None:
+        if tenant.is_operator:
+            own = {"name": OPERATOR, "suspended": False, "lanes": 1, "failure": None, "priority": None}
+            for field, value in own.items():
+                if getattr(tenant, field) != value:
+                    raise InvalidInput(field, "of the operator can't be set: it has a mode, a time zone and a plan")
+        await self._check_free(tenant, f"tenant called {tenant.name}", name=tenant.name)
+        await self._check_plan("default_plan_id", tenant.default_plan_id, tenant.id)
+
+    async def _owner(self, tenant_id: str, *, of_operator: bool = False) -> None:
+        if await queries.find(self.connection, Tenant, tenant_id) is None:
+            raise NotFound(f"tenant_id: there is no tenant {shown(tenant_id)}")
+        if tenant_id == OPERATOR and not of_operator:
+            raise InvalidInput("tenant_id", "the operator has plans, and no policies, keys or overrides")
+
+    async def _check_plan(self, field: str, plan_id: str | None, tenant_id: str) -> None:
+        if plan_id is None:
+            return
+        plan = await queries.find(self.connection, Plan, plan_id)
+        if plan is None or plan.tenant_id != tenant_id:
+            raise NotFound(f"{field}: this tenant has no plan {shown(plan_id)}")
+
+    async def _check_free(self, entity: Entity, what: str, **values: Any) -> None:
+        for other in await queries.find_by(self.connection, type(entity), **values):
+            if other.id != entity.id:
+                raise Conflict(f"there is a {what} already")
+
+    async def _check_room(self, kind: type[Entity], entity: Any, maximum: int) -> None:
+        if entity.version == 1 and await queries.count(self.connection, kind, tenant_id=entity.tenant_id) >= maximum:
+            raise Conflict(f"a tenant may have at most {maximum} {kind.kind} entries")
+
+    async def _record(self, action: str, before: Entity | None, after: Entity | None) -> None:
+        entity = after or before
+        if entity is None:
+            raise CatalogError("nothing was changed")
+        tenant_id: str | None = entity.id if isinstance(entity, Tenant) else getattr(entity, "tenant_id", None)
+        await queries.add_audit(
+            self.connection,
+            at=self.now,
+            actor=self._actor,
+            action=f"{entity.kind}.{action}",
+            tenant_id=tenant_id,
+            entity_id=entity.id,
+            before=None if before is None else plain(before),
+            after=None if after is None else plain(after),
+        )
+        if isinstance(entity, Policy):
+            self._with_policies.add(entity.tenant_id)
+        if tenant_id is not None and not isinstance(entity, Token):
+            self._announce(tenant_id, entity, is_gone=after is None)
+
+    def _announce(self, tenant_id: str, entity: Entity, *, is_gone: bool) -> None:
+        told = self._heard.get(tenant_id) or Announcement(self.revision, tenant_id)
+        if isinstance(entity, Key):
+            field = "gone" if is_gone else "keys"
+            ids = dict.fromkeys((*getattr(told, field), entity.id))
+            told = msgspec.structs.replace(told, **{field: tuple(ids)})
+        elif isinstance(entity, Override):
+            told = msgspec.structs.replace(told, overrides=True)
+        else:
+            told = msgspec.structs.replace(told, config=True)
+        self._heard[tenant_id] = told
+
+
+async def named(connection: AsyncConnection, kind: type[AnyEntity], name: str, **values: Any) -> AnyEntity:
+    """By id, or by a name that only one of them has."""
+    entity = await queries.find(connection, kind, name)
+    if entity is not None and all(getattr(entity, field) == value for field, value in values.items()):
+        return entity
+    column = "resource" if kind is Policy else "name"
+    found = [] if kind is Override else await queries.find_by(connection, kind, **{column: name}, **values)
+    if len(found) > 1:
+        raise Conflict(f"{len(found)} {kind.kind} entries are called {name}: say which by its id")
+    return _found(kind, name, found[0] if found else None)
+
+
+Found = TypeVar("Found")
+
+
+def _found(kind: type[Entity], identity: str, found: Found | None) -> Found:
+    if found is None:
+        raise NotFound(f"there is no {kind.kind} {shown(identity)}")
+    return found
+
+
+def _plan_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Both shapes of a plan become the one with `limits`."""
+    own = {field: fields[field] for field in ("tenant_id", "name") if field in fields}
+    return {**own, "limits": limits_given(fields["name"], fields)}

@@ -1,0 +1,207 @@
+"""The database: its connections, its transactions, and its errors in our words. The only module that opens it."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+from alembic import command
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, event, text
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
+
+from limitforge.core.exact import shown
+from limitforge.errors import CatalogUnavailable, Conflict, InvalidInput
+
+DEFAULT_URL = "sqlite:///limitforge.db"
+SECONDS = 5.0  # how long a statement, or the wait for a connection or a lock, may take
+POOL = 5
+UPGRADE_LOCK = 0x6C66_7570  # of this program's own choice: two that upgrade at once wait for each other
+
+_DRIVERS = {
+    "sqlite": "sqlite+aiosqlite",
+    "sqlite+aiosqlite": "sqlite+aiosqlite",
+    "postgres": "postgresql+asyncpg",
+    "postgresql": "postgresql+asyncpg",
+    "postgresql+asyncpg": "postgresql+asyncpg",
+}
+
+
+class Database:
+    """SQLite or Postgres. Nothing is opened before the first use; every wait has an end."""
+
+    def __init__(self, url: str = DEFAULT_URL) -> None:
+        self.url = _url(url)
+        self.is_sqlite = self.url.drivername.startswith("sqlite")
+        self.place = _place(self.url)
+        self.statements = 0
+        """How many were sent, for whoever wants to know what something costs."""
+        self._engine = create_async_engine(self.url, **_options(is_sqlite=self.is_sqlite))
+        events = self._engine.sync_engine
+        if self.is_sqlite:
+            event.listen(events, "connect", _prepare_sqlite)
+        event.listen(events, "begin", self._begin)
+        event.listen(events, "before_cursor_execute", self._count)
+
+    @contextlib.asynccontextmanager
+    async def reading(self) -> AsyncIterator[AsyncConnection]:
+        """A transaction that sees one moment of the database and changes nothing."""
+        async with self._connected() as connection, connection.begin():
+            yield connection
+
+    @contextlib.asynccontextmanager
+    async def writing(self) -> AsyncIterator[AsyncConnection]:
+        """A transaction that writes: all of it or nothing."""
+        async with self._connected() as connection:
+            await connection.execution_options(writes=True)
+            async with connection.begin():
+                yield connection
+
+    async def upgrade(self, to: str = "head") -> None:
+        """Bring the schema to a version of it, the newest one by default."""
+        await self._migrate(command.upgrade, to)
+
+    async def downgrade(self, to: str) -> None:
+        await self._migrate(command.downgrade, to)
+
+    async def schema_version(self) -> str | None:
+        """Of the database as it is; None if there is none yet."""
+        async with self.reading() as connection:
+            return await connection.run_sync(lambda sync: MigrationContext.configure(sync).get_current_revision())
+
+    async def prepare(self) -> None:
+        """See that the schema is there and the newest. A SQLite file is brought up by itself; a Postgres is somebody's
+        to upgrade, so it is told how.
+        """
+        found, newest = await self.schema_version(), newest_schema()
+        if found == newest:
+            return
+        if not self.is_sqlite:
+            state = f"at {found}" if found else "missing"
+            raise InvalidInput(
+                "database",
+                f"the schema of {self.place} is {state}, and {newest} is needed: run `limitforge db upgrade`",
+            )
+        await self.upgrade()
+
+    async def notices(self, channel: str) -> AsyncIterator[None]:
+        """Once somebody listens, and then each time that Postgres tells of a change, for as long as the connection
+        lasts.
+        """
+        rung = asyncio.Queue[str]()
+        async with self._connected() as connection:
+            raw: Any = (await connection.get_raw_connection()).driver_connection
+            raw.add_termination_listener(lambda _: rung.put_nowait(""))
+            await raw.add_listener(channel, lambda *told: rung.put_nowait(told[-1]))
+            try:
+                yield
+                while await rung.get():
+                    yield
+            finally:
+                await connection.invalidate()  # what listens must not go back into the pool
+        raise CatalogUnavailable(f"the database {self.place} has closed the connection")
+
+    async def close(self) -> None:
+        await self._engine.dispose()
+
+    @contextlib.asynccontextmanager
+    async def _connected(self) -> AsyncIterator[AsyncConnection]:
+        with self._translated():
+            async with self._engine.connect() as connection:
+                yield connection
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        """The driver's errors in our words, without its SQL and parameters."""
+        try:
+            yield
+        except IntegrityError as error:
+            raise Conflict(f"the database refuses it: {_reason(error)}") from None
+        except (DBAPIError, SQLAlchemyError, OSError, TimeoutError) as error:
+            reason = _reason(error)
+            if "no such table" in reason or "does not exist" in reason:
+                reason += "; run `limitforge db upgrade`"
+            raise CatalogUnavailable(f"the database {self.place} can't serve now: {reason}") from None
+
+    async def _migrate(self, move: Any, to: str) -> None:
+        def run(connection: Connection) -> None:
+            if not self.is_sqlite:
+                connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": UPGRADE_LOCK})
+            config = _alembic()
+            config.attributes["connection"] = connection
+            move(config, to)
+
+        async with self.writing() as connection:
+            await connection.run_sync(run)
+
+    def _begin(self, connection: Connection) -> None:
+        writes = connection.get_execution_options().get("writes", False)
+        if self.is_sqlite:
+            connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+        elif not writes:
+            connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
+
+    def _count(self, _connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        if not statement.startswith(("BEGIN", "SET TRANSACTION")):
+            self.statements += 1
+
+
+def newest_schema() -> str:
+    return ScriptDirectory.from_config(_alembic()).get_current_head() or ""
+
+
+def _alembic() -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parent / "migrations").replace("%", "%%"))
+    return config
+
+
+def _url(given: str) -> URL:
+    try:
+        url = make_url(given)
+    except (ArgumentError, ValueError):
+        raise InvalidInput("database", "must be a URL such as sqlite:///limitforge.db or postgresql://…") from None
+    if url.drivername not in _DRIVERS:
+        raise InvalidInput("database", f"must be a sqlite:// or postgresql:// URL, got {shown(url.drivername)}")
+    if url.drivername.startswith("sqlite") and url.database in (None, "", ":memory:"):
+        raise InvalidInput("database", "must name a file, such as sqlite:///limitforge.db: memory has no other readers")
+    return url.set(drivername=_DRIVERS[url.drivername])
+
+
+def _place(url: URL) -> str:
+    """Which database it is, in words, without its password."""
+    if url.drivername.startswith("sqlite"):
+        return f"file {url.database}"
+    return f"{url.database or ''} at {url.host or 'localhost'}:{url.port or 5432}"
+
+
+def _options(*, is_sqlite: bool) -> dict[str, Any]:
+    if is_sqlite:
+        return {"connect_args": {"timeout": SECONDS}}
+    return {
+        "pool_size": POOL,
+        "pool_timeout": SECONDS,
+        "pool_pre_ping": True,
+        "connect_args": {"timeout": SECONDS, "command_timeout": SECONDS},
+    }
+
+
+def _prepare_sqlite(connection: Any, _record: Any) -> None:
+    """Transactions begin when we say so, foreign keys count, and readers don't wait for a writer."""
+    connection.isolation_level = None
+    cursor = connection.cursor()
+    for pragma in ("foreign_keys = ON", "journal_mode = WAL", f"busy_timeout = {int(SECONDS * 1_000)}"):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()
+
+
+def _reason(error: BaseException) -> str:
+    cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
+    said = str(cause).strip().splitlines()
+    reason = said[0] if said else type(cause).__name__
+    return reason.rpartition(">: ")[2]  # asyncpg's errors begin with their class

@@ -1,0 +1,454 @@
+"""What the catalog holds: tenants, plans, policies, keys, overrides, tokens. Frozen, and valid once built.
+
+The fields are those of the wire format, by the same names. Nothing here knows a database.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from enum import StrEnum
+from functools import lru_cache
+from typing import Any, ClassVar, TypeVar
+
+import msgspec
+
+from limitforge.catalog.patterns import Pattern
+from limitforge.core.calendar import zone
+from limitforge.core.check import Failure
+from limitforge.core.exact import MICROS, Rate, shown
+from limitforge.core.keys import text
+from limitforge.core.lanes import ONE_LANE, Lanes
+from limitforge.core.limits import Limit, Mode, Priority, Quota, Scope, fields_of, limit_from_fields
+from limitforge.core.overrides import ANY_RESOURCE, plain_changes
+from limitforge.core.plan import Limits
+from limitforge.errors import InvalidInput, InvalidLimit
+
+OPERATOR = "operator"
+"""The id and the name of the one above all tenants."""
+
+MAX_PLAN_LIMITS = 10  # the plans of operator, tenant and policy decide together, and a check has room for 32 limits
+MAX_METADATA = 4_096
+MAX_REASON = 512
+
+_NAME = re.compile(r"[A-Za-z0-9_./-]{1,64}")
+_EPOCH = datetime.fromtimestamp(0, UTC)
+
+
+class KeyKind(StrEnum):
+    """Test keys are the first to be shed."""
+
+    LIVE = "live"
+    TEST = "test"
+
+
+class KeyScope(StrEnum):
+    """What an API key may do."""
+
+    CHECK = "check"
+    USAGE = "usage"
+
+
+class TokenScope(StrEnum):
+    """What an admin token may do."""
+
+    READ = "read"
+    WRITE = "write"
+
+
+class Entity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What all have. `version` counts the changes of this one thing: whoever changes it says which one was read."""
+
+    kind: ClassVar[str]
+    settable: ClassVar[tuple[str, ...]]
+    """The fields that a caller sets; the others are the catalog's own."""
+    fixed: ClassVar[tuple[str, ...]] = ()
+    """Those of them that can't be changed later."""
+
+    id: str
+    version: int = 1
+    created_at: datetime = _EPOCH
+    updated_at: datetime = _EPOCH
+
+
+class Tenant(Entity, frozen=True, kw_only=True):
+    """An account whose traffic is limited. `revision` is that of the last change to anything that decides for it."""
+
+    kind: ClassVar[str] = "tenant"
+    settable: ClassVar[tuple[str, ...]] = (
+        "name",
+        "mode",
+        "time_zone",
+        "failure",
+        "priority",
+        "default_plan_id",
+        "lanes",
+        "suspended",
+    )
+
+    name: str
+    mode: Mode = Mode.ON
+    time_zone: str = "UTC"
+    failure: Failure | None = None
+    priority: Priority | None = None
+    default_plan_id: str | None = None
+    lanes: int | Lanes = 1
+    suspended: bool = False
+    revision: int = 0
+
+    def __post_init__(self) -> None:
+        _check_name("name", self.name)
+        _check_failure(self.failure)
+        zone(self.time_zone)
+        if not isinstance(self.lanes, Lanes):
+            _as_input("lanes", Lanes, self.lanes)
+
+    @property
+    def is_operator(self) -> bool:
+        return self.id == OPERATOR
+
+    @property
+    def placement(self) -> Lanes:
+        return self.lanes if isinstance(self.lanes, Lanes) else ONE_LANE if self.lanes == 1 else Lanes(self.lanes)
+
+
+class Plan(Entity, frozen=True, kw_only=True):
+    """A named set of limits, each as the fields of the wire format. A change is a new version; the old ones stay."""
+
+    kind: ClassVar[str] = "plan"
+    settable: ClassVar[tuple[str, ...]] = ("tenant_id", "name", "limits")
+    fixed: ClassVar[tuple[str, ...]] = ("tenant_id",)
+
+    tenant_id: str
+    name: str
+    limits: tuple[dict[str, Any], ...]
+
+    def __post_init__(self) -> None:
+        _check_name("name", self.name)
+        for at, limit in enumerate(self.compiled("UTC")):
+            if limit.scope is Scope.GLOBAL and self.tenant_id != OPERATOR:
+                raise InvalidLimit(f"limits[{at}].scope", "only the operator's plan may have global limits")
+
+    def compiled(self, time_zone: str) -> Limits:
+        """Its limits; `time_zone` is for quotas that name none. Equal plans of many tenants share them."""
+        return _compiled(msgspec.json.encode(self.limits), time_zone)
+
+
+class Policy(Entity, frozen=True, kw_only=True):
+    """Which plan applies to which resources of a tenant."""
+
+    kind: ClassVar[str] = "policy"
+    settable: ClassVar[tuple[str, ...]] = (
+        "tenant_id",
+        "resource",
+        "plan_id",
+        "mode",
+        "failure",
+        "priority",
+        "shadow_plan_id",
+    )
+    fixed: ClassVar[tuple[str, ...]] = ("tenant_id",)
+
+    tenant_id: str
+    resource: str
+    plan_id: str
+    mode: Mode = Mode.ON
+    failure: Failure | None = None
+    priority: Priority | None = None
+    shadow_plan_id: str | None = None
+
+    def __post_init__(self) -> None:
+        Pattern.parse(self.resource)
+        _check_failure(self.failure)
+
+    @property
+    def pattern(self) -> Pattern:
+        return Pattern.parse(self.resource)
+
+
+class Secret(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is kept of a key: its HMAC (hex) under a version of the pepper, and until when it is good."""
+
+    hash: str
+    pepper: int
+    expires_at: datetime | None = None
+
+
+class Key(Entity, frozen=True, kw_only=True):
+    """An API key of a tenant: whoever has it may check. It has one secret, and during a rotation the old ones too."""
+
+    kind: ClassVar[str] = "key"
+    settable: ClassVar[tuple[str, ...]] = ("tenant_id", "name", "type", "plan_id", "scopes", "expires_at", "metadata")
+    fixed: ClassVar[tuple[str, ...]] = ("tenant_id", "type")
+
+    tenant_id: str
+    name: str
+    type: KeyKind = KeyKind.LIVE
+    plan_id: str | None = None
+    scopes: tuple[KeyScope, ...] = (KeyScope.CHECK, KeyScope.USAGE)
+    expires_at: datetime | None = None
+    metadata: dict[str, Any] = {}
+    disabled: bool = False
+    last_used_at: datetime | None = None
+    secrets: tuple[Secret, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_name("name", self.name)
+        _check_scopes(self.scopes, KeyScope)
+        _check_aware("expires_at", self.expires_at)
+        size = len(json.dumps(self.metadata, ensure_ascii=False).encode(errors="replace"))
+        if size > MAX_METADATA:
+            raise InvalidInput("metadata", f"at most {MAX_METADATA} bytes of JSON, got {size}")
+
+
+class Override(Entity, frozen=True, kw_only=True):
+    """Other numbers for one subject, until they expire."""
+
+    kind: ClassVar[str] = "override"
+    settable: ClassVar[tuple[str, ...]] = ("tenant_id", "resource", "subject", "limits", "expires_at", "reason")
+    fixed: ClassVar[tuple[str, ...]] = ("tenant_id", "resource", "subject")
+
+    tenant_id: str
+    resource: str = ANY_RESOURCE
+    subject: str
+    limits: dict[str, Any]
+    expires_at: datetime
+    reason: str = ""
+    set_by: str = ""
+
+    def __post_init__(self) -> None:
+        for field in ("resource", "subject"):
+            if not text(field, getattr(self, field)):
+                raise InvalidInput(field, "must not be empty")
+            if "\0" in getattr(self, field):
+                raise InvalidInput(field, "must not hold a NUL character, which databases can't keep")
+        if not self.limits:
+            raise InvalidInput("limits", "must map limit names to their changed fields, 'unlimited' or 'blocked'")
+        plain_changes(self.limits)
+        _check_aware("expires_at", self.expires_at)
+        _check_text("reason", self.reason, MAX_REASON)
+
+
+class Token(Entity, frozen=True, kw_only=True):
+    """An admin token: who may see and change the catalog, of one tenant or of all."""
+
+    kind: ClassVar[str] = "token"
+    settable: ClassVar[tuple[str, ...]] = ("name", "scopes", "tenant_id", "expires_at")
+    fixed: ClassVar[tuple[str, ...]] = ("tenant_id",)
+
+    name: str
+    scopes: tuple[TokenScope, ...] = (TokenScope.READ,)
+    tenant_id: str | None = None
+    expires_at: datetime | None = None
+    last_used_at: datetime | None = None
+    secrets: tuple[Secret, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_name("name", self.name)
+        _check_scopes(self.scopes, TokenScope)
+        _check_aware("expires_at", self.expires_at)
+
+
+class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One change: who, when, what, before and after. Secrets are never in it."""
+
+    id: int
+    at: datetime
+    actor: str
+    action: str
+    tenant_id: str | None
+    entity_id: str
+    before: dict[str, Any] | None
+    after: dict[str, Any] | None
+
+
+class TenantConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All of a tenant that decides: what a snapshot is compiled from, and what the warm copy holds."""
+
+    tenant: Tenant
+    plans: tuple[Plan, ...]
+    policies: tuple[Policy, ...]
+
+
+AnyEntity = TypeVar("AnyEntity", bound=Entity)
+ENTITIES: Mapping[str, type[Entity]] = {entity.kind: entity for entity in (Tenant, Plan, Policy, Key, Override, Token)}
+
+
+def build(entity: type[AnyEntity], fields: Mapping[str, Any]) -> AnyEntity:
+    """An entity from plain fields; what is wrong with one is refused by its name."""
+    return converted(entity, dict(fields))
+
+
+def changed(entity: AnyEntity, changes: Mapping[str, Any]) -> AnyEntity:
+    """The entity with other fields, of those that may be set."""
+    for field in changes:
+        if field not in entity.settable:
+            raise InvalidInput(str(field)[:64], f"is no field of a {entity.kind}; it has {', '.join(entity.settable)}")
+        if field in entity.fixed and changes[field] != getattr(entity, field):
+            raise InvalidInput(field, f"of a {entity.kind} can't be changed")
+    return build(type(entity), {**fields_now(entity), **changes})
+
+
+def given(entity: type[Entity], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Those fields of a new entity that a caller may give, the others refused by name."""
+    for field in fields:
+        if field not in entity.settable:
+            raise InvalidInput(str(field)[:64], f"is no field of a {entity.kind}; it has {', '.join(entity.settable)}")
+    return dict(fields)
+
+
+def fields_now(entity: Entity) -> dict[str, Any]:
+    return {name: getattr(entity, name) for name in entity.__struct_fields__}
+
+
+def plain(entity: Entity) -> dict[str, Any]:
+    """For people and programs: as JSON would have it, without what must stay secret."""
+    fields: dict[str, Any] = msgspec.to_builtins(entity)
+    for secret in fields.get("secrets", ()):
+        del secret["hash"]
+    return fields
+
+
+def limits_given(name: str, fields: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+    """The limits of a plan in any of its shapes: a list of limits, their text, or one limit's own fields (flat)."""
+    if "limits" not in fields:
+        flat = {field: value for field, value in fields.items() if field not in ("tenant_id", "name")}
+        if not flat:
+            raise InvalidInput("limits", "is required: a list of limits, or text such as '100/minute; 10/second'")
+        return normal_limits([{"name": name, **flat}], path="")
+    if "algorithm" in fields:
+        raise InvalidInput("algorithm", "belongs inside `limits`, or there are no `limits`: give one of the two shapes")
+    return normal_limits(fields["limits"])
+
+
+def normal_limits(limits: object, path: str = "limits") -> tuple[dict[str, Any], ...]:
+    """Limits as they are kept: every field that was given or is not the default, as plain values."""
+    if isinstance(limits, str):
+        return tuple(_storable(at, fields_of(limit)) for at, limit in enumerate(Limits.parse(limits)))
+    if isinstance(limits, Mapping) or not isinstance(limits, Iterable):
+        raise InvalidLimit("limits", f"must be a list of limits, or their text, got {shown(limits)}")
+    found: list[dict[str, Any]] = []
+    for at, each in enumerate(limits):
+        if at == MAX_PLAN_LIMITS:
+            raise InvalidLimit("limits", f"at most {MAX_PLAN_LIMITS} in one plan")
+        try:
+            limit = each if isinstance(each, Limit) else limit_from_fields(each)
+        except InvalidLimit as error:
+            where = f"{path}[{at}].{error.field}" if path else error.field
+            raise InvalidLimit(where, error.problem) from None
+        fields = _storable(at, fields_of(limit))
+        if isinstance(limit, Quota) and isinstance(each, Mapping) and "time_zone" in each:
+            fields["time_zone"] = limit.time_zone  # the default is the tenant's, so a stated UTC must stay
+        found.append(fields)
+    return tuple(found)
+
+
+def _storable(at: int, fields: dict[str, Any]) -> dict[str, Any]:
+    for field, value in fields.items():
+        if isinstance(value, Rate):
+            raise InvalidLimit(f"limits[{at}].{field}", "can't be written as a number per second: choose a rounder one")
+        if not isinstance(value, str | int | float | bool | dict | None):  # a Decimal
+            fields[field] = str(value)
+    return fields
+
+
+@lru_cache(maxsize=4_096)
+def _compiled(limits: bytes, time_zone: str) -> Limits:
+    built = []
+    fields: list[dict[str, Any]] = msgspec.json.decode(limits)
+    if len(fields) > MAX_PLAN_LIMITS:
+        raise InvalidLimit("limits", f"at most {MAX_PLAN_LIMITS} in one plan, got {len(fields)}")
+    for at, each in enumerate(fields):
+        zoned = {"time_zone": time_zone, **each} if each.get("algorithm") == Quota.algorithm else each
+        try:
+            built.append(limit_from_fields(zoned))
+        except InvalidLimit as error:
+            raise InvalidLimit(f"limits[{at}].{error.field}", error.problem) from None
+    return Limits(*built)
+
+
+Kind = TypeVar("Kind")
+_PLACE = re.compile(r"^(?P<problem>.*?)(?: - at `\$(?P<key>\.\.\.)?\.?(?P<path>[^`]*)`)?$", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>[^`]*)`")
+_MISSING = re.compile(r"Object missing required field `(?P<field>[^`]*)`")
+_EXPECTED = re.compile(r"Expected `(?P<expected>[^`]*)`, got `(?P<got>[^`]*)`")
+
+
+def converted(kind: type[Kind], value: object) -> Kind:
+    """Plain values as what they mean; the error names the field by its path."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise refusal(error) from None
+
+
+def refusal(error: msgspec.ValidationError) -> InvalidInput:
+    """An error of msgspec in our words: the path to the field, and what it must be."""
+    found = _PLACE.match(str(error))
+    problem, path = (found["problem"], found["path"] or "") if found else (str(error), "")
+    cause = error.__cause__
+    if isinstance(cause, InvalidInput):
+        return InvalidInput(_joined(path, cause.field), cause.problem)
+    if missing := _MISSING.match(problem):
+        return InvalidInput(_joined(path, missing["field"]), "is required")
+    if unknown := _UNKNOWN.match(problem):
+        return InvalidInput(_joined(path, unknown["field"][:64]), "is not a field here")
+    if wrong := _EXPECTED.match(problem):
+        return InvalidInput(
+            path or "value",
+            f"must be {_WORDS.get(wrong['expected'], wrong['expected'])}, got {_WORDS.get(wrong['got'], wrong['got'])}",
+        )
+    return InvalidInput(path or "value", problem[:1].lower() + problem[1:])
+
+
+_WORDS = {
+    "str": "text",
+    "int": "a whole number",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a mapping",
+    "null": "nothing",
+    "str | null": "text or null",
+    "datetime": "a time such as 2026-12-31T00:00:00Z",
+    "datetime | null": "a time such as 2026-12-31T00:00:00Z, or null",
+}
+
+
+def _joined(path: str, field: str) -> str:
+    return f"{path}.{field}" if path else field
+
+
+def at_time(now_us: int) -> datetime:
+    return datetime.fromtimestamp(now_us / MICROS, UTC)
+
+
+def _check_name(field: str, name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise InvalidInput(field, f"must be 1 to 64 letters, digits or -_./ characters, got {shown(name)}")
+
+
+def _check_text(field: str, value: str, maximum: int) -> None:
+    if len(value) > maximum or "\0" in value:
+        raise InvalidInput(field, f"must be at most {maximum} characters, none of them NUL")
+
+
+def _check_failure(failure: Failure | None) -> None:
+    if failure is Failure.RAISE:
+        raise InvalidInput("failure", "must be one of open, closed, local: a service always answers")
+
+
+def _check_scopes(scopes: tuple[StrEnum, ...], kind: type[StrEnum]) -> None:
+    if not scopes or len(set(scopes)) != len(scopes):
+        raise InvalidInput("scopes", f"must be one or more of {', '.join(kind)}, each once")
+
+
+def _check_aware(field: str, at: datetime | None) -> None:
+    if at is not None and at.tzinfo is None:
+        raise InvalidInput(field, "must say its time zone, such as 2026-12-31T00:00:00Z")
+
+
+def _as_input(field: str, kind: type[Lanes], value: int) -> None:
+    try:
+        kind(value)
+    except InvalidInput as error:
+        raise InvalidInput(field, error.problem) from None

@@ -1,0 +1,157 @@
+"""A tenant's whole configuration, compiled and immutable: what the limiter reads."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from limitforge.catalog.model import Plan, Policy, Tenant, TenantConfig
+from limitforge.catalog.patterns import PolicyTable
+from limitforge.core.check import Failure
+from limitforge.core.headers import HeaderTemplate
+from limitforge.core.join import Part, joined
+from limitforge.core.keys import Place
+from limitforge.core.limits import Limit, Mode, Priority, Scope
+from limitforge.core.plan import Limits, weakest
+from limitforge.errors import InvalidInput, NotFound
+
+MAX_SELECTIONS = 1_024
+
+_STRENGTH = {Mode.OFF: 0, Mode.MONITOR: 1, Mode.ON: 2}
+
+
+class Selection(msgspec.Struct, frozen=True, eq=False):
+    """What decides a check: limits that are judged together, and how. Made once, used by every check alike."""
+
+    limits: Limits
+    shadow: Limits | None
+    failure: Failure | None
+    priority: Priority | None
+    mode: Mode
+    """`off` or `monitor` if a mode above the limits says so for all of them."""
+    template: str | None
+    """The resource that is counted, where a policy with parameters matched: `/orders/1` and `/orders/2` are one."""
+    headers: HeaderTemplate
+    policy: Policy | None
+    plans: tuple[tuple[Place, Plan], ...]
+    """Which plans joined, and in which place."""
+
+    @property
+    def is_matched(self) -> bool:
+        return bool(self.plans)
+
+
+class Snapshot:
+    """What decides for a tenant, and what the operator says above it."""
+
+    __slots__ = ("_plans", "_selections", "_table", "config", "operator")
+
+    def __init__(self, config: TenantConfig, operator: TenantConfig) -> None:
+        self.config = config
+        self.operator = operator
+        self._plans = {plan.id: plan for plan in config.plans}
+        self._table = PolicyTable((policy.pattern, policy) for policy in config.policies)
+        self._selections: dict[tuple[str | None, str | None, str | None], Selection] = {}
+
+    @property
+    def tenant(self) -> Tenant:
+        return self.config.tenant
+
+    @property
+    def revision(self) -> int:
+        return self.config.tenant.revision
+
+    def under(self, operator: TenantConfig) -> "Snapshot":
+        """The same tenant after a change of the operator's plan or mode."""
+        other = object.__new__(Snapshot)
+        other.config, other.operator = self.config, operator
+        other._plans, other._table, other._selections = self._plans, self._table, {}
+        return other
+
+    def select(self, resource: str, key_plan_id: str | None = None, plan_id: str | None = None) -> Selection:
+        """What decides a check of this resource; `key_plan_id` is the plan of the key, `plan_id` what the check itself
+        asks for, which must be this tenant's.
+        """
+        policy = self._table.match(resource)
+        wanted = (None if policy is None else policy.id, key_plan_id, plan_id)
+        try:
+            return self._selections[wanted]
+        except KeyError:
+            selection = self._select(policy, key_plan_id, plan_id)
+        if len(self._selections) >= MAX_SELECTIONS:
+            self._selections.clear()
+        self._selections[wanted] = selection
+        return selection
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Snapshot) and (self.config, self.operator) == (other.config, other.operator)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _select(self, policy: Policy | None, key_plan_id: str | None, plan_id: str | None) -> Selection:
+        fleet, tenant = self.operator.tenant, self.tenant
+        above = weakest(fleet.mode, tenant.mode)
+        places: list[tuple[Place, Plan, Mode, str]] = []
+        if fleet.default_plan_id is not None:
+            plan = next(plan for plan in self.operator.plans if plan.id == fleet.default_plan_id)
+            places.append((Place.OPERATOR, plan, fleet.mode, fleet.time_zone))
+        if plan_id is not None:
+            if plan_id not in self._plans:
+                raise NotFound(f"plan_id: this tenant has no plan {plan_id[:64]!r}")
+            places.append((Place.POLICY, self._plans[plan_id], above, tenant.time_zone))
+        else:
+            default = self._plans.get(key_plan_id or "") or self._plans.get(tenant.default_plan_id or "")
+            if default is not None:
+                places.append((Place.TENANT, default, above, tenant.time_zone))
+            if policy is not None:
+                mode = weakest(above, policy.mode)
+                places.append((Place.POLICY, self._plans[policy.plan_id], mode, tenant.time_zone))
+        limits = joined(*(Part(plan.compiled(zone), place, mode) for place, plan, mode, zone in places))
+        return Selection(
+            limits=limits,
+            shadow=self._shadow(policy, above),
+            failure=(policy.failure if policy is not None else None) or tenant.failure,
+            priority=(policy.priority if policy is not None else None) or tenant.priority,
+            mode=max((mode for *_, mode, _ in places), key=_STRENGTH.__getitem__, default=above),
+            template=policy.resource if policy is not None and policy.pattern.template else None,
+            headers=HeaderTemplate.compile(limits),
+            policy=policy,
+            plans=tuple((place, plan) for place, plan, *_ in places),
+        )
+
+    def _shadow(self, policy: Policy | None, above: Mode) -> Limits | None:
+        if policy is None or policy.shadow_plan_id is None or weakest(above, policy.mode) is Mode.OFF:
+            return None
+        return self._plans[policy.shadow_plan_id].compiled(self.tenant.time_zone)
+
+
+def limits_named(config: TenantConfig, resource: str, names: Iterable[Any]) -> Limits:
+    """The limits of a tenant that an override means by these names: those of the policy for its resource, else of the
+    default plan, else of any other. Only what an override reaches counts, unless nothing else has that name.
+    """
+    found: dict[str, Limit] = {}
+    wanted = list(names)
+    for limit in _by_nearness(config, resource):
+        known = found.get(limit.name)
+        if known is None or (not _is_reached(known) and _is_reached(limit)):
+            found[limit.name] = limit
+    for name in wanted:
+        if name not in found:
+            there = ", ".join(sorted(name for name, limit in found.items() if _is_reached(limit))) or "none"
+            raise InvalidInput(
+                f"limits.{name!s:.64}", f"no plan of this tenant has a limit of that name; there are {there}"
+            )
+    return Limits(*(found[name] for name in wanted))
+
+
+def _is_reached(limit: Limit) -> bool:
+    return limit.scope in (Scope.SUBJECT, Scope.CALLER)
+
+
+def _by_nearness(config: TenantConfig, resource: str) -> Iterator[Limit]:
+    table = PolicyTable((policy.pattern, policy) for policy in config.policies)
+    policy = table.match(resource)
+    first = (policy.plan_id if policy is not None else None, config.tenant.default_plan_id)
+    nearest = sorted(config.plans, key=lambda plan: first.index(plan.id) if plan.id in first else len(first))
+    for plan in nearest:
+        yield from plan.compiled(config.tenant.time_zone)
