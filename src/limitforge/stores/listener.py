@@ -129,7 +129,7 @@ class Listener:
 
     async def _listen(self) -> None:
         node = self._node = self._fleet.any_node()
-        client: Any = redis.asyncio.Redis.from_pool(_pool(redis.asyncio, node.address))
+        client: Any = redis.asyncio.Redis.from_pool(pool_of(redis.asyncio, node.address))
         async with client, client.pubsub() as pubsub:
             await pubsub.subscribe(self._channel)
             async for message in pubsub.listen():
@@ -163,7 +163,7 @@ class SyncListener:
 
     def _listen(self) -> None:
         node = self._fleet.any_node()
-        client: Any = redis.Redis.from_pool(_pool(redis, node.address))
+        client: Any = redis.Redis.from_pool(pool_of(redis, node.address))
         with client, client.pubsub() as pubsub:
             pubsub.subscribe(self._channel)
             while self._is_wanted() and self._fleet.knows(node):
@@ -174,10 +174,10 @@ class SyncListener:
         return not self._stopped.is_set() and self._heard.is_wanted()
 
 
-def _pool(client: Any, address: Address) -> Any:
+def pool_of(client: Any, address: Address, **others: Any) -> Any:
     """Connections of redis-py, sync or async, to the same server."""
     kinds = client.connection
     kind = kinds.Connection if address.path is None else kinds.UnixDomainSocketConnection
     if address.tls is not None:
         kind = kinds.SSLConnection
-    return client.ConnectionPool(connection_class=kind, **{**address.options, **PLAIN})
+    return client.ConnectionPool(connection_class=kind, **{**address.options, **PLAIN, **others})

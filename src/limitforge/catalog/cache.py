@@ -1,0 +1,482 @@
+"""What a node remembers: keys, and compiled snapshots of their tenants. A warm look-up does no I/O.
+
+What is older than its TTL is still served while it is read again; what can't be read again because the database is down
+is served for longer, and says that it is stale. Everything is bounded.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from limitforge.catalog.credentials import Credential, Peppers, fingerprint
+from limitforge.catalog.guard import Guard
+from limitforge.catalog.model import OPERATOR, Key, KeyScope, Tenant, TenantConfig, at_time
+from limitforge.catalog.queries import Announcement
+from limitforge.catalog.snapshot import Snapshot
+from limitforge.catalog.sources import Source, WarmCopies
+from limitforge.core.clock import Clock, SystemClock
+from limitforge.core.exact import MICROS
+from limitforge.errors import CatalogUnavailable, Forbidden, TooManyUnknownKeys, UnknownKey
+
+FRESH_SECONDS = 60.0
+STALE_SECONDS = 3_600.0
+RETRY_SECONDS = 1.0  # how soon a refresh that failed is tried again
+UNKNOWN_SECONDS = 10.0
+MAX_TENANTS = 10_000
+MAX_KEYS = 100_000
+MAX_UNKNOWN = 10_000
+
+_log = logging.getLogger(__name__)
+Loaded = TypeVar("Loaded")
+Load = Callable[[bool], Awaitable[Loaded]]
+
+
+class TenantEntry(msgspec.Struct, eq=False):
+    """A tenant as this node knows it; callers hold it, so that a new snapshot reaches them all at once."""
+
+    snapshot: Snapshot
+    fresh_until_us: int
+    usable_until_us: int
+    is_stale: bool = False
+    """Whether it could not be read again when it was time to."""
+    is_gone: bool = False
+
+
+class KeyEntry(msgspec.Struct, eq=False):
+    """A key as this node knows it, with the fingerprints of those secrets of it that were seen and recognised."""
+
+    key: Key
+    fresh_until_us: int
+    usable_until_us: int
+    seen: set[bytes]
+
+
+class Caller(msgspec.Struct, eq=False):
+    """Whoever presented a right key. Recognised once, until the key changes or ends."""
+
+    key: Key
+    tenant: TenantEntry
+    entry: KeyEntry
+    ends_us: int
+    """When the key, or this secret of it, stops being good."""
+
+    @property
+    def snapshot(self) -> Snapshot:
+        return self.tenant.snapshot
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether it is served from memory because the database can't be reached."""
+        return self.tenant.is_stale
+
+    def require(self, scope: KeyScope) -> None:
+        """Refuse a right key that may not do this."""
+        if self.key.disabled:
+            raise Forbidden("this key is disabled")
+        if self.tenant.snapshot.config.tenant.suspended:
+            raise Forbidden("this tenant is suspended")
+        if scope not in self.key.scopes:
+            raise Forbidden(f"this key lacks the scope {scope}")
+
+
+class CacheStatus(msgspec.Struct, frozen=True):
+    """`stale_since` is when the database was first missed (epoch seconds), None while all is well."""
+
+    tenants: int
+    keys: int
+    unknown: int
+    loads: int
+    stale_since: float | None
+
+
+class Snapshots:
+    """Keys and snapshots by what callers present. For one event loop."""
+
+    def __init__(
+        self,
+        origin: Source,
+        peppers: Peppers,
+        *,
+        warm: WarmCopies | None = None,
+        guard: Guard | None = None,
+        clock: Clock | None = None,
+        placed: Callable[[Tenant], None] | None = None,
+        fresh_seconds: float = FRESH_SECONDS,
+        stale_seconds: float = STALE_SECONDS,
+        max_tenants: int = MAX_TENANTS,
+        max_keys: int = MAX_KEYS,
+    ) -> None:
+        self._origin = origin
+        self._peppers = peppers
+        self._warm = warm
+        self._guard = guard or Guard()
+        self._clock = clock or SystemClock()
+        self._placed = placed
+        self._fresh_us, self._stale_us = int(fresh_seconds * MICROS), int(stale_seconds * MICROS)
+        self._max_tenants, self._max_keys = max_tenants, max_keys
+        self._operator: TenantEntry | None = None
+        self._tenants: dict[str, TenantEntry] = {}
+        self._keys: dict[str, KeyEntry] = {}
+        self._callers: dict[bytes, Caller] = {}
+        self._unknown: dict[str, int] = {}
+        self._flights: dict[Hashable, asyncio.Task[Any]] = {}
+        self._changed: set[Hashable] = set()
+        """What was announced to have changed while it was being read: it is read once more."""
+        self._floors: dict[str, int] = {}
+        """The revisions that tenants are known to have reached: an older copy does not count."""
+        self._used: dict[str, int] = {}
+        self._loads = 0
+        self._stale_since_us: int | None = None
+
+    # --- Looking up --------------------------------------------------------------------------------------------------
+
+    def known(self, text: str) -> Caller | None:
+        """Whose key this is, if that is known here: no I/O. None if it must be looked up with `find`."""
+        caller = self._callers.get(fingerprint(text))
+        if caller is None:
+            return None
+        now_us = self._clock.now_us()
+        tenant = caller.tenant
+        entry = caller.entry
+        if now_us >= caller.ends_us or now_us >= tenant.usable_until_us or now_us >= entry.usable_until_us:
+            return None
+        if now_us >= tenant.fresh_until_us or now_us >= entry.fresh_until_us:
+            self._refresh_soon(caller, now_us)
+        self._used[caller.key.id] = now_us
+        return caller
+
+    async def find(self, text: str, source: str = "") -> Caller:
+        """Whose key this is. `source` is where it came from: one that sends many wrong keys is made to wait.
+
+        Raises `UnknownKey`, `TooManyUnknownKeys`, or `CatalogUnavailable`.
+        """
+        caller = self.known(text)
+        if caller is not None:
+            return caller
+        credential = Credential.read(text)
+        entry = await self._key_entry(f"key_{credential.id}", source)
+        now_us = self._clock.now_us()
+        self._peppers.identify(credential, entry.key, at_time(now_us))
+        tenant = await self.tenant(entry.key.tenant_id)
+        self._used[entry.key.id] = now_us
+        return self._remember(text, credential, entry, tenant)
+
+    async def tenant(self, tenant_id: str) -> TenantEntry:
+        """The snapshot of a tenant; `UnknownKey` if it is gone."""
+        now_us = self._clock.now_us()
+        entry = self._tenants.get(tenant_id)
+        if entry is None or now_us >= entry.usable_until_us:
+            entry = await self._once(("tenant", tenant_id), lambda _: self._load_tenant(tenant_id))
+        elif now_us >= entry.fresh_until_us:
+            self._refresh_tenant_soon(tenant_id, entry, now_us)
+        if entry.is_gone:
+            raise UnknownKey("no such key, or it is no longer good")
+        return entry
+
+    def used(self) -> dict[str, int]:
+        """Which keys were used since this was last asked, and when."""
+        used, self._used = self._used, {}
+        return used
+
+    def status(self) -> CacheStatus:
+        since = None if self._stale_since_us is None else self._stale_since_us / MICROS
+        return CacheStatus(len(self._tenants), len(self._keys), len(self._unknown), self._loads, since)
+
+    # --- Hearing of changes ------------------------------------------------------------------------------------------
+
+    async def heard(self, announcements: Sequence[Announcement]) -> None:
+        """Act on changes: whatever is known here of what has changed is read again before this returns."""
+        again: list[Awaitable[Any]] = []
+        for told in announcements:
+            for key_id in told.gone:
+                self._forget_key(key_id)
+            for key_id in told.keys:
+                self._unknown.pop(key_id, None)
+                self._changed.add(("key", key_id))
+                if key_id in self._keys or ("key", key_id) in self._flights:
+                    again.append(self._reload_key(key_id))
+            if told.config:
+                again.append(self._heard_config(told))
+        for answer in await asyncio.gather(*again, return_exceptions=True):
+            if isinstance(answer, CatalogUnavailable):
+                self._missed(answer)
+            elif isinstance(answer, BaseException):
+                raise answer
+        self._changed &= set(self._flights)
+
+    async def reload_all(self) -> None:
+        """Read everything that is known again, one after the other: too much was missed to tell what has changed."""
+        await self._reload_operator()
+        for key_id in list(self._keys):
+            await self._reload_key(key_id)
+        for tenant_id in list(self._tenants):
+            await self._reload_tenant(tenant_id)
+
+    def cached_config(self, tenant_id: str) -> TenantConfig | None:
+        entry = self._operator if tenant_id == OPERATOR else self._tenants.get(tenant_id)
+        return None if entry is None or entry.is_gone else entry.snapshot.config
+
+    async def close(self) -> None:
+        flights = list(self._flights.values())
+        for flight in flights:
+            flight.cancel()
+        await asyncio.gather(*flights, return_exceptions=True)
+
+    async def _heard_config(self, told: Announcement) -> None:
+        tenant_id = told.tenant_id
+        self._floors.pop(tenant_id, None)
+        self._floors[tenant_id] = told.revision
+        if len(self._floors) > self._max_tenants:
+            del self._floors[next(iter(self._floors))]
+        if tenant_id == OPERATOR:
+            if self._operator is not None and self._operator.snapshot.revision < told.revision:
+                await self._reload_operator()
+            return
+        entry = self._tenants.get(tenant_id)
+        self._changed.add(("tenant", tenant_id))
+        if (entry is not None and entry.snapshot.revision < told.revision) or ("tenant", tenant_id) in self._flights:
+            await self._reload_tenant(tenant_id)
+
+    # --- Reading -----------------------------------------------------------------------------------------------------
+
+    async def _once(self, name: Hashable, load: Load[Loaded], *, is_told: bool = False) -> Loaded:
+        """Single flight: all who want the same wait for one load of it."""
+        flight = self._flights.get(name)
+        if flight is None:
+            flight = asyncio.get_running_loop().create_task(self._fly(name, load, is_told=is_told))
+            self._flights[name] = flight
+        loaded: Loaded = await asyncio.shield(flight)
+        return loaded
+
+    async def _fly(self, name: Hashable, load: Load[Loaded], *, is_told: bool) -> Loaded:
+        """`is_told` tells that it was announced to have changed, so that a copy of it may be out of date."""
+        try:
+            while True:
+                self._changed.discard(name)
+                loaded = await load(is_told)
+                if name not in self._changed:
+                    return loaded
+                is_told = True
+        finally:
+            self._changed.discard(name)
+            del self._flights[name]
+
+    async def _load_tenant(self, tenant_id: str) -> TenantEntry:
+        operator = await self._operator_entry()
+        self._loads += 1
+        try:
+            config = await self._read_config(tenant_id)
+        except CatalogUnavailable:
+            known = self._tenants.get(tenant_id)
+            if known is None or self._clock.now_us() >= known.usable_until_us:
+                raise
+            return self._keep_stale(known)
+        return self._place_tenant(tenant_id, config, operator)
+
+    async def _read_config(self, tenant_id: str) -> TenantConfig | None:
+        floor = self._floors.get(tenant_id, 0)
+        if self._warm is not None:
+            config = await self._warm.config(tenant_id, floor)
+            if config is not None:
+                return config
+        config = await self._origin.config(tenant_id)
+        self._recovered()
+        if self._warm is not None and config is not None:
+            await self._warm.refresh(tenant_id, config)
+        return config
+
+    def _place_tenant(self, tenant_id: str, config: TenantConfig | None, operator: TenantEntry) -> TenantEntry:
+        now_us = self._clock.now_us()
+        entry = self._tenants.pop(tenant_id, None)
+        if config is None:
+            gone = entry or TenantEntry(operator.snapshot, now_us, now_us)
+            gone.is_gone, gone.usable_until_us = True, 0
+            return gone
+        if entry is not None and entry.snapshot.config.tenant.revision > config.tenant.revision:
+            config = entry.snapshot.config  # a copy that was older than what is known here
+        if self._placed is not None:
+            self._placed(config.tenant)
+        if entry is None:
+            entry = TenantEntry(Snapshot(config, operator.snapshot.config), 0, 0)
+        elif entry.snapshot.config != config:
+            entry.snapshot = Snapshot(config, operator.snapshot.config)
+        entry.fresh_until_us, entry.usable_until_us = now_us + self._fresh_us, now_us + self._stale_us
+        entry.is_stale = entry.is_gone = False
+        self._tenants[tenant_id] = entry
+        while len(self._tenants) > self._max_tenants:
+            self._forget_tenant(next(iter(self._tenants)))
+        return entry
+
+    async def _operator_entry(self) -> TenantEntry:
+        entry, now_us = self._operator, self._clock.now_us()
+        if entry is None or now_us >= entry.usable_until_us:
+            return await self._once("operator", lambda _: self._load_operator())
+        if now_us >= entry.fresh_until_us:
+            self._soon("operator", lambda _: self._load_operator())
+            entry.fresh_until_us = now_us + int(RETRY_SECONDS * MICROS)
+        return entry
+
+    async def _load_operator(self) -> TenantEntry:
+        try:
+            config = await self._read_config(OPERATOR)
+        except CatalogUnavailable:
+            if self._operator is None or self._clock.now_us() >= self._operator.usable_until_us:
+                raise
+            return self._keep_stale(self._operator)
+        if config is None:
+            raise CatalogUnavailable("the database has no operator: run `limitforge db upgrade`")
+        now_us = self._clock.now_us()
+        known = self._operator
+        if known is None or known.snapshot.config != config:
+            known = TenantEntry(Snapshot(config, config), 0, 0)
+            for entry in self._tenants.values():
+                entry.snapshot = entry.snapshot.under(config)
+        known.fresh_until_us, known.usable_until_us = now_us + self._fresh_us, now_us + self._stale_us
+        known.is_stale = False
+        self._operator = known
+        return known
+
+    async def _key_entry(self, key_id: str, source: str) -> KeyEntry:
+        now_us = self._clock.now_us()
+        entry = self._keys.get(key_id)
+        if entry is not None and now_us < entry.usable_until_us:
+            if now_us >= entry.fresh_until_us:
+                self._refresh_key_soon(entry, now_us)
+            return entry
+        unknown_until_us = self._unknown.get(key_id)
+        if unknown_until_us is not None and now_us < unknown_until_us:
+            raise UnknownKey("no such key, or it is no longer good")
+        return await self._once(("key", key_id), lambda is_told: self._load_key(key_id, source, is_told=is_told))
+
+    async def _load_key(self, key_id: str, source: str | None, *, is_told: bool) -> KeyEntry:
+        """`source` is None where it is known already, and only read again."""
+        key = None
+        if self._warm is not None and not is_told:
+            key = await self._warm.key(key_id)
+        if key is None:
+            if source is not None:
+                self._guard.take(source)
+            key = await self._origin.key(key_id)
+            self._recovered()
+            if key is not None:
+                if source is not None:
+                    self._guard.give_back(source)
+                if self._warm is not None:
+                    await self._warm.refresh_key(key)
+        self._loads += 1
+        if key is None:
+            self._forget_key(key_id)
+            raise UnknownKey("no such key, or it is no longer good")
+        return self._place_key(key)
+
+    def _place_key(self, key: Key) -> KeyEntry:
+        now_us = self._clock.now_us()
+        known = self._keys.pop(key.id, None)
+        if known is not None and known.key == key:
+            entry = known
+            entry.fresh_until_us, entry.usable_until_us = now_us + self._fresh_us, now_us + self._stale_us
+        else:
+            if known is not None:
+                self._forget_seen(known)
+            entry = KeyEntry(key, now_us + self._fresh_us, now_us + self._stale_us, set())
+        self._keys[key.id] = entry
+        while len(self._keys) > self._max_keys:
+            first = next(iter(self._keys))
+            self._forget_seen(self._keys.pop(first))
+        return entry
+
+    def _remember(self, text: str, credential: Credential, entry: KeyEntry, tenant: TenantEntry) -> Caller:
+        ends = [entry.key.expires_at]
+        ends += [kept.expires_at for kept in entry.key.secrets if self._peppers.recognises(credential, kept)]
+        ends_us = min((int(at.timestamp() * MICROS) for at in ends if at is not None), default=2**62)
+        caller = Caller(entry.key, tenant, entry, ends_us)
+        if self._keys.get(entry.key.id) is entry and not tenant.is_gone:
+            seen = fingerprint(text)
+            self._callers[seen] = caller
+            entry.seen.add(seen)
+        return caller
+
+    # --- Again -------------------------------------------------------------------------------------------------------
+
+    def _refresh_soon(self, caller: Caller, now_us: int) -> None:
+        if now_us >= caller.tenant.fresh_until_us:
+            self._refresh_tenant_soon(caller.key.tenant_id, caller.tenant, now_us)
+        if now_us >= caller.entry.fresh_until_us:
+            self._refresh_key_soon(caller.entry, now_us)
+
+    def _refresh_tenant_soon(self, tenant_id: str, entry: TenantEntry, now_us: int) -> None:
+        entry.fresh_until_us = now_us + int(RETRY_SECONDS * MICROS)
+        self._soon(("tenant", tenant_id), lambda _: self._load_tenant(tenant_id))
+
+    def _refresh_key_soon(self, entry: KeyEntry, now_us: int) -> None:
+        entry.fresh_until_us = now_us + int(RETRY_SECONDS * MICROS)
+        self._soon(("key", entry.key.id), lambda is_told: self._load_key(entry.key.id, None, is_told=is_told))
+
+    def _soon(self, name: Hashable, load: Load[Any]) -> None:
+        if name not in self._flights:
+            task = asyncio.get_running_loop().create_task(self._fly(name, load, is_told=False))
+            self._flights[name] = task
+            task.add_done_callback(self._landed)
+
+    def _landed(self, task: asyncio.Task[Any]) -> None:
+        """Of a load that nobody waits for."""
+        if task.cancelled():
+            return
+        error = task.exception()
+        if isinstance(error, CatalogUnavailable):
+            self._missed(error)
+        elif error is not None and not isinstance(error, UnknownKey | TooManyUnknownKeys):
+            _log.error("could not read configuration again", exc_info=error)
+
+    async def _reload_tenant(self, tenant_id: str) -> None:
+        await self._once(("tenant", tenant_id), lambda _: self._load_tenant(tenant_id))
+
+    async def _reload_operator(self) -> None:
+        self._changed.add("operator")
+        await self._once("operator", lambda _: self._load_operator())
+
+    async def _reload_key(self, key_id: str) -> None:
+        with contextlib.suppress(UnknownKey):
+            await self._once(
+                ("key", key_id), lambda is_told: self._load_key(key_id, None, is_told=is_told), is_told=True
+            )
+
+    def _keep_stale(self, entry: TenantEntry) -> TenantEntry:
+        entry.is_stale = True
+        entry.fresh_until_us = self._clock.now_us() + int(RETRY_SECONDS * MICROS)
+        self._missed(None)
+        return entry
+
+    def _missed(self, error: CatalogUnavailable | None) -> None:
+        if self._stale_since_us is None:
+            self._stale_since_us = self._clock.now_us()
+            _log.warning("what is remembered is served on, and may be out of date: %s", error or "no database")
+
+    def _recovered(self) -> None:
+        if self._stale_since_us is not None:
+            self._stale_since_us = None
+            _log.warning("the database answers again: nothing is stale any more")
+
+    # --- Forgetting --------------------------------------------------------------------------------------------------
+
+    def _forget_tenant(self, tenant_id: str) -> None:
+        entry = self._tenants.pop(tenant_id)
+        entry.usable_until_us = 0  # callers that hold it must look it up again
+
+    def _forget_key(self, key_id: str) -> None:
+        entry = self._keys.pop(key_id, None)
+        if entry is not None:
+            self._forget_seen(entry)
+        self._unknown.pop(key_id, None)
+        self._unknown[key_id] = self._clock.now_us() + int(UNKNOWN_SECONDS * MICROS)
+        if len(self._unknown) > MAX_UNKNOWN:
+            del self._unknown[next(iter(self._unknown))]
+
+    def _forget_seen(self, entry: KeyEntry) -> None:
+        for seen in entry.seen:
+            self._callers.pop(seen, None)
+        entry.seen.clear()

@@ -1,0 +1,50 @@
+"""Keeps wrong keys away from the database: each source, and all of them together, may have only so many looked up."""
+
+from limitforge.core.clock import Clock, MonotonicClock
+from limitforge.core.exact import MICROS
+from limitforge.errors import TooManyUnknownKeys
+
+MAX_SOURCES = 10_000
+
+
+class Guard:
+    """Counts look-ups that found nothing. What was found is given back, so right keys are never short of it."""
+
+    def __init__(
+        self, *, per_second: float = 2, burst: int = 5, all_per_second: float = 20, clock: Clock | None = None
+    ) -> None:
+        self._clock = clock or MonotonicClock()
+        self._per_us, self._burst = per_second / MICROS, float(burst)
+        self._all_per_us, self._all_burst = all_per_second / MICROS, 2 * all_per_second
+        self._sources: dict[str, tuple[float, int]] = {}  # what each has left, and when that was written
+        self._all = (self._all_burst, self._clock.now_us())
+
+    def take(self, source: str) -> None:
+        """Before a look-up that may find nothing."""
+        now_us = self._clock.now_us()
+        own = self._level(self._sources.get(source), self._burst, self._per_us, now_us)
+        together = self._level(self._all, self._all_burst, self._all_per_us, now_us)
+        if own < 1 or together < 1:
+            short, rate = (own, self._per_us) if own < 1 else (together, self._all_per_us)
+            wait_ms = max(int((1 - short) / rate / 1_000), 1)
+            raise TooManyUnknownKeys("too many unknown keys: wait before trying another one", wait_ms)
+        self._write(source, own - 1, now_us)
+        self._all = (together - 1, now_us)
+
+    def give_back(self, source: str) -> None:
+        """It was a right key after all."""
+        now_us = self._clock.now_us()
+        level = self._level(self._sources.get(source), self._burst, self._per_us, now_us)
+        self._write(source, min(level + 1, self._burst), now_us)
+        together = self._level(self._all, self._all_burst, self._all_per_us, now_us)
+        self._all = (min(together + 1, self._all_burst), now_us)
+
+    def _write(self, source: str, level: float, now_us: int) -> None:
+        self._sources.pop(source, None)  # so that the first of them is the one that was quiet for longest
+        self._sources[source] = (level, now_us)
+        if len(self._sources) > MAX_SOURCES:
+            del self._sources[next(iter(self._sources))]
+
+    @staticmethod
+    def _level(known: tuple[float, int] | None, burst: float, per_us: float, now_us: int) -> float:
+        return burst if known is None else min(burst, known[0] + (now_us - known[1]) * per_us)

@@ -1,0 +1,129 @@
+"""Overrides in the store as the database has them. The database is the truth: whatever the store lost, or kept too
+long, is put right.
+"""
+
+import logging
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, Protocol
+
+from limitforge.catalog.model import Override, TenantConfig, at_time
+from limitforge.catalog.snapshot import limits_named
+from limitforge.catalog.sources import Source
+from limitforge.core.clock import Clock, SystemClock
+from limitforge.core.overrides import OverridePage
+from limitforge.core.plan import LimitsLike
+from limitforge.errors import InvalidInput
+
+CLOSE_SECONDS = 2.0  # two expiries that differ by less are the same
+PAGE = 500
+
+_log = logging.getLogger(__name__)
+
+
+class OverrideSink(Protocol):
+    """Where overrides act: a limiter."""
+
+    async def set_override(
+        self,
+        resource: str,
+        subject: str,
+        changes: Mapping[str, Any],
+        *,
+        limits: LimitsLike,
+        ttl_seconds: float,
+        tenant: str,
+    ) -> object: ...
+
+    async def delete_override(self, resource: str, subject: str, *, tenant: str) -> bool: ...
+
+    async def list_overrides(self, *, tenant: str, cursor: str | None, page: int) -> OverridePage: ...
+
+
+class Mirror:
+    """Compares both, and changes only what differs. Each change is decided by what the database says just before it."""
+
+    def __init__(self, source: Source, sink: OverrideSink, clock: Clock | None = None) -> None:
+        self._source = source
+        self._sink = sink
+        self._clock = clock or SystemClock()
+
+    async def reconcile_all(self) -> int:
+        """All tenants that have overrides; tells how many changes it took."""
+        return sum([await self.reconcile(tenant_id) for tenant_id in await self._source.tenants_with_overrides()])
+
+    async def reconcile(self, tenant_id: str, *, anew: bool = False) -> int:
+        """One tenant. `anew` also sets what looks right: their plans' other numbers may have changed."""
+        config = await self._source.config(tenant_id)
+        wanted = {} if config is None else await self._wanted(tenant_id)
+        there = await self._there(tenant_id)
+        changes = 0
+        for place, override in wanted.items():
+            if config is not None and (anew or not _is_same(override, there.get(place))):
+                changes += await self._set(config, override)
+        for place in there.keys() - wanted.keys():
+            changes += await self._delete(tenant_id, *place)
+        return changes
+
+    async def _wanted(self, tenant_id: str) -> dict[tuple[str, str], Override]:
+        now = self._now()
+        overrides = await self._source.overrides(tenant_id)
+        return {(each.resource, each.subject): each for each in overrides if each.expires_at > now}
+
+    async def _there(self, tenant_id: str) -> dict[tuple[str, str], Any]:
+        there: dict[tuple[str, str], Any] = {}
+        cursor: str | None = None
+        while True:
+            page = await self._sink.list_overrides(tenant=tenant_id, cursor=cursor, page=PAGE)
+            there.update({(each.resource, each.subject): each for each in page.overrides})
+            cursor = page.cursor
+            if cursor is None:
+                return there
+
+    async def _set(self, config: TenantConfig, override: Override) -> int:
+        """Skipped if it was changed or deleted meanwhile: whoever did so mirrors it."""
+        if await self._current(override) != override:
+            return 0
+        known = {}
+        for name, change in override.limits.items():
+            try:
+                known[name] = (change, limits_named(config, override.resource, [name])[name])
+            except InvalidInput:
+                continue  # no plan has that limit any more
+        seconds = (override.expires_at - self._now()).total_seconds()
+        if not known or seconds < 0.001:
+            return 0
+        try:
+            await self._sink.set_override(
+                override.resource,
+                override.subject,
+                {name: change for name, (change, _) in known.items()},
+                limits=[limit for _, limit in known.values()],
+                ttl_seconds=round(seconds, 3),
+                tenant=override.tenant_id,
+            )
+        except InvalidInput as error:
+            _log.warning("override %s no longer fits its plan, and is not in force: %s", override.id, error)
+            return 0
+        if await self._current(override) is None:
+            await self._sink.delete_override(override.resource, override.subject, tenant=override.tenant_id)
+        return 1
+
+    async def _delete(self, tenant_id: str, resource: str, subject: str) -> int:
+        wanted = await self._source.override(tenant_id, resource, subject)
+        if wanted is not None and wanted.expires_at > self._now():
+            return 0
+        return int(await self._sink.delete_override(resource, subject, tenant=tenant_id))
+
+    async def _current(self, override: Override) -> Override | None:
+        return await self._source.override(override.tenant_id, override.resource, override.subject)
+
+    def _now(self) -> datetime:
+        return at_time(self._clock.now_us())
+
+
+def _is_same(wanted: Override, there: Any) -> bool:
+    if there is None:
+        return False
+    apart = abs(wanted.expires_at.timestamp() - there.expires_at)
+    return bool(there.limits == wanted.limits) and apart < CLOSE_SECONDS

@@ -1,0 +1,312 @@
+"""The catalog on one node: what it remembers, and how it hears of changes made elsewhere.
+
+The outbox in the database is the truth about changes. Messages (Redis, Postgres) only make a node look sooner, so none
+of them has to arrive: a node that missed some reads on from the revision that it had reached.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from datetime import timedelta
+from itertools import groupby
+from typing import Any, Self
+
+import msgspec
+
+from limitforge.catalog import queries
+from limitforge.catalog.cache import CacheStatus, Snapshots
+from limitforge.catalog.catalog import CHANNEL, NOBODY, Catalog
+from limitforge.catalog.credentials import Peppers
+from limitforge.catalog.database import Database
+from limitforge.catalog.mirror import Mirror, OverrideSink
+from limitforge.catalog.model import Tenant, at_time
+from limitforge.catalog.queries import Announcement
+from limitforge.catalog.sources import DatabaseSource, Shared, WarmCopies
+from limitforge.core.clock import Clock, SystemClock
+from limitforge.core.exact import MICROS
+from limitforge.errors import CatalogError, CatalogUnavailable, LimitforgeError, StoreError
+
+POLL_SECONDS = 0.5
+POLL_WHEN_TOLD_SECONDS = 5.0  # while Postgres itself tells of changes
+RELAY_AFTER_SECONDS = 0.2  # the writer publishes by itself; if it has not by then, it may be gone
+USED_SECONDS = 10.0
+MIRROR_SECONDS = 60.0
+TIDY_SECONDS = 3_600.0
+FIRST_PAUSE_SECONDS = 0.1
+LONGEST_PAUSE_SECONDS = 5.0
+BATCH = 1_000
+
+_log = logging.getLogger(__name__)
+
+
+class NodeStatus(msgspec.Struct, frozen=True):
+    """`database` is ok or degraded, since `since` (epoch seconds); `listening` names what tells of changes at once."""
+
+    database: str
+    since: float
+    listening: tuple[str, ...]
+    revision: int
+    cache: CacheStatus
+
+
+class Node:
+    """A catalog with its memory, kept up to date until it is closed.
+
+    `shared` is what nodes share (a Redis); `sink` is where overrides act: in that same Redis, or in this process alone;
+    `placed` hears of each tenant that is read, before anything of it is decided.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        peppers: Peppers,
+        *,
+        shared: Shared | None = None,
+        sink: OverrideSink | None = None,
+        placed: Callable[[Tenant], None] | None = None,
+        key_prefix: str = "lf",
+        clock: Clock | None = None,
+        **bounds: Any,
+    ) -> None:
+        self._clock = clock or SystemClock()
+        self._database = database
+        self._source = DatabaseSource(database)
+        self._shared = shared
+        self._warm = None if shared is None else WarmCopies(shared, key_prefix)
+        self._mirror = None if sink is None else Mirror(self._source, sink, self._clock)
+        self._channel = f"{key_prefix}:%catalog"
+        self._prefix = key_prefix
+        self.snapshots = Snapshots(self._source, peppers, warm=self._warm, placed=placed, clock=self._clock, **bounds)
+        self.catalog = Catalog(database, peppers=peppers, clock=self._clock, changed=self._wrote)
+        self._seen = 0
+        self._wake = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._listening: set[str] = set()
+        self._is_ok = True
+        self._since_us = self._clock.now_us()
+        self._owes = False  # whether some rows were not published when last looked
+
+    async def start(self) -> None:
+        """Ready once the schema is. A database that is away is no reason not to start where nodes share copies."""
+        try:
+            await self._database.prepare()
+            async with self._database.reading() as connection:
+                self._seen = await queries.last_revision(connection)
+            self._owes = self._shared is not None
+            if self._mirror is not None and self._shared is None:
+                await self._mirror.reconcile_all()
+        except CatalogUnavailable as error:
+            if self._shared is None:
+                raise
+            self._failed(error)
+        self._run(self._watch())
+        self._run(self._every(USED_SECONDS, self.write_used))
+        self._run(self._every(TIDY_SECONDS, self._tidy))
+        if self._mirror is not None:
+            self._run(self._every(MIRROR_SECONDS, self._mirror_all))
+        if self._shared is not None:
+            self._run(self._listen("redis", self._redis_messages))
+        if not self._database.is_sqlite:
+            self._run(self._listen("postgres", self._postgres_notices))
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+        with contextlib.suppress(CatalogError):
+            await self.write_used()
+        await self.snapshots.close()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def status(self) -> NodeStatus:
+        """How it is doing, without asking anybody."""
+        cache = self.snapshots.status()
+        is_ok = self._is_ok and cache.stale_since is None
+        return NodeStatus(
+            "ok" if is_ok else "degraded",
+            self._since_us / MICROS,
+            tuple(sorted(self._listening)),
+            self._seen,
+            cache,
+        )
+
+    async def write_used(self) -> None:
+        """When keys were last used, for all of them in one go."""
+        used = self.snapshots.used()
+        if used:
+            async with self._database.writing() as connection:
+                await queries.touch_keys(connection, {key: at_time(at_us) for key, at_us in used.items()})
+
+    # --- Own changes -------------------------------------------------------------------------------------------------
+
+    async def _wrote(self, announcements: Sequence[Announcement]) -> None:
+        """Act on a change of this node's own before its caller hears of it. It is committed: nothing here undoes it."""
+        try:
+            await self._act(announcements)
+            if announcements[0].revision == self._seen + 1:
+                self._seen += 1
+            if self._shared is not None:
+                await self._publish(announcements)
+        except (CatalogError, StoreError) as error:
+            self._owes = True
+            _log.warning("a change is committed and not yet told to all: %s", error)
+
+    async def _publish(self, announcements: Sequence[Announcement]) -> None:
+        """Copies first, then the message, so that whoever hears it finds what is new."""
+        if self._shared is None or self._warm is None:
+            return
+        for told in announcements:
+            if told.config:
+                await self._warm.put_config(told.tenant_id, await self._source.config(told.tenant_id), told.revision)
+            for key_id in (*told.keys, *told.gone):
+                await self._warm.put_key(key_id, await self._source.key(key_id), told.revision)
+        await self._shared.publish(self._channel, msgspec.msgpack.encode(announcements))
+        await self._mirror_changed(announcements)
+        async with self._database.writing() as connection:
+            for told in announcements:
+                await queries.mark_published(connection, told)
+
+    async def _mirror_changed(self, announcements: Sequence[Announcement]) -> None:
+        if self._mirror is None:
+            return
+        for told in announcements:
+            if told.tenant_id != NOBODY and (told.overrides or told.config):
+                await self._mirror.reconcile(told.tenant_id, anew=told.config)
+
+    # --- Changes made elsewhere --------------------------------------------------------------------------------------
+
+    async def _act(self, announcements: Sequence[Announcement]) -> None:
+        await self.snapshots.heard(announcements)
+        if self._shared is None:
+            await self._mirror_changed(announcements)
+
+    async def _watch(self) -> None:
+        """Read the outbox, again and again."""
+        while True:
+            try:
+                await self.catch_up()
+                self._recovered()
+            except CatalogError as error:
+                self._failed(error)
+            except StoreError as error:
+                _log.warning("overrides could not be mirrored, and will be: %s", error)
+            pause = POLL_WHEN_TOLD_SECONDS if "postgres" in self._listening else POLL_SECONDS
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), RELAY_AFTER_SECONDS if self._owes else pause)
+            self._wake.clear()
+
+    async def catch_up(self) -> None:
+        """Act on all that was written since this node last looked, and publish what its writer did not."""
+        while True:
+            async with self._database.reading() as connection:
+                last = await queries.last_revision(connection)
+                rows = [] if last == self._seen else await queries.outbox_after(connection, self._seen, BATCH)
+            if last < self._seen or (last > self._seen and (not rows or rows[0].revision > self._seen + 1)):
+                _log.warning("this node missed more than is kept: everything that it remembers is read again")
+                await self.snapshots.reload_all()
+                self._seen = last
+            elif rows:
+                await self._act(rows)
+                self._seen = max(self._seen, rows[-1].revision)
+                self._owes = self._shared is not None
+            if self._seen >= last:
+                break
+        if self._owes:
+            await self._relay()
+
+    async def _relay(self) -> None:
+        """Publish what was not, in place of writers that are gone or share nothing."""
+        if self._shared is None:
+            return
+        async with self._database.reading() as connection:
+            rows = await queries.unpublished(connection, BATCH)
+        self._owes = bool(rows)
+        newest = at_time(self._clock.now_us()) - timedelta(seconds=RELAY_AFTER_SECONDS)
+        for revision, group in groupby(rows, key=lambda row: row.announcement.revision):
+            owed = list(group)
+            if owed[0].at <= newest and await self._shared.claim(f"{self._prefix}:{{%relay}}:{revision}", 5):
+                await self._publish([row.announcement for row in owed])
+
+    async def _redis_messages(self) -> AsyncIterator[None]:
+        if self._shared is None:
+            return
+        async for message in self._shared.listen(self._channel):
+            if message is None:
+                self._wake.set()
+                yield
+                continue
+            try:
+                announcements = msgspec.msgpack.decode(message, type=list[Announcement])
+            except msgspec.MsgspecError:
+                _log.warning("a message on %s is not ours", self._channel)
+                continue
+            await self._act(announcements)
+            if announcements and announcements[0].revision == self._seen + 1:
+                self._seen += 1
+            self._wake.set()
+
+    async def _postgres_notices(self) -> AsyncIterator[None]:
+        async for _ in self._database.notices(CHANNEL):
+            self._wake.set()
+            yield
+
+    async def _listen(self, name: str, messages: Callable[[], AsyncIterator[None]]) -> None:
+        """For as long as the node lives; yields of `messages` tell that somebody listens."""
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                async for _ in messages():
+                    if name not in self._listening:
+                        self._listening.add(name)
+                        pause = FIRST_PAUSE_SECONDS
+                    if name == "redis" and self._mirror is not None:
+                        await self._mirror_all()
+            except LimitforgeError as error:
+                if pause == FIRST_PAUSE_SECONDS:
+                    _log.warning("can't hear of changes by %s, and look for them instead: %s", name, error)
+            self._listening.discard(name)
+            self._wake.set()
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    # --- From time to time -------------------------------------------------------------------------------------------
+
+    async def _mirror_all(self) -> None:
+        """One node of many does it; a Redis that came back empty has nobody who claims to have."""
+        if self._mirror is None:
+            return
+        if self._shared is None or await self._shared.claim(f"{self._prefix}:{{%mirror}}:", MIRROR_SECONDS / 2):
+            await self._mirror.reconcile_all()
+
+    async def _tidy(self) -> None:
+        async with self._database.writing() as connection:
+            await queries.remove_expired(connection, at_time(self._clock.now_us()))
+
+    async def _every(self, seconds: float, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        while True:
+            await asyncio.sleep(seconds)
+            try:
+                await work()
+            except (CatalogError, StoreError) as error:
+                _log.warning("%s failed, and will be tried again: %s", work.__name__.strip("_"), error)
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(asyncio.get_running_loop().create_task(work))
+
+    def _failed(self, error: CatalogError) -> None:
+        if self._is_ok:
+            self._is_ok, self._since_us = False, self._clock.now_us()
+            _log.warning("the catalog is degraded: %s", error)
+
+    def _recovered(self) -> None:
+        if not self._is_ok:
+            self._is_ok, self._since_us = True, self._clock.now_us()
+            _log.warning("the catalog is well again")
