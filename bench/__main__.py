@@ -1,4 +1,4 @@
-"""`python -m bench [memory] [redis] [bytes] [library] [scale] [--quick] [--json FILE] [--plot FILE]`: no part, all."""
+"""`python -m bench [PART ...] [--quick] [--json FILE] [--plot FILE]`: without a part, all of them."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench import footprint, memory, plot, redis_cpu
+from bench import catalog, footprint, memory, plot, redis_cpu
 from bench.library import report as library
 from bench.library.run import run as run_library
 from bench.scale import plot as scale_plot
@@ -20,7 +20,7 @@ from bench.scale.run import run as run_scale
 from bench.server import NoServer, redis_server, server_version
 from bench.table import Target, targets
 
-PARTS = ("memory", "redis", "bytes", "library", "scale")
+PARTS = ("memory", "redis", "bytes", "library", "scale", "catalog")
 DRAWN: dict[str, Callable[[list[Any], dict[str, str]], str]] = {"library": plot.draw, "scale": scale_plot.draw}
 
 
@@ -55,6 +55,9 @@ def _run(part: str, versions: dict[str, str], *, quick: bool) -> tuple[list[Any]
     if part == "memory":
         in_memory, its_targets = memory.run(quick=quick)
         return in_memory, memory.draw(in_memory), its_targets
+    if part == "catalog":
+        of_catalog, its_targets = catalog.run(quick=quick)
+        return of_catalog, catalog.draw(of_catalog), its_targets
     with redis_server() as url:
         versions["redis-server"] = server_version(url)
         if part == "redis":

@@ -125,6 +125,7 @@ class Plan(Entity, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _check_name("name", self.name)
+        msgspec.structs.force_setattr(self, "limits", _shared(msgspec.json.encode(self.limits)))
         for at, limit in enumerate(self.compiled("UTC")):
             if limit.scope is Scope.GLOBAL and self.tenant_id != OPERATOR:
                 raise InvalidLimit(f"limits[{at}].scope", "only the operator's plan may have global limits")
@@ -350,6 +351,12 @@ def _storable(at: int, fields: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(value, str | int | float | bool | dict | None):  # a Decimal
             fields[field] = str(value)
     return fields
+
+
+@lru_cache(maxsize=4_096)
+def _shared(limits: bytes) -> tuple[dict[str, Any], ...]:
+    """Equal plans of many tenants keep their fields once."""
+    return tuple(msgspec.json.decode(limits))
 
 
 @lru_cache(maxsize=4_096)

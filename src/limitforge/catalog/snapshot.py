@@ -1,12 +1,13 @@
 """A tenant's whole configuration, compiled and immutable: what the limiter reads."""
 
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import msgspec
 
 from limitforge.catalog.model import Plan, Policy, Tenant, TenantConfig
-from limitforge.catalog.patterns import PolicyTable
+from limitforge.catalog.patterns import Pattern, PolicyTable
 from limitforge.core.check import Failure
 from limitforge.core.headers import HeaderTemplate
 from limitforge.core.join import Part, joined
@@ -15,7 +16,7 @@ from limitforge.core.limits import Limit, Mode, Priority, Scope
 from limitforge.core.plan import Limits, weakest
 from limitforge.errors import InvalidInput, NotFound
 
-MAX_SELECTIONS = 1_024
+MAX_SELECTIONS = 32_768  # of one tenant: as many as it has policies, and a few more
 
 _STRENGTH = {Mode.OFF: 0, Mode.MONITOR: 1, Mode.ON: 2}
 
@@ -50,8 +51,8 @@ class Snapshot:
         self.config = config
         self.operator = operator
         self._plans = {plan.id: plan for plan in config.plans}
-        self._table = PolicyTable((policy.pattern, policy) for policy in config.policies)
-        self._selections: dict[tuple[str | None, str | None, str | None], Selection] = {}
+        self._table = _table(tuple(policy.resource for policy in config.policies))
+        self._selections: dict[tuple[int | None, str | None, str | None], Selection] = {}
 
     @property
     def tenant(self) -> Tenant:
@@ -72,12 +73,12 @@ class Snapshot:
         """What decides a check of this resource; `key_plan_id` is the plan of the key, `plan_id` what the check itself
         asks for, which must be this tenant's.
         """
-        policy = self._table.match(resource)
-        wanted = (None if policy is None else policy.id, key_plan_id, plan_id)
+        at = self._table.match(resource)
+        wanted = (at, key_plan_id, plan_id)
         try:
             return self._selections[wanted]
         except KeyError:
-            selection = self._select(policy, key_plan_id, plan_id)
+            selection = self._select(None if at is None else self.config.policies[at], key_plan_id, plan_id)
         if len(self._selections) >= MAX_SELECTIONS:
             self._selections.clear()
         self._selections[wanted] = selection
@@ -106,7 +107,7 @@ class Snapshot:
             if policy is not None:
                 mode = weakest(above, policy.mode)
                 places.append((Place.POLICY, self._plans[policy.plan_id], mode, tenant.time_zone))
-        limits = joined(*(Part(plan.compiled(zone), place, mode) for place, plan, mode, zone in places))
+        limits, headers = _joined(tuple((plan.compiled(zone), place, mode) for place, plan, mode, zone in places))
         return Selection(
             limits=limits,
             shadow=self._shadow(policy, above),
@@ -114,7 +115,7 @@ class Snapshot:
             priority=(policy.priority if policy is not None else None) or tenant.priority,
             mode=max((mode for *_, mode, _ in places), key=_STRENGTH.__getitem__, default=above),
             template=policy.resource if policy is not None and policy.pattern.template else None,
-            headers=HeaderTemplate.compile(limits),
+            headers=headers,
             policy=policy,
             plans=tuple((place, plan) for place, plan, *_ in places),
         )
@@ -123,6 +124,19 @@ class Snapshot:
         if policy is None or policy.shadow_plan_id is None or weakest(above, policy.mode) is Mode.OFF:
             return None
         return self._plans[policy.shadow_plan_id].compiled(self.tenant.time_zone)
+
+
+@lru_cache(maxsize=4_096)
+def _joined(parts: tuple[tuple[Limits, Place, Mode], ...]) -> tuple[Limits, HeaderTemplate]:
+    """Tenants with equal plans share what is compiled of them."""
+    limits = joined(*(Part(*part) for part in parts))
+    return limits, HeaderTemplate.compile(limits)
+
+
+@lru_cache(maxsize=256)
+def _table(resources: tuple[str, ...]) -> PolicyTable[int]:
+    """From resources to the numbers of their policies; tenants with the same resources share it."""
+    return PolicyTable((Pattern.parse(resource), at) for at, resource in enumerate(resources))
 
 
 def limits_named(config: TenantConfig, resource: str, names: Iterable[Any]) -> Limits:
@@ -149,9 +163,8 @@ def _is_reached(limit: Limit) -> bool:
 
 
 def _by_nearness(config: TenantConfig, resource: str) -> Iterator[Limit]:
-    table = PolicyTable((policy.pattern, policy) for policy in config.policies)
-    policy = table.match(resource)
-    first = (policy.plan_id if policy is not None else None, config.tenant.default_plan_id)
+    at = _table(tuple(policy.resource for policy in config.policies)).match(resource)
+    first = (None if at is None else config.policies[at].plan_id, config.tenant.default_plan_id)
     nearest = sorted(config.plans, key=lambda plan: first.index(plan.id) if plan.id in first else len(first))
     for plan in nearest:
         yield from plan.compiled(config.tenant.time_zone)
