@@ -2,7 +2,8 @@
 
     LimitforgeError
     ├── InvalidInput              a value from the caller is refused; names the field and the bound
-    │   └── InvalidLimit          ... while a limit was built or its text was parsed
+    │   ├── InvalidLimit          ... while a limit was built or its text was parsed
+    │   └── InvalidFile           ... in a configuration file; names every wrong field with its line
     ├── UnknownReservation        settling something that was never reserved, or more than a day after its end
     ├── TooManyReservations       a bucket holds as many open reservations as it may
     ├── CatalogError
@@ -20,6 +21,9 @@
 A denial is not an error: it is a `Decision` whose `allowed` is false.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 
 class LimitforgeError(Exception):
     """The root of all errors of this package."""
@@ -33,12 +37,31 @@ class InvalidInput(LimitforgeError, ValueError):
         self.field = field
         self.problem = problem
 
-    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
         return type(self), (self.field, self.problem)
 
 
 class InvalidLimit(InvalidInput):
     """A limit, or the text of one, was refused."""
+
+
+class InvalidFile(InvalidInput):
+    """A configuration file was refused. `problems` has a line, a field and what is wrong for each of them; `field` and
+    `problem` are those of the first.
+    """
+
+    def __init__(self, name: str, problems: Sequence[tuple[int, str, str]]) -> None:
+        self.name = name
+        self.problems = tuple(problems)
+        _, field, problem = self.problems[0]
+        super().__init__(field, problem)
+        shown = [f"{name}:{line}: {field}{': ' if field else ''}{why}" for line, field, why in self.problems[:20]]
+        if len(self.problems) > len(shown):
+            shown.append(f"... and {len(self.problems) - len(shown)} more")
+        self.args = ("\n".join(shown),)
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return type(self), (self.name, self.problems)
 
 
 class UnknownReservation(LimitforgeError, LookupError):

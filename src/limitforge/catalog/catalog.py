@@ -18,6 +18,8 @@ from limitforge.catalog import queries
 from limitforge.catalog.credentials import PREFIXES, Credential, Peppers, new_id
 from limitforge.catalog.database import Database
 from limitforge.catalog.model import (
+    MAX_PLANS,
+    MAX_POLICIES,
     OPERATOR,
     Entity,
     Key,
@@ -45,8 +47,6 @@ from limitforge.errors import CatalogError, Conflict, InvalidInput, NotFound, Ou
 
 CHANNEL = "limitforge"
 NOBODY = ""
-MAX_PLANS = 1_000
-MAX_POLICIES = 20_000
 MAX_ACTOR = 128
 OUTBOX_KEPT = timedelta(days=1)
 MAX_GRACE_SECONDS = 366 * 86_400

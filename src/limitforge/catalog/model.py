@@ -28,6 +28,8 @@ OPERATOR = "operator"
 """The id and the name of the one above all tenants."""
 
 MAX_PLAN_LIMITS = 10  # the plans of operator, tenant and policy decide together, and a check has room for 32 limits
+MAX_PLANS = 1_000  # of one tenant
+MAX_POLICIES = 20_000
 MAX_METADATA = 4_096
 MAX_REASON = 512
 
