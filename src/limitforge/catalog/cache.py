@@ -20,7 +20,7 @@ from limitforge.catalog.snapshot import Snapshot
 from limitforge.catalog.sources import Source, WarmCopies
 from limitforge.core.clock import Clock, SystemClock
 from limitforge.core.exact import MICROS
-from limitforge.errors import CatalogUnavailable, Forbidden, TooManyUnknownKeys, UnknownKey
+from limitforge.errors import CatalogError, CatalogUnavailable, Forbidden, TooManyUnknownKeys, UnknownKey
 
 FRESH_SECONDS = 60.0
 STALE_SECONDS = 3_600.0
@@ -204,6 +204,8 @@ class Snapshots:
         for answer in await asyncio.gather(*again, return_exceptions=True):
             if isinstance(answer, CatalogUnavailable):
                 self._missed(answer)
+            elif isinstance(answer, CatalogError):
+                _log.error("a change can't be acted on, and what was known before decides on: %s", answer)
             elif isinstance(answer, BaseException):
                 raise answer
         self._changed &= set(self._flights)

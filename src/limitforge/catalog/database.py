@@ -182,7 +182,7 @@ def _place(url: URL) -> str:
 
 def _options(*, is_sqlite: bool) -> dict[str, Any]:
     if is_sqlite:
-        return {"connect_args": {"timeout": SECONDS}}
+        return {"pool_timeout": SECONDS, "connect_args": {"timeout": SECONDS}}
     return {
         "pool_size": POOL,
         "pool_timeout": SECONDS,

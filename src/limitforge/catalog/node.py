@@ -130,9 +130,10 @@ class Node:
         """How it is doing, without asking anybody."""
         cache = self.snapshots.status()
         is_ok = self._is_ok and cache.stale_since is None
+        since = self._since_us / MICROS
         return NodeStatus(
             "ok" if is_ok else "degraded",
-            self._since_us / MICROS,
+            cache.stale_since if self._is_ok and cache.stale_since is not None else since,
             tuple(sorted(self._listening)),
             self._seen,
             cache,
