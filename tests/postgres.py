@@ -133,9 +133,9 @@ class PostgresServer:
     def resume(self) -> None:
         self._thaw(self._postmaster())
 
-    def database(self, name: str) -> str:
-        """Create an empty database and return its URL."""
-        self.sql(f"CREATE DATABASE {_identifier(name)} TEMPLATE template0")
+    def database(self, name: str, template: str = "template0") -> str:
+        """Create a database, empty or as a template is that nobody is connected to, and return its URL."""
+        self.sql(f"CREATE DATABASE {_identifier(name)} TEMPLATE {_identifier(template)}")
         return self._url(name)
 
     def drop(self, name: str) -> None:

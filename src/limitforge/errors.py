@@ -46,8 +46,8 @@ class InvalidLimit(InvalidInput):
 
 
 class InvalidFile(InvalidInput):
-    """A configuration file was refused. `problems` has a line, a field and what is wrong for each of them; `field` and
-    `problem` are those of the first.
+    """A configuration file was refused. `problems` has the line (0 if it has none), the field and what is wrong, for
+    each of them; `field` and `problem` are those of the first.
     """
 
     def __init__(self, name: str, problems: Sequence[tuple[int, str, str]]) -> None:
@@ -55,7 +55,10 @@ class InvalidFile(InvalidInput):
         self.problems = tuple(problems)
         _, field, problem = self.problems[0]
         super().__init__(field, problem)
-        shown = [f"{name}:{line}: {field}{': ' if field else ''}{why}" for line, field, why in self.problems[:20]]
+        shown = [
+            f"{name}{f':{line}' if line else ''}: {f'{field}: ' if field else ''}{why}"
+            for line, field, why in self.problems[:20]
+        ]
         if len(self.problems) > len(shown):
             shown.append(f"... and {len(self.problems) - len(shown)} more")
         self.args = ("\n".join(shown),)

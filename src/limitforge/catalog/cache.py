@@ -191,9 +191,9 @@ class Snapshots:
     async def heard(self, announcements: Sequence[Announcement]) -> None:
         """Act on changes: whatever is known here of what has changed is read again before this returns."""
         again: list[Awaitable[Any]] = []
+        for key_id in (key_id for told in announcements for key_id in told.gone):
+            self._forget_key(key_id)  # first of all: a key may have moved to another tenant
         for told in announcements:
-            for key_id in told.gone:
-                self._forget_key(key_id)
             for key_id in told.keys:
                 self._unknown.pop(key_id, None)
                 self._changed.add(("key", key_id))
@@ -297,6 +297,8 @@ class Snapshots:
         if config is None:
             gone = entry or TenantEntry(operator.snapshot, now_us, now_us)
             gone.is_gone, gone.usable_until_us = True, 0
+            for key_id in [each.key.id for each in self._keys.values() if each.key.tenant_id == tenant_id]:
+                self._forget_key(key_id)
             return gone
         if entry is not None and entry.snapshot.config.tenant.revision > config.tenant.revision:
             config = entry.snapshot.config  # a copy that was older than what is known here

@@ -7,9 +7,11 @@ rows, which other nodes hear of.
 """
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import Any, TypeVar
+from itertools import groupby
+from typing import Any, TypeVar, cast
 
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -41,8 +43,8 @@ from limitforge.catalog.patterns import PolicyTable
 from limitforge.catalog.queries import Announcement, Page
 from limitforge.catalog.snapshot import limits_named
 from limitforge.core.clock import Clock, SystemClock
-from limitforge.core.exact import duration_us, shown
-from limitforge.core.overrides import MAX_PER_SUBJECT, compile_override
+from limitforge.core.exact import TEN_YEARS_US, duration_us, shown
+from limitforge.core.overrides import MAX_PER_SUBJECT, compile_override, plain_changes
 from limitforge.errors import CatalogError, Conflict, InvalidInput, NotFound, Outdated
 
 CHANNEL = "limitforge"
@@ -50,8 +52,11 @@ NOBODY = ""
 MAX_ACTOR = 128
 OUTBOX_KEPT = timedelta(days=1)
 MAX_GRACE_SECONDS = 366 * 86_400
+LONGEST_OVERRIDE = timedelta(microseconds=TEN_YEARS_US)
+KEY_ID = re.compile(r"key_[0-9A-Za-z]{16}")
 
 AnyEntity = TypeVar("AnyEntity", bound=Entity)
+Dated = TypeVar("Dated", bound=Entity | None)
 Heard = Callable[[Sequence[Announcement]], Awaitable[None]]
 
 _PREFIX = {Tenant: "ten", Plan: "pla", Policy: "pol", Key: "key", Override: "ovr", Token: "tok"}
@@ -162,9 +167,8 @@ class Edit:
         """A new tenant, plan or policy. Keys, tokens and overrides have methods of their own."""
         if kind not in (Tenant, Plan, Policy):
             raise TypeError(f"use the method of its own for a {kind.kind}")
-        if kind is Plan and isinstance(fields.get("name"), str):
-            fields = _plan_fields(fields)
-        entity = self._new(kind, given(kind, fields))
+        plan = self._new_plan(fields) if kind is Plan else None
+        entity = self._new(kind, given(kind, fields)) if plan is None else cast("AnyEntity", plan)
         await self._check(entity)
         await queries.add(self.connection, entity)
         if isinstance(entity, Plan):
@@ -179,7 +183,11 @@ class Edit:
         before = await self._current(kind, identity, version)
         if isinstance(before, Plan) and "limits" in changes:
             changes = {**changes, "limits": normal_limits(changes["limits"])}
+        if isinstance(before, Override) and isinstance(changes.get("limits"), Mapping):
+            changes = {**changes, "limits": plain_changes(changes["limits"])}
         after = changed(before, changes)
+        if isinstance(after, Override) and after != before:
+            after = msgspec.structs.replace(after, set_by=self._actor)
         if after == before:
             return before
         return await self._replace(before, after)
@@ -219,6 +227,8 @@ class Edit:
 
     async def add_key(self, key: Key) -> Key:
         """A key that was made elsewhere, with what is kept of its secrets."""
+        if not KEY_ID.fullmatch(key.id):
+            raise InvalidInput("id", "of a key must be `key_` and 16 letters or digits")
         if await queries.find(self.connection, Key, key.id) is not None:
             raise Conflict(f"there is a key {key.id} already")
         key = msgspec.structs.replace(key, version=1, created_at=self.now, updated_at=self.now)
@@ -228,7 +238,7 @@ class Edit:
         self, key_id: str, grace_seconds: float = 0, *, version: int | None = None
     ) -> tuple[Key, Credential]:
         """A new secret, good at once; the old ones go on for the grace period, and never longer than they would."""
-        if grace_seconds:
+        if type(grace_seconds) not in (int, float) or grace_seconds != 0:
             duration_us("grace_seconds", grace_seconds, maximum_us=MAX_GRACE_SECONDS * 1_000_000)
         before = await self._current(Key, key_id, version)
         ends = self.now + timedelta(seconds=float(grace_seconds))
@@ -263,9 +273,11 @@ class Edit:
                 raise InvalidInput("ttl_seconds", "and expires_at say the same: give one of them")
             seconds = duration_us("ttl_seconds", values.pop("ttl_seconds"))
             values["expires_at"] = self.now + timedelta(microseconds=seconds)
+        elif "expires_at" not in values:
+            raise InvalidInput("expires_at", "or ttl_seconds is required: an override ends by itself")
+        if isinstance(values.get("limits"), Mapping):
+            values["limits"] = plain_changes(values["limits"])
         override = msgspec.structs.replace(self._new(Override, given(Override, values)), set_by=self._actor)
-        if override.expires_at <= self.now:
-            raise InvalidInput("expires_at", "must lie in the future")
         await self._check(override)
         same = {"tenant_id": override.tenant_id, "resource": override.resource, "subject": override.subject}
         for before in await queries.find_by(self.connection, Override, **same):
@@ -274,12 +286,37 @@ class Edit:
             return await self._replace(before, after)
         if version is not None:
             raise NotFound("no such override to replace")
-        theirs = {"tenant_id": override.tenant_id, "subject": override.subject}
-        if await queries.count(self.connection, Override, **theirs) >= MAX_PER_SUBJECT:
+        if await queries.count_overrides(self.connection, override, self.now) >= MAX_PER_SUBJECT:
             raise Conflict(f"one subject may have at most {MAX_PER_SUBJECT} overrides; delete one, or use '*'")
         await queries.add(self.connection, override)
         await self._record("create", None, override)
         return override
+
+    # --- Many at once ------------------------------------------------------------------------------------------------
+
+    async def write(self, changes: Iterable[tuple[Entity | None, Entity | None]]) -> None:
+        """Changes in their order, each as what was and what is to be. The caller has checked them against all that is
+        there; the database's own constraints stand behind that.
+        """
+        for (_, action), group in groupby(changes, key=_kind_and_action):
+            pairs = [(before, self._dated(before, after)) for before, after in group]
+            if action == "create":
+                created = [after for _, after in pairs if after is not None]
+                await queries.add_all(self.connection, created, self._actor, self.now)
+            else:
+                for before, after in pairs:
+                    await self._write_one(before, after)
+            await queries.add_audit(self.connection, [self._recorded(action, *pair) for pair in pairs])
+
+    async def set_default_plans(self, tenants: Iterable[Tenant]) -> None:
+        """Of tenants that were written before their plans were."""
+        await queries.set_default_plans(self.connection, tenants)
+
+    async def _write_one(self, before: Entity | None, after: Entity | None) -> None:
+        if before is not None and after is not None:
+            await self._put(before, after)
+        elif before is not None:
+            await queries.remove(self.connection, before)
 
     # --- The end -----------------------------------------------------------------------------------------------------
 
@@ -289,9 +326,8 @@ class Edit:
         for tenant_id in self._with_policies:
             policies = await queries.every(self.connection, Policy, tenant_id)
             PolicyTable((policy.pattern, policy) for policy in policies)  # refuses what could not be searched quickly
-        for each in announcements:
-            if each.config:
-                await queries.set_tenant_revision(self.connection, each.tenant_id, self.revision)
+        configured = [each.tenant_id for each in announcements if each.config]
+        await queries.set_tenant_revisions(self.connection, configured, self.revision)
         await queries.add_outbox(self.connection, announcements, self.now)
         await queries.trim_outbox(self.connection, self.now - OUTBOX_KEPT)
         return announcements
@@ -301,6 +337,17 @@ class Edit:
     @property
     def _peppers(self) -> Peppers:
         return self._catalog._peppers()  # noqa: SLF001 - an edit is a part of its catalog
+
+    def _new_plan(self, fields: Mapping[str, Any]) -> Plan:
+        """Of any shape; what is wrong with a flat one is told in its own words."""
+        if not isinstance(fields.get("name"), str):
+            raise InvalidInput("name", "is required, and must be text")
+        try:
+            return self._new(Plan, _plan_fields(fields))
+        except InvalidInput as error:
+            if "limits" in fields:
+                raise
+            raise InvalidInput(error.field.removeprefix("limits[0]."), error.problem) from None
 
     def _new(self, kind: type[AnyEntity], fields: Mapping[str, Any]) -> AnyEntity:
         own = {"id": new_id(_PREFIX[kind]), "created_at": self.now, "updated_at": self.now}
@@ -320,16 +367,26 @@ class Edit:
             )
 
     async def _replace(self, before: AnyEntity, after: AnyEntity, action: str = "update") -> AnyEntity:
-        after = msgspec.structs.replace(after, version=before.version + 1, updated_at=self.now)
+        after = self._dated(before, after)
         await self._check(after)
+        await self._put(before, after)
+        await self._record(action, before, after)
+        return after
+
+    async def _put(self, before: Entity, after: Entity) -> None:
         if not await queries.replace(self.connection, after, before.version):
             raise Outdated(f"{before.kind} {before.id} was changed by somebody else just now: read it again")
         if isinstance(after, Plan):
             await queries.add_plan_version(self.connection, after, self._actor)
         if isinstance(before, Key | Token) and isinstance(after, Key | Token) and after.secrets != before.secrets:
             await queries.set_secrets(self.connection, after, self.now)
-        await self._record(action, before, after)
-        return after
+
+    def _dated(self, before: Entity | None, after: Dated) -> Dated:
+        """What is to be, with its version and its times."""
+        if after is None:
+            return after
+        own = (1, self.now) if before is None else (before.version + 1, before.created_at)
+        return msgspec.structs.replace(after, version=own[0], created_at=own[1], updated_at=self.now)
 
     async def _create_secret(self, entity: AnyEntity, prefix: str) -> tuple[AnyEntity, Credential]:
         credential = Credential.make(prefix, entity.id.partition("_")[2])
@@ -367,6 +424,8 @@ class Edit:
                 await self._owner(entity.tenant_id)
             await self._check_free(entity, f"token called {entity.name}", name=entity.name)
         elif isinstance(entity, Override):
+            if not self.now < entity.expires_at <= self.now + LONGEST_OVERRIDE:
+                raise InvalidInput("expires_at", "must lie in the future, and at most ten years from now")
             await self._owner(entity.tenant_id)
             config = await queries.tenant_config(self.connection, entity.tenant_id)
             if config is not None:
@@ -405,23 +464,27 @@ class Edit:
 
     async def _record(self, action: str, before: Entity | None, after: Entity | None) -> None:
         entity = after or before
+        if isinstance(entity, Policy):
+            self._with_policies.add(entity.tenant_id)
+        await queries.add_audit(self.connection, [self._recorded(action, before, after)])
+
+    def _recorded(self, action: str, before: Entity | None, after: Entity | None) -> dict[str, Any]:
+        """The audit entry of a change, which others will hear of."""
+        entity = after or before
         if entity is None:
             raise CatalogError("nothing was changed")
         tenant_id: str | None = entity.id if isinstance(entity, Tenant) else getattr(entity, "tenant_id", None)
-        await queries.add_audit(
-            self.connection,
-            at=self.now,
-            actor=self._actor,
-            action=f"{entity.kind}.{action}",
-            tenant_id=tenant_id,
-            entity_id=entity.id,
-            before=None if before is None else plain(before),
-            after=None if after is None else plain(after),
-        )
-        if isinstance(entity, Policy):
-            self._with_policies.add(entity.tenant_id)
         if tenant_id is not None and not isinstance(entity, Token):
             self._announce(tenant_id, entity, is_gone=after is None)
+        return {
+            "at": self.now,
+            "actor": self._actor,
+            "action": f"{entity.kind}.{action}",
+            "tenant_id": tenant_id,
+            "entity_id": entity.id,
+            "before": None if before is None else plain(before),
+            "after": None if after is None else plain(after),
+        }
 
     def _announce(self, tenant_id: str, entity: Entity, *, is_gone: bool) -> None:
         told = self._heard.get(tenant_id) or Announcement(self.revision, tenant_id)
@@ -446,6 +509,14 @@ async def named(connection: AsyncConnection, kind: type[AnyEntity], name: str, *
     if len(found) > 1:
         raise Conflict(f"{len(found)} {kind.kind} entries are called {name}: say which by its id")
     return _found(kind, name, found[0] if found else None)
+
+
+def _kind_and_action(change: tuple[Entity | None, Entity | None]) -> tuple[str, str]:
+    before, after = change
+    entity = after or before
+    if entity is None:
+        raise CatalogError("nothing was changed")
+    return entity.kind, "create" if before is None else "delete" if after is None else "update"
 
 
 Found = TypeVar("Found")

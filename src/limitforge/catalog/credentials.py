@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Mapping
 from datetime import datetime
 from hashlib import sha256
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -69,6 +69,9 @@ class Credential(msgspec.Struct, frozen=True):
     def __repr__(self) -> str:
         return f"Credential({self.prefix}{self.id}…)"
 
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        return [("id", f"{self.prefix}{self.id}…")]
+
     __str__ = __repr__
 
 
@@ -90,9 +93,12 @@ class Peppers:
         found: dict[int, bytes] = {}
         for at, part in enumerate(filter(None, (each.strip() for each in text.split(",")))):
             version, colon, pepper = part.partition(":")
-            if not colon or not version.isascii() or not version.isdigit() or int(version) in found:
+            if not colon or not version.isascii() or not version.isdigit() or len(version) > 9 or int(version) in found:
                 raise InvalidInput("peppers", f"number {at + 1} must be a version of its own, a colon and a secret")
-            found[int(version)] = pepper.encode()
+            try:
+                found[int(version)] = pepper.encode()
+            except UnicodeEncodeError:
+                raise InvalidInput("peppers", f"number {at + 1} must be valid UTF-8") from None
         return cls(found)
 
     @staticmethod
@@ -111,6 +117,11 @@ class Peppers:
                 if self.recognises(credential, kept) and (kept.expires_at is None or now < kept.expires_at):
                     return holder
         raise UnknownKey("no such key, or it is no longer good")
+
+    def derived(self, purpose: bytes) -> list[bytes]:
+        """Secrets for another purpose, one of each version, the newest first."""
+        versions = sorted(self._by_version, reverse=True)
+        return [hmac.digest(self._by_version[version], purpose, "sha256") for version in versions]
 
     def __repr__(self) -> str:
         return f"Peppers(versions={sorted(self._by_version)})"

@@ -2,16 +2,19 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from sqlite3 import OperationalError
 from typing import Any
 
 from alembic import command
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from alembic.util import CommandError
 from sqlalchemy import Connection, event, text
-from sqlalchemy.engine import URL, make_url
+from sqlalchemy.engine import URL, ExceptionContext, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 
@@ -21,6 +24,9 @@ from limitforge.errors import CatalogUnavailable, Conflict, InvalidInput
 DEFAULT_URL = "sqlite:///limitforge.db"
 SECONDS = 5.0  # how long a statement, or the wait for a connection or a lock, may take
 POOL = 5
+APPLICATION = "limitforge"
+WAL_ATTEMPTS = 100
+WAL_PAUSE_SECONDS = 0.05
 UPGRADE_LOCK = 0x6C66_7570  # of this program's own choice: two that upgrade at once wait for each other
 
 _DRIVERS = {
@@ -37,16 +43,18 @@ class Database:
 
     def __init__(self, url: str = DEFAULT_URL) -> None:
         self.url = _url(url)
+        name = make_url(url).query.get("application_name", APPLICATION)
         self.is_sqlite = self.url.drivername.startswith("sqlite")
         self.place = _place(self.url)
         self.statements = 0
         """How many were sent, for whoever wants to know what something costs."""
-        self._engine = create_async_engine(self.url, **_options(is_sqlite=self.is_sqlite))
+        self._engine = create_async_engine(self.url, **_options(self.url, str(name)))
         events = self._engine.sync_engine
         if self.is_sqlite:
             event.listen(events, "connect", _prepare_sqlite)
         event.listen(events, "begin", self._begin)
         event.listen(events, "before_cursor_execute", self._count)
+        event.listen(events, "handle_error", self._handle)
 
     @contextlib.asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncConnection]:
@@ -81,6 +89,9 @@ class Database:
         found, newest = await self.schema_version(), newest_schema()
         if found == newest:
             return
+        if found is not None and found not in schema_versions():
+            problem = f"the schema of {self.place} is {found}, of a later release than this one, which has {newest}"
+            raise InvalidInput("database", f"{problem}: run that release, or restore an earlier database")
         if not self.is_sqlite:
             state = f"at {found}" if found else "missing"
             raise InvalidInput(
@@ -111,22 +122,38 @@ class Database:
 
     @contextlib.asynccontextmanager
     async def _connected(self) -> AsyncIterator[AsyncConnection]:
-        with self._translated():
-            async with self._engine.connect() as connection:
+        with self._translated(OSError, TimeoutError):
+            connection = await self._engine.connect()
+        try:
+            with self._translated():
                 yield connection
+        finally:
+            with contextlib.suppress(SQLAlchemyError, OSError, TimeoutError):
+                await connection.close()
 
     @contextlib.contextmanager
-    def _translated(self) -> Iterator[None]:
-        """The driver's errors in our words, without its SQL and parameters."""
+    def _translated(self, *others: type[Exception]) -> Iterator[None]:
+        """The driver's errors in our words, without its SQL and parameters. A caller's own errors pass."""
         try:
             yield
         except IntegrityError as error:
             raise Conflict(f"the database refuses it: {_reason(error)}") from None
-        except (DBAPIError, SQLAlchemyError, OSError, TimeoutError) as error:
-            reason = _reason(error)
-            if "no such table" in reason or "does not exist" in reason:
-                reason += "; run `limitforge db upgrade`"
-            raise CatalogUnavailable(f"the database {self.place} can't serve now: {reason}") from None
+        except SQLAlchemyError as error:
+            raise self._unavailable(error) from None
+        except others as error:
+            raise self._unavailable(error) from None
+
+    def _unavailable(self, error: BaseException) -> CatalogUnavailable:
+        reason = _reason(error)
+        if "no such table" in reason or ("relation" in reason and "does not exist" in reason):
+            reason += "; run `limitforge db upgrade`"
+        return CatalogUnavailable(f"the database {self.place} can't serve now: {reason}")
+
+    def _handle(self, context: ExceptionContext) -> None:
+        """What a driver raises in its own way, such as a connection that is lost or a statement that takes too long."""
+        error = context.original_exception
+        if isinstance(error, OSError | TimeoutError):
+            context.chained_exception = self._unavailable(error)
 
     async def _migrate(self, move: Any, to: str) -> None:
         def run(connection: Connection) -> None:
@@ -134,7 +161,10 @@ class Database:
                 connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": UPGRADE_LOCK})
             config = _alembic()
             config.attributes["connection"] = connection
-            move(config, to)
+            try:
+                move(config, to)
+            except CommandError as error:
+                raise InvalidInput("database", f"can't go to the schema {shown(to)}: {error}") from None
 
         async with self.writing() as connection:
             await connection.run_sync(run)
@@ -155,6 +185,11 @@ def newest_schema() -> str:
     return ScriptDirectory.from_config(_alembic()).get_current_head() or ""
 
 
+def schema_versions() -> set[str]:
+    """All that this release knows."""
+    return {script.revision for script in ScriptDirectory.from_config(_alembic()).walk_revisions()}
+
+
 def _alembic() -> Config:
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations").replace("%", "%%"))
@@ -170,7 +205,18 @@ def _url(given: str) -> URL:
         raise InvalidInput("database", f"must be a sqlite:// or postgresql:// URL, got {shown(url.drivername)}")
     if url.drivername.startswith("sqlite") and url.database in (None, "", ":memory:"):
         raise InvalidInput("database", "must name a file, such as sqlite:///limitforge.db: memory has no other readers")
-    return url.set(drivername=_DRIVERS[url.drivername])
+    url = url.set(drivername=_DRIVERS[url.drivername])
+    return url if url.drivername.startswith("sqlite") else _with_known_options(url)
+
+
+def _with_known_options(url: URL) -> URL:
+    """Options as libpq has them, in the driver's words."""
+    unknown = url.query.keys() - {"sslmode", "ssl", "application_name"}
+    if unknown:
+        known = "sslmode and application_name"
+        raise InvalidInput("database", f"has the option {shown(min(unknown))}, which is not known; there are {known}")
+    mode = url.query.get("sslmode") or url.query.get("ssl")
+    return url.set(query={} if mode is None else {"ssl": mode})
 
 
 def _place(url: URL) -> str:
@@ -180,14 +226,18 @@ def _place(url: URL) -> str:
     return f"{url.database or ''} at {url.host or 'localhost'}:{url.port or 5432}"
 
 
-def _options(*, is_sqlite: bool) -> dict[str, Any]:
-    if is_sqlite:
+def _options(url: URL, name: str) -> dict[str, Any]:
+    if url.drivername.startswith("sqlite"):
         return {"pool_timeout": SECONDS, "connect_args": {"timeout": SECONDS}}
     return {
         "pool_size": POOL,
         "pool_timeout": SECONDS,
         "pool_pre_ping": True,
-        "connect_args": {"timeout": SECONDS, "command_timeout": SECONDS},
+        "connect_args": {
+            "timeout": SECONDS,
+            "command_timeout": SECONDS,
+            "server_settings": {"application_name": name},
+        },
     }
 
 
@@ -195,8 +245,16 @@ def _prepare_sqlite(connection: Any, _record: Any) -> None:
     """Transactions begin when we say so, foreign keys count, and readers don't wait for a writer."""
     connection.isolation_level = None
     cursor = connection.cursor()
-    for pragma in ("foreign_keys = ON", "journal_mode = WAL", f"busy_timeout = {int(SECONDS * 1_000)}"):
-        cursor.execute(f"PRAGMA {pragma}")
+    cursor.execute(f"PRAGMA busy_timeout = {int(SECONDS * 1_000)}")
+    cursor.execute("PRAGMA foreign_keys = ON")
+    for attempt in range(WAL_ATTEMPTS):
+        try:
+            cursor.execute("PRAGMA journal_mode = WAL")
+            break
+        except OperationalError:  # for this SQLite does not wait, whatever its timeout
+            if attempt == WAL_ATTEMPTS - 1:
+                raise
+            time.sleep(WAL_PAUSE_SECONDS)
     cursor.close()
 
 

@@ -33,7 +33,8 @@ MAX_POLICIES = 20_000
 MAX_METADATA = 4_096
 MAX_REASON = 512
 
-_NAME = re.compile(r"[A-Za-z0-9_./-]{1,64}")
+NAME = re.compile(r"[A-Za-z0-9_./-]{1,64}")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _EPOCH = datetime.fromtimestamp(0, UTC)
 
 
@@ -162,6 +163,7 @@ class Policy(Entity, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         Pattern.parse(self.resource)
+        _check_storable("resource", self.resource)
         _check_failure(self.failure)
 
     @property
@@ -199,9 +201,7 @@ class Key(Entity, frozen=True, kw_only=True):
         _check_name("name", self.name)
         _check_scopes(self.scopes, KeyScope)
         _check_aware("expires_at", self.expires_at)
-        size = len(json.dumps(self.metadata, ensure_ascii=False).encode(errors="replace"))
-        if size > MAX_METADATA:
-            raise InvalidInput("metadata", f"at most {MAX_METADATA} bytes of JSON, got {size}")
+        _check_metadata(self.metadata)
 
 
 class Override(Entity, frozen=True, kw_only=True):
@@ -223,8 +223,7 @@ class Override(Entity, frozen=True, kw_only=True):
         for field in ("resource", "subject"):
             if not text(field, getattr(self, field)):
                 raise InvalidInput(field, "must not be empty")
-            if "\0" in getattr(self, field):
-                raise InvalidInput(field, "must not hold a NUL character, which databases can't keep")
+            _check_storable(field, getattr(self, field))
         if not self.limits:
             raise InvalidInput("limits", "must map limit names to their changed fields, 'unlimited' or 'blocked'")
         plain_changes(self.limits)
@@ -319,8 +318,10 @@ def limits_given(name: str, fields: Mapping[str, Any]) -> tuple[dict[str, Any], 
         if not flat:
             raise InvalidInput("limits", "is required: a list of limits, or text such as '100/minute; 10/second'")
         return normal_limits([{"name": name, **flat}], path="")
-    if "algorithm" in fields:
-        raise InvalidInput("algorithm", "belongs inside `limits`, or there are no `limits`: give one of the two shapes")
+    for field in fields:
+        if field not in Plan.settable:
+            problem = "belongs inside `limits`, or there are no `limits`: a plan has one of the two shapes"
+            raise InvalidInput(str(field)[:64], problem)
     return normal_limits(fields["limits"])
 
 
@@ -334,6 +335,8 @@ def normal_limits(limits: object, path: str = "limits") -> tuple[dict[str, Any],
     for at, each in enumerate(limits):
         if at == MAX_PLAN_LIMITS:
             raise InvalidLimit("limits", f"at most {MAX_PLAN_LIMITS} in one plan")
+        if not isinstance(each, Mapping | Limit):
+            raise InvalidLimit(f"{path}[{at}]", f"must be the fields of a limit, got {shown(each)}")
         try:
             limit = each if isinstance(each, Limit) else limit_from_fields(each)
         except InvalidLimit as error:
@@ -424,7 +427,9 @@ _WORDS = {
 
 
 def _joined(path: str, field: str) -> str:
-    return f"{path}.{field}" if path else field
+    if not path or field == path or field.startswith(f"{path}."):
+        return field  # some errors know where they are
+    return f"{path}.{field}"
 
 
 def at_time(now_us: int) -> datetime:
@@ -432,13 +437,38 @@ def at_time(now_us: int) -> datetime:
 
 
 def _check_name(field: str, name: str) -> None:
-    if not _NAME.fullmatch(name):
+    if not NAME.fullmatch(name):
         raise InvalidInput(field, f"must be 1 to 64 letters, digits or -_./ characters, got {shown(name)}")
 
 
 def _check_text(field: str, value: str, maximum: int) -> None:
-    if len(value) > maximum or "\0" in value:
-        raise InvalidInput(field, f"must be at most {maximum} characters, none of them NUL")
+    if len(value) > maximum:
+        raise InvalidInput(field, f"must be at most {maximum} characters")
+    _check_storable(field, value)
+
+
+def _check_storable(field: str, value: str) -> None:
+    if not is_storable(value):
+        raise InvalidInput(field, "must be valid Unicode without NUL characters, which databases can't keep")
+
+
+def is_storable(value: str) -> bool:
+    """Whether a database can keep it, or be asked for it."""
+    return "\0" not in value and _SURROGATE.search(value) is None
+
+
+def _check_metadata(metadata: dict[str, Any]) -> None:
+    """Whatever is taken must come back the same: from either database as JSON, from other nodes as MessagePack."""
+    try:
+        text = json.dumps(metadata, ensure_ascii=False, allow_nan=False).encode()
+        carried = len(text) > MAX_METADATA or msgspec.msgpack.decode(msgspec.msgpack.encode(metadata)) == metadata
+        carried = carried and json.loads(text) == metadata
+    except (ValueError, TypeError, RecursionError, OverflowError, msgspec.MsgspecError):
+        raise InvalidInput("metadata", "must be JSON: text, numbers of up to 64 bits, lists, mappings") from None
+    if len(text) > MAX_METADATA:
+        raise InvalidInput("metadata", f"at most {MAX_METADATA} bytes of JSON, got {len(text)}")
+    if not carried:
+        raise InvalidInput("metadata", "must be JSON, whose keys are text")
 
 
 def _check_failure(failure: Failure | None) -> None:
@@ -454,6 +484,11 @@ def _check_scopes(scopes: tuple[StrEnum, ...], kind: type[StrEnum]) -> None:
 def _check_aware(field: str, at: datetime | None) -> None:
     if at is not None and at.tzinfo is None:
         raise InvalidInput(field, "must say its time zone, such as 2026-12-31T00:00:00Z")
+    try:
+        if at is not None:
+            at.astimezone(UTC)
+    except OverflowError:
+        raise InvalidInput(field, "must lie in the years 1 to 9999, in UTC too") from None
 
 
 def _as_input(field: str, kind: type[Lanes], value: int) -> None:

@@ -1,12 +1,14 @@
 """All SQL, as functions of a connection."""
 
-from base64 import urlsafe_b64decode, urlsafe_b64encode
-from collections.abc import Iterable, Mapping, Sequence
+from base64 import b64decode, urlsafe_b64encode
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from sqlalchemy import RowMapping, Select, Table, and_, bindparam, delete, func, insert, or_, select, update
+from sqlalchemy.dialects.postgresql import insert as postgres_insert
+from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from limitforge.catalog import tables
@@ -21,9 +23,11 @@ from limitforge.catalog.model import (
     Tenant,
     TenantConfig,
     Token,
+    at_time,
     build,
+    is_storable,
 )
-from limitforge.core.exact import shown
+from limitforge.core.exact import MICROS, shown
 from limitforge.errors import CatalogError, InvalidInput
 
 MAX_PAGE = 1_000
@@ -73,6 +77,8 @@ class Page(msgspec.Struct, frozen=True):
 
 
 async def find(connection: AsyncConnection, kind: type[AnyEntity], identity: str) -> AnyEntity | None:
+    if not is_storable(identity):
+        return None
     rows = await _entities(connection, kind, _select(kind).where(TABLES[kind].c.id == identity))
     return rows[0] if rows else None
 
@@ -80,6 +86,8 @@ async def find(connection: AsyncConnection, kind: type[AnyEntity], identity: str
 async def find_by(connection: AsyncConnection, kind: type[AnyEntity], **values: Any) -> list[AnyEntity]:
     """All that have these values, at most a page of them."""
     table = TABLES[kind]
+    if not _are_storable(values):
+        return []
     where = [table.c[column] == value for column, value in values.items()]
     return await _entities(connection, kind, _select(kind).where(*where).order_by(table.c.id).limit(MAX_PAGE))
 
@@ -91,17 +99,39 @@ async def count(connection: AsyncConnection, kind: type[Entity], **values: Any) 
     return int(found or 0)
 
 
+async def count_overrides(connection: AsyncConnection, override: Override, now: datetime) -> int:
+    """How many its subject has that are not over."""
+    table = tables.overrides
+    theirs = and_(table.c.tenant_id == override.tenant_id, table.c.subject == override.subject)
+    found = await connection.scalar(select(func.count()).select_from(table).where(theirs, table.c.expires_at > now))
+    return int(found or 0)
+
+
 async def every(connection: AsyncConnection, kind: type[AnyEntity], tenant_id: str) -> list[AnyEntity]:
     """All of a tenant, by name."""
     table = TABLES[kind]
+    if not is_storable(tenant_id):
+        return []
     ordered = _select(kind).where(table.c.tenant_id == tenant_id).order_by(table.c[_order(kind)], table.c.id)
     return await _entities(connection, kind, ordered)
+
+
+async def some(
+    connection: AsyncConnection, kind: type[AnyEntity], column: str, values: Iterable[str]
+) -> list[AnyEntity]:
+    """All that have one of these values, however many those are."""
+    table, found = TABLES[kind], []
+    for chunk in _chunks(values):
+        found += await _entities(connection, kind, _select(kind).where(table.c[column].in_(chunk)).order_by(table.c.id))
+    return found
 
 
 async def page(connection: AsyncConnection, kind: type[Entity], cursor: str | None, size: int, **values: Any) -> Page:
     """A page of a list by name; `values` are what its items must have, None where any will do."""
     table = TABLES[kind]
     order, last = table.c[_order(kind)], _read_cursor(cursor, 2)
+    if not _are_storable(values):
+        return Page([], None)
     query = _select(kind).order_by(order, table.c.id).limit(_size(size) + 1)
     query = query.where(*(table.c[column] == value for column, value in values.items() if value is not None))
     if kind is Tenant:
@@ -127,6 +157,8 @@ async def tenant_config(connection: AsyncConnection, tenant_id: str) -> TenantCo
 
 async def plan_versions(connection: AsyncConnection, plan_id: str) -> Sequence[RowMapping]:
     """The history of a plan, the newest first."""
+    if not is_storable(plan_id):
+        return []
     table = tables.plan_versions
     rows = await connection.execute(select(table).where(table.c.plan_id == plan_id).order_by(table.c.version.desc()))
     return rows.mappings().all()
@@ -156,6 +188,8 @@ async def audit_page(
 ) -> Page:
     """The newest first."""
     table, last = tables.audit, _read_cursor(cursor, 1)
+    if not _are_storable({"tenant": tenant_id, "entity": entity_id}):
+        return Page([], None)
     query = select(table).order_by(table.c.id.desc()).limit(_size(size) + 1)
     if tenant_id is not None:
         query = query.where(table.c.tenant_id == tenant_id)
@@ -183,6 +217,30 @@ async def next_revision(connection: AsyncConnection) -> int:
 
 async def add(connection: AsyncConnection, entity: Entity) -> None:
     await connection.execute(insert(TABLES[type(entity)]).values(_columns(entity)))
+
+
+async def add_all(connection: AsyncConnection, entities: Sequence[Entity], actor: str, at: datetime) -> None:
+    """Many new ones of one kind, with what is kept beside them. A tenant's default plan is left for later: there are no
+    plans of it yet.
+    """
+    rows = [
+        {**_columns(each), "default_plan_id": None} if isinstance(each, Tenant) else _columns(each) for each in entities
+    ]
+    await connection.execute(insert(TABLES[type(entities[0])]), rows)
+    versions = [_version_row(each, actor) for each in entities if isinstance(each, Plan)]
+    if versions:
+        await connection.execute(insert(tables.plan_versions), versions)
+    secrets = [row for each in entities if isinstance(each, Key | Token) for row in _secret_rows(each, at)]
+    if secrets:
+        await connection.execute(insert(tables.secrets), secrets)
+
+
+async def set_default_plans(connection: AsyncConnection, tenants: Iterable[Tenant]) -> None:
+    table = tables.tenants
+    rows = [{"tenant": each.id, "plan": each.default_plan_id} for each in tenants if each.default_plan_id is not None]
+    if rows:
+        set_one = update(table).where(table.c.id == bindparam("tenant")).values(default_plan_id=bindparam("plan"))
+        await connection.execute(set_one, rows)
 
 
 async def replace(connection: AsyncConnection, entity: Entity, version: int) -> bool:
@@ -220,56 +278,73 @@ async def _remove_all_of(connection: AsyncConnection, tenant_id: str) -> None:
 
 
 async def add_plan_version(connection: AsyncConnection, plan: Plan, actor: str) -> None:
-    row = {"plan_id": plan.id, "version": plan.version, "limits": list(plan.limits)}
-    await connection.execute(insert(tables.plan_versions).values(**row, created_at=plan.updated_at, created_by=actor))
+    await connection.execute(insert(tables.plan_versions).values(_version_row(plan, actor)))
 
 
 async def set_secrets(connection: AsyncConnection, entity: Key | Token, at: datetime) -> None:
-    """Keep exactly these secrets of a key or token."""
-    owner = _SECRETS_OF[type(entity)]
-    await connection.execute(delete(tables.secrets).where(owner == entity.id))
-    if entity.secrets:
-        rows = [
-            {"hash": each.hash, "pepper": each.pepper, "expires_at": each.expires_at, owner.key: entity.id}
-            for each in entity.secrets
-        ]
-        await connection.execute(insert(tables.secrets), [{**row, "created_at": at} for row in rows])
+    """Keep exactly these secrets of a key or token; those that stay keep the date on which they were made."""
+    table, owner = tables.secrets, _SECRETS_OF[type(entity)]
+    known = set(await connection.scalars(select(table.c.hash).where(owner == entity.id)))
+    rows = _secret_rows(entity, at)
+    wanted = {row["hash"] for row in rows}
+    for gone in known - wanted:
+        await connection.execute(delete(table).where(table.c.hash == gone))
+    for row in rows:
+        if row["hash"] in known:
+            changed = update(table).where(table.c.hash == row["hash"])
+            await connection.execute(changed.values(expires_at=row["expires_at"]))
+        else:
+            await connection.execute(insert(table).values(row))
 
 
-async def set_tenant_revision(connection: AsyncConnection, tenant_id: str, revision: int) -> None:
+async def set_tenant_revisions(connection: AsyncConnection, tenant_ids: Iterable[str], revision: int) -> None:
     table = tables.tenants
-    await connection.execute(update(table).where(table.c.id == tenant_id).values(revision=revision))
+    for chunk in _chunks(tenant_ids):
+        await connection.execute(update(table).where(table.c.id.in_(chunk)).values(revision=revision))
 
 
 async def touch_keys(connection: AsyncConnection, used: Mapping[str, datetime]) -> None:
     """When keys were last used; a later moment that is there already stays."""
-    table = tables.keys
+    await _touch(connection, tables.keys, used)
+
+
+async def touch_tokens(connection: AsyncConnection, used: Mapping[str, datetime]) -> None:
+    """The same of tokens."""
+    await _touch(connection, tables.tokens, used)
+
+
+async def _touch(connection: AsyncConnection, table: Table, used: Mapping[str, datetime]) -> None:
+    await _lock_revision(connection)
     older = or_(table.c.last_used_at.is_(None), table.c.last_used_at < bindparam("at"))
     statement = update(table).where(table.c.id == bindparam("key"), older).values(last_used_at=bindparam("at"))
     await connection.execute(statement, [{"key": key, "at": at} for key, at in sorted(used.items())])
 
 
+async def _lock_revision(connection: AsyncConnection) -> None:
+    """As an edit does, so that the two never wait for each other in turn."""
+    await connection.execute(select(tables.revision.c.value).with_for_update())
+
+
 async def remove_expired(connection: AsyncConnection, now: datetime) -> None:
     """Overrides and old secrets that say nothing any more."""
+    await _lock_revision(connection)
     for table in (tables.overrides, tables.secrets):
         await connection.execute(delete(table).where(table.c.expires_at <= now))
 
 
-async def add_audit(connection: AsyncConnection, **values: Any) -> None:
-    await connection.execute(insert(tables.audit).values(**values))
+async def add_audit(connection: AsyncConnection, rows: Sequence[Mapping[str, Any]]) -> None:
+    await connection.execute(insert(tables.audit), rows)
 
 
 # --- The outbox ------------------------------------------------------------------------------------------------------
 
 
 async def add_outbox(connection: AsyncConnection, announcements: Iterable[Announcement], at: datetime) -> None:
-    for each in announcements:
-        change = msgspec.to_builtins(each)
-        await connection.execute(
-            insert(tables.outbox).values(
-                revision=each.revision, tenant_id=each.tenant_id, change=change, at=at, published=False
-            )
-        )
+    rows = [
+        {"revision": each.revision, "tenant_id": each.tenant_id, "change": msgspec.to_builtins(each)}
+        for each in announcements
+    ]
+    await connection.execute(insert(tables.outbox), [{**row, "at": at, "published": False} for row in rows])
 
 
 async def announce_in_postgres(connection: AsyncConnection, channel: str, revision: int) -> None:
@@ -306,6 +381,98 @@ async def trim_outbox(connection: AsyncConnection, before: datetime) -> None:
     await connection.execute(delete(tables.outbox).where(tables.outbox.c.at < before))
 
 
+# --- Beside the catalog ----------------------------------------------------------------------------------------------
+
+_COUNTED = ("allowed", "denied", "would_deny", "degraded")
+
+
+class UsageRow(msgspec.Struct, frozen=True):
+    """What one key was told in an hour. A check that would have been denied, or was decided without the store, counts
+    as allowed or denied as well.
+    """
+
+    hour: datetime
+    tenant_id: str
+    key_id: str
+    allowed: int
+    denied: int
+    would_deny: int
+    degraded: int
+
+
+class Creation(msgspec.Struct, frozen=True):
+    """How a create with an idempotency key was answered, and what it was asked for."""
+
+    fingerprint: str
+    status: int
+    answer: dict[str, Any]
+
+
+async def add_usage(connection: AsyncConnection, rows: Iterable[UsageRow]) -> None:
+    """On top of what is there. All who write take the rows in one order, so that nobody waits for another in turn."""
+    table = tables.usage
+    ordered = sorted(rows, key=lambda row: (row.hour, row.tenant_id, row.key_id))
+    dialect = sqlite_insert if connection.dialect.name == "sqlite" else postgres_insert
+    new = dialect(table)
+    summed = {name: table.c[name] + new.excluded[name] for name in _COUNTED}
+    statement = new.on_conflict_do_update(index_elements=["hour", "tenant_id", "key_id"], set_=summed)
+    for start in range(0, len(ordered), MAX_PAGE):
+        chunk = ordered[start : start + MAX_PAGE]
+        await connection.execute(statement, [msgspec.structs.asdict(row) for row in chunk])
+
+
+async def usage_page(
+    connection: AsyncConnection,
+    cursor: str | None,
+    size: int,
+    since: datetime | None = None,
+    until: datetime | None = None,
+    **values: str | None,
+) -> Page:
+    """The newest hour first. `since` is the first moment that counts, `until` the first that does not any more."""
+    table, last = tables.usage, _read_cursor(cursor, 3)
+    hour, tenant, key = table.c.hour, table.c.tenant_id, table.c.key_id
+    query = select(table).order_by(hour.desc(), tenant, key).limit(_size(size) + 1)
+    query = query.where(*(table.c[column] == value for column, value in values.items() if value is not None))
+    if since is not None:
+        query = query.where(hour >= since)
+    if until is not None:
+        query = query.where(hour < until)
+    if last is not None:
+        at, further = at_time(last[0] * MICROS), or_(tenant > last[1], and_(tenant == last[1], key > last[2]))
+        query = query.where(or_(hour < at, and_(hour == at, further)))
+    found = [UsageRow(**row) for row in (await connection.execute(query)).mappings()]
+    if len(found) <= size:
+        return Page(found, None)
+    end = found[size - 1]
+    return Page(found[:size], _cursor([int(end.hour.timestamp()), end.tenant_id, end.key_id]))
+
+
+async def find_creation(
+    connection: AsyncConnection, token_id: str, idempotency_key: str, since: datetime
+) -> Creation | None:
+    """The answer that this token was given for this key, if that is not longer ago."""
+    table = tables.creations
+    same = and_(table.c.token_id == token_id, table.c.idempotency_key == idempotency_key, table.c.at > since)
+    found = (await connection.execute(select(table).where(same))).mappings().first()
+    return None if found is None else Creation(found["fingerprint"], found["status"], found["answer"])
+
+
+async def add_creation(
+    connection: AsyncConnection, token_id: str, idempotency_key: str, creation: Creation, at: datetime
+) -> None:
+    """In place of one that is too old to be found."""
+    table = tables.creations
+    own = {"token_id": token_id, "idempotency_key": idempotency_key}
+    await connection.execute(delete(table).where(*(table.c[name] == value for name, value in own.items())))
+    await connection.execute(insert(table).values(**own, **msgspec.structs.asdict(creation), at=at))
+
+
+async def remove_old(connection: AsyncConnection, usage_before: datetime, creations_before: datetime) -> None:
+    await connection.execute(delete(tables.usage).where(tables.usage.c.hour < usage_before))
+    await connection.execute(delete(tables.creations).where(tables.creations.c.at <= creations_before))
+
+
 # --- Rows and entities -----------------------------------------------------------------------------------------------
 
 
@@ -337,10 +504,37 @@ async def _entities(connection: AsyncConnection, kind: type[AnyEntity], query: S
 async def _secrets(connection: AsyncConnection, kind: type[Entity], ids: list[str]) -> dict[str, list[Secret]]:
     owner, table = _SECRETS_OF[kind], tables.secrets
     found: dict[str, list[Secret]] = {}
-    query = select(table).where(owner.in_(ids)).order_by(table.c.created_at.desc(), table.c.expires_at.desc())
-    for row in (await connection.execute(query)).mappings():
-        found.setdefault(row[owner.key], []).append(Secret(row["hash"], row["pepper"], row["expires_at"]))
+    for chunk in _chunks(ids):
+        newest = (table.c.created_at.desc(), table.c.expires_at.is_not(None), table.c.hash)
+        query = select(table).where(owner.in_(chunk)).order_by(*newest)
+        for row in (await connection.execute(query)).mappings():
+            found.setdefault(row[owner.key], []).append(Secret(row["hash"], row["pepper"], row["expires_at"]))
     return found
+
+
+def _are_storable(values: Mapping[str, Any]) -> bool:
+    return all(is_storable(value) for value in values.values() if isinstance(value, str))
+
+
+def _chunks(values: Iterable[str]) -> Iterator[list[str]]:
+    """As many as a statement may have parameters, and fewer."""
+    listed = list(values)
+    for start in range(0, len(listed), MAX_PAGE):
+        yield listed[start : start + MAX_PAGE]
+
+
+def _version_row(plan: Plan, actor: str) -> dict[str, Any]:
+    row = {"plan_id": plan.id, "version": plan.version, "limits": list(plan.limits)}
+    return {**row, "created_at": plan.updated_at, "created_by": actor}
+
+
+def _secret_rows(entity: Key | Token, at: datetime) -> list[dict[str, Any]]:
+    """The owner's other column is there as well, so that rows of both kinds have the same shape."""
+    owners = {column.key: entity.id if kind is type(entity) else None for kind, column in _SECRETS_OF.items()}
+    return [
+        {"hash": each.hash, "pepper": each.pepper, "expires_at": each.expires_at, "created_at": at, **owners}
+        for each in entity.secrets
+    ]
 
 
 def _columns(entity: Entity) -> dict[str, Any]:
@@ -371,12 +565,19 @@ def _cursor(values: list[Any]) -> str:
     return urlsafe_b64encode(msgspec.json.encode(values)).rstrip(b"=").decode()
 
 
+# Of so many parts. Anybody can make one up, so it holds nothing that a database would choke on.
+_Number = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+_Seconds = Annotated[int, msgspec.Meta(ge=0, le=2**37)]
+_Text = Annotated[str, msgspec.Meta(pattern=r"\A[^\0]*\Z")]
+_CURSORS: Mapping[int, Any] = {1: tuple[_Number], 2: tuple[_Text, _Text], 3: tuple[_Seconds, _Text, _Text]}
+
+
 def _read_cursor(cursor: str | None, parts: int) -> list[Any] | None:
     if cursor is None:
         return None
-    kinds: Mapping[int, Any] = {1: tuple[int], 2: tuple[str, str]}
     try:
-        values = msgspec.json.decode(urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)), type=kinds[parts])
+        plain = b64decode(cursor + "=" * (-len(cursor) % 4), altchars=b"-_", validate=True)
+        values = msgspec.json.decode(plain, type=_CURSORS[parts])
     except (ValueError, msgspec.MsgspecError):
         raise InvalidInput("cursor", "is not one that a list returned") from None
     return list(values)

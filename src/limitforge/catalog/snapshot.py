@@ -165,6 +165,8 @@ def _is_reached(limit: Limit) -> bool:
 def _by_nearness(config: TenantConfig, resource: str) -> Iterator[Limit]:
     at = _table(tuple(policy.resource for policy in config.policies)).match(resource)
     first = (None if at is None else config.policies[at].plan_id, config.tenant.default_plan_id)
-    nearest = sorted(config.plans, key=lambda plan: first.index(plan.id) if plan.id in first else len(first))
+    nearest = sorted(
+        config.plans, key=lambda plan: (first.index(plan.id) if plan.id in first else len(first), plan.name)
+    )
     for plan in nearest:
         yield from plan.compiled(config.tenant.time_zone)

@@ -114,6 +114,10 @@ tenants = Table(
     *_bookkeeping(),
     ForeignKeyConstraint(["default_plan_id", "id"], ["plans.id", "plans.tenant_id"], use_alter=True),
     CheckConstraint("name <> ''", name="name"),
+    CheckConstraint(
+        "id <> 'operator' OR (name = 'operator' AND NOT suspended AND failure IS NULL AND priority IS NULL)",
+        name="operator",
+    ),
     _one_of("mode", Mode),
     _one_of("failure", _FAILURES),
     _one_of("priority", Priority),
@@ -234,8 +238,8 @@ audit = Table(
     Column("action", Name, nullable=False),
     Column("tenant_id", Id),
     Column("entity_id", Id, nullable=False),
-    Column("before", JSON),
-    Column("after", JSON),
+    Column("before", JSON(none_as_null=True)),
+    Column("after", JSON(none_as_null=True)),
     Index(None, "tenant_id", "id"),
     Index(None, "entity_id", "id"),
 )
@@ -252,3 +256,29 @@ outbox = Table(
     Index(None, "published", "revision"),
 )
 """What other nodes must hear of. It has no foreign key: it outlives the tenant that it speaks of."""
+
+usage = Table(
+    "usage",
+    metadata,
+    Column("hour", Moment, primary_key=True),
+    Column("tenant_id", Id, primary_key=True),
+    Column("key_id", Id, primary_key=True),
+    Column("allowed", BigInteger, nullable=False),
+    Column("denied", BigInteger, nullable=False),
+    Column("would_deny", BigInteger, nullable=False),
+    Column("degraded", BigInteger, nullable=False),
+    Index(None, "tenant_id", "hour"),
+)
+"""What each key was told, by the hour. It outlives the key and its tenant until it is old."""
+
+creations = Table(
+    "creations",
+    metadata,
+    Column("token_id", Id, primary_key=True),
+    Column("idempotency_key", String(128), primary_key=True),
+    Column("fingerprint", String(64), nullable=False),
+    Column("status", Integer, nullable=False),
+    Column("answer", JSON, nullable=False),
+    Column("at", Moment, nullable=False, index=True),
+)
+"""What a create with an idempotency key was answered, without any secret."""

@@ -10,9 +10,9 @@ from limitforge.core.limits import Limit, Mode, Priority
 from limitforge.core.plan import MAX_LIMITS, Limits, LimitsLike, Plan, Rule, known_priority
 from limitforge.errors import InvalidInput, InvalidLimit
 
-_WORDS = {Place.OPERATOR: "operator", Place.TENANT: "tenant", Place.POLICY: "policy", Place.SHADOW: "shadow"}
-PLACE_WORDS = frozenset(_WORDS.values())
-"""What a name may start with, before a colon; no limit's own name does."""
+PLACE_NAMES = {Place.OPERATOR: "operator", Place.TENANT: "tenant", Place.POLICY: "policy", Place.SHADOW: "shadow"}
+"""What a name may start with, before a colon, to say where its limit is; no limit's own name does."""
+PLACE_WORDS = frozenset(PLACE_NAMES.values())
 
 
 class Part(NamedTuple):
@@ -85,7 +85,7 @@ class _Joined(Limits):
         found = [
             limit
             for limits, place, _ in self._parts
-            if not placed or _WORDS[place] == word
+            if not placed or PLACE_NAMES[place] == word
             for limit in limits
             if limit.name == (rest if placed else name)
         ]
@@ -106,7 +106,7 @@ def reported(named: Sequence[tuple[str, str]]) -> tuple[str, ...]:
         return tuple(bare)
     names: dict[str, None] = {}
     for place, own_name in named:
-        name = first = own_name if bare[own_name] == 1 else f"{_WORDS[Place(place)]}:{own_name}"
+        name = first = own_name if bare[own_name] == 1 else f"{PLACE_NAMES[Place(place)]}:{own_name}"
         number = 2
         while name in names:
             name = f"{first}#{number}"
@@ -120,7 +120,7 @@ def aliases(name: str, place: Place | None) -> tuple[str, ...]:
     word, colon, bare = name.partition(":")
     if colon and word in PLACE_WORDS:
         return name, bare
-    return (name,) if place is None else (f"{_WORDS[place]}:{name}", name)
+    return (name,) if place is None else (f"{PLACE_NAMES[place]}:{name}", name)
 
 
 def _checked(at: int, part: Part) -> _Part:
@@ -141,7 +141,7 @@ def _refuse_twins(parts: Sequence[_Part]) -> None:
     counted = Counter((place, limit.name) for limits, place, _ in parts for limit in limits)
     for (place, name), count in counted.items():
         if count > 1:
-            raise InvalidLimit("limits", f"two limits of the {_WORDS[place]} are called {name!r}")
+            raise InvalidLimit("limits", f"two limits of the {PLACE_NAMES[place]} are called {name!r}")
 
 
 def _plan(parts: Sequence[_Part], priority: Priority) -> Plan:
@@ -151,7 +151,7 @@ def _plan(parts: Sequence[_Part], priority: Priority) -> Plan:
         plan = limits.plan(priority, place, mode)
         for name, own in plan.known.items():
             found = tuple(len(rules) + at for at in own)
-            for alias in (name, f"{_WORDS[place]}:{name}"):
+            for alias in (name, f"{PLACE_NAMES[place]}:{name}"):
                 known[alias] = known.get(alias, ()) + found
         rules += plan.rules
     return Plan.of(tuple(rules), reported([(rule.place, rule.limit.name) for rule in rules]), known)

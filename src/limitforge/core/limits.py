@@ -38,7 +38,7 @@ from limitforge.errors import InvalidLimit
 Choice = TypeVar("Choice", bound=StrEnum)
 
 # A name from outside, or the canonical text of a limit, which may start with its algorithm's prefix.
-_NAME = re.compile(r"(?:(?:fixed|sliding|counter|token|leaky):)?[A-Za-z0-9_./-]{1,64}")
+NAME = re.compile(r"(?:(?:fixed|sliding|counter|token|leaky):)?[A-Za-z0-9_./-]{1,64}")
 
 
 class Scope(StrEnum):
@@ -385,7 +385,7 @@ def _set(limit: Limit, name: str, value: object) -> None:
 
 
 def _name(name: object) -> str:
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not NAME.fullmatch(name):
         raise InvalidLimit("name", f"must be 1 to 64 letters, digits or -_./ characters, got {shown(name)}")
     return name
 

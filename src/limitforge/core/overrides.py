@@ -19,7 +19,7 @@ MAX_CHANGES = 4_096
 UNLIMITED_WORD = "unlimited"
 BLOCKED_WORD = "blocked"
 
-_CHANGEABLE = {
+CHANGEABLE = {
     "bucket_capacity",
     "refill_rate_per_sec",
     "leak_rate_per_sec",
@@ -98,7 +98,7 @@ def _changed(limit: Limit, change: Any) -> Limit:
         raise InvalidInput(
             f"limits.{limit.name}", f"must be changed fields, 'unlimited' or 'blocked', got {shown(change)}"
         )
-    known = _CHANGEABLE & {f.name for f in fields(limit)}
+    known = CHANGEABLE & {f.name for f in fields(limit)}
     if "limit" in change and limit.size_field != "limit" and limit.size_field in change:
         raise InvalidInput(
             f"limits.{limit.name}.limit", f"means {limit.size_field}, which is there too; give one of them"

@@ -5,7 +5,7 @@ check was sent. Nothing can shorten that wait but a reset, a settlement, an over
 
 - it is not cached if a limit without room has an open reservation or lease, since those can give back early;
 - nor if a limit of the check counts denials (`count_denied`), since the store must hear of each;
-- a check under other numbers, costs or shares is another check, and finds nothing here;
+- a check under other numbers, costs, shares or modes is another check, and finds nothing here;
 - `drop` forgets what a reset, a settlement or an override touched. An answer that was on its way meanwhile may be older
   than that, so it is not cached either.
 
@@ -31,7 +31,7 @@ MAX_PER_PLACE = 4  # different checks of the same buckets, such as other costs
 Place = str | tuple[str, ...]
 """The buckets of a check: one key, or several."""
 
-Signature = tuple[tuple[object, int, int, str], ...]
+Signature = tuple[tuple[object, bool, int, int, str], ...]
 _Names = tuple[bytes, ...]
 
 
@@ -217,7 +217,7 @@ def _names(check: Check) -> tuple[str, ...]:
 def _signature(check: Check) -> Signature:
     """What makes two checks of the same buckets the same; the resource matters where an override may be of one."""
     return tuple(
-        (rule.limit, cost, rule.percent, "" if overrides is None else resource)
+        (rule.limit, rule.enforced, cost, rule.percent, "" if overrides is None else resource)
         for rule, _, cost, resource, overrides in check.takes
     )
 

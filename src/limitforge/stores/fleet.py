@@ -164,7 +164,7 @@ class Fleet:
 
     def heard(self, asked: Address, reply: Any) -> list[Check] | None:
         """Take an answer in: what is owed to servers that were let go of, for their successors. None if it is none."""
-        owners = _master(reply) if self.kind is Kind.SENTINEL else _slots(reply, asked)
+        owners = owners_told(self.kind, asked, reply)
         if not owners:
             return None
         with self._lock:
@@ -253,6 +253,11 @@ def target_of(url: str) -> Target:
 
 
 Place = tuple[str, int]
+
+
+def owners_told(kind: Kind, asked: Address, reply: Any) -> list[Place | None] | None:
+    """Who decides about which slot, as a server was asked; None if its answer is none."""
+    return _master(reply) if kind is Kind.SENTINEL else _slots(reply, asked)
 
 
 def _master(reply: Any) -> list[Place | None] | None:

@@ -174,10 +174,14 @@ class SyncListener:
         return not self._stopped.is_set() and self._heard.is_wanted()
 
 
-def pool_of(client: Any, address: Address, **others: Any) -> Any:
+def pool_of(client: Any, address: Address) -> Any:
     """Connections of redis-py, sync or async, to the same server."""
+    return client.ConnectionPool(connection_class=kind_of(client, address), **{**address.options, **PLAIN})
+
+
+def kind_of(client: Any, address: Address) -> Any:
+    """The class of such a connection."""
     kinds = client.connection
-    kind = kinds.Connection if address.path is None else kinds.UnixDomainSocketConnection
     if address.tls is not None:
-        kind = kinds.SSLConnection
-    return client.ConnectionPool(connection_class=kind, **{**address.options, **PLAIN, **others})
+        return kinds.SSLConnection
+    return kinds.Connection if address.path is None else kinds.UnixDomainSocketConnection

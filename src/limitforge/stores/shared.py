@@ -1,34 +1,40 @@
 """What else a Redis is good for beside deciding: copies that every node can read, and messages to all of them.
 
-By redis-py, since none of it is hot. Every wait has an end, and every error is `StoreUnavailable`.
+Connections are redis-py's, since none of it is hot; which server is asked is found out as the store does it. Every wait
+has an end, and every error is `StoreUnavailable`.
 """
 
 import contextlib
+import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import redis.asyncio
-from redis.asyncio.cluster import ClusterNode, RedisCluster
-from redis.asyncio.sentinel import Sentinel
-from redis.exceptions import RedisClusterException, RedisError
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
 
+from limitforge.core.keys import encoded
 from limitforge.errors import StoreUnavailable
-from limitforge.stores.fleet import Kind, Target, target_of
-from limitforge.stores.listener import pool_of
+from limitforge.stores.fleet import Kind, Place, owners_told, target_of
+from limitforge.stores.listener import kind_of
+from limitforge.stores.resp import Address
+from limitforge.stores.slots import cluster_slot
 
 SECONDS = 1.0  # what one call may take
-PLAIN: dict[str, Any] = {
-    "decode_responses": False,
-    "socket_timeout": SECONDS,
-    "socket_connect_timeout": SECONDS,
-    "retry_on_timeout": False,
-}
+CONNECTIONS = 8  # to one server; whoever finds them all busy waits
+SILENCE_SECONDS = 15.0  # a listener that hears nothing for so long, not even an answer to a ping, is cut off
+PING_SECONDS = 5.0
 
 # KEYS: 1 the copy. ARGV: 1 the copy anew, which starts with its number (8 bytes, big-endian); 2 its TTL in ms.
 # Returns 1 if it was written, 0 if the one that is there is newer. The TTL is the caller's.
 PUT_IF_NEWER = """
+local function number(copy)
+  local high, low = struct.unpack('>I4I4', copy)  -- strings would be compared by the server's language
+  return high * 4294967296 + low
+end
 local known = redis.call('GETRANGE', KEYS[1], 0, 7)
-if #known == 8 and known > string.sub(ARGV[1], 1, 8) then return 0 end
+if #known == 8 and number(known) > number(ARGV[1]) then return 0 end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return 1
 """
@@ -39,96 +45,137 @@ class SharedRedis:
 
     def __init__(self, url: str) -> None:
         self._target = target_of(url)
-        self._client: Any = None
+        self._owners: list[Place | None] = []
+        self._clients: dict[Place | None, Any] = {}
 
     async def get(self, key: str) -> bytes | None:
-        with _translated():
-            found: bytes | None = await self._opened().get(key)
-            return found
+        found: bytes | None = await self._call(key, "GET", encoded(key))
+        return found
 
     async def put(self, key: str, copy: bytes, ttl_seconds: float) -> None:
         """Unless a newer one is there: copies start with their number, in 8 bytes."""
-        with _translated():
-            await self._opened().eval(PUT_IF_NEWER, 1, key, copy, int(ttl_seconds * 1_000))
+        await self._call(key, "EVAL", PUT_IF_NEWER, 1, encoded(key), copy, int(ttl_seconds * 1_000))
 
     async def claim(self, key: str, ttl_seconds: float) -> bool:
         """Whether nobody else had it: for work that one of many shall do."""
-        with _translated():
-            return bool(await self._opened().set(key, b"1", nx=True, px=int(ttl_seconds * 1_000)))
+        return bool(await self._call(key, "SET", encoded(key), b"1", "NX", "PX", int(ttl_seconds * 1_000)))
 
     async def publish(self, channel: str, message: bytes) -> None:
-        with _translated():
-            if self._target.kind is Kind.CLUSTER:
-                await self._opened().execute_command("PUBLISH", channel, message)
-            else:
-                await self._opened().publish(channel, message)
+        await self._call(channel, "PUBLISH", channel, message)
 
     async def listen(self, channel: str) -> AsyncIterator[bytes | None]:
         """Messages as they come, for as long as the connection lasts; None once somebody listens."""
         with _translated():
-            async with await self._listening() as client, client.pubsub() as pubsub:
+            if self._target.kind is not Kind.SINGLE:
+                await self._look()
+            client = _client(await self._address(channel), 1)
+            async with client, client.pubsub() as pubsub:
                 await pubsub.subscribe(channel)
-                async for message in pubsub.listen():
-                    if message["type"] == "subscribe":
-                        yield None
-                    elif message["type"] == "message":
-                        yield message["data"]
+                heard, asked, is_in = time.monotonic(), time.monotonic(), False
+                while True:
+                    message = await pubsub.get_message(timeout=SECONDS)
+                    now = time.monotonic()
+                    if message is not None:
+                        heard = now
+                        if message["type"] == "subscribe":
+                            is_in = True
+                            yield None
+                        elif message["type"] == "message":
+                            yield message["data"]
+                    elif now - heard > (SILENCE_SECONDS if is_in else SECONDS):
+                        raise TimeoutError("the server has fallen silent")
+                    elif is_in and now - asked > PING_SECONDS:
+                        asked = now
+                        await pubsub.ping()
 
     async def close(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
+        clients, self._clients, self._owners = list(self._clients.values()), {}, []
+        for client in clients:
             with contextlib.suppress(RedisError, OSError):
                 await client.aclose()
 
-    def _opened(self) -> Any:
-        if self._client is None:
-            self._client = _client(self._target)
-        return self._client
+    async def _call(self, key: str, *command: Any) -> Any:
+        """Once more where it may have been the wrong server, or a connection that was closed meanwhile: all of these
+        may be done twice.
+        """
+        with _translated():
+            try:
+                return await (await self._at(key)).execute_command(*command)
+            except (RedisError, OSError, TimeoutError):
+                self._owners = []
+                if self._target.kind is Kind.SINGLE:
+                    raise
+            return await (await self._at(key)).execute_command(*command)
 
-    async def _listening(self) -> Any:
-        """A client for one connection that may be silent for long; on a Cluster, of any of its servers."""
-        target = self._target
-        if target.kind is Kind.SENTINEL:
-            return _sentinel(target).master_for(target.service, **_options(target, socket_timeout=None))
-        if target.kind is Kind.CLUSTER:
-            cluster: Any = self._opened()
-            await cluster.initialize()
-            node = cluster.get_random_node()
-            return redis.asyncio.Redis.from_pool(pool_of(redis.asyncio, target.server.at(node.host, node.port)))
-        return redis.asyncio.Redis.from_pool(pool_of(redis.asyncio, target.server))
+    async def _at(self, key: str) -> Any:
+        """A client of the server that decides about a key."""
+        address = await self._address(key)
+        place = None if self._target.kind is Kind.SINGLE else (address.host, address.port)
+        if place not in self._clients:
+            self._clients[place] = _client(address, CONNECTIONS)
+        return self._clients[place]
+
+    async def _address(self, key: str) -> Address:
+        if self._target.kind is Kind.SINGLE:
+            return self._target.server
+        if not self._owners:
+            await self._look()
+        slot = cluster_slot(key) if self._target.kind is Kind.CLUSTER and "{" in key else 0  # a channel is everywhere
+        place = self._owners[slot]
+        if place is None:
+            raise StoreUnavailable(f"no server of the Cluster has slot {slot}")
+        return self._target.server.at(*place)
+
+    async def _look(self) -> None:
+        """Ask who decides; those that are no longer anybody are let go of."""
+        is_sentinel = self._target.kind is Kind.SENTINEL
+        question = (
+            ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._target.service) if is_sentinel else ("CLUSTER", "SLOTS")
+        )
+        known = [] if is_sentinel else [self._target.server.at(*place) for place in self._clients if place is not None]
+        problem: Exception | None = None
+        for address in (*self._target.seeds, *known):
+            try:
+                async with _client(address, 1) as client:
+                    client.response_callbacks.clear()
+                    owners = owners_told(self._target.kind, address, await client.execute_command(*question))
+            except (RedisError, OSError, TimeoutError) as error:
+                problem = error
+                continue
+            if owners:
+                self._owners = owners
+                await self._let_go(set(owners))
+                return
+        raise StoreUnavailable(f"none of the servers of the URL knows who decides: {problem}")
+
+    async def _let_go(self, owners: set[Place | None]) -> None:
+        for place in self._clients.keys() - owners:
+            with contextlib.suppress(RedisError, OSError):
+                await self._clients.pop(place).aclose()
 
 
-def _client(target: Target) -> Any:
-    if target.kind is Kind.SENTINEL:
-        return _sentinel(target).master_for(target.service, **_options(target))
-    if target.kind is Kind.CLUSTER:
-        seeds = [ClusterNode(seed.host, seed.port) for seed in target.seeds]
-        options = {name: value for name, value in _options(target).items() if name not in ("db", "retry_on_timeout")}
-        return RedisCluster(startup_nodes=seeds, **options)
-    return redis.asyncio.Redis.from_pool(pool_of(redis.asyncio, target.server, **PLAIN))
-
-
-def _sentinel(target: Target) -> Any:
-    own = {k: v for k, v in target.seeds[0].options.items() if k not in ("host", "port", "db", "path")}
-    seeds = [(seed.host, seed.port) for seed in target.seeds]
-    make: Any = Sentinel
-    return make(seeds, sentinel_kwargs={**own, **PLAIN, **_tls(target)})
-
-
-def _options(target: Target, **others: Any) -> dict[str, Any]:
-    own = {k: v for k, v in target.server.options.items() if k not in ("host", "port", "path")}
-    return {**own, **PLAIN, **_tls(target), **others}
-
-
-def _tls(target: Target) -> dict[str, Any]:
-    return {"ssl": True} if target.server.tls is not None else {}
+def _client(address: Address, connections: int) -> Any:
+    pool = redis.asyncio.BlockingConnectionPool(
+        max_connections=connections,
+        timeout=SECONDS,
+        connection_class=kind_of(redis.asyncio, address),
+        **{
+            **address.options,
+            "decode_responses": False,
+            "socket_timeout": SECONDS,
+            "socket_connect_timeout": SECONDS,
+            "retry": Retry(NoBackoff(), 1),  # an idle connection may have been closed by the other side
+        },
+    )
+    client: Any = redis.asyncio.Redis.from_pool(pool)
+    return client
 
 
 @contextlib.contextmanager
 def _translated() -> Iterator[None]:
     try:
         yield
-    except (RedisError, RedisClusterException, OSError, TimeoutError) as error:
+    except (RedisError, OSError, TimeoutError) as error:
         raise StoreUnavailable(
             f"Redis can't be reached for what nodes share: {str(error) or type(error).__name__}"
         ) from None

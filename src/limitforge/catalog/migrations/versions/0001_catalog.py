@@ -13,6 +13,7 @@ down_revision = None
 
 MODES = "mode IN ('off', 'monitor', 'on')"
 FAILURES = "failure IN ('open', 'closed', 'local')"
+OPERATOR = "id <> 'operator' OR (name = 'operator' AND NOT suspended AND failure IS NULL AND priority IS NULL)"
 PRIORITIES = "priority IN ('P0', 'P1', 'P2', 'P3')"
 
 
@@ -113,6 +114,7 @@ def _create_tenants(*, is_sqlite: bool) -> None:
         *([circular] if is_sqlite else []),
         _check("tenants", "version", "version >= 1"),
         _check("tenants", "name", "name <> ''"),
+        _check("tenants", "operator", OPERATOR),
         _check("tenants", "mode", MODES),
         _check("tenants", "failure", FAILURES),
         _check("tenants", "priority", PRIORITIES),
@@ -280,6 +282,11 @@ def _create_logs() -> None:
 
 def _forbid_changes_of_the_audit_log(*, is_sqlite: bool) -> None:
     if is_sqlite:
+        op.execute(  # a REPLACE would delete the old row without asking
+            "CREATE TRIGGER audit_no_replace BEFORE INSERT ON audit "
+            "WHEN EXISTS (SELECT 1 FROM audit WHERE id = NEW.id) "
+            "BEGIN SELECT RAISE(ABORT, 'the audit log is append-only'); END"
+        )
         for change in ("UPDATE", "DELETE"):
             op.execute(
                 f"CREATE TRIGGER audit_no_{change.lower()} BEFORE {change} ON audit "

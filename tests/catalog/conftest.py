@@ -1,0 +1,87 @@
+"""A catalog on each kind of database, empty and with its schema."""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from limitforge import ManualClock
+from limitforge.catalog.catalog import Catalog
+from limitforge.catalog.credentials import Peppers
+from limitforge.catalog.database import Database
+from tests.postgres import PostgresServer
+
+PEPPERS = "1:a pepper that the tests alone know"
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Of an empty database without a schema."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/catalog.db"
+    url: str = request.getfixturevalue("postgres_url")
+    return url
+
+
+@pytest.fixture(scope="session")
+def migrated_sqlite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with the newest schema and nothing in it."""
+    path = tmp_path_factory.mktemp("migrated") / "catalog.db"
+    _migrate(f"sqlite:///{path}")
+    return path
+
+
+@pytest.fixture(scope="session")
+def migrated_postgres(postgres_server: PostgresServer) -> str:
+    """The name of such a database, to make others from: that is quicker than to migrate each."""
+    _migrate(postgres_server.database("migrated"))
+    return "migrated"
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+async def database(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Database]:
+    """With the newest schema."""
+    if request.param == "sqlite":
+        shutil.copy(request.getfixturevalue("migrated_sqlite"), tmp_path / "catalog.db")
+        database = Database(f"sqlite:///{tmp_path}/catalog.db")
+        yield database
+        await database.close()
+        return
+    server: PostgresServer = request.getfixturevalue("postgres_server")
+    name = f"test_{uuid4().hex}"
+    database = Database(server.database(name, request.getfixturevalue("migrated_postgres")))
+    yield database
+    await database.close()
+    if server.running:
+        server.drop(name)
+
+
+def _migrate(url: str) -> None:
+    """In a thread, since whoever asks may be on an event loop."""
+
+    async def migrate() -> None:
+        database = Database(url)
+        await database.upgrade()
+        await database.close()
+
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(asyncio.run, migrate()).result()
+
+
+@pytest.fixture
+def peppers() -> Peppers:
+    return Peppers.parse(PEPPERS)
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def catalog(database: Database, peppers: Peppers, clock: ManualClock) -> Catalog:
+    return Catalog(database, peppers=peppers, clock=clock)

@@ -1,0 +1,428 @@
+"""What nodes share through a Redis: one server, with a password, with TLS, on a socket, a Sentinel set, a Cluster."""
+
+import asyncio
+import gc
+import shutil
+import struct
+import subprocess
+import time
+import warnings
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from limitforge.errors import InvalidInput, StoreUnavailable
+from limitforge.stores.shared import SharedRedis
+from tests.constellations import ClusterServers, SentinelServers
+from tests.proxy import DropReplies, Garbage, Proxy, Refuse, unreachable
+from tests.servers import AclRedisServer, RedisServer, TlsRedisServer, UnixRedisServer
+
+PATIENCE_SECONDS = 30.0
+CALL_SECONDS = 15.0  # generous: one call is meant to give up after a second
+
+
+class HasUrl(Protocol):
+    @property
+    def url(self) -> str: ...
+
+
+SINGLE = {"plain": RedisServer, "password": AclRedisServer, "tls": TlsRedisServer, "unix": UnixRedisServer}
+
+
+@pytest.fixture(scope="module", params=[*SINGLE, "sentinel", "cluster", "cluster with password"])
+def servers(request: pytest.FixtureRequest) -> Iterator[HasUrl]:
+    if request.param == "sentinel":
+        yield request.getfixturevalue("sentinel_servers")
+    elif request.param == "cluster":
+        yield request.getfixturevalue("cluster_servers")
+    elif request.param == "cluster with password":
+        with ClusterServers(masters=3, replicas=0, password="p/a@s:s") as cluster:  # noqa: S106
+            yield cluster
+    else:
+        with SINGLE[request.param]() as server:
+            yield server
+
+
+@pytest.fixture
+async def shared(servers: HasUrl) -> AsyncIterator[SharedRedis]:
+    shared = SharedRedis(servers.url)
+    yield shared
+    await shared.close()
+
+
+def numbered(number: int, rest: bytes = b"") -> bytes:
+    return struct.pack(">Q", number) + rest
+
+
+async def eventually(is_so: Callable[[], Any]) -> float:
+    began = time.monotonic()
+    while not is_so():
+        assert time.monotonic() - began < PATIENCE_SECONDS
+        await asyncio.sleep(0.005)
+    return time.monotonic() - began
+
+
+class Ear:
+    """Listens for as long as it is wanted, as a node does: again after every end."""
+
+    def __init__(self, shared: SharedRedis, channel: str) -> None:
+        self.heard: list[bytes] = []
+        self.begun = 0
+        self.ended = 0
+        self._task = asyncio.create_task(self._run(shared, channel))
+
+    async def __aenter__(self) -> "Ear":
+        await eventually(lambda: self.begun)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+
+    async def _run(self, shared: SharedRedis, channel: str) -> None:
+        while True:
+            with suppress(StoreUnavailable):
+                async for message in shared.listen(channel):
+                    if message is None:
+                        self.begun += 1
+                    else:
+                        self.heard.append(message)
+            self.ended += 1
+            await asyncio.sleep(0.05)
+
+
+# --- Everywhere ------------------------------------------------------------------------------------------------------
+
+
+async def test_what_is_put_can_be_got_until_its_time_is_over(shared: SharedRedis) -> None:
+    copy = numbered(1, bytes(range(256)))
+    assert await shared.get("lf:{got}:%c") is None
+    await shared.put("lf:{got}:%c", copy, 60)
+    assert await shared.get("lf:{got}:%c") == copy
+    await shared.put("lf:{got}:%c", copy, 0.05)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while await shared.get("lf:{got}:%c") is not None:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+async def test_an_older_copy_never_replaces_a_newer_one(shared: SharedRedis) -> None:
+    name = "lf:{older}:%c"
+    await shared.put(name, numbered(1_000, b"new"), 60)
+    await shared.put(name, numbered(999, b"old"), 60)
+    assert await shared.get(name) == numbered(1_000, b"new")
+    await shared.put(name, numbered(1_000, b"same"), 60)
+    assert await shared.get(name) == numbered(1_000, b"same")
+    await shared.put(name, numbered(1_001, b"newer"), 60)
+    assert await shared.get(name) == numbered(1_001, b"newer")
+
+
+async def test_whatever_the_order_of_many_writers_the_newest_copy_stays(shared: SharedRedis) -> None:
+    name = "lf:{race}:%c"
+    numbers = [(7 * at) % 300 for at in range(300)]
+    await asyncio.gather(*(shared.put(name, numbered(number, b"%d" % number), 60) for number in numbers))
+    assert await shared.get(name) == numbered(299, b"299")
+
+
+async def test_of_many_only_one_can_claim_until_the_claim_ends(shared: SharedRedis, servers: HasUrl) -> None:
+    other = SharedRedis(servers.url)
+    answers = await asyncio.gather(*(who.claim("lf:{claim}:1", 60) for who in (shared, other) for _ in range(10)))
+    assert sum(answers) == 1
+    assert await shared.claim("lf:{claim}:2", 0.05)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not await other.claim("lf:{claim}:2", 60):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+    await other.close()
+
+
+async def test_every_listener_hears_every_message_in_order(shared: SharedRedis, servers: HasUrl) -> None:
+    other = SharedRedis(servers.url)
+    async with Ear(shared, "lf:%t") as one, Ear(other, "lf:%t") as two, Ear(other, "lf:%else") as else_where:
+        sent = [b"%d" % number for number in range(50)]
+        for message in sent:
+            await shared.publish("lf:%t", message)
+        await eventually(lambda: len(one.heard) == len(two.heard) == 50)
+        assert one.heard == two.heard == sent
+        assert not else_where.heard
+    await other.close()
+
+
+async def test_it_can_be_closed_twice_and_used_again(servers: HasUrl) -> None:
+    shared = SharedRedis(servers.url)
+    await shared.close()
+    await shared.put("lf:{again}:%c", numbered(1), 60)
+    await shared.close()
+    await shared.close()
+    assert await shared.get("lf:{again}:%c") == numbered(1)
+    await shared.close()
+
+
+async def test_after_it_was_used_and_closed_no_connection_is_left_behind(servers: HasUrl) -> None:
+    """Neither open, nor for the garbage collector to complain about."""
+    before = sockets()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        shared = SharedRedis(servers.url)
+        await shared.put("lf:{left}:%c", numbered(1), 60)
+        async with Ear(shared, "lf:%t"):
+            await shared.publish("lf:%t", b"")
+        await shared.close()
+        await asyncio.sleep(0.05)
+        left = sockets() - before
+        del shared
+        gc.collect()
+        await asyncio.sleep(0)
+    assert not [str(each.message) for each in said if issubclass(each.category, ResourceWarning)]
+    assert not left, f"{len(left)} connections are still open"
+
+
+def sockets() -> set[str]:
+    """The sockets that this process has open."""
+    found = set()
+    for file in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            target = str(file.readlink())
+            if target.startswith("socket:"):
+                found.add(target)
+    return found
+
+
+# --- In trouble ------------------------------------------------------------------------------------------------------
+
+
+async def all_calls(shared: SharedRedis) -> list[tuple[str, str, float]]:
+    """Each call once, with what came of it and how long that took."""
+    calls: dict[str, Any] = {
+        "get": lambda: shared.get("lf:{a}:%c"),
+        "put": lambda: shared.put("lf:{a}:%c", numbered(1), 60),
+        "claim": lambda: shared.claim("lf:{a}:claim", 60),
+        "publish": lambda: shared.publish("lf:%t", b""),
+    }
+    told = []
+    for name, call in calls.items():
+        began = time.monotonic()
+        try:
+            await asyncio.wait_for(call(), CALL_SECONDS)
+            said = "ok"
+        except StoreUnavailable:
+            said = "unavailable"
+        except TimeoutError:
+            said = "hung"
+        told.append((name, said, round(time.monotonic() - began, 2)))
+    return told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SINGLE)
+async def test_a_frozen_redis_makes_no_call_hang(kind: str, record_property: Callable[[str, object], None]) -> None:
+    with SINGLE[kind]() as server:
+        shared = SharedRedis(server.url)
+        await shared.put("lf:{a}:%c", numbered(1), 60)
+        server.pause()
+        told = await all_calls(shared)
+        record_property("frozen", told)
+        assert {said for _, said, _ in told} == {"unavailable"}, told
+        server.resume()
+        assert await shared.get("lf:{a}:%c") == numbered(1)
+        await shared.close()
+
+
+async def test_a_redis_that_is_away_and_back_again_is_found_again(own_redis_server: RedisServer) -> None:
+    shared = SharedRedis(own_redis_server.url)
+    await shared.put("lf:{a}:%c", numbered(1), 60)
+    async with Ear(shared, "lf:%t") as ear:
+        own_redis_server.kill()
+        assert {said for _, said, _ in await all_calls(shared)} == {"unavailable"}
+        own_redis_server.restart()
+        await eventually(lambda: ear.begun == 2)
+        await shared.publish("lf:%t", b"back")
+        await eventually(lambda: ear.heard == [b"back"])
+    assert await shared.get("lf:{a}:%c") is None
+    await shared.close()
+
+
+@pytest.mark.parametrize("mode", [DropReplies(), Refuse(), Garbage()], ids=lambda mode: type(mode).__name__)
+async def test_whatever_a_bad_network_does_it_is_unavailable_and_never_anything_else(
+    mode: Any, redis_url: str, redis_server: RedisServer
+) -> None:
+    with Proxy(redis_server.port) as proxy:
+        shared = SharedRedis(proxy.url)
+        await shared.put("lf:{a}:%c", numbered(1), 60)
+        with proxy.doing(mode):
+            told = await all_calls(shared)
+        assert {said for _, said, _ in told} == {"unavailable"}, told
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            with suppress(StoreUnavailable):
+                assert await shared.get("lf:{a}:%c") == numbered(1)
+                break
+            assert time.monotonic() < deadline
+        await shared.close()
+
+
+async def test_a_listener_whose_connection_was_cut_says_so_or_listens_again(
+    redis_url: str, redis_server: RedisServer
+) -> None:
+    shared = SharedRedis(redis_url)
+    async with Ear(shared, "lf:%t") as ear:
+        for number in range(1, 4):
+            redis_server.command("CLIENT KILL TYPE pubsub")
+            await eventually(lambda number=number: ear.begun > number)  # type: ignore[misc]
+            await shared.publish("lf:%t", b"%d" % number)
+            await eventually(lambda number=number: len(ear.heard) == number)  # type: ignore[misc]
+    await shared.close()
+
+
+@pytest.mark.slow
+async def test_a_place_that_never_answers_makes_no_call_hang_and_no_listener_either() -> None:
+    with unreachable() as url:
+        shared = SharedRedis(url)
+        assert {said for _, said, _ in await all_calls(shared)} == {"unavailable"}
+        listening = shared.listen("lf:%t")
+        with pytest.raises(StoreUnavailable):
+            await asyncio.wait_for(anext(listening), CALL_SECONDS)  # type: ignore[arg-type]
+        await shared.close()
+
+
+@pytest.mark.slow
+async def test_a_listener_does_not_wait_for_ever_to_be_let_in_by_a_frozen_redis(own_redis_server: RedisServer) -> None:
+    shared = SharedRedis(own_redis_server.url)
+    own_redis_server.pause()
+    listening = shared.listen("lf:%t")
+    with pytest.raises(StoreUnavailable):
+        await asyncio.wait_for(anext(listening), CALL_SECONDS)  # type: ignore[arg-type]
+    own_redis_server.resume()
+    await shared.close()
+
+
+async def test_a_password_that_is_wrong_is_unavailable_and_not_told() -> None:
+    with AclRedisServer() as server:
+        shared = SharedRedis(server.url_with("wrong-one"))
+        for call in (shared.get("a"), shared.claim("a", 1), anext(shared.listen("a"))):
+            with pytest.raises(StoreUnavailable) as error:
+                await call  # type: ignore[misc]
+            assert "wrong-one" not in str(error.value)
+        await shared.close()
+
+
+async def test_a_replica_that_may_not_write_is_unavailable(own_redis_server: RedisServer) -> None:
+    own_redis_server.must("REPLICAOF 127.0.0.1 1")
+    shared = SharedRedis(own_redis_server.url)
+    with pytest.raises(StoreUnavailable):
+        await shared.put("a", numbered(1), 1)
+    await shared.close()
+
+
+def test_a_url_that_can_not_be_used_is_refused_by_name_before_anything_is_opened() -> None:
+    for url in ("http://localhost", "redis://localhost/name", "redis+sentinel://localhost", "redis+cluster://"):
+        with pytest.raises(InvalidInput, match="url"):
+            SharedRedis(url)
+
+
+async def test_copies_are_compared_as_numbers_whatever_language_redis_speaks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis takes LC_COLLATE from its surroundings, as a distribution sets it, and compares strings in Lua by it."""
+    program = shutil.which("localedef")
+    if program is None:
+        pytest.skip("no localedef on this machine")
+    made = tmp_path / "en_US.UTF-8"
+    subprocess.run([program, "-i", "en_US", "-f", "UTF-8", str(made)], capture_output=True, check=False)
+    if not (made / "LC_COLLATE").exists():
+        pytest.skip("no sources of locales on this machine")
+    monkeypatch.setenv("LOCPATH", str(tmp_path))
+    monkeypatch.setenv("LC_ALL", "en_US.UTF-8")
+    with RedisServer() as server:
+        shared = SharedRedis(server.url)
+        wrong = []
+        for number in range(1, 600):
+            name = f"lf:{{{number}}}:%c"
+            await shared.put(name, numbered(number), 60)
+            await shared.put(name, numbered(number + 1), 60)
+            await shared.put(name, numbered(number), 60)
+            if await shared.get(name) != numbered(number + 1):
+                wrong.append(number)
+        await shared.close()
+    assert not wrong, f"{len(wrong)} of 599 newer copies were refused or replaced, such as after {wrong[:5]}"
+
+
+# --- When another server takes over ----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+async def test_after_a_failover_the_new_master_of_a_sentinel_set_is_found() -> None:
+    with SentinelServers() as servers:
+        shared = SharedRedis(servers.url)
+        await shared.put("lf:{a}:%c", numbered(1), 600)
+        async with Ear(shared, "lf:%t") as ear:
+            servers.failover()
+            await until_it_works(shared)
+            assert await shared.get("lf:{a}:%c") == numbered(1)
+            await until_it_is_heard(shared, ear)
+        await shared.close()
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("how", ["killed", "frozen"])
+async def test_a_master_of_a_sentinel_set_that_is_lost_is_replaced_for_all_calls_and_for_who_listens(how: str) -> None:
+    with SentinelServers() as servers:
+        shared = SharedRedis(servers.url)
+        await shared.put("lf:{a}:%c", numbered(1), 600)
+        async with Ear(shared, "lf:%t") as ear:
+            old = servers.master()
+            if how == "killed":
+                old.kill()
+            else:
+                old.pause()
+            await asyncio.to_thread(servers.wait_for_new_master, old)
+            await until_it_works(shared)
+            await until_it_is_heard(shared, ear)
+        await shared.close()
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("how", ["failover", "killed", "frozen"])
+async def test_a_master_of_a_cluster_that_is_lost_is_replaced_for_all_calls_and_for_who_listens(
+    how: str, record_property: Callable[[str, object], None]
+) -> None:
+    with ClusterServers() as servers:
+        shared = SharedRedis(servers.url)
+        name = "lf:{a}:%c"
+        await shared.put(name, numbered(1), 600)
+        async with Ear(shared, "lf:%t") as ear:
+            slot = 15_495  # of {a}
+            old = servers.master_of(slot)
+            if how == "failover":
+                await asyncio.to_thread(servers.failover, old)
+            else:
+                old.kill() if how == "killed" else old.pause()
+                record_property("without a master", await all_calls(shared))
+                await asyncio.to_thread(servers.wait_for_new_master, slot, old)
+            await until_it_works(shared)
+            await until_it_is_heard(shared, ear)
+        await shared.close()
+
+
+async def until_it_works(shared: SharedRedis) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        with suppress(StoreUnavailable):
+            await asyncio.wait_for(shared.put("lf:{a}:%c", numbered(1), 600), CALL_SECONDS)
+            return
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+
+
+async def until_it_is_heard(shared: SharedRedis, ear: Ear) -> None:
+    """Whoever listens is on the same servers as whoever publishes, in the end."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while b"after" not in ear.heard:
+        with suppress(StoreUnavailable):
+            await asyncio.wait_for(shared.publish("lf:%t", b"after"), CALL_SECONDS)
+        assert time.monotonic() < deadline, "the listener was left behind"
+        await asyncio.sleep(0.1)

@@ -1,0 +1,309 @@
+"""API keys and admin tokens: their shape, what a typo does to them, and how they are recognised."""
+
+import copy
+import hmac
+import math
+import pickle
+import secrets
+from datetime import UTC, datetime, timedelta
+from hashlib import sha256
+from typing import Any
+
+import pytest
+from rich.pretty import pretty_repr
+
+from limitforge.catalog.credentials import (
+    ALPHABET,
+    CHECKSUM_LENGTH,
+    ID_LENGTH,
+    PREFIXES,
+    SECRET_LENGTH,
+    Credential,
+    Peppers,
+    fingerprint,
+    new_id,
+)
+from limitforge.catalog.model import Key, Secret, Token
+from limitforge.errors import InvalidInput, UnknownKey
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+MICROSECOND = timedelta(microseconds=1)
+FIRST, SECOND = "1:the first pepper of the tests", "2:the second pepper of the tests"
+
+
+def made(prefix: str = "lf_live_") -> Credential:
+    return Credential.make(prefix, new_id("key").removeprefix("key_"))
+
+
+def key_with(*kept: Secret, **fields: Any) -> Key:
+    return Key(id="key_x", tenant_id="ten_x", name="web", secrets=kept, **fields)
+
+
+# -- shape
+
+
+@pytest.mark.parametrize(("kind", "prefix"), [("live", "lf_live_"), ("test", "lf_test_"), ("admin", "lf_admin_")])
+def test_a_key_is_a_prefix_an_id_a_secret_and_a_checksum(kind: str, prefix: str) -> None:
+    credential = made(PREFIXES[kind])
+    assert credential.text.startswith(prefix + credential.id)
+    rest = credential.text.removeprefix(prefix)
+    assert len(rest) == ID_LENGTH + SECRET_LENGTH + CHECKSUM_LENGTH
+    assert set(rest) <= set(ALPHABET)
+    assert Credential.read(credential.text) == credential
+
+
+def test_a_secret_has_160_bits_or_more() -> None:
+    assert len(ALPHABET) == len(set(ALPHABET)) == 62
+    assert SECRET_LENGTH * math.log2(len(ALPHABET)) >= 160
+    assert ID_LENGTH * math.log2(len(ALPHABET)) >= 90
+
+
+def test_secrets_come_from_the_systems_own_randomness(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One draw per character, each from the whole alphabet."""
+    drawn: list[str] = []
+
+    def choice(among: str) -> str:
+        drawn.append(among)
+        return among[len(drawn) % len(among)]
+
+    monkeypatch.setattr(secrets, "choice", choice)
+    Credential.make("lf_live_", "0" * ID_LENGTH)
+    assert drawn == SECRET_LENGTH * [ALPHABET]
+
+
+def test_no_two_are_alike() -> None:
+    texts = {made().text for _ in range(2_500)}
+    assert len(texts) == 2_500
+    parts = [text.removeprefix("lf_live_")[ID_LENGTH:-CHECKSUM_LENGTH] for text in texts]
+    assert all({part[at] for part in parts} == set(ALPHABET) for at in range(SECRET_LENGTH))
+
+
+# -- typos
+
+
+def is_refused(text: Any) -> bool:
+    try:
+        Credential.read(text)
+    except UnknownKey:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("prefix", PREFIXES.values())
+def test_a_wrong_character_anywhere_is_refused(prefix: str) -> None:
+    text = made(prefix).text
+    for at, right in enumerate(text):
+        for wrong in (*ALPHABET, "_", "-", " ", "é", "\0"):
+            if wrong != right:
+                assert is_refused(text[:at] + wrong + text[at + 1 :]), (text, at, wrong)
+
+
+def test_swapped_neighbours_are_refused() -> None:
+    for _ in range(50):
+        text = made().text
+        for at in range(len(text) - 1):
+            if text[at] != text[at + 1]:
+                assert is_refused(text[:at] + text[at + 1] + text[at] + text[at + 2 :]), (text, at)
+
+
+def test_a_missing_or_an_extra_character_is_refused() -> None:
+    text = made().text
+    for at in range(len(text) + 1):
+        assert is_refused(text[:at] + text[at + 1 :] if at < len(text) else "")
+        assert all(is_refused(text[:at] + extra + text[at:]) for extra in ("a", "0", " ", "\n"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "lf_live_", "lf_admin_", "x" * 10_000_000, "\ud800" * 58, "sk_live_" + "0" * 50, None, 5, b"lf_live_", []],
+)
+def test_what_is_no_key_at_all_is_refused(text: Any) -> None:
+    assert is_refused(text)
+
+
+def test_a_test_key_can_not_be_passed_off_as_a_live_one() -> None:
+    text = made("lf_test_").text
+    assert is_refused(text.replace("lf_test_", "lf_live_"))
+    assert is_refused(text.replace("lf_test_", "lf_admin_"))
+
+
+# -- what leaves a credential
+
+
+def test_the_text_of_a_credential_is_shown_only_to_who_asks_for_it() -> None:
+    credential = made()
+    secret = credential.text.removeprefix("lf_live_" + credential.id)
+    for shown in (repr(credential), str(credential), f"{credential}", repr([credential]), pretty_repr(credential)):
+        assert credential.id in shown
+        assert secret not in shown
+    assert secret not in repr(UnknownKey(credential))
+
+
+def test_a_pepper_is_not_shown() -> None:
+    peppers = Peppers.parse(f"{FIRST},{SECOND}")
+    for shown in (repr(peppers), str(peppers), pretty_repr(peppers), repr({"peppers": peppers})):
+        assert "pepper of the tests" not in shown
+        assert "[1, 2]" in shown
+
+
+def test_a_fingerprint_tells_no_text() -> None:
+    text = made().text
+    assert fingerprint(text) == sha256(text.encode()).digest()
+    assert fingerprint("\udcff") != fingerprint("\udcfe")
+
+
+# -- recognising
+
+
+def test_what_is_kept_is_an_hmac_of_the_whole_text_under_the_newest_pepper() -> None:
+    credential = made()
+    kept = Peppers.parse(f"{SECOND},{FIRST}").seal(credential)
+    assert kept.pepper == 2
+    assert kept.hash == hmac.new(SECOND[2:].encode(), credential.text.encode(), "sha256").hexdigest()
+    assert kept.expires_at is None
+
+
+def test_a_key_is_recognised_by_its_secret_and_by_no_other() -> None:
+    peppers = Peppers.parse(FIRST)
+    credential, other = made(), made()
+    key = key_with(peppers.seal(credential))
+    assert peppers.identify(credential, key, NOW) is key
+    with pytest.raises(UnknownKey):
+        peppers.identify(other, key, NOW)
+    with pytest.raises(UnknownKey):
+        peppers.identify(credential, None, NOW)
+    with pytest.raises(UnknownKey):
+        peppers.identify(credential, key_with(), NOW)
+
+
+def test_a_new_pepper_makes_and_the_old_one_still_recognises() -> None:
+    before, after, later = Peppers.parse(FIRST), Peppers.parse(f"{FIRST},{SECOND}"), Peppers.parse(SECOND)
+    old, new = made(), made()
+    of_old, of_new = key_with(before.seal(old)), key_with(after.seal(new))
+    assert [key.secrets[0].pepper for key in (of_old, of_new)] == [1, 2]
+    assert after.identify(old, of_old, NOW) is of_old
+    assert after.identify(new, of_new, NOW) is of_new
+    assert later.identify(new, of_new, NOW) is of_new
+    with pytest.raises(UnknownKey):
+        later.identify(old, of_old, NOW)
+    with pytest.raises(UnknownKey):
+        before.identify(new, of_new, NOW)
+
+
+def test_another_pepper_of_the_same_version_recognises_nothing() -> None:
+    credential = made()
+    key = key_with(Peppers.parse(FIRST).seal(credential))
+    with pytest.raises(UnknownKey):
+        Peppers.parse("1:quite another pepper").identify(credential, key, NOW)
+
+
+def test_hashes_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    peppers = Peppers.parse(FIRST)
+    credential, other = made(), made()
+    key = key_with(peppers.seal(other), peppers.seal(credential))
+    compared: list[tuple[Any, Any]] = []
+    compare = hmac.compare_digest
+
+    def watched(one: Any, another: Any) -> bool:
+        compared.append((one, another))
+        return compare(one, another)
+
+    monkeypatch.setattr(hmac, "compare_digest", watched)
+    peppers.identify(credential, key, NOW)
+    assert [kept for _, kept in compared] == [secret.hash for secret in key.secrets]
+
+
+@pytest.mark.parametrize("holder", ["key", "secret"])
+def test_a_key_or_secret_is_good_until_exactly_its_end(holder: str) -> None:
+    peppers = Peppers.parse(FIRST)
+    credential = made()
+    ends = NOW + timedelta(hours=1)
+    if holder == "key":
+        key = key_with(peppers.seal(credential), expires_at=ends)
+    else:
+        key = key_with(peppers.seal(credential, ends))
+    for now in (NOW, ends - MICROSECOND):
+        assert peppers.identify(credential, key, now) is key
+    for now in (ends, ends + MICROSECOND, ends + timedelta(days=1)):
+        with pytest.raises(UnknownKey):
+            peppers.identify(credential, key, now)
+
+
+def test_a_disabled_key_is_recognised_and_it_is_for_others_to_refuse_it() -> None:
+    """Whoever has a disabled key is told so (403); whoever guesses is told nothing (401)."""
+    peppers = Peppers.parse(FIRST)
+    credential = made()
+    key = key_with(peppers.seal(credential), disabled=True)
+    assert peppers.identify(credential, key, NOW) is key
+
+
+def test_wrong_expired_and_gone_are_told_alike() -> None:
+    peppers = Peppers.parse(FIRST)
+    credential, other = made(), made()
+    told = set()
+    for key in (None, key_with(), key_with(peppers.seal(other)), key_with(peppers.seal(credential), expires_at=NOW)):
+        with pytest.raises(UnknownKey) as refused:
+            peppers.identify(credential, key, NOW)
+        told.add(str(refused.value))
+    assert len(told) == 1
+
+
+def test_a_token_is_recognised_as_a_key_is() -> None:
+    peppers = Peppers.parse(FIRST)
+    credential = made("lf_admin_")
+    token = Token(id="tok_x", name="ci", secrets=(peppers.seal(credential),), expires_at=NOW)
+    assert peppers.identify(credential, token, NOW - MICROSECOND) is token
+    with pytest.raises(UnknownKey):
+        peppers.identify(credential, token, NOW)
+
+
+# -- peppers
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        ",",
+        "a pepper without a version",
+        "1",
+        "1:",
+        ":a pepper without a version",
+        "0:version 0 is not above 0",
+        "-1:a version below 0 is not",
+        "1:short",
+        "one:a version that is no number",
+        "1:the same version twice,1:the same version twice",
+        "²:a version that is no ASCII",
+        "1.5:a version that is not whole",
+        f"{2**31}:a version that no column can hold",
+        f"{'9' * 5_000}:a version that is absurd",
+        "1:" + "\udcff" * 32,
+    ],
+    ids=lambda text: text[:24],
+)
+def test_peppers_that_make_no_sense_are_refused(text: str) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        Peppers.parse(text)
+    assert refused.value.field == "peppers"
+    assert "pepper" not in refused.value.problem.replace("peppers", "")  # it does not quote them
+
+
+def test_a_pepper_may_hold_colons() -> None:
+    credential = made()
+    kept = Peppers.parse("3:with:colons:in:it, 2:another pepper of it").seal(credential)
+    assert kept.pepper == 3
+    assert kept.hash == hmac.new(b"with:colons:in:it", credential.text.encode(), "sha256").hexdigest()
+
+
+def test_a_generated_pepper_can_be_used() -> None:
+    first, second = Peppers.generate(), Peppers.generate()
+    assert first != second
+    assert Peppers.parse(first).newest == 1
+    assert (len(first) - 2) * math.log2(62) > 250
+
+
+def test_a_credential_survives_a_copy() -> None:
+    credential = made()
+    assert copy.deepcopy(credential) == credential
+    assert pickle.loads(pickle.dumps(credential)) == credential  # noqa: S301

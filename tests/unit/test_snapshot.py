@@ -1,0 +1,303 @@
+"""Which limits apply: the plans that join, in which place and mode, and what else a policy says."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+
+from limitforge import Decision, SyncLimiter
+from limitforge.catalog.model import OPERATOR, Plan, Policy, Tenant, TenantConfig, build
+from limitforge.catalog.snapshot import MAX_SELECTIONS, Selection, Snapshot
+from limitforge.core.keys import Place
+from limitforge.core.limits import Mode
+from limitforge.errors import NotFound
+
+MODES = (Mode.OFF, Mode.MONITOR, Mode.ON)
+
+
+def plan(name: str, limit: int = 10, *, limit_name: str | None = None, tenant_id: str = "acme", **fields: Any) -> Plan:
+    """A plan whose id is its name, with one limit called like it."""
+    window = {"algorithm": "fixed_window", "name": limit_name or name, "limit": limit, "window_seconds": 60, **fields}
+    return Plan(id=name, tenant_id=tenant_id, name=name, limits=(window,))
+
+
+def policy(resource: str = "*", plan_id: str = "special", **fields: Any) -> Policy:
+    own = {"id": f"pol {resource}", "tenant_id": "acme", "resource": resource, "plan_id": plan_id}
+    return build(Policy, {**own, **fields})
+
+
+PLANS = (plan("default"), plan("keys"), plan("special"), plan("asked"), plan("candidate"))
+
+
+def snapshot(
+    *policies: Policy,
+    tenant: dict[str, Any] | None = None,
+    operator: dict[str, Any] | None = None,
+    plans: tuple[Plan, ...] = PLANS,
+    everyone: Plan | None = None,
+) -> Snapshot:
+    everyone = everyone or plan("everyone", tenant_id=OPERATOR)
+    return Snapshot(
+        TenantConfig(build(Tenant, {"id": "acme", "name": "acme", **(tenant or {})}), plans, policies),
+        TenantConfig(build(Tenant, {"id": OPERATOR, "name": OPERATOR, **(operator or {})}), (everyone,), ()),
+    )
+
+
+def joined(selection: Selection) -> list[tuple[Place, str]]:
+    return [(place, plan.name) for place, plan in selection.plans]
+
+
+def decided(selection: Selection) -> Decision:
+    limiter = SyncLimiter.connect("memory://")
+    try:
+        return limiter.check("r", "s", limits=selection.limits)
+    finally:
+        limiter.close()
+
+
+# -- which plans
+
+
+@pytest.mark.parametrize(("above", "default", "of_key", "of_policy", "asked"), list(product([False, True], repeat=5)))
+def test_which_plans_join(above: bool, default: bool, of_key: bool, of_policy: bool, asked: bool) -> None:
+    """The operator's, the tenant's (the key's own, else the default) and the policy's; one that the check asks for
+    replaces the last two.
+    """
+    shot = snapshot(
+        *([policy()] if of_policy else []),
+        tenant={"default_plan_id": "default" if default else None},
+        operator={"default_plan_id": "everyone" if above else None},
+    )
+    selection = shot.select("GET:/orders", "keys" if of_key else None, "asked" if asked else None)
+    expected: list[tuple[Place, str]] = [(Place.OPERATOR, "everyone")] if above else []
+    if asked:
+        expected.append((Place.POLICY, "asked"))
+    else:
+        if of_key or default:
+            expected.append((Place.TENANT, "keys" if of_key else "default"))
+        if of_policy:
+            expected.append((Place.POLICY, "special"))
+    assert joined(selection) == expected
+    rules = selection.limits.plan("P0").rules
+    assert [(rule.place, rule.limit.name) for rule in rules] == [(place.value, name) for place, name in expected]
+    assert list(decided(selection).limits) == [name for _, name in expected]
+    assert selection.is_matched is bool(expected)
+    assert (selection.policy is not None) == of_policy
+
+
+def test_nothing_that_applies_is_allowed_and_unmatched() -> None:
+    selection = snapshot(policy("GET:/orders")).select("GET:/other")
+    assert (selection.is_matched, selection.policy, selection.mode) == (False, None, Mode.ON)
+    decision = decided(selection)
+    assert (decision.allowed, decision.limits, decision.binding) == (True, {}, None)
+
+
+def test_the_most_specific_policy_applies_and_no_other() -> None:
+    shot = snapshot(
+        policy("*", "default"), policy("GET:*", "keys"), policy("GET:/orders/{id}", "special"), policy("login", "asked")
+    )
+    for resource, name in (
+        ("POST:/x", "default"),
+        ("GET:/x", "keys"),
+        ("GET:/orders/7", "special"),
+        ("login", "asked"),
+    ):
+        assert joined(shot.select(resource)) == [(Place.POLICY, name)]
+
+
+@pytest.mark.parametrize("plan_id", ["none", "", "everyone", "globexs", "x" * 100_000, "\0"])
+def test_a_plan_that_is_not_the_tenants_is_not_found(plan_id: str) -> None:
+    """Not even the operator's, which is there to be joined and not to be asked for."""
+    shot = snapshot(policy(), operator={"default_plan_id": "everyone"})
+    for _ in range(2):
+        with pytest.raises(NotFound, match=r"^plan_id: this tenant has no plan") as refused:
+            shot.select("GET:/orders", None, plan_id)
+        assert len(str(refused.value)) < 200
+
+
+def test_a_key_whose_plan_is_not_known_here_yet_has_the_default() -> None:
+    """The key may be newer than the snapshot."""
+    shot = snapshot(tenant={"default_plan_id": "default"})
+    assert joined(shot.select("r", "brand-new")) == [(Place.TENANT, "default")]
+
+
+# -- modes
+
+
+@pytest.mark.parametrize(("fleet", "own"), list(product(MODES, MODES)))
+def test_a_limit_has_the_weakest_of_the_modes_that_are_for_it(fleet: Mode, own: Mode) -> None:
+    """The fleet's and its own; the tenant's, but not for the operator's limits; the policy's, for its plan alone."""
+    plans = tuple(plan(name, 0, mode=own) for name in ("default", "special"))
+    for tenants, of_policy in product(MODES, MODES):
+        shot = snapshot(
+            policy(mode=of_policy),
+            tenant={"default_plan_id": "default", "mode": tenants},
+            operator={"default_plan_id": "everyone", "mode": fleet},
+            plans=plans,
+            everyone=plan("everyone", 0, tenant_id=OPERATOR, mode=own),
+        )
+        expected = {
+            "everyone": min(fleet, own, key=MODES.index),
+            "default": min(fleet, own, tenants, key=MODES.index),
+            "special": min(fleet, own, tenants, of_policy, key=MODES.index),
+        }
+        decision = decided(shot.select("r"))
+        there = {name: mode for name, mode in expected.items() if mode is not Mode.OFF}
+        found = {name: Mode.MONITOR if told.monitored else Mode.ON for name, told in decision.limits.items()}
+        assert found == there, (tenants, of_policy)
+        assert decision.allowed is (Mode.ON not in there.values())
+        assert set(decision.would_deny) == {name for name, mode in there.items() if mode is Mode.MONITOR}
+
+
+@pytest.mark.parametrize("fleet", MODES)
+def test_a_plan_that_was_asked_for_has_no_mode_of_a_policy(fleet: Mode) -> None:
+    for tenants in MODES:
+        shot = snapshot(policy(mode="off"), tenant={"mode": tenants}, operator={"mode": fleet})
+        weakest = min(fleet, tenants, key=MODES.index)
+        decision = decided(shot.select("r", None, "asked"))
+        assert list(decision.limits) == ([] if weakest is Mode.OFF else ["asked"])
+        assert shot.select("r", None, "asked").mode is weakest
+
+
+@pytest.mark.parametrize(
+    ("fleet", "tenants", "of_policy", "plans", "told"),
+    [
+        ("on", "on", "on", "all", "on"),
+        ("off", "on", "on", "all", "off"),  # the kill switch
+        ("monitor", "on", "on", "all", "monitor"),
+        ("monitor", "off", "on", "all", "monitor"),  # the operator's limits are monitored
+        ("on", "off", "on", "all", "on"),  # and here enforced
+        ("on", "off", "on", "own", "off"),
+        ("on", "monitor", "on", "own", "monitor"),
+        ("on", "monitor", "off", "own", "monitor"),
+        ("on", "on", "off", "own", "on"),  # the tenant's default still decides
+        ("on", "on", "off", "policys", "off"),
+        ("on", "on", "monitor", "policys", "monitor"),
+        ("on", "monitor", "on", "none", "monitor"),
+        ("off", "on", "on", "none", "off"),
+    ],
+)
+def test_a_selection_is_off_or_monitored_if_all_of_it_is(
+    fleet: str, tenants: str, of_policy: str, plans: str, told: str
+) -> None:
+    shot = snapshot(
+        *([policy(mode=of_policy)] if plans in ("all", "own", "policys") else []),
+        tenant={"default_plan_id": "default" if plans in ("all", "own") else None, "mode": tenants},
+        operator={"default_plan_id": "everyone" if plans == "all" else None, "mode": fleet},
+    )
+    assert shot.select("r").mode == told
+
+
+def test_the_kill_switch_reaches_every_limit() -> None:
+    shot = snapshot(
+        policy(shadow_plan_id="candidate"),
+        tenant={"default_plan_id": "default"},
+        operator={"default_plan_id": "everyone"},
+        plans=tuple(plan(each.name, 0) for each in PLANS),
+        everyone=plan("everyone", 0, tenant_id=OPERATOR),
+    )
+    assert not decided(shot.select("r")).allowed
+    for mode, names in ((Mode.MONITOR, ["everyone", "default", "special"]), (Mode.OFF, [])):
+        operator = Tenant(id=OPERATOR, name=OPERATOR, mode=mode, default_plan_id="everyone")
+        switched = shot.under(TenantConfig(operator, shot.operator.plans, ()))
+        decision = decided(switched.select("r"))
+        assert (decision.allowed, list(decision.limits), list(decision.would_deny)) == (True, names, names)
+        assert switched.select("r").mode is mode
+        assert (switched.select("r").shadow is None) == (mode is Mode.OFF)
+        assert not decided(shot.select("r")).allowed  # what a check under way holds stays as it was
+
+
+# -- failure, priority, template, shadow
+
+
+@pytest.mark.parametrize("field", ["failure", "priority"])
+def test_what_a_policy_says_beats_what_its_tenant_says(field: str) -> None:
+    first, second = ("closed", "local") if field == "failure" else ("P1", "P3")
+    for of_policy, tenants, told in (
+        (first, second, first),
+        (None, second, second),
+        (first, None, first),
+        (None, None, None),
+    ):
+        says: dict[str, Any] = {field: of_policy}
+        shot = snapshot(policy("GET:*", **says), tenant={field: tenants})
+        assert getattr(shot.select("GET:/x"), field) == told
+        assert getattr(shot.select("POST:/x"), field) == tenants
+
+
+def test_each_of_them_beats_by_itself() -> None:
+    selection = snapshot(policy(failure="open"), tenant={"failure": "closed", "priority": "P2"}).select("r")
+    assert (selection.failure, selection.priority) == ("open", "P2")
+
+
+@pytest.mark.parametrize(
+    ("resource", "asked", "template"),
+    [
+        ("GET:/orders/{id}", "GET:/orders/1", "GET:/orders/{id}"),
+        ("GET:/orders/{id}/lines/{line}", "GET:/orders/1/lines/2", "GET:/orders/{id}/lines/{line}"),
+        ("GET:/orders/{id}", "GET:/orders/{order}", "GET:/orders/{id}"),
+        ("GET:/orders", "GET:/orders", None),
+        ("GET:/files/*", "GET:/files/a/b", None),
+        ("GET:/files/{owner}/*", "GET:/files/me/b", None),
+        ("GET:*", "GET:/orders", None),
+        ("*", "GET:/orders", None),
+        ("login", "login", None),
+    ],
+)
+def test_resources_of_one_template_are_counted_as_one(resource: str, asked: str, template: str | None) -> None:
+    assert snapshot(policy(resource)).select(asked).template == template
+
+
+def test_without_a_policy_there_is_no_template() -> None:
+    assert snapshot(tenant={"default_plan_id": "default"}).select("GET:/orders/{id}").template is None
+
+
+def test_a_shadow_plan_is_judged_beside_unless_something_above_it_is_off() -> None:
+    for fleet, tenants, of_policy in product(MODES, MODES, MODES):
+        shot = snapshot(
+            policy(mode=of_policy, shadow_plan_id="candidate"), tenant={"mode": tenants}, operator={"mode": fleet}
+        )
+        shadow = shot.select("r").shadow
+        assert (shadow is None) == (Mode.OFF in (fleet, tenants, of_policy))
+        if shadow is not None:
+            assert [limit.name for limit in shadow] == ["candidate"]
+    assert snapshot(policy()).select("r").shadow is None
+    assert snapshot(policy("GET:*", shadow_plan_id="candidate")).select("POST:/x").shadow is None
+
+
+# -- made once
+
+
+def test_a_selection_is_made_once_for_all_that_is_decided_alike() -> None:
+    shot = snapshot(policy("GET:/orders/{id}"), tenant={"default_plan_id": "default"})
+    first = shot.select("GET:/orders/1")
+    assert shot.select("GET:/orders/2") is first
+    assert shot.select("GET:/orders/2", "keys") is not first
+    assert shot.select("GET:/orders/2", None, "asked") is not first
+    assert shot.select("GET:/other") is not first
+    assert shot.select("GET:/other") is shot.select("GET:/another")
+
+
+def test_the_number_of_selections_is_bounded() -> None:
+    shot = snapshot(tenant={"default_plan_id": "default"})
+    for number in range(MAX_SELECTIONS + 100):
+        shot.select("r", f"unknown-{number}")
+        assert len(shot._selections) <= MAX_SELECTIONS
+    assert joined(shot.select("r")) == [(Place.TENANT, "default")]
+
+
+def test_snapshots_of_equal_configurations_are_equal() -> None:
+    one, other = snapshot(policy()), snapshot(policy())
+    assert one == other
+    assert one != snapshot(policy(mode="off"))
+    assert one != snapshot(policy(), operator={"mode": "off"})
+    assert one != object()
+    one.select("r")
+    assert one == other
+
+
+def test_the_headers_are_those_of_the_limits_that_decide() -> None:
+    shot = snapshot(policy(), tenant={"default_plan_id": "default"}, operator={"default_plan_id": "everyone"})
+    selection = shot.select("r")
+    headers = b"".join(value for _, value in selection.headers.fields(decided(selection)))
+    assert all(name.encode() in headers for name in ("everyone", "default", "special"))
