@@ -1,0 +1,454 @@
+"""A file applied to the catalog: what it changes, that it does so at once or not at all, and what it tells of it."""
+
+from datetime import timedelta
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from limitforge import ManualClock
+from limitforge.catalog import document
+from limitforge.catalog.apply import apply, preview
+from limitforge.catalog.catalog import Catalog
+from limitforge.catalog.changes import Change, as_json, counts, describe
+from limitforge.catalog.credentials import Credential
+from limitforge.catalog.export import export
+from limitforge.catalog.model import OPERATOR, Key, Override, Plan, Policy, Tenant, at_time
+from limitforge.catalog.queries import Announcement
+from limitforge.errors import InvalidFile, InvalidInput, NotFound
+from tests.catalog.making import MINUTE_US, audit_of, new_customer, new_key, new_override, new_tenant, state, update
+from tests.catalog.test_document import SAMPLE
+
+ACTOR = "test:bob"
+HASH = "0" * 62 + "%02x"
+
+
+async def applied(catalog: Catalog, text: str, **options: Any) -> list[Change]:
+    now = at_time(catalog.clock.now_us())
+    wanted, source = document.read(dedent(text).encode(), "plans.yaml", now)
+    return await apply(catalog, wanted, ACTOR, source=source, **options)
+
+
+async def planned(catalog: Catalog, text: str, **options: Any) -> list[str]:
+    now = at_time(catalog.clock.now_us())
+    wanted, source = document.read(dedent(text).encode(), "plans.yaml", now)
+    return list(describe(await preview(catalog, wanted, source=source, **options)))
+
+
+async def refused(catalog: Catalog, text: str, **options: Any) -> list[str]:
+    """What is told, after nothing was done."""
+    before = await state(catalog.database)
+    with pytest.raises(InvalidFile) as error:
+        await applied(catalog, text, **options)
+    assert await state(catalog.database) == before
+    return str(error.value).splitlines()
+
+
+async def exported(catalog: Catalog) -> str:
+    return document.dump(await export(catalog))
+
+
+# --- What it changes -------------------------------------------------------------------------------------------------
+
+
+async def test_a_file_with_one_of_everything_is_what_is_exported_again(catalog: Catalog) -> None:
+    await applied(catalog, SAMPLE.read_text())
+    now = at_time(catalog.clock.now_us())
+    wanted, _ = document.read(SAMPLE.read_bytes(), "sample.yaml", now)
+    found = await export(catalog)
+    assert found.operator is not None
+    assert wanted.operator is not None
+    assert (found.operator.plan, found.operator.time_zone) == ("fleet", "America/New_York")
+    assert sorted(map(repr, found.operator.plans or ())) == sorted(map(repr, wanted.operator.plans or ()))
+    by_name = {each.name: each for each in found.tenants or ()}
+    acme, empty, _ = wanted.tenants or ()
+    assert by_name["empty"] == empty
+    assert document.dump(await export(catalog, tenant="left-alone")).splitlines()[1] == "  - name: left-alone"
+    for section in ("plans", "policies", "keys", "overrides"):
+        ours, theirs = getattr(acme, section), getattr(by_name["acme"], section)
+        assert sorted(map(repr, ours)) == sorted(map(repr, theirs))
+
+
+async def test_applied_twice_it_changes_nothing_the_second_time(catalog: Catalog) -> None:
+    assert await applied(catalog, SAMPLE.read_text())
+    before = await state(catalog.database)
+    assert await applied(catalog, SAMPLE.read_text()) == []
+    assert await applied(catalog, await exported(catalog), prune=True) == []
+    assert await state(catalog.database) == before
+
+
+async def test_what_is_left_out_is_left_alone(catalog: Catalog) -> None:
+    customer = await new_customer(catalog)
+    await new_tenant(catalog, "other")
+    before = await export(catalog)
+    await applied(catalog, "tenants: [{name: acme, default_plan: free, mode: monitor}]")
+    after = await export(catalog)
+    assert after.operator == before.operator
+    assert (await catalog.get(Tenant, customer.tenant.id)).mode == "monitor"
+    for was, is_now in zip(before.tenants or (), after.tenants or (), strict=True):
+        assert (was.plans, was.policies, was.keys, was.overrides) == (
+            is_now.plans,
+            is_now.policies,
+            is_now.keys,
+            is_now.overrides,
+        )
+
+
+async def test_a_list_that_is_there_is_the_whole_truth(catalog: Catalog) -> None:
+    customer = await new_customer(catalog)
+    await applied(catalog, "tenants: [{name: acme, plans: [], policies: [], keys: [], overrides: []}]")
+    (tenant,) = (await export(catalog)).tenants or ()
+    assert (tenant.plans, tenant.policies, tenant.keys, tenant.overrides) == ((), (), (), ())
+    assert (await catalog.get(Tenant, customer.tenant.id)).default_plan_id is None
+
+
+async def test_a_plain_field_that_is_absent_has_its_default(catalog: Catalog) -> None:
+    tenant = await new_tenant(catalog, mode="off", time_zone="Europe/Berlin", failure="closed", lanes=4, suspended=True)
+    await applied(catalog, "tenants: [{name: acme}]")
+    after = await catalog.get(Tenant, tenant.id)
+    assert (after.mode, after.time_zone, after.failure, after.lanes, after.suspended) == ("on", "UTC", None, 1, False)
+
+
+async def test_tenants_that_are_not_named_go_only_if_they_are_pruned(catalog: Catalog) -> None:
+    await new_customer(catalog, "acme")
+    await new_customer(catalog, "bolt")
+    assert await applied(catalog, "tenants: [{name: acme, default_plan: free}]") == []
+    (change,) = await applied(catalog, "tenants: [{name: acme, default_plan: free}]", prune=True)
+    assert (change.action, change.title) == ("delete", "tenant bolt")
+    assert [each.name for each in (await export(catalog)).tenants or ()] == ["acme"]
+
+
+async def test_a_file_without_tenants_prunes_none(catalog: Catalog) -> None:
+    await new_tenant(catalog)
+    with pytest.raises(InvalidInput, match="tenants: must be there for the others to be pruned"):
+        await applied(catalog, "operator: {}", prune=True)
+
+
+async def test_a_changed_plan_gets_one_version_and_keeps_its_id(catalog: Catalog) -> None:
+    customer = await new_customer(catalog)
+    text = "tenants: [{name: acme, default_plan: free, plans: [{name: free, limits: burst=%d/minute}]}]"
+    await applied(catalog, text % 200)
+    await applied(catalog, text % 200)
+    plan = await catalog.get(Plan, customer.plan.id)
+    assert (plan.version, plan.limits[0]["limit"]) == (2, 200)
+    assert [row["version"] for row in await catalog.history(plan.id)] == [2, 1]
+
+
+async def test_a_plan_is_written_before_what_needs_it_and_deleted_after(catalog: Catalog) -> None:
+    await new_customer(catalog)
+    (key,) = await catalog.every(Key, (await catalog.named(Tenant, "acme")).id)
+    await applied(
+        catalog,
+        f"""
+        tenants:
+          - name: acme
+            default_plan: new
+            plans: [{{name: new, limits: burst=1/second}}]
+            policies: [{{resource: "GET:/orders/{{order}}", plan: new, shadow_plan: new}}]
+            keys: [{{id: {key.id}, name: web, plan: new}}]
+        """,
+    )
+    plan = await catalog.named(Plan, "new")
+    (policy,) = await catalog.every(Policy, plan.tenant_id)
+    assert (policy.resource, policy.plan_id, policy.shadow_plan_id) == ("GET:/orders/{order}", plan.id, plan.id)
+    assert (await catalog.get(Key, key.id)).plan_id == plan.id
+    assert [each.name for each in await catalog.every(Plan, plan.tenant_id)] == ["new"]
+
+
+async def test_what_is_not_changed_is_not_touched(catalog: Catalog) -> None:
+    customer = await new_customer(catalog)
+    text = (await exported(catalog)).replace("name: web", "name: site")
+    await applied(catalog, text)
+    for before in (customer.tenant, customer.plan, customer.policy, customer.override):
+        after = await catalog.get(type(before), before.id)
+        assert (after.version, after.updated_at) == (before.version, before.updated_at)
+    assert (await catalog.get(Key, customer.key.id)).version == customer.key.version + 1
+
+
+async def test_the_operator_is_applied_as_a_tenant_is(catalog: Catalog) -> None:
+    await applied(
+        catalog, "operator: {plan: a, mode: monitor, plans: [{name: a, limits: 1/s}, {name: b, limits: 2/s}]}"
+    )
+    await applied(catalog, "operator: {plan: b, plans: [{name: b, limits: 2/s}]}")
+    operator = await catalog.get(Tenant, OPERATOR)
+    plan = await catalog.named(Plan, "b", tenant_id=OPERATOR)
+    assert (operator.mode, operator.default_plan_id) == ("on", plan.id)
+    await applied(catalog, "operator: {mode: off}")
+    operator = await catalog.get(Tenant, OPERATOR)
+    assert (operator.mode, operator.default_plan_id) == ("off", None)
+    assert len(await catalog.every(Plan, OPERATOR)) == 1
+
+
+async def test_overrides_that_have_expired_are_neither_set_nor_kept(catalog: Catalog, clock: ManualClock) -> None:
+    customer = await new_customer(catalog)
+    over = (at_time(clock.now_us()) - timedelta(seconds=1)).isoformat()
+    one = f"{{subject: old, limits: {{x: blocked}}, expires_at: {over}}}"
+    changes = await applied(catalog, f"tenants: [{{name: acme, default_plan: free, overrides: [{one}]}}]")
+    assert [change.title for change in changes] == ["tenant acme / override user:42 on *"]
+    assert await catalog.every(Override, customer.tenant.id) == []
+
+
+async def test_an_override_may_take_the_place_of_one_that_has_expired(catalog: Catalog, clock: ManualClock) -> None:
+    customer = await new_customer(catalog)
+    clock.advance_us(120 * MINUTE_US)
+    until = (at_time(clock.now_us()) + timedelta(hours=1)).isoformat()
+    one = f"{{subject: 'user:42', limits: {{burst: blocked}}, expires_at: {until}, reason: again}}"
+    (change,) = await applied(catalog, f"tenants: [{{name: acme, default_plan: free, overrides: [{one}]}}]")
+    assert change.action == "create"
+    (override,) = await catalog.every(Override, customer.tenant.id)
+    assert (override.limits, override.reason, override.set_by) == ({"burst": "blocked"}, "again", ACTOR)
+
+
+async def test_a_key_without_secrets_keeps_its_own(catalog: Catalog) -> None:
+    customer = await new_customer(catalog)
+    await applied(
+        catalog, f"tenants: [{{name: acme, default_plan: free, keys: [{{id: {customer.key.id}, name: new}}]}}]"
+    )
+    key = await catalog.get(Key, customer.key.id)
+    assert (key.name, key.secrets) == ("new", customer.key.secrets)
+
+
+async def test_a_key_of_another_database_works_here(catalog: Catalog) -> None:
+    tenant = await new_tenant(catalog)
+    key, credential = await new_key(catalog, tenant.id)
+    text = await exported(catalog)
+    async with catalog.edit(ACTOR) as edit:
+        await edit.delete(Tenant, tenant.id)
+    await applied(catalog, text)
+    assert catalog.peppers is not None
+    found = await catalog.get(Key, key.id)
+    catalog.peppers.identify(Credential.read(credential.text), found, at_time(catalog.clock.now_us()))
+
+
+async def test_a_key_goes_to_the_tenant_that_replaces_its_own(catalog: Catalog) -> None:
+    await new_customer(catalog, "acme")
+    text = (await exported(catalog)).replace("name: acme", "name: acme-2")
+    await applied(catalog, text, prune=True)
+    (tenant,) = (await export(catalog)).tenants or ()
+    assert (tenant.name, len(tenant.keys or ())) == ("acme-2", 1)
+
+
+async def test_others_hear_of_each_tenant_once_with_all_that_has_changed(catalog: Catalog) -> None:
+    heard: list[Announcement] = []
+
+    async def changed(announcements: Any) -> None:
+        heard.extend(announcements)
+
+    customer = await new_customer(catalog)
+    other = await new_tenant(catalog, "other")
+    catalog.changed = changed
+    await applied(
+        catalog,
+        f"""
+        tenants:
+          - name: acme
+            default_plan: free
+            keys: [{{id: key_0123456789abcdef, name: a, secrets: [{{hash: {HASH % 1}, pepper: 1}}]}}]
+            overrides: []
+          - {{name: other, mode: off}}
+        """,
+    )
+    told = {each.tenant_id: each for each in heard}
+    assert len(heard) == len(told) == 2
+    acme = told[customer.tenant.id]
+    assert (acme.config, acme.overrides, acme.keys, acme.gone) == (
+        False,
+        True,
+        ("key_0123456789abcdef",),
+        (customer.key.id,),
+    )
+    assert told[other.id].config
+    assert (await catalog.get(Tenant, other.id)).revision == told[other.id].revision
+
+
+async def test_every_change_is_in_the_audit_log_without_hashes(catalog: Catalog) -> None:
+    await applied(catalog, SAMPLE.read_text())
+    entries = await audit_of(catalog)
+    assert {entry.actor for entry in entries} == {ACTOR}
+    actions = [entry.action for entry in entries]
+    assert (actions.count("tenant.create"), actions.count("plan.create"), actions.count("override.create")) == (3, 5, 2)
+    assert "00aa" not in repr(entries)
+    created = next(entry for entry in entries if entry.action == "tenant.create" and entry.after["name"] == "acme")  # type: ignore[index]
+    assert created.after is not None
+    assert created.after["default_plan_id"].startswith("pla_")
+
+
+# --- What is refused -------------------------------------------------------------------------------------------------
+
+
+async def test_a_plan_that_is_in_neither_the_file_nor_the_catalog_is_refused(catalog: Catalog) -> None:
+    await new_customer(catalog)
+    told = await refused(
+        catalog,
+        """\
+        tenants:
+          - name: acme
+            default_plan: nope
+            policies:
+              - {resource: "*", plan: free}
+              - {resource: "POST:*", plan: nope}
+          - name: fresh
+            default_plan: free
+        """,
+    )
+    assert told == [
+        "plans.yaml:3: tenants[0].default_plan: there is no plan 'nope' here; there are free",
+        "plans.yaml:6: tenants[0].policies[1].plan: there is no plan 'nope' here; there are free",
+        "plans.yaml:8: tenants[1].default_plan: there is no plan 'free' here; there are none",
+    ]
+
+
+async def test_a_plan_that_others_use_who_are_left_alone_can_not_go(catalog: Catalog) -> None:
+    await new_customer(catalog)
+    told = await refused(catalog, "tenants:\n  - name: acme\n    plans: []\n")
+    assert [line.partition("plan free is missing, and ")[2] for line in told] == [
+        "policy GET:/orders/{id}, which this file leaves alone, uses it",
+        "key web, which this file leaves alone, uses it",
+    ]
+    assert all(line.startswith("plans.yaml:3: tenants[0].plans: ") for line in told)
+
+
+async def test_an_override_must_fit_the_plans_that_are_there(catalog: Catalog) -> None:
+    await new_customer(catalog)
+    over = "{subject: a, limits: {%s: blocked}, expires_at: 2030-01-01T00:00:00Z}"
+    await applied(catalog, f"tenants: [{{name: acme, default_plan: free, overrides: [{over % 'burst'}]}}]")
+    (told,) = await refused(catalog, f"tenants: [{{name: acme, default_plan: free, overrides: [{over % 'other'}]}}]")
+    assert "tenants[0].overrides[0].limits.other: no plan of this tenant has a limit of that name" in told
+
+
+async def test_a_new_key_needs_its_secrets(catalog: Catalog) -> None:
+    (told,) = await refused(catalog, "tenants: [{name: acme, keys: [{id: key_0123456789abcdef, name: a}]}]")
+    assert told.startswith("plans.yaml:1: tenants[0].keys[0].secrets: is required for a key that is not there yet")
+
+
+async def test_a_key_of_another_tenant_is_refused(catalog: Catalog) -> None:
+    customer = await new_customer(catalog)
+    one = f"keys: [{{id: {customer.key.id}, name: a, secrets: [{{hash: {HASH % 1}, pepper: 1}}]}}]"
+    (told,) = await refused(catalog, f"tenants: [{{name: other, {one}}}]")
+    assert told == "plans.yaml:1: tenants[0].keys[0].id: is that of another tenant's key"
+    (told,) = await refused(catalog, f"tenants: [{{name: acme, default_plan: free}}, {{name: other, {one}}}]")
+    assert told == "plans.yaml:1: tenants[1].keys[0].id: is that of another tenant's key"
+
+
+async def test_a_key_can_not_change_its_type(catalog: Catalog) -> None:
+    customer = await new_customer(catalog)
+    (told,) = await refused(
+        catalog,
+        f"tenants: [{{name: acme, default_plan: free, keys: [{{id: {customer.key.id}, name: web, type: test}}]}}]",
+    )
+    assert told.endswith("keys[0].type: of this key is live, and can't be changed: make another key")
+
+
+async def test_a_document_that_was_not_read_from_a_file_is_refused_by_its_fields(catalog: Catalog) -> None:
+    now = at_time(catalog.clock.now_us())
+    wanted, _ = document.read(b"tenants: [{name: acme, default_plan: a}]", "plans.yaml", now)
+    with pytest.raises(InvalidFile, match=r"configuration: tenants\[0\].default_plan: there is no plan 'a' here"):
+        await apply(catalog, wanted, ACTOR)
+
+
+async def test_only_a_tenant_that_is_there_is_exported(catalog: Catalog) -> None:
+    await new_customer(catalog)
+    await new_tenant(catalog, "other")
+    found = await export(catalog, tenant="acme")
+    assert (found.operator, [each.name for each in found.tenants or ()]) == (None, ["acme"])
+    with pytest.raises(NotFound):
+        await export(catalog, tenant="nobody")
+
+
+# --- What it tells ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_plan_of_changes_is_what_a_person_reads(catalog: Catalog) -> None:
+    customer = await new_customer(catalog)
+    before = await state(catalog.database)
+    lines = await planned(
+        catalog,
+        f"""
+        operator: {{mode: monitor}}
+        tenants:
+          - name: acme
+            mode: off
+            default_plan: free
+            plans:
+              - name: free
+                limits: [{{name: burst, algorithm: sliding_window_counter, limit: 200, window_seconds: 60}},
+                         {{name: daily, algorithm: quota, limit: 1000, period: day}}]
+            policies: []
+            keys:
+              - id: {customer.key.id}
+                name: site
+                scopes: [check]
+                plan: free
+                secrets: [{{hash: {HASH % 7}, pepper: 1}}]
+            overrides:
+              - {{subject: "a\\nb", limits: {{burst: unlimited}}, expires_at: 2030-01-01T00:00:00Z, reason: why not}}
+          - name: fresh
+        """,
+    )
+    assert lines == [
+        "~ operator",
+        "    mode: on -> monitor",
+        "~ tenant acme",
+        "    mode: on -> off",
+        "~ tenant acme / plan free",
+        "    limits.burst.limit: 100 -> 200",
+        "  + limits.daily.algorithm: quota",
+        "  + limits.daily.limit: 1000",
+        "  + limits.daily.period: day",
+        "- tenant acme / policy GET:/orders/{id}",
+        f"~ tenant acme / key site ({customer.key.id})",
+        "    name: web -> site",
+        "    scopes: check, usage -> check",
+        "    secrets: 1 under pepper 1 -> others",
+        '+ tenant acme / override "a\\nb on *"',
+        "    limits.burst: unlimited",
+        "    expires_at: 2030-01-01T00:00:00Z",
+        "    reason: why not",
+        "- tenant acme / override user:42 on *",
+        "+ tenant fresh",
+    ]
+    assert await state(catalog.database) == before
+
+
+async def test_hashes_are_never_told(catalog: Catalog) -> None:
+    changes = await applied(catalog, SAMPLE.read_text())
+    assert "00aa" not in "\n".join(describe(changes))
+    assert "00aa" not in repr(as_json(changes))
+    assert counts(changes) == (13, 1, 0)
+
+
+async def test_limits_in_another_order_are_a_change(catalog: Catalog) -> None:
+    await applied(catalog, "tenants: [{name: a, plans: [{name: p, limits: x=1/s; y=2/s}]}]")
+    assert await planned(catalog, "tenants: [{name: a, plans: [{name: p, limits: y=2/s; x=1/s}]}]") == [
+        "~ tenant a / plan p",
+        "    limits: x, y -> y, x",
+    ]
+
+
+# --- Export ----------------------------------------------------------------------------------------------------------
+
+
+async def test_an_override_that_means_nothing_any_more_is_not_exported_and_goes_when_all_is_told(
+    catalog: Catalog,
+) -> None:
+    customer = await new_customer(catalog)
+    limits = {"burst": {"limit": 5}, "extra": "blocked"}
+    await update(catalog, customer.plan, {"limits": "burst=100/minute; extra=5/minute"})
+    await new_override(catalog, customer.tenant.id, "user:7", limits=limits)
+    await update(catalog, await catalog.get(Plan, customer.plan.id), {"limits": "extra=5/minute"})
+    (tenant,) = (await export(catalog)).tenants or ()
+    assert [(each.subject, each.limits) for each in tenant.overrides or ()] == [("user:7", {"extra": "blocked"})]
+    text = await exported(catalog)
+    assert counts(await applied(catalog, text)) == (0, 1, 1)
+    assert await applied(catalog, text) == []
+
+
+async def test_an_old_secret_that_has_expired_is_not_exported(catalog: Catalog, clock: ManualClock) -> None:
+    customer = await new_customer(catalog)
+    async with catalog.edit(ACTOR) as edit:
+        await edit.rotate_key(customer.key.id, 60)
+    text = await exported(catalog)
+    assert text.count("hash:") == 2
+    clock.advance_us(2 * MINUTE_US)
+    assert (await exported(catalog)).count("hash:") == 1
+    assert await applied(catalog, text) == []

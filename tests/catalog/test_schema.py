@@ -1,0 +1,127 @@
+"""The JSON Schema of the file: it takes what is read, refuses what can be told to be wrong, and says what is what."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+import pytest
+from jsonschema import Draft202012Validator, FormatChecker
+
+from limitforge.catalog import document, markup
+from limitforge.catalog.apply import apply
+from limitforge.catalog.catalog import Catalog
+from limitforge.catalog.export import export
+from limitforge.catalog.model import at_time
+from limitforge.catalog.schema import schema
+from limitforge.catalog.specs import Document, KeySpec, OperatorSpec, OverrideSpec, PolicySpec, SecretSpec, TenantSpec
+from limitforge.core.limits import ALGORITHMS
+from limitforge.errors import InvalidInput
+from tests.catalog.making import new_customer
+from tests.catalog.test_document import NOW, SAMPLE
+
+VALIDATOR = Draft202012Validator(schema(), format_checker=FormatChecker())
+
+
+def problems(text: str) -> list[str]:
+    value = markup.read(text.encode(), "plans.yaml").root.value
+    return [f"{'.'.join(map(str, error.absolute_path))}: {error.message}" for error in VALIDATOR.iter_errors(value)]
+
+
+def test_it_is_a_schema() -> None:
+    Draft202012Validator.check_schema(schema())
+    assert schema()["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+
+
+def test_it_takes_one_of_everything() -> None:
+    assert problems(SAMPLE.read_text()) == []
+
+
+def test_it_takes_what_is_dumped() -> None:
+    found, _ = document.read(SAMPLE.read_bytes(), "sample.yaml", NOW)
+    assert problems(document.dump(found)) == []
+
+
+async def test_it_takes_what_is_exported(catalog: Catalog) -> None:
+    found, source = document.read(SAMPLE.read_bytes(), "sample.yaml", at_time(catalog.clock.now_us()))
+    await apply(catalog, found, "test", source=source)
+    await new_customer(catalog, "other")
+    assert problems(document.dump(await export(catalog))) == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        "mode: maybe",
+        "mode: true",
+        "failure: raise",
+        "priority: P9",
+        "lanes: {count: 0}",
+        "unknown: 1",
+        "plans: {}",
+        "plans: null",
+        "plans: [{name: a b, limits: 1/s}]",
+        "plans: [{name: a}]",
+        "plans: [{name: a, limits: 5}]",
+        "plans: [{name: a, limits: [{algorithm: magic}]}]",
+        "plans: [{name: a, limits: [{algorithm: token_bucket, refill_rate_per_sec: 5}]}]",
+        "plans: [{name: a, limits: [{algorithm: fixed_window, bucket_capacity: 5}]}]",
+        "plans: [{name: a, limits: [{algorithm: fixed_window, limit: -5, window_seconds: 1}]}]",
+        "plans: [{name: a, algorithm: concurrency, max_concurrent: 5, lease_ttl_seconds: 1, consistency: local}]",
+        "plans: [{name: a, limits: [{algorithm: quota, limit: 5, period: eon}]}]",
+        "plans: [{name: a, limits: [{algorithm: quota, limit: 5, period: day, shares: {P0: 50}}]}]",
+        "plans: [{name: a, algorithm: quota, limit: 5, period: day, limits: 1/s}]",
+        "policies: [{resource: '*'}]",
+        "keys: [{id: web, name: a}]",
+        "keys: [{id: key_0123456789abcdef, name: a, scopes: []}]",
+        "keys: [{id: key_0123456789abcdef, name: a, scopes: [check, check]}]",
+        "keys: [{id: key_0123456789abcdef, name: a, secrets: [{hash: x, pepper: 1}]}]",
+        "overrides: [{subject: a, limits: {x: free}, expires_at: 2030-01-01T00:00:00Z}]",
+        "overrides: [{subject: a, limits: {x: {limt: 1}}, expires_at: 2030-01-01T00:00:00Z}]",
+        "overrides: [{subject: a, limits: {x: blocked}}]",
+    ],
+)
+def test_it_refuses_what_a_reader_refuses(fields: str) -> None:
+    text = f"tenants: [{{name: acme, {fields}}}]"
+    assert problems(text)
+    if "x: free" not in fields and "limt" not in fields:  # which only their plans could tell
+        with pytest.raises(InvalidInput):
+            document.read(text.encode(), "plans.yaml", NOW)
+
+
+def test_it_knows_every_field_of_every_limit_and_spec() -> None:
+    definitions = schema()["$defs"]
+    for algorithm, kind in ALGORITHMS.items():
+        known = set(definitions[f"limit.{algorithm}"]["properties"])
+        assert known >= {"algorithm", *(field.name for field in fields(kind) if field.init)}
+    for spec, name in (
+        (TenantSpec, "tenant"),
+        (OperatorSpec, "operator"),
+        (PolicySpec, "policy"),
+        (KeySpec, "key"),
+        (SecretSpec, "secret"),
+        (OverrideSpec, "override"),
+    ):
+        assert set(definitions[name]["properties"]) == {field.name for field in msgspec.structs.fields(spec)}
+    assert set(schema()["properties"]) == set(Document.__struct_fields__)
+
+
+def test_every_field_says_what_it_is_for() -> None:
+    def silent(value: Any, path: str) -> Iterator[str]:
+        if isinstance(value, dict):
+            for name, each in value.get("properties", {}).items():
+                if "description" not in each and "shares" not in path:
+                    yield f"{path}.{name}"
+            for name, each in value.items():
+                yield from silent(each, f"{path}.{name}")
+        elif isinstance(value, list):
+            for each in value:
+                yield from silent(each, path)
+
+    assert list(silent(schema(), "")) == []
+
+
+def test_nothing_in_it_points_nowhere() -> None:
+    text = msgspec.json.encode(schema()).decode()
+    names = set(schema()["$defs"])
+    assert {part.partition('"')[0] for part in text.split('"$ref":"#/$defs/')[1:]} <= names
