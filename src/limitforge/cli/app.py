@@ -1,17 +1,21 @@
 """The command line as a whole: its commands, its help, and how an error ends it."""
 
 import sys
+from importlib import import_module
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
 
 from limitforge.cli.burst import burst
+from limitforge.cli.looks import LOOKS
 from limitforge.cli.replay import replay
-from limitforge.errors import LimitforgeError, StoreError
+from limitforge.errors import CatalogUnavailable, LimitforgeError, StoreError
 
 WRONG_INPUT = 2
-STORE_FAILED = 3
+UNAVAILABLE = 3
 
 HELP = """Rate limiting as a contract: what a caller may do now, what is left, and when to come back.
 
@@ -19,9 +23,41 @@ Examples:
 
   limitforge burst "100/minute" --requests 150 --rate 50/s
   limitforge replay limits.json --store redis://localhost:6379/0
+  limitforge tenants create acme
+  limitforge apply plans.yaml --dry-run
 
 Each command says more with --help.
 """
+
+# Of the extra `service`.
+SERVICE_COMMANDS = {
+    "demo": "Run the service with a tenant to try.",
+    "serve": "Run the service.",
+    "settings": "Show what the service is told.",
+}
+# Of the extra `catalog`. All of these are imported only when their command is run, since they bring in a lot.
+GROUPS = {
+    "tenants": "Whose traffic is limited.",
+    "plans": "Named sets of limits, and their history.",
+    "policies": "Which plan applies to which resources.",
+    "keys": "API keys: what callers show.",
+    "overrides": "Other numbers for one subject, for a while.",
+    "operator": "What holds above all tenants.",
+    "tokens": "Admin tokens: who may change the catalog.",
+    "audit": "Who changed what, and when.",
+    "db": "The catalog's database and its schema.",
+}
+FILE_COMMANDS = {
+    "apply": "Bring the catalog to what a file says.",
+    "diff": "Tell what apply would change.",
+    "export": "Print the catalog as such a file.",
+    "schema": "Print the JSON Schema of such files.",
+}
+MODULES = {"demo": "demo", "serve": "serve", "settings": "serve"} | dict.fromkeys(FILE_COMMANDS, "config")
+PACKAGES = {
+    "catalog": ("sqlalchemy", "alembic", "aiosqlite", "asyncpg", "greenlet", "yaml"),
+    "service": ("uvicorn", "httptools", "fastapi", "starlette", "pydantic", "fastapi_swagger"),
+}
 
 
 def run() -> None:
@@ -30,22 +66,44 @@ def run() -> None:
         build()(prog_name="limitforge")
     except LimitforgeError as error:
         print(f"Error: {error}", file=sys.stderr)
-        raise SystemExit(STORE_FAILED if isinstance(error, StoreError) else WRONG_INPUT) from None
+        is_away = isinstance(error, StoreError | CatalogUnavailable)
+        raise SystemExit(UNAVAILABLE if is_away else WRONG_INPUT) from None
+    except ModuleNotFoundError as missing:
+        package = (missing.name or "").partition(".")[0]
+        extra = next((extra for extra, packages in PACKAGES.items() if package in packages), None)
+        if extra is None:
+            raise
+        print(f"This command needs a few more packages: pip install 'limitforge[{extra}]'", file=sys.stderr)
+        raise SystemExit(WRONG_INPUT) from None
 
 
 def build() -> typer.Typer:
-    app = typer.Typer(
-        help=HELP,
-        no_args_is_help=True,
-        add_completion=False,
-        rich_markup_mode="rich",
-        pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )
+    app = typer.Typer(cls=_Commands, help=HELP, no_args_is_help=True, **LOOKS)
     app.callback()(_options)
-    app.command()(burst)
-    app.command()(replay)
+    app.command(rich_help_panel="Limits")(burst)
+    app.command(rich_help_panel="Limits")(replay)
     return app
+
+
+class _Commands(TyperGroup):
+    """All commands; those of the catalog stand here by name until one of them is run."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        panels = {"Service": SERVICE_COMMANDS, "Catalog": GROUPS, "Configuration as a file": FILE_COMMANDS}
+        for panel, listed in panels.items():
+            for name, said in listed.items():
+                self.add_command(TyperCommand(name=name, help=said, callback=None, rich_help_panel=panel))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0]
+        if name in GROUPS:
+            self.add_command(get_command(import_module(f"limitforge.cli.{name}").app), name)
+        elif name in MODULES:
+            single = typer.Typer(**LOOKS)
+            single.command(name)(getattr(import_module(f"limitforge.cli.{MODULES[name]}"), name))
+            self.add_command(get_command(single), name)
+        return super().resolve_command(ctx, args)
 
 
 def _show_version(asked: bool) -> None:

@@ -1,0 +1,107 @@
+"""What the commands print: tables for people, one JSON value for programs. Names from outside are never markup."""
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from limitforge.catalog.model import OPERATOR, plain
+
+PIPED_WIDTH = 10_000  # what is piped is not wrapped: each entry stays on its line
+
+
+def console() -> Console:
+    made = Console(highlight=False, markup=False, soft_wrap=False)
+    return made if made.is_terminal else Console(highlight=False, markup=False, width=PIPED_WIDTH)
+
+
+def print_json(value: Any, *, indent: int = 0) -> None:
+    encoded = msgspec.json.encode(value)
+    if indent:
+        encoded = msgspec.json.format(encoded, indent=indent)
+    sys.stdout.buffer.write(encoded + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], nothing: str) -> None:
+    """`nothing` is said, beside the table's place, where there are no rows."""
+    listed = list(rows)
+    if not listed:
+        print(nothing, file=sys.stderr)
+        return
+    screen = console()
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_edge=False)
+    for name in columns:
+        table.add_column(Text(name), overflow="fold")
+    for row in listed:
+        table.add_row(*(Text(words(each)) for each in row))
+    _print(screen, table)
+
+
+def print_fields(fields: Mapping[str, Any]) -> None:
+    """One thing, a field to a line; what is nothing is left out."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False, show_edge=False)
+    table.add_column(overflow="fold", style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in fields.items():
+        if value not in (None, "", {}, [], ()):
+            table.add_row(Text(name.replace("_", " ")), Text(words(value)))
+    _print(console(), table)
+
+
+def print_lines(lines: Iterable[str], colours: Mapping[str, str]) -> None:
+    """As they are; on a terminal coloured by how they start."""
+    screen = console()
+    for line in lines:
+        style = next((colour for start, colour in colours.items() if line.startswith(start)), "")
+        screen.print(Text(line, style=style), soft_wrap=True)
+
+
+def words(value: Any) -> str:
+    """A value on one line. What a terminal would obey is shown instead."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, datetime):
+        return value.strftime("%Y-%m-%d %H:%M:%S")
+    if isinstance(value, str):
+        return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in value)
+    if isinstance(value, list | tuple) and all(isinstance(each, str) for each in value):
+        return words(", ".join(value))
+    if isinstance(value, dict | list | tuple):
+        return words(msgspec.json.encode(value).decode())
+    return str(value)
+
+
+def _print(screen: Console, table: Table) -> None:
+    """Without the blanks that fill lines up, which only matter on a terminal."""
+    if screen.is_terminal:
+        screen.print(table)
+        return
+    with screen.capture() as captured:
+        screen.print(table)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def print_done(what: str, entity: Any, *, as_json: bool) -> None:
+    """What was done to an entity; for programs, the entity itself."""
+    if as_json:
+        print_json(plain(entity))
+    else:
+        called = entity.resource if entity.kind == "policy" else entity.name
+        is_operator = entity.id == OPERATOR
+        print(f"{what} the operator." if is_operator else f"{what} {entity.kind} {words(called)} ({entity.id}).")
+
+
+def print_secret(entity: Any, secret: str, *, as_json: bool) -> None:
+    """A new key or token: the only time that it is seen."""
+    if as_json:
+        print_json({**plain(entity), entity.kind: secret})
+        return
+    print(f"The {entity.kind} {words(entity.name)} ({entity.id}). It is shown this once: keep it.\n\n  {secret}\n")

@@ -1,0 +1,200 @@
+"""`limitforge plans`: named sets of limits, and their history."""
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from limitforge.catalog.catalog import Catalog
+from limitforge.catalog.database import DEFAULT_URL
+from limitforge.catalog.model import Plan, plain
+from limitforge.cli.looks import group
+from limitforge.cli.naming import Names, everything, find, find_tenant
+from limitforge.cli.options import AsJson, DatabaseUrl, OfOwner, Owner, actor, in_catalog
+from limitforge.cli.output import print_done, print_fields, print_json, print_table
+from limitforge.errors import InvalidInput
+
+HELP = """Plans: named sets of limits. Every change is a new version, and the old ones stay.
+
+Limits are text such as "100/minute; 10/second", or JSON: a list of limits,
+each with its fields, or the fields of the only one.
+
+Examples:
+  limitforge plans create free --tenant acme --limits "100/minute; 1000/hour"
+  limitforge plans update free --tenant acme --limits "200/minute"
+  limitforge plans history free --tenant acme
+  limitforge plans rollback free --tenant acme
+"""
+
+app = group(HELP)
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Its name or id.")]
+LIMITS = 'Text such as "100/minute; 10/second", or JSON.'
+
+
+@app.command("list")
+def list_all(tenant: OfOwner = None, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """List plans with their limits."""
+
+    async def work(catalog: Catalog) -> None:
+        found = await everything(catalog, Plan, tenant)
+        if as_json:
+            print_json([plain(each) for each in found])
+            return
+        names = await Names.of(catalog, found)
+        rows = [(each.name, names[each.tenant_id], each.version, in_words(each.limits), each.id) for each in found]
+        print_table(("NAME", "TENANT", "VERSION", "LIMITS", "ID"), rows, "There are no plans yet.")
+
+    in_catalog(database, work)
+
+
+@app.command()
+def show(name: Name, tenant: OfOwner = None, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Show one plan with all fields of its limits."""
+
+    async def work(catalog: Catalog) -> None:
+        plan = await find(catalog, Plan, name, tenant)
+        if as_json:
+            print_json(plain(plan))
+            return
+        names = await Names.of(catalog, [plan])
+        fields: dict[str, Any] = {"name": plan.name, "id": plan.id, "tenant": names[plan.tenant_id]}
+        for limit in plan.limits:
+            numbers = {field: value for field, value in limit.items() if field != "name"}
+            fields[f"limit {limit['name']}"] = ", ".join(
+                f"{field} {_number(value)}" for field, value in numbers.items()
+            )
+        print_fields({**fields, "version": plan.version, "created": plan.created_at, "updated": plan.updated_at})
+
+    in_catalog(database, work)
+
+
+@app.command()
+def create(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="1 to 64 letters, digits or -_./ characters.")],
+    tenant: Owner,
+    limits: Annotated[str, typer.Option(metavar="LIMITS", help=LIMITS)],
+    database: DatabaseUrl = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Create a plan."""
+
+    async def work(catalog: Catalog) -> Plan:
+        owner = await find_tenant(catalog, tenant)
+        async with catalog.edit(actor()) as edit:
+            return await edit.create(Plan, {"tenant_id": owner.id, "name": name, **_limits(limits)})
+
+    print_done("Created", in_catalog(database, work), as_json=as_json)
+
+
+@app.command()
+def update(
+    name: Name,
+    tenant: OfOwner = None,
+    limits: Annotated[str | None, typer.Option(metavar="LIMITS", help=LIMITS)] = None,
+    new_name: Annotated[
+        str | None, typer.Option("--name", metavar="NEW", help="What it is called from now on.")
+    ] = None,
+    database: DatabaseUrl = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Change a plan: all of its limits at once, or its name."""
+
+    async def work(catalog: Catalog) -> Plan:
+        plan = await find(catalog, Plan, name, tenant)
+        changes = {} if limits is None else _limits(limits)
+        if changes and "limits" not in changes:
+            changes = {"limits": [{"name": plan.name, **changes}]}
+        async with catalog.edit(actor()) as edit:
+            return await edit.update(Plan, plan.id, changes if new_name is None else {**changes, "name": new_name})
+
+    print_done("Changed", in_catalog(database, work), as_json=as_json)
+
+
+@app.command()
+def history(name: Name, tenant: OfOwner = None, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """List the versions of a plan, the newest first."""
+
+    async def work(catalog: Catalog) -> None:
+        plan = await find(catalog, Plan, name, tenant)
+        found = await catalog.history(plan.id)
+        if as_json:
+            print_json(found)
+            return
+        rows = [(each["version"], each["created_at"], each["created_by"], in_words(each["limits"])) for each in found]
+        print_table(("VERSION", "SINCE", "BY", "LIMITS"), rows, "There are no versions.")
+
+    in_catalog(database, work)
+
+
+@app.command()
+def rollback(
+    name: Name,
+    tenant: OfOwner = None,
+    to: Annotated[int | None, typer.Option(metavar="N", help="A version; the one before, if none is named.")] = None,
+    database: DatabaseUrl = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Bring back the limits of an earlier version, as a new version."""
+
+    async def work(catalog: Catalog) -> Plan:
+        plan = await find(catalog, Plan, name, tenant)
+        async with catalog.edit(actor()) as edit:
+            return await edit.roll_back(plan.id, to)
+
+    print_done("Rolled back", in_catalog(database, work), as_json=as_json)
+
+
+@app.command()
+def delete(name: Name, tenant: OfOwner = None, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Delete a plan that nobody uses any more."""
+
+    async def work(catalog: Catalog) -> Plan:
+        plan = await find(catalog, Plan, name, tenant)
+        async with catalog.edit(actor()) as edit:
+            return await edit.delete(Plan, plan.id)
+
+    print_done("Deleted", in_catalog(database, work), as_json=as_json)
+
+
+def in_words(limits: Any) -> str:
+    """Limits in a few words each."""
+    return "; ".join(f"{limit['name']}: {_words(limit)}" for limit in limits)
+
+
+def _words(limit: Mapping[str, Any]) -> str:
+    match limit["algorithm"]:
+        case "token_bucket":
+            said = f"{_size(limit['bucket_capacity'])}, refilled {_number(limit.get('refill_rate_per_sec'))}/s"
+        case "leaky_bucket":
+            said = f"queue of {_size(limit['bucket_capacity'])}, {_number(limit.get('leak_rate_per_sec'))}/s"
+        case "concurrency":
+            said = f"{_size(limit['max_concurrent'])} at once"
+        case "quota":
+            said = f"{_size(limit['limit'])} a {limit['period']}"
+        case _:
+            said = f"{_size(limit['limit'])} in {_number(limit['window_seconds'])} s"
+    extra = [str(limit[field]) for field in ("scope", "mode") if field in limit]
+    return f"{said} ({', '.join(extra)})" if extra else said
+
+
+def _size(size: Any) -> str:
+    return "unlimited" if size is None else _number(size)
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _limits(text: str) -> dict[str, Any]:
+    """Fields of a plan: `limits`, or those of its only limit."""
+    if not text.lstrip().startswith(("[", "{")):
+        return {"limits": text}
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise InvalidInput("--limits", f"is not JSON: {error}") from None
+    return {"limits": found} if isinstance(found, list) else found

@@ -1,0 +1,426 @@
+"""The catalog's commands, as a user runs them: in a folder, with a SQLite file in it."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from limitforge.catalog.credentials import Credential
+from tests.cli.command import ENVIRONMENT, PROGRAM, SECONDS, Commands, limitforge
+
+PEPPERS = "1:a pepper that the tests alone know"
+NEXT_YEAR = (datetime.now(UTC) + timedelta(days=365)).isoformat()
+SECRET = re.compile(r"lf_(?:live|test|admin)_[0-9A-Za-z]{50}")
+
+
+class Shop:
+    """A folder where somebody works."""
+
+    def __init__(self, folder: Path, commands: Commands) -> None:
+        self.folder = folder
+        self._commands = commands
+
+    def run(self, *arguments: str, status: int = 0, given: bytes | None = None, **environment: str) -> str:
+        """What it prints, on stdout if all is well, and on stderr if not."""
+        done = self._commands.run(
+            *arguments,
+            given=given,
+            folder=self.folder,
+            LIMITFORGE_PEPPERS=PEPPERS,
+            LIMITFORGE_ACTOR="test:ann",
+            **environment,
+        )
+        assert done.returncode == status, done.stdout + done.stderr
+        return done.stdout if status in (0, 1) else done.stderr
+
+    def json(self, *arguments: str) -> Any:
+        return json.loads(self.run(*arguments, "--json"))
+
+    def write(self, text: str) -> str:
+        (self.folder / "plans.yaml").write_text(text)
+        return "plans.yaml"
+
+
+@pytest.fixture(scope="module")
+def commands() -> Iterator[Commands]:
+    with Commands() as commands:
+        yield commands
+
+
+@pytest.fixture
+def shop(tmp_path: Path, commands: Commands) -> Shop:
+    return Shop(tmp_path, commands)
+
+
+@pytest.fixture
+def acme(shop: Shop) -> Shop:
+    """With a tenant that has a plan, a policy and an override."""
+    shop.run(
+        "apply",
+        "-",
+        given=f"""
+tenants:
+  - name: acme
+    default_plan: free
+    plans: [{{name: free, limits: burst=100/minute}}, {{name: pro, limits: burst=1000/minute}}]
+    policies: [{{resource: "GET:/orders/{{id}}", plan: pro}}]
+    keys: []
+    overrides: [{{subject: "user:42", limits: {{burst: {{limit: 500}}}}, expires_at: {NEXT_YEAR}}}]
+""".encode(),
+    )
+    return shop
+
+
+# --- A tour ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_tenant_from_its_first_plan_to_its_end(shop: Shop) -> None:
+    assert re.fullmatch(
+        r"Created tenant acme \(ten_\w{16}\)\.\n", shop.run("tenants", "create", "acme", "--mode", "monitor")
+    )
+    shop.run("plans", "create", "free", "--tenant", "acme", "--limits", "100/minute; burst=token:10/second")
+    flat = '{"algorithm": "token_bucket", "bucket_capacity": 5, "refill_rate_per_sec": 2}'
+    shop.run("plans", "create", "pro", "--tenant", "acme", "--limits", flat)
+    shop.run(
+        "tenants", "update", "acme", "--default-plan", "free", "--failure", "closed", "--time-zone", "Europe/Berlin"
+    )
+    shown = shop.run("tenants", "show", "acme")
+    for line in ("default plan  free", "mode          monitor", "failure       closed", "time zone     Europe/Berlin"):
+        assert line in shown
+    shop.run("tenants", "update", "acme", "--failure", "none", "--mode", "on", "--name", "acme-2")
+    (tenant,) = shop.json("tenants", "list")
+    assert (tenant["name"], tenant["failure"], tenant["mode"]) == ("acme-2", None, "on")
+    shop.run("tenants", "suspend", "acme-2")
+    assert "suspended" in shop.run("tenants", "list")
+    shop.run("tenants", "resume", tenant["id"])
+    assert shop.json("tenants", "show", "acme-2")["suspended"] is False
+    assert "still in use by the tenant's default" in shop.run("plans", "delete", "free", status=2)
+    assert "--yes: is needed where nobody can be asked" in shop.run("tenants", "delete", "acme-2", status=2)
+    shop.run("tenants", "delete", "acme-2", "--yes")
+    assert shop.json("tenants", "list") == []
+    assert shop.run("tenants", "list") == ""
+
+
+def test_plans_have_a_history_and_a_way_back(acme: Shop) -> None:
+    acme.run("plans", "update", "free", "--tenant", "acme", "--limits", "burst=200/minute")
+    assert "200 in 60 s" in acme.run("plans", "list", "--tenant", "acme")
+    versions = acme.json("plans", "history", "free")
+    assert [(each["version"], each["created_by"]) for each in versions] == [(2, "test:ann"), (1, "test:ann")]
+    acme.run("plans", "rollback", "free")
+    assert acme.json("plans", "show", "free")["limits"][0]["limit"] == 100
+    acme.run("plans", "rollback", "free", "--to", "2")
+    assert (
+        acme.json("plans", "show", "free")["version"],
+        acme.json("plans", "show", "free")["limits"][0]["limit"],
+    ) == (4, 200)
+    assert "plan free has no version 9; it is at 4" in acme.run("plans", "rollback", "free", "--to", "9", status=2)
+    assert "limit burst  algorithm sliding_window_counter, limit 200" in acme.run("plans", "show", "free")
+
+
+def test_policies_say_which_plan_applies(acme: Shop) -> None:
+    acme.run(
+        "policies", "create", "POST:*", "--tenant", "acme", "--plan", "free", "--priority", "P1", "--shadow-plan", "pro"
+    )
+    acme.run(
+        "policies", "update", "POST:*", "--tenant", "acme", "--mode", "off", "--shadow-plan", "none", "--plan", "pro"
+    )
+    policy = acme.json("policies", "show", "POST:*")
+    assert (policy["mode"], policy["priority"], policy["shadow_plan_id"]) == ("off", "P1", None)
+    assert re.search(r"^POST:\*\s+acme\s+pro\s+off\s+-\s+P1\s+pol_", acme.run("policies", "list"), re.MULTILINE)
+    acme.run("policies", "delete", policy["id"])
+    assert [each["resource"] for each in acme.json("policies", "list")] == ["GET:/orders/{id}"]
+
+
+def test_a_key_is_printed_once(acme: Shop) -> None:
+    printed = acme.run(
+        "keys", "create", "web", "--tenant", "acme", "--plan", "pro", "--expires", "90d", "--metadata", '{"a": 1}'
+    )
+    assert "It is shown this once: keep it." in printed
+    (secret,) = SECRET.findall(printed)
+    rotated = acme.json("keys", "rotate", "web", "--grace", "24h")
+    assert SECRET.fullmatch(rotated["key"])
+    assert rotated["key"] != secret
+    assert Credential.read(rotated["key"]).id == Credential.read(secret).id
+    assert len(rotated["secrets"]) == 2
+    acme.run("keys", "disable", "web")
+    assert "disabled" in acme.run("keys", "list")
+    acme.run("keys", "enable", "web")
+    acme.run("keys", "update", "web", "--expires", "none", "--scope", "check", "--plan", "none", "--name", "site")
+    key = acme.json("keys", "show", "site")
+    assert (key["expires_at"], key["scopes"], key["plan_id"], key["metadata"]) == (None, ["check"], None, {"a": 1})
+    later = "".join(acme.run(*arguments) for arguments in (("keys", "show", "site"), ("audit", "list"), ("export",)))
+    later += json.dumps([acme.json("keys", "list"), acme.json("audit", "list")])
+    assert not SECRET.search(later)
+    assert '"hash"' not in later
+    acme.run("keys", "delete", "site")
+    assert acme.json("keys", "list") == []
+
+
+def test_a_key_for_a_file_needs_no_database(shop: Shop) -> None:
+    printed = shop.run("keys", "make", "--name", "web", "--type", "test")
+    (secret,) = SECRET.findall(printed)
+    assert secret.startswith("lf_test_")
+    lines = printed.partition("`keys` of its tenant:\n\n")[2]
+    assert list(shop.folder.iterdir()) == []
+    shop.write(f"tenants:\n  - name: acme\n    keys:\n{lines}")
+    shop.run("apply", "plans.yaml")
+    (key,) = shop.json("keys", "list")
+    assert (key["id"], key["type"]) == (f"key_{Credential.read(secret).id}", "test")
+    made = shop.json("keys", "make", "--name", "x")
+    assert made["entry"]["id"] == f"key_{Credential.read(made['key']).id}"
+
+
+def test_overrides_are_set_replaced_and_deleted(acme: Shop) -> None:
+    acme.run(
+        "overrides", "set", "user:7", "--tenant", "acme", "--limit", "burst=9", "--for", "1h30m", "--reason", "[red]why"
+    )
+    acme.run("overrides", "set", "user:7", "--tenant", "acme", "--limit", "burst=blocked", "--until", NEXT_YEAR)
+    override = acme.json("overrides", "show", "user:7", "--tenant", "acme")
+    assert (override["limits"], override["set_by"], override["version"]) == ({"burst": "blocked"}, "test:ann", 2)
+    fields = '{"burst": {"limit": 5, "window_seconds": 2}}'
+    acme.run(
+        "overrides", "set", "a\x1b[31mb", "--tenant", "acme", "--limits", fields, "--for", "1h", "--reason", "[red]why"
+    )
+    listed = acme.run("overrides", "list")
+    assert "burst: 5, window_seconds 2" in listed
+    assert "[red]why" in listed
+    assert "a\\x1b[31mb" in listed
+    assert "\x1b" not in listed
+    acme.run("overrides", "delete", "user:7", "--tenant", "acme")
+    assert "there is no override of 'user:7' on '*'" in acme.run(
+        "overrides", "delete", "user:7", "--tenant", "acme", status=2
+    )
+
+
+def test_admin_tokens_are_printed_once(acme: Shop) -> None:
+    (secret,) = SECRET.findall(
+        acme.run("tokens", "create", "ci", "--scope", "read", "--scope", "write", "--tenant", "acme")
+    )
+    assert secret.startswith("lf_admin_")
+    acme.run("tokens", "update", "ci", "--name", "deploy", "--expires", "7d")
+    assert re.search(r"deploy\s+read, write\s+acme", acme.run("tokens", "list"))
+    assert not SECRET.search(acme.run("tokens", "show", "deploy") + json.dumps(acme.json("tokens", "show", "deploy")))
+    acme.run("tokens", "delete", "deploy")
+    assert acme.json("tokens", "list") == []
+
+
+def test_the_operator_holds_above_all(shop: Shop) -> None:
+    shop.run("plans", "create", "fleet", "--tenant", "operator", "--limits", "10000/second")
+    assert shop.run("operator", "set", "--plan", "fleet", "--mode", "monitor") == "Changed the operator.\n"
+    assert re.search(r"mode\s+monitor\nplan\s+fleet", shop.run("operator", "show"))
+    assert shop.json("operator", "set", "--plan", "none")["default_plan_id"] is None
+
+
+def test_the_audit_log_tells_who_changed_what(acme: Shop) -> None:
+    acme.run("plans", "update", "free", "--limits", "burst=7/minute", "--tenant", "acme")
+    line = acme.run("audit", "list", "--limit", "1", "--tenant", "acme").splitlines()[1]
+    assert re.fullmatch(
+        r"\S+ \S+\s+test:ann\s+plan.update\s+free\s+"
+        r"burst.algorithm: sliding_window_counter -> sliding_window, burst.limit: 100 -> 7",
+        line,
+    )
+    (entry,) = acme.json("audit", "list", "--limit", "1")
+    assert (entry["actor"], entry["before"]["version"], entry["after"]["version"]) == ("test:ann", 1, 2)
+    assert acme.json("audit", "list", "--entity", entry["entity_id"])[0] == entry
+
+
+# --- Config as code --------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_tried_applied_and_then_the_same(acme: Shop) -> None:
+    acme.write(acme.run("export").replace("limit: 1000\n", "limit: 2000\n"))
+    difference = "~ tenant acme / plan pro\n    limits.burst.limit: 1000 -> 2000\n\n"
+    assert acme.run("diff", "plans.yaml", status=1) == f"{difference}0 to create, 1 to change, 0 to delete.\n"
+    assert acme.run("apply", "plans.yaml", "--dry-run") == f"{difference}0 to create, 1 to change, 0 to delete.\n"
+    assert acme.run("apply", "plans.yaml") == f"{difference}0 created, 1 changed, 0 deleted.\n"
+    assert acme.run("apply", "plans.yaml") == "Nothing to change.\n"
+    assert acme.run("diff", "plans.yaml") == "Nothing to change.\n"
+    assert acme.json("diff", "plans.yaml", "--prune") == {"applied": False, "changes": []}
+
+
+def test_an_export_makes_the_same_again_elsewhere(acme: Shop) -> None:
+    acme.run("keys", "create", "web", "--tenant", "acme")
+    text = acme.run("export")
+    acme.run("apply", "-", "--database", "sqlite:///other.db", given=text.encode())
+    assert acme.run("export", LIMITFORGE_DATABASE_URL="sqlite:///other.db") == text
+    assert json.loads(acme.run("export", "--tenant", "acme", "--json"))["tenants"][0]["name"] == "acme"
+
+
+def test_what_is_wrong_in_a_file_is_named_by_line_and_field(shop: Shop) -> None:
+    shop.write("tenants:\n  - name: acme\n    mode: maybe\n    plans:\n      - {name: a, limits: 5}\n")
+    assert shop.run("apply", "plans.yaml", status=2) == (
+        "Error: plans.yaml:3: tenants[0].mode: must be one of on, monitor, off, got 'maybe'\n"
+        "plans.yaml:5: tenants[0].plans[0].limits: must be a list of limits, or their text, got 5\n"
+    )
+    assert "nowhere.yaml: can't be read: No such file or directory" in shop.run("diff", "nowhere.yaml", status=2)
+
+
+def test_the_schema_is_printed(shop: Shop) -> None:
+    assert json.loads(shop.run("schema"))["$schema"].endswith("2020-12/schema")
+
+
+# --- What goes wrong -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (("tenants", "create", "a b"), 2, "name: must be 1 to 64 letters, digits or -_./ characters, got 'a b'"),
+        (("tenants", "show", "nobody"), 2, "there is no tenant 'nobody'"),
+        (("plans", "create", "a", "--tenant", "operator", "--limits", "5/eon"), 2, "expected a unit"),
+        (("plans", "create", "a", "--tenant", "operator", "--limits", "[1"), 2, "--limits: is not JSON"),
+        (("keys", "create", "a", "--tenant", "operator", "--expires", "soon"), 2, "--expires: must be a time such as"),
+        (("keys", "rotate", "a", "--grace", "soon"), 2, "--grace: must be a duration such as 90s, 15m, 24h or 7d"),
+        (("overrides", "set", "a", "--tenant", "operator", "--limit", "x=1"), 2, "--for: or --until is needed"),
+        (("overrides", "set", "a", "--tenant", "b", "--limit", "x", "--for", "1h"), 2, "--limit: must be a name, ="),
+        (("tenants", "list", "--database", "mysql://x"), 2, "database: must be a sqlite:// or postgresql:// URL"),
+        (("tenants", "list", "--database", "postgresql://127.0.0.1:1/x"), 3, "the database x at 127.0.0.1:1 can't"),
+        (("tenants", "list", "--database", "sqlite:////nowhere/at/all.db"), 3, "unable to open database file"),
+        (("db", "downgrade", "base"), 2, "--yes: is needed where nobody can be asked"),
+        (("db", "upgrade", "--database", "sqlite:///x.db", "--nope"), 2, "No such option"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_becomes_one_message_and_a_status(
+    shop: Shop, arguments: tuple[str, ...], status: int, message: str
+) -> None:
+    assert message in shop.run(*arguments, status=status)
+
+
+def test_without_peppers_it_says_how_to_come_by_some(shop: Shop) -> None:
+    done = limitforge("keys", "make", "--name", "web", folder=shop.folder)
+    assert done.returncode == 2
+    (line,) = re.findall(r"^  export LIMITFORGE_PEPPERS='(.*)'$", done.stderr, re.MULTILINE)
+    made = limitforge("keys", "make", "--name", "web", folder=shop.folder, LIMITFORGE_PEPPERS=line)
+    assert made.returncode == 0
+
+
+def test_a_name_that_several_have_needs_its_tenant(shop: Shop) -> None:
+    shop.run(
+        "apply",
+        "-",
+        given=b"tenants: [{name: a, plans: [{name: p, limits: 1/s}]}, {name: b, plans: [{name: p, limits: 2/s}]}]",
+    )
+    assert "2 plan entries are called p: say which by its id, or whose with --tenant" in shop.run(
+        "plans", "show", "p", status=2
+    )
+    assert shop.json("plans", "show", "p", "--tenant", "b")["limits"][0]["limit"] == 2
+
+
+def test_the_schema_of_the_database_goes_up_and_down(shop: Shop) -> None:
+    assert shop.json("db", "status")["schema"] is None
+    assert list(shop.folder.iterdir()) == []  # looking makes no file
+    newest = shop.json("db", "upgrade")["schema"]
+    assert f"{newest}, the newest" in shop.run("db", "status")
+    assert shop.json("db", "downgrade", "base", "--yes")["schema"] is None
+    assert "database: Can't locate revision" in shop.run("db", "downgrade", "9999", "--yes", status=2)
+
+
+def test_a_postgres_is_upgraded_by_hand(shop: Shop, postgres_url: str) -> None:
+    at = ("--database", postgres_url)
+    told = shop.run("tenants", "list", *at, status=2)
+    assert re.search(
+        r"the schema of test_\w+ at 127.0.0.1:\d+ is missing, and \d+ is needed: run `limitforge db upgrade`", told
+    )
+    shop.run("db", "upgrade", *at)
+    shop.run("apply", "-", *at, given=b"tenants: [{name: acme, plans: [{name: free, limits: 5/s}]}]")
+    assert "acme" in shop.run("tenants", "list", *at)
+    assert "name: acme" in shop.run("export", *at)
+
+
+def test_the_actor_is_the_user_if_nobody_else_is_named(shop: Shop) -> None:
+    limitforge("tenants", "create", "acme", folder=shop.folder, USER="ann", LOGNAME="ann")
+    assert [entry["actor"] for entry in shop.json("audit", "list")] == ["cli:ann"]
+
+
+@pytest.mark.parametrize("package", ["sqlalchemy", "yaml"])
+def test_without_the_catalogs_packages_it_says_how_to_get_them(package: str) -> None:
+    program = f"import sys; sys.modules[{package!r}] = None; sys.argv = ['limitforge', 'schema']; "
+    program += "from limitforge.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=ENVIRONMENT, timeout=SECONDS, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "This command needs a few more packages: pip install 'limitforge[catalog]'\n"
+
+
+def test_other_commands_start_without_the_catalogs_packages() -> None:
+    program = "import sys; sys.argv = ['limitforge', 'burst', '1/second', '--requests', '1', '--rate', 'max']\n"
+    program += "from limitforge.cli import main\ntry: main()\nexcept SystemExit: pass\n"
+    program += "print([name for name in ('sqlalchemy', 'alembic', 'yaml') if name in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=ENVIRONMENT, timeout=SECONDS, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+# --- For people ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("group", "example"),
+    [
+        ("tenants", "limitforge tenants update acme --default-plan free"),
+        ("plans", 'limitforge plans create free --tenant acme --limits "100/minute; 1000/hour"'),
+        ("policies", 'limitforge policies create "GET:/orders/{id}" --tenant acme --plan free'),
+        ("keys", "limitforge keys rotate web --tenant acme --grace 24h"),
+        ("overrides", "limitforge overrides set user:42 --tenant acme --limit burst=500 --for 24h"),
+        ("operator", "limitforge operator set --mode monitor"),
+        ("tokens", "limitforge tokens create dashboard"),
+        ("audit", "limitforge audit list --tenant acme"),
+        ("db", "limitforge db status"),
+        ("apply", "limitforge apply plans.yaml --dry-run"),
+        ("diff", "limitforge diff plans.yaml"),
+        ("export", "limitforge export > plans.yaml"),
+        ("schema", "limitforge schema > limitforge.schema.json"),
+    ],
+)
+def test_help_shows_examples_and_fits_a_terminal(shop: Shop, group: str, example: str) -> None:
+    lines = shop.run(group, "--help").splitlines()
+    assert example in [line.strip() for line in lines]
+    assert max(len(line) for line in lines) <= 80
+
+
+def on_a_terminal(folder: Path, *arguments: str, typed: str = "") -> tuple[int, str]:
+    """What a person sees, and the exit status."""
+    ours, theirs = pty.openpty()
+    environment = ENVIRONMENT | {"LIMITFORGE_ACTOR": "test:ann"}
+    with subprocess.Popen(
+        [PROGRAM, *arguments], stdin=theirs, stdout=theirs, stderr=theirs, cwd=folder, env=environment
+    ) as process:
+        os.close(theirs)
+        os.write(ours, typed.encode())
+        seen = b""
+        while True:
+            try:
+                seen += os.read(ours, 65_536)
+            except OSError:  # the other end is closed
+                break
+        status = process.wait(SECONDS)
+    os.close(ours)
+    return status, seen.decode()
+
+
+def test_tables_fit_a_terminal_and_what_is_piped_is_plain(acme: Shop) -> None:
+    _, seen = on_a_terminal(acme.folder, "plans", "list")
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", seen).replace("\r", "")
+    assert max(len(line) for line in plain.splitlines()) <= 80
+    assert "\x1b[1m" in seen
+    piped = acme.run("plans", "list")
+    assert "\x1b" not in piped
+    assert not any(line.endswith(" ") for line in piped.splitlines())
+
+
+@pytest.mark.parametrize(("typed", "status", "left"), [("n\n", 1, 1), ("y\n", 0, 0)])
+def test_a_tenant_is_deleted_only_if_the_answer_is_yes(acme: Shop, typed: str, status: int, left: int) -> None:
+    done, seen = on_a_terminal(acme.folder, "tenants", "delete", "acme", typed=typed)
+    assert done == status
+    assert "Delete tenant acme and all that is its own?" in seen
+    assert len(acme.json("tenants", "list")) == left
