@@ -90,6 +90,7 @@ class Limiter:
         costs: Mapping[str, int] | None = None,
         tenant: Name = DEFAULT_TENANT,
         priority: str = DEFAULT_PRIORITY,
+        shadow: LimitsLike | None = None,
         failure: Failure | FailureName | None = None,
     ) -> None:
         """`check` for a protocol on the running event loop: without a task or a future.
@@ -97,7 +98,7 @@ class Limiter:
         `answer` is called once, with the decision or with what was wrong, perhaps before this returns. What is wrong
         with the arguments is raised.
         """
-        check = check_of(self._keys, limits, resource, subject, cost, costs, tenant, priority)
+        check = check_of(self._keys, limits, resource, subject, cost, costs, tenant, priority, shadow)
         if failure is not None:
             check.failure = failure_of(failure)
         self._store.submit(check, answer)

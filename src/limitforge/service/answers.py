@@ -1,0 +1,131 @@
+"""What the service answers, before any door turns it into HTTP."""
+
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from limitforge.catalog.snapshot import Selection
+from limitforge.core.decision import Decision, LimitState
+from limitforge.core.headers import Header
+from limitforge.core.limits import Mode
+from limitforge.errors import LimitforgeError
+from limitforge.service.problems import PROBLEM_JSON, QUOTA_EXCEEDED, problem_of, type_of
+
+JSON = b"application/json"
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Answer(msgspec.Struct, gc=False):
+    """Status, content type, further header fields (names in lower case) and body."""
+
+    status: int
+    content_type: bytes
+    headers: list[Header]
+    body: bytes
+
+
+class DecisionBody(msgspec.Struct, gc=False):
+    """A decision on the wire: what says nothing is absent."""
+
+    allowed: bool
+    limit: int | UnsetType
+    remaining: int | UnsetType
+    reset_at: int | UnsetType
+    reset_after_ms: int | UnsetType
+    retry_after_ms: int | None
+    delay_ms: int | UnsetType
+    binding: str | UnsetType
+    limits: dict[str, LimitState]
+    would_deny: tuple[str, ...] | UnsetType = UNSET
+    degraded: str | UnsetType = UNSET
+    mode: str | UnsetType = UNSET
+    lease_id: str | UnsetType = UNSET
+    reservation_id: str | UnsetType = UNSET
+    shadow: "DecisionBody | UnsetType" = UNSET
+
+
+class DenialBody(DecisionBody, rename={"violated_policies": "violated-policies"}, gc=False, kw_only=True):
+    """The same as a problem document."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    code: str
+    violated_policies: list[str]
+
+
+def decided(decision: Decision, selection: Selection, lease_id: str | None, reservation_id: str | None) -> Answer:
+    """The answer to a check that was decided."""
+    headers = selection.headers.fields(decision)
+    if decision.allowed:
+        return Answer(200, JSON, headers, _encode(body_of(decision, selection, lease_id, reservation_id)))
+    plain = msgspec.structs.asdict(body_of(decision, selection, None, None))
+    if decision.degraded == "closed":
+        return Answer(503, PROBLEM_JSON, headers, _encode(_closed(plain)))
+    return Answer(429, PROBLEM_JSON, headers, _encode(_denied(decision, plain)))
+
+
+def body_of(decision: Decision, selection: Selection, lease_id: str | None, reservation_id: str | None) -> DecisionBody:
+    limit, binding, delay_ms = decision.limit, decision.binding, decision.delay_ms
+    body = DecisionBody(
+        decision.allowed,
+        UNSET if limit is None else limit,
+        UNSET if decision.remaining is None else decision.remaining,
+        UNSET if decision.reset_at is None else decision.reset_at,
+        UNSET if decision.reset_after_ms is None else decision.reset_after_ms,
+        decision.retry_after_ms,
+        UNSET if delay_ms is None else delay_ms,
+        UNSET if binding is None else binding,
+        decision.limits,
+    )
+    if decision.would_deny:
+        body.would_deny = decision.would_deny
+    if decision.degraded is not None:
+        body.degraded = decision.degraded
+    if selection.mode is not Mode.ON:
+        body.mode = selection.mode.value
+    if lease_id is not None:
+        body.lease_id = lease_id
+    if reservation_id is not None:
+        body.reservation_id = reservation_id
+    if decision.shadow is not None:
+        body.shadow = body_of(decision.shadow, selection, None, None)
+    return body
+
+
+def refused(error: LimitforgeError) -> Answer:
+    """The answer to what could not be decided, or should not have been asked."""
+    problem = problem_of(error)
+    return Answer(problem.status, PROBLEM_JSON, problem.headers, problem.body())
+
+
+def _denied(decision: Decision, plain: dict[str, Any]) -> DenialBody:
+    violated = [name for name, state in decision.limits.items() if not state.allowed and not state.monitored]
+    if decision.retry_after_ms is None:
+        detail = f"{decision.binding} has no room for this, and waiting does not help"
+    else:
+        detail = f"{decision.binding} has no room: come back in {-(-decision.retry_after_ms // 1_000) or 1} s"
+    return DenialBody(
+        **plain,
+        type=QUOTA_EXCEEDED,
+        title="Quota exceeded",
+        status=429,
+        detail=detail,
+        code="rate_limit_exceeded",
+        violated_policies=violated,
+    )
+
+
+def _closed(plain: dict[str, Any]) -> DenialBody:
+    return DenialBody(
+        **plain,
+        type=type_of("store_unavailable"),
+        title="The store can't be reached now",
+        status=503,
+        detail="this was decided without the store, by the failure behaviour closed",
+        code="store_unavailable",
+        violated_policies=[],
+    )

@@ -1,0 +1,146 @@
+"""Door two: the same calls as plain ASGI, for any server; and the way to everything else."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+from urllib.parse import parse_qsl
+
+from limitforge.catalog.model import KeyScope
+from limitforge.errors import InvalidInput, LimitforgeError
+from limitforge.service.answers import Answer, refused
+from limitforge.service.calls import Calls
+from limitforge.service.check import MAX_BATCH_BODY, MAX_BODY, Checks
+from limitforge.service.credentials import key_of, presented
+from limitforge.service.health import Health
+from limitforge.service.problems import BadRequest
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+Handle = Callable[[Scope, Receive], Awaitable[Answer]]
+
+MAX_QUERY = 8_192
+
+
+class ClientLeft(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class DoorTwo:
+    """Answers what takes an API key, and health; whatever else there is goes to `other`."""
+
+    def __init__(self, checks: Checks, calls: Calls, health: Health, root_path: str, other: App) -> None:
+        self._checks = checks
+        self._calls = calls
+        self._root_path = root_path
+        self._other = other
+        self._routes: dict[str, tuple[str, str, Handle]] = {
+            "/v1/check": ("POST", "check", self._check),
+            "/v1/check/batch": ("POST", "batch", self._batch),
+            "/v1/usage": ("GET", "usage", self._usage),
+            "/v1/health": ("GET", "health", health.live),
+            "/v1/ready": ("GET", "ready", health.ready),
+        }
+        for call in calls.posts:
+            self._routes[f"/v1/{call}"] = ("POST", call, self._post)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = self._path(scope)
+        route = None if path is None or scope["type"] != "http" else self._routes.get(path)
+        if route is None:
+            await self._other(scope, receive, send)
+            return
+        method, call, handle = route
+        try:
+            answer = await self._answer(scope, receive, method, handle)
+        except ClientLeft:
+            return
+        self._checks.answered(call, answer.status)
+        await send_answer(send, answer)
+
+    async def _answer(self, scope: Scope, receive: Receive, method: str, handle: Handle) -> Answer:
+        allowed = {"GET": ("GET", "HEAD"), "POST": ("POST",)}[method]
+        if scope["method"] not in allowed:
+            wrong = BadRequest(405, "method_not_allowed", f"this path takes {method}", allow=", ".join(allowed))
+            return refused(wrong)
+        try:
+            return await handle(scope, receive)
+        except LimitforgeError as error:
+            return refused(error)
+
+    def _path(self, scope: Scope) -> str | None:
+        path: str = scope.get("path", "")
+        return path[len(self._root_path) :] if path.startswith(self._root_path) else None
+
+    # --- Calls -------------------------------------------------------------------------------------------------------
+
+    async def _check(self, scope: Scope, receive: Receive) -> Answer:
+        key, body = await _read(scope, receive, MAX_BODY)
+        return await _told(self._checks.submit, key, _source(scope), body)
+
+    async def _batch(self, scope: Scope, receive: Receive) -> Answer:
+        key, body = await _read(scope, receive, MAX_BATCH_BODY)
+        return await _told(self._checks.submit_batch, key, _source(scope), body)
+
+    async def _post(self, scope: Scope, receive: Receive) -> Answer:
+        path = self._path(scope) or ""
+        permission, call = self._calls.posts[path.removeprefix("/v1/")]
+        key, body = await _read(scope, receive, MAX_BODY)
+        return await call(await self._checks.caller(key, _source(scope), permission), body)
+
+    async def _usage(self, scope: Scope, receive: Receive) -> Answer:
+        caller = await self._checks.caller(key_of(scope["headers"]), _source(scope), KeyScope.USAGE)
+        return await self._calls.usage(caller, _query(scope))
+
+
+async def _told(submit: Callable[..., None], *asked: Any) -> Answer:
+    """The answer of a call that tells it."""
+    answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+    submit(*asked, lambda answer: None if answered.done() else answered.set_result(answer))
+    return await answered
+
+
+async def _read(scope: Scope, receive: Receive, limit: int) -> tuple[str | None, bytes]:
+    key = presented(scope["headers"], limit)
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        event = await receive()
+        if event["type"] == "http.disconnect":
+            raise ClientLeft
+        parts.append(event.get("body", b""))
+        size += len(parts[-1])
+        if size > limit:
+            raise BadRequest(413, "body_too_large", f"at most {limit} bytes", connection="close")
+        if not event.get("more_body", False):
+            return key, b"".join(parts)
+
+
+def _query(scope: Scope) -> dict[str, str]:
+    raw: bytes = scope.get("query_string", b"")
+    if len(raw) > MAX_QUERY:
+        raise InvalidInput("query", f"at most {MAX_QUERY} bytes")
+    try:
+        pairs = parse_qsl(raw.decode("ascii"), keep_blank_values=True, strict_parsing=bool(raw), errors="strict")
+    except ValueError:
+        raise InvalidInput("query", "must be URL-encoded UTF-8, such as resource=GET:/orders&subject=user:42") from None
+    query = dict(pairs)
+    if len(query) < len(pairs):
+        raise InvalidInput("query", "names a field twice")
+    return query
+
+
+def _source(scope: Scope) -> str:
+    client = scope.get("client")
+    return "" if client is None else str(client[0])
+
+
+async def send_answer(send: Send, answer: Answer) -> None:
+    headers = [
+        (b"content-type", answer.content_type),
+        *answer.headers,
+        (b"content-length", b"%d" % len(answer.body)),
+    ]
+    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+    await send({"type": "http.response.body", "body": answer.body})

@@ -1,0 +1,237 @@
+"""The hot path: a key and a body become an answer. Both doors call it, and nothing here knows HTTP's framing."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+
+from limitforge.catalog.cache import Caller, Snapshots
+from limitforge.catalog.model import KeyKind, KeyScope, refusal
+from limitforge.catalog.snapshot import Selection
+from limitforge.core.decision import Decision
+from limitforge.errors import InvalidInput, LimitforgeError, UnknownKey
+from limitforge.limiter import Limiter
+from limitforge.request import Request
+from limitforge.service.answers import JSON, Answer, DecisionBody, body_of, decided, refused
+from limitforge.service.counters import Counters
+from limitforge.service.problems import BadRequest, problem_of
+from limitforge.service.tickets import Tickets
+
+MAX_BODY = 65_536
+MAX_BATCH_BODY = 1_048_576
+MAX_BATCH = 1_000
+
+Tell = Callable[[Answer], None]
+Body = TypeVar("Body")
+
+_encode = msgspec.json.Encoder().encode
+
+
+class CheckBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    """What `POST /v1/check` takes."""
+
+    resource: str
+    subject: str
+    cost: int = 1
+    costs: dict[str, int] | None = None
+    priority: str | None = None
+    plan_id: str | None = None
+
+
+class BatchBody(msgspec.Struct, forbid_unknown_fields=True):
+    """What `POST /v1/check/batch` takes: each check is read by itself, so that a wrong one spoils no other."""
+
+    checks: list[Any]
+
+
+_check_body = msgspec.json.Decoder(CheckBody).decode
+_batch_body = msgspec.json.Decoder(BatchBody).decode
+
+
+class Checks:
+    """Decides checks for whoever presents a key."""
+
+    def __init__(self, limiter: Limiter, snapshots: Snapshots, tickets: Tickets, counters: Counters) -> None:
+        self._limiter = limiter
+        self._snapshots = snapshots
+        self._tickets = tickets
+        self._counters = counters
+        self._cold: set[asyncio.Task[None]] = set()
+
+    def submit(self, key: str | None, source: str, body: bytes, tell: Tell) -> None:
+        """`tell` is called once with the answer, perhaps before this returns."""
+        self._with_caller(self._check, key, source, body, tell)
+
+    def submit_batch(self, key: str | None, source: str, body: bytes, tell: Tell) -> None:
+        self._with_caller(self._batch, key, source, body, tell)
+
+    async def caller(self, key: str | None, source: str, scope: KeyScope) -> Caller:
+        """Whoever presents this key, if it may do this."""
+        if key is None:
+            raise UnknownKey("send your key as `x-api-key`, or as `Authorization: Bearer`")
+        caller = self._snapshots.known(key) or await self._snapshots.find(key, source)
+        caller.require(scope)
+        return caller
+
+    def request(self, caller: Caller, body: CheckBody) -> tuple[Selection, Request]:
+        """What the limiter is asked for; refused where a field makes no sense."""
+        selection = self.select(caller, body)
+        return selection, Request(
+            resource=selection.template or body.resource,
+            subject=body.subject,
+            limits=selection.limits,
+            cost=body.cost,
+            costs=body.costs,
+            tenant=caller.key.tenant_id,
+            priority=body.priority or priority_of(caller, selection, body.resource),
+            shadow=selection.shadow,
+            failure=selection.failure,
+        )
+
+    @staticmethod
+    def select(caller: Caller, body: CheckBody) -> Selection:
+        if not body.resource or not body.subject:
+            raise InvalidInput("subject" if body.resource else "resource", "must not be empty")
+        return caller.tenant.snapshot.select(body.resource, caller.key.plan_id, body.plan_id)
+
+    def answered(self, call: str, status: int) -> None:
+        """Some door has answered."""
+        self._counters.answered(call, status)
+
+    # --- One check ---------------------------------------------------------------------------------------------------
+
+    def _with_caller(
+        self, work: Callable[[Caller, bytes, Tell], None], key: str | None, source: str, body: bytes, tell: Tell
+    ) -> None:
+        try:
+            caller = None if key is None else self._snapshots.known(key)
+            if caller is not None:
+                caller.require(KeyScope.CHECK)
+                work(caller, body, tell)
+                return
+        except LimitforgeError as error:
+            tell(refused(error))
+            return
+        task = asyncio.get_running_loop().create_task(self._later(work, key, source, body, tell))
+        self._cold.add(task)
+        task.add_done_callback(self._cold.discard)
+
+    async def _later(
+        self, work: Callable[[Caller, bytes, Tell], None], key: str | None, source: str, body: bytes, tell: Tell
+    ) -> None:
+        """The first time that a key is seen."""
+        try:
+            caller = await self.caller(key, source, KeyScope.CHECK)
+            work(caller, body, tell)
+        except LimitforgeError as error:
+            tell(refused(error))
+
+    def _check(self, caller: Caller, body: bytes, tell: Tell) -> None:
+        asked = read_check(body)
+        selection = self.select(caller, asked)
+        self._limiter.submit(
+            partial(self._decided, caller, selection, tell),
+            selection.template or asked.resource,
+            asked.subject,
+            limits=selection.limits,
+            cost=asked.cost,
+            costs=asked.costs,
+            tenant=caller.key.tenant_id,
+            priority=asked.priority or priority_of(caller, selection, asked.resource),
+            shadow=selection.shadow,
+            failure=selection.failure,
+        )
+
+    def _decided(self, caller: Caller, selection: Selection, tell: Tell, decision: Decision | LimitforgeError) -> None:
+        if not isinstance(decision, Decision):
+            tell(refused(decision))
+            return
+        tell(self.decided(caller, selection, decision))
+
+    def decided(self, caller: Caller, selection: Selection, decision: Decision) -> Answer:
+        """Count a decision, and say it as the wire wants it."""
+        self._counters.count(caller, decision)
+        if decision.lease_id is None and decision.reservation_id is None:
+            return decided(decision, selection, None, None)
+        return decided(decision, selection, *self._ids(caller, decision))
+
+    def _ids(self, caller: Caller, decision: Decision) -> tuple[str | None, str | None]:
+        tenant_id = caller.key.tenant_id
+        return self._tickets.seal(tenant_id, decision.lease_id), self._tickets.seal(tenant_id, decision.reservation_id)
+
+    # --- Many checks -------------------------------------------------------------------------------------------------
+
+    def _batch(self, caller: Caller, body: bytes, tell: Tell) -> None:
+        asked = read(_batch_body, body).checks
+        if len(asked) > MAX_BATCH:
+            raise InvalidInput("checks", f"at most {MAX_BATCH}, got {len(asked)}")
+        task = asyncio.get_running_loop().create_task(self._judge(caller, asked, tell))
+        self._cold.add(task)
+        task.add_done_callback(self._cold.discard)
+
+    async def _judge(self, caller: Caller, asked: list[Any], tell: Tell) -> None:
+        answers: list[DecisionBody | Mapping[str, Any] | None] = []
+        selections: list[Selection] = []
+        requests: list[Request] = []
+        for each in asked:
+            try:
+                selection, request = self.request(caller, _converted(each))
+            except LimitforgeError as error:
+                answers.append(problem_of(error).members)
+                continue
+            answers.append(None)
+            selections.append(selection)
+            requests.append(request)
+        try:
+            judged = iter(zip(await self._limiter.check_many(requests), selections, strict=True))
+        except LimitforgeError as error:
+            tell(refused(error))
+            return
+        for at, answer in enumerate(answers):
+            if answer is None:
+                decision, selection = next(judged)
+                answers[at] = self._in_batch(caller, selection, decision)
+        tell(Answer(200, JSON, [], _encode({"decisions": answers})))
+
+    def _in_batch(
+        self, caller: Caller, selection: Selection, decision: Decision | LimitforgeError
+    ) -> DecisionBody | Mapping[str, Any]:
+        if not isinstance(decision, Decision):
+            return problem_of(decision).members
+        self._counters.count(caller, decision)
+        return body_of(decision, selection, *self._ids(caller, decision))
+
+
+def priority_of(caller: Caller, selection: Selection, resource: str) -> str:
+    """Of a check that states none: the policy's or the tenant's; else reading is shed before writing, and test keys
+    before both.
+    """
+    if selection.priority is not None:
+        return selection.priority.value
+    if caller.key.type is KeyKind.TEST:
+        return "P3"
+    return "P2" if resource.startswith(("GET:", "HEAD:")) else "P1"
+
+
+def read_check(body: bytes) -> CheckBody:
+    return read(_check_body, body)
+
+
+def read(decode: Callable[[bytes], Body], body: bytes) -> Body:
+    try:
+        return decode(body)
+    except msgspec.ValidationError as error:
+        raise refusal(error) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadRequest(400, "malformed_json", str(error)) from None
+    except RecursionError:
+        raise BadRequest(400, "malformed_json", "it is nested too deeply") from None
+
+
+def _converted(plain: Any) -> CheckBody:
+    try:
+        return msgspec.convert(plain, CheckBody)
+    except msgspec.ValidationError as error:
+        raise refusal(error) from None

@@ -1,0 +1,74 @@
+"""What was decided, counted: one list of numbers for each key, which costs a check a look-up and an addition."""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from limitforge.catalog.cache import Caller
+from limitforge.core.decision import Decision
+
+MAX_KEYS = 100_000
+MAX_TENANTS = 1_000  # that are named in metrics; whatever is beyond them is counted together
+OTHERS = "others"
+
+ALLOWED, DENIED, WOULD_DENY, DEGRADED = range(4)
+
+
+class Used(msgspec.Struct, frozen=True):
+    """What one key did since it was last asked."""
+
+    tenant_id: str
+    key_id: str
+    allowed: int
+    denied: int
+    would_deny: int
+    degraded: int
+
+
+class Counters:
+    """Of one process. What was drained is in the totals by tenant, which only rise."""
+
+    def __init__(self) -> None:
+        self.requests: dict[tuple[str, int], int] = {}
+        """By call and status."""
+        self._rows: dict[str, tuple[Caller, list[int]]] = {}
+        self._totals: dict[str, list[int]] = {}
+
+    def count(self, caller: Caller, decision: Decision) -> None:
+        known = self._rows.get(caller.key.id)
+        if known is None:
+            known = self._rows[caller.key.id] = (caller, [0, 0, 0, 0])
+        row = known[1]
+        row[ALLOWED if decision.allowed else DENIED] += 1
+        if decision.would_deny:
+            row[WOULD_DENY] += 1
+        if decision.degraded is not None:
+            row[DEGRADED] += 1
+
+    def answered(self, call: str, status: int) -> None:
+        wanted = (call, status)
+        self.requests[wanted] = self.requests.get(wanted, 0) + 1
+
+    def drain(self) -> list[Used]:
+        """What each key did since this was last asked."""
+        rows, self._rows = self._rows, {}
+        for caller, row in rows.values():
+            self._add(caller.snapshot.tenant.name, row)
+        return [Used(caller.key.tenant_id, key_id, *row) for key_id, (caller, row) in rows.items()]
+
+    def totals(self) -> dict[str, list[int]]:
+        """By tenant, since the start."""
+        totals = {name: list(row) for name, row in self._totals.items()}
+        for caller, row in self._rows.values():
+            name = caller.snapshot.tenant.name
+            known = totals.setdefault(name if name in totals or len(totals) < MAX_TENANTS else OTHERS, [0, 0, 0, 0])
+            for at, number in enumerate(row):
+                known[at] += number
+        return totals
+
+    def _add(self, name: str, row: Iterable[int]) -> None:
+        if name not in self._totals and len(self._totals) >= MAX_TENANTS:
+            name = OTHERS
+        known = self._totals.setdefault(name, [0, 0, 0, 0])
+        for at, number in enumerate(row):
+            known[at] += number

@@ -1,0 +1,45 @@
+"""What a request's head says before its body is read: whose it is, and whether the body may be read at all."""
+
+from collections.abc import Iterable
+
+from limitforge.service.problems import BadRequest
+
+MAX_HEADERS = 100
+_BEARER = b"bearer "
+
+
+def presented(headers: Iterable[tuple[bytes, bytes]], limit: int) -> str | None:
+    """The key of a request with a JSON body of at most `limit` bytes; None if there is none.
+
+    Names of headers are in lower case.
+    """
+    key: bytes | None = None
+    for name, value in headers:
+        if name == b"x-api-key":
+            key = _once(key, value)
+        elif name == b"authorization" and value[:7].lower() == _BEARER:
+            key = _once(key, value[7:].strip())
+        elif name == b"content-length":
+            if not value.isdigit() or len(value) > 16 or int(value) > limit:
+                raise BadRequest(413, "body_too_large", f"at most {limit} bytes")
+        elif name == b"content-type" and not is_json(value):
+            raise BadRequest(415, "not_json", "content-type: must be application/json")
+        elif name == b"content-encoding" and value.lower() != b"identity":
+            raise BadRequest(415, "not_json", "content-encoding: the body must not be compressed")
+    return None if key is None else key.decode("latin-1")
+
+
+def key_of(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """The key of a request without a body."""
+    return presented((header for header in headers if header[0] in (b"x-api-key", b"authorization")), 0)
+
+
+def is_json(content_type: bytes) -> bool:
+    kind = content_type.partition(b";")[0].strip().lower()
+    return kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json"))
+
+
+def _once(known: bytes | None, value: bytes) -> bytes:
+    if known is not None and known != value:
+        raise BadRequest(400, "malformed_request", "x-api-key and authorization: two different keys")
+    return value

@@ -1,0 +1,42 @@
+"""Live and ready: what a load balancer asks. Neither waits for anything."""
+
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+
+from limitforge.limiter import Limiter
+from limitforge.service.answers import JSON, Answer
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Health:
+    """`catalog` tells how the catalog is doing."""
+
+    def __init__(self, limiter: Limiter, catalog: Callable[[], Any]) -> None:
+        self._limiter = limiter
+        self._catalog = catalog
+        self._live = _encode({"status": "ok", "version": version("limitforge")})
+        self.is_ending = False
+
+    async def live(self, *_: Any) -> Answer:
+        return Answer(200, JSON, [], self._live)
+
+    async def ready(self, *_: Any) -> Answer:
+        """Ready as long as checks are answered, also by a failure behaviour; `degraded` says that they are."""
+        store, catalog = self._limiter.status(), self._catalog()
+        is_degraded = store.breaker != "closed" or catalog.database != "ok"
+        told = {
+            "status": "ending" if self.is_ending else "degraded" if is_degraded else "ok",
+            "store": {"state": "ok" if store.breaker == "closed" else store.breaker, "since": store.since},
+            "catalog": {
+                "state": catalog.database,
+                "since": catalog.since,
+                "listening": catalog.listening,
+                "revision": catalog.revision,
+                "tenants": catalog.cache.tenants,
+            },
+        }
+        return Answer(503 if self.is_ending else 200, JSON, [], _encode(told))

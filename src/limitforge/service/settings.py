@@ -1,0 +1,171 @@
+"""Every setting of the service: from the environment (`LIMITFORGE_*`), or a TOML file, whose names are the same in
+lower case. The environment goes before the file.
+"""
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from limitforge.catalog.credentials import Peppers
+from limitforge.catalog.database import DEFAULT_URL
+from limitforge.core.exact import shown
+from limitforge.core.headers import HeaderStyle, ResetForm
+from limitforge.errors import InvalidInput
+from limitforge.stores.options import StoreOptions
+
+PREFIX = "LIMITFORGE_"
+FILE = "LIMITFORGE_SETTINGS"
+# Of other programs of limitforge, which share the environment.
+ELSEWHERE = ("LIMITFORGE_ACTOR", "LIMITFORGE_TEST_PROFILE", FILE)
+MAX_WORKERS = 256
+MASKED = "********"
+
+
+def _setting(default: Any, says: str, *, secret: bool = False) -> Any:
+    return field(default=default, metadata={"help": says, "secret": secret})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the service is told at its start. Each part of it gets what it needs, and no more."""
+
+    store_url: str = _setting("memory://", "Where decisions are kept: memory://, or the URL of a Redis.", secret=True)
+    database_url: str = _setting(DEFAULT_URL, "Where tenants and plans are kept: sqlite or postgresql.", secret=True)
+    config: str = _setting("", "A file with tenants and plans, in place of a database.")
+    host: str = _setting("127.0.0.1", "The address to listen on.")
+    port: int = _setting(8000, "The port to listen on; 0 for any that is free.")
+    root_path: str = _setting("", "What every path starts with, such as /limitforge.")
+    workers: int = _setting(1, "How many processes answer.")
+    tls_cert: str = _setting("", "A certificate chain (PEM), to speak TLS.")
+    tls_key: str = _setting("", "Its private key (PEM).", secret=False)
+    deadline_ms: float = _setting(50.0, "How long a check may wait for the store.")
+    failure: str = _setting("open", "What happens when the store can't decide: open, closed or local.")
+    nodes: int = _setting(1, "How many processes share the limits, for failure: local.")
+    denial_cache_ms: float = _setting(1_000.0, "How long a denial may be answered without asking the store.")
+    peppers: str = _setting("", "What keys are hashed under: versions and secrets, 1:first,2:second.", secret=True)
+    key_prefix: str = _setting("lf", "What every key in the store starts with.")
+    reset_header: str = _setting("epoch", "What X-RateLimit-Reset counts: epoch or delta seconds.")
+    header_styles: str = _setting("legacy,draft-11", "Which header fields are sent: legacy, draft-06, draft-11.")
+    idle_seconds: float = _setting(75.0, "How long a connection may be silent between requests.")
+    shutdown_seconds: float = _setting(10.0, "How long a shutdown waits for what is in flight.")
+    log_level: str = _setting("info", "What is logged: debug, info, warning or error.")
+
+    def __post_init__(self) -> None:
+        for name, lowest, highest in (
+            ("port", 0, 65_535),
+            ("workers", 1, MAX_WORKERS),
+            ("idle_seconds", 1, 3_600),
+            ("shutdown_seconds", 0, 3_600),
+        ):
+            if not lowest <= getattr(self, name) <= highest:
+                raise InvalidInput(name, f"must be from {lowest} to {highest}, got {getattr(self, name)}")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise InvalidInput("root_path", "must start with a slash and not end with one, such as /limitforge")
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise InvalidInput("tls_key" if self.tls_cert else "tls_cert", "is needed too: TLS takes both")
+        if self.failure not in ("open", "closed", "local"):
+            raise InvalidInput("failure", f"must be open, closed or local, got {shown(self.failure)}")
+        if self.log_level not in ("debug", "info", "warning", "error"):
+            raise InvalidInput("log_level", f"must be debug, info, warning or error, got {shown(self.log_level)}")
+        if self.workers > 1 and self.store_url.startswith("memory:"):
+            raise InvalidInput(
+                "workers",
+                f"{self.workers} processes can't share a store in memory: each would have limits of its own. "
+                "Set LIMITFORGE_STORE_URL to a Redis, or LIMITFORGE_WORKERS to 1",
+            )
+        self.store_options()
+        self.styles()
+        self.reset_form()
+        if self.peppers:
+            Peppers.parse(self.peppers)
+
+    def store_options(self) -> StoreOptions:
+        return StoreOptions(
+            failure=self.failure,  # type: ignore[arg-type]
+            deadline_ms=self.deadline_ms,
+            nodes=self.nodes,
+            denial_cache_ms=self.denial_cache_ms,
+        )
+
+    def styles(self) -> frozenset[HeaderStyle]:
+        try:
+            return frozenset(HeaderStyle(style.strip()) for style in self.header_styles.split(",") if style.strip())
+        except ValueError:
+            known = ", ".join(HeaderStyle)
+            raise InvalidInput("header_styles", f"must be of {known}, got {shown(self.header_styles)}") from None
+
+    def reset_form(self) -> ResetForm:
+        try:
+            return ResetForm(self.reset_header)
+        except ValueError:
+            raise InvalidInput("reset_header", f"must be epoch or delta, got {shown(self.reset_header)}") from None
+
+    def rows(self) -> list[tuple[str, Any, str]]:
+        """For people: name, value and what it says."""
+        values = self.shown()
+        return [(f.name, values[f.name], f.metadata["help"]) for f in fields(self)]
+
+    def shown(self) -> dict[str, Any]:
+        """For people: secrets are masked, and of URLs only the password."""
+        return {
+            f.name: _masked(getattr(self, f.name)) if f.metadata["secret"] else getattr(self, f.name)
+            for f in fields(self)
+        }
+
+
+def load(environment: Mapping[str, str] | None = None, **overrides: Any) -> Settings:
+    """The settings of this process; `overrides` are from the command line, None where it says nothing."""
+    environment = os.environ if environment is None else environment
+    known = {f.name for f in fields(Settings)}
+    kinds = get_type_hints(Settings)
+    values: dict[str, Any] = {}
+    if environment.get(FILE):
+        values |= _from_file(Path(environment[FILE]), known)
+    for name, text in environment.items():
+        if name.startswith(PREFIX) and name not in ELSEWHERE:
+            own = name.removeprefix(PREFIX).lower()
+            if own not in known:
+                raise InvalidInput(name, f"is no setting; there are {', '.join(PREFIX + n.upper() for n in known)}")
+            values[own] = text
+    values |= {name: value for name, value in overrides.items() if value is not None}
+    return Settings(**{name: _typed(name, value, kinds[name]) for name, value in values.items()})
+
+
+def _from_file(path: Path, known: set[str]) -> dict[str, Any]:
+    try:
+        found = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise InvalidInput(FILE, f"can't be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidInput(FILE, f"{path.name} is no TOML: {error}") from None
+    for name in found:
+        if name not in known:
+            raise InvalidInput(name[:64], f"is no setting, in {path.name}; there are {', '.join(sorted(known))}")
+    return found
+
+
+def _typed(name: str, value: Any, kind: type) -> Any:
+    if kind is str:
+        if isinstance(value, str):
+            return value
+    else:
+        try:
+            if not isinstance(value, bool):
+                return kind(value)
+        except (TypeError, ValueError):
+            pass
+    words = {str: "text", int: "a whole number", float: "a number"}[kind]
+    raise InvalidInput(name, f"must be {words}, got {shown(value)}")
+
+
+def _masked(text: str) -> str:
+    """A URL without its password; anything else not at all."""
+    scheme, found, rest = text.partition("://")
+    if not found:
+        return MASKED if text else ""
+    account, at, place = rest.rpartition("@")
+    user, colon, _ = account.partition(":")
+    return f"{scheme}://{user}{f':{MASKED}' if colon else ''}{at}{place}"

@@ -1,0 +1,155 @@
+"""The real program as a process of its own, and bare HTTP to talk to it."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.cli.command import ENVIRONMENT, PROGRAM
+
+START_SECONDS = 60.0  # generous: a busy machine is no reason to fail
+ANSWER_SECONDS = 30.0
+
+
+@dataclass
+class Answered:
+    """One HTTP answer, as it came."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    head: bytes = field(repr=False)
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+@dataclass
+class Running:
+    """A service that answers; `made` is what `demo --json` said."""
+
+    process: subprocess.Popen[bytes]
+    made: dict[str, Any]
+    port: int
+
+    @property
+    def key(self) -> str:
+        key: str = self.made["api_key"]
+        return key
+
+    def check(self, key: str | None = None, **body: Any) -> Answered:
+        asked = {"resource": "GET:/orders", "subject": "user:42"} | body
+        return self.post("/v1/check", asked, key=key or self.key)
+
+    def post(self, path: str, body: Any, key: str | None = None) -> Answered:
+        return self.request("POST", path, json.dumps(body).encode(), {"x-api-key": key or self.key})
+
+    def request(
+        self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
+    ) -> Answered:
+        """One request on a connection of its own."""
+        sent = {"host": "test", "connection": "close"} | dict(headers or {})
+        if body is not None:
+            sent = {"content-type": "application/json", "content-length": str(len(body))} | sent
+        lines = "".join(f"{name}: {value}\r\n" for name, value in sent.items())
+        return self.raw(f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode("latin-1") + (body or b""))
+
+    def raw(self, request: bytes) -> Answered:
+        """The answer to whatever bytes."""
+        with self.connection() as connection:
+            connection.sendall(request)
+            return read_answer(connection)
+
+    def connection(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=ANSWER_SECONDS)
+
+    def stop(self) -> int:
+        """SIGTERM, and its exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(START_SECONDS)
+
+
+@contextlib.contextmanager
+def demo(*options: str, environment: Mapping[str, str] | None = None) -> Iterator[Running]:
+    """`limitforge demo` on a free port."""
+    with subprocess.Popen(
+        [PROGRAM, "demo", "--port", "0", "--json", *options],
+        env={**ENVIRONMENT, **(environment or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+    ) as process:
+        try:
+            if process.stdout is None:
+                raise AssertionError("no output")
+            made = json.loads(process.stdout.readline() or b"{}")
+            yield Running(process, made, int(made["base_url"].rpartition(":")[2].partition("/")[0]))
+        finally:
+            _end(process)
+
+
+@contextlib.contextmanager
+def serve(port: int, *options: str, environment: Mapping[str, str] | None = None) -> Iterator[Running]:
+    """`limitforge serve` on this port, once it answers."""
+    with subprocess.Popen(
+        [PROGRAM, "serve", "--port", str(port), *options],
+        env={**ENVIRONMENT, **(environment or {})},
+        stdin=subprocess.DEVNULL,
+    ) as process:
+        running = Running(process, {}, port)
+        try:
+            deadline = time.monotonic() + START_SECONDS
+            while True:
+                try:
+                    if running.request("GET", "/v1/health").status == 200:
+                        break
+                except OSError:
+                    pass
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise AssertionError(f"the service does not answer; it ended with {process.poll()}")
+                time.sleep(0.05)
+            yield running
+        finally:
+            _end(process)
+
+
+def read_answer(connection: socket.socket, buffered: bytearray | None = None) -> Answered:
+    """The next answer on a connection; `buffered` keeps what came after it."""
+    data = bytearray() if buffered is None else buffered
+    while b"\r\n\r\n" not in data:
+        _more(connection, data)
+    head, _, _ = bytes(data).partition(b"\r\n\r\n")
+    lines = head.decode("latin-1").split("\r\n")
+    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
+    status = int(lines[0].split()[1])
+    if status == 100:
+        del data[: len(head) + 4]
+        return read_answer(connection, data)
+    length = int(headers.get("content-length", "0"))
+    while len(data) < len(head) + 4 + length:
+        _more(connection, data)
+    body = bytes(data[len(head) + 4 : len(head) + 4 + length])
+    del data[: len(head) + 4 + length]
+    return Answered(status, headers, body, head)
+
+
+def _more(connection: socket.socket, data: bytearray) -> None:
+    chunk = connection.recv(65_536)
+    if not chunk:
+        raise ConnectionError(f"the service closed the connection after {bytes(data)!r}")
+    data += chunk
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        os.kill(process.pid, signal.SIGTERM)
+        try:
+            process.wait(START_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
