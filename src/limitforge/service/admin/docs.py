@@ -1,0 +1,87 @@
+"""`/openapi.json` and `/docs`: the reference, with its page's files from the package `fastapi-swagger`."""
+
+import asyncio
+import html
+from importlib.resources import files
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+
+from limitforge.service.admin.openapi import document
+
+TITLE = "limitforge"
+ASSETS = {
+    "swagger-ui-bundle.js": "text/javascript",
+    "swagger-ui.css": "text/css",
+    "favicon-32x32.png": "image/png",
+}
+A_DAY = "public, max-age=86400"
+# The page's own styles are inline; nothing comes from elsewhere, and nobody may frame it.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+# Addresses are relative, so that the page works under any prefix.
+PAGE = f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{html.escape(TITLE)}: reference</title>
+<link rel="icon" href="docs/favicon-32x32.png">
+<link rel="stylesheet" href="docs/swagger-ui.css">
+</head>
+<body>
+<div id="reference"></div>
+<script src="docs/swagger-ui-bundle.js"></script>
+<script src="docs/start.js"></script>
+</body>
+</html>
+"""
+START = """SwaggerUIBundle({
+  url: "openapi.json",
+  dom_id: "#reference",
+  deepLinking: true,
+  validatorUrl: null,
+  defaultModelsExpandDepth: 0,
+  presets: [SwaggerUIBundle.presets.apis],
+});
+"""
+
+
+def serve_reference(app: FastAPI, root_path: str) -> None:
+    """Both are made when they are first asked for, and kept."""
+    made: dict[str, bytes] = {}
+
+    async def openapi(_: Request) -> Response:
+        if "openapi" not in made:
+            made["openapi"] = await asyncio.to_thread(lambda: msgspec.json.encode(document(app, root_path)))
+        return Response(made["openapi"], media_type="application/json")
+
+    async def page(_: Request) -> Response:
+        return _guarded(PAGE, "text/html")
+
+    async def start(_: Request) -> Response:
+        return _guarded(START, "text/javascript", cache_control=A_DAY)
+
+    app.add_route("/openapi.json", openapi, include_in_schema=False)
+    app.add_route("/docs", page, include_in_schema=False)
+    app.add_route("/docs/start.js", start, include_in_schema=False)
+    for name, kind in ASSETS.items():
+        app.add_route(f"/docs/{name}", _asset(name, kind, made), include_in_schema=False)
+
+
+def _asset(name: str, kind: str, made: dict[str, bytes]) -> Any:
+    async def asset(_: Request) -> Response:
+        if name not in made:
+            made[name] = await asyncio.to_thread(files("fastapi_swagger.resources").joinpath(name).read_bytes)
+        return _guarded(made[name], kind, cache_control=A_DAY)
+
+    return asset
+
+
+def _guarded(content: str | bytes, kind: str, **headers: str) -> Response:
+    guards = {"content-security-policy": POLICY, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return Response(content, media_type=kind, headers=guards | named)

@@ -1,0 +1,286 @@
+"""How the reference describes the calls that take an API key, which FastAPI does not serve."""
+
+from typing import Any
+
+import msgspec
+
+from limitforge.core.reservations import Settlement
+from limitforge.service.answers import DecisionBody, DenialBody
+from limitforge.service.calls import LeaseBody, ReserveBody, SettleBody
+from limitforge.service.check import MAX_BATCH, CheckBody
+
+NAMES: dict[type, str] = {
+    CheckBody: "Check",
+    ReserveBody: "Reserve",
+    SettleBody: "Settle",
+    LeaseBody: "Lease",
+    DecisionBody: "Decision",
+    DenialBody: "Denial",
+    Settlement: "Settlement",
+}
+"""What the bodies are called in the reference."""
+
+CHECK = {"resource": "GET:/orders", "subject": "user:42"}
+COSTLY = {**CHECK, "cost": 1, "costs": {"elements": 50}, "priority": "P2"}
+LIMIT = {"limit": 100, "remaining": 99, "reset_after_ms": 600, "retry_after_ms": 0, "allowed": True, "monitored": False}
+DECISION = {
+    "allowed": True,
+    "limit": 100,
+    "remaining": 99,
+    "reset_at": 1_767_225_600,
+    "reset_after_ms": 600,
+    "retry_after_ms": 0,
+    "binding": "burst",
+    "limits": {"burst": LIMIT},
+}
+DENIAL = {
+    **DECISION,
+    "allowed": False,
+    "remaining": 0,
+    "retry_after_ms": 600,
+    "limits": {"burst": {**LIMIT, "remaining": 0, "retry_after_ms": 600, "allowed": False}},
+    "type": "https://iana.org/assignments/http-problem-types#quota-exceeded",
+    "title": "Quota exceeded",
+    "status": 429,
+    "detail": "burst has no room: come back in 1 s",
+    "code": "rate_limit_exceeded",
+    "violated-policies": ["burst"],
+}
+LEASE = {"lease_id": "bGVhc2U.c2VhbA"}
+OF_TENANTS: Any = [{"apiKey": []}, {"apiKeyAsBearer": []}]
+WITH_BODY = [400, 401, 403, 405, 413, 415, 422, 429, 500, 503]
+
+_INTEGER = {"type": "integer"}
+HEADERS = {
+    "X-RateLimit-Limit": {"description": "The limit that binds.", "schema": _INTEGER},
+    "X-RateLimit-Remaining": {"description": "What is left of it.", "schema": _INTEGER},
+    "X-RateLimit-Reset": {"description": "When it is whole again, in epoch seconds by default.", "schema": _INTEGER},
+    "RateLimit-Policy": {"description": "Every limit, as a structured field.", "schema": {"type": "string"}},
+    "RateLimit": {"description": "What is left of each, and for how long.", "schema": {"type": "string"}},
+    "Retry-After": {"description": "Seconds to wait; absent where waiting never helps.", "schema": _INTEGER},
+}
+
+
+def paths() -> dict[str, Any]:
+    """All of them, in the order in which somebody would get to know them."""
+    decided = {"200": _answer("Allowed.", "Decision", DECISION, headers=HEADERS)} | _denials()
+    lease = _body("Lease", plain=LEASE)
+    released = {"200": _json("Done, or done before.", {"released": {"type": "boolean"}}, {"released": True})}
+    renewed = {"200": _json("It is held for longer.", {"renewed": {"type": "boolean"}}, {"renewed": True})}
+    return {
+        "/v1/check": _post(
+            "check",
+            "checks",
+            "Check",
+            "Take a cost from every limit that applies, or nothing from any if one has no room.",
+            _body("Check", plain=CHECK, costly=COSTLY),
+            decided,
+            [404],
+        ),
+        "/v1/check/batch": _post(
+            "check_batch",
+            "checks",
+            "Check many",
+            f"Up to {MAX_BATCH} checks in a body of up to 1 MiB, each judged alone and answered in its place.",
+            _batch_body(),
+            {"200": _batch_answer()},
+        ),
+        "/v1/reserve": _post(
+            "reserve",
+            "reservations",
+            "Reserve",
+            "Hold an estimate, until it is settled or lapses.",
+            _body("Reserve", plain={**CHECK, "cost": 500, "ttl_seconds": 60, "on_lapse": "keep"}),
+            decided,
+            [404, 409],
+        ),
+        "/v1/settle": _post(
+            "settle",
+            "reservations",
+            "Settle",
+            "Replace an estimate by the real cost, once however often it is sent.",
+            _body("Settle", plain={"reservation_id": "cmVzZXJ2ZQ.c2VhbA", "cost": 420}),
+            {"200": _answer("How it ended.", "Settlement", {"outcome": "settled", "cost": 420})},
+            [404],
+        ),
+        "/v1/release": _post("release", "leases", "Release", "Give slots back. Twice is fine.", lease, released, [404]),
+        "/v1/renew": _post("renew", "leases", "Renew", "Hold slots for longer.", lease, renewed, [404, 409]),
+        "/v1/usage": {"get": _usage()},
+        "/v1/explain": _post(
+            "explain",
+            "insight",
+            "Explain",
+            "What a check would be decided by, without taking anything: policy, plans, override, and why.",
+            _body("Explain", plain=CHECK),
+            {"200": _answer("What was found.", "Explanation", None)},
+            [404],
+        ),
+        "/v1/health": {"get": _health()},
+        "/v1/ready": {"get": _ready()},
+    }
+
+
+def schemas() -> dict[str, Any]:
+    _, found = msgspec.json.schema_components(list(NAMES), ref_template="#/components/schemas/{name}")
+    renamed = {kind.__name__: name for kind, name in NAMES.items()}
+    plain = {renamed.get(name, name): _renamed(schema, renamed) for name, schema in found.items()}
+    for schema in plain.values():
+        schema.pop("title", None)
+        if "description" in schema:
+            schema["description"] = " ".join(schema["description"].split())
+    for name in ("Check", "Reserve"):
+        properties = plain[name]["properties"]
+        for part in ("resource", "subject"):
+            properties[part] = {"type": "string", "minLength": 1, "maxLength": 512}
+        properties["cost"] = {"type": "integer", "minimum": 0, "default": 1}
+        properties["priority"] = {"enum": ["P0", "P1", "P2", "P3", None], "default": None}
+    always = ["allowed", "retry_after_ms", "limits"]
+    plain["Decision"]["required"] = always
+    plain["Denial"]["required"] = [*always, "type", "title", "status", "detail", "code", "violated-policies"]
+    plain["Reserve"]["properties"]["on_lapse"] = {"enum": ["keep", "refund"], "default": "keep"}
+    ignored = {"type": "integer", "description": "Ignored: nothing is taken."}
+    plain["Explain"] = {**plain["Check"], "properties": {**plain["Check"]["properties"], "cost": ignored}}
+    plain["Explain"]["description"] = "What `POST /v1/explain` takes: a check."
+    plain["Explanation"] = _explanation()
+    return plain
+
+
+def _explanation() -> dict[str, Any]:
+    some = {"type": ["object", "null"]}
+    properties = {
+        "decision": {"$ref": "#/components/schemas/Decision"},
+        "tenant": {"type": "object"},
+        "resource": {"type": "string"},
+        "priority": {"type": "string"},
+        "failure": {"type": ["string", "null"]},
+        "policy": some,
+        "plans": {"type": "array", "items": {"type": "object"}},
+        "override": some,
+        "why": {"type": "array", "items": {"type": "string"}},
+    }
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def _denials() -> dict[str, Any]:
+    one = {"anyOf": [{"$ref": "#/components/schemas/Denial"}, {"$ref": "#/components/schemas/Problem"}]}
+
+    def denial(description: str, example: Any) -> dict[str, Any]:
+        content = {"application/problem+json": {"schema": one, "example": example}}
+        return {"description": description, "headers": HEADERS, "content": content}
+
+    closed = {**DENIAL, "degraded": "closed", "status": 503, "code": "store_unavailable", "violated-policies": []}
+    closed |= {"type": "urn:limitforge:problem:store-unavailable", "title": "The store can't be reached now"}
+    return {
+        "429": denial("Denied, and nothing was taken; or too many unknown keys.", DENIAL),
+        "503": denial("Denied without the store, by the failure behaviour `closed`; or not decided at all.", closed),
+    }
+
+
+def _post(
+    operation_id: str, tag: str, summary: str, description: str, body: Any, answers: Any, more: list[int] | None = None
+) -> dict[str, Any]:
+    return {
+        "post": {
+            "operationId": operation_id,
+            "tags": [tag],
+            "summary": summary,
+            "description": description,
+            "security": OF_TENANTS,
+            "requestBody": {"required": True, "content": {"application/json": body}},
+            "responses": dict(answers),
+            "x-problems": sorted([*WITH_BODY, *(more or [])]),
+        }
+    }
+
+
+def _body(schema: str, **examples: Any) -> dict[str, Any]:
+    named = {name: {"value": value} for name, value in examples.items()}
+    return {"schema": {"$ref": f"#/components/schemas/{schema}"}, "examples": named}
+
+
+def _batch_body() -> dict[str, Any]:
+    each = {"anyOf": [{"$ref": "#/components/schemas/Check"}, {}]}  # a wrong one is told in its place
+    checks = {"type": "array", "items": each, "maxItems": MAX_BATCH}
+    schema = {"type": "object", "properties": {"checks": checks}, "required": ["checks"], "additionalProperties": False}
+    return {"schema": schema, "example": {"checks": [CHECK, COSTLY]}}
+
+
+def _batch_answer() -> dict[str, Any]:
+    each = {"anyOf": [{"$ref": "#/components/schemas/Decision"}, {"$ref": "#/components/schemas/Problem"}]}
+    return _json("In order.", {"decisions": {"type": "array", "items": each}}, {"decisions": [DECISION]})
+
+
+def _usage() -> dict[str, Any]:
+    part = {"type": "string", "minLength": 1, "maxLength": 512}
+    asked = [("resource", True, part), ("subject", True, part), ("plan_id", False, {"type": "string"})]
+    return {
+        "operationId": "usage",
+        "tags": ["insight"],
+        "summary": "Usage",
+        "description": "The state of the limits, without taking anything.",
+        "security": OF_TENANTS,
+        "parameters": [
+            {"name": name, "in": "query", "required": required, "schema": schema} for name, required, schema in asked
+        ],
+        "responses": {"200": _answer("As a check would find it.", "Decision", DECISION, headers=HEADERS)},
+        "x-problems": [400, 401, 403, 404, 405, 422, 429, 500, 503],
+    }
+
+
+def _health() -> dict[str, Any]:
+    fields = {"status": {"const": "ok"}, "version": {"type": "string"}}
+    return {
+        "operationId": "health",
+        "tags": ["health"],
+        "summary": "Live",
+        "description": "Whether the process answers.",
+        "security": [],
+        "responses": {"200": _json("It does.", fields, {"status": "ok", "version": "0.1.0"})},
+        "x-problems": [405],
+    }
+
+
+def _ready() -> dict[str, Any]:
+    backend = {
+        "type": "object",
+        "properties": {"state": {"type": "string"}, "since": {"type": ["number", "null"]}},
+        "required": ["state", "since"],
+    }
+    fields = {"status": {"enum": ["ok", "degraded", "ending"]}, "store": backend, "catalog": backend}
+    told = {"state": "ok", "since": 1_767_225_600.0}
+    example = {"status": "ok", "store": told, "catalog": told}
+    return {
+        "operationId": "ready",
+        "tags": ["health"],
+        "summary": "Ready",
+        "description": "Whether checks are answered; `degraded` if it is by a failure behaviour.",
+        "security": [],
+        "responses": {
+            "200": _json("They are.", fields, example),
+            "503": _json("It is ending: send no more.", fields, {**example, "status": "ending"}),
+        },
+        "x-problems": [405],
+    }
+
+
+def _answer(description: str, schema: str, example: Any, headers: Any = None) -> dict[str, Any]:
+    content: dict[str, Any] = {"schema": {"$ref": f"#/components/schemas/{schema}"}}
+    if example is not None:
+        content["example"] = example
+    answer: dict[str, Any] = {"description": description, "content": {"application/json": content}}
+    return answer if headers is None else {**answer, "headers": headers}
+
+
+def _json(description: str, properties: Any, example: Any) -> dict[str, Any]:
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"description": description, "content": {"application/json": {"schema": schema, "example": example}}}
+
+
+def _renamed(value: Any, names: dict[str, str]) -> Any:
+    if isinstance(value, dict):
+        plain = {key: _renamed(each, names) for key, each in value.items()}
+        if "$ref" in plain:
+            start, slash, name = plain["$ref"].rpartition("/")
+            plain["$ref"] = f"{start}{slash}{names.get(name, name)}"
+        return plain
+    return [_renamed(each, names) for each in value] if isinstance(value, list) else value

@@ -1,0 +1,67 @@
+"""What admin calls answer, and how the reference describes it: as the catalog's own types are written."""
+
+from typing import Any
+
+import msgspec
+from fastapi import Response
+
+from limitforge.catalog.model import Entity, plain
+from limitforge.catalog.queries import Page
+
+SCHEMA = "x-schema"
+
+_encode = msgspec.json.Encoder().encode
+
+
+def reply(content: Any, status: int = 200, **headers: str) -> Response:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return Response(_encode(content), status, named, "application/json")
+
+
+def shown(entity: Entity, **more: Any) -> Response:
+    """One thing, with its version as the ETag."""
+    return reply({**plain(entity), **more}, etag=etag(entity.version))
+
+
+def listed(page: Page) -> Response:
+    items = [plain(item) if isinstance(item, Entity) else item for item in page.items]
+    return reply({"items": items, "cursor": page.cursor})
+
+
+def gone() -> Response:
+    return Response(status_code=204)
+
+
+def etag(version: int) -> str:
+    return f'"{version}"'
+
+
+# --- For the reference -----------------------------------------------------------------------------------------------
+
+
+def answers(schema: str, *, status: int = 200, example: Any = None, description: str = "What it is now.") -> Any:
+    """The `responses` of a route that answers one thing."""
+    content: dict[str, Any] = {"schema": {"$ref": f"#/components/schemas/{schema}"}}
+    if example is not None:
+        content["example"] = example
+    return {status: {"description": description, "content": {"application/json": content}}}
+
+
+def answers_list(schema: str) -> Any:
+    page = {
+        "type": "object",
+        "properties": {
+            "items": {"type": "array", "items": {"$ref": f"#/components/schemas/{schema}"}},
+            "cursor": {"type": ["string", "null"], "description": "For the next page; null after the last."},
+        },
+        "required": ["items", "cursor"],
+    }
+    return {200: {"description": "A page of them.", "content": {"application/json": {"schema": page}}}}
+
+
+def elsewhere(name: str) -> dict[str, Any]:
+    """A schema that is described in the document, and of which pydantic need not know."""
+    return {SCHEMA: name}
+
+
+GONE: Any = {204: {"description": "It is gone."}}

@@ -1,0 +1,176 @@
+"""A running service, and somebody who administers it over HTTP."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, Self
+from uuid import uuid4
+
+import httpx
+import uvicorn
+
+from limitforge.catalog.catalog import Catalog
+from limitforge.catalog.credentials import Peppers
+from limitforge.catalog.database import Database
+from limitforge.service.app import Service
+from limitforge.service.settings import Settings
+from limitforge.service.worker import config
+
+PEPPERS = "1:a pepper that the tests alone know"
+START_SECONDS = 60.0  # generous: a busy machine is no reason to fail
+CALL_SECONDS = 60.0
+Fields = dict[str, Any]
+
+
+class Live:
+    """The service on a free port of this machine, in a thread of its own."""
+
+    def __init__(self, database_url: str, store_url: str = "memory://", **settings: Any) -> None:
+        self.settings = Settings(database_url=database_url, store_url=store_url, peppers=PEPPERS, **settings)
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        self._socket.bind(("127.0.0.1", 0))
+        self.service = Service(self.settings)
+        self._server = uvicorn.Server(config(self.service, self.settings))
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._clients: list[Admin] = []
+
+    @property
+    def origin(self) -> str:
+        return f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+
+    @property
+    def url(self) -> str:
+        return f"{self.origin}{self.settings.root_path}"
+
+    def __enter__(self) -> Self:
+        asyncio.run(self._upgrade())
+        self._thread.start()
+        for _ in range(int(START_SECONDS / 0.02)):
+            if self._server.started or not self._thread.is_alive():
+                break
+            time.sleep(0.02)
+        assert self._server.started, "the service did not start"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for client in self._clients:
+            client.http.close()
+        self._server.should_exit = True
+        self._thread.join(START_SECONDS)
+        self._socket.close()
+        assert not self._thread.is_alive(), "the service did not end"
+
+    def admin(self, name: str = "", **fields: Any) -> "Admin":
+        """Whoever has a new token; of all tenants and both scopes, unless `fields` say otherwise."""
+        given = {"name": name or f"t-{uuid4().hex[:12]}", "scopes": ["read", "write"], **fields}
+        return self.caller(asyncio.run(self._token(given)))
+
+    def caller(self, token: str | None = None) -> "Admin":
+        """Whoever has this token, or none."""
+        self._clients.append(Admin(self, token))
+        return self._clients[-1]
+
+    def _run(self) -> None:
+        asyncio.run(self._server.serve([self._socket]))
+
+    async def _upgrade(self) -> None:
+        async with _opened(self.settings.database_url) as database:
+            await database.upgrade()
+
+    async def _token(self, fields: Fields) -> str:
+        async with _opened(self.settings.database_url) as database:
+            catalog = Catalog(database, peppers=Peppers.parse(PEPPERS))
+            async with catalog.edit("test:live") as edit:
+                _, credential = await edit.create_token(fields)
+        return credential.text
+
+
+@contextlib.asynccontextmanager
+async def _opened(url: str) -> Any:
+    database = Database(url)
+    try:
+        yield database
+    finally:
+        await database.close()
+
+
+class Admin:
+    """Calls the admin API with one token. Paths are those under `/v1/admin`."""
+
+    def __init__(self, live: Live, token: str | None) -> None:
+        self.live = live
+        self.token = token or ""
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        self.http = httpx.Client(base_url=live.url, headers=headers, timeout=CALL_SECONDS)
+
+    def call(self, method: str, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        if body is not None:
+            options["json"] = body
+        return self.http.request(method, f"/v1/admin{path}", **options)
+
+    def get(self, path: str, **query: Any) -> httpx.Response:
+        return self.call("GET", path, params=query)
+
+    def post(self, path: str, body: Any = None, **headers: str) -> httpx.Response:
+        return self.call("POST", path, body, headers=_named(headers))
+
+    def put(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        return self.call("PUT", path, body, headers=_named(headers))
+
+    def patch(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        return self.call("PATCH", path, body, headers=_named(headers))
+
+    def delete(self, path: str, **headers: str) -> httpx.Response:
+        return self.call("DELETE", path, headers=_named(headers))
+
+    def made(self, path: str, body: Any) -> Fields:
+        """What was created."""
+        answer = self.post(path, body)
+        assert answer.status_code == 201, answer.text
+        found: Fields = answer.json()
+        return found
+
+    def everything(self, path: str, **query: Any) -> Iterator[Fields]:
+        """All of a list, page by page."""
+        cursor: str | None = None
+        while True:
+            page = self.get(path, **query, **({} if cursor is None else {"cursor": cursor})).json()
+            yield from page["items"]
+            cursor = page["cursor"]
+            if cursor is None:
+                return
+
+
+class Account:
+    """A tenant with one of everything, made over HTTP."""
+
+    def __init__(self, admin: Admin, name: str = "") -> None:
+        self.admin = admin
+        self.tenant = admin.made("/tenants", {"name": name or f"n-{uuid4().hex[:12]}"})
+        self.id: str = self.tenant["id"]
+        own = {"tenant_id": self.id}
+        limits = [
+            {"name": "burst", "algorithm": "token_bucket", "bucket_capacity": 3, "refill_rate_per_sec": 0.001},
+        ]
+        self.plan = admin.made("/plans", {**own, "name": "free", "limits": limits})
+        self.policy = admin.made("/policies", {**own, "resource": "GET:/orders/{id}", "plan_id": self.plan["id"]})
+        self.key = admin.made("/keys", {**own, "name": "web"})
+        self.secret: str = self.key["key"]
+        given = {"subject": "user:42", "limits": {"burst": {"limit": 5}}, "ttl_seconds": 3_600}
+        self.override = admin.made("/overrides", {**own, **given})
+        self.token = admin.made("/tokens", {**own, "name": f"{self.tenant['name']}-own", "scopes": ["read", "write"]})
+
+    def own_admin(self) -> Admin:
+        """Whoever has the token of this tenant alone."""
+        return self.admin.live.caller(self.token["token"])
+
+    def check(self, subject: str = "user:1", resource: str = "GET:/orders/7", **fields: Any) -> httpx.Response:
+        body = {"resource": resource, "subject": subject, **fields}
+        return self.admin.http.post("/v1/check", json=body, headers={"authorization": f"Bearer {self.secret}"})
+
+
+def _named(headers: dict[str, str]) -> dict[str, str]:
+    return {name.replace("_", "-"): value for name, value in headers.items()}

@@ -1,0 +1,17 @@
+"""What a problem document must be, whatever went wrong."""
+
+import httpx
+
+from limitforge.service.problems import type_of
+
+
+def assert_problem(answer: httpx.Response, status: int, code: str, names: str = "") -> None:
+    """`names` is what its detail begins with: the field."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/problem+json"
+    problem = answer.json()
+    assert (problem["status"], problem["code"], problem["type"]) == (status, code, type_of(code))
+    assert problem["title"]
+    assert problem["detail"].startswith(names), problem["detail"]
+    if code == "invalid_field":
+        assert problem["field"] == (names or problem["field"])
