@@ -7,7 +7,7 @@ is served for longer, and says that it is stale. Everything is bounded.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,7 +20,7 @@ from limitforge.catalog.snapshot import Snapshot
 from limitforge.catalog.sources import Source, WarmCopies
 from limitforge.core.clock import Clock, SystemClock
 from limitforge.core.exact import MICROS
-from limitforge.errors import CatalogError, CatalogUnavailable, Forbidden, TooManyUnknownKeys, UnknownKey
+from limitforge.errors import CatalogUnavailable, Forbidden, TooManyUnknownKeys, UnknownKey
 
 FRESH_SECONDS = 60.0
 STALE_SECONDS = 3_600.0
@@ -41,6 +41,8 @@ class TenantEntry(msgspec.Struct, eq=False):
     snapshot: Snapshot
     fresh_until_us: int
     usable_until_us: int
+    seen: set[bytes]
+    """The fingerprints of its callers, who are forgotten with it."""
     is_stale: bool = False
     """Whether it could not be read again when it was time to."""
     is_gone: bool = False
@@ -53,6 +55,8 @@ class KeyEntry(msgspec.Struct, eq=False):
     fresh_until_us: int
     usable_until_us: int
     seen: set[bytes]
+    is_doubtful: bool = False
+    """Whether it is known to have changed, and could not be read since: a copy of it may be the old one."""
 
 
 class Caller(msgspec.Struct, eq=False):
@@ -170,7 +174,7 @@ class Snapshots:
         now_us = self._clock.now_us()
         entry = self._tenants.get(tenant_id)
         if entry is None or now_us >= entry.usable_until_us:
-            entry = await self._once(("tenant", tenant_id), lambda _: self._load_tenant(tenant_id))
+            entry = await self._once(("tenant", tenant_id), lambda is_told: self._load_tenant(tenant_id, is_told))
         elif now_us >= entry.fresh_until_us:
             self._refresh_tenant_soon(tenant_id, entry, now_us)
         if entry.is_gone:
@@ -193,10 +197,11 @@ class Snapshots:
         again: list[Awaitable[Any]] = []
         for key_id in (key_id for told in announcements for key_id in told.gone):
             self._forget_key(key_id)  # first of all: a key may have moved to another tenant
+            self._mark_changed(("key", key_id))
         for told in announcements:
             for key_id in told.keys:
                 self._unknown.pop(key_id, None)
-                self._changed.add(("key", key_id))
+                self._mark_changed(("key", key_id))
                 if key_id in self._keys or ("key", key_id) in self._flights:
                     again.append(self._reload_key(key_id))
             if told.config:
@@ -204,19 +209,30 @@ class Snapshots:
         for answer in await asyncio.gather(*again, return_exceptions=True):
             if isinstance(answer, CatalogUnavailable):
                 self._missed(answer)
-            elif isinstance(answer, CatalogError):
-                _log.error("a change can't be acted on, and what was known before decides on: %s", answer)
+            elif isinstance(answer, Exception):
+                _log.error("a change can't be acted on: what was known before decides on", exc_info=answer)
             elif isinstance(answer, BaseException):
                 raise answer
-        self._changed &= set(self._flights)
 
     async def reload_all(self) -> None:
-        """Read everything that is known again, one after the other: too much was missed to tell what has changed."""
-        await self._reload_operator()
+        """Read everything that is known again, one after the other, and believe nothing else: too much was missed to
+        tell what has changed, or the database was set back.
+        """
+        self._floors.clear()
+        if self._operator is not None:
+            await self._reload_operator(is_told=True)
         for key_id in list(self._keys):
             await self._reload_key(key_id)
         for tenant_id in list(self._tenants):
-            await self._reload_tenant(tenant_id)
+            await self._reload_tenant(tenant_id, is_told=True)
+
+    def is_reachable(self) -> None:
+        """The database answers, as somebody else has found."""
+        self._recovered()
+
+    def used_still(self, used: Mapping[str, int]) -> None:
+        """What could not be written is told again."""
+        self._used = {**used, **self._used}
 
     def cached_config(self, tenant_id: str) -> TenantConfig | None:
         entry = self._operator if tenant_id == OPERATOR else self._tenants.get(tenant_id)
@@ -235,11 +251,13 @@ class Snapshots:
         if len(self._floors) > self._max_tenants:
             del self._floors[next(iter(self._floors))]
         if tenant_id == OPERATOR:
-            if self._operator is not None and self._operator.snapshot.revision < told.revision:
+            self._mark_changed("operator")
+            is_old = self._operator is not None and self._operator.snapshot.revision < told.revision
+            if is_old or "operator" in self._flights:
                 await self._reload_operator()
             return
         entry = self._tenants.get(tenant_id)
-        self._changed.add(("tenant", tenant_id))
+        self._mark_changed(("tenant", tenant_id))
         if (entry is not None and entry.snapshot.revision < told.revision) or ("tenant", tenant_id) in self._flights:
             await self._reload_tenant(tenant_id)
 
@@ -247,41 +265,62 @@ class Snapshots:
 
     async def _once(self, name: Hashable, load: Load[Loaded], *, is_told: bool = False) -> Loaded:
         """Single flight: all who want the same wait for one load of it."""
-        flight = self._flights.get(name)
-        if flight is None:
-            flight = asyncio.get_running_loop().create_task(self._fly(name, load, is_told=is_told))
-            self._flights[name] = flight
-        loaded: Loaded = await asyncio.shield(flight)
+        flight = self._flights.get(name) or self._start(name, load, is_told=is_told)
+        try:
+            loaded: Loaded = await asyncio.shield(flight)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if flight.cancelled() and (task is None or not task.cancelling()):
+                raise CatalogUnavailable("this node is ending") from None
+            raise
         return loaded
 
+    def _start(self, name: Hashable, load: Load[Any], *, is_told: bool) -> asyncio.Task[Any]:
+        self._changed.discard(name)
+        flight = self._flights[name] = asyncio.get_running_loop().create_task(self._fly(name, load, is_told=is_told))
+        flight.add_done_callback(_look_at)
+        return flight
+
     async def _fly(self, name: Hashable, load: Load[Loaded], *, is_told: bool) -> Loaded:
-        """`is_told` tells that it was announced to have changed, so that a copy of it may be out of date."""
+        """`is_told` tells that it was announced to have changed, so that a copy of it may be out of date. What changes
+        while it is read is read once more.
+        """
         try:
             while True:
+                try:
+                    loaded = await load(is_told)
+                except UnknownKey:
+                    if name not in self._changed:
+                        raise
+                else:
+                    if name not in self._changed:
+                        return loaded
                 self._changed.discard(name)
-                loaded = await load(is_told)
-                if name not in self._changed:
-                    return loaded
                 is_told = True
         finally:
             self._changed.discard(name)
             del self._flights[name]
 
-    async def _load_tenant(self, tenant_id: str) -> TenantEntry:
-        operator = await self._operator_entry()
+    def _mark_changed(self, name: Hashable) -> None:
+        if name in self._flights:
+            self._changed.add(name)
+
+    async def _load_tenant(self, tenant_id: str, is_told: bool) -> TenantEntry:  # noqa: FBT001 - as flights call it
+        await self._operator_entry()
         self._loads += 1
+        known = self._tenants.get(tenant_id)
         try:
-            config = await self._read_config(tenant_id)
+            config = await self._read_config(tenant_id, known, is_told=is_told)
         except CatalogUnavailable:
-            known = self._tenants.get(tenant_id)
             if known is None or self._clock.now_us() >= known.usable_until_us:
                 raise
             return self._keep_stale(known)
-        return self._place_tenant(tenant_id, config, operator)
+        return self._place_tenant(tenant_id, config, await self._operator_entry())
 
-    async def _read_config(self, tenant_id: str) -> TenantConfig | None:
-        floor = self._floors.get(tenant_id, 0)
-        if self._warm is not None:
+    async def _read_config(self, tenant_id: str, known: TenantEntry | None, *, is_told: bool) -> TenantConfig | None:
+        """From a copy, unless that is older than what is known or announced, or nothing but the truth will do."""
+        floor = max(self._floors.get(tenant_id, 0), 0 if known is None else known.snapshot.revision)
+        if self._warm is not None and (not is_told or tenant_id in self._floors):
             config = await self._warm.config(tenant_id, floor)
             if config is not None:
                 return config
@@ -295,19 +334,24 @@ class Snapshots:
         now_us = self._clock.now_us()
         entry = self._tenants.pop(tenant_id, None)
         if config is None:
-            gone = entry or TenantEntry(operator.snapshot, now_us, now_us)
+            gone = entry or TenantEntry(operator.snapshot, now_us, now_us, set())
             gone.is_gone, gone.usable_until_us = True, 0
             for key_id in [each.key.id for each in self._keys.values() if each.key.tenant_id == tenant_id]:
                 self._forget_key(key_id)
             return gone
-        if entry is not None and entry.snapshot.config.tenant.revision > config.tenant.revision:
-            config = entry.snapshot.config  # a copy that was older than what is known here
-        if self._placed is not None:
-            self._placed(config.tenant)
+        try:
+            if self._placed is not None:
+                self._placed(config.tenant)
+        except BaseException:
+            if entry is not None:
+                self._tenants[tenant_id] = entry
+            raise
         if entry is None:
-            entry = TenantEntry(Snapshot(config, operator.snapshot.config), 0, 0)
+            entry = TenantEntry(Snapshot(config, operator.snapshot.config), 0, 0, set())
         elif entry.snapshot.config != config:
             entry.snapshot = Snapshot(config, operator.snapshot.config)
+        elif entry.snapshot.operator is not operator.snapshot.config:
+            entry.snapshot = entry.snapshot.under(operator.snapshot.config)
         entry.fresh_until_us, entry.usable_until_us = now_us + self._fresh_us, now_us + self._stale_us
         entry.is_stale = entry.is_gone = False
         self._tenants[tenant_id] = entry
@@ -318,15 +362,15 @@ class Snapshots:
     async def _operator_entry(self) -> TenantEntry:
         entry, now_us = self._operator, self._clock.now_us()
         if entry is None or now_us >= entry.usable_until_us:
-            return await self._once("operator", lambda _: self._load_operator())
+            return await self._once("operator", self._load_operator)
         if now_us >= entry.fresh_until_us:
-            self._soon("operator", lambda _: self._load_operator())
+            self._soon("operator", self._load_operator)
             entry.fresh_until_us = now_us + int(RETRY_SECONDS * MICROS)
         return entry
 
-    async def _load_operator(self) -> TenantEntry:
+    async def _load_operator(self, is_told: bool) -> TenantEntry:  # noqa: FBT001 - as flights call it
         try:
-            config = await self._read_config(OPERATOR)
+            config = await self._read_config(OPERATOR, self._operator, is_told=is_told)
         except CatalogUnavailable:
             if self._operator is None or self._clock.now_us() >= self._operator.usable_until_us:
                 raise
@@ -336,7 +380,7 @@ class Snapshots:
         now_us = self._clock.now_us()
         known = self._operator
         if known is None or known.snapshot.config != config:
-            known = TenantEntry(Snapshot(config, config), 0, 0)
+            known = TenantEntry(Snapshot(config, config), 0, 0, set())
             for entry in self._tenants.values():
                 entry.snapshot = entry.snapshot.under(config)
         known.fresh_until_us, known.usable_until_us = now_us + self._fresh_us, now_us + self._stale_us
@@ -360,22 +404,30 @@ class Snapshots:
         """`source` is None where it is known already, and only read again."""
         key = None
         if self._warm is not None and not is_told:
-            key = await self._warm.key(key_id)
+            known = self._keys.get(key_id)
+            key = await self._warm.key(key_id, 0 if known is None else known.key.version)
         if key is None:
-            if source is not None:
-                self._guard.take(source)
-            key = await self._origin.key(key_id)
+            key = await self._look_up(key_id, source)
             self._recovered()
-            if key is not None:
-                if source is not None:
-                    self._guard.give_back(source)
-                if self._warm is not None:
-                    await self._warm.refresh_key(key)
+            if key is not None and self._warm is not None:
+                await self._warm.refresh_key(key)
         self._loads += 1
         if key is None:
             self._forget_key(key_id)
             raise UnknownKey("no such key, or it is no longer good")
         return self._place_key(key)
+
+    async def _look_up(self, key_id: str, source: str | None) -> Key | None:
+        if source is None:
+            return await self._origin.key(key_id)
+        await self._guard.take(source)
+        is_wrong = False
+        try:
+            key = await self._origin.key(key_id)
+            is_wrong = key is None
+            return key
+        finally:
+            self._guard.give_back(source, is_wrong=is_wrong)
 
     def _place_key(self, key: Key) -> KeyEntry:
         now_us = self._clock.now_us()
@@ -383,6 +435,7 @@ class Snapshots:
         if known is not None and known.key == key:
             entry = known
             entry.fresh_until_us, entry.usable_until_us = now_us + self._fresh_us, now_us + self._stale_us
+            entry.is_doubtful = False
         else:
             if known is not None:
                 self._forget_seen(known)
@@ -402,6 +455,7 @@ class Snapshots:
             seen = fingerprint(text)
             self._callers[seen] = caller
             entry.seen.add(seen)
+            tenant.seen.add(seen)
         return caller
 
     # --- Again -------------------------------------------------------------------------------------------------------
@@ -414,17 +468,18 @@ class Snapshots:
 
     def _refresh_tenant_soon(self, tenant_id: str, entry: TenantEntry, now_us: int) -> None:
         entry.fresh_until_us = now_us + int(RETRY_SECONDS * MICROS)
-        self._soon(("tenant", tenant_id), lambda _: self._load_tenant(tenant_id))
+        self._soon(("tenant", tenant_id), lambda is_told: self._load_tenant(tenant_id, is_told))
 
     def _refresh_key_soon(self, entry: KeyEntry, now_us: int) -> None:
         entry.fresh_until_us = now_us + int(RETRY_SECONDS * MICROS)
-        self._soon(("key", entry.key.id), lambda is_told: self._load_key(entry.key.id, None, is_told=is_told))
+        doubtful = entry.is_doubtful
+        self._soon(
+            ("key", entry.key.id), lambda is_told: self._load_key(entry.key.id, None, is_told=is_told or doubtful)
+        )
 
     def _soon(self, name: Hashable, load: Load[Any]) -> None:
         if name not in self._flights:
-            task = asyncio.get_running_loop().create_task(self._fly(name, load, is_told=False))
-            self._flights[name] = task
-            task.add_done_callback(self._landed)
+            self._start(name, load, is_told=False).add_done_callback(self._landed)
 
     def _landed(self, task: asyncio.Task[Any]) -> None:
         """Of a load that nobody waits for."""
@@ -436,14 +491,17 @@ class Snapshots:
         elif error is not None and not isinstance(error, UnknownKey | TooManyUnknownKeys):
             _log.error("could not read configuration again", exc_info=error)
 
-    async def _reload_tenant(self, tenant_id: str) -> None:
-        await self._once(("tenant", tenant_id), lambda _: self._load_tenant(tenant_id))
+    async def _reload_tenant(self, tenant_id: str, *, is_told: bool = False) -> None:
+        await self._once(("tenant", tenant_id), lambda is_told: self._load_tenant(tenant_id, is_told), is_told=is_told)
 
-    async def _reload_operator(self) -> None:
-        self._changed.add("operator")
-        await self._once("operator", lambda _: self._load_operator())
+    async def _reload_operator(self, *, is_told: bool = False) -> None:
+        await self._once("operator", self._load_operator, is_told=is_told)
 
     async def _reload_key(self, key_id: str) -> None:
+        """From the database; until that answers it is tried again, and no copy is believed."""
+        known = self._keys.get(key_id)
+        if known is not None:
+            known.is_doubtful, known.fresh_until_us = True, 0
         with contextlib.suppress(UnknownKey):
             await self._once(
                 ("key", key_id), lambda is_told: self._load_key(key_id, None, is_told=is_told), is_told=True
@@ -469,7 +527,10 @@ class Snapshots:
 
     def _forget_tenant(self, tenant_id: str) -> None:
         entry = self._tenants.pop(tenant_id)
-        entry.usable_until_us = 0  # callers that hold it must look it up again
+        entry.usable_until_us = 0  # whoever holds it must look it up again
+        for seen in entry.seen:
+            self._callers.pop(seen, None)
+        entry.seen.clear()
 
     def _forget_key(self, key_id: str) -> None:
         entry = self._keys.pop(key_id, None)
@@ -482,5 +543,13 @@ class Snapshots:
 
     def _forget_seen(self, entry: KeyEntry) -> None:
         for seen in entry.seen:
-            self._callers.pop(seen, None)
+            caller = self._callers.pop(seen, None)
+            if caller is not None:
+                caller.tenant.seen.discard(seen)
         entry.seen.clear()
+
+
+def _look_at(task: asyncio.Task[Any]) -> None:
+    """Whoever waited may have left: then nobody else asks how it ended."""
+    if not task.cancelled():
+        task.exception()

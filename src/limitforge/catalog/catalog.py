@@ -231,7 +231,7 @@ class Edit:
             raise InvalidInput("id", "of a key must be `key_` and 16 letters or digits")
         if await queries.find(self.connection, Key, key.id) is not None:
             raise Conflict(f"there is a key {key.id} already")
-        key = msgspec.structs.replace(key, version=1, created_at=self.now, updated_at=self.now)
+        key = self._dated(None, key)
         return await self._add_with_secrets(key)
 
     async def rotate_key(
@@ -385,7 +385,9 @@ class Edit:
         """What is to be, with its version and its times."""
         if after is None:
             return after
-        own = (1, self.now) if before is None else (before.version + 1, before.created_at)
+        # A key may have been here before under the same id: copies of that one must be older.
+        first = self.revision if isinstance(after, Key) else 1
+        own = (first, self.now) if before is None else (before.version + 1, before.created_at)
         return msgspec.structs.replace(after, version=own[0], created_at=own[1], updated_at=self.now)
 
     async def _create_secret(self, entity: AnyEntity, prefix: str) -> tuple[AnyEntity, Credential]:

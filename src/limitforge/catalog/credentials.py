@@ -138,7 +138,7 @@ class Peppers:
 
 def fingerprint(text: str) -> bytes:
     """What a presented key is remembered by in this process: not its text."""
-    return sha256(text.encode("utf-8", "surrogateescape")).digest()
+    return sha256(text.encode("utf-8", "surrogatepass")).digest()
 
 
 def _random(length: int) -> str:

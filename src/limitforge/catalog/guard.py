@@ -1,5 +1,8 @@
 """Keeps wrong keys away from the database: each source, and all of them together, may have only so many looked up."""
 
+import asyncio
+from collections import Counter, deque
+
 from limitforge.core.clock import Clock, MonotonicClock
 from limitforge.core.exact import MICROS
 from limitforge.errors import TooManyUnknownKeys
@@ -8,7 +11,9 @@ MAX_SOURCES = 10_000
 
 
 class Guard:
-    """Counts look-ups that found nothing. What was found is given back, so right keys are never short of it."""
+    """Counts look-ups that found nothing. Right keys are never short of it: what they took is given back, and whoever
+    comes while others are being looked up waits for how those end.
+    """
 
     def __init__(
         self, *, per_second: float = 2, burst: int = 5, all_per_second: float = 20, clock: Clock | None = None
@@ -18,26 +23,43 @@ class Guard:
         self._all_per_us, self._all_burst = all_per_second / MICROS, 2 * all_per_second
         self._sources: dict[str, tuple[float, int]] = {}  # what each has left, and when that was written
         self._all = (self._all_burst, self._clock.now_us())
+        self._under_way: Counter[str] = Counter()
+        self._waiting: deque[asyncio.Future[None]] = deque()
 
-    def take(self, source: str) -> None:
-        """Before a look-up that may find nothing."""
-        now_us = self._clock.now_us()
-        own = self._level(self._sources.get(source), self._burst, self._per_us, now_us)
-        together = self._level(self._all, self._all_burst, self._all_per_us, now_us)
-        if own < 1 or together < 1:
-            short, rate = (own, self._per_us) if own < 1 else (together, self._all_per_us)
-            wait_ms = max(int((1 - short) / rate / 1_000), 1)
-            raise TooManyUnknownKeys("too many unknown keys: wait before trying another one", wait_ms)
-        self._write(source, own - 1, now_us)
-        self._all = (together - 1, now_us)
+    async def take(self, source: str) -> None:
+        """Before a look-up that may find nothing; `give_back` must follow."""
+        while True:
+            now_us = self._clock.now_us()
+            own = self._level(self._sources.get(source), self._burst, self._per_us, now_us)
+            together = self._level(self._all, self._all_burst, self._all_per_us, now_us)
+            if own >= 1 and together >= 1:
+                self._write(source, own - 1, now_us)
+                self._all = (together - 1, now_us)
+                self._under_way[source] += 1
+                return
+            if not (self._under_way[source] if own < 1 else self._under_way):
+                short, rate = (own, self._per_us) if own < 1 else (together, self._all_per_us)
+                wait_ms = max(int((1 - short) / rate / 1_000), 1)
+                raise TooManyUnknownKeys("too many unknown keys: wait before trying another one", wait_ms)
+            ended = asyncio.get_running_loop().create_future()
+            self._waiting.append(ended)
+            await ended
 
-    def give_back(self, source: str) -> None:
-        """It was a right key after all."""
-        now_us = self._clock.now_us()
-        level = self._level(self._sources.get(source), self._burst, self._per_us, now_us)
-        self._write(source, min(level + 1, self._burst), now_us)
-        together = self._level(self._all, self._all_burst, self._all_per_us, now_us)
-        self._all = (min(together + 1, self._all_burst), now_us)
+    def give_back(self, source: str, *, is_wrong: bool) -> None:
+        """Its look-up has ended: with nothing, or as that of a right key or of a database that did not answer."""
+        self._under_way[source] -= 1
+        if not self._under_way[source]:
+            del self._under_way[source]
+        if not is_wrong:
+            now_us = self._clock.now_us()
+            level = self._level(self._sources.get(source), self._burst, self._per_us, now_us)
+            self._write(source, min(level + 1, self._burst), now_us)
+            together = self._level(self._all, self._all_burst, self._all_per_us, now_us)
+            self._all = (min(together + 1, self._all_burst), now_us)
+        waiting, self._waiting = self._waiting, deque()
+        for ended in waiting:
+            if not ended.done():
+                ended.set_result(None)
 
     def _write(self, source: str, level: float, now_us: int) -> None:
         self._sources.pop(source, None)  # so that the first of them is the one that was quiet for longest

@@ -3,11 +3,11 @@ long, is put right.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any, Protocol
 
-from limitforge.catalog.model import Override, TenantConfig, at_time
+from limitforge.catalog.model import Override, Tenant, TenantConfig, at_time
 from limitforge.catalog.snapshot import limits_named
 from limitforge.catalog.sources import Source
 from limitforge.core.clock import Clock, SystemClock
@@ -43,8 +43,15 @@ class OverrideSink(Protocol):
 class Mirror:
     """Compares both, and changes only what differs. Each change is decided by what the database says just before it."""
 
-    def __init__(self, source: Source, sink: OverrideSink, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        sink: OverrideSink,
+        clock: Clock | None = None,
+        placed: Callable[[Tenant], None] | None = None,
+    ) -> None:
         self._source = source
+        self._placed = placed
         self._sink = sink
         self._clock = clock or SystemClock()
 
@@ -55,6 +62,8 @@ class Mirror:
     async def reconcile(self, tenant_id: str, *, anew: bool = False) -> int:
         """One tenant. `anew` also sets what looks right: their plans' other numbers may have changed."""
         config = await self._source.config(tenant_id)
+        if config is not None and self._placed is not None:
+            self._placed(config.tenant)
         wanted = {} if config is None else await self._wanted(tenant_id)
         there = await self._there(tenant_id)
         changes = 0
@@ -62,7 +71,7 @@ class Mirror:
             if config is not None and (anew or not _is_same(override, there.get(place))):
                 changes += await self._set(config, override)
         for place in there.keys() - wanted.keys():
-            changes += await self._delete(tenant_id, *place)
+            changes += await self._delete(tenant_id, config, *place)
         return changes
 
     async def _wanted(self, tenant_id: str) -> dict[tuple[str, str], Override]:
@@ -81,9 +90,19 @@ class Mirror:
                 return there
 
     async def _set(self, config: TenantConfig, override: Override) -> int:
-        """Skipped if it was changed or deleted meanwhile: whoever did so mirrors it."""
-        if await self._current(override) != override:
-            return 0
+        """As the database has it, also if that changes while it is written."""
+        current = await self._current(override)
+        while current is not None:
+            if not await self._write(config, current):
+                break
+            written, current = current, await self._current(override)
+            if current == written:
+                return 1
+        await self._sink.delete_override(override.resource, override.subject, tenant=override.tenant_id)
+        return 1
+
+    async def _write(self, config: TenantConfig, override: Override) -> bool:
+        """False if it can't be in force: then it must not be there."""
         known = {}
         for name, change in override.limits.items():
             try:
@@ -92,7 +111,7 @@ class Mirror:
                 continue  # no plan has that limit any more
         seconds = (override.expires_at - self._now()).total_seconds()
         if not known or seconds < 0.001:
-            return 0
+            return False
         try:
             await self._sink.set_override(
                 override.resource,
@@ -104,16 +123,18 @@ class Mirror:
             )
         except InvalidInput as error:
             _log.warning("override %s no longer fits its plan, and is not in force: %s", override.id, error)
-            return 0
-        if await self._current(override) is None:
-            await self._sink.delete_override(override.resource, override.subject, tenant=override.tenant_id)
-        return 1
+            return False
+        return True
 
-    async def _delete(self, tenant_id: str, resource: str, subject: str) -> int:
+    async def _delete(self, tenant_id: str, config: TenantConfig | None, resource: str, subject: str) -> int:
         wanted = await self._source.override(tenant_id, resource, subject)
         if wanted is not None and wanted.expires_at > self._now():
             return 0
-        return int(await self._sink.delete_override(resource, subject, tenant=tenant_id))
+        done = int(await self._sink.delete_override(resource, subject, tenant=tenant_id))
+        wanted = await self._source.override(tenant_id, resource, subject)
+        if wanted is not None and config is not None:
+            await self._set(config, wanted)  # it was set meanwhile
+        return done
 
     async def _current(self, override: Override) -> Override | None:
         return await self._source.override(override.tenant_id, override.resource, override.subject)

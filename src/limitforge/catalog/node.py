@@ -74,7 +74,7 @@ class Node:
         self._source = DatabaseSource(database)
         self._shared = shared
         self._warm = None if shared is None else WarmCopies(shared, key_prefix)
-        self._mirror = None if sink is None else Mirror(self._source, sink, self._clock)
+        self._mirror = None if sink is None else Mirror(self._source, sink, self._clock, placed)
         self._channel = f"{key_prefix}:%catalog"
         self._prefix = key_prefix
         self.snapshots = Snapshots(self._source, peppers, warm=self._warm, placed=placed, clock=self._clock, **bounds)
@@ -86,13 +86,18 @@ class Node:
         self._is_ok = True
         self._since_us = self._clock.now_us()
         self._owes = False  # whether some rows were not published when last looked
+        self._owes_mirror = False  # whether overrides were to be compared, and could not be
+        self._is_store_away = False
 
     async def start(self) -> None:
         """Ready once the schema is. A database that is away is no reason not to start where nodes share copies."""
+        if self._tasks:
+            return
         try:
             await self._database.prepare()
-            async with self._database.reading() as connection:
-                self._seen = await queries.last_revision(connection)
+            if not self._seen:  # one that is started again reads on from where it was
+                async with self._database.reading() as connection:
+                    self._seen = await queries.last_revision(connection)
             self._owes = self._shared is not None
             if self._mirror is not None and self._shared is None:
                 await self._mirror.reconcile_all()
@@ -142,9 +147,14 @@ class Node:
     async def write_used(self) -> None:
         """When keys were last used, for all of them in one go."""
         used = self.snapshots.used()
-        if used:
+        if not used:
+            return
+        try:
             async with self._database.writing() as connection:
                 await queries.touch_keys(connection, {key: at_time(at_us) for key, at_us in used.items()})
+        except CatalogError:
+            self.snapshots.used_still(used)
+            raise
 
     # --- Own changes -------------------------------------------------------------------------------------------------
 
@@ -156,7 +166,10 @@ class Node:
                 self._seen += 1
             if self._shared is not None:
                 await self._publish(announcements)
-        except (CatalogError, StoreError) as error:
+        except StoreError as error:
+            self._owes = True
+            self._store_failed(error)
+        except CatalogError as error:
             self._owes = True
             _log.warning("a change is committed and not yet told to all: %s", error)
 
@@ -195,22 +208,29 @@ class Node:
             try:
                 await self.catch_up()
                 self._recovered()
+                await self._make_up()
             except CatalogError as error:
                 self._failed(error)
             except StoreError as error:
-                _log.warning("overrides could not be mirrored, and will be: %s", error)
+                self._store_failed(error)
+            except Exception:  # noqa: BLE001 - whatever it is: go on, or nobody hears of changes any more
+                _log.exception("something is wrong with how changes are heard of")
             pause = POLL_WHEN_TOLD_SECONDS if "postgres" in self._listening else POLL_SECONDS
+            if self._owes:
+                pause = POLL_SECONDS if self._is_store_away else RELAY_AFTER_SECONDS
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), RELAY_AFTER_SECONDS if self._owes else pause)
+                async with asyncio.timeout(pause):
+                    await self._wake.wait()
             self._wake.clear()
 
     async def catch_up(self) -> None:
-        """Act on all that was written since this node last looked, and publish what its writer did not."""
+        """Act on all that was written since this node last looked."""
         while True:
+            seen = self._seen
             async with self._database.reading() as connection:
                 last = await queries.last_revision(connection)
-                rows = [] if last == self._seen else await queries.outbox_after(connection, self._seen, BATCH)
-            if last < self._seen or (last > self._seen and (not rows or rows[0].revision > self._seen + 1)):
+                rows = [] if last == seen else await queries.outbox_after(connection, seen, BATCH)
+            if last < seen or (last > seen and (not rows or rows[0].revision > seen + 1)):
                 _log.warning("this node missed more than is kept: everything that it remembers is read again")
                 await self.snapshots.reload_all()
                 self._seen = last
@@ -219,9 +239,18 @@ class Node:
                 self._seen = max(self._seen, rows[-1].revision)
                 self._owes = self._shared is not None
             if self._seen >= last:
-                break
+                return
+
+    async def _make_up(self) -> None:
+        """For what could not be done before: publish what its writer did not, compare overrides."""
         if self._owes:
             await self._relay()
+        if self._owes_mirror and self._mirror is not None:
+            await self._mirror.reconcile_all()
+            self._owes_mirror = False
+        if self._is_store_away:
+            self._is_store_away = False
+            _log.warning("what nodes share can be reached again")
 
     async def _relay(self) -> None:
         """Publish what was not, in place of writers that are gone or share nothing."""
@@ -273,6 +302,8 @@ class Node:
             except LimitforgeError as error:
                 if pause == FIRST_PAUSE_SECONDS:
                     _log.warning("can't hear of changes by %s, and look for them instead: %s", name, error)
+            except Exception:  # noqa: BLE001 - whatever it is: go on, or nobody listens any more
+                _log.exception("something is wrong with how changes are heard of by %s", name)
             self._listening.discard(name)
             self._wake.set()
             await asyncio.sleep(pause)
@@ -285,7 +316,9 @@ class Node:
         if self._mirror is None:
             return
         if self._shared is None or await self._shared.claim(f"{self._prefix}:{{%mirror}}:", MIRROR_SECONDS / 2):
+            self._owes_mirror = True  # until it is done: the claim keeps others from it
             await self._mirror.reconcile_all()
+            self._owes_mirror = False
 
     async def _tidy(self) -> None:
         async with self._database.writing() as connection:
@@ -307,7 +340,13 @@ class Node:
             self._is_ok, self._since_us = False, self._clock.now_us()
             _log.warning("the catalog is degraded: %s", error)
 
+    def _store_failed(self, error: StoreError) -> None:
+        if not self._is_store_away:
+            self._is_store_away = True
+            _log.warning("what nodes share can't be reached; what is owed to it will be done: %s", error)
+
     def _recovered(self) -> None:
+        self.snapshots.is_reachable()
         if not self._is_ok:
             self._is_ok, self._since_us = True, self._clock.now_us()
             _log.warning("the catalog is well again")

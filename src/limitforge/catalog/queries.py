@@ -31,6 +31,7 @@ from limitforge.core.exact import MICROS, shown
 from limitforge.errors import CatalogError, InvalidInput
 
 MAX_PAGE = 1_000
+OVERRIDE_ACTIONS = ("override.create", "override.update", "override.delete")
 
 AnyEntity = TypeVar("AnyEntity", bound=Entity)
 
@@ -180,7 +181,10 @@ async def users_of_plan(connection: AsyncConnection, plan: Plan) -> list[str]:
 
 
 async def tenants_with_overrides(connection: AsyncConnection) -> list[str]:
-    return list(await connection.scalars(select(tables.overrides.c.tenant_id).distinct()))
+    """Those that have any, or had: what is no longer here may still be in a store that was set back."""
+    had = select(tables.audit.c.tenant_id).where(tables.audit.c.action.in_(OVERRIDE_ACTIONS))
+    found = await connection.scalars(select(tables.overrides.c.tenant_id).union(had))
+    return [tenant_id for tenant_id in found if tenant_id is not None]
 
 
 async def audit_page(

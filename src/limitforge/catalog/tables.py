@@ -242,6 +242,7 @@ audit = Table(
     Column("after", JSON(none_as_null=True)),
     Index(None, "tenant_id", "id"),
     Index(None, "entity_id", "id"),
+    Index(None, "action", "tenant_id"),
 )
 """Append-only: triggers of the migration refuse any change, whoever asks."""
 

@@ -11,7 +11,7 @@ from limitforge.catalog.guard import Guard
 from limitforge.catalog.model import Token, at_time
 from limitforge.core.check import Failure
 from limitforge.core.plan import Limits
-from limitforge.errors import CatalogError, Forbidden, UnknownKey
+from limitforge.errors import Forbidden, UnknownKey
 from limitforge.limiter import Limiter
 from limitforge.service.problems import BadRequest
 
@@ -70,23 +70,24 @@ class Access:
 
     async def _look_up(self, text: str, seen: bytes, source: str) -> Token:
         """A token that was right before need not ask the guard: many calls at once are no attack."""
-        is_new = seen not in self._known
-        if is_new:
-            self._guard.take(source)
+        if seen in self._known:
+            try:
+                return await self._catalog.token(text)
+            except UnknownKey:
+                del self._known[seen]
+                raise
+        await self._guard.take(source)
+        is_wrong = False
         try:
             token = await self._catalog.token(text)
         except UnknownKey:
-            self._known.pop(seen, None)
+            is_wrong = True
             raise
-        except CatalogError:
-            if is_new:
-                self._guard.give_back(source)
-            raise
-        if is_new:
-            self._guard.give_back(source)
-            self._known[seen] = None
-            if len(self._known) > MAX_KNOWN:
-                del self._known[next(iter(self._known))]
+        finally:
+            self._guard.give_back(source, is_wrong=is_wrong)
+        self._known[seen] = None
+        if len(self._known) > MAX_KNOWN:
+            del self._known[next(iter(self._known))]
         return token
 
     async def _refuse_suspended(self, tenant_id: str) -> None:

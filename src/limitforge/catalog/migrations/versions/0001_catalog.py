@@ -268,6 +268,7 @@ def _create_logs() -> None:
     )
     _index("audit", "tenant_id", "id")
     _index("audit", "entity_id", "id")
+    _index("audit", "action", "tenant_id")
     op.create_table(
         "outbox",
         sa.Column("revision", sa.BigInteger, nullable=False),
