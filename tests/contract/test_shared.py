@@ -10,7 +10,7 @@ import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import pytest
 
@@ -74,7 +74,7 @@ class Ear:
         self.ended = 0
         self._task = asyncio.create_task(self._run(shared, channel))
 
-    async def __aenter__(self) -> "Ear":
+    async def __aenter__(self) -> Self:
         await eventually(lambda: self.begun)
         return self
 
@@ -285,7 +285,7 @@ async def test_a_place_that_never_answers_makes_no_call_hang_and_no_listener_eit
         assert {said for _, said, _ in await all_calls(shared)} == {"unavailable"}
         listening = shared.listen("lf:%t")
         with pytest.raises(StoreUnavailable):
-            await asyncio.wait_for(anext(listening), CALL_SECONDS)  # type: ignore[arg-type]
+            await asyncio.wait_for(anext(listening), CALL_SECONDS)
         await shared.close()
 
 
@@ -295,7 +295,7 @@ async def test_a_listener_does_not_wait_for_ever_to_be_let_in_by_a_frozen_redis(
     own_redis_server.pause()
     listening = shared.listen("lf:%t")
     with pytest.raises(StoreUnavailable):
-        await asyncio.wait_for(anext(listening), CALL_SECONDS)  # type: ignore[arg-type]
+        await asyncio.wait_for(anext(listening), CALL_SECONDS)
     own_redis_server.resume()
     await shared.close()
 
@@ -305,7 +305,7 @@ async def test_a_password_that_is_wrong_is_unavailable_and_not_told() -> None:
         shared = SharedRedis(server.url_with("wrong-one"))
         for call in (shared.get("a"), shared.claim("a", 1), anext(shared.listen("a"))):
             with pytest.raises(StoreUnavailable) as error:
-                await call  # type: ignore[misc]
+                await call
             assert "wrong-one" not in str(error.value)
         await shared.close()
 
@@ -332,7 +332,8 @@ async def test_copies_are_compared_as_numbers_whatever_language_redis_speaks(
     if program is None:
         pytest.skip("no localedef on this machine")
     made = tmp_path / "en_US.UTF-8"
-    subprocess.run([program, "-i", "en_US", "-f", "UTF-8", str(made)], capture_output=True, check=False)
+    command = [program, "-i", "en_US", "-f", "UTF-8", str(made)]
+    await asyncio.to_thread(subprocess.run, command, capture_output=True, check=False)
     if not (made / "LC_COLLATE").exists():
         pytest.skip("no sources of locales on this machine")
     monkeypatch.setenv("LOCPATH", str(tmp_path))

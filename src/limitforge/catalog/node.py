@@ -80,6 +80,7 @@ class Node:
         self.snapshots = Snapshots(self._source, peppers, warm=self._warm, placed=placed, clock=self._clock, **bounds)
         self.catalog = Catalog(database, peppers=peppers, clock=self._clock, changed=self._wrote)
         self._seen = 0
+        self._is_new = True
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._listening: set[str] = set()
@@ -95,9 +96,10 @@ class Node:
             return
         try:
             await self._database.prepare()
-            if not self._seen:  # one that is started again reads on from where it was
+            if self._is_new:  # one that is started again reads on from where it was
                 async with self._database.reading() as connection:
                     self._seen = await queries.last_revision(connection)
+                self._is_new = False
             self._owes = self._shared is not None
             if self._mirror is not None and self._shared is None:
                 await self._mirror.reconcile_all()

@@ -1,0 +1,676 @@
+"""A node and how it hears of changes made elsewhere: with Redis and without, on SQLite and on Postgres."""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import shutil
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import redis as redis_py
+from sqlalchemy import delete, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from limitforge import ManualClock
+from limitforge.catalog import node as nodes
+from limitforge.catalog import tables
+from limitforge.catalog.catalog import Catalog
+from limitforge.catalog.credentials import Peppers
+from limitforge.catalog.database import Database
+from limitforge.catalog.model import Key, Plan, Tenant, TenantConfig
+from limitforge.catalog.node import Node
+from limitforge.catalog.sources import WarmCopies
+from limitforge.core.limits import Mode
+from limitforge.errors import CatalogUnavailable, Forbidden, InvalidInput, UnknownKey
+from limitforge.stores.shared import SharedRedis
+from tests.catalog.live import Member, closing, eventually, open_account, set_fleet, set_limits, wrong_key
+from tests.catalog.test_node_processes import cut_listeners
+from tests.contract.test_shared import sockets
+from tests.postgres import PostgresServer
+from tests.servers import RedisServer
+
+Record = Callable[[str, object], None]
+
+
+@dataclass
+class Place:
+    """Where nodes live: a database with its schema, and perhaps a Redis."""
+
+    database_url: str
+    redis_url: str | None
+    peppers: Peppers
+    stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    async def member(self, **how: Any) -> Member:
+        """One that is started, and closed after the test."""
+        member = Member(self.database_url, self.redis_url, peppers=self.peppers, **how)
+        await self.stack.enter_async_context(member)
+        return member
+
+    async def writer(self) -> Catalog:
+        """Who changes the catalog, and tells nobody: a CLI, or a node that dies between commit and publishing."""
+        database = Database(self.database_url)
+        await self.stack.enter_async_context(closing(database))
+        return Catalog(database, peppers=self.peppers)
+
+
+@pytest.fixture(params=["sqlite", "postgres", "sqlite and redis", "postgres and redis"])
+async def place(request: pytest.FixtureRequest, tmp_path: Path, peppers: Peppers) -> AsyncIterator[Place]:
+    redis_url = request.getfixturevalue("redis_url") if "redis" in request.param else None
+    if request.param.startswith("sqlite"):
+        shutil.copy(request.getfixturevalue("migrated_sqlite"), tmp_path / "catalog.db")
+        place = Place(f"sqlite:///{tmp_path}/catalog.db", redis_url, peppers)
+        async with place.stack:
+            yield place
+        return
+    server: PostgresServer = request.getfixturevalue("postgres_server")
+    name = f"test_{uuid4().hex}"
+    place = Place(server.database(name, request.getfixturevalue("migrated_postgres")), redis_url, peppers)
+    async with place.stack:
+        yield place
+    server.drop(name)
+
+
+only_with_redis = pytest.mark.parametrize("place", ["sqlite and redis", "postgres and redis"], indirect=True)
+only_postgres = pytest.mark.parametrize("place", ["postgres", "postgres and redis"], indirect=True)
+only_sqlite = pytest.mark.parametrize("place", ["sqlite"], indirect=True)
+only_sqlite_with_redis = pytest.mark.parametrize("place", ["sqlite and redis"], indirect=True)
+
+
+# --- Changes made elsewhere ------------------------------------------------------------------------------------------
+
+
+async def test_what_one_node_changes_decides_on_the_other(place: Place, record_property: Record) -> None:
+    here, there = await place.member(), await place.member()
+    account = await open_account(here.catalog)
+    await there.sees(account.text, 5)
+    told = {}
+    await set_limits(here.catalog, account, "6/minute")
+    assert await here.limit(account.text) == 6
+    told["plan"] = await there.sees(account.text, 6)
+
+    async with here.catalog.edit("test") as edit:
+        await edit.update(Tenant, account.tenant.id, {"suspended": True})
+    told["suspended"] = await there.sees(account.text, Forbidden)
+    async with here.catalog.edit("test") as edit:
+        await edit.update(Tenant, account.tenant.id, {"suspended": False})
+    await there.sees(account.text, 6)
+
+    async with here.catalog.edit("test") as edit:
+        await edit.disable_key(account.key.id)
+    assert await here.error(account.text) is Forbidden
+    told["disabled"] = await there.sees(account.text, Forbidden)
+    async with here.catalog.edit("test") as edit:
+        await edit.disable_key(account.key.id, disabled=False)
+    await there.sees(account.text, 6)
+
+    await set_fleet(here.catalog, Mode.OFF)
+    assert await here.limit(account.text) is None
+    told["kill switch"] = await there.sees(account.text, None)
+    await set_fleet(here.catalog, Mode.ON)
+    await there.sees(account.text, 6)
+
+    async with here.catalog.edit("test") as edit:
+        _, credential = await edit.rotate_key(account.key.id)
+    assert await here.error(account.text) is UnknownKey
+    told["rotated"] = await there.sees(account.text, UnknownKey)
+    assert await there.limit(credential.text) == 6
+
+    async with here.catalog.edit("test") as edit:
+        await edit.delete(Key, account.key.id)
+    assert await here.error(credential.text) is UnknownKey
+    told["deleted"] = await there.sees(credential.text, UnknownKey)
+    record_property("delays", told)
+
+
+async def test_what_a_writer_that_never_publishes_changes_decides_everywhere(
+    place: Place, record_property: Record
+) -> None:
+    writer, there = await place.writer(), await place.member()
+    account = await open_account(writer)
+    await there.sees(account.text, 5)
+    delays = []
+    for number in (6, 7, 8):
+        await set_limits(writer, account, f"{number}/minute")
+        delays.append(await there.sees(account.text, number))
+    async with writer.edit("test") as edit:
+        await edit.disable_key(account.key.id)
+    delays.append(await there.sees(account.text, Forbidden))
+    async with writer.edit("test") as edit:
+        await edit.delete(Key, account.key.id)
+    delays.append(await there.sees(account.text, UnknownKey))
+    record_property("delays", delays)
+
+
+@only_with_redis
+async def test_a_key_that_another_writer_changes_in_the_very_moment_it_is_first_used_is_the_new_one_soon(
+    place: Place,
+) -> None:
+    """Whatever copy the first request found."""
+    writer, one, two = await place.writer(), await place.member(), await place.member()
+    account = await open_account(one.catalog)
+    await one.limit(account.text)
+    async with writer.edit("test") as edit:
+        await edit.disable_key(account.key.id)
+    await two.error(account.text)
+    await two.sees(account.text, Forbidden)
+    await one.sees(account.text, Forbidden)
+
+
+@only_with_redis
+async def test_exactly_one_node_publishes_for_a_writer_that_did_not(place: Place) -> None:
+    """And the copy that it left standing is put right."""
+    published: list[bytes] = []
+
+    class Counting(SharedRedis):
+        async def publish(self, channel: str, message: bytes) -> None:
+            published.append(message)
+            await super().publish(channel, message)
+
+    assert place.redis_url is not None
+    members = [await place.member(shared=Counting(place.redis_url)) for _ in range(4)]
+    writer = await place.writer()
+    account = await open_account(members[0].catalog)
+    for member in members:
+        await member.sees(account.text, 5)
+    published.clear()
+    warm = WarmCopies(members[0].shared, "lf")
+    for number in (6, 7, 8):
+        await set_limits(writer, account, f"{number}/minute")
+        truth = await writer.config(account.tenant.id)
+
+        async def is_right(truth: TenantConfig = truth) -> bool:
+            return await warm.config(account.tenant.id) == truth
+
+        await eventually(is_right)
+        for member in members:
+            await member.sees(account.text, number)
+    await eventually(lambda: len(published) >= 3)
+    await asyncio.sleep(1)
+    assert len(published) == 3
+
+
+@only_with_redis
+async def test_what_was_written_while_redis_was_away_is_published_when_it_is_back(
+    place: Place, own_redis_server: RedisServer, peppers: Peppers
+) -> None:
+    place.redis_url = own_redis_server.url
+    here, there = await place.member(), await place.member()
+    account = await open_account(here.catalog)
+    await there.sees(account.text, 5)
+    own_redis_server.kill()
+    await set_limits(here.catalog, account, "6/minute")
+    await there.sees(account.text, 6)
+    own_redis_server.restart()
+    warm = WarmCopies(here.shared, "lf")
+
+    async def is_copied() -> bool:
+        copy = await warm.config(account.tenant.id)
+        return copy is not None and copy.plans[0].limits == (await here.catalog.get(Plan, account.plan.id)).limits
+
+    await eventually(is_copied)
+
+
+@only_with_redis
+async def test_a_subscriber_whose_connection_is_cut_misses_nothing(
+    place: Place, redis_server: RedisServer, record_property: Record
+) -> None:
+    here, there = await place.member(), await place.member()
+    account = await open_account(here.catalog)
+    await there.sees(account.text, 5)
+    await eventually(lambda: "redis" in there.node.status().listening)
+    delays = []
+    for number in range(6, 12):
+        redis_server.command("CLIENT KILL TYPE pubsub")
+        await set_limits(here.catalog, account, f"{number}/minute")
+        delays.append(await there.sees(account.text, number))
+    await eventually(lambda: "redis" in there.node.status().listening)
+    record_property("delays", delays)
+
+
+@only_postgres
+async def test_a_node_whose_listen_is_cut_misses_nothing(
+    place: Place, postgres_server: PostgresServer, record_property: Record
+) -> None:
+    writer, there = await place.writer(), await place.member()
+    account = await open_account(writer)
+    await there.sees(account.text, 5)
+    await eventually(lambda: "postgres" in there.node.status().listening)
+    delays = []
+    for number in range(6, 12):
+        assert await asyncio.to_thread(cut_listeners, postgres_server) >= 1
+        await set_limits(writer, account, f"{number}/minute")
+        delays.append(await there.sees(account.text, number))
+        await eventually(lambda: "postgres" in there.node.status().listening)
+    record_property("delays", delays)
+
+
+@only_sqlite_with_redis
+async def test_messages_that_are_not_ours_disturb_nobody(place: Place, redis_url: str) -> None:
+    here, there = await place.member(), await place.member()
+    account = await open_account(here.catalog)
+    await there.sees(account.text, 5)
+    with redis_py.Redis.from_url(redis_url) as client:
+        for message in (
+            b"",
+            b"\xc1",
+            b"\x90",
+            b"\x93\x01\x02\x03",
+            b"[]",
+            b"\x91\x82\xa8revision\xff\xa9tenant_id\xa0",
+        ):
+            client.publish("lf:%catalog", message)
+    await set_limits(here.catalog, account, "6/minute")
+    await there.sees(account.text, 6)
+    assert "redis" in there.node.status().listening
+
+
+async def test_many_writes_at_once_reach_all_and_make_nobody_read_everything_again(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    here, there = await place.member(), await place.member()
+    accounts = [await open_account(here.catalog, f"t{at}") for at in range(4)]
+    for account in accounts:
+        await there.sees(account.text, 5)
+    caplog.clear()
+    for number in range(6, 16):
+        await asyncio.gather(
+            *(
+                set_limits((here, there)[at % 2].catalog, account, f"{number}/minute")
+                for at, account in enumerate(accounts)
+            )
+        )
+    for account in accounts:
+        await there.sees(account.text, 15)
+        await here.sees(account.text, 15)
+    assert "everything that it remembers is read again" not in caplog.text
+
+
+class SlowDatabase(Database):
+    """One whose next transaction that reads takes its time to end."""
+
+    is_held = False
+
+    @contextlib.asynccontextmanager
+    async def reading(self) -> AsyncIterator[AsyncConnection]:
+        async with super().reading() as connection:
+            yield connection
+            if self.is_held:
+                self.is_held, self.go = False, asyncio.Event()
+                await self.go.wait()
+
+
+async def test_a_change_of_its_own_while_a_node_looks_for_others_makes_it_read_nothing_again(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The look saw the revision before; by its end the node has gone on by itself."""
+    database = SlowDatabase(place.database_url)
+    async with closing(database):
+        node = Node(database, place.peppers, shared=None)
+        account = await open_account(node.catalog)
+        await node.catch_up()
+        database.is_held = True
+        looking = asyncio.create_task(node.catch_up())
+        await eventually(lambda: not database.is_held)
+        await set_limits(node.catalog, account, "6/minute")
+        database.go.set()
+        await looking
+        await node.snapshots.close()
+    assert "everything that it remembers is read again" not in caplog.text
+
+
+@only_sqlite_with_redis
+async def test_one_edit_of_more_tenants_than_fit_into_a_batch_reaches_all_of_them(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of a revision is no revision: whoever hears it must not think that this was all."""
+    monkeypatch.setattr(nodes, "BATCH", 3)
+    monkeypatch.setattr(nodes, "RELAY_AFTER_SECONDS", 0)
+    writer = await place.writer()
+    accounts = [await open_account(writer, f"t{at}") for at in range(10)]
+    here, there = await place.member(), await place.member()
+    for account in accounts:
+        await there.sees(account.text, 5)
+    await eventually(lambda: "redis" in there.node.status().listening and not there.node._owes)
+    monkeypatch.setattr(nodes, "POLL_SECONDS", 600)  # from now on it hears by messages alone
+    await asyncio.sleep(1)
+    await here.node.close()
+    async with writer.edit("test") as edit:
+        for account in accounts:
+            await edit.update(Plan, account.plan.id, {"limits": "6/minute"})
+    monkeypatch.setattr(nodes, "POLL_SECONDS", 0.5)
+    relay = await place.member()
+    for account in accounts:
+        await there.sees(account.text, 6)
+    warm = WarmCopies(relay.shared, "lf")
+
+    async def are_copied() -> bool:
+        copies = [await warm.config(account.tenant.id) for account in accounts]
+        return all(copy is not None and copy.plans[0].limits[0]["limit"] == 6 for copy in copies)
+
+    await eventually(are_copied)
+
+
+async def test_a_node_that_missed_more_than_is_kept_reads_everything_again(place: Place) -> None:
+    writer = await place.writer()
+    account = await open_account(writer)
+    member = Member(place.database_url, place.redis_url, peppers=place.peppers)
+    async with closing(member):
+        await member.limit(account.text)
+        member.node._seen = 1
+        await set_limits(writer, account, "6/minute")
+        async with writer.edit("test") as edit:
+            await edit.disable_key(account.key.id)
+        async with member.database.writing() as connection:
+            await connection.exec_driver_sql("DELETE FROM outbox")
+        await member.node.catch_up()
+        assert await member.error(account.text) is Forbidden
+        async with writer.edit("test") as edit:
+            await edit.disable_key(account.key.id, disabled=False)
+        await member.node.catch_up()
+        assert await member.limit(account.text) == 6
+
+
+async def test_a_database_that_was_set_back_is_believed(place: Place) -> None:
+    """Restored from a backup under a running node: its revisions are lower than those the node has seen."""
+    writer = await place.writer()
+    account = await open_account(writer)
+    there = await place.member()
+    await there.sees(account.text, 5)
+    before = await writer.config(account.tenant.id)
+    revision = before.tenant.revision
+    await set_limits(writer, account, "6/minute")
+    await there.sees(account.text, 6)
+    async with writer.database.writing() as connection:
+        await connection.exec_driver_sql("DELETE FROM plan_versions WHERE version > 1")
+        await connection.exec_driver_sql("UPDATE plans SET version = 1")
+        await connection.execute(delete(tables.outbox).where(tables.outbox.c.revision > revision))
+        later = tables.tenants.c.revision > revision
+        await connection.execute(update(tables.tenants).where(later).values(revision=revision))
+        await connection.execute(update(tables.revision).values(value=revision))
+    assert (await writer.config(account.tenant.id)).plans[0].limits == before.plans[0].limits
+    await there.sees(account.text, 5)
+
+
+@only_sqlite
+async def test_what_breaks_in_an_unexpected_way_does_not_stop_a_node_from_hearing(place: Place) -> None:
+    """Here, whoever is told of tenants refuses one of them; it might be anything."""
+    refused: set[str] = set()
+
+    def placed(tenant: Tenant) -> None:
+        if tenant.id in refused:
+            raise InvalidInput("lanes", "the test says so")
+
+    writer = await place.writer()
+    one, two = await open_account(writer, "one"), await open_account(writer, "two")
+    there = await place.member(placed=placed)
+    await there.sees(one.text, 5)
+    await there.sees(two.text, 5)
+    refused.add(one.tenant.id)
+    await set_limits(writer, one, "6/minute")
+    await asyncio.sleep(1)
+    await set_limits(writer, two, "6/minute")
+    await there.sees(two.text, 6)
+    refused.clear()
+    await set_limits(writer, one, "7/minute")
+    await there.sees(one.text, 7)
+
+
+# --- Keys that were used ---------------------------------------------------------------------------------------------
+
+
+async def test_when_keys_were_used_is_written_in_batches(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "USED_SECONDS", 0.1)
+    writer = await place.writer()
+    account = await open_account(writer)
+    there = await place.member()
+    await there.limit(account.text)
+
+    async def is_written() -> bool:
+        return (await writer.get(Key, account.key.id)).last_used_at is not None
+
+    await eventually(is_written)
+    first = (await writer.get(Key, account.key.id)).last_used_at
+    await asyncio.sleep(0.3)
+    assert (await writer.get(Key, account.key.id)).last_used_at == first
+    await there.limit(account.text)
+
+    async def is_later() -> bool:
+        return (await writer.get(Key, account.key.id)).last_used_at != first
+
+    await eventually(is_later)
+
+
+async def test_what_was_used_is_written_at_the_end(place: Place) -> None:
+    writer = await place.writer()
+    account = await open_account(writer)
+    async with Member(place.database_url, place.redis_url, peppers=place.peppers) as there:
+        await there.limit(account.text)
+    assert (await writer.get(Key, account.key.id)).last_used_at is not None
+
+
+async def test_when_a_key_was_used_is_not_forgotten_because_the_database_was_away(
+    own_postgres_server: PostgresServer, peppers: Peppers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "USED_SECONDS", 0.2)
+    place = await place_on(own_postgres_server, peppers)
+    async with place.stack:
+        there = await place.member()
+        account = await open_account(there.catalog)
+        await there.node.snapshots.find(account.text)
+        there.node.snapshots.used()
+        own_postgres_server.kill()
+        assert there.node.snapshots.known(account.text) is not None
+        await asyncio.sleep(1)
+        own_postgres_server.restart()
+
+        async def is_written() -> bool:
+            try:
+                return (await there.catalog.get(Key, account.key.id)).last_used_at is not None
+            except CatalogUnavailable:
+                return False
+
+        await eventually(is_written, 10)
+
+
+# --- When the database is away ---------------------------------------------------------------------------------------
+
+
+async def place_on(server: PostgresServer, peppers: Peppers, redis_url: str | None = None) -> Place:
+    database = Database(server.url)
+    async with closing(database):
+        await database.upgrade()
+    return Place(server.url, redis_url, peppers)
+
+
+async def test_without_a_database_and_without_redis_a_node_does_not_start(
+    own_postgres_server: PostgresServer, peppers: Peppers
+) -> None:
+    place = await place_on(own_postgres_server, peppers)
+    own_postgres_server.kill()
+    async with place.stack:
+        with pytest.raises(CatalogUnavailable):
+            await place.member()
+
+
+async def test_without_a_database_a_node_starts_from_copies_and_recovers_by_itself(
+    own_postgres_server: PostgresServer, peppers: Peppers, redis_url: str
+) -> None:
+    place = await place_on(own_postgres_server, peppers, redis_url)
+    async with place.stack:
+        first = await place.member()
+        account = await open_account(first.catalog)
+        cold = await open_account(first.catalog, "cold")
+        await first.limit(account.text)
+        await first.node.close()
+        with redis_py.Redis.from_url(redis_url) as client:
+            client.delete(f"lf:{{{cold.key.id}}}:%k")
+        own_postgres_server.kill()
+        there = await place.member()
+        assert there.node.status().database == "degraded"
+        assert await there.limit(account.text) == 5
+        assert await there.error(cold.text) is CatalogUnavailable
+        assert await there.error(wrong_key()) is CatalogUnavailable
+        own_postgres_server.restart()
+        await eventually(lambda: there.node.status().database == "ok")
+        await there.sees(cold.text, 5)
+        writer = await place.writer()
+        await set_limits(writer, account, "6/minute")
+        await there.sees(account.text, 6)
+
+
+async def test_an_idle_node_says_that_all_is_well_once_the_database_is_back(
+    own_postgres_server: PostgresServer, peppers: Peppers, clock: ManualClock
+) -> None:
+    """It had found a snapshot to be stale, and nobody has asked for anything since."""
+    place = await place_on(own_postgres_server, peppers)
+    async with place.stack:
+        there = await place.member(clock=clock)
+        account = await open_account(there.catalog)
+        await there.limit(account.text)
+        own_postgres_server.kill()
+        clock.advance_us(61_000_000)
+        caller = there.node.snapshots.known(account.text)
+        assert caller is not None
+        await eventually(lambda: caller.is_stale)
+        await eventually(lambda: there.node.status().database == "degraded")
+        assert there.node.status().since == pytest.approx(clock.now_us() / 1e6, abs=120)
+        own_postgres_server.restart()
+        await eventually(lambda: there.node.status().database == "ok", 15)
+
+
+async def test_a_change_made_while_the_database_was_away_for_one_node_is_in_force_when_it_is_back(
+    own_postgres_server: PostgresServer, peppers: Peppers
+) -> None:
+    place = await place_on(own_postgres_server, peppers)
+    async with place.stack:
+        there = await place.member()
+        account = await open_account(there.catalog)
+        await there.limit(account.text)
+        own_postgres_server.restart()
+        writer = await place.writer()
+
+        async def is_changed() -> bool:
+            try:
+                async with writer.edit("test") as edit:
+                    await edit.disable_key(account.key.id)
+            except CatalogUnavailable:
+                return False
+            return True
+
+        await eventually(is_changed)
+        await there.sees(account.text, Forbidden)
+
+
+@only_with_redis
+async def test_while_redis_is_away_the_database_is_said_to_be_well_and_the_log_is_not_flooded(
+    place: Place, own_redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    place.redis_url = own_redis_server.url
+    there, writer = await place.member(), await place.writer()
+    account = await open_account(writer)
+    await there.sees(account.text, 5)
+    await eventually(lambda: not there.node._owes)
+    own_redis_server.kill()
+    there.node._failed(CatalogUnavailable("as if it had been away as well"))
+    caplog.clear()
+    await set_limits(writer, account, "6/minute")
+    await there.sees(account.text, 6)
+    await asyncio.sleep(3)
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) <= 6, f"{len(warnings)} warnings in 3 s, such as: {warnings[-1].getMessage()}"
+    assert there.node.status().database == "ok"
+
+
+# --- Its life --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_node_that_is_started_twice_does_everything_once(place: Place) -> None:
+    there = await place.member()
+    before = len(there.node._tasks)
+    await there.node.start()
+    assert len(there.node._tasks) == before
+
+
+async def test_a_node_that_was_closed_is_closed_and_can_be_started_again(place: Place) -> None:
+    writer, there = await place.writer(), await place.member()
+    account = await open_account(writer)
+    await there.sees(account.text, 5)
+    await there.node.close()
+    await there.node.close()
+    assert not there.node._tasks
+    await set_limits(writer, account, "6/minute")
+    await there.node.start()
+    await there.sees(account.text, 6)
+
+
+async def test_nothing_is_left_of_a_node_that_was_closed(place: Place) -> None:
+    """No task, no thread, no socket, no warning, with asyncio looking closely."""
+    asyncio.get_running_loop().set_debug(True)
+    tasks, threads, open_sockets = asyncio.all_tasks(), set(threading.enumerate()), sockets()
+    async with Member(place.database_url, place.redis_url, peppers=place.peppers) as there:
+        account = await open_account(there.catalog)
+        await there.limit(account.text)
+        await asyncio.sleep(0.2)
+    del there
+    gc.collect()
+    assert asyncio.all_tasks() == tasks
+    await eventually(lambda: set(threading.enumerate()) <= threads)
+    assert sockets() <= open_sockets
+
+
+@pytest.mark.parametrize("steps", range(6))
+@only_sqlite
+async def test_a_node_that_is_closed_just_as_it_hears_of_something_ends(place: Place, steps: int) -> None:
+    """asyncio.wait_for swallows a cancellation that comes together with what it waits for (before Python 3.12)."""
+    there = await place.member()
+    await asyncio.sleep(0.05)
+    there.node._wake.set()
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    closing_it = asyncio.create_task(there.node.close())
+    done, _ = await asyncio.wait([closing_it], timeout=5)
+    try:
+        assert done, "the node does not end"
+    finally:
+        for task in there.node._tasks:
+            task.cancel()
+        await asyncio.wait([closing_it], timeout=5)
+
+
+async def test_a_node_can_be_closed_while_requests_wait_for_what_it_reads(place: Place) -> None:
+    writer = await place.writer()
+    account = await open_account(writer)
+    there = Member(place.database_url, place.redis_url, peppers=place.peppers)
+    async with closing(there):
+        await there.node.start()
+        requests = [asyncio.create_task(there.limit(account.text)) for _ in range(20)]
+        for _ in range(3):
+            await asyncio.sleep(0)
+        await asyncio.wait_for(there.node.close(), 30)
+        done, waiting = await asyncio.wait(requests, timeout=10)
+        assert not waiting
+        for request in done:
+            error = None if request.cancelled() else request.exception()
+            assert not request.cancelled()
+            assert error is None or isinstance(error, CatalogUnavailable)
+
+
+async def test_the_status_says_what_it_listens_to_and_how_far_it_got(place: Place) -> None:
+    there = await place.member()
+    account = await open_account(there.catalog)
+    await there.limit(account.text)
+    expected = {"redis"} if place.redis_url else set()
+    expected |= {"postgres"} if place.database_url.startswith("postgres") else set()
+    await eventually(lambda: set(there.node.status().listening) == expected)
+    status = there.node.status()
+    assert status.database == "ok"
+    assert status.revision == (await there.catalog.get(Tenant, account.tenant.id)).revision
+    assert (status.cache.tenants, status.cache.keys) == (1, 1)

@@ -1,0 +1,206 @@
+"""Two processes: what is changed in one decides in the other, and how soon."""
+
+import shutil
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from limitforge.catalog.catalog import Catalog
+from limitforge.catalog.credentials import Peppers
+from limitforge.catalog.database import Database
+from limitforge.catalog.model import Key, Tenant
+from limitforge.core.limits import Mode
+from tests.catalog.conftest import PEPPERS
+from tests.catalog.live import Account, Member, closing, eventually, open_account, set_fleet, set_limits
+from tests.catalog.second import Second, second
+from tests.postgres import PostgresServer
+from tests.servers import RedisServer
+
+ROUNDS = 3
+KINDS = ["postgres and redis", "postgres", "sqlite", "sqlite and redis"]
+WRITERS = ["node", "command line"]
+
+Record = Callable[[str, object], None]
+
+
+@dataclass
+class Pair:
+    """Who writes, in this process, and who else decides, in the other."""
+
+    catalog: Catalog
+    other: Second
+    account: Account
+    kind: str
+    redis: RedisServer | None
+
+    async def delay(self, change: Awaitable[object], wanted: Any) -> float:
+        """From before the change was begun until a decision in the other process was another."""
+        began = time.time()
+        await change
+        return await self.other.sees(self.account.text, wanted, began)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=WRITERS)
+def writer(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def own_redis(kind: str) -> Iterator[RedisServer | None]:
+    if "redis" not in kind:
+        yield None
+        return
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture
+async def pair(
+    kind: str, writer: str, own_redis: RedisServer | None, request: pytest.FixtureRequest, tmp_path: Path
+) -> AsyncIterator[Pair]:
+    redis_url = None if own_redis is None else own_redis.url
+    async with AsyncExitStack() as stack:
+        if kind.startswith("sqlite"):
+            shutil.copy(request.getfixturevalue("migrated_sqlite"), tmp_path / "catalog.db")
+            url = f"sqlite:///{tmp_path}/catalog.db"
+        else:
+            server: PostgresServer = request.getfixturevalue("postgres_server")
+            name = f"test_{uuid4().hex}"
+            url = server.database(name, request.getfixturevalue("migrated_postgres"))
+            stack.callback(server.drop, name)
+        other = stack.enter_context(second(url, redis_url, PEPPERS))
+        peppers = Peppers.parse(PEPPERS)
+        if writer == "node":
+            catalog = (await stack.enter_async_context(Member(url, redis_url, peppers=peppers))).catalog
+        else:
+            database = Database(url)
+            await stack.enter_async_context(closing(database))
+            catalog = Catalog(database, peppers=peppers)
+        account = await open_account(catalog)
+        await other.started()
+        assert await other.limit(account.text) == 5
+        await listening(other, kind)
+        yield Pair(catalog, other, account, kind, own_redis)
+
+
+async def listening(other: Second, kind: str) -> None:
+    """Until it hears by all that there is."""
+    expected = {name for name in ("postgres", "redis") if name in kind}
+
+    async def is_so() -> bool:
+        return set((await other.status())["listening"]) == expected
+
+    await eventually(is_so)
+
+
+def told(delays: list[float]) -> str:
+    return f"median {median(delays) * 1_000:.0f} ms, worst {max(delays) * 1_000:.0f} ms of {len(delays)}"
+
+
+async def changes(pair: Pair, rounds: int) -> dict[str, list[float]]:
+    """Every kind of change that must be heard of, and how long each took."""
+    catalog, account = pair.catalog, pair.account
+    delays: dict[str, list[float]] = {}
+
+    async def measured(name: str, change: Awaitable[object], wanted: Any) -> None:
+        delays.setdefault(name, []).append(await pair.delay(change, wanted))
+
+    for number in range(rounds):
+        await measured("plan", set_limits(catalog, account, f"{6 + number}/minute"), 6 + number)
+        await measured("disabled key", disable(catalog, account, disabled=True), "Forbidden")
+        await measured("enabled key", disable(catalog, account, disabled=False), 6 + number)
+        await measured("kill switch", set_fleet(catalog, Mode.OFF), None)
+        await measured("kill switch back", set_fleet(catalog, Mode.ON), 6 + number)
+        await measured("suspended tenant", suspend(catalog, account, suspended=True), "Forbidden")
+        await measured("resumed tenant", suspend(catalog, account, suspended=False), 6 + number)
+    return delays
+
+
+async def disable(catalog: Catalog, account: Account, *, disabled: bool) -> None:
+    async with catalog.edit("test") as edit:
+        await edit.disable_key(account.key.id, disabled=disabled)
+
+
+async def suspend(catalog: Catalog, account: Account, *, suspended: bool) -> None:
+    async with catalog.edit("test") as edit:
+        await edit.update(Tenant, account.tenant.id, {"suspended": suspended})
+
+
+async def delete(catalog: Catalog, account: Account) -> None:
+    async with catalog.edit("test") as edit:
+        await edit.delete(Key, account.key.id)
+
+
+@pytest.mark.slow
+async def test_a_change_in_one_process_decides_in_the_other(pair: Pair, record_property: Record) -> None:
+    spent = [await pair.other.spends(pair.account.text, "spender") for _ in range(6)]
+    assert spent == [True] * 5 + [False]
+    delays = await changes(pair, 1 if pair.kind == "sqlite" else ROUNDS)  # there, each waits for the next look
+    await set_limits(pair.catalog, pair.account, "5/minute")
+    delays["deleted key"] = [await pair.delay(delete(pair.catalog, pair.account), "UnknownKey")]
+    record_property("delays", {name: told(each) for name, each in delays.items()})
+    everything = [delay for each in delays.values() for delay in each]
+    record_property("all", told(everything))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["postgres and redis", "sqlite and redis"], indirect=True)
+async def test_a_change_decides_in_the_other_process_after_redis_was_restarted_and_is_empty(
+    pair: Pair, record_property: Record
+) -> None:
+    assert pair.redis is not None
+    delays = []
+    for number in range(6, 6 + ROUNDS):
+        pair.redis.restart()
+        delays.append(await pair.delay(set_limits(pair.catalog, pair.account, f"{number}/minute"), number))
+    await listening(pair.other, pair.kind)
+    record_property("delays", told(delays))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["postgres and redis", "sqlite and redis"], indirect=True)
+async def test_a_change_decides_in_the_other_process_after_its_subscription_was_cut(
+    pair: Pair, record_property: Record
+) -> None:
+    assert pair.redis is not None
+    delays = []
+    for number in range(6, 6 + ROUNDS):
+        pair.redis.command("CLIENT KILL TYPE pubsub")
+        delays.append(await pair.delay(set_limits(pair.catalog, pair.account, f"{number}/minute"), number))
+    await listening(pair.other, pair.kind)
+    record_property("delays", told(delays))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["postgres and redis", "postgres"], indirect=True)
+async def test_a_change_decides_in_the_other_process_after_its_listen_was_cut(
+    pair: Pair, postgres_server: PostgresServer, record_property: Record
+) -> None:
+    delays = []
+    for number in range(6, 6 + ROUNDS):
+        assert cut_listeners(postgres_server) >= 1
+        delays.append(await pair.delay(set_limits(pair.catalog, pair.account, f"{number}/minute"), number))
+        await listening(pair.other, pair.kind)
+    record_property("delays", told(delays))
+
+
+def cut_listeners(server: PostgresServer) -> int:
+    """End the connections of whoever listens; tells how many."""
+    return int(
+        server.sql(
+            "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity "
+            "WHERE query ILIKE 'LISTEN%' AND pid <> pg_backend_pid()"
+        )
+    )

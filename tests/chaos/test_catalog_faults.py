@@ -1,0 +1,386 @@
+"""The catalog while its database and its Redis are stopped, killed and frozen under load; how long everything takes.
+
+Nothing here asserts how long: what was measured is in the report (`--junitxml`), as properties of each test.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from statistics import median
+from typing import Any, Self
+
+import pytest
+
+from limitforge.catalog.catalog import Catalog
+from limitforge.catalog.credentials import Peppers
+from limitforge.catalog.database import Database
+from limitforge.catalog.node import Node
+from limitforge.errors import CatalogUnavailable, Forbidden, LimitforgeError, StoreUnavailable
+from tests.catalog.conftest import PEPPERS
+from tests.catalog.live import Account, Member, closing, decide, eventually, open_account, set_limits
+from tests.catalog.second import second
+from tests.catalog.test_node_processes import cut_listeners, told
+from tests.postgres import PostgresServer
+from tests.proxy import DropReplies, Proxy
+from tests.servers import RedisServer
+
+pytestmark = pytest.mark.chaos
+
+Record = Callable[[str, object], None]
+TENANTS = 20
+SAMPLES = 20
+
+
+class Load:
+    """Requests of all accounts, one after the other, for as long as it lasts."""
+
+    def __init__(self, member: Member, accounts: list[Account]) -> None:
+        self._member = member
+        self._accounts = accounts
+        self.answers: Counter[str] = Counter()
+        self.stale = 0
+        self.slowest = 0.0
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+
+    async def _run(self) -> None:
+        number = 0
+        while True:
+            for account in self._accounts:
+                number += 1
+                began = time.monotonic()
+                try:
+                    snapshots = self._member.node.snapshots
+                    caller = snapshots.known(account.text) or await snapshots.find(account.text, "10.0.0.1")
+                    await decide(caller, self._member.limiter, subject=str(number))
+                    self.stale += caller.is_stale
+                    self.answers["decided"] += 1
+                except LimitforgeError as error:
+                    self.answers[type(error).__name__] += 1
+                self.slowest = max(self.slowest, time.monotonic() - began)
+            await asyncio.sleep(0.001)
+
+    async def lasts(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+@contextlib.asynccontextmanager
+async def loaded(
+    postgres: PostgresServer, redis_url: str | None = None, url: str | None = None, **bounds: Any
+) -> AsyncIterator[tuple[Member, list[Account]]]:
+    """A node that knows all accounts."""
+    peppers = Peppers.parse(PEPPERS)
+    database = Database(postgres.url)
+    async with closing(database):
+        await database.upgrade()
+        catalog = Catalog(database, peppers=peppers)
+        accounts = [await open_account(catalog, f"tenant-{at}") for at in range(TENANTS)]
+    async with Member(url or postgres.url, redis_url, peppers=peppers, **bounds) as member:
+        for account in accounts:
+            await member.limit(account.text)
+        await eventually(lambda: "postgres" in member.node.status().listening)
+        yield member, accounts
+
+
+# --- Without the database --------------------------------------------------------------------------------------------
+
+DOWN: dict[str, Callable[[PostgresServer], None]] = {
+    "stopped": PostgresServer._shut_down,
+    "killed": PostgresServer.kill,
+    "frozen": PostgresServer.pause,
+}
+
+
+def up_again(server: PostgresServer, how: str) -> None:
+    if how == "frozen":
+        server.resume()
+    else:
+        server.restart()
+
+
+@pytest.mark.parametrize("with_redis", [False, True], ids=["alone", "with redis"])
+@pytest.mark.parametrize("how", DOWN)
+async def test_no_decision_fails_while_the_database_is_away_and_all_is_well_by_itself_when_it_is_back(
+    how: str,
+    with_redis: bool,
+    own_postgres_server: PostgresServer,
+    own_redis_server: RedisServer,
+    record_property: Record,
+) -> None:
+    """Snapshots are to be read again every 300 ms, so that the loss is felt at once."""
+    redis_url = own_redis_server.url if with_redis else None
+    async with loaded(own_postgres_server, redis_url, fresh_seconds=0.3) as (member, accounts):
+        async with Load(member, accounts) as load:
+            await load.lasts(1)
+            assert load.stale == 0
+            gone_at = time.time()
+            await asyncio.to_thread(DOWN[how], own_postgres_server)
+            took = await eventually(lambda: member.node.status().database == "degraded")
+            record_property("seconds until degraded", round(took, 2))
+            assert member.node.status().since == pytest.approx(gone_at, abs=30)
+            if not with_redis:
+                await eventually(lambda: load.stale > 0)
+            await load.lasts(4)
+            await asyncio.to_thread(up_again, own_postgres_server, how)
+            record_property(
+                "seconds until ok", round(await eventually(lambda: member.node.status().database == "ok"), 2)
+            )
+            before = load.stale
+
+            async def is_fresh() -> bool:
+                nonlocal before
+                was, before = before, load.stale
+                await asyncio.sleep(0.1)
+                return was == load.stale
+
+            record_property("seconds until nothing is stale", round(await eventually(is_fresh), 2))
+            await set_limits(member.catalog, accounts[0], "77/minute")
+            await member.sees(accounts[0].text, 77)
+        record_property("answers", dict(load.answers))
+        record_property("slowest ms", round(load.slowest * 1_000, 1))
+        assert set(load.answers) == {"decided"}
+        await eventually(lambda: "postgres" in member.node.status().listening)
+
+
+@pytest.mark.parametrize("how", DOWN)
+async def test_what_is_too_old_is_refused_as_unavailable_and_comes_back(
+    how: str, own_postgres_server: PostgresServer, record_property: Record
+) -> None:
+    async with loaded(own_postgres_server, fresh_seconds=0.3, stale_seconds=3) as (member, accounts):
+        await asyncio.to_thread(DOWN[how], own_postgres_server)
+        async with Load(member, accounts) as load:
+            await load.lasts(1)
+            assert set(load.answers) == {"decided"}
+            await load.lasts(4)
+            load.answers.clear()
+            refused = [await member.error(account.text) for account in accounts[:3]]
+            assert set(refused) == {CatalogUnavailable}
+            await asyncio.to_thread(up_again, own_postgres_server, how)
+            for account in accounts:
+                await member.sees(account.text, 5)
+        record_property("answers", dict(load.answers))
+        assert set(load.answers) <= {"decided", "CatalogUnavailable"}
+
+
+async def test_a_database_that_comes_and_goes_never_costs_a_decision(
+    own_postgres_server: PostgresServer, record_property: Record
+) -> None:
+    async with loaded(own_postgres_server, fresh_seconds=0.2) as (member, accounts), Load(member, accounts) as load:
+        for _ in range(5):
+            await asyncio.to_thread(own_postgres_server.kill)
+            await load.lasts(0.7)
+            await asyncio.to_thread(own_postgres_server.restart)
+            await load.lasts(0.7)
+        await eventually(lambda: member.node.status().database == "ok")
+        await set_limits(member.catalog, accounts[3], "33/minute")
+        await member.sees(accounts[3].text, 33)
+        record_property("answers", dict(load.answers))
+        assert set(load.answers) == {"decided"}
+
+
+@pytest.mark.parametrize("how", DOWN)
+async def test_a_node_can_be_closed_while_the_database_is_away(
+    how: str, own_postgres_server: PostgresServer, record_property: Record
+) -> None:
+    async with loaded(own_postgres_server, fresh_seconds=0.2) as (member, accounts):
+        await asyncio.to_thread(DOWN[how], own_postgres_server)
+        async with Load(member, accounts) as load:
+            await load.lasts(1)
+        began = time.monotonic()
+        await asyncio.wait_for(member.node.close(), 60)
+        record_property("seconds", round(time.monotonic() - began, 2))
+        await asyncio.to_thread(up_again, own_postgres_server, how)
+
+
+async def test_a_key_that_is_disabled_while_one_node_can_not_reach_the_database_is_refused_there_when_it_can(
+    own_postgres_server: PostgresServer, own_redis_server: RedisServer, record_property: Record
+) -> None:
+    """The message comes by Redis; what it speaks of can't be read just then."""
+    peppers = Peppers.parse(PEPPERS)
+    with Proxy(own_postgres_server.port) as proxy:
+        url = own_postgres_server.url.replace(str(own_postgres_server.port), str(proxy.port))
+        async with (
+            loaded(own_postgres_server, own_redis_server.url, url) as (there, accounts),
+            Member(own_postgres_server.url, own_redis_server.url, peppers=peppers) as here,
+        ):
+            await eventually(lambda: "redis" in there.node.status().listening)
+            with proxy.doing(DropReplies()):
+                async with here.catalog.edit("test") as edit:
+                    await edit.disable_key(accounts[0].key.id)
+                await asyncio.sleep(7)
+            took = await there.sees(accounts[0].text, Forbidden)
+            record_property("seconds", round(took, 2))
+
+
+async def test_a_notice_of_postgres_that_is_lost_is_made_up_for(
+    own_postgres_server: PostgresServer, record_property: Record
+) -> None:
+    """As where a firewall has forgotten a connection that was idle: it looks alive, and nothing comes through it."""
+    peppers = Peppers.parse(PEPPERS)
+    delays = []
+    with Proxy(own_postgres_server.port) as proxy:
+        url = own_postgres_server.url.replace(str(own_postgres_server.port), str(proxy.port))
+        writing = Database(own_postgres_server.url)
+        async with loaded(own_postgres_server, None, url) as (there, accounts), closing(writing):
+            for number in (6, 7, 8):
+                with proxy.doing(DropReplies()):
+                    began = time.monotonic()
+                    await set_limits(Catalog(writing, peppers=peppers), accounts[0], f"{number}/minute")
+                    await asyncio.sleep(0.3)
+                await there.sees(accounts[0].text, number)
+                delays.append(time.monotonic() - began)
+    record_property("delays", told(delays))
+
+
+# --- Without Redis ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["killed", "frozen"])
+async def test_without_redis_nothing_fails_and_changes_are_heard_by_the_database(
+    how: str, own_postgres_server: PostgresServer, own_redis_server: RedisServer, record_property: Record
+) -> None:
+    async with loaded(own_postgres_server, own_redis_server.url, fresh_seconds=0.3) as (member, accounts):
+        peppers = Peppers.parse(PEPPERS)
+        async with Member(own_postgres_server.url, own_redis_server.url, peppers=peppers) as here:
+            cold = [await open_account(here.catalog, f"cold-{at}") for at in range(3)]
+            async with Load(member, accounts) as load:
+                await load.lasts(1)
+                own_redis_server.kill() if how == "killed" else own_redis_server.pause()
+                delays, edits = [], []
+                for number in range(6, 12):
+                    began = time.monotonic()
+                    await set_limits(here.catalog, accounts[0], f"{number}/minute")
+                    edits.append(time.monotonic() - began)
+                    await member.sees(accounts[0].text, number)
+                    delays.append(time.monotonic() - began)
+                colds = []
+                for account in cold:
+                    began = time.monotonic()
+                    assert await member.limit(account.text) == 5
+                    colds.append(time.monotonic() - began)
+                    await asyncio.sleep(1.5)
+                if how == "killed":
+                    own_redis_server.restart()
+                else:
+                    own_redis_server.resume()
+                await eventually(lambda: "redis" in member.node.status().listening)
+            record_property("delay of a change, with the write itself", told(delays))
+            record_property("a write takes", told(edits))
+            record_property("a first look-up takes", told(colds))
+            record_property("slowest ms", round(load.slowest * 1_000, 1))
+            assert set(load.answers) == {"decided"}
+
+
+# --- Two processes, in figures ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["none", "redis restarted", "subscription cut", "listen cut"])
+@pytest.mark.parametrize("writer", ["node", "command line"])
+async def test_how_soon_a_change_decides_in_another_process(
+    fault: str,
+    writer: str,
+    own_postgres_server: PostgresServer,
+    own_redis_server: RedisServer,
+    record_property: Record,
+) -> None:
+    peppers = Peppers.parse(PEPPERS)
+    database = Database(own_postgres_server.url)
+    await database.upgrade()
+    delays = []
+    with second(own_postgres_server.url, own_redis_server.url, PEPPERS) as other:
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(closing(database))
+            catalog = Catalog(database, peppers=peppers)
+            if writer == "node":
+                member = Member(own_postgres_server.url, own_redis_server.url, peppers=peppers)
+                catalog = (await stack.enter_async_context(member)).catalog
+            account = await open_account(catalog)
+            await other.started()
+            assert await other.limit(account.text) == 5
+            for number in range(6, 6 + SAMPLES):
+                await until_listening(other)
+                if fault == "redis restarted":
+                    await asyncio.to_thread(own_redis_server.restart)
+                elif fault == "subscription cut":
+                    own_redis_server.command("CLIENT KILL TYPE pubsub")
+                elif fault == "listen cut":
+                    await asyncio.to_thread(cut_listeners, own_postgres_server)
+                began = time.time()
+                await set_limits(catalog, account, f"{number}/minute")
+                delays.append(await other.sees(account.text, number, began))
+    record_property("delays", told(delays))
+
+
+async def until_listening(other: Any) -> None:
+    async def is_so() -> bool:
+        return set((await other.status())["listening"]) == {"postgres", "redis"}
+
+    await eventually(is_so)
+
+
+async def test_a_writer_that_is_killed_between_commit_and_publishing_loses_nothing(
+    own_postgres_server: PostgresServer, own_redis_server: RedisServer, record_property: Record
+) -> None:
+    """Here, it is one whose Redis is gone from its sight at that very moment; then it is no more."""
+    peppers = Peppers.parse(PEPPERS)
+
+    class Dying:
+        """What it shares, as long as it lives."""
+
+        async def get(self, key: str) -> bytes | None:
+            return None
+
+        async def put(self, key: str, copy: bytes, ttl_seconds: float) -> None:
+            raise StoreUnavailable("it was killed")
+
+        async def claim(self, key: str, ttl_seconds: float) -> bool:
+            raise StoreUnavailable("it was killed")
+
+        async def publish(self, channel: str, message: bytes) -> None:
+            raise StoreUnavailable("it was killed")
+
+        async def listen(self, channel: str) -> AsyncIterator[bytes | None]:
+            raise StoreUnavailable("it was killed")
+            yield
+
+        async def close(self) -> None: ...
+
+    database = Database(own_postgres_server.url)
+    async with closing(database):
+        await database.upgrade()
+        writer = Node(database, peppers, shared=Dying())
+        account = await open_account(writer.catalog)
+        delays, copies = [], []
+        async with (
+            Member(own_postgres_server.url, own_redis_server.url, peppers=peppers) as one,
+            Member(own_postgres_server.url, own_redis_server.url, peppers=peppers) as two,
+        ):
+            await one.limit(account.text)
+            await two.limit(account.text)
+            for number in range(6, 6 + SAMPLES):
+                began = time.monotonic()
+                await set_limits(writer.catalog, account, f"{number}/minute")
+                await one.sees(account.text, number)
+                await two.sees(account.text, number)
+                delays.append(time.monotonic() - began)
+
+                async def is_copied(number: int = number) -> bool:
+                    warm = one.node._warm
+                    copy = None if warm is None else await warm.config(account.tenant.id)
+                    return copy is not None and copy.plans[0].limits[0]["limit"] == number
+
+                await eventually(is_copied)
+                copies.append(time.monotonic() - began)
+        record_property("both know", told(delays))
+        record_property("the copy is right", told(copies))
+        await writer.snapshots.close()
+    assert median(delays) > 0
