@@ -122,9 +122,9 @@ def test_whoever_guesses_tokens_is_made_to_wait_and_the_database_is_not_asked(fr
     with fresh:
         right = fresh.admin()
         assert right.get("/tenants").status_code == 200
-        before = fresh.service.node.catalog.database.statements
+        before = fresh.service.catalog.database.statements
         answers = [fresh.caller(unknown_token()).get("/tenants") for _ in range(40)]
-        asked = fresh.service.node.catalog.database.statements - before
+        asked = fresh.service.catalog.database.statements - before
         assert {answer.status_code for answer in answers} == {401, 429}
         late = next(answer for answer in answers if answer.status_code == 429)
         assert_problem(late, 429, "too_many_unknown_keys")

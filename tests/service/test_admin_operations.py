@@ -189,7 +189,7 @@ def test_usage_is_narrowed_by_time(admin: Admin, account: Account) -> None:
 
 
 def test_who_is_denied_most_is_first_among_the_throttled(embedded: Live, account: Account, own: Admin) -> None:
-    sketch, now_us = embedded.service.throttled, embedded.service.node.catalog.clock.now_us()
+    sketch, now_us = embedded.service.throttled, embedded.service.catalog.clock.now_us()
     for subject, times in (("user:7", 5), ("user:8", 9)):
         for _ in range(times):
             sketch.denied(account.id, subject, now_us)

@@ -4,21 +4,25 @@ import asyncio
 import logging
 from typing import Any
 
+from limitforge.catalog.catalog import Catalog
 from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database import Database
-from limitforge.catalog.model import Tenant
+from limitforge.catalog.file import FileNode
 from limitforge.catalog.node import Node
+from limitforge.core.clock import SystemClock
 from limitforge.errors import InvalidInput
 from limitforge.limiter import Limiter
 from limitforge.service.admin.access import Access
 from limitforge.service.admin.app import create_admin
 from limitforge.service.admin.throttled import Throttled
 from limitforge.service.admin.usage import UsageLog
-from limitforge.service.asgi import DoorTwo, Receive, Scope, Send
+from limitforge.service.answers import refused
+from limitforge.service.asgi import App, DoorTwo, Receive, Scope, Send, send_answer
 from limitforge.service.calls import Calls
 from limitforge.service.check import Checks
 from limitforge.service.counters import Counters
 from limitforge.service.health import Health
+from limitforge.service.problems import BadRequest
 from limitforge.service.protocol import Doors
 from limitforge.service.settings import Settings, load
 from limitforge.service.tickets import Tickets
@@ -26,6 +30,100 @@ from limitforge.service.tickets import Tickets
 FLUSH_SECONDS = 10.0  # how often what was counted is written down
 
 _log = logging.getLogger(__name__)
+
+
+class FromDatabase:
+    """What is particular to a service whose catalog is a database: it can be administered, and writes down usage."""
+
+    def __init__(
+        self, settings: Settings, peppers: Peppers, limiter: Limiter, counters: Counters, throttled: Throttled
+    ) -> None:
+        self._shared = _shared(settings.store_url)
+        self._database = Database(settings.database_url)
+        self.node = Node(
+            self._database,
+            peppers,
+            shared=self._shared,
+            sink=limiter,
+            placed=lambda tenant: limiter.set_lanes(tenant.id, tenant.placement),
+            key_prefix=settings.key_prefix,
+        )
+        access = Access(self.node.catalog, self.node.snapshots, limiter)
+        self._usage = UsageLog(self._database, counters, used_tokens=access.used)
+        self._flushing: asyncio.Task[None] | None = None
+        self.other: App = create_admin(
+            self.node,
+            limiter,
+            access,
+            usage_log=self._usage,
+            heavy_hitters=throttled,
+            root_path=settings.root_path,
+        )
+
+    async def start(self) -> None:
+        await self.node.start()
+        self._flushing = asyncio.get_running_loop().create_task(self._flush())
+
+    async def close(self) -> None:
+        if self._flushing is not None:
+            self._flushing.cancel()
+            await asyncio.gather(self._flushing, return_exceptions=True)
+            await self._usage.flush()
+        await self.node.close()
+        if self._shared is not None:
+            await self._shared.close()
+        await self._database.close()
+
+    def told(self) -> dict[str, Any]:
+        status = self.node.status()
+        return {
+            "state": status.database,
+            "since": status.since,
+            "listening": status.listening,
+            "revision": status.revision,
+            "tenants": status.cache.tenants,
+        }
+
+    async def _flush(self) -> None:
+        while True:
+            await asyncio.sleep(FLUSH_SECONDS)
+            await self._usage.flush()
+
+
+class FromFile:
+    """What is particular to a service that reads a file: whoever may write the file administers it."""
+
+    def __init__(self, settings: Settings, peppers: Peppers, limiter: Limiter) -> None:
+        self.node = FileNode(
+            settings.config,
+            peppers,
+            sink=limiter,
+            placed=lambda tenant: limiter.set_lanes(tenant.id, tenant.placement),
+        )
+
+    async def start(self) -> None:
+        await self.node.start()
+
+    async def close(self) -> None:
+        await self.node.close()
+
+    def told(self) -> dict[str, Any]:
+        status = self.node.status()
+        return {
+            "state": status.file,
+            "since": status.since,
+            "error": status.error,
+            "revision": status.revision,
+            "tenants": status.cache.tenants,
+        }
+
+    async def other(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            detail = "there is nothing at this path; a service that reads a file has no admin API"
+            await send_answer(send, refused(BadRequest(404, "unknown_path", detail)))
+
+
+Parts = FromDatabase | FromFile
 
 
 class Service:
@@ -39,38 +137,24 @@ class Service:
             )
         peppers = Peppers.parse(settings.peppers)
         self.settings = settings
+        self._clock = SystemClock()
         self._limiter = Limiter.connect(
             settings.store_url, key_prefix=settings.key_prefix, options=settings.store_options()
         )
-        self._shared = _shared(settings.store_url)
-        self._database = Database(settings.database_url)
-        self.node = Node(
-            self._database,
-            peppers,
-            shared=self._shared,
-            sink=self._limiter,
-            placed=self._place,
-            key_prefix=settings.key_prefix,
-        )
         self.counters = Counters()
+        self.throttled = Throttled()
+        self._parts: Parts = (
+            FromFile(settings, peppers, self._limiter)
+            if settings.config
+            else FromDatabase(settings, peppers, self._limiter, self.counters, self.throttled)
+        )
+        self.node = self._parts.node
         tickets = Tickets(peppers)
-        checks = Checks(self._limiter, self.node.snapshots, tickets, self.counters)
-        self._health = Health(self._limiter, self.node.status)
+        checks = Checks(self._limiter, self.node.snapshots, tickets, self.counters, self._denied)
+        self._health = Health(self._limiter, self._parts.told)
         self.doors = Doors(checks, settings.root_path)
         calls = Calls(self._limiter, checks, tickets)
-        access = Access(self.node.catalog, self.node.snapshots, self._limiter)
-        self.throttled = Throttled()
-        self.usage = UsageLog(self._database, self.counters, used_tokens=access.used)
-        self._flushing: asyncio.Task[None] | None = None
-        admin = create_admin(
-            self.node,
-            self._limiter,
-            access,
-            usage_log=self.usage,
-            heavy_hitters=self.throttled,
-            root_path=settings.root_path,
-        )
-        self._door = DoorTwo(checks, calls, self._health, settings.root_path, admin)
+        self._door = DoorTwo(checks, calls, self._health, settings.root_path, self._parts.other)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -79,19 +163,11 @@ class Service:
             await self._door(scope, receive, send)
 
     async def start(self) -> None:
-        await self.node.start()
-        self._flushing = asyncio.get_running_loop().create_task(self._flush())
+        await self._parts.start()
 
     async def close(self) -> None:
-        if self._flushing is not None:
-            self._flushing.cancel()
-            await asyncio.gather(self._flushing, return_exceptions=True)
-            await self.usage.flush()
-        await self.node.close()
+        await self._parts.close()
         await self._limiter.close()
-        if self._shared is not None:
-            await self._shared.close()
-        await self._database.close()
 
     async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
@@ -106,13 +182,15 @@ class Service:
         await asyncio.shield(self.close())
         await send({"type": "lifespan.shutdown.complete"})
 
-    async def _flush(self) -> None:
-        while True:
-            await asyncio.sleep(FLUSH_SECONDS)
-            await self.usage.flush()
+    @property
+    def catalog(self) -> Catalog:
+        """What can be administered; a service that reads a file has none."""
+        if isinstance(self.node, FileNode):
+            raise InvalidInput("config", "a service that reads a file has no catalog to change")
+        return self.node.catalog
 
-    def _place(self, tenant: Tenant) -> None:
-        self._limiter.set_lanes(tenant.id, tenant.placement)
+    def _denied(self, tenant_id: str, subject: str) -> None:
+        self.throttled.denied(tenant_id, subject, self._clock.now_us())
 
 
 def create_app(settings: Settings | None = None) -> Service:

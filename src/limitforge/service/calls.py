@@ -80,7 +80,7 @@ class Calls:
             priority=asked.priority or priority_of(caller, selection, asked.resource),
             failure=selection.failure,
         )
-        return self._checks.decided(caller, selection, decision)
+        return self._checks.decided(caller, selection, asked.subject, decision)
 
     async def _settle(self, caller: Caller, body: bytes) -> Answer:
         asked = read(_settle_body, body)

@@ -53,8 +53,17 @@ _batch_body = msgspec.json.Decoder(BatchBody).decode
 class Checks:
     """Decides checks for whoever presents a key."""
 
-    def __init__(self, limiter: Limiter, snapshots: Snapshots, tickets: Tickets, counters: Counters) -> None:
+    def __init__(
+        self,
+        limiter: Limiter,
+        snapshots: Snapshots,
+        tickets: Tickets,
+        counters: Counters,
+        denied: Callable[[str, str], None],
+    ) -> None:
+        """`denied` hears of each denial: whose, and of whom."""
         self._limiter = limiter
+        self._denied = denied
         self._snapshots = snapshots
         self._tickets = tickets
         self._counters = counters
@@ -132,7 +141,7 @@ class Checks:
         asked = read_check(body)
         selection = self.select(caller, asked)
         self._limiter.submit(
-            partial(self._decided, caller, selection, tell),
+            partial(self._decided, caller, selection, asked.subject, tell),
             selection.template or asked.resource,
             asked.subject,
             limits=selection.limits,
@@ -144,18 +153,30 @@ class Checks:
             failure=selection.failure,
         )
 
-    def _decided(self, caller: Caller, selection: Selection, tell: Tell, decision: Decision | LimitforgeError) -> None:
+    def _decided(
+        self,
+        caller: Caller,
+        selection: Selection,
+        subject: str,
+        tell: Tell,
+        decision: Decision | LimitforgeError,
+    ) -> None:
         if not isinstance(decision, Decision):
             tell(refused(decision))
             return
-        tell(self.decided(caller, selection, decision))
+        tell(self.decided(caller, selection, subject, decision))
 
-    def decided(self, caller: Caller, selection: Selection, decision: Decision) -> Answer:
+    def decided(self, caller: Caller, selection: Selection, subject: str, decision: Decision) -> Answer:
         """Count a decision, and say it as the wire wants it."""
-        self._counters.count(caller, decision)
+        self._count(caller, subject, decision)
         if decision.lease_id is None and decision.reservation_id is None:
             return decided(decision, selection, None, None)
         return decided(decision, selection, *self._ids(caller, decision))
+
+    def _count(self, caller: Caller, subject: str, decision: Decision) -> None:
+        self._counters.count(caller, decision)
+        if not decision.allowed:
+            self._denied(caller.key.tenant_id, subject)
 
     def _ids(self, caller: Caller, decision: Decision) -> tuple[str | None, str | None]:
         tenant_id = caller.key.tenant_id
@@ -192,15 +213,15 @@ class Checks:
         for at, answer in enumerate(answers):
             if answer is None:
                 decision, selection = next(judged)
-                answers[at] = self._in_batch(caller, selection, decision)
+                answers[at] = self._in_batch(caller, selection, str(asked[at]["subject"]), decision)
         tell(Answer(200, JSON, [], _encode({"decisions": answers})))
 
     def _in_batch(
-        self, caller: Caller, selection: Selection, decision: Decision | LimitforgeError
+        self, caller: Caller, selection: Selection, subject: str, decision: Decision | LimitforgeError
     ) -> DecisionBody | Mapping[str, Any]:
         if not isinstance(decision, Decision):
             return problem_of(decision).members
-        self._counters.count(caller, decision)
+        self._count(caller, subject, decision)
         return body_of(decision, selection, *self._ids(caller, decision))
 
 

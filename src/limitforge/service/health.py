@@ -13,9 +13,9 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Health:
-    """`catalog` tells how the catalog is doing."""
+    """`catalog` tells how the catalog is doing: its `state` is ok or degraded."""
 
-    def __init__(self, limiter: Limiter, catalog: Callable[[], Any]) -> None:
+    def __init__(self, limiter: Limiter, catalog: Callable[[], dict[str, Any]]) -> None:
         self._limiter = limiter
         self._catalog = catalog
         self._live = _encode({"status": "ok", "version": version("limitforge")})
@@ -27,16 +27,10 @@ class Health:
     async def ready(self, *_: Any) -> Answer:
         """Ready as long as checks are answered, also by a failure behaviour; `degraded` says that they are."""
         store, catalog = self._limiter.status(), self._catalog()
-        is_degraded = store.breaker != "closed" or catalog.database != "ok"
+        is_degraded = store.breaker != "closed" or catalog["state"] != "ok"
         told = {
             "status": "ending" if self.is_ending else "degraded" if is_degraded else "ok",
             "store": {"state": "ok" if store.breaker == "closed" else store.breaker, "since": store.since},
-            "catalog": {
-                "state": catalog.database,
-                "since": catalog.since,
-                "listening": catalog.listening,
-                "revision": catalog.revision,
-                "tenants": catalog.cache.tenants,
-            },
+            "catalog": catalog,
         }
         return Answer(503 if self.is_ending else 200, JSON, [], _encode(told))
