@@ -18,8 +18,8 @@ help: ## show this list
 
 setup: $(STAMP) ## make .venv with everything that development needs
 
-demo: $(STAMP) ## fire a burst at a limit and watch it throttle
-	@$(BIN)/limitforge burst "100/minute" --requests 150 --rate 50/s $(ARGS)
+demo: $(STAMP) ## run the service with a tenant to try, on nothing but Python
+	@$(BIN)/limitforge demo $(ARGS)
 
 test: $(STAMP) servers ## the whole suite, as CI runs it
 	@LIMITFORGE_TEST_PROFILE=ci $(PYTEST) -n auto --dist worksteal -m "not chaos and not soak" $(ARGS)
