@@ -234,15 +234,12 @@ class Snapshots:
         """What could not be written is told again."""
         self._used = {**used, **self._used}
 
-    def cached_config(self, tenant_id: str) -> TenantConfig | None:
-        entry = self._operator if tenant_id == OPERATOR else self._tenants.get(tenant_id)
-        return None if entry is None or entry.is_gone else entry.snapshot.config
-
     async def close(self) -> None:
         flights = list(self._flights.values())
         for flight in flights:
             flight.cancel()
         await asyncio.gather(*flights, return_exceptions=True)
+        self._flights.clear()  # one that was cancelled before it began has not removed itself
 
     async def _heard_config(self, told: Announcement) -> None:
         tenant_id = told.tenant_id
