@@ -81,9 +81,9 @@ class FakeSource:
         """Another revision of a tenant, and what is told of it."""
         revision = 1 + max(config.tenant.revision for config in self.configs.values())
         config = self.configs[tenant_id]
-        tenant = msgspec.structs.replace(config.tenant, revision=revision, **changes)
+        tenant = msgspec.structs.replace(config.tenant, **{"revision": revision, **changes})
         self.configs[tenant_id] = msgspec.structs.replace(config, tenant=tenant)
-        return Announcement(revision, tenant_id, config=True)
+        return Announcement(tenant.revision, tenant_id, config=True)
 
     def change_key(self, key: Key, **changes: Any) -> Announcement:
         self.keys[key.id] = msgspec.structs.replace(self.keys[key.id], version=self.keys[key.id].version + 1, **changes)

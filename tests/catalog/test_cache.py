@@ -525,6 +525,30 @@ async def test_a_change_of_a_tenant_that_is_heard_while_the_database_is_away_is_
     assert (await snapshots.find(text)).snapshot.tenant.suspended
 
 
+async def test_a_switch_of_the_fleet_that_is_heard_while_the_database_is_away_acts_soon_after_it_is_back(
+    source: FakeSource, snapshots: Snapshots, peppers: Peppers, clock: ManualClock
+) -> None:
+    """As soon as any request comes: nobody waits for the end of a tenant's own TTL."""
+    _, text = source.add_key(peppers, "acme")
+    caller = await snapshots.find(text)
+    source.is_down = True
+    told = source.change(OPERATOR, mode=Mode.OFF)
+    try:
+        await snapshots.heard([told])
+    except CatalogUnavailable:
+        is_to_be_told_again = True
+    else:
+        is_to_be_told_again = False
+    source.is_down = False
+    clock.advance_us(2_000_000)
+    if is_to_be_told_again:
+        await snapshots.heard([told])
+    for _ in range(2):
+        snapshots.known(text)
+        await settled(snapshots)
+    assert caller.snapshot.operator.tenant.mode is Mode.OFF
+
+
 async def test_a_change_of_many_keys_at_once_reaches_all_of_them(
     database: Database, catalog: Catalog, peppers: Peppers, clock: ManualClock
 ) -> None:
@@ -744,6 +768,27 @@ async def test_closing_while_something_is_read_leaves_nobody_waiting(
     await snapshots.close()
 
 
+@pytest.mark.parametrize("steps", range(8))
+async def test_what_is_begun_to_be_read_while_it_is_closed_ends_too(
+    steps: int, source: FakeSource, snapshots: Snapshots, peppers: Peppers
+) -> None:
+    """A request that has just got its key goes on to ask for its tenant."""
+    key, text = source.add_key(peppers, "acme")
+    async with source.held("acme"):
+        async with source.held(key.id) as let_go:
+            requests = [asyncio.create_task(snapshots.find(text)) for _ in range(3)]
+            await source.until_waiting()
+            let_go()
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            await asyncio.wait_for(snapshots.close(), 10)
+        _, waiting = await asyncio.wait(requests, timeout=10)
+        assert not waiting
+        errors = [request.exception() for request in requests]
+        assert {type(error) for error in errors} <= {CatalogUnavailable, type(None)}
+        assert not snapshots._flights
+
+
 async def test_a_load_that_breaks_in_an_unexpected_way_is_logged_and_the_old_snapshot_serves_on(
     source: FakeSource,
     snapshots: Snapshots,
@@ -762,3 +807,12 @@ async def test_a_load_that_breaks_in_an_unexpected_way_is_logged_and_the_old_sna
         await settled(snapshots)
     assert "could not read configuration again" in caplog.text
     assert snapshots.known(text) is caller
+
+    source.configs["acme"] = config
+    await snapshots.heard([source.change("acme", revision=10, suspended=True)])
+    clock.advance_us(2_000_000)
+    snapshots.known(text)
+    await settled(snapshots)
+    found = snapshots.known(text)
+    assert found is not None
+    assert found.snapshot.tenant.suspended

@@ -198,6 +198,33 @@ async def test_exactly_one_node_publishes_for_a_writer_that_did_not(place: Place
 
 
 @only_with_redis
+async def test_what_was_written_just_before_a_node_started_is_in_force_there(place: Place) -> None:
+    """The copy is the old one, the message comes before the node listens: it must look at what was not published yet
+    as if it had happened after its start.
+    """
+
+    class Deaf(SharedRedis):
+        """Whose subscription takes for ever to be made."""
+
+        async def listen(self, channel: str) -> AsyncIterator[bytes | None]:
+            await asyncio.sleep(600)
+            yield None
+
+    assert place.redis_url is not None
+    async with Member(place.database_url, place.redis_url, peppers=place.peppers) as before:
+        account = await open_account(before.catalog)
+        await before.limit(account.text)
+    writer = await place.writer()
+    await set_limits(writer, account, "6/minute")
+    there = Member(place.database_url, peppers=place.peppers, shared=Deaf(place.redis_url))
+    async with closing(there):
+        starting = asyncio.create_task(there.node.start())
+        await there.limit(account.text)
+        await starting
+        await there.sees(account.text, 6)
+
+
+@only_with_redis
 async def test_what_was_written_while_redis_was_away_is_published_when_it_is_back(
     place: Place, own_redis_server: RedisServer, peppers: Peppers
 ) -> None:
@@ -643,6 +670,34 @@ async def test_a_node_that_is_closed_just_as_it_hears_of_something_ends(place: P
         for task in there.node._tasks:
             task.cancel()
         await asyncio.wait([closing_it], timeout=5)
+
+
+@only_sqlite_with_redis
+async def test_a_node_ends_also_if_a_driver_swallows_that_it_is_to_end(place: Place) -> None:
+    """redis-py writes within asyncio.wait_for, which does so now and then (before Python 3.12)."""
+
+    class Swallowing(SharedRedis):
+        is_waiting = False
+
+        async def put(self, key: str, copy: bytes, ttl_seconds: float) -> None:
+            self.is_waiting = True
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+
+    assert place.redis_url is not None
+    shared = Swallowing(place.redis_url)
+    writer = await place.writer()
+    await open_account(writer)
+    there = await place.member(shared=shared)
+    await eventually(lambda: shared.is_waiting)
+    closing_it = asyncio.create_task(there.node.close())
+    done, _ = await asyncio.wait([closing_it], timeout=10)
+    try:
+        assert done, "the node does not end"
+    finally:
+        for task in there.node._tasks:
+            task.cancel()
+        await asyncio.wait([closing_it], timeout=10)
 
 
 async def test_a_node_can_be_closed_while_requests_wait_for_what_it_reads(place: Place) -> None:

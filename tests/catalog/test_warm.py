@@ -128,6 +128,24 @@ async def test_deleted_keys_and_tenants_leave_no_copy_that_could_be_used(
     await snapshots.close()
 
 
+async def test_a_key_that_was_changed_several_times_in_one_edit_is_gone_once_it_is_deleted(
+    node: Node, warm: WarmCopies, peppers: Peppers, clock: ManualClock, database: Database
+) -> None:
+    """Its versions may have run ahead of the revisions: what is gone must still be the newest copy."""
+    account = await open_account(node.catalog)
+    async with node.catalog.edit("test") as edit:
+        key, credential = await edit.create_key({"tenant_id": account.tenant.id, "name": "busy"})
+        for disabled in (True, False) * 3:
+            await edit.disable_key(key.id, disabled=disabled)
+    assert await warm.key(key.id) is not None
+    async with node.catalog.edit("test") as edit:
+        await edit.delete(Key, key.id)
+    assert await warm.key(key.id) is None
+    clock.advance_us(MINUTE_US)
+    with pytest.raises(UnknownKey):
+        await node.snapshots.find(credential.text)
+
+
 async def test_no_secret_is_in_redis(
     node: Node, redis_url: str, database: Database, warm: WarmCopies, peppers: Peppers
 ) -> None:

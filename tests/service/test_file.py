@@ -5,14 +5,14 @@ import time
 from pathlib import Path
 
 from tests.cli.command import limitforge
-from tests.service.program import serve
 from tests.servers import _free_port
+from tests.service.program import serve
 
 PEPPERS = {"LIMITFORGE_PEPPERS": "1:a pepper that the tests alone know"}
 
 
 def test_a_file_is_served_and_followed_without_a_restart(tmp_path: Path) -> None:
-    made = limitforge("keys", "make", "--name", "web", "--json", **PEPPERS)
+    made = limitforge("keys", "make", "--name", "web", "--json", LIMITFORGE_PEPPERS=PEPPERS["LIMITFORGE_PEPPERS"])
     assert made.returncode == 0, made.stderr
     key = json.loads(made.stdout)
     file = tmp_path / "plans.yaml"

@@ -26,6 +26,7 @@ FRESH_SECONDS = 60.0
 STALE_SECONDS = 3_600.0
 RETRY_SECONDS = 1.0  # how soon a refresh that failed is tried again
 UNKNOWN_SECONDS = 10.0
+CLOSE_SECONDS = 1.0
 MAX_TENANTS = 10_000
 MAX_KEYS = 100_000
 MAX_UNKNOWN = 10_000
@@ -235,11 +236,16 @@ class Snapshots:
         self._used = {**used, **self._used}
 
     async def close(self) -> None:
-        flights = list(self._flights.values())
-        for flight in flights:
+        """Let what is being read come to its end, if that is soon: a driver that is cut off may leave a thread."""
+        ends = asyncio.get_running_loop().time() + CLOSE_SECONDS
+        while self._flights and (left := ends - asyncio.get_running_loop().time()) > 0:
+            await asyncio.wait(self._flights.values(), timeout=left)  # one may begin another
+        for flight in list(self._flights.values()):
             flight.cancel()
-        await asyncio.gather(*flights, return_exceptions=True)
-        self._flights.clear()  # one that was cancelled before it began has not removed itself
+        await asyncio.gather(*self._flights.values(), return_exceptions=True)
+        for name, flight in list(self._flights.items()):
+            if flight.done():  # it was cancelled before it began, and has not removed itself
+                del self._flights[name]
 
     async def _heard_config(self, told: Announcement) -> None:
         tenant_id = told.tenant_id

@@ -36,6 +36,7 @@ TIDY_SECONDS = 3_600.0
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
 BATCH = 1_000
+CANCEL_SECONDS = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ class Node:
         self._is_new = True
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._work: set[asyncio.Task[None]] = set()
         self._listening: set[str] = set()
         self._is_ok = True
         self._since_us = self._clock.now_us()
@@ -118,10 +120,13 @@ class Node:
             self._run(self._listen("postgres", self._postgres_notices))
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks.clear()
+        tasks, self._tasks = self._tasks, []
+        while tasks:
+            for task in tasks:
+                task.cancel()  # again, if need be: a library may swallow one that comes at a bad moment
+            tasks = list((await asyncio.wait(tasks, timeout=CANCEL_SECONDS))[1])
+        if self._work:
+            await asyncio.wait(self._work, timeout=CANCEL_SECONDS)
         with contextlib.suppress(CatalogError):
             await self.write_used()
         await self.snapshots.close()
@@ -208,9 +213,7 @@ class Node:
         """Read the outbox, again and again."""
         while True:
             try:
-                await self.catch_up()
-                self._recovered()
-                await self._make_up()
+                await self._unbroken(self._look())
             except CatalogError as error:
                 self._failed(error)
             except StoreError as error:
@@ -224,6 +227,20 @@ class Node:
                 async with asyncio.timeout(pause):
                     await self._wake.wait()
             self._wake.clear()
+
+    async def _look(self) -> None:
+        await self.catch_up()
+        self._recovered()
+        await self._make_up()
+
+    async def _unbroken(self, work: Coroutine[Any, Any, None]) -> None:
+        """Work that goes on to its end when the node is closed: a driver that is cut off in the middle of a statement
+        may leave a thread behind.
+        """
+        task = asyncio.get_running_loop().create_task(work)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+        await asyncio.shield(task)
 
     async def catch_up(self) -> None:
         """Act on all that was written since this node last looked."""
@@ -330,7 +347,7 @@ class Node:
         while True:
             await asyncio.sleep(seconds)
             try:
-                await work()
+                await self._unbroken(work())
             except (CatalogError, StoreError) as error:
                 _log.warning("%s failed, and will be tried again: %s", work.__name__.strip("_"), error)
 
