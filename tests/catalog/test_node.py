@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import msgspec
 import pytest
 import redis as redis_py
 from sqlalchemy import delete, update
@@ -26,6 +27,7 @@ from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database import Database
 from limitforge.catalog.model import Key, Plan, Tenant, TenantConfig
 from limitforge.catalog.node import Node
+from limitforge.catalog.queries import Announcement
 from limitforge.catalog.sources import WarmCopies
 from limitforge.core.limits import Mode
 from limitforge.errors import CatalogUnavailable, Forbidden, InvalidInput, UnknownKey
@@ -359,30 +361,28 @@ async def test_one_edit_of_more_tenants_than_fit_into_a_batch_reaches_all_of_the
 ) -> None:
     """Half of a revision is no revision: whoever hears it must not think that this was all."""
     monkeypatch.setattr(nodes, "BATCH", 3)
-    monkeypatch.setattr(nodes, "RELAY_AFTER_SECONDS", 0)
+    assert place.redis_url is not None
+    told: list[list[Announcement]] = []
+
+    class Counting(SharedRedis):
+        async def publish(self, channel: str, message: bytes) -> None:
+            told.append(msgspec.msgpack.decode(message, type=list[Announcement]))
+            await super().publish(channel, message)
+
     writer = await place.writer()
     accounts = [await open_account(writer, f"t{at}") for at in range(10)]
-    here, there = await place.member(), await place.member()
+    there = await place.member(shared=Counting(place.redis_url))
     for account in accounts:
         await there.sees(account.text, 5)
-    await eventually(lambda: "redis" in there.node.status().listening and not there.node._owes)
-    monkeypatch.setattr(nodes, "POLL_SECONDS", 600)  # from now on it hears by messages alone
-    await asyncio.sleep(1)
-    await here.node.close()
+    await eventually(lambda: not there.node._owes)
+    told.clear()
     async with writer.edit("test") as edit:
         for account in accounts:
             await edit.update(Plan, account.plan.id, {"limits": "6/minute"})
-    monkeypatch.setattr(nodes, "POLL_SECONDS", 0.5)
-    relay = await place.member()
     for account in accounts:
         await there.sees(account.text, 6)
-    warm = WarmCopies(relay.shared, "lf")
-
-    async def are_copied() -> bool:
-        copies = [await warm.config(account.tenant.id) for account in accounts]
-        return all(copy is not None and copy.plans[0].limits[0]["limit"] == 6 for copy in copies)
-
-    await eventually(are_copied)
+    await eventually(lambda: told)
+    assert [len(message) for message in told] == [10]
 
 
 async def test_a_node_that_missed_more_than_is_kept_reads_everything_again(place: Place) -> None:

@@ -198,6 +198,8 @@ async def test_a_node_can_be_closed_while_the_database_is_away(
         began = time.monotonic()
         await asyncio.wait_for(member.node.close(), 60)
         record_property("seconds", round(time.monotonic() - began, 2))
+        left = [task for task in asyncio.all_tasks() if "limitforge/catalog" in str(task)]
+        assert not left
         await asyncio.to_thread(up_again, own_postgres_server, how)
 
 
@@ -232,6 +234,7 @@ async def test_a_notice_of_postgres_that_is_lost_is_made_up_for(
         writing = Database(own_postgres_server.url)
         async with loaded(own_postgres_server, None, url) as (there, accounts), closing(writing):
             for number in (6, 7, 8):
+                await asyncio.sleep(1)  # so that nothing else is under way
                 with proxy.doing(DropReplies()):
                     began = time.monotonic()
                     await set_limits(Catalog(writing, peppers=peppers), accounts[0], f"{number}/minute")

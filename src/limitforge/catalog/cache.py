@@ -135,6 +135,7 @@ class Snapshots:
         """The revisions that tenants are known to have reached: an older copy does not count."""
         self._used: dict[str, int] = {}
         self._loads = 0
+        self._is_closed = False
         self._stale_since_us: int | None = None
 
     # --- Looking up --------------------------------------------------------------------------------------------------
@@ -235,17 +236,22 @@ class Snapshots:
         """What could not be written is told again."""
         self._used = {**used, **self._used}
 
+    def open(self) -> None:
+        """After `close`, to be used again."""
+        self._is_closed = False
+
     async def close(self) -> None:
         """Let what is being read come to its end, if that is soon: a driver that is cut off may leave a thread."""
-        ends = asyncio.get_running_loop().time() + CLOSE_SECONDS
-        while self._flights and (left := ends - asyncio.get_running_loop().time()) > 0:
-            await asyncio.wait(self._flights.values(), timeout=left)  # one may begin another
-        for flight in list(self._flights.values()):
-            flight.cancel()
-        await asyncio.gather(*self._flights.values(), return_exceptions=True)
-        for name, flight in list(self._flights.items()):
-            if flight.done():  # it was cancelled before it began, and has not removed itself
-                del self._flights[name]
+        self._is_closed = True
+        if self._flights:
+            await asyncio.wait(list(self._flights.values()), timeout=CLOSE_SECONDS)
+        while self._flights:
+            for flight in self._flights.values():
+                flight.cancel()
+            await asyncio.wait(list(self._flights.values()), timeout=CLOSE_SECONDS)
+            for name, flight in list(self._flights.items()):
+                if flight.done():  # it was cancelled before it began, and has not removed itself
+                    del self._flights[name]
 
     async def _heard_config(self, told: Announcement) -> None:
         tenant_id = told.tenant_id
@@ -268,6 +274,8 @@ class Snapshots:
 
     async def _once(self, name: Hashable, load: Load[Loaded], *, is_told: bool = False) -> Loaded:
         """Single flight: all who want the same wait for one load of it."""
+        if self._is_closed and name not in self._flights:
+            raise CatalogUnavailable("this node is ending")
         flight = self._flights.get(name) or self._start(name, load, is_told=is_told)
         try:
             loaded: Loaded = await asyncio.shield(flight)
@@ -335,26 +343,23 @@ class Snapshots:
 
     def _place_tenant(self, tenant_id: str, config: TenantConfig | None, operator: TenantEntry) -> TenantEntry:
         now_us = self._clock.now_us()
-        entry = self._tenants.pop(tenant_id, None)
+        entry = self._tenants.get(tenant_id)
         if config is None:
+            self._tenants.pop(tenant_id, None)
             gone = entry or TenantEntry(operator.snapshot, now_us, now_us, set())
             gone.is_gone, gone.usable_until_us = True, 0
             for key_id in [each.key.id for each in self._keys.values() if each.key.tenant_id == tenant_id]:
                 self._forget_key(key_id)
             return gone
-        try:
-            if self._placed is not None:
-                self._placed(config.tenant)
-        except BaseException:
-            if entry is not None:
-                self._tenants[tenant_id] = entry
-            raise
+        if self._placed is not None:
+            self._placed(config.tenant)
         if entry is None:
             entry = TenantEntry(Snapshot(config, operator.snapshot.config), 0, 0, set())
         elif entry.snapshot.config != config:
             entry.snapshot = Snapshot(config, operator.snapshot.config)
         elif entry.snapshot.operator is not operator.snapshot.config:
             entry.snapshot = entry.snapshot.under(operator.snapshot.config)
+        self._tenants.pop(tenant_id, None)  # so that the first of them is the one that was not read for longest
         entry.fresh_until_us, entry.usable_until_us = now_us + self._fresh_us, now_us + self._stale_us
         entry.is_stale = entry.is_gone = False
         self._tenants[tenant_id] = entry
@@ -377,6 +382,9 @@ class Snapshots:
         except CatalogUnavailable:
             if self._operator is None or self._clock.now_us() >= self._operator.usable_until_us:
                 raise
+            soon_us = self._clock.now_us() + int(RETRY_SECONDS * MICROS)
+            for entry in self._tenants.values():  # whoever asks for one of them asks for the operator too
+                entry.fresh_until_us = min(entry.fresh_until_us, soon_us)
             return self._keep_stale(self._operator)
         if config is None:
             raise CatalogUnavailable("the database has no operator: run `limitforge db upgrade`")
@@ -481,7 +489,7 @@ class Snapshots:
         )
 
     def _soon(self, name: Hashable, load: Load[Any]) -> None:
-        if name not in self._flights:
+        if name not in self._flights and not self._is_closed:
             self._start(name, load, is_told=False).add_done_callback(self._landed)
 
     def _landed(self, task: asyncio.Task[Any]) -> None:

@@ -25,6 +25,7 @@ DEFAULT_URL = "sqlite:///limitforge.db"
 SECONDS = 5.0  # how long a statement, or the wait for a connection or a lock, may take
 POOL = 5
 APPLICATION = "limitforge"
+THREAD_SECONDS = 0.05  # for the driver's thread to end: it complains if the event loop is gone before it
 WAL_ATTEMPTS = 100
 WAL_PAUSE_SECONDS = 0.05
 UPGRADE_LOCK = 0x6C66_7570  # of this program's own choice: two that upgrade at once wait for each other
@@ -122,8 +123,13 @@ class Database:
 
     @contextlib.asynccontextmanager
     async def _connected(self) -> AsyncIterator[AsyncConnection]:
-        with self._translated(OSError, TimeoutError):
-            connection = await self._engine.connect()
+        try:
+            with self._translated(OSError, TimeoutError):
+                connection = await self._engine.connect()
+        except CatalogUnavailable:
+            if self.is_sqlite:
+                await asyncio.sleep(THREAD_SECONDS)
+            raise
         try:
             with self._translated():
                 yield connection

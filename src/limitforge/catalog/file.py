@@ -217,6 +217,7 @@ class FileNode:
 
     async def start(self) -> None:
         """Ready once the file is read; one that is wrong is refused."""
+        self.snapshots.open()
         stamp = await asyncio.to_thread(_stamp, self._path)
         content = await asyncio.to_thread(_content, self._path)
         self._source.replace(await self._load(content))

@@ -96,11 +96,15 @@ class Node:
         """Ready once the schema is. A database that is away is no reason not to start where nodes share copies."""
         if self._tasks:
             return
+        self.snapshots.open()
         try:
             await self._database.prepare()
             if self._is_new:  # one that is started again reads on from where it was
                 async with self._database.reading() as connection:
                     self._seen = await queries.last_revision(connection)
+                    owed = await queries.unpublished(connection, 1)
+                if owed and self._shared is not None:  # copies may be older than these
+                    self._seen = owed[0].announcement.revision - 1
                 self._is_new = False
             self._owes = self._shared is not None
             if self._mirror is not None and self._shared is None:

@@ -369,9 +369,14 @@ async def outbox_after(connection: AsyncConnection, revision: int, limit: int) -
 
 
 async def unpublished(connection: AsyncConnection, limit: int) -> list[Owed]:
+    """The oldest: some `limit` revisions, each of them whole."""
     table = tables.outbox
-    query = select(table).where(table.c.published.is_(False)).order_by(table.c.revision, table.c.tenant_id)
-    rows = (await connection.execute(query.limit(limit))).mappings()
+    first = await connection.scalar(select(func.min(table.c.revision)).where(table.c.published.is_(False)))
+    if first is None:
+        return []
+    some = and_(table.c.published.is_(False), table.c.revision < first + limit)
+    query = select(table).where(some).order_by(table.c.revision, table.c.tenant_id)
+    rows = (await connection.execute(query)).mappings()
     return [Owed(msgspec.convert(row["change"], Announcement), row["at"]) for row in rows]
 
 

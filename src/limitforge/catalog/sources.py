@@ -15,6 +15,7 @@ from limitforge.errors import StoreError
 
 FORMAT = b"1"  # of a copy; one that starts differently is another release's, and is not read
 WARM_SECONDS = 600.0
+GONE_FROM = 2**52  # that a key is gone is newer than any version of it
 SHUN_US = 1_000_000  # how long copies are not asked for after they could not be had
 
 Kept = TypeVar("Kept", TenantConfig, Key)
@@ -103,7 +104,7 @@ class WarmCopies:
         await self._put(self._name("c", tenant_id), config, revision if config is None else config.tenant.revision)
 
     async def put_key(self, key_id: str, key: Key | None, revision: int) -> None:
-        await self._put(self._name("k", key_id), key, revision if key is None else key.version)
+        await self._put(self._name("k", key_id), key, GONE_FROM + revision if key is None else key.version)
 
     def _name(self, kind: str, identity: str) -> str:
         return f"{self._prefix}:{{{identity}}}:%{kind}"
