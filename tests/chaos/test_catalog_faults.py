@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from statistics import median
 from typing import Any, Self
 
@@ -351,7 +351,7 @@ async def test_a_writer_that_is_killed_between_commit_and_publishing_loses_nothi
         async def publish(self, channel: str, message: bytes) -> None:
             raise StoreUnavailable("it was killed")
 
-        async def listen(self, channel: str) -> AsyncIterator[bytes | None]:
+        async def listen(self, channel: str) -> AsyncGenerator[bytes | None, None]:
             raise StoreUnavailable("it was killed")
             yield
 

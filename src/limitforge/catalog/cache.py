@@ -255,8 +255,7 @@ class Snapshots:
 
     async def _heard_config(self, told: Announcement) -> None:
         tenant_id = told.tenant_id
-        self._floors.pop(tenant_id, None)
-        self._floors[tenant_id] = told.revision
+        self._floors[tenant_id] = max(told.revision, self._floors.pop(tenant_id, 0))
         if len(self._floors) > self._max_tenants:
             del self._floors[next(iter(self._floors))]
         if tenant_id == OPERATOR:

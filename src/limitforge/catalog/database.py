@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from pathlib import Path
 from sqlite3 import OperationalError
 from typing import Any
@@ -101,7 +101,7 @@ class Database:
             )
         await self.upgrade()
 
-    async def notices(self, channel: str) -> AsyncIterator[None]:
+    async def notices(self, channel: str) -> AsyncGenerator[None, None]:
         """Once somebody listens, and then each time that Postgres tells of a change, for as long as the connection
         lasts.
         """

@@ -7,7 +7,7 @@ of them has to arrive: a node that missed some reads on from the revision that i
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from datetime import timedelta
 from itertools import groupby
 from typing import Any, Self
@@ -130,6 +130,10 @@ class Node:
                 task.cancel()  # again, if need be: a library may swallow one that comes at a bad moment
             tasks = list((await asyncio.wait(tasks, timeout=CANCEL_SECONDS))[1])
         if self._work:
+            await asyncio.wait(self._work, timeout=CANCEL_SECONDS)
+        while self._work:
+            for task in list(self._work):
+                task.cancel()
             await asyncio.wait(self._work, timeout=CANCEL_SECONDS)
         with contextlib.suppress(CatalogError):
             await self.write_used()
@@ -288,40 +292,43 @@ class Node:
             if owed[0].at <= newest and await self._shared.claim(f"{self._prefix}:{{%relay}}:{revision}", 5):
                 await self._publish([row.announcement for row in owed])
 
-    async def _redis_messages(self) -> AsyncIterator[None]:
+    async def _redis_messages(self) -> AsyncGenerator[None, None]:
         if self._shared is None:
             return
-        async for message in self._shared.listen(self._channel):
-            if message is None:
+        async with contextlib.aclosing(self._shared.listen(self._channel)) as messages:
+            async for message in messages:
+                if message is None:
+                    self._wake.set()
+                    yield
+                    continue
+                try:
+                    announcements = msgspec.msgpack.decode(message, type=list[Announcement])
+                except msgspec.MsgspecError:
+                    _log.warning("a message on %s is not ours", self._channel)
+                    continue
+                await self._act(announcements)
+                if announcements and announcements[0].revision == self._seen + 1:
+                    self._seen += 1
+                self._wake.set()
+
+    async def _postgres_notices(self) -> AsyncGenerator[None, None]:
+        async with contextlib.aclosing(self._database.notices(CHANNEL)) as notices:
+            async for _ in notices:
                 self._wake.set()
                 yield
-                continue
-            try:
-                announcements = msgspec.msgpack.decode(message, type=list[Announcement])
-            except msgspec.MsgspecError:
-                _log.warning("a message on %s is not ours", self._channel)
-                continue
-            await self._act(announcements)
-            if announcements and announcements[0].revision == self._seen + 1:
-                self._seen += 1
-            self._wake.set()
 
-    async def _postgres_notices(self) -> AsyncIterator[None]:
-        async for _ in self._database.notices(CHANNEL):
-            self._wake.set()
-            yield
-
-    async def _listen(self, name: str, messages: Callable[[], AsyncIterator[None]]) -> None:
+    async def _listen(self, name: str, messages: Callable[[], AsyncGenerator[None, None]]) -> None:
         """For as long as the node lives; yields of `messages` tell that somebody listens."""
         pause = FIRST_PAUSE_SECONDS
         while True:
             try:
-                async for _ in messages():
-                    if name not in self._listening:
-                        self._listening.add(name)
-                        pause = FIRST_PAUSE_SECONDS
-                    if name == "redis" and self._mirror is not None:
-                        await self._mirror_all()
+                async with contextlib.aclosing(messages()) as heard:
+                    async for _ in heard:
+                        if name not in self._listening:
+                            self._listening.add(name)
+                            pause = FIRST_PAUSE_SECONDS
+                        if name == "redis" and self._mirror is not None:
+                            await self._mirror_all()
             except LimitforgeError as error:
                 if pause == FIRST_PAUSE_SECONDS:
                     _log.warning("can't hear of changes by %s, and look for them instead: %s", name, error)

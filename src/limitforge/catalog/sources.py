@@ -2,7 +2,7 @@
 
 import logging
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -50,7 +50,7 @@ class Shared(Protocol):
 
     async def publish(self, channel: str, message: bytes) -> None: ...
 
-    def listen(self, channel: str) -> AsyncIterator[bytes | None]: ...
+    def listen(self, channel: str) -> AsyncGenerator[bytes | None, None]: ...
 
     async def close(self) -> None: ...
 

@@ -6,7 +6,7 @@ has an end, and every error is `StoreUnavailable`.
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import redis.asyncio
@@ -63,7 +63,7 @@ class SharedRedis:
     async def publish(self, channel: str, message: bytes) -> None:
         await self._call(channel, "PUBLISH", channel, message)
 
-    async def listen(self, channel: str) -> AsyncIterator[bytes | None]:
+    async def listen(self, channel: str) -> AsyncGenerator[bytes | None, None]:
         """Messages as they come, for as long as the connection lasts; None once somebody listens."""
         with _translated():
             if self._target.kind is not Kind.SINGLE:
