@@ -38,12 +38,11 @@ class Guard:
                 self._under_way[source] += 1
                 return
             if not (self._under_way[source] if own < 1 else self._under_way):
+                self._wake_next()  # what ended it for this one ends it for the next
                 short, rate = (own, self._per_us) if own < 1 else (together, self._all_per_us)
                 wait_ms = max(int((1 - short) / rate / 1_000), 1)
                 raise TooManyUnknownKeys("too many unknown keys: wait before trying another one", wait_ms)
-            ended = asyncio.get_running_loop().create_future()
-            self._waiting.append(ended)
-            await ended
+            await self._turn()
 
     def give_back(self, source: str, *, is_wrong: bool) -> None:
         """Its look-up has ended: with nothing, or as that of a right key or of a database that did not answer."""
@@ -56,10 +55,25 @@ class Guard:
             self._write(source, min(level + 1, self._burst), now_us)
             together = self._level(self._all, self._all_burst, self._all_per_us, now_us)
             self._all = (min(together + 1, self._all_burst), now_us)
-        waiting, self._waiting = self._waiting, deque()
-        for ended in waiting:
-            if not ended.done():
-                ended.set_result(None)
+        self._wake_next()
+
+    async def _turn(self) -> None:
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._wake_next()
+            raise
+
+    def _wake_next(self) -> None:
+        """One: each that wakes either takes what was given back, or wakes the next."""
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
 
     def _write(self, source: str, level: float, now_us: int) -> None:
         self._sources.pop(source, None)  # so that the first of them is the one that was quiet for longest

@@ -361,6 +361,8 @@ class Node:
                 await self._unbroken(work())
             except (CatalogError, StoreError) as error:
                 _log.warning("%s failed, and will be tried again: %s", work.__name__.strip("_"), error)
+            except Exception:  # noqa: BLE001 - whatever it is: it must not end here for good
+                _log.exception("%s broke, and will be tried again", work.__name__.strip("_"))
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.append(asyncio.get_running_loop().create_task(work))
