@@ -12,7 +12,6 @@ from typing import Any, get_type_hints
 from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database import DEFAULT_URL
 from limitforge.core.exact import shown
-from limitforge.core.headers import HeaderStyle, ResetForm
 from limitforge.errors import InvalidInput
 from limitforge.stores.options import StoreOptions
 
@@ -47,8 +46,6 @@ class Settings:
     denial_cache_ms: float = _setting(1_000.0, "How long a denial may be answered without asking the store.")
     peppers: str = _setting("", "What keys are hashed under: versions and secrets, 1:first,2:second.", secret=True)
     key_prefix: str = _setting("lf", "What every key in the store starts with.")
-    reset_header: str = _setting("epoch", "What X-RateLimit-Reset counts: epoch or delta seconds.")
-    header_styles: str = _setting("legacy,draft-11", "Which header fields are sent: legacy, draft-06, draft-11.")
     idle_seconds: float = _setting(75.0, "How long a connection may be silent between requests.")
     shutdown_seconds: float = _setting(10.0, "How long a shutdown waits for what is in flight.")
     log_level: str = _setting("info", "What is logged: debug, info, warning or error.")
@@ -77,8 +74,6 @@ class Settings:
                 "Set LIMITFORGE_STORE_URL to a Redis, or LIMITFORGE_WORKERS to 1",
             )
         self.store_options()
-        self.styles()
-        self.reset_form()
         if self.peppers:
             Peppers.parse(self.peppers)
 
@@ -89,19 +84,6 @@ class Settings:
             nodes=self.nodes,
             denial_cache_ms=self.denial_cache_ms,
         )
-
-    def styles(self) -> frozenset[HeaderStyle]:
-        try:
-            return frozenset(HeaderStyle(style.strip()) for style in self.header_styles.split(",") if style.strip())
-        except ValueError:
-            known = ", ".join(HeaderStyle)
-            raise InvalidInput("header_styles", f"must be of {known}, got {shown(self.header_styles)}") from None
-
-    def reset_form(self) -> ResetForm:
-        try:
-            return ResetForm(self.reset_header)
-        except ValueError:
-            raise InvalidInput("reset_header", f"must be epoch or delta, got {shown(self.reset_header)}") from None
 
     def rows(self) -> list[tuple[str, Any, str]]:
         """For people: name, value and what it says."""
