@@ -1,5 +1,7 @@
 """Who decides about what: where URLs lead, and what is made of what servers say."""
 
+import sys
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -102,6 +104,23 @@ def test_slots_that_nobody_has_stay_in_doubt() -> None:
     known.heard(known.target.seeds[0], slots((0, 99, b"a", 1)))
     assert known.in_doubt
     assert known.node_of(100) is known.nobody
+
+
+def test_a_thread_that_sees_that_somebody_answered_sees_the_answer() -> None:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(20):
+            known = fleet()
+            answer = slots(*[(slot, slot + 1, b"a", 1) for slot in range(0, SLOTS, 2)])
+            telling = Thread(target=known.heard, args=(known.target.seeds[0], answer))
+            telling.start()
+            while not known.heard_lately():
+                pass
+            assert known.node_of(5) is not known.nobody
+            telling.join()
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_a_server_keeps_its_record_for_as_long_as_it_decides() -> None:

@@ -168,13 +168,13 @@ class Fleet:
         if not owners:
             return None
         with self._lock:
-            self._heard_us = self._now_us()
             before = self._nodes
             self._nodes = {}
             for place in {place for place in owners if place is not None}:
                 self._nodes[place] = before.get(place) or self._new(*place)
             self._owners = [None if place is None else self._nodes[place] for place in owners]
             self.in_doubt = None in self._owners
+            self._heard_us = self._now_us()  # last: whoever reads it, without the lock, then looks at the owners
             gone = [node for place, node in before.items() if place not in self._nodes]
             for node in gone:
                 self._past_degraded.update(node.resilience.degraded)
