@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tests.cli.command import ENVIRONMENT, PROGRAM
@@ -95,13 +96,19 @@ def demo(*options: str, environment: Mapping[str, str] | None = None) -> Iterato
 
 
 @contextlib.contextmanager
-def serve(port: int, *options: str, environment: Mapping[str, str] | None = None) -> Iterator[Running]:
-    """`limitforge serve` on this port, once it answers."""
-    with subprocess.Popen(
-        [PROGRAM, "serve", "--port", str(port), *options],
-        env={**ENVIRONMENT, **(environment or {})},
-        stdin=subprocess.DEVNULL,
-    ) as process:
+def serve(
+    port: int, *options: str, environment: Mapping[str, str] | None = None, log: Path | None = None
+) -> Iterator[Running]:
+    """`limitforge serve` on this port, once it answers; `log` gets what it says on stderr."""
+    with (
+        contextlib.nullcontext() if log is None else log.open("wb") as errors,
+        subprocess.Popen(
+            [PROGRAM, "serve", "--port", str(port), *options],
+            env={**ENVIRONMENT, **(environment or {})},
+            stdin=subprocess.DEVNULL,
+            stderr=errors,
+        ) as process,
+    ):
         running = Running(process, {}, port)
         try:
             deadline = time.monotonic() + START_SECONDS
