@@ -1,5 +1,6 @@
 """What was decided, counted: one list of numbers for each key, which costs a check a look-up and an addition."""
 
+import operator
 from collections.abc import Iterable
 
 import msgspec
@@ -7,7 +8,6 @@ import msgspec
 from limitforge.catalog.cache import Caller
 from limitforge.core.decision import Decision
 
-MAX_KEYS = 100_000
 MAX_TENANTS = 1_000  # that are named in metrics; whatever is beyond them is counted together
 OTHERS = "others"
 
@@ -31,14 +31,16 @@ class Counters:
     def __init__(self) -> None:
         self.requests: dict[tuple[str, int], int] = {}
         """By call and status."""
-        self._rows: dict[str, tuple[Caller, list[int]]] = {}
+        self._rows: dict[str, tuple[list[int], str, str]] = {}
+        """By key: its numbers, whose they are, and what that tenant was called when it was first seen."""
         self._totals: dict[str, list[int]] = {}
 
     def count(self, caller: Caller, decision: Decision) -> None:
         known = self._rows.get(caller.key.id)
         if known is None:
-            known = self._rows[caller.key.id] = (caller, [0, 0, 0, 0])
-        row = known[1]
+            name = caller.snapshot.tenant.name
+            known = self._rows[caller.key.id] = ([0, 0, 0, 0], caller.key.tenant_id, name)
+        row = known[0]
         row[ALLOWED if decision.allowed else DENIED] += 1
         if decision.would_deny:
             row[WOULD_DENY] += 1
@@ -52,23 +54,20 @@ class Counters:
     def drain(self) -> list[Used]:
         """What each key did since this was last asked."""
         rows, self._rows = self._rows, {}
-        for caller, row in rows.values():
-            self._add(caller.snapshot.tenant.name, row)
-        return [Used(caller.key.tenant_id, key_id, *row) for key_id, (caller, row) in rows.items()]
+        for row, _, name in rows.values():
+            add(self._totals, name, row)
+        return [Used(tenant_id, key_id, *row) for key_id, (row, tenant_id, _) in rows.items()]
 
     def totals(self) -> dict[str, list[int]]:
         """By tenant, since the start."""
         totals = {name: list(row) for name, row in self._totals.items()}
-        for caller, row in self._rows.values():
-            name = caller.snapshot.tenant.name
-            known = totals.setdefault(name if name in totals or len(totals) < MAX_TENANTS else OTHERS, [0, 0, 0, 0])
-            for at, number in enumerate(row):
-                known[at] += number
+        for row, _, name in self._rows.values():
+            add(totals, name, row)
         return totals
 
-    def _add(self, name: str, row: Iterable[int]) -> None:
-        if name not in self._totals and len(self._totals) >= MAX_TENANTS:
-            name = OTHERS
-        known = self._totals.setdefault(name, [0, 0, 0, 0])
-        for at, number in enumerate(row):
-            known[at] += number
+
+def add(totals: dict[str, list[int]], name: str, row: Iterable[int]) -> None:
+    """The first tenants keep their names; those that come when there is no room for more are others."""
+    is_named = name in totals or len(totals) < MAX_TENANTS
+    known = totals.setdefault(name if is_named else OTHERS, [0, 0, 0, 0])
+    known[:] = map(operator.add, known, row)
