@@ -1,6 +1,8 @@
 """`limitforge serve` and `limitforge settings`: the service, and what it is told."""
 
+import contextlib
 import os
+import socket
 import sys
 from typing import Annotated
 
@@ -60,19 +62,27 @@ def serve(
         environment[FILE] = settings_file
     settings = load(environment, **told)
     environment |= {f"{PREFIX}{name.upper()}": str(value) for name, value in told.items() if value is not None}
-    try:
-        listening = listen(settings.host, settings.port)
-    except OSError as error:
-        raise InvalidInput("port", f"can't listen on {settings.host}:{settings.port}: {error.strerror}") from None
-    with listening:
+    with contextlib.ExitStack() as sockets:
+        listening = sockets.enter_context(_listening("port", settings.host, settings.port))
+        metrics = None
+        if settings.metrics_port:
+            metrics = sockets.enter_context(_listening("metrics_port", settings.metrics_host, settings.metrics_port))
         where = address(settings, listening.getsockname()[1])
         Supervisor(
             listening,
             settings.workers,
             environment,
             shutdown_seconds=settings.shutdown_seconds,
+            metrics=metrics,
             ready=lambda: print(f"limitforge answers at {where}", file=sys.stderr, flush=True),
         ).run()
+
+
+def _listening(setting: str, host: str, port: int) -> socket.socket:
+    try:
+        return listen(host, port)
+    except OSError as error:
+        raise InvalidInput(setting, f"can't listen on {host}:{port}: {error.strerror}") from None
 
 
 def settings(

@@ -2,18 +2,22 @@
 
 import asyncio
 import logging
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from limitforge.catalog.catalog import Catalog
 from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database import Database
 from limitforge.catalog.file import FileNode
+from limitforge.catalog.model import TokenScope
 from limitforge.catalog.node import Node
 from limitforge.core.clock import SystemClock
 from limitforge.errors import InvalidInput
 from limitforge.limiter import Limiter
 from limitforge.service.admin.access import Access
 from limitforge.service.admin.app import create_admin
+from limitforge.service.admin.session import Session
 from limitforge.service.admin.throttled import Throttled
 from limitforge.service.admin.usage import UsageLog
 from limitforge.service.answers import refused
@@ -22,9 +26,11 @@ from limitforge.service.calls import Calls
 from limitforge.service.check import Checks
 from limitforge.service.counters import Counters
 from limitforge.service.health import Health
+from limitforge.service.metrics import Metrics
 from limitforge.service.problems import BadRequest
 from limitforge.service.protocol import Doors
 from limitforge.service.settings import Settings, load
+from limitforge.service.sums import Sums
 from limitforge.service.tickets import Tickets
 
 FLUSH_SECONDS = 10.0  # how often what was counted is written down
@@ -48,13 +54,13 @@ class FromDatabase:
             placed=lambda tenant: limiter.set_lanes(tenant.id, tenant.placement),
             key_prefix=settings.key_prefix,
         )
-        access = Access(self.node.catalog, self.node.snapshots, limiter)
-        self._usage = UsageLog(self._database, counters, used_tokens=access.used)
+        self._access = Access(self.node.catalog, self.node.snapshots, limiter)
+        self._usage = UsageLog(self._database, counters, used_tokens=self._access.used)
         self._flushing: asyncio.Task[None] | None = None
         self.other: App = create_admin(
             self.node,
             limiter,
-            access,
+            self._access,
             usage_log=self._usage,
             heavy_hitters=throttled,
             root_path=settings.root_path,
@@ -83,6 +89,12 @@ class FromDatabase:
             "revision": status.revision,
             "tenants": status.cache.tenants,
         }
+
+    async def admit(self, authorization: Iterable[str], source: str) -> None:
+        """For whoever may see the numbers of all tenants."""
+        session = Session(await self._access.admit(authorization, source), self.node.catalog)
+        session.require(TokenScope.READ)
+        session.require_fleet("metrics")
 
     async def _flush(self) -> None:
         while True:
@@ -117,6 +129,10 @@ class FromFile:
             "tenants": status.cache.tenants,
         }
 
+    async def admit(self, authorization: Iterable[str], source: str) -> None:
+        detail = "a service that reads a file has no admin tokens: give metrics a port, with LIMITFORGE_METRICS_PORT"
+        raise BadRequest(404, "unknown_path", detail)
+
     async def other(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             detail = "there is nothing at this path; a service that reads a file has no admin API"
@@ -127,9 +143,11 @@ Parts = FromDatabase | FromFile
 
 
 class Service:
-    """An ASGI application, which starts and ends with its lifespan."""
+    """An ASGI application, which starts and ends with its lifespan. Processes that share a folder tell their metrics
+    together.
+    """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, folder: Path | None = None) -> None:
         if not settings.peppers:
             raise InvalidInput(
                 "LIMITFORGE_PEPPERS",
@@ -154,7 +172,9 @@ class Service:
         self._health = Health(self._limiter, self._parts.told)
         self.doors = Doors(checks, settings.root_path)
         calls = Calls(self._limiter, checks, tickets)
-        self._door = DoorTwo(checks, calls, self._health, settings.root_path, self._parts.other)
+        self._sums = Sums(self.counters, folder)
+        self.metrics = Metrics(self._sums, self._parts.admit)
+        self._door = DoorTwo(checks, calls, self._health, self.metrics.guarded, settings.root_path, self._parts.other)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -164,8 +184,10 @@ class Service:
 
     async def start(self) -> None:
         await self._parts.start()
+        await self._sums.start()
 
     async def close(self) -> None:
+        await self._sums.close()
         await self._parts.close()
         await self._limiter.close()
 

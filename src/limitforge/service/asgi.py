@@ -28,9 +28,11 @@ class ClientLeft(Exception):
 
 
 class DoorTwo:
-    """Answers what takes an API key, and health; whatever else there is goes to `other`."""
+    """Answers what takes an API key, health and metrics; whatever else there is goes to `other`."""
 
-    def __init__(self, checks: Checks, calls: Calls, health: Health, root_path: str, other: App) -> None:
+    def __init__(
+        self, checks: Checks, calls: Calls, health: Health, metrics: Handle, root_path: str, other: App
+    ) -> None:
         self._checks = checks
         self._calls = calls
         self._root_path = root_path
@@ -41,6 +43,7 @@ class DoorTwo:
             "/v1/usage": ("GET", "usage", self._usage),
             "/v1/health": ("GET", "health", health.live),
             "/v1/ready": ("GET", "ready", health.ready),
+            "/metrics": ("GET", "metrics", metrics),
         }
         for call in calls.posts:
             self._routes[f"/v1/{call}"] = ("POST", call, self._post)
@@ -49,7 +52,7 @@ class DoorTwo:
         path = self._path(scope)
         route = None if path is None or scope["type"] != "http" else self._routes.get(path)
         if route is None:
-            await self._other(scope, receive, send)
+            await self._other(scope, receive, self._counted(send))
             return
         method, call, handle = route
         try:
@@ -58,6 +61,14 @@ class DoorTwo:
             return
         self._checks.answered(call, answer.status)
         await send_answer(send, answer)
+
+    def _counted(self, send: Send) -> Send:
+        async def counted(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                self._checks.answered("other", message["status"])
+            await send(message)
+
+        return counted
 
     async def _answer(self, scope: Scope, receive: Receive, method: str, handle: Handle) -> Answer:
         allowed = {"GET": ("GET", "HEAD"), "POST": ("POST",)}[method]
@@ -77,20 +88,20 @@ class DoorTwo:
 
     async def _check(self, scope: Scope, receive: Receive) -> Answer:
         key, body = await _read(scope, receive, MAX_BODY)
-        return await _told(self._checks.submit, key, _source(scope), body)
+        return await _told(self._checks.submit, key, source_of(scope), body)
 
     async def _batch(self, scope: Scope, receive: Receive) -> Answer:
         key, body = await _read(scope, receive, MAX_BATCH_BODY)
-        return await _told(self._checks.submit_batch, key, _source(scope), body)
+        return await _told(self._checks.submit_batch, key, source_of(scope), body)
 
     async def _post(self, scope: Scope, receive: Receive) -> Answer:
         path = self._path(scope) or ""
         permission, call = self._calls.posts[path.removeprefix("/v1/")]
         key, body = await _read(scope, receive, MAX_BODY)
-        return await call(await self._checks.caller(key, _source(scope), permission), body)
+        return await call(await self._checks.caller(key, source_of(scope), permission), body)
 
     async def _usage(self, scope: Scope, receive: Receive) -> Answer:
-        caller = await self._checks.caller(key_of(scope["headers"]), _source(scope), KeyScope.USAGE)
+        caller = await self._checks.caller(key_of(scope["headers"]), source_of(scope), KeyScope.USAGE)
         return await self._calls.usage(caller, _query(scope))
 
 
@@ -131,7 +142,7 @@ def _query(scope: Scope) -> dict[str, str]:
     return query
 
 
-def _source(scope: Scope) -> str:
+def source_of(scope: Scope) -> str:
     client = scope.get("client")
     return "" if client is None else str(client[0])
 

@@ -36,6 +36,8 @@ class Settings:
     config: str = _setting("", "A file with tenants and plans, in place of a database.")
     host: str = _setting("127.0.0.1", "The address to listen on.")
     port: int = _setting(8000, "The port to listen on; 0 for any that is free.")
+    metrics_host: str = _setting("127.0.0.1", "The address of the port for metrics.")
+    metrics_port: int = _setting(0, "A port that tells metrics without a token; 0 for none.")
     root_path: str = _setting("", "What every path starts with, such as /limitforge.")
     workers: int = _setting(1, "How many processes answer.")
     tls_cert: str = _setting("", "A certificate chain (PEM), to speak TLS.")
@@ -53,6 +55,7 @@ class Settings:
     def __post_init__(self) -> None:
         for name, lowest, highest in (
             ("port", 0, 65_535),
+            ("metrics_port", 0, 65_535),
             ("workers", 1, MAX_WORKERS),
             ("idle_seconds", 1, 3_600),
             ("shutdown_seconds", 0, 3_600),

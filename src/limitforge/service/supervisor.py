@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
@@ -32,14 +33,17 @@ class StartFailed(LimitforgeError):
 class Worker:
     """One process, until it has ended."""
 
-    def __init__(self, listening: socket.socket, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, listening: socket.socket, metrics: socket.socket | None, folder: str, environment: Mapping[str, str]
+    ) -> None:
         read, write = os.pipe()
         fd = listening.fileno()
+        beside = [] if metrics is None else [metrics.fileno()]
         self._ready = read
         self.started = time.monotonic()
         self.process = subprocess.Popen(  # noqa: S603 - this very program
-            [sys.executable, "-m", "limitforge.service.worker", str(fd), str(write)],
-            pass_fds=(fd, write),
+            [sys.executable, "-m", "limitforge.service.worker", str(fd), str(write), folder, *map(str, beside)],
+            pass_fds=(fd, write, *beside),
             env=dict(environment),
             stdin=subprocess.DEVNULL,
         )
@@ -62,7 +66,9 @@ class Worker:
 
 
 class Supervisor:
-    """Runs until SIGTERM or SIGINT; SIGHUP reloads."""
+    """Runs until SIGTERM or SIGINT; SIGHUP reloads. What the workers have counted together stands in a folder that
+    lasts as long as it runs, so that no counter falls when one of them ends.
+    """
 
     def __init__(
         self,
@@ -71,9 +77,12 @@ class Supervisor:
         environment: Mapping[str, str],
         *,
         shutdown_seconds: float,
+        metrics: socket.socket | None = None,
         ready: Callable[[], None] | None = None,
     ) -> None:
         self._listening = listening
+        self._metrics = metrics
+        self._folder = ""
         self._count = count
         self._environment = environment
         self._shutdown_seconds = shutdown_seconds
@@ -88,7 +97,7 @@ class Supervisor:
             os.set_blocking(end, False)
 
     def run(self) -> None:
-        with self._signals():
+        with tempfile.TemporaryDirectory(prefix="limitforge-run-") as self._folder, self._signals():
             try:
                 self._start()
                 if self._tell_ready is not None and not self._is_ending:
@@ -156,7 +165,7 @@ class Supervisor:
                 worker.process.wait()
 
     def _new(self) -> Worker:
-        return Worker(self._listening, self._environment)
+        return Worker(self._listening, self._metrics, self._folder, self._environment)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

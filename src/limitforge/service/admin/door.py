@@ -117,6 +117,7 @@ def paths() -> dict[str, Any]:
         ),
         "/v1/health": {"get": _health()},
         "/v1/ready": {"get": _ready()},
+        "/metrics": {"get": _metrics()},
     }
 
 
@@ -260,6 +261,21 @@ def _ready() -> dict[str, Any]:
             "503": _json("It is ending: send no more.", fields, {**example, "status": "ending"}),
         },
         "x-problems": [405],
+    }
+
+
+def _metrics() -> dict[str, Any]:
+    example = '# TYPE rl_allowed_total counter\nrl_allowed_total{tenant="acme"} 42\n'
+    content = {"text/plain": {"schema": {"type": "string"}, "example": example}}
+    return {
+        "operationId": "metrics",
+        "tags": ["health"],
+        "summary": "Metrics",
+        "description": "Counters of all tenants, summed over all processes, in the text format of Prometheus. It takes"
+        " a token of all tenants with the scope `read`.",
+        "security": [{"adminToken": []}],
+        "responses": {"200": {"description": "As they are now.", "content": content}},
+        "x-problems": [400, 401, 403, 405, 429, 500, 503],
     }
 
 

@@ -37,7 +37,7 @@ TAGS: Mapping[str, str] = {
     "leases": "Slots of concurrency limits.",
     "reservations": "Costs that are known later.",
     "insight": "What is left, and why.",
-    "health": "For load balancers.",
+    "health": "For load balancers, and for Prometheus.",
     "tenants": "Accounts whose traffic is limited.",
     "plans": "Named sets of limits, with all their versions.",
     "keys": "What callers show.",

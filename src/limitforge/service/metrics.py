@@ -1,0 +1,73 @@
+"""`/metrics`: what was counted, in the text format of Prometheus. It names tenants, so it takes an admin token; or it
+has a port of its own, which only Prometheus should reach.
+"""
+
+from collections.abc import Awaitable, Callable, Iterable
+
+from limitforge.errors import LimitforgeError
+from limitforge.service.answers import Answer, refused
+from limitforge.service.asgi import Receive, Scope, Send, send_answer, source_of
+from limitforge.service.counters import ALLOWED, DENIED
+from limitforge.service.problems import BadRequest
+from limitforge.service.sums import Sums, Totals
+
+PATH = "/metrics"
+TEXT = b"text/plain; version=0.0.4; charset=utf-8"
+
+Admit = Callable[[Iterable[str], str], Awaitable[None]]
+"""Refuses whoever may not see all tenants, by their `Authorization` fields and where they come from."""
+Sample = tuple[dict[str, str], int]
+
+_ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+
+
+class Metrics:
+    """The call that takes a token; as an ASGI application, the one that needs none and serves nothing else."""
+
+    def __init__(self, sums: Sums, admit: Admit) -> None:
+        self._sums = sums
+        self._admit = admit
+
+    async def guarded(self, scope: Scope, _: Receive) -> Answer:
+        authorization = [value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"]
+        await self._admit(authorization, source_of(scope))
+        return await self._told()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if scope["path"] != PATH:
+                raise BadRequest(404, "unknown_path", f"there is nothing here but {PATH}")
+            if scope["method"] not in ("GET", "HEAD"):
+                raise BadRequest(405, "method_not_allowed", "this path takes GET", allow="GET, HEAD")
+            answer = await self._told()
+        except LimitforgeError as error:
+            answer = refused(error)
+        await send_answer(send, answer)
+
+    async def _told(self) -> Answer:
+        return Answer(200, TEXT, b"", exposition(await self._sums.totals()))
+
+
+def exposition(totals: Totals) -> bytes:
+    tenants = sorted(totals.tenants.items())
+    requests = sorted(totals.requests.items())
+    lines = [
+        *_counter(
+            "rl_allowed_total", "Checks that were allowed.", [({"tenant": n}, row[ALLOWED]) for n, row in tenants]
+        ),
+        *_counter("rl_blocked_total", "Checks that were denied.", [({"tenant": n}, row[DENIED]) for n, row in tenants]),
+        *_counter(
+            "requests_total",
+            "Answers, by what was called and the HTTP status.",
+            [({"call": call, "status": str(status)}, number) for (call, status), number in requests],
+        ),
+    ]
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def _counter(name: str, says: str, samples: Iterable[Sample]) -> Iterable[str]:
+    yield f"# HELP {name} {says}"
+    yield f"# TYPE {name} counter"
+    for labels, number in samples:
+        shown = ",".join(f'{label}="{value.translate(_ESCAPES)}"' for label, value in labels.items())
+        yield f"{name}{{{shown}}} {number}"

@@ -1,0 +1,359 @@
+"""`/metrics`: right numbers in a format that Prometheus reads, for those who may see them; of all workers together, and
+never lower than before.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from limitforge.catalog.catalog import Catalog
+from limitforge.catalog.credentials import Peppers
+from limitforge.catalog.database import Database
+from limitforge.service.counters import MAX_TENANTS, OTHERS, Counters
+from limitforge.service.demo import Demo, seed
+from limitforge.service.metrics import exposition
+from limitforge.service.sums import Sums, Totals
+from tests.cli.command import limitforge
+from tests.servers import RedisServer, _free_port
+from tests.service.live import PEPPERS, START_SECONDS, Account, Live
+from tests.service.problems import assert_problem
+from tests.service.program import Running, demo, serve
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+Samples = dict[tuple[str, ...], float]
+
+
+def read(text: str) -> Samples:
+    """By name and the values of labels, as Prometheus reads it."""
+    families = list(text_string_to_metric_families(text))
+    assert [family.name for family in families] == ["rl_allowed", "rl_blocked", "requests"]
+    assert all(family.type == "counter" and family.documentation for family in families)
+    return {(each.name, *each.labels.values()): each.value for family in families for each in family.samples}
+
+
+def scrape(service: Running, token: str) -> Samples:
+    answer = service.request("GET", "/metrics", headers={"authorization": f"Bearer {token}"})
+    assert answer.status == 200, answer.body
+    assert answer.headers["content-type"] == CONTENT_TYPE
+    return read(answer.body.decode())
+
+
+# --- The numbers, and who may see them -------------------------------------------------------------------------------
+
+
+def test_the_numbers_are_those_of_what_was_answered() -> None:
+    with demo() as service:
+        for _ in range(13):  # of 10
+            service.check(subject="user:1", cost=1)
+        service.post("/v1/check/batch", {"checks": [{"resource": "GET:/x", "subject": "user:2"}] * 3})
+        service.check(key="nonsense")
+        service.request("GET", "/v1/admin/tenants")
+        found = scrape(service, service.made["admin_token"])
+        again = scrape(service, service.made["admin_token"])
+    denied = found["rl_blocked_total", "demo"]
+    assert denied in (2, 3)  # two tokens a second come back
+    assert found == {
+        ("rl_allowed_total", "demo"): 16 - denied,
+        ("rl_blocked_total", "demo"): denied,
+        ("requests_total", "check", "200"): 13 - denied,
+        ("requests_total", "check", "429"): denied,
+        ("requests_total", "check", "401"): 1,
+        ("requests_total", "batch", "200"): 1,
+        ("requests_total", "other", "401"): 1,
+    }
+    assert again == {**found, ("requests_total", "metrics", "200"): 1}
+
+
+def test_it_takes_a_token_of_all_tenants_that_may_read(embedded: Live, account: Account) -> None:
+    assert_problem(embedded.caller().http.get("/metrics"), 401, "unknown_key")
+    assert_problem(embedded.caller("lf_admin_wrong").http.get("/metrics"), 401, "unknown_key")
+    assert_problem(embedded.caller(account.secret).http.get("/metrics"), 401, "unknown_key")
+    assert_problem(embedded.admin(scopes=["write"]).http.get("/metrics"), 403, "forbidden")
+    assert_problem(account.own_admin().http.get("/metrics"), 403, "forbidden", "metrics")
+    reader = embedded.admin(scopes=["read"]).http
+    assert reader.get("/metrics").status_code == 200
+    assert reader.head("/metrics").headers["content-type"] == CONTENT_TYPE
+    assert_problem(reader.post("/metrics"), 405, "method_not_allowed")
+
+
+def test_it_lives_under_the_root_path(tmp_path: Path) -> None:
+    with Live(f"sqlite:///{tmp_path}/rooted.db", root_path="/limitforge-rls") as live:
+        admin = live.admin()
+        assert read(admin.http.get("/metrics").text) == {}
+        elsewhere = httpx.get(f"{live.origin}/metrics", headers=admin.http.headers)
+        assert_problem(elsewhere, 404, "unknown_path")
+
+
+def test_a_tenant_that_gets_another_name_leaves_its_counts_under_the_old_one(account: Account) -> None:
+    old, new = account.tenant["name"], f"{account.tenant['name']}-new"
+    admin = account.admin
+
+    def allowed(name: str) -> float:
+        return read(admin.http.get("/metrics").text).get(("rl_allowed_total", name), 0)
+
+    for at in range(3):
+        assert account.check(f"user:{at}").status_code == 200
+    assert allowed(old) == 3
+    assert admin.patch(f"/tenants/{account.id}", {"name": new}).status_code == 200
+
+    def is_heard() -> bool:
+        assert account.check("user:9", cost=0).status_code == 200
+        assert admin.get("/usage").status_code == 200  # what was counted so far is written down
+        return allowed(new) > 0
+
+    eventually(is_heard)
+    assert allowed(old) >= 3
+
+
+# --- The format ------------------------------------------------------------------------------------------------------
+
+HOSTILE = ['a"b', "a\\", "a\nb 1", '"} 1\nrl_allowed_total{tenant="x', "# HELP x", "{}", "", " ", "é\u2028☃", '\\"\\n']
+
+
+def test_no_name_can_break_the_format() -> None:
+    rows = {name: [at, 0, 0, 0] for at, name in enumerate(HOSTILE)}
+    found = read(exposition(Totals(rows, {(name, 200): 1 for name in HOSTILE})).decode())
+    for at, name in enumerate(HOSTILE):
+        assert found["rl_allowed_total", name] == at
+        assert found["requests_total", name, "200"] == 1
+    assert len(found) == 3 * len(HOSTILE)
+
+
+def test_no_tenant_can_have_a_hostile_name(embedded: Live) -> None:
+    admin = embedded.admin()
+    for name in HOSTILE:
+        assert_problem(admin.post("/tenants", {"name": name}), 422, "invalid_field", "name")
+
+
+# --- Sums ------------------------------------------------------------------------------------------------------------
+
+
+def test_tenants_past_the_bound_are_counted_together_and_none_loses_its_name() -> None:
+    whole = Totals()
+    whole.add(Totals({f"first-{at}": [1, 0, 0, 0] for at in range(MAX_TENANTS)}))
+    whole.add(Totals({f"late-{at}": [0, 2, 0, 0] for at in range(MAX_TENANTS)}))
+    whole.add(Totals({"first-7": [5, 5, 0, 0]}))
+    assert len(whole.tenants) == MAX_TENANTS + 1
+    assert whole.tenants[OTHERS] == [0, 2 * MAX_TENANTS, 0, 0]
+    assert whole.tenants["first-7"] == [6, 5, 0, 0]
+
+
+async def test_what_was_told_is_never_told_lower_whoever_is_asked(tmp_path: Path) -> None:
+    processes = [Counters() for _ in range(3)]
+    sums = [Sums(counters, tmp_path) for counters in processes]
+    for at in range(30):
+        processes[at % 3].answered("check", 200)
+        told = await sums[(at + 1) % 3].totals()
+        again = await sums[at % 3].totals()
+        assert again.requests["check", 200] == at + 1
+        assert told.requests.get(("check", 200), 0) == at
+    assert list(tmp_path.iterdir()) == [tmp_path / "totals"]  # noqa: ASYNC240 - nobody waits here
+
+
+async def test_what_could_not_be_added_is_added_later(tmp_path: Path) -> None:
+    counters, folder = Counters(), tmp_path / "run"
+    sums = Sums(counters, folder)
+    await sums.start()
+    counters.answered("check", 200)
+    with pytest.raises(Exception, match="can't be read"):
+        await sums.totals()
+    folder.mkdir()
+    assert (await sums.totals()).requests == {("check", 200): 1}
+    counters.answered("check", 200)
+    await sums.close()
+    assert (await Sums(Counters(), folder).totals()).requests == {("check", 200): 2}
+
+
+# --- Several workers, and a port of its own --------------------------------------------------------------------------
+
+
+class Fleet:
+    """Two workers on one Redis, a key of theirs, and the port for metrics."""
+
+    def __init__(self, service: Running, made: Demo, metrics: Running) -> None:
+        self.service = service
+        self.made = made
+        self.metrics = metrics
+
+    def workers(self) -> list[int]:
+        pid = self.service.process.pid
+        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    def check(self, times: int) -> None:
+        for _ in range(times):
+            assert self.service.check(key=self.made.keys["enterprise"]).status == 200
+
+    def allowed(self) -> float:
+        return self.scrape().get(("rl_allowed_total", "demo"), 0)
+
+    def scrape(self) -> Samples:
+        answer = self.metrics.request("GET", "/metrics")
+        assert answer.status == 200, answer.body
+        return read(answer.body.decode())
+
+    @contextlib.contextmanager
+    def only(self, worker: int) -> Iterator[None]:
+        """The others are paused, and answer nothing."""
+        others = [each for each in self.workers() if each != worker]
+        for each in others:
+            os.kill(each, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for each in others:
+                os.kill(each, signal.SIGCONT)
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("fleet")
+    port, metrics_port = _free_port(), _free_port()
+    environment = {
+        "LIMITFORGE_PEPPERS": PEPPERS,
+        "LIMITFORGE_DATABASE_URL": f"sqlite:///{folder}/fleet.db",
+        "LIMITFORGE_STORE_URL": redis_server.url,
+        "LIMITFORGE_KEY_PREFIX": "fleet",
+        "LIMITFORGE_DEADLINE_MS": "5000",
+        "LIMITFORGE_METRICS_PORT": str(metrics_port),
+        "TMPDIR": str(folder),
+    }
+    made = asyncio.run(_seeded(environment["LIMITFORGE_DATABASE_URL"]))
+    with serve(port, "--workers", "2", environment=environment) as service:
+        found = Fleet(service, made, Running(service.process, {}, metrics_port))
+        eventually(lambda: len(found.workers()) == 2)
+        yield found
+        assert service.stop() == 0
+        assert list(folder.glob("limitforge-run-*")) == []
+
+
+async def _seeded(url: str) -> Demo:
+    database = Database(url)
+    try:
+        await database.upgrade()
+        return await seed(Catalog(database, peppers=Peppers.parse(PEPPERS)), "")
+    finally:
+        await database.close()
+
+
+def test_any_worker_tells_the_sum(fleet: Fleet) -> None:
+    before = fleet.allowed()
+    for worker, times in zip(fleet.workers(), (3, 4), strict=True):
+        with fleet.only(worker):
+            fleet.check(times)
+    eventually(lambda: fleet.allowed() == before + 7)
+    for worker in fleet.workers():
+        with fleet.only(worker):
+            assert fleet.allowed() == before + 7
+            assert scrape(fleet.service, fleet.made.admin_token)["rl_allowed_total", "demo"] == before + 7
+
+
+def test_the_port_for_metrics_serves_nothing_else(fleet: Fleet) -> None:
+    for method, path, status in (
+        ("GET", "/v1/health", 404),
+        ("POST", "/v1/check", 404),
+        ("GET", "/v1/admin/tenants", 404),
+        ("GET", "/", 404),
+        ("POST", "/metrics", 405),
+    ):
+        answer = fleet.metrics.request(method, path, b"{}" if method == "POST" else None)
+        assert (answer.status, answer.json["status"]) == (status, status)
+    assert fleet.metrics.request("GET", "/metrics?x=1").headers["content-type"] == CONTENT_TYPE
+    assert fleet.service.request("GET", "/metrics").status == 401
+
+
+def test_a_reload_loses_nothing_and_lowers_nothing(fleet: Fleet) -> None:
+    before, old = fleet.allowed(), set(fleet.workers())
+    with watching(fleet) as seen:
+        fleet.check(5)
+        fleet.service.process.send_signal(signal.SIGHUP)
+        for _ in range(20):
+            fleet.check(1)
+            time.sleep(0.05)
+        eventually(lambda: len(fleet.workers()) == 2 and not old & set(fleet.workers()))
+        fleet.check(5)
+        eventually(lambda: fleet.allowed() == before + 30)
+    assert len(seen) > 10
+    assert_never_lower(seen)
+
+
+def test_a_killed_worker_takes_at_most_its_last_second_with_it(fleet: Fleet) -> None:
+    before = fleet.allowed()
+    fleet.check(10)
+    eventually(lambda: fleet.allowed() == before + 10)
+    with watching(fleet) as seen:
+        for worker in fleet.workers():
+            os.kill(worker, signal.SIGKILL)
+            eventually(lambda: not {worker} & set(fleet.workers()) and len(fleet.workers()) == 2)  # noqa: B023 - called now
+        eventually(lambda: fleet.allowed() == before + 10)
+        fleet.check(5)
+        eventually(lambda: fleet.allowed() == before + 15)
+    assert_never_lower(seen)
+
+
+@contextlib.contextmanager
+def watching(fleet: Fleet) -> Iterator[list[Samples]]:
+    """What was told meanwhile; a connection to a worker that is killed may break."""
+    seen: list[Samples] = []
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(0.02):
+            with contextlib.suppress(ConnectionError):
+                seen.append(fleet.scrape())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def assert_never_lower(seen: list[Samples]) -> None:
+    for before, after in pairwise(seen):
+        assert all(after[sample] >= number for sample, number in before.items())
+
+
+def eventually(is_true: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_service_that_reads_a_file_tells_metrics_on_the_port_alone(tmp_path: Path) -> None:
+    made = json.loads(limitforge("keys", "make", "--name", "web", "--json", LIMITFORGE_PEPPERS=PEPPERS).stdout)
+    plan = {"name": "free", "limits": "a=5/minute"}
+    tenant = {"name": "acme", "default_plan": "free", "plans": [plan], "keys": [made["entry"]]}
+    file = tmp_path / "plans.yaml"
+    file.write_text(json.dumps({"tenants": [tenant]}))
+    port = _free_port()
+    environment = {"LIMITFORGE_PEPPERS": PEPPERS, "LIMITFORGE_METRICS_PORT": str(port)}
+    with serve(_free_port(), "--config", str(file), environment=environment) as service:
+        for _ in range(7):
+            service.check(key=made["key"])
+        found = read(Running(service.process, {}, port).request("GET", "/metrics").body.decode())
+        assert (found["rl_allowed_total", "acme"], found["rl_blocked_total", "acme"]) == (5, 2)
+        refusal = service.request("GET", "/metrics")
+        assert refusal.status == 404
+        assert "LIMITFORGE_METRICS_PORT" in refusal.json["detail"]
+
+
+def test_a_port_for_metrics_that_is_taken_is_said_so(fleet: Fleet) -> None:
+    taken = str(fleet.metrics.port)
+    done = limitforge("serve", "--port", "0", LIMITFORGE_PEPPERS=PEPPERS, LIMITFORGE_METRICS_PORT=taken)
+    assert done.returncode != 0
+    assert f"metrics_port: can't listen on 127.0.0.1:{taken}" in done.stderr
