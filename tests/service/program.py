@@ -110,11 +110,12 @@ def serve(
         ) as process,
     ):
         running = Running(process, {}, port)
+        health = f"{(environment or {}).get('LIMITFORGE_ROOT_PATH', '')}/v1/health"
         try:
             deadline = time.monotonic() + START_SECONDS
             while True:
                 try:
-                    if running.request("GET", "/v1/health").status == 200:
+                    if running.request("GET", health).status == 200:
                         break
                 except OSError:
                     pass

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.servers import _free_port
-from tests.service.program import Answered, Running, demo, read_answer, serve
+from tests.service.program import Answered, Running, read_answer
+from tests.service.seeded import PEPPER, seeded
 
-PEPPER = "an-unmistakable-pepper-of-these-tests"
 SUBJECT, RESOURCE = "user:42", "GET:/orders"
 CAPACITY = 1_000
 
@@ -90,45 +89,22 @@ def _send_all(connection: socket.socket, sent: bytes) -> None:
 
 @pytest.fixture(scope="module")
 def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
-    """`serve` at its most talkative, on a database that `demo` has made a tenant in."""
+    """At its most talkative. The limit refills too slowly to hide that something was taken."""
     folder = tmp_path_factory.mktemp("bad-input")
-    log = folder / "log"
-    database = f"sqlite:///{folder}/service.db"
-    own = {"LIMITFORGE_PEPPERS": f"1:{PEPPER}"}
-    with demo("--database", database, environment=own) as running:
-        made = running.made
-        key, retired = _make_keys(running)
-    told = {**own, "LIMITFORGE_LOG_LEVEL": "debug"}
-    with serve(_free_port(), "--database", database, environment=told, log=log) as running:
-        yield Subject(
-            running,
-            log,
-            {
-                KEY: key.encode(),
-                ADMIN: made["admin_token"].encode(),
-                MISTYPED: (key[:-1] + ("1" if key[-1] == "0" else "0")).encode(),
-                TESTING: key.replace("lf_live_", "lf_test_").encode(),
-                RETIRED: retired.encode(),
-            },
-        )
-
-
-def _make_keys(running: Running) -> tuple[str, str]:
-    """A key whose limit refills too slowly to hide that something was taken, and one that was deleted."""
-
-    def made(path: str, body: dict[str, Any]) -> Any:
-        headers = {"authorization": f"Bearer {running.made['admin_token']}"}
-        answer = running.request("POST", f"/v1/admin/{path}", json.dumps(body).encode(), headers)
-        assert answer.status == 201, answer
-        return answer.json
-
-    own = {"tenant_id": made("tenants", {"name": "bad-input"})["id"]}
-    numbers = {"algorithm": "token_bucket", "bucket_capacity": CAPACITY, "refill_rate_per_sec": 0.0001}
-    plan = made("plans", {**own, "name": "slow", **numbers})
-    key, retired = (made("keys", {**own, "name": name, "plan_id": plan["id"]}) for name in ("good", "retired"))
-    headers = {"authorization": f"Bearer {running.made['admin_token']}"}
-    assert running.request("DELETE", f"/v1/admin/keys/{retired['id']}", headers=headers).status == 204
-    return key["key"], retired["key"]
+    slow = {"algorithm": "token_bucket", "bucket_capacity": CAPACITY, "refill_rate_per_sec": 0.0001}
+    with seeded(f"sqlite:///{folder}/service.db", log=folder / "log", log_level="debug") as service:
+        tenant = service.tenant({"name": "slow", **slow})
+        retired = tenant.create("keys", name="retired")
+        assert service.admin("DELETE", f"keys/{retired['id']}").status == 204
+        key = tenant.key
+        texts = {
+            KEY: key,
+            ADMIN: service.made["admin_token"],
+            MISTYPED: key[:-1] + ("1" if key[-1] == "0" else "0"),
+            TESTING: key.replace("lf_live_", "lf_test_"),
+            RETIRED: retired["key"],
+        }
+        yield Subject(service.running, folder / "log", {name: text.encode() for name, text in texts.items()})
 
 
 # --- Requests --------------------------------------------------------------------------------------------------------
@@ -901,6 +877,7 @@ LEGAL: dict[str, bytes] = {
 
 UPGRADE = "RFC 9110, 7.8: an upgrade may be ignored, but not the body of the request (Java's HttpClient offers h2c)"
 LEGAL_FAULTS: dict[str, str] = {
+    "spaces around the key": "RFC 9112, 5.1: white space after a field's value is no part of it",
     "a tab after the key": "RFC 9112, 5.1: white space after a field's value, a tab too, is no part of it",
     "an upgrade that is not offered": UPGRADE,
     "a web socket that is not offered": UPGRADE,

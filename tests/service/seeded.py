@@ -1,0 +1,95 @@
+"""The program as it is deployed: `serve` on a database that `demo` has seeded, and whoever administers it."""
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from tests.servers import _free_port
+from tests.service.program import Answered, Running, demo, serve
+
+PEPPER = "an-unmistakable-pepper-of-these-tests"
+SETTINGS = {"LIMITFORGE_PEPPERS": f"1:{PEPPER}", "LIMITFORGE_DEADLINE_MS": "20000"}  # a busy machine is no broken store
+
+
+@dataclass(frozen=True)
+class Seeded:
+    """A running service; `made` is what `demo --json` said."""
+
+    running: Running
+    made: dict[str, Any]
+    prefix: str = ""
+
+    def admin(self, method: str, path: str, body: Any = None, **headers: str) -> Answered:
+        """A call of the admin API by whoever may do everything; `path` is what follows `/v1/admin/`.
+
+        Too many calls are asked to wait, and do.
+        """
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        sent["authorization"] = f"Bearer {self.made['admin_token']}"
+        content = None if body is None else json.dumps(body).encode()
+        while True:
+            answer = self.running.request(method, f"{self.prefix}/v1/admin/{path}", content, sent)
+            if answer.status != 429:
+                return answer
+            time.sleep(int(answer.headers["retry-after"]))
+
+    def create(self, path: str, body: Any) -> dict[str, Any]:
+        answer = self.admin("POST", path, body)
+        assert answer.status == 201, answer
+        made: dict[str, Any] = answer.json
+        return made
+
+    def tenant(self, *limits: dict[str, Any], **fields: Any) -> "Tenant":
+        """A tenant of its own, whose default plan has these limits."""
+        return Tenant(self, list(limits), fields)
+
+
+class Tenant:
+    """One customer with a key, and calls in its name."""
+
+    def __init__(self, service: Seeded, limits: list[dict[str, Any]], fields: dict[str, Any]) -> None:
+        self.service = service
+        self.id: str = service.create("tenants", {"name": f"t-{uuid4().hex[:12]}", **fields})["id"]
+        self.plan_id: str = ""
+        if limits:
+            self.plan_id = self.create("plans", name="default", limits=limits)["id"]
+            self.change(default_plan_id=self.plan_id)
+        made = self.create("keys", name="web")
+        self.key_id: str = made["id"]
+        self.key: str = made["key"]
+
+    def create(self, path: str, **fields: Any) -> dict[str, Any]:
+        return self.service.create(path, {"tenant_id": self.id, **fields})
+
+    def change(self, **fields: Any) -> None:
+        answer = self.service.admin("PATCH", f"tenants/{self.id}", fields)
+        assert answer.status == 200, answer
+
+    def check(self, key: str | None = None, **fields: Any) -> Answered:
+        return self.post("check", key, **{"resource": "GET:/orders", "subject": "user:42", **fields})
+
+    def post(self, call: str, key: str | None = None, **body: Any) -> Answered:
+        return self.service.running.post(f"{self.service.prefix}/v1/{call}", body, key=key or self.key)
+
+    def usage(self, query: str = "resource=GET:/orders&subject=user:42", key: str | None = None) -> Answered:
+        path = f"{self.service.prefix}/v1/usage?{query}"
+        return self.service.running.request("GET", path, headers={"x-api-key": key or self.key})
+
+
+@contextlib.contextmanager
+def seeded(
+    database: str, store: str = "memory://", *options: str, log: Path | None = None, **settings: str
+) -> Iterator[Seeded]:
+    """`settings` are the program's own, as in `log_level="debug"`."""
+    with demo("--database", database, environment=SETTINGS) as running:
+        made = running.made
+    told = SETTINGS | {f"LIMITFORGE_{name.upper()}": value for name, value in settings.items()}
+    told["LIMITFORGE_KEY_PREFIX"] = uuid4().hex
+    where = ("--database", database, "--store", store, *options)
+    with serve(_free_port(), *where, environment=told, log=log) as running:
+        yield Seeded(running, made, prefix=settings.get("root_path", ""))
