@@ -69,7 +69,7 @@ def decision_of(check: Check, outcome: Outcome, shadow: Outcome | None = None) -
     binding: str | None = None
     bound: LimitState | None = None
     bound_reset_us = 0
-    highest: tuple[float, int] = (0, 0)
+    highest: float = 0
     takes, names = check.takes, check.names
     for at, (limit, remaining, reset_us, wait_us, _) in enumerate(outcome.rows):
         name, enforced = names[at], takes[at][0].enforced
@@ -89,8 +89,8 @@ def decision_of(check: Check, outcome: Outcome, shadow: Outcome | None = None) -
                 would_deny += (name,)
         elif not unlimited:
             # By the reported integers; the earlier limit keeps a tie.
-            rank = (-remaining, reset_ms) if allowed else (inf if retry_ms is None else retry_ms, 0)
-            if bound is None or rank > highest:
+            rank = -remaining if allowed else inf if retry_ms is None else retry_ms
+            if bound is None or rank > highest or (rank == highest and allowed and reset_ms > bound.reset_after_ms):
                 binding, bound, bound_reset_us, highest = name, state, reset_us, rank
     if bound is None:
         decision = Decision(allowed, None, None, None, None, 0, None, limits, None, would_deny)

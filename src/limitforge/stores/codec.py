@@ -119,7 +119,8 @@ def batch_flow(checks: Sequence[Check], around_us: int, time_us: int, note: Note
         if group.varies:
             group.around(around_us)
     doubts: list[Unreplicated] = []
-    judged = iter((yield from _judge(groups, time_us, doubts)))
+    outcomes = yield from _judge(groups, time_us, doubts)
+    judged = iter(outcomes)
     answers: list[Judged] = []
     for check in checks:
         outcome = next(judged)
@@ -219,21 +220,27 @@ def encode_checks(checks: Sequence[Check], time_us: int) -> Call:
     flat: list[int] = []
     for check in checks:
         takes, lease, hold = check.takes, check.lease, check.hold
-        flat.append(len(takes))
-        flat.append(strings.setdefault(lease, len(strings) + 2) if lease else 0)
+        token = strings.setdefault(lease, len(strings) + 2) if lease else 0
         if hold is None:
-            flat.append(0)
+            flat += (len(takes), token, 0)
         else:
             record = keys.setdefault(hold.key, len(keys) + 1) if hold.key else -1
             refund = int(hold.refund) + 2 * hold.awaits
-            flat += (record, strings.setdefault(hold.token, len(strings) + 2), hold.ttl_us, refund)
+            flat += (len(takes), token, record, strings.setdefault(hold.token, len(strings) + 2), hold.ttl_us, refund)
+        last: str | None = None
+        asked: object = None
+        place = resource_place = 0
         for rule, key, cost, resource, overrides in takes:
             # The bucket's key comes before that of the overrides.
-            flat += (rules.setdefault(rule, len(rules) + 1), keys.setdefault(key, len(keys) + 1), cost)
+            rule_place, key_place = rules.setdefault(rule, len(rules) + 1), keys.setdefault(key, len(keys) + 1)
             if overrides is None:
-                flat += (0, 0)
-            else:
-                flat += (keys.setdefault(overrides, len(keys) + 1), strings.setdefault(resource, len(strings) + 2))
+                flat += (rule_place, key_place, cost, 0, 0)
+                continue
+            if overrides is not last or resource is not asked:
+                asked = resource
+                last, place = overrides, keys.setdefault(overrides, len(keys) + 1)
+                resource_place = strings.setdefault(resource, len(strings) + 2)
+            flat += (rule_place, key_place, cost, place, resource_place)
     return call_of((CHECK, time_us, [rule.row for rule in rules], flat), list(keys), strings)
 
 
@@ -247,9 +254,14 @@ def _read_outcomes(
     for check in checks:
         status = values[place]
         if status <= ALLOWED:
-            start, place = place + 2, place + 2 + 5 * len(check.takes)
-            rows: Any = [values[start:place]]
-            if len(check.takes) != 1:
+            takes = len(check.takes)
+            start, place = place + 2, place + 2 + 5 * takes
+            rows: Any
+            if takes == 1:
+                rows = [values[start:place]]
+            elif takes == 2:
+                rows = [values[start : start + 5], values[start + 5 : place]]
+            else:
                 rows = [values[at : at + 5] for at in range(start, place, 5)]
             outcomes.append(Outcome(now_us, status == ALLOWED, values[start - 1], rows))
         elif status == AGAIN:
