@@ -84,7 +84,6 @@ class Limiter:
         answer: Callable[[Decision | LimitforgeError], None],
         resource: Name,
         subject: Name,
-        *,
         limits: LimitsLike,
         cost: int = 1,
         costs: Mapping[str, int] | None = None,

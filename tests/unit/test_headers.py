@@ -29,7 +29,7 @@ from limitforge import (
 )
 from limitforge.core.check import check_of
 from limitforge.core.decision import closed_decision, open_decision
-from limitforge.core.headers import DEFAULT_STYLES, HeaderStyle, HeaderTemplate, ResetForm, lines
+from limitforge.core.headers import DEFAULT_STYLES, HeaderStyle, HeaderTemplate, ResetForm, block, fields_of, lines
 from limitforge.core.join import Part, joined
 from limitforge.core.keys import Keys
 from tests.contract.strategies import limits as any_limit
@@ -65,6 +65,8 @@ def told(
     template = HeaderTemplate.compile(limits, styles or DEFAULT_STYLES, reset, clock)
     headers = template.fields(decision)
     assert len({name for name, _ in headers}) == len(headers)
+    assert template.block(decision) == block(headers)
+    assert fields_of(block(headers)) == headers
     return {name.decode(): value.decode() for name, value in headers}
 
 
@@ -177,6 +179,7 @@ def test_fields_are_well_formed_and_waiting_for_retry_after_is_enough(plan: list
     for cost in costs:
         decision = limiter.check("r", "s", limits=plan, cost=cost)
         headers = told(plan, decision, *HeaderStyle, clock=clock)
+        told(plan, decision, reset=ResetForm.DELTA, clock=clock)
         finite = {name for name, state in decision.limits.items() if state.limit is not None}
         assert parsed(headers.get("ratelimit", "")).keys() == finite
         assert parsed(headers.get("ratelimit-policy", "")).keys() == finite
@@ -270,7 +273,9 @@ def test_an_override_is_told_in_place_of_the_plan(limiter: SyncLimiter) -> None:
         ("other", '"burst";q=100;w=60'),
         ("s", '"burst";q=500;w=300'),
     ):
-        headers = dict(template.fields(limiter.check("r", subject, limits=PLAN)))
+        decision = limiter.check("r", subject, limits=PLAN)
+        headers = dict(template.fields(decision))
+        assert template.block(decision) == block(headers.items())
         assert headers[b"ratelimit-policy"].decode() == policy + ',"daily";q=1000;w=86400'
 
 

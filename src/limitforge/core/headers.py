@@ -69,6 +69,16 @@ _STARTS = {
 }
 
 
+def block(headers: Iterable[Header]) -> bytes:
+    """The fields as HTTP/1.1 sends them, each with its line end, their names as they are."""
+    return b"".join([b"%b: %b\r\n" % header for header in headers])
+
+
+def fields_of(block: bytes) -> list[Header]:
+    """The fields of such a block."""
+    return [(name, value) for name, _, value in [line.partition(b": ") for line in block.split(b"\r\n")[:-1]]]
+
+
 def lines(headers: Iterable[Header]) -> bytes:
     """The fields as HTTP/1.1 sends them, each with its line end."""
     return b"".join([b"%b%b\r\n" % (_STARTS[name], value) for name, value in headers])
@@ -98,7 +108,18 @@ class _Item(msgspec.Struct, frozen=True):
 class HeaderTemplate:
     """Turns the decisions of one plan into header fields. What does not change is written once, when it is compiled."""
 
-    __slots__ = ("_clock", "_draft_06", "_draft_11", "_is_epoch", "_items", "_legacy", "_policy")
+    __slots__ = (
+        "_clock",
+        "_draft_06",
+        "_draft_11",
+        "_is_epoch",
+        "_items",
+        "_legacy",
+        "_names",
+        "_policy",
+        "_sizes",
+        "_usual",
+    )
 
     def __init__(
         self,
@@ -114,6 +135,9 @@ class HeaderTemplate:
         self._draft_11 = HeaderStyle.DRAFT_11 in styles
         self._is_epoch = reset is ResetForm.EPOCH
         self._clock = clock
+        self._names = tuple(items)
+        self._sizes = tuple(item.size for item in items.values())
+        self._usual = self._usual_block() if self._legacy and self._draft_11 and not self._draft_06 else None
 
     @classmethod
     def compile(
@@ -143,6 +167,38 @@ class HeaderTemplate:
         if not decision.allowed and decision.retry_after_ms is not None:
             headers.append((b"retry-after", b"%d" % (-(-decision.retry_after_ms // 1_000) or 1)))
         return headers
+
+    def block(self, decision: Decision) -> bytes:
+        """The same as one block of lines."""
+        usual = self._usual
+        numbers = None if usual is None else self._usual_numbers(decision)
+        return block(self.fields(decision)) if usual is None or numbers is None else (usual % numbers).encode()
+
+    def _usual_block(self) -> str:
+        """What is sent with nearly every decision, with a place for each of its numbers."""
+        policy = self._policy.decode().replace("%", "%%")
+        states = ",".join([item.state.replace("%", "%%") + "%s;t=%s" for item in self._items.values()])
+        return (
+            "x-ratelimit-limit: %s\r\nx-ratelimit-remaining: %s\r\nx-ratelimit-reset: %s\r\n"
+            f"ratelimit-policy: {policy}\r\nratelimit: {states}\r\nretry-after: 0\r\n"
+        )
+
+    def _usual_numbers(self, decision: Decision) -> tuple[int, ...] | None:
+        """Those of a check that was allowed by limits that are all as planned; None of any other."""
+        limits, limit, remaining = decision.limits, decision.limit, decision.remaining
+        reset, reset_ms = decision.reset_at, decision.reset_after_ms
+        if limit is None or remaining is None or reset is None or reset_ms is None or not decision.allowed:
+            return None
+        if tuple(limits) != self._names:
+            return None
+        numbers = [limit, remaining, reset if self._is_epoch else -(-reset_ms // 1_000)]
+        for state, size in zip(limits.values(), self._sizes, strict=True):
+            left = state.remaining
+            if state.limit != size or left is None or left > MAX_INTEGER or not state.allowed:
+                return None
+            numbers.append(left)
+            numbers.append(-(-state.reset_after_ms // 1_000))
+        return tuple(numbers)
 
     def _add_binding(self, headers: list[Header], decision: Decision) -> None:
         """The limit that binds; where all are monitored, the one that would."""

@@ -7,7 +7,7 @@ from msgspec import UNSET, UnsetType
 
 from limitforge.catalog.snapshot import Selection
 from limitforge.core.decision import Decision, LimitState
-from limitforge.core.headers import Header
+from limitforge.core.headers import block
 from limitforge.core.limits import Mode
 from limitforge.errors import LimitforgeError
 from limitforge.service.problems import PROBLEM_JSON, QUOTA_EXCEEDED, problem_of, type_of
@@ -18,11 +18,11 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Answer(msgspec.Struct, gc=False):
-    """Status, content type, further header fields (names in lower case) and body."""
+    """Status, content type, further header fields (a line each, names in lower case) and body."""
 
     status: int
     content_type: bytes
-    headers: list[Header]
+    headers: bytes
     body: bytes
 
 
@@ -59,7 +59,7 @@ class DenialBody(DecisionBody, rename={"violated_policies": "violated-policies"}
 
 def decided(decision: Decision, selection: Selection, lease_id: str | None, reservation_id: str | None) -> Answer:
     """The answer to a check that was decided."""
-    headers = selection.headers.fields(decision)
+    headers = selection.headers.block(decision)
     if decision.allowed:
         return Answer(200, JSON, headers, _encode(body_of(decision, selection, lease_id, reservation_id)))
     plain = msgspec.structs.asdict(body_of(decision, selection, None, None))
@@ -99,7 +99,7 @@ def body_of(decision: Decision, selection: Selection, lease_id: str | None, rese
 def refused(error: LimitforgeError) -> Answer:
     """The answer to what could not be decided, or should not have been asked."""
     problem = problem_of(error)
-    return Answer(problem.status, PROBLEM_JSON, problem.headers, problem.body())
+    return Answer(problem.status, PROBLEM_JSON, block(problem.headers), problem.body())
 
 
 def _denied(decision: Decision, plain: dict[str, Any]) -> DenialBody:

@@ -6,6 +6,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from limitforge.catalog.model import KeyScope
+from limitforge.core.headers import fields_of
 from limitforge.errors import InvalidInput, LimitforgeError
 from limitforge.service.answers import Answer, refused
 from limitforge.service.calls import Calls
@@ -150,7 +151,7 @@ def source_of(scope: Scope) -> str:
 async def send_answer(send: Send, answer: Answer) -> None:
     headers = [
         (b"content-type", answer.content_type),
-        *answer.headers,
+        *fields_of(answer.headers),
         (b"content-length", b"%d" % len(answer.body)),
     ]
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})

@@ -86,18 +86,18 @@ class Calls:
         asked = read(_settle_body, body)
         ticket = self._tickets.open(caller.key.tenant_id, asked.reservation_id, "reservation_id")
         settlement = await self._limiter.settle(ticket, asked.cost, costs=asked.costs)
-        return Answer(200, JSON, [], _encode(settlement))
+        return Answer(200, JSON, b"", _encode(settlement))
 
     async def _release(self, caller: Caller, body: bytes) -> Answer:
         asked = read(_lease_body, body)
         await self._limiter.release(self._tickets.open(caller.key.tenant_id, asked.lease_id, "lease_id"))
-        return Answer(200, JSON, [], b'{"released":true}')
+        return Answer(200, JSON, b"", b'{"released":true}')
 
     async def _renew(self, caller: Caller, body: bytes) -> Answer:
         asked = read(_lease_body, body)
         if not await self._limiter.renew(self._tickets.open(caller.key.tenant_id, asked.lease_id, "lease_id")):
             raise Conflict("lease_id: some of what it held has gone stale or was released; take a new one")
-        return Answer(200, JSON, [], b'{"renewed":true}')
+        return Answer(200, JSON, b"", b'{"renewed":true}')
 
     async def usage(self, caller: Caller, query: dict[str, str]) -> Answer:
         """The state of the limits, without taking anything."""
@@ -118,7 +118,7 @@ class Calls:
             priority=request.priority,
             failure=request.failure,
         )
-        return Answer(200, JSON, selection.headers.fields(decision), _encode(body_of(decision, selection, None, None)))
+        return Answer(200, JSON, selection.headers.block(decision), _encode(body_of(decision, selection, None, None)))
 
     async def _explain(self, caller: Caller, body: bytes) -> Answer:
         asked = read(_check_body, body)
@@ -142,7 +142,7 @@ class Calls:
             "override": await self._override(caller, str(request.resource), asked.subject),
             "why": _why(selection, asked, caller),
         }
-        return Answer(200, JSON, [], _encode(told))
+        return Answer(200, JSON, b"", _encode(told))
 
     async def _override(self, caller: Caller, resource: str, subject: str) -> dict[str, Any] | None:
         for wanted in (resource, ANY_RESOURCE):

@@ -71,10 +71,10 @@ class Checks:
 
     def submit(self, key: str | None, source: str, body: bytes, tell: Tell) -> None:
         """`tell` is called once with the answer, perhaps before this returns."""
-        self._with_caller(self._check, key, source, body, tell)
+        self._work(self._check, key, source, body, tell)
 
     def submit_batch(self, key: str | None, source: str, body: bytes, tell: Tell) -> None:
-        self._with_caller(self._batch, key, source, body, tell)
+        self._work(self._batch, key, source, body, tell)
 
     async def caller(self, key: str | None, source: str, scope: KeyScope) -> Caller:
         """Whoever presents this key, if it may do this."""
@@ -111,9 +111,10 @@ class Checks:
 
     # --- One check ---------------------------------------------------------------------------------------------------
 
-    def _with_caller(
+    def _work(
         self, work: Callable[[Caller, bytes, Tell], None], key: str | None, source: str, body: bytes, tell: Tell
     ) -> None:
+        """At once for a key that is known, else later."""
         try:
             caller = None if key is None else self._snapshots.known(key)
             if caller is not None:
@@ -144,13 +145,13 @@ class Checks:
             partial(self._decided, caller, selection, asked.subject, tell),
             selection.template or asked.resource,
             asked.subject,
-            limits=selection.limits,
-            cost=asked.cost,
-            costs=asked.costs,
-            tenant=caller.key.tenant_id,
-            priority=asked.priority or priority_of(caller, selection, asked.resource),
-            shadow=selection.shadow,
-            failure=selection.failure,
+            selection.limits,
+            asked.cost,
+            asked.costs,
+            caller.key.tenant_id,
+            asked.priority or priority_of(caller, selection, asked.resource),
+            selection.shadow,
+            selection.failure,
         )
 
     def _decided(
@@ -161,10 +162,10 @@ class Checks:
         tell: Tell,
         decision: Decision | LimitforgeError,
     ) -> None:
-        if not isinstance(decision, Decision):
+        if isinstance(decision, Decision):
+            tell(self.decided(caller, selection, subject, decision))
+        else:
             tell(refused(decision))
-            return
-        tell(self.decided(caller, selection, subject, decision))
 
     def decided(self, caller: Caller, selection: Selection, subject: str, decision: Decision) -> Answer:
         """Count a decision, and say it as the wire wants it."""
@@ -214,7 +215,7 @@ class Checks:
             if answer is None:
                 decision, selection = next(judged)
                 answers[at] = self._in_batch(caller, selection, str(asked[at]["subject"]), decision)
-        tell(Answer(200, JSON, [], _encode({"decisions": answers})))
+        tell(Answer(200, JSON, b"", _encode({"decisions": answers})))
 
     def _in_batch(
         self, caller: Caller, selection: Selection, subject: str, decision: Decision | LimitforgeError

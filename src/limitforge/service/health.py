@@ -19,18 +19,17 @@ class Health:
         self._limiter = limiter
         self._catalog = catalog
         self._live = _encode({"status": "ok", "version": version("limitforge")})
-        self.is_ending = False
 
     async def live(self, *_: Any) -> Answer:
-        return Answer(200, JSON, [], self._live)
+        return Answer(200, JSON, b"", self._live)
 
     async def ready(self, *_: Any) -> Answer:
         """Ready as long as checks are answered, also by a failure behaviour; `degraded` says that they are."""
         store, catalog = self._limiter.status(), self._catalog()
         is_degraded = store.breaker != "closed" or catalog["state"] != "ok"
         told = {
-            "status": "ending" if self.is_ending else "degraded" if is_degraded else "ok",
+            "status": "degraded" if is_degraded else "ok",
             "store": {"state": "ok" if store.breaker == "closed" else store.breaker, "since": store.since},
             "catalog": catalog,
         }
-        return Answer(503 if self.is_ending else 200, JSON, [], _encode(told))
+        return Answer(200, JSON, b"", _encode(told))

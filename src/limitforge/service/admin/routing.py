@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from limitforge.core.exact import shown
+from limitforge.core.headers import fields_of
 from limitforge.errors import InvalidInput, LimitforgeError, NotFound
 from limitforge.service.answers import refused
 from limitforge.service.check import MAX_BODY
@@ -130,7 +131,7 @@ def _told(error: Exception) -> Response:
     if answer.status == 500 and known is error:  # whoever serves us logs the others
         _log.error("an admin call failed", exc_info=error)
     response = Response(answer.body, answer.status, media_type=answer.content_type.decode())
-    response.raw_headers += answer.headers
+    response.raw_headers += fields_of(answer.headers)
     return response
 
 
