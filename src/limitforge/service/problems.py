@@ -59,6 +59,7 @@ KINDS: tuple[tuple[type[LimitforgeError], Kind], ...] = (
 REQUESTS: dict[str, str] = {
     "malformed_json": "The body is no JSON",
     "malformed_request": "The request can't be read",
+    "head_too_large": "The header fields are too large",
     "too_slow": "The request took too long to arrive",
     "body_too_large": "The body is too large",
     "not_json": "The body must be JSON",

@@ -1,40 +1,51 @@
 """Door one: uvicorn's HTTP protocol, which answers checks itself and hands every other request to ASGI as before.
 
 A check needs no task, no ASGI scope and no event. What HTTP brings is handled here: pipelined requests are answered in
-their order, bodies are bounded, slow clients are sent away, and a shutdown waits for what is in flight.
+their order, heads and bodies are bounded, slow clients are sent away, and a shutdown waits for what is in flight.
+
+Clients that keep their connection send the same head with each check, but for the length of the body. A connection
+remembers the last one that was parsed, and does not parse it again.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
+import msgspec
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from limitforge.service.answers import Answer, refused
 from limitforge.service.check import MAX_BATCH_BODY, MAX_BODY, Checks
-from limitforge.service.credentials import presented
+from limitforge.service.credentials import MAX_HEADERS, presented
 from limitforge.service.problems import BadRequest
 
 READ_SECONDS = 10.0  # for the head and the body of a request, from its first byte to its last
 WATCH_SECONDS = 2.5  # how often that is looked at
 LINGER_SECONDS = 1.0  # how long a shutdown waits for clients that are silent
 MAX_PIPELINED = 64
+MAX_HEAD = 32_768  # bytes of a request's line and header fields
+MAX_KNOWN_HEAD = 2_048  # a longer one is parsed each time
 
 STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 CLOSE = b"connection: close\r\n"
+_LENGTH = b"\r\ncontent-length:"
+_END = b"\r\n\r\n"
+
+Submit = Callable[..., None]
 
 
 class Doors:
     """What every connection of a process shares: the paths that door one answers, and who answers them."""
 
     def __init__(self, checks: Checks, root_path: str) -> None:
-        self.checks = checks
-        self.calls: dict[bytes, tuple[str, Callable[..., None], int]] = {
+        self.answered = checks.answered
+        self.calls: dict[bytes, tuple[str, Submit, int]] = {
             f"{root_path}/v1/check".encode(): ("check", checks.submit, MAX_BODY),
             f"{root_path}/v1/check/batch".encode(): ("batch", checks.submit_batch, MAX_BATCH_BODY),
         }
@@ -49,12 +60,48 @@ class Doors:
         return self._default_block
 
 
+class Head(msgspec.Struct, frozen=True):
+    """The head of a check that was parsed: what comes before the length of its body, what comes behind, and what it
+    meant.
+    """
+
+    start: bytes
+    digits_at: int
+    end: bytes
+    call: tuple[str, Submit, int]
+    key: str | None
+
+    @classmethod
+    def of(cls, request: bytes, turn: "Turn") -> "Head | None":
+        """Of a whole request, if its body is told by its length, and by nothing else."""
+        end = request.find(_END) + len(_END)
+        if end > MAX_KNOWN_HEAD or len(request) - end != len(turn.body):
+            return None  # a body in chunks is longer than what it says
+        at = request.lower().find(_LENGTH, 0, end) + len(_LENGTH)
+        if at < len(_LENGTH):
+            return None
+        at += len(request[at:end]) - len(request[at:end].lstrip(b" \t"))
+        digits = b"%d" % len(turn.body)
+        if not request.startswith(digits + b"\r\n", at):
+            return None
+        return cls(request[:at], at, request[at + len(digits) : end], (turn.call, turn.submit, turn.limit), turn.key)
+
+    def body(self, request: bytes) -> bytes | None:
+        """The body of a request that starts with this head; None if it does not, or does not end where it should."""
+        at = request.find(self.end, self.digits_at)
+        digits = request[self.digits_at : at]
+        if not 0 < len(digits) < 8 or not digits.isdigit() or digits.startswith(b"0"):
+            return None
+        body = request[at + len(self.end) :]
+        return body if len(body) == int(digits) <= self.call[2] else None
+
+
 class Turn:
     """One check of a connection, until it is answered and everything before it is."""
 
     __slots__ = ("answer", "body", "call", "close", "is_refused", "key", "limit", "submit")
 
-    def __init__(self, call: str, submit: Callable[..., None], limit: int) -> None:
+    def __init__(self, call: str, submit: Submit, limit: int) -> None:
         self.call = call
         self.submit = submit
         self.limit = limit
@@ -86,8 +133,16 @@ class CheckProtocol(HttpToolsProtocol):
         self._doors: Doors = app_state["doors"]
         self._turns: deque[Turn] = deque()
         self._turn: Turn | None = None
+        self._head: Head | None = None
+        self._request: bytes | None = None
+        """What arrived at an idle connection: perhaps a whole request."""
+        self._source = ""
         self._is_ending = False
+        self._head_size: int | None = None
+        """How much was read of a head that began in an earlier packet."""
         self._reads_since: float | None = None
+        self._is_active = True
+        """Whether anything happened since the time was last looked at."""
         self._idle_since = 0.0
         self._watch: asyncio.TimerHandle | None = None
 
@@ -95,20 +150,59 @@ class CheckProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._idle_since = self.loop.time()
+        self._source = "" if self.client is None else self.client[0]
         self._watch = self.loop.call_later(WATCH_SECONDS, self._watch_time)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._watch is not None:
             self._watch.cancel()
         self._turns.clear()
-        self._turn = None
+        self._turn = self._head = None
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        self._is_active = True
+        is_idle = not self._turns and self._reads_since is None and (self.cycle is None or self.cycle.response_complete)
+        head = self._head
+        if head is not None and is_idle and data.startswith(head.start) and not self.transport.is_closing():
+            body = head.body(data)
+            if body is not None:
+                turn = Turn(*head.call)
+                turn.key, turn.body = head.key, body
+                self._turns.append(turn)
+                turn.submit(head.key, self._source, body, partial(self._told, turn))
+                return
+        self._request = data if is_idle else None
         if self._reads_since is None:
             self._reads_since = self.loop.time()
+        if self._head_size is not None:
+            self._head_size += len(data)
         super().data_received(data)
+        if self._head_size is not None and self._head_size > MAX_HEAD:
+            self._refuse(_head_too_large())
+
+    def send_400_response(self, msg: str) -> None:
+        """In place of uvicorn's, to what is no HTTP."""
+        self._refuse(BadRequest(400, "malformed_request", "this is no HTTP/1.1 that can be understood"))
+
+    def _refuse(self, error: BadRequest) -> None:
+        """Answer what can't be parsed, behind whatever is still to be answered, and hear nothing more."""
+        if self.transport.is_closing():
+            return
+        self._reads_since = None
+        if self.cycle is not None and not self.cycle.response_complete and not self._turns:
+            self.cycle.keep_alive = False
+            self.flow.pause_reading()
+            return
+        turn = self._turn
+        if turn is None:
+            turn = Turn("unreadable", _never, 0)
+            self._turns.append(turn)
+        self._turn = turn
+        turn.is_refused = turn.close = True
+        self._told(turn, refused(error))
+        if not self.transport.is_closing():
+            self.flow.pause_reading()
 
     def shutdown(self) -> None:
         """Answer what is in flight, then close. A client that is silent may be about to ask: it is given a moment."""
@@ -139,6 +233,8 @@ class CheckProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self._watch = self.loop.call_later(WATCH_SECONDS, self._watch_time)
+        if self._is_active:
+            self._is_active, self._idle_since = False, now
         if self._reads_since is not None and now - self._reads_since > READ_SECONDS and not self.flow.read_paused:
             self._give_up()
         elif (
@@ -151,25 +247,27 @@ class CheckProtocol(HttpToolsProtocol):
 
     def _give_up(self) -> None:
         """On a client that takes too long to say what it wants."""
-        late = refused(BadRequest(408, "too_slow", f"a request must arrive within {READ_SECONDS:.0f} s"))
-        turn = self._turn
-        if turn is not None:
-            turn.is_refused = turn.close = True
-            self._told(turn, late)
-            return
-        if not self._turns and (self.cycle is None or self.cycle.response_complete):
-            self._write(late, close=True)
-        self.transport.close()
+        if self.cycle is not None and not self.cycle.response_complete and not self._turns:
+            self.transport.close()
+        else:
+            self._refuse(BadRequest(408, "too_slow", f"a request must arrive within {READ_SECONDS:.0f} s"))
 
     # --- One request -------------------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
+        self._head_size = 0
+        if self._reads_since is None:  # it came behind another, in one packet
+            self._reads_since = self.loop.time()
         self.url = b""
         self.expect_100_continue = False
         self.headers = []
         self._turn = None
 
     def on_headers_complete(self) -> None:
+        self._head_size = None
+        if len(self.headers) > MAX_HEADERS or sum([len(name) + len(value) for name, value in self.headers]) > MAX_HEAD:
+            self._refuse(_head_too_large())
+            return
         call = self._doors.calls.get(self.url)
         if (
             call is None
@@ -227,11 +325,13 @@ class CheckProtocol(HttpToolsProtocol):
             return
         if len(self._turns) >= MAX_PIPELINED:
             self.flow.pause_reading()
-        source = "" if self.client is None else self.client[0]
-        turn.submit(turn.key, source, turn.body, lambda answer: self._told(turn, answer))
+        if self._request is not None and not turn.close and not self.expect_100_continue:
+            self._head = Head.of(self._request, turn)
+        self._request = None
+        turn.submit(turn.key, self._source, turn.body, partial(self._told, turn))
 
     def on_response_complete(self) -> None:
-        self._idle_since = self.loop.time()
+        self._is_active = True
         super().on_response_complete()
         self._unset_keepalive_if_required()  # the connection's own timer looks after it
 
@@ -248,14 +348,13 @@ class CheckProtocol(HttpToolsProtocol):
                 return
             is_last = self._is_ending and not turns and (self._turn is None or self._turn is first)
             self._write(ready, close=first.close or is_last)
-            self._doors.checks.answered(first.call, ready.status)
-            self.server_state.total_requests += 1
+            self._doors.answered(first.call, ready.status)
             if first.close or is_last:
                 self.transport.close()
                 turns.clear()
                 return
         if not turns:
-            self._idle_since = self.loop.time()
+            self._is_active = True
             if self.flow.read_paused and not self.flow.write_paused:
                 self.flow.resume_reading()
             if self.pipeline:
@@ -263,9 +362,28 @@ class CheckProtocol(HttpToolsProtocol):
                 self._start_asgi_task(cycle, app)
 
     def _write(self, answer: Answer, *, close: bool) -> None:
-        parts = [STATUS_LINES[answer.status], self._doors.default_block(self.server_state.default_headers)]
-        parts.append(b"content-type: %b\r\n" % answer.content_type)
-        parts += [b"%b: %b\r\n" % header for header in answer.headers]
-        parts.append(b"content-length: %d\r\n%b\r\n" % (len(answer.body), CLOSE if close else b""))
-        parts.append(answer.body)
-        self.transport.write(b"".join(parts))
+        body = answer.body
+        self.transport.write(
+            b"".join(
+                (
+                    STATUS_LINES[answer.status],
+                    self._doors.default_block(self.server_state.default_headers),
+                    b"content-type: ",
+                    answer.content_type,
+                    b"\r\n",
+                    answer.headers,
+                    b"content-length: %d\r\n" % len(body),
+                    CLOSE if close else b"",
+                    b"\r\n",
+                    body,
+                )
+            )
+        )
+
+
+def _head_too_large() -> BadRequest:
+    return BadRequest(431, "head_too_large", f"header fields: at most {MAX_HEADERS}, and {MAX_HEAD} bytes")
+
+
+def _never(*_: object) -> None:
+    """What can't be read is not submitted."""

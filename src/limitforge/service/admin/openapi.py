@@ -27,6 +27,7 @@ STATUSES: Mapping[str, int] = {
     "too_slow": 408,
     "body_too_large": 413,
     "not_json": 415,
+    "head_too_large": 431,
     "idempotency_key_reused": 422,
     "rate_limit_exceeded": 429,
 }
