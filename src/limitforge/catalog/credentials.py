@@ -14,7 +14,7 @@ import secrets
 import zlib
 from collections.abc import Mapping
 from datetime import datetime
-from hashlib import sha256
+from hashlib import blake2b
 from typing import Any, TypeVar
 
 import msgspec
@@ -138,7 +138,7 @@ class Peppers:
 
 def fingerprint(text: str) -> bytes:
     """What a presented key is remembered by in this process: not its text."""
-    return sha256(text.encode("utf-8", "surrogatepass")).digest()
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).digest()
 
 
 def _random(length: int) -> str:
