@@ -20,6 +20,7 @@ from limitforge.catalog.snapshot import Snapshot
 from limitforge.catalog.sources import Source, WarmCopies
 from limitforge.core.clock import Clock, SystemClock
 from limitforge.core.exact import MICROS
+from limitforge.core.headers import HeaderForm
 from limitforge.errors import CatalogUnavailable, Forbidden, TooManyUnknownKeys, UnknownKey
 
 FRESH_SECONDS = 60.0
@@ -110,6 +111,7 @@ class Snapshots:
         guard: Guard | None = None,
         clock: Clock | None = None,
         placed: Callable[[Tenant], None] | None = None,
+        form: HeaderForm | None = None,
         fresh_seconds: float = FRESH_SECONDS,
         stale_seconds: float = STALE_SECONDS,
         max_tenants: int = MAX_TENANTS,
@@ -121,6 +123,7 @@ class Snapshots:
         self._guard = guard or Guard()
         self._clock = clock or SystemClock()
         self._placed = placed
+        self._form = form or HeaderForm()
         self._fresh_us, self._stale_us = int(fresh_seconds * MICROS), int(stale_seconds * MICROS)
         self._max_tenants, self._max_keys = max_tenants, max_keys
         self._operator: TenantEntry | None = None
@@ -353,9 +356,9 @@ class Snapshots:
         if self._placed is not None:
             self._placed(config.tenant)
         if entry is None:
-            entry = TenantEntry(Snapshot(config, operator.snapshot.config), 0, 0, set())
+            entry = TenantEntry(Snapshot(config, operator.snapshot.config, self._form), 0, 0, set())
         elif entry.snapshot.config != config:
-            entry.snapshot = Snapshot(config, operator.snapshot.config)
+            entry.snapshot = Snapshot(config, operator.snapshot.config, self._form)
         elif entry.snapshot.operator is not operator.snapshot.config:
             entry.snapshot = entry.snapshot.under(operator.snapshot.config)
         self._tenants.pop(tenant_id, None)  # so that the first of them is the one that was not read for longest

@@ -9,7 +9,7 @@ import msgspec
 from limitforge.catalog.model import Plan, Policy, Tenant, TenantConfig
 from limitforge.catalog.patterns import Pattern, PolicyTable
 from limitforge.core.check import Failure
-from limitforge.core.headers import HeaderTemplate
+from limitforge.core.headers import HeaderForm, HeaderTemplate
 from limitforge.core.join import Part, joined
 from limitforge.core.keys import Place
 from limitforge.core.limits import Limit, Mode, Priority, Scope
@@ -45,11 +45,12 @@ class Selection(msgspec.Struct, frozen=True, eq=False):
 class Snapshot:
     """What decides for a tenant, and what the operator says above it."""
 
-    __slots__ = ("_plans", "_selections", "_table", "config", "operator")
+    __slots__ = ("_form", "_plans", "_selections", "_table", "config", "operator")
 
-    def __init__(self, config: TenantConfig, operator: TenantConfig) -> None:
+    def __init__(self, config: TenantConfig, operator: TenantConfig, form: HeaderForm | None = None) -> None:
         self.config = config
         self.operator = operator
+        self._form = form or HeaderForm()
         self._plans = {plan.id: plan for plan in config.plans}
         self._table = _table(tuple(policy.resource for policy in config.policies))
         self._selections: dict[tuple[int | None, str | None, str | None], Selection] = {}
@@ -65,7 +66,7 @@ class Snapshot:
     def under(self, operator: TenantConfig) -> "Snapshot":
         """The same tenant after a change of the operator's plan or mode."""
         other = object.__new__(Snapshot)
-        other.config, other.operator = self.config, operator
+        other.config, other.operator, other._form = self.config, operator, self._form
         other._plans, other._table, other._selections = self._plans, self._table, {}
         return other
 
@@ -107,7 +108,8 @@ class Snapshot:
             if policy is not None:
                 mode = weakest(above, policy.mode)
                 places.append((Place.POLICY, self._plans[policy.plan_id], mode, tenant.time_zone))
-        limits, headers = _joined(tuple((plan.compiled(zone), place, mode) for place, plan, mode, zone in places))
+        parts = tuple((plan.compiled(zone), place, mode) for place, plan, mode, zone in places)
+        limits, headers = _joined(parts, self._form)
         return Selection(
             limits=limits,
             shadow=self._shadow(policy, above),
@@ -127,10 +129,10 @@ class Snapshot:
 
 
 @lru_cache(maxsize=4_096)
-def _joined(parts: tuple[tuple[Limits, Place, Mode], ...]) -> tuple[Limits, HeaderTemplate]:
+def _joined(parts: tuple[tuple[Limits, Place, Mode], ...], form: HeaderForm) -> tuple[Limits, HeaderTemplate]:
     """Tenants with equal plans share what is compiled of them."""
     limits = joined(*(Part(*part) for part in parts))
-    return limits, HeaderTemplate.compile(limits)
+    return limits, HeaderTemplate.compile(limits, form.styles, form.reset)
 
 
 @lru_cache(maxsize=256)

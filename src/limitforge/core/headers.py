@@ -57,6 +57,14 @@ class ResetForm(StrEnum):
 
 DEFAULT_STYLES = frozenset({HeaderStyle.LEGACY, HeaderStyle.DRAFT_11})
 
+
+class HeaderForm(msgspec.Struct, frozen=True):
+    """Which fields are sent, and how they count."""
+
+    styles: frozenset[HeaderStyle] = DEFAULT_STYLES
+    reset: ResetForm = ResetForm.EPOCH
+
+
 _AT_ONCE = (b"retry-after", b"0")
 
 _STARTS = {

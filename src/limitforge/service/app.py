@@ -53,6 +53,7 @@ class FromDatabase:
             sink=limiter,
             placed=lambda tenant: limiter.set_lanes(tenant.id, tenant.placement),
             key_prefix=settings.key_prefix,
+            form=settings.header_form(),
         )
         self._access = Access(self.node.catalog, self.node.snapshots, limiter)
         self._usage = UsageLog(self._database, counters, used_tokens=self._access.used)
@@ -111,6 +112,7 @@ class FromFile:
             peppers,
             sink=limiter,
             placed=lambda tenant: limiter.set_lanes(tenant.id, tenant.placement),
+            form=settings.header_form(),
         )
 
     async def start(self) -> None:

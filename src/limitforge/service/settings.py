@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database import DEFAULT_URL
 from limitforge.core.exact import shown
+from limitforge.core.headers import HeaderForm, HeaderStyle, ResetForm
 from limitforge.errors import InvalidInput
 from limitforge.stores.options import StoreOptions
 
@@ -48,6 +49,8 @@ class Settings:
     denial_cache_ms: float = _setting(1_000.0, "How long a denial may be answered without asking the store.")
     peppers: str = _setting("", "What keys are hashed under: versions and secrets, 1:first,2:second.", secret=True)
     key_prefix: str = _setting("lf", "What every key in the store starts with.")
+    headers: str = _setting("legacy,draft-11", "What tells of limits: any of legacy, draft-06 and draft-11, or none.")
+    reset: str = _setting("epoch", "What X-RateLimit-Reset counts: epoch (seconds since 1970) or delta (from now).")
     idle_seconds: float = _setting(75.0, "How long a connection may be silent between requests.")
     shutdown_seconds: float = _setting(10.0, "How long a shutdown waits for what is in flight.")
     log_level: str = _setting("info", "What is logged: debug, info, warning or error.")
@@ -77,6 +80,7 @@ class Settings:
                 "Set LIMITFORGE_STORE_URL to a Redis, or LIMITFORGE_WORKERS to 1",
             )
         self.store_options()
+        self.header_form()
         if self.peppers:
             Peppers.parse(self.peppers)
 
@@ -87,6 +91,14 @@ class Settings:
             nodes=self.nodes,
             denial_cache_ms=self.denial_cache_ms,
         )
+
+    def header_form(self) -> HeaderForm:
+        words = [word.strip() for word in self.headers.split(",")] if self.headers != "none" else []
+        for name, told, known in (("headers", words, HeaderStyle), ("reset", [self.reset], ResetForm)):
+            for word in told:
+                if word not in list(known):
+                    raise InvalidInput(name, f"must be {' or '.join(known)}, got {shown(word)}")
+        return HeaderForm(frozenset(map(HeaderStyle, words)), ResetForm(self.reset))
 
     def rows(self) -> list[tuple[str, Any, str]]:
         """For people: name, value and what it says."""

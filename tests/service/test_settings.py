@@ -1,0 +1,171 @@
+"""What the service is told: by the environment, a file or the command line, and what it says to nonsense."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from limitforge.core.headers import HeaderStyle, ResetForm
+from limitforge.errors import InvalidInput
+from limitforge.service.settings import MASKED, Settings, load
+from tests.cli.command import limitforge
+from tests.servers import _free_port
+from tests.service.program import serve
+
+PEPPERS = "1:a pepper that the tests alone know"
+
+# -- from where
+
+
+def test_nothing_is_needed() -> None:
+    assert load({}) == Settings()
+    assert (Settings().host, Settings().store_url, Settings().failure) == ("127.0.0.1", "memory://", "open")
+
+
+def test_the_environment_goes_before_a_file_and_the_command_line_before_both(tmp_path: Path) -> None:
+    file = tmp_path / "limitforge.toml"
+    file.write_text('port = 1\nworkers = 2\nstore_url = "redis://a"\ndeadline_ms = 20\n')
+    environment = {"LIMITFORGE_SETTINGS": str(file), "LIMITFORGE_PORT": "3", "LIMITFORGE_WORKERS": "4", "HOME": "/"}
+    found = load(environment, port=5, host=None)
+    assert (found.port, found.workers, found.store_url, found.deadline_ms) == (5, 4, "redis://a", 20.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "field", "says"),
+    [
+        ("LIMITFORGE_PROT", "1", "LIMITFORGE_PROT", "LIMITFORGE_PORT"),
+        ("LIMITFORGE_PORT", "http", "port", "a whole number"),
+        ("LIMITFORGE_PORT", "1.5", "port", "a whole number"),
+        ("LIMITFORGE_PORT", "65536", "port", "from 0 to 65535"),
+        ("LIMITFORGE_PORT", "-1", "port", "from 0 to 65535"),
+        ("LIMITFORGE_WORKERS", "0", "workers", "from 1 to 256"),
+        ("LIMITFORGE_WORKERS", "2", "workers", "LIMITFORGE_STORE_URL to a Redis"),
+        ("LIMITFORGE_DEADLINE_MS", "nan", "deadline_ms", "deadline_ms"),
+        ("LIMITFORGE_DEADLINE_MS", "0", "deadline_ms", "deadline_ms"),
+        ("LIMITFORGE_FAILURE", "panic", "failure", "open, closed or local"),
+        ("LIMITFORGE_ROOT_PATH", "limitforge", "root_path", "start with a slash"),
+        ("LIMITFORGE_ROOT_PATH", "/limitforge/", "root_path", "not end with one"),
+        ("LIMITFORGE_TLS_CERT", "a.pem", "tls_key", "needed too"),
+        ("LIMITFORGE_TLS_KEY", "a.pem", "tls_cert", "needed too"),
+        ("LIMITFORGE_LOG_LEVEL", "loud", "log_level", "debug, info"),
+        ("LIMITFORGE_HEADERS", "draft-07", "headers", "legacy or draft-06 or draft-11"),
+        ("LIMITFORGE_HEADERS", "", "headers", "legacy"),
+        ("LIMITFORGE_RESET", "soon", "reset", "epoch or delta"),
+        ("LIMITFORGE_PEPPERS", "no version", "peppers", "pepper"),
+        ("LIMITFORGE_IDLE_SECONDS", "0", "idle_seconds", "from 1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(name: str, value: str, field: str, says: str) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        load({name: value})
+    assert refused.value.field.lower() == field.lower()
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [("port = ", "LIMITFORGE_SETTINGS"), ("prot = 1", "prot"), ("port = true", "port"), ("port = 'a'", "port")],
+)
+def test_a_file_is_read_as_strictly(tmp_path: Path, text: str, field: str) -> None:
+    file = tmp_path / "limitforge.toml"
+    file.write_text(text)
+    with pytest.raises(InvalidInput) as refused:
+        load({"LIMITFORGE_SETTINGS": str(file)})
+    assert refused.value.field == field
+
+
+def test_a_file_that_is_missing_is_said_to_be() -> None:
+    with pytest.raises(InvalidInput, match="can't be read: No such file"):
+        load({"LIMITFORGE_SETTINGS": "nowhere.toml"})
+
+
+# -- what is shown
+
+
+def test_secrets_are_masked_where_settings_are_shown() -> None:
+    told = limitforge(
+        "settings",
+        "--json",
+        LIMITFORGE_PEPPERS=PEPPERS,
+        LIMITFORGE_STORE_URL="rediss://forge:hunter2@redis.example:6379/0",
+        LIMITFORGE_DATABASE_URL="postgresql+asyncpg://forge:hunter3@db.example/forge",
+    )
+    assert told.returncode == 0, told.stderr
+    shown = json.loads(told.stdout)
+    assert shown["store_url"] == f"rediss://forge:{MASKED}@redis.example:6379/0"
+    assert shown["database_url"] == f"postgresql+asyncpg://forge:{MASKED}@db.example/forge"
+    assert shown["peppers"] == MASKED
+    assert shown["port"] == 8000
+    assert shown.keys() == {row[0] for row in Settings().rows()}
+
+
+def test_settings_are_a_table_for_people() -> None:
+    told = limitforge("settings", LIMITFORGE_PEPPERS=PEPPERS, COLUMNS="160")
+    assert "LIMITFORGE_DEADLINE_MS" in told.stdout
+    assert "How long a check may wait for the store." in told.stdout
+    assert PEPPERS not in told.stdout
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({}, "LIMITFORGE_PEPPERS"),
+        ({"LIMITFORGE_WORKERS": "3", "LIMITFORGE_PEPPERS": PEPPERS}, "3 processes can't share a store in memory"),
+        ({"LIMITFORGE_PROT": "1"}, "LIMITFORGE_PROT"),
+    ],
+)
+def test_serve_says_at_once_what_is_wrong(environment: dict[str, str], says: str) -> None:
+    told = limitforge("serve", "--port", str(_free_port()), **environment)
+    assert told.returncode != 0
+    assert says in told.stderr
+    assert "Traceback" not in told.stderr
+
+
+# -- header fields
+
+
+def test_header_styles_are_read() -> None:
+    form = Settings(headers="draft-06, draft-11", reset="delta").header_form()
+    assert form.styles == {HeaderStyle.DRAFT_06, HeaderStyle.DRAFT_11}
+    assert form.reset is ResetForm.DELTA
+    assert not Settings(headers="none").header_form().styles
+
+
+LEGACY = {"x-ratelimit-limit", "x-ratelimit-remaining", "x-ratelimit-reset"}
+DRAFT_06 = {"ratelimit-limit", "ratelimit-remaining", "ratelimit-reset"}
+DRAFT_11 = {"ratelimit", "ratelimit-policy"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "fields", "reset"),
+    [
+        ({}, LEGACY | DRAFT_11, None),
+        ({"LIMITFORGE_RESET": "delta"}, LEGACY | DRAFT_11, "60"),
+        ({"LIMITFORGE_HEADERS": "draft-06", "LIMITFORGE_RESET": "delta"}, DRAFT_06, None),
+        ({"LIMITFORGE_HEADERS": "none"}, set(), None),
+    ],
+)
+def test_the_service_sends_the_fields_it_is_told_to(
+    tmp_path: Path, environment: dict[str, str], fields: set[str], reset: str | None
+) -> None:
+    made: dict[str, Any] = json.loads(
+        limitforge("keys", "make", "--name", "a", "--json", LIMITFORGE_PEPPERS=PEPPERS).stdout
+    )
+    plan = {
+        "name": "free",
+        "limits": [{"name": "a", "algorithm": "fixed_window", "limit": 1, "window_seconds": 60, "align": "first_hit"}],
+    }
+    tenant = {"name": "acme", "default_plan": "free", "plans": [plan], "keys": [made["entry"]]}
+    file = tmp_path / "plans.json"
+    file.write_text(json.dumps({"tenants": [tenant]}))
+    with serve(
+        _free_port(), "--config", str(file), environment={"LIMITFORGE_PEPPERS": PEPPERS, **environment}
+    ) as service:
+        for status in (200, 429):
+            answer = service.check(key=made["key"])
+            assert answer.status == status
+            assert {name for name in answer.headers if "ratelimit" in name} == fields
+            assert "retry-after" in answer.headers
+            if reset is not None:
+                assert answer.headers["x-ratelimit-reset"] == reset
