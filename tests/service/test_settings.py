@@ -115,7 +115,7 @@ def test_settings_are_a_table_for_people() -> None:
         ({"LIMITFORGE_PROT": "1"}, "LIMITFORGE_PROT"),
     ],
 )
-def test_serve_says_at_once_what_is_wrong(environment: dict[str, str], says: str) -> None:
+def test_serve_says_at_once_what_is_wrong(environment: dict[str, Any], says: str) -> None:
     told = limitforge("serve", "--port", str(_free_port()), **environment)
     assert told.returncode != 0
     assert says in told.stderr
