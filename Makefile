@@ -55,7 +55,7 @@ if [ $$status -eq 5 ]; then echo "No test is marked '$(1)' yet (or ARGS left non
 endef
 
 servers:
-	@scripts/ensure-servers redis-server openssl postgres
+	@scripts/ensure-servers redis-server openssl postgres nginx
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from types import FrameType
 
 import uvicorn
 
-from limitforge.errors import LimitforgeError
+from limitforge.errors import InvalidInput, LimitforgeError
 from limitforge.service.app import Service
 from limitforge.service.protocol import CheckProtocol
 from limitforge.service.settings import Settings, load
@@ -114,6 +115,7 @@ def main() -> None:
     metrics = socket.socket(fileno=int(sys.argv[4])) if len(sys.argv) > 4 else None
     try:
         settings = load()
+        check_tls(settings)
         set_up_logging(settings)
         service = Service(settings, folder)
     except LimitforgeError as error:
@@ -124,6 +126,23 @@ def main() -> None:
     with socket.socket(fileno=listening) as shared:
         run(server, [shared])
     raise SystemExit(0 if server.started else FAILED)
+
+
+def check_tls(settings: Settings) -> None:
+    """Raises InvalidInput where uvicorn would fail without a name, or ask a terminal for the key's password."""
+    if not settings.tls_cert:
+        return
+    for name, file in (("tls_cert", settings.tls_cert), ("tls_key", settings.tls_key)):
+        try:
+            Path(file).read_bytes()
+        except OSError as error:
+            raise InvalidInput(name, f"{file} can't be read: {error.strerror}") from None
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_cert, settings.tls_key, password="")
+    except ssl.SSLError as error:
+        why = (error.reason or "not PEM").lower().replace("_", " ")
+        detail = f"{settings.tls_cert} is no certificate chain for the key {settings.tls_key}, without password: {why}"
+        raise InvalidInput("tls_cert", detail) from None
 
 
 def _spare_the_collector() -> None:
