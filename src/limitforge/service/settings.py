@@ -46,6 +46,9 @@ class Settings:
     deadline_ms: float = _setting(50.0, "How long a check may wait for the store.")
     failure: str = _setting("open", "What happens when the store can't decide: open, closed or local.")
     nodes: int = _setting(1, "How many processes share the limits, for failure: local.")
+    breaker_failures: int = _setting(3, "After how many failures in a row the store is left alone for a while.")
+    breaker_seconds: float = _setting(30.0, "How long it is left alone before one check tries it again.")
+    wait_replicas: int = _setting(0, "How many replicas must have what was written before a decision is told.")
     denial_cache_ms: float = _setting(1_000.0, "How long a denial may be answered without asking the store.")
     peppers: str = _setting("", "What keys are hashed under: versions and secrets, 1:first,2:second.", secret=True)
     key_prefix: str = _setting("lf", "What every key in the store starts with.")
@@ -89,6 +92,9 @@ class Settings:
             failure=self.failure,  # type: ignore[arg-type]
             deadline_ms=self.deadline_ms,
             nodes=self.nodes,
+            breaker_failures=self.breaker_failures,
+            breaker_seconds=self.breaker_seconds,
+            wait_replicas=self.wait_replicas,
             denial_cache_ms=self.denial_cache_ms,
         )
 

@@ -1,0 +1,107 @@
+"""Many clients at once, each with a connection that it keeps: they ask until told to stop, and note every answer."""
+
+import asyncio
+import contextlib
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+STEP_SECONDS = 20.0  # one that takes longer to answer counts as lost
+
+
+@dataclass
+class Seen:
+    """What one client was told: when, how long it took, and what it was."""
+
+    at: float
+    seconds: float
+    resource: str
+    status: int
+    degraded: str | None
+
+
+@dataclass
+class Load:
+    """All answers so far; `lost` are requests that were sent and never answered."""
+
+    port: int
+    key: str
+    resources: Sequence[str]
+    subject: str | None = None
+    """Whom all ask for; else each client asks for itself."""
+    answers: list[Seen] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    _is_over: bool = False
+
+    def since(self, at: float) -> list[Seen]:
+        """What was asked and answered after that moment."""
+        return [seen for seen in list(self.answers) if seen.at - seen.seconds > at]
+
+    def statuses(self, since: float = 0.0) -> Counter[tuple[str, int, str | None]]:
+        return Counter((seen.resource, seen.status, seen.degraded) for seen in self.since(since))
+
+    def wait_for(self, count: int, seconds: float = 60.0) -> None:
+        """Until so many more answers have come."""
+        wanted, deadline = len(self.answers) + count, time.monotonic() + seconds
+        while len(self.answers) < wanted:
+            if time.monotonic() > deadline:
+                raise AssertionError(f"{count - (wanted - len(self.answers))} of {count} answers came; {self.lost[:3]}")
+            time.sleep(0.01)
+
+    async def run(self, clients: int) -> None:
+        await asyncio.gather(*(self._client(number) for number in range(clients)))
+
+    async def _client(self, number: int) -> None:
+        turn = number
+        while not self._is_over:
+            try:
+                reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+            except OSError as error:
+                self.lost.append(f"connecting: {error!r}")
+                await asyncio.sleep(0.05)
+                continue
+            try:
+                while not self._is_over:
+                    turn += 1
+                    if not await self._ask(
+                        reader, writer, self.resources[turn % len(self.resources)], self.subject or f"u{number}"
+                    ):
+                        break
+            except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
+                self.lost.append(repr(error))
+            finally:
+                writer.close()
+
+    async def _ask(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, resource: str, subject: str
+    ) -> bool:
+        """Whether the connection goes on."""
+        body = json.dumps({"resource": resource, "subject": subject}).encode()
+        head = f"POST /v1/check HTTP/1.1\r\nhost: test\r\nx-api-key: {self.key}\r\ncontent-type: application/json\r\n"
+        began = time.monotonic()
+        writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        async with asyncio.timeout(STEP_SECONDS):
+            lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+            fields = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
+            told = json.loads(await reader.readexactly(int(fields["content-length"])))
+        now = time.monotonic()
+        self.answers.append(Seen(now, now - began, resource, int(lines[0].split()[1]), told.get("degraded")))
+        return fields.get("connection") != "close"
+
+
+@contextlib.contextmanager
+def load(
+    port: int, key: str, resources: Sequence[str], clients: int = 16, subject: str | None = None
+) -> Iterator[Load]:
+    """Clients that ask, resource by resource, for as long as the block runs."""
+    running = Load(port, key, resources, subject)
+    thread = threading.Thread(target=lambda: asyncio.run(running.run(clients)))
+    thread.start()
+    try:
+        yield running
+    finally:
+        running._is_over = True
+        thread.join()

@@ -1,0 +1,204 @@
+"""The service while what it stands on is killed, frozen and restarted, under load."""
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.command import limitforge
+from tests.postgres import PostgresServer
+from tests.servers import RedisServer, _free_port
+from tests.service.load import Load, load
+from tests.service.program import Running, demo, serve
+
+pytestmark = pytest.mark.slow
+
+PEPPERS = "1:a pepper that the tests alone know"
+RESOURCES = ("open", "closed", "local")
+PATIENCE_SECONDS = 60.0
+HANGS_SECONDS = 10.0  # no promise: an answer within that is no hang, on whatever machine
+
+
+@contextlib.contextmanager
+def from_file(folder: Path, store: str, *options: str, **settings: str) -> Iterator[tuple[Running, str]]:
+    """A service with a policy for each failure behaviour, and its key."""
+    made = json.loads(limitforge("keys", "make", "--name", "a", "--json", LIMITFORGE_PEPPERS=PEPPERS).stdout)
+    plan = {"name": "wide", "limits": [_window(1_000_000)]}
+    exact = {"name": "exact", "limits": [_window(1_000)]}
+    policies: list[dict[str, Any]] = [{"resource": name, "plan": "wide", "failure": name} for name in RESOURCES]
+    policies.append({"resource": "exact", "plan": "exact"})
+    tenant = {"name": "acme", "plans": [plan, exact], "policies": policies, "keys": [made["entry"]]}
+    file = folder / "plans.json"
+    file.write_text(json.dumps({"tenants": [tenant]}))
+    environment = {"LIMITFORGE_PEPPERS": PEPPERS, "LIMITFORGE_BREAKER_SECONDS": "0.5", **settings}
+    with serve(_free_port(), "--config", str(file), "--store", store, *options, environment=environment) as service:
+        yield service, made["key"]
+
+
+def _window(limit: int) -> dict[str, Any]:
+    return {"name": "a", "algorithm": "fixed_window", "limit": limit, "window_seconds": 86_400}
+
+
+def eventually(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def workers_of(service: Running) -> list[int]:
+    children = Path(f"/proc/{service.process.pid}/task/{service.process.pid}/children").read_text()
+    return [int(pid) for pid in children.split()]
+
+
+# -- many at once
+
+
+def test_four_workers_and_256_connections_admit_exactly_a_thousand(tmp_path: Path, redis_url: str) -> None:
+    with from_file(tmp_path, redis_url, "--workers", "4", LIMITFORGE_DEADLINE_MS="10000") as (service, key):
+        assert len(workers_of(service)) == 4
+        with load(service.port, key, ["exact"], clients=256, subject="one") as running:
+            running.wait_for(3_000)
+        assert not running.lost
+        told = running.statuses()
+        assert set(told) == {("exact", 200, None), ("exact", 429, None)}
+        assert told["exact", 200, None] == 1_000
+
+
+# -- Redis
+
+
+def killed(server: RedisServer) -> None:
+    server.kill()
+
+
+def frozen(server: RedisServer) -> None:
+    server.pause()
+
+
+@pytest.mark.parametrize("fault", [killed, frozen], ids=lambda fault: fault.__name__)
+def test_without_redis_each_policy_fails_as_it_says_and_then_recovers(
+    tmp_path: Path, own_redis_server: RedisServer, fault: Callable[[RedisServer], None]
+) -> None:
+    with (
+        from_file(tmp_path, own_redis_server.url) as (service, key),
+        load(service.port, key, RESOURCES) as running,
+    ):
+        running.wait_for(300)
+        assert set(running.statuses()) == {(name, 200, None) for name in RESOURCES}
+        fault(own_redis_server)
+        eventually(lambda: _is_degraded(service), "ready does not say that the store is away")
+        away = time.monotonic()
+        running.wait_for(600)
+        assert set(running.statuses(away)) == {
+            ("open", 200, "open"),
+            ("closed", 503, "closed"),
+            ("local", 200, "local"),
+        }
+        _recover(own_redis_server)
+        eventually(lambda: not _is_degraded(service), "the service does not find Redis again")
+        back = time.monotonic()
+        running.wait_for(300)
+        assert set(running.statuses(back)) == {(name, 200, None) for name in RESOURCES}
+        assert not running.lost
+        assert max(seen.seconds for seen in running.answers) < HANGS_SECONDS
+
+
+def test_a_restart_of_redis_under_load_is_survived(tmp_path: Path, own_redis_server: RedisServer) -> None:
+    with (
+        from_file(tmp_path, own_redis_server.url) as (service, key),
+        load(service.port, key, RESOURCES) as running,
+    ):
+        for _ in range(3):
+            running.wait_for(200)
+            own_redis_server.restart()
+            eventually(lambda: not _is_degraded(service) and _is_decided(running), "it does not recover")
+        assert not running.lost
+        assert {seen.status for seen in running.answers} <= {200, 503}
+
+
+def _is_degraded(service: Running) -> bool:
+    told = service.request("GET", "/v1/ready")
+    assert told.status == 200
+    return bool(told.json["store"]["state"] != "ok")
+
+
+def _is_decided(running: Load) -> bool:
+    """Whether the last answers came from the store."""
+    return all(seen.degraded is None for seen in running.answers[-30:])
+
+
+def _recover(server: RedisServer) -> None:
+    if server.running:
+        server.resume()
+    else:
+        server.restart()
+
+
+# -- the database
+
+
+@pytest.mark.parametrize("fault", ["kill", "pause"])
+def test_without_its_database_checks_go_on(own_postgres_server: PostgresServer, redis_url: str, fault: str) -> None:
+    options = ("--store", redis_url, "--database", own_postgres_server.url)
+    with demo(*options) as service, load(service.port, service.made["keys"]["pro"], ["a", "b"]) as running:
+        running.wait_for(100)
+        getattr(own_postgres_server, fault)()
+        gone = time.monotonic()
+        eventually(lambda: _catalog(service) == "degraded", "ready does not say that the catalog is away")
+        running.wait_for(300)
+        assert {seen.degraded for seen in running.since(gone)} == {None}
+        assert {seen.status for seen in running.since(gone)} <= {200, 429}
+        if fault == "kill":
+            own_postgres_server.restart()
+        else:
+            own_postgres_server.resume()
+        eventually(lambda: _catalog(service) == "ok", "the service does not find its database again")
+        running.wait_for(100)
+        assert not running.lost
+
+
+def _catalog(service: Running) -> Any:
+    return service.request("GET", "/v1/ready").json["catalog"]["state"]
+
+
+# -- workers
+
+
+def test_a_worker_that_is_killed_takes_only_its_own_requests_with_it(tmp_path: Path, redis_url: str) -> None:
+    clients = 16
+    with (
+        from_file(tmp_path, redis_url, "--workers", "2", LIMITFORGE_DEADLINE_MS="10000") as (service, key),
+        load(service.port, key, ["open"], clients) as running,
+    ):
+        running.wait_for(200)
+        before = workers_of(service)
+        os.kill(before[0], signal.SIGKILL)
+        eventually(lambda: len({*workers_of(service)} - {before[0]}) == 2, "no worker takes its place")
+        running.wait_for(200)
+        assert len(running.lost) <= clients
+        assert set(running.statuses()) == {("open", 200, None)}
+
+
+def test_a_reload_under_load_loses_no_request(tmp_path: Path, redis_url: str) -> None:
+    with (
+        from_file(tmp_path, redis_url, "--workers", "2", LIMITFORGE_DEADLINE_MS="10000") as (service, key),
+        load(service.port, key, ["open"], 32) as running,
+    ):
+        for _ in range(3):
+            running.wait_for(200)
+            before = {*workers_of(service)}
+            service.process.send_signal(signal.SIGHUP)
+            eventually(
+                lambda gone=before: not gone & {*workers_of(service)} and len(workers_of(service)) == 2,
+                "the old workers do not go",
+            )
+        running.wait_for(200)
+    assert not running.lost
+    assert set(running.statuses()) == {("open", 200, None)}
