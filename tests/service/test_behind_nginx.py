@@ -338,7 +338,7 @@ def test_a_certificate_that_is_no_good_is_a_clear_error_at_start(
         LIMITFORGE_TLS_CERT=str(chain),
         LIMITFORGE_TLS_KEY=str(key),
         LIMITFORGE_DATABASE_URL=f"sqlite:///{tmp_path}/tls.db",
-        **SETTINGS,
+        LIMITFORGE_PEPPERS=SETTINGS["LIMITFORGE_PEPPERS"],
     )
     assert done.returncode == 2
     assert "tls_cert" in done.stderr
@@ -347,6 +347,8 @@ def test_a_certificate_that_is_no_good_is_a_clear_error_at_start(
 
 
 def test_a_certificate_without_a_key_is_a_clear_error_at_start(certificates: Path) -> None:
-    done = limitforge("serve", LIMITFORGE_TLS_CERT=str(certificates / "tls.crt"), **SETTINGS)
+    done = limitforge(
+        "serve", LIMITFORGE_TLS_CERT=str(certificates / "tls.crt"), LIMITFORGE_PEPPERS=SETTINGS["LIMITFORGE_PEPPERS"]
+    )
     assert done.returncode == 2
     assert "tls_key" in done.stderr
