@@ -4,7 +4,7 @@ import contextlib
 import json
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from tests.service.seeded import PEPPER, seeded
 
 SUBJECT, RESOURCE = "user:42", "GET:/orders"
 CAPACITY = 1_000
-FAULT_SECONDS = 2.0  # for an answer that is known not to come
 
 # Stand in a request for what is known only once the service runs.
 KEY, ADMIN, MISTYPED, TESTING, RETIRED = b"@KEY@", b"@ADMIN@", b"@MISTYPED@", b"@TESTING@", b"@RETIRED@"
@@ -46,7 +45,6 @@ class Case:
     """Whether a refusal comes from us, and so as a problem document."""
     may_hang_up: bool = False
     """Whether no answer at all will do: it is not even HTTP."""
-    fault: str = ""
     """What the program does wrong here, until somebody mends it."""
 
 
@@ -65,8 +63,6 @@ class Subject:
             sent = sent.replace(stands_for, secret)
         answers: list[Answered] = []
         with self.running.connection() as connection:
-            if case.fault:
-                connection.settimeout(FAULT_SECONDS)
             buffered = bytearray()
             with contextlib.suppress(ConnectionError):
                 _send_all(connection, sent)
@@ -254,7 +250,7 @@ NO_SENSE: dict[str, tuple[bytes, str]] = {
     "an unknown field": (without("", hits=1), "hits"),
     "a field in capitals": (without("", Cost=1), "Cost"),
     "a field with a space": (without("", **{"cost ": 1}), "cost "),
-    "an empty name": (without("", **{"": 1}), ""),
+    "an empty name": (json.dumps(GOOD | {"": 1}).encode(), ""),
     "a tenant": (without("", tenant_id="ten_x"), "tenant_id"),
     "__proto__": (without("", __proto__={"cost": 0}), "__proto__"),
     "an unknown field of 60,000 bytes": (without("", **{"x" * 60_000: 1}), "x"),
@@ -267,7 +263,7 @@ NO_SENSE: dict[str, tuple[bytes, str]] = {
     "a subject of 513 bytes": (raw_check(subject=LONG), "subject"),
     "a subject of 171 characters and 513 bytes": (raw_check(subject=json.dumps("€" * 171)), "subject"),
     "a subject of 60,000 bytes": (raw_check(subject=json.dumps("x" * 60_000)), "subject"),
-    "a nested subject": (raw_check(subject="[" * 10_000 + "]" * 10_000), "subject"),
+    "a nested subject": (raw_check(subject="[" * 500 + "]" * 500), "subject"),
     "priority is a number": (raw_check(priority="1"), "priority"),
     "priority is unknown": (raw_check(priority='"P4"'), "priority"),
     "priority is in lower case": (raw_check(priority='"p1"'), "priority"),
@@ -554,8 +550,8 @@ SMUGGLED = ask(json.dumps(GOOD).encode())
 """A whole check that takes something: whoever reads the bytes before it wrongly, answers it."""
 
 
-def _framed(name: str, sent: bytes, *statuses: int, fault: str = "") -> Case:
-    return Case(f"framing: {name}", sent, statuses or (400,), may_hang_up=True, fault=fault)
+def _framed(name: str, sent: bytes, *statuses: int) -> Case:
+    return Case(f"framing: {name}", sent, statuses or (400,), may_hang_up=True)
 
 
 LENGTH = b"content-length: %d" % len(LOOK_BODY)
@@ -673,7 +669,7 @@ def bodies() -> Iterator[Case]:
     for name, body in NO_JSON.items():
         yield Case(f"no JSON: {name}", ask(body), (400,))
     for name, again in TWICE.items():  # RFC 8259, 4: what is made of it is up to whoever reads it
-        yield Case(f"twice: {name}", ask(LOOK_BODY[:-1] + again + b"}"), (200, 400, 422))
+        yield Case(f"twice: {name}", ask(LOOK_BODY[:-1] + again + b"}"), (400,))
     for name, (body, field) in NO_SENSE.items():
         yield Case(f"no sense: {name}", ask(body), (422,), names=field)
     for name, text in NUMBERS.items():  # what is out of all bounds may be called malformed too
@@ -746,57 +742,10 @@ def in_trailer(line: bytes, path: bytes) -> bytes:
     return head(b"POST %b HTTP/1.1" % path, b"host: test", CLOSE, JSON, CHUNKED) + body
 
 
-TOO_EARLY = "a body is judged before it is read to its end: what is no JSON is called senseless (422), not malformed"
-TRAILER = "the fields of a trailer are taken for those of the head, so that a key in it opens the door"
-HOST = "RFC 9112, 3.2: a request without Host, with two, or with an invalid one MUST be answered with 400"
-FAULTS: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            "no JSON: brackets without end",
-            "no JSON: objects without end",
-            "no JSON: brackets in a string's place",
-            *(f"no JSON for {path.decode()[4:]}: brackets without end" for path in POSTS),
-            *(
-                f"no JSON for {call}: a byte that UTF-8 has not"
-                for call in ("check/batch", "release", "renew", "settle")
-            ),
-        ),
-        TOO_EARLY,
-    ),
-    "no sense: an empty name": "an unknown field whose name is empty is ignored",
-    "no sense: priority is empty": "an empty priority is taken for none",
-    "explain: a negative cost": "explain does not look at cost",
-    "explain: a cost of a limit that is not there": "explain does not look at costs",
-    "a key in a trailer, at the other door": TRAILER,
-    "a key in a trailer of reserve": TRAILER,
-    "an admin token in a trailer": TRAILER,
-    "an encoded slash": "RFC 3986, 2.2: %2F is no slash, and this is the path of another call",
-    "framing: no Host": HOST,
-    "framing: two Hosts": HOST,
-    "framing: a Host with a space": HOST,
-    **dict.fromkeys(
-        (
-            "framing: a chunk that is longer than it says for /v1/check?",
-            "framing: a chunk of letters for /v1/reserve",
-            "framing: an overlong chunk for /v1/explain",
-        ),
-        "a call that goes by ASGI waits for ever for the rest of a body whose framing broke; nothing is answered",
-    ),
-    "framing: gzip in chunks": "RFC 9112, 6.1: a transfer coding that is not understood is ignored, and the body taken",
-    "framing: another protocol": "RFC 9112, 2.3: RTSP/1.0 is no version of HTTP",
-    "framing: HTTP/0.9": "RFC 9112, 3: a request line without a version is invalid",
-}
-CASES = [
-    replace(case, fault=FAULTS.get(case.name, ""))
-    for case in (*bodies(), *every_call(), *other_calls(), *keys(), *paths_and_chunks(), *FRAMING)
-]
+CASES = [*bodies(), *every_call(), *other_calls(), *keys(), *paths_and_chunks(), *FRAMING]
 
 
-def _marked(value: Any, name: str, fault: str) -> Any:
-    return pytest.param(value, id=name, marks=[pytest.mark.xfail(strict=True, reason=fault)] if fault else [])
-
-
-@pytest.mark.parametrize("case", [_marked(case, case.name, case.fault) for case in CASES])
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
 def test_it_is_refused_as_documented_and_takes_nothing(subject: Subject, case: Case) -> None:
     before = subject.remaining()
     answers = subject.send(case)
@@ -832,8 +781,7 @@ def assert_problem(answer: Answered, names: str) -> None:
 
 def test_after_all_of_it_the_service_answers_and_its_log_has_no_secret(subject: Subject) -> None:
     before, logged = subject.remaining(), len(subject.log.read_bytes())
-    refused = [case for case in CASES if not case.fault]
-    for case in refused:
+    for case in CASES:
         assert all(answer.status < 500 or answer.status in case.statuses for answer in subject.send(case)), case
     assert subject.remaining() == before
     assert subject.running.process.poll() is None
@@ -868,20 +816,11 @@ SECONDS: dict[str, bytes] = {
     "a reservation": kept(ask(TAKES, path=b"/v1/reserve")),
     "a look at health and a check": head(b"GET /v1/health HTTP/1.1", b"host: test") + kept(ask(TAKES)),
 }
-GOES_ON = "RFC 9112, 9.6: after an answer with `connection: close` no further request may be processed, but this one is"
 
 
-def _endings() -> Iterator[Any]:
-    for first in ENDINGS:
-        is_refused = first in ("two keys", "a body that is compressed", "a body that is too large")
-        for second in SECONDS:
-            fault = GOES_ON if is_refused and second != "a reservation" else ""
-            yield _marked((first, second), f"{first}, then {second}", fault)
-
-
-@pytest.mark.parametrize("pipelined", list(_endings()))
-def test_nothing_is_done_after_the_answer_that_ends_a_connection(subject: Subject, pipelined: tuple[str, str]) -> None:
-    first, second = pipelined
+@pytest.mark.parametrize("second", SECONDS)
+@pytest.mark.parametrize("first", ENDINGS)
+def test_nothing_is_done_after_the_answer_that_ends_a_connection(subject: Subject, first: str, second: str) -> None:
     before, logged = subject.remaining(), len(subject.log.read_bytes())
     answers = subject.send(Case("", ENDINGS[first] + SECONDS[second], ()))
     assert [answer.headers.get("connection") for answer in answers] == ["close"]
@@ -953,16 +892,7 @@ LEGAL: dict[str, bytes] = {
 }
 
 
-UPGRADE = "RFC 9110, 7.8: an upgrade may be ignored, but not the body of the request (Java's HttpClient offers h2c)"
-LEGAL_FAULTS: dict[str, str] = {
-    "spaces around the key": "RFC 9112, 5.1: white space after a field's value is no part of it",
-    "a tab after the key": "RFC 9112, 5.1: white space after a field's value, a tab too, is no part of it",
-    "an upgrade that is not offered": UPGRADE,
-    "a web socket that is not offered": UPGRADE,
-}
-
-
-@pytest.mark.parametrize("name", [_marked(name, name, LEGAL_FAULTS.get(name, "")) for name in LEGAL])
+@pytest.mark.parametrize("name", LEGAL)
 def test_what_looks_odd_and_is_right_is_answered(subject: Subject, name: str) -> None:
     answers = subject.send(Case(name, LEGAL[name], (200,)))
     assert [answer.status for answer in answers] == [200], answers
@@ -974,4 +904,3 @@ def test_the_table_is_as_large_as_it_is_said_to_be() -> None:
     names = [case.name for case in CASES]
     assert len(names) > 220
     assert len(set(names)) == len(names)
-    assert set(FAULTS) <= set(names)

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,11 @@ def eventually(holds: Callable[[], bool], what: str) -> None:
 def workers_of(service: Running) -> list[int]:
     children = Path(f"/proc/{service.process.pid}/task/{service.process.pid}/children").read_text()
     return [int(pid) for pid in children.split()]
+
+
+def are_replaced(service: Running, old: set[int]) -> bool:
+    now = workers_of(service)
+    return len(now) == len(old) and old.isdisjoint(now)
 
 
 # -- many at once
@@ -193,12 +199,9 @@ def test_a_reload_under_load_loses_no_request(tmp_path: Path, redis_url: str) ->
     ):
         for _ in range(3):
             running.wait_for(200)
-            before = {*workers_of(service)}
+            old = {*workers_of(service)}
             service.process.send_signal(signal.SIGHUP)
-            eventually(
-                lambda gone=before: not gone & {*workers_of(service)} and len(workers_of(service)) == 2,
-                "the old workers do not go",
-            )
+            eventually(partial(are_replaced, service, old), "the old workers do not go")
         running.wait_for(200)
     assert not running.lost
     assert set(running.statuses()) == {("open", 200, None)}

@@ -289,11 +289,6 @@ def both_doors(service: Fuzzed, call: str, head: list[tuple[str, str]], body: by
 
 
 @pytest.mark.soak
-@pytest.mark.xfail(
-    strict=True,
-    reason="what is pipelined after a check that is refused from its head is processed, and may be answered into a "
-    "closed connection: a traceback in the log (test_bad_input.py has it in small)",
-)
 @given(packets=spoiled())
 def test_ever_new_spoiled_requests(fuzzed: Fuzzed, packets: list[bytes]) -> None:
     answered_or_closed(fuzzed, packets)

@@ -794,13 +794,6 @@ def test_the_operators_plan_is_above_all_tenants(service: Seeded) -> None:
         assert service.admin("PUT", "operator", {"plan_id": None}).status == 200
 
 
-@pytest.mark.xfail(strict=True, reason="there is no /v1/forward-auth yet")
-def test_forward_auth_allows_and_denies(service: Seeded) -> None:
-    tenant = service.tenant(limit_of(limit=1, scope="tenant"))
-    answers = [service.running.request("GET", "/v1/forward-auth", headers={"x-api-key": tenant.key}) for _ in range(2)]
-    assert [answer.status for answer in answers] == [204, 429]
-
-
 def test_the_service_may_live_under_a_prefix(tmp_path_factory: pytest.TempPathFactory) -> None:
     database = f"sqlite:///{tmp_path_factory.mktemp('prefix')}/wire.db"
     with seeded(database, root_path="/limitforge-rls") as service:

@@ -102,7 +102,7 @@ class CacheStatus(msgspec.Struct, frozen=True):
 class Snapshots:
     """Keys and snapshots by what callers present. For one event loop."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one argument a bound
         self,
         origin: Source,
         peppers: Peppers,

@@ -83,6 +83,8 @@ class DoorTwo:
 
     def _path(self, scope: Scope) -> str | None:
         path: str = scope.get("path", "")
+        if b"%2f" in scope.get("raw_path", b"").lower():  # which is no slash
+            return None
         return path[len(self._root_path) :] if path.startswith(self._root_path) else None
 
     # --- Calls -------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import msgspec
 from limitforge.catalog.cache import Caller
 from limitforge.catalog.model import KeyScope
 from limitforge.catalog.snapshot import Selection
+from limitforge.core.exact import cost_of
 from limitforge.core.join import PLACE_NAMES
 from limitforge.core.overrides import ANY_RESOURCE
 from limitforge.core.reservations import OnLapse
@@ -15,7 +16,8 @@ from limitforge.errors import Conflict, InvalidInput
 from limitforge.limiter import Limiter
 from limitforge.request import DEFAULT_HOLD_SECONDS
 from limitforge.service.answers import JSON, Answer, body_of
-from limitforge.service.check import CheckBody, Checks, priority_of, read
+from limitforge.service.bodies import CheckBody, read
+from limitforge.service.check import Checks, priority_of
 from limitforge.service.tickets import Tickets
 
 _encode = msgspec.json.Encoder().encode
@@ -123,11 +125,13 @@ class Calls:
     async def _explain(self, caller: Caller, body: bytes) -> Answer:
         asked = read(_check_body, body)
         selection, request = self._checks.request(caller, asked)
+        cost_of("cost", asked.cost)
         decision = await self._limiter.check(
             request.resource,
             request.subject,
             limits=request.limits,
             cost=0,
+            costs=None if asked.costs is None else {name: 0 * cost_of(name, it) for name, it in asked.costs.items()},
             tenant=request.tenant,
             priority=request.priority,
             failure=request.failure,

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -15,8 +15,9 @@ from limitforge.errors import InvalidInput, LimitforgeError, UnknownKey
 from limitforge.limiter import Limiter
 from limitforge.request import Request
 from limitforge.service.answers import JSON, Answer, DecisionBody, body_of, decided, refused
+from limitforge.service.bodies import CheckBody, read, read_check
 from limitforge.service.counters import Counters
-from limitforge.service.problems import BadRequest, problem_of
+from limitforge.service.problems import problem_of
 from limitforge.service.tickets import Tickets
 
 MAX_BODY = 65_536
@@ -24,20 +25,8 @@ MAX_BATCH_BODY = 1_048_576
 MAX_BATCH = 1_000
 
 Tell = Callable[[Answer], None]
-Body = TypeVar("Body")
 
 _encode = msgspec.json.Encoder().encode
-
-
-class CheckBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """What `POST /v1/check` takes."""
-
-    resource: str
-    subject: str
-    cost: int = 1
-    costs: dict[str, int] | None = None
-    priority: str | None = None
-    plan_id: str | None = None
 
 
 class BatchBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -46,7 +35,6 @@ class BatchBody(msgspec.Struct, forbid_unknown_fields=True):
     checks: list[Any]
 
 
-_check_body = msgspec.json.Decoder(CheckBody).decode
 _batch_body = msgspec.json.Decoder(BatchBody).decode
 
 
@@ -94,7 +82,7 @@ class Checks:
             cost=body.cost,
             costs=body.costs,
             tenant=caller.key.tenant_id,
-            priority=body.priority or priority_of(caller, selection, body.resource),
+            priority=priority_of(caller, selection, body.resource) if body.priority is None else body.priority,
             shadow=selection.shadow,
             failure=selection.failure,
         )
@@ -149,7 +137,7 @@ class Checks:
             asked.cost,
             asked.costs,
             caller.key.tenant_id,
-            asked.priority or priority_of(caller, selection, asked.resource),
+            priority_of(caller, selection, asked.resource) if asked.priority is None else asked.priority,
             selection.shadow,
             selection.failure,
         )
@@ -235,21 +223,6 @@ def priority_of(caller: Caller, selection: Selection, resource: str) -> str:
     if caller.key.type is KeyKind.TEST:
         return "P3"
     return "P2" if resource.startswith(("GET:", "HEAD:")) else "P1"
-
-
-def read_check(body: bytes) -> CheckBody:
-    return read(_check_body, body)
-
-
-def read(decode: Callable[[bytes], Body], body: bytes) -> Body:
-    try:
-        return decode(body)
-    except msgspec.ValidationError as error:
-        raise refusal(error) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadRequest(400, "malformed_json", str(error)) from None
-    except RecursionError:
-        raise BadRequest(400, "malformed_json", "it is nested too deeply") from None
 
 
 def _converted(plain: Any) -> CheckBody:

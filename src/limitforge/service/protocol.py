@@ -8,6 +8,7 @@ remembers the last one that was parsed, and does not parse it again.
 """
 
 import asyncio
+import re
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -36,6 +37,9 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 CLOSE = b"connection: close\r\n"
 _LENGTH = b"\r\ncontent-length:"
 _END = b"\r\n\r\n"
+_UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
+_HOST = re.compile(rb"[-A-Za-z0-9._~!$&'()*+,;=:%\[\]]*")
+_VERSIONS = (b" HTTP/1.1", b" HTTP/1.0")
 
 Submit = Callable[..., None]
 
@@ -138,6 +142,8 @@ class CheckProtocol(HttpToolsProtocol):
         """What arrived at an idle connection: perhaps a whole request."""
         self._source = ""
         self._is_ending = False
+        self._is_deaf = False
+        """Whether a request was the last one of this connection: what comes behind it is not for us."""
         self._head_size: int | None = None
         """How much was read of a head that began in an earlier packet."""
         self._reads_since: float | None = None
@@ -177,7 +183,7 @@ class CheckProtocol(HttpToolsProtocol):
             self._reads_since = self.loop.time()
         if self._head_size is not None:
             self._head_size += len(data)
-        super().data_received(data)
+        super().data_received(_without_upgrade(data) if is_idle else data)
         if self._head_size is not None and self._head_size > MAX_HEAD:
             self._refuse(_head_too_large())
 
@@ -189,11 +195,16 @@ class CheckProtocol(HttpToolsProtocol):
         """Answer what can't be parsed, behind whatever is still to be answered, and hear nothing more."""
         if self.transport.is_closing():
             return
-        self._reads_since = None
-        if self.cycle is not None and not self.cycle.response_complete and not self._turns:
-            self.cycle.keep_alive = False
-            self.flow.pause_reading()
-            return
+        self._reads_since = self._head_size = None
+        self._is_deaf = True
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete and not self._turns:
+            if not cycle.more_body or cycle.response_started:  # it is whole, and what can't be parsed came behind it
+                cycle.keep_alive = False
+                self.flow.pause_reading()
+                return
+            cycle.disconnected = True  # whoever waits for the rest of its body waits in vain
+            cycle.message_event.set()
         turn = self._turn
         if turn is None:
             turn = Turn("unreadable", _never, 0)
@@ -247,10 +258,9 @@ class CheckProtocol(HttpToolsProtocol):
 
     def _give_up(self) -> None:
         """On a client that takes too long to say what it wants."""
-        if self.cycle is not None and not self.cycle.response_complete and not self._turns:
+        self._refuse(BadRequest(408, "too_slow", f"a request must arrive within {READ_SECONDS:.0f} s"))
+        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
             self.transport.close()
-        else:
-            self._refuse(BadRequest(408, "too_slow", f"a request must arrive within {READ_SECONDS:.0f} s"))
 
     # --- One request -------------------------------------------------------------------------------------------------
 
@@ -263,11 +273,21 @@ class CheckProtocol(HttpToolsProtocol):
         self.headers = []
         self._turn = None
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._head_size is not None:  # else it comes behind the body, and may not say what matters before
+            super().on_header(name, value.rstrip(b" \t"))
+
     def on_headers_complete(self) -> None:
         self._head_size = None
-        if len(self.headers) > MAX_HEADERS or sum([len(name) + len(value) for name, value in self.headers]) > MAX_HEAD:
-            self._refuse(_head_too_large())
+        if self._is_deaf:
+            self._turn = Turn("unheard", _never, 0)
+            self._turn.is_refused = True
             return
+        objection = self._objection()
+        if objection is not None:
+            self._refuse(objection)
+            return
+        self._is_deaf = self.parser.get_http_version() == "1.0" or not self.parser.should_keep_alive()
         call = self._doors.calls.get(self.url)
         if (
             call is None
@@ -278,16 +298,31 @@ class CheckProtocol(HttpToolsProtocol):
             self._hand_over()
             return
         turn = self._turn = Turn(*call)
-        turn.close = self.parser.get_http_version() == "1.0" or not self.parser.should_keep_alive()
+        turn.close = self._is_deaf
         self._turns.append(turn)
         try:
             turn.key = presented(self.headers, turn.limit)
         except BadRequest as error:
-            turn.is_refused = turn.close = True
-            self._told(turn, refused(error))
+            self._refuse(error)
             return
         if self.expect_100_continue and len(self._turns) == 1:
             self.transport.write(CONTINUE)
+
+    def _objection(self) -> BadRequest | None:
+        """To a head that HTTP does not allow, or that is too large."""
+        headers = self.headers
+        if len(headers) > MAX_HEADERS or sum([len(name) + len(value) for name, value in headers]) > MAX_HEAD:
+            return _head_too_large()
+        version = self.parser.get_http_version()
+        line = b"" if self._request is None else self._request.partition(b"\r\n")[0]
+        if version not in ("1.1", "1.0") or (line and not line.endswith(_VERSIONS)):
+            return BadRequest(400, "malformed_request", "the request line: HTTP/1.1 is spoken here")
+        hosts = [value for name, value in headers if name == b"host"]
+        if len(hosts) > 1 or (not hosts and version == "1.1") or not all(map(_HOST.fullmatch, hosts)):
+            return BadRequest(400, "malformed_request", "host: there must be one, and it must be a name or an address")
+        if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in headers):
+            return BadRequest(400, "malformed_request", "transfer-encoding: must be chunked")
+        return None
 
     def _hand_over(self) -> None:
         """To ASGI: now, or once the checks before it are answered."""
@@ -307,8 +342,7 @@ class CheckProtocol(HttpToolsProtocol):
             super().on_body(body)
         elif not turn.is_refused:
             if len(turn.body) + len(body) > turn.limit:
-                turn.is_refused = turn.close = True
-                self._told(turn, refused(BadRequest(413, "body_too_large", f"at most {turn.limit} bytes")))
+                self._refuse(BadRequest(413, "body_too_large", f"at most {turn.limit} bytes"))
             elif turn.body:
                 turn.body = turn.body + body
             else:
@@ -379,6 +413,16 @@ class CheckProtocol(HttpToolsProtocol):
                 )
             )
         )
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """The start of a request, less a field that asks for another protocol: there is none, so it does not count. The
+    parser would take what follows for that protocol's.
+    """
+    if b"pgrade" not in data and b"PGRADE" not in data:
+        return data
+    head, end, rest = data.partition(_END)
+    return _UPGRADE.sub(b"", head) + end + rest
 
 
 def _head_too_large() -> BadRequest:
