@@ -173,8 +173,9 @@ def test_what_compose_starts_is_checked_bounded_and_started_again(composed: Fiel
             assert service["healthcheck"]["retries"] > 1, name
         for other, how in service.get("depends_on", {}).items():
             expected = "service_completed_successfully" if other == "migrate" else "service_healthy"
-            assert how == {"condition": expected}, (name, other)
+            assert how["condition"] == expected, (name, other)
     assert set(services["service"]["depends_on"]) == {"migrate", "redis", "postgres"}
+    assert services["nginx"]["depends_on"]["service"]["restart"] is True  # or it asks where the service was before
     settings = load(services["service"]["environment"])
     assert seconds(services["service"]["stop_grace_period"]) > settings.shutdown_seconds + SPARE_SECONDS
 
