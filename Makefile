@@ -40,6 +40,7 @@ format: $(STAMP) ## let ruff format the code and mend what it can
 	@$(BIN)/ruff check --fix .
 
 bench: $(STAMP) servers ## limitforge beside its peers, in one run
+	@scripts/ensure-servers wrk
 	@$(BIN)/python -m bench $(ARGS)
 
 chaos: $(STAMP) servers ## servers are killed, paused and restarted under load

@@ -18,10 +18,18 @@ from bench.scale import plot as scale_plot
 from bench.scale import report as scale
 from bench.scale.run import run as run_scale
 from bench.server import NoServer, redis_server, server_version
+from bench.service import plot as service_plot
+from bench.service import report as service
+from bench.service import wrk
+from bench.service.run import run as run_service
 from bench.table import Target, targets
 
-PARTS = ("memory", "redis", "bytes", "library", "scale", "catalog")
-DRAWN: dict[str, Callable[[list[Any], dict[str, str]], str]] = {"library": plot.draw, "scale": scale_plot.draw}
+PARTS = ("memory", "redis", "bytes", "library", "scale", "catalog", "service")
+DRAWN: dict[str, Callable[[list[Any], dict[str, str]], str]] = {
+    "library": plot.draw,
+    "scale": scale_plot.draw,
+    "service": service_plot.draw,
+}
 
 
 def main() -> int:
@@ -69,6 +77,10 @@ def _run(part: str, versions: dict[str, str], *, quick: bool) -> tuple[list[Any]
         if part == "scale":
             scaled = run_scale(url, quick=quick)
             return scaled, scale.draw(scaled), scale.targets(scaled)
+        if part == "service":
+            versions |= _versions_of("slowapi", "fastapi", "uvicorn") | {"wrk": wrk.version()}
+            served = run_service(url, quick=quick)
+            return served, service.draw(served), service.targets(served)
         in_bytes, its_targets = footprint.run(url, quick=quick)
         return in_bytes, footprint.draw(in_bytes), its_targets
 
@@ -83,7 +95,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("parts", nargs="*", metavar="part", help=f"{', '.join(PARTS)}; without one, all")
     parser.add_argument("--quick", action="store_true", help="a smoke run: its numbers mean little")
     parser.add_argument("--json", type=Path, default=Path("build/bench.json"), metavar="FILE", help="where results go")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="where library or scale draws its SVG")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="where library, scale or service draws its SVG")
     asked = parser.parse_args()
     for part in asked.parts:
         if part not in PARTS:
@@ -93,8 +105,11 @@ def _arguments() -> argparse.Namespace:
 
 def _versions() -> dict[str, str]:
     packages = ("limitforge", "limits", "throttled-py", "pyrate-limiter", "redis", "hiredis", "uvloop")
-    found = {"redis-py" if package == "redis" else package: version(package) for package in packages}
-    return {"python": platform.python_version()} | found
+    return {"python": platform.python_version()} | _versions_of(*packages)
+
+
+def _versions_of(*packages: str) -> dict[str, str]:
+    return {"redis-py" if package == "redis" else package: version(package) for package in packages}
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def redis_server() -> Iterator[str]:
     program = shutil.which("redis-server")
     if program is None:
         raise NoServer("this part needs redis-server on the PATH (apt install redis-server), or run `make bench`")
-    port = _free_port()
+    port = free_port()
     with tempfile.TemporaryDirectory(prefix="limitforge-bench-", ignore_cleanup_errors=True) as folder:
         command = [program, "--bind", "127.0.0.1", "--port", str(port), "--dir", folder]
         process = subprocess.Popen(
@@ -58,7 +58,7 @@ def _wait_for(process: subprocess.Popen[bytes], port: int) -> None:
     raise NoServer(f"redis-server did not answer on port {port}")
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

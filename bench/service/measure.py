@@ -1,0 +1,69 @@
+"""One load, and what it took: of whoever asked, in the process, and in Redis."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from redis import Redis
+
+from bench.service.process import cpu_us
+from bench.service.wrk import Ask, load, meet
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A round of one contestant; CPU is for one check, in microseconds."""
+
+    checks_per_second: float
+    p50_ms: float
+    p99_ms: float
+    cpu_us: float
+    redis_cpu_us: float
+    denied: float | None
+    """The share of the checks; None where only bodies would tell."""
+    errors: int
+
+
+class Meter:
+    """Reads the accounts of a process and of Redis before and after a load."""
+
+    def __init__(self, redis_url: str, folder: Path) -> None:
+        self._redis: Any = Redis.from_url(redis_url, decode_responses=True)
+        self._folder = folder
+
+    def flush(self) -> None:
+        self._redis.flushall()
+
+    def close(self) -> None:
+        self._redis.close()
+
+    def warm(self, ask: Ask, subjects: int, seconds: int) -> None:
+        load(ask, subjects, seconds, self._folder)
+
+    def meet(self, ask: Ask, subjects: int, seconds: int) -> None:
+        """Everybody once, or as many as there is time for."""
+        meet(ask, subjects, seconds, self._folder)
+
+    def admitted(self, ask: Ask, seconds: int) -> tuple[int, int]:
+        """How many one subject had, and how many it asked for."""
+        loaded = load(ask, 1, seconds, self._folder, look=True)
+        return loaded.requests - (loaded.denied or 0), loaded.requests
+
+    def sample(self, pid: int, ask: Ask, subjects: int, seconds: int) -> Sample:
+        cpu, redis_cpu = cpu_us(pid), self._redis_cpu_us()
+        loaded = load(ask, subjects, seconds, self._folder)
+        cpu, redis_cpu = cpu_us(pid) - cpu, self._redis_cpu_us() - redis_cpu
+        checks = max(loaded.requests, 1)
+        return Sample(
+            loaded.per_second,
+            loaded.p50_ms,
+            loaded.p99_ms,
+            cpu / checks,
+            redis_cpu / checks,
+            None if loaded.denied is None else loaded.denied / checks,
+            loaded.errors,
+        )
+
+    def _redis_cpu_us(self) -> float:
+        info = self._redis.info("cpu")
+        return 1e6 * float(info["used_cpu_user"] + info["used_cpu_sys"])

@@ -1,0 +1,73 @@
+"""A server as a process of its own: started, waited for, its CPU read, stopped."""
+
+import contextlib
+import http.client
+import os
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from bench.server import NoServer
+
+START_SECONDS = 60.0
+STOP_SECONDS = 15.0
+ROOT = Path(__file__).parents[2]
+
+
+@contextlib.contextmanager
+def running(command: Sequence[str], port: int, folder: Path, environment: Mapping[str, str]) -> Iterator[int]:
+    """Its process id, from its first answer until the block ends. It runs at the root of this repository, so that
+    Python finds the apps of this package; what it says goes to a file in the folder.
+    """
+    log = folder / f"{port}.log"
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("LIMITFORGE_")}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            env={**inherited, **environment},
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        _wait_for(process, port, log)
+        yield process.pid
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def cpu_us(pid: int) -> float:
+    """What a process and its children have used so far."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it ended meanwhile
+            continue
+        if pid in (int(stat.parent.name), int(fields[1])):
+            ticks += int(fields[11]) + int(fields[12])
+    return 1e6 * ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _wait_for(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    """Until it answers HTTP, whatever it says."""
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        try:
+            connection.request("GET", "/")
+            connection.getresponse()
+            return
+        except (OSError, http.client.HTTPException):
+            time.sleep(0.05)
+        finally:
+            connection.close()
+    words = log.read_text(errors="replace")[-2_000:]
+    raise NoServer(f"{Path(str(process.args[0])).name} did not answer on port {port}. It said:\n{words}")  # type: ignore[index]
