@@ -216,14 +216,10 @@ def test_an_older_one_is_refused(nginx: Nginx) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(
-    raises=AssertionError,
-    reason="the service takes nginx for the caller: all callers share its patience with unknown keys",
-)
 def test_wrong_keys_of_one_address_do_not_keep_out_the_right_ones_of_another(tmp_path: Path) -> None:
     """On a service of its own: whoever asks it next with a new key would be kept out too."""
     with (
-        seeded(f"sqlite:///{tmp_path}/keys.db", root_path=PREFIX) as service,
+        seeded(f"sqlite:///{tmp_path}/keys.db", root_path=PREFIX, trusted_proxies="127.0.0.1") as service,
         Nginx(service.running.port) as nginx,
     ):
         tenant = service.tenant({**HOURLY, "limit": 1_000})

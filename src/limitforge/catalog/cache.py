@@ -145,7 +145,11 @@ class Snapshots:
 
     def known(self, text: str) -> Caller | None:
         """Whose key this is, if that is known here: no I/O. None if it must be looked up with `find`."""
-        caller = self._callers.get(fingerprint(text))
+        return self.seen(fingerprint(text))
+
+    def seen(self, mark: bytes) -> Caller | None:
+        """The same, by the key's fingerprint."""
+        caller = self._callers.get(mark)
         if caller is None:
             return None
         now_us = self._clock.now_us()

@@ -129,10 +129,30 @@ def check_of(
 def _plan_check(
     keys: Keys, plan: Plan, resource: str, subject: str, cost: int, costs: Mapping[str, int] | None, home: Home
 ) -> Check:
-    takes: list[Take] = []
-    base, scope, place, bucket = "", None, "", keys.bucket
     own = home.wide if len(home.lanes) == 1 else home.of_subject(subject)
     overrides = keys.overrides(own, subject)
+    if plan.alike is not None:
+        first = plan.rules[0]
+        base = keys.bucket(first.scope, first.place, home, own, resource, subject)
+        takes: list[Take] = [
+            (rule, base + suffix, 1 if requests and cost else cost, resource, overrides if overridable else None)
+            for rule, suffix, requests, overridable in plan.alike
+        ]
+    else:
+        takes = _takes(keys, plan, resource, subject, cost, home, own, overrides)
+    lease = os.urandom(TOKEN_BYTES) if plan.leases else b""
+    check = Check(takes, plan.names, lease, plan.varies, plan.weight_us, is_mixed=plan.is_mixed)
+    if costs is not None:
+        _cost_by_name(check, costs, plan)
+    return check
+
+
+def _takes(
+    keys: Keys, plan: Plan, resource: str, subject: str, cost: int, home: Home, own: str, overrides: str
+) -> list[Take]:
+    """Of any rules."""
+    takes: list[Take] = []
+    base, scope, place, bucket = "", None, "", keys.bucket
     for rule in plan.rules:
         if rule.scope is not scope or rule.place is not place:
             scope, place = rule.scope, rule.place
@@ -147,11 +167,7 @@ def _plan_check(
                 overrides if rule.overridable else None,
             )
         )
-    lease = os.urandom(TOKEN_BYTES) if plan.leases else b""
-    check = Check(takes, plan.names, lease, plan.varies, plan.weight_us, is_mixed=plan.is_mixed)
-    if costs is not None:
-        _cost_by_name(check, costs, plan)
-    return check
+    return takes
 
 
 def charge_of(charges: Iterable[Take]) -> Check:

@@ -138,6 +138,10 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
     """Whether some of it is decided in this process."""
     weight_us: int
     """What a check of these rules takes in Redis, by estimate: what travels together is bounded by it."""
+    alike: tuple[tuple[Rule, str, bool, bool], ...] | None
+    """Each rule, its suffix, whether it counts requests and whether overrides reach it: if all count in one place, for
+    the same scope, and none depends on its key.
+    """
 
     @classmethod
     def compile(cls, limits: Sequence[Limit], priority: Priority, place: Place, mode: Mode = Mode.ON) -> "Plan":
@@ -158,7 +162,14 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
             varies=any(rule.varies for rule in rules),
             is_mixed=any(rule.leased or rule.local for rule in rules),
             weight_us=weight_us(rules),
+            alike=_alike(rules),
         )
+
+
+def _alike(rules: tuple[Rule, ...]) -> tuple[tuple[Rule, str, bool, bool], ...] | None:
+    if any(rule.varies for rule in rules) or len({(rule.scope, rule.place) for rule in rules}) != 1:
+        return None
+    return tuple((rule, rule.suffix, rule.requests, rule.overridable) for rule in rules)
 
 
 _WEAKEST_FIRST = (Mode.OFF, Mode.MONITOR, Mode.ON)

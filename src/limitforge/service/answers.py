@@ -13,6 +13,7 @@ from limitforge.errors import LimitforgeError
 from limitforge.service.problems import PROBLEM_JSON, QUOTA_EXCEEDED, problem_of, type_of
 
 JSON = b"application/json"
+ON = Mode.ON
 
 _encode = msgspec.json.Encoder().encode
 
@@ -85,7 +86,7 @@ def body_of(decision: Decision, selection: Selection, lease_id: str | None, rese
         body.would_deny = decision.would_deny
     if decision.degraded is not None:
         body.degraded = decision.degraded
-    if selection.mode is not Mode.ON:
+    if selection.mode is not ON:
         body.mode = selection.mode.value
     if lease_id is not None:
         body.lease_id = lease_id

@@ -172,7 +172,7 @@ class Service:
         tickets = Tickets(peppers)
         checks = Checks(self._limiter, self.node.snapshots, tickets, self.counters, self._denied)
         self._health = Health(self._limiter, self._parts.told)
-        self.doors = Doors(checks, settings.root_path)
+        self.doors = Doors(checks, settings.root_path, settings.proxies())
         calls = Calls(self._limiter, checks, tickets)
         self._sums = Sums(self.counters, folder)
         self.metrics = Metrics(self._sums, self._parts.admit)

@@ -11,7 +11,7 @@ from limitforge.errors import InvalidInput, LimitforgeError
 from limitforge.service.answers import Answer, refused
 from limitforge.service.calls import Calls
 from limitforge.service.check import MAX_BATCH_BODY, MAX_BODY, Checks
-from limitforge.service.credentials import key_of, presented
+from limitforge.service.credentials import Who, key_of, presented
 from limitforge.service.health import Health
 from limitforge.service.problems import BadRequest
 
@@ -90,21 +90,20 @@ class DoorTwo:
     # --- Calls -------------------------------------------------------------------------------------------------------
 
     async def _check(self, scope: Scope, receive: Receive) -> Answer:
-        key, body = await _read(scope, receive, MAX_BODY)
-        return await _told(self._checks.submit, key, source_of(scope), body)
+        return await _told(self._checks.submit, *await _read(scope, receive, MAX_BODY))
 
     async def _batch(self, scope: Scope, receive: Receive) -> Answer:
-        key, body = await _read(scope, receive, MAX_BATCH_BODY)
-        return await _told(self._checks.submit_batch, key, source_of(scope), body)
+        return await _told(self._checks.submit_batch, *await _read(scope, receive, MAX_BATCH_BODY))
 
     async def _post(self, scope: Scope, receive: Receive) -> Answer:
         path = self._path(scope) or ""
         permission, call = self._calls.posts[path.removeprefix("/v1/")]
-        key, body = await _read(scope, receive, MAX_BODY)
-        return await call(await self._checks.caller(key, source_of(scope), permission), body)
+        who, body = await _read(scope, receive, MAX_BODY)
+        return await call(await self._checks.caller(who, permission), body)
 
     async def _usage(self, scope: Scope, receive: Receive) -> Answer:
-        caller = await self._checks.caller(key_of(scope["headers"]), source_of(scope), KeyScope.USAGE)
+        who = Who.of(key_of(scope["headers"]), source_of(scope))
+        caller = await self._checks.caller(who, KeyScope.USAGE)
         return await self._calls.usage(caller, _query(scope))
 
 
@@ -115,8 +114,8 @@ async def _told(submit: Callable[..., None], *asked: Any) -> Answer:
     return await answered
 
 
-async def _read(scope: Scope, receive: Receive, limit: int) -> tuple[str | None, bytes]:
-    key = presented(scope["headers"], limit)
+async def _read(scope: Scope, receive: Receive, limit: int) -> tuple[Who, bytes]:
+    who = Who.of(presented(scope["headers"], limit), source_of(scope))
     parts: list[bytes] = []
     size = 0
     while True:
@@ -128,7 +127,7 @@ async def _read(scope: Scope, receive: Receive, limit: int) -> tuple[str | None,
         if size > limit:
             raise BadRequest(413, "body_too_large", f"at most {limit} bytes", connection="close")
         if not event.get("more_body", False):
-            return key, b"".join(parts)
+            return who, b"".join(parts)
 
 
 def _query(scope: Scope) -> dict[str, str]:

@@ -17,6 +17,7 @@ from limitforge.request import Request
 from limitforge.service.answers import JSON, Answer, DecisionBody, body_of, decided, refused
 from limitforge.service.bodies import CheckBody, read, read_check
 from limitforge.service.counters import Counters
+from limitforge.service.credentials import Who
 from limitforge.service.problems import problem_of
 from limitforge.service.tickets import Tickets
 
@@ -24,7 +25,11 @@ MAX_BODY = 65_536
 MAX_BATCH_BODY = 1_048_576
 MAX_BATCH = 1_000
 
+CHECK = KeyScope.CHECK
+TEST = KeyKind.TEST
+
 Tell = Callable[[Answer], None]
+Work = Callable[[Caller, bytes, Tell], None]
 
 _encode = msgspec.json.Encoder().encode
 
@@ -53,22 +58,23 @@ class Checks:
         self._limiter = limiter
         self._denied = denied
         self._snapshots = snapshots
+        self._seen = snapshots.seen
         self._tickets = tickets
         self._counters = counters
         self._cold: set[asyncio.Task[None]] = set()
 
-    def submit(self, key: str | None, source: str, body: bytes, tell: Tell) -> None:
+    def submit(self, who: Who, body: bytes, tell: Tell) -> None:
         """`tell` is called once with the answer, perhaps before this returns."""
-        self._work(self._check, key, source, body, tell)
+        self._work(self._check, who, body, tell)
 
-    def submit_batch(self, key: str | None, source: str, body: bytes, tell: Tell) -> None:
-        self._work(self._batch, key, source, body, tell)
+    def submit_batch(self, who: Who, body: bytes, tell: Tell) -> None:
+        self._work(self._batch, who, body, tell)
 
-    async def caller(self, key: str | None, source: str, scope: KeyScope) -> Caller:
+    async def caller(self, who: Who, scope: KeyScope) -> Caller:
         """Whoever presents this key, if it may do this."""
-        if key is None:
+        if who.key is None:
             raise UnknownKey("send your key as `x-api-key`, or as `Authorization: Bearer`")
-        caller = self._snapshots.known(key) or await self._snapshots.find(key, source)
+        caller = self._snapshots.seen(who.seen) or await self._snapshots.find(who.key, who.source)
         caller.require(scope)
         return caller
 
@@ -99,29 +105,24 @@ class Checks:
 
     # --- One check ---------------------------------------------------------------------------------------------------
 
-    def _work(
-        self, work: Callable[[Caller, bytes, Tell], None], key: str | None, source: str, body: bytes, tell: Tell
-    ) -> None:
+    def _work(self, work: Work, who: Who, body: bytes, tell: Tell) -> None:
         """At once for a key that is known, else later."""
+        caller = self._seen(who.seen)
+        if caller is None:
+            task = asyncio.get_running_loop().create_task(self._later(work, who, body, tell))
+            self._cold.add(task)
+            task.add_done_callback(self._cold.discard)
+            return
         try:
-            caller = None if key is None else self._snapshots.known(key)
-            if caller is not None:
-                caller.require(KeyScope.CHECK)
-                work(caller, body, tell)
-                return
+            caller.require(CHECK)
+            work(caller, body, tell)
         except LimitforgeError as error:
             tell(refused(error))
-            return
-        task = asyncio.get_running_loop().create_task(self._later(work, key, source, body, tell))
-        self._cold.add(task)
-        task.add_done_callback(self._cold.discard)
 
-    async def _later(
-        self, work: Callable[[Caller, bytes, Tell], None], key: str | None, source: str, body: bytes, tell: Tell
-    ) -> None:
+    async def _later(self, work: Work, who: Who, body: bytes, tell: Tell) -> None:
         """The first time that a key is seen."""
         try:
-            caller = await self.caller(key, source, KeyScope.CHECK)
+            caller = await self.caller(who, CHECK)
             work(caller, body, tell)
         except LimitforgeError as error:
             tell(refused(error))
@@ -220,7 +221,7 @@ def priority_of(caller: Caller, selection: Selection, resource: str) -> str:
     """
     if selection.priority is not None:
         return selection.priority.value
-    if caller.key.type is KeyKind.TEST:
+    if caller.key.type is TEST:
         return "P3"
     return "P2" if resource.startswith(("GET:", "HEAD:")) else "P1"
 

@@ -2,10 +2,25 @@
 
 from collections.abc import Iterable
 
+import msgspec
+
+from limitforge.catalog.credentials import fingerprint
 from limitforge.service.problems import BadRequest
 
 MAX_HEADERS = 100
 _BEARER = b"bearer "
+
+
+class Who(msgspec.Struct, frozen=True):
+    """Who asks, as the head of a request says: the key with its fingerprint, and where it comes from."""
+
+    key: str | None
+    seen: bytes
+    source: str
+
+    @classmethod
+    def of(cls, key: str | None, source: str) -> "Who":
+        return cls(key, b"" if key is None else fingerprint(key), source)
 
 
 def presented(headers: Iterable[tuple[bytes, bytes]], limit: int) -> str | None:

@@ -22,8 +22,9 @@ from uvicorn.server import ServerState
 
 from limitforge.service.answers import Answer, refused
 from limitforge.service.check import MAX_BATCH_BODY, MAX_BODY, Checks
-from limitforge.service.credentials import MAX_HEADERS, presented
+from limitforge.service.credentials import MAX_HEADERS, Who, presented
 from limitforge.service.problems import BadRequest
+from limitforge.service.proxies import Proxies
 
 READ_SECONDS = 10.0  # for the head and the body of a request, from its first byte to its last
 WATCH_SECONDS = 2.5  # how often that is looked at
@@ -41,14 +42,17 @@ _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 _HOST = re.compile(rb"[-A-Za-z0-9._~!$&'()*+,;=:%\[\]]*")
 _VERSIONS = (b" HTTP/1.1", b" HTTP/1.0")
 
+NOBODY = Who(None, b"", "")
+
 Submit = Callable[..., None]
 
 
 class Doors:
     """What every connection of a process shares: the paths that door one answers, and who answers them."""
 
-    def __init__(self, checks: Checks, root_path: str) -> None:
+    def __init__(self, checks: Checks, root_path: str, proxies: Proxies) -> None:
         self.answered = checks.answered
+        self.proxies = proxies
         self.calls: dict[bytes, tuple[str, Submit, int]] = {
             f"{root_path}/v1/check".encode(): ("check", checks.submit, MAX_BODY),
             f"{root_path}/v1/check/batch".encode(): ("batch", checks.submit_batch, MAX_BATCH_BODY),
@@ -72,8 +76,7 @@ class Head(msgspec.Struct, frozen=True):
     start: bytes
     digits_at: int
     end: bytes
-    call: tuple[str, Submit, int]
-    key: str | None
+    limit: int
 
     @classmethod
     def of(cls, request: bytes, turn: "Turn") -> "Head | None":
@@ -88,7 +91,7 @@ class Head(msgspec.Struct, frozen=True):
         digits = b"%d" % len(turn.body)
         if not request.startswith(digits + b"\r\n", at):
             return None
-        return cls(request[:at], at, request[at + len(digits) : end], (turn.call, turn.submit, turn.limit), turn.key)
+        return cls(request[:at], at, request[at + len(digits) : end], turn.limit)
 
     def body(self, request: bytes) -> bytes | None:
         """The body of a request that starts with this head; None if it does not, or does not end where it should."""
@@ -97,20 +100,20 @@ class Head(msgspec.Struct, frozen=True):
         if not 0 < len(digits) < 8 or not digits.isdigit() or digits.startswith(b"0"):
             return None
         body = request[at + len(self.end) :]
-        return body if len(body) == int(digits) <= self.call[2] else None
+        return body if len(body) == int(digits) <= self.limit else None
 
 
 class Turn:
     """One check of a connection, until it is answered and everything before it is."""
 
-    __slots__ = ("answer", "body", "call", "close", "is_refused", "key", "limit", "submit")
+    __slots__ = ("answer", "body", "call", "close", "is_refused", "limit", "submit", "who")
 
-    def __init__(self, call: str, submit: Submit, limit: int) -> None:
+    def __init__(self, call: str, submit: Submit, limit: int, who: Who) -> None:
         self.call = call
         self.submit = submit
         self.limit = limit
+        self.who = who
         self.body: bytes | bytearray = b""
-        self.key: str | None = None
         self.close = False
         self.is_refused = False
         """Whether it was answered before it was read to its end."""
@@ -138,9 +141,10 @@ class CheckProtocol(HttpToolsProtocol):
         self._turns: deque[Turn] = deque()
         self._turn: Turn | None = None
         self._head: Head | None = None
+        self._usual: tuple[Turn, Callable[[Answer], None]] | None = None
+        """The turn of requests with that head, over and over, and who hears its answer."""
         self._request: bytes | None = None
         """What arrived at an idle connection: perhaps a whole request."""
-        self._source = ""
         self._is_ending = False
         self._is_deaf = False
         """Whether a request was the last one of this connection: what comes behind it is not for us."""
@@ -156,14 +160,13 @@ class CheckProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._source = "" if self.client is None else self.client[0]
         self._watch = self.loop.call_later(WATCH_SECONDS, self._watch_time)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._watch is not None:
             self._watch.cancel()
         self._turns.clear()
-        self._turn = self._head = None
+        self._turn = self._head = self._usual = None
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -172,11 +175,11 @@ class CheckProtocol(HttpToolsProtocol):
         head = self._head
         if head is not None and is_idle and data.startswith(head.start) and not self.transport.is_closing():
             body = head.body(data)
-            if body is not None:
-                turn = Turn(*head.call)
-                turn.key, turn.body = head.key, body
+            if body is not None and self._usual is not None:
+                turn, tell = self._usual
+                turn.answer = None
                 self._turns.append(turn)
-                turn.submit(head.key, self._source, body, partial(self._told, turn))
+                turn.submit(turn.who, body, tell)
                 return
         self._request = data if is_idle else None
         if self._reads_since is None:
@@ -207,7 +210,7 @@ class CheckProtocol(HttpToolsProtocol):
             cycle.message_event.set()
         turn = self._turn
         if turn is None:
-            turn = Turn("unreadable", _never, 0)
+            turn = Turn("unreadable", _never, 0, NOBODY)
             self._turns.append(turn)
         self._turn = turn
         turn.is_refused = turn.close = True
@@ -280,7 +283,7 @@ class CheckProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._head_size = None
         if self._is_deaf:
-            self._turn = Turn("unheard", _never, 0)
+            self._turn = Turn("unheard", _never, 0, NOBODY)
             self._turn.is_refused = True
             return
         objection = self._objection()
@@ -297,11 +300,11 @@ class CheckProtocol(HttpToolsProtocol):
         ):
             self._hand_over()
             return
-        turn = self._turn = Turn(*call)
+        turn = self._turn = Turn(*call, NOBODY)
         turn.close = self._is_deaf
         self._turns.append(turn)
         try:
-            turn.key = presented(self.headers, turn.limit)
+            turn.who = Who.of(presented(self.headers, turn.limit), self._source())
         except BadRequest as error:
             self._refuse(error)
             return
@@ -324,12 +327,16 @@ class CheckProtocol(HttpToolsProtocol):
             return BadRequest(400, "malformed_request", "transfer-encoding: must be chunked")
         return None
 
+    def _source(self) -> str:
+        return self._doors.proxies.source("" if self.client is None else self.client[0], self.headers)
+
     def _hand_over(self) -> None:
         """To ASGI: now, or once the checks before it are answered."""
         url, headers, expects = self.url, self.headers, self.expect_100_continue
         super().on_message_begin()
         self.url, self.expect_100_continue = url, expects
         self.headers[:] = headers  # the list that the scope has
+        self.scope["client"] = (self._source(), 0)
         if self._turns:
             self.cycle = _Busy()  # type: ignore[assignment]
         super().on_headers_complete()
@@ -359,10 +366,11 @@ class CheckProtocol(HttpToolsProtocol):
             return
         if len(self._turns) >= MAX_PIPELINED:
             self.flow.pause_reading()
+        tell = partial(self._told, turn)
         if self._request is not None and not turn.close and not self.expect_100_continue:
-            self._head = Head.of(self._request, turn)
+            self._head, self._usual = Head.of(self._request, turn), (turn, tell)
         self._request = None
-        turn.submit(turn.key, self._source, turn.body, partial(self._told, turn))
+        turn.submit(turn.who, turn.body, tell)
 
     def on_response_complete(self) -> None:
         self._is_active = True
@@ -373,8 +381,15 @@ class CheckProtocol(HttpToolsProtocol):
 
     def _told(self, turn: Turn, answer: Answer) -> None:
         """Write every answer whose turn it is."""
-        turn.answer = answer
         turns = self._turns
+        if len(turns) == 1 and turns[0] is turn and not turn.close and not self._is_ending:
+            turns.clear()
+            if not self.transport.is_closing():
+                self._write(answer, close=False)
+                self._doors.answered(turn.call, answer.status)
+                self._go_on()
+            return
+        turn.answer = answer
         while turns and (ready := turns[0].answer) is not None:
             first = turns.popleft()
             if self.transport.is_closing():
@@ -388,12 +403,16 @@ class CheckProtocol(HttpToolsProtocol):
                 turns.clear()
                 return
         if not turns:
-            self._is_active = True
-            if self.flow.read_paused and not self.flow.write_paused:
-                self.flow.resume_reading()
-            if self.pipeline:
-                cycle, app = self.pipeline.pop()
-                self._start_asgi_task(cycle, app)
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """All checks so far are answered."""
+        self._is_active = True
+        if self.flow.read_paused and not self.flow.write_paused:
+            self.flow.resume_reading()
+        if self.pipeline:
+            cycle, app = self.pipeline.pop()
+            self._start_asgi_task(cycle, app)
 
     def _write(self, answer: Answer, *, close: bool) -> None:
         body = answer.body

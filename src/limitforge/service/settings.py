@@ -14,6 +14,7 @@ from limitforge.catalog.database import DEFAULT_URL
 from limitforge.core.exact import shown
 from limitforge.core.headers import HeaderForm, HeaderStyle, ResetForm
 from limitforge.errors import InvalidInput
+from limitforge.service.proxies import Proxies
 from limitforge.stores.options import StoreOptions
 
 PREFIX = "LIMITFORGE_"
@@ -41,6 +42,7 @@ class Settings:
     metrics_port: int = _setting(0, "A port that tells metrics without a token; 0 for none.")
     root_path: str = _setting("", "What every path starts with, such as /limitforge.")
     workers: int = _setting(1, "How many processes answer.")
+    trusted_proxies: str = _setting("", "Which proxies are believed who asks: addresses and networks, 10.0.0.0/8,::1.")
     tls_cert: str = _setting("", "A certificate chain (PEM), to speak TLS.")
     tls_key: str = _setting("", "Its private key (PEM).", secret=False)
     deadline_ms: float = _setting(50.0, "How long a check may wait for the store.")
@@ -84,6 +86,7 @@ class Settings:
             )
         self.store_options()
         self.header_form()
+        self.proxies()
         if self.peppers:
             Peppers.parse(self.peppers)
 
@@ -97,6 +100,9 @@ class Settings:
             wait_replicas=self.wait_replicas,
             denial_cache_ms=self.denial_cache_ms,
         )
+
+    def proxies(self) -> Proxies:
+        return Proxies.parse(self.trusted_proxies)
 
     def header_form(self) -> HeaderForm:
         words = [word.strip() for word in self.headers.split(",")] if self.headers != "none" else []

@@ -52,7 +52,9 @@ class RedisStore:
         return answer
 
     def submit(self, check: Check, answer: Callable[[Decision | LimitforgeError], None]) -> None:
-        line = self._line()
+        line = self._latest
+        if line is None or line.loop is not asyncio.get_running_loop():
+            line = self._line()
         decided = line.decided(check)
         if decided is None:
             line.submit(check, answer)

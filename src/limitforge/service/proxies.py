@@ -1,0 +1,78 @@
+"""Who asks, where proxies stand between: their word counts only if they are listed, and is read from the right.
+
+X-Forwarded-For: made-up, 203.0.113.7, 10.0.0.2      10.0.0.0/8 is listed, so it was 203.0.113.7
+Forwarded: for=203.0.113.7;proto=https, for=10.0.0.2
+"""
+
+import re
+from collections.abc import Iterable
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+
+from limitforge.core.exact import shown
+from limitforge.errors import InvalidInput
+
+MAX_HOPS = 32  # that are looked at
+
+Address = IPv4Address | IPv6Address
+Network = IPv4Network | IPv6Network
+
+_FOR = re.compile(rb'(?:^|;)\s*for\s*=\s*"?([^";]*)', re.IGNORECASE)
+_PORT = re.compile(r"^(?:\[(?P<v6>[^\]]*)\](?::\d+)?|(?P<v4>[\d.]+):\d+)$")
+
+
+class Proxies:
+    """The proxies that are believed."""
+
+    def __init__(self, networks: Iterable[Network] = ()) -> None:
+        self._networks = tuple(networks)
+
+    @classmethod
+    def parse(cls, text: str) -> "Proxies":
+        """Addresses and networks, such as `10.0.0.0/8, ::1`."""
+        networks = []
+        for word in filter(None, (word.strip() for word in text.split(","))):
+            try:
+                networks.append(ip_network(word))
+            except ValueError:
+                said = "must be addresses or networks, such as 10.0.0.0/8,::1"
+                raise InvalidInput("trusted_proxies", f"{said}, got {shown(word)}") from None
+        return cls(networks)
+
+    def source(self, client: str, headers: Iterable[tuple[bytes, bytes]]) -> str:
+        """Where a request comes from, that `client` has sent. What is no address ends the search."""
+        if not self._networks or not self._trusts(_address(client)):
+            return client
+        source = client
+        for hop in _hops(headers):
+            address = _address(hop)
+            if address is None:
+                return source
+            source = str(address)
+            if not self._trusts(address):
+                return source
+        return source
+
+    def _trusts(self, address: Address | None) -> bool:
+        return address is not None and any(address in network for network in self._networks)
+
+
+def _hops(headers: Iterable[tuple[bytes, bytes]]) -> list[str]:
+    """The nearest first. `Forwarded` goes before `X-Forwarded-For`."""
+    told: dict[bytes, list[bytes]] = {b"forwarded": [], b"x-forwarded-for": []}
+    for name, value in headers:
+        if name in told:
+            told[name] += value.split(b",")
+    words = [b"".join(_FOR.findall(element)[:1]) for element in told[b"forwarded"]] or told[b"x-forwarded-for"]
+    return [word.decode("latin-1").strip() for word in reversed(words[-MAX_HOPS:])]
+
+
+def _address(text: str) -> Address | None:
+    found = _PORT.match(text)
+    if found is not None:
+        text = found["v6"] or found["v4"] or ""
+    try:
+        address = ip_address(text)
+    except ValueError:
+        return None
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return mapped or address
