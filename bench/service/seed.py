@@ -3,12 +3,14 @@
 import asyncio
 import logging
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
 from bench.contest import progress
 from bench.service.plans import PLANS
-from limitforge.catalog.catalog import Catalog
+from limitforge.catalog import queries
+from limitforge.catalog.catalog import OUTBOX_KEPT, Catalog
 from limitforge.catalog.credentials import PREFIXES, Credential, Peppers, new_id
 from limitforge.catalog.database import Database
 from limitforge.catalog.model import Entity, Key, Plan, Policy, Tenant
@@ -68,6 +70,8 @@ async def _written(url: str, text: str, sizes: _Sizes) -> list[str]:
             await edit.write((None, entity) for entity in entities)
         if sizes.tenants > AT_ONCE:
             progress(f"service: {end:,} of {sizes.tenants:,} tenants are written")
+    async with database.writing() as connection:  # as after a day: other nodes have heard of it all
+        await queries.trim_outbox(connection, datetime.now(UTC) + OUTBOX_KEPT)
     await database.close()
     return texts
 
