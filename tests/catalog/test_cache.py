@@ -192,6 +192,47 @@ async def test_what_can_not_be_read_again_is_served_on_and_says_so_until_it_is_t
     assert snapshots.status().stale_since is None
 
 
+async def test_what_would_have_been_told_to_have_changed_is_not_read_again(
+    source: FakeSource, snapshots: Snapshots, peppers: Peppers, clock: ManualClock
+) -> None:
+    _, text = source.add_key(peppers, "acme")
+    caller = await snapshots.find(text)
+    source.reads.clear()
+    for _ in range(200):  # minutes: well past what is usable without a word
+        clock.advance_us(MINUTE_US)
+        snapshots.confirm()
+        assert snapshots.known(text) is caller
+        await settled(snapshots)
+    assert "acme" not in source.reads
+    assert not [read for read in source.reads if read.startswith("key_")]
+    clock.advance_us(MINUTE_US + 1)  # nobody confirms any more
+    assert snapshots.known(text) is caller
+    await settled(snapshots)
+    assert "acme" in source.reads
+    source.is_down = True
+    clock.advance_us(HOUR_US)
+    assert snapshots.known(text) is None
+
+
+async def test_what_could_not_be_acted_on_is_read_again_all_the_same(
+    source: FakeSource, snapshots: Snapshots, peppers: Peppers, clock: ManualClock
+) -> None:
+    _, text = source.add_key(peppers, "acme")
+    caller = await snapshots.find(text)
+    told = source.change("acme", suspended=True)
+    source.is_down = True
+    await snapshots.heard([told])
+    assert caller.is_stale
+    source.is_down = False
+    snapshots.confirm()
+    clock.advance_us(MINUTE_US)
+    snapshots.confirm()
+    snapshots.known(text)
+    await settled(snapshots)
+    assert not caller.is_stale
+    assert caller.snapshot.tenant.suspended
+
+
 async def test_a_refresh_that_fails_is_tried_again_once_a_second_at_most(
     source: FakeSource, snapshots: Snapshots, peppers: Peppers, clock: ManualClock
 ) -> None:

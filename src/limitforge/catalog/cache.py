@@ -18,7 +18,7 @@ from limitforge.catalog.model import OPERATOR, Key, KeyScope, Tenant, TenantConf
 from limitforge.catalog.queries import Announcement
 from limitforge.catalog.snapshot import Snapshot
 from limitforge.catalog.sources import Source, WarmCopies
-from limitforge.core.clock import Clock, SystemClock
+from limitforge.core.clock import LONG_AGO_US, Clock, SystemClock
 from limitforge.core.exact import MICROS
 from limitforge.core.headers import HeaderForm
 from limitforge.errors import CatalogUnavailable, Forbidden, TooManyUnknownKeys, UnknownKey
@@ -48,6 +48,8 @@ class TenantEntry(msgspec.Struct, eq=False):
     is_stale: bool = False
     """Whether it could not be read again when it was time to."""
     is_gone: bool = False
+    is_sure: bool = False
+    """Whether it was read from the database, and not from a copy."""
 
 
 class KeyEntry(msgspec.Struct, eq=False):
@@ -59,6 +61,7 @@ class KeyEntry(msgspec.Struct, eq=False):
     seen: set[bytes]
     is_doubtful: bool = False
     """Whether it is known to have changed, and could not be read since: a copy of it may be the old one."""
+    is_sure: bool = False
 
 
 class Caller(msgspec.Struct, eq=False):
@@ -140,6 +143,7 @@ class Snapshots:
         self._loads = 0
         self._is_closed = False
         self._stale_since_us: int | None = None
+        self._confirmed_us = self._doubted_us = LONG_AGO_US
 
     # --- Looking up --------------------------------------------------------------------------------------------------
 
@@ -219,6 +223,7 @@ class Snapshots:
             if isinstance(answer, CatalogUnavailable):
                 self._missed(answer)
             elif isinstance(answer, Exception):
+                self._doubted_us = self._clock.now_us()
                 _log.error("a change can't be acted on: what was known before decides on", exc_info=answer)
             elif isinstance(answer, BaseException):
                 raise answer
@@ -234,6 +239,12 @@ class Snapshots:
             await self._reload_key(key_id)
         for tenant_id in list(self._tenants):
             await self._reload_tenant(tenant_id, is_told=True)
+
+    def confirm(self) -> None:
+        """Every change up to now was heard of: what is known here need not be read again to be believed."""
+        now_us = self._clock.now_us()
+        if now_us - self._doubted_us > self._fresh_us:
+            self._confirmed_us = now_us
 
     def is_reachable(self) -> None:
         """The database answers, as somebody else has found."""
@@ -327,25 +338,31 @@ class Snapshots:
         self._loads += 1
         known = self._tenants.get(tenant_id)
         try:
-            config = await self._read_config(tenant_id, known, is_told=is_told)
+            config, is_sure = await self._read_config(tenant_id, known, is_told=is_told)
         except CatalogUnavailable:
             if known is None or self._clock.now_us() >= known.usable_until_us:
                 raise
             return self._keep_stale(known)
-        return self._place_tenant(tenant_id, config, await self._operator_entry())
+        entry = self._place_tenant(tenant_id, config, await self._operator_entry())
+        entry.is_sure = is_sure
+        return entry
 
-    async def _read_config(self, tenant_id: str, known: TenantEntry | None, *, is_told: bool) -> TenantConfig | None:
-        """From a copy, unless that is older than what is known or announced, or nothing but the truth will do."""
+    async def _read_config(
+        self, tenant_id: str, known: TenantEntry | None, *, is_told: bool
+    ) -> tuple[TenantConfig | None, bool]:
+        """From a copy, unless that is older than what is known or announced, or nothing but the truth will do; and
+        whether it is the truth.
+        """
         floor = max(self._floors.get(tenant_id, 0), 0 if known is None else known.snapshot.revision)
         if self._warm is not None and (not is_told or tenant_id in self._floors):
             config = await self._warm.config(tenant_id, floor)
             if config is not None:
-                return config
+                return config, False
         config = await self._origin.config(tenant_id)
         self._recovered()
         if self._warm is not None and config is not None:
             await self._warm.refresh(tenant_id, config)
-        return config
+        return config, True
 
     def _place_tenant(self, tenant_id: str, config: TenantConfig | None, operator: TenantEntry) -> TenantEntry:
         now_us = self._clock.now_us()
@@ -384,7 +401,7 @@ class Snapshots:
 
     async def _load_operator(self, is_told: bool) -> TenantEntry:  # noqa: FBT001 - as flights call it
         try:
-            config = await self._read_config(OPERATOR, self._operator, is_told=is_told)
+            config, _ = await self._read_config(OPERATOR, self._operator, is_told=is_told)
         except CatalogUnavailable:
             if self._operator is None or self._clock.now_us() >= self._operator.usable_until_us:
                 raise
@@ -423,6 +440,7 @@ class Snapshots:
         if self._warm is not None and not is_told:
             known = self._keys.get(key_id)
             key = await self._warm.key(key_id, 0 if known is None else known.key.version)
+        is_sure = key is None
         if key is None:
             key = await self._look_up(key_id, source)
             self._recovered()
@@ -432,7 +450,9 @@ class Snapshots:
         if key is None:
             self._forget_key(key_id)
             raise UnknownKey("no such key, or it is no longer good")
-        return self._place_key(key)
+        entry = self._place_key(key)
+        entry.is_sure = is_sure
+        return entry
 
     async def _look_up(self, key_id: str, source: str | None) -> Key | None:
         if source is None:
@@ -484,15 +504,33 @@ class Snapshots:
             self._refresh_key_soon(caller.entry, now_us)
 
     def _refresh_tenant_soon(self, tenant_id: str, entry: TenantEntry, now_us: int) -> None:
+        is_confirmed = self._is_confirmed(now_us)
+        if is_confirmed and entry.is_sure and not entry.is_stale:
+            self._believe(entry)
+            if self._tenants.get(tenant_id) is entry:  # so that the first of them is not one that is in use
+                self._tenants[tenant_id] = self._tenants.pop(tenant_id)
+            return
         entry.fresh_until_us = now_us + int(RETRY_SECONDS * MICROS)
-        self._soon(("tenant", tenant_id), lambda is_told: self._load_tenant(tenant_id, is_told))
+        self._soon(("tenant", tenant_id), lambda is_told: self._load_tenant(tenant_id, is_told or is_confirmed))
 
     def _refresh_key_soon(self, entry: KeyEntry, now_us: int) -> None:
+        is_confirmed = self._is_confirmed(now_us)
+        if is_confirmed and entry.is_sure and not entry.is_doubtful:
+            self._believe(entry)
+            return
         entry.fresh_until_us = now_us + int(RETRY_SECONDS * MICROS)
-        doubtful = entry.is_doubtful
+        is_copy_no_use = is_confirmed or entry.is_doubtful
         self._soon(
-            ("key", entry.key.id), lambda is_told: self._load_key(entry.key.id, None, is_told=is_told or doubtful)
+            ("key", entry.key.id), lambda is_told: self._load_key(entry.key.id, None, is_told=is_told or is_copy_no_use)
         )
+
+    def _is_confirmed(self, now_us: int) -> bool:
+        return now_us < self._confirmed_us + self._fresh_us
+
+    def _believe(self, entry: TenantEntry | KeyEntry) -> None:
+        """It would have been told if it had changed: it is as fresh as if it had been read."""
+        entry.fresh_until_us = self._confirmed_us + self._fresh_us
+        entry.usable_until_us = self._confirmed_us + self._stale_us
 
     def _soon(self, name: Hashable, load: Load[Any]) -> None:
         if name not in self._flights and not self._is_closed:

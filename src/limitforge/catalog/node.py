@@ -238,6 +238,7 @@ class Node:
 
     async def _look(self) -> None:
         await self.catch_up()
+        self.snapshots.confirm()
         self._recovered()
         await self._make_up()
 
