@@ -188,24 +188,25 @@ class HeaderTemplate:
         states = ",".join([item.state.replace("%", "%%") + "%s;t=%s" for item in self._items.values()])
         return (
             "x-ratelimit-limit: %s\r\nx-ratelimit-remaining: %s\r\nx-ratelimit-reset: %s\r\n"
-            f"ratelimit-policy: {policy}\r\nratelimit: {states}\r\nretry-after: 0\r\n"
+            f"ratelimit-policy: {policy}\r\nratelimit: {states}\r\nretry-after: %s\r\n"
         )
 
     def _usual_numbers(self, decision: Decision) -> tuple[int, ...] | None:
-        """Those of a check that was allowed by limits that are all as planned; None of any other."""
+        """Those of a decision by limits that are all as planned, and of which none denies for ever; None of others."""
         limits, limit, remaining = decision.limits, decision.limit, decision.remaining
-        reset, reset_ms = decision.reset_at, decision.reset_after_ms
-        if limit is None or remaining is None or reset is None or reset_ms is None or not decision.allowed:
+        reset, reset_ms, retry_ms = decision.reset_at, decision.reset_after_ms, decision.retry_after_ms
+        if limit is None or remaining is None or reset is None or reset_ms is None or retry_ms is None:
             return None
         if tuple(limits) != self._names:
             return None
         numbers = [limit, remaining, reset if self._is_epoch else -(-reset_ms // 1_000)]
         for state, size in zip(limits.values(), self._sizes, strict=True):
-            left = state.remaining
-            if state.limit != size or left is None or left > MAX_INTEGER or not state.allowed:
+            left, wait_ms = state.remaining, state.reset_after_ms if state.allowed else state.retry_after_ms
+            if state.limit != size or left is None or left > MAX_INTEGER or wait_ms is None:
                 return None
             numbers.append(left)
-            numbers.append(-(-state.reset_after_ms // 1_000))
+            numbers.append(-(-wait_ms // 1_000))
+        numbers.append(0 if decision.allowed else -(-retry_ms // 1_000) or 1)
         return tuple(numbers)
 
     def _add_binding(self, headers: list[Header], decision: Decision) -> None:

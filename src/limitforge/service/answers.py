@@ -1,7 +1,5 @@
 """What the service answers, before any door turns it into HTTP."""
 
-from typing import Any
-
 import msgspec
 from msgspec import UNSET, UnsetType
 
@@ -47,8 +45,8 @@ class DecisionBody(msgspec.Struct, gc=False):
     shadow: "DecisionBody | UnsetType" = UNSET
 
 
-class DenialBody(DecisionBody, rename={"violated_policies": "violated-policies"}, gc=False, kw_only=True):
-    """The same as a problem document."""
+class Refusal(msgspec.Struct, rename={"violated_policies": "violated-policies"}, gc=False):
+    """What makes a decision a problem document: these members stand behind its own."""
 
     type: str
     title: str
@@ -63,10 +61,9 @@ def decided(decision: Decision, selection: Selection, lease_id: str | None, rese
     headers = selection.headers.block(decision)
     if decision.allowed:
         return Answer(200, JSON, headers, _encode(body_of(decision, selection, lease_id, reservation_id)))
-    plain = msgspec.structs.asdict(body_of(decision, selection, None, None))
-    if decision.degraded == "closed":
-        return Answer(503, PROBLEM_JSON, headers, _encode(_closed(plain)))
-    return Answer(429, PROBLEM_JSON, headers, _encode(_denied(decision, plain)))
+    refusal = CLOSED if decision.degraded == "closed" else _denied(decision)
+    body = _encode(body_of(decision, selection, None, None))[:-1] + b"," + _encode(refusal)[1:]
+    return Answer(refusal.status, PROBLEM_JSON, headers, body)
 
 
 def body_of(decision: Decision, selection: Selection, lease_id: str | None, reservation_id: str | None) -> DecisionBody:
@@ -103,30 +100,20 @@ def refused(error: LimitforgeError) -> Answer:
     return Answer(problem.status, PROBLEM_JSON, block(problem.headers), problem.body())
 
 
-def _denied(decision: Decision, plain: dict[str, Any]) -> DenialBody:
+CLOSED = Refusal(
+    type=type_of("store_unavailable"),
+    title="The store can't be reached now",
+    status=503,
+    detail="this was decided without the store, by the failure behaviour closed",
+    code="store_unavailable",
+    violated_policies=[],
+)
+
+
+def _denied(decision: Decision) -> Refusal:
     violated = [name for name, state in decision.limits.items() if not state.allowed and not state.monitored]
     if decision.retry_after_ms is None:
         detail = f"{decision.binding} has no room for this, and waiting does not help"
     else:
         detail = f"{decision.binding} has no room: come back in {-(-decision.retry_after_ms // 1_000) or 1} s"
-    return DenialBody(
-        **plain,
-        type=QUOTA_EXCEEDED,
-        title="Quota exceeded",
-        status=429,
-        detail=detail,
-        code="rate_limit_exceeded",
-        violated_policies=violated,
-    )
-
-
-def _closed(plain: dict[str, Any]) -> DenialBody:
-    return DenialBody(
-        **plain,
-        type=type_of("store_unavailable"),
-        title="The store can't be reached now",
-        status=503,
-        detail="this was decided without the store, by the failure behaviour closed",
-        code="store_unavailable",
-        violated_policies=[],
-    )
+    return Refusal(QUOTA_EXCEEDED, "Quota exceeded", 429, detail, "rate_limit_exceeded", violated)

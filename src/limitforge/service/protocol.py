@@ -313,18 +313,21 @@ class CheckProtocol(HttpToolsProtocol):
 
     def _objection(self) -> BadRequest | None:
         """To a head that HTTP does not allow, or that is too large."""
-        headers = self.headers
-        if len(headers) > MAX_HEADERS or sum([len(name) + len(value) for name, value in headers]) > MAX_HEAD:
-            return _head_too_large()
         version = self.parser.get_http_version()
         line = b"" if self._request is None else self._request.partition(b"\r\n")[0]
         if version not in ("1.1", "1.0") or (line and not line.endswith(_VERSIONS)):
             return BadRequest(400, "malformed_request", "the request line: HTTP/1.1 is spoken here")
-        hosts = [value for name, value in headers if name == b"host"]
-        if len(hosts) > 1 or (not hosts and version == "1.1") or not all(map(_HOST.fullmatch, hosts)):
+        size, hosts = len(self.url), 0
+        for name, value in self.headers:
+            size += len(name) + len(value)
+            if name == b"host":
+                hosts += 1 if _HOST.fullmatch(value) else 2
+            elif name == b"transfer-encoding" and value.lower() != b"chunked":
+                return BadRequest(400, "malformed_request", "transfer-encoding: must be chunked")
+        if size > MAX_HEAD or len(self.headers) > MAX_HEADERS:
+            return _head_too_large()
+        if hosts > 1 or (not hosts and version == "1.1"):
             return BadRequest(400, "malformed_request", "host: there must be one, and it must be a name or an address")
-        if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in headers):
-            return BadRequest(400, "malformed_request", "transfer-encoding: must be chunked")
         return None
 
     def _source(self) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from limitforge.core.reservations import Settlement
-from limitforge.service.answers import DecisionBody, DenialBody
+from limitforge.service.answers import DecisionBody, Refusal
 from limitforge.service.bodies import CheckBody
 from limitforge.service.calls import LeaseBody, ReserveBody, SettleBody
 from limitforge.service.check import MAX_BATCH
@@ -16,7 +16,7 @@ NAMES: dict[type, str] = {
     SettleBody: "Settle",
     LeaseBody: "Lease",
     DecisionBody: "Decision",
-    DenialBody: "Denial",
+    Refusal: "Refusal",
     Settlement: "Settlement",
 }
 """What the bodies are called in the reference."""
@@ -130,6 +130,12 @@ def schemas() -> dict[str, Any]:
         schema.pop("title", None)
         if "description" in schema:
             schema["description"] = " ".join(schema["description"].split())
+    decision, refusal = plain["Decision"]["properties"], plain.pop("Refusal")["properties"]
+    plain["Denial"] = {
+        "type": "object",
+        "description": "A decision as a problem document.",
+        "properties": {**decision, **refusal},
+    }
     for name in ("Check", "Reserve"):
         properties = plain[name]["properties"]
         for part in ("resource", "subject"):
@@ -140,7 +146,7 @@ def schemas() -> dict[str, Any]:
     plain["Decision"]["required"] = always
     plain["Denial"]["required"] = [*always, "type", "title", "status", "detail", "code", "violated-policies"]
     plain["Reserve"]["properties"]["on_lapse"] = {"enum": ["keep", "refund"], "default": "keep"}
-    ignored = {"type": "integer", "description": "Ignored: nothing is taken."}
+    ignored = {"type": "integer", "minimum": 0, "description": "Nothing is taken, whatever it says."}
     plain["Explain"] = {**plain["Check"], "properties": {**plain["Check"]["properties"], "cost": ignored}}
     plain["Explain"]["description"] = "What `POST /v1/explain` takes: a check."
     plain["Explanation"] = _explanation()
