@@ -45,7 +45,6 @@ class Case:
     """Whether a refusal comes from us, and so as a problem document."""
     may_hang_up: bool = False
     """Whether no answer at all will do: it is not even HTTP."""
-    """What the program does wrong here, until somebody mends it."""
 
 
 @dataclass

@@ -34,7 +34,8 @@ def test_the_environment_goes_before_a_file_and_the_command_line_before_both(tmp
 @pytest.mark.parametrize(
     ("name", "value", "field", "says"),
     [
-        ("LIMITFORGE_PROT", "1", "LIMITFORGE_PROT", "LIMITFORGE_PORT"),
+        ("LIMITFORGE_PROT", "1", "LIMITFORGE_PROT", "did you mean LIMITFORGE_PORT?"),
+        ("LIMITFORGE_TRUSTED_PROXIES", "nginx", "trusted_proxies", "such as 10.0.0.0/8"),
         ("LIMITFORGE_PORT", "http", "port", "a whole number"),
         ("LIMITFORGE_PORT", "1.5", "port", "a whole number"),
         ("LIMITFORGE_PORT", "65536", "port", "from 0 to 65535"),
@@ -65,7 +66,13 @@ def test_what_makes_no_sense_is_refused_by_name(name: str, value: str, field: st
 
 @pytest.mark.parametrize(
     ("text", "field"),
-    [("port = ", "LIMITFORGE_SETTINGS"), ("prot = 1", "prot"), ("port = true", "port"), ("port = 'a'", "port")],
+    [
+        ("port = ", "LIMITFORGE_SETTINGS"),
+        ("prot = 1", "prot"),
+        ("port = true", "port"),
+        ("port = 'a'", "port"),
+        ("port = 8000.7", "port"),
+    ],
 )
 def test_a_file_is_read_as_strictly(tmp_path: Path, text: str, field: str) -> None:
     file = tmp_path / "limitforge.toml"
@@ -98,6 +105,13 @@ def test_secrets_are_masked_where_settings_are_shown() -> None:
     assert shown["peppers"] == MASKED
     assert shown["port"] == 8000
     assert shown.keys() == {row[0] for row in Settings().rows()}
+
+
+def test_passwords_in_a_query_are_masked_too() -> None:
+    store, database = "redis+sentinel://h/forge?sentinel_password=hunter2&db=1", "postgresql://h/d?password=hunter3"
+    shown = Settings(store_url=store, database_url=database).shown()
+    assert shown["store_url"] == f"redis+sentinel://h/forge?sentinel_password={MASKED}&db=1"
+    assert shown["database_url"] == f"postgresql://h/d?password={MASKED}"
 
 
 def test_settings_are_a_table_for_people() -> None:

@@ -58,9 +58,14 @@ def test_the_list_is_read_from_the_right_up_to_the_first_that_is_not_listed(
         ("by=203.0.113.7", "10.0.0.1"),
     ],
 )
-def test_forwarded_goes_before_x_forwarded_for(value: str, source: str) -> None:
-    headers = [*forwarded("192.0.2.1"), *forwarded(value, name="forwarded")]
-    assert INSIDE.source("10.0.0.1", headers) == source
+def test_forwarded_is_read_the_same_way(value: str, source: str) -> None:
+    assert INSIDE.source("10.0.0.1", forwarded(value, name="forwarded")) == source
+
+
+def test_two_fields_that_disagree_are_believed_in_neither() -> None:
+    mine, theirs = forwarded("203.0.113.7"), forwarded("for=9.9.9.9", name="forwarded")
+    assert INSIDE.source("10.0.0.1", [*theirs, *mine]) == "10.0.0.1"
+    assert INSIDE.source("10.0.0.1", [*forwarded("for=203.0.113.7", name="forwarded"), *mine]) == "203.0.113.7"
 
 
 @pytest.mark.parametrize("text", ["here", "10.0.0.0/33", "10.0.0.1/8", "10.0.0.0/8;::1"])

@@ -248,8 +248,14 @@ class Node:
         """
         task = asyncio.get_running_loop().create_task(work)
         self._work.add(task)
-        task.add_done_callback(self._work.discard)
+        task.add_done_callback(self._ended)
         await asyncio.shield(task)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        """What went wrong is told to who waits; where nobody does any more, it does not matter."""
+        self._work.discard(task)
+        if not task.cancelled():
+            task.exception()
 
     async def catch_up(self) -> None:
         """Act on all that was written since this node last looked."""

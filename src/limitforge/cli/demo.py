@@ -17,9 +17,13 @@ from limitforge.cli.serve import address
 from limitforge.errors import InvalidInput
 from limitforge.service.app import Service
 from limitforge.service.demo import TIERS, Demo, seed
+from limitforge.service.logs import set_up_logging
 from limitforge.service.settings import PREFIX, Settings, load
 from limitforge.service.supervisor import listen
-from limitforge.service.worker import Server, run, set_up_logging
+from limitforge.service.worker import Server, run
+
+GOES = "The tenant and its plans are gone."
+STAYS = "The tenant `demo`, its keys and the admin token `demo` stay in the database; the next demo replaces them."
 
 
 def demo(
@@ -31,6 +35,8 @@ def demo(
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON once it is ready.")] = False,
 ) -> None:
     """Run the service with a tenant, plans and keys to try. It needs no Redis, no Postgres, no Docker.
+
+    In a database of your own, a tenant and a token that are called `demo` are replaced, and stay behind.
 
     Examples:
       limitforge demo
@@ -54,6 +60,8 @@ def demo(
         with listening:
             made = asyncio.run(_seeded(settings, address(settings, listening.getsockname()[1])))
             _serve(settings, listening, made, as_json=as_json)
+        if not as_json:
+            print(f"\nStopped. {STAYS if database else GOES}", file=sys.stderr)
 
 
 async def _seeded(settings: Settings, base_url: str) -> Demo:
@@ -73,8 +81,6 @@ def _serve(settings: Settings, listening: socket.socket, made: Demo, *, as_json:
         print(text, flush=True)
 
     run(Server(Service(settings), settings, ready), [listening])
-    if not as_json:
-        print("\nStopped. The tenant and its counters are gone.", file=sys.stderr)
 
 
 def welcome(made: Demo) -> str:

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from limitforge.errors import InvalidInput
+from limitforge.service.logs import set_up_logging
 from limitforge.service.settings import FILE, PREFIX, Settings, load
 from limitforge.service.supervisor import Supervisor, listen
 
@@ -61,6 +62,7 @@ def serve(
     if settings_file is not None:
         environment[FILE] = settings_file
     settings = load(environment, **told)
+    set_up_logging(settings)
     environment |= {f"{PREFIX}{name.upper()}": str(value) for name, value in told.items() if value is not None}
     with contextlib.ExitStack() as sockets:
         listening = sockets.enter_context(_listening("port", settings.host, settings.port))

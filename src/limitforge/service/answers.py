@@ -1,5 +1,7 @@
 """What the service answers, before any door turns it into HTTP."""
 
+import logging
+
 import msgspec
 from msgspec import UNSET, UnsetType
 
@@ -14,6 +16,7 @@ JSON = b"application/json"
 ON = Mode.ON
 
 _encode = msgspec.json.Encoder().encode
+_log = logging.getLogger(__name__)
 
 
 class Answer(msgspec.Struct, gc=False):
@@ -92,6 +95,14 @@ def body_of(decision: Decision, selection: Selection, lease_id: str | None, rese
     if decision.shadow is not None:
         body.shadow = body_of(decision.shadow, selection, None, None)
     return body
+
+
+def failed(error: Exception) -> Answer:
+    """The answer to whatever went wrong: if that is a bug of ours, the log has it whole."""
+    if isinstance(error, LimitforgeError):
+        return refused(error)
+    _log.error("a request could not be answered", exc_info=error)
+    return refused(LimitforgeError("unexpected"))
 
 
 def refused(error: LimitforgeError) -> Answer:

@@ -187,8 +187,10 @@ class Service:
     async def start(self) -> None:
         await self._parts.start()
         await self._sums.start()
+        self._health.start()
 
     async def close(self) -> None:
+        await self._health.close()
         await self._sums.close()
         await self._parts.close()
         await self._limiter.close()

@@ -31,23 +31,21 @@ def read_check(body: bytes) -> CheckBody:
     """The body of a check. Resource and subject alone have eight quotes, a third field that is no text two more: so
     few leave no room for a name that is there twice.
     """
-    found = _decoded(_check_body, body)
-    if body.count(b'"') > 10:
-        _look_through(body)
-    return found
+    return _decoded(_check_body, body, is_plain=body.count(b'"') <= 10)
 
 
 def read(decode: Callable[[bytes], Body], body: bytes) -> Body:
     """Any other body."""
-    found = _decoded(decode, body)
-    _look_through(body)
-    return found
+    return _decoded(decode, body, is_plain=False)
 
 
-def _decoded(decode: Callable[[bytes], Body], body: bytes) -> Body:
+def _decoded(decode: Callable[[bytes], Body], body: bytes, *, is_plain: bool) -> Body:
     try:
         try:
-            return decode(body)
+            found = decode(body)
+            if not is_plain:
+                look_through(body)
+            return found
         except msgspec.ValidationError as error:
             _plain(body)  # what is no JSON at all is said before what makes no sense in it
             raise refusal(error) from None
@@ -57,12 +55,14 @@ def _decoded(decode: Callable[[bytes], Body], body: bytes) -> Body:
         raise BadRequest(400, "malformed_json", "it is nested too deeply") from None
 
 
-def _look_through(body: bytes) -> None:
+def look_through(body: bytes) -> None:
     """For names that are there twice: readers differ on which of them counts."""
     json.loads(body, object_pairs_hook=_once, parse_int=str, parse_float=str)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> None:
-    if len({name for name, _ in pairs}) < len(pairs):
-        twice = next(name for at, (name, _) in enumerate(pairs) if name in dict(pairs[:at]))
-        raise BadRequest(400, "malformed_json", f"{twice[:64]!r} is there twice")
+    names: set[str] = set()
+    for name, _ in pairs:
+        if name in names:
+            raise BadRequest(400, "malformed_json", f"{name[:64]!r} is there twice")
+        names.add(name)

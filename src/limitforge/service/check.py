@@ -14,7 +14,7 @@ from limitforge.core.decision import Decision
 from limitforge.errors import InvalidInput, LimitforgeError, UnknownKey
 from limitforge.limiter import Limiter
 from limitforge.request import Request
-from limitforge.service.answers import JSON, Answer, DecisionBody, body_of, decided, refused
+from limitforge.service.answers import JSON, Answer, DecisionBody, body_of, decided, failed, refused
 from limitforge.service.bodies import CheckBody, read, read_check
 from limitforge.service.counters import Counters
 from limitforge.service.credentials import Who
@@ -116,16 +116,16 @@ class Checks:
         try:
             caller.require(CHECK)
             work(caller, body, tell)
-        except LimitforgeError as error:
-            tell(refused(error))
+        except Exception as error:  # noqa: BLE001 - whatever it is: who asked must be told
+            tell(failed(error))
 
     async def _later(self, work: Work, who: Who, body: bytes, tell: Tell) -> None:
         """The first time that a key is seen."""
         try:
             caller = await self.caller(who, CHECK)
             work(caller, body, tell)
-        except LimitforgeError as error:
-            tell(refused(error))
+        except Exception as error:  # noqa: BLE001 - whatever it is: who asked must be told
+            tell(failed(error))
 
     def _check(self, caller: Caller, body: bytes, tell: Tell) -> None:
         asked = read_check(body)
@@ -151,10 +151,14 @@ class Checks:
         tell: Tell,
         decision: Decision | LimitforgeError,
     ) -> None:
-        if isinstance(decision, Decision):
-            tell(self.decided(caller, selection, subject, decision))
-        else:
-            tell(refused(decision))
+        try:
+            if isinstance(decision, Decision):
+                answer = self.decided(caller, selection, subject, decision)
+            else:
+                answer = refused(decision)
+        except Exception as error:  # noqa: BLE001 - whatever it is: who asked must be told
+            answer = failed(error)
+        tell(answer)
 
     def decided(self, caller: Caller, selection: Selection, subject: str, decision: Decision) -> Answer:
         """Count a decision, and say it as the wire wants it."""
@@ -183,6 +187,12 @@ class Checks:
         task.add_done_callback(self._cold.discard)
 
     async def _judge(self, caller: Caller, asked: list[Any], tell: Tell) -> None:
+        try:
+            tell(await self._judged(caller, asked))
+        except Exception as error:  # noqa: BLE001 - whatever it is: who asked must be told
+            tell(failed(error))
+
+    async def _judged(self, caller: Caller, asked: list[Any]) -> Answer:
         answers: list[DecisionBody | Mapping[str, Any] | None] = []
         selections: list[Selection] = []
         requests: list[Request] = []
@@ -195,16 +205,12 @@ class Checks:
             answers.append(None)
             selections.append(selection)
             requests.append(request)
-        try:
-            judged = iter(zip(await self._limiter.check_many(requests), selections, strict=True))
-        except LimitforgeError as error:
-            tell(refused(error))
-            return
+        judged = iter(zip(await self._limiter.check_many(requests), selections, strict=True))
         for at, answer in enumerate(answers):
             if answer is None:
                 decision, selection = next(judged)
                 answers[at] = self._in_batch(caller, selection, str(asked[at]["subject"]), decision)
-        tell(Answer(200, JSON, b"", _encode({"decisions": answers})))
+        return Answer(200, JSON, b"", _encode({"decisions": answers}))
 
     def _in_batch(
         self, caller: Caller, selection: Selection, subject: str, decision: Decision | LimitforgeError

@@ -1,13 +1,18 @@
 """Live and ready: what a load balancer asks. Neither waits for anything."""
 
+import asyncio
+import time
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
 import msgspec
 
+from limitforge.errors import StoreError
 from limitforge.limiter import Limiter
 from limitforge.service.answers import JSON, Answer
+
+AGAIN_SECONDS = 1.0
 
 _encode = msgspec.json.Encoder().encode
 
@@ -19,17 +24,43 @@ class Health:
         self._limiter = limiter
         self._catalog = catalog
         self._live = _encode({"status": "ok", "version": version("limitforge")})
+        self._is_reached = False
+        self._since = time.time()
+        self._greeting: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Find out whether the store is there, before the first check does."""
+        self._greeting = asyncio.get_running_loop().create_task(self._greet())
+
+    async def close(self) -> None:
+        if self._greeting is not None:
+            self._greeting.cancel()
+            await asyncio.gather(self._greeting, return_exceptions=True)
+
+    async def _greet(self) -> None:
+        while not self._is_reached:
+            try:
+                await self._limiter.get_override("*", "ready", tenant="%ready")
+            except StoreError:
+                await asyncio.sleep(AGAIN_SECONDS)
+            else:
+                self._is_reached, self._since = True, time.time()
 
     async def live(self, *_: Any) -> Answer:
         return Answer(200, JSON, b"", self._live)
 
     async def ready(self, *_: Any) -> Answer:
         """Ready as long as checks are answered, also by a failure behaviour; `degraded` says that they are."""
-        store, catalog = self._limiter.status(), self._catalog()
-        is_degraded = store.breaker != "closed" or catalog["state"] != "ok"
-        told = {
-            "status": "degraded" if is_degraded else "ok",
-            "store": {"state": "ok" if store.breaker == "closed" else store.breaker, "since": store.since},
-            "catalog": catalog,
-        }
-        return Answer(200, JSON, b"", _encode(told))
+        store, catalog = self._store(), self._catalog()
+        is_ok = store["state"] == catalog["state"] == "ok"
+        return Answer(
+            200, JSON, b"", _encode({"status": "ok" if is_ok else "degraded", "store": store, "catalog": catalog})
+        )
+
+    def _store(self) -> dict[str, Any]:
+        """`unreached` until it has answered once."""
+        status = self._limiter.status()
+        since = self._since if status.since is None else status.since
+        if status.breaker != "closed":
+            return {"state": status.breaker, "since": since}
+        return {"state": "ok" if self._is_reached else "unreached", "since": since}

@@ -30,6 +30,7 @@ READ_SECONDS = 10.0  # for the head and the body of a request, from its first by
 WATCH_SECONDS = 2.5  # how often that is looked at
 LINGER_SECONDS = 1.0  # how long a shutdown waits for clients that are silent
 MAX_PIPELINED = 64
+MAX_HELD = 2_097_152  # bytes of bodies that wait on one connection: what comes behind them is not read yet
 MAX_HEAD = 32_768  # bytes of a request's line and header fields
 MAX_KNOWN_HEAD = 2_048  # a longer one is parsed each time
 
@@ -38,7 +39,7 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 CLOSE = b"connection: close\r\n"
 _LENGTH = b"\r\ncontent-length:"
 _END = b"\r\n\r\n"
-_UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
+_UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*(?=\r\n(?![ \t]))", re.IGNORECASE)
 _HOST = re.compile(rb"[-A-Za-z0-9._~!$&'()*+,;=:%\[\]]*")
 _VERSIONS = (b" HTTP/1.1", b" HTTP/1.0")
 
@@ -79,19 +80,19 @@ class Head(msgspec.Struct, frozen=True):
     limit: int
 
     @classmethod
-    def of(cls, request: bytes, turn: "Turn") -> "Head | None":
+    def of(cls, request: bytes, body: bytes, limit: int) -> "Head | None":
         """Of a whole request, if its body is told by its length, and by nothing else."""
         end = request.find(_END) + len(_END)
-        if end > MAX_KNOWN_HEAD or len(request) - end != len(turn.body):
+        if end > MAX_KNOWN_HEAD or len(request) - end != len(body):
             return None  # a body in chunks is longer than what it says
         at = request.lower().find(_LENGTH, 0, end) + len(_LENGTH)
         if at < len(_LENGTH):
             return None
         at += len(request[at:end]) - len(request[at:end].lstrip(b" \t"))
-        digits = b"%d" % len(turn.body)
+        digits = b"%d" % len(body)
         if not request.startswith(digits + b"\r\n", at):
             return None
-        return cls(request[:at], at, request[at + len(digits) : end], turn.limit)
+        return cls(request[:at], at, request[at + len(digits) : end], limit)
 
     def body(self, request: bytes) -> bytes | None:
         """The body of a request that starts with this head; None if it does not, or does not end where it should."""
@@ -106,14 +107,15 @@ class Head(msgspec.Struct, frozen=True):
 class Turn:
     """One check of a connection, until it is answered and everything before it is."""
 
-    __slots__ = ("answer", "body", "call", "close", "is_refused", "limit", "submit", "who")
+    __slots__ = ("answer", "call", "close", "is_refused", "limit", "parts", "size", "submit", "who")
 
     def __init__(self, call: str, submit: Submit, limit: int, who: Who) -> None:
         self.call = call
         self.submit = submit
         self.limit = limit
         self.who = who
-        self.body: bytes | bytearray = b""
+        self.parts: list[bytes] = []
+        self.size = 0
         self.close = False
         self.is_refused = False
         """Whether it was answered before it was read to its end."""
@@ -151,6 +153,8 @@ class CheckProtocol(HttpToolsProtocol):
         self._head_size: int | None = None
         """How much was read of a head that began in an earlier packet."""
         self._reads_since: float | None = None
+        self._held = 0
+        self._stuck_since: float | None = None
         self._is_active = True
         """Whether anything happened since the time was last looked at."""
         self._idle_since = 0.0
@@ -194,6 +198,9 @@ class CheckProtocol(HttpToolsProtocol):
         """In place of uvicorn's, to what is no HTTP."""
         self._refuse(BadRequest(400, "malformed_request", "this is no HTTP/1.1 that can be understood"))
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """It was answered: nothing for the log."""
+
     def _refuse(self, error: BadRequest) -> None:
         """Answer what can't be parsed, behind whatever is still to be answered, and hear nothing more."""
         if self.transport.is_closing():
@@ -234,8 +241,7 @@ class CheckProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """A client that does not read its answers is not read from either."""
         super().pause_writing()
-        if self._turns:
-            self.flow.pause_reading()
+        self.flow.pause_reading()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -244,9 +250,17 @@ class CheckProtocol(HttpToolsProtocol):
     def _watch_time(self) -> None:
         """One timer for a connection's whole life is cheaper than one for each request."""
         now = self.loop.time()
-        if self.transport.is_closing():
-            return
         self._watch = self.loop.call_later(WATCH_SECONDS, self._watch_time)
+        is_closing = self.transport.is_closing()
+        if not is_closing and not self.flow.write_paused:
+            self._stuck_since = None
+        elif self._stuck_since is None:
+            self._stuck_since = now
+        elif now - self._stuck_since > READ_SECONDS:  # whoever does not read its answers for that long goes without
+            self.transport.abort()
+            return
+        if is_closing:
+            return
         if self._is_active:
             self._is_active, self._idle_since = False, now
         if self._reads_since is not None and now - self._reads_since > READ_SECONDS and not self.flow.read_paused:
@@ -290,13 +304,15 @@ class CheckProtocol(HttpToolsProtocol):
         if objection is not None:
             self._refuse(objection)
             return
+        if self.parser.should_upgrade():  # its body would be taken for requests
+            self._refuse(BadRequest(400, "malformed_request", "upgrade: no other protocol is spoken here"))
+            return
         self._is_deaf = self.parser.get_http_version() == "1.0" or not self.parser.should_keep_alive()
         call = self._doors.calls.get(self.url)
         if (
             call is None
             or self.parser.get_method() != b"POST"
             or (self.cycle is not None and not self.cycle.response_complete)
-            or self.parser.should_upgrade()
         ):
             self._hand_over()
             return
@@ -351,12 +367,11 @@ class CheckProtocol(HttpToolsProtocol):
         if turn is None:
             super().on_body(body)
         elif not turn.is_refused:
-            if len(turn.body) + len(body) > turn.limit:
+            turn.size += len(body)
+            if turn.size > turn.limit:
                 self._refuse(BadRequest(413, "body_too_large", f"at most {turn.limit} bytes"))
-            elif turn.body:
-                turn.body = turn.body + body
             else:
-                turn.body = body
+                turn.parts.append(body)
 
     def on_message_complete(self) -> None:
         self._reads_since = None
@@ -367,13 +382,16 @@ class CheckProtocol(HttpToolsProtocol):
         self._turn = None
         if turn.is_refused:
             return
-        if len(self._turns) >= MAX_PIPELINED:
+        self._held += turn.size
+        if len(self._turns) >= MAX_PIPELINED or self._held > MAX_HELD:
             self.flow.pause_reading()
+        body = b"".join(turn.parts)
+        turn.parts = []
         tell = partial(self._told, turn)
         if self._request is not None and not turn.close and not self.expect_100_continue:
-            self._head, self._usual = Head.of(self._request, turn), (turn, tell)
+            self._head, self._usual = Head.of(self._request, body, turn.limit), (turn, tell)
         self._request = None
-        turn.submit(turn.who, turn.body, tell)
+        turn.submit(turn.who, body, tell)
 
     def on_response_complete(self) -> None:
         self._is_active = True
@@ -398,7 +416,7 @@ class CheckProtocol(HttpToolsProtocol):
             if self.transport.is_closing():
                 turns.clear()
                 return
-            is_last = self._is_ending and not turns and (self._turn is None or self._turn is first)
+            is_last = self._is_ending and not turns and not self.pipeline and self._turn in (None, first)
             self._write(ready, close=first.close or is_last)
             self._doors.answered(first.call, ready.status)
             if first.close or is_last:
@@ -411,6 +429,7 @@ class CheckProtocol(HttpToolsProtocol):
     def _go_on(self) -> None:
         """All checks so far are answered."""
         self._is_active = True
+        self._held = 0
         if self.flow.read_paused and not self.flow.write_paused:
             self.flow.resume_reading()
         if self.pipeline:
@@ -441,10 +460,10 @@ def _without_upgrade(data: bytes) -> bytes:
     """The start of a request, less a field that asks for another protocol: there is none, so it does not count. The
     parser would take what follows for that protocol's.
     """
-    if b"pgrade" not in data and b"PGRADE" not in data:
+    if (b"pgrade" not in data and b"PGRADE" not in data) or _END not in data:
         return data
     head, end, rest = data.partition(_END)
-    return _UPGRADE.sub(b"", head) + end + rest
+    return _UPGRADE.sub(b"", head + end[:2]) + end[2:] + rest
 
 
 def _head_too_large() -> BadRequest:

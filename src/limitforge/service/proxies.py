@@ -39,11 +39,17 @@ class Proxies:
         return cls(networks)
 
     def source(self, client: str, headers: Iterable[tuple[bytes, bytes]]) -> str:
-        """Where a request comes from, that `client` has sent. What is no address ends the search."""
+        """Where a request comes from, that `client` has sent. What is no address ends the search. A proxy that passes
+        one field on as a client made it up, beside the other that it wrote itself, is believed in neither.
+        """
         if not self._networks or not self._trusts(_address(client)):
             return client
+        told = {self._first_stranger(client, hops) for hops in _hops(headers)}
+        return told.pop() if len(told) == 1 else client
+
+    def _first_stranger(self, client: str, hops: Iterable[str]) -> str:
         source = client
-        for hop in _hops(headers):
+        for hop in hops:
             address = _address(hop)
             if address is None:
                 return source
@@ -56,14 +62,21 @@ class Proxies:
         return address is not None and any(address in network for network in self._networks)
 
 
-def _hops(headers: Iterable[tuple[bytes, bytes]]) -> list[str]:
-    """The nearest first. `Forwarded` goes before `X-Forwarded-For`."""
-    told: dict[bytes, list[bytes]] = {b"forwarded": [], b"x-forwarded-for": []}
+def _hops(headers: Iterable[tuple[bytes, bytes]]) -> list[list[str]]:
+    """As each field that is there tells them, the nearest first."""
+    forwarded: list[bytes] = []
+    x_forwarded_for: list[bytes] = []
     for name, value in headers:
-        if name in told:
-            told[name] += value.split(b",")
-    words = [b"".join(_FOR.findall(element)[:1]) for element in told[b"forwarded"]] or told[b"x-forwarded-for"]
-    return [word.decode("latin-1").strip() for word in reversed(words[-MAX_HOPS:])]
+        if name == b"forwarded":
+            forwarded += value.split(b",")
+        elif name == b"x-forwarded-for":
+            x_forwarded_for += value.split(b",")
+    words = [b"".join(_FOR.findall(element)[:1]) for element in forwarded[-MAX_HOPS:]]
+    return [
+        [word.decode("latin-1").strip() for word in reversed(told)]
+        for told in (words, x_forwarded_for[-MAX_HOPS:])
+        if told
+    ]
 
 
 def _address(text: str) -> Address | None:

@@ -3,9 +3,11 @@ lower case. The environment goes before the file.
 """
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -23,6 +25,7 @@ FILE = "LIMITFORGE_SETTINGS"
 ELSEWHERE = ("LIMITFORGE_ACTOR", "LIMITFORGE_TEST_PROFILE", FILE)
 MAX_WORKERS = 256
 MASKED = "********"
+_IN_QUERY = re.compile(r"([?&][^=&]*(?:password|secret|token|key)[^=&]*=)[^&]*", re.IGNORECASE)
 
 
 def _setting(default: Any, says: str, *, secret: bool = False) -> Any:
@@ -44,7 +47,7 @@ class Settings:
     workers: int = _setting(1, "How many processes answer.")
     trusted_proxies: str = _setting("", "Which proxies are believed who asks: addresses and networks, 10.0.0.0/8,::1.")
     tls_cert: str = _setting("", "A certificate chain (PEM), to speak TLS.")
-    tls_key: str = _setting("", "Its private key (PEM).", secret=False)
+    tls_key: str = _setting("", "Its private key (PEM).")
     deadline_ms: float = _setting(50.0, "How long a check may wait for the store.")
     failure: str = _setting("open", "What happens when the store can't decide: open, closed or local.")
     nodes: int = _setting(1, "How many processes share the limits, for failure: local.")
@@ -137,7 +140,9 @@ def load(environment: Mapping[str, str] | None = None, **overrides: Any) -> Sett
         if name.startswith(PREFIX) and name not in ELSEWHERE:
             own = name.removeprefix(PREFIX).lower()
             if own not in known:
-                raise InvalidInput(name, f"is no setting; there are {', '.join(PREFIX + n.upper() for n in known)}")
+                near = get_close_matches(own, known, 1)
+                said = f"did you mean {PREFIX}{near[0].upper()}?" if near else "`limitforge settings` shows them all"
+                raise InvalidInput(name, f"is no setting; {said}")
             values[own] = text
     values |= {name: value for name, value in overrides.items() if value is not None}
     return Settings(**{name: _typed(name, value, kinds[name]) for name, value in values.items()})
@@ -162,7 +167,7 @@ def _typed(name: str, value: Any, kind: type) -> Any:
             return value
     else:
         try:
-            if not isinstance(value, bool):
+            if not isinstance(value, bool) and not (kind is int and isinstance(value, float)):
                 return kind(value)
         except (TypeError, ValueError):
             pass
@@ -177,4 +182,5 @@ def _masked(text: str) -> str:
         return MASKED if text else ""
     account, at, place = rest.rpartition("@")
     user, colon, _ = account.partition(":")
+    place = _IN_QUERY.sub(rf"\1{MASKED}", place)
     return f"{scheme}://{user}{f':{MASKED}' if colon else ''}{at}{place}"

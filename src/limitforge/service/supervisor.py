@@ -45,7 +45,7 @@ class Worker:
             [sys.executable, "-m", "limitforge.service.worker", str(fd), str(write), folder, *map(str, beside)],
             pass_fds=(fd, write, *beside),
             env=dict(environment),
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # which ends with this process: so that no worker outlives it
         )
         os.close(write)
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import gc
-import logging
 import os
 import signal
 import socket
@@ -17,6 +16,7 @@ import uvicorn
 
 from limitforge.errors import InvalidInput, LimitforgeError
 from limitforge.service.app import Service
+from limitforge.service.logs import set_up_logging
 from limitforge.service.protocol import CheckProtocol
 from limitforge.service.settings import Settings, load
 
@@ -29,6 +29,7 @@ def config(service: Service, settings: Settings) -> uvicorn.Config:
     return uvicorn.Config(
         service,
         http=CheckProtocol,
+        ws="none",
         lifespan="on",
         access_log=False,
         server_header=False,
@@ -52,9 +53,12 @@ class Server(uvicorn.Server):
         settings: Settings,
         ready: Callable[[], None],
         metrics: socket.socket | None = None,
+        parent: int | None = None,
     ) -> None:
+        """`parent` is a file descriptor that ends with the process that started this one."""
         super().__init__(config(service, settings))
         self._tell_ready = ready
+        self._parent = parent
         self._beside = None if metrics is None else Beside(service, metrics)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -62,12 +66,20 @@ class Server(uvicorn.Server):
         if self.started:
             if self._beside is not None:
                 self._beside.start()
+            if self._parent is not None:
+                asyncio.get_running_loop().add_reader(self._parent, self._orphaned)
             _spare_the_collector()
             self._tell_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         beside = () if self._beside is None else (self._beside.stop(),)
         await asyncio.gather(super().shutdown(sockets), *beside)
+
+    def _orphaned(self) -> None:
+        """The parent never says anything: if there is something to read, it is its end."""
+        if self._parent is not None:
+            asyncio.get_running_loop().remove_reader(self._parent)
+        self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A second signal does not make it drop what is in flight: whoever is that impatient sends SIGKILL."""
@@ -121,7 +133,7 @@ def main() -> None:
     except LimitforgeError as error:
         sys.stderr.write(f"Error: {error}\n")
         raise SystemExit(FAILED) from None
-    server = Server(service, settings, lambda: _tell(ready), metrics)
+    server = Server(service, settings, lambda: _tell(ready), metrics, parent=sys.stdin.fileno())
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it is for the parent
     with socket.socket(fileno=listening) as shared:
         run(server, [shared])
@@ -166,15 +178,6 @@ def run(server: uvicorn.Server, sockets: list[socket.socket]) -> None:
         asyncio.run(server.serve(sockets))
     else:
         uvloop.run(server.serve(sockets))
-
-
-def set_up_logging(settings: Settings) -> None:
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
-    logging.getLogger("uvicorn.error").setLevel("WARNING")
-    for name in ("aiosqlite", "asyncio", "alembic", "sqlalchemy"):
-        logging.getLogger(name).setLevel("WARNING")  # what they say at other levels holds parameters, or nothing new
 
 
 if __name__ == "__main__":

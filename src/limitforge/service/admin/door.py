@@ -251,10 +251,10 @@ def _health() -> dict[str, Any]:
 def _ready() -> dict[str, Any]:
     backend = {
         "type": "object",
-        "properties": {"state": {"type": "string"}, "since": {"type": ["number", "null"]}},
+        "properties": {"state": {"type": "string"}, "since": {"type": "number"}},
         "required": ["state", "since"],
     }
-    fields = {"status": {"enum": ["ok", "degraded", "ending"]}, "store": backend, "catalog": backend}
+    fields = {"status": {"enum": ["ok", "degraded"]}, "store": backend, "catalog": backend}
     told = {"state": "ok", "since": 1_767_225_600.0}
     example = {"status": "ok", "store": told, "catalog": told}
     return {
@@ -263,10 +263,7 @@ def _ready() -> dict[str, Any]:
         "summary": "Ready",
         "description": "Whether checks are answered; `degraded` if it is by a failure behaviour.",
         "security": [],
-        "responses": {
-            "200": _json("They are.", fields, example),
-            "503": _json("It is ending: send no more.", fields, {**example, "status": "ending"}),
-        },
+        "responses": {"200": _json("They are.", fields, example)},
         "x-problems": [405],
     }
 

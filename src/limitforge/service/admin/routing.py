@@ -18,6 +18,7 @@ from limitforge.core.exact import shown
 from limitforge.core.headers import fields_of
 from limitforge.errors import InvalidInput, LimitforgeError, NotFound
 from limitforge.service.answers import refused
+from limitforge.service.bodies import look_through
 from limitforge.service.check import MAX_BODY
 from limitforge.service.credentials import presented
 from limitforge.service.problems import BadRequest
@@ -81,6 +82,7 @@ async def _read(request: Request) -> tuple[bytes, Any]:
     presented((each for each in headers if each[0].startswith(b"content-")), MAX_BODY)
     try:
         plain = msgspec.json.decode(raw)
+        look_through(bytes(raw))
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise BadRequest(400, "malformed_json", str(error)) from None
     except RecursionError:
@@ -95,6 +97,7 @@ def _check(plain: Any) -> None:
         path, value, depth = waiting.pop()
         if depth > MAX_DEPTH:
             raise BadRequest(400, "malformed_json", f"nested deeper than {MAX_DEPTH}")
+        path = path[:64]
         if isinstance(value, dict):
             waiting += [(f"{path}.{name}" if path else name, each, depth + 1) for name, each in value.items()]
         elif isinstance(value, list):
