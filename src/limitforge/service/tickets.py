@@ -26,7 +26,7 @@ class Tickets:
             return None
         nonce = os.urandom(NONCE_BYTES)
         sealed = self._ciphers[0].encrypt(nonce, ticket.encode(), tenant_id.encode())
-        return urlsafe_b64encode(nonce + sealed).rstrip(b"=").decode()
+        return _text(nonce + sealed)
 
     def open(self, tenant_id: str, sealed: str, what: str) -> str:
         """The id inside; another tenant's, or one that nobody here has made, is not found."""
@@ -34,9 +34,15 @@ class Tickets:
             raw = urlsafe_b64decode(sealed[:MAX_LENGTH] + "=" * (-len(sealed) % 4))
         except ValueError:
             raw = b""
+        if _text(raw) != sealed:  # Base64 has several forms of the same bytes, and an id has one
+            raw = b""
         for cipher in self._ciphers if len(raw) > NONCE_BYTES else ():
             try:
                 return cipher.decrypt(raw[:NONCE_BYTES], raw[NONCE_BYTES:], tenant_id.encode()).decode()
             except InvalidTag:
                 continue
         raise NotFound(f"{what}: this tenant has no such one")
+
+
+def _text(raw: bytes) -> str:
+    return urlsafe_b64encode(raw).rstrip(b"=").decode()

@@ -1,0 +1,61 @@
+"""`limitforge demo` as a person meets it."""
+
+import http.client
+import json
+import shlex
+import signal
+import subprocess
+from urllib.parse import urlsplit
+
+from tests.cli.command import ENVIRONMENT, PROGRAM
+from tests.postgres import PostgresServer
+from tests.service.program import demo
+
+
+def test_the_line_that_it_prints_works_ten_times_and_then_is_refused() -> None:
+    with subprocess.Popen(
+        [PROGRAM, "demo", "--port", "0"],
+        env=ENVIRONMENT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            said = ""
+            while "-d '" not in said:
+                line = process.stdout.readline()
+                assert line, "it ended before it said what to try"
+                said += line
+            words = shlex.split(said[said.index("curl ") :].replace("\\\n", ""))
+            url = urlsplit(next(word for word in words if word.startswith("http://")))
+            headers = dict(words[at + 1].split(": ") for at, word in enumerate(words) if word == "-H")
+            body = words[words.index("-d") + 1]
+            connection = http.client.HTTPConnection(url.netloc, timeout=30)
+            statuses = []
+            for _ in range(30):
+                connection.request("POST", url.path, body, headers)
+                answer = connection.getresponse()
+                statuses.append(answer.status)
+                assert "allowed" in json.load(answer)
+            connection.close()
+            assert statuses[:10] == [200] * 10
+            assert 429 in statuses
+        finally:
+            process.send_signal(signal.SIGINT)
+        _, ended = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "Stopped." in ended
+    assert "Traceback" not in ended
+
+
+def test_it_runs_on_a_database_of_ones_own(postgres_url: str, postgres_server: PostgresServer) -> None:
+    url = postgres_url.replace("postgresql://", "postgresql+asyncpg://")
+    with demo("--database", url) as first:
+        assert first.check().status == 200
+    with demo("--database", url) as second:  # in place of the first
+        assert second.check().status == 200
+        assert second.check(key=first.key).status == 401
+        assert set(second.made["plans"]) >= {"free", "pro", "enterprise", "token_bucket", "quota"}
+    assert postgres_server.running
