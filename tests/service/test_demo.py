@@ -2,14 +2,18 @@
 
 import http.client
 import json
+import os
 import shlex
 import signal
 import subprocess
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from tests.cli.command import ENVIRONMENT, PROGRAM
 from tests.postgres import PostgresServer
 from tests.service.program import demo
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_line_that_it_prints_works_ten_times_and_then_is_refused() -> None:
@@ -48,6 +52,27 @@ def test_the_line_that_it_prints_works_ten_times_and_then_is_refused() -> None:
     assert process.returncode == 0
     assert "Stopped." in ended
     assert "Traceback" not in ended
+
+
+def test_make_demo_is_the_same() -> None:
+    """As the README has it, but for the port."""
+    command = ["make", "--silent", "demo", "ARGS=--port 0 --json"]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            made = json.loads(next(line for line in process.stdout if line.startswith("{")))
+            assert made.keys() >= {"base_url", "admin_token", "tenant_id", "api_key", "plans"}
+            connection = http.client.HTTPConnection(urlsplit(made["base_url"]).netloc, timeout=30)
+            headers = {"x-api-key": made["api_key"], "content-type": "application/json"}
+            connection.request("POST", "/v1/check", '{"resource": "GET:/orders", "subject": "user:42"}', headers)
+            answer = connection.getresponse()
+            assert (answer.status, json.load(answer)["remaining"]) == (200, 9)
+            connection.close()
+        finally:
+            process.send_signal(signal.SIGTERM)
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+            for child in children.read_text().split() if children.exists() else ():
+                os.kill(int(child), signal.SIGTERM)
 
 
 def test_it_runs_on_a_database_of_ones_own(postgres_url: str, postgres_server: PostgresServer) -> None:

@@ -245,7 +245,12 @@ class CheckProtocol(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self.flow.resume_reading()
+        if not self._is_full():
+            self.flow.resume_reading()
+
+    def _is_full(self) -> bool:
+        """Whether so much waits to be answered that no more is read."""
+        return len(self._turns) >= MAX_PIPELINED or self._held > MAX_HELD
 
     def _watch_time(self) -> None:
         """One timer for a connection's whole life is cheaper than one for each request."""
@@ -383,7 +388,7 @@ class CheckProtocol(HttpToolsProtocol):
         if turn.is_refused:
             return
         self._held += turn.size
-        if len(self._turns) >= MAX_PIPELINED or self._held > MAX_HELD:
+        if self._is_full():
             self.flow.pause_reading()
         body = b"".join(turn.parts)
         turn.parts = []
