@@ -38,7 +38,9 @@ def from_file(folder: Path, store: str, *options: str, **settings: str) -> Itera
     file = folder / "plans.json"
     file.write_text(json.dumps({"tenants": [tenant]}))
     environment = {"LIMITFORGE_PEPPERS": PEPPERS, "LIMITFORGE_BREAKER_SECONDS": "0.5", **settings}
-    with serve(_free_port(), "--config", str(file), "--store", store, *options, environment=environment) as service:
+    told, log = ("--config", str(file), "--store", store, *options), folder / "log"
+    with serve(_free_port(), *told, environment=environment, log=log) as service:
+        eventually(lambda: "answers at" in log.read_text(), "not every worker starts")
         yield service, made["key"]
 
 
