@@ -107,9 +107,14 @@ class Admin:
         self.http = httpx.Client(base_url=live.url, headers=headers, timeout=CALL_SECONDS)
 
     def call(self, method: str, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        """The answer; to one that calls too often it is that of the next try, once it may."""
         if body is not None:
             options["json"] = body
-        return self.http.request(method, f"/v1/admin{path}", **options)
+        while True:
+            answer = self.http.request(method, f"/v1/admin{path}", **options)
+            if answer.status_code != 429 or answer.json()["code"] != "rate_limit_exceeded":
+                return answer
+            time.sleep(int(answer.headers["retry-after"]))
 
     def get(self, path: str, **query: Any) -> httpx.Response:
         return self.call("GET", path, params=query)

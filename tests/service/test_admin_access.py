@@ -109,7 +109,7 @@ def test_the_tokens_of_a_suspended_tenant_can_not_lift_that(admin: Admin, accoun
 
 def test_a_token_that_calls_too_often_is_told_when_to_come_back(embedded: Live) -> None:
     hasty, other = embedded.admin(), embedded.admin()
-    answers = [hasty.get("/tenants", limit=1) for _ in range(400)]
+    answers = [hasty.http.get("/v1/admin/tenants", params={"limit": 1}) for _ in range(400)]
     denied = [answer for answer in answers if answer.status_code != 200]
     assert len(denied) > 0
     assert_problem(denied[0], 429, "rate_limit_exceeded")
