@@ -519,9 +519,9 @@ class Snapshots:
             self._believe(entry)
             return
         entry.fresh_until_us = now_us + int(RETRY_SECONDS * MICROS)
-        is_copy_no_use = is_confirmed or entry.is_doubtful
+        no_copy = is_confirmed or entry.is_doubtful
         self._soon(
-            ("key", entry.key.id), lambda is_told: self._load_key(entry.key.id, None, is_told=is_told or is_copy_no_use)
+            ("key", entry.key.id), lambda is_told: self._load_key(entry.key.id, None, is_told=is_told or no_copy)
         )
 
     def _is_confirmed(self, now_us: int) -> bool:
