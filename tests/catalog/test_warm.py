@@ -98,6 +98,37 @@ async def test_a_node_that_finds_copies_does_not_ask_the_database(
     await other.close()
 
 
+async def test_a_copy_is_read_once_from_the_database_before_it_is_believed_for_good(
+    node: Node, database: Database, peppers: Peppers, clock: ManualClock, warm: WarmCopies, redis_server: RedisServer
+) -> None:
+    """It may be of yesterday: a Redis that was restored has copies that nobody will announce a change of."""
+    account = await open_account(node.catalog)
+    old, above = await node.catalog.config(account.tenant.id), await node.catalog.config(OPERATOR)
+    async with node.catalog.edit("test") as edit:
+        await edit.update(Tenant, account.tenant.id, {"suspended": True})
+        await edit.update(Tenant, OPERATOR, {"mode": "monitor"})
+    redis_server.flush()
+    await warm.put_config(account.tenant.id, old, old.tenant.revision)
+    await warm.put_config(OPERATOR, above, above.tenant.revision)
+    fresh = remembering(DatabaseSource(database), peppers, clock, warm=warm)
+    caller = await fresh.find(account.text)
+    assert not caller.snapshot.tenant.suspended
+    for _ in range(2):
+        clock.advance_us(MINUTE_US)
+        fresh.confirm()
+        assert fresh.known(account.text) is caller
+        await settled(fresh)
+        assert caller.snapshot.tenant.suspended
+        assert caller.snapshot.operator.tenant.mode == "monitor"
+    before = database.statements
+    clock.advance_us(MINUTE_US)
+    fresh.confirm()
+    assert fresh.known(account.text) is caller
+    await settled(fresh)
+    assert database.statements == before
+    await fresh.close()
+
+
 async def test_copies_are_made_by_whoever_reads_the_database(
     catalog: Catalog, database: Database, peppers: Peppers, clock: ManualClock, warm: WarmCopies
 ) -> None:

@@ -245,6 +245,8 @@ class Snapshots:
         now_us = self._clock.now_us()
         if now_us - self._doubted_us > self._fresh_us:
             self._confirmed_us = now_us
+        if self._operator is not None and not self._operator.is_sure:  # nobody else would come to read it again
+            self._soon("operator", lambda _: self._load_operator(is_told=True))
 
     def is_reachable(self) -> None:
         """The database answers, as somebody else has found."""
@@ -401,7 +403,7 @@ class Snapshots:
 
     async def _load_operator(self, is_told: bool) -> TenantEntry:  # noqa: FBT001 - as flights call it
         try:
-            config, _ = await self._read_config(OPERATOR, self._operator, is_told=is_told)
+            config, is_sure = await self._read_config(OPERATOR, self._operator, is_told=is_told)
         except CatalogUnavailable:
             if self._operator is None or self._clock.now_us() >= self._operator.usable_until_us:
                 raise
@@ -418,7 +420,7 @@ class Snapshots:
             for entry in self._tenants.values():
                 entry.snapshot = entry.snapshot.under(config)
         known.fresh_until_us, known.usable_until_us = now_us + self._fresh_us, now_us + self._stale_us
-        known.is_stale = False
+        known.is_stale, known.is_sure = False, is_sure
         self._operator = known
         return known
 
