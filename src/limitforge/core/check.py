@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
+from functools import lru_cache
 from typing import Literal
 
 import msgspec
@@ -11,11 +12,12 @@ from limitforge.core.exact import MAX_COUNT, cost_of, shown
 from limitforge.core.join import PLACE_WORDS, reported
 from limitforge.core.keys import MAX_BYTES, Keys, Place, text
 from limitforge.core.lanes import Home
-from limitforge.core.limits import Limit, Mode
+from limitforge.core.limits import Limit, Mode, Scope
 from limitforge.core.plan import MAX_LIMITS, Limits, LimitsLike, Plan, Rule, known_priority, weight_us
 from limitforge.errors import InvalidInput
 
 TOKEN_BYTES = 8
+MAX_QUESTIONS = 16_384  # that are known, each in half a kilobyte
 
 
 class Failure(StrEnum):
@@ -105,41 +107,79 @@ def check_of(
     """The simple form: one resource, one subject, and one cost for every limit (or one by name)."""
     if not isinstance(limits, Limits):
         limits = Limits.of(limits)
-    if type(cost) is not int or not 0 <= cost <= MAX_COUNT:
-        cost = cost_of("cost", cost)
-    if type(resource) is not str or len(resource) > MAX_BYTES or not resource.isascii():
-        resource = text("resource", resource)
-    if type(subject) is not str or len(subject) > MAX_BYTES or not subject.isascii():
-        subject = text("subject", subject)
     try:
-        home, plan = keys.homes(tenant), limits.plans[priority]
-    except (KeyError, TypeError):  # the first of its kind, or nonsense
-        home, plan = keys.home(tenant), limits.plan(priority)
-    if home.moves is not None:
-        home = home.now()
-    check = _plan_check(keys, plan, resource, subject, cost, costs, home)
-    if shadow is not None:
-        candidate = Limits.of(shadow).plan(priority, Place.SHADOW)
-        check.shadow = _plan_check(keys, candidate, resource, subject, cost, _named_in(costs, candidate), home)
-        check.shadow.lease = check.lease = check.lease or check.shadow.lease
-        check.weight_us += check.shadow.weight_us
-    return check
+        question = _question(keys, keys.generation, limits, resource, tenant, priority, shadow)  # type: ignore[arg-type]
+    except TypeError:  # something can't be looked up; if it is nonsense, that is said now
+        question = _question.__wrapped__(keys, keys.generation, limits, resource, tenant, priority, shadow)
+    return question.check(subject, cost, costs)
+
+
+class Question(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """What all checks of one resource by one plan have in common: only their subjects and costs differ."""
+
+    keys: Keys
+    plan: Plan
+    candidate: Plan | None
+    resource: str
+    home: Home
+    start: str
+    """What the key of every bucket starts with, up to the subject; empty if that is not the same for all."""
+
+    def check(self, subject: str | bytes, cost: int, costs: Mapping[str, int] | None) -> Check:
+        if type(cost) is not int or not 0 <= cost <= MAX_COUNT:
+            cost = cost_of("cost", cost)
+        if type(subject) is not str or len(subject) > MAX_BYTES or not subject.isascii():
+            subject = text("subject", subject)
+        plan = self.plan
+        if not self.start or costs is not None or self.candidate is not None:
+            return self._any_check(subject, cost, costs)
+        base, resource = f"{self.start}{len(subject)}:{subject}:", self.resource
+        overrides = f"{self.home.wide}o:{subject}"
+        takes: list[Take] = [
+            (rule, base + suffix, 1 if requests and cost else cost, resource, overrides if overridable else None)
+            for rule, suffix, requests, overridable in plan.alike
+        ]
+        return Check(takes, plan.names, os.urandom(TOKEN_BYTES) if plan.leases else b"", plan.varies, plan.weight_us)
+
+    def _any_check(self, subject: str, cost: int, costs: Mapping[str, int] | None) -> Check:
+        home, candidate = self.home.now(), self.candidate
+        check = _plan_check(self.keys, self.plan, self.resource, subject, cost, costs, home)
+        if candidate is not None:
+            costs = _named_in(costs, candidate)
+            check.shadow = _plan_check(self.keys, candidate, self.resource, subject, cost, costs, home)
+            check.shadow.lease = check.lease = check.lease or check.shadow.lease
+            check.weight_us += check.shadow.weight_us
+        return check
+
+
+@lru_cache(maxsize=MAX_QUESTIONS)
+def _question(
+    keys: Keys,
+    _generation: int,
+    limits: Limits,
+    resource: str | bytes,
+    tenant: str | bytes,
+    priority: str,
+    shadow: LimitsLike | None,
+) -> Question:
+    resource = text("resource", resource)
+    home, plan = keys.home(tenant), limits.plan(priority)
+    candidate = None if shadow is None else Limits.of(shadow).plan(priority, Place.SHADOW)
+    return Question(keys, plan, candidate, resource, home, _start(plan, home, resource))
+
+
+def _start(plan: Plan, home: Home, resource: str) -> str:
+    if not plan.alike or plan.is_mixed or home.moves is not None or len(home.lanes) > 1:
+        return ""
+    scope, place = plan.rules[0].scope, plan.rules[0].place
+    return Keys.start(scope, place, home.wide, resource) if scope in (Scope.SUBJECT, Scope.CALLER) else ""
 
 
 def _plan_check(
     keys: Keys, plan: Plan, resource: str, subject: str, cost: int, costs: Mapping[str, int] | None, home: Home
 ) -> Check:
-    own = home.wide if len(home.lanes) == 1 else home.of_subject(subject)
-    overrides = keys.overrides(own, subject)
-    if plan.alike is not None:
-        first = plan.rules[0]
-        base = keys.bucket(first.scope, first.place, home, own, resource, subject)
-        takes: list[Take] = [
-            (rule, base + suffix, 1 if requests and cost else cost, resource, overrides if overridable else None)
-            for rule, suffix, requests, overridable in plan.alike
-        ]
-    else:
-        takes = _takes(keys, plan, resource, subject, cost, home, own, overrides)
+    own = home.of_subject(subject)
+    takes = _takes(keys, plan, resource, subject, cost, home, own)
     lease = os.urandom(TOKEN_BYTES) if plan.leases else b""
     check = Check(takes, plan.names, lease, plan.varies, plan.weight_us, is_mixed=plan.is_mixed)
     if costs is not None:
@@ -147,11 +187,9 @@ def _plan_check(
     return check
 
 
-def _takes(
-    keys: Keys, plan: Plan, resource: str, subject: str, cost: int, home: Home, own: str, overrides: str
-) -> list[Take]:
-    """Of any rules."""
+def _takes(keys: Keys, plan: Plan, resource: str, subject: str, cost: int, home: Home, own: str) -> list[Take]:
     takes: list[Take] = []
+    overrides = keys.overrides(own, subject)
     base, scope, place, bucket = "", None, "", keys.bucket
     for rule in plan.rules:
         if rule.scope is not scope or rule.place is not place:

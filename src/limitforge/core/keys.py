@@ -27,6 +27,7 @@ from limitforge.core.limits import Scope
 from limitforge.errors import InvalidInput
 
 MAX_BYTES = 512
+MAX_HOMES = 16_384
 _PREFIX = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 _ESCAPED = str.maketrans({"%": "%25", "{": "%7B", "}": "%7D", "/": "%2F"})
 _EMPTY_TENANT = "%-"  # an empty tag would not be one; "%" is always followed by two digits in an escaped tenant
@@ -52,7 +53,9 @@ class Keys:
             raise InvalidInput("key_prefix", f"must be 1 to 64 letters, digits or -_.: characters, got {shown(prefix)}")
         self.prefix = prefix
         self.lanes: dict[str, Lanes] = lanes_of(lanes or {})
-        self.homes = lru_cache(maxsize=8_192)(self._home)
+        self.generation = 0
+        """Whoever remembers where a tenant's keys are remembers this too: with another number it may be elsewhere."""
+        self.homes = lru_cache(maxsize=MAX_HOMES)(self._home)
 
     def home(self, tenant: str | bytes) -> Home:
         """Where the keys of a tenant are."""
@@ -71,19 +74,23 @@ class Keys:
         """How many a tenant has from now on: for who learns it while checks are under way."""
         if self.lanes.get(tenant, ONE_LANE) != lanes:
             self.lanes[tenant] = lanes
+            self.generation += 1
             self.homes.cache_clear()
 
     def bucket(self, scope: Scope, place: str, home: Home, own: str, resource: str, subject: str) -> str:
         """All of a bucket's key but its limit; `own` is what the subject's keys start with, `place` its letter."""
-        if scope is _SUBJECT:
-            return f"{own}s{place}:{len(resource)}:{resource}:{len(subject)}:{subject}:"
-        if scope is Scope.CALLER:
-            return f"{own}c{place}:{len(subject)}:{subject}:"
+        if scope is _SUBJECT or scope is Scope.CALLER:
+            return f"{self.start(scope, place, own, resource)}{len(subject)}:{subject}:"
         if scope is Scope.RESOURCE:
             return f"{home.of_resource(resource)}r{place}:{len(resource)}:{resource}:"
         if scope is Scope.TENANT:
             return f"{home.wide}t{place}:"
         return f"{self.prefix}:{{{_GLOBAL}}}:g{place}:"
+
+    @staticmethod
+    def start(scope: Scope, place: str, own: str, resource: str) -> str:
+        """The same up to the subject, for scopes that have one."""
+        return f"{own}s{place}:{len(resource)}:{resource}:" if scope is _SUBJECT else f"{own}c{place}:"
 
     def unprefixed(self, key: str) -> str:
         """The key as any store would have it."""

@@ -138,9 +138,9 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
     """Whether some of it is decided in this process."""
     weight_us: int
     """What a check of these rules takes in Redis, by estimate: what travels together is bounded by it."""
-    alike: tuple[tuple[Rule, str, bool, bool], ...] | None
+    alike: tuple[tuple[Rule, str, bool, bool], ...]
     """Each rule, its suffix, whether it counts requests and whether overrides reach it: if all count in one place, for
-    the same scope, and none depends on its key.
+    the same scope, and none depends on its key. Else nothing.
     """
 
     @classmethod
@@ -166,9 +166,9 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
         )
 
 
-def _alike(rules: tuple[Rule, ...]) -> tuple[tuple[Rule, str, bool, bool], ...] | None:
+def _alike(rules: tuple[Rule, ...]) -> tuple[tuple[Rule, str, bool, bool], ...]:
     if any(rule.varies for rule in rules) or len({(rule.scope, rule.place) for rule in rules}) != 1:
-        return None
+        return ()
     return tuple((rule, rule.suffix, rule.requests, rule.overridable) for rule in rules)
 
 
