@@ -68,8 +68,8 @@ class Check(msgspec.Struct, gc=False):
     """What decides together. `lease` is the token of the slots that it may take, `varies` tells that a rule depends
     on the time, `hold` makes it a reservation, `shadow` is a candidate plan that is judged beside it, `failure` says
     what happens when the store can't decide (None: as the store is set), `weight_us` estimates what it takes in Redis.
-    One that `is_part` of another is answered with what the store told, not with a decision. `is_mixed` tells that this
-    process may decide some of it.
+    One that `is_part` of another is answered with what the store told, not with a decision; one that `is_raw` too,
+    unless there is more to say. `is_mixed` tells that this process may decide some of it.
     """
 
     takes: list[Take]
@@ -82,6 +82,7 @@ class Check(msgspec.Struct, gc=False):
     failure: Failure | None = None
     is_part: bool = False
     is_mixed: bool = False
+    is_raw: bool = False
 
     def around(self, now_us: int) -> None:
         """Lay every quota's windows around a time."""
@@ -107,17 +108,31 @@ def check_of(
     """The simple form: one resource, one subject, and one cost for every limit (or one by name)."""
     if not isinstance(limits, Limits):
         limits = Limits.of(limits)
+    return question_of(keys, limits, resource, tenant, priority, shadow).check(subject, cost, costs)
+
+
+def question_of(
+    keys: Keys,
+    limits: Limits,
+    resource: str | bytes,
+    tenant: str | bytes,
+    priority: str,
+    shadow: LimitsLike | None = None,
+) -> "Question":
+    """Worked out once for all checks that ask it."""
     try:
-        question = _question(keys, keys.generation, limits, resource, tenant, priority, shadow)  # type: ignore[arg-type]
+        return _question(keys, keys.generation, limits, resource, tenant, priority, shadow)  # type: ignore[arg-type]
     except TypeError:  # something can't be looked up; if it is nonsense, that is said now
-        question = _question.__wrapped__(keys, keys.generation, limits, resource, tenant, priority, shadow)
-    return question.check(subject, cost, costs)
+        return _question.__wrapped__(keys, keys.generation, limits, resource, tenant, priority, shadow)
 
 
 class Question(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """What all checks of one resource by one plan have in common: only their subjects and costs differ."""
+    """What all checks of one resource by one plan have in common: only their subjects and costs differ. It holds for
+    as long as the keys are of this `generation`.
+    """
 
     keys: Keys
+    generation: int
     plan: Plan
     candidate: Plan | None
     resource: str
@@ -155,7 +170,7 @@ class Question(msgspec.Struct, frozen=True, eq=False, gc=False):
 @lru_cache(maxsize=MAX_QUESTIONS)
 def _question(
     keys: Keys,
-    _generation: int,
+    generation: int,
     limits: Limits,
     resource: str | bytes,
     tenant: str | bytes,
@@ -165,7 +180,7 @@ def _question(
     resource = text("resource", resource)
     home, plan = keys.home(tenant), limits.plan(priority)
     candidate = None if shadow is None else Limits.of(shadow).plan(priority, Place.SHADOW)
-    return Question(keys, plan, candidate, resource, home, _start(plan, home, resource))
+    return Question(keys, generation, plan, candidate, resource, home, _start(plan, home, resource))
 
 
 def _start(plan: Plan, home: Home, resource: str) -> str:

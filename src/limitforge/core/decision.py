@@ -10,6 +10,7 @@ from limitforge.core.check import Check, Failure, Hold
 from limitforge.core.keys import encoded
 from limitforge.core.limits import Quota
 from limitforge.core.tickets import HeldLimit, Lease, Reservation, nothing_held, ticket_id
+from limitforge.errors import LimitforgeError
 
 Row = tuple[int, int, int, int, int]
 """What a store tells of one limit: limit, remaining, reset and wait in microseconds, and 1 if a reservation or lease is
@@ -59,6 +60,15 @@ class Outcome(msgspec.Struct, gc=False):
     allowed: bool
     delay_us: int
     rows: list[Row]
+
+
+Judged = Decision | Outcome | LimitforgeError
+"""What a check is answered with."""
+
+
+def answer_of(check: Check, outcome: Outcome, shadow: Outcome | None = None) -> Decision | Outcome:
+    """What a check is answered with: a decision, unless all that there is to say will do as it was told."""
+    return outcome if check.is_raw and shadow is None else decision_of(check, outcome, shadow)
 
 
 def decision_of(check: Check, outcome: Outcome, shadow: Outcome | None = None) -> Decision:

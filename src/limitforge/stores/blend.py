@@ -11,7 +11,7 @@ import msgspec
 
 from limitforge.core.algorithms.steps import UNLIMITED
 from limitforge.core.check import TOKEN_BYTES, Check, Hold, Take
-from limitforge.core.decision import Decision, Outcome, Row, decision_of
+from limitforge.core.decision import Decision, Outcome, Row, answer_of
 from limitforge.core.plan import weight_us
 from limitforge.errors import LimitforgeError
 from limitforge.stores.memory import MemoryStore
@@ -43,14 +43,14 @@ class Blender:
         self.shares = shares
         self._local = local
 
-    def decide(self, check: Check) -> Decision | None:
+    def decide(self, check: Check) -> Decision | Outcome | None:
         """The whole check, if a share of its only limit pays for it; the most frequent case has a short way."""
         if not _is_simple(check):
             return None
         spent = self.shares.spend(check.takes[0])
         if spent is None:
             return None
-        return decision_of(check, Outcome(self._local.now_us(), allowed=True, delay_us=-1, rows=[spent[0]]))
+        return answer_of(check, Outcome(self._local.now_us(), allowed=True, delay_us=-1, rows=[spent[0]]))
 
     def begin(self, check: Check) -> Blend:
         """Take here what can be taken here, after `decide` could not. A reservation is held in the store, whatever its

@@ -13,7 +13,7 @@ import msgspec
 
 from limitforge.core.check import Check
 from limitforge.core.decide import too_many_reservations
-from limitforge.core.decision import Decision, Outcome, decision_of
+from limitforge.core.decision import Judged, Outcome, answer_of
 from limitforge.core.keys import encoded
 from limitforge.core.plan import Rule
 from limitforge.errors import LimitforgeError, StoreCorrupt, StoreUnavailable
@@ -63,8 +63,6 @@ class NotReplicated(NotAsked):
 
 Reply = bytes | list[Any] | Unreplicated
 Flow = Generator[Call, Reply, T]
-Judged = Decision | Outcome | LimitforgeError
-"""What a check is answered with; an outcome if it is part of another."""
 Note = Callable[[Check, Outcome], None]
 """Told of each denial."""
 
@@ -127,15 +125,13 @@ def batch_flow(checks: Sequence[Check], around_us: int, time_us: int, note: Note
         shadow = None if check.shadow is None else next(judged)
         if doubts and isinstance(outcome, Outcome) and outcome.allowed and any(cost for _, _, cost, *_ in check.takes):
             outcome = doubts[0].error()
-        if check.is_part:
+        if check.is_part or not isinstance(outcome, Outcome):
             answers.append(outcome)
-        elif isinstance(outcome, Outcome):
-            if not outcome.allowed and note is not None:
-                note(check, outcome)
-            # A candidate plan must never harm the live one: what is wrong with its buckets only leaves it out.
-            answers.append(decision_of(check, outcome, shadow if isinstance(shadow, Outcome) else None))
-        else:
-            answers.append(outcome)
+            continue
+        if not outcome.allowed and note is not None:
+            note(check, outcome)
+        # A candidate plan must never harm the live one: what is wrong with its buckets only leaves it out.
+        answers.append(answer_of(check, outcome, shadow if isinstance(shadow, Outcome) else None))
     return answers
 
 

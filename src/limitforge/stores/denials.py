@@ -21,17 +21,14 @@ from typing import Self
 import msgspec
 
 from limitforge.core.algorithms.steps import NEVER
-from limitforge.core.check import Check
+from limitforge.core.check import Check, Take
 from limitforge.core.clock import LONG_AGO_US, Clock
-from limitforge.core.decision import Decision, Outcome, Row, decision_of
+from limitforge.core.decision import Decision, Outcome, Row, answer_of
 from limitforge.core.keys import decoded, encoded
 
-MAX_PER_PLACE = 4  # different checks of the same buckets, such as other costs
+MAX_PER_PLACE = 4  # different checks that begin with the same bucket, such as other costs
 
-Place = str | tuple[str, ...]
-"""The buckets of a check: one key, or several."""
-
-Signature = tuple[tuple[object, bool, int, int, str], ...]
+Signature = tuple[tuple[object, str, bool, int, int, str], ...]
 _Names = tuple[bytes, ...]
 
 
@@ -54,6 +51,7 @@ class Drop(msgspec.Struct, frozen=True):
 
 
 class Denial(msgspec.Struct, frozen=True, gc=False):
+    takes: list[Take]
     signature: Signature
     ends_us: int
     """Until when it is surely denied, by the moment of sending."""
@@ -78,8 +76,8 @@ class Denials:
         self._max_places = max_keys
         self._now_us: Callable[[], int] = clock.now_us
         self._lock = threading.Lock()
-        self._shelves: dict[Place, Shelf] = {}  # the oldest first
-        self._places: dict[str, set[Place]] = {}  # where a bucket or the overrides of a subject matter
+        self._shelves: dict[str, Shelf] = {}  # the oldest first
+        self._places: dict[str, set[str]] = {}  # where a bucket or the overrides of a subject matter
         self._dropped: dict[str, int] = {}  # when each of these was last dropped, the oldest first
         self._dropped_before_us = LONG_AGO_US
         self.hits = 0
@@ -97,18 +95,18 @@ class Denials:
         """For `note`: the moment before a check is sent."""
         return self._now_us()
 
-    def look(self, check: Check) -> Decision | None:
+    def look(self, check: Check) -> Decision | Outcome | None:
         """The denial of this check, if it is sure; its wait is what is left of it."""
         place = _place(check)
         shelf = self._shelves.get(place)
         if shelf is None or check.hold is not None or check.shadow is not None:
             return None  # a reservation and a candidate plan are always judged by the store
         now_us = self._now_us()
-        signature = _signature(check)
         for denial in shelf.denials:
-            if denial.signature == signature and denial.told_us <= now_us < denial.ends_us:
+            is_same = denial.takes == check.takes or denial.signature == _signature(check)
+            if is_same and denial.told_us <= now_us < denial.ends_us:
                 self.hits += 1
-                return _aged(check, denial, now_us - denial.told_us)
+                return answer_of(check, _aged(denial, now_us - denial.told_us))
         self._sweep(place, now_us)
         return None
 
@@ -121,13 +119,18 @@ class Denials:
         told_us = self._now_us()
         if told_us >= sent_us + sure_us:
             return
-        denial = Denial(_signature(check), sent_us + sure_us, told_us, outcome.now_us, tuple(outcome.rows))
+        denial = Denial(
+            list(check.takes), _signature(check), sent_us + sure_us, told_us, outcome.now_us, tuple(outcome.rows)
+        )
         with self._lock:
             dropped = max(self._dropped.get(name, LONG_AGO_US) for name in names)
             if sent_us <= max(dropped, self._dropped_before_us):
                 return
             known = self._shelves.pop(place, None)
-            others = [] if known is None else [d for d in known.denials if d.signature != denial.signature]
+            others: list[Denial] = []
+            if known is not None:
+                others = [d for d in known.denials if d.signature != denial.signature]
+                names = tuple({*names, *known.names})
             self._shelves[place] = Shelf(names, (denial, *others[: MAX_PER_PLACE - 1]))
             for name in names:
                 self._places.setdefault(name, set()).add(place)
@@ -173,7 +176,7 @@ class Denials:
                 longest_us = max(longest_us, self._max_age_us if wait_us == NEVER else wait_us)
         return min(longest_us, self._max_age_us)
 
-    def _sweep(self, place: Place, now_us: int) -> None:
+    def _sweep(self, place: str, now_us: int) -> None:
         """Forget what is over, so that a caller who has room again finds nothing to compare with."""
         with self._lock:
             shelf = self._shelves.get(place)
@@ -194,7 +197,7 @@ class Denials:
             self._forget(place)
         self.is_active = bool(self._shelves)
 
-    def _forget(self, place: Place) -> None:
+    def _forget(self, place: str) -> None:
         for name in self._shelves.pop(place).names:
             places = self._places[name]
             places.discard(place)
@@ -202,9 +205,9 @@ class Denials:
                 del self._places[name]
 
 
-def _place(check: Check) -> Place:
-    takes = check.takes
-    return takes[0][1] if len(takes) == 1 else tuple([key for _, key, *_ in takes])
+def _place(check: Check) -> str:
+    """Its first bucket: what else it takes from is in its signature."""
+    return check.takes[0][1] if check.takes else ""
 
 
 def _names(check: Check) -> tuple[str, ...]:
@@ -217,21 +220,21 @@ def _names(check: Check) -> tuple[str, ...]:
 def _signature(check: Check) -> Signature:
     """What makes two checks of the same buckets the same; the resource matters where an override may be of one."""
     return tuple(
-        (rule.limit, rule.enforced, cost, rule.percent, "" if overrides is None else resource)
-        for rule, _, cost, resource, overrides in check.takes
+        (rule.limit, key, rule.enforced, cost, rule.percent, "" if overrides is None else resource)
+        for rule, key, cost, resource, overrides in check.takes
     )
 
 
-def _aged(check: Check, denial: Denial, elapsed_us: int) -> Decision:
+def _aged(denial: Denial, elapsed_us: int) -> Outcome:
     """What the rows say now; a limit whose own wait is over by now had room."""
     rows: list[Row] = [
         (
             limit,
             remaining,
-            max(reset_us - elapsed_us, 0),
-            wait_us if wait_us <= 0 else max(wait_us - elapsed_us, 0),
+            reset_us - elapsed_us if reset_us > elapsed_us else 0,
+            wait_us - elapsed_us if wait_us > elapsed_us else wait_us if wait_us < 0 else 0,
             is_open,
         )
         for limit, remaining, reset_us, wait_us, is_open in denial.rows
     ]
-    return decision_of(check, Outcome(denial.now_us + elapsed_us, allowed=False, delay_us=-1, rows=rows))
+    return Outcome(denial.now_us + elapsed_us, allowed=False, delay_us=-1, rows=rows)

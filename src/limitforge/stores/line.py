@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from limitforge.core.check import Check
-from limitforge.core.decision import Decision
+from limitforge.core.decision import Decision, Judged, Outcome
 from limitforge.errors import LimitforgeError, StoreError, StoreUnavailable
 from limitforge.stores.codec import Call, Flow, Reply, T, as_corrupt, one_call, parts
 from limitforge.stores.denials import Drop
@@ -107,9 +107,9 @@ class Line:
             self.doubt()  # also if it was too early to ask when the doubt came up
         self._pipeline(node).submit(asked)
 
-    def answer(self, asked: Asked, decision: Decision | LimitforgeError) -> None:
+    def answer(self, asked: Asked, judged: Judged) -> None:
         """Tell what needs no asking."""
-        self._pipeline(self._fleet.nobody).tell(asked, decision)
+        self._pipeline(self._fleet.nobody).tell(asked, judged)
 
     def undo(self, undone: Sequence[Finish]) -> None:
         """Give back, without anybody waiting: what does not arrive goes back by itself."""
@@ -280,10 +280,10 @@ class Line:
 
     # -- denials
 
-    def decided(self, check: Check) -> Decision | None:
+    def decided(self, check: Check) -> Decision | Outcome | None:
         """What needs no asking: a denial that is known, or what a share pays for."""
         self._heat.note(check)
-        decision = None
+        decision: Decision | Outcome | None = None
         denials = self._denials
         if denials is not None and denials.is_active:
             self._listen()

@@ -12,7 +12,7 @@ from limitforge.core.calendar import Calendar, Period
 from limitforge.core.check import Check, Hold
 from limitforge.core.clock import Clock, SystemClock
 from limitforge.core.decide import Again, Held, StepsFor, Verdict, decide, is_gone, opened
-from limitforge.core.decision import Decision, Outcome, decision_of
+from limitforge.core.decision import Decision, Judged, Outcome, answer_of, decision_of
 from limitforge.core.keys import Keys, decoded
 from limitforge.core.plan import Rule
 from limitforge.core.reservations import KEPT_US, Record, Settlement, finish, settle
@@ -91,6 +91,13 @@ class MemoryStore:
             return self._check(check, self._now_us())
         finally:
             self._lock.release()
+
+    def answer(self, check: Check) -> Decision | Outcome:
+        """The same for whoever takes an outcome too."""
+        if check.shadow is not None:
+            return self.check(check)
+        with self._lock:
+            return answer_of(check, self._judge(check, self._now_us()))
 
     def check_many(self, checks: Sequence[Check]) -> list[Decision | LimitforgeError]:
         answers: list[Decision | LimitforgeError] = []
@@ -264,12 +271,12 @@ class AsyncMemoryStore:
     async def check(self, check: Check) -> Decision:
         return self._store.check(check)
 
-    def submit(self, check: Check, answer: Callable[[Decision | LimitforgeError], None]) -> None:
+    def submit(self, check: Check, answer: Callable[[Judged], None]) -> None:
         try:
-            decision: Decision | LimitforgeError = self._store.check(check)
+            judged: Judged = self._store.answer(check)
         except LimitforgeError as error:
-            decision = error
-        answer(decision)
+            judged = error
+        answer(judged)
 
     async def check_many(self, checks: Sequence[Check]) -> list[Decision | LimitforgeError]:
         return self._store.check_many(checks)

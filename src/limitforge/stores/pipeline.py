@@ -14,8 +14,9 @@ from typing import Any, Protocol
 import msgspec
 
 from limitforge.core.check import Check
+from limitforge.core.decision import Judged
 from limitforge.errors import LimitforgeError, StoreError, StoreUnavailable
-from limitforge.stores.codec import BUSY_US, Call, Flow, Judged, NotReplicated, Reply, as_corrupt
+from limitforge.stores.codec import BUSY_US, Call, Flow, NotReplicated, Reply, as_corrupt
 from limitforge.stores.fleet import Node
 from limitforge.stores.link import Link
 from limitforge.stores.resilience import NotAsked, left_alone

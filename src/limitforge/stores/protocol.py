@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from limitforge.core.check import Check
-from limitforge.core.decision import Decision
+from limitforge.core.decision import Decision, Judged
 from limitforge.core.keys import Keys
 from limitforge.core.overrides import Compiled, Override, OverridePage
 from limitforge.core.reservations import Settlement
@@ -143,8 +143,10 @@ class Store(Protocol):
     async def check(self, check: Check) -> Decision:
         """Decide, or raise this check's own error."""
 
-    def submit(self, check: Check, answer: Callable[[Decision | LimitforgeError], None]) -> None:
-        """The same for a protocol on the running loop: `answer` is called once, perhaps before this returns."""
+    def submit(self, check: Check, answer: Callable[[Judged], None]) -> None:
+        """The same for a protocol on the running loop: `answer` is called once, perhaps before this returns. It is told
+        an outcome only if the check `is_raw`.
+        """
 
     async def check_many(self, checks: Sequence[Check]) -> list[Decision | LimitforgeError]:
         """Decide each by itself, in order; an error stands in the place of its check and spoils no other."""

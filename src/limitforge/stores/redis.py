@@ -9,7 +9,7 @@ from typing import cast
 
 from limitforge.core.check import Check
 from limitforge.core.clock import Clock
-from limitforge.core.decision import Decision
+from limitforge.core.decision import Decision, Judged
 from limitforge.core.keys import Keys
 from limitforge.errors import LimitforgeError
 from limitforge.stores.line import Line
@@ -39,7 +39,7 @@ class RedisStore:
         line = self._line()
         decided = line.decided(check)
         if decided is not None:
-            return decided
+            return cast("Decision", decided)
         future = line.loop.create_future()
         asked = line.submit(check, future.set_result)
         try:
@@ -51,7 +51,7 @@ class RedisStore:
             raise copy.copy(answer)  # others of its batch may be told the same
         return answer
 
-    def submit(self, check: Check, answer: Callable[[Decision | LimitforgeError], None]) -> None:
+    def submit(self, check: Check, answer: Callable[[Judged], None]) -> None:
         line = self._latest
         if line is None or line.loop is not asyncio.get_running_loop():
             line = self._line()

@@ -9,7 +9,7 @@ import msgspec
 
 from limitforge.core.check import Check
 from limitforge.core.clock import Clock, MonotonicClock, SystemClock
-from limitforge.core.decision import Decision, Outcome, decision_of, reservation_id
+from limitforge.core.decision import Decision, Judged, Outcome, decision_of, reservation_id
 from limitforge.core.keys import Keys, decoded, encoded
 from limitforge.core.tickets import nothing_held, ticket_id
 from limitforge.errors import LimitforgeError, StoreUnavailable, TooManyReservations
@@ -18,7 +18,6 @@ from limitforge.stores.codec import (
     OWN_TIME,
     Call,
     Flow,
-    Judged,
     Note,
     T,
     across,
@@ -264,12 +263,12 @@ def dropped_by(command: Command[Any]) -> Drop | None:
 class Batch:
     """The checks of a caller's own batch: those whose denial is known, and those that must be asked for."""
 
-    def __init__(self, checks: Iterable[Check], denied: Callable[[Check], Decision | None]) -> None:
+    def __init__(self, checks: Iterable[Check], decided: Callable[[Check], Decision | Outcome | None]) -> None:
         self.asked: list[Check] = []
         self._places: list[int] = []
-        self.answers: list[Decision | LimitforgeError | None] = []
+        self.answers: list[Judged | None] = []
         for place, check in enumerate(checks):
-            known = denied(check)
+            known = decided(check)
             self.answers.append(known)
             if known is None:
                 self.asked.append(check)

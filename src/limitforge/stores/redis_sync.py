@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 
 from limitforge.core.check import Check
 from limitforge.core.clock import Clock
-from limitforge.core.decision import Decision
+from limitforge.core.decision import Decision, Outcome
 from limitforge.core.keys import Keys
 from limitforge.core.plan import BUCKET_US
 from limitforge.errors import LimitforgeError, StoreError, StoreUnavailable
@@ -322,10 +322,10 @@ class SyncRedisStore:
 
     # -- denials
 
-    def _decided(self, check: Check) -> Decision | None:
+    def _decided(self, check: Check) -> Decision | Outcome | None:
         """What needs no asking: a denial that is known, or what a share pays for."""
         self._parts.heat.note(check)
-        decision = None
+        decision: Decision | Outcome | None = None
         denials = self._parts.denials
         if denials is not None and denials.is_active:
             if self._listener is None:
