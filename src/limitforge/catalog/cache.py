@@ -72,6 +72,8 @@ class Caller(msgspec.Struct, eq=False):
     entry: KeyEntry
     ends_us: int
     """When the key, or this secret of it, stops being good."""
+    routes: dict[tuple[str, str | None, str | None], Any] = {}
+    """What whoever serves this caller has worked out for it: it goes when the caller does."""
 
     @property
     def snapshot(self) -> Snapshot:

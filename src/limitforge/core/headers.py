@@ -120,13 +120,10 @@ class HeaderTemplate:
         "_clock",
         "_draft_06",
         "_draft_11",
-        "_is_epoch",
         "_items",
         "_legacy",
-        "_names",
         "_policy",
-        "_sizes",
-        "_usual",
+        "is_epoch",
     )
 
     def __init__(
@@ -141,11 +138,9 @@ class HeaderTemplate:
         self._legacy = HeaderStyle.LEGACY in styles
         self._draft_06 = HeaderStyle.DRAFT_06 in styles
         self._draft_11 = HeaderStyle.DRAFT_11 in styles
-        self._is_epoch = reset is ResetForm.EPOCH
         self._clock = clock
-        self._names = tuple(items)
-        self._sizes = tuple(item.size for item in items.values())
-        self._usual = self._usual_block() if self._legacy and self._draft_11 and not self._draft_06 else None
+        self.is_epoch = reset is ResetForm.EPOCH
+        """Whether `X-RateLimit-Reset` tells the time, not how long it is until then."""
 
     @classmethod
     def compile(
@@ -178,36 +173,23 @@ class HeaderTemplate:
 
     def block(self, decision: Decision) -> bytes:
         """The same as one block of lines."""
-        usual = self._usual
-        numbers = None if usual is None else self._usual_numbers(decision)
-        return block(self.fields(decision)) if usual is None or numbers is None else (usual % numbers).encode()
+        return block(self.fields(decision))
 
-    def _usual_block(self) -> str:
-        """What is sent with nearly every decision, with a place for each of its numbers."""
+    @property
+    def has_form(self) -> bool:
+        """Whether `form` knows these styles: nearly everybody has the default ones."""
+        return self._legacy and self._draft_11 and not self._draft_06
+
+    def form(self, size: int, *, allowed: bool) -> bytes:
+        """The block of decisions by limits that are all as planned, the one that binds of that size, with a place for
+        each number: remaining and reset of that one, remaining and seconds of each; if denied, how long to wait.
+        """
         policy = self._policy.decode().replace("%", "%%")
-        states = ",".join([item.state.replace("%", "%%") + "%s;t=%s" for item in self._items.values()])
+        states = ",".join([item.state.replace("%", "%%") + "%d;t=%d" for item in self._items.values()])
         return (
-            "x-ratelimit-limit: %s\r\nx-ratelimit-remaining: %s\r\nx-ratelimit-reset: %s\r\n"
-            f"ratelimit-policy: {policy}\r\nratelimit: {states}\r\nretry-after: %s\r\n"
-        )
-
-    def _usual_numbers(self, decision: Decision) -> tuple[int, ...] | None:
-        """Those of a decision by limits that are all as planned, and of which none denies for ever; None of others."""
-        limits, limit, remaining = decision.limits, decision.limit, decision.remaining
-        reset, reset_ms, retry_ms = decision.reset_at, decision.reset_after_ms, decision.retry_after_ms
-        if limit is None or remaining is None or reset is None or reset_ms is None or retry_ms is None:
-            return None
-        if tuple(limits) != self._names:
-            return None
-        numbers = [limit, remaining, reset if self._is_epoch else -(-reset_ms // 1_000)]
-        for state, size in zip(limits.values(), self._sizes, strict=True):
-            left, wait_ms = state.remaining, state.reset_after_ms if state.allowed else state.retry_after_ms
-            if state.limit != size or left is None or left > MAX_INTEGER or wait_ms is None:
-                return None
-            numbers.append(left)
-            numbers.append(-(-wait_ms // 1_000))
-        numbers.append(0 if decision.allowed else -(-retry_ms // 1_000) or 1)
-        return tuple(numbers)
+            f"x-ratelimit-limit: {size}\r\nx-ratelimit-remaining: %d\r\nx-ratelimit-reset: %d\r\n"
+            f"ratelimit-policy: {policy}\r\nratelimit: {states}\r\nretry-after: {0 if allowed else '%d'}\r\n"
+        ).encode()
 
     def _add_binding(self, headers: list[Header], decision: Decision) -> None:
         """The limit that binds; where all are monitored, the one that would."""
@@ -225,7 +207,7 @@ class HeaderTemplate:
             headers += (
                 (b"x-ratelimit-limit", b"%d" % limit),
                 (b"x-ratelimit-remaining", b"%d" % remaining),
-                (b"x-ratelimit-reset", b"%d" % (reset_at if self._is_epoch else seconds)),
+                (b"x-ratelimit-reset", b"%d" % (reset_at if self.is_epoch else seconds)),
             )
         if self._draft_06:
             headers += (

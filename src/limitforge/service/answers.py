@@ -65,8 +65,13 @@ def decided(decision: Decision, selection: Selection, lease_id: str | None, rese
     if decision.allowed:
         return Answer(200, JSON, headers, _encode(body_of(decision, selection, lease_id, reservation_id)))
     refusal = CLOSED if decision.degraded == "closed" else _denied(decision)
-    body = _encode(body_of(decision, selection, None, None))[:-1] + b"," + _encode(refusal)[1:]
-    return Answer(refusal.status, PROBLEM_JSON, headers, body)
+    body = _encode(body_of(decision, selection, None, None))
+    return Answer(refusal.status, PROBLEM_JSON, headers, joined(body, refusal))
+
+
+def joined(body: bytes, refusal: Refusal) -> bytes:
+    """A decision's members and then those of a problem, as one document."""
+    return body[:-1] + b"," + _encode(refusal)[1:]
 
 
 def body_of(decision: Decision, selection: Selection, lease_id: str | None, reservation_id: str | None) -> DecisionBody:
@@ -124,7 +129,13 @@ CLOSED = Refusal(
 def _denied(decision: Decision) -> Refusal:
     violated = [name for name, state in decision.limits.items() if not state.allowed and not state.monitored]
     if decision.retry_after_ms is None:
-        detail = f"{decision.binding} has no room for this, and waiting does not help"
-    else:
-        detail = f"{decision.binding} has no room: come back in {-(-decision.retry_after_ms // 1_000) or 1} s"
+        return _exceeded(f"{decision.binding} has no room for this, and waiting does not help", violated)
+    return no_room(decision.binding, -(-decision.retry_after_ms // 1_000) or 1, violated)
+
+
+def no_room(binding: str | None, seconds: object, violated: list[str]) -> Refusal:
+    return _exceeded(f"{binding} has no room: come back in {seconds} s", violated)
+
+
+def _exceeded(detail: str, violated: list[str]) -> Refusal:
     return Refusal(QUOTA_EXCEEDED, "Quota exceeded", 429, detail, "rate_limit_exceeded", violated)

@@ -1,7 +1,7 @@
 """The hot path: a key and a body become an answer. Both doors call it, and nothing here knows HTTP's framing."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
@@ -9,8 +9,9 @@ import msgspec
 
 from limitforge.catalog.cache import Caller, Snapshots
 from limitforge.catalog.model import KeyKind, KeyScope, refusal
-from limitforge.catalog.snapshot import Selection
-from limitforge.core.decision import Decision
+from limitforge.catalog.snapshot import Selection, Snapshot
+from limitforge.core.check import Check, Question, question_of
+from limitforge.core.decision import Decision, Judged, Outcome, decision_of
 from limitforge.errors import InvalidInput, LimitforgeError, UnknownKey
 from limitforge.limiter import Limiter
 from limitforge.request import Request
@@ -19,11 +20,13 @@ from limitforge.service.bodies import CheckBody, read, read_check
 from limitforge.service.counters import Counters
 from limitforge.service.credentials import Who
 from limitforge.service.problems import problem_of
+from limitforge.service.templates import Template, Templates
 from limitforge.service.tickets import Tickets
 
 MAX_BODY = 65_536
 MAX_BATCH_BODY = 1_048_576
 MAX_BATCH = 1_000
+MAX_ROUTES = 128  # of a caller, each in half a kilobyte; beyond that they are worked out again
 
 CHECK = KeyScope.CHECK
 TEST = KeyKind.TEST
@@ -38,6 +41,18 @@ class BatchBody(msgspec.Struct, forbid_unknown_fields=True):
     """What `POST /v1/check/batch` takes: each check is read by itself, so that a wrong one spoils no other."""
 
     checks: list[Any]
+
+
+class Route(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """Where a caller's checks of one resource lead: what decides them, how that is asked, and how it is told. Good for
+    as long as snapshot and generation are the same.
+    """
+
+    snapshot: Snapshot
+    generation: int
+    selection: Selection
+    question: Question
+    template: Template | None
 
 
 _batch_body = msgspec.json.Decoder(BatchBody).decode
@@ -56,19 +71,30 @@ class Checks:
     ) -> None:
         """`denied` hears of each denial: whose, and of whom."""
         self._limiter = limiter
+        self._keys = limiter.keys
+        self._judge = limiter.judge
         self._denied = denied
         self._snapshots = snapshots
         self._seen = snapshots.seen
         self._tickets = tickets
         self._counters = counters
+        self.answered = counters.answered
+        self._templates = Templates()
         self._cold: set[asyncio.Task[None]] = set()
 
     def submit(self, who: Who, body: bytes, tell: Tell) -> None:
         """`tell` is called once with the answer, perhaps before this returns."""
-        self._work(self._check, who, body, tell)
+        caller = self._seen(who.seen)
+        if caller is None:
+            self._start(self._later(self._check, who, body, tell))
+            return
+        try:
+            self._check(caller, body, tell)
+        except Exception as error:  # noqa: BLE001 - whatever it is: who asked must be told
+            tell(failed(error))
 
     def submit_batch(self, who: Who, body: bytes, tell: Tell) -> None:
-        self._work(self._batch, who, body, tell)
+        self._start(self._later(self._batch, who, body, tell))
 
     async def caller(self, who: Who, scope: KeyScope) -> Caller:
         """Whoever presents this key, if it may do this."""
@@ -99,28 +125,15 @@ class Checks:
             raise InvalidInput("subject" if body.resource else "resource", "must not be empty")
         return caller.tenant.snapshot.select(body.resource, caller.key.plan_id, body.plan_id)
 
-    def answered(self, call: str, status: int) -> None:
-        """Some door has answered."""
-        self._counters.answered(call, status)
-
     # --- One check ---------------------------------------------------------------------------------------------------
 
-    def _work(self, work: Work, who: Who, body: bytes, tell: Tell) -> None:
-        """At once for a key that is known, else later."""
-        caller = self._seen(who.seen)
-        if caller is None:
-            task = asyncio.get_running_loop().create_task(self._later(work, who, body, tell))
-            self._cold.add(task)
-            task.add_done_callback(self._cold.discard)
-            return
-        try:
-            caller.require(CHECK)
-            work(caller, body, tell)
-        except Exception as error:  # noqa: BLE001 - whatever it is: who asked must be told
-            tell(failed(error))
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._cold.add(task)
+        task.add_done_callback(self._cold.discard)
 
     async def _later(self, work: Work, who: Who, body: bytes, tell: Tell) -> None:
-        """The first time that a key is seen."""
+        """The first time that a key is seen, or what takes time anyway."""
         try:
             caller = await self.caller(who, CHECK)
             work(caller, body, tell)
@@ -129,36 +142,54 @@ class Checks:
 
     def _check(self, caller: Caller, body: bytes, tell: Tell) -> None:
         asked = read_check(body)
+        route: Route | None = caller.routes.get((asked.resource, asked.priority, asked.plan_id))
+        if route is None or route.snapshot is not caller.tenant.snapshot or route.generation != self._keys.generation:
+            route = self._route(caller, asked)
+        subject = asked.subject
+        if not subject:
+            raise InvalidInput("subject", "must not be empty")
+        check = route.question.check(subject, asked.cost, asked.costs)
+        check.failure = route.selection.failure
+        self._judge(check, partial(self._judged, caller, route, check, subject, tell))
+
+    def _route(self, caller: Caller, asked: CheckBody) -> Route:
+        """Worked out when a caller first asks for a resource, and after a change."""
+        caller.require(CHECK)
         selection = self.select(caller, asked)
-        self._limiter.submit(
-            partial(self._decided, caller, selection, asked.subject, tell),
-            selection.template or asked.resource,
-            asked.subject,
+        question = question_of(
+            self._keys,
             selection.limits,
-            asked.cost,
-            asked.costs,
+            selection.template or asked.resource,
             caller.key.tenant_id,
             priority_of(caller, selection, asked.resource) if asked.priority is None else asked.priority,
             selection.shadow,
-            selection.failure,
         )
+        template = self._templates.of(selection)
+        route = Route(caller.tenant.snapshot, question.generation, selection, question, template)
+        if len(caller.routes) >= MAX_ROUTES:
+            caller.routes.clear()
+        caller.routes[asked.resource, asked.priority, asked.plan_id] = route
+        return route
 
-    def _decided(
-        self,
-        caller: Caller,
-        selection: Selection,
-        subject: str,
-        tell: Tell,
-        decision: Decision | LimitforgeError,
-    ) -> None:
+    def _judged(self, caller: Caller, route: Route, check: Check, subject: str, tell: Tell, judged: Judged) -> None:
         try:
-            if isinstance(decision, Decision):
-                answer = self.decided(caller, selection, subject, decision)
-            else:
-                answer = refused(decision)
+            answer = self._answer(caller, route, check, subject, judged)
         except Exception as error:  # noqa: BLE001 - whatever it is: who asked must be told
             answer = failed(error)
         tell(answer)
+
+    def _answer(self, caller: Caller, route: Route, check: Check, subject: str, judged: Judged) -> Answer:
+        if isinstance(judged, Outcome):
+            answer = None if route.template is None else route.template.answer(judged)
+            if answer is not None:
+                self._counters.count(caller, allowed=judged.allowed)
+                if not judged.allowed:
+                    self._denied(caller.key.tenant_id, subject)
+                return answer
+            judged = decision_of(check, judged)
+        if isinstance(judged, Decision):
+            return self.decided(caller, route.selection, subject, judged)
+        return refused(judged)
 
     def decided(self, caller: Caller, selection: Selection, subject: str, decision: Decision) -> Answer:
         """Count a decision, and say it as the wire wants it."""
@@ -168,7 +199,12 @@ class Checks:
         return decided(decision, selection, *self._ids(caller, decision))
 
     def _count(self, caller: Caller, subject: str, decision: Decision) -> None:
-        self._counters.count(caller, decision)
+        self._counters.count(
+            caller,
+            allowed=decision.allowed,
+            would_deny=bool(decision.would_deny),
+            degraded=decision.degraded is not None,
+        )
         if not decision.allowed:
             self._denied(caller.key.tenant_id, subject)
 
@@ -182,17 +218,15 @@ class Checks:
         asked = read(_batch_body, body).checks
         if len(asked) > MAX_BATCH:
             raise InvalidInput("checks", f"at most {MAX_BATCH}, got {len(asked)}")
-        task = asyncio.get_running_loop().create_task(self._judge(caller, asked, tell))
-        self._cold.add(task)
-        task.add_done_callback(self._cold.discard)
+        self._start(self._judge_all(caller, asked, tell))
 
-    async def _judge(self, caller: Caller, asked: list[Any], tell: Tell) -> None:
+    async def _judge_all(self, caller: Caller, asked: list[Any], tell: Tell) -> None:
         try:
-            tell(await self._judged(caller, asked))
+            tell(await self._judged_all(caller, asked))
         except Exception as error:  # noqa: BLE001 - whatever it is: who asked must be told
             tell(failed(error))
 
-    async def _judged(self, caller: Caller, asked: list[Any]) -> Answer:
+    async def _judged_all(self, caller: Caller, asked: list[Any]) -> Answer:
         answers: list[DecisionBody | Mapping[str, Any] | None] = []
         selections: list[Selection] = []
         requests: list[Request] = []

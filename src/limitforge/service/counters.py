@@ -6,7 +6,6 @@ from collections.abc import Iterable
 import msgspec
 
 from limitforge.catalog.cache import Caller
-from limitforge.core.decision import Decision
 
 MAX_TENANTS = 1_000  # that are named in metrics; whatever is beyond them is counted together
 OTHERS = "others"
@@ -35,16 +34,16 @@ class Counters:
         """By key: its numbers, whose they are, and what that tenant was called when it was first seen."""
         self._totals: dict[str, list[int]] = {}
 
-    def count(self, caller: Caller, decision: Decision) -> None:
+    def count(self, caller: Caller, *, allowed: bool, would_deny: bool = False, degraded: bool = False) -> None:
         known = self._rows.get(caller.key.id)
         if known is None:
             name = caller.snapshot.tenant.name
             known = self._rows[caller.key.id] = ([0, 0, 0, 0], caller.key.tenant_id, name)
         row = known[0]
-        row[ALLOWED if decision.allowed else DENIED] += 1
-        if decision.would_deny:
+        row[ALLOWED if allowed else DENIED] += 1
+        if would_deny:
             row[WOULD_DENY] += 1
-        if decision.degraded is not None:
+        if degraded:
             row[DEGRADED] += 1
 
     def answered(self, call: str, status: int) -> None:

@@ -20,6 +20,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from limitforge.core.headers import block
 from limitforge.service.answers import Answer, refused
 from limitforge.service.check import MAX_BATCH_BODY, MAX_BODY, Checks
 from limitforge.service.credentials import MAX_HEADERS, Who, presented
@@ -59,25 +60,33 @@ class Doors:
             f"{root_path}/v1/check/batch".encode(): ("batch", checks.submit_batch, MAX_BATCH_BODY),
         }
         self._default_headers: list[tuple[bytes, bytes]] | None = None
-        self._default_block = b""
+        self._openings: dict[tuple[int, bytes], bytes] = {}
 
-    def default_block(self, headers: list[tuple[bytes, bytes]]) -> bytes:
-        """The fields of uvicorn's own, which are made anew each second."""
+    def opening(self, answer: Answer, headers: list[tuple[bytes, bytes]]) -> bytes:
+        """How an answer begins, with the fields of uvicorn's own, which are made anew each second."""
         if headers is not self._default_headers:
-            self._default_block = b"".join([b"%b: %b\r\n" % header for header in headers])
+            self._openings.clear()
             self._default_headers = headers
-        return self._default_block
+        kind = (answer.status, answer.content_type)
+        opening = self._openings.get(kind)
+        if opening is None:
+            own = b"content-type: %b\r\n" % answer.content_type
+            opening = self._openings[kind] = STATUS_LINES[answer.status] + block(headers) + own
+        return opening
 
 
-class Head(msgspec.Struct, frozen=True):
+class Head(msgspec.Struct):
     """The head of a check that was parsed: what comes before the length of its body, what comes behind, and what it
-    meant.
+    meant. Bodies of one length follow each other, so the last whole head is kept as well.
     """
 
     start: bytes
     digits_at: int
     end: bytes
     limit: int
+    whole: bytes = b""
+    size: int = 0
+    """Of a request with that whole head."""
 
     @classmethod
     def of(cls, request: bytes, body: bytes, limit: int) -> "Head | None":
@@ -96,12 +105,20 @@ class Head(msgspec.Struct, frozen=True):
 
     def body(self, request: bytes) -> bytes | None:
         """The body of a request that starts with this head; None if it does not, or does not end where it should."""
+        if len(request) == self.size and request.startswith(self.whole):
+            return request[len(self.whole) :]
+        if not request.startswith(self.start):
+            return None
         at = request.find(self.end, self.digits_at)
         digits = request[self.digits_at : at]
         if not 0 < len(digits) < 8 or not digits.isdigit() or digits.startswith(b"0"):
             return None
-        body = request[at + len(self.end) :]
-        return body if len(body) == int(digits) <= self.limit else None
+        whole = request[: at + len(self.end)]
+        body = request[len(whole) :]
+        if not len(body) == int(digits) <= self.limit:
+            return None
+        self.whole, self.size = whole, len(request)
+        return body
 
 
 class Turn:
@@ -177,7 +194,7 @@ class CheckProtocol(HttpToolsProtocol):
         self._is_active = True
         is_idle = not self._turns and self._reads_since is None and (self.cycle is None or self.cycle.response_complete)
         head = self._head
-        if head is not None and is_idle and data.startswith(head.start) and not self.transport.is_closing():
+        if head is not None and is_idle and not self.transport.is_closing():
             body = head.body(data)
             if body is not None and self._usual is not None:
                 turn, tell = self._usual
@@ -413,7 +430,9 @@ class CheckProtocol(HttpToolsProtocol):
             if not self.transport.is_closing():
                 self._write(answer, close=False)
                 self._doors.answered(turn.call, answer.status)
-                self._go_on()
+                self._is_active = True
+                if self._held or self.pipeline or self.flow.read_paused:
+                    self._go_on()
             return
         turn.answer = answer
         while turns and (ready := turns[0].answer) is not None:
@@ -443,22 +462,9 @@ class CheckProtocol(HttpToolsProtocol):
 
     def _write(self, answer: Answer, *, close: bool) -> None:
         body = answer.body
-        self.transport.write(
-            b"".join(
-                (
-                    STATUS_LINES[answer.status],
-                    self._doors.default_block(self.server_state.default_headers),
-                    b"content-type: ",
-                    answer.content_type,
-                    b"\r\n",
-                    answer.headers,
-                    b"content-length: %d\r\n" % len(body),
-                    CLOSE if close else b"",
-                    b"\r\n",
-                    body,
-                )
-            )
-        )
+        opening = self._doors.opening(answer, self.server_state.default_headers)
+        length = b"content-length: %d\r\n%b\r\n" % (len(body), CLOSE if close else b"")
+        self.transport.write(b"".join((opening, answer.headers, length, body)))
 
 
 def _without_upgrade(data: bytes) -> bytes:
