@@ -13,7 +13,7 @@ import msgspec
 
 from limitforge.core.check import Check
 from limitforge.core.decide import too_many_reservations
-from limitforge.core.decision import Judged, Outcome, answer_of
+from limitforge.core.decision import Judged, Outcome, decision_of
 from limitforge.core.keys import encoded
 from limitforge.core.plan import Rule
 from limitforge.errors import LimitforgeError, StoreCorrupt, StoreUnavailable
@@ -118,21 +118,38 @@ def batch_flow(checks: Sequence[Check], around_us: int, time_us: int, note: Note
             group.around(around_us)
     doubts: list[Unreplicated] = []
     outcomes = yield from _judge(groups, time_us, doubts)
-    judged = iter(outcomes)
+    shadows: dict[int, Outcome] = {}
+    if groups is not checks:
+        outcomes, shadows = _parted(checks, outcomes)
     answers: list[Judged] = []
-    for check in checks:
-        outcome = next(judged)
-        shadow = None if check.shadow is None else next(judged)
-        if doubts and isinstance(outcome, Outcome) and outcome.allowed and any(cost for _, _, cost, *_ in check.takes):
-            outcome = doubts[0].error()
-        if check.is_part or not isinstance(outcome, Outcome):
-            answers.append(outcome)
-            continue
-        if not outcome.allowed and note is not None:
-            note(check, outcome)
-        # A candidate plan must never harm the live one: what is wrong with its buckets only leaves it out.
-        answers.append(answer_of(check, outcome, shadow if isinstance(shadow, Outcome) else None))
+    for at, (check, outcome) in enumerate(zip(checks, outcomes, strict=True)):
+        answer: Judged = outcome
+        if isinstance(outcome, Outcome):
+            if doubts and outcome.allowed and any(cost for _, _, cost, *_ in check.takes):
+                answer = doubts[0].error()
+            elif not check.is_part:
+                if not outcome.allowed and note is not None:
+                    note(check, outcome)
+                if not check.is_raw or at in shadows:
+                    answer = decision_of(check, outcome, shadows.get(at))
+        answers.append(answer)
     return answers
+
+
+def _parted(
+    checks: Sequence[Check], judged: Sequence[Outcome | LimitforgeError]
+) -> tuple[list[Outcome | LimitforgeError], dict[int, Outcome]]:
+    """What the checks were told, and what their candidate plans were. A candidate must never harm the live plan: what
+    is wrong with its buckets only leaves it out.
+    """
+    told = iter(judged)
+    outcomes: list[Outcome | LimitforgeError] = []
+    shadows: dict[int, Outcome] = {}
+    for at, check in enumerate(checks):
+        outcomes.append(next(told))
+        if check.shadow is not None and isinstance(shadow := next(told), Outcome):
+            shadows[at] = shadow
+    return outcomes, shadows
 
 
 def finish_flow(finishes: Sequence[Finish], time_us: int) -> Flow[list[Any]]:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 from limitforge.core.check import Check
@@ -38,6 +39,7 @@ class Line:
 
     def __init__(self, parts: Parts, options: StoreOptions) -> None:
         self.loop = asyncio.get_running_loop()
+        self._thread = get_ident()
         self.deadline = options.deadline_ms / 1_000
         self._parts = parts
         self._options = options
@@ -70,6 +72,10 @@ class Line:
                 self._discovering.cancel()
             for pipeline in [*self._pipelines.values(), *self._leaving]:
                 pipeline.close()
+
+    def is_here(self) -> bool:
+        """Whether its loop is the running one; asking asyncio takes a system call."""
+        return self._thread == get_ident() and self.loop.is_running()
 
     @property
     def waiting(self) -> int:

@@ -53,7 +53,7 @@ class RedisStore:
 
     def submit(self, check: Check, answer: Callable[[Judged], None]) -> None:
         line = self._latest
-        if line is None or line.loop is not asyncio.get_running_loop():
+        if line is None or not line.is_here():
             line = self._line()
         decided = line.decided(check)
         if decided is None:
