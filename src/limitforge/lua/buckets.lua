@@ -17,8 +17,9 @@
 -- opened state is a copy: it replaces the stored one only when something was taken. So what was stored need not last: all but the ledgers read it into one
 -- table, over and over, which is good until the next read.
 --
--- A call is { now, injected, values, changed }. values[key] is what the key holds: false if nothing, true if something of another type, its string, or a
--- state. changed[key] is the algorithm of a state that is to be written.
+-- A call is { now, injected, values, changed, ends }. values[key] is what the key holds: false if nothing, its string (an empty one, which nobody writes, if
+-- it is of another type), or a state. changed[key] is the algorithm of a bucket that is to be written, and if that is a string already, ends[key] is its
+-- `until`.
 
 local byte, ceil, format, sub, type = string.byte, math.ceil, string.format, string.sub, type
 
@@ -36,7 +37,6 @@ end
 -- The state that a key holds: false if there is none, nil if the value is not of this algorithm.
 local function state_of(call, key, algorithm)
   local raw = call.values[key]
-  if raw == true then return nil end
   if type(raw) ~= 'string' then return raw end
   local version, code, width = byte(raw, 1, 3)
   if not width or version == 0 or code ~= algorithm.code or width < algorithm.width or #raw < width then return nil end
@@ -58,22 +58,21 @@ local function gone(state, now)
 end
 
 -- MGET says false for a key of another type, which must not read as empty: what seems to be missing is asked for once more, all at once.
-local function fetch(values, first, last)
-  local found = redis.call('MGET', unpack(KEYS, first, last))
-  local missing, count = {}, 0
-  for key = first, last do
-    local value = found[key - first + 1]
-    values[key] = value
-    if not value then
+local function fetch(first, last)
+  local values = redis.call('MGET', unpack(KEYS, first, last))
+  local missing, count, before = {}, 0, first - 1
+  for i = 1, #values do
+    if not values[i] then
       count = count + 1
-      missing[count] = KEYS[key]
+      missing[count] = KEYS[before + i]
     end
   end
   if count > 0 and redis.call('EXISTS', unpack(missing)) > 0 then
-    for key = first, last do
-      if not values[key] and redis.call('EXISTS', KEYS[key]) > 0 then values[key] = true end
+    for i = 1, #values do
+      if not values[i] and redis.call('EXISTS', KEYS[before + i]) > 0 then values[i] = '' end
     end
   end
+  return values
 end
 
 return {
@@ -87,15 +86,15 @@ return {
   read = function(now, injected)
     local values = {}
     if SLOTS then -- a command takes keys of one slot only
-      local first = 1
       for slot = 1, #SLOTS do
-        fetch(values, first, first + SLOTS[slot] - 1)
-        first = first + SLOTS[slot]
+        local before = #values
+        local found = fetch(before + 1, before + SLOTS[slot])
+        for i = 1, #found do values[before + i] = found[i] end
       end
     elseif #KEYS > 0 then
-      fetch(values, 1, #KEYS)
+      values = fetch(1, #KEYS)
     end
-    return { now = now, injected = injected, values = values, changed = {} }
+    return { now = now, injected = injected, values = values, changed = {}, ends = {} }
   end,
 
   -- The bucket as it is now under `numbers`, with what has lapsed given back, and the time that it is judged at. nil and the time if a calendar does not
@@ -112,18 +111,22 @@ return {
 
   keep = function(call, key, algorithm, work)
     call.values[key], call.changed[key] = work, algorithm
+    if call.ends[key] then call.ends[key] = nil end -- a state again
   end,
 
   write = function(call)
-    local now, injected, values = call.now, call.injected, call.values
+    local now, injected, values, ends = call.now, call.injected, call.values, call.ends
     for key, algorithm in pairs(call.changed) do
-      local state = values[key]
-      local value = algorithm.write(state)
-      if state.pending ~= '' then value = value .. state.pending end
-      if state.til == state.kept_til and not injected then -- a window: its key was given this TTL when the window began
+      local value, til, is_same_window = values[key], ends[key], algorithm.windows
+      if not til then
+        local state = value
+        value, til, is_same_window = algorithm.write(state), state.til, state.til == state.kept_til
+        if state.pending ~= '' then value = value .. state.pending end
+      end
+      if is_same_window and not injected then -- its key was given this TTL when the window began
         redis.call('SET', KEYS[key], value, 'KEEPTTL')
       else -- as text: Redis would print a number as a double
-        redis.call('SET', KEYS[key], value, 'PX', format('%d', ttl(state.til, now, injected)))
+        redis.call('SET', KEYS[key], value, 'PX', format('%d', ttl(til, now, injected)))
       end
     end
   end,

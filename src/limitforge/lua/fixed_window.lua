@@ -7,7 +7,7 @@ local FORMAT = use('buckets').FORMAT
 
 local NEVER = -1 -- a wait that does not end
 local FIRST_HIT = 1
-local WINDOW = '<BBBI7I7I7I7I7B'
+local WINDOW, WIDTH = '<BBBI7I7I7I7I7B', 39
 
 local stored = { last = 0, til = 0, kept_til = 0, used = 0, size = 0, window = 0, kind = 0, pending = '' } -- what was read last
 
@@ -15,7 +15,7 @@ local fixed_window
 fixed_window = {
   code = 3,
   windows = true,
-  width = 39,
+  width = WIDTH,
 
   read = function(raw, tail)
     local _, _, _, last, til, used, size, window, kind = unpack_struct(WINDOW, raw)
@@ -25,6 +25,16 @@ fixed_window = {
 
   write = function(state)
     return pack(WINDOW, FORMAT, 3, 39, state.last, state.til, state.used, state.size, state.window, state.kind)
+  end,
+
+  step = function(raw, numbers, cost, now)
+    if #raw ~= WIDTH then return nil end
+    local version, code, width, last, til, used, _, window, kind = unpack_struct(WINDOW, raw)
+    if version ~= FORMAT or code ~= 3 or width ~= WIDTH or now < last or now >= til or window ~= numbers[2] or kind ~= numbers[3] then return nil end
+    local limit = numbers[1]
+    used = used + cost
+    if used > limit then return nil end
+    return pack(WINDOW, version, code, width, now, til, used, limit, window, kind), til, limit - used
   end,
 
   numbers = function(state)

@@ -11,6 +11,7 @@ local stored = { last = 0, til = 0, level = 0, size = 0, tokens = 0, per = 0, pe
 
 local level
 level = {
+  BUCKET = BUCKET,
   WIDTH = 44,
 
   read = function(raw, tail)

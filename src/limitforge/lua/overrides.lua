@@ -16,7 +16,6 @@ local overrides = {}
 -- The overrides under a key: a list, false if there are none, nil if the value is not ours.
 function overrides.read(raw)
   if not raw then return false end
-  if raw == true then return nil end
   local parsed, list = pcall(cmsgpack.unpack, raw)
   if not parsed or type(list) ~= 'table' or list[1] ~= OVERRIDE_FORMAT or (#list - 1) % FIELDS ~= 0 then return nil end
   return list

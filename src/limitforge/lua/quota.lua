@@ -5,15 +5,21 @@
 local min, pack, unpack_struct = math.min, struct.pack, struct.unpack
 local fixed_window, FORMAT = use('fixed_window'), use('buckets').FORMAT
 
-local QUOTA = '<BBBI7I7I7I7I6'
+local QUOTA, WIDTH = '<BBBI7I7I7I7I6', 37
 
 local stored = { last = 0, til = 0, kept_til = 0, used = 0, size = 0, shape = 0, pending = '' } -- what was read last
+
+-- Where the window ends that holds this time; nil if none of them does.
+local function window_end(numbers, now)
+  if now < numbers[3] or now >= numbers[6] then return nil end
+  return now < numbers[4] and numbers[4] or now < numbers[5] and numbers[5] or numbers[6]
+end
 
 local quota
 quota = {
   code = 7,
   windows = true,
-  width = 37,
+  width = WIDTH,
   wait = fixed_window.wait,
   give = fixed_window.give,
   source = fixed_window.source,
@@ -29,14 +35,23 @@ quota = {
     return pack(QUOTA, FORMAT, 7, 37, state.last, state.til, state.used, state.size, state.shape)
   end,
 
+  step = function(raw, numbers, cost, now)
+    if #raw ~= WIDTH then return nil end
+    local version, code, width, last, til, used, _, shape = unpack_struct(QUOTA, raw)
+    if version ~= FORMAT or code ~= 7 or width ~= WIDTH or now < last or shape ~= numbers[2] or til ~= window_end(numbers, now) then return nil end
+    local limit = numbers[1]
+    used = used + cost
+    if used > limit then return nil end
+    return pack(QUOTA, version, code, width, now, til, used, limit, shape), til, limit - used
+  end,
+
   numbers = function(state)
     return { state.size, state.shape, 0, state.til, state.til, state.til } -- a live state is in its own window
   end,
 
   fresh = function(numbers, now)
-    if now < numbers[3] or now >= numbers[6] then return nil end
-    local til = now < numbers[4] and numbers[4] or now < numbers[5] and numbers[5] or numbers[6]
-    return { last = now, til = til, pending = '', used = 0, size = numbers[1], shape = numbers[2] }
+    local til = window_end(numbers, now)
+    return til and { last = now, til = til, pending = '', used = 0, size = numbers[1], shape = numbers[2] }
   end,
 
   open = function(state, numbers, now)

@@ -40,7 +40,7 @@ function reserve.settle(request, now, injected)
   local raw = call.values[1]
   if not raw then return { 3 } end
   local parsed, record = pcall(cmsgpack.unpack, raw)
-  if raw == true or not parsed or type(record) ~= 'table' or record[1] ~= RECORD_FORMAT then return { -1, 1 } end
+  if not parsed or type(record) ~= 'table' or record[1] ~= RECORD_FORMAT then return { -1, 1 } end
   if now >= record[4] then return { 3 } end
   if record[2] >= 0 then return { 1, record[2] } end
 

@@ -5,25 +5,23 @@ local floor, max, min, pack, unpack_struct = math.floor, math.max, math.min, str
 local muldiv, FORMAT = use('exact').muldiv, use('buckets').FORMAT
 
 local NEVER = -1 -- a wait that does not end
-local COUNTER = '<BBBI7I7I6I6I6I6'
+local COUNTER, WIDTH = '<BBBI7I7I6I6I6I6', 41
 
 local function new_counter(numbers, now, pending, previous, current)
   return { last = now, pending = pending, previous = previous, current = current, size = numbers[1], window = numbers[2] }
 end
 
-local function estimate(state)
-  if state.previous == 0 then return state.current end
-  local window = state.window
-  return (muldiv(window - state.last % window, state.previous, window)) + state.current
+local function estimate(previous, current, window, now)
+  if previous == 0 then return current end
+  return (muldiv(window - now % window, previous, window)) + current
 end
 
 -- Microseconds until the estimate, now above `target`, no longer is.
-local function falls_to(state, target)
-  local window = state.window
-  local elapsed = state.last % window
-  local fading, at_most = state.previous, target - state.current
+local function falls_to(target, previous, current, window, now)
+  local elapsed = now % window
+  local fading, at_most = previous, target - current
   if at_most < 0 then -- only after the current count has become the previous one
-    fading, at_most, elapsed = state.current, target, elapsed - window
+    fading, at_most, elapsed = current, target, elapsed - window
   end
   local whole, rest = muldiv(at_most + 1, window, fading)
   if rest > 0 then whole = whole + 1 end
@@ -35,7 +33,7 @@ local stored = { last = 0, til = 0, previous = 0, current = 0, size = 0, window 
 local sliding_window_counter
 sliding_window_counter = {
   code = 5,
-  width = 41,
+  width = WIDTH,
 
   read = function(raw, tail)
     local _, _, _, last, til, previous, current, size, window = unpack_struct(COUNTER, raw)
@@ -46,6 +44,19 @@ sliding_window_counter = {
 
   write = function(state)
     return pack(COUNTER, FORMAT, 5, 41, state.last, state.til, state.previous, state.current, state.size, state.window)
+  end,
+
+  step = function(raw, numbers, cost, now)
+    if #raw ~= WIDTH then return nil end
+    local version, code, width, last, til, previous, current, _, window = unpack_struct(COUNTER, raw)
+    if version ~= FORMAT or code ~= 5 or width ~= WIDTH or now < last or now >= til or window ~= numbers[2] then return nil end
+    if floor(now / window) ~= floor(last / window) then return nil end
+    local limit = numbers[1]
+    current = current + cost
+    local left = limit - estimate(previous, current, window, now)
+    if left < 0 then return nil end
+    til = now + falls_to(0, previous, current, window, now)
+    return pack(COUNTER, version, code, width, now, til, previous, current, limit, window), til, left
   end,
 
   numbers = function(state)
@@ -66,8 +77,8 @@ sliding_window_counter = {
 
   wait = function(state, numbers, cost, share)
     if cost > share then return NEVER end
-    if estimate(state) <= share - cost then return 0 end
-    return falls_to(state, share - cost)
+    if estimate(state.previous, state.current, state.window, state.last) <= share - cost then return 0 end
+    return falls_to(share - cost, state.previous, state.current, state.window, state.last)
   end,
 
   take = function(state, numbers, cost)
@@ -75,7 +86,7 @@ sliding_window_counter = {
   end,
 
   force = function(state, numbers, amount)
-    local taken = min(amount, 2 * numbers[1] - estimate(state))
+    local taken = min(amount, 2 * numbers[1] - estimate(state.previous, state.current, state.window, state.last))
     if taken <= 0 then return false end
     state.current = state.current + taken
     return true
@@ -95,8 +106,9 @@ sliding_window_counter = {
   end,
 
   seal = function(state)
-    state.used = estimate(state)
-    state.til = state.last + (state.used > 0 and falls_to(state, 0) or 0)
+    local previous, current, window, now = state.previous, state.current, state.window, state.last
+    state.used = estimate(previous, current, window, now)
+    state.til = now + (state.used > 0 and falls_to(0, previous, current, window, now) or 0)
   end,
 }
 

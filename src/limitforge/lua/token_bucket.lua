@@ -1,8 +1,9 @@
 -- Token bucket: starts full, refills continuously, and is down to minus its capacity at the lowest. What nodes have prepaid (shares.lua) is not refilled: the
 -- level stays below the capacity minus that.
 
-local floor, ceil, max, min = math.floor, math.ceil, math.max, math.min
-local level = use('level')
+local floor, ceil, max, min, pack, unpack_struct = math.floor, math.ceil, math.max, math.min, struct.pack, struct.unpack
+local level, FORMAT = use('level'), use('buckets').FORMAT
+local BUCKET, WIDTH = level.BUCKET, level.WIDTH
 
 local NEVER = -1 -- a wait that does not end
 
@@ -12,9 +13,14 @@ local function ceiling(state, full, per)
   return full - use('pending').shares(state.pending) * per
 end
 
+local function refilled(amount, elapsed, tokens, highest)
+  if elapsed >= ceil((highest - amount) / tokens) then return max(amount, highest) end -- clamped before it is multiplied
+  return amount + elapsed * tokens
+end
+
 local token_bucket = {
   code = 1,
-  width = level.WIDTH,
+  width = WIDTH,
   read = level.read,
   write = level.writer(1),
   numbers = level.numbers,
@@ -28,13 +34,21 @@ local token_bucket = {
     local full = size * per
     local amount = state.level
     if state.per ~= per or state.size ~= size then amount = level.convert(state, numbers, -full, full) end
-    local elapsed, highest = now - state.last, ceiling(state, full, per)
-    if elapsed >= ceil((highest - amount) / tokens) then -- clamped before it is multiplied
-      amount = max(amount, highest)
-    else
-      amount = amount + elapsed * tokens
-    end
+    amount = refilled(amount, now - state.last, tokens, ceiling(state, full, per))
     return { last = now, til = state.til, pending = state.pending, level = amount, size = size, tokens = tokens, per = per }
+  end,
+
+  step = function(raw, numbers, cost, now)
+    local size, tokens, per = numbers[1], numbers[2], numbers[3]
+    if #raw ~= WIDTH or cost > size then return nil end
+    local version, code, width, last, til, amount, old_size, old_tokens, old_per = unpack_struct(BUCKET, raw)
+    if version ~= FORMAT or code ~= 1 or width ~= WIDTH or now < last or now >= til then return nil end
+    if size ~= old_size or tokens ~= old_tokens or per ~= old_per then return nil end
+    local full = size * per
+    amount = refilled(amount, now - last, tokens, full) - cost * per
+    if amount < 0 or amount >= full then return nil end -- no room, or no sense
+    til = now + ceil((full - amount) / tokens)
+    return pack(BUCKET, version, code, width, now, til, amount, size, tokens, per), til, floor(amount / per)
   end,
 
   wait = function(state, numbers, cost, share)
