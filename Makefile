@@ -8,6 +8,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
+# The tests start hundreds of Python programs: each would compile all of limitforge anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-fast check lint format bench chaos soak servers
 
@@ -24,7 +27,7 @@ demo: $(STAMP) ## run the service with a tenant to try, on nothing but Python
 test: $(STAMP) servers ## the whole suite, as CI runs it
 	@LIMITFORGE_TEST_PROFILE=ci $(PYTEST) -n auto --dist worksteal -m "not chaos and not soak" $(ARGS)
 
-test-fast: $(STAMP) servers ## the suite without its slow tests, in under a minute
+test-fast: $(STAMP) servers ## the suite without what starts programs, in under a minute
 	@LIMITFORGE_TEST_PROFILE=fast $(PYTEST) -n auto --dist worksteal -m "not slow and not chaos and not soak" $(ARGS)
 
 check: lint test ## lint, then test: run it before you push
