@@ -1,5 +1,6 @@
 """What every test may ask for: a real Redis, a real PostgreSQL, and a Hypothesis profile."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -10,20 +11,75 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.constellations import ClusterServers, SentinelServers
-from tests.postgres import PostgresServer, postgres_data
+from tests.postgres import MEMORY, PostgresServer, _has_room, postgres_data
 from tests.servers import RedisServer
+
+TESTS = Path(__file__).parent
 
 # LIMITFORGE_TEST_PROFILE chooses. Only `soak` draws new examples each time: a red CI is never a matter of luck.
 _patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("fast", _patient, max_examples=20, derandomize=True)
-settings.register_profile("ci", _patient, max_examples=200, derandomize=True)
+settings.register_profile("ci", _patient, max_examples=100, derandomize=True)
 settings.register_profile("soak", _patient, max_examples=20_000, print_blob=True)
 settings.load_profile(os.environ.get("LIMITFORGE_TEST_PROFILE", "ci"))
 
+# What `make test-fast` leaves out and `make test` runs: all that starts programs, waits for real time or moves much
+# data. It is `slow` without saying so: by its folder or file, by a fixture that it asks for, or by a word of one of its
+# parameters ("postgres and redis"). A single test that takes seconds is marked where it stands.
+SLOW_PLACES = {
+    "catalog/test_guard.py",
+    "catalog/test_mirror.py",
+    "catalog/test_node.py",
+    "chaos",
+    "cli",
+    "contract/test_invalidation.py",
+    "contract/test_lease_corners.py",
+    "contract/test_shared.py",
+    "deploy",
+    "docs",
+    "service",
+    "unit/test_constellations.py",
+    "unit/test_postgres_server.py",
+    "unit/test_servers.py",
+}
+SLOW_FIXTURES = {"cluster_servers", "sentinel_servers", "own_redis_server", "postgres_server", "own_postgres_server"}
+SLOW_WORDS = {"cluster", "sentinel", "postgres"}
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """To import what is left out afterwards would take as long as a third of the rest."""
+    is_left_out = "not slow" in config.getoption("markexpr") and _is_in_a_slow_place(collection_path)
+    return True if is_left_out else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        fixtures = getattr(item, "fixturenames", ())
+        parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        words = {word for given in parameters if isinstance(given, str) for word in given.split()}
+        if _is_in_a_slow_place(item.path) or SLOW_FIXTURES.intersection(fixtures) or SLOW_WORDS & words:
+            item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """What was collected stays until the end: no test that collects garbage needs to look through it."""
+    gc.collect()
+    gc.freeze()
+
+
+def _is_in_a_slow_place(path: Path) -> bool:
+    places = [each.relative_to(TESTS).as_posix() for each in (path, *path.parents) if TESTS in each.parents]
+    return not SLOW_PLACES.isdisjoint(places)
+
 
 def pytest_configure() -> None:
-    """What ends a run with SIGTERM, as `timeout` and CI do, leaves no more behind than Ctrl-C: no server, no folder."""
+    """What ends a run with SIGTERM, as `timeout` and CI do, leaves no more behind than Ctrl-C: no server, no folder.
+
+    The files of tests are in memory where there is room, as those of Postgres are: no commit waits for a disk.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if _has_room(MEMORY):
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 
 @pytest.fixture(scope="session")

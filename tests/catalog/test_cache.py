@@ -794,6 +794,7 @@ async def test_when_keys_were_last_used_is_told_once(
 # --- The end ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_closing_while_something_is_read_leaves_nobody_waiting(
     source: FakeSource, snapshots: Snapshots, peppers: Peppers
 ) -> None:
@@ -809,6 +810,7 @@ async def test_closing_while_something_is_read_leaves_nobody_waiting(
     await snapshots.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", range(8))
 async def test_what_is_begun_to_be_read_while_it_is_closed_ends_too(
     steps: int, source: FakeSource, snapshots: Snapshots, peppers: Peppers
