@@ -3,8 +3,7 @@
 A check needs no task, no ASGI scope and no event. What HTTP brings is handled here: pipelined requests are answered in
 their order, heads and bodies are bounded, slow clients are sent away, and a shutdown waits for what is in flight.
 
-Clients that keep their connection send the same head with each check, but for the length of the body. A connection
-remembers the last one that was parsed, and does not parse it again.
+A connection remembers the last head that was parsed, and does not parse it again (`heads.py`).
 """
 
 import asyncio
@@ -15,7 +14,6 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 
-import msgspec
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -24,6 +22,7 @@ from limitforge.core.headers import block
 from limitforge.service.answers import Answer, refused
 from limitforge.service.check import MAX_BATCH_BODY, MAX_BODY, Checks
 from limitforge.service.credentials import MAX_HEADERS, Who, presented
+from limitforge.service.heads import Head
 from limitforge.service.problems import BadRequest
 from limitforge.service.proxies import Proxies
 
@@ -33,12 +32,12 @@ LINGER_SECONDS = 1.0  # how long a shutdown waits for clients that are silent
 MAX_PIPELINED = 64
 MAX_HELD = 2_097_152  # bytes of bodies that wait on one connection: what comes behind them is not read yet
 MAX_HEAD = 32_768  # bytes of a request's line and header fields
-MAX_KNOWN_HEAD = 2_048  # a longer one is parsed each time
 
 STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 CLOSE = b"connection: close\r\n"
-_LENGTH = b"\r\ncontent-length:"
+LENGTHS = [b"content-length: %d\r\n\r\n" % length for length in range(1_024)]
+"""How most heads end."""
 _END = b"\r\n\r\n"
 _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*(?=\r\n(?![ \t]))", re.IGNORECASE)
 _HOST = re.compile(rb"[-A-Za-z0-9._~!$&'()*+,;=:%\[\]]*")
@@ -73,52 +72,6 @@ class Doors:
             own = b"content-type: %b\r\n" % answer.content_type
             opening = self._openings[kind] = STATUS_LINES[answer.status] + block(headers) + own
         return opening
-
-
-class Head(msgspec.Struct):
-    """The head of a check that was parsed: what comes before the length of its body, what comes behind, and what it
-    meant. Bodies of one length follow each other, so the last whole head is kept as well.
-    """
-
-    start: bytes
-    digits_at: int
-    end: bytes
-    limit: int
-    whole: bytes = b""
-    size: int = 0
-    """Of a request with that whole head."""
-
-    @classmethod
-    def of(cls, request: bytes, body: bytes, limit: int) -> "Head | None":
-        """Of a whole request, if its body is told by its length, and by nothing else."""
-        end = request.find(_END) + len(_END)
-        if end > MAX_KNOWN_HEAD or len(request) - end != len(body):
-            return None  # a body in chunks is longer than what it says
-        at = request.lower().find(_LENGTH, 0, end) + len(_LENGTH)
-        if at < len(_LENGTH):
-            return None
-        at += len(request[at:end]) - len(request[at:end].lstrip(b" \t"))
-        digits = b"%d" % len(body)
-        if not request.startswith(digits + b"\r\n", at):
-            return None
-        return cls(request[:at], at, request[at + len(digits) : end], limit)
-
-    def body(self, request: bytes) -> bytes | None:
-        """The body of a request that starts with this head; None if it does not, or does not end where it should."""
-        if len(request) == self.size and request.startswith(self.whole):
-            return request[len(self.whole) :]
-        if not request.startswith(self.start):
-            return None
-        at = request.find(self.end, self.digits_at)
-        digits = request[self.digits_at : at]
-        if not 0 < len(digits) < 8 or not digits.isdigit() or digits.startswith(b"0"):
-            return None
-        whole = request[: at + len(self.end)]
-        body = request[len(whole) :]
-        if not len(body) == int(digits) <= self.limit:
-            return None
-        self.whole, self.size = whole, len(request)
-        return body
 
 
 class Turn:
@@ -200,7 +153,7 @@ class CheckProtocol(HttpToolsProtocol):
                 turn, tell = self._usual
                 turn.answer = None
                 self._turns.append(turn)
-                turn.submit(turn.who, body, tell)
+                turn.submit(head.who, body, tell)
                 return
         self._request = data if is_idle else None
         if self._reads_since is None:
@@ -411,7 +364,7 @@ class CheckProtocol(HttpToolsProtocol):
         turn.parts = []
         tell = partial(self._told, turn)
         if self._request is not None and not turn.close and not self.expect_100_continue:
-            self._head, self._usual = Head.of(self._request, body, turn.limit), (turn, tell)
+            self._head, self._usual = Head.of(self._request, body, turn.limit, turn.who), (turn, tell)
         self._request = None
         turn.submit(turn.who, body, tell)
 
@@ -463,7 +416,10 @@ class CheckProtocol(HttpToolsProtocol):
     def _write(self, answer: Answer, *, close: bool) -> None:
         body = answer.body
         opening = self._doors.opening(answer, self.server_state.default_headers)
-        length = b"content-length: %d\r\n%b\r\n" % (len(body), CLOSE if close else b"")
+        if close or len(body) >= len(LENGTHS):
+            length = b"content-length: %d\r\n%b\r\n" % (len(body), CLOSE if close else b"")
+        else:
+            length = LENGTHS[len(body)]
         self.transport.write(b"".join((opening, answer.headers, length, body)))
 
 
