@@ -10,7 +10,7 @@ import pytest
 
 from limitforge import Decision, FixedWindow, Limiter, Limits, Request, StoreOptions, SyncLimiter, TokenBucket
 from limitforge.core.check import check_of
-from limitforge.stores.codec import Judged
+from limitforge.core.decision import Judged
 from limitforge.stores.slots import cluster_slot
 from limitforge.stores.spread import Ending, Finish
 from tests.constellations import ClusterNode, ClusterServers, ask

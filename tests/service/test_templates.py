@@ -8,7 +8,7 @@ from limitforge import Concurrency, FixedWindow, LeakyBucket, Limit, TokenBucket
 from limitforge.catalog.snapshot import Selection
 from limitforge.core.check import Check, check_of
 from limitforge.core.decision import Outcome, Row, decision_of
-from limitforge.core.headers import HeaderStyle, HeaderTemplate, ResetForm
+from limitforge.core.headers import DEFAULT_STYLES, HeaderStyle, HeaderTemplate, ResetForm
 from limitforge.core.keys import Keys
 from limitforge.core.limits import Mode
 from limitforge.core.plan import Limits
@@ -19,7 +19,9 @@ KEYS = Keys()
 NOW_US = 1_794_766_741_000_000
 
 
-def selection_of(*limits: Limit, reset: ResetForm = ResetForm.EPOCH, **styles: frozenset[HeaderStyle]) -> Selection:
+def selection_of(
+    *limits: Limit, reset: ResetForm = ResetForm.EPOCH, styles: frozenset[HeaderStyle] = DEFAULT_STYLES
+) -> Selection:
     plan = Limits(*limits)
     return Selection(
         limits=plan,
@@ -28,7 +30,7 @@ def selection_of(*limits: Limit, reset: ResetForm = ResetForm.EPOCH, **styles: f
         priority=None,
         mode=Mode.ON,
         template=None,
-        headers=HeaderTemplate.compile(plan, reset=reset, **styles),
+        headers=HeaderTemplate.compile(plan, styles, reset),
         policy=None,
         plans=(),
     )
@@ -48,12 +50,13 @@ spans = st.one_of(st.integers(0, 3), st.integers(0, 10_000), st.integers(0, 10**
 
 @st.composite
 def judged(draw: st.DrawFn) -> tuple[Selection, Outcome]:
-    limits = [FixedWindow(name=name, limit=draw(st.integers(1, 5_000_000)), window_seconds=60) for name in draw(names)]
+    sizes = {name: draw(st.integers(1, 5_000_000)) for name in draw(names)}
+    limits = [FixedWindow(name=name, limit=size, window_seconds=60) for name, size in sizes.items()]
     selection = selection_of(*limits, reset=draw(st.sampled_from(ResetForm)))
     allowed = draw(st.booleans())
     rows: list[Row] = []
-    for limit in limits:
-        size = draw(st.integers(1, 9)) if draw(st.integers(0, 9)) == 9 else limit.limit
+    for planned in sizes.values():
+        size = draw(st.integers(1, 9)) if draw(st.integers(0, 9)) == 9 else planned
         wait_us = -1 if draw(st.integers(0, 19)) == 19 else draw(spans) * draw(st.booleans())
         rows.append((size, draw(st.integers(0, size)), draw(spans), wait_us, 0))
     delay_us = draw(spans) if allowed and draw(st.booleans()) else -1

@@ -1,7 +1,7 @@
 """A denial cache in front of a store in memory: what the Redis shells do, without a network in between."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from limitforge import Decision, FixedWindow, Limit, LimitforgeError, ManualClock, SyncLimiter
 from limitforge.core.check import Check
@@ -27,7 +27,7 @@ class CachingStore:
 
     def check(self, check: Check) -> Decision:
         denied = self.denials.look(check)
-        return self.answer(check, *self.ask(check)) if denied is None else denied
+        return self.answer(check, *self.ask(check)) if denied is None else cast("Decision", denied)
 
     def ask(self, check: Check) -> tuple[Outcome, int]:
         """The store's part, and when it was asked."""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from limitforge import (
     Concurrency,
+    Decision,
     FixedWindow,
     LeakyBucket,
     Limit,
@@ -101,7 +102,7 @@ def test_a_denial_is_sure_from_when_it_was_sent_and_its_wait_is_enough_from_when
     node.clock.advance_us(300_000)  # it may have been judged at any moment on its way
     node.store.answer(check, outcome, sent_us)
     again = node.denials.look(of(BUCKET))
-    assert again is not None
+    assert isinstance(again, Decision)
     assert again.retry_after_ms == 1_000
     node.clock.set_us(sent_us + 999_999)
     assert node.denials.look(of(BUCKET)) is not None
