@@ -48,7 +48,7 @@ asyncio.run(main())
 
 
 def big(limit: int, tenants: range) -> str:
-    """A few thousand things; another `limit` changes every plan, and replaces every policy."""
+    """A thousand things; another `limit` changes every plan, and replaces every policy."""
     lines = [f"operator: {{plan: fleet, plans: [{{name: fleet, limits: all={limit}/second}}]}}", "tenants:"]
     for number in tenants:
         lines += [f"  - name: t{number}", f"    default_plan: p{limit}", "    plans:"]
@@ -81,8 +81,8 @@ def exported(url: str) -> Document:
 @pytest.mark.slow
 def test_kill_9_while_a_file_is_applied_leaves_the_old_state_or_the_new_one(database_url: str, tmp_path: Path) -> None:
     files = [tmp_path / "one.yaml", tmp_path / "two.yaml"]
-    files[0].write_text(big(10, range(150)))
-    files[1].write_text(big(20, range(20, 170)))
+    files[0].write_text(big(10, range(80)))
+    files[1].write_text(big(20, range(10, 90)))
 
     async def prepare() -> None:
         async with opened(database_url) as database:

@@ -124,7 +124,7 @@ def run(machine: type[Nodes], examples: int, machine_seed: int | None) -> None:
 
 @pytest.mark.slow
 def test_nodes_that_hear_of_each_other_decide_as_one_store_without_a_cache(hearing: type[Hearing]) -> None:
-    run(hearing, 150, 1)
+    run(hearing, 75, 1)
 
 
 def test_nodes_that_hear_of_each_other_decide_so_on_a_few_traces(hearing: type[Hearing]) -> None:
@@ -138,7 +138,7 @@ def test_nodes_that_hear_of_each_other_decide_so_on_ever_new_traces(hearing: typ
 
 @pytest.mark.slow
 def test_a_node_that_hears_nothing_denies_more_than_redis_only_within_its_bound(deaf: type[Deaf]) -> None:
-    run(deaf, 150, 1)
+    run(deaf, 75, 1)
 
 
 def test_a_node_that_hears_nothing_keeps_its_bound_on_a_few_traces(deaf: type[Deaf]) -> None:
