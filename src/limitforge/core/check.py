@@ -69,7 +69,8 @@ class Check(msgspec.Struct, gc=False):
     on the time, `hold` makes it a reservation, `shadow` is a candidate plan that is judged beside it, `failure` says
     what happens when the store can't decide (None: as the store is set), `weight_us` estimates what it takes in Redis.
     One that `is_part` of another is answered with what the store told, not with a decision; one that `is_raw` too,
-    unless there is more to say. `is_mixed` tells that this process may decide some of it.
+    unless there is more to say. `is_mixed` tells that this process may decide some of it. `index` is the key of the
+    index of overrides, if all of its limits have the same and it is known already.
     """
 
     takes: list[Take]
@@ -83,6 +84,7 @@ class Check(msgspec.Struct, gc=False):
     is_part: bool = False
     is_mixed: bool = False
     is_raw: bool = False
+    index: str = ""
 
     def around(self, now_us: int) -> None:
         """Lay every quota's windows around a time."""
@@ -137,6 +139,8 @@ class Question(msgspec.Struct, frozen=True, eq=False, gc=False):
     candidate: Plan | None
     resource: str
     home: Home
+    index: str
+    """Of the overrides of its subjects."""
     start: str
     """What the key of every bucket starts with, up to the subject; empty if that is not the same for all."""
 
@@ -154,7 +158,9 @@ class Question(msgspec.Struct, frozen=True, eq=False, gc=False):
             (rule, base + suffix, 1 if requests and cost else cost, resource, overrides if overridable else None)
             for rule, suffix, requests, overridable in plan.alike
         ]
-        return Check(takes, plan.names, os.urandom(TOKEN_BYTES) if plan.leases else b"", plan.varies, plan.weight_us)
+        check = Check(takes, plan.names, os.urandom(TOKEN_BYTES) if plan.leases else b"", plan.varies, plan.weight_us)
+        check.index = self.index
+        return check
 
     def _any_check(self, subject: str, cost: int, costs: Mapping[str, int] | None) -> Check:
         home, candidate = self.home.now(), self.candidate
@@ -180,7 +186,9 @@ def _question(
     resource = text("resource", resource)
     home, plan = keys.home(tenant), limits.plan(priority)
     candidate = None if shadow is None else Limits.of(shadow).plan(priority, Place.SHADOW)
-    return Question(keys, generation, plan, candidate, resource, home, _start(plan, home, resource))
+    return Question(
+        keys, generation, plan, candidate, resource, home, keys.override_index(home.wide), _start(plan, home, resource)
+    )
 
 
 def _start(plan: Plan, home: Home, resource: str) -> str:

@@ -153,6 +153,11 @@ def own_of(key: str) -> str:
     return key[: key.index("}") + 2]
 
 
+def override_index_of(overrides: str) -> str:
+    """The index that has the subject of these overrides."""
+    return Keys.override_index(own_of(overrides))
+
+
 def place_of(key: str) -> Place | None:
     """Which place the plan of a bucket has; None if it is not the key of one."""
     _, _, rest = key.partition("}:")

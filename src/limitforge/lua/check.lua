@@ -6,7 +6,7 @@
 --   to twice its limit, and so never denies; never together with 2, with slots or in a reservation.
 -- request[4]: the checks, one after the other:
 --   takes, lease token (0: none), record key (0: no reservation, -1: one without a record) [, token, ttl_us, refund], then for each take:
---   rule, key, cost, override key (0: out of reach), resource
+--   rule, key, cost, override key (0: out of reach), resource; or, with resource 0, the key of the index of overrides, which should not be there
 --   refund: 0 keeps what lapses, 1 gives it back; 2 more if it is held for a check over several slots: given back after 5 s, unless it is confirmed
 --
 -- Answers with the time, then for each check:
@@ -15,6 +15,7 @@
 --   3, key              that key holds something that is not ours
 --   4, take             its bucket holds as many open reservations as it may
 --   5, ...              Redis is full: what it would have taken could not be written (as long as 1 and 0)
+--   6, index, 0         that index of overrides is there: ask again with the override keys, as after 2
 --
 -- Writes each changed bucket once, with a TTL of `until` plus a minute.
 
@@ -72,7 +73,7 @@ local function judge(call, rules, checks, out)
   local HEAD, HEAD_OF_RESERVATION, TAKE = 3, 6, 5 -- integers of a check and of each of its takes
   local CODE, FLAGS, PERCENT, NUMBERS, ALGORITHM = 1, 2, 3, 5, 6 -- of a rule
   local COUNTS_DENIALS, FORCED = 2, 4
-  local AGAIN, CORRUPT, TOO_MANY = 2, 3, 4
+  local AGAIN, CORRUPT, TOO_MANY, OVERRIDDEN = 2, 3, 4, 6
   local UNLIMITED, MOST_PENDING = -1, 1000 * buckets.PENDING_WIDTH
   local LEAKY_BUCKET, CONCURRENCY = algorithms.LEAKY_BUCKET, algorithms.CONCURRENCY
   local open, keep, values = buckets.open, buckets.keep, call.values
@@ -93,6 +94,10 @@ local function judge(call, rules, checks, out)
       local numbers = rule[NUMBERS]
       call.judging = key
       if override_key > 0 and values[override_key] then
+        if checks[place + 4] == 0 then
+          fault, where, judged_at = OVERRIDDEN, override_key, 0
+          break
+        end
         numbers = overridden(call, rule, override_key, ARGV[checks[place + 4]])
         if not numbers then
           fault, where = CORRUPT, override_key
@@ -131,7 +136,7 @@ local function judge(call, rules, checks, out)
     if fault then
       out[o + 1], out[o + 2] = fault, where
       o = o + 2
-      if fault == AGAIN then -- what follows must see what this check will take
+      if fault == AGAIN or fault == OVERRIDDEN then -- what follows must see what this check will take
         out[o + 1] = judged_at
         call.answered = o + 1
         return

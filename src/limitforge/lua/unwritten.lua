@@ -20,7 +20,7 @@ return function(checks, out)
       if took or misled then out[o + 1] = UNWRITTEN end
       o = o + 2 + 5 * takes
     else
-      o = o + (status == 2 and 3 or 2)
+      o = o + ((status == 2 or status == 6) and 3 or 2)
     end
     at = first + 5 * takes
   end

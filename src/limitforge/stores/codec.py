@@ -14,9 +14,10 @@ import msgspec
 from limitforge.core.check import Check
 from limitforge.core.decide import too_many_reservations
 from limitforge.core.decision import Judged, Outcome, decision_of
-from limitforge.core.keys import encoded
+from limitforge.core.keys import encoded, override_index_of
 from limitforge.core.plan import Rule
 from limitforge.errors import LimitforgeError, StoreCorrupt, StoreUnavailable
+from limitforge.stores.overridden import Overridden
 from limitforge.stores.resilience import NotAsked
 from limitforge.stores.shares import Grant, Wish
 from limitforge.stores.slots import SlotOf, by_slot
@@ -25,7 +26,7 @@ from limitforge.stores.spread import Finish
 BUSY_US = 1_000  # what one call may keep Redis busy, by estimate
 
 CHECK, FINISH, SHARES, NODES = 1, 10, 11, 12
-DENIED, ALLOWED, AGAIN, CORRUPT, TOO_MANY, UNWRITTEN = range(6)
+DENIED, ALLOWED, AGAIN, CORRUPT, TOO_MANY, UNWRITTEN, OVERRIDDEN = range(7)
 FULL = "it is full (maxmemory) and may evict nothing"
 OWN_TIME = -1  # in place of a time: let Redis read its clock
 
@@ -106,9 +107,15 @@ def _nonsense() -> StoreCorrupt:
     return StoreCorrupt("the answer to the script makes no sense: does something else answer in Redis's place?")
 
 
-def batch_flow(checks: Sequence[Check], around_us: int, time_us: int, note: Note | None = None) -> Flow[list[Judged]]:
+def batch_flow(
+    checks: Sequence[Check],
+    around_us: int,
+    time_us: int,
+    note: Note | None = None,
+    overridden: Overridden | None = None,
+) -> Flow[list[Judged]]:
     """Judge checks in order, all in one call. Calendars are laid around `around_us`, the caller's time; `time_us`
-    replaces Redis's own unless it is OWN_TIME.
+    replaces Redis's own unless it is OWN_TIME. Who is not `overridden` is believed to have no overrides.
     """
     groups = checks
     if any([check.shadow is not None for check in checks]):  # noqa: C419 - a list is twice as fast
@@ -117,7 +124,7 @@ def batch_flow(checks: Sequence[Check], around_us: int, time_us: int, note: Note
         if group.varies:
             group.around(around_us)
     doubts: list[Unreplicated] = []
-    outcomes = yield from _judge(groups, time_us, doubts)
+    outcomes = yield from _judge(groups, time_us, doubts, overridden)
     shadows: dict[int, Outcome] = {}
     if groups is not checks:
         outcomes, shadows = _parted(checks, outcomes)
@@ -196,15 +203,19 @@ def members_flow(key: str, name: bytes, alive_us: int, time_us: int) -> Flow[int
     return answer_to(call, (yield call))[0]
 
 
-def _judge(groups: Sequence[Check], time_us: int, doubts: list[Unreplicated]) -> Flow[list[Outcome | LimitforgeError]]:
+def _judge(
+    groups: Sequence[Check], time_us: int, doubts: list[Unreplicated], overridden: Overridden | None
+) -> Flow[list[Outcome | LimitforgeError]]:
     """Judge groups of limits in order, each with the store's time.
 
-    The script stops at one whose calendar does not reach that time, since the rest must see what it takes: it and they
-    are asked once more.
+    The script stops at one whose calendar does not reach that time, or whose subject may have overrides after all,
+    since the rest must see what it takes: it and they are asked once more, and then with everybody's overrides.
     """
     outcomes: list[Outcome | LimitforgeError] = []
-    call = encode_checks(groups, time_us)
-    _read_outcomes(groups, call, answer_to(call, _doubted((yield call), doubts)), outcomes)
+    call = encode_checks(groups, time_us, overridden)
+    index = _read_outcomes(groups, call, answer_to(call, _doubted((yield call), doubts)), outcomes)
+    if index is not None and overridden is not None:
+        overridden.add(index)
     asks = 0
     while len(outcomes) < len(groups):
         asked = groups[len(outcomes) :]
@@ -225,11 +236,12 @@ def _doubted(reply: Reply, doubts: list[Unreplicated]) -> Reply:
     return told
 
 
-def encode_checks(checks: Sequence[Check], time_us: int) -> Call:
-    """Every key, rule and string once, however many checks use it."""
+def encode_checks(checks: Sequence[Check], time_us: int, overridden: Overridden | None = None) -> Call:
+    """Every key, rule and string once, however many checks use it. Anybody may have overrides if that is not told."""
     keys: dict[str, int] = {}  # by place in a list that Lua reads from 1
     rules: dict[Rule, int] = {}
     strings: dict[str | bytes, int] = {}  # from 2: ARGV's strings come after the blob
+    indices: dict[str, int] = {}  # 0 for those who may have overrides
     flat: list[int] = []
     for check in checks:
         takes, lease, hold = check.takes, check.lease, check.hold
@@ -250,18 +262,27 @@ def encode_checks(checks: Sequence[Check], time_us: int) -> Call:
                 flat += (rule_place, key_place, cost, 0, 0)
                 continue
             if overrides is not last or resource is not asked:
-                asked = resource
-                last, place = overrides, keys.setdefault(overrides, len(keys) + 1)
-                resource_place = strings.setdefault(resource, len(strings) + 2)
+                last, asked = overrides, resource
+                index = check.index or override_index_of(overrides)
+                known = indices.get(index)
+                if known is None:
+                    has_some = overridden is None or index in overridden
+                    known = indices[index] = 0 if has_some else keys.setdefault(index, len(keys) + 1)
+                place, resource_place = known, 0
+                if not known:
+                    place = keys.setdefault(overrides, len(keys) + 1)
+                    resource_place = strings.setdefault(resource, len(strings) + 2)
             flat += (rule_place, key_place, cost, place, resource_place)
     return call_of((CHECK, time_us, [rule.row for rule in rules], flat), list(keys), strings)
 
 
 def _read_outcomes(
     checks: Sequence[Check], call: Call, values: list[int], outcomes: list[Outcome | LimitforgeError]
-) -> None:
-    """Adds what the reply tells. Stops at a check that must be asked again, which it then is ready for."""
-    if len(values) < 1 + 2 * len(checks) and AGAIN not in values:
+) -> str | None:
+    """Adds what the reply tells. Stops at a check that must be asked again, which it then is ready for; if that is for
+    overrides that are there after all, it tells their index.
+    """
+    if len(values) < 1 + 2 * len(checks) and AGAIN not in values and OVERRIDDEN not in values:
         raise _nonsense()
     now_us, place = values[0], 1
     for check in checks:
@@ -279,7 +300,9 @@ def _read_outcomes(
             outcomes.append(Outcome(now_us, status == ALLOWED, values[start - 1], rows))
         elif status == AGAIN:
             check.around_one(values[place + 1], values[place + 2])
-            return
+            return None
+        elif status == OVERRIDDEN:
+            return cast("str", call.keys[values[place + 1] - 1])
         elif status == CORRUPT:
             outcomes.append(_corrupt(check, call.keys[values[place + 1] - 1]))
             place += 2
@@ -289,6 +312,7 @@ def _read_outcomes(
         else:
             outcomes.append(too_many_reservations(check.takes[values[place + 1]][0]))
             place += 2
+    return None
 
 
 def _corrupt(check: Check, key: str | bytes) -> StoreCorrupt:

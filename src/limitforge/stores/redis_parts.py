@@ -33,6 +33,7 @@ from limitforge.stores.heat import Heat
 from limitforge.stores.listener import Caches
 from limitforge.stores.membership import ALIVE_US
 from limitforge.stores.options import StoreOptions
+from limitforge.stores.overridden import Overridden
 from limitforge.stores.protocol import (
     ClearOverrides,
     Command,
@@ -77,6 +78,7 @@ class Parts:
         self._now_us = MonotonicClock().now_us
         self._warned_us = self._now_us() - LOG_EVERY_US
         self.heat = Heat(MonotonicClock())
+        self.overridden = Overridden(MonotonicClock())
         self._shares: weakref.WeakSet[Shares] = weakref.WeakSet()
         self.caches = Caches()
         self._share_clock = clock or MonotonicClock()
@@ -100,7 +102,7 @@ class Parts:
     def judge(self, checks: Sequence[Check]) -> Flow[list[Judged]]:
         """As many as one call can take. To be started when it is sent: a denial is remembered from then on."""
         now_us = self._clock.now_us()
-        return batch_flow(checks, now_us, now_us if self._injected else OWN_TIME, self._note())
+        return batch_flow(checks, now_us, now_us if self._injected else OWN_TIME, self._note(), self.overridden)
 
     def finish(self, finishes: Sequence[Finish]) -> Flow[list[Any]]:
         """The same for what ends what parts of checks hold."""
