@@ -224,3 +224,26 @@ def test_an_override_that_was_seen_to_expire_stays_so_when_the_clock_steps_back(
     clock.advance_us(-1)
     assert not limiter.delete_override("r", "s")
     assert limiter.check("r", "s", limits=limit).limit == 5
+
+
+@pytest.mark.parametrize(
+    "limit",
+    [
+        FixedWindow(name="w", limit=10, window_seconds=60),
+        FixedWindow(name="w", limit=10, window_seconds=60, align="first_hit"),
+        SlidingWindowCounter(name="w", limit=10, window_seconds=60),
+        Quota(name="w", limit=10, period="day"),
+        BUCKET,
+    ],
+    ids=["window", "window by its first hit", "counter", "quota", "bucket"],
+)
+def test_a_check_after_the_clock_stepped_back_is_judged_when_its_bucket_was_written(
+    limiter: SyncLimiter, clock: ManualClock, limit: FixedWindow
+) -> None:
+    clock.advance_us(40 * SECOND)
+    for subject in ("a", "a", "b", "b"):
+        assert limiter.check("r", subject, limits=limit).allowed
+    there = limiter.check("r", "a", limits=limit)
+    clock.set_us(clock.now_us() - 30 * SECOND)
+    back = limiter.check("r", "b", limits=limit)
+    assert (back.allowed, back.remaining, back.reset_after_ms) == (True, 7, there.reset_after_ms)
