@@ -14,8 +14,9 @@
 --   2, take, time       its calendar does not reach that time: ask again, for this check and all that follow, which were not judged
 --   3, key              that key holds something that is not ours
 --   4, take             its bucket holds as many open reservations as it may
---   5, ...              Redis is full: what it would have taken could not be written (as long as 1 and 0)
+--   5                   Redis is full: what it would have taken could not be written
 --   6, index, 0         that index of overrides is there: ask again with the override keys, as after 2
+--   7, then for each take: remaining, reset       allowed, and nothing else to say: each limit is the rule's
 --
 -- Writes each changed bucket once, with a TTL of `until` plus a minute.
 
@@ -39,10 +40,11 @@ end
 local function stride(call, rules, checks, at, out, o)
   local HEAD, TAKE = 3, 5 -- integers of a check and of each of its takes
   local NUMBERS, ALGORITHM, STEP = 5, 6, 7 -- of a rule
+  local PLAIN = 7
   local now, values, changed, ends, steps = call.now, call.values, call.changed, call.ends, call.steps
   while checks[at] and checks[at + 2] == 0 do
     local first, n = at + HEAD, 0
-    local last, answered = first + (checks[at] - 1) * TAKE, o + 2
+    local last, answered = first + (checks[at] - 1) * TAKE, o + 1
     for place = first, last, TAKE do
       local rule, value, cost, override_key = rules[checks[place]], values[checks[place + 1]], checks[place + 2], checks[place + 3]
       local step, numbers = rule[STEP], rule[NUMBERS]
@@ -51,10 +53,10 @@ local function stride(call, rules, checks, at, out, o)
       if not next_value then return at, o end
       steps[n + 1], steps[n + 2] = next_value, til
       n = n + 2
-      out[answered + 1], out[answered + 2], out[answered + 3], out[answered + 4], out[answered + 5] = numbers[1], left, til - now, 0, 0
-      answered = answered + 5
+      out[answered + 1], out[answered + 2] = left, til - now
+      answered = answered + 2
     end
-    out[o + 1], out[o + 2] = 1, -1
+    out[o + 1] = PLAIN
     n = 0
     for place = first, last, TAKE do
       local key = checks[place + 1]
@@ -220,7 +222,7 @@ local function check_call(request, now, injected)
     -- A full Redis refuses the first write of a script or none: nothing was written. Those who took nothing have their answer all the same.
     problem = type(problem) == 'table' and problem.err or problem -- by the version of Redis
     if string.sub(problem, 1, 3) ~= 'OOM' then return nil, problem end
-    use('unwritten')(checks, out)
+    out = use('unwritten')(checks, out)
   end
   return out
 end

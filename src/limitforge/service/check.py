@@ -11,7 +11,7 @@ from limitforge.catalog.cache import Caller, Snapshots
 from limitforge.catalog.model import KeyKind, KeyScope, refusal
 from limitforge.catalog.snapshot import Selection, Snapshot
 from limitforge.core.check import Check, Question, question_of
-from limitforge.core.decision import Decision, Judged, Outcome, decision_of
+from limitforge.core.decision import Admission, Decision, Judged, Outcome, decision_of
 from limitforge.errors import InvalidInput, LimitforgeError, UnknownKey
 from limitforge.limiter import Limiter
 from limitforge.request import Request
@@ -179,6 +179,11 @@ class Checks:
         tell(answer)
 
     def _answer(self, caller: Caller, route: Route, check: Check, subject: str, judged: Judged) -> Answer:
+        if isinstance(judged, Admission):
+            if route.template is not None:
+                self._counters.count(caller, allowed=True)
+                return route.template.admission(judged.now_us, judged.numbers)
+            judged = judged.outcome(check)
         if isinstance(judged, Outcome):
             answer = None if route.template is None else route.template.answer(judged)
             if answer is not None:

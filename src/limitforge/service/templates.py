@@ -59,30 +59,37 @@ class Template:
 
     def answer(self, outcome: Outcome) -> Answer | None:
         """None where there is more to say."""
-        return self._admission(outcome) if outcome.allowed else self._denial(outcome)
+        if not outcome.allowed:
+            return self._denial(outcome)
+        numbers: list[int] = []
+        for size, (limit, left, reset_us, wait_us, _) in zip(self._sizes, outcome.rows, strict=True):
+            if limit != size or wait_us:
+                return None  # it is another by an override, or looked at without room
+            numbers += (left, reset_us)
+        return self.admission(outcome.now_us, numbers, outcome.delay_us)
 
-    def _admission(self, outcome: Outcome) -> Answer | None:
+    def admission(self, now_us: int, numbers: list[int], delay_us: int = -1) -> Answer:
+        """What each limit has left, and in how many microseconds it resets, come in turns."""
         fields, states = [0, 0], [0, 0, 0]
         at = binding = bound_us = bound_ms = 0
         least = MAX_INTEGER + 1
-        for size, (limit, left, reset_us, wait_us, _) in zip(self._sizes, outcome.rows):  # noqa: B905 - it costs time
-            if limit != size or wait_us:
-                return None  # it is another by an override, or looked at without room
+        pairs = iter(numbers)
+        for left, reset_us in zip(pairs, pairs):  # noqa: B905 - the same one twice
             reset_ms = (reset_us + 999) // 1_000
             fields += (left, (reset_ms + 999) // 1_000)
             states += (left, reset_ms)
             if left < least or (left == least and reset_ms > bound_ms):
                 binding, least, bound_us, bound_ms = at, left, reset_us, reset_ms
             at += 1  # noqa: SIM113 - counting by hand is faster
-        reset_at = (outcome.now_us + bound_us + 999_999) // 1_000_000
+        reset_at = (now_us + bound_us + 999_999) // 1_000_000
         fields[0] = states[0] = least
         fields[1] = reset_at if self._headers.is_epoch else (bound_ms + 999) // 1_000
         states[1], states[2] = reset_at, bound_ms
-        if outcome.delay_us < 0:
+        if delay_us < 0:
             form = self._admitted[binding]
         else:
             form = self._delayed[binding]
-            states.insert(3, -(-outcome.delay_us // 1_000))
+            states.insert(3, -(-delay_us // 1_000))
         return Answer(200, JSON, form.headers % tuple(fields), form.body % tuple(states))
 
     def _denial(self, outcome: Outcome) -> Answer | None:

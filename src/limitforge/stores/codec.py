@@ -13,7 +13,7 @@ import msgspec
 
 from limitforge.core.check import Check
 from limitforge.core.decide import too_many_reservations
-from limitforge.core.decision import Judged, Outcome, decision_of
+from limitforge.core.decision import Admission, Judged, Outcome, decision_of
 from limitforge.core.keys import encoded, override_index_of
 from limitforge.core.plan import Rule
 from limitforge.errors import LimitforgeError, StoreCorrupt, StoreUnavailable
@@ -26,7 +26,7 @@ from limitforge.stores.spread import Finish
 BUSY_US = 1_000  # what one call may keep Redis busy, by estimate
 
 CHECK, FINISH, SHARES, NODES = 1, 10, 11, 12
-DENIED, ALLOWED, AGAIN, CORRUPT, TOO_MANY, UNWRITTEN, OVERRIDDEN = range(7)
+DENIED, ALLOWED, AGAIN, CORRUPT, TOO_MANY, UNWRITTEN, OVERRIDDEN, PLAIN = range(8)
 FULL = "it is full (maxmemory) and may evict nothing"
 OWN_TIME = -1  # in place of a time: let Redis read its clock
 
@@ -64,6 +64,7 @@ class NotReplicated(NotAsked):
 
 Reply = bytes | list[Any] | Unreplicated
 Flow = Generator[Call, Reply, T]
+Told = Outcome | Admission | LimitforgeError
 Note = Callable[[Check, Outcome], None]
 """Told of each denial."""
 
@@ -131,26 +132,28 @@ def batch_flow(
     answers: list[Judged] = []
     for at, (check, outcome) in enumerate(zip(checks, outcomes, strict=True)):
         answer: Judged = outcome
-        if isinstance(outcome, Outcome):
-            if doubts and outcome.allowed and any(cost for _, _, cost, *_ in check.takes):
-                answer = doubts[0].error()
-            elif not check.is_part:
-                if not outcome.allowed and note is not None:
-                    note(check, outcome)
-                if not check.is_raw or at in shadows:
-                    answer = decision_of(check, outcome, shadows.get(at))
+        if doubts and _has_taken(check, outcome):
+            answer = doubts[0].error()
+        elif isinstance(outcome, Outcome) and not check.is_part:
+            if not outcome.allowed and note is not None:
+                note(check, outcome)
+            if not check.is_raw or at in shadows:
+                answer = decision_of(check, outcome, shadows.get(at))
         answers.append(answer)
     return answers
 
 
-def _parted(
-    checks: Sequence[Check], judged: Sequence[Outcome | LimitforgeError]
-) -> tuple[list[Outcome | LimitforgeError], dict[int, Outcome]]:
+def _has_taken(check: Check, told: Told) -> bool:
+    is_allowed = isinstance(told, Admission) or (isinstance(told, Outcome) and told.allowed)
+    return is_allowed and any(cost for _, _, cost, *_ in check.takes)
+
+
+def _parted(checks: Sequence[Check], judged: Sequence[Told]) -> tuple[list[Told], dict[int, Outcome]]:
     """What the checks were told, and what their candidate plans were. A candidate must never harm the live plan: what
     is wrong with its buckets only leaves it out.
     """
     told = iter(judged)
-    outcomes: list[Outcome | LimitforgeError] = []
+    outcomes: list[Told] = []
     shadows: dict[int, Outcome] = {}
     for at, check in enumerate(checks):
         outcomes.append(next(told))
@@ -205,13 +208,13 @@ def members_flow(key: str, name: bytes, alive_us: int, time_us: int) -> Flow[int
 
 def _judge(
     groups: Sequence[Check], time_us: int, doubts: list[Unreplicated], overridden: Overridden | None
-) -> Flow[list[Outcome | LimitforgeError]]:
+) -> Flow[list[Told]]:
     """Judge groups of limits in order, each with the store's time.
 
     The script stops at one whose calendar does not reach that time, or whose subject may have overrides after all,
     since the rest must see what it takes: it and they are asked once more, and then with everybody's overrides.
     """
-    outcomes: list[Outcome | LimitforgeError] = []
+    outcomes: list[Told] = []
     call = encode_checks(groups, time_us, overridden)
     index = _read_outcomes(groups, call, answer_to(call, _doubted((yield call), doubts)), outcomes)
     if index is not None and overridden is not None:
@@ -276,18 +279,21 @@ def encode_checks(checks: Sequence[Check], time_us: int, overridden: Overridden 
     return call_of((CHECK, time_us, [rule.row for rule in rules], flat), list(keys), strings)
 
 
-def _read_outcomes(
-    checks: Sequence[Check], call: Call, values: list[int], outcomes: list[Outcome | LimitforgeError]
-) -> str | None:
+def _read_outcomes(checks: Sequence[Check], call: Call, values: list[int], outcomes: list[Told]) -> str | None:
     """Adds what the reply tells. Stops at a check that must be asked again, which it then is ready for; if that is for
     overrides that are there after all, it tells their index.
     """
-    if len(values) < 1 + 2 * len(checks) and AGAIN not in values and OVERRIDDEN not in values:
+    if len(values) <= len(checks) and AGAIN not in values and OVERRIDDEN not in values:
         raise _nonsense()
     now_us, place = values[0], 1
     for check in checks:
         status = values[place]
-        if status <= ALLOWED:
+        if status == PLAIN:
+            start, place = place + 1, place + 1 + 2 * len(check.takes)
+            admission = Admission(now_us, values[start:place])
+            is_all = check.is_raw and check.shadow is None
+            outcomes.append(admission if is_all else admission.outcome(check))
+        elif status <= ALLOWED:
             takes = len(check.takes)
             start, place = place + 2, place + 2 + 5 * takes
             rows: Any
@@ -308,7 +314,7 @@ def _read_outcomes(
             place += 2
         elif status == UNWRITTEN:
             outcomes.append(StoreUnavailable(f"Redis can't serve now: {FULL} (OOM)"))
-            place += 2 + 5 * len(check.takes)
+            place += 1
         else:
             outcomes.append(too_many_reservations(check.takes[values[place + 1]][0]))
             place += 2
