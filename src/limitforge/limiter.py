@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self, cast
 
-from limitforge.core.check import Check, Entry, Failure, FailureName, check_of, check_of_entries, failure_of
+from limitforge.core.check import Entry, Failure, FailureName, check_of, check_of_entries, failure_of
 from limitforge.core.clock import Clock
 from limitforge.core.decision import Decision, Judged
 from limitforge.core.keys import text
@@ -33,8 +33,13 @@ class Limiter:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self.keys = self._keys = store.keys
+        self._keys = store.keys
         self._requests = Requests(store.keys)
+
+    @property
+    def store(self) -> Store:
+        """What decides: for whoever asks it without this limiter, as a protocol does that is in a hurry."""
+        return self._store
 
     @classmethod
     def connect(
@@ -101,14 +106,6 @@ class Limiter:
         if failure is not None:
             check.failure = failure_of(failure)
         self._store.submit(check, cast("Callable[[Judged], None]", answer))  # it is not raw
-
-    def judge(self, check: Check, answer: Callable[[Judged], None]) -> None:
-        """`submit` for whoever has a check (`core.check.question_of` with this limiter's `keys`), and can do with what
-        the store told of it. Where there is more to say than an outcome says (a candidate plan, a store that was away),
-        the answer is a decision all the same.
-        """
-        check.is_raw = True
-        self._store.submit(check, answer)
 
     async def check_entries(
         self,

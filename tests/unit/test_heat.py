@@ -19,7 +19,7 @@ def heated(counts: dict[str, int], clock: ManualClock) -> Heat:
     heat = Heat(clock)
     subjects = [subject for subject, count in counts.items() for _ in range(count)]
     random.Random(1).shuffle(subjects)
-    for subject in subjects:
+    for subject in subjects[::SAMPLED]:
         heat.note(of(subject))
     clock.advance_us(1_000_000)
     return heat

@@ -71,8 +71,8 @@ class Checks:
     ) -> None:
         """`denied` hears of each denial: whose, and of whom."""
         self._limiter = limiter
-        self._keys = limiter.keys
-        self._judge = limiter.judge
+        self._keys = limiter.store.keys
+        self._ask = limiter.store.submit
         self._denied = denied
         self._snapshots = snapshots
         self._seen = snapshots.seen
@@ -149,8 +149,8 @@ class Checks:
         if not subject:
             raise InvalidInput("subject", "must not be empty")
         check = route.question.check(subject, asked.cost, asked.costs)
-        check.failure = route.selection.failure
-        self._judge(check, partial(self._judged, caller, route, check, subject, tell))
+        check.failure, check.is_raw = route.selection.failure, True
+        self._ask(check, partial(self._judged, caller, route, check, subject, tell))
 
     def _route(self, caller: Caller, asked: CheckBody) -> Route:
         """Worked out when a caller first asks for a resource, and after a change."""

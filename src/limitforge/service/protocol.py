@@ -58,19 +58,17 @@ class Doors:
             f"{root_path}/v1/check".encode(): ("check", checks.submit, MAX_BODY),
             f"{root_path}/v1/check/batch".encode(): ("batch", checks.submit_batch, MAX_BATCH_BODY),
         }
-        self._default_headers: list[tuple[bytes, bytes]] | None = None
-        self._openings: dict[tuple[int, bytes], bytes] = {}
+        self.default_headers: list[tuple[bytes, bytes]] | None = None
+        self.openings: dict[tuple[int, bytes], bytes] = {}
+        """By status and content type, for as long as the default headers are these."""
 
     def opening(self, answer: Answer, headers: list[tuple[bytes, bytes]]) -> bytes:
         """How an answer begins, with the fields of uvicorn's own, which are made anew each second."""
-        if headers is not self._default_headers:
-            self._openings.clear()
-            self._default_headers = headers
-        kind = (answer.status, answer.content_type)
-        opening = self._openings.get(kind)
-        if opening is None:
-            own = b"content-type: %b\r\n" % answer.content_type
-            opening = self._openings[kind] = STATUS_LINES[answer.status] + block(headers) + own
+        if headers is not self.default_headers:
+            self.openings.clear()
+            self.default_headers = headers
+        opening = STATUS_LINES[answer.status] + block(headers) + b"content-type: %b\r\n" % answer.content_type
+        self.openings[answer.status, answer.content_type] = opening
         return opening
 
 
@@ -414,8 +412,11 @@ class CheckProtocol(HttpToolsProtocol):
             self._start_asgi_task(cycle, app)
 
     def _write(self, answer: Answer, *, close: bool) -> None:
-        body = answer.body
-        opening = self._doors.opening(answer, self.server_state.default_headers)
+        body, doors = answer.body, self._doors
+        headers = self.server_state.default_headers
+        opening = doors.openings.get((answer.status, answer.content_type)) if headers is doors.default_headers else None
+        if opening is None:
+            opening = doors.opening(answer, headers)
         if close or len(body) >= len(LENGTHS):
             length = b"content-length: %d\r\n%b\r\n" % (len(body), CLOSE if close else b"")
         else:

@@ -33,15 +33,12 @@ class Heat:
 
     def __init__(self, clock: Clock) -> None:
         self._now_us: Callable[[], int] = clock.now_us
-        self._seen = 0
         self._began_us = self._before_us = self._now_us()
         self._counts: dict[str, int] = {}
         self._before: dict[str, int] = {}
 
     def note(self, check: Check) -> None:
-        self._seen += 1
-        if self._seen % SAMPLED:
-            return
+        """Call it for one of `SAMPLED` checks."""
         if self._now_us() - self._began_us > TURN_US:
             self._turn()
         counts = self._counts

@@ -21,6 +21,7 @@ from limitforge.stores.fleet import (
     nobody_decides,
     nobody_knows,
 )
+from limitforge.stores.heat import SAMPLED
 from limitforge.stores.keeper import Keeper
 from limitforge.stores.link import Link
 from limitforge.stores.listener import Listener
@@ -40,6 +41,7 @@ class Line:
     def __init__(self, parts: Parts, options: StoreOptions) -> None:
         self.loop = asyncio.get_running_loop()
         self._thread = get_ident()
+        self._asked = 0
         self.deadline = options.deadline_ms / 1_000
         self._parts = parts
         self._options = options
@@ -83,6 +85,16 @@ class Line:
         return sum(pipeline.waiting for pipeline in list(self._pipelines.values()))
 
     # -- asking
+
+    def ask(self, check: Check, tell: Tell) -> None:
+        """Tell what needs no asking, or submit."""
+        decided = self.decided(check)
+        if decided is not None:
+            self.answer(Asked(check, tell, 0), decided)
+        elif self.single is not None and not check.is_mixed:
+            self.single.submit(Asked(check, tell, self.loop.time() + self.deadline))
+        else:
+            self.submit(check, tell)
 
     def submit(self, check: Check, tell: Tell, group: object = None) -> "Asked | Errand":
         """Ask. The answer comes by `tell`, perhaps before this returns; who no longer wants it sets that to None."""
@@ -288,11 +300,14 @@ class Line:
 
     def decided(self, check: Check) -> Decision | Outcome | None:
         """What needs no asking: a denial that is known, or what a share pays for."""
-        self._heat.note(check)
+        self._asked += 1
+        if not self._asked % SAMPLED:
+            self._heat.note(check)
         decision: Decision | Outcome | None = None
         denials = self._denials
         if denials is not None and denials.is_active:
-            self._listen()
+            if self._listener is None or not self._listener.is_running:
+                self._listen()
             decision = denials.look(check)
         return self._blender.decide(check) if decision is None and check.is_mixed else decision
 

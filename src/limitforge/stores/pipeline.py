@@ -277,11 +277,7 @@ class Pipeline:
             call = step()
         except StopIteration as done:
             self._land(flight)
-            for asked, answer in zip(flight.batch, done.value, strict=True):
-                if isinstance(answer, StoreUnavailable):
-                    self.decide(asked, answer)
-                else:
-                    self.tell(asked, answer)
+            self._tell_all(flight.batch, done.value)
             self._answered(flight, done.value)
         except StoreUnavailable as error:  # the answer to another call: nothing that comes here can be trusted
             self._fail(flight, error)
@@ -372,9 +368,26 @@ class Pipeline:
         tell, asked.tell = asked.tell, None
         try:
             tell(answer)
-        except asyncio.InvalidStateError:  # its caller was cancelled in this turn of the loop
-            return
         except Exception as error:  # noqa: BLE001 - somebody's callback must not keep its batch from their answers
+            self._unheard(error)
+
+    def _tell_all(self, batch: Sequence[Asked], answers: Sequence[object]) -> None:
+        """The same for all that were asked together."""
+        for asked, answer in zip(batch, answers, strict=True):
+            tell = asked.tell
+            if tell is None:
+                continue
+            if isinstance(answer, StoreUnavailable):
+                self.decide(asked, answer)
+                continue
+            asked.tell = None
+            try:
+                tell(answer)
+            except Exception as error:  # noqa: BLE001 - as above
+                self._unheard(error)
+
+    def _unheard(self, error: Exception) -> None:
+        if not isinstance(error, asyncio.InvalidStateError):  # then its caller was cancelled in this turn of the loop
             self.loop.call_exception_handler({"message": "the callback of a check failed", "exception": error})
 
     def _refuse_waiting(self, error: StoreUnavailable) -> None:

@@ -14,7 +14,6 @@ from limitforge.core.keys import Keys
 from limitforge.errors import LimitforgeError
 from limitforge.stores.line import Line
 from limitforge.stores.options import StoreOptions
-from limitforge.stores.pipeline import Asked
 from limitforge.stores.protocol import Answer, Command, StoreStatus
 from limitforge.stores.redis_parts import Batch, Parts, is_local
 
@@ -55,11 +54,7 @@ class RedisStore:
         line = self._latest
         if line is None or not line.is_here():
             line = self._line()
-        decided = line.decided(check)
-        if decided is None:
-            line.submit(check, answer)
-        else:
-            line.answer(Asked(check, answer, 0), decided)
+        line.ask(check, answer)
 
     async def check_many(self, checks: Sequence[Check]) -> list[Decision | LimitforgeError]:
         line = self._line()

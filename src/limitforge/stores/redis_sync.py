@@ -18,6 +18,7 @@ from limitforge.errors import LimitforgeError, StoreError, StoreUnavailable
 from limitforge.stores.codec import Call, Flow, NotReplicated, Reply, T, as_corrupt, fitting, parts
 from limitforge.stores.denials import Drop
 from limitforge.stores.fleet import Node
+from limitforge.stores.heat import SAMPLED
 from limitforge.stores.listener import SyncListener
 from limitforge.stores.options import StoreOptions
 from limitforge.stores.protocol import Answer, Command, StoreStatus
@@ -59,6 +60,7 @@ class SyncRedisStore:
         self._fleet = self._parts.fleet
         self._servers = Servers(self._fleet, self._charge_soon)
         self._lock = threading.Lock()
+        self._asked = 0
         self._listener: SyncListener | None = None
         self._blender = self._parts.blender()
         self._keeper: threading.Thread | None = None
@@ -324,7 +326,9 @@ class SyncRedisStore:
 
     def _decided(self, check: Check) -> Decision | Outcome | None:
         """What needs no asking: a denial that is known, or what a share pays for."""
-        self._parts.heat.note(check)
+        self._asked += 1
+        if not self._asked % SAMPLED:
+            self._parts.heat.note(check)
         decision: Decision | Outcome | None = None
         denials = self._parts.denials
         if denials is not None and denials.is_active:
