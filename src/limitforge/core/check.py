@@ -69,22 +69,40 @@ class Check(msgspec.Struct, gc=False):
     on the time, `hold` makes it a reservation, `shadow` is a candidate plan that is judged beside it, `failure` says
     what happens when the store can't decide (None: as the store is set), `weight_us` estimates what it takes in Redis.
     One that `is_part` of another is answered with what the store told, not with a decision; one that `is_raw` too,
-    unless there is more to say. `is_mixed` tells that this process may decide some of it. `index` is the key of the
-    index of overrides, if all of its limits have the same and it is known already.
+    unless there is more to say. `is_mixed` tells that this process may decide some of it.
+
+    One that has a `question` is that about its subject, for its cost: what it takes is written out when somebody asks.
     """
 
-    takes: list[Take]
+    written: list[Take] | None
     names: tuple[str, ...]
     lease: bytes = b""
     varies: bool = False
     weight_us: int = 0
+    question: "Question | None" = None
+    subject: str = ""
+    base: str = ""
+    """What the keys of its buckets start with."""
+    cost: int = 0
     hold: Hold | None = None
     shadow: "Check | None" = None
     failure: Failure | None = None
     is_part: bool = False
     is_mixed: bool = False
     is_raw: bool = False
-    index: str = ""
+
+    @property
+    def takes(self) -> list[Take]:
+        if self.written is None:
+            self.written = [] if self.question is None else self.question.takes(self.subject, self.base, self.cost)
+        return self.written
+
+    @property
+    def first_key(self) -> str:
+        """Of its first bucket; empty if there is none."""
+        if self.written is None and self.question is not None:
+            return self.base + self.question.plan.alike[0][1]
+        return self.takes[0][1] if self.takes else ""
 
     def around(self, now_us: int) -> None:
         """Lay every quota's windows around a time."""
@@ -152,15 +170,24 @@ class Question(msgspec.Struct, frozen=True, eq=False, gc=False):
         plan = self.plan
         if not self.start or costs is not None or self.candidate is not None:
             return self._any_check(subject, cost, costs)
-        base, resource = f"{self.start}{len(subject)}:{subject}:", self.resource
-        overrides = f"{self.home.wide}o:{subject}"
-        takes: list[Take] = [
-            (rule, base + suffix, 1 if requests and cost else cost, resource, overrides if overridable else None)
-            for rule, suffix, requests, overridable in plan.alike
+        return Check(
+            None,
+            plan.names,
+            os.urandom(TOKEN_BYTES) if plan.leases else b"",
+            plan.varies,
+            plan.weight_us,
+            self,
+            subject,
+            f"{self.start}{len(subject)}:{subject}:",
+            cost,
+        )
+
+    def takes(self, subject: str, base: str, cost: int) -> list[Take]:
+        overrides = self.keys.overrides(self.home.wide, subject)
+        return [
+            (rule, base + suffix, 1 if requests and cost else cost, self.resource, overrides if overridable else None)
+            for rule, suffix, requests, overridable in self.plan.alike
         ]
-        check = Check(takes, plan.names, os.urandom(TOKEN_BYTES) if plan.leases else b"", plan.varies, plan.weight_us)
-        check.index = self.index
-        return check
 
     def _any_check(self, subject: str, cost: int, costs: Mapping[str, int] | None) -> Check:
         home, candidate = self.home.now(), self.candidate

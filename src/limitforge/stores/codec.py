@@ -246,8 +246,31 @@ def encode_checks(checks: Sequence[Check], time_us: int, overridden: Overridden 
     strings: dict[str | bytes, int] = {}  # from 2: ARGV's strings come after the blob
     indices: dict[str, int] = {}  # 0 for those who may have overrides
     flat: list[int] = []
+
+    def looked_at(index: str) -> int:
+        has_some = overridden is None or index in overridden
+        place = indices[index] = 0 if has_some else keys.setdefault(index, len(keys) + 1)
+        return place
+
     for check in checks:
-        takes, lease, hold = check.takes, check.lease, check.hold
+        question, lease, hold = check.question, check.lease, check.hold
+        if question is not None and hold is None and not lease:  # the short way, of nearly all
+            known = indices.get(question.index)
+            if known is None:
+                known = looked_at(question.index)
+            if known:
+                base, cost, alike = check.base, check.cost, question.plan.alike
+                flat += (len(alike), 0, 0)
+                for rule, suffix, requests, overridable in alike:
+                    flat += (
+                        rules.setdefault(rule, len(rules) + 1),
+                        keys.setdefault(base + suffix, len(keys) + 1),
+                        1 if requests and cost else cost,
+                        known if overridable else 0,
+                        0,
+                    )
+                continue
+        takes = check.takes
         token = strings.setdefault(lease, len(strings) + 2) if lease else 0
         if hold is None:
             flat += (len(takes), token, 0)
@@ -266,13 +289,10 @@ def encode_checks(checks: Sequence[Check], time_us: int, overridden: Overridden 
                 continue
             if overrides is not last or resource is not asked:
                 last, asked = overrides, resource
-                index = check.index or override_index_of(overrides)
+                index = override_index_of(overrides)
                 known = indices.get(index)
-                if known is None:
-                    has_some = overridden is None or index in overridden
-                    known = indices[index] = 0 if has_some else keys.setdefault(index, len(keys) + 1)
-                place, resource_place = known, 0
-                if not known:
+                place, resource_place = looked_at(index) if known is None else known, 0
+                if not place:
                     place = keys.setdefault(overrides, len(keys) + 1)
                     resource_place = strings.setdefault(resource, len(strings) + 2)
             flat += (rule_place, key_place, cost, place, resource_place)
@@ -289,7 +309,9 @@ def _read_outcomes(checks: Sequence[Check], call: Call, values: list[int], outco
     for check in checks:
         status = values[place]
         if status == PLAIN:
-            start, place = place + 1, place + 1 + 2 * len(check.takes)
+            question = check.question
+            takes = len(check.takes) if question is None else len(question.plan.alike)
+            start, place = place + 1, place + 1 + 2 * takes
             admission = Admission(now_us, values[start:place])
             is_all = check.is_raw and check.shadow is None
             outcomes.append(admission if is_all else admission.outcome(check))

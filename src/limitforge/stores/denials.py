@@ -76,7 +76,7 @@ class Denials:
         self._max_places = max_keys
         self._now_us: Callable[[], int] = clock.now_us
         self._lock = threading.Lock()
-        self._shelves: dict[str, Shelf] = {}  # the oldest first
+        self._shelves: dict[str, Shelf] = {}  # by the first bucket of a check, the oldest first
         self._places: dict[str, set[str]] = {}  # where a bucket or the overrides of a subject matter
         self._dropped: dict[str, int] = {}  # when each of these was last dropped, the oldest first
         self._dropped_before_us = LONG_AGO_US
@@ -97,7 +97,7 @@ class Denials:
 
     def look(self, check: Check) -> Decision | Outcome | None:
         """The denial of this check, if it is sure; its wait is what is left of it."""
-        place = _place(check)
+        place = check.first_key
         shelf = self._shelves.get(place)
         if shelf is None or check.hold is not None or check.shadow is not None:
             return None  # a reservation and a candidate plan are always judged by the store
@@ -115,7 +115,7 @@ class Denials:
         sure_us = 0 if check.shadow is not None else self._sure_us(check, outcome)
         if not sure_us:
             return
-        place, names = _place(check), _names(check)
+        place, names = check.first_key, _names(check)
         told_us = self._now_us()
         if told_us >= sent_us + sure_us:
             return
@@ -203,11 +203,6 @@ class Denials:
             places.discard(place)
             if not places:
                 del self._places[name]
-
-
-def _place(check: Check) -> str:
-    """Its first bucket: what else it takes from is in its signature."""
-    return check.takes[0][1] if check.takes else ""
 
 
 def _names(check: Check) -> tuple[str, ...]:

@@ -136,7 +136,7 @@ def judge_spread(check: Check, slot_of: SlotOf) -> Generator[list[Step], Told, E
 def _parts(check: Check, slot_of: SlotOf) -> list[Part]:
     slots = by_slot(range(len(check.takes)), lambda place: slot_of(check.takes[place][1]))
     if len(slots) <= 1:
-        part = msgspec.structs.replace(check, shadow=None, is_part=True)
+        part = msgspec.structs.replace(check, shadow=None, is_part=True, is_raw=False)
         if check.hold is not None and check.takes:
             record = _record(check.hold, check.takes[0][1], slot_of)
             part.hold = msgspec.structs.replace(check.hold, key=record)
@@ -148,7 +148,7 @@ def _parts(check: Check, slot_of: SlotOf) -> list[Part]:
         parts.append(
             Part(
                 Check(
-                    takes=takes,
+                    takes,
                     names=tuple(check.names[place] for place in places),
                     lease=check.lease,
                     varies=check.varies,
