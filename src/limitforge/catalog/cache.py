@@ -127,6 +127,7 @@ class Snapshots:
         self._warm = warm
         self._guard = guard or Guard()
         self._clock = clock or SystemClock()
+        self._now_us = self._clock.now_us
         self._placed = placed
         self._form = form or HeaderForm()
         self._fresh_us, self._stale_us = int(fresh_seconds * MICROS), int(stale_seconds * MICROS)
@@ -158,7 +159,7 @@ class Snapshots:
         caller = self._callers.get(mark)
         if caller is None:
             return None
-        now_us = self._clock.now_us()
+        now_us = self._now_us()
         tenant = caller.tenant
         entry = caller.entry
         if now_us >= caller.ends_us or now_us >= tenant.usable_until_us or now_us >= entry.usable_until_us:

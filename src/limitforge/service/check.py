@@ -173,16 +173,17 @@ class Checks:
 
     def _judged(self, caller: Caller, route: Route, check: Check, subject: str, tell: Tell, judged: Judged) -> None:
         try:
-            answer = self._answer(caller, route, check, subject, judged)
+            if isinstance(judged, Admission) and route.template is not None:  # nearly always
+                answer = route.template.admission(judged.now_us, judged.numbers)
+                self._counters.count(caller, allowed=True)
+            else:
+                answer = self._answer(caller, route, check, subject, judged)
         except Exception as error:  # noqa: BLE001 - whatever it is: who asked must be told
             answer = failed(error)
         tell(answer)
 
     def _answer(self, caller: Caller, route: Route, check: Check, subject: str, judged: Judged) -> Answer:
         if isinstance(judged, Admission):
-            if route.template is not None:
-                self._counters.count(caller, allowed=True)
-                return route.template.admission(judged.now_us, judged.numbers)
             judged = judged.outcome(check)
         if isinstance(judged, Outcome):
             answer = None if route.template is None else route.template.answer(judged)

@@ -7,14 +7,17 @@ anything is owed an answer.
 """
 
 import asyncio
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, Protocol
 
 import msgspec
 
 from limitforge.core.check import Check
 from limitforge.core.decision import Judged
+from limitforge.core.plan import BUCKET_US
 from limitforge.errors import LimitforgeError, StoreError, StoreUnavailable
 from limitforge.stores.codec import BUSY_US, Call, Flow, NotReplicated, Reply, as_corrupt
 from limitforge.stores.fleet import Node
@@ -475,12 +478,8 @@ def _kind_and_slot(asked: Asked) -> tuple[bool, int]:
 
 def _fitting(waiting: Sequence[Asked], most_us: int) -> int:
     """How many of them, and at least one, keep Redis busy for no longer than that."""
-    busy_us = waiting[0].check.weight_us
-    count = 1
-    while count < len(waiting) and busy_us + waiting[count].check.weight_us <= most_us:
-        busy_us += waiting[count].check.weight_us
-        count += 1
-    return count
+    most = most_us // BUCKET_US + 1  # none with a limit is lighter
+    return bisect_right(list(accumulate([asked.check.weight_us for asked in waiting[:most]])), most_us) or 1
 
 
 def _is_inside(waiting: Sequence[Asked], count: int) -> bool:
