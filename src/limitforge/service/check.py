@@ -78,7 +78,7 @@ class Checks:
         self._seen = snapshots.seen
         self._tickets = tickets
         self._counters = counters
-        self.answered = counters.answered
+        self.answered, self.answers = counters.answered, counters.answers
         self._templates = Templates()
         self._cold: set[asyncio.Task[None]] = set()
 
@@ -175,7 +175,7 @@ class Checks:
         try:
             if isinstance(judged, Admission) and route.template is not None:  # nearly always
                 answer = route.template.admission(judged.now_us, judged.numbers)
-                self._counters.count(caller, allowed=True)
+                self._counters.admitted(caller)
             else:
                 answer = self._answer(caller, route, check, subject, judged)
         except Exception as error:  # noqa: BLE001 - whatever it is: who asked must be told

@@ -1,6 +1,7 @@
 """What was decided, counted: one list of numbers for each key, which costs a check a look-up and an addition."""
 
 import operator
+from collections import defaultdict
 from collections.abc import Iterable
 
 import msgspec
@@ -28,8 +29,7 @@ class Counters:
     """Of one process. What was drained is in the totals by tenant, which only rise."""
 
     def __init__(self) -> None:
-        self.requests: dict[tuple[str, int], int] = {}
-        """By call and status."""
+        self._requests: defaultdict[str, dict[int, int]] = defaultdict(dict)
         self._rows: dict[str, tuple[list[int], str, str]] = {}
         """By key: its numbers, whose they are, and what that tenant was called when it was first seen."""
         self._totals: dict[str, list[int]] = {}
@@ -46,9 +46,25 @@ class Counters:
         if degraded:
             row[DEGRADED] += 1
 
+    def admitted(self, caller: Caller) -> None:
+        """`count` for what there is most of."""
+        known = self._rows.get(caller.key.id)
+        if known is None:
+            self.count(caller, allowed=True)
+        else:
+            known[0][ALLOWED] += 1
+
+    def answers(self, call: str) -> dict[int, int]:
+        """How often a call was answered with each status: for whoever counts there."""
+        return self._requests[call]
+
     def answered(self, call: str, status: int) -> None:
-        wanted = (call, status)
-        self.requests[wanted] = self.requests.get(wanted, 0) + 1
+        answers = self._requests[call]
+        answers[status] = answers.get(status, 0) + 1
+
+    def requests(self) -> dict[tuple[str, int], int]:
+        """By call and status, since the start."""
+        return {(call, status): n for call, answers in self._requests.items() for status, n in answers.items()}
 
     def drain(self) -> list[Used]:
         """What each key did since this was last asked."""

@@ -52,11 +52,11 @@ class Doors:
     """What every connection of a process shares: the paths that door one answers, and who answers them."""
 
     def __init__(self, checks: Checks, root_path: str, proxies: Proxies) -> None:
-        self.answered = checks.answered
+        self.answers = checks.answers
         self.proxies = proxies
-        self.calls: dict[bytes, tuple[str, Submit, int]] = {
-            f"{root_path}/v1/check".encode(): ("check", checks.submit, MAX_BODY),
-            f"{root_path}/v1/check/batch".encode(): ("batch", checks.submit_batch, MAX_BATCH_BODY),
+        self.calls: dict[bytes, tuple[dict[int, int], Submit, int]] = {
+            f"{root_path}/v1/check".encode(): (self.answers("check"), checks.submit, MAX_BODY),
+            f"{root_path}/v1/check/batch".encode(): (self.answers("batch"), checks.submit_batch, MAX_BATCH_BODY),
         }
         self.default_headers: list[tuple[bytes, bytes]] | None = None
         self.openings: dict[tuple[int, bytes], bytes] = {}
@@ -75,10 +75,11 @@ class Doors:
 class Turn:
     """One check of a connection, until it is answered and everything before it is."""
 
-    __slots__ = ("answer", "call", "close", "is_refused", "limit", "parts", "size", "submit", "who")
+    __slots__ = ("answer", "answers", "close", "is_refused", "limit", "parts", "size", "submit", "who")
 
-    def __init__(self, call: str, submit: Submit, limit: int, who: Who) -> None:
-        self.call = call
+    def __init__(self, answers: dict[int, int], submit: Submit, limit: int, who: Who) -> None:
+        self.answers = answers
+        """Where it is counted, by its status."""
         self.submit = submit
         self.limit = limit
         self.who = who
@@ -185,7 +186,7 @@ class CheckProtocol(HttpToolsProtocol):
             cycle.message_event.set()
         turn = self._turn
         if turn is None:
-            turn = Turn("unreadable", _never, 0, NOBODY)
+            turn = Turn(self._doors.answers("unreadable"), _never, 0, NOBODY)
             self._turns.append(turn)
         self._turn = turn
         turn.is_refused = turn.close = True
@@ -270,7 +271,7 @@ class CheckProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._head_size = None
         if self._is_deaf:
-            self._turn = Turn("unheard", _never, 0, NOBODY)
+            self._turn = Turn({}, _never, 0, NOBODY)
             self._turn.is_refused = True
             return
         objection = self._objection()
@@ -380,7 +381,8 @@ class CheckProtocol(HttpToolsProtocol):
             turns.clear()
             if not self.transport.is_closing():
                 self._write(answer, close=False)
-                self._doors.answered(turn.call, answer.status)
+                status = answer.status
+                turn.answers[status] = turn.answers.get(status, 0) + 1
                 self._is_active = True
                 if self._held or self.pipeline or self.flow.read_paused:
                     self._go_on()
@@ -393,7 +395,7 @@ class CheckProtocol(HttpToolsProtocol):
                 return
             is_last = self._is_ending and not turns and not self.pipeline and self._turn in (None, first)
             self._write(ready, close=first.close or is_last)
-            self._doors.answered(first.call, ready.status)
+            first.answers[ready.status] = first.answers.get(ready.status, 0) + 1
             if first.close or is_last:
                 self.transport.close()
                 turns.clear()

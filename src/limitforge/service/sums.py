@@ -103,7 +103,7 @@ class Sums:
                 is_failing = True
 
     def _own(self) -> Totals:
-        return Totals(self._counters.totals(), dict(self._counters.requests))
+        return Totals(self._counters.totals(), self._counters.requests())
 
     async def _sum(self, folder: Path) -> Totals:
         """Whoever holds the lock is done within a millisecond or two; checks need not wait for it here."""
