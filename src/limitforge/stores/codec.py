@@ -307,16 +307,14 @@ def _read_outcomes(checks: Sequence[Check], call: Call, values: list[int], outco
         raise _nonsense()
     now_us, place = values[0], 1
     for check in checks:
-        status = values[place]
+        status, question = values[place], check.question
+        takes = len(check.takes) if question is None else len(question.plan.alike)
         if status == PLAIN:
-            question = check.question
-            takes = len(check.takes) if question is None else len(question.plan.alike)
             start, place = place + 1, place + 1 + 2 * takes
             admission = Admission(now_us, values[start:place])
             is_all = check.is_raw and check.shadow is None
             outcomes.append(admission if is_all else admission.outcome(check))
         elif status <= ALLOWED:
-            takes = len(check.takes)
             start, place = place + 2, place + 2 + 5 * takes
             rows: Any
             if takes == 1:
