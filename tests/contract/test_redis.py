@@ -243,8 +243,11 @@ def test_a_full_redis_still_denies_and_is_looked_at(own_redis_server: RedisServe
         Request(resource="r", subject="s", limits=EVERY[2]),
         Request(resource="r", subject="s", limits=EVERY[2], cost=0),
         Request(resource="r", subject="new", limits=EVERY[:5], failure="closed"),
+        Request(resource="r", subject="s", limits=()),
     ]
-    taker, denied, look, refused = limiter.check_many(requests)
+    taker, denied, look, refused, free = limiter.check_many(requests)
+    assert isinstance(free, Decision)
+    assert (free.allowed, free.degraded) == (True, None)
     assert isinstance(taker, StoreUnavailable)
     assert not taker.maybe_counted
     assert isinstance(denied, Decision)

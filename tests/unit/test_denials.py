@@ -15,6 +15,7 @@ from limitforge import (
     FixedWindow,
     LeakyBucket,
     Limit,
+    Limits,
     Quota,
     SlidingWindow,
     SlidingWindowCounter,
@@ -575,3 +576,31 @@ def test_threads_may_note_look_and_drop_at_once() -> None:
     }
     assert named == node.denials._places
     assert {name for shelf in node.denials._shelves.values() for name in shelf.names} == set(named)
+
+
+# -- how much of it is kept
+
+
+def test_subjects_behind_a_limit_that_all_share_are_known_each_by_itself(node: Node) -> None:
+    """The operator's and a tenant's limits come first in a check, and are the same buckets for everybody."""
+    plan = (
+        FixedWindow(name="all", limit=10**9, window_seconds=60, scope="tenant"),
+        FixedWindow(name="one", limit=1, window_seconds=3_600),
+    )
+    for number in range(90):
+        node.deny(plan, subject=str(number))
+    assert not any(node.asks_for(plan, subject=str(number)) for number in range(90))
+    assert len(node.denials._shelves) == 90
+    assert len(node.denials._places) == 1 + 2 * 90  # the shared bucket; each own one, and each subject's overrides
+
+
+def test_names_of_denials_that_made_room_for_others_are_forgotten() -> None:
+    node = Node(max_keys=3)
+    plan = Limits(HOUR, FixedWindow(name="tenant", limit=10**6, window_seconds=60, scope="tenant"))
+    for cost in range(3, 40):
+        for subject in ("a", "b", "c", "d", "e"):
+            assert not node.check(plan, subject=subject, cost=cost).allowed  # type: ignore[arg-type]
+    kept = {name for shelf in node.denials._shelves.values() for name in shelf.names}
+    assert set(node.denials._places) == kept
+    assert len(kept) == 3 * 2 + 1
+    assert all(len(shelf.denials) <= denials_module.MAX_PER_PLACE for shelf in node.denials._shelves.values())

@@ -114,3 +114,12 @@ def test_lanes_that_are_told_later_hold_from_the_next_check_on() -> None:
     assert len(keys.home("acme").lanes) == 4
     keys.set_lanes("acme", Lanes(1))
     assert len(keys.home("acme").lanes) == 1
+
+
+def test_a_question_that_is_known_follows_its_tenant_to_other_lanes() -> None:
+    keys = Keys()
+    assert places(keys, "r", "s")["subject"] == "lf:{acme}:"
+    keys.set_lanes("acme", Lanes(8))
+    assert places(keys, "r", "s")["subject"].startswith("lf:{acme/")
+    keys.set_lanes("acme", Lanes(1))
+    assert places(keys, "r", "s")["subject"] == "lf:{acme}:"

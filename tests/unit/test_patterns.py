@@ -297,3 +297,9 @@ def test_threads_may_share_a_table() -> None:
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(hammer, range(8)))
     assert len(policies._memo) <= MAX_MEMO + 4
+
+
+def test_a_resource_that_is_too_long_to_be_a_key_is_matched_and_not_remembered() -> None:
+    policies = PolicyTable([(Pattern.parse("GET:/x/{id}"), "x")])
+    assert policies.match("GET:/x/" + "1" * 60_000) == "x"
+    assert policies._memo == {}

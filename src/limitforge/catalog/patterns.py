@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from limitforge.core.exact import shown
+from limitforge.core.keys import MAX_BYTES
 from limitforge.core.keys import text as bounded
 from limitforge.errors import InvalidInput
 
@@ -107,7 +108,8 @@ class PolicyTable(Generic[T]):
         memo = self._memo
         if len(memo) >= MAX_MEMO:
             self._memo = memo = {}  # a new one, since another thread may be reading the old one
-        memo[resource] = found
+        if len(resource) <= MAX_BYTES:
+            memo[resource] = found
         return found[0]
 
     def _search(self, resource: str) -> tuple[T] | None:

@@ -1,7 +1,7 @@
 """A check as a store takes it: takes (one rule, one key, one cost each) that decide together, all or nothing."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from functools import lru_cache
 from typing import Literal
@@ -98,10 +98,13 @@ class Check(msgspec.Struct, gc=False):
         return self.written
 
     @property
-    def first_key(self) -> str:
-        """Of its first bucket; empty if there is none."""
+    def place(self) -> str:
+        """One of its buckets, by which it is found: the first that is its subject's own, if there is one."""
         if self.written is None and self.question is not None:
             return self.base + self.question.plan.alike[0][1]
+        for rule, key, *_ in self.takes:
+            if rule.scope is Scope.SUBJECT or rule.scope is Scope.CALLER:
+                return key
         return self.takes[0][1] if self.takes else ""
 
     def around(self, now_us: int) -> None:
@@ -126,24 +129,15 @@ def check_of(
     shadow: LimitsLike | None = None,
 ) -> Check:
     """The simple form: one resource, one subject, and one cost for every limit (or one by name)."""
+    is_known = _is_itself(limits) and (shadow is None or _is_itself(shadow))
     if not isinstance(limits, Limits):
         limits = Limits.of(limits)
-    return question_of(keys, limits, resource, tenant, priority, shadow).check(subject, cost, costs)
-
-
-def question_of(
-    keys: Keys,
-    limits: Limits,
-    resource: str | bytes,
-    tenant: str | bytes,
-    priority: str,
-    shadow: LimitsLike | None = None,
-) -> "Question":
-    """Worked out once for all checks that ask it."""
     try:
-        return _question(keys, keys.generation, limits, resource, tenant, priority, shadow)  # type: ignore[arg-type]
+        ask = _known_question if is_known else question_of
+        question = ask(keys, keys.generation, limits, resource, tenant, priority, shadow)
     except TypeError:  # something can't be looked up; if it is nonsense, that is said now
-        return _question.__wrapped__(keys, keys.generation, limits, resource, tenant, priority, shadow)
+        question = question_of(keys, keys.generation, limits, resource, tenant, priority, shadow)
+    return question.check(subject, cost, costs)
 
 
 class Question(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -200,22 +194,24 @@ class Question(msgspec.Struct, frozen=True, eq=False, gc=False):
         return check
 
 
-@lru_cache(maxsize=MAX_QUESTIONS)
-def _question(
+def question_of(
     keys: Keys,
     generation: int,
     limits: Limits,
     resource: str | bytes,
     tenant: str | bytes,
     priority: str,
-    shadow: LimitsLike | None,
+    shadow: LimitsLike | None = None,
 ) -> Question:
+    """Worked out for all checks that ask it; `generation` is that of the keys."""
     resource = text("resource", resource)
     home, plan = keys.home(tenant), limits.plan(priority)
     candidate = None if shadow is None else Limits.of(shadow).plan(priority, Place.SHADOW)
-    return Question(
-        keys, generation, plan, candidate, resource, home, keys.override_index(home.wide), _start(plan, home, resource)
-    )
+    index = keys.override_index(home.wide)
+    return Question(keys, generation, plan, candidate, resource, home, index, _start(plan, home, resource))
+
+
+_known_question: Callable[..., Question] = lru_cache(maxsize=MAX_QUESTIONS)(question_of)
 
 
 def _start(plan: Plan, home: Home, resource: str) -> str:
@@ -256,6 +252,11 @@ def _takes(keys: Keys, plan: Plan, resource: str, subject: str, cost: int, home:
             )
         )
     return takes
+
+
+def _is_itself(limits: LimitsLike) -> bool:
+    """Whether it is the same limits each time that it is given. A list is made into others with each check."""
+    return isinstance(limits, Limits | str | Limit)
 
 
 def charge_of(charges: Iterable[Take]) -> Check:

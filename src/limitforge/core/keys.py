@@ -74,8 +74,8 @@ class Keys:
         """How many a tenant has from now on: for who learns it while checks are under way."""
         if self.lanes.get(tenant, ONE_LANE) != lanes:
             self.lanes[tenant] = lanes
-            self.generation += 1
-            self.homes.cache_clear()
+            self.homes = lru_cache(maxsize=MAX_HOMES)(self._home)
+            self.generation += 1  # last: who reads the new number finds the new homes
 
     def bucket(self, scope: Scope, place: str, home: Home, own: str, resource: str, subject: str) -> str:
         """All of a bucket's key but its limit; `own` is what the subject's keys start with, `place` its letter."""

@@ -49,6 +49,7 @@ local function stride(call, rules, checks, at, out, o)
       local rule, value, cost, override_key = rules[checks[place]], values[checks[place + 1]], checks[place + 2], checks[place + 3]
       local step, numbers = rule[STEP], rule[NUMBERS]
       if not (step and value) or cost == 0 or (override_key > 0 and values[override_key]) then return at, o end
+      call.judging = checks[place + 1]
       local next_value, til, left = step(value, numbers, cost, now)
       if not next_value then return at, o end
       steps[n + 1], steps[n + 2] = next_value, til
@@ -64,6 +65,7 @@ local function stride(call, rules, checks, at, out, o)
       n = n + 2
     end
     at, o = last + TAKE, answered
+    call.at, call.answered = at, o
   end
   return at, o
 end

@@ -19,7 +19,7 @@ return function(checks, out)
       cost = cost + checks[place + 2]
       misled = misled or taken[checks[place + 1]]
     end
-    local took = status == PLAIN or (status == ALLOWED and (cost > 0 or checks[at + 2] ~= 0))
+    local took = (status == PLAIN or status == ALLOWED) and (cost > 0 or checks[at + 2] ~= 0)
     if took then
       for place = first, first + 5 * (takes - 1), 5 do taken[checks[place + 1]] = true end
     end

@@ -12,6 +12,7 @@ from limitforge.catalog.model import KeyKind, KeyScope, refusal
 from limitforge.catalog.snapshot import Selection, Snapshot
 from limitforge.core.check import Check, Question, question_of
 from limitforge.core.decision import Admission, Decision, Judged, Outcome, decision_of
+from limitforge.core.keys import MAX_BYTES
 from limitforge.errors import InvalidInput, LimitforgeError, UnknownKey
 from limitforge.limiter import Limiter
 from limitforge.request import Request
@@ -158,6 +159,7 @@ class Checks:
         selection = self.select(caller, asked)
         question = question_of(
             self._keys,
+            self._keys.generation,
             selection.limits,
             selection.template or asked.resource,
             caller.key.tenant_id,
@@ -166,9 +168,10 @@ class Checks:
         )
         template = self._templates.of(selection)
         route = Route(caller.tenant.snapshot, question.generation, selection, question, template)
-        if len(caller.routes) >= MAX_ROUTES:
-            caller.routes.clear()
-        caller.routes[asked.resource, asked.priority, asked.plan_id] = route
+        if len(asked.resource) <= MAX_BYTES:  # a template may stand for longer ones
+            if len(caller.routes) >= MAX_ROUTES:
+                caller.routes.clear()
+            caller.routes[asked.resource, asked.priority, asked.plan_id] = route
         return route
 
     def _judged(self, caller: Caller, route: Route, check: Check, subject: str, tell: Tell, judged: Judged) -> None:

@@ -59,10 +59,12 @@ class Denial(msgspec.Struct, frozen=True, gc=False):
     """When the waits in the rows were true at the latest."""
     now_us: int
     rows: tuple[Row, ...]
+    names: tuple[str, ...]
+    """By which it is dropped."""
 
 
 class Shelf(msgspec.Struct, frozen=True, gc=False):
-    """What is known of one place, and by which names it is dropped."""
+    """What is known of one place, and by which names any of it is dropped."""
 
     names: tuple[str, ...]
     denials: tuple[Denial, ...]
@@ -76,7 +78,7 @@ class Denials:
         self._max_places = max_keys
         self._now_us: Callable[[], int] = clock.now_us
         self._lock = threading.Lock()
-        self._shelves: dict[str, Shelf] = {}  # by the first bucket of a check, the oldest first
+        self._shelves: dict[str, Shelf] = {}  # by the place of a check, the oldest first
         self._places: dict[str, set[str]] = {}  # where a bucket or the overrides of a subject matter
         self._dropped: dict[str, int] = {}  # when each of these was last dropped, the oldest first
         self._dropped_before_us = LONG_AGO_US
@@ -97,7 +99,7 @@ class Denials:
 
     def look(self, check: Check) -> Decision | Outcome | None:
         """The denial of this check, if it is sure; its wait is what is left of it."""
-        place = check.first_key
+        place = check.place
         shelf = self._shelves.get(place)
         if shelf is None or check.hold is not None or check.shadow is not None:
             return None  # a reservation and a candidate plan are always judged by the store
@@ -115,25 +117,20 @@ class Denials:
         sure_us = 0 if check.shadow is not None else self._sure_us(check, outcome)
         if not sure_us:
             return
-        place, names = check.first_key, _names(check)
+        place, names = check.place, _names(check)
         told_us = self._now_us()
         if told_us >= sent_us + sure_us:
             return
         denial = Denial(
-            list(check.takes), _signature(check), sent_us + sure_us, told_us, outcome.now_us, tuple(outcome.rows)
+            list(check.takes), _signature(check), sent_us + sure_us, told_us, outcome.now_us, tuple(outcome.rows), names
         )
         with self._lock:
             dropped = max(self._dropped.get(name, LONG_AGO_US) for name in names)
             if sent_us <= max(dropped, self._dropped_before_us):
                 return
-            known = self._shelves.pop(place, None)
-            others: list[Denial] = []
-            if known is not None:
-                others = [d for d in known.denials if d.signature != denial.signature]
-                names = tuple({*names, *known.names})
-            self._shelves[place] = Shelf(names, (denial, *others[: MAX_PER_PLACE - 1]))
-            for name in names:
-                self._places.setdefault(name, set()).add(place)
+            known = self._shelves.get(place)
+            others = [] if known is None else [d for d in known.denials if d.signature != denial.signature]
+            self._keep(place, (denial, *others[: MAX_PER_PLACE - 1]))
             self._sweep_oldest(told_us)
             while len(self._shelves) > self._max_places:
                 self._forget(next(iter(self._shelves)))
@@ -181,12 +178,8 @@ class Denials:
         with self._lock:
             shelf = self._shelves.get(place)
             if shelf is not None:
-                live = tuple(denial for denial in shelf.denials if now_us < denial.ends_us)
-                if live:
-                    self._shelves[place] = Shelf(shelf.names, live)
-                else:
-                    self._forget(place)
-                    self.is_active = bool(self._shelves)
+                self._keep(place, tuple(denial for denial in shelf.denials if now_us < denial.ends_us))
+                self.is_active = bool(self._shelves)
 
     def _sweep_oldest(self, now_us: int) -> None:
         """The oldest are over first, more or less: all were noted for about as long."""
@@ -198,11 +191,21 @@ class Denials:
         self.is_active = bool(self._shelves)
 
     def _forget(self, place: str) -> None:
-        for name in self._shelves.pop(place).names:
+        self._keep(place, ())
+
+    def _keep(self, place: str, denials: tuple[Denial, ...]) -> None:
+        """These of a place, and no others."""
+        known = self._shelves.pop(place, None)
+        for name in () if known is None else known.names:
             places = self._places[name]
             places.discard(place)
             if not places:
                 del self._places[name]
+        if denials:
+            names = tuple({name for denial in denials for name in denial.names})
+            self._shelves[place] = Shelf(names, denials)
+            for name in names:
+                self._places.setdefault(name, set()).add(place)
 
 
 def _names(check: Check) -> tuple[str, ...]:

@@ -76,7 +76,7 @@ class Line:
                 pipeline.close()
 
     def is_here(self) -> bool:
-        """Whether its loop is the running one; asking asyncio takes a system call."""
+        """Whether its loop is the running one, which stays in its thread; asking asyncio takes a system call."""
         return self._thread == get_ident() and self.loop.is_running()
 
     @property
