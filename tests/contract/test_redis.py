@@ -421,3 +421,35 @@ def test_a_window_keeps_its_time_to_live_while_it_lasts(limiter: SyncLimiter, ra
     limiter.reset("r", "s", limits=limit)
     limiter.check("r", "s", limits=limit)
     assert raw.pexpiretime(key) > 0
+
+
+@pytest.mark.parametrize("limit", [2, 3, 5])
+@pytest.mark.parametrize("align", ["clock", "first_hit"])
+def test_a_window_that_begins_in_a_batch_has_a_ttl_whichever_check_writes_it_last(
+    redis_url: str, raw: Any, limit: int, align: Any
+) -> None:
+    window = FixedWindow(name="w", limit=limit, window_seconds=3_600, align=align, count_denied=True)
+    with SyncLimiter.connect(redis_url, options=PATIENT) as limiter:
+        request = Request(resource="r", subject="s", limits=window)
+        told = limiter.check_many([request] * 4)  # by the short way, and where a denial counts by the long one
+    assert [isinstance(one, Decision) and one.allowed for one in told] == [number < limit for number in range(4)]
+    (key,) = raw.keys("lf:*")
+    assert 0 < raw.pttl(key) <= 3_660_000
+
+
+@pytest.mark.parametrize(
+    "limit",
+    [
+        FixedWindow(name="w", limit=5, window_seconds=3_600),
+        Quota(name="q", limit=5, period="month"),
+        TokenBucket(name="t", bucket_capacity=5, refill_rate_per_sec=0.001),
+        SlidingWindowCounter(name="c", limit=5, window_seconds=3_600),
+    ],
+    ids=lambda limit: limit.algorithm,
+)
+def test_whatever_begins_or_goes_on_keeps_a_ttl(redis_url: str, raw: Any, limit: Limit) -> None:
+    with SyncLimiter.connect(redis_url, options=PATIENT) as limiter:
+        for left in (4, 3, 2):
+            assert limiter.check("r", "s", limits=limit).remaining == left
+            (key,) = raw.keys("lf:*")
+            assert raw.pttl(key) > 60_000

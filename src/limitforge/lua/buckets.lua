@@ -17,9 +17,9 @@
 -- opened state is a copy: it replaces the stored one only when something was taken. So what was stored need not last: all but the ledgers read it into one
 -- table, over and over, which is good until the next read.
 --
--- A call is { now, injected, values, changed, ends }. values[key] is what the key holds: false if nothing, its string (an empty one, which nobody writes, if
--- it is of another type), or a state. changed[key] is the algorithm of a bucket that is to be written, and if that is a string already, ends[key] is its
--- `until`.
+-- A call is { now, injected, values, changed, ends, begun }. values[key] is what the key holds: false if nothing, its string (an empty one, which nobody
+-- writes, if it is of another type), or a state. changed[key] is the algorithm of a bucket that is to be written, and if that is a string already, ends[key]
+-- is its `until`. begun[key] tells that the key is not there yet, and so has no TTL to keep.
 
 local byte, ceil, format, sub, type = string.byte, math.ceil, string.format, string.sub, type
 
@@ -94,7 +94,7 @@ return {
     elseif #KEYS > 0 then
       values = fetch(1, #KEYS)
     end
-    return { now = now, injected = injected, values = values, changed = {}, ends = {} }
+    return { now = now, injected = injected, values = values, changed = {}, ends = {}, begun = {} }
   end,
 
   -- The bucket as it is now under `numbers`, with what has lapsed given back, and the time that it is judged at. nil and the time if a calendar does not
@@ -115,7 +115,7 @@ return {
   end,
 
   write = function(call)
-    local now, injected, values, ends = call.now, call.injected, call.values, call.ends
+    local now, injected, values, ends, begun = call.now, call.injected, call.values, call.ends, call.begun
     for key, algorithm in pairs(call.changed) do
       local value, til, is_same_window = values[key], ends[key], algorithm.windows
       if not til then
@@ -123,7 +123,7 @@ return {
         value, til, is_same_window = algorithm.write(state), state.til, state.til == state.kept_til
         if state.pending ~= '' then value = value .. state.pending end
       end
-      if is_same_window and not injected then -- its key was given this TTL when the window began
+      if is_same_window and not injected and not begun[key] then -- its key was given this TTL when the window began
         redis.call('SET', KEYS[key], value, 'KEEPTTL')
       else -- as text: Redis would print a number as a double
         redis.call('SET', KEYS[key], value, 'PX', format('%d', ttl(til, now, injected)))

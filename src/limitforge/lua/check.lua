@@ -39,18 +39,23 @@ end
 -- its string to the next. Stops before the first check that is not like this; returns where that is, and how many integers are answered by then.
 local function stride(call, rules, checks, at, out, o)
   local HEAD, TAKE = 3, 5 -- integers of a check and of each of its takes
-  local NUMBERS, ALGORITHM, STEP = 5, 6, 7 -- of a rule
+  local NUMBERS, ALGORITHM, STEP, START = 5, 6, 7, 8 -- of a rule
   local PLAIN = 7
-  local now, values, changed, ends, steps = call.now, call.values, call.changed, call.ends, call.steps
+  local now, values, changed, ends, begun, steps = call.now, call.values, call.changed, call.ends, call.begun, call.steps
   while checks[at] and checks[at + 2] == 0 do
     local first, n = at + HEAD, 0
     local last, answered = first + (checks[at] - 1) * TAKE, o + 1
     for place = first, last, TAKE do
       local rule, value, cost, override_key = rules[checks[place]], values[checks[place + 1]], checks[place + 2], checks[place + 3]
       local step, numbers = rule[STEP], rule[NUMBERS]
-      if not (step and value) or cost == 0 or (override_key > 0 and values[override_key]) then return at, o end
+      if not step or cost == 0 or (override_key > 0 and values[override_key]) then return at, o end
       call.judging = checks[place + 1]
-      local next_value, til, left = step(value, numbers, cost, now)
+      local next_value, til, left
+      if value then
+        next_value, til, left = step(value, numbers, cost, now)
+      else
+        next_value, til, left = rule[START](numbers, cost, now)
+      end
       if not next_value then return at, o end
       steps[n + 1], steps[n + 2] = next_value, til
       n = n + 2
@@ -61,6 +66,7 @@ local function stride(call, rules, checks, at, out, o)
     n = 0
     for place = first, last, TAKE do
       local key = checks[place + 1]
+      if not values[key] then begun[key] = true end
       values[key], changed[key], ends[key] = steps[n + 1], rules[checks[place]][ALGORITHM], steps[n + 2]
       n = n + 2
     end
@@ -208,7 +214,7 @@ local function check_call(request, now, injected)
     local rule = rules[i]
     local algorithm, flags, percent = algorithms.of(rule[1]), rule[2], rule[3]
     local is_plain = (flags == 1 or flags == 3) and percent == 100 -- where there is room, it does not matter whether denials count
-    rule[6], rule[7] = algorithm, is_plain and algorithm.step
+    rule[6], rule[7], rule[8] = algorithm, is_plain and algorithm.step, algorithm.start
   end
   while not pcall(judge, call, rules, checks, out) do -- a state that has the right form, and makes no sense: on with the next check
     local at, o = call.at, call.answered

@@ -37,6 +37,14 @@ fixed_window = {
     return pack(WINDOW, version, code, width, now, til, used, limit, window, kind), til, limit - used
   end,
 
+  start = function(numbers, cost, now)
+    local limit, window, kind = numbers[1], numbers[2], numbers[3]
+    if cost > limit then return nil end
+    local til = now + window
+    if kind ~= FIRST_HIT then til = til - (now + numbers[4] % window) % window end
+    return pack(WINDOW, FORMAT, 3, WIDTH, now, til, cost, limit, window, kind), til, limit - cost
+  end,
+
   numbers = function(state)
     return { state.size, state.window, state.kind, 0 } -- a live state has its end: the offset is not asked for
   end,

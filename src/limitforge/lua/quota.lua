@@ -45,6 +45,12 @@ quota = {
     return pack(QUOTA, version, code, width, now, til, used, limit, shape), til, limit - used
   end,
 
+  start = function(numbers, cost, now)
+    local limit, til = numbers[1], window_end(numbers, now)
+    if not til or cost > limit then return nil end
+    return pack(QUOTA, FORMAT, 7, WIDTH, now, til, cost, limit, numbers[2]), til, limit - cost
+  end,
+
   numbers = function(state)
     return { state.size, state.shape, 0, state.til, state.til, state.til } -- a live state is in its own window
   end,

@@ -59,6 +59,13 @@ sliding_window_counter = {
     return pack(COUNTER, version, code, width, now, til, previous, current, limit, window), til, left
   end,
 
+  start = function(numbers, cost, now)
+    local limit, window = numbers[1], numbers[2]
+    if cost > limit then return nil end
+    local til = now + falls_to(0, 0, cost, window, now)
+    return pack(COUNTER, FORMAT, 5, WIDTH, now, til, 0, cost, limit, window), til, limit - cost
+  end,
+
   numbers = function(state)
     return { state.size, state.window }
   end,

@@ -51,6 +51,13 @@ local token_bucket = {
     return pack(BUCKET, version, code, width, now, til, amount, size, tokens, per), til, floor(amount / per)
   end,
 
+  start = function(numbers, cost, now)
+    local size, tokens, per = numbers[1], numbers[2], numbers[3]
+    if cost > size then return nil end
+    local til = now + ceil(cost * per / tokens)
+    return pack(BUCKET, FORMAT, 1, WIDTH, now, til, (size - cost) * per, size, tokens, per), til, size - cost
+  end,
+
   wait = function(state, numbers, cost, share)
     if cost > share then return NEVER end
     local short = (numbers[1] - share + cost) * numbers[3] - state.level
