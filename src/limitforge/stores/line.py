@@ -40,7 +40,8 @@ class Line:
 
     def __init__(self, parts: Parts, options: StoreOptions) -> None:
         self.loop = asyncio.get_running_loop()
-        self._thread = get_ident()
+        self.thread = get_ident()
+        """Where its loop runs, and stays: asking asyncio which loop is the running one takes a system call."""
         self._asked = 0
         self.deadline = options.deadline_ms / 1_000
         self._parts = parts
@@ -74,10 +75,6 @@ class Line:
                 self._discovering.cancel()
             for pipeline in [*self._pipelines.values(), *self._leaving]:
                 pipeline.close()
-
-    def is_here(self) -> bool:
-        """Whether its loop is the running one, which stays in its thread; asking asyncio takes a system call."""
-        return self._thread == get_ident() and self.loop.is_running()
 
     @property
     def waiting(self) -> int:

@@ -61,7 +61,7 @@ class Router(Protocol):
         """This server did not answer as it should: it may have been replaced."""
 
 
-class Asked(msgspec.Struct, eq=False):
+class Asked(msgspec.Struct, eq=False, gc=False):
     """A check, or a step of one, that is owed an answer by `due`. Whoever no longer wants it sets `tell` to None.
 
     Checks of one `group` are a caller's own batch, and judged in their order where they share a `slot`.

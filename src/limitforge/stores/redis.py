@@ -52,7 +52,7 @@ class RedisStore:
 
     def submit(self, check: Check, answer: Callable[[Judged], None]) -> None:
         line = self._latest
-        if line is None or not line.is_here():
+        if line is None or line.thread != threading.get_ident() or not line.loop.is_running():
             line = self._line()
         line.ask(check, answer)
 
