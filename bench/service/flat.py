@@ -1,8 +1,8 @@
 """Whether a check costs the same however many keys, tenants, policies or subjects there are: pairs, measured in turn.
 
 Both of a pair have one worker, and about as many counters in Redis, except where subjects are what is compared. Each
-connection presents all keys: that alone costs something, as the service remembers the head of a connection's requests.
-So one tenant with many keys is compared with one that has one key, and many tenants with that one.
+connection presents all keys: that alone costs something, since a key that is not the last one's is hashed anew. So one
+tenant with many keys is compared with one that has one key, and many tenants with that one.
 """
 
 from collections.abc import Iterator
