@@ -55,6 +55,10 @@ def test_the_environment_goes_before_a_file_and_the_command_line_before_both(tmp
         ("LIMITFORGE_RESET", "soon", "reset", "epoch or delta"),
         ("LIMITFORGE_PEPPERS", "no version", "peppers", "pepper"),
         ("LIMITFORGE_IDLE_SECONDS", "0", "idle_seconds", "from 1"),
+        ("LIMITFORGE_STORE_URL", "http://redis:6379", "store_url", "must start with memory://"),
+        ("LIMITFORGE_STORE_URL", "redis://localhost:port/0", "store_url", "host, port, options"),
+        ("LIMITFORGE_STORE_URL", "redis://localhost/first", "store_url", "the database must be a number"),
+        ("LIMITFORGE_STORE_URL", "memory://?keys=5", "store_url", "takes max_keys"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(name: str, value: str, field: str, says: str) -> None:

@@ -15,8 +15,10 @@ from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database import DEFAULT_URL
 from limitforge.core.exact import shown
 from limitforge.core.headers import HeaderForm, HeaderStyle, ResetForm
+from limitforge.core.keys import Keys
 from limitforge.errors import InvalidInput
 from limitforge.service.proxies import Proxies
+from limitforge.stores import connect
 from limitforge.stores.options import StoreOptions
 
 PREFIX = "LIMITFORGE_"
@@ -87,7 +89,10 @@ class Settings:
                 f"{self.workers} processes can't share a store in memory: each would have limits of its own. "
                 "Set LIMITFORGE_STORE_URL to a Redis, or LIMITFORGE_WORKERS to 1",
             )
-        self.store_options()
+        try:
+            connect(self.store_url, keys=Keys(), options=self.store_options())  # which opens nothing yet
+        except InvalidInput as error:
+            raise InvalidInput("store_url" if error.field == "url" else error.field, error.problem) from None
         self.header_form()
         self.proxies()
         if self.peppers:
