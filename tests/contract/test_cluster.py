@@ -292,3 +292,20 @@ def connections(cluster: ClusterServers) -> int:
     """How many were ever opened."""
     told = (node.command("INFO stats") for node in cluster.nodes)
     return sum(int(re.findall(rb"total_connections_received:(\d+)", one)[0]) for one in told)
+
+
+async def test_a_check_that_takes_what_the_store_told_is_told_of_a_candidate_on_another_shard(
+    cluster: ClusterServers,
+) -> None:
+    async with Limiter.connect(cluster.url, options=EXACT) as limiter:
+        keys, plan = limiter.store.keys, Limits(FixedWindow(name="own", limit=10, window_seconds=DAY))
+        for left in (9, 8):
+            check = check_of(keys, plan, "r", "s", 1, None, "acme", "P0", GLOBAL)
+            check.is_raw = True
+            told: asyncio.Future[Judged] = asyncio.get_running_loop().create_future()
+            limiter.store.submit(check, told.set_result)
+            decision = await soon(told)
+            assert isinstance(decision, Decision)
+            assert decision.remaining == left
+            assert decision.shadow is not None
+            assert decision.shadow.remaining == 990 + left

@@ -80,9 +80,9 @@ Judged = Decision | Outcome | Admission | LimitforgeError
 """What a check is answered with."""
 
 
-def answer_of(check: Check, outcome: Outcome, shadow: Outcome | None = None) -> Decision | Outcome:
-    """What a check is answered with: a decision, unless all that there is to say will do as it was told."""
-    return outcome if check.is_raw and shadow is None else decision_of(check, outcome, shadow)
+def answer_of(check: Check, outcome: Outcome) -> Decision | Outcome:
+    """What a check without a candidate plan is answered with: a decision, unless what was told will do."""
+    return outcome if check.is_raw else decision_of(check, outcome)
 
 
 def decision_of(check: Check, outcome: Outcome, shadow: Outcome | None = None) -> Decision:

@@ -26,7 +26,7 @@ from limitforge.core.clock import LONG_AGO_US, Clock
 from limitforge.core.decision import Decision, Outcome, Row, answer_of
 from limitforge.core.keys import decoded, encoded
 
-MAX_PER_PLACE = 4  # different checks that begin with the same bucket, such as other costs
+MAX_PER_PLACE = 4  # different checks of one place, such as other costs
 
 Signature = tuple[tuple[object, str, bool, int, int, str], ...]
 _Names = tuple[bytes, ...]
