@@ -123,11 +123,12 @@ class Requests:
         ttl_seconds: float,
         tenant: Name,
     ) -> SetOverride:
-        compiled = tuple(compile_override(changes, Limits.of(limits).overridable(changes)))
+        resource = text("resource", resource)
+        compiled = tuple(compile_override(changes, Limits.of(limits).overridable(changes), resource))
         return SetOverride(
             self._own(tenant, subject),
             text("tenant", tenant),
-            text("resource", resource),
+            resource,
             text("subject", subject),
             plain_changes(changes),
             compiled,

@@ -49,7 +49,7 @@ class Node:
     def out(self, now_us: int) -> int:
         """What it has paid for of a window that is not over at the store's time, and has not given back yet."""
         held = list(self.shares._shares.values())
-        return sum(share.left + share.returning for share in held if now_us < share.of)
+        return sum(share.left + share.returning for share in held if now_us < share.window[1])
 
 
 class Leases(RuleBasedStateMachine):

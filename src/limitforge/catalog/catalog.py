@@ -431,7 +431,8 @@ class Edit:
             await self._owner(entity.tenant_id)
             config = await queries.tenant_config(self.connection, entity.tenant_id)
             if config is not None:
-                compile_override(entity.limits, limits_named(config, entity.resource, entity.limits))
+                limits = limits_named(config, entity.resource, entity.limits)
+                compile_override(entity.limits, limits, entity.resource)
 
     async def _check_tenant(self, tenant: Tenant) -> None:
         if tenant.is_operator:

@@ -147,7 +147,7 @@ class Reach:
         """Refuse one that changes no limit, or changes it to what it can't be."""
         policy = self._table.match(override.resource)
         near = TenantConfig(self._config.tenant, self._config.plans, () if policy is None else (policy,))
-        compile_override(override.limits, limits_named(near, override.resource, override.limits))
+        compile_override(override.limits, limits_named(near, override.resource, override.limits), override.resource)
 
     def living(self, override: OverrideSpec) -> OverrideSpec | None:
         """What of it still means a limit; None if nothing does."""

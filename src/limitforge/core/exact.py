@@ -102,6 +102,12 @@ def duration_us(field: str, seconds: object, *, maximum_us: int = TEN_YEARS_US) 
     return micros.numerator
 
 
+def seconds_text(micros: int) -> str:
+    """Write microseconds as decimal seconds, exactly and without trailing zeros."""
+    seconds, rest = divmod(micros, MICROS)
+    return f"{seconds}.{rest:06}".rstrip("0").rstrip(".") if rest else str(seconds)
+
+
 def cost_of(field: str, value: object) -> int:
     """A cost: an integer from 0 to below 2^52. Costs come with every check, so nothing is converted here."""
     if type(value) is not int:

@@ -30,6 +30,7 @@ from limitforge.core.exact import (
     Number,
     Rate,
     duration_us,
+    seconds_text,
     shown,
     whole,
 )
@@ -37,8 +38,8 @@ from limitforge.errors import InvalidLimit
 
 Choice = TypeVar("Choice", bound=StrEnum)
 
-# A name from outside, or the canonical text of a limit, which may start with its algorithm's prefix.
-NAME = re.compile(r"(?:(?:fixed|sliding|counter|token|leaky):)?[A-Za-z0-9_./-]{1,64}")
+NAME = re.compile(r"[A-Za-z0-9_./-]{1,64}")
+UNIT_SECONDS = {"second": 1, "minute": 60, "hour": 3_600, "day": 86_400}
 
 
 class Scope(StrEnum):
@@ -133,7 +134,8 @@ class Limit:
     steps: Steps = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        _set(self, "name", _name(self.name or self.algorithm))
+        if self.name:
+            _name(self.name)
         _set(self, "scope", _choice("scope", Scope, self.scope))
         _set(self, "mode", _choice("mode", Mode, self.mode))
         _set(self, "counts", _choice("counts", Counts, self.counts))
@@ -152,6 +154,16 @@ class Limit:
         if size is not None:
             _set(self, self.size_field, whole(self.size_field, size, maximum=self.max_size))
         _set(self, "steps", self._steps())
+        if not self.name:
+            _set(self, "name", self._period())
+
+    @property
+    def shape(self) -> str:
+        """The part of the definition that is in the bucket's key: limits that differ in it never share a count.
+
+        Empty where a changed definition converts the stored state instead of starting afresh.
+        """
+        return ""
 
     @property
     def size(self) -> int | None:
@@ -163,6 +175,10 @@ class Limit:
         return self.shares.get(priority, 100)
 
     def _steps(self) -> Steps:
+        raise NotImplementedError
+
+    def _period(self) -> str:
+        """Return the name of an unnamed limit: its period, so that a changed number keeps the counter."""
         raise NotImplementedError
 
     def _size(self) -> int:
@@ -206,6 +222,9 @@ class TokenBucket(_Bucket):
     def _steps(self) -> Steps:
         return TokenBucketSteps(*self._rate("refill_rate_per_sec"))
 
+    def _period(self) -> str:
+        return "bucket"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeakyBucket(_Bucket):
@@ -218,18 +237,35 @@ class LeakyBucket(_Bucket):
     def _steps(self) -> Steps:
         return LeakyBucketSteps(*self._rate("leak_rate_per_sec"))
 
+    def _period(self) -> str:
+        return "leaky"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FixedWindow(Limit):
+class _Windowed(Limit):
+    limit: Number | None
+    window_seconds: Number = field(compare=False)  # `steps` has it exactly
+
+    def _period(self) -> str:
+        return period_name(self._window_us())
+
+    def _window_us(self) -> int:
+        return duration_us("window_seconds", self.window_seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedWindow(_Windowed):
     """A count per window. Cheap and easy to explain; twice the limit may pass around a window's edge."""
 
     algorithm: ClassVar[str] = "fixed_window"
     consistencies: ClassVar[tuple[str, ...]] = tuple(Consistency)
 
-    limit: Number | None
-    window_seconds: Number = field(compare=False)  # `steps` has it exactly
     align: Align | AlignName = Align.CLOCK
     spread: bool = False
+
+    @property
+    def shape(self) -> str:
+        return seconds_text(self._window_us()) + ("s" if self.spread else "h" if self.align is Align.FIRST_HIT else "")
 
     def _steps(self) -> Steps:
         _set(self, "align", _choice("align", Align, self.align))
@@ -244,37 +280,36 @@ class FixedWindow(Limit):
             if self.align is Align.FIRST_HIT
             else WindowKind.ALIGNED
         )
-        return FixedWindowSteps(self._size(), duration_us("window_seconds", self.window_seconds), int(kind))
+        return FixedWindowSteps(self._size(), self._window_us(), int(kind))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlidingWindow(Limit):
+class SlidingWindow(_Windowed):
     """The exact log: at most `limit` in any window, each cost forgotten exactly one window later."""
 
     algorithm: ClassVar[str] = "sliding_window"
     max_size: ClassVar[int] = MAX_LISTED
 
-    limit: Number | None
-    window_seconds: Number = field(compare=False)  # `steps` has it exactly
-
     def _steps(self) -> Steps:
-        return SlidingWindowSteps(self._size(), duration_us("window_seconds", self.window_seconds))
+        return SlidingWindowSteps(self._size(), self._window_us())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlidingWindowCounter(Limit):
+class SlidingWindowCounter(_Windowed):
     """Two counts blended into a sliding estimate: as cheap as a fixed window, without its edge."""
 
     algorithm: ClassVar[str] = "sliding_window_counter"
     max_size: ClassVar[int] = MAX_COUNTER_LIMIT
 
-    limit: Number | None
-    window_seconds: Number = field(compare=False)  # `steps` has it exactly
+    @property
+    def shape(self) -> str:
+        return seconds_text(self._window_us())
 
     def _steps(self) -> Steps:
-        return SlidingWindowCounterSteps(
-            self._size(), duration_us("window_seconds", self.window_seconds, maximum_us=FIFTY_DAYS_US)
-        )
+        return SlidingWindowCounterSteps(self._size(), self._window_us())
+
+    def _window_us(self) -> int:
+        return duration_us("window_seconds", self.window_seconds, maximum_us=FIFTY_DAYS_US)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,6 +331,9 @@ class Concurrency(Limit):
             if getattr(self, flag):
                 raise InvalidLimit(flag, "has no meaning on a concurrency limit")
         return ConcurrencySteps(self._size(), duration_us("lease_ttl_seconds", self.lease_ttl_seconds))
+
+    def _period(self) -> str:
+        return "concurrency"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,11 +360,27 @@ class Quota(Limit):
         _set(self, "calendar", Calendar(Period(self.period), self.time_zone, self.anchor_day))
         return QuotaSteps(self._size(), self.calendar.shape)
 
+    @property
+    def shape(self) -> str:
+        return f"{self.period}/{self.anchor_day}/{self.time_zone}"
+
+    def _period(self) -> str:
+        return str(self.period)
+
 
 ALGORITHMS: Mapping[str, type[Limit]] = {
     kind.algorithm: kind
     for kind in (TokenBucket, LeakyBucket, FixedWindow, SlidingWindow, SlidingWindowCounter, Concurrency, Quota)
 }
+
+
+def period_name(window_us: int) -> str:
+    """Return the name of a limit of this window: `minute`, `15-minutes`, `0.25-seconds`."""
+    for unit, seconds in reversed(UNIT_SECONDS.items()):
+        times, rest = divmod(window_us, seconds * MICROS)
+        if times and not rest:
+            return unit if times == 1 else f"{times}-{unit}s"
+    return f"{seconds_text(window_us)}-seconds"
 
 
 def limit_from_fields(given: Mapping[str, Any]) -> Limit:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from limitforge.core.algorithms.steps import UNCHANGED, Steps
 from limitforge.core.exact import MICROS, shown
 from limitforge.core.limits import Limit, Scope
 from limitforge.core.plan import Limits
@@ -20,14 +21,15 @@ UNLIMITED_WORD = "unlimited"
 BLOCKED_WORD = "blocked"
 
 CHANGEABLE = {
-    "bucket_capacity",
-    "refill_rate_per_sec",
-    "leak_rate_per_sec",
-    "limit",
-    "window_seconds",
-    "max_concurrent",
-    "lease_ttl_seconds",
+    "bucket_capacity": (0,),
+    "limit": (0,),
+    "max_concurrent": (0,),
+    "window_seconds": (1,),
+    "lease_ttl_seconds": (1,),
+    "refill_rate_per_sec": (1, 2),
+    "leak_rate_per_sec": (1, 2),
 }
+"""The fields that an override may name, and which numbers of the limit each of them sets."""
 
 
 class Override(msgspec.Struct, frozen=True):
@@ -49,7 +51,10 @@ class OverridePage(msgspec.Struct, frozen=True):
 
 
 class Compiled(msgspec.Struct, frozen=True):
-    """One overridden limit: ignored where the plan's algorithm is no longer `code`."""
+    """One overridden limit: ignored where the plan's algorithm is no longer `code`.
+
+    A number that the override does not name is UNCHANGED: that of the limit which is checked holds.
+    """
 
     name: str
     code: int
@@ -65,8 +70,8 @@ def plain_changes(changes: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def compile_override(changes: Mapping[str, Any], limits: Limits) -> list[Compiled]:
-    """Validate what an override says against the limits that it changes."""
+def compile_override(changes: Mapping[str, Any], limits: Limits, resource: str) -> list[Compiled]:
+    """Validate what an override of this resource says against the limits that it changes."""
     if not isinstance(changes, Mapping) or not changes:
         raise InvalidInput("limits", "must map limit names to their changed fields, 'unlimited' or 'blocked'")
     compiled = []
@@ -80,16 +85,32 @@ def compile_override(changes: Mapping[str, Any], limits: Limits) -> list[Compile
             raise InvalidInput(
                 f"limits.{name}", f"an override reaches subject and caller limits, not a {limit.scope} limit"
             )
-        steps = _changed(limit, change).steps
-        compiled.append(Compiled(name, steps.code, steps.numbers()[: steps.override_width]))
+        compiled.append(_compiled(limit, change, resource))
     return compiled
+
+
+def applied(steps: Steps, scope: Scope, exact: Compiled | None, any_resource: Compiled | None) -> Steps:
+    """Return the numbers that hold under the live overrides of a limit. `lua/overrides.lua` is the twin.
+
+    A bucket that several resources share has one window: there only an override of all resources changes it, or each
+    switch between two resources would start the count afresh.
+    """
+    chosen = exact or any_resource
+    if chosen is None:
+        return steps
+    numbers, at = chosen.numbers, steps.window_at
+    if exact is not None and scope is not Scope.SUBJECT and at is not None:
+        window = UNCHANGED if any_resource is None else any_resource.numbers[at]
+        numbers = (*numbers[:at], window, *numbers[at + 1 :])
+    return steps.overridden(numbers)
 
 
 def expires_at(expires_us: int) -> float:
     return expires_us / MICROS
 
 
-def _changed(limit: Limit, change: Any) -> Limit:
+def _compiled(limit: Limit, change: Any, resource: str) -> Compiled:
+    """Check the changed limit as a whole, and keep the numbers that the override names."""
     if change == UNLIMITED_WORD:
         change = {limit.size_field: None}
     elif change == BLOCKED_WORD:
@@ -98,7 +119,7 @@ def _changed(limit: Limit, change: Any) -> Limit:
         raise InvalidInput(
             f"limits.{limit.name}", f"must be changed fields, 'unlimited' or 'blocked', got {shown(change)}"
         )
-    known = CHANGEABLE & {f.name for f in fields(limit)}
+    known = CHANGEABLE.keys() & {f.name for f in fields(limit)}
     if "limit" in change and limit.size_field != "limit" and limit.size_field in change:
         raise InvalidInput(
             f"limits.{limit.name}.limit", f"means {limit.size_field}, which is there too; give one of them"
@@ -109,10 +130,20 @@ def _changed(limit: Limit, change: Any) -> Limit:
             raise InvalidInput(
                 f"limits.{limit.name}.{name!s:.64}", f"can't be overridden; these can: {', '.join(sorted(known))}"
             )
+    if "window_seconds" in values and limit.scope is Scope.CALLER and resource != ANY_RESOURCE:
+        raise InvalidInput(
+            f"limits.{limit.name}.window_seconds",
+            f"can't be changed for one resource: the limit counts all resources of a caller together; "
+            f"set the override for the resource {ANY_RESOURCE!r}",
+        )
     try:
-        return replace(limit, **values)
+        steps = replace(limit, **values).steps
     except InvalidLimit as refused:
         raise InvalidInput(f"limits.{limit.name}.{refused.field}", refused.problem) from None
+    named = {at for name in values for at in CHANGEABLE[name]}
+    numbers = steps.numbers()[: steps.override_width]
+    kept = tuple(number if at in named else UNCHANGED for at, number in enumerate(numbers))
+    return Compiled(limit.name, steps.code, kept)
 
 
 def too_many(count: int) -> None:

@@ -54,7 +54,7 @@ class Rule(msgspec.Struct, frozen=True, eq=False):
     forced: bool
     """Whether it takes without asking for room, up to twice the limit: what is charged after the fact."""
     row: tuple[Any, ...]
-    """As the script reads it: algorithm, flags, percent, name, numbers."""
+    """As the script reads it: algorithm, flags, percent, name, numbers, 1 if several resources share the bucket."""
     memo: list["Rule"]
     """The last rule that `around` made: a quota's windows change once a day at most."""
 
@@ -71,7 +71,7 @@ class Rule(msgspec.Struct, frozen=True, eq=False):
             percent=limit.percent(priority),
             scope=Scope(limit.scope),
             place=place.value,
-            suffix=f"{limit.name}:{steps.letter}",
+            suffix=f"{limit.name}:{steps.letter}{limit.shape}",
             enforced=enforced,
             count_denied=count_denied,
             requests=limit.counts is Counts.REQUESTS,
@@ -83,7 +83,14 @@ class Rule(msgspec.Struct, frozen=True, eq=False):
             leased=limit.consistency is Consistency.LEASED and enforced,
             local=limit.consistency is Consistency.LOCAL,
             forced=False,
-            row=(steps.code, flags, limit.percent(priority), limit.name, steps.numbers()),
+            row=(
+                steps.code,
+                flags,
+                limit.percent(priority),
+                limit.name,
+                steps.numbers(),
+                int(limit.scope is not Scope.SUBJECT),
+            ),
             memo=[],
         )
 
@@ -120,7 +127,7 @@ class Rule(msgspec.Struct, frozen=True, eq=False):
         return msgspec.structs.replace(part, percent=100)  # at least 1 for whoever has a share at all
 
     def _with(self, steps: Steps) -> "Rule":
-        return msgspec.structs.replace(self, steps=steps, row=(*self.row[:4], steps.numbers()), memo=[])
+        return msgspec.structs.replace(self, steps=steps, row=(*self.row[:4], steps.numbers(), self.row[5]), memo=[])
 
 
 class Plan(msgspec.Struct, frozen=True, eq=False):
@@ -201,7 +208,10 @@ class Limits:
             if not isinstance(limit, Limit):
                 raise InvalidLimit("limits", f"must be limits, got {type(limit).__name__}")
             if limit.name in names:
-                raise InvalidLimit("limits", f"two limits are called {limit.name!r}; give each a name of its own")
+                raise InvalidLimit(
+                    "limits",
+                    f"two limits are called {limit.name!r}; give each a name of its own, such as 'burst=10/second'",
+                )
             names.add(limit.name)
         if len(limits) > MAX_LIMITS:
             raise InvalidLimit("limits", f"at most {MAX_LIMITS} in one check, got {len(limits)}")

@@ -3,15 +3,23 @@
 import re
 
 from limitforge.core.exact import MAX_EXACT, MICROS, Rate
-from limitforge.core.limits import FixedWindow, LeakyBucket, Limit, SlidingWindow, SlidingWindowCounter, TokenBucket
+from limitforge.core.limits import (
+    UNIT_SECONDS,
+    FixedWindow,
+    LeakyBucket,
+    Limit,
+    SlidingWindow,
+    SlidingWindowCounter,
+    TokenBucket,
+    period_name,
+)
 from limitforge.errors import InvalidLimit
 
 MAX_TEXT = 4_096
 MAX_DIGITS = 40
 EXACT_UP_TO = 20  # above this the counter's estimate is fine enough, and far smaller than a log
 
-_SECONDS = {"second": 1, "minute": 60, "hour": 3_600, "day": 86_400}
-_UNITS = {f"{unit}{plural}": unit for unit in _SECONDS for plural in ("", "s")} | {
+_UNITS = {f"{unit}{plural}": unit for unit in UNIT_SECONDS for plural in ("", "s")} | {
     "s": "second",
     "sec": "second",
     "m": "minute",
@@ -61,13 +69,10 @@ class _Item:
         unit = self._unit()
         if self._peek(_ANYTHING).strip():
             raise self._wrong("';' or the end")
-        seconds = times * _SECONDS[unit]
+        seconds = times * UNIT_SECONDS[unit]
         default = "sliding" if count <= EXACT_UP_TO else "counter"
-        canonical = _canonical(count, seconds)
-        if prefix and prefix != default:
-            canonical = f"{prefix}:{canonical}"
         try:
-            return _build(name or canonical, prefix or default, count, seconds)
+            return _build(name or period_name(seconds * MICROS), prefix or default, count, seconds)
         except InvalidLimit as refused:
             raise InvalidLimit(refused.field, f"{refused.problem}{self._pointed_at()}") from None
 
@@ -141,12 +146,6 @@ def _pointer(text: str, at: int, length: int) -> str:
     start = text.rfind("\n", 0, at) + 1
     line = text[start:].partition("\n")[0]
     return f"\n  {line}\n  {' ' * (at - start)}{'^' * max(length, 1)}"
-
-
-def _canonical(count: int, seconds: int) -> str:
-    unit = next(u for u in reversed(_SECONDS) if seconds % _SECONDS[u] == 0)
-    times = seconds // _SECONDS[unit]
-    return f"{count}/{unit}" if times == 1 else f"{count}/{times}{unit}s"
 
 
 def _build(name: str, prefix: str, count: int, seconds: int) -> Limit:

@@ -2,7 +2,7 @@
 --
 -- KEYS: every bucket, override key and reservation record of the call, each once.
 -- ARGV: byte strings that the request refers to by index: resources and tokens.
--- request[3]: rules, each { algorithm, flags, percent, name, numbers }. flags: 1 enforced, 2 counts denials, 4 forced: it takes without asking for room, up
+-- request[3]: rules, each { algorithm, flags, percent, name, numbers, 1 if several resources share the bucket }. flags: 1 enforced, 2 counts denials, 4 forced: it takes without asking for room, up
 --   to twice its limit, and so never denies; never together with 2, with slots or in a reservation.
 -- request[4]: the checks, one after the other:
 --   takes, lease token (0: none), record key (0: no reservation, -1: one without a record) [, token, ttl_us, refund], then for each take:
@@ -30,16 +30,15 @@ local function overridden(call, rule, override_key, resource)
     if list == nil then return nil end
     call.overrides[override_key] = list
   end
-  local code, name, numbers = rule[1], rule[4], rule[5]
-  if not list then return numbers end
-  return use('overrides').applied(list, resource, name, code, call.now, numbers)
+  if not list then return rule[5] end
+  return use('overrides').applied(list, resource, rule, call.now)
 end
 
 -- The short way, which nearly every check goes: no reservation, no override, all limits enforced and whole, and room in each. A bucket goes in one step from
 -- its string to the next. Stops before the first check that is not like this; returns where that is, and how many integers are answered by then.
 local function stride(call, rules, checks, at, out, o)
   local HEAD, TAKE = 3, 5 -- integers of a check and of each of its takes
-  local NUMBERS, ALGORITHM, STEP, START = 5, 6, 7, 8 -- of a rule
+  local NUMBERS, ALGORITHM, STEP, START = 5, 7, 8, 9 -- of a rule
   local PLAIN = 7
   local now, values, changed, ends, begun, steps = call.now, call.values, call.changed, call.ends, call.begun, call.steps
   while checks[at] and checks[at + 2] == 0 do
@@ -81,7 +80,7 @@ end
 -- Its constants and helpers are locals of its own: Redis builds this function with each call, and whatever it captured would be built with it.
 local function judge(call, rules, checks, out)
   local HEAD, HEAD_OF_RESERVATION, TAKE = 3, 6, 5 -- integers of a check and of each of its takes
-  local CODE, FLAGS, PERCENT, NUMBERS, ALGORITHM = 1, 2, 3, 5, 6 -- of a rule
+  local CODE, FLAGS, PERCENT, NUMBERS, ALGORITHM = 1, 2, 3, 5, 7 -- of a rule
   local COUNTS_DENIALS, FORCED = 2, 4
   local AGAIN, CORRUPT, TOO_MANY, OVERRIDDEN = 2, 3, 4, 6
   local UNLIMITED, MOST_PENDING = -1, 1000 * buckets.PENDING_WIDTH
@@ -214,7 +213,7 @@ local function check_call(request, now, injected)
     local rule = rules[i]
     local algorithm, flags, percent = algorithms.of(rule[1]), rule[2], rule[3]
     local is_plain = (flags == 1 or flags == 3) and percent == 100 -- where there is room, it does not matter whether denials count
-    rule[6], rule[7], rule[8] = algorithm, is_plain and algorithm.step, algorithm.start
+    rule[7], rule[8], rule[9] = algorithm, is_plain and algorithm.step, algorithm.start
   end
   while not pcall(judge, call, rules, checks, out) do -- a state that has the right form, and makes no sense: on with the next check
     local at, o = call.at, call.answered

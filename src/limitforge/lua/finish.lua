@@ -5,9 +5,10 @@
 -- mode 0 refunds, also the slots of a concurrency limit.
 -- mode 1 confirms: nothing is held any more, and what was taken stays; with a ttl_us it is a reservation from now on, as if it had been one since it was
 --   taken. A negative bucket may have gone without (a monitored limit whose list was full).
--- mode 2 gives back what was confirmed: its buckets are followed by as many amounts and as many sources.
+-- mode 2 gives back what was confirmed: its buckets are followed by as many amounts, as many sources and as many starts.
 --
--- Answers for each: 1 and the sources of its buckets (-1: nothing is left to give back; of a window: its end), or 0 if it had lapsed, and nothing was changed.
+-- Answers for each: 1 and of each bucket its source and its start (of a window: its end and its start, else 0; a source of -1: nothing is left to give back),
+-- or 0 if it had lapsed, and nothing was changed.
 -- Only who holds something ends it before it lapses: what is not found until then was forgotten with its bucket (full again, its window over), and is confirmed.
 
 local byte, type = string.byte, type
@@ -51,9 +52,9 @@ local function refund(call, token, key)
   return source
 end
 
-local function give(call, key, amount, source)
+local function give(call, key, amount, source, starts)
   local work, numbers, algorithm = open(call, key)
-  if work and (not algorithm.windows or work.til == source) then
+  if work and (not algorithm.windows or (work.til == source and algorithm.starts(work, numbers) == starts)) then
     algorithm.give(work, numbers, amount, source)
     keep(call, key, algorithm, work)
   end
@@ -64,15 +65,15 @@ local function confirm(call, token, list, first, last, ttl_us, kind, lapses)
   local works, found, sources = {}, {}, {}
   for at = first, last do
     local key = math.abs(list[at])
-    local work, _, algorithm = open(call, key)
-    local source = work and pending.settle(work, token, ttl_us, kind)
+    local work, numbers, algorithm = open(call, key)
+    local source, starts = work and pending.settle(work, token, ttl_us, kind), 0
     if source then
       works[key], found[key] = work, algorithm
-      if algorithm.windows then source = work.til end
+      if algorithm.windows then source, starts = work.til, algorithm.starts(work, numbers) end
     elseif list[at] > 0 and math.max(call.now, work and work.last or 0) >= lapses then
       return nil
     end
-    sources[#sources + 1] = source or -1
+    sources[#sources + 1], sources[#sources + 2] = source or -1, starts
   end
   for key, work in pairs(works) do keep(call, key, found[key], work) end
   return sources
@@ -88,10 +89,10 @@ local function finish(call, list, at)
   for place = first, last do
     local key = math.abs(list[place])
     if mode == REFUND then
-      sources[#sources + 1] = refund(call, token, key) or -1
+      sources[#sources + 1], sources[#sources + 2] = refund(call, token, key) or -1, 0
     else
-      give(call, key, list[place + count], list[place + 2 * count])
-      sources[#sources + 1] = -1
+      give(call, key, list[place + count], list[place + 2 * count], list[place + 3 * count])
+      sources[#sources + 1], sources[#sources + 2] = -1, 0
     end
   end
   return sources
@@ -106,7 +107,7 @@ return function(request, now, injected)
     if not made_sense then sources = nil end
     out[#out + 1] = sources and 1 or 0
     for i = 1, sources and #sources or 0 do out[#out + 1] = sources[i] end
-    at = at + HEAD + list[at + 5] * (list[at] == GIVE and 3 or 1)
+    at = at + HEAD + list[at + 5] * (list[at] == GIVE and 4 or 1)
   end
   buckets.write(call)
   return out

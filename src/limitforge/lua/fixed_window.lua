@@ -91,6 +91,10 @@ fixed_window = {
     return 0
   end,
 
+  starts = function(state, numbers)
+    return state.til - numbers[2]
+  end,
+
   seal = function() end, -- both are kept as they are
 }
 

@@ -2,13 +2,17 @@
 --
 --   { 1, resource, expires_us, source, { name, code, count, numbers ... }, resource, ... }    as msgpack
 --
--- `source` is the override as it was set, for people; the list beside it is compiled. A subject with overrides is a member of its tenant's index, a
+-- `source` is the override as it was set, for people; the list beside it is compiled: a number that it does not name is -2, and the checked limit's holds. A subject with overrides is a member of its tenant's index, a
 -- sorted set in the order of names, so that they can be listed by cursor. Both keys live a minute longer than the last override in them.
 
 local max, ttl_of = math.max, use('buckets').ttl
 
 local OVERRIDE_FORMAT = 1
 local ANY_RESOURCE = '*'
+local UNCHANGED = -2
+local WINDOW_AT, WINDOWED = 2, { [3] = true, [4] = true, [5] = true } -- which number is the window, in which algorithms
+local LEAKY_BUCKET = 2 -- the last of the two buckets
+local MOST_EXACT, TEN_YEARS_US = 2 ^ 52, 315360000000000
 local FIELDS = 4 -- of one override in the list
 
 local overrides = {}
@@ -21,30 +25,45 @@ function overrides.read(raw)
   return list
 end
 
--- The numbers of a live override that names this limit with this algorithm: they replace the leading ones of the plan. nil if there is none.
-local function numbers_in(list, resource, name, code, now, numbers)
+-- The live override of a resource that names this limit with this algorithm: a list, where its numbers begin in it, and how many there are. nil if there
+-- is none.
+local function find(list, resource, name, code, now)
   for at = 2, #list, FIELDS do
     if list[at] == resource and now < list[at + 1] then
       local compiled, i = list[at + 3], 1
       while compiled[i] do
-        local count = compiled[i + 2]
-        if compiled[i] == name and compiled[i + 1] == code then
-          local changed = {}
-          for n = 1, #numbers do changed[n] = n <= count and compiled[i + 2 + n] or numbers[n] end
-          return changed
-        end
-        i = i + 3 + count
+        if compiled[i] == name and compiled[i + 1] == code then return compiled, i + 3, compiled[i + 2] end
+        i = i + 3 + compiled[i + 2]
       end
     end
   end
   return nil
 end
 
--- The numbers that hold for a limit now: those of the most specific live override that names it, else its own.
-function overrides.applied(list, resource, name, code, now, numbers)
-  return numbers_in(list, resource, name, code, now, numbers)
-      or numbers_in(list, ANY_RESOURCE, name, code, now, numbers)
-      or numbers
+-- The numbers that hold for a rule now: those of the most specific live override that names its limit, else its own. A bucket that several resources share
+-- has one window: there only an override of all resources changes it, or each switch between two resources would start the count afresh.
+function overrides.applied(list, resource, rule, now)
+  local code, name, numbers, is_shared = rule[1], rule[4], rule[5], rule[6] == 1
+  local exact, first, count
+  if resource ~= ANY_RESOURCE then exact, first, count = find(list, resource, name, code, now) end
+  local chosen, wide, wide_first = exact, nil, nil
+  if not exact or is_shared then
+    local wide_count
+    wide, wide_first, wide_count = find(list, ANY_RESOURCE, name, code, now)
+    if not exact then chosen, first, count = wide, wide_first, wide_count end
+  end
+  if not chosen then return numbers end
+  local changed = {}
+  for n = 1, #numbers do
+    local number = n <= count and chosen[first + n - 1] or UNCHANGED
+    if exact and is_shared and n == WINDOW_AT and WINDOWED[code] then number = wide and wide[wide_first + n - 1] or UNCHANGED end
+    changed[n] = number == UNCHANGED and numbers[n] or number
+  end
+  if code <= LEAKY_BUCKET then -- what an override leaves unnamed may have changed since: a level must stay exact, else the plan's numbers hold
+    local full = changed[1] * changed[3]
+    if full > MOST_EXACT or full > TEN_YEARS_US * changed[2] then return numbers end
+  end
+  return changed
 end
 
 -- What is left of a list at `now`, without one resource (nil: without none, true: without all), and when the last of it expires.

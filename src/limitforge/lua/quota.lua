@@ -15,6 +15,11 @@ local function window_end(numbers, now)
   return now < numbers[4] and numbers[4] or now < numbers[5] and numbers[5] or numbers[6]
 end
 
+-- Where the window begins that holds this time.
+local function window_start(numbers, now)
+  return now < numbers[4] and numbers[3] or now < numbers[5] and numbers[4] or numbers[5]
+end
+
 local quota
 quota = {
   code = 7,
@@ -66,6 +71,10 @@ quota = {
       opened.used, opened.pending, opened.kept_til = state.used, state.pending, state.kept_til
     end
     return opened
+  end,
+
+  starts = function(state, numbers)
+    return window_start(numbers, state.last)
   end,
 
   take = function(state, numbers, cost)

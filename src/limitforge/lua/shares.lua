@@ -4,19 +4,20 @@
 -- noted beside the level (a pending entry of kind 2): the bucket's ceiling is its capacity minus all shares out, until they are brought back or lapse.
 --
 -- KEYS: buckets and override keys. ARGV: resources and tokens. request[3]: rules, as for checks. request[4]: one after the other:
---   rule, key, override key (0: out of reach), resource, token, returned, of, kept, wanted, ttl_us
--- `returned` is brought back of what the node had, which it took in the window that ends at `of` (0: a token bucket, or none); `kept` is what it still has.
+--   rule, key, override key (0: out of reach), resource, token, returned, starts, ends, kept, wanted, ttl_us
+-- `returned` is brought back of what the node had, which it took in the window from `starts` to `ends` (0: a token bucket, or none); it is dropped unless that
+-- is the bucket's window now: two windows may end at the same time, and differ in length. `kept` is what the node still has.
 --
 -- Answers with the time, then for each:
---   1, granted, limit, remaining, reset, of     granted: at most half of what is left, so that nodes near the end decide together again;
---                                               of: the end of its window, -1 if what the node kept had lapsed
---   2, time, 0, 0, 0, 0                         its calendar does not reach that time: nothing was done
---   3, 0, 0, 0, 0, 0                            its key holds something that is not ours: nothing was done
+--   1, granted, limit, remaining, reset, starts, ends    granted: at most half of what is left, so that nodes near the end decide together again;
+--                                                        starts, ends: of its window; ends is -1 if what the node kept had lapsed
+--   2, time, 0, 0, 0, 0, 0                               its calendar does not reach that time: nothing was done
+--   3, 0, 0, 0, 0, 0, 0                                  its key holds something that is not ours: nothing was done
 
 local floor, max, min = math.floor, math.max, math.min
 local algorithms, buckets, overrides, pending = use('algorithms'), use('buckets'), use('overrides'), use('pending')
 
-local FIELDS = 10
+local FIELDS, ANSWERS = 11, 7
 local UNLIMITED = -1
 local SHARE = 2
 local TOKEN_BUCKET = 1
@@ -24,29 +25,28 @@ local TOKEN_BUCKET = 1
 local function numbers_of(call, rule, override_key, resource)
   if override_key == 0 or not call.values[override_key] then return rule[5] end
   local list = overrides.read(call.values[override_key])
-  return list and overrides.applied(list, resource, rule[4], rule[1], call.now, rule[5])
+  return list and overrides.applied(list, resource, rule, call.now)
 end
 
 local function share(call, list, at, rules)
   local rule, key, token = rules[list[at]], list[at + 1], ARGV[list[at + 4]]
-  local returned, of, kept, wanted = list[at + 5], list[at + 6], list[at + 7], list[at + 8]
+  local returned, kept, wanted = list[at + 5], list[at + 8], list[at + 9]
   local numbers = numbers_of(call, rule, list[at + 2], ARGV[list[at + 3]])
-  if not numbers then return 3, 0, 0, 0, 0, 0 end
-  if numbers[1] == UNLIMITED then return 1, 0, UNLIMITED, UNLIMITED, 0, -1 end -- by an override, which may end any time: nothing to prepay
+  if not numbers then return 3, 0, 0, 0, 0, 0, 0 end
+  if numbers[1] == UNLIMITED then return 1, 0, UNLIMITED, UNLIMITED, 0, 0, -1 end -- by an override, which may end any time: nothing to prepay
   local algorithm = algorithms.of(rule[1])
   local work, judged_at = buckets.open(call, key, algorithm, numbers)
-  if not work then return judged_at and 2 or 3, judged_at or 0, 0, 0, 0, 0 end
+  if not work then return judged_at and 2 or 3, judged_at or 0, 0, 0, 0, 0, 0 end
 
   local is_bucket, changed = rule[1] == TOKEN_BUCKET, false
-  local ends = work.til
+  local starts, ends = 0, 0
   if is_bucket then
-    ends = 0
     changed = pending.remove(work, token) ~= nil
     if not changed then
       if kept > 0 then ends = -1 end
       kept, returned = 0, 0
     end
-  elseif of ~= work.til then
+  elseif list[at + 6] ~= algorithm.starts(work, numbers) or list[at + 7] ~= work.til then
     returned = 0
   end
   if returned > 0 then
@@ -57,23 +57,22 @@ local function share(call, list, at, rules)
   local granted = min(wanted, floor(max(numbers[1] - work.used, 0) / 2))
   if granted > 0 then
     algorithm.take(work, numbers, granted)
-    if not is_bucket then ends = work.til end -- it may have opened the window
     changed = true
   end
-  if is_bucket and granted + kept > 0 then pending.add(work, token, work.last + list[at + 9], granted + kept, 0, SHARE) end
+  if not is_bucket then starts, ends = algorithm.starts(work, numbers), work.til end -- what was granted may have opened the window
+  if is_bucket and granted + kept > 0 then pending.add(work, token, work.last + list[at + 10], granted + kept, 0, SHARE) end
   algorithm.seal(work)
   if changed then buckets.keep(call, key, algorithm, work) end
-  return 1, granted, numbers[1], max(numbers[1] - work.used, 0), work.til - work.last, ends
+  return 1, granted, numbers[1], max(numbers[1] - work.used, 0), work.til - work.last, starts, ends
 end
 
 return function(request, now, injected)
   local rules, list, out = request[3], request[4], { now }
   local call = buckets.read(now, injected)
   for at = 1, #list, FIELDS do
-    local parsed, a, b, c, d, e, f = pcall(share, call, list, at, rules)
-    if not parsed then a, b, c, d, e, f = 3, 0, 0, 0, 0, 0 end
-    local o = #out
-    out[o + 1], out[o + 2], out[o + 3], out[o + 4], out[o + 5], out[o + 6] = a, b, c, d, e, f
+    local answer = { pcall(share, call, list, at, rules) }
+    if not answer[1] then answer = { false, 3, 0, 0, 0, 0, 0, 0 } end
+    for i = 1, ANSWERS do out[#out + 1] = answer[i + 1] end
   end
   buckets.write(call)
   return out

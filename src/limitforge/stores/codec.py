@@ -173,10 +173,11 @@ def finish_flow(finishes: Sequence[Finish], time_us: int) -> Flow[list[Any]]:
         flat += (finish.ending, token, finish.ttl_us, int(finish.refund), finish.lapses_us, len(places))
         flat += [-place if optional else place for place, optional in zip(places, finish.optional, strict=True)]
         flat += finish.amounts
-        flat += finish.sources
+        flat += (source for source, _ in finish.sources)
+        flat += (starts for _, starts in finish.sources)
     call = call_of((FINISH, time_us, flat), list(keys), strings)
     values = iter(answer_to(call, (yield call)))
-    return [[next(values) for _ in finish.keys] if next(values) else None for finish in finishes]
+    return [[(next(values), next(values)) for _ in finish.keys] if next(values) else None for finish in finishes]
 
 
 def shares_flow(wishes: Sequence[Wish], around_us: int, time_us: int, lapse_us: int) -> Flow[list[Grant | None]]:
@@ -193,10 +194,10 @@ def shares_flow(wishes: Sequence[Wish], around_us: int, time_us: int, lapse_us: 
         )
         flat.append(0 if share.overrides is None else keys.setdefault(share.overrides, len(keys) + 1))
         flat += (strings.setdefault(name, len(strings) + 2) for name in (share.resource, share.token))
-        flat += (wish.returned, share.of, wish.kept, wish.wanted, lapse_us)
+        flat += (wish.returned, *share.window, wish.kept, wish.wanted, lapse_us)
     call = call_of((SHARES, time_us, [rule.row for rule in rules], flat), list(keys), strings)
     values = answer_to(call, (yield call))
-    rows = [values[at : at + 6] for at in range(1, len(values), 6)]
+    rows = [values[at : at + 7] for at in range(1, len(values), 7)]
     return [Grant(*told) if status == 1 else None for status, *told in rows]
 
 

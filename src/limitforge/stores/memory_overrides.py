@@ -10,6 +10,7 @@ from limitforge.core.overrides import (
     Compiled,
     Override,
     OverridePage,
+    applied,
     cursor_after,
     expires_at,
     subject_after,
@@ -38,15 +39,19 @@ class MemoryOverrides:
     def steps_at(self, now_us: int) -> StepsFor:
         """The rule's own numbers, or those of the most specific live override that names its limit."""
 
+        def live(found: dict[str, _Override], resource: str, rule: Rule) -> Compiled | None:
+            override = found.get(resource)
+            if override is None or now_us >= override.expires_us:
+                return None
+            named = (one for one in override.compiled if one.name == rule.limit.name and one.code == rule.steps.code)
+            return next(named, None)
+
         def steps_for(rule: Rule, resource: str, overrides: str) -> Steps:
-            found = self.found.get(overrides, {})
-            for where in (resource, ANY_RESOURCE):
-                override = found.get(where)
-                if override is not None and now_us < override.expires_us:
-                    for compiled in override.compiled:
-                        if compiled.name == rule.limit.name and compiled.code == rule.steps.code:
-                            return rule.steps.overridden(compiled.numbers)
-            return rule.steps
+            found = self.found.get(overrides)
+            if not found:
+                return rule.steps
+            exact = None if resource == ANY_RESOURCE else live(found, resource, rule)
+            return applied(rule.steps, rule.scope, exact, live(found, ANY_RESOURCE, rule))
 
         return steps_for
 

@@ -41,8 +41,8 @@ class Share(msgspec.Struct, eq=False):
     synced_us: int
     left: int = 0
     ends_us: int = 0
-    of: int = 0
-    """The end of the window that it was taken in, by the store's time."""
+    window: tuple[int, int] = (0, 0)
+    """When the window that it was taken in starts and ends, by the store's time."""
     returning: int = 0
     """What is no longer spent, and goes back with the next message."""
     epoch: int = 0
@@ -76,8 +76,13 @@ class Grant(msgspec.Struct):
     limit: int
     remaining: int
     reset_us: int
-    of: int
-    """-1 if what was kept had lapsed."""
+    starts_us: int
+    ends_us: int
+    """The end of its window, by the store's time; -1 if what was kept had lapsed."""
+
+    @property
+    def window(self) -> tuple[int, int]:
+        return self.starts_us, max(self.ends_us, 0)
 
 
 class Shares:
@@ -194,14 +199,14 @@ class Shares:
             return  # it is gone by now: what was granted lapses, or ends with its window
         if sent_us <= share.dropped_us:  # granted under other numbers, or of a bucket that was reset
             share.returning += 0 if share.was_reset else grant.granted
-            share.of = max(grant.of, 0)
+            share.window = grant.window
             return
         is_bucket = share.rule.is_bucket
-        if grant.of == -1 or (not is_bucket and grant.of != share.of):  # lapsed, or of a window that is over
+        if grant.ends_us == -1 or (not is_bucket and grant.window != share.window):  # lapsed, or of another window
             share.left = share.returning = 0
             share.epoch += 1
         share.left += grant.granted
-        share.of = max(grant.of, 0)
+        share.window = grant.window
         share.ends_us = sent_us + (self.lapse_us if is_bucket else grant.reset_us)
         share.limit, share.remaining, share.resets_us = grant.limit, grant.remaining, sent_us + grant.reset_us
 

@@ -51,7 +51,8 @@ class Finish(msgspec.Struct, gc=False):
     lapses_us: int = 0
     """By the store's time: until then whatever is not found was forgotten with its bucket, not taken away."""
     amounts: list[int] = []
-    sources: list[int] = []
+    sources: list[tuple[int, int]] = []
+    """Where each amount was taken from: of a window its end and its start."""
     is_part: bool = True
     weight_us: int = BUCKET_US
 
@@ -226,10 +227,10 @@ def _finish(part: Part, ending: Ending, places: list[int]) -> Finish:
     )
 
 
-def _given(part: Part, finish: Finish, sources: list[int]) -> Finish:
+def _given(part: Part, finish: Finish, sources: list[tuple[int, int]]) -> Finish:
     """It was confirmed here, and not elsewhere."""
     amounts = [part.check.takes[at][2] for at in part.held()]
-    kept = [at for at, source in enumerate(sources) if source >= 0]
+    kept = [at for at, (source, _) in enumerate(sources) if source >= 0]
     return msgspec.structs.replace(
         finish,
         ending=Ending.GIVE,

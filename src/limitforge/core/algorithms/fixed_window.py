@@ -51,6 +51,7 @@ class FixedWindowSteps(WindowSteps, frozen=True):
     code = 3
     letter = "f"
     override_width = 2
+    window_at = 1
 
     def fresh(self, now: int) -> Window:
         if self.kind == WindowKind.FIRST_HIT:

@@ -1,6 +1,7 @@
 """What the two buckets share: a level in 1/per_us tokens, and its exact conversion to another rate."""
 
 from limitforge.core.algorithms.steps import State, Steps
+from limitforge.core.exact import MAX_EXACT, TEN_YEARS_US
 
 
 class Level(State, gc=False):
@@ -20,6 +21,13 @@ class LevelSteps(Steps, frozen=True):
     per_us: int
 
     override_width = 3
+
+    def overridden(self, leading: tuple[int, ...]) -> "Steps":
+        """An override that names only some numbers may not fit a plan that has changed since: then the plan's hold."""
+        changed = super().overridden(leading)
+        full = changed.limit * changed.per_us  # type: ignore[attr-defined]
+        is_exact = full <= MAX_EXACT and full <= TEN_YEARS_US * changed.tokens  # type: ignore[attr-defined]
+        return changed if is_exact else self
 
     def divided(self, nodes: int) -> "LevelSteps":
         return type(self)(max(self.limit // nodes, 1), self.tokens, self.per_us * nodes)

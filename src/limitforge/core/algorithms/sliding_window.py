@@ -9,6 +9,7 @@ class SlidingWindowSteps(LedgerSteps, frozen=True):
     code = 4
     letter = "s"
     override_width = 2
+    window_at = 1
 
     def take(self, state: Ledger, cost: int, lease: bytes) -> None:
         state.used += cost

@@ -16,6 +16,7 @@ class SlidingWindowCounterSteps(Steps, frozen=True):
     code = 5
     letter = "w"
     override_width = 2
+    window_at = 1
 
     def fresh(self, now: int) -> Counter:
         return Counter(now, now, 0, self, (), 0, 0)

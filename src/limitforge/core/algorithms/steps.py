@@ -10,6 +10,7 @@ import msgspec
 
 NEVER = -1  # a wait that does not end
 UNLIMITED = -1  # a limit that is not there
+UNCHANGED = -2  # a number that an override does not name: that of the limit which is checked holds
 
 
 class Pending(msgspec.Struct, frozen=True, gc=False):
@@ -40,15 +41,19 @@ class Steps(msgspec.Struct, frozen=True):
     code: ClassVar[int]
     letter: ClassVar[str]
     override_width: ClassVar[int]
-    """How many of the leading numbers an override replaces; the rest belong to the plan or to the key."""
+    """How many of the leading numbers an override may replace; the rest belong to the plan or to the key."""
+    window_at: ClassVar[int | None] = None
+    """Which of the numbers is the window, if there is one."""
 
     def numbers(self) -> tuple[int, ...]:
         """In the order in which the script reads them."""
         return tuple(getattr(self, name) for name in self.__struct_fields__)
 
     def overridden(self, leading: tuple[int, ...]) -> "Steps":
+        """Return the same steps with these leading numbers, but for those that are UNCHANGED."""
         numbers = self.numbers()
-        return type(self)(*leading, *numbers[len(leading) :])
+        changed = (own if new == UNCHANGED else new for own, new in zip(numbers, leading, strict=False))
+        return type(self)(*changed, *numbers[len(leading) :])
 
     def divided(self, nodes: int) -> "Steps":
         """One node's part of these numbers, at least 1."""
