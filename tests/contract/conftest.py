@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -76,8 +77,11 @@ def clock() -> ManualClock:
     return ManualClock()
 
 
-def open_limiter(store: str, url: str, clock: ManualClock | None = None, key_prefix: str = "lf") -> SyncLimiter:
-    options = OPTIONS.get(store, PATIENT)
+def open_limiter(
+    store: str, url: str, clock: ManualClock | None = None, key_prefix: str = "lf", **changed: Any
+) -> SyncLimiter:
+    """`changed` are options other than those that the store usually has."""
+    options = replace(OPTIONS.get(store, PATIENT), **changed)
     lanes = {"default": 1} if store == "cluster-async" else None
     if store in SYNC:
         return SyncLimiter.connect(url, clock=clock, key_prefix=key_prefix, options=options, lanes=lanes)

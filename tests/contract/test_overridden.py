@@ -10,7 +10,7 @@ from limitforge import FixedWindow, Limiter, Limits, ManualClock, SyncLimiter
 from limitforge.core.check import check_of
 from limitforge.core.keys import Keys
 from limitforge.stores.codec import encode_checks
-from limitforge.stores.overridden import BELIEVED_US, MAX_BELIEVED, Overridden
+from limitforge.stores.hints import BELIEVED_US, MAX_HINTS, Hints
 from tests.contract.conftest import PATIENT
 
 TEN = Limits(FixedWindow(name="w", limit=10, window_seconds=86_400))
@@ -75,7 +75,7 @@ async def test_who_has_overrides_is_asked_for_them_at_once_the_next_time(redis_u
 
 @pytest.mark.parametrize("count", [1, 25])
 def test_a_tenant_without_overrides_costs_one_key_however_many_of_its_subjects_ask(count: int) -> None:
-    keys, overridden = Keys(), Overridden(ManualClock(0))
+    keys, overridden = Keys(), Hints(ManualClock(0))
     checks = [check_of(keys, TEN, "r", f"s{number}", 1, None, "t", "P0") for number in range(count)]
     assert len(encode_checks(checks, 0, overridden).keys) == count + 1
     assert "lf:{t}:x" in encode_checks(checks, 0, overridden).keys
@@ -85,7 +85,7 @@ def test_a_tenant_without_overrides_costs_one_key_however_many_of_its_subjects_a
 
 
 def test_a_subject_of_any_characters_has_the_index_of_its_tenant() -> None:
-    keys, overridden = Keys(lanes={"t": 4}), Overridden(ManualClock(0))
+    keys, overridden = Keys(lanes={"t": 4}), Hints(ManualClock(0))
     for subject in ("}:x", "{a}", "o:o:", "é"):
         check = check_of(keys, TEN, "r", subject, 1, None, "t", "P0")
         assert keys.override_index(keys.home("t").of_subject(subject)) in encode_checks([check], 0, overridden).keys
@@ -93,12 +93,12 @@ def test_a_subject_of_any_characters_has_the_index_of_its_tenant() -> None:
 
 def test_what_is_believed_is_believed_for_a_minute_and_bounded() -> None:
     clock = ManualClock(0)
-    overridden = Overridden(clock)
+    overridden = Hints(clock)
     overridden.add("a")
     clock.advance_us(BELIEVED_US - 1)
     assert "a" in overridden
     clock.advance_us(1)
     assert "a" not in overridden
-    for number in range(MAX_BELIEVED + 10):
+    for number in range(MAX_HINTS + 10):
         overridden.add(str(number))
-    assert len(overridden._until_us) <= MAX_BELIEVED
+    assert len(overridden._until_us) <= MAX_HINTS

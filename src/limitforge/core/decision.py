@@ -6,16 +6,17 @@ from typing import cast
 import msgspec
 
 from limitforge.core.algorithms.steps import NEVER, UNLIMITED
-from limitforge.core.check import Check, Failure, Hold
-from limitforge.core.keys import encoded
+from limitforge.core.check import Check, Failure, Hold, Take
+from limitforge.core.keys import encoded, overflow_key
 from limitforge.core.limits import Quota
 from limitforge.core.tickets import HeldLimit, Lease, Reservation, nothing_held, ticket_id
 from limitforge.errors import LimitforgeError
 
 Row = tuple[int, int, int, int, int]
 """What a store tells of one limit: limit, remaining, reset and wait in microseconds, and 1 if a reservation or lease is
-open on it.
+open on it, OVERFLOWED more if an overflow bucket decided.
 """
+OVERFLOWED = 2
 
 
 class LimitState(msgspec.Struct, frozen=True, gc=False):
@@ -35,6 +36,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     `limit`, `remaining`, `reset_after_ms` and `reset_at` are those of the limit called `binding`: the one with the
     longest wait if denied, with the least remaining if allowed. `retry_after_ms` is None where waiting never helps.
     `degraded` tells that the store could not decide, and by which failure behaviour this was decided without it.
+    `overflow` tells that the tenant has begun as many buckets as it may: a bucket decided that its new subjects share.
     """
 
     allowed: bool
@@ -51,6 +53,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     lease_id: str | None = None
     reservation_id: str | None = None
     shadow: "Decision | None" = None
+    overflow: bool = False
 
 
 class Outcome(msgspec.Struct, gc=False):
@@ -95,7 +98,10 @@ def decision_of(check: Check, outcome: Outcome, shadow: Outcome | None = None) -
     bound_reset_us = 0
     highest: float = 0
     takes, names = check.takes, check.names
-    for at, (limit, remaining, reset_us, wait_us, _) in enumerate(outcome.rows):
+    overflow = False
+    for at, (limit, remaining, reset_us, wait_us, is_open) in enumerate(outcome.rows):
+        if is_open >= OVERFLOWED:
+            overflow = True
         name, enforced = names[at], takes[at][0].enforced
         unlimited = limit == UNLIMITED
         reset_ms = -(-reset_us // 1_000)
@@ -117,7 +123,7 @@ def decision_of(check: Check, outcome: Outcome, shadow: Outcome | None = None) -
             if bound is None or rank > highest or (rank == highest and allowed and reset_ms > bound.reset_after_ms):
                 binding, bound, bound_reset_us, highest = name, state, reset_us, rank
     if bound is None:
-        decision = Decision(allowed, None, None, None, None, 0, None, limits, None, would_deny)
+        decision = Decision(allowed, None, None, None, None, 0, None, limits, None, would_deny, overflow=overflow)
     else:
         decision = Decision(
             allowed,
@@ -130,6 +136,7 @@ def decision_of(check: Check, outcome: Outcome, shadow: Outcome | None = None) -
             limits,
             binding,
             would_deny,
+            overflow=overflow,
         )
     if check.lease or check.hold is not None or shadow is not None:
         return _with_ids(decision, check, outcome, shadow)
@@ -175,7 +182,7 @@ def _with_ids(decision: Decision, check: Check, outcome: Outcome, shadow: Outcom
     return msgspec.structs.replace(
         decision,
         lease_id=_lease_id(check, outcome, shadow) if decision.allowed and check.lease else None,
-        reservation_id=reservation_id(check) if decision.allowed and check.hold is not None else None,
+        reservation_id=reservation_id(check, outcome) if decision.allowed and check.hold is not None else None,
         shadow=None if shadow is None or check.shadow is None else decision_of(check.shadow, shadow),
     )
 
@@ -186,21 +193,28 @@ def _lease_id(check: Check, outcome: Outcome, shadow: Outcome | None) -> str | N
     if shadow is not None and check.shadow is not None and shadow.allowed:
         groups.append((check.shadow, shadow))
     asked = [
-        (key, row)
+        (deciding_key(take, row), row)
         for group, judged in groups
-        for (rule, key, cost, *_), row in zip(group.takes, judged.rows, strict=True)
-        if cost and rule.holds_lease
+        for take, row in zip(group.takes, judged.rows, strict=True)
+        if take[2] and take[0].holds_lease
     ]
     if not asked:
         return None
     return ticket_id(Lease(check.lease, [encoded(key) for key, row in asked if row[0] != UNLIMITED and row[3] == 0]))
 
 
-def reservation_id(check: Check) -> str:
+def deciding_key(take: Take, row: Row) -> str:
+    """Return the bucket that decided a take: its own, or the overflow bucket."""
+    rule, key, *_ = take
+    return overflow_key(key, rule.scope, rule.place, rule.suffix) if row[4] >= OVERFLOWED else key
+
+
+def reservation_id(check: Check, outcome: Outcome) -> str:
     """The id of what a check holds, which must be held."""
     hold = cast("Hold", check.hold)
     limits = []
-    for (rule, key, *_), name in zip(check.takes, check.names, strict=True):
+    for take, row, name in zip(check.takes, outcome.rows, check.names, strict=True):
+        rule, key = take[0], deciding_key(take, row)
         limit = rule.limit
         calendar = (str(limit.period), limit.time_zone, limit.anchor_day) if isinstance(limit, Quota) else None
         limits.append(HeldLimit(encoded(key), name, rule.requests, calendar))

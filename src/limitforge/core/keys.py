@@ -1,7 +1,7 @@
 """Bucket keys: injective, readable, and hash-tagged by placement.
 
-    lf:{acme}:sp:11:GET:/orders:7:user:42:burst:t
-    |  |      || |              |         |     algorithm
+    lf:{acme}:sp:11:GET:/orders:7:user:42:burst:f60
+    |  |      || |              |         |     algorithm, and the shape of its window, if it has one
     |  |      || |              |         limit name
     |  |      || |              subject, behind its length
     |  |      || resource, behind its length
@@ -151,6 +151,16 @@ def spread_offset(key: str) -> int:
 def own_of(key: str) -> str:
     """What a key starts with: its prefix and its place."""
     return key[: key.index("}") + 2]
+
+
+def begun_key(own: str) -> str:
+    """Return where the buckets that a tenant began in one lane are counted."""
+    return f"{own}b"
+
+
+def overflow_key(key: str, scope: Scope, place: str, suffix: str) -> str:
+    """Return the bucket that a limit's new subjects share once their tenant may begin no more, in the lane of `key`."""
+    return f"{own_of(key)}w{place}{scope[0]}:{suffix}"
 
 
 def override_index_of(overrides: str) -> str:

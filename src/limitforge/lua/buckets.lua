@@ -17,9 +17,9 @@
 -- opened state is a copy: it replaces the stored one only when something was taken. So what was stored need not last: all but the ledgers read it into one
 -- table, over and over, which is good until the next read.
 --
--- A call is { now, injected, values, changed, ends, begun }. values[key] is what the key holds: false if nothing, its string (an empty one, which nobody
+-- A call is { now, injected, values, changed, ends, begun, budget }. values[key] is what the key holds: false if nothing, its string (an empty one, which nobody
 -- writes, if it is of another type), or a state. changed[key] is the algorithm of a bucket that is to be written, and if that is a string already, ends[key]
--- is its `until`. begun[key] tells that the key is not there yet, and so has no TTL to keep.
+-- is its `until`. begun[key] tells that the key is not there yet, and so has no TTL to keep. `budget` bounds how many may begin (new_buckets.lua), if it is there.
 
 local byte, ceil, format, sub, type = string.byte, math.ceil, string.format, string.sub, type
 
@@ -82,19 +82,23 @@ return {
   state = state_of,
   gone = gone,
 
-  -- All keys are read before anything is written: a slot that is not here, or not wholly, fails the call before it has done anything.
-  read = function(now, injected)
-    local values = {}
+  -- All keys are read before anything is written: a slot that is not here, or not wholly, fails the call before it has done anything. `limits` and `overflow`
+  -- say what new_buckets.lua is to bound; its counters are the last keys.
+  read = function(now, injected, limits, overflow)
+    local values, is_bounded = {}, type(limits) == 'table'
+    local last = is_bounded and #KEYS - #limits + 1 or #KEYS
     if SLOTS then -- a command takes keys of one slot only
       for slot = 1, #SLOTS do
         local before = #values
         local found = fetch(before + 1, before + SLOTS[slot])
         for i = 1, #found do values[before + i] = found[i] end
       end
-    elseif #KEYS > 0 then
-      values = fetch(1, #KEYS)
+    elseif last > 0 then
+      values = fetch(1, last)
     end
-    return { now = now, injected = injected, values = values, changed = {}, ends = {}, begun = {} }
+    local call = { now = now, injected = injected, values = values, changed = {}, ends = {}, begun = {} }
+    if is_bounded then call.budget = use('new_buckets')(call, limits, overflow) end
+    return call
   end,
 
   -- The bucket as it is now under `numbers`, with what has lapsed given back, and the time that it is judged at. nil and the time if a calendar does not
@@ -110,11 +114,16 @@ return {
   end,
 
   keep = function(call, key, algorithm, work)
+    if not call.values[key] then
+      call.begun[key] = true
+      if call.budget then call.budget.begin(key) end
+    end
     call.values[key], call.changed[key] = work, algorithm
     if call.ends[key] then call.ends[key] = nil end -- a state again
   end,
 
   write = function(call)
+    if call.budget then call.budget.charge() end
     local now, injected, values, ends, begun = call.now, call.injected, call.values, call.ends, call.begun
     for key, algorithm in pairs(call.changed) do
       local value, til, is_same_window = values[key], ends[key], algorithm.windows

@@ -1,6 +1,6 @@
 -- Checks. Each is judged alone, in order, and sees what the earlier ones took: probe every limit, then commit all or none.
 --
--- KEYS: every bucket, override key and reservation record of the call, each once.
+-- KEYS: every bucket, override key and reservation record of the call, each once; then the counters of new_buckets.lua, if request[5] bounds what begins.
 -- ARGV: byte strings that the request refers to by index: resources and tokens.
 -- request[3]: rules, each { algorithm, flags, percent, name, numbers, 1 if several resources share the bucket }. flags: 1 enforced, 2 counts denials, 4 forced: it takes without asking for room, up
 --   to twice its limit, and so never denies; never together with 2, with slots or in a reservation.
@@ -10,12 +10,13 @@
 --   refund: 0 keeps what lapses, 1 gives it back; 2 more if it is held for a check over several slots: given back after 5 s, unless it is confirmed
 --
 -- Answers with the time, then for each check:
---   1 or 0 (allowed), delay (-1: none), then for each take: limit, remaining, reset, wait, open
+--   1 or 0 (allowed), delay (-1: none), then for each take: limit, remaining, reset, wait, open (2 more if its overflow bucket decided)
 --   2, take, time       its calendar does not reach that time: ask again, for this check and all that follow, which were not judged
 --   3, key              that key holds something that is not ours
 --   4, take             its bucket holds as many open reservations as it may
 --   5                   Redis is full: what it would have taken could not be written
 --   6, index, 0         that index of overrides is there: ask again with the override keys, as after 2
+--   8, counter, 0       the lane of that counter may begin no more buckets: ask again with its overflow buckets, as after 2
 --   7, then for each take: remaining, reset       allowed, and nothing else to say: each limit is the rule's
 --
 -- Writes each changed bucket once, with a TTL of `until` plus a minute.
@@ -40,7 +41,7 @@ local function stride(call, rules, checks, at, out, o)
   local HEAD, TAKE = 3, 5 -- integers of a check and of each of its takes
   local NUMBERS, ALGORITHM, STEP, START = 5, 7, 8, 9 -- of a rule
   local PLAIN = 7
-  local now, values, changed, ends, begun, steps = call.now, call.values, call.changed, call.ends, call.begun, call.steps
+  local now, values, changed, ends, begun, steps, budget = call.now, call.values, call.changed, call.ends, call.begun, call.steps, call.budget
   while checks[at] and checks[at + 2] == 0 do
     local first, n = at + HEAD, 0
     local last, answered = first + (checks[at] - 1) * TAKE, o + 1
@@ -53,6 +54,8 @@ local function stride(call, rules, checks, at, out, o)
       if value then
         next_value, til, left = step(value, numbers, cost, now)
       else
+        local lane = budget and budget.lane_of(call.judging)
+        if lane and lane.left < checks[at] then return at, o end
         next_value, til, left = rule[START](numbers, cost, now)
       end
       if not next_value then return at, o end
@@ -65,7 +68,10 @@ local function stride(call, rules, checks, at, out, o)
     n = 0
     for place = first, last, TAKE do
       local key = checks[place + 1]
-      if not values[key] then begun[key] = true end
+      if not values[key] then
+        begun[key] = true
+        if budget then budget.begin(key) end
+      end
       values[key], changed[key], ends[key] = steps[n + 1], rules[checks[place]][ALGORITHM], steps[n + 2]
       n = n + 2
     end
@@ -82,10 +88,10 @@ local function judge(call, rules, checks, out)
   local HEAD, HEAD_OF_RESERVATION, TAKE = 3, 6, 5 -- integers of a check and of each of its takes
   local CODE, FLAGS, PERCENT, NUMBERS, ALGORITHM = 1, 2, 3, 5, 7 -- of a rule
   local COUNTS_DENIALS, FORCED = 2, 4
-  local AGAIN, CORRUPT, TOO_MANY, OVERRIDDEN = 2, 3, 4, 6
+  local AGAIN, CORRUPT, TOO_MANY, OVERRIDDEN, OVERFLOWS = 2, 3, 4, 6, 8
   local UNLIMITED, MOST_PENDING = -1, 1000 * buckets.PENDING_WIDTH
   local LEAKY_BUCKET, CONCURRENCY = algorithms.LEAKY_BUCKET, algorithms.CONCURRENCY
-  local open, keep, values = buckets.open, buckets.keep, call.values
+  local open, keep, values, budget = buckets.open, buckets.keep, call.values, call.budget
 
   local probed = { false, 0, 0, false } -- of each take: its opened bucket (false: unlimited), share, wait and numbers
   local at, o = call.at, call.answered
@@ -96,8 +102,8 @@ local function judge(call, rules, checks, out)
     local lease, record = checks[at + 1], checks[at + 2]
     local first = at + (record ~= 0 and HEAD_OF_RESERVATION or HEAD)
     local last = first + (checks[at] - 1) * TAKE
-    local allowed, n, latest = true, 0, call.now
-    local fault, where, judged_at
+    local allowed, n, latest, begins = true, 0, call.now, 0
+    local fault, where, judged_at, redirected
     for place = first, last, TAKE do
       local rule, key, cost, override_key = rules[checks[place]], checks[place + 1], checks[place + 2], checks[place + 3]
       local numbers = rule[NUMBERS]
@@ -116,6 +122,22 @@ local function judge(call, rules, checks, out)
       local limit, work, share, wait = numbers[1], false, 0, 0
       if limit ~= UNLIMITED then
         local algorithm = rule[ALGORITHM]
+        if budget and not values[key] then
+          local lane = rule[FLAGS] < FORCED and budget.lane_of(key)
+          begins = begins + 1
+          if lane and lane.left < begins then
+            local shared = budget.overflow_of[key]
+            if shared then
+              begins = begins - 1
+              if numbers ~= rule[NUMBERS] then use('overrides').keep_window(numbers, rule) end
+              key, checks[place + 1], call.judging, redirected = shared, shared, shared, redirected or {}
+              redirected[place] = true
+            elseif not lane.is_prepared then
+              fault, where, judged_at = OVERFLOWS, lane.key, 0
+              break
+            end
+          end
+        end
         work, judged_at = open(call, key, algorithm, numbers)
         if not work then
           fault, where = judged_at and AGAIN or CORRUPT, judged_at and (place - first) / TAKE or key
@@ -145,7 +167,7 @@ local function judge(call, rules, checks, out)
     if fault then
       out[o + 1], out[o + 2] = fault, where
       o = o + 2
-      if fault == AGAIN or fault == OVERRIDDEN then -- what follows must see what this check will take
+      if fault == AGAIN or fault == OVERRIDDEN or fault == OVERFLOWS then -- what follows must see what this check will take
         out[o + 1] = judged_at
         call.answered = o + 1
         return
@@ -190,7 +212,7 @@ local function judge(call, rules, checks, out)
           end
           local left = share - work.used
           local is_open = (code == CONCURRENCY and work.items ~= '') or work.pending ~= ''
-          out[o + 1], out[o + 2], out[o + 3], out[o + 4], out[o + 5] = numbers[1], left > 0 and left or 0, work.til - work.last, wait, is_open and 1 or 0
+          out[o + 1], out[o + 2], out[o + 3], out[o + 4], out[o + 5] = numbers[1], left > 0 and left or 0, work.til - work.last, wait, (is_open and 1 or 0) + (redirected and redirected[place] and 2 or 0)
         else
           out[o + 1], out[o + 2], out[o + 3], out[o + 4], out[o + 5] = UNLIMITED, UNLIMITED, 0, 0, 0
         end
@@ -207,7 +229,7 @@ end
 local function check_call(request, now, injected)
   local rules, checks = request[3], request[4]
   local out = { now, 0, 0, 0, 0, 0, 0, 0 } -- a check of one limit answers with eight integers
-  local call = buckets.read(now, injected)
+  local call = buckets.read(now, injected, request[5], request[6])
   call.overrides, call.records, call.steps, call.at, call.answered = {}, {}, {}, 1, 1
   for i = 1, #rules do -- looked up once, not for each take
     local rule = rules[i]

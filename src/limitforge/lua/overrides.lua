@@ -66,6 +66,11 @@ function overrides.applied(list, resource, rule, now)
   return changed
 end
 
+-- An overflow bucket is shared by subjects, with overrides and without: it has the window of the rule, or each switch would start its count afresh.
+function overrides.keep_window(numbers, rule)
+  if WINDOWED[rule[1]] then numbers[WINDOW_AT] = rule[5][WINDOW_AT] end
+end
+
 -- What is left of a list at `now`, without one resource (nil: without none, true: without all), and when the last of it expires.
 local function without(list, resource, now)
   local kept, last, dropped = { OVERRIDE_FORMAT }, 0, false

@@ -49,6 +49,10 @@ local function share(call, list, at, rules)
   elseif list[at + 6] ~= algorithm.starts(work, numbers) or list[at + 7] ~= work.til then
     returned = 0
   end
+  if call.budget and not call.values[key] then -- it would begin a bucket, which the tenant may not be allowed to
+    local lane = call.budget.lane_of(key)
+    if lane and lane.left < 1 then wanted = 0 end
+  end
   if returned > 0 then
     algorithm.give(work, numbers, returned, 0)
     changed = true
@@ -68,7 +72,7 @@ end
 
 return function(request, now, injected)
   local rules, list, out = request[3], request[4], { now }
-  local call = buckets.read(now, injected)
+  local call = buckets.read(now, injected, request[5], {})
   for at = 1, #list, FIELDS do
     local answer = { pcall(share, call, list, at, rules) }
     if not answer[1] then answer = { false, 3, 0, 0, 0, 0, 0, 0 } end

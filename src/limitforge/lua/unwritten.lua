@@ -1,7 +1,7 @@
 -- After a write was refused: the answers, but every check that took something is answered with 5 alone, and so is every one that came after it to a bucket
 -- that it took from. Other looks and denials stand. `checks` and `out` as in check.lua.
 
-local ALLOWED, AGAIN, UNWRITTEN, OVERRIDDEN, PLAIN = 1, 2, 5, 6, 7
+local ALLOWED, AGAIN, UNWRITTEN, OVERRIDDEN, PLAIN, OVERFLOWS = 1, 2, 5, 6, 7, 8
 
 return function(checks, out)
   local at, o, taken, told, n = 1, 1, {}, { out[1] }, 1
@@ -12,7 +12,7 @@ return function(checks, out)
       width = 1 + 2 * takes
     elseif status <= ALLOWED then
       width = 2 + 5 * takes
-    elseif status == AGAIN or status == OVERRIDDEN then
+    elseif status == AGAIN or status == OVERRIDDEN or status == OVERFLOWS then
       width = 3
     end
     for place = first, first + 5 * (takes - 1), 5 do

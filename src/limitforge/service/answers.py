@@ -42,6 +42,7 @@ class DecisionBody(msgspec.Struct, gc=False):
     limits: dict[str, LimitState]
     would_deny: tuple[str, ...] | UnsetType = UNSET
     degraded: str | UnsetType = UNSET
+    overflow: bool | UnsetType = UNSET
     mode: str | UnsetType = UNSET
     lease_id: str | UnsetType = UNSET
     reservation_id: str | UnsetType = UNSET
@@ -91,6 +92,8 @@ def body_of(decision: Decision, selection: Selection, lease_id: str | None, rese
         body.would_deny = decision.would_deny
     if decision.degraded is not None:
         body.degraded = decision.degraded
+    if decision.overflow:
+        body.overflow = True
     if selection.mode is not ON:
         body.mode = selection.mode.value
     if lease_id is not None:

@@ -56,6 +56,9 @@ class Settings:
     breaker_failures: int = _setting(3, "After how many failures in a row the store is left alone for a while.")
     breaker_seconds: float = _setting(30.0, "How long it is left alone before one check tries it again.")
     wait_replicas: int = _setting(0, "How many replicas must have what was written before a decision is told.")
+    new_buckets_per_minute: int = _setting(
+        60_000, "How many buckets a tenant may begin; beyond that its new subjects share one. 0: any number."
+    )
     denial_cache_ms: float = _setting(1_000.0, "How long a denial may be answered without asking the store.")
     peppers: str = _setting("", "What keys are hashed under: versions and secrets, 1:first,2:second.", secret=True)
     key_prefix: str = _setting("lf", "What every key in the store starts with.")
@@ -107,6 +110,7 @@ class Settings:
             breaker_seconds=self.breaker_seconds,
             wait_replicas=self.wait_replicas,
             denial_cache_ms=self.denial_cache_ms,
+            new_buckets_per_minute=self.new_buckets_per_minute or None,
         )
 
     def proxies(self) -> Proxies:

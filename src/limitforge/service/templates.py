@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET
 
 from limitforge.catalog.snapshot import Selection
-from limitforge.core.decision import LimitState, Outcome
+from limitforge.core.decision import OVERFLOWED, LimitState, Outcome
 from limitforge.core.headers import MAX_INTEGER, HeaderTemplate
 from limitforge.core.limits import Priority
 from limitforge.service.answers import JSON, Answer, DecisionBody, joined, no_room
@@ -62,9 +62,9 @@ class Template:
         if not outcome.allowed:
             return self._denial(outcome)
         numbers: list[int] = []
-        for size, (limit, left, reset_us, wait_us, _) in zip(self._sizes, outcome.rows, strict=True):
-            if limit != size or wait_us:
-                return None  # it is another by an override, or looked at without room
+        for size, (limit, left, reset_us, wait_us, is_open) in zip(self._sizes, outcome.rows, strict=True):
+            if limit != size or wait_us or is_open >= OVERFLOWED:
+                return None  # it is another by an override, looked at without room, or an overflow bucket decided
             numbers += (left, reset_us)
         return self.admission(outcome.now_us, numbers, outcome.delay_us)
 
@@ -96,9 +96,9 @@ class Template:
         fields, states = [0, 0], [0, 0, 0, 0]
         at = binding = shut = left = bound_us = bound_ms = 0
         longest_ms = -1
-        for size, (limit, own_left, reset_us, wait_us, _) in zip(self._sizes, outcome.rows):  # noqa: B905
-            if limit != size or wait_us < 0:
-                return None  # it is another by an override, or waiting never helps
+        for size, (limit, own_left, reset_us, wait_us, is_open) in zip(self._sizes, outcome.rows):  # noqa: B905
+            if limit != size or wait_us < 0 or is_open >= OVERFLOWED:
+                return None  # it is another by an override, waiting never helps, or an overflow bucket decided
             reset_ms, retry_ms = (reset_us + 999) // 1_000, (wait_us + 999) // 1_000
             if retry_ms:
                 shut += 1 << at

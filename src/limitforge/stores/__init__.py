@@ -49,8 +49,14 @@ def _memory(url: str, keys: Keys, clock: Clock | None, options: StoreOptions | N
     max_keys = whole("max_keys", settings.pop("max_keys", MAX_KEYS), minimum=1)
     if settings:
         raise InvalidInput("url", f"memory:// takes max_keys and nothing else, got {shown(', '.join(settings))}")
-    nodes = 1 if options is None else options.nodes
-    return MemoryStore(keys=keys, clock=clock, max_keys=max_keys, nodes=lambda: nodes)
+    options = options or StoreOptions()
+    return MemoryStore(
+        keys=keys,
+        clock=clock,
+        max_keys=max_keys,
+        nodes=lambda: options.nodes,
+        new_buckets_per_minute=options.new_buckets_per_minute,
+    )
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import msgspec
 
 from limitforge.core.algorithms.steps import UNLIMITED
 from limitforge.core.check import TOKEN_BYTES, Check, Hold, Take
-from limitforge.core.decision import Decision, Outcome, Row, answer_of
+from limitforge.core.decision import Decision, Outcome, Row, answer_of, deciding_key
 from limitforge.core.plan import weight_us
 from limitforge.errors import LimitforgeError
 from limitforge.stores.memory import MemoryStore
@@ -29,7 +29,8 @@ class Blend(msgspec.Struct):
     rows: list[Row | None]
     now_us: int
     spent: list[tuple[Take, int]]
-    held: list[str]
+    held: dict[int, str]
+    """The bucket of this process that holds each take, by place."""
     token: bytes = b""
     delay_us: int = -1
     is_denied: bool = False
@@ -56,7 +57,7 @@ class Blender:
         """Take here what can be taken here, after `decide` could not. A reservation is held in the store, whatever its
         limits say.
         """
-        blend = Blend(check, [None] * len(check.takes), self._local.now_us(), [], [])
+        blend = Blend(check, [None] * len(check.takes), self._local.now_us(), [], {})
         local = [place for place, take in enumerate(check.takes) if take[0].local]
         if local:
             self._take_locally(blend, local, is_whole=len(local) == len(check.takes))
@@ -76,7 +77,7 @@ class Blender:
         if not allowed:
             self._give_back(blend)
         elif blend.held:
-            self._local.finish(blend.held, blend.token, confirm=True)
+            self._local.finish(list(blend.held.values()), blend.token, confirm=True)
         if isinstance(outcome, LimitforgeError):
             if not blend.is_denied:
                 return outcome
@@ -94,10 +95,10 @@ class Blender:
             self.shares.give_back(take, epoch)
         spent = [take for take, _ in blend.spent]
         if blend.held:
-            self._local.finish(blend.held, blend.token, confirm=False)
+            self._local.finish(list(blend.held.values()), blend.token, confirm=False)
         for place, (take, row) in enumerate(zip(blend.check.takes, blend.rows, strict=True)):
             rule, key, cost, resource, _ = take
-            if row is not None and key in blend.held:
+            if row is not None and place in blend.held:
                 look = Check([(rule, key, 0, resource, None)], ("",), varies=blend.check.varies, is_mixed=True)
                 blend.rows[place] = (*self._local.judge(look).rows[0][:3], row[3], row[4])
             elif row is not None and take in spent:
@@ -113,10 +114,10 @@ class Blender:
         outcome = self._local.judge(Check(takes, names, varies=check.varies, hold=hold, is_mixed=True))
         blend.is_denied, blend.delay_us = not outcome.allowed, outcome.delay_us
         for place, row in zip(places, outcome.rows, strict=True):
-            _, key, cost, *_ = check.takes[place]
+            take = check.takes[place]
             blend.rows[place] = row
-            if hold is not None and outcome.allowed and cost and row[0] != UNLIMITED and not row[3]:
-                blend.held.append(key)
+            if hold is not None and outcome.allowed and take[2] and row[0] != UNLIMITED and not row[3]:
+                blend.held[place] = deciding_key(take, row)
 
     def _rest(self, blend: Blend, takes: list[Take]) -> Check:
         """For the store: to be taken, or only looked at if this process has denied the check already."""

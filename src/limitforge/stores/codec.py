@@ -13,12 +13,13 @@ import msgspec
 
 from limitforge.core.check import Check
 from limitforge.core.decide import too_many_reservations
-from limitforge.core.decision import Admission, Judged, Outcome, decision_of
-from limitforge.core.keys import encoded, override_index_of
+from limitforge.core.decision import OVERFLOWED, Admission, Judged, Outcome, decision_of
+from limitforge.core.keys import begun_key, encoded, overflow_key, override_index_of, own_of
 from limitforge.core.plan import Rule
 from limitforge.errors import LimitforgeError, StoreCorrupt, StoreUnavailable
-from limitforge.stores.overridden import Overridden
-from limitforge.stores.resilience import NotAsked
+from limitforge.stores.hints import Hints
+from limitforge.stores.new_buckets import SHARED_ALREADY, NewBuckets
+from limitforge.stores.resilience import NotAsked, StoreFull
 from limitforge.stores.shares import Grant, Wish
 from limitforge.stores.slots import SlotOf, by_slot
 from limitforge.stores.spread import Finish
@@ -26,7 +27,7 @@ from limitforge.stores.spread import Finish
 BUSY_US = 1_000  # what one call may keep Redis busy, by estimate
 
 CHECK, FINISH, SHARES, NODES = 1, 10, 11, 12
-DENIED, ALLOWED, AGAIN, CORRUPT, TOO_MANY, UNWRITTEN, OVERRIDDEN, PLAIN = range(8)
+DENIED, ALLOWED, AGAIN, CORRUPT, TOO_MANY, UNWRITTEN, OVERRIDDEN, PLAIN, OVERFLOWS = range(9)
 FULL = "it is full (maxmemory) and may evict nothing"
 OWN_TIME = -1  # in place of a time: let Redis read its clock
 
@@ -113,10 +114,12 @@ def batch_flow(
     around_us: int,
     time_us: int,
     note: Note | None = None,
-    overridden: Overridden | None = None,
+    overridden: Hints | None = None,
+    new_buckets: NewBuckets | None = None,
 ) -> Flow[list[Judged]]:
     """Judge checks in order, all in one call. Calendars are laid around `around_us`, the caller's time; `time_us`
-    replaces Redis's own unless it is OWN_TIME. Who is not `overridden` is believed to have no overrides.
+    replaces Redis's own unless it is OWN_TIME. Who is not `overridden` is believed to have no overrides. `new_buckets`
+    bounds how many buckets a tenant may begin.
     """
     groups = checks
     if any([check.shadow is not None for check in checks]):  # noqa: C419 - a list is twice as fast
@@ -125,7 +128,7 @@ def batch_flow(
         if group.varies:
             group.around(around_us)
     doubts: list[Unreplicated] = []
-    outcomes = yield from _judge(groups, time_us, doubts, overridden)
+    outcomes = yield from _judge(groups, time_us, doubts, overridden, new_buckets)
     shadows: dict[int, Outcome] = {}
     if groups is not checks:
         outcomes, shadows = _parted(checks, outcomes)
@@ -135,6 +138,8 @@ def batch_flow(
         if doubts and _has_taken(check, outcome):
             answer = doubts[0].error()
         elif isinstance(outcome, Outcome) and not check.is_part:
+            if new_buckets is not None and any(row[4] >= OVERFLOWED for row in outcome.rows):
+                new_buckets.count_overflow()
             if not outcome.allowed and note is not None:
                 note(check, outcome)
             if not check.is_raw or at in shadows:
@@ -180,7 +185,9 @@ def finish_flow(finishes: Sequence[Finish], time_us: int) -> Flow[list[Any]]:
     return [[(next(values), next(values)) for _ in finish.keys] if next(values) else None for finish in finishes]
 
 
-def shares_flow(wishes: Sequence[Wish], around_us: int, time_us: int, lapse_us: int) -> Flow[list[Grant | None]]:
+def shares_flow(
+    wishes: Sequence[Wish], around_us: int, time_us: int, lapse_us: int, new_buckets: NewBuckets | None = None
+) -> Flow[list[Grant | None]]:
     """Pay for shares of leased limits, and bring some back, all in one call; None where the store could not say."""
     keys: dict[str, int] = {}
     rules: dict[Rule, int] = {}
@@ -195,7 +202,12 @@ def shares_flow(wishes: Sequence[Wish], around_us: int, time_us: int, lapse_us: 
         flat.append(0 if share.overrides is None else keys.setdefault(share.overrides, len(keys) + 1))
         flat += (strings.setdefault(name, len(strings) + 2) for name in (share.resource, share.token))
         flat += (wish.returned, *share.window, wish.kept, wish.wanted, lapse_us)
-    call = call_of((SHARES, time_us, [rule.row for rule in rules], flat), list(keys), strings)
+    request: tuple[Any, ...] = (SHARES, time_us, [rule.row for rule in rules], flat)
+    counters: list[str] = []
+    if new_buckets is not None:
+        counters = list({begun_key(own_of(wish.share.key)): None for wish in wishes})
+        request = (*request, [new_buckets.per_minute, *(0 for _ in counters)])
+    call = call_of(request, [*keys, *counters], strings)
     values = answer_to(call, (yield call))
     rows = [values[at : at + 7] for at in range(1, len(values), 7)]
     return [Grant(*told) if status == 1 else None for status, *told in rows]
@@ -208,27 +220,36 @@ def members_flow(key: str, name: bytes, alive_us: int, time_us: int) -> Flow[int
 
 
 def _judge(
-    groups: Sequence[Check], time_us: int, doubts: list[Unreplicated], overridden: Overridden | None
+    groups: Sequence[Check],
+    time_us: int,
+    doubts: list[Unreplicated],
+    overridden: Hints | None,
+    new_buckets: NewBuckets | None,
 ) -> Flow[list[Told]]:
     """Judge groups of limits in order, each with the store's time.
 
-    The script stops at one whose calendar does not reach that time, or whose subject may have overrides after all,
-    since the rest must see what it takes: it and they are asked once more, and then with everybody's overrides.
+    The script stops at one whose calendar does not reach that time, whose subject may have overrides after all, or
+    whose tenant may begin no more buckets, since the rest must see what it takes: it and they are asked once more, and
+    then with everybody's overrides.
     """
     outcomes: list[Told] = []
-    call = encode_checks(groups, time_us, overridden)
-    index = _read_outcomes(groups, call, answer_to(call, _doubted((yield call), doubts)), outcomes)
-    if index is not None and overridden is not None:
-        overridden.add(index)
     asks = 0
-    while len(outcomes) < len(groups):
-        asked = groups[len(outcomes) :]
+    asked, hints = groups, overridden
+    while True:
+        call = encode_checks(asked, time_us, hints, new_buckets)
+        missing = _read_outcomes(asked, call, answer_to(call, _doubted((yield call), doubts)), outcomes)
+        if missing is not None:
+            status, key = missing
+            if status == OVERFLOWS and new_buckets is not None:
+                new_buckets.overflowing.add(key)
+            elif overridden is not None:
+                overridden.add(key)
+        if len(outcomes) == len(groups):
+            return outcomes
+        asked, hints = groups[len(outcomes) :], None
         asks += 1
-        if asks > 2 * sum(len(group.takes) for group in groups) + 1:
+        if asks > 3 * sum(len(group.takes) for group in groups) + 1:
             return outcomes + [StoreCorrupt("no calendar window holds the time of its bucket")] * len(asked)
-        call = encode_checks(asked, time_us)
-        _read_outcomes(asked, call, answer_to(call, _doubted((yield call), doubts)), outcomes)
-    return outcomes
 
 
 def _doubted(reply: Reply, doubts: list[Unreplicated]) -> Reply:
@@ -240,16 +261,29 @@ def _doubted(reply: Reply, doubts: list[Unreplicated]) -> Reply:
     return told
 
 
-def encode_checks(checks: Sequence[Check], time_us: int, overridden: Overridden | None = None) -> Call:
+def encode_checks(  # noqa: C901, PLR0915 - the hot path: one loop, and no call that can be spared
+    checks: Sequence[Check], time_us: int, overridden: Hints | None = None, new_buckets: NewBuckets | None = None
+) -> Call:
     """Every key, rule and string once, however many checks use it. Anybody may have overrides if that is not told."""
     keys: dict[str, int] = {}  # by place in a list that Lua reads from 1
     rules: dict[Rule, int] = {}
     strings: dict[str | bytes, int] = {}  # from 2: ARGV's strings come after the blob
     indices: dict[str, int] = {}  # 0 for those who may have overrides
     flat: list[int] = []
+    counters: dict[str, bool] = {}  # of buckets begun: whether overflow buckets are sent along
+    overflow: list[int] = []  # the places of a bucket and of its overflow bucket, in turns
+
+    def counted(own: str) -> bool:
+        counter = begun_key(own)
+        overflows = counters.get(counter)
+        if overflows is None:
+            overflows = counters[counter] = new_buckets is not None and counter in new_buckets.overflowing
+        return overflows
 
     def looked_at(index: str) -> int:
         has_some = overridden is None or index in overridden
+        if new_buckets is not None and counted(own_of(index)):
+            has_some = True  # the long way, which adds the overflow buckets
         place = indices[index] = 0 if has_some else keys.setdefault(index, len(keys) + 1)
         return place
 
@@ -285,6 +319,9 @@ def encode_checks(checks: Sequence[Check], time_us: int, overridden: Overridden 
         for rule, key, cost, resource, overrides in takes:
             # The bucket's key comes before that of the overrides.
             rule_place, key_place = rules.setdefault(rule, len(rules) + 1), keys.setdefault(key, len(keys) + 1)
+            if new_buckets is not None and rule.scope not in SHARED_ALREADY and counted(own_of(key)):
+                shared = overflow_key(key, rule.scope, rule.place, rule.suffix)
+                overflow += (key_place, keys.setdefault(shared, len(keys) + 1))
             if overrides is None:
                 flat += (rule_place, key_place, cost, 0, 0)
                 continue
@@ -297,14 +334,20 @@ def encode_checks(checks: Sequence[Check], time_us: int, overridden: Overridden 
                     place = keys.setdefault(overrides, len(keys) + 1)
                     resource_place = strings.setdefault(resource, len(strings) + 2)
             flat += (rule_place, key_place, cost, place, resource_place)
-    return call_of((CHECK, time_us, [rule.row for rule in rules], flat), list(keys), strings)
+    rows = [rule.row for rule in rules]
+    if new_buckets is None:
+        return call_of((CHECK, time_us, rows, flat), list(keys), strings)
+    budget = [new_buckets.per_minute, *map(int, counters.values())]
+    return call_of((CHECK, time_us, rows, flat, budget, overflow), [*keys, *counters], strings)
 
 
-def _read_outcomes(checks: Sequence[Check], call: Call, values: list[int], outcomes: list[Told]) -> str | None:
+def _read_outcomes(
+    checks: Sequence[Check], call: Call, values: list[int], outcomes: list[Told]
+) -> tuple[int, str] | None:
     """Adds what the reply tells. Stops at a check that must be asked again, which it then is ready for; if that is for
-    overrides that are there after all, it tells their index.
+    overrides that are there after all, or for a budget that is used up, it returns which, and the key that says so.
     """
-    if len(values) <= len(checks) and AGAIN not in values and OVERRIDDEN not in values:
+    if len(values) <= len(checks) and not {AGAIN, OVERRIDDEN, OVERFLOWS}.intersection(values):
         raise _nonsense()
     now_us, place = values[0], 1
     for check in checks:
@@ -328,13 +371,13 @@ def _read_outcomes(checks: Sequence[Check], call: Call, values: list[int], outco
         elif status == AGAIN:
             check.around_one(values[place + 1], values[place + 2])
             return None
-        elif status == OVERRIDDEN:
-            return cast("str", call.keys[values[place + 1] - 1])
+        elif status in (OVERRIDDEN, OVERFLOWS):
+            return status, cast("str", call.keys[values[place + 1] - 1])
         elif status == CORRUPT:
             outcomes.append(_corrupt(check, call.keys[values[place + 1] - 1]))
             place += 2
         elif status == UNWRITTEN:
-            outcomes.append(StoreUnavailable(f"Redis can't serve now: {FULL} (OOM)"))
+            outcomes.append(StoreFull(f"Redis can't serve now: {FULL} (OOM)"))
             place += 1
         else:
             outcomes.append(too_many_reservations(check.takes[values[place + 1]][0]))
@@ -344,7 +387,14 @@ def _read_outcomes(checks: Sequence[Check], call: Call, values: list[int], outco
 
 def _corrupt(check: Check, key: str | bytes) -> StoreCorrupt:
     """Names the limit, not the key: a key holds the subject, and errors are logged."""
-    name = next((rule.limit.name for rule, own, *_ in check.takes if own == key), None)
+    name = next(
+        (
+            rule.limit.name
+            for rule, own, *_ in check.takes
+            if key in (own, overflow_key(own, rule.scope, rule.place, rule.suffix))
+        ),
+        None,
+    )
     return not_ours(f"the bucket of limit {name!r}" if name else "the subject's overrides")
 
 

@@ -25,7 +25,7 @@ from limitforge.stores.breaker import BreakerState
 from limitforge.stores.membership import Membership
 from limitforge.stores.memory import MemoryStore
 from limitforge.stores.options import StoreOptions
-from limitforge.stores.resilience import LOCAL_KEYS, Resilience
+from limitforge.stores.resilience import LOCAL_BUDGET, LOCAL_KEYS, Resilience
 from limitforge.stores.resp import Address, address_of
 from limitforge.stores.slots import SLOTS, SlotOf, cluster_slot, one_slot
 
@@ -75,7 +75,14 @@ class Fleet:
         self.kind = self.target.kind
         self.slot_of: SlotOf = cluster_slot if self.kind is Kind.CLUSTER else one_slot
         self.members = Membership(keys, options.nodes, MonotonicClock())
-        self.local = MemoryStore(keys=keys, clock=clock, max_keys=LOCAL_KEYS, nodes=self.members.nodes)
+        budget = options.new_buckets_per_minute
+        self.local = MemoryStore(
+            keys=keys,
+            clock=clock,
+            max_keys=LOCAL_KEYS,
+            nodes=self.members.nodes,
+            new_buckets_per_minute=None if budget is None else min(budget, LOCAL_BUDGET),
+        )
         self.in_doubt = False
         """Whether somebody had reason to think that things are no longer as they were told."""
         self._options = options

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from limitforge.core.algorithms import concurrency
 from limitforge.core.algorithms.concurrency import ConcurrencySteps
+from limitforge.core.algorithms.steps import State
 from limitforge.core.calendar import Calendar, Period
 from limitforge.core.check import Check, Hold
 from limitforge.core.clock import Clock, SystemClock
@@ -19,6 +20,7 @@ from limitforge.core.reservations import KEPT_US, Record, Settlement, finish, se
 from limitforge.errors import LimitforgeError, StoreCorrupt, StoreError, StoreUnavailable, UnknownReservation
 from limitforge.stores.buckets import Buckets
 from limitforge.stores.memory_overrides import MemoryOverrides
+from limitforge.stores.new_buckets import MemoryBudget
 from limitforge.stores.protocol import (
     Answer,
     ClearOverrides,
@@ -44,7 +46,8 @@ class MemoryStore:
 
     At most `max_keys` buckets are kept. Beyond that, one that is over makes room for a new one, else the one of eight
     that would be over first, which is counted in `evictions`. Leases, reservations and overrides are never evicted: a
-    store that is full of them refuses new ones. Limits of `consistency: local` are divided by `nodes`.
+    store that is full of them refuses new ones. Limits of `consistency: local` are divided by `nodes`. A tenant may
+    begin `new_buckets_per_minute`; beyond that its new subjects share overflow buckets.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class MemoryStore:
         clock: Clock | None = None,
         max_keys: int = MAX_KEYS,
         nodes: Callable[[], int] = lambda: 1,
+        new_buckets_per_minute: int | None = None,
     ) -> None:
         self.keys = keys or Keys()
         self.now_us = self._now_us = (clock or SystemClock()).now_us
@@ -64,6 +68,7 @@ class MemoryStore:
         self._states = Buckets(max_keys)
         self._records: dict[str, Record] = {}
         self._overrides = MemoryOverrides(max_keys)
+        self._budget = None if new_buckets_per_minute is None else MemoryBudget(new_buckets_per_minute)
         self._handlers: dict[type, Callable[[Any, int], Any]] = {
             Release: self._release,
             Renew: self._renew,
@@ -127,7 +132,9 @@ class MemoryStore:
 
     def status(self) -> StoreStatus:
         """A store in this process never fails."""
-        return StoreStatus()
+        if self._budget is None:
+            return StoreStatus()
+        return StoreStatus(new_buckets_per_minute=self._budget.per_minute, overflowed=self._budget.overflowed)
 
     def close(self) -> None:
         """Nothing to close; what was counted stays for as long as this object."""
@@ -150,21 +157,32 @@ class MemoryStore:
             self._make_room_for_a_record(now_us)
         wholes = self._divide(check) if check.is_mixed else []
         steps_for = self._overrides.steps_at(now_us) if self._overrides.found else None
-        states = self._states
-        verdict = decide(check, now_us, states, steps_for)
+        redirected = [] if self._budget is None else self._budget.redirect(check, self._states, now_us)
+        if redirected and steps_for is not None:
+            shared = {(rule, overrides) for rule, *_, overrides in (check.takes[at] for at in redirected)}
+            steps_for = self._overrides.steps_at(now_us, shared)
+        verdict = decide(check, now_us, self._states, steps_for)
         if isinstance(verdict, Again):
             verdict = self._ask_again(check, verdict, now_us, steps_for)
-        for key, _ in verdict.writes:
-            if key not in states:
-                states.make_place(verdict.writes, now_us)
-                break
-        for key, state in verdict.writes:
-            states[key] = state
+        self._write(verdict.writes, now_us)
         if verdict.held is not None and check.hold is not None and check.hold.key:
             self._remember(check, verdict.held, verdict.lapses_us, now_us)
         for place, whole in wholes:
             verdict.rows[place] = (whole, *verdict.rows[place][1:])
+        if redirected and self._budget is not None:
+            self._budget.mark(verdict.rows, redirected)
         return verdict
+
+    def _write(self, writes: Sequence[tuple[str, State]], now_us: int) -> None:
+        states, budget = self._states, self._budget
+        for key, _ in writes:
+            if key not in states:
+                states.make_place(writes, now_us)
+                if budget is not None:
+                    budget.begin([key for key, _ in writes if key not in states], now_us)
+                break
+        for key, state in writes:
+            states[key] = state
 
     def _divide(self, check: Check) -> list[tuple[int, int]]:
         """This process's part of each local limit. The whole of it, which is what is told, comes back by its place."""

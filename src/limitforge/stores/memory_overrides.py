@@ -1,5 +1,6 @@
 """The overrides of the memory store."""
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 from limitforge.core.algorithms.steps import Steps
@@ -36,8 +37,11 @@ class MemoryOverrides:
         self.found: dict[str, dict[str, _Override]] = {}  # by override key, then resource; empty for most
         self._subjects: dict[str, set[str]] = {}  # by what the keys of a lane start with
 
-    def steps_at(self, now_us: int) -> StepsFor:
-        """The rule's own numbers, or those of the most specific live override that names its limit."""
+    def steps_at(self, now_us: int, shared: Container[tuple[Rule, str | None]] = ()) -> StepsFor:
+        """The rule's own numbers, or those of the most specific live override that names its limit.
+
+        `shared` are rules, with the overrides of who asks, that an overflow bucket decides: subjects share its window.
+        """
 
         def live(found: dict[str, _Override], resource: str, rule: Rule) -> Compiled | None:
             override = found.get(resource)
@@ -51,7 +55,10 @@ class MemoryOverrides:
             if not found:
                 return rule.steps
             exact = None if resource == ANY_RESOURCE else live(found, resource, rule)
-            return applied(rule.steps, rule.scope, exact, live(found, ANY_RESOURCE, rule))
+            steps = applied(rule.steps, rule.scope, exact, live(found, ANY_RESOURCE, rule))
+            if rule.steps.window_at is not None and (rule, overrides) in shared:
+                return rule.steps.overridden((steps.limit,))
+            return steps
 
         return steps_for
 

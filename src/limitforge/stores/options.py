@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from limitforge.core.check import Failure, FailureName, failure_of
-from limitforge.core.exact import shown, whole
+from limitforge.core.exact import MAX_COUNTER_LIMIT, shown, whole
 from limitforge.errors import InvalidInput
 
 MAX_DEADLINE_MS = 60_000
@@ -22,6 +22,8 @@ class StoreOptions:
     each decides by its part. `denial_cache_ms` is how long a denial may be answered without asking (0: never).
     `sync_interval_ms` is how often at most a process pays for more of a leased limit. `wait_replicas` is how many
     replicas must have what was written before a decision is told: what so many have, a failover does not lose.
+    `new_buckets_per_minute` is how many buckets a tenant may begin (in each lane); beyond that its new subjects share
+    overflow buckets. None: any number. Memory stores use this one too.
     """
 
     failure: Failure | FailureName = Failure.OPEN
@@ -34,6 +36,7 @@ class StoreOptions:
     max_waiting: int = 4_000
     sync_interval_ms: float = 200
     wait_replicas: int = 0
+    new_buckets_per_minute: int | None = None
 
     def __post_init__(self) -> None:
         if self.failure is None:
@@ -45,6 +48,9 @@ class StoreOptions:
         _between("breaker_seconds", self.breaker_seconds, 0.001, MAX_BREAKER_SECONDS)
         _between("denial_cache_ms", self.denial_cache_ms, 0, MAX_DENIAL_CACHE_MS)
         object.__setattr__(self, "wait_replicas", whole("wait_replicas", self.wait_replicas, maximum=MAX_REPLICAS))
+        if self.new_buckets_per_minute is not None:
+            budget = whole("new_buckets_per_minute", self.new_buckets_per_minute, minimum=1, maximum=MAX_COUNTER_LIMIT)
+            object.__setattr__(self, "new_buckets_per_minute", budget)
         _between("sync_interval_ms", self.sync_interval_ms, 10, MAX_SYNC_INTERVAL_MS)
 
 

@@ -29,6 +29,8 @@ class StoreStatus(msgspec.Struct, frozen=True):
     needed no asking, `waiting` how many checks wait for an answer now. Where there are several servers, `breaker` is
     that of the worst, and `nodes` has each by its address. `shares_out` is what this process has paid for of leased
     limits and not spent. `hot_keys` are the buckets that were asked for most in the last seconds.
+    `new_buckets_per_minute` is how many buckets a tenant may begin (None: any number), `overflowed` how many checks an
+    overflow bucket decided because their tenant had begun as many.
     """
 
     breaker: str = "closed"
@@ -40,6 +42,8 @@ class StoreStatus(msgspec.Struct, frozen=True):
     nodes: dict[str, str] = msgspec.field(default_factory=dict)
     shares_out: int = 0
     hot_keys: list[HotKey] = msgspec.field(default_factory=list)
+    new_buckets_per_minute: int | None = None
+    overflowed: int = 0
 
 
 class Command(Generic[Answer]):

@@ -30,10 +30,11 @@ from limitforge.stores.command_codec import command_flow
 from limitforge.stores.denials import Denials, Drop
 from limitforge.stores.fleet import Fleet
 from limitforge.stores.heat import Heat
+from limitforge.stores.hints import Hints
 from limitforge.stores.listener import Caches
 from limitforge.stores.membership import ALIVE_US
+from limitforge.stores.new_buckets import NewBuckets
 from limitforge.stores.options import StoreOptions
-from limitforge.stores.overridden import Overridden
 from limitforge.stores.protocol import (
     ClearOverrides,
     Command,
@@ -78,7 +79,9 @@ class Parts:
         self._now_us = MonotonicClock().now_us
         self._warned_us = self._now_us() - LOG_EVERY_US
         self.heat = Heat(MonotonicClock())
-        self.overridden = Overridden(MonotonicClock())
+        self.overridden = Hints(MonotonicClock())
+        budget = options.new_buckets_per_minute
+        self.new_buckets = None if budget is None else NewBuckets(budget, MonotonicClock())
         self._shares: weakref.WeakSet[Shares] = weakref.WeakSet()
         self.caches = Caches()
         self._share_clock = clock or MonotonicClock()
@@ -102,7 +105,8 @@ class Parts:
     def judge(self, checks: Sequence[Check]) -> Flow[list[Judged]]:
         """As many as one call can take. To be started when it is sent: a denial is remembered from then on."""
         now_us = self._clock.now_us()
-        return batch_flow(checks, now_us, now_us if self._injected else OWN_TIME, self._note(), self.overridden)
+        time_us = now_us if self._injected else OWN_TIME
+        return batch_flow(checks, now_us, time_us, self._note(), self.overridden, self.new_buckets)
 
     def finish(self, finishes: Sequence[Finish]) -> Flow[list[Any]]:
         """The same for what ends what parts of checks hold."""
@@ -156,14 +160,14 @@ class Parts:
             undo(undone)
         decision = decision_of(check, whole, shadow if isinstance(shadow, Outcome) else None)
         if decision.reservation_id is not None and check.hold is not None:
-            held = blend.rest and reservation_id(blend.rest)
+            held = blend.rest and isinstance(outcome, Outcome) and reservation_id(blend.rest, outcome)
             nothing = ticket_id(nothing_held(encoded(check.hold.key)))
             decision = msgspec.structs.replace(decision, reservation_id=held or nothing)
         return decision
 
     def shares(self, wishes: Sequence[Wish], lapse_us: int) -> Flow[list[Grant | None]]:
         now_us = self._clock.now_us()
-        return shares_flow(wishes, now_us, now_us if self._injected else OWN_TIME, lapse_us)
+        return shares_flow(wishes, now_us, now_us if self._injected else OWN_TIME, lapse_us, self.new_buckets)
 
     def beat(self, alive_us: int = ALIVE_US) -> Flow[int]:
         """Say that this process is alive."""
@@ -226,6 +230,8 @@ class Parts:
             {} if self.fleet.is_single else {node.name: node.resilience.state for node in self.fleet.nodes},
             sum(shares.out for shares in list(self._shares)),
             self.heat.hottest(),
+            None if self.new_buckets is None else self.new_buckets.per_minute,
+            0 if self.new_buckets is None else self.new_buckets.overflowed,
         )
 
     def _note(self) -> Note | None:

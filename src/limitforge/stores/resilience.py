@@ -27,6 +27,7 @@ from limitforge.stores.options import StoreOptions
 LOG_EVERY_US = 10_000_000
 OWED_EVERY_US = 1_000_000
 LOCAL_KEYS = 100_000
+LOCAL_BUDGET = LOCAL_KEYS // 10  # what one tenant may begin a minute: it must not evict the buckets of others
 MAX_NAMES = 1_000  # limits whose admissions are summed by name; the rest is summed together
 MAX_CHARGED = 10_000  # buckets that are charged after an outage
 OTHER = "(other limits)"
@@ -38,6 +39,10 @@ _log = logging.getLogger(__name__)
 
 class NotAsked(StoreUnavailable):
     """The store was not asked, by our own choice: no failure of the store."""
+
+
+class StoreFull(StoreUnavailable):
+    """The store answered, and has no memory for what a check would have written."""
 
 
 class Outage(msgspec.Struct):
@@ -99,8 +104,8 @@ class Resilience:
 
     def failed(self, error: StoreUnavailable, began_us: int) -> bool:
         """The backend did not answer what began then; tells whether it is left alone from now on."""
-        if isinstance(error, NotAsked):
-            return False
+        if isinstance(error, NotAsked | StoreFull):
+            return False  # a full store answers at once: leaving it alone would cost its denials and looks
         with self._lock:
             self.is_quiet = False
             was_closed = self._breaker.state is BreakerState.CLOSED
@@ -146,6 +151,8 @@ class Resilience:
     def decide(self, check: Check, error: StoreUnavailable) -> Decision | LimitforgeError:
         """Decide without the store, which could not for this reason. Never raises."""
         failure = check.failure or self._options.failure
+        if failure is Failure.OPEN and check.failure is None and isinstance(error, StoreFull):
+            failure = Failure.LOCAL  # or one tenant that fills the store would switch off the limits of all
         if failure is Failure.RAISE:
             return error
         try:

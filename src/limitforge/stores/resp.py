@@ -20,7 +20,7 @@ from redis.asyncio import ConnectionPool
 from limitforge import lua
 from limitforge.errors import InvalidInput, StoreCorrupt, StoreError, StoreUnavailable
 from limitforge.stores.codec import FULL, Call, Unreplicated, wire_strings
-from limitforge.stores.resilience import NotAsked
+from limitforge.stores.resilience import NotAsked, StoreFull
 
 _HINT = "A password with characters such as / # @ must be percent-encoded."
 
@@ -212,7 +212,8 @@ def refusal(error: hiredis.ReplyError) -> StoreError:
         return Moving("a slot of the Cluster is moving, and its keys are not together (TRYAGAIN)")
     for start, meaning in UNAVAILABLE.items():
         if said.startswith(start):
-            return StoreUnavailable(f"Redis can't serve now: {meaning} ({start})")
+            kind = StoreFull if start == "OOM" else StoreUnavailable
+            return kind(f"Redis can't serve now: {meaning} ({start})")
     return StoreCorrupt(f"Redis refused the script: {said}")
 
 

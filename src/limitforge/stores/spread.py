@@ -16,7 +16,7 @@ import msgspec
 
 from limitforge.core.algorithms.steps import UNLIMITED
 from limitforge.core.check import TOKEN_BYTES, Check, Hold, Take
-from limitforge.core.decision import Outcome, Row
+from limitforge.core.decision import Outcome, Row, deciding_key
 from limitforge.core.keys import Keys, own_of
 from limitforge.core.plan import BUCKET_US
 from limitforge.errors import LimitforgeError, StoreUnavailable, TooManyReservations
@@ -220,7 +220,7 @@ def _finish(part: Part, ending: Ending, places: list[int]) -> Finish:
     return Finish(
         ending,
         b"" if part.check.hold is None else part.check.hold.token,
-        [takes[at][1] for at in places],
+        [takes[at][1] if part.outcome is None else deciding_key(takes[at], part.outcome.rows[at]) for at in places],
         [not takes[at][0].enforced for at in places],
         lapses_us=HOLD_US + (0 if part.outcome is None else part.outcome.now_us),
         weight_us=BUCKET_US * len(places),
