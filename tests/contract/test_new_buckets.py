@@ -250,7 +250,9 @@ def test_without_a_budget_any_number_begins(redis_url: str) -> None:
 
 def test_a_known_subject_costs_the_budget_no_read(redis_url: str) -> None:
     raw: Any = redis_py.Redis.from_url(redis_url)
-    with SyncLimiter.connect(redis_url, options=StoreOptions(new_buckets_per_minute=BUDGET)) as limiter:
+    with SyncLimiter.connect(
+        redis_url, options=StoreOptions(new_buckets_per_minute=BUDGET, deadline_ms=30_000)
+    ) as limiter:
         ask(limiter, "known")
         raw.config_resetstat()
         for _ in range(4):
@@ -263,7 +265,9 @@ def test_a_known_subject_costs_the_budget_no_read(redis_url: str) -> None:
 
 def test_a_tenant_that_overflows_is_asked_for_once_the_next_time(redis_url: str) -> None:
     raw: Any = redis_py.Redis.from_url(redis_url)
-    with SyncLimiter.connect(redis_url, options=StoreOptions(new_buckets_per_minute=BUDGET)) as limiter:
+    with SyncLimiter.connect(
+        redis_url, options=StoreOptions(new_buckets_per_minute=BUDGET, deadline_ms=30_000)
+    ) as limiter:
         use_up(limiter)
         raw.config_resetstat()
         for number in range(5):
@@ -275,7 +279,9 @@ def test_a_tenant_that_overflows_is_asked_for_once_the_next_time(redis_url: str)
 def test_a_counter_that_is_not_ours_bounds_nothing_and_stops_nobody(redis_url: str) -> None:
     raw: Any = redis_py.Redis.from_url(redis_url)
     raw.lpush("lf:{greedy}:b", "something else")
-    with SyncLimiter.connect(redis_url, options=StoreOptions(new_buckets_per_minute=1, failure="raise")) as limiter:
+    with SyncLimiter.connect(
+        redis_url, options=StoreOptions(new_buckets_per_minute=1, failure="raise", deadline_ms=30_000)
+    ) as limiter:
         assert not any(ask(limiter, f"s{number}").overflow for number in range(5))
     raw.close()
 

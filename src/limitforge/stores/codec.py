@@ -261,7 +261,7 @@ def _doubted(reply: Reply, doubts: list[Unreplicated]) -> Reply:
     return told
 
 
-def encode_checks(  # noqa: C901, PLR0915 - the hot path: one loop, and no call that can be spared
+def encode_checks(  # noqa: C901, PLR0912, PLR0915 - the hot path: one loop, and no call that can be spared
     checks: Sequence[Check], time_us: int, overridden: Hints | None = None, new_buckets: NewBuckets | None = None
 ) -> Call:
     """Every key, rule and string once, however many checks use it. Anybody may have overrides if that is not told."""
@@ -270,15 +270,16 @@ def encode_checks(  # noqa: C901, PLR0915 - the hot path: one loop, and no call 
     strings: dict[str | bytes, int] = {}  # from 2: ARGV's strings come after the blob
     indices: dict[str, int] = {}  # 0 for those who may have overrides
     flat: list[int] = []
-    counters: dict[str, bool] = {}  # of buckets begun: whether overflow buckets are sent along
+    counters: dict[str, bool] = {}  # of the buckets begun in a lane: whether its overflow buckets are sent along
+    overflowing: list[str] = []
     overflow: list[int] = []  # the places of a bucket and of its overflow bucket, in turns
 
     def counted(own: str) -> bool:
         counter = begun_key(own)
-        overflows = counters.get(counter)
-        if overflows is None:
-            overflows = counters[counter] = new_buckets is not None and counter in new_buckets.overflowing
-        return overflows
+        if counter not in counters:
+            counters[counter] = new_buckets is not None and counter in new_buckets.overflowing
+            overflowing.extend([counter] if counters[counter] else [])
+        return counters[counter]
 
     def looked_at(index: str) -> int:
         has_some = overridden is None or index in overridden
@@ -319,21 +320,23 @@ def encode_checks(  # noqa: C901, PLR0915 - the hot path: one loop, and no call 
         for rule, key, cost, resource, overrides in takes:
             # The bucket's key comes before that of the overrides.
             rule_place, key_place = rules.setdefault(rule, len(rules) + 1), keys.setdefault(key, len(keys) + 1)
-            if new_buckets is not None and rule.scope not in SHARED_ALREADY and counted(own_of(key)):
-                shared = overflow_key(key, rule.scope, rule.place, rule.suffix)
-                overflow += (key_place, keys.setdefault(shared, len(keys) + 1))
             if overrides is None:
                 flat += (rule_place, key_place, cost, 0, 0)
-                continue
-            if overrides is not last or resource is not asked:
-                last, asked = overrides, resource
-                index = override_index_of(overrides)
-                known = indices.get(index)
-                place, resource_place = looked_at(index) if known is None else known, 0
-                if not place:
-                    place = keys.setdefault(overrides, len(keys) + 1)
-                    resource_place = strings.setdefault(resource, len(strings) + 2)
-            flat += (rule_place, key_place, cost, place, resource_place)
+                if new_buckets is not None and rule.scope not in SHARED_ALREADY:
+                    counted(own_of(key))
+            else:
+                if overrides is not last or resource is not asked:
+                    last, asked = overrides, resource
+                    index = override_index_of(overrides)
+                    known = indices.get(index)
+                    place, resource_place = looked_at(index) if known is None else known, 0
+                    if not place:
+                        place = keys.setdefault(overrides, len(keys) + 1)
+                        resource_place = strings.setdefault(resource, len(strings) + 2)
+                flat += (rule_place, key_place, cost, place, resource_place)
+            if overflowing and rule.scope not in SHARED_ALREADY and counted(own_of(key)):
+                shared = overflow_key(key, rule.scope, rule.place, rule.suffix)
+                overflow += (key_place, keys.setdefault(shared, len(keys) + 1))
     rows = [rule.row for rule in rules]
     if new_buckets is None:
         return call_of((CHECK, time_us, rows, flat), list(keys), strings)
