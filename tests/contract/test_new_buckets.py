@@ -1,10 +1,13 @@
 """A tenant may begin only so many buckets a minute; beyond that its new subjects share one for each limit."""
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import redis as redis_py
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from limitforge import (
     Concurrency,
@@ -21,9 +24,11 @@ from limitforge import (
     TokenBucket,
 )
 from tests.contract.conftest import QUICK, STORES, empty_server, open_limiter
+from tests.machines import run_machine
 from tests.servers import RedisServer
 
 BUDGET = 20
+BASE_US = 1_700_006_400_000_000
 FIVE = Limits(FixedWindow(name="five", limit=5, window_seconds=3_600))
 TENANT = "greedy"
 
@@ -304,6 +309,80 @@ def test_prepaid_shares_begin_no_bucket_beyond_the_budget(redis_url: str) -> Non
     assert not list(raw.scan_iter("lf:{greedy}:sp:*paid*"))
     assert len(list(raw.scan_iter("lf:{greedy}:wp*paid*"))) == 1
     raw.close()
+
+
+# A greedy tenant beside a modest one, against a model that counts by itself.
+
+
+class GreedyTenant(RuleBasedStateMachine):
+    """Two tenants begin buckets, come back and wait; the model knows who may begin one more."""
+
+    server: RedisServer
+    store = "redis"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.server.flush()
+        self.clock = ManualClock(BASE_US)
+        url = "memory://" if self.store == "memory" else self.server.url
+        self.limiter = open_limiter(self.store, url, self.clock, new_buckets_per_minute=BUDGET)
+        self.begun: dict[str, list[int]] = {"greedy": [], "modest": []}
+        self.known: dict[str, int] = {}
+        self.window = 0
+        self.shared: Counter[str] = Counter()
+        self.subjects = 0
+
+    def teardown(self) -> None:
+        self.limiter.close()
+
+    def left(self, tenant: str) -> int:
+        minute, now = 60_000_000, self.clock.now_us()
+        ages = Counter(now // minute - at // minute for at in self.begun[tenant])
+        return BUDGET - ages[1] * (minute - now % minute) // minute - ages[0]
+
+    def check(self, tenant: str, subject: str) -> None:
+        window = self.clock.now_us() // 3_600_000_000
+        if window != self.window:
+            self.window, self.shared = window, Counter()
+            self.known = dict.fromkeys(self.known, 0)
+        may_begin, is_known = self.left(tenant) > 0, subject in self.known
+        decision = self.limiter.check("r", subject, limits=FIVE, tenant=tenant)
+        assert decision.overflow is not (is_known or may_begin)
+        counted, name = (self.shared, tenant) if decision.overflow else (self.known, subject)
+        used = counted.get(name, 0)
+        assert decision.allowed is (used < 5)
+        assert decision.remaining == max(5 - used - 1, 0)
+        counted[name] = min(used + 1, 5)
+        if not is_known and not decision.overflow:
+            self.begun[tenant].append(self.clock.now_us())
+
+    @rule(tenant=st.sampled_from(["greedy", "greedy", "greedy", "modest"]), times=st.integers(1, 30))
+    def new_subjects_come(self, tenant: str, times: int) -> None:
+        for _ in range(times):
+            self.subjects += 1
+            self.check(tenant, f"{tenant} {self.subjects}")
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data(), times=st.integers(1, 6))
+    def a_known_subject_comes_back(self, data: st.DataObject, times: int) -> None:
+        subject = data.draw(st.sampled_from(sorted(self.known)))
+        for _ in range(times):
+            self.check(subject.partition(" ")[0], subject)
+
+    @rule(seconds=st.sampled_from([0.5, 3, 20, 60, 61, 130]))
+    def time_passes(self, seconds: float) -> None:
+        self.clock.advance_us(int(seconds * 1e6))
+
+
+@pytest.mark.parametrize("store", ["memory", "redis", pytest.param("coalesced", marks=pytest.mark.slow)])
+def test_a_greedy_tenant_begins_what_it_may_and_nobody_else_notices(redis_server: RedisServer, store: str) -> None:
+    run_machine(type("GreedyTenant", (GreedyTenant,), {"server": redis_server, "store": store}), 8, 1)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("store", ["memory", "redis", "coalesced"])
+def test_a_greedy_tenant_in_ever_new_traces(redis_server: RedisServer, store: str) -> None:
+    run_machine(type("GreedyTenant", (GreedyTenant,), {"server": redis_server, "store": store}), 500, None)
 
 
 # The experiment: one tenant fills Redis, and another tenant's new subjects come after it.

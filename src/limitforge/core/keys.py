@@ -163,6 +163,10 @@ def overflow_key(key: str, scope: Scope, place: str, suffix: str) -> str:
     return f"{own_of(key)}w{place}{scope[0]}:{suffix}"
 
 
+def is_overflow(key: str) -> bool:
+    return key[len(own_of(key))] == "w"
+
+
 def override_index_of(overrides: str) -> str:
     """The index that has the subject of these overrides."""
     return Keys.override_index(own_of(overrides))

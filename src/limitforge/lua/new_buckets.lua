@@ -12,12 +12,14 @@ local buckets, counter = use('buckets'), use('sliding_window_counter')
 local MINUTE_US = 60000000
 
 return function(call, limits, overflow)
-  local numbers, count, lanes, overflow_of = { limits[1], MINUTE_US }, #limits - 1, {}, {}
+  local numbers, count, lanes, overflow_of, is_overflow = { limits[1], MINUTE_US }, #limits - 1, {}, {}, {}
   for i = 1, count do
     local key = #KEYS - count + i
     lanes[KEYS[key]] = { key = key, is_prepared = limits[i + 1] == 1, begun = 0 }
   end
-  for i = 1, #overflow, 2 do overflow_of[overflow[i]] = overflow[i + 1] end
+  for i = 1, #overflow, 2 do
+    overflow_of[overflow[i]], is_overflow[overflow[i + 1]] = overflow[i + 1], true
+  end
 
   local function read(lane)
     if call.values[lane.key] == nil then call.values[lane.key] = redis.call('GET', KEYS[lane.key]) end
@@ -40,7 +42,7 @@ return function(call, limits, overflow)
   end
 
   function budget.begin(key)
-    local lane = budget.lane_of(key)
+    local lane = not is_overflow[key] and budget.lane_of(key)
     if lane then lane.left, lane.begun = lane.left - 1, lane.begun + 1 end
   end
 

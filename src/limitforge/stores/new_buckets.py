@@ -13,7 +13,7 @@ from limitforge.core.check import Check
 from limitforge.core.clock import Clock
 from limitforge.core.decide import opened
 from limitforge.core.decision import OVERFLOWED, Row
-from limitforge.core.keys import overflow_key, own_of
+from limitforge.core.keys import is_overflow, overflow_key, own_of
 from limitforge.core.limits import Scope
 from limitforge.stores.hints import Hints
 
@@ -66,6 +66,8 @@ class MemoryBudget:
         """Count buckets that were not there."""
         for key in keys:
             lane = own_of(key)
+            if is_overflow(key):
+                continue
             counter = self._opened(lane, now_us)
             self._steps.take(counter, 1, b"")
             self._steps.seal(counter)
