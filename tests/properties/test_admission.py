@@ -25,7 +25,7 @@ def key_of(limit: Limit) -> str:
     keys = Keys()
     home = keys.home("default")
     base = keys.bucket(Scope.SUBJECT, Place.POLICY, home, home.wide, RESOURCE, SUBJECT)
-    return f"{base}{limit.name}:{limit.steps.letter}".removeprefix("lf:")
+    return f"{base}{limit.name}:{limit.steps.letter}{limit.shape}".removeprefix("lf:")
 
 
 def holds_to_its_definition(story: Story) -> None:
