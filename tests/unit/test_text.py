@@ -139,7 +139,7 @@ def test_two_unnamed_limits_of_one_period_are_refused_with_a_hint(text: str, nam
     assert f"two limits are named {name!r}" in refused.value.problem
     hint = re.search(r"'(\w+=[^']+)'", refused.value.problem)
     assert hint is not None
-    assert len(Limits.parse(f"{hint[1]}; {text.split(';')[0]}")) == 2
+    assert len(Limits.parse(f"{hint[1]}; {text.partition(';')[0]}")) == 2
 
 
 @pytest.mark.parametrize("text", ["5/minute; 5/minute", "5/minute; 5 per 60 s", "a=5/minute; a=6/hour"])
