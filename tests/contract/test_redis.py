@@ -347,7 +347,7 @@ class NextRelease(SyncRedisStore):
         (b"code, level.WIDTH, state.last", b"code, 48, state.last"),
         (b"state.tokens, state.per)\n    end", b"state.tokens, state.per) .. 'more'\n    end"),
         (b"FORMAT, 3, 39,", b"FORMAT, 3, 43,"),
-        (b"state.size, state.window, state.kind)\n  end", b"state.size, state.window, state.kind) .. 'more'\n  end"),
+        (b"KINDS * state.restarts)\n  end", b"KINDS * state.restarts) .. 'more'\n  end"),
     ):
         assert SCRIPT.count(old) == 1, old
         SCRIPT = SCRIPT.replace(old, new)
