@@ -452,3 +452,20 @@ async def test_an_old_secret_that_has_expired_is_not_exported(catalog: Catalog, 
     clock.advance_us(2 * MINUTE_US)
     assert (await exported(catalog)).count("hash:") == 1
     assert await applied(catalog, text) == []
+
+
+async def test_a_file_with_another_window_for_one_resource_of_a_caller_wide_limit_is_refused(catalog: Catalog) -> None:
+    text = """
+        tenants:
+          - name: acme
+            default_plan: free
+            plans:
+              - name: free
+                limits: [{name: w, algorithm: fixed_window, limit: 5, window_seconds: 60, scope: caller}]
+            overrides:
+              - {resource: RESOURCE, subject: bob, limits: {w: {window_seconds: 600}}, expires_at: 2031-01-01T00:00:00Z}
+    """
+    [told] = await refused(catalog, text.replace("RESOURCE", "'GET:/orders'"))
+    assert "tenants[0].overrides[0].limits.w.window_seconds" in told
+    assert "'*'" in told
+    await applied(catalog, text.replace("RESOURCE", "'*'"))

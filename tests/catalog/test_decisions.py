@@ -216,3 +216,34 @@ async def test_tenants_and_their_subjects_count_apart(catalog: Catalog, world: W
     assert await world.left(tenants[0]) == {"burst": 6}
     assert await world.left(tenants[0], subject="another") == {"burst": 10}
     assert await world.left(tenants[1]) == {"burst": 10}
+
+
+# --- One name, two windows -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scope", ["caller", "tenant"])
+@pytest.mark.parametrize("name", ["", "w"], ids=["unnamed", "named alike"])
+async def test_two_policies_with_windows_of_one_tenant_each_keep_to_their_limit(
+    world: World, scope: str, name: str
+) -> None:
+    tenant = await new_tenant(world.catalog)
+    for resource, limit, seconds in (("GET:/a", 3, 3_600), ("GET:/b", 8, 60)):
+        fields = {"algorithm": "fixed_window", "limit": limit, "window_seconds": seconds, "scope": scope}
+        plan = await new_plan(
+            world.catalog, tenant.id, resource[-1], limits=[fields | ({"name": name} if name else {})]
+        )
+        await new_policy(world.catalog, plan, resource)
+    admitted = {"GET:/a": 0, "GET:/b": 0}
+    for _ in range(12):
+        for resource in admitted:
+            admitted[resource] += (await world.check(tenant, resource)).allowed
+    assert admitted == {"GET:/a": 3, "GET:/b": 8}
+
+
+async def test_a_changed_number_of_an_unnamed_limit_keeps_its_count(world: World) -> None:
+    tenant = await new_tenant(world.catalog)
+    plan = await new_plan(world.catalog, tenant.id, limits="100/minute")
+    tenant = await update(world.catalog, tenant, {"default_plan_id": plan.id})
+    await world.check(tenant, cost=70)
+    await update(world.catalog, plan, {"limits": "80/minute"})
+    assert await world.left(tenant) == {"minute": 10}

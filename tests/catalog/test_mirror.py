@@ -84,7 +84,7 @@ async def override(
     change = limit if isinstance(limit, str) else {"limit": limit}
     fields = {"tenant_id": account.tenant.id, "resource": resource, "subject": subject, "ttl_seconds": seconds}
     async with catalog.edit("test") as edit:
-        return await edit.set_override({**fields, "limits": {"5/minute": change}})
+        return await edit.set_override({**fields, "limits": {"minute": change}})
 
 
 async def delete(catalog: Catalog, one: Override) -> None:
@@ -134,7 +134,7 @@ async def test_a_changed_plan_compiles_its_overrides_anew(
 ) -> None:
     """The override says another limit; the window is the plan's, and it has changed."""
     await override(node.catalog, account, 50)
-    window = {"name": "5/minute", "algorithm": "sliding_window_counter", "limit": 5, "window_seconds": 60}
+    window = {"name": "minute", "algorithm": "sliding_window_counter", "limit": 5, "window_seconds": 60}
     async with node.catalog.edit("test") as edit:
         await edit.update(Plan, account.plan.id, {"limits": [{**window, "window_seconds": 600}]})
     for _ in range(50):
@@ -230,7 +230,7 @@ async def test_strays_are_removed(
 ) -> None:
     await override(node.catalog, account, 50, subject="right")
     stray = {"limits": "5/minute", "ttl_seconds": HOUR, "tenant": account.tenant.id}
-    await limiter.set_override("r", "stray", {"5/minute": "unlimited"}, **stray)  # type: ignore[arg-type]
+    await limiter.set_override("r", "stray", {"minute": "unlimited"}, **stray)  # type: ignore[arg-type]
     assert await mirror.reconcile_all() == 1
     assert await limit_of(caller, limiter, subject="stray") == 5
     assert await limit_of(caller, limiter, subject="right") == 50
@@ -243,7 +243,7 @@ async def test_strays_of_a_tenant_that_has_no_override_any_more_are_removed(
     one = await override(node.catalog, account, "unlimited")
     await delete(node.catalog, one)
     stray = {"limits": "5/minute", "ttl_seconds": HOUR, "tenant": account.tenant.id}
-    await limiter.set_override("r", "s", {"5/minute": "unlimited"}, **stray)  # type: ignore[arg-type]
+    await limiter.set_override("r", "s", {"minute": "unlimited"}, **stray)  # type: ignore[arg-type]
     await mirror.reconcile_all()
     assert await limit_of(caller, limiter) == 5
 
@@ -253,7 +253,7 @@ async def test_what_the_store_has_with_other_numbers_is_put_right(
 ) -> None:
     await override(node.catalog, account, 50)
     wrong = {"limits": "5/minute", "ttl_seconds": HOUR, "tenant": account.tenant.id}
-    await limiter.set_override("r", "s", {"5/minute": {"limit": 9}}, **wrong)  # type: ignore[arg-type]
+    await limiter.set_override("r", "s", {"minute": {"limit": 9}}, **wrong)  # type: ignore[arg-type]
     assert await mirror.reconcile_all() == 1
     assert await limit_of(caller, limiter) == 50
 
@@ -265,7 +265,7 @@ async def test_more_overrides_than_fit_on_a_page_are_all_mirrored(
     async with node.catalog.edit("test") as edit:
         for at in range(20):
             fields = {"tenant_id": account.tenant.id, "resource": "r", "subject": f"s{at}", "ttl_seconds": HOUR}
-            await edit.set_override({**fields, "limits": {"5/minute": "unlimited"}})
+            await edit.set_override({**fields, "limits": {"minute": "unlimited"}})
     assert await mirror.reconcile_all() == 0
     await limiter.clear_overrides(tenant=account.tenant.id)
     assert await mirror.reconcile_all() == 20
@@ -355,7 +355,7 @@ async def test_an_override_that_is_set_while_a_stray_in_its_place_is_removed_sta
 ) -> None:
     await override(node.catalog, account, 50, subject="other")
     stray = {"limits": "5/minute", "ttl_seconds": HOUR, "tenant": account.tenant.id}
-    await limiter.set_override("r", "s", {"5/minute": "unlimited"}, **stray)  # type: ignore[arg-type]
+    await limiter.set_override("r", "s", {"minute": "unlimited"}, **stray)  # type: ignore[arg-type]
     slow.hold = "delete"
     work = asyncio.create_task(slow_mirror.reconcile_all())
     await slow.waiting.wait()

@@ -299,3 +299,20 @@ async def test_a_deleted_override_is_gone(catalog: Catalog) -> None:
     assert await delete(catalog, customer.override, version=1) == customer.override
     with pytest.raises(NotFound):
         await catalog.get(Override, customer.override.id)
+
+
+async def test_another_window_for_one_resource_of_a_caller_wide_limit_is_refused(
+    catalog: Catalog, database: Database
+) -> None:
+    tenant = await new_tenant(catalog)
+    plan = await new_plan(catalog, tenant.id, limits=[{**WINDOW, "name": "w", "scope": "caller"}])
+    await update(catalog, tenant, {"default_plan_id": plan.id})
+    before = await state(database)
+    changes = {"w": {"limit": 9, "window_seconds": 600}}
+    with pytest.raises(InvalidInput) as refused:
+        await new_override(catalog, tenant.id, resource="GET:/orders", limits=changes)
+    assert refused.value.field == "limits.w.window_seconds"
+    assert "'*'" in refused.value.problem
+    assert await state(database) == before
+    await new_override(catalog, tenant.id, resource="*", limits=changes)
+    await new_override(catalog, tenant.id, resource="GET:/orders", limits={"w": {"limit": 9}})

@@ -41,6 +41,13 @@ class Shop:
         assert done.returncode == status, done.stdout + done.stderr
         return done.stdout if status in (0, 1) else done.stderr
 
+    def warnings(self, *arguments: str) -> list[str]:
+        """What it prints beside its output, which goes on all the same."""
+        done = self._commands.run(*arguments, folder=self.folder, LIMITFORGE_PEPPERS=PEPPERS)
+        assert done.returncode in (0, 1), done.stdout + done.stderr
+        assert "warning" not in done.stdout
+        return done.stderr.splitlines()
+
     def json(self, *arguments: str) -> Any:
         return json.loads(self.run(*arguments, "--json"))
 
@@ -424,3 +431,37 @@ def test_a_tenant_is_deleted_only_if_the_answer_is_yes(acme: Shop, typed: str, s
     assert done == status
     assert "Delete tenant acme and all that is its own?" in seen
     assert len(acme.json("tenants", "list")) == left
+
+
+# --- Warnings --------------------------------------------------------------------------------------------------------
+
+WIDE = '[{{"name": "w", "algorithm": "fixed_window", "limit": 5, "window_seconds": {}, "scope": "tenant"}}]'
+APART = """
+tenants:
+  - name: globex
+    plans:
+      - {name: one, limits: [{name: w, algorithm: fixed_window, limit: 5, window_seconds: 60, scope: caller}]}
+      - {name: two, limits: [{name: w, algorithm: fixed_window, limit: 5, window_seconds: 90, scope: caller}]}
+    policies: [{resource: "GET:/a", plan: one}, {resource: "GET:/b", plan: two}]
+"""
+
+
+def test_limits_of_one_name_that_count_apart_are_warned_of_beside_the_output(acme: Shop) -> None:
+    tenant = ("--tenant", "acme")
+    assert acme.warnings("plans", "create", "one", *tenant, "--limits", WIDE.format(60)) == []
+    [told] = acme.warnings("plans", "create", "two", *tenant, "--limits", WIDE.format(90), "--json")
+    assert told.startswith("warning: limit w ")
+    assert "one, two" in told
+    assert "different names, or the same window" in told
+    assert acme.warnings("policies", "create", "GET:/a", *tenant, "--plan", "one") == []
+    assert acme.warnings("policies", "create", "GET:/b", *tenant, "--plan", "two") == [told]
+    assert acme.warnings("policies", "update", "GET:/b", *tenant, "--mode", "monitor") == [told]
+    assert acme.warnings("plans", "update", "two", *tenant, "--limits", WIDE.format(60)) == []
+    assert acme.warnings("plans", "rollback", "two", *tenant) == [told]
+
+
+def test_a_file_whose_limits_of_one_name_count_apart_is_warned_of(shop: Shop) -> None:
+    file = shop.write(APART)
+    for arguments in (("diff", file), ("apply", file, "--dry-run"), ("apply", file, "--json"), ("diff", file)):
+        [told] = shop.warnings(*arguments)
+        assert told.startswith("warning: tenant globex: limit w ")

@@ -59,8 +59,8 @@ def test_the_demo_is_a_block_of_allowed_and_a_block_of_denied() -> None:
         "",
         "     █ allowed 100     ▒ of them delayed   0     ░ denied  50",
         "",
-        "     limit       algorithm               left               resets in   retry in",
-        "     100/minute  sliding_window_counter  ──────   0 of 100   1 m 57 s       58 s",
+        "     limit   algorithm               left                   resets in   retry in",
+        "     minute  sliding_window_counter  ──────────   0 of 100   1 m 57 s       58 s",
         "",
         "     100 of 150 allowed; the first denial came after 2.0 s; come back in 58 s.",
     ]
@@ -121,7 +121,7 @@ def test_it_keeps_to_the_width_of_the_terminal(width: int) -> None:
 def test_on_a_narrow_terminal_no_number_is_lost() -> None:
     _, tally = demo()
     lines = drawn(Frame("100/minute", Limits.parse("100/minute"), "", "50/second", 150, 3e6, width=60), tally)
-    assert any(line.startswith("     100/minute  ") and line.endswith("58 s") for line in lines)
+    assert any(line.startswith("     minute  ") and line.endswith("58 s") for line in lines)
     assert any(line.endswith("░ denied  50") for line in lines)
 
 
@@ -129,7 +129,7 @@ def test_the_limit_that_binds_is_marked_when_there_are_several() -> None:
     text = "100/minute; 5/second"
     tally = fired(text, [0.0] * 6, slice_us=1_000.0)
     lines = drawn(Frame(text, Limits.parse(text), "in memory", "full speed", 6, 0.0), tally)
-    assert [line[:14].rstrip() for line in lines if "▸" in line] == ["   ▸ 5/second", "     ▸ is the"]
+    assert [line[:13].rstrip() for line in lines if "▸" in line] == ["   ▸ second", "     ▸ is th"]
 
 
 def test_of_many_limits_the_one_that_binds_is_shown() -> None:

@@ -168,7 +168,7 @@ BAD_FILES: dict[str, tuple[Any, str]] = {
     "algorithm": ([case(limits=[{"algorithm": "x"}])], "case 1 ('a case'), limits[0], algorithm: must be one of"),
     "limit field": ([case(limits=[WINDOW | {"speed": 1}])], "limits[0], speed: is no field of fixed_window"),
     "limit bound": ([case(limits=[SLOTS | {"max_concurrent": -1}])], "limits[0], max_concurrent: must be from 0 to"),
-    "same name": ([case(limits=[WINDOW, WINDOW])], "case 1 ('a case'), limits: two limits are called 'w'"),
+    "same name": ([case(limits=[WINDOW, WINDOW])], "case 1 ('a case'), limits: two limits are named 'w'"),
     "no steps": ([{"base_ms": 0, "limits": []}], "case 1, steps: is missing"),
     "step": ([case({"at_ms": 0}, [])], "case 1 ('a case'), step 2: must be an object with at_ms or at_us, got a list"),
     "step field": ([case({"at_ms": 0, "costt": 2})], "step 1, 'costt': is no field of a step; those are at_ms, at_us,"),

@@ -27,9 +27,9 @@ BURST = TokenBucket(name="burst", bucket_capacity=3, refill_rate_per_sec=1)
 def test_the_readme_line_works(limiter: SyncLimiter) -> None:
     decision = limiter.check("GET:/orders", "user:42", limits="100/minute; 10/second", cost=1)
     assert decision.allowed
-    assert decision.binding == "10/second"
+    assert decision.binding == "second"
     assert (decision.limit, decision.remaining) == (10, 9)
-    assert list(decision.limits) == ["100/minute", "10/second"]
+    assert list(decision.limits) == ["minute", "second"]
 
 
 def test_a_denial_by_one_limit_takes_nothing_from_the_other(limiter: SyncLimiter) -> None:

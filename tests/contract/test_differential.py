@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from limitforge import Decision, Entry, Limit, LimitforgeError, Limits, ManualClock, Request, SyncLimiter
 from limitforge.core.keys import Place
-from limitforge.core.limits import Mode
+from limitforge.core.limits import Mode, fields_of
+from limitforge.core.overrides import CHANGEABLE
 from tests.constellations import ClusterServers, SentinelServers
 from tests.contract.conftest import open_limiter
 from tests.contract.strategies import (
@@ -69,6 +70,9 @@ class Engines(RuleBasedStateMachine):
             if mine.reservation_id:
                 self.reservations.append((mine.reservation_id, theirs.reservation_id))
             self.last = mine
+
+    def ask(self, resource: str, subject: str, plan: Limits | Limit, cost: int) -> None:
+        self.remember(*self.both(lambda limiter: limiter.check(resource, subject, limits=plan, cost=cost)))
 
     @rule(by_us=steps_us())
     def let_time_pass(self, by_us: int) -> None:
@@ -237,7 +241,9 @@ class WholePlan(Engines):
         resource=st.sampled_from(RESOURCES),
         subject=st.sampled_from(SUBJECTS),
         change=st.one_of(
-            st.sampled_from(["unlimited", "blocked", {"limit": 7}, {"limit": None}, {"window_seconds": 5}]),
+            st.sampled_from(
+                ["unlimited", "blocked", {"limit": 7}, {"limit": 3_000_000}, {"limit": None}, {"window_seconds": 5}]
+            ),
             st.sampled_from([{"refill_rate_per_sec": 3}, {"leak_rate_per_sec": "0.7"}, {"lease_ttl_seconds": 3}]),
         ),
         ttl_seconds=st.sampled_from([0.001, 5, 3_600]),
@@ -248,6 +254,39 @@ class WholePlan(Engines):
                 resource, subject, {name: change}, limits=self.planned([name]), ttl_seconds=ttl_seconds
             )
         )
+
+    @rule(data=st.data(), subject=st.sampled_from(SUBJECTS), times=st.integers(1, 12))
+    def alternate_two_definitions(self, data: st.DataObject, subject: str, times: int) -> None:
+        """One name and scope, another window, calendar or rate, asked in turn at one moment."""
+        one = self.placed(self.plan[data.draw(st.sampled_from(NAMES))])
+        two = data.draw(limits(name=one.name, algorithm=one.algorithm, scope=one.scope))
+        for _ in range(times):
+            for resource, limit in zip(RESOURCES[2:4], (one, two), strict=True):
+                self.ask(resource, subject, limit, 1)
+
+    @rule(
+        name=st.sampled_from(NAMES),
+        resource=st.sampled_from(RESOURCES),
+        window=st.sampled_from([0.01, 1, 2, 10, 60, 86_400]),
+        costs_of=st.tuples(costs(), costs(), costs()),
+        by_us=st.sampled_from([0, 1, 1_000_000]),
+    )
+    def begin_and_end_an_override_of_the_window(
+        self, name: str, resource: str, window: float, costs_of: tuple[int, int, int], by_us: int
+    ) -> None:
+        plan = self.planned([name])
+
+        def check(cost: int) -> None:
+            for asked in RESOURCES[2:4]:
+                self.ask(asked, SUBJECTS[0], plan, cost)
+            self.clock.advance_us(by_us)
+
+        check(costs_of[0])
+        change = {name: {"window_seconds": window}}
+        self.both(lambda limiter: limiter.set_override(resource, SUBJECTS[0], change, limits=plan, ttl_seconds=3_600))
+        check(costs_of[1])
+        self.both(lambda limiter: limiter.delete_override(resource, SUBJECTS[0]))
+        check(costs_of[2])
 
     @rule(resource=st.sampled_from(RESOURCES), subject=st.sampled_from(SUBJECTS))
     def delete_an_override(self, resource: str, subject: str) -> None:
@@ -290,6 +329,27 @@ class OneBucket(Engines):
     def change_the_numbers(self, data: st.DataObject) -> None:
         severe = data.draw(st.booleans())
         self.limit = data.draw(limits(name="a", scope="subject", algorithm=self.algorithm, severe=severe))
+
+    @rule(data=st.data(), resource=st.sampled_from(["r", "*"]), named=st.integers(0, 2))
+    def override_some_of_the_numbers(self, data: st.DataObject, resource: str, named: int) -> None:
+        """What it does not name is that of the limit, also after that has changed."""
+        other = fields_of(data.draw(limits(name="a", algorithm=self.algorithm, severe=data.draw(st.booleans()))))
+        known = [field for field in CHANGEABLE if field in other]
+        change = {field: other[field] for field in known[:named] or known}
+        self.both(lambda limiter: limiter.set_override(resource, "s", {"a": change}, limits=self.limit, ttl_seconds=30))
+
+    @rule(resource=st.sampled_from(["r", "*"]))
+    def end_the_override(self, resource: str) -> None:
+        self.both(lambda limiter: limiter.delete_override(resource, "s"))
+
+    @rule(data=st.data(), times=st.integers(1, 4))
+    def alternate_two_definitions(self, data: st.DataObject, times: int) -> None:
+        first = self.limit
+        for _ in range(times):
+            self.check(data, "P0")
+            self.change_the_numbers(data)
+            self.check(data, "P0")
+            self.limit = first
 
     def cost(self, data: st.DataObject) -> int:
         size = self.limit.size or 1

@@ -1,13 +1,14 @@
 """How much is admitted: what the definition of each algorithm says, and never more over any stretch of time."""
 
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 from math import ceil
 from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from limitforge import Concurrency, Limit, Limits, Quota, SlidingWindowCounter
@@ -15,7 +16,17 @@ from limitforge.core.calendar import Period
 from limitforge.core.keys import Keys, Place
 from limitforge.core.limits import Scope
 from tests.properties.oracles import local_date, oracle_of, period_of, window_us
-from tests.properties.strategies import ALGORITHMS, COUNTING, Story, limits, pauses, starts, stories
+from tests.properties.strategies import (
+    ALGORITHMS,
+    COUNTING,
+    DAY_US,
+    Story,
+    durations,
+    limits,
+    pauses,
+    starts,
+    stories,
+)
 from tests.properties.world import RESOURCE, SUBJECT, World
 
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -25,7 +36,7 @@ def key_of(limit: Limit) -> str:
     keys = Keys()
     home = keys.home("default")
     base = keys.bucket(Scope.SUBJECT, Place.POLICY, home, home.wide, RESOURCE, SUBJECT)
-    return f"{base}{limit.name}:{limit.steps.letter}".removeprefix("lf:")
+    return f"{base}{limit.name}:{limit.steps.letter}{limit.shape}".removeprefix("lf:")
 
 
 def holds_to_its_definition(story: Story) -> None:
@@ -47,6 +58,47 @@ def test_a_check_is_allowed_exactly_if_the_definition_has_room_for_it(algorithm:
 @given(data=st.data())
 def test_counted_denials_take_their_cost_up_to_twice_the_limit(algorithm: str, data: st.DataObject) -> None:
     holds_to_its_definition(data.draw(stories(algorithm, {"count_denied": True}, long=True)))
+
+
+@pytest.mark.parametrize("algorithm", ["fixed_window", "sliding_window_counter", "quota"])
+@given(data=st.data())
+def test_two_definitions_of_one_name_in_alternation_each_hold_to_their_own(algorithm: str, data: st.DataObject) -> None:
+    story = data.draw(stories(algorithm, {"name": "same"}, long=True))
+    other = data.draw(limits(algorithm, {"name": "same"}))
+    assume(other.shape != story.limit.shape)
+    world = World(story.start_us)
+    both = [(limit, oracle_of(limit, key_of(limit))) for limit in (story.limit, other)]
+    for step in story.steps:
+        world.clock.advance_us(step.after_us)
+        limit, oracle = data.draw(st.sampled_from(both))
+        cost = min(step.cost, (limit.size or 0) + 1)
+        assert world.check(limit, cost).allowed == oracle.check(world.now_us, cost)
+
+
+@pytest.mark.parametrize("algorithm", ["fixed_window", "sliding_window_counter"])
+@given(data=st.data())
+def test_a_count_begins_anew_only_where_an_override_gives_it_another_window(
+    algorithm: str, data: st.DataObject
+) -> None:
+    """What counts is under which window something was last taken: an override that nobody met changes nothing."""
+    story = data.draw(stories(algorithm, {"name": "same"}, long=True))
+    plan, windows = story.limit, [None, *data.draw(st.lists(durations(DAY_US), min_size=1, max_size=2))]
+    world, key = World(story.start_us), key_of(plan)
+    counted, oracle = plan, oracle_of(plan, key)
+    for step in story.steps:
+        world.clock.advance_us(step.after_us)
+        window = data.draw(st.sampled_from(windows))
+        if window is None:
+            world.limiter.delete_override(RESOURCE, SUBJECT)
+        else:
+            change = {"same": {"window_seconds": window}}
+            world.limiter.set_override(RESOURCE, SUBJECT, change, limits=plan, ttl_seconds=3 * 10**8)
+        limit = plan if window is None else replace(plan, window_seconds=window)  # type: ignore[call-arg]
+        asked = oracle if limit == counted else oracle_of(limit, key)
+        allowed = asked.check(world.now_us, step.cost)
+        assert world.check(plan, step.cost).allowed == allowed
+        if allowed and step.cost:
+            counted, oracle = limit, asked
 
 
 # -- bounds over stretches of time

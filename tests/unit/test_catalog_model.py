@@ -152,7 +152,7 @@ def test_both_shapes_of_a_plan_are_one() -> None:
 
 def test_limits_are_kept_as_plain_values_without_defaults() -> None:
     (kept,) = normal_limits([{**WINDOW, "mode": "on", "scope": "subject", "shares": {}, "align": "clock"}])
-    assert kept == {**WINDOW, "name": "fixed_window"}
+    assert kept == {**WINDOW, "name": "minute"}
     assert normal_limits([limit_from_fields(kept)]) == (kept,)
     assert normal_limits([kept]) == (kept,)
 

@@ -74,9 +74,9 @@ def test_joined_plans_decide_together(limiter: SyncLimiter) -> None:
 def test_each_limit_is_counted_in_the_place_of_its_part() -> None:
     check = asked(joined(*in_all("burst")))
     assert [key for _, key, *_ in check.takes] == [
-        "lf:{acme}:so:1:r:1:s:burst:f",
-        "lf:{acme}:st:1:r:1:s:burst:f",
-        "lf:{acme}:sp:1:r:1:s:burst:f",
+        "lf:{acme}:so:1:r:1:s:burst:f60",
+        "lf:{acme}:st:1:r:1:s:burst:f60",
+        "lf:{acme}:sp:1:r:1:s:burst:f60",
     ]
 
 

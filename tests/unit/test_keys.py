@@ -22,6 +22,19 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "concurrency": {"max_concurrent": 5, "lease_ttl_seconds": 1},
     "quota": {"limit": 5, "period": "day"},
 }
+WINDOWS: list[dict[str, Any]] = [{"window_seconds": seconds} for seconds in (1, 10, 60, "0.1", "0.001", "1.000001")]
+SHAPES: dict[str, list[dict[str, Any]]] = {
+    "fixed_window": [window | kind for window in WINDOWS for kind in ({}, {"align": "first_hit"}, {"spread": True})],
+    "sliding_window_counter": WINDOWS,
+    "quota": [
+        *({"period": period} for period in ("day", "week", "month", "year")),
+        *({"period": "month", "anchor_day": day} for day in (3, 13, 31)),
+        *({"period": "day", "time_zone": zone} for zone in ("Europe/Paris", "Etc/GMT+1", "Etc/GMT-1", "Etc/GMT+11")),
+        {"period": "month", "anchor_day": 3, "time_zone": "Europe/Paris"},
+        {"period": "year", "anchor_day": 3},
+    ],
+}
+"""What tells one bucket of an algorithm from another."""
 
 
 class Asked(NamedTuple):
@@ -34,10 +47,16 @@ class Asked(NamedTuple):
     subject: str | bytes
     name: str
     algorithm: str
+    shape: int = 0
+    """Which of the shapes of its algorithm it has."""
 
     def limit(self) -> Limit:
         fields = {"algorithm": self.algorithm, "name": self.name, "scope": self.scope, **NUMBERS[self.algorithm]}
-        return limit_from_fields(fields)
+        return limit_from_fields(fields | self._shape())
+
+    def _shape(self) -> dict[str, Any]:
+        shapes = SHAPES.get(self.algorithm, [{}])
+        return shapes[self.shape % len(shapes)]
 
     def key(self) -> str:
         store = MemoryStore()
@@ -56,7 +75,8 @@ class Asked(NamedTuple):
             Scope.TENANT: (tenant,),
             Scope.GLOBAL: (),
         }
-        return (self.scope, self.place, self.name, self.algorithm, *parts[self.scope])
+        shape = tuple(self._shape().items())
+        return (self.scope, self.place, self.name, self.algorithm, shape, *parts[self.scope])
 
 
 def as_bytes(part: str | bytes) -> bytes:
@@ -68,19 +88,27 @@ BYTES = st.one_of(
     st.binary(max_size=6), st.lists(st.sampled_from([b"\xff", b"\xc3", b"\xa9", b":", b"1", b"\0"])).map(b"".join)
 )
 PARTS = st.one_of(NASTY, NASTY, BYTES, st.text(st.characters(exclude_categories=["Cs"]), max_size=5))
-NAMES = st.sampled_from(["a", "b", "1", "a/1", "fixed:a", "token:1/second", "a.t", "-"])
+NAMES = st.sampled_from(["a", "b", "1", "a/1", "minute", "0.25-seconds", "a.t", "-"])
 ASKED = st.builds(
-    Asked, st.sampled_from(Scope), st.sampled_from(Place), PARTS, PARTS, PARTS, NAMES, st.sampled_from(sorted(NUMBERS))
+    Asked,
+    st.sampled_from(Scope),
+    st.sampled_from(Place),
+    PARTS,
+    PARTS,
+    PARTS,
+    NAMES,
+    st.sampled_from(sorted(NUMBERS)),
+    st.integers(0, 17),
 )
 
 
 # -- injective
 
 
-@given(one=ASKED, two=ASKED, same=st.sets(st.integers(0, 6)))
+@given(one=ASKED, two=ASKED, same=st.sets(st.integers(0, 7)))
 def test_equal_keys_are_keys_of_the_same_bucket(one: Asked, two: Asked, same: set[int]) -> None:
     """The second tuple shares some parts with the first, so that not all pairs differ everywhere."""
-    two = Asked._make(one[at] if at in same else two[at] for at in range(7))
+    two = Asked._make(one[at] if at in same else two[at] for at in range(8))
     assert (one.key() == two.key()) == (one.identity() == two.identity())
     assert (encoded(one.key()) == encoded(two.key())) == (one.identity() == two.identity())
 
@@ -96,7 +124,7 @@ def test_where_one_part_ends_and_the_next_begins_is_told_apart(text: str, cuts: 
 
 
 @given(asked=ASKED)
-@example(Asked(Scope.SUBJECT, Place.POLICY, "}:sp:", "3:abc", "1:a:b:t", "token:1/second", "token_bucket"))
+@example(Asked(Scope.SUBJECT, Place.POLICY, "}:sp:", "3:abc", "1:a:b:t", "minute", "token_bucket"))
 def test_a_key_can_be_read_back(asked: Asked) -> None:
     assert read(encoded(asked.key())) == asked.identity()
 
@@ -118,9 +146,24 @@ def read(key: bytes) -> tuple[object, ...]:
         for sign in "/}{%":
             tenant = tenant.replace(f"%{ord(sign):02X}", sign)
         parts.insert(0, encoded(tenant))
-    name, _, letter = rest.rpartition(":")
+    name, _, kind = rest.rpartition(":")
     letters = {limit_from_fields({"algorithm": each, **NUMBERS[each]}).steps.letter: each for each in NUMBERS}
-    return (scope, place, name, letters[letter], *parts)
+    algorithm = letters[kind[0]]
+    return (scope, place, name, algorithm, shape_in(algorithm, kind[1:]), *parts)
+
+
+def shape_in(algorithm: str, text: str) -> tuple[tuple[str, Any], ...]:
+    """The fields that a shape is written from, as `SHAPES` has them."""
+    for fields in SHAPES.get(algorithm, []):
+        given = {"anchor_day": 1, "time_zone": "UTC"} | fields
+        if algorithm == "quota":
+            written = f"{given['period']}/{given['anchor_day']}/{given['time_zone']}"
+        else:
+            written = f"{given['window_seconds']}{'s' if 'spread' in given else 'h' if 'align' in given else ''}"
+        if text == written:
+            return tuple(fields.items())
+    assert text == ""
+    return ()
 
 
 @given(part=PARTS)

@@ -50,6 +50,15 @@ DURATION = {
     if field in ("window_seconds", "lease_ttl_seconds")
 }
 RATE = {"token_bucket": "refill_rate_per_sec", "leaky_bucket": "leak_rate_per_sec"}
+UNNAMED = {
+    "token_bucket": "bucket",
+    "leaky_bucket": "leaky",
+    "fixed_window": "minute",
+    "sliding_window": "minute",
+    "sliding_window_counter": "minute",
+    "concurrency": "concurrency",
+    "quota": "month",
+}
 KINDS: dict[str, type[Limit]] = {
     "token_bucket": TokenBucket,
     "leaky_bucket": LeakyBucket,
@@ -91,8 +100,40 @@ def test_every_limit_can_be_built_from_its_fields_or_by_its_class(algorithm: str
 
 
 @every_algorithm
-def test_a_limit_without_a_name_is_called_like_its_algorithm(algorithm: str) -> None:
-    assert build(algorithm).name == algorithm
+def test_a_limit_without_a_name_is_named_by_its_period(algorithm: str) -> None:
+    assert build(algorithm).name == UNNAMED[algorithm]
+    assert build(algorithm, **{SIZE[algorithm]: 7}).name == UNNAMED[algorithm]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "name"),
+    [
+        (1, "second"),
+        (60, "minute"),
+        ("60.000000", "minute"),
+        (90, "90-seconds"),
+        (900, "15-minutes"),
+        (3_600, "hour"),
+        (86_400, "day"),
+        (604_800, "7-days"),
+        (90_000, "25-hours"),
+        (0.25, "0.25-seconds"),
+        (1.5, "1.5-seconds"),
+        ("0.001", "0.001-seconds"),
+        ("86400.000001", "86400.000001-seconds"),
+    ],
+)
+@pytest.mark.parametrize("algorithm", ["fixed_window", "sliding_window", "sliding_window_counter"])
+def test_a_window_is_named_by_the_largest_unit_that_it_is_whole_in(
+    algorithm: str, seconds: float | str, name: str
+) -> None:
+    assert build(algorithm, window_seconds=seconds).name == name
+    assert build(algorithm, window_seconds=seconds, name="mine").name == "mine"
+
+
+@pytest.mark.parametrize("period", ["day", "week", "month", "year"])
+def test_a_quota_is_named_by_its_period(period: str) -> None:
+    assert build("quota", period=period).name == period
 
 
 @every_algorithm
@@ -155,8 +196,8 @@ def test_a_blocked_limit_denies_and_an_unlimited_one_does_not(algorithm: str, li
     assert (denied.allowed, denied.limit, denied.remaining, denied.retry_after_ms) == (False, 0, 0, None)
     allowed = limiter.check("r", "s", limits=unlimited, cost=2**52 - 1)
     assert allowed.allowed
-    assert allowed.limits[algorithm].limit is None
-    assert allowed.limits[algorithm].remaining is None
+    assert allowed.limits[UNNAMED[algorithm]].limit is None
+    assert allowed.limits[UNNAMED[algorithm]].remaining is None
 
 
 @pytest.mark.parametrize("algorithm", RATE)
@@ -454,14 +495,14 @@ def test_an_unknown_time_zone_is_refused(name: object) -> None:
 # -- names and fields
 
 
-@pytest.mark.parametrize("name", ["a", "x" * 64, "per-user.v2_burst/GET", "100/15minutes", "fixed:100/minute"])
+@pytest.mark.parametrize("name", ["a", "x" * 64, "per-user.v2_burst/GET", "100/15minutes", "0.25-seconds"])
 def test_a_name_has_letters_digits_and_a_few_signs(name: str) -> None:
     assert build("fixed_window", name=name).name == name
 
 
 @pytest.mark.parametrize(
     "name",
-    ["x" * 65, "a b", "a:b", "a;b", "a=b", "a{b}", "é", "a\n", "\0", "other:100/minute", b"a", 5, 0, True, False],
+    ["x" * 65, "a b", "a:b", "a;b", "a=b", "a{b}", "é", "a\n", "\0", "fixed:100/minute", b"a", 5, 0, True, False],
 )
 def test_any_other_name_is_refused(name: object) -> None:
     assert refusal("fixed_window", name=name).field == "name"
@@ -545,7 +586,7 @@ def test_a_limit_is_what_its_fields_say(drawn: Limit, shares: dict[str, int]) ->
 
 @every_algorithm
 def test_the_fields_of_a_limit_leave_out_what_is_the_default(algorithm: str) -> None:
-    assert fields_of(build(algorithm)) == {"algorithm": algorithm, "name": algorithm, **FIELDS[algorithm]}
+    assert fields_of(build(algorithm)) == {"algorithm": algorithm, "name": UNNAMED[algorithm], **FIELDS[algorithm]}
     assert fields_of(build(algorithm, **{SIZE[algorithm]: None}))[SIZE[algorithm]] is None
 
 

@@ -324,7 +324,7 @@ def _eager_threads() -> Iterator[None]:
         "counter:100/day",
         "token:100/day",
         "leaky:100/day",
-        "fixed:500/day; 100/day",
+        "fixed:500/day; sliding=100/day",
     ],
 )
 def test_threads_that_hammer_one_limit_get_exactly_what_it_allows(limits: str) -> None:

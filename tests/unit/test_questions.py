@@ -69,7 +69,7 @@ def test_text_and_bytes_make_the_same_keys_the_first_time_and_later(resource: An
     first = keys_of(ask(resource=resource, subject=subject))
     assert keys_of(ask(resource=resource, subject=subject)) == first
     assert first == [
-        KEYS.bucket(HOUR_SCOPE, "p", KEYS.home("t"), "lf:{t}:", _text(resource), _text(subject)) + "hour:f"
+        KEYS.bucket(HOUR_SCOPE, "p", KEYS.home("t"), "lf:{t}:", _text(resource), _text(subject)) + "hour:f3600"
     ]
 
 

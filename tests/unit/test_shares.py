@@ -41,8 +41,8 @@ class Desk:
 
     def grant(self, wish: Wish, granted: int) -> None:
         reset_us = self.ends_us - self.clock.now_us()
-        of = 0 if wish.share.rule.is_bucket else self.ends_us
-        self.answer(wish, Grant(granted, 1_000_000, 500, reset_us, of))
+        window = (0, 0) if wish.share.rule.is_bucket else (self.ends_us - HOUR_US, self.ends_us)
+        self.answer(wish, Grant(granted, 1_000_000, 500, reset_us, *window))
 
     def answer(self, wish: Wish, grant: Grant | None) -> None:
         self.shares.answered([wish], None if grant is None else [grant], self.clock.now_us())
@@ -154,6 +154,18 @@ def test_a_share_that_was_granted_in_the_next_window_keeps_nothing_of_the_last_o
     assert desk.ask(20) == 10
 
 
+def test_a_share_that_was_granted_in_a_longer_window_of_the_same_end_keeps_nothing() -> None:
+    """An override that changes the window: what was bought in the shorter one is not part of the longer one's count."""
+    desk = leased()
+    desk.ask(150)
+    desk.wait()
+    (wish,) = desk.shares.wishes()
+    longer = Grant(10, 1_000_000, 500, HOUR_US - desk.clock.now_us(), -HOUR_US, HOUR_US)
+    desk.answer(wish, longer)
+    assert desk.ask(20) == 10
+    assert desk.share().window == (-HOUR_US, HOUR_US)
+
+
 def test_a_share_of_a_bucket_lapses() -> None:
     desk = leased(BUCKET)
     desk.clock.advance_us(desk.shares.lapse_us)
@@ -174,7 +186,7 @@ def test_what_was_kept_and_had_lapsed_in_the_store_is_spent_no_more() -> None:
     desk.ask(150)
     desk.wait()
     (wish,) = desk.shares.wishes()
-    desk.answer(wish, Grant(7, 1_000, 0, 0, -1))
+    desk.answer(wish, Grant(7, 1_000, 0, 0, 0, -1))
     assert desk.ask(10) == 7
 
 
@@ -238,7 +250,7 @@ def test_an_answer_that_a_reset_has_overtaken_is_worth_nothing() -> None:
     sent_us = desk.clock.now_us()
     desk.clock.advance_us(1)
     desk.shares.drop(Drop(keys=(desk.take()[1],)))
-    desk.shares.answered([wish], [Grant(200, 1_000_000, 0, HOUR_US, HOUR_US)], sent_us)
+    desk.shares.answered([wish], [Grant(200, 1_000_000, 0, HOUR_US, 0, HOUR_US)], sent_us)
     assert desk.ask(1) == 0
 
 

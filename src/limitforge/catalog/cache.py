@@ -15,6 +15,7 @@ import msgspec
 from limitforge.catalog.credentials import Credential, Peppers, fingerprint
 from limitforge.catalog.guard import Guard
 from limitforge.catalog.model import OPERATOR, Key, KeyScope, Tenant, TenantConfig, at_time
+from limitforge.catalog.plan_warnings import log_plan_warnings
 from limitforge.catalog.queries import Announcement
 from limitforge.catalog.snapshot import Snapshot
 from limitforge.catalog.sources import Source, WarmCopies
@@ -381,6 +382,8 @@ class Snapshots:
             return gone
         if self._placed is not None:
             self._placed(config.tenant)
+        if entry is None or entry.snapshot.config != config:
+            log_plan_warnings(config)
         if entry is None:
             entry = TenantEntry(Snapshot(config, operator.snapshot.config, self._form), 0, 0, set())
         elif entry.snapshot.config != config:

@@ -156,6 +156,12 @@ async def tenant_config(connection: AsyncConnection, tenant_id: str) -> TenantCo
     return TenantConfig(tenant, tuple(plans), tuple(policies))
 
 
+async def plans_of_policies(connection: AsyncConnection, tenant_id: str) -> set[str]:
+    """Return the ids of the plans that policies of a tenant use."""
+    table = tables.policies
+    return set(await connection.scalars(select(table.c.plan_id).where(table.c.tenant_id == tenant_id).distinct()))
+
+
 async def plan_versions(connection: AsyncConnection, plan_id: str) -> Sequence[RowMapping]:
     """The history of a plan, the newest first."""
     if not is_storable(plan_id):

@@ -15,11 +15,12 @@ from limitforge.catalog.document import dump, read
 from limitforge.catalog.export import export as export_document
 from limitforge.catalog.markup import MAX_BYTES, Source
 from limitforge.catalog.model import at_time
+from limitforge.catalog.plan_warnings import document_warnings
 from limitforge.catalog.schema import schema as file_schema
 from limitforge.catalog.specs import Document, plain
 from limitforge.cli.naming import find_tenant
 from limitforge.cli.options import AsJson, DatabaseUrl, OfOwner, actor, in_catalog
-from limitforge.cli.output import print_json, print_lines
+from limitforge.cli.output import print_json, print_lines, print_warnings
 from limitforge.core.clock import SystemClock
 from limitforge.errors import InvalidInput
 
@@ -59,6 +60,7 @@ def apply(
 
     changes = in_catalog(database, work)
     _print(changes, is_applied=not dry_run, for_programs=json)
+    print_warnings(in_catalog(database, lambda catalog: _warnings(catalog, document)))
 
 
 def diff(file: File, prune: Prune = False, database: DatabaseUrl = DEFAULT_URL, json: AsJson = False) -> None:
@@ -76,6 +78,7 @@ def diff(file: File, prune: Prune = False, database: DatabaseUrl = DEFAULT_URL, 
 
     changes = in_catalog(database, work)
     _print(changes, is_applied=False, for_programs=json)
+    print_warnings(in_catalog(database, lambda catalog: _warnings(catalog, document)))
     if changes:
         raise typer.Exit(DIFFERENT)
 
@@ -128,6 +131,11 @@ def _read(file: str) -> tuple[Document, Source]:
         reason = error.strerror if isinstance(error, OSError) else None
         raise InvalidInput(file, f"can't be read: {reason or error}") from None
     return read(content, "stdin" if file == "-" else file, at_time(SystemClock().now_us()))
+
+
+async def _warnings(catalog: Catalog, document: Document) -> list[str]:
+    async with catalog.database.reading() as connection:
+        return await document_warnings(connection, document)
 
 
 def _print(changes: list[Change], *, is_applied: bool, for_programs: bool) -> None:

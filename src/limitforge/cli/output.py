@@ -89,6 +89,12 @@ def _print(screen: Console, table: Table) -> None:
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
+def print_warnings(warnings: Iterable[str]) -> None:
+    """Beside the output, one to a line."""
+    for warning in warnings:
+        print(f"warning: {words(warning)}", file=sys.stderr)
+
+
 def print_done(what: str, entity: Any, *, as_json: bool) -> None:
     """What was done to an entity; for programs, the entity itself."""
     if as_json:

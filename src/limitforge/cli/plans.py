@@ -1,18 +1,19 @@
 """`limitforge plans`: named sets of limits, and their history."""
 
 import json
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Annotated, Any, TypeVar
 
 import typer
 
-from limitforge.catalog.catalog import Catalog
+from limitforge.catalog.catalog import Catalog, Edit
 from limitforge.catalog.database import DEFAULT_URL
-from limitforge.catalog.model import Plan, plain
+from limitforge.catalog.model import Plan, Policy, plain
+from limitforge.catalog.plan_warnings import plan_warnings
 from limitforge.cli.looks import group
 from limitforge.cli.naming import Names, everything, find, find_tenant
 from limitforge.cli.options import AsJson, DatabaseUrl, OfOwner, Owner, actor, in_catalog
-from limitforge.cli.output import print_done, print_fields, print_json, print_table
+from limitforge.cli.output import print_done, print_fields, print_json, print_table, print_warnings
 from limitforge.errors import InvalidInput
 
 HELP = """Plans: named sets of limits. Every change is a new version, and the old ones stay.
@@ -30,6 +31,7 @@ Examples:
 app = group(HELP)
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Its name or id.")]
+Used = TypeVar("Used", Plan, Policy)
 LIMITS = 'Text such as "100/minute; 10/second", or JSON.'
 
 
@@ -82,8 +84,8 @@ def create(
 
     async def work(catalog: Catalog) -> Plan:
         owner = await find_tenant(catalog, tenant)
-        async with catalog.edit(actor()) as edit:
-            return await edit.create(Plan, {"tenant_id": owner.id, "name": name, **_limits(limits)})
+        fields = {"tenant_id": owner.id, "name": name, **_limits(limits)}
+        return await edited(catalog, lambda edit: edit.create(Plan, fields))
 
     print_done("Created", in_catalog(database, work), as_json=as_json)
 
@@ -106,8 +108,8 @@ def update(
         changes = {} if limits is None else _limits(limits)
         if changes and "limits" not in changes:
             changes = {"limits": [{"name": plan.name, **changes}]}
-        async with catalog.edit(actor()) as edit:
-            return await edit.update(Plan, plan.id, changes if new_name is None else {**changes, "name": new_name})
+        fields = changes if new_name is None else {**changes, "name": new_name}
+        return await edited(catalog, lambda edit: edit.update(Plan, plan.id, fields))
 
     print_done("Changed", in_catalog(database, work), as_json=as_json)
 
@@ -140,8 +142,7 @@ def rollback(
 
     async def work(catalog: Catalog) -> Plan:
         plan = await find(catalog, Plan, name, tenant)
-        async with catalog.edit(actor()) as edit:
-            return await edit.roll_back(plan.id, to)
+        return await edited(catalog, lambda edit: edit.roll_back(plan.id, to))
 
     print_done("Rolled back", in_catalog(database, work), as_json=as_json)
 
@@ -156,6 +157,16 @@ def delete(name: Name, tenant: OfOwner = None, database: DatabaseUrl = DEFAULT_U
             return await edit.delete(Plan, plan.id)
 
     print_done("Deleted", in_catalog(database, work), as_json=as_json)
+
+
+async def edited(catalog: Catalog, change: Callable[[Edit], Awaitable[Used]]) -> Used:
+    """Change a plan or a policy, and warn where its limits count apart from others of their name."""
+    async with catalog.edit(actor()) as edit:
+        entity = await change(edit)
+        plan_id = entity.id if isinstance(entity, Plan) else entity.plan_id
+        warnings = await plan_warnings(edit.connection, entity.tenant_id, plan_id)
+    print_warnings(warnings)
+    return entity
 
 
 def in_words(limits: Any) -> str:

@@ -11,6 +11,7 @@ from limitforge.cli.looks import group
 from limitforge.cli.naming import Names, everything, find, find_tenant, with_plan_ids
 from limitforge.cli.options import AsJson, DatabaseUrl, OfOwner, Owner, actor, given, in_catalog
 from limitforge.cli.output import print_done, print_fields, print_json, print_table
+from limitforge.cli.plans import edited
 from limitforge.core.limits import Mode
 
 HELP = """Policies: which plan applies to which resources of a tenant. The most specific one does.
@@ -107,8 +108,8 @@ def create(
     async def work(catalog: Catalog) -> Policy:
         owner = await find_tenant(catalog, tenant)
         values = await with_plan_ids(catalog, owner.id, fields)
-        async with catalog.edit(actor()) as edit:
-            return await edit.create(Policy, {"tenant_id": owner.id, "resource": resource, **values})
+        own = {"tenant_id": owner.id, "resource": resource, **values}
+        return await edited(catalog, lambda edit: edit.create(Policy, own))
 
     print_done("Created", in_catalog(database, work), as_json=as_json)
 
@@ -135,8 +136,7 @@ def update(
         policy = await find(catalog, Policy, resource, tenant)
         own = {name: value for name, value in (("plan", plan), ("resource", new_resource)) if value is not None}
         changes = await with_plan_ids(catalog, policy.tenant_id, fields | own)
-        async with catalog.edit(actor()) as edit:
-            return await edit.update(Policy, policy.id, changes)
+        return await edited(catalog, lambda edit: edit.update(Policy, policy.id, changes))
 
     print_done("Changed", in_catalog(database, work), as_json=as_json)
 

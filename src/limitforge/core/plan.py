@@ -210,7 +210,8 @@ class Limits:
             if limit.name in names:
                 raise InvalidLimit(
                     "limits",
-                    f"two limits are called {limit.name!r}; give each a name of its own, such as 'burst=10/second'",
+                    f"two limits are named {limit.name!r}; a limit without a name is named by its period, "
+                    "so name one of them: 'burst=10/second' as text, else its field `name`",
                 )
             names.add(limit.name)
         if len(limits) > MAX_LIMITS:

@@ -1,15 +1,17 @@
 -- Fixed window. numbers: limit, window_us, kind, offset. kind: 0 aligned, 1 opened by the first hit, 2 spread by key (offset: 48 bits of the key's hash).
--- State: used 7, size 7, window 7, kind 1. `until` is the window's end; while no hit has opened it, that is now. In a script call also `kept_til`: the end
--- that the key's TTL was set for.
+-- State: used 7, size 7, window 7, kind and 4 times `restarts` 1. `until` is the window's end; while no hit has opened it, that is now. In a script call also
+-- `kept_til`: the end that the key's TTL was set for. `restarts` counts, modulo 64, how often an override's window has restarted the count: what was bought
+-- before must not go back into the count that began after, though both may be of the same window.
 
 local max, min, pack, unpack_struct = math.max, math.min, struct.pack, struct.unpack
 local FORMAT = use('buckets').FORMAT
 
 local NEVER = -1 -- a wait that does not end
 local FIRST_HIT = 1
+local KINDS, MOST_RESTARTS = 4, 64
 local WINDOW, WIDTH = '<BBBI7I7I7I7I7B', 39
 
-local stored = { last = 0, til = 0, kept_til = 0, used = 0, size = 0, window = 0, kind = 0, pending = '' } -- what was read last
+local stored = { last = 0, til = 0, kept_til = 0, used = 0, size = 0, window = 0, kind = 0, restarts = 0, pending = '' } -- what was read last
 
 local fixed_window
 fixed_window = {
@@ -19,18 +21,19 @@ fixed_window = {
 
   read = function(raw, tail)
     local _, _, _, last, til, used, size, window, kind = unpack_struct(WINDOW, raw)
-    stored.last, stored.til, stored.kept_til, stored.used, stored.size, stored.window, stored.kind = last, til, til, used, size, window, kind
+    stored.last, stored.til, stored.kept_til, stored.used, stored.size, stored.window = last, til, til, used, size, window
+    stored.kind, stored.restarts = kind % KINDS, (kind - kind % KINDS) / KINDS
     return stored, tail
   end,
 
   write = function(state)
-    return pack(WINDOW, FORMAT, 3, 39, state.last, state.til, state.used, state.size, state.window, state.kind)
+    return pack(WINDOW, FORMAT, 3, 39, state.last, state.til, state.used, state.size, state.window, state.kind + KINDS * state.restarts)
   end,
 
   step = function(raw, numbers, cost, now)
     if #raw ~= WIDTH then return nil end
     local version, code, width, last, til, used, _, window, kind = unpack_struct(WINDOW, raw)
-    if version ~= FORMAT or code ~= 3 or width ~= WIDTH or now < last or now >= til or window ~= numbers[2] or kind ~= numbers[3] then return nil end
+    if version ~= FORMAT or code ~= 3 or width ~= WIDTH or now < last or now >= til or window ~= numbers[2] or kind % KINDS ~= numbers[3] then return nil end
     local limit = numbers[1]
     used = used + cost
     if used > limit then return nil end
@@ -53,15 +56,19 @@ fixed_window = {
     local window, kind = numbers[2], numbers[3]
     local til = now
     if kind ~= FIRST_HIT then til = now + window - (now + numbers[4] % window) % window end
-    return { last = now, til = til, pending = '', used = 0, size = numbers[1], window = window, kind = kind }
+    return { last = now, til = til, pending = '', used = 0, size = numbers[1], window = window, kind = kind, restarts = 0 }
   end,
 
   open = function(state, numbers, now)
     local window, kind = numbers[2], numbers[3]
-    if state.window ~= window or state.kind ~= kind then return fixed_window.fresh(numbers, now) end
+    if state.window ~= window or state.kind ~= kind then
+      local opened = fixed_window.fresh(numbers, now)
+      opened.restarts = (state.restarts + 1) % MOST_RESTARTS
+      return opened
+    end
     return {
       last = now, til = state.til, kept_til = state.kept_til, pending = state.pending, used = state.used,
-      size = numbers[1], window = window, kind = kind,
+      size = numbers[1], window = window, kind = kind, restarts = state.restarts,
     }
   end,
 
@@ -91,8 +98,9 @@ fixed_window = {
     return 0
   end,
 
+  -- Names the count, together with its end: where its window starts, and a microsecond more for each restart in it.
   starts = function(state, numbers)
-    return state.til - numbers[2]
+    return state.til - numbers[2] + state.restarts
   end,
 
   seal = function() end, -- both are kept as they are

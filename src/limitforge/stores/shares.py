@@ -42,7 +42,7 @@ class Share(msgspec.Struct, eq=False):
     left: int = 0
     ends_us: int = 0
     window: tuple[int, int] = (0, 0)
-    """When the window that it was taken in starts and ends, by the store's time."""
+    """Names the count that it was taken from: when its window starts and ends, by the store's time."""
     returning: int = 0
     """What is no longer spent, and goes back with the next message."""
     epoch: int = 0
@@ -197,14 +197,14 @@ class Shares:
     def _granted(self, share: Share, grant: Grant, sent_us: int) -> None:
         if self._shares.get(share.key) is not share:
             return  # it is gone by now: what was granted lapses, or ends with its window
-        if sent_us <= share.dropped_us:  # granted under other numbers, or of a bucket that was reset
-            share.returning += 0 if share.was_reset else grant.granted
-            share.window = grant.window
-            return
         is_bucket = share.rule.is_bucket
         if grant.ends_us == -1 or (not is_bucket and grant.window != share.window):  # lapsed, or of another window
             share.left = share.returning = 0
             share.epoch += 1
+        if sent_us <= share.dropped_us:  # granted under other numbers, or of a bucket that was reset
+            share.returning += 0 if share.was_reset else grant.granted
+            share.window = grant.window
+            return
         share.left += grant.granted
         share.window = grant.window
         share.ends_us = sent_us + (self.lapse_us if is_bucket else grant.reset_us)

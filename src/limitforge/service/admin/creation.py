@@ -14,7 +14,7 @@ from limitforge.catalog.catalog import Edit
 from limitforge.catalog.model import Entity, plain
 from limitforge.errors import InvalidInput
 from limitforge.service.admin.fields import MAX_HEADER
-from limitforge.service.admin.replies import etag, reply
+from limitforge.service.admin.replies import etag, reply, warned
 from limitforge.service.admin.session import Session, Writing
 from limitforge.service.problems import BadRequest
 
@@ -33,6 +33,7 @@ class Made(msgspec.Struct, frozen=True):
     entity: Entity
     status: int = 201
     secrets: dict[str, str] = {}
+    warnings: list[str] = []
 
 
 Make = Callable[[Edit], Awaitable[Made]]
@@ -60,7 +61,7 @@ class Creation:
             async with self._session.edit() as edit:
                 await self._refuse_again(edit)
                 made = await make(edit)
-                body = plain(made.entity)
+                body = plain(made.entity) | warned(made.warnings)
                 if self._key is not None:
                     kept = body | _forgotten(made)
                     creation = queries.Creation(self._fingerprint, made.status, kept)

@@ -7,10 +7,11 @@ from pydantic import ConfigDict
 
 from limitforge.catalog.catalog import Edit
 from limitforge.catalog.model import Plan, limits_given
+from limitforge.catalog.plan_warnings import plan_warnings
 from limitforge.errors import InvalidInput
 from limitforge.service.admin.creation import Creating, Made
 from limitforge.service.admin.fields import Body, Id, Listing, Name, PathId, Version, Wanted, Whole, absent
-from limitforge.service.admin.replies import GONE, answers, answers_list, elsewhere, gone, listed, reply, shown
+from limitforge.service.admin.replies import GONE, answers, answers_list, elsewhere, gone, listed, reply, shown, warned
 from limitforge.service.admin.routing import admin_router
 from limitforge.service.admin.session import Reading, Writing
 
@@ -102,13 +103,14 @@ class PlanListing(Listing):
     name: Wanted | None = None
 
 
-@router.post("", status_code=201, responses=answers("Plan", status=201), openapi_extra=EXAMPLES)
+@router.post("", status_code=201, responses=answers("PlanWritten", status=201), openapi_extra=EXAMPLES)
 async def create_plan(body: NewPlan, session: Writing, creating: Creating) -> Response:
     """Create a plan. Its limits take any of seven algorithms, several of them at once."""
     session.require_tenant(body.tenant_id)
 
     async def make(edit: Edit) -> Made:
-        return Made(await edit.create(Plan, body.fields()))
+        plan = await edit.create(Plan, body.fields())
+        return Made(plan, warnings=await plan_warnings(edit.connection, plan.tenant_id, plan.id))
 
     return await creating.run(make)
 
@@ -125,13 +127,14 @@ async def get_plan(plan_id: PathId, session: Reading) -> Response:
     return shown(await session.get(Plan, plan_id))
 
 
-@router.patch("/{plan_id}", responses=answers("Plan"))
+@router.patch("/{plan_id}", responses=answers("PlanWritten"))
 async def change_plan(plan_id: PathId, body: PlanChanges, session: Writing, version: Version) -> Response:
     """Change a plan: what its limits were stays as a version of it."""
     async with session.edit() as edit:
         plan = await session.find(edit, Plan, plan_id)
         plan = await edit.update(Plan, plan_id, body.fields(plan), version=version)
-    return shown(plan)
+        warnings = await plan_warnings(edit.connection, plan.tenant_id, plan.id)
+    return shown(plan, **warned(warnings))
 
 
 @router.delete("/{plan_id}", status_code=204, responses=GONE)
@@ -150,10 +153,11 @@ async def list_plan_versions(plan_id: PathId, session: Reading) -> Response:
     return reply({"items": await session.catalog.history(plan_id), "cursor": None})
 
 
-@router.post("/{plan_id}/rollback", responses=answers("Plan"))
+@router.post("/{plan_id}/rollback", responses=answers("PlanWritten"))
 async def roll_back_plan(plan_id: PathId, session: Writing, version: Version, body: Rollback | None = None) -> Response:
     """Bring the limits of an earlier version back, as a new version: the one before, if none is named."""
     async with session.edit() as edit:
         await session.find(edit, Plan, plan_id)
         plan = await edit.roll_back(plan_id, None if body is None else body.version, version=version)
-    return shown(plan)
+        warnings = await plan_warnings(edit.connection, plan.tenant_id, plan.id)
+    return shown(plan, **warned(warnings))

@@ -7,10 +7,11 @@ from pydantic import ConfigDict
 
 from limitforge.catalog.catalog import Edit
 from limitforge.catalog.model import Policy
+from limitforge.catalog.plan_warnings import plan_warnings
 from limitforge.core.limits import Mode, Priority
 from limitforge.service.admin.creation import Creating, Made
 from limitforge.service.admin.fields import Body, FailureWord, Id, Listing, Part, PathId, Version, Wanted, absent
-from limitforge.service.admin.replies import GONE, answers, answers_list, gone, listed, shown
+from limitforge.service.admin.replies import GONE, answers, answers_list, gone, listed, shown, warned
 from limitforge.service.admin.routing import admin_router
 from limitforge.service.admin.session import Reading, Writing
 
@@ -57,13 +58,14 @@ class PolicyListing(Listing):
     plan_id: Wanted | None = None
 
 
-@router.post("", status_code=201, responses=answers("Policy", status=201))
+@router.post("", status_code=201, responses=answers("PolicyWritten", status=201))
 async def create_policy(body: NewPolicy, session: Writing, creating: Creating) -> Response:
     """Create a policy. Of several that match a resource, the most specific one applies."""
     session.require_tenant(body.tenant_id)
 
     async def make(edit: Edit) -> Made:
-        return Made(await edit.create(Policy, body.given()))
+        policy = await edit.create(Policy, body.given())
+        return Made(policy, warnings=await plan_warnings(edit.connection, policy.tenant_id, policy.plan_id))
 
     return await creating.run(make)
 
@@ -80,13 +82,14 @@ async def get_policy(policy_id: PathId, session: Reading) -> Response:
     return shown(await session.get(Policy, policy_id))
 
 
-@router.patch("/{policy_id}", responses=answers("Policy"))
+@router.patch("/{policy_id}", responses=answers("PolicyWritten"))
 async def change_policy(policy_id: PathId, body: PolicyChanges, session: Writing, version: Version) -> Response:
     """Change what is named of a policy."""
     async with session.edit() as edit:
         await session.find(edit, Policy, policy_id)
         policy = await edit.update(Policy, policy_id, body.given(), version=version)
-    return shown(policy)
+        warnings = await plan_warnings(edit.connection, policy.tenant_id, policy.plan_id)
+    return shown(policy, **warned(warnings))
 
 
 @router.delete("/{policy_id}", status_code=204, responses=GONE)

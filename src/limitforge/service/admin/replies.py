@@ -23,6 +23,11 @@ def shown(entity: Entity, **more: Any) -> Response:
     return reply({**plain(entity), **more}, etag=etag(entity.version))
 
 
+def warned(warnings: list[str]) -> dict[str, Any]:
+    """What an answer says more where something may not do what it looks like."""
+    return {"warnings": warnings} if warnings else {}
+
+
 def listed(page: Page) -> Response:
     items = [plain(item) if isinstance(item, Entity) else item for item in page.items]
     return reply({"items": items, "cursor": page.cursor})

@@ -147,7 +147,15 @@ def _always_whole(schema: dict[str, Any]) -> None:
 def _answers(entities: Mapping[str, Any]) -> dict[str, Any]:
     secret = {"type": ["string", "null"], "description": "The secret; null when the answer is repeated."}
     notice = {"type": "string", "description": "Why there is no secret."}
+    warnings = {
+        "type": "array",
+        "items": TEXT,
+        "description": "What may not do what it looks like, such as limits of one name that count apart. Absent where "
+        "there is nothing to say.",
+    }
     return {
+        "PlanWritten": _more(entities["Plan"], {}, {"warnings": warnings}),
+        "PolicyWritten": _more(entities["Policy"], {}, {"warnings": warnings}),
         "NewKeyAnswer": _more(entities["Key"], {"key": secret, "key_hash": TEXT_OR_NULL}, {"notice": notice}),
         "NewTokenAnswer": _more(entities["Token"], {"token": secret}, {"notice": notice}),
         "PlanVersion": _object(

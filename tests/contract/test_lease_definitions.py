@@ -1,0 +1,242 @@
+"""Shares of a limit that is defined twice, overridden or changed while they are out: no count passes its limit.
+
+An override of the window restarts the count. What was paid for before that must be neither spent nor given back after.
+"""
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
+
+from limitforge import FixedWindow, Limit, ManualClock, Quota
+from limitforge.stores.denials import Drop
+from tests.constellations import ClusterServers
+from tests.contract.test_leases import BASE_US, INTERVAL_US, NODES, Leases, Node
+from tests.machines import run_machine
+from tests.servers import RedisServer
+
+SECOND_US = 1_000_000
+WINDOW = FixedWindow(name="window", limit=1_000, window_seconds=10, consistency="leased")
+LATE_US = BASE_US + 12 * SECOND_US  # windows of 10 and of 20 seconds end together
+
+DEFINITIONS: list[Limit] = [
+    FixedWindow(name="window", limit=60, window_seconds=2, consistency="leased"),
+    FixedWindow(name="window", limit=40, window_seconds=2, consistency="leased"),
+    FixedWindow(name="window", limit=60, window_seconds=4, consistency="leased"),
+]
+PERIODS: list[Limit] = [
+    Quota(name="window", limit=60, period="day", consistency="leased"),
+    Quota(name="window", limit=40, period="day", consistency="leased"),
+    Quota(name="window", limit=60, period="day", time_zone="Asia/Tokyo", consistency="leased"),
+]
+
+
+@pytest.fixture(params=["redis_server", pytest.param("cluster_servers", marks=pytest.mark.slow)])
+def server(request: pytest.FixtureRequest) -> Any:
+    found = request.getfixturevalue(request.param)
+    found.flush()
+    return found
+
+
+@pytest.fixture
+def nodes(server: Any) -> Iterator[list[Node]]:
+    """Two processes at one moment, late in a window."""
+    clock = ManualClock(LATE_US)
+    made = [Node(server.url, clock, 0) for _ in range(2)]
+    yield made
+    for node in made:
+        node.close()
+
+
+def admitted(node: Node, limit: Limit, times: int) -> int:
+    return sum(node.limiter.check("r", "s", limits=limit).allowed for _ in range(times))
+
+
+def sync(node: Node) -> None:
+    node.clock.advance_us(INTERVAL_US)
+    node.store._sync(node.shares.wishes(), time.monotonic() + 30)
+
+
+def override(node: Node, window_seconds: int | None, limit: Limit = WINDOW) -> None:
+    """Change the window, which this process hears of: what it has paid for goes back with its next message."""
+    if window_seconds is None:
+        node.limiter.delete_override("r", "s")
+    else:
+        changes = {limit.name: {"window_seconds": window_seconds}}
+        node.limiter.set_override("r", "s", changes, limits=limit, ttl_seconds=3_600)
+    drop_overridden(node)
+
+
+def drop_overridden(node: Node) -> None:
+    shares = node.shares._shares.values()
+    node.shares.drop(Drop(subjects=tuple({share.overrides for share in shares if share.overrides is not None})))
+
+
+def test_a_share_is_not_returned_into_another_window_of_the_same_end(nodes: list[Node]) -> None:
+    buyer, other = nodes
+    admitted(buyer, WINDOW, 100)
+    sync(buyer)
+    assert buyer.shares.out > 0
+    override(buyer, 20)
+    assert admitted(other, WINDOW, 1_100) == 1_000
+    sync(buyer)
+    assert admitted(other, WINDOW, 500) == 0
+
+
+def test_a_share_is_not_returned_into_the_count_that_began_when_an_override_ended(nodes: list[Node]) -> None:
+    """It is of the same window, and of another count."""
+    buyer, other = nodes
+    admitted(buyer, WINDOW, 100)
+    sync(buyer)
+    override(buyer, 20)
+    admitted(other, WINDOW, 1)
+    override(buyer, None)
+    assert admitted(other, WINDOW, 1_100) == 1_000
+    sync(buyer)
+    assert admitted(other, WINDOW, 500) == 0
+
+
+def test_what_is_granted_in_another_window_does_not_take_the_old_share_with_it(nodes: list[Node]) -> None:
+    """A message is under way while an override begins: its answer is of the new window, what is left is of the old."""
+    buyer, other = nodes
+    admitted(buyer, WINDOW, 100)
+    sync(buyer)
+    admitted(buyer, WINDOW, 50)
+    buyer.clock.advance_us(INTERVAL_US)
+    wishes, sent_us = buyer.shares.wishes(), buyer.shares.now_us()
+    override(buyer, 20)
+    grants = buyer.store._carry(buyer.store._parts.shares(wishes, buyer.shares.lapse_us), time.monotonic() + 30)
+    buyer.shares.answered(wishes, grants, sent_us)
+    passed = admitted(other, WINDOW, 1_100)
+    sync(buyer)
+    assert passed + admitted(other, WINDOW, 500) <= 1_000
+
+
+def test_a_plan_with_a_smaller_number_spends_nothing_of_what_is_out(nodes: list[Node]) -> None:
+    buyer, other = nodes
+    passed = admitted(buyer, WINDOW, 100)
+    sync(buyer)
+    smaller = dataclasses.replace(WINDOW, limit=150)
+    passed += admitted(buyer, smaller, 500)
+    sync(buyer)
+    passed += admitted(other, smaller, 500)
+    sync(other)
+    assert passed + admitted(buyer, smaller, 500) + admitted(other, smaller, 500) == 150
+
+
+def test_a_plan_with_another_window_leaves_its_shares_to_the_old_one(nodes: list[Node]) -> None:
+    buyer, other = nodes
+    passed = admitted(buyer, WINDOW, 100)
+    sync(buyer)
+    longer = dataclasses.replace(WINDOW, window_seconds=20)
+    assert admitted(buyer, longer, 1_100) == 1_000
+    for _ in range(7):  # the old one is idle by then, and its share has gone back
+        sync(buyer)
+    assert passed + admitted(other, WINDOW, 1_100) == 1_000
+    assert admitted(other, longer, 100) == 0
+
+
+class Changing(Leases):
+    """Each process has one of several definitions, and overrides of the window begin and end, also while messages are
+    under way. No window of a definition admits more than its largest number, counted from the last change of override.
+    """
+
+    definitions: list[Limit]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limit = self.definitions[0]
+        self.defined = [0] * NODES
+        self.overridden: int | None = None
+        self.count: Counter[tuple[Any, ...]] = Counter()
+
+    def window_now(self) -> int:
+        return 0
+
+    def ask(self, node: Node, cost: int) -> None:
+        limit = self.definitions[self.defined[self.nodes.index(node)]]
+        if node.limiter.check("r", "s", limits=limit, cost=cost).allowed:
+            counted = (limit.shape, self.period(limit))
+            self.count[counted] += cost
+            assert self.count[counted] <= self.most(limit)
+
+    def period(self, limit: Limit) -> int:
+        seconds = self.overridden or int(getattr(limit, "window_seconds", 86_400))
+        offset = 9 * 3_600 if getattr(limit, "time_zone", "UTC") == "Asia/Tokyo" else 0
+        return (self.clock.now_us() // SECOND_US + offset) // seconds
+
+    def most(self, limit: Limit) -> int:
+        return max(each.size or 0 for each in self.definitions if each.shape == limit.shape)
+
+    @rule(node=st.integers(0, NODES - 1), at=st.integers(0, 2))
+    def deploy(self, node: int, at: int) -> None:
+        self.defined[node] = at
+
+    @rule(at=st.integers(0, 2))
+    def change_the_plan(self, at: int) -> None:
+        self.defined = [at] * NODES
+
+    @rule(window=st.sampled_from([None, None, 1, 2, 4, 8]))
+    def change_the_override(self, window: int | None) -> None:
+        if isinstance(self.limit, Quota):
+            return  # its window can't be overridden
+        self.overridden = window
+        override(self.nodes[0], window, self.limit)
+        for node in self.nodes:
+            drop_overridden(node)
+        self.count.clear()
+
+    @rule(
+        node=st.integers(0, NODES - 1),
+        first=st.sampled_from([None, 1, 4]),
+        second=st.sampled_from([None, 1, 4]),
+        meanwhile=st.integers(0, 40),
+    )
+    def change_the_override_during_a_sync(
+        self, node: int, first: int | None, second: int | None, meanwhile: int
+    ) -> None:
+        synced = self.nodes[node]
+        self.pass_time(INTERVAL_US)
+        wishes, sent_us = synced.shares.wishes(), synced.shares.now_us()
+        self.change_the_override(first)
+        due = time.monotonic() + 30
+        grants = synced.store._carry(synced.store._parts.shares(wishes, synced.shares.lapse_us), due) if wishes else []
+        self.change_the_override(second)
+        for each in self.nodes:
+            if each is not synced:
+                for _ in range(meanwhile):
+                    self.ask(each, 1)
+        synced.shares.answered(wishes, grants, sent_us)
+
+
+def run(server: Any, definitions: list[Limit], examples: int, seed: int | None) -> None:
+    machine: type[Changing] = type("Changing", (Changing,), {"server": server, "definitions": definitions})
+    run_machine(machine, examples, seed, steps=30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("definitions", [DEFINITIONS, PERIODS], ids=["windows", "quotas"])
+def test_shares_never_pass_a_limit_that_changes(redis_server: RedisServer, definitions: list[Limit]) -> None:
+    run(redis_server, definitions, 50, 1)
+
+
+@pytest.mark.slow
+def test_shares_never_pass_a_limit_that_changes_on_a_cluster(cluster_servers: ClusterServers) -> None:
+    run(cluster_servers, DEFINITIONS, 30, 2)
+
+
+def test_shares_never_pass_a_limit_that_changes_on_a_few_traces(redis_server: RedisServer) -> None:
+    run(redis_server, DEFINITIONS, 10, 3)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("definitions", [DEFINITIONS, PERIODS], ids=["windows", "quotas"])
+def test_shares_never_pass_a_limit_that_changes_on_ever_new_traces(
+    redis_server: RedisServer, definitions: list[Limit]
+) -> None:
+    run(redis_server, definitions, 3_000, None)
