@@ -128,6 +128,20 @@ function overrides.get(_, now, injected)
   return answer, strings
 end
 
+-- KEYS: for each override its key, then its index. ARGV: for each its subject, then its resource. Answers with the places, from 1, of those that are not
+-- live or not in the index. Writes nothing. To read a key marks it as used: a Redis that evicts by use takes others first. What is not ours is left alone.
+function overrides.missing(_, now)
+  local answer = { 1 }
+  for at = 1, #KEYS, 2 do
+    local list, resource, live = get(KEYS[at]), ARGV[at + 2], false
+    for place = 2, list and #list or 0, FIELDS do
+      live = live or (list[place] == resource and now < list[place + 1])
+    end
+    if list ~= nil and not (live and redis.pcall('ZSCORE', KEYS[at + 1], ARGV[at + 1])) then answer[#answer + 1] = (at + 1) / 2 end
+  end
+  return answer
+end
+
 -- KEYS: index. request: how many. ARGV: the end of the page before, as ZRANGEBYLEX wants it. Answers with the next subjects as strings.
 function overrides.list(request)
   if not is_index(KEYS[1]) then return { -1 } end
