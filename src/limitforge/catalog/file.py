@@ -158,6 +158,12 @@ class FileSource:
     async def tenants_with_overrides(self) -> list[str]:
         return list(self._contents.overrides)
 
+    async def configs(self, tenant_ids: Iterable[str]) -> dict[str, TenantConfig]:
+        return {each: self._contents.configs[each] for each in tenant_ids if each in self._contents.configs}
+
+    async def revisions(self, tenant_ids: Iterable[str]) -> dict[str, int]:
+        return {each: config.tenant.revision for each, config in (await self.configs(tenant_ids)).items()}
+
     async def overrides_by_id(self, ids: Iterable[str]) -> list[Override]:
         wanted = set(ids)
         return [each for theirs in self._contents.overrides.values() for each in theirs.values() if each.id in wanted]

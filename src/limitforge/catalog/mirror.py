@@ -19,6 +19,7 @@ from limitforge.errors import InvalidInput, StoreError
 CLOSE_SECONDS = 2.0  # two expiries that differ by less are the same
 PAGE = 500
 PARALLEL = 32  # overrides that are written at once
+CONFIGS = 100  # tenants whose plans are in memory at once while overrides are restored
 DELETED_SECONDS = 600  # how far back deletions are looked for, and how many of them
 MAX_DELETED = 200
 MAX_TENANTS = 10_000  # whose last deletion is remembered
@@ -108,36 +109,43 @@ class Mirror:
             by_tenant.setdefault(override.tenant_id, []).append(override)
         done: list[Override] = []
         refused: list[Override] = []
-        for tenant_id, overrides in by_tenant.items():
-            config = await self._source.config(tenant_id)
-            if config is None:
-                continue
+        tenants = list(by_tenant)
+        for start in range(0, len(tenants), CONFIGS):
+            some = tenants[start : start + CONFIGS]
+            configs = await self._source.configs(some)
             if self._placed is not None:
-                self._placed(config.tenant)
-            for start in range(0, len(overrides), PARALLEL):
-                some = overrides[start : start + PARALLEL]
-                for override, is_set in zip(some, await self._write_all(config, some), strict=True):
-                    if is_set is not None:
-                        (done if is_set else refused).append(override)
-            await self._confirm(config, [each for each in done if each.tenant_id == tenant_id])
+                for config in configs.values():
+                    self._placed(config.tenant)
+            overrides = [each for tenant_id in some if tenant_id in configs for each in by_tenant[tenant_id]]
+            for override, is_set in zip(overrides, await self._write_all(configs, overrides), strict=True):
+                if is_set is not None:
+                    (done if is_set else refused).append(override)
+            await self._confirm(configs, [each for each in done if each.tenant_id in configs])
         return done, refused
 
-    async def _write_all(self, config: TenantConfig, overrides: list[Override]) -> list[bool | None]:
-        """Set all of them at once; None for one that the store did not take."""
-        answers = await asyncio.gather(*(self._write(config, each) for each in overrides), return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, BaseException) and not isinstance(answer, StoreError):
-                raise answer
-        return [None if isinstance(answer, BaseException) else answer for answer in answers]
+    async def _write_all(self, configs: Mapping[str, TenantConfig], overrides: list[Override]) -> list[bool | None]:
+        """Set all of them, some at once; None for one that the store did not take."""
+        answers: list[bool | None] = []
+        for start in range(0, len(overrides), PARALLEL):
+            writes = [self._write(configs[each.tenant_id], each) for each in overrides[start : start + PARALLEL]]
+            for answer in await asyncio.gather(*writes, return_exceptions=True):
+                if isinstance(answer, BaseException) and not isinstance(answer, StoreError):
+                    raise answer
+                answers.append(None if isinstance(answer, BaseException) else answer)
+        return answers
 
-    async def _confirm(self, config: TenantConfig, written: list[Override]) -> None:
+    async def _confirm(self, configs: Mapping[str, TenantConfig], written: list[Override]) -> None:
         """Write again what was changed, deleted or given another plan while it was written."""
         current = {each.id: each for each in await self._source.overrides_by_id(each.id for each in written)}
-        latest = await self._source.config(config.tenant.id)
+        revisions = await self._source.revisions(configs)
+        changed = {each for each, config in configs.items() if revisions.get(each) != config.tenant.revision}
         for override in written:
+            if override.tenant_id not in changed and current.get(override.id) == override:
+                continue
+            latest = await self._source.config(override.tenant_id)
             if latest is None:
                 await self._sink.delete_override(override.resource, override.subject, tenant=override.tenant_id)
-            elif latest != config or current.get(override.id) != override:
+            else:
                 await self._set(latest, override)
 
     async def _wanted(self, tenant_id: str) -> dict[tuple[str, str], Override]:

@@ -1,6 +1,6 @@
 """SQL for finding overrides that a store has lost. The other queries are in `queries`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -8,7 +8,8 @@ import msgspec
 from sqlalchemy import select, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from limitforge.catalog import tables
+from limitforge.catalog import queries, tables
+from limitforge.catalog.model import Plan, Policy, Tenant, TenantConfig
 from limitforge.catalog.queries import MAX_PAGE
 
 
@@ -63,6 +64,31 @@ async def deleted_overrides(
     )
     rows = (await connection.execute(query)).all()
     return [DeletedOverride(number, before["resource"], before["subject"]) for number, before in reversed(rows)]
+
+
+async def tenant_configs(connection: AsyncConnection, tenant_ids: Sequence[str]) -> dict[str, TenantConfig]:
+    """Return what decides for each tenant, in three queries for all of them; see `queries.tenant_config`."""
+    plans: dict[str, list[Plan]] = {}
+    policies: dict[str, list[Policy]] = {}
+    for plan in await queries.some(connection, Plan, "tenant_id", tenant_ids):
+        plans.setdefault(plan.tenant_id, []).append(plan)
+    for policy in await queries.some(connection, Policy, "tenant_id", tenant_ids):
+        policies.setdefault(policy.tenant_id, []).append(policy)
+    return {
+        tenant.id: TenantConfig(
+            tenant,
+            tuple(sorted(plans.get(tenant.id, ()), key=lambda plan: plan.name)),
+            tuple(sorted(policies.get(tenant.id, ()), key=lambda policy: policy.resource)),
+        )
+        for tenant in await queries.some(connection, Tenant, "id", tenant_ids)
+    }
+
+
+async def tenant_revisions(connection: AsyncConnection, tenant_ids: Sequence[str]) -> dict[str, int]:
+    """Return the revision of each of at most a page of tenants."""
+    table = tables.tenants
+    rows = await connection.execute(select(table.c.id, table.c.revision).where(table.c.id.in_(tenant_ids[:MAX_PAGE])))
+    return {tenant_id: int(revision) for tenant_id, revision in rows}
 
 
 async def unpublished_tenants(connection: AsyncConnection, tenant_ids: Iterable[str], since: datetime) -> set[str]:

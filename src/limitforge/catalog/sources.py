@@ -44,6 +44,12 @@ class Source(Protocol):
 class OverrideSource(Source, Protocol):
     """A source whose overrides are compared with those of a store."""
 
+    async def configs(self, tenant_ids: Iterable[str]) -> dict[str, TenantConfig]:
+        """Return those tenants that there are, by id."""
+
+    async def revisions(self, tenant_ids: Iterable[str]) -> dict[str, int]:
+        """Return the revision of each tenant that there is: it changes with anything that decides for the tenant."""
+
     async def overrides_by_id(self, ids: Iterable[str]) -> list[Override]: ...
 
     async def override_rows(self, after: OverrideRow | None, expires_after: datetime, limit: int) -> list[OverrideRow]:
@@ -114,6 +120,14 @@ class DatabaseSource:
     async def tenants_with_overrides(self) -> list[str]:
         async with self._database.reading() as connection:
             return await queries.tenants_with_overrides(connection)
+
+    async def configs(self, tenant_ids: Iterable[str]) -> dict[str, TenantConfig]:
+        async with self._database.reading() as connection:
+            return await override_queries.tenant_configs(connection, list(tenant_ids))
+
+    async def revisions(self, tenant_ids: Iterable[str]) -> dict[str, int]:
+        async with self._database.reading() as connection:
+            return await override_queries.tenant_revisions(connection, list(tenant_ids))
 
     async def overrides_by_id(self, ids: Iterable[str]) -> list[Override]:
         async with self._database.reading() as connection:
