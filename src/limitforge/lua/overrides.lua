@@ -75,8 +75,8 @@ local function store(key, index, subject, list, last, now, injected)
 end
 
 -- What a read answers, an error only if the key is of another type: any other is not about this key.
-local function asked(command, key)
-  local reply = redis.pcall(command, key)
+local function asked(...)
+  local reply = redis.pcall(...)
   if type(reply) == 'table' and reply.err and string.sub(reply.err, 1, 9) ~= 'WRONGTYPE' then
     error((string.gsub(reply.err, '^ERR ', '')), 0) -- Redis puts it in front again
   end
@@ -137,7 +137,7 @@ function overrides.missing(_, now)
     for place = 2, list and #list or 0, FIELDS do
       live = live or (list[place] == resource and now < list[place + 1])
     end
-    if list ~= nil and not (live and redis.pcall('ZSCORE', KEYS[at + 1], ARGV[at + 1])) then answer[#answer + 1] = (at + 1) / 2 end
+    if list ~= nil and not (live and asked('ZSCORE', KEYS[at + 1], ARGV[at + 1])) then answer[#answer + 1] = (at + 1) / 2 end
   end
   return answer
 end
