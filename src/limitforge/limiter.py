@@ -203,6 +203,10 @@ class Limiter:
         """The live overrides of a tenant, `page` subjects at a time."""
         return await self._store.run(self._requests.list_overrides(tenant, cursor, page))
 
+    async def missing_overrides(self, places: Iterable[tuple[Name, Name, Name]]) -> list[int]:
+        """Return the positions of those overrides, each (tenant, resource, subject), that are not in force."""
+        return await self._store.run(self._requests.missing_overrides(places))
+
     async def delete_override(self, resource: Name, subject: Name, *, tenant: Name = DEFAULT_TENANT) -> bool:
         """Back to the plan's numbers; tells whether there was an override."""
         return await self._store.run(self._requests.delete_override(resource, subject, tenant))

@@ -173,6 +173,10 @@ class SyncLimiter:
         """The live overrides of a tenant, `page` subjects at a time."""
         return self._store.run(self._requests.list_overrides(tenant, cursor, page))
 
+    def missing_overrides(self, places: Iterable[tuple[Name, Name, Name]]) -> list[int]:
+        """Return the positions of those overrides, each (tenant, resource, subject), that are not in force."""
+        return self._store.run(self._requests.missing_overrides(places))
+
     def delete_override(self, resource: Name, subject: Name, *, tenant: Name = DEFAULT_TENANT) -> bool:
         """Back to the plan's numbers; tells whether there was an override."""
         return self._store.run(self._requests.delete_override(resource, subject, tenant))

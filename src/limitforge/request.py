@@ -23,6 +23,7 @@ from limitforge.stores.protocol import (
     DropDenials,
     GetOverrides,
     ListOverrides,
+    MissingOverrides,
     Reset,
     SetOverride,
     Settle,
@@ -142,6 +143,14 @@ class Requests:
         if type(page) is not int or not 1 <= page <= MAX_PAGE:
             raise InvalidInput("page", f"must be from 1 to {MAX_PAGE}, got {shown(page)}")
         return ListOverrides(self.keys.home(tenant).lanes, text("tenant", tenant), cursor, page)
+
+    def missing_overrides(self, places: Iterable[tuple[Name, Name, Name]]) -> MissingOverrides:
+        return MissingOverrides(
+            tuple(
+                (self._own(tenant, subject), text("resource", resource), text("subject", subject))
+                for tenant, resource, subject in places
+            )
+        )
 
     def delete_override(self, resource: Name, subject: Name, tenant: Name) -> DeleteOverride:
         return DeleteOverride(self._own(tenant, subject), text("resource", resource), text("subject", subject))

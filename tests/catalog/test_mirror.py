@@ -2,12 +2,13 @@
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import redis as redis_py
 
 from limitforge import InvalidInput, Limiter, ManualClock, OverridePage
 from limitforge.catalog import node as nodes
@@ -248,6 +249,24 @@ async def test_strays_of_a_tenant_that_has_no_override_any_more_are_removed(
     assert await limit_of(caller, limiter) == 5
 
 
+async def test_an_override_that_is_deleted_while_its_index_is_lost_does_not_act_on(
+    database: Database, peppers: Peppers, clock: ManualClock, redis_url: str
+) -> None:
+    """The store does not list it any more, and its key is still there."""
+    limiter = Limiter.connect(redis_url, clock=clock, options=PATIENT)
+    node = Node(database, peppers, sink=limiter, clock=clock)
+    async with closing(node.snapshots, limiter):
+        account = await open_account(node.catalog, limits="5/minute")
+        caller = await node.snapshots.find(account.text)
+        one = await override(node.catalog, account, 50, subject="one")
+        await override(node.catalog, account, 50, subject="two")
+        with redis_py.Redis.from_url(redis_url) as raw:
+            assert raw.delete(f"lf:{{{account.tenant.id}}}:x") == 1
+        await delete(node.catalog, one)
+        assert await limit_of(caller, limiter, subject="one") == 5
+        assert await limit_of(caller, limiter, subject="two") == 50
+
+
 async def test_what_the_store_has_with_other_numbers_is_put_right(
     node: Node, account: Account, caller: Caller, limiter: Limiter, mirror: Mirror
 ) -> None:
@@ -304,6 +323,9 @@ class SlowSink:
 
     async def list_overrides(self, *, tenant: str, cursor: str | None, page: int) -> OverridePage:
         return await self._limiter.list_overrides(tenant=tenant, cursor=cursor, page=page)
+
+    async def missing_overrides(self, places: Iterable[tuple[str, str, str]]) -> list[int]:
+        return await self._limiter.missing_overrides(places)
 
     async def _held(self, what: str) -> None:
         if self.hold == what:

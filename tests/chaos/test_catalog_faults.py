@@ -18,6 +18,7 @@ from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database import Database
 from limitforge.catalog.node import Node
 from limitforge.errors import CatalogUnavailable, Forbidden, LimitforgeError, StoreUnavailable
+from limitforge.stores.shared import ServerMemory
 from tests.catalog.conftest import PEPPERS
 from tests.catalog.live import Account, Member, closing, decide, eventually, open_account, set_limits
 from tests.catalog.second import second
@@ -345,7 +346,10 @@ async def test_a_writer_that_is_killed_between_commit_and_publishing_loses_nothi
         async def put(self, key: str, copy: bytes, ttl_seconds: float) -> None:
             raise StoreUnavailable("it was killed")
 
-        async def claim(self, key: str, ttl_seconds: float) -> bool:
+        async def claim(self, key: str, ttl_seconds: float, holder: str | None = None) -> bool:
+            raise StoreUnavailable("it was killed")
+
+        async def memory(self) -> dict[str, ServerMemory]:
             raise StoreUnavailable("it was killed")
 
         async def publish(self, channel: str, message: bytes) -> None:

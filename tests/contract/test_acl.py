@@ -30,6 +30,7 @@ def everything(limiter: SyncLimiter) -> None:
         limiter.set_override("r", subject, {"f": {"limit": 1}}, limits=EVERY[2], ttl_seconds=60)
         limiter.set_override("*", subject, {"f": {"limit": 2}}, limits=EVERY[2], ttl_seconds=30)
     assert len(limiter.list_overrides().overrides) == 4
+    assert limiter.missing_overrides([("default", "r", "s"), ("default", "r", "nobody")]) == [1]
     assert limiter.delete_override("r", "s")
     assert limiter.get_override("*", "s")
     assert limiter.clear_overrides() == 2

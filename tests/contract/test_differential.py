@@ -295,6 +295,8 @@ class WholePlan(Engines):
     @rule(subject=st.sampled_from(SUBJECTS), resource=st.sampled_from(RESOURCES), page=st.integers(1, 3))
     def look_at_the_overrides(self, subject: str, resource: str, page: int) -> None:
         self.both(lambda limiter: limiter.get_override(resource, subject))
+        places = [("default", each, subject) for each in RESOURCES]
+        self.both(lambda limiter: limiter.missing_overrides(places))
         mine, _ = self.both(lambda limiter: limiter.list_overrides(page=page))
         if mine.cursor:
             self.both(lambda limiter: limiter.list_overrides(page=page, cursor=mine.cursor))

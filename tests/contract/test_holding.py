@@ -309,6 +309,20 @@ def test_overrides_are_listed_by_pages_and_cleared_by_tenant(limiter: SyncLimite
     assert len(limiter.list_overrides(tenant="other").overrides) == 1
 
 
+def test_overrides_that_are_not_in_force_are_told_by_their_position(limiter: SyncLimiter, clock: ManualClock) -> None:
+    for number in range(300):
+        limiter.set_override("r", f"s{number}", {"tokens": "blocked"}, limits=TOKENS, ttl_seconds=60)
+    limiter.set_override("*", "brief", {"tokens": "blocked"}, limits=TOKENS, ttl_seconds=1)
+    limiter.set_override("r", "s", {"tokens": "blocked"}, limits=TOKENS, ttl_seconds=60, tenant="other")
+    places = [("default", "r", f"s{number}") for number in range(300)]
+    others = [("default", "*", "s1"), ("default", "*", "brief"), ("other", "r", "s"), ("other", "r", "s1")]
+    assert limiter.missing_overrides([*places, *others]) == [300, 303]
+    clock.advance_us(SECOND)
+    limiter.delete_override("r", "s7")
+    assert limiter.missing_overrides([*places, *others]) == [7, 300, 301, 303]
+    assert limiter.missing_overrides([]) == []
+
+
 def test_one_override_is_got_and_deleted(limiter: SyncLimiter, clock: ManualClock) -> None:
     limiter.set_override("r", "s", {"tokens": {"limit": 9}}, limits=TOKENS, ttl_seconds=60)
     override = limiter.get_override("r", "s")

@@ -38,9 +38,11 @@ Samples = dict[tuple[str, ...], float]
 def read(text: str) -> Samples:
     """By name and the values of labels, as Prometheus reads it."""
     families = list(text_string_to_metric_families(text))
-    assert [family.name for family in families] == ["rl_allowed", "rl_blocked", "requests"]
+    assert [family.name for family in families] == ["rl_allowed", "rl_blocked", "requests", "overrides_restored"]
     assert all(family.type == "counter" and family.documentation for family in families)
-    return {(each.name, *each.labels.values()): each.value for family in families for each in family.samples}
+    samples = {(each.name, *each.labels.values()): each.value for family in families for each in family.samples}
+    assert samples.pop(("overrides_restored_total",)) == 0  # it is always there
+    return samples
 
 
 def scrape(service: Running, token: str) -> Samples:

@@ -20,11 +20,14 @@ from limitforge.catalog.consistency import check
 from limitforge.catalog.credentials import ALPHABET, ID_LENGTH, Peppers
 from limitforge.catalog.document import read
 from limitforge.catalog.markup import MAX_BYTES
-from limitforge.catalog.mirror import Mirror, OverrideSink
+from limitforge.catalog.mirror import MAX_DELETED, Mirror, OverrideSink
 from limitforge.catalog.model import OPERATOR, Key, Override, Tenant, TenantConfig, at_time, build
+from limitforge.catalog.override_queries import DeletedOverride, OverrideRow
 from limitforge.catalog.problems import Problems
 from limitforge.catalog.queries import Announcement
+from limitforge.catalog.sources import Shared
 from limitforge.catalog.specs import Document, OperatorSpec, TenantSpec, as_tenant, config_of, entity_fields
+from limitforge.catalog.sweep import OverrideSweep, SweepStatus
 from limitforge.core.clock import Clock, SystemClock
 from limitforge.core.exact import MICROS
 from limitforge.errors import InvalidInput, LimitforgeError, StoreError
@@ -104,6 +107,7 @@ class FileSource:
     def __init__(self) -> None:
         self.revision = 0
         self._contents = Contents({}, {}, {})
+        self._deleted: dict[str, list[DeletedOverride]] = {}
 
     def replace(self, contents: Contents) -> list[Announcement]:
         """Take this instead, and tell what is different now."""
@@ -121,6 +125,11 @@ class FileSource:
                 tell(tenant_id, config=True)
             if before.overrides.get(tenant_id) != after.overrides.get(tenant_id):
                 tell(tenant_id, overrides=True)
+                gone = before.overrides.get(tenant_id, {}).keys() - after.overrides.get(tenant_id, {}).keys()
+                known = self._deleted.get(tenant_id, [])
+                self._deleted[tenant_id] = [*known, *(DeletedOverride(self.revision, *place) for place in gone)][
+                    -MAX_DELETED:
+                ]
         by_owner: dict[tuple[str, str], list[str]] = {}
         for key_id in before.keys.keys() | after.keys.keys():
             was, is_now = before.keys.get(key_id), after.keys.get(key_id)
@@ -148,6 +157,40 @@ class FileSource:
 
     async def tenants_with_overrides(self) -> list[str]:
         return list(self._contents.overrides)
+
+    async def configs(self, tenant_ids: Iterable[str]) -> dict[str, TenantConfig]:
+        return {each: self._contents.configs[each] for each in tenant_ids if each in self._contents.configs}
+
+    async def revisions(self, tenant_ids: Iterable[str]) -> dict[str, int]:
+        return {each: config.tenant.revision for each, config in (await self.configs(tenant_ids)).items()}
+
+    async def overrides_by_id(self, ids: Iterable[str]) -> list[Override]:
+        wanted = set(ids)
+        return [each for theirs in self._contents.overrides.values() for each in theirs.values() if each.id in wanted]
+
+    async def override_rows(self, after: OverrideRow | None, expires_after: datetime, limit: int) -> list[OverrideRow]:
+        """Return a page of all overrides that expire later, behind the last row of the page before."""
+
+        def order(one: Override | OverrideRow) -> tuple[str, str, str]:
+            return one.tenant_id, one.subject, one.resource
+
+        live = [
+            each
+            for theirs in self._contents.overrides.values()
+            for each in theirs.values()
+            if each.expires_at > expires_after and (after is None or order(each) > order(after))
+        ]
+        lanes = {tenant_id: config.tenant.lanes for tenant_id, config in self._contents.configs.items()}
+        return [
+            OverrideRow(each.id, each.version, each.tenant_id, each.resource, each.subject, lanes[each.tenant_id])
+            for each in sorted(live, key=order)[:limit]
+        ]
+
+    async def deleted_overrides(self, tenant_id: str, after: int, since: datetime, limit: int) -> list[DeletedOverride]:
+        return [each for each in self._deleted.get(tenant_id, ()) if each.number > after][-limit:]
+
+    async def pending_tenants(self, tenant_ids: Iterable[str], since: datetime) -> set[str]:
+        return set()  # a file is taken and its overrides are set before anything else looks at it
 
     def _renewed(self, contents: Contents) -> Contents:
         """What is the same stays the very same; the rest gets this revision."""
@@ -182,12 +225,15 @@ class FileStatus(msgspec.Struct, frozen=True):
     error: str | None
     revision: int
     cache: CacheStatus
+    overrides: SweepStatus = SweepStatus()
 
 
 class FileNode:
     """A file with its memory, kept up to date until it is closed: what `Node` is to a database.
 
-    `sink` is where overrides act; `placed` hears of each tenant that is read, before anything of it is decided.
+    `sink` is where overrides act, `shared` the Redis behind it, if there is one; `placed` hears of each tenant that is
+    read, before anything of it is decided. `on_restored` is called with the number of overrides that the store had
+    lost, each time some are set again.
     """
 
     def __init__(
@@ -196,14 +242,22 @@ class FileNode:
         peppers: Peppers,
         *,
         sink: OverrideSink | None = None,
+        shared: Shared | None = None,
         placed: Callable[[Tenant], None] | None = None,
+        key_prefix: str = "lf",
         clock: Clock | None = None,
+        on_restored: Callable[[int], None] | None = None,
         **bounds: Any,
     ) -> None:
         self._path = Path(path)
         self._clock = clock or SystemClock()
         self._source = FileSource()
-        self._mirror = None if sink is None else Mirror(self._source, sink, self._clock)
+        self._mirror = None if sink is None else Mirror(self._source, sink, self._clock, placed)
+        self._sweep: OverrideSweep | None = None
+        if sink is not None and shared is not None and self._mirror is not None:
+            self._sweep = OverrideSweep(
+                self._source, sink, self._mirror, self._clock, shared=shared, prefix=key_prefix, on_restored=on_restored
+            )
         self.snapshots = Snapshots(self._source, peppers, placed=placed, clock=self._clock, **bounds)
         self._stamp: _Stamp | None = None
         self._tried: bytes | None = None  # a digest of the content that was last taken or refused
@@ -226,9 +280,11 @@ class FileNode:
         self._owed = dict.fromkeys(self._source.tenants(), False)
         await self._mirror_owed()
         loop = asyncio.get_running_loop()
-        self._tasks.append(loop.create_task(self._every(POLL_SECONDS, self.look)))
+        self._tasks.append(loop.create_task(self._every(lambda: POLL_SECONDS, self.look)))
         if self._mirror is not None:
-            self._tasks.append(loop.create_task(self._every(MIRROR_SECONDS, self._mirror_all)))
+            self._tasks.append(loop.create_task(self._every(lambda: MIRROR_SECONDS, self._mirror_all)))
+        if self._sweep is not None:
+            self._tasks.append(loop.create_task(self._every(self._sweep.pause_seconds, self._sweep_overrides)))
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -247,7 +303,9 @@ class FileNode:
     def status(self) -> FileStatus:
         """How it is doing, without looking."""
         said = "ok" if self._error is None else "degraded"
-        return FileStatus(said, self._since_us / MICROS, self._error, self._source.revision, self.snapshots.status())
+        swept = SweepStatus() if self._sweep is None else self._sweep.status()
+        revision, cache = self._source.revision, self.snapshots.status()
+        return FileStatus(said, self._since_us / MICROS, self._error, revision, cache, swept)
 
     async def look(self) -> None:
         """Take the file if it has changed. What is wrong, or away, leaves in force what was."""
@@ -335,9 +393,15 @@ class FileNode:
             self._owed.setdefault(tenant_id, False)
         await self._mirror_owed()
 
-    async def _every(self, seconds: float, work: Callable[[], Any]) -> None:
+    async def _sweep_overrides(self) -> None:
+        """Look for lost overrides, but not while a new version of the file is taken: those it adds are not lost."""
+        if self._sweep is not None:
+            async with self._looking:
+                await self._sweep.step()
+
+    async def _every(self, pause: Callable[[], float], work: Callable[[], Any]) -> None:
         while True:
-            await asyncio.sleep(seconds)
+            await asyncio.sleep(pause())
             with contextlib.suppress(LimitforgeError):
                 await work()
 

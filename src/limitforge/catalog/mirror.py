@@ -2,21 +2,27 @@
 long, is put right.
 """
 
+import asyncio
 import logging
-from collections.abc import Callable, Mapping
-from datetime import datetime
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime, timedelta
 from typing import Any, Protocol
 
 from limitforge.catalog.model import Override, Tenant, TenantConfig, at_time
 from limitforge.catalog.snapshot import limits_named
-from limitforge.catalog.sources import Source
+from limitforge.catalog.sources import OverrideSource
 from limitforge.core.clock import Clock, SystemClock
 from limitforge.core.overrides import OverridePage
 from limitforge.core.plan import LimitsLike
-from limitforge.errors import InvalidInput
+from limitforge.errors import InvalidInput, StoreError
 
 CLOSE_SECONDS = 2.0  # two expiries that differ by less are the same
 PAGE = 500
+PARALLEL = 32  # overrides that are written at once
+CONFIGS = 100  # tenants whose plans are in memory at once while overrides are restored
+DELETED_SECONDS = 600  # how far back deletions are looked for, and how many of them
+MAX_DELETED = 200
+MAX_TENANTS = 10_000  # whose last deletion is remembered
 
 _log = logging.getLogger(__name__)
 
@@ -39,13 +45,16 @@ class OverrideSink(Protocol):
 
     async def list_overrides(self, *, tenant: str, cursor: str | None, page: int) -> OverridePage: ...
 
+    async def missing_overrides(self, places: Iterable[tuple[str, str, str]]) -> list[int]:
+        """Return the positions of those overrides, each (tenant, resource, subject), that are not in force."""
+
 
 class Mirror:
     """Compares both, and changes only what differs. Each change is decided by what the database says just before it."""
 
     def __init__(
         self,
-        source: Source,
+        source: OverrideSource,
         sink: OverrideSink,
         clock: Clock | None = None,
         placed: Callable[[Tenant], None] | None = None,
@@ -54,6 +63,7 @@ class Mirror:
         self._placed = placed
         self._sink = sink
         self._clock = clock or SystemClock()
+        self._deleted: dict[str, int] = {}  # by tenant: the number of the last deletion that was carried out
 
     async def reconcile_all(self) -> int:
         """All tenants that have overrides; tells how many changes it took."""
@@ -70,9 +80,73 @@ class Mirror:
         for place, override in wanted.items():
             if config is not None and (anew or not _is_same(override, there.get(place))):
                 changes += await self._set(config, override)
-        for place in there.keys() - wanted.keys():
+        # A store that lost its index does not list what was deleted, and would go on to apply it.
+        since = self._now() - timedelta(seconds=DELETED_SECONDS)
+        known = self._deleted.get(tenant_id, 0)
+        deleted = await self._source.deleted_overrides(tenant_id, known, since, MAX_DELETED)
+        places = {(each.resource, each.subject) for each in deleted}
+        for place in (there.keys() | places) - wanted.keys():
             changes += await self._delete(tenant_id, config, *place)
+        if deleted:
+            if len(self._deleted) >= MAX_TENANTS:
+                self._deleted.clear()
+            self._deleted[tenant_id] = deleted[-1].number
         return changes
+
+    async def place(self, tenant_id: str) -> None:
+        """Let the sink know how many lanes a tenant has."""
+        config = await self._source.config(tenant_id)
+        if config is not None and self._placed is not None:
+            self._placed(config.tenant)
+
+    async def restore(self, ids: Iterable[str]) -> tuple[list[Override], list[Override]]:
+        """Set these overrides as the database has them. Return those that are set, and those that can't be in force.
+
+        What a server does not take now is in neither list.
+        """
+        by_tenant: dict[str, list[Override]] = {}
+        for override in await self._source.overrides_by_id(ids):
+            by_tenant.setdefault(override.tenant_id, []).append(override)
+        done: list[Override] = []
+        refused: list[Override] = []
+        tenants = list(by_tenant)
+        for start in range(0, len(tenants), CONFIGS):
+            some = tenants[start : start + CONFIGS]
+            configs = await self._source.configs(some)
+            if self._placed is not None:
+                for config in configs.values():
+                    self._placed(config.tenant)
+            overrides = [each for tenant_id in some if tenant_id in configs for each in by_tenant[tenant_id]]
+            for override, is_set in zip(overrides, await self._write_all(configs, overrides), strict=True):
+                if is_set is not None:
+                    (done if is_set else refused).append(override)
+            await self._confirm(configs, [each for each in done if each.tenant_id in configs])
+        return done, refused
+
+    async def _write_all(self, configs: Mapping[str, TenantConfig], overrides: list[Override]) -> list[bool | None]:
+        """Set all of them, some at once; None for one that the store did not take."""
+        answers: list[bool | None] = []
+        for start in range(0, len(overrides), PARALLEL):
+            writes = [self._write(configs[each.tenant_id], each) for each in overrides[start : start + PARALLEL]]
+            for answer in await asyncio.gather(*writes, return_exceptions=True):
+                if isinstance(answer, BaseException) and not isinstance(answer, StoreError):
+                    raise answer
+                answers.append(None if isinstance(answer, BaseException) else answer)
+        return answers
+
+    async def _confirm(self, configs: Mapping[str, TenantConfig], written: list[Override]) -> None:
+        """Write again what was changed, deleted or given another plan while it was written."""
+        current = {each.id: each for each in await self._source.overrides_by_id(each.id for each in written)}
+        revisions = await self._source.revisions(configs)
+        changed = {each for each, config in configs.items() if revisions.get(each) != config.tenant.revision}
+        for override in written:
+            if override.tenant_id not in changed and current.get(override.id) == override:
+                continue
+            latest = await self._source.config(override.tenant_id)
+            if latest is None:
+                await self._sink.delete_override(override.resource, override.subject, tenant=override.tenant_id)
+            else:
+                await self._set(latest, override)
 
     async def _wanted(self, tenant_id: str) -> dict[tuple[str, str], Override]:
         now = self._now()

@@ -23,6 +23,7 @@ from limitforge.catalog.mirror import Mirror, OverrideSink
 from limitforge.catalog.model import Tenant, at_time
 from limitforge.catalog.queries import Announcement
 from limitforge.catalog.sources import DatabaseSource, Shared, WarmCopies
+from limitforge.catalog.sweep import OverrideSweep, SweepStatus
 from limitforge.core.clock import Clock, SystemClock
 from limitforge.core.exact import MICROS
 from limitforge.errors import CatalogError, CatalogUnavailable, LimitforgeError, StoreError
@@ -49,13 +50,15 @@ class NodeStatus(msgspec.Struct, frozen=True):
     listening: tuple[str, ...]
     revision: int
     cache: CacheStatus
+    overrides: SweepStatus = SweepStatus()
 
 
 class Node:
     """A catalog with its memory, kept up to date until it is closed.
 
     `shared` is what nodes share (a Redis); `sink` is where overrides act: in that same Redis, or in this process alone;
-    `placed` hears of each tenant that is read, before anything of it is decided.
+    `placed` hears of each tenant that is read, before anything of it is decided. `on_restored` is called with the
+    number of overrides that the store had lost, each time some are set again.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Node:
         placed: Callable[[Tenant], None] | None = None,
         key_prefix: str = "lf",
         clock: Clock | None = None,
+        on_restored: Callable[[int], None] | None = None,
         **bounds: Any,
     ) -> None:
         self._clock = clock or SystemClock()
@@ -76,6 +80,11 @@ class Node:
         self._shared = shared
         self._warm = None if shared is None else WarmCopies(shared, key_prefix)
         self._mirror = None if sink is None else Mirror(self._source, sink, self._clock, placed)
+        self._sweep: OverrideSweep | None = None
+        if sink is not None and shared is not None and self._mirror is not None:
+            self._sweep = OverrideSweep(
+                self._source, sink, self._mirror, self._clock, shared=shared, prefix=key_prefix, on_restored=on_restored
+            )
         self._channel = f"{key_prefix}:%catalog"
         self._prefix = key_prefix
         self.snapshots = Snapshots(self._source, peppers, warm=self._warm, placed=placed, clock=self._clock, **bounds)
@@ -114,10 +123,12 @@ class Node:
                 raise
             self._failed(error)
         self._run(self._watch())
-        self._run(self._every(USED_SECONDS, self.write_used))
-        self._run(self._every(TIDY_SECONDS, self._tidy))
+        self._run(self._every(lambda: USED_SECONDS, self.write_used))
+        self._run(self._every(lambda: TIDY_SECONDS, self._tidy))
         if self._mirror is not None:
-            self._run(self._every(MIRROR_SECONDS, self._mirror_all))
+            self._run(self._every(lambda: MIRROR_SECONDS, self._mirror_all))
+        if self._sweep is not None:
+            self._run(self._every(self._sweep.pause_seconds, self._sweep.step))
         if self._shared is not None:
             self._run(self._listen("redis", self._redis_messages))
         if not self._database.is_sqlite:
@@ -157,6 +168,7 @@ class Node:
             tuple(sorted(self._listening)),
             self._seen,
             cache,
+            SweepStatus() if self._sweep is None else self._sweep.status(),
         )
 
     async def write_used(self) -> None:
@@ -361,9 +373,9 @@ class Node:
         async with self._database.writing() as connection:
             await queries.remove_expired(connection, at_time(self._clock.now_us()))
 
-    async def _every(self, seconds: float, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def _every(self, pause: Callable[[], float], work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         while True:
-            await asyncio.sleep(seconds)
+            await asyncio.sleep(pause())
             try:
                 await self._unbroken(work())
             except (CatalogError, StoreError) as error:

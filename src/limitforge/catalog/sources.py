@@ -2,14 +2,16 @@
 
 import logging
 import struct
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from datetime import datetime
 from typing import Protocol, TypeVar
 
 import msgspec
 
-from limitforge.catalog import queries
+from limitforge.catalog import override_queries, queries
 from limitforge.catalog.database import Database
 from limitforge.catalog.model import Key, Override, TenantConfig
+from limitforge.catalog.override_queries import DeletedOverride, OverrideRow
 from limitforge.core.clock import Clock, MonotonicClock
 from limitforge.errors import StoreError
 
@@ -39,6 +41,40 @@ class Source(Protocol):
     async def tenants_with_overrides(self) -> list[str]: ...
 
 
+class OverrideSource(Source, Protocol):
+    """A source whose overrides are compared with those of a store."""
+
+    async def configs(self, tenant_ids: Iterable[str]) -> dict[str, TenantConfig]:
+        """Return those tenants that there are, by id."""
+
+    async def revisions(self, tenant_ids: Iterable[str]) -> dict[str, int]:
+        """Return the revision of each tenant that there is: it changes with anything that decides for the tenant."""
+
+    async def overrides_by_id(self, ids: Iterable[str]) -> list[Override]: ...
+
+    async def override_rows(self, after: OverrideRow | None, expires_after: datetime, limit: int) -> list[OverrideRow]:
+        """Return a page of all overrides that expire later, behind the last row of the page before."""
+
+    async def deleted_overrides(self, tenant_id: str, after: int, since: datetime, limit: int) -> list[DeletedOverride]:
+        """Return the newest deletions with a higher number, the oldest of them first."""
+
+    async def pending_tenants(self, tenant_ids: Iterable[str], since: datetime) -> set[str]:
+        """Return those tenants with a change that is newer and about to be written to the store."""
+
+
+class Memory(Protocol):
+    """How a Redis server uses its memory. `limit_bytes` is 0 if it has none."""
+
+    @property
+    def limit_bytes(self) -> int: ...
+
+    @property
+    def policy(self) -> str: ...
+
+    @property
+    def evicted(self) -> int: ...
+
+
 class Shared(Protocol):
     """What nodes share: a Redis. Errors are `StoreError`."""
 
@@ -46,7 +82,9 @@ class Shared(Protocol):
 
     async def put(self, key: str, copy: bytes, ttl_seconds: float) -> None: ...
 
-    async def claim(self, key: str, ttl_seconds: float) -> bool: ...
+    async def claim(self, key: str, ttl_seconds: float, holder: str | None = None) -> bool: ...
+
+    async def memory(self) -> Mapping[str, Memory]: ...
 
     async def publish(self, channel: str, message: bytes) -> None: ...
 
@@ -82,6 +120,30 @@ class DatabaseSource:
     async def tenants_with_overrides(self) -> list[str]:
         async with self._database.reading() as connection:
             return await queries.tenants_with_overrides(connection)
+
+    async def configs(self, tenant_ids: Iterable[str]) -> dict[str, TenantConfig]:
+        async with self._database.reading() as connection:
+            return await override_queries.tenant_configs(connection, list(tenant_ids))
+
+    async def revisions(self, tenant_ids: Iterable[str]) -> dict[str, int]:
+        async with self._database.reading() as connection:
+            return await override_queries.tenant_revisions(connection, list(tenant_ids))
+
+    async def overrides_by_id(self, ids: Iterable[str]) -> list[Override]:
+        async with self._database.reading() as connection:
+            return await queries.some(connection, Override, "id", ids)
+
+    async def override_rows(self, after: OverrideRow | None, expires_after: datetime, limit: int) -> list[OverrideRow]:
+        async with self._database.reading() as connection:
+            return await override_queries.override_rows(connection, after, expires_after, limit)
+
+    async def deleted_overrides(self, tenant_id: str, after: int, since: datetime, limit: int) -> list[DeletedOverride]:
+        async with self._database.reading() as connection:
+            return await override_queries.deleted_overrides(connection, tenant_id, after, since, limit)
+
+    async def pending_tenants(self, tenant_ids: Iterable[str], since: datetime) -> set[str]:
+        async with self._database.reading() as connection:
+            return await override_queries.unpublished_tenants(connection, tenant_ids, since)
 
 
 class WarmCopies:

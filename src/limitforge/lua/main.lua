@@ -3,7 +3,7 @@
 -- tell, a list of that and the strings.
 
 local CHECK, SETTLE, RELEASE, RENEW, RESET, SET_OVERRIDE, GET_OVERRIDES, LIST_OVERRIDES, DELETE_OVERRIDES = 1, 2, 3, 4, 5, 6, 7, 8, 9
-local FINISH, SHARES, NODES = 10, 11, 12
+local FINISH, SHARES, NODES, MISSING_OVERRIDES = 10, 11, 12, 13
 
 local request = cmsgpack.unpack(ARGV[1])
 local operation, now = request[1], request[2]
@@ -40,6 +40,8 @@ elseif operation == SHARES then
   answer = use('shares')(request, now, injected)
 elseif operation == NODES then
   answer = use('nodes')(request, now)
+elseif operation == MISSING_OVERRIDES then
+  answer = use('overrides').missing(request, now)
 end
 answer[#answer + 1] = request[#request]
 if strings then return { cmsgpack.pack(answer), strings } end

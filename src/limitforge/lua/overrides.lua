@@ -99,8 +99,8 @@ local function store(key, index, subject, list, last, now, injected)
 end
 
 -- What a read answers, an error only if the key is of another type: any other is not about this key.
-local function asked(command, key)
-  local reply = redis.pcall(command, key)
+local function asked(...)
+  local reply = redis.pcall(...)
   if type(reply) == 'table' and reply.err and string.sub(reply.err, 1, 9) ~= 'WRONGTYPE' then
     error((string.gsub(reply.err, '^ERR ', '')), 0) -- Redis puts it in front again
   end
@@ -150,6 +150,20 @@ function overrides.get(_, now, injected)
     if #list == 1 or #list < #found then store(KEYS[at], KEYS[1], ARGV[at], list, last, now, injected) end
   end
   return answer, strings
+end
+
+-- KEYS: for each override its key, then its index. ARGV: for each its subject, then its resource. Answers with the places, from 1, of those that are not
+-- live or not in the index. Writes nothing. To read a key marks it as used: a Redis that evicts by use takes others first. What is not ours is left alone.
+function overrides.missing(_, now)
+  local answer = { 1 }
+  for at = 1, #KEYS, 2 do
+    local list, resource, live = get(KEYS[at]), ARGV[at + 2], false
+    for place = 2, list and #list or 0, FIELDS do
+      live = live or (list[place] == resource and now < list[place + 1])
+    end
+    if list ~= nil and not (live and asked('ZSCORE', KEYS[at + 1], ARGV[at + 1])) then answer[#answer + 1] = (at + 1) / 2 end
+  end
+  return answer
 end
 
 -- KEYS: index. request: how many. ARGV: the end of the page before, as ZRANGEBYLEX wants it. Answers with the next subjects as strings.

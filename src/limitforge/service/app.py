@@ -54,6 +54,7 @@ class FromDatabase:
             placed=lambda tenant: limiter.set_lanes(tenant.id, tenant.placement),
             key_prefix=settings.key_prefix,
             form=settings.header_form(),
+            on_restored=counters.restored,
         )
         self._access = Access(self.node.catalog, self.node.snapshots, limiter)
         self._usage = UsageLog(self._database, counters, used_tokens=self._access.used)
@@ -106,13 +107,17 @@ class FromDatabase:
 class FromFile:
     """What is particular to a service that reads a file: whoever may write the file administers it."""
 
-    def __init__(self, settings: Settings, peppers: Peppers, limiter: Limiter) -> None:
+    def __init__(self, settings: Settings, peppers: Peppers, limiter: Limiter, counters: Counters) -> None:
+        self._shared = _shared(settings.store_url)
         self.node = FileNode(
             settings.config,
             peppers,
             sink=limiter,
+            shared=self._shared,
             placed=lambda tenant: limiter.set_lanes(tenant.id, tenant.placement),
+            key_prefix=settings.key_prefix,
             form=settings.header_form(),
+            on_restored=counters.restored,
         )
 
     async def start(self) -> None:
@@ -120,6 +125,8 @@ class FromFile:
 
     async def close(self) -> None:
         await self.node.close()
+        if self._shared is not None:
+            await self._shared.close()
 
     def told(self) -> dict[str, Any]:
         status = self.node.status()
@@ -164,14 +171,14 @@ class Service:
         self.counters = Counters()
         self.throttled = Throttled()
         self._parts: Parts = (
-            FromFile(settings, peppers, self._limiter)
+            FromFile(settings, peppers, self._limiter, self.counters)
             if settings.config
             else FromDatabase(settings, peppers, self._limiter, self.counters, self.throttled)
         )
         self.node = self._parts.node
         tickets = Tickets(peppers)
         checks = Checks(self._limiter, self.node.snapshots, tickets, self.counters, self._denied)
-        self._health = Health(self._limiter, self._parts.told)
+        self._health = Health(self._limiter, self._parts.told, lambda: self.node.status().overrides.evicting)
         self.doors = Doors(checks, settings.root_path, settings.proxies())
         calls = Calls(self._limiter, checks, tickets)
         self._sums = Sums(self.counters, folder)

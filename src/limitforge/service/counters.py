@@ -33,6 +33,7 @@ class Counters:
         self._rows: dict[str, tuple[list[int], str, str]] = {}
         """By key: its numbers, whose they are, and what that tenant was called when it was first seen."""
         self._totals: dict[str, list[int]] = {}
+        self.overrides_restored = 0
 
     def count(self, caller: Caller, *, allowed: bool, would_deny: bool = False, degraded: bool = False) -> None:
         known = self._rows.get(caller.key.id)
@@ -53,6 +54,10 @@ class Counters:
             self.count(caller, allowed=True)
         else:
             known[0][ALLOWED] += 1
+
+    def restored(self, overrides: int) -> None:
+        """Count overrides that the store had lost and that were set again."""
+        self.overrides_restored += overrides
 
     def answers(self, call: str) -> dict[int, int]:
         """How often a call was answered with each status: for whoever counts there."""

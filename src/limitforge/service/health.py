@@ -18,11 +18,16 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Health:
-    """`catalog` tells how the catalog is doing: its `state` is ok or degraded."""
+    """`catalog` tells how the catalog is doing: its `state` is ok or degraded. `evicting` has the policy of each
+    Redis server that may evict keys when it is full, by its address, which is not told: everyone may ask.
+    """
 
-    def __init__(self, limiter: Limiter, catalog: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self, limiter: Limiter, catalog: Callable[[], dict[str, Any]], evicting: Callable[[], dict[str, str]] = dict
+    ) -> None:
         self._limiter = limiter
         self._catalog = catalog
+        self._evicting = evicting
         self._live = _encode({"status": "ok", "version": version("limitforge")})
         self._is_reached = False
         self._since = time.time()
@@ -61,6 +66,9 @@ class Health:
         """`unreached` until it has answered once."""
         status = self._limiter.status()
         since = self._since if status.since is None else status.since
-        if status.breaker != "closed":
-            return {"state": status.breaker, "since": since}
-        return {"state": "ok" if self._is_reached else "unreached", "since": since}
+        state = "ok" if self._is_reached else "unreached"
+        return {
+            "state": state if status.breaker == "closed" else status.breaker,
+            "since": since,
+            "evicting": sorted(set(self._evicting().values())),
+        }

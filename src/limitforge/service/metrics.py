@@ -61,6 +61,11 @@ def exposition(totals: Totals) -> bytes:
             "Answers, by what was called and the HTTP status.",
             [({"call": call, "status": str(status)}, number) for (call, status), number in requests],
         ),
+        *_counter(
+            "overrides_restored_total",
+            "Overrides that Redis had lost, by eviction or otherwise, and that were set again from the catalog.",
+            [({}, totals.overrides_restored)],
+        ),
     ]
     return "".join(f"{line}\n" for line in lines).encode()
 
@@ -70,4 +75,4 @@ def _counter(name: str, says: str, samples: Iterable[Sample]) -> Iterable[str]:
     yield f"# TYPE {name} counter"
     for labels, number in samples:
         shown = ",".join(f'{label}="{value.translate(_ESCAPES)}"' for label, value in labels.items())
-        yield f"{name}{{{shown}}} {number}"
+        yield f"{name}{{{shown}}} {number}" if shown else f"{name} {number}"

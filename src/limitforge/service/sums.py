@@ -25,16 +25,20 @@ _log = logging.getLogger(__name__)
 
 
 class Totals(msgspec.Struct):
-    """What was counted since the start: by tenant, as `Counters` has it, and by call and status."""
+    """What was counted since the start: by tenant, as `Counters` has it, by call and status, and overrides that the
+    store had lost.
+    """
 
     tenants: dict[str, list[int]] = {}
     requests: dict[tuple[str, int], int] = {}
+    overrides_restored: int = 0
 
     def add(self, other: "Totals") -> None:
         for name, row in other.tenants.items():
             add(self.tenants, name, row)
         for request, number in other.requests.items():
             self.requests[request] = self.requests.get(request, 0) + number
+        self.overrides_restored += other.overrides_restored
 
     def since(self, before: "Totals") -> "Totals":
         """What has come since, and nothing that has not changed."""
@@ -48,7 +52,7 @@ class Totals(msgspec.Struct):
             for request, number in self.requests.items()
             if number != before.requests.get(request)
         }
-        return Totals(tenants, requests)
+        return Totals(tenants, requests, self.overrides_restored - before.overrides_restored)
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -103,7 +107,7 @@ class Sums:
                 is_failing = True
 
     def _own(self) -> Totals:
-        return Totals(self._counters.totals(), self._counters.requests())
+        return Totals(self._counters.totals(), self._counters.requests(), self._counters.overrides_restored)
 
     async def _sum(self, folder: Path) -> Totals:
         """Whoever holds the lock is done within a millisecond or two; checks need not wait for it here."""
@@ -126,7 +130,7 @@ class Sums:
         whole = _decode(file.read_bytes()) if file.exists() else Totals()
         own = self._own()
         more = own.since(self._added)
-        if more.tenants or more.requests:
+        if more != Totals():
             whole.add(more)
             fresh.write_bytes(_encode(whole))
             fresh.replace(file)

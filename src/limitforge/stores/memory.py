@@ -29,6 +29,7 @@ from limitforge.stores.protocol import (
     DropDenials,
     GetOverrides,
     ListOverrides,
+    MissingOverrides,
     Release,
     Renew,
     Reset,
@@ -77,6 +78,7 @@ class MemoryStore:
             SetOverride: self._overrides.set,
             GetOverrides: self._overrides.get,
             ListOverrides: self._overrides.page,
+            MissingOverrides: self._overrides.missing,
             DeleteOverride: self._overrides.delete,
             ClearOverrides: self._overrides.clear,
             DropDenials: lambda _command, _now_us: None,  # nothing is cached here

@@ -19,7 +19,14 @@ from limitforge.core.overrides import (
 )
 from limitforge.core.plan import Rule
 from limitforge.errors import StoreUnavailable
-from limitforge.stores.protocol import ClearOverrides, DeleteOverride, GetOverrides, ListOverrides, SetOverride
+from limitforge.stores.protocol import (
+    ClearOverrides,
+    DeleteOverride,
+    GetOverrides,
+    ListOverrides,
+    MissingOverrides,
+    SetOverride,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +95,13 @@ class MemoryOverrides:
         page = subjects[: command.subjects]
         overrides = [o for s, own in page for o in self._live(own, command.tenant, decoded(s), now_us)]
         return OverridePage(overrides, cursor_after(page[-1][0]) if len(subjects) > len(page) else None)
+
+    def missing(self, command: MissingOverrides, now_us: int) -> list[int]:
+        def is_live(own: str, resource: str, subject: str) -> bool:
+            found = self.found.get(Keys.overrides(own, subject), {}).get(resource)
+            return found is not None and now_us < found.expires_us
+
+        return [at for at, place in enumerate(command.places) if not is_live(*place)]
 
     def delete(self, command: DeleteOverride, now_us: int) -> bool:
         live = {o.resource for o in self._live(command.own, "", command.subject, now_us)}

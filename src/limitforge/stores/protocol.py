@@ -115,6 +115,13 @@ class ListOverrides(Command[OverridePage]):
 
 
 @dataclass(frozen=True, slots=True)
+class MissingOverrides(Command[list[int]]):
+    """Return the positions of those overrides that are not in force. Each is given as (own, resource, subject)."""
+
+    places: tuple[tuple[str, str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class DeleteOverride(Command[bool]):
     """Remove one override; tells whether there was any."""
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
+import msgspec
 import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -40,6 +41,24 @@ return 1
 """
 
 
+# KEYS: 1 the claim. ARGV: 1 who wants it; 2 its TTL in ms. Returns 1 if it is theirs now, also if it was before; 0 if
+# it is another's. The TTL is the caller's.
+CLAIM = """
+local holder = redis.call('GET', KEYS[1])
+if holder and holder ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
+
+
+class ServerMemory(msgspec.Struct, frozen=True):
+    """How a Redis server uses its memory: `limit_bytes` is 0 if it has no limit, `evicted` counts since its start."""
+
+    limit_bytes: int
+    policy: str
+    evicted: int
+
+
 class SharedRedis:
     """One Redis, Sentinel set or Cluster, as it is behind a store's URL. Nothing is opened before the first use."""
 
@@ -56,9 +75,30 @@ class SharedRedis:
         """Unless a newer one is there: copies start with their number, in 8 bytes."""
         await self._call(key, "EVAL", PUT_IF_NEWER, 1, encoded(key), copy, int(ttl_seconds * 1_000))
 
-    async def claim(self, key: str, ttl_seconds: float) -> bool:
-        """Whether nobody else had it: for work that one of many shall do."""
-        return bool(await self._call(key, "SET", encoded(key), b"1", "NX", "PX", int(ttl_seconds * 1_000)))
+    async def claim(self, key: str, ttl_seconds: float, holder: str | None = None) -> bool:
+        """Claim work that one of many does; True if no one had claimed it. A `holder` may renew its own claim."""
+        ttl_ms = int(ttl_seconds * 1_000)
+        if holder is None:
+            return bool(await self._call(key, "SET", encoded(key), b"1", "NX", "PX", ttl_ms))
+        return bool(await self._call(key, "EVAL", CLAIM, 1, encoded(key), holder, ttl_ms))
+
+    async def memory(self) -> dict[str, ServerMemory]:
+        """Ask each server that decides how it uses its memory, by its address."""
+        found = {}
+        with _translated():
+            try:
+                for address in await self._servers():
+                    client = self._client_of(address)
+                    stats, memory = await client.info("stats"), await client.info("memory")
+                    found[address.path or f"{address.host}:{address.port}"] = ServerMemory(
+                        int(memory.get("maxmemory", 0)),
+                        str(memory.get("maxmemory_policy", "noeviction")),
+                        int(stats.get("evicted_keys", 0)),
+                    )
+            except (RedisError, OSError, TimeoutError):
+                self._owners = []  # one of them may have been replaced
+                raise
+        return found
 
     async def publish(self, channel: str, message: bytes) -> None:
         await self._call(channel, "PUBLISH", channel, message)
@@ -109,7 +149,9 @@ class SharedRedis:
 
     async def _at(self, key: str) -> Any:
         """A client of the server that decides about a key."""
-        address = await self._address(key)
+        return self._client_of(await self._address(key))
+
+    def _client_of(self, address: Address) -> Any:
         place = None if self._target.kind is Kind.SINGLE else (address.host, address.port)
         if place not in self._clients:
             self._clients[place] = _client(address, CONNECTIONS)
@@ -125,6 +167,14 @@ class SharedRedis:
         if place is None:
             raise StoreUnavailable(f"no server of the Cluster has slot {slot}")
         return self._target.server.at(*place)
+
+    async def _servers(self) -> list[Address]:
+        """All that decide about anything."""
+        if self._target.kind is Kind.SINGLE:
+            return [self._target.server]
+        if not self._owners:
+            await self._look()
+        return [self._target.server.at(*place) for place in dict.fromkeys(self._owners) if place is not None]
 
     async def _look(self) -> None:
         """Ask who decides; those that are no longer anybody are let go of."""

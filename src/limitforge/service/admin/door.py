@@ -249,14 +249,22 @@ def _health() -> dict[str, Any]:
 
 
 def _ready() -> dict[str, Any]:
+    told_of_each = {"state": {"type": "string"}, "since": {"type": "number"}}
     backend = {
         "type": "object",
-        "properties": {"state": {"type": "string"}, "since": {"type": "number"}},
+        "properties": told_of_each,
         "required": ["state", "since"],
     }
-    fields = {"status": {"enum": ["ok", "degraded"]}, "store": backend, "catalog": backend}
+    evicting = {
+        "type": "array",
+        "items": {"type": "string"},
+        "description": "The `maxmemory-policy` of each Redis server that may evict counters and overrides when it is"
+        " full. Empty if they all refuse to.",
+    }
+    store = {**backend, "properties": {**told_of_each, "evicting": evicting}}
+    fields = {"status": {"enum": ["ok", "degraded"]}, "store": store, "catalog": backend}
     told = {"state": "ok", "since": 1_767_225_600.0}
-    example = {"status": "ok", "store": told, "catalog": told}
+    example = {"status": "ok", "store": {**told, "evicting": []}, "catalog": told}
     return {
         "operationId": "ready",
         "tags": ["health"],
