@@ -25,14 +25,14 @@ WINDOW = FixedWindow(name="window", limit=1_000, window_seconds=10, consistency=
 LATE_US = BASE_US + 12 * SECOND_US  # windows of 10 and of 20 seconds end together
 
 DEFINITIONS: list[Limit] = [
-    FixedWindow(name="window", limit=60, window_seconds=2, consistency="leased"),
-    FixedWindow(name="window", limit=40, window_seconds=2, consistency="leased"),
-    FixedWindow(name="window", limit=60, window_seconds=4, consistency="leased"),
+    FixedWindow(name="window", limit=30, window_seconds=2, consistency="leased"),
+    FixedWindow(name="window", limit=20, window_seconds=2, consistency="leased"),
+    FixedWindow(name="window", limit=30, window_seconds=4, consistency="leased"),
 ]
 PERIODS: list[Limit] = [
-    Quota(name="window", limit=60, period="day", consistency="leased"),
-    Quota(name="window", limit=40, period="day", consistency="leased"),
-    Quota(name="window", limit=60, period="day", time_zone="Asia/Tokyo", consistency="leased"),
+    Quota(name="window", limit=30, period="day", consistency="leased"),
+    Quota(name="window", limit=20, period="day", consistency="leased"),
+    Quota(name="window", limit=30, period="day", time_zone="Asia/Tokyo", consistency="leased"),
 ]
 
 
@@ -106,9 +106,10 @@ def test_what_is_granted_in_another_window_does_not_take_the_old_share_with_it(n
     buyer, other = nodes
     admitted(buyer, WINDOW, 100)
     sync(buyer)
-    admitted(buyer, WINDOW, 50)
+    admitted(buyer, WINDOW, 150)
     buyer.clock.advance_us(INTERVAL_US)
     wishes, sent_us = buyer.shares.wishes(), buyer.shares.now_us()
+    assert [(wish.kept > 0, wish.wanted > 0) for wish in wishes] == [(True, True)]
     override(buyer, 20)
     grants = buyer.store._carry(buyer.store._parts.shares(wishes, buyer.shares.lapse_us), time.monotonic() + 30)
     buyer.shares.answered(wishes, grants, sent_us)
@@ -181,6 +182,12 @@ class Changing(Leases):
     def change_the_plan(self, at: int) -> None:
         self.defined = [at] * NODES
 
+    @rule(times=st.integers(1, 20), cost=st.sampled_from([1, 2, 5]))
+    def ask_all_in_turn(self, times: int, cost: int) -> None:
+        for _ in range(times):
+            for node in self.nodes:
+                self.ask(node, cost)
+
     @rule(window=st.sampled_from([None, None, 1, 2, 4, 8]))
     def change_the_override(self, window: int | None) -> None:
         if isinstance(self.limit, Quota):
@@ -190,6 +197,13 @@ class Changing(Leases):
         for node in self.nodes:
             drop_overridden(node)
         self.count.clear()
+
+    @rule(window=st.sampled_from([1, 4, 8]), during=st.integers(0, 3), after=st.integers(0, 15))
+    def begin_and_end_an_override(self, window: int, during: int, after: int) -> None:
+        """Before anything that is out has gone back."""
+        for overridden, times in ((window, during), (None, after)):
+            self.change_the_override(overridden)
+            self.ask_all_in_turn(times, 1)
 
     @rule(
         node=st.integers(0, NODES - 1),
@@ -231,7 +245,7 @@ def test_shares_never_pass_a_limit_that_changes_on_a_cluster(cluster_servers: Cl
 
 
 def test_shares_never_pass_a_limit_that_changes_on_a_few_traces(redis_server: RedisServer) -> None:
-    run(redis_server, DEFINITIONS, 10, 3)
+    run(redis_server, DEFINITIONS, 30, 3)
 
 
 @pytest.mark.soak

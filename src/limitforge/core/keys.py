@@ -1,7 +1,8 @@
 """Bucket keys: injective, readable, and hash-tagged by placement.
 
-    lf:{acme}:sp:11:GET:/orders:7:user:42:burst:f60
-    |  |      || |              |         |     algorithm, and the shape of its window, if it has one
+    lf:{acme}:sp:11:GET:/orders:7:user:42:hour:f3600
+    |  |      || |              |         |    |shape of a window: other shapes never share a count
+    |  |      || |              |         |    algorithm
     |  |      || |              |         limit name
     |  |      || |              subject, behind its length
     |  |      || resource, behind its length
