@@ -54,7 +54,8 @@ class Tenant:
 
     def __init__(self, service: Seeded, limits: list[dict[str, Any]], fields: dict[str, Any]) -> None:
         self.service = service
-        self.id: str = service.create("tenants", {"name": f"t-{uuid4().hex[:12]}", **fields})["id"]
+        self.name = f"t-{uuid4().hex[:12]}"
+        self.id: str = service.create("tenants", {"name": self.name, **fields})["id"]
         self.plan_id: str = ""
         if limits:
             self.plan_id = self.create("plans", name="default", limits=limits)["id"]

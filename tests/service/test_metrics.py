@@ -38,10 +38,15 @@ Samples = dict[tuple[str, ...], float]
 def read(text: str) -> Samples:
     """By name and the values of labels, as Prometheus reads it."""
     families = list(text_string_to_metric_families(text))
-    assert [family.name for family in families] == ["rl_allowed", "rl_blocked", "requests", "overrides_restored"]
-    assert all(family.type == "counter" and family.documentation for family in families)
+    counters = ["rl_allowed", "rl_blocked", "rl_overflow", "requests", "overrides_restored"]
+    assert [family.name for family in families if family.type == "counter"] == counters
+    assert [family.name for family in families if family.type == "gauge"] in ([], ["rl_new_buckets_per_minute"])
+    assert all(family.documentation for family in families)
     samples = {(each.name, *each.labels.values()): each.value for family in families for each in family.samples}
     assert samples.pop(("overrides_restored_total",)) == 0  # it is always there
+    assert samples.pop(("rl_new_buckets_per_minute",), 60_000) == 60_000
+    overflows = [samples.pop(name) for name in list(samples) if name[0] == "rl_overflow_total"]
+    assert not any(overflows)
     return samples
 
 
@@ -125,7 +130,7 @@ HOSTILE = ['a"b', "a\\", "a\nb 1", '"} 1\nrl_allowed_total{tenant="x', "# HELP x
 
 
 def test_no_name_can_break_the_format() -> None:
-    rows = {name: [at, 0, 0, 0] for at, name in enumerate(HOSTILE)}
+    rows = {name: [at, 0, 0, 0, 0] for at, name in enumerate(HOSTILE)}
     found = read(exposition(Totals(rows, {(name, 200): 1 for name in HOSTILE})).decode())
     for at, name in enumerate(HOSTILE):
         assert found["rl_allowed_total", name] == at
@@ -144,9 +149,9 @@ def test_no_tenant_can_have_a_hostile_name(embedded: Live) -> None:
 
 def test_tenants_past_the_bound_are_counted_together_and_none_loses_its_name() -> None:
     whole = Totals()
-    whole.add(Totals({f"first-{at}": [1, 0, 0, 0] for at in range(MAX_TENANTS)}))
-    whole.add(Totals({f"late-{at}": [0, 2, 0, 0] for at in range(MAX_TENANTS)}))
-    whole.add(Totals({"first-7": [5, 5, 0, 0]}))
+    whole.add(Totals({f"first-{at}": [1, 0, 0, 0, 0] for at in range(MAX_TENANTS)}))
+    whole.add(Totals({f"late-{at}": [0, 2, 0, 0, 0] for at in range(MAX_TENANTS)}))
+    whole.add(Totals({"first-7": [5, 5, 0, 0, 0]}))
     assert len(whole.tenants) == MAX_TENANTS + 1
     assert whole.tenants[OTHERS] == [0, 2 * MAX_TENANTS, 0, 0]
     assert whole.tenants["first-7"] == [6, 5, 0, 0]

@@ -247,6 +247,7 @@ class FileNode:
         key_prefix: str = "lf",
         clock: Clock | None = None,
         on_restored: Callable[[int], None] | None = None,
+        on_memory: Callable[[int], None] | None = None,
         **bounds: Any,
     ) -> None:
         self._path = Path(path)
@@ -256,7 +257,14 @@ class FileNode:
         self._sweep: OverrideSweep | None = None
         if sink is not None and shared is not None and self._mirror is not None:
             self._sweep = OverrideSweep(
-                self._source, sink, self._mirror, self._clock, shared=shared, prefix=key_prefix, on_restored=on_restored
+                self._source,
+                sink,
+                self._mirror,
+                self._clock,
+                shared=shared,
+                prefix=key_prefix,
+                on_restored=on_restored,
+                on_memory=on_memory,
             )
         self.snapshots = Snapshots(self._source, peppers, placed=placed, clock=self._clock, **bounds)
         self._stamp: _Stamp | None = None

@@ -72,6 +72,7 @@ class Node:
         key_prefix: str = "lf",
         clock: Clock | None = None,
         on_restored: Callable[[int], None] | None = None,
+        on_memory: Callable[[int], None] | None = None,
         **bounds: Any,
     ) -> None:
         self._clock = clock or SystemClock()
@@ -83,7 +84,14 @@ class Node:
         self._sweep: OverrideSweep | None = None
         if sink is not None and shared is not None and self._mirror is not None:
             self._sweep = OverrideSweep(
-                self._source, sink, self._mirror, self._clock, shared=shared, prefix=key_prefix, on_restored=on_restored
+                self._source,
+                sink,
+                self._mirror,
+                self._clock,
+                shared=shared,
+                prefix=key_prefix,
+                on_restored=on_restored,
+                on_memory=on_memory,
             )
         self._channel = f"{key_prefix}:%catalog"
         self._prefix = key_prefix

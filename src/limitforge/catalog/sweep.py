@@ -62,7 +62,9 @@ class OverrideSweep:
         shared: Shared | None = None,
         prefix: str = "lf",
         on_restored: Callable[[int], None] | None = None,
+        on_memory: Callable[[int], None] | None = None,
     ) -> None:
+        """`on_memory` is called with the bytes that the smallest server may use, 0 if none has a limit."""
         self._source = source
         self._sink = sink
         self._mirror = mirror
@@ -71,6 +73,7 @@ class OverrideSweep:
         self._claim = f"{prefix}:{{%sweep}}:"
         self._name = uuid4().hex
         self._on_restored = on_restored
+        self._on_memory = on_memory
         self._after: OverrideRow | None = None
         self._pages = 0  # of this pass
         self._pages_before = 1  # of the last one
@@ -224,6 +227,8 @@ class OverrideSweep:
         except StoreError:
             return
         before, self._memory = self._memory, memory
+        if self._on_memory is not None:
+            self._on_memory(min((each.limit_bytes for each in memory.values() if each.limit_bytes), default=0))
         for server, is_now in memory.items():
             known = before.get(server)
             if known is not None and known.evicted != is_now.evicted:

@@ -55,6 +55,7 @@ class FromDatabase:
             key_prefix=settings.key_prefix,
             form=settings.header_form(),
             on_restored=counters.restored,
+            on_memory=limiter.store.fit_memory,
         )
         self._access = Access(self.node.catalog, self.node.snapshots, limiter)
         self._usage = UsageLog(self._database, counters, used_tokens=self._access.used)
@@ -118,6 +119,7 @@ class FromFile:
             key_prefix=settings.key_prefix,
             form=settings.header_form(),
             on_restored=counters.restored,
+            on_memory=limiter.store.fit_memory,
         )
 
     async def start(self) -> None:
@@ -182,7 +184,7 @@ class Service:
         self.doors = Doors(checks, settings.root_path, settings.proxies())
         calls = Calls(self._limiter, checks, tickets)
         self._sums = Sums(self.counters, folder)
-        self.metrics = Metrics(self._sums, self._parts.admit)
+        self.metrics = Metrics(self._sums, self._parts.admit, lambda: self._limiter.status().new_buckets_per_minute)
         self._door = DoorTwo(checks, calls, self._health, self.metrics.guarded, settings.root_path, self._parts.other)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -213,6 +213,7 @@ class Checks:
             allowed=decision.allowed,
             would_deny=bool(decision.would_deny),
             degraded=decision.degraded is not None,
+            overflow=decision.overflow,
         )
         if not decision.allowed:
             self._denied(caller.key.tenant_id, subject)

@@ -11,7 +11,8 @@ from limitforge.catalog.cache import Caller
 MAX_TENANTS = 1_000  # that are named in metrics; whatever is beyond them is counted together
 OTHERS = "others"
 
-ALLOWED, DENIED, WOULD_DENY, DEGRADED = range(4)
+ALLOWED, DENIED, WOULD_DENY, DEGRADED, OVERFLOW = range(5)
+ZEROS = (0,) * 5
 
 
 class Used(msgspec.Struct, frozen=True):
@@ -35,17 +36,27 @@ class Counters:
         self._totals: dict[str, list[int]] = {}
         self.overrides_restored = 0
 
-    def count(self, caller: Caller, *, allowed: bool, would_deny: bool = False, degraded: bool = False) -> None:
+    def count(
+        self,
+        caller: Caller,
+        *,
+        allowed: bool,
+        would_deny: bool = False,
+        degraded: bool = False,
+        overflow: bool = False,
+    ) -> None:
         known = self._rows.get(caller.key.id)
         if known is None:
             name = caller.snapshot.tenant.name
-            known = self._rows[caller.key.id] = ([0, 0, 0, 0], caller.key.tenant_id, name)
+            known = self._rows[caller.key.id] = (list(ZEROS), caller.key.tenant_id, name)
         row = known[0]
         row[ALLOWED if allowed else DENIED] += 1
         if would_deny:
             row[WOULD_DENY] += 1
         if degraded:
             row[DEGRADED] += 1
+        if overflow:
+            row[OVERFLOW] += 1
 
     def admitted(self, caller: Caller) -> None:
         """`count` for what there is most of."""
@@ -76,7 +87,7 @@ class Counters:
         rows, self._rows = self._rows, {}
         for row, _, name in rows.values():
             add(self._totals, name, row)
-        return [Used(tenant_id, key_id, *row) for key_id, (row, tenant_id, _) in rows.items()]
+        return [Used(tenant_id, key_id, *row[:OVERFLOW]) for key_id, (row, tenant_id, _) in rows.items()]
 
     def totals(self) -> dict[str, list[int]]:
         """By tenant, since the start."""
@@ -89,5 +100,5 @@ class Counters:
 def add(totals: dict[str, list[int]], name: str, row: Iterable[int]) -> None:
     """The first tenants keep their names; those that come when there is no room for more are others."""
     is_named = name in totals or len(totals) < MAX_TENANTS
-    known = totals.setdefault(name if is_named else OTHERS, [0, 0, 0, 0])
+    known = totals.setdefault(name if is_named else OTHERS, list(ZEROS))
     known[:] = map(operator.add, known, row)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from limitforge.errors import LimitforgeError
 from limitforge.service.answers import Answer, refused
 from limitforge.service.asgi import Receive, Scope, Send, send_answer, source_of
-from limitforge.service.counters import ALLOWED, DENIED
+from limitforge.service.counters import ALLOWED, DENIED, OVERFLOW
 from limitforge.service.problems import BadRequest
 from limitforge.service.sums import Sums, Totals
 
@@ -24,9 +24,11 @@ _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 class Metrics:
     """The call that takes a token; as an ASGI application, the one that needs none and serves nothing else."""
 
-    def __init__(self, sums: Sums, admit: Admit) -> None:
+    def __init__(self, sums: Sums, admit: Admit, budget: Callable[[], int | None] = lambda: None) -> None:
+        """`budget` returns how many buckets a tenant may begin a minute; None for any number."""
         self._sums = sums
         self._admit = admit
+        self._budget = budget
 
     async def guarded(self, scope: Scope, _: Receive) -> Answer:
         authorization = [value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"]
@@ -45,10 +47,10 @@ class Metrics:
         await send_answer(send, answer)
 
     async def _told(self) -> Answer:
-        return Answer(200, TEXT, b"", exposition(await self._sums.totals()))
+        return Answer(200, TEXT, b"", exposition(await self._sums.totals(), self._budget()))
 
 
-def exposition(totals: Totals) -> bytes:
+def exposition(totals: Totals, new_buckets_per_minute: int | None = None) -> bytes:
     tenants = sorted(totals.tenants.items())
     requests = sorted(totals.requests.items())
     lines = [
@@ -56,6 +58,11 @@ def exposition(totals: Totals) -> bytes:
             "rl_allowed_total", "Checks that were allowed.", [({"tenant": n}, row[ALLOWED]) for n, row in tenants]
         ),
         *_counter("rl_blocked_total", "Checks that were denied.", [({"tenant": n}, row[DENIED]) for n, row in tenants]),
+        *_counter(
+            "rl_overflow_total",
+            "Checks of new subjects that a shared bucket decided: their tenant had begun as many buckets as it may.",
+            [({"tenant": n}, row[OVERFLOW]) for n, row in tenants],
+        ),
         *_counter(
             "requests_total",
             "Answers, by what was called and the HTTP status.",
@@ -67,12 +74,19 @@ def exposition(totals: Totals) -> bytes:
             [({}, totals.overrides_restored)],
         ),
     ]
+    if new_buckets_per_minute is not None:
+        says = "How many buckets a tenant may begin a minute; beyond that its new subjects share one for each limit."
+        lines += _samples("gauge", "rl_new_buckets_per_minute", says, [({}, new_buckets_per_minute)])
     return "".join(f"{line}\n" for line in lines).encode()
 
 
 def _counter(name: str, says: str, samples: Iterable[Sample]) -> Iterable[str]:
+    return _samples("counter", name, says, samples)
+
+
+def _samples(kind: str, name: str, says: str, samples: Iterable[Sample]) -> Iterable[str]:
     yield f"# HELP {name} {says}"
-    yield f"# TYPE {name} counter"
+    yield f"# TYPE {name} {kind}"
     for labels, number in samples:
         shown = ",".join(f'{label}="{value.translate(_ESCAPES)}"' for label, value in labels.items())
         yield f"{name}{{{shown}}} {number}" if shown else f"{name} {number}"

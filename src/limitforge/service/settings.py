@@ -26,6 +26,8 @@ FILE = "LIMITFORGE_SETTINGS"
 # Of other programs of limitforge, which share the environment.
 ELSEWHERE = ("LIMITFORGE_ACTOR", "LIMITFORGE_TEST_PROFILE", FILE)
 MAX_WORKERS = 256
+NEW_BUCKETS = 60_000
+NUMBER_OR_WORD = int | str
 MASKED = "********"
 _IN_QUERY = re.compile(r"([?&][^=&]*(?:password|secret|token|key)[^=&]*=)[^&]*", re.IGNORECASE)
 
@@ -56,8 +58,10 @@ class Settings:
     breaker_failures: int = _setting(3, "After how many failures in a row the store is left alone for a while.")
     breaker_seconds: float = _setting(30.0, "How long it is left alone before one check tries it again.")
     wait_replicas: int = _setting(0, "How many replicas must have what was written before a decision is told.")
-    new_buckets_per_minute: int = _setting(
-        60_000, "How many buckets a tenant may begin; beyond that its new subjects share one. 0: any number."
+    new_buckets_per_minute: int | str = _setting(
+        "auto",
+        "How many buckets a tenant may begin; beyond that its new subjects share one: a number, none for any number, or"
+        f" auto for {NEW_BUCKETS:_}, and fewer on a Redis with little memory.",
     )
     denial_cache_ms: float = _setting(1_000.0, "How long a denial may be answered without asking the store.")
     peppers: str = _setting("", "What keys are hashed under: versions and secrets, 1:first,2:second.", secret=True)
@@ -110,8 +114,17 @@ class Settings:
             breaker_seconds=self.breaker_seconds,
             wait_replicas=self.wait_replicas,
             denial_cache_ms=self.denial_cache_ms,
-            new_buckets_per_minute=self.new_buckets_per_minute or None,
+            new_buckets_per_minute=self._new_buckets(),
+            fits_memory=self.new_buckets_per_minute == "auto",
         )
+
+    def _new_buckets(self) -> int | None:
+        given = str(self.new_buckets_per_minute)
+        if given in ("auto", "none"):
+            return NEW_BUCKETS if given == "auto" else None
+        if not given.isdecimal() or not int(given):
+            raise InvalidInput("new_buckets_per_minute", f"must be a number above 0, auto or none, got {shown(given)}")
+        return int(given)
 
     def proxies(self) -> Proxies:
         return Proxies.parse(self.trusted_proxies)
@@ -170,9 +183,9 @@ def _from_file(path: Path, known: set[str]) -> dict[str, Any]:
     return found
 
 
-def _typed(name: str, value: Any, kind: type) -> Any:
-    if kind is str:
-        if isinstance(value, str):
+def _typed(name: str, value: Any, kind: Any) -> Any:
+    if kind is str or kind == NUMBER_OR_WORD:
+        if isinstance(value, str) or (kind is not str and type(value) is int):
             return value
     else:
         try:
@@ -180,7 +193,7 @@ def _typed(name: str, value: Any, kind: type) -> Any:
                 return kind(value)
         except (TypeError, ValueError):
             pass
-    words = {str: "text", int: "a whole number", float: "a number"}[kind]
+    words = {str: "text", int: "a whole number", float: "a number", NUMBER_OR_WORD: "a number or a word"}[kind]
     raise InvalidInput(name, f"must be {words}, got {shown(value)}")
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from limitforge.errors import LimitforgeError
-from limitforge.service.counters import Counters, add
+from limitforge.service.counters import ZEROS, Counters, add
 
 EVERY_SECONDS = 1.0
 """How often a process adds what it has counted: what a SIGKILL may lose."""
@@ -43,7 +43,7 @@ class Totals(msgspec.Struct):
     def since(self, before: "Totals") -> "Totals":
         """What has come since, and nothing that has not changed."""
         tenants = {
-            name: list(map(operator.sub, row, before.tenants.get(name, (0, 0, 0, 0))))
+            name: list(map(operator.sub, row, before.tenants.get(name, ZEROS)))
             for name, row in self.tenants.items()
             if row != before.tenants.get(name)
         }

@@ -304,6 +304,9 @@ class AsyncMemoryStore:
     async def run(self, command: Command[Answer]) -> Answer:
         return self._store.run(command)
 
+    def fit_memory(self, memory_bytes: int) -> None:
+        """Buckets here are bounded by `max_keys`."""
+
     def status(self) -> StoreStatus:
         return self._store.status()
 

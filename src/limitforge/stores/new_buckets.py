@@ -18,6 +18,9 @@ from limitforge.core.limits import Scope
 from limitforge.stores.hints import Hints
 
 MINUTE_US = 60_000_000
+BUCKET_BYTES = 200  # what a bucket takes in Redis, with its key
+MEMORY_SHARE = 20  # one tenant may begin buckets for a twentieth of Redis's memory in a minute
+LEAST_BUDGET = 1_000
 MAX_LANES = 65_536  # beyond that all are counted afresh
 
 SHARED_ALREADY = (Scope.TENANT, Scope.GLOBAL)
@@ -28,10 +31,15 @@ class NewBuckets:
     """The budget of one store. `overflowing` has the lanes that lately could begin no more."""
 
     def __init__(self, per_minute: int, clock: Clock) -> None:
-        self.per_minute = per_minute
+        self.per_minute = self._most = per_minute
         self.overflowing = Hints(clock)
         self.overflowed = 0
         self._lock = threading.Lock()
+
+    def fit(self, memory_bytes: int) -> None:
+        """Lower the budget to what begins a twentieth of the memory a minute. Without a limit, any number fits."""
+        fitting = max(memory_bytes // (MEMORY_SHARE * BUCKET_BYTES), LEAST_BUDGET) if memory_bytes else self._most
+        self.per_minute = min(self._most, fitting)
 
     def count_overflow(self) -> None:
         """Count a check that an overflow bucket decided."""

@@ -23,7 +23,8 @@ class StoreOptions:
     `sync_interval_ms` is how often at most a process pays for more of a leased limit. `wait_replicas` is how many
     replicas must have what was written before a decision is told: what so many have, a failover does not lose.
     `new_buckets_per_minute` is how many buckets a tenant may begin (in each lane); beyond that its new subjects share
-    overflow buckets. None: any number. Memory stores use this one too.
+    overflow buckets. None: any number. Memory stores use this one too. With `fits_memory`, a store that learns how
+    much memory Redis has may lower it.
     """
 
     failure: Failure | FailureName = Failure.OPEN
@@ -37,6 +38,7 @@ class StoreOptions:
     sync_interval_ms: float = 200
     wait_replicas: int = 0
     new_buckets_per_minute: int | None = None
+    fits_memory: bool = False
 
     def __post_init__(self) -> None:
         if self.failure is None:

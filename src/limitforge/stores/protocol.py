@@ -164,6 +164,9 @@ class Store(Protocol):
 
     async def run(self, command: Command[Answer]) -> Answer: ...
 
+    def fit_memory(self, memory_bytes: int) -> None:
+        """Learn how much memory the smallest server of the store has; 0 if none of them has a limit."""
+
     def status(self) -> StoreStatus: ...
 
     async def close(self) -> None: ...

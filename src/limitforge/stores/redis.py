@@ -93,6 +93,9 @@ class RedisStore:
             await line.tell_others(drop)
         return answer
 
+    def fit_memory(self, memory_bytes: int) -> None:
+        self._parts.fit_memory(memory_bytes)
+
     def status(self) -> StoreStatus:
         return self._parts.status(sum(line.waiting for line in list(self._lines.values())))
 

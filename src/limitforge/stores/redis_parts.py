@@ -82,6 +82,7 @@ class Parts:
         self.overridden = Hints(MonotonicClock())
         budget = options.new_buckets_per_minute
         self.new_buckets = None if budget is None else NewBuckets(budget, MonotonicClock())
+        self._fits_memory = options.fits_memory
         self._shares: weakref.WeakSet[Shares] = weakref.WeakSet()
         self.caches = Caches()
         self._share_clock = clock or MonotonicClock()
@@ -217,6 +218,11 @@ class Parts:
         if self._now_us() - self._warned_us >= LOG_EVERY_US:
             self._warned_us = self._now_us()
             _log.warning("other nodes were not told of a change, and may repeat a denial for a moment: %s", error)
+
+    def fit_memory(self, memory_bytes: int) -> None:
+        """Learn how much memory the smallest server has; 0 if none of them has a limit."""
+        if self.new_buckets is not None and self._fits_memory:
+            self.new_buckets.fit(memory_bytes)
 
     def status(self, waiting: int = 0) -> StoreStatus:
         worst = self.fleet.worst
