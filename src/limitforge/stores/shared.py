@@ -6,7 +6,7 @@ has an end, and every error is `StoreUnavailable`.
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import redis.asyncio
@@ -40,6 +40,22 @@ return 1
 """
 
 
+# KEYS: 1 the lease. ARGV: 1 its owner; 2 its TTL in ms, after which anyone may take it.
+# Returns 1 if the owner has it now, 0 if another has. Writes the owner under the key.
+HOLD = """
+local owner = redis.call('GET', KEYS[1])
+if owner and owner ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
+
+# KEYS: 1 the lease. ARGV: 1 its owner. Deletes the lease if it is the owner's, and returns how many that were.
+RELEASE = """
+if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
+return 0
+"""
+
+
 class SharedRedis:
     """One Redis, Sentinel set or Cluster, as it is behind a store's URL. Nothing is opened before the first use."""
 
@@ -55,6 +71,28 @@ class SharedRedis:
     async def put(self, key: str, copy: bytes, ttl_seconds: float) -> None:
         """Unless a newer one is there: copies start with their number, in 8 bytes."""
         await self._call(key, "EVAL", PUT_IF_NEWER, 1, encoded(key), copy, int(ttl_seconds * 1_000))
+
+    async def put_many(self, copies: Mapping[str, bytes], ttl_seconds: float) -> None:
+        """The same for many copies, by their keys, in one call to each server."""
+        await self._twice(lambda: self._put_many(copies, int(ttl_seconds * 1_000)))
+
+    async def _put_many(self, copies: Mapping[str, bytes], ttl_ms: int) -> None:
+        pipelines: dict[int, Any] = {}
+        for key, copy in copies.items():
+            client = await self._at(key)
+            if id(client) not in pipelines:
+                pipelines[id(client)] = client.pipeline(transaction=False)
+            pipelines[id(client)].execute_command("EVAL", PUT_IF_NEWER, 1, encoded(key), copy, ttl_ms)
+        for pipeline in pipelines.values():
+            await pipeline.execute()
+
+    async def hold(self, key: str, owner: bytes, ttl_seconds: float) -> bool:
+        """Take or extend a lease. False if another owner has it."""
+        return bool(await self._call(key, "EVAL", HOLD, 1, encoded(key), owner, int(ttl_seconds * 1_000)))
+
+    async def release(self, key: str, owner: bytes) -> None:
+        """Give a lease back, if this owner has it."""
+        await self._call(key, "EVAL", RELEASE, 1, encoded(key), owner)
 
     async def claim(self, key: str, ttl_seconds: float) -> bool:
         """Whether nobody else had it: for work that one of many shall do."""
@@ -95,17 +133,23 @@ class SharedRedis:
                 await client.aclose()
 
     async def _call(self, key: str, *command: Any) -> Any:
+        async def call() -> Any:
+            return await (await self._at(key)).execute_command(*command)
+
+        return await self._twice(call)
+
+    async def _twice(self, call: Callable[[], Awaitable[Any]]) -> Any:
         """Once more where it may have been the wrong server, or a connection that was closed meanwhile: all of these
         may be done twice.
         """
         with _translated():
             try:
-                return await (await self._at(key)).execute_command(*command)
+                return await call()
             except (RedisError, OSError, TimeoutError):
                 self._owners = []
                 if self._target.kind is Kind.SINGLE:
                     raise
-            return await (await self._at(key)).execute_command(*command)
+            return await call()
 
     async def _at(self, key: str) -> Any:
         """A client of the server that decides about a key."""
