@@ -6,7 +6,7 @@ import gc
 import logging
 import shutil
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -188,6 +188,7 @@ async def test_exactly_one_node_publishes_for_a_writer_that_did_not(place: Place
     account = await open_account(members[0].catalog)
     for member in members:
         await member.sees(account.text, 5)
+    await eventually(lambda: is_published(members[0]))
     published.clear()
     warm = WarmCopies(members[0].shared, "lf")
     for number in (6, 7, 8):
@@ -685,7 +686,7 @@ async def test_a_node_ends_also_if_a_driver_swallows_that_it_is_to_end(place: Pl
     class Swallowing(SharedRedis):
         is_waiting = False
 
-        async def put(self, key: str, copy: bytes, ttl_seconds: float) -> None:
+        async def put_many(self, copies: Mapping[str, bytes], ttl_seconds: float) -> None:
             self.is_waiting = True
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(20)

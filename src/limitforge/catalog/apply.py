@@ -26,7 +26,7 @@ from limitforge.catalog.problems import Problems
 from limitforge.catalog.specs import Document, KeySpec, OperatorSpec, OverrideSpec, Spec, as_tenant, entity_fields
 from limitforge.errors import InvalidInput, Outdated
 
-MAX_CHANGES = 200  # of one transaction that has more than one tenant: about 50 ms on Postgres
+MAX_CHANGES = 500  # of one transaction that has more than one tenant: about 0.1 s on Postgres
 SHORTEST_PAUSE_SECONDS = 0.005
 PAUSE_PART = 0.25  # of what a transaction took: SQLite has no queue for its lock, so a waiter must find it free
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
+from functools import cache
 from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 
 from limitforge.core.algorithms.concurrency import ConcurrencySteps
@@ -358,10 +359,11 @@ def limit_from_fields(given: Mapping[str, Any]) -> Limit:
 def fields_of(limit: Limit) -> dict[str, Any]:
     """The opposite of `limit_from_fields`: everything that was given or is not the default, as plain values."""
     plain: dict[str, Any] = {"algorithm": limit.algorithm}
+    required = _required(type(limit))
     for f in fields(limit):
         if f.init:
             value = getattr(limit, f.name)
-            if f.name in ("name", *_required(type(limit))) or value not in (f.default, {}):
+            if f.name == "name" or f.name in required or value not in (f.default, {}):
                 plain[f.name] = _plain(value)
     return plain
 
@@ -376,8 +378,9 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _required(kind: type[Limit]) -> list[str]:
-    return [f.name for f in fields(kind) if f.init and f.default is MISSING and f.default_factory is MISSING]
+@cache
+def _required(kind: type[Limit]) -> frozenset[str]:
+    return frozenset(f.name for f in fields(kind) if f.init and f.default is MISSING and f.default_factory is MISSING)
 
 
 def _set(limit: Limit, name: str, value: object) -> None:
