@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
-from functools import cache
 from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 
 from limitforge.core.algorithms.concurrency import ConcurrencySteps
@@ -352,14 +351,14 @@ def limit_from_fields(given: Mapping[str, Any]) -> Limit:
     try:
         return kind(**values)
     except TypeError:
-        missing = sorted(set(_required(kind)) - values.keys())
+        missing = sorted(_REQUIRED[kind.algorithm] - values.keys())
         raise InvalidLimit(", ".join(missing), f"is required by {algorithm}") from None
 
 
 def fields_of(limit: Limit) -> dict[str, Any]:
     """The opposite of `limit_from_fields`: everything that was given or is not the default, as plain values."""
     plain: dict[str, Any] = {"algorithm": limit.algorithm}
-    required = _required(type(limit))
+    required = _REQUIRED[limit.algorithm]
     for f in fields(limit):
         if f.init:
             value = getattr(limit, f.name)
@@ -378,9 +377,12 @@ def _plain(value: Any) -> Any:
     return value
 
 
-@cache
-def _required(kind: type[Limit]) -> frozenset[str]:
-    return frozenset(f.name for f in fields(kind) if f.init and f.default is MISSING and f.default_factory is MISSING)
+_REQUIRED = {
+    algorithm: frozenset(
+        f.name for f in fields(kind) if f.init and f.default is MISSING and f.default_factory is MISSING
+    )
+    for algorithm, kind in ALGORITHMS.items()
+}
 
 
 def _set(limit: Limit, name: str, value: object) -> None:
