@@ -62,9 +62,11 @@ async def apply_tenants(catalog: Catalog, count: int, limit: int = 5) -> None:
     await apply(catalog, wanted, "test")
 
 
-async def disable(catalog: Catalog, account: Account) -> None:
+async def disable(catalog: Catalog, account: Account) -> int:
+    """The revision that did it."""
     async with catalog.edit("test") as edit:
         await edit.disable_key(account.key.id)
+    return edit.revision
 
 
 async def is_published(database: Database) -> bool:
@@ -113,13 +115,12 @@ async def test_a_revocation_is_published_before_a_backlog(
     monkeypatch.setattr(relays, "BATCH", 20)
     account = await open_account(writer)
     await apply_tenants(writer, 100)
-    await disable(writer, account)
+    revision = await disable(writer, account)
     published: list[list[Announcement]] = []
     shared = Watched(redis_url, published)
     async with Member(url_of(database), peppers=peppers, shared=shared):
         await eventually(lambda: is_published(database))
-    revoked = [at for at, message in enumerate(published) if any(account.key.id in each.keys for each in message)]
-    assert revoked[0] == 0
+    assert [each.revision for each in published[0]] == [revision]
     assert len(published) > 5
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.command import ENVIRONMENT, PROGRAM, limitforge
+from tests.cli.command import ENVIRONMENT, PROGRAM
 from tests.service.live import PEPPERS
 from tests.service.program import Running, serve
 
@@ -48,9 +48,10 @@ def test_a_revocation_during_and_after_a_large_apply_acts_at_once(
     }
 
     def run(*arguments: str) -> str:
-        done = limitforge(*arguments, **environment)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        command = [PROGRAM, *arguments]
+        return subprocess.run(
+            command, env=ENVIRONMENT | environment, stdout=subprocess.PIPE, text=True, check=True
+        ).stdout
 
     file = tmp_path / "large.yaml"
     tenants = (
