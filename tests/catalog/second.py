@@ -110,8 +110,9 @@ async def answer(member: Member, question: dict[str, Any]) -> Any:
                 await asyncio.sleep(0.001)
             return None
         case {"what": "status"}:
-            status = member.node.status()
-            return {"database": status.database, "listening": status.listening, "owes": member.node._owes}
+            status, relay = member.node.status(), member.node._relay
+            is_behind = relay is not None and relay.is_behind
+            return {"database": status.database, "listening": status.listening, "owes": is_behind}
     raise AssertionError(question)
 
 

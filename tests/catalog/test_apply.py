@@ -1,5 +1,6 @@
-"""A file applied to the catalog: what it changes, that it does so at once or not at all, and what it tells of it."""
+"""A file applied to the catalog: what it changes, that it does so for whole tenants, and what it tells of it."""
 
+import asyncio
 from datetime import timedelta
 from textwrap import dedent
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 
 from limitforge import ManualClock
+from limitforge.catalog import apply as applying
 from limitforge.catalog import document
 from limitforge.catalog.apply import apply, preview
 from limitforge.catalog.catalog import Catalog
@@ -16,7 +18,17 @@ from limitforge.catalog.export import export
 from limitforge.catalog.model import OPERATOR, Key, Override, Plan, Policy, Tenant, at_time
 from limitforge.catalog.queries import Announcement
 from limitforge.errors import InvalidFile, InvalidInput, NotFound
-from tests.catalog.making import MINUTE_US, audit_of, new_customer, new_key, new_override, new_tenant, state, update
+from tests.catalog.making import (
+    MINUTE_US,
+    audit_of,
+    new_customer,
+    new_key,
+    new_override,
+    new_tenant,
+    rows,
+    state,
+    update,
+)
 from tests.catalog.test_document import SAMPLE
 
 ACTOR = "test:bob"
@@ -469,3 +481,150 @@ async def test_a_file_with_another_window_for_one_resource_of_a_caller_wide_limi
     assert "tenants[0].overrides[0].limits.w.window_seconds" in told
     assert "'*'" in told
     await applied(catalog, text.replace("RESOURCE", "'*'"))
+
+
+# --- In short transactions -------------------------------------------------------------------------------------------
+
+
+def many(count: int, limit: int) -> str:
+    """Tenants with three things each."""
+    return "tenants:\n" + "".join(
+        f"  - name: t{at:04}\n    default_plan: free\n    plans: [{{name: free, limits: burst={limit}/minute}}]\n"
+        f"    policies: [{{resource: 'GET:/{limit}', plan: free}}]\n"
+        for at in range(count)
+    )
+
+
+async def limits_of(catalog: Catalog) -> dict[str, tuple[int, str]]:
+    """The limit of each tenant's plan, and the resource of its policy: one apply changes both."""
+    found = (await export(catalog)).tenants or ()
+    return {
+        each.name: (each.plans[0].limits[0]["limit"], each.policies[0].resource)
+        for each in found
+        if each.plans and each.policies
+    }
+
+
+async def revisions(catalog: Catalog) -> list[int]:
+    """How many tenants each transaction has changed, in order."""
+    counted = await rows(catalog.database, "SELECT revision, count(*) FROM outbox GROUP BY revision ORDER BY revision")
+    return [count for _, count in counted]
+
+
+async def test_a_large_file_is_applied_in_short_transactions(catalog: Catalog) -> None:
+    await applied(catalog, many(400, 10))
+    counts_ = await revisions(catalog)
+    assert sum(counts_) == 400
+    assert max(counts_) <= applying.MAX_CHANGES // 3
+    assert len(await limits_of(catalog)) == 400
+
+
+async def test_a_large_file_takes_few_statements(catalog: Catalog) -> None:
+    """What is updated or deleted is not written one by one."""
+    await applied(catalog, many(300, 10))
+    for wanted in (many(300, 20), "tenants: []"):
+        before = catalog.database.statements
+        await applied(catalog, wanted, prune=True)
+        assert catalog.database.statements - before < 300
+
+
+async def test_another_writer_gets_its_turn_in_the_middle_of_an_apply(catalog: Catalog) -> None:
+    """A key can be revoked before the apply is done."""
+    customer = await new_customer(catalog)
+    begun = asyncio.Event()
+    revoked: list[int] = []
+
+    async def revoke() -> None:
+        await begun.wait()
+        async with catalog.edit("test:eve") as edit:
+            await edit.disable_key(customer.key.id)
+        revoked.append(edit.revision)
+
+    now = at_time(catalog.clock.now_us())
+    wanted, _ = document.read(many(400, 10).encode(), "plans.yaml", now)
+    revoking = asyncio.create_task(revoke())
+    await apply(catalog, wanted, ACTOR, report=lambda _done, _total: begun.set())
+    await revoking
+    (last,) = (await rows(catalog.database, "SELECT value FROM revision"))[0]
+    assert revoked[0] < last
+    assert (await catalog.get(Key, customer.key.id)).disabled
+
+
+async def test_what_others_change_in_the_middle_of_an_apply_ends_as_the_file_says(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was read before it was written is out of date by then."""
+    monkeypatch.setattr(applying, "MAX_CHANGES", 6)
+    await applied(catalog, many(30, 10))
+    last = await catalog.named(Tenant, "t0029")
+    (plan,) = await catalog.every(Plan, last.id)
+    begun = asyncio.Event()
+
+    async def interfere() -> None:
+        await begun.wait()
+        async with catalog.edit("test:eve") as edit:
+            await edit.update(Plan, plan.id, {"limits": "burst=7/minute"})
+            await edit.create(Tenant, {"name": "t0030"})
+
+    now = at_time(catalog.clock.now_us())
+    wanted, _ = document.read(many(31, 20).encode(), "plans.yaml", now)
+    interfering = asyncio.create_task(interfere())
+    await apply(catalog, wanted, ACTOR, report=lambda done, _: begun.set() if done else None)
+    await interfering
+    assert await applied(catalog, many(31, 20)) == []
+    assert set((await limits_of(catalog)).values()) == {(20, "GET:/20")}
+
+
+async def test_an_apply_that_is_interrupted_leaves_whole_tenants_and_is_finished_by_the_next(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(applying, "MAX_CHANGES", 6)
+    await applied(catalog, many(40, 10))
+    told: list[tuple[int, int]] = []
+
+    def report(done: int, total: int) -> None:
+        told.append((done, total))
+        if done >= 10 and not working.cancelling():
+            working.cancel()
+
+    now = at_time(catalog.clock.now_us())
+    wanted, _ = document.read(many(40, 20).encode(), "plans.yaml", now)
+    working = asyncio.create_task(apply(catalog, wanted, ACTOR, report=report))
+    with pytest.raises(asyncio.CancelledError):
+        await working
+    done, total = told[-1]
+    found = list((await limits_of(catalog)).values())
+    assert 10 <= done < total == 40
+    assert found.count((20, "GET:/20")) == done
+    assert found.count((10, "GET:/10")) == total - done
+    assert len(await planned(catalog, many(40, 20))) > 0
+    await applied(catalog, many(40, 20))
+    assert set((await limits_of(catalog)).values()) == {(20, "GET:/20")}
+
+
+async def test_what_is_wrong_at_the_end_of_a_large_file_is_refused_before_anything_is_written(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(applying, "MAX_CHANGES", 1)
+    (told,) = await refused(catalog, many(20, 10) + "  - {name: last, default_plan: nope}\n")
+    assert "tenants[20].default_plan: there is no plan 'nope' here" in told
+
+
+async def test_a_key_moves_to_another_tenant_in_one_transaction(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever lies between the two in the file: the key works at all times."""
+    monkeypatch.setattr(applying, "MAX_CHANGES", 1)
+    customer = await new_customer(catalog)
+    given = (await exported(catalog)).partition("keys:\n")[2].partition("    overrides:")[0].replace("plan: free", "")
+    await applied(
+        catalog,
+        "tenants:\n  - {name: acme, default_plan: free, keys: []}\n  - {name: between}\n  - name: other\n    keys:\n"
+        + given,
+    )
+    entries = await audit_of(catalog, entity_id=customer.key.id)
+    assert [entry.action for entry in entries][-2:] == ["key.delete", "key.create"]
+    assert entries[-1].at == entries[-2].at
+    told = await rows(catalog.database, "SELECT revision FROM outbox ORDER BY revision")
+    assert len(told) == 1 + 3  # the customer; the two together, and the one between
+    assert len({number for (number,) in told}) == 1 + 2

@@ -1,4 +1,4 @@
-"""A process that is killed while it applies a file leaves the old state or the new one, never a mix."""
+"""A process that is killed while it applies a file leaves each tenant as it was or as the file says, never a mix."""
 
 import asyncio
 import os
@@ -79,7 +79,9 @@ def exported(url: str) -> Document:
 
 
 @pytest.mark.slow
-def test_kill_9_while_a_file_is_applied_leaves_the_old_state_or_the_new_one(database_url: str, tmp_path: Path) -> None:
+def test_kill_9_while_a_file_is_applied_leaves_whole_tenants_and_the_next_apply_finishes(
+    database_url: str, tmp_path: Path
+) -> None:
     files = [tmp_path / "one.yaml", tmp_path / "two.yaml"]
     files[0].write_text(big(10, range(80)))
     files[1].write_text(big(20, range(10, 90)))
@@ -101,7 +103,8 @@ def test_kill_9_while_a_file_is_applied_leaves_the_old_state_or_the_new_one(data
     now = at_time(SystemClock().now_us())
     assert document.read(files[0].read_bytes(), "one.yaml", now)[0].operator == states[0].operator
 
-    current, outcomes = 0, []
+    by_name = [{each.name: each for each in state.tenants or ()} for state in states[:2]]
+    current, stopped = 0, 0
     for number in range(ROUNDS):
         with start(database_url, files[1 - current]) as process:
             wait_for(process, "ready")
@@ -109,7 +112,13 @@ def test_kill_9_while_a_file_is_applied_leaves_the_old_state_or_the_new_one(data
             os.kill(process.pid, signal.SIGKILL)
             process.wait(SECONDS)
         found = exported(database_url)
-        assert found in states
-        outcomes.append(found == states[current])
-        current = 0 if found == states[0] else 1
-    assert any(outcomes)  # some were killed before they were done
+        assert found.operator in (states[0].operator, states[1].operator)
+        for tenant in found.tenants or ():
+            assert tenant in (by_name[0].get(tenant.name), by_name[1].get(tenant.name)), tenant.name
+        stopped += found not in states
+        with start(database_url, files[1 - current]) as process:  # again, to its end
+            wait_for(process, "ready")
+            wait_for(process, "done")
+        assert exported(database_url) == states[1 - current]
+        current = 1 - current
+    assert stopped, "none was killed in the middle"

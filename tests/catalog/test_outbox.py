@@ -72,16 +72,31 @@ async def test_a_change_of_what_decides_is_told_of_its_tenant(catalog: Catalog) 
 async def test_a_change_of_a_key_names_the_key(catalog: Catalog) -> None:
     customer = await new_customer(catalog)
     key = customer.key
-    for change in (
-        lambda edit: edit.update(Key, key.id, {"name": "app"}),
-        lambda edit: edit.rotate_key(key.id, 60),
-        lambda edit: edit.disable_key(key.id),
-        lambda edit: edit.disable_key(key.id, disabled=False),
-    ):
+    changes: list[tuple[Callable[[Edit], Awaitable[Any]], bool]] = [
+        (lambda edit: edit.update(Key, key.id, {"name": "app"}), False),
+        (lambda edit: edit.update(Key, key.id, {"scopes": ["usage"]}), True),
+        (lambda edit: edit.rotate_key(key.id, 60), True),
+        (lambda edit: edit.disable_key(key.id), True),
+        (lambda edit: edit.disable_key(key.id, disabled=False), False),
+    ]
+    for change, revokes in changes:
         (told,) = await told_of(catalog, change)
-        assert told == Announcement(told.revision, key.tenant_id, keys=(key.id,))
+        assert told == Announcement(told.revision, key.tenant_id, keys=(key.id,), revokes=revokes)
     (told,) = await told_of(catalog, lambda edit: edit.delete(Key, key.id))
-    assert told == Announcement(told.revision, key.tenant_id, gone=(key.id,))
+    assert told == Announcement(told.revision, key.tenant_id, gone=(key.id,), revokes=True)
+
+
+async def test_a_tenant_that_is_suspended_or_deleted_is_told_as_a_revocation(catalog: Catalog) -> None:
+    customer = await new_customer(catalog)
+    tenant_id = customer.tenant.id
+    changes: list[tuple[Callable[[Edit], Awaitable[Any]], bool]] = [
+        (lambda edit: edit.update(Tenant, tenant_id, {"suspended": True}), True),
+        (lambda edit: edit.update(Tenant, tenant_id, {"suspended": False}), False),
+        (lambda edit: edit.delete(Tenant, tenant_id), True),
+    ]
+    for change, revokes in changes:
+        (told,) = await told_of(catalog, change)
+        assert (told.config, told.revokes) == (True, revokes)
 
 
 async def test_a_change_of_an_override_is_told_as_such(catalog: Catalog) -> None:
@@ -127,8 +142,10 @@ async def test_an_edit_of_several_tenants_is_told_of_each_under_one_number(catal
     told = {each.tenant_id: each for each in await told_of(catalog, much)}
     number = await last_revision(catalog.database)
     assert told == {
-        acme.tenant.id: Announcement(number, acme.tenant.id, config=True, overrides=True, keys=(acme.key.id,)),
-        globex.tenant.id: Announcement(number, globex.tenant.id, keys=(globex.key.id,)),
+        acme.tenant.id: Announcement(
+            number, acme.tenant.id, config=True, overrides=True, keys=(acme.key.id,), revokes=True
+        ),
+        globex.tenant.id: Announcement(number, globex.tenant.id, keys=(globex.key.id,), revokes=True),
         OPERATOR: Announcement(number, OPERATOR, config=True),
     }
 
@@ -212,10 +229,22 @@ async def test_rows_are_published_once_and_in_order(catalog: Catalog, database: 
         owed = await queries.unpublished(connection, 10)
     assert [each.announcement for each in owed] == await written(database)
     async with database.writing() as connection:
-        await queries.mark_published(connection, owed[0].announcement)
+        await queries.mark_published(connection, [owed[0].announcement])
     async with database.reading() as connection:
         assert await queries.unpublished(connection, 10) == owed[1:]
     assert await written(database) == [each.announcement for each in owed]  # those who poll still read it
+
+
+async def test_rows_that_revoke_can_be_read_before_older_ones(catalog: Catalog, database: Database) -> None:
+    customers = [await new_customer(catalog, f"tenant-{number}") for number in range(3)]
+    async with catalog.edit(ACTOR) as edit:
+        await edit.disable_key(customers[1].key.id)
+    await new_tenant(catalog, "later")
+    async with database.reading() as connection:
+        (first,) = await queries.unpublished(connection, 1)
+        (revoking,) = await queries.unpublished(connection, 10, revoking=True)
+    assert first.announcement.tenant_id == customers[0].tenant.id
+    assert revoking.announcement.keys == (customers[1].key.id,)
 
 
 async def test_rows_are_kept_for_a_day(catalog: Catalog, database: Database, clock: ManualClock) -> None:

@@ -217,7 +217,8 @@ async def test_an_override_whose_change_is_not_published_yet_is_not_lost(
     await sweep.step()
     assert sweep.status().restored == 0
     clock.advance_us(1_000_000)
-    await node._relay()
+    assert node._relay is not None
+    await node._relay.publish_owed()
     assert await limits_of(await node.snapshots.find(account.text), limiter) == [50] * 5
     await sweep.step()
     assert sweep.status().restored == 0

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from statistics import median
 from typing import Any, Self
 
@@ -346,10 +346,19 @@ async def test_a_writer_that_is_killed_between_commit_and_publishing_loses_nothi
         async def put(self, key: str, copy: bytes, ttl_seconds: float) -> None:
             raise StoreUnavailable("it was killed")
 
-        async def claim(self, key: str, ttl_seconds: float, holder: str | None = None) -> bool:
+        async def put_many(self, copies: Mapping[str, bytes], ttl_seconds: float) -> None:
+            raise StoreUnavailable("it was killed")
+
+        async def claim(self, key: str, ttl_seconds: float) -> bool:
             raise StoreUnavailable("it was killed")
 
         async def memory(self) -> dict[str, ServerMemory]:
+            raise StoreUnavailable("it was killed")
+
+        async def hold(self, key: str, owner: bytes, ttl_seconds: float) -> bool:
+            raise StoreUnavailable("it was killed")
+
+        async def release(self, key: str, owner: bytes) -> None:
             raise StoreUnavailable("it was killed")
 
         async def publish(self, channel: str, message: bytes) -> None:

@@ -4,8 +4,11 @@ import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -465,3 +468,83 @@ def test_a_file_whose_limits_of_one_name_count_apart_is_warned_of(shop: Shop) ->
     for arguments in (("diff", file), ("apply", file, "--dry-run"), ("apply", file, "--json"), ("diff", file)):
         [told] = shop.warnings(*arguments)
         assert told.startswith("warning: tenant globex: limit w ")
+
+
+# --- A large file ----------------------------------------------------------------------------------------------------
+
+
+def write_large(folder: Path, count: int, limit: int = 5) -> None:
+    tenants = "".join(
+        f"  - {{name: t{at}, default_plan: free, plans: [{{name: free, limits: {limit}/minute}}]}}\n"
+        for at in range(count)
+    )
+    (folder / "large.yaml").write_text(f"tenants:\n{tenants}")
+
+
+@pytest.mark.slow
+def test_ctrl_c_during_an_apply_says_what_was_done_and_the_next_run_finishes(shop: Shop) -> None:
+    write_large(shop.folder, 4_000)
+    shop.run("tenants", "create", "first")
+    with subprocess.Popen(
+        [PROGRAM, "apply", "large.yaml"],
+        cwd=shop.folder,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        deadline = time.monotonic() + SECONDS
+        while len(json.loads(shop.run("tenants", "list", "--json"))) < 100:
+            assert time.monotonic() < deadline
+            assert process.poll() is None, "it was done before it could be interrupted"
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=SECONDS)
+    assert process.returncode == 130
+    assert "Traceback" not in stderr
+    found = re.search(r"Stopped: ([0-9,]+) of 4,000 tenants are applied, each of them entirely", stderr)
+    assert found is not None, stderr
+    assert stdout == ""
+    done = int(found[1].replace(",", ""))
+    assert len(json.loads(shop.run("tenants", "list", "--json"))) == done + 1
+    assert len(json.loads(shop.run("plans", "list", "--json"))) == done
+    printed = shop.run("apply", "large.yaml")
+    assert printed.endswith(f"{2 * (4_000 - done)} created, 0 changed, 0 deleted.\n")
+    assert shop.run("diff", "large.yaml") == "Nothing to change.\n"
+
+
+@pytest.mark.slow
+def test_on_a_terminal_a_large_apply_shows_how_far_it_is_and_elsewhere_stdout_is_left_alone(shop: Shop) -> None:
+    write_large(shop.folder, 2_000)
+    leader, follower = pty.openpty()
+    with subprocess.Popen(
+        [PROGRAM, "apply", "large.yaml", "--json"],
+        cwd=shop.folder,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=follower,
+    ) as process:
+        os.close(follower)
+        seen: list[bytes] = []
+        reader = threading.Thread(target=lambda: seen.append(read_all(leader)))
+        reader.start()
+        assert process.stdout is not None
+        answer = json.loads(process.stdout.read())
+        process.wait(SECONDS)
+        reader.join(SECONDS)
+    os.close(leader)
+    assert answer["applied"] is True
+    assert len(answer["changes"]) == 4_000
+    assert b"/2000" in seen[0]
+    assert b"tenants" in seen[0]
+
+
+def read_all(terminal: int) -> bytes:
+    found = b""
+    while True:
+        try:
+            data = os.read(terminal, 65_536)
+        except OSError:  # Linux's way to say that the other side is closed
+            return found
+        if not data:
+            return found
+        found += data

@@ -128,6 +128,32 @@ async def test_whatever_the_order_of_many_writers_the_newest_copy_stays(shared: 
     assert await shared.get(name) == numbered(299, b"299")
 
 
+async def test_many_copies_are_put_at_once_and_none_over_a_newer_one(shared: SharedRedis) -> None:
+    names = [f"lf:{{many-{at}}}:%c" for at in range(300)]
+    await shared.put(names[7], numbered(9, b"newer"), 60)
+    await shared.put_many({name: numbered(5, name.encode()) for name in names}, 60)
+    assert await shared.get(names[7]) == numbered(9, b"newer")
+    for name in (names[0], names[150], names[299]):
+        assert await shared.get(name) == numbered(5, name.encode())
+
+
+async def test_a_lease_has_one_owner_who_may_extend_it_and_give_it_back(shared: SharedRedis, servers: HasUrl) -> None:
+    other = SharedRedis(servers.url)
+    key = "lf:{lease}:1"
+    assert await shared.hold(key, b"one", 60)
+    assert await shared.hold(key, b"one", 60)
+    assert not await other.hold(key, b"two", 60)
+    await other.release(key, b"two")
+    assert not await other.hold(key, b"two", 60)
+    await shared.release(key, b"one")
+    assert await other.hold(key, b"two", 0.05)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not await shared.hold(key, b"one", 60):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+    await other.close()
+
+
 async def test_of_many_only_one_can_claim_until_the_claim_ends(shared: SharedRedis, servers: HasUrl) -> None:
     other = SharedRedis(servers.url)
     answers = await asyncio.gather(*(who.claim("lf:{claim}:1", 60) for who in (shared, other) for _ in range(10)))
@@ -200,6 +226,9 @@ async def all_calls(shared: SharedRedis) -> list[tuple[str, str, float]]:
     calls: dict[str, Any] = {
         "get": lambda: shared.get("lf:{a}:%c"),
         "put": lambda: shared.put("lf:{a}:%c", numbered(1), 60),
+        "put_many": lambda: shared.put_many({"lf:{a}:%c": numbered(1), "lf:{b}:%c": numbered(1)}, 60),
+        "hold": lambda: shared.hold("lf:{a}:lease", b"one", 60),
+        "release": lambda: shared.release("lf:{a}:lease", b"one"),
         "claim": lambda: shared.claim("lf:{a}:claim", 60),
         "publish": lambda: shared.publish("lf:%t", b""),
     }

@@ -1,7 +1,12 @@
 """Administration while the database or the store is away: told as such, and back as soon as they are."""
 
+import asyncio
+
+import httpx
 import pytest
 
+from limitforge.catalog import queries
+from limitforge.catalog.database import Database
 from tests.postgres import PostgresServer
 from tests.servers import RedisServer
 from tests.service.live import Account, Live
@@ -41,6 +46,31 @@ def test_without_the_store_the_kill_switch_still_works(own_redis_server: RedisSe
         body = {"tenant_id": account.id, "resource": "GET:/orders/7", "subject": "user:1"}
         assert_problem(admin.post("/reset", body), 503, "store_unavailable")
         own_redis_server.restart()
+
+
+@pytest.mark.slow
+def test_a_write_behind_a_long_transaction_is_answered_503_with_retry_after(either: Live) -> None:
+    """Another writer holds the lock that all writes take, for longer than a call waits."""
+    admin = either.admin()
+    account = Account(admin)
+
+    async def busy() -> list[httpx.Response]:
+        database = Database(either.settings.database_url)
+        try:
+            async with database.writing() as connection:
+                await queries.next_revision(connection)
+                calls = [
+                    asyncio.to_thread(admin.post, "/tenants", {"name": "held-up"}),
+                    asyncio.to_thread(admin.patch, f"/keys/{account.key['id']}", {"name": "other"}),
+                ]
+                return list(await asyncio.gather(*calls))
+        finally:
+            await database.close()
+
+    for answer in asyncio.run(busy()):
+        assert_problem(answer, 503, "catalog_unavailable")
+        assert int(answer.headers["retry-after"]) >= 1
+    assert admin.post("/tenants", {"name": f"free-{account.id}"[:64]}).status_code == 201
 
 
 def test_text_with_nul_is_kept_where_it_may_be_and_refused_where_not(backed: Live) -> None:

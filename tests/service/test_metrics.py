@@ -153,8 +153,8 @@ def test_tenants_past_the_bound_are_counted_together_and_none_loses_its_name() -
     whole.add(Totals({f"late-{at}": [0, 2, 0, 0, 0] for at in range(MAX_TENANTS)}))
     whole.add(Totals({"first-7": [5, 5, 0, 0, 0]}))
     assert len(whole.tenants) == MAX_TENANTS + 1
-    assert whole.tenants[OTHERS] == [0, 2 * MAX_TENANTS, 0, 0]
-    assert whole.tenants["first-7"] == [6, 5, 0, 0]
+    assert whole.tenants[OTHERS] == [0, 2 * MAX_TENANTS, 0, 0, 0]
+    assert whole.tenants["first-7"] == [6, 5, 0, 0, 0]
 
 
 async def test_what_was_told_is_never_told_lower_whoever_is_asked(tmp_path: Path) -> None:

@@ -1,9 +1,17 @@
-"""Bring the catalog to what a document says: everything in one transaction, or nothing."""
+"""Bring the catalog to what a document says.
 
-from collections.abc import Hashable, Mapping, Sequence
+The whole document is checked before anything is written. Then it is written in short transactions of whole tenants: a
+tenant is changed entirely or not at all, and other writers get their turn in between. An apply that was interrupted is
+finished by applying the document again.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Coroutine, Hashable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+import msgspec
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from limitforge.catalog import queries
@@ -16,7 +24,16 @@ from limitforge.catalog.markup import Source
 from limitforge.catalog.model import Entity, Key, Override, Plan, Policy, Tenant, at_time, build, fields_now
 from limitforge.catalog.problems import Problems
 from limitforge.catalog.specs import Document, KeySpec, OperatorSpec, OverrideSpec, Spec, as_tenant, entity_fields
-from limitforge.errors import InvalidInput
+from limitforge.errors import InvalidInput, Outdated
+
+MAX_CHANGES = 500  # of one transaction that has more than one tenant: about 0.1 s on Postgres
+SHORTEST_PAUSE_SECONDS = 0.005
+PAUSE_PART = 0.25  # of what a transaction took: SQLite has no queue for its lock, so a waiter must find it free
+
+OPERATOR_NAME = ""  # among the names of tenants
+
+Report = Callable[[int, int], None]
+"""Called with the number of tenants that are applied, and of all that are to be."""
 
 
 async def preview(
@@ -24,65 +41,210 @@ async def preview(
 ) -> list[Change]:
     """What `apply` would do now. Everything that is wrong with the document is refused here as there."""
     async with catalog.database.reading() as connection:
-        changes, _ = await _compare(connection, document, at_time(catalog.clock.now_us()), source, prune=prune)
+        wanted = _Wanted(document, source, prune=prune)
+        changes, _ = await wanted.compare(connection, at_time(catalog.clock.now_us()))
         return changes
 
 
 async def apply(
-    catalog: Catalog, document: Document, actor: str, *, prune: bool = False, source: Source | None = None
+    catalog: Catalog,
+    document: Document,
+    actor: str,
+    *,
+    prune: bool = False,
+    source: Source | None = None,
+    report: Report | None = None,
 ) -> list[Change]:
-    """Make the catalog say what the document says, and tell what that took. Where it does already, nothing is written.
+    """Make the catalog say what the document says, and return what that took. Where it does already, nothing is
+    written.
 
-    `source` is where the document was read, so that errors name its lines.
+    Each tenant is changed entirely or not at all. Cancelling it lets the current transaction end first. `source` is
+    where the document was read, so that errors name its lines.
     """
-    if not await preview(catalog, document, prune=prune, source=source):
-        return []
-    async with catalog.edit(actor) as edit:
-        changes, state = await _compare(edit.connection, document, edit.now, source, prune=prune)
-        writes = _Writes(state, changes, actor)
-        await edit.write(writes.pairs)
-        await edit.set_default_plans(writes.created)
-    return changes
+    wanted = _Wanted(document, source, prune=prune)
+    async with catalog.database.reading() as connection:
+        revision = await queries.last_revision(connection)
+        planned, state = await wanted.compare(connection, at_time(catalog.clock.now_us()))
+    batches = _batches(planned, state)
+    work = _Application(catalog, wanted, actor, state, revision)
+    work.count(batches, report)
+    for batch in batches:
+        began = time.monotonic()
+        await _to_its_end(work.write(batch))
+        if batch is not batches[-1]:
+            await asyncio.sleep(max(SHORTEST_PAUSE_SECONDS, PAUSE_PART * (time.monotonic() - began)))
+    return work.changes
 
 
-async def _compare(
-    connection: AsyncConnection, document: Document, now: datetime, source: Source | None, *, prune: bool
-) -> tuple[list[Change], State]:
-    if prune and document.tenants is None:
-        raise InvalidInput("tenants", "must be there for the others to be pruned, if only as an empty list")
-    state = await read_state(connection, None if prune else [each.name for each in document.tenants or ()])
-    current = described(state, now)
-    problems = Problems(source)
-    check(document, current, now, problems)
-    await _check_keys(connection, document, state, problems)
-    problems.stop()
-    return plan_changes(document, current, now, prune=prune), state
+class _Wanted:
+    """What a document says, to be compared with what is there."""
+
+    def __init__(self, document: Document, source: Source | None, *, prune: bool) -> None:
+        if prune and document.tenants is None:
+            raise InvalidInput("tenants", "must be there for the others to be pruned, if only as an empty list")
+        self._document = document
+        self._source = source
+        self._prune = prune
+
+    async def compare(
+        self, connection: AsyncConnection, now: datetime, only: Collection[str] | None = None
+    ) -> tuple[list[Change], State]:
+        """The changes to make, and the state that they start from: of all tenants, or of those that `only` names."""
+        document = self._document if only is None else self._part(only)
+        names: Collection[str] | None = only
+        if only is None and not self._prune:
+            names = [each.name for each in document.tenants or ()]
+        state = await read_state(connection, names)
+        current = described(state, now)
+        problems = Problems(self._source)
+        check(self._document, current, now, problems, only)
+        await self._check_keys(connection, state, problems, only)
+        problems.stop()
+        return plan_changes(document, current, now, prune=self._prune), state
+
+    def _part(self, only: Collection[str]) -> Document:
+        operator = self._document.operator if OPERATOR_NAME in only else None
+        tenants = tuple(each for each in self._document.tenants or () if each.name in only)
+        return Document(operator=operator, tenants=tenants)
+
+    async def _check_keys(
+        self, connection: AsyncConnection, state: State, problems: Problems, only: Collection[str] | None
+    ) -> None:
+        """What a file can't know of its keys: whether they are there, and whose they are."""
+        tenants = self._document.tenants or ()
+        placed = {
+            key.id: (f"tenants[{at}].keys[{number}]", tenant.name, key)
+            for at, tenant in enumerate(tenants)
+            if only is None or tenant.name in only
+            for number, key in enumerate(tenant.keys or ())
+        }
+        there = {key.id: key for key in await queries.some(connection, Key, "id", placed)}
+        leaving = {each.tenant.id for each in state.tenants.values()} - {
+            state.tenants[each.name].tenant.id for each in tenants if each.keys is None and each.name in state.tenants
+        }
+        for key_id, (path, tenant, wanted) in placed.items():
+            known, owner = there.get(key_id), state.tenants.get(tenant)
+            if known is not None and owner is not None and known.tenant_id == owner.tenant.id:
+                if known.type != wanted.type:
+                    problems.add(f"{path}.type", f"of this key is {known.type}, and can't be changed: make another key")
+                continue
+            if known is not None and known.tenant_id not in leaving:
+                problems.add(f"{path}.id", "is that of another tenant's key")
+            if wanted.secrets is None:
+                why = "is required for a key that is not there yet: `limitforge keys make` makes one"
+                problems.add(f"{path}.secrets", why)
 
 
-async def _check_keys(connection: AsyncConnection, document: Document, state: State, problems: Problems) -> None:
-    """What a file can't know of its keys: whether they are there, and whose they are."""
-    placed = {
-        key.id: (f"tenants[{at}].keys[{number}]", tenant.name, key)
-        for at, tenant in enumerate(document.tenants or ())
-        for number, key in enumerate(tenant.keys or ())
-    }
-    there = {key.id: key for key in await queries.some(connection, Key, "id", placed)}
-    leaving = {each.tenant.id for each in state.tenants.values()} - {
-        state.tenants[each.name].tenant.id
-        for each in document.tenants or ()
-        if each.keys is None and each.name in state.tenants
-    }
-    for key_id, (path, tenant, wanted) in placed.items():
-        known, owner = there.get(key_id), state.tenants.get(tenant)
-        if known is not None and owner is not None and known.tenant_id == owner.tenant.id:
-            if known.type != wanted.type:
-                problems.add(f"{path}.type", f"of this key is {known.type}, and can't be changed: make another key")
-            continue
-        if known is not None and known.tenant_id not in leaving:
-            problems.add(f"{path}.id", "is that of another tenant's key")
-        if wanted.secrets is None:
-            why = "is required for a key that is not there yet: `limitforge keys make` makes one"
-            problems.add(f"{path}.secrets", why)
+# --- Transactions ----------------------------------------------------------------------------------------------------
+
+
+class _Batch(msgspec.Struct, frozen=True):
+    """The changes of some tenants, which are made in one transaction."""
+
+    names: tuple[str, ...]
+    changes: list[Change]
+
+
+class _Application:
+    """Writes batches, one transaction each. `state` is what was there at `revision`."""
+
+    def __init__(self, catalog: Catalog, wanted: _Wanted, actor: str, state: State, revision: int) -> None:
+        self.changes: list[Change] = []
+        self._catalog = catalog
+        self._wanted = wanted
+        self._actor = actor
+        self._state = state
+        self._revision = revision
+        self._is_alone = True  # whether nothing else was written since the state was read
+        self._done = self._total = 0
+        self._report: Report | None = None
+
+    def count(self, batches: Iterable[_Batch], report: Report | None) -> None:
+        """Report from now on how many tenants of these batches are done."""
+        self._total, self._report = sum(len(batch.names) for batch in batches), report
+        self._tell()
+
+    async def write(self, batch: _Batch) -> None:
+        try:
+            changes = await self._write(batch)
+        except Outdated:  # such as an override that had expired, and was removed since the state was read
+            self._is_alone = False
+            changes = await self._write(batch)
+        self.changes += changes
+        self._done += len(batch.names)
+        self._tell()
+
+    async def _write(self, batch: _Batch) -> list[Change]:
+        known = {name: self._state.tenants[name] for name in batch.names if name in self._state.tenants}
+        changes = batch.changes
+        writes = _Writes(State(self._state.operator, known), changes, self._actor)  # before others have to wait
+        async with self._catalog.edit(self._actor) as edit:
+            self._is_alone = self._is_alone and edit.revision == self._revision + 1
+            if not self._is_alone:
+                changes, state = await self._wanted.compare(edit.connection, edit.now, batch.names)
+                writes = _Writes(state, changes, self._actor)
+            await edit.write(writes.pairs)
+            await edit.set_default_plans(writes.created)
+        self._revision = edit.revision
+        return changes
+
+    def _tell(self) -> None:
+        if self._report is not None and self._total:
+            self._report(self._done, self._total)
+
+
+def _batches(changes: Sequence[Change], state: State) -> list[_Batch]:
+    """The changes by transaction: those of a tenant together, and tenants between which a key moves."""
+    by_name: dict[str, list[Change]] = {}
+    for change in changes:
+        by_name.setdefault(change.tenant, []).append(change)
+    batches: list[_Batch] = []
+    names: list[str] = []
+    count = 0
+    for group in _groups(by_name, state):
+        size = sum(len(by_name[name]) for name in group)
+        if names and count + size > MAX_CHANGES:
+            batches.append(_batch(names, by_name))
+            names, count = [], 0
+        names += group
+        count += size
+    if names:
+        batches.append(_batch(names, by_name))
+    return batches
+
+
+def _batch(names: Iterable[str], by_name: Mapping[str, list[Change]]) -> _Batch:
+    return _Batch(tuple(names), [change for name in names for change in by_name[name]])
+
+
+def _groups(by_name: Mapping[str, Sequence[Change]], state: State) -> list[list[str]]:
+    """The names of tenants, those together that give a key, or its secret, to another."""
+    owner: dict[str, str] = {}
+    for name, tenant in state.tenants.items():
+        for key in tenant.keys:
+            owner |= dict.fromkeys((key.id, *(each.hash for each in key.secrets)), name)
+    group = {name: [name] for name in by_name}
+    for name, changes in by_name.items():
+        for change in changes:
+            if not isinstance(change.after, KeySpec):
+                continue
+            for mark in (change.after.id, *(each.hash for each in change.after.secrets or ())):
+                before = owner.get(mark, name)
+                if before in group and group[before] is not group[name]:
+                    merged = group[before] + group[name]
+                    group |= dict.fromkeys(merged, merged)
+    return list({id(each): each for each in group.values()}.values())
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Await it; if that is cancelled, let it end all the same, so that what was done is known."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        if not task.done():
+            await asyncio.wait([task])
+        raise
 
 
 # --- From changes to rows --------------------------------------------------------------------------------------------

@@ -172,7 +172,7 @@ class Edit:
         await self._check(entity)
         await queries.add(self.connection, entity)
         if isinstance(entity, Plan):
-            await queries.add_plan_version(self.connection, entity, self._actor)
+            await queries.add_plan_versions(self.connection, [entity], self._actor)
         await self._record("create", None, entity)
         return entity
 
@@ -199,7 +199,7 @@ class Edit:
             raise Conflict("the operator can't be deleted")
         if isinstance(before, Plan) and (users := await queries.users_of_plan(self.connection, before)):
             raise Conflict(f"plan {before.name} is still in use by {', '.join(users)}: give them another plan first")
-        await queries.remove(self.connection, before)
+        await queries.remove(self.connection, [before])
         await self._record("delete", before, None)
         return before
 
@@ -303,20 +303,17 @@ class Edit:
             if action == "create":
                 created = [after for _, after in pairs if after is not None]
                 await queries.add_all(self.connection, created, self._actor, self.now)
+            elif action == "delete":
+                await queries.remove(self.connection, [before for before, _ in pairs if before is not None])
             else:
-                for before, after in pairs:
-                    await self._write_one(before, after)
+                await self._put(
+                    [(before, after) for before, after in pairs if before is not None and after is not None]
+                )
             await queries.add_audit(self.connection, [self._recorded(action, *pair) for pair in pairs])
 
     async def set_default_plans(self, tenants: Iterable[Tenant]) -> None:
         """Of tenants that were written before their plans were."""
         await queries.set_default_plans(self.connection, tenants)
-
-    async def _write_one(self, before: Entity | None, after: Entity | None) -> None:
-        if before is not None and after is not None:
-            await self._put(before, after)
-        elif before is not None:
-            await queries.remove(self.connection, before)
 
     # --- The end -----------------------------------------------------------------------------------------------------
 
@@ -369,17 +366,20 @@ class Edit:
     async def _replace(self, before: AnyEntity, after: AnyEntity, action: str = "update") -> AnyEntity:
         after = self._dated(before, after)
         await self._check(after)
-        await self._put(before, after)
+        await self._put([(before, after)])
         await self._record(action, before, after)
         return after
 
-    async def _put(self, before: Entity, after: Entity) -> None:
-        if not await queries.replace(self.connection, after, before.version):
-            raise Outdated(f"{before.kind} {before.id} was changed by somebody else just now: read it again")
-        if isinstance(after, Plan):
-            await queries.add_plan_version(self.connection, after, self._actor)
-        if isinstance(before, Key | Token) and isinstance(after, Key | Token) and after.secrets != before.secrets:
-            await queries.set_secrets(self.connection, after, self.now)
+    async def _put(self, pairs: Sequence[tuple[Entity, Entity]]) -> None:
+        """Replace some of one kind."""
+        if not await queries.replace_all(self.connection, [after for _, after in pairs]):
+            raise Outdated(f"a {pairs[0][0].kind} was changed by somebody else just now: read it again")
+        plans = [after for _, after in pairs if isinstance(after, Plan)]
+        if plans:
+            await queries.add_plan_versions(self.connection, plans, self._actor)
+        for before, after in pairs:
+            if isinstance(before, Key | Token) and isinstance(after, Key | Token) and after.secrets != before.secrets:
+                await queries.set_secrets(self.connection, after, self.now)
 
     def _dated(self, before: Entity | None, after: Dated) -> Dated:
         """What is to be, with its version and its times."""
@@ -478,7 +478,7 @@ class Edit:
             raise CatalogError("nothing was changed")
         tenant_id: str | None = entity.id if isinstance(entity, Tenant) else getattr(entity, "tenant_id", None)
         if tenant_id is not None and not isinstance(entity, Token):
-            self._announce(tenant_id, entity, is_gone=after is None)
+            self._announce(tenant_id, before, after)
         return {
             "at": self.now,
             "actor": self._actor,
@@ -489,10 +489,13 @@ class Edit:
             "after": None if after is None else plain(after),
         }
 
-    def _announce(self, tenant_id: str, entity: Entity, *, is_gone: bool) -> None:
+    def _announce(self, tenant_id: str, before: Entity | None, after: Entity | None) -> None:
         told = self._heard.get(tenant_id) or Announcement(self.revision, tenant_id)
+        entity = after or before
+        if _revokes(before, after):
+            told = msgspec.structs.replace(told, revokes=True)
         if isinstance(entity, Key):
-            field = "gone" if is_gone else "keys"
+            field = "gone" if after is None else "keys"
             ids = dict.fromkeys((*getattr(told, field), entity.id))
             told = msgspec.structs.replace(told, **{field: tuple(ids)})
         elif isinstance(entity, Override):
@@ -520,6 +523,20 @@ def _kind_and_action(change: tuple[Entity | None, Entity | None]) -> tuple[str, 
     if entity is None:
         raise CatalogError("nothing was changed")
     return entity.kind, "create" if before is None else "delete" if after is None else "update"
+
+
+def _revokes(before: Entity | None, after: Entity | None) -> bool:
+    """True if a key, or all keys of a tenant, may be used for less than before."""
+    if isinstance(before, Key):
+        fields = ("secrets", "expires_at", "scopes")
+        return (
+            not isinstance(after, Key)
+            or (after.disabled and not before.disabled)
+            or any(getattr(after, field) != getattr(before, field) for field in fields)
+        )
+    if isinstance(before, Tenant):
+        return not isinstance(after, Tenant) or (after.suspended and not before.suspended)
+    return False
 
 
 Found = TypeVar("Found")

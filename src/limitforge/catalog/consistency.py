@@ -1,7 +1,7 @@
 """What the parts of a configuration must be to each other: names that are there, and there once."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -28,19 +28,28 @@ from limitforge.errors import InvalidInput
 LONGEST_OVERRIDE = timedelta(microseconds=TEN_YEARS_US)
 
 
-def check(document: Document, current: Document | None, now: datetime, problems: Problems) -> None:
+def check(
+    document: Document,
+    current: Document | None,
+    now: datetime,
+    problems: Problems,
+    only: Collection[str] | None = None,
+) -> None:
     """What its parts must be to each other. `current` is what is there already, for sections that the document leaves
-    alone; without it, whatever depends on those is not checked.
+    alone; without it, whatever depends on those is not checked. `only` names the tenants to check, "" the operator.
     """
     there = {} if current is None else {each.name: each for each in current.tenants or ()}
-    if document.operator is not None:
+    if document.operator is not None and (only is None or "" in only):
         known = None if current is None else as_tenant(current.operator or OperatorSpec())
         _check_tenant("operator", as_tenant(document.operator), known, now, problems, is_known=current is not None)
     tenants = document.tenants or ()
-    _check_unique("tenants", "name", (each.name for each in tenants), problems)
-    ids = [(f"tenants[{at}]", each.keys or ()) for at, each in enumerate(tenants)]
-    _check_keys_are_unique(ids, problems)
+    if only is None:
+        _check_unique("tenants", "name", (each.name for each in tenants), problems)
+        ids = [(f"tenants[{at}]", each.keys or ()) for at, each in enumerate(tenants)]
+        _check_keys_are_unique(ids, problems)
     for at, tenant in enumerate(tenants):
+        if only is not None and tenant.name not in only:
+            continue
         known = there.get(tenant.name)
         _check_tenant(f"tenants[{at}]", tenant, known, now, problems, is_known=current is not None)
 

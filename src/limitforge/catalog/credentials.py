@@ -142,7 +142,12 @@ def fingerprint(text: str) -> bytes:
 
 
 def _random(length: int) -> str:
-    return "".join(secrets.choice(ALPHABET) for _ in range(length))
+    """So many letters and digits; all from one random number, since an apply makes tens of thousands of ids."""
+    number, digits = secrets.randbelow(len(ALPHABET) ** length), []
+    for _ in range(length):
+        number, digit = divmod(number, len(ALPHABET))
+        digits.append(ALPHABET[digit])
+    return "".join(digits)
 
 
 def _checksum(body: str) -> str:

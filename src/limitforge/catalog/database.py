@@ -155,11 +155,12 @@ class Database:
             reason += "; run `limitforge db upgrade`"
         return CatalogUnavailable(f"the database {self.place} can't serve now: {reason}")
 
-    def _handle(self, context: ExceptionContext) -> None:
-        """What a driver raises in its own way, such as a connection that is lost or a statement that takes too long."""
+    def _handle(self, context: ExceptionContext) -> CatalogUnavailable | None:
+        """Return the error to raise for what a driver raises unwrapped: a lost connection, or a statement that waits
+        too long, such as one behind a lock.
+        """
         error = context.original_exception
-        if isinstance(error, OSError | TimeoutError):
-            context.chained_exception = self._unavailable(error)
+        return self._unavailable(error) if isinstance(error, OSError | TimeoutError) else None
 
     async def _migrate(self, move: Any, to: str) -> None:
         def run(connection: Connection) -> None:
@@ -268,4 +269,6 @@ def _reason(error: BaseException) -> str:
     cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
     said = str(cause).strip().splitlines()
     reason = said[0] if said else type(cause).__name__
+    if isinstance(cause, TimeoutError) and not said:
+        reason = f"busy, no answer within {SECONDS:g} s"
     return reason.rpartition(">: ")[2]  # asyncpg's errors begin with their class

@@ -8,20 +8,19 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from datetime import timedelta
-from itertools import groupby
 from typing import Any, Self
 
 import msgspec
 
 from limitforge.catalog import queries
 from limitforge.catalog.cache import CacheStatus, Snapshots
-from limitforge.catalog.catalog import CHANNEL, NOBODY, Catalog
+from limitforge.catalog.catalog import CHANNEL, Catalog
 from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database import Database
 from limitforge.catalog.mirror import Mirror, OverrideSink
 from limitforge.catalog.model import Tenant, at_time
 from limitforge.catalog.queries import Announcement
+from limitforge.catalog.relay import Relay, mirror_changed
 from limitforge.catalog.sources import DatabaseSource, Shared, WarmCopies
 from limitforge.catalog.sweep import OverrideSweep, SweepStatus
 from limitforge.core.clock import Clock, SystemClock
@@ -30,13 +29,14 @@ from limitforge.errors import CatalogError, CatalogUnavailable, LimitforgeError,
 
 POLL_SECONDS = 0.5
 POLL_WHEN_TOLD_SECONDS = 5.0  # while Postgres itself tells of changes
-RELAY_AFTER_SECONDS = 0.2  # the writer publishes by itself; if it has not by then, it may be gone
 USED_SECONDS = 10.0
 MIRROR_SECONDS = 60.0
 TIDY_SECONDS = 3_600.0
+SHORTEST_PAUSE_SECONDS = 0.05  # between two looks at the outbox: one look does for many commits of an apply
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
-BATCH = 1_000
+BATCH = 100  # revisions that are read at once
+SLICE = 100  # tenants that are acted on at once: a revocation may have to wait for them
 CANCEL_SECONDS = 1.0
 
 _log = logging.getLogger(__name__)
@@ -93,7 +93,17 @@ class Node:
                 on_restored=on_restored,
                 on_memory=on_memory,
             )
-        self._channel = f"{key_prefix}:%catalog"
+        self._relay: Relay | None = None
+        if shared is not None and self._warm is not None:
+            self._relay = Relay(
+                database,
+                shared,
+                self._warm,
+                self._mirror,
+                key_prefix=key_prefix,
+                clock=self._clock,
+                failed=self._store_is,
+            )
         self._prefix = key_prefix
         self.snapshots = Snapshots(self._source, peppers, warm=self._warm, placed=placed, clock=self._clock, **bounds)
         self.catalog = Catalog(database, peppers=peppers, clock=self._clock, changed=self._wrote)
@@ -105,8 +115,10 @@ class Node:
         self._listening: set[str] = set()
         self._is_ok = True
         self._since_us = self._clock.now_us()
-        self._owes = False  # whether some rows were not published when last looked
+        self._later: dict[str, Announcement] = {}  # by tenant: what is acted on in slices, beside reading the outbox
+        self._has_later = asyncio.Event()
         self._owes_mirror = False  # whether overrides were to be compared, and could not be
+        self._repair: asyncio.Task[None] | None = None
         self._is_store_away = False
 
     async def start(self) -> None:
@@ -123,14 +135,22 @@ class Node:
                 if owed and self._shared is not None:  # copies may be older than these
                     self._seen = owed[0].announcement.revision - 1
                 self._is_new = False
-            self._owes = self._shared is not None
+            if self._relay is not None:
+                self._relay.wake()
             if self._mirror is not None and self._shared is None:
                 await self._mirror.reconcile_all()
         except CatalogUnavailable as error:
             if self._shared is None:
                 raise
             self._failed(error)
+        self._run_all()
+
+    def _run_all(self) -> None:
+        """Begin all work that goes on until the node is closed."""
         self._run(self._watch())
+        self._run(self._act_later())
+        if self._relay is not None:
+            self._run(self._relay.run(self._unbroken))
         self._run(self._every(lambda: USED_SECONDS, self.write_used))
         self._run(self._every(lambda: TIDY_SECONDS, self._tidy))
         if self._mirror is not None:
@@ -199,43 +219,48 @@ class Node:
             await self._act(announcements)
             if announcements[0].revision == self._seen + 1:
                 self._seen += 1
-            if self._shared is not None:
-                await self._publish(announcements)
+            if self._relay is not None:
+                await self._relay.publish(announcements)
         except StoreError as error:
-            self._owes = True
-            self._store_failed(error)
+            self._store_is(error)
         except CatalogError as error:
-            self._owes = True
-            _log.warning("a change is committed and not yet told to all: %s", error)
-
-    async def _publish(self, announcements: Sequence[Announcement]) -> None:
-        """Copies first, then the message, so that whoever hears it finds what is new."""
-        if self._shared is None or self._warm is None:
-            return
-        for told in announcements:
-            if told.config:
-                await self._warm.put_config(told.tenant_id, await self._source.config(told.tenant_id), told.revision)
-            for key_id in (*told.keys, *told.gone):
-                await self._warm.put_key(key_id, await self._source.key(key_id), told.revision)
-        await self._shared.publish(self._channel, msgspec.msgpack.encode(announcements))
-        await self._mirror_changed(announcements)
-        async with self._database.writing() as connection:
-            for told in announcements:
-                await queries.mark_published(connection, told)
-
-    async def _mirror_changed(self, announcements: Sequence[Announcement]) -> None:
-        if self._mirror is None:
-            return
-        for told in announcements:
-            if told.tenant_id != NOBODY and (told.overrides or told.config):
-                await self._mirror.reconcile(told.tenant_id, anew=told.config)
+            if self._relay is not None:
+                self._relay.wake()
+            _log.warning("a change is committed and not yet published, will retry: %s", error)
 
     # --- Changes made elsewhere --------------------------------------------------------------------------------------
 
     async def _act(self, announcements: Sequence[Announcement]) -> None:
         await self.snapshots.heard(announcements)
-        if self._shared is None:
-            await self._mirror_changed(announcements)
+        if self._shared is None and self._mirror is not None:
+            await mirror_changed(self._mirror, self._database, announcements)
+
+    async def _act_on_rows(self, rows: Sequence[Announcement]) -> None:
+        """Act on some rows: on keys and revocations at once, on many tenants in slices, beside reading the outbox."""
+        if len(rows) <= SLICE and not self._later:
+            await self._act(rows)
+            return
+        await self._act([row for row in rows if row.revokes])
+        await self.snapshots.heard([msgspec.structs.replace(row, config=False) for row in rows if not row.revokes])
+        for row in rows:
+            if (row.config or row.overrides) and not row.revokes:
+                known = self._later.pop(row.tenant_id, row)
+                both = (known.config or row.config, known.overrides or row.overrides)
+                self._later[row.tenant_id] = Announcement(row.revision, row.tenant_id, *both)
+        self._has_later.set()
+
+    async def _act_later(self) -> None:
+        while True:
+            await self._has_later.wait()
+            slice_ = [self._later.pop(tenant_id) for tenant_id in list(self._later)[:SLICE]]
+            if not self._later:
+                self._has_later.clear()
+            try:
+                await self._unbroken(self._act(slice_))
+            except (CatalogError, StoreError) as error:
+                _log.warning("could not apply a configuration change, keeping the previous one: %s", error)
+            except Exception:  # noqa: BLE001 - later changes must be acted on all the same
+                _log.exception("could not apply a configuration change, keeping the previous one")
 
     async def _watch(self) -> None:
         """Read the outbox, again and again."""
@@ -244,13 +269,12 @@ class Node:
                 await self._unbroken(self._look())
             except CatalogError as error:
                 self._failed(error)
-            except StoreError as error:
-                self._store_failed(error)
             except Exception:  # noqa: BLE001 - whatever it is: go on, or nobody hears of changes any more
                 _log.exception("something is wrong with how changes are heard of")
             pause = POLL_WHEN_TOLD_SECONDS if "postgres" in self._listening else POLL_SECONDS
-            if self._owes:
-                pause = POLL_SECONDS if self._is_store_away else RELAY_AFTER_SECONDS
+            if self._owes_mirror:
+                pause = POLL_SECONDS
+            await asyncio.sleep(SHORTEST_PAUSE_SECONDS)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await self._wake.wait()
@@ -260,7 +284,10 @@ class Node:
         await self.catch_up()
         self.snapshots.confirm()
         self._recovered()
-        await self._make_up()
+        if self._owes_mirror and self._repair is None:
+            self._repair = asyncio.get_running_loop().create_task(self._repair_overrides())
+            self._work.add(self._repair)
+            self._repair.add_done_callback(self._ended)
 
     async def _unbroken(self, work: Coroutine[Any, Any, None]) -> None:
         """Work that goes on to its end when the node is closed: a driver that is cut off in the middle of a statement
@@ -289,40 +316,31 @@ class Node:
                 await self.snapshots.reload_all()
                 self._seen = last
             elif rows:
-                await self._act(rows)
+                await self._act_on_rows(rows)
                 self._seen = max(self._seen, rows[-1].revision)
-                self._owes = self._shared is not None
+                if self._relay is not None:
+                    self._relay.wake()
             if self._seen >= last:
                 return
 
-    async def _make_up(self) -> None:
-        """For what could not be done before: publish what its writer did not, compare overrides."""
-        if self._owes:
-            await self._relay()
-        if self._owes_mirror and self._mirror is not None:
-            await self._mirror.reconcile_all()
+    async def _repair_overrides(self) -> None:
+        """Compare overrides after that failed before; beside reading the outbox, since it may take long."""
+        try:
+            if self._mirror is not None:
+                await self._mirror.reconcile_all()
             self._owes_mirror = False
-        if self._is_store_away:
-            self._is_store_away = False
-            _log.warning("what nodes share can be reached again")
-
-    async def _relay(self) -> None:
-        """Publish what was not, in place of writers that are gone or share nothing."""
-        if self._shared is None:
-            return
-        async with self._database.reading() as connection:
-            rows = await queries.unpublished(connection, BATCH)
-        self._owes = bool(rows)
-        newest = at_time(self._clock.now_us()) - timedelta(seconds=RELAY_AFTER_SECONDS)
-        for revision, group in groupby(rows, key=lambda row: row.announcement.revision):
-            owed = list(group)
-            if owed[0].at <= newest and await self._shared.claim(f"{self._prefix}:{{%relay}}:{revision}", 5):
-                await self._publish([row.announcement for row in owed])
+            self._store_is(None)
+        except StoreError as error:
+            self._store_is(error)
+        except CatalogError as error:
+            self._failed(error)
+        finally:
+            self._repair = None
 
     async def _redis_messages(self) -> AsyncGenerator[None, None]:
-        if self._shared is None:
+        if self._shared is None or self._relay is None:
             return
-        async with contextlib.aclosing(self._shared.listen(self._channel)) as messages:
+        async with contextlib.aclosing(self._shared.listen(self._relay.channel)) as messages:
             async for message in messages:
                 if message is None:
                     self._wake.set()
@@ -331,12 +349,11 @@ class Node:
                 try:
                     announcements = msgspec.msgpack.decode(message, type=list[Announcement])
                 except msgspec.MsgspecError:
-                    _log.warning("a message on %s is not ours", self._channel)
+                    _log.warning("a message on %s is not ours", self._relay.channel)
                     continue
-                await self._act(announcements)
-                if announcements and announcements[0].revision == self._seen + 1:
-                    self._seen += 1
-                self._wake.set()
+                await self._act_on_rows(announcements)
+                if any(each.revision > self._seen for each in announcements):
+                    self._wake.set()  # a message may hold a part of a revision: only the outbox says how far this is
 
     async def _postgres_notices(self) -> AsyncGenerator[None, None]:
         async with contextlib.aclosing(self._database.notices(CHANNEL)) as notices:
@@ -399,10 +416,16 @@ class Node:
             self._is_ok, self._since_us = False, self._clock.now_us()
             _log.warning("the catalog is degraded: %s", error)
 
-    def _store_failed(self, error: StoreError) -> None:
-        if not self._is_store_away:
-            self._is_store_away = True
-            _log.warning("what nodes share can't be reached; what is owed to it will be done: %s", error)
+    def _store_is(self, error: StoreError | None) -> None:
+        """Note that Redis is away, or back."""
+        if error is not None and self._relay is not None:
+            self._relay.wake()
+        if (error is not None) is not self._is_store_away:
+            self._is_store_away = error is not None
+            if error is None:
+                _log.warning("Redis is reachable again")
+            else:
+                _log.warning("Redis is unreachable; pending writes will be retried: %s", error)
 
     def _recovered(self) -> None:
         self.snapshots.is_reachable()

@@ -12,6 +12,7 @@ before a trailing `*`, that before no path at all. Only between equal paths does
 """
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -26,6 +27,7 @@ MAX_STEPS = 1_024
 """How many places a search may come to, at the worst; a table that could need more is refused. It takes paths of ten
 segments to get there, with a literal and a parameter at each, in every combination.
 """
+PARSED = 1_024  # patterns that are remembered: tenants of one file have much the same ones
 MAX_MEMO = 128  # every tenant has a table, and a search costs a microsecond
 
 T = TypeVar("T")
@@ -50,21 +52,7 @@ class Pattern(msgspec.Struct, frozen=True):
     def parse(text: str) -> "Pattern":
         if not isinstance(text, str):
             raise InvalidInput("resource", f"must be a string, got {type(text).__name__}")
-        if not text:
-            raise InvalidInput("resource", "must not be empty")
-        text = bounded("resource", text)
-        method, path = _split(text)
-        if method and path.startswith("/"):
-            segments = _segments(path)
-            _refuse_wildcards(method if method != _ANY else "")
-            return Pattern(text, f"{method}:/{'/'.join(segments)}", method, segments)
-        if text == _ANY:
-            return Pattern(text, text, _ANY, None)
-        if path == _ANY and method not in ("", _ANY):
-            _refuse_wildcards(method)
-            return Pattern(text, text, method, None)
-        _refuse_wildcards(text)
-        return Pattern(text, text, "", None)
+        return _parsed(text)
 
     @property
     def is_literal(self) -> bool:
@@ -171,6 +159,25 @@ def _steps(node: _Node) -> int:
     """How many nodes the longest search comes to: at each, one literal at most fits, and then the parameter."""
     literal = max(map(_steps, node.literals.values()), default=0)
     return 1 + literal + (0 if node.parameter is None else _steps(node.parameter))
+
+
+@lru_cache(PARSED)
+def _parsed(text: str) -> Pattern:
+    if not text:
+        raise InvalidInput("resource", "must not be empty")
+    text = bounded("resource", text)
+    method, path = _split(text)
+    if method and path.startswith("/"):
+        segments = _segments(path)
+        _refuse_wildcards(method if method != _ANY else "")
+        return Pattern(text, f"{method}:/{'/'.join(segments)}", method, segments)
+    if text == _ANY:
+        return Pattern(text, text, _ANY, None)
+    if path == _ANY and method not in ("", _ANY):
+        _refuse_wildcards(method)
+        return Pattern(text, text, method, None)
+    _refuse_wildcards(text)
+    return Pattern(text, text, "", None)
 
 
 def _split(resource: str) -> tuple[str, str]:

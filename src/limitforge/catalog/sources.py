@@ -82,9 +82,15 @@ class Shared(Protocol):
 
     async def put(self, key: str, copy: bytes, ttl_seconds: float) -> None: ...
 
-    async def claim(self, key: str, ttl_seconds: float, holder: str | None = None) -> bool: ...
+    async def claim(self, key: str, ttl_seconds: float) -> bool: ...
 
     async def memory(self) -> Mapping[str, Memory]: ...
+
+    async def put_many(self, copies: Mapping[str, bytes], ttl_seconds: float) -> None: ...
+
+    async def hold(self, key: str, owner: bytes, ttl_seconds: float) -> bool: ...
+
+    async def release(self, key: str, owner: bytes) -> None: ...
 
     async def publish(self, channel: str, message: bytes) -> None: ...
 
@@ -163,10 +169,10 @@ class WarmCopies:
 
     async def put_config(self, tenant_id: str, config: TenantConfig | None, revision: int) -> None:
         """None for a tenant that is gone."""
-        await self._put(self._name("c", tenant_id), config, revision if config is None else config.tenant.revision)
+        await self._put(self._name("c", tenant_id), config, _config_number(config, revision))
 
     async def put_key(self, key_id: str, key: Key | None, revision: int) -> None:
-        await self._put(self._name("k", key_id), key, GONE_FROM + revision if key is None else key.version)
+        await self._put(self._name("k", key_id), key, _key_number(key, revision))
 
     def _name(self, kind: str, identity: str) -> str:
         return f"{self._prefix}:{{{identity}}}:%{kind}"
@@ -187,9 +193,20 @@ class WarmCopies:
             _log.warning("the copy %s can't be read: the database is asked instead", name)
             return None
 
+    async def put_all(
+        self,
+        configs: Iterable[tuple[str, TenantConfig | None, int]],
+        keys: Iterable[tuple[str, Key | None, int]],
+    ) -> None:
+        """Many of both at once, each by its id, with the revision that announced it."""
+        copies = {self._name("c", each): _copy(kept, _config_number(kept, at)) for each, kept, at in configs}
+        copies |= {self._name("k", each): _copy(kept, _key_number(kept, at)) for each, kept, at in keys}
+        if copies:
+            await self._shared.put_many(copies, WARM_SECONDS)
+
     async def _put(self, name: str, kept: TenantConfig | Key | None, revision: int) -> None:
         """Raises where it can't be written: whoever publishes must know."""
-        await self._shared.put(name, struct.pack(">Q", revision) + FORMAT + _encode(kept), WARM_SECONDS)
+        await self._shared.put(name, _copy(kept, revision), WARM_SECONDS)
 
     async def refresh(self, tenant_id: str, config: TenantConfig) -> None:
         """For the next one who asks; it does not matter if it can't be."""
@@ -210,3 +227,15 @@ class WarmCopies:
         if self._clock.now_us() - self._shunned_until_us > 10 * SHUN_US:
             _log.warning("%s; the database is asked instead", error)
         self._shunned_until_us = self._clock.now_us() + SHUN_US
+
+
+def _config_number(config: TenantConfig | None, revision: int) -> int:
+    return revision if config is None else config.tenant.revision
+
+
+def _key_number(key: Key | None, revision: int) -> int:
+    return GONE_FROM + revision if key is None else key.version
+
+
+def _copy(kept: TenantConfig | Key | None, number: int) -> bytes:
+    return struct.pack(">Q", number) + FORMAT + _encode(kept)

@@ -7,6 +7,7 @@ about it; one that is None is left alone. A plain field that is absent has its d
 import re
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -194,12 +195,20 @@ def as_tenant(operator: OperatorSpec) -> TenantSpec:
 def plain(spec: Spec) -> dict[str, Any]:
     """The spec as a file would have it, without what is the default. Times stay times."""
     found: dict[str, Any] = {}
-    for field in msgspec.structs.fields(spec):
-        value = getattr(spec, field.name)
-        default = field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default
+    for name, default in _defaults(type(spec)):
+        value = getattr(spec, name)
         if value != default:
-            found[field.name] = _plain(value)
+            found[name] = _plain(value)
     return found
+
+
+@cache
+def _defaults(kind: type[Spec]) -> tuple[tuple[str, Any], ...]:
+    """The fields of a kind of spec with their defaults. Cached: msgspec reads the annotations anew each time."""
+    return tuple(
+        (each.name, each.default if each.default_factory is msgspec.NODEFAULT else each.default_factory())
+        for each in msgspec.structs.fields(kind)
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -70,8 +70,8 @@ class OverrideSweep:
         self._mirror = mirror
         self._clock = clock
         self._shared = shared
-        self._claim = f"{prefix}:{{%sweep}}:"
-        self._name = uuid4().hex
+        self._lease = f"{prefix}:{{%sweep}}:"
+        self._name = uuid4().hex.encode()
         self._on_restored = on_restored
         self._on_memory = on_memory
         self._after: OverrideRow | None = None
@@ -110,7 +110,7 @@ class OverrideSweep:
         began, was_failing = time.monotonic(), self._is_failing
         self._is_failing = False
         try:
-            is_leader = self._shared is None or await self._shared.claim(self._claim, LEAD_SECONDS, self._name)
+            is_leader = self._shared is None or await self._shared.hold(self._lease, self._name, LEAD_SECONDS)
             await self._ask_memory(is_leader=is_leader)
             if is_leader:
                 await self._look()

@@ -21,10 +21,12 @@ from limitforge.catalog.specs import Document, plain
 from limitforge.cli.naming import find_tenant
 from limitforge.cli.options import AsJson, DatabaseUrl, OfOwner, actor, in_catalog
 from limitforge.cli.output import print_json, print_lines, print_warnings
+from limitforge.cli.progress import Tally
 from limitforge.core.clock import SystemClock
-from limitforge.errors import InvalidInput
+from limitforge.errors import InvalidInput, LimitforgeError
 
 DIFFERENT = 1
+INTERRUPTED = 130  # as a shell has it for SIGINT
 
 File = Annotated[str, typer.Argument(metavar="FILE", help="A YAML or JSON file, or - to read it from stdin.")]
 Prune = Annotated[bool, typer.Option("--prune", help="Tenants that the file does not name are deleted.")]
@@ -39,7 +41,10 @@ def apply(
     database: DatabaseUrl = DEFAULT_URL,
     json: AsJson = False,
 ) -> None:
-    """Bring the catalog to what FILE says: all of it in one transaction, or nothing.
+    """Bring the catalog to what FILE says, each tenant of it entirely or not at all.
+
+    FILE is checked as a whole before anything is written. An apply that is
+    interrupted leaves whole tenants: run it again to finish.
 
     A list that FILE has (plans, policies, keys or overrides of a tenant) is
     the whole truth about it; one that it lacks is left alone, and so are
@@ -52,13 +57,23 @@ def apply(
 
     """
     document, source = _read(file)
+    tally = Tally("Applied", "tenants")
 
     async def work(catalog: Catalog) -> list[Change]:
         if dry_run:
             return await preview(catalog, document, prune=prune, source=source)
-        return await apply_document(catalog, document, actor(), prune=prune, source=source)
+        return await apply_document(catalog, document, actor(), prune=prune, source=source, report=tally.update)
 
-    changes = in_catalog(database, work)
+    try:
+        with tally:
+            changes = in_catalog(database, work)
+    except (KeyboardInterrupt, LimitforgeError) as error:
+        if tally.total:
+            done = f"{tally.done:,} of {tally.total:,} tenants are applied, each of them entirely"
+            print(f"Stopped: {done}. Run the same command again to finish.", file=sys.stderr)
+        if isinstance(error, KeyboardInterrupt):
+            raise typer.Exit(INTERRUPTED) from None
+        raise
     _print(changes, is_applied=not dry_run, for_programs=json)
     print_warnings(in_catalog(database, lambda catalog: _warnings(catalog, document)))
 

@@ -196,7 +196,7 @@ def rotate(
 
 @app.command()
 def disable(name: Name, tenant: OfOwner = None, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False) -> None:
-    """Refuse a key, until it is enabled again."""
+    """Refuse a key, until it is enabled again. Every node does so within a second."""
     print_done("Disabled", _switch(database, name, tenant, disabled=True), as_json=as_json)
 
 

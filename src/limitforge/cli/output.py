@@ -1,8 +1,9 @@
 """What the commands print: tables for people, one JSON value for programs. Names from outside are never markup."""
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from rich.text import Text
 
 from limitforge.catalog.model import OPERATOR, plain
 
+LINES_AT_ONCE = 200  # to render each line by itself costs rich 0.25 ms, which a large file has 100,000 times
 PIPED_WIDTH = 10_000  # what is piped is not wrapped: each entry stays on its line
 
 
@@ -57,9 +59,20 @@ def print_fields(fields: Mapping[str, Any]) -> None:
 def print_lines(lines: Iterable[str], colours: Mapping[str, str]) -> None:
     """As they are; on a terminal coloured by how they start."""
     screen = console()
-    for line in lines:
-        style = next((colour for start, colour in colours.items() if line.startswith(start)), "")
-        screen.print(Text(line, style=style), soft_wrap=True)
+    if not screen.is_terminal:
+        sys.stdout.writelines(f"{line}\n" for line in lines)
+        return
+    for block in _blocks(lines, LINES_AT_ONCE):
+        text = Text()
+        for line in block:
+            text.append(line + "\n", next((colour for start, colour in colours.items() if line.startswith(start)), ""))
+        screen.print(text, soft_wrap=True, end="")
+
+
+def _blocks(lines: Iterable[str], size: int) -> Iterator[list[str]]:
+    rest = iter(lines)
+    while block := list(islice(rest, size)):
+        yield block
 
 
 def words(value: Any) -> str:

@@ -405,17 +405,18 @@ def limit_from_fields(given: Mapping[str, Any]) -> Limit:
     try:
         return kind(**values)
     except TypeError:
-        missing = sorted(set(_required(kind)) - values.keys())
+        missing = sorted(_REQUIRED[kind.algorithm] - values.keys())
         raise InvalidLimit(", ".join(missing), f"is required by {algorithm}") from None
 
 
 def fields_of(limit: Limit) -> dict[str, Any]:
     """The opposite of `limit_from_fields`: everything that was given or is not the default, as plain values."""
     plain: dict[str, Any] = {"algorithm": limit.algorithm}
+    required = _REQUIRED[limit.algorithm]
     for f in fields(limit):
         if f.init:
             value = getattr(limit, f.name)
-            if f.name in ("name", *_required(type(limit))) or value not in (f.default, {}):
+            if f.name == "name" or f.name in required or value not in (f.default, {}):
                 plain[f.name] = _plain(value)
     return plain
 
@@ -430,8 +431,12 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _required(kind: type[Limit]) -> list[str]:
-    return [f.name for f in fields(kind) if f.init and f.default is MISSING and f.default_factory is MISSING]
+_REQUIRED = {
+    algorithm: frozenset(
+        f.name for f in fields(kind) if f.init and f.default is MISSING and f.default_factory is MISSING
+    )
+    for algorithm, kind in ALGORITHMS.items()
+}
 
 
 def _set(limit: Limit, name: str, value: object) -> None:

@@ -6,7 +6,7 @@ has an end, and every error is `StoreUnavailable`.
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -41,13 +41,19 @@ return 1
 """
 
 
-# KEYS: 1 the claim. ARGV: 1 who wants it; 2 its TTL in ms. Returns 1 if it is theirs now, also if it was before; 0 if
-# it is another's. The TTL is the caller's.
-CLAIM = """
-local holder = redis.call('GET', KEYS[1])
-if holder and holder ~= ARGV[1] then return 0 end
+# KEYS: 1 the lease. ARGV: 1 its owner; 2 its TTL in ms, after which anyone may take it.
+# Returns 1 if the owner has it now, 0 if another has. Writes the owner under the key.
+HOLD = """
+local owner = redis.call('GET', KEYS[1])
+if owner and owner ~= ARGV[1] then return 0 end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return 1
+"""
+
+# KEYS: 1 the lease. ARGV: 1 its owner. Deletes the lease if it is the owner's, and returns how many that were.
+RELEASE = """
+if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
+return 0
 """
 
 
@@ -75,12 +81,31 @@ class SharedRedis:
         """Unless a newer one is there: copies start with their number, in 8 bytes."""
         await self._call(key, "EVAL", PUT_IF_NEWER, 1, encoded(key), copy, int(ttl_seconds * 1_000))
 
-    async def claim(self, key: str, ttl_seconds: float, holder: str | None = None) -> bool:
-        """Claim work that one of many does; True if no one had claimed it. A `holder` may renew its own claim."""
-        ttl_ms = int(ttl_seconds * 1_000)
-        if holder is None:
-            return bool(await self._call(key, "SET", encoded(key), b"1", "NX", "PX", ttl_ms))
-        return bool(await self._call(key, "EVAL", CLAIM, 1, encoded(key), holder, ttl_ms))
+    async def put_many(self, copies: Mapping[str, bytes], ttl_seconds: float) -> None:
+        """The same for many copies, by their keys, in one call to each server."""
+        await self._twice(lambda: self._put_many(copies, int(ttl_seconds * 1_000)))
+
+    async def _put_many(self, copies: Mapping[str, bytes], ttl_ms: int) -> None:
+        pipelines: dict[int, Any] = {}
+        for key, copy in copies.items():
+            client = await self._at(key)
+            if id(client) not in pipelines:
+                pipelines[id(client)] = client.pipeline(transaction=False)
+            pipelines[id(client)].execute_command("EVAL", PUT_IF_NEWER, 1, encoded(key), copy, ttl_ms)
+        for pipeline in pipelines.values():
+            await pipeline.execute()
+
+    async def hold(self, key: str, owner: bytes, ttl_seconds: float) -> bool:
+        """Take or extend a lease. False if another owner has it."""
+        return bool(await self._call(key, "EVAL", HOLD, 1, encoded(key), owner, int(ttl_seconds * 1_000)))
+
+    async def release(self, key: str, owner: bytes) -> None:
+        """Give a lease back, if this owner has it."""
+        await self._call(key, "EVAL", RELEASE, 1, encoded(key), owner)
+
+    async def claim(self, key: str, ttl_seconds: float) -> bool:
+        """Claim work that one of many does; True if no one had claimed it."""
+        return bool(await self._call(key, "SET", encoded(key), b"1", "NX", "PX", int(ttl_seconds * 1_000)))
 
     async def memory(self) -> dict[str, ServerMemory]:
         """Ask each server that decides how it uses its memory, by its address."""
@@ -135,17 +160,23 @@ class SharedRedis:
                 await client.aclose()
 
     async def _call(self, key: str, *command: Any) -> Any:
+        async def call() -> Any:
+            return await (await self._at(key)).execute_command(*command)
+
+        return await self._twice(call)
+
+    async def _twice(self, call: Callable[[], Awaitable[Any]]) -> Any:
         """Once more where it may have been the wrong server, or a connection that was closed meanwhile: all of these
         may be done twice.
         """
         with _translated():
             try:
-                return await (await self._at(key)).execute_command(*command)
+                return await call()
             except (RedisError, OSError, TimeoutError):
                 self._owners = []
                 if self._target.kind is Kind.SINGLE:
                     raise
-            return await (await self._at(key)).execute_command(*command)
+            return await call()
 
     async def _at(self, key: str) -> Any:
         """A client of the server that decides about a key."""

@@ -1,0 +1,80 @@
+"""A key that is revoked by the command line while a large file is applied, with several workers, Postgres and Redis."""
+
+import json
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import ENVIRONMENT, PROGRAM
+from tests.service.live import PEPPERS
+from tests.service.program import Running, serve
+
+TENANTS = 1_500
+IN_A_ROW = 20  # refusals that show that every worker knows
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def refused_everywhere(running: Running, key: str) -> float:
+    """Until no worker lets the key in; returns how many seconds that took."""
+    began = time.monotonic()
+    last_allowed, refused = began, 0
+    while refused < IN_A_ROW:
+        assert time.monotonic() - began < 60, "it is still let in"
+        status = running.check(key).status
+        assert status in (200, 403)
+        refused = refused + 1 if status == 403 else 0
+        if status == 200:
+            last_allowed = time.monotonic()
+    return last_allowed - began
+
+
+@pytest.mark.slow
+def test_a_revocation_during_and_after_a_large_apply_acts_at_once(
+    postgres_url: str, redis_url: str, tmp_path: Path
+) -> None:
+    environment = {
+        "LIMITFORGE_DATABASE_URL": postgres_url,
+        "LIMITFORGE_STORE_URL": redis_url,
+        "LIMITFORGE_PEPPERS": PEPPERS,
+    }
+
+    def run(*arguments: str) -> str:
+        command = [PROGRAM, *arguments]
+        return subprocess.run(
+            command, env=ENVIRONMENT | environment, stdout=subprocess.PIPE, text=True, check=True
+        ).stdout
+
+    file = tmp_path / "large.yaml"
+    tenants = (
+        f"  - {{name: bulk-{at}, plans: [{{name: a, limits: 5/s}}], policies: [{{resource: '*', plan: a}}]}}\n"
+        for at in range(TENANTS)
+    )
+    file.write_text("tenants:\n" + "".join(tenants))
+    run("db", "upgrade")
+    run("tenants", "create", "acme")
+    keys = [json.loads(run("keys", "create", f"k{at}", "--tenant", "acme", "--json")) for at in range(2)]
+    log = tmp_path / "serve.log"
+    with serve(free_port(), "--workers", "2", environment=environment, log=log) as running:
+        for key in keys:
+            for _ in range(IN_A_ROW):
+                assert running.check(key["key"]).status == 200
+        with subprocess.Popen(
+            [PROGRAM, "apply", str(file)], env=ENVIRONMENT | environment, stdout=subprocess.DEVNULL
+        ) as applying:
+            while len(json.loads(run("tenants", "list", "--json"))) < 50:
+                assert applying.poll() is None
+            run("keys", "disable", keys[0]["id"])
+            assert refused_everywhere(running, keys[0]["key"]) < 10  # it was a minute
+            assert applying.wait(120) == 0
+        run("keys", "disable", keys[1]["id"])
+        assert refused_everywhere(running, keys[1]["key"]) < 10
+    assert "Traceback" not in log.read_text()
