@@ -105,7 +105,7 @@ async def override(
     fields = {"tenant_id": account.tenant.id, "resource": resource, "ttl_seconds": seconds}
     async with catalog.edit("test") as edit:
         return [
-            await edit.set_override({**fields, "subject": each, "limits": {"5/minute": change}}) for each in subjects
+            await edit.set_override({**fields, "subject": each, "limits": {"minute": change}}) for each in subjects
         ]
 
 
