@@ -215,6 +215,7 @@ class Member:
         self.shared: Any = shared or (None if redis_url is None else SharedRedis(redis_url))
         self.limiter = Limiter.connect(limiter_url, options=PATIENT)
         how.setdefault("sink", self.limiter)
+        how.setdefault("lookup_seconds", PATIENCE_SECONDS)
         self.node = Node(self.database, peppers, shared=self.shared, **how)
 
     @property

@@ -390,7 +390,8 @@ async def test_a_node_that_missed_more_than_is_kept_reads_everything_again(place
     member = Member(place.database_url, place.redis_url, peppers=place.peppers)
     async with closing(member):
         await member.limit(account.text)
-        member.node._seen = 1
+        await member.node.catch_up()
+        member.node._history.go_back(1, 0)
         await set_limits(writer, account, "6/minute")
         async with writer.edit("test") as edit:
             await edit.disable_key(account.key.id)

@@ -54,6 +54,7 @@ class FromDatabase:
             placed=lambda tenant: limiter.set_lanes(tenant.id, tenant.placement),
             key_prefix=settings.key_prefix,
             form=settings.header_form(),
+            lookup_seconds=settings.lookup_deadline_ms / 1_000,
         )
         self._access = Access(self.node.catalog, self.node.snapshots, limiter)
         self._usage = UsageLog(self._database, counters, used_tokens=self._access.used)
