@@ -10,10 +10,11 @@ from typing import Any, Self
 import msgspec
 
 from limitforge import Decision, Limiter, StoreOptions
-from limitforge.catalog.cache import Caller, Snapshots
+from limitforge.catalog.cache import Snapshots
 from limitforge.catalog.catalog import Catalog
 from limitforge.catalog.credentials import ALPHABET, ID_LENGTH, PREFIXES, Credential, Peppers
 from limitforge.catalog.database import Database
+from limitforge.catalog.entries import Caller
 from limitforge.catalog.guard import Guard
 from limitforge.catalog.model import OPERATOR, Key, KeyScope, Override, Plan, Tenant, TenantConfig, normal_limits
 from limitforge.catalog.node import Node

@@ -768,7 +768,7 @@ async def test_what_is_known_of_changes_is_bounded_too(
     snapshots = remembering(source, peppers, clock, max_tenants=10)
     for at in range(200):
         await snapshots.heard([Announcement(at, f"t{at}", config=True)])
-    assert len(snapshots._floors) <= 10
+    assert len(snapshots._accepts.floors) <= 10
     await snapshots.close()
 
 

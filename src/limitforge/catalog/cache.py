@@ -10,20 +10,20 @@ import logging
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import msgspec
-
+from limitforge.catalog.acceptance import Acceptance, has_change
 from limitforge.catalog.credentials import Credential, Peppers, fingerprint
+from limitforge.catalog.entries import CacheStatus, Caller, KeyEntry, TenantEntry
 from limitforge.catalog.guard import Guard
 from limitforge.catalog.history import History, Stamp
 from limitforge.catalog.lookups import LOOKUP_SECONDS, Lookups
-from limitforge.catalog.model import OPERATOR, Key, KeyScope, Tenant, TenantConfig, at_time
+from limitforge.catalog.model import OPERATOR, Key, Tenant, TenantConfig, at_time
 from limitforge.catalog.queries import Announcement
 from limitforge.catalog.snapshot import Snapshot
 from limitforge.catalog.sources import Copy, Source, WarmCopies
 from limitforge.core.clock import LONG_AGO_US, Clock, SystemClock
 from limitforge.core.exact import MICROS
 from limitforge.core.headers import HeaderForm
-from limitforge.errors import CatalogUnavailable, Forbidden, TooManyUnknownKeys, UnknownKey
+from limitforge.errors import CatalogUnavailable, TooManyUnknownKeys, UnknownKey
 
 FRESH_SECONDS = 60.0
 STALE_SECONDS = 3_600.0
@@ -39,76 +39,6 @@ MAX_UNKNOWN = 10_000
 _log = logging.getLogger(__name__)
 Loaded = TypeVar("Loaded")
 Load = Callable[[bool], Awaitable[Loaded]]
-
-
-class TenantEntry(msgspec.Struct, eq=False):
-    """A tenant as this node knows it; callers hold it, so that a new snapshot reaches them all at once."""
-
-    snapshot: Snapshot
-    fresh_until_us: int
-    usable_until_us: int
-    seen: set[bytes]
-    """The fingerprints of its callers, who are forgotten with it."""
-    is_stale: bool = False
-    """Whether it could not be read again when it was time to."""
-    is_gone: bool = False
-    is_sure: bool = False
-    """Whether it was read from the database, and not from a copy."""
-    stamp: Stamp = Stamp()
-    """How new it is at least."""
-
-
-class KeyEntry(msgspec.Struct, eq=False):
-    """A key as this node knows it, with the fingerprints of those secrets of it that were seen and recognised."""
-
-    key: Key
-    fresh_until_us: int
-    usable_until_us: int
-    seen: set[bytes]
-    is_doubtful: bool = False
-    """Whether it is known to have changed, and could not be read since: a copy of it may be the old one."""
-    is_sure: bool = False
-    stamp: Stamp = Stamp()
-
-
-class Caller(msgspec.Struct, eq=False):
-    """Whoever presented a right key. Recognised once, until the key changes or ends."""
-
-    key: Key
-    tenant: TenantEntry
-    entry: KeyEntry
-    ends_us: int
-    """When the key, or this secret of it, stops being good."""
-    routes: dict[tuple[str, str | None, str | None], Any] = {}
-    """What whoever serves this caller has worked out for it: it goes when the caller does."""
-
-    @property
-    def snapshot(self) -> Snapshot:
-        return self.tenant.snapshot
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether it is served from memory because the database can't be reached."""
-        return self.tenant.is_stale
-
-    def require(self, scope: KeyScope) -> None:
-        """Refuse a right key that may not do this."""
-        if self.key.disabled:
-            raise Forbidden("this key is disabled")
-        if self.tenant.snapshot.config.tenant.suspended:
-            raise Forbidden("this tenant is suspended")
-        if scope not in self.key.scopes:
-            raise Forbidden(f"this key lacks the scope {scope}")
-
-
-class CacheStatus(msgspec.Struct, frozen=True):
-    """`stale_since` is when the database was first missed (epoch seconds), None while all is well."""
-
-    tenants: int
-    keys: int
-    unknown: int
-    loads: int
-    stale_since: float | None
 
 
 class Snapshots:
@@ -134,7 +64,7 @@ class Snapshots:
         self._origin = origin
         self._peppers = peppers
         self._warm = warm
-        self._history = history or History()
+        self._accepts = Acceptance(history or History(), max_tenants)
         self._lookups = Lookups(lookup_seconds)
         self._guard = guard or Guard()
         self._clock = clock or SystemClock()
@@ -151,12 +81,9 @@ class Snapshots:
         self._flights: dict[Hashable, asyncio.Task[Any]] = {}
         self._changed: set[Hashable] = set()
         """What was announced to have changed while it was being read: it is read once more."""
-        self._floors: dict[Hashable, Stamp] = {}
-        """The changes that were announced of keys and tenants: a copy from before does not count."""
         self._used: dict[str, int] = {}
         self._loads = 0
         self._is_closed = False
-        self._is_cut_off = False
         self._era = 0
         """How often everything was discarded: what was being read meanwhile is read again."""
         self._stale_since_us: int | None = None
@@ -237,10 +164,9 @@ class Snapshots:
             for key_id in told.gone:
                 self._forget_key(key_id)  # first of all: a key may have moved to another tenant
                 self._mark_changed(("key", key_id))
-                self._expect(("key", key_id), told.stamp)
+                self._accepts.expect(("key", key_id), told.stamp)
         for told in announcements:
-            for key_id in told.keys:
-                again.append(self._heard_key(key_id, told))
+            again += [self._heard_key(key_id, told) for key_id in told.keys if self._is_affected(key_id, told)]
             if told.config:
                 again.append(self._heard_config(told))
         for answer in await asyncio.gather(*again, return_exceptions=True):
@@ -257,7 +183,7 @@ class Snapshots:
         changed, or the database was restored. What is being read just now is read once more.
         """
         self._era += 1
-        self._floors.clear()
+        self._accepts.floors.clear()
         self._unknown.clear()
         self._confirmed_us = LONG_AGO_US
         self._operator = None
@@ -278,8 +204,8 @@ class Snapshots:
 
     def is_unreachable(self) -> None:
         """The database does not answer, as the node has found: copies are taken without asking it first."""
-        if not self._is_cut_off:
-            self._is_cut_off = True
+        if not self._accepts.is_cut_off:
+            self._accepts.is_cut_off = True
             self.doubt_all()
 
     def confirm(self) -> None:
@@ -292,7 +218,7 @@ class Snapshots:
 
     def is_reachable(self) -> None:
         """The database answers, as somebody else has found."""
-        self._is_cut_off = False
+        self._accepts.is_cut_off = False
         self._recovered()
 
     def used_still(self, used: Mapping[str, int]) -> None:
@@ -317,17 +243,22 @@ class Snapshots:
                     del self._flights[name]
         await self._lookups.close()
 
-    async def _heard_key(self, key_id: str, told: Announcement) -> None:
+    def _is_affected(self, key_id: str, told: Announcement) -> bool:
+        """Take note of a changed key. Returns True if something of it is known here, and is older than that."""
         name = ("key", key_id)
         self._unknown.pop(key_id, None)
-        self._expect(name, told.stamp)
+        self._accepts.expect(name, told.stamp)
         known = self._keys.get(key_id)
         if known is not None and known.stamp.covers(told.stamp):
-            return
+            return False
         self._mark_changed(name)
+        return known is not None or name in self._flights
+
+    async def _heard_key(self, key_id: str, told: Announcement) -> None:
+        known = self._keys.get(key_id)
         if known is not None and key_id in told.revoked and await self._revoke_key(known, told.stamp):
             return
-        if key_id in self._keys or name in self._flights:
+        if key_id in self._keys or ("key", key_id) in self._flights:
             await self._reload_key(key_id)
 
     async def _revoke_key(self, known: KeyEntry, told: Stamp) -> bool:
@@ -337,7 +268,7 @@ class Snapshots:
         copy = None if self._warm is None else await self._warm.find_key(known.key.id)
         if self._keys.get(known.key.id) is not known:
             return False
-        if copy is not None and copy.value is not None and self._is_acceptable(copy, told, known):
+        if copy is not None and copy.value is not None and self._accepts.is_acceptable(copy, told, known):
             self._place_key(copy.value, copy.stamp)
             return True
         del self._keys[known.key.id]
@@ -346,16 +277,16 @@ class Snapshots:
 
     async def _heard_config(self, told: Announcement) -> None:
         tenant_id = told.tenant_id
-        self._expect(tenant_id, told.stamp)
+        self._accepts.expect(tenant_id, told.stamp)
         if tenant_id == OPERATOR:
-            if self._operator is not None and _has_change(self._operator, told):
+            if self._operator is not None and has_change(self._operator, told):
                 return
             self._mark_changed("operator")
             if self._operator is not None or "operator" in self._flights:
                 await self._reload_operator()
             return
         entry = self._tenants.get(tenant_id)
-        if entry is not None and _has_change(entry, told):
+        if entry is not None and has_change(entry, told):
             return
         self._mark_changed(("tenant", tenant_id))
         if entry is not None and tenant_id in told.revoked and await self._revoke_tenant(tenant_id, entry, told.stamp):
@@ -368,44 +299,13 @@ class Snapshots:
         copy = None if self._warm is None else await self._warm.find_config(tenant_id)
         if self._tenants.get(tenant_id) is not known:
             return False
-        if copy is not None and copy.value is not None and self._is_acceptable(copy, told, known):
+        if copy is not None and copy.value is not None and self._accepts.is_acceptable(copy, told, known):
             operator = self._operator
             if operator is not None:
                 self._place_tenant(tenant_id, copy.value, operator, copy.stamp)
                 return True
         self._forget_tenant(tenant_id)
         return False
-
-    def _expect(self, name: Hashable, stamp: Stamp) -> None:
-        """From now on a copy of this counts only if it has this change."""
-        self._floors[name] = max(stamp, self._floors.pop(name, stamp))
-        if len(self._floors) > self._max_tenants:
-            del self._floors[next(iter(self._floors))]
-
-    def _is_good(self, copy: Copy[Any], name: Hashable, known: TenantEntry | KeyEntry | None, *, is_told: bool) -> bool:
-        """Return True if a copy can be taken without asking the database. Where that is away, any that is not older
-        than what is known and announced can be. Otherwise it must be of a revision that the database is known to have,
-        and where the truth is wanted (`is_told`) it must have a change that was announced and is not known yet.
-        """
-        floor = self._floors.get(name, Stamp())
-        if not self._is_acceptable(copy, floor, known):
-            return False
-        if self._is_cut_off:
-            return True
-        is_wanted = not is_told or (name in self._floors and (known is None or not known.stamp.covers(floor)))
-        return is_wanted and self._history.has(copy.stamp)
-
-    def _is_acceptable(self, copy: Copy[Any], floor: Stamp, known: TenantEntry | KeyEntry | None) -> bool:
-        """Return True if a copy is not older than what is known and announced, and not of a lost timeline."""
-        if self._history.denies(copy.stamp) or not copy.stamp.covers(floor):
-            return False
-        if known is None or copy.stamp.timeline > known.stamp.timeline:
-            return True
-        if copy.stamp.timeline < known.stamp.timeline:
-            return False
-        if copy.value is None:
-            return copy.stamp.covers(known.stamp)
-        return _number(copy.value) >= _number(known.key if isinstance(known, KeyEntry) else known.snapshot.config)
 
     # --- Reading -----------------------------------------------------------------------------------------------------
 
@@ -465,7 +365,7 @@ class Snapshots:
                     raise
                 return self._keep_stale(known)
             operator = await self._operator_entry()
-            if era == self._era:
+            if self._is_still_right(era, tenant_id, read.stamp):
                 break
         entry = self._place_tenant(tenant_id, read.value, operator, read.stamp)
         entry.is_sure = is_sure
@@ -478,15 +378,15 @@ class Snapshots:
         whether it is the truth. A copy that may be out of date is better than nothing.
         """
         copy = None if self._warm is None else await self._warm.find_config(tenant_id)
-        if copy is not None and self._is_good(copy, tenant_id, known, is_told=is_told):
+        if copy is not None and self._accepts.is_good(copy, tenant_id, known, is_told=is_told):
             return copy, False
-        stamp = self._stamp(tenant_id)
+        stamp = self._accepts.stamp(tenant_id)
         try:
             config = await self._lookups.read(
                 lambda: self._origin.config(tenant_id), has_deadline=not self._is_usable(known)
             )
         except CatalogUnavailable as error:
-            if copy is None or not self._is_acceptable(copy, self._floors.get(tenant_id, Stamp()), known):
+            if copy is None or not self._accepts.is_acceptable(copy, self._accepts.floor(tenant_id), known):
                 raise
             self._missed(error)
             return copy, False
@@ -495,9 +395,9 @@ class Snapshots:
             await self._warm.refresh_config(tenant_id, config, stamp)
         return Copy(stamp, config), True
 
-    def _stamp(self, name: Hashable) -> Stamp:
-        """How new it is at least what the database says from now on."""
-        return max(self._history.head or Stamp(), self._floors.get(name, Stamp()))
+    def _is_still_right(self, era: int, name: Hashable, stamp: Stamp) -> bool:
+        """Return False if what was read must be read again: a change was announced meanwhile, or all was discarded."""
+        return era == self._era and stamp.covers(self._accepts.floor(name))
 
     def _is_usable(self, known: TenantEntry | KeyEntry | None) -> bool:
         return known is not None and self._clock.now_us() < known.usable_until_us
@@ -545,7 +445,7 @@ class Snapshots:
             while True:
                 era = self._era
                 read, is_sure = await self._read_config(OPERATOR, self._operator, is_told=is_told)
-                if era == self._era:
+                if self._is_still_right(era, OPERATOR, read.stamp):
                     break
         except CatalogUnavailable:
             if self._operator is None or self._clock.now_us() >= self._operator.usable_until_us:
@@ -585,7 +485,7 @@ class Snapshots:
         while True:
             era = self._era
             read, is_sure = await self._read_key(key_id, source, is_told=is_told)
-            if era == self._era:
+            if self._is_still_right(era, ("key", key_id), read.stamp):
                 break
         self._loads += 1
         if read.value is None:
@@ -599,13 +499,13 @@ class Snapshots:
         """As `_read_config` does."""
         name, known = ("key", key_id), self._keys.get(key_id)
         copy = None if self._warm is None else await self._warm.find_key(key_id)
-        if copy is not None and self._is_good(copy, name, known, is_told=is_told):
+        if copy is not None and self._accepts.is_good(copy, name, known, is_told=is_told):
             return copy, False
-        stamp = self._stamp(name)
+        stamp = self._accepts.stamp(name)
         try:
             key = await self._look_up(key_id, source, has_deadline=not self._is_usable(known))
         except CatalogUnavailable as error:
-            if copy is None or not self._is_acceptable(copy, self._floors.get(name, Stamp()), known):
+            if copy is None or not self._accepts.is_acceptable(copy, self._accepts.floor(name), known):
                 raise
             self._missed(error)
             return copy, False
@@ -690,7 +590,9 @@ class Snapshots:
         )
 
     def _fresh_until_us(self, now_us: int) -> int:
-        return now_us + (min(self._fresh_us, int(AWAY_SECONDS * MICROS)) if self._is_cut_off else self._fresh_us)
+        return now_us + (
+            min(self._fresh_us, int(AWAY_SECONDS * MICROS)) if self._accepts.is_cut_off else self._fresh_us
+        )
 
     def _is_confirmed(self, now_us: int) -> bool:
         return now_us < self._confirmed_us + self._fresh_us
@@ -770,18 +672,6 @@ class Snapshots:
             if caller is not None:
                 caller.tenant.seen.discard(seen)
         entry.seen.clear()
-
-
-def _number(value: Key | TenantConfig) -> int:
-    """What grows with each change of a key or a tenant, within one timeline."""
-    return value.version if isinstance(value, Key) else value.tenant.revision
-
-
-def _has_change(entry: TenantEntry, told: Announcement) -> bool:
-    """Return True if what is known of a tenant includes what is announced."""
-    if entry.stamp.timeline != told.timeline:
-        return entry.stamp.timeline > told.timeline
-    return max(entry.stamp.revision, entry.snapshot.revision) >= told.revision
 
 
 def _look_at(task: asyncio.Task[Any]) -> None:

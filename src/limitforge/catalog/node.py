@@ -16,10 +16,11 @@ from typing import Any, Self
 import msgspec
 
 from limitforge.catalog import queries
-from limitforge.catalog.cache import CacheStatus, Snapshots
+from limitforge.catalog.cache import Snapshots
 from limitforge.catalog.catalog import CHANNEL, NOBODY, Catalog
 from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database import Database
+from limitforge.catalog.entries import CacheStatus
 from limitforge.catalog.history import History, Stamp
 from limitforge.catalog.mirror import Mirror, OverrideSink
 from limitforge.catalog.model import Tenant, at_time

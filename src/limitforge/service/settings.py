@@ -51,7 +51,9 @@ class Settings:
     tls_cert: str = _setting("", "A certificate chain (PEM), to speak TLS.")
     tls_key: str = _setting("", "Its private key (PEM).")
     deadline_ms: float = _setting(50.0, "How long a check may wait for the store.")
-    lookup_deadline_ms: float = _setting(1_000.0, "How long a check may wait for the database, for a key not yet known.")
+    lookup_deadline_ms: float = _setting(
+        1_000.0, "How long a check may wait for the database, for a key not yet known."
+    )
     failure: str = _setting("open", "What happens when the store can't decide: open, closed or local.")
     nodes: int = _setting(1, "How many processes share the limits, for failure: local.")
     breaker_failures: int = _setting(3, "After how many failures in a row the store is left alone for a while.")
