@@ -129,6 +129,7 @@ def parsed(limits: str) -> tuple[dict[str, Any], ...]:
 
 def remembering(source: Any, peppers: Peppers, clock: Clock, **how: Any) -> Snapshots:
     """What a node remembers, of a source that nothing is kept from unless the test says so."""
+    how.setdefault("lookup_seconds", PATIENCE_SECONDS)
     how.setdefault("guard", Guard(**NO_GUARD, clock=clock))  # type: ignore[arg-type]
     return Snapshots(source, peppers, clock=clock, **how)
 

@@ -15,12 +15,12 @@ from limitforge.catalog.catalog import Catalog
 from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database import Database
 from limitforge.catalog.model import Key, KeyScope, Plan, Tenant
-from limitforge.core.limits import Mode
+from limitforge.core.limits import Mode as LimitMode
 from limitforge.errors import Forbidden, LimitforgeError, NotFound, UnknownKey
 from tests.catalog.backups import back_up, restore
 from tests.catalog.live import Account, Member, closing, eventually, open_account, set_fleet, set_limits
 from tests.postgres import PostgresServer
-from tests.proxy import DropReplies, Pass, Proxy, Refuse
+from tests.proxy import DropReplies, Mode, Pass, Proxy, Refuse
 
 pytestmark = pytest.mark.slow
 
@@ -73,7 +73,7 @@ class Fleet:
             "resume": lambda account: self.suspend(account, False),
             "rotate": self.rotate,
             "delete": lambda account: self.edit(lambda edit: edit.delete(Key, account.key.id)),
-            "fleet": lambda _: set_fleet(self.catalog, self.random.choice(list(Mode))),
+            "fleet": lambda _: set_fleet(self.catalog, self.random.choice(list(LimitMode))),
             "back up": self.back_up,
             "restore": self.restore,
             "cut off": self.cut_off,
@@ -90,7 +90,7 @@ class Fleet:
         async with self.catalog.edit("test") as edit:
             await change(edit)
 
-    async def suspend(self, account: Account, suspended: bool) -> None:  # noqa: FBT001 - as a move calls it
+    async def suspend(self, account: Account, suspended: bool) -> None:
         await self.edit(lambda edit: edit.update(Tenant, account.tenant.id, {"suspended": suspended}))
 
     async def rotate(self, account: Account) -> None:
@@ -108,7 +108,8 @@ class Fleet:
                 await set_limits(self.catalog, account, f"{self.random.randint(6, 99)}/minute")
 
     async def cut_off(self, _: Account) -> None:
-        self.proxy.mode = self.random.choice([DropReplies(), Refuse()])
+        cuts: list[Mode] = [DropReplies(), Refuse()]
+        self.proxy.mode = self.random.choice(cuts)
 
     async def mend(self, _: Account) -> None:
         self.proxy.mode = Pass()

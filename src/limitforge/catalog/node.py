@@ -188,9 +188,12 @@ class Node:
 
     async def _wrote(self, announcements: Sequence[Announcement]) -> None:
         """Act on a change of this node's own before its caller hears of it. It is committed: nothing here undoes it."""
+        first = announcements[0]
+        if self._history.head is None:  # it was not started: its own first change is where it begins
+            self._history.begin(Stamp(first.timeline, first.revision - 1, first.previous_id))
         try:
             await self._act(announcements)
-            is_known = self._advance(announcements) or self._history.has(announcements[0].stamp)
+            is_known = self._advance(announcements) or self._history.has(first.stamp)
             if not is_known:
                 await self.catch_up()  # others have written too, or the database was restored
             if self._shared is not None:
