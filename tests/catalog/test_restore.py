@@ -19,7 +19,7 @@ from limitforge.errors import CatalogUnavailable, Forbidden, UnknownKey
 from limitforge.stores.shared import SharedRedis
 from tests.catalog.backups import back_up, restore
 from tests.catalog.live import PATIENT, Account, Member, closing, eventually, open_account, set_fleet, set_limits
-from tests.catalog.test_node import Place, only_with_redis
+from tests.catalog.places import Place, only_with_redis
 
 pytestmark = pytest.mark.slow
 

@@ -324,6 +324,8 @@ class Node:
             return True
         is_gap = not rows or rows[0].revision != seen.revision + 1
         is_other = not is_gap and rows[0].previous_id != seen.change_id
+        if is_gap and self._history.head != seen:
+            return False  # this node has moved on by a message or a change of its own: look again from there
         if head.timeline != seen.timeline or head.revision <= seen.revision or is_other:
             await self._restored(seen)
             return True
