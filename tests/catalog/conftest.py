@@ -13,6 +13,7 @@ from limitforge import ManualClock
 from limitforge.catalog.catalog import Catalog
 from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database import Database
+from tests.catalog.places import Place
 from tests.postgres import PostgresServer
 
 PEPPERS = "1:a pepper that the tests alone know"
@@ -58,6 +59,23 @@ async def database(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
     await database.close()
     if server.running:
         server.drop(name)
+
+
+@pytest.fixture(params=["sqlite", "postgres", "sqlite and redis", "postgres and redis"])
+async def place(request: pytest.FixtureRequest, tmp_path: Path, peppers: Peppers) -> AsyncIterator[Place]:
+    redis_url = request.getfixturevalue("redis_url") if "redis" in request.param else None
+    if request.param.startswith("sqlite"):
+        shutil.copy(request.getfixturevalue("migrated_sqlite"), tmp_path / "catalog.db")
+        place = Place(f"sqlite:///{tmp_path}/catalog.db", redis_url, peppers)
+        async with place.stack:
+            yield place
+        return
+    server: PostgresServer = request.getfixturevalue("postgres_server")
+    name = f"test_{uuid4().hex}"
+    place = Place(server.database(name, request.getfixturevalue("migrated_postgres")), redis_url, peppers)
+    async with place.stack:
+        yield place
+    server.drop(name)
 
 
 def _migrate(url: str) -> None:

@@ -10,10 +10,11 @@ from typing import Any, Self
 import msgspec
 
 from limitforge import Decision, Limiter, StoreOptions
-from limitforge.catalog.cache import Caller, Snapshots
+from limitforge.catalog.cache import Snapshots
 from limitforge.catalog.catalog import Catalog
 from limitforge.catalog.credentials import ALPHABET, ID_LENGTH, PREFIXES, Credential, Peppers
 from limitforge.catalog.database import Database
+from limitforge.catalog.entries import Caller
 from limitforge.catalog.guard import Guard
 from limitforge.catalog.model import OPERATOR, Key, KeyScope, Override, Plan, Tenant, TenantConfig, normal_limits
 from limitforge.catalog.node import Node
@@ -128,6 +129,7 @@ def parsed(limits: str) -> tuple[dict[str, Any], ...]:
 
 def remembering(source: Any, peppers: Peppers, clock: Clock, **how: Any) -> Snapshots:
     """What a node remembers, of a source that nothing is kept from unless the test says so."""
+    how.setdefault("lookup_seconds", PATIENCE_SECONDS)
     how.setdefault("guard", Guard(**NO_GUARD, clock=clock))  # type: ignore[arg-type]
     return Snapshots(source, peppers, clock=clock, **how)
 
@@ -215,6 +217,7 @@ class Member:
         self.shared: Any = shared or (None if redis_url is None else SharedRedis(redis_url))
         self.limiter = Limiter.connect(limiter_url, options=PATIENT)
         how.setdefault("sink", self.limiter)
+        how.setdefault("lookup_seconds", PATIENCE_SECONDS)
         self.node = Node(self.database, peppers, shared=self.shared, **how)
 
     @property

@@ -114,8 +114,16 @@ BREAKS = [
     ("an override without an end", NOT_NULL, "UPDATE overrides SET expires_at = NULL WHERE id = :override"),
     ("an override at version 0", CHECK, "UPDATE overrides SET version = 0 WHERE id = :override"),
     # -- what is written down
-    ("a second revision", CHECK, "INSERT INTO revision (id, value) VALUES (2, 0)"),
-    ("the revision twice", UNIQUE, "INSERT INTO revision (id, value) VALUES (1, 0)"),
+    (
+        "a second revision",
+        CHECK,
+        "INSERT INTO revision (id, value, change_id, previous_id, timeline) VALUES (2, 0, 1, 0, 0)",
+    ),
+    (
+        "the revision twice",
+        UNIQUE,
+        "INSERT INTO revision (id, value, change_id, previous_id, timeline) VALUES (1, 0, 1, 0, 0)",
+    ),
     ("no revision", NOT_NULL, "UPDATE revision SET value = NULL"),
     ("an outbox row twice", UNIQUE, "INSERT INTO outbox SELECT * FROM outbox"),
     ("an audit entry changed", APPEND_ONLY, "UPDATE audit SET actor = 'nobody' WHERE id = 1"),

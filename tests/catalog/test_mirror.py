@@ -12,10 +12,10 @@ import redis as redis_py
 
 from limitforge import InvalidInput, Limiter, ManualClock, OverridePage
 from limitforge.catalog import node as nodes
-from limitforge.catalog.cache import Caller
 from limitforge.catalog.catalog import Catalog
 from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database import Database
+from limitforge.catalog.entries import Caller
 from limitforge.catalog.mirror import Mirror
 from limitforge.catalog.model import Override, Plan, Tenant
 from limitforge.catalog.node import Node

@@ -4,14 +4,8 @@ import asyncio
 import contextlib
 import gc
 import logging
-import shutil
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
-from uuid import uuid4
 
 import msgspec
 import pytest
@@ -23,7 +17,6 @@ from limitforge import ManualClock
 from limitforge.catalog import node as nodes
 from limitforge.catalog import queries, tables
 from limitforge.catalog import relay as relays
-from limitforge.catalog.catalog import Catalog
 from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database import Database
 from limitforge.catalog.model import Key, Plan, Tenant, TenantConfig
@@ -34,57 +27,13 @@ from limitforge.core.limits import Mode
 from limitforge.errors import CatalogUnavailable, Forbidden, InvalidInput, UnknownKey
 from limitforge.stores.shared import SharedRedis
 from tests.catalog.live import Member, closing, eventually, open_account, set_fleet, set_limits, wrong_key
+from tests.catalog.places import Place, only_postgres, only_sqlite, only_sqlite_with_redis, only_with_redis
 from tests.catalog.test_node_processes import cut_listeners
 from tests.contract.test_shared import sockets
 from tests.postgres import PostgresServer
 from tests.servers import RedisServer
 
 Record = Callable[[str, object], None]
-
-
-@dataclass
-class Place:
-    """Where nodes live: a database with its schema, and perhaps a Redis."""
-
-    database_url: str
-    redis_url: str | None
-    peppers: Peppers
-    stack: AsyncExitStack = field(default_factory=AsyncExitStack)
-
-    async def member(self, **how: Any) -> Member:
-        """One that is started, and closed after the test."""
-        member = Member(self.database_url, self.redis_url, peppers=self.peppers, **how)
-        await self.stack.enter_async_context(member)
-        return member
-
-    async def writer(self) -> Catalog:
-        """Who changes the catalog, and tells nobody: a CLI, or a node that dies between commit and publishing."""
-        database = Database(self.database_url)
-        await self.stack.enter_async_context(closing(database))
-        return Catalog(database, peppers=self.peppers)
-
-
-@pytest.fixture(params=["sqlite", "postgres", "sqlite and redis", "postgres and redis"])
-async def place(request: pytest.FixtureRequest, tmp_path: Path, peppers: Peppers) -> AsyncIterator[Place]:
-    redis_url = request.getfixturevalue("redis_url") if "redis" in request.param else None
-    if request.param.startswith("sqlite"):
-        shutil.copy(request.getfixturevalue("migrated_sqlite"), tmp_path / "catalog.db")
-        place = Place(f"sqlite:///{tmp_path}/catalog.db", redis_url, peppers)
-        async with place.stack:
-            yield place
-        return
-    server: PostgresServer = request.getfixturevalue("postgres_server")
-    name = f"test_{uuid4().hex}"
-    place = Place(server.database(name, request.getfixturevalue("migrated_postgres")), redis_url, peppers)
-    async with place.stack:
-        yield place
-    server.drop(name)
-
-
-only_with_redis = pytest.mark.parametrize("place", ["sqlite and redis", "postgres and redis"], indirect=True)
-only_postgres = pytest.mark.parametrize("place", ["postgres", "postgres and redis"], indirect=True)
-only_sqlite = pytest.mark.parametrize("place", ["sqlite"], indirect=True)
-only_sqlite_with_redis = pytest.mark.parametrize("place", ["sqlite and redis"], indirect=True)
 
 
 # --- Changes made elsewhere ------------------------------------------------------------------------------------------
@@ -398,7 +347,8 @@ async def test_a_node_that_missed_more_than_is_kept_reads_everything_again(place
     member = Member(place.database_url, place.redis_url, peppers=place.peppers)
     async with closing(member):
         await member.limit(account.text)
-        member.node._seen = 1
+        await member.node.catch_up()
+        member.node._history.go_back(1, 0)
         await set_limits(writer, account, "6/minute")
         async with writer.edit("test") as edit:
             await edit.disable_key(account.key.id)

@@ -17,10 +17,10 @@ from sqlalchemy import event
 from limitforge import Limiter, ManualClock, Request, StoreOptions
 from limitforge.catalog import node as nodes
 from limitforge.catalog import sweep as sweeps
-from limitforge.catalog.cache import Caller
 from limitforge.catalog.catalog import Catalog
 from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database import Database
+from limitforge.catalog.entries import Caller
 from limitforge.catalog.mirror import Mirror
 from limitforge.catalog.model import Override, Plan, Tenant
 from limitforge.catalog.node import Node
@@ -104,9 +104,7 @@ async def override(
     change = limit if isinstance(limit, str) else {"limit": limit}
     fields = {"tenant_id": account.tenant.id, "resource": resource, "ttl_seconds": seconds}
     async with catalog.edit("test") as edit:
-        return [
-            await edit.set_override({**fields, "subject": each, "limits": {"minute": change}}) for each in subjects
-        ]
+        return [await edit.set_override({**fields, "subject": each, "limits": {"minute": change}}) for each in subjects]
 
 
 async def limits_of(caller: Caller, limiter: Limiter, subjects: Iterable[str] = SUBJECTS) -> list[int | None]:

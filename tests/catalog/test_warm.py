@@ -21,6 +21,7 @@ from limitforge.catalog.cache import Snapshots
 from limitforge.catalog.catalog import Catalog
 from limitforge.catalog.credentials import PREFIXES, Credential, Peppers
 from limitforge.catalog.database import Database
+from limitforge.catalog.history import Stamp
 from limitforge.catalog.model import OPERATOR, Key, Plan, Policy, Tenant, TenantConfig
 from limitforge.catalog.node import Node
 from limitforge.catalog.snapshot import Snapshot
@@ -34,6 +35,7 @@ from tests.catalog.live import FakeSource, Member, closing, eventually, open_acc
 from tests.servers import RedisServer
 
 MINUTE_US = 60_000_000
+HEAD = struct.pack(">Q", 9) + FORMAT + struct.pack(">QQQ", 0, 9, 0)
 
 
 @pytest.fixture
@@ -73,8 +75,8 @@ async def settled(snapshots: Snapshots) -> None:
 async def test_a_copy_is_what_was_put(warm: WarmCopies, source: FakeSource, peppers: Peppers) -> None:
     config = source.add_tenant("acme")
     key, _ = source.add_key(peppers, "acme", metadata={"a": [1, 2.5, None, {"b": "ü"}]}, expires_at=datetime.now(UTC))
-    await warm.put_config("acme", config, 1)
-    await warm.put_key(key.id, key, 1)
+    await warm.put_config("acme", config, Stamp(0, 1))
+    await warm.put_key(key.id, key, Stamp(0, 1))
     assert await warm.config("acme") == config
     assert await warm.key(key.id) == key
     assert await warm.config("globex") is None
@@ -108,8 +110,8 @@ async def test_a_copy_is_read_once_from_the_database_before_it_is_believed_for_g
         await edit.update(Tenant, account.tenant.id, {"suspended": True})
         await edit.update(Tenant, OPERATOR, {"mode": "monitor"})
     redis_server.flush()
-    await warm.put_config(account.tenant.id, old, old.tenant.revision)
-    await warm.put_config(OPERATOR, above, above.tenant.revision)
+    await warm.put_config(account.tenant.id, old, Stamp(0, old.tenant.revision))
+    await warm.put_config(OPERATOR, above, Stamp(0, above.tenant.revision))
     fresh = remembering(DatabaseSource(database), peppers, clock, warm=warm)
     caller = await fresh.find(account.text)
     assert not caller.snapshot.tenant.suspended
@@ -150,7 +152,7 @@ async def test_deleted_keys_and_tenants_leave_no_copy_that_could_be_used(
         await edit.delete(Tenant, two.tenant.id)
     assert await warm.key(one.key.id) is None
     assert await warm.config(two.tenant.id) is None
-    await warm.put_key(one.key.id, one.key, one.key.version)  # by somebody who had read it before
+    await warm.put_key(one.key.id, one.key, Stamp(0, one.key.version))  # by somebody who had read it before
     assert await warm.key(one.key.id) is None
     snapshots = remembering(DatabaseSource(database), peppers, clock, warm=warm)
     for account in (one, two):
@@ -208,11 +210,11 @@ WRONG = [
     b"\0" * 8,
     b"\0" * 9,
     b"nonsense that is long enough",
-    struct.pack(">Q", 9) + FORMAT,
-    struct.pack(">Q", 9) + FORMAT + b"\xc1",
-    struct.pack(">Q", 9) + FORMAT + msgspec.msgpack.encode({"tenant": None}),
-    struct.pack(">Q", 9) + FORMAT + msgspec.msgpack.encode([1, 2, 3]),
-    struct.pack(">Q", 9) + FORMAT + b"\x81" * 5_000,
+    HEAD,
+    HEAD + b"\xc1",
+    HEAD + msgspec.msgpack.encode({"tenant": None}),
+    HEAD + msgspec.msgpack.encode([1, 2, 3]),
+    HEAD + b"\x81" * 5_000,
 ]
 
 
@@ -248,14 +250,13 @@ async def test_a_copy_of_another_release_is_not_believed(
     older: dict[str, Any] = {**fields, "tenant": {k: v for k, v in fields["tenant"].items() if k != "name"}}
     right = msgspec.msgpack.encode(fields)
     bad_plan = {**fields, "plans": [{**fields["plans"][0], "limits": [{"algorithm": "unheard_of"}]}]}
-    number = struct.pack(">Q", 9)
     with redis_py.Redis.from_url(redis_url) as client:
-        client.set(warm._name("c", "acme"), number + FORMAT + right)
+        client.set(warm._name("c", "acme"), HEAD + right)
         assert await warm.config("acme") == config
         for copy in (
-            number + b"0" + right,
-            number + b"2" + right,
-            *(number + FORMAT + msgspec.msgpack.encode(fields) for fields in (newer, older, bad_plan)),
+            HEAD.replace(FORMAT, b"1", 1) + right,
+            HEAD.replace(FORMAT, b"3", 1) + right,
+            *(HEAD + msgspec.msgpack.encode(fields) for fields in (newer, older, bad_plan)),
         ):
             client.set(warm._name("c", "acme"), copy)
             assert await warm.config("acme") is None
@@ -266,7 +267,7 @@ async def test_a_copy_that_is_older_than_what_was_announced_is_not_believed(
 ) -> None:
     """A writer without a Redis of its own has left the old copy there."""
     _, text = source.add_key(peppers, "acme")
-    await warm.put_config("acme", source.configs["acme"], 1)
+    await warm.put_config("acme", source.configs["acme"], Stamp(0, 1))
     snapshots = remembering(source, peppers, clock, warm=warm)
     await snapshots.heard([source.change("acme", suspended=True)])
     assert (await snapshots.find(text)).snapshot.tenant.suspended
@@ -288,7 +289,7 @@ async def test_a_key_goes_back_to_no_older_copy_than_is_known(
     await snapshots.find(other.text)
     with redis_py.Redis.from_url(redis_url) as client:
         client.flushall()
-    await warm.put_key(key.id, old, old.version)
+    await warm.put_key(key.id, old, Stamp(0, old.version))
     clock.advance_us(MINUTE_US)
     snapshots.known(other.text)
     await settled(snapshots)
@@ -309,7 +310,7 @@ async def test_a_tenant_goes_back_to_no_older_copy_than_is_known(
     caller = await snapshots.find(text)
     with redis_py.Redis.from_url(redis_url) as client:
         client.flushall()
-    await warm.put_config(whose, old, 0)
+    await warm.put_config(whose, old, Stamp())
     for _ in range(2):
         clock.advance_us(MINUTE_US)
         snapshots.known(text)
@@ -408,7 +409,7 @@ async def test_whoever_publishes_is_told_that_a_copy_could_not_be_written(
     shared = SharedRedis(own_redis_server.url)
     own_redis_server.kill()
     with pytest.raises(StoreUnavailable):
-        await WarmCopies(shared, "lf").put_config("acme", source.configs["acme"], 1)
+        await WarmCopies(shared, "lf").put_config("acme", source.configs["acme"], Stamp(0, 1))
     await shared.close()
 
 
@@ -428,8 +429,8 @@ async def test_of_many_who_read_and_write_at_once_the_newest_copy_stays(
     for start in range(0, 100, 20):
         some = order[start : start + 20]
         await asyncio.gather(
-            *(warm.put_config("acme", configs[at], 0) for at in some),
-            *(warm.put_key(key.id, versions[at], 0) for at in some),
+            *(warm.put_config("acme", configs[at], Stamp(0, at)) for at in some),
+            *(warm.put_key(key.id, versions[at], Stamp(0, at)) for at in some),
         )
     assert await warm.config("acme") == configs[-1]
     assert await warm.key(key.id) == versions[-1]

@@ -331,44 +331,45 @@ async def until_listening(other: Any) -> None:
     await eventually(is_so)
 
 
+class Dying:
+    """What it shares, as long as it lives."""
+
+    async def get(self, key: str) -> bytes | None:
+        return None
+
+    async def put(self, key: str, copy: bytes, ttl_seconds: float) -> None:
+        raise StoreUnavailable("it was killed")
+
+    async def put_many(self, copies: Mapping[str, bytes], ttl_seconds: float) -> None:
+        raise StoreUnavailable("it was killed")
+
+    async def claim(self, key: str, ttl_seconds: float) -> bool:
+        raise StoreUnavailable("it was killed")
+
+    async def memory(self) -> dict[str, ServerMemory]:
+        raise StoreUnavailable("it was killed")
+
+    async def hold(self, key: str, owner: bytes, ttl_seconds: float) -> bool:
+        raise StoreUnavailable("it was killed")
+
+    async def release(self, key: str, owner: bytes) -> None:
+        raise StoreUnavailable("it was killed")
+
+    async def publish(self, channel: str, message: bytes) -> None:
+        raise StoreUnavailable("it was killed")
+
+    async def listen(self, channel: str) -> AsyncGenerator[bytes | None, None]:
+        raise StoreUnavailable("it was killed")
+        yield
+
+    async def close(self) -> None: ...
+
+
 async def test_a_writer_that_is_killed_between_commit_and_publishing_loses_nothing(
     own_postgres_server: PostgresServer, own_redis_server: RedisServer, record_property: Record
 ) -> None:
     """Here, it is one whose Redis is gone from its sight at that very moment; then it is no more."""
     peppers = Peppers.parse(PEPPERS)
-
-    class Dying:
-        """What it shares, as long as it lives."""
-
-        async def get(self, key: str) -> bytes | None:
-            return None
-
-        async def put(self, key: str, copy: bytes, ttl_seconds: float) -> None:
-            raise StoreUnavailable("it was killed")
-
-        async def put_many(self, copies: Mapping[str, bytes], ttl_seconds: float) -> None:
-            raise StoreUnavailable("it was killed")
-
-        async def claim(self, key: str, ttl_seconds: float) -> bool:
-            raise StoreUnavailable("it was killed")
-
-        async def memory(self) -> dict[str, ServerMemory]:
-            raise StoreUnavailable("it was killed")
-
-        async def hold(self, key: str, owner: bytes, ttl_seconds: float) -> bool:
-            raise StoreUnavailable("it was killed")
-
-        async def release(self, key: str, owner: bytes) -> None:
-            raise StoreUnavailable("it was killed")
-
-        async def publish(self, channel: str, message: bytes) -> None:
-            raise StoreUnavailable("it was killed")
-
-        async def listen(self, channel: str) -> AsyncGenerator[bytes | None, None]:
-            raise StoreUnavailable("it was killed")
-            yield
-
-        async def close(self) -> None: ...
 
     database = Database(own_postgres_server.url)
     async with closing(database):

@@ -63,7 +63,7 @@ async def apply(
     """
     wanted = _Wanted(document, source, prune=prune)
     async with catalog.database.reading() as connection:
-        revision = await queries.last_revision(connection)
+        revision = (await queries.head(connection)).revision
         planned, state = await wanted.compare(connection, at_time(catalog.clock.now_us()))
     batches = _batches(planned, state)
     work = _Application(catalog, wanted, actor, state, revision)

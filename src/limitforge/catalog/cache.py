@@ -10,24 +10,28 @@ import logging
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import msgspec
-
+from limitforge.catalog.acceptance import Acceptance, has_change
 from limitforge.catalog.credentials import Credential, Peppers, fingerprint
+from limitforge.catalog.entries import CacheStatus, Caller, KeyEntry, TenantEntry
 from limitforge.catalog.guard import Guard
-from limitforge.catalog.model import OPERATOR, Key, KeyScope, Tenant, TenantConfig, at_time
+from limitforge.catalog.history import History, Stamp
+from limitforge.catalog.lookups import LOOKUP_SECONDS, Lookups
+from limitforge.catalog.model import OPERATOR, Key, Tenant, TenantConfig, at_time
 from limitforge.catalog.plan_warnings import log_plan_warnings
 from limitforge.catalog.queries import Announcement
 from limitforge.catalog.snapshot import Snapshot
-from limitforge.catalog.sources import Source, WarmCopies
+from limitforge.catalog.sources import Copy, Source, WarmCopies
 from limitforge.core.clock import LONG_AGO_US, Clock, SystemClock
 from limitforge.core.exact import MICROS
 from limitforge.core.headers import HeaderForm
-from limitforge.errors import CatalogUnavailable, Forbidden, TooManyUnknownKeys, UnknownKey
+from limitforge.errors import CatalogUnavailable, TooManyUnknownKeys, UnknownKey
 
 FRESH_SECONDS = 60.0
 STALE_SECONDS = 3_600.0
 RETRY_SECONDS = 1.0  # how soon a refresh that failed is tried again
+AWAY_SECONDS = 10.0  # how often what is in use is compared with its copy while the database is away
 UNKNOWN_SECONDS = 10.0
+PATIENCE = 1.5  # times the deadline of a look-up
 CLOSE_SECONDS = 1.0
 MAX_TENANTS = 10_000
 MAX_KEYS = 100_000
@@ -36,73 +40,6 @@ MAX_UNKNOWN = 10_000
 _log = logging.getLogger(__name__)
 Loaded = TypeVar("Loaded")
 Load = Callable[[bool], Awaitable[Loaded]]
-
-
-class TenantEntry(msgspec.Struct, eq=False):
-    """A tenant as this node knows it; callers hold it, so that a new snapshot reaches them all at once."""
-
-    snapshot: Snapshot
-    fresh_until_us: int
-    usable_until_us: int
-    seen: set[bytes]
-    """The fingerprints of its callers, who are forgotten with it."""
-    is_stale: bool = False
-    """Whether it could not be read again when it was time to."""
-    is_gone: bool = False
-    is_sure: bool = False
-    """Whether it was read from the database, and not from a copy."""
-
-
-class KeyEntry(msgspec.Struct, eq=False):
-    """A key as this node knows it, with the fingerprints of those secrets of it that were seen and recognised."""
-
-    key: Key
-    fresh_until_us: int
-    usable_until_us: int
-    seen: set[bytes]
-    is_doubtful: bool = False
-    """Whether it is known to have changed, and could not be read since: a copy of it may be the old one."""
-    is_sure: bool = False
-
-
-class Caller(msgspec.Struct, eq=False):
-    """Whoever presented a right key. Recognised once, until the key changes or ends."""
-
-    key: Key
-    tenant: TenantEntry
-    entry: KeyEntry
-    ends_us: int
-    """When the key, or this secret of it, stops being good."""
-    routes: dict[tuple[str, str | None, str | None], Any] = {}
-    """What whoever serves this caller has worked out for it: it goes when the caller does."""
-
-    @property
-    def snapshot(self) -> Snapshot:
-        return self.tenant.snapshot
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether it is served from memory because the database can't be reached."""
-        return self.tenant.is_stale
-
-    def require(self, scope: KeyScope) -> None:
-        """Refuse a right key that may not do this."""
-        if self.key.disabled:
-            raise Forbidden("this key is disabled")
-        if self.tenant.snapshot.config.tenant.suspended:
-            raise Forbidden("this tenant is suspended")
-        if scope not in self.key.scopes:
-            raise Forbidden(f"this key lacks the scope {scope}")
-
-
-class CacheStatus(msgspec.Struct, frozen=True):
-    """`stale_since` is when the database was first missed (epoch seconds), None while all is well."""
-
-    tenants: int
-    keys: int
-    unknown: int
-    loads: int
-    stale_since: float | None
 
 
 class Snapshots:
@@ -114,18 +51,22 @@ class Snapshots:
         peppers: Peppers,
         *,
         warm: WarmCopies | None = None,
+        history: History | None = None,
         guard: Guard | None = None,
         clock: Clock | None = None,
         placed: Callable[[Tenant], None] | None = None,
         form: HeaderForm | None = None,
         fresh_seconds: float = FRESH_SECONDS,
         stale_seconds: float = STALE_SECONDS,
+        lookup_seconds: float = LOOKUP_SECONDS,
         max_tenants: int = MAX_TENANTS,
         max_keys: int = MAX_KEYS,
     ) -> None:
         self._origin = origin
         self._peppers = peppers
         self._warm = warm
+        self._accepts = Acceptance(history or History(), max_tenants)
+        self._lookups = Lookups(lookup_seconds)
         self._guard = guard or Guard()
         self._clock = clock or SystemClock()
         self._now_us = self._clock.now_us
@@ -141,11 +82,11 @@ class Snapshots:
         self._flights: dict[Hashable, asyncio.Task[Any]] = {}
         self._changed: set[Hashable] = set()
         """What was announced to have changed while it was being read: it is read once more."""
-        self._floors: dict[str, int] = {}
-        """The revisions that tenants are known to have reached: an older copy does not count."""
         self._used: dict[str, int] = {}
         self._loads = 0
         self._is_closed = False
+        self._era = 0
+        """How often everything was discarded: what was being read meanwhile is read again."""
         self._stale_since_us: int | None = None
         self._confirmed_us = self._doubted_us = LONG_AGO_US
 
@@ -179,6 +120,14 @@ class Snapshots:
         if caller is not None:
             return caller
         credential = Credential.read(text)
+        try:
+            # Each read of its own has a deadline; this one is for reads that others have begun without any.
+            async with asyncio.timeout(PATIENCE * self._lookups.seconds):
+                return await self._find(text, credential, source)
+        except TimeoutError:
+            raise CatalogUnavailable("the configuration could not be read in time") from None
+
+    async def _find(self, text: str, credential: Credential, source: str) -> Caller:
         entry = await self._key_entry(f"key_{credential.id}", source)
         now_us = self._clock.now_us()
         self._peppers.identify(credential, entry.key, at_time(now_us))
@@ -212,15 +161,13 @@ class Snapshots:
     async def heard(self, announcements: Sequence[Announcement]) -> None:
         """Act on changes: whatever is known here of what has changed is read again before this returns."""
         again: list[Awaitable[Any]] = []
-        for key_id in (key_id for told in announcements for key_id in told.gone):
-            self._forget_key(key_id)  # first of all: a key may have moved to another tenant
-            self._mark_changed(("key", key_id))
         for told in announcements:
-            for key_id in told.keys:
-                self._unknown.pop(key_id, None)
+            for key_id in told.gone:
+                self._forget_key(key_id)  # first of all: a key may have moved to another tenant
                 self._mark_changed(("key", key_id))
-                if key_id in self._keys or ("key", key_id) in self._flights:
-                    again.append(self._reload_key(key_id))
+                self._accepts.expect(("key", key_id), told.stamp)
+        for told in announcements:
+            again += [self._heard_key(key_id, told) for key_id in told.keys if self._is_affected(key_id, told)]
             if told.config:
                 again.append(self._heard_config(told))
         for answer in await asyncio.gather(*again, return_exceptions=True):
@@ -232,17 +179,35 @@ class Snapshots:
             elif isinstance(answer, BaseException):
                 raise answer
 
-    async def reload_all(self) -> None:
-        """Read everything that is known again, one after the other, and believe nothing else: too much was missed to
-        tell what has changed, or the database was set back.
+    def forget_all(self) -> None:
+        """Discard everything that is known, and read what is asked for again: too much was missed to tell what has
+        changed, or the database was restored. What is being read just now is read once more.
         """
-        self._floors.clear()
-        if self._operator is not None:
-            await self._reload_operator(is_told=True)
-        for key_id in list(self._keys):
-            await self._reload_key(key_id)
+        self._era += 1
+        self._accepts.floors.clear()
+        self._unknown.clear()
+        self._confirmed_us = LONG_AGO_US
+        self._operator = None
         for tenant_id in list(self._tenants):
-            await self._reload_tenant(tenant_id, is_told=True)
+            self._forget_tenant(tenant_id)
+        self._keys.clear()
+        self._callers.clear()
+
+    def doubt_all(self) -> None:
+        """Compare everything with its copy when it is next used: the database is away, or messages were missed."""
+        self._confirmed_us = LONG_AGO_US
+        for tenant in self._tenants.values():
+            tenant.fresh_until_us = 0
+        for key in self._keys.values():
+            key.fresh_until_us = 0
+        if self._operator is not None:
+            self._operator.fresh_until_us = 0
+
+    def is_unreachable(self) -> None:
+        """The database does not answer, as the node has found: copies are taken without asking it first."""
+        if not self._accepts.is_cut_off:
+            self._accepts.is_cut_off = True
+            self.doubt_all()
 
     def confirm(self) -> None:
         """Every change up to now was heard of: what is known here need not be read again to be believed."""
@@ -254,6 +219,7 @@ class Snapshots:
 
     def is_reachable(self) -> None:
         """The database answers, as somebody else has found."""
+        self._accepts.is_cut_off = False
         self._recovered()
 
     def used_still(self, used: Mapping[str, int]) -> None:
@@ -276,22 +242,71 @@ class Snapshots:
             for name, flight in list(self._flights.items()):
                 if flight.done():  # it was cancelled before it began, and has not removed itself
                     del self._flights[name]
+        await self._lookups.close()
+
+    def _is_affected(self, key_id: str, told: Announcement) -> bool:
+        """Take note of a changed key. Returns True if something of it is known here, and is older than that."""
+        name = ("key", key_id)
+        self._unknown.pop(key_id, None)
+        self._accepts.expect(name, told.stamp)
+        known = self._keys.get(key_id)
+        if known is not None and known.stamp.covers(told.stamp):
+            return False
+        self._mark_changed(name)
+        return known is not None or name in self._flights
+
+    async def _heard_key(self, key_id: str, told: Announcement) -> None:
+        known = self._keys.get(key_id)
+        if known is not None and key_id in told.revoked and await self._revoke_key(known, told.stamp):
+            return
+        if key_id in self._keys or ("key", key_id) in self._flights:
+            await self._reload_key(key_id)
+
+    async def _revoke_key(self, known: KeyEntry, told: Stamp) -> bool:
+        """Stop serving what is known of a key that may do less now, without waiting for the database: a copy says what
+        is left of it. Without one it is not served until it was read. Returns True if a copy has said it.
+        """
+        copy = None if self._warm is None else await self._warm.find_key(known.key.id)
+        if self._keys.get(known.key.id) is not known:
+            return False
+        if copy is not None and copy.value is not None and self._accepts.is_acceptable(copy, told, known):
+            self._place_key(copy.value, copy.stamp)
+            return True
+        del self._keys[known.key.id]
+        self._forget_seen(known)
+        return False
 
     async def _heard_config(self, told: Announcement) -> None:
         tenant_id = told.tenant_id
-        self._floors[tenant_id] = max(told.revision, self._floors.pop(tenant_id, 0))
-        if len(self._floors) > self._max_tenants:
-            del self._floors[next(iter(self._floors))]
+        self._accepts.expect(tenant_id, told.stamp)
         if tenant_id == OPERATOR:
+            if self._operator is not None and has_change(self._operator, told):
+                return
             self._mark_changed("operator")
-            is_old = self._operator is not None and self._operator.snapshot.revision < told.revision
-            if is_old or "operator" in self._flights:
+            if self._operator is not None or "operator" in self._flights:
                 await self._reload_operator()
             return
         entry = self._tenants.get(tenant_id)
+        if entry is not None and has_change(entry, told):
+            return
         self._mark_changed(("tenant", tenant_id))
-        if (entry is not None and entry.snapshot.revision < told.revision) or ("tenant", tenant_id) in self._flights:
+        if entry is not None and tenant_id in told.revoked and await self._revoke_tenant(tenant_id, entry, told.stamp):
+            return
+        if tenant_id in self._tenants or ("tenant", tenant_id) in self._flights:
             await self._reload_tenant(tenant_id)
+
+    async def _revoke_tenant(self, tenant_id: str, known: TenantEntry, told: Stamp) -> bool:
+        """The same for a tenant that was suspended."""
+        copy = None if self._warm is None else await self._warm.find_config(tenant_id)
+        if self._tenants.get(tenant_id) is not known:
+            return False
+        if copy is not None and copy.value is not None and self._accepts.is_acceptable(copy, told, known):
+            operator = self._operator
+            if operator is not None:
+                self._place_tenant(tenant_id, copy.value, operator, copy.stamp)
+                return True
+        self._forget_tenant(tenant_id)
+        return False
 
     # --- Reading -----------------------------------------------------------------------------------------------------
 
@@ -342,35 +357,55 @@ class Snapshots:
     async def _load_tenant(self, tenant_id: str, is_told: bool) -> TenantEntry:  # noqa: FBT001 - as flights call it
         await self._operator_entry()
         self._loads += 1
-        known = self._tenants.get(tenant_id)
-        try:
-            config, is_sure = await self._read_config(tenant_id, known, is_told=is_told)
-        except CatalogUnavailable:
-            if known is None or self._clock.now_us() >= known.usable_until_us:
-                raise
-            return self._keep_stale(known)
-        entry = self._place_tenant(tenant_id, config, await self._operator_entry())
+        while True:
+            era, known = self._era, self._tenants.get(tenant_id)
+            try:
+                read, is_sure = await self._read_config(tenant_id, known, is_told=is_told)
+            except CatalogUnavailable:
+                if known is None or self._clock.now_us() >= known.usable_until_us:
+                    raise
+                return self._keep_stale(known)
+            operator = await self._operator_entry()
+            if self._is_still_right(era, tenant_id, read.stamp):
+                break
+        entry = self._place_tenant(tenant_id, read.value, operator, read.stamp)
         entry.is_sure = is_sure
         return entry
 
     async def _read_config(
         self, tenant_id: str, known: TenantEntry | None, *, is_told: bool
-    ) -> tuple[TenantConfig | None, bool]:
+    ) -> tuple[Copy[TenantConfig], bool]:
         """From a copy, unless that is older than what is known or announced, or nothing but the truth will do; and
-        whether it is the truth.
+        whether it is the truth. A copy that may be out of date is better than nothing.
         """
-        floor = max(self._floors.get(tenant_id, 0), 0 if known is None else known.snapshot.revision)
-        if self._warm is not None and (not is_told or tenant_id in self._floors):
-            config = await self._warm.config(tenant_id, floor)
-            if config is not None:
-                return config, False
-        config = await self._origin.config(tenant_id)
+        copy = None if self._warm is None else await self._warm.find_config(tenant_id)
+        if copy is not None and self._accepts.is_good(copy, tenant_id, known, is_told=is_told):
+            return copy, False
+        stamp = self._accepts.stamp(tenant_id)
+        try:
+            config = await self._lookups.read(
+                lambda: self._origin.config(tenant_id), has_deadline=not self._is_usable(known)
+            )
+        except CatalogUnavailable as error:
+            if copy is None or not self._accepts.is_acceptable(copy, self._accepts.floor(tenant_id), known):
+                raise
+            self._missed(error)
+            return copy, False
         self._recovered()
         if self._warm is not None and config is not None:
-            await self._warm.refresh(tenant_id, config)
-        return config, True
+            await self._warm.refresh_config(tenant_id, config, stamp)
+        return Copy(stamp, config), True
 
-    def _place_tenant(self, tenant_id: str, config: TenantConfig | None, operator: TenantEntry) -> TenantEntry:
+    def _is_still_right(self, era: int, name: Hashable, stamp: Stamp) -> bool:
+        """Return False if what was read must be read again: a change was announced meanwhile, or all was discarded."""
+        return era == self._era and stamp.covers(self._accepts.floor(name))
+
+    def _is_usable(self, known: TenantEntry | KeyEntry | None) -> bool:
+        return known is not None and self._clock.now_us() < known.usable_until_us
+
+    def _place_tenant(
+        self, tenant_id: str, config: TenantConfig | None, operator: TenantEntry, stamp: Stamp
+    ) -> TenantEntry:
         now_us = self._clock.now_us()
         entry = self._tenants.get(tenant_id)
         if config is None:
@@ -391,8 +426,9 @@ class Snapshots:
         elif entry.snapshot.operator is not operator.snapshot.config:
             entry.snapshot = entry.snapshot.under(operator.snapshot.config)
         self._tenants.pop(tenant_id, None)  # so that the first of them is the one that was not read for longest
-        entry.fresh_until_us, entry.usable_until_us = now_us + self._fresh_us, now_us + self._stale_us
-        entry.is_stale = entry.is_gone = False
+        entry.fresh_until_us, entry.usable_until_us = self._fresh_until_us(now_us), now_us + self._stale_us
+        entry.is_stale = entry.is_gone = entry.is_sure = False
+        entry.stamp = stamp
         self._tenants[tenant_id] = entry
         while len(self._tenants) > self._max_tenants:
             self._forget_tenant(next(iter(self._tenants)))
@@ -409,7 +445,11 @@ class Snapshots:
 
     async def _load_operator(self, is_told: bool) -> TenantEntry:  # noqa: FBT001 - as flights call it
         try:
-            config, is_sure = await self._read_config(OPERATOR, self._operator, is_told=is_told)
+            while True:
+                era = self._era
+                read, is_sure = await self._read_config(OPERATOR, self._operator, is_told=is_told)
+                if self._is_still_right(era, OPERATOR, read.stamp):
+                    break
         except CatalogUnavailable:
             if self._operator is None or self._clock.now_us() >= self._operator.usable_until_us:
                 raise
@@ -417,6 +457,7 @@ class Snapshots:
             for entry in self._tenants.values():  # whoever asks for one of them asks for the operator too
                 entry.fresh_until_us = min(entry.fresh_until_us, soon_us)
             return self._keep_stale(self._operator)
+        config = read.value
         if config is None:
             raise CatalogUnavailable("the database has no operator: run `limitforge db upgrade`")
         now_us = self._clock.now_us()
@@ -425,8 +466,8 @@ class Snapshots:
             known = TenantEntry(Snapshot(config, config), 0, 0, set())
             for entry in self._tenants.values():
                 entry.snapshot = entry.snapshot.under(config)
-        known.fresh_until_us, known.usable_until_us = now_us + self._fresh_us, now_us + self._stale_us
-        known.is_stale, known.is_sure = False, is_sure
+        known.fresh_until_us, known.usable_until_us = self._fresh_until_us(now_us), now_us + self._stale_us
+        known.is_stale, known.is_sure, known.stamp = False, is_sure, read.stamp
         self._operator = known
         return known
 
@@ -444,47 +485,66 @@ class Snapshots:
 
     async def _load_key(self, key_id: str, source: str | None, *, is_told: bool) -> KeyEntry:
         """`source` is None where it is known already, and only read again."""
-        key = None
-        if self._warm is not None and not is_told:
-            known = self._keys.get(key_id)
-            key = await self._warm.key(key_id, 0 if known is None else known.key.version)
-        is_sure = key is None
-        if key is None:
-            key = await self._look_up(key_id, source)
-            self._recovered()
-            if key is not None and self._warm is not None:
-                await self._warm.refresh_key(key)
+        while True:
+            era = self._era
+            read, is_sure = await self._read_key(key_id, source, is_told=is_told)
+            if self._is_still_right(era, ("key", key_id), read.stamp):
+                break
         self._loads += 1
-        if key is None:
+        if read.value is None:
             self._forget_key(key_id)
             raise UnknownKey("no such key, or it is no longer good")
-        entry = self._place_key(key)
+        entry = self._place_key(read.value, read.stamp)
         entry.is_sure = is_sure
         return entry
 
-    async def _look_up(self, key_id: str, source: str | None) -> Key | None:
+    async def _read_key(self, key_id: str, source: str | None, *, is_told: bool) -> tuple[Copy[Key], bool]:
+        """As `_read_config` does."""
+        name, known = ("key", key_id), self._keys.get(key_id)
+        copy = None if self._warm is None else await self._warm.find_key(key_id)
+        if copy is not None and self._accepts.is_good(copy, name, known, is_told=is_told):
+            return copy, False
+        stamp = self._accepts.stamp(name)
+        try:
+            key = await self._look_up(key_id, source, has_deadline=not self._is_usable(known))
+        except CatalogUnavailable as error:
+            if copy is None or not self._accepts.is_acceptable(copy, self._accepts.floor(name), known):
+                raise
+            self._missed(error)
+            return copy, False
+        self._recovered()
+        if key is not None and self._warm is not None:
+            await self._warm.refresh_key(key, stamp)
+        return Copy(stamp, key), True
+
+    async def _look_up(self, key_id: str, source: str | None, *, has_deadline: bool) -> Key | None:
         if source is None:
-            return await self._origin.key(key_id)
-        await self._guard.take(source)
+            return await self._lookups.read(lambda: self._origin.key(key_id), has_deadline=has_deadline)
+        try:
+            async with asyncio.timeout(self._lookups.seconds):
+                await self._guard.take(source)
+        except TimeoutError:
+            raise CatalogUnavailable("too many keys wait to be looked up: the database is slow") from None
         is_wrong = False
         try:
-            key = await self._origin.key(key_id)
+            key = await self._lookups.read(lambda: self._origin.key(key_id), has_deadline=has_deadline)
             is_wrong = key is None
             return key
         finally:
             self._guard.give_back(source, is_wrong=is_wrong)
 
-    def _place_key(self, key: Key) -> KeyEntry:
+    def _place_key(self, key: Key, stamp: Stamp) -> KeyEntry:
         now_us = self._clock.now_us()
         known = self._keys.pop(key.id, None)
         if known is not None and known.key == key:
             entry = known
-            entry.fresh_until_us, entry.usable_until_us = now_us + self._fresh_us, now_us + self._stale_us
-            entry.is_doubtful = False
         else:
             if known is not None:
                 self._forget_seen(known)
-            entry = KeyEntry(key, now_us + self._fresh_us, now_us + self._stale_us, set())
+            entry = KeyEntry(key, 0, 0, set())
+        entry.fresh_until_us, entry.usable_until_us = self._fresh_until_us(now_us), now_us + self._stale_us
+        entry.is_doubtful = entry.is_sure = False
+        entry.stamp = stamp
         self._keys[key.id] = entry
         while len(self._keys) > self._max_keys:
             first = next(iter(self._keys))
@@ -532,6 +592,11 @@ class Snapshots:
             ("key", entry.key.id), lambda is_told: self._load_key(entry.key.id, None, is_told=is_told or no_copy)
         )
 
+    def _fresh_until_us(self, now_us: int) -> int:
+        return now_us + (
+            min(self._fresh_us, int(AWAY_SECONDS * MICROS)) if self._accepts.is_cut_off else self._fresh_us
+        )
+
     def _is_confirmed(self, now_us: int) -> bool:
         return now_us < self._confirmed_us + self._fresh_us
 
@@ -554,14 +619,14 @@ class Snapshots:
         elif error is not None and not isinstance(error, UnknownKey | TooManyUnknownKeys):
             _log.error("could not read configuration again", exc_info=error)
 
-    async def _reload_tenant(self, tenant_id: str, *, is_told: bool = False) -> None:
-        await self._once(("tenant", tenant_id), lambda is_told: self._load_tenant(tenant_id, is_told), is_told=is_told)
+    async def _reload_tenant(self, tenant_id: str) -> None:
+        await self._once(("tenant", tenant_id), lambda is_told: self._load_tenant(tenant_id, is_told), is_told=True)
 
-    async def _reload_operator(self, *, is_told: bool = False) -> None:
-        await self._once("operator", self._load_operator, is_told=is_told)
+    async def _reload_operator(self) -> None:
+        await self._once("operator", self._load_operator, is_told=True)
 
     async def _reload_key(self, key_id: str) -> None:
-        """From the database; until that answers it is tried again, and no copy is believed."""
+        """From a copy with the change, else from the database; until either is there it is tried again."""
         known = self._keys.get(key_id)
         if known is not None:
             known.is_doubtful, known.fresh_until_us = True, 0

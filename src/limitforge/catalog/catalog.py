@@ -19,6 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from limitforge.catalog import queries
 from limitforge.catalog.credentials import PREFIXES, Credential, Peppers, new_id
 from limitforge.catalog.database import Database
+from limitforge.catalog.history import timeline_after
 from limitforge.catalog.model import (
     MAX_PLANS,
     MAX_POLICIES,
@@ -40,7 +41,7 @@ from limitforge.catalog.model import (
     plain,
 )
 from limitforge.catalog.patterns import PolicyTable
-from limitforge.catalog.queries import Announcement, Page
+from limitforge.catalog.queries import Announcement, Page, Revision
 from limitforge.catalog.snapshot import limits_named
 from limitforge.core.clock import Clock, SystemClock
 from limitforge.core.exact import TEN_YEARS_US, duration_us, shown
@@ -94,6 +95,20 @@ class Catalog:
                 await queries.announce_in_postgres(connection, CHANNEL, edit.revision)
         if self.changed is not None:
             await self.changed(announcements)
+
+    async def begin_timeline(self, lost: int) -> None:
+        """Start a new timeline after one that was lost in a restore, unless another node already has. Every node then
+        discards what it knows, and copies of the lost timeline are no longer accepted.
+        """
+        async with self.database.writing() as connection:
+            if (await queries.head(connection, lock=True)).timeline > lost:
+                return
+            await queries.set_timeline(connection, timeline_after(lost))
+            revision = await queries.next_revision(connection)
+            now = at_time(self.clock.now_us())
+            await queries.add_outbox(connection, _stamped([Announcement(0, NOBODY)], revision), now)
+            if not self.database.is_sqlite:
+                await queries.announce_in_postgres(connection, CHANNEL, revision.stamp.revision)
 
     async def get(self, kind: type[AnyEntity], identity: str) -> AnyEntity:
         async with self.database.reading() as connection:
@@ -152,10 +167,13 @@ class Catalog:
 class Edit:
     """Changes inside one transaction. Each writes its audit entry; what others must hear is gathered until the end."""
 
-    def __init__(self, connection: AsyncConnection, catalog: Catalog, actor: str, now: datetime, revision: int) -> None:
+    def __init__(
+        self, connection: AsyncConnection, catalog: Catalog, actor: str, now: datetime, written: Revision
+    ) -> None:
         self.connection = connection
-        self.revision = revision
+        self.revision = written.stamp.revision
         self.now = now
+        self._written = written
         self._catalog = catalog
         self._actor = actor
         self._heard: dict[str, Announcement] = {}
@@ -319,7 +337,8 @@ class Edit:
 
     async def finish(self) -> list[Announcement]:
         """Write down what others must hear, and number what has changed."""
-        announcements = list(self._heard.values()) or [Announcement(self.revision, NOBODY)]  # no number is left out
+        heard = list(self._heard.values()) or [Announcement(self.revision, NOBODY)]  # no number is left out
+        announcements = _stamped(heard, self._written)
         for tenant_id in self._with_policies:
             policies = await queries.every(self.connection, Policy, tenant_id)
             PolicyTable((policy.pattern, policy) for policy in policies)  # refuses what could not be searched quickly
@@ -492,8 +511,6 @@ class Edit:
     def _announce(self, tenant_id: str, before: Entity | None, after: Entity | None) -> None:
         told = self._heard.get(tenant_id) or Announcement(self.revision, tenant_id)
         entity = after or before
-        if _revokes(before, after):
-            told = msgspec.structs.replace(told, revokes=True)
         if isinstance(entity, Key):
             field = "gone" if after is None else "keys"
             ids = dict.fromkeys((*getattr(told, field), entity.id))
@@ -502,6 +519,8 @@ class Edit:
             told = msgspec.structs.replace(told, overrides=True)
         else:
             told = msgspec.structs.replace(told, config=True)
+        if entity is not None and _is_less(before, after):
+            told = msgspec.structs.replace(told, revoked=tuple(dict.fromkeys((*told.revoked, entity.id))))
         self._heard[tenant_id] = told
 
 
@@ -517,26 +536,43 @@ async def named(connection: AsyncConnection, kind: type[AnyEntity], name: str, *
     return _found(kind, name, found[0] if found else None)
 
 
+def _is_less(before: Entity | None, after: Entity | None) -> bool:
+    """Return True if a key or a tenant may do less after a change. Nodes then stop serving what they knew, even while
+    they can't read the rest.
+    """
+    if isinstance(before, Tenant):
+        return not isinstance(after, Tenant) or (after.suspended and not before.suspended)
+    if not isinstance(before, Key) or not isinstance(after, Key):
+        return False
+    is_shorter = _ends_earlier(before.expires_at, after.expires_at)
+    ends = {each.hash: each.expires_at for each in after.secrets}
+    is_rotated = any(
+        each.hash not in ends or _ends_earlier(each.expires_at, ends[each.hash]) for each in before.secrets
+    )
+    is_narrower = not set(before.scopes) <= set(after.scopes)
+    return (after.disabled and not before.disabled) or is_shorter or is_rotated or is_narrower
+
+
+def _ends_earlier(before: datetime | None, after: datetime | None) -> bool:
+    return after is not None and (before is None or after < before)
+
+
+def _stamped(announcements: Iterable[Announcement], written: Revision) -> list[Announcement]:
+    """Announcements with their point in history."""
+    stamp = written.stamp
+    own = {"timeline": stamp.timeline, "change_id": stamp.change_id, "previous_id": written.previous_id}
+    return [
+        msgspec.structs.replace(each, revision=stamp.revision, revokes=bool(each.revoked or each.gone), **own)
+        for each in announcements
+    ]
+
+
 def _kind_and_action(change: tuple[Entity | None, Entity | None]) -> tuple[str, str]:
     before, after = change
     entity = after or before
     if entity is None:
         raise CatalogError("nothing was changed")
     return entity.kind, "create" if before is None else "delete" if after is None else "update"
-
-
-def _revokes(before: Entity | None, after: Entity | None) -> bool:
-    """True if a key, or all keys of a tenant, may be used for less than before."""
-    if isinstance(before, Key):
-        fields = ("secrets", "expires_at", "scopes")
-        return (
-            not isinstance(after, Key)
-            or (after.disabled and not before.disabled)
-            or any(getattr(after, field) != getattr(before, field) for field in fields)
-        )
-    if isinstance(before, Tenant):
-        return not isinstance(after, Tenant) or (after.suspended and not before.suspended)
-    return False
 
 
 Found = TypeVar("Found")

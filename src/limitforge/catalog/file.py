@@ -15,10 +15,11 @@ from typing import Any, Self
 
 import msgspec
 
-from limitforge.catalog.cache import CacheStatus, Snapshots
+from limitforge.catalog.cache import Snapshots
 from limitforge.catalog.consistency import check
 from limitforge.catalog.credentials import ALPHABET, ID_LENGTH, Peppers
 from limitforge.catalog.document import read
+from limitforge.catalog.entries import CacheStatus
 from limitforge.catalog.markup import MAX_BYTES
 from limitforge.catalog.mirror import MAX_DELETED, Mirror, OverrideSink
 from limitforge.catalog.model import OPERATOR, Key, Override, Tenant, TenantConfig, at_time, build

@@ -1,7 +1,8 @@
 """The catalog on one node: what it remembers, and how it hears of changes made elsewhere.
 
 The outbox in the database is the truth about changes. Messages (Redis, Postgres) only make a node look sooner, so none
-of them has to arrive: a node that missed some reads on from the revision that it had reached.
+of them has to arrive: a node that missed some reads on from the revision that it had reached. At each look it also sees
+whether the database still has that revision: one that was restored does not, and then everything is read anew.
 """
 
 import asyncio
@@ -13,10 +14,12 @@ from typing import Any, Self
 import msgspec
 
 from limitforge.catalog import queries
-from limitforge.catalog.cache import CacheStatus, Snapshots
+from limitforge.catalog.cache import Snapshots
 from limitforge.catalog.catalog import CHANNEL, Catalog
 from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database import Database
+from limitforge.catalog.entries import CacheStatus
+from limitforge.catalog.history import History, Stamp
 from limitforge.catalog.mirror import Mirror, OverrideSink
 from limitforge.catalog.model import Tenant, at_time
 from limitforge.catalog.queries import Announcement
@@ -37,7 +40,11 @@ FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
 BATCH = 100  # revisions that are read at once
 SLICE = 100  # tenants that are acted on at once: a revocation may have to wait for them
+RECENT = 2_000  # rows of the outbox that a node looks at when it starts: copies of older revisions are not taken
+HEAD_AGAIN_SECONDS = 60.0  # how often the place that history has reached is written to Redis again
+RESTORED_SECONDS = 30 * 86_400.0  # how long it is remembered that the overrides of a timeline were compared
 CANCEL_SECONDS = 1.0
+MESSAGE_SECONDS = 1.0  # what a message may wait for; what it began goes on
 
 _log = logging.getLogger(__name__)
 
@@ -81,6 +88,7 @@ class Node:
         self._shared = shared
         self._warm = None if shared is None else WarmCopies(shared, key_prefix)
         self._mirror = None if sink is None else Mirror(self._source, sink, self._clock, placed)
+        self._history = History()
         self._sweep: OverrideSweep | None = None
         if sink is not None and shared is not None and self._mirror is not None:
             self._sweep = OverrideSweep(
@@ -102,13 +110,25 @@ class Node:
                 self._mirror,
                 key_prefix=key_prefix,
                 clock=self._clock,
+                history=self._history,
+                catch_up=self.catch_up,
                 failed=self._store_is,
             )
         self._prefix = key_prefix
-        self.snapshots = Snapshots(self._source, peppers, warm=self._warm, placed=placed, clock=self._clock, **bounds)
+        self.snapshots = Snapshots(
+            self._source,
+            peppers,
+            warm=self._warm,
+            history=self._history,
+            placed=placed,
+            clock=self._clock,
+            **bounds,
+        )
         self.catalog = Catalog(database, peppers=peppers, clock=self._clock, changed=self._wrote)
-        self._seen = 0
-        self._is_new = True
+        self._following = asyncio.Lock()
+        self._head_put_us = 0
+        self._is_shared_doubtful = True  # whether Redis may hold what the database has lost
+        self._sink = sink
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._work: set[asyncio.Task[None]] = set()
@@ -119,6 +139,7 @@ class Node:
         self._has_later = asyncio.Event()
         self._owes_mirror = False  # whether overrides were to be compared, and could not be
         self._repair: asyncio.Task[None] | None = None
+        self._owes_every_tenant = False  # whether those of all tenants are to be, after a restore
         self._is_store_away = False
 
     async def start(self) -> None:
@@ -128,13 +149,7 @@ class Node:
         self.snapshots.open()
         try:
             await self._database.prepare()
-            if self._is_new:  # one that is started again reads on from where it was
-                async with self._database.reading() as connection:
-                    self._seen = await queries.last_revision(connection)
-                    owed = await queries.unpublished(connection, 1)
-                if owed and self._shared is not None:  # copies may be older than these
-                    self._seen = owed[0].announcement.revision - 1
-                self._is_new = False
+            await self.catch_up()  # one that is started again reads on from where it was
             if self._relay is not None:
                 self._relay.wake()
             if self._mirror is not None and self._shared is None:
@@ -194,7 +209,7 @@ class Node:
             "ok" if is_ok else "degraded",
             cache.stale_since if self._is_ok and cache.stale_since is not None else since,
             tuple(sorted(self._listening)),
-            self._seen,
+            0 if self._history.head is None else self._history.head.revision,
             cache,
             SweepStatus() if self._sweep is None else self._sweep.status(),
         )
@@ -215,10 +230,14 @@ class Node:
 
     async def _wrote(self, announcements: Sequence[Announcement]) -> None:
         """Act on a change of this node's own before its caller hears of it. It is committed: nothing here undoes it."""
+        first = announcements[0]
+        if self._history.head is None:  # it was not started: its own first change is where it begins
+            self._history.begin(Stamp(first.timeline, first.revision - 1, first.previous_id))
         try:
             await self._act(announcements)
-            if announcements[0].revision == self._seen + 1:
-                self._seen += 1
+            is_known = self._advance(announcements) or self._history.has(first.stamp)
+            if not is_known:
+                await self.catch_up()  # others have written too, or the database was restored
             if self._relay is not None:
                 await self._relay.publish(announcements)
         except StoreError as error:
@@ -245,8 +264,9 @@ class Node:
         for row in rows:
             if (row.config or row.overrides) and not row.revokes:
                 known = self._later.pop(row.tenant_id, row)
-                both = (known.config or row.config, known.overrides or row.overrides)
-                self._later[row.tenant_id] = Announcement(row.revision, row.tenant_id, *both)
+                self._later[row.tenant_id] = msgspec.structs.replace(
+                    row, config=known.config or row.config, overrides=known.overrides or row.overrides, keys=(), gone=()
+                )
         self._has_later.set()
 
     async def _act_later(self) -> None:
@@ -269,10 +289,13 @@ class Node:
                 await self._unbroken(self._look())
             except CatalogError as error:
                 self._failed(error)
+                await self._look_at_shared()
+            except StoreError as error:
+                self._store_is(error)
             except Exception:  # noqa: BLE001 - whatever it is: go on, or nobody hears of changes any more
                 _log.exception("something is wrong with how changes are heard of")
             pause = POLL_WHEN_TOLD_SECONDS if "postgres" in self._listening else POLL_SECONDS
-            if self._owes_mirror:
+            if self._owes_mirror or self._owes_every_tenant:
                 pause = POLL_SECONDS
             await asyncio.sleep(SHORTEST_PAUSE_SECONDS)
             with contextlib.suppress(TimeoutError):
@@ -284,7 +307,8 @@ class Node:
         await self.catch_up()
         self.snapshots.confirm()
         self._recovered()
-        if self._owes_mirror and self._repair is None:
+        await self._put_head()
+        if (self._owes_mirror or self._owes_every_tenant) and self._repair is None:
             self._repair = asyncio.get_running_loop().create_task(self._repair_overrides())
             self._work.add(self._repair)
             self._repair.add_done_callback(self._ended)
@@ -305,28 +329,132 @@ class Node:
             task.exception()
 
     async def catch_up(self) -> None:
-        """Act on all that was written since this node last looked."""
-        while True:
-            seen = self._seen
-            async with self._database.reading() as connection:
-                last = await queries.last_revision(connection)
-                rows = [] if last == seen else await queries.outbox_after(connection, seen, BATCH)
-            if last < seen or (last > seen and (not rows or rows[0].revision > seen + 1)):
-                _log.warning("this node missed more than is kept: everything that it remembers is read again")
-                await self.snapshots.reload_all()
-                self._seen = last
-            elif rows:
-                await self._act_on_rows(rows)
-                self._seen = max(self._seen, rows[-1].revision)
-                if self._relay is not None:
-                    self._relay.wake()
-            if self._seen >= last:
-                return
+        """Act on all that was written since this node last looked, and notice a database that was restored."""
+        async with self._following:
+            is_doubtful, self._is_shared_doubtful = self._is_shared_doubtful, False
+            try:
+                shared = await self._shared_head() if is_doubtful else None
+                if self._history.head is None:
+                    await self._begin()
+                while not await self._follow():
+                    pass
+                if shared is not None and self._history.is_beyond(shared):
+                    await self._restored(shared)
+            except BaseException:
+                self._is_shared_doubtful |= is_doubtful
+                raise
+
+    async def _begin(self) -> None:
+        """Start from what the database has now. What was not published yet is looked at as if it came later: copies
+        may be older than that. What this node took from copies before was never compared with the database.
+        """
+        async with self._database.reading() as connection:
+            head = await queries.head(connection)
+            recent = await queries.recent_stamps(connection, RECENT)
+            owed = [] if self._shared is None else await queries.unpublished(connection, 1)
+        self._history.begin(head, recent)
+        if owed:
+            first = owed[0].announcement
+            self._history.go_back(first.revision - 1, first.previous_id)
+        if head.timeline and self._shared is not None:  # whoever began this timeline may not have come to an end
+            self._owes_every_tenant = self._mirror is not None
+        self.snapshots.forget_all()
+
+    async def _follow(self) -> bool:
+        """Act on the next batch of changes; True at the end of them. The chain of ids tells a database that goes on
+        from one that was restored, also if that has meanwhile come further than this node.
+        """
+        seen = self._history.head
+        if seen is None:
+            return True
+        async with self._database.reading() as connection:
+            head = await queries.head(connection)
+            rows = [] if head == seen else await queries.outbox_after(connection, seen.revision, BATCH)
+        if head == seen:
+            return True
+        is_gap = not rows or rows[0].revision != seen.revision + 1
+        is_other = not is_gap and rows[0].previous_id != seen.change_id
+        if is_gap and self._history.head != seen:
+            return False  # this node has moved on by a message or a change of its own: look again from there
+        if head.timeline != seen.timeline or head.revision <= seen.revision or is_other:
+            await self._restored(seen)
+            return True
+        if is_gap:
+            _log.warning("this node missed more than is kept: everything that it remembers is read again")
+            await self._begin()
+            return True
+        await self._put_head(head)
+        await self._act_on_rows(rows)
+        for told in rows:
+            self._history.advance(told.stamp)
+        if self._relay is not None:
+            self._relay.wake()
+        return rows[-1].revision >= head.revision
+
+    async def _restored(self, lost: Stamp) -> None:
+        """The database no longer has a revision that it had: discard everything, here and, by a new timeline, in Redis
+        and on every node.
+        """
+        _log.warning(
+            "catalog.restored revision=%d change_id=%d: the database no longer has this change; everything that was "
+            "remembered of it is read again",
+            lost.revision,
+            lost.change_id,
+        )
+        self._history.lose(lost.timeline)
+        self.snapshots.forget_all()  # also if the rest of this fails, and has to be tried again
+        self._owes_every_tenant = self._mirror is not None
+        await self.catalog.begin_timeline(lost.timeline)
+        await self._begin()
+        await self._put_head(self._history.head)
+
+    def _advance(self, announcements: Sequence[Announcement]) -> bool:
+        """Move on by one revision; False if it is not the next one of the history that this node follows."""
+        if not announcements or not self._history.is_next(announcements[0].stamp, announcements[0].previous_id):
+            return False
+        self._history.advance(announcements[0].stamp)
+        return True
+
+    # --- What Redis knows of history ---------------------------------------------------------------------------------
+
+    async def _shared_head(self) -> Stamp | None:
+        """How far nodes have seen the history of the database; None if that is not known."""
+        try:
+            return None if self._warm is None else await self._warm.head()
+        except StoreError:
+            return None
+
+    async def _put_head(self, head: Stamp | None = None) -> None:
+        """Tell the others how far history is: at once where it has moved on, otherwise once a minute."""
+        now_us = self._clock.now_us()
+        stamp = head or self._history.head
+        is_due = head is not None or now_us >= self._head_put_us + HEAD_AGAIN_SECONDS * MICROS
+        if self._warm is None or stamp is None or not is_due:
+            return
+        await self._warm.refresh_head(stamp)
+        self._head_put_us = now_us
+
+    async def _look_at_shared(self) -> None:
+        """While the database is away: see whether other nodes have found that it was restored."""
+        head = await self._shared_head()
+        if head is not None:
+            self._heard_of_timeline(head.timeline)
+
+    def _heard_of_timeline(self, timeline: int) -> None:
+        if timeline > self._history.newest_timeline:
+            self._history.newest_timeline = timeline
+            self.snapshots.doubt_all()
+
+    # --- Owed --------------------------------------------------------------------------------------------------------
 
     async def _repair_overrides(self) -> None:
-        """Compare overrides after that failed before; beside reading the outbox, since it may take long."""
+        """Compare overrides after that failed before, or after a restore; beside reading the outbox, since it may take
+        long.
+        """
         try:
-            if self._mirror is not None:
+            if self._owes_every_tenant:
+                await self._mirror_every_tenant()
+            if self._owes_mirror and self._mirror is not None:
                 await self._mirror.reconcile_all()
             self._owes_mirror = False
             self._store_is(None)
@@ -351,9 +479,20 @@ class Node:
                 except msgspec.MsgspecError:
                     _log.warning("a message on %s is not ours", self._relay.channel)
                     continue
-                await self._act_on_rows(announcements)
-                if any(each.revision > self._seen for each in announcements):
-                    self._wake.set()  # a message may hold a part of a revision: only the outbox says how far this is
+                await self._heard(announcements)
+                self._wake.set()  # a message may hold a part of a revision: only the outbox says how far this is
+
+    async def _heard(self, announcements: Sequence[Announcement]) -> None:
+        """Act on a message. One of a lost timeline is not: the database has nothing of what it says. The next message
+        does not wait for a database that does not answer.
+        """
+        current = [each for each in announcements if not self._history.denies(each.stamp)]
+        if not current:
+            return
+        self._heard_of_timeline(max(each.timeline for each in current))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(MESSAGE_SECONDS):
+                await self._act_on_rows(current)
 
     async def _postgres_notices(self) -> AsyncGenerator[None, None]:
         async with contextlib.aclosing(self._database.notices(CHANNEL)) as notices:
@@ -371,6 +510,7 @@ class Node:
                         if name not in self._listening:
                             self._listening.add(name)
                             pause = FIRST_PAUSE_SECONDS
+                            self._subscribed(name)
                         if name == "redis" and self._mirror is not None:
                             await self._mirror_all()
             except LimitforgeError as error:
@@ -383,7 +523,39 @@ class Node:
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
+    def _subscribed(self, name: str) -> None:
+        """Messages may have been missed, and this may be another Redis, or an older state of it."""
+        if name == "redis":
+            self._is_shared_doubtful = True
+            if not self._is_ok:
+                self.snapshots.doubt_all()
+
     # --- From time to time -------------------------------------------------------------------------------------------
+
+    async def _mirror_every_tenant(self) -> None:
+        """After a restore the store may have overrides that the database never heard of. One node of many compares
+        those of all tenants; the others see that it is done.
+        """
+        if self._mirror is None or self._sink is None:
+            return
+        timeline = 0 if self._history.head is None else self._history.head.timeline
+        done = f"{self._prefix}:{{%mirror}}:{timeline}"
+        if self._shared is not None:
+            if await self._shared.get(done) is not None:
+                self._owes_every_tenant = False
+                return
+            if not await self._shared.claim(f"{done}:working", MIRROR_SECONDS / 2):
+                return
+        async with self._database.reading() as connection:
+            tenants = await queries.tenant_lanes(connection)
+        for tenant_id, lanes in tenants:
+            is_plain = lanes == 1  # of others the store knows the place only once they were read
+            if not is_plain or (await self._sink.list_overrides(tenant=tenant_id, cursor=None, page=1)).overrides:
+                await self._mirror.reconcile(tenant_id)
+        await self._mirror.reconcile_all()
+        self._owes_every_tenant = False
+        if self._shared is not None:
+            await self._shared.claim(done, RESTORED_SECONDS)
 
     async def _mirror_all(self) -> None:
         """One node of many does it; a Redis that came back empty has nobody who claims to have."""
@@ -415,6 +587,7 @@ class Node:
         if self._is_ok:
             self._is_ok, self._since_us = False, self._clock.now_us()
             _log.warning("the catalog is degraded: %s", error)
+        self.snapshots.is_unreachable()
 
     def _store_is(self, error: StoreError | None) -> None:
         """Note that Redis is away, or back."""

@@ -12,6 +12,7 @@ from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from limitforge.catalog import tables
+from limitforge.catalog.history import Stamp, new_change_id
 from limitforge.catalog.model import (
     AuditEntry,
     Entity,
@@ -49,7 +50,8 @@ _SECRETS_OF: Mapping[type[Entity], Any] = {Key: tables.secrets.c.key_id, Token: 
 
 class Announcement(msgspec.Struct, frozen=True):
     """What other nodes must hear of one tenant: that what decides has changed, or its overrides; which keys have
-    changed, and which are gone. `revokes` says that someone may do less than before, which is published first.
+    changed, and which are gone. `revoked` are the ids of keys, and of the tenant, that may do less than before;
+    `revokes` says that there are any, or that keys are gone: such rows are published first.
     """
 
     revision: int
@@ -58,7 +60,22 @@ class Announcement(msgspec.Struct, frozen=True):
     overrides: bool = False
     keys: tuple[str, ...] = ()
     gone: tuple[str, ...] = ()
+    revoked: tuple[str, ...] = ()
     revokes: bool = False
+    timeline: int = 0
+    change_id: int = 0
+    previous_id: int = 0
+
+    @property
+    def stamp(self) -> Stamp:
+        return Stamp(self.timeline, self.revision, self.change_id)
+
+
+class Revision(msgspec.Struct, frozen=True):
+    """A write: its point in history, and the id of the write before it."""
+
+    stamp: Stamp
+    previous_id: int
 
 
 class Owed(msgspec.Struct, frozen=True):
@@ -220,6 +237,13 @@ async def tenants_with_overrides(connection: AsyncConnection, among: Collection[
     return [tenant_id for tenant_id in found if tenant_id is not None]
 
 
+async def tenant_lanes(connection: AsyncConnection) -> list[tuple[str, Any]]:
+    """The id of every tenant, and its lanes as they are stored."""
+    table = tables.tenants
+    rows = await connection.execute(select(table.c.id, table.c.lanes).where(table.c.id != "operator"))
+    return [(row.id, row.lanes) for row in rows]
+
+
 async def audit_page(
     connection: AsyncConnection, cursor: str | None, size: int, tenant_id: str | None, entity_id: str | None
 ) -> Page:
@@ -242,14 +266,18 @@ async def audit_page(
 # --- Writing ---------------------------------------------------------------------------------------------------------
 
 
-async def next_revision(connection: AsyncConnection) -> int:
-    """The number of this write. It waits for every earlier one to end: call it first."""
+async def next_revision(connection: AsyncConnection) -> Revision:
+    """The number and the id of this write. It waits for every earlier one to end: call it first."""
     table = tables.revision
-    advanced = update(table).values(value=table.c.value + 1).returning(table.c.value)
-    found = await connection.scalar(advanced)
+    following = {"value": table.c.value + 1, "previous_id": table.c.change_id, "change_id": new_change_id()}
+    found = (await connection.execute(update(table).values(following).returning(table))).mappings().first()
     if found is None:
         raise CatalogError("the table `revision` has lost its row: restore it with the highest revision in `tenants`")
-    return int(found)
+    return Revision(_stamp(found), found["previous_id"])
+
+
+async def set_timeline(connection: AsyncConnection, timeline: int) -> None:
+    await connection.execute(update(tables.revision).values(timeline=timeline))
 
 
 async def add(connection: AsyncConnection, entity: Entity) -> None:
@@ -402,8 +430,17 @@ async def announce_in_postgres(connection: AsyncConnection, channel: str, revisi
     await connection.execute(select(func.pg_notify(channel, str(revision))))
 
 
-async def last_revision(connection: AsyncConnection) -> int:
-    return int(await connection.scalar(select(tables.revision.c.value)) or 0)
+async def head(connection: AsyncConnection, *, lock: bool = False) -> Stamp:
+    """The last write. `lock` keeps others from writing until this transaction ends."""
+    query = select(tables.revision)
+    found = (await connection.execute(query.with_for_update() if lock else query)).mappings().first()
+    return Stamp() if found is None else _stamp(found)
+
+
+async def recent_stamps(connection: AsyncConnection, limit: int) -> list[Stamp]:
+    """The last writes that the outbox still has, some `limit` rows of it."""
+    newest_first = select(tables.outbox.c.change).order_by(tables.outbox.c.revision.desc()).limit(limit)
+    return [msgspec.convert(change, Announcement).stamp for change in await connection.scalars(newest_first)]
 
 
 async def outbox_after(connection: AsyncConnection, revision: int, limit: int) -> list[Announcement]:
@@ -533,6 +570,10 @@ async def remove_old(connection: AsyncConnection, usage_before: datetime, creati
 
 
 # --- Rows and entities -----------------------------------------------------------------------------------------------
+
+
+def _stamp(row: RowMapping) -> Stamp:
+    return Stamp(row["timeline"], row["value"], row["change_id"])
 
 
 def _select(kind: type[Entity]) -> Select[Any]:

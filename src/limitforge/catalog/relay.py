@@ -19,6 +19,7 @@ import msgspec
 from limitforge.catalog import queries
 from limitforge.catalog.catalog import NOBODY
 from limitforge.catalog.database import Database
+from limitforge.catalog.history import History, Stamp
 from limitforge.catalog.mirror import Mirror
 from limitforge.catalog.model import Key, at_time
 from limitforge.catalog.queries import Announcement, Owed
@@ -47,8 +48,13 @@ class Relay:
         *,
         key_prefix: str,
         clock: Clock,
+        history: History,
+        catch_up: Callable[[], Awaitable[None]],
         failed: Callable[[StoreError | None], None],
     ) -> None:
+        """`catch_up` brings `history` to where the database is, and notices a restored one before anything of it is
+        published.
+        """
         self.channel = f"{key_prefix}:%catalog"
         self.is_behind = False
         """True while there may be rows that were not published."""
@@ -59,6 +65,8 @@ class Relay:
         self._lease = f"{key_prefix}:{{%relay}}:"
         self._owner = uuid4().bytes
         self._clock = clock
+        self._history = history
+        self._catch_up = catch_up
         self._failed = failed
         self._wake = asyncio.Event()
         self._in_hand: set[tuple[int, str]] = set()
@@ -109,14 +117,18 @@ class Relay:
 
         `between` is called from time to time while overrides are compared, which may take long.
         """
-        tenants = {each.tenant_id: each.revision for each in announcements if each.config}
-        keys = {key_id: each.revision for each in announcements for key_id in (*each.keys, *each.gone)}
+        tenants = {each.tenant_id for each in announcements if each.config}
+        keys = {key_id for each in announcements for key_id in (*each.keys, *each.gone)}
+        # What is read from now on is at least as new as this.
+        stamp = max(self._history.head or Stamp(), *(each.stamp for each in announcements))
+        await self._warm.put_head(stamp)
         async with self._database.reading() as connection:
             configs = await queries.tenant_configs(connection, tenants)
             found = {key.id: key for key in await queries.some(connection, Key, "id", keys)}
         await self._warm.put_all(
-            [(tenant_id, configs.get(tenant_id), revision) for tenant_id, revision in tenants.items()],
-            [(key_id, found.get(key_id), revision) for key_id, revision in keys.items()],
+            {tenant_id: configs.get(tenant_id) for tenant_id in tenants},
+            {each: found.get(each) for each in keys},
+            stamp,
         )
         await self._shared.publish(self.channel, _encode(announcements))
         if self._mirror is not None:
@@ -128,6 +140,7 @@ class Relay:
         """The next batch: rows that revoke something, else the oldest."""
         self._looked = time.monotonic()
         self._in_hand.clear()
+        await self._catch_up()
         async with self._database.reading() as connection:
             rows = self._due(await queries.unpublished(connection, BATCH, revoking=True))
             if not rows:

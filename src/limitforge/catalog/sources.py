@@ -4,23 +4,28 @@ import logging
 import struct
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from datetime import datetime
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 from limitforge.catalog import override_queries, queries
 from limitforge.catalog.database import Database
+from limitforge.catalog.history import Stamp, timeline_number
 from limitforge.catalog.model import Key, Override, TenantConfig
 from limitforge.catalog.override_queries import DeletedOverride, OverrideRow
 from limitforge.core.clock import Clock, MonotonicClock
 from limitforge.errors import StoreError
 
-FORMAT = b"1"  # of a copy; one that starts differently is another release's, and is not read
+FORMAT = b"2"  # of a copy; one that starts differently is another release's, and is not read
+HEADER = 33  # bytes: the order (8), the format (1), and the stamp (24)
 WARM_SECONDS = 600.0
-GONE_FROM = 2**52  # that a key is gone is newer than any version of it
+HEAD_SECONDS = 3_600.0  # longer than any copy lasts
 SHUN_US = 1_000_000  # how long copies are not asked for after they could not be had
 
 Kept = TypeVar("Kept", TenantConfig, Key)
+
+_REVISION_BITS = 40
+_MAX_TIMELINES = 2**13 - 1  # Lua compares exactly up to 2**53
 
 _log = logging.getLogger(__name__)
 _encode = msgspec.msgpack.Encoder().encode
@@ -152,8 +157,15 @@ class DatabaseSource:
             return await override_queries.unpublished_tenants(connection, tenant_ids, since)
 
 
+class Copy(msgspec.Struct, Generic[Kept], frozen=True):
+    """What a copy says, and how new it is at least. `value` is None for what is deleted."""
+
+    stamp: Stamp
+    value: Kept | None
+
+
 class WarmCopies:
-    """Copies of what the database says, in Redis, each behind its revision: an older one never replaces a newer."""
+    """Copies of what the database says, in Redis, each behind its stamp: an older one never replaces a newer."""
 
     def __init__(self, shared: Shared, prefix: str, clock: Clock | None = None) -> None:
         self._shared = shared
@@ -161,65 +173,93 @@ class WarmCopies:
         self._clock = clock or MonotonicClock()
         self._shunned_until_us = 0
 
-    async def config(self, tenant_id: str, at_least: int = 0) -> TenantConfig | None:
-        return await self._get(self._name("c", tenant_id), TenantConfig, at_least)
+    async def find_config(self, tenant_id: str) -> Copy[TenantConfig] | None:
+        return await self._get(self._name("c", tenant_id), TenantConfig)
 
-    async def key(self, key_id: str, at_least: int = 0) -> Key | None:
-        return await self._get(self._name("k", key_id), Key, at_least)
+    async def find_key(self, key_id: str) -> Copy[Key] | None:
+        return await self._get(self._name("k", key_id), Key)
 
-    async def put_config(self, tenant_id: str, config: TenantConfig | None, revision: int) -> None:
-        """None for a tenant that is gone."""
-        await self._put(self._name("c", tenant_id), config, _config_number(config, revision))
+    async def config(self, tenant_id: str) -> TenantConfig | None:
+        found = await self.find_config(tenant_id)
+        return None if found is None else found.value
 
-    async def put_key(self, key_id: str, key: Key | None, revision: int) -> None:
-        await self._put(self._name("k", key_id), key, _key_number(key, revision))
+    async def key(self, key_id: str) -> Key | None:
+        found = await self.find_key(key_id)
+        return None if found is None else found.value
+
+    async def put_config(self, tenant_id: str, config: TenantConfig | None, stamp: Stamp) -> None:
+        """None for a tenant that is deleted. Raises where it can't be written: the publisher must know."""
+        await self._put(self._name("c", tenant_id), _encode(config), stamp)
+
+    async def put_key(self, key_id: str, key: Key | None, stamp: Stamp) -> None:
+        await self._put(self._name("k", key_id), _encode(key), stamp)
+
+    async def head(self) -> Stamp | None:
+        """The newest point in history that any node has put here."""
+        found = _read(await self._shared.get(self._head_name))
+        return None if found is None else found[0]
+
+    async def put_head(self, stamp: Stamp) -> None:
+        """Write down how far history is, before any copy of that state: it outlives all copies."""
+        await self._shared.put(self._head_name, _header(stamp) + GONE, HEAD_SECONDS)
+
+    async def refresh_head(self, stamp: Stamp) -> None:
+        """The same, where it does not matter if it can't be."""
+        if self._clock.now_us() >= self._shunned_until_us:
+            try:
+                await self.put_head(stamp)
+            except StoreError as error:
+                self._shun(error)
+
+    @property
+    def _head_name(self) -> str:
+        return f"{self._prefix}:{{%head}}:"
 
     def _name(self, kind: str, identity: str) -> str:
         return f"{self._prefix}:{{{identity}}}:%{kind}"
 
-    async def _get(self, name: str, kind: type[Kept], at_least: int) -> Kept | None:
+    async def _get(self, name: str, kind: type[Kept]) -> Copy[Kept] | None:
         if self._clock.now_us() < self._shunned_until_us:
             return None
         try:
-            copy = await self._shared.get(name)
+            found = _read(await self._shared.get(name))
         except StoreError as error:
             self._shun(error)
             return None
-        if copy is None or copy[8:9] != FORMAT or struct.unpack(">Q", copy[:8])[0] < at_least or copy[9:] == GONE:
+        if found is None:
             return None
+        stamp, content = found
+        if content == GONE:
+            return Copy(stamp, None)
         try:
-            return msgspec.msgpack.decode(copy[9:], type=kind)
+            return Copy(stamp, msgspec.msgpack.decode(content, type=kind))
         except (msgspec.MsgspecError, ValueError):
             _log.warning("the copy %s can't be read: the database is asked instead", name)
             return None
 
     async def put_all(
-        self,
-        configs: Iterable[tuple[str, TenantConfig | None, int]],
-        keys: Iterable[tuple[str, Key | None, int]],
+        self, configs: Mapping[str, TenantConfig | None], keys: Mapping[str, Key | None], stamp: Stamp
     ) -> None:
-        """Many of both at once, each by its id, with the revision that announced it."""
-        copies = {self._name("c", each): _copy(kept, _config_number(kept, at)) for each, kept, at in configs}
-        copies |= {self._name("k", each): _copy(kept, _key_number(kept, at)) for each, kept, at in keys}
+        """Many of both at once, by their ids."""
+        copies = {self._name("c", each): _header(stamp) + _encode(kept) for each, kept in configs.items()}
+        copies |= {self._name("k", each): _header(stamp) + _encode(kept) for each, kept in keys.items()}
         if copies:
             await self._shared.put_many(copies, WARM_SECONDS)
 
-    async def _put(self, name: str, kept: TenantConfig | Key | None, revision: int) -> None:
-        """Raises where it can't be written: whoever publishes must know."""
-        await self._shared.put(name, _copy(kept, revision), WARM_SECONDS)
+    async def _put(self, name: str, content: bytes, stamp: Stamp) -> None:
+        await self._shared.put(name, _header(stamp) + content, WARM_SECONDS)
 
-    async def refresh(self, tenant_id: str, config: TenantConfig) -> None:
+    async def refresh_config(self, tenant_id: str, config: TenantConfig, stamp: Stamp) -> None:
         """For the next one who asks; it does not matter if it can't be."""
-        if self._clock.now_us() >= self._shunned_until_us:
-            try:
-                await self.put_config(tenant_id, config, config.tenant.revision)
-            except StoreError as error:
-                self._shun(error)
+        await self._refresh(self._name("c", tenant_id), config, stamp)
 
-    async def refresh_key(self, key: Key) -> None:
+    async def refresh_key(self, key: Key, stamp: Stamp) -> None:
+        await self._refresh(self._name("k", key.id), key, stamp)
+
+    async def _refresh(self, name: str, kept: TenantConfig | Key, stamp: Stamp) -> None:
         if self._clock.now_us() >= self._shunned_until_us:
             try:
-                await self.put_key(key.id, key, key.version)
+                await self._put(name, _encode(kept), stamp)
             except StoreError as error:
                 self._shun(error)
 
@@ -229,13 +269,14 @@ class WarmCopies:
         self._shunned_until_us = self._clock.now_us() + SHUN_US
 
 
-def _config_number(config: TenantConfig | None, revision: int) -> int:
-    return revision if config is None else config.tenant.revision
+def _header(stamp: Stamp) -> bytes:
+    """Redis compares the first 8 bytes: the timeline's number, then the revision."""
+    order = min(timeline_number(stamp.timeline), _MAX_TIMELINES) << _REVISION_BITS | stamp.revision
+    return struct.pack(">Q", order) + FORMAT + struct.pack(">QQQ", stamp.timeline, stamp.revision, stamp.change_id)
 
 
-def _key_number(key: Key | None, revision: int) -> int:
-    return GONE_FROM + revision if key is None else key.version
-
-
-def _copy(kept: TenantConfig | Key | None, number: int) -> bytes:
-    return struct.pack(">Q", number) + FORMAT + _encode(kept)
+def _read(copy: bytes | None) -> tuple[Stamp, bytes] | None:
+    """Split a copy into its stamp and its content; None if it is missing or of another release."""
+    if copy is None or len(copy) <= HEADER or copy[8:9] != FORMAT:
+        return None
+    return Stamp(*struct.unpack(">QQQ", copy[9:HEADER])), copy[HEADER:]

@@ -93,10 +93,13 @@ revision = Table(
     metadata,
     Column("id", Integer, primary_key=True),
     Column("value", BigInteger, nullable=False),
+    Column("change_id", BigInteger, nullable=False),
+    Column("previous_id", BigInteger, nullable=False),
+    Column("timeline", BigInteger, nullable=False),
     CheckConstraint("id = 1", name="one_row"),
 )
 """Counts the writes. Each takes the next number first and keeps the row locked until it commits, so numbers are seen in
-their order and without gaps."""
+their order and without gaps. `change_id` is the random id of the last one, `previous_id` that of the one before."""
 
 tenants = Table(
     "tenants",

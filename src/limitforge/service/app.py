@@ -56,6 +56,7 @@ class FromDatabase:
             form=settings.header_form(),
             on_restored=counters.restored,
             on_memory=limiter.store.fit_memory,
+            lookup_seconds=settings.lookup_deadline_ms / 1_000,
         )
         self._access = Access(self.node.catalog, self.node.snapshots, limiter)
         self._usage = UsageLog(self._database, counters, used_tokens=self._access.used)

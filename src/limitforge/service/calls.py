@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from limitforge.catalog.cache import Caller
+from limitforge.catalog.entries import Caller
 from limitforge.catalog.model import KeyScope
 from limitforge.catalog.snapshot import Selection
 from limitforge.core.exact import cost_of

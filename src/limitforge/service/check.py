@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from limitforge.catalog.cache import Caller, Snapshots
+from limitforge.catalog.cache import Snapshots
+from limitforge.catalog.entries import Caller
 from limitforge.catalog.model import KeyKind, KeyScope, refusal
 from limitforge.catalog.snapshot import Selection, Snapshot
 from limitforge.core.check import Check, Question, question_of

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from limitforge.catalog.cache import Caller
+from limitforge.catalog.entries import Caller
 
 MAX_TENANTS = 1_000  # that are named in metrics; whatever is beyond them is counted together
 OTHERS = "others"

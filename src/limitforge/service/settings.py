@@ -53,6 +53,9 @@ class Settings:
     tls_cert: str = _setting("", "A certificate chain (PEM), to speak TLS.")
     tls_key: str = _setting("", "Its private key (PEM).")
     deadline_ms: float = _setting(50.0, "How long a check may wait for the store.")
+    lookup_deadline_ms: float = _setting(
+        1_000.0, "How long a check may wait for the database, for a key not yet known."
+    )
     failure: str = _setting("open", "What happens when the store can't decide: open, closed or local.")
     nodes: int = _setting(1, "How many processes share the limits, for failure: local.")
     breaker_failures: int = _setting(3, "After how many failures in a row the store is left alone for a while.")
@@ -77,6 +80,7 @@ class Settings:
             ("port", 0, 65_535),
             ("metrics_port", 0, 65_535),
             ("workers", 1, MAX_WORKERS),
+            ("lookup_deadline_ms", 10, 60_000),
             ("idle_seconds", 1, 3_600),
             ("shutdown_seconds", 0, 3_600),
         ):

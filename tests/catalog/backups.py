@@ -1,0 +1,43 @@
+"""Back-ups of a catalog's database, taken and restored while nodes run, as `docs/operations.md` says."""
+
+import asyncio
+import contextlib
+import sqlite3
+from pathlib import Path
+from urllib.parse import unquote
+
+from sqlalchemy.engine import make_url
+
+from tests.postgres import _program, _run
+
+
+async def back_up(url: str, folder: Path) -> Path:
+    """A consistent copy of the database, as of now."""
+    file = folder / "backup"
+    if url.startswith("sqlite"):
+        await asyncio.to_thread(_copy, _file(url), str(file))
+    else:
+        await asyncio.to_thread(_run, _program("pg_dump"), "--format=custom", f"--file={file}", "-d", _libpq(url))
+    return file
+
+
+async def restore(url: str, file: Path) -> None:
+    """Replace what is in the database by a copy of it, in one transaction."""
+    if url.startswith("sqlite"):
+        await asyncio.to_thread(_copy, str(file), _file(url))
+    else:
+        how = ("--clean", "--if-exists", "--single-transaction")
+        await asyncio.to_thread(_run, _program("pg_restore"), *how, "-d", _libpq(url), str(file))
+
+
+def _copy(source: str, target: str) -> None:
+    with contextlib.closing(sqlite3.connect(source)) as one, contextlib.closing(sqlite3.connect(target)) as other:
+        one.backup(other)
+
+
+def _file(url: str) -> str:
+    return str(make_url(url).database)
+
+
+def _libpq(url: str) -> str:
+    return unquote(url.replace("+asyncpg", ""))

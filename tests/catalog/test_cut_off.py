@@ -1,0 +1,255 @@
+"""A node that can't reach its database, and hears by Redis what others change."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from limitforge.catalog.catalog import Edit
+from limitforge.catalog.credentials import Peppers
+from limitforge.catalog.model import Key, Tenant
+from limitforge.errors import CatalogUnavailable, Forbidden, UnknownKey
+from limitforge.stores.shared import SharedRedis
+from tests.catalog.backups import back_up, restore
+from tests.catalog.live import Account, Member, eventually, open_account, set_limits
+from tests.postgres import PostgresServer
+from tests.proxy import DropReplies, Mode, Proxy, Refuse
+from tests.servers import RedisServer
+
+pytestmark = pytest.mark.slow
+
+MODES = {"black hole": DropReplies(), "refused": Refuse()}
+
+
+@dataclass
+class Pair:
+    """Two nodes of one fleet. `there` reaches the database through the proxy only."""
+
+    database_url: str
+    redis_url: str
+    proxy: Proxy
+    peppers: Peppers
+    stack: contextlib.AsyncExitStack
+    here: Member
+    there: Member
+
+    async def another(self, **how: Any) -> Member:
+        """A further node behind the proxy."""
+        url = self.through_proxy
+        return await self.stack.enter_async_context(Member(url, self.redis_url, peppers=self.peppers, **how))
+
+    @property
+    def through_proxy(self) -> str:
+        before, _, name = self.database_url.rpartition("/")
+        return f"{before.rpartition(':')[0]}:{self.proxy.port}/{name}"
+
+
+@pytest.fixture
+async def pair(
+    postgres_server: PostgresServer, migrated_postgres: str, redis_url: str, peppers: Peppers
+) -> AsyncIterator[Pair]:
+    name = f"test_{uuid4().hex}"
+    url = postgres_server.database(name, migrated_postgres)
+    with Proxy(postgres_server.port) as proxy:
+        async with contextlib.AsyncExitStack() as stack:
+            through = url.replace(f":{postgres_server.port}/", f":{proxy.port}/")
+            here = await stack.enter_async_context(Member(url, redis_url, peppers=peppers))
+            there = await stack.enter_async_context(Member(through, redis_url, peppers=peppers))
+            await eventually(lambda: "redis" in there.node.status().listening)
+            yield Pair(url, redis_url, proxy, peppers, stack, here, there)
+    postgres_server.drop(name)
+
+
+Change = Callable[[Edit, Account], Awaitable[Any]]
+
+
+async def expire(edit: Edit, account: Account) -> None:
+    await edit.update(Key, account.key.id, {"expires_at": datetime.now(UTC) + timedelta(milliseconds=50)})
+
+
+LESS: dict[str, tuple[Change, type[Exception]]] = {
+    "disabled": (lambda edit, account: edit.disable_key(account.key.id), Forbidden),
+    "rotated": (lambda edit, account: edit.rotate_key(account.key.id), UnknownKey),
+    "rotated with grace": (lambda edit, account: edit.rotate_key(account.key.id, 0.05), UnknownKey),
+    "expired": (expire, UnknownKey),
+    "deleted": (lambda edit, account: edit.delete(Key, account.key.id), UnknownKey),
+    "scope taken": (lambda edit, account: edit.update(Key, account.key.id, {"scopes": ["usage"]}), Forbidden),
+    "suspended": (lambda edit, account: edit.update(Tenant, account.tenant.id, {"suspended": True}), Forbidden),
+    "tenant deleted": (lambda edit, account: edit.delete(Tenant, account.tenant.id), UnknownKey),
+}
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize(("change", "refusal"), LESS.values(), ids=LESS)
+async def test_what_takes_something_away_acts_on_a_node_that_is_cut_off(
+    pair: Pair, mode: Mode, change: Change, refusal: type[Exception]
+) -> None:
+    """While it is: the database does not come back before the end."""
+    account, warm = await open_account(pair.here.catalog), await open_account(pair.here.catalog, "warm")
+    for each in (account, warm):
+        await pair.there.sees(each.text, 5)
+    with pair.proxy.doing(mode):
+        async with pair.here.catalog.edit("test") as edit:
+            await change(edit, account)
+        await pair.there.sees(account.text, refusal)
+        for _ in range(100):  # and it stays so, whatever it reads meanwhile
+            assert await pair.there.error(account.text) is refusal
+            await asyncio.sleep(0.02)
+        assert await pair.there.limit(warm.text) == 5
+    await eventually(lambda: pair.there.node.status().database == "ok")
+    await pair.there.sees(account.text, refusal)
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+async def test_a_plan_that_is_lowered_and_one_that_is_raised_act_on_a_node_that_is_cut_off(
+    pair: Pair, mode: Mode
+) -> None:
+    account = await open_account(pair.here.catalog)
+    await pair.there.sees(account.text, 5)
+    with pair.proxy.doing(mode):
+        for number in (3, 9, 4):
+            await set_limits(pair.here.catalog, account, f"{number}/minute")
+            await pair.there.sees(account.text, number)
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+async def test_the_new_secret_of_a_rotated_key_is_good_on_a_node_that_is_cut_off(pair: Pair, mode: Mode) -> None:
+    account = await open_account(pair.here.catalog)
+    await pair.there.sees(account.text, 5)
+    with pair.proxy.doing(mode):
+        async with pair.here.catalog.edit("test") as edit:
+            _, credential = await edit.rotate_key(account.key.id, 3_600)
+        await pair.there.sees(credential.text, 5)
+        assert await pair.there.limit(account.text) == 5
+
+
+async def test_a_node_that_is_cut_off_and_missed_the_message_finds_the_copy(
+    pair: Pair, redis_server: RedisServer
+) -> None:
+    account = await open_account(pair.here.catalog)
+    await pair.there.sees(account.text, 5)
+    with pair.proxy.doing(Refuse()):
+        await eventually(lambda: pair.there.node.status().database == "degraded")
+        redis_server.command("CLIENT KILL TYPE pubsub")
+        async with pair.here.catalog.edit("test") as edit:
+            await edit.disable_key(account.key.id)
+        await pair.there.sees(account.text, Forbidden)
+
+
+async def test_a_node_that_is_cut_off_and_hears_nothing_at_all_compares_what_it_uses_with_the_copies(
+    pair: Pair,
+) -> None:
+    class Deaf(SharedRedis):
+        async def listen(self, channel: str) -> Any:
+            await asyncio.sleep(600)
+            yield None
+
+    deaf = await pair.another(shared=Deaf(pair.redis_url))
+    account = await open_account(pair.here.catalog)
+    await deaf.sees(account.text, 5)
+    with pair.proxy.doing(Refuse()):
+        await eventually(lambda: deaf.node.status().database == "degraded")
+        async with pair.here.catalog.edit("test") as edit:
+            await edit.disable_key(account.key.id)
+        await deaf.sees(account.text, Forbidden)
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+async def test_a_key_that_is_revoked_and_of_which_there_is_no_copy_is_not_served(
+    pair: Pair, mode: Mode, redis_server: RedisServer
+) -> None:
+    """The message says that it may do less, and nothing says how much: it is refused until that is known."""
+    account, other = await open_account(pair.here.catalog), await open_account(pair.here.catalog, "other")
+    for each in (account, other):
+        await pair.there.sees(each.text, 5)
+    heard: list[bytes] = []
+
+    class Forgetful(SharedRedis):
+        """Whose copies are evicted before anybody reads them."""
+
+        async def publish(self, channel: str, message: bytes) -> None:
+            for each in (account.key.id, account.tenant.id, other.tenant.id):
+                for kind in "ck":
+                    await self._call(f"lf:{{{each}}}:%{kind}", "DEL", f"lf:{{{each}}}:%{kind}")
+            heard.append(message)
+            await super().publish(channel, message)
+
+    url = pair.database_url
+    writer = Member(url, peppers=pair.peppers, shared=Forgetful(pair.redis_url))
+    await pair.here.node.close()  # it would publish too
+    with pair.proxy.doing(mode):
+        async with writer:
+            async with writer.catalog.edit("test") as edit:
+                await edit.disable_key(account.key.id)
+            async with writer.catalog.edit("test") as edit:
+                await edit.update(Tenant, other.tenant.id, {"suspended": True})
+            await eventually(lambda: len(heard) >= 2)
+            for each in (account, other):
+                await eventually(lambda each=each: _is_refused(pair.there, each))
+    for each in (account, other):
+        await pair.there.sees(each.text, Forbidden)
+
+
+async def _is_refused(member: Member, account: Account) -> bool:
+    return await member.error(account.text) in (CatalogUnavailable, Forbidden)
+
+
+async def test_a_node_that_starts_without_its_database_obeys_the_copies(pair: Pair) -> None:
+    accounts = {name: await open_account(pair.here.catalog, name.replace(" ", "-")) for name in LESS}
+    healthy = await open_account(pair.here.catalog, "healthy")
+    for each in (*accounts.values(), healthy):
+        await pair.here.sees(each.text, 5)
+    with pair.proxy.doing(Refuse()):
+        for name, account in accounts.items():
+            async with pair.here.catalog.edit("test") as edit:
+                await LESS[name][0](edit, account)
+        cold = await pair.another()
+        assert cold.node.status().database == "degraded"
+        for name, account in accounts.items():
+            await cold.sees(account.text, LESS[name][1])
+        assert await cold.limit(healthy.text) == 5
+        async with pair.here.catalog.edit("test") as edit:
+            await edit.disable_key(healthy.key.id)
+        await cold.sees(healthy.text, Forbidden)
+
+
+async def test_a_key_ends_at_its_time_on_a_node_that_is_cut_off_without_any_message(pair: Pair) -> None:
+    ends = datetime.now(UTC) + timedelta(seconds=3)
+    account = await open_account(pair.here.catalog)
+    async with pair.here.catalog.edit("test") as edit:
+        _, credential = await edit.create_key({"tenant_id": account.tenant.id, "name": "short", "expires_at": ends})
+    await pair.there.sees(credential.text, 5)
+    with pair.proxy.doing(DropReplies()):
+        await pair.here.node.close()
+        while time.time() < ends.timestamp() - 0.2:
+            assert await pair.there.error(credential.text) is None
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(max(ends.timestamp() - time.time(), 0) + 0.01)
+        assert await pair.there.error(credential.text) is UnknownKey
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+async def test_a_restore_while_a_node_is_cut_off_reaches_it_by_redis(pair: Pair, mode: Mode, tmp_path: Path) -> None:
+    """Its own revision is higher than any of the restored database."""
+    account = await open_account(pair.here.catalog)
+    file = await back_up(pair.database_url, tmp_path)
+    for number in (6, 7, 8):
+        await set_limits(pair.here.catalog, account, f"{number}/minute")
+    await pair.there.sees(account.text, 8)
+    with pair.proxy.doing(mode):
+        await restore(pair.database_url, file)
+        await set_limits(pair.here.catalog, account, "15/minute")
+        assert await pair.here.limit(account.text) == 15
+        await pair.there.sees(account.text, 15)
+        async with pair.here.catalog.edit("test") as edit:
+            await edit.disable_key(account.key.id)
+        await pair.there.sees(account.text, Forbidden)
+    await eventually(lambda: pair.there.node.status().database == "ok")
+    await pair.there.sees(account.text, Forbidden)

@@ -1,0 +1,293 @@
+"""The real program while its database is restored from a back-up, cut off or frozen; Redis keeps what it had."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from limitforge.catalog.catalog import Catalog
+from limitforge.catalog.database import Database
+from limitforge.catalog.model import Plan
+from tests.cli.command import limitforge
+from tests.postgres import PostgresServer, _environment, _program
+from tests.proxy import DropReplies, Proxy
+from tests.servers import RedisServer, _free_port
+from tests.service.program import Answered, Running, serve
+
+pytestmark = pytest.mark.slow
+
+PEPPERS = "1:a pepper that the tests alone know"
+PATIENCE_SECONDS = 60.0
+IN_A_ROW = 40  # answers: with two workers all of them come from one with a chance of 1 in 10 ** 12
+
+
+@dataclass
+class Fleet:
+    """A service of some workers, and who administers it."""
+
+    service: Running
+    token: str
+
+    def call(self, method: str, path: str, body: Any = None, **headers: str) -> Answered:
+        sent = {"authorization": f"Bearer {self.token}", **headers}
+        content = None if body is None else json.dumps(body).encode()
+        return self.service.request(method, f"/v1/admin{path}", content, sent)
+
+    def made(self, path: str, body: Any) -> dict[str, Any]:
+        answer = self.call("POST", path, body)
+        assert answer.status == 201, answer.body
+        found: dict[str, Any] = answer.json
+        return found
+
+    def set_limit(self, plan: str, limit: int) -> None:
+        answer = self.call("PATCH", f"/plans/{plan}", {"limits": window(limit)})
+        assert answer.status == 200, answer.body
+
+    def limit(self, key: str) -> int:
+        """What a check says: the number of its limit, or the status of its refusal."""
+        answer = self.service.check(key, cost=0)
+        return int(answer.json["limit"]) if answer.status == 200 else -answer.status
+
+    def comes_to(self, key: str, wanted: int) -> None:
+        eventually(lambda: self.limit(key) == wanted, f"a check never says {wanted}")
+
+    def all_say(self, key: str, wanted: int) -> bool:
+        return all(self.limit(key) == wanted for _ in range(IN_A_ROW))
+
+    def customer(self, name: str, limit: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        tenant = self.made("/tenants", {"name": name})
+        plan = self.made("/plans", {"tenant_id": tenant["id"], "name": "plan", "limits": window(limit)})
+        given = {"default_plan_id": plan["id"]}
+        assert self.call("PATCH", f"/tenants/{tenant['id']}", given).status == 200
+        return tenant, plan, self.made("/keys", {"tenant_id": tenant["id"], "name": "web"})
+
+
+def window(limit: int) -> list[dict[str, Any]]:
+    return [{"name": "calls", "algorithm": "fixed_window", "limit": limit, "window_seconds": 3_600}]
+
+
+def eventually(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def settings(database: str) -> dict[str, str]:
+    return {"LIMITFORGE_PEPPERS": PEPPERS, "LIMITFORGE_DATABASE_URL": database, "LIMITFORGE_DEADLINE_MS": "10000"}
+
+
+@contextlib.contextmanager
+def fleet(database: str, redis: RedisServer, token: str, workers: int = 2, **more: str) -> Iterator[Fleet]:
+    environment = settings(database) | {"LIMITFORGE_STORE_URL": redis.url, "LIMITFORGE_WORKERS": str(workers), **more}
+    with serve(_free_port(), environment=environment) as service:
+        eventually(lambda: service.request("GET", "/v1/ready").json["status"] == "ok", "it does not get ready")
+        yield Fleet(service, token)
+
+
+def prepare(database: str) -> str:
+    """A schema, and an admin token."""
+    limitforge("db", "upgrade", LIMITFORGE_DATABASE_URL=database)
+    given = ("tokens", "create", "ops", "--scope", "read", "--scope", "write", "--json")
+    made = limitforge(*given, LIMITFORGE_DATABASE_URL=database, LIMITFORGE_PEPPERS=PEPPERS)
+    token: str = json.loads(made.stdout)["token"]
+    return token
+
+
+def libpq(server: PostgresServer) -> str:
+    return server.url.replace("+asyncpg", "")
+
+
+def run(program: str, *arguments: str) -> None:
+    subprocess.run([_program(program), *arguments], check=True, env=_environment(), timeout=PATIENCE_SECONDS)
+
+
+def dump(server: PostgresServer, file: Path) -> None:
+    run("pg_dump", "--format=custom", f"--file={file}", "-d", libpq(server))
+
+
+def restore(server: PostgresServer, file: Path) -> None:
+    run("pg_restore", "--clean", "--if-exists", "--single-transaction", "-d", libpq(server), str(file))
+
+
+def test_after_a_restore_a_change_is_obeyed_by_every_worker(
+    tmp_path: Path, own_postgres_server: PostgresServer, own_redis_server: RedisServer
+) -> None:
+    """The database is behind what the workers have seen."""
+    token = prepare(own_postgres_server.url)
+    with fleet(own_postgres_server.url, own_redis_server, token) as running:
+        tenant, plan, key = running.customer("acme", 1_000)
+        eventually(lambda: running.all_say(key["key"], 1_000), "the plan does not decide")
+        dump(own_postgres_server, tmp_path / "dump")
+        for limit in (2_000, 3_000, 4_000):
+            running.set_limit(plan["id"], limit)
+        eventually(lambda: running.all_say(key["key"], 4_000), "the change does not decide")
+        restore(own_postgres_server, tmp_path / "dump")
+        running.set_limit(plan["id"], 1_500)
+        eventually(lambda: running.all_say(key["key"], 1_500), "a worker does not obey the restored database")
+        assert running.service.request("GET", "/v1/ready").json["status"] == "ok"
+        answer = running.call("PATCH", f"/tenants/{tenant['id']}", {"suspended": True})
+        assert answer.status == 200
+        eventually(lambda: running.all_say(key["key"], -403), "a worker does not obey the suspension")
+
+
+def test_a_restored_database_that_has_come_further_than_the_workers_is_obeyed(
+    tmp_path: Path, own_postgres_server: PostgresServer, own_redis_server: RedisServer
+) -> None:
+    """The workers miss the restore and all that follows. Its numbers go on where they were; the change that counts is
+    among those that the workers think to have seen.
+    """
+    token = prepare(own_postgres_server.url)
+    with fleet(own_postgres_server.url, own_redis_server, token) as running:
+        _, plan, key = running.customer("acme", 1_000)
+        other = running.customer("other", 10)[1]
+        dump(own_postgres_server, tmp_path / "dump")
+        for limit in (2_000, 3_000, 4_000):
+            running.set_limit(plan["id"], limit)
+        eventually(lambda: running.all_say(key["key"], 4_000), "the change does not decide")
+        workers = _children(running.service.process.pid)
+        for worker in workers:
+            os.kill(worker, signal.SIGSTOP)
+        try:
+            restore(own_postgres_server, tmp_path / "dump")
+            changes = [(plan["id"], 1_500), *((other["id"], limit) for limit in range(20, 30))]
+            asyncio.run(change_plans(own_postgres_server.url, changes))
+        finally:
+            for worker in workers:
+                os.kill(worker, signal.SIGCONT)
+        eventually(lambda: running.all_say(key["key"], 1_500), "a worker does not obey the restored database")
+
+
+async def change_plans(database_url: str, changes: list[tuple[str, int]]) -> None:
+    """As the command line does, which has no Redis."""
+    database = Database(database_url)
+    try:
+        for plan_id, limit in changes:
+            async with Catalog(database).edit("test") as edit:
+                await edit.update(Plan, plan_id, {"limits": window(limit)})
+    finally:
+        await database.close()
+
+
+def test_after_a_restore_with_the_service_stopped_the_copies_in_redis_count_for_nothing(
+    tmp_path: Path, own_postgres_server: PostgresServer, own_redis_server: RedisServer
+) -> None:
+    token = prepare(own_postgres_server.url)
+    with fleet(own_postgres_server.url, own_redis_server, token) as running:
+        tenant, plan, key = running.customer("acme", 1_000)
+        dump(own_postgres_server, tmp_path / "dump")
+        for limit in (2_000, 3_000, 4_000):
+            running.set_limit(plan["id"], limit)
+        eventually(lambda: running.all_say(key["key"], 4_000), "the change does not decide")
+    restore(own_postgres_server, tmp_path / "dump")
+    with fleet(own_postgres_server.url, own_redis_server, token) as running:
+        assert running.all_say(key["key"], 1_000)
+        running.set_limit(plan["id"], 1_500)
+        eventually(lambda: running.all_say(key["key"], 1_500), "a worker does not obey the change")
+        assert running.call("PATCH", f"/tenants/{tenant['id']}", {"suspended": True}).status == 200
+        eventually(lambda: running.all_say(key["key"], -403), "a worker does not obey the suspension")
+
+
+def test_what_was_created_in_the_lost_time_can_be_created_again(
+    tmp_path: Path, own_postgres_server: PostgresServer, own_redis_server: RedisServer
+) -> None:
+    """With the same idempotency key: the answer that was kept is lost too."""
+    token = prepare(own_postgres_server.url)
+    with fleet(own_postgres_server.url, own_redis_server, token) as running:
+        dump(own_postgres_server, tmp_path / "dump")
+        once = {"idempotency-key": "the-same"}
+        first = running.call("POST", "/tenants", {"name": "acme"}, **once)
+        assert first.status == 201
+        restore(own_postgres_server, tmp_path / "dump")
+        second = running.call("POST", "/tenants", {"name": "acme"}, **once)
+        assert second.status == 201
+        assert "idempotency-replayed" not in second.headers
+        assert second.json["id"] != first.json["id"]
+        assert running.call("GET", f"/tenants/{second.json['id']}").status == 200
+
+
+def test_a_worker_that_is_cut_off_from_its_database_obeys_what_redis_says(
+    own_postgres_server: PostgresServer, own_redis_server: RedisServer
+) -> None:
+    """Its connections stay open and nothing comes through; another service disables, rotates, deletes and suspends."""
+    token = prepare(own_postgres_server.url)
+    with Proxy(own_postgres_server.port) as proxy:
+        behind = own_postgres_server.url.replace(str(own_postgres_server.port), str(proxy.port))
+        with (
+            fleet(own_postgres_server.url, own_redis_server, token, 1) as here,
+            fleet(behind, own_redis_server, token, 1) as there,
+        ):
+            customers = {name: here.customer(name, 1_000) for name in ("disable", "rotate", "delete", "suspend", "on")}
+            for _, _, key in customers.values():
+                there.comes_to(key["key"], 1_000)
+            with proxy.doing(DropReplies()):
+                ids = {name: (tenant["id"], key["id"]) for name, (tenant, _, key) in customers.items()}
+                for method, path, body in (
+                    ("POST", f"/keys/{ids['disable'][1]}/disable", None),
+                    ("POST", f"/keys/{ids['rotate'][1]}/rotate", {}),
+                    ("DELETE", f"/keys/{ids['delete'][1]}", None),
+                    ("PATCH", f"/tenants/{ids['suspend'][0]}", {"suspended": True}),
+                ):
+                    answer = here.call(method, path, body)
+                    assert answer.status < 300, (path, answer.body)
+                for name, status in {"disable": 403, "rotate": 401, "delete": 401, "suspend": 403}.items():
+                    there.comes_to(customers[name][2]["key"], -status)
+                assert there.limit(customers["on"][2]["key"]) == 1_000
+
+
+def test_a_frozen_database_holds_a_cold_key_for_its_deadline_and_warm_ones_not_at_all(
+    own_postgres_server: PostgresServer, own_redis_server: RedisServer
+) -> None:
+    """Sixty cold keys at once take no more connections than the pool may have."""
+    token = prepare(own_postgres_server.url)
+    with fleet(own_postgres_server.url, own_redis_server, token, 1) as running:
+        _, _, warm = running.customer("acme", 1_000)
+        keys = [running.made("/keys", {"tenant_id": warm["tenant_id"], "name": f"k{at}"})["key"] for at in range(60)]
+        assert running.limit(warm["key"]) == 1_000
+        own_redis_server.command(
+            "EVAL \"for _, k in ipairs(redis.call('KEYS', '*:%k')) do redis.call('DEL', k) end\" 0"
+        )
+        own_postgres_server.pause()
+        try:
+            began = time.monotonic()
+            answer = running.service.check(keys[0], cost=0)
+            took = time.monotonic() - began
+            assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+            assert answer.json["code"] == "catalog_unavailable"
+            assert 0.5 < took < 4, took  # 7 s before there was a deadline
+            with ThreadPoolExecutor(20) as threads:
+                statuses = list(threads.map(running.limit, keys[1:]))
+                assert running.limit(warm["key"]) == 1_000
+            assert set(statuses) <= {-503, -429}
+            assert connections(running.service, own_postgres_server.port) <= 20
+        finally:
+            own_postgres_server.resume()
+        eventually(lambda: running.limit(keys[30]) == 1_000, "it does not recover")
+
+
+def connections(running: Running, port: int) -> int:
+    """How many the service's processes have to a port of this machine."""
+    processes = [running.process.pid, *_children(running.process.pid)]
+    inodes = set()
+    for process in processes:
+        for fd in Path(f"/proc/{process}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                inodes.add(str(fd.readlink()))
+    wanted = f":{port:04X}"
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[2].endswith(wanted) and f"socket:[{row[9]}]" in inodes for row in rows)
+
+
+def _children(pid: int) -> list[int]:
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(each) for each in found]
