@@ -166,6 +166,20 @@ async def test_of_many_only_one_can_claim_until_the_claim_ends(shared: SharedRed
     await other.close()
 
 
+async def test_a_claim_is_renewed_by_its_holder_and_by_no_other(shared: SharedRedis) -> None:
+    assert await shared.claim("lf:{%test}:held", 60, "one")
+    assert not await shared.claim("lf:{%test}:held", 60, "two")
+    assert await shared.claim("lf:{%test}:held", 0.001, "one")
+    await asyncio.sleep(0.05)
+    assert await shared.claim("lf:{%test}:held", 0.001, "two")
+
+
+async def test_each_server_that_decides_says_how_it_uses_its_memory(servers: HasUrl, shared: SharedRedis) -> None:
+    memory = await shared.memory()
+    assert len(memory) == (3 if isinstance(servers, ClusterServers) else 1)
+    assert {(each.policy, each.limit_bytes, each.evicted) for each in memory.values()} == {("noeviction", 0, 0)}
+
+
 async def test_every_listener_hears_every_message_in_order(shared: SharedRedis, servers: HasUrl) -> None:
     other = SharedRedis(servers.url)
     async with Ear(shared, "lf:%t") as one, Ear(other, "lf:%t") as two, Ear(other, "lf:%else") as else_where:
