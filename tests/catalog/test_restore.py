@@ -239,7 +239,7 @@ async def test_overrides_of_the_lost_time_end_and_those_of_the_backup_act_again(
     url = {"limiter_url": place.redis_url}
     here = await place.member(**url)
     account = await open_account(here.catalog)
-    own = {"tenant_id": account.tenant.id, "ttl_seconds": 3_600, "limits": {"5/minute": {"limit": 50}}}
+    own = {"tenant_id": account.tenant.id, "ttl_seconds": 3_600, "limits": {"minute": {"limit": 50}}}
     async with here.catalog.edit("test") as edit:
         kept = await edit.set_override({**own, "subject": "kept"})
     other = await open_account(here.catalog, "other")
@@ -273,7 +273,7 @@ async def test_overrides_in_a_nodes_own_memory_are_as_in_the_backup(place: Place
     account = await open_account(here.catalog)
     file = await back_up(place.database_url, tmp_path)
     async with here.catalog.edit("test") as edit:
-        changes = {"limits": {"5/minute": {"limit": 50}}, "ttl_seconds": 3_600}
+        changes = {"limits": {"minute": {"limit": 50}}, "ttl_seconds": 3_600}
         await edit.set_override({"tenant_id": account.tenant.id, "subject": "s", **changes})
     assert await here.limit(account.text) == 50
     await restore(place.database_url, file)

@@ -166,14 +166,6 @@ async def test_of_many_only_one_can_claim_until_the_claim_ends(shared: SharedRed
     await other.close()
 
 
-async def test_a_claim_is_renewed_by_its_holder_and_by_no_other(shared: SharedRedis) -> None:
-    assert await shared.claim("lf:{%test}:held", 60, "one")
-    assert not await shared.claim("lf:{%test}:held", 60, "two")
-    assert await shared.claim("lf:{%test}:held", 0.001, "one")
-    await asyncio.sleep(0.05)
-    assert await shared.claim("lf:{%test}:held", 0.001, "two")
-
-
 async def test_each_server_that_decides_says_how_it_uses_its_memory(servers: HasUrl, shared: SharedRedis) -> None:
     memory = await shared.memory()
     assert len(memory) == (3 if isinstance(servers, ClusterServers) else 1)

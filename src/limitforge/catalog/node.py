@@ -340,8 +340,10 @@ class Node:
                     pass
                 if shared is not None and self._history.is_beyond(shared):
                     await self._restored(shared)
-            except BaseException:
+            except BaseException as error:
                 self._is_shared_doubtful |= is_doubtful
+                if isinstance(error, CatalogError):
+                    self._failed(error)
                 raise
 
     async def _begin(self) -> None:
