@@ -626,7 +626,7 @@ async def _play(
                         await edit.delete(Override, wanted.pop(subject)[0].id)
                 elif move == "plan":
                     plan = 5 if plan != 5 else number
-                    limit = {"name": "5/minute", "algorithm": "sliding_window_counter", "limit": plan}
+                    limit = {"name": "minute", "algorithm": "sliding_window_counter", "limit": plan}
                     async with node.catalog.edit("test") as edit:
                         await edit.update(Plan, account.plan.id, {"limits": [{**limit, "window_seconds": 60}]})
                 elif move in LOSSES:
