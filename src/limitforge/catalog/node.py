@@ -405,6 +405,7 @@ class Node:
         )
         self._history.lose(lost.timeline)
         self.snapshots.forget_all()  # also if the rest of this fails, and has to be tried again
+        self._later.clear()  # changes of the lost history
         self._owes_every_tenant = self._mirror is not None
         await self.catalog.begin_timeline(lost.timeline)
         await self._begin()
