@@ -62,4 +62,6 @@ def test_a_fault_hangs_nobody_raises_nothing_and_mends_itself(
     own_redis_server: RedisServer, own_proxy: Proxy, fault: Fault, shell: str
 ) -> None:
     failure = KINDS[FAULTS.index(fault) % len(KINDS)]
+    if fault.name == "full" and failure == "open":
+        failure = "local"  # which is what open comes to where the store is only full
     survive(shell, failure, fault, own_redis_server, own_proxy)

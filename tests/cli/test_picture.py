@@ -129,7 +129,7 @@ def test_the_limit_that_binds_is_marked_when_there_are_several() -> None:
     text = "100/minute; 5/second"
     tally = fired(text, [0.0] * 6, slice_us=1_000.0)
     lines = drawn(Frame(text, Limits.parse(text), "in memory", "full speed", 6, 0.0), tally)
-    assert [line[:13].rstrip() for line in lines if "▸" in line] == ["   ▸ second", "     ▸ is th"]
+    assert [line[:13].rstrip() for line in lines if "▸" in line] == ["   ▸ second", "     ▸ is the"]
 
 
 def test_of_many_limits_the_one_that_binds_is_shown() -> None:

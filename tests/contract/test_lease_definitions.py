@@ -254,3 +254,24 @@ def test_shares_never_pass_a_limit_that_changes_on_ever_new_traces(
     redis_server: RedisServer, definitions: list[Limit]
 ) -> None:
     run(redis_server, definitions, 3_000, None)
+
+
+def test_a_share_does_not_go_back_after_an_override_whose_window_has_ended(redis_server: RedisServer) -> None:
+    """The count of the override is over, so the next one begins afresh in the window of the first."""
+    redis_server.flush()
+    clock = ManualClock(BASE_US + SECOND_US)
+    minute = dataclasses.replace(WINDOW, window_seconds=60)
+    buyer, other = (Node(redis_server.url, clock, 0) for _ in range(2))
+    admitted(buyer, minute, 100)
+    sync(buyer)
+    assert buyer.shares.out > 0
+    brief = {minute.name: {"window_seconds": "0.01"}}
+    other.limiter.set_override("r", "s", brief, limits=minute, ttl_seconds=0.03)
+    drop_overridden(buyer)
+    admitted(other, minute, 1)
+    clock.advance_us(40_000)
+    passed = admitted(other, minute, 1_100)
+    sync(buyer)
+    assert passed + admitted(other, minute, 500) <= 1_000
+    buyer.close()
+    other.close()

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from limitforge import (
     Concurrency,
+    Entry,
     FixedWindow,
     InvalidInput,
     Limits,
@@ -23,7 +24,8 @@ from limitforge import (
     SyncLimiter,
     TokenBucket,
 )
-from tests.contract.conftest import QUICK, STORES, empty_server, open_limiter
+from limitforge.stores.memory import MemoryStore
+from tests.contract.conftest import PATIENT, QUICK, STORES, empty_server, open_limiter
 from tests.machines import run_machine
 from tests.servers import RedisServer
 
@@ -228,6 +230,45 @@ def test_every_algorithm_can_overflow(limiter: SyncLimiter, limit: Any) -> None:
     assert all(decision.overflow for decision in told)
 
 
+def test_limits_of_one_name_and_other_numbers_do_not_share_an_overflow_bucket(limiter: SyncLimiter) -> None:
+    """Two routes of a tenant: the loose one must not refill, or use up, what the strict one counts."""
+    strict = TokenBucket(bucket_capacity=5, refill_rate_per_sec="0.001")
+    loose = TokenBucket(bucket_capacity=1_000, refill_rate_per_sec=1_000)
+    use_up(limiter)
+    admitted = 0
+    for number in range(20):
+        assert ask(limiter, f"a{number}", loose, resource="loose").allowed
+        admitted += ask(limiter, f"b{number}", strict, resource="strict").allowed
+    assert admitted == 5
+
+
+def test_no_subject_moves_the_window_that_all_share(limiter: SyncLimiter, clock: ManualClock) -> None:
+    spread = Limits(FixedWindow(name="w", limit=5, window_seconds=3_600, spread=True))
+    admitted = 0
+    for hour in range(4):
+        use_up_again = [ask(limiter, f"known {hour} {number}", spread) for number in range(BUDGET)]
+        assert use_up_again
+        admitted += sum(ask(limiter, f"new {hour} {number}", spread).allowed for number in range(30))
+        clock.advance_us(3_600_000_000 - 1_000_000)
+    assert admitted <= 5 * 4
+
+
+def test_two_entries_of_one_check_never_share_an_overflow_bucket(limiter: SyncLimiter) -> None:
+    use_up(limiter)
+    (limit,) = FIVE
+    for turn in range(8):
+        entries = [Entry(limit, "r", f"new {number}", 1) for number in range(3)]
+        decision = limiter.check_entries(entries, tenant=TENANT)
+        assert decision.allowed is (turn < 5)
+
+
+def test_in_an_outage_nobody_is_new_before_the_local_store_is_half_full() -> None:
+    store = MemoryStore(max_keys=100, new_buckets_per_minute=5, bounded_from=50)
+    with SyncLimiter(store) as limiter:
+        told = [ask(limiter, f"s{number}").overflow for number in range(60)]
+    assert told == [False] * 50 + [True] * 10
+
+
 def test_a_shadow_plan_overflows_by_itself(limiter: SyncLimiter) -> None:
     for number in range(BUDGET // 2):
         ask(limiter, f"known {number}", shadow=FIVE)
@@ -248,7 +289,7 @@ def test_the_status_tells_the_budget_and_how_often_it_was_used_up(limiter: SyncL
 
 def test_without_a_budget_any_number_begins(redis_url: str) -> None:
     for url in ("memory://", redis_url):
-        with SyncLimiter.connect(url) as limiter:
+        with SyncLimiter.connect(url, options=PATIENT) as limiter:
             assert not any(ask(limiter, f"s{number}").overflow for number in range(200))
             assert limiter.status().new_buckets_per_minute is None
 
@@ -278,6 +319,22 @@ def test_a_tenant_that_overflows_is_asked_for_once_the_next_time(redis_url: str)
         for number in range(5):
             assert ask(limiter, f"new {number}").overflow
         assert raw.info("commandstats")["cmdstat_evalsha"]["calls"] == 6
+    raw.close()
+
+
+def test_many_tenants_that_overflow_together_take_one_more_call(redis_url: str) -> None:
+    raw: Any = redis_py.Redis.from_url(redis_url)
+    options = StoreOptions(new_buckets_per_minute=1, deadline_ms=30_000)
+    with SyncLimiter.connect(redis_url, options=options) as limiter:
+
+        def all_at_once(subject: str) -> list[Any]:
+            asked = [Request(resource="r", subject=subject, limits=FIVE, tenant=f"t{number}") for number in range(60)]
+            return limiter.check_many(asked)
+
+        all_at_once("first")
+        raw.config_resetstat()
+        assert all(decision.overflow for decision in all_at_once("second"))
+        assert raw.info("commandstats")["cmdstat_evalsha"]["calls"] == 2
     raw.close()
 
 

@@ -58,16 +58,17 @@ def test_a_secret_has_160_bits_or_more() -> None:
 
 
 def test_secrets_come_from_the_systems_own_randomness(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One draw per character, each from the whole alphabet."""
-    drawn: list[str] = []
+    """One draw, from as many numbers as there are secrets; each number is another secret."""
+    drawn: list[int] = []
 
-    def choice(among: str) -> str:
-        drawn.append(among)
-        return among[len(drawn) % len(among)]
+    def randbelow(bound: int) -> int:
+        drawn.append(bound)
+        return len(drawn) - 1
 
-    monkeypatch.setattr(secrets, "choice", choice)
-    Credential.make("lf_live_", "0" * ID_LENGTH)
-    assert drawn == SECRET_LENGTH * [ALPHABET]
+    monkeypatch.setattr(secrets, "randbelow", randbelow)
+    texts = {Credential.make("lf_live_", "0" * ID_LENGTH).text for _ in range(200)}
+    assert drawn == 200 * [len(ALPHABET) ** SECRET_LENGTH]
+    assert len(texts) == 200
 
 
 def test_no_two_are_alike() -> None:

@@ -206,7 +206,7 @@ def _lease_id(check: Check, outcome: Outcome, shadow: Outcome | None) -> str | N
 def deciding_key(take: Take, row: Row) -> str:
     """Return the bucket that decided a take: its own, or the overflow bucket."""
     rule, key, *_ = take
-    return overflow_key(key, rule.scope, rule.place, rule.suffix) if row[4] >= OVERFLOWED else key
+    return overflow_key(key, rule.overflow_suffix) if row[4] >= OVERFLOWED else key
 
 
 def reservation_id(check: Check, outcome: Outcome) -> str:

@@ -159,9 +159,9 @@ def begun_key(own: str) -> str:
     return f"{own}b"
 
 
-def overflow_key(key: str, scope: Scope, place: str, suffix: str) -> str:
+def overflow_key(key: str, suffix: str) -> str:
     """Return the bucket that a limit's new subjects share once their tenant may begin no more, in the lane of `key`."""
-    return f"{own_of(key)}w{place}{scope[0]}:{suffix}"
+    return f"{own_of(key)}w{suffix}"
 
 
 def is_overflow(key: str) -> bool:

@@ -38,7 +38,8 @@ from limitforge.errors import InvalidLimit
 
 Choice = TypeVar("Choice", bound=StrEnum)
 
-NAME = re.compile(r"[A-Za-z0-9_./-]{1,64}")
+# Earlier releases named limits after their text, with the algorithm in front: stored plans still have such names.
+NAME = re.compile(r"(?:(?:fixed|sliding|counter|token|leaky):)?[A-Za-z0-9_./-]{1,64}")
 UNIT_SECONDS = {"second": 1, "minute": 60, "hour": 3_600, "day": 86_400}
 
 

@@ -38,6 +38,8 @@ class Rule(msgspec.Struct, frozen=True, eq=False):
     place: str
     """The letter of its place: a plain string, which is formatted four times as fast as an enum's member."""
     suffix: str
+    overflow_suffix: str
+    """That of its overflow bucket. Plans of several resources meet there, so it has the numbers of the limit too."""
     enforced: bool
     count_denied: bool
     requests: bool
@@ -72,6 +74,7 @@ class Rule(msgspec.Struct, frozen=True, eq=False):
             scope=Scope(limit.scope),
             place=place.value,
             suffix=f"{limit.name}:{steps.letter}{limit.shape}",
+            overflow_suffix=_overflow_suffix(limit, place),
             enforced=enforced,
             count_denied=count_denied,
             requests=limit.counts is Counts.REQUESTS,
@@ -98,6 +101,12 @@ class Rule(msgspec.Struct, frozen=True, eq=False):
         """This rule for one key, without its prefix: the phase of a spread window is the same in every store."""
         if isinstance(self.steps, FixedWindowSteps):
             return self._with(msgspec.structs.replace(self.steps, offset=spread_offset(key)))
+        return self
+
+    def without_offset(self) -> "Rule":
+        """This rule for a bucket that subjects share: a spread window has the same phase for all of them."""
+        if isinstance(self.steps, FixedWindowSteps) and self.steps.offset:
+            return self._with(msgspec.structs.replace(self.steps, offset=0))
         return self
 
     def around(self, now_us: int) -> "Rule":
@@ -128,6 +137,12 @@ class Rule(msgspec.Struct, frozen=True, eq=False):
 
     def _with(self, steps: Steps) -> "Rule":
         return msgspec.structs.replace(self, steps=steps, row=(*self.row[:4], steps.numbers(), self.row[5]), memo=[])
+
+
+def _overflow_suffix(limit: Limit, place: Place) -> str:
+    steps = limit.steps
+    numbers = "/".join(map(str, steps.numbers()[: steps.override_width]))
+    return f"{place.value}{limit.scope[0]}:{limit.name}:{numbers}:{steps.letter}{limit.shape}"
 
 
 class Plan(msgspec.Struct, frozen=True, eq=False):

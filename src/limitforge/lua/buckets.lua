@@ -88,10 +88,12 @@ return {
     local values, is_bounded = {}, type(limits) == 'table'
     local last = is_bounded and #KEYS - #limits + 1 or #KEYS
     if SLOTS then -- a command takes keys of one slot only
+      local first = 1
       for slot = 1, #SLOTS do
-        local before = #values
-        local found = fetch(before + 1, before + SLOTS[slot])
-        for i = 1, #found do values[before + i] = found[i] end
+        local stop = math.min(first + SLOTS[slot] - 1, last)
+        local found = stop < first and {} or fetch(first, stop)
+        for i = 1, #found do values[first + i - 1] = found[i] end
+        first = first + SLOTS[slot]
       end
     elseif last > 0 then
       values = fetch(1, last)
@@ -106,7 +108,7 @@ return {
   open = function(call, key, algorithm, numbers)
     local state, now = state_of(call, key, algorithm), call.now
     if state == nil then return nil end
-    if not state or gone(state, now) then return algorithm.fresh(numbers, now), now end
+    if not state or gone(state, now) then return algorithm.fresh(numbers, now, state), now end
     if now < state.last then now = state.last end
     local work = algorithm.open(state, numbers, now)
     if work and work.pending ~= '' then use('pending').lapse(work, algorithm, numbers) end

@@ -127,11 +127,11 @@ local function judge(call, rules, checks, out)
           begins = begins + 1
           if lane and lane.left < begins then
             local shared = budget.overflow_of[key]
-            if shared then
-              begins = begins - 1
-              if numbers ~= rule[NUMBERS] then use('overrides').keep_window(numbers, rule) end
-              key, checks[place + 1], call.judging, redirected = shared, shared, shared, redirected or {}
-              redirected[place] = true
+            redirected = redirected or { keys = {} }
+            if shared and not redirected.keys[shared] then -- two takes of one check can't share a bucket: the second begins its own
+              begins, numbers = begins - 1, budget.shared_numbers(numbers, rule)
+              key, checks[place + 1], call.judging = shared, shared, shared
+              redirected[place], redirected.keys[shared] = true, true
             elseif not lane.is_prepared then
               fault, where, judged_at = OVERFLOWS, lane.key, 0
               break

@@ -1,9 +1,9 @@
 -- Fixed window. numbers: limit, window_us, kind, offset. kind: 0 aligned, 1 opened by the first hit, 2 spread by key (offset: 48 bits of the key's hash).
 -- State: used 7, size 7, window 7, kind and 4 times `restarts` 1. `until` is the window's end; while no hit has opened it, that is now. In a script call also
--- `kept_til`: the end that the key's TTL was set for. `restarts` counts, modulo 64, how often an override's window has restarted the count: what was bought
--- before must not go back into the count that began after, though both may be of the same window.
+-- `kept_til`: the end that the key's TTL was set for. `restarts` tells, modulo 64, one count of a window from another that an override's window has restarted: what
+-- was bought before must not go back into the count that began after, though both may be of the same window.
 
-local max, min, pack, unpack_struct = math.max, math.min, struct.pack, struct.unpack
+local floor, max, min, pack, unpack_struct = math.floor, math.max, math.min, struct.pack, struct.unpack
 local FORMAT = use('buckets').FORMAT
 
 local NEVER = -1 -- a wait that does not end
@@ -12,6 +12,12 @@ local KINDS, MOST_RESTARTS = 4, 64
 local WINDOW, WIDTH = '<BBBI7I7I7I7I7B', 39
 
 local stored = { last = 0, til = 0, kept_til = 0, used = 0, size = 0, window = 0, kind = 0, restarts = 0, pending = '' } -- what was read last
+
+-- What tells a count that begins now from others of the same window: one more than the count before it, if that is still known.
+local function restarts_after(before, now)
+  if before then return (before.restarts + 1) % MOST_RESTARTS end
+  return floor(now / 1000) % MOST_RESTARTS
+end
 
 local fixed_window
 fixed_window = {
@@ -45,27 +51,23 @@ fixed_window = {
     if cost > limit then return nil end
     local til = now + window
     if kind ~= FIRST_HIT then til = til - (now + numbers[4] % window) % window end
-    return pack(WINDOW, FORMAT, 3, WIDTH, now, til, cost, limit, window, kind), til, limit - cost
+    return pack(WINDOW, FORMAT, 3, WIDTH, now, til, cost, limit, window, kind + KINDS * restarts_after(nil, now)), til, limit - cost
   end,
 
   numbers = function(state)
     return { state.size, state.window, state.kind, 0 } -- a live state has its end: the offset is not asked for
   end,
 
-  fresh = function(numbers, now)
+  fresh = function(numbers, now, before)
     local window, kind = numbers[2], numbers[3]
     local til = now
     if kind ~= FIRST_HIT then til = now + window - (now + numbers[4] % window) % window end
-    return { last = now, til = til, pending = '', used = 0, size = numbers[1], window = window, kind = kind, restarts = 0 }
+    return { last = now, til = til, pending = '', used = 0, size = numbers[1], window = window, kind = kind, restarts = restarts_after(before, now) }
   end,
 
   open = function(state, numbers, now)
     local window, kind = numbers[2], numbers[3]
-    if state.window ~= window or state.kind ~= kind then
-      local opened = fixed_window.fresh(numbers, now)
-      opened.restarts = (state.restarts + 1) % MOST_RESTARTS
-      return opened
-    end
+    if state.window ~= window or state.kind ~= kind then return fixed_window.fresh(numbers, now, state) end
     return {
       last = now, til = state.til, kept_til = state.kept_til, pending = state.pending, used = state.used,
       size = numbers[1], window = window, kind = kind, restarts = state.restarts,

@@ -10,6 +10,8 @@ local match = string.match
 local buckets, counter = use('buckets'), use('sliding_window_counter')
 
 local MINUTE_US = 60000000
+local FIXED_WINDOW, SLIDING_WINDOW_COUNTER = 3, 5 -- the algorithms from one to the other have a window
+local WINDOW_AT, OFFSET_AT = 2, 4
 
 return function(call, limits, overflow)
   local numbers, count, lanes, overflow_of, is_overflow = { limits[1], MINUTE_US }, #limits - 1, {}, {}, {}
@@ -44,6 +46,16 @@ return function(call, limits, overflow)
   function budget.begin(key)
     local lane = not is_overflow[key] and budget.lane_of(key)
     if lane then lane.left, lane.begun = lane.left - 1, lane.begun + 1 end
+  end
+
+  -- The numbers of an overflow bucket, which subjects share, with overrides and without: it has the window of the rule, and the same phase for all, or the
+  -- next subject would start its count afresh.
+  function budget.shared_numbers(numbers, rule)
+    local shared = {}
+    for i = 1, #numbers do shared[i] = numbers[i] end
+    if rule[1] >= FIXED_WINDOW and rule[1] <= SLIDING_WINDOW_COUNTER then shared[WINDOW_AT] = rule[5][WINDOW_AT] end
+    if rule[1] == FIXED_WINDOW then shared[OFFSET_AT] = 0 end
+    return shared
   end
 
   -- Counts what has begun, to be written with the buckets.

@@ -1,13 +1,13 @@
 -- Overrides. All of one subject lie under one key, so that a check reads them with its buckets, in the same MGET.
 --
---   { 1, resource, expires_us, source, { name, code, count, numbers ... }, resource, ... }    as msgpack
+--   { 2, resource, expires_us, source, { name, code, count, numbers ... }, resource, ... }    as msgpack
 --
 -- `source` is the override as it was set, for people; the list beside it is compiled: a number that it does not name is -2, and the checked limit's holds. A subject with overrides is a member of its tenant's index, a
 -- sorted set in the order of names, so that they can be listed by cursor. Both keys live a minute longer than the last override in them.
 
 local max, ttl_of = math.max, use('buckets').ttl
 
-local OVERRIDE_FORMAT = 1
+local OVERRIDE_FORMAT = 2 -- an earlier release, which knows no -2, refuses it; its format 1 names every number
 local ANY_RESOURCE = '*'
 local UNCHANGED = -2
 local WINDOW_AT, WINDOWED = 2, { [3] = true, [4] = true, [5] = true } -- which number is the window, in which algorithms
@@ -21,7 +21,7 @@ local overrides = {}
 function overrides.read(raw)
   if not raw then return false end
   local parsed, list = pcall(cmsgpack.unpack, raw)
-  if not parsed or type(list) ~= 'table' or list[1] ~= OVERRIDE_FORMAT or (#list - 1) % FIELDS ~= 0 then return nil end
+  if not parsed or type(list) ~= 'table' or (list[1] ~= OVERRIDE_FORMAT and list[1] ~= 1) or (#list - 1) % FIELDS ~= 0 then return nil end
   return list
 end
 
@@ -64,11 +64,6 @@ function overrides.applied(list, resource, rule, now)
     if full > MOST_EXACT or full > TEN_YEARS_US * changed[2] then return numbers end
   end
   return changed
-end
-
--- An overflow bucket is shared by subjects, with overrides and without: it has the window of the rule, or each switch would start its count afresh.
-function overrides.keep_window(numbers, rule)
-  if WINDOWED[rule[1]] then numbers[WINDOW_AT] = rule[5][WINDOW_AT] end
 end
 
 -- What is left of a list at `now`, without one resource (nil: without none, true: without all), and when the last of it expires.

@@ -234,14 +234,15 @@ def _judge(
     """
     outcomes: list[Told] = []
     asks = 0
-    asked, hints = groups, overridden
+    asked, hints, overflows = groups, overridden, False
     while True:
-        call = encode_checks(asked, time_us, hints, new_buckets)
+        call = encode_checks(asked, time_us, hints, new_buckets, overflows=overflows)
         missing = _read_outcomes(asked, call, answer_to(call, _doubted((yield call), doubts)), outcomes)
         if missing is not None:
             status, key = missing
             if status == OVERFLOWS and new_buckets is not None:
                 new_buckets.overflowing.add(key)
+                overflows = True  # others of this batch may have used up their budgets too: one more call is enough
             elif overridden is not None:
                 overridden.add(key)
         if len(outcomes) == len(groups):
@@ -262,9 +263,16 @@ def _doubted(reply: Reply, doubts: list[Unreplicated]) -> Reply:
 
 
 def encode_checks(  # noqa: C901, PLR0912, PLR0915 - the hot path: one loop, and no call that can be spared
-    checks: Sequence[Check], time_us: int, overridden: Hints | None = None, new_buckets: NewBuckets | None = None
+    checks: Sequence[Check],
+    time_us: int,
+    overridden: Hints | None = None,
+    new_buckets: NewBuckets | None = None,
+    *,
+    overflows: bool = False,
 ) -> Call:
-    """Every key, rule and string once, however many checks use it. Anybody may have overrides if that is not told."""
+    """Every key, rule and string once, however many checks use it. Anybody may have overrides if that is not told;
+    with `overflows`, the overflow buckets of all lanes are sent along.
+    """
     keys: dict[str, int] = {}  # by place in a list that Lua reads from 1
     rules: dict[Rule, int] = {}
     strings: dict[str | bytes, int] = {}  # from 2: ARGV's strings come after the blob
@@ -277,7 +285,7 @@ def encode_checks(  # noqa: C901, PLR0912, PLR0915 - the hot path: one loop, and
     def counted(own: str) -> bool:
         counter = begun_key(own)
         if counter not in counters:
-            counters[counter] = new_buckets is not None and counter in new_buckets.overflowing
+            counters[counter] = overflows or (new_buckets is not None and counter in new_buckets.overflowing)
             overflowing.extend([counter] if counters[counter] else [])
         return counters[counter]
 
@@ -335,7 +343,7 @@ def encode_checks(  # noqa: C901, PLR0912, PLR0915 - the hot path: one loop, and
                         resource_place = strings.setdefault(resource, len(strings) + 2)
                 flat += (rule_place, key_place, cost, place, resource_place)
             if overflowing and rule.scope not in SHARED_ALREADY and counted(own_of(key)):
-                shared = overflow_key(key, rule.scope, rule.place, rule.suffix)
+                shared = overflow_key(key, rule.overflow_suffix)
                 overflow += (key_place, keys.setdefault(shared, len(keys) + 1))
     rows = [rule.row for rule in rules]
     if new_buckets is None:
@@ -391,11 +399,7 @@ def _read_outcomes(
 def _corrupt(check: Check, key: str | bytes) -> StoreCorrupt:
     """Names the limit, not the key: a key holds the subject, and errors are logged."""
     name = next(
-        (
-            rule.limit.name
-            for rule, own, *_ in check.takes
-            if key in (own, overflow_key(own, rule.scope, rule.place, rule.suffix))
-        ),
+        (rule.limit.name for rule, own, *_ in check.takes if key in (own, overflow_key(own, rule.overflow_suffix))),
         None,
     )
     return not_ours(f"the bucket of limit {name!r}" if name else "the subject's overrides")

@@ -82,6 +82,7 @@ class Fleet:
             max_keys=LOCAL_KEYS,
             nodes=self.members.nodes,
             new_buckets_per_minute=None if budget is None else min(budget, LOCAL_BUDGET),
+            bounded_from=LOCAL_KEYS // 2,  # in an outage everybody is new here
         )
         self.in_doubt = False
         """Whether somebody had reason to think that things are no longer as they were told."""

@@ -48,7 +48,7 @@ class MemoryStore:
     At most `max_keys` buckets are kept. Beyond that, one that is over makes room for a new one, else the one of eight
     that would be over first, which is counted in `evictions`. Leases, reservations and overrides are never evicted: a
     store that is full of them refuses new ones. Limits of `consistency: local` are divided by `nodes`. A tenant may
-    begin `new_buckets_per_minute`; beyond that its new subjects share overflow buckets.
+    begin `new_buckets_per_minute`; beyond that its new subjects share overflow buckets, once there are `bounded_from`.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class MemoryStore:
         max_keys: int = MAX_KEYS,
         nodes: Callable[[], int] = lambda: 1,
         new_buckets_per_minute: int | None = None,
+        bounded_from: int = 0,
     ) -> None:
         self.keys = keys or Keys()
         self.now_us = self._now_us = (clock or SystemClock()).now_us
@@ -69,7 +70,7 @@ class MemoryStore:
         self._states = Buckets(max_keys)
         self._records: dict[str, Record] = {}
         self._overrides = MemoryOverrides(max_keys)
-        self._budget = None if new_buckets_per_minute is None else MemoryBudget(new_buckets_per_minute)
+        self._budget = None if new_buckets_per_minute is None else MemoryBudget(new_buckets_per_minute, bounded_from)
         self._handlers: dict[type, Callable[[Any, int], Any]] = {
             Release: self._release,
             Renew: self._renew,

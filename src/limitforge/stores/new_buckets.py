@@ -5,7 +5,7 @@ Beyond it the tenant's new subjects share one overflow bucket for each limit and
 """
 
 import threading
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from limitforge.core.algorithms.sliding_window_counter import Counter, SlidingWindowCounterSteps
 from limitforge.core.algorithms.steps import UNLIMITED
@@ -50,24 +50,31 @@ class NewBuckets:
 class MemoryBudget:
     """Counts what begins in a memory store. Its store holds the lock."""
 
-    def __init__(self, per_minute: int) -> None:
+    def __init__(self, per_minute: int, since: int = 0) -> None:
+        """It bounds nothing while the store has fewer than `since` buckets."""
         self.per_minute = per_minute
         self.overflowed = 0
+        self._since = since
         self._steps = SlidingWindowCounterSteps(per_minute, MINUTE_US)
         self._lanes: dict[str, Counter] = {}
 
-    def redirect(self, check: Check, states: Container[str], now_us: int) -> list[int]:
+    def redirect(self, check: Check, states: Collection[str], now_us: int) -> list[int]:
         """Point takes that may begin no bucket at their overflow buckets; tells which."""
         redirected: list[int] = []
+        keys: set[str] = set()
         begins = 0
+        if len(states) < self._since:
+            return redirected
         for at, (rule, key, *rest) in enumerate(check.takes):
             if key in states or rule.forced or rule.scope in SHARED_ALREADY:
                 continue
             begins += 1
-            if self._left(own_of(key), now_us) < begins:
+            shared = overflow_key(key, rule.overflow_suffix)
+            if self._left(own_of(key), now_us) < begins and shared not in keys:  # two takes can't share one bucket
                 begins -= 1
-                check.takes[at] = (rule, overflow_key(key, rule.scope, rule.place, rule.suffix), *rest)  # type: ignore[assignment]
+                check.takes[at] = (rule.without_offset(), shared, *rest)  # type: ignore[assignment]
                 redirected.append(at)
+                keys.add(shared)
         return redirected
 
     def begin(self, keys: Sequence[str], now_us: int) -> None:

@@ -9,7 +9,7 @@ import msgspec
 
 from limitforge.core.check import Check
 from limitforge.core.clock import Clock, MonotonicClock, SystemClock
-from limitforge.core.decision import Decision, Judged, Outcome, decision_of, reservation_id
+from limitforge.core.decision import OVERFLOWED, Decision, Judged, Outcome, decision_of, reservation_id
 from limitforge.core.keys import Keys, decoded, encoded
 from limitforge.core.tickets import nothing_held, ticket_id
 from limitforge.errors import LimitforgeError, StoreUnavailable, TooManyReservations
@@ -127,6 +127,7 @@ class Parts:
             return outcome
         if note is not None and not outcome.allowed:
             note(check, outcome)
+        self._count_overflow(outcome)
         if check.shadow is None:
             return decision_of(check, outcome)
         shadow, undone = yield from judge_spread(check.shadow, self.fleet.slot_of)
@@ -155,6 +156,7 @@ class Parts:
             return whole
         if note is not None and not whole.allowed and not any(take[0].local for take in check.takes):
             note(check, whole)
+        self._count_overflow(whole)
         shadow: Outcome | LimitforgeError | None = None
         if check.shadow is not None:
             shadow, undone = yield from judge_spread(check.shadow, self.fleet.slot_of)
@@ -218,6 +220,11 @@ class Parts:
         if self._now_us() - self._warned_us >= LOG_EVERY_US:
             self._warned_us = self._now_us()
             _log.warning("other nodes were not told of a change, and may repeat a denial for a moment: %s", error)
+
+    def _count_overflow(self, outcome: Outcome) -> None:
+        """Count a check that was decided in parts; others are counted where their answer is read."""
+        if self.new_buckets is not None and any(row[4] >= OVERFLOWED for row in outcome.rows):
+            self.new_buckets.count_overflow()
 
     def fit_memory(self, memory_bytes: int) -> None:
         """Learn how much memory the smallest server has; 0 if none of them has a limit."""
