@@ -1,6 +1,8 @@
 """A database that is restored from a back-up under running nodes: what it says decides, and nothing that it lost."""
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -332,3 +334,39 @@ async def test_plans_that_were_made_and_lost_are_not_served_by_any_node(place: P
     for member in (here, there):
         await member.sees(account.text, 5)
     assert msgspec.structs.asdict(await here.catalog.get(Tenant, OPERATOR))["default_plan_id"] is None
+
+
+@only_with_redis
+async def test_a_restore_is_noticed_by_a_node_that_heard_of_the_lost_changes_while_it_was_cut_off(
+    place: Place, tmp_path: Path
+) -> None:
+    """Its own history did not move on: only Redis told it of what the database has lost."""
+    here, there = await place.member(), await place.member()
+    account = await open_account(there.catalog)
+    await here.sees(account.text, 5)
+    await eventually(lambda: "redis" in here.node.status().listening)
+    file = await back_up(place.database_url, tmp_path)
+    cut_off(here.database)
+    await eventually(lambda: here.node.status().database == "degraded")
+    for number in (6, 7, 9, 10, 11, 8):
+        await set_limits(there.catalog, account, f"{number}/minute")
+    await here.sees(account.text, 8)
+    await there.close()
+    await restore(place.database_url, file)
+    reconnect(here.database)
+    await here.sees(account.text, 5)
+    await set_limits(here.catalog, account, "3/minute")
+    assert await here.limit(account.text) == 3
+
+
+def cut_off(database: Database) -> None:
+    @contextlib.asynccontextmanager
+    async def refused() -> AsyncIterator[Any]:
+        raise CatalogUnavailable("the test says that it is away")
+        yield
+
+    database.reading = database.writing = refused  # type: ignore[method-assign]
+
+
+def reconnect(database: Database) -> None:
+    del database.reading, database.writing

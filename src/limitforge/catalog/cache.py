@@ -382,9 +382,10 @@ class Snapshots:
         if copy is not None and self._accepts.is_good(copy, tenant_id, known, is_told=is_told):
             return copy, False
         stamp = self._accepts.stamp(tenant_id)
+        has_copy = copy is not None and self._accepts.is_acceptable(copy, self._accepts.floor(tenant_id), known)
         try:
             config = await self._lookups.read(
-                lambda: self._origin.config(tenant_id), has_deadline=not self._is_usable(known)
+                lambda: self._origin.config(tenant_id), has_deadline=has_copy or not self._is_usable(known)
             )
         except CatalogUnavailable as error:
             if copy is None or not self._accepts.is_acceptable(copy, self._accepts.floor(tenant_id), known):
@@ -506,7 +507,8 @@ class Snapshots:
             return copy, False
         stamp = self._accepts.stamp(name)
         try:
-            key = await self._look_up(key_id, source, has_deadline=not self._is_usable(known))
+            has_copy = copy is not None and self._accepts.is_acceptable(copy, self._accepts.floor(name), known)
+            key = await self._look_up(key_id, source, has_deadline=has_copy or not self._is_usable(known))
         except CatalogUnavailable as error:
             if copy is None or not self._accepts.is_acceptable(copy, self._accepts.floor(name), known):
                 raise

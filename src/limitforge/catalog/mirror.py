@@ -65,6 +65,10 @@ class Mirror:
         self._clock = clock or SystemClock()
         self._deleted: dict[str, int] = {}  # by tenant: the number of the last deletion that was carried out
 
+    def forget(self) -> None:
+        """Forget which deletions were carried out: the database was restored, and counts them afresh."""
+        self._deleted.clear()
+
     async def reconcile_all(self) -> int:
         """All tenants that have overrides; tells how many changes it took."""
         return sum([await self.reconcile(tenant_id) for tenant_id in await self._source.tenants_with_overrides()])

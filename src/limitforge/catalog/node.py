@@ -10,6 +10,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any, Self
+from uuid import uuid4
 
 import msgspec
 
@@ -115,6 +116,7 @@ class Node:
                 failed=self._store_is,
             )
         self._prefix = key_prefix
+        self._name = uuid4().bytes
         self.snapshots = Snapshots(
             self._source,
             peppers,
@@ -127,6 +129,7 @@ class Node:
         self.catalog = Catalog(database, peppers=peppers, clock=self._clock, changed=self._wrote)
         self._following = asyncio.Lock()
         self._head_put_us = 0
+        self._newest_heard: Stamp | None = None
         self._is_shared_doubtful = True  # whether Redis may hold what the database has lost
         self._sink = sink
         self._wake = asyncio.Event()
@@ -332,14 +335,17 @@ class Node:
         """Act on all that was written since this node last looked, and notice a database that was restored."""
         async with self._following:
             is_doubtful, self._is_shared_doubtful = self._is_shared_doubtful, False
+            heard = self._newest_heard  # the database had it, since a message comes after its commit
             try:
                 shared = await self._shared_head() if is_doubtful else None
                 if self._history.head is None:
                     await self._begin()
                 while not await self._follow():
                     pass
-                if shared is not None and self._history.is_beyond(shared):
-                    await self._restored(shared)
+                for lost in (shared, heard):
+                    if lost is not None and self._history.is_beyond(lost):
+                        await self._restored(lost)
+                        break
             except BaseException as error:
                 self._is_shared_doubtful |= is_doubtful
                 if isinstance(error, CatalogError):
@@ -387,8 +393,9 @@ class Node:
             return True
         await self._put_head(head)
         await self._act_on_rows(rows)
-        for told in rows:
-            self._history.advance(told.stamp)
+        for told in rows:  # rows of earlier timelines, or of a release without ids, are of this history too
+            is_last = told.revision == head.revision
+            self._history.advance(head if is_last else msgspec.structs.replace(told.stamp, timeline=seen.timeline))
         if self._relay is not None:
             self._relay.wake()
         return rows[-1].revision >= head.revision
@@ -406,6 +413,9 @@ class Node:
         self._history.lose(lost.timeline)
         self.snapshots.forget_all()  # also if the rest of this fails, and has to be tried again
         self._later.clear()  # changes of the lost history
+        self._newest_heard = None
+        if self._mirror is not None:
+            self._mirror.forget()
         self._owes_every_tenant = self._mirror is not None
         await self.catalog.begin_timeline(lost.timeline)
         await self._begin()
@@ -465,6 +475,8 @@ class Node:
             self._store_is(error)
         except CatalogError as error:
             self._failed(error)
+        except Exception:  # noqa: BLE001 - it is tried again
+            _log.exception("could not compare overrides with the store, will retry")
         finally:
             self._repair = None
 
@@ -493,6 +505,7 @@ class Node:
         if not current:
             return
         self._heard_of_timeline(max(each.timeline for each in current))
+        self._newest_heard = max(self._newest_heard or Stamp(), *(each.stamp for each in current))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(MESSAGE_SECONDS):
                 await self._act_on_rows(current)
@@ -556,6 +569,8 @@ class Node:
             if not is_plain or (await self._sink.list_overrides(tenant=tenant_id, cursor=None, page=1)).overrides:
                 await self._mirror.reconcile(tenant_id)
         await self._mirror.reconcile_all()
+        if self._history.head is None or self._history.head.timeline != timeline:
+            return  # it was restored once more meanwhile
         self._owes_every_tenant = False
         if self._shared is not None:
             await self._shared.claim(done, RESTORED_SECONDS)
@@ -564,9 +579,15 @@ class Node:
         """One node of many does it; a Redis that came back empty has nobody who claims to have."""
         if self._mirror is None:
             return
-        if self._shared is None or await self._shared.claim(f"{self._prefix}:{{%mirror}}:", MIRROR_SECONDS / 2):
-            self._owes_mirror = True  # until it is done: the claim keeps others from it
-            await self._mirror.reconcile_all()
+        lease = f"{self._prefix}:{{%mirror}}:"
+        if self._shared is None or await self._shared.hold(lease, self._name, MIRROR_SECONDS / 2):
+            self._owes_mirror = True  # until it is done: the lease keeps others from it
+            try:
+                await self._mirror.reconcile_all()
+            except CatalogError:
+                if self._shared is not None:
+                    await self._shared.release(lease, self._name)  # another node may reach the database
+                raise
             self._owes_mirror = False
 
     async def _tidy(self) -> None:
@@ -590,6 +611,7 @@ class Node:
         if self._is_ok:
             self._is_ok, self._since_us = False, self._clock.now_us()
             _log.warning("the catalog is degraded: %s", error)
+        self._is_shared_doubtful = True  # it may be another database, or a restored one, that comes back
         self.snapshots.is_unreachable()
 
     def _store_is(self, error: StoreError | None) -> None:

@@ -8,8 +8,7 @@ import msgspec
 from sqlalchemy import select, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from limitforge.catalog import queries, tables
-from limitforge.catalog.model import Plan, Policy, Tenant, TenantConfig
+from limitforge.catalog import tables
 from limitforge.catalog.queries import MAX_PAGE
 
 
@@ -64,24 +63,6 @@ async def deleted_overrides(
     )
     rows = (await connection.execute(query)).all()
     return [DeletedOverride(number, before["resource"], before["subject"]) for number, before in reversed(rows)]
-
-
-async def tenant_configs(connection: AsyncConnection, tenant_ids: Sequence[str]) -> dict[str, TenantConfig]:
-    """Return what decides for each tenant, in three queries for all of them; see `queries.tenant_config`."""
-    plans: dict[str, list[Plan]] = {}
-    policies: dict[str, list[Policy]] = {}
-    for plan in await queries.some(connection, Plan, "tenant_id", tenant_ids):
-        plans.setdefault(plan.tenant_id, []).append(plan)
-    for policy in await queries.some(connection, Policy, "tenant_id", tenant_ids):
-        policies.setdefault(policy.tenant_id, []).append(policy)
-    return {
-        tenant.id: TenantConfig(
-            tenant,
-            tuple(sorted(plans.get(tenant.id, ()), key=lambda plan: plan.name)),
-            tuple(sorted(policies.get(tenant.id, ()), key=lambda policy: policy.resource)),
-        )
-        for tenant in await queries.some(connection, Tenant, "id", tenant_ids)
-    }
 
 
 async def tenant_revisions(connection: AsyncConnection, tenant_ids: Sequence[str]) -> dict[str, int]:

@@ -171,7 +171,7 @@ async def tenant_config(connection: AsyncConnection, tenant_id: str) -> TenantCo
         return None
     plans = await every(connection, Plan, tenant_id)
     policies = await every(connection, Policy, tenant_id)
-    return TenantConfig(tenant, tuple(plans), tuple(policies))
+    return _config(tenant, plans, policies)
 
 
 async def plans_of_policies(connection: AsyncConnection, tenant_id: str) -> set[str]:
@@ -190,14 +190,16 @@ async def tenant_configs(connection: AsyncConnection, tenant_ids: Collection[str
         plans.setdefault(plan.tenant_id, []).append(plan)
     for policy in await some(connection, Policy, "tenant_id", storable):
         policies.setdefault(policy.tenant_id, []).append(policy)
-    return {
-        each.id: TenantConfig(
-            each,
-            tuple(sorted(plans.get(each.id, ()), key=lambda plan: (plan.name, plan.id))),
-            tuple(sorted(policies.get(each.id, ()), key=lambda policy: (policy.resource, policy.id))),
-        )
-        for each in tenants
-    }
+    return {each.id: _config(each, plans.get(each.id, ()), policies.get(each.id, ())) for each in tenants}
+
+
+def _config(tenant: Tenant, plans: Iterable[Plan], policies: Iterable[Policy]) -> TenantConfig:
+    """In one order, whatever the collation of the database: equal configurations compare equal."""
+    return TenantConfig(
+        tenant,
+        tuple(sorted(plans, key=lambda plan: (plan.name, plan.id))),
+        tuple(sorted(policies, key=lambda policy: (policy.resource, policy.id))),
+    )
 
 
 async def plan_versions(connection: AsyncConnection, plan_id: str) -> Sequence[RowMapping]:

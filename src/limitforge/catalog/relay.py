@@ -99,16 +99,27 @@ class Relay:
     async def publish_owed(self) -> None:
         """Publish all rows whose writers did not, unless another node is at it."""
         self.is_behind = True
+        await self._catch_up()  # before it leads: a node that can't reach the database must not keep others from it
         if not await self._shared.hold(self._lease, self._owner, LEASE_SECONDS):
             return
+        renewal = asyncio.get_running_loop().create_task(self._renew_lease())
         try:
             while rows := await self._next():
                 await self.publish(rows, self._publish_revocations)
                 if not await self._shared.hold(self._lease, self._owner, LEASE_SECONDS):
                     return
         finally:
+            renewal.cancel()
+            await asyncio.gather(renewal, return_exceptions=True)
             with contextlib.suppress(StoreError):
                 await self._shared.release(self._lease, self._owner)
+
+    async def _renew_lease(self) -> None:
+        """Keep the lease while a batch takes long: a tenant may have thousands of overrides."""
+        while True:
+            await asyncio.sleep(LEASE_SECONDS / 3)
+            with contextlib.suppress(StoreError):
+                await self._shared.hold(self._lease, self._owner, LEASE_SECONDS)
 
     async def publish(
         self, announcements: Sequence[Announcement], between: Callable[[], Awaitable[None]] | None = None
@@ -121,18 +132,21 @@ class Relay:
         keys = {key_id for each in announcements for key_id in (*each.keys, *each.gone)}
         # What is read from now on is at least as new as this.
         stamp = max(self._history.head or Stamp(), *(each.stamp for each in announcements))
-        await self._warm.put_head(stamp)
         async with self._database.reading() as connection:
             configs = await queries.tenant_configs(connection, tenants)
             found = {key.id: key for key in await queries.some(connection, Key, "id", keys)}
-        await self._warm.put_all(
-            {tenant_id: configs.get(tenant_id) for tenant_id in tenants},
-            {each: found.get(each) for each in keys},
-            stamp,
-        )
-        await self._shared.publish(self.channel, _encode(announcements))
+        failure: StoreError | None = None
+        try:
+            await self._warm.put_head(stamp)
+            new_configs = {tenant_id: configs.get(tenant_id) for tenant_id in tenants}
+            await self._warm.put_all(new_configs, {key_id: found.get(key_id) for key_id in keys}, stamp)
+            await self._shared.publish(self.channel, _encode(announcements))
+        except StoreError as error:
+            failure = error  # one server of several may be away: overrides that are elsewhere don't wait for it
         if self._mirror is not None:
             await mirror_changed(self._mirror, self._database, announcements, between)
+        if failure is not None:
+            raise failure
         async with self._database.writing() as connection:
             await queries.mark_published(connection, announcements)
 
@@ -140,7 +154,6 @@ class Relay:
         """The next batch: rows that revoke something, else the oldest."""
         self._looked = time.monotonic()
         self._in_hand.clear()
-        await self._catch_up()
         async with self._database.reading() as connection:
             rows = self._due(await queries.unpublished(connection, BATCH, revoking=True))
             if not rows:

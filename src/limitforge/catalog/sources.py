@@ -134,7 +134,7 @@ class DatabaseSource:
 
     async def configs(self, tenant_ids: Iterable[str]) -> dict[str, TenantConfig]:
         async with self._database.reading() as connection:
-            return await override_queries.tenant_configs(connection, list(tenant_ids))
+            return await queries.tenant_configs(connection, list(tenant_ids))
 
     async def revisions(self, tenant_ids: Iterable[str]) -> dict[str, int]:
         async with self._database.reading() as connection:

@@ -7,6 +7,7 @@ evicts keys, or while anything is found missing.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -114,7 +115,10 @@ class OverrideSweep:
             await self._ask_memory(is_leader=is_leader)
             if is_leader:
                 await self._look()
-        except (CatalogError, StoreError) as error:
+        except CatalogError as error:
+            self._failed(error)
+            await self._step_down()
+        except StoreError as error:
             self._failed(error)
         finally:
             self._worked_seconds = time.monotonic() - began
@@ -123,6 +127,12 @@ class OverrideSweep:
                 _log.warning("overrides.sweep_failed error=%s", self._error)
             elif was_failing and not self._is_failing:
                 _log.warning("overrides.sweep_resumed")
+
+    async def _step_down(self) -> None:
+        """Let another node lead: this one can't read the catalog."""
+        if self._shared is not None:
+            with contextlib.suppress(StoreError):
+                await self._shared.release(self._lease, self._name)
 
     # --- One page ----------------------------------------------------------------------------------------------------
 
