@@ -110,7 +110,7 @@ def test_every_key_has_a_ttl(limiter: SyncLimiter, raw: Any) -> None:
 
 def test_a_bucket_lives_a_minute_longer_than_it_matters(limiter: SyncLimiter, raw: Any) -> None:
     limiter.check("r", "s", limits=TokenBucket(name="t", bucket_capacity=4, refill_rate_per_sec=10), cost=1)
-    (key,) = raw.keys("*")
+    (key,) = raw.keys("lf:{*}:s*")
     assert 59_000 < raw.pttl(key) <= 60_100
 
 
@@ -146,7 +146,7 @@ def test_a_poisoned_key_fails_its_own_check_and_no_other(
     limiter: SyncLimiter, raw: Any, limit: Limit, poison: tuple[str, Any]
 ) -> None:
     limiter.check("r", "bad", limits=limit)
-    (key,) = raw.keys("*")
+    (key,) = raw.keys("lf:{*}:s*")
     raw.delete(key)
     raw.execute_command(poison[0], key, poison[1])
     before = values(raw)
@@ -191,7 +191,7 @@ def test_a_poisoned_record_fails_its_settlement_and_changes_nothing(limiter: Syn
 
 def test_an_error_names_the_limit_whose_bucket_makes_no_sense(limiter: SyncLimiter, raw: Any) -> None:
     limiter.check("r", "s", limits=EVERY[5], cost=3)
-    (key,) = raw.keys("*")
+    (key,) = raw.keys("lf:{*}:s*")
     value = bytearray(raw.get(key))
     value[10] = 10  # more in use than its items hold
     raw.set(key, bytes(value))
@@ -316,7 +316,7 @@ def test_prefixes_keep_apart_what_shares_a_redis(redis_url: str, raw: Any) -> No
 @each_limit
 def test_a_live_bucket_takes_at_most_160_bytes(limiter: SyncLimiter, raw: Any, limit: Limit) -> None:
     limiter.check("GET:/orders", "user:12345", limits=limit, tenant="acme")
-    (key,) = raw.keys("*")
+    (key,) = raw.keys("lf:{*}:s*")
     assert len(key) <= 60
     assert raw.memory_usage(key) <= 160
 
@@ -412,7 +412,7 @@ def test_the_script_says_what_the_encoder_sends(redis_url: str) -> None:
 @pytest.mark.parametrize("limit", [EVERY[2], EVERY[3], EVERY[4], EVERY[8]], ids=lambda limit: limit.name)
 def test_a_window_keeps_its_time_to_live_while_it_lasts(limiter: SyncLimiter, raw: Any, limit: Limit) -> None:
     limiter.check("r", "s", limits=limit)
-    (key,) = raw.keys("*")
+    (key,) = raw.keys("lf:{*}:s*")
     expires = raw.pexpiretime(key)
     assert expires > 0
     for _ in range(3):
