@@ -16,7 +16,7 @@ import redis.asyncio
 
 from limitforge.stores.denials import Drop
 from limitforge.stores.fleet import Fleet, Node
-from limitforge.stores.resp import Address
+from limitforge.stores.redis_py import pool_of
 
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
@@ -129,7 +129,7 @@ class Listener:
 
     async def _listen(self) -> None:
         node = self._node = self._fleet.any_node()
-        client: Any = redis.asyncio.Redis.from_pool(pool_of(redis.asyncio, node.address))
+        client: Any = redis.asyncio.Redis.from_pool(pool_of(redis.asyncio, node.address, **PLAIN))
         async with client, client.pubsub() as pubsub:
             await pubsub.subscribe(self._channel)
             async for message in pubsub.listen():
@@ -163,7 +163,7 @@ class SyncListener:
 
     def _listen(self) -> None:
         node = self._fleet.any_node()
-        client: Any = redis.Redis.from_pool(pool_of(redis, node.address))
+        client: Any = redis.Redis.from_pool(pool_of(redis, node.address, **PLAIN))
         with client, client.pubsub() as pubsub:
             pubsub.subscribe(self._channel)
             while self._is_wanted() and self._fleet.knows(node):
@@ -172,16 +172,3 @@ class SyncListener:
     def _is_wanted(self) -> bool:
         """Not once it was stopped, or once the limiter is no more: nobody needs to close one that is let go."""
         return not self._stopped.is_set() and self._heard.is_wanted()
-
-
-def pool_of(client: Any, address: Address) -> Any:
-    """Connections of redis-py, sync or async, to the same server."""
-    return client.ConnectionPool(connection_class=kind_of(client, address), **{**address.options, **PLAIN})
-
-
-def kind_of(client: Any, address: Address) -> Any:
-    """The class of such a connection."""
-    kinds = client.connection
-    if address.tls is not None:
-        return kinds.SSLConnection
-    return kinds.Connection if address.path is None else kinds.UnixDomainSocketConnection

@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 from limitforge.core.keys import encoded
 from limitforge.errors import StoreUnavailable
 from limitforge.stores.fleet import Kind, Place, owners_told, target_of
-from limitforge.stores.listener import kind_of
+from limitforge.stores.redis_py import pool_of
 from limitforge.stores.resp import Address
 from limitforge.stores.slots import cluster_slot
 
@@ -236,17 +236,16 @@ class SharedRedis:
 
 
 def _client(address: Address, connections: int) -> Any:
-    pool = redis.asyncio.BlockingConnectionPool(
+    pool = pool_of(
+        redis.asyncio,
+        address,
+        blocking=True,
         max_connections=connections,
         timeout=SECONDS,
-        connection_class=kind_of(redis.asyncio, address),
-        **{
-            **address.options,
-            "decode_responses": False,
-            "socket_timeout": SECONDS,
-            "socket_connect_timeout": SECONDS,
-            "retry": Retry(NoBackoff(), 1),  # an idle connection may have been closed by the other side
-        },
+        decode_responses=False,
+        socket_timeout=SECONDS,
+        socket_connect_timeout=SECONDS,
+        retry=Retry(NoBackoff(), 1),  # an idle connection may have been closed by the other side
     )
     client: Any = redis.asyncio.Redis.from_pool(pool)
     return client

@@ -5,6 +5,7 @@ Nothing is ever sent twice: when the connection is lost, what was on its way is 
 
 import asyncio
 import socket
+import ssl
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -71,10 +72,23 @@ class Wire(asyncio.Protocol):
         if address.path is not None:
             _, wire = await loop.create_unix_connection(lambda: cls(address, lost), address.path)
         else:
-            _, wire = await loop.create_connection(
-                lambda: cls(address, lost), address.host, address.port, ssl=address.tls
-            )
+            _, wire = await loop.create_connection(lambda: cls(address, lost), address.host, address.port)
+        if address.tls is not None:
+            await wire._encrypt(address.tls)  # noqa: SLF001
         return wire
+
+    async def _encrypt(self, tls: ssl.SSLContext) -> None:
+        """Begin TLS. In two steps, as asyncio leaves the socket open if its own single step is cancelled midway."""
+        plain = self._transport
+        if plain is None:
+            raise ConnectionResetError("the connection was closed at once")
+        try:
+            self._transport = await asyncio.get_running_loop().start_tls(
+                plain, self, tls, server_hostname=self._address.host
+            )
+        except BaseException:
+            plain.abort()
+            raise
 
     async def greet(self, address: Address) -> list[Any]:
         """Say who we are; the replies tell whether we are welcome."""

@@ -1,0 +1,93 @@
+"""Setting up TLS: one context for all connections, and no socket left open by what is cancelled midway."""
+
+import asyncio
+import gc
+import ssl
+import time
+import warnings
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import pytest
+
+from limitforge import FixedWindow, Limiter
+from limitforge.stores.resp import address_of
+from limitforge.stores.shared import SharedRedis
+from limitforge.stores.wire import Wire
+from tests.servers import TlsRedisServer
+
+FIVE = FixedWindow(name="five", limit=5, window_seconds=86_400, align="first_hit")
+STALL_SECONDS = 0.003
+
+Call = Callable[[], Awaitable[Any]]
+Opened = Callable[[TlsRedisServer], AbstractAsyncContextManager[Call]]
+
+
+@pytest.fixture(scope="module")
+def tls() -> Iterator[TlsRedisServer]:
+    with TlsRedisServer() as server:
+        yield server
+
+
+async def test_connections_of_what_nodes_share_use_one_context(
+    tls: TlsRedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    redis = SharedRedis(tls.url)
+    monkeypatch.delattr(ssl, "create_default_context")  # whoever builds another fails
+    await asyncio.gather(*(redis.get(f"key-{number}") for number in range(20)))
+    await redis.close()
+
+
+@asynccontextmanager
+async def wire(tls: TlsRedisServer) -> AsyncIterator[Call]:
+    async def open_and_close() -> None:
+        (await Wire.open(address_of(tls.url), lambda *_: None, 30)).abort()
+
+    yield open_and_close
+
+
+@asynccontextmanager
+async def shared(tls: TlsRedisServer) -> AsyncIterator[Call]:
+    redis = SharedRedis(tls.url)
+    yield lambda: redis.get("key")
+    await redis.close()
+
+
+@asynccontextmanager
+async def listener(tls: TlsRedisServer) -> AsyncIterator[Call]:
+    async def listen() -> None:
+        async for _ in SharedRedis(tls.url).listen("channel"):
+            return
+
+    yield listen
+
+
+@asynccontextmanager
+async def limiter(tls: TlsRedisServer) -> AsyncIterator[Call]:
+    async with Limiter.connect(tls.url) as opened:
+        yield lambda: opened.check("r", "s", limits=FIVE)
+
+
+@pytest.mark.parametrize("opened", [wire, shared, listener, limiter])
+def test_what_is_cancelled_while_tls_is_set_up_leaves_no_socket_open(tls: TlsRedisServer, opened: Opened) -> None:
+    """At each turn of the loop in turn, while the loop stalls, so that the other side is ready for the next step."""
+
+    async def is_done_after(turns: int) -> bool:
+        async with opened(tls) as call:
+            task = asyncio.ensure_future(call())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+                time.sleep(STALL_SECONDS)  # noqa: ASYNC251
+            is_done = task.done()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        return is_done
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for turns in range(40):
+            if asyncio.run(is_done_after(turns)):
+                break
+        gc.collect()
+    assert [str(each.message) for each in said if issubclass(each.category, ResourceWarning)] == []
