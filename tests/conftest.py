@@ -67,6 +67,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """What a test left open is found at its own end, and not by the next test that collects garbage."""
+    gc.collect()
+
+
 def _is_in_a_slow_place(path: Path) -> bool:
     places = [each.relative_to(TESTS).as_posix() for each in (path, *path.parents) if TESTS in each.parents]
     return not SLOW_PLACES.isdisjoint(places)
