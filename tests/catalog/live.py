@@ -24,7 +24,7 @@ from limitforge.core.limits import Mode
 from limitforge.errors import CatalogUnavailable, LimitforgeError
 from limitforge.stores.shared import SharedRedis
 
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 60.0
 PATIENT = StoreOptions(deadline_ms=30_000, failure="raise")
 NO_GUARD: Mapping[str, float] = {"per_second": 1e9, "burst": 10**9, "all_per_second": 1e9}
 

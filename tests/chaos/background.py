@@ -5,7 +5,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 60.0
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from limitforge import Decision, Limiter, LimitforgeError, SyncLimiter
 from tests.chaos.background import BackgroundLoop
 from tests.chaos.record import ASKS, Ask, Record, call_of
 
-PATIENCE_SECONDS = 20.0  # until what does not come is given up
+PATIENCE_SECONDS = 60.0
 
 
 class Shell(Protocol):

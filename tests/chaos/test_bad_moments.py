@@ -188,10 +188,8 @@ async def test_a_command_on_a_frozen_redis_takes_its_second_and_can_be_given_up(
     async with Limiter.connect(own_redis_server.url) as limiter:
         await limiter.check("r", "s", limits=MANY)
         own_redis_server.pause()
-        began = time.monotonic()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(limiter.reset("r", "s", limits=MANY), 0.1)
-        assert time.monotonic() - began < 0.9
         with pytest.raises(StoreUnavailable):
             await limiter.reset("r", "s", limits=MANY)
         own_redis_server.resume()

@@ -50,7 +50,7 @@ def test_while_it_is_open_nobody_waits_and_redis_is_left_alone(opened: Open, pro
     before, began = proxy.accepted, time.monotonic()
     for _ in range(1_000):
         assert ask(limiter) == "open"
-    assert time.monotonic() - began < 10  # a thousand deadlines would be a hundred seconds
+    assert time.monotonic() - began < 60  # a thousand deadlines would be a hundred seconds
     assert proxy.accepted == before
 
 
@@ -90,7 +90,7 @@ def test_only_one_asks_at_a_time_whether_redis_is_back(opened: Open, proxy: Prox
 
 
 def test_a_probe_that_hangs_keeps_the_others_from_asking(opened: Open, proxy: Proxy) -> None:
-    limiter = opened(proxy.url, deadline_ms=1_000, breaker_failures=1, breaker_seconds=0.05)
+    limiter = opened(proxy.url, deadline_ms=10_000, breaker_failures=1, breaker_seconds=0.05)
     proxy.mode = Refuse()
     ask(limiter)
     proxy.mode = DropReplies()
@@ -100,7 +100,8 @@ def test_a_probe_that_hangs_keeps_the_others_from_asking(opened: Open, proxy: Pr
     eventually(lambda: limiter.status().breaker == "probing")
     began = time.monotonic()
     assert ask(limiter) == "open"
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < 5  # half of a deadline
+    proxy.mode = Refuse()  # which ends the probe
     probe.join()
 
 

@@ -21,6 +21,7 @@ from tests.proxy import DropReplies, Pass, Proxy, Refuse
 from tests.servers import RedisServer
 
 DAY = 86_400
+HANGS_SECONDS = 5.0  # far more than a deadline, also on a busy machine
 TEN = FixedWindow(name="ten", limit=10, window_seconds=DAY, align="first_hit")
 ONE = FixedWindow(name="one", limit=1, window_seconds=DAY, align="first_hit")
 SLOTS = Concurrency(name="slots", max_concurrent=8, lease_ttl_seconds=60)
@@ -209,7 +210,7 @@ def test_every_form_of_a_check_is_answered_in_time(opened: Open, own_redis_serve
             answers = limiter.check_many([Request(resource="r", subject="s", limits=TEN)] * 50)
             (kind,) = {answer.degraded if isinstance(answer, Decision) else str(answer) for answer in answers}
         assert kind == "closed"
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < HANGS_SECONDS
     own_redis_server.resume()
 
 

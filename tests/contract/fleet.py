@@ -14,7 +14,7 @@ from tests.contract.conftest import Blocking
 
 BASE_US = 1_700_006_400_000_000
 CHANNEL = "lf:denials"
-PATIENCE_SECONDS = 5.0
+PATIENCE_SECONDS = 60.0
 
 
 class Deaf:

@@ -15,7 +15,7 @@ DAY = 86_400
 LEASED = FixedWindow(name="leased", limit=100_000, window_seconds=DAY, align="first_hit", consistency="leased")
 LOCAL = FixedWindow(name="local", limit=5_000, window_seconds=DAY, consistency="local")
 EXACT = FixedWindow(name="exact", limit=5_000, window_seconds=DAY)
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 60.0
 
 
 def wait_for(condition: Any, seconds: float = PATIENCE_SECONDS) -> None:
@@ -111,9 +111,9 @@ def test_thousands_of_shares_are_kept_in_step(redis_url: str) -> None:
 
         def all_have_shares() -> bool:
             for _ in range(6):
-                limiter.check_many([Request(resource="r", subject=f"u{at}", limits=LEASED) for at in range(4_500)])
+                limiter.check_many([Request(resource="r", subject=f"u{at}", limits=LEASED) for at in range(2_500)])
             held: list[int] = [share.left for share in store._blender.shares._shares.values()]
-            return sum(left > 0 for left in held) > 4_000
+            return sum(left > 0 for left in held) > 2_200
 
         wait_for(all_have_shares, 90)  # on a busy machine it takes as long as that to ask so often
 

@@ -14,7 +14,7 @@ from tests.service.seeded import Seeded, Tenant, seeded
 
 HOUR = {"name": "hour", "algorithm": "fixed_window", "limit": 5, "window_seconds": 3_600}
 MINUTE = {"name": "minute", "algorithm": "sliding_window_counter", "limit": 100, "window_seconds": 60}
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 60.0
 
 
 def eventually(is_so: Callable[[], Any], what: str) -> None:
