@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
-from limitforge import FixedWindow, Limiter
+from limitforge import FixedWindow, Limiter, StoreUnavailable
 from limitforge.stores.resp import address_of
 from limitforge.stores.shared import SharedRedis
 from limitforge.stores.wire import Wire
+from tests.chaos.waiting import eventually
+from tests.proxy import DropReplies, Proxy
 from tests.servers import TlsRedisServer
 
 FIVE = FixedWindow(name="five", limit=5, window_seconds=86_400, align="first_hit")
@@ -37,6 +39,22 @@ async def test_connections_of_what_nodes_share_use_one_context(
     monkeypatch.delattr(ssl, "create_default_context")  # whoever builds another fails
     await asyncio.gather(*(redis.get(f"key-{number}") for number in range(20)))
     await redis.close()
+
+
+async def test_after_a_handshake_that_was_cancelled_the_pool_connects_again(tls: TlsRedisServer) -> None:
+    with Proxy(tls.port) as proxy:
+        redis = SharedRedis(tls.url.replace(str(tls.port), str(proxy.port)))
+        with proxy.doing(DropReplies()):
+            asked = asyncio.ensure_future(redis.get("key"))
+            await asyncio.to_thread(eventually, lambda: proxy.accepted > 0)
+            await asyncio.sleep(0.05)  # it waits for an answer to its hello
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+            with pytest.raises(StoreUnavailable, match="Timeout connecting"):
+                await redis.get("key")
+        for _ in range(3):
+            assert await redis.get("key") is None
+        await redis.close()
 
 
 @asynccontextmanager

@@ -30,12 +30,14 @@ class TlsConnection(Connection):
             raise
 
     async def disconnect(self, *given: Any, **named: Any) -> None:
-        self._abort()
+        self._abort()  # a closing that the server does not answer would be waited for
         await super().disconnect(*given, **named)
 
     def _abort(self) -> None:
-        if self._writer is not None:
-            self._writer.transport.abort()
+        """Close at once, so that redis-py knows that it must connect again."""
+        writer, self._writer, self._reader = self._writer, None, None
+        if writer is not None:
+            writer.transport.abort()
 
 
 def pool_of(client: Any, address: Address, *, blocking: bool = False, **options: Any) -> Any:
