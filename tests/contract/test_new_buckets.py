@@ -14,6 +14,7 @@ from limitforge import (
     Entry,
     FixedWindow,
     InvalidInput,
+    LeakyBucket,
     Limits,
     ManualClock,
     Quota,
@@ -188,6 +189,22 @@ def test_an_override_of_the_window_does_not_restart_the_shared_bucket(limiter: S
     assert admitted == 5
 
 
+@pytest.mark.parametrize(("kind", "rate"), [(TokenBucket, "refill_rate_per_sec"), (LeakyBucket, "leak_rate_per_sec")])
+def test_an_override_of_the_rate_does_not_refill_the_shared_bucket(
+    limiter: SyncLimiter, clock: ManualClock, kind: Any, rate: str
+) -> None:
+    slow = Limits(kind(name="slow", bucket_capacity=5, **{rate: 0.001}))
+    use_up(limiter, slow)
+    fast = {"slow": {"bucket_capacity": 1_000, rate: 1_000}}
+    limiter.set_override("r", "fast", fast, limits=slow, ttl_seconds=3_600, tenant=TENANT)
+    admitted = 0
+    for number in range(50):
+        ask(limiter, "fast", slow)
+        clock.advance_us(100_000)
+        admitted += ask(limiter, f"new {number}", slow).allowed
+    assert 1 <= admitted <= 5
+
+
 def test_leases_of_an_overflow_bucket_end_there(limiter: SyncLimiter) -> None:
     slots = Limits(Concurrency(name="slots", max_concurrent=2, lease_ttl_seconds=60))
     use_up(limiter)
@@ -267,6 +284,20 @@ def test_in_an_outage_nobody_is_new_before_the_local_store_is_half_full() -> Non
     with SyncLimiter(store) as limiter:
         told = [ask(limiter, f"s{number}").overflow for number in range(60)]
     assert told == [False] * 50 + [True] * 10
+
+
+@pytest.mark.parametrize(("fits_memory", "overflows"), [(True, True), (False, False)])
+def test_a_budget_that_an_operator_set_holds_for_local_limits_as_it_is(
+    redis_url: str, *, fits_memory: bool, overflows: bool
+) -> None:
+    options = StoreOptions(failure="raise", new_buckets_per_minute=100_000, fits_memory=fits_memory)
+    local = Limits(FixedWindow(name="local", limit=1, window_seconds=3_600, consistency="local"))
+    with SyncLimiter.connect(redis_url, options=options) as limiter:
+        requests = [
+            Request(resource="r", subject=f"s{number}", limits=local, tenant=TENANT) for number in range(51_000)
+        ]
+        told: list[Any] = limiter.check_many(requests)
+    assert any(decision.overflow for decision in told) == overflows
 
 
 def test_a_shadow_plan_overflows_by_itself(limiter: SyncLimiter) -> None:

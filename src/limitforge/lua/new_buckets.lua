@@ -10,8 +10,7 @@ local match = string.match
 local buckets, counter = use('buckets'), use('sliding_window_counter')
 
 local MINUTE_US = 60000000
-local FIXED_WINDOW, SLIDING_WINDOW_COUNTER = 3, 5 -- the algorithms from one to the other have a window
-local WINDOW_AT, OFFSET_AT = 2, 4
+local FIXED_WINDOW, OFFSET_AT = 3, 4
 
 return function(call, limits, overflow)
   local numbers, count, lanes, overflow_of, is_overflow = { limits[1], MINUTE_US }, #limits - 1, {}, {}, {}
@@ -48,13 +47,14 @@ return function(call, limits, overflow)
     if lane then lane.left, lane.begun = lane.left - 1, lane.begun + 1 end
   end
 
-  -- The numbers of an overflow bucket, which subjects share, with overrides and without: it has the window of the rule, and the same phase for all, or the
-  -- next subject would start its count afresh.
+  -- The numbers of an overflow bucket, which subjects share, with overrides and without. An override changes how much its subject may take. The window and
+  -- the rate are the rule's, with the same phase for all, or one subject would start the count afresh or refill the bucket for the others.
   function budget.shared_numbers(numbers, rule)
-    local shared = {}
-    for i = 1, #numbers do shared[i] = numbers[i] end
-    if rule[1] >= FIXED_WINDOW and rule[1] <= SLIDING_WINDOW_COUNTER then shared[WINDOW_AT] = rule[5][WINDOW_AT] end
-    if rule[1] == FIXED_WINDOW then shared[OFFSET_AT] = 0 end
+    local code, own, shared = rule[1], rule[5], {}
+    for i = 1, #own do shared[i] = own[i] end
+    shared[1] = numbers[1]
+    if not use('overrides').is_exact(code, shared) then shared[1] = own[1] end
+    if code == FIXED_WINDOW then shared[OFFSET_AT] = 0 end
     return shared
   end
 

@@ -59,11 +59,14 @@ function overrides.applied(list, resource, rule, now)
     if exact and is_shared and n == WINDOW_AT and WINDOWED[code] then number = wide and wide[wide_first + n - 1] or UNCHANGED end
     changed[n] = number == UNCHANGED and numbers[n] or number
   end
-  if code <= LEAKY_BUCKET then -- what an override leaves unnamed may have changed since: a level must stay exact, else the plan's numbers hold
-    local full = changed[1] * changed[3]
-    if full > MOST_EXACT or full > TEN_YEARS_US * changed[2] then return numbers end
-  end
-  return changed
+  return overrides.is_exact(code, changed) and changed or numbers
+end
+
+-- Whether a level can be kept exactly by these numbers. What an override leaves unnamed may have changed since: then the plan's numbers hold.
+function overrides.is_exact(code, numbers)
+  if code > LEAKY_BUCKET then return true end
+  local full = numbers[1] * numbers[3]
+  return full <= MOST_EXACT and full <= TEN_YEARS_US * numbers[2]
 end
 
 -- What is left of a list at `now`, without one resource (nil: without none, true: without all), and when the last of it expires.

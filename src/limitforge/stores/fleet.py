@@ -76,12 +76,14 @@ class Fleet:
         self.slot_of: SlotOf = cluster_slot if self.kind is Kind.CLUSTER else one_slot
         self.members = Membership(keys, options.nodes, MonotonicClock())
         budget = options.new_buckets_per_minute
+        if budget is not None and options.fits_memory:
+            budget = min(budget, LOCAL_BUDGET)
         self.local = MemoryStore(
             keys=keys,
             clock=clock,
             max_keys=LOCAL_KEYS,
             nodes=self.members.nodes,
-            new_buckets_per_minute=None if budget is None else min(budget, LOCAL_BUDGET),
+            new_buckets_per_minute=budget,
             bounded_from=LOCAL_KEYS // 2,  # in an outage everybody is new here
         )
         self.in_doubt = False

@@ -47,7 +47,8 @@ class MemoryOverrides:
     def steps_at(self, now_us: int, shared: Container[tuple[Rule, str | None]] = ()) -> StepsFor:
         """The rule's own numbers, or those of the most specific live override that names its limit.
 
-        `shared` are rules, with the overrides of who asks, that an overflow bucket decides: subjects share its window.
+        `shared` are rules, with the overrides of who asks, that an overflow bucket decides: subjects share its window
+        and its rate.
         """
 
         def live(found: dict[str, _Override], resource: str, rule: Rule) -> Compiled | None:
@@ -63,7 +64,7 @@ class MemoryOverrides:
                 return rule.steps
             exact = None if resource == ANY_RESOURCE else live(found, resource, rule)
             steps = applied(rule.steps, rule.scope, exact, live(found, ANY_RESOURCE, rule))
-            if rule.steps.window_at is not None and (rule, overrides) in shared:
+            if (rule, overrides) in shared:
                 return rule.steps.overridden((steps.limit,))
             return steps
 

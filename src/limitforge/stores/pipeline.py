@@ -22,7 +22,7 @@ from limitforge.errors import LimitforgeError, StoreError, StoreUnavailable
 from limitforge.stores.codec import BUSY_US, Call, Flow, NotReplicated, Reply, as_corrupt
 from limitforge.stores.fleet import Node
 from limitforge.stores.link import Link
-from limitforge.stores.resilience import NotAsked, StoreFull, left_alone
+from limitforge.stores.resilience import NotAsked, as_counted, left_alone
 from limitforge.stores.resp import Elsewhere, Moving, is_worth_asking_apart
 from limitforge.stores.spread import Finish, Step
 
@@ -316,8 +316,7 @@ class Pipeline:
             self._redirect(flight, reply)
         else:
             if flight.calls > 1 and isinstance(reply, StoreUnavailable):  # some of the batch was judged before
-                kind = next((kind for kind in (NotAsked, StoreFull) if isinstance(reply, kind)), StoreUnavailable)
-                reply = kind(str(reply), maybe_counted=True)
+                reply = as_counted(reply)
             self._fail(flight, reply)
             if not isinstance(reply, StoreUnavailable):
                 self._answered(flight)

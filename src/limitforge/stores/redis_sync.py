@@ -23,6 +23,7 @@ from limitforge.stores.listener import SyncListener
 from limitforge.stores.options import StoreOptions
 from limitforge.stores.protocol import Answer, Command, StoreStatus
 from limitforge.stores.redis_parts import COMMAND_SECONDS, Batch, Parts, Steps, is_local
+from limitforge.stores.resilience import as_counted
 from limitforge.stores.resp import Elsewhere, Moving
 from limitforge.stores.servers_sync import Ask, Servers
 from limitforge.stores.shares import Grant, Wish
@@ -252,7 +253,7 @@ class SyncRedisStore:
             return answer
         except StoreUnavailable as error:
             if is_begun and not error.maybe_counted:
-                raise StoreUnavailable(str(error), maybe_counted=True) from error
+                raise as_counted(error) from error
             raise
         except LimitforgeError:
             raise
@@ -397,7 +398,7 @@ def _walk(flow: Flow[T], call: Call, wire: SyncWire, due: float) -> T:
     except StoreUnavailable as error:  # lost, or the answer to another call: nothing that comes here can be trusted
         wire.close()
         if is_begun and not error.maybe_counted:
-            raise StoreUnavailable(str(error), maybe_counted=True) from error
+            raise as_counted(error) from error
         raise
 
 

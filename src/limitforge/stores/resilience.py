@@ -45,6 +45,12 @@ class StoreFull(StoreUnavailable):
     """The store answered, and has no memory for what a check would have written."""
 
 
+def as_counted(error: StoreUnavailable) -> StoreUnavailable:
+    """Return the same error where some of what was asked may have been counted before it."""
+    kind = next((kind for kind in (NotAsked, StoreFull) if isinstance(error, kind)), StoreUnavailable)
+    return kind(str(error), maybe_counted=True)
+
+
 class Outage(msgspec.Struct):
     """What was decided without the store since it was last heard of."""
 
