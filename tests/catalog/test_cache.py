@@ -490,6 +490,23 @@ async def test_a_key_that_is_deleted_while_it_is_read_stops(
         await snapshots.find(text)
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+async def test_a_late_message_about_the_old_place_of_a_key_that_has_moved_changes_nothing(
+    is_known: bool, source: FakeSource, snapshots: Snapshots, peppers: Peppers
+) -> None:
+    """The outbox has told of the whole move; the relay publishes what takes something away by itself."""
+    source.add_tenant("other")
+    key, text = source.add_key(peppers, "acme")
+    await snapshots.find(text)
+    source.keys[key.id] = msgspec.structs.replace(key, tenant_id="other", version=9)
+    gone = Announcement(9, "acme", gone=(key.id,), revokes=True, change_id=9)
+    await snapshots.heard([gone, Announcement(9, "other", keys=(key.id,), change_id=9)])
+    if is_known:
+        assert (await snapshots.find(text)).key.tenant_id == "other"
+    await snapshots.heard([gone])
+    assert (await snapshots.find(text)).key.tenant_id == "other"
+
+
 async def test_a_key_that_is_made_while_it_is_looked_for_is_found(
     source: FakeSource, snapshots: Snapshots, peppers: Peppers
 ) -> None:

@@ -282,6 +282,24 @@ async def test_overrides_in_a_nodes_own_memory_are_as_in_the_backup(place: Place
     await here.sees(account.text, 5)
 
 
+async def test_an_override_whose_plan_had_another_algorithm_in_the_lost_time_acts_again(
+    place: Place, tmp_path: Path
+) -> None:
+    """A small limit is counted exactly, and a large one approximately: the name stays, and the override looks right."""
+    here = await place.member(**({} if place.redis_url is None else {"limiter_url": place.redis_url}))
+    account = await open_account(here.catalog, limits="20/minute")
+    async with here.catalog.edit("test") as edit:
+        override = {"subject": "s", "limits": {"minute": {"limit": 3}}, "ttl_seconds": 3_600}
+        await edit.set_override({"tenant_id": account.tenant.id, **override})
+    await here.sees(account.text, 3)
+    file = await back_up(place.database_url, tmp_path)
+    await set_limits(here.catalog, account, "100/minute")
+    await here.sees(account.text, 3)
+    await restore(place.database_url, file)
+    await eventually(lambda: not here.node._owes_every_tenant and here.node._history.newest_timeline > 0)
+    await here.sees(account.text, 3)
+
+
 async def test_an_outbox_that_was_tidied_is_no_restore(
     place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -162,10 +162,8 @@ class Snapshots:
         """Act on changes: whatever is known here of what has changed is read again before this returns."""
         again: list[Awaitable[Any]] = []
         for told in announcements:
-            for key_id in told.gone:
-                self._forget_key(key_id)  # first of all: a key may have moved to another tenant
-                self._mark_changed(("key", key_id))
-                self._accepts.expect(("key", key_id), told.stamp)
+            for key_id in told.gone:  # first of all: a key may have moved to another tenant
+                self._heard_gone(key_id, told)
         for told in announcements:
             again += [self._heard_key(key_id, told) for key_id in told.keys if self._is_affected(key_id, told)]
             if told.config:
@@ -243,6 +241,17 @@ class Snapshots:
                 if flight.done():  # it was cancelled before it began, and has not removed itself
                     del self._flights[name]
         await self._lookups.close()
+
+    def _heard_gone(self, key_id: str, told: Announcement) -> None:
+        """Forget a key of a tenant. A message that comes late says nothing of a key that has been set up since."""
+        name = ("key", key_id)
+        known = self._keys.get(key_id)
+        newest = self._accepts.floor(name) if known is None else known.stamp
+        if newest.covers(told.stamp):
+            return
+        self._forget_key(key_id)
+        self._mark_changed(name)
+        self._accepts.expect(name, told.stamp)
 
     def _is_affected(self, key_id: str, told: Announcement) -> bool:
         """Take note of a changed key. Returns True if something of it is known here, and is older than that."""

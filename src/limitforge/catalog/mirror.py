@@ -69,9 +69,10 @@ class Mirror:
         """Forget which deletions were carried out: the database was restored, and counts them afresh."""
         self._deleted.clear()
 
-    async def reconcile_all(self) -> int:
+    async def reconcile_all(self, *, anew: bool = False) -> int:
         """All tenants that have overrides; tells how many changes it took."""
-        return sum([await self.reconcile(tenant_id) for tenant_id in await self._source.tenants_with_overrides()])
+        tenants = await self._source.tenants_with_overrides()
+        return sum([await self.reconcile(tenant_id, anew=anew) for tenant_id in tenants])
 
     async def reconcile(self, tenant_id: str, *, anew: bool = False) -> int:
         """One tenant. `anew` also sets what looks right: their plans' other numbers may have changed."""

@@ -8,6 +8,7 @@ whether the database still has that revision: one that was restored does not, an
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any, Self
 from uuid import uuid4
@@ -22,7 +23,7 @@ from limitforge.catalog.database import Database
 from limitforge.catalog.entries import CacheStatus
 from limitforge.catalog.history import History, Stamp
 from limitforge.catalog.mirror import Mirror, OverrideSink
-from limitforge.catalog.model import Tenant, at_time
+from limitforge.catalog.model import OPERATOR, Tenant, at_time
 from limitforge.catalog.queries import Announcement
 from limitforge.catalog.relay import Relay, mirror_changed
 from limitforge.catalog.sources import DatabaseSource, Shared, WarmCopies
@@ -41,6 +42,7 @@ FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
 BATCH = 100  # revisions that are read at once
 SLICE = 100  # tenants that are acted on at once: a revocation may have to wait for them
+FEW = 10  # tenants that one person changes in one go: more are an apply
 RECENT = 2_000  # rows of the outbox that a node looks at when it starts: copies of older revisions are not taken
 HEAD_AGAIN_SECONDS = 60.0  # how often the place that history has reached is written to Redis again
 RESTORED_SECONDS = 30 * 86_400.0  # how long it is remembered that the overrides of a timeline were compared
@@ -258,17 +260,31 @@ class Node:
             await mirror_changed(self._mirror, self._database, announcements)
 
     async def _act_on_rows(self, rows: Sequence[Announcement]) -> None:
-        """Act on some rows: on keys and revocations at once, on many tenants in slices, beside reading the outbox."""
-        if len(rows) <= SLICE and not self._later:
-            await self._act(rows)
-            return
-        await self._act([row for row in rows if row.revokes])
-        await self.snapshots.heard([msgspec.structs.replace(row, config=False) for row in rows if not row.revokes])
+        """Act on some rows. On revocations, the operator's and changes of few tenants at once; on those of many, as an
+        apply makes them, in slices beside reading the outbox.
+        """
+        sizes = Counter(row.revision for row in rows)
+        at_once: list[Announcement] = []
+        later: list[Announcement] = []
         for row in rows:
-            if (row.config or row.overrides) and not row.revokes:
+            is_urgent = row.revokes or row.tenant_id == OPERATOR or sizes[row.revision] <= FEW
+            (at_once if is_urgent else later).append(row)
+        await self._act(at_once)
+        if later:
+            await self.snapshots.heard([msgspec.structs.replace(row, config=False) for row in later])
+            self._add_later(later)
+
+    def _add_later(self, rows: Sequence[Announcement]) -> None:
+        for row in rows:
+            if row.config or row.overrides:
                 known = self._later.pop(row.tenant_id, row)
+                newest = max(known, row, key=lambda each: each.stamp)  # messages may come late
                 self._later[row.tenant_id] = msgspec.structs.replace(
-                    row, config=known.config or row.config, overrides=known.overrides or row.overrides, keys=(), gone=()
+                    newest,
+                    config=known.config or row.config,
+                    overrides=known.overrides or row.overrides,
+                    keys=(),
+                    gone=(),
                 )
         self._has_later.set()
 
@@ -528,7 +544,7 @@ class Node:
                             pause = FIRST_PAUSE_SECONDS
                             self._subscribed(name)
                         if name == "redis" and self._mirror is not None:
-                            await self._mirror_all()
+                            self._mirror_soon()
             except LimitforgeError as error:
                 if pause == FIRST_PAUSE_SECONDS:
                     _log.warning("can't hear of changes by %s, and look for them instead: %s", name, error)
@@ -568,7 +584,7 @@ class Node:
             is_plain = lanes == 1  # of others the store knows the place only once they were read
             if not is_plain or (await self._sink.list_overrides(tenant=tenant_id, cursor=None, page=1)).overrides:
                 await self._mirror.reconcile(tenant_id)
-        await self._mirror.reconcile_all()
+        await self._mirror.reconcile_all(anew=True)  # a plan may have had another algorithm in the lost time
         if self._history.head is None or self._history.head.timeline != timeline:
             return  # it was restored once more meanwhile
         self._owes_every_tenant = False
@@ -590,6 +606,12 @@ class Node:
                 raise
             self._owes_mirror = False
 
+    def _mirror_soon(self) -> None:
+        """Compare overrides, beside listening: a database that is away must not end the subscription."""
+        task = asyncio.get_running_loop().create_task(self._attempt(self._mirror_all))
+        self._work.add(task)
+        task.add_done_callback(self._ended)
+
     async def _tidy(self) -> None:
         async with self._database.writing() as connection:
             await queries.remove_expired(connection, at_time(self._clock.now_us()))
@@ -597,12 +619,16 @@ class Node:
     async def _every(self, pause: Callable[[], float], work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         while True:
             await asyncio.sleep(pause())
-            try:
-                await self._unbroken(work())
-            except (CatalogError, StoreError) as error:
-                _log.warning("%s failed, and will be tried again: %s", work.__name__.strip("_"), error)
-            except Exception:  # noqa: BLE001 - whatever it is: it must not end here for good
-                _log.exception("%s broke, and will be tried again", work.__name__.strip("_"))
+            await self._unbroken(self._attempt(work))
+
+    async def _attempt(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Do what is tried again if it fails."""
+        try:
+            await work()
+        except (CatalogError, StoreError) as error:
+            _log.warning("%s failed, and will be tried again: %s", work.__name__.strip("_"), error)
+        except Exception:  # noqa: BLE001 - whatever it is: it must not end here for good
+            _log.exception("%s broke, and will be tried again", work.__name__.strip("_"))
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.append(asyncio.get_running_loop().create_task(work))
