@@ -9,6 +9,9 @@ from urllib.parse import unquote
 from sqlalchemy.engine import make_url
 
 from tests.postgres import _program, _run
+from tests.servers import ServerFailed
+
+ATTEMPTS = 20
 
 
 async def back_up(url: str, folder: Path) -> Path:
@@ -26,8 +29,21 @@ async def restore(url: str, file: Path) -> None:
     if url.startswith("sqlite"):
         await asyncio.to_thread(_copy, str(file), _file(url))
     else:
-        how = ("--clean", "--if-exists", "--single-transaction")
-        await asyncio.to_thread(_run, _program("pg_restore"), *how, "-d", _libpq(url), str(file))
+        await asyncio.to_thread(restore_postgres, _libpq(url), file)
+
+
+def restore_postgres(url: str, file: Path) -> None:
+    """Again, if it met a node that was reading: Postgres ends one of two that wait for each other, and nothing has
+    changed.
+    """
+    for attempt in range(ATTEMPTS):
+        try:
+            _run(_program("pg_restore"), "--clean", "--if-exists", "--single-transaction", "-d", url, str(file))
+        except ServerFailed as error:
+            if "deadlock detected" not in str(error) or attempt == ATTEMPTS - 1:
+                raise
+        else:
+            return
 
 
 def _copy(source: str, target: str) -> None:

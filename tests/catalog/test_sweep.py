@@ -484,7 +484,8 @@ async def test_blocked_subjects_are_blocked_again_after_redis_evicted_their_over
         assert "overrides.restored count=" in caplog.text
         assert account.tenant.id in caplog.text
         assert "blocked-" not in caplog.text
-        assert set(one.node.status().overrides.evicting.values()) == {policy}
+        leads = {policy for each in (one, two) for policy in each.node.status().overrides.evicting.values()}
+        assert leads == {policy}  # the other asks Redis once a minute
 
 
 @pytest.mark.parametrize("policy", ["noeviction", "volatile-ttl"])

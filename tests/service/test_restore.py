@@ -18,6 +18,7 @@ import pytest
 from limitforge.catalog.catalog import Catalog
 from limitforge.catalog.database import Database
 from limitforge.catalog.model import Plan
+from tests.catalog.backups import restore_postgres
 from tests.cli.command import limitforge
 from tests.postgres import PostgresServer, _environment, _program
 from tests.proxy import DropReplies, Proxy
@@ -117,7 +118,7 @@ def dump(server: PostgresServer, file: Path) -> None:
 
 
 def restore(server: PostgresServer, file: Path) -> None:
-    run("pg_restore", "--clean", "--if-exists", "--single-transaction", "-d", libpq(server), str(file))
+    restore_postgres(libpq(server), file)
 
 
 def end_sessions(server: PostgresServer) -> None:
