@@ -145,6 +145,19 @@ async def some(
     return found
 
 
+async def secret_owners(connection: AsyncConnection, hashes: Iterable[str]) -> dict[str, tuple[str | None, str | None]]:
+    """Return who has these secrets, by hash: the id of the key and of its tenant, None twice where it is a token."""
+    secrets, keys = tables.secrets, tables.keys
+    found: dict[str, tuple[str | None, str | None]] = {}
+    for chunk in _chunks(hashes):
+        query = select(secrets.c.hash, keys.c.id, keys.c.tenant_id).outerjoin(keys, secrets.c.key_id == keys.c.id)
+        found |= {
+            row.hash: (row.id, row.tenant_id)
+            for row in await connection.execute(query.where(secrets.c.hash.in_(chunk)))
+        }
+    return found
+
+
 async def page(connection: AsyncConnection, kind: type[Entity], cursor: str | None, size: int, **values: Any) -> Page:
     """A page of a list by name; `values` are what its items must have, None where any will do."""
     table = TABLES[kind]

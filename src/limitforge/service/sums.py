@@ -35,7 +35,7 @@ class Totals(msgspec.Struct):
 
     def __post_init__(self) -> None:
         for row in self.tenants.values():
-            row += ZEROS[len(row) :]  # an earlier release, which may have written the file, counted fewer things
+            row.extend(ZEROS[len(row) :])  # an earlier release, which may have written the file, counted fewer things
 
     def add(self, other: "Totals") -> None:
         for name, row in other.tenants.items():
