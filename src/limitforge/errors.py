@@ -16,12 +16,13 @@
     │   └── CatalogUnavailable    transient: the database did not answer, and nothing usable was remembered
     └── StoreError
         ├── StoreUnavailable      transient: the store did not answer, or can't serve now
+        │   └── PartialFailure    ... for some of several writes; the others were done
         └── StoreCorrupt          a bug or a foreign value under one of our keys; never retried, never fails open
 
 A denial is not an error: it is a `Decision` whose `allowed` is false.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -88,6 +89,17 @@ class StoreUnavailable(StoreError):
     def __init__(self, problem: str, *, maybe_counted: bool = False) -> None:
         super().__init__(problem)
         self.maybe_counted = maybe_counted
+
+
+class PartialFailure(StoreUnavailable):
+    """Some of several writes failed, and the others were done. `failed` names those that failed."""
+
+    def __init__(self, problem: str, failed: Iterable[str]) -> None:
+        super().__init__(problem)
+        self.failed = frozenset(failed)
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return type(self), (str(self), self.failed)
 
 
 class StoreCorrupt(StoreError):

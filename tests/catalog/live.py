@@ -211,11 +211,12 @@ class Member:
         peppers: Peppers,
         shared: Any = None,
         limiter_url: str = "memory://",
+        options: StoreOptions = PATIENT,
         **how: Any,
     ) -> None:
         self.database = Database(database_url)
         self.shared: Any = shared or (None if redis_url is None else SharedRedis(redis_url))
-        self.limiter = Limiter.connect(limiter_url, options=PATIENT)
+        self.limiter = Limiter.connect(limiter_url, options=options)
         how.setdefault("sink", self.limiter)
         how.setdefault("lookup_seconds", PATIENCE_SECONDS)
         self.node = Node(self.database, peppers, shared=self.shared, **how)

@@ -342,6 +342,41 @@ async def test_a_key_of_another_tenant_is_refused(catalog: Catalog) -> None:
     assert told == "plans.yaml:1: tenants[1].keys[0].id: is that of another tenant's key"
 
 
+async def test_a_secret_of_another_tenant_is_refused_before_anything_is_written(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(applying, "MAX_CHANGES", 2)  # so that the wrong tenant would come in a later transaction
+    customer = await new_customer(catalog)
+    (secret,) = customer.key.secrets
+    keys = f"keys: [{{id: key_0123456789abcdef, name: a, secrets: [{{hash: {secret.hash}, pepper: 1}}]}}]"
+    others = "{name: one}, {name: two}, {name: three}"
+    why = "keys[0].secrets[0].hash: is that of another key or token"
+    assert await refused(catalog, f"tenants: [{others}, {{name: zz, {keys}}}]") == [f"plans.yaml:1: tenants[3].{why}"]
+    left_alone = "{name: acme, default_plan: free}"
+    assert await refused(catalog, f"tenants: [{left_alone}, {{name: zz, {keys}}}]") == [
+        f"plans.yaml:1: tenants[1].{why}"
+    ]
+    renamed = f"{{name: acme, default_plan: free, keys: [{{id: {customer.key.id}, name: b}}]}}"
+    assert await refused(catalog, f"tenants: [{renamed}, {{name: zz, {keys}}}]") == [f"plans.yaml:1: tenants[1].{why}"]
+
+
+async def test_the_secret_of_a_token_is_refused_for_a_key(catalog: Catalog) -> None:
+    async with catalog.edit(ACTOR) as edit:
+        token, _ = await edit.create_token({"name": "ops", "scopes": ["read"]})
+    (secret,) = token.secrets
+    keys = f"keys: [{{id: key_0123456789abcdef, name: a, secrets: [{{hash: {secret.hash}, pepper: 1}}]}}]"
+    (told,) = await refused(catalog, f"tenants: [{{name: acme, {keys}}}]")
+    assert told == "plans.yaml:1: tenants[0].keys[0].secrets[0].hash: is that of another key or token"
+
+
+async def test_a_secret_may_move_to_a_key_that_takes_the_place_of_its_own(catalog: Catalog) -> None:
+    customer = await new_customer(catalog)
+    (secret,) = customer.key.secrets
+    keys = f"keys: [{{id: key_0123456789abcdef, name: a, secrets: [{{hash: {secret.hash}, pepper: 1}}]}}]"
+    await applied(catalog, f"tenants: [{{name: acme, default_plan: free, keys: []}}, {{name: zz, {keys}}}]")
+    assert (await catalog.get(Key, "key_0123456789abcdef")).secrets == (secret,)
+
+
 async def test_a_key_can_not_change_its_type(catalog: Catalog) -> None:
     customer = await new_customer(catalog)
     (told,) = await refused(

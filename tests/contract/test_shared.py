@@ -14,8 +14,9 @@ from typing import Any, Protocol, Self
 
 import pytest
 
-from limitforge.errors import InvalidInput, StoreUnavailable
+from limitforge.errors import InvalidInput, PartialFailure, StoreUnavailable
 from limitforge.stores.shared import SharedRedis
+from limitforge.stores.slots import cluster_slot
 from tests.constellations import ClusterServers, SentinelServers
 from tests.proxy import DropReplies, Garbage, Proxy, Refuse, unreachable
 from tests.servers import AclRedisServer, RedisServer, TlsRedisServer, UnixRedisServer
@@ -425,6 +426,28 @@ async def test_a_master_of_a_sentinel_set_that_is_lost_is_replaced_for_all_calls
             await until_it_works(shared)
             await until_it_is_heard(shared, ear)
         await shared.close()
+
+
+@pytest.mark.slow
+async def test_copies_and_messages_get_past_a_dead_master_of_a_cluster() -> None:
+    copies = {f"lf:{{many-{at}}}:%c": numbered(1) for at in range(60)}
+    with ClusterServers(masters=3, replicas=0) as servers:
+        for dead in servers.nodes:
+            homes = {name: servers.master_of(cluster_slot(name)) for name in copies}
+            shared = SharedRedis(servers.url)
+            dead.kill()
+            with pytest.raises(PartialFailure) as failure:
+                await shared.put_many(copies, 60)
+            assert failure.value.failed == {name for name, home in homes.items() if home is dead}
+            for name in copies.keys() - failure.value.failed:
+                assert await shared.get(name) == copies[name]
+            async with Ear(shared, "lf:%t") as ear:
+                await shared.publish("lf:%t", b"all the same")
+                await eventually(lambda ear=ear: ear.heard == [b"all the same"])  # type: ignore[misc]
+            dead.restart()
+            servers.wait_until_ok()
+            await shared.put_many(copies, 60)
+            await shared.close()
 
 
 @pytest.mark.chaos

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -155,6 +156,19 @@ def test_tenants_past_the_bound_are_counted_together_and_none_loses_its_name() -
     assert len(whole.tenants) == MAX_TENANTS + 1
     assert whole.tenants[OTHERS] == [0, 2 * MAX_TENANTS, 0, 0, 0]
     assert whole.tenants["first-7"] == [6, 5, 0, 0, 0]
+
+
+async def test_totals_of_a_release_that_counted_fewer_things_are_read(tmp_path: Path) -> None:
+    """The file outlives an upgrade under a supervisor that goes on."""
+    earlier = {"tenants": {"acme": [1, 2, 3, 4], "blue": [5, 6, 7, 8]}, "requests": {}}
+    (tmp_path / "totals").write_bytes(msgspec.msgpack.encode(earlier))
+    counters = Counters()
+    sums = Sums(counters, tmp_path)
+    for _ in range(2):
+        found = read(exposition(await sums.totals()).decode())
+        assert (found["rl_allowed_total", "acme"], found["rl_blocked_total", "blue"]) == (1, 6)
+        counters.answered("check", 200)  # so that the file is written anew
+    assert read(exposition(Totals({"acme": [1, 2, 3, 4]})).decode())["rl_allowed_total", "acme"] == 1
 
 
 async def test_what_was_told_is_never_told_lower_whoever_is_asked(tmp_path: Path) -> None:

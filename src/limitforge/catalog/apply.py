@@ -133,6 +133,27 @@ class _Wanted:
             if wanted.secrets is None:
                 why = "is required for a key that is not there yet: `limitforge keys make` makes one"
                 problems.add(f"{path}.secrets", why)
+        await self._check_secrets(connection, placed, there, leaving, problems)
+
+    async def _check_secrets(
+        self,
+        connection: AsyncConnection,
+        placed: Mapping[str, tuple[str, str, KeySpec]],
+        there: Mapping[str, Key],
+        leaving: Collection[str],
+        problems: Problems,
+    ) -> None:
+        """Refuse secrets that another key or token of the database has, unless this apply deletes that key first."""
+        new = {
+            secret.hash: f"{path}.secrets[{number}].hash"
+            for key_id, (path, _, wanted) in placed.items()
+            for number, secret in enumerate(wanted.secrets or ())
+            if key_id not in there or secret.hash not in {each.hash for each in there[key_id].secrets}
+        }
+        kept = {key.id for tenant in self._document.tenants or () for key in tenant.keys or ()}
+        for used, (key_id, tenant_id) in (await queries.secret_owners(connection, new)).items():
+            if key_id is None or key_id in kept or tenant_id not in leaving:
+                problems.add(new[used], "is that of another key or token")
 
 
 # --- Transactions ----------------------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ long, is put right.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import random
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from datetime import datetime, timedelta
 from typing import Any, Protocol
 
@@ -12,9 +13,10 @@ from limitforge.catalog.model import Override, Tenant, TenantConfig, at_time
 from limitforge.catalog.snapshot import limits_named
 from limitforge.catalog.sources import OverrideSource
 from limitforge.core.clock import Clock, SystemClock
+from limitforge.core.exact import MICROS
 from limitforge.core.overrides import OverridePage
 from limitforge.core.plan import LimitsLike
-from limitforge.errors import InvalidInput, StoreError
+from limitforge.errors import CatalogError, CatalogUnavailable, InvalidInput, PartialFailure, StoreError
 
 CLOSE_SECONDS = 2.0  # two expiries that differ by less are the same
 PAGE = 500
@@ -23,6 +25,8 @@ CONFIGS = 100  # tenants whose plans are in memory at once while overrides are r
 DELETED_SECONDS = 600  # how far back deletions are looked for, and how many of them
 MAX_DELETED = 200
 MAX_TENANTS = 10_000  # whose last deletion is remembered
+MAX_FAILURES = 10  # tenants in a row whose servers fail: then the store is away as a whole, and the rest waits
+FULL_SECONDS = 30  # after some tenants failed: how soon all are compared again, and not only those
 
 _log = logging.getLogger(__name__)
 
@@ -64,15 +68,64 @@ class Mirror:
         self._sink = sink
         self._clock = clock or SystemClock()
         self._deleted: dict[str, int] = {}  # by tenant: the number of the last deletion that was carried out
+        self._failed: frozenset[str] = frozenset()  # tenants of the last `reconcile_all` whose server failed
+        self._next_full_us = 0
 
     def forget(self) -> None:
         """Forget which deletions were carried out: the database was restored, and counts them afresh."""
         self._deleted.clear()
+        self._failed = frozenset()
 
     async def reconcile_all(self, *, anew: bool = False) -> int:
-        """All tenants that have overrides; tells how many changes it took."""
-        tenants = await self._source.tenants_with_overrides()
-        return sum([await self.reconcile(tenant_id, anew=anew) for tenant_id in tenants])
+        """Reconcile all tenants that have overrides, and return how many changes it took. `anew` is as in `reconcile`.
+
+        Raises `PartialFailure` with the tenants whose servers failed. Soon after that it tries only those again.
+        """
+        now_us = self._clock.now_us()
+        tenants = self._failed
+        if anew or not tenants or now_us >= self._next_full_us:
+            tenants = frozenset(await self._source.tenants_with_overrides())
+            self._next_full_us = now_us + FULL_SECONDS * MICROS
+        try:
+            changes = await self.reconcile_some(tenants, tenants if anew else ())
+        except PartialFailure as error:
+            self._failed = error.failed
+            raise
+        self._failed = frozenset()
+        return changes
+
+    async def reconcile_some(
+        self,
+        tenants: Collection[str],
+        anew: Collection[str] = (),
+        between: Callable[[], Awaitable[None]] | None = None,
+    ) -> int:
+        """Reconcile these tenants, and return how many changes it took. `between` is called after each of them.
+
+        A server that fails does not affect tenants on others. Raises `PartialFailure` with the tenants that failed.
+        """
+        left = list(tenants)
+        random.shuffle(left)  # so that none is always behind a row of failures
+        failed: dict[str, StoreError] = {}
+        failures = changes = 0
+        while left and failures < MAX_FAILURES:
+            tenant_id = left.pop()
+            try:
+                changes += await self.reconcile(tenant_id, anew=tenant_id in anew)
+                failures = 0
+            except CatalogUnavailable:
+                raise
+            except CatalogError as error:
+                _log.warning("catalog.invalid_tenant tenant=%s: its overrides are not updated: %s", tenant_id, error)
+            except StoreError as error:
+                failed[tenant_id] = error
+                failures += 1
+            if between is not None:
+                await between()
+        if failed:
+            why = next(iter(failed.values()))
+            raise PartialFailure(f"the overrides of some tenants could not be written: {why}", (*failed, *left))
+        return changes
 
     async def reconcile(self, tenant_id: str, *, anew: bool = False) -> int:
         """One tenant. `anew` also sets what looks right: their plans' other numbers may have changed."""

@@ -22,7 +22,7 @@ from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database import Database
 from limitforge.catalog.entries import CacheStatus
 from limitforge.catalog.history import History, Stamp
-from limitforge.catalog.mirror import Mirror, OverrideSink
+from limitforge.catalog.mirror import MAX_FAILURES, Mirror, OverrideSink
 from limitforge.catalog.model import OPERATOR, Tenant, at_time
 from limitforge.catalog.queries import Announcement
 from limitforge.catalog.relay import Relay, mirror_changed
@@ -580,16 +580,33 @@ class Node:
                 return
         async with self._database.reading() as connection:
             tenants = await queries.tenant_lanes(connection)
+        failure: StoreError | None = None
+        in_a_row = 0
         for tenant_id, lanes in tenants:
-            is_plain = lanes == 1  # of others the store knows the place only once they were read
-            if not is_plain or (await self._sink.list_overrides(tenant=tenant_id, cursor=None, page=1)).overrides:
-                await self._mirror.reconcile(tenant_id)
+            try:
+                await self._mirror_tenant(tenant_id, is_plain=lanes == 1)
+                in_a_row = 0
+            except StoreError as error:  # of its server: those of others are compared all the same
+                failure, in_a_row = error, in_a_row + 1
+                if in_a_row >= MAX_FAILURES:
+                    raise
         await self._mirror.reconcile_all(anew=True)  # a plan may have had another algorithm in the lost time
+        if failure is not None:
+            raise failure
         if self._history.head is None or self._history.head.timeline != timeline:
             return  # it was restored once more meanwhile
         self._owes_every_tenant = False
         if self._shared is not None:
             await self._shared.claim(done, RESTORED_SECONDS)
+
+    async def _mirror_tenant(self, tenant_id: str, *, is_plain: bool) -> None:
+        """Compare a tenant that has overrides in the store. Of one with lanes the store knows the place only once it
+        was read.
+        """
+        if self._mirror is None or self._sink is None:
+            return
+        if not is_plain or (await self._sink.list_overrides(tenant=tenant_id, cursor=None, page=1)).overrides:
+            await self._mirror.reconcile(tenant_id)
 
     async def _mirror_all(self) -> None:
         """One node of many does it; a Redis that came back empty has nobody who claims to have."""

@@ -136,12 +136,32 @@ async def every(connection: AsyncConnection, kind: type[AnyEntity], tenant_id: s
 
 
 async def some(
-    connection: AsyncConnection, kind: type[AnyEntity], column: str, values: Iterable[str]
+    connection: AsyncConnection,
+    kind: type[AnyEntity],
+    column: str,
+    values: Iterable[str],
+    invalid: dict[str, str] | None = None,
 ) -> list[AnyEntity]:
-    """All that have one of these values, however many those are."""
+    """All that have one of these values, however many those are. With `invalid`, rows that are not valid are left out,
+    and their ids are added there with the ids of their tenants; otherwise they raise.
+    """
     table, found = TABLES[kind], []
     for chunk in _chunks(values):
-        found += await _entities(connection, kind, _select(kind).where(table.c[column].in_(chunk)).order_by(table.c.id))
+        query = _select(kind).where(table.c[column].in_(chunk)).order_by(table.c.id)
+        found += await _entities(connection, kind, query, invalid)
+    return found
+
+
+async def secret_owners(connection: AsyncConnection, hashes: Iterable[str]) -> dict[str, tuple[str | None, str | None]]:
+    """Return who has these secrets, by hash: the id of the key and of its tenant, None twice where it is a token."""
+    secrets, keys = tables.secrets, tables.keys
+    found: dict[str, tuple[str | None, str | None]] = {}
+    for chunk in _chunks(hashes):
+        query = select(secrets.c.hash, keys.c.id, keys.c.tenant_id).outerjoin(keys, secrets.c.key_id == keys.c.id)
+        found |= {
+            row.hash: (row.id, row.tenant_id)
+            for row in await connection.execute(query.where(secrets.c.hash.in_(chunk)))
+        }
     return found
 
 
@@ -180,17 +200,22 @@ async def plans_of_policies(connection: AsyncConnection, tenant_id: str) -> set[
     return set(await connection.scalars(select(table.c.plan_id).where(table.c.tenant_id == tenant_id).distinct()))
 
 
-async def tenant_configs(connection: AsyncConnection, tenant_ids: Collection[str]) -> dict[str, TenantConfig]:
-    """The same of many tenants, by id, in three queries for each thousand of them. Those that are gone are left out."""
+async def tenant_configs(
+    connection: AsyncConnection, tenant_ids: Collection[str], invalid: dict[str, str]
+) -> dict[str, TenantConfig]:
+    """The same of many tenants, by id, in three queries for each thousand of them. Those that are gone are left out,
+    and so are those of which something is not valid, as `some` adds it to `invalid`.
+    """
     storable = [tenant_id for tenant_id in tenant_ids if is_storable(tenant_id)]
-    tenants = await some(connection, Tenant, "id", storable)
+    tenants = await some(connection, Tenant, "id", storable, invalid)
     plans: dict[str, list[Plan]] = {}
     policies: dict[str, list[Policy]] = {}
-    for plan in await some(connection, Plan, "tenant_id", storable):
+    for plan in await some(connection, Plan, "tenant_id", storable, invalid):
         plans.setdefault(plan.tenant_id, []).append(plan)
-    for policy in await some(connection, Policy, "tenant_id", storable):
+    for policy in await some(connection, Policy, "tenant_id", storable, invalid):
         policies.setdefault(policy.tenant_id, []).append(policy)
-    return {each.id: _config(each, plans.get(each.id, ()), policies.get(each.id, ())) for each in tenants}
+    valid = [each for each in tenants if each.id not in invalid.values()]
+    return {each.id: _config(each, plans.get(each.id, ()), policies.get(each.id, ())) for each in valid}
 
 
 def _config(tenant: Tenant, plans: Iterable[Plan], policies: Iterable[Policy]) -> TenantConfig:
@@ -453,10 +478,17 @@ async def outbox_after(connection: AsyncConnection, revision: int, limit: int) -
     return [msgspec.convert(change, Announcement) for change in await connection.scalars(ordered)]
 
 
-async def unpublished(connection: AsyncConnection, limit: int, *, revoking: bool = False) -> list[Owed]:
-    """The oldest rows that were not published; with `revoking`, only of those that revoke something."""
+async def unpublished(
+    connection: AsyncConnection, limit: int, *, after: tuple[int, str] = (0, ""), revoking: bool = False
+) -> list[Owed]:
+    """The oldest rows behind this revision and tenant that were not published; with `revoking`, only of those that
+    revoke something.
+    """
     table = tables.outbox
     query = select(table).where(table.c.published.is_(False)).order_by(table.c.revision, table.c.tenant_id).limit(limit)
+    revision, tenant_id = after
+    later = and_(table.c.revision == revision, table.c.tenant_id > tenant_id)
+    query = query.where(or_(table.c.revision > revision, later))
     if revoking:
         query = query.where(table.c.change["revokes"].as_boolean())
     rows = (await connection.execute(query)).mappings()
@@ -587,7 +619,9 @@ def _select(kind: type[Entity]) -> Select[Any]:
     return select(table)
 
 
-async def _entities(connection: AsyncConnection, kind: type[AnyEntity], query: Select[Any]) -> list[AnyEntity]:
+async def _entities(
+    connection: AsyncConnection, kind: type[AnyEntity], query: Select[Any], invalid: dict[str, str] | None = None
+) -> list[AnyEntity]:
     rows = (await connection.execute(query)).mappings().all()
     secrets = await _secrets(connection, kind, [row["id"] for row in rows]) if rows and kind in _SECRETS_OF else {}
     names = kind.__struct_fields__
@@ -599,6 +633,9 @@ async def _entities(connection: AsyncConnection, kind: type[AnyEntity], query: S
         try:
             found.append(build(kind, fields))
         except InvalidInput as error:
+            if invalid is not None:
+                invalid[row["id"]] = row["id"] if kind is Tenant else row["tenant_id"]
+                continue
             raise CatalogError(f"the database holds a {kind.kind} that makes no sense, {row['id']}: {error}") from error
     return found
 

@@ -9,8 +9,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from datetime import timedelta
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from functools import partial
+from itertools import takewhile
 from typing import Any
 from uuid import uuid4
 
@@ -25,12 +26,22 @@ from limitforge.catalog.model import Key, at_time
 from limitforge.catalog.queries import Announcement, Owed
 from limitforge.catalog.sources import Shared, WarmCopies
 from limitforge.core.clock import Clock
-from limitforge.errors import CatalogError, StoreError
+from limitforge.core.exact import shown
+from limitforge.errors import (
+    CatalogError,
+    CatalogUnavailable,
+    LimitforgeError,
+    PartialFailure,
+    StoreError,
+    StoreUnavailable,
+)
 
 RELAY_AFTER_SECONDS = 0.2  # the writer publishes by itself; if it has not by then, it may be gone
 RETRY_SECONDS = 0.5
 LEASE_SECONDS = 10.0  # until another node takes over from a relay that was killed
 BATCH = 200  # rows: about 0.1 s, for which a revocation may have to wait
+LEASE_TAGS = ("%relay", "%relay1", "%relay4", "%relay3")  # one in each quarter of the slots of a Cluster
+START = (0, "")  # before the first row
 
 _log = logging.getLogger(__name__)
 _encode = msgspec.msgpack.Encoder().encode
@@ -62,15 +73,19 @@ class Relay:
         self._shared = shared
         self._warm = warm
         self._mirror = mirror
-        self._lease = f"{key_prefix}:{{%relay}}:"
+        self._leases = [f"{key_prefix}:{{{tag}}}:" for tag in LEASE_TAGS]
+        self._held: set[str] = set()
         self._owner = uuid4().bytes
         self._clock = clock
         self._history = history
         self._catch_up = catch_up
         self._failed = failed
         self._wake = asyncio.Event()
-        self._in_hand: set[tuple[int, str]] = set()
         self._looked = 0.0
+        self._tried = {True: START, False: START}  # the last row that was tried: of those that revoke, and of all
+        self._retried = START
+        self._problem: LimitforgeError | None = None
+        self._warned = ""
 
     def wake(self) -> None:
         """Look for rows that were not published."""
@@ -86,10 +101,13 @@ class Relay:
             try:
                 await unbroken(self.publish_owed())
                 self._failed(None)
+                self._warned = ""
             except StoreError as error:
                 self._failed(error)
             except CatalogError as error:
-                _log.warning("could not publish changes, will retry: %s", error)
+                if str(error) != self._warned:  # an invalid tenant stays so until someone corrects it
+                    _log.warning("could not publish changes, will retry: %s", error)
+                self._warned = str(error)
             except Exception:  # noqa: BLE001 - later changes must be published all the same
                 _log.exception("could not publish changes, will retry")
             if self.is_behind:
@@ -97,88 +115,177 @@ class Relay:
                 self._wake.set()
 
     async def publish_owed(self) -> None:
-        """Publish all rows whose writers did not, unless another node is at it."""
+        """Publish all rows whose writers did not, unless another node is at it. Raises after that if some failed: they
+        stay unpublished, and are tried again by the next call.
+        """
         self.is_behind = True
+        self._problem = None
         await self._catch_up()  # before it leads: a node that can't reach the database must not keep others from it
-        if not await self._shared.hold(self._lease, self._owner, LEASE_SECONDS):
+        if not await self._lead():
             return
         renewal = asyncio.get_running_loop().create_task(self._renew_lease())
         try:
-            while rows := await self._next():
-                await self.publish(rows, self._publish_revocations)
-                if not await self._shared.hold(self._lease, self._owner, LEASE_SECONDS):
-                    return
+            await self._publish_all()
         finally:
             renewal.cancel()
             await asyncio.gather(renewal, return_exceptions=True)
-            with contextlib.suppress(StoreError):
-                await self._shared.release(self._lease, self._owner)
+            for lease in self._held:
+                with contextlib.suppress(StoreError):
+                    await self._shared.release(lease, self._owner)
+            self._held.clear()
+        if self._problem is not None:
+            raise self._problem
+
+    async def _publish_all(self) -> None:
+        """Publish rows that were not tried yet before those that failed, so that these hold up no others."""
+        while True:
+            rows = await self._untried()
+            is_retry = not rows
+            if is_retry:
+                rows = await self._failed_before()
+            if not rows:
+                break
+            is_done = await self._publish(rows, self._publish_revocations)
+            if (is_retry and not is_done) or not await self._lead():
+                break
+        async with self._database.reading() as connection:
+            self.is_behind = bool(await queries.unpublished(connection, 1))
+        if not self.is_behind:
+            self._tried = {True: START, False: START}  # a restored database may count from a lower revision
+
+    async def _lead(self) -> bool:
+        """Take or extend the lease; False if another node has it. Where its server fails, another lease is used."""
+        failure: StoreError | None = None
+        for lease in self._leases:
+            try:
+                is_held = await self._shared.hold(lease, self._owner, LEASE_SECONDS)
+            except StoreError as error:
+                failure = failure or error
+                continue
+            if is_held:
+                self._held.add(lease)
+            return is_held
+        raise failure or StoreUnavailable("there is no lease")
 
     async def _renew_lease(self) -> None:
         """Keep the lease while a batch takes long: a tenant may have thousands of overrides."""
         while True:
             await asyncio.sleep(LEASE_SECONDS / 3)
             with contextlib.suppress(StoreError):
-                await self._shared.hold(self._lease, self._owner, LEASE_SECONDS)
+                await self._lead()
 
     async def publish(
         self, announcements: Sequence[Announcement], between: Callable[[], Awaitable[None]] | None = None
     ) -> None:
         """Publish these rows and mark them. Copies come first, so that a node that receives the message finds them.
 
-        `between` is called from time to time while overrides are compared, which may take long.
+        Does as much as is possible: a row stays unpublished if its tenant is not valid, or if a server fails that has
+        a copy or the overrides of its tenant. Raises if there are such rows. The order of the rows of one tenant does
+        not matter, since the state of the database is written, and not the change. `between` is called from time to
+        time while overrides are compared, which may take long.
         """
         tenants = {each.tenant_id for each in announcements if each.config}
         keys = {key_id for each in announcements for key_id in (*each.keys, *each.gone)}
         # What is read from now on is at least as new as this.
         stamp = max(self._history.head or Stamp(), *(each.stamp for each in announcements))
+        invalid: dict[str, str] = {}
         async with self._database.reading() as connection:
-            configs = await queries.tenant_configs(connection, tenants)
-            found = {key.id: key for key in await queries.some(connection, Key, "id", keys)}
-        failure: StoreError | None = None
+            configs = await queries.tenant_configs(connection, tenants, invalid)
+            found = {key.id: key for key in await queries.some(connection, Key, "id", keys, invalid)}
+        failed = set(invalid) | set(invalid.values())
+        valid = [each for each in announcements if not _is_affected(each, failed)]
+        new_configs = {tenant_id: configs.get(tenant_id) for tenant_id in tenants - failed}
+        new_keys = {key_id: found.get(key_id) for key_id in keys - failed}
+        problem: StoreError | None = None
+        for step in (
+            partial(self._warm.put_head, stamp),  # if it fails: each node writes it again within a minute
+            partial(self._warm.put_all, new_configs, new_keys, stamp),
+            partial(self._send, valid),
+            partial(self._mirror_changed, valid, between),
+        ):
+            try:
+                await step()
+            except StoreError as error:
+                problem = problem or error
+                failed |= error.failed if isinstance(error, PartialFailure) else set()
+        done = [each for each in valid if not _is_affected(each, failed)]
+        if done:
+            async with self._database.writing() as connection:
+                await queries.mark_published(connection, done)
+        if problem is not None:
+            raise problem
+        if invalid:
+            raise CatalogError(f"the database holds invalid entries, which are not published: {shown(sorted(invalid))}")
+
+    async def _send(self, announcements: Sequence[Announcement]) -> None:
+        if not announcements:
+            return
         try:
-            await self._warm.put_head(stamp)
-            new_configs = {tenant_id: configs.get(tenant_id) for tenant_id in tenants}
-            await self._warm.put_all(new_configs, {key_id: found.get(key_id) for key_id in keys}, stamp)
             await self._shared.publish(self.channel, _encode(announcements))
         except StoreError as error:
-            failure = error  # one server of several may be away: overrides that are elsewhere don't wait for it
+            raise PartialFailure(str(error), (each.tenant_id for each in announcements)) from None
+
+    async def _mirror_changed(
+        self, announcements: Sequence[Announcement], between: Callable[[], Awaitable[None]] | None
+    ) -> None:
         if self._mirror is not None:
             await mirror_changed(self._mirror, self._database, announcements, between)
-        if failure is not None:
-            raise failure
-        async with self._database.writing() as connection:
-            await queries.mark_published(connection, announcements)
 
-    async def _next(self) -> list[Announcement]:
-        """The next batch: rows that revoke something, else the oldest."""
+    async def _publish(
+        self, rows: Sequence[Announcement], between: Callable[[], Awaitable[None]] | None = None
+    ) -> bool:
+        """Publish these rows; False if some of them stay unpublished, or something else of it failed."""
+        try:
+            await self.publish(rows, between)
+        except CatalogUnavailable:
+            raise
+        except (StoreError, CatalogError) as error:
+            self._problem = self._problem or error
+            return False
+        return True
+
+    async def _untried(self) -> list[Announcement]:
+        """The next batch of rows that were not tried yet: those that revoke something, else the oldest."""
         self._looked = time.monotonic()
-        self._in_hand.clear()
-        async with self._database.reading() as connection:
-            rows = self._due(await queries.unpublished(connection, BATCH, revoking=True))
-            if not rows:
-                owed = await queries.unpublished(connection, BATCH)
-                self.is_behind = bool(owed)
-                rows = self._due(owed)
-        self._in_hand = {(row.revision, row.tenant_id) for row in rows}
-        return rows
+        return await self._next(revoking=True) or await self._next()
 
-    def _due(self, rows: Sequence[Owed]) -> list[Announcement]:
-        """Those that their writers had the time to publish, and that are not being published here."""
-        newest = at_time(self._clock.now_us()) - timedelta(seconds=RELAY_AFTER_SECONDS)
-        due = [row.announcement for row in rows if row.at <= newest]
-        return [row for row in due if (row.revision, row.tenant_id) not in self._in_hand]
+    async def _next(self, *, revoking: bool = False) -> list[Announcement]:
+        async with self._database.reading() as connection:
+            rows = await queries.unpublished(connection, BATCH, after=self._tried[revoking], revoking=revoking)
+        due = [row.announcement for row in takewhile(self._is_due, rows)]
+        if due:
+            self._tried[revoking] = _position(due[-1])
+            self._tried[True] = max(self._tried.values())  # what revokes something is among all rows
+        return due
+
+    async def _failed_before(self) -> list[Announcement]:
+        """The next batch of rows that are still unpublished, from the oldest to the newest and again from there."""
+        async with self._database.reading() as connection:
+            rows = await queries.unpublished(connection, BATCH, after=self._retried)
+        self._retried = _position(rows[-1].announcement) if len(rows) == BATCH else START
+        return [row.announcement for row in rows if self._is_due(row)]
+
+    def _is_due(self, row: Owed) -> bool:
+        """Return True if its writer had the time to publish it, or has a clock that is wrong."""
+        age = at_time(self._clock.now_us()) - row.at
+        return abs(age.total_seconds()) >= RELAY_AFTER_SECONDS
 
     async def _publish_revocations(self) -> None:
         """Publish what was revoked meanwhile, before the batch in hand is done."""
         if time.monotonic() - self._looked < RELAY_AFTER_SECONDS:
             return
         self._looked = time.monotonic()
-        await self._shared.hold(self._lease, self._owner, LEASE_SECONDS)
-        async with self._database.reading() as connection:
-            rows = self._due(await queries.unpublished(connection, 2 * BATCH, revoking=True))
-        if rows:
-            await self.publish(rows)
+        if rows := await self._next(revoking=True):
+            await self._publish(rows)
+
+
+def _position(row: Announcement) -> tuple[int, str]:
+    return row.revision, row.tenant_id
+
+
+def _is_affected(row: Announcement, failed: Collection[str]) -> bool:
+    """Return True if the tenant of a row, or one of its keys, is among those that failed."""
+    return any(each in failed for each in (row.tenant_id, *row.keys, *row.gone))
 
 
 async def mirror_changed(
@@ -187,13 +294,13 @@ async def mirror_changed(
     announcements: Sequence[Announcement],
     between: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
-    """Bring the overrides of tenants that have changed into the store."""
+    """Bring the overrides of tenants that have changed into the store.
+
+    Raises `PartialFailure` with the tenants whose servers failed.
+    """
     wanted = {each.tenant_id for each in announcements if each.overrides}
     configured = {each.tenant_id for each in announcements if each.config and each.tenant_id != NOBODY}
     if configured - wanted:  # that what decides has changed concerns the store only where a tenant has overrides
         async with database.reading() as connection:
             wanted |= set(await queries.tenants_with_overrides(connection, configured - wanted))
-    for tenant_id in sorted(wanted):
-        await mirror.reconcile(tenant_id, anew=tenant_id in configured)
-        if between is not None:
-            await between()
+    await mirror.reconcile_some(wanted, configured, between)

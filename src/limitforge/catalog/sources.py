@@ -14,7 +14,7 @@ from limitforge.catalog.history import Stamp, timeline_number
 from limitforge.catalog.model import Key, Override, TenantConfig
 from limitforge.catalog.override_queries import DeletedOverride, OverrideRow
 from limitforge.core.clock import Clock, MonotonicClock
-from limitforge.errors import StoreError
+from limitforge.errors import PartialFailure, StoreError
 
 FORMAT = b"2"  # of a copy; one that starts differently is another release's, and is not read
 HEADER = 33  # bytes: the order (8), the format (1), and the stamp (24)
@@ -50,7 +50,7 @@ class OverrideSource(Source, Protocol):
     """A source whose overrides are compared with those of a store."""
 
     async def configs(self, tenant_ids: Iterable[str]) -> dict[str, TenantConfig]:
-        """Return those tenants that there are, by id."""
+        """Return those tenants that there are, and are valid, by id."""
 
     async def revisions(self, tenant_ids: Iterable[str]) -> dict[str, int]:
         """Return the revision of each tenant that there is: it changes with anything that decides for the tenant."""
@@ -134,7 +134,11 @@ class DatabaseSource:
 
     async def configs(self, tenant_ids: Iterable[str]) -> dict[str, TenantConfig]:
         async with self._database.reading() as connection:
-            return await queries.tenant_configs(connection, list(tenant_ids))
+            invalid: dict[str, str] = {}
+            found = await queries.tenant_configs(connection, list(tenant_ids), invalid)
+        for tenant_id in invalid.values():
+            _log.warning("catalog.invalid_tenant tenant=%s: its overrides are not restored", tenant_id)
+        return found
 
     async def revisions(self, tenant_ids: Iterable[str]) -> dict[str, int]:
         async with self._database.reading() as connection:
@@ -240,11 +244,17 @@ class WarmCopies:
     async def put_all(
         self, configs: Mapping[str, TenantConfig | None], keys: Mapping[str, Key | None], stamp: Stamp
     ) -> None:
-        """Many of both at once, by their ids."""
+        """Many of both at once, by their ids. Raises `PartialFailure` with the ids that were not written."""
         copies = {self._name("c", each): _header(stamp) + _encode(kept) for each, kept in configs.items()}
         copies |= {self._name("k", each): _header(stamp) + _encode(kept) for each, kept in keys.items()}
-        if copies:
+        if not copies:
+            return
+        try:
             await self._shared.put_many(copies, WARM_SECONDS)
+        except StoreError as error:
+            failed = error.failed if isinstance(error, PartialFailure) else copies.keys()
+            ids = [each for name, each in zip(copies, (*configs, *keys), strict=True) if name in failed]
+            raise PartialFailure(str(error), ids) from None
 
     async def _put(self, name: str, content: bytes, stamp: Stamp) -> None:
         await self._shared.put(name, _header(stamp) + content, WARM_SECONDS)

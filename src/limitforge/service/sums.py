@@ -33,6 +33,10 @@ class Totals(msgspec.Struct):
     requests: dict[tuple[str, int], int] = {}
     overrides_restored: int = 0
 
+    def __post_init__(self) -> None:
+        for row in self.tenants.values():
+            row.extend(ZEROS[len(row) :])  # an earlier release, which may have written the file, counted fewer things
+
     def add(self, other: "Totals") -> None:
         for name, row in other.tenants.items():
             add(self.tenants, name, row)

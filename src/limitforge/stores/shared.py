@@ -4,6 +4,7 @@ Connections are redis-py's, since none of it is hot; which server is asked is fo
 has an end, and every error is `StoreUnavailable`.
 """
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
@@ -16,7 +17,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from limitforge.core.keys import encoded
-from limitforge.errors import StoreUnavailable
+from limitforge.errors import PartialFailure, StoreUnavailable
 from limitforge.stores.fleet import Kind, Place, owners_told, target_of
 from limitforge.stores.redis_py import pool_of
 from limitforge.stores.resp import Address
@@ -82,18 +83,38 @@ class SharedRedis:
         await self._call(key, "EVAL", PUT_IF_NEWER, 1, encoded(key), copy, int(ttl_seconds * 1_000))
 
     async def put_many(self, copies: Mapping[str, bytes], ttl_seconds: float) -> None:
-        """The same for many copies, by their keys, in one call to each server."""
-        await self._twice(lambda: self._put_many(copies, int(ttl_seconds * 1_000)))
+        """The same for many copies, by their keys, in one call to each server.
 
-    async def _put_many(self, copies: Mapping[str, bytes], ttl_ms: int) -> None:
-        pipelines: dict[int, Any] = {}
+        A server that fails does not affect the copies on others. Raises `PartialFailure` with the keys that were not
+        written.
+        """
+        left: Mapping[str, bytes] = copies
+        problem: Exception | None = None
+        for _ in range(1 if self._target.kind is Kind.SINGLE else 2):  # the second time elsewhere, if a slot has moved
+            left, problem = await self._put_many(left, int(ttl_seconds * 1_000))
+            if problem is None:
+                return
+            self._owners = []
+        raise PartialFailure(f"{len(left)} of {len(copies)} copies were not written: {_shown(problem)}", left)
+
+    async def _put_many(self, copies: Mapping[str, bytes], ttl_ms: int) -> tuple[dict[str, bytes], Exception | None]:
+        """Try each server once. Return the copies that were not written, and the first error."""
+        by_client: dict[Any, dict[str, bytes]] = {}
+        left: dict[str, bytes] = {}
+        problem: Exception | None = None
         for key, copy in copies.items():
-            client = await self._at(key)
-            if id(client) not in pipelines:
-                pipelines[id(client)] = client.pipeline(transaction=False)
-            pipelines[id(client)].execute_command("EVAL", PUT_IF_NEWER, 1, encoded(key), copy, ttl_ms)
-        for pipeline in pipelines.values():
-            await pipeline.execute()
+            try:
+                by_client.setdefault(await self._at(key), {})[key] = copy
+            except (RedisError, OSError, TimeoutError, StoreUnavailable) as error:
+                if not self._owners:
+                    return dict(copies), error
+                left[key], problem = copy, problem or error
+        answers = await asyncio.gather(*(_put_all(client, some, ttl_ms) for client, some in by_client.items()))
+        for some, errors in zip(by_client.values(), answers, strict=True):
+            for key, why in zip(some, errors, strict=True):
+                if why is not None:
+                    left[key], problem = some[key], problem or why
+        return left, problem
 
     async def hold(self, key: str, owner: bytes, ttl_seconds: float) -> bool:
         """Take or extend a lease. False if another owner has it."""
@@ -126,15 +147,27 @@ class SharedRedis:
         return found
 
     async def publish(self, channel: str, message: bytes) -> None:
-        await self._call(channel, "PUBLISH", channel, message)
+        """Send a message to all that listen. Each server of a Cluster passes it on to the others."""
+
+        async def call() -> None:
+            problem: Exception | None = None
+            for address in await self._servers():
+                try:
+                    await self._client_of(address).execute_command("PUBLISH", channel, message)
+                except (RedisError, OSError, TimeoutError) as error:
+                    problem = error
+                else:
+                    return
+            raise problem or StoreUnavailable("no server of the Cluster has any slot")
+
+        await self._twice(call)
 
     async def listen(self, channel: str) -> AsyncGenerator[bytes | None, None]:
         """Messages as they come, for as long as the connection lasts; None once somebody listens."""
         with _translated():
             if self._target.kind is not Kind.SINGLE:
                 await self._look()
-            client = _client(await self._address(channel), 1)
-            async with client, client.pubsub() as pubsub:
+            async with await self._first_client() as client, client.pubsub() as pubsub:
                 await pubsub.subscribe(channel)
                 heard, asked, is_in = time.monotonic(), time.monotonic(), False
                 while True:
@@ -178,6 +211,20 @@ class SharedRedis:
                     raise
             return await call()
 
+    async def _first_client(self) -> Any:
+        """A new client of the first server that answers: any of a Cluster receives all messages."""
+        problem: Exception | None = None
+        for address in await self._servers():
+            client = _client(address, 1)
+            try:
+                await client.ping()
+            except (RedisError, OSError, TimeoutError) as error:
+                problem = error
+                await client.aclose()
+            else:
+                return client
+        raise problem or StoreUnavailable("no server of the Cluster has any slot")
+
     async def _at(self, key: str) -> Any:
         """A client of the server that decides about a key."""
         return self._client_of(await self._address(key))
@@ -193,7 +240,7 @@ class SharedRedis:
             return self._target.server
         if not self._owners:
             await self._look()
-        slot = cluster_slot(key) if self._target.kind is Kind.CLUSTER and "{" in key else 0  # a channel is everywhere
+        slot = cluster_slot(key) if self._target.kind is Kind.CLUSTER else 0
         place = self._owners[slot]
         if place is None:
             raise StoreUnavailable(f"no server of the Cluster has slot {slot}")
@@ -251,11 +298,25 @@ def _client(address: Address, connections: int) -> Any:
     return client
 
 
+async def _put_all(client: Any, copies: Mapping[str, bytes], ttl_ms: int) -> list[Exception | None]:
+    """Write copies on one server. Return the error of each, None where it was written or a newer one was there."""
+    pipeline = client.pipeline(transaction=False)
+    for key, copy in copies.items():
+        pipeline.execute_command("EVAL", PUT_IF_NEWER, 1, encoded(key), copy, ttl_ms)
+    try:
+        answers = await pipeline.execute(raise_on_error=False)
+    except (RedisError, OSError, TimeoutError) as error:
+        return [error] * len(copies)
+    return [answer if isinstance(answer, Exception) else None for answer in answers]
+
+
+def _shown(error: Exception | None) -> str:
+    return str(error) or type(error).__name__
+
+
 @contextlib.contextmanager
 def _translated() -> Iterator[None]:
     try:
         yield
     except (RedisError, OSError, TimeoutError) as error:
-        raise StoreUnavailable(
-            f"Redis can't be reached for what nodes share: {str(error) or type(error).__name__}"
-        ) from None
+        raise StoreUnavailable(f"Redis can't be reached for what nodes share: {_shown(error)}") from None
