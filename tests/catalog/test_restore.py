@@ -296,7 +296,8 @@ async def test_an_override_whose_plan_had_another_algorithm_in_the_lost_time_act
     await set_limits(here.catalog, account, "100/minute")
     await here.sees(account.text, 3)
     await restore(place.database_url, file)
-    await eventually(lambda: not here.node._owes_every_tenant and here.node._history.newest_timeline > 0)
+    repair: Any = here.node._repair
+    await eventually(lambda: not repair.is_owed and here.node._history.newest_timeline > 0)
     await here.sees(account.text, 3)
 
 

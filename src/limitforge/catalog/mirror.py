@@ -13,7 +13,6 @@ from limitforge.catalog.model import Override, Tenant, TenantConfig, at_time
 from limitforge.catalog.snapshot import limits_named
 from limitforge.catalog.sources import OverrideSource
 from limitforge.core.clock import Clock, SystemClock
-from limitforge.core.exact import MICROS
 from limitforge.core.overrides import OverridePage
 from limitforge.core.plan import LimitsLike
 from limitforge.errors import CatalogError, CatalogUnavailable, InvalidInput, PartialFailure, StoreError
@@ -26,7 +25,6 @@ DELETED_SECONDS = 600  # how far back deletions are looked for, and how many of 
 MAX_DELETED = 200
 MAX_TENANTS = 10_000  # whose last deletion is remembered
 MAX_FAILURES = 10  # tenants in a row whose servers fail: then the store is away as a whole, and the rest waits
-FULL_SECONDS = 30  # after some tenants failed: how soon all are compared again, and not only those
 
 _log = logging.getLogger(__name__)
 
@@ -68,26 +66,32 @@ class Mirror:
         self._sink = sink
         self._clock = clock or SystemClock()
         self._deleted: dict[str, int] = {}  # by tenant: the number of the last deletion that was carried out
-        self._failed: frozenset[str] = frozenset()  # tenants of the last `reconcile_all` whose server failed
-        self._next_full_us = 0
+        self._failed: frozenset[str] | None = None  # tenants whose servers failed; None if not all were tried
 
     def forget(self) -> None:
         """Forget which deletions were carried out: the database was restored, and counts them afresh."""
         self._deleted.clear()
-        self._failed = frozenset()
+        self._failed = None
 
-    async def reconcile_all(self, *, anew: bool = False) -> int:
-        """Reconcile all tenants that have overrides, and return how many changes it took. `anew` is as in `reconcile`.
+    def forget_failures(self) -> None:
+        """Reconcile all tenants the next time, and not only those that failed."""
+        self._failed = None
 
-        Raises `PartialFailure` with the tenants whose servers failed. Soon after that it tries only those again.
+    async def reconcile_all(self) -> int:
+        """Reconcile all tenants that have overrides, and return how many changes it took.
+
+        Raises `PartialFailure` with the tenants whose servers failed.
         """
-        now_us = self._clock.now_us()
-        tenants = self._failed
-        if anew or not tenants or now_us >= self._next_full_us:
-            tenants = frozenset(await self._source.tenants_with_overrides())
-            self._next_full_us = now_us + FULL_SECONDS * MICROS
+        self._failed = None
+        return await self._reconcile_noting(await self._source.tenants_with_overrides())
+
+    async def reconcile_failed(self) -> int:
+        """Reconcile those that failed in the last `reconcile_all`; all, if that did not come to its end."""
+        return await (self.reconcile_all() if self._failed is None else self._reconcile_noting(self._failed))
+
+    async def _reconcile_noting(self, tenants: Collection[str]) -> int:
         try:
-            changes = await self.reconcile_some(tenants, tenants if anew else ())
+            changes = await self.reconcile_some(tenants)
         except PartialFailure as error:
             self._failed = error.failed
             raise

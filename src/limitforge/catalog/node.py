@@ -11,7 +11,6 @@ import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any, Self
-from uuid import uuid4
 
 import msgspec
 
@@ -22,10 +21,11 @@ from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database import Database
 from limitforge.catalog.entries import CacheStatus
 from limitforge.catalog.history import History, Stamp
-from limitforge.catalog.mirror import MAX_FAILURES, Mirror, OverrideSink
+from limitforge.catalog.mirror import Mirror, OverrideSink
 from limitforge.catalog.model import OPERATOR, Tenant, at_time
 from limitforge.catalog.queries import Announcement
 from limitforge.catalog.relay import Relay, mirror_changed
+from limitforge.catalog.repair import OverrideRepair
 from limitforge.catalog.sources import DatabaseSource, Shared, WarmCopies
 from limitforge.catalog.sweep import OverrideSweep, SweepStatus
 from limitforge.core.clock import Clock, SystemClock
@@ -45,7 +45,6 @@ SLICE = 100  # tenants that are acted on at once: a revocation may have to wait 
 FEW = 10  # tenants that one person changes in one go: more are an apply
 RECENT = 2_000  # rows of the outbox that a node looks at when it starts: copies of older revisions are not taken
 HEAD_AGAIN_SECONDS = 60.0  # how often the place that history has reached is written to Redis again
-RESTORED_SECONDS = 30 * 86_400.0  # how long it is remembered that the overrides of a timeline were compared
 CANCEL_SECONDS = 1.0
 MESSAGE_SECONDS = 1.0  # what a message may wait for; what it began goes on
 
@@ -117,8 +116,6 @@ class Node:
                 catch_up=self.catch_up,
                 failed=self._store_is,
             )
-        self._prefix = key_prefix
-        self._name = uuid4().bytes
         self.snapshots = Snapshots(
             self._source,
             peppers,
@@ -133,7 +130,6 @@ class Node:
         self._head_put_us = 0
         self._newest_heard: Stamp | None = None
         self._is_shared_doubtful = True  # whether Redis may hold what the database has lost
-        self._sink = sink
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._work: set[asyncio.Task[None]] = set()
@@ -142,9 +138,10 @@ class Node:
         self._since_us = self._clock.now_us()
         self._later: dict[str, Announcement] = {}  # by tenant: what is acted on in slices, beside reading the outbox
         self._has_later = asyncio.Event()
-        self._owes_mirror = False  # whether overrides were to be compared, and could not be
-        self._repair: asyncio.Task[None] | None = None
-        self._owes_every_tenant = False  # whether those of all tenants are to be, after a restore
+        self._repair: OverrideRepair | None = None
+        if self._mirror is not None and sink is not None:
+            self._repair = OverrideRepair(database, self._mirror, sink, self._history, shared=shared, prefix=key_prefix)
+        self._repairing: asyncio.Task[None] | None = None
         self._is_store_away = False
 
     async def start(self) -> None:
@@ -174,7 +171,7 @@ class Node:
         self._run(self._every(lambda: USED_SECONDS, self.write_used))
         self._run(self._every(lambda: TIDY_SECONDS, self._tidy))
         if self._mirror is not None:
-            self._run(self._every(lambda: MIRROR_SECONDS, self._mirror_all))
+            self._run(self._every(lambda: MIRROR_SECONDS, self._compare_soon))
         if self._sweep is not None:
             self._run(self._every(self._sweep.pause_seconds, self._sweep.step))
         if self._shared is not None:
@@ -247,6 +244,8 @@ class Node:
                 await self._relay.publish(announcements)
         except StoreError as error:
             self._store_is(error)
+            if self._relay is not None:
+                self._relay.wake()
         except CatalogError as error:
             if self._relay is not None:
                 self._relay.wake()
@@ -267,7 +266,8 @@ class Node:
         at_once: list[Announcement] = []
         later: list[Announcement] = []
         for row in rows:
-            is_urgent = row.revokes or row.tenant_id == OPERATOR or sizes[row.revision] <= FEW
+            is_of_few = sizes[row.revision] <= FEW and len(at_once) < SLICE
+            is_urgent = row.revokes or row.tenant_id == OPERATOR or is_of_few
             (at_once if is_urgent else later).append(row)
         await self._act(at_once)
         if later:
@@ -314,7 +314,7 @@ class Node:
             except Exception:  # noqa: BLE001 - whatever it is: go on, or nobody hears of changes any more
                 _log.exception("something is wrong with how changes are heard of")
             pause = POLL_WHEN_TOLD_SECONDS if "postgres" in self._listening else POLL_SECONDS
-            if self._owes_mirror or self._owes_every_tenant:
+            if self._repair is not None and self._repair.is_owed:
                 pause = POLL_SECONDS
             await asyncio.sleep(SHORTEST_PAUSE_SECONDS)
             with contextlib.suppress(TimeoutError):
@@ -327,10 +327,10 @@ class Node:
         self.snapshots.confirm()
         self._recovered()
         await self._put_head()
-        if (self._owes_mirror or self._owes_every_tenant) and self._repair is None:
-            self._repair = asyncio.get_running_loop().create_task(self._repair_overrides())
-            self._work.add(self._repair)
-            self._repair.add_done_callback(self._ended)
+        if self._repair is not None and self._repair.is_due and self._repairing is None:
+            self._repairing = asyncio.get_running_loop().create_task(self._repair_overrides(self._repair))
+            self._work.add(self._repairing)
+            self._repairing.add_done_callback(self._ended)
 
     async def _unbroken(self, work: Coroutine[Any, Any, None]) -> None:
         """Work that goes on to its end when the node is closed: a driver that is cut off in the middle of a statement
@@ -380,8 +380,8 @@ class Node:
         if owed:
             first = owed[0].announcement
             self._history.go_back(first.revision - 1, first.previous_id)
-        if head.timeline and self._shared is not None:  # whoever began this timeline may not have come to an end
-            self._owes_every_tenant = self._mirror is not None
+        if head.timeline and self._shared is not None and self._repair is not None:
+            self._repair.ask_after_restore()  # the node that began this timeline may not have come to an end
         self.snapshots.forget_all()
 
     async def _follow(self) -> bool:
@@ -432,7 +432,10 @@ class Node:
         self._newest_heard = None
         if self._mirror is not None:
             self._mirror.forget()
-        self._owes_every_tenant = self._mirror is not None
+        if self._repair is not None:
+            self._repair.ask_after_restore()
+        if self._relay is not None:
+            self._relay.forget()
         await self.catalog.begin_timeline(lost.timeline)
         await self._begin()
         await self._put_head(self._history.head)
@@ -476,17 +479,12 @@ class Node:
 
     # --- Owed --------------------------------------------------------------------------------------------------------
 
-    async def _repair_overrides(self) -> None:
-        """Compare overrides after that failed before, or after a restore; beside reading the outbox, since it may take
-        long.
-        """
+    async def _repair_overrides(self, repair: OverrideRepair) -> None:
+        """Compare overrides beside reading the outbox, since it may take long."""
         try:
-            if self._owes_every_tenant:
-                await self._mirror_every_tenant()
-            if self._owes_mirror and self._mirror is not None:
-                await self._mirror.reconcile_all()
-            self._owes_mirror = False
-            self._store_is(None)
+            await repair.run()
+            if not repair.is_owed:
+                self._store_is(None)
         except StoreError as error:
             self._store_is(error)
         except CatalogError as error:
@@ -494,7 +492,7 @@ class Node:
         except Exception:  # noqa: BLE001 - it is tried again
             _log.exception("could not compare overrides with the store, will retry")
         finally:
-            self._repair = None
+            self._repairing = None
 
     async def _redis_messages(self) -> AsyncGenerator[None, None]:
         if self._shared is None or self._relay is None:
@@ -543,8 +541,8 @@ class Node:
                             self._listening.add(name)
                             pause = FIRST_PAUSE_SECONDS
                             self._subscribed(name)
-                        if name == "redis" and self._mirror is not None:
-                            self._mirror_soon()
+                        if name == "redis":
+                            await self._compare_soon()
             except LimitforgeError as error:
                 if pause == FIRST_PAUSE_SECONDS:
                     _log.warning("can't hear of changes by %s, and look for them instead: %s", name, error)
@@ -564,70 +562,11 @@ class Node:
 
     # --- From time to time -------------------------------------------------------------------------------------------
 
-    async def _mirror_every_tenant(self) -> None:
-        """After a restore the store may have overrides that the database never heard of. One node of many compares
-        those of all tenants; the others see that it is done.
-        """
-        if self._mirror is None or self._sink is None:
-            return
-        timeline = 0 if self._history.head is None else self._history.head.timeline
-        done = f"{self._prefix}:{{%mirror}}:{timeline}"
-        if self._shared is not None:
-            if await self._shared.get(done) is not None:
-                self._owes_every_tenant = False
-                return
-            if not await self._shared.claim(f"{done}:working", MIRROR_SECONDS / 2):
-                return
-        async with self._database.reading() as connection:
-            tenants = await queries.tenant_lanes(connection)
-        failure: StoreError | None = None
-        in_a_row = 0
-        for tenant_id, lanes in tenants:
-            try:
-                await self._mirror_tenant(tenant_id, is_plain=lanes == 1)
-                in_a_row = 0
-            except StoreError as error:  # of its server: those of others are compared all the same
-                failure, in_a_row = error, in_a_row + 1
-                if in_a_row >= MAX_FAILURES:
-                    raise
-        await self._mirror.reconcile_all(anew=True)  # a plan may have had another algorithm in the lost time
-        if failure is not None:
-            raise failure
-        if self._history.head is None or self._history.head.timeline != timeline:
-            return  # it was restored once more meanwhile
-        self._owes_every_tenant = False
-        if self._shared is not None:
-            await self._shared.claim(done, RESTORED_SECONDS)
-
-    async def _mirror_tenant(self, tenant_id: str, *, is_plain: bool) -> None:
-        """Compare a tenant that has overrides in the store. Of one with lanes the store knows the place only once it
-        was read.
-        """
-        if self._mirror is None or self._sink is None:
-            return
-        if not is_plain or (await self._sink.list_overrides(tenant=tenant_id, cursor=None, page=1)).overrides:
-            await self._mirror.reconcile(tenant_id)
-
-    async def _mirror_all(self) -> None:
-        """One node of many does it; a Redis that came back empty has nobody who claims to have."""
-        if self._mirror is None:
-            return
-        lease = f"{self._prefix}:{{%mirror}}:"
-        if self._shared is None or await self._shared.hold(lease, self._name, MIRROR_SECONDS / 2):
-            self._owes_mirror = True  # until it is done: the lease keeps others from it
-            try:
-                await self._mirror.reconcile_all()
-            except CatalogError:
-                if self._shared is not None:
-                    await self._shared.release(lease, self._name)  # another node may reach the database
-                raise
-            self._owes_mirror = False
-
-    def _mirror_soon(self) -> None:
-        """Compare overrides, beside listening: a database that is away must not end the subscription."""
-        task = asyncio.get_running_loop().create_task(self._attempt(self._mirror_all))
-        self._work.add(task)
-        task.add_done_callback(self._ended)
+    async def _compare_soon(self) -> None:
+        """Have overrides compared, by who reads the outbox: without a database there is nothing to compare."""
+        if self._repair is not None:
+            self._repair.ask()
+            self._wake.set()
 
     async def _tidy(self) -> None:
         async with self._database.writing() as connection:
@@ -659,8 +598,6 @@ class Node:
 
     def _store_is(self, error: StoreError | None) -> None:
         """Note that Redis is away, or back."""
-        if error is not None and self._relay is not None:
-            self._relay.wake()
         if (error is not None) is not self._is_store_away:
             self._is_store_away = error is not None
             if error is None:

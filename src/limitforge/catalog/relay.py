@@ -38,6 +38,7 @@ from limitforge.errors import (
 
 RELAY_AFTER_SECONDS = 0.2  # the writer publishes by itself; if it has not by then, it may be gone
 RETRY_SECONDS = 0.5
+LONGEST_RETRY_SECONDS = 10.0
 LEASE_SECONDS = 10.0  # until another node takes over from a relay that was killed
 BATCH = 200  # rows: about 0.1 s, for which a revocation may have to wait
 LEASE_TAGS = ("%relay", "%relay1", "%relay4", "%relay3")  # one in each quarter of the slots of a Cluster
@@ -84,6 +85,10 @@ class Relay:
         self._looked = 0.0
         self._tried = {True: START, False: START}  # the last row that was tried: of those that revoke, and of all
         self._retried = START
+        self._has_failed = False  # whether rows that were tried are still unpublished
+        self._is_any_left = False  # whether some of them failed again
+        self._retry_at = 0.0
+        self._pause = RETRY_SECONDS
         self._problem: LimitforgeError | None = None
         self._warned = ""
 
@@ -91,6 +96,10 @@ class Relay:
         """Look for rows that were not published."""
         self.is_behind = True
         self._wake.set()
+
+    def forget(self) -> None:
+        """Forget which rows were tried: the database was restored, and counts from a lower revision."""
+        self._tried, self._retried = {True: START, False: START}, START
 
     async def run(self, unbroken: Callable[[Coroutine[Any, Any, None]], Awaitable[None]]) -> None:
         """Publish what is owed until cancelled. `unbroken` keeps a transaction from being cut off by that."""
@@ -100,8 +109,9 @@ class Relay:
             self._wake.clear()
             try:
                 await unbroken(self.publish_owed())
-                self._failed(None)
-                self._warned = ""
+                if not self.is_behind:
+                    self._failed(None)
+                    self._warned = ""
             except StoreError as error:
                 self._failed(error)
             except CatalogError as error:
@@ -111,7 +121,10 @@ class Relay:
             except Exception:  # noqa: BLE001 - later changes must be published all the same
                 _log.exception("could not publish changes, will retry")
             if self.is_behind:
-                await asyncio.sleep(RETRY_SECONDS)
+                wait = self._retry_at - time.monotonic() if self._has_failed else 0.0
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(max(wait, RETRY_SECONDS)):
+                        await self._wake.wait()
                 self._wake.set()
 
     async def publish_owed(self) -> None:
@@ -137,21 +150,39 @@ class Relay:
             raise self._problem
 
     async def _publish_all(self) -> None:
-        """Publish rows that were not tried yet before those that failed, so that these hold up no others."""
+        """Publish rows that were not tried yet; those that failed from time to time, so that they hold up no others."""
         while True:
+            while self._has_failed and time.monotonic() >= self._retry_at:
+                await self._retry()
             rows = await self._untried()
-            is_retry = not rows
-            if is_retry:
-                rows = await self._failed_before()
             if not rows:
                 break
-            is_done = await self._publish(rows, self._publish_revocations)
-            if (is_retry and not is_done) or not await self._lead():
-                break
+            await self._publish(rows, self._publish_revocations)
+            if not await self._lead():
+                return
         async with self._database.reading() as connection:
             self.is_behind = bool(await queries.unpublished(connection, 1))
         if not self.is_behind:
-            self._tried = {True: START, False: START}  # a restored database may count from a lower revision
+            self._has_failed = False
+        if not self._has_failed:
+            self.forget()
+
+    async def _retry(self) -> None:
+        """Try rows that failed once more: all that revoke something, and the next batch from the oldest to the newest
+        and again from there.
+        """
+        async with self._database.reading() as connection:
+            rows = await queries.unpublished(connection, BATCH, after=self._retried)
+            revoking = await queries.unpublished(connection, BATCH, revoking=True)
+        self._retried = _position(rows[-1].announcement) if len(rows) == BATCH else START
+        due = {_position(row.announcement): row.announcement for row in (*revoking, *rows) if self._is_due(row)}
+        if due and not await self._publish(list(due.values())):
+            self._is_any_left = True
+            self._pause = min(2 * self._pause, LONGEST_RETRY_SECONDS)
+            self._retry_at = time.monotonic() + self._pause
+        elif self._retried == START:
+            self._has_failed, self._is_any_left = self._is_any_left, False
+            self._pause = self._pause if self._has_failed else RETRY_SECONDS
 
     async def _lead(self) -> bool:
         """Take or extend the lease; False if another node has it. Where its server fails, another lease is used."""
@@ -241,6 +272,8 @@ class Relay:
             raise
         except (StoreError, CatalogError) as error:
             self._problem = self._problem or error
+            if not self._has_failed:
+                self._has_failed, self._retry_at = True, time.monotonic() + RETRY_SECONDS
             return False
         return True
 
@@ -257,13 +290,6 @@ class Relay:
             self._tried[revoking] = _position(due[-1])
             self._tried[True] = max(self._tried.values())  # what revokes something is among all rows
         return due
-
-    async def _failed_before(self) -> list[Announcement]:
-        """The next batch of rows that are still unpublished, from the oldest to the newest and again from there."""
-        async with self._database.reading() as connection:
-            rows = await queries.unpublished(connection, BATCH, after=self._retried)
-        self._retried = _position(rows[-1].announcement) if len(rows) == BATCH else START
-        return [row.announcement for row in rows if self._is_due(row)]
 
     def _is_due(self, row: Owed) -> bool:
         """Return True if its writer had the time to publish it, or has a clock that is wrong."""

@@ -238,10 +238,9 @@ class SharedRedis:
     async def _address(self, key: str) -> Address:
         if self._target.kind is Kind.SINGLE:
             return self._target.server
-        if not self._owners:
-            await self._look()
+        owners = self._owners or await self._look()
         slot = cluster_slot(key) if self._target.kind is Kind.CLUSTER else 0
-        place = self._owners[slot]
+        place = owners[slot]
         if place is None:
             raise StoreUnavailable(f"no server of the Cluster has slot {slot}")
         return self._target.server.at(*place)
@@ -250,11 +249,10 @@ class SharedRedis:
         """All that decide about anything."""
         if self._target.kind is Kind.SINGLE:
             return [self._target.server]
-        if not self._owners:
-            await self._look()
-        return [self._target.server.at(*place) for place in dict.fromkeys(self._owners) if place is not None]
+        owners = self._owners or await self._look()
+        return [self._target.server.at(*place) for place in dict.fromkeys(owners) if place is not None]
 
-    async def _look(self) -> None:
+    async def _look(self) -> list[Place | None]:
         """Ask who decides; those that are no longer anybody are let go of."""
         is_sentinel = self._target.kind is Kind.SENTINEL
         question = (
@@ -273,7 +271,7 @@ class SharedRedis:
             if owners:
                 self._owners = owners
                 await self._let_go(set(owners))
-                return
+                return owners
         raise StoreUnavailable(f"none of the servers of the URL knows who decides: {problem}")
 
     async def _let_go(self, owners: set[Place | None]) -> None:
