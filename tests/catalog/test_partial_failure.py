@@ -4,7 +4,8 @@ failed is tried again until it works.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,8 +28,10 @@ from limitforge.catalog.sources import DatabaseSource, WarmCopies
 from limitforge.errors import PartialFailure
 from limitforge.stores.shared import SharedRedis
 from limitforge.stores.slots import cluster_slot
+from tests.catalog.backups import back_up, restore
 from tests.catalog.live import Account, Member, closing, decide, eventually, open_account, set_limits
 from tests.catalog.making import url_of
+from tests.catalog.test_relay import apply_tenants, disable
 from tests.constellations import ClusterServers
 from tests.constellations.cluster import ClusterNode
 from tests.servers import RedisServer
@@ -329,3 +332,65 @@ async def test_an_invalid_key_is_not_published_as_deleted(
         copy = await warm.find_key(good.key.id)
         assert copy is not None
         assert isinstance(copy.value, Key)
+
+
+class FailsOnce(SharedRedis):
+    """Refuses the first copy of one key, and records which revisions the messages tell of."""
+
+    def __init__(self, url: str, refused: str) -> None:
+        super().__init__(url)
+        self.sent: list[set[int]] = []
+        self._refused: str | None = refused
+
+    async def put_many(self, copies: Mapping[str, bytes], ttl_seconds: float) -> None:
+        if self._refused is not None and (refused := [key for key in copies if self._refused in key]):
+            self._refused = None
+            raise PartialFailure("the test says so", refused)
+        await super().put_many(copies, ttl_seconds)
+
+    async def publish(self, channel: str, message: bytes) -> None:
+        self.sent.append({each.revision for each in msgspec.msgpack.decode(message, type=list[Announcement])})
+        await super().publish(channel, message)
+
+
+async def test_a_revocation_that_failed_once_does_not_wait_behind_a_backlog(
+    database: Database, writer: Catalog, redis_url: str, peppers: Peppers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relays, "BATCH", 5)
+    monkeypatch.setattr(relays, "RETRY_SECONDS", 0.01)
+    account = await open_account(writer)
+    await apply_tenants(writer, 100)
+    revision = await disable(writer, account)
+    shared = FailsOnce(redis_url, account.key.id)
+    async with Member(url_of(database), peppers=peppers, shared=shared):
+
+        async def is_published() -> bool:
+            return not await pending(database)
+
+        await eventually(is_published)
+    times = [at for at, revisions in enumerate(shared.sent) if revision in revisions]
+    assert len(times) == 2
+    assert times[1] < 5
+    assert len(shared.sent) > 20
+
+
+async def test_an_invalid_tenant_does_not_end_the_comparison_after_a_restore(
+    database: Database, writer: Catalog, redis_url: str, peppers: Peppers, tmp_path: Path
+) -> None:
+    accounts = [await open_account(writer, f"t{number}") for number in range(5)]
+    for each in accounts:
+        await set_override(writer, each, {"limit": 3})
+    bad, *good = accounts
+    async with database.writing() as connection:
+        stored = update(tables.plan_versions).where(tables.plan_versions.c.plan_id == bad.plan.id)
+        await connection.execute(stored.values(limits=[{"algorithm": "one of tomorrow"}]))
+    file = await back_up(url_of(database), tmp_path)
+    async with Member(url_of(database), redis_url, peppers=peppers, limiter_url=redis_url) as member:
+        for each in good:
+            await set_override(member.catalog, each, "blocked")
+        await restore(url_of(database), file)
+        for each in good:
+            await member.sees(each.text, 3)
+        repair: Any = member.node._repair
+        await eventually(lambda: not repair.is_owed)
+        await eventually(lambda: member.node.status().database == "ok")
