@@ -87,6 +87,7 @@ class Relay:
         self._retried = START
         self._has_failed = False  # whether rows that were tried are still unpublished
         self._is_any_left = False  # whether some of them failed again
+        self._has_untried = True  # whether there are rows that were too young to be tried
         self._retry_at = 0.0
         self._pause = RETRY_SECONDS
         self._problem: LimitforgeError | None = None
@@ -121,9 +122,11 @@ class Relay:
             except Exception:  # noqa: BLE001 - later changes must be published all the same
                 _log.exception("could not publish changes, will retry")
             if self.is_behind:
-                wait = self._retry_at - time.monotonic() if self._has_failed else 0.0
+                pause = RETRY_SECONDS
+                if self._has_failed and not self._has_untried:
+                    pause = max(pause, self._retry_at - time.monotonic())
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(max(wait, RETRY_SECONDS)):
+                    async with asyncio.timeout(pause):
                         await self._wake.wait()
                 self._wake.set()
 
@@ -162,6 +165,7 @@ class Relay:
                 return
         async with self._database.reading() as connection:
             self.is_behind = bool(await queries.unpublished(connection, 1))
+            self._has_untried = bool(await queries.unpublished(connection, 1, after=self._tried[False]))
         if not self.is_behind:
             self._has_failed = False
         if not self._has_failed:
