@@ -67,12 +67,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown() -> None:
-    """What a test left open is found at its own end, and not by the next test that collects garbage."""
-    gc.collect()
-
-
 def _is_in_a_slow_place(path: Path) -> bool:
     places = [each.relative_to(TESTS).as_posix() for each in (path, *path.parents) if TESTS in each.parents]
     return not SLOW_PLACES.isdisjoint(places)
@@ -86,6 +80,19 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if _has_room(MEMORY):
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
+
+@pytest.fixture(autouse=True)
+def what_is_left_open_is_found() -> Iterator[None]:
+    """At the end of the test that left it, and not by the next one that collects garbage."""
+    before = _open_files()
+    yield
+    if _open_files() > before:
+        gc.collect()
+
+
+def _open_files() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 @pytest.fixture(scope="session")
