@@ -65,7 +65,7 @@ async def test_a_message_that_comes_late_does_not_replace_a_later_change(
 
 
 class Counted(SharedRedis):
-    """Counts how often somebody begins to listen."""
+    """Counts the subscriptions."""
 
     subscriptions = 0
 

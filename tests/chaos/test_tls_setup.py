@@ -1,4 +1,6 @@
-"""Setting up TLS: one context for all connections, and no socket left open by what is cancelled midway."""
+"""Setting up connections, above all by TLS: one context for all of them, and no socket left open by what is cancelled
+midway.
+"""
 
 import asyncio
 import gc
@@ -17,13 +19,13 @@ from limitforge.stores.shared import SharedRedis
 from limitforge.stores.wire import Wire
 from tests.chaos.waiting import eventually
 from tests.proxy import DropReplies, Proxy
-from tests.servers import TlsRedisServer
+from tests.servers import RedisServer, TlsRedisServer
 
 FIVE = FixedWindow(name="five", limit=5, window_seconds=86_400, align="first_hit")
 STALL_SECONDS = 0.003
 
 Call = Callable[[], Awaitable[Any]]
-Opened = Callable[[TlsRedisServer], AbstractAsyncContextManager[Call]]
+Opened = Callable[[RedisServer], AbstractAsyncContextManager[Call]]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,7 @@ async def test_connections_of_what_nodes_share_use_one_context(
     tls: TlsRedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     redis = SharedRedis(tls.url)
-    monkeypatch.delattr(ssl, "create_default_context")  # whoever builds another fails
+    monkeypatch.delattr(ssl, "create_default_context")  # building another fails
     await asyncio.gather(*(redis.get(f"key-{number}") for number in range(20)))
     await redis.close()
 
@@ -58,41 +60,45 @@ async def test_after_a_handshake_that_was_cancelled_the_pool_connects_again(tls:
 
 
 @asynccontextmanager
-async def wire(tls: TlsRedisServer) -> AsyncIterator[Call]:
+async def wire(server: RedisServer) -> AsyncIterator[Call]:
     async def open_and_close() -> None:
-        (await Wire.open(address_of(tls.url), lambda *_: None, 30)).abort()
+        (await Wire.open(address_of(server.url), lambda *_: None, 30)).abort()
 
     yield open_and_close
 
 
 @asynccontextmanager
-async def shared(tls: TlsRedisServer) -> AsyncIterator[Call]:
-    redis = SharedRedis(tls.url)
+async def shared(server: RedisServer) -> AsyncIterator[Call]:
+    redis = SharedRedis(server.url)
     yield lambda: redis.get("key")
     await redis.close()
 
 
 @asynccontextmanager
-async def listener(tls: TlsRedisServer) -> AsyncIterator[Call]:
+async def listener(server: RedisServer) -> AsyncIterator[Call]:
     async def listen() -> None:
-        async for _ in SharedRedis(tls.url).listen("channel"):
+        async for _ in SharedRedis(server.url).listen("channel"):
             return
 
     yield listen
 
 
 @asynccontextmanager
-async def limiter(tls: TlsRedisServer) -> AsyncIterator[Call]:
-    async with Limiter.connect(tls.url) as opened:
+async def limiter(server: RedisServer) -> AsyncIterator[Call]:
+    async with Limiter.connect(server.url) as opened:
         yield lambda: opened.check("r", "s", limits=FIVE)
 
 
 @pytest.mark.parametrize("opened", [wire, shared, listener, limiter])
-def test_what_is_cancelled_while_tls_is_set_up_leaves_no_socket_open(tls: TlsRedisServer, opened: Opened) -> None:
+@pytest.mark.parametrize("encrypted", [True, False])
+def test_what_is_cancelled_while_it_connects_leaves_no_socket_open(
+    tls: TlsRedisServer, redis_server: RedisServer, opened: Opened, *, encrypted: bool
+) -> None:
     """At each turn of the loop in turn, while the loop stalls, so that the other side is ready for the next step."""
+    server = tls if encrypted else redis_server
 
     async def is_done_after(turns: int) -> bool:
-        async with opened(tls) as call:
+        async with opened(server) as call:
             task = asyncio.ensure_future(call())
             for _ in range(turns):
                 await asyncio.sleep(0)

@@ -242,16 +242,16 @@ class Snapshots:
                     del self._flights[name]
         await self._lookups.close()
 
-    def _heard_gone(self, key_id: str, told: Announcement) -> None:
+    def _heard_gone(self, key_id: str, row: Announcement) -> None:
         """Forget a key of a tenant. A message that comes late says nothing of a key that has been set up since."""
         name = ("key", key_id)
         known = self._keys.get(key_id)
         newest = self._accepts.floor(name) if known is None else known.stamp
-        if newest.covers(told.stamp):
+        if newest.covers(row.stamp):
             return
         self._forget_key(key_id)
         self._mark_changed(name)
-        self._accepts.expect(name, told.stamp)
+        self._accepts.expect(name, row.stamp)
 
     def _is_affected(self, key_id: str, told: Announcement) -> bool:
         """Take note of a changed key. Returns True if something of it is known here, and is older than that."""

@@ -409,9 +409,9 @@ class Node:
             return True
         await self._put_head(head)
         await self._act_on_rows(rows)
-        for told in rows:  # rows of earlier timelines, or of a release without ids, are of this history too
-            is_last = told.revision == head.revision
-            self._history.advance(head if is_last else msgspec.structs.replace(told.stamp, timeline=seen.timeline))
+        for row in rows:  # rows of earlier timelines, or of a release without ids, are of this history too
+            is_last = row.revision == head.revision
+            self._history.advance(head if is_last else msgspec.structs.replace(row.stamp, timeline=seen.timeline))
         if self._relay is not None:
             self._relay.wake()
         return rows[-1].revision >= head.revision
@@ -575,16 +575,12 @@ class Node:
     async def _every(self, pause: Callable[[], float], work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         while True:
             await asyncio.sleep(pause())
-            await self._unbroken(self._attempt(work))
-
-    async def _attempt(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Do what is tried again if it fails."""
-        try:
-            await work()
-        except (CatalogError, StoreError) as error:
-            _log.warning("%s failed, and will be tried again: %s", work.__name__.strip("_"), error)
-        except Exception:  # noqa: BLE001 - whatever it is: it must not end here for good
-            _log.exception("%s broke, and will be tried again", work.__name__.strip("_"))
+            try:
+                await self._unbroken(work())
+            except (CatalogError, StoreError) as error:
+                _log.warning("%s failed, and will be tried again: %s", work.__name__.strip("_"), error)
+            except Exception:  # noqa: BLE001 - whatever it is: it must not end here for good
+                _log.exception("%s broke, and will be tried again", work.__name__.strip("_"))
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.append(asyncio.get_running_loop().create_task(work))

@@ -214,12 +214,16 @@ async def tenant_configs(
         plans.setdefault(plan.tenant_id, []).append(plan)
     for policy in await some(connection, Policy, "tenant_id", storable, invalid):
         policies.setdefault(policy.tenant_id, []).append(policy)
-    valid = [each for each in tenants if each.id not in invalid.values()]
-    return {each.id: _config(each, plans.get(each.id, ()), policies.get(each.id, ())) for each in valid}
+    left_out = set(invalid.values())
+    return {
+        each.id: _config(each, plans.get(each.id, ()), policies.get(each.id, ()))
+        for each in tenants
+        if each.id not in left_out
+    }
 
 
 def _config(tenant: Tenant, plans: Iterable[Plan], policies: Iterable[Policy]) -> TenantConfig:
-    """In one order, whatever the collation of the database: equal configurations compare equal."""
+    """Sort both in one order, which does not depend on the database's collation: equal ones compare equal."""
     return TenantConfig(
         tenant,
         tuple(sorted(plans, key=lambda plan: (plan.name, plan.id))),

@@ -180,7 +180,7 @@ class Relay:
             revoking = await queries.unpublished(connection, BATCH, revoking=True)
         self._retried = _position(rows[-1].announcement) if len(rows) == BATCH else START
         due = {_position(row.announcement): row.announcement for row in (*revoking, *rows) if self._is_due(row)}
-        if due and not await self._publish(list(due.values())):
+        if due and not await self._publish(list(due.values()), self._publish_revocations):
             self._is_any_left = True
             self._pause = min(2 * self._pause, LONGEST_RETRY_SECONDS)
             self._retry_at = time.monotonic() + self._pause
@@ -224,10 +224,11 @@ class Relay:
         # What is read from now on is at least as new as this.
         stamp = max(self._history.head or Stamp(), *(each.stamp for each in announcements))
         invalid: dict[str, str] = {}
+        invalid_keys: dict[str, str] = {}
         async with self._database.reading() as connection:
             configs = await queries.tenant_configs(connection, tenants, invalid)
-            found = {key.id: key for key in await queries.some(connection, Key, "id", keys, invalid)}
-        failed = set(invalid) | set(invalid.values())
+            found = {key.id: key for key in await queries.some(connection, Key, "id", keys, invalid_keys)}
+        failed = {*invalid.values(), *invalid_keys}
         valid = [each for each in announcements if not _is_affected(each, failed)]
         new_configs = {tenant_id: configs.get(tenant_id) for tenant_id in tenants - failed}
         new_keys = {key_id: found.get(key_id) for key_id in keys - failed}
@@ -249,8 +250,8 @@ class Relay:
                 await queries.mark_published(connection, done)
         if problem is not None:
             raise problem
-        if invalid:
-            raise CatalogError(f"the database holds invalid entries, which are not published: {shown(sorted(invalid))}")
+        if failed_ids := sorted({*invalid, *invalid_keys}):
+            raise CatalogError(f"the database holds invalid entries, which are not published: {shown(failed_ids)}")
 
     async def _send(self, announcements: Sequence[Announcement]) -> None:
         if not announcements:

@@ -136,7 +136,7 @@ class DatabaseSource:
         async with self._database.reading() as connection:
             invalid: dict[str, str] = {}
             found = await queries.tenant_configs(connection, list(tenant_ids), invalid)
-        for tenant_id in invalid.values():
+        for tenant_id in set(invalid.values()):
             _log.warning("catalog.invalid_tenant tenant=%s: its overrides are not restored", tenant_id)
         return found
 

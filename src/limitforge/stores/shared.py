@@ -218,9 +218,11 @@ class SharedRedis:
             client = _client(address, 1)
             try:
                 await client.ping()
-            except (RedisError, OSError, TimeoutError) as error:
-                problem = error
+            except BaseException as error:
                 await client.aclose()
+                if not isinstance(error, RedisError | OSError | TimeoutError):
+                    raise
+                problem = error
             else:
                 return client
         raise problem or StoreUnavailable("no server of the Cluster has any slot")
