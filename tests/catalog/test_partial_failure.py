@@ -315,12 +315,13 @@ async def test_an_invalid_tenant_holds_up_no_other_and_is_published_once_it_is_c
         assert copy.value.plans[0].limits == bad.plan.limits
 
 
-async def test_an_invalid_key_is_not_published_as_deleted(
+async def test_an_invalid_key_is_not_published_as_deleted_and_holds_up_nothing_else(
     database: Database, writer: Catalog, redis_url: str, peppers: Peppers
 ) -> None:
     bad, good = await open_account(writer, "bad"), await open_account(writer, "good")
     async with database.writing() as connection:
         await connection.execute(update(tables.keys).where(tables.keys.c.id == bad.key.id).values(scopes=["tomorrow"]))
+    await set_limits(writer, bad, "9/minute")
     async with Member(url_of(database), redis_url, peppers=peppers) as member:
 
         async def is_only_the_bad_pending() -> bool:
@@ -332,6 +333,12 @@ async def test_an_invalid_key_is_not_published_as_deleted(
         copy = await warm.find_key(good.key.id)
         assert copy is not None
         assert isinstance(copy.value, Key)
+
+        async def is_changed() -> bool:
+            config = await warm.find_config(bad.tenant.id)
+            return config is not None and config.value is not None and config.value.plans[0].limits[0]["limit"] == 9
+
+        await eventually(is_changed)
 
 
 class FailsOnce(SharedRedis):
