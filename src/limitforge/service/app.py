@@ -24,16 +24,20 @@ from limitforge.service.answers import refused
 from limitforge.service.asgi import App, DoorTwo, Receive, Scope, Send, send_answer
 from limitforge.service.calls import Calls
 from limitforge.service.check import Checks
+from limitforge.service.connections import Connections
 from limitforge.service.counters import Counters
 from limitforge.service.health import Health
 from limitforge.service.metrics import Metrics
 from limitforge.service.problems import BadRequest
 from limitforge.service.protocol import Doors
+from limitforge.service.proxies import Proxies
 from limitforge.service.settings import Settings, load
 from limitforge.service.sums import Sums
 from limitforge.service.tickets import Tickets
 
 FLUSH_SECONDS = 10.0  # how often what was counted is written down
+MAX_SCRAPERS = 64  # connections to the port for metrics
+MAX_SCRAPED_BYTES = 1_048_576
 
 _log = logging.getLogger(__name__)
 
@@ -182,7 +186,9 @@ class Service:
         tickets = Tickets(peppers)
         checks = Checks(self._limiter, self.node.snapshots, tickets, self.counters, self._denied)
         self._health = Health(self._limiter, self._parts.told, lambda: self.node.status().overrides.evicting)
-        self.doors = Doors(checks, settings.root_path, settings.proxies())
+        connections = Connections(settings.max_connections)
+        self.doors = Doors.of_checks(checks, settings.root_path, settings.proxies(), connections)
+        self.metrics_doors = Doors(checks, {}, Proxies(), Connections(MAX_SCRAPERS, MAX_SCRAPED_BYTES))
         calls = Calls(self._limiter, checks, tickets)
         self._sums = Sums(self.counters, folder)
         self.metrics = Metrics(self._sums, self._parts.admit, lambda: self._limiter.status().new_buckets_per_minute)
@@ -212,7 +218,6 @@ class Service:
         except Exception as error:  # noqa: BLE001 - whatever it is, the server must hear of it
             await send({"type": "lifespan.startup.failed", "message": str(error)})
             return
-        scope["state"]["doors"] = self.doors
         await send({"type": "lifespan.startup.complete"})
         await receive()
         await asyncio.shield(self.close())

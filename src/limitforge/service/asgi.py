@@ -116,18 +116,16 @@ async def _told(submit: Callable[..., None], *asked: Any) -> Answer:
 
 async def _read(scope: Scope, receive: Receive, limit: int) -> tuple[Who, bytes]:
     who = Who.of(presented(scope["headers"], limit), source_of(scope))
-    parts: list[bytes] = []
-    size = 0
+    body = bytearray()
     while True:
         event = await receive()
         if event["type"] == "http.disconnect":
             raise ClientLeft
-        parts.append(event.get("body", b""))
-        size += len(parts[-1])
-        if size > limit:
+        body += event.get("body", b"")
+        if len(body) > limit:
             raise BadRequest(413, "body_too_large", f"at most {limit} bytes", connection="close")
         if not event.get("more_body", False):
-            return who, b"".join(parts)
+            return who, bytes(body)
 
 
 def _query(scope: Scope) -> dict[str, str]:

@@ -67,6 +67,7 @@ REQUESTS: dict[str, str] = {
     "unknown_path": "There is nothing at this path",
     "idempotency_key_reused": "The idempotency key was used for something else",
     "rate_limit_exceeded": "Too many calls",
+    "overloaded": "The service receives too much now",
 }
 OTHERWISE = Kind(500, "internal_error", "Something is wrong with limitforge itself")
 

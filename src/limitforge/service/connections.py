@@ -1,0 +1,85 @@
+"""Bound what all connections of a process hold together, and choose which of them give way.
+
+`protocol.py` bounds each connection by itself, but a client may open any number of them.
+"""
+
+from collections import Counter
+from typing import Protocol
+
+MAX_CONNECTIONS = 2_000  # an idle one costs about 8 KiB
+MAX_BUFFERED = 16 * 1_048_576  # bytes
+
+_STRANGER = b""
+
+
+class Connection(Protocol):
+    """What has to be known of a connection to choose."""
+
+    buffered: int
+    """Bytes that it would let go of: input that is not a whole request yet, and answers that were not read."""
+    held: int
+    """Bytes of requests that are being decided, and can't be let go of."""
+    owner: bytes
+    """The fingerprint of the key that it presented last, if this process knows that key; else empty."""
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether a whole request waits for its answer."""
+
+    @property
+    def quiet_since(self) -> float:
+        """When it last began to wait for the client."""
+
+    def make_room(self) -> None:
+        """Let go of everything that it holds, and close."""
+
+
+class Connections:
+    """All connections of one listening socket, in one process."""
+
+    def __init__(self, max_connections: int = MAX_CONNECTIONS, max_buffered: int = MAX_BUFFERED) -> None:
+        self._max_connections = max_connections
+        self._max_buffered = max_buffered
+        self._open: set[Connection] = set()
+        self._total = 0
+
+    def opened(self, connection: Connection) -> None:
+        """Close others if there are too many now; or this one, if all others are being answered."""
+        self._open.add(connection)
+        if len(self._open) > self._max_connections:
+            self._close_some(connection)
+
+    def closed(self, connection: Connection) -> None:
+        """Requests of it that are being decided stay in the account until they are."""
+        self._open.discard(connection)
+
+    def account(self, connection: Connection, buffered: int, held: int) -> None:
+        """Write down how many bytes a connection holds; if that is too much in all, the largest owner gives way."""
+        more = buffered - connection.buffered + held - connection.held
+        connection.buffered, connection.held = buffered, held
+        self._total += more
+        if more > 0 and self._total > self._max_buffered:
+            self._shed()
+
+    def _close_some(self, newest: Connection) -> None:
+        """Those that are quiet for longest: among strangers, if these have more than half of all connections."""
+        quiet = [each for each in self._open if not each.is_answering and each is not newest]
+        strangers = [each for each in quiet if each.owner == _STRANGER]
+        chosen = strangers if len(strangers) > self._max_connections // 2 else quiet
+        chosen.sort(key=lambda each: each.quiet_since)
+        for connection in chosen[: max(self._max_connections // 16, 1)] or [newest]:
+            self._open.discard(connection)  # the transport may need a moment
+            connection.make_room()
+
+    def _shed(self) -> None:
+        """Begin with the owner that holds most. Strangers count as one owner, and double."""
+        holding = [each for each in self._open if each.buffered]
+        totals: Counter[bytes] = Counter()
+        for each in holding:
+            totals[each.owner] += each.buffered if each.owner else 2 * each.buffered
+        holding.sort(key=lambda each: (-totals[each.owner], -each.buffered))
+        for connection in holding:
+            if self._total <= self._max_buffered * 3 // 4:
+                return
+            self._open.discard(connection)
+            connection.make_room()
