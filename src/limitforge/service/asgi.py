@@ -90,16 +90,16 @@ class DoorTwo:
     # --- Calls -------------------------------------------------------------------------------------------------------
 
     async def _check(self, scope: Scope, receive: Receive) -> Answer:
-        return await _told(self._checks.submit, *await _read(scope, receive, MAX_BODY))
+        return await _told(self._checks.submit, _who(scope, MAX_BODY), await _read(receive, MAX_BODY))
 
     async def _batch(self, scope: Scope, receive: Receive) -> Answer:
-        return await _told(self._checks.submit_batch, *await _read(scope, receive, MAX_BATCH_BODY))
+        return await _told(self._checks.submit_batch, _who(scope, MAX_BATCH_BODY), await _read(receive, MAX_BATCH_BODY))
 
     async def _post(self, scope: Scope, receive: Receive) -> Answer:
         path = self._path(scope) or ""
         permission, call = self._calls.posts[path.removeprefix("/v1/")]
-        who, body = await _read(scope, receive, MAX_BODY)
-        return await call(await self._checks.caller(who, permission), body)
+        caller = await self._checks.caller(_who(scope, MAX_BODY), permission)  # before a stranger's body is read
+        return await call(caller, await _read(receive, MAX_BODY))
 
     async def _usage(self, scope: Scope, receive: Receive) -> Answer:
         who = Who.of(key_of(scope["headers"]), source_of(scope))
@@ -114,8 +114,11 @@ async def _told(submit: Callable[..., None], *asked: Any) -> Answer:
     return await answered
 
 
-async def _read(scope: Scope, receive: Receive, limit: int) -> tuple[Who, bytes]:
-    who = Who.of(presented(scope["headers"], limit), source_of(scope))
+def _who(scope: Scope, limit: int) -> Who:
+    return Who.of(presented(scope["headers"], limit), source_of(scope))
+
+
+async def _read(receive: Receive, limit: int) -> bytes:
     body = bytearray()
     while True:
         event = await receive()
@@ -125,7 +128,7 @@ async def _read(scope: Scope, receive: Receive, limit: int) -> tuple[Who, bytes]
         if len(body) > limit:
             raise BadRequest(413, "body_too_large", f"at most {limit} bytes", connection="close")
         if not event.get("more_body", False):
-            return who, bytes(body)
+            return bytes(body)
 
 
 def _query(scope: Scope) -> dict[str, str]:

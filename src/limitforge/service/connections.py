@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Protocol
 
 MAX_CONNECTIONS = 2_000  # an idle one costs about 8 KiB
-MAX_BUFFERED = 16 * 1_048_576  # bytes
+MAX_BUFFERED = 12 * 1_048_576  # bytes
 
 _STRANGER = b""
 

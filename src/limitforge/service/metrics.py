@@ -2,6 +2,7 @@
 has a port of its own, which only Prometheus should reach.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 
 from limitforge.errors import LimitforgeError
@@ -29,6 +30,9 @@ class Metrics:
         self._sums = sums
         self._admit = admit
         self._budget = budget
+        self._writing = asyncio.Lock()
+        self._written: tuple[int, bytes] = (0, b"")
+        self._asked = 0
 
     async def guarded(self, scope: Scope, _: Receive) -> Answer:
         authorization = [value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"]
@@ -47,7 +51,14 @@ class Metrics:
         await send_answer(send, answer)
 
     async def _told(self) -> Answer:
-        return Answer(200, TEXT, b"", exposition(await self._sums.totals(), self._budget()))
+        """Many who ask at once share one text, which holds all that was counted before they asked."""
+        self._asked += 1
+        asked = self._asked
+        async with self._writing:
+            if self._written[0] < asked:
+                upto = self._asked
+                self._written = (upto, exposition(await self._sums.totals(), self._budget()))
+            return Answer(200, TEXT, b"", self._written[1])
 
 
 def exposition(totals: Totals, new_buckets_per_minute: int | None = None) -> bytes:
