@@ -18,7 +18,6 @@ from limitforge.limiter import Limiter
 from limitforge.service.admin.access import Access
 from limitforge.service.admin.app import create_admin
 from limitforge.service.admin.session import Session
-from limitforge.service.admin.throttled import Throttled
 from limitforge.service.admin.usage import UsageLog
 from limitforge.service.answers import refused
 from limitforge.service.asgi import App, DoorTwo, Receive, Scope, Send, send_answer
@@ -31,6 +30,7 @@ from limitforge.service.problems import BadRequest
 from limitforge.service.protocol import Doors
 from limitforge.service.settings import Settings, load
 from limitforge.service.sums import Sums
+from limitforge.service.throttled import Throttled
 from limitforge.service.tickets import Tickets
 
 FLUSH_SECONDS = 10.0  # how often what was counted is written down
@@ -59,6 +59,7 @@ class FromDatabase:
             lookup_seconds=settings.lookup_deadline_ms / 1_000,
         )
         self._access = Access(self.node.catalog, self.node.snapshots, limiter)
+        self._throttled = throttled
         self._usage = UsageLog(self._database, counters, used_tokens=self._access.used)
         self._flushing: asyncio.Task[None] | None = None
         self.other: App = create_admin(
@@ -72,6 +73,7 @@ class FromDatabase:
 
     async def start(self) -> None:
         await self.node.start()
+        await self._throttled.start()
         self._flushing = asyncio.get_running_loop().create_task(self._flush())
 
     async def close(self) -> None:
@@ -79,6 +81,7 @@ class FromDatabase:
             self._flushing.cancel()
             await asyncio.gather(self._flushing, return_exceptions=True)
             await self._usage.flush()
+        await self._throttled.close()
         await self.node.close()
         if self._shared is not None:
             await self._shared.close()
@@ -156,7 +159,7 @@ Parts = FromDatabase | FromFile
 
 class Service:
     """An ASGI application, which starts and ends with its lifespan. Processes that share a folder tell their metrics
-    together.
+    and who is throttled together.
     """
 
     def __init__(self, settings: Settings, folder: Path | None = None) -> None:
@@ -172,7 +175,7 @@ class Service:
             settings.store_url, key_prefix=settings.key_prefix, options=settings.store_options()
         )
         self.counters = Counters()
-        self.throttled = Throttled()
+        self.throttled = Throttled(peppers, folder)
         self._parts: Parts = (
             FromFile(settings, peppers, self._limiter, self.counters)
             if settings.config
