@@ -89,13 +89,7 @@ class FromDatabase:
 
     def told(self) -> dict[str, Any]:
         status = self.node.status()
-        return {
-            "state": status.database,
-            "since": status.since,
-            "listening": status.listening,
-            "revision": status.revision,
-            "tenants": status.cache.tenants,
-        }
+        return {"state": status.database, "since": status.since}
 
     async def admit(self, authorization: Iterable[str], source: str) -> None:
         """For whoever may see the numbers of all tenants."""
@@ -136,13 +130,7 @@ class FromFile:
 
     def told(self) -> dict[str, Any]:
         status = self.node.status()
-        return {
-            "state": status.file,
-            "since": status.since,
-            "error": status.error,
-            "revision": status.revision,
-            "tenants": status.cache.tenants,
-        }
+        return {"state": status.file, "since": status.since}
 
     async def admit(self, authorization: Iterable[str], source: str) -> None:
         detail = "a service that reads a file has no admin tokens: give metrics a port, with LIMITFORGE_METRICS_PORT"
@@ -184,11 +172,13 @@ class Service:
         self.node = self._parts.node
         tickets = Tickets(peppers)
         checks = Checks(self._limiter, self.node.snapshots, tickets, self.counters, self._denied)
-        self._health = Health(self._limiter, self._parts.told, lambda: self.node.status().overrides.evicting)
+        self._health = Health(self._limiter, self._parts.told)
         self.doors = Doors(checks, settings.root_path, settings.proxies())
         calls = Calls(self._limiter, checks, tickets)
         self._sums = Sums(self.counters, folder)
-        self.metrics = Metrics(self._sums, self._parts.admit, lambda: self._limiter.status().new_buckets_per_minute)
+        self.metrics = Metrics(
+            self._sums, self._parts.admit, lambda: self._limiter.status().new_buckets_per_minute, self.node.status
+        )
         self._door = DoorTwo(checks, calls, self._health, self.metrics.guarded, settings.root_path, self._parts.other)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
