@@ -129,7 +129,7 @@ async def test_a_known_subject_is_found_by_its_name() -> None:
     assert await denials(throttled, subject="user:3") == {}
 
 
-def test_the_api_tells_hashes_that_nobody_can_compute_from_outside(account: Account, own: Admin) -> None:
+def test_the_api_shows_hashes_that_can_not_be_computed_without_the_pepper(account: Account, own: Admin) -> None:
     for _ in range(7):
         account.check("user:7")
     items = own.get("/throttled", subject="user:7").json()["items"]

@@ -15,7 +15,7 @@ import msgspec
 
 HASH_BYTES = 8
 MAX_FILE_BYTES = 262_144
-"""A full window of 2,048 tenants with a subject each takes about 120,000."""
+"""A full window of 2,048 tenants with a subject each takes about 90,000."""
 MAX_FILES = 1_024
 """How many files a sum may have: four for each of 256 workers."""
 PREFIX = "throttled"
