@@ -23,7 +23,7 @@ from limitforge.service.answers import refused
 from limitforge.service.asgi import App, DoorTwo, Receive, Scope, Send, send_answer
 from limitforge.service.calls import Calls
 from limitforge.service.check import Checks
-from limitforge.service.connections import Connections
+from limitforge.service.connections import Connections, fitting
 from limitforge.service.counters import Counters
 from limitforge.service.health import Health
 from limitforge.service.metrics import Metrics
@@ -177,7 +177,7 @@ class Service:
         tickets = Tickets(peppers)
         checks = Checks(self._limiter, self.node.snapshots, tickets, self.counters, self._denied)
         self._health = Health(self._limiter, self._parts.told)
-        connections = Connections(settings.max_connections)
+        connections = Connections(fitting(settings.max_connections))
         self.doors = Doors.of_checks(checks, settings.root_path, settings.proxies(), connections)
         self.metrics_doors = Doors(checks, {}, Proxies(), Connections(MAX_SCRAPERS, MAX_SCRAPED_BYTES))
         calls = Calls(self._limiter, checks, tickets)

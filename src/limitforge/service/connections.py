@@ -3,11 +3,14 @@
 `protocol.py` bounds each connection by itself, but a client may open any number of them.
 """
 
+import resource
 from collections import Counter
 from typing import Protocol
 
 MAX_CONNECTIONS = 2_000  # an idle one costs about 8 KiB
 MAX_BUFFERED = 12 * 1_048_576  # bytes
+
+OTHER_FILES = 256  # that a process may have open besides
 
 _STRANGER = b""
 
@@ -83,3 +86,17 @@ class Connections:
                 return
             self._open.discard(connection)
             connection.make_room()
+
+
+def fitting(max_connections: int) -> int:
+    """Allow this process the open files that so many connections need. Return how many it may have: fewer, if the
+    system allows fewer files.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = max_connections + OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return max_connections
+    return max(soft - OTHER_FILES, soft // 2)
