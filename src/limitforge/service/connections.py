@@ -3,16 +3,49 @@
 `protocol.py` bounds each connection by itself, but a client may open any number of them.
 """
 
+import asyncio
 import resource
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Callable
 from typing import Protocol
 
 MAX_CONNECTIONS = 2_000  # an idle one costs about 8 KiB
 MAX_BUFFERED = 12 * 1_048_576  # bytes
 
+MAX_STARTS = 4  # of requests for ASGI, in one iteration of the event loop
 OTHER_FILES = 256  # that a process may have open besides
 
 _STRANGER = b""
+
+
+class Starts:
+    """Starts requests for ASGI, a few in each iteration of the event loop, in the order in which they came.
+
+    libuv accepts one connection in each iteration. So if every waiting connection started its next request in the same
+    iteration, a new client would wait for all of them once for each client before it.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._left = MAX_STARTS
+
+    def add(self, start: Callable[[], None]) -> None:
+        """Call it now or soon."""
+        if self._left == MAX_STARTS:
+            asyncio.get_running_loop().call_soon(self._go_on)
+        if self._left and not self._waiting:
+            self._left -= 1
+            start()
+        else:
+            self._waiting.append(start)
+
+    def _go_on(self) -> None:
+        self._left = MAX_STARTS
+        while self._waiting and self._left:
+            self._left -= 1
+            self._waiting.popleft()()
+        if self._left < MAX_STARTS:
+            asyncio.get_running_loop().call_soon(self._go_on)
 
 
 class Connection(Protocol):
@@ -43,6 +76,7 @@ class Connections:
     def __init__(self, max_connections: int = MAX_CONNECTIONS, max_buffered: int = MAX_BUFFERED) -> None:
         self._max_connections = max_connections
         self._max_buffered = max_buffered
+        self.starts = Starts()
         self._open: set[Connection] = set()
         self._total = 0
 

@@ -554,7 +554,10 @@ class CheckProtocol(HttpToolsProtocol):
         self._read_on()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        if not self.transport.is_closing():
+        self._doors.connections.starts.add(partial(self._start_now, cycle, app))
+
+    def _start_now(self, cycle: Any, app: Any) -> None:
+        if not self.transport.is_closing() and not cycle.disconnected:
             super()._start_asgi_task(cycle, app)
 
     # --- Answers -----------------------------------------------------------------------------------------------------
