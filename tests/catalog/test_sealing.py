@@ -12,17 +12,18 @@ from limitforge import ManualClock
 from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database import Database
 from limitforge.catalog.history import Stamp
-from limitforge.catalog.model import Plan
+from limitforge.catalog.model import Key, Plan
 from limitforge.catalog.node import Node
 from limitforge.catalog.queries import Announcement
 from limitforge.catalog.sealing import WARN_SECONDS, Sealer
 from limitforge.catalog.sources import CLOCK_SKEW_SECONDS, WARM_SECONDS
-from limitforge.errors import CatalogUnavailable
+from limitforge.errors import CatalogUnavailable, UnknownKey
 from limitforge.stores.shared import SharedRedis
 from tests.catalog.conftest import PEPPERS
 from tests.catalog.live import FakeSource, Member, eventually, open_account, remembering, set_limits, warm_copies
 from tests.catalog.places import Place, only_sqlite_with_redis, only_with_redis
 
+MINUTE_US = 60_000_000
 OLD, NEW, OTHER = PEPPERS, f"{PEPPERS},2:a second one that is newer", "1:a pepper of another deployment"
 
 
@@ -163,6 +164,31 @@ async def test_a_copy_that_was_kept_and_put_back_later_is_not_read(
     clock.advance_us(int(CLOCK_SKEW_SECONDS * 1_000_000))
     assert await warm.find_key(key.id) is None
     assert await warm.head() == Stamp(0, 1)
+
+
+@only_sqlite_with_redis
+async def test_a_copy_of_a_deleted_key_that_was_put_back_is_refused_for_good_once_the_database_was_asked(
+    place: Place, client: redis_py.Redis, clock: ManualClock
+) -> None:
+    """By a process that started after the deletion, and was not told of it."""
+    async with Member(place.database_url, place.redis_url, peppers=place.peppers) as before:
+        account = await open_account(before.catalog)
+        name = key_copy(account.key.id)
+        kept = stored(client, name)
+        async with before.catalog.edit("test") as edit:
+            await edit.delete(Key, account.key.id)
+    client.set(name, kept)
+    here = await place.member(clock=clock)
+    snapshots = here.node.snapshots
+    await snapshots.find(account.text)
+    clock.advance_us(MINUTE_US)
+    snapshots.confirm()  # as a node does that has read the outbox to its end
+    snapshots.known(account.text)  # it is time to read the key from the database
+    await eventually(lambda: snapshots.known(account.text) is None)
+    for _ in range(3):
+        clock.advance_us(MINUTE_US)  # longer than an unknown key is remembered
+        with pytest.raises(UnknownKey):
+            await snapshots.find(account.text)
 
 
 @only_with_redis
