@@ -46,7 +46,7 @@ class KeyKind(StrEnum):
 
 
 class KeyScope(StrEnum):
-    """What an API key may do. PLANS is for calls that name a `plan_id`: whoever may do that chooses the limits."""
+    """What an API key may do. PLANS allows calls to name a `plan_id`, and with that to choose their limits."""
 
     CHECK = "check"
     USAGE = "usage"

@@ -41,7 +41,7 @@ class KeyChanges(Body):
 
 class NewKey(KeyChanges):
     """A key that is to be. Without scopes it has all of them. Leave `plans` out for a key that leaves your own servers:
-    whoever may name a plan chooses the limits.
+    it lets a caller name a plan, and with that choose its limits.
     """
 
     model_config = ConfigDict(
