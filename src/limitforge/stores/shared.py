@@ -24,7 +24,7 @@ from limitforge.stores.resp import Address
 from limitforge.stores.slots import cluster_slot
 
 SECONDS = 1.0  # what one call may take
-MAX_BYTES = 32 * 1_048_576  # of what is read; the largest tenant, with 1,000 plans and 20,000 policies, has 20 MiB
+MAX_BYTES = 32 * 1_048_576  # of what is read; 1,000 plans and 20,000 policies have 16 MiB
 CONNECTIONS = 8  # to one server; whoever finds them all busy waits
 SILENCE_SECONDS = 15.0  # a listener that hears nothing for so long, not even an answer to a ping, is cut off
 PING_SECONDS = 5.0
