@@ -7,12 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from uuid import uuid4
 
+import msgspec
 import pytest
 
 from limitforge import ManualClock
 from limitforge.catalog.catalog import Catalog
 from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database import Database
+from limitforge.catalog.queries import Announcement
+from limitforge.catalog.sealing import Sealer
 from tests.catalog.places import Place
 from tests.postgres import PostgresServer
 
@@ -93,6 +96,18 @@ def _migrate(url: str) -> None:
 @pytest.fixture
 def peppers() -> Peppers:
     return Peppers.parse(PEPPERS)
+
+
+@pytest.fixture
+def sealer(peppers: Peppers) -> Sealer:
+    return Sealer(peppers)
+
+
+def announced(channel: str, message: bytes) -> list[Announcement]:
+    """What a message of a node with `PEPPERS` says."""
+    content = Sealer(Peppers.parse(PEPPERS)).open(channel, message)
+    assert content is not None
+    return msgspec.msgpack.decode(content, type=list[Announcement])
 
 
 @pytest.fixture

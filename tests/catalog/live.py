@@ -19,6 +19,8 @@ from limitforge.catalog.guard import Guard
 from limitforge.catalog.model import OPERATOR, Key, KeyScope, Override, Plan, Tenant, TenantConfig, normal_limits
 from limitforge.catalog.node import Node
 from limitforge.catalog.queries import Announcement
+from limitforge.catalog.sealing import Sealer
+from limitforge.catalog.sources import WarmCopies
 from limitforge.core.clock import Clock
 from limitforge.core.limits import Mode
 from limitforge.errors import CatalogUnavailable, LimitforgeError
@@ -121,6 +123,11 @@ class FakeSource:
         if self.is_down:
             raise CatalogUnavailable("the test says that there is no database")
         return found
+
+
+def warm_copies(shared: Any, peppers: Peppers, **how: Any) -> WarmCopies:
+    """The copies that a node with these peppers reads and writes."""
+    return WarmCopies(shared, "lf", Sealer(peppers), **how)
 
 
 def parsed(limits: str) -> tuple[dict[str, Any], ...]:

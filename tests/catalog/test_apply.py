@@ -445,7 +445,7 @@ async def test_a_plan_of_changes_is_what_a_person_reads(catalog: Catalog) -> Non
         "- tenant acme / policy GET:/orders/{id}",
         f"~ tenant acme / key site ({customer.key.id})",
         "    name: web -> site",
-        "    scopes: check, usage -> check",
+        "    scopes: check, usage, plans -> check",
         "    secrets: 1 under pepper 1 -> others",
         '+ tenant acme / override "a\\nb on *"',
         "    limits.burst: unlimited",

@@ -59,7 +59,7 @@ async def test_a_key_needs_a_tenant_and_a_name(catalog: Catalog) -> None:
     assert key.id == f"key_{credential.id}"
     assert await catalog.get(Key, key.id) == key
     assert (key.plan_id, key.expires_at, key.metadata, key.disabled, key.last_used_at) == (None, None, {}, False, None)
-    assert key.scopes == (KeyScope.CHECK, KeyScope.USAGE)
+    assert key.scopes == (KeyScope.CHECK, KeyScope.USAGE, KeyScope.PLANS)
     assert [secret.pepper for secret in key.secrets] == [1]
     assert await is_good(catalog, credential)
 
@@ -130,6 +130,7 @@ async def test_what_makes_no_sense_is_refused_by_its_name(catalog: Catalog, data
         ({"type": "admin"}, "type"),
         ({"scopes": []}, "scopes"),
         ({"scopes": ["check", "check"]}, "scopes"),
+        ({"scopes": ["plans"]}, "scopes"),
         ({"scopes": ["write"]}, "scopes[0]"),
         ({"scopes": "check"}, "scopes"),
         ({"expires_at": "2030-01-01T00:00:00"}, "expires_at"),

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import sqlite3
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -11,13 +12,15 @@ from uuid import uuid4
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import Connection, inspect, text
+from sqlalchemy import Connection, insert, inspect, text
 
 from limitforge.catalog import tables
 from limitforge.catalog.catalog import Catalog
+from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database import Database, newest_schema
-from limitforge.catalog.model import Plan, Tenant
+from limitforge.catalog.model import Key, Plan, Tenant
 from limitforge.errors import CatalogUnavailable, InvalidInput
+from tests.catalog.conftest import PEPPERS
 from tests.catalog.making import execute, new_customer, opened, rows, state, url_of
 from tests.postgres import PostgresServer
 
@@ -179,6 +182,42 @@ async def test_what_was_written_is_there_for_the_next_one_who_opens_it(catalog: 
         await later.prepare()
         assert await Catalog(later).config(customer.tenant.id) == config
         assert await Catalog(later).every(Plan, customer.tenant.id) == [customer.plan]
+
+
+async def test_keys_of_an_earlier_release_may_name_plans_and_its_nodes_work_on(bare: Database) -> None:
+    """A node of the release before knows neither the column nor the word, and writes during a rolling upgrade."""
+    await bare.upgrade("0003")
+    now = datetime(2026, 1, 1, tzinfo=UTC)
+    own = {"version": 1, "created_at": now, "updated_at": now}
+    tenant = {"id": "ten_a", "name": "a", "mode": "on", "time_zone": "UTC", "lanes": 1, "suspended": False}
+
+    async def insert_as_before(identity: str, scopes: list[str]) -> None:
+        key = {"id": identity, "tenant_id": "ten_a", "name": "k", "type": "live", "disabled": False, **own}
+        async with bare.writing() as connection:
+            await connection.execute(insert(tables.keys).values({**key, "scopes": scopes, "metadata": {}}))
+
+    async with bare.writing() as connection:
+        await connection.execute(insert(tables.tenants).values({**tenant, "revision": 0, **own}))
+    await insert_as_before("key_before", ["check", "usage"])
+    await insert_as_before("key_narrow", ["usage"])
+    await bare.upgrade()
+    await insert_as_before("key_during", ["check", "usage"])
+    catalog = Catalog(bare, peppers=Peppers.parse(PEPPERS))
+    scopes = {key.id: key.scopes for key in await catalog.every(Key, "ten_a")}
+    assert scopes == {
+        "key_before": ("check", "usage", "plans"),
+        "key_during": ("check", "usage", "plans"),
+        "key_narrow": ("usage", "plans"),
+    }
+    async with catalog.edit("test") as edit:
+        await edit.update(Key, "key_before", {"scopes": ["check", "usage"]})
+    written = await rows(bare, "SELECT scopes FROM keys WHERE id = 'key_before'")
+    assert "plans" not in str(written), "a node of the release before would refuse the key"
+    await execute(bare, "UPDATE keys SET scopes = '[\"check\"]' WHERE id = 'key_before'")  # as such a node would
+    assert (await catalog.get(Key, "key_before")).scopes == ("check",)
+    await bare.downgrade("0003")
+    await bare.upgrade()
+    assert (await catalog.get(Key, "key_before")).scopes == ("check", "plans")
 
 
 async def test_a_file_is_brought_up_by_whoever_uses_it_first(tmp_path: Path) -> None:

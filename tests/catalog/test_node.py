@@ -7,7 +7,6 @@ import logging
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 
-import msgspec
 import pytest
 import redis as redis_py
 from sqlalchemy import delete, update
@@ -22,11 +21,11 @@ from limitforge.catalog.database import Database
 from limitforge.catalog.model import Key, Plan, Tenant, TenantConfig
 from limitforge.catalog.node import Node
 from limitforge.catalog.queries import Announcement
-from limitforge.catalog.sources import WarmCopies
 from limitforge.core.limits import Mode
 from limitforge.errors import CatalogUnavailable, Forbidden, InvalidInput, UnknownKey
 from limitforge.stores.shared import SharedRedis
-from tests.catalog.live import Member, closing, eventually, open_account, set_fleet, set_limits, wrong_key
+from tests.catalog.conftest import announced
+from tests.catalog.live import Member, closing, eventually, open_account, set_fleet, set_limits, warm_copies, wrong_key
 from tests.catalog.places import Place, only_postgres, only_sqlite, only_sqlite_with_redis, only_with_redis
 from tests.catalog.test_node_processes import cut_listeners
 from tests.contract.test_shared import sockets
@@ -128,7 +127,7 @@ async def test_exactly_one_node_publishes_for_a_writer_that_did_not(place: Place
 
     class Counting(SharedRedis):
         async def publish(self, channel: str, message: bytes) -> None:
-            published.extend(each.revision for each in msgspec.msgpack.decode(message, type=list[queries.Announcement]))
+            published.extend(each.revision for each in announced(channel, message))
             await super().publish(channel, message)
 
     assert place.redis_url is not None
@@ -139,7 +138,7 @@ async def test_exactly_one_node_publishes_for_a_writer_that_did_not(place: Place
         await member.sees(account.text, 5)
     await eventually(lambda: is_published(members[0]))
     published.clear()
-    warm = WarmCopies(members[0].shared, "lf")
+    warm = warm_copies(members[0].shared, place.peppers)
     for number in (6, 7, 8):
         await set_limits(writer, account, f"{number}/minute")
         truth = await writer.config(account.tenant.id)
@@ -194,7 +193,7 @@ async def test_what_was_written_while_redis_was_away_is_published_when_it_is_bac
     await set_limits(here.catalog, account, "6/minute")
     await there.sees(account.text, 6)
     own_redis_server.restart()
-    warm = WarmCopies(here.shared, "lf")
+    warm = warm_copies(here.shared, peppers)
 
     async def is_copied() -> bool:
         copy = await warm.config(account.tenant.id)
@@ -250,7 +249,7 @@ async def test_messages_that_are_not_ours_disturb_nobody(place: Place, redis_url
             b"[]",
             b"\x91\x82\xa8revision\xff\xa9tenant_id\xa0",
         ):
-            client.publish("lf:%catalog", message)
+            client.publish("lf:%changes", message)
     await set_limits(here.catalog, account, "6/minute")
     await there.sees(account.text, 6)
     assert "redis" in there.node.status().listening
@@ -321,7 +320,7 @@ async def test_one_edit_of_more_tenants_than_fit_into_a_batch_reaches_all_of_the
 
     class Counting(SharedRedis):
         async def publish(self, channel: str, message: bytes) -> None:
-            told.append(msgspec.msgpack.decode(message, type=list[Announcement]))
+            told.append(announced(channel, message))
             await super().publish(channel, message)
 
     writer = await place.writer()

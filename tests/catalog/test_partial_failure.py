@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import redis as redis_py
 from sqlalchemy import select, update
@@ -24,12 +23,13 @@ from limitforge.catalog.database import Database
 from limitforge.catalog.mirror import Mirror
 from limitforge.catalog.model import Key, TenantConfig
 from limitforge.catalog.queries import Announcement, unpublished
-from limitforge.catalog.sources import DatabaseSource, WarmCopies
+from limitforge.catalog.sources import DatabaseSource
 from limitforge.errors import PartialFailure
 from limitforge.stores.shared import SharedRedis
 from limitforge.stores.slots import cluster_slot
 from tests.catalog.backups import back_up, restore
-from tests.catalog.live import Account, Member, closing, decide, eventually, open_account, set_limits
+from tests.catalog.conftest import announced
+from tests.catalog.live import Account, Member, closing, decide, eventually, open_account, set_limits, warm_copies
 from tests.catalog.making import url_of
 from tests.catalog.test_relay import apply_tenants, disable
 from tests.constellations import ClusterServers
@@ -102,7 +102,7 @@ async def listening(url: str, channel: str) -> AsyncIterator[list[Announcement]]
             if message is None:
                 is_in.set()
             else:
-                heard.extend(msgspec.msgpack.decode(message, type=list[Announcement]))
+                heard.extend(announced(channel, message))
 
     task = asyncio.create_task(listen())
     try:
@@ -143,7 +143,7 @@ async def test_a_dead_master_holds_up_no_tenant_of_the_others(
         await eventually(is_published)
         dead.kill()
         try:
-            async with listening(url, "lf:%catalog") as heard:
+            async with listening(url, "lf:%changes") as heard:
                 for number in range(5):  # more than a batch
                     await set_override(writer, away, {"limit": 20 + number})
                 await set_limits(writer, well, "40/minute")
@@ -163,7 +163,7 @@ async def test_a_dead_master_holds_up_no_tenant_of_the_others(
             async with contextlib.AsyncExitStack() as stack:
                 shared = SharedRedis(url)
                 await stack.enter_async_context(closing(shared))
-                copy = await WarmCopies(shared, "lf").find_config(well.tenant.id)
+                copy = await warm_copies(shared, peppers).find_config(well.tenant.id)
                 assert copy is not None
                 assert copy.value is not None
                 assert copy.value.plans[0].limits[0]["limit"] == 40
@@ -257,7 +257,7 @@ async def test_a_full_redis_still_passes_messages_on_and_gets_the_copies_later(
                 return not await pending(database)
 
             await eventually(is_published)
-            async with listening(url, "lf:%catalog") as heard:
+            async with listening(url, "lf:%changes") as heard:
                 raw.config_set("maxmemory", 1)
                 async with member.catalog.edit("test") as edit:
                     await edit.disable_key(account.key.id)
@@ -267,7 +267,7 @@ async def test_a_full_redis_still_passes_messages_on_and_gets_the_copies_later(
                 await eventually(is_published)
             shared = SharedRedis(url)
             async with closing(shared):
-                copy = await WarmCopies(shared, "lf").find_key(account.key.id)
+                copy = await warm_copies(shared, peppers).find_key(account.key.id)
             assert copy is not None
             assert copy.value is not None
             assert copy.value.disabled
@@ -301,7 +301,7 @@ async def test_an_invalid_tenant_holds_up_no_other_and_is_published_once_it_is_c
 
         await eventually(is_blocked)
         await eventually(is_only_the_bad_pending)
-        warm = WarmCopies(member.shared, "lf")
+        warm = warm_copies(member.shared, peppers)
         assert await warm.find_config(bad.tenant.id) is None  # it is not said to be deleted
         await set_stored(limits)
 
@@ -328,7 +328,7 @@ async def test_an_invalid_key_is_not_published_as_deleted_and_holds_up_nothing_e
             return await pending(database) == {bad.tenant.id}
 
         await eventually(is_only_the_bad_pending)
-        warm = WarmCopies(member.shared, "lf")
+        warm = warm_copies(member.shared, peppers)
         assert await warm.find_key(bad.key.id) is None
         copy = await warm.find_key(good.key.id)
         assert copy is not None
@@ -356,7 +356,7 @@ class FailsOnce(SharedRedis):
         await super().put_many(copies, ttl_seconds)
 
     async def publish(self, channel: str, message: bytes) -> None:
-        self.sent.append({each.revision for each in msgspec.msgpack.decode(message, type=list[Announcement])})
+        self.sent.append({each.revision for each in announced(channel, message)})
         await super().publish(channel, message)
 
 

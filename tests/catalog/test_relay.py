@@ -4,7 +4,6 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-import msgspec
 import pytest
 import redis as redis_py
 
@@ -18,6 +17,7 @@ from limitforge.catalog.model import Tenant, at_time, build
 from limitforge.catalog.queries import Announcement, unpublished
 from limitforge.errors import Forbidden
 from limitforge.stores.shared import SharedRedis
+from tests.catalog.conftest import announced
 from tests.catalog.live import Account, Member, eventually, open_account
 from tests.catalog.making import url_of
 
@@ -41,7 +41,7 @@ class Watched(SharedRedis):
         await super().put_many(copies, ttl_seconds)
 
     async def publish(self, channel: str, message: bytes) -> None:
-        self._published.append(msgspec.msgpack.decode(message, type=list[Announcement]))
+        self._published.append(announced(channel, message))
         await super().publish(channel, message)
 
 

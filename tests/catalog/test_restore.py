@@ -15,12 +15,21 @@ from limitforge.catalog import tables
 from limitforge.catalog.database import Database
 from limitforge.catalog.history import Stamp
 from limitforge.catalog.model import OPERATOR, Key, Plan, Tenant
-from limitforge.catalog.sources import WarmCopies
 from limitforge.core.limits import Mode
 from limitforge.errors import CatalogUnavailable, Forbidden, UnknownKey
 from limitforge.stores.shared import SharedRedis
 from tests.catalog.backups import back_up, restore
-from tests.catalog.live import PATIENT, Account, Member, closing, eventually, open_account, set_fleet, set_limits
+from tests.catalog.live import (
+    PATIENT,
+    Account,
+    Member,
+    closing,
+    eventually,
+    open_account,
+    set_fleet,
+    set_limits,
+    warm_copies,
+)
 from tests.catalog.places import Place, only_with_redis
 
 pytestmark = pytest.mark.slow
@@ -165,7 +174,7 @@ async def test_after_a_restore_with_all_nodes_stopped_no_copy_of_the_lost_time_c
     await set_limits(here.catalog, account, "15/minute")
     assert await here.limit(account.text) == 15
     await there.sees(account.text, 15)
-    warm = WarmCopies(here.shared, "lf")
+    warm = warm_copies(here.shared, place.peppers)
 
     async def is_copied() -> bool:
         copy = await warm.config(account.tenant.id)
@@ -189,7 +198,7 @@ async def test_a_copy_that_is_written_late_by_a_node_of_the_lost_time_is_not_bel
     async with here.catalog.edit("test") as edit:
         await edit.disable_key(account.key.id)
     assert here.shared is not None
-    warm = WarmCopies(here.shared, "lf")
+    warm = warm_copies(here.shared, place.peppers)
     for late in (stamp, far):
         await clear(here.shared, account)
         await warm.put_config(account.tenant.id, lost, late)
@@ -225,7 +234,7 @@ async def test_a_message_of_the_lost_time_deletes_nothing(place: Place, tmp_path
     await eventually(lambda: "redis" in here.node.status().listening)
     before = here.node.status().cache.loads
     for message in [each for each in heard if account.key.id.encode() in each]:
-        await here.shared.publish("lf:%catalog", message)
+        await here.shared.publish("lf:%changes", message)
     for _ in range(50):
         assert await here.error(account.text) is None
         await asyncio.sleep(0.01)

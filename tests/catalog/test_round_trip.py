@@ -87,7 +87,9 @@ KEYS = st.fixed_dictionaries(
         "name": NAMES,
         "type": st.sampled_from(["live", "test"]),
         "metadata": METADATA,
-        "scopes": st.sampled_from([["check"], ["usage"], ["usage", "check"]]),
+        "scopes": st.sampled_from(
+            [["check"], ["usage"], ["usage", "check"], ["plans", "check"], ["plans", "usage", "check"]]
+        ),
     }
 )
 OVERRIDES = st.fixed_dictionaries(

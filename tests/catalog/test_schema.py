@@ -75,6 +75,7 @@ async def test_it_takes_what_is_exported(catalog: Catalog) -> None:
         "keys: [{id: web, name: a}]",
         "keys: [{id: key_0123456789abcdef, name: a, scopes: []}]",
         "keys: [{id: key_0123456789abcdef, name: a, scopes: [check, check]}]",
+        "keys: [{id: key_0123456789abcdef, name: a, scopes: [plans]}]",
         "keys: [{id: key_0123456789abcdef, name: a, secrets: [{hash: x, pepper: 1}]}]",
         "overrides: [{subject: a, limits: {x: free}, expires_at: 2030-01-01T00:00:00Z}]",
         "overrides: [{subject: a, limits: {x: {limt: 1}}, expires_at: 2030-01-01T00:00:00Z}]",

@@ -72,7 +72,7 @@ async def test_an_update_that_changes_nothing_is_none(catalog: Catalog, database
         Tenant: {"mode": "on", "name": "acme"},
         Plan: {"limits": "burst=100/minute"},
         Policy: {"plan_id": customer.plan.id},
-        Key: {"scopes": ["check", "usage"], "metadata": {}},
+        Key: {"scopes": ["usage", "check", "plans"], "metadata": {}},
         Token: {"scopes": ["read"]},
         Override: {"limits": {"burst": {"limit": 500}}, "reason": ""},
     }

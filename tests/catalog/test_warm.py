@@ -24,6 +24,7 @@ from limitforge.catalog.database import Database
 from limitforge.catalog.history import Stamp
 from limitforge.catalog.model import OPERATOR, Key, Plan, Policy, Tenant, TenantConfig
 from limitforge.catalog.node import Node
+from limitforge.catalog.sealing import Sealer
 from limitforge.catalog.snapshot import Snapshot
 from limitforge.catalog.sources import FORMAT, DatabaseSource, WarmCopies
 from limitforge.core.clock import SystemClock
@@ -31,11 +32,11 @@ from limitforge.core.limits import Mode
 from limitforge.errors import CatalogError, InvalidInput, StoreUnavailable, UnknownKey
 from limitforge.stores.shared import SharedRedis
 from tests.catalog.conftest import PEPPERS
-from tests.catalog.live import FakeSource, Member, closing, eventually, open_account, remembering
+from tests.catalog.live import FakeSource, Member, closing, eventually, open_account, remembering, warm_copies
 from tests.servers import RedisServer
 
 MINUTE_US = 60_000_000
-HEAD = struct.pack(">Q", 9) + FORMAT + struct.pack(">QQQ", 0, 9, 0)
+HEAD = struct.pack(">Q", 9) + FORMAT + struct.pack(">QQQQ", 0, 9, 0, 2**40)
 
 
 @pytest.fixture
@@ -46,8 +47,8 @@ async def shared(redis_url: str) -> AsyncIterator[SharedRedis]:
 
 
 @pytest.fixture
-def warm(shared: SharedRedis) -> WarmCopies:
-    return WarmCopies(shared, "lf")
+def warm(shared: SharedRedis, peppers: Peppers) -> WarmCopies:
+    return warm_copies(shared, peppers)
 
 
 @pytest.fixture
@@ -218,14 +219,22 @@ WRONG = [
 ]
 
 
+@pytest.mark.parametrize("is_sealed", [False, True])
 @pytest.mark.parametrize("copy", WRONG, ids=range(len(WRONG)))
 async def test_garbage_in_place_of_a_copy_is_not_believed(
-    copy: bytes, warm: WarmCopies, source: FakeSource, peppers: Peppers, clock: ManualClock, redis_url: str
+    copy: bytes,
+    is_sealed: bool,
+    warm: WarmCopies,
+    source: FakeSource,
+    peppers: Peppers,
+    sealer: Sealer,
+    clock: ManualClock,
+    redis_url: str,
 ) -> None:
     key, text = source.add_key(peppers, "acme")
     with redis_py.Redis.from_url(redis_url) as client:
         for name in (warm._name("c", "acme"), warm._name("c", OPERATOR), warm._name("k", key.id)):
-            client.set(name, copy)
+            client.set(name, sealer.seal(name, copy) if is_sealed else copy)
     snapshots = remembering(source, peppers, clock, warm=warm)
     caller = await snapshots.find(text)
     assert caller.key == key
@@ -242,8 +251,9 @@ async def test_a_copy_of_another_kind_is_not_believed(
 
 
 async def test_a_copy_of_another_release_is_not_believed(
-    warm: WarmCopies, source: FakeSource, peppers: Peppers, redis_url: str
+    warm: WarmCopies, source: FakeSource, sealer: Sealer, redis_url: str
 ) -> None:
+    name = warm._name("c", "acme")
     config = source.configs["acme"]
     fields = msgspec.to_builtins(config, builtin_types=(datetime,))
     newer: dict[str, Any] = {**fields, "tenant": {**fields["tenant"], "colour": "red"}}
@@ -251,14 +261,14 @@ async def test_a_copy_of_another_release_is_not_believed(
     right = msgspec.msgpack.encode(fields)
     bad_plan = {**fields, "plans": [{**fields["plans"][0], "limits": [{"algorithm": "unheard_of"}]}]}
     with redis_py.Redis.from_url(redis_url) as client:
-        client.set(warm._name("c", "acme"), HEAD + right)
+        client.set(name, sealer.seal(name, HEAD + right))
         assert await warm.config("acme") == config
         for copy in (
-            HEAD.replace(FORMAT, b"1", 1) + right,
-            HEAD.replace(FORMAT, b"3", 1) + right,
+            HEAD.replace(FORMAT, b"2", 1) + right,
+            HEAD.replace(FORMAT, b"4", 1) + right,
             *(HEAD + msgspec.msgpack.encode(fields) for fields in (newer, older, bad_plan)),
         ):
-            client.set(warm._name("c", "acme"), copy)
+            client.set(name, sealer.seal(name, copy))
             assert await warm.config("acme") is None
 
 
@@ -387,7 +397,7 @@ async def test_without_redis_the_database_is_asked_and_redis_is_left_alone_for_a
     own_redis_server: RedisServer, source: FakeSource, peppers: Peppers, clock: ManualClock
 ) -> None:
     shared = SharedRedis(own_redis_server.url)
-    warm = WarmCopies(shared, "lf", clock)
+    warm = warm_copies(shared, peppers, clock=clock)
     texts = [source.add_key(peppers, "acme", number)[1] for number in range(4)]
     snapshots = remembering(source, peppers, clock, warm=warm)
     await snapshots.find(texts[0])
@@ -409,7 +419,7 @@ async def test_whoever_publishes_is_told_that_a_copy_could_not_be_written(
     shared = SharedRedis(own_redis_server.url)
     own_redis_server.kill()
     with pytest.raises(StoreUnavailable):
-        await WarmCopies(shared, "lf").put_config("acme", source.configs["acme"], Stamp(0, 1))
+        await warm_copies(shared, Peppers.parse(PEPPERS)).put_config("acme", source.configs["acme"], Stamp(0, 1))
     await shared.close()
 
 
@@ -516,7 +526,7 @@ async def copies_after(url: str, redis_url: str, edits: list[tuple[Any, ...]]) -
     database, shared = Database(url), SharedRedis(redis_url)
     clock = ManualClock()
     node = Node(database, Peppers.parse(PEPPERS), shared=shared, clock=clock)
-    warm = WarmCopies(shared, "lf")
+    warm = warm_copies(shared, Peppers.parse(PEPPERS))
     ever: set[str] = set()
     try:
         for each in edits:

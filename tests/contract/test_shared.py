@@ -15,6 +15,7 @@ from typing import Any, Protocol, Self
 import pytest
 
 from limitforge.errors import InvalidInput, PartialFailure, StoreUnavailable
+from limitforge.stores import shared as shared_redis
 from limitforge.stores.shared import SharedRedis
 from limitforge.stores.slots import cluster_slot
 from tests.constellations import ClusterServers, SentinelServers
@@ -117,6 +118,14 @@ async def test_what_is_put_can_be_got_until_its_time_is_over(shared: SharedRedis
     while await shared.get("lf:{got}:%c") is not None:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
+
+
+async def test_no_more_is_read_than_the_largest_copy_has(shared: SharedRedis, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another program has stored there may be 512 MiB."""
+    monkeypatch.setattr(shared_redis, "MAX_BYTES", 1_000)
+    copy = numbered(1, bytes(range(256)) * 8)
+    await shared.put("lf:{large}:%c", copy, 60)
+    assert await shared.get("lf:{large}:%c") == copy[:1_000]
 
 
 async def test_an_older_copy_never_replaces_a_newer_one(shared: SharedRedis) -> None:

@@ -1,14 +1,21 @@
 """Who may administer: tokens, their scopes, how often they may call, and what happens to those that guess."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from limitforge.catalog.credentials import PREFIXES, Credential, new_id
+from limitforge.catalog.catalog import Catalog
+from limitforge.catalog.credentials import PREFIXES, Credential, Peppers, new_id
+from limitforge.catalog.database import Database
+from limitforge.catalog.model import Tenant, Token
+from limitforge.errors import Forbidden, UnknownKey
 from limitforge.service.admin import access
-from tests.service.live import Account, Admin, Live
+from limitforge.service.admin.session import Session
+from tests.service.live import PEPPERS, Account, Admin, Live
 from tests.service.problems import assert_problem
 
 
@@ -19,6 +26,14 @@ def unknown_token() -> str:
 @pytest.fixture
 def fresh(tmp_path: Path) -> Live:
     return Live(f"sqlite:///{tmp_path}/fresh.db")
+
+
+@pytest.fixture
+async def catalog(tmp_path: Path) -> AsyncIterator[Catalog]:
+    database = Database(f"sqlite:///{tmp_path}/catalog.db")
+    await database.prepare()
+    yield Catalog(database, peppers=Peppers.parse(PEPPERS))
+    await database.close()
 
 
 def test_without_a_right_token_nothing_is_shown(fresh: Live) -> None:
@@ -98,6 +113,110 @@ def test_nobody_gives_away_more_than_they_have(embedded: Live, account: Account,
     for body in ({"name": "fleet", "scopes": ["read"]}, {"name": "fleet", "scopes": ["read"], "tenant_id": None}):
         assert_problem(own.post("/tokens", body), 403, "forbidden")
     assert own.made("/tokens", {"name": f"{account.id}-mine", "tenant_id": account.id})["tenant_id"] == account.id
+
+
+def in_seconds(seconds: int) -> str:
+    return (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat()
+
+
+@pytest.fixture
+def expiring(embedded: Live) -> Admin:
+    """A token of all tenants and both scopes that ends in an hour."""
+    return embedded.admin(expires_at=in_seconds(3_600))
+
+
+def own_token(admin: Admin, expiring: Admin) -> str:
+    """The id under which the tokens of this admin are listed."""
+    identity = "tok_" + expiring.token.removeprefix(PREFIXES["admin"])[:16]
+    assert admin.get(f"/tokens/{identity}").status_code == 200
+    return identity
+
+
+@pytest.mark.parametrize("fields", [{}, {"expires_at": None}, {"expires_at": "2999-01-01T00:00:00Z"}])
+def test_a_token_that_expires_creates_none_that_outlives_it(
+    expiring: Admin, account: Account, fields: dict[str, Any]
+) -> None:
+    for tenant_id in (None, account.id):
+        body = {"name": f"{account.id}-heir", "tenant_id": tenant_id, **fields}
+        assert_problem(expiring.post("/tokens", body), 403, "forbidden", "expires_at: this token expires at ")
+    assert expiring.get("/tokens", name=f"{account.id}-heir").json()["items"] == []
+    made = expiring.made("/tokens", {"name": f"{account.id}-heir", "expires_at": in_seconds(3_000)})
+    assert expiring.live.caller(made["token"]).get("/tenants").status_code == 200
+
+
+@pytest.mark.parametrize("expires_at", [None, "2999-01-01T00:00:00Z"])
+def test_a_token_can_not_extend_itself_or_another_beyond_its_own_expiry(
+    admin: Admin, expiring: Admin, account: Account, expires_at: str | None
+) -> None:
+    itself = own_token(admin, expiring)
+    other = admin.made("/tokens", {"name": f"{account.id}-other", "expires_at": in_seconds(60)})["id"]
+    gone = admin.made("/tokens", {"name": f"{account.id}-gone", "expires_at": "2020-01-01T00:00:00Z"})["id"]
+    for identity in (itself, other, gone):
+        before = admin.get(f"/tokens/{identity}").json()
+        refused = expiring.patch(f"/tokens/{identity}", {"expires_at": expires_at})
+        assert_problem(refused, 403, "forbidden", "expires_at: this token expires at ")
+        after = admin.get(f"/tokens/{identity}").json()
+        assert (after["version"], after["expires_at"]) == (before["version"], before["expires_at"])
+    assert expiring.patch(f"/tokens/{other}", {"expires_at": in_seconds(600)}).status_code == 200
+
+
+def test_a_token_that_expires_may_shorten_and_rename_one_that_does_not(
+    admin: Admin, expiring: Admin, account: Account
+) -> None:
+    other = admin.made("/tokens", {"name": f"{account.id}-ever"})["id"]
+    assert expiring.patch(f"/tokens/{other}", {"name": f"{account.id}-other"}).status_code == 200
+    assert expiring.patch(f"/tokens/{other}", {"expires_at": in_seconds(9_000)}).status_code == 200
+
+
+def test_a_token_that_expires_adds_no_scope_to_one_that_outlives_it(
+    admin: Admin, expiring: Admin, account: Account
+) -> None:
+    other = admin.made("/tokens", {"name": f"{account.id}-ever"})["id"]
+    answer = expiring.patch(f"/tokens/{other}", {"scopes": ["read", "write"]})
+    assert_problem(answer, 403, "forbidden", "expires_at: this token expires at ")
+    both = {"scopes": ["read", "write"], "expires_at": in_seconds(600)}
+    assert expiring.patch(f"/tokens/{other}", both).status_code == 200
+
+
+def test_a_token_extends_no_scope_that_it_lacks(embedded: Live, admin: Admin, account: Account) -> None:
+    writer = embedded.admin(scopes=["write"])
+    for end in ("2020-01-01T00:00:00Z", in_seconds(600)):
+        name = f"{account.id}-{end[:4]}"
+        other = admin.made("/tokens", {"name": name, "scopes": ["read", "write"], "expires_at": end})["id"]
+        answer = writer.patch(f"/tokens/{other}", {"expires_at": in_seconds(1_200)})
+        assert_problem(answer, 403, "forbidden", "scopes: this token lacks the scope read")
+        assert writer.patch(f"/tokens/{other}", {"scopes": ["write"], "expires_at": None}).status_code == 200
+
+
+def test_the_scopes_that_a_token_has_by_default_are_granted_by_one_that_has_them(
+    embedded: Live, account: Account
+) -> None:
+    writer = embedded.admin(scopes=["write"])
+    answer = writer.post("/tokens", {"name": f"{account.id}-default"})
+    assert_problem(answer, 403, "forbidden", "scopes: this token lacks the scope read")
+    assert writer.made("/tokens", {"name": f"{account.id}-default", "scopes": ["write"]})["scopes"] == ["write"]
+
+
+async def test_an_edit_goes_by_what_its_token_may_do_now(catalog: Catalog) -> None:
+    """The call was admitted, and waits for its turn to write while the token is narrowed, shortened or deleted."""
+    async with catalog.edit("test") as edit:
+        token, _ = await edit.create_token({"name": "ops", "scopes": ["read", "write"]})
+    for change, refusal in (({"scopes": ["read"]}, Forbidden), ({"expires_at": "2020-01-01T00:00:00Z"}, UnknownKey)):
+        admitted = Session(await catalog.get(Token, token.id), catalog)
+        async with catalog.edit("test") as edit:
+            await edit.update(Token, token.id, change)
+        with pytest.raises(refusal):
+            async with admitted.edit() as edit:
+                await edit.create(Tenant, {"name": "late"})
+        async with catalog.edit("test") as edit:
+            await edit.update(Token, token.id, {"scopes": ["read", "write"], "expires_at": None})
+    admitted = Session(await catalog.get(Token, token.id), catalog)
+    async with catalog.edit("test") as edit:
+        await edit.delete(Token, token.id)
+    with pytest.raises(UnknownKey):
+        async with admitted.edit() as edit:
+            await edit.create(Tenant, {"name": "late"})
+    assert (await catalog.page(Tenant)).items == []
 
 
 def test_the_tokens_of_a_suspended_tenant_can_not_lift_that(admin: Admin, account: Account, own: Admin) -> None:

@@ -121,7 +121,12 @@ def test_a_thing_can_be_carried_as_it_is(kind: type[Entity]) -> None:
 
 def test_the_smallest_things_have_their_defaults() -> None:
     key = build(Key, SMALLEST[Key])
-    assert (key.type, key.scopes, key.metadata, key.disabled) == (KeyKind.LIVE, ("check", "usage"), {}, False)
+    assert (key.type, key.scopes, key.metadata, key.disabled) == (
+        KeyKind.LIVE,
+        ("check", "usage", "plans"),
+        {},
+        False,
+    )
     assert build(Token, SMALLEST[Token]).scopes == ("read",)
     override = build(Override, SMALLEST[Override])
     assert (override.resource, override.reason, override.set_by) == ("*", "", "")

@@ -402,6 +402,8 @@ class Snapshots:
             self._missed(error)
             return copy, False
         self._recovered()
+        if config is None and copy is not None and copy.value is not None:
+            self._accepts.expect(tenant_id, stamp)  # a copy of before the deletion may be put back again
         if self._warm is not None and config is not None:
             await self._warm.refresh_config(tenant_id, config, stamp)
         return Copy(stamp, config), True
@@ -524,6 +526,8 @@ class Snapshots:
             self._missed(error)
             return copy, False
         self._recovered()
+        if key is None and copy is not None and copy.value is not None:
+            self._accepts.expect(name, stamp)  # a copy of before the deletion may be put back again
         if key is not None and self._warm is not None:
             await self._warm.refresh_key(key, stamp)
         return Copy(stamp, key), True

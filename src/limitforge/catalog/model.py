@@ -46,10 +46,11 @@ class KeyKind(StrEnum):
 
 
 class KeyScope(StrEnum):
-    """What an API key may do."""
+    """What an API key may do. PLANS allows calls to name a `plan_id`, and with that to choose their limits."""
 
     CHECK = "check"
     USAGE = "usage"
+    PLANS = "plans"
 
 
 class TokenScope(StrEnum):
@@ -190,7 +191,7 @@ class Key(Entity, frozen=True, kw_only=True):
     name: str
     type: KeyKind = KeyKind.LIVE
     plan_id: str | None = None
-    scopes: tuple[KeyScope, ...] = (KeyScope.CHECK, KeyScope.USAGE)
+    scopes: tuple[KeyScope, ...] = tuple(KeyScope)
     expires_at: datetime | None = None
     metadata: dict[str, Any] = {}
     disabled: bool = False
@@ -200,6 +201,10 @@ class Key(Entity, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         _check_name("name", self.name)
         _check_scopes(self.scopes, KeyScope)
+        if self.scopes == (KeyScope.PLANS,):
+            raise InvalidInput("scopes", "must have check or usage: plans alone allows no call")
+        in_order = tuple(each for each in KeyScope if each in self.scopes)  # the database keeps no order
+        msgspec.structs.force_setattr(self, "scopes", in_order)
         _check_aware("expires_at", self.expires_at)
         _check_metadata(self.metadata)
 

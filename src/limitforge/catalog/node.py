@@ -26,6 +26,7 @@ from limitforge.catalog.model import OPERATOR, Tenant, at_time
 from limitforge.catalog.queries import Announcement
 from limitforge.catalog.relay import Relay, mirror_changed
 from limitforge.catalog.repair import OverrideRepair
+from limitforge.catalog.sealing import Sealer
 from limitforge.catalog.sources import DatabaseSource, Shared, WarmCopies
 from limitforge.catalog.sweep import OverrideSweep, SweepStatus
 from limitforge.core.clock import Clock, SystemClock
@@ -88,7 +89,8 @@ class Node:
         self._database = database
         self._source = DatabaseSource(database)
         self._shared = shared
-        self._warm = None if shared is None else WarmCopies(shared, key_prefix)
+        self._sealer = Sealer(peppers)
+        self._warm = None if shared is None else WarmCopies(shared, key_prefix, self._sealer)
         self._mirror = None if sink is None else Mirror(self._source, sink, self._clock, placed)
         self._history = History()
         self._sweep: OverrideSweep | None = None
@@ -109,6 +111,7 @@ class Node:
                 database,
                 shared,
                 self._warm,
+                self._sealer,
                 self._mirror,
                 key_prefix=key_prefix,
                 clock=self._clock,
@@ -503,10 +506,13 @@ class Node:
                     self._wake.set()
                     yield
                     continue
+                content = self._sealer.open(self._relay.channel, message)
+                if content is None:  # forged, or sealed with a pepper that this node lacks: the outbox has the changes
+                    continue
                 try:
-                    announcements = msgspec.msgpack.decode(message, type=list[Announcement])
+                    announcements = msgspec.msgpack.decode(content, type=list[Announcement])
                 except msgspec.MsgspecError:
-                    _log.warning("a message on %s is not ours", self._relay.channel)
+                    _log.warning("a message on %s is of another release", self._relay.channel)
                     continue
                 await self._heard(announcements)
                 self._wake.set()  # a message may hold a part of a revision: only the outbox says how far this is

@@ -17,6 +17,7 @@ from limitforge.catalog.model import (
     AuditEntry,
     Entity,
     Key,
+    KeyScope,
     Override,
     Plan,
     Policy,
@@ -634,6 +635,8 @@ async def _entities(
         fields = {name: row[name] for name in names if name in row}
         if kind in _SECRETS_OF:
             fields["secrets"] = tuple(secrets.get(row["id"], ()))
+        if kind is Key and row["may_name_plans"] and isinstance(row["scopes"], list):
+            fields["scopes"] = [*row["scopes"], KeyScope.PLANS]
         try:
             found.append(build(kind, fields))
         except InvalidInput as error:
@@ -690,7 +693,9 @@ def _columns(entity: Entity) -> dict[str, Any]:
     if isinstance(entity, Policy):
         fields["pattern"] = entity.pattern.canonical
     if isinstance(entity, Key | Token):
-        fields["scopes"] = list(entity.scopes)
+        fields["scopes"] = [each for each in entity.scopes if each is not KeyScope.PLANS]
+    if isinstance(entity, Key):
+        fields["may_name_plans"] = KeyScope.PLANS in entity.scopes
     return fields
 
 

@@ -24,6 +24,7 @@ from limitforge.catalog.history import History, Stamp
 from limitforge.catalog.mirror import Mirror
 from limitforge.catalog.model import Key, at_time
 from limitforge.catalog.queries import Announcement, Owed
+from limitforge.catalog.sealing import Sealer
 from limitforge.catalog.sources import Shared, WarmCopies
 from limitforge.core.clock import Clock
 from limitforge.core.exact import shown
@@ -56,6 +57,7 @@ class Relay:
         database: Database,
         shared: Shared,
         warm: WarmCopies,
+        sealer: Sealer,
         mirror: Mirror | None,
         *,
         key_prefix: str,
@@ -67,12 +69,13 @@ class Relay:
         """`catch_up` brings `history` to where the database is, and notices a restored one before anything of it is
         published.
         """
-        self.channel = f"{key_prefix}:%catalog"
+        self.channel = f"{key_prefix}:%changes"  # releases before MACs use `%catalog`
         self.is_behind = False
         """True while there may be rows that were not published."""
         self._database = database
         self._shared = shared
         self._warm = warm
+        self._sealer = sealer
         self._mirror = mirror
         self._leases = [f"{key_prefix}:{{{tag}}}:" for tag in LEASE_TAGS]
         self._held: set[str] = set()
@@ -257,7 +260,7 @@ class Relay:
         if not announcements:
             return
         try:
-            await self._shared.publish(self.channel, _encode(announcements))
+            await self._shared.publish(self.channel, self._sealer.seal(self.channel, _encode(announcements)))
         except StoreError as error:
             raise PartialFailure(str(error), (each.tenant_id for each in announcements)) from None
 

@@ -48,7 +48,7 @@ _MEANING: Mapping[str, str] = {
     "shadow_plan": "The name of a plan that is tried beside the other one, and never denies.",
     "id": "The key's id, as `limitforge keys make` prints it.",
     "type": "Test keys are the first to be shed.",
-    "scopes": "What the key may do.",
+    "scopes": "What the key may do. Leave plans out for keys that leave your own servers: it lets them name a plan.",
     "expires_at": "When it ends, such as 2026-12-31T00:00:00Z.",
     "metadata": "Anything else that you want to remember of it, at most 4 KiB.",
     "disabled": "Whether the key is refused.",
@@ -120,7 +120,7 @@ def _field(name: str, field: dict[str, Any]) -> dict[str, Any]:
     elif name == "pepper":
         more["minimum"] = 1
     elif name == "scopes":
-        more |= {"minItems": 1, "uniqueItems": True}
+        more |= {"minItems": 1, "uniqueItems": True, "contains": {"enum": ["check", "usage"]}}
     return field | more
 
 

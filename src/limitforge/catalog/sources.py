@@ -13,12 +13,15 @@ from limitforge.catalog.database import Database
 from limitforge.catalog.history import Stamp, timeline_number
 from limitforge.catalog.model import Key, Override, TenantConfig
 from limitforge.catalog.override_queries import DeletedOverride, OverrideRow
-from limitforge.core.clock import Clock, MonotonicClock
+from limitforge.catalog.sealing import Sealer
+from limitforge.core.clock import Clock, MonotonicClock, SystemClock
+from limitforge.core.exact import MICROS
 from limitforge.errors import PartialFailure, StoreError
 
-FORMAT = b"2"  # of a copy; one that starts differently is another release's, and is not read
-HEADER = 33  # bytes: the order (8), the format (1), and the stamp (24)
+FORMAT = b"3"  # of a copy; one that starts differently is another release's, and is not read
+HEADER = 41  # bytes: the order (8), the format (1), the stamp (24), and when it expires (8, epoch seconds)
 WARM_SECONDS = 600.0
+CLOCK_SKEW_SECONDS = 60.0  # by how much the clocks of two nodes may differ
 HEAD_SECONDS = 3_600.0  # longer than any copy lasts
 SHUN_US = 1_000_000  # how long copies are not asked for after they could not be had
 
@@ -169,12 +172,24 @@ class Copy(msgspec.Struct, Generic[Kept], frozen=True):
 
 
 class WarmCopies:
-    """Copies of what the database says, in Redis, each behind its stamp: an older one never replaces a newer."""
+    """Copies of what the database says, in Redis, each behind its stamp: an older one never replaces a newer. They are
+    sealed, and say when they expire: one that was changed, moved, or kept by someone and put back later is not read.
+    """
 
-    def __init__(self, shared: Shared, prefix: str, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        shared: Shared,
+        prefix: str,
+        sealer: Sealer,
+        clock: Clock | None = None,
+        wall_clock: Clock | None = None,
+    ) -> None:
+        """`clock` measures how long Redis is left alone after an error, `wall_clock` says when copies expire."""
         self._shared = shared
         self._prefix = prefix
+        self._sealer = sealer
         self._clock = clock or MonotonicClock()
+        self._wall_clock = wall_clock or SystemClock()
         self._shunned_until_us = 0
 
     async def find_config(self, tenant_id: str) -> Copy[TenantConfig] | None:
@@ -200,12 +215,13 @@ class WarmCopies:
 
     async def head(self) -> Stamp | None:
         """The newest point in history that any node has put here."""
-        found = _read(await self._shared.get(self._head_name))
+        found = self._opened(self._head_name, await self._shared.get(self._head_name))
         return None if found is None else found[0]
 
     async def put_head(self, stamp: Stamp) -> None:
         """Write down how far history is, before any copy of that state: it outlives all copies."""
-        await self._shared.put(self._head_name, _header(stamp) + GONE, HEAD_SECONDS)
+        copy = self._sealed(self._head_name, GONE, stamp, HEAD_SECONDS)
+        await self._shared.put(self._head_name, copy, HEAD_SECONDS)
 
     async def refresh_head(self, stamp: Stamp) -> None:
         """The same, where it does not matter if it can't be."""
@@ -226,7 +242,7 @@ class WarmCopies:
         if self._clock.now_us() < self._shunned_until_us:
             return None
         try:
-            found = _read(await self._shared.get(name))
+            found = self._opened(name, await self._shared.get(name))
         except StoreError as error:
             self._shun(error)
             return None
@@ -245,8 +261,9 @@ class WarmCopies:
         self, configs: Mapping[str, TenantConfig | None], keys: Mapping[str, Key | None], stamp: Stamp
     ) -> None:
         """Many of both at once, by their ids. Raises `PartialFailure` with the ids that were not written."""
-        copies = {self._name("c", each): _header(stamp) + _encode(kept) for each, kept in configs.items()}
-        copies |= {self._name("k", each): _header(stamp) + _encode(kept) for each, kept in keys.items()}
+        contents = {self._name("c", each): _encode(kept) for each, kept in configs.items()}
+        contents |= {self._name("k", each): _encode(kept) for each, kept in keys.items()}
+        copies = {name: self._sealed(name, content, stamp, WARM_SECONDS) for name, content in contents.items()}
         if not copies:
             return
         try:
@@ -257,7 +274,7 @@ class WarmCopies:
             raise PartialFailure(str(error), ids) from None
 
     async def _put(self, name: str, content: bytes, stamp: Stamp) -> None:
-        await self._shared.put(name, _header(stamp) + content, WARM_SECONDS)
+        await self._shared.put(name, self._sealed(name, content, stamp, WARM_SECONDS), WARM_SECONDS)
 
     async def refresh_config(self, tenant_id: str, config: TenantConfig, stamp: Stamp) -> None:
         """For the next one who asks; it does not matter if it can't be."""
@@ -278,15 +295,24 @@ class WarmCopies:
             _log.warning("%s; the database is asked instead", error)
         self._shunned_until_us = self._clock.now_us() + SHUN_US
 
+    def _sealed(self, name: str, content: bytes, stamp: Stamp, ttl_seconds: float) -> bytes:
+        """Return a copy as it is stored. Redis compares its first 8 bytes: the timeline's number, then the revision."""
+        order = min(timeline_number(stamp.timeline), _MAX_TIMELINES) << _REVISION_BITS | stamp.revision
+        expires = self._wall_clock.now_us() // MICROS + int(ttl_seconds + CLOCK_SKEW_SECONDS)
+        header = struct.pack(">Q", order) + FORMAT
+        header += struct.pack(">QQQQ", stamp.timeline, stamp.revision, stamp.change_id, expires)
+        return self._sealer.seal(name, header + content)
 
-def _header(stamp: Stamp) -> bytes:
-    """Redis compares the first 8 bytes: the timeline's number, then the revision."""
-    order = min(timeline_number(stamp.timeline), _MAX_TIMELINES) << _REVISION_BITS | stamp.revision
-    return struct.pack(">Q", order) + FORMAT + struct.pack(">QQQ", stamp.timeline, stamp.revision, stamp.change_id)
-
-
-def _read(copy: bytes | None) -> tuple[Stamp, bytes] | None:
-    """Split a copy into its stamp and its content; None if it is missing or of another release."""
-    if copy is None or len(copy) <= HEADER or copy[8:9] != FORMAT:
-        return None
-    return Stamp(*struct.unpack(">QQQ", copy[9:HEADER])), copy[HEADER:]
+    def _opened(self, name: str, copy: bytes | None) -> tuple[Stamp, bytes] | None:
+        """Return the stamp and the content of a copy; None if it is missing, of another release, not sealed under this
+        name, or expired.
+        """
+        if copy is None or copy[8:9] != FORMAT:
+            return None
+        opened = self._sealer.open(name, copy)
+        if opened is None or len(opened) <= HEADER:
+            return None
+        *stamp, expires = struct.unpack(">QQQQ", opened[9:HEADER])
+        if expires * MICROS <= self._wall_clock.now_us():
+            return None
+        return Stamp(*stamp), opened[HEADER:]

@@ -87,7 +87,7 @@ class KeySpec(Spec, frozen=True, kw_only=True):
     name: str
     type: KeyKind = KeyKind.LIVE
     plan: str | None = None
-    scopes: tuple[KeyScope, ...] = (KeyScope.CHECK, KeyScope.USAGE)
+    scopes: tuple[KeyScope, ...] = tuple(KeyScope)
     expires_at: datetime | None = None
     metadata: dict[str, Any] = {}
     disabled: bool = False

@@ -24,6 +24,7 @@ from sqlalchemy import (
     Text,
     TypeDecorator,
     UniqueConstraint,
+    true,
 )
 from sqlalchemy.engine import Dialect
 
@@ -185,10 +186,12 @@ keys = Table(
     Column("disabled", Boolean, nullable=False),
     Column("last_used_at", Moment),
     *_bookkeeping(),
+    Column("may_name_plans", Boolean, nullable=False, server_default=true()),
     _plan("plan_id"),
     _one_of("type", KeyKind),
     Index(None, "tenant_id", "id"),
 )
+"""`may_name_plans` is the scope `plans`, and not a word in `scopes`: a release before it would refuse the key."""
 
 tokens = Table(
     "tokens",

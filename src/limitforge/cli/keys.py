@@ -37,6 +37,7 @@ LIMITFORGE_PEPPERS must be set where keys are made.
 Examples:
   limitforge keys create web --tenant acme
   limitforge keys create ci --tenant acme --type test --expires 90d
+  limitforge keys create browser --tenant acme --scope check --scope usage
   limitforge keys rotate web --tenant acme --grace 24h
   limitforge keys disable web --tenant acme
   limitforge keys make --name web
@@ -48,7 +49,10 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="Its name or id.")]
 KeyPlan = Annotated[
     str | None, typer.Option("--plan", metavar="PLAN", help="Instead of the tenant's default; none for none.")
 ]
-Scopes = Annotated[list[KeyScope] | None, typer.Option("--scope", help="What it may do; give it twice for both.")]
+Scopes = Annotated[
+    list[KeyScope] | None,
+    typer.Option("--scope", help="What it may do; give it once for each. Leave plans out for keys in pages and apps."),
+]
 Expires = Annotated[
     str | None, typer.Option(metavar="WHEN", help="Such as 90d, or 2026-12-31T00:00:00Z; none for never.")
 ]

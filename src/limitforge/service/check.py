@@ -31,6 +31,7 @@ MAX_BATCH = 1_000
 MAX_ROUTES = 128  # of a caller, each in half a kilobyte; beyond that they are worked out again
 
 CHECK = KeyScope.CHECK
+PLANS = KeyScope.PLANS
 TEST = KeyKind.TEST
 
 Tell = Callable[[Answer], None]
@@ -129,6 +130,8 @@ class Checks:
     def select(caller: Caller, body: CheckBody) -> Selection:
         if not body.resource or not body.subject:
             raise InvalidInput("subject" if body.resource else "resource", "must not be empty")
+        if body.plan_id is not None:
+            caller.require(PLANS)
         return caller.tenant.snapshot.select(body.resource, caller.key.plan_id, body.plan_id)
 
     # --- One check ---------------------------------------------------------------------------------------------------

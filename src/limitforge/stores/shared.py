@@ -24,6 +24,7 @@ from limitforge.stores.resp import Address
 from limitforge.stores.slots import cluster_slot
 
 SECONDS = 1.0  # what one call may take
+MAX_BYTES = 32 * 1_048_576  # of what is read; 1,000 plans and 20,000 policies have 16 MiB
 CONNECTIONS = 8  # to one server; whoever finds them all busy waits
 SILENCE_SECONDS = 15.0  # a listener that hears nothing for so long, not even an answer to a ping, is cut off
 PING_SECONDS = 5.0
@@ -75,8 +76,9 @@ class SharedRedis:
         self._clients: dict[Place | None, Any] = {}
 
     async def get(self, key: str) -> bytes | None:
-        found: bytes | None = await self._call(key, "GET", encoded(key))
-        return found
+        """Return what is stored, cut off after `MAX_BYTES`; None if nothing is."""
+        found: bytes = await self._call(key, "GETRANGE", encoded(key), 0, MAX_BYTES - 1)
+        return found or None
 
     async def put(self, key: str, copy: bytes, ttl_seconds: float) -> None:
         """Unless a newer one is there: copies start with their number, in 8 bytes."""

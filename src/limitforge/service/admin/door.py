@@ -60,6 +60,7 @@ HEADERS = {
     "RateLimit": {"description": "What is left of each, and for how long.", "schema": {"type": "string"}},
     "Retry-After": {"description": "Seconds to wait; absent where waiting never helps.", "schema": _INTEGER},
 }
+PLAN_ID = "A plan instead of those of the tenant and the policy. It takes a key with the scope `plans`."
 
 
 def paths() -> dict[str, Any]:
@@ -142,6 +143,7 @@ def schemas() -> dict[str, Any]:
             properties[part] = {"type": "string", "minLength": 1, "maxLength": 512}
         properties["cost"] = {"type": "integer", "minimum": 0, "default": 1}
         properties["priority"] = {"enum": ["P0", "P1", "P2", "P3", None], "default": None}
+        properties["plan_id"]["description"] = PLAN_ID
     always = ["allowed", "retry_after_ms", "limits"]
     plain["Decision"]["required"] = always
     plain["Denial"]["required"] = [*always, "type", "title", "status", "detail", "code", "violated-policies"]
@@ -220,7 +222,8 @@ def _batch_answer() -> dict[str, Any]:
 
 def _usage() -> dict[str, Any]:
     part = {"type": "string", "minLength": 1, "maxLength": 512}
-    asked = [("resource", True, part), ("subject", True, part), ("plan_id", False, {"type": "string"})]
+    plan_id = {"type": "string", "description": PLAN_ID}
+    asked = [("resource", True, part), ("subject", True, part), ("plan_id", False, plan_id)]
     return {
         "operationId": "usage",
         "tags": ["insight"],

@@ -40,7 +40,9 @@ class KeyChanges(Body):
 
 
 class NewKey(KeyChanges):
-    """A key that is to be."""
+    """A key that is to be. Without scopes it has all of them. Leave `plans` out for a key that leaves your own servers:
+    it lets a caller name a plan, and with that choose its limits.
+    """
 
     model_config = ConfigDict(
         json_schema_extra={

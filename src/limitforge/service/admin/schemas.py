@@ -57,7 +57,7 @@ EXAMPLES: Mapping[type[Entity], dict[str, Any]] = {
         "name": "web",
         "type": "live",
         "plan_id": None,
-        "scopes": ["check", "usage"],
+        "scopes": ["check", "usage", "plans"],
         "expires_at": None,
         "metadata": {"team": "checkout"},
         "disabled": False,

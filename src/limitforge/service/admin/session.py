@@ -11,7 +11,7 @@ from limitforge.catalog.catalog import Catalog, Edit
 from limitforge.catalog.model import OPERATOR, Entity, Tenant, Token, TokenScope
 from limitforge.catalog.queries import Page
 from limitforge.core.exact import shown
-from limitforge.errors import Forbidden, NotFound
+from limitforge.errors import Forbidden, NotFound, UnknownKey
 
 AnyEntity = TypeVar("AnyEntity", bound=Entity)
 
@@ -69,7 +69,15 @@ class Session:
 
     @contextlib.asynccontextmanager
     async def edit(self) -> AsyncIterator[Edit]:
+        """One transaction of changes. The token is read again inside it: it may have been deleted or narrowed since the
+        call was admitted, and edits happen one after the other.
+        """
         async with self.catalog.edit(self.actor) as edit:
+            token = await queries.find(edit.connection, Token, self.token.id)
+            if token is None or (token.expires_at is not None and token.expires_at <= edit.now):
+                raise UnknownKey("no such token, or it is no longer good")
+            self.token = token
+            self.require(TokenScope.WRITE)
             yield edit
 
     async def find(self, edit: Edit, kind: type[AnyEntity], identity: str) -> AnyEntity:

@@ -1,6 +1,6 @@
 """`/v1/admin/tokens`: who may administer."""
 
-from collections.abc import Iterable
+from datetime import datetime
 from typing import Annotated
 
 from fastapi import Query, Response
@@ -13,7 +13,7 @@ from limitforge.service.admin.creation import Creating, Made
 from limitforge.service.admin.fields import Body, Id, Listing, Moment, Name, PathId, Version, Wanted, absent, some_of
 from limitforge.service.admin.replies import GONE, answers, answers_list, gone, listed, shown
 from limitforge.service.admin.routing import admin_router
-from limitforge.service.admin.session import Reading, Session, Writing
+from limitforge.service.admin.session import Reading, Writing
 
 router = admin_router("/tokens", "tokens")
 
@@ -27,7 +27,9 @@ class TokenChanges(Body):
 
 
 class NewToken(TokenChanges):
-    """A token that is to be: of one tenant, or of all if none is named. Without scopes it may read."""
+    """A token that is to be: of one tenant, or of all if none is named. Without scopes it may read. Without an expiry
+    it never ends, which only a token that never ends can grant.
+    """
 
     model_config = ConfigDict(
         json_schema_extra={"examples": [{"name": "deploy", "scopes": ["read", "write"], "tenant_id": None}]}
@@ -46,15 +48,17 @@ class TokenListing(Listing):
 
 @router.post("", status_code=201, responses=answers("NewTokenAnswer", status=201, description="With its secret."))
 async def create_token(body: NewToken, session: Writing, creating: Creating) -> Response:
-    """Create a token. `token` in the answer is the secret, this once. Nobody can give more than they have."""
+    """Create a token. `token` in the answer is the secret, this once. It gets no scope that the calling token lacks,
+    and ends no later: a token that expires has to state `expires_at`.
+    """
     if body.tenant_id is None:
         session.require_fleet("tokens of all tenants")
     else:
         session.require_tenant(body.tenant_id)
-    _refuse_more(session, body.scopes or ())
 
     async def make(edit: Edit) -> Made:
         token, credential = await edit.create_token(body.given())
+        _refuse_grant(session.token, None, token)
         return Made(token, secrets={"token": credential.text})
 
     return await creating.run(make)
@@ -74,11 +78,13 @@ async def get_token(token_id: PathId, session: Reading) -> Response:
 
 @router.patch("/{token_id}", responses=answers("Token"))
 async def change_token(token_id: PathId, body: TokenChanges, session: Writing, version: Version) -> Response:
-    """Change what is named of a token."""
+    """Change what is named of a token. Scopes that the calling token lacks can't be added, and nothing can be granted
+    or extended beyond its own expiry.
+    """
     async with session.edit() as edit:
         before = await session.find(edit, Token, token_id)
-        _refuse_more(session, set(body.scopes or ()) - set(before.scopes))
         token = await edit.update(Token, token_id, body.given(), version=version)
+        _refuse_grant(session.token, before, token)
     return shown(token)
 
 
@@ -91,7 +97,21 @@ async def delete_token(token_id: PathId, session: Writing, version: Version) -> 
     return gone()
 
 
-def _refuse_more(session: Session, scopes: Iterable[TokenScope]) -> None:
-    for scope in scopes:
-        if scope not in session.token.scopes:
-            raise Forbidden(f"scopes: this token lacks the scope {scope}, and can't give it to another")
+def _refuse_grant(granter: Token, before: Token | None, after: Token) -> None:
+    """Refuse a change by which a token gets a right that the granter lacks, or has for a shorter time. Raising rolls
+    the edit back.
+    """
+    is_extended = before is not None and _ends_later(after.expires_at, before.expires_at)
+    granted = set(after.scopes).difference(() if before is None or is_extended else before.scopes)
+    for scope in sorted(granted.difference(granter.scopes)):
+        raise Forbidden(f"scopes: this token lacks the scope {scope}, and can't grant or extend it")
+    if granted and granter.expires_at is not None and _ends_later(after.expires_at, granter.expires_at):
+        raise Forbidden(
+            f"expires_at: this token expires at {granter.expires_at:%Y-%m-%dT%H:%M:%SZ}, and can't grant or extend "
+            "anything beyond that; state that time or an earlier one"
+        )
+
+
+def _ends_later(at: datetime | None, than: datetime | None) -> bool:
+    """Compare two expiries; None is never."""
+    return than is not None and (at is None or at > than)
