@@ -188,7 +188,7 @@ async def test_no_secret_is_in_redis(
         _, token = await edit.create_token({"name": "token"})
     await node.snapshots.find(account.text)
     await node.snapshots.find(rotated.text)
-    secrets = [Credential.read(text) for text in (account.text, rotated.text, token.text)]
+    secrets = [Credential.read(text, peppers) for text in (account.text, rotated.text, token.text)]
     found = 0
     with redis_py.Redis.from_url(redis_url) as client:
         for name in client.scan_iter():
@@ -283,7 +283,7 @@ async def test_a_key_goes_back_to_no_older_copy_than_is_known(
     """
     key, text = source.add_key(peppers, "acme")
     old = msgspec.structs.replace(key)
-    other = Credential.make(PREFIXES["live"], key.id.removeprefix("key_"))
+    other = Credential.make(PREFIXES["live"], key.id.removeprefix("key_"), peppers)
     source.change_key(key, secrets=(peppers.seal(other),))
     snapshots = remembering(source, peppers, clock, warm=warm)
     await snapshots.find(other.text)
@@ -346,7 +346,7 @@ async def test_a_key_that_was_deleted_and_brought_back_is_not_the_old_one(
             async with member.catalog.edit("test") as edit:
                 await edit.disable_key(account.key.id, disabled=disabled)
         assert await warm.key(account.key.id) is not None
-        other = Credential.make(PREFIXES["live"], account.key.id.removeprefix("key_"))
+        other = Credential.make(PREFIXES["live"], account.key.id.removeprefix("key_"), peppers)
         async with writer.edit("test") as edit:
             before = await edit.delete(Key, account.key.id)
         async with writer.edit("test") as edit:

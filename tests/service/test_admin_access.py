@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from limitforge.catalog.credentials import PREFIXES, Credential, new_id
+from limitforge.catalog.credentials import PREFIXES, new_id
 from limitforge.service.admin import access
+from tests.catalog.live import old_credential
 from tests.service.live import Account, Admin, Live
 from tests.service.problems import assert_problem
 
 
 def unknown_token() -> str:
-    return Credential.make(PREFIXES["admin"], new_id("tok").partition("_")[2]).text
+    return old_credential(PREFIXES["admin"], new_id("tok").partition("_")[2]).text
 
 
 @pytest.fixture
