@@ -34,10 +34,10 @@ HOUR = timedelta(hours=1)
 async def is_good(catalog: Catalog, credential: Credential | str) -> bool:
     """Whether a node that knows nothing yet would recognise it now."""
     assert catalog.peppers is not None
-    presented = catalog.credential(credential if isinstance(credential, str) else credential.text)
-    async with catalog.database.reading() as connection:
-        key = await queries.find(connection, Key, f"key_{presented.id}")
     try:
+        presented = catalog.credential(credential if isinstance(credential, str) else credential.text)
+        async with catalog.database.reading() as connection:
+            key = await queries.find(connection, Key, f"key_{presented.id}")
         catalog.peppers.identify(presented, key, at_time(catalog.clock.now_us()))
     except UnknownKey:
         return False

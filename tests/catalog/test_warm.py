@@ -21,6 +21,7 @@ from limitforge.catalog.cache import Snapshots
 from limitforge.catalog.catalog import Catalog
 from limitforge.catalog.credentials import PREFIXES, Credential, Peppers
 from limitforge.catalog.database import Database
+from limitforge.catalog.guard import Guard
 from limitforge.catalog.history import Stamp
 from limitforge.catalog.model import OPERATOR, Key, Plan, Policy, Tenant, TenantConfig
 from limitforge.catalog.node import Node
@@ -28,10 +29,19 @@ from limitforge.catalog.snapshot import Snapshot
 from limitforge.catalog.sources import FORMAT, DatabaseSource, WarmCopies
 from limitforge.core.clock import SystemClock
 from limitforge.core.limits import Mode
-from limitforge.errors import CatalogError, InvalidInput, StoreUnavailable, UnknownKey
+from limitforge.errors import CatalogError, InvalidInput, StoreUnavailable, TooManyUnknownKeys, UnknownKey
 from limitforge.stores.shared import SharedRedis
 from tests.catalog.conftest import PEPPERS
-from tests.catalog.live import FakeSource, Member, closing, eventually, open_account, remembering
+from tests.catalog.live import (
+    FakeSource,
+    Member,
+    add_old_keys,
+    closing,
+    eventually,
+    open_account,
+    remembering,
+    wrong_key,
+)
 from tests.servers import RedisServer
 
 MINUTE_US = 60_000_000
@@ -98,6 +108,25 @@ async def test_a_node_that_finds_copies_does_not_ask_the_database(
         )
         await fresh.close()
     await other.close()
+
+
+async def test_an_old_key_with_a_copy_comes_in_from_a_source_that_sends_made_up_keys(
+    node: Node, database: Database, peppers: Peppers, clock: ManualClock, warm: WarmCopies, redis_url: str
+) -> None:
+    """Its look-up in the database would have to wait."""
+    account = await open_account(node.catalog)
+    known, other = await add_old_keys(node.catalog, account.tenant.id, 2)
+    fresh = remembering(DatabaseSource(database), peppers, clock, warm=warm, guard=Guard(clock=clock))
+    for at in range(20):
+        with pytest.raises((UnknownKey, TooManyUnknownKeys)):
+            await fresh.find(wrong_key(at=at), "10.0.0.1")
+    caller = await fresh.find(known, "10.0.0.1")
+    assert caller.key.tenant_id == account.tenant.id
+    with redis_py.Redis.from_url(redis_url) as client:
+        client.flushall()
+    with pytest.raises(TooManyUnknownKeys):
+        await fresh.find(other, "10.0.0.1")
+    await fresh.close()
 
 
 async def test_a_copy_is_read_once_from_the_database_before_it_is_believed_for_good(

@@ -30,7 +30,7 @@ SECRET_LENGTH = 28
 CHECKSUM_LENGTH = 11  # base62 digits, for 64 bits
 CRC_LENGTH = 6  # of old keys
 MIN_PEPPER = 16
-MAX_PEPPERS = 16  # versions at once: a made-up key costs an HMAC under each
+MAX_PEPPERS = 8  # versions at once: a made-up key costs an HMAC under each
 ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 PREFIXES = {"live": "lf_live_", "test": "lf_test_", "admin": "lf_admin_"}
 
