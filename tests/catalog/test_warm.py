@@ -117,6 +117,7 @@ async def test_an_old_key_with_a_copy_comes_in_from_a_source_that_sends_made_up_
     account = await open_account(node.catalog)
     known, other = await add_old_keys(node.catalog, account.tenant.id, 2)
     fresh = remembering(DatabaseSource(database), peppers, clock, warm=warm, guard=Guard(clock=clock))
+    fresh._copy_guard = Guard.of_copies(clock)
     for at in range(20):
         with pytest.raises((UnknownKey, TooManyUnknownKeys)):
             await fresh.find(wrong_key(at=at), "10.0.0.1")
@@ -124,8 +125,15 @@ async def test_an_old_key_with_a_copy_comes_in_from_a_source_that_sends_made_up_
     assert caller.key.tenant_id == account.tenant.id
     with redis_py.Redis.from_url(redis_url) as client:
         client.flushall()
-    with pytest.raises(TooManyUnknownKeys):
-        await fresh.find(other, "10.0.0.1")
+        with pytest.raises(TooManyUnknownKeys):
+            await fresh.find(other, "10.0.0.1")
+        before: Any = client.info("commandstats")
+        for at in range(2_000):
+            with pytest.raises((UnknownKey, TooManyUnknownKeys)):
+                await fresh.find(wrong_key(at=100 + at), "10.0.0.1")
+        after: Any = client.info("commandstats")
+    reads = after["cmdstat_get"]["calls"] - before["cmdstat_get"]["calls"]
+    assert 0 < reads <= 100, "a flood does not cost one read of a copy each"
     await fresh.close()
 
 

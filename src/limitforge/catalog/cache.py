@@ -24,7 +24,7 @@ from limitforge.catalog.sources import Copy, Source, WarmCopies
 from limitforge.core.clock import LONG_AGO_US, Clock, SystemClock
 from limitforge.core.exact import MICROS
 from limitforge.core.headers import HeaderForm
-from limitforge.errors import CatalogUnavailable, TooManyUnknownKeys, UnknownKey
+from limitforge.errors import CatalogError, CatalogUnavailable, TooManyUnknownKeys, UnknownKey
 
 FRESH_SECONDS = 60.0
 STALE_SECONDS = 3_600.0
@@ -68,6 +68,7 @@ class Snapshots:
         self._accepts = Acceptance(history or History(), max_tenants)
         self._lookups = Lookups(lookup_seconds)
         self._guard = guard or Guard()
+        self._copy_guard = Guard.of_copies()
         self._clock = clock or SystemClock()
         self._now_us = self._clock.now_us
         self._placed = placed
@@ -498,17 +499,24 @@ class Snapshots:
         return await self._once(("guarded", key_id, source), lambda _: self._guarded(key_id, source))
 
     async def _guarded(self, key_id: str, source: str) -> KeyEntry:
-        """Read a key that may be made up. A copy in Redis costs no more than a check does, so it is not charged."""
-        return await self._guard.look_up(
-            source,
-            lambda: self._read_entry(key_id),
-            exempt=lambda: self._has_copy(key_id),
-            seconds=self._lookups.seconds,
-        )
+        """Read a key that may be made up: from a copy, else from the database where the guard allows it."""
+        if self._warm is not None and await self._has_copy(self._warm, key_id, source):
+            return await self._read_entry(key_id)
+        return await self._guard.look_up(source, lambda: self._read_entry(key_id), seconds=self._lookups.seconds)
 
-    async def _has_copy(self, key_id: str) -> bool:
-        copy = None if self._warm is None else await self._warm.find_key(key_id)
-        return copy is not None and self._accepts.is_good(copy, ("key", key_id), self._keys.get(key_id), is_told=False)
+    async def _has_copy(self, warm: WarmCopies, key_id: str, source: str) -> bool:
+        """Return False also where copies can't be read now, or `source` has asked for too many that are not there."""
+
+        async def find() -> None:
+            copy, known = await warm.find_key(key_id), self._keys.get(key_id)
+            if copy is None or not self._accepts.is_good(copy, ("key", key_id), known, is_told=False):
+                raise UnknownKey("no copy")
+
+        try:
+            await self._copy_guard.look_up(source, find, seconds=self._lookups.seconds)
+        except CatalogError:
+            return False
+        return True
 
     async def _read_entry(self, key_id: str) -> KeyEntry:
         return await self._once(("key", key_id), lambda is_told: self._load_key(key_id, is_told=is_told))
