@@ -17,7 +17,7 @@ from bench.contest import Spread, progress, quiet
 from bench.table import Target, at_most, table
 from limitforge.catalog import tables
 from limitforge.catalog.cache import Snapshots
-from limitforge.catalog.credentials import PREFIXES, Credential, Peppers
+from limitforge.catalog.credentials import ID_LENGTH, PREFIXES, SECRET_LENGTH, Credential, Peppers, public_checksum
 from limitforge.catalog.database import Database
 from limitforge.catalog.model import Plan, Policy, Tenant, TenantConfig
 from limitforge.catalog.snapshot import Snapshot
@@ -97,7 +97,7 @@ async def _seed(database: Database, peppers: Peppers, count: int) -> list[Creden
             resource = f"GET:/area{at}/{{id}}"
             where = {"resource": resource, "pattern": resource.replace("{id}", "{}"), "plan_id": plan, "mode": "on"}
             rows["policies"].append({"id": f"pol_{number:013}{at:03}", "tenant_id": tenant, **where, **book})
-        credential = Credential.make(PREFIXES["live"], f"{number:016}")
+        credential = Credential.make(PREFIXES["live"], f"{number:016}", peppers)
         sealed = peppers.seal(credential)
         own = {"type": "live", "scopes": ["check"], "metadata": {}, "disabled": False}
         rows["keys"].append({"id": f"key_{number:016}", "tenant_id": tenant, "name": "web", **own, **book})
@@ -140,9 +140,9 @@ async def _herds(database: Database, peppers: Peppers, keys: list[Credential]) -
     loads = snapshots.status().loads - before - 1  # its key is one more
     statements, started = database.statements, time.monotonic()
     for number in range(10_000):
-        wrong = Credential.make(PREFIXES["live"], f"wrong{number:011}")
+        body = f"{PREFIXES['live']}wrong{number:011}".ljust(len(PREFIXES["live"]) + ID_LENGTH + SECRET_LENGTH, "0")
         try:
-            await snapshots.find(wrong.text, source="192.0.2.1")
+            await snapshots.find(body + public_checksum(body), source="192.0.2.1")
         except CatalogError:
             continue
     seconds = time.monotonic() - started

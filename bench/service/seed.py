@@ -94,7 +94,7 @@ def _add(rows: _Rows, name: str, peppers: Peppers, sizes: _Sizes) -> list[str]:
     texts = []
     for number in range(sizes.keys):
         key_id = new_id("key")
-        credential = Credential.make(PREFIXES["live"], key_id.removeprefix("key_"))
+        credential = Credential.make(PREFIXES["live"], key_id.removeprefix("key_"), peppers)
         sealed = peppers.seal(credential)
         rows.keys.append(Key(id=key_id, tenant_id=tenant.id, name=f"key-{number}", secrets=(sealed,)))
         texts.append(credential.text)

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import random
 import time
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -12,7 +14,15 @@ import msgspec
 from limitforge import Decision, Limiter, StoreOptions
 from limitforge.catalog.cache import Snapshots
 from limitforge.catalog.catalog import Catalog
-from limitforge.catalog.credentials import ALPHABET, ID_LENGTH, PREFIXES, Credential, Peppers
+from limitforge.catalog.credentials import (
+    ALPHABET,
+    ID_LENGTH,
+    PREFIXES,
+    SECRET_LENGTH,
+    Credential,
+    Peppers,
+    new_id,
+)
 from limitforge.catalog.database import Database
 from limitforge.catalog.entries import Caller
 from limitforge.catalog.guard import Guard
@@ -102,10 +112,13 @@ class FakeSource:
         config = self.configs[tenant_id] = TenantConfig(tenant, (plan,), ())
         return config
 
-    def add_key(self, peppers: Peppers, tenant_id: str, number: int = 0, **fields: Any) -> tuple[Key, str]:
-        """A key of a tenant, and its text."""
+    def add_key(
+        self, peppers: Peppers, tenant_id: str, number: int = 0, *, is_old: bool = False, **fields: Any
+    ) -> tuple[Key, str]:
+        """A key of a tenant, and its text. An old one has the public checksum."""
         identity = str(number).rjust(ID_LENGTH, "0")
-        credential = Credential.make(PREFIXES["live"], identity)
+        live = PREFIXES["live"]
+        credential = old_credential(live, identity) if is_old else Credential.make(live, identity, peppers)
         key = Key(id=f"key_{identity}", tenant_id=tenant_id, name="key", secrets=(peppers.seal(credential),), **fields)
         self.keys[key.id] = key
         return key, credential.text
@@ -141,13 +154,37 @@ def remembering(source: Any, peppers: Peppers, clock: Clock, **how: Any) -> Snap
     return Snapshots(source, peppers, clock=clock, **how)
 
 
+def old_credential(prefix: str, identity: str) -> Credential:
+    """Make a key as it was made before its checksum was keyed. Anybody can: this is also how to make up keys."""
+    body = prefix + identity + "".join(random.choices(ALPHABET, k=SECRET_LENGTH))
+    number, digits = zlib.crc32(body.encode()), ""
+    for _ in range(6):
+        number, digit = divmod(number, 62)
+        digits = ALPHABET[digit] + digits
+    return Credential(prefix, identity, body + digits)
+
+
+async def add_old_keys(catalog: Catalog, tenant_id: str, number: int) -> list[str]:
+    """Keys of a tenant with the old public checksum, by their texts."""
+    assert catalog.peppers is not None
+    texts = []
+    async with catalog.edit("test") as edit:
+        for at in range(number):
+            credential = old_credential(PREFIXES["live"], new_id("key").removeprefix("key_"))
+            secrets = (catalog.peppers.seal(credential),)
+            key = Key(id=f"key_{credential.id}", tenant_id=tenant_id, name=f"old-{at}", secrets=secrets)
+            await edit.add_key(key)
+            texts.append(credential.text)
+    return texts
+
+
 def wrong_key(prefix: str = PREFIXES["live"], at: int = 0) -> str:
-    """Of the right form and with the right checksum, and nobody's."""
+    """Of the right form and with the right public checksum, and nobody's."""
     digits = []
     for _ in range(ID_LENGTH):
         at, digit = divmod(at, len(ALPHABET))
         digits.append(ALPHABET[digit])
-    return Credential.make(prefix, "".join(digits)).text
+    return old_credential(prefix, "".join(digits)).text
 
 
 @dataclass(frozen=True)

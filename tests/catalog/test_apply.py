@@ -229,7 +229,7 @@ async def test_a_key_of_another_database_works_here(catalog: Catalog) -> None:
     await applied(catalog, text)
     assert catalog.peppers is not None
     found = await catalog.get(Key, key.id)
-    catalog.peppers.identify(Credential.read(credential.text), found, at_time(catalog.clock.now_us()))
+    catalog.peppers.identify(Credential.read(credential.text, catalog.peppers), found, at_time(catalog.clock.now_us()))
 
 
 async def test_a_key_goes_to_the_tenant_that_replaces_its_own(catalog: Catalog) -> None:

@@ -20,8 +20,8 @@ from limitforge.errors import Forbidden, InvalidFile, InvalidInput, StoreUnavail
 from tests.catalog.conftest import PEPPERS
 from tests.catalog.test_document import NOW, SAMPLE
 
-KEY = Credential.make(PREFIXES["live"], "0123456789abcdef")
-OTHER = Credential.make(PREFIXES["live"], "fedcba9876543210")
+KEY = Credential.make(PREFIXES["live"], "0123456789abcdef", Peppers.parse(PEPPERS))
+OTHER = Credential.make(PREFIXES["live"], "fedcba9876543210", Peppers.parse(PEPPERS))
 
 
 def entry(credential: Credential, **fields: Any) -> str:

@@ -1,6 +1,7 @@
 """Wrong keys are kept away from the database, and right ones are not."""
 
 import asyncio
+import contextlib
 import random
 from collections.abc import AsyncIterator
 from itertools import count
@@ -13,10 +14,20 @@ from limitforge.catalog.cache import Snapshots
 from limitforge.catalog.catalog import Catalog
 from limitforge.catalog.credentials import Credential, Peppers
 from limitforge.catalog.database import Database
+from limitforge.catalog.entries import Caller
 from limitforge.catalog.guard import Guard
+from limitforge.catalog.model import Key
 from limitforge.catalog.sources import DatabaseSource
 from limitforge.errors import CatalogUnavailable, TooManyUnknownKeys, UnknownKey
-from tests.catalog.live import FakeSource, eventually, open_account, remembering, wrong_key
+from tests.catalog.live import (
+    FakeSource,
+    add_old_keys,
+    eventually,
+    old_credential,
+    open_account,
+    remembering,
+    wrong_key,
+)
 
 SECOND_US = 1_000_000
 
@@ -170,42 +181,40 @@ async def test_typos_cost_nothing(database: Database, catalog: Catalog, snapshot
 
 
 async def test_a_wrong_secret_of_a_key_that_is_known_costs_nothing(
-    database: Database, catalog: Catalog, snapshots: Snapshots
+    database: Database, catalog: Catalog, snapshots: Snapshots, peppers: Peppers
 ) -> None:
     account = await open_account(catalog)
     await snapshots.find(account.text, "10.0.0.1")
-    right = Credential.read(account.text)
+    right = Credential.read(account.text, peppers)
+    others = [old_credential(right.prefix, right.id), Credential.make(right.prefix, right.id, peppers)]
     before = database.statements
-    for _ in range(100):
+    for at in range(100):
         with pytest.raises(UnknownKey):
-            await snapshots.find(Credential.make(right.prefix, right.id).text, "10.0.0.1")
+            await snapshots.find(others[at % 2].text, "10.0.0.1")
     assert database.statements == before
 
 
 async def test_right_keys_of_a_source_that_sent_wrong_ones_come_in(
     catalog: Catalog, snapshots: Snapshots, clock: ManualClock
 ) -> None:
-    """Those that are known at once, the others as soon as it was told."""
-    warm, cold = await open_account(catalog, "warm"), await open_account(catalog, "cold")
-    await snapshots.find(warm.text, "10.0.0.1")
-    for at in range(100):
-        with pytest.raises((UnknownKey, TooManyUnknownKeys)):
-            await snapshots.find(wrong_key(at=at), "10.0.0.1")
-    await snapshots.find(warm.text, "10.0.0.1")
-    await snapshots.find(cold.text, "10.0.0.2")
-    other = await open_account(catalog, "other")
+    """Those that are known or have a keyed checksum at once, the others as soon as it was told."""
+    account = await open_account(catalog)
+    warm, cold, other = await add_old_keys(catalog, account.tenant.id, 3)
+    await snapshots.find(warm, "10.0.0.1")
+    await allowed(snapshots, "10.0.0.1", 100)
+    await snapshots.find(warm, "10.0.0.1")
+    await snapshots.find(account.text, "10.0.0.1")
+    await snapshots.find(cold, "10.0.0.2")
     with pytest.raises(TooManyUnknownKeys) as refused:
-        await snapshots.find(other.text, "10.0.0.1")
+        await snapshots.find(other, "10.0.0.1")
     clock.advance_us(refused.value.retry_after_ms * 1_000)
-    await snapshots.find(other.text, "10.0.0.1")
+    await snapshots.find(other, "10.0.0.1")
 
 
 async def test_right_keys_one_after_the_other_use_nothing_up(catalog: Catalog, snapshots: Snapshots) -> None:
     account = await open_account(catalog)
-    async with catalog.edit("test") as edit:
-        made = [await edit.create_key({"tenant_id": account.tenant.id, "name": f"k{at}"}) for at in range(60)]
-    for _, credential in made:
-        await snapshots.find(credential.text, "10.0.0.1")
+    for text in await add_old_keys(catalog, account.tenant.id, 60):
+        await snapshots.find(text, "10.0.0.1")
 
 
 @pytest.mark.parametrize("sources", [1, 60], ids=["one source", "many sources"])
@@ -214,10 +223,9 @@ async def test_right_keys_all_at_once_come_in(
 ) -> None:
     """A node that was just started, with whoever was connected to the one before."""
     account = await open_account(catalog)
-    async with catalog.edit("test") as edit:
-        made = [await edit.create_key({"tenant_id": account.tenant.id, "name": f"k{at}"}) for at in range(60)]
+    made = await add_old_keys(catalog, account.tenant.id, 60)
     answers = await asyncio.gather(
-        *(snapshots.find(each.text, f"10.0.0.{at % sources}") for at, (_, each) in enumerate(made)),
+        *(snapshots.find(text, f"10.0.0.{at % sources}") for at, text in enumerate(made)),
         return_exceptions=True,
     )
     refused = [answer for answer in answers if isinstance(answer, BaseException)]
@@ -228,7 +236,7 @@ async def test_wrong_keys_among_right_ones_are_still_counted(peppers: Peppers, c
     """Look-ups that are under way may turn out either way: the wrong ones are no more than the burst."""
     source = FakeSource()
     source.add_tenant("acme")
-    rights = [source.add_key(peppers, "acme", number)[1] for number in range(50)]
+    rights = [source.add_key(peppers, "acme", number, is_old=True)[1] for number in range(50)]
     wrongs = [wrong_key(at=10**9 + at) for at in range(50)]
     snapshots = remembering(source, peppers, clock, guard=Guard(clock=clock))
     mixed = [text for pair in zip(rights, wrongs, strict=True) for text in pair]
@@ -242,7 +250,7 @@ async def test_look_ups_that_the_database_did_not_answer_are_not_held_against_an
 ) -> None:
     source = FakeSource()
     source.add_tenant("acme")
-    texts = [source.add_key(peppers, "acme", number)[1] for number in range(10)]
+    texts = [source.add_key(peppers, "acme", number, is_old=True)[1] for number in range(10)]
     snapshots = remembering(source, peppers, clock, guard=Guard(clock=clock))
     source.is_down = True
     for text in texts:
@@ -253,3 +261,184 @@ async def test_look_ups_that_the_database_did_not_answer_are_not_held_against_an
         await snapshots.find(text, "10.0.0.1")
     await eventually(lambda: not snapshots._flights)
     await snapshots.close()
+
+
+# --- Keys that need no guard, and sources that have a reserve --------------------------------------------------------
+
+ATTACKERS = [f"192.0.2.{number}" for number in range(20)]
+
+
+async def test_a_key_with_a_keyed_checksum_is_looked_up_at_once_whoever_else_sends_wrong_ones(
+    catalog: Catalog, snapshots: Snapshots
+) -> None:
+    account = await open_account(catalog)
+    async with catalog.edit("test") as edit:
+        made = [await edit.create_key({"tenant_id": account.tenant.id, "name": f"k{at}"}) for at in range(15)]
+    for source in (*ATTACKERS, "10.0.0.1"):
+        await allowed(snapshots, source, 20)
+    for _, credential in made:
+        await snapshots.find(credential.text, "10.0.0.1")
+
+
+async def test_a_key_that_was_deleted_costs_one_look_up_in_ten_seconds(
+    database: Database, catalog: Catalog, snapshots: Snapshots, clock: ManualClock
+) -> None:
+    """It passes the guard, so memory has to keep it from the database."""
+    account = await open_account(catalog)
+    async with catalog.edit("test") as edit:
+        await edit.delete(Key, account.key.id)
+    before = database.statements
+    for at in range(1_000):
+        clock.advance_us(SECOND_US // 50)
+        with pytest.raises(UnknownKey):
+            await snapshots.find(account.text, f"10.0.{at % 2}.1")
+    assert database.statements - before == 2
+
+
+async def test_sources_with_failures_leave_half_of_the_common_budget_to_the_others(
+    counting: Snapshots, clock: ManualClock
+) -> None:
+    first = [await allowed(counting, source, 1) for source in ATTACKERS]
+    assert sum(first) == 20, "none of them had failed before"
+    assert [await allowed(counting, source, 10) for source in ATTACKERS] == [0] * 20
+    assert sum([await allowed(counting, f"10.0.0.{at}", 1) for at in range(40)]) == 20
+    clock.advance_us(300 * SECOND_US)
+    assert sum([await allowed(counting, source, 1) for source in ATTACKERS]) == 20, "that is forgotten"
+
+
+async def test_an_old_key_of_a_source_without_failures_comes_in_while_many_others_fail(
+    catalog: Catalog, snapshots: Snapshots, clock: ManualClock
+) -> None:
+    account = await open_account(catalog)
+    texts = await add_old_keys(catalog, account.tenant.id, 45)
+    for at in range(3):
+        for source in ATTACKERS:
+            await allowed(snapshots, source, 10)
+        for text in texts[15 * at : 15 * at + 8]:
+            await snapshots.find(text, "10.0.0.1")
+            await allowed(snapshots, ATTACKERS[at], 10)
+        rest = texts[15 * at + 8 : 15 * at + 15]
+        await asyncio.gather(*(snapshots.find(text, "10.0.0.1") for text in rest))
+        clock.advance_us(SECOND_US // 2)
+
+
+async def test_a_refused_source_that_presents_the_id_of_a_key_does_not_keep_its_owner_out(
+    peppers: Peppers, clock: ManualClock
+) -> None:
+    """The id of a key is no secret: with it and the public checksum, a stranger asks for the same row."""
+    source = FakeSource()
+    source.add_tenant("acme")
+    texts = [source.add_key(peppers, "acme", at, is_old=is_old)[1] for at, is_old in ((0, True), (1, False))]
+    snapshots = remembering(source, peppers, clock, guard=Guard(clock=clock))
+    await allowed(snapshots, "stranger", 10)
+    for text in texts:
+        forged = old_credential("lf_live_", Credential.read(text, peppers).id).text
+        answers = await asyncio.gather(
+            snapshots.find(forged, "stranger"), snapshots.find(text, "owner"), return_exceptions=True
+        )
+        assert [type(answer) for answer in answers] == [TooManyUnknownKeys, Caller]
+    await snapshots.close()
+
+
+@pytest.mark.parametrize(
+    ("sources", "most"), [(1, guards.MAX_AT_ONCE_PER_SOURCE), (50, guards.MAX_AT_ONCE)], ids=["one", "many"]
+)
+async def test_look_ups_that_wait_are_bounded_and_the_rest_is_refused_at_once(
+    sources: int, most: int, peppers: Peppers, clock: ManualClock, guard: Guard
+) -> None:
+    """Here the database answers none of them. It has room for a key that was issued all the same."""
+    source = FakeSource()
+    source.add_tenant("acme")
+    snapshots = remembering(source, peppers, clock, guard=guard)
+    texts = [wrong_key(at=at) for at in range(3_000)]
+    async with contextlib.AsyncExitStack() as stack:
+        for text in texts:
+            await stack.enter_async_context(source.held(f"key_{Credential.read(text, peppers).id}"))
+        tasks = [asyncio.create_task(snapshots.find(text, f"s{at % sources}")) for at, text in enumerate(texts)]
+        await eventually(lambda: sum(task.done() for task in tasks) >= len(tasks) - most)
+        assert sum(not task.done() for task in tasks) == most
+        assert len(snapshots._flights) <= 2 * most
+        _, text = source.add_key(peppers, "acme", 10**9)
+        await snapshots.find(text, "s0")
+    answers = await asyncio.gather(*tasks, return_exceptions=True)
+    assert {type(answer) for answer in answers} == {UnknownKey, TooManyUnknownKeys}
+    assert not guard._active
+    assert not guard._clean_line
+    assert not guard._failed_line
+    await snapshots.close()
+
+
+async def test_sources_with_failures_take_half_of_the_places_at_most(
+    clock: ManualClock, guard: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guards, "MAX_AT_ONCE", 10)
+    waits = asyncio.Event()
+
+    async def found() -> None:
+        await waits.wait()
+
+    async def missing() -> None:
+        raise UnknownKey("no such key")
+
+    for source in ATTACKERS:
+        with pytest.raises(UnknownKey):
+            await guard.look_up(source, missing)
+    clock.advance_us(SECOND_US)
+    failed = [asyncio.create_task(guard.look_up(source, found)) for source in ATTACKERS]
+    clean = [asyncio.create_task(guard.look_up(f"10.0.0.{at}", found)) for at in range(20)]
+    await eventually(lambda: sum(task.done() for task in failed + clean) == 30)
+    waits.set()
+    answers = [await asyncio.gather(*tasks, return_exceptions=True) for tasks in (failed, clean)]
+    assert [each.count(None) for each in answers] == [5, 5]
+
+
+async def test_who_stops_waiting_for_the_guard_holds_up_nobody(guard: Guard) -> None:
+    gate, found = asyncio.Event(), []
+
+    async def read(name: int) -> None:
+        await gate.wait()
+        found.append(name)
+
+    tasks = [asyncio.create_task(guard.look_up("a", lambda name=at: read(name))) for at in range(20)]  # type: ignore[misc]
+    await asyncio.sleep(0)
+    for task in tasks[5:20:2]:
+        task.cancel()
+    await asyncio.sleep(0)
+    gate.set()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert sorted(found) == [0, 1, 2, 3, 4, *range(6, 20, 2)]
+    assert not guard._active
+
+
+async def test_a_wait_for_the_guard_ends_after_its_time(guard: Guard) -> None:
+    gate = asyncio.Event()
+    tasks = [asyncio.create_task(guard.look_up("a", gate.wait)) for _ in range(5)]
+    await asyncio.sleep(0)
+    with pytest.raises(CatalogUnavailable):
+        await guard.look_up("a", gate.wait, seconds=0.01)
+    assert not guard._active["a"].line
+    gate.set()
+    await asyncio.gather(*tasks)
+
+
+@pytest.mark.parametrize(
+    ("source", "network"),
+    [
+        ("192.0.2.1", "192.0.2.1"),
+        ("2001:db8:1:2::1", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2:ffff:ffff:ffff:ffff", "2001:db8:1:2::/64"),
+        ("2001:db8:1:3::1", "2001:db8:1:3::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("::ffff:192.0.2.1", "192.0.2.1"),
+        ("::ffff:c000:202", "192.0.2.2"),
+        ("not: an address", "not: an address"),
+        ("", ""),
+    ],
+)
+def test_the_addresses_of_an_ipv6_network_are_one_source(source: str, network: str) -> None:
+    assert guards.network_of(source) == network
+
+
+async def test_one_ipv6_network_has_one_budget(counting: Snapshots) -> None:
+    assert sum([await allowed(counting, f"2001:db8::{at:x}", 1) for at in range(100)]) == 5
+    assert await allowed(counting, "2001:db8:0:1::1", 1) == 1

@@ -123,7 +123,7 @@ async def test_a_secrets_text_is_in_no_answer_but_the_one(catalog: Catalog) -> N
         for shown in (repr(answer), str(answer), f"{answer}", pretty_repr(answer)):
             assert not any(text in shown for text in told.texts())
     for credential in told.credentials:
-        assert Credential.read(credential.text) == credential
+        assert catalog.credential(credential.text) == credential
 
 
 async def test_neither_a_secrets_text_nor_its_hash_is_in_the_audit_log(catalog: Catalog, database: Database) -> None:

@@ -11,6 +11,7 @@ from limitforge.catalog.credentials import Credential, Peppers
 from limitforge.catalog.database import Database
 from limitforge.catalog.model import Token, TokenScope, at_time
 from limitforge.errors import Conflict, InvalidInput, NotFound, UnknownKey
+from tests.catalog.live import old_credential
 from tests.catalog.making import delete, new_customer, new_key, new_tenant, new_token, rows, state, update
 
 
@@ -54,9 +55,11 @@ async def test_a_deleted_token_is_gone_with_its_secret(catalog: Catalog) -> None
 async def test_a_token_that_is_nobodys_is_refused(catalog: Catalog) -> None:
     customer = await new_customer(catalog)
     _, key = await new_key(catalog, customer.tenant.id)
-    stranger = Credential.make("lf_admin_", "0" * 16)
-    guessed = Credential.make("lf_admin_", customer.token.id.removeprefix("tok_"))
-    for text in (stranger.text, guessed.text, key.text, key.text.replace("lf_live_", "lf_admin_"), "", "lf_admin_"):
+    assert catalog.peppers is not None
+    identities = "0" * 16, customer.token.id.removeprefix("tok_")
+    made = [Credential.make("lf_admin_", each, catalog.peppers).text for each in identities]
+    made += [old_credential("lf_admin_", each).text for each in identities]
+    for text in (*made, key.text, key.text.replace("lf_live_", "lf_admin_"), "", "lf_admin_"):
         with pytest.raises(UnknownKey):
             await catalog.token(text)
 

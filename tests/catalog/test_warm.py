@@ -21,6 +21,7 @@ from limitforge.catalog.cache import Snapshots
 from limitforge.catalog.catalog import Catalog
 from limitforge.catalog.credentials import PREFIXES, Credential, Peppers
 from limitforge.catalog.database import Database
+from limitforge.catalog.guard import Guard
 from limitforge.catalog.history import Stamp
 from limitforge.catalog.model import OPERATOR, Key, Plan, Policy, Tenant, TenantConfig
 from limitforge.catalog.node import Node
@@ -29,10 +30,20 @@ from limitforge.catalog.snapshot import Snapshot
 from limitforge.catalog.sources import FORMAT, DatabaseSource, WarmCopies
 from limitforge.core.clock import SystemClock
 from limitforge.core.limits import Mode
-from limitforge.errors import CatalogError, InvalidInput, StoreUnavailable, UnknownKey
+from limitforge.errors import CatalogError, InvalidInput, StoreUnavailable, TooManyUnknownKeys, UnknownKey
 from limitforge.stores.shared import SharedRedis
 from tests.catalog.conftest import PEPPERS
-from tests.catalog.live import FakeSource, Member, closing, eventually, open_account, remembering, warm_copies
+from tests.catalog.live import (
+    FakeSource,
+    Member,
+    add_old_keys,
+    closing,
+    eventually,
+    open_account,
+    remembering,
+    warm_copies,
+    wrong_key,
+)
 from tests.servers import RedisServer
 
 MINUTE_US = 60_000_000
@@ -99,6 +110,33 @@ async def test_a_node_that_finds_copies_does_not_ask_the_database(
         )
         await fresh.close()
     await other.close()
+
+
+async def test_an_old_key_with_a_copy_comes_in_from_a_source_that_sends_made_up_keys(
+    node: Node, database: Database, peppers: Peppers, clock: ManualClock, warm: WarmCopies, redis_url: str
+) -> None:
+    """Its look-up in the database would have to wait."""
+    account = await open_account(node.catalog)
+    known, other = await add_old_keys(node.catalog, account.tenant.id, 2)
+    fresh = remembering(DatabaseSource(database), peppers, clock, warm=warm, guard=Guard(clock=clock))
+    fresh._copy_guard = Guard.of_copies(clock)
+    for at in range(20):
+        with pytest.raises((UnknownKey, TooManyUnknownKeys)):
+            await fresh.find(wrong_key(at=at), "10.0.0.1")
+    caller = await fresh.find(known, "10.0.0.1")
+    assert caller.key.tenant_id == account.tenant.id
+    with redis_py.Redis.from_url(redis_url) as client:
+        client.flushall()
+        with pytest.raises(TooManyUnknownKeys):
+            await fresh.find(other, "10.0.0.1")
+        before: Any = client.info("commandstats")
+        for at in range(2_000):
+            with pytest.raises((UnknownKey, TooManyUnknownKeys)):
+                await fresh.find(wrong_key(at=100 + at), "10.0.0.1")
+        after: Any = client.info("commandstats")
+    reads = after["cmdstat_get"]["calls"] - before["cmdstat_get"]["calls"]
+    assert 0 < reads <= 100, "a flood does not cost one read of a copy each"
+    await fresh.close()
 
 
 async def test_a_copy_is_read_once_from_the_database_before_it_is_believed_for_good(
@@ -189,7 +227,7 @@ async def test_no_secret_is_in_redis(
         _, token = await edit.create_token({"name": "token"})
     await node.snapshots.find(account.text)
     await node.snapshots.find(rotated.text)
-    secrets = [Credential.read(text) for text in (account.text, rotated.text, token.text)]
+    secrets = [Credential.read(text, peppers) for text in (account.text, rotated.text, token.text)]
     found = 0
     with redis_py.Redis.from_url(redis_url) as client:
         for name in client.scan_iter():
@@ -293,7 +331,7 @@ async def test_a_key_goes_back_to_no_older_copy_than_is_known(
     """
     key, text = source.add_key(peppers, "acme")
     old = msgspec.structs.replace(key)
-    other = Credential.make(PREFIXES["live"], key.id.removeprefix("key_"))
+    other = Credential.make(PREFIXES["live"], key.id.removeprefix("key_"), peppers)
     source.change_key(key, secrets=(peppers.seal(other),))
     snapshots = remembering(source, peppers, clock, warm=warm)
     await snapshots.find(other.text)
@@ -356,7 +394,7 @@ async def test_a_key_that_was_deleted_and_brought_back_is_not_the_old_one(
             async with member.catalog.edit("test") as edit:
                 await edit.disable_key(account.key.id, disabled=disabled)
         assert await warm.key(account.key.id) is not None
-        other = Credential.make(PREFIXES["live"], account.key.id.removeprefix("key_"))
+        other = Credential.make(PREFIXES["live"], account.key.id.removeprefix("key_"), peppers)
         async with writer.edit("test") as edit:
             before = await edit.delete(Key, account.key.id)
         async with writer.edit("test") as edit:

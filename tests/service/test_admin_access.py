@@ -9,18 +9,19 @@ from typing import Any
 import pytest
 
 from limitforge.catalog.catalog import Catalog
-from limitforge.catalog.credentials import PREFIXES, Credential, Peppers, new_id
+from limitforge.catalog.credentials import PREFIXES, Peppers, new_id
 from limitforge.catalog.database import Database
 from limitforge.catalog.model import Tenant, Token
 from limitforge.errors import Forbidden, UnknownKey
 from limitforge.service.admin import access
 from limitforge.service.admin.session import Session
+from tests.catalog.live import old_credential
 from tests.service.live import PEPPERS, Account, Admin, Live
 from tests.service.problems import assert_problem
 
 
 def unknown_token() -> str:
-    return Credential.make(PREFIXES["admin"], new_id("tok").partition("_")[2]).text
+    return old_credential(PREFIXES["admin"], new_id("tok").partition("_")[2]).text
 
 
 @pytest.fixture

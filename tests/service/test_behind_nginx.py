@@ -16,7 +16,8 @@ from uuid import uuid4
 import httpx
 import pytest
 
-from limitforge.catalog.credentials import Credential, new_id
+from limitforge.catalog.credentials import new_id
+from tests.catalog.live import old_credential
 from tests.cli.command import ENVIRONMENT, PROGRAM, limitforge
 from tests.nginx import Nginx, make_certificate
 from tests.proxy import Proxy
@@ -233,7 +234,7 @@ def test_wrong_keys_of_one_address_do_not_keep_out_the_right_ones_of_another(tmp
 
         told: list[int] = []
         for key in right:  # several times: on a slow machine patience may be back before the right one asks
-            wrong = [Credential.make("lf_live_", new_id("key").removeprefix("key_")).text for _ in range(20)]
+            wrong = [old_credential("lf_live_", new_id("key").removeprefix("key_")).text for _ in range(20)]
             if 429 not in asking("127.0.0.2", wrong):
                 pytest.fail("twenty wrong keys at once are too few to be told to wait")
             told += asking("127.0.0.1", [key])

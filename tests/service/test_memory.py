@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from limitforge.catalog.credentials import PREFIXES, Credential, new_id
+from limitforge.catalog.credentials import PREFIXES, new_id
+from tests.catalog.live import old_credential
 from tests.servers import RedisServer
 from tests.service.program import Running, demo
 
@@ -49,7 +50,7 @@ def flood(service: Running, subjects: int, keys: int) -> None:
 
 def wrong_key() -> str:
     """One that has the right form, and was never made."""
-    return Credential.make(PREFIXES["live"], new_id("key").removeprefix("key_")).text
+    return old_credential(PREFIXES["live"], new_id("key").removeprefix("key_")).text
 
 
 def _post(connection: http.client.HTTPConnection, path: str, body: object, key: str, *statuses: int) -> None:

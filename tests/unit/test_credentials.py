@@ -4,6 +4,7 @@ import copy
 import hmac
 import math
 import pickle
+import random
 import secrets
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -14,7 +15,9 @@ from rich.pretty import pretty_repr
 from limitforge.catalog.credentials import (
     ALPHABET,
     CHECKSUM_LENGTH,
+    CRC_LENGTH,
     ID_LENGTH,
+    MAX_PEPPERS,
     PREFIXES,
     SECRET_LENGTH,
     Credential,
@@ -24,14 +27,21 @@ from limitforge.catalog.credentials import (
 )
 from limitforge.catalog.model import Key, Secret, Token
 from limitforge.errors import InvalidInput, UnknownKey
+from tests.catalog.live import old_credential
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 MICROSECOND = timedelta(microseconds=1)
 FIRST, SECOND = "1:the first pepper of the tests", "2:the second pepper of the tests"
 
 
-def made(prefix: str = "lf_live_") -> Credential:
-    return Credential.make(prefix, new_id("key").removeprefix("key_"))
+PEPPERS = Peppers.parse(FIRST)
+OLD_ID = "0123456789abcdef"
+OLD_KEY = f"lf_live_{OLD_ID}6huWet3Wzdtfb0Pv0ZODq2fJElrK4MvkT9"
+OLD_HASH = "dba68163f38cee7e376b5d737837e9148fa7a5c89da24100290a39cc16e2e7b0"
+
+
+def made(prefix: str = "lf_live_", peppers: Peppers = PEPPERS) -> Credential:
+    return Credential.make(prefix, new_id("key").removeprefix("key_"), peppers)
 
 
 def key_with(*kept: Secret, **fields: Any) -> Key:
@@ -48,7 +58,8 @@ def test_a_key_is_a_prefix_an_id_a_secret_and_a_checksum(kind: str, prefix: str)
     rest = credential.text.removeprefix(prefix)
     assert len(rest) == ID_LENGTH + SECRET_LENGTH + CHECKSUM_LENGTH
     assert set(rest) <= set(ALPHABET)
-    assert Credential.read(credential.text) == credential
+    assert credential.is_keyed
+    assert Credential.read(credential.text, PEPPERS) == credential
 
 
 def test_a_secret_has_160_bits_or_more() -> None:
@@ -66,7 +77,7 @@ def test_secrets_come_from_the_systems_own_randomness(monkeypatch: pytest.Monkey
         return len(drawn) - 1
 
     monkeypatch.setattr(secrets, "randbelow", randbelow)
-    texts = {Credential.make("lf_live_", "0" * ID_LENGTH).text for _ in range(200)}
+    texts = {Credential.make("lf_live_", "0" * ID_LENGTH, PEPPERS).text for _ in range(200)}
     assert drawn == 200 * [len(ALPHABET) ** SECRET_LENGTH]
     assert len(texts) == 200
 
@@ -83,7 +94,7 @@ def test_no_two_are_alike() -> None:
 
 def is_refused(text: Any) -> bool:
     try:
-        Credential.read(text)
+        Credential.read(text, PEPPERS)
     except UnknownKey:
         return True
     return False
@@ -121,10 +132,90 @@ def test_what_is_no_key_at_all_is_refused(text: Any) -> None:
     assert is_refused(text)
 
 
+@pytest.mark.parametrize("prefix", PREFIXES.values())
+def test_a_typo_in_an_old_key_is_refused_too(prefix: str) -> None:
+    text = old_credential(prefix, "0" * ID_LENGTH).text
+    assert not is_refused(text)
+    for at, right in enumerate(text):
+        for wrong in (*ALPHABET, "_", "é"):
+            if wrong != right:
+                assert is_refused(text[:at] + wrong + text[at + 1 :]), (text, at, wrong)
+
+
 def test_a_test_key_can_not_be_passed_off_as_a_live_one() -> None:
     text = made("lf_test_").text
     assert is_refused(text.replace("lf_test_", "lf_live_"))
     assert is_refused(text.replace("lf_test_", "lf_admin_"))
+
+
+# -- the keyed checksum
+
+
+def test_the_checksum_is_64_bits_of_an_hmac_under_a_key_of_its_own() -> None:
+    """Computed here from the definition: keys that customers have depend on it."""
+    text = made().text
+    body, checksum = text[:-CHECKSUM_LENGTH], text[-CHECKSUM_LENGTH:]
+    key = hmac.new(FIRST[2:].encode(), b"limitforge key checksum", "sha256").digest()
+    number = 0
+    for digit in checksum:
+        number = number * 62 + ALPHABET.index(digit)
+    assert number == int.from_bytes(hmac.new(key, body.encode(), "sha256").digest()[:8])
+    assert 62**CHECKSUM_LENGTH >= 2**64
+
+
+def test_a_key_is_recognised_without_a_look_up_under_any_pepper_that_is_known() -> None:
+    both = Peppers.parse(f"{FIRST},{SECOND}")
+    old, new = made(), made(peppers=both)
+    assert Credential.read(old.text, both) == old
+    assert Credential.read(new.text, both) == Credential.read(new.text, Peppers.parse(SECOND)) == new
+    for text, peppers in ((new.text, FIRST), (old.text, SECOND), (old.text, "1:quite another pepper")):
+        with pytest.raises(UnknownKey):
+            Credential.read(text, Peppers.parse(peppers))
+
+
+def test_nothing_that_is_made_up_without_the_pepper_is_taken_for_a_key_that_was_issued() -> None:
+    chance = random.Random(1)
+    for _ in range(5_000):
+        prefix = chance.choice(list(PREFIXES.values()))
+        body = prefix + "".join(chance.choices(ALPHABET, k=ID_LENGTH + SECRET_LENGTH))
+        crc = old_credential(prefix, "0" * ID_LENGTH).text[-CRC_LENGTH:]
+        stolen = made(prefix).text[-CHECKSUM_LENGTH:]
+        guessed = "".join(chance.choices(ALPHABET, k=CHECKSUM_LENGTH))
+        for checksum in (guessed, stolen, crc.rjust(CHECKSUM_LENGTH, "0"), crc.ljust(CHECKSUM_LENGTH, "0")):
+            assert is_refused(body + checksum)
+        assert not Credential.read(old_credential(prefix, "0" * ID_LENGTH).text, PEPPERS).is_keyed
+
+
+def test_a_keyed_checksum_can_not_be_cut_to_that_of_an_old_key() -> None:
+    for _ in range(1_000):
+        text = made().text
+        body, checksum = text[:-CHECKSUM_LENGTH], text[-CHECKSUM_LENGTH:]
+        assert is_refused(body + checksum[:CRC_LENGTH])
+        assert is_refused(body + checksum[-CRC_LENGTH:])
+
+
+def test_checksums_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = made().text
+    wrong = text[:-1] + ("a" if text[-1] != "a" else "b")
+    compared: list[Any] = []
+    compare = hmac.compare_digest
+
+    def watched(*texts: str) -> bool:
+        compared.append(texts)
+        return compare(*texts)
+
+    monkeypatch.setattr(hmac, "compare_digest", watched)
+    assert is_refused(wrong)
+    assert compared == [(text[-CHECKSUM_LENGTH:], wrong[-CHECKSUM_LENGTH:])]
+
+
+def test_a_key_of_the_first_release_is_still_good() -> None:
+    """Made by the code of that release, which knew no keyed checksum."""
+    peppers = Peppers.parse(f"{FIRST},{SECOND}")
+    credential = Credential.read(OLD_KEY, peppers)
+    assert (credential.prefix, credential.id, credential.is_keyed) == ("lf_live_", OLD_ID, False)
+    key = key_with(Secret(OLD_HASH, 1))
+    assert peppers.identify(credential, key, NOW) is key
 
 
 # -- what leaves a credential
@@ -288,6 +379,14 @@ def test_peppers_that_make_no_sense_are_refused(text: str) -> None:
         Peppers.parse(text)
     assert refused.value.field == "peppers"
     assert "pepper" not in refused.value.problem.replace("peppers", "")  # it does not quote them
+
+
+def test_there_are_so_many_peppers_at_most() -> None:
+    texts = [f"{version}:a pepper of the tests" for version in range(1, MAX_PEPPERS + 2)]
+    assert Peppers.parse(",".join(texts[:-1])).newest == MAX_PEPPERS
+    with pytest.raises(InvalidInput) as refused:
+        Peppers.parse(",".join(texts))
+    assert refused.value.field == "peppers"
 
 
 def test_a_pepper_may_hold_colons() -> None:

@@ -24,7 +24,7 @@ from limitforge.catalog.sources import Copy, Source, WarmCopies
 from limitforge.core.clock import LONG_AGO_US, Clock, SystemClock
 from limitforge.core.exact import MICROS
 from limitforge.core.headers import HeaderForm
-from limitforge.errors import CatalogUnavailable, TooManyUnknownKeys, UnknownKey
+from limitforge.errors import CatalogError, CatalogUnavailable, TooManyUnknownKeys, UnknownKey
 
 FRESH_SECONDS = 60.0
 STALE_SECONDS = 3_600.0
@@ -68,6 +68,7 @@ class Snapshots:
         self._accepts = Acceptance(history or History(), max_tenants)
         self._lookups = Lookups(lookup_seconds)
         self._guard = guard or Guard()
+        self._copy_guard = Guard.of_copies()
         self._clock = clock or SystemClock()
         self._now_us = self._clock.now_us
         self._placed = placed
@@ -119,7 +120,7 @@ class Snapshots:
         caller = self.known(text)
         if caller is not None:
             return caller
-        credential = Credential.read(text)
+        credential = Credential.read(text, self._peppers)
         try:
             # Each read of its own has a deadline; this one is for reads that others have begun without any.
             async with asyncio.timeout(PATIENCE * self._lookups.seconds):
@@ -128,7 +129,7 @@ class Snapshots:
             raise CatalogUnavailable("the configuration could not be read in time") from None
 
     async def _find(self, text: str, credential: Credential, source: str) -> Caller:
-        entry = await self._key_entry(f"key_{credential.id}", source)
+        entry = await self._key_entry(credential, source)
         now_us = self._clock.now_us()
         self._peppers.identify(credential, entry.key, at_time(now_us))
         tenant = await self.tenant(entry.key.tenant_id)
@@ -483,7 +484,8 @@ class Snapshots:
         self._operator = known
         return known
 
-    async def _key_entry(self, key_id: str, source: str) -> KeyEntry:
+    async def _key_entry(self, credential: Credential, source: str) -> KeyEntry:
+        key_id = f"key_{credential.id}"
         now_us = self._clock.now_us()
         entry = self._keys.get(key_id)
         if entry is not None and now_us < entry.usable_until_us:
@@ -493,13 +495,38 @@ class Snapshots:
         unknown_until_us = self._unknown.get(key_id)
         if unknown_until_us is not None and now_us < unknown_until_us:
             raise UnknownKey("no such key, or it is no longer good")
-        return await self._once(("key", key_id), lambda is_told: self._load_key(key_id, source, is_told=is_told))
+        if credential.is_keyed:
+            return await self._read_entry(key_id)
+        # A flight of its own for each source: another one that presents the same id may be refused.
+        return await self._once(("guarded", key_id, source), lambda _: self._guarded(key_id, source))
 
-    async def _load_key(self, key_id: str, source: str | None, *, is_told: bool) -> KeyEntry:
-        """`source` is None where it is known already, and only read again."""
+    async def _guarded(self, key_id: str, source: str) -> KeyEntry:
+        """Read a key that may be made up: from a copy, else from the database where the guard allows it."""
+        if self._warm is not None and await self._has_copy(self._warm, key_id, source):
+            return await self._read_entry(key_id)
+        return await self._guard.look_up(source, lambda: self._read_entry(key_id), seconds=self._lookups.seconds)
+
+    async def _has_copy(self, warm: WarmCopies, key_id: str, source: str) -> bool:
+        """Return False also where copies can't be read now, or `source` has asked for too many that are not there."""
+
+        async def find() -> None:
+            copy, known = await warm.find_key(key_id), self._keys.get(key_id)
+            if copy is None or not self._accepts.is_good(copy, ("key", key_id), known, is_told=False):
+                raise UnknownKey("no copy")
+
+        try:
+            await self._copy_guard.look_up(source, find, seconds=self._lookups.seconds)
+        except CatalogError:
+            return False
+        return True
+
+    async def _read_entry(self, key_id: str) -> KeyEntry:
+        return await self._once(("key", key_id), lambda is_told: self._load_key(key_id, is_told=is_told))
+
+    async def _load_key(self, key_id: str, *, is_told: bool) -> KeyEntry:
         while True:
             era = self._era
-            read, is_sure = await self._read_key(key_id, source, is_told=is_told)
+            read, is_sure = await self._read_key(key_id, is_told=is_told)
             if self._is_still_right(era, ("key", key_id), read.stamp):
                 break
         self._loads += 1
@@ -510,7 +537,7 @@ class Snapshots:
         entry.is_sure = is_sure
         return entry
 
-    async def _read_key(self, key_id: str, source: str | None, *, is_told: bool) -> tuple[Copy[Key], bool]:
+    async def _read_key(self, key_id: str, *, is_told: bool) -> tuple[Copy[Key], bool]:
         """As `_read_config` does."""
         name, known = ("key", key_id), self._keys.get(key_id)
         copy = None if self._warm is None else await self._warm.find_key(key_id)
@@ -519,7 +546,9 @@ class Snapshots:
         stamp = self._accepts.stamp(name)
         try:
             has_copy = copy is not None and self._accepts.is_acceptable(copy, self._accepts.floor(name), known)
-            key = await self._look_up(key_id, source, has_deadline=has_copy or not self._is_usable(known))
+            key = await self._lookups.read(
+                lambda: self._origin.key(key_id), has_deadline=has_copy or not self._is_usable(known)
+            )
         except CatalogUnavailable as error:
             if copy is None or not self._accepts.is_acceptable(copy, self._accepts.floor(name), known):
                 raise
@@ -531,22 +560,6 @@ class Snapshots:
         if key is not None and self._warm is not None:
             await self._warm.refresh_key(key, stamp)
         return Copy(stamp, key), True
-
-    async def _look_up(self, key_id: str, source: str | None, *, has_deadline: bool) -> Key | None:
-        if source is None:
-            return await self._lookups.read(lambda: self._origin.key(key_id), has_deadline=has_deadline)
-        try:
-            async with asyncio.timeout(self._lookups.seconds):
-                await self._guard.take(source)
-        except TimeoutError:
-            raise CatalogUnavailable("too many keys wait to be looked up: the database is slow") from None
-        is_wrong = False
-        try:
-            key = await self._lookups.read(lambda: self._origin.key(key_id), has_deadline=has_deadline)
-            is_wrong = key is None
-            return key
-        finally:
-            self._guard.give_back(source, is_wrong=is_wrong)
 
     def _place_key(self, key: Key, stamp: Stamp) -> KeyEntry:
         now_us = self._clock.now_us()
@@ -603,9 +616,7 @@ class Snapshots:
             return
         entry.fresh_until_us = now_us + int(RETRY_SECONDS * MICROS)
         no_copy = is_confirmed or entry.is_doubtful
-        self._soon(
-            ("key", entry.key.id), lambda is_told: self._load_key(entry.key.id, None, is_told=is_told or no_copy)
-        )
+        self._soon(("key", entry.key.id), lambda is_told: self._load_key(entry.key.id, is_told=is_told or no_copy))
 
     def _fresh_until_us(self, now_us: int) -> int:
         return now_us + (
@@ -646,9 +657,7 @@ class Snapshots:
         if known is not None:
             known.is_doubtful, known.fresh_until_us = True, 0
         with contextlib.suppress(UnknownKey):
-            await self._once(
-                ("key", key_id), lambda is_told: self._load_key(key_id, None, is_told=is_told), is_told=True
-            )
+            await self._once(("key", key_id), lambda is_told: self._load_key(key_id, is_told=is_told), is_told=True)
 
     def _keep_stale(self, entry: TenantEntry) -> TenantEntry:
         entry.is_stale = True

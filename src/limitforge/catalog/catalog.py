@@ -148,9 +148,13 @@ class Catalog:
         async with self.database.reading() as connection:
             return await queries.audit_page(connection, cursor, size, tenant_id, entity_id)
 
+    def credential(self, text: str) -> Credential:
+        """Parse a key or token. Raises `UnknownKey` if it was never issued, as far as its text shows that."""
+        return Credential.read(text, self._peppers())
+
     async def token(self, text: str) -> Token:
         """Whose admin token this is; refused if it is nobody's, or no longer good."""
-        credential = Credential.read(text)
+        credential = self.credential(text)
         async with self.database.reading() as connection:
             token = await queries.find(connection, Token, f"tok_{credential.id}")
         return self._peppers().identify(credential, token, at_time(self.clock.now_us()))
@@ -260,7 +264,7 @@ class Edit:
             duration_us("grace_seconds", grace_seconds, maximum_us=MAX_GRACE_SECONDS * 1_000_000)
         before = await self._current(Key, key_id, version)
         ends = self.now + timedelta(seconds=float(grace_seconds))
-        credential = Credential.make(PREFIXES[before.type], key_id.removeprefix("key_"))
+        credential = Credential.make(PREFIXES[before.type], key_id.removeprefix("key_"), self._peppers)
         old = [
             msgspec.structs.replace(each, expires_at=ends if each.expires_at is None else min(each.expires_at, ends))
             for each in before.secrets
@@ -410,7 +414,7 @@ class Edit:
         return msgspec.structs.replace(after, version=own[0], created_at=own[1], updated_at=self.now)
 
     async def _create_secret(self, entity: AnyEntity, prefix: str) -> tuple[AnyEntity, Credential]:
-        credential = Credential.make(prefix, entity.id.partition("_")[2])
+        credential = Credential.make(prefix, entity.id.partition("_")[2], self._peppers)
         sealed = msgspec.structs.replace(entity, secrets=(self._peppers.seal(credential),))
         return await self._add_with_secrets(sealed), credential
 

@@ -1,12 +1,15 @@
 """API keys and admin tokens: how they are made, read and recognised.
 
     lf_live_<id><secret><checksum>
-             |   |       CRC32, so that a typo is refused without a look-up
+             |   |       64 bits of an HMAC-SHA256 under the pepper: a made-up key is refused without a look-up
              |   166 bits, shown once
              what it is looked up by
 
 Kept is an HMAC-SHA256 of the whole under a pepper. Peppers have versions, so that a new one can be brought in while
 keys made under the old ones go on working.
+
+Keys that were made before the checksum was keyed end with 6 digits of a CRC32, which anybody can compute. They keep
+working, but only a look-up tells whether one was made up. The length tells the two kinds apart.
 """
 
 import hmac
@@ -24,15 +27,17 @@ from limitforge.errors import InvalidInput, UnknownKey
 
 ID_LENGTH = 16
 SECRET_LENGTH = 28
-CHECKSUM_LENGTH = 6
+CHECKSUM_LENGTH = 11  # base62 digits, for 64 bits
+CRC_LENGTH = 6  # of old keys
 MIN_PEPPER = 16
+MAX_PEPPERS = 8  # versions at once: a made-up key costs an HMAC under each
 ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 PREFIXES = {"live": "lf_live_", "test": "lf_test_", "admin": "lf_admin_"}
 
 Holder = TypeVar("Holder", Key, Token)
 
-_LENGTH = ID_LENGTH + SECRET_LENGTH + CHECKSUM_LENGTH
-_LONGEST = max(map(len, PREFIXES.values())) + _LENGTH
+_BODY_LENGTH = ID_LENGTH + SECRET_LENGTH
+_LONGEST = max(map(len, PREFIXES.values())) + _BODY_LENGTH + CHECKSUM_LENGTH
 _KNOWN = frozenset(ALPHABET)
 
 
@@ -48,22 +53,25 @@ class Credential(msgspec.Struct, frozen=True):
     id: str
     """The part by which it is looked up, without the kind."""
     text: str
+    is_keyed: bool = False
+    """True if its checksum was made under a pepper: it was issued once, though it may have been deleted since."""
 
     @classmethod
-    def make(cls, prefix: str, identity: str) -> "Credential":
+    def make(cls, prefix: str, identity: str, peppers: "Peppers") -> "Credential":
         body = prefix + identity + _random(SECRET_LENGTH)
-        return cls(prefix, identity, body + _checksum(body))
+        return cls(prefix, identity, body + peppers.checksum(body), is_keyed=True)
 
     @classmethod
-    def read(cls, text: str) -> "Credential":
-        """Refused without a look-up where it can't be one of ours."""
+    def read(cls, text: str, peppers: "Peppers") -> "Credential":
+        """Parse a presented key. Raises `UnknownKey` where its form or its checksum shows that it was never issued."""
         if isinstance(text, str) and len(text) <= _LONGEST:
             for prefix in PREFIXES.values():
-                if text.startswith(prefix):
-                    body = text[:-CHECKSUM_LENGTH]
-                    rest = text[len(prefix) :]
-                    if len(rest) == _LENGTH and _KNOWN.issuperset(rest) and _checksum(body) == text[-CHECKSUM_LENGTH:]:
-                        return cls(prefix, rest[:ID_LENGTH], text)
+                if text.startswith(prefix) and _KNOWN.issuperset(text[len(prefix) :]):
+                    end = len(prefix) + _BODY_LENGTH
+                    body, checksum = text[:end], text[end:]
+                    is_keyed = len(checksum) == CHECKSUM_LENGTH
+                    if peppers.has_made(body, checksum) if is_keyed else checksum == public_checksum(body):
+                        return cls(prefix, body[len(prefix) :][:ID_LENGTH], text, is_keyed)
         raise UnknownKey("no such key")
 
     def __repr__(self) -> str:
@@ -84,8 +92,11 @@ class Peppers:
         for version, pepper in by_version.items():
             if version < 1 or len(pepper) < MIN_PEPPER:
                 raise InvalidInput("peppers", f"version {version} must be above 0 and have {MIN_PEPPER} or more bytes")
+        if len(by_version) > MAX_PEPPERS:
+            raise InvalidInput("peppers", f"at most {MAX_PEPPERS} versions, got {len(by_version)}")
         self._by_version = dict(by_version)
         self.newest = max(self._by_version)
+        self._checksum_keys = self.derived(b"limitforge key checksum")
 
     @classmethod
     def parse(cls, text: str) -> "Peppers":
@@ -105,6 +116,14 @@ class Peppers:
     def generate() -> str:
         """The text of a new first pepper."""
         return f"1:{_random(43)}"
+
+    def checksum(self, body: str) -> str:
+        """Return the checksum of a new key under the newest pepper."""
+        return _checksum(body, self._checksum_keys[0])
+
+    def has_made(self, body: str, checksum: str) -> bool:
+        """Return True if this is its checksum under any version. Compares in constant time."""
+        return any(hmac.compare_digest(_checksum(body, key), checksum) for key in self._checksum_keys)
 
     def seal(self, credential: Credential, expires_at: datetime | None = None) -> Secret:
         """What is kept of it."""
@@ -141,19 +160,23 @@ def fingerprint(text: str) -> bytes:
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).digest()
 
 
+def public_checksum(body: str) -> str:
+    """Return the checksum of a key that was made before the checksum was keyed."""
+    return _base62(zlib.crc32(body.encode()), CRC_LENGTH)
+
+
 def _random(length: int) -> str:
     """So many letters and digits; all from one random number, since an apply makes tens of thousands of ids."""
-    number, digits = secrets.randbelow(len(ALPHABET) ** length), []
-    for _ in range(length):
-        number, digit = divmod(number, len(ALPHABET))
-        digits.append(ALPHABET[digit])
-    return "".join(digits)
+    return _base62(secrets.randbelow(len(ALPHABET) ** length), length)
 
 
-def _checksum(body: str) -> str:
-    number = zlib.crc32(body.encode())
+def _checksum(body: str, key: bytes) -> str:
+    return _base62(int.from_bytes(hmac.digest(key, body.encode(), "sha256")[:8]), CHECKSUM_LENGTH)
+
+
+def _base62(number: int, length: int) -> str:
     digits = []
-    for _ in range(CHECKSUM_LENGTH):
+    for _ in range(length):
         number, digit = divmod(number, len(ALPHABET))
         digits.append(ALPHABET[digit])
     return "".join(reversed(digits))

@@ -230,8 +230,9 @@ def make(
 ) -> None:
     """Make a key for a configuration file: print it, this once, and the lines for the file. No database is needed."""
     identity = new_id("key")
-    credential = Credential.make(PREFIXES[kind], identity.removeprefix("key_"))
-    kept = peppers_given().seal(credential)
+    peppers = peppers_given()
+    credential = Credential.make(PREFIXES[kind], identity.removeprefix("key_"), peppers)
+    kept = peppers.seal(credential)
     spec = KeySpec(id=identity, name=name, type=kind, secrets=(SecretSpec(hash=kept.hash, pepper=kept.pepper),))
     Key(id=identity, tenant_id="", name=name)  # refuses a name that can't be one
     if as_json:

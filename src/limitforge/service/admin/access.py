@@ -36,6 +36,8 @@ class Access:
         self._limits = Limits.parse(f"{BURST}; {SUSTAINED}")
         self._known: dict[bytes, None] = {}
         """Fingerprints of tokens that were right when they were last seen."""
+        self._refused: dict[bytes, None] = {}
+        """Fingerprints of tokens that were issued, and were refused when they were last seen."""
         self._flights: dict[bytes, asyncio.Task[Token]] = {}
         self._used: dict[str, datetime] = {}
 
@@ -58,36 +60,32 @@ class Access:
 
     async def _token(self, text: str, source: str) -> Token:
         """Looked up each time, so that a token that was deleted is refused at once. Equal ones at once are one look."""
-        if Credential.read(text).prefix != PREFIXES["admin"]:
+        credential = self._catalog.credential(text)
+        if credential.prefix != PREFIXES["admin"]:
             raise UnknownKey("this is no admin token")
         seen = fingerprint(text)
         flight = self._flights.get(seen)
         if flight is None:
-            flight = asyncio.get_running_loop().create_task(self._look_up(text, seen, source))
+            flight = asyncio.get_running_loop().create_task(self._look_up(credential, seen, source))
             self._flights[seen] = flight
             flight.add_done_callback(lambda _: self._flights.pop(seen))
         return await asyncio.shield(flight)
 
-    async def _look_up(self, text: str, seen: bytes, source: str) -> Token:
-        """A token that was right before need not ask the guard: many calls at once are no attack."""
-        if seen in self._known:
-            try:
-                return await self._catalog.token(text)
-            except UnknownKey:
-                del self._known[seen]
-                raise
-        await self._guard.take(source)
-        is_wrong = False
+    async def _look_up(self, credential: Credential, seen: bytes, source: str) -> Token:
+        """Look a token up. One that may be made up, and one that was deleted, goes through the guard."""
+        is_trusted = seen in self._known or (credential.is_keyed and seen not in self._refused)
         try:
-            token = await self._catalog.token(text)
+            if is_trusted:
+                token = await self._catalog.token(credential.text)
+            else:
+                token = await self._guard.look_up(source, lambda: self._catalog.token(credential.text))
         except UnknownKey:
-            is_wrong = True
+            self._known.pop(seen, None)
+            if credential.is_keyed:
+                _remember(self._refused, seen)
             raise
-        finally:
-            self._guard.give_back(source, is_wrong=is_wrong)
-        self._known[seen] = None
-        if len(self._known) > MAX_KNOWN:
-            del self._known[next(iter(self._known))]
+        self._refused.pop(seen, None)
+        _remember(self._known, seen)
         return token
 
     async def _refuse_suspended(self, tenant_id: str) -> None:
@@ -108,6 +106,12 @@ class Access:
                 f"{decision.binding}: this token calls too often; come back in {seconds} s",
                 **{"retry-after": str(seconds)},
             )
+
+
+def _remember(marks: dict[bytes, None], mark: bytes) -> None:
+    marks[mark] = None
+    if len(marks) > MAX_KNOWN:
+        del marks[next(iter(marks))]
 
 
 def _presented(authorization: Iterable[str]) -> str:

@@ -1,0 +1,173 @@
+"""Floods of made-up keys and tokens: whoever has a real one that the node does not know yet comes in all the same."""
+
+import asyncio
+import contextlib
+import http.client
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from itertools import cycle
+from pathlib import Path
+
+import httpx
+import pytest
+
+from limitforge.catalog.catalog import Catalog
+from limitforge.catalog.credentials import PREFIXES, Peppers, new_id
+from limitforge.catalog.database import Database
+from tests.catalog.live import add_old_keys, old_credential
+from tests.service.live import CALL_SECONDS, PEPPERS, Account, Live
+
+RIGHT_KEYS = 15
+ATTACKERS = [f"203.0.113.{number}" for number in range(20)]
+HONEST = "198.51.100.7"
+BODY = b'{"resource": "GET:/orders/7", "subject": "user:1", "cost": 0}'
+PAUSE_SECONDS = 0.002  # between two wrong keys: hundreds a second
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[Live]:
+    with Live(f"sqlite:///{tmp_path}/service.db", trusted_proxies="127.0.0.1") as live:
+        yield live
+
+
+class Flood:
+    """A thread that sends made-up keys, each another one, from these addresses in turn until it is stopped."""
+
+    def __init__(self, live: Live, sources: list[str], kind: str, path: str) -> None:
+        self._address = live.origin.removeprefix("http://")
+        self._sources, self._prefix, self._path = sources, PREFIXES[kind], path
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.answers: Counter[tuple[str, int]] = Counter()
+
+    def _run(self) -> None:
+        connection = http.client.HTTPConnection(self._address, timeout=CALL_SECONDS)
+        for source in cycle(self._sources):
+            if self._stopped.wait(PAUSE_SECONDS):
+                break
+            key = old_credential(self._prefix, new_id("x").removeprefix("x_")).text
+            method, body = asked(self._path)
+            connection.request(method, self._path, body, headers(key, source))
+            answer = connection.getresponse()
+            answer.read()
+            self.answers[source, answer.status] += 1
+        connection.close()
+
+    def refused(self) -> int:
+        return min(self.answers[source, 429] for source in self._sources)
+
+    def start(self) -> None:
+        """Returns once every source was refused, and has had a key looked up."""
+        self._thread.start()
+        deadline = time.monotonic() + CALL_SECONDS
+        while self.refused() < 10 or any(not self.answers[source, 401] for source in self._sources):
+            assert time.monotonic() < deadline, self.answers
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join(CALL_SECONDS)
+
+
+@contextlib.contextmanager
+def flood(live: Live, sources: list[str], kind: str = "live", path: str = "/v1/check") -> Iterator[Flood]:
+    running = Flood(live, sources, kind, path)
+    running.start()
+    try:
+        yield running
+    finally:
+        running.stop()
+    assert {status for _, status in running.answers} == {401, 429}
+
+
+def asked(path: str) -> tuple[str, bytes | None]:
+    return ("POST", BODY) if path == "/v1/check" else ("GET", None)
+
+
+def headers(key: str, source: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}", "x-forwarded-for": source, "content-type": "application/json"}
+
+
+def present(live: Live, keys: list[str], source: str = HONEST, path: str = "/v1/check") -> list[int]:
+    """The statuses of one request with each key, all of them at once."""
+
+    async def all_at_once() -> list[int]:
+        method, body = asked(path)
+        async with httpx.AsyncClient(base_url=live.url, timeout=CALL_SECONDS) as client:
+            calls = [client.request(method, path, content=body, headers=headers(key, source)) for key in keys]
+            return [answer.status_code for answer in await asyncio.gather(*calls)]
+
+    return asyncio.run(all_at_once())
+
+
+def assert_all_come_in(live: Live, keys: list[str], path: str = "/v1/check") -> None:
+    """Half of them at once, and half one after the other."""
+    half = len(keys) // 2
+    assert present(live, keys[:half], path=path) == [200] * half
+    one_by_one = [present(live, [key], path=path)[0] for key in keys[half:]]
+    assert one_by_one == [200] * (len(keys) - half), one_by_one
+
+
+def old_keys(live: Live, tenant_id: str, number: int) -> list[str]:
+    async def add() -> list[str]:
+        database = Database(live.settings.database_url)
+        try:
+            return await add_old_keys(Catalog(database, peppers=Peppers.parse(PEPPERS)), tenant_id, number)
+        finally:
+            await database.close()
+
+    return asyncio.run(add())
+
+
+@pytest.mark.parametrize("sources", [[HONEST], ATTACKERS], ids=["the same source", "20 other sources"])
+def test_new_keys_come_in_while_made_up_ones_flood_in(live: Live, sources: list[str]) -> None:
+    admin = live.admin()
+    tenant_id = Account(admin).id
+    keys = [admin.made("/keys", {"tenant_id": tenant_id, "name": f"k{at}"})["key"] for at in range(2 * RIGHT_KEYS)]
+    with flood(live, sources):
+        assert_all_come_in(live, keys)
+
+
+def test_old_keys_of_a_source_without_failures_come_in_while_others_flood(live: Live) -> None:
+    tenant_id = Account(live.admin()).id
+    keys = old_keys(live, tenant_id, 2 * RIGHT_KEYS)
+    with flood(live, ATTACKERS):
+        assert_all_come_in(live, keys)
+
+
+def test_old_keys_that_the_node_knows_come_in_from_a_source_that_floods(live: Live) -> None:
+    tenant_id = Account(live.admin()).id
+    keys = old_keys(live, tenant_id, RIGHT_KEYS)
+    assert present(live, keys) == [200] * RIGHT_KEYS
+    with flood(live, [HONEST]):
+        assert present(live, keys) == [200] * RIGHT_KEYS
+
+
+def test_made_up_keys_cost_the_database_a_bounded_number_of_look_ups(live: Live) -> None:
+    """Each look-up that finds nothing is one 401 of the flood; the rest is refused before the database is asked."""
+    started = time.monotonic()
+    with flood(live, ATTACKERS) as running:
+        time.sleep(1)
+    seconds = time.monotonic() - started
+    looked_up = sum(number for (_, status), number in running.answers.items() if status == 401)
+    assert looked_up <= 40 + 20 * seconds
+
+
+@pytest.mark.parametrize("path", ["/v1/admin/tenants", "/metrics"])
+@pytest.mark.parametrize("sources", [[HONEST], ATTACKERS], ids=["the same source", "20 other sources"])
+def test_new_tokens_come_in_while_made_up_ones_flood_in(live: Live, path: str, sources: list[str]) -> None:
+    tokens = [live.admin().token for _ in range(2 * RIGHT_KEYS)]
+    with flood(live, sources, "admin", path):
+        assert_all_come_in(live, tokens, path)
+
+
+def test_a_token_that_was_deleted_does_not_reach_the_database_often(live: Live) -> None:
+    """It has a keyed checksum, so it passes the guard once."""
+    admin = live.admin()
+    gone = admin.made("/tokens", {"name": "gone", "scopes": ["read"]})
+    admin.delete(f"/tokens/{gone['id']}")
+    caller = live.caller(gone["token"])
+    assert {caller.get("/tenants").status_code for _ in range(100)} == {401, 429}
+    assert present(live, [live.admin().token], path="/v1/admin/tenants") == [200]
