@@ -46,7 +46,7 @@ class DoorTwo:
             "/v1/ready": ("GET", "ready", health.ready),
             "/metrics": ("GET", "metrics", metrics),
         }
-        for call in calls.posts:
+        for call in calls.names:
             self._routes[f"/v1/{call}"] = ("POST", call, self._post)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -97,9 +97,7 @@ class DoorTwo:
 
     async def _post(self, scope: Scope, receive: Receive) -> Answer:
         path = self._path(scope) or ""
-        permission, call = self._calls.posts[path.removeprefix("/v1/")]
-        who, body = await _read(scope, receive, MAX_BODY)
-        return await call(await self._checks.caller(who, permission), body)
+        return await self._calls.post(path.removeprefix("/v1/"), *await _read(scope, receive, MAX_BODY))
 
     async def _usage(self, scope: Scope, receive: Receive) -> Answer:
         who = Who.of(key_of(scope["headers"]), source_of(scope))
