@@ -37,6 +37,7 @@ SLOW_PLACES = {
     "contract/test_shared.py",
     "deploy",
     "docs",
+    "hostile",
     "service",
     "unit/test_constellations.py",
     "unit/test_postgres_server.py",

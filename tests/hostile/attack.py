@@ -1,0 +1,204 @@
+"""Attack a running service for a short time, and measure what it does to the others.
+
+Three figures judge each attack: the memory that the worker takes (and whether it gives it back), the slowest answer
+that other clients get meanwhile, and the CPU time of the worker per MiB of attack.
+"""
+
+import contextlib
+import http.client
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.servers import _free_port
+from tests.service.seeded import Seeded, Tenant, seeded
+
+MAX_MEMORY_MIB = 40.0
+MAX_LEFT_MIB = 20.0
+BACK_SECONDS = 60.0
+MAX_SECONDS = 10.0
+"""For one answer to another client. Generous: a busy machine is no reason to fail, and the attacks took longer."""
+PACKET = 64 * 1_024
+
+Record = Callable[[str, object], None]
+
+
+@dataclass
+class Victim:
+    """A service of one worker, with a tenant who attacks and another who only wants its checks answered."""
+
+    service: Seeded
+    metrics_port: int
+    attacker: Tenant
+    other: Tenant
+    log: Path
+
+    def __post_init__(self) -> None:
+        parent = self.service.running.process.pid
+        (self.pid,) = map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split())
+
+    @property
+    def port(self) -> int:
+        return self.service.running.port
+
+    def memory_mib(self, name: str = "VmRSS") -> float:
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        return int(status.split(f"{name}:")[1].split()[0]) / 1_024
+
+    def forget_peak(self) -> None:
+        """From now on `VmHWM` is the peak since this call."""
+        Path(f"/proc/{self.pid}/clear_refs").write_text("5")
+
+    def cpu_seconds(self) -> float:
+        values = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextlib.contextmanager
+def victim(folder: Path, store: str = "memory://", **settings: str) -> Iterator[Victim]:
+    metrics, log = _free_port(), folder / "log"
+    database = f"sqlite:///{folder}/service.db"
+    with seeded(database, store, metrics_port=str(metrics), log=log, **settings) as service:
+        plenty = {"name": "plenty", "algorithm": "fixed_window", "limit": 1_000_000_000, "window_seconds": 3_600}
+        found = Victim(service, metrics, service.tenant(plenty), service.tenant(plenty), log)
+        for tenant in (found.attacker, found.other):
+            assert tenant.check().status == 200
+        yield found
+
+
+@dataclass
+class Figures:
+    """What one attack did."""
+
+    sent_mib: float = 0.0
+    memory_mib: float = 0.0
+    left_mib: float = 0.0
+    cpu_seconds: float = 0.0
+    health_seconds: list[float] = field(default_factory=list)
+    check_seconds: list[float] = field(default_factory=list)
+
+    def record(self, record: Record) -> None:
+        record("sent_mib", round(self.sent_mib, 1))
+        record("memory_mib", round(self.memory_mib, 1))
+        record("left_mib", round(self.left_mib, 1))
+        record("cpu_seconds_per_mib", round(self.cpu_seconds / max(self.sent_mib, 0.01), 3))
+        for name, seconds in (("health", self.health_seconds), ("check", self.check_seconds)):
+            record(f"{name}_median_ms", round(sorted(seconds)[len(seconds) // 2] * 1_000, 1))
+            record(f"{name}_slowest_ms", round(max(seconds) * 1_000, 1))
+
+    def judge(self, record: Record) -> None:
+        """Every attack is held to the same bounds."""
+        self.record(record)
+        assert self.memory_mib < MAX_MEMORY_MIB
+        assert self.left_mib < MAX_LEFT_MIB
+        assert max(self.health_seconds) < MAX_SECONDS
+        assert max(self.check_seconds) < MAX_SECONDS
+
+
+Attack = Callable[[Victim], int]
+"""Attacks for a few seconds, and returns the number of bytes sent. It closes what it opens."""
+
+
+def measure(target: Victim, attack: Attack) -> Figures:
+    """Run the attack while other clients ask for health and make checks; then wait until the memory is back."""
+    figures = Figures()
+    is_over = threading.Event()
+    before_mib, before_cpu = target.memory_mib(), target.cpu_seconds()
+    target.forget_peak()
+    probes = [
+        threading.Thread(target=_ask_health, args=(target, figures, is_over)),
+        threading.Thread(target=_make_checks, args=(target, figures, is_over)),
+    ]
+    for probe in probes:
+        probe.start()
+    try:
+        figures.sent_mib = attack(target) / 1_048_576
+    finally:
+        figures.cpu_seconds = target.cpu_seconds() - before_cpu
+        is_over.set()
+        for probe in probes:
+            probe.join()
+    deadline = time.monotonic() + BACK_SECONDS
+    while True:
+        figures.left_mib = target.memory_mib() - before_mib
+        figures.memory_mib = target.memory_mib("VmHWM") - before_mib
+        if figures.left_mib < MAX_LEFT_MIB or time.monotonic() > deadline:
+            return figures
+        time.sleep(0.2)
+
+
+def _ask_health(target: Victim, figures: Figures, is_over: threading.Event) -> None:
+    """On a new connection each time, as a load balancer does."""
+    while True:
+        began = time.perf_counter()
+        assert target.service.running.request("GET", "/v1/health").status == 200
+        figures.health_seconds.append(time.perf_counter() - began)
+        if is_over.wait(0.05):
+            return
+
+
+def _make_checks(target: Victim, figures: Figures, is_over: threading.Event) -> None:
+    """On a connection that stays open."""
+    connection = http.client.HTTPConnection("127.0.0.1", target.port, timeout=60)
+    headers = {"x-api-key": target.other.key, "content-type": "application/json"}
+    with contextlib.closing(connection):
+        while True:
+            began = time.perf_counter()
+            connection.request("POST", "/v1/check", b'{"resource":"GET:/orders","subject":"user:1"}', headers)
+            answer = connection.getresponse()
+            answer.read()
+            assert answer.status == 200, answer.status
+            figures.check_seconds.append(time.perf_counter() - began)
+            if is_over.wait(0.02):
+                return
+
+
+# --- What attacks are made of ----------------------------------------------------------------------------------------
+
+
+def send_all(
+    port: int, payload: bytes, connections: int, seconds: float, *, endless: bytes = b"", receive_buffer: int = 0
+) -> int:
+    """Send the payload on each of so many connections, then `endless` again and again, and read no answer."""
+    with contextlib.ExitStack() as opened:
+        sockets = [opened.enter_context(connect(port, receive_buffer)) for _ in range(connections)]
+        return _send(sockets, payload, seconds, endless)
+
+
+def connect(port: int, receive_buffer: int = 0) -> socket.socket:
+    client = socket.socket()
+    if receive_buffer:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    client.settimeout(30)
+    client.connect(("127.0.0.1", port))
+    client.setblocking(False)
+    return client
+
+
+def _send(sockets: list[socket.socket], payload: bytes, seconds: float, endless: bytes) -> int:
+    deadline = time.monotonic() + seconds
+    left = {client: memoryview(payload) for client in sockets}
+    sent = 0
+    while left and time.monotonic() < deadline:
+        is_stuck = True
+        for client, rest in list(left.items()):
+            try:
+                number = client.send(rest[:PACKET])
+            except BlockingIOError:
+                continue
+            except OSError:
+                del left[client]  # the service closed the connection
+                continue
+            is_stuck = False
+            sent += number
+            left[client] = rest[number:] or memoryview(endless)
+            if not left[client]:
+                del left[client]
+        if is_stuck:
+            time.sleep(0.01)
+    time.sleep(max(deadline - time.monotonic(), 0))
+    return sent
