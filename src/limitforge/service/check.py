@@ -22,7 +22,7 @@ from limitforge.service.batch_queue import BatchQueue
 from limitforge.service.bodies import CheckBody, read_check, read_small_check, split_batch
 from limitforge.service.counters import Counters
 from limitforge.service.credentials import Who
-from limitforge.service.problems import problem_of
+from limitforge.service.problems import BadRequest, problem_of
 from limitforge.service.refusals import SMALL_BODY, WRONG_CHECK_BYTES, RefusalBudget
 from limitforge.service.templates import Template, Templates
 from limitforge.service.tickets import Tickets
@@ -252,18 +252,24 @@ class Checks:
     async def _read_batch(self, caller: Caller, body: bytes) -> list[CheckBody | Problem]:
         """Return all checks, before any is decided: a body that is not JSON must take nothing."""
         await self._batches.pause()
-        encoded = split_batch(body)
         asked: list[CheckBody | Problem] = []
-        for start in range(0, len(encoded), SLICE):
-            await self._batches.pause()
-            asked += [self._read_one(caller, bytes(each)) for each in encoded[start : start + SLICE]]
+        size = 0
+        for at, encoded in enumerate(split_batch(body)):
+            if at % SLICE == 0 or size > MAX_BODY:
+                await self._batches.pause()
+                size = 0
+            one = bytes(encoded)
+            size += len(one)
+            if len(one) > MAX_BODY:
+                raise BadRequest(413, "body_too_large", f"checks[{at}]: at most {MAX_BODY} bytes, got {len(one)}")
+            asked.append(self._read_one(caller, one))
         return asked
 
     def _read_one(self, caller: Caller, body: bytes) -> CheckBody | Problem:
         try:
             return read_small_check(body) or read_check(body)
         except InvalidInput as error:
-            return self._problem(caller, error)
+            return self._problem(caller, error, len(body))
 
     async def _judged_batch(self, caller: Caller, asked: list[CheckBody | Problem]) -> Answer:
         parts = []
@@ -304,10 +310,10 @@ class Checks:
         self._count(caller, subject, decision)
         return body_of(decision, selection, *self._ids(caller, decision))
 
-    def _problem(self, caller: Caller, error: LimitforgeError) -> Problem:
-        """Return what stands in the place of a check that is itself wrong."""
+    def _problem(self, caller: Caller, error: LimitforgeError, size: int = 0) -> Problem:
+        """Return what stands in the place of a check that is itself wrong, and charge the caller for reading it."""
         if isinstance(error, InvalidInput):
-            self.refusals.charge(caller.key.tenant_id, WRONG_CHECK_BYTES)
+            self.refusals.charge(caller.key.tenant_id, max(size, WRONG_CHECK_BYTES))
         return problem_of(error).members
 
 

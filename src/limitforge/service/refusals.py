@@ -13,7 +13,7 @@ from limitforge.service.problems import BadRequest
 SMALL_BODY = 4_096  # bytes: reading that many takes less time than HTTP does
 BURST_BYTES = 4_194_304  # four of the largest batches, about 30 ms of the loop
 BYTES_PER_SECOND = 524_288
-WRONG_CHECK_BYTES = 128  # charged for each wrong check of a batch: to report one takes about 15 us
+WRONG_CHECK_BYTES = 256  # charged for each wrong check of a batch: to report one takes about 15 us
 MAX_TENANTS = 4_096
 
 
