@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from limitforge.core.clock import ManualClock
-from limitforge.service import check
 from limitforge.service.bodies import MAX_BATCH, MAX_COSTS
+from limitforge.service.check import SLICE, Checks
 from limitforge.service.credentials import Who
 from limitforge.service.refusals import BURST_BYTES, SMALL_BODY, RefusalBudget
 from tests.service.live import Account, Live
@@ -20,12 +20,18 @@ LOOK = {"resource": "GET:/orders/7", "subject": "user:1", "cost": 0}
 JSON = {"content-type": "application/json"}
 
 
+def checks_of(live: Live) -> Checks:
+    _, submit, _ = live.service.doors.calls[b"/v1/check"]
+    checks: Checks = submit.__self__  # type: ignore[attr-defined]
+    return checks
+
+
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """One of its own, whose budgets are never refilled: a busy machine must not give an attacker time."""
     folder: Path = tmp_path_factory.mktemp("batches")
     with Live(f"sqlite:///{folder}/service.db") as found:
-        found.service.checks.refusals = RefusalBudget(ManualClock())
+        checks_of(found).refusals = RefusalBudget(ManualClock())
         yield found
 
 
@@ -48,7 +54,7 @@ def refused(answer: httpx.Response) -> tuple[int, str]:
 
 
 def with_names(count: int, *more: str) -> dict[str, Any]:
-    return {**LOOK, "costs": {name: 1 for name in [*(f"limit-{at}" for at in range(count)), *more]}}
+    return {**LOOK, "costs": dict.fromkeys([*(f"limit-{at}" for at in range(count)), *more], 1)}
 
 
 # --- What is read ----------------------------------------------------------------------------------------------------
@@ -132,13 +138,13 @@ def test_a_body_that_is_not_json_at_its_end_takes_nothing(account: Account, wron
 
 
 def test_the_answers_of_many_slices_stand_in_the_order_of_their_checks(account: Account) -> None:
-    checks: list[Any] = [{**LOOK, "subject": f"user:{at}", "cost": at % 5} for at in range(10, 10 + 3 * check.SLICE)]
-    checks[1] = checks[check.SLICE] = 0
+    checks: list[Any] = [{**LOOK, "subject": f"user:{at}", "cost": at % 5} for at in range(10, 10 + 3 * SLICE)]
+    checks[1] = checks[SLICE] = 0
     checks[-1] = {**LOOK, "plan_id": "pln_unknown"}
     decisions = batch(account, {"checks": checks}).json()["decisions"]
     assert len(decisions) == len(checks)
     for at, (asked, decision) in enumerate(zip(checks, decisions, strict=True)):
-        if at in (1, check.SLICE):
+        if at in (1, SLICE):
             assert decision["status"] == 422
         elif at == len(checks) - 1:
             assert decision["status"] == 404
@@ -155,8 +161,7 @@ def test_an_empty_batch_has_no_decisions(account: Account) -> None:
 
 def test_another_check_is_answered_long_before_a_batch_that_came_first(live: Live, account: Account) -> None:
     """Counts iterations of the loop: a batch that is worked on at once takes a handful of them."""
-    _, submit_batch, _ = live.service.doors.calls[b"/v1/check/batch"]
-    _, submit, _ = live.service.doors.calls[b"/v1/check"]
+    checks = checks_of(live)
     who = Who.of(account.secret, "127.0.0.1")
     body = json.dumps({"checks": [LOOK] * MAX_BATCH}).encode()
     assert account.check().status_code == 200
@@ -165,14 +170,14 @@ def test_another_check_is_answered_long_before_a_batch_that_came_first(live: Liv
     async def both() -> None:
         loop = asyncio.get_running_loop()
         answered = loop.create_future()
-        submit_batch(who, body, answered.set_result)
+        checks.submit_batch(who, body, answered.set_result)
         while not answered.done():
-            submit(who, json.dumps(LOOK).encode(), lambda answer: order.append(answer.status))
+            checks.submit(who, json.dumps(LOOK).encode(), lambda answer: order.append(answer.status))
             await asyncio.sleep(0)
         assert answered.result().status == 200
 
     asyncio.run_coroutine_threadsafe(both(), loop_of(live)).result(60)
-    assert len(order) > 2 * MAX_BATCH // check.SLICE
+    assert len(order) > 2 * MAX_BATCH // SLICE
     assert set(order) == {200}
 
 

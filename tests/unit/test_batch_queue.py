@@ -114,7 +114,7 @@ def test_if_all_together_wait_with_too_much_a_tenant_with_much_is_refused_and_no
 
     batches = run(test)
     assert MAX_WAITING_BYTES == 3 * MAX_WAITING_BYTES_OF_TENANT
-    assert batches.refused == ["a9"]
+    assert batches.refused == [f"a{MAX_ACTIVE_OF_TENANT + MAX_WAITING_BYTES_OF_TENANT // MIB - 1}"]
 
 
 def test_small_batches_count_too_since_their_answers_may_be_large() -> None:

@@ -180,15 +180,13 @@ class Service:
         )
         self.node = self._parts.node
         tickets = Tickets(peppers)
-        self.checks = Checks(self._limiter, self.node.snapshots, tickets, self.counters, self._denied)
+        checks = Checks(self._limiter, self.node.snapshots, tickets, self.counters, self._denied)
         self._health = Health(self._limiter, self._parts.told, lambda: self.node.status().overrides.evicting)
-        self.doors = Doors(self.checks, settings.root_path, settings.proxies())
-        calls = Calls(self._limiter, self.checks, tickets)
+        self.doors = Doors(checks, settings.root_path, settings.proxies())
+        calls = Calls(self._limiter, checks, tickets)
         self._sums = Sums(self.counters, folder)
         self.metrics = Metrics(self._sums, self._parts.admit, lambda: self._limiter.status().new_buckets_per_minute)
-        self._door = DoorTwo(
-            self.checks, calls, self._health, self.metrics.guarded, settings.root_path, self._parts.other
-        )
+        self._door = DoorTwo(checks, calls, self._health, self.metrics.guarded, settings.root_path, self._parts.other)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
