@@ -174,7 +174,11 @@ def connect(port: int, receive_buffer: int = 0) -> socket.socket:
     if receive_buffer:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
     client.settimeout(30)
-    client.connect(("127.0.0.1", port))
+    try:
+        client.connect(("127.0.0.1", port))
+    except OSError:
+        client.close()
+        raise
     client.setblocking(False)
     return client
 

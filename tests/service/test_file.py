@@ -23,14 +23,17 @@ def test_a_file_is_served_and_followed_without_a_restart(tmp_path: Path) -> None
         file.write_text(json.dumps({"tenants": [tenant]}))
 
     write(5)
-    with serve(_free_port(), "--config", str(file), environment=PEPPERS) as service:
+    log = tmp_path / "log"
+    with serve(_free_port(), "--config", str(file), environment=PEPPERS, log=log) as service:
         assert service.check(key=key["key"]).json["limit"] == 5
         assert service.request("GET", "/v1/admin/tenants").status == 404
         file.write_text("{")
         deadline = time.monotonic() + 30
-        while service.request("GET", "/v1/ready").json["status"] != "degraded":
+        while (told := service.request("GET", "/v1/ready").json)["status"] != "degraded":
             assert time.monotonic() < deadline
             time.sleep(0.05)
+        assert set(told["catalog"]) == {"state", "since"}  # why it is degraded is in the log: strangers may ask
+        assert "plans.yaml" in log.read_text()
         assert service.check(key=key["key"]).json["limit"] == 5
         write(7)
         while service.check(key=key["key"], cost=0).json["limit"] != 7:

@@ -88,13 +88,13 @@ def test_no_field_grows_by_what_stood_in_an_upgrade(service: Running, rest: byte
 # -- masses
 
 
-def test_a_body_in_single_bytes_holds_nobody_up(service: Running) -> None:
-    body = json.dumps({"checks": [{"resource": "r", "subject": "s", "cost": 0}]}).encode().ljust(200_000)
+@pytest.mark.parametrize(("size", "told"), [(2_000, [[200]]), (200_000, [[400], []])])
+def test_a_body_in_single_bytes_holds_nobody_up(service: Running, size: int, told: list[list[int]]) -> None:
+    body = json.dumps({"checks": [{"resource": "r", "subject": "s", "cost": 0}]}).encode().ljust(size)
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
     head = f"POST /v1/check/batch HTTP/1.1\r\nhost: test\r\nx-api-key: {service.key}\r\n"
-    with service.connection() as connection:
-        connection.sendall(head.encode() + b"transfer-encoding: chunked\r\n\r\n" + chunks)
-        assert read_answer(connection).status == 200
+    found = answers(service, head.encode() + b"transfer-encoding: chunked\r\n\r\n" + chunks)
+    assert [answer.status for answer in found] in told  # a connection that is closed too early may lose its answer
 
 
 @pytest.mark.parametrize(

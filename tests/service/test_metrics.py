@@ -32,6 +32,13 @@ from tests.service.live import PEPPERS, START_SECONDS, Account, Live
 from tests.service.problems import assert_problem
 from tests.service.program import Running, demo, serve
 
+GAUGES = {
+    "rl_new_buckets_per_minute",
+    "rl_catalog_revision",
+    "rl_catalog_tenants",
+    "rl_catalog_listening",
+    "rl_redis_evicting",
+}
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Samples = dict[tuple[str, ...], float]
 
@@ -41,11 +48,15 @@ def read(text: str) -> Samples:
     families = list(text_string_to_metric_families(text))
     counters = ["rl_allowed", "rl_blocked", "rl_overflow", "requests", "overrides_restored"]
     assert [family.name for family in families if family.type == "counter"] == counters
-    assert [family.name for family in families if family.type == "gauge"] in ([], ["rl_new_buckets_per_minute"])
+    gauges = [family.name for family in families if family.type == "gauge"]
+    assert set(gauges) <= GAUGES
     assert all(family.documentation for family in families)
     samples = {(each.name, *each.labels.values()): each.value for family in families for each in family.samples}
     assert samples.pop(("overrides_restored_total",)) == 0  # it is always there
     assert samples.pop(("rl_new_buckets_per_minute",), 60_000) == 60_000
+    for name in list(samples):
+        if name[0] in gauges:
+            del samples[name]
     overflows = [samples.pop(name) for name in list(samples) if name[0] == "rl_overflow_total"]
     assert not any(overflows)
     return samples
@@ -123,6 +134,23 @@ def test_a_tenant_that_gets_another_name_leaves_its_counts_under_the_old_one(acc
 
     eventually(is_heard)
     assert allowed(old) >= 3
+
+
+def test_the_state_of_the_catalog_is_told_to_those_who_may_see_it(account: Account) -> None:
+    def gauges() -> Samples:
+        families = text_string_to_metric_families(account.admin.http.get("/metrics").text)
+        found = [each for family in families if family.type == "gauge" for each in family.samples]
+        return {(each.name, *each.labels.values()): each.value for each in found}
+
+    assert account.check().status_code == 200
+    before = gauges()
+    assert before["rl_catalog_revision",] > 0
+    assert before["rl_catalog_tenants",] > 0
+    assert (before["rl_catalog_listening", "postgres"], before["rl_catalog_listening", "redis"]) == (0, 0)
+    assert not [name for name in before if name[0] == "rl_redis_evicting"]  # the store is in memory
+    assert Account(account.admin).check().status_code == 200
+    eventually(lambda: gauges()["rl_catalog_revision",] > before["rl_catalog_revision",])
+    assert gauges()["rl_catalog_tenants",] == before["rl_catalog_tenants",] + 1
 
 
 # --- The format ------------------------------------------------------------------------------------------------------

@@ -694,7 +694,13 @@ def test_health_and_readiness(service: Seeded) -> None:
     health = service.running.request("GET", "/v1/health")
     assert (health.status, health.json["status"]) == (200, "ok")
     assert health.json["version"]
-    assert service.running.request("GET", "/v1/ready").status == 200
+    ready = service.running.request("GET", "/v1/ready")
+    assert ready.status == 200
+    assert {name: set(ready.json[name]) for name in ("store", "catalog")} == {
+        "store": {"state", "since"},
+        "catalog": {"state", "since"},
+    }
+    assert set(ready.json) == {"status", "store", "catalog"}  # no sizes, revisions or names: strangers may ask
 
 
 @pytest.mark.parametrize("path", ["/v1/health", "/v1/ready"])

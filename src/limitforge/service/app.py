@@ -18,22 +18,26 @@ from limitforge.limiter import Limiter
 from limitforge.service.admin.access import Access
 from limitforge.service.admin.app import create_admin
 from limitforge.service.admin.session import Session
-from limitforge.service.admin.throttled import Throttled
 from limitforge.service.admin.usage import UsageLog
 from limitforge.service.answers import refused
 from limitforge.service.asgi import App, DoorTwo, Receive, Scope, Send, send_answer
 from limitforge.service.calls import Calls
 from limitforge.service.check import Checks
+from limitforge.service.connections import Connections, fitting
 from limitforge.service.counters import Counters
 from limitforge.service.health import Health
 from limitforge.service.metrics import Metrics
 from limitforge.service.problems import BadRequest
 from limitforge.service.protocol import Doors
+from limitforge.service.proxies import Proxies
 from limitforge.service.settings import Settings, load
 from limitforge.service.sums import Sums
+from limitforge.service.throttled import Throttled
 from limitforge.service.tickets import Tickets
 
 FLUSH_SECONDS = 10.0  # how often what was counted is written down
+MAX_SCRAPERS = 64  # connections to the port for metrics
+MAX_SCRAPED_BYTES = 1_048_576
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +63,7 @@ class FromDatabase:
             lookup_seconds=settings.lookup_deadline_ms / 1_000,
         )
         self._access = Access(self.node.catalog, self.node.snapshots, limiter)
+        self._throttled = throttled
         self._usage = UsageLog(self._database, counters, used_tokens=self._access.used)
         self._flushing: asyncio.Task[None] | None = None
         self.other: App = create_admin(
@@ -72,6 +77,7 @@ class FromDatabase:
 
     async def start(self) -> None:
         await self.node.start()
+        await self._throttled.start()
         self._flushing = asyncio.get_running_loop().create_task(self._flush())
 
     async def close(self) -> None:
@@ -79,6 +85,7 @@ class FromDatabase:
             self._flushing.cancel()
             await asyncio.gather(self._flushing, return_exceptions=True)
             await self._usage.flush()
+        await self._throttled.close()
         await self.node.close()
         if self._shared is not None:
             await self._shared.close()
@@ -86,13 +93,7 @@ class FromDatabase:
 
     def told(self) -> dict[str, Any]:
         status = self.node.status()
-        return {
-            "state": status.database,
-            "since": status.since,
-            "listening": status.listening,
-            "revision": status.revision,
-            "tenants": status.cache.tenants,
-        }
+        return {"state": status.database, "since": status.since}
 
     async def admit(self, authorization: Iterable[str], source: str) -> None:
         """For whoever may see the numbers of all tenants."""
@@ -133,13 +134,7 @@ class FromFile:
 
     def told(self) -> dict[str, Any]:
         status = self.node.status()
-        return {
-            "state": status.file,
-            "since": status.since,
-            "error": status.error,
-            "revision": status.revision,
-            "tenants": status.cache.tenants,
-        }
+        return {"state": status.file, "since": status.since}
 
     async def admit(self, authorization: Iterable[str], source: str) -> None:
         detail = "a service that reads a file has no admin tokens: give metrics a port, with LIMITFORGE_METRICS_PORT"
@@ -156,7 +151,7 @@ Parts = FromDatabase | FromFile
 
 class Service:
     """An ASGI application, which starts and ends with its lifespan. Processes that share a folder tell their metrics
-    together.
+    and who is throttled together.
     """
 
     def __init__(self, settings: Settings, folder: Path | None = None) -> None:
@@ -172,7 +167,7 @@ class Service:
             settings.store_url, key_prefix=settings.key_prefix, options=settings.store_options()
         )
         self.counters = Counters()
-        self.throttled = Throttled()
+        self.throttled = Throttled(peppers, folder)
         self._parts: Parts = (
             FromFile(settings, peppers, self._limiter, self.counters)
             if settings.config
@@ -181,11 +176,15 @@ class Service:
         self.node = self._parts.node
         tickets = Tickets(peppers)
         checks = Checks(self._limiter, self.node.snapshots, tickets, self.counters, self._denied)
-        self._health = Health(self._limiter, self._parts.told, lambda: self.node.status().overrides.evicting)
-        self.doors = Doors(checks, settings.root_path, settings.proxies())
+        self._health = Health(self._limiter, self._parts.told)
+        connections = Connections(fitting(settings.max_connections))
+        self.doors = Doors.of_checks(checks, settings.root_path, settings.proxies(), connections)
+        self.metrics_doors = Doors(checks, {}, Proxies(), Connections(MAX_SCRAPERS, MAX_SCRAPED_BYTES))
         calls = Calls(self._limiter, checks, tickets)
         self._sums = Sums(self.counters, folder)
-        self.metrics = Metrics(self._sums, self._parts.admit, lambda: self._limiter.status().new_buckets_per_minute)
+        self.metrics = Metrics(
+            self._sums, self._parts.admit, lambda: self._limiter.status().new_buckets_per_minute, self.node.status
+        )
         self._door = DoorTwo(checks, calls, self._health, self.metrics.guarded, settings.root_path, self._parts.other)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -212,7 +211,6 @@ class Service:
         except Exception as error:  # noqa: BLE001 - whatever it is, the server must hear of it
             await send({"type": "lifespan.startup.failed", "message": str(error)})
             return
-        scope["state"]["doors"] = self.doors
         await send({"type": "lifespan.startup.complete"})
         await receive()
         await asyncio.shield(self.close())

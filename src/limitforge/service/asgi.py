@@ -46,7 +46,7 @@ class DoorTwo:
             "/v1/ready": ("GET", "ready", health.ready),
             "/metrics": ("GET", "metrics", metrics),
         }
-        for call in calls.names:
+        for call in calls.posts:
             self._routes[f"/v1/{call}"] = ("POST", call, self._post)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -90,14 +90,16 @@ class DoorTwo:
     # --- Calls -------------------------------------------------------------------------------------------------------
 
     async def _check(self, scope: Scope, receive: Receive) -> Answer:
-        return await _told(self._checks.submit, *await _read(scope, receive, MAX_BODY))
+        return await _told(self._checks.submit, _who(scope, MAX_BODY), await _read(receive, MAX_BODY))
 
     async def _batch(self, scope: Scope, receive: Receive) -> Answer:
-        return await _told(self._checks.submit_batch, *await _read(scope, receive, MAX_BATCH_BODY))
+        return await _told(self._checks.submit_batch, _who(scope, MAX_BATCH_BODY), await _read(receive, MAX_BATCH_BODY))
 
     async def _post(self, scope: Scope, receive: Receive) -> Answer:
         path = self._path(scope) or ""
-        return await self._calls.post(path.removeprefix("/v1/"), *await _read(scope, receive, MAX_BODY))
+        permission, call = self._calls.posts[path.removeprefix("/v1/")]
+        caller = await self._checks.caller(_who(scope, MAX_BODY), permission)  # before a stranger's body is read
+        return await self._calls.answer(call, caller, await _read(receive, MAX_BODY))
 
     async def _usage(self, scope: Scope, receive: Receive) -> Answer:
         who = Who.of(key_of(scope["headers"]), source_of(scope))
@@ -112,20 +114,21 @@ async def _told(submit: Callable[..., None], *asked: Any) -> Answer:
     return await answered
 
 
-async def _read(scope: Scope, receive: Receive, limit: int) -> tuple[Who, bytes]:
-    who = Who.of(presented(scope["headers"], limit), source_of(scope))
-    parts: list[bytes] = []
-    size = 0
+def _who(scope: Scope, limit: int) -> Who:
+    return Who.of(presented(scope["headers"], limit), source_of(scope))
+
+
+async def _read(receive: Receive, limit: int) -> bytes:
+    body = bytearray()
     while True:
         event = await receive()
         if event["type"] == "http.disconnect":
             raise ClientLeft
-        parts.append(event.get("body", b""))
-        size += len(parts[-1])
-        if size > limit:
+        body += event.get("body", b"")
+        if len(body) > limit:
             raise BadRequest(413, "body_too_large", f"at most {limit} bytes", connection="close")
         if not event.get("more_body", False):
-            return who, b"".join(parts)
+            return bytes(body)
 
 
 def _query(scope: Scope) -> dict[str, str]:

@@ -18,7 +18,6 @@ from limitforge.request import DEFAULT_HOLD_SECONDS
 from limitforge.service.answers import JSON, Answer, body_of
 from limitforge.service.bodies import CheckBody, read
 from limitforge.service.check import Checks, priority_of
-from limitforge.service.credentials import Who
 from limitforge.service.refusals import SMALL_BODY
 from limitforge.service.tickets import Tickets
 
@@ -61,19 +60,16 @@ class Calls:
         self._limiter = limiter
         self._checks = checks
         self._tickets = tickets
-        self._posts: dict[str, tuple[KeyScope, Call]] = {
+        self.posts: dict[str, tuple[KeyScope, Call]] = {
             "release": (KeyScope.CHECK, self._release),
             "renew": (KeyScope.CHECK, self._renew),
             "reserve": (KeyScope.CHECK, self._reserve),
             "settle": (KeyScope.CHECK, self._settle),
             "explain": (KeyScope.USAGE, self._explain),
         }
-        self.names = tuple(self._posts)
 
-    async def post(self, name: str, who: Who, body: bytes) -> Answer:
-        """Answer one of `names`. A large body that is invalid is charged to the caller's tenant."""
-        scope, call = self._posts[name]
-        caller = await self._checks.caller(who, scope)
+    async def answer(self, call: Call, caller: Caller, body: bytes) -> Answer:
+        """Answer one of `posts`. A large body that is invalid is charged to the caller's tenant."""
         tenant_id, refusals = caller.key.tenant_id, self._checks.refusals
         if len(body) > SMALL_BODY:
             refusals.require(tenant_id)

@@ -94,6 +94,10 @@ class Checks:
     def submit_batch(self, who: Who, body: bytes, tell: Tell) -> None:
         self._start(self._later(self._batch, who, body, tell))
 
+    def is_known(self, who: Who) -> bool:
+        """Whether this process knows the key, so that no look-up is needed."""
+        return self._seen(who.seen) is not None
+
     async def caller(self, who: Who, scope: KeyScope) -> Caller:
         """Whoever presents this key, if it may do this."""
         if who.key is None:

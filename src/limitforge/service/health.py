@@ -18,16 +18,15 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Health:
-    """`catalog` tells how the catalog is doing: its `state` is ok or degraded. `evicting` has the policy of each
-    Redis server that may evict keys when it is full, by its address, which is not told: everyone may ask.
+    """`catalog` returns how the catalog is doing: its `state`, ok or degraded, and `since` when.
+
+    Both calls are open to strangers. They show no sizes, revisions, addresses or error texts: those are in the metrics
+    and in the log.
     """
 
-    def __init__(
-        self, limiter: Limiter, catalog: Callable[[], dict[str, Any]], evicting: Callable[[], dict[str, str]] = dict
-    ) -> None:
+    def __init__(self, limiter: Limiter, catalog: Callable[[], dict[str, Any]]) -> None:
         self._limiter = limiter
         self._catalog = catalog
-        self._evicting = evicting
         self._live = _encode({"status": "ok", "version": version("limitforge")})
         self._is_reached = False
         self._since = time.time()
@@ -67,8 +66,4 @@ class Health:
         status = self._limiter.status()
         since = self._since if status.since is None else status.since
         state = "ok" if self._is_reached else "unreached"
-        return {
-            "state": state if status.breaker == "closed" else status.breaker,
-            "since": since,
-            "evicting": sorted(set(self._evicting().values())),
-        }
+        return {"state": state if status.breaker == "closed" else status.breaker, "since": since}

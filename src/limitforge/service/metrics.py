@@ -2,8 +2,12 @@
 has a port of its own, which only Prometheus should reach.
 """
 
+import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 
+from limitforge.catalog.file import FileStatus
+from limitforge.catalog.node import NodeStatus
 from limitforge.errors import LimitforgeError
 from limitforge.service.answers import Answer, refused
 from limitforge.service.asgi import Receive, Scope, Send, send_answer, source_of
@@ -17,6 +21,7 @@ TEXT = b"text/plain; version=0.0.4; charset=utf-8"
 Admit = Callable[[Iterable[str], str], Awaitable[None]]
 """Refuses whoever may not see all tenants, by their `Authorization` fields and where they come from."""
 Sample = tuple[dict[str, str], int]
+CatalogStatus = NodeStatus | FileStatus
 
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
@@ -24,11 +29,17 @@ _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 class Metrics:
     """The call that takes a token; as an ASGI application, the one that needs none and serves nothing else."""
 
-    def __init__(self, sums: Sums, admit: Admit, budget: Callable[[], int | None] = lambda: None) -> None:
+    def __init__(
+        self, sums: Sums, admit: Admit, budget: Callable[[], int | None], catalog: Callable[[], CatalogStatus]
+    ) -> None:
         """`budget` returns how many buckets a tenant may begin a minute; None for any number."""
         self._sums = sums
         self._admit = admit
         self._budget = budget
+        self._writing = asyncio.Lock()
+        self._written: tuple[int, bytes] = (0, b"")
+        self._asked = 0
+        self._catalog = catalog
 
     async def guarded(self, scope: Scope, _: Receive) -> Answer:
         authorization = [value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"]
@@ -47,10 +58,19 @@ class Metrics:
         await send_answer(send, answer)
 
     async def _told(self) -> Answer:
-        return Answer(200, TEXT, b"", exposition(await self._sums.totals(), self._budget()))
+        """Many who ask at once share one text, which holds all that was counted before they asked."""
+        self._asked += 1
+        asked = self._asked
+        async with self._writing:
+            if self._written[0] < asked:
+                upto = self._asked
+                self._written = (upto, exposition(await self._sums.totals(), self._budget(), self._catalog()))
+            return Answer(200, TEXT, b"", self._written[1])
 
 
-def exposition(totals: Totals, new_buckets_per_minute: int | None = None) -> bytes:
+def exposition(
+    totals: Totals, new_buckets_per_minute: int | None = None, catalog: CatalogStatus | None = None
+) -> bytes:
     tenants = sorted(totals.tenants.items())
     requests = sorted(totals.requests.items())
     lines = [
@@ -76,8 +96,31 @@ def exposition(totals: Totals, new_buckets_per_minute: int | None = None) -> byt
     ]
     if new_buckets_per_minute is not None:
         says = "How many buckets a tenant may begin a minute; beyond that its new subjects share one for each limit."
-        lines += _samples("gauge", "rl_new_buckets_per_minute", says, [({}, new_buckets_per_minute)])
+        lines += _gauge("rl_new_buckets_per_minute", says, new_buckets_per_minute)
+    if catalog is not None:
+        lines += _of_catalog(catalog)
     return "".join(f"{line}\n" for line in lines).encode()
+
+
+def _of_catalog(status: CatalogStatus) -> Iterable[str]:
+    """Return the gauges of the catalog as the worker that answers has it."""
+    yield from _gauge("rl_catalog_revision", "The newest revision of the catalog that is in force.", status.revision)
+    yield from _gauge("rl_catalog_tenants", "How many tenants this worker has in memory.", status.cache.tenants)
+    if isinstance(status, NodeStatus):
+        says = "Whether this worker hears of changes at once (1), by source; without any it polls the database."
+        sources = [({"source": each}, int(each in status.listening)) for each in ("postgres", "redis")]
+        yield from _samples("gauge", "rl_catalog_listening", says, sources)
+    policies = Counter(status.overrides.evicting.values())
+    yield from _samples(
+        "gauge",
+        "rl_redis_evicting",
+        "Redis servers that may evict counters and overrides when they are full, by `maxmemory-policy`.",
+        [({"policy": policy}, number) for policy, number in sorted(policies.items())],
+    )
+
+
+def _gauge(name: str, says: str, number: int) -> Iterable[str]:
+    return _samples("gauge", name, says, [({}, number)])
 
 
 def _counter(name: str, says: str, samples: Iterable[Sample]) -> Iterable[str]:

@@ -69,6 +69,7 @@ REQUESTS: dict[str, str] = {
     "rate_limit_exceeded": "Too many calls",
     "too_many_batches": "Too many batches at once",
     "too_many_refusals": "Too many invalid requests",
+    "overloaded": "The service receives too much now",
 }
 OTHERWISE = Kind(500, "internal_error", "Something is wrong with limitforge itself")
 

@@ -1,12 +1,17 @@
 """Door one: uvicorn's HTTP protocol, which answers checks itself and hands every other request to ASGI as before.
 
 A check needs no task, no ASGI scope and no event. What HTTP brings is handled here: pipelined requests are answered in
-their order, heads and bodies are bounded, slow clients are sent away, and a shutdown waits for what is in flight.
+their order, slow clients are sent away, and a shutdown waits for what is in flight.
+
+Everything that a connection can make this process hold is bounded. The parser gets one message at a time, and none
+while too much waits: the rest of the packet stays as it came, and the connection is not read meanwhile. A message may
+have only so many bytes that are not its body. What all connections hold together is bounded too (`connections.py`).
 
 A connection remembers the last head that was parsed, and does not parse it again (`heads.py`).
 """
 
 import asyncio
+import logging
 import re
 from collections import deque
 from collections.abc import Callable
@@ -14,6 +19,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 
+import httptools
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -21,6 +27,7 @@ from uvicorn.server import ServerState
 from limitforge.core.headers import block
 from limitforge.service.answers import Answer, refused
 from limitforge.service.check import MAX_BATCH_BODY, MAX_BODY, Checks
+from limitforge.service.connections import Connections
 from limitforge.service.credentials import MAX_HEADERS, Who, presented
 from limitforge.service.heads import Head
 from limitforge.service.problems import BadRequest
@@ -29,9 +36,14 @@ from limitforge.service.proxies import Proxies
 READ_SECONDS = 10.0  # for the head and the body of a request, from its first byte to its last
 WATCH_SECONDS = 2.5  # how often that is looked at
 LINGER_SECONDS = 1.0  # how long a shutdown waits for clients that are silent
-MAX_PIPELINED = 64
-MAX_HELD = 2_097_152  # bytes of bodies that wait on one connection: what comes behind them is not read yet
-MAX_HEAD = 32_768  # bytes of a request's line and header fields
+MAX_PIPELINED = 64  # checks that wait on one connection
+MAX_HELD = 262_144  # bytes of bodies that wait on one connection: what comes behind them is not parsed yet
+MAX_HEAD = 32_768  # bytes of a message that are not its body: request line, header fields, chunk extensions, trailers
+MAX_CHUNKS = 2_048  # of a body; each is a call of the parser
+CHUNK_FRAMING = 16  # bytes that each chunk may have besides: its size and two line ends
+MAX_UNWANTED = 65_536  # bytes of a body that still arrive after the answer
+UNREAD_ANSWERS = 4_096  # bytes of answers that wait in this process before a connection is not read any more
+SMALL_PACKET = 8_192
 
 STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -46,21 +58,32 @@ _VERSIONS = (b" HTTP/1.1", b" HTTP/1.0")
 NOBODY = Who(None, b"", "")
 
 Submit = Callable[..., None]
+Call = tuple[dict[int, int], Submit, int]
+"""Where the answers of a path are counted, what decides it, and how large its body may be."""
+
+_log = logging.getLogger(__name__)
 
 
 class Doors:
-    """What every connection of a process shares: the paths that door one answers, and who answers them."""
+    """What all connections of a listening socket share: the paths that door one answers, and common bounds."""
 
-    def __init__(self, checks: Checks, root_path: str, proxies: Proxies) -> None:
+    def __init__(self, checks: Checks, calls: dict[bytes, Call], proxies: Proxies, connections: Connections) -> None:
         self.answers = checks.answers
+        self.is_known = checks.is_known
+        self.calls = calls
         self.proxies = proxies
-        self.calls: dict[bytes, tuple[dict[int, int], Submit, int]] = {
-            f"{root_path}/v1/check".encode(): (self.answers("check"), checks.submit, MAX_BODY),
-            f"{root_path}/v1/check/batch".encode(): (self.answers("batch"), checks.submit_batch, MAX_BATCH_BODY),
-        }
+        self.connections = connections
         self.default_headers: list[tuple[bytes, bytes]] | None = None
         self.openings: dict[tuple[int, bytes], bytes] = {}
         """By status and content type, for as long as the default headers are these."""
+
+    @classmethod
+    def of_checks(cls, checks: Checks, root_path: str, proxies: Proxies, connections: Connections) -> "Doors":
+        calls: dict[bytes, Call] = {
+            f"{root_path}/v1/check".encode(): (checks.answers("check"), checks.submit, MAX_BODY),
+            f"{root_path}/v1/check/batch".encode(): (checks.answers("batch"), checks.submit_batch, MAX_BATCH_BODY),
+        }
+        return cls(checks, calls, proxies, connections)
 
     def opening(self, answer: Answer, headers: list[tuple[bytes, bytes]]) -> bytes:
         """How an answer begins, with the fields of uvicorn's own, which are made anew each second."""
@@ -75,7 +98,7 @@ class Doors:
 class Turn:
     """One check of a connection, until it is answered and everything before it is."""
 
-    __slots__ = ("answer", "answers", "close", "is_refused", "limit", "parts", "size", "submit", "who")
+    __slots__ = ("answer", "answers", "body", "close", "is_refused", "limit", "size", "submit", "who")
 
     def __init__(self, answers: dict[int, int], submit: Submit, limit: int, who: Who) -> None:
         self.answers = answers
@@ -83,8 +106,9 @@ class Turn:
         self.submit = submit
         self.limit = limit
         self.who = who
-        self.parts: list[bytes] = []
+        self.body: bytes | bytearray = b""
         self.size = 0
+        """Of the body, until it is answered."""
         self.close = False
         self.is_refused = False
         """Whether it was answered before it was read to its end."""
@@ -106,9 +130,26 @@ class CheckProtocol(HttpToolsProtocol):
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        doors: Doors,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self._doors: Doors = app_state["doors"]
+        self.owner = b""
+        self.buffered = self.held = 0
+        self._doors = doors
+        self._packet = b""
+        """What arrived last, if some of it is not parsed yet: from `_at` on."""
+        self._at = 0
+        self._is_parsing = False
+        self._is_in_body = False
+        self._body_left = 0
+        """How many bytes are left of a body whose length was announced; below 1 for one in chunks."""
+        self._overhead = 0
+        """Bytes of the current message that are not its body."""
+        self._chunks = self._fields = 0
+        self._body_size = 0
+        """Of a request that ASGI answers, until it has."""
+        self._unwanted = 0
         self._turns: deque[Turn] = deque()
         self._turn: Turn | None = None
         self._head: Head | None = None
@@ -119,8 +160,8 @@ class CheckProtocol(HttpToolsProtocol):
         self._is_ending = False
         self._is_deaf = False
         """Whether a request was the last one of this connection: what comes behind it is not for us."""
-        self._head_size: int | None = None
-        """How much was read of a head that began in an earlier packet."""
+        self._is_refused = False
+        """Whether what arrives is no longer parsed at all."""
         self._reads_since: float | None = None
         self._held = 0
         self._stuck_since: float | None = None
@@ -133,14 +174,21 @@ class CheckProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=UNREAD_ANSWERS)
+        self._idle_since = self.loop.time()
         self._watch = self.loop.call_later(WATCH_SECONDS, self._watch_time)
+        self._doors.connections.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._watch is not None:
             self._watch.cancel()
+        self._doors.connections.closed(self)
         self._turns.clear()
+        self.pipeline.clear()
         self._turn = self._head = self._usual = None
+        self._discard_input()
         super().connection_lost(exc)
+        self._account()
 
     def data_received(self, data: bytes) -> None:
         self._is_active = True
@@ -157,28 +205,105 @@ class CheckProtocol(HttpToolsProtocol):
                 self._turns.append(turn)
                 turn.submit(head.who, body, tell)
                 return
+        is_idle = is_idle and not self._packet
         self._request = data if is_idle else None
+        self._packet, self._at = self._packet[self._at :] + (_without_upgrade(data) if is_idle else data), 0
+        self._parse()
+
+    def _parse(self) -> None:
+        """Feed the parser, message by message, while there is room for another; the rest of the packet waits."""
+        if self._is_parsing:  # an answer came at once
+            return
+        self._is_parsing = True
+        while self._packet:
+            if self.transport.is_closing() or self._is_refused or (self._is_deaf and not self._is_in_body):
+                self._discard_input()
+            elif self._is_full() and not self._is_in_body:
+                self._head = self._usual = None  # nothing goes before what waits here
+                self.flow.pause_reading()
+                break
+            else:
+                self._feed(self._next_piece())
+        self._is_parsing = False
+        self._account()
+
+    def _next_piece(self) -> bytes:
+        """What the parser gets at once, so that at most one message ends in it: the rest of a body whose length is
+        known; else all up to a blank line.
+        """
+        packet, at = self._packet, self._at
+        end = len(packet)
+        if self._is_in_body and self._body_left > 0:
+            end = min(at + self._body_left, end)
+        elif at or end > SMALL_PACKET or packet.count(_END) > 1:
+            found = packet.find(_END, at)
+            end = end if found < 0 else found + len(_END)
+        self._packet, self._at = (packet, end) if end < len(packet) else (b"", 0)
+        return packet[at:end]
+
+    def _feed(self, piece: bytes) -> None:
         if self._reads_since is None:
             self._reads_since = self.loop.time()
-        if self._head_size is not None:
-            self._head_size += len(data)
-        super().data_received(_without_upgrade(data) if is_idle else data)
-        if self._head_size is not None and self._head_size > MAX_HEAD:
+        self._overhead += len(piece)
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade:
+            pass  # it was refused when its head was read
+        except httptools.HttpParserError as error:
+            cause = error.__context__
+            if cause is not None and not isinstance(cause, httptools.HttpParserError | UnicodeError | _Refused):
+                _log.error("a request could not be read", exc_info=cause)
+            self.send_400_response("")
+        if self._overhead > MAX_HEAD + CHUNK_FRAMING * self._chunks:
             self._refuse(_head_too_large())
+
+    def _account(self) -> None:
+        """Tell how many bytes this connection holds."""
+        unsent = self.transport.get_write_buffer_size() if self.flow.write_paused else 0
+        unparsed = len(self._packet) - self._at
+        message = 0 if self._turn is None else self._turn.size
+        head = min(self._overhead, MAX_HEAD)
+        self._doors.connections.account(self, unsent + unparsed + head + message + self._body_size, self._held)
+
+    def _discard_input(self) -> None:
+        self._packet, self._at = b"", 0
+        self._overhead = self._body_size = 0
+        if self._turn is not None:
+            self._turn.body, self._turn.size = b"", 0
+
+    @property
+    def is_answering(self) -> bool:
+        is_handled = bool(self._turns) or (self.cycle is not None and not self.cycle.response_complete)
+        return is_handled and not self._is_in_body
+
+    @property
+    def quiet_since(self) -> float:
+        return self._idle_since if self._reads_since is None else self._reads_since
+
+    def make_room(self) -> None:
+        """One that is idle is closed. One that holds much is answered if it still reads, and lets go at once."""
+        if not self.buffered and not self.is_answering:
+            self.transport.close()
+        elif self.flow.write_paused or self.transport.is_closing():
+            self.transport.abort()
+        else:
+            self._refuse(BadRequest(503, "overloaded", "too much is being received now", **{"retry-after": "1"}))
+        self._discard_input()
+        self._account()
 
     def send_400_response(self, msg: str) -> None:
         """In place of uvicorn's, to what is no HTTP."""
-        self._refuse(BadRequest(400, "malformed_request", "this is no HTTP/1.1 that can be understood"))
+        self._refuse(BadRequest(400, "malformed_request", "this is not valid HTTP/1.1"))
 
     def _unsupported_upgrade_warning(self) -> None:
         """It was answered: nothing for the log."""
 
     def _refuse(self, error: BadRequest) -> None:
         """Answer what can't be parsed, behind whatever is still to be answered, and hear nothing more."""
-        if self.transport.is_closing():
+        if self._is_refused or self.transport.is_closing():
             return
-        self._reads_since = self._head_size = None
-        self._is_deaf = True
+        self._reads_since = None
+        self._is_deaf = self._is_refused = True
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete and not self._turns:
             if not cycle.more_body or cycle.response_started:  # it is whole, and what can't be parsed came behind it
@@ -193,6 +318,7 @@ class CheckProtocol(HttpToolsProtocol):
             self._turns.append(turn)
         self._turn = turn
         turn.is_refused = turn.close = True
+        turn.body, turn.size = b"", 0
         self._told(turn, refused(error))
         if not self.transport.is_closing():
             self.flow.pause_reading()
@@ -214,15 +340,34 @@ class CheckProtocol(HttpToolsProtocol):
         """A client that does not read its answers is not read from either."""
         super().pause_writing()
         self.flow.pause_reading()
+        self._account()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if not self._is_full():
+        self._read_on()
+
+    def _read_on(self) -> None:
+        """There may be room again: first for what was not parsed yet."""
+        if self._packet:
+            if self._reads_since is not None:  # the client had no part in this pause
+                self._reads_since = self.loop.time()
+            self._parse()
+        is_wanted = self._is_in_body or not self._is_full()
+        if is_wanted and not self._packet and not self._is_refused and not self.flow.write_paused:
             self.flow.resume_reading()
+        self._account()
 
     def _is_full(self) -> bool:
-        """Whether so much waits to be answered that no more is read."""
-        return len(self._turns) >= MAX_PIPELINED or self._held > MAX_HELD
+        """Whether so much waits to be answered that the next request has to wait. ASGI gets one request at a time, and
+        so does a key that has to be looked up.
+        """
+        return (
+            len(self._turns) >= (MAX_PIPELINED if self.owner else 1)
+            or self._held > MAX_HELD
+            or self.flow.write_paused
+            or bool(self.pipeline)
+            or (self.cycle is not None and not self.cycle.response_complete)
+        )
 
     def _watch_time(self) -> None:
         """One timer for a connection's whole life is cheaper than one for each request."""
@@ -259,20 +404,24 @@ class CheckProtocol(HttpToolsProtocol):
     # --- One request -------------------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        self._head_size = 0
         if self._reads_since is None:  # it came behind another, in one packet
             self._reads_since = self.loop.time()
         self.url = b""
         self.expect_100_continue = False
         self.headers = []
+        self._fields = 0
         self._turn = None
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._head_size is not None:  # else it comes behind the body, and may not say what matters before
+        self._fields += 1
+        if self._fields > MAX_HEADERS:
+            self._refuse(_head_too_large())
+            raise _Refused
+        if not self._is_in_body:  # what comes behind the body may not say what matters before
             super().on_header(name, value.rstrip(b" \t"))
 
     def on_headers_complete(self) -> None:
-        self._head_size = None
+        self._is_in_body = True
         if self._is_deaf:
             self._turn = Turn({}, _never, 0, NOBODY)
             self._turn.is_refused = True
@@ -301,6 +450,7 @@ class CheckProtocol(HttpToolsProtocol):
         except BadRequest as error:
             self._refuse(error)
             return
+        self.owner = turn.who.seen if self._doors.is_known(turn.who) else b""
         if self.expect_100_continue and len(self._turns) == 1:
             self.transport.write(CONTINUE)
 
@@ -315,9 +465,11 @@ class CheckProtocol(HttpToolsProtocol):
             size += len(name) + len(value)
             if name == b"host":
                 hosts += 1 if _HOST.fullmatch(value) else 2
+            elif name == b"content-length":
+                self._body_left = int(value) if value.isdigit() else 0
             elif name == b"transfer-encoding" and value.lower() != b"chunked":
                 return BadRequest(400, "malformed_request", "transfer-encoding: must be chunked")
-        if size > MAX_HEAD or len(self.headers) > MAX_HEADERS:
+        if size > MAX_HEAD:
             return _head_too_large()
         if hosts > 1 or (not hosts and version == "1.1"):
             return BadRequest(400, "malformed_request", "host: there must be one, and it must be a name or an address")
@@ -339,19 +491,45 @@ class CheckProtocol(HttpToolsProtocol):
         if self._is_ending:
             self.cycle.keep_alive = False
 
+    def on_chunk_header(self) -> None:
+        self._chunks += 1
+        if self._chunks > MAX_CHUNKS:
+            detail = f"transfer-encoding: at most {MAX_CHUNKS} chunks: send larger ones"
+            self._refuse(BadRequest(400, "malformed_request", detail))
+            raise _Refused
+
     def on_body(self, body: bytes) -> None:
+        size = len(body)
+        self._overhead -= size
+        self._body_left -= size
         turn = self._turn
         if turn is None:
-            super().on_body(body)
+            self._hand_on(body)
         elif not turn.is_refused:
-            turn.size += len(body)
+            turn.size += size
             if turn.size > turn.limit:
                 self._refuse(BadRequest(413, "body_too_large", f"at most {turn.limit} bytes"))
+            elif turn.body:
+                if not isinstance(turn.body, bytearray):
+                    turn.body = bytearray(turn.body)
+                turn.body += body
             else:
-                turn.parts.append(body)
+                turn.body = body
+
+    def _hand_on(self, body: bytes) -> None:
+        """To ASGI; what comes after the answer is not wanted, and only a little of it is read."""
+        if not self.cycle.response_complete:
+            self._body_size += len(body)
+            super().on_body(body)
+            return
+        self._unwanted += len(body)
+        if self._unwanted > MAX_UNWANTED:
+            self.transport.close()
 
     def on_message_complete(self) -> None:
         self._reads_since = None
+        self._is_in_body = False
+        self._overhead = self._chunks = self._body_left = self._unwanted = 0
         turn = self._turn
         if turn is None:
             super().on_message_complete()
@@ -360,26 +538,37 @@ class CheckProtocol(HttpToolsProtocol):
         if turn.is_refused:
             return
         self._held += turn.size
-        if self._is_full():
-            self.flow.pause_reading()
-        body = b"".join(turn.parts)
-        turn.parts = []
+        body = bytes(turn.body)
+        turn.body = b""
         tell = partial(self._told, turn)
-        if self._request is not None and not turn.close and not self.expect_100_continue:
+        if self._request is not None and turn.limit == MAX_BODY and not turn.close and not self.expect_100_continue:
             self._head, self._usual = Head.of(self._request, body, turn.limit, turn.who), (turn, tell)
         self._request = None
         turn.submit(turn.who, body, tell)
 
     def on_response_complete(self) -> None:
         self._is_active = True
+        self._body_size = 0
         super().on_response_complete()
         self._unset_keepalive_if_required()  # the connection's own timer looks after it
+        self._read_on()
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._doors.connections.starts.add(partial(self._start_now, cycle, app))
+
+    def _start_now(self, cycle: Any, app: Any) -> None:
+        if not self.transport.is_closing() and not cycle.disconnected:
+            super()._start_asgi_task(cycle, app)
 
     # --- Answers -----------------------------------------------------------------------------------------------------
 
     def _told(self, turn: Turn, answer: Answer) -> None:
         """Write every answer whose turn it is."""
         turns = self._turns
+        if turn.size:
+            self._held -= turn.size
+            turn.size = 0
+            self._account()
         if len(turns) == 1 and turns[0] is turn and not turn.close and not self._is_ending:
             turns.clear()
             if not self.transport.is_closing():
@@ -387,7 +576,7 @@ class CheckProtocol(HttpToolsProtocol):
                 status = answer.status
                 turn.answers[status] = turn.answers.get(status, 0) + 1
                 self._is_active = True
-                if self._held or self.pipeline or self.flow.read_paused:
+                if self.buffered or self._packet or self.pipeline or self.flow.read_paused:
                     self._go_on()
             return
         turn.answer = answer
@@ -396,7 +585,8 @@ class CheckProtocol(HttpToolsProtocol):
             if self.transport.is_closing():
                 turns.clear()
                 return
-            is_last = self._is_ending and not turns and not self.pipeline and self._turn in (None, first)
+            is_waiting = turns or self.pipeline or self._packet or self._turn not in (None, first)
+            is_last = self._is_ending and not is_waiting
             self._write(ready, close=first.close or is_last)
             first.answers[ready.status] = first.answers.get(ready.status, 0) + 1
             if first.close or is_last:
@@ -409,12 +599,10 @@ class CheckProtocol(HttpToolsProtocol):
     def _go_on(self) -> None:
         """All checks so far are answered."""
         self._is_active = True
-        self._held = 0
-        if self.flow.read_paused and not self.flow.write_paused:
-            self.flow.resume_reading()
         if self.pipeline:
             cycle, app = self.pipeline.pop()
             self._start_asgi_task(cycle, app)
+        self._read_on()
 
     def _write(self, answer: Answer, *, close: bool) -> None:
         body, doors = answer.body, self._doors
@@ -441,6 +629,10 @@ def _without_upgrade(data: bytes) -> bytes:
 
 def _head_too_large() -> BadRequest:
     return BadRequest(431, "head_too_large", f"header fields: at most {MAX_HEADERS}, and {MAX_HEAD} bytes")
+
+
+class _Refused(Exception):
+    """Stops the parser: the message was refused already."""
 
 
 def _never(*_: object) -> None:

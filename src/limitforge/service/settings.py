@@ -17,6 +17,7 @@ from limitforge.core.exact import shown
 from limitforge.core.headers import HeaderForm, HeaderStyle, ResetForm
 from limitforge.core.keys import Keys
 from limitforge.errors import InvalidInput
+from limitforge.service.connections import MAX_CONNECTIONS
 from limitforge.service.proxies import Proxies
 from limitforge.stores import connect
 from limitforge.stores.options import StoreOptions
@@ -71,6 +72,10 @@ class Settings:
     key_prefix: str = _setting("lf", "What every key in the store starts with.")
     headers: str = _setting("legacy,draft-11", "What tells of limits: any of legacy, draft-06 and draft-11, or none.")
     reset: str = _setting("epoch", "What X-RateLimit-Reset counts: epoch (seconds since 1970) or delta (from now).")
+    max_connections: int = _setting(
+        MAX_CONNECTIONS,
+        "How many connections a process keeps; beyond that those that are quiet for longest are closed.",
+    )
     idle_seconds: float = _setting(75.0, "How long a connection may be silent between requests.")
     shutdown_seconds: float = _setting(10.0, "How long a shutdown waits for what is in flight.")
     log_level: str = _setting("info", "What is logged: debug, info, warning or error.")
@@ -81,6 +86,7 @@ class Settings:
             ("metrics_port", 0, 65_535),
             ("workers", 1, MAX_WORKERS),
             ("lookup_deadline_ms", 10, 60_000),
+            ("max_connections", 16, 1_000_000),
             ("idle_seconds", 1, 3_600),
             ("shutdown_seconds", 0, 3_600),
         ):

@@ -2,33 +2,34 @@
 
 import asyncio
 import contextlib
-import gc
 import os
 import signal
 import socket
 import ssl
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import cast
 
 import uvicorn
 
 from limitforge.errors import InvalidInput, LimitforgeError
 from limitforge.service.app import Service
 from limitforge.service.logs import set_up_logging
-from limitforge.service.protocol import CheckProtocol
+from limitforge.service.memory import MemoryWatch
+from limitforge.service.protocol import CheckProtocol, Doors
 from limitforge.service.settings import Settings, load
 
 READY = b"r"
 FAILED = 2
-COLLECT_AFTER = 20_000  # new objects, in place of 700
 
 
 def config(service: Service, settings: Settings) -> uvicorn.Config:
     return uvicorn.Config(
         service,
-        http=CheckProtocol,
+        http=_protocol(service.doors),
         ws="none",
         lifespan="on",
         access_log=False,
@@ -40,6 +41,11 @@ def config(service: Service, settings: Settings) -> uvicorn.Config:
         ssl_certfile=settings.tls_cert or None,
         ssl_keyfile=settings.tls_key or None,
     )
+
+
+def _protocol(doors: Doors) -> type[asyncio.Protocol]:
+    """As uvicorn calls it: once for each connection."""
+    return cast("type[asyncio.Protocol]", partial(CheckProtocol, doors=doors))
 
 
 class Server(uvicorn.Server):
@@ -58,6 +64,7 @@ class Server(uvicorn.Server):
         """`parent` is a file descriptor that ends with the process that started this one."""
         super().__init__(config(service, settings))
         self._tell_ready = ready
+        self._memory = MemoryWatch()
         self._parent = parent
         self._beside = None if metrics is None else Beside(service, metrics)
 
@@ -68,10 +75,11 @@ class Server(uvicorn.Server):
                 self._beside.start()
             if self._parent is not None:
                 asyncio.get_running_loop().add_reader(self._parent, self._orphaned)
-            _spare_the_collector()
+            self._memory.start()
             self._tell_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._memory.stop()
         beside = () if self._beside is None else (self._beside.stop(),)
         await asyncio.gather(super().shutdown(sockets), *beside)
 
@@ -93,6 +101,7 @@ class Beside(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 service.metrics,
+                http=_protocol(service.metrics_doors),
                 ws="none",
                 lifespan="off",
                 access_log=False,
@@ -155,15 +164,6 @@ def check_tls(settings: Settings) -> None:
         why = (error.reason or "not PEM").lower().replace("_", " ")
         detail = f"{settings.tls_cert} is no certificate chain for the key {settings.tls_key}, without password: {why}"
         raise InvalidInput("tls_cert", detail) from None
-
-
-def _spare_the_collector() -> None:
-    """What was made so far stays, and need not be looked through again: that would hold up every check for as long as
-    60 ms. A check leaves no cycles behind, so there is little to look for.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(COLLECT_AFTER, 20, 20)
 
 
 def _tell(ready: int) -> None:

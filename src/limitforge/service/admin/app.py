@@ -25,8 +25,8 @@ from limitforge.service.admin.access import Access
 from limitforge.service.admin.docs import TITLE, serve_reference
 from limitforge.service.admin.routing import Under, tell_problems
 from limitforge.service.admin.session import Session
-from limitforge.service.admin.throttled import Throttled
 from limitforge.service.admin.usage import UsageLog
+from limitforge.service.throttled import Throttled
 
 PARTS = (tenants, plans, keys, policies, overrides, tokens, audit, reset, operator, mode, usage, throttled)
 

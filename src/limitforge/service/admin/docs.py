@@ -2,6 +2,7 @@
 
 import asyncio
 import html
+from collections.abc import Callable
 from importlib.resources import files
 from typing import Any
 
@@ -52,12 +53,11 @@ START = """SwaggerUIBundle({
 
 def serve_reference(app: FastAPI, root_path: str) -> None:
     """Both are made when they are first asked for, and kept."""
-    made: dict[str, bytes] = {}
+    made = _Made()
 
     async def openapi(_: Request) -> Response:
-        if "openapi" not in made:
-            made["openapi"] = await asyncio.to_thread(lambda: msgspec.json.encode(document(app, root_path)))
-        return Response(made["openapi"], media_type="application/json")
+        content = await made.get("openapi", lambda: msgspec.json.encode(document(app, root_path)))
+        return Response(content, media_type="application/json")
 
     async def page(_: Request) -> Response:
         return _guarded(PAGE, "text/html")
@@ -72,13 +72,27 @@ def serve_reference(app: FastAPI, root_path: str) -> None:
         app.add_route(f"/docs/{name}", _asset(name, kind, made), include_in_schema=False)
 
 
-def _asset(name: str, kind: str, made: dict[str, bytes]) -> Any:
+def _asset(name: str, kind: str, made: "_Made") -> Any:
     async def asset(_: Request) -> Response:
-        if name not in made:
-            made[name] = await asyncio.to_thread(files("fastapi_swagger.resources").joinpath(name).read_bytes)
-        return _guarded(made[name], kind, cache_control=A_DAY)
+        content = await made.get(name, files("fastapi_swagger.resources").joinpath(name).read_bytes)
+        return _guarded(content, kind, cache_control=A_DAY)
 
     return asset
+
+
+class _Made:
+    """Content by name, made once: many who ask at the same time wait for the first."""
+
+    def __init__(self) -> None:
+        self._content: dict[str, bytes] = {}
+        self._making = asyncio.Lock()
+
+    async def get(self, name: str, make: Callable[[], bytes]) -> bytes:
+        if name not in self._content:
+            async with self._making:
+                if name not in self._content:
+                    self._content[name] = await asyncio.to_thread(make)
+        return self._content[name]
 
 
 def _guarded(content: str | bytes, kind: str, **headers: str) -> Response:

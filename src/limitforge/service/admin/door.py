@@ -254,16 +254,9 @@ def _ready() -> dict[str, Any]:
         "properties": told_of_each,
         "required": ["state", "since"],
     }
-    evicting = {
-        "type": "array",
-        "items": {"type": "string"},
-        "description": "The `maxmemory-policy` of each Redis server that may evict counters and overrides when it is"
-        " full. Empty if they all refuse to.",
-    }
-    store = {**backend, "properties": {**told_of_each, "evicting": evicting}}
-    fields = {"status": {"enum": ["ok", "degraded"]}, "store": store, "catalog": backend}
+    fields = {"status": {"enum": ["ok", "degraded"]}, "store": backend, "catalog": backend}
     told = {"state": "ok", "since": 1_767_225_600.0}
-    example = {"status": "ok", "store": {**told, "evicting": []}, "catalog": told}
+    example = {"status": "ok", "store": told, "catalog": told}
     return {
         "operationId": "ready",
         "tags": ["health"],

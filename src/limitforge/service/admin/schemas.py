@@ -8,7 +8,7 @@ import msgspec
 from limitforge.catalog.model import AuditEntry, Entity, Key, Override, Plan, Policy, Tenant, Token
 from limitforge.catalog.queries import UsageRow
 from limitforge.catalog.schema import schema as file_schema
-from limitforge.service.admin.throttled import Hitter
+from limitforge.service.throttled import Hitter
 
 TEXT: Any = {"type": "string"}
 TEXT_OR_NULL: Any = {"type": ["string", "null"]}

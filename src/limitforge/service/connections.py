@@ -1,0 +1,136 @@
+"""Bound what all connections of a process hold together, and choose which of them give way.
+
+`protocol.py` bounds each connection by itself, but a client may open any number of them.
+"""
+
+import asyncio
+import resource
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Protocol
+
+MAX_CONNECTIONS = 2_000  # an idle one costs about 8 KiB
+MAX_BUFFERED = 12 * 1_048_576  # bytes
+
+MAX_STARTS = 4  # of requests for ASGI, in one iteration of the event loop
+OTHER_FILES = 256  # that a process may have open besides
+
+_STRANGER = b""
+
+
+class Starts:
+    """Starts requests for ASGI, a few in each iteration of the event loop, in the order in which they came.
+
+    libuv accepts one connection in each iteration. So if every waiting connection started its next request in the same
+    iteration, a new client would wait for all of them once for each client before it.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._left = MAX_STARTS
+
+    def add(self, start: Callable[[], None]) -> None:
+        """Call it now or soon."""
+        if self._left == MAX_STARTS:
+            asyncio.get_running_loop().call_soon(self._go_on)
+        if self._left and not self._waiting:
+            self._left -= 1
+            start()
+        else:
+            self._waiting.append(start)
+
+    def _go_on(self) -> None:
+        self._left = MAX_STARTS
+        while self._waiting and self._left:
+            self._left -= 1
+            self._waiting.popleft()()
+        if self._left < MAX_STARTS:
+            asyncio.get_running_loop().call_soon(self._go_on)
+
+
+class Connection(Protocol):
+    """What has to be known of a connection to choose."""
+
+    buffered: int
+    """Bytes that it would let go of: input that is not a whole request yet, and answers that were not read."""
+    held: int
+    """Bytes of requests that are being decided, and can't be let go of."""
+    owner: bytes
+    """The fingerprint of the key that it presented last, if this process knows that key; else empty."""
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether a whole request waits for its answer."""
+
+    @property
+    def quiet_since(self) -> float:
+        """When it last began to wait for the client."""
+
+    def make_room(self) -> None:
+        """Let go of everything that it holds, and close."""
+
+
+class Connections:
+    """All connections of one listening socket, in one process."""
+
+    def __init__(self, max_connections: int = MAX_CONNECTIONS, max_buffered: int = MAX_BUFFERED) -> None:
+        self._max_connections = max_connections
+        self._max_buffered = max_buffered
+        self.starts = Starts()
+        self._open: set[Connection] = set()
+        self._total = 0
+
+    def opened(self, connection: Connection) -> None:
+        """Close others if there are too many now; or this one, if all others are being answered."""
+        self._open.add(connection)
+        if len(self._open) > self._max_connections:
+            self._close_some(connection)
+
+    def closed(self, connection: Connection) -> None:
+        """Requests of it that are being decided stay in the account until they are."""
+        self._open.discard(connection)
+
+    def account(self, connection: Connection, buffered: int, held: int) -> None:
+        """Write down how many bytes a connection holds; if that is too much in all, the largest owner gives way."""
+        more = buffered - connection.buffered + held - connection.held
+        connection.buffered, connection.held = buffered, held
+        self._total += more
+        if more > 0 and self._total > self._max_buffered:
+            self._shed()
+
+    def _close_some(self, newest: Connection) -> None:
+        """Those that are quiet for longest: among strangers, if these have more than half of all connections."""
+        quiet = [each for each in self._open if not each.is_answering and each is not newest]
+        strangers = [each for each in quiet if each.owner == _STRANGER]
+        chosen = strangers if len(strangers) > self._max_connections // 2 else quiet
+        chosen.sort(key=lambda each: each.quiet_since)
+        for connection in chosen[: max(self._max_connections // 16, 1)] or [newest]:
+            self._open.discard(connection)  # the transport may need a moment
+            connection.make_room()
+
+    def _shed(self) -> None:
+        """Begin with the owner that holds most. Strangers count as one owner, and double."""
+        holding = [each for each in self._open if each.buffered]
+        totals: Counter[bytes] = Counter()
+        for each in holding:
+            totals[each.owner] += each.buffered if each.owner else 2 * each.buffered
+        holding.sort(key=lambda each: (-totals[each.owner], -each.buffered))
+        for connection in holding:
+            if self._total <= self._max_buffered * 3 // 4:
+                return
+            self._open.discard(connection)
+            connection.make_room()
+
+
+def fitting(max_connections: int) -> int:
+    """Allow this process the open files that so many connections need. Return how many it may have: fewer, if the
+    system allows fewer files.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = max_connections + OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return max_connections
+    return max(soft - OTHER_FILES, soft // 2)

@@ -1,0 +1,66 @@
+"""What a client without a key can do with connections, pipelines and frames."""
+
+import pytest
+
+from tests.hostile.attack import Record, Victim, measure, send_all
+
+OPENAPI = b"GET /openapi.json HTTP/1.1\r\nHost:\r\n\r\n"
+SECONDS = 4.0
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        OPENAPI,
+        b"GET /v1/health HTTP/1.1\r\nHost:\r\n\r\n",
+        b"GET /nothing HTTP/1.1\r\nHost:\r\n\r\n",
+        b"POST /v1/admin/tenants HTTP/1.1\r\nHost:\r\nContent-Length: 0\r\n\r\n",
+        b"POST /v1/check HTTP/1.1\r\nHost:\r\nX-Api-Key: no\r\nContent-Length: 2\r\n\r\n{}",
+    ],
+    ids=["openapi", "health", "unknown path", "admin", "check without a key"],
+)
+def test_pipelined_requests_take_little_memory(target: Victim, record_property: Record, request_: bytes) -> None:
+    payload = request_ * (255 * 1_024 // len(request_))
+    measure(target, lambda victim: send_all(victim.port, payload, 70, SECONDS)).judge(record_property)
+
+
+CHUNKED = b"POST /v1/check HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("start", "endless"),
+    [
+        (CHUNKED + b"0\r\nA: ", b"x" * 65_536),
+        (CHUNKED + b"0\r\n", b"a: b\r\n" * 10_000),
+        (CHUNKED + b"1;a=", b"x" * 65_536),
+        (CHUNKED + b"1;", b"a=b;" * 16_384),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nA: ", b"x" * 65_536),
+        (b"GET / HTTP/1.1\r\nHost: a\r\n", b"a: b\r\n" * 10_000),
+        (b"GET /", b"x" * 65_536),
+        (b"", b"\r\n" * 32_768),
+        (b"GET /v1/health HTTP/1.1\r\nHost: a\r\nContent-Length: 100000000\r\n\r\n", b"x" * 65_536),
+        (b"GET /v1/health HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\nx\r\n" * 10_000),
+        (CHUNKED, b"1\r\nx\r\n" * 10_000),
+    ],
+    ids=[
+        "trailer",
+        "trailers",
+        "chunk extension",
+        "chunk extensions",
+        "field",
+        "fields",
+        "path",
+        "blank lines",
+        "body that is not wanted",
+        "chunks that are not wanted",
+        "chunks",
+    ],
+)
+@pytest.mark.parametrize("port", ["service", "metrics"])
+def test_an_endless_message_is_cut_off(
+    target: Victim, record_property: Record, start: bytes, endless: bytes, port: str
+) -> None:
+    number = target.port if port == "service" else target.metrics_port
+    figures = measure(target, lambda _: send_all(number, start, 8, SECONDS, endless=endless))
+    figures.judge(record_property)
+    assert figures.sent_mib < 64, "it was read without end"
