@@ -72,9 +72,13 @@ class Clients:
         headers = {"x-api-key": target.attacker.key, "content-type": "application/json"}
         with contextlib.closing(connection):
             while time.monotonic() < deadline:
-                connection.request("POST", "/v1/check/batch", self._body, headers)
-                answer = connection.getresponse()
-                content = answer.read()
+                try:
+                    connection.request("POST", "/v1/check/batch", self._body, headers)
+                    answer = connection.getresponse()
+                    content = answer.read()
+                except OSError:  # it was refused before all of it was sent
+                    connection.close()
+                    continue
                 with self._lock:
                     self.statuses[answer.status] += 1
                     if answer.status == 200:
@@ -99,7 +103,7 @@ def test_endless_garbage_is_soon_refused_unread(target: Victim, record_property:
     assert target.attacker.check().status == 200
 
 
-@pytest.mark.parametrize(("connections", "padding"), [(20, 0), (100, 0), (30, 450)])
+@pytest.mark.parametrize(("connections", "padding"), [(20, 0), (100, 0), (100, 450)])
 def test_valid_batches_of_many_connections_leave_room_for_others(
     target: Victim, connections: int, padding: int, record_property: Record
 ) -> None:
@@ -110,7 +114,7 @@ def test_valid_batches_of_many_connections_leave_room_for_others(
     record_property("statuses", dict(attack.statuses))
     assert attack.decisions == {2_000}  # of each check, and of its only limit
     assert attack.statuses[200] > 0, attack.statuses
-    assert set(attack.statuses) <= {200, 429}
+    assert set(attack.statuses) <= {200, 429, 503}
 
 
 def test_the_answers_to_pipelined_batches_that_nobody_reads_take_little(
