@@ -99,7 +99,7 @@ class DoorTwo:
         path = self._path(scope) or ""
         permission, call = self._calls.posts[path.removeprefix("/v1/")]
         caller = await self._checks.caller(_who(scope, MAX_BODY), permission)  # before a stranger's body is read
-        return await call(caller, await _read(receive, MAX_BODY))
+        return await self._calls.answer(call, caller, await _read(receive, MAX_BODY))
 
     async def _usage(self, scope: Scope, receive: Receive) -> Answer:
         who = Who.of(key_of(scope["headers"]), source_of(scope))

@@ -1,13 +1,24 @@
-"""Bodies: JSON, read more strictly than most do: what is the subject to one reader must be that to every other."""
+"""Bodies: JSON, read more strictly than most do: what is the subject to one reader must be that to every other.
+
+A body is refused before anything is built from it that no valid body needs: msgspec splits a batch into at most 1,000
+checks that stay bytes, and stops at the next one; strings are counted before they are decoded.
+"""
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
 
 from limitforge.catalog.model import refusal
+from limitforge.core.plan import MAX_LIMITS
+from limitforge.errors import InvalidInput
 from limitforge.service.problems import BadRequest
+
+MAX_BATCH = 1_000
+MAX_COSTS = 2 * MAX_LIMITS  # each limit by its name, and by its place and name
+MAX_STRINGS = MAX_COSTS + 16  # of one check: those names, and the names and values of its fields
 
 Body = TypeVar("Body")
 
@@ -23,37 +34,92 @@ class CheckBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     plan_id: str | None = None
 
 
+class BatchBody(msgspec.Struct, forbid_unknown_fields=True):
+    """What `POST /v1/check/batch` takes."""
+
+    checks: msgspec.Raw
+
+
+# A list whose decoder stops at the first element too many. `Meta(max_length=...)` is looked at once all were decoded.
+_Elements = msgspec.defstruct(
+    "_Elements",
+    [(f"check_{at}", msgspec.Raw, None) for at in range(MAX_BATCH)],
+    array_like=True,
+    forbid_unknown_fields=True,
+    gc=False,
+)
+
 _check_body = msgspec.json.Decoder(CheckBody).decode
-_plain = msgspec.json.Decoder().decode
+_batch_body = msgspec.json.Decoder(BatchBody).decode
+_elements = msgspec.json.Decoder(_Elements).decode
+_syntax = msgspec.json.Decoder(msgspec.Raw).decode
+_name = msgspec.json.Decoder(str).decode
+_BATCH_START = re.compile(rb'[ \t\r\n]*\{[ \t\r\n]*("[^"]*")[ \t\r\n]*:[ \t\r\n]*')
 
 
-def read_check(body: bytes) -> CheckBody:
-    """The body of a check. Resource and subject alone have eight quotes, a third field that is no text two more: so
-    few leave no room for a name that is there twice.
+def read_small_check(body: bytes) -> CheckBody | None:
+    """Return the body of a check if it is valid and has few strings, else None.
+
+    Resource and subject alone have eight quotes, a third field that is not text two more: so few leave no room for a
+    name that is there twice.
     """
-    is_plain = body.count(b'"') <= 10
-    if is_plain:
+    if body.count(b'"') <= 10:
         try:
             return _check_body(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            pass  # what is wrong is said by whoever reads it again
-    return _decoded(_check_body, body, is_plain=is_plain)
+            pass  # `read_check` finds out what is wrong
+    return None
+
+
+def read_check(body: bytes) -> CheckBody:
+    """Return the body of a check; raise what is wrong with it."""
+    return read(_check_body, body)
 
 
 def read(decode: Callable[[bytes], Body], body: bytes) -> Body:
-    """Any other body."""
-    return _decoded(decode, body, is_plain=False)
+    """Return the body of a call that takes one check at most."""
+    if body.count(b'"') - body.count(b'\\"') > 2 * MAX_STRINGS:  # quotes that are not escaped: two for each string
+        detail = f"costs: at most {MAX_COSTS} names; this has more strings than any check"
+        raise BadRequest(400, "malformed_json", detail)
+    found = _decoded(decode, body)
+    look_through(body)
+    return found
 
 
-def _decoded(decode: Callable[[bytes], Body], body: bytes, *, is_plain: bool) -> Body:
+def split_batch(body: bytes) -> list[msgspec.Raw]:
+    """Return the checks of a batch, to be read one by one. Their syntax is checked, but not that they are UTF-8."""
+    start = _BATCH_START.match(body)
+    rest = body.rstrip(b" \t\r\n")
+    if start is not None and rest.endswith(b"}"):
+        try:
+            if _name(start[1]) == "checks":
+                found = msgspec.structs.astuple(_elements(rest[start.end() : -1]))
+                return [each for each in found if each is not None]
+        except msgspec.ValidationError:
+            if rest[start.end()] == ord("["):
+                raise InvalidInput("checks", f"at most {MAX_BATCH} in one batch") from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            pass  # `_wrong_batch` finds out what is wrong
+    raise _wrong_batch(body)
+
+
+def _wrong_batch(body: bytes) -> InvalidInput | BadRequest:
+    """Return what is wrong with a batch that can't be split, or raise it."""
+    checks = bytes(_decoded(_batch_body, body).checks)
+    try:
+        _elements(checks)
+    except msgspec.ValidationError as error:
+        return InvalidInput("checks", refusal(error).problem)
+    return _twice("checks")
+
+
+def _decoded(decode: Callable[[bytes], Body], body: bytes) -> Body:
     try:
         try:
-            found = decode(body)
-            if not is_plain:
-                look_through(body)
-            return found
+            return decode(body)
         except msgspec.ValidationError as error:
-            _plain(body)  # what is no JSON at all is said before what makes no sense in it
+            _syntax(body)  # what is not JSON is reported before what is wrong with a field
+            str(body, "utf-8")
             raise refusal(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadRequest(400, "malformed_json", str(error)) from None
@@ -62,7 +128,10 @@ def _decoded(decode: Callable[[bytes], Body], body: bytes, *, is_plain: bool) ->
 
 
 def look_through(body: bytes) -> None:
-    """For names that are there twice: readers differ on which of them counts."""
+    """Raise BadRequest for a name that comes twice in an object: readers differ on which of them counts.
+
+    `body` must be valid JSON with a bounded number of values, since all of them are built.
+    """
     json.loads(body, object_pairs_hook=_once, parse_int=str, parse_float=str)
 
 
@@ -70,5 +139,9 @@ def _once(pairs: list[tuple[str, Any]]) -> None:
     names: set[str] = set()
     for name, _ in pairs:
         if name in names:
-            raise BadRequest(400, "malformed_json", f"{name[:64]!r} is there twice")
+            raise _twice(name)
         names.add(name)
+
+
+def _twice(name: str) -> BadRequest:
+    return BadRequest(400, "malformed_json", f"{name[:64]!r} is there twice")

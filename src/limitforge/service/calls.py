@@ -12,12 +12,13 @@ from limitforge.core.exact import cost_of
 from limitforge.core.join import PLACE_NAMES
 from limitforge.core.overrides import ANY_RESOURCE
 from limitforge.core.reservations import OnLapse
-from limitforge.errors import Conflict, InvalidInput
+from limitforge.errors import Conflict, InvalidInput, LimitforgeError
 from limitforge.limiter import Limiter
 from limitforge.request import DEFAULT_HOLD_SECONDS
 from limitforge.service.answers import JSON, Answer, body_of
 from limitforge.service.bodies import CheckBody, read
 from limitforge.service.check import Checks, priority_of
+from limitforge.service.refusals import SMALL_BODY
 from limitforge.service.tickets import Tickets
 
 _encode = msgspec.json.Encoder().encode
@@ -66,6 +67,17 @@ class Calls:
             "settle": (KeyScope.CHECK, self._settle),
             "explain": (KeyScope.USAGE, self._explain),
         }
+
+    async def answer(self, call: Call, caller: Caller, body: bytes) -> Answer:
+        """Answer one of `posts`. A large body that is invalid is charged to the caller's tenant."""
+        tenant_id, refusals = caller.key.tenant_id, self._checks.refusals
+        if len(body) > SMALL_BODY:
+            refusals.require(tenant_id)
+        try:
+            return await call(caller, body)
+        except LimitforgeError as error:
+            refusals.charge_for(error, tenant_id, len(body))
+            raise
 
     async def _reserve(self, caller: Caller, body: bytes) -> Answer:
         asked = read(_reserve_body, body)

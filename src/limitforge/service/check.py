@@ -1,7 +1,7 @@
 """The hot path: a key and a body become an answer. Both doors call it, and nothing here knows HTTP's framing."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,7 +9,7 @@ import msgspec
 
 from limitforge.catalog.cache import Snapshots
 from limitforge.catalog.entries import Caller
-from limitforge.catalog.model import KeyKind, KeyScope, refusal
+from limitforge.catalog.model import KeyKind, KeyScope
 from limitforge.catalog.snapshot import Selection, Snapshot
 from limitforge.core.check import Check, Question, question_of
 from limitforge.core.decision import Admission, Decision, Judged, Outcome, decision_of
@@ -18,16 +18,18 @@ from limitforge.errors import InvalidInput, LimitforgeError, UnknownKey
 from limitforge.limiter import Limiter
 from limitforge.request import Request
 from limitforge.service.answers import JSON, Answer, DecisionBody, body_of, decided, failed, refused
-from limitforge.service.bodies import CheckBody, read, read_check
+from limitforge.service.batch_queue import BatchQueue
+from limitforge.service.bodies import CheckBody, read_check, read_small_check, split_batch
 from limitforge.service.counters import Counters
 from limitforge.service.credentials import Who
-from limitforge.service.problems import problem_of
+from limitforge.service.problems import BadRequest, problem_of
+from limitforge.service.refusals import SMALL_BODY, WRONG_CHECK_BYTES, RefusalBudget
 from limitforge.service.templates import Template, Templates
 from limitforge.service.tickets import Tickets
 
 MAX_BODY = 65_536
 MAX_BATCH_BODY = 1_048_576
-MAX_BATCH = 1_000
+SLICE = 50  # checks of a batch that are read, or decided and answered, before everything else gets its turn
 MAX_ROUTES = 128  # of a caller, each in half a kilobyte; beyond that they are worked out again
 
 CHECK = KeyScope.CHECK
@@ -35,15 +37,10 @@ PLANS = KeyScope.PLANS
 TEST = KeyKind.TEST
 
 Tell = Callable[[Answer], None]
+Problem = Mapping[str, Any]
 Work = Callable[[Caller, bytes, Tell], None]
 
 _encode = msgspec.json.Encoder().encode
-
-
-class BatchBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What `POST /v1/check/batch` takes: each check is read by itself, so that a wrong one spoils no other."""
-
-    checks: list[Any]
 
 
 class Route(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -56,9 +53,6 @@ class Route(msgspec.Struct, frozen=True, eq=False, gc=False):
     selection: Selection
     question: Question
     template: Template | None
-
-
-_batch_body = msgspec.json.Decoder(BatchBody).decode
 
 
 class Checks:
@@ -84,6 +78,8 @@ class Checks:
         self.answered, self.answers = counters.answered, counters.answers
         self._templates = Templates()
         self._cold: set[asyncio.Task[None]] = set()
+        self._batches = BatchQueue()
+        self.refusals = RefusalBudget()
 
     def submit(self, who: Who, body: bytes, tell: Tell) -> None:
         """`tell` is called once with the answer, perhaps before this returns."""
@@ -94,7 +90,7 @@ class Checks:
         try:
             self._check(caller, body, tell)
         except Exception as error:  # noqa: BLE001 - whatever it is: who asked must be told
-            tell(failed(error))
+            self._refuse(caller, body, tell, error)
 
     def submit_batch(self, who: Who, body: bytes, tell: Tell) -> None:
         self._start(self._later(self._batch, who, body, tell))
@@ -145,12 +141,25 @@ class Checks:
         """The first time that a key is seen, or what takes time anyway."""
         try:
             caller = await self.caller(who, CHECK)
-            work(caller, body, tell)
         except Exception as error:  # noqa: BLE001 - whatever it is: who asked must be told
             tell(failed(error))
+            return
+        try:
+            work(caller, body, tell)
+        except Exception as error:  # noqa: BLE001 - whatever it is: who asked must be told
+            self._refuse(caller, body, tell, error)
+
+    def _refuse(self, caller: Caller, body: bytes, tell: Tell, error: Exception) -> None:
+        """Answer an error, and charge the caller if the body was invalid."""
+        self.refusals.charge_for(error, caller.key.tenant_id, len(body))
+        tell(failed(error))
 
     def _check(self, caller: Caller, body: bytes, tell: Tell) -> None:
-        asked = read_check(body)
+        asked = read_small_check(body)
+        if asked is None:
+            if len(body) > SMALL_BODY:
+                self.refusals.require(caller.key.tenant_id)
+            asked = read_check(body)
         route: Route | None = caller.routes.get((asked.resource, asked.priority, asked.plan_id))
         if route is None or route.snapshot is not caller.tenant.snapshot or route.generation != self._keys.generation:
             route = self._route(caller, asked)
@@ -233,44 +242,86 @@ class Checks:
     # --- Many checks -------------------------------------------------------------------------------------------------
 
     def _batch(self, caller: Caller, body: bytes, tell: Tell) -> None:
-        asked = read(_batch_body, body).checks
-        if len(asked) > MAX_BATCH:
-            raise InvalidInput("checks", f"at most {MAX_BATCH}, got {len(asked)}")
-        self._start(self._judge_all(caller, asked, tell))
+        tenant_id = caller.key.tenant_id
+        self.refusals.require(tenant_id)
+        start = partial(self._judge_batch, caller, body, tell)
+        self._batches.submit(tenant_id, len(body), start, lambda error: tell(failed(error)))
 
-    async def _judge_all(self, caller: Caller, asked: list[Any], tell: Tell) -> None:
+    async def _judge_batch(self, caller: Caller, body: bytes, tell: Tell) -> None:
         try:
-            tell(await self._judged_all(caller, asked))
+            self.refusals.require(caller.key.tenant_id)  # it may have been spent while this one waited
+            answer = await self._judged_batch(caller, await self._read_batch(caller, body))
         except Exception as error:  # noqa: BLE001 - whatever it is: who asked must be told
-            tell(failed(error))
+            self._refuse(caller, body, tell, error)
+        else:
+            tell(answer)
 
-    async def _judged_all(self, caller: Caller, asked: list[Any]) -> Answer:
-        answers: list[DecisionBody | Mapping[str, Any] | None] = []
-        selections: list[Selection] = []
+    async def _read_batch(self, caller: Caller, body: bytes) -> list[CheckBody | Problem]:
+        """Return all checks, before any is decided: a body that is not JSON must take nothing."""
+        await self._batches.pause()
+        asked: list[CheckBody | Problem] = []
+        size = 0
+        for at, encoded in enumerate(split_batch(body)):
+            if at % SLICE == 0 or size > MAX_BODY:
+                await self._batches.pause()
+                size = 0
+            one = bytes(encoded)
+            size += len(one)
+            if len(one) > MAX_BODY:
+                raise BadRequest(413, "body_too_large", f"checks[{at}]: at most {MAX_BODY} bytes, got {len(one)}")
+            asked.append(self._read_one(caller, one))
+        return asked
+
+    def _read_one(self, caller: Caller, body: bytes) -> CheckBody | Problem:
+        try:
+            return read_small_check(body) or read_check(body)
+        except InvalidInput as error:
+            return self._problem(caller, error, len(body))
+
+    async def _judged_batch(self, caller: Caller, asked: list[CheckBody | Problem]) -> Answer:
+        parts = []
+        for start in range(0, len(asked), SLICE):
+            await self._batches.pause()
+            answers = await self._judged_slice(caller, asked[start : start + SLICE])
+            parts.append(_encode(answers)[1:-1])
+        return Answer(200, JSON, b"", b'{"decisions":[%b]}' % b",".join(parts))
+
+    async def _judged_slice(
+        self, caller: Caller, asked: Sequence[CheckBody | Problem]
+    ) -> list[DecisionBody | Problem | None]:
+        answers: list[DecisionBody | Problem | None] = []
+        waiting: list[tuple[int, Selection, str]] = []
         requests: list[Request] = []
-        for each in asked:
+        for at, each in enumerate(asked):
+            if not isinstance(each, CheckBody):
+                answers.append(each)
+                continue
             try:
-                selection, request = self.request(caller, _converted(each))
+                selection, request = self.request(caller, each)
             except LimitforgeError as error:
-                answers.append(problem_of(error).members)
+                answers.append(self._problem(caller, error))
                 continue
             answers.append(None)
-            selections.append(selection)
+            waiting.append((at, selection, each.subject))
             requests.append(request)
-        judged = iter(zip(await self._limiter.check_many(requests), selections, strict=True))
-        for at, answer in enumerate(answers):
-            if answer is None:
-                decision, selection = next(judged)
-                answers[at] = self._in_batch(caller, selection, str(asked[at]["subject"]), decision)
-        return Answer(200, JSON, b"", _encode({"decisions": answers}))
+        decisions = await self._limiter.check_many(requests)
+        for (at, selection, subject), decision in zip(waiting, decisions, strict=True):
+            answers[at] = self._in_batch(caller, selection, subject, decision)
+        return answers
 
     def _in_batch(
         self, caller: Caller, selection: Selection, subject: str, decision: Decision | LimitforgeError
-    ) -> DecisionBody | Mapping[str, Any]:
+    ) -> DecisionBody | Problem:
         if not isinstance(decision, Decision):
-            return problem_of(decision).members
+            return self._problem(caller, decision)
         self._count(caller, subject, decision)
         return body_of(decision, selection, *self._ids(caller, decision))
+
+    def _problem(self, caller: Caller, error: LimitforgeError, size: int = 0) -> Problem:
+        """Return what stands in the place of a check that is itself wrong, and charge the caller for reading it."""
+        if isinstance(error, InvalidInput):
+            self.refusals.charge(caller.key.tenant_id, max(size, WRONG_CHECK_BYTES))
+        return problem_of(error).members
 
 
 def priority_of(caller: Caller, selection: Selection, resource: str) -> str:
@@ -282,10 +333,3 @@ def priority_of(caller: Caller, selection: Selection, resource: str) -> str:
     if caller.key.type is TEST:
         return "P3"
     return "P2" if resource.startswith(("GET:", "HEAD:")) else "P1"
-
-
-def _converted(plain: Any) -> CheckBody:
-    try:
-        return msgspec.convert(plain, CheckBody)
-    except msgspec.ValidationError as error:
-        raise refusal(error) from None

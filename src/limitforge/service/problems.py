@@ -67,6 +67,8 @@ REQUESTS: dict[str, str] = {
     "unknown_path": "There is nothing at this path",
     "idempotency_key_reused": "The idempotency key was used for something else",
     "rate_limit_exceeded": "Too many calls",
+    "too_many_batches": "Too many batches at once",
+    "too_many_refusals": "Too many invalid requests",
     "overloaded": "The service receives too much now",
 }
 OTHERWISE = Kind(500, "internal_error", "Something is wrong with limitforge itself")

@@ -6,9 +6,8 @@ import msgspec
 
 from limitforge.core.reservations import Settlement
 from limitforge.service.answers import DecisionBody, Refusal
-from limitforge.service.bodies import CheckBody
+from limitforge.service.bodies import MAX_BATCH, CheckBody
 from limitforge.service.calls import LeaseBody, ReserveBody, SettleBody
-from limitforge.service.check import MAX_BATCH
 
 NAMES: dict[type, str] = {
     CheckBody: "Check",

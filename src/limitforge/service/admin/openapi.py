@@ -30,6 +30,9 @@ STATUSES: Mapping[str, int] = {
     "head_too_large": 431,
     "idempotency_key_reused": 422,
     "rate_limit_exceeded": 429,
+    "overloaded": 503,
+    "too_many_batches": 429,
+    "too_many_refusals": 429,
 }
 """Of problems with the request itself."""
 

@@ -1,0 +1,125 @@
+"""Decides which batches a process works on, so that no tenant's batches hold up another tenant.
+
+A process works on a few batches at once. The others wait as bytes, and tenants take turns. Active batches work in
+slices, one slice per iteration of the event loop: everything else that is ready runs in between.
+"""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine
+
+import msgspec
+
+from limitforge.service.problems import BadRequest
+
+MAX_ACTIVE = 4  # each takes up to 4 MB while it is read and answered
+MAX_ACTIVE_OF_TENANT = 2
+MAX_WAITING_BYTES = 18_874_368
+MAX_WAITING_BYTES_OF_TENANT = 6_291_456  # more than a hundred batches of 1,000 usual checks
+MIN_WEIGHT = 16_384  # bytes that a small batch counts as, since its answer may be much larger
+MAX_WAIT_SECONDS = 10.0  # after that its client has probably given up
+
+
+class WaitingBatch(msgspec.Struct, eq=False):
+    """A batch that waits to be worked on. Exactly one of `start` and `refuse` is called."""
+
+    tenant_id: str
+    weight: int
+    start: Callable[[], Coroutine[None, None, None]]
+    refuse: Callable[[BadRequest], None]
+    deadline: float
+
+
+class BatchQueue:
+    """The batches of one process, on one event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, deque[WaitingBatch]] = {}
+        """By tenant; the tenant whose turn is next comes first."""
+        self._weights: Counter[str] = Counter()
+        """Of the batches that wait, by tenant."""
+        self._active: Counter[str] = Counter()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._paused: deque[asyncio.Future[None]] = deque()
+
+    def submit(
+        self,
+        tenant_id: str,
+        size: int,
+        start: Callable[[], Coroutine[None, None, None]],
+        refuse: Callable[[BadRequest], None],
+    ) -> None:
+        """Call `start` when it is this batch's turn, or `refuse` if too many wait or it has waited for too long."""
+        deadline = asyncio.get_running_loop().time() + MAX_WAIT_SECONDS
+        batch = WaitingBatch(tenant_id, max(size, MIN_WEIGHT), start, refuse, deadline)
+        self._waiting.setdefault(tenant_id, deque()).append(batch)
+        self._weights[tenant_id] += batch.weight
+        self._start_next()
+        if self._weights[tenant_id] > MAX_WAITING_BYTES_OF_TENANT:
+            self._refuse_last(tenant_id)
+        elif self._weights.total() > MAX_WAITING_BYTES:
+            self._refuse_last(max(self._weights, key=self._weights.__getitem__))  # not the one who happened to be last
+
+    async def pause(self) -> None:
+        """Let everything else that is ready run, and the other active batches take their turns."""
+        loop = asyncio.get_running_loop()
+        paused: asyncio.Future[None] = loop.create_future()
+        self._paused.append(paused)
+        if len(self._paused) == 1:
+            loop.call_soon(self._resume_one)
+        await paused
+
+    def _resume_one(self) -> None:
+        """Resume one batch per iteration: with `asyncio.sleep(0)` all of them would run in the same one."""
+        paused = self._paused.popleft()
+        if not paused.done():  # its batch may have been cancelled
+            paused.set_result(None)
+        if self._paused:
+            asyncio.get_running_loop().call_soon(self._resume_one)
+
+    def _start_next(self) -> None:
+        while self._active.total() < MAX_ACTIVE:
+            tenant_id = next((it for it in self._waiting if self._active[it] < MAX_ACTIVE_OF_TENANT), None)
+            if tenant_id is None:
+                return
+            batches = self._waiting.pop(tenant_id)
+            batch = batches.popleft()
+            if batches:
+                self._waiting[tenant_id] = batches  # behind the other tenants
+            self._release(batch)
+            self._start(batch)
+
+    def _start(self, batch: WaitingBatch) -> None:
+        loop = asyncio.get_running_loop()
+        if loop.time() > batch.deadline:
+            batch.refuse(_too_many())
+            return
+        self._active[batch.tenant_id] += 1
+        task = loop.create_task(batch.start())
+        self._tasks.add(task)
+        task.add_done_callback(lambda task: self._ended(task, batch.tenant_id))
+
+    def _ended(self, task: asyncio.Task[None], tenant_id: str) -> None:
+        self._tasks.discard(task)
+        self._active[tenant_id] -= 1
+        if not self._active[tenant_id]:
+            del self._active[tenant_id]
+        self._start_next()
+
+    def _refuse_last(self, tenant_id: str) -> None:
+        batches = self._waiting[tenant_id]
+        batch = batches.pop()
+        if not batches:
+            del self._waiting[tenant_id]
+        self._release(batch)
+        batch.refuse(_too_many())
+
+    def _release(self, batch: WaitingBatch) -> None:
+        self._weights[batch.tenant_id] -= batch.weight
+        if not self._weights[batch.tenant_id]:
+            del self._weights[batch.tenant_id]
+
+
+def _too_many() -> BadRequest:
+    detail = "too many batches of this tenant wait in this process: send fewer at a time"
+    return BadRequest(429, "too_many_batches", detail, **{"retry-after": "1"})

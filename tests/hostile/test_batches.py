@@ -1,0 +1,134 @@
+"""Batches that are costly to read or to answer: neither garbage nor valid ones hold up another tenant."""
+
+import contextlib
+import http.client
+import json
+import threading
+import time
+from collections import Counter
+
+import pytest
+
+from tests.hostile.attack import Record, Victim, measure, send_all
+
+MIB = 1_048_576
+SECONDS = 3.0
+GARBAGE_CPU_SECONDS_PER_MIB = 0.06
+"""Receiving a MiB and refusing it unread takes 0.01. The cheapest of these took 0.1 when all of it was built."""
+
+
+def repeated(start: bytes, unit: bytes, end: bytes) -> bytes:
+    return start + b",".join([unit] * ((MIB - len(start) - len(end)) // (len(unit) + 1))) + end
+
+
+def names(count: int) -> bytes:
+    return b",".join(b'"%d":1' % number for number in range(count))
+
+
+GARBAGE: dict[str, bytes] = {
+    "100,000 names in one object": b'{"checks":[{%b}]}' % names(100_000),
+    "100,000 names beside the checks": b'{"checks":[],%b}' % names(100_000),
+    "small objects with many names": b'{"checks":[%b]}' % b",".join([b'{"costs":{%b}}' % names(100)] * 900),
+    "empty lists": repeated(b'{"checks":[', b"[]", b"]}"),
+    "empty objects": repeated(b'{"checks":[', b"{}", b"]}"),
+    "numbers": repeated(b'{"checks":[', b"0", b"]}"),
+    "deep lists": repeated(b'{"checks":[', b"[" * 900 + b"]" * 900, b"]}"),
+    "the checks again and again": repeated(b"{", b'"checks":[]', b"}"),
+}
+
+
+def request(target: Victim, body: bytes) -> bytes:
+    head = f"POST /v1/check/batch HTTP/1.1\r\nhost: test\r\nx-api-key: {target.attacker.key}\r\n"
+    return head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body
+
+
+def valid(padding: int = 0) -> bytes:
+    """A batch of 1,000 checks, whose resources and subjects are longer by `padding`."""
+    more = "x" * padding
+    checks = [{"resource": f"GET:/orders{more}", "subject": f"user:{at}{more}"} for at in range(1_000)]
+    return json.dumps({"checks": checks}).encode()
+
+
+class Clients:
+    """Send one body again and again, on so many connections, and read each answer."""
+
+    def __init__(self, body: bytes, connections: int, pause: float = 0.0) -> None:
+        self._body, self._connections, self._pause = body, connections, pause
+        self.statuses: Counter[int] = Counter()
+        self.decisions: set[int] = set()
+        self._lock = threading.Lock()
+
+    def __call__(self, target: Victim) -> int:
+        deadline = time.monotonic() + SECONDS
+        clients = [threading.Thread(target=self._run, args=(target, deadline)) for _ in range(self._connections)]
+        for client in clients:
+            client.start()
+        for client in clients:
+            client.join()
+        return self.statuses.total() * len(self._body)
+
+    def _run(self, target: Victim, deadline: float) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", target.port, timeout=60)
+        headers = {"x-api-key": target.attacker.key, "content-type": "application/json"}
+        with contextlib.closing(connection):
+            while time.monotonic() < deadline:
+                try:
+                    connection.request("POST", "/v1/check/batch", self._body, headers)
+                    answer = connection.getresponse()
+                    content = answer.read()
+                except OSError:  # it was refused before all of it was sent
+                    connection.close()
+                    continue
+                with self._lock:
+                    self.statuses[answer.status] += 1
+                    if answer.status == 200:
+                        self.decisions.add(content.count(b'"allowed":true'))
+                time.sleep(self._pause)
+
+
+@pytest.mark.parametrize("kind", GARBAGE)
+def test_garbage_costs_another_tenant_nothing(target: Victim, kind: str, record_property: Record) -> None:
+    attack = Clients(GARBAGE[kind], 1, pause=0.2)
+    figures = measure(target, attack)
+    figures.judge(record_property)
+    assert figures.cpu_seconds / figures.sent_mib < GARBAGE_CPU_SECONDS_PER_MIB
+    assert set(attack.statuses) <= {200, 400, 413, 422, 429}
+
+
+def test_endless_garbage_is_soon_refused_unread(target: Victim, record_property: Record) -> None:
+    attack = Clients(GARBAGE["deep lists"], 4)
+    figures = measure(target, attack)
+    figures.judge(record_property)
+    assert attack.statuses[429] > sum(attack.statuses.values()) / 2, attack.statuses
+    assert target.attacker.check().status == 200
+
+
+@pytest.mark.parametrize(("connections", "padding"), [(20, 0), (100, 0), (100, 450)])
+def test_valid_batches_of_many_connections_leave_room_for_others(
+    target: Victim, connections: int, padding: int, record_property: Record
+) -> None:
+    let_budget_recover(target)
+    attack = Clients(valid(padding), connections)
+    figures = measure(target, attack)
+    figures.judge(record_property)
+    record_property("statuses", dict(attack.statuses))
+    assert attack.decisions == {2_000}  # of each check, and of its only limit
+    assert attack.statuses[200] > 0, attack.statuses
+    assert set(attack.statuses) <= {200, 429, 503}
+
+
+def test_the_answers_to_pipelined_batches_that_nobody_reads_take_little(
+    target: Victim, record_property: Record
+) -> None:
+    let_budget_recover(target)
+    payload = request(target, valid()) * 8
+    figures = measure(target, lambda victim: send_all(victim.port, payload, 20, SECONDS, receive_buffer=4_096))
+    figures.judge(record_property)
+
+
+def let_budget_recover(target: Victim) -> None:
+    for _ in range(600):
+        if target.attacker.post("check/batch", checks=[]).status == 200:
+            return
+        time.sleep(0.1)
+    raise AssertionError("batches are still refused")

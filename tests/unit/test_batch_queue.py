@@ -1,0 +1,176 @@
+"""Batches of one tenant hold up no other tenant, and only so many wait."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from limitforge.service import batch_queue
+from limitforge.service.batch_queue import (
+    MAX_ACTIVE,
+    MAX_ACTIVE_OF_TENANT,
+    MAX_WAITING_BYTES,
+    MAX_WAITING_BYTES_OF_TENANT,
+    BatchQueue,
+)
+from limitforge.service.problems import BadRequest
+
+MIB = 1_048_576
+
+
+class Batches:
+    """Submits batches that run until they are ended, and writes down what happens to them."""
+
+    def __init__(self) -> None:
+        self.queue = BatchQueue()
+        self.started: list[str] = []
+        self.refused: list[str] = []
+        self.errors: list[BadRequest] = []
+        self._running: list[asyncio.Event] = []
+
+    def submit(self, name: str, size: int = MIB) -> None:
+        """The first letter of its name is its tenant."""
+
+        def refuse(error: BadRequest) -> None:
+            self.refused.append(name)
+            self.errors.append(error)
+
+        self.queue.submit(name[0], size, lambda: self._run(name), refuse)
+
+    async def _run(self, name: str) -> None:
+        self.started.append(name)
+        ended = asyncio.Event()
+        self._running.append(ended)
+        await ended.wait()
+
+    async def end_first(self) -> None:
+        self._running.pop(0).set()
+        await settle()
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def run(test: Callable[[Batches], Awaitable[None]]) -> Batches:
+    async def whole() -> Batches:
+        batches = Batches()
+        await test(batches)
+        return batches
+
+    return asyncio.run(whole())
+
+
+def test_one_tenant_leaves_room_for_another() -> None:
+    async def test(batches: Batches) -> None:
+        for at in range(8):
+            batches.submit(f"a{at}")
+        batches.submit("b0")
+        await settle()
+        assert batches.started == [*(f"a{at}" for at in range(MAX_ACTIVE_OF_TENANT)), "b0"]
+
+    run(test)
+
+
+def test_only_so_many_batches_are_active_and_tenants_take_turns() -> None:
+    async def test(batches: Batches) -> None:
+        for tenant in "abcdef":
+            for at in range(2):
+                batches.submit(f"{tenant}{at}")
+        await settle()
+        assert batches.started == ["a0", "a1", "b0", "b1"]
+        assert len(batches.started) == MAX_ACTIVE
+        for _ in range(4):
+            await batches.end_first()
+        assert batches.started[4:] == ["c0", "d0", "e0", "f0"]
+
+    run(test)
+
+
+def test_a_tenant_with_too_many_waiting_batches_gets_429_for_the_last_ones() -> None:
+    async def test(batches: Batches) -> None:
+        for at in range(12):
+            batches.submit(f"a{at:02}")
+        batches.submit("b0")
+        await settle()
+
+    batches = run(test)
+    waiting = MAX_WAITING_BYTES_OF_TENANT // MIB
+    assert batches.refused == [f"a{at:02}" for at in range(MAX_ACTIVE_OF_TENANT + waiting, 12)]
+    assert "b0" in batches.started
+    assert (batches.errors[0].status, batches.errors[0].code) == (429, "too_many_batches")
+    assert batches.errors[0].headers == {"retry-after": "1"}
+
+
+def test_if_all_together_wait_with_too_much_a_tenant_with_much_is_refused_and_not_the_last_one() -> None:
+    async def test(batches: Batches) -> None:
+        for tenant, active in (("a", 2), ("b", 2), ("c", 0)):
+            for at in range(active + MAX_WAITING_BYTES_OF_TENANT // MIB):
+                batches.submit(f"{tenant}{at}")
+        assert batches.refused == []
+        batches.submit("d0")
+        await settle()
+
+    batches = run(test)
+    assert MAX_WAITING_BYTES == 3 * MAX_WAITING_BYTES_OF_TENANT
+    assert batches.refused == [f"a{MAX_ACTIVE_OF_TENANT + MAX_WAITING_BYTES_OF_TENANT // MIB - 1}"]
+
+
+def test_small_batches_count_too_since_their_answers_may_be_large() -> None:
+    async def test(batches: Batches) -> None:
+        for at in range(1_000):
+            batches.submit(f"a{at}", size=10)
+        await settle()
+
+    assert len(run(test).refused) > 400
+
+
+def test_a_batch_that_has_waited_too_long_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(batches: Batches) -> None:
+        batches.submit("a0")
+        batches.submit("a1")
+        monkeypatch.setattr(batch_queue, "MAX_WAIT_SECONDS", -1.0)
+        batches.submit("a2")
+        await settle()
+        assert batches.refused == []
+        await batches.end_first()
+        assert batches.started == ["a0", "a1"]
+        assert batches.refused == ["a2"]
+
+    run(test)
+
+
+def test_active_batches_take_turns_one_in_each_iteration_of_the_loop() -> None:
+    steps: list[str] = []
+
+    async def batch(queue: BatchQueue, name: str) -> None:
+        for _ in range(3):
+            await queue.pause()
+            steps.append(name)
+
+    async def watch() -> None:
+        while len(steps) - steps.count("|") < 9:
+            steps.append("|")
+            await asyncio.sleep(0)
+
+    async def whole() -> None:
+        queue = BatchQueue()
+        await asyncio.gather(*(batch(queue, name) for name in "abc"), watch())
+
+    asyncio.run(whole())
+    slices = "".join(steps).strip("|").split("|")
+    assert max(len(each) for each in slices) == 1
+    assert "".join(slices).startswith("abc")
+
+
+def test_a_batch_that_is_cancelled_while_it_pauses_holds_up_no_other() -> None:
+    async def whole() -> None:
+        queue = BatchQueue()
+        first = asyncio.create_task(queue.pause())
+        second = asyncio.create_task(queue.pause())
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.wait_for(second, 10)
+
+    asyncio.run(whole())
