@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.hostile.attack import Record, Victim, measure, send_all
+from tests.hostile.attack import Record, Victim, connect, measure, send_all
 
 OPENAPI = b"GET /openapi.json HTTP/1.1\r\nHost:\r\n\r\n"
 SECONDS = 4.0
@@ -64,3 +64,15 @@ def test_an_endless_message_is_cut_off(
     figures = measure(target, lambda _: send_all(number, start, 8, SECONDS, endless=endless))
     figures.judge(record_property)
     assert figures.sent_mib < 64, "it was read without end"
+
+
+@pytest.mark.parametrize("framing", [b"Content-Length: 1000000", b"Transfer-Encoding: chunked"])
+@pytest.mark.parametrize("path", [b"/v1/check/batch", b"/v1/reserve"])
+@pytest.mark.parametrize("key", [b"", b"X-Api-Key: lf_live_made-up\r\n"], ids=["no key", "made-up key"])
+def test_a_large_body_of_a_stranger_is_not_waited_for(target: Victim, framing: bytes, path: bytes, key: bytes) -> None:
+    if path == b"/v1/reserve" and framing.startswith(b"Content"):
+        framing = b"Content-Length: 60000"
+    with connect(target.port) as client:
+        client.settimeout(30)
+        client.sendall(b"POST %b HTTP/1.1\r\nHost: a\r\n%b%b\r\n\r\n" % (path, key, framing))
+        assert client.recv(65_536).startswith(b"HTTP/1.1 401 ")

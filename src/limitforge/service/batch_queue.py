@@ -14,8 +14,8 @@ from limitforge.service.problems import BadRequest
 
 MAX_ACTIVE = 4  # each takes up to 4 MB while it is read and answered
 MAX_ACTIVE_OF_TENANT = 2
-MAX_WAITING_BYTES = 18_874_368
-MAX_WAITING_BYTES_OF_TENANT = 6_291_456  # more than a hundred batches of 1,000 usual checks
+MAX_WAITING_BYTES = 9_437_184  # less than all connections may hold (`connections.py`)
+MAX_WAITING_BYTES_OF_TENANT = 3_145_728  # about sixty batches of 1,000 usual checks
 MIN_WEIGHT = 16_384  # bytes that a small batch counts as, since its answer may be much larger
 MAX_WAIT_SECONDS = 10.0  # after that its client has probably given up
 

@@ -39,8 +39,18 @@ TEST = KeyKind.TEST
 Tell = Callable[[Answer], None]
 Problem = Mapping[str, Any]
 Work = Callable[[Caller, bytes, Tell], None]
+IsWanted = Callable[[], bool]
+"""False once the client has gone."""
+
+NO_KEY = "send your key as `x-api-key`, or as `Authorization: Bearer`"
+NOT_WANTED = Answer(499, JSON, b"", b"")
+"""Goes nowhere: the client has gone."""
 
 _encode = msgspec.json.Encoder().encode
+
+
+def _always() -> bool:
+    return True
 
 
 class Route(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -81,28 +91,36 @@ class Checks:
         self._batches = BatchQueue()
         self.refusals = RefusalBudget()
 
-    def submit(self, who: Who, body: bytes, tell: Tell) -> None:
-        """`tell` is called once with the answer, perhaps before this returns."""
+    def submit(self, who: Who, body: bytes, tell: Tell, is_wanted: IsWanted = _always) -> None:
+        """`tell` is called once with the answer, perhaps before this returns. What has to wait is not decided if
+        `is_wanted` says no by then.
+        """
         caller = self._seen(who.seen)
         if caller is None:
-            self._start(self._later(self._check, who, body, tell))
+            self._start(self._later(self._check, who, body, tell, is_wanted))
             return
         try:
             self._check(caller, body, tell)
         except Exception as error:  # noqa: BLE001 - whatever it is: who asked must be told
             self._refuse(caller, body, tell, error)
 
-    def submit_batch(self, who: Who, body: bytes, tell: Tell) -> None:
-        self._start(self._later(self._batch, who, body, tell))
+    def submit_batch(self, who: Who, body: bytes, tell: Tell, is_wanted: IsWanted = _always) -> None:
+        self._start(self._later(partial(self._batch, is_wanted), who, body, tell, is_wanted))
 
     def is_known(self, who: Who) -> bool:
         """Whether this process knows the key, so that no look-up is needed."""
         return self._seen(who.seen) is not None
 
+    def objection(self, who: Who) -> UnknownKey | None:
+        """To a key that was never issued, without a look-up: its request need not be read to its end."""
+        if who.key is None:
+            return UnknownKey(NO_KEY)
+        return UnknownKey("no such key") if self._snapshots.is_made_up(who.key) else None
+
     async def caller(self, who: Who, scope: KeyScope) -> Caller:
         """Whoever presents this key, if it may do this."""
         if who.key is None:
-            raise UnknownKey("send your key as `x-api-key`, or as `Authorization: Bearer`")
+            raise UnknownKey(NO_KEY)
         caller = self._snapshots.seen(who.seen) or await self._snapshots.find(who.key, who.source)
         caller.require(scope)
         return caller
@@ -137,12 +155,15 @@ class Checks:
         self._cold.add(task)
         task.add_done_callback(self._cold.discard)
 
-    async def _later(self, work: Work, who: Who, body: bytes, tell: Tell) -> None:
+    async def _later(self, work: Work, who: Who, body: bytes, tell: Tell, is_wanted: IsWanted) -> None:
         """The first time that a key is seen, or what takes time anyway."""
         try:
             caller = await self.caller(who, CHECK)
         except Exception as error:  # noqa: BLE001 - whatever it is: who asked must be told
             tell(failed(error))
+            return
+        if not is_wanted():
+            tell(NOT_WANTED)
             return
         try:
             work(caller, body, tell)
@@ -241,13 +262,16 @@ class Checks:
 
     # --- Many checks -------------------------------------------------------------------------------------------------
 
-    def _batch(self, caller: Caller, body: bytes, tell: Tell) -> None:
+    def _batch(self, is_wanted: IsWanted, caller: Caller, body: bytes, tell: Tell) -> None:
         tenant_id = caller.key.tenant_id
         self.refusals.require(tenant_id)
-        start = partial(self._judge_batch, caller, body, tell)
+        start = partial(self._judge_batch, is_wanted, caller, body, tell)
         self._batches.submit(tenant_id, len(body), start, lambda error: tell(failed(error)))
 
-    async def _judge_batch(self, caller: Caller, body: bytes, tell: Tell) -> None:
+    async def _judge_batch(self, is_wanted: IsWanted, caller: Caller, body: bytes, tell: Tell) -> None:
+        if not is_wanted():
+            tell(NOT_WANTED)
+            return
         try:
             self.refusals.require(caller.key.tenant_id)  # it may have been spent while this one waited
             answer = await self._judged_batch(caller, await self._read_batch(caller, body))

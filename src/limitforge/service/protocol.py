@@ -25,6 +25,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from limitforge.core.headers import block
+from limitforge.errors import LimitforgeError
 from limitforge.service.answers import Answer, refused
 from limitforge.service.check import MAX_BATCH_BODY, MAX_BODY, Checks
 from limitforge.service.connections import Connections
@@ -44,12 +45,14 @@ CHUNK_FRAMING = 16  # bytes that each chunk may have besides: its size and two l
 MAX_UNWANTED = 65_536  # bytes of a body that still arrive after the answer
 UNREAD_ANSWERS = 4_096  # bytes of answers that wait in this process before a connection is not read any more
 SMALL_PACKET = 8_192
+SMALL_BODY = 4_096  # a larger one is not read if its key was never issued
 
 STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 CLOSE = b"connection: close\r\n"
 LENGTHS = [b"content-length: %d\r\n\r\n" % length for length in range(1_024)]
 """How most heads end."""
+IN_CHUNKS = -1
 _END = b"\r\n\r\n"
 _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*(?=\r\n(?![ \t]))", re.IGNORECASE)
 _HOST = re.compile(rb"[-A-Za-z0-9._~!$&'()*+,;=:%\[\]]*")
@@ -69,7 +72,7 @@ class Doors:
 
     def __init__(self, checks: Checks, calls: dict[bytes, Call], proxies: Proxies, connections: Connections) -> None:
         self.answers = checks.answers
-        self.is_known = checks.is_known
+        self.is_known, self.objection = checks.is_known, checks.objection
         self.calls = calls
         self.proxies = proxies
         self.connections = connections
@@ -143,7 +146,7 @@ class CheckProtocol(HttpToolsProtocol):
         self._is_parsing = False
         self._is_in_body = False
         self._body_left = 0
-        """How many bytes are left of a body whose length was announced; below 1 for one in chunks."""
+        """How many bytes are left of a body whose length was announced; below 0 for one in chunks."""
         self._overhead = 0
         """Bytes of the current message that are not its body."""
         self._chunks = self._fields = 0
@@ -298,7 +301,7 @@ class CheckProtocol(HttpToolsProtocol):
     def _unsupported_upgrade_warning(self) -> None:
         """It was answered: nothing for the log."""
 
-    def _refuse(self, error: BadRequest) -> None:
+    def _refuse(self, error: LimitforgeError) -> None:
         """Answer what can't be parsed, behind whatever is still to be answered, and hear nothing more."""
         if self._is_refused or self.transport.is_closing():
             return
@@ -450,7 +453,13 @@ class CheckProtocol(HttpToolsProtocol):
         except BadRequest as error:
             self._refuse(error)
             return
-        self.owner = turn.who.seen if self._doors.is_known(turn.who) else b""
+        is_known = self._doors.is_known(turn.who)
+        self.owner = turn.who.seen if is_known else b""
+        if not is_known and not 0 <= self._body_left <= SMALL_BODY:
+            unknown = self._doors.objection(turn.who)
+            if unknown is not None:
+                self._refuse(unknown)
+                return
         if self.expect_100_continue and len(self._turns) == 1:
             self.transport.write(CONTINUE)
 
@@ -461,14 +470,17 @@ class CheckProtocol(HttpToolsProtocol):
         if version not in ("1.1", "1.0") or (line and not line.endswith(_VERSIONS)):
             return BadRequest(400, "malformed_request", "the request line: HTTP/1.1 is spoken here")
         size, hosts = len(self.url), 0
+        self._body_left = 0
         for name, value in self.headers:
             size += len(name) + len(value)
             if name == b"host":
                 hosts += 1 if _HOST.fullmatch(value) else 2
             elif name == b"content-length":
                 self._body_left = int(value) if value.isdigit() else 0
-            elif name == b"transfer-encoding" and value.lower() != b"chunked":
-                return BadRequest(400, "malformed_request", "transfer-encoding: must be chunked")
+            elif name == b"transfer-encoding":
+                if value.lower() != b"chunked":
+                    return BadRequest(400, "malformed_request", "transfer-encoding: must be chunked")
+                self._body_left = IN_CHUNKS
         if size > MAX_HEAD:
             return _head_too_large()
         if hosts > 1 or (not hosts and version == "1.1"):
@@ -544,7 +556,11 @@ class CheckProtocol(HttpToolsProtocol):
         if self._request is not None and turn.limit == MAX_BODY and not turn.close and not self.expect_100_continue:
             self._head, self._usual = Head.of(self._request, body, turn.limit, turn.who), (turn, tell)
         self._request = None
-        turn.submit(turn.who, body, tell)
+        turn.submit(turn.who, body, tell, self._is_wanted)
+
+    def _is_wanted(self) -> bool:
+        """Whether the client still waits for answers."""
+        return not self.transport.is_closing()
 
     def on_response_complete(self) -> None:
         self._is_active = True
