@@ -25,10 +25,10 @@ from limitforge.service.calls import Calls
 from limitforge.service.check import Checks
 from limitforge.service.connections import Connections, fitting
 from limitforge.service.counters import Counters
+from limitforge.service.doors import Doors
 from limitforge.service.health import Health
 from limitforge.service.metrics import Metrics
 from limitforge.service.problems import BadRequest
-from limitforge.service.protocol import Doors
 from limitforge.service.proxies import Proxies
 from limitforge.service.settings import Settings, load
 from limitforge.service.sums import Sums

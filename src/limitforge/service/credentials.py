@@ -7,7 +7,6 @@ import msgspec
 from limitforge.catalog.credentials import fingerprint
 from limitforge.service.problems import BadRequest
 
-MAX_HEADERS = 100
 _BEARER = b"bearer "
 
 

@@ -16,7 +16,6 @@ import re
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from http import HTTPStatus
 from typing import Any
 
 import httptools
@@ -24,98 +23,35 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from limitforge.core.headers import block
 from limitforge.errors import LimitforgeError
 from limitforge.service.answers import Answer, refused
-from limitforge.service.check import MAX_BATCH_BODY, MAX_BODY, Checks
-from limitforge.service.connections import Connections
-from limitforge.service.credentials import MAX_HEADERS, Who, presented
+from limitforge.service.check import MAX_BODY
+from limitforge.service.credentials import Who, presented
+from limitforge.service.doors import Doors, Turn
+from limitforge.service.framing import END, IN_CHUNKS, MAX_CHUNKS, MAX_FIELDS, MAX_HEAD, Input
 from limitforge.service.heads import Head
 from limitforge.service.problems import BadRequest
-from limitforge.service.proxies import Proxies
 
 READ_SECONDS = 10.0  # for the head and the body of a request, from its first byte to its last
 WATCH_SECONDS = 2.5  # how often that is looked at
 LINGER_SECONDS = 1.0  # how long a shutdown waits for clients that are silent
 MAX_PIPELINED = 64  # checks that wait on one connection
 MAX_HELD = 262_144  # bytes of bodies that wait on one connection: what comes behind them is not parsed yet
-MAX_HEAD = 32_768  # bytes of a message that are not its body: request line, header fields, chunk extensions, trailers
-MAX_CHUNKS = 2_048  # of a body; each is a call of the parser
-CHUNK_FRAMING = 16  # bytes that each chunk may have besides: its size and two line ends
 MAX_UNWANTED = 65_536  # bytes of a body that still arrive after the answer
 UNREAD_ANSWERS = 4_096  # bytes of answers that wait in this process before a connection is not read any more
-SMALL_PACKET = 8_192
 SMALL_BODY = 4_096  # a larger one is not read if its key was never issued
 
-STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 CLOSE = b"connection: close\r\n"
 LENGTHS = [b"content-length: %d\r\n\r\n" % length for length in range(1_024)]
 """How most heads end."""
-IN_CHUNKS = -1
-_END = b"\r\n\r\n"
 _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*(?=\r\n(?![ \t]))", re.IGNORECASE)
 _HOST = re.compile(rb"[-A-Za-z0-9._~!$&'()*+,;=:%\[\]]*")
 _VERSIONS = (b" HTTP/1.1", b" HTTP/1.0")
 
 NOBODY = Who(None, b"", "")
 
-Submit = Callable[..., None]
-Call = tuple[dict[int, int], Submit, int]
-"""Where the answers of a path are counted, what decides it, and how large its body may be."""
-
 _log = logging.getLogger(__name__)
-
-
-class Doors:
-    """What all connections of a listening socket share: the paths that door one answers, and common bounds."""
-
-    def __init__(self, checks: Checks, calls: dict[bytes, Call], proxies: Proxies, connections: Connections) -> None:
-        self.answers = checks.answers
-        self.is_known, self.objection = checks.is_known, checks.objection
-        self.calls = calls
-        self.proxies = proxies
-        self.connections = connections
-        self.default_headers: list[tuple[bytes, bytes]] | None = None
-        self.openings: dict[tuple[int, bytes], bytes] = {}
-        """By status and content type, for as long as the default headers are these."""
-
-    @classmethod
-    def of_checks(cls, checks: Checks, root_path: str, proxies: Proxies, connections: Connections) -> "Doors":
-        calls: dict[bytes, Call] = {
-            f"{root_path}/v1/check".encode(): (checks.answers("check"), checks.submit, MAX_BODY),
-            f"{root_path}/v1/check/batch".encode(): (checks.answers("batch"), checks.submit_batch, MAX_BATCH_BODY),
-        }
-        return cls(checks, calls, proxies, connections)
-
-    def opening(self, answer: Answer, headers: list[tuple[bytes, bytes]]) -> bytes:
-        """How an answer begins, with the fields of uvicorn's own, which are made anew each second."""
-        if headers is not self.default_headers:
-            self.openings.clear()
-            self.default_headers = headers
-        opening = STATUS_LINES[answer.status] + block(headers) + b"content-type: %b\r\n" % answer.content_type
-        self.openings[answer.status, answer.content_type] = opening
-        return opening
-
-
-class Turn:
-    """One check of a connection, until it is answered and everything before it is."""
-
-    __slots__ = ("answer", "answers", "body", "close", "is_refused", "limit", "size", "submit", "who")
-
-    def __init__(self, answers: dict[int, int], submit: Submit, limit: int, who: Who) -> None:
-        self.answers = answers
-        """Where it is counted, by its status."""
-        self.submit = submit
-        self.limit = limit
-        self.who = who
-        self.body: bytes | bytearray = b""
-        self.size = 0
-        """Of the body, until it is answered."""
-        self.close = False
-        self.is_refused = False
-        """Whether it was answered before it was read to its end."""
-        self.answer: Answer | None = None
 
 
 class _Busy:
@@ -140,16 +76,8 @@ class CheckProtocol(HttpToolsProtocol):
         self.owner = b""
         self.buffered = self.held = 0
         self._doors = doors
-        self._packet = b""
-        """What arrived last, if some of it is not parsed yet: from `_at` on."""
-        self._at = 0
+        self._input = Input()
         self._is_parsing = False
-        self._is_in_body = False
-        self._body_left = 0
-        """How many bytes are left of a body whose length was announced; below 0 for one in chunks."""
-        self._overhead = 0
-        """Bytes of the current message that are not its body."""
-        self._chunks = self._fields = 0
         self._body_size = 0
         """Of a request that ASGI answers, until it has."""
         self._unwanted = 0
@@ -208,9 +136,9 @@ class CheckProtocol(HttpToolsProtocol):
                 self._turns.append(turn)
                 turn.submit(head.who, body, tell)
                 return
-        is_idle = is_idle and not self._packet
+        is_idle = is_idle and not self._input.packet
         self._request = data if is_idle else None
-        self._packet, self._at = self._packet[self._at :] + (_without_upgrade(data) if is_idle else data), 0
+        self._input.add(_without_upgrade(data) if is_idle else data)
         self._parse()
 
     def _parse(self) -> None:
@@ -218,36 +146,21 @@ class CheckProtocol(HttpToolsProtocol):
         if self._is_parsing:  # an answer came at once
             return
         self._is_parsing = True
-        while self._packet:
-            if self.transport.is_closing() or self._is_refused or (self._is_deaf and not self._is_in_body):
+        while self._input.packet:
+            if self.transport.is_closing() or self._is_refused or (self._is_deaf and not self._input.is_in_body):
                 self._discard_input()
-            elif self._is_full() and not self._is_in_body:
+            elif self._is_full() and not self._input.is_in_body:
                 self._head = self._usual = None  # nothing goes before what waits here
                 self.flow.pause_reading()
                 break
             else:
-                self._feed(self._next_piece())
+                self._feed(self._input.next_piece())
         self._is_parsing = False
         self._account()
-
-    def _next_piece(self) -> bytes:
-        """What the parser gets at once, so that at most one message ends in it: the rest of a body whose length is
-        known; else all up to a blank line.
-        """
-        packet, at = self._packet, self._at
-        end = len(packet)
-        if self._is_in_body and self._body_left > 0:
-            end = min(at + self._body_left, end)
-        elif at or end > SMALL_PACKET or packet.count(_END) > 1:
-            found = packet.find(_END, at)
-            end = end if found < 0 else found + len(_END)
-        self._packet, self._at = (packet, end) if end < len(packet) else (b"", 0)
-        return packet[at:end]
 
     def _feed(self, piece: bytes) -> None:
         if self._reads_since is None:
             self._reads_since = self.loop.time()
-        self._overhead += len(piece)
         try:
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade:
@@ -256,28 +169,26 @@ class CheckProtocol(HttpToolsProtocol):
             cause = error.__context__
             if cause is not None and not isinstance(cause, httptools.HttpParserError | UnicodeError | _Refused):
                 _log.error("a request could not be read", exc_info=cause)
-            self.send_400_response("")
-        if self._overhead > MAX_HEAD + CHUNK_FRAMING * self._chunks:
+            self._refuse(BadRequest(400, "malformed_request", "this is not valid HTTP/1.1"))
+        if self._input.is_too_large:
             self._refuse(_head_too_large())
 
     def _account(self) -> None:
         """Tell how many bytes this connection holds."""
         unsent = self.transport.get_write_buffer_size() if self.flow.write_paused else 0
-        unparsed = len(self._packet) - self._at
-        message = 0 if self._turn is None else self._turn.size
-        head = min(self._overhead, MAX_HEAD)
-        self._doors.connections.account(self, unsent + unparsed + head + message + self._body_size, self._held)
+        body = self._body_size if self._turn is None else self._body_size + self._turn.size
+        self._doors.connections.account(self, unsent + self._input.size + body, self._held)
 
     def _discard_input(self) -> None:
-        self._packet, self._at = b"", 0
-        self._overhead = self._body_size = 0
+        self._input.clear()
+        self._body_size = 0
         if self._turn is not None:
             self._turn.body, self._turn.size = b"", 0
 
     @property
     def is_answering(self) -> bool:
         is_handled = bool(self._turns) or (self.cycle is not None and not self.cycle.response_complete)
-        return is_handled and not self._is_in_body
+        return is_handled and not self._input.is_in_body
 
     @property
     def quiet_since(self) -> float:
@@ -293,13 +204,6 @@ class CheckProtocol(HttpToolsProtocol):
             self._refuse(BadRequest(503, "overloaded", "too much is being received now", **{"retry-after": "1"}))
         self._discard_input()
         self._account()
-
-    def send_400_response(self, msg: str) -> None:
-        """In place of uvicorn's, to what is no HTTP."""
-        self._refuse(BadRequest(400, "malformed_request", "this is not valid HTTP/1.1"))
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """It was answered: nothing for the log."""
 
     def _refuse(self, error: LimitforgeError) -> None:
         """Answer what can't be parsed, behind whatever is still to be answered, and hear nothing more."""
@@ -351,12 +255,12 @@ class CheckProtocol(HttpToolsProtocol):
 
     def _read_on(self) -> None:
         """There may be room again: first for what was not parsed yet."""
-        if self._packet:
+        if self._input.packet:
             if self._reads_since is not None:  # the client had no part in this pause
                 self._reads_since = self.loop.time()
             self._parse()
-        is_wanted = self._is_in_body or not self._is_full()
-        if is_wanted and not self._packet and not self._is_refused and not self.flow.write_paused:
+        is_wanted = self._input.is_in_body or not self._is_full()
+        if is_wanted and not self._input.packet and not self._is_refused and not self.flow.write_paused:
             self.flow.resume_reading()
         self._account()
 
@@ -412,19 +316,19 @@ class CheckProtocol(HttpToolsProtocol):
         self.url = b""
         self.expect_100_continue = False
         self.headers = []
-        self._fields = 0
+        self._input.fields = 0
         self._turn = None
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._fields += 1
-        if self._fields > MAX_HEADERS:
+        self._input.fields += 1
+        if self._input.fields > MAX_FIELDS:
             self._refuse(_head_too_large())
             raise _Refused
-        if not self._is_in_body:  # what comes behind the body may not say what matters before
+        if not self._input.is_in_body:  # what comes behind the body may not say what matters before
             super().on_header(name, value.rstrip(b" \t"))
 
     def on_headers_complete(self) -> None:
-        self._is_in_body = True
+        self._input.is_in_body = True
         if self._is_deaf:
             self._turn = Turn({}, _never, 0, NOBODY)
             self._turn.is_refused = True
@@ -455,7 +359,7 @@ class CheckProtocol(HttpToolsProtocol):
             return
         is_known = self._doors.is_known(turn.who)
         self.owner = turn.who.seen if is_known else b""
-        if not is_known and not 0 <= self._body_left <= SMALL_BODY:
+        if not is_known and not 0 <= self._input.body_left <= SMALL_BODY:
             unknown = self._doors.objection(turn.who)
             if unknown is not None:
                 self._refuse(unknown)
@@ -470,17 +374,17 @@ class CheckProtocol(HttpToolsProtocol):
         if version not in ("1.1", "1.0") or (line and not line.endswith(_VERSIONS)):
             return BadRequest(400, "malformed_request", "the request line: HTTP/1.1 is spoken here")
         size, hosts = len(self.url), 0
-        self._body_left = 0
+        self._input.body_left = 0
         for name, value in self.headers:
             size += len(name) + len(value)
             if name == b"host":
                 hosts += 1 if _HOST.fullmatch(value) else 2
             elif name == b"content-length":
-                self._body_left = int(value) if value.isdigit() else 0
+                self._input.body_left = int(value) if value.isdigit() else 0
             elif name == b"transfer-encoding":
                 if value.lower() != b"chunked":
                     return BadRequest(400, "malformed_request", "transfer-encoding: must be chunked")
-                self._body_left = IN_CHUNKS
+                self._input.body_left = IN_CHUNKS
         if size > MAX_HEAD:
             return _head_too_large()
         if hosts > 1 or (not hosts and version == "1.1"):
@@ -504,16 +408,15 @@ class CheckProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def on_chunk_header(self) -> None:
-        self._chunks += 1
-        if self._chunks > MAX_CHUNKS:
+        self._input.chunks += 1
+        if self._input.chunks > MAX_CHUNKS:
             detail = f"transfer-encoding: at most {MAX_CHUNKS} chunks: send larger ones"
             self._refuse(BadRequest(400, "malformed_request", detail))
             raise _Refused
 
     def on_body(self, body: bytes) -> None:
         size = len(body)
-        self._overhead -= size
-        self._body_left -= size
+        self._input.take_body(size)
         turn = self._turn
         if turn is None:
             self._hand_on(body)
@@ -540,8 +443,8 @@ class CheckProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._reads_since = None
-        self._is_in_body = False
-        self._overhead = self._chunks = self._body_left = self._unwanted = 0
+        self._input.end_message()
+        self._unwanted = 0
         turn = self._turn
         if turn is None:
             super().on_message_complete()
@@ -592,7 +495,7 @@ class CheckProtocol(HttpToolsProtocol):
                 status = answer.status
                 turn.answers[status] = turn.answers.get(status, 0) + 1
                 self._is_active = True
-                if self.buffered or self._packet or self.pipeline or self.flow.read_paused:
+                if self.buffered or self.pipeline or self.flow.read_paused:
                     self._go_on()
             return
         turn.answer = answer
@@ -601,7 +504,7 @@ class CheckProtocol(HttpToolsProtocol):
             if self.transport.is_closing():
                 turns.clear()
                 return
-            is_waiting = turns or self.pipeline or self._packet or self._turn not in (None, first)
+            is_waiting = turns or self.pipeline or self._input.packet or self._turn not in (None, first)
             is_last = self._is_ending and not is_waiting
             self._write(ready, close=first.close or is_last)
             first.answers[ready.status] = first.answers.get(ready.status, 0) + 1
@@ -637,14 +540,14 @@ def _without_upgrade(data: bytes) -> bytes:
     """The start of a request, less a field that asks for another protocol: there is none, so it does not count. The
     parser would take what follows for that protocol's.
     """
-    if (b"pgrade" not in data and b"PGRADE" not in data) or _END not in data:
+    if (b"pgrade" not in data and b"PGRADE" not in data) or END not in data:
         return data
-    head, end, rest = data.partition(_END)
+    head, end, rest = data.partition(END)
     return _UPGRADE.sub(b"", head + end[:2]) + end[2:] + rest
 
 
 def _head_too_large() -> BadRequest:
-    return BadRequest(431, "head_too_large", f"header fields: at most {MAX_HEADERS}, and {MAX_HEAD} bytes")
+    return BadRequest(431, "head_too_large", f"header fields: at most {MAX_FIELDS}, and {MAX_HEAD} bytes")
 
 
 class _Refused(Exception):

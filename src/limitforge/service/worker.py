@@ -17,9 +17,10 @@ import uvicorn
 
 from limitforge.errors import InvalidInput, LimitforgeError
 from limitforge.service.app import Service
+from limitforge.service.doors import Doors
 from limitforge.service.logs import set_up_logging
 from limitforge.service.memory import MemoryWatch
-from limitforge.service.protocol import CheckProtocol, Doors
+from limitforge.service.protocol import CheckProtocol
 from limitforge.service.settings import Settings, load
 
 READY = b"r"

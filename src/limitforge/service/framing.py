@@ -1,0 +1,68 @@
+"""What arrived on a connection and was not parsed yet, and the bounds of the message that is being parsed.
+
+The parser gets pieces of what arrived, so that at most one message ends in each. Then whoever feeds it can stop between
+two messages.
+"""
+
+MAX_HEAD = 32_768  # bytes of a message that are not its body: request line, header fields, chunk extensions, trailers
+MAX_FIELDS = 100  # of head and trailers together
+MAX_CHUNKS = 2_048  # of a body; each is a call of the parser
+CHUNK_FRAMING = 16  # bytes that each chunk may have besides: its size and two line ends
+SMALL_PACKET = 8_192
+IN_CHUNKS = -1
+END = b"\r\n\r\n"
+
+
+class Input:
+    """The input of one connection."""
+
+    __slots__ = ("_at", "body_left", "chunks", "fields", "is_in_body", "overhead", "packet")
+
+    def __init__(self) -> None:
+        self.packet = b""
+        """What arrived last, if some of it is not parsed yet."""
+        self._at = 0
+        self.is_in_body = False
+        self.body_left = 0
+        """How many bytes are left of a body whose length was announced; below 0 for one in chunks."""
+        self.overhead = 0
+        """Bytes of the current message that are not its body."""
+        self.chunks = self.fields = 0
+
+    def add(self, data: bytes) -> None:
+        self.packet, self._at = self.packet[self._at :] + data, 0
+
+    def next_piece(self) -> bytes:
+        """Take what the parser gets next: the rest of a body whose length is known; else all up to a blank line."""
+        packet, at = self.packet, self._at
+        end = len(packet)
+        if self.is_in_body and self.body_left > 0:
+            end = min(at + self.body_left, end)
+        elif at or end > SMALL_PACKET or packet.count(END) > 1:
+            found = packet.find(END, at)
+            end = end if found < 0 else found + len(END)
+        self.packet, self._at = (packet, end) if end < len(packet) else (b"", 0)
+        self.overhead += end - at
+        return packet[at:end]
+
+    def take_body(self, size: int) -> None:
+        """So many bytes of what was fed were body."""
+        self.overhead -= size
+        self.body_left -= size
+
+    def end_message(self) -> None:
+        self.is_in_body = False
+        self.overhead = self.chunks = self.body_left = 0
+
+    def clear(self) -> None:
+        self.packet, self._at = b"", 0
+        self.overhead = 0
+
+    @property
+    def is_too_large(self) -> bool:
+        return self.overhead > MAX_HEAD + CHUNK_FRAMING * self.chunks
+
+    @property
+    def size(self) -> int:
+        """Bytes that it holds: what is not parsed yet, and the head of the current message."""
+        return len(self.packet) - self._at + min(self.overhead, MAX_HEAD)
