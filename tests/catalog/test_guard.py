@@ -341,15 +341,20 @@ async def test_a_refused_source_that_presents_the_id_of_a_key_does_not_keep_its_
 
 
 @pytest.mark.parametrize(
-    ("sources", "most"), [(1, guards.MAX_AT_ONCE_PER_SOURCE), (50, guards.MAX_AT_ONCE)], ids=["one", "many"]
+    ("sources", "has_failed", "most"),
+    [(1, True, guards.MAX_AT_ONCE_PER_SOURCE), (1, False, guards.MAX_AT_ONCE), (50, False, guards.MAX_AT_ONCE)],
+    ids=["one that failed", "one", "many"],
 )
 async def test_look_ups_that_wait_are_bounded_and_the_rest_is_refused_at_once(
-    sources: int, most: int, peppers: Peppers, clock: ManualClock, guard: Guard
+    sources: int, has_failed: bool, most: int, peppers: Peppers, clock: ManualClock, guard: Guard
 ) -> None:
     """Here the database answers none of them. It has room for a key that was issued all the same."""
     source = FakeSource()
     source.add_tenant("acme")
     snapshots = remembering(source, peppers, clock, guard=guard)
+    if has_failed:
+        with pytest.raises(UnknownKey):
+            await snapshots.find(wrong_key(at=10**9), "s0")
     texts = [wrong_key(at=at) for at in range(3_000)]
     async with contextlib.AsyncExitStack() as stack:
         for text in texts:
@@ -390,6 +395,18 @@ async def test_sources_with_failures_take_half_of_the_places_at_most(
     waits.set()
     answers = [await asyncio.gather(*tasks, return_exceptions=True) for tasks in (failed, clean)]
     assert [each.count(None) for each in answers] == [5, 5]
+
+
+async def test_a_wait_that_is_cancelled_as_a_look_up_ends_is_just_cancelled(clock: ManualClock) -> None:
+    guard, gate = Guard(clock=clock, max_reads=1), asyncio.Event()
+    first, second = (asyncio.create_task(guard.look_up("s", gate.wait)) for _ in range(2))
+    await asyncio.sleep(0.01)
+    gate.set()  # the first one ends in the next iteration, and wakes the second one, ...
+    second.cancel()  # which has stopped waiting by then
+    await first
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    assert not guard._active
 
 
 async def test_who_stops_waiting_for_the_guard_holds_up_nobody(guard: Guard) -> None:

@@ -18,6 +18,8 @@ class Acceptance:
     def __init__(self, history: History, max_floors: int) -> None:
         self.floors: dict[Hashable, Stamp] = {}
         self.is_cut_off = False
+        self._forgotten = Stamp()
+        """The newest floor that there was no room for."""
         self._history = history
         self._max_floors = max_floors
 
@@ -28,14 +30,14 @@ class Acceptance:
         """From now on a copy of this counts only if it has this change."""
         self.floors[name] = max(stamp, self.floors.pop(name, stamp))
         if len(self.floors) > self._max_floors:
-            del self.floors[next(iter(self.floors))]
+            self._forgotten = max(self._forgotten, self.floors.pop(next(iter(self.floors))))
 
     def is_good(self, copy: Copy[Any], name: Hashable, known: TenantEntry | KeyEntry | None, *, is_told: bool) -> bool:
         """Return True if a copy can be taken without asking the database. Where that is away, any that is not older
         than what is known and announced can be. Otherwise it must be of a revision that the database is known to have,
         and where the truth is wanted (`is_told`) it must have a change that was announced and is not known yet.
         """
-        floor = self.floors.get(name, Stamp())
+        floor = self.floors.get(name, Stamp() if self.is_cut_off else self._forgotten)
         if not self.is_acceptable(copy, floor, known):
             return False
         if self.is_cut_off:

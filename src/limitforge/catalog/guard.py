@@ -4,6 +4,7 @@ Only keys with the old public checksum come here. A key with a keyed checksum wa
 """
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable
 from ipaddress import IPv6Address, IPv6Network
@@ -16,9 +17,9 @@ from limitforge.core.exact import MICROS
 from limitforge.errors import CatalogUnavailable, TooManyUnknownKeys, UnknownKey
 
 MAX_SOURCES = 10_000
-MAX_AT_ONCE = 1_000  # keys of all sources that are being looked up or wait for it
-MAX_AT_ONCE_PER_SOURCE = 250
-MAX_READS = 3  # at once, of the five that a node makes: a slow database still has room for keys that were issued
+MAX_AT_ONCE = 2_000  # keys of all sources that are being looked up or wait for it
+MAX_AT_ONCE_PER_SOURCE = 250  # for a source with recent failures: a proxy may bring the keys of many clients
+MAX_READS = 4  # at once, of the five that a node makes; sources with recent failures leave one of them to the others
 MAX_COPIES = 50  # reads of copies at once
 FAILURE_US = 300 * MICROS  # how long a wrong key is held against its source
 RESERVE = 0.5  # the part of the common budget, and of the places, that is kept for sources without recent failures
@@ -105,8 +106,11 @@ class Guard:
 
     def _enter(self, source: str) -> Active:
         active = self._active.get(source) or Active()
-        places = MAX_AT_ONCE * (RESERVE if self._has_failed(source, self._clock.now_us()) else 1)
-        if active.total >= MAX_AT_ONCE_PER_SOURCE or self._total >= places:
+        if self._has_failed(source, self._clock.now_us()):
+            is_full = active.total >= MAX_AT_ONCE_PER_SOURCE or self._total >= MAX_AT_ONCE * RESERVE
+        else:
+            is_full = self._total >= MAX_AT_ONCE
+        if is_full:
             raise TooManyUnknownKeys("too many keys wait to be looked up: wait before trying another one", 1_000)
         self._active[source] = active
         active.total += 1
@@ -128,7 +132,8 @@ class Guard:
             own = self._level(self._sources.get(source), self._burst, self._per_us, now_us)
             together = self._level(self._all, self._all_burst, self._all_per_us, now_us)
             needed = 1 + (RESERVE * self._all_burst if has_failed else 0)
-            if own >= 1 and together >= needed and self._under_way < self._max_reads:
+            has_slot = self._under_way < self._max_reads - (1 if has_failed else 0)
+            if own >= 1 and together >= needed and has_slot:
                 self._write(source, own - 1, now_us)
                 self._all = Budget(together - 1, now_us)
                 active.under_way += 1
@@ -171,7 +176,8 @@ class Guard:
             await turn
         except asyncio.CancelledError:
             if turn.cancelled():
-                line.remove(turn)
+                with contextlib.suppress(ValueError):  # `_wake` may have dropped it just before
+                    line.remove(turn)
             else:  # it was woken just before
                 self._wake(active, line)
             raise

@@ -105,7 +105,7 @@ class Checks:
             self._refuse(caller, body, tell, error)
 
     def submit_batch(self, who: Who, body: bytes, tell: Tell, is_wanted: IsWanted = _always) -> None:
-        self._start(self._later(partial(self._batch, is_wanted), who, body, tell, is_wanted))
+        self._start(self._later(partial(self._batch, is_wanted, who), who, body, tell, is_wanted))
 
     def is_known(self, who: Who) -> bool:
         """Whether this process knows the key, so that no look-up is needed."""
@@ -262,19 +262,19 @@ class Checks:
 
     # --- Many checks -------------------------------------------------------------------------------------------------
 
-    def _batch(self, is_wanted: IsWanted, caller: Caller, body: bytes, tell: Tell) -> None:
+    def _batch(self, is_wanted: IsWanted, who: Who, caller: Caller, body: bytes, tell: Tell) -> None:
         tenant_id = caller.key.tenant_id
         self.refusals.require(tenant_id)
-        start = partial(self._judge_batch, is_wanted, caller, body, tell)
+        start = partial(self._judge_batch, is_wanted, who, caller, body, tell)
         self._batches.submit(tenant_id, len(body), start, lambda error: tell(failed(error)))
 
-    async def _judge_batch(self, is_wanted: IsWanted, caller: Caller, body: bytes, tell: Tell) -> None:
+    async def _judge_batch(self, is_wanted: IsWanted, who: Who, caller: Caller, body: bytes, tell: Tell) -> None:
         if not is_wanted():
             tell(NOT_WANTED)
             return
         try:
             self.refusals.require(caller.key.tenant_id)  # it may have been spent while this one waited
-            answer = await self._judged_batch(caller, await self._read_batch(caller, body))
+            answer = await self._judged_batch(who, await self._read_batch(caller, body))
         except Exception as error:  # noqa: BLE001 - whatever it is: who asked must be told
             self._refuse(caller, body, tell, error)
         else:
@@ -302,10 +302,11 @@ class Checks:
         except InvalidInput as error:
             return self._problem(caller, error, len(body))
 
-    async def _judged_batch(self, caller: Caller, asked: list[CheckBody | Problem]) -> Answer:
+    async def _judged_batch(self, who: Who, asked: list[CheckBody | Problem]) -> Answer:
         parts = []
         for start in range(0, len(asked), SLICE):
             await self._batches.pause()
+            caller = await self.caller(who, CHECK)  # the key may have been revoked meanwhile
             answers = await self._judged_slice(caller, asked[start : start + SLICE])
             parts.append(_encode(answers)[1:-1])
         return Answer(200, JSON, b"", b'{"decisions":[%b]}' % b",".join(parts))

@@ -8,6 +8,7 @@ from limitforge.catalog.cache import Snapshots
 from limitforge.catalog.catalog import Catalog
 from limitforge.catalog.credentials import PREFIXES, Credential, fingerprint
 from limitforge.catalog.guard import Guard
+from limitforge.catalog.lookups import LOOKUP_SECONDS
 from limitforge.catalog.model import Token, at_time
 from limitforge.core.check import Failure
 from limitforge.core.plan import Limits
@@ -78,7 +79,9 @@ class Access:
             if is_trusted:
                 token = await self._catalog.token(credential.text)
             else:
-                token = await self._guard.look_up(source, lambda: self._catalog.token(credential.text))
+                token = await self._guard.look_up(
+                    source, lambda: self._catalog.token(credential.text), seconds=LOOKUP_SECONDS
+                )
         except UnknownKey:
             self._known.pop(seen, None)
             if credential.is_keyed:
