@@ -67,7 +67,7 @@ def test_an_endless_message_is_cut_off(
 
 
 @pytest.mark.parametrize("framing", [b"Content-Length: 1000000", b"Transfer-Encoding: chunked"])
-@pytest.mark.parametrize("path", [b"/v1/check/batch", b"/v1/reserve"])
+@pytest.mark.parametrize("path", [b"/v1/check/batch", b"/v1/check/batch?x", b"/v1/%63heck/batch", b"/v1/reserve"])
 @pytest.mark.parametrize("key", [b"", b"X-Api-Key: lf_live_made-up\r\n"], ids=["no key", "made-up key"])
 def test_a_large_body_of_a_stranger_is_not_waited_for(target: Victim, framing: bytes, path: bytes, key: bytes) -> None:
     if path == b"/v1/reserve" and framing.startswith(b"Content"):

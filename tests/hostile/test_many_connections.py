@@ -1,8 +1,13 @@
 """What a client can do with many connections, each of which keeps to its own bounds."""
 
+import contextlib
+import json
+import threading
+import time
+
 import pytest
 
-from tests.hostile.attack import Record, Victim, measure, send_all
+from tests.hostile.attack import Record, Victim, connect, measure, send_all
 
 SECONDS = 4.0
 BATCH = b"POST /v1/check/batch HTTP/1.1\r\nHost: a\r\nX-Api-Key: %b\r\nContent-Length: 1000000\r\n\r\n" + b" " * 900_000
@@ -29,3 +34,89 @@ def test_answers_that_nobody_reads(target: Victim, record_property: Record, path
     payload = b"GET %b HTTP/1.1\r\nHost: a\r\n\r\n" % path * 20
     attack = measure(target, lambda victim: send_all(victim.port, payload, 500, SECONDS, receive_buffer=4_096))
     attack.judge(record_property)
+
+
+BODY = b"GET /v1/health HTTP/1.1\r\nHost: a\r\nContent-Length: 60000\r\n\r\n" + b" " * 60_000
+CHECK = HEAD.replace(b"GET / ", b"POST /v1/check ") + b"Content-Length: 2\r\n\r\n{}"
+LONG_KEY = b"POST /v1/check HTTP/1.1\r\nHost: a\r\nX-Api-Key: %b\r\nContent-Length: 2\r\n\r\n{}" % (b"a" * 30_000)
+
+
+@pytest.mark.parametrize("payload", [BODY, HEAD + b"\r\n", CHECK, LONG_KEY], ids=["body", "head", "check", "key"])
+@pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
+def test_connections_that_stay_open_after_their_answer(
+    target: Victim, record_property: Record, payload: bytes, is_split: bool
+) -> None:
+    def attack(victim: Victim) -> int:
+        with contextlib.ExitStack() as opened:
+            clients = [opened.enter_context(connect(victim.port)) for _ in range(1_500)]
+            for client in clients:
+                client.settimeout(30)
+                client.sendall(payload[:20] if is_split else payload)
+            for client in clients:
+                client.sendall(payload[20:] if is_split else b"")
+            for client in clients:
+                assert client.recv(65_536).startswith(b"HTTP/1.1 ")
+            time.sleep(1)
+        return len(payload) * len(clients)
+
+    measure(target, attack).judge(record_property)
+
+
+def test_one_tenant_does_not_close_the_connections_of_another(target: Victim) -> None:
+    head = f"POST /v1/check HTTP/1.1\r\nHost: a\r\nX-Api-Key: {target.other.key}\r\nContent-Length: "
+    body = b'{"resource": "GET:/orders", "subject": "user:1"}'
+    check = head.encode() + b"%d\r\n\r\n" % len(body) + body
+    with contextlib.ExitStack() as opened:
+        quiet = [opened.enter_context(connect(target.port)) for _ in range(20)]
+        for client in quiet:
+            client.settimeout(30)
+            client.sendall(check)
+            assert client.recv(65_536).startswith(b"HTTP/1.1 200 ")
+        greedy = check.replace(target.other.key.encode(), target.attacker.key.encode())
+        send_all(target.port, greedy, 2_500, 2.0)
+        for client in quiet:
+            client.sendall(check)
+            assert client.recv(65_536).startswith(b"HTTP/1.1 200 ")
+
+
+def test_valid_batches_of_some_tenants_leave_room_for_small_checks_of_another(target: Victim) -> None:
+    """The check arrives in two packets, so that some of it has to be held."""
+    tenants = [target.service.tenant() for _ in range(3)]
+    checks = [{"resource": "GET:/orders" + "x" * 400, "subject": f"user:{at}" + "x" * 400} for at in range(1_000)]
+    body = json.dumps({"checks": checks}).encode()
+    head = f"POST /v1/check HTTP/1.1\r\nHost: a\r\nX-Api-Key: {target.other.key}\r\n"
+    own = b'{"resource": "GET:/orders", "subject": "user:1"}'
+    answers = []
+    with contextlib.ExitStack() as opened:
+        for tenant in tenants:
+            assert tenant.check().status == 200
+            request = f"POST /v1/check/batch HTTP/1.1\r\nHost: a\r\nX-Api-Key: {tenant.key}\r\n"
+            whole = request.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
+            attack = threading.Thread(target=send_all, args=(target.port, whole * 4, 8, 4.0))
+            attack.start()
+            opened.callback(attack.join)
+        deadline = time.monotonic() + 3
+        client = opened.enter_context(connect(target.port))
+        client.settimeout(30)
+        while time.monotonic() < deadline:
+            client.sendall(head.encode())
+            time.sleep(0.05)
+            client.sendall(b"Content-Length: %d\r\n\r\n" % len(own) + own)
+            answers.append(client.recv(65_536)[:12])
+    assert set(answers) == {b"HTTP/1.1 200"}
+
+
+def test_a_url_that_can_not_be_parsed_behind_a_check_leaves_nothing_behind(target: Victim) -> None:
+    body = json.dumps({"checks": [{"resource": "GET:/orders", "subject": "user:1"}] * 1_000}).encode()
+    head = f"POST /v1/check/batch HTTP/1.1\r\nHost: a\r\nX-Api-Key: {target.attacker.key}\r\n"
+    batch = head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    before = target.log.read_text().count("Traceback")
+    with connect(target.port) as client:
+        client.settimeout(30)
+        client.sendall(batch + b"GET http://a:99999999/ HTTP/1.1\r\nHost: a\r\n\r\n")
+        received = b""
+        while b"malformed_request" not in received:
+            received += client.recv(65_536)
+    assert received.startswith(b"HTTP/1.1 200 ")
+    assert target.other.check().status == 200
+    assert target.log.read_text().count("Traceback") == before

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from limitforge.service.connections import Connections
+from limitforge.service.connections import MAX_UNKNOWN, Connections
 
 
 @dataclass(eq=False)
@@ -18,7 +18,6 @@ class Fake:
     quiet_since: float = 0.0
     is_answering: bool = False
     buffered: int = 0
-    held: int = 0
     is_closed: bool = False
 
     def __post_init__(self) -> None:
@@ -26,73 +25,83 @@ class Fake:
 
     def make_room(self) -> None:
         self.is_closed = True
-        self.connections.account(self, 0, self.held)
+        self.connections.account(self, 0)
 
-    def hold(self, buffered: int, held: int = 0) -> None:
-        self.connections.account(self, buffered, held)
+    def hold(self, buffered: int) -> None:
+        self.connections.account(self, buffered)
+
+
+@dataclass
+class Request:
+    """One whose key has to be looked up."""
+
+    size: int
+    is_unknown: bool = False
+
+
+KIB = 1_024
 
 
 def test_the_owner_that_holds_most_gives_way_first() -> None:
-    connections = Connections(100, 1_000)
+    connections = Connections(100, 1_000 * KIB)
     modest = Fake(connections, b"modest")
     greedy = [Fake(connections, b"greedy") for _ in range(8)]
-    modest.hold(150)
+    modest.hold(150 * KIB)
     for each in greedy:
-        each.hold(120)
+        each.hold(120 * KIB)
     assert not modest.is_closed
     assert any(each.is_closed for each in greedy)
-    assert sum(each.buffered for each in (modest, *greedy)) <= 750
+    assert sum(each.buffered for each in (modest, *greedy)) <= 750 * KIB
 
 
 def test_strangers_are_one_owner_and_count_double() -> None:
-    connections = Connections(100, 1_000)
+    connections = Connections(100, 1_000 * KIB)
     known = Fake(connections, b"known")
-    known.hold(400)
+    known.hold(400 * KIB)
     strangers = [Fake(connections) for _ in range(7)]
     for each in strangers:
-        each.hold(100)
+        each.hold(100 * KIB)
     assert not known.is_closed
     assert any(each.is_closed for each in strangers)
 
 
-def test_what_is_being_decided_counts_but_does_not_give_way() -> None:
-    connections = Connections(100, 1_000)
-    deciding = Fake(connections, b"deciding")
-    deciding.hold(0, held=990)
-    late = Fake(connections, b"late")
-    late.hold(50)
-    assert late.is_closed
-    assert not deciding.is_closed
-    deciding.hold(0, held=0)
-    next_one = Fake(connections, b"next")
-    next_one.hold(900)
-    assert not next_one.is_closed
+def test_an_owner_that_holds_little_never_gives_way() -> None:
+    connections = Connections(100, 100 * KIB)
+    little = [Fake(connections, b"%d" % at) for at in range(10)]
+    for each in little:
+        each.hold(60 * KIB)
+    assert not any(each.is_closed for each in little)
 
 
-def test_a_connection_that_ends_while_it_is_decided_counts_until_then() -> None:
-    connections = Connections(100, 1_000)
-    gone = Fake(connections, b"gone")
-    gone.hold(0, held=990)
-    connections.closed(gone)
-    late = Fake(connections, b"late")
-    late.hold(50)
-    assert late.is_closed
+def test_requests_that_wait_for_a_look_up_are_bounded_but_for_small_ones() -> None:
+    connections = Connections()
+    large = [Request(64 * KIB) for _ in range(100)]
+    taken = [each for each in large if connections.take_unknown(each)]
+    assert sum(each.size for each in taken) == MAX_UNKNOWN
+    assert connections.take_unknown(Request(100))
+    connections.release_unknown(taken[0])
+    connections.release_unknown(taken[0])
+    assert not connections.take_unknown(Request(65 * KIB))
+    assert not connections.take_unknown(Request(64 * KIB)), "the small one still waits"
+    connections.release_unknown(taken[1])
+    assert connections.take_unknown(Request(64 * KIB))
 
 
 def test_those_that_are_quiet_for_longest_are_closed() -> None:
     connections = Connections(32, 1_000)
-    known = [Fake(connections, b"known", quiet_since=float(at)) for at in range(32)]
+    known = [Fake(connections, b"%d" % at, quiet_since=float(at)) for at in range(32)]
     newest = Fake(connections, quiet_since=99.0)
     assert [each.is_closed for each in known] == [True] * 2 + [False] * 30
     assert not newest.is_closed
 
 
-def test_strangers_go_first_if_they_have_more_than_half() -> None:
+@pytest.mark.parametrize("greedy", [b"", b"greedy"])
+def test_the_owner_with_most_connections_loses_some_first(greedy: bytes) -> None:
     connections = Connections(32, 1_000)
-    known = [Fake(connections, b"known", quiet_since=0.0) for _ in range(10)]
-    strangers = [Fake(connections, quiet_since=float(at)) for at in range(1, 24)]
-    assert not any(each.is_closed for each in known)
-    assert [each.is_closed for each in strangers[:2]] == [True, True]
+    modest = [Fake(connections, b"modest", quiet_since=0.0) for _ in range(10)]
+    many = [Fake(connections, greedy, quiet_since=float(at)) for at in range(1, 24)]
+    assert not any(each.is_closed for each in modest)
+    assert [each.is_closed for each in many[:3]] == [True, True, False]
 
 
 def test_those_that_are_being_answered_stay() -> None:

@@ -6,7 +6,7 @@ from limitforge.core.clock import ManualClock
 from limitforge.errors import InvalidInput, UnknownKey
 from limitforge.service import refusals
 from limitforge.service.problems import BadRequest
-from limitforge.service.refusals import BURST_BYTES, BYTES_PER_SECOND, MAX_TENANTS, SMALL_BODY, RefusalBudget
+from limitforge.service.refusals import BURST_BYTES, BYTES_PER_SECOND, MAX_KEYS, SMALL_BODY, RefusalBudget
 
 MALFORMED = BadRequest(400, "malformed_json", "it is not JSON")
 LARGE = 1_048_576
@@ -88,8 +88,8 @@ def test_only_large_bodies_that_are_invalid_are_charged(
 def test_only_so_many_tenants_are_remembered_and_the_last_charged_stay(
     budget: RefusalBudget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert MAX_TENANTS <= 10_000
-    monkeypatch.setattr(refusals, "MAX_TENANTS", 3)
+    assert MAX_KEYS <= 10_000
+    monkeypatch.setattr(refusals, "MAX_KEYS", 3)
     spend(budget, "ten_a")
     for name in ("ten_b", "ten_c"):
         spend(budget, name)

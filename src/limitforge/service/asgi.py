@@ -90,10 +90,18 @@ class DoorTwo:
     # --- Calls -------------------------------------------------------------------------------------------------------
 
     async def _check(self, scope: Scope, receive: Receive) -> Answer:
-        return await _told(self._checks.submit, _who(scope, MAX_BODY), await _read(receive, MAX_BODY))
+        return await _told(self._checks.submit, *await self._issued(scope, receive, MAX_BODY))
 
     async def _batch(self, scope: Scope, receive: Receive) -> Answer:
-        return await _told(self._checks.submit_batch, _who(scope, MAX_BATCH_BODY), await _read(receive, MAX_BATCH_BODY))
+        return await _told(self._checks.submit_batch, *await self._issued(scope, receive, MAX_BATCH_BODY))
+
+    async def _issued(self, scope: Scope, receive: Receive, limit: int) -> tuple[Who, bytes]:
+        """Return who asks and the body, which is read only if the key may have been issued."""
+        who = _who(scope, limit)
+        unknown = None if self._checks.is_known(who) else self._checks.objection(who)
+        if unknown is not None:
+            raise unknown
+        return who, await _read(receive, limit)
 
     async def _post(self, scope: Scope, receive: Receive) -> Answer:
         path = self._path(scope) or ""

@@ -1,7 +1,7 @@
 """Decides which batches a process works on, so that no tenant's batches hold up another tenant.
 
-A process works on a few batches at once. The others wait as bytes, and tenants take turns. Active batches work in
-slices, one slice per iteration of the event loop: everything else that is ready runs in between.
+A process works on a few batches at once, or on many small ones. The others wait as bytes, and tenants take turns.
+Active batches work in slices, about one per iteration of the event loop: everything else that is ready runs in between.
 """
 
 import asyncio
@@ -12,12 +12,14 @@ import msgspec
 
 from limitforge.service.problems import BadRequest
 
-MAX_ACTIVE = 4  # each takes up to 4 MB while it is read and answered
-MAX_ACTIVE_OF_TENANT = 2
-MAX_WAITING_BYTES = 9_437_184  # less than all connections may hold (`connections.py`)
+MAX_ACTIVE_BYTES = 262_144  # one that is larger is worked on alone, or with those of other tenants
+MAX_ACTIVE_BYTES_OF_TENANT = 131_072
+MAX_ACTIVE_TENANTS = 4  # each may have one batch whatever its size, which takes up to 4 MB
+MAX_WAITING_BYTES = 9_437_184
 MAX_WAITING_BYTES_OF_TENANT = 3_145_728  # about sixty batches of 1,000 usual checks
-MIN_WEIGHT = 16_384  # bytes that a small batch counts as, since its answer may be much larger
+MIN_WEIGHT = 1_024  # bytes that a small batch counts as
 MAX_WAIT_SECONDS = 10.0  # after that its client has probably given up
+CHECKS_PER_ITERATION = 50  # that batches read or decide in one iteration of the event loop
 
 
 class WaitingBatch(msgspec.Struct, eq=False):
@@ -39,8 +41,9 @@ class BatchQueue:
         self._weights: Counter[str] = Counter()
         """Of the batches that wait, by tenant."""
         self._active: Counter[str] = Counter()
+        """Bytes of the batches that are worked on, by tenant."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._paused: deque[asyncio.Future[None]] = deque()
+        self._paused: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     def submit(
         self,
@@ -60,28 +63,28 @@ class BatchQueue:
         elif self._weights.total() > MAX_WAITING_BYTES:
             self._refuse_last(max(self._weights, key=self._weights.__getitem__))  # not the one who happened to be last
 
-    async def pause(self) -> None:
-        """Let everything else that is ready run, and the other active batches take their turns."""
+    async def pause(self, checks: int) -> None:
+        """Let everything else that is ready run, and other active batches take their turns, before so many checks."""
         loop = asyncio.get_running_loop()
         paused: asyncio.Future[None] = loop.create_future()
-        self._paused.append(paused)
+        self._paused.append((checks, paused))
         if len(self._paused) == 1:
-            loop.call_soon(self._resume_one)
+            loop.call_soon(self._resume_some)
         await paused
 
-    def _resume_one(self) -> None:
-        """Resume one batch per iteration: with `asyncio.sleep(0)` all of them would run in the same one."""
-        paused = self._paused.popleft()
-        if not paused.done():  # its batch may have been cancelled
-            paused.set_result(None)
+    def _resume_some(self) -> None:
+        """Resume one slice, or several small ones: with `asyncio.sleep(0)` all batches would run in one iteration."""
+        left = CHECKS_PER_ITERATION
+        while self._paused and left > 0:
+            checks, paused = self._paused.popleft()
+            if not paused.done():  # its batch may have been cancelled
+                paused.set_result(None)
+                left -= checks
         if self._paused:
-            asyncio.get_running_loop().call_soon(self._resume_one)
+            asyncio.get_running_loop().call_soon(self._resume_some)
 
     def _start_next(self) -> None:
-        while self._active.total() < MAX_ACTIVE:
-            tenant_id = next((it for it in self._waiting if self._active[it] < MAX_ACTIVE_OF_TENANT), None)
-            if tenant_id is None:
-                return
+        while (tenant_id := next(filter(self._has_room, self._waiting), None)) is not None:
             batches = self._waiting.pop(tenant_id)
             batch = batches.popleft()
             if batches:
@@ -89,21 +92,29 @@ class BatchQueue:
             self._release(batch)
             self._start(batch)
 
+    def _has_room(self, tenant_id: str) -> bool:
+        """Return whether the next batch of a tenant can be worked on now."""
+        if not self._active[tenant_id] and len(self._active) < MAX_ACTIVE_TENANTS:
+            return True
+        weight = self._waiting[tenant_id][0].weight
+        of_tenant, of_all = self._active[tenant_id] + weight, self._active.total() + weight
+        return of_tenant <= MAX_ACTIVE_BYTES_OF_TENANT and of_all <= MAX_ACTIVE_BYTES
+
     def _start(self, batch: WaitingBatch) -> None:
         loop = asyncio.get_running_loop()
         if loop.time() > batch.deadline:
             batch.refuse(_too_many())
             return
-        self._active[batch.tenant_id] += 1
+        self._active[batch.tenant_id] += batch.weight
         task = loop.create_task(batch.start())
         self._tasks.add(task)
-        task.add_done_callback(lambda task: self._ended(task, batch.tenant_id))
+        task.add_done_callback(lambda task: self._ended(task, batch))
 
-    def _ended(self, task: asyncio.Task[None], tenant_id: str) -> None:
+    def _ended(self, task: asyncio.Task[None], batch: WaitingBatch) -> None:
         self._tasks.discard(task)
-        self._active[tenant_id] -= 1
-        if not self._active[tenant_id]:
-            del self._active[tenant_id]
+        self._active[batch.tenant_id] -= batch.weight
+        if not self._active[batch.tenant_id]:
+            del self._active[batch.tenant_id]
         self._start_next()
 
     def _refuse_last(self, tenant_id: str) -> None:

@@ -69,14 +69,14 @@ class Calls:
         }
 
     async def answer(self, call: Call, caller: Caller, body: bytes) -> Answer:
-        """Answer one of `posts`. A large body that is invalid is charged to the caller's tenant."""
-        tenant_id, refusals = caller.key.tenant_id, self._checks.refusals
+        """Answer one of `posts`. A large body that is invalid is charged to the caller's key."""
+        refusals = self._checks.refusals
         if len(body) > SMALL_BODY:
-            refusals.require(tenant_id)
+            refusals.require(caller.key.id)
         try:
             return await call(caller, body)
         except LimitforgeError as error:
-            refusals.charge_for(error, tenant_id, len(body))
+            refusals.charge_for(error, caller.key.id, len(body))
             raise
 
     async def _reserve(self, caller: Caller, body: bytes) -> Answer:

@@ -172,14 +172,14 @@ class Checks:
 
     def _refuse(self, caller: Caller, body: bytes, tell: Tell, error: Exception) -> None:
         """Answer an error, and charge the caller if the body was invalid."""
-        self.refusals.charge_for(error, caller.key.tenant_id, len(body))
+        self.refusals.charge_for(error, caller.key.id, len(body))
         tell(failed(error))
 
     def _check(self, caller: Caller, body: bytes, tell: Tell) -> None:
         asked = read_small_check(body)
         if asked is None:
             if len(body) > SMALL_BODY:
-                self.refusals.require(caller.key.tenant_id)
+                self.refusals.require(caller.key.id)
             asked = read_check(body)
         route: Route | None = caller.routes.get((asked.resource, asked.priority, asked.plan_id))
         if route is None or route.snapshot is not caller.tenant.snapshot or route.generation != self._keys.generation:
@@ -263,17 +263,16 @@ class Checks:
     # --- Many checks -------------------------------------------------------------------------------------------------
 
     def _batch(self, is_wanted: IsWanted, who: Who, caller: Caller, body: bytes, tell: Tell) -> None:
-        tenant_id = caller.key.tenant_id
-        self.refusals.require(tenant_id)
+        self.refusals.require(caller.key.id)
         start = partial(self._judge_batch, is_wanted, who, caller, body, tell)
-        self._batches.submit(tenant_id, len(body), start, lambda error: tell(failed(error)))
+        self._batches.submit(caller.key.tenant_id, len(body), start, lambda error: tell(failed(error)))
 
     async def _judge_batch(self, is_wanted: IsWanted, who: Who, caller: Caller, body: bytes, tell: Tell) -> None:
         if not is_wanted():
             tell(NOT_WANTED)
             return
         try:
-            self.refusals.require(caller.key.tenant_id)  # it may have been spent while this one waited
+            self.refusals.require(caller.key.id)  # it may have been spent while this one waited
             answer = await self._judged_batch(who, await self._read_batch(caller, body))
         except Exception as error:  # noqa: BLE001 - whatever it is: who asked must be told
             self._refuse(caller, body, tell, error)
@@ -282,12 +281,13 @@ class Checks:
 
     async def _read_batch(self, caller: Caller, body: bytes) -> list[CheckBody | Problem]:
         """Return all checks, before any is decided: a body that is not JSON must take nothing."""
-        await self._batches.pause()
+        if len(body) > SMALL_BODY:
+            await self._batches.pause(SLICE)
         asked: list[CheckBody | Problem] = []
         size = 0
         for at, encoded in enumerate(split_batch(body)):
-            if at % SLICE == 0 or size > MAX_BODY:
-                await self._batches.pause()
+            if (at and at % SLICE == 0) or size > MAX_BODY:
+                await self._batches.pause(SLICE)
                 size = 0
             one = bytes(encoded)
             size += len(one)
@@ -305,7 +305,7 @@ class Checks:
     async def _judged_batch(self, who: Who, asked: list[CheckBody | Problem]) -> Answer:
         parts = []
         for start in range(0, len(asked), SLICE):
-            await self._batches.pause()
+            await self._batches.pause(min(len(asked) - start, SLICE))
             caller = await self.caller(who, CHECK)  # the key may have been revoked meanwhile
             answers = await self._judged_slice(caller, asked[start : start + SLICE])
             parts.append(_encode(answers)[1:-1])
@@ -345,7 +345,7 @@ class Checks:
     def _problem(self, caller: Caller, error: LimitforgeError, size: int = 0) -> Problem:
         """Return what stands in the place of a check that is itself wrong, and charge the caller for reading it."""
         if isinstance(error, InvalidInput):
-            self.refusals.charge(caller.key.tenant_id, max(size, WRONG_CHECK_BYTES))
+            self.refusals.charge(caller.key.id, max(size, WRONG_CHECK_BYTES))
         return problem_of(error).members
 
 

@@ -9,13 +9,15 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Protocol
 
+from limitforge.service.refusals import SMALL_BODY
+
 MAX_CONNECTIONS = 2_000  # an idle one costs about 8 KiB
-MAX_BUFFERED = 12 * 1_048_576  # bytes
+MAX_BUFFERED = 12 * 1_048_576  # bytes of requests that are not whole yet, and of answers that were not read
+MAX_UNKNOWN = 4 * 1_048_576  # bytes of requests that wait until their key is looked up; small ones are always taken
+LITTLE = 65_536  # bytes that an owner may always hold
 
-MAX_STARTS = 4  # of requests for ASGI, in one iteration of the event loop
+MAX_STARTS = 2  # of requests for ASGI, in one iteration of the event loop
 OTHER_FILES = 256  # that a process may have open besides
-
-_STRANGER = b""
 
 
 class Starts:
@@ -41,11 +43,11 @@ class Starts:
 
     def _go_on(self) -> None:
         self._left = MAX_STARTS
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._go_on)
         while self._waiting and self._left:
             self._left -= 1
             self._waiting.popleft()()
-        if self._left < MAX_STARTS:
-            asyncio.get_running_loop().call_soon(self._go_on)
 
 
 class Connection(Protocol):
@@ -53,8 +55,6 @@ class Connection(Protocol):
 
     buffered: int
     """Bytes that it would let go of: input that is not a whole request yet, and answers that were not read."""
-    held: int
-    """Bytes of requests that are being decided, and can't be let go of."""
     owner: bytes
     """The fingerprint of the key that it presented last, if this process knows that key; else empty."""
 
@@ -70,15 +70,23 @@ class Connection(Protocol):
         """Let go of everything that it holds, and close."""
 
 
+class Waiting(Protocol):
+    """A request whose key has to be looked up."""
+
+    size: int
+    is_unknown: bool
+
+
 class Connections:
-    """All connections of one listening socket, in one process."""
+    """All connections of one listening socket, in one process. Clients without a known key count as one owner."""
 
     def __init__(self, max_connections: int = MAX_CONNECTIONS, max_buffered: int = MAX_BUFFERED) -> None:
+        self.starts = Starts()
         self._max_connections = max_connections
         self._max_buffered = max_buffered
-        self.starts = Starts()
         self._open: set[Connection] = set()
-        self._total = 0
+        self._buffered = 0
+        self._unknown = 0
 
     def opened(self, connection: Connection) -> None:
         """Close others if there are too many now; or this one, if all others are being answered."""
@@ -87,36 +95,49 @@ class Connections:
             self._close_some(connection)
 
     def closed(self, connection: Connection) -> None:
-        """Requests of it that are being decided stay in the account until they are."""
         self._open.discard(connection)
 
-    def account(self, connection: Connection, buffered: int, held: int) -> None:
+    def account(self, connection: Connection, buffered: int) -> None:
         """Write down how many bytes a connection holds; if that is too much in all, the largest owner gives way."""
-        more = buffered - connection.buffered + held - connection.held
-        connection.buffered, connection.held = buffered, held
-        self._total += more
-        if more > 0 and self._total > self._max_buffered:
+        more = buffered - connection.buffered
+        connection.buffered = buffered
+        self._buffered += more
+        if more > 0 and self._buffered > self._max_buffered:
             self._shed()
 
+    def take_unknown(self, request: Waiting) -> bool:
+        """Return whether a request whose key is not known may wait for the look-up. `release_unknown` must follow."""
+        if request.size > SMALL_BODY and self._unknown + request.size > MAX_UNKNOWN:
+            return False
+        request.is_unknown = True
+        self._unknown += request.size
+        return True
+
+    def release_unknown(self, request: Waiting) -> None:
+        """Call it before its size is forgotten; of other requests nothing is released."""
+        if request.is_unknown:
+            request.is_unknown = False
+            self._unknown -= request.size
+
     def _close_some(self, newest: Connection) -> None:
-        """Those that are quiet for longest: among strangers, if these have more than half of all connections."""
+        """Close those of the owner with most connections that are quiet for longest."""
         quiet = [each for each in self._open if not each.is_answering and each is not newest]
-        strangers = [each for each in quiet if each.owner == _STRANGER]
-        chosen = strangers if len(strangers) > self._max_connections // 2 else quiet
-        chosen.sort(key=lambda each: each.quiet_since)
-        for connection in chosen[: max(self._max_connections // 16, 1)] or [newest]:
+        numbers = Counter(each.owner for each in quiet)
+        quiet.sort(key=lambda each: (-numbers[each.owner], each.quiet_since))
+        for connection in quiet[: max(self._max_connections // 16, 1)] or [newest]:
             self._open.discard(connection)  # the transport may need a moment
             connection.make_room()
 
     def _shed(self) -> None:
-        """Begin with the owner that holds most. Strangers count as one owner, and double."""
+        """Begin with the owner that holds most. Clients without a known key count double; who holds little stays."""
         holding = [each for each in self._open if each.buffered]
         totals: Counter[bytes] = Counter()
         for each in holding:
             totals[each.owner] += each.buffered if each.owner else 2 * each.buffered
+        holding = [each for each in holding if totals[each.owner] > LITTLE and each.buffered > SMALL_BODY]
         holding.sort(key=lambda each: (-totals[each.owner], -each.buffered))
         for connection in holding:
-            if self._total <= self._max_buffered * 3 // 4:
+            if self._buffered <= self._max_buffered * 3 // 4:
                 return
             self._open.discard(connection)
             connection.make_room()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from http import HTTPStatus
+from urllib.parse import unquote_to_bytes
 
 from limitforge.core.headers import block
 from limitforge.service.answers import Answer
@@ -38,6 +39,15 @@ class Doors:
         }
         return cls(checks, calls, proxies, connections)
 
+    def call_of(self, url: bytes) -> Call | None:
+        """Return what answers a URL, also if it has a query or encoded characters, as ASGI would read it."""
+        call = self.calls.get(url)
+        if call is None and (b"?" in url or b"%" in url):
+            path = url.partition(b"?")[0]
+            if b"%2f" not in path.lower():  # which is not a slash
+                call = self.calls.get(unquote_to_bytes(path))
+        return call
+
     def opening(self, answer: Answer, headers: list[tuple[bytes, bytes]]) -> bytes:
         """How an answer begins, with the fields of uvicorn's own, which are made anew each second."""
         if headers is not self.default_headers:
@@ -51,7 +61,7 @@ class Doors:
 class Turn:
     """One check of a connection, until it is answered and everything before it is."""
 
-    __slots__ = ("answer", "answers", "body", "close", "is_refused", "limit", "size", "submit", "who")
+    __slots__ = ("answer", "answers", "body", "close", "is_refused", "is_unknown", "limit", "size", "submit", "who")
 
     def __init__(self, answers: dict[int, int], submit: Submit, limit: int, who: Who) -> None:
         self.answers = answers
@@ -62,6 +72,8 @@ class Turn:
         self.body: bytes | bytearray = b""
         self.size = 0
         """Of the body, until it is answered."""
+        self.is_unknown = False
+        """Whether it waits until its key is looked up."""
         self.close = False
         self.is_refused = False
         """Whether it was answered before it was read to its end."""

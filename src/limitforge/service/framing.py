@@ -45,6 +45,10 @@ class Input:
         self.overhead += end - at
         return packet[at:end]
 
+    def compact(self) -> None:
+        """Let go of what is parsed: the rest may wait for long."""
+        self.packet, self._at = self.packet[self._at :], 0
+
     def take_body(self, size: int) -> None:
         """So many bytes of what was fed were body."""
         self.overhead -= size
@@ -64,5 +68,7 @@ class Input:
 
     @property
     def size(self) -> int:
-        """Bytes that it holds: what is not parsed yet, and the head of the current message."""
-        return len(self.packet) - self._at + min(self.overhead, MAX_HEAD)
+        """Bytes that it holds: the packet that is not parsed yet, and the fields of the current message, which take
+        twice their size.
+        """
+        return len(self.packet) + 2 * min(self.overhead, MAX_HEAD)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 COLLECT_AFTER = 20_000  # new objects, instead of 700
 LOOK_SECONDS = 5.0
-AGAIN_SECONDS = 30.0  # after a collection that found much: the flood may have ended since
+AGAIN_SECONDS = 30.0  # after a collection: the flood may have ended since
 GROWN_BYTES = 8 * 1_048_576
 MANY_OBJECTS = 1_000
 
@@ -57,7 +57,7 @@ class MemoryWatch:
         found = gc.collect()
         self._trim()
         self._low = resident_bytes()
-        self._again_at = loop.time() + AGAIN_SECONDS if found > MANY_OBJECTS else None
+        self._again_at = loop.time() + AGAIN_SECONDS if not is_due or found > MANY_OBJECTS else None
         _log.debug("memory.collected objects=%d bytes=%d", found, resident - self._low)
 
 

@@ -31,6 +31,7 @@ from limitforge.service.doors import Doors, Turn
 from limitforge.service.framing import END, IN_CHUNKS, MAX_CHUNKS, MAX_FIELDS, MAX_HEAD, Input
 from limitforge.service.heads import Head
 from limitforge.service.problems import BadRequest
+from limitforge.service.refusals import SMALL_BODY
 
 READ_SECONDS = 10.0  # for the head and the body of a request, from its first byte to its last
 WATCH_SECONDS = 2.5  # how often that is looked at
@@ -39,7 +40,6 @@ MAX_PIPELINED = 64  # checks that wait on one connection
 MAX_HELD = 262_144  # bytes of bodies that wait on one connection: what comes behind them is not parsed yet
 MAX_UNWANTED = 65_536  # bytes of a body that still arrive after the answer
 UNREAD_ANSWERS = 4_096  # bytes of answers that wait in this process before a connection is not read any more
-SMALL_BODY = 4_096  # a larger one is not read if its key was never issued
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 CLOSE = b"connection: close\r\n"
@@ -48,6 +48,7 @@ LENGTHS = [b"content-length: %d\r\n\r\n" % length for length in range(1_024)]
 _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*(?=\r\n(?![ \t]))", re.IGNORECASE)
 _HOST = re.compile(rb"[-A-Za-z0-9._~!$&'()*+,;=:%\[\]]*")
 _VERSIONS = (b" HTTP/1.1", b" HTTP/1.0")
+_WITHOUT_BODY = (b"GET", b"HEAD")
 
 NOBODY = Who(None, b"", "")
 
@@ -74,12 +75,14 @@ class CheckProtocol(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.owner = b""
-        self.buffered = self.held = 0
+        self.buffered = 0
         self._doors = doors
         self._input = Input()
         self._is_parsing = False
-        self._body_size = 0
-        """Of a request that ASGI answers, until it has."""
+        self._asgi_size = 0
+        """Of a request for ASGI, until it is whole and was started."""
+        self._is_queued = False
+        """Whether that request has not been started yet."""
         self._unwanted = 0
         self._turns: deque[Turn] = deque()
         self._turn: Turn | None = None
@@ -91,8 +94,8 @@ class CheckProtocol(HttpToolsProtocol):
         self._is_ending = False
         self._is_deaf = False
         """Whether a request was the last one of this connection: what comes behind it is not for us."""
-        self._is_refused = False
-        """Whether what arrives is no longer parsed at all."""
+        self._is_refused = self._is_dropped = False
+        """Whether what arrives is no longer parsed at all; and whether the connection had to make room."""
         self._reads_since: float | None = None
         self._held = 0
         self._stuck_since: float | None = None
@@ -118,8 +121,11 @@ class CheckProtocol(HttpToolsProtocol):
         self.pipeline.clear()
         self._turn = self._head = self._usual = None
         self._discard_input()
-        super().connection_lost(exc)
-        self._account()
+        try:
+            super().connection_lost(exc)
+        finally:
+            self._request = self.cycle = self.scope = None  # type: ignore[assignment]  # which refer to each other
+            self._account()
 
     def data_received(self, data: bytes) -> None:
         self._is_active = True
@@ -151,6 +157,7 @@ class CheckProtocol(HttpToolsProtocol):
                 self._discard_input()
             elif self._is_full() and not self._input.is_in_body:
                 self._head = self._usual = None  # nothing goes before what waits here
+                self._input.compact()
                 self.flow.pause_reading()
                 break
             else:
@@ -175,13 +182,17 @@ class CheckProtocol(HttpToolsProtocol):
 
     def _account(self) -> None:
         """Tell how many bytes this connection holds."""
+        if self._is_dropped:
+            self._doors.connections.account(self, 0)
+            return
         unsent = self.transport.get_write_buffer_size() if self.flow.write_paused else 0
-        body = self._body_size if self._turn is None else self._body_size + self._turn.size
-        self._doors.connections.account(self, unsent + self._input.size + body, self._held)
+        body = self._asgi_size if self._turn is None else self._asgi_size + self._turn.size
+        self._doors.connections.account(self, unsent + self._input.size + body)
 
     def _discard_input(self) -> None:
         self._input.clear()
-        self._body_size = 0
+        self.url, self.headers = b"", []
+        self._asgi_size = 0
         if self._turn is not None:
             self._turn.body, self._turn.size = b"", 0
 
@@ -201,9 +212,20 @@ class CheckProtocol(HttpToolsProtocol):
         elif self.flow.write_paused or self.transport.is_closing():
             self.transport.abort()
         else:
-            self._refuse(BadRequest(503, "overloaded", "too much is being received now", **{"retry-after": "1"}))
+            if self._is_queued:
+                self._give_up_queued()
+            self._refuse(_overloaded())
         self._discard_input()
+        self._is_dropped = True  # also if the transport needs a moment to let go
         self._account()
+
+    def _give_up_queued(self) -> None:
+        """Drop a request for ASGI that was not started yet."""
+        self.pipeline.clear()
+        cycle, self.cycle = self.cycle, None  # type: ignore[assignment]
+        if cycle is not None:
+            cycle.disconnected = True  # so that it is never started
+            cycle.body = bytearray()
 
     def _refuse(self, error: LimitforgeError) -> None:
         """Answer what can't be parsed, behind whatever is still to be answered, and hear nothing more."""
@@ -341,7 +363,7 @@ class CheckProtocol(HttpToolsProtocol):
             self._refuse(BadRequest(400, "malformed_request", "upgrade: no other protocol is spoken here"))
             return
         self._is_deaf = self.parser.get_http_version() == "1.0" or not self.parser.should_keep_alive()
-        call = self._doors.calls.get(self.url)
+        call = self._doors.call_of(self.url)
         if (
             call is None
             or self.parser.get_method() != b"POST"
@@ -359,7 +381,7 @@ class CheckProtocol(HttpToolsProtocol):
             return
         is_known = self._doors.is_known(turn.who)
         self.owner = turn.who.seen if is_known else b""
-        if not is_known and not 0 <= self._input.body_left <= SMALL_BODY:
+        if not is_known and not 0 <= self._input.body_left <= SMALL_BODY:  # it may not be worth reading
             unknown = self._doors.objection(turn.who)
             if unknown is not None:
                 self._refuse(unknown)
@@ -396,14 +418,22 @@ class CheckProtocol(HttpToolsProtocol):
 
     def _hand_over(self) -> None:
         """To ASGI: now, or once the checks before it are answered."""
+        self._request = None
         url, headers, expects = self.url, self.headers, self.expect_100_continue
         super().on_message_begin()
         self.url, self.expect_100_continue = url, expects
         self.headers[:] = headers  # the list that the scope has
         self.scope["client"] = (self._source(), 0)
+        before = self.cycle
         if self._turns:
             self.cycle = _Busy()  # type: ignore[assignment]
-        super().on_headers_complete()
+        try:
+            super().on_headers_complete()
+        except Exception:  # a URL that can't be parsed
+            self.cycle = before
+            raise
+        self._is_queued = bool(self.pipeline) or self._is_queued
+        self._asgi_size += self._input.overhead
         if self._is_ending:
             self.cycle.keep_alive = False
 
@@ -432,32 +462,44 @@ class CheckProtocol(HttpToolsProtocol):
                 turn.body = body
 
     def _hand_on(self, body: bytes) -> None:
-        """To ASGI; what comes after the answer is not wanted, and only a little of it is read."""
-        if not self.cycle.response_complete:
-            self._body_size += len(body)
+        """To ASGI. What a GET brings, or comes after the answer, is not wanted, and only a little of it is read."""
+        if not self.cycle.response_complete and self.parser.get_method() not in _WITHOUT_BODY:
+            self._asgi_size += len(body)
             super().on_body(body)
             return
         self._unwanted += len(body)
         if self._unwanted > MAX_UNWANTED:
-            self.transport.close()
+            if self.cycle.response_complete:
+                self.transport.close()
+            else:
+                self._refuse(BadRequest(413, "body_too_large", f"at most {MAX_UNWANTED} bytes"))
 
     def on_message_complete(self) -> None:
         self._reads_since = None
         self._input.end_message()
         self._unwanted = 0
+        self.url, self.headers = b"", []
         turn = self._turn
         if turn is None:
             super().on_message_complete()
+            self._forget_answered()
+            if not self._is_queued:
+                self._asgi_size = 0
             return
         self._turn = None
         if turn.is_refused:
+            return
+        if not self.owner and not self._doors.connections.take_unknown(turn):
+            self._turn = turn
+            self._refuse(_overloaded())
             return
         self._held += turn.size
         body = bytes(turn.body)
         turn.body = b""
         tell = partial(self._told, turn)
         if self._request is not None and turn.limit == MAX_BODY and not turn.close and not self.expect_100_continue:
-            self._head, self._usual = Head.of(self._request, body, turn.limit, turn.who), (turn, tell)
+            self._head = Head.of(self._request, body, turn.limit, turn.who)
+            self._usual = None if self._head is None else (turn, tell)
         self._request = None
         turn.submit(turn.who, body, tell, self._is_wanted)
 
@@ -467,17 +509,31 @@ class CheckProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self._is_active = True
-        self._body_size = 0
+        self._asgi_size = 0
+        if self.cycle is not None:
+            self.cycle.body = bytearray()
         super().on_response_complete()
         self._unset_keepalive_if_required()  # the connection's own timer looks after it
+        self._forget_answered()
         self._read_on()
 
+    def _forget_answered(self) -> None:
+        """Keep nothing of a request for ASGI that is answered and has ended: the connection may be idle for long."""
+        if self.cycle is not None and self.cycle.response_complete and not self._input.is_in_body:
+            self.cycle = self.scope = None  # type: ignore[assignment]
+
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._is_queued = True
         self._doors.connections.starts.add(partial(self._start_now, cycle, app))
 
     def _start_now(self, cycle: Any, app: Any) -> None:
-        if not self.transport.is_closing() and not cycle.disconnected:
-            super()._start_asgi_task(cycle, app)
+        if self.transport.is_closing() or cycle.disconnected:
+            return
+        self._is_queued = False
+        if not self._input.is_in_body:
+            self._asgi_size = 0
+            self._account()
+        super()._start_asgi_task(cycle, app)
 
     # --- Answers -----------------------------------------------------------------------------------------------------
 
@@ -486,6 +542,7 @@ class CheckProtocol(HttpToolsProtocol):
         turns = self._turns
         if turn.size:
             self._held -= turn.size
+            self._doors.connections.release_unknown(turn)
             turn.size = 0
             self._account()
         if len(turns) == 1 and turns[0] is turn and not turn.close and not self._is_ending:
@@ -548,6 +605,10 @@ def _without_upgrade(data: bytes) -> bytes:
 
 def _head_too_large() -> BadRequest:
     return BadRequest(431, "head_too_large", f"header fields: at most {MAX_FIELDS}, and {MAX_HEAD} bytes")
+
+
+def _overloaded() -> BadRequest:
+    return BadRequest(503, "overloaded", "too much is being received now", **{"retry-after": "1"})
 
 
 class _Refused(Exception):

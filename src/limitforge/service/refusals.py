@@ -1,8 +1,8 @@
-"""Charges refused bodies to the tenant that sent them, so that garbage does not cost the other tenants.
+"""Charges refused bodies to the key that sent them, so that garbage does not cost other callers.
 
-Reading a body that is then refused takes time of the event loop and nothing from any limit. Each tenant may make a
-process read so many bytes of refused bodies. Once that budget is spent, its batches and large bodies are answered 429
-without being parsed. Small bodies are neither charged nor refused: they cost no more than a normal check.
+Reading a body that is then refused takes time of the event loop and nothing from any limit. Each key may make a process
+read so many bytes of refused bodies. Once that budget is spent, its batches and large bodies are answered 429 without
+being parsed. Small bodies are neither charged nor refused: they cost no more than a normal check.
 """
 
 from limitforge.core.clock import Clock, MonotonicClock
@@ -14,43 +14,43 @@ SMALL_BODY = 4_096  # bytes: reading that many takes less time than HTTP does
 BURST_BYTES = 4_194_304  # four of the largest batches, about 30 ms of the loop
 BYTES_PER_SECOND = 524_288
 WRONG_CHECK_BYTES = 256  # charged for each wrong check of a batch: to report one takes about 15 us
-MAX_TENANTS = 4_096
+MAX_KEYS = 4_096
 
 
 class RefusalBudget:
-    """Bytes of refused bodies that each tenant has left. A charge may overdraw the budget; debts are paid first."""
+    """Bytes of refused bodies that each key has left. A charge may overdraw the budget; debts are paid first."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or MonotonicClock()
-        self._tenants: dict[str, tuple[float, int]] = {}
-        """What is left and when that was written, for tenants that were charged; the last charged come last."""
+        self._keys: dict[str, tuple[float, int]] = {}
+        """What is left and when that was written, for keys that were charged; the last charged come last."""
 
-    def require(self, tenant_id: str) -> None:
-        """Raise BadRequest if the tenant has spent its budget."""
-        if tenant_id not in self._tenants:
+    def require(self, key_id: str) -> None:
+        """Raise BadRequest if the key has spent its budget."""
+        if key_id not in self._keys:
             return
-        left = self._left(tenant_id, self._clock.now_us())
+        left = self._left(key_id, self._clock.now_us())
         if left <= 0:
             detail = "too many requests with invalid bodies: only small single checks are read for now"
             wait = int(-left / BYTES_PER_SECOND) + 1
             raise BadRequest(429, "too_many_refusals", detail, **{"retry-after": str(wait)})
 
-    def charge(self, tenant_id: str, size: int) -> None:
+    def charge(self, key_id: str, size: int) -> None:
         """Take `size` bytes for a body that was refused."""
         now_us = self._clock.now_us()
-        left = self._left(tenant_id, now_us) - size
-        self._tenants.pop(tenant_id, None)
-        self._tenants[tenant_id] = (left, now_us)
-        if len(self._tenants) > MAX_TENANTS:
-            del self._tenants[next(iter(self._tenants))]
+        left = self._left(key_id, now_us) - size
+        self._keys.pop(key_id, None)
+        self._keys[key_id] = (left, now_us)
+        if len(self._keys) > MAX_KEYS:
+            del self._keys[next(iter(self._keys))]
 
-    def charge_for(self, error: Exception, tenant_id: str, size: int) -> None:
+    def charge_for(self, error: Exception, key_id: str, size: int) -> None:
         """Take `size` bytes if `error` refuses what a body contains."""
         if size > SMALL_BODY and isinstance(error, BadRequest | InvalidInput) and not _is_own(error):
-            self.charge(tenant_id, size)
+            self.charge(key_id, size)
 
-    def _left(self, tenant_id: str, now_us: int) -> float:
-        left, since_us = self._tenants.get(tenant_id, (BURST_BYTES, now_us))
+    def _left(self, key_id: str, now_us: int) -> float:
+        left, since_us = self._keys.get(key_id, (BURST_BYTES, now_us))
         return min(left + (now_us - since_us) * BYTES_PER_SECOND / MICROS, BURST_BYTES)
 
 

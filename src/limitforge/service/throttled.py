@@ -123,6 +123,8 @@ class Throttled:
     def _turn(self, now_us: int) -> Window:
         """Begin the window of this time. The one before it is kept, earlier ones are dropped."""
         number = now_us // WINDOW_US
+        if number == self._before.number:  # the clock was set back a little
+            return self._before
         if number != self._now.number:
             self._before = self._now if self._now.number == number - 1 else Window(number - 1)
             self._now = Window(number)

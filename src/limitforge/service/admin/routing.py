@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from limitforge.catalog.model import TokenScope
 from limitforge.core.exact import shown
 from limitforge.core.headers import fields_of
 from limitforge.errors import InvalidInput, LimitforgeError, NotFound
@@ -25,6 +26,7 @@ from limitforge.service.problems import BadRequest
 
 PREFIX = "/v1/admin"
 MAX_DEPTH = 32
+MAX_VALUES = 1_024  # of a body: a plan with all its limits has half of that
 LEAST, MOST = -(2**63), 2**64 - 1  # what a JSON number may be in the answers
 
 _log = logging.getLogger(__name__)
@@ -54,7 +56,11 @@ class AdminRoute(APIRoute):
 
         async def admitted(request: Request) -> Response:
             await request.app.state.admit(request)
-            raw, plain = await _read(request) if request.method != "GET" else (b"", None)
+            if request.method == "GET":
+                raw, plain = b"", None
+            else:
+                request.state.session.require(TokenScope.WRITE)
+                raw, plain = await _read(request)
             request.state.plain = plain
             return await handle(Understood(request, raw, plain))
 
@@ -82,19 +88,24 @@ async def _read(request: Request) -> tuple[bytes, Any]:
     presented((each for each in headers if each[0].startswith(b"content-")), MAX_BODY)
     try:
         plain = msgspec.json.decode(raw)
+        _check(plain)
         look_through(bytes(raw))
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise BadRequest(400, "malformed_json", str(error)) from None
     except RecursionError:
         raise BadRequest(400, "malformed_json", f"nested deeper than {MAX_DEPTH}") from None
-    _check(plain)
     return bytes(raw), plain
 
 
 def _check(plain: Any) -> None:
+    """Refuse what is nested too deeply, has too many values, or a number that we could not answer with again."""
     waiting: list[tuple[str, Any, int]] = [("", plain, 1)]
+    values = 1
     while waiting:
         path, value, depth = waiting.pop()
+        values += len(value) if isinstance(value, dict | list) else 0
+        if values > MAX_VALUES:
+            raise BadRequest(400, "malformed_json", f"more than {MAX_VALUES} values")
         if depth > MAX_DEPTH:
             raise BadRequest(400, "malformed_json", f"nested deeper than {MAX_DEPTH}")
         path = path[:64]
