@@ -44,6 +44,8 @@ class BatchQueue:
         """Bytes of the batches that are worked on, by tenant."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._paused: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._left = CHECKS_PER_ITERATION
+        """How many checks batches may still work on in this iteration of the event loop."""
 
     def submit(
         self,
@@ -64,24 +66,29 @@ class BatchQueue:
             self._refuse_last(max(self._weights, key=self._weights.__getitem__))  # not the one who happened to be last
 
     async def pause(self, checks: int) -> None:
-        """Let everything else that is ready run, and other active batches take their turns, before so many checks."""
+        """Wait for an iteration of the event loop in which batches may work on so many checks more. Everything else
+        that is ready runs in between, and active batches take turns.
+        """
         loop = asyncio.get_running_loop()
+        if self._left == CHECKS_PER_ITERATION:
+            loop.call_soon(self._begin_iteration)
+        if self._left > 0 and not self._paused:
+            self._left -= checks
+            return
         paused: asyncio.Future[None] = loop.create_future()
         self._paused.append((checks, paused))
-        if len(self._paused) == 1:
-            loop.call_soon(self._resume_some)
         await paused
 
-    def _resume_some(self) -> None:
+    def _begin_iteration(self) -> None:
         """Resume one slice, or several small ones: with `asyncio.sleep(0)` all batches would run in one iteration."""
-        left = CHECKS_PER_ITERATION
-        while self._paused and left > 0:
+        self._left = CHECKS_PER_ITERATION
+        if self._paused:
+            asyncio.get_running_loop().call_soon(self._begin_iteration)
+        while self._paused and self._left > 0:
             checks, paused = self._paused.popleft()
+            self._left -= checks
             if not paused.done():  # its batch may have been cancelled
                 paused.set_result(None)
-                left -= checks
-        if self._paused:
-            asyncio.get_running_loop().call_soon(self._resume_some)
 
     def _start_next(self) -> None:
         while (tenant_id := next(filter(self._has_room, self._waiting), None)) is not None:
@@ -115,7 +122,8 @@ class BatchQueue:
         self._active[batch.tenant_id] -= batch.weight
         if not self._active[batch.tenant_id]:
             del self._active[batch.tenant_id]
-        self._start_next()
+        if not task.cancelled():  # else the process ends
+            self._start_next()
 
     def _refuse_last(self, tenant_id: str) -> None:
         batches = self._waiting[tenant_id]

@@ -105,7 +105,16 @@ class Checks:
             self._refuse(caller, body, tell, error)
 
     def submit_batch(self, who: Who, body: bytes, tell: Tell, is_wanted: IsWanted = _always) -> None:
-        self._start(self._later(partial(self._batch, is_wanted, who), who, body, tell, is_wanted))
+        work = partial(self._batch, is_wanted, who)
+        caller = self._seen(who.seen)
+        if caller is None:
+            self._start(self._later(work, who, body, tell, is_wanted))
+            return
+        try:
+            caller.require(CHECK)
+            work(caller, body, tell)
+        except Exception as error:  # noqa: BLE001 - whatever it is: who asked must be told
+            self._refuse(caller, body, tell, error)
 
     def is_known(self, who: Who) -> bool:
         """Whether this process knows the key, so that no look-up is needed."""

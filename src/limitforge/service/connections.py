@@ -12,7 +12,7 @@ from typing import Protocol
 from limitforge.service.refusals import SMALL_BODY
 
 MAX_CONNECTIONS = 2_000  # an idle one costs about 8 KiB
-MAX_BUFFERED = 12 * 1_048_576  # bytes of requests that are not whole yet, and of answers that were not read
+MAX_BUFFERED = 10 * 1_048_576  # bytes of requests that are not whole yet, and of answers that were not read
 MAX_UNKNOWN = 4 * 1_048_576  # bytes of requests that wait until their key is looked up; small ones are always taken
 LITTLE = 65_536  # bytes that an owner may always hold
 

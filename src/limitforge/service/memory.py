@@ -6,6 +6,7 @@ collects everything only if that has grown.
 """
 
 import asyncio
+import contextlib
 import ctypes
 import gc
 import logging
@@ -19,8 +20,10 @@ LOOK_SECONDS = 5.0
 AGAIN_SECONDS = 30.0  # after a collection: the flood may have ended since
 GROWN_BYTES = 8 * 1_048_576
 MANY_OBJECTS = 1_000
+LARGE_BLOCK = 131_072
 
 _STATM = Path("/proc/self/statm")
+_M_MMAP_THRESHOLD = -3
 _log = logging.getLogger(__name__)
 
 
@@ -37,6 +40,7 @@ class MemoryWatch:
         """Call it once the process is ready: what exists by then stays, and is never looked through again."""
         gc.collect()
         gc.freeze()
+        _return_large_blocks()
         if _STATM.exists():
             gc.set_threshold(COLLECT_AFTER, 20, 20)
             self._low = resident_bytes()
@@ -63,6 +67,14 @@ class MemoryWatch:
 
 def resident_bytes() -> int:
     return int(_STATM.read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _return_large_blocks() -> None:
+    """Have glibc return every block of 128 KiB or more when it is freed. By default it raises that bound to the size of
+    blocks that come and go, up to 32 MiB: large bodies would leave holes.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK)
 
 
 def _trimmer() -> Callable[[], object]:

@@ -6,7 +6,7 @@ import msgspec
 
 from limitforge.core.reservations import Settlement
 from limitforge.service.answers import DecisionBody, Refusal
-from limitforge.service.bodies import MAX_BATCH, CheckBody
+from limitforge.service.bodies import MAX_BATCH, MAX_COSTS, CheckBody
 from limitforge.service.calls import LeaseBody, ReserveBody, SettleBody
 
 NAMES: dict[type, str] = {
@@ -82,7 +82,7 @@ def paths() -> dict[str, Any]:
             "check_batch",
             "checks",
             "Check many",
-            f"Up to {MAX_BATCH} checks in a body of up to 1 MiB, each judged alone and answered in its place.",
+            f"Up to {MAX_BATCH} checks of up to 64 KiB in a body of up to 1 MiB, each judged alone and answered in its place.",
             _batch_body(),
             {"200": _batch_answer()},
         ),
@@ -141,6 +141,7 @@ def schemas() -> dict[str, Any]:
         for part in ("resource", "subject"):
             properties[part] = {"type": "string", "minLength": 1, "maxLength": 512}
         properties["cost"] = {"type": "integer", "minimum": 0, "default": 1}
+        properties["costs"] = {**properties["costs"], "description": f"By the name of a limit; at most {MAX_COSTS}."}
         properties["priority"] = {"enum": ["P0", "P1", "P2", "P3", None], "default": None}
         properties["plan_id"]["description"] = PLAN_ID
     always = ["allowed", "retry_after_ms", "limits"]
@@ -180,7 +181,7 @@ def _denials() -> dict[str, Any]:
     closed = {**DENIAL, "degraded": "closed", "status": 503, "code": "store_unavailable", "violated-policies": []}
     closed |= {"type": "urn:limitforge:problem:store-unavailable", "title": "The store can't be reached now"}
     return {
-        "429": denial("Denied, and nothing was taken; or too many unknown keys.", DENIAL),
+        "429": denial("Denied, and nothing was taken; or too many unknown keys or invalid bodies.", DENIAL),
         "503": denial("Denied without the store, by the failure behaviour `closed`; or not decided at all.", closed),
     }
 
