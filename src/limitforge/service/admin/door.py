@@ -82,7 +82,7 @@ def paths() -> dict[str, Any]:
             "check_batch",
             "checks",
             "Check many",
-            f"Up to {MAX_BATCH} checks of up to 64 KiB in a body of up to 1 MiB, each judged alone and answered in its place.",
+            f"Up to {MAX_BATCH} checks of up to 64 KiB in a body of up to 1 MiB, each judged alone and in order.",
             _batch_body(),
             {"200": _batch_answer()},
         ),
