@@ -207,7 +207,9 @@ class CheckProtocol(HttpToolsProtocol):
 
     def make_room(self) -> None:
         """One that is idle is closed. One that holds much is answered if it still reads, and lets go at once."""
-        if not self.buffered and not self.is_answering:
+        is_idle = not self.buffered and not self.is_answering
+        self._is_dropped = True  # nothing of it counts from now on, also if the transport needs a moment to let go
+        if is_idle:
             self.transport.close()
         elif self.flow.write_paused or self.transport.is_closing():
             self.transport.abort()
@@ -216,7 +218,6 @@ class CheckProtocol(HttpToolsProtocol):
                 self._give_up_queued()
             self._refuse(_overloaded())
         self._discard_input()
-        self._is_dropped = True  # also if the transport needs a moment to let go
         self._account()
 
     def _give_up_queued(self) -> None:
