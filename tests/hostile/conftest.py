@@ -1,10 +1,24 @@
 """One service for the attacks of a file: memory that one attack leaves behind would show in the next."""
 
+import resource
 from collections.abc import Iterator
 
 import pytest
 
 from tests.hostile.attack import Victim, victim
+
+FILES = 8_192  # that the attacks need for their connections
+
+
+@pytest.fixture(scope="session", autouse=True)
+def enough_files() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < FILES:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (FILES if hard == resource.RLIM_INFINITY else min(FILES, hard), hard)
+        )
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from limitforge.service.problems import BadRequest
 
 MAX_ACTIVE_BYTES = 262_144  # one that is larger is worked on alone, or with those of other tenants
 MAX_ACTIVE_BYTES_OF_TENANT = 131_072
-MAX_ACTIVE_TENANTS = 4  # each may have one batch whatever its size, which takes up to 4 MB
+MAX_ACTIVE_TENANTS = 4  # each may have one batch of any size, which takes up to 4 MB
 MAX_WAITING_BYTES = 9_437_184
 MAX_WAITING_BYTES_OF_TENANT = 3_145_728  # about sixty batches of 1,000 usual checks
 MIN_WEIGHT = 1_024  # bytes that a small batch counts as

@@ -1,7 +1,7 @@
 """What arrived on a connection and was not parsed yet, and the bounds of the message that is being parsed.
 
-The parser gets pieces of what arrived, so that at most one message ends in each. Then whoever feeds it can stop between
-two messages.
+The parser gets pieces of what arrived, so that at most one message ends in each. (Two may, if a packet ends within the
+blank line behind the first.) So the connection can stop between two messages.
 """
 
 MAX_HEAD = 32_768  # bytes of a message that are not its body: request line, header fields, chunk extensions, trailers
