@@ -1,7 +1,12 @@
 """What a client without a key can do with connections, pipelines and frames."""
 
+import contextlib
+import itertools
+import time
+
 import pytest
 
+from tests.catalog.live import wrong_key
 from tests.hostile.attack import Record, Victim, connect, measure, send_all
 
 OPENAPI = b"GET /openapi.json HTTP/1.1\r\nHost:\r\n\r\n"
@@ -66,8 +71,45 @@ def test_an_endless_message_is_cut_off(
     assert figures.sent_mib < 64, "it was read without end"
 
 
+FORMS = [
+    b"/v1/check/batch",
+    b"/v1/check/batch?x",
+    b"/v1/check/batch#x",
+    b"/v1/%63heck/batch",
+    b"http://a/v1/check/batch",
+]
+
+
+@pytest.mark.parametrize("path", FORMS)
+def test_bodies_whose_keys_are_looked_up_take_little_memory(
+    target: Victim, record_property: Record, path: bytes
+) -> None:
+    """Keys of the old form may have been issued, so their bodies are read."""
+
+    def attack(victim: Victim) -> int:
+        sent = 0
+        deadline = time.monotonic() + SECONDS
+        numbers = itertools.count()
+        while time.monotonic() < deadline:
+            with contextlib.ExitStack() as opened:
+                for _ in range(60):
+                    key = wrong_key(at=next(numbers)).encode()
+                    head = b"POST %b HTTP/1.1\r\nHost: a\r\nX-Api-Key: %b\r\nContent-Length: 1000000\r\n\r\n" % (
+                        path,
+                        key,
+                    )
+                    client = opened.enter_context(connect(victim.port))
+                    client.settimeout(30)
+                    with contextlib.suppress(ConnectionError):
+                        client.sendall(head + b" " * 1_000_000)
+                        sent += 1_000_000
+        return sent
+
+    measure(target, attack).judge(record_property)
+
+
 @pytest.mark.parametrize("framing", [b"Content-Length: 1000000", b"Transfer-Encoding: chunked"])
-@pytest.mark.parametrize("path", [b"/v1/check/batch", b"/v1/check/batch?x", b"/v1/%63heck/batch", b"/v1/reserve"])
+@pytest.mark.parametrize("path", [*FORMS, b"/v1/reserve"])
 @pytest.mark.parametrize("key", [b"", b"X-Api-Key: lf_live_made-up\r\n"], ids=["no key", "made-up key"])
 def test_a_large_body_of_a_stranger_is_not_waited_for(target: Victim, framing: bytes, path: bytes, key: bytes) -> None:
     if path == b"/v1/reserve" and framing.startswith(b"Content"):

@@ -1,4 +1,4 @@
-"""Floods of made-up keys and tokens: whoever has a real one that the node does not know yet comes in all the same."""
+"""Floods of made-up keys and tokens: a real one that the node does not know yet comes in all the same."""
 
 import asyncio
 import contextlib

@@ -170,6 +170,7 @@ class Checks:
             caller = await self.caller(who, CHECK)
         except Exception as error:  # noqa: BLE001 - whatever it is: who asked must be told
             tell(failed(error))
+            error.__traceback__ = None  # it refers to this frame and its body, until garbage is collected
             return
         if not is_wanted():
             tell(NOT_WANTED)
@@ -183,6 +184,7 @@ class Checks:
         """Answer an error, and charge the caller if the body was invalid."""
         self.refusals.charge_for(error, caller.key.id, len(body))
         tell(failed(error))
+        error.__traceback__ = None
 
     def _check(self, caller: Caller, body: bytes, tell: Tell) -> None:
         asked = read_small_check(body)

@@ -1,8 +1,11 @@
 """What all connections of a listening socket share, and the requests of one of them that wait for an answer."""
 
+import re
 from collections.abc import Callable
 from http import HTTPStatus
 from urllib.parse import unquote_to_bytes
+
+import httptools
 
 from limitforge.core.headers import block
 from limitforge.service.answers import Answer
@@ -11,6 +14,7 @@ from limitforge.service.connections import Connections
 from limitforge.service.credentials import Who
 from limitforge.service.proxies import Proxies
 
+_PLAIN_PATH = re.compile(rb"/[-A-Za-z0-9._~/]*")
 STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
 Submit = Callable[..., None]
@@ -40,13 +44,17 @@ class Doors:
         return cls(checks, calls, proxies, connections)
 
     def call_of(self, url: bytes) -> Call | None:
-        """Return what answers a URL, also if it has a query or encoded characters, as ASGI would read it."""
+        """Return what answers a URL in any form that ASGI would read as one of these paths: with a host, a query, a
+        fragment or encoded characters. None also if it can't be parsed.
+        """
         call = self.calls.get(url)
-        if call is None and (b"?" in url or b"%" in url):
-            path = url.partition(b"?")[0]
-            if b"%2f" not in path.lower():  # which is not a slash
-                call = self.calls.get(unquote_to_bytes(path))
-        return call
+        if call is not None or _PLAIN_PATH.fullmatch(url):
+            return call
+        try:
+            path = httptools.parse_url(url).path or b""
+        except httptools.HttpParserInvalidURLError:
+            return None
+        return None if b"%2f" in path.lower() else self.calls.get(unquote_to_bytes(path))  # that is not a slash
 
     def opening(self, answer: Answer, headers: list[tuple[bytes, bytes]]) -> bytes:
         """How an answer begins, with the fields of uvicorn's own, which are made anew each second."""

@@ -146,6 +146,7 @@ class CheckProtocol(HttpToolsProtocol):
         self._request = data if is_idle else None
         self._input.add(_without_upgrade(data) if is_idle else data)
         self._parse()
+        self._request = None  # if it was not a whole request, the packet need not be kept
 
     def _parse(self) -> None:
         """Feed the parser, message by message, while there is room for another; the rest of the packet waits."""

@@ -131,8 +131,8 @@ class Throttled:
         return self._now
 
     def _hash(self, tenant_id: str, name: Name) -> bytes:
-        told = name.encode("utf-8", "surrogatepass") if isinstance(name, str) else b"\0" + name
-        return hmac.digest(self._secret, tenant_id.encode() + b"\0" + told, "sha256")[:HASH_BYTES]
+        encoded = name.encode("utf-8", "surrogatepass") if isinstance(name, str) else b"\0" + name
+        return hmac.digest(self._secret, tenant_id.encode() + b"\0" + encoded, "sha256")[:HASH_BYTES]
 
     async def _parts(self, now_us: int, tenant_id: str | None) -> AsyncIterator[Rows]:
         """Yield the counts of each worker and window. Between two of them other work has its turn."""

@@ -259,8 +259,8 @@ def _ready() -> dict[str, Any]:
         "required": ["state", "since"],
     }
     fields = {"status": {"enum": ["ok", "degraded"]}, "store": backend, "catalog": backend}
-    told = {"state": "ok", "since": 1_767_225_600.0}
-    example = {"status": "ok", "store": told, "catalog": told}
+    ok = {"state": "ok", "since": 1_767_225_600.0}
+    example = {"status": "ok", "store": ok, "catalog": ok}
     return {
         "operationId": "ready",
         "tags": ["health"],
