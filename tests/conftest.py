@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from uuid import uuid4
 
@@ -19,8 +20,8 @@ TESTS = Path(__file__).parent
 # LIMITFORGE_TEST_PROFILE chooses. Only `soak` draws new examples each time: a red CI is never a matter of luck.
 _patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("fast", _patient, max_examples=20, derandomize=True)
-settings.register_profile("ci", _patient, max_examples=100, derandomize=True)
-settings.register_profile("soak", _patient, max_examples=20_000, print_blob=True)
+settings.register_profile("ci", _patient, max_examples=50, derandomize=True)
+settings.register_profile("soak", _patient, max_examples=2_000, print_blob=True)
 settings.load_profile(os.environ.get("LIMITFORGE_TEST_PROFILE", "ci"))
 
 # What `make test-fast` leaves out and `make test` runs: all that starts programs, waits for real time or moves much
@@ -46,10 +47,13 @@ SLOW_PLACES = {
 SLOW_FIXTURES = {"cluster_servers", "sentinel_servers", "own_redis_server", "postgres_server", "own_postgres_server"}
 SLOW_WORDS = {"cluster", "sentinel", "postgres"}
 
+# Searches of `make test` that `make soak` repeats with more examples, and new ones each time.
+SEARCHES = {"properties", "unit/test_denial_twins.py"}
+
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """To import what is left out afterwards would take as long as a third of the rest."""
-    is_left_out = "not slow" in config.getoption("markexpr") and _is_in_a_slow_place(collection_path)
+    is_left_out = "not slow" in config.getoption("markexpr") and _is_in(SLOW_PLACES, collection_path)
     return True if is_left_out else None
 
 
@@ -58,7 +62,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         fixtures = getattr(item, "fixturenames", ())
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
         words = {word for given in parameters if isinstance(given, str) for word in given.split()}
-        if _is_in_a_slow_place(item.path) or SLOW_FIXTURES.intersection(fixtures) or SLOW_WORDS & words:
+        if os.environ.get("LIMITFORGE_TEST_PROFILE") == "soak" and _is_in(SEARCHES, item.path):
+            item.add_marker(pytest.mark.soak)
+        if item.get_closest_marker("soak"):
+            item.add_marker(pytest.mark.timeout(0))  # unless it has one of its own
+        if _is_in(SLOW_PLACES, item.path) or SLOW_FIXTURES.intersection(fixtures) or SLOW_WORDS & words:
             item.add_marker(pytest.mark.slow)
 
 
@@ -68,9 +76,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def _is_in_a_slow_place(path: Path) -> bool:
-    places = [each.relative_to(TESTS).as_posix() for each in (path, *path.parents) if TESTS in each.parents]
-    return not SLOW_PLACES.isdisjoint(places)
+def _is_in(places: set[str], path: Path) -> bool:
+    return not places.isdisjoint(_places(path))
+
+
+@cache
+def _places(path: Path) -> list[str]:
+    """The file and its folders, relative to `tests`."""
+    return [each.relative_to(TESTS).as_posix() for each in (path, *path.parents) if TESTS in each.parents]
 
 
 def pytest_configure() -> None:
@@ -93,7 +106,7 @@ def what_is_left_open_is_found() -> Iterator[None]:
 
 
 def _open_files() -> int:
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - twice per test: half the time of a Path for each
 
 
 @pytest.fixture(scope="session")

@@ -121,15 +121,9 @@ def run(server: RedisServer, algorithm: str, examples: int, machine_seed: int | 
     run_machine(machine, examples, machine_seed, steps=30)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", CHARGEABLE)
 def test_both_engines_charge_alike(redis_server: RedisServer, algorithm: str) -> None:
-    run(redis_server, algorithm, 60, 1)
-
-
-@pytest.mark.parametrize("algorithm", CHARGEABLE)
-def test_both_engines_charge_alike_on_a_few_traces(redis_server: RedisServer, algorithm: str) -> None:
-    run(redis_server, algorithm, 5, 2)
+    run(redis_server, algorithm, 30, 1)
 
 
 @pytest.mark.soak

@@ -29,7 +29,8 @@ from tests.machines import comparable, run_machine
 from tests.servers import RedisServer
 
 MACHINES = 4
-EXAMPLES = 128  # and 20,000 in `make soak`
+EXAMPLES = 64  # and 20,000 in `make soak`
+FEWER = 25  # where another way leads to the same script; and 2,000 in `make soak`
 BASE_US = 1_700_006_400_000_000
 
 
@@ -391,13 +392,11 @@ def run(kind: type[Engines], server: Any, examples: int, machine_seed: int | Non
     run_machine(machine, examples, machine_seed)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("machine_seed", range(MACHINES))
 def test_both_engines_agree_on_random_traces(redis_server: RedisServer, machine_seed: int) -> None:
     run(WholePlan, redis_server, EXAMPLES, machine_seed)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_both_engines_agree_on_a_bucket_whose_numbers_change(redis_server: RedisServer, algorithm: str) -> None:
     run(OneBucket, redis_server, EXAMPLES, 1, algorithm=algorithm)
@@ -406,24 +405,18 @@ def test_both_engines_agree_on_a_bucket_whose_numbers_change(redis_server: Redis
 @pytest.mark.slow
 @pytest.mark.parametrize("store", ["redis-async", "coalesced", "resilient"])
 def test_every_way_to_redis_agrees_with_memory(redis_server: RedisServer, store: str) -> None:
-    run(WholePlan, redis_server, 50, 4, store=store)
+    run(WholePlan, redis_server, FEWER, 4, store=store)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("store", ["sentinel", "sentinel-async"])
 def test_a_master_behind_sentinels_agrees_with_memory(sentinel_servers: SentinelServers, store: str) -> None:
-    run(WholePlan, sentinel_servers, 50, 5, store=store)
+    run(WholePlan, sentinel_servers, FEWER, 5, store=store)
 
 
 @pytest.mark.slow
 def test_a_cluster_agrees_with_memory(cluster_servers: ClusterServers) -> None:
-    run(WholePlanOfOneTenant, cluster_servers, 50, 6, store="cluster-async")
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_both_engines_agree_on_a_few_traces(redis_server: RedisServer, algorithm: str) -> None:
-    run(OneBucket, redis_server, 10, 2, algorithm=algorithm)
-    run(WholePlan, redis_server, 5, 3)
+    run(WholePlanOfOneTenant, cluster_servers, FEWER, 6, store="cluster-async")
 
 
 @pytest.mark.soak
@@ -435,3 +428,15 @@ def test_both_engines_agree_on_ever_new_traces(redis_server: RedisServer) -> Non
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_both_engines_agree_on_ever_new_numbers(redis_server: RedisServer, algorithm: str) -> None:
     run(OneBucket, redis_server, 5_000, None, algorithm=algorithm)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("store", ["redis-async", "coalesced", "resilient", "sentinel", "sentinel-async"])
+def test_every_way_to_redis_agrees_on_ever_new_traces(request: pytest.FixtureRequest, store: str) -> None:
+    kind = "sentinel_servers" if store.startswith("sentinel") else "redis_server"
+    run(WholePlan, request.getfixturevalue(kind), 2_000, None, store=store)
+
+
+@pytest.mark.soak
+def test_a_cluster_agrees_on_ever_new_traces(cluster_servers: ClusterServers) -> None:
+    run(WholePlanOfOneTenant, cluster_servers, 2_000, None, store="cluster-async")

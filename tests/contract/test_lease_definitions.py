@@ -233,19 +233,14 @@ def run(server: Any, definitions: list[Limit], examples: int, seed: int | None) 
     run_machine(machine, examples, seed, steps=30)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("definitions", [DEFINITIONS, PERIODS], ids=["windows", "quotas"])
 def test_shares_never_pass_a_limit_that_changes(redis_server: RedisServer, definitions: list[Limit]) -> None:
-    run(redis_server, definitions, 50, 1)
+    run(redis_server, definitions, 40, 1)
 
 
 @pytest.mark.slow
 def test_shares_never_pass_a_limit_that_changes_on_a_cluster(cluster_servers: ClusterServers) -> None:
-    run(cluster_servers, DEFINITIONS, 30, 2)
-
-
-def test_shares_never_pass_a_limit_that_changes_on_a_few_traces(redis_server: RedisServer) -> None:
-    run(redis_server, DEFINITIONS, 30, 3)
+    run(cluster_servers, DEFINITIONS, 20, 2)
 
 
 @pytest.mark.soak

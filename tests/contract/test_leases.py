@@ -226,38 +226,31 @@ def run(kind: type[Leases], server: Any, limit: Limit, examples: int, seed: int 
     run_machine(machine, examples, seed, steps=30)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_shares_of_a_window_never_pass_its_limit(redis_server: RedisServer, seed: int) -> None:
-    run(Windows, redis_server, WINDOW, 50, seed, size_us=2_000_000)
+    run(Windows, redis_server, WINDOW, 30, seed, size_us=2_000_000)
 
 
-@pytest.mark.slow
 def test_shares_of_a_quota_never_pass_its_limit(redis_server: RedisServer) -> None:
-    run(Windows, redis_server, QUOTA, 50, 1, size_us=DAY_US)
+    run(Windows, redis_server, QUOTA, 30, 1, size_us=DAY_US)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_shares_of_a_bucket_never_pass_what_it_holds(redis_server: RedisServer, seed: int) -> None:
-    run(Buckets, redis_server, BUCKET, 50, seed)
+    run(Buckets, redis_server, BUCKET, 30, seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [WINDOW, BUCKET], ids=lambda limit: limit.name)
 def test_shares_never_pass_the_limit_on_a_cluster(cluster_servers: ClusterServers, limit: Limit) -> None:
     if limit is BUCKET:
-        run(Buckets, cluster_servers, BUCKET, 50, 3)
+        run(Buckets, cluster_servers, BUCKET, 20, 3)
     else:
-        run(Windows, cluster_servers, WINDOW, 50, 3, size_us=2_000_000)
-
-
-def test_shares_never_pass_the_limit_on_a_few_traces(redis_server: RedisServer) -> None:
-    run(Windows, redis_server, WINDOW, 10, 5, size_us=2_000_000)
-    run(Buckets, redis_server, BUCKET, 10, 5)
+        run(Windows, cluster_servers, WINDOW, 20, 3, size_us=2_000_000)
 
 
 @pytest.mark.soak
 def test_shares_never_pass_the_limit_on_ever_new_traces(redis_server: RedisServer) -> None:
     run(Windows, redis_server, WINDOW, 5_000, None, size_us=2_000_000)
+    run(Windows, redis_server, QUOTA, 5_000, None, size_us=DAY_US)
     run(Buckets, redis_server, BUCKET, 5_000, None)

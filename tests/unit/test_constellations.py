@@ -1,4 +1,8 @@
-"""The constellations that tests lean on do what their names say."""
+"""The constellations that tests lean on do what their names say.
+
+Most of it is in `make soak`: other tests of `make test` kill, pause and move the same servers. After a change to
+`tests/constellations`, run `make soak ARGS=tests/unit`.
+"""
 
 from collections.abc import Iterator
 
@@ -66,7 +70,7 @@ def test_when_it_cannot_start_nothing_is_left_running(
     assert not any(server.running for server in started)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_what_does_not_come_fails_with_the_reason_and_the_logs(cluster: ClusterServers) -> None:
     master = cluster.master_of(0)
     with pytest.raises(ServerFailed, match=rf"the nodes name \[{master.port}\]\n--- ") as failed:
@@ -74,7 +78,7 @@ def test_what_does_not_come_fails_with_the_reason_and_the_logs(cluster: ClusterS
     assert all(f"--- {node.port}\n" in str(failed.value) for node in cluster.nodes)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_cluster_serves_every_slot_and_every_master_has_a_replica(cluster: ClusterServers) -> None:
     masters = cluster.masters()
     assert len(masters) == 3
@@ -86,7 +90,7 @@ def test_a_cluster_serves_every_slot_and_every_master_has_a_replica(cluster: Clu
     assert cluster.url == "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in cluster.nodes[:3])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_replica_takes_over_by_command_and_has_all_keys(cluster: ClusterServers) -> None:
     slot = fill(cluster)
     old = cluster.master_of(slot)
@@ -98,7 +102,7 @@ def test_a_replica_takes_over_by_command_and_has_all_keys(cluster: ClusterServer
         cluster.failover(old)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_replica_takes_over_from_a_killed_master_which_comes_back_as_a_replica(cluster: ClusterServers) -> None:
     slot = fill(cluster)
     old = cluster.master_of(slot)
@@ -113,7 +117,7 @@ def test_a_replica_takes_over_from_a_killed_master_which_comes_back_as_a_replica
     assert count(new, slot) == count(old, slot) == len(KEYS)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_replica_takes_over_from_a_paused_master_which_wakes_up_as_a_replica(cluster: ClusterServers) -> None:
     old = cluster.master_of(0)
     old.pause()
@@ -122,7 +126,7 @@ def test_a_replica_takes_over_from_a_paused_master_which_wakes_up_as_a_replica(c
     assert cluster.replicas_of(new) == [old]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_slot_migrates_with_all_its_keys_and_back(cluster: ClusterServers) -> None:
     slot = fill(cluster)
     source = cluster.master_of(slot)
@@ -138,7 +142,7 @@ def test_a_slot_migrates_with_all_its_keys_and_back(cluster: ClusterServers) -> 
         cluster.migrate(slot, source)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_slot_can_be_looked_at_in_the_middle_of_its_migration(cluster: ClusterServers) -> None:
     slot = fill(cluster)
     source = cluster.master_of(slot)
@@ -155,7 +159,7 @@ def test_a_slot_can_be_looked_at_in_the_middle_of_its_migration(cluster: Cluster
     assert cluster.master_of(slot) is target
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_healing_ends_an_unfinished_migration(cluster: ClusterServers) -> None:
     slot = fill(cluster)
     source = cluster.master_of(slot)
@@ -165,7 +169,7 @@ def test_healing_ends_an_unfinished_migration(cluster: ClusterServers) -> None:
     assert ask(source, "GET", "{forge}:new") is None
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_cluster_with_a_password_fails_over_and_migrates() -> None:
     with ClusterServers(2, 1, password="pass#word") as cluster:  # noqa: S106 - of these servers alone
         assert cluster.url.startswith("redis+cluster://:pass%23word@127.0.0.1:")
@@ -177,7 +181,7 @@ def test_a_cluster_with_a_password_fails_over_and_migrates() -> None:
         assert count(new, slot) == len(KEYS)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_sentinels_name_the_master_and_know_everybody(sentinels: SentinelServers) -> None:
     master = sentinels.master()
     assert ask_fields(master, "INFO", "replication")["connected_slaves"] == "2"
@@ -198,7 +202,7 @@ def eventually_replicated(master: Member) -> None:
     assert said == b"+OK\r\n:2\r\n"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_sentinels_choose_another_master_by_command(sentinels: SentinelServers) -> None:
     old = sentinels.master()
     assert ask(old, "SET", "key", "value") == b"OK"
@@ -210,7 +214,7 @@ def test_the_sentinels_choose_another_master_by_command(sentinels: SentinelServe
     assert ask(new, "GET", "key") == b"value"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_sentinels_replace_a_killed_master_which_comes_back_as_a_replica(sentinels: SentinelServers) -> None:
     old = sentinels.master()
     old.kill()
@@ -221,7 +225,7 @@ def test_the_sentinels_replace_a_killed_master_which_comes_back_as_a_replica(sen
     assert ask_fields(old, "INFO", "replication")["master_port"] == str(new.port)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_of_three_sentinels_are_enough(sentinels: SentinelServers) -> None:
     sentinels.sentinels[0].kill()
     old = sentinels.master()
@@ -231,7 +235,7 @@ def test_two_of_three_sentinels_are_enough(sentinels: SentinelServers) -> None:
     assert sentinels.master() is new
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_servers_with_a_password_are_watched_by_the_sentinels() -> None:
     with SentinelServers(password="pass#word") as sentinels:  # noqa: S106 - of these servers alone
         assert sentinels.url.startswith("redis+sentinel://:pass%23word@127.0.0.1:")

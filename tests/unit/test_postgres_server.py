@@ -1,4 +1,8 @@
-"""The PostgreSQL that tests lean on does what its name says."""
+"""The PostgreSQL that tests lean on does what its name says.
+
+What needs a server of its own is in `make soak`, and after a change to `tests/postgres.py` in
+`make soak ARGS=tests/unit`.
+"""
 
 import asyncio
 import os
@@ -55,6 +59,7 @@ def test_equal_databases_have_equal_dumps(postgres_server: PostgresServer) -> No
         postgres_server.drop(name)
 
 
+@pytest.mark.soak
 async def test_a_killed_postgres_is_gone_at_once_and_back_with_what_was_committed(
     own_postgres_server: PostgresServer,
 ) -> None:
@@ -77,6 +82,7 @@ async def test_a_killed_postgres_is_gone_at_once_and_back_with_what_was_committe
     assert server.sql("SELECT line FROM note") == "kept"
 
 
+@pytest.mark.soak
 def test_a_restarted_postgres_keeps_its_data_and_forgets_the_options(own_postgres_server: PostgresServer) -> None:
     own_postgres_server.sql("CREATE TABLE note (line text); INSERT INTO note VALUES ('kept')")
     own_postgres_server.restart("-c", "max_connections=7")
@@ -85,6 +91,7 @@ def test_a_restarted_postgres_keeps_its_data_and_forgets_the_options(own_postgre
     assert own_postgres_server.sql("SELECT line, current_setting('max_connections') FROM note") == "kept|100"
 
 
+@pytest.mark.soak
 async def test_a_paused_postgres_answers_nobody_until_it_is_resumed(own_postgres_server: PostgresServer) -> None:
     async with _connected(own_postgres_server.url) as connection:
         await connection.execute(text("SELECT 1"))
@@ -101,6 +108,7 @@ async def test_a_paused_postgres_answers_nobody_until_it_is_resumed(own_postgres
         assert await query == 2
 
 
+@pytest.mark.soak
 def test_a_paused_postgres_can_be_killed_and_restarted(own_postgres_server: PostgresServer) -> None:
     own_postgres_server.pause()
     own_postgres_server.kill()
@@ -108,6 +116,7 @@ def test_a_paused_postgres_can_be_killed_and_restarted(own_postgres_server: Post
     assert own_postgres_server.sql("SELECT 1") == "1"
 
 
+@pytest.mark.soak
 def test_two_at_once_know_nothing_of_each_other(
     postgres_server: PostgresServer, own_postgres_server: PostgresServer
 ) -> None:
@@ -121,7 +130,9 @@ def test_two_at_once_know_nothing_of_each_other(
     assert own_postgres_server.sql("SELECT count(*) FROM note", "twin") == "0"
 
 
-@pytest.mark.parametrize("how", ["stopped", "paused", "killed", "failed"])
+@pytest.mark.parametrize(
+    "how", ["killed", *(pytest.param(how, marks=pytest.mark.soak) for how in ("stopped", "paused", "failed"))]
+)
 def test_nothing_is_left_behind(how: str, empty_postgres: Path) -> None:
     server = PostgresServer(data=empty_postgres)
     with pytest.raises(ZeroDivisionError) if how == "failed" else nullcontext(), server:
@@ -143,11 +154,13 @@ def test_nothing_is_left_behind(how: str, empty_postgres: Path) -> None:
     assert memory not in _shared_memory()
 
 
+@pytest.mark.soak
 def test_it_is_made_from_nothing_as_well() -> None:
     with PostgresServer() as server:
         assert server.sql("SHOW server_encoding") == "UTF8"
 
 
+@pytest.mark.soak
 def test_a_taken_port_is_no_obstacle(
     postgres_server: PostgresServer, empty_postgres: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +171,7 @@ def test_a_taken_port_is_no_obstacle(
         assert other.sql("SHOW port") == str(other.port)
 
 
+@pytest.mark.soak
 def test_what_a_developer_set_for_another_postgres_does_not_count(
     postgres_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +181,7 @@ def test_what_a_developer_set_for_another_postgres_does_not_count(
     postgres_server.dump("postgres")
 
 
+@pytest.mark.soak
 def test_a_folder_that_only_we_can_enter_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tmp_path.chmod(0o700)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -177,6 +192,7 @@ def test_a_folder_that_only_we_can_enter_is_no_obstacle(tmp_path: Path, monkeypa
         assert not server._data.is_relative_to(MEMORY)
 
 
+@pytest.mark.soak
 def test_a_postgres_that_cannot_start_says_why(empty_postgres: Path) -> None:
     server = PostgresServer("-c", "no_such_setting=1", data=empty_postgres)
     with pytest.raises(ServerFailed, match="no_such_setting"):
@@ -189,6 +205,7 @@ def test_sql_that_does_not_work_says_why(postgres_server: PostgresServer) -> Non
         postgres_server.sql("SELECT 1 FROM no_such_table")
 
 
+@pytest.mark.soak
 def test_a_stopped_postgres_has_nothing_to_come_back_to(empty_postgres: Path) -> None:
     server = PostgresServer(data=empty_postgres).start()
     server.stop()
