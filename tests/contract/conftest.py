@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
 from limitforge import Limiter, ManualClock, StoreOptions, SyncLimiter, TokenBucket
+from tests.contract.options import PATIENT as PATIENT  # noqa: PLC0414 - tests take it from here
 
 # "coalesced" shares every call with a crowd of other callers; "resilient" could decide by itself, and must not;
 # "cached" may answer denials without asking, which must not show while nobody else changes anything.
@@ -29,8 +31,6 @@ STORES = (
 QUICK = ("memory", "redis", "coalesced", "cached")  # the others show little more while you work
 SYNC = ("memory", "redis", "cluster", "sentinel")
 
-# A busy machine is no reason for another decision: nothing is decided without Redis here, whatever it takes.
-PATIENT = StoreOptions(deadline_ms=30_000, failure="raise", denial_cache_ms=0)
 OPTIONS = {
     "resilient": StoreOptions(deadline_ms=30_000, failure="local", denial_cache_ms=0),
     "cached": StoreOptions(deadline_ms=30_000, failure="raise", denial_cache_ms=60_000),
@@ -106,6 +106,5 @@ def empty_server(store: str, request: pytest.FixtureRequest) -> str:
 @pytest.fixture(params=[s if s in QUICK else pytest.param(s, marks=pytest.mark.slow) for s in STORES])
 def limiter(request: pytest.FixtureRequest, clock: ManualClock) -> Iterator[SyncLimiter]:
     """A limiter on each store in turn, empty."""
-    limiter = open_limiter(request.param, empty_server(request.param, request), clock)
-    yield limiter
-    limiter.close()
+    with closing(open_limiter(request.param, empty_server(request.param, request), clock)) as limiter:
+        yield limiter

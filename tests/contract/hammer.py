@@ -6,19 +6,26 @@ from concurrent.futures import ThreadPoolExecutor
 
 from limitforge import Limits, SyncLimiter, limit_from_fields
 from limitforge.errors import StoreUnavailable
-from tests.contract.conftest import PATIENT
+from tests.contract.options import PATIENT
 
 
-def admitted(url: str, limits: Limits, *, threads: int, calls: int, resource: str = "r") -> int:
-    """How many of `threads` times `calls` checks were allowed. All threads start at the same moment."""
+def admitted(url: str, plans: list[Limits], *, threads: int, calls: int, resource: str = "r") -> list[int]:
+    """Return for each plan how many of `threads` times `calls` checks were allowed.
+
+    All threads start at the same moment, and check the plans in turn.
+    """
     start = threading.Barrier(threads)
     with SyncLimiter.connect(url, options=PATIENT) as limiter, ThreadPoolExecutor(threads) as pool:
 
-        def call(_: int) -> int:
+        def call(_: int) -> list[int]:
             start.wait()
-            return sum(limiter.check(resource, "s", limits=limits).allowed for _ in range(calls))
+            allowed = [0] * len(plans)
+            for _ in range(calls):
+                for at, limits in enumerate(plans):
+                    allowed[at] += limiter.check(resource, "s", limits=limits).allowed
+            return allowed
 
-        return sum(pool.map(call, range(threads)))
+        return [sum(each) for each in zip(*pool.map(call, range(threads)), strict=True)]
 
 
 def survived(limiter: SyncLimiter, limits: Limits, calls: int) -> tuple[int, int, list[str]]:
@@ -38,6 +45,6 @@ def survived(limiter: SyncLimiter, limits: Limits, calls: int) -> tuple[int, int
 if __name__ == "__main__":
     import json
 
-    url, plan, threads, calls, resource = sys.argv[1:]
-    limits = Limits(*map(limit_from_fields, json.loads(plan)))
-    print(admitted(url, limits, threads=int(threads), calls=int(calls), resource=resource))  # noqa: T201
+    url, described, threads, calls, resource = sys.argv[1:]
+    plans = [Limits(*map(limit_from_fields, plan)) for plan in json.loads(described)]
+    print(json.dumps(admitted(url, plans, threads=int(threads), calls=int(calls), resource=resource)))  # noqa: T201

@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Lock
 
 from limitforge import Limit, Limiter, SyncLimiter, limit_from_fields
-from tests.contract.conftest import PATIENT
+from tests.contract.options import PATIENT
 
 CALLERS = 4
 ENOUGH = 50  # denials in a row

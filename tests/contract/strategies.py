@@ -1,5 +1,6 @@
 """Random limits, small enough to collide and large enough to hurt."""
 
+from functools import cache
 from typing import Any
 
 from hypothesis import strategies as st
@@ -52,6 +53,25 @@ _SEVERE: dict[str, dict[str, list[Any]]] = {
 }
 
 
+def _choices(fields: dict[str, dict[str, list[Any]]]) -> dict[str, dict[str, st.SearchStrategy[Any]]]:
+    return {
+        algorithm: {field: st.sampled_from(values) for field, values in options.items()}
+        for algorithm, options in fields.items()
+    }
+
+
+# A strategy that is built for every draw takes as long as the draw.
+_USUAL_CHOICES, _SEVERE_CHOICES = _choices(_FIELDS), _choices(_FIELDS | _SEVERE)
+_ALGORITHM, _NAME, _SCOPE = map(st.sampled_from, (ALGORITHMS, NAMES, SCOPES))
+_MODE = st.sampled_from(["on", "on", "on", "on", "on", "on", "monitor", "off"])
+_COUNTS = st.sampled_from(["cost", "cost", "cost", "requests"])
+_KIND_OF_WINDOW: st.SearchStrategy[dict[str, Any]] = st.sampled_from([{}, {"align": "first_hit"}, {"spread": True}])
+_DAY_OF_MONTH = st.integers(1, 31)
+_EXTRA = st.sampled_from(["", "", "", "shares", "count_denied"])
+_SHARES = st.dictionaries(st.sampled_from(PRIORITIES[1:]), st.integers(0, 100), min_size=1)
+
+
+@cache
 @st.composite
 def limits(
     draw: st.DrawFn,
@@ -62,21 +82,21 @@ def limits(
     severe: bool = False,
 ) -> Limit:
     """Any limit; the few combinations that are refused become a tame one."""
-    algorithm = algorithm or draw(st.sampled_from(ALGORITHMS))
-    options = _SEVERE.get(algorithm, _FIELDS[algorithm]) if severe else _FIELDS[algorithm]
-    fields = {field: draw(st.sampled_from(values)) for field, values in options.items()}
+    algorithm = algorithm or draw(_ALGORITHM)
+    options = (_SEVERE_CHOICES if severe else _USUAL_CHOICES)[algorithm]
+    fields: dict[str, Any] = {field: draw(values) for field, values in options.items()}
     fields["algorithm"] = algorithm
-    fields["name"] = name or draw(st.sampled_from(NAMES))
-    fields["scope"] = scope or draw(st.sampled_from(SCOPES))
-    fields["mode"] = draw(st.sampled_from(["on", "on", "on", "on", "on", "on", "monitor", "off"]))
-    fields["counts"] = draw(st.sampled_from(["cost", "cost", "cost", "requests"]))
+    fields["name"] = name or draw(_NAME)
+    fields["scope"] = scope or draw(_SCOPE)
+    fields["mode"] = draw(_MODE)
+    fields["counts"] = draw(_COUNTS)
     if algorithm == "fixed_window":
-        fields.update(draw(st.sampled_from([{}, {"align": "first_hit"}, {"spread": True}])))
+        fields.update(draw(_KIND_OF_WINDOW))
     if fields.get("period") in ("month", "year"):
-        fields["anchor_day"] = draw(st.integers(1, 31))
-    extra = draw(st.sampled_from(["", "", "", "shares", "count_denied"]))
+        fields["anchor_day"] = draw(_DAY_OF_MONTH)
+    extra = draw(_EXTRA)
     if extra == "shares":
-        fields["shares"] = draw(st.dictionaries(st.sampled_from(PRIORITIES[1:]), st.integers(0, 100), min_size=1))
+        fields["shares"] = draw(_SHARES)
     elif extra == "count_denied" and algorithm != "concurrency":
         fields["count_denied"] = True
     try:

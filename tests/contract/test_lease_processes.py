@@ -15,7 +15,7 @@ from limitforge import SyncLimiter, limit_from_fields
 from tests.contract.conftest import PATIENT
 from tests.contract.lessee import read
 
-LIMIT = 150_000
+LIMIT = 45_000
 PATIENCE_SECONDS = 60.0
 SHELLS = ("sync", "async", "async")
 
@@ -85,7 +85,7 @@ def test_processes_that_lease_a_limit_spend_all_of_it_and_no_more(lessees: Lesse
 @pytest.mark.slow
 @of_every_plan
 def test_a_process_that_is_killed_costs_its_share_at_most(lessees: Lessees) -> None:
-    lessees.wait_until_spending(0, 2_000)
+    lessees.wait_until_spending(0, 500)
     lessees.running[0].kill()
     killed = lessees.spent(0)
     total = lessees.total()
@@ -97,7 +97,7 @@ def test_a_process_that_is_killed_costs_its_share_at_most(lessees: Lessees) -> N
 @pytest.mark.slow
 @of_every_plan
 def test_a_process_that_was_frozen_spends_nothing_that_is_no_longer_its_own(lessees: Lessees) -> None:
-    lessees.wait_until_spending(1, 2_000)
+    lessees.wait_until_spending(1, 500)
     lessees.running[1].send_signal(signal.SIGSTOP)
     time.sleep(2.5)  # longer than a share of a bucket lasts
     lessees.running[1].send_signal(signal.SIGCONT)
