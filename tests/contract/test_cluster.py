@@ -4,6 +4,7 @@ import asyncio
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 EXACT = StoreOptions(failure="raise", deadline_ms=30_000, denial_cache_ms=0)
 CLOSED = StoreOptions(failure="closed", deadline_ms=100, denial_cache_ms=0)
-FAR_TOO_LONG = 10.0  # no deadline of these tests is near it
+FAR_TOO_LONG = 30.0  # no deadline of these tests is near it
 DAY = 86_400
 SUBJECT = FixedWindow(name="subject", limit=1_000, window_seconds=DAY)
 TENANT = FixedWindow(name="tenant", limit=1_000, window_seconds=DAY, scope="tenant")
@@ -114,9 +115,14 @@ async def test_a_caller_that_is_gone_is_charged_nothing_for_good(cluster: Cluste
             await asyncio.sleep(0.0003)
             gone.cancel()
             await asyncio.gather(gone, return_exceptions=True)
-        await asyncio.sleep(6)
-        look = await limiter.check("r", "s", limits=Limits(GLOBAL, SUBJECT), cost=0)
-        assert look.limits["global"].remaining == look.limits["subject"].remaining
+        await asyncio.sleep(6)  # what is held for a check that is never confirmed lapses after five seconds
+        ends = time.monotonic() + 30
+        while True:
+            look = await limiter.check("r", "s", limits=Limits(GLOBAL, SUBJECT), cost=0)
+            if look.limits["global"].remaining == look.limits["subject"].remaining:
+                break
+            assert time.monotonic() < ends, look
+            await asyncio.sleep(0.05)
 
 
 def test_a_denial_stands_although_another_shard_is_gone(cluster: ClusterServers) -> None:
@@ -208,7 +214,8 @@ async def test_a_full_shard_still_denies_and_tells(cluster: ClusterServers) -> N
 
 
 async def test_while_keys_are_on_their_way_nobody_waits_longer_than_the_deadline(cluster: ClusterServers) -> None:
-    async with Limiter.connect(cluster.url, options=CLOSED) as limiter:
+    # The deadline is far longer than a check takes on a busy machine: the last one has to be answered by Redis.
+    async with Limiter.connect(cluster.url, options=replace(CLOSED, deadline_ms=1_000)) as limiter:
         await limiter.check("r", "s", limits=SUBJECT, tenant="acme")
         moving(cluster, "acme")  # the bucket is here, the overrides are nowhere: TRYAGAIN
         answers = await soon(

@@ -7,6 +7,7 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -47,10 +48,8 @@ def server(request: pytest.FixtureRequest) -> Any:
 def nodes(server: Any) -> Iterator[list[Node]]:
     """Two processes at one moment, late in a window."""
     clock = ManualClock(LATE_US)
-    made = [Node(server.url, clock, 0) for _ in range(2)]
-    yield made
-    for node in made:
-        node.close()
+    with closing(Node(server.url, clock, 0)) as one, closing(Node(server.url, clock, 0)) as other:
+        yield [one, other]
 
 
 def admitted(node: Node, limit: Limit, times: int) -> int:
@@ -256,17 +255,18 @@ def test_a_share_does_not_go_back_after_an_override_whose_window_has_ended(redis
     redis_server.flush()
     clock = ManualClock(BASE_US + SECOND_US)
     minute = dataclasses.replace(WINDOW, window_seconds=60)
-    buyer, other = (Node(redis_server.url, clock, 0) for _ in range(2))
-    admitted(buyer, minute, 100)
-    sync(buyer)
-    assert buyer.shares.out > 0
-    brief = {minute.name: {"window_seconds": "0.01"}}
-    other.limiter.set_override("r", "s", brief, limits=minute, ttl_seconds=0.03)
-    drop_overridden(buyer)
-    admitted(other, minute, 1)
-    clock.advance_us(40_000)
-    passed = admitted(other, minute, 1_100)
-    sync(buyer)
-    assert passed + admitted(other, minute, 500) <= 1_000
-    buyer.close()
-    other.close()
+    with (
+        closing(Node(redis_server.url, clock, 0)) as buyer,
+        closing(Node(redis_server.url, clock, 0)) as other,
+    ):
+        admitted(buyer, minute, 100)
+        sync(buyer)
+        assert buyer.shares.out > 0
+        brief = {minute.name: {"window_seconds": "0.01"}}
+        other.limiter.set_override("r", "s", brief, limits=minute, ttl_seconds=0.03)
+        drop_overridden(buyer)
+        admitted(other, minute, 1)
+        clock.advance_us(40_000)
+        passed = admitted(other, minute, 1_100)
+        sync(buyer)
+        assert passed + admitted(other, minute, 500) <= 1_000

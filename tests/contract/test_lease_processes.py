@@ -74,6 +74,13 @@ def lessees(request: pytest.FixtureRequest, redis_url: str, tmp_path: Path) -> I
 
 
 of_every_plan = pytest.mark.parametrize("lessees", PLANS, ids=lambda fields: fields["algorithm"], indirect=True)
+# A quota is a window with another calendar.
+of_every_kind = pytest.mark.parametrize(
+    "lessees",
+    [*PLANS[:2], pytest.param(PLANS[2], marks=pytest.mark.soak)],
+    ids=lambda fields: fields["algorithm"],
+    indirect=True,
+)
 
 
 @pytest.mark.slow
@@ -83,7 +90,7 @@ def test_processes_that_lease_a_limit_spend_all_of_it_and_no_more(lessees: Lesse
 
 
 @pytest.mark.slow
-@of_every_plan
+@of_every_kind
 def test_a_process_that_is_killed_costs_its_share_at_most(lessees: Lessees) -> None:
     lessees.wait_until_spending(0, 500)
     lessees.running[0].kill()
@@ -95,7 +102,7 @@ def test_a_process_that_is_killed_costs_its_share_at_most(lessees: Lessees) -> N
 
 
 @pytest.mark.slow
-@of_every_plan
+@of_every_kind
 def test_a_process_that_was_frozen_spends_nothing_that_is_no_longer_its_own(lessees: Lessees) -> None:
     lessees.wait_until_spending(1, 500)
     lessees.running[1].send_signal(signal.SIGSTOP)

@@ -1,6 +1,8 @@
 """`consistency: local`: a process decides by its part of a limit, and the parts are those of the processes alive."""
 
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import pytest
@@ -21,7 +23,7 @@ from tests.servers import RedisServer
 LOCAL = FixedWindow(name="local", limit=60, window_seconds=3_600, consistency="local")
 EXACT = FixedWindow(name="exact", limit=10, window_seconds=3_600)
 LEASED = FixedWindow(name="leased", limit=10_000, window_seconds=3_600, consistency="leased")
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 40.0
 
 
 def beat(limiter: SyncLimiter) -> int:
@@ -32,52 +34,52 @@ def beat(limiter: SyncLimiter) -> int:
     return count
 
 
+@contextmanager
+def processes(url: str, number: int) -> Iterator[list[SyncLimiter]]:
+    with ExitStack() as opened:
+        yield [opened.enter_context(SyncLimiter.connect(url, options=PATIENT)) for _ in range(number)]
+
+
 def admitted(limiter: SyncLimiter, limits: Any, times: int = 100) -> int:
     return sum(limiter.check("r", "s", limits=limits).allowed for _ in range(times))
 
 
 @pytest.mark.slow
 def test_a_limit_is_divided_by_the_processes_that_are_alive(redis_url: str) -> None:
-    nodes = [SyncLimiter.connect(redis_url, options=PATIENT) for _ in range(3)]
-    assert [beat(node) for node in nodes] == [1, 2, 3]
-    for node in nodes:
-        beat(node)
-    assert [admitted(node, LOCAL) for node in nodes] == [20, 20, 20]
-    for node in nodes:
-        node.close()
+    with processes(redis_url, 3) as nodes:
+        assert [beat(node) for node in nodes] == [1, 2, 3]
+        for node in nodes:
+            beat(node)
+        assert [admitted(node, LOCAL) for node in nodes] == [20, 20, 20]
 
 
 @pytest.mark.slow
 def test_a_process_that_leaves_no_longer_counts_and_one_that_dies_does_so_for_three_seconds(redis_url: str) -> None:
-    first, second, third = (SyncLimiter.connect(redis_url, options=PATIENT) for _ in range(3))
-    for node in (first, second, third):
-        node.check("r", "s", limits=LOCAL)
-        beat(node)
-    third.close()
-    assert beat(first) == 2
-    store = cast("Any", second._store)
-    store._stopped.set()  # as if it had died
-    ends = time.monotonic() + PATIENCE_SECONDS
-    while beat(first) != 1 and time.monotonic() < ends:
-        time.sleep(0.1)
-    assert beat(first) == 1
-    first.close()
-    second.close()
+    with processes(redis_url, 3) as (first, second, third):
+        for node in (first, second, third):
+            node.check("r", "s", limits=LOCAL)
+            beat(node)
+        third.close()
+        assert beat(first) == 2
+        store = cast("Any", second._store)
+        store._stopped.set()  # as if it had died
+        ends = time.monotonic() + PATIENCE_SECONDS
+        while beat(first) != 1 and time.monotonic() < ends:
+            time.sleep(0.1)
+        assert beat(first) == 1
 
 
 @pytest.mark.slow
 def test_heartbeats_go_on_by_themselves(redis_url: str) -> None:
-    nodes = [SyncLimiter.connect(redis_url, options=PATIENT) for _ in range(2)]
-    ends = time.monotonic() + PATIENCE_SECONDS
-    while time.monotonic() < ends:
-        for node in nodes:
-            node.check("r", "other", limits=LOCAL)
-        if all(cast("Any", node._store)._fleet.members.nodes() == 2 for node in nodes):
-            break
-        time.sleep(0.05)
-    assert [admitted(node, LOCAL) for node in nodes] == [30, 30]
-    for node in nodes:
-        node.close()
+    with processes(redis_url, 2) as nodes:
+        ends = time.monotonic() + PATIENCE_SECONDS
+        while time.monotonic() < ends:
+            for node in nodes:
+                node.check("r", "other", limits=LOCAL)
+            if all(cast("Any", node._store)._fleet.members.nodes() == 2 for node in nodes):
+                break
+            time.sleep(0.05)
+        assert [admitted(node, LOCAL) for node in nodes] == [30, 30]
 
 
 def test_without_redis_the_number_of_the_settings_counts() -> None:

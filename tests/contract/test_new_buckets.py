@@ -25,6 +25,7 @@ from limitforge import (
     SyncLimiter,
     TokenBucket,
 )
+from limitforge.stores import fleet as fleet_module
 from limitforge.stores.memory import MemoryStore
 from tests.contract.conftest import PATIENT, QUICK, STORES, empty_server, open_limiter
 from tests.machines import run_machine
@@ -288,14 +289,14 @@ def test_in_an_outage_nobody_is_new_before_the_local_store_is_half_full() -> Non
 
 @pytest.mark.parametrize(("fits_memory", "overflows"), [(True, True), (False, False)])
 def test_a_budget_that_an_operator_set_holds_for_local_limits_as_it_is(
-    redis_url: str, *, fits_memory: bool, overflows: bool
+    redis_url: str, monkeypatch: pytest.MonkeyPatch, *, fits_memory: bool, overflows: bool
 ) -> None:
-    options = StoreOptions(failure="raise", new_buckets_per_minute=100_000, fits_memory=fits_memory)
+    monkeypatch.setattr(fleet_module, "LOCAL_KEYS", 1_000)
+    monkeypatch.setattr(fleet_module, "LOCAL_BUDGET", 100)
+    options = StoreOptions(deadline_ms=30_000, failure="raise", new_buckets_per_minute=1_000, fits_memory=fits_memory)
     local = Limits(FixedWindow(name="local", limit=1, window_seconds=3_600, consistency="local"))
     with SyncLimiter.connect(redis_url, options=options) as limiter:
-        requests = [
-            Request(resource="r", subject=f"s{number}", limits=local, tenant=TENANT) for number in range(51_000)
-        ]
+        requests = [Request(resource="r", subject=f"s{number}", limits=local, tenant=TENANT) for number in range(510)]
         told: list[Any] = limiter.check_many(requests)
     assert any(decision.overflow for decision in told) == overflows
 

@@ -110,7 +110,7 @@ def test_a_thread_that_sees_that_somebody_answered_sees_the_answer() -> None:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        for _ in range(20):
+        for _ in range(5):
             known = fleet()
             answer = slots(*[(slot, slot + 1, b"a", 1) for slot in range(0, SLOTS, 2)])
             telling = Thread(target=known.heard, args=(known.target.seeds[0], answer))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from limitforge.service.heavy_hitters import HeavyHitters
 
 ROOM = 2_048
+EVENTS = 50_000
 
 
 def size(sketch: HeavyHitters[str]) -> int:
@@ -62,11 +63,11 @@ def test_a_list_is_full_and_gives_each_tenant_a_fair_share(sizes: list[int], cou
         }
 
 
-def test_a_tenant_with_a_million_names_pushes_out_none_of_another() -> None:
+def test_a_tenant_with_a_hundred_thousand_names_pushes_out_none_of_another() -> None:
     sketch: HeavyHitters[str] = HeavyHitters(ROOM)
     for at in range(5):
         sketch.add("small", f"user:{at}", 1, 0)
-    for at in range(1_000_000):
+    for at in range(100_000):
         sketch.add("large", f"user:{at}", 1, at)
     assert counts(sketch, "small") == {f"user:{at}": 1 for at in range(5)}
     assert size(sketch) <= ROOM
@@ -77,7 +78,7 @@ def test_a_name_that_comes_all_the_time_is_found_in_a_flood(others: int) -> None
     sketch: HeavyHitters[str] = HeavyHitters(ROOM)
     seeded = random.Random(1)
     heavy = 0
-    for at in range(200_000):
+    for at in range(EVENTS):
         for other in range(others - 1):
             sketch.add(f"other:{other}", f"user:{at % 20}", 1, at)
         if seeded.random() < 0.02:
@@ -87,7 +88,7 @@ def test_a_name_that_comes_all_the_time_is_found_in_a_flood(others: int) -> None
             sketch.add("ten_a", f"user:{at}", 1, at)
     found = counts(sketch, "ten_a")
     assert max(found, key=lambda name: found[name]) == "heavy"
-    assert heavy - 3 * 200_000 / (ROOM // 2 - 20 * others) <= found["heavy"] <= heavy
+    assert heavy - 3 * EVENTS / (ROOM // 2 - 20 * others) <= found["heavy"] <= heavy
 
 
 def test_a_name_that_comes_late_takes_the_place_of_early_ones() -> None:
