@@ -15,6 +15,8 @@ from limitforge import SyncLimiter, limit_from_fields
 from tests.contract.conftest import PATIENT
 from tests.contract.lessee import read
 
+pytestmark = pytest.mark.timeout(180)  # longer than the patience below
+
 LIMIT = 45_000
 PATIENCE_SECONDS = 60.0
 SHELLS = ("sync", "async", "async")
