@@ -7,7 +7,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -260,6 +260,17 @@ class Crowd:
             admitted, unsure = self.admitted(ask), self.unsure(ask)
             for name, counted in self.counted(ask).items():
                 assert admitted - lost(ask) <= counted <= admitted + unsure, (ask.resource, name)
+
+
+def eventually_counted(crowd: Crowd, lost: Callable[[TenantAsk], int] = lambda _ask: 0) -> None:
+    """As `was_counted`, once what is held of checks over several slots has come back: after HOLD_SECONDS at the latest."""
+    deadline = time.monotonic() + HOLD_SECONDS
+    while time.monotonic() < deadline:
+        with suppress(AssertionError):
+            crowd.was_counted(lost)
+            return
+        time.sleep(0.1)
+    crowd.was_counted(lost)
 
 
 def _ask(load: Load, ask: TenantAsk) -> None:
