@@ -21,6 +21,10 @@ class Ask:
     most: int
     subject: str = "s"
 
+    @property
+    def can_be_full(self) -> bool:
+        return self.most < 10**9
+
 
 WIDE = Ask("wide", Limits(FixedWindow(name="wide", limit=10**9, window_seconds=50 * DAY)), 10**9)
 TIGHT = Ask("tight", Limits(FixedWindow(name="tight", limit=100, window_seconds=DAY, align="first_hit")), 100)

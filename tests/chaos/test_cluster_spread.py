@@ -11,6 +11,7 @@ import pytest
 from limitforge import Decision, Limiter, SyncLimiter
 from limitforge.stores.redis_parts import Parts
 from limitforge.stores.spread import Finish
+from tests import report
 from tests.chaos.conftest import OnALoop
 from tests.chaos.shards import (
     KINDS,
@@ -54,6 +55,7 @@ def test_what_was_held_when_a_master_failed_comes_back(cluster: ClusterStage, su
     ]
     with Crowd(cluster.url, cluster.asks, options_of(KINDS[FAULTS.index(suffer) % len(KINDS)])) as crowd:
         crowd.decided()
+        report.fault(suffer.__name__)
         doubtful = suffer(crowd, cluster)
         crowd.decided()
         crowd.stop()
