@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import hypothesis.core
@@ -159,7 +159,7 @@ def pytest_runtest_call() -> Iterator[None]:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     yield from _unless_stopped()
-    item.user_properties.append(("figures", asdict(run.now)))  # which xdist hands on
+    item.user_properties.append(("figures", {**vars(run.now), "faults": dict(run.now.faults)}))  # which xdist hands on
 
 
 def _unless_stopped() -> Iterator[None]:
@@ -230,7 +230,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     for name, figures in run.done:
         total.add(figures)
         terminalreporter.write_line(f"{name.removeprefix('tests/')}: {str(figures) or 'no figures'}")
-    terminalreporter.write_line(f"in all: {len(run.done)} tests, {total}")
+    terminalreporter.write_line(f"in all: {len(run.done)} tests, {str(total) or 'no figures'}")
     if total.faults:
         kinds = ", ".join(f"{count} {name}" for name, count in total.faults.most_common())
         terminalreporter.write_line(f"faults: {kinds}")
