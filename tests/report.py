@@ -5,6 +5,7 @@ Tests add their figures here; the table is printed at the end, also of a run tha
 SEED=...`) draws the same again. LIMITFORGE_TEST_MINUTES (`make soak MINUTES=...`) ends a run by itself.
 """
 
+import asyncio
 import os
 import random
 import signal
@@ -13,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import hypothesis.core
@@ -64,6 +66,7 @@ class Run:
         self.running = ""
         self.done: list[tuple[str, Figures]] = []
         self.stop = ""  # why it stops, once it does
+        self.is_stopping = False
         self.unshrunk: list[str] = []
         self.when_stopped: list[str] = []
 
@@ -124,9 +127,25 @@ def _time_is_up() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def _stop(number: int, _frame: object) -> None:
+def _stop(number: int, frame: FrameType | None) -> None:
+    """Tasks are cancelled, as asyncio does by itself: an exception in the middle of asyncpg's C code ends Python."""
+    is_again, run.is_stopping = run.is_stopping, True
     run.stop = run.stop or f"by {signal.Signals(number).name}"
-    raise KeyboardInterrupt
+    run.unshrunk = run.unshrunk or [f"{run.running}: {each}" for each in _found_so_far(frame)]
+    loop = asyncio._get_running_loop()
+    if loop is None or is_again:
+        raise KeyboardInterrupt
+    loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loop)])
+
+
+def _found_so_far(frame: FrameType | None) -> list[str]:
+    """The failures that Hypothesis has found in the running test, and is still making smaller."""
+    while frame is not None:
+        runner = frame.f_locals.get("self")
+        if isinstance(runner, ConjectureRunner):
+            return [str(origin) for origin in runner.interesting_test_cases]
+        frame = frame.f_back
+    return []
 
 
 def pytest_report_header() -> str | None:
@@ -166,12 +185,15 @@ def _unless_stopped() -> Iterator[None]:
     """An error that a test raises while it is stopped comes from the stop, and is not a finding."""
     try:
         yield
+        if run.stop:  # and the test has not noticed
+            raise KeyboardInterrupt
     except KeyboardInterrupt:
         raise
     except BaseException as error:
         if not run.stop:
             raise
-        run.when_stopped.append(f"{run.running}: {error!r}"[:300])
+        if not isinstance(error, asyncio.CancelledError):
+            run.when_stopped.append(f"{run.running}: {error!r}"[:300])
         raise KeyboardInterrupt from error
 
 
@@ -181,18 +203,6 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
             if name == "figures" and isinstance(figures, dict):
                 of = Figures(**{**figures, "faults": Counter(figures["faults"])})
                 run.done.append((report.nodeid, of))
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_keyboard_interrupt(excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-    """A failure that Hypothesis had found, and was still making smaller, is one."""
-    for entry in excinfo.traceback:
-        runner = entry.frame.f_locals.get("self")
-        if isinstance(runner, ConjectureRunner):
-            run.unshrunk += [
-                f"{run.running}: {origin.exc_type.__name__} at {origin.filename}:{origin.lineno}"
-                for origin in runner.interesting_test_cases
-            ]
 
 
 @pytest.hookimpl(tryfirst=True)
