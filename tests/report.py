@@ -114,12 +114,6 @@ def pytest_configure(config: pytest.Config) -> None:
     seed = int(given or random.SystemRandom().randrange(10**9))
     os.environ[SEED] = str(seed)  # the workers of xdist inherit it
     hypothesis.core.global_force_seed = seed  # type: ignore[assignment]
-    minutes = float(os.environ.get(MINUTES) or 0)
-    if minutes and not hasattr(config, "workerinput"):
-        run.over_at = time.monotonic() + 60 * minutes
-        timer = threading.Timer(60 * minutes, _time_is_up)
-        timer.daemon = True
-        timer.start()
 
 
 def _time_is_up() -> None:
@@ -154,6 +148,12 @@ def pytest_report_header() -> str | None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     run.left = len(session.items)
+    minutes = float(os.environ.get(MINUTES) or 0)
+    if run.is_reported and minutes and not hasattr(session.config, "workerinput"):
+        run.over_at = time.monotonic() + 60 * minutes
+        timer = threading.Timer(60 * minutes, _time_is_up)
+        timer.daemon = True
+        timer.start()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -185,8 +185,6 @@ def _unless_stopped() -> Iterator[None]:
     """An error that a test raises while it is stopped comes from the stop, and is not a finding."""
     try:
         yield
-        if run.stop:  # and the test has not noticed
-            raise KeyboardInterrupt
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -195,6 +193,8 @@ def _unless_stopped() -> Iterator[None]:
         if not isinstance(error, asyncio.CancelledError):
             run.when_stopped.append(f"{run.running}: {error!r}"[:300])
         raise KeyboardInterrupt from error
+    if run.stop:  # and the test has not noticed
+        raise KeyboardInterrupt
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
