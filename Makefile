@@ -46,15 +46,15 @@ bench: $(STAMP) servers ## limitforge beside its peers, in one run
 	@scripts/ensure-servers wrk
 	@$(BIN)/python -m bench $(ARGS)
 
-chaos: $(STAMP) servers ## servers are killed, paused and restarted under load
+chaos: $(STAMP) servers ## servers are killed, paused and restarted under load; MINUTES=... and SEED=... as for soak
 	@$(call only,chaos)
 
-soak: $(STAMP) servers ## random search for disagreements, with new seeds each time
+soak: $(STAMP) servers ## random search for disagreements; MINUTES=10 ends it by itself, SEED=... draws the same again
 	@$(call only,soak)
 
 # pytest answers 5 when nothing carries the marker.
 define only
-status=0; LIMITFORGE_TEST_PROFILE=soak $(PYTEST) -m $(1) $(ARGS) || status=$$?; \
+status=0; LIMITFORGE_TEST_PROFILE=soak LIMITFORGE_TEST_MINUTES=$(MINUTES) LIMITFORGE_TEST_SEED=$(SEED) $(PYTEST) -m $(1) $(ARGS) || status=$$?; \
 if [ $$status -eq 5 ]; then echo "No test is marked '$(1)' yet (or ARGS left none): nothing was run."; else exit $$status; fi
 endef
 

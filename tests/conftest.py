@@ -2,7 +2,6 @@
 
 import gc
 import os
-import signal
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -11,6 +10,7 @@ from uuid import uuid4
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import report
 from tests.constellations import ClusterServers, SentinelServers
 from tests.postgres import MEMORY, PostgresServer, _has_room, postgres_data
 from tests.servers import RedisServer
@@ -68,6 +68,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(0))  # unless it has one of its own
         if _is_in(SLOW_PLACES, item.path) or SLOW_FIXTURES.intersection(fixtures) or SLOW_WORDS & words:
             item.add_marker(pytest.mark.slow)
+        for name, seconds in (("soak", 0), ("chaos", 600)):  # these last as long as they are asked to; 0 is for ever
+            if item.get_closest_marker(name) and not item.get_closest_marker("timeout"):
+                item.add_marker(pytest.mark.timeout(seconds))
 
 
 def pytest_collection_finish() -> None:
@@ -86,12 +89,9 @@ def _places(path: Path) -> list[str]:
     return [each.relative_to(TESTS).as_posix() for each in (path, *path.parents) if TESTS in each.parents]
 
 
-def pytest_configure() -> None:
-    """What ends a run with SIGTERM, as `timeout` and CI do, leaves no more behind than Ctrl-C: no server, no folder.
-
-    The files of tests are in memory where there is room, as those of Postgres are: no commit waits for a disk.
-    """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+def pytest_configure(config: pytest.Config) -> None:
+    """The files of tests are in memory where there is room, as those of Postgres are: no commit waits for a disk."""
+    config.pluginmanager.register(report)
     if _has_room(MEMORY):
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 

@@ -1,6 +1,7 @@
 """What all state machines of the tests share: how they are run, and what of two answers must be equal."""
 
 import os
+import time
 from typing import Any
 
 import msgspec
@@ -8,6 +9,9 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from limitforge import Decision, LimitforgeError
+from tests import report
+
+ROUND = 100  # examples of one seed, between two looks at the time
 
 
 def comparable(answer: Any) -> Any:
@@ -29,13 +33,29 @@ def comparable(answer: Any) -> Any:
 def run_machine(
     machine: type[RuleBasedStateMachine], examples: int, machine_seed: int | None, *, steps: int = 40
 ) -> None:
-    """Play the same traces each time for a seed, new ones without. `make test-fast` plays an eighth of them."""
+    """Play the same traces each time for a seed; without one, new ones, for this test's share of the run's time.
+
+    `make test-fast` plays an eighth of them.
+    """
     if os.environ.get("LIMITFORGE_TEST_PROFILE") == "fast":
         examples = max(examples // 8, 4)
     if machine_seed is not None:
-        machine = seed(machine_seed)(machine)
+        _run(machine, examples, machine_seed, steps)
+        return
+    draw, over = report.draw(), time.monotonic() + report.share_seconds()
+    for done in range(0, examples, ROUND):
+        if done and time.monotonic() > over:
+            return
+        _run(machine, min(ROUND, examples - done), draw.randrange(2**64), steps)
+
+
+def _run(machine: type[RuleBasedStateMachine], examples: int, machine_seed: int, steps: int) -> None:
+    def begin(self: Any) -> None:
+        report.example()
+        machine.__init__(self)
+
     run_state_machine_as_test(
-        machine,
+        seed(machine_seed)(type(machine.__name__, (machine,), {"__init__": begin, "__module__": machine.__module__})),
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,

@@ -79,6 +79,7 @@ class Proxy:
         self._target = port
         self._mode: Mode = Pass()
         self.accepted = 0  # connections so far
+        self.requests = 0  # pieces that clients have sent so far, whether they were passed on or not
         self._open: dict[asyncio.StreamWriter, asyncio.Task[Any]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
@@ -186,6 +187,7 @@ class Proxy:
 
     async def _requests(self, reader: asyncio.StreamReader, server: asyncio.StreamWriter) -> None:
         while sent := await reader.read(CHUNK):
+            self.requests += 1
             if not isinstance(self._mode, DropRequests):
                 server.write(sent)
                 await server.drain()

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 45.0  # less than the time-out of a test, which would not say what is missing
 
 T = TypeVar("T")
 

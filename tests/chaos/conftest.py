@@ -35,15 +35,19 @@ class OnALoop:
 
 
 Open = Callable[..., SyncLimiter]
+PATIENT_MS = 20_000.0
 
 
 @pytest.fixture(params=["async", "sync"])
 def opened(request: pytest.FixtureRequest) -> Iterator[Open]:
-    """Opens limiters of each shell in turn, by URL and options, and closes them after the test."""
+    """Opens limiters of each shell in turn, by URL and options, and closes them after the test.
+
+    Without a deadline of their own they are patient: a busy machine must not degrade what the test expects of Redis.
+    """
     limiters: list[SyncLimiter] = []
 
     def connect(url: str, **options: Any) -> SyncLimiter:
-        chosen = StoreOptions(**options)
+        chosen = StoreOptions(**{"deadline_ms": PATIENT_MS, **options})
         if request.param == "sync":
             limiters.append(SyncLimiter.connect(url, options=chosen))
         else:

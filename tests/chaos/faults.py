@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 
+from tests import report
 from tests.proxy import Cut, Delay, Drip, DropReplies, DropRequests, Garbage, Mode, Proxy, Refuse
 from tests.servers import RedisServer
 
@@ -19,10 +20,14 @@ class Fault:
     """
 
     name: str
-    broken: Broken
+    breaks: Broken
     proxied: bool = False
     forgets: bool = False
     passes: bool = False
+
+    def broken(self, server: RedisServer, proxy: Proxy) -> AbstractContextManager[None]:
+        report.fault(self.name)
+        return self.breaks(server, proxy)
 
 
 @contextmanager

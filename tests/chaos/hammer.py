@@ -1,6 +1,7 @@
-"""Callers that hammer one limit in a process of their own: `python -m tests.chaos.hammer WAY URL FIELDS CALLERS CALLS`.
+"""Callers that hammer limits in a process of their own: `python -m tests.chaos.hammer WAY URL LIMITS CALLERS CALLS`.
 
-Prints how many were admitted and how many answers were degraded, as JSON.
+LIMITS are the fields of each limit, as JSON. Prints for each of them, one after the other, how many were admitted and
+how many answers were degraded.
 """
 
 import asyncio
@@ -8,7 +9,6 @@ import json
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -135,15 +135,18 @@ def by_forks_in_mid_use(url: str, *load: Any) -> Tally:
     """Forked while other threads are in the middle of checks: a lock that one holds stays locked in the child."""
     over = threading.Event()
 
+    in_use = threading.Barrier(5)
+
     def call(limiter: SyncLimiter) -> Tally:
-        decisions = []
+        decisions = [limiter.check("r", "s", limits=load[0])]
+        in_use.wait()
         while not over.is_set():
             decisions.append(limiter.check("r", "s", limits=load[0]))
         return tally(decisions)
 
     with SyncLimiter.connect(url, options=PATIENT) as limiter, ThreadPoolExecutor(4) as pool:
         busy = [pool.submit(call, limiter) for _ in range(4)]
-        time.sleep(0.05)
+        in_use.wait()
         tallies = [forked(lambda: threads(limiter, *load))]
         over.set()
         return total(tallies + [each.result() for each in busy])
@@ -165,13 +168,14 @@ def by_forks_with_loops(url: str, *load: Any) -> Tally:
 
 def by_forks_beside_a_loop(url: str, *load: Any) -> Tally:
     """Forked while a loop in another thread is in the middle of checks, on the limiter that the workers use too."""
-    over = threading.Event()
+    in_use, over = threading.Event(), threading.Event()
     limiter = Limiter.connect(url, options=PATIENT)
 
     async def call() -> Tally:
         decisions = []
         while not over.is_set():
             decisions += await asyncio.gather(*(limiter.check("r", "s", limits=load[0]) for _ in range(8)))
+            in_use.set()
         await limiter.close()
         return tally(decisions)
 
@@ -183,7 +187,7 @@ def by_forks_beside_a_loop(url: str, *load: Any) -> Tally:
 
     with ThreadPoolExecutor(1) as pool:
         busy = pool.submit(asyncio.run, call())
-        time.sleep(0.05)
+        in_use.wait()
         tallies = [forked(lambda: asyncio.run(finish()))]
         over.set()
         return total([*tallies, busy.result()])
@@ -200,6 +204,6 @@ WAYS = {
 }
 
 if __name__ == "__main__":
-    way, url, fields, callers, calls = sys.argv[1:]
-    limits = Limits(limit_from_fields(json.loads(fields)))
-    print(json.dumps(WAYS[way](url, limits, int(callers), int(calls))))  # noqa: T201
+    way, url, limits, callers, calls = sys.argv[1:]
+    loads = [(Limits(limit_from_fields(fields)), int(callers), int(calls)) for fields in json.loads(limits)]
+    print(json.dumps([WAYS[way](url, *load) for load in loads]))  # noqa: T201

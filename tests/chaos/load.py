@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from limitforge import Decision, Limiter, StoreOptions, SyncLimiter
+from tests import report
 from tests.chaos.record import TICK_SECONDS, Ask, Record
 from tests.chaos.shells import PATIENCE_SECONDS, Shell, Tasks, Threads, by_check, by_submit
 
@@ -61,6 +62,7 @@ class Load:
             self._over.set()
             self.record.hung = self._shell.end()
             self._ticker.join()
+            report.checked(len(self.record.calls), self.record.slowest)
         return self.record
 
     def answered(self, count: int, *, degraded: bool | None = None) -> float:

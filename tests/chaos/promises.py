@@ -3,12 +3,16 @@
 from collections import Counter
 
 from limitforge import StoreOptions
+from tests import report
 from tests.chaos.load import Load
 from tests.chaos.record import ASKS, Record
 
-SCHEDULING_SECONDS = 1.0  # on a busy machine, beside the lag that was measured: what matters is that nobody hangs
-RECOVERY_SECONDS = 0.5  # the same for a recovery
-BLOCKED_SECONDS = 0.5  # a loop that lags this much more than the machine was blocked by what runs on it
+# Ten times what a busy machine adds beside the lag that was measured. A caller that hangs, a loop that is blocked by
+# a Redis that is away, or a recovery that does not happen takes for ever, because a fault lasts until enough answers
+# have come.
+SCHEDULING_SECONDS = 10.0
+RECOVERY_SECONDS = 10.0
+BLOCKED_SECONDS = 5.0
 
 
 def nobody_hung(record: Record, options: StoreOptions) -> None:
@@ -39,6 +43,8 @@ def no_more_was_admitted(record: Record, options: StoreOptions, *, lives: int = 
     """Undegraded ones within the limit, in each life of the data; local ones within this node's share."""
     for ask in ASKS:
         admitted = record.admitted(ask)
+        if ask.can_be_full:
+            report.admitted(admitted[None], lives * ask.most)
         assert admitted[None] <= lives * ask.most, ask.resource
         assert admitted["local"] <= outages * max(1, ask.most // options.nodes), ask.resource
         assert admitted["closed"] == 0

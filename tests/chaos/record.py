@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from limitforge import Decision, FixedWindow, Limits, SlidingWindow, TokenBucket
 
-TICK_SECONDS = 0.005
+TICK_SECONDS = 0.02
 DAY = 86_400
 
 
@@ -21,11 +21,15 @@ class Ask:
     most: int
     subject: str = "s"
 
+    @property
+    def can_be_full(self) -> bool:
+        return self.most < 10**9
+
 
 WIDE = Ask("wide", Limits(FixedWindow(name="wide", limit=10**9, window_seconds=50 * DAY)), 10**9)
-TIGHT = Ask("tight", Limits(FixedWindow(name="tight", limit=400, window_seconds=DAY, align="first_hit")), 400)
-BUCKET = Ask("bucket", Limits(TokenBucket(name="bucket", bucket_capacity=400, refill_rate_per_sec="0.0001")), 400)
-PAIR = Ask("pair", Limits(*WIDE.limits, SlidingWindow(name="log", limit=200, window_seconds=DAY)), 200)
+TIGHT = Ask("tight", Limits(FixedWindow(name="tight", limit=100, window_seconds=DAY, align="first_hit")), 100)
+BUCKET = Ask("bucket", Limits(TokenBucket(name="bucket", bucket_capacity=100, refill_rate_per_sec="0.0001")), 100)
+PAIR = Ask("pair", Limits(*WIDE.limits, SlidingWindow(name="log", limit=50, window_seconds=DAY)), 50)
 ASKS = (WIDE, TIGHT, BUCKET, PAIR)
 
 

@@ -7,7 +7,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -15,6 +15,7 @@ from typing import Self
 from limitforge import Decision, FixedWindow, Limiter, Limits, SlidingWindow, StoreOptions, SyncLimiter
 from limitforge.core.check import FailureName
 from limitforge.stores.slots import SLOTS, cluster_slot
+from tests import report
 from tests.chaos import promises
 from tests.chaos.load import Load
 from tests.chaos.record import DAY, TICK_SECONDS, Ask, Call, Record, call_of
@@ -252,7 +253,10 @@ class Crowd:
     def got_no_more_than(self, lost: Callable[[TenantAsk], int] = lambda _ask: 0) -> None:
         """Undegraded admissions within the limits, but for what a failover may have lost."""
         for ask in self.asks + self.others:
-            assert self.admitted(ask) <= ask.most + lost(ask), ask.resource
+            admitted, most = self.admitted(ask), ask.most + lost(ask)
+            if ask.can_be_full:
+                report.admitted(admitted, most)
+            assert admitted <= most, ask.resource
 
     def was_counted(self, lost: Callable[[TenantAsk], int] = lambda _ask: 0) -> None:
         """All that was admitted is counted, but for what was lost; and no more beside it than what may have been."""
@@ -260,6 +264,17 @@ class Crowd:
             admitted, unsure = self.admitted(ask), self.unsure(ask)
             for name, counted in self.counted(ask).items():
                 assert admitted - lost(ask) <= counted <= admitted + unsure, (ask.resource, name)
+
+
+def eventually_counted(crowd: Crowd, lost: Callable[[TenantAsk], int] = lambda _ask: 0) -> None:
+    """As `was_counted`, once what checks over several slots held has come back: within HOLD_SECONDS."""
+    deadline = time.monotonic() + HOLD_SECONDS
+    while time.monotonic() < deadline:
+        with suppress(AssertionError):
+            crowd.was_counted(lost)
+            return
+        time.sleep(0.1)
+    crowd.was_counted(lost)
 
 
 def _ask(load: Load, ask: TenantAsk) -> None:

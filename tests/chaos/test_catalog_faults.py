@@ -19,6 +19,7 @@ from limitforge.catalog.database import Database
 from limitforge.catalog.node import Node
 from limitforge.errors import CatalogUnavailable, Forbidden, LimitforgeError, StoreUnavailable
 from limitforge.stores.shared import ServerMemory
+from tests import report
 from tests.catalog.conftest import PEPPERS
 from tests.catalog.live import Account, Member, closing, decide, eventually, open_account, set_limits
 from tests.catalog.second import second
@@ -52,6 +53,7 @@ class Load:
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
+        report.checked(sum(self.answers.values()), self.slowest)
 
     async def _run(self) -> None:
         number = 0
@@ -101,6 +103,11 @@ DOWN: dict[str, Callable[[PostgresServer], None]] = {
 }
 
 
+def take_down(server: PostgresServer, how: str) -> None:
+    report.fault(f"database {how}")
+    DOWN[how](server)
+
+
 def up_again(server: PostgresServer, how: str) -> None:
     if how == "frozen":
         server.resume()
@@ -124,7 +131,7 @@ async def test_no_decision_fails_while_the_database_is_away_and_all_is_well_by_i
             await load.lasts(1)
             assert load.stale == 0
             gone_at = time.time()
-            await asyncio.to_thread(DOWN[how], own_postgres_server)
+            await asyncio.to_thread(take_down, own_postgres_server, how)
             took = await eventually(lambda: member.node.status().database == "degraded")
             record_property("seconds until degraded", round(took, 2))
             assert member.node.status().since == pytest.approx(gone_at, abs=30)
@@ -157,7 +164,7 @@ async def test_what_is_too_old_is_refused_as_unavailable_and_comes_back(
     how: str, own_postgres_server: PostgresServer, record_property: Record
 ) -> None:
     async with loaded(own_postgres_server, fresh_seconds=0.3, stale_seconds=3) as (member, accounts):
-        await asyncio.to_thread(DOWN[how], own_postgres_server)
+        await asyncio.to_thread(take_down, own_postgres_server, how)
         async with Load(member, accounts) as load:
             await load.lasts(1)
             assert set(load.answers) == {"decided"}
@@ -177,7 +184,7 @@ async def test_a_database_that_comes_and_goes_never_costs_a_decision(
 ) -> None:
     async with loaded(own_postgres_server, fresh_seconds=0.2) as (member, accounts), Load(member, accounts) as load:
         for _ in range(5):
-            await asyncio.to_thread(own_postgres_server.kill)
+            await asyncio.to_thread(take_down, own_postgres_server, "killed")
             await load.lasts(0.7)
             await asyncio.to_thread(own_postgres_server.restart)
             await load.lasts(0.7)
@@ -193,7 +200,7 @@ async def test_a_node_can_be_closed_while_the_database_is_away(
     how: str, own_postgres_server: PostgresServer, record_property: Record
 ) -> None:
     async with loaded(own_postgres_server, fresh_seconds=0.2) as (member, accounts):
-        await asyncio.to_thread(DOWN[how], own_postgres_server)
+        await asyncio.to_thread(take_down, own_postgres_server, how)
         async with Load(member, accounts) as load:
             await load.lasts(1)
         began = time.monotonic()
@@ -258,6 +265,7 @@ async def test_without_redis_nothing_fails_and_changes_are_heard_by_the_database
             cold = [await open_account(here.catalog, f"cold-{at}") for at in range(3)]
             async with Load(member, accounts) as load:
                 await load.lasts(1)
+                report.fault(f"redis {how}")
                 own_redis_server.kill() if how == "killed" else own_redis_server.pause()
                 delays, edits = [], []
                 for number in range(6, 12):
@@ -312,6 +320,8 @@ async def test_how_soon_a_change_decides_in_another_process(
             assert await other.limit(account.text) == 5
             for number in range(6, 6 + SAMPLES):
                 await until_listening(other)
+                if fault != "none":
+                    report.fault(fault)
                 if fault == "redis restarted":
                     await asyncio.to_thread(own_redis_server.restart)
                 elif fault == "subscription cut":

@@ -1,10 +1,10 @@
 """Half a minute of faults in any order, on a Cluster and behind sentinels, with every kind of check."""
 
-import random
 import time
 
 import pytest
 
+from tests import report
 from tests.chaos.shards import HOLD_SECONDS, Crowd, TenantAsk, lanes_of_default, options_of, spread_of
 from tests.chaos.stages import (
     TENANTS,
@@ -40,7 +40,7 @@ def migrated(crowd: Crowd, stage: Stage) -> None:
     """To another master, and it stays there."""
     assert isinstance(stage, ClusterStage)
     others = [node for node in stage.servers.masters() if node is not stage.victim()]
-    stage.servers.migrate(stage.slot, random.choice(others), 2, 0.05)
+    stage.servers.migrate(stage.slot, others[0], 2, 0.05)
 
 
 def endure_all(stage: Stage, faults: tuple[Suffer, ...]) -> None:
@@ -48,11 +48,12 @@ def endure_all(stage: Stage, faults: tuple[Suffer, ...]) -> None:
     lost: dict[TenantAsk, int] = dict.fromkeys(stage.asks, 0)
     with Crowd(stage.url, stage.asks, options_of("local")) as crowd:
         crowd.decided()
-        began = time.monotonic()
+        began, draw = time.monotonic(), report.draw()
         while time.monotonic() - began < SECONDS:
             if isinstance(stage, ClusterStage):
-                stage.tenant = random.choice(TENANTS)
-            suffer = random.choice(faults)
+                stage.tenant = draw.choice(TENANTS)
+            suffer = draw.choice(faults)
+            report.fault(suffer.__name__)
             print(f"{time.monotonic() - began:.1f} s: {suffer.__name__}")  # noqa: T201 - for whoever looks into a failure
             doubtful = suffer(crowd, stage)
             crowd.decided()

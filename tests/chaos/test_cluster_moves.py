@@ -100,7 +100,7 @@ def test_checks_over_several_slots_stay_exact_while_one_of_them_moves(cluster: C
             servers.migrate(world, node, 1, PAUSE_SECONDS)
             crowd.decided()
         crowd.stop()
-        time.sleep(HOLD_SECONDS)
+        time.sleep(HOLD_SECONDS)  # what was confirmed stays, also after all that was only held has lapsed
         crowd.was_counted()
     crowd.was_served_well()
     crowd.got_no_more_than()

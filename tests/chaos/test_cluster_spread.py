@@ -11,12 +11,13 @@ import pytest
 from limitforge import Decision, Limiter, SyncLimiter
 from limitforge.stores.redis_parts import Parts
 from limitforge.stores.spread import Finish
+from tests import report
 from tests.chaos.conftest import OnALoop
 from tests.chaos.shards import (
-    HOLD_SECONDS,
     KINDS,
     Crowd,
     TenantAsk,
+    eventually_counted,
     lanes_of_default,
     options_of,
     spread_of,
@@ -54,6 +55,7 @@ def test_what_was_held_when_a_master_failed_comes_back(cluster: ClusterStage, su
     ]
     with Crowd(cluster.url, cluster.asks, options_of(KINDS[FAULTS.index(suffer) % len(KINDS)])) as crowd:
         crowd.decided()
+        report.fault(suffer.__name__)
         doubtful = suffer(crowd, cluster)
         crowd.decided()
         crowd.stop()
@@ -61,8 +63,7 @@ def test_what_was_held_when_a_master_failed_comes_back(cluster: ClusterStage, su
         def lost(one: TenantAsk) -> int:
             return 0 if doubtful is None else crowd.admitted(one, *doubtful)
 
-        time.sleep(HOLD_SECONDS)
-        crowd.was_counted(lost)
+        eventually_counted(crowd, lost)
     crowd.was_served_well()
     crowd.got_no_more_than(lost)
 

@@ -21,7 +21,7 @@ from tests.proxy import DropReplies, Pass, Proxy, Refuse
 from tests.servers import RedisServer
 
 DAY = 86_400
-HANGS_SECONDS = 5.0  # far more than a deadline, also on a busy machine
+HANGS_SECONDS = 20.0  # hundreds of deadlines: what hangs here does so for ever
 TEN = FixedWindow(name="ten", limit=10, window_seconds=DAY, align="first_hit")
 ONE = FixedWindow(name="one", limit=1, window_seconds=DAY, align="first_hit")
 SLOTS = Concurrency(name="slots", max_concurrent=8, lease_ttl_seconds=60)
@@ -152,7 +152,7 @@ def test_releasing_it_twice_is_fine(opened: Open, gone: Proxy, failure: FailureN
 
 
 def test_a_lost_answer_is_degraded_and_may_have_been_counted(opened: Open, proxy: Proxy) -> None:
-    limiter = opened(proxy.url, failure="open", deadline_ms=100, breaker_seconds=0.01)
+    limiter = opened(proxy.url, failure="open", deadline_ms=500, breaker_seconds=0.01)
     limiter.check("r", "s", limits=TEN)
     with proxy.doing(DropReplies()):
         assert limiter.check("r", "s", limits=TEN).degraded == "open"

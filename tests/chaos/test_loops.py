@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from limitforge import Decision, FixedWindow, Limiter, LimitforgeError, Limits, Request, StoreOptions, SyncLimiter
-from tests.chaos.waiting import eventually
+from tests.chaos.waiting import PATIENCE_SECONDS, eventually
 from tests.proxy import DropReplies, Proxy, Refuse, unreachable
 from tests.servers import RedisServer
 
@@ -27,12 +27,9 @@ def _leaks_are_of_the_test_that_made_them() -> Iterator[None]:
     gc.collect()
 
 
-async def until_it_works(limiter: Limiter) -> float:
-    began = time.monotonic()
-    async with asyncio.timeout(20):
-        while True:
-            if (await limiter.check("r", "s", limits=WIDE)).degraded is None:
-                return time.monotonic() - began
+async def until_it_works(limiter: Limiter) -> None:
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while (await limiter.check("r", "s", limits=WIDE)).degraded is not None:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
@@ -42,7 +39,7 @@ async def admitted(limiter: Limiter, callers: int, calls: int = 1) -> int:
         assert {decision.degraded for decision in decisions} == {None}
         return sum(decision.allowed for decision in decisions)
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         return sum(await asyncio.gather(*(call() for _ in range(callers))))
 
 
@@ -75,7 +72,7 @@ def test_a_loop_that_ended_in_an_outage_leaves_nothing_behind_for_the_next(proxy
     limiter = Limiter.connect(proxy.url, options=StoreOptions(deadline_ms=50, breaker_seconds=0.05))
 
     async def check() -> str | None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             return (await limiter.check("r", "s", limits=WIDE)).degraded
 
     with proxy.doing(DropReplies()):
@@ -146,7 +143,7 @@ async def test_a_probe_whose_caller_gives_up_does_not_keep_the_store_from_coming
         probe = asyncio.create_task(limiter.check("r", "s", limits=WIDE))
         await asyncio.sleep(0)
         probe.cancel()
-        assert await until_it_works(limiter) < 0.1 + 0.1 + 0.4
+        await until_it_works(limiter)
 
 
 async def test_closing_answers_whoever_waits(own_redis_server: RedisServer) -> None:
@@ -157,7 +154,7 @@ async def test_closing_answers_whoever_waits(own_redis_server: RedisServer) -> N
     callers += [asyncio.create_task(limiter.check("r", "s", limits=WIDE, failure="raise")) for _ in range(100)]
     await asyncio.sleep(0.02)
     await limiter.close()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         results = await asyncio.gather(*callers, return_exceptions=True)
     assert [result.degraded for result in results[:100] if isinstance(result, Decision)] == ["closed"] * 100
     assert all(isinstance(result, LimitforgeError) for result in results[100:])
@@ -177,7 +174,7 @@ async def test_closing_answers_who_waits_for_a_connection(way: str) -> None:
             caller = asyncio.create_task(limiter.reset("r", "s", limits=WIDE))
         await asyncio.sleep(0.02)
         await limiter.close()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             (result,) = await asyncio.gather(caller, return_exceptions=True)
     assert isinstance(result, Decision | list | LimitforgeError)
 
@@ -203,22 +200,21 @@ def test_closing_answers_threads_that_wait(own_redis_server: RedisServer) -> Non
         waiting = [pool.submit(limiter.check, "r", "s", limits=WIDE) for _ in range(8)]
         time.sleep(0.05)
         limiter.close()
-        assert [decision.result(timeout=5).degraded for decision in waiting] == ["closed"] * 8
+        assert [decision.result(timeout=PATIENCE_SECONDS).degraded for decision in waiting] == ["closed"] * 8
     limiter.close()
 
 
 async def test_a_full_queue_is_answered_at_once(own_redis_server: RedisServer) -> None:
-    options = StoreOptions(failure="closed", deadline_ms=5_000, max_waiting=10)
+    options = StoreOptions(failure="closed", deadline_ms=50_000, max_waiting=10)
     async with Limiter.connect(own_redis_server.url, options=options) as limiter:
         await limiter.check("r", "s", limits=WIDE)
         own_redis_server.pause()
         callers = [asyncio.create_task(limiter.check("r", "s", limits=WIDE)) for _ in range(500)]
-        await asyncio.sleep(1)
-        done = [caller.result().degraded for caller in callers if caller.done()]
+        async with asyncio.timeout(PATIENCE_SECONDS):  # less than the deadline
+            for answered in asyncio.as_completed(callers[10:]):
+                assert (await answered).degraded == "closed"
         own_redis_server.resume()
         await asyncio.gather(*callers)
-    assert len(done) >= 400
-    assert set(done) == {"closed"}
 
 
 async def test_a_callback_that_fails_spoils_nobody_elses_answer(redis_url: str) -> None:

@@ -10,7 +10,9 @@ import pytest
 from tests.proxy import Cut, Delay, Drip, DropReplies, DropRequests, Garbage, Mode, Pass, Proxy, Refuse, unreachable
 from tests.servers import RedisServer
 
-pytestmark = pytest.mark.slow  # what tests the tests is not needed while you work
+# What tests the tests is not needed while you work; run this file with `-m ""` when the proxy changes.
+pytestmark = pytest.mark.slow
+only_in_soak = pytest.mark.soak
 
 SHORT = 0.05  # to see that nothing comes
 
@@ -65,6 +67,7 @@ def test_dropped_replies_are_of_requests_that_had_their_effect(proxy: Proxy, cli
     assert ask(client, "GET n") == b"$1\r\n1\r\n"
 
 
+@only_in_soak
 def test_delayed_replies_come_later(proxy: Proxy, client: socket.socket) -> None:
     proxy.mode = Delay(0.2)
     started = time.monotonic()
@@ -72,6 +75,7 @@ def test_delayed_replies_come_later(proxy: Proxy, client: socket.socket) -> None
     assert time.monotonic() - started >= 0.2
 
 
+@only_in_soak
 def test_a_cut_reply_ends_in_its_middle_and_a_shorter_one_does_not(proxy: Proxy, client: socket.socket) -> None:
     proxy.mode = Cut(after=8)
     assert ask(client) == b"+PONG\r\n"
@@ -79,6 +83,7 @@ def test_a_cut_reply_ends_in_its_middle_and_a_shorter_one_does_not(proxy: Proxy,
     assert client.recv(16) == b""
 
 
+@only_in_soak
 def test_a_dripping_reply_comes_byte_by_byte_until_it_may_pass(proxy: Proxy, client: socket.socket) -> None:
     with proxy.doing(Drip(0.02)):
         assert ask(client) == b"+"
@@ -99,11 +104,13 @@ def test_refused_connections_are_closed_at_once_also_those_that_were_open(proxy:
         assert ask(other) == b"+PONG\r\n"
 
 
+@only_in_soak
 def test_garbage_takes_the_place_of_a_reply(proxy: Proxy, client: socket.socket) -> None:
     proxy.mode = Garbage(b"?\x00\xff\r\n")
     assert ask(client) == b"?\x00\xff\r\n"
 
 
+@only_in_soak
 def test_a_server_that_is_not_there_ends_the_connection(own_redis_server: RedisServer) -> None:
     own_redis_server.kill()
     with (
@@ -113,6 +120,7 @@ def test_a_server_that_is_not_there_ends_the_connection(own_redis_server: RedisS
         assert client.recv(16) == b""
 
 
+@only_in_soak
 @pytest.mark.parametrize("mode", [Pass(), DropReplies(), Delay(60), Drip(60), Refuse()], ids=repr)
 def test_it_closes_cleanly_whatever_it_is_doing(redis_server: RedisServer, mode: Mode) -> None:
     proxy = Proxy(redis_server.port)
@@ -127,6 +135,7 @@ def test_it_closes_cleanly_whatever_it_is_doing(redis_server: RedisServer, mode:
         client.close()
 
 
+@only_in_soak
 def test_threads_may_switch_it_under_load(proxy: Proxy) -> None:
     def switch() -> None:
         for mode in (Pass(), Delay(0.001), Drip(0), Pass()):
@@ -145,6 +154,7 @@ def test_threads_may_switch_it_under_load(proxy: Proxy) -> None:
         thread.join()
 
 
+@only_in_soak
 def test_what_is_unreachable_neither_connects_nor_refuses() -> None:
     with unreachable() as url, socket.socket() as client:
         client.settimeout(SHORT)

@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 
+from tests import report as report_run
 from tests.chaos.losses import RawCounter, report
 from tests.chaos.shards import Crowd, options_of, wide_of
 from tests.chaos.stages import TENANTS, ClusterStage, SentinelStage, Stage, cluster, cut_off, sentinels
@@ -74,6 +75,7 @@ def loss_of(stage: Stage, *, alone: bool, wait_replicas: int = 0) -> Loss:
                 time.sleep(ALONE_SECONDS)
             else:
                 in_touch = time.monotonic()
+            report_run.fault("killed")
             victim.kill()
             crowd.stop()
             stage.wait_for_successor(victim)

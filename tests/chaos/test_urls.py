@@ -72,7 +72,7 @@ def test_tls_to_a_port_without_it_is_unavailable(opened: Open, redis_server: Red
 @pytest.mark.parametrize("kind", [TlsRedisServer, AclRedisServer, UnixRedisServer])
 def test_it_comes_back_by_itself_whatever_the_kind_of_connection(opened: Open, kind: type[RedisServer]) -> None:
     with kind() as server:
-        limiter = opened(server.url, failure="local", deadline_ms=1_000, breaker_seconds=0.05)
+        limiter = opened(server.url, failure="local", deadline_ms=PATIENT, breaker_seconds=0.05)
         assert limiter.check("r", "s", limits=FIVE).degraded is None
         server.kill()
         for _ in range(5):
@@ -142,7 +142,7 @@ def test_the_right_password_is_told_nowhere(
     caplog.set_level("DEBUG")
     own_redis_server.lock("hunter2")
     url = f"redis://:hunter2@127.0.0.1:{own_redis_server.port}/0"
-    limiter = opened(url, failure="open", deadline_ms=1_000, breaker_seconds=0.05)
+    limiter = opened(url, failure="open", deadline_ms=PATIENT, breaker_seconds=0.05)
     works(limiter, own_redis_server)
     own_redis_server.kill()
     for _ in range(5):
@@ -163,7 +163,7 @@ def test_a_redis_that_takes_no_more_clients_is_unavailable(opened: Open, own_red
     with own_redis_server.connection() as keeper:
         keeper.sendall(b"CONFIG SET maxclients 1\r\n")
         assert keeper.recv(64) == b"+OK\r\n"
-        limiter = opened(own_redis_server.url, failure="open", deadline_ms=1_000, breaker_seconds=0.05)
+        limiter = opened(own_redis_server.url, failure="open", deadline_ms=PATIENT, breaker_seconds=0.05)
         assert [limiter.check("r", "s", limits=FIVE).degraded for _ in range(4)] == ["open"] * 4
         keeper.sendall(b"CONFIG SET maxclients 100\r\n")
         assert keeper.recv(64) == b"+OK\r\n"

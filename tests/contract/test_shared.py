@@ -22,7 +22,7 @@ from tests.constellations import ClusterServers, SentinelServers
 from tests.proxy import DropReplies, Garbage, Proxy, Refuse, unreachable
 from tests.servers import AclRedisServer, RedisServer, TlsRedisServer, UnixRedisServer
 
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 45.0
 CALL_SECONDS = 15.0  # generous: one call is meant to give up after a second
 
 
@@ -49,14 +49,20 @@ def servers(request: pytest.FixtureRequest) -> Iterator[HasUrl]:
 
 
 @pytest.fixture
-async def shared(servers: HasUrl) -> AsyncIterator[SharedRedis]:
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine twenty calls at once may take longer than the second that one call has."""
+    monkeypatch.setattr(shared_redis, "SECONDS", 20.0)
+
+
+@pytest.fixture
+async def shared(servers: HasUrl, patient: None) -> AsyncIterator[SharedRedis]:
     shared = SharedRedis(servers.url)
     yield shared
     await shared.close()
 
 
 @pytest.fixture
-async def other(servers: HasUrl) -> AsyncIterator[SharedRedis]:
+async def other(servers: HasUrl, patient: None) -> AsyncIterator[SharedRedis]:
     """Another node's."""
     other = SharedRedis(servers.url)
     yield other
@@ -173,8 +179,9 @@ async def test_a_lease_has_one_owner_who_may_extend_it_and_give_it_back(
 
 
 async def test_of_many_only_one_can_claim_until_the_claim_ends(shared: SharedRedis, other: SharedRedis) -> None:
-    answers = await asyncio.gather(*(who.claim("lf:{claim}:1", 60) for who in (shared, other) for _ in range(10)))
-    assert sum(answers) == 1
+    async with asyncio.TaskGroup() as group:  # which leaves no call behind when one fails
+        claims = [group.create_task(who.claim("lf:{claim}:1", 60)) for who in (shared, other) for _ in range(10)]
+    assert sum(claim.result() for claim in claims) == 1
     assert await shared.claim("lf:{claim}:2", 0.05)
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not await other.claim("lf:{claim}:2", 60):
