@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pytest
 
@@ -19,6 +18,7 @@ from limitforge.errors import CatalogUnavailable, Forbidden, UnknownKey
 from limitforge.stores.shared import SharedRedis
 from tests.catalog.backups import back_up, restore
 from tests.catalog.live import Account, Member, eventually, open_account, set_limits
+from tests.catalog.reused import ReusedDatabase
 from tests.postgres import PostgresServer
 from tests.proxy import DropReplies, Mode, Proxy, Refuse
 from tests.servers import RedisServer
@@ -53,10 +53,9 @@ class Pair:
 
 @pytest.fixture
 async def pair(
-    postgres_server: PostgresServer, migrated_postgres: str, redis_url: str, peppers: Peppers
+    postgres_server: PostgresServer, reused_postgres: ReusedDatabase, redis_url: str, peppers: Peppers
 ) -> AsyncIterator[Pair]:
-    name = f"test_{uuid4().hex}"
-    url = postgres_server.database(name, migrated_postgres)
+    url = await reused_postgres.emptied()
     with Proxy(postgres_server.port) as proxy:
         async with contextlib.AsyncExitStack() as stack:
             through = url.replace(f":{postgres_server.port}/", f":{proxy.port}/")
@@ -64,7 +63,6 @@ async def pair(
             there = await stack.enter_async_context(Member(through, redis_url, peppers=peppers))
             await eventually(lambda: "redis" in there.node.status().listening)
             yield Pair(url, redis_url, proxy, peppers, stack, here, there)
-    postgres_server.drop(name)
 
 
 Change = Callable[[Edit, Account], Awaitable[Any]]

@@ -30,8 +30,8 @@ from limitforge.errors import StoreUnavailable
 from limitforge.stores.shared import SharedRedis
 from limitforge.stores.slots import cluster_slot
 from tests.catalog.live import PATIENT, Account, Member, closing, decide, eventually, limit_of, open_account
+from tests.catalog.reused import ReusedDatabase
 from tests.constellations import ClusterServers
-from tests.postgres import PostgresServer
 from tests.proxy import Proxy, Refuse
 from tests.servers import RedisServer
 
@@ -592,10 +592,9 @@ def slot_of(tenant_id: str) -> int:
 
 
 async def test_overrides_come_back_on_postgres_too(
-    peppers: Peppers, postgres_server: PostgresServer, migrated_postgres: str, redis_url: str, raw: Any
+    peppers: Peppers, reused_postgres: ReusedDatabase, redis_url: str, raw: Any
 ) -> None:
-    name = f"test_{uuid4().hex}"
-    url = postgres_server.database(name, migrated_postgres)
+    url = await reused_postgres.emptied()
     async with Member(url, redis_url, peppers=peppers, limiter_url=redis_url) as member:
         account = await open_account(member.catalog)
         await override(member.catalog, account, *BLOCKED, limit="blocked", resource="*")
@@ -606,7 +605,6 @@ async def test_overrides_come_back_on_postgres_too(
 
         await eventually(is_blocked)
         await eventually(lambda: member.node.status().overrides.restored == 50)
-    postgres_server.drop(name)
 
 
 # --- Any order of changes and losses ---------------------------------------------------------------------------------
