@@ -15,10 +15,10 @@ LEFT_OVER = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datnam
 TABLES = "SELECT oid::regclass::text FROM pg_class WHERE relkind = 'r' AND relnamespace = 'public'::regnamespace"
 SCHEMA = """
     SELECT md5(string_agg(part, ',' ORDER BY part)) FROM (
-        SELECT concat_ws(' ', attrelid, attname, atttypid, atttypmod, attnotnull, relname) FROM pg_attribute
+        SELECT concat_ws(' ', relname, attname, atttypid, atttypmod, attnotnull) FROM pg_attribute
             JOIN pg_class ON pg_class.oid = attrelid WHERE relnamespace = 'public'::regnamespace
-        UNION ALL SELECT concat_ws(' ', oid, conname) FROM pg_constraint
-        UNION ALL SELECT concat_ws(' ', oid, tgname, tgenabled) FROM pg_trigger
+        UNION ALL SELECT concat_ws(' ', conrelid::regclass, conname) FROM pg_constraint
+        UNION ALL SELECT concat_ws(' ', tgrelid::regclass, tgname, tgenabled) FROM pg_trigger WHERE NOT tgisinternal
         UNION ALL SELECT nspname FROM pg_namespace
     ) AS parts (part)
 """
