@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from limitforge import ManualClock
+from limitforge.catalog import node as nodes
 from limitforge.catalog.catalog import Catalog
 from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database import Database
@@ -85,6 +86,13 @@ def _migrate(url: str) -> None:
 
     with ThreadPoolExecutor(1) as threads:
         threads.submit(asyncio.run, migrate()).result()
+
+
+@pytest.fixture
+def quick_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes look at the outbox five to ten times as often as in production: what waits for a look is soon over."""
+    monkeypatch.setattr(nodes, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(nodes, "POLL_WHEN_TOLD_SECONDS", 0.5)
 
 
 @pytest.fixture
