@@ -5,18 +5,20 @@ import shutil
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from uuid import uuid4
 
 import msgspec
 import pytest
 
 from limitforge import ManualClock
+from limitforge.catalog import node as nodes
 from limitforge.catalog.catalog import Catalog
 from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database import Database
 from limitforge.catalog.queries import Announcement
 from limitforge.catalog.sealing import Sealer
+from tests.catalog.making import opened
 from tests.catalog.places import Place
+from tests.catalog.reused import ReusedDatabase
 from tests.postgres import PostgresServer
 
 PEPPERS = "1:a pepper that the tests alone know"
@@ -40,10 +42,10 @@ def migrated_sqlite(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def migrated_postgres(postgres_server: PostgresServer) -> str:
-    """The name of such a database, to make others from: that is quicker than to migrate each."""
+def reused_postgres(postgres_server: PostgresServer) -> ReusedDatabase:
+    """Such a database on this worker's PostgreSQL: each test that asks for it gets it empty."""
     _migrate(postgres_server.database("migrated"))
-    return "migrated"
+    return ReusedDatabase(postgres_server, "migrated")
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
@@ -51,17 +53,12 @@ async def database(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
     """With the newest schema."""
     if request.param == "sqlite":
         shutil.copy(request.getfixturevalue("migrated_sqlite"), tmp_path / "catalog.db")
-        database = Database(f"sqlite:///{tmp_path}/catalog.db")
-        yield database
-        await database.close()
+        async with opened(f"sqlite:///{tmp_path}/catalog.db") as database:
+            yield database
         return
-    server: PostgresServer = request.getfixturevalue("postgres_server")
-    name = f"test_{uuid4().hex}"
-    database = Database(server.database(name, request.getfixturevalue("migrated_postgres")))
-    yield database
-    await database.close()
-    if server.running:
-        server.drop(name)
+    reused: ReusedDatabase = request.getfixturevalue("reused_postgres")
+    async with opened(await reused.emptied()) as database:
+        yield database
 
 
 @pytest.fixture(params=["sqlite", "postgres", "sqlite and redis", "postgres and redis"])
@@ -73,12 +70,10 @@ async def place(request: pytest.FixtureRequest, tmp_path: Path, peppers: Peppers
         async with place.stack:
             yield place
         return
-    server: PostgresServer = request.getfixturevalue("postgres_server")
-    name = f"test_{uuid4().hex}"
-    place = Place(server.database(name, request.getfixturevalue("migrated_postgres")), redis_url, peppers)
+    reused: ReusedDatabase = request.getfixturevalue("reused_postgres")
+    place = Place(await reused.emptied(), redis_url, peppers)
     async with place.stack:
         yield place
-    server.drop(name)
 
 
 def _migrate(url: str) -> None:
@@ -91,6 +86,13 @@ def _migrate(url: str) -> None:
 
     with ThreadPoolExecutor(1) as threads:
         threads.submit(asyncio.run, migrate()).result()
+
+
+@pytest.fixture
+def quick_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes look at the outbox five to ten times as often as in production: what waits for a look is soon over."""
+    monkeypatch.setattr(nodes, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(nodes, "POLL_WHEN_TOLD_SECONDS", 0.5)
 
 
 @pytest.fixture

@@ -233,7 +233,7 @@ async def eventually(
     is_so: Callable[[], Any] | Callable[[], Awaitable[Any]], seconds: float = PATIENCE_SECONDS
 ) -> float:
     """Ask until it is so; tells how many seconds that took."""
-    began = time.monotonic()
+    began, pause = time.monotonic(), 0.001
     while True:
         answer: Any = is_so()
         if isinstance(answer, Awaitable):
@@ -241,7 +241,8 @@ async def eventually(
         if answer:
             return time.monotonic() - began
         assert time.monotonic() - began < seconds, "it did not come to pass"
-        await asyncio.sleep(0.002)
+        await asyncio.sleep(pause)
+        pause = min(1.3 * pause, 0.03)
 
 
 class Member:

@@ -35,6 +35,7 @@ class Place:
 
 
 only_with_redis = pytest.mark.parametrize("place", ["sqlite and redis", "postgres and redis"], indirect=True)
+without_redis = pytest.mark.parametrize("place", ["sqlite", "postgres"], indirect=True)
 only_postgres = pytest.mark.parametrize("place", ["postgres", "postgres and redis"], indirect=True)
 only_sqlite = pytest.mark.parametrize("place", ["sqlite"], indirect=True)
 only_sqlite_with_redis = pytest.mark.parametrize("place", ["sqlite and redis"], indirect=True)

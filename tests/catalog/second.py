@@ -1,24 +1,17 @@
-"""A second process of a service: a node and a limiter, which do what they are asked, as a program of its own.
-
-    python -m tests.catalog.second <database> <redis or -> <peppers>
-
-Each line that it reads is a question in JSON, each line that it writes the answer.
-"""
+"""A second process of a service: a node and a limiter, which do what they are asked."""
 
 import asyncio
-import json
-import os
-import signal
-import subprocess
-import sys
+import contextlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from multiprocessing.connection import Connection
+from typing import Any
 
 from limitforge.catalog.credentials import Peppers
 from limitforge.errors import LimitforgeError
 from tests.catalog.live import Member, decide
+from tests.catalog.programs import Program
 
 PATIENCE_SECONDS = 60.0
 READY = "ready"
@@ -28,18 +21,14 @@ class Second:
     """That process, from the outside."""
 
     def __init__(self, database_url: str, redis_url: str | None, peppers: str) -> None:
-        command = [sys.executable, "-m", "tests.catalog.second", database_url, redis_url or "-", peppers]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._program = Program(run, database_url, redis_url, peppers)
 
     async def started(self) -> "Second":
         assert await self._read() == READY
         return self
 
     async def ask(self, what: str, **how: Any) -> Any:
-        stdin = self._process.stdin
-        assert stdin is not None
-        stdin.write(json.dumps({"what": what, **how}) + "\n")
-        stdin.flush()
+        self._program.connection.send({"what": what, **how})
         return await self._read()
 
     async def limit(self, text: str) -> Any:
@@ -61,26 +50,14 @@ class Second:
         return answer
 
     def kill(self) -> None:
-        self._process.send_signal(signal.SIGKILL)
+        self._program.kill()
 
-    def end(self) -> int:
-        """As its stdin ends, so does it, in an orderly way; tells its exit code."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-        try:
-            return self._process.wait(PATIENCE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-            raise
+    def end(self) -> int | None:
+        """As its questions end, so does it, in an orderly way; returns its exit code."""
+        return self._program.end()
 
     async def _read(self) -> Any:
-        stdout = self._process.stdout
-        assert stdout is not None
-        line = await asyncio.wait_for(asyncio.to_thread(stdout.readline), PATIENCE_SECONDS)
-        assert line, f"the second process has ended with {self._process.poll()}"
-        return json.loads(line)
+        return await asyncio.to_thread(self._program.read)
 
 
 @contextmanager
@@ -123,16 +100,13 @@ async def _limit(member: Member, text: str) -> int | str | None:
         return type(error).__name__
 
 
-async def serve(answers: TextIO, database_url: str, redis_url: str, peppers: str) -> None:
-    member = Member(database_url, None if redis_url == "-" else redis_url, peppers=Peppers.parse(peppers))
-    async with member:
-        answers.write(json.dumps(READY) + "\n")
-        answers.flush()
-        while line := await asyncio.to_thread(sys.stdin.readline):
-            answers.write(json.dumps(await answer(member, json.loads(line))) + "\n")
-            answers.flush()
+async def serve(connection: Connection, database_url: str, redis_url: str | None, peppers: str) -> None:
+    async with Member(database_url, redis_url, peppers=Peppers.parse(peppers)) as member:
+        connection.send(READY)
+        with contextlib.suppress(EOFError):
+            while True:
+                connection.send(await answer(member, await asyncio.to_thread(connection.recv)))
 
 
-if __name__ == "__main__":
-    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as out:
-        asyncio.run(serve(out, *sys.argv[1:]))
+def run(connection: Connection, *where: Any) -> None:
+    asyncio.run(serve(connection, *where))

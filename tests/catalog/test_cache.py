@@ -613,7 +613,7 @@ async def test_a_change_of_many_keys_at_once_reaches_all_of_them(
     """More than the database has connections for."""
     account = await open_account(catalog)
     async with catalog.edit("test") as edit:
-        made = [await edit.create_key({"tenant_id": account.tenant.id, "name": f"k{at}"}) for at in range(150)]
+        made = [await edit.create_key({"tenant_id": account.tenant.id, "name": f"k{at}"}) for at in range(40)]
     snapshots = remembering(DatabaseSource(database), peppers, clock)
     for _, credential in made:
         await snapshots.find(credential.text)
@@ -815,14 +815,15 @@ async def test_when_keys_were_last_used_is_told_once(
 
 @pytest.mark.slow
 async def test_closing_while_something_is_read_leaves_nobody_waiting(
-    source: FakeSource, snapshots: Snapshots, peppers: Peppers
+    source: FakeSource, snapshots: Snapshots, peppers: Peppers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cache, "CLOSE_SECONDS", 0.05)
     _, text = source.add_key(peppers, "acme")
     async with source.held("acme"):
         requests = [asyncio.create_task(snapshots.find(text)) for _ in range(3)]
         await source.until_waiting()
         await snapshots.close()
-        done, waiting = await asyncio.wait(requests, timeout=10)
+        done, waiting = await asyncio.wait(requests, timeout=30)
         assert len(done) == 3
         assert not waiting
     assert not snapshots._flights
@@ -832,9 +833,10 @@ async def test_closing_while_something_is_read_leaves_nobody_waiting(
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", range(8))
 async def test_what_is_begun_to_be_read_while_it_is_closed_ends_too(
-    steps: int, source: FakeSource, snapshots: Snapshots, peppers: Peppers
+    steps: int, source: FakeSource, snapshots: Snapshots, peppers: Peppers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request that has just got its key goes on to ask for its tenant."""
+    monkeypatch.setattr(cache, "CLOSE_SECONDS", 0.05)
     key, text = source.add_key(peppers, "acme")
     async with source.held("acme"):
         async with source.held(key.id) as let_go:
@@ -843,8 +845,8 @@ async def test_what_is_begun_to_be_read_while_it_is_closed_ends_too(
             let_go()
             for _ in range(steps):
                 await asyncio.sleep(0)
-            await asyncio.wait_for(snapshots.close(), 10)
-        _, waiting = await asyncio.wait(requests, timeout=10)
+            await asyncio.wait_for(snapshots.close(), 30)
+        _, waiting = await asyncio.wait(requests, timeout=30)
         assert not waiting
         errors = [request.exception() for request in requests]
         assert {type(error) for error in errors} <= {CatalogUnavailable, type(None)}

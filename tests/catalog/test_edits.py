@@ -2,22 +2,21 @@
 
 import asyncio
 import contextlib
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 
 from limitforge.catalog.catalog import Catalog, Edit
+from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database import Database
 from limitforge.catalog.model import Key, Plan, Policy, Tenant
 from limitforge.catalog.queries import Announcement
 from limitforge.errors import Conflict, InvalidInput, NotFound
 from tests.catalog.conftest import PEPPERS
-from tests.catalog.making import ACTOR, audit_of, new_customer, new_tenant, rows, state, url_of
+from tests.catalog.making import ACTOR, audit_of, new_customer, new_tenant, opened, rows, state, url_of
+from tests.catalog.programs import program
 
 
 async def change_everything(edit: Edit) -> None:
@@ -176,44 +175,31 @@ async def test_an_actor_must_have_a_name_that_can_be_printed(catalog: Catalog, d
 
 # -- killed
 
-DEATHS = {
-    "in the middle": "await change_everything(edit); print('now', flush=True); await asyncio.sleep(60)",
-    "after its last change": (
-        "await change_everything(edit); await edit.finish(); print('now', flush=True); await asyncio.sleep(60)"
-    ),
-}
 
-PROGRAM = """
-import asyncio
-from limitforge.catalog.catalog import Catalog
-from limitforge.catalog.credentials import Peppers
-from limitforge.catalog.database import Database
-from tests.catalog.test_edits import change_everything
-
-async def main():
-    catalog = Catalog(Database({url!r}), peppers=Peppers.parse({peppers!r}))
-    async with catalog.edit("test:doomed") as edit:
-        {work}
-    print("done", flush=True)
-
-asyncio.run(main())
-"""
+async def doomed(url: str, death: str | None, connection: Connection) -> None:
+    async with opened(url) as database:
+        catalog = Catalog(database, peppers=Peppers.parse(PEPPERS))
+        async with catalog.edit("test:doomed") as edit:
+            await change_everything(edit)
+            if death == "after its last change":
+                await edit.finish()
+            if death is not None:
+                connection.send("now")
+                await asyncio.to_thread(connection.recv)  # killed while it waits
+        connection.send("done")
+        await asyncio.to_thread(connection.recv)
 
 
-async def killed(url: str, work: str, meanwhile: Callable[[], Awaitable[None]] | None = None) -> None:
+def work(connection: Connection, url: str, death: str | None) -> None:
+    asyncio.run(doomed(url, death, connection))
+
+
+async def killed(url: str, death: str | None, meanwhile: Callable[[], Awaitable[None]] | None = None) -> None:
     """A process that edits, killed as soon as it says that it has come so far."""
-    program = PROGRAM.format(url=url, peppers=PEPPERS, work=work)
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", program, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": "."}
-    )
-    try:
-        assert process.stdout is not None
-        assert await process.stdout.readline() in (b"now\n", b"done\n")
+    with program(work, url, death) as process:
+        assert await asyncio.to_thread(process.read) == ("done" if death is None else "now")
         if meanwhile is not None:
             await meanwhile()
-    finally:
-        process.send_signal(signal.SIGKILL)
-        await process.communicate()
 
 
 @pytest.mark.parametrize("death", ["in the middle", pytest.param("after its last change", marks=pytest.mark.slow)])
@@ -226,9 +212,8 @@ async def test_an_edit_whose_process_is_killed_leaves_nothing_and_holds_nothing(
     async def look() -> None:
         assert await state(database) == before
 
-    await killed(url_of(database), DEATHS[death], look)
-    async with asyncio.timeout(4):
-        await new_tenant(catalog, "afterwards")
+    await killed(url_of(database), death, look)
+    await new_tenant(catalog, "afterwards")
     assert {name for (name,) in await rows(database, "SELECT name FROM tenants")} == {"operator", "acme", "afterwards"}
     after = await state(database)
     for table in ("plans", "plan_versions", "policies", "keys", "secrets", "tokens", "overrides"):
@@ -239,7 +224,7 @@ async def test_an_edit_whose_process_is_killed_leaves_nothing_and_holds_nothing(
 
 @pytest.mark.slow
 async def test_an_edit_that_was_answered_outlives_its_process(catalog: Catalog, database: Database) -> None:
-    await killed(url_of(database), "await change_everything(edit)")
+    await killed(url_of(database), None)
     tenant = await catalog.named(Tenant, "initech")
     assert len(await catalog.every(Key, tenant.id)) == 1
     assert {entry.actor for entry in await audit_of(catalog)} == {"test:doomed"}

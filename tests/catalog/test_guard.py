@@ -97,7 +97,7 @@ async def test_one_source_does_not_use_up_what_another_has(counting: Snapshots) 
 async def test_all_sources_together_have_a_bound_of_their_own(counting: Snapshots, clock: ManualClock) -> None:
     sources = count()
     assert sum([await allowed(counting, str(next(sources)), 1) for _ in range(200)]) == 40
-    for _ in range(10):
+    for _ in range(3):
         clock.advance_us(SECOND_US)
         assert sum([await allowed(counting, str(next(sources)), 1) for _ in range(100)]) == 20
 
@@ -118,10 +118,10 @@ async def test_sources_that_are_remembered_are_bounded(
 async def test_wrong_keys_of_one_source_cost_a_handful_of_queries_a_second(
     database: Database, snapshots: Snapshots, clock: ManualClock
 ) -> None:
-    """Ten thousand of them in ten seconds: one query each for the first five and then for two a second."""
+    """Two thousand of them in ten seconds: one query each for the first five and then for two a second."""
     before, refused = database.statements, 0
-    for at in range(10_000):
-        clock.advance_us(SECOND_US // 1_000)
+    for at in range(2_000):
+        clock.advance_us(SECOND_US // 200)
         try:
             await snapshots.find(wrong_key(at=at), "10.0.0.1")
         except TooManyUnknownKeys:
@@ -129,15 +129,15 @@ async def test_wrong_keys_of_one_source_cost_a_handful_of_queries_a_second(
         except UnknownKey:
             pass
     assert 23 <= database.statements - before <= 25
-    assert refused == 10_000 - (database.statements - before)
+    assert refused == 2_000 - (database.statements - before)
 
 
 async def test_wrong_keys_of_many_sources_cost_a_bounded_number_of_queries(
     database: Database, snapshots: Snapshots, clock: ManualClock
 ) -> None:
     before = database.statements
-    for at in range(10_000):
-        clock.advance_us(SECOND_US // 1_000)
+    for at in range(2_000):
+        clock.advance_us(SECOND_US // 200)
         with pytest.raises((UnknownKey, TooManyUnknownKeys)):
             await snapshots.find(wrong_key(at=at), f"10.0.{at // 256 % 256}.{at % 256}")
     assert database.statements - before <= 40 + 10 * 20
@@ -147,7 +147,7 @@ async def test_wrong_keys_all_at_once_cost_no_more_than_one_after_the_other(
     database: Database, snapshots: Snapshots
 ) -> None:
     before = database.statements
-    texts = [wrong_key(at=at) for at in range(2_000)]
+    texts = [wrong_key(at=at) for at in range(500)]
     answers = await asyncio.gather(*(snapshots.find(text, "10.0.0.1") for text in texts), return_exceptions=True)
     assert {type(answer) for answer in answers} == {UnknownKey, TooManyUnknownKeys}
     assert database.statements - before == 5
@@ -157,7 +157,7 @@ async def test_the_same_wrong_key_is_looked_up_once_in_a_while(
     database: Database, snapshots: Snapshots, clock: ManualClock
 ) -> None:
     before, text = database.statements, wrong_key()
-    for _ in range(1_000):
+    for _ in range(100):
         with pytest.raises(UnknownKey):
             await snapshots.find(text, "10.0.0.1")
     assert database.statements - before == 1
@@ -170,7 +170,7 @@ async def test_the_same_wrong_key_is_looked_up_once_in_a_while(
 async def test_typos_cost_nothing(database: Database, catalog: Catalog, snapshots: Snapshots, guard: Guard) -> None:
     account = await open_account(catalog)
     before, chance = database.statements, random.Random(1)
-    for _ in range(500):
+    for _ in range(100):
         at = chance.randrange(len(account.text))
         wrong = account.text[:at] + chance.choice("0aZ-") + account.text[at + 1 :]
         if wrong != account.text:
@@ -288,8 +288,8 @@ async def test_a_key_that_was_deleted_costs_one_look_up_in_ten_seconds(
     async with catalog.edit("test") as edit:
         await edit.delete(Key, account.key.id)
     before = database.statements
-    for at in range(1_000):
-        clock.advance_us(SECOND_US // 50)
+    for at in range(200):
+        clock.advance_us(SECOND_US // 10)
         with pytest.raises(UnknownKey):
             await snapshots.find(account.text, f"10.0.{at % 2}.1")
     assert database.statements - before == 2
@@ -355,7 +355,7 @@ async def test_look_ups_that_wait_are_bounded_and_the_rest_is_refused_at_once(
     if has_failed:
         with pytest.raises(UnknownKey):
             await snapshots.find(wrong_key(at=10**9), "s0")
-    texts = [wrong_key(at=at) for at in range(3_000)]
+    texts = [wrong_key(at=at) for at in range(most + 300)]
     async with contextlib.AsyncExitStack() as stack:
         for text in texts:
             await stack.enter_async_context(source.held(f"key_{Credential.read(text, peppers).id}"))

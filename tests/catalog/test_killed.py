@@ -3,14 +3,15 @@
 import asyncio
 import os
 import signal
-import subprocess
-import sys
-import time
 from datetime import UTC, datetime, timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
+from sqlalchemy import event
 
+from limitforge.catalog import apply as applying
 from limitforge.catalog import document
 from limitforge.catalog.catalog import Catalog
 from limitforge.catalog.export import export
@@ -18,37 +19,38 @@ from limitforge.catalog.model import at_time
 from limitforge.catalog.specs import Document
 from limitforge.core.clock import SystemClock
 from tests.catalog.making import opened
+from tests.catalog.programs import Program, program
 
-SECONDS = 60.0
 NEXT_YEAR = (datetime.now(UTC) + timedelta(days=365)).isoformat()
-ROUNDS = 6
+ROUNDS = 4
 
-APPLY = """
-import asyncio, sys
-from limitforge.catalog.apply import apply
-from limitforge.catalog.catalog import Catalog
-from limitforge.catalog.database import Database
-from limitforge.catalog.document import read
-from limitforge.catalog.model import at_time
-from limitforge.core.clock import SystemClock
 
-url, file = sys.argv[1:]
+def work(connection: Connection, url: str, file: str, dies_at: int | None) -> None:
+    """Apply a file and send how many statements it took. A process that dies at one of them is killed before that
+    statement is sent, so where it stops does not depend on the speed of the machine.
+    """
+    content = Path(file).read_bytes()
+    applying.MAX_CHANGES = 60  # several transactions for a file that is quick to apply
 
-async def main():
-    database = Database(url)
-    await database.schema_version()
-    document, source = read(open(file, "rb").read(), file, at_time(SystemClock().now_us()))
-    print("ready", flush=True)
-    await apply(Catalog(database), document, "test", prune=True, source=source)
-    print("done", flush=True)
-    await database.close()
+    async def main() -> None:
+        async with opened(url) as database:
+            await database.schema_version()
+            began = database.statements
 
-asyncio.run(main())
-"""
+            def die(*_: Any) -> None:
+                if dies_at is not None and database.statements - began >= dies_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            event.listen(database._engine.sync_engine, "before_cursor_execute", die)
+            wanted, source = document.read(content, file, at_time(SystemClock().now_us()))
+            await applying.apply(Catalog(database), wanted, "test", prune=True, source=source)
+            connection.send(database.statements - began)
+
+    asyncio.run(main())
 
 
 def big(limit: int, tenants: range) -> str:
-    """A thousand things; another `limit` changes every plan, and replaces every policy."""
+    """Fifteen things of each tenant; another `limit` changes every plan, and replaces every policy."""
     lines = [f"operator: {{plan: fleet, plans: [{{name: fleet, limits: all={limit}/second}}]}}", "tenants:"]
     for number in tenants:
         lines += [f"  - name: t{number}", f"    default_plan: p{limit}", "    plans:"]
@@ -61,13 +63,16 @@ def big(limit: int, tenants: range) -> str:
     return "\n".join(lines)
 
 
-def start(url: str, file: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", APPLY, url, str(file)], stdout=subprocess.PIPE, text=True)
+def apply_in_a_process(url: str, file: Path) -> int:
+    """Apply a file; returns how many statements that took."""
+    with program(work, url, str(file), None) as process:
+        return int(process.read())
 
 
-def wait_for(process: subprocess.Popen[str], line: str) -> None:
-    assert process.stdout is not None
-    assert process.stdout.readline() == f"{line}\n"
+def die_in_a_process(url: str, file: Path, at: int) -> None:
+    """Begin to apply a file, in a process that is killed at a statement."""
+    process = Program(work, url, str(file), at)
+    assert process.end() == -signal.SIGKILL
 
 
 def exported(url: str) -> Document:
@@ -83,42 +88,32 @@ def test_kill_9_while_a_file_is_applied_leaves_whole_tenants_and_the_next_apply_
     database_url: str, tmp_path: Path
 ) -> None:
     files = [tmp_path / "one.yaml", tmp_path / "two.yaml"]
-    files[0].write_text(big(10, range(80)))
-    files[1].write_text(big(20, range(10, 90)))
+    files[0].write_text(big(10, range(20)))
+    files[1].write_text(big(20, range(5, 25)))
 
     async def prepare() -> None:
         async with opened(database_url) as database:
             await database.upgrade()
 
     asyncio.run(prepare())
-    states, took = [], 0.0
-    for file in (*files, files[0]):
-        with start(database_url, file) as process:
-            wait_for(process, "ready")
-            began = time.monotonic()
-            wait_for(process, "done")
-            took = time.monotonic() - began
+    states, statements = [], 0
+    for file in files:
+        statements = apply_in_a_process(database_url, file)
         states.append(exported(database_url))
-    assert states[0] == states[2] != states[1]
+    assert states[0] != states[1]
     now = at_time(SystemClock().now_us())
     assert document.read(files[0].read_bytes(), "one.yaml", now)[0].operator == states[0].operator
 
-    by_name = [{each.name: each for each in state.tenants or ()} for state in states[:2]]
-    current, stopped = 0, 0
+    by_name = [{each.name: each for each in state.tenants or ()} for state in states]
+    current, stopped = 1, 0
     for number in range(ROUNDS):
-        with start(database_url, files[1 - current]) as process:
-            wait_for(process, "ready")
-            time.sleep(took * (number + 0.5) / ROUNDS)
-            os.kill(process.pid, signal.SIGKILL)
-            process.wait(SECONDS)
+        die_in_a_process(database_url, files[1 - current], int(statements * (number + 0.5) / ROUNDS))
         found = exported(database_url)
         assert found.operator in (states[0].operator, states[1].operator)
         for tenant in found.tenants or ():
             assert tenant in (by_name[0].get(tenant.name), by_name[1].get(tenant.name)), tenant.name
         stopped += found not in states
-        with start(database_url, files[1 - current]) as process:  # again, to its end
-            wait_for(process, "ready")
-            wait_for(process, "done")
+        apply_in_a_process(database_url, files[1 - current])  # again, to its end
         assert exported(database_url) == states[1 - current]
         current = 1 - current
     assert stopped, "none was killed in the middle"

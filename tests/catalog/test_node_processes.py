@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
-from uuid import uuid4
 
 import pytest
 
@@ -19,6 +18,7 @@ from limitforge.catalog.model import Key, Tenant
 from limitforge.core.limits import Mode
 from tests.catalog.conftest import PEPPERS
 from tests.catalog.live import Account, Member, closing, eventually, open_account, set_fleet, set_limits
+from tests.catalog.reused import ReusedDatabase
 from tests.catalog.second import Second, second
 from tests.postgres import PostgresServer
 from tests.servers import RedisServer
@@ -76,10 +76,8 @@ async def pair(
             shutil.copy(request.getfixturevalue("migrated_sqlite"), tmp_path / "catalog.db")
             url = f"sqlite:///{tmp_path}/catalog.db"
         else:
-            server: PostgresServer = request.getfixturevalue("postgres_server")
-            name = f"test_{uuid4().hex}"
-            url = server.database(name, request.getfixturevalue("migrated_postgres"))
-            stack.callback(server.drop, name)
+            reused: ReusedDatabase = request.getfixturevalue("reused_postgres")
+            url = await reused.emptied()
         other = stack.enter_context(second(url, redis_url, PEPPERS))
         peppers = Peppers.parse(PEPPERS)
         if writer == "node":

@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from random import Random
 from typing import Any
-from uuid import uuid4
 
 import pytest
 
@@ -19,6 +18,7 @@ from limitforge.core.limits import Mode as LimitMode
 from limitforge.errors import Forbidden, LimitforgeError, NotFound, UnknownKey
 from tests.catalog.backups import back_up, restore
 from tests.catalog.live import Account, Member, closing, eventually, open_account, set_fleet, set_limits
+from tests.catalog.reused import ReusedDatabase
 from tests.postgres import PostgresServer
 from tests.proxy import DropReplies, Mode, Pass, Proxy, Refuse
 
@@ -147,17 +147,16 @@ async def said(member: Member, text: str) -> Any:
     return plan.limits, caller.snapshot.operator.tenant.mode
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 async def test_whatever_happened_all_nodes_come_to_say_what_the_database_says(
     seed: int,
     postgres_server: PostgresServer,
-    migrated_postgres: str,
+    reused_postgres: ReusedDatabase,
     redis_url: str,
     peppers: Peppers,
     tmp_path: Path,
 ) -> None:
-    name = f"test_{uuid4().hex}"
-    url = postgres_server.database(name, migrated_postgres)
+    url = await reused_postgres.emptied()
     with Proxy(postgres_server.port) as proxy:
         fleet = Fleet(url, redis_url, proxy, peppers, Random(seed), tmp_path)
         async with closing(fleet):
@@ -177,5 +176,4 @@ async def test_whatever_happened_all_nodes_come_to_say_what_the_database_says(
                         await eventually(agrees)
                     except AssertionError:
                         pytest.fail(f"after {fleet.said}: {await said(member, text)} instead of {wanted}")
-    postgres_server.drop(name)
     shutil.rmtree(tmp_path)

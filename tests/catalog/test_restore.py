@@ -32,7 +32,7 @@ from tests.catalog.live import (
 )
 from tests.catalog.places import Place, only_with_redis
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_polls")]
 
 
 async def lost_future(place: Place, member: Member, folder: Path, limits: str = "8/minute") -> tuple[Account, Path]:
@@ -138,7 +138,7 @@ async def test_what_was_suspended_disabled_and_deleted_in_the_lost_time_is_as_th
 async def test_a_database_that_is_restored_twice_is_believed_twice(place: Place, tmp_path: Path) -> None:
     here, there = await place.member(), await place.member()
     account, file = await lost_future(place, here, tmp_path)
-    for number in (11, 12, 13):
+    for number in (11, 12):
         await restore(place.database_url, file)
         await there.sees(account.text, 5)
         await set_limits(here.catalog, account, f"{number}/minute")

@@ -604,7 +604,7 @@ def same_decisions(one: TenantConfig, two: TenantConfig, operator: TenantConfig)
 
 
 @pytest.mark.slow
-@settings(max_examples=min(settings.default.max_examples if settings.default else 50, 50))
+@settings(max_examples=min(settings.default.max_examples if settings.default else 20, 20))
 @given(edits=EDITS)
 def test_after_any_edits_the_copies_are_what_the_database_says(
     migrated_sqlite: Path, redis_server: RedisServer, edits: list[tuple[Any, ...]]

@@ -7,6 +7,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,9 +15,8 @@ import pytest
 import yaml
 
 from limitforge.service.settings import PREFIX, Settings, load
-from tests.cli.command import limitforge
+from tests.cli.command import Commands, limitforge
 from tests.nginx import Nginx
-from tests.postgres import PostgresServer
 from tests.servers import RedisServer
 from tests.service.live import Live
 
@@ -51,6 +51,12 @@ KINDS = {
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     with Live(f"sqlite:///{tmp_path_factory.mktemp('deploy')}/deploy.db") as live:
         yield live
+
+
+@pytest.fixture(scope="module")
+def commands() -> Iterator[Commands]:
+    with Commands() as commands:
+        yield commands
 
 
 def run(*command: str | Path, folder: Path = ROOT) -> str:
@@ -232,10 +238,10 @@ def test_every_image_is_pinned_by_its_version(composed: Fields) -> None:
     assert images["service"] == images["migrate"] == IMAGE
 
 
-def test_the_commands_of_the_containers_are_commands_of_ours(composed: Fields) -> None:
+def test_the_commands_of_the_containers_are_commands_of_ours(composed: Fields, commands: Commands) -> None:
     services = composed["services"]
     for command in (services["migrate"]["command"], services["service"]["command"]):
-        assert limitforge(*command, "--help").returncode == 0
+        assert commands.run(*command, "--help", folder=ROOT).returncode == 0
 
 
 def test_the_redis_of_compose_starts_and_drops_nothing(tmp_path: Path) -> None:
@@ -313,11 +319,11 @@ def unit(name: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", ["limitforge.service", "limitforge-migrate.service"])
-def test_a_unit_runs_a_command_of_ours_and_may_do_little(name: str) -> None:
+def test_a_unit_runs_a_command_of_ours_and_may_do_little(name: str, commands: Commands) -> None:
     found = unit(name)
     program, *arguments = found["ExecStart"][0].split()
     assert Path(program).name in PROJECT["scripts"]
-    assert limitforge(*arguments, "--help").returncode == 0
+    assert commands.run(*arguments, "--help", folder=ROOT).returncode == 0
     assert found["EnvironmentFile"] == ["/etc/limitforge/limitforge.env"]
     for option, value in {
         "DynamicUser": "yes",
@@ -363,6 +369,7 @@ def test_systemd_has_nothing_to_say_to_the_units(tmp_path: Path) -> None:
 # --- Kubernetes ------------------------------------------------------------------------------------------------------
 
 
+@cache
 def manifests() -> dict[str, Fields]:
     """By kind; there is one of each."""
     found: dict[str, Fields] = {}
@@ -438,7 +445,7 @@ def told() -> Settings:
     return load({**found["ConfigMap"]["data"], **found["Secret"]["stringData"], "LIMITFORGE_PEPPERS": PEPPERS})
 
 
-def test_the_pods_would_start_with_what_they_are_told() -> None:
+def test_the_pods_would_start_with_what_they_are_told(commands: Commands) -> None:
     found = manifests()
     settings = told()
     assert settings.workers == 1
@@ -454,7 +461,7 @@ def test_the_pods_would_start_with_what_they_are_told() -> None:
             {"secretRef": {"name": found["Secret"]["metadata"]["name"]}},
         ]
         assert container["image"] == IMAGE
-        assert limitforge(*container["args"], "--help").returncode == 0
+        assert commands.run(*container["args"], "--help", folder=ROOT).returncode == 0
 
 
 def test_the_ports_of_the_pods_are_those_of_the_settings() -> None:
@@ -509,15 +516,16 @@ def test_every_pod_is_bounded_and_may_do_little() -> None:
         assert [volume["name"] for volume in spec["volumes"]] == ["tmp"]
 
 
-def test_the_job_ends_and_makes_the_schema(postgres_server: PostgresServer, postgres_url: str) -> None:
+def test_the_job_ends_and_makes_the_schema(postgres_url: str, commands: Commands) -> None:
     job = manifests()["Job"]["spec"]
     assert job["template"]["spec"]["restartPolicy"] == "Never"
     assert job["activeDeadlineSeconds"] > 0
     (container,) = job["template"]["spec"]["containers"]
     for _ in range(2):  # again is no mistake
-        done = limitforge(*container["args"], LIMITFORGE_DATABASE_URL=postgres_url)
+        done = commands.run(*container["args"], folder=ROOT, LIMITFORGE_DATABASE_URL=postgres_url)
         assert done.returncode == 0, done.stderr
-    assert "the newest" in limitforge("db", "status", LIMITFORGE_DATABASE_URL=postgres_url).stdout
+    status = commands.run("db", "status", folder=ROOT, LIMITFORGE_DATABASE_URL=postgres_url)
+    assert "the newest" in status.stdout
 
 
 def test_a_pod_that_comes_before_the_schema_ends_and_says_what_is_missing(postgres_url: str) -> None:
