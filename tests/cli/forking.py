@@ -129,9 +129,7 @@ def serve() -> None:
     import limitforge.cli.plans
     import limitforge.service.supervisor
 
-    workers = SimpleNamespace(
-        Popen=ForkedWorker, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired
-    )
+    workers = SimpleNamespace(Popen=ForkedWorker, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
     limitforge.service.supervisor.subprocess = workers  # type: ignore[assignment]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which end this process
     gc.collect()

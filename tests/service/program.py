@@ -78,12 +78,13 @@ class Running:
 
 
 @contextlib.contextmanager
-def demo(*options: str, environment: Mapping[str, str] | None = None) -> Iterator[Running]:
-    """`limitforge demo` on a free port."""
+def demo(*options: str, environment: Mapping[str, str] | None = None, is_installed: bool = False) -> Iterator[Running]:
+    """`limitforge demo` on a free port. `is_installed` as with `serve`."""
     read, write = os.pipe()
     with os.fdopen(read, "rb") as output:
         try:
-            process = _started(("demo", "--port", "0", "--json", *options), environment, write)
+            arguments = ("demo", "--port", "0", "--json", *options)
+            process = _started(arguments, environment, write, is_installed=is_installed)
         finally:
             os.close(write)
         with process, _ended(process):

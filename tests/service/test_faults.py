@@ -27,7 +27,9 @@ HANGS_SECONDS = 10.0  # no promise: an answer within that is no hang, on whateve
 
 
 @contextlib.contextmanager
-def from_file(folder: Path, store: str, *options: str, **settings: str) -> Iterator[tuple[Running, str]]:
+def from_file(
+    folder: Path, store: str, *options: str, is_installed: bool = False, **settings: str
+) -> Iterator[tuple[Running, str]]:
     """A service with a policy for each failure behaviour, and its key."""
     made = json.loads(limitforge("keys", "make", "--name", "a", "--json", LIMITFORGE_PEPPERS=PEPPERS).stdout)
     plan = {"name": "wide", "limits": [_window(1_000_000)]}
@@ -39,7 +41,7 @@ def from_file(folder: Path, store: str, *options: str, **settings: str) -> Itera
     file.write_text(json.dumps({"tenants": [tenant]}))
     environment = {"LIMITFORGE_PEPPERS": PEPPERS, "LIMITFORGE_BREAKER_SECONDS": "0.5", **settings}
     told, log = ("--config", str(file), "--store", store, *options), folder / "log"
-    with serve(_free_port(), *told, environment=environment, log=log) as service:
+    with serve(_free_port(), *told, environment=environment, log=log, is_installed=is_installed) as service:
         eventually(lambda: "answers at" in log.read_text(), "not every worker starts")
         yield service, made["key"]
 
