@@ -96,7 +96,7 @@ class Command:
 
     def poll(self) -> int | None:
         if self.returncode is None and select.select([self._report], [], [], 0)[0]:
-            self.returncode = int(self._report.readline())
+            self.returncode = int(self._report.readline() or -signal.SIGKILL)  # all of it was killed, as by a time-out
         return self.returncode
 
     def wait(self, timeout: float = SECONDS) -> int:

@@ -4,6 +4,7 @@ Importing takes a second of CPU time, and the tests run hundreds of commands. Ea
 that is file descriptor 0, with three open files for the command and a pipe for its process id and exit status.
 """
 
+import contextlib
 import gc
 import json
 import os
@@ -14,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,9 +38,10 @@ class ForkedWorker:
             signal.set_wakeup_fd(-1)
             os.dup2(ours, 0)
             keep = {0, 1, 2, *pass_fds}
-            for fd in map(int, os.listdir("/proc/self/fd")):
-                if fd not in keep:
-                    close(fd)
+            for name in list(Path("/proc/self/fd").iterdir()):
+                if int(name.name) not in keep:
+                    with contextlib.suppress(OSError):  # the folder itself was open
+                        os.close(int(name.name))
             become(command[2:], env, main)
         os.close(ours)
         self.stdin = os.fdopen(theirs, "wb")
@@ -66,13 +69,6 @@ class ForkedWorker:
         self.send_signal(signal.SIGKILL)
 
 
-def close(fd: int) -> None:
-    try:
-        os.close(fd)
-    except OSError:
-        pass  # the listing of the folder was open itself
-
-
 def become(arguments: Sequence[str], environment: Mapping[str, str], main: Callable[[], None]) -> None:
     """Run `main` as the program would, and end this process with its exit status."""
     os.environ.clear()
@@ -83,7 +79,7 @@ def become(arguments: Sequence[str], environment: Mapping[str, str], main: Calla
         main()
     except SystemExit as end:
         status = end.code or 0
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - as the interpreter does
         traceback.print_exc()
         status = 1
     try:
@@ -101,13 +97,14 @@ def run(order: dict[str, Any], files: Sequence[int], report: int) -> None:
     child = os.fork()
     if not child:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         for number, fd in enumerate(files):
             os.dup2(fd, number)
         for fd in (*files, report):
             os.close(fd)
         os.chdir(order["folder"])
-        sys.stdout = open(1, "w", closefd=False)
-        sys.stderr = open(2, "w", closefd=False, errors="backslashreplace")
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+        sys.stderr = os.fdopen(2, "w", closefd=False, errors="backslashreplace")
         become(["limitforge", *order["arguments"]], order["environment"], main)
     for fd in files:
         os.close(fd)
@@ -118,9 +115,9 @@ def run(order: dict[str, Any], files: Sequence[int], report: int) -> None:
 
 def serve() -> None:
     import aiosqlite  # noqa: F401 - what all of them need in the end
-    import rich.table
+    import rich.table  # noqa: F401
     import sqlalchemy.dialects.postgresql.asyncpg
-    import sqlalchemy.dialects.sqlite.aiosqlite
+    import sqlalchemy.dialects.sqlite.aiosqlite  # noqa: F401
 
     import limitforge.cli.app
     import limitforge.cli.config
@@ -131,7 +128,8 @@ def serve() -> None:
 
     workers = SimpleNamespace(Popen=ForkedWorker, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
     limitforge.service.supervisor.subprocess = workers  # type: ignore[assignment]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which end this process
+    for number in (signal.SIGINT, signal.SIGTERM):  # which are for the tests: they end this process when they end
+        signal.signal(number, signal.SIG_IGN)
     gc.collect()
     gc.freeze()
     orders = socket.socket(fileno=os.dup(0))

@@ -125,7 +125,7 @@ def test_a_restart_of_redis_under_load_is_survived(tmp_path: Path, own_redis_ser
         from_file(tmp_path, own_redis_server.url) as (service, key),
         load(service.port, key, RESOURCES) as running,
     ):
-        for _ in range(3):
+        for _ in range(2):
             running.wait_for(200)
             own_redis_server.restart()
             eventually(lambda: not _is_degraded(service) and _is_decided(running), "it does not recover")
@@ -184,7 +184,10 @@ def _catalog(service: Running) -> Any:
 def test_a_worker_that_is_killed_takes_only_its_own_requests_with_it(tmp_path: Path, redis_url: str) -> None:
     clients = 16
     with (
-        from_file(tmp_path, redis_url, "--workers", "2", LIMITFORGE_DEADLINE_MS="10000") as (service, key),
+        from_file(tmp_path, redis_url, "--workers", "2", is_installed=True, LIMITFORGE_DEADLINE_MS="10000") as (
+            service,
+            key,
+        ),
         load(service.port, key, ["open"], clients) as running,
     ):
         running.wait_for(200)
@@ -201,7 +204,7 @@ def test_a_reload_under_load_loses_no_request(tmp_path: Path, redis_url: str) ->
         from_file(tmp_path, redis_url, "--workers", "2", LIMITFORGE_DEADLINE_MS="10000") as (service, key),
         load(service.port, key, ["open"], 32) as running,
     ):
-        for _ in range(3):
+        for _ in range(2):
             running.wait_for(200)
             old = {*workers_of(service)}
             service.process.send_signal(signal.SIGHUP)
