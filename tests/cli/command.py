@@ -134,7 +134,7 @@ class _Forking:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(Path(__file__).with_name("forking.py"))],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 env=ENVIRONMENT,
             )

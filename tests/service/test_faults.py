@@ -16,7 +16,8 @@ from tests.cli.command import limitforge
 from tests.postgres import PostgresServer
 from tests.servers import RedisServer, _free_port
 from tests.service.load import Load, load
-from tests.service.program import Running, demo, serve
+from tests.service.program import Running, serve
+from tests.service.seeded import seeded
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +40,12 @@ def from_file(
     tenant = {"name": "acme", "plans": [plan, exact], "policies": policies, "keys": [made["entry"]]}
     file = folder / "plans.json"
     file.write_text(json.dumps({"tenants": [tenant]}))
-    environment = {"LIMITFORGE_PEPPERS": PEPPERS, "LIMITFORGE_BREAKER_SECONDS": "0.5", **settings}
+    environment = {
+        "LIMITFORGE_PEPPERS": PEPPERS,
+        "LIMITFORGE_BREAKER_SECONDS": "0.5",
+        "LIMITFORGE_DEADLINE_MS": "2000",  # a busy machine is no broken store
+        **settings,
+    }
     told, log = ("--config", str(file), "--store", store, *options), folder / "log"
     with serve(_free_port(), *told, environment=environment, log=log, is_installed=is_installed) as service:
         eventually(lambda: "answers at" in log.read_text(), "not every worker starts")
@@ -156,8 +162,11 @@ def _recover(server: RedisServer) -> None:
 
 @pytest.mark.parametrize("fault", ["kill", "pause"])
 def test_without_its_database_checks_go_on(own_postgres_server: PostgresServer, redis_url: str, fault: str) -> None:
-    options = ("--store", redis_url, "--database", own_postgres_server.url)
-    with demo(*options) as service, load(service.port, service.made["keys"]["pro"], ["a", "b"]) as running:
+    with (
+        seeded(own_postgres_server.url, redis_url) as found,
+        load(found.running.port, found.made["keys"]["pro"], ["a", "b"]) as running,
+    ):
+        service = found.running
         running.wait_for(100)
         getattr(own_postgres_server, fault)()
         gone = time.monotonic()
