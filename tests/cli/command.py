@@ -1,12 +1,18 @@
 """Runs the `limitforge` command as a user does, in a process of its own."""
 
+import atexit
+import contextlib
+import functools
 import json
 import os
+import select
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from types import TracebackType
 from typing import Self
 
 SECONDS = 60.0  # generous: a busy machine is no reason to fail
@@ -24,7 +30,28 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in 
 def limitforge(
     *arguments: str, given: bytes | None = None, folder: Path | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """The finished process; `given` is its stdin, `folder` where it runs, `environment` what is set besides."""
+    """Run the command to its end; `given` is its stdin, `folder` where it runs, `environment` what is set besides.
+
+    It is forked from a process that has imported all that it needs: see `program` for one that has not.
+    """
+    with contextlib.ExitStack() as opened:
+        files = [opened.enter_context(tempfile.TemporaryFile()) for _ in range(3)]
+        files[0].write(given or b"")
+        files[0].seek(0)
+        process = Command(
+            *arguments, files=tuple(file.fileno() for file in files), folder=folder, environment=environment
+        )
+        with process:
+            status = process.wait(SECONDS)
+        for file in files[1:]:
+            file.seek(0)
+        return _done(arguments, status, files[1].read(), files[2].read())
+
+
+def program(
+    *arguments: str, given: bytes | None = None, folder: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """The same with the installed program, which takes half a second longer."""
     done = subprocess.run(
         [PROGRAM, *arguments],
         input=given or b"",
@@ -34,85 +61,95 @@ def limitforge(
         timeout=SECONDS,
         check=False,
     )
-    assert b"Traceback" not in done.stderr, done.stderr.decode()
-    return subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
+    return _done(arguments, done.returncode, done.stdout, done.stderr)
 
 
-# Imports once what commands of the catalog need, and then becomes one command after the other, each in a fork.
-_FORKING = """
-import json, os, signal, sys
-import limitforge.cli.app, limitforge.cli.config, limitforge.cli.db, limitforge.cli.plans, limitforge.cli.keys
-import aiosqlite, sqlalchemy.dialects.sqlite.aiosqlite, rich.table
-from limitforge.cli import main
-
-sys.stdout.flush()
-orders, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
-for line in orders:
-    order = json.loads(line)
-    child = os.fork()
-    if not child:
-        signal.alarm(order["seconds"])
-        for number, file in enumerate(order["files"]):
-            os.dup2(os.open(file, os.O_RDONLY if number == 0 else os.O_WRONLY), number)
-        os.chdir(order["folder"])
-        os.environ.clear()
-        os.environ.update(order["environment"])
-        sys.argv = ["limitforge", *order["arguments"]]
-        status = 0
-        try:
-            main()
-        except SystemExit as end:
-            status = end.code or 0
-        except BaseException:
-            import traceback
-            traceback.print_exc()
-            status = 70
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    _, status = os.waitpid(child, 0)
-    print(os.waitstatus_to_exitcode(status), file=answers, flush=True)
-"""
+def _done(arguments: tuple[str, ...], status: int, out: bytes, err: bytes) -> subprocess.CompletedProcess[str]:
+    assert b"Traceback" not in err, err.decode()
+    return subprocess.CompletedProcess(list(arguments), status, out.decode(), err.decode())
 
 
-class Commands:
-    """The same as `limitforge`, ten times as fast where there are many commands to run."""
+class Command:
+    """A command that runs, with the methods of `subprocess.Popen` that tests need."""
 
-    def __init__(self) -> None:
-        self._files = TemporaryDirectory(prefix="limitforge-commands-")
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _FORKING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
-        )
-
-    def run(
-        self, *arguments: str, given: bytes | None = None, folder: Path, **environment: str
-    ) -> subprocess.CompletedProcess[str]:
-        files = [Path(self._files.name) / name for name in ("stdin", "stdout", "stderr")]
-        for file, content in zip(files, (given or b"", b"", b""), strict=True):
-            file.write_bytes(content)
+    def __init__(
+        self,
+        *arguments: str,
+        files: tuple[int, ...],
+        folder: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`files` are its stdin, stdout and stderr; `environment` is what is set besides the usual."""
         order = {
             "arguments": arguments,
-            "files": [str(file) for file in files],
-            "folder": str(folder),
-            "environment": ENVIRONMENT | environment,
-            "seconds": int(SECONDS),
+            "folder": str(folder or Path.cwd()),
+            "environment": ENVIRONMENT | dict(environment or {}),
         }
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        status = int(self._process.stdout.readline())
-        _, out, err = (file.read_text() for file in files)
-        assert "Traceback" not in err, err
-        return subprocess.CompletedProcess(list(arguments), status, out, err)
+        report, theirs = os.pipe()
+        self._report = os.fdopen(report)
+        try:
+            socket.send_fds(_forking().orders, [json.dumps(order).encode()], [*files, theirs])
+        finally:
+            os.close(theirs)
+        self.pid = int(self._report.readline())
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None and select.select([self._report], [], [], 0)[0]:
+            self.returncode = int(self._report.readline() or -signal.SIGKILL)  # all of it was killed, as by a time-out
+        return self.returncode
+
+    def wait(self, timeout: float = SECONDS) -> int:
+        if self.returncode is None and not select.select([self._report], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired("limitforge", timeout)
+        status = self.poll()
+        assert status is not None
+        return status
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self._process:
-            if self._process.stdin is not None:
-                self._process.stdin.close()
-        self._files.cleanup()
+    def __exit__(self, *_: object) -> None:
+        """Leaves nothing behind: what did not end by itself is killed."""
+        self.kill()
+        self.wait()
+        self._report.close()
+
+
+class _Forking:
+    """The process that `forking.py` describes."""
+
+    def __init__(self) -> None:
+        self.orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(Path(__file__).with_name("forking.py"))],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                env=ENVIRONMENT,
+            )
+
+    def close(self) -> None:
+        self.orders.close()
+        try:
+            self._process.wait(SECONDS)
+        finally:
+            self._process.kill()
+
+
+@functools.cache
+def _forking() -> _Forking:
+    """One for all tests of this worker, once the first asks for it."""
+    forking = _Forking()
+    atexit.register(forking.close)
+    return forking

@@ -10,7 +10,7 @@ from typing import Any, Self
 import pytest
 
 from limitforge.cli.burst import Algorithm, read_limits
-from tests.cli.command import ENVIRONMENT, PROGRAM, SECONDS, limitforge
+from tests.cli.command import ENVIRONMENT, PROGRAM, SECONDS, limitforge, program
 from tests.servers import RedisServer
 
 
@@ -60,7 +60,7 @@ def test_bursts_of_one_subject_share_a_redis(redis_url: str) -> None:
 
 
 def test_in_a_pipe_the_final_picture_is_plain_text() -> None:
-    done = limitforge("burst", "100/day", "--requests", "150", "--rate", "max")
+    done = program("burst", "100/day", "--requests", "150", "--rate", "max")
     assert done.returncode == 0
     assert "\x1b" not in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80

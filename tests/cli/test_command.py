@@ -6,11 +6,11 @@ from importlib.metadata import version
 
 import pytest
 
-from tests.cli.command import ENVIRONMENT, SECONDS, limitforge
+from tests.cli.command import ENVIRONMENT, SECONDS, limitforge, program
 
 
 def test_the_version_is_that_of_the_package() -> None:
-    done = limitforge("--version")
+    done = program("--version")
     assert (done.returncode, done.stdout) == (0, f"limitforge {version('limitforge')}\n")
 
 
@@ -39,16 +39,16 @@ def test_without_arguments_it_shows_its_help() -> None:
 
 
 def test_a_misspelt_command_is_refused_with_the_nearest_one() -> None:
-    done = limitforge("bust")
+    done = program("bust")
     assert done.returncode == 2
     assert "burst" in done.stderr
 
 
 @pytest.mark.parametrize("package", ["typer", "rich"])
 def test_without_its_extra_packages_it_says_how_to_get_them(package: str) -> None:
-    program = f"import sys; sys.modules[{package!r}] = None; from limitforge.cli import main; main()"
+    code = f"import sys; sys.modules[{package!r}] = None; from limitforge.cli import main; main()"
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         env=ENVIRONMENT,

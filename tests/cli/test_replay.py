@@ -9,7 +9,7 @@ import pytest
 from limitforge.cli.replay import differences
 from limitforge.cli.scenario import MAX_BYTES, parse
 from limitforge.errors import InvalidInput
-from tests.cli.command import limitforge
+from tests.cli.command import limitforge, program
 from tests.servers import RedisServer
 
 VECTORS = Path(__file__).parents[1] / "vectors" / "limits.json"
@@ -33,7 +33,8 @@ def replayed(*cases: Any, store: str = "memory") -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", ["memory", "memory://", "redis"])
 def test_every_vector_is_decided_as_it_says(kind: str, redis_url: str, redis_server: RedisServer) -> None:
-    done = limitforge("replay", str(VECTORS), "--store", redis_url if kind == "redis" else kind)
+    run = program if kind == "memory" else limitforge
+    done = run("replay", str(VECTORS), "--store", redis_url if kind == "redis" else kind)
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     expected = [step["expect"] for case in json.loads(VECTORS.read_bytes()) for step in case["steps"]]
     assert len(answers) == len(expected)

@@ -1,6 +1,7 @@
 """What strangers can make the service write."""
 
 import contextlib
+import os
 import ssl
 import subprocess
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.command import ENVIRONMENT, PROGRAM
+from tests.cli.command import Command
 from tests.hostile.attack import Victim, connect
 from tests.servers import _free_port
 from tests.service.seeded import SETTINGS
@@ -58,11 +59,11 @@ def encrypted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, P
     subprocess.run([*made, "-keyout", key, "-out", cert], check=True, capture_output=True)
     port = _free_port()
     settings = {"LIMITFORGE_TLS_CERT": str(cert), "LIMITFORGE_TLS_KEY": str(key), **SETTINGS}
-    program = [PROGRAM, "serve", "--port", str(port), "--database", f"sqlite:///{folder}/a.db"]
-    with (
-        log.open("wb") as errors,
-        subprocess.Popen(program, env=ENVIRONMENT | settings, stderr=errors, stdin=subprocess.DEVNULL) as process,
-    ):
+    arguments = ("serve", "--port", str(port), "--database", f"sqlite:///{folder}/a.db")
+    with log.open("wb") as errors, Path(os.devnull).open("rb") as nothing:
+        files = (nothing.fileno(), 1, errors.fileno())
+        process = Command(*arguments, files=files, environment=settings)
+    with process:
         try:
             wait_for_tls(port)
             yield port, log

@@ -17,9 +17,9 @@ from limitforge.catalog.catalog import Catalog
 from limitforge.catalog.credentials import PREFIXES, Peppers, new_id
 from limitforge.catalog.database import Database
 from tests.catalog.live import add_old_keys, old_credential
-from tests.service.live import CALL_SECONDS, PEPPERS, Account, Live
+from tests.service.live import CALL_SECONDS, NO_TLS, PEPPERS, Account, Live
 
-RIGHT_KEYS = 15
+RIGHT_KEYS = 6
 ATTACKERS = [f"203.0.113.{number}" for number in range(20)]
 HONEST = "198.51.100.7"
 BODY = b'{"resource": "GET:/orders/7", "subject": "user:1", "cost": 0}'
@@ -95,7 +95,7 @@ def present(live: Live, keys: list[str], source: str = HONEST, path: str = "/v1/
 
     async def all_at_once() -> list[int]:
         method, body = asked(path)
-        async with httpx.AsyncClient(base_url=live.url, timeout=CALL_SECONDS) as client:
+        async with httpx.AsyncClient(base_url=live.url, timeout=CALL_SECONDS, verify=NO_TLS) as client:
             calls = [client.request(method, path, content=body, headers=headers(key, source)) for key in keys]
             return [answer.status_code for answer in await asyncio.gather(*calls)]
 
@@ -149,14 +149,21 @@ def test_made_up_keys_cost_the_database_a_bounded_number_of_look_ups(live: Live)
     """Each look-up that finds nothing is one 401 of the flood; the rest is refused before the database is asked."""
     started = time.monotonic()
     with flood(live, ATTACKERS) as running:
-        time.sleep(1)
+        pass  # it has begun once each of them was refused ten times
     seconds = time.monotonic() - started
     looked_up = sum(number for (_, status), number in running.answers.items() if status == 401)
     assert looked_up <= 40 + 20 * seconds
 
 
-@pytest.mark.parametrize("path", ["/v1/admin/tenants", "/metrics"])
-@pytest.mark.parametrize("sources", [[HONEST], ATTACKERS], ids=["the same source", "20 other sources"])
+@pytest.mark.parametrize(
+    ("path", "sources"),
+    [
+        pytest.param("/v1/admin/tenants", [HONEST], id="tenants, the same source"),
+        pytest.param("/metrics", ATTACKERS, id="metrics, 20 other sources"),
+        pytest.param("/metrics", [HONEST], id="metrics, the same source", marks=pytest.mark.soak),
+        pytest.param("/v1/admin/tenants", ATTACKERS, id="tenants, 20 other sources", marks=pytest.mark.soak),
+    ],
+)
 def test_new_tokens_come_in_while_made_up_ones_flood_in(live: Live, path: str, sources: list[str]) -> None:
     tokens = [live.admin().token for _ in range(2 * RIGHT_KEYS)]
     with flood(live, sources, "admin", path):

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+PAUSE_SECONDS = 0.01  # of each client, so that the load leaves CPU time to those who wait for it to end
 STEP_SECONDS = 20.0  # one that takes longer to answer counts as lost
 
 
@@ -70,6 +71,7 @@ class Load:
                         reader, writer, self.resources[turn % len(self.resources)], self.subject or f"u{number}"
                     ):
                         break
+                    await asyncio.sleep(PAUSE_SECONDS)
             except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
                 self.lost.append(repr(error))
             finally:

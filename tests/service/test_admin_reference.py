@@ -211,7 +211,7 @@ def test_the_service_keeps_to_its_document(patient: Live, tmp_path: Path, run: s
         *(("--header", f"x-api-key: {credential}") if run == "checks" else ()),
         *RUNS[run],
         *("--phases", "examples,coverage,fuzzing" if is_long else "examples,fuzzing"),
-        *("--max-examples", "200" if is_long else "12"),
+        *("--max-examples", "200" if is_long else "4"),
         *("--exclude-checks", "positive_data_acceptance"),
         *("--generation-database", "none", "--seed", "1", "--no-color"),
     ]

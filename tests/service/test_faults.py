@@ -16,7 +16,8 @@ from tests.cli.command import limitforge
 from tests.postgres import PostgresServer
 from tests.servers import RedisServer, _free_port
 from tests.service.load import Load, load
-from tests.service.program import Running, demo, serve
+from tests.service.program import Running, serve
+from tests.service.seeded import seeded
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +28,9 @@ HANGS_SECONDS = 10.0  # no promise: an answer within that is no hang, on whateve
 
 
 @contextlib.contextmanager
-def from_file(folder: Path, store: str, *options: str, **settings: str) -> Iterator[tuple[Running, str]]:
+def from_file(
+    folder: Path, store: str, *options: str, is_installed: bool = False, **settings: str
+) -> Iterator[tuple[Running, str]]:
     """A service with a policy for each failure behaviour, and its key."""
     made = json.loads(limitforge("keys", "make", "--name", "a", "--json", LIMITFORGE_PEPPERS=PEPPERS).stdout)
     plan = {"name": "wide", "limits": [_window(1_000_000)]}
@@ -37,9 +40,14 @@ def from_file(folder: Path, store: str, *options: str, **settings: str) -> Itera
     tenant = {"name": "acme", "plans": [plan, exact], "policies": policies, "keys": [made["entry"]]}
     file = folder / "plans.json"
     file.write_text(json.dumps({"tenants": [tenant]}))
-    environment = {"LIMITFORGE_PEPPERS": PEPPERS, "LIMITFORGE_BREAKER_SECONDS": "0.5", **settings}
+    environment = {
+        "LIMITFORGE_PEPPERS": PEPPERS,
+        "LIMITFORGE_BREAKER_SECONDS": "0.5",
+        "LIMITFORGE_DEADLINE_MS": "2000",  # a busy machine is no broken store
+        **settings,
+    }
     told, log = ("--config", str(file), "--store", store, *options), folder / "log"
-    with serve(_free_port(), *told, environment=environment, log=log) as service:
+    with serve(_free_port(), *told, environment=environment, log=log, is_installed=is_installed) as service:
         eventually(lambda: "answers at" in log.read_text(), "not every worker starts")
         yield service, made["key"]
 
@@ -123,7 +131,7 @@ def test_a_restart_of_redis_under_load_is_survived(tmp_path: Path, own_redis_ser
         from_file(tmp_path, own_redis_server.url) as (service, key),
         load(service.port, key, RESOURCES) as running,
     ):
-        for _ in range(3):
+        for _ in range(2):
             running.wait_for(200)
             own_redis_server.restart()
             eventually(lambda: not _is_degraded(service) and _is_decided(running), "it does not recover")
@@ -154,8 +162,11 @@ def _recover(server: RedisServer) -> None:
 
 @pytest.mark.parametrize("fault", ["kill", "pause"])
 def test_without_its_database_checks_go_on(own_postgres_server: PostgresServer, redis_url: str, fault: str) -> None:
-    options = ("--store", redis_url, "--database", own_postgres_server.url)
-    with demo(*options) as service, load(service.port, service.made["keys"]["pro"], ["a", "b"]) as running:
+    with (
+        seeded(own_postgres_server.url, redis_url) as found,
+        load(found.running.port, found.made["keys"]["pro"], ["a", "b"]) as running,
+    ):
+        service = found.running
         running.wait_for(100)
         getattr(own_postgres_server, fault)()
         gone = time.monotonic()
@@ -182,7 +193,10 @@ def _catalog(service: Running) -> Any:
 def test_a_worker_that_is_killed_takes_only_its_own_requests_with_it(tmp_path: Path, redis_url: str) -> None:
     clients = 16
     with (
-        from_file(tmp_path, redis_url, "--workers", "2", LIMITFORGE_DEADLINE_MS="10000") as (service, key),
+        from_file(tmp_path, redis_url, "--workers", "2", is_installed=True, LIMITFORGE_DEADLINE_MS="10000") as (
+            service,
+            key,
+        ),
         load(service.port, key, ["open"], clients) as running,
     ):
         running.wait_for(200)
@@ -199,7 +213,7 @@ def test_a_reload_under_load_loses_no_request(tmp_path: Path, redis_url: str) ->
         from_file(tmp_path, redis_url, "--workers", "2", LIMITFORGE_DEADLINE_MS="10000") as (service, key),
         load(service.port, key, ["open"], 32) as running,
     ):
-        for _ in range(3):
+        for _ in range(2):
             running.wait_for(200)
             old = {*workers_of(service)}
             service.process.send_signal(signal.SIGHUP)

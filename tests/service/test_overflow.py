@@ -40,11 +40,14 @@ def flood(tenant: Tenant, count: int, size: int = 200) -> list[dict[str, Any]]:
     return decisions
 
 
-@pytest.fixture(params=["memory://", "redis"])
-def bounded(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Seeded]:
-    """A service where a tenant may begin 40 buckets a minute."""
-    url = request.getfixturevalue("own_redis_server").url if request.param == "redis" else request.param
-    with seeded(f"sqlite:///{tmp_path}/c.db", url, new_buckets_per_minute="40") as service:
+@pytest.fixture(params=["memory://", "redis"], scope="module")
+def bounded(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer
+) -> Iterator[Seeded]:
+    """A service where a tenant may begin 40 buckets a minute. Each test has tenants of its own."""
+    url = redis_server.url if request.param == "redis" else request.param
+    folder = tmp_path_factory.mktemp("overflow")
+    with seeded(f"sqlite:///{folder}/c.db", url, new_buckets_per_minute="40") as service:
         yield service
 
 
