@@ -246,6 +246,20 @@ def test_the_audit_log_tells_who_changed_what(acme: Shop) -> None:
     assert acme.json("audit", "list", "--entity", entry["entity_id"])[0] == entry
 
 
+def test_the_audit_log_of_one_tenant_has_no_other_tenants_entries(acme: Shop) -> None:
+    acme.run("apply", "-", given=b"tenants: [{name: globex, plans: [{name: free, limits: 5/s}]}]")
+    acme.run("plans", "update", "free", "--limits", "9/s", "--tenant", "globex")
+    ids = {each["name"]: each["id"] for each in acme.json("tenants", "list")}
+    globex = acme.json("audit", "list", "--tenant", "globex")
+    assert [each["action"] for each in globex] == ["plan.update", "plan.create", "tenant.create"]
+    assert {each["tenant_id"] for each in globex} == {ids["globex"]}
+    assert {each["tenant_id"] for each in acme.json("audit", "list", "--tenant", "acme")} == {ids["acme"]}
+    assert acme.run("audit", "list", "--tenant", "globex").count("globex") == 1
+    acme.run("tenants", "delete", "globex", "--yes")
+    assert [each["action"] for each in acme.json("audit", "list", "--tenant", ids["globex"])][:1] == ["tenant.delete"]
+    assert "there is no tenant 'globex'" in acme.run("audit", "list", "--tenant", "globex", status=2)
+
+
 # --- Config as code --------------------------------------------------------------------------------------------------
 
 
@@ -258,6 +272,20 @@ def test_a_file_is_tried_applied_and_then_the_same(acme: Shop) -> None:
     assert acme.run("apply", "plans.yaml") == "Nothing to change.\n"
     assert acme.run("diff", "plans.yaml") == "Nothing to change.\n"
     assert acme.json("diff", "plans.yaml", "--prune") == {"applied": False, "changes": []}
+
+
+@pytest.mark.parametrize("command", [("apply", "--dry-run"), ("diff",)], ids=["apply", "diff"])
+def test_a_dry_run_with_prune_tells_what_would_go_and_deletes_nothing(acme: Shop, command: tuple[str, ...]) -> None:
+    acme.run("tenants", "create", "globex")
+    before, history = acme.run("export"), acme.json("audit", "list")
+    acme.write("tenants: [{name: acme, default_plan: free}]")
+    status = int(command == ("diff",))
+    told = "- tenant globex\n\n0 to create, 0 to change, 1 to delete.\n"
+    assert acme.run(*command, "plans.yaml", "--prune", status=status) == told
+    assert acme.run(*command, "plans.yaml") == "Nothing to change.\n"
+    assert (acme.run("export"), acme.json("audit", "list")) == (before, history)
+    assert acme.run("apply", "plans.yaml", "--prune").endswith("0 created, 0 changed, 1 deleted.\n")
+    assert [each["name"] for each in acme.json("tenants", "list")] == ["acme"]
 
 
 def test_an_export_makes_the_same_again_elsewhere(acme: Shop) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.service.live import Account, Admin, Live
+from limitforge.catalog.credentials import Credential, Peppers
+from tests.service.live import PEPPERS, Account, Admin, Live
 from tests.service.problems import assert_problem
 
 PATHS = ("tenants", "plans", "policies", "keys", "overrides", "tokens")
@@ -337,6 +338,8 @@ def test_an_override_lets_a_denied_caller_in_at_once_until_it_is_deleted(admin: 
     assert changed.json()["expires_at"] > override["expires_at"]
     assert account.check("user:8").status_code == 429
     assert admin.delete(f"/overrides/{override['id']}").status_code == 204
+    back = account.check("user:8").json()  # neither blocked nor unlimited: the bucket that it had emptied decides again
+    assert (back["allowed"], back["limit"], back["limits"]["burst"]["limit"]) == (False, 3, 3)
     assert account.check("user:9").json()["limit"] == 3
 
 
@@ -363,8 +366,8 @@ def test_a_tenant_goes_with_all_that_is_its_own(admin: Admin, account: Account) 
 
 
 def test_changes_are_in_the_audit_log_with_their_token(admin: Admin, account: Account) -> None:
-    admin.patch(f"/tenants/{account.id}", {"mode": "monitor"})
-    me = next(token for token in admin.everything("/tokens") if token["tenant_id"] is None and token["last_used_at"])
+    account.own_admin().patch(f"/tenants/{account.id}", {"mode": "monitor"})
+    maker = f"token:tok_{Credential.read(admin.token, Peppers.parse(PEPPERS)).id}"
     entries = admin.get("/audit", tenant_id=account.id).json()["items"]
     assert [entry["action"] for entry in entries] == [
         "tenant.update",
@@ -375,8 +378,8 @@ def test_changes_are_in_the_audit_log_with_their_token(admin: Admin, account: Ac
         "plan.create",
         "tenant.create",
     ]
-    assert {entry["actor"].partition(":")[0] for entry in entries} == {"token"}
-    assert me["id"].startswith("tok_")
+    assert [entry["actor"] for entry in entries] == [f"token:{account.token['id']}", *[maker] * 6]
+    assert {entry["tenant_id"] for entry in entries} == {account.id}
     assert (entries[0]["before"]["mode"], entries[0]["after"]["mode"]) == ("on", "monitor")
     of_plan = admin.get("/audit", entity_id=account.plan["id"]).json()["items"]
     assert [entry["action"] for entry in of_plan] == ["plan.create"]
