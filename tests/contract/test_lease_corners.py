@@ -55,7 +55,7 @@ def test_an_override_that_lifts_a_limit_leaves_nothing_to_spend_when_it_ends(red
         while time.monotonic() < ends:
             limiter.check("r", "s", limits=bucket)
         passed += sum(limiter.check("r", "s", limits=bucket).allowed for _ in range(500))
-        assert passed <= 201
+        assert 200 <= passed <= 201
 
 
 def test_an_override_is_in_force_on_every_node_within_a_moment(redis_url: str) -> None:

@@ -291,13 +291,16 @@ def test_lists_go_on_where_the_page_before_ended(admin: Admin, account: Account)
 def test_lists_are_narrowed_by_what_they_are_asked_for(admin: Admin, account: Account) -> None:
     own = {"tenant_id": account.id}
     test_key = admin.made("/keys", {**own, "name": "ci", "type": "test", "plan_id": account.plan["id"]})
+    assert admin.post(f"/keys/{test_key['id']}/disable").status_code == 200
     for path, query, expected in (
         ("/tenants", {"name": account.tenant["name"]}, [account.id]),
         ("/plans", {**own, "name": "free"}, [account.plan["id"]]),
         ("/plans", {**own, "name": "nope"}, []),
         ("/keys", {**own, "type": "test"}, [test_key["id"]]),
         ("/keys", {**own, "plan_id": account.plan["id"]}, [test_key["id"]]),
-        ("/keys", {**own, "disabled": "true"}, []),
+        ("/keys", {**own, "disabled": "true"}, [test_key["id"]]),
+        ("/keys", {**own, "disabled": "false"}, [account.key["id"]]),
+        ("/keys", {**own, "name": "web"}, [account.key["id"]]),
         ("/policies", {**own, "resource": "GET:/orders/{id}"}, [account.policy["id"]]),
         ("/overrides", {**own, "subject": "user:42"}, [account.override["id"]]),
         ("/overrides", {**own, "subject": "user:43"}, []),
