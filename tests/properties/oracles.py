@@ -146,7 +146,7 @@ def oracle_of(limit: Limit, key: str) -> Oracle:
 def exact_rate(per_second: object) -> Fraction:
     """The rate that a number means: its decimals if there are at most six, else the nearest fraction of 10,000."""
     exact = Fraction(str(per_second))
-    return exact if (10**6 * exact).denominator == 1 else Fraction(per_second).limit_denominator(10_000)  # type: ignore[call-overload, no-any-return]
+    return exact if (10**6 * exact).denominator == 1 else Fraction(per_second).limit_denominator(10_000)  # type: ignore[call-overload]
 
 
 def window_us(limit: Limit) -> int:

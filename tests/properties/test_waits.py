@@ -1,19 +1,19 @@
 """Waits and resets against a model that finds them by search: from what was taken and when, in exact fractions.
 
-The engine derives a wait and an admission from the same formula, so each can hide a mistake in the other. The model has
-no formula: it asks its definition at one instant after another.
+The engine derives a wait and an admission from the same formula, so each can hide a mistake in the other.
+`contract/test_model.py` asks the same of Redis.
 """
 
-from collections.abc import Callable
 from fractions import Fraction
 from math import ceil
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from limitforge import FixedWindow, LeakyBucket, Limit, Quota, TokenBucket
-from limitforge.core.limits import Align
+from limitforge import LeakyBucket, TokenBucket
+from tests.properties.model import first_us, reset_us, shown_ms, wait_us
 from tests.properties.oracles import Oracle, oracle_of
 from tests.properties.strategies import ALGORITHMS, Story, costs, pauses, stories
 from tests.properties.test_admission import key_of
@@ -23,39 +23,6 @@ SHARES = {"P1": 90, "P2": 33, "P3": 0}
 EXAMPLES = 40
 
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
-
-
-def first_us(is_so: Callable[[int], bool], now_us: int) -> int:
-    """Return how long it takes until something that stays so is so: by doubling, then halving."""
-    if is_so(now_us):
-        return 0
-    low, high = 0, 1
-    while not is_so(now_us + high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if is_so(now_us + middle) else (middle, high)
-    return high
-
-
-def wait_us(oracle: Oracle, now_us: int, cost: int, share: int) -> int | None:
-    """Return the shortest wait after which a cost fits; None if it never does."""
-    if not cost:
-        return 0
-    return first_us(lambda at: oracle.used(at) + cost <= share, now_us) if cost <= share else None
-
-
-def reset_us(oracle: Oracle, now_us: int) -> int:
-    """Return how long it takes until nothing is in use; a window on the clock also ends when nothing was counted."""
-    limit = oracle.limit
-    if isinstance(limit, Quota) or (isinstance(limit, FixedWindow) and limit.align is not Align.FIRST_HIT):
-        window = oracle.window  # type: ignore[attr-defined]
-        return first_us(lambda at: window(at) != window(now_us), now_us)
-    return first_us(lambda at: not oracle.used(at), now_us)
-
-
-def shown_ms(us: int) -> int:
-    return ceil(Fraction(us, 1_000))
 
 
 def lived(story: Story) -> tuple[World, Oracle]:
@@ -125,11 +92,11 @@ RATES = [(7, "2.333333"), (1, "0.000003"), (10, 7), (3, 100 / 60), (5, 2.5), (1_
 @pytest.mark.parametrize("kind", [TokenBucket, LeakyBucket])
 @pytest.mark.parametrize(("capacity", "rate"), RATES)
 def test_a_bucket_has_room_for_one_more_not_a_microsecond_before_it_has_refilled(
-    kind: type[Limit], capacity: int, rate: float | str
+    kind: Any, capacity: int, rate: float | str
 ) -> None:
     """Rates that do not divide a token evenly: where a wait that is rounded down admits too early."""
     name = "refill_rate_per_sec" if kind is TokenBucket else "leak_rate_per_sec"
-    limit = kind(bucket_capacity=capacity, **{name: rate})  # type: ignore[call-arg]
+    limit = kind(bucket_capacity=capacity, **{name: rate})
     exact = Fraction(5, 3) if rate == 100 / 60 else Fraction(str(rate))
     world = World(1_700_000_000_000_000)
     assert world.check(limit, capacity).allowed
