@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast check lint format bench chaos soak servers
+.PHONY: help setup demo test test-fast check lint format bench chaos soak mutants servers
 
 help: ## show this list
 	@echo "limitforge: what make can do (ARGS=... is handed on, as in: make test ARGS='-k window')"
@@ -51,6 +51,9 @@ chaos: $(STAMP) servers ## servers are killed, paused and restarted under load; 
 
 soak: $(STAMP) servers ## random search for disagreements; MINUTES=10 ends it by itself, SEED=... draws the same again
 	@$(call only,soak)
+
+mutants: $(STAMP) servers ## plant deliberate bugs and see that tests find them (ARGS='lua': only those in files named so)
+	@$(BIN)/python -m tests.mutants $(ARGS)
 
 # pytest answers 5 when nothing carries the marker.
 define only

@@ -8,7 +8,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from tests import report
 from tests.constellations import ClusterServers, SentinelServers
@@ -21,6 +21,8 @@ TESTS = Path(__file__).parent
 _patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("fast", _patient, max_examples=20, derandomize=True)
 settings.register_profile("ci", _patient, max_examples=50, derandomize=True)
+# `make mutants` asks only whether a failing example is found, not for the smallest one.
+settings.register_profile("mutants", settings.get_profile("ci"), phases=[Phase.explicit, Phase.generate])
 settings.register_profile("soak", _patient, max_examples=2_000, print_blob=True)
 settings.load_profile(os.environ.get("LIMITFORGE_TEST_PROFILE", "ci"))
 
@@ -39,6 +41,7 @@ SLOW_PLACES = {
     "deploy",
     "docs",
     "hostile",
+    "mutants",
     "service",
     "unit/test_constellations.py",
     "unit/test_postgres_server.py",

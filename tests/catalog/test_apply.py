@@ -5,6 +5,7 @@ from datetime import timedelta
 from textwrap import dedent
 from typing import Any
 
+import msgspec
 import pytest
 
 from limitforge import ManualClock
@@ -15,7 +16,7 @@ from limitforge.catalog.catalog import Catalog
 from limitforge.catalog.changes import Change, as_json, counts, describe
 from limitforge.catalog.credentials import Credential
 from limitforge.catalog.export import export
-from limitforge.catalog.model import OPERATOR, Key, Override, Plan, Policy, Tenant, at_time
+from limitforge.catalog.model import OPERATOR, Key, Override, Plan, Policy, Tenant, at_time, plain
 from limitforge.catalog.queries import Announcement
 from limitforge.errors import InvalidFile, InvalidInput, NotFound
 from tests.catalog.making import (
@@ -283,6 +284,64 @@ async def test_every_change_is_in_the_audit_log_without_hashes(catalog: Catalog)
     created = next(entry for entry in entries if entry.action == "tenant.create" and entry.after["name"] == "acme")  # type: ignore[index]
     assert created.after is not None
     assert created.after["default_plan_id"].startswith("pla_")
+
+
+async def test_what_an_apply_changes_and_deletes_is_in_the_audit_log(catalog: Catalog, clock: ManualClock) -> None:
+    customer, gone = await new_customer(catalog), await new_customer(catalog, "gone")
+    before = await audit_of(catalog)
+    clock.advance_us(MINUTE_US)
+    text = f"""
+        operator: {{mode: monitor}}
+        tenants:
+          - name: acme
+            mode: "off"
+            default_plan: free
+            plans: [{{name: free, limits: burst=200/minute}}]
+            policies: [{{resource: "GET:/orders/{{id}}", plan: free, mode: monitor}}]
+            keys: [{{id: {customer.key.id}, name: site, plan: free}}]
+            overrides: [{{subject: "user:42", limits: {{burst: blocked}}, expires_at: 2030-01-01T00:00:00Z}}]
+    """
+    changes = await applied(catalog, text, prune=True)
+    entries = (await audit_of(catalog))[len(before) :]
+    assert counts(changes) == (0, 6, 1)
+    assert {(entry.actor, entry.at) for entry in entries} == {(ACTOR, at_time(clock.now_us()))}
+    told = {(entry.action, entry.tenant_id, entry.entity_id): entry for entry in entries}
+    assert len(told) == len(entries)
+    own = [(customer.tenant, "tenant"), (customer.plan, "plan"), (customer.policy, "policy")]
+    own += [(customer.key, "key"), (customer.override, "override")]
+    assert told.keys() == {
+        ("tenant.update", OPERATOR, OPERATOR),
+        ("tenant.delete", gone.tenant.id, gone.tenant.id),
+        *((f"{kind}.update", customer.tenant.id, entity.id) for entity, kind in own),
+    }
+    for entity, kind in own:
+        entry = told[f"{kind}.update", customer.tenant.id, entity.id]
+        assert entry.before == msgspec.json.decode(msgspec.json.encode(plain(entity)))
+        stored = msgspec.json.decode(msgspec.json.encode(plain(await catalog.get(type(entity), entity.id))))
+        assert entry.after is not None
+        assert {**entry.after, "revision": None} == {**stored, "revision": None}  # numbered when the edit ends
+        assert entry.after != entry.before
+    removed = told["tenant.delete", gone.tenant.id, gone.tenant.id]
+    assert (removed.before or {})["name"] == "gone"
+    assert removed.after is None
+
+
+async def test_what_a_list_leaves_out_is_deleted_and_in_the_audit_log(catalog: Catalog) -> None:
+    customer = await new_customer(catalog)
+    before = await audit_of(catalog)
+    await applied(catalog, "tenants: [{name: acme, plans: [], policies: [], keys: [], overrides: []}]")
+    entries = (await audit_of(catalog))[len(before) :]
+    deleted = [(entry.action, entry.entity_id) for entry in entries if entry.action.endswith(".delete")]
+    assert sorted(deleted) == [
+        ("key.delete", customer.key.id),
+        ("override.delete", customer.override.id),
+        ("plan.delete", customer.plan.id),
+        ("policy.delete", customer.policy.id),
+    ]
+    for entry in entries:
+        if entry.action.endswith(".delete"):
+            assert entry.after is None
+            assert (entry.before or {})["id"] == entry.entity_id
 
 
 # --- What is refused -------------------------------------------------------------------------------------------------

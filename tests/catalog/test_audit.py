@@ -10,7 +10,19 @@ import pytest
 from limitforge import ManualClock
 from limitforge.catalog.catalog import Catalog, Edit
 from limitforge.catalog.database import Database
-from limitforge.catalog.model import OPERATOR, Entity, Key, Override, Plan, Policy, Tenant, Token, at_time, plain
+from limitforge.catalog.model import (
+    OPERATOR,
+    AuditEntry,
+    Entity,
+    Key,
+    Override,
+    Plan,
+    Policy,
+    Tenant,
+    Token,
+    at_time,
+    plain,
+)
 from limitforge.errors import LimitforgeError
 from tests.catalog.making import (
     ACTOR,
@@ -163,4 +175,7 @@ async def test_an_entry_has_a_null_where_there_was_or_is_nothing(catalog: Catalo
 async def test_entries_can_be_written_as_json(catalog: Catalog, customer: Customer) -> None:
     await new_key(catalog, customer.tenant.id, metadata={"a": 2**63 - 1, "ü": "🙂\0"})
     entries = await audit_of(catalog)
-    assert len(msgspec.json.decode(msgspec.json.encode(entries))) == len(entries)
+    assert msgspec.json.decode(msgspec.json.encode(entries), type=list[AuditEntry]) == entries
+    newest = entries[-1].after
+    assert newest is not None
+    assert newest["metadata"] == {"a": 2**63 - 1, "ü": "🙂\0"}

@@ -122,6 +122,24 @@ async def create_all(catalog: Catalog, plan: Plan, resources: list[str]) -> None
             await edit.create(Policy, {"tenant_id": plan.tenant_id, "plan_id": plan.id, "resource": resource})
 
 
+async def test_a_tenant_has_no_more_plans_and_policies_than_it_may(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("limitforge.catalog.catalog.MAX_PLANS", 2)
+    monkeypatch.setattr("limitforge.catalog.catalog.MAX_POLICIES", 3)
+    tenant, other = await new_tenant(catalog), await new_tenant(catalog, "other")
+    plan = await new_plan(catalog, tenant.id)
+    await new_plan(catalog, tenant.id, "second")
+    with pytest.raises(Conflict, match="at most 2 plan entries"):
+        await new_plan(catalog, tenant.id, "third")
+    await new_plan(catalog, other.id)
+    policies = [await new_policy(catalog, plan, f"GET:/{at}") for at in range(3)]
+    with pytest.raises(Conflict, match="at most 3 policy entries"):
+        await new_policy(catalog, plan, "GET:/more")
+    await update(catalog, policies[0], {"mode": "off"})  # what is there may change
+    await update(catalog, plan, {"limits": "burst=5/minute"})
+
+
 async def test_deleting_a_policy_leaves_its_plan(catalog: Catalog) -> None:
     customer = await new_customer(catalog)
     assert await delete(catalog, customer.policy) == customer.policy

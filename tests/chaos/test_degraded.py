@@ -146,9 +146,12 @@ def test_a_slot_that_was_taken_without_the_store_is_released_without_error(
 @pytest.mark.parametrize("failure", ["open", "local"])
 def test_releasing_it_twice_is_fine(opened: Open, gone: Proxy, failure: FailureName) -> None:
     limiter = opened(gone.url, failure=failure)
-    held = limiter.check("r", "s", limits=SLOTS)
+    first, second = (limiter.check("r", "s", limits=SLOTS) for _ in range(2))
+    assert first.lease_id
+    assert second.lease_id
     for _ in range(2):
-        limiter.release(held.lease_id or "")
+        limiter.release(first.lease_id)
+    assert limiter.renew(second.lease_id)  # releasing one twice does not release another
 
 
 def test_a_lost_answer_is_degraded_and_may_have_been_counted(opened: Open, proxy: Proxy) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from limitforge import FixedWindow, StoreUnavailable, SyncLimiter
 from tests.chaos.conftest import Open
-from tests.chaos.waiting import until_it_works
+from tests.chaos.waiting import eventually, until_it_works
 from tests.servers import AclRedisServer, RedisServer, TlsRedisServer, UnixRedisServer
 
 FIVE = FixedWindow(name="five", limit=5, window_seconds=86_400, align="first_hit")
@@ -134,6 +134,40 @@ def test_a_wrong_password_is_unavailable_and_told_nowhere(
         told += [repr(limiter), str(limiter.status())]
     assert "hunter2" not in " ".join([*told, caplog.text])
     assert "password" in str(raised.value)  # it says what to do about it
+
+
+@pytest.mark.parametrize("scheme", ["redis", "redis+cluster"])
+def test_after_many_wrong_passwords_no_connection_is_left_and_the_right_one_works(
+    opened: Open, acl: AclRedisServer, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    """Neither open connections nor places of the pool are lost, whichever caller is refused."""
+    monkeypatch.setattr("limitforge.stores.servers_sync.MAX_CONNECTIONS", 4)
+    limiter = eager(opened, acl.url_with("not-yet").replace("redis", scheme))
+    assert [limiter.check("r", "s", limits=FIVE).degraded for _ in range(20)] == ["open"] * 20
+    eventually(lambda: clients(acl) == 1)  # the one that asks
+    acl.must(f"ACL SETUSER {acl.USER} >not-yet")
+    if scheme == "redis":
+        works(limiter, acl)
+    acl.must(f"ACL SETUSER {acl.USER} <not-yet")
+
+
+def test_after_many_refusals_to_a_user_without_rights_no_connection_is_left(opened: Open, acl: AclRedisServer) -> None:
+    """Redis itself closes what was not logged in and says much; here it leaves that to us."""
+    limiter = eager(opened, acl.url)
+    acl.must(f"ACL SETUSER {acl.USER} -@scripting")
+    assert [limiter.check("r", "s", limits=FIVE).degraded for _ in range(20)] == ["open"] * 20
+    eventually(lambda: clients(acl) == 1)
+    acl.must(f"ACL SETUSER {acl.USER} +@scripting")
+    works(limiter, acl)
+
+
+def eager(opened: Open, url: str) -> SyncLimiter:
+    """A limiter that asks again after every failure."""
+    return opened(url, failure="open", deadline_ms=PATIENT, breaker_failures=1_000, denial_cache_ms=0)
+
+
+def clients(server: RedisServer) -> int:
+    return server.command("CLIENT LIST").count(b"id=")
 
 
 def test_the_right_password_is_told_nowhere(

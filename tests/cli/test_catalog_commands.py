@@ -159,8 +159,9 @@ def test_a_key_is_printed_once(acme: Shop) -> None:
     assert _id(rotated["key"]) == _id(secret)
     assert len(rotated["secrets"]) == 2
     acme.run("keys", "disable", "web")
-    assert "disabled" in acme.run("keys", "list")
-    acme.run("keys", "enable", "web")
+    assert re.search(r"^web\s+acme\s+live\s+pro\s+disabled\s", acme.run("keys", "list"), re.MULTILINE)
+    assert acme.run("keys", "enable", "web").startswith("Enabled key web")
+    assert re.search(r"^web\s+acme\s+live\s+pro\s+active\s", acme.run("keys", "list"), re.MULTILINE)
     acme.run("keys", "update", "web", "--expires", "none", "--scope", "check", "--plan", "none", "--name", "site")
     key = acme.json("keys", "show", "site")
     assert (key["expires_at"], key["scopes"], key["plan_id"], key["metadata"]) == (None, ["check"], None, {"a": 1})
@@ -208,6 +209,45 @@ def test_overrides_are_set_replaced_and_deleted(acme: Shop) -> None:
     )
 
 
+def test_what_has_expired_is_shown_as_such_or_left_out(acme: Shop) -> None:
+    acme.run("keys", "create", "old", "--tenant", "acme", "--expires", "2020-01-01T00:00:00Z")
+    acme.run("keys", "create", "new", "--tenant", "acme", "--expires", "2h")
+    assert re.findall(r"^(\w+) .* (active|expired) ", acme.run("keys", "list"), re.MULTILINE) == [
+        ("new", "active"),
+        ("old", "expired"),
+    ]
+    ends = datetime.fromisoformat(acme.json("keys", "show", "new")["expires_at"]) - datetime.now(UTC)
+    assert timedelta(hours=1.5) < ends < timedelta(hours=2)
+    acme.run("overrides", "set", "user:7", "--tenant", "acme", "--limit", "burst=5", "--for", "900ms")
+    deadline = time.monotonic() + SECONDS / 2
+    while [each["subject"] for each in acme.json("overrides", "list")] != ["user:42"]:
+        assert time.monotonic() < deadline
+    assert "user:7" not in acme.run("overrides", "list")
+
+
+def test_lists_and_names_are_of_the_tenant_that_is_named(acme: Shop) -> None:
+    until = NEXT_YEAR
+    over = f"[{{subject: 'user:42', limits: {{x: blocked}}, expires_at: {until}}}]"
+    file = f"tenants: [{{name: globex, plans: [{{name: free, limits: x=1/s}}], overrides: {over}}}]"
+    acme.run("apply", "-", given=file.encode())
+    for name in ("acme", "globex"):
+        acme.run("keys", "create", "web", "--tenant", name)
+        acme.run("tokens", "create", f"of-{name}", "--tenant", name)
+    ids = {each["name"]: each["id"] for each in acme.json("tenants", "list")}
+    for kind, count in (("plans", 2), ("policies", 1), ("keys", 1), ("overrides", 1), ("tokens", 1)):
+        found = acme.json(kind, "list", "--tenant", "acme")
+        assert [each["tenant_id"] for each in found] == [ids["acme"]] * count, kind
+    assert acme.json("overrides", "show", "user:42", "--tenant", "globex")["limits"] == {"x": "blocked"}
+    acme.run("overrides", "set", "user:42", "--tenant", "acme", "--limit", "burst=1", "--for", "1h", "--resource", "r")
+    assert acme.json("overrides", "show", "user:42", "--tenant", "acme", "--resource", "r")["limits"] == {
+        "burst": {"limit": 1}
+    }
+    acme.run("overrides", "delete", "user:42", "--tenant", "acme", "--resource", "r")
+    assert [each["resource"] for each in acme.json("overrides", "list", "--tenant", "acme")] == ["*"]
+    acme.run("keys", "delete", "web", "--tenant", "globex")
+    assert [each["tenant_id"] for each in acme.json("keys", "list")] == [ids["acme"]]
+
+
 def test_admin_tokens_are_printed_once(acme: Shop) -> None:
     (secret,) = SECRET.findall(
         acme.run("tokens", "create", "ci", "--scope", "read", "--scope", "write", "--tenant", "acme")
@@ -240,6 +280,20 @@ def test_the_audit_log_tells_who_changed_what(acme: Shop) -> None:
     assert acme.json("audit", "list", "--entity", entry["entity_id"])[0] == entry
 
 
+def test_the_audit_log_of_one_tenant_has_no_other_tenants_entries(acme: Shop) -> None:
+    acme.run("apply", "-", given=b"tenants: [{name: globex, plans: [{name: free, limits: 5/s}]}]")
+    acme.run("plans", "update", "free", "--limits", "9/s", "--tenant", "globex")
+    ids = {each["name"]: each["id"] for each in acme.json("tenants", "list")}
+    globex = acme.json("audit", "list", "--tenant", "globex")
+    assert [each["action"] for each in globex] == ["plan.update", "plan.create", "tenant.create"]
+    assert {each["tenant_id"] for each in globex} == {ids["globex"]}
+    assert {each["tenant_id"] for each in acme.json("audit", "list", "--tenant", "acme")} == {ids["acme"]}
+    assert acme.run("audit", "list", "--tenant", "globex").count("globex") == 1
+    acme.run("tenants", "delete", "globex", "--yes")
+    assert [each["action"] for each in acme.json("audit", "list", "--tenant", ids["globex"])][:1] == ["tenant.delete"]
+    assert "there is no tenant 'globex'" in acme.run("audit", "list", "--tenant", "globex", status=2)
+
+
 # --- Config as code --------------------------------------------------------------------------------------------------
 
 
@@ -252,6 +306,20 @@ def test_a_file_is_tried_applied_and_then_the_same(acme: Shop) -> None:
     assert acme.run("apply", "plans.yaml") == "Nothing to change.\n"
     assert acme.run("diff", "plans.yaml") == "Nothing to change.\n"
     assert acme.json("diff", "plans.yaml", "--prune") == {"applied": False, "changes": []}
+
+
+@pytest.mark.parametrize("command", [("apply", "--dry-run"), ("diff",)], ids=["apply", "diff"])
+def test_a_dry_run_with_prune_tells_what_would_go_and_deletes_nothing(acme: Shop, command: tuple[str, ...]) -> None:
+    acme.run("tenants", "create", "globex")
+    before, history = acme.run("export"), acme.json("audit", "list")
+    acme.write("tenants: [{name: acme, default_plan: free}]")
+    status = int(command == ("diff",))
+    told = "- tenant globex\n\n0 to create, 0 to change, 1 to delete.\n"
+    assert acme.run(*command, "plans.yaml", "--prune", status=status) == told
+    assert acme.run(*command, "plans.yaml") == "Nothing to change.\n"
+    assert (acme.run("export"), acme.json("audit", "list")) == (before, history)
+    assert acme.run("apply", "plans.yaml", "--prune").endswith("0 created, 0 changed, 1 deleted.\n")
+    assert [each["name"] for each in acme.json("tenants", "list")] == ["acme"]
 
 
 def test_an_export_makes_the_same_again_elsewhere(acme: Shop) -> None:

@@ -248,13 +248,14 @@ async def test_a_server_that_nobody_has_spoken_to_is_asked_for_what_moves_to_it(
 async def test_a_caller_that_is_gone_when_its_slot_moves_harms_nobody(cluster: ClusterServers) -> None:
     options = StoreOptions(failure="raise", deadline_ms=5_000, denial_cache_ms=0)
     async with Limiter.connect(cluster.url, options=options) as limiter:
-        await limiter.check("r", "s", limits=SUBJECT, tenant="other")
+        left = (await limiter.check("r", "s", limits=SUBJECT, tenant="other")).remaining
         moving(cluster, "acme")
-        for _ in range(20):
+        for number in range(1, 21):
             gone = asyncio.ensure_future(limiter.check("r", "s", limits=TENANT, tenant="acme"))
             await asyncio.sleep(0.0002)
             gone.cancel()
-            await soon(limiter.check("r", "s", limits=SUBJECT, tenant="other"))
+            decision = await soon(limiter.check("r", "s", limits=SUBJECT, tenant="other"))
+            assert (decision.allowed, decision.remaining) == (True, (left or 0) - number)
 
 
 # -- what is set up wrong

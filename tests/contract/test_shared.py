@@ -368,6 +368,22 @@ async def test_a_password_that_is_wrong_is_unavailable_and_not_told() -> None:
         await shared.close()
 
 
+async def test_after_many_wrong_passwords_no_connection_is_left_and_the_right_one_works() -> None:
+    with AclRedisServer() as server:
+        shared = SharedRedis(server.url_with("not-yet"))
+        for _ in range(shared_redis.CONNECTIONS + 2):
+            for call in (shared.get("a"), anext(shared.listen("a"))):
+                with pytest.raises(StoreUnavailable, match="password"):
+                    await call
+        deadline = time.monotonic() + PATIENCE_SECONDS / 2
+        while server.command("CLIENT LIST").count(b"id=") > 1:  # the one that asks
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        server.must(f"ACL SETUSER {server.USER} >not-yet")
+        assert await shared.claim("a", 60)
+        await shared.close()
+
+
 async def test_a_replica_that_may_not_write_is_unavailable(own_redis_server: RedisServer) -> None:
     own_redis_server.must("REPLICAOF 127.0.0.1 1")
     shared = SharedRedis(own_redis_server.url)

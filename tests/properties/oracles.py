@@ -8,7 +8,16 @@ from fractions import Fraction
 from typing import Any
 from zoneinfo import ZoneInfo
 
-from limitforge import Concurrency, FixedWindow, Limit, Quota, SlidingWindow, SlidingWindowCounter
+from limitforge import (
+    Concurrency,
+    FixedWindow,
+    LeakyBucket,
+    Limit,
+    Quota,
+    SlidingWindow,
+    SlidingWindowCounter,
+    TokenBucket,
+)
 from limitforge.core.calendar import Period
 from limitforge.core.limits import Align
 
@@ -42,8 +51,9 @@ class Draining(Oracle):
 
     def __init__(self, limit: Limit) -> None:
         super().__init__(limit)
-        steps: Any = limit.steps
-        self.per_us = Fraction(steps.tokens, steps.per_us)
+        assert isinstance(limit, TokenBucket | LeakyBucket)
+        rate = limit.refill_rate_per_sec if isinstance(limit, TokenBucket) else limit.leak_rate_per_sec
+        self.per_us = exact_rate(rate) / 10**6
         self.level = Fraction(0)
         self.last_us = 0
 
@@ -131,6 +141,12 @@ def oracle_of(limit: Limit, key: str) -> Oracle:
     if isinstance(limit, FixedWindow | Quota):
         return Windows(limit, key)
     return Draining(limit)
+
+
+def exact_rate(per_second: object) -> Fraction:
+    """The rate that a number means: its decimals if there are at most six, else the nearest fraction of 10,000."""
+    exact = Fraction(str(per_second))
+    return exact if (10**6 * exact).denominator == 1 else Fraction(per_second).limit_denominator(10_000)  # type: ignore[call-overload]
 
 
 def window_us(limit: Limit) -> int:

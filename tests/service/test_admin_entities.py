@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.service.live import Account, Admin, Live
+from limitforge.catalog.credentials import Credential, Peppers
+from tests.service.live import PEPPERS, Account, Admin, Live
 from tests.service.problems import assert_problem
 
 PATHS = ("tenants", "plans", "policies", "keys", "overrides", "tokens")
@@ -290,13 +291,16 @@ def test_lists_go_on_where_the_page_before_ended(admin: Admin, account: Account)
 def test_lists_are_narrowed_by_what_they_are_asked_for(admin: Admin, account: Account) -> None:
     own = {"tenant_id": account.id}
     test_key = admin.made("/keys", {**own, "name": "ci", "type": "test", "plan_id": account.plan["id"]})
+    assert admin.post(f"/keys/{test_key['id']}/disable").status_code == 200
     for path, query, expected in (
         ("/tenants", {"name": account.tenant["name"]}, [account.id]),
         ("/plans", {**own, "name": "free"}, [account.plan["id"]]),
         ("/plans", {**own, "name": "nope"}, []),
         ("/keys", {**own, "type": "test"}, [test_key["id"]]),
         ("/keys", {**own, "plan_id": account.plan["id"]}, [test_key["id"]]),
-        ("/keys", {**own, "disabled": "true"}, []),
+        ("/keys", {**own, "disabled": "true"}, [test_key["id"]]),
+        ("/keys", {**own, "disabled": "false"}, [account.key["id"]]),
+        ("/keys", {**own, "name": "web"}, [account.key["id"]]),
         ("/policies", {**own, "resource": "GET:/orders/{id}"}, [account.policy["id"]]),
         ("/overrides", {**own, "subject": "user:42"}, [account.override["id"]]),
         ("/overrides", {**own, "subject": "user:43"}, []),
@@ -337,6 +341,8 @@ def test_an_override_lets_a_denied_caller_in_at_once_until_it_is_deleted(admin: 
     assert changed.json()["expires_at"] > override["expires_at"]
     assert account.check("user:8").status_code == 429
     assert admin.delete(f"/overrides/{override['id']}").status_code == 204
+    back = account.check("user:8").json()  # neither blocked nor unlimited: the bucket that it had emptied decides again
+    assert (back["allowed"], back["limit"], back["limits"]["burst"]["limit"]) == (False, 3, 3)
     assert account.check("user:9").json()["limit"] == 3
 
 
@@ -363,8 +369,8 @@ def test_a_tenant_goes_with_all_that_is_its_own(admin: Admin, account: Account) 
 
 
 def test_changes_are_in_the_audit_log_with_their_token(admin: Admin, account: Account) -> None:
-    admin.patch(f"/tenants/{account.id}", {"mode": "monitor"})
-    me = next(token for token in admin.everything("/tokens") if token["tenant_id"] is None and token["last_used_at"])
+    account.own_admin().patch(f"/tenants/{account.id}", {"mode": "monitor"})
+    maker = f"token:tok_{Credential.read(admin.token, Peppers.parse(PEPPERS)).id}"
     entries = admin.get("/audit", tenant_id=account.id).json()["items"]
     assert [entry["action"] for entry in entries] == [
         "tenant.update",
@@ -375,8 +381,8 @@ def test_changes_are_in_the_audit_log_with_their_token(admin: Admin, account: Ac
         "plan.create",
         "tenant.create",
     ]
-    assert {entry["actor"].partition(":")[0] for entry in entries} == {"token"}
-    assert me["id"].startswith("tok_")
+    assert [entry["actor"] for entry in entries] == [f"token:{account.token['id']}", *[maker] * 6]
+    assert {entry["tenant_id"] for entry in entries} == {account.id}
     assert (entries[0]["before"]["mode"], entries[0]["after"]["mode"]) == ("on", "monitor")
     of_plan = admin.get("/audit", entity_id=account.plan["id"]).json()["items"]
     assert [entry["action"] for entry in of_plan] == ["plan.create"]

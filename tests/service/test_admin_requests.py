@@ -35,6 +35,18 @@ def test_what_is_no_json_is_refused(admin: Admin, raw: bytes) -> None:
     assert_problem(admin.call("POST", "/tenants", content=raw, headers=JSON), 400, "malformed_json")
 
 
+def test_a_body_may_be_nested_32_deep_and_no_deeper(admin: Admin, account: Account) -> None:
+    for depth, status in ((32, 201), (33, 400)):
+        value: Any = 1
+        for _ in range(depth - 3):  # the body, its metadata, and the number are three
+            value = [value]
+        body = {"tenant_id": account.id, "name": f"deep-{depth}", "metadata": {"a": value}}
+        answer = admin.call("POST", "/keys", body)
+        assert answer.status_code == status, depth
+    assert_problem(answer, 400, "malformed_json")
+    assert "nested deeper than 32" in answer.json()["detail"]
+
+
 def test_numbers_that_nobody_could_answer_with_are_refused(admin: Admin, account: Account) -> None:
     for number in ("1e400", "9" * 5_000):
         raw = f'{{"tenant_id": "{account.id}", "name": "x", "metadata": {{"a": {number}}}}}'

@@ -293,6 +293,8 @@ def test_a_store_takes_overrides_again_once_old_ones_have_expired() -> None:
     small.clock.advance_us(2_000_000)
     for n in range(5, 10):
         small.limiter.set_override("*", str(n), {"hour": "unlimited"}, limits=HOUR, ttl_seconds=1)
+    known = [small.limiter.get_override("*", str(n)) for n in range(10)]
+    assert [each is not None for each in known] == [False] * 5 + [True] * 5
 
 
 # -- batches

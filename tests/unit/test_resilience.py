@@ -29,6 +29,7 @@ from limitforge import (
     TooManyReservations,
 )
 from limitforge.core.check import FailureName
+from limitforge.core.tickets import Lease, read_ticket, ticket_id
 from limitforge.stores import resilience as resilience_module
 from limitforge.stores.memory import MemoryStore
 from tests.contract.conftest import Blocking
@@ -189,15 +190,20 @@ def alone(request: pytest.FixtureRequest, nowhere: str, clock: ManualClock) -> I
 
 
 @pytest.mark.parametrize("failures", [1, 9], ids=["asked", "left alone"])
-def test_a_lease_that_holds_nothing_is_released_and_renewed_like_any(
+def test_a_lease_that_holds_nothing_is_released_and_renewed_without_the_store(
     alone: Callable[..., SyncLimiter], failures: int
 ) -> None:
     limiter = alone(failure="open", denial_cache_ms=0)
     held = [limiter.check("r", "s", limits=SLOTS) for _ in range(failures)][-1]
     assert held.lease_id
+    assert read_ticket("lease_id", Lease, held.lease_id, "lf").keys == []
     assert limiter.renew(held.lease_id)
     limiter.release(held.lease_id)
     limiter.release(held.lease_id)
+    somewhere = ticket_id(Lease(b"12345678", [b"lf:{t}:slots"]))
+    for ask in (limiter.renew, limiter.release):  # one that holds something can't be
+        with pytest.raises(StoreUnavailable):
+            ask(somewhere)
 
 
 def test_a_reservation_that_holds_nothing_is_settled_like_any(alone: Callable[..., SyncLimiter]) -> None:

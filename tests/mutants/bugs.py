@@ -1,0 +1,49 @@
+"""The list of deliberate bugs: one line each in bugs.toml."""
+
+import tomllib
+from pathlib import Path
+
+import msgspec
+
+PACKAGE = Path("src/limitforge")
+
+
+class Bug(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A wrong change of one file that tests must notice."""
+
+    file: str
+    """Relative to src/limitforge."""
+    old: str
+    """Text that occurs exactly once in that file."""
+    new: str
+    tests: str
+    """Arguments for pytest: the tests of its part, quick ones that fail with this bug."""
+    equivalent: str = ""
+    """Why no test can notice it. Such a bug is listed, but not tried."""
+
+    def __str__(self) -> str:
+        return f"{self.file}: {_in_a_line(self.old)} -> {_in_a_line(self.new)}"
+
+    def planted(self, source: str) -> str:
+        """Return the source with this bug in it. Raises ValueError where the text to replace is not clear."""
+        found = source.count(self.old)
+        if found != 1:
+            raise ValueError(f"the text to replace occurs {found} times, not once")
+        if self.old == self.new:
+            raise ValueError("this replaces the text by itself")
+        return source.replace(self.old, self.new)
+
+    def plant(self, root: Path) -> None:
+        path = root / PACKAGE / self.file
+        if not path.is_file():
+            raise ValueError("there is no such file")
+        path.write_text(self.planted(path.read_text()))
+
+
+def read_bugs(path: Path) -> list[Bug]:
+    return msgspec.convert(tomllib.loads(path.read_text())["bugs"], list[Bug])
+
+
+def _in_a_line(text: str) -> str:
+    line = " ".join(text.split())
+    return f"`{line if len(line) <= 60 else line[:57] + '...'}`"
