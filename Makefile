@@ -14,12 +14,12 @@ LEFT_OUT := chaos or soak
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast check lint format bench chaos soak servers
+.PHONY: help setup demo test test-fast test-lowest check lint format bench chaos soak servers
 
 help: ## show this list
 	@echo "limitforge: what make can do (ARGS=... is handed on, as in: make test ARGS='-k window')"
 	@echo
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## make .venv with everything that development needs
 
@@ -32,6 +32,10 @@ test: $(STAMP) servers ## the whole suite, as CI runs it
 
 test-fast: $(STAMP) servers ## the suite without what starts programs, in under a minute
 	@LIMITFORGE_TEST_PROFILE=fast $(PYTEST) -n auto --dist worksteal -m "not slow and not chaos and not soak" $(ARGS)
+
+test-lowest: $(STAMP) servers ## a small suite with the lowest versions of all dependencies, then with the newest
+	@scripts/test-versions lowest $(ARGS)
+	@scripts/test-versions newest $(ARGS)
 
 check: LEFT_OUT := chaos or soak or lint
 check: lint test ## lint, then test: run it before you push
