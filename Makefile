@@ -1,23 +1,25 @@
 # Every target prepares what it needs: the virtual environment, and the servers that the tests talk to.
 
-PYTHON ?= python3
+# Which Python .venv is made with. If it is empty, scripts/choose-python takes the fastest one here.
+PYTHON ?=
 ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
+LEFT_OUT := chaos or soak
 
 # The tests start hundreds of Python programs: each would compile all of limitforge anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast check lint format bench chaos soak mutants servers
+.PHONY: help setup demo test test-fast test-lowest check lint format bench chaos soak mutants servers
 
 help: ## show this list
 	@echo "limitforge: what make can do (ARGS=... is handed on, as in: make test ARGS='-k window')"
 	@echo
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## make .venv with everything that development needs
 
@@ -25,11 +27,17 @@ demo: $(STAMP) ## run the service with a tenant to try, on nothing but Python
 	@$(BIN)/limitforge demo $(ARGS)
 
 test: $(STAMP) servers ## the whole suite, as CI runs it
-	@LIMITFORGE_TEST_PROFILE=ci $(PYTEST) -n auto --dist worksteal -m "not chaos and not soak" $(ARGS)
+	@LIMITFORGE_TEST_PROFILE=ci $(PYTEST) -n auto --dist worksteal --durations 10 --durations-min 1 \
+		-m "not ($(LEFT_OUT))" $(ARGS)
 
 test-fast: $(STAMP) servers ## the suite without what starts programs, in under a minute
 	@LIMITFORGE_TEST_PROFILE=fast $(PYTEST) -n auto --dist worksteal -m "not slow and not chaos and not soak" $(ARGS)
 
+test-lowest: $(STAMP) servers ## a small suite with the lowest versions of all dependencies, then with the newest
+	@scripts/test-versions lowest $(ARGS)
+	@scripts/test-versions newest $(ARGS)
+
+check: LEFT_OUT := chaos or soak or lint
 check: lint test ## lint, then test: run it before you push
 
 lint: $(STAMP) ## formatting, ruff, mypy and the import layers
@@ -65,12 +73,12 @@ servers:
 	@scripts/ensure-servers redis-server openssl postgres nginx
 
 $(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-		echo "limitforge needs Python 3.11 or newer, and $(PYTHON) is not: say which, as in 'make setup PYTHON=python3.12'." >&2; \
-		exit 1; }
-	@PYTHON="$(PYTHON)" scripts/ensure-servers python-venv
-	@echo "Setting up $(VENV) (a minute or so the first time) ..."
-	@$(PYTHON) -m venv $(VENV)
+	@if [ -n "$(PYTHON)" ] || ! $(BIN)/python -c '' 2>/dev/null; then \
+		python=$$(scripts/choose-python $(PYTHON)) && \
+		PYTHON="$$python" scripts/ensure-servers python-venv && \
+		"$$python" -m venv --clear $(VENV); \
+	fi
+	@echo "Installing into $(VENV) (a minute or so the first time) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
 	@touch $@
 	@echo "$(VENV) is ready."

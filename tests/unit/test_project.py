@@ -22,8 +22,9 @@ LINTERS = {
 OF_ONE_MACHINE = re.compile(rb"(?<![\w.-])/(?:root|work|home)/|pypi\.org|files\.pythonhosted")
 
 
+@pytest.mark.lint
 @pytest.mark.slow
-@pytest.mark.timeout(300)  # mypy without its cache takes a minute on a busy machine
+@pytest.mark.timeout(600)  # mypy without its cache: 30 s of CPU time
 @pytest.mark.parametrize("command", LINTERS.values(), ids=LINTERS)
 def test_the_linters_have_nothing_to_say(command: list[str]) -> None:
     done = subprocess.run([BIN / command[0], *command[1:]], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -1,5 +1,7 @@
 """What may be imported from `limitforge`, and what that costs."""
 
+import importlib
+import pkgutil
 import subprocess
 import sys
 from importlib.resources import files
@@ -69,3 +71,12 @@ def test_importing_limitforge_imports_no_optional_dependency() -> None:
     imported = set(done.stdout.split())
     assert "limitforge" in imported
     assert not imported & {"redis", "hiredis", "typer", "click", "rich", "sqlalchemy", "uvloop"}
+
+
+def test_every_module_can_be_imported() -> None:
+    """Also with the lowest and the newest versions of what it imports: see `make test-lowest`."""
+    found = [each.name for each in pkgutil.walk_packages(limitforge.__path__, "limitforge.")]
+    modules = [name for name in found if ".migrations" not in name and not name.endswith(".__main__")]
+    assert len(modules) > 100
+    for name in modules:
+        importlib.import_module(name)
