@@ -3,17 +3,17 @@
 import atexit
 import contextlib
 import functools
-import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
+
+from tests import forking
 
 SECONDS = 60.0  # generous: a busy machine is no reason to fail
 PROGRAM = str(Path(sys.executable).parent / "limitforge")
@@ -80,27 +80,19 @@ class Command:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         """`files` are its stdin, stdout and stderr; `environment` is what is set besides the usual."""
-        order = {
-            "arguments": arguments,
-            "folder": str(folder or Path.cwd()),
-            "environment": ENVIRONMENT | dict(environment or {}),
-        }
-        report, theirs = os.pipe()
-        self._report = os.fdopen(report)
-        try:
-            socket.send_fds(_forking().orders, [json.dumps(order).encode()], [*files, theirs])
-        finally:
-            os.close(theirs)
-        self.pid = int(self._report.readline())
+        self._answers = forking.order(
+            forking_socket(), arguments, files, str(folder or Path.cwd()), ENVIRONMENT | dict(environment or {})
+        )
+        self.pid = int(self._answers.recv(16))
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        if self.returncode is None and select.select([self._report], [], [], 0)[0]:
-            self.returncode = int(self._report.readline() or -signal.SIGKILL)  # all of it was killed, as by a time-out
+        if self.returncode is None and select.select([self._answers], [], [], 0)[0]:
+            self.returncode = int(self._answers.recv(16) or -signal.SIGKILL)  # all of it was killed, as by a time-out
         return self.returncode
 
     def wait(self, timeout: float = SECONDS) -> int:
-        if self.returncode is None and not select.select([self._report], [], [], timeout)[0]:
+        if self.returncode is None and not select.select([self._answers], [], [], timeout)[0]:
             raise subprocess.TimeoutExpired("limitforge", timeout)
         status = self.poll()
         assert status is not None
@@ -123,33 +115,26 @@ class Command:
         """Leaves nothing behind: what did not end by itself is killed."""
         self.kill()
         self.wait()
-        self._report.close()
-
-
-class _Forking:
-    """The process that `forking.py` describes."""
-
-    def __init__(self) -> None:
-        self.orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(Path(__file__).with_name("forking.py"))],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                env=ENVIRONMENT,
-            )
-
-    def close(self) -> None:
-        self.orders.close()
-        try:
-            self._process.wait(SECONDS)
-        finally:
-            self._process.kill()
+        self._answers.close()
 
 
 @functools.cache
-def _forking() -> _Forking:
-    """One for all tests of this worker, once the first asks for it."""
-    forking = _Forking()
-    atexit.register(forking.close)
-    return forking
+def forking_socket() -> str:
+    """Start the process that `tests/forking.py` describes: one for all tests of this worker."""
+    folder = tempfile.TemporaryDirectory(prefix="limitforge-forking-")
+    path = str(Path(folder.name) / "socket")
+    process = subprocess.Popen(
+        [sys.executable, "-P", forking.__file__, "serve", path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=ENVIRONMENT,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+
+    def end() -> None:
+        process.communicate(timeout=SECONDS)
+        folder.cleanup()
+
+    atexit.register(end)
+    return path

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from limitforge.service.settings import PREFIX, Settings, load
-from tests.cli.command import Commands, limitforge
+from tests.cli.command import limitforge
 from tests.nginx import Nginx
 from tests.servers import RedisServer
 from tests.service.live import Live
@@ -51,12 +51,6 @@ KINDS = {
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     with Live(f"sqlite:///{tmp_path_factory.mktemp('deploy')}/deploy.db") as live:
         yield live
-
-
-@pytest.fixture(scope="module")
-def commands() -> Iterator[Commands]:
-    with Commands() as commands:
-        yield commands
 
 
 def run(*command: str | Path, folder: Path = ROOT) -> str:
@@ -238,10 +232,10 @@ def test_every_image_is_pinned_by_its_version(composed: Fields) -> None:
     assert images["service"] == images["migrate"] == IMAGE
 
 
-def test_the_commands_of_the_containers_are_commands_of_ours(composed: Fields, commands: Commands) -> None:
+def test_the_commands_of_the_containers_are_commands_of_ours(composed: Fields) -> None:
     services = composed["services"]
     for command in (services["migrate"]["command"], services["service"]["command"]):
-        assert commands.run(*command, "--help", folder=ROOT).returncode == 0
+        assert limitforge(*command, "--help").returncode == 0
 
 
 def test_the_redis_of_compose_starts_and_drops_nothing(tmp_path: Path) -> None:
@@ -319,11 +313,11 @@ def unit(name: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", ["limitforge.service", "limitforge-migrate.service"])
-def test_a_unit_runs_a_command_of_ours_and_may_do_little(name: str, commands: Commands) -> None:
+def test_a_unit_runs_a_command_of_ours_and_may_do_little(name: str) -> None:
     found = unit(name)
     program, *arguments = found["ExecStart"][0].split()
     assert Path(program).name in PROJECT["scripts"]
-    assert commands.run(*arguments, "--help", folder=ROOT).returncode == 0
+    assert limitforge(*arguments, "--help").returncode == 0
     assert found["EnvironmentFile"] == ["/etc/limitforge/limitforge.env"]
     for option, value in {
         "DynamicUser": "yes",
@@ -445,7 +439,7 @@ def told() -> Settings:
     return load({**found["ConfigMap"]["data"], **found["Secret"]["stringData"], "LIMITFORGE_PEPPERS": PEPPERS})
 
 
-def test_the_pods_would_start_with_what_they_are_told(commands: Commands) -> None:
+def test_the_pods_would_start_with_what_they_are_told() -> None:
     found = manifests()
     settings = told()
     assert settings.workers == 1
@@ -461,7 +455,7 @@ def test_the_pods_would_start_with_what_they_are_told(commands: Commands) -> Non
             {"secretRef": {"name": found["Secret"]["metadata"]["name"]}},
         ]
         assert container["image"] == IMAGE
-        assert commands.run(*container["args"], "--help", folder=ROOT).returncode == 0
+        assert limitforge(*container["args"], "--help").returncode == 0
 
 
 def test_the_ports_of_the_pods_are_those_of_the_settings() -> None:
@@ -516,15 +510,15 @@ def test_every_pod_is_bounded_and_may_do_little() -> None:
         assert [volume["name"] for volume in spec["volumes"]] == ["tmp"]
 
 
-def test_the_job_ends_and_makes_the_schema(postgres_url: str, commands: Commands) -> None:
+def test_the_job_ends_and_makes_the_schema(postgres_url: str) -> None:
     job = manifests()["Job"]["spec"]
     assert job["template"]["spec"]["restartPolicy"] == "Never"
     assert job["activeDeadlineSeconds"] > 0
     (container,) = job["template"]["spec"]["containers"]
     for _ in range(2):  # again is no mistake
-        done = commands.run(*container["args"], folder=ROOT, LIMITFORGE_DATABASE_URL=postgres_url)
+        done = limitforge(*container["args"], LIMITFORGE_DATABASE_URL=postgres_url)
         assert done.returncode == 0, done.stderr
-    status = commands.run("db", "status", folder=ROOT, LIMITFORGE_DATABASE_URL=postgres_url)
+    status = limitforge("db", "status", LIMITFORGE_DATABASE_URL=postgres_url)
     assert "the newest" in status.stdout
 
 

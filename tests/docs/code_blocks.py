@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+from tests import forking
+from tests.cli.command import forking_socket
+
 ROOT = Path(__file__).parents[2]
 SHELL_SECONDS = 120.0
 
@@ -33,7 +36,7 @@ _FENCE = re.compile(r"(?P<indent> *)(?P<fence>`{3,}|~{3,})\s*(?P<info>\w*)")
 
 # Read by bash before each block. What would change the machine or call itself forever is only looked at: `make` plans,
 # `pip install` does nothing, and after `git clone` the folder of that name is this very copy. Commands of limitforge
-# that end by themselves run in forks of one process, where there is one: importing it takes a second of CPU.
+# that end by themselves run in forks of one process: importing it takes a second of CPU.
 _SHELL_PRELUDE = """
 unset BASH_ENV
 set -Eeuo pipefail
@@ -44,7 +47,7 @@ pip() { [ "$1" = install ] || command pip "$@"; }
 python() { [ "${*:1:3}" = "-m pip install" ] || command python "$@"; }
 limitforge() { case "${1-}" in
   serve | demo) command limitforge "$@" ;;
-  *) if [ -n "${FORKED:-}" ]; then python -SE "$ASK" ask "$FORKED" "$@"; else command limitforge "$@"; fi ;;
+  *) python -SE "$FORKING" run "$FORKING_SOCKET" "$@" ;;
 esac; }
 git() { if [ "$1" = clone ]; then ln -sfn . "$(basename "${!#}" .git)"; else command git "$@"; fi; }
 """
@@ -89,10 +92,8 @@ def find_blocks(path: Path) -> Iterator[Block]:
         number += 1
 
 
-def run_file(path: Path, redis_url: str, scratch: Path, forked: Path | None = None) -> None:
-    """Run every block of the file; raises BlockFailed at the first that fails. `scratch` is an empty folder, `forked`
-    the socket of a process that runs commands of limitforge.
-    """
+def run_file(path: Path, redis_url: str, scratch: Path) -> None:
+    """Run every block of the file; raises BlockFailed at the first that fails. `scratch` is an empty folder."""
     module = ModuleType(f"code_blocks_of_{path.stem}")
     sys.modules[module.__name__] = module  # where dataclasses and typing look names up
     try:
@@ -103,7 +104,7 @@ def run_file(path: Path, redis_url: str, scratch: Path, forked: Path | None = No
                     case "python":
                         _run_python(block, module, runner)
                     case "sh" | "bash" | "console":
-                        _run_shell(block, scratch, forked)
+                        _run_shell(block, scratch)
                     case "json" | "toml":
                         _parse(block)
                     case info if info not in SHOWN:
@@ -127,7 +128,7 @@ def _run_python(block: Block, module: ModuleType, runner: asyncio.Runner) -> Non
         raise block.failed(f"\n{traceback.format_exc()}") from error
 
 
-def _run_shell(block: Block, scratch: Path, forked: Path | None) -> None:
+def _run_shell(block: Block, scratch: Path) -> None:
     """One bash for the whole block, in a copy of the project that the blocks of a file share."""
     copy = scratch / "limitforge"
     if not copy.exists():
@@ -138,8 +139,8 @@ def _run_shell(block: Block, scratch: Path, forked: Path | None) -> None:
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "BASH_ENV": str(scratch / "prelude"),
-        "ASK": str(Path(__file__).with_name("forked.py")),
-        "FORKED": str(forked or ""),
+        "FORKING": forking.__file__,
+        "FORKING_SOCKET": forking_socket(),
     }
     # The output goes to a file: a pipe would keep us waiting for whatever the block left in the background.
     with (scratch / "output").open("w+") as output:

@@ -1,10 +1,6 @@
 """Every code block of the documentation works."""
 
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -15,23 +11,10 @@ DOCUMENTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def forked() -> Iterator[Path]:
-    """The socket of a process that runs commands of limitforge."""
-    with TemporaryDirectory(prefix="limitforge-docs-") as folder:
-        path = Path(folder) / "forked"
-        command = [sys.executable, "-m", "tests.docs.forked", str(path)]
-        with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"ready\n"
-            yield path
-            process.communicate()
-
-
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_code_block_works(document: Path, redis_url: str, tmp_path: Path, forked: Path) -> None:
+def test_every_code_block_works(document: Path, redis_url: str, tmp_path: Path) -> None:
     try:
-        run_file(document, redis_url, tmp_path, forked)
+        run_file(document, redis_url, tmp_path)
     except BlockFailed as error:
         pytest.fail(str(error), pytrace=False)
 

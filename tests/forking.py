@@ -1,13 +1,20 @@
-"""Import the command once, then become one command after the other, each in a fork.
+"""Import limitforge once, then run each command of the tests in a fork.
 
-Importing takes a second of CPU time, and the tests run hundreds of commands. Each order is a message on the socket
-that is file descriptor 0, with three open files for the command and a pipe for its process id and exit status.
+Importing takes a second of CPU time, and the tests run hundreds of commands.
+
+    python -P forking.py serve <socket>           the process that forks, until its stdin ends
+    python -SE forking.py run <socket> <command>  one command, with the streams, folder and environment of its caller
+
+Each connection to the socket is one order: JSON with the three open files of the command. The answers are the process
+id and, at its end, the exit status.
 """
 
 import contextlib
 import gc
+import importlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -20,6 +27,18 @@ from types import SimpleNamespace
 from typing import Any
 
 MAX_ORDER = 1_048_576
+IMPORTED = [  # what the commands import when they run
+    "aiosqlite",
+    "limitforge.cli.app",
+    "limitforge.cli.config",
+    "limitforge.cli.demo",
+    "limitforge.cli.keys",
+    "limitforge.cli.plans",
+    "limitforge.service.supervisor",
+    "rich.table",
+    "sqlalchemy.dialects.postgresql.asyncpg",
+    "sqlalchemy.dialects.sqlite.aiosqlite",
+]
 
 
 class ForkedWorker:
@@ -90,17 +109,18 @@ def become(arguments: Sequence[str], environment: Mapping[str, str], main: Calla
     os._exit(status)
 
 
-def run(order: dict[str, Any], files: Sequence[int], report: int) -> None:
+def run(connection: socket.socket) -> None:
     """Run the command and report on it; this process is its parent and waits for it."""
     from limitforge.cli import main
 
+    message, files, _, _ = socket.recv_fds(connection, MAX_ORDER, 3)
+    order = json.loads(message)
     child = os.fork()
     if not child:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        connection.close()
         for number, fd in enumerate(files):
             os.dup2(fd, number)
-        for fd in (*files, report):
             os.close(fd)
         os.chdir(order["folder"])
         sys.stdout = os.fdopen(1, "w", closefd=False)
@@ -108,49 +128,53 @@ def run(order: dict[str, Any], files: Sequence[int], report: int) -> None:
         become(["limitforge", *order["arguments"]], order["environment"], main)
     for fd in files:
         os.close(fd)
-    os.write(report, f"{child}\n".encode())
+    connection.send(str(child).encode())
     _, status = os.waitpid(child, 0)
-    os.write(report, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    with contextlib.suppress(BrokenPipeError):  # the caller was killed
+        connection.send(str(os.waitstatus_to_exitcode(status)).encode())
 
 
-def serve() -> None:
-    import aiosqlite  # noqa: F401 - what all of them need in the end
-    import rich.table  # noqa: F401
-    import sqlalchemy.dialects.postgresql.asyncpg
-    import sqlalchemy.dialects.sqlite.aiosqlite  # noqa: F401
-
-    import limitforge.cli.app
-    import limitforge.cli.config
-    import limitforge.cli.demo
-    import limitforge.cli.keys
-    import limitforge.cli.plans
-    import limitforge.service.supervisor
-
+def serve(path: str) -> None:
+    for name in IMPORTED:
+        importlib.import_module(name)
     workers = SimpleNamespace(Popen=ForkedWorker, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
-    limitforge.service.supervisor.subprocess = workers  # type: ignore[attr-defined]
-    for number in (signal.SIGINT, signal.SIGTERM):  # which are for the tests: they end this process when they end
-        signal.signal(number, signal.SIG_IGN)
+    sys.modules["limitforge.service.supervisor"].subprocess = workers  # type: ignore[attr-defined]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which end this process
     gc.collect()
     gc.freeze()
-    orders = socket.socket(fileno=os.dup(0))
-    os.set_inheritable(orders.fileno(), False)
     waiting: set[int] = set()
-    while True:
-        message, fds, _, _ = socket.recv_fds(orders, MAX_ORDER, 4)
-        waiting -= {pid for pid in waiting if os.waitpid(pid, os.WNOHANG)[0]}
-        if not message:
-            break
-        if pid := os.fork():
-            waiting.add(pid)
-            for fd in fds:
-                os.close(fd)
-        else:
-            orders.close()
-            run(json.loads(message), fds[:3], fds[3])
-            os._exit(0)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(path)
+        listener.listen()
+        print("ready", flush=True)  # noqa: T201
+        while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
+            connection, _ = listener.accept()
+            waiting -= {pid for pid in waiting if os.waitpid(pid, os.WNOHANG)[0]}
+            with connection:
+                if pid := os.fork():
+                    waiting.add(pid)
+                    continue
+                listener.close()
+                run(connection)
+                os._exit(0)
     for pid in waiting:
         os.waitpid(pid, 0)
 
 
+def order(path: str, arguments: Sequence[str], files: Sequence[int], folder: str, environment: Any) -> socket.socket:
+    """Start a command; the answers come on the connection."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect(path)
+    message = json.dumps({"arguments": arguments, "folder": folder, "environment": dict(environment)})
+    socket.send_fds(connection, [message.encode()], files)
+    return connection
+
+
 if __name__ == "__main__":
-    serve()
+    _, what, path, *arguments = sys.argv
+    if what == "serve":
+        serve(path)
+    else:
+        with order(path, arguments, [0, 1, 2], os.getcwd(), os.environ) as connection:  # noqa: PTH109
+            connection.recv(16)
+            sys.exit(int(connection.recv(16) or 70))
