@@ -234,12 +234,12 @@ def run(server: Any, definitions: list[Limit], examples: int, seed: int | None) 
 
 @pytest.mark.parametrize("definitions", [DEFINITIONS, PERIODS], ids=["windows", "quotas"])
 def test_shares_never_pass_a_limit_that_changes(redis_server: RedisServer, definitions: list[Limit]) -> None:
-    run(redis_server, definitions, 40, 1)
+    run(redis_server, definitions, 25, 1)
 
 
 @pytest.mark.slow
 def test_shares_never_pass_a_limit_that_changes_on_a_cluster(cluster_servers: ClusterServers) -> None:
-    run(cluster_servers, DEFINITIONS, 20, 2)
+    run(cluster_servers, DEFINITIONS, 15, 2)
 
 
 @pytest.mark.soak
