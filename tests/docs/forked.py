@@ -70,4 +70,6 @@ def run(order: dict[str, Any], files: list[int]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    sys.exit(ask(*sys.argv[2:]) if sys.argv[1] == "ask" else serve(sys.argv[1]))
+    if sys.argv[1] == "ask":
+        sys.exit(ask(*sys.argv[2:]))
+    serve(sys.argv[1])
