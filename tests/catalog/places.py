@@ -35,6 +35,8 @@ class Place:
 
 
 only_with_redis = pytest.mark.parametrize("place", ["sqlite and redis", "postgres and redis"], indirect=True)
+# Each database once, and with Redis and without once: for what does not depend on how the two go together.
+either = pytest.mark.parametrize("place", ["sqlite", "postgres and redis"], indirect=True)
 without_redis = pytest.mark.parametrize("place", ["sqlite", "postgres"], indirect=True)
 only_postgres = pytest.mark.parametrize("place", ["postgres", "postgres and redis"], indirect=True)
 only_sqlite = pytest.mark.parametrize("place", ["sqlite"], indirect=True)

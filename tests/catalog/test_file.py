@@ -177,7 +177,7 @@ async def test_a_new_version_is_in_force_without_a_restart(node: FileNode, path:
 
 async def test_it_is_watched_by_itself(node: FileNode, path: Path) -> None:
     write(path, config(300))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while await limit_of(node) != 300:  # noqa: ASYNC110 - nobody tells when it has looked
             await asyncio.sleep(0.01)
 

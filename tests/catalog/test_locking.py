@@ -201,7 +201,7 @@ async def test_writing_when_keys_were_used_does_not_deadlock_with_an_edit(catalo
         async with database.writing() as connection:
             await queries.touch_keys(connection, {first.id: at, second.id: at})
 
-    async with asyncio.timeout(20), asyncio.TaskGroup() as group, catalog.edit(ACTOR) as edit:
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group, catalog.edit(ACTOR) as edit:
         await edit.update(Key, second.id, {"name": "changed"})
         touching = group.create_task(used())
         await blocked(database, touching)
@@ -225,7 +225,7 @@ async def test_removing_what_is_over_does_not_deadlock_with_an_edit(
         async with database.writing() as connection:
             await queries.remove_expired(connection, at_time(clock.now_us()))
 
-    async with asyncio.timeout(20), asyncio.TaskGroup() as group, catalog.edit(ACTOR) as edit:
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group, catalog.edit(ACTOR) as edit:
         await edit.rotate_key(customer.key.id)
         tidying = group.create_task(tidy())
         await blocked(database, tidying)
@@ -238,7 +238,7 @@ async def test_an_edit_does_not_undo_that_a_key_was_used(catalog: Catalog, datab
     tenant = await new_tenant(catalog)
     key, _ = await new_key(catalog, tenant.id)
     at = datetime(2026, 1, 1, tzinfo=UTC)
-    async with asyncio.timeout(20), asyncio.TaskGroup() as group, database.writing() as connection:
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group, database.writing() as connection:
         await queries.touch_keys(connection, {key.id: at})
         editing = group.create_task(update(catalog, key, {"name": "changed"}))
         await blocked(database, editing)
@@ -275,7 +275,7 @@ async def test_a_configuration_is_read_as_of_one_moment(catalog: Catalog) -> Non
 
 async def test_a_reader_does_not_wait_for_a_writer(catalog: Catalog) -> None:
     tenant = await new_tenant(catalog)
-    async with asyncio.timeout(3), catalog.edit(ACTOR) as edit:
+    async with asyncio.timeout(30), catalog.edit(ACTOR) as edit:
         await edit.update(Tenant, tenant.id, {"mode": "off"})
         assert (await catalog.get(Tenant, tenant.id)).mode == "on"
         assert (await catalog.page(Tenant)).items[0].mode == "on"

@@ -28,6 +28,7 @@ from tests.catalog.conftest import announced
 from tests.catalog.live import Member, closing, eventually, open_account, set_fleet, set_limits, warm_copies, wrong_key
 from tests.catalog.places import (
     Place,
+    either,
     only_postgres,
     only_sqlite,
     only_sqlite_with_redis,
@@ -266,6 +267,7 @@ async def test_messages_that_are_not_ours_disturb_nobody(place: Place, redis_url
     assert "redis" in there.node.status().listening
 
 
+@either
 async def test_many_writes_at_once_reach_all_and_make_nobody_read_everything_again(
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -301,6 +303,7 @@ class SlowDatabase(Database):
                 await self.go.wait()
 
 
+@without_redis
 async def test_a_change_of_its_own_while_a_node_looks_for_others_makes_it_read_nothing_again(
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -351,6 +354,7 @@ async def test_one_edit_of_more_tenants_than_fit_into_a_batch_reaches_all_of_the
     assert {each.tenant_id for message in told for each in message} == {account.tenant.id for account in accounts}
 
 
+@either
 async def test_a_node_that_missed_more_than_is_kept_reads_everything_again(place: Place) -> None:
     writer = await place.writer()
     account = await open_account(writer)
@@ -372,6 +376,7 @@ async def test_a_node_that_missed_more_than_is_kept_reads_everything_again(place
         assert await member.limit(account.text) == 6
 
 
+@either
 async def test_a_database_that_was_set_back_is_believed(place: Place) -> None:
     """Restored from a backup under a running node: its revisions are lower than those the node has seen."""
     writer = await place.writer()
@@ -590,6 +595,7 @@ async def test_while_redis_is_away_the_database_is_said_to_be_well_and_the_log_i
 # --- Its life --------------------------------------------------------------------------------------------------------
 
 
+@either
 async def test_a_node_that_is_started_twice_does_everything_once(place: Place) -> None:
     there = await place.member()
     before = len(there.node._tasks)
@@ -597,6 +603,7 @@ async def test_a_node_that_is_started_twice_does_everything_once(place: Place) -
     assert len(there.node._tasks) == before
 
 
+@either
 async def test_a_node_that_was_closed_is_closed_and_can_be_started_again(place: Place) -> None:
     writer, there = await place.writer(), await place.member()
     account = await open_account(writer)
@@ -673,6 +680,7 @@ async def test_a_node_ends_also_if_a_driver_swallows_that_it_is_to_end(place: Pl
         await asyncio.wait([closing_it], timeout=30)
 
 
+@either
 async def test_a_node_can_be_closed_while_requests_wait_for_what_it_reads(place: Place) -> None:
     writer = await place.writer()
     account = await open_account(writer)

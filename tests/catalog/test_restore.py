@@ -30,7 +30,7 @@ from tests.catalog.live import (
     set_limits,
     warm_copies,
 )
-from tests.catalog.places import Place, only_with_redis
+from tests.catalog.places import Place, either, only_with_redis
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_polls")]
 
@@ -72,6 +72,7 @@ async def test_a_change_right_after_a_restore_is_in_force_when_it_is_answered(pl
     await there.sees(account.text, Forbidden)
 
 
+@either
 async def test_a_restored_database_that_has_come_further_than_a_node_is_noticed(place: Place, tmp_path: Path) -> None:
     """The numbers go on without a gap: only the ids tell."""
     here, writer = await place.member(), await place.writer()
@@ -93,6 +94,7 @@ async def test_a_restored_database_that_has_come_further_than_a_node_is_noticed(
     await here.sees(other.text, UnknownKey)
 
 
+@either
 async def test_the_same_number_of_changes_after_a_restore_is_noticed(place: Place, tmp_path: Path) -> None:
     """Three changes were lost, and three others made: the numbers are equal."""
     here, writer = await place.member(), await place.writer()
@@ -106,6 +108,7 @@ async def test_the_same_number_of_changes_after_a_restore_is_noticed(place: Plac
     await here.sees(account.text, 18)
 
 
+@either
 async def test_what_was_suspended_disabled_and_deleted_in_the_lost_time_is_as_the_backup_has_it(
     place: Place, tmp_path: Path
 ) -> None:
@@ -135,6 +138,7 @@ async def test_what_was_suspended_disabled_and_deleted_in_the_lost_time_is_as_th
         await member.sees(late.text, UnknownKey)
 
 
+@either
 async def test_a_database_that_is_restored_twice_is_believed_twice(place: Place, tmp_path: Path) -> None:
     here, there = await place.member(), await place.member()
     account, file = await lost_future(place, here, tmp_path)
@@ -146,6 +150,7 @@ async def test_a_database_that_is_restored_twice_is_believed_twice(place: Place,
         await there.sees(account.text, number)
 
 
+@either
 async def test_several_nodes_that_notice_at_once_begin_one_timeline(place: Place, tmp_path: Path) -> None:
     members = [await place.member() for _ in range(4)]
     account, file = await lost_future(place, members[0], tmp_path)
@@ -291,6 +296,7 @@ async def test_overrides_in_a_nodes_own_memory_are_as_in_the_backup(place: Place
     await here.sees(account.text, 5)
 
 
+@either
 async def test_an_override_whose_plan_had_another_algorithm_in_the_lost_time_acts_again(
     place: Place, tmp_path: Path
 ) -> None:
@@ -310,6 +316,7 @@ async def test_an_override_whose_plan_had_another_algorithm_in_the_lost_time_act
     await here.sees(account.text, 3)
 
 
+@either
 async def test_an_outbox_that_was_tidied_is_no_restore(
     place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -325,6 +332,7 @@ async def test_an_outbox_that_was_tidied_is_no_restore(
     assert "more than is kept" not in caplog.text
 
 
+@either
 async def test_a_restored_database_that_can_not_be_written_yet_is_believed_all_the_same(
     place: Place, tmp_path: Path
 ) -> None:
@@ -349,6 +357,7 @@ async def test_a_restored_database_that_can_not_be_written_yet_is_believed_all_t
     assert await here.limit(account.text) == 5
 
 
+@either
 async def test_plans_that_were_made_and_lost_are_not_served_by_any_node(place: Place, tmp_path: Path) -> None:
     """The operator's too."""
     here, there = await place.member(), await place.member()
