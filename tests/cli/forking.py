@@ -127,7 +127,7 @@ def serve() -> None:
     import limitforge.service.supervisor
 
     workers = SimpleNamespace(Popen=ForkedWorker, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
-    limitforge.service.supervisor.subprocess = workers  # type: ignore[attr-defined]
+    limitforge.service.supervisor.subprocess = workers  # type: ignore[assignment, attr-defined]
     for number in (signal.SIGINT, signal.SIGTERM):  # which are for the tests: they end this process when they end
         signal.signal(number, signal.SIG_IGN)
     gc.collect()
