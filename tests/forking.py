@@ -139,7 +139,8 @@ def serve(path: str) -> None:
         importlib.import_module(name)
     workers = SimpleNamespace(Popen=ForkedWorker, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
     sys.modules["limitforge.service.supervisor"].subprocess = workers  # type: ignore[attr-defined]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which end this process
+    for number in (signal.SIGINT, signal.SIGTERM):  # which are for the tests: they end this process when they end
+        signal.signal(number, signal.SIG_IGN)
     gc.collect()
     gc.freeze()
     waiting: set[int] = set()
