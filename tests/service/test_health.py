@@ -1,0 +1,69 @@
+"""Readiness: it says which part is not well, and stays ready."""
+
+import asyncio
+import time
+from typing import Any
+
+import msgspec
+
+from limitforge import FixedWindow, Limiter, StoreOptions
+from limitforge.service.health import Health
+from tests.servers import RedisServer
+
+SECONDS = 30.0
+TEN = FixedWindow(name="ten", limit=10, window_seconds=60)
+
+
+class Asked:
+    """A service's `Health` over a real limiter; `catalog` is how the catalog is doing."""
+
+    def __init__(self, limiter: Limiter) -> None:
+        self.catalog = {"state": "ok", "since": 1.0}
+        self.health = Health(limiter, lambda: self.catalog)
+
+    async def ready(self) -> dict[str, Any]:
+        answer = await self.health.ready()
+        assert answer.status == 200  # checks are answered, if only by the failure behaviour
+        told: dict[str, Any] = msgspec.json.decode(answer.body)
+        return told
+
+    async def eventually(self, store: str) -> dict[str, Any]:
+        deadline = time.monotonic() + SECONDS
+        while (told := await self.ready())["store"]["state"] != store:
+            assert time.monotonic() < deadline, told
+            await asyncio.sleep(0.01)
+        return told
+
+
+async def test_ready_is_degraded_until_the_store_has_answered_and_while_the_catalog_is_away() -> None:
+    async with Limiter.connect("memory://") as limiter:
+        asked = Asked(limiter)
+        told = await asked.ready()
+        assert (told["status"], told["store"]["state"]) == ("degraded", "unreached")
+        asked.health.start()
+        told = await asked.eventually("ok")
+        assert (told["status"], told["catalog"]) == ("ok", {"state": "ok", "since": 1.0})
+        asked.catalog = {"state": "degraded", "since": 2.0}
+        told = await asked.ready()
+        assert (told["status"], told["store"]["state"], told["catalog"]["since"]) == ("degraded", "ok", 2.0)
+        await asked.health.close()
+
+
+async def test_ready_is_degraded_while_redis_is_away_and_well_once_it_is_back(own_redis_server: RedisServer) -> None:
+    options = StoreOptions(failure="open", deadline_ms=1_000, breaker_seconds=0.05)
+    async with Limiter.connect(own_redis_server.url, options=options) as limiter:
+        asked = Asked(limiter)
+        asked.health.start()
+        before = await asked.eventually("ok")
+        own_redis_server.kill()
+        while limiter.status().breaker == "closed":
+            await limiter.check("r", "s", limits=TEN)
+        told = await asked.ready()
+        assert told["status"] == "degraded"
+        assert told["store"]["state"] != "ok"
+        assert told["store"]["since"] >= before["store"]["since"]
+        own_redis_server.restart()
+        while (await limiter.check("r", "s", limits=TEN, cost=0)).degraded:
+            await asyncio.sleep(0.01)
+        assert (await asked.eventually("ok"))["status"] == "ok"
+        await asked.health.close()
