@@ -93,6 +93,11 @@ def test_costs_are_for_all_limits_or_by_name(limiter: SyncLimiter) -> None:
         limiter.check("r", "s", limits=plan, costs={"nope": 1})
 
 
+def test_a_look_is_no_request(limiter: SyncLimiter) -> None:
+    requests = FixedWindow(name="requests", limit=10, window_seconds=60, counts="requests")
+    assert [limiter.check("r", "s", limits=requests, cost=cost).remaining for cost in (0, 7, 0)] == [10, 9, 9]
+
+
 def test_unlimited_is_reported_and_never_binds(limiter: SyncLimiter) -> None:
     unlimited = FixedWindow(name="free", limit=None, window_seconds=60)
     alone = limiter.check("r", "s", limits=unlimited, cost=10**9)

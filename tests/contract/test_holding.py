@@ -43,6 +43,14 @@ def left(limiter: SyncLimiter, limits: object) -> int | None:
 # -- leases
 
 
+def test_a_lease_has_no_slot_of_a_monitored_limit_that_had_no_room(limiter: SyncLimiter) -> None:
+    watched = Concurrency(name="watched", max_concurrent=1, lease_ttl_seconds=30, mode="monitor")
+    for _ in range(2):
+        decision = limiter.check("r", "s", limits=[SLOTS, watched])
+    assert decision.would_deny == ("watched",)
+    assert limiter.renew(decision.lease_id or "")  # all that it holds is live
+
+
 def test_a_crashed_holders_slot_comes_back_by_itself(limiter: SyncLimiter, clock: ManualClock) -> None:
     assert limiter.check("r", "s", limits=SLOTS, cost=2).allowed
     denied = limiter.check("r", "s", limits=SLOTS)
@@ -208,6 +216,30 @@ def test_slots_are_untouched_by_a_settlement(limiter: SyncLimiter) -> None:
     assert {name: state.remaining for name, state in look.limits.items()} == {"slots": 0, "tokens": 100}
     limiter.release(decision.lease_id or "")
     assert left(limiter, SLOTS) == 2
+
+
+def test_a_result_is_remembered_for_a_day(limiter: SyncLimiter, clock: ManualClock) -> None:
+    reserved = limiter.reserve("r", "s", limits=TOKENS, cost=10, ttl_seconds=60).reservation_id or ""
+    settlement = limiter.settle(reserved, 5)
+    clock.advance_us(86_400 * SECOND - 1)
+    assert limiter.settle(reserved, 7) == settlement
+    clock.advance_us(1)
+    with pytest.raises(UnknownReservation):
+        limiter.settle(reserved, 7)
+
+
+@pytest.mark.parametrize("first_lapses", [30, 90])
+def test_reservations_lapse_each_in_its_time_whatever_their_order(
+    limiter: SyncLimiter, clock: ManualClock, first_lapses: int
+) -> None:
+    limit = FixedWindow(name="hour", limit=10, window_seconds=3_600)
+    for ttl, cost in ((first_lapses, 1), (60, 2)):
+        limiter.reserve("r", "s", limits=limit, cost=cost, ttl_seconds=ttl, on_lapse="refund")
+    freed = []
+    for pause in (29, 1, 29, 1, 29, 1):
+        clock.advance_us(pause * SECOND)
+        freed.append(left(limiter, limit))
+    assert freed == ([7, 8, 8, 10, 10, 10] if first_lapses == 30 else [7, 7, 7, 9, 9, 10])
 
 
 def test_a_forgotten_reservation_is_unknown(limiter: SyncLimiter, clock: ManualClock) -> None:

@@ -11,7 +11,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from limitforge import Decision, LeakyBucket, ManualClock, SyncLimiter
+from limitforge import (
+    Decision,
+    FixedWindow,
+    LeakyBucket,
+    Limit,
+    ManualClock,
+    SlidingWindowCounter,
+    SyncLimiter,
+)
 from tests.contract.conftest import PATIENT
 from tests.properties.model import reset_us, shown_ms, wait_us
 from tests.properties.oracles import Oracle, oracle_of
@@ -22,6 +30,10 @@ from tests.properties.world import RESOURCE, SUBJECT
 # A priority with a share takes the long way through the script, one without the short one.
 SHARES = {"P1": 90, "P2": 33}
 EXAMPLES = 20
+WINDOWS: list[Limit] = [
+    FixedWindow(name="clock", limit=10, window_seconds=60),
+    FixedWindow(name="first-hit", limit=10, window_seconds=60, align="first_hit"),
+]
 
 
 @pytest.fixture
@@ -82,13 +94,15 @@ def test_redis_keeps_to_the_definition(
     twins.check(twins.check(0, "P0").remaining or 0, "P0")  # full
     clock.advance_us(data.draw(pauses(story.limit)))
     priority, cost = data.draw(priorities), data.draw(costs(story.limit, least=1))
-    wait = wait_us(twins.oracle, clock.now_us(), cost, twins.share(priority))
-    if wait:
-        clock.advance_us(wait - 1)
-        assert not twins.check(cost, priority).allowed
-        clock.advance_us(1)
-    if wait is not None:
-        assert twins.check(cost, priority).allowed
+    wait = wait_us(twins.oracle, clock.now_us(), cost, twins.share(priority)) or 0
+    # Waits are told in milliseconds: at a whole one and a microsecond before it, each microsecond shows.
+    for left in sorted({1, wait // 1_000 * 1_000, (wait - 1) // 1_000 * 1_000 + 1}, reverse=True):
+        if 0 < left <= wait:
+            clock.advance_us(wait - left)
+            assert not twins.check(cost, priority).allowed
+            wait = left
+    clock.advance_us(wait)
+    twins.check(cost, priority)
 
 
 @pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "concurrency"])
@@ -108,3 +122,38 @@ def test_redis_counts_denials_as_the_definition_says(
         wait = wait_us(twins.oracle, clock.now_us(), step.cost, twins.oracle.size)
         if not allowed:
             assert decision.retry_after_ms == (None if wait is None else shown_ms(wait))
+
+
+@pytest.mark.parametrize("limit", WINDOWS, ids=lambda limit: limit.name)
+def test_a_window_is_over_with_its_last_microsecond(limiter: SyncLimiter, clock: ManualClock, limit: Limit) -> None:
+    clock.set_us(1_700_006_400_000_000)  # on a minute
+    taken = limiter.check(RESOURCE, SUBJECT, limits=limit, cost=3)
+    clock.advance_us(60_000_000 - 1)
+    assert limiter.check(RESOURCE, SUBJECT, limits=limit, cost=3).remaining == 4
+    clock.advance_us(1)
+    assert limiter.check(RESOURCE, SUBJECT, limits=limit, cost=3).remaining == 7
+    assert taken.reset_after_ms == 60_000
+
+
+def test_a_leaky_bucket_rounds_a_delay_up_before_it_is_told_in_milliseconds(limiter: SyncLimiter) -> None:
+    limit = LeakyBucket(bucket_capacity=10, leak_rate_per_sec="999.999999")  # a token in 1000.000001 microseconds
+    assert [limiter.check(RESOURCE, SUBJECT, limits=limit).delay_ms for _ in range(2)] == [0, 2]
+
+
+@pytest.mark.parametrize("taken", [2**41, 2**41 - 1, 2**40 + 12_345, 1_234_567_890_123])
+def test_an_estimate_is_exact_where_its_products_are_larger_than_a_double_can_hold(
+    limiter: SyncLimiter, clock: ManualClock, taken: int
+) -> None:
+    window_us = 50 * 86_400 * 10**6
+    start = 1_700_006_400_000_000 // window_us * window_us
+    limit = SlidingWindowCounter(limit=2**41, window_seconds=50 * 86_400)
+    clock.set_us(start)
+    limiter.check(RESOURCE, SUBJECT, limits=limit, cost=taken)
+    for elapsed in (0, 1, 7, 10**9 + 7, window_us // 3, window_us - 10**6 - 1, window_us - 1):
+        clock.set_us(start + window_us + elapsed)
+        used = taken * (window_us - elapsed) // window_us
+        denied = limiter.check(RESOURCE, SUBJECT, limits=limit, cost=2**41 - used + 1) if used else None
+        assert limiter.check(RESOURCE, SUBJECT, limits=limit, cost=0).remaining == 2**41 - used
+        if denied is not None:
+            wait = next(at for at in range(elapsed, elapsed + 9) if taken * (window_us - at) // window_us < used)
+            assert denied.retry_after_ms == shown_ms(wait - elapsed)

@@ -26,6 +26,7 @@ from limitforge import (
     StoreUnavailable,
     SyncLimiter,
     TokenBucket,
+    TooManyReservations,
     lua,
 )
 from limitforge.stores.codec import wire_strings
@@ -106,6 +107,30 @@ def test_every_key_has_a_ttl(limiter: SyncLimiter, raw: Any) -> None:
     limiter.release(decision.lease_id or "")
     (slots,) = raw.keys("*:1:s:c:c")
     assert 0 < raw.pttl(slots) <= 60_000
+
+
+def test_a_record_lives_for_its_reservation_and_a_day(limiter: SyncLimiter, raw: Any) -> None:
+    limiter.reserve("r", "s", limits="100/hour", cost=1, ttl_seconds=3 * 86_400)
+    (record,) = raw.keys("*:v:*")
+    assert 0 <= 4 * 86_400_000 - raw.pttl(record) < 60_000
+
+
+def test_a_bucket_of_an_injected_time_lives_for_an_hour_at_least(redis_url: str, raw: Any) -> None:
+    """Redis's own clock says nothing about how long it matters."""
+    limiter = SyncLimiter.connect(redis_url, clock=ManualClock(), options=PATIENT)
+    limiter.check("r", "s", limits="10/second")
+    limiter.close()
+    (key,) = raw.keys("lf:*")
+    assert 0 <= 3_600_000 - raw.pttl(key) < 60_000
+
+
+def test_a_bucket_holds_a_thousand_open_reservations_and_not_one_more(limiter: SyncLimiter) -> None:
+    limit = FixedWindow(name="hour", limit=2_000, window_seconds=3_600)
+    for _ in range(1_000):
+        limiter.reserve("r", "s", limits=limit, cost=1)
+    with pytest.raises(TooManyReservations, match="1000 open reservations"):
+        limiter.reserve("r", "s", limits=limit, cost=1)
+    assert limiter.check("r", "s", limits=limit).remaining == 999
 
 
 def test_a_bucket_lives_a_minute_longer_than_it_matters(limiter: SyncLimiter, raw: Any) -> None:

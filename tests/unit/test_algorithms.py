@@ -1,5 +1,7 @@
 """Each algorithm by example, at the edges where one microsecond or one token decides."""
 
+from typing import Any
+
 import pytest
 
 from limitforge import (
@@ -12,11 +14,16 @@ from limitforge import (
     SlidingWindowCounter,
     SyncLimiter,
     TokenBucket,
+    TooManyReservations,
 )
+from limitforge.core.algorithms.level import Level
+from limitforge.core.algorithms.quota import QuotaSteps
+from limitforge.core.exact import Rate
 from limitforge.stores.memory import MemoryStore
 
 NOW_US = 1_700_006_400_000_000  # a multiple of a minute and of an hour
 MINUTE_US = 60_000_000
+RATES: dict[type[Limit], str] = {TokenBucket: "refill_rate_per_sec", LeakyBucket: "leak_rate_per_sec"}
 
 
 def remaining(limiter: SyncLimiter, limit: Limit, subject: str = "s") -> int | None:
@@ -185,3 +192,97 @@ def test_a_monitored_limit_counts_no_denials(limiter: SyncLimiter, clock: Manual
     clock.advance_us(1_000_000)
     assert limiter.check("r", "s", limits=watched, cost=2).would_deny == ("watched",)
     assert limiter.check("r", "s", limits=watched).limits["watched"].retry_after_ms == 59_000
+
+
+# -- calendars
+
+
+def test_the_windows_of_a_quota_begin_with_their_first_microsecond_and_end_before_the_next() -> None:
+    steps = QuotaSteps(10, 0, first=100, second=200, third=300, end=400)
+    ends = {now: window.until for now in (100, 199, 200, 299, 300, 399) if (window := steps.fresh(now))}
+    assert ends == {100: 200, 199: 200, 200: 300, 299: 300, 300: 400, 399: 400}
+    assert (steps.fresh(99), steps.fresh(400)) == (None, None)
+
+
+# -- what a plan's change leaves behind
+
+
+@pytest.mark.parametrize("kind", [TokenBucket, LeakyBucket])
+def test_a_level_in_another_rates_unit_is_rounded_down(kind: Any) -> None:
+    """A level is kept in parts of a token: 2 of 3 parts are 0 whole ones, and 1 of 2."""
+    thirds, halves, wholes = (kind(bucket_capacity=9, **{RATES[kind]: Rate(1, parts)}).steps for parts in (3, 2, 1))
+    state = Level(0, 10**9, 0, thirds, (), 2)
+    assert halves.converted(state, -100, 100) == 1
+    assert wholes.converted(state, -100, 100) == 0
+    assert wholes.converted(Level(0, 10**9, 0, thirds, (), -2), -100, 100) == -1
+
+
+def test_a_faster_plan_refills_a_bucket_to_its_capacity_and_no_further(
+    limiter: SyncLimiter, clock: ManualClock
+) -> None:
+    slow, fast = (TokenBucket(name="b", bucket_capacity=10, refill_rate_per_sec=rate) for rate in (1, 100))
+    limiter.check("r", "s", limits=slow, cost=10)
+    clock.advance_us(5_000_000)  # half full by the slow rate, 50 times full by the fast one
+    assert remaining(limiter, fast) == 10
+
+
+def test_a_delay_is_rounded_up_before_it_is_told_in_milliseconds(limiter: SyncLimiter) -> None:
+    limit = LeakyBucket(bucket_capacity=10, leak_rate_per_sec="999.999999")  # a token in 1000.000001 microseconds
+    assert limiter.check("r", "s", limits=limit).delay_ms == 0
+    assert limiter.check("r", "s", limits=limit).delay_ms == 2
+
+
+# -- what is given back
+
+
+def test_no_more_than_was_taken_in_its_moment_goes_back(limiter: SyncLimiter) -> None:
+    """Two reservations of one microsecond are one entry of the log: what one gives back is all of its own."""
+    limit = SlidingWindow(limit=10, window_seconds=60)
+    _, large = (limiter.reserve("r", "s", limits=limit, cost=cost) for cost in (1, 6))
+    limiter.settle(large.reservation_id or "", 1)
+    assert remaining(limiter, limit) == 8
+
+
+def test_what_is_given_back_fills_no_bucket_beyond_its_capacity(limiter: SyncLimiter, clock: ManualClock) -> None:
+    limit = TokenBucket(bucket_capacity=10, refill_rate_per_sec=1)
+    reserved = limiter.reserve("r", "s", limits=limit, cost=8)
+    limiter.check("r", "s", limits=limit, cost=2)
+    clock.advance_us(5_000_000)
+    limiter.settle(reserved.reservation_id or "", 1)  # 5 and 7 are more than 10
+    assert remaining(limiter, limit) == 10
+    assert not limiter.check("r", "s", limits=limit, cost=11).allowed
+    assert limiter.check("r", "s", limits=limit, cost=10).remaining == 0
+    assert not limiter.check("r", "s", limits=limit).allowed
+
+
+def test_a_reservation_whose_cost_is_kept_gives_nothing_back_when_it_lapses(
+    limiter: SyncLimiter, clock: ManualClock
+) -> None:
+    limit = FixedWindow(limit=10, window_seconds=3_600)
+    for on_lapse in ("keep", "refund"):
+        limiter.reserve("r", "s", limits=limit, cost=3, ttl_seconds=30, on_lapse=on_lapse)
+    clock.advance_us(29_999_999)
+    assert remaining(limiter, limit) == 4
+    clock.advance_us(1)
+    assert remaining(limiter, limit) == 7
+
+
+def test_a_bucket_holds_a_thousand_open_reservations_and_not_one_more(limiter: SyncLimiter) -> None:
+    limit = FixedWindow(limit=2_000, window_seconds=3_600)
+    for _ in range(1_000):
+        limiter.reserve("r", "s", limits=limit, cost=1)
+    with pytest.raises(TooManyReservations, match="1000 open reservations"):
+        limiter.reserve("r", "s", limits=limit, cost=1)
+    assert remaining(limiter, limit) == 1_000
+    assert limiter.reserve("r", "other", limits=limit, cost=1).allowed
+
+
+# -- what counts denials
+
+
+def test_a_monitored_limit_counts_no_denials_of_another_limit_either(limiter: SyncLimiter) -> None:
+    blocked = FixedWindow(name="blocked", limit=0, window_seconds=60)
+    watched = FixedWindow(name="watched", limit=5, window_seconds=60, count_denied=True, mode="monitor")
+    for _ in range(3):
+        assert limiter.check("r", "s", limits=[blocked, watched], cost=6).would_deny == ("watched",)
+    assert limiter.check("r", "s", limits=watched, cost=0).limits["watched"].remaining == 5

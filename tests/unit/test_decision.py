@@ -60,6 +60,16 @@ def test_of_equal_waits_the_earlier_limit_binds(limiter: SyncLimiter) -> None:
     assert limiter.check("r", "s", limits=[log("x", 0), log("y", 0)]).binding == "x"
 
 
+def test_of_equal_waits_the_earlier_limit_binds_whatever_their_resets(limiter: SyncLimiter) -> None:
+    window = first_hit("window", 2)
+    bucket = TokenBucket(name="bucket", bucket_capacity=2, refill_rate_per_sec=1)
+    limiter.check("r", "s", limits=[window, bucket], cost=2)
+    denied = limiter.check("r", "s", limits=[window, bucket])
+    assert (denied.binding, denied.retry_after_ms, denied.reset_after_ms) == ("window", 1_000, 1_000)
+    assert denied.limits["bucket"].reset_after_ms == 2_000
+    assert limiter.check("r", "s", limits=[bucket, window]).binding == "bucket"
+
+
 def test_waits_are_compared_as_they_are_reported(limiter: SyncLimiter, clock: ManualClock) -> None:
     """The second would end 100 microseconds later; in milliseconds both are the same."""
     one, two = first_hit("one", 1), first_hit("two", 1)

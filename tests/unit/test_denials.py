@@ -438,11 +438,14 @@ DROPS = [
 ]
 
 
+@pytest.mark.parametrize("pause_us", [0, 5])
 @pytest.mark.parametrize("drop", DROPS, ids=["key", "subject", "tenant", "all"])
-def test_an_answer_that_was_on_its_way_during_a_change_is_not_kept(node: Node, drop: Drop | None) -> None:
+def test_an_answer_that_was_on_its_way_during_a_change_is_not_kept(
+    node: Node, drop: Drop | None, pause_us: int
+) -> None:
     check = of(HOUR, cost=3)
     outcome, sent_us = node.store.ask(check)
-    node.clock.advance_us(5)
+    node.clock.advance_us(pause_us)
     if drop is None:
         node.denials.drop_all()
     else:

@@ -26,6 +26,7 @@ from limitforge import (
     TokenBucket,
     limit_from_fields,
 )
+from limitforge.core.exact import Rate
 from limitforge.core.limits import fields_of
 from tests.properties.strategies import any_limits
 
@@ -598,3 +599,10 @@ def test_the_fields_of_a_limit_that_was_text_are_plain_values(text: str) -> None
     again = limit_from_fields(json.loads(json.dumps(fields_of(limit))))
     assert again.steps == limit.steps
     assert again.name == limit.name
+
+
+def test_the_finest_rate_that_a_level_can_be_kept_in_is_allowed_and_one_finer_is_not() -> None:
+    finest = Rate.per_window("rate", 1, 2**42)
+    assert TokenBucket(bucket_capacity=71, refill_rate_per_sec=finest).size == 71
+    with pytest.raises(InvalidLimit, match="denominator may be at most 4398046511104"):
+        Rate.per_window("rate", 1, 2**42 + 1)

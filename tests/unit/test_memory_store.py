@@ -179,6 +179,19 @@ def test_a_reservation_that_has_lapsed_may_go() -> None:
     assert small.check(HOUR, "new").allowed
 
 
+def test_a_bucket_stays_for_its_last_open_reservation() -> None:
+    small = Small(4)
+    for subject in ("a", "b"):
+        for ttl_seconds in (60, 120):
+            small.reserve(HOUR, subject, ttl_seconds=ttl_seconds)
+        small.check(Concurrency(name="long", max_concurrent=1, lease_ttl_seconds=3_600), subject)
+    small.clock.advance_us(60_000_000)
+    with pytest.raises(StoreUnavailable):
+        small.check(HOUR, "new")
+    small.clock.advance_us(60_000_000)
+    assert small.check(HOUR, "new").allowed
+
+
 def test_a_store_full_of_leases_refuses_and_says_what_to_do() -> None:
     small = Small(3)
     for subject in range(3):

@@ -328,6 +328,13 @@ def test_a_share_of_the_share_is_kept_for_who_is_more_important(node: Build) -> 
     assert sum(away.check(shared).allowed for _ in range(20)) == 5
 
 
+def test_a_priority_with_a_share_of_the_limit_has_at_least_one_of_a_nodes_part(node: Build) -> None:
+    away = node(failure="local", nodes=10)
+    shared = FixedWindow(name="shared", limit=10, window_seconds=60, shares={"P2": 50, "P3": 0})
+    assert sum(away.check(shared, priority="P2").allowed for _ in range(3)) == 1
+    assert not node(failure="local", nodes=10).check(shared, priority="P3").allowed
+
+
 @pytest.mark.parametrize("nodes", [1, 4])
 def test_blocked_and_unlimited_stay_what_they_are(node: Build, nodes: int) -> None:
     away = node(failure="local", nodes=nodes)

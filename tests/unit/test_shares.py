@@ -172,6 +172,33 @@ def test_a_share_of_a_bucket_lapses() -> None:
     assert desk.ask(1) == 0
 
 
+@pytest.mark.parametrize("limit", [WINDOW, BUCKET], ids=["window", "bucket"])
+def test_a_share_ends_counted_from_when_it_was_asked_for(limit: FixedWindow | TokenBucket) -> None:
+    desk = Desk(limit)
+    desk.ask(100)
+    desk.wait()
+    (wish,) = desk.shares.wishes()
+    sent_us = desk.clock.now_us()
+    desk.clock.advance_us(50_000)  # on its way
+    desk.shares.answered([wish], [Grant(200, 1_000_000, 0, 1_000_000, 0, 1_000_000)], sent_us)
+    desk.clock.set_us(sent_us + (desk.shares.lapse_us if limit is BUCKET else 1_000_000) - 1)
+    assert desk.ask(1) == 1
+    desk.clock.advance_us(1)
+    assert desk.ask(1) == 0
+
+
+def test_what_was_granted_before_a_reset_never_goes_back() -> None:
+    for drop, returned in ((Drop(keys=(Desk().take()[1],)), 0), (Drop(tenants=(Keys().home("t").wide,)), 200)):
+        desk = Desk()
+        desk.ask(100)
+        desk.wait()
+        (wish,) = desk.shares.wishes()
+        desk.shares.drop(drop)  # in the same microsecond as it was sent
+        desk.grant(wish, 200)
+        assert desk.ask(1) == 0
+        assert sum(wish.returned for wish in desk.shares.farewell()) == returned
+
+
 def test_a_share_of_a_bucket_that_is_in_use_is_kept_from_lapsing() -> None:
     desk = leased(BUCKET)
     for _ in range(40):  # slowly, so that nothing need be added for long
