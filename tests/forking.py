@@ -118,6 +118,7 @@ def run(connection: socket.socket) -> None:
     child = os.fork()
     if not child:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         connection.close()
         for number, fd in enumerate(files):
             os.dup2(fd, number)
