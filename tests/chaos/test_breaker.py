@@ -122,7 +122,7 @@ def test_a_failed_probe_opens_it_for_as_long_again(opened: Open, proxy: Proxy) -
     until_it_works(limiter)
 
 
-def test_it_works_again_within_its_time_after_a_silence(opened: Open, proxy: Proxy) -> None:
+def test_it_works_again_after_a_silence(opened: Open, proxy: Proxy) -> None:
     """Whatever was waiting for an answer that never comes must not keep the next probe from asking."""
     limiter = opened(proxy.url, deadline_ms=50, breaker_seconds=0.05)
     ask(limiter)

@@ -1,5 +1,6 @@
 """Half a minute of faults in any order, on a Cluster and behind sentinels, with every kind of check."""
 
+import random
 import time
 
 import pytest
@@ -40,7 +41,7 @@ def migrated(crowd: Crowd, stage: Stage) -> None:
     """To another master, and it stays there."""
     assert isinstance(stage, ClusterStage)
     others = [node for node in stage.servers.masters() if node is not stage.victim()]
-    stage.servers.migrate(stage.slot, others[0], 2, 0.05)
+    stage.servers.migrate(stage.slot, random.choice(others), 2, 0.05)
 
 
 def endure_all(stage: Stage, faults: tuple[Suffer, ...]) -> None:
@@ -49,6 +50,7 @@ def endure_all(stage: Stage, faults: tuple[Suffer, ...]) -> None:
     with Crowd(stage.url, stage.asks, options_of("local")) as crowd:
         crowd.decided()
         began, draw = time.monotonic(), report.draw()
+        random.seed(draw.random())  # for what the faults draw
         while time.monotonic() - began < SECONDS:
             if isinstance(stage, ClusterStage):
                 stage.tenant = draw.choice(TENANTS)

@@ -65,7 +65,7 @@ def test_they_hear_of_it_also_when_their_connection_was_lost_meanwhile(
         eventually(lambda: allowed(there))  # long before the cache gives it up
 
 
-def test_a_node_that_may_not_listen_denies_for_the_stated_time_at_most(
+def test_a_node_that_may_not_listen_asks_again_long_before_the_window_ends(
     opened: Open, own_redis_server: RedisServer
 ) -> None:
     own_redis_server.must("ACL SETUSER default resetchannels")
@@ -77,7 +77,7 @@ def test_a_node_that_may_not_listen_denies_for_the_stated_time_at_most(
     assert there.status().breaker == "closed"
 
 
-def test_a_restart_that_forgets_the_counts_is_noticed_within_the_stated_time(
+def test_a_restart_that_forgets_the_counts_is_noticed_long_before_the_window_ends(
     opened: Open, own_redis_server: RedisServer
 ) -> None:
     limiter = opened(
