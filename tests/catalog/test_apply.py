@@ -461,6 +461,17 @@ async def test_only_a_tenant_that_is_there_is_exported(catalog: Catalog) -> None
         await export(catalog, tenant="nobody")
 
 
+async def test_more_tenants_than_a_page_has_are_all_exported_and_pruned(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("limitforge.catalog.queries.MAX_PAGE", 2)
+    names = [f"t{at}" for at in range(5)]
+    await applied(catalog, f"tenants: [{', '.join(f'{{name: {name}}}' for name in names)}]")
+    assert [each.name for each in (await export(catalog)).tenants or ()] == names
+    changes = await applied(catalog, "tenants: [{name: t2}]", prune=True)
+    assert sorted(change.title for change in changes) == [f"tenant {name}" for name in names if name != "t2"]
+
+
 # --- What it tells ---------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.service.live import Account, Admin
@@ -36,16 +37,15 @@ def test_what_is_no_json_is_refused(admin: Admin, raw: bytes) -> None:
 
 
 def test_a_body_may_be_nested_32_deep_and_no_deeper(admin: Admin, account: Account) -> None:
-    def create(depth: int) -> Any:
+    def made(depth: int) -> httpx.Response:
         value: Any = 1
         for _ in range(depth - 3):  # the body, its metadata, and the number are three
             value = [value]
-        return admin.call("POST", "/keys", {"tenant_id": account.id, "name": "deep", "metadata": {"a": value}})
+        return admin.post("/keys", {"tenant_id": account.id, "name": f"deep-{depth}", "metadata": {"a": value}})
 
-    assert create(32).status_code == 201
-    answer = create(33)
-    assert_problem(answer, 400, "malformed_json")
-    assert "nested deeper than 32" in answer.json()["detail"]
+    assert made(32).status_code == 201
+    assert_problem(refused := made(33), 400, "malformed_json")
+    assert "nested deeper than 32" in refused.json()["detail"]
 
 
 def test_numbers_that_nobody_could_answer_with_are_refused(admin: Admin, account: Account) -> None:
