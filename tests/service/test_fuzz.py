@@ -214,6 +214,17 @@ def answered_or_closed(service: Fuzzed, packets: list[bytes]) -> None:
     assert all(100 <= status < 500 for status in found), found
 
 
+@pytest.mark.parametrize("is_key_known", [True, False])
+def test_a_malformed_request_behind_a_refused_check_is_not_logged_as_an_error(
+    fuzzed: Fuzzed, is_key_known: bool
+) -> None:
+    refused = request("/v1/check", {"resource": 1})
+    with fuzzed.staying_well():
+        if is_key_known:
+            refused = fuzzed.real(refused)
+        assert fuzzed.running.raw(refused + b"no HTTP at all\r\n\r\n").status == (422 if is_key_known else 401)
+
+
 @given(packets=spoiled())
 def test_a_spoiled_request_is_answered_or_its_connection_closed(fuzzed: Fuzzed, packets: list[bytes]) -> None:
     answered_or_closed(fuzzed, packets)

@@ -101,8 +101,10 @@ class Checks:
             return
         try:
             self._check(caller, body, tell)
+            return
         except Exception as error:  # noqa: BLE001 - whatever it is: who asked must be told
-            self._refuse(caller, body, tell, error)
+            reason = error
+        self._refuse(caller, body, tell, reason)
 
     def submit_batch(self, who: Who, body: bytes, tell: Tell, is_wanted: IsWanted = _always) -> None:
         work = partial(self._batch, is_wanted, who)
@@ -113,8 +115,10 @@ class Checks:
         try:
             caller.require(CHECK)
             work(caller, body, tell)
+            return
         except Exception as error:  # noqa: BLE001 - whatever it is: who asked must be told
-            self._refuse(caller, body, tell, error)
+            reason = error
+        self._refuse(caller, body, tell, reason)
 
     def is_known(self, who: Who) -> bool:
         """Whether this process knows the key, so that no look-up is needed."""
@@ -166,25 +170,27 @@ class Checks:
 
     async def _later(self, work: Work, who: Who, body: bytes, tell: Tell, is_wanted: IsWanted) -> None:
         """The first time that a key is seen, or what takes time anyway."""
+        caller = None
         try:
             caller = await self.caller(who, CHECK)
-        except Exception as error:  # noqa: BLE001 - whatever it is: who asked must be told
-            tell(failed(error))
-            error.__traceback__ = None  # it refers to this frame and its body, until garbage is collected
-            return
-        if not is_wanted():
-            tell(NOT_WANTED)
-            return
-        try:
+            if not is_wanted():
+                tell(NOT_WANTED)
+                return
             work(caller, body, tell)
+            return
         except Exception as error:  # noqa: BLE001 - whatever it is: who asked must be told
-            self._refuse(caller, body, tell, error)
+            reason = error
+        self._refuse(caller, body, tell, reason)
 
-    def _refuse(self, caller: Caller, body: bytes, tell: Tell, error: Exception) -> None:
-        """Answer an error, and charge the caller if the body was invalid."""
-        self.refusals.charge_for(error, caller.key.id, len(body))
+    def _refuse(self, caller: Caller | None, body: bytes, tell: Tell, error: Exception) -> None:
+        """Answer an error, and charge the caller if the body was invalid.
+
+        Call it outside of `except`: `tell` reads the next request, whose errors would carry this one as their context.
+        """
+        if caller is not None:
+            self.refusals.charge_for(error, caller.key.id, len(body))
         tell(failed(error))
-        error.__traceback__ = None
+        error.__traceback__ = None  # it refers to this frame and its body, until garbage is collected
 
     def _check(self, caller: Caller, body: bytes, tell: Tell) -> None:
         asked = read_small_check(body)
@@ -286,9 +292,11 @@ class Checks:
             self.refusals.require(caller.key.id)  # it may have been spent while this one waited
             answer = await self._judged_batch(who, await self._read_batch(caller, body))
         except Exception as error:  # noqa: BLE001 - whatever it is: who asked must be told
-            self._refuse(caller, body, tell, error)
+            reason = error
         else:
             tell(answer)
+            return
+        self._refuse(caller, body, tell, reason)
 
     async def _read_batch(self, caller: Caller, body: bytes) -> list[CheckBody | Problem]:
         """Return all checks, before any is decided: a body that is not JSON must take nothing."""
