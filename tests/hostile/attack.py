@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.servers import _free_port
 from tests.service.seeded import Seeded, Tenant, seeded
 
-MAX_MEMORY_MIB = 40.0
+MAX_MEMORY_MIB = 80.0  # the bounds keep it at 30 to 60, by how busy the machine is; without them it was 118 to 750
 MAX_LEFT_MIB = 20.0
 BACK_SECONDS = 60.0
 MAX_CPU_SECONDS = 5.0

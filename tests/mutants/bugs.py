@@ -38,6 +38,8 @@ class Bug(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not path.is_file():
             raise ValueError("there is no such file")
         path.write_text(self.planted(path.read_text()))
+        for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
+            compiled.unlink()  # Python would use it if both sources have one size and were written in one second
 
 
 def read_bugs(path: Path) -> list[Bug]:
