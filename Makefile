@@ -9,6 +9,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 LEFT_OUT := chaos or soak
+# Many tests wait for a deadline or a server, so each core has two of them.
+WORKERS ?= $(shell expr 2 '*' $$(nproc))
 
 # The tests start hundreds of Python programs: each would compile all of limitforge anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -27,7 +29,7 @@ demo: $(STAMP) ## run the service with a tenant to try, on nothing but Python
 	@$(BIN)/limitforge demo $(ARGS)
 
 test: $(STAMP) servers ## the whole suite, as CI runs it
-	@LIMITFORGE_TEST_PROFILE=ci $(PYTEST) -n auto --dist worksteal --durations 10 --durations-min 1 \
+	@LIMITFORGE_TEST_PROFILE=ci $(PYTEST) -n $(WORKERS) --dist worksteal --durations 10 --durations-min 1 \
 		-m "not ($(LEFT_OUT))" $(ARGS)
 
 test-fast: $(STAMP) servers ## the suite without what starts programs, in under a minute

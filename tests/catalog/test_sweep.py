@@ -452,7 +452,16 @@ async def admitted(member: Member, text: str, blocked: Sequence[str] = BLOCKED) 
         return list(blocked)
 
 
-@pytest.mark.parametrize("policy", ["allkeys-lru", "allkeys-lfu", "allkeys-random", "volatile-lru", "volatile-random"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "allkeys-lru",
+        "volatile-random",
+        pytest.param("allkeys-lfu", marks=pytest.mark.soak),
+        pytest.param("allkeys-random", marks=pytest.mark.soak),
+        pytest.param("volatile-lru", marks=pytest.mark.soak),
+    ],
+)
 async def test_blocked_subjects_are_blocked_again_after_redis_evicted_their_overrides(
     policy: str, database: Database, peppers: Peppers, own_redis_server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
