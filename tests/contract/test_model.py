@@ -19,6 +19,7 @@ from limitforge import (
     ManualClock,
     SlidingWindowCounter,
     SyncLimiter,
+    TokenBucket,
 )
 from tests.contract.conftest import PATIENT
 from tests.properties.model import reset_us, shown_ms, wait_us
@@ -138,6 +139,19 @@ def test_a_window_is_over_with_its_last_microsecond(limiter: SyncLimiter, clock:
 def test_a_leaky_bucket_rounds_a_delay_up_before_it_is_told_in_milliseconds(limiter: SyncLimiter) -> None:
     limit = LeakyBucket(bucket_capacity=10, leak_rate_per_sec="999.999999")  # a token in 1000.000001 microseconds
     assert [limiter.check(RESOURCE, SUBJECT, limits=limit).delay_ms for _ in range(2)] == [0, 2]
+
+
+@pytest.mark.parametrize("takes", [1, 2])  # the first check of a bucket takes another path than the next
+def test_a_bucket_is_not_full_a_microsecond_before_it_has_refilled(
+    limiter: SyncLimiter, clock: ManualClock, takes: int
+) -> None:
+    limit = TokenBucket(bucket_capacity=10, refill_rate_per_sec=3)  # a token in 333,333.3 microseconds
+    for _ in range(takes):
+        limiter.check(RESOURCE, SUBJECT, limits=limit)
+    clock.advance_us(takes * 1_000_000 // 3)
+    assert limiter.check(RESOURCE, SUBJECT, limits=limit, cost=0).remaining == 9
+    clock.advance_us(1)
+    assert limiter.check(RESOURCE, SUBJECT, limits=limit, cost=0).remaining == 10
 
 
 @pytest.mark.parametrize("taken", [2**41, 2**41 - 1, 2**40 + 12_345, 1_234_567_890_123])
