@@ -239,6 +239,29 @@ def test_a_client_that_leaves_before_its_answer_disturbs_nobody(service: Running
     assert service.check(cost=0).status == 200
 
 
+FIELDS = [f"x-{number}: a" for number in range(101)]
+
+
+@pytest.mark.parametrize(
+    ("lines", "status"),
+    [(FIELDS[:96], 200), (FIELDS, 431), (["x: " + "a" * 32_000], 200), (["x: " + "a" * 33_000], 431)],
+    ids=["many fields", "too many fields", "a long field", "a field that is too long"],
+)
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_a_head_is_bounded(service: Running, method: str, lines: list[str], status: int) -> None:
+    path, body = (ONE, json.dumps(LOOK).encode()) if method == "POST" else ("/v1/health", b"")
+    with service.connection() as connection:
+        connection.sendall(request(path, body, f"x-api-key: {service.key}", *lines, method=method))
+        assert read_answer(connection).status == status
+
+
+def test_the_number_of_chunks_is_bounded(service: Running) -> None:
+    head = f"POST {ONE} HTTP/1.1\r\nhost: test\r\nx-api-key: {service.key}\r\ntransfer-encoding: chunked\r\n\r\n"
+    with service.connection() as connection:
+        connection.sendall(head.encode() + b"1\r\n \r\n" * 2_049 + b"0\r\n\r\n")
+        assert read_answer(connection).json["code"] == "malformed_request"
+
+
 @pytest.mark.slow
 def test_a_client_that_never_ends_its_request_is_sent_away(service: Running) -> None:
     with service.connection() as slow, service.connection() as slower:

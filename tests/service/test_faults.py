@@ -16,7 +16,7 @@ from tests.cli.command import limitforge
 from tests.postgres import PostgresServer
 from tests.servers import RedisServer, _free_port
 from tests.service.load import Load, load
-from tests.service.program import Running, serve
+from tests.service.program import Running, read_answer, serve
 from tests.service.seeded import seeded
 
 pytestmark = pytest.mark.slow
@@ -221,3 +221,25 @@ def test_a_reload_under_load_loses_no_request(tmp_path: Path, redis_url: str) ->
         running.wait_for(200)
     assert not running.lost
     assert set(running.statuses()) == {("open", 200, None)}
+
+
+@pytest.mark.parametrize(("checks", "padding", "most"), [(200, 0, 64), (20, 30_000, 9)], ids=["many", "large"])
+def test_a_connection_has_a_bounded_number_of_checks_under_way(
+    own_redis_server: RedisServer, tmp_path: Path, checks: int, padding: int, most: int
+) -> None:
+    """64 checks, or the first beyond 256 KiB of bodies: the rest of a pipeline waits until these are answered."""
+    with seeded(f"sqlite:///{tmp_path}/catalog.db", own_redis_server.url) as service:
+        tenant = service.tenant(_window(1_000))
+        body = json.dumps({"resource": "GET:/orders", "subject": "user:42"}).encode() + b" " * padding
+        head = f"POST /v1/check HTTP/1.1\r\nhost: a\r\nx-api-key: {tenant.key}\r\ncontent-length: {len(body)}\r\n\r\n"
+        with service.running.connection() as connection:
+            connection.sendall(head.encode() + body)
+            assert read_answer(connection).status == 200
+            own_redis_server.pause()
+            connection.sendall((head.encode() + body) * checks)
+            health = [service.running.request("GET", "/v1/health").status for _ in range(20)]  # it reads on meanwhile
+        health += [service.running.request("GET", "/v1/health").status for _ in range(20)]  # and sees that we are gone
+        own_redis_server.resume()
+        assert set(health) == {200}
+        taken = 1_000 - tenant.check(cost=0).json["remaining"]  # it goes behind those that are under way
+        assert 1 < taken <= 1 + most
