@@ -242,6 +242,9 @@ def test_lists_and_names_are_of_the_tenant_that_is_named(acme: Shop) -> None:
     assert acme.json("overrides", "show", "user:42", "--tenant", "acme", "--resource", "r")["limits"] == {
         "burst": {"limit": 1}
     }
+    for resource in ("r", "*"):
+        shown = acme.json("overrides", "show", "user:42", "--tenant", "acme", "--resource", resource)
+        assert shown["resource"] == resource
     acme.run("overrides", "delete", "user:42", "--tenant", "acme", "--resource", "r")
     assert [each["resource"] for each in acme.json("overrides", "list", "--tenant", "acme")] == ["*"]
     acme.run("keys", "delete", "web", "--tenant", "globex")

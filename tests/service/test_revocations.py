@@ -48,7 +48,7 @@ def test_a_revocation_during_and_after_a_large_apply_acts_at_once(
     }
 
     def run(*arguments: str) -> str:
-        done = limitforge(*arguments, **environment)
+        done = limitforge(*arguments, given=None, folder=None, **environment)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
