@@ -1,0 +1,83 @@
+"""One pipeline without a server: what its answers and deadlines mean for those who wait."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from limitforge import Decision, FixedWindow, Limits, StoreOptions, StoreUnavailable
+from limitforge.core.check import Check, check_of
+from limitforge.core.keys import Keys
+from limitforge.stores.pipeline import Asked, Flight, Pipeline, Volley
+from limitforge.stores.redis_parts import Parts
+from limitforge.stores.resilience import StoreFull
+
+DEADLINE_MS = 20.0
+OWING = FixedWindow(name="owing", limit=100, window_seconds=86_400, charge_after_outage=True)
+
+
+class Router:
+    """Has no other server."""
+
+    def redirect(self, *_: Any) -> None: ...
+
+    def doubt(self) -> None: ...
+
+
+class Bench:
+    """A pipeline of a server that nobody connects to, and what it told."""
+
+    def __init__(self, **options: Any) -> None:
+        self.parts = Parts("redis://127.0.0.1:1", Keys(), None, StoreOptions(**options), lambda _: None)
+        node = self.parts.fleet.nobody
+        self.resilience = node.resilience
+        self.pipeline = Pipeline(node, self.parts, Router(), deadline_ms=DEADLINE_MS, max_waiting=9, is_sharded=False)
+        self.told: list[Any] = []
+
+    def asked(self, due: float, subject: str = "s") -> Asked:
+        check = check_of(Keys(), Limits(OWING), "r", subject, 1, None, "t", "P0")
+        return Asked(check, self.told.append, due)
+
+    def flight(self, *batch: Asked, calls: int = 1) -> Flight:
+        """These are on their way."""
+        checks: Sequence[Check] = [asked.check for asked in batch if isinstance(asked.check, Check)]
+        volley = Volley(1, holds=False)
+        flight = Flight(list(batch), self.parts.judge(checks), self.resilience.now_us(), volley, calls=calls)
+        self.pipeline._flights.append(flight)
+        self.pipeline._volleys.append(volley)
+        return flight
+
+    def owed(self) -> int:
+        return sum(take[2] for charge in self.resilience.retire() for take in charge.takes)
+
+
+@pytest.mark.parametrize(("calls", "owed"), [(1, 1), (2, 0)])
+async def test_after_a_second_call_any_check_of_a_batch_may_have_been_counted(calls: int, owed: int) -> None:
+    """A batch is asked once more for a quota in it; the others were judged by the first call."""
+    bench = Bench(failure="local")
+    flight = bench.flight(bench.asked(asyncio.get_running_loop().time() + 60), calls=calls)
+    bench.pipeline._replied(flight, StoreFull("no memory"))
+    assert [decision.degraded for decision in bench.told] == ["local"]
+    assert bench.owed() == owed
+
+
+async def test_each_check_of_a_call_is_answered_by_its_own_deadline() -> None:
+    bench = Bench(failure="open")
+    now = asyncio.get_running_loop().time()
+    bench.flight(bench.asked(now + 60), bench.asked(now))
+    bench.pipeline._expire_flights(now)
+    assert [type(answer) for answer in bench.told] == [Decision]
+    assert bench.resilience.degraded["open"] == 1
+
+
+@pytest.mark.parametrize(("answered", "state"), [(False, "open"), (True, "closed")])
+async def test_a_queue_that_was_too_long_is_no_failure_of_a_server_that_answered(*, answered: bool, state: str) -> None:
+    bench = Bench(failure="raise", breaker_failures=1)
+    now = asyncio.get_running_loop().time()
+    bench.pipeline._waiting.append(bench.asked(now))
+    if answered:
+        bench.pipeline._answered_us = bench.resilience.now_us()
+    bench.pipeline._expire_waiting(now)
+    assert [type(answer) for answer in bench.told] == [StoreUnavailable]
+    assert bench.resilience.state == state
