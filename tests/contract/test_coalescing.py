@@ -69,17 +69,6 @@ async def test_after_batches_that_were_too_long_calls_are_halved_as_before(limit
     assert calls(raw) == 2
 
 
-async def test_after_checks_that_were_never_sent_calls_are_halved_as_before(own_redis_server: RedisServer) -> None:
-    options = StoreOptions(deadline_ms=100, failure="open", breaker_failures=1_000, denial_cache_ms=0)
-    own_redis_server.pause()
-    async with Limiter.connect(own_redis_server.url, options=options) as limiter:
-        decisions = await asyncio.gather(*(limiter.check("r", f"s{n}", limits=MANY) for n in range(64)))
-        assert {decision.degraded for decision in decisions} == {"open"}  # there was no connection in time
-        own_redis_server.resume()
-        (line,) = limiter._store._lines.values()  # type: ignore[attr-defined]
-        assert line.single._weight_us == 0
-
-
 async def test_at_most_two_calls_are_under_way(own_redis_server: RedisServer) -> None:
     """Those who ask meanwhile share the next one."""
     async with Limiter.connect(own_redis_server.url, options=PATIENT) as limiter:

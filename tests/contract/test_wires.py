@@ -51,17 +51,19 @@ def test_what_a_thread_sent_on_a_connection_that_is_lost_may_have_been_counted(r
     assert not wire.is_open
 
 
-async def test_a_command_that_was_not_answered_in_time_may_have_been_carried_out(
-    own_redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_connected", [True, False])
+async def test_a_command_that_was_not_answered_in_time_may_have_been_carried_out_if_it_was_sent(
+    own_redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, *, is_connected: bool
 ) -> None:
     async with Limiter.connect(own_redis_server.url, options=PATIENT) as limiter:
-        await limiter.reset("r", "s", limits="9/minute")
+        if is_connected:
+            await limiter.reset("r", "s", limits="9/minute")
         monkeypatch.setattr(line, "COMMAND_SECONDS", 0.1)
         own_redis_server.pause()
         with pytest.raises(StoreUnavailable, match="no answer within 100 ms") as error:
             await limiter.reset("r", "s", limits="9/minute")
         own_redis_server.resume()
-        assert error.value.maybe_counted
+    assert error.value.maybe_counted is is_connected
 
 
 def test_a_connection_that_was_in_use_when_its_pool_was_closed_is_closed_when_it_comes_back(redis_url: str) -> None:

@@ -1,19 +1,20 @@
 """One pipeline without a server: what its answers and deadlines mean for those who wait."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
-from limitforge import Decision, FixedWindow, Limits, StoreOptions, StoreUnavailable
+from limitforge import Decision, FixedWindow, Limits, StoreCorrupt, StoreOptions, StoreUnavailable
 from limitforge.core.check import Check, check_of
 from limitforge.core.keys import Keys
+from limitforge.core.plan import BUCKET_US
 from limitforge.stores.pipeline import Asked, Flight, Pipeline, Volley
 from limitforge.stores.redis_parts import Parts
 from limitforge.stores.resilience import StoreFull
 
-DEADLINE_MS = 20.0
+DEADLINE_MS = 30_000.0
 OWING = FixedWindow(name="owing", limit=100, window_seconds=86_400, charge_after_outage=True)
 
 
@@ -75,9 +76,24 @@ async def test_each_check_of_a_call_is_answered_by_its_own_deadline() -> None:
 async def test_a_queue_that_was_too_long_is_no_failure_of_a_server_that_answered(*, answered: bool, state: str) -> None:
     bench = Bench(failure="raise", breaker_failures=1)
     now = asyncio.get_running_loop().time()
-    bench.pipeline._waiting.append(bench.asked(now))
     if answered:
-        bench.pipeline._answered_us = bench.resilience.now_us()
+        bench.pipeline._replied(bench.flight(bench.asked(now)), StoreCorrupt("not ours"))
+    bench.pipeline.submit(bench.asked(now))
     bench.pipeline._expire_waiting(now)
-    assert [type(answer) for answer in bench.told] == [StoreUnavailable]
+    assert [type(answer) for answer in bench.told] == [StoreCorrupt] * answered + [StoreUnavailable]
     assert bench.resilience.state == state
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [Pipeline.hand_over, Pipeline.close, lambda pipeline: pipeline._expire_waiting(pipeline.loop.time())],
+    ids=["handed over", "closed", "expired"],
+)
+async def test_checks_that_leave_the_queue_take_their_weight_with_them(leave: Callable[[Pipeline], object]) -> None:
+    """The weight decides how much travels together."""
+    bench = Bench(failure="open")
+    for subject in "abc":
+        bench.pipeline.submit(bench.asked(asyncio.get_running_loop().time(), subject))
+    assert bench.pipeline._weight_us == 3 * BUCKET_US
+    leave(bench.pipeline)
+    assert (bench.pipeline.waiting, bench.pipeline._weight_us) == (0, 0)

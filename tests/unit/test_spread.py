@@ -20,9 +20,14 @@ DENIED = Outcome(1, allowed=False, delay_us=-1, rows=[(9, 0, 60, 60, 0)])
 HELD = [(60, 0)]
 
 
+def slot_of(key: str | bytes) -> int:
+    """Every limit is in a slot of its own."""
+    return [key == each for each in KEYS].index(True)
+
+
 def judged(*answers: Sequence[Any]) -> tuple[Outcome | LimitforgeError, list[Finish]]:
-    """Every limit is in a slot of its own. Each round of steps gets the next of these answers."""
-    flow = judge_spread(CHECK, KEYS.index)
+    """Each round of steps gets the next of these answers."""
+    flow = judge_spread(CHECK, slot_of)
     steps: list[Step] = next(flow)
     try:
         for told in answers:
@@ -43,7 +48,7 @@ def refunds(*places: int) -> list[tuple[Ending, list[str]]]:
 
 
 def test_each_slot_is_asked_for_its_own_limit() -> None:
-    (first, second, third) = next(judge_spread(CHECK, KEYS.index))
+    (first, second, third) = next(judge_spread(CHECK, slot_of))
     assert isinstance(first, Check)
     assert [step.takes[0][1] for step in (first, second, third) if isinstance(step, Check)] == KEYS
 
@@ -52,6 +57,15 @@ def test_what_all_have_confirmed_is_allowed_and_nothing_is_undone() -> None:
     outcome, undone = judged([ALLOWED] * 3, [HELD] * 3)
     assert isinstance(outcome, Outcome)
     assert outcome.allowed
+    assert undone == []
+
+
+def test_a_denial_gives_back_what_others_took_and_tells_how_they_are_then() -> None:
+    now = Outcome(2, allowed=True, delay_us=0, rows=[(9, 9, 50, 0, 0)])
+    outcome, undone = judged([DENIED, ALLOWED, ALLOWED], [None, None, now, GONE])
+    assert isinstance(outcome, Outcome)
+    assert not outcome.allowed
+    assert (outcome.now_us, outcome.rows) == (2, [*DENIED.rows, *now.rows, *ALLOWED.rows])
     assert undone == []
 
 
