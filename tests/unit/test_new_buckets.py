@@ -1,4 +1,4 @@
-"""How many buckets a tenant may begin in a memory store, and how many one call to Redis may ask for."""
+"""How many buckets a tenant may begin in a memory store."""
 
 import pytest
 
@@ -6,7 +6,6 @@ from limitforge import FixedWindow, Limits
 from limitforge.core.check import Check, check_of
 from limitforge.core.keys import Keys, is_overflow
 from limitforge.stores import new_buckets as module
-from limitforge.stores.codec import BUSY_US, fitting
 from limitforge.stores.new_buckets import MemoryBudget
 
 LIMITS = Limits(FixedWindow(name="w", limit=5, window_seconds=60))
@@ -32,17 +31,3 @@ def test_what_tenants_began_is_forgotten_where_there_are_too_many(monkeypatch: p
         budget.begin([of("s", tenant).takes[0][1]], 0)
     redirected = {tenant: budget.redirect(of("new", tenant), set(), 0) for tenant in ("first", "second", "third")}
     assert redirected == {"first": [], "second": [], "third": [0]}
-
-
-@pytest.mark.parametrize(
-    ("weights_us", "calls"),
-    [
-        ([], []),
-        ([BUSY_US, 1], [range(1), range(1, 2)]),
-        ([BUSY_US - 1, 1, 1], [range(2), range(2, 3)]),
-        ([2 * BUSY_US, 1, 1], [range(1), range(1, 3)]),
-        ([400] * 7, [range(2), range(2, 4), range(4, 6), range(6, 7)]),
-    ],
-)
-def test_a_call_takes_as_much_as_keeps_redis_busy_for_a_millisecond(weights_us: list[int], calls: list[range]) -> None:
-    assert list(fitting(weights_us)) == calls

@@ -10,6 +10,7 @@ from limitforge import Decision, FixedWindow, Limits, StoreCorrupt, StoreOptions
 from limitforge.core.check import Check, check_of
 from limitforge.core.keys import Keys
 from limitforge.core.plan import BUCKET_US
+from limitforge.stores.codec import Call
 from limitforge.stores.pipeline import Asked, Flight, Pipeline, Volley
 from limitforge.stores.redis_parts import Parts
 from limitforge.stores.resilience import StoreFull
@@ -70,6 +71,18 @@ async def test_each_check_of_a_call_is_answered_by_its_own_deadline() -> None:
     bench.pipeline._expire_flights(now)
     assert [type(answer) for answer in bench.told] == [Decision]
     assert bench.resilience.degraded["open"] == 1
+    assert bench.owed() == 0  # it was sent, and may have been counted
+
+
+@pytest.mark.parametrize(("calls", "owed"), [(0, 1), (1, 0)])
+async def test_a_batch_that_finds_no_connection_may_have_been_counted_if_it_was_sent_before(
+    calls: int, owed: int
+) -> None:
+    bench = Bench(failure="open")
+    flight = bench.flight(bench.asked(asyncio.get_running_loop().time() + 60), calls=calls)
+    bench.pipeline._advance(flight, lambda: Call(["k"], [], 1))
+    assert [decision.degraded for decision in bench.told] == ["open"]
+    assert bench.owed() == owed
 
 
 @pytest.mark.parametrize(("answered", "state"), [(False, "open"), (True, "closed")])
@@ -85,15 +98,22 @@ async def test_a_queue_that_was_too_long_is_no_failure_of_a_server_that_answered
 
 
 @pytest.mark.parametrize(
-    "leave",
-    [Pipeline.hand_over, Pipeline.close, lambda pipeline: pipeline._expire_waiting(pipeline.loop.time())],
+    ("leave", "owed"),
+    [
+        (Pipeline.hand_over, 0),
+        (Pipeline.close, 3),
+        (lambda pipeline: pipeline._expire_waiting(pipeline.loop.time()), 3),
+    ],
     ids=["handed over", "closed", "expired"],
 )
-async def test_checks_that_leave_the_queue_take_their_weight_with_them(leave: Callable[[Pipeline], object]) -> None:
-    """The weight decides how much travels together."""
+async def test_checks_that_leave_the_queue_take_their_weight_with_them(
+    leave: Callable[[Pipeline], object], owed: int
+) -> None:
+    """The weight decides how much travels together. Those that are decided here were never sent."""
     bench = Bench(failure="open")
     for subject in "abc":
         bench.pipeline.submit(bench.asked(asyncio.get_running_loop().time(), subject))
     assert bench.pipeline._weight_us == 3 * BUCKET_US
     leave(bench.pipeline)
     assert (bench.pipeline.waiting, bench.pipeline._weight_us) == (0, 0)
+    assert bench.owed() == owed
