@@ -61,6 +61,38 @@ async def test_what_is_asked_in_one_turn_of_the_loop_travels_in_two_calls(limite
     assert calls(raw) == 2  # halves: Redis works on one while we read the other
 
 
+async def test_after_batches_that_were_too_long_calls_are_halved_as_before(limiter: Limiter, raw: Any) -> None:
+    """What waits is weighed: a weight that stays behind would make the next calls too long."""
+    await asyncio.gather(*(limiter.check("r", f"s{n}", limits=MANY) for n in range(500)))
+    raw.config_resetstat()
+    await asyncio.gather(*(limiter.check("r", f"s{n}", limits=MANY) for n in range(64)))
+    assert calls(raw) == 2
+
+
+async def test_at_most_two_calls_are_under_way(own_redis_server: RedisServer) -> None:
+    """Those who ask meanwhile share the next one."""
+    async with Limiter.connect(own_redis_server.url, options=PATIENT) as limiter:
+        await limiter.check("first", "look", limits=TEN, cost=0)
+        own_redis_server.must("CONFIG RESETSTAT")
+        own_redis_server.pause()
+        asked = []
+        for n in range(5):
+            asked.append(asyncio.create_task(limiter.check("r", f"s{n}", limits=MANY)))
+            for _ in range(3):
+                await asyncio.sleep(0)  # it asks, and what waits is sent at the end of that turn
+        own_redis_server.resume()
+        assert all(decision.allowed for decision in await asyncio.gather(*asked))
+        with redis_py.Redis.from_url(own_redis_server.url) as raw:
+            assert calls(raw) == 3
+
+
+async def test_a_batch_of_callers_own_is_one_call(limiter: Limiter, raw: Any) -> None:
+    """It is not halved, and only what is too long for one call is cut."""
+    raw.config_resetstat()
+    await limiter.check_many([Request(resource="r", subject=f"s{n}", limits=MANY) for n in range(64)])
+    assert calls(raw) == 1
+
+
 async def test_sixty_four_callers_share_their_calls(limiter: Limiter, raw: Any) -> None:
     async def caller(subject: str) -> None:
         for _ in range(20):

@@ -22,7 +22,7 @@ TIMEOUT_S = 300.0
 PATIENCE_S = 15.0
 PYTEST = ("-x", "-q", "--tb=short", "-p", "no:cacheprovider", "-n", "0", "-m", "not soak and not chaos")
 
-_FAILURE = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - (.*))?$", re.MULTILINE)
+_FAILURE = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - (.*))?$", re.MULTILINE)
 PASSED, FAILED, INTERRUPTED = 0, 1, 2
 
 

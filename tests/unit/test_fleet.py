@@ -1,14 +1,16 @@
 """Who decides about what: where URLs lead, and what is made of what servers say."""
 
+import os
 import sys
 from threading import Thread
 from typing import Any
 
 import pytest
 
-from limitforge import InvalidInput, StoreOptions, SyncLimiter
+from limitforge import InvalidInput, ManualClock, StoreOptions, SyncLimiter
 from limitforge.core.keys import Keys
 from limitforge.stores.fleet import Fleet, Kind, target_of
+from limitforge.stores.membership import Membership
 from limitforge.stores.slots import SLOTS, cluster_slot
 
 CLUSTER = "redis+cluster://user:secret@one:7001,two:7002"
@@ -177,3 +179,28 @@ def test_a_sentinel_names_the_master() -> None:
 @pytest.mark.parametrize(("key", "slot"), [("lf:{user1000}:a", 3443), (b"{user1000}", 3443), ("{123456789}", 12739)])
 def test_slots_are_those_of_redis(key: str | bytes, slot: int) -> None:
     assert cluster_slot(key) == slot
+
+
+def test_sentinels_take_turns_to_be_asked_first() -> None:
+    sentinels = fleet(SENTINEL)
+    asked = [[address.host for address, _ in sentinels.questions()] for _ in range(3)]
+    assert asked == [["one", "two"], ["two", "one"], ["one", "two"]]
+
+
+# -- how many processes there are
+
+
+def test_a_process_counts_itself_also_if_redis_has_forgotten_it() -> None:
+    members = Membership(Keys(), 4, ManualClock(0))
+    assert members.nodes() == 4
+    for count, nodes in ((3, 3), (0, 1)):
+        members.heard(count)
+        assert members.nodes() == nodes
+
+
+def test_a_forked_process_is_another_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    members = Membership(Keys(), 1, ManualClock(0))
+    name = members.name
+    assert members.name == name
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    assert members.name != name

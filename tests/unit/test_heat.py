@@ -55,3 +55,23 @@ def test_what_was_hot_a_while_ago_is_forgotten() -> None:
     assert names(heat) == ["hot"]
     clock.advance_us(TURN_US + 1)
     assert heat.hottest() == []
+
+
+def test_a_turn_that_is_over_counts_with_its_time() -> None:
+    clock = ManualClock(0)
+    heat = heated({"hot": 100 * SAMPLED}, clock)
+    clock.advance_us(15_000_000)
+    (hot,) = heat.hottest()
+    assert hot.per_second == 100 * SAMPLED / 16
+
+
+def test_after_a_long_silence_counting_begins_anew() -> None:
+    clock = ManualClock(0)
+    heat = heated({"hot": 100 * SAMPLED}, clock)
+    clock.advance_us(2 * TURN_US)
+    assert heat.hottest() == []
+    for _ in range(10):
+        heat.note(of("new"))
+    clock.advance_us(2_000_000)
+    (new,) = heat.hottest()
+    assert (new.per_second, new.share) == (10 * SAMPLED / 2, 1)

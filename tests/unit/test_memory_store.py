@@ -81,6 +81,51 @@ def test_what_is_over_makes_room_first_and_is_no_eviction() -> None:
     assert small.used(HOUR, "live") == 1
 
 
+def test_a_bucket_that_lived_on_makes_room_once_it_is_over() -> None:
+    """The store knows when a bucket was to be over; here one was used again in between, and its end has moved."""
+    small = Small(3)
+    for limit, subject in ((SECOND, "first"), (SECOND, "second"), (HOUR, "live")):
+        small.check(limit, subject)
+    for wait_ms, limit, subject in (
+        (2_000, SECOND, "used"),
+        (500, SECOND, "brief"),
+        (400, SECOND, "used"),
+        (300, HOUR, "new"),
+    ):
+        small.clock.advance_us(1_000 * wait_ms)
+        small.check(limit, subject)
+    assert (small.store.evictions, small.used(SECOND, "brief")) == (1, 0)  # nothing is over, and this would be next
+    small.clock.advance_us(800_000)
+    small.check(HOUR, "newer")
+    assert small.store.evictions == 1
+    assert [small.used(HOUR, subject) for subject in ("live", "new", "newer")] == [1, 1, 1]
+
+
+def test_a_bucket_that_was_over_when_it_was_written_makes_room_once_it_is_over_again() -> None:
+    small = Small(2)
+    small.check(SECOND, "s")
+    small.check(HOUR, "other")
+    small.clock.advance_us(2_000_000)
+    small.check([SECOND, HOUR], "s")  # needs one more place, and not that of its own bucket
+    assert small.store.evictions == 1
+    small.clock.advance_us(2_000_000)
+    small.check(HOUR, "new")
+    assert small.store.evictions == 1
+    assert [small.used(HOUR, subject) for subject in ("s", "new")] == [1, 1]
+
+
+def test_a_bucket_that_was_reset_makes_room_and_is_no_eviction() -> None:
+    small = Small(2)
+    small.check(SECOND, "brief")
+    small.check(HOUR, "reset")
+    small.clock.advance_us(2_000_000)
+    small.check(HOUR, "live")
+    small.limiter.reset("r", "reset", limits=HOUR)
+    small.check(HOUR, "new")
+    assert small.store.evictions == 0
+    assert [small.used(HOUR, subject) for subject in ("live", "new")] == [1, 1]
+
+
 def test_of_eight_buckets_the_one_that_would_be_over_first_is_evicted() -> None:
     small = Small(400)
     for subject in range(200):

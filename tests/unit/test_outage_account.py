@@ -13,18 +13,22 @@ from limitforge import (
     InvalidLimit,
     LeakyBucket,
     Limit,
+    Limits,
     Quota,
     SlidingWindow,
     SlidingWindowCounter,
+    StoreOptions,
     StoreUnavailable,
     SyncLimiter,
     TokenBucket,
     limit_from_fields,
 )
-from limitforge.core.check import Check, FailureName
+from limitforge.core.check import Check, FailureName, charge_of, check_of
+from limitforge.core.keys import Keys
 from limitforge.stores import resilience as resilience_module
 from limitforge.stores.memory import MemoryStore
-from limitforge.stores.resilience import NotAsked
+from limitforge.stores.redis_parts import Parts
+from limitforge.stores.resilience import NotAsked, StoreFull
 from tests.unit.away import SILENT, Node, used
 
 DAY = 86_400
@@ -420,3 +424,30 @@ def test_threads_may_be_decided_at_once(node: Build) -> None:
     charges += away.resilience.succeeded()
     assert away.resilience.degraded["open"] == 800
     assert sum(cost for charge in charges for _, _, cost, *_ in charge.takes) == 800
+
+
+def test_a_store_that_is_full_is_not_left_alone(node: Build) -> None:
+    away = node(breaker_failures=1)
+    assert not away.resilience.failed(StoreFull("no memory"), away.resilience.now_us())
+    assert away.resilience.state == "closed"
+    assert away.resilience.failed(StoreUnavailable("nobody there"), away.resilience.now_us())
+
+
+def test_a_store_that_is_still_full_is_charged_later(node: Build) -> None:
+    away = node(failure="local")
+    away.check(CHARGED, cost=3)
+    full = StoreFull("no memory")
+    assert away.resilience.succeeded([away.check(PLAIN, cost=0), full]) == []
+    assert list(costs_of(away.resilience.succeeded([away.check(PLAIN, cost=0)])).values()) == [3]
+
+
+def test_a_charge_that_may_have_been_made_is_not_made_again(caplog: pytest.LogCaptureFixture) -> None:
+    parts = Parts("redis://127.0.0.1:1", Keys(), None, StoreOptions(), lambda _: None)
+    plan = Limits(CHARGED)
+    checks = [check_of(Keys(), plan, "r", subject, 1, None, "t", "P0") for subject in ("lost", "sure", "made")]
+    answers = [SILENT, StoreUnavailable("nobody there"), None]
+    parts.charged([charge_of(check.takes) for check in checks], answers)
+    assert list(costs_of(parts.fleet.nobody.resilience.retire())) == [checks[1].takes[0][1]]
+    assert [line.split(":")[0] for line in lines(caplog)] == [
+        "1 of 3 charges after an outage were not made, or not surely"
+    ]
