@@ -8,6 +8,7 @@ from limitforge.core.decision import Outcome
 from limitforge.core.keys import Keys
 from limitforge.core.limits import Limit
 from limitforge.stores.codec import Flow, batch_flow, finish_flow, members_flow, shares_flow
+from limitforge.stores.new_buckets import NewBuckets
 from limitforge.stores.shares import Grant, Share, Wish
 from limitforge.stores.spread import HOLD_US, Ending, Finish
 
@@ -48,9 +49,18 @@ class Script:
     def finish(self, *finishes: Finish) -> list[Any]:
         return self.run(finish_flow(finishes, self.now_us))
 
-    def share(self, share: Share, *, returned: int = 0, kept: int = 0, wanted: int = 0, lapse_us: int = 0) -> Grant:
+    def share(
+        self,
+        share: Share,
+        *,
+        returned: int = 0,
+        kept: int = 0,
+        wanted: int = 0,
+        lapse_us: int = 0,
+        new_buckets: NewBuckets | None = None,
+    ) -> Grant:
         wish = Wish(share, returned, kept, wanted)
-        (grant,) = self.run(shares_flow([wish], self.now_us, self.now_us, lapse_us))
+        (grant,) = self.run(shares_flow([wish], self.now_us, self.now_us, lapse_us, new_buckets))
         assert grant is not None
         return grant
 

@@ -154,11 +154,12 @@ def test_slots_go_back_when_another_slot_had_no_room(script: Script) -> None:
     assert script.left(SLOTS) == 8
 
 
-@pytest.mark.parametrize("poison", [b"\x01\x63\x03", b"\x01", b"", b"\x01\x06\x17" + 30 * b"\xff"])
+@pytest.mark.parametrize("poison", [b"\x01\x63\x03", b"\x01\x00\x03", b"\x01", b"", b"\x01\x06\x17" + 30 * b"\xff"])
 def test_a_value_that_is_not_ours_spoils_its_own_finish_only(script: Script, poison: bytes) -> None:
     script.hold(WINDOW, cost=3)
     script.hold(OTHER, cost=2)
     script.redis.set(key_of(OTHER), poison)
-    script.finish(ending(Ending.REFUND, OTHER), ending(Ending.REFUND, WINDOW))
+    answers = script.finish(ending(Ending.REFUND, OTHER), ending(Ending.REFUND, WINDOW))
+    assert answers == [[(-1, 0)], [(0, 0)]]
     assert script.left(WINDOW) == 10
     assert script.redis.get(key_of(OTHER)) == poison

@@ -5,9 +5,11 @@ from collections.abc import Iterator
 import pytest
 import redis as redis_py
 
-from limitforge import FixedWindow, TokenBucket
+from limitforge import FixedWindow, Limits, ManualClock, SyncLimiter, TokenBucket
 from limitforge.core.keys import Keys
-from tests.contract.script import NOW_US, Script, key_of, share_of
+from limitforge.stores.new_buckets import NewBuckets
+from limitforge.stores.spread import Ending
+from tests.contract.script import NOW_US, Script, ending, key_of, share_of
 
 SECOND_US = 1_000_000
 LAPSE_US = 20 * SECOND_US
@@ -71,12 +73,39 @@ def test_a_bucket_is_remembered_until_what_is_out_has_lapsed_and_refilled(script
     assert script.left(BUCKET) == 50
 
 
+def test_what_lapses_goes_back_up_to_what_is_not_out(script: Script) -> None:
+    script.share(share_of(BUCKET), wanted=20, lapse_us=LAPSE_US)
+    script.hold(BUCKET, cost=3)
+    script.now_us += SECOND_US  # the bucket has refilled that
+    script.finish(ending(Ending.REFUND, BUCKET))
+    assert script.left(BUCKET) == 30
+
+
+def test_a_share_is_one_of_the_overridden_limit(script: Script, redis_url: str) -> None:
+    changes = {"window": {"limit": 20}, "bucket": "unlimited"}
+    with SyncLimiter.connect(redis_url, clock=ManualClock(NOW_US)) as limiter:
+        limiter.set_override("r", "s", changes, limits=Limits(WINDOW, BUCKET), ttl_seconds=60, tenant="t")
+    grant = script.share(share_of(WINDOW), wanted=40)
+    assert (grant.granted, grant.limit, grant.remaining) == (10, 20, 10)
+    lifted = script.share(share_of(BUCKET), wanted=40, lapse_us=LAPSE_US)
+    assert (lifted.granted, lifted.limit, lifted.ends_us) == (0, -1, -1)
+
+
+def test_a_tenant_that_may_begin_no_more_buckets_is_granted_nothing_of_a_new_one(script: Script) -> None:
+    one = NewBuckets(1, ManualClock(NOW_US))
+    assert script.share(share_of(WINDOW), wanted=40, new_buckets=one).granted == 25
+    assert script.share(share_of(BUCKET), wanted=40, new_buckets=one, lapse_us=LAPSE_US).granted == 0
+    assert script.share(share_of(WINDOW), wanted=40, new_buckets=one).granted == 12
+    assert script.redis.exists(key_of(BUCKET)) == 0
+
+
 @pytest.mark.parametrize("off", [(0, 0), (1, 0), (0, 1), (-1, 0), (0, -1)])
 def test_a_share_goes_back_to_its_own_window_only(script: Script, off: tuple[int, int]) -> None:
     grant = script.share(share_of(WINDOW), wanted=20)
     assert (grant.ends_us, grant.reset_us) == (NOW_US + 60 * SECOND_US, 60 * SECOND_US)
     window = (grant.starts_us + off[0], grant.ends_us + off[1])
     assert script.share(share_of(WINDOW, window=window), returned=20).remaining == (30 if any(off) else 50)
+    assert script.left(WINDOW) == (30 if any(off) else 50)
 
 
 def test_a_node_counts_until_it_was_not_heard_of_for_so_long(script: Script) -> None:
