@@ -57,10 +57,12 @@ class Script:
         kept: int = 0,
         wanted: int = 0,
         lapse_us: int = 0,
+        around_us: int | None = None,
         new_buckets: NewBuckets | None = None,
     ) -> Grant:
         wish = Wish(share, returned, kept, wanted)
-        (grant,) = self.run(shares_flow([wish], self.now_us, self.now_us, lapse_us, new_buckets))
+        calendars_us = self.now_us if around_us is None else around_us
+        (grant,) = self.run(shares_flow([wish], calendars_us, self.now_us, lapse_us, new_buckets))
         assert grant is not None
         return grant
 
