@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import redis as redis_py
 
-from limitforge import Concurrency, FixedWindow, Limit, StoreUnavailable, TooManyReservations
+from limitforge import Concurrency, FixedWindow, LeakyBucket, Limit, StoreUnavailable, TokenBucket, TooManyReservations
 from limitforge.core.check import Check, Hold
 from limitforge.core.decision import Outcome
 from limitforge.core.limits import Mode
 from limitforge.stores.codec import batch_flow
+from limitforge.stores.slots import SlotOf
 from limitforge.stores.spread import HOLD_US, Ended, Ending, Finish, Step, is_spread, judge_spread
 from tests.contract.script import NOW_US, TOKEN, Script, check_for, key_of
 
@@ -38,7 +39,14 @@ def slot_of(key: str) -> int:
 def unharmed(_: Step) -> None: ...
 
 
-def judge(script: Script, *limits: Limit, cost: int = 2, hold: Hold | None = None, fate: Fate = unharmed) -> Ended:
+def judge(
+    script: Script,
+    *limits: Limit,
+    cost: int = 2,
+    hold: Hold | None = None,
+    fate: Fate = unharmed,
+    slot_of: SlotOf = slot_of,
+) -> Ended:
     """Carry each step of a check out, or lose it. What is not sent does not arrive; any other answer is lost."""
     check = check_for(*limits, cost=cost)
     check.hold = hold
@@ -101,6 +109,79 @@ def test_a_monitored_limit_of_another_slot_denies_nothing(script: Script) -> Non
     assert (outcome.allowed, undone) == (True, [])
     script.now_us += HOLD_US
     assert left(script, A, MONITORED) == [8, 1]
+
+
+def test_what_waits_for_a_confirmation_that_never_comes_goes_back_after_five_seconds(script: Script) -> None:
+    judge(script, A, B, fate=loses(B, Ending.CONFIRM, NOT_SENT))
+    script.now_us = NOW_US + 5_000_000 - 1
+    assert script.left(B) == 8
+    script.now_us += 1
+    assert script.left(B) == 10
+
+
+def test_each_limit_is_told_in_its_place_and_what_would_have_denied_still_would(script: Script) -> None:
+    """Two limits share a slot: one had room, one is only monitored. A third one denies."""
+    home = slot_of(key_of(A))
+    outcome, _ = judge(
+        script, A, SMALL, MONITORED, slot_of=lambda key: home if key == key_of(MONITORED) else slot_of(key)
+    )
+    assert isinstance(outcome, Outcome)
+    assert [(row[0], row[1], row[3]) for row in outcome.rows] == [(10, 10, 0), (1, 1, -1), (1, 1, -1)]
+
+
+def test_the_longest_delay_and_the_latest_time_of_all_slots_count(script: Script) -> None:
+    leaky = LeakyBucket(name="leaky", bucket_capacity=10, leak_rate_per_sec=1)
+
+    def takes_time(_: Step) -> None:
+        script.now_us += 1
+
+    script.check(leaky, cost=3)
+    for limits in ((leaky, A), (A, leaky)):
+        script.now_us = NOW_US
+        outcome, _ = judge(script, *limits, cost=1, fate=takes_time)
+        assert isinstance(outcome, Outcome)
+        assert outcome.now_us == NOW_US + 2
+        assert outcome.delay_us > 2_000_000
+
+
+def test_slots_need_no_confirmation(script: Script) -> None:
+    other = Concurrency(name="other", max_concurrent=10, lease_ttl_seconds=600)
+    asked: list[Step] = []
+    outcome, _ = judge(script, SLOTS, other, fate=asked.append)
+    assert isinstance(outcome, Outcome)
+    assert (outcome.allowed, [type(step) for step in asked]) == (True, [Check, Check])
+
+
+def test_a_monitored_limit_whose_hold_lapsed_does_not_hinder_the_others(script: Script) -> None:
+    monitored = FixedWindow(name="monitored", limit=10, window_seconds=86_400, mode=Mode.MONITOR)
+
+    def ahead(step: Step) -> None:
+        if isinstance(step, Finish) and step.keys == [key_of(monitored)]:
+            script.now_us = NOW_US + HOLD_US
+            script.check(monitored)
+            script.now_us = NOW_US
+
+    outcome, undone = judge(script, A, monitored, fate=ahead)
+    assert isinstance(outcome, Outcome)
+    assert (outcome.allowed, undone) == (True, [])
+
+
+def test_what_was_forgotten_with_its_bucket_is_confirmed_and_never_given_back(script: Script) -> None:
+    bucket = TokenBucket(name="bucket", bucket_capacity=10, refill_rate_per_sec="0.001")
+
+    def forgets(step: Step) -> None:
+        if isinstance(step, Finish) and step.keys == [key_of(bucket)]:
+            script.redis.delete(key_of(bucket))
+
+    outcome, _ = judge(script, A, bucket, fate=forgets)
+    assert isinstance(outcome, Outcome)
+    assert outcome.allowed
+
+    unconfirmed = loses(A, Ending.CONFIRM, NOT_SENT)
+    _, undone = judge(script, A, bucket, fate=lambda step: forgets(step) or unconfirmed(step))
+    script.check(bucket, cost=5)
+    script.finish(*undone)
+    assert script.left(bucket) == 5
 
 
 def test_a_look_holds_nothing(script: Script) -> None:
