@@ -139,13 +139,15 @@ class TestBuckets:
         taken = limiter.check("r", "s", limits=dataclasses.replace(plan, bucket_capacity=20), cost=20)
         assert (taken.allowed, taken.limit, taken.reset_after_ms) == (True, 20, 4_000)
 
-    @pytest.mark.parametrize("slower", ["0.999999", 1], ids=["not exact", "over ten years"])
+    @pytest.mark.parametrize(
+        ("size", "slower"), [(10**7, "12.345678"), (10**6, "0.002")], ids=["not exact", "over ten years"]
+    )
     def test_an_override_that_the_changed_plan_can_not_carry_is_ignored(
-        self, limiter: SyncLimiter, kind: Any, rate: str, slower: Any
+        self, limiter: SyncLimiter, kind: Any, rate: str, size: int, slower: str
     ) -> None:
         plan = kind(name="b", bucket_capacity=10, **{rate: 100})
-        limiter.set_override("r", "s", {"b": {"limit": 10**10}}, limits=plan, ttl_seconds=60)
-        assert limiter.check("r", "s", limits=plan, cost=0).limit == 10**10
+        limiter.set_override("r", "s", {"b": {"limit": size}}, limits=plan, ttl_seconds=60)
+        assert limiter.check("r", "s", limits=plan, cost=0).limit == size
         assert limiter.check("r", "s", limits=dataclasses.replace(plan, **{rate: slower}), cost=0).limit == 10
 
 
@@ -186,6 +188,24 @@ def test_an_override_that_is_older_than_the_scope_never_switches_a_callers_windo
     limiter.set_override("GET:/a", "s", {"w": {"window_seconds": MINUTE}}, limits=own, ttl_seconds=60)
     wide = dataclasses.replace(own, scope="caller")
     assert sum(alternate(limiter, "caller", wide, wide, 50)) == 10
+
+
+def test_an_override_that_is_older_than_the_scope_does_not_shorten_a_callers_log(
+    limiter: SyncLimiter, clock: ManualClock
+) -> None:
+    own = SlidingWindow(name="w", limit=10, window_seconds=HOUR)
+    limiter.set_override("GET:/a", "s", {"w": {"window_seconds": MINUTE}}, limits=own, ttl_seconds=HOUR)
+    wide = dataclasses.replace(own, scope="caller")
+    assert limiter.check("GET:/a", "s", limits=wide, cost=10).allowed
+    clock.advance_us(2 * MINUTE * 1_000_000)
+    assert not limiter.check("GET:/a", "s", limits=wide).allowed
+
+
+def test_one_override_of_two_windows_changes_each(limiter: SyncLimiter) -> None:
+    plan = Limits(*(FixedWindow(name=name, limit=10, window_seconds=HOUR) for name in "ab"))
+    limiter.set_override("r", "s", {"a": {"limit": 5}, "b": {"limit": 6}}, limits=plan, ttl_seconds=60)
+    taken = limiter.check("r", "s", limits=plan, cost=2)
+    assert [(told.limit, told.remaining) for told in taken.limits.values()] == [(5, 3), (6, 4)]
 
 
 def test_an_override_restarts_the_count_when_it_begins_and_when_it_ends(

@@ -20,10 +20,10 @@ def seal(tickets: Tickets, ticket: str = "an id") -> str:
     return sealed
 
 
-@pytest.mark.parametrize("ticket", ["a", "ab", "abc", "x" * 1_000])
+@pytest.mark.parametrize("ticket", ["a", "ab", "abc", "user:42 " * 100])
 def test_a_sealed_id_opens_for_its_tenant_and_for_no_other(tickets: Tickets, ticket: str) -> None:
     sealed = seal(tickets, ticket)
-    assert ticket not in sealed
+    assert "user:42" not in sealed
     assert tickets.open("acme", sealed, "lease_id") == ticket
     with pytest.raises(NotFound, match="lease_id"):
         tickets.open("globex", sealed, "lease_id")

@@ -1,0 +1,93 @@
+"""A key that loses its right to check in the middle of a batch: the rest of the batch is not decided."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from limitforge.service.check import SLICE, Checks
+from tests.service.live import Account, Live
+from tests.service.problems import assert_problem
+from tests.service.test_batch_bodies import checks_of
+
+Change = Callable[[Account], httpx.Response]
+PATIENCE_SECONDS = 45.0
+
+
+class Barrier:
+    """Holds a batch after each of its slices until it may go on."""
+
+    def __init__(self, checks: Checks) -> None:
+        self.slices = 0
+        self._judge = checks._judged_slice
+        self._is_at_rest, self._may_go_on = threading.Semaphore(0), threading.Semaphore(0)
+
+    async def judged_slice(self, *arguments: Any) -> Any:
+        answers = await self._judge(*arguments)
+        self.slices += 1
+        self._is_at_rest.release()
+        assert await asyncio.to_thread(self._may_go_on.acquire, timeout=PATIENCE_SECONDS)
+        return answers
+
+    def wait(self) -> None:
+        assert self._is_at_rest.acquire(timeout=PATIENCE_SECONDS)
+
+    def open(self) -> None:
+        self._may_go_on.release()
+
+
+def is_disabled(account: Account) -> httpx.Response:
+    return account.admin.post(f"/keys/{account.key['id']}/disable")
+
+
+def is_deleted(account: Account) -> httpx.Response:
+    return account.admin.delete(f"/keys/{account.key['id']}")
+
+
+def is_suspended(account: Account) -> httpx.Response:
+    return account.admin.patch(f"/tenants/{account.id}", {"suspended": True})
+
+
+def may_not_check(account: Account) -> httpx.Response:
+    return account.admin.patch(f"/keys/{account.key['id']}", {"scopes": ["usage"]})
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "code", "detail"),
+    [
+        (is_disabled, 403, "forbidden", "this key is disabled"),
+        (is_deleted, 401, "unknown_key", ""),
+        (is_suspended, 403, "forbidden", "this tenant is suspended"),
+        (may_not_check, 403, "forbidden", "this key lacks the scope check"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_a_key_that_may_not_check_any_more_ends_its_batch(
+    embedded: Live,
+    account: Account,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Change,
+    status: int,
+    code: str,
+    detail: str,
+) -> None:
+    barrier = Barrier(checks_of(embedded))
+    monkeypatch.setattr(checks_of(embedded), "_judged_slice", barrier.judged_slice)
+    body = {"checks": [{"resource": "GET:/orders/7", "subject": f"user:{at}"} for at in range(3 * SLICE)]}
+    headers = {"authorization": f"Bearer {account.secret}"}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(account.admin.http.post, "/v1/check/batch", json=body, headers=headers)
+        barrier.wait()
+        barrier.open()
+        barrier.wait()
+        changed = change(account)
+        for _ in range(3):
+            barrier.open()
+        answer = asked.result(PATIENCE_SECONDS)
+    assert changed.status_code in (200, 204), changed.text
+    assert_problem(answer, status, code, detail)
+    assert barrier.slices == 2
