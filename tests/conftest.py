@@ -80,6 +80,7 @@ def pytest_collection_finish() -> None:
     """What was collected stays until the end: no test that collects garbage needs to look through it."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000)  # a tenth of the time of a run went into looking for garbage
 
 
 def _is_in(places: set[str], path: Path) -> bool:

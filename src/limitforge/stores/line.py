@@ -236,7 +236,7 @@ class Line:
     # -- commands
 
     async def run(self, command: Command[T]) -> T:
-        return await self.carry(self._parts.command(command), COMMAND_SECONDS)
+        return await self.carry(self._parts.command(command), max(COMMAND_SECONDS, self.deadline))
 
     async def carry(self, flow: Flow[T], seconds: float) -> T:
         """Run a flow of its own, beside the batches; raise StoreUnavailable when it takes longer than that."""

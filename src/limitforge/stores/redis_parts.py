@@ -51,7 +51,7 @@ from limitforge.stores.resilience import LOG_EVERY_US
 from limitforge.stores.shares import Grant, Shares, Wish
 from limitforge.stores.spread import Finish, Step, a_key_of, judge_spread
 
-COMMAND_SECONDS = 1.0  # what everything other than a check may take
+COMMAND_SECONDS = 1.0  # what everything other than a check may take, or the deadline where that is longer
 
 Steps = Generator[list[Step], Sequence[Any], T]
 """Yields what to ask side by side, is sent the answers, and returns what they come to."""

@@ -99,7 +99,7 @@ class SyncRedisStore:
         if is_local(command):
             return self._fleet.local.run(command)
         self._servers.is_closed = False
-        due = time.monotonic() + COMMAND_SECONDS
+        due = time.monotonic() + max(COMMAND_SECONDS, self._options.deadline_ms / 1_000)
         try:
             answer = self._carry(self._parts.command(command), due)
         except BaseException as error:
