@@ -29,7 +29,8 @@ class Script:
         """Judge as a part of a check; `fields` are those of the hold, if it is to hold something."""
         check = check_for(*limits, cost=cost)
         if fields:
-            check.hold = Hold(**{"key": "", "token": TOKEN, "ttl_us": HOLD_US, "refund": True} | fields)
+            known: dict[str, Any] = {"key": "", "token": TOKEN, "ttl_us": HOLD_US, "refund": True}
+            check.hold = Hold(**known | fields)
             check.lease = check.lease and check.hold.token
         calendars_us = self.now_us if around_us is None else around_us
         (outcome,) = self.run(batch_flow([check], calendars_us, self.now_us))
@@ -97,5 +98,5 @@ def share_of(limit: Limit, token: bytes = TOKEN, window: tuple[int, int] = (0, 0
 
 def ending(how: Ending, *limits: Limit, **fields: Any) -> Finish:
     """End what TOKEN holds of these limits since NOW_US."""
-    known = {"optional": [False] * len(limits), "lapses_us": NOW_US + HOLD_US}
+    known: dict[str, Any] = {"optional": [False] * len(limits), "lapses_us": NOW_US + HOLD_US}
     return Finish(how, TOKEN, [key_of(limit) for limit in limits], **known | fields)

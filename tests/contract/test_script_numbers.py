@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import redis as redis_py
@@ -59,7 +60,7 @@ def test_a_part_of_a_token_is_kept_when_the_rate_changes(script: Script, limit: 
     script.check(limit, cost=9)
     script.now_us += SECOND_US // 4
     script.check(limit, cost=1)  # a quarter of a token is left
-    slower = {"refill_rate_per_sec" if limit is BUCKET else "leak_rate_per_sec": "0.5"}
+    slower: dict[str, Any] = {"refill_rate_per_sec" if limit is BUCKET else "leak_rate_per_sec": "0.5"}
     assert script.check(dataclasses.replace(limit, **slower)).rows[0][3] == 1_500_000
 
 

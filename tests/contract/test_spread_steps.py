@@ -1,5 +1,6 @@
 """A check over several slots, step by step: each limit is in a slot of its own, and any message may be lost."""
 
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,8 +33,8 @@ def script(redis_url: str) -> Iterator[Script]:
         yield Script(client)
 
 
-def slot_of(key: str) -> int:
-    return sum(key.encode())
+def slot_of(key: str | bytes) -> int:
+    return zlib.crc32(key if isinstance(key, bytes) else key.encode())
 
 
 def unharmed(_: Step) -> None: ...
@@ -169,16 +170,21 @@ def test_a_monitored_limit_whose_hold_lapsed_does_not_hinder_the_others(script: 
 def test_what_was_forgotten_with_its_bucket_is_confirmed_and_never_given_back(script: Script) -> None:
     bucket = TokenBucket(name="bucket", bucket_capacity=10, refill_rate_per_sec="0.001")
 
+    unconfirmed = loses(A, Ending.CONFIRM, NOT_SENT)
+
     def forgets(step: Step) -> None:
         if isinstance(step, Finish) and step.keys == [key_of(bucket)]:
             script.redis.delete(key_of(bucket))
+
+    def forgets_and_loses(step: Step) -> StoreUnavailable | None:
+        forgets(step)
+        return unconfirmed(step)
 
     outcome, _ = judge(script, A, bucket, fate=forgets)
     assert isinstance(outcome, Outcome)
     assert outcome.allowed
 
-    unconfirmed = loses(A, Ending.CONFIRM, NOT_SENT)
-    _, undone = judge(script, A, bucket, fate=lambda step: forgets(step) or unconfirmed(step))
+    _, undone = judge(script, A, bucket, fate=forgets_and_loses)
     script.check(bucket, cost=5)
     script.finish(*undone)
     assert script.left(bucket) == 5

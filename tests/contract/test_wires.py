@@ -56,7 +56,8 @@ def test_what_a_thread_sent_on_a_connection_that_is_lost_may_have_been_counted(r
 async def test_a_command_that_was_not_answered_in_time_may_have_been_carried_out_if_it_was_sent(
     own_redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, *, is_connected: bool
 ) -> None:
-    async with Limiter.connect(own_redis_server.url, options=PATIENT) as limiter:
+    monkeypatch.setattr(line, "COMMAND_SECONDS", SECONDS)
+    async with Limiter.connect(own_redis_server.url, options=replace(PATIENT, deadline_ms=1)) as limiter:
         if is_connected:
             await limiter.reset("r", "s", limits="9/minute")
         monkeypatch.setattr(line, "COMMAND_SECONDS", 0.1)

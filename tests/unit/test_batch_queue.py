@@ -182,12 +182,31 @@ def test_active_batches_take_turns_one_in_each_iteration_of_the_loop() -> None:
 
 
 def test_a_batch_that_is_cancelled_while_it_pauses_holds_up_no_other() -> None:
+    errors: list[object] = []
+
     async def whole() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
         queue = BatchQueue()
-        first = asyncio.create_task(queue.pause(CHECKS_PER_ITERATION))
-        second = asyncio.create_task(queue.pause(CHECKS_PER_ITERATION))
+        active, cancelled, last = (asyncio.create_task(queue.pause(each)) for each in (CHECKS_PER_ITERATION, 1, 1))
         await asyncio.sleep(0)
-        first.cancel()
-        await asyncio.wait_for(second, 10)
+        assert (len(queue._paused), active.done()) == (2, True)
+        cancelled.cancel()
+        await asyncio.wait_for(last, 10)
+        assert cancelled.cancelled()
 
     asyncio.run(whole())
+    assert errors == []
+
+
+def test_a_tenant_without_batches_is_forgotten() -> None:
+    async def test(batches: Batches) -> None:
+        for at in range(3):
+            batches.submit(f"a{at}")
+        for _ in range(3):
+            await settle()
+            await batches.end_first()
+        assert batches.started == ["a0", "a1", "a2"]
+        kept = (batches.queue._waiting, batches.queue._weights, batches.queue._active)
+        assert [len(tenants) for tenants in kept] == [0, 0, 0]
+
+    run(test)
