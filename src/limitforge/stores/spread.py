@@ -254,7 +254,7 @@ def _merged(check: Check, parts: list[Part]) -> Outcome:
             rows[place] = row
     return Outcome(
         max(outcome.now_us for outcome in outcomes),
-        all(outcome.allowed for outcome in outcomes),
+        len(outcomes) == len(parts) and all(outcome.allowed for outcome in outcomes),
         max(outcome.delay_us for outcome in outcomes),
         rows,
     )
