@@ -102,3 +102,20 @@ def test_a_connection_that_was_in_use_when_its_pool_was_closed_is_closed_when_it
         pool.use(time.monotonic() + SECONDS, act)
     assert used[0] is used[1]
     assert not used[0].is_open
+
+
+def test_a_connection_that_redis_closed_while_it_was_idle_is_not_used_again(redis_url: str) -> None:
+    pool = WirePool(address_of(redis_url), 1)
+    used: list[SyncWire] = []
+
+    def ask(wire: SyncWire, command: str) -> object:
+        used.append(wire)
+        return wire.ask((command,), time.monotonic() + SECONDS)
+
+    pool.use(time.monotonic() + SECONDS, lambda wire: ask(wire, "QUIT"))
+    give_up_at = time.monotonic() + SECONDS
+    while not used[0].is_stale():
+        assert time.monotonic() < give_up_at
+    assert pool.use(time.monotonic() + SECONDS, lambda wire: ask(wire, "PING")) == b"PONG"
+    assert used[0] is not used[1]
+    pool.close()
