@@ -64,6 +64,15 @@ def test_a_part_of_a_token_is_kept_when_the_rate_changes(script: Script, limit: 
     assert script.check(dataclasses.replace(limit, **slower)).rows[0][3] == 1_500_000
 
 
+def test_a_bucket_is_full_again_not_a_microsecond_too_early(script: Script) -> None:
+    thirds = dataclasses.replace(BUCKET, refill_rate_per_sec=3)
+    assert [script.check(thirds).rows[0][2] for _ in range(2)] == [333_334, 666_667]
+    script.now_us += 666_666
+    assert script.left(thirds) == 9
+    script.now_us += 1
+    assert script.left(thirds) == 10
+
+
 def test_a_debt_is_at_most_the_smaller_capacity(script: Script) -> None:
     counted = dataclasses.replace(BUCKET, count_denied=True)
     for _ in range(2):
