@@ -237,6 +237,13 @@ async def test_a_message_of_the_lost_time_deletes_nothing(place: Place, tmp_path
     await restore(place.database_url, file)
     await here.sees(account.text, 5)
     await eventually(lambda: "redis" in here.node.status().listening)
+
+    async def has_settled() -> bool:
+        loads = here.node.status().cache.loads
+        await asyncio.sleep(0.5)
+        return here.node.status().cache.loads == loads
+
+    await eventually(has_settled)  # it hears of the restore in several ways
     before = here.node.status().cache.loads
     for message in [each for each in heard if account.key.id.encode() in each]:
         await here.shared.publish("lf:%changes", message)

@@ -94,10 +94,10 @@ def test_a_unix_socket_works(opened: Open, unix: UnixRedisServer) -> None:
 
 @pytest.mark.parametrize("which", ["tcp", "unix"])
 def test_the_database_is_the_one_of_the_url(
-    opened: Open, unix: UnixRedisServer, redis_server: RedisServer, which: str
+    opened: Open, unix: UnixRedisServer, own_redis_server: RedisServer, which: str
 ) -> None:
-    server: RedisServer = unix if which == "unix" else redis_server
-    url = f"{unix.url}?db=3" if which == "unix" else f"redis://127.0.0.1:{redis_server.port}/3"
+    server: RedisServer = unix if which == "unix" else own_redis_server
+    url = f"{unix.url}?db=3" if which == "unix" else f"redis://127.0.0.1:{server.port}/3"
     works(opened(url, failure="raise", deadline_ms=PATIENT), server)
     assert re.search(rb"db3:keys=1,", server.command("INFO keyspace"))
     assert b"db0:" not in server.command("INFO keyspace")
