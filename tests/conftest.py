@@ -30,13 +30,28 @@ settings.load_profile(os.environ.get("LIMITFORGE_TEST_PROFILE", "ci"))
 # data. It is `slow` without saying so: by its folder or file, by a fixture that it asks for, or by a word of one of its
 # parameters ("postgres and redis"). A single test that takes seconds is marked where it stands.
 SLOW_PLACES = {
+    "catalog/test_cache.py",
+    "catalog/test_constraints.py",
+    "catalog/test_edits.py",
     "catalog/test_guard.py",
+    "catalog/test_locking.py",
+    "catalog/test_migrations.py",
     "catalog/test_mirror.py",
     "catalog/test_node.py",
+    "catalog/test_outbox.py",
+    "catalog/test_overrides.py",
+    "catalog/test_partial_failure.py",
+    "catalog/test_relay.py",
+    "catalog/test_sealing.py",
+    "catalog/test_sweep.py",
+    "catalog/test_warm.py",
     "chaos",
     "cli",
+    "contract/test_definitions.py",
+    "contract/test_denial_cache.py",
     "contract/test_invalidation.py",
     "contract/test_lease_corners.py",
+    "contract/test_lease_definitions.py",
     "contract/test_shared.py",
     "deploy",
     "docs",
@@ -47,7 +62,14 @@ SLOW_PLACES = {
     "unit/test_postgres_server.py",
     "unit/test_servers.py",
 }
-SLOW_FIXTURES = {"cluster_servers", "sentinel_servers", "own_redis_server", "postgres_server", "own_postgres_server"}
+SLOW_FIXTURES = {
+    "cluster_servers",
+    "own_postgres_server",
+    "own_redis_server",
+    "postgres_server",
+    "sentinel_servers",
+    "small_redis",
+}
 SLOW_WORDS = {"cluster", "sentinel", "postgres"}
 
 # Searches of `make test` that `make soak` repeats with more examples, and new ones each time.
