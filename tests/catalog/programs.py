@@ -20,7 +20,7 @@ _context.set_forkserver_preload(
 
 
 class Program:
-    """A process that runs `work(connection, *arguments)`; `connection` leads to whom started it."""
+    """A process that runs `work(connection, *arguments)`; `connection` leads to the process that started it."""
 
     def __init__(self, work: Callable[..., None], *arguments: Any) -> None:
         self._connection, theirs = _context.Pipe()

@@ -106,7 +106,7 @@ async def test_what_takes_something_away_acts_on_a_node_that_is_cut_off(pair: Pa
             async with pair.here.catalog.edit("test") as edit:
                 await change(edit, account)
             await pair.there.sees(account.text, refusal)
-        for _ in range(40):  # and it stays so, whatever it reads meanwhile
+        for _ in range(40):  # and it stays so while it reads on
             for name, account in accounts.items():
                 assert await pair.there.error(account.text) is LESS[name][1], name
             await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Redis fails in every way while hundreds of checks run: nobody hangs, nothing raises, and it mends itself."""
+"""Redis fails in every way while hundreds of checks run: no caller hangs, nothing raises, and it mends itself."""
 
 import time
 from contextlib import ExitStack

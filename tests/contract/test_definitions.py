@@ -205,7 +205,7 @@ def test_one_override_of_two_windows_changes_each(limiter: SyncLimiter) -> None:
     plan = Limits(*(FixedWindow(name=name, limit=10, window_seconds=HOUR) for name in "ab"))
     limiter.set_override("r", "s", {"a": {"limit": 5}, "b": {"limit": 6}}, limits=plan, ttl_seconds=60)
     taken = limiter.check("r", "s", limits=plan, cost=2)
-    assert [(told.limit, told.remaining) for told in taken.limits.values()] == [(5, 3), (6, 4)]
+    assert [(row.limit, row.remaining) for row in taken.limits.values()] == [(5, 3), (6, 4)]
 
 
 def test_an_override_restarts_the_count_when_it_begins_and_when_it_ends(

@@ -62,7 +62,7 @@ class Twins:
         return self.oracle.size * self.limit.shares.get(priority, 100) // 100
 
     def check(self, cost: int, priority: str) -> Decision:
-        """Ask both, and compare all that is told."""
+        """Ask both, and compare all that they report."""
         oracle, now_us, share = self.oracle, self.clock.now_us(), self.share(priority)
         wait = wait_us(oracle, now_us, cost, share)
         delay = reset_us(oracle, now_us) if isinstance(self.limit, LeakyBucket) and cost and wait == 0 else None
@@ -96,7 +96,7 @@ def test_redis_keeps_to_the_definition(
     clock.advance_us(data.draw(pauses(story.limit)))
     priority, cost = data.draw(priorities), data.draw(costs(story.limit, least=1))
     wait = wait_us(twins.oracle, clock.now_us(), cost, twins.share(priority)) or 0
-    # Waits are told in milliseconds: at a whole one and a microsecond before it, each microsecond shows.
+    # Waits are reported in milliseconds: at a whole one and a microsecond before it, each microsecond shows.
     for left in sorted({1, wait // 1_000 * 1_000, (wait - 1) // 1_000 * 1_000 + 1}, reverse=True):
         if 0 < left <= wait:
             clock.advance_us(wait - left)

@@ -67,10 +67,10 @@ def answer(script: Script, step: Step, lost: StoreUnavailable | None) -> Any:
     if lost is NOT_SENT:
         return lost
     if isinstance(step, Finish):
-        (told,) = script.finish(step)
+        (reply,) = script.finish(step)
     else:
-        (told,) = script.run(batch_flow([step], script.now_us, script.now_us))
-    return lost or told
+        (reply,) = script.run(batch_flow([step], script.now_us, script.now_us))
+    return lost or reply
 
 
 def loses(limit: Limit, kind: type[Check] | Ending, how: StoreUnavailable) -> Fate:

@@ -73,17 +73,17 @@ async def test_what_is_under_way_when_the_connection_is_given_up_may_have_been_c
     redis_url: str, *, is_closed: bool
 ) -> None:
     """The limiter is closed, or another call fails and the breaker opens."""
-    told: list[Any] = []
+    answers: list[Any] = []
     async with Limiter.connect(redis_url, options=replace(PATIENT, breaker_failures=1)) as limiter:
         await limiter.check("r", "s", limits="9/minute", cost=0)
         (connected,) = limiter._store._lines.values()  # type: ignore[attr-defined]
         pipeline = connected.single
-        pipeline.link.wire.ask(("BLPOP", "nothing", "0"), told.append)
+        pipeline.link.wire.ask(("BLPOP", "nothing", "0"), answers.append)
         if is_closed:
             await limiter.close()
         else:
-            pipeline.failed(StoreUnavailable("nobody there"), pipeline.node.resilience.now_us())
-    assert [isinstance(error, StoreUnavailable) and error.maybe_counted for error in told] == [True]
+            pipeline.failed(StoreUnavailable("no server"), pipeline.node.resilience.now_us())
+    assert [isinstance(error, StoreUnavailable) and error.maybe_counted for error in answers] == [True]
 
 
 def test_a_connection_that_was_in_use_when_its_pool_was_closed_is_closed_when_it_comes_back(redis_url: str) -> None:

@@ -24,28 +24,28 @@ class Asked:
     async def ready(self) -> dict[str, Any]:
         answer = await self.health.ready()
         assert answer.status == 200  # checks are answered, if only by the failure behaviour
-        told: dict[str, Any] = msgspec.json.decode(answer.body)
-        return told
+        body: dict[str, Any] = msgspec.json.decode(answer.body)
+        return body
 
     async def eventually(self, store: str) -> dict[str, Any]:
         deadline = time.monotonic() + SECONDS
-        while (told := await self.ready())["store"]["state"] != store:
-            assert time.monotonic() < deadline, told
+        while (body := await self.ready())["store"]["state"] != store:
+            assert time.monotonic() < deadline, body
             await asyncio.sleep(0.01)
-        return told
+        return body
 
 
 async def test_ready_is_degraded_until_the_store_has_answered_and_while_the_catalog_is_away() -> None:
     async with Limiter.connect("memory://") as limiter:
         asked = Asked(limiter)
-        told = await asked.ready()
-        assert (told["status"], told["store"]["state"]) == ("degraded", "unreached")
+        body = await asked.ready()
+        assert (body["status"], body["store"]["state"]) == ("degraded", "unreached")
         asked.health.start()
-        told = await asked.eventually("ok")
-        assert (told["status"], told["catalog"]) == ("ok", {"state": "ok", "since": 1.0})
+        body = await asked.eventually("ok")
+        assert (body["status"], body["catalog"]) == ("ok", {"state": "ok", "since": 1.0})
         asked.catalog = {"state": "degraded", "since": 2.0}
-        told = await asked.ready()
-        assert (told["status"], told["store"]["state"], told["catalog"]["since"]) == ("degraded", "ok", 2.0)
+        body = await asked.ready()
+        assert (body["status"], body["store"]["state"], body["catalog"]["since"]) == ("degraded", "ok", 2.0)
         await asked.health.close()
 
 
@@ -58,10 +58,10 @@ async def test_ready_is_degraded_while_redis_is_away_and_well_once_it_is_back(ow
         own_redis_server.kill()
         while limiter.status().breaker == "closed":
             await limiter.check("r", "s", limits=TEN)
-        told = await asked.ready()
-        assert told["status"] == "degraded"
-        assert told["store"]["state"] != "ok"
-        assert told["store"]["since"] >= before["store"]["since"]
+        body = await asked.ready()
+        assert body["status"] == "degraded"
+        assert body["store"]["state"] != "ok"
+        assert body["store"]["since"] >= before["store"]["since"]
         own_redis_server.restart()
         while limiter.status().breaker != "closed":
             await limiter.check("r", "s", limits=TEN, cost=0)

@@ -1,4 +1,4 @@
-"""What is forgotten when somebody listens again, and when a message can't be read."""
+"""What is forgotten when a node listens again, and when a message can't be read."""
 
 from typing import Any
 

@@ -28,18 +28,18 @@ class Router:
 
 
 class Bench:
-    """A pipeline of a server that nobody connects to, and what it told."""
+    """A pipeline of a server without a connection, and its answers."""
 
     def __init__(self, **options: Any) -> None:
         self.parts = Parts("redis://127.0.0.1:1", Keys(), None, StoreOptions(**options), lambda _: None)
         node = self.parts.fleet.nobody
         self.resilience = node.resilience
         self.pipeline = Pipeline(node, self.parts, Router(), deadline_ms=DEADLINE_MS, max_waiting=9, is_sharded=False)
-        self.told: list[Any] = []
+        self.answers: list[Any] = []
 
     def asked(self, due: float, subject: str = "s") -> Asked:
         check = check_of(Keys(), Limits(OWING), "r", subject, 1, None, "t", "P0")
-        return Asked(check, self.told.append, due)
+        return Asked(check, self.answers.append, due)
 
     def flight(self, *batch: Asked, calls: int = 1) -> Flight:
         """These are on their way."""
@@ -60,7 +60,7 @@ async def test_after_a_second_call_any_check_of_a_batch_may_have_been_counted(ca
     bench = Bench(failure="local")
     flight = bench.flight(bench.asked(asyncio.get_running_loop().time() + 60), calls=calls)
     bench.pipeline._replied(flight, StoreFull("no memory"))
-    assert [decision.degraded for decision in bench.told] == ["local"]
+    assert [decision.degraded for decision in bench.answers] == ["local"]
     assert bench.owed() == owed
 
 
@@ -69,7 +69,7 @@ async def test_each_check_of_a_call_is_answered_by_its_own_deadline() -> None:
     now = asyncio.get_running_loop().time()
     bench.flight(bench.asked(now + 60), bench.asked(now))
     bench.pipeline._expire_flights(now)
-    assert [type(answer) for answer in bench.told] == [Decision]
+    assert [type(answer) for answer in bench.answers] == [Decision]
     assert bench.resilience.degraded["open"] == 1
     assert bench.owed() == 0  # it was sent, and may have been counted
 
@@ -81,7 +81,7 @@ async def test_a_batch_that_finds_no_connection_may_have_been_counted_if_it_was_
     bench = Bench(failure="open")
     flight = bench.flight(bench.asked(asyncio.get_running_loop().time() + 60), calls=calls)
     bench.pipeline._advance(flight, lambda: Call(["k"], [], 1))
-    assert [decision.degraded for decision in bench.told] == ["open"]
+    assert [decision.degraded for decision in bench.answers] == ["open"]
     assert bench.owed() == owed
 
 
@@ -93,7 +93,7 @@ async def test_a_queue_that_was_too_long_is_no_failure_of_a_server_that_answered
         bench.pipeline._replied(bench.flight(bench.asked(now)), StoreCorrupt("not ours"))
     bench.pipeline.submit(bench.asked(now))
     bench.pipeline._expire_waiting(now)
-    assert [type(answer) for answer in bench.told] == [StoreCorrupt] * answered + [StoreUnavailable]
+    assert [type(answer) for answer in bench.answers] == [StoreCorrupt] * answered + [StoreUnavailable]
     assert bench.resilience.state == state
 
 

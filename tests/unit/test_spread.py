@@ -14,7 +14,7 @@ LIMITS = Limits(*(FixedWindow(name=name, limit=9, window_seconds=60) for name in
 CHECK = check_of(Keys(), LIMITS, "r", "s", 1, None, "t", "P0")
 KEYS = [key for _, key, *_ in CHECK.takes]
 LOST = StoreUnavailable("lost", maybe_counted=True)
-GONE = StoreUnavailable("nobody there")
+GONE = StoreUnavailable("no server")
 ALLOWED = Outcome(1, allowed=True, delay_us=0, rows=[(9, 8, 60, 0, 0)])
 DENIED = Outcome(1, allowed=False, delay_us=-1, rows=[(9, 0, 60, 60, 0)])
 HELD = [(60, 0)]
@@ -30,9 +30,9 @@ def judged(*answers: Sequence[Any]) -> tuple[Outcome | LimitforgeError, list[Fin
     flow = judge_spread(CHECK, slot_of)
     steps: list[Step] = next(flow)
     try:
-        for told in answers:
-            assert len(steps) == len(told)
-            steps = flow.send(told)
+        for replies in answers:
+            assert len(steps) == len(replies)
+            steps = flow.send(replies)
     except StopIteration as done:
         ended: tuple[Outcome | LimitforgeError, list[Finish]] = done.value
         return ended
