@@ -160,16 +160,19 @@ def own_redis_server() -> Iterator[RedisServer]:
         yield server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster_servers() -> Iterator[ClusterServers]:
-    """This worker's Redis Cluster, shared by its tests: leave it as it is."""
+    """A Redis Cluster, shared by the tests of a file: leave it as it is.
+
+    Its nodes ping each other all the time: for the length of a run that costs more than to start it anew.
+    """
     with ClusterServers() as servers:
         yield servers
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def sentinel_servers() -> Iterator[SentinelServers]:
-    """This worker's Redis with replicas and sentinels, shared by its tests: leave them as they are."""
+    """A Redis with replicas and sentinels, shared by the tests of a file: leave them as they are."""
     with SentinelServers() as servers:
         yield servers
 

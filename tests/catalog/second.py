@@ -11,7 +11,7 @@ from typing import Any
 from limitforge.catalog.credentials import Peppers
 from limitforge.errors import LimitforgeError
 from tests.catalog.live import Member, decide
-from tests.catalog.programs import Program
+from tests.programs import Program
 
 PATIENCE_SECONDS = 60.0
 READY = "ready"

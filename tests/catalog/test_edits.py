@@ -16,7 +16,7 @@ from limitforge.catalog.queries import Announcement
 from limitforge.errors import Conflict, InvalidInput, NotFound
 from tests.catalog.conftest import PEPPERS
 from tests.catalog.making import ACTOR, audit_of, new_customer, new_tenant, opened, rows, state, url_of
-from tests.catalog.programs import program
+from tests.programs import program
 
 
 async def change_everything(edit: Edit) -> None:

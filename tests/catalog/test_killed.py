@@ -19,7 +19,7 @@ from limitforge.catalog.model import at_time
 from limitforge.catalog.specs import Document
 from limitforge.core.clock import SystemClock
 from tests.catalog.making import opened
-from tests.catalog.programs import Program, program
+from tests.programs import Program, program
 
 NEXT_YEAR = (datetime.now(UTC) + timedelta(days=365)).isoformat()
 ROUNDS = 4

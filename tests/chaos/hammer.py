@@ -1,16 +1,14 @@
-"""Callers that hammer limits in a process of their own: `python -m tests.chaos.hammer WAY URL LIMITS CALLERS CALLS`.
-
-LIMITS are the fields of each limit, as JSON. Prints for each of them, one after the other, how many were admitted and
-how many answers were degraded.
-"""
+"""Callers that hammer limits in a process of their own, each in another way."""
 
 import asyncio
 import json
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from typing import Any
 
 from limitforge import Decision, Limiter, LimitforgeError, Limits, StoreOptions, SyncLimiter, limit_from_fields
@@ -203,7 +201,15 @@ WAYS = {
     "forks-beside-a-loop": by_forks_beside_a_loop,
 }
 
-if __name__ == "__main__":
-    way, url, limits, callers, calls = sys.argv[1:]
-    loads = [(Limits(limit_from_fields(fields)), int(callers), int(calls)) for fields in json.loads(limits)]
-    print(json.dumps([WAYS[way](url, *load) for load in loads]))  # noqa: T201
+
+def send_tallies(connection: Connection, way: str, url: str, limits: list[Any], callers: int, calls: int) -> None:
+    """Send how many checks of each limit were admitted and how many degraded, and what was written to stderr.
+
+    `limits` are their fields. They are hammered one after the other.
+    """
+    with tempfile.TemporaryFile("w+") as complaints:
+        os.dup2(complaints.fileno(), sys.stderr.fileno())
+        tallies = [WAYS[way](url, Limits(limit_from_fields(fields)), callers, calls) for fields in limits]
+        sys.stderr.flush()
+        complaints.seek(0)
+        connection.send((tallies, complaints.read()))

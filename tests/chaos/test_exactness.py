@@ -1,16 +1,16 @@
 """Many processes, coalesced callers, denials from the cache: exactly what the limit allows, never one more."""
 
-import json
-import subprocess
-import sys
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
-from tests.chaos.hammer import Tally, total
+from tests.chaos.hammer import Tally, send_tallies, total
+from tests.programs import program
 
 DAY = 86_400
 PROCESSES = 4
+PATIENCE_SECONDS = 150.0
 
 THOUSAND: list[dict[str, Any]] = [
     {"algorithm": "token_bucket", "bucket_capacity": 1_000, "refill_rate_per_sec": "0.0001"},
@@ -28,27 +28,13 @@ pytestmark = pytest.mark.slow
 
 def hammer(ways: list[str], url: str, limits: list[dict[str, Any]], *, callers: int, calls: int) -> list[Tally]:
     """The sums over some processes, all at once, for each limit: one process for each way."""
-    load = [url, json.dumps(limits), str(callers), str(calls)]
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.chaos.hammer", way, *load],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for way in ways
-    ]
-    tallies: list[list[Tally]] = []
-    try:
+    with ExitStack() as stack:
+        running = [stack.enter_context(program(send_tallies, way, url, limits, callers, calls)) for way in ways]
+        tallies: list[list[Tally]] = []
         for process in running:
-            output, complaints = process.communicate(timeout=150)
-            assert process.returncode == 0, complaints
+            admitted, complaints = process.read(PATIENCE_SECONDS)
             assert complaints == ""
-            tallies.append(json.loads(output))
-    finally:
-        for process in running:
-            process.kill()
-            process.communicate()
+            tallies.append(admitted)
     return [total(each) for each in zip(*tallies, strict=True)]
 
 

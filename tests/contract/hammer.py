@@ -1,8 +1,9 @@
-"""Callers that hammer one limit from many threads; each process of a test runs this as a program of its own."""
+"""Callers that hammer one limit from many threads, in each of several processes."""
 
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any
 
 from limitforge import Limits, SyncLimiter, limit_from_fields
 from limitforge.errors import StoreUnavailable
@@ -42,9 +43,7 @@ def survived(limiter: SyncLimiter, limits: Limits, calls: int) -> tuple[int, int
     return allowed, lost, others
 
 
-if __name__ == "__main__":
-    import json
-
-    url, described, threads, calls, resource = sys.argv[1:]
-    plans = [Limits(*map(limit_from_fields, plan)) for plan in json.loads(described)]
-    print(json.dumps(admitted(url, plans, threads=int(threads), calls=int(calls), resource=resource)))  # noqa: T201
+def send_admitted(connection: Connection, url: str, plans: list[Any], threads: int, calls: int, resource: str) -> None:
+    """Send what `admitted` returns. The plans are the fields of their limits."""
+    read = [Limits(*map(limit_from_fields, plan)) for plan in plans]
+    connection.send(admitted(url, read, threads=threads, calls=calls, resource=resource))

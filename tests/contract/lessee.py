@@ -1,16 +1,16 @@
-"""A process that spends a leased limit until it is denied for good, as a program of its own.
+"""A process that spends a leased limit until it is denied for good.
 
 What it has admitted stands in a file that outlives it, however it ends.
 """
 
 import asyncio
-import json
 import mmap
 import struct
-import sys
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from limitforge import Limit, Limiter, SyncLimiter, limit_from_fields
 from tests.contract.options import PATIENT
@@ -71,10 +71,9 @@ async def spend_async(url: str, limit: Limit, tally: Tally) -> None:
         await asyncio.gather(*(call() for _ in range(CALLERS)))
 
 
-if __name__ == "__main__":
-    url, fields, shell, path = sys.argv[1:]
-    spent, limit = Tally(Path(path)), limit_from_fields(json.loads(fields))
-    print("ready", flush=True)  # noqa: T201
+def spend_all(_: Connection, url: str, fields: dict[str, Any], shell: str, path: Path) -> None:
+    """What a process does, until it is killed or denied for good."""
+    spent, limit = Tally(path), limit_from_fields(fields)
     if shell == "sync":
         spend(url, limit, spent)
     else:

@@ -2,11 +2,9 @@
 
 import asyncio
 import dataclasses
-import json
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -16,12 +14,14 @@ from limitforge.core.limits import fields_of
 from limitforge.errors import StoreUnavailable
 from tests.constellations import ClusterServers
 from tests.contract.conftest import PATIENT
-from tests.contract.hammer import admitted, survived
+from tests.contract.hammer import admitted, send_admitted, survived
 from tests.contract.strategies import ALGORITHMS
+from tests.programs import program
 from tests.servers import RedisServer
 
 PROCESSES, THREADS_EACH, CALLS = 8, 8, 20  # 1,280 checks on a limit of 1,000
 DAY = 86_400
+PATIENCE_SECONDS = 150.0
 PERSISTENT = dataclasses.replace(PATIENT, breaker_failures=10**9)  # asks on, however often Redis was lost
 
 THOUSAND: list[dict[str, Any]] = [
@@ -37,35 +37,16 @@ THOUSAND: list[dict[str, Any]] = [
 
 def hammer(url: str, plans: list[list[dict[str, Any]]], resources: list[str]) -> list[int]:
     """Return what all processes admitted of each plan: one process per resource, all at once."""
-    running = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.contract.hammer",
-                url,
-                json.dumps(plans),
-                str(THREADS_EACH),
-                str(CALLS),
-                resource,
-            ],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for resource in resources
-    ]
-    try:
-        outputs = [process.communicate()[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-    assert all(process.returncode == 0 for process in running)
-    return [sum(each) for each in zip(*map(json.loads, outputs), strict=True)]
+    with ExitStack() as stack:
+        running = [
+            stack.enter_context(program(send_admitted, url, plans, THREADS_EACH, CALLS, resource))
+            for resource in resources
+        ]
+        return [sum(each) for each in zip(*(process.read(PATIENCE_SECONDS) for process in running), strict=True)]
 
 
 def hammer_each(url: str) -> dict[str, int]:
-    """Return what was admitted of a limit of each algorithm. To start the processes takes longer than the checks."""
+    """Return what was admitted of a limit of each algorithm, all in the same processes."""
     admitted = hammer(url, [[fields] for fields in THOUSAND], ["r"] * PROCESSES)
     return dict(zip([fields["algorithm"] for fields in THOUSAND], admitted, strict=True))
 

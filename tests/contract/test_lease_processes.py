@@ -1,9 +1,6 @@
 """Real processes on one leased limit, of which some are killed or frozen: never one more than the limit."""
 
-import json
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +10,8 @@ import pytest
 
 from limitforge import SyncLimiter, limit_from_fields
 from tests.contract.conftest import PATIENT
-from tests.contract.lessee import read
+from tests.contract.lessee import read, spend_all
+from tests.programs import Program
 
 pytestmark = pytest.mark.timeout(180)  # longer than the patience below
 
@@ -36,11 +34,7 @@ class Lessees:
         self.url = url
         self.paths = [folder / str(number) for number in range(len(SHELLS))]
         self.running = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.contract.lessee", url, json.dumps(self.fields), shell, str(path)],
-                stdout=subprocess.PIPE,
-            )
-            for shell, path in zip(SHELLS, self.paths, strict=True)
+            Program(spend_all, url, self.fields, shell, path) for shell, path in zip(SHELLS, self.paths, strict=True)
         ]
 
     def spent(self, number: int) -> int:
@@ -49,12 +43,12 @@ class Lessees:
 
     def wait_until_spending(self, number: int, amount: int) -> None:
         ends = time.monotonic() + PATIENCE_SECONDS
-        while self.spent(number) < amount and time.monotonic() < ends and self.running[number].poll() is None:
+        while self.spent(number) < amount and time.monotonic() < ends and self.running[number].is_running:
             time.sleep(0.002)
 
     def total(self) -> int:
         for process in self.running:
-            process.communicate(timeout=PATIENCE_SECONDS)
+            process.wait()
         return sum(self.spent(number) for number in range(len(self.paths)))
 
     def left(self) -> int:
@@ -65,7 +59,7 @@ class Lessees:
     def end(self) -> None:
         for process in self.running:
             process.kill()
-            process.communicate()
+            process.end()
 
 
 @pytest.fixture

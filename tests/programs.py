@@ -5,6 +5,7 @@ connections and event loop, which can be killed.
 """
 
 import multiprocessing
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -15,7 +16,17 @@ PATIENCE_SECONDS = 50.0
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["pytest", "tests.catalog.second", "tests.catalog.test_edits", "tests.catalog.test_killed"]
+    [
+        "limitforge.stores.redis",
+        "limitforge.stores.redis_sync",
+        "pytest",
+        "tests.catalog.second",
+        "tests.catalog.test_edits",
+        "tests.catalog.test_killed",
+        "tests.chaos.hammer",
+        "tests.contract.hammer",
+        "tests.contract.lessee",
+    ]
 )
 
 
@@ -32,14 +43,27 @@ class Program:
     def connection(self) -> Connection:
         return self._connection
 
-    def read(self) -> Any:
+    @property
+    def is_running(self) -> bool:
+        return self._process.is_alive()
+
+    def read(self, patience_seconds: float = PATIENCE_SECONDS) -> Any:
         """What the process sends next."""
-        assert self._connection.poll(PATIENCE_SECONDS), "the process says nothing"
+        assert self._connection.poll(patience_seconds), "the process says nothing"
         try:
             return self._connection.recv()
         except EOFError:
             self._process.join(PATIENCE_SECONDS)
             raise AssertionError(f"the process has ended with {self._process.exitcode}") from None
+
+    def wait(self) -> None:
+        """Wait until it has ended by itself or was killed."""
+        self._process.join(PATIENCE_SECONDS)
+        assert not self.is_running, "the process did not end"
+
+    def send_signal(self, number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
 
     def kill(self) -> None:
         self._process.kill()
