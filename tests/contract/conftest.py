@@ -30,6 +30,11 @@ STORES = (
 )
 QUICK = ("memory", "redis", "coalesced", "cached")  # the others show little more while you work
 SYNC = ("memory", "redis", "cluster", "sentinel")
+# One of each way to decide: in Python, by a script, with answers of its own in between, and over several shards.
+FEW = ("memory", "redis", "cached", "cluster")
+
+# For a promise about numbers that is asked in many cases. How a store is reached is seen by all the other tests.
+on_few_stores = pytest.mark.parametrize("limiter", FEW, indirect=True)
 
 OPTIONS = {
     "resilient": StoreOptions(deadline_ms=30_000, failure="local", denial_cache_ms=0),

@@ -123,7 +123,7 @@ def run(server: RedisServer, algorithm: str, examples: int, machine_seed: int | 
 
 @pytest.mark.parametrize("algorithm", CHARGEABLE)
 def test_both_engines_charge_alike(redis_server: RedisServer, algorithm: str) -> None:
-    run(redis_server, algorithm, 30, 1)
+    run(redis_server, algorithm, 15, 1)
 
 
 @pytest.mark.soak

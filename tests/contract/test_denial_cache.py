@@ -124,7 +124,7 @@ def run(machine: type[Nodes], examples: int, machine_seed: int | None) -> None:
 
 
 def test_nodes_that_hear_of_each_other_decide_as_one_store_without_a_cache(hearing: type[Hearing]) -> None:
-    run(hearing, 40, 1)
+    run(hearing, 20, 1)
 
 
 @pytest.mark.soak
@@ -133,7 +133,7 @@ def test_nodes_that_hear_of_each_other_decide_so_on_ever_new_traces(hearing: typ
 
 
 def test_a_node_that_hears_nothing_denies_more_than_redis_only_within_its_bound(deaf: type[Deaf]) -> None:
-    run(deaf, 40, 1)
+    run(deaf, 20, 1)
 
 
 @pytest.mark.soak

@@ -31,9 +31,9 @@ from tests.servers import RedisServer
 # Two seconds each on a quiet machine, and 25 times as long where ten others want its two cores.
 pytestmark = pytest.mark.timeout(180)
 
-MACHINES = 8
-EXAMPLES = 32  # of each; and 20,000 in `make soak`
-FEWER = 25  # where another way leads to the same script; and 2,000 in `make soak`
+MACHINES = 4
+EXAMPLES = 24  # of each; and 20,000 in `make soak`
+FEWER = 8  # where another way leads to the same script; and 2,000 in `make soak`
 BASE_US = 1_700_006_400_000_000
 
 
@@ -402,12 +402,9 @@ def test_both_engines_agree_on_random_traces(redis_server: RedisServer, machine_
     run(WholePlan, redis_server, EXAMPLES, machine_seed)
 
 
-@pytest.mark.parametrize("machine_seed", [1, 2])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_both_engines_agree_on_a_bucket_whose_numbers_change(
-    redis_server: RedisServer, algorithm: str, machine_seed: int
-) -> None:
-    run(OneBucket, redis_server, EXAMPLES, machine_seed, algorithm=algorithm)
+def test_both_engines_agree_on_a_bucket_whose_numbers_change(redis_server: RedisServer, algorithm: str) -> None:
+    run(OneBucket, redis_server, EXAMPLES, 1, algorithm=algorithm)
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from limitforge import (
 from limitforge.core.join import Part, joined
 from limitforge.core.keys import Place
 from limitforge.core.limits import Mode
+from tests.contract.conftest import on_few_stores
 
 PLACES = (Place.OPERATOR, Place.TENANT, Place.POLICY)
 NAMES = ("operator:a", "tenant:a", "policy:a")
@@ -51,6 +52,7 @@ def left(limiter: SyncLimiter, limits: Limits, subject: str = "s", **options: An
     return [told.remaining for told in decision.limits.values()]
 
 
+@on_few_stores
 @pytest.mark.parametrize("scopes", [SCOPES, ("subject",) * 3, ("resource", "caller", "subject")])
 def test_a_place_without_room_denies_and_takes_nothing_from_the_others(
     limiter: SyncLimiter, scopes: tuple[str, ...]
@@ -138,6 +140,7 @@ ALGORITHMS: list[tuple[Limit, ...]] = [
 ]
 
 
+@on_few_stores
 @pytest.mark.parametrize("kinds", ALGORITHMS, ids=lambda kinds: kinds[0].algorithm)
 def test_every_algorithm_counts_in_its_place(limiter: SyncLimiter, kinds: tuple[Limit, ...]) -> None:
     limits = joined(*(Part(Limits(limit), place) for limit, place in zip(kinds, PLACES, strict=True)))

@@ -27,7 +27,7 @@ from limitforge import (
 )
 from limitforge.stores import fleet as fleet_module
 from limitforge.stores.memory import MemoryStore
-from tests.contract.conftest import PATIENT, QUICK, STORES, empty_server, open_limiter
+from tests.contract.conftest import PATIENT, QUICK, STORES, empty_server, on_few_stores, open_limiter
 from tests.machines import run_machine
 from tests.servers import RedisServer
 
@@ -136,6 +136,7 @@ def test_a_limit_of_which_the_subject_is_known_stays_its_own(limiter: SyncLimite
         assert decision.limits["more"].remaining == 99 - number
 
 
+@on_few_stores
 @pytest.mark.parametrize("scope", ["caller", "resource"])
 def test_callers_and_resources_are_bounded_too(limiter: SyncLimiter, scope: str) -> None:
     wide = Limits(FixedWindow(name="five", limit=5, window_seconds=3_600, scope=scope))  # type: ignore[arg-type]
@@ -190,6 +191,7 @@ def test_an_override_of_the_window_does_not_restart_the_shared_bucket(limiter: S
     assert admitted == 5
 
 
+@on_few_stores
 @pytest.mark.parametrize(("kind", "rate"), [(TokenBucket, "refill_rate_per_sec"), (LeakyBucket, "leak_rate_per_sec")])
 def test_an_override_of_the_rate_does_not_refill_the_shared_bucket(
     limiter: SyncLimiter, clock: ManualClock, kind: Any, rate: str
@@ -229,6 +231,7 @@ def test_reservations_of_an_overflow_bucket_are_settled_there(limiter: SyncLimit
     assert not ask(limiter, "newest").allowed
 
 
+@on_few_stores
 @pytest.mark.parametrize(
     "limit",
     [
@@ -266,7 +269,7 @@ def test_no_subject_moves_the_window_that_all_share(limiter: SyncLimiter, clock:
     for hour in range(4):
         for number in range(BUDGET):
             ask(limiter, f"known {hour} {number}", spread)
-        admitted += sum(ask(limiter, f"new {hour} {number}", spread).allowed for number in range(30))
+        admitted += sum(ask(limiter, f"new {hour} {number}", spread).allowed for number in range(10))
         clock.advance_us(3_600_000_000 - 1_000_000)
     assert admitted == 5 * 3  # two of the four hours are of one window
 
@@ -468,7 +471,7 @@ class GreedyTenant(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("store", ["memory", "redis", pytest.param("coalesced", marks=pytest.mark.slow)])
 def test_a_greedy_tenant_begins_what_it_may_and_nobody_else_notices(redis_server: RedisServer, store: str) -> None:
-    run_machine(type("GreedyTenant", (GreedyTenant,), {"server": redis_server, "store": store}), 8, 1)
+    run_machine(type("GreedyTenant", (GreedyTenant,), {"server": redis_server, "store": store}), 5, 1)
 
 
 @pytest.mark.soak

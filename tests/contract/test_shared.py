@@ -147,9 +147,9 @@ async def test_an_older_copy_never_replaces_a_newer_one(shared: SharedRedis) -> 
 
 async def test_whatever_the_order_of_many_writers_the_newest_copy_stays(shared: SharedRedis) -> None:
     name = "lf:{race}:%c"
-    numbers = [(7 * at) % 300 for at in range(300)]
+    numbers = [(7 * at) % 100 for at in range(100)]
     await asyncio.gather(*(shared.put(name, numbered(number, b"%d" % number), 60) for number in numbers))
-    assert await shared.get(name) == numbered(299, b"299")
+    assert await shared.get(name) == numbered(99, b"99")
 
 
 async def test_many_copies_are_put_at_once_and_none_over_a_newer_one(shared: SharedRedis) -> None:

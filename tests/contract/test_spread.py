@@ -84,4 +84,10 @@ class Spread(Engines):
 @pytest.mark.slow
 @pytest.mark.parametrize("store", ["cluster", "cluster-lanes"])
 def test_limits_on_several_shards_decide_as_if_they_were_on_one(cluster_servers: ClusterServers, store: str) -> None:
-    run(Spread, cluster_servers, 50, 7, store=store)
+    run(Spread, cluster_servers, 20, 7, store=store)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("store", ["cluster", "cluster-lanes"])
+def test_limits_on_several_shards_decide_so_on_ever_new_traces(cluster_servers: ClusterServers, store: str) -> None:
+    run(Spread, cluster_servers, 2_000, None, store=store)

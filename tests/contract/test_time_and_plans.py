@@ -18,6 +18,7 @@ from limitforge import (
     SyncLimiter,
     TokenBucket,
 )
+from tests.contract.conftest import on_few_stores
 
 SECOND = 1_000_000
 BUCKET = TokenBucket(name="b", bucket_capacity=10, refill_rate_per_sec=1)
@@ -55,6 +56,7 @@ def test_an_over_full_leaky_bucket_stays_so_up_to_twice_the_smaller_capacity(lim
     assert (look.remaining, look.reset_after_ms) == (0, 6_000)
 
 
+@on_few_stores
 @pytest.mark.parametrize(
     "window",
     [
@@ -72,6 +74,7 @@ def test_a_changed_limit_keeps_the_count(limiter: SyncLimiter, window: FixedWind
     assert (lower.allowed, lower.remaining) == (False, 0)
 
 
+@on_few_stores
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -125,6 +128,7 @@ def at(clock: ManualClock, zone: str, *when: int) -> None:
     clock.set_us(int(local.astimezone(UTC).timestamp()) * SECOND)
 
 
+@on_few_stores
 @pytest.mark.parametrize(
     ("zone", "day", "hours"),
     [
@@ -181,6 +185,7 @@ def test_a_reset_reaches_limits_that_are_off(limiter: SyncLimiter) -> None:
     assert left(limiter, BUCKET) == 10
 
 
+@on_few_stores
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -226,6 +231,7 @@ def test_an_override_that_was_seen_to_expire_stays_so_when_the_clock_steps_back(
     assert limiter.check("r", "s", limits=limit).limit == 5
 
 
+@on_few_stores
 @pytest.mark.parametrize(
     "limit",
     [

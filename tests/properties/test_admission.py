@@ -22,6 +22,7 @@ from tests.properties.strategies import (
     DAY_US,
     Story,
     durations,
+    fewer_examples,
     limits,
     pauses,
     starts,
@@ -49,18 +50,21 @@ def holds_to_its_definition(story: Story) -> None:
 
 
 @every_algorithm
+@fewer_examples
 @given(data=st.data())
 def test_a_check_is_allowed_exactly_if_the_definition_has_room_for_it(algorithm: str, data: st.DataObject) -> None:
     holds_to_its_definition(data.draw(stories(algorithm, long=True)))
 
 
 @pytest.mark.parametrize("algorithm", COUNTING)
+@fewer_examples
 @given(data=st.data())
 def test_counted_denials_take_their_cost_up_to_twice_the_limit(algorithm: str, data: st.DataObject) -> None:
     holds_to_its_definition(data.draw(stories(algorithm, {"count_denied": True}, long=True)))
 
 
 @pytest.mark.parametrize("algorithm", ["fixed_window", "sliding_window_counter", "quota"])
+@fewer_examples
 @given(data=st.data())
 def test_two_definitions_of_one_name_in_alternation_each_hold_to_their_own(algorithm: str, data: st.DataObject) -> None:
     story = data.draw(stories(algorithm, {"name": "same"}, long=True))
@@ -76,6 +80,7 @@ def test_two_definitions_of_one_name_in_alternation_each_hold_to_their_own(algor
 
 
 @pytest.mark.parametrize("algorithm", ["fixed_window", "sliding_window_counter"])
+@fewer_examples
 @given(data=st.data())
 def test_a_count_begins_anew_only_where_an_override_gives_it_another_window(
     algorithm: str, data: st.DataObject
@@ -128,6 +133,7 @@ def stretches(admitted: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("algorithm", ["token_bucket", "leaky_bucket"])
+@fewer_examples
 @given(data=st.data())
 def test_a_bucket_admits_its_capacity_and_what_the_rate_adds(algorithm: str, data: st.DataObject) -> None:
     limit, admitted = greedy(data, algorithm)
@@ -262,6 +268,7 @@ def test_live_leases_never_hold_more_slots_than_there_are(data: st.DataObject) -
 
 
 @every_algorithm
+@fewer_examples
 @given(data=st.data())
 def test_a_priority_never_takes_use_above_its_share(algorithm: str, data: st.DataObject) -> None:
     shares = {"P1": data.draw(st.integers(0, 100)), "P2": data.draw(st.integers(0, 100))}

@@ -18,6 +18,7 @@ from tests.properties.strategies import (
     any_stories,
     costs,
     counting_stories,
+    fewer_examples,
     pauses,
     starts,
     stories,
@@ -48,6 +49,7 @@ def lived(story: Story, *, full: bool = False) -> World:
 
 
 @every_algorithm
+@fewer_examples
 @given(data=st.data())
 def test_waiting_as_long_as_told_is_enough_and_a_microsecond_less_is_not(algorithm: str, data: st.DataObject) -> None:
     story = data.draw(stories(algorithm))
@@ -106,6 +108,7 @@ def test_a_priority_with_a_share_waits_for_its_share(priority: str, data: st.Dat
 
 
 @every_algorithm
+@fewer_examples
 @given(data=st.data(), priority=st.sampled_from(["P0", "P1", "P2", "P3"]))
 def test_what_remains_can_be_taken_and_one_more_cannot(algorithm: str, priority: str, data: st.DataObject) -> None:
     story = data.draw(stories(algorithm, {"shares": data.draw(st.sampled_from([{}, SHARES]))}))
@@ -124,6 +127,7 @@ def test_what_remains_can_be_taken_and_one_more_cannot(algorithm: str, priority:
 
 
 @every_algorithm
+@fewer_examples
 @given(data=st.data())
 def test_after_its_reset_a_bucket_looks_untouched_and_a_microsecond_before_it_does_not(
     algorithm: str, data: st.DataObject
@@ -146,6 +150,7 @@ def test_after_its_reset_a_bucket_looks_untouched_and_a_microsecond_before_it_do
 
 
 @every_algorithm
+@fewer_examples
 @given(data=st.data())
 def test_a_denial_takes_nothing_from_any_limit(algorithm: str, data: st.DataObject) -> None:
     story = data.draw(stories(algorithm, {"name": "denies"}))
