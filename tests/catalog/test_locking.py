@@ -15,7 +15,7 @@ from limitforge.catalog.model import Entity, Key, Override, Plan, Policy, Tenant
 from limitforge.errors import Conflict, Outdated
 from tests.catalog.making import ACTOR, audit_of, new_customer, new_key, new_tenant, rows, state, update
 
-MANY = 20
+MANY = 10
 
 CHANGES: dict[type[Entity], tuple[dict[str, Any], dict[str, Any]]] = {
     Tenant: ({"mode": "off"}, {"mode": "monitor"}),
