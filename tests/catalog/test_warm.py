@@ -34,6 +34,7 @@ from limitforge.errors import CatalogError, InvalidInput, StoreUnavailable, TooM
 from limitforge.stores.shared import SharedRedis
 from tests.catalog.conftest import PEPPERS
 from tests.catalog.live import (
+    PATIENCE_SECONDS,
     FakeSource,
     Member,
     add_old_keys,
@@ -73,7 +74,7 @@ def source() -> FakeSource:
 @pytest.fixture
 async def node(database: Database, peppers: Peppers, clock: ManualClock, shared: SharedRedis) -> AsyncIterator[Node]:
     """One that writes and was not started: nothing happens in the background."""
-    node = Node(database, peppers, shared=shared, clock=clock)
+    node = Node(database, peppers, shared=shared, clock=clock, lookup_seconds=PATIENCE_SECONDS)
     yield node
     await node.snapshots.close()
 
