@@ -252,7 +252,7 @@ async def test_a_configuration_is_read_as_of_one_moment(catalog: Catalog) -> Non
     customer = await new_customer(catalog)
 
     async def write() -> None:
-        for number in range(1, 21):
+        for number in range(1, 13):
             async with catalog.edit(ACTOR) as edit:
                 await edit.update(Plan, customer.plan.id, {"limits": f"burst={number}/minute"})
                 await edit.update(Tenant, customer.tenant.id, {"lanes": number})

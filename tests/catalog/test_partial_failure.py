@@ -118,7 +118,7 @@ async def listening(url: str, channel: str) -> AsyncIterator[list[Announcement]]
 # The first master has the head of history and the channel of a client that asks for slot 0, the last one the lease.
 @pytest.mark.slow
 @pytest.mark.parametrize("database", ["sqlite"], indirect=True)
-@pytest.mark.parametrize("at", range(3))
+@pytest.mark.parametrize("at", [0, 2, pytest.param(1, marks=pytest.mark.soak)])
 async def test_a_dead_master_holds_up_no_tenant_of_the_others(
     at: int,
     database: Database,
