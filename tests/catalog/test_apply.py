@@ -30,6 +30,7 @@ from tests.catalog.making import (
     state,
     update,
 )
+from tests.catalog.places import one_database
 from tests.catalog.test_document import SAMPLE
 
 ACTOR = "test:bob"
@@ -82,6 +83,7 @@ async def test_a_file_with_one_of_everything_is_what_is_exported_again(catalog: 
         assert sorted(map(repr, ours)) == sorted(map(repr, theirs))
 
 
+@one_database
 async def test_applied_twice_it_changes_nothing_the_second_time(catalog: Catalog) -> None:
     assert await applied(catalog, SAMPLE.read_text())
     before = await state(catalog.database)
@@ -90,6 +92,7 @@ async def test_applied_twice_it_changes_nothing_the_second_time(catalog: Catalog
     assert await state(catalog.database) == before
 
 
+@one_database
 async def test_what_is_left_out_is_left_alone(catalog: Catalog) -> None:
     customer = await new_customer(catalog)
     await new_tenant(catalog, "other")
@@ -107,6 +110,7 @@ async def test_what_is_left_out_is_left_alone(catalog: Catalog) -> None:
         )
 
 
+@one_database
 async def test_a_list_that_is_there_is_the_whole_truth(catalog: Catalog) -> None:
     customer = await new_customer(catalog)
     await applied(catalog, "tenants: [{name: acme, plans: [], policies: [], keys: [], overrides: []}]")
@@ -115,6 +119,7 @@ async def test_a_list_that_is_there_is_the_whole_truth(catalog: Catalog) -> None
     assert (await catalog.get(Tenant, customer.tenant.id)).default_plan_id is None
 
 
+@one_database
 async def test_a_plain_field_that_is_absent_has_its_default(catalog: Catalog) -> None:
     tenant = await new_tenant(catalog, mode="off", time_zone="Europe/Berlin", failure="closed", lanes=4, suspended=True)
     await applied(catalog, "tenants: [{name: acme}]")
@@ -131,12 +136,14 @@ async def test_tenants_that_are_not_named_go_only_if_they_are_pruned(catalog: Ca
     assert [each.name for each in (await export(catalog)).tenants or ()] == ["acme"]
 
 
+@one_database
 async def test_a_file_without_tenants_prunes_none(catalog: Catalog) -> None:
     await new_tenant(catalog)
     with pytest.raises(InvalidInput, match="tenants: must be there for the others to be pruned"):
         await applied(catalog, "operator: {}", prune=True)
 
 
+@one_database
 async def test_a_changed_plan_gets_one_version_and_keeps_its_id(catalog: Catalog) -> None:
     customer = await new_customer(catalog)
     text = "tenants: [{name: acme, default_plan: free, plans: [{name: free, limits: burst=%d/minute}]}]"
@@ -168,6 +175,7 @@ async def test_a_plan_is_written_before_what_needs_it_and_deleted_after(catalog:
     assert [each.name for each in await catalog.every(Plan, plan.tenant_id)] == ["new"]
 
 
+@one_database
 async def test_what_is_not_changed_is_not_touched(catalog: Catalog) -> None:
     customer = await new_customer(catalog)
     text = (await exported(catalog)).replace("name: web", "name: site")
@@ -178,6 +186,7 @@ async def test_what_is_not_changed_is_not_touched(catalog: Catalog) -> None:
     assert (await catalog.get(Key, customer.key.id)).version == customer.key.version + 1
 
 
+@one_database
 async def test_the_operator_is_applied_as_a_tenant_is(catalog: Catalog) -> None:
     await applied(
         catalog, "operator: {plan: a, mode: monitor, plans: [{name: a, limits: 1/s}, {name: b, limits: 2/s}]}"
@@ -192,6 +201,7 @@ async def test_the_operator_is_applied_as_a_tenant_is(catalog: Catalog) -> None:
     assert len(await catalog.every(Plan, OPERATOR)) == 1
 
 
+@one_database
 async def test_overrides_that_have_expired_are_neither_set_nor_kept(catalog: Catalog, clock: ManualClock) -> None:
     customer = await new_customer(catalog)
     over = (at_time(clock.now_us()) - timedelta(seconds=1)).isoformat()
@@ -212,6 +222,7 @@ async def test_an_override_may_take_the_place_of_one_that_has_expired(catalog: C
     assert (override.limits, override.reason, override.set_by) == ({"burst": "blocked"}, "again", ACTOR)
 
 
+@one_database
 async def test_a_key_without_secrets_keeps_its_own(catalog: Catalog) -> None:
     customer = await new_customer(catalog)
     await applied(
@@ -221,6 +232,7 @@ async def test_a_key_without_secrets_keeps_its_own(catalog: Catalog) -> None:
     assert (key.name, key.secrets) == ("new", customer.key.secrets)
 
 
+@one_database
 async def test_a_key_of_another_database_works_here(catalog: Catalog) -> None:
     tenant = await new_tenant(catalog)
     key, credential = await new_key(catalog, tenant.id)
@@ -241,6 +253,7 @@ async def test_a_key_goes_to_the_tenant_that_replaces_its_own(catalog: Catalog) 
     assert (tenant.name, len(tenant.keys or ())) == ("acme-2", 1)
 
 
+@one_database
 async def test_others_hear_of_each_tenant_once_with_all_that_has_changed(catalog: Catalog) -> None:
     heard: list[Announcement] = []
 
@@ -347,6 +360,7 @@ async def test_what_a_list_leaves_out_is_deleted_and_in_the_audit_log(catalog: C
 # --- What is refused -------------------------------------------------------------------------------------------------
 
 
+@one_database
 async def test_a_plan_that_is_in_neither_the_file_nor_the_catalog_is_refused(catalog: Catalog) -> None:
     await new_customer(catalog)
     told = await refused(
@@ -369,6 +383,7 @@ async def test_a_plan_that_is_in_neither_the_file_nor_the_catalog_is_refused(cat
     ]
 
 
+@one_database
 async def test_a_plan_that_others_use_who_are_left_alone_can_not_go(catalog: Catalog) -> None:
     await new_customer(catalog)
     told = await refused(catalog, "tenants:\n  - name: acme\n    plans: []\n")
@@ -379,6 +394,7 @@ async def test_a_plan_that_others_use_who_are_left_alone_can_not_go(catalog: Cat
     assert all(line.startswith("plans.yaml:3: tenants[0].plans: ") for line in told)
 
 
+@one_database
 async def test_an_override_must_fit_the_plans_that_are_there(catalog: Catalog) -> None:
     await new_customer(catalog)
     over = "{subject: a, limits: {%s: blocked}, expires_at: 2030-01-01T00:00:00Z}"
@@ -387,11 +403,13 @@ async def test_an_override_must_fit_the_plans_that_are_there(catalog: Catalog) -
     assert "tenants[0].overrides[0].limits.other: no plan of this tenant has a limit of that name" in told
 
 
+@one_database
 async def test_a_new_key_needs_its_secrets(catalog: Catalog) -> None:
     (told,) = await refused(catalog, "tenants: [{name: acme, keys: [{id: key_0123456789abcdef, name: a}]}]")
     assert told.startswith("plans.yaml:1: tenants[0].keys[0].secrets: is required for a key that is not there yet")
 
 
+@one_database
 async def test_a_key_of_another_tenant_is_refused(catalog: Catalog) -> None:
     customer = await new_customer(catalog)
     one = f"keys: [{{id: {customer.key.id}, name: a, secrets: [{{hash: {HASH % 1}, pepper: 1}}]}}]"
@@ -401,6 +419,7 @@ async def test_a_key_of_another_tenant_is_refused(catalog: Catalog) -> None:
     assert told == "plans.yaml:1: tenants[1].keys[0].id: is that of another tenant's key"
 
 
+@one_database
 async def test_a_secret_of_another_tenant_is_refused_before_anything_is_written(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -419,6 +438,7 @@ async def test_a_secret_of_another_tenant_is_refused_before_anything_is_written(
     assert await refused(catalog, f"tenants: [{renamed}, {{name: zz, {keys}}}]") == [f"plans.yaml:1: tenants[1].{why}"]
 
 
+@one_database
 async def test_the_secret_of_a_token_is_refused_for_a_key(catalog: Catalog) -> None:
     async with catalog.edit(ACTOR) as edit:
         token, _ = await edit.create_token({"name": "ops", "scopes": ["read"]})
@@ -436,6 +456,7 @@ async def test_a_secret_may_move_to_a_key_that_takes_the_place_of_its_own(catalo
     assert (await catalog.get(Key, "key_0123456789abcdef")).secrets == (secret,)
 
 
+@one_database
 async def test_a_key_can_not_change_its_type(catalog: Catalog) -> None:
     customer = await new_customer(catalog)
     (told,) = await refused(
@@ -445,6 +466,7 @@ async def test_a_key_can_not_change_its_type(catalog: Catalog) -> None:
     assert told.endswith("keys[0].type: of this key is live, and can't be changed: make another key")
 
 
+@one_database
 async def test_a_document_that_was_not_read_from_a_file_is_refused_by_its_fields(catalog: Catalog) -> None:
     now = at_time(catalog.clock.now_us())
     wanted, _ = document.read(b"tenants: [{name: acme, default_plan: a}]", "plans.yaml", now)
@@ -452,6 +474,7 @@ async def test_a_document_that_was_not_read_from_a_file_is_refused_by_its_fields
         await apply(catalog, wanted, ACTOR)
 
 
+@one_database
 async def test_only_a_tenant_that_is_there_is_exported(catalog: Catalog) -> None:
     await new_customer(catalog)
     await new_tenant(catalog, "other")
@@ -475,6 +498,7 @@ async def test_more_tenants_than_a_page_has_are_all_exported_and_pruned(
 # --- What it tells ---------------------------------------------------------------------------------------------------
 
 
+@one_database
 async def test_a_plan_of_changes_is_what_a_person_reads(catalog: Catalog) -> None:
     customer = await new_customer(catalog)
     before = await state(catalog.database)
@@ -527,6 +551,7 @@ async def test_a_plan_of_changes_is_what_a_person_reads(catalog: Catalog) -> Non
     assert await state(catalog.database) == before
 
 
+@one_database
 async def test_hashes_are_never_told(catalog: Catalog) -> None:
     changes = await applied(catalog, SAMPLE.read_text())
     assert "00aa" not in "\n".join(describe(changes))
@@ -534,6 +559,7 @@ async def test_hashes_are_never_told(catalog: Catalog) -> None:
     assert counts(changes) == (13, 1, 0)
 
 
+@one_database
 async def test_limits_in_another_order_are_a_change(catalog: Catalog) -> None:
     await applied(catalog, "tenants: [{name: a, plans: [{name: p, limits: x=1/s; y=2/s}]}]")
     assert await planned(catalog, "tenants: [{name: a, plans: [{name: p, limits: y=2/s; x=1/s}]}]") == [
@@ -545,6 +571,7 @@ async def test_limits_in_another_order_are_a_change(catalog: Catalog) -> None:
 # --- Export ----------------------------------------------------------------------------------------------------------
 
 
+@one_database
 async def test_an_override_that_means_nothing_any_more_is_not_exported_and_goes_when_all_is_told(
     catalog: Catalog,
 ) -> None:
@@ -560,6 +587,7 @@ async def test_an_override_that_means_nothing_any_more_is_not_exported_and_goes_
     assert await applied(catalog, text) == []
 
 
+@one_database
 async def test_an_old_secret_that_has_expired_is_not_exported(catalog: Catalog, clock: ManualClock) -> None:
     customer = await new_customer(catalog)
     async with catalog.edit(ACTOR) as edit:
@@ -571,6 +599,7 @@ async def test_an_old_secret_that_has_expired_is_not_exported(catalog: Catalog, 
     assert await applied(catalog, text) == []
 
 
+@one_database
 async def test_a_file_with_another_window_for_one_resource_of_a_caller_wide_limit_is_refused(catalog: Catalog) -> None:
     text = """
         tenants:
@@ -616,6 +645,7 @@ async def revisions(catalog: Catalog) -> list[int]:
     return [count for _, count in counted]
 
 
+@one_database
 async def test_a_large_file_is_applied_in_short_transactions(catalog: Catalog) -> None:
     await applied(catalog, many(400, 10))
     counts_ = await revisions(catalog)
@@ -707,6 +737,7 @@ async def test_an_apply_that_is_interrupted_leaves_whole_tenants_and_is_finished
     assert set((await limits_of(catalog)).values()) == {(20, "GET:/20")}
 
 
+@one_database
 async def test_what_is_wrong_at_the_end_of_a_large_file_is_refused_before_anything_is_written(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:

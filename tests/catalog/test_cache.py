@@ -22,6 +22,7 @@ from limitforge.catalog.sources import DatabaseSource
 from limitforge.core.limits import Mode
 from limitforge.errors import CatalogUnavailable, Forbidden, UnknownKey
 from tests.catalog.live import FakeSource, decide, eventually, open_account, remembering, wrong_key
+from tests.catalog.places import one_database
 
 MINUTE_US = 60_000_000
 HOUR_US = 60 * MINUTE_US
@@ -49,6 +50,7 @@ async def settled(snapshots: Snapshots) -> None:
 # --- What a look-up costs --------------------------------------------------------------------------------------------
 
 
+@one_database
 async def test_a_warm_look_up_reads_nothing(
     database: Database, catalog: Catalog, peppers: Peppers, clock: ManualClock
 ) -> None:
@@ -65,6 +67,7 @@ async def test_a_warm_look_up_reads_nothing(
     await snapshots.close()
 
 
+@one_database
 async def test_a_thousand_first_requests_of_a_cold_tenant_cost_one_load(
     database: Database, catalog: Catalog, peppers: Peppers, clock: ManualClock
 ) -> None:
@@ -82,6 +85,7 @@ async def test_a_thousand_first_requests_of_a_cold_tenant_cost_one_load(
     await snapshots.close()
 
 
+@one_database
 async def test_the_size_of_a_tenant_does_not_change_the_number_of_queries(
     database: Database, catalog: Catalog, peppers: Peppers, clock: ManualClock
 ) -> None:
@@ -284,6 +288,7 @@ async def test_a_key_ends_when_its_time_has_come_without_anybody_saying_so(
     assert source.reads.count(f"key_{'0' * 16}") == 1
 
 
+@one_database
 async def test_during_a_rotation_the_old_secret_goes_on_for_the_grace_period_and_the_new_one_at_once(
     database: Database, catalog: Catalog, peppers: Peppers, clock: ManualClock
 ) -> None:
@@ -306,6 +311,7 @@ async def test_during_a_rotation_the_old_secret_goes_on_for_the_grace_period_and
     await snapshots.close()
 
 
+@one_database
 async def test_a_rotation_without_grace_ends_the_old_secret_before_the_writer_hears_of_it(
     database: Database, catalog: Catalog, peppers: Peppers, clock: ManualClock
 ) -> None:
@@ -325,6 +331,7 @@ async def test_a_rotation_without_grace_ends_the_old_secret_before_the_writer_he
 # --- Hearing of changes ----------------------------------------------------------------------------------------------
 
 
+@one_database
 async def test_disabled_keys_and_suspended_tenants_are_forbidden_and_what_is_gone_is_unknown(
     database: Database, catalog: Catalog, peppers: Peppers, clock: ManualClock
 ) -> None:
@@ -355,6 +362,7 @@ async def test_disabled_keys_and_suspended_tenants_are_forbidden_and_what_is_gon
     await snapshots.close()
 
 
+@one_database
 async def test_the_keys_of_a_deleted_tenant_stop_and_cost_the_database_next_to_nothing(
     database: Database, catalog: Catalog, peppers: Peppers, clock: ManualClock
 ) -> None:
@@ -372,6 +380,7 @@ async def test_the_keys_of_a_deleted_tenant_stop_and_cost_the_database_next_to_n
     await snapshots.close()
 
 
+@one_database
 async def test_a_mode_of_the_fleet_and_a_plan_of_the_operator_reach_every_tenant_that_is_remembered(
     database: Database, catalog: Catalog, peppers: Peppers, clock: ManualClock
 ) -> None:
@@ -607,6 +616,7 @@ async def test_a_switch_of_the_fleet_that_is_heard_while_the_database_is_away_ac
     assert caller.snapshot.operator.tenant.mode is Mode.OFF
 
 
+@one_database
 async def test_a_change_of_many_keys_at_once_reaches_all_of_them(
     database: Database, catalog: Catalog, peppers: Peppers, clock: ManualClock
 ) -> None:

@@ -106,17 +106,17 @@ async def test_what_takes_something_away_acts_on_a_node_that_is_cut_off(pair: Pa
             async with pair.here.catalog.edit("test") as edit:
                 await change(edit, account)
             await pair.there.sees(account.text, refusal)
-        for _ in range(40):  # and it stays so while it reads on
+        for _ in range(10):  # and it stays so while it reads on
             for name, account in accounts.items():
                 assert await pair.there.error(account.text) is LESS[name][1], name
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.2)
         assert await pair.there.limit(warm.text) == 5
     await eventually(lambda: pair.there.node.status().database == "ok")
     for name, account in accounts.items():
         await pair.there.sees(account.text, LESS[name][1])
 
 
-@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("mode", [MODES["black hole"]], ids=["black hole"])
 async def test_a_plan_that_is_lowered_and_one_that_is_raised_act_on_a_node_that_is_cut_off(
     pair: Pair, mode: Mode
 ) -> None:
@@ -128,7 +128,7 @@ async def test_a_plan_that_is_lowered_and_one_that_is_raised_act_on_a_node_that_
             await pair.there.sees(account.text, number)
 
 
-@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("mode", [MODES["refused"]], ids=["refused"])
 async def test_the_new_secret_of_a_rotated_key_is_good_on_a_node_that_is_cut_off(pair: Pair, mode: Mode) -> None:
     account = await open_account(pair.here.catalog)
     await pair.there.sees(account.text, 5)
@@ -170,7 +170,7 @@ async def test_a_node_that_is_cut_off_and_hears_nothing_at_all_compares_what_it_
         await deaf.sees(account.text, Forbidden)
 
 
-@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("mode", [MODES["refused"]], ids=["refused"])
 async def test_a_key_that_is_revoked_and_of_which_there_is_no_copy_is_not_served(
     pair: Pair, mode: Mode, redis_server: RedisServer
 ) -> None:

@@ -11,6 +11,7 @@ from limitforge.catalog.model import OPERATOR, Plan, Tenant
 from limitforge.catalog.snapshot import Snapshot
 from limitforge.errors import NotFound
 from tests.catalog.making import new_plan, new_policy, new_tenant, update
+from tests.catalog.places import one_database
 
 WINDOW = {"algorithm": "fixed_window", "window_seconds": 60}
 
@@ -69,6 +70,7 @@ async def with_operator(catalog: Catalog, plan: Plan | None, **fields: Any) -> N
     await update(catalog, operator, {"default_plan_id": None if plan is None else plan.id, **fields})
 
 
+@one_database
 async def test_equal_names_of_joined_plans_are_told_with_their_places(catalog: Catalog, world: World) -> None:
     tenant = await new_tenant(catalog)
     default = await plan_of(catalog, tenant.id, "default", burst=20, daily=50)
@@ -89,6 +91,7 @@ async def test_equal_names_of_joined_plans_are_told_with_their_places(catalog: C
     assert await world.left(tenant, "GET:/elsewhere") == {"burst": 20, "daily": 50}
 
 
+@one_database
 async def test_a_customer_who_moves_to_another_plan_keeps_what_was_counted(catalog: Catalog, world: World) -> None:
     tenant = await new_tenant(catalog)
     free = await plan_of(catalog, tenant.id, "free", burst=10, old=5)
@@ -102,6 +105,7 @@ async def test_a_customer_who_moves_to_another_plan_keeps_what_was_counted(catal
     assert await world.left(tenant) == {"burst": 0, "old": 1}  # 14 of 10 are taken
 
 
+@one_database
 async def test_a_key_that_gets_a_plan_of_its_own_keeps_what_its_subject_has_counted(
     catalog: Catalog, world: World
 ) -> None:
@@ -114,6 +118,7 @@ async def test_a_key_that_gets_a_plan_of_its_own_keeps_what_its_subject_has_coun
     assert await world.left(tenant, key_plan=own) == {"burst": 46}
 
 
+@one_database
 async def test_a_plan_that_is_asked_for_counts_where_the_policys_does(catalog: Catalog, world: World) -> None:
     tenant = await new_tenant(catalog)
     default = await plan_of(catalog, tenant.id, "default", burst=10)
@@ -126,6 +131,7 @@ async def test_a_plan_that_is_asked_for_counts_where_the_policys_does(catalog: C
     assert await world.left(tenant) == {"tenant:burst": 7, "policy:burst": 14}
 
 
+@one_database
 async def test_another_tenants_plan_can_not_be_asked_for(catalog: Catalog, world: World) -> None:
     acme, globex = await new_tenant(catalog, "acme"), await new_tenant(catalog, "globex")
     theirs = await plan_of(catalog, globex.id, "theirs", burst=10)
@@ -164,6 +170,7 @@ async def test_the_kill_switch_lets_everything_pass(catalog: Catalog, world: Wor
     assert not (await world.check(tenant)).allowed
 
 
+@one_database
 async def test_resources_of_one_template_are_one_bucket(catalog: Catalog, world: World) -> None:
     tenant = await new_tenant(catalog)
     plan = await plan_of(catalog, tenant.id, "free", burst=10)
@@ -177,6 +184,7 @@ async def test_resources_of_one_template_are_one_bucket(catalog: Catalog, world:
     assert await world.left(tenant, "GET:/files/9") == {"burst": 10}
 
 
+@one_database
 async def test_a_quota_ends_with_the_tenants_day(catalog: Catalog, world: World, clock: ManualClock) -> None:
     clock.set_us(1_700_006_400_000_000)  # midnight in UTC, seven in the evening in New York
     daily = {"algorithm": "quota", "limit": 10, "period": "day"}
@@ -193,6 +201,7 @@ async def test_a_quota_ends_with_the_tenants_day(catalog: Catalog, world: World,
         assert decision.reset_after_ms == hours * 3_600_000
 
 
+@one_database
 async def test_a_shadow_plan_is_judged_beside_the_live_one(catalog: Catalog, world: World) -> None:
     tenant = await new_tenant(catalog)
     live = await plan_of(catalog, tenant.id, "live", burst=10)
@@ -205,6 +214,7 @@ async def test_a_shadow_plan_is_judged_beside_the_live_one(catalog: Catalog, wor
     assert await world.left(tenant) == {"burst": 8}
 
 
+@one_database
 async def test_tenants_and_their_subjects_count_apart(catalog: Catalog, world: World) -> None:
     tenants = []
     for name in ("acme", "globex"):
@@ -223,6 +233,7 @@ async def test_tenants_and_their_subjects_count_apart(catalog: Catalog, world: W
 
 @pytest.mark.parametrize("scope", ["caller", "tenant"])
 @pytest.mark.parametrize("name", ["", "w"], ids=["unnamed", "named alike"])
+@one_database
 async def test_two_policies_with_windows_of_one_tenant_each_keep_to_their_limit(
     world: World, scope: str, name: str
 ) -> None:
@@ -240,6 +251,7 @@ async def test_two_policies_with_windows_of_one_tenant_each_keep_to_their_limit(
     assert admitted == {"GET:/a": 3, "GET:/b": 8}
 
 
+@one_database
 async def test_a_changed_number_of_an_unnamed_limit_keeps_its_count(world: World) -> None:
     tenant = await new_tenant(world.catalog)
     plan = await new_plan(world.catalog, tenant.id, limits="100/minute")

@@ -7,6 +7,7 @@ from limitforge.catalog.catalog import Catalog
 from limitforge.catalog.database import Database
 from limitforge.errors import Conflict, InvalidInput, NotFound
 from tests.catalog.making import field_of, new_customer, new_plan, new_policy, new_tenant, state, update
+from tests.catalog.places import one_database
 
 Make = Callable[..., Awaitable[Any]]
 Wrong = list[tuple[dict[str, Any], str]]
@@ -156,6 +157,7 @@ def changeable(wrong: Wrong, *fixed: str) -> Wrong:
     return [(fields, field) for fields, field in wrong if not set(fixed) & set(fields)]
 
 
+@one_database
 async def test_wrong_fields_of_a_tenant(catalog: Catalog, database: Database) -> None:
     customer = await new_customer(catalog)
 
@@ -169,6 +171,7 @@ async def test_wrong_fields_of_a_tenant(catalog: Catalog, database: Database) ->
     assert only_wrong(await outcomes(database, change, TENANTS), TENANTS) == []
 
 
+@one_database
 async def test_wrong_fields_of_a_plan(catalog: Catalog, database: Database) -> None:
     customer = await new_customer(catalog)
 
@@ -183,6 +186,7 @@ async def test_wrong_fields_of_a_plan(catalog: Catalog, database: Database) -> N
     assert only_wrong(await outcomes(database, change, wrong), wrong) == []
 
 
+@one_database
 async def test_wrong_fields_of_a_policy(catalog: Catalog, database: Database) -> None:
     customer = await new_customer(catalog)
 

@@ -26,6 +26,7 @@ from tests.catalog.making import (
     state,
     update,
 )
+from tests.catalog.places import one_database
 
 HOUR_US = 3_600_000_000
 HOUR = timedelta(hours=1)
@@ -102,6 +103,7 @@ async def test_several_keys_may_have_one_name(catalog: Catalog) -> None:
         await catalog.named(Key, "web")
 
 
+@one_database
 async def test_a_key_stays_its_tenants_and_of_its_kind(catalog: Catalog, database: Database) -> None:
     acme, globex = await new_customer(catalog, "acme"), await new_customer(catalog, "globex")
     before = await state(database)
@@ -118,6 +120,7 @@ async def test_a_key_stays_its_tenants_and_of_its_kind(catalog: Catalog, databas
     assert await state(database) == before
 
 
+@one_database
 async def test_what_makes_no_sense_is_refused_by_its_name(catalog: Catalog, database: Database) -> None:
     customer = await new_customer(catalog)
     wrong: list[tuple[dict[str, Any], str]] = [

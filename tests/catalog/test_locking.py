@@ -15,7 +15,7 @@ from limitforge.catalog.model import Entity, Key, Override, Plan, Policy, Tenant
 from limitforge.errors import Conflict, Outdated
 from tests.catalog.making import ACTOR, audit_of, new_customer, new_key, new_tenant, rows, state, update
 
-MANY = 20
+MANY = 10
 
 CHANGES: dict[type[Entity], tuple[dict[str, Any], dict[str, Any]]] = {
     Tenant: ({"mode": "off"}, {"mode": "monitor"}),
@@ -252,7 +252,7 @@ async def test_a_configuration_is_read_as_of_one_moment(catalog: Catalog) -> Non
     customer = await new_customer(catalog)
 
     async def write() -> None:
-        for number in range(1, 21):
+        for number in range(1, 13):
             async with catalog.edit(ACTOR) as edit:
                 await edit.update(Plan, customer.plan.id, {"limits": f"burst={number}/minute"})
                 await edit.update(Tenant, customer.tenant.id, {"lanes": number})

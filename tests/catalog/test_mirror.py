@@ -24,6 +24,7 @@ from limitforge.core.plan import LimitsLike
 from limitforge.errors import CatalogUnavailable, StoreUnavailable
 from limitforge.stores.shared import SharedRedis
 from tests.catalog.live import (
+    PATIENCE_SECONDS,
     PATIENT,
     Account,
     Member,
@@ -59,7 +60,7 @@ async def limiter(request: pytest.FixtureRequest, clock: ManualClock) -> AsyncIt
 @pytest.fixture
 async def node(database: Database, peppers: Peppers, clock: ManualClock, limiter: Limiter) -> AsyncIterator[Node]:
     """One that acts on its own changes, and was not started: nothing happens in the background."""
-    node = Node(database, peppers, sink=limiter, clock=clock)
+    node = Node(database, peppers, sink=limiter, clock=clock, lookup_seconds=PATIENCE_SECONDS)
     yield node
     await node.snapshots.close()
 

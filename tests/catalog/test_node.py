@@ -30,6 +30,7 @@ from tests.catalog.places import (
     Place,
     either,
     only_postgres,
+    only_postgres_with_redis,
     only_sqlite,
     only_sqlite_with_redis,
     only_with_redis,
@@ -130,7 +131,7 @@ async def test_a_key_that_another_writer_changes_in_the_very_moment_it_is_first_
     await one.sees(account.text, Forbidden)
 
 
-@only_with_redis
+@only_postgres_with_redis
 async def test_exactly_one_node_publishes_for_a_writer_that_did_not(place: Place) -> None:
     """And the copy that it left standing is put right."""
     published: list[int] = []
@@ -166,7 +167,7 @@ async def test_exactly_one_node_publishes_for_a_writer_that_did_not(place: Place
     assert len(published) == len(set(published)) == 3
 
 
-@only_with_redis
+@only_postgres_with_redis
 async def test_what_was_written_just_before_a_node_started_is_in_force_there(place: Place) -> None:
     """The copy is the old one, the message comes before the node listens: it must look at what was not published yet
     as if it had happened after its start.
@@ -193,7 +194,7 @@ async def test_what_was_written_just_before_a_node_started_is_in_force_there(pla
         await there.sees(account.text, 6)
 
 
-@only_with_redis
+@only_sqlite_with_redis
 async def test_what_was_written_while_redis_was_away_is_published_when_it_is_back(
     place: Place, own_redis_server: RedisServer, peppers: Peppers
 ) -> None:
@@ -214,7 +215,7 @@ async def test_what_was_written_while_redis_was_away_is_published_when_it_is_bac
     await eventually(is_copied)
 
 
-@only_with_redis
+@only_postgres_with_redis
 async def test_a_subscriber_whose_connection_is_cut_misses_nothing(
     place: Place, redis_server: RedisServer, record_property: Record
 ) -> None:
@@ -572,7 +573,7 @@ async def test_a_change_made_while_the_database_was_away_for_one_node_is_in_forc
         await there.sees(account.text, Forbidden)
 
 
-@only_with_redis
+@only_sqlite_with_redis
 async def test_while_redis_is_away_the_database_is_said_to_be_well_and_the_log_is_not_flooded(
     place: Place, own_redis_server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -616,6 +617,7 @@ async def test_a_node_that_was_closed_is_closed_and_can_be_started_again(place: 
     await there.sees(account.text, 6)
 
 
+@either
 async def test_nothing_is_left_of_a_node_that_was_closed(place: Place) -> None:
     """No task, no thread, no socket, no warning, with asyncio looking closely."""
     asyncio.get_running_loop().set_debug(True)

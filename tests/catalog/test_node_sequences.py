@@ -147,7 +147,7 @@ async def said(member: Member, text: str) -> Any:
     return plan.limits, caller.snapshot.operator.tenant.mode
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 6))])
 async def test_whatever_happened_all_nodes_come_to_say_what_the_database_says(
     seed: int,
     postgres_server: PostgresServer,

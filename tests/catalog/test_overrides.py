@@ -26,6 +26,7 @@ from tests.catalog.making import (
     state,
     update,
 )
+from tests.catalog.places import one_database
 
 WINDOW = {"algorithm": "fixed_window", "limit": 5, "window_seconds": 60}
 
@@ -85,6 +86,7 @@ async def test_whoever_changes_an_override_is_who_set_it(catalog: Catalog) -> No
     assert (found.limits, found.set_by) == ({"burst": "blocked"}, "cli:eve")
 
 
+@one_database
 async def test_an_override_can_not_be_moved(catalog: Catalog, database: Database) -> None:
     acme, globex = await new_customer(catalog, "acme"), await new_customer(catalog, "globex")
     before = await state(database)
@@ -108,6 +110,7 @@ async def test_an_override_that_is_over_is_refused(catalog: Catalog, database: D
     assert await state(database) == before
 
 
+@one_database
 async def test_an_override_that_the_store_could_not_take_is_refused(
     catalog: Catalog, database: Database, clock: ManualClock
 ) -> None:
@@ -122,6 +125,7 @@ async def test_an_override_that_the_store_could_not_take_is_refused(
     await new_override(catalog, customer.tenant.id, expires_at=longest)
 
 
+@one_database
 async def test_what_the_catalog_takes_the_limiter_takes(catalog: Catalog, clock: ManualClock) -> None:
     customer = await new_customer(catalog)
     limiter = Limiter.connect("memory://", clock=clock)
@@ -142,6 +146,7 @@ async def test_numbers_may_be_decimals(catalog: Catalog) -> None:
     assert found.limits == {"burst": {"window_seconds": "0.5"}}
 
 
+@one_database
 async def test_what_makes_no_sense_is_refused_by_its_name(catalog: Catalog, database: Database) -> None:
     customer = await new_customer(catalog)
     await new_plan(catalog, customer.tenant.id, "wide", limits=[{**WINDOW, "name": "wide", "scope": "tenant"}])
@@ -209,6 +214,7 @@ async def test_what_makes_no_sense_is_refused_by_its_name(catalog: Catalog, data
     assert await state(database) == before
 
 
+@one_database
 async def test_an_override_without_an_end_is_told_how_to_give_one(catalog: Catalog) -> None:
     customer = await new_customer(catalog)
     fields = {"tenant_id": customer.tenant.id, "subject": "s", "limits": {"burst": "blocked"}}
@@ -227,6 +233,7 @@ async def test_a_subject_and_a_reason_may_be_any_text(catalog: Catalog) -> None:
     assert len(page.items) == 1 + len(STRANGE) + 4
 
 
+@one_database
 async def test_an_override_is_judged_by_the_limit_that_it_will_meet(catalog: Catalog) -> None:
     """That of the policy for its resource, else of the default plan, else of any other."""
     tenant = await new_tenant(catalog)
@@ -254,6 +261,7 @@ async def test_an_override_is_judged_by_the_limit_that_it_will_meet(catalog: Cat
     await new_override(catalog, tenant.id, limits={"rare": {"window_seconds": 5}})
 
 
+@one_database
 async def test_a_subject_may_have_64_overrides(catalog: Catalog, database: Database) -> None:
     customer = await new_customer(catalog)
     async with catalog.edit(ACTOR) as edit:
@@ -268,6 +276,7 @@ async def test_a_subject_may_have_64_overrides(catalog: Catalog, database: Datab
     await new_override(catalog, customer.tenant.id, "eve", resource="one more")
 
 
+@one_database
 async def test_overrides_that_are_over_are_not_counted(catalog: Catalog, clock: ManualClock) -> None:
     """They are removed once an hour, and the store has forgotten them long before."""
     customer = await new_customer(catalog)
@@ -301,6 +310,7 @@ async def test_a_deleted_override_is_gone(catalog: Catalog) -> None:
         await catalog.get(Override, customer.override.id)
 
 
+@one_database
 async def test_another_window_for_one_resource_of_a_caller_wide_limit_is_refused(
     catalog: Catalog, database: Database
 ) -> None:

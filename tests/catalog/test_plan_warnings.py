@@ -17,6 +17,7 @@ from limitforge.catalog.plan_warnings import MAX_WARNINGS, document_warnings, li
 from limitforge.catalog.sources import DatabaseSource
 from tests.catalog.live import open_account, remembering
 from tests.catalog.making import ACTOR, new_plan, new_policy, new_tenant, update
+from tests.catalog.places import one_database
 
 HOURLY: dict[str, Any] = {"name": "w", "algorithm": "fixed_window", "limit": 10, "window_seconds": 3_600}
 DAILY: dict[str, Any] = {"name": "w", "algorithm": "quota", "limit": 10, "period": "day"}
@@ -104,6 +105,7 @@ async def told(catalog: Catalog, plan: Plan) -> list[str]:
         return await plan_warnings(connection, plan.tenant_id, plan.id)
 
 
+@one_database
 async def test_a_plan_is_warned_of_those_that_it_meets(catalog: Catalog) -> None:
     tenant = await new_tenant(catalog)
     one = await new_plan(catalog, tenant.id, "one", limits=wide(3_600))
@@ -123,6 +125,7 @@ async def test_a_plan_is_warned_of_those_that_it_meets(catalog: Catalog) -> None
     assert await told(catalog, one) == []
 
 
+@one_database
 async def test_the_operator_has_one_plan_at_a_time(catalog: Catalog) -> None:
     await new_plan(catalog, OPERATOR, "one", limits=wide(3_600))
     assert await told(catalog, await new_plan(catalog, OPERATOR, "two", limits=wide(60))) == []
@@ -153,11 +156,13 @@ async def warned(catalog: Catalog, *sections: str) -> list[str]:
     return found[0]
 
 
+@one_database
 async def test_a_file_is_warned_of_what_it_leaves(catalog: Catalog) -> None:
     [warning] = await warned(catalog, PLANS, POLICIES)
     assert warning.startswith("tenant acme: limit w ")
 
 
+@one_database
 async def test_a_file_that_has_only_the_plans_or_only_the_policies_is_warned_all_the_same(catalog: Catalog) -> None:
     assert len(await warned(catalog, PLANS)) == 1  # nothing uses them yet: they may be those of keys
     assert len(await warned(catalog, POLICIES)) == 1
@@ -166,6 +171,7 @@ async def test_a_file_that_has_only_the_plans_or_only_the_policies_is_warned_all
     assert await warned(catalog, "mode: monitor") == []
 
 
+@one_database
 async def test_warnings_have_a_bound(catalog: Catalog) -> None:
     tenants = [
         {
@@ -179,6 +185,7 @@ async def test_warnings_have_a_bound(catalog: Catalog) -> None:
         assert len(await document_warnings(connection, wanted)) == MAX_WARNINGS + 1
 
 
+@one_database
 async def test_a_node_logs_them_once_per_revision(
     database: Database, catalog: Catalog, peppers: Peppers, clock: ManualClock, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -17,6 +17,7 @@ from tests.catalog.making import (
     state,
     update,
 )
+from tests.catalog.places import one_database
 
 
 async def test_a_policy_needs_a_tenant_a_resource_and_a_plan(catalog: Catalog) -> None:
@@ -60,6 +61,7 @@ async def test_two_policies_that_match_the_same_can_not_both_be_there(catalog: C
     await new_policy(catalog, acme.plan, "*:/orders/{id}")
 
 
+@one_database
 async def test_a_policys_plans_are_its_tenants_own(catalog: Catalog, database: Database) -> None:
     acme, globex = await new_customer(catalog, "acme"), await new_customer(catalog, "globex")
     before = await state(database)
@@ -97,6 +99,7 @@ async def test_a_resource_that_no_database_can_hold_is_refused(catalog: Catalog,
     assert await state(database) == before
 
 
+@one_database
 async def test_patterns_that_would_be_slow_to_search_are_refused_as_a_whole(
     catalog: Catalog, database: Database
 ) -> None:
@@ -122,6 +125,7 @@ async def create_all(catalog: Catalog, plan: Plan, resources: list[str]) -> None
             await edit.create(Policy, {"tenant_id": plan.tenant_id, "plan_id": plan.id, "resource": resource})
 
 
+@one_database
 async def test_a_tenant_has_no_more_plans_and_policies_than_it_may(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:

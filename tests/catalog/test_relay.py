@@ -20,6 +20,7 @@ from limitforge.stores.shared import SharedRedis
 from tests.catalog.conftest import announced
 from tests.catalog.live import Account, Member, eventually, open_account
 from tests.catalog.making import url_of
+from tests.catalog.places import one_database
 
 SLOW_CALL_SECONDS = 0.02
 
@@ -124,6 +125,7 @@ async def test_a_revocation_is_published_before_a_backlog(
     assert len(published) > 5
 
 
+@one_database
 async def test_a_revocation_acts_while_nothing_can_be_published(
     database: Database, writer: Catalog, redis_url: str, peppers: Peppers
 ) -> None:
@@ -138,6 +140,7 @@ async def test_a_revocation_acts_while_nothing_can_be_published(
         assert not await is_published(database)
 
 
+@one_database
 async def test_a_relay_that_was_killed_is_replaced(
     database: Database, writer: Catalog, redis_url: str, peppers: Peppers
 ) -> None:
@@ -150,6 +153,7 @@ async def test_a_relay_that_was_killed_is_replaced(
     client.close()
 
 
+@one_database
 async def test_tenants_that_were_changed_by_the_hundred_are_in_force_on_a_node_that_knows_them(
     database: Database, writer: Catalog, redis_url: str, peppers: Peppers
 ) -> None:

@@ -30,7 +30,7 @@ from tests.catalog.live import (
     set_limits,
     warm_copies,
 )
-from tests.catalog.places import Place, either, only_with_redis
+from tests.catalog.places import Place, either, only_postgres_with_redis, only_sqlite_with_redis
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_polls")]
 
@@ -57,6 +57,7 @@ async def test_after_a_restore_every_node_decides_by_what_is_in_the_database(pla
     assert await cold.limit(account.text) == 5
 
 
+@either
 async def test_a_change_right_after_a_restore_is_in_force_when_it_is_answered(place: Place, tmp_path: Path) -> None:
     """Its revision is lower than what every node has seen."""
     here, there = await place.member(), await place.member()
@@ -166,7 +167,7 @@ async def test_several_nodes_that_notice_at_once_begin_one_timeline(place: Place
     assert head.timeline >> 32 == 1
 
 
-@only_with_redis
+@only_postgres_with_redis
 async def test_after_a_restore_with_all_nodes_stopped_no_copy_of_the_lost_time_counts(
     place: Place, tmp_path: Path
 ) -> None:
@@ -188,7 +189,7 @@ async def test_after_a_restore_with_all_nodes_stopped_no_copy_of_the_lost_time_c
     await eventually(is_copied)
 
 
-@only_with_redis
+@only_sqlite_with_redis
 async def test_a_copy_that_is_written_late_by_a_node_of_the_lost_time_is_not_believed(
     place: Place, tmp_path: Path
 ) -> None:
@@ -218,7 +219,7 @@ async def clear(shared: Any, account: Account) -> None:
         await shared._call(name, "DEL", name)
 
 
-@only_with_redis
+@only_sqlite_with_redis
 async def test_a_message_of_the_lost_time_deletes_nothing(place: Place, tmp_path: Path) -> None:
     """It was under way during the restore: what it deletes is there again."""
     heard: list[bytes] = []
@@ -253,8 +254,9 @@ async def test_a_message_of_the_lost_time_deletes_nothing(place: Place, tmp_path
     assert here.node.status().cache.loads == before
 
 
-@only_with_redis
-@pytest.mark.parametrize("when", ["running", "stopped"])
+@pytest.mark.parametrize(
+    ("when", "place"), [("running", "postgres and redis"), ("stopped", "sqlite and redis")], indirect=["place"]
+)
 async def test_overrides_of_the_lost_time_end_and_those_of_the_backup_act_again(
     when: str, place: Place, tmp_path: Path
 ) -> None:
@@ -380,7 +382,7 @@ async def test_plans_that_were_made_and_lost_are_not_served_by_any_node(place: P
     assert msgspec.structs.asdict(await here.catalog.get(Tenant, OPERATOR))["default_plan_id"] is None
 
 
-@only_with_redis
+@only_postgres_with_redis
 async def test_a_restore_is_noticed_by_a_node_that_heard_of_the_lost_changes_while_it_was_cut_off(
     place: Place, tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ from limitforge.errors import CatalogUnavailable, UnknownKey
 from limitforge.stores.shared import SharedRedis
 from tests.catalog.conftest import PEPPERS
 from tests.catalog.live import FakeSource, Member, eventually, open_account, remembering, set_limits, warm_copies
-from tests.catalog.places import Place, only_sqlite_with_redis, only_with_redis
+from tests.catalog.places import Place, one_database, only_sqlite_with_redis, only_with_redis
 
 MINUTE_US = 60_000_000
 OLD, NEW, OTHER = PEPPERS, f"{PEPPERS},2:a second one that is newer", "1:a pepper of another deployment"
@@ -62,6 +62,7 @@ def a_node(database: Database, peppers: Peppers, clock: ManualClock, shared: Sha
 # --- Copies ----------------------------------------------------------------------------------------------------------
 
 
+@one_database
 async def test_a_key_whose_copy_names_another_tenant_acts_for_its_own(
     database: Database, peppers: Peppers, clock: ManualClock, shared: SharedRedis, client: redis_py.Redis
 ) -> None:
@@ -77,6 +78,7 @@ async def test_a_key_whose_copy_names_another_tenant_acts_for_its_own(
         await node.close()
 
 
+@one_database
 async def test_a_tenant_whose_copy_was_given_other_limits_keeps_its_own(
     database: Database, peppers: Peppers, clock: ManualClock, shared: SharedRedis, client: redis_py.Redis
 ) -> None:
@@ -93,6 +95,7 @@ async def test_a_tenant_whose_copy_was_given_other_limits_keeps_its_own(
         await node.close()
 
 
+@one_database
 async def test_a_copy_that_was_moved_to_another_name_is_not_read(
     database: Database, peppers: Peppers, clock: ManualClock, shared: SharedRedis, client: redis_py.Redis
 ) -> None:

@@ -18,6 +18,7 @@ from limitforge.catalog.model import Key, Token, plain
 from limitforge.errors import CatalogError
 from tests.catalog.conftest import PEPPERS
 from tests.catalog.making import ACTOR, audit_of, delete, new_key, new_tenant, new_token, opened, rows
+from tests.catalog.places import one_database
 from tests.postgres import PostgresServer
 
 TALKATIVE = (
@@ -117,6 +118,7 @@ async def test_a_secrets_text_is_neither_in_the_database_nor_in_the_logs(
         assert not any(text in repr(record.__dict__) for text in told.texts())
 
 
+@one_database
 async def test_a_secrets_text_is_in_no_answer_but_the_one(catalog: Catalog) -> None:
     told = await come_and_go(catalog)
     for answer in told.answers:
@@ -137,6 +139,7 @@ async def test_neither_a_secrets_text_nor_its_hash_is_in_the_audit_log(catalog: 
     assert "'pepper'" in entries  # which one it was, and until when, is told
 
 
+@one_database
 async def test_what_is_told_to_programs_has_no_hash(catalog: Catalog) -> None:
     tenant = await new_tenant(catalog)
     key, _ = await new_key(catalog, tenant.id)

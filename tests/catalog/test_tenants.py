@@ -15,6 +15,7 @@ from limitforge.errors import Conflict, InvalidInput, NotFound
 from tests.catalog.making import (
     ACTOR,
     MINUTE_US,
+    Customer,
     delete,
     new_customer,
     new_plan,
@@ -171,10 +172,14 @@ async def test_what_is_not_there_can_be_neither_read_changed_nor_deleted(catalog
     assert await state(database) == before
 
 
-@pytest.mark.parametrize("identity", ["a\0b", "\ud800", "x" * 100_000 + "' OR 1=1"], ids=["NUL", "surrogate", "huge"])
-async def test_an_id_that_no_database_could_hold_is_not_found(catalog: Catalog, identity: str) -> None:
+async def test_an_id_that_no_database_could_hold_is_not_found(catalog: Catalog) -> None:
     """It may come from a URL's path, so it may be anything."""
     customer = await new_customer(catalog)
+    for identity in ("a\0b", "\ud800", "x" * 100_000 + "' OR 1=1"):
+        await is_nowhere(catalog, customer, identity)
+
+
+async def is_nowhere(catalog: Catalog, customer: Customer, identity: str) -> None:
     for kind in KINDS:
         with pytest.raises(NotFound):
             await catalog.get(kind, identity)

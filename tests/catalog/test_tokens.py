@@ -13,6 +13,7 @@ from limitforge.catalog.model import Token, TokenScope, at_time
 from limitforge.errors import Conflict, InvalidInput, NotFound, UnknownKey
 from tests.catalog.live import old_credential
 from tests.catalog.making import delete, new_customer, new_key, new_tenant, new_token, rows, state, update
+from tests.catalog.places import one_database
 
 
 async def test_a_token_needs_only_a_name(catalog: Catalog) -> None:
@@ -52,6 +53,7 @@ async def test_a_deleted_token_is_gone_with_its_secret(catalog: Catalog) -> None
     assert await rows(catalog.database, "SELECT hash FROM secrets") == []
 
 
+@one_database
 async def test_a_token_that_is_nobodys_is_refused(catalog: Catalog) -> None:
     customer = await new_customer(catalog)
     _, key = await new_key(catalog, customer.tenant.id)

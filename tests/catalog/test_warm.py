@@ -34,6 +34,7 @@ from limitforge.errors import CatalogError, InvalidInput, StoreUnavailable, TooM
 from limitforge.stores.shared import SharedRedis
 from tests.catalog.conftest import PEPPERS
 from tests.catalog.live import (
+    PATIENCE_SECONDS,
     FakeSource,
     Member,
     add_old_keys,
@@ -44,6 +45,7 @@ from tests.catalog.live import (
     warm_copies,
     wrong_key,
 )
+from tests.catalog.places import one_database
 from tests.servers import RedisServer
 
 MINUTE_US = 60_000_000
@@ -72,7 +74,7 @@ def source() -> FakeSource:
 @pytest.fixture
 async def node(database: Database, peppers: Peppers, clock: ManualClock, shared: SharedRedis) -> AsyncIterator[Node]:
     """One that writes and was not started: nothing happens in the background."""
-    node = Node(database, peppers, shared=shared, clock=clock)
+    node = Node(database, peppers, shared=shared, clock=clock, lookup_seconds=PATIENCE_SECONDS)
     yield node
     await node.snapshots.close()
 
@@ -94,6 +96,7 @@ async def test_a_copy_is_what_was_put(warm: WarmCopies, source: FakeSource, pepp
     assert await warm.config("globex") is None
 
 
+@one_database
 async def test_a_node_that_finds_copies_does_not_ask_the_database(
     node: Node, database: Database, peppers: Peppers, clock: ManualClock, warm: WarmCopies
 ) -> None:
@@ -112,6 +115,7 @@ async def test_a_node_that_finds_copies_does_not_ask_the_database(
     await other.close()
 
 
+@one_database
 async def test_an_old_key_with_a_copy_comes_in_from_a_source_that_sends_made_up_keys(
     node: Node, database: Database, peppers: Peppers, clock: ManualClock, warm: WarmCopies, redis_url: str
 ) -> None:
@@ -139,6 +143,7 @@ async def test_an_old_key_with_a_copy_comes_in_from_a_source_that_sends_made_up_
     await fresh.close()
 
 
+@one_database
 async def test_a_copy_is_read_once_from_the_database_before_it_is_believed_for_good(
     node: Node, database: Database, peppers: Peppers, clock: ManualClock, warm: WarmCopies, redis_server: RedisServer
 ) -> None:
@@ -170,6 +175,7 @@ async def test_a_copy_is_read_once_from_the_database_before_it_is_believed_for_g
     await fresh.close()
 
 
+@one_database
 async def test_copies_are_made_by_whoever_reads_the_database(
     catalog: Catalog, database: Database, peppers: Peppers, clock: ManualClock, warm: WarmCopies
 ) -> None:
@@ -182,6 +188,7 @@ async def test_copies_are_made_by_whoever_reads_the_database(
     await snapshots.close()
 
 
+@one_database
 async def test_deleted_keys_and_tenants_leave_no_copy_that_could_be_used(
     node: Node, warm: WarmCopies, peppers: Peppers, clock: ManualClock, database: Database
 ) -> None:
@@ -200,6 +207,7 @@ async def test_deleted_keys_and_tenants_leave_no_copy_that_could_be_used(
     await snapshots.close()
 
 
+@one_database
 async def test_a_key_that_was_changed_several_times_in_one_edit_is_gone_once_it_is_deleted(
     node: Node, warm: WarmCopies, peppers: Peppers, clock: ManualClock, database: Database
 ) -> None:
@@ -218,6 +226,7 @@ async def test_a_key_that_was_changed_several_times_in_one_edit_is_gone_once_it_
         await node.snapshots.find(credential.text)
 
 
+@one_database
 async def test_no_secret_is_in_redis(
     node: Node, redis_url: str, database: Database, warm: WarmCopies, peppers: Peppers
 ) -> None:
@@ -383,6 +392,7 @@ async def test_a_change_of_a_key_that_is_announced_just_as_it_is_to_be_read_agai
     await snapshots.close()
 
 
+@one_database
 async def test_a_key_that_was_deleted_and_brought_back_is_not_the_old_one(
     database: Database, peppers: Peppers, warm: WarmCopies, redis_url: str
 ) -> None:
@@ -604,7 +614,7 @@ def same_decisions(one: TenantConfig, two: TenantConfig, operator: TenantConfig)
 
 
 @pytest.mark.slow
-@settings(max_examples=min(settings.default.max_examples if settings.default else 20, 20))
+@settings(max_examples=min(settings.default.max_examples if settings.default else 10, 10))
 @given(edits=EDITS)
 def test_after_any_edits_the_copies_are_what_the_database_says(
     migrated_sqlite: Path, redis_server: RedisServer, edits: list[tuple[Any, ...]]
@@ -617,6 +627,7 @@ def test_after_any_edits_the_copies_are_what_the_database_says(
     asyncio.run(copies_after(f"sqlite:///{file}", redis_server.url, edits))
 
 
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 async def test_the_property_above_is_about_something(database_url: str, redis_url: str) -> None:
     """It would hold as well if no edit ever succeeded."""
     database = Database(database_url)
