@@ -1,4 +1,4 @@
-"""The program as it is deployed: `serve` on a database that `demo` has seeded, and whoever administers it."""
+"""The program as it is deployed: `serve` on a database with what `demo` makes, and whoever administers it."""
 
 import contextlib
 import json
@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import msgspec
+
 from tests.servers import _free_port
-from tests.service.program import Answered, Running, demo, serve
+from tests.service.migrated import seed_demo
+from tests.service.program import Answered, Running, serve
 
 PEPPER = "an-unmistakable-pepper-of-these-tests"
 SETTINGS = {"LIMITFORGE_PEPPERS": f"1:{PEPPER}", "LIMITFORGE_DEADLINE_MS": "20000"}  # a busy machine is no broken store
@@ -18,7 +21,7 @@ SETTINGS = {"LIMITFORGE_PEPPERS": f"1:{PEPPER}", "LIMITFORGE_DEADLINE_MS": "2000
 
 @dataclass(frozen=True)
 class Seeded:
-    """A running service; `made` is what `demo --json` said."""
+    """A running service; `made` is what `demo --json` would say."""
 
     running: Running
     made: dict[str, Any]
@@ -87,8 +90,7 @@ def seeded(
     database: str, store: str = "memory://", *options: str, log: Path | None = None, **settings: str
 ) -> Iterator[Seeded]:
     """`settings` are the program's own, as in `log_level="debug"`."""
-    with demo("--database", database, environment=SETTINGS) as running:
-        made = running.made
+    made: dict[str, Any] = msgspec.to_builtins(seed_demo(database, SETTINGS["LIMITFORGE_PEPPERS"]))
     told = SETTINGS | {f"LIMITFORGE_{name.upper()}": value for name, value in settings.items()}
     told["LIMITFORGE_KEY_PREFIX"] = uuid4().hex
     where = ("--database", database, "--store", store, *options)
