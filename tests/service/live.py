@@ -10,12 +10,13 @@ from typing import Any, Self
 from uuid import uuid4
 
 import httpx
+import msgspec
 import uvicorn
 
 from limitforge.catalog.catalog import Catalog
 from limitforge.catalog.credentials import PREFIXES, Peppers
 from limitforge.catalog.database import Database
-from limitforge.catalog.model import Plan, Policy, Tenant, plain
+from limitforge.catalog.model import Entity, Plan, Policy, Tenant, plain
 from limitforge.service.app import Service
 from limitforge.service.settings import Settings
 from limitforge.service.worker import config
@@ -186,9 +187,9 @@ class Account:
             key, secret = await edit.create_key({**own, "name": "web"})
             override = await edit.set_override({**own, **OVERRIDE})
             token, own_token = await edit.create_token({**own, "name": f"{name}-own", "scopes": ["read", "write"]})
-        self.tenant, self.plan, self.policy, self.override = map(plain, (tenant, plan, policy, override))
-        self.key = {**plain(key), "key": secret.text, "key_hash": key.secrets[0].hash}
-        self.token = {**plain(token), "token": own_token.text}
+        self.tenant, self.plan, self.policy, self.override = map(_shown, (tenant, plan, policy, override))
+        self.key = {**_shown(key), "key": secret.text, "key_hash": key.secrets[0].hash}
+        self.token = {**_shown(token), "token": own_token.text}
 
     def own_admin(self) -> Admin:
         """Whoever has the token of this tenant alone."""
@@ -197,6 +198,12 @@ class Account:
     def check(self, subject: str = "user:1", resource: str = "GET:/orders/7", **fields: Any) -> httpx.Response:
         body = {"resource": resource, "subject": subject, **fields}
         return self.admin.http.post("/v1/check", json=body, headers={"authorization": f"Bearer {self.secret}"})
+
+
+def _shown(entity: Entity) -> Fields:
+    """As an answer shows it."""
+    found: Fields = msgspec.json.decode(msgspec.json.encode(plain(entity)))
+    return found
 
 
 def _named(headers: dict[str, str]) -> dict[str, str]:

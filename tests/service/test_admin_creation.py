@@ -9,7 +9,7 @@ from limitforge.catalog import queries
 from limitforge.catalog.database import Database
 from limitforge.catalog.model import at_time
 from limitforge.core.clock import SystemClock
-from tests.service.live import Account, Admin, Live
+from tests.service.live import NO_TLS, Account, Admin, Live
 from tests.service.problems import assert_problem
 
 
@@ -89,7 +89,7 @@ def test_of_many_at_once_one_creates_and_the_others_are_told_the_same(either: Li
 
     async def all_at_once() -> list[httpx.Response]:
         headers = {"authorization": f"Bearer {admin.token}", "idempotency-key": "at-once"}
-        async with httpx.AsyncClient(base_url=either.url, headers=headers, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=either.url, headers=headers, timeout=60, verify=NO_TLS) as http:
             return list(await asyncio.gather(*(http.post("/v1/admin/plans", json=body) for _ in range(12))))
 
     answers = asyncio.run(all_at_once())
