@@ -68,20 +68,29 @@ def test_a_frozen_redis_counts_each_check_once_when_it_thaws(opened: Open, own_r
     assert 1 <= counted(limiter) <= 1 + CALLS
 
 
-@pytest.mark.parametrize("failure", ["open", "local"])
-def test_what_was_admitted_without_the_store_is_charged_once(opened: Open, proxy: Proxy, failure: str) -> None:
-    limiter = opened(proxy.url, failure=failure, breaker_seconds=0.05)
-    limiter.check("r", "s", limits=[OWING, HUNDRED], cost=5)
+def test_what_was_admitted_without_the_store_is_charged_once(opened: Open, proxy: Proxy) -> None:
+    """Whether it failed open or decided by itself: both at once, each in a database of its own."""
+    url = proxy.url.removesuffix("/0")
+    limiters = {
+        failure: opened(f"{url}/{number}", failure=failure, breaker_seconds=0.05)
+        for number, failure in enumerate(("open", "local"))
+    }
+    for limiter in limiters.values():
+        limiter.check("r", "s", limits=[OWING, HUNDRED], cost=5)
     for outage in (1, 2):
         with proxy.doing(Refuse()):
-            for _ in range(CALLS):
-                assert limiter.check("r", "s", limits=[OWING, HUNDRED], cost=3).allowed
-        until_it_works(limiter)
+            for failure, limiter in limiters.items():
+                for _ in range(CALLS):
+                    assert limiter.check("r", "s", limits=[OWING, HUNDRED], cost=3).allowed, failure
         owed = 5 + outage * 3 * CALLS
-        eventually(partial(has_counted, limiter, owed))
+        for limiter in limiters.values():
+            until_it_works(limiter)
+            eventually(partial(has_counted, limiter, owed))
         time.sleep(0.15)  # and not once more, some probes later
-        assert counted(limiter, OWING) == owed
-    assert counted(limiter, HUNDRED) == 5
+        assert {failure: counted(limiter, OWING) for failure, limiter in limiters.items()} == dict.fromkeys(
+            limiters, owed
+        )
+    assert {failure: counted(limiter, HUNDRED) for failure, limiter in limiters.items()} == dict.fromkeys(limiters, 5)
 
 
 def test_what_was_denied_without_the_store_is_not_charged(opened: Open, proxy: Proxy) -> None:

@@ -4,6 +4,7 @@ midway.
 
 import asyncio
 import gc
+import os
 import ssl
 import time
 import warnings
@@ -26,6 +27,13 @@ STALL_SECONDS = 0.003
 
 Call = Callable[[], Awaitable[Any]]
 Opened = Callable[[RedisServer], AbstractAsyncContextManager[Call]]
+
+
+@pytest.fixture(autouse=True)
+def no_authorities(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each context reads all that the system trusts: most of the time of these tests, whose server has its own."""
+    monkeypatch.setenv("SSL_CERT_FILE", os.devnull)
+    monkeypatch.setenv("SSL_CERT_DIR", os.devnull)
 
 
 @pytest.fixture(scope="module")

@@ -1,29 +1,34 @@
 """A running service, and somebody who administers it over HTTP."""
 
 import asyncio
-import contextlib
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from typing import Any, Self
 from uuid import uuid4
 
 import httpx
+import msgspec
 import uvicorn
 
 from limitforge.catalog.catalog import Catalog
-from limitforge.catalog.credentials import Peppers
+from limitforge.catalog.credentials import PREFIXES, Peppers
 from limitforge.catalog.database import Database
+from limitforge.catalog.model import Entity, Plan, Policy, Tenant, plain
 from limitforge.service.app import Service
 from limitforge.service.settings import Settings
 from limitforge.service.worker import config
+from tests.service.migrated import migrate
 
 PEPPERS = "1:a pepper that the tests alone know"
 START_SECONDS = 60.0  # generous: a busy machine is no reason to fail
 CALL_SECONDS = 60.0
 Fields = dict[str, Any]
+LIMITS = [{"name": "burst", "algorithm": "token_bucket", "bucket_capacity": 3, "refill_rate_per_sec": 0.001}]
+RESOURCE = "GET:/orders/{id}"
+OVERRIDE = {"subject": "user:42", "limits": {"burst": {"limit": 5}}, "ttl_seconds": 3_600}
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """httpx makes one for each client, even for plain HTTP, and reads all certificates for it: 40 ms of CPU time."""
 
@@ -39,6 +44,8 @@ class Live:
         self._server = uvicorn.Server(config(self.service, self.settings))
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._clients: list[Admin] = []
+        self._beside = asyncio.Runner()  # for what is written past the service
+        self._database = Database(database_url)
 
     @property
     def origin(self) -> str:
@@ -49,7 +56,7 @@ class Live:
         return f"{self.origin}{self.settings.root_path}"
 
     def __enter__(self) -> Self:
-        asyncio.run(self._upgrade())
+        migrate(self.settings.database_url)
         self._thread.start()
         for _ in range(int(START_SECONDS / 0.02)):
             if self._server.started or not self._thread.is_alive():
@@ -64,40 +71,33 @@ class Live:
         self._server.should_exit = True
         self._thread.join(START_SECONDS)
         self._socket.close()
+        self._beside.run(self._database.close())
+        self._beside.close()
         assert not self._thread.is_alive(), "the service did not end"
 
     def admin(self, name: str = "", **fields: Any) -> "Admin":
         """Whoever has a new token; of all tenants and both scopes, unless `fields` say otherwise."""
         given = {"name": name or f"t-{uuid4().hex[:12]}", "scopes": ["read", "write"], **fields}
-        return self.caller(asyncio.run(self._token(given)))
+        return self.caller(self._beside.run(self._token(given)))
 
     def caller(self, token: str | None = None) -> "Admin":
         """Whoever has this token, or none."""
         self._clients.append(Admin(self, token))
         return self._clients[-1]
 
+    def run(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Inside the service, in its own loop."""
+        (server,) = self._server.servers
+        asyncio.run_coroutine_threadsafe(work, server.get_loop()).result(CALL_SECONDS)
+
     def _run(self) -> None:
         asyncio.run(self._server.serve([self._socket]))
 
-    async def _upgrade(self) -> None:
-        async with _opened(self.settings.database_url) as database:
-            await database.upgrade()
-
     async def _token(self, fields: Fields) -> str:
-        async with _opened(self.settings.database_url) as database:
-            catalog = Catalog(database, peppers=Peppers.parse(PEPPERS))
-            async with catalog.edit("test:live") as edit:
-                _, credential = await edit.create_token(fields)
+        catalog = Catalog(self._database, peppers=Peppers.parse(PEPPERS))
+        async with catalog.edit("test:live") as edit:
+            _, credential = await edit.create_token(fields)
         return credential.text
-
-
-@contextlib.asynccontextmanager
-async def _opened(url: str) -> Any:
-    database = Database(url)
-    try:
-        yield database
-    finally:
-        await database.close()
 
 
 class Admin:
@@ -153,23 +153,43 @@ class Admin:
 
 
 class Account:
-    """A tenant with one of everything, made over HTTP."""
+    """A tenant with one of everything, as its admin would have made it over HTTP; `over_http` makes it so indeed, for
+    tests of just that: it takes six times as long.
+    """
 
-    def __init__(self, admin: Admin, name: str = "") -> None:
+    def __init__(self, admin: Admin, name: str = "", *, over_http: bool = False) -> None:
         self.admin = admin
-        self.tenant = admin.made("/tenants", {"name": name or f"n-{uuid4().hex[:12]}"})
+        tenant_name = name or f"n-{uuid4().hex[:12]}"
+        if over_http:
+            self._made_over_http(tenant_name)
+        else:
+            admin.live.run(self._made_in_one_edit(admin.live.service.catalog, tenant_name))
         self.id: str = self.tenant["id"]
-        own = {"tenant_id": self.id}
-        limits = [
-            {"name": "burst", "algorithm": "token_bucket", "bucket_capacity": 3, "refill_rate_per_sec": 0.001},
-        ]
-        self.plan = admin.made("/plans", {**own, "name": "free", "limits": limits})
-        self.policy = admin.made("/policies", {**own, "resource": "GET:/orders/{id}", "plan_id": self.plan["id"]})
-        self.key = admin.made("/keys", {**own, "name": "web"})
         self.secret: str = self.key["key"]
-        given = {"subject": "user:42", "limits": {"burst": {"limit": 5}}, "ttl_seconds": 3_600}
-        self.override = admin.made("/overrides", {**own, **given})
-        self.token = admin.made("/tokens", {**own, "name": f"{self.tenant['name']}-own", "scopes": ["read", "write"]})
+
+    def _made_over_http(self, name: str) -> None:
+        made = self.admin.made
+        self.tenant = made("/tenants", {"name": name})
+        own = {"tenant_id": self.tenant["id"]}
+        self.plan = made("/plans", {**own, "name": "free", "limits": LIMITS})
+        self.policy = made("/policies", {**own, "resource": RESOURCE, "plan_id": self.plan["id"]})
+        self.key = made("/keys", {**own, "name": "web"})
+        self.override = made("/overrides", {**own, **OVERRIDE})
+        self.token = made("/tokens", {**own, "name": f"{name}-own", "scopes": ["read", "write"]})
+
+    async def _made_in_one_edit(self, catalog: Catalog, name: str) -> None:
+        token_id = f"tok_{self.admin.token.removeprefix(PREFIXES['admin'])[:16]}"
+        async with catalog.edit(f"token:{token_id}") as edit:
+            tenant = await edit.create(Tenant, {"name": name})
+            own = {"tenant_id": tenant.id}
+            plan = await edit.create(Plan, {**own, "name": "free", "limits": LIMITS})
+            policy = await edit.create(Policy, {**own, "resource": RESOURCE, "plan_id": plan.id})
+            key, secret = await edit.create_key({**own, "name": "web"})
+            override = await edit.set_override({**own, **OVERRIDE})
+            token, own_token = await edit.create_token({**own, "name": f"{name}-own", "scopes": ["read", "write"]})
+        self.tenant, self.plan, self.policy, self.override = map(_shown, (tenant, plan, policy, override))
+        self.key = {**_shown(key), "key": secret.text, "key_hash": key.secrets[0].hash}
+        self.token = {**_shown(token), "token": own_token.text}
 
     def own_admin(self) -> Admin:
         """Whoever has the token of this tenant alone."""
@@ -178,6 +198,12 @@ class Account:
     def check(self, subject: str = "user:1", resource: str = "GET:/orders/7", **fields: Any) -> httpx.Response:
         body = {"resource": resource, "subject": subject, **fields}
         return self.admin.http.post("/v1/check", json=body, headers={"authorization": f"Bearer {self.secret}"})
+
+
+def _shown(entity: Entity) -> Fields:
+    """As an answer shows it."""
+    found: Fields = msgspec.json.decode(msgspec.json.encode(plain(entity)))
+    return found
 
 
 def _named(headers: dict[str, str]) -> dict[str, str]:

@@ -1,5 +1,6 @@
-"""The program as it is deployed: `serve` on a database that `demo` has seeded, and whoever administers it."""
+"""The program as it is deployed: `serve` on a database with what `demo` makes, and whoever administers it."""
 
+import asyncio
 import contextlib
 import json
 import time
@@ -9,8 +10,15 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import msgspec
+
+from limitforge.catalog import model
+from limitforge.catalog.catalog import Catalog
+from limitforge.catalog.credentials import Peppers
+from limitforge.catalog.database import Database
 from tests.servers import _free_port
-from tests.service.program import Answered, Running, demo, serve
+from tests.service.migrated import seed_demo
+from tests.service.program import Answered, Running, serve
 
 PEPPER = "an-unmistakable-pepper-of-these-tests"
 SETTINGS = {"LIMITFORGE_PEPPERS": f"1:{PEPPER}", "LIMITFORGE_DEADLINE_MS": "20000"}  # a busy machine is no broken store
@@ -18,10 +26,11 @@ SETTINGS = {"LIMITFORGE_PEPPERS": f"1:{PEPPER}", "LIMITFORGE_DEADLINE_MS": "2000
 
 @dataclass(frozen=True)
 class Seeded:
-    """A running service; `made` is what `demo --json` said."""
+    """A running service; `made` is what `demo --json` would say."""
 
     running: Running
     made: dict[str, Any]
+    beside: "Beside"
     prefix: str = ""
 
     def admin(self, method: str, path: str, body: Any = None, **headers: str) -> Answered:
@@ -49,20 +58,41 @@ class Seeded:
         return Tenant(self, list(limits), fields)
 
 
+class Beside:
+    """Writes to the database of a service past it, as the command line does: in one edit, and as often as it likes."""
+
+    def __init__(self, database: str) -> None:
+        self._runner = asyncio.Runner()
+        self._catalog = Catalog(Database(database), peppers=Peppers.parse(SETTINGS["LIMITFORGE_PEPPERS"]))
+
+    def tenant(self, limits: list[dict[str, Any]], fields: dict[str, Any]) -> tuple[str, str, str, str]:
+        """The ids of a tenant, its default plan (if it has limits) and its key, and the key itself."""
+        return self._runner.run(self._tenant(limits, fields))
+
+    def close(self) -> None:
+        self._runner.run(self._catalog.database.close())
+        self._runner.close()
+
+    async def _tenant(self, limits: list[dict[str, Any]], fields: dict[str, Any]) -> tuple[str, str, str, str]:
+        async with self._catalog.edit("test:seeded") as edit:
+            tenant_id = (await edit.create(model.Tenant, fields)).id
+            plan_id = ""
+            if limits:
+                plan = {"tenant_id": tenant_id, "name": "default", "limits": limits}
+                plan_id = (await edit.create(model.Plan, plan)).id
+                await edit.update(model.Tenant, tenant_id, {"default_plan_id": plan_id})
+            key, secret = await edit.create_key({"tenant_id": tenant_id, "name": "web"})
+        return tenant_id, plan_id, key.id, secret.text
+
+
 class Tenant:
     """One customer with a key, and calls in its name."""
 
     def __init__(self, service: Seeded, limits: list[dict[str, Any]], fields: dict[str, Any]) -> None:
         self.service = service
         self.name = f"t-{uuid4().hex[:12]}"
-        self.id: str = service.create("tenants", {"name": self.name, **fields})["id"]
-        self.plan_id: str = ""
-        if limits:
-            self.plan_id = self.create("plans", name="default", limits=limits)["id"]
-            self.change(default_plan_id=self.plan_id)
-        made = self.create("keys", name="web")
-        self.key_id: str = made["id"]
-        self.key: str = made["key"]
+        made = service.beside.tenant(limits, {"name": self.name, **fields})
+        self.id, self.plan_id, self.key_id, self.key = made
 
     def create(self, path: str, **fields: Any) -> dict[str, Any]:
         return self.service.create(path, {"tenant_id": self.id, **fields})
@@ -87,10 +117,12 @@ def seeded(
     database: str, store: str = "memory://", *options: str, log: Path | None = None, **settings: str
 ) -> Iterator[Seeded]:
     """`settings` are the program's own, as in `log_level="debug"`."""
-    with demo("--database", database, environment=SETTINGS) as running:
-        made = running.made
+    made: dict[str, Any] = msgspec.to_builtins(seed_demo(database, SETTINGS["LIMITFORGE_PEPPERS"]))
     told = SETTINGS | {f"LIMITFORGE_{name.upper()}": value for name, value in settings.items()}
     told["LIMITFORGE_KEY_PREFIX"] = uuid4().hex
     where = ("--database", database, "--store", store, *options)
-    with serve(_free_port(), *where, environment=told, log=log) as running:
-        yield Seeded(running, made, prefix=settings.get("root_path", ""))
+    with (
+        contextlib.closing(Beside(database)) as beside,
+        serve(_free_port(), *where, environment=told, log=log) as running,
+    ):
+        yield Seeded(running, made, beside, prefix=settings.get("root_path", ""))

@@ -4,13 +4,12 @@ import asyncio
 from typing import Any
 
 import httpx
-import pytest
 
 from limitforge.catalog import queries
 from limitforge.catalog.database import Database
 from limitforge.catalog.model import at_time
 from limitforge.core.clock import SystemClock
-from tests.service.live import Account, Admin, Live
+from tests.service.live import NO_TLS, Account, Admin, Live
 from tests.service.problems import assert_problem
 
 
@@ -26,25 +25,24 @@ def bodies(account: Account) -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.mark.parametrize("path", ["tenants", "plans", "policies", "keys", "overrides", "tokens"])
-def test_the_same_key_and_body_create_one_thing_and_answer_alike(admin: Admin, account: Account, path: str) -> None:
-    body = bodies(account)[path]
-    first = admin.post(f"/{path}", body, idempotency_key="key-1")
-    reordered = dict(reversed(body.items()))
-    again = admin.post(f"/{path}", reordered, idempotency_key="key-1")
-    assert (first.status_code, again.status_code) == (201, 201)
-    assert "idempotency-replayed" not in first.headers
-    assert (again.headers["idempotency-replayed"], again.headers["etag"]) == ("true", first.headers["etag"])
-    secret = {"keys": "key", "tokens": "token"}.get(path)
-    if secret is None:
-        assert again.json() == first.json()
-    else:
-        assert first.json()[secret]
-        assert again.json()[secret] is None
-        assert "first answer" in again.json()["notice"]
-        assert again.json()["id"] == first.json()["id"]
-        assert first.json()[secret] not in again.text
-    assert len(list(admin.everything("/audit", entity_id=first.json()["id"]))) == 1
+def test_the_same_key_and_body_create_one_thing_and_answer_alike(admin: Admin, account: Account) -> None:
+    for path, body in bodies(account).items():
+        first = admin.post(f"/{path}", body, idempotency_key=f"key-{path}")
+        reordered = dict(reversed(body.items()))
+        again = admin.post(f"/{path}", reordered, idempotency_key=f"key-{path}")
+        assert (first.status_code, again.status_code) == (201, 201), path
+        assert "idempotency-replayed" not in first.headers
+        assert (again.headers["idempotency-replayed"], again.headers["etag"]) == ("true", first.headers["etag"])
+        secret = {"keys": "key", "tokens": "token"}.get(path)
+        if secret is None:
+            assert again.json() == first.json()
+        else:
+            assert first.json()[secret]
+            assert again.json()[secret] is None
+            assert "first answer" in again.json()["notice"]
+            assert again.json()["id"] == first.json()["id"]
+            assert first.json()[secret] not in again.text
+        assert len(list(admin.everything("/audit", entity_id=first.json()["id"]))) == 1, path
 
 
 def test_the_same_key_with_something_else_is_refused(admin: Admin, account: Account) -> None:
@@ -68,11 +66,11 @@ def test_what_was_refused_may_be_sent_again(admin: Admin, account: Account) -> N
     assert admin.post("/plans", body, idempotency_key="k").status_code == 201
 
 
-@pytest.mark.parametrize("key", ["", "a b", "a" * 129, "é", "tab\tbed"])
-def test_a_key_has_bounds(admin: Admin, key: str) -> None:
-    headers = {"idempotency-key": key.encode()}
-    answer = admin.call("POST", "/tenants", {"name": "x"}, headers=headers)
-    assert_problem(answer, 422, "invalid_field", "idempotency-key")
+def test_a_key_has_bounds(admin: Admin) -> None:
+    for key in ("", "a b", "a" * 129, "é", "tab\tbed"):
+        headers = {"idempotency-key": key.encode()}
+        answer = admin.call("POST", "/tenants", {"name": "x"}, headers=headers)
+        assert_problem(answer, 422, "invalid_field", "idempotency-key")
 
 
 def test_the_answer_stays_the_same_though_the_thing_has_changed_or_is_gone(admin: Admin, account: Account) -> None:
@@ -91,7 +89,7 @@ def test_of_many_at_once_one_creates_and_the_others_are_told_the_same(either: Li
 
     async def all_at_once() -> list[httpx.Response]:
         headers = {"authorization": f"Bearer {admin.token}", "idempotency-key": "at-once"}
-        async with httpx.AsyncClient(base_url=either.url, headers=headers, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=either.url, headers=headers, timeout=60, verify=NO_TLS) as http:
             return list(await asyncio.gather(*(http.post("/v1/admin/plans", json=body) for _ in range(12))))
 
     answers = asyncio.run(all_at_once())

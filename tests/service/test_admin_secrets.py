@@ -12,7 +12,7 @@ def test_no_secret_is_seen_again_anywhere(tmp_path: Path, caplog: pytest.LogCapt
     caplog.set_level(logging.DEBUG)
     with Live(f"sqlite:///{tmp_path}/secrets.db") as live:
         admin = live.admin()
-        account = Account(admin)
+        account = Account(admin, over_http=True)
         own = account.own_admin()
         rotated = admin.post(f"/keys/{account.key['id']}/rotate", {"grace_seconds": 60}).json()
         secrets = [admin.token, account.secret, rotated["key"], account.token["token"]]

@@ -1,5 +1,6 @@
 """The real program behind the real nginx with the configuration that is deployed, under a prefix; and its own TLS."""
 
+import os
 import re
 import signal
 import socket
@@ -18,7 +19,7 @@ import pytest
 
 from limitforge.catalog.credentials import new_id
 from tests.catalog.live import old_credential
-from tests.cli.command import ENVIRONMENT, PROGRAM, Command, limitforge
+from tests.cli.command import Command, limitforge
 from tests.nginx import Nginx, make_certificate
 from tests.proxy import Proxy
 from tests.servers import _free_port
@@ -300,18 +301,13 @@ def encrypted(certificates: Path) -> Iterator[int]:
         "LIMITFORGE_TLS_KEY": str(certificates / "tls.key"),
         "LIMITFORGE_DATABASE_URL": f"sqlite:///{certificates}/tls.db",
     }
-    with subprocess.Popen(
-        [PROGRAM, "serve", "--port", str(port)],
-        env=ENVIRONMENT | SETTINGS | told,
-        stdin=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            assert process.stderr is not None
-            assert process.stderr.readline() == f"limitforge answers at https://127.0.0.1:{port}\n"
+    read, write = os.pipe()
+    with os.fdopen(read) as said, Path(os.devnull).open("rb") as nothing:
+        files = (nothing.fileno(), write, write)
+        with Command("serve", "--port", str(port), files=files, environment=SETTINGS | told) as process:
+            os.close(write)
+            assert said.readline() == f"limitforge answers at https://127.0.0.1:{port}\n"
             yield port
-        finally:
             process.terminate()
             process.wait(START_SECONDS)
 

@@ -2,7 +2,6 @@
 never lower than before.
 """
 
-import asyncio
 import contextlib
 import json
 import os
@@ -19,16 +18,14 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from limitforge.catalog.catalog import Catalog
-from limitforge.catalog.credentials import Peppers
-from limitforge.catalog.database import Database
 from limitforge.service.counters import MAX_TENANTS, OTHERS, Counters
-from limitforge.service.demo import Demo, seed
+from limitforge.service.demo import Demo
 from limitforge.service.metrics import exposition
 from limitforge.service.sums import Sums, Totals
 from tests.cli.command import limitforge
 from tests.servers import RedisServer, _free_port
 from tests.service.live import PEPPERS, START_SECONDS, Account, Live
+from tests.service.migrated import seed_demo
 from tests.service.problems import assert_problem
 from tests.service.program import Running, demo, serve
 
@@ -278,22 +275,13 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer) -
         "LIMITFORGE_METRICS_PORT": str(metrics_port),
         "TMPDIR": str(folder),
     }
-    made = asyncio.run(_seeded(environment["LIMITFORGE_DATABASE_URL"]))
+    made = seed_demo(environment["LIMITFORGE_DATABASE_URL"], PEPPERS)
     with serve(port, "--workers", "2", environment=environment) as service:
         found = Fleet(service, made, Running(service.process, {}, metrics_port))
         eventually(lambda: len(found.workers()) == 2)
         yield found
         assert service.stop() == 0
         assert list(folder.glob("limitforge-run-*")) == []
-
-
-async def _seeded(url: str) -> Demo:
-    database = Database(url)
-    try:
-        await database.upgrade()
-        return await seed(Catalog(database, peppers=Peppers.parse(PEPPERS)), "")
-    finally:
-        await database.close()
 
 
 def test_any_worker_tells_the_sum(fleet: Fleet) -> None:
