@@ -39,8 +39,10 @@ only_with_redis = pytest.mark.parametrize("place", ["sqlite and redis", "postgre
 either = pytest.mark.parametrize("place", ["sqlite", "postgres and redis"], indirect=True)
 without_redis = pytest.mark.parametrize("place", ["sqlite", "postgres"], indirect=True)
 only_postgres = pytest.mark.parametrize("place", ["postgres", "postgres and redis"], indirect=True)
-# What Python alone decides, or Redis: every statement that it needs is sent to Postgres by other tests.
-one_database = pytest.mark.parametrize("database", ["sqlite"], indirect=True)
+# What Python alone decides, or Redis: other tests of `make test` send every statement that it needs to Postgres.
+one_database = pytest.mark.parametrize(
+    "database", ["sqlite", pytest.param("postgres", marks=pytest.mark.soak)], indirect=True
+)
 only_postgres_with_redis = pytest.mark.parametrize("place", ["postgres and redis"], indirect=True)
 only_sqlite = pytest.mark.parametrize("place", ["sqlite"], indirect=True)
 only_sqlite_with_redis = pytest.mark.parametrize("place", ["sqlite and redis"], indirect=True)
