@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.postgres import MEMORY, PostgresServer, _has_room, postgres_data
 from tests.servers import RedisServer
 
 TESTS = Path(__file__).parent
+TIME_OUT_AGAIN_SECONDS = 5.0
 
 # LIMITFORGE_TEST_PROFILE chooses. Only `soak` draws new examples each time: a red CI is never a matter of luck.
 _patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -120,6 +122,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(report)
     if _has_room(MEMORY):
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
+
+@pytest.fixture(autouse=True)
+def the_time_out_comes_again() -> None:
+    """Hypothesis takes the first one for a finding, and runs the example that hangs once more."""
+    left, _ = signal.getitimer(signal.ITIMER_REAL)
+    if left:
+        signal.setitimer(signal.ITIMER_REAL, left, TIME_OUT_AGAIN_SECONDS)
 
 
 @pytest.fixture(autouse=True)
