@@ -39,6 +39,9 @@ NO_FILE = "{ file = 'letters.py', old = 'b', new = 'a', tests = 'tests/test_it.p
 NO_TEST = "{ file = 'numbers.py', old = 'a > b', new = 'a < b', tests = 'tests/test_it.py -k nothing' }"
 
 
+of_the_harness = pytest.mark.soak  # changes seldom: `make test` runs a part of its tests
+
+
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A project with one module and two tests, and a pytest that starts quickly."""
@@ -81,6 +84,7 @@ def test_each_bug_is_killed_or_survives_or_hangs_or_is_equivalent_or_broken(
     assert (project / "src/limitforge/numbers.py").read_text() == SOURCE
 
 
+@of_the_harness
 def test_a_word_of_the_file_name_picks_bugs_and_all_killed_is_success(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -94,6 +98,7 @@ def test_one_that_survives_or_cannot_be_planted_fails_the_run(project: Path, bug
     assert run(project, KILLED, bug) == 1
 
 
+@of_the_harness
 def test_a_hang_that_no_test_ends_is_ended_after_the_time_for_a_bug(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,6 +106,7 @@ def test_a_hang_that_no_test_ends_is_ended_after_the_time_for_a_bug(
     assert "hung: no end after 3 s" in capsys.readouterr().out
 
 
+@of_the_harness
 def test_nothing_is_planted_while_tests_fail_without_a_bug(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with (project / "tests/test_it.py").open("a") as tests:
         tests.write("def test_nonsense(): assert larger(1, 1) == 2\n")
@@ -111,6 +117,7 @@ def test_nothing_is_planted_while_tests_fail_without_a_bug(project: Path, capsys
     assert "killed" not in printed
 
 
+@of_the_harness
 def test_an_interrupt_ends_with_what_it_has(project: Path) -> None:
     slow = "def test_slow():\n    import time\n    time.sleep(0 if larger(1, 2) == 2 else 600)\n"
     (project / "tests/test_slow.py").write_text(f"from limitforge.numbers import larger\n\n{slow}")
