@@ -1,7 +1,7 @@
 """Processes of a test that share the second of CPU that it takes to import limitforge.
 
-They are forked from a server that has imported it and nothing else: each is a process of its own, with its own
-connections and event loop, which can be killed.
+They are forked from a server that has imported it and the modules below, and has opened nothing: each process has its
+own connections and event loop, and can be killed.
 """
 
 import multiprocessing

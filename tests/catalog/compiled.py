@@ -14,7 +14,7 @@ CAPACITY = 5_000
 
 
 class Compiled(LRUCache[Any, Any]):
-    """By statement and kind of database. An engine's own goes by its dialect, an object that no other engine has."""
+    """A cache by statement and kind of database. SQLAlchemy's own key holds the dialect of one engine."""
 
     def get(self, key: Any, default: Any = None) -> Any:
         return super().get(_without_dialect(key), default)
@@ -29,7 +29,7 @@ def _without_dialect(key: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @contextmanager
 def compiled_once() -> Iterator[None]:
-    """For each engine that is made until then."""
+    """Let all engines that are made inside of this block share their compiled statements."""
     compiled = Compiled(CAPACITY)
 
     def made(*given: Any, **options: Any) -> AsyncEngine:

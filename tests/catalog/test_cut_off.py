@@ -30,6 +30,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_polls")]
 MODES = {"black hole": DropReplies(), "refused": Refuse()}
 
 
+def in_one_mode(chosen: str) -> pytest.MarkDecorator:
+    """Run a test in this mode, and in the others in `make soak`."""
+    soak = pytest.mark.soak
+    modes = [pytest.param(mode, id=name, marks=() if name == chosen else soak) for name, mode in MODES.items()]
+    return pytest.mark.parametrize("mode", modes)
+
+
 @dataclass
 class Pair:
     """Two nodes of one fleet. `there` reaches the database through the proxy only."""
@@ -116,7 +123,7 @@ async def test_what_takes_something_away_acts_on_a_node_that_is_cut_off(pair: Pa
         await pair.there.sees(account.text, LESS[name][1])
 
 
-@pytest.mark.parametrize("mode", [MODES["black hole"]], ids=["black hole"])
+@in_one_mode("black hole")
 async def test_a_plan_that_is_lowered_and_one_that_is_raised_act_on_a_node_that_is_cut_off(
     pair: Pair, mode: Mode
 ) -> None:
@@ -128,7 +135,7 @@ async def test_a_plan_that_is_lowered_and_one_that_is_raised_act_on_a_node_that_
             await pair.there.sees(account.text, number)
 
 
-@pytest.mark.parametrize("mode", [MODES["refused"]], ids=["refused"])
+@in_one_mode("refused")
 async def test_the_new_secret_of_a_rotated_key_is_good_on_a_node_that_is_cut_off(pair: Pair, mode: Mode) -> None:
     account = await open_account(pair.here.catalog)
     await pair.there.sees(account.text, 5)
@@ -170,7 +177,7 @@ async def test_a_node_that_is_cut_off_and_hears_nothing_at_all_compares_what_it_
         await deaf.sees(account.text, Forbidden)
 
 
-@pytest.mark.parametrize("mode", [MODES["refused"]], ids=["refused"])
+@in_one_mode("refused")
 async def test_a_key_that_is_revoked_and_of_which_there_is_no_copy_is_not_served(
     pair: Pair, mode: Mode, redis_server: RedisServer
 ) -> None:

@@ -191,7 +191,7 @@ async def test_an_edit_that_is_undone_leaves_no_row_and_no_gap(catalog: Catalog,
 async def test_numbers_have_no_gap_and_are_seen_in_their_order_under_concurrency(
     catalog: Catalog, database: Database
 ) -> None:
-    """Whoever reads on from the last number that it has seen misses nothing: 10 write, every third in vain."""
+    """A reader that goes on from the last number that it has seen misses nothing: 10 write, every third in vain."""
     seen: list[int] = []
 
     async def write(number: int) -> None:

@@ -43,7 +43,8 @@ PERIODS = {Period.DAY: DAY_US, Period.WEEK: 7 * DAY_US, Period.MONTH: 30 * DAY_U
 MAX_COST = 2**52 - 1
 
 # Where each algorithm is asked by itself: together they still see more examples than a promise that draws one of them.
-fewer_examples = settings(max_examples=settings().max_examples // 2)
+_EXAMPLES = settings().max_examples
+fewer_examples = settings(max_examples=_EXAMPLES // 2 if _EXAMPLES < 1_000 else _EXAMPLES)  # all of them in soak
 
 _WHOLE = 2**20
 

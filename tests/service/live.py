@@ -153,9 +153,7 @@ class Admin:
 
 
 class Account:
-    """A tenant with one of everything, as its admin would have made it over HTTP; `over_http` makes it so indeed, for
-    tests of just that: it takes six times as long.
-    """
+    """A tenant with one of everything, made in one edit. `over_http` makes it with six calls of the admin API."""
 
     def __init__(self, admin: Admin, name: str = "", *, over_http: bool = False) -> None:
         self.admin = admin

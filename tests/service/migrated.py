@@ -4,13 +4,13 @@ import asyncio
 import contextlib
 import functools
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from limitforge.catalog.catalog import Catalog
 from limitforge.catalog.credentials import Peppers
-from limitforge.catalog.database import Database
 from limitforge.service.demo import Demo, seed
+from tests.catalog.making import opened
 
 
 def migrate(url: str) -> None:
@@ -31,7 +31,7 @@ def seed_demo(url: str, peppers: str) -> Demo:
 
 
 def _new_file(url: str) -> Path | None:
-    """That SQLite would make."""
+    """The file that SQLite would make, or None if it is there or the database is another."""
     file = Path(url.removeprefix("sqlite:///"))
     return file if url.startswith("sqlite:///") and not file.exists() else None
 
@@ -62,20 +62,11 @@ def _content(file: Path) -> bytes:
 
 
 async def _upgraded(url: str) -> None:
-    async with _opened(url) as database:
+    async with opened(url) as database:
         await database.upgrade()
 
 
 async def _seeded(url: str, peppers: str) -> Demo:
-    async with _opened(url) as database:
+    async with opened(url) as database:
         await database.upgrade()
         return await seed(Catalog(database, peppers=Peppers.parse(peppers)), "")
-
-
-@contextlib.asynccontextmanager
-async def _opened(url: str) -> AsyncIterator[Database]:
-    database = Database(url)
-    try:
-        yield database
-    finally:
-        await database.close()

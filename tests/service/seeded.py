@@ -1,4 +1,4 @@
-"""The program as it is deployed: `serve` on a database with what `demo` makes, and whoever administers it."""
+"""The program as it is deployed: `serve` on a database with what `demo` makes, and calls of its administrator."""
 
 import asyncio
 import contextlib

@@ -2,11 +2,14 @@
 
 import ast
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import TIME_OUT_AGAIN_SECONDS
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -29,6 +32,13 @@ OF_ONE_MACHINE = re.compile(rb"(?<![\w.-])/(?:root|work|home)/|pypi\.org|files\.
 def test_the_linters_have_nothing_to_say(command: list[str]) -> None:
     done = subprocess.run([BIN / command[0], *command[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_time_out_comes_again() -> None:
+    """The first one may be caught, as Hypothesis does."""
+    left, again = signal.getitimer(signal.ITIMER_REAL)
+    assert left > 0
+    assert again == TIME_OUT_AGAIN_SECONDS
 
 
 def test_no_file_speaks_of_one_machine() -> None:
