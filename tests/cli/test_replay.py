@@ -32,16 +32,16 @@ def replayed(*cases: Any, store: str = "memory") -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", ["memory", "memory://", "redis"])
-def test_every_vector_is_decided_as_it_says(kind: str, own_redis_server: RedisServer) -> None:
+def test_every_vector_is_decided_as_it_says(kind: str, redis_url: str, redis_server: RedisServer) -> None:
     run = program if kind == "memory" else limitforge
-    done = run("replay", str(VECTORS), "--store", own_redis_server.url if kind == "redis" else kind)
+    done = run("replay", str(VECTORS), "--store", redis_url if kind == "redis" else kind)
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     expected = [step["expect"] for case in json.loads(VECTORS.read_bytes()) for step in case["steps"]]
     assert len(answers) == len(expected)
     wrong = [d for answer, expect in zip(answers, expected, strict=True) for d in _unequal(expect, answer)]
     assert wrong == []
     assert (done.returncode, done.stderr) == (0, f"{len(expected)} steps, all as expected\n")
-    assert own_redis_server.command("DBSIZE") == b":0\r\n"
+    assert redis_server.command("DBSIZE") == b":0\r\n"
 
 
 def _unequal(expected: dict[str, Any], answer: dict[str, Any]) -> list[str]:

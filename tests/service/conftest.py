@@ -20,10 +20,13 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 
 @pytest.fixture(scope="session")
-def backed(postgres_server: PostgresServer, redis_server: RedisServer) -> Iterator[Live]:
-    """With Postgres and Redis, for all tests of this worker."""
+def backed(postgres_server: PostgresServer) -> Iterator[Live]:
+    """With Postgres and Redis, for all tests of this worker.
+
+    It writes to Redis between tests too: with one of its own, the shared Redis stays as the other tests left it.
+    """
     name = f"service_{uuid4().hex}"
-    with Live(postgres_server.database(name), redis_server.url, key_prefix=name) as live:
+    with RedisServer() as redis, Live(postgres_server.database(name), redis.url, key_prefix=name) as live:
         yield live
     postgres_server.drop(name)
 
