@@ -31,6 +31,8 @@ class Doors:
         self.calls = calls
         self.proxies = proxies
         self.connections = connections
+        self.is_shutting_down = False
+        """True when the listening socket is closed. A connection that was accepted before may still begin."""
         self.default_headers: list[tuple[bytes, bytes]] | None = None
         self.openings: dict[tuple[int, bytes], bytes] = {}
         """By status and content type, for as long as the default headers are these."""

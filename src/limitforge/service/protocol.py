@@ -112,6 +112,8 @@ class CheckProtocol(HttpToolsProtocol):
         self._idle_since = self.loop.time()
         self._watch = self.loop.call_later(WATCH_SECONDS, self._watch_time)
         self._doors.connections.opened(self)
+        if self._doors.is_shutting_down:  # uvicorn asked the other connections to shut down before this one began
+            self.shutdown()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._watch is not None:

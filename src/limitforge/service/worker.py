@@ -64,6 +64,7 @@ class Server(uvicorn.Server):
     ) -> None:
         """`parent` is a file descriptor that ends with the process that started this one."""
         super().__init__(config(service, settings))
+        self._doors = service.doors
         self._tell_ready = ready
         self._memory = MemoryWatch()
         self._parent = parent
@@ -81,6 +82,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._memory.stop()
+        self._doors.is_shutting_down = True
         beside = () if self._beside is None else (self._beside.stop(),)
         await asyncio.gather(super().shutdown(sockets), *beside)
 

@@ -1,0 +1,54 @@
+"""A shutdown answers every request that reached a connection, and then ends."""
+
+import asyncio
+import socket
+from pathlib import Path
+
+import pytest
+
+from limitforge.service.app import Service
+from limitforge.service.settings import Settings
+from limitforge.service.worker import Server
+from tests.service.live import CALL_SECONDS, PEPPERS
+from tests.service.migrated import migrate
+
+REQUEST = b"GET /v1/health HTTP/1.1\r\nhost: a\r\n\r\n"
+
+
+class ServerWithLateClient(Server):
+    """A client connects a few iterations of the event loop before the shutdown."""
+
+    client: asyncio.Future[socket.socket]
+    iterations: int
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        assert sockets is not None
+        client = socket.create_connection(sockets[0].getsockname())
+        for _ in range(self.iterations):
+            await asyncio.sleep(0)
+        self.client.set_result(client)
+        await super().shutdown(sockets)
+
+
+@pytest.mark.parametrize("iterations", range(2, 6))
+def test_a_connection_that_begins_during_a_shutdown_is_answered_and_closed(tmp_path: Path, iterations: int) -> None:
+    """The event loop accepts it one iteration before it calls the protocol; with fewer than two, it does neither."""
+    settings = Settings(database_url=f"sqlite:///{tmp_path}/service.db", peppers=PEPPERS, shutdown_seconds=3_600)
+    migrate(settings.database_url)
+    asyncio.run(_connect_late(settings, iterations))
+
+
+async def _connect_late(settings: Settings, iterations: int) -> None:
+    server = ServerWithLateClient(Service(settings), settings, lambda: None)
+    server.client, server.iterations = asyncio.Future(), iterations
+    server.should_exit = True  # as soon as it has started
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        serving = asyncio.create_task(server.serve([listening]))
+        async with asyncio.timeout(CALL_SECONDS):
+            reader, writer = await asyncio.open_connection(sock=await server.client)
+            writer.write(REQUEST)
+            answer = await reader.read()
+            writer.close()
+            await asyncio.gather(serving, writer.wait_closed())
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b"\r\nconnection: close\r\n" in answer
