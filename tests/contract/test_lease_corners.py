@@ -87,6 +87,8 @@ def test_what_is_denied_of_a_leased_limit_needs_no_asking_again(redis_url: str) 
     options = StoreOptions(failure="raise", deadline_ms=30_000)
     spent = FixedWindow(name="spent", limit=10, window_seconds=DAY, align="first_hit", consistency="leased")
     with SyncLimiter.connect(redis_url, options=options) as limiter:
+        passes_until_denied(limiter, spent)
+        wait_for(lambda: not limiter.check("r", "s", limits=spent).allowed and limiter.status().denial_hits)
         for _ in range(500):
             limiter.check("r", "s", limits=spent)
         assert limiter.status().denial_hits > 400
