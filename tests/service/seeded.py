@@ -118,11 +118,11 @@ def seeded(
 ) -> Iterator[Seeded]:
     """`settings` are the program's own, as in `log_level="debug"`."""
     made: dict[str, Any] = msgspec.to_builtins(seed_demo(database, SETTINGS["LIMITFORGE_PEPPERS"]))
-    told = SETTINGS | {f"LIMITFORGE_{name.upper()}": value for name, value in settings.items()}
-    told["LIMITFORGE_KEY_PREFIX"] = uuid4().hex
+    environment = SETTINGS | {f"LIMITFORGE_{name.upper()}": value for name, value in settings.items()}
+    environment["LIMITFORGE_KEY_PREFIX"] = uuid4().hex
     where = ("--database", database, "--store", store, *options)
     with (
         contextlib.closing(Beside(database)) as beside,
-        serve(_free_port(), *where, environment=told, log=log) as running,
+        serve(_free_port(), *where, environment=environment, log=log) as running,
     ):
         yield Seeded(running, made, beside, prefix=settings.get("root_path", ""))

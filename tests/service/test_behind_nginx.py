@@ -304,7 +304,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def encrypted(certificates: Path) -> Iterator[int]:
     """The port of a service that speaks TLS by itself."""
     port = _free_port()
-    told = {
+    own = {
         "LIMITFORGE_TLS_CERT": str(certificates / "tls.crt"),
         "LIMITFORGE_TLS_KEY": str(certificates / "tls.key"),
         "LIMITFORGE_DATABASE_URL": f"sqlite:///{certificates}/tls.db",
@@ -312,7 +312,7 @@ def encrypted(certificates: Path) -> Iterator[int]:
     read, write = os.pipe()
     with os.fdopen(read) as said, Path(os.devnull).open("rb") as nothing:
         files = (nothing.fileno(), write, write)
-        with Command("serve", "--port", str(port), files=files, environment=SETTINGS | told) as process:
+        with Command("serve", "--port", str(port), files=files, environment=SETTINGS | own) as process:
             os.close(write)
             assert said.readline() == f"limitforge answers at https://127.0.0.1:{port}\n"
             yield port

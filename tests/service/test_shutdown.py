@@ -5,13 +5,16 @@ import socket
 from pathlib import Path
 
 import pytest
+import uvloop
 
+from limitforge.service import protocol
 from limitforge.service.app import Service
 from limitforge.service.settings import Settings
 from limitforge.service.worker import Server
 from tests.service.live import CALL_SECONDS, PEPPERS
 from tests.service.migrated import migrate
 
+SECONDS = 30.0  # generous: it takes milliseconds
 REQUEST = b"GET /v1/health HTTP/1.1\r\nhost: a\r\n\r\n"
 
 
@@ -30,12 +33,21 @@ class ServerWithLateClient(Server):
         await super().shutdown(sockets)
 
 
-@pytest.mark.parametrize("iterations", range(2, 6))
-def test_a_connection_that_begins_during_a_shutdown_is_answered_and_closed(tmp_path: Path, iterations: int) -> None:
-    """The event loop accepts it one iteration before it calls the protocol; with fewer than two, it does neither."""
-    settings = Settings(database_url=f"sqlite:///{tmp_path}/service.db", peppers=PEPPERS, shutdown_seconds=3_600)
+# How many iterations before the shutdown a client must connect, at least: with fewer, the loop does not accept it.
+LOOPS = {"asyncio": (asyncio.run, 2), "uvloop": (uvloop.run, 0)}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("more", range(3))
+def test_a_connection_that_begins_during_a_shutdown_is_answered_and_closed(
+    tmp_path: Path, loop: str, more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An event loop accepts a connection before it calls the protocol."""
+    monkeypatch.setattr(protocol, "LINGER_SECONDS", CALL_SECONDS)
+    settings = Settings(database_url=f"sqlite:///{tmp_path}/service.db", peppers=PEPPERS, shutdown_seconds=SECONDS)
     migrate(settings.database_url)
-    asyncio.run(_connect_late(settings, iterations))
+    run, least = LOOPS[loop]
+    run(_connect_late(settings, least + more))
 
 
 async def _connect_late(settings: Settings, iterations: int) -> None:
@@ -44,7 +56,7 @@ async def _connect_late(settings: Settings, iterations: int) -> None:
     server.should_exit = True  # as soon as it has started
     with socket.create_server(("127.0.0.1", 0)) as listening:
         serving = asyncio.create_task(server.serve([listening]))
-        async with asyncio.timeout(CALL_SECONDS):
+        async with asyncio.timeout(SECONDS):
             reader, writer = await asyncio.open_connection(sock=await server.client)
             writer.write(REQUEST)
             answer = await reader.read()

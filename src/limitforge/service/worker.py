@@ -49,7 +49,19 @@ def _protocol(doors: Doors) -> type[asyncio.Protocol]:
     return cast("type[asyncio.Protocol]", partial(CheckProtocol, doors=doors))
 
 
-class Server(uvicorn.Server):
+class GracefulServer(uvicorn.Server):
+    """Ends every connection in a shutdown, also one that was accepted before it and begins only then."""
+
+    def __init__(self, config: uvicorn.Config, doors: Doors) -> None:
+        super().__init__(config)
+        self._doors = doors
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._doors.is_shutting_down = True
+        await super().shutdown(sockets)
+
+
+class Server(GracefulServer):
     """Tells when it is ready, and takes connections that were accepted already to their end. What asks for metrics on
     their own socket is answered beside it.
     """
@@ -63,8 +75,7 @@ class Server(uvicorn.Server):
         parent: int | None = None,
     ) -> None:
         """`parent` is a file descriptor that ends with the process that started this one."""
-        super().__init__(config(service, settings))
-        self._doors = service.doors
+        super().__init__(config(service, settings), service.doors)
         self._tell_ready = ready
         self._memory = MemoryWatch()
         self._parent = parent
@@ -82,7 +93,6 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._memory.stop()
-        self._doors.is_shutting_down = True
         beside = () if self._beside is None else (self._beside.stop(),)
         await asyncio.gather(super().shutdown(sockets), *beside)
 
@@ -97,7 +107,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-class Beside(uvicorn.Server):
+class Beside(GracefulServer):
     """Metrics on their own socket, in the same loop; signals are for the one whose side it is at."""
 
     def __init__(self, service: Service, listening: socket.socket) -> None:
@@ -112,7 +122,8 @@ class Beside(uvicorn.Server):
                 proxy_headers=False,
                 log_config=None,
                 timeout_graceful_shutdown=1,
-            )
+            ),
+            service.metrics_doors,
         )
         self._listening = listening
         self._serving: asyncio.Task[None] | None = None
