@@ -17,7 +17,7 @@ from bench.library.run import run as run_library
 from bench.scale import plot as scale_plot
 from bench.scale import report as scale
 from bench.scale.run import run as run_scale
-from bench.server import NoServer, redis_server, server_version
+from bench.server import ServerUnavailable, redis_server, server_version
 from bench.service import plot as service_plot
 from bench.service import report as service
 from bench.service import wrk
@@ -25,10 +25,10 @@ from bench.service.run import run as run_service
 from bench.table import Target, targets
 
 PARTS = ("memory", "redis", "bytes", "library", "scale", "catalog", "service")
-DRAWN: dict[str, Callable[[list[Any], dict[str, str]], str]] = {
-    "library": plot.draw,
-    "scale": scale_plot.draw,
-    "service": service_plot.draw,
+PLOTS: dict[str, Callable[[list[Any], dict[str, str]], str]] = {
+    "library": plot.render_svg,
+    "scale": scale_plot.render_svg,
+    "service": service_plot.render_svg,
 }
 
 
@@ -43,11 +43,11 @@ def main() -> int:
             print(f"\n{drawn}", flush=True)
             report[part] = [asdict(result) for result in results]
             found += its_targets
-            if part in DRAWN and asked.plot:
+            if part in PLOTS and asked.plot:
                 file = _plot_file(asked.plot, part, asked.parts)
-                file.write_text(DRAWN[part](results, report["versions"]))
+                file.write_text(PLOTS[part](results, report["versions"]))
                 print(f"drawn to {file}\n")
-    except NoServer as missing:
+    except ServerUnavailable as missing:
         print(f"bench: {missing}", file=sys.stderr)
         return 1
     print(f"{targets(found)}")
@@ -62,27 +62,27 @@ def main() -> int:
 def _run(part: str, versions: dict[str, str], *, quick: bool) -> tuple[list[Any], str, list[Target]]:
     if part == "memory":
         in_memory, its_targets = memory.run(quick=quick)
-        return in_memory, memory.draw(in_memory), its_targets
+        return in_memory, memory.render(in_memory), its_targets
     if part == "catalog":
         of_catalog, its_targets = catalog.run(quick=quick)
-        return of_catalog, catalog.draw(of_catalog), its_targets
+        return of_catalog, catalog.render(of_catalog), its_targets
     with redis_server() as url:
         versions["redis-server"] = server_version(url)
         if part == "redis":
             on_redis, its_targets = redis_cpu.run(url, quick=quick)
-            return on_redis, redis_cpu.draw(on_redis), its_targets
+            return on_redis, redis_cpu.render(on_redis), its_targets
         if part == "library":
             beside_peers = run_library(url, quick=quick)
-            return beside_peers, library.draw(beside_peers), library.targets(beside_peers)
+            return beside_peers, library.render(beside_peers), library.targets(beside_peers)
         if part == "scale":
             scaled = run_scale(url, quick=quick)
-            return scaled, scale.draw(scaled), scale.targets(scaled)
+            return scaled, scale.render(scaled), scale.targets(scaled)
         if part == "service":
-            versions |= _versions_of("slowapi", "fastapi", "uvicorn") | {"wrk": wrk.version()}
+            versions |= _package_versions("slowapi", "fastapi", "uvicorn") | {"wrk": wrk.version()}
             served = run_service(url, quick=quick)
-            return served, service.draw(served), service.targets(served)
+            return served, service.render(served), service.targets(served)
         in_bytes, its_targets = footprint.run(url, quick=quick)
-        return in_bytes, footprint.draw(in_bytes), its_targets
+        return in_bytes, footprint.render(in_bytes), its_targets
 
 
 def _plot_file(asked: Path, part: str, parts: list[str]) -> Path:
@@ -105,10 +105,10 @@ def _arguments() -> argparse.Namespace:
 
 def _versions() -> dict[str, str]:
     packages = ("limitforge", "limits", "throttled-py", "pyrate-limiter", "redis", "hiredis", "uvloop")
-    return {"python": platform.python_version()} | _versions_of(*packages)
+    return {"python": platform.python_version()} | _package_versions(*packages)
 
 
-def _versions_of(*packages: str) -> dict[str, str]:
+def _package_versions(*packages: str) -> dict[str, str]:
     return {"redis-py" if package == "redis" else package: version(package) for package in packages}
 
 

@@ -13,15 +13,15 @@ from pathlib import Path
 
 from sqlalchemy import delete, insert
 
-from bench.contest import Spread, progress, quiet
+from bench.harness import Spread, progress, settle
 from bench.table import Target, at_most, table
-from limitforge.catalog import tables
-from limitforge.catalog.cache import Snapshots
-from limitforge.catalog.credentials import ID_LENGTH, PREFIXES, SECRET_LENGTH, Credential, Peppers, public_checksum
-from limitforge.catalog.database import Database
+from limitforge.catalog.credentials import ID_LENGTH, PREFIXES, SECRET_LENGTH, Credential, Peppers, crc_checksum
+from limitforge.catalog.database import tables
+from limitforge.catalog.database.database import Database
+from limitforge.catalog.live.cache import CatalogCache
+from limitforge.catalog.live.sources import DatabaseSource
 from limitforge.catalog.model import Plan, Policy, Tenant, TenantConfig
 from limitforge.catalog.snapshot import Snapshot
-from limitforge.catalog.sources import DatabaseSource
 from limitforge.errors import CatalogError
 
 POLICIES = 10
@@ -33,48 +33,48 @@ OPERATOR = TenantConfig(Tenant(id="operator", name="operator"), (), ())
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    what: str
+    name: str
     value: Spread | float
     unit: str
 
 
 def run(*, quick: bool) -> tuple[list[Result], list[Target]]:
     with tempfile.TemporaryDirectory(prefix="limitforge-bench-") as folder:
-        results = asyncio.run(_measured(Path(folder), tenants=200 if quick else 10_000, rounds=3 if quick else 9))
-    found = {result.what: _median(result) for result in results}
+        results = asyncio.run(_measure(Path(folder), tenants=200 if quick else 10_000, rounds=3 if quick else 9))
+    found = {result.name: _median(result) for result in results}
     return results, [
         at_most("catalog, warm look-up of key, snapshot and policy", LOOKUP_US, found[WARM], "us"),
-        at_most("catalog, match among 10,000 policies", MATCH_US, found[MANY], "us"),
-        at_most("catalog, 1,000 first requests of one tenant", 1, found[HERD], "loads"),
+        at_most("catalog, match among 10,000 policies", MATCH_US, found[MATCH_MANY], "us"),
+        at_most("catalog, 1,000 first requests of one tenant", 1, found[SINGLE_FLIGHT], "loads"),
     ]
 
 
 WARM = "warm: key, snapshot and policy"
-MANY = "match among 10,000 policies, not seen before"
-HERD = "loads of one tenant for 1,000 first requests at once"
+MATCH_MANY = "match among 10,000 policies, not seen before"
+SINGLE_FLIGHT = "loads of one tenant for 1,000 first requests at once"
 
 
-def draw(results: Sequence[Result]) -> str:
+def render(results: Sequence[Result]) -> str:
     rows = [
-        (each.what, each.value.text() if isinstance(each.value, Spread) else f"{each.value:,.1f}", each.unit)
+        (each.name, each.value.text() if isinstance(each.value, Spread) else f"{each.value:,.1f}", each.unit)
         for each in results
     ]
     return table("Catalog on SQLite: median (lowest-highest) of the rounds", ("", "", ""), rows)
 
 
-async def _measured(folder: Path, tenants: int, rounds: int) -> list[Result]:
+async def _measure(folder: Path, tenants: int, rounds: int) -> list[Result]:
     logging.getLogger("limitforge").setLevel(logging.ERROR)
     database = Database(f"sqlite:///{folder}/catalog.db")
     peppers = Peppers.parse(Peppers.generate())
     await database.upgrade()
     progress(f"catalog: writing {tenants:,} tenants with {POLICIES} policies each")
     keys = await _seed(database, peppers, tenants)
-    results = [*await _cold(database, peppers, keys), *await _herds(database, peppers, keys)]
+    results = [*await _cold(database, peppers, keys), *await _concurrent_loads(database, peppers, keys)]
     results += await _warm(database, peppers, keys, rounds)
-    results += [*_matches(rounds), await _in_memory(database, peppers, keys)]
+    results += [*_policy_matches(rounds), await _memory_per_tenant(database, peppers, keys)]
     async with database.writing() as connection:
         await connection.execute(delete(tables.policies))
-    results.append(await _in_memory(database, peppers, keys, policies=0))
+    results.append(await _memory_per_tenant(database, peppers, keys, policies=0))
     await database.close()
     return results
 
@@ -97,8 +97,8 @@ async def _seed(database: Database, peppers: Peppers, count: int) -> list[Creden
             resource = f"GET:/area{at}/{{id}}"
             where = {"resource": resource, "pattern": resource.replace("{id}", "{}"), "plan_id": plan, "mode": "on"}
             rows["policies"].append({"id": f"pol_{number:013}{at:03}", "tenant_id": tenant, **where, **book})
-        credential = Credential.make(PREFIXES["live"], f"{number:016}", peppers)
-        sealed = peppers.seal(credential)
+        credential = Credential.generate(PREFIXES["live"], f"{number:016}", peppers)
+        sealed = peppers.hash_credential(credential)
         own = {"type": "live", "scopes": ["check"], "metadata": {}, "disabled": False}
         rows["keys"].append({"id": f"key_{number:016}", "tenant_id": tenant, "name": "web", **own, **book})
         secret = {"hash": sealed.hash, "key_id": f"key_{number:016}", "pepper": sealed.pepper, "created_at": NOW}
@@ -117,14 +117,14 @@ def _limits() -> list[dict[str, object]]:
 
 
 async def _cold(database: Database, peppers: Peppers, keys: list[Credential]) -> list[Result]:
-    snapshots = Snapshots(DatabaseSource(database), peppers)
-    await snapshots.find(keys[0].text)  # the operator, and whatever else happens once
+    snapshots = CatalogCache(DatabaseSource(database), peppers)
+    await snapshots.find_caller(keys[0].text)  # the operator, and whatever else happens once
     took, statements = [], 0
     for credential in keys[1:101]:
-        before, started = database.statements, time.perf_counter_ns()
-        await snapshots.find(credential.text)
+        before, started = database.statement_count, time.perf_counter_ns()
+        await snapshots.find_caller(credential.text)
         took.append((time.perf_counter_ns() - started) / 1e6)
-        statements = max(statements, database.statements - before)
+        statements = max(statements, database.statement_count - before)
     await snapshots.close()
     return [
         Result("cold: key and tenant from the database", Spread.of(took), "ms"),
@@ -132,48 +132,48 @@ async def _cold(database: Database, peppers: Peppers, keys: list[Credential]) ->
     ]
 
 
-async def _herds(database: Database, peppers: Peppers, keys: list[Credential]) -> list[Result]:
-    snapshots = Snapshots(DatabaseSource(database), peppers)
-    await snapshots.find(keys[0].text)
+async def _concurrent_loads(database: Database, peppers: Peppers, keys: list[Credential]) -> list[Result]:
+    snapshots = CatalogCache(DatabaseSource(database), peppers)
+    await snapshots.find_caller(keys[0].text)
     before = snapshots.status().loads
-    await asyncio.gather(*(snapshots.find(keys[-1].text) for _ in range(1_000)))
+    await asyncio.gather(*(snapshots.find_caller(keys[-1].text) for _ in range(1_000)))
     loads = snapshots.status().loads - before - 1  # its key is one more
-    statements, started = database.statements, time.monotonic()
+    statements, started = database.statement_count, time.monotonic()
     for number in range(10_000):
         body = f"{PREFIXES['live']}wrong{number:011}".ljust(len(PREFIXES["live"]) + ID_LENGTH + SECRET_LENGTH, "0")
         try:
-            await snapshots.find(body + public_checksum(body), source="192.0.2.1")
+            await snapshots.find_caller(body + crc_checksum(body), client="192.0.2.1")
         except CatalogError:
             continue
     seconds = time.monotonic() - started
     await snapshots.close()
     return [
-        Result(HERD, float(loads), "loads"),
+        Result(SINGLE_FLIGHT, float(loads), "loads"),
         Result("10,000 wrong keys of one source, one after the other", seconds, "s"),
-        Result("queries of those", float(database.statements - statements), "queries"),
+        Result("queries of those", float(database.statement_count - statements), "queries"),
     ]
 
 
 async def _warm(database: Database, peppers: Peppers, keys: list[Credential], rounds: int) -> list[Result]:
-    snapshots = Snapshots(DatabaseSource(database), peppers)
+    snapshots = CatalogCache(DatabaseSource(database), peppers)
     some = [credential.text for credential in keys[:1_000]]
     for text in some:
-        await snapshots.find(text)
+        await snapshots.find_caller(text)
 
     def look_up() -> None:
         for text in some:
-            caller = snapshots.known(text)
+            caller = snapshots.cached_caller(text)
             if caller is not None:
                 caller.snapshot.select("GET:/area3/17", caller.key.plan_id)
 
-    results = [Result(WARM, _timed(look_up, len(some), rounds), "us")]
+    results = [Result(WARM, _time_per_call(look_up, len(some), rounds), "us")]
     await snapshots.close()
     return results
 
 
-def _matches(rounds: int) -> list[Result]:
+def _policy_matches(rounds: int) -> list[Result]:
     results = []
-    for count, what in ((10, "match among 10 policies, not seen before"), (10_000, MANY)):
+    for count, what in ((10, "match among 10 policies, not seen before"), (10_000, MATCH_MANY)):
         snapshot = Snapshot(_config(count), OPERATOR)
         fresh = _resources(count)
 
@@ -183,7 +183,7 @@ def _matches(rounds: int) -> list[Result]:
 
         for at in range(count):
             snapshot.select(f"GET:/area{at}/1")  # every policy is known before anything is measured
-        results.append(Result(what, _timed(match, 1_000, rounds), "us"))
+        results.append(Result(what, _time_per_call(match, 1_000, rounds), "us"))
     return results
 
 
@@ -204,15 +204,17 @@ def _config(count: int) -> TenantConfig:
     return TenantConfig(Tenant(id="ten_1", name="acme", default_plan_id="pla_1"), (plan,), tuple(policies))
 
 
-async def _in_memory(database: Database, peppers: Peppers, keys: list[Credential], policies: int = POLICIES) -> Result:
+async def _memory_per_tenant(
+    database: Database, peppers: Peppers, keys: list[Credential], policies: int = POLICIES
+) -> Result:
     """With every policy used once, as after a while."""
-    snapshots = Snapshots(DatabaseSource(database), peppers)
-    await snapshots.find(keys[0].text)
+    snapshots = CatalogCache(DatabaseSource(database), peppers)
+    await snapshots.find_caller(keys[0].text)
     gc.collect()
     tracemalloc.start()
     some = keys[1 : min(len(keys), 1_001)]
     for credential in some:
-        caller = await snapshots.find(credential.text)
+        caller = await snapshots.find_caller(credential.text)
         for at in range(max(policies, 1)):
             caller.snapshot.select(f"GET:/area{at}/17")
     gc.collect()
@@ -222,10 +224,10 @@ async def _in_memory(database: Database, peppers: Peppers, keys: list[Credential
     return Result(f"memory of a cached key and tenant, {policies} policies", kept / len(some) / 1_024, "KiB")
 
 
-def _timed(work: Callable[[], None], count: int, rounds: int) -> Spread:
+def _time_per_call(work: Callable[[], None], count: int, rounds: int) -> Spread:
     took = []
     for _ in range(rounds):
-        quiet()
+        settle()
         started = time.perf_counter_ns()
         work()
         took.append((time.perf_counter_ns() - started) / 1_000 / count)

@@ -7,7 +7,7 @@ from typing import Any
 from redis import Redis
 
 from bench import ours, peers
-from bench.contest import Contestant, progress
+from bench.harness import Contestant, progress
 from bench.table import Target, at_most, table
 from limitforge import SyncLimiter
 
@@ -36,13 +36,13 @@ def run(url: str, *, quick: bool) -> tuple[list[Result], list[Target]]:
         if plan in ("two limits", "three limits"):
             continue
         progress(f"bytes: {plan}, {many} buckets")
-        one = _used(redis, plan, lambda plan=plan: _once(ours.contestant(plan, url, key_prefix="lf")))  # type: ignore[misc]
-        average = _average(redis, ours.batched(plan, url, key_prefix="lf"), many)
+        one = _memory_usage(redis, plan, lambda plan=plan: _single_bucket(ours.contestant(plan, url, key_prefix="lf")))  # type: ignore[misc]
+        average = _average_growth(redis, ours.batch_contestant(plan, url, key_prefix="lf"), many)
         results.append(Result(f"limitforge, {plan}", one.keys, one.key_length, one.bytes, average))
     progress("bytes: logs of some length, and the peers")
     for hits in LOG_HITS:
         what = f"limitforge, {LOG}, {hits} {'hit' if hits == 1 else 'hits'}"
-        results.append(_used(redis, what, lambda hits=hits: _log(url, hits)))  # type: ignore[misc]
+        results.append(_memory_usage(redis, what, lambda hits=hits: _log(url, hits)))  # type: ignore[misc]
     rivals = (
         peers.throttled_contestant("token_bucket", url),
         peers.throttled_contestant("fixed_window", url),
@@ -51,7 +51,7 @@ def run(url: str, *, quick: bool) -> tuple[list[Result], list[Target]]:
         peers.limits_contestant(peers.COUNTER, url, stats=False),
         peers.limits_contestant(peers.LOG, url, stats=False),
     )
-    results += [_used(redis, each.name, lambda each=each: _once(each)) for each in rivals]  # type: ignore[misc]
+    results += [_memory_usage(redis, each.name, lambda each=each: _single_bucket(each)) for each in rivals]  # type: ignore[misc]
     return results, [
         at_most(f"bytes, {result.what.removeprefix('limitforge, ')}", BYTES, result.bytes, "bytes")
         for result in results
@@ -59,7 +59,7 @@ def run(url: str, *, quick: bool) -> tuple[list[Result], list[Target]]:
     ]
 
 
-def draw(results: Sequence[Result]) -> str:
+def render(results: Sequence[Result]) -> str:
     rows = [
         (
             result.what,
@@ -77,18 +77,18 @@ def draw(results: Sequence[Result]) -> str:
     )
 
 
-def _once(contestant: Contestant) -> None:
+def _single_bucket(contestant: Contestant) -> None:
     contestant.make(500)([SUBJECT])
 
 
 def _log(url: str, hits: int) -> None:
-    with SyncLimiter.connect(url, options=ours.PATIENT) as limiter:
+    with SyncLimiter.connect(url, options=ours.REDIS_ONLY) as limiter:
         limits = ours.PLANS[LOG](1_000)
         for _ in range(hits):
             limiter.check(ours.RESOURCE, SUBJECT, limits=limits, tenant=ours.TENANT)
 
 
-def _used(redis: Any, what: str, use: Callable[[], None]) -> Result:
+def _memory_usage(redis: Any, what: str, use: Callable[[], None]) -> Result:
     redis.flushall()
     use()
     keys: list[bytes] = redis.keys("*")
@@ -96,7 +96,7 @@ def _used(redis: Any, what: str, use: Callable[[], None]) -> Result:
     return Result(what, len(keys), max(map(len, keys)), size, None)
 
 
-def _average(redis: Any, contestant: Contestant, many: int) -> float:
+def _average_growth(redis: Any, contestant: Contestant, many: int) -> float:
     sweep = contestant.make(500)
     redis.flushall()
     sweep(["user:1"])  # connections and scripts are not buckets

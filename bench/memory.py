@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench import ours, peers
-from bench.contest import OURS, Contestant, Exactness, Shape, Spread, Sweep, exactness, progress, quiet, turns
-from bench.table import Target, ahead, at_most, table
+from bench.harness import OURS, Contestant, Exactness, Spread, Sweep, Workload, exactness, interleave, progress, settle
+from bench.table import Target, at_most, faster_than, table
 
 URL = "memory://"
 ONE_US = 4.0
@@ -16,9 +16,9 @@ THREE_US = 9.0
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    shape: str
+    workload: str
     contestant: str
-    full: bool
+    full_decision: bool
     cpu_us: Spread
     wall_us: Spread
     ratio: Spread
@@ -28,10 +28,10 @@ class Result:
     exactness: Exactness
 
 
-def shapes() -> list[Shape]:
+def workloads() -> list[Workload]:
     cheapest_with_stats = peers.limits_contestant(peers.FIXED, URL)
     plain = [
-        Shape(
+        Workload(
             "token bucket",
             (
                 *_ours("token bucket"),
@@ -41,12 +41,12 @@ def shapes() -> list[Shape]:
                 peers.limits_contestant(peers.FIXED, URL, stats=False),
             ),
         ),
-        Shape("leaky bucket", (*_ours("leaky bucket"), peers.throttled_contestant("leaking_bucket", URL))),
-        Shape(
+        Workload("leaky bucket", (*_ours("leaky bucket"), peers.throttled_contestant("leaking_bucket", URL))),
+        Workload(
             "fixed window",
             (*_ours("fixed window"), peers.throttled_contestant("fixed_window", URL), cheapest_with_stats),
         ),
-        Shape(
+        Workload(
             "sliding window counter",
             (
                 *_ours("sliding window counter"),
@@ -55,7 +55,7 @@ def shapes() -> list[Shape]:
                 peers.limits_contestant(peers.COUNTER, URL, stats=False),
             ),
         ),
-        Shape(
+        Workload(
             "sliding window log",
             (
                 *_ours("sliding window log"),
@@ -63,11 +63,11 @@ def shapes() -> list[Shape]:
                 peers.limits_contestant(peers.LOG, URL, stats=False),
             ),
         ),
-        Shape("quota", _ours("quota")),
-        Shape("concurrency", _ours("concurrency")),
-        Shape("three limits", (*_ours("three limits"), peers.throttled_of_three(URL), peers.limits_of_three(URL))),
+        Workload("quota", _ours("quota")),
+        Workload("concurrency", _ours("concurrency")),
+        Workload("three limits", (*_ours("three limits"), peers.throttled_of_three(URL), peers.limits_of_three(URL))),
     ]
-    denied = Shape(
+    denied = Workload(
         "token bucket, denied",
         (*_ours("token bucket"), peers.throttled_contestant("token_bucket", URL), cheapest_with_stats),
         size=1,
@@ -78,18 +78,18 @@ def shapes() -> list[Shape]:
 def run(*, quick: bool) -> tuple[list[Result], list[Target]]:
     subjects = [f"user:{number}" for number in range(1_000 if quick else 10_000)]
     rounds = 3 if quick else 7
-    results = [result for shape in shapes() for result in _measured(shape, subjects, rounds)]
+    results = [result for shape in workloads() for result in _measure(shape, subjects, rounds)]
     return results, _targets(results)
 
 
-def draw(results: Sequence[Result]) -> str:
+def render(results: Sequence[Result]) -> str:
     rows: list[tuple[str, ...]] = []
     for at, result in enumerate(results):
-        if at and result.shape != results[at - 1].shape:
+        if at and result.workload != results[at - 1].workload:
             rows.append(())
         rows.append(
             (
-                f"{result.shape}: {result.contestant}",
+                f"{result.workload}: {result.contestant}",
                 result.cpu_us.text(),
                 result.wall_us.text(),
                 result.ratio.text(),
@@ -107,7 +107,7 @@ def _ours(plan: str) -> tuple[Contestant, ...]:
     return ours.contestant(plan, URL), ours.async_contestant(plan, URL)
 
 
-def _measured(shape: Shape, subjects: list[str], rounds: int) -> list[Result]:
+def _measure(shape: Workload, subjects: list[str], rounds: int) -> list[Result]:
     progress(f"memory: {shape.name}, {len(shape.contestants)} contestants, {rounds} rounds of {len(subjects)} checks")
     shuffled = random.Random(1).sample(subjects, len(subjects))
     sweeps: dict[Contestant, Sweep] = {each: each.make(shape.size) for each in shape.contestants}
@@ -116,8 +116,8 @@ def _measured(shape: Shape, subjects: list[str], rounds: int) -> list[Result]:
     cpu: dict[Contestant, list[float]] = {each: [] for each in shape.contestants}
     wall: dict[Contestant, list[float]] = {each: [] for each in shape.contestants}
     admitted = dict.fromkeys(shape.contestants, 0)
-    for _, each in turns(shape.contestants, rounds):
-        quiet()
+    for _, each in interleave(shape.contestants, rounds):
+        settle()
         cpu_ns, wall_ns = time.process_time_ns(), time.perf_counter_ns()
         admitted[each] += sweeps[each](shuffled)
         wall[each].append((time.perf_counter_ns() - wall_ns) / 1_000 / len(subjects))
@@ -127,7 +127,7 @@ def _measured(shape: Shape, subjects: list[str], rounds: int) -> list[Result]:
         Result(
             shape.name,
             each.name,
-            each.full,
+            each.full_decision,
             Spread.of(cpu[each]),
             Spread.of(wall[each]),
             Spread.of_ratios(cpu[each], base),
@@ -142,11 +142,11 @@ def _measured(shape: Shape, subjects: list[str], rounds: int) -> list[Result]:
 def _targets(results: Sequence[Result]) -> list[Target]:
     found = []
     for shape, bound in (("token bucket", ONE_US), ("three limits", THREE_US)):
-        of_shape = [result for result in results if result.shape == shape]
+        of_shape = [result for result in results if result.workload == shape]
         found.append(at_most(f"memory, {shape}, CPU", bound, of_shape[0].cpu_us.median, "us"))
         found += [
-            ahead(f"memory, {shape}, against {result.contestant}", result.ratio.median)
+            faster_than(f"memory, {shape}, against {result.contestant}", result.ratio.median)
             for result in of_shape
-            if result.full and not result.contestant.startswith(OURS)
+            if result.full_decision and not result.contestant.startswith(OURS)
         ]
     return found

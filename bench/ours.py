@@ -4,13 +4,13 @@ import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 
-from bench.contest import OURS, Contestant, Sweep
+from bench.harness import OURS, Contestant, Sweep
 from limitforge import Concurrency, Decision, Limiter, Limits, Request, StoreOptions, SyncLimiter, limit_from_fields
 
 TENANT = "acme"
 RESOURCE = "GET:/orders"
 BATCH = 64
-PATIENT = StoreOptions(failure="raise", deadline_ms=2_000, denial_cache_ms=0)
+REDIS_ONLY = StoreOptions(failure="raise", deadline_ms=2_000, denial_cache_ms=0)
 """Every decision is Redis's own, however busy the machine is."""
 
 _prefixes = itertools.count()
@@ -42,7 +42,7 @@ def text_contestant(url: str) -> Contestant:
 
 
 def _sweep(url: str, limits: Limits | str, key_prefix: str | None = None) -> Sweep:
-    check = SyncLimiter.connect(url, key_prefix=key_prefix or _prefix(), options=PATIENT).check
+    check = SyncLimiter.connect(url, key_prefix=key_prefix or _unique_prefix(), options=REDIS_ONLY).check
 
     def sweep(subjects: Sequence[str]) -> int:
         admitted = 0
@@ -60,7 +60,7 @@ def async_contestant(plan: str, url: str) -> Contestant:
     """All checks in one coroutine, one after the other."""
 
     def make(size: int) -> Sweep:
-        check = Limiter.connect(url, key_prefix=_prefix(), options=PATIENT).check
+        check = Limiter.connect(url, key_prefix=_unique_prefix(), options=REDIS_ONLY).check
         limits = PLANS[plan](size)
         runner = asyncio.Runner()
 
@@ -75,14 +75,14 @@ def async_contestant(plan: str, url: str) -> Contestant:
 
         return lambda subjects: runner.run(sweep(subjects))
 
-    return Contestant(f"{OURS}, await", make, threads=False)
+    return Contestant(f"{OURS}, await", make, thread_safe=False)
 
 
-def batched(plan: str, url: str, *, key_prefix: str | None = None) -> Contestant:
+def batch_contestant(plan: str, url: str, *, key_prefix: str | None = None) -> Contestant:
     """`check_many`, as a gateway sends what has come in meanwhile."""
 
     def make(size: int) -> Sweep:
-        limiter = SyncLimiter.connect(url, key_prefix=key_prefix or _prefix(), options=PATIENT)
+        limiter = SyncLimiter.connect(url, key_prefix=key_prefix or _unique_prefix(), options=REDIS_ONLY)
         limits = PLANS[plan](size)
 
         def sweep(subjects: Sequence[str]) -> int:
@@ -101,6 +101,6 @@ def batched(plan: str, url: str, *, key_prefix: str | None = None) -> Contestant
     return Contestant(f"{OURS}, batches of {BATCH}", make)
 
 
-def _prefix() -> str:
+def _unique_prefix() -> str:
     """State of its own for each limiter that shares a Redis."""
     return f"b{next(_prefixes)}"

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
-from bench.plot import STYLE, text
+from bench.plot import STYLE, text_element
 
 _WIDTH, _MARGIN = 920, 24
 _NAMES, _NOTES = 270, 270  # where bars start; room for the text behind the longest one
@@ -14,7 +14,7 @@ _BAR, _STEP = 14, 22
 class Bar(NamedTuple):
     name: str
     value: float
-    said: str
+    label: str
     kind: str
     wrong: bool = False
 
@@ -27,11 +27,14 @@ class Panel(NamedTuple):
     bars: list[Bar]
 
 
-def drawn(title: str, panels: Sequence[Panel], versions: Mapping[str, str]) -> str:
-    parts = [text(_MARGIN, 36, title, "title")]
+def render_panels(title: str, panels: Sequence[Panel], versions: Mapping[str, str]) -> str:
+    parts = [text_element(_MARGIN, 36, title, "title")]
     top = 50
     for panel in panels:
-        parts += [text(_MARGIN, top + 16, panel.title, "group"), text(_MARGIN, top + 34, panel.note, "small")]
+        parts += [
+            text_element(_MARGIN, top + 16, panel.title, "group"),
+            text_element(_MARGIN, top + 34, panel.note, "small"),
+        ]
         top += 44
         most = max(bar.value for bar in panel.bars)
         for bar in panel.bars:
@@ -49,7 +52,7 @@ def drawn(title: str, panels: Sequence[Panel], versions: Mapping[str, str]) -> s
             f"<style>\n{STYLE}\n</style>",
             f'<rect width="{_WIDTH}" height="{height}" rx="8" fill="#f6f8fa"/>',
             *parts,
-            text(_MARGIN, top + 10, used, "small"),
+            text_element(_MARGIN, top + 10, used, "small"),
             "</svg>\n",
         )
     )
@@ -59,11 +62,11 @@ def _bar(bar: Bar, top: int, most: float) -> tuple[str, ...]:
     length = max(1.0, (_WIDTH - _NAMES - _NOTES) * bar.value / max(most, 1e-9))
     line = top + _BAR - 3
     return (
-        text(_NAMES - 8, line, bar.name, anchor="end"),
+        text_element(_NAMES - 8, line, bar.name, anchor="end"),
         f'<rect class="{bar.kind}" x="{_NAMES}" y="{top}" width="{length:.1f}" height="{_BAR}" rx="2"/>',
-        text(_NAMES + length + 8, line, bar.said, "wrong" if bar.wrong else ""),
+        text_element(_NAMES + length + 8, line, bar.label, "wrong" if bar.wrong else ""),
     )
 
 
 def _description(panel: Panel) -> str:
-    return f"{panel.title}: {'; '.join(f'{bar.name} {bar.said}' for bar in panel.bars)}."
+    return f"{panel.title}: {'; '.join(f'{bar.name} {bar.label}' for bar in panel.bars)}."

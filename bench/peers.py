@@ -17,7 +17,7 @@ from limits.strategies import (
 )
 from throttled import MemoryStore, RedisStore, Throttled, rate_limiter
 
-from bench.contest import Contestant, Sweep
+from bench.harness import Contestant, Sweep
 from bench.ours import RESOURCE, TENANT
 
 FIXED, COUNTER, LOG = FixedWindowRateLimiter, SlidingWindowCounterRateLimiter, MovingWindowRateLimiter
@@ -50,7 +50,9 @@ def limits_contestant(kind: type[RateLimiter], url: str, *, stats: bool = True) 
 
         return sweep if stats else verdicts
 
-    return Contestant(f"limits, {_NAMES[kind]}, {'with stats' if stats else 'verdict alone'}", make, full=stats)
+    return Contestant(
+        f"limits, {_NAMES[kind]}, {'with stats' if stats else 'verdict alone'}", make, full_decision=stats
+    )
 
 
 def limits_of_three(url: str) -> Contestant:

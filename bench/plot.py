@@ -6,7 +6,7 @@ It brings a background of its own, so it reads the same on a light and on a dark
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from bench.contest import OURS
+from bench.harness import OURS
 from bench.library.run import MANY, ONE, THREE, Result
 
 TITLE = "Checks per second on Redis, one process, 64 concurrent callers"
@@ -28,20 +28,24 @@ text { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #24292
 .peer { fill: #8c959f }"""
 
 
-def draw(results: Sequence[Result], versions: Mapping[str, str]) -> str:
-    groups = {shape: _of(results, shape) for shape in (ONE, THREE)}
+def render_svg(results: Sequence[Result], versions: Mapping[str, str]) -> str:
+    groups = {shape: _fastest_of_workload(results, shape) for shape in (ONE, THREE)}
     most = max(result.checks_per_second.median for group in groups.values() for result in group)
-    parts = [text(_MARGIN, 36, TITLE, "title"), text(_MARGIN, 58, NOTE, "note"), text(_MARGIN, 76, AFTER, "note")]
+    parts = [
+        text_element(_MARGIN, 36, TITLE, "title"),
+        text_element(_MARGIN, 58, NOTE, "note"),
+        text_element(_MARGIN, 76, AFTER, "note"),
+    ]
     top = 96
     for shape, group in groups.items():
-        parts.append(text(_MARGIN, top + 14, shape.capitalize(), "group"))
+        parts.append(text_element(_MARGIN, top + 14, shape.capitalize(), "group"))
         top += 28
         for result in group:
             parts += _bar(result, top, most)
             top += _STEP
         top += 12
     used = ", ".join(f"{name} {number}" for name, number in versions.items())
-    parts.append(text(_MARGIN, top + 10, used, "small"))
+    parts.append(text_element(_MARGIN, top + 10, used, "small"))
     height = top + 10 + _MARGIN
     return "\n".join((*_opening(height, _description(groups)), *parts, "</svg>\n"))
 
@@ -64,26 +68,26 @@ def _bar(result: Result, top: int, most: float) -> tuple[str, ...]:
     said = f"{rate:,.0f}, admitted {_admitted(result)}"
     line = top + _BAR - 4
     return (
-        text(_NAMES - 8, line, result.contestant, anchor="end"),
+        text_element(_NAMES - 8, line, result.contestant, anchor="end"),
         f'<rect class="{kind}" x="{_NAMES}" y="{top}" width="{length:.1f}" height="{_BAR}" rx="2"/>',
-        text(_NAMES + length + 8, line, said, "" if result.exactness.exact else "wrong"),
+        text_element(_NAMES + length + 8, line, said, "" if result.exactness.is_exact else "wrong"),
     )
 
 
-def text(x: float, y: float, said: str, kind: str = "", anchor: str = "start") -> str:
+def text_element(x: float, y: float, said: str, kind: str = "", anchor: str = "start") -> str:
     return f'<text x="{x:.1f}" y="{y}" class="{kind}" text-anchor="{anchor}">{escape(said)}</text>'
 
 
 def _admitted(result: Result) -> str:
-    first, after = result.exactness.admitted, result.exactness.after
+    first, after = result.exactness.admitted, result.exactness.admitted_after_denial
     return f"{first.text()}, then {after.text()}" if after else first.text()
 
 
-def _of(results: Sequence[Result], shape: str) -> list[Result]:
+def _fastest_of_workload(results: Sequence[Result], shape: str) -> list[Result]:
     """The fastest way to use each library, the fastest first."""
     best: dict[str, Result] = {}
     for result in results:
-        if result.shape == shape and result.callers == MANY:
+        if result.workload == shape and result.callers == MANY:
             library = result.contestant.split(",")[0]
             found = best.get(library)
             if found is None or result.checks_per_second.median > found.checks_per_second.median:
@@ -92,8 +96,8 @@ def _of(results: Sequence[Result], shape: str) -> list[Result]:
 
 
 def _description(groups: Mapping[str, Sequence[Result]]) -> str:
-    return " ".join(f"{shape.capitalize()}: {'; '.join(map(_said, group))}." for shape, group in groups.items())
+    return " ".join(f"{shape.capitalize()}: {'; '.join(map(_summary, group))}." for shape, group in groups.items())
 
 
-def _said(result: Result) -> str:
+def _summary(result: Result) -> str:
     return f"{result.contestant} {result.checks_per_second.median:,.0f} a second, admitted {_admitted(result)}"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from redis import Redis
 
 from bench import ours, peers
-from bench.contest import OURS, Contestant, Exactness, Shape, Spread, Sweep, exactness, progress, quiet, turns
+from bench.harness import OURS, Contestant, Exactness, Spread, Sweep, Workload, exactness, interleave, progress, settle
 from bench.table import Target, at_most, table
 
 ONE_US = 30.0
@@ -22,7 +22,7 @@ THREE_US = 40.0
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    shape: str
+    workload: str
     contestant: str
     commands: dict[str, int]
     """What the client sends for one check; its sum is the number of round trips."""
@@ -59,21 +59,21 @@ class Meter:
 
     def __init__(self, url: str) -> None:
         self._redis: Any = Redis.from_url(url, decode_responses=True)
-        self._watching: Any = Redis.from_url(url, decode_responses=True)
+        self._monitor: Any = Redis.from_url(url, decode_responses=True)
 
     def flush(self) -> None:
         self._redis.flushall()
 
-    def watch(self, sweep: Sweep) -> Traffic:
+    def observe_commands(self, sweep: Sweep) -> Traffic:
         """One subject's first two checks: the first may call more than later ones do, and loads scripts."""
-        _, called_first = self._watched(sweep)
-        sent, called = self._watched(sweep)
+        _, called_first = self._watch_once(sweep)
+        sent, called = self._watch_once(sweep)
         return Traffic(sent, called_first | called)
 
-    def _watched(self, sweep: Sweep) -> tuple[Counter[str], set[str]]:
+    def _watch_once(self, sweep: Sweep) -> tuple[Counter[str], set[str]]:
         sent: Counter[str] = Counter()
         called: set[str] = set()
-        with self._watching.monitor() as monitor:
+        with self._monitor.monitor() as monitor:
             sweep(["watched"])
             self._redis.echo("done")
             while True:
@@ -88,7 +88,7 @@ class Meter:
 
     def sample(self, sweep: Sweep, subjects: Sequence[str], traffic: Traffic) -> Sample:
         checks = len(subjects)
-        quiet()
+        settle()
         self._redis.config_resetstat()
         cpu, wall = self._cpu_us(), time.perf_counter_ns()
         admitted = sweep(subjects)
@@ -113,7 +113,7 @@ class Meter:
         return float(1e6 * (cpu["used_cpu_user"] + cpu["used_cpu_sys"]))
 
 
-def shapes(url: str) -> list[Shape]:
+def workloads(url: str) -> list[Workload]:
     rivals: dict[str, tuple[Contestant, ...]] = {
         "token bucket": (peers.throttled_contestant("token_bucket", url), peers.limits_contestant(peers.FIXED, url)),
         "leaky bucket": (peers.throttled_contestant("leaking_bucket", url),),
@@ -130,7 +130,8 @@ def shapes(url: str) -> list[Shape]:
         "three limits": (peers.throttled_of_three(url), peers.limits_of_three(url)),
     }
     return [
-        Shape(plan, (ours.contestant(plan, url), ours.batched(plan, url), *rivals.get(plan, ()))) for plan in ours.PLANS
+        Workload(plan, (ours.contestant(plan, url), ours.batch_contestant(plan, url), *rivals.get(plan, ())))
+        for plan in ours.PLANS
     ]
 
 
@@ -139,28 +140,28 @@ def run(url: str, *, quick: bool) -> tuple[list[Result], list[Target]]:
     rounds = 2 if quick else 4
     meter = Meter(url)
     results = []
-    for shape in shapes(url):
+    for shape in workloads(url):
         progress(f"redis: {shape.name}, {len(shape.contestants)} contestants")
-        results += _measured(shape, meter, subjects, rounds)
+        results += _measure(shape, meter, subjects, rounds)
         meter.flush()
     return results, _targets(results)
 
 
-def draw(results: Sequence[Result]) -> str:
+def render(results: Sequence[Result]) -> str:
     rows: list[tuple[str, ...]] = []
     for at, result in enumerate(results):
-        if at and result.shape != results[at - 1].shape:
+        if at and result.workload != results[at - 1].workload:
             rows.append(())
         rows.append(
             (
-                f"{result.shape}: {result.contestant}",
+                f"{result.workload}: {result.contestant}",
                 result.in_redis_us.text(1),
                 f"{result.inside_us.median:.1f}",
                 f"{result.first_us:.1f}",
                 result.redis_cpu_us.text(0),
                 result.wall_us.text(0),
                 result.ratio.text(),
-                _sends(result.commands),
+                _format_commands(result.commands),
                 result.exactness.text(),
             )
         )
@@ -172,17 +173,18 @@ def draw(results: Sequence[Result]) -> str:
     )
 
 
-def _measured(shape: Shape, meter: Meter, subjects: list[str], rounds: int) -> list[Result]:
+def _measure(shape: Workload, meter: Meter, subjects: list[str], rounds: int) -> list[Result]:
     exact = {each: exactness(each, subjects[:50]) for each in shape.contestants}
     meter.flush()
     sweeps = {each: each.make(shape.size) for each in shape.contestants}
     samples: dict[Contestant, list[Sample]] = {each: [] for each in shape.contestants}
-    traffic = {each: meter.watch(sweep) for each, sweep in sweeps.items()}
+    traffic = {each: meter.observe_commands(sweep) for each, sweep in sweeps.items()}
     firsts = {
-        each: meter.sample(sweep, _share(each, subjects), traffic[each]).in_redis_us for each, sweep in sweeps.items()
+        each: meter.sample(sweep, _subjects_for(each, subjects), traffic[each]).in_redis_us
+        for each, sweep in sweeps.items()
     }
-    for number, each in turns(shape.contestants, rounds):
-        mine = _share(each, subjects)
+    for number, each in interleave(shape.contestants, rounds):
+        mine = _subjects_for(each, subjects)
         part = len(mine) // 2  # so every subject is asked every other round
         start = number % 2 * part
         samples[each].append(meter.sample(sweeps[each], mine[start : start + part], traffic[each]))
@@ -193,13 +195,13 @@ def _measured(shape: Shape, meter: Meter, subjects: list[str], rounds: int) -> l
     ]
 
 
-def _share(contestant: Contestant, subjects: list[str]) -> list[str]:
+def _subjects_for(contestant: Contestant, subjects: list[str]) -> list[str]:
     """A peer's many round trips would take most of the run: a quarter of the subjects will do."""
-    return subjects if contestant.ours else subjects[: len(subjects) // 4]
+    return subjects if contestant.is_limitforge else subjects[: len(subjects) // 4]
 
 
 def _result(
-    shape: Shape,
+    shape: Workload,
     contestant: Contestant,
     commands: dict[str, int],
     first_us: float,
@@ -219,7 +221,7 @@ def _result(
         Spread.of([sample.wall_us for sample in samples]),
         Spread.of_ratios([sample.in_redis_us for sample in samples], base),
         sum(sample.admitted for sample in samples),
-        len(samples) * (len(_share(contestant, subjects)) // 2),
+        len(samples) * (len(_subjects_for(contestant, subjects)) // 2),
         exact,
     )
 
@@ -228,13 +230,13 @@ def _targets(results: Sequence[Result]) -> list[Target]:
     found = []
     for result in results:
         if result.contestant == OURS:
-            if result.shape != "two limits":
-                bound = THREE_US if result.shape == "three limits" else ONE_US
-                found.append(at_most(f"redis, {result.shape}", bound, result.in_redis_us.median, "us"))
-            sent = _sends(result.commands)
-            found.append(Target(f"redis, {result.shape}, calls", "1 evalsha", sent, sent == "1 evalsha"))
+            if result.workload != "two limits":
+                bound = THREE_US if result.workload == "three limits" else ONE_US
+                found.append(at_most(f"redis, {result.workload}", bound, result.in_redis_us.median, "us"))
+            sent = _format_commands(result.commands)
+            found.append(Target(f"redis, {result.workload}, calls", "1 evalsha", sent, sent == "1 evalsha"))
     return found
 
 
-def _sends(commands: dict[str, int]) -> str:
+def _format_commands(commands: dict[str, int]) -> str:
     return " + ".join(f"{count} {name}" for name, count in commands.items())

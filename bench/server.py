@@ -14,7 +14,7 @@ from redis import Redis
 START_SECONDS = 20.0
 
 
-class NoServer(Exception):
+class ServerUnavailable(Exception):
     """redis-server is missing, or did not start."""
 
 
@@ -23,7 +23,9 @@ def redis_server() -> Iterator[str]:
     """Its URL, for as long as the block runs."""
     program = shutil.which("redis-server")
     if program is None:
-        raise NoServer("this part needs redis-server on the PATH (apt install redis-server), or run `make bench`")
+        raise ServerUnavailable(
+            "this part needs redis-server on the PATH (apt install redis-server), or run `make bench`"
+        )
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="limitforge-bench-", ignore_cleanup_errors=True) as folder:
         command = [program, "--bind", "127.0.0.1", "--port", str(port), "--dir", folder]
@@ -55,7 +57,7 @@ def _wait_for(process: subprocess.Popen[bytes], port: int) -> None:
         except OSError:
             pass
         time.sleep(0.02)
-    raise NoServer(f"redis-server did not answer on port {port}")
+    raise ServerUnavailable(f"redis-server did not answer on port {port}")
 
 
 def free_port() -> int:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 class Target:
     """What the design asks for, and what this run measured. Never asserted: machines differ."""
 
-    what: str
+    name: str
     wanted: str
     measured: str
     met: bool
 
     def row(self) -> tuple[str, str, str, str]:
-        return self.what, self.wanted, self.measured, "met" if self.met else "MISSED"
+        return self.name, self.wanted, self.measured, "met" if self.met else "MISSED"
 
 
 def at_most(what: str, bound: float, measured: float, unit: str) -> Target:
@@ -25,7 +25,7 @@ def at_least(what: str, bound: float, ratio: float) -> Target:
     return Target(what, f"at least {bound:g}x", f"{ratio:.2f}x", ratio >= bound)
 
 
-def ahead(what: str, ratio: float) -> Target:
+def faster_than(what: str, ratio: float) -> Target:
     """`ratio` is what the other one takes against what we take."""
     return Target(what, "above 1x", f"{ratio:.2f}x", ratio > 1)
 

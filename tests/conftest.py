@@ -11,13 +11,13 @@ from uuid import uuid4
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from tests import report
-from tests.constellations import ClusterServers, SentinelServers
-from tests.postgres import MEMORY, PostgresServer, _has_room, postgres_data
+from tests import run_report
+from tests.postgres import SHARED_MEMORY, PostgresServer, has_free_space, postgres_data
 from tests.servers import RedisServer
+from tests.topologies import RedisCluster, SentinelGroup
 
 TESTS = Path(__file__).parent
-TIME_OUT_AGAIN_SECONDS = 5.0
+SECOND_TIMEOUT_SECONDS = 5.0
 
 # LIMITFORGE_TEST_PROFILE chooses. Only `soak` draws new examples each time: a red CI is never a matter of luck.
 _patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -75,7 +75,7 @@ SLOW_FIXTURES = {
 SLOW_WORDS = {"cluster", "sentinel", "postgres"}
 
 # Searches of `make test` that `make soak` repeats with more examples, and new ones each time.
-SEARCHES = {"properties", "unit/test_denial_twins.py"}
+RANDOM_SEARCHES = {"properties", "unit/test_denial_twins.py"}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -89,7 +89,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         fixtures = getattr(item, "fixturenames", ())
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
         words = {word for given in parameters if isinstance(given, str) for word in given.split()}
-        if os.environ.get("LIMITFORGE_TEST_PROFILE") == "soak" and _is_in(SEARCHES, item.path):
+        if os.environ.get("LIMITFORGE_TEST_PROFILE") == "soak" and _is_in(RANDOM_SEARCHES, item.path):
             item.add_marker(pytest.mark.soak)
         if item.get_closest_marker("soak"):
             item.add_marker(pytest.mark.timeout(0))  # unless it has one of its own
@@ -108,32 +108,32 @@ def pytest_collection_finish() -> None:
 
 
 def _is_in(places: set[str], path: Path) -> bool:
-    return not places.isdisjoint(_places(path))
+    return not places.isdisjoint(_path_and_parents(path))
 
 
 @cache
-def _places(path: Path) -> list[str]:
+def _path_and_parents(path: Path) -> list[str]:
     """The file and its folders, relative to `tests`."""
     return [each.relative_to(TESTS).as_posix() for each in (path, *path.parents) if TESTS in each.parents]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """The files of tests are in memory where there is room, as those of Postgres are: no commit waits for a disk."""
-    config.pluginmanager.register(report)
-    if _has_room(MEMORY):
-        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+    config.pluginmanager.register(run_report)
+    if has_free_space(SHARED_MEMORY):
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(SHARED_MEMORY))
 
 
 @pytest.fixture(autouse=True)
-def the_time_out_comes_again() -> None:
+def rearm_test_timeout() -> None:
     """Hypothesis takes the first one for a finding, and runs the example that hangs once more."""
     left, _ = signal.getitimer(signal.ITIMER_REAL)
     if left:
-        signal.setitimer(signal.ITIMER_REAL, left, TIME_OUT_AGAIN_SECONDS)
+        signal.setitimer(signal.ITIMER_REAL, left, SECOND_TIMEOUT_SECONDS)
 
 
 @pytest.fixture(autouse=True)
-def what_is_left_open_is_found() -> Iterator[None]:
+def collect_unclosed_files() -> Iterator[None]:
     """At the end of the test that left it, and not by the next one that collects garbage.
 
     What is alive after that belongs to fixtures and modules. To look through it again for each test took half a second.
@@ -171,19 +171,19 @@ def own_redis_server() -> Iterator[RedisServer]:
 
 
 @pytest.fixture(scope="module")
-def cluster_servers() -> Iterator[ClusterServers]:
+def cluster_servers() -> Iterator[RedisCluster]:
     """A Redis Cluster, shared by the tests of a file: leave it as it is.
 
     Its nodes ping each other all the time: for the length of a run that costs more than to start it anew.
     """
-    with ClusterServers() as servers:
+    with RedisCluster() as servers:
         yield servers
 
 
 @pytest.fixture(scope="module")
-def sentinel_servers() -> Iterator[SentinelServers]:
+def sentinel_servers() -> Iterator[SentinelGroup]:
     """A Redis with replicas and sentinels, shared by the tests of a file: leave them as they are."""
-    with SentinelServers() as servers:
+    with SentinelGroup() as servers:
         yield servers
 
 
@@ -205,9 +205,9 @@ def postgres_server(empty_postgres: Path) -> Iterator[PostgresServer]:
 def postgres_url(postgres_server: PostgresServer) -> Iterator[str]:
     """The URL of an empty database for one test, on this worker's PostgreSQL."""
     name = f"test_{uuid4().hex}"
-    yield postgres_server.database(name)
+    yield postgres_server.create_database(name)
     if postgres_server.running:  # what interrupts a run may have reached the server first
-        postgres_server.drop(name)
+        postgres_server.drop_database(name)
 
 
 @pytest.fixture

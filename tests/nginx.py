@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Self
 
-from tests.servers import PORT_ATTEMPTS, START_SECONDS, STOP_SECONDS, ServerFailed, _free_port, _make_certificates
+from tests.servers import PORT_ATTEMPTS, START_SECONDS, STOP_SECONDS, ServerFailed, _make_certificates, find_free_port
 
 CONFIGURATION = Path(__file__).parents[1] / "deploy" / "compose" / "nginx.conf"
 DEBIAN = "/usr/sbin"  # where only root looks
@@ -39,25 +39,25 @@ class Nginx:
         return f"https://127.0.0.1:{self.port}"
 
     @property
-    def trust(self) -> ssl.SSLContext:
+    def ssl_context(self) -> ssl.SSLContext:
         """What trusts its certificate, and no other."""
         return ssl.create_default_context(cafile=str(self.folder / "ca.crt"))
 
     @property
-    def accesses(self) -> str:
+    def access_log(self) -> str:
         return (self.folder / "access.log").read_text()
 
     @property
-    def errors(self) -> str:
+    def error_log(self) -> str:
         return (self.folder / "error.log").read_text()
 
     def __enter__(self) -> Self:
         make_certificate(self.folder)
         for _ in range(PORT_ATTEMPTS):
-            self.port = _free_port()
+            self.port = find_free_port()
             if self._launch():
                 return self
-        raise ServerFailed(f"no free port after {PORT_ATTEMPTS} attempts\n{self.errors}")
+        raise ServerFailed(f"no free port after {PORT_ATTEMPTS} attempts\n{self.error_log}")
 
     def __exit__(self, *_: object) -> None:
         if self._process is not None:
@@ -69,7 +69,7 @@ class Nginx:
                 self._process.wait()
         self._folder.cleanup()
 
-    def test(self) -> str:
+    def check_configuration(self) -> str:
         """What `nginx -t` says to it; the last line of all is good, or it is refused."""
         self._write()
         done = subprocess.run([*self._command(), "-t"], capture_output=True, text=True, check=False)
@@ -83,20 +83,20 @@ class Nginx:
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
-                if "Address already in use" in self.errors:
+                if "Address already in use" in self.error_log:
                     return False
-                raise ServerFailed(f"nginx ended at once\n{self.errors}")
+                raise ServerFailed(f"nginx ended at once\n{self.error_log}")
             if self._answers():
                 return True
             time.sleep(0.01)
-        raise ServerFailed(f"nginx did not answer within {START_SECONDS:.0f} s\n{self.errors}")
+        raise ServerFailed(f"nginx did not answer within {START_SECONDS:.0f} s\n{self.error_log}")
 
     def _answers(self) -> bool:
         """Whether it is ours that answers: nobody else has this certificate."""
         try:
             with (
                 socket.create_connection(("127.0.0.1", self.port), timeout=STOP_SECONDS) as connection,
-                self.trust.wrap_socket(connection, server_hostname="127.0.0.1"),
+                self.ssl_context.wrap_socket(connection, server_hostname="127.0.0.1"),
             ):
                 return True
         except OSError:

@@ -18,15 +18,15 @@ from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
 
-from tests.servers import PORT_ATTEMPTS, START_SECONDS, STOP_SECONDS, ServerFailed, _free_port
+from tests.servers import PORT_ATTEMPTS, START_SECONDS, STOP_SECONDS, ServerFailed, find_free_port
 
 USER = "limitforge"
 ACCOUNTS = ("postgres", "nobody")  # as whom it runs when the tests run as root, whom initdb and postgres refuse
-DEBIAN = Path("/usr/lib/postgresql")  # Debian keeps the server's programs off the PATH, one folder per version
+DEBIAN_PROGRAMS = Path("/usr/lib/postgresql")  # Debian keeps the server's programs off the PATH, one folder per version
 
 # A server is a thousand small files and a database three hundred: in memory they come and go ten times as fast.
-MEMORY = Path("/dev/shm")  # noqa: S108
-ROOM_BYTES = 2 << 30  # where it is small, as in Docker with its 64 MB, the system's temporary folder has to do
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
+MIN_FREE_BYTES = 2 << 30  # where it is small, as in Docker with its 64 MB, the system's temporary folder has to do
 
 # What outlives a crash of the server need not outlive one of the machine: no fsync. Shared memory is made of files in
 # the data folder, because what Postgres itself puts into /dev/shm would stay there after a SIGKILL.
@@ -53,7 +53,7 @@ class PostgresServer:
         self._options = options
         self._template = data
         self._process: subprocess.Popen[bytes] | None = None
-        self._frozen: tuple[int, ...] = ()  # the children of a paused server
+        self._paused_children: tuple[int, ...] = ()  # the children of a paused server
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self.port = 0
 
@@ -72,7 +72,7 @@ class PostgresServer:
             return self
         try:
             if self._folder is None:
-                self._folder = _folder_of_its_own()
+                self._folder = _temporary_folder()
                 _make_data(self._data, self._template)
             self._launch_on_a_free_port()
         except BaseException:
@@ -98,12 +98,12 @@ class PostgresServer:
         if self.running:
             # While its parent is stopped nobody reaps a child: no id can have become another process's meanwhile.
             self.pause()
-            for child in self._frozen:
+            for child in self._paused_children:
                 os.kill(child, signal.SIGKILL)
-            _wait_for(self._frozen, "ZX")
+            _wait_for(self._paused_children, "ZX")
         self._process.kill()
         self._process.wait()
-        self._process, self._frozen = None, ()
+        self._process, self._paused_children = None, ()
 
     def restart(self, *options: str) -> None:
         """Come back under the same URL with the same data, whether it was running or not.
@@ -125,33 +125,33 @@ class PostgresServer:
         postmaster = self._postmaster()
         postmaster.send_signal(signal.SIGSTOP)
         _wait_for([postmaster.pid], "TZX")
-        self._frozen = tuple(_children(postmaster.pid))
-        for child in self._frozen:
+        self._paused_children = tuple(_children(postmaster.pid))
+        for child in self._paused_children:
             os.kill(child, signal.SIGSTOP)
-        _wait_for(self._frozen, "TZX")
+        _wait_for(self._paused_children, "TZX")
 
     def resume(self) -> None:
-        self._thaw(self._postmaster())
+        self._resume_processes(self._postmaster())
 
-    def database(self, name: str, template: str = "template0") -> str:
+    def create_database(self, name: str, template: str = "template0") -> str:
         """Create a database, empty or as a template is that nobody is connected to, and return its URL."""
         self.sql(f"CREATE DATABASE {_identifier(name)} TEMPLATE {_identifier(template)}")
         return self._url(name)
 
-    def drop(self, name: str) -> None:
+    def drop_database(self, name: str) -> None:
         """Remove a database if it is there, also from under those who are connected to it."""
         self.sql(f"DROP DATABASE IF EXISTS {_identifier(name)} WITH (FORCE)")
 
     def sql(self, statement: str, database: str = "postgres") -> str:
         """What psql prints: a line per row, `|` between its columns."""
         address = self._url(database, "postgresql")
-        return _run(_program("psql"), "-XqAt", "-v", "ON_ERROR_STOP=1", "-d", address, "-c", statement).removesuffix(
-            "\n"
-        )
+        return _run(
+            program_path("psql"), "-XqAt", "-v", "ON_ERROR_STOP=1", "-d", address, "-c", statement
+        ).removesuffix("\n")
 
     def dump(self, name: str) -> str:
         """The database as SQL. The same schema and rows give the same text."""
-        lines = _run(_program("pg_dump"), "-d", self._url(name, "postgresql")).splitlines(keepends=True)
+        lines = _run(program_path("pg_dump"), "-d", self._url(name, "postgresql")).splitlines(keepends=True)
         # Newer versions put a random key into these two, which keeps psql from running what rows smuggle in.
         return "".join(line for line in lines if not line.startswith(("\\restrict ", "\\unrestrict ")))
 
@@ -175,16 +175,16 @@ class PostgresServer:
             raise ServerFailed("postgres is not running")
         return self._process
 
-    def _thaw(self, postmaster: subprocess.Popen[bytes]) -> None:
+    def _resume_processes(self, postmaster: subprocess.Popen[bytes]) -> None:
         """The parent last: until then it reaps no child, and their ids are theirs."""
-        for child in self._frozen:
+        for child in self._paused_children:
             os.kill(child, signal.SIGCONT)
-        self._frozen = ()
+        self._paused_children = ()
         postmaster.send_signal(signal.SIGCONT)
 
     def _launch_on_a_free_port(self) -> None:
         for _ in range(PORT_ATTEMPTS):
-            self.port = _free_port()
+            self.port = find_free_port()
             if self._launch():
                 return
         raise ServerFailed(f"no free port after {PORT_ATTEMPTS} attempts\n{self._log()}")
@@ -196,10 +196,10 @@ class PostgresServer:
 
     def _launch(self, *options: str) -> bool:
         """True once the server answers on `self.port`; False if somebody else has that port."""
-        command = [_program("postgres"), *self._arguments(), *options]
+        command = [program_path("postgres"), *self._arguments(), *options]
         with (self._data.parent / "log").open("wb") as log:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/", env=_environment(), **_account()
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/", env=_environment(), **_run_as()
             )
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
@@ -226,17 +226,17 @@ class PostgresServer:
         if self._process is None:
             return
         self._process.send_signal(signal.SIGINT)
-        self._thaw(self._process)  # a paused one would not see the signal
+        self._resume_processes(self._process)  # a paused one would not see the signal
         try:
             self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self.kill()
-        self._process, self._frozen = None, ()
+        self._process, self._paused_children = None, ()
 
     def _free_shared_memory(self) -> None:
         """A killed server leaves a piece that only the next one on its data, or the account it ran as, can remove."""
         if (self._data / "postmaster.pid").exists():
-            _run(_program("postgres"), "--single", *self._arguments(), "postgres", **_account())
+            _run(program_path("postgres"), "--single", *self._arguments(), "postgres", **_run_as())
 
     def _log(self) -> str:
         if self._folder is None:
@@ -247,7 +247,7 @@ class PostgresServer:
 @contextmanager
 def postgres_data() -> Iterator[Path]:
     """A data folder as initdb makes it, for `PostgresServer(data=...)`."""
-    with _folder_of_its_own() as folder:
+    with _temporary_folder() as folder:
         data = Path(folder) / "data"
         _make_data(data, None)
         yield data
@@ -255,36 +255,36 @@ def postgres_data() -> Iterator[Path]:
 
 def _make_data(data: Path, template: Path | None) -> None:
     if template is not None:
-        _run("cp", "-a", str(template), str(data), **_account())
+        _run("cp", "-a", str(template), str(data), **_run_as())
         return
     trust = ["-U", USER, "-A", "trust"]
     plain = ["-E", "UTF8", "--locale=C", "--no-sync", "--wal-segsize=1"]  # megabytes: less to copy
-    _run(_program("initdb"), "-D", str(data), *trust, *plain, **_account())
+    _run(program_path("initdb"), "-D", str(data), *trust, *plain, **_run_as())
 
 
-def _folder_of_its_own() -> "tempfile.TemporaryDirectory[str]":
+def _temporary_folder() -> "tempfile.TemporaryDirectory[str]":
     """A folder that belongs to whom Postgres runs as, where that account can get to it."""
-    account = _account()
+    account = _run_as()
     places = [Path(tempfile.gettempdir()), Path("/tmp"), Path("/var/tmp")]  # noqa: S108
-    if _has_room(MEMORY):
-        places.insert(0, MEMORY)
-    place = next((place for place in places if not account or _everybody_gets_to(place)), places[0])
+    if has_free_space(SHARED_MEMORY):
+        places.insert(0, SHARED_MEMORY)
+    place = next((place for place in places if not account or _is_world_accessible(place)), places[0])
     folder = tempfile.TemporaryDirectory(prefix="limitforge-postgres-", dir=place, ignore_cleanup_errors=True)
     if account:
         os.chown(folder.name, account["user"], account["group"])
     return folder
 
 
-def _has_room(folder: Path) -> bool:
-    return os.access(folder, os.W_OK) and shutil.disk_usage(folder).free >= ROOM_BYTES
+def has_free_space(folder: Path) -> bool:
+    return os.access(folder, os.W_OK) and shutil.disk_usage(folder).free >= MIN_FREE_BYTES
 
 
-def _everybody_gets_to(folder: Path) -> bool:
+def _is_world_accessible(folder: Path) -> bool:
     folder = folder.resolve()
     return folder.is_dir() and all(part.stat().st_mode & stat.S_IXOTH for part in (folder, *folder.parents))
 
 
-def _account() -> dict[str, Any]:
+def _run_as() -> dict[str, Any]:
     """What tells `subprocess` to run something as whom Postgres runs as: nothing, unless we are root."""
     if os.geteuid() != 0:
         return {}
@@ -297,11 +297,11 @@ def _account() -> dict[str, Any]:
     raise ServerFailed(f"postgres does not run as root, and there is no user called {' or '.join(ACCOUNTS)}")
 
 
-def _program(name: str) -> str:
+def program_path(name: str) -> str:
     """The one beside `postgres`: Debian's programs of the same name on the PATH are wrappers that look for clusters."""
     server: str | Path | None = shutil.which("postgres")
     if server is None:
-        server = max(DEBIAN.glob("[0-9]*/bin/postgres"), key=lambda path: float(path.parts[-3]), default=None)
+        server = max(DEBIAN_PROGRAMS.glob("[0-9]*/bin/postgres"), key=lambda path: float(path.parts[-3]), default=None)
     beside = Path(server).resolve().with_name(name) if server else None
     program = str(beside) if beside and beside.exists() else shutil.which(name)
     if program is None:

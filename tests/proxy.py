@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class Forward:
     """As if it were not there."""
 
 
@@ -44,21 +44,21 @@ class Delay:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Truncate:
     """Of a reply that is longer, only the first bytes arrive; then the connection is closed."""
 
     after: int
 
 
 @dataclass(frozen=True, slots=True)
-class Drip:
+class OneByteAtATime:
     """A reply comes byte by byte."""
 
     seconds: float  # between two bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
+class CloseConnections:
     """Every connection is accepted and closed at once; those that are open are closed too."""
 
 
@@ -69,7 +69,7 @@ class Garbage:
     reply: bytes = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n"
 
 
-Mode = Pass | DropRequests | DropReplies | Delay | Cut | Drip | Refuse | Garbage
+Mode = Forward | DropRequests | DropReplies | Delay | Truncate | OneByteAtATime | CloseConnections | Garbage
 
 
 class Proxy:
@@ -77,7 +77,7 @@ class Proxy:
 
     def __init__(self, port: int) -> None:
         self._target = port
-        self._mode: Mode = Pass()
+        self._mode: Mode = Forward()
         self.accepted = 0  # connections so far
         self.requests = 0  # pieces that clients have sent so far, whether they were passed on or not
         self._open: dict[asyncio.StreamWriter, asyncio.Task[Any]] = {}
@@ -101,7 +101,7 @@ class Proxy:
         self._run(self._switch(mode))
 
     @contextmanager
-    def doing(self, mode: Mode) -> Iterator[None]:
+    def in_mode(self, mode: Mode) -> Iterator[None]:
         before, self.mode = self.mode, mode
         try:
             yield
@@ -135,14 +135,14 @@ class Proxy:
 
     async def _switch(self, mode: Mode) -> None:
         self._mode = mode
-        if isinstance(mode, Refuse):
+        if isinstance(mode, CloseConnections):
             await self._end_all()
 
     async def _count(self) -> int:
         return len(self._open)
 
     async def _close(self) -> None:
-        await self._switch(Refuse())
+        await self._switch(CloseConnections())
         while others := asyncio.all_tasks() - {asyncio.current_task()}:  # asyncio loses whom it is just accepting
             await asyncio.wait(others)
         self._server.close()
@@ -162,7 +162,7 @@ class Proxy:
         self.accepted += 1
         upstream: asyncio.StreamWriter | None = None
         try:
-            if isinstance(self._mode, Refuse):
+            if isinstance(self._mode, CloseConnections):
                 return
             replies, upstream = await asyncio.open_connection("127.0.0.1", self._target)
             pumps = [
@@ -195,22 +195,22 @@ class Proxy:
     async def _replies(self, reader: asyncio.StreamReader, client: asyncio.StreamWriter) -> None:
         while reply := await reader.read(CHUNK):
             match self._mode:
-                case DropReplies() | Refuse():
+                case DropReplies() | CloseConnections():
                     continue
                 case Delay(seconds):
                     await asyncio.sleep(seconds)
-                case Cut(after) if len(reply) > after:
+                case Truncate(after) if len(reply) > after:
                     client.write(reply[:after])
                     await client.drain()
                     return
-                case Drip() as drip:
+                case OneByteAtATime() as drip:
                     reply = await self._drip(reply, drip, client)
                 case Garbage(other):
                     reply = other
             client.write(reply)
             await client.drain()
 
-    async def _drip(self, reply: bytes, mode: Drip, client: asyncio.StreamWriter) -> bytes:
+    async def _drip(self, reply: bytes, mode: OneByteAtATime, client: asyncio.StreamWriter) -> bytes:
         """Byte by byte while the mode is that; returns what is left."""
         at = 0
         while at < len(reply) and self._mode == mode:
@@ -228,7 +228,7 @@ async def _end(writer: asyncio.StreamWriter) -> None:
 
 
 @contextmanager
-def unreachable() -> Iterator[str]:
+def unreachable_url() -> Iterator[str]:
     """The URL of a port where a connection is never made nor refused, as behind a firewall that drops packets."""
     waiting: list[socket.socket] = []
     with socket.socket() as listener:

@@ -94,16 +94,16 @@ class RedisServer:
 
     def flush(self) -> None:
         """Delete all keys; loaded scripts stay."""
-        self.must("FLUSHALL")
+        self.command_ok("FLUSHALL")
 
-    def lock(self, password: str) -> None:
+    def require_password(self, password: str) -> None:
         """From now on everybody needs this password, also those who are connected; `command` knows it."""
-        self.must(f"CONFIG SET requirepass {password}")
+        self.command_ok(f"CONFIG SET requirepass {password}")
         self._credentials = (password,)
         self.command("CLIENT KILL TYPE normal")
 
-    def unlock(self) -> None:
-        self.must('CONFIG SET requirepass ""')
+    def remove_password(self) -> None:
+        self.command_ok('CONFIG SET requirepass ""')
         self._credentials = ()
 
     def command(self, line: str) -> bytes:
@@ -112,7 +112,7 @@ class RedisServer:
             connection.sendall(f"{line}\r\n".encode())
             return connection.recv(65_536)
 
-    def must(self, line: str) -> None:
+    def command_ok(self, line: str) -> None:
         """Send one inline command that is to be answered with OK."""
         reply = self.command(line)
         if not reply.startswith(b"+OK"):
@@ -136,7 +136,7 @@ class RedisServer:
 
     def _launch_on_a_free_port(self) -> None:
         for _ in range(PORT_ATTEMPTS):
-            self.port = _free_port()
+            self.port = find_free_port()
             if self._launch():
                 return
         raise ServerFailed(f"no free port after {PORT_ATTEMPTS} attempts\n{self._log()}")
@@ -312,7 +312,7 @@ def _make_certificates(folder: Path) -> None:
             raise ServerFailed(f"openssl made no certificate\n{done.stderr}")
 
 
-def _free_port() -> int:
+def find_free_port() -> int:
     """A port that is free now. It may be gone a moment later, so the caller tries again."""
     while True:
         port = random.SystemRandom().choice(PORTS)

@@ -9,7 +9,14 @@ from limits import RateLimitItem, RateLimitItemPerDay
 from limits.aio.storage import RedisStorage
 from limits.aio.strategies import FixedWindowRateLimiter, RateLimiter, SlidingWindowCounterRateLimiter
 
-from bench.library.contest import Ask, Contestant, Door, Sizes, prefix, until_one_denies
+from bench.library.contestants import (
+    CheckFunction,
+    Contestant,
+    OpenLimiter,
+    Sizes,
+    check_each_until_denied,
+    unique_prefix,
+)
 from bench.ours import RESOURCE, TENANT
 
 FIXED, COUNTER = FixedWindowRateLimiter, SlidingWindowCounterRateLimiter
@@ -18,17 +25,17 @@ _NAMES: dict[type[RateLimiter], str] = {FIXED: "limits, fixed window", COUNTER: 
 
 
 def contestant(kind: type[RateLimiter]) -> Contestant:
-    async def open_(url: str, sizes: Sizes) -> Door:
-        storage = RedisStorage(f"async+{url}", implementation="redispy", key_prefix=prefix())
+    async def open_(url: str, sizes: Sizes) -> OpenLimiter:
+        storage = RedisStorage(f"async+{url}", implementation="redispy", key_prefix=unique_prefix())
         strategy = kind(storage)
-        each = tuple(_asking(strategy, RateLimitItemPerDay(size)) for size in sizes)
+        each = tuple(_make_check(strategy, RateLimitItemPerDay(size)) for size in sizes)
         bridge: Any = storage.bridge  # there is no other way to close a storage
-        return Door(until_one_denies(each), each[0], bridge.get_connection().aclose)
+        return OpenLimiter(check_each_until_denied(each), each[0], bridge.get_connection().aclose)
 
     return Contestant(_NAMES[kind], open_)
 
 
-def _asking(strategy: RateLimiter, item: RateLimitItem) -> Ask:
+def _make_check(strategy: RateLimiter, item: RateLimitItem) -> CheckFunction:
     hit = strategy.hit
 
     async def ask(subject: str) -> bool:

@@ -1,7 +1,7 @@
 """limitforge as a contestant: one check, whatever the number of its limits, and the whole decision is read."""
 
-from bench.contest import OURS
-from bench.library.contest import Ask, Contestant, Door, Sizes, prefix
+from bench.harness import OURS
+from bench.library.contestants import CheckFunction, Contestant, OpenLimiter, Sizes, unique_prefix
 from bench.ours import RESOURCE, TENANT
 from limitforge import Limiter, Limits, StoreOptions
 
@@ -12,17 +12,19 @@ def contestant(name: str = OURS, *, denial_cache_ms: int = 0) -> Contestant:
     """With time to spare and without a failure policy: a noisy machine must not turn into decisions without Redis."""
     options = StoreOptions(failure="raise", deadline_ms=2_000, denial_cache_ms=denial_cache_ms)
 
-    async def open_(url: str, sizes: Sizes) -> Door:
-        limiter = Limiter.connect(url, key_prefix=prefix(), options=options)
+    async def open_(url: str, sizes: Sizes) -> OpenLimiter:
+        limiter = Limiter.connect(url, key_prefix=unique_prefix(), options=options)
         each = [f"{kind}:{size}/day" for kind, size in zip(_KINDS, sizes, strict=False)]
-        return Door(
-            _asking(limiter, Limits.parse("; ".join(each))), _asking(limiter, Limits.parse(each[0])), limiter.close
+        return OpenLimiter(
+            _make_check(limiter, Limits.parse("; ".join(each))),
+            _make_check(limiter, Limits.parse(each[0])),
+            limiter.close,
         )
 
-    return Contestant(name, open_, full=True)
+    return Contestant(name, open_, full_decision=True)
 
 
-def _asking(limiter: Limiter, limits: Limits) -> Ask:
+def _make_check(limiter: Limiter, limits: Limits) -> CheckFunction:
     check = limiter.check
 
     async def ask(subject: str) -> bool:

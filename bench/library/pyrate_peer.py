@@ -22,7 +22,7 @@ from pyrate_limiter import (
 )
 from redis.asyncio import Redis
 
-from bench.library.contest import Contestant, Door, Sizes, prefix
+from bench.library.contestants import Contestant, OpenLimiter, Sizes, unique_prefix
 from bench.ours import RESOURCE, TENANT
 
 MakeBucket = Callable[[str], AbstractBucket]
@@ -47,10 +47,10 @@ class BucketForEachKey(BucketFactory):
 def log() -> Contestant:
     """Its `RedisBucket`: a sorted set with a member for each hit."""
 
-    async def open_(url: str, sizes: Sizes) -> Door:
-        redis, rates, mine = Redis.from_url(url), _rates(sizes), prefix()
+    async def open_(url: str, sizes: Sizes) -> OpenLimiter:
+        redis, rates, mine = Redis.from_url(url), _rates(sizes), unique_prefix()
         any_bucket: RedisBucket = await RedisBucket.init(rates, redis, mine)  # loads the script, for all of them
-        return _door(redis, lambda name: RedisBucket(rates, redis, f"{mine}:{name}", any_bucket.script_hash))
+        return _open_limiter(redis, lambda name: RedisBucket(rates, redis, f"{mine}:{name}", any_bucket.script_hash))
 
     return Contestant("pyrate-limiter, sliding log", open_)
 
@@ -58,18 +58,18 @@ def log() -> Contestant:
 def token_bucket() -> Contestant:
     """Its `StateBucket` on a `RedisStateStore`: the one to compare with a token bucket."""
 
-    async def open_(url: str, sizes: Sizes) -> Door:
-        redis, rates, mine = Redis.from_url(url), _rates(sizes), prefix()
+    async def open_(url: str, sizes: Sizes) -> OpenLimiter:
+        redis, rates, mine = Redis.from_url(url), _rates(sizes), unique_prefix()
 
         def make(name: str) -> AbstractBucket:
             return StateBucket(rates, algorithm=TokenBucket(), store=RedisStateStore(redis, f"{mine}:{name}"))
 
-        return _door(redis, make)
+        return _open_limiter(redis, make)
 
     return Contestant("pyrate-limiter, token bucket", open_)
 
 
-def _door(redis: Redis, make: MakeBucket) -> Door:
+def _open_limiter(redis: Redis, make: MakeBucket) -> OpenLimiter:
     limiter = Limiter(BucketForEachKey(make))
     acquire = limiter.try_acquire_async
 
@@ -80,7 +80,7 @@ def _door(redis: Redis, make: MakeBucket) -> Door:
         limiter.close()
         await redis.aclose()
 
-    return Door(ask, None, close)
+    return OpenLimiter(ask, None, close)
 
 
 def _rates(sizes: Sizes) -> list[Rate]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from bench.contest import OURS
+from bench.harness import OURS
 from bench.library.run import ALONE, CACHED, MANY, ONE, THREE, TWO, Result
 from bench.table import Target, at_least, at_most, table
 
@@ -22,11 +22,11 @@ _HEADER = (
 )
 
 
-def draw(results: Sequence[Result]) -> str:
+def render(results: Sequence[Result]) -> str:
     rows: list[tuple[str, ...]] = []
     for at, result in enumerate(results):
-        if not at or (result.shape, result.callers) != (results[at - 1].shape, results[at - 1].callers):
-            rows += [(), (f"{result.shape}, {result.callers} {'caller' if result.callers == 1 else 'callers'}",)]
+        if not at or (result.workload, result.callers) != (results[at - 1].workload, results[at - 1].callers):
+            rows += [(), (f"{result.workload}, {result.callers} {'caller' if result.callers == 1 else 'callers'}",)]
         rows.append(_row(result))
     title = (
         "Library: medians of the rounds; a ratio (lowest-highest) above 1 is slower than limitforge in the same round;"
@@ -37,15 +37,15 @@ def draw(results: Sequence[Result]) -> str:
 
 
 def targets(results: Sequence[Result]) -> list[Target]:
-    found = {(result.shape, result.callers, result.contestant): result for result in results}
+    found = {(result.workload, result.callers, result.contestant): result for result in results}
     one, two = found[ONE, MANY, OURS], found[TWO, MANY, OURS]
     redis_alone = found[CACHED, ALONE, f"{OURS}, cache off"]
     cache_alone = found[CACHED, ALONE, OURS]
-    passes = [result.exactness.exact for result in results if result.contestant.startswith(OURS)]
+    passes = [result.exactness.is_exact for result in results if result.contestant.startswith(OURS)]
     return [
-        at_least("library, one limit, 64 callers, against limits", 5, _lead(results, ONE, MANY)),
-        at_least("library, three limits, 64 callers, against limits", 12, _lead(results, THREE, MANY)),
-        at_least("library, one limit, a lone caller, against limits", 1, _lead(results, ONE, ALONE)),
+        at_least("library, one limit, 64 callers, against limits", 5, _speedup_over_limits(results, ONE, MANY)),
+        at_least("library, three limits, 64 callers, against limits", 12, _speedup_over_limits(results, THREE, MANY)),
+        at_least("library, one limit, a lone caller, against limits", 1, _speedup_over_limits(results, ONE, ALONE)),
         at_most("library, one limit, 64 callers, CPU", 7, one.cpu_us.median, "us"),
         at_most("library, one limit, 64 callers, scripts in Redis", 7, one.script_us.median, "us"),
         at_most("library, two limits, 64 callers, scripts in Redis", 10, two.script_us.median, "us"),
@@ -56,12 +56,12 @@ def targets(results: Sequence[Result]) -> list[Target]:
     ]
 
 
-def _lead(results: Sequence[Result], shape: str, callers: int) -> float:
+def _speedup_over_limits(results: Sequence[Result], shape: str, callers: int) -> float:
     """Over the fastest way to use limits."""
     return min(
-        result.slower.median
+        result.relative_time.median
         for result in results
-        if result.shape == shape and result.callers == callers and result.contestant.startswith("limits,")
+        if result.workload == shape and result.callers == callers and result.contestant.startswith("limits,")
     )
 
 
@@ -76,8 +76,8 @@ def _row(result: Result) -> tuple[str, ...]:
         f"{result.redis_cpu_us.median:.1f}",
         f"{result.script_us.median:.1f}",
         f"{result.calls:.2f}",
-        result.slower.text(),
-        "full" if result.full else "verdict",
+        result.relative_time.text(),
+        "full" if result.full_decision else "verdict",
         exact.admitted.text(),
-        exact.after.text() if exact.after else "",
+        exact.admitted_after_denial.text() if exact.admitted_after_denial else "",
     )

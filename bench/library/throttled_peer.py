@@ -4,23 +4,32 @@ from typing import Any
 
 from throttled.asyncio import RedisStore, Throttled, per_day
 
-from bench.library.contest import Ask, Contestant, Door, Sizes, prefix, until_one_denies
+from bench.library.contestants import (
+    CheckFunction,
+    Contestant,
+    OpenLimiter,
+    Sizes,
+    check_each_until_denied,
+    unique_prefix,
+)
 from bench.ours import RESOURCE, TENANT
 
 
 def contestant() -> Contestant:
-    return Contestant("throttled-py, token bucket", _open, full=True)
+    return Contestant("throttled-py, token bucket", _open, full_decision=True)
 
 
-async def _open(url: str, sizes: Sizes) -> Door:
+async def _open(url: str, sizes: Sizes) -> OpenLimiter:
     store = RedisStore(server=url)
-    each = tuple(_asking(store, size) for size in sizes)
+    each = tuple(_make_check(store, size) for size in sizes)
     client: Any = store._backend.get_client()  # noqa: SLF001 - there is no way to close a store
-    return Door(until_one_denies(each), each[0], lambda: client.aclose(close_connection_pool=True))
+    return OpenLimiter(check_each_until_denied(each), each[0], lambda: client.aclose(close_connection_pool=True))
 
 
-def _asking(store: RedisStore, size: int) -> Ask:
-    limit = Throttled(using="token_bucket", quota=per_day(size, burst=size), store=store, key_prefix=prefix()).limit
+def _make_check(store: RedisStore, size: int) -> CheckFunction:
+    limit = Throttled(
+        using="token_bucket", quota=per_day(size, burst=size), store=store, key_prefix=unique_prefix()
+    ).limit
 
     async def ask(subject: str) -> bool:
         result = await limit(f"{TENANT}:{RESOURCE}:{subject}")

@@ -2,23 +2,23 @@
 
 from collections.abc import Mapping, Sequence
 
-from bench.panels import Bar, Panel, drawn
-from bench.scale import crowd
-from bench.scale.leases import FIXED
-from bench.scale.pace import ALONE, MANY, PROCESSES, SHARDS
-from bench.scale.report import split
+from bench.panels import Bar, Panel, render_panels
+from bench.scale import hot_key_processes
+from bench.scale.prepaid import FIXED
+from bench.scale.report import split_by_kind
 from bench.scale.run import Result
+from bench.scale.run_size import ALONE, MANY, PROCESSES, SHARDS
 from bench.scale.shards import GLOBAL, ONE, ONE_CROWDED, THREE, ShardsResult
 
 TITLE = f"{SHARDS} shards beside one Redis, leased limits beside exact ones"
 
 
-def draw(results: Sequence[Result], versions: Mapping[str, str]) -> str:
-    return drawn(TITLE, _panels(results), versions)
+def render_svg(results: Sequence[Result], versions: Mapping[str, str]) -> str:
+    return render_panels(TITLE, _panels(results), versions)
 
 
 def _panels(results: Sequence[Result]) -> list[Panel]:
-    over_shards, leased, crowded = split(results)
+    over_shards, leased, crowded = split_by_kind(results)
     panels = [
         Panel(
             f"Where the busiest Redis is full: {plan}",
@@ -26,10 +26,10 @@ def _panels(results: Sequence[Result]) -> list[Panel]:
             [
                 Bar(
                     each.placement,
-                    each.full_at.median,
-                    f"{each.full_at.median:,.0f}, {each.checks_per_call:.1f} a call, {_kept(each)}",
+                    each.saturation_rate.median,
+                    f"{each.saturation_rate.median:,.0f}, {each.checks_per_call:.1f} a call, {_exactness_note(each)}",
                     "ours" if each.placement != each.base else "peer",
-                    wrong=not each.exactness.exact or each.failed > 0,
+                    wrong=not each.exactness.is_exact or each.failed > 0,
                 )
                 for each in over_shards
                 if each.plan == plan
@@ -59,9 +59,9 @@ def _panels(results: Sequence[Result]) -> list[Panel]:
             each.contestant,
             100 * each.redis_busy.median,
             f"{100 * each.redis_busy.median:.1f} % at {each.checks_per_second.median:,.0f}/s, "
-            f"{'limit kept' if each.kept else 'MORE than the limit'}",
-            "peer" if each.contestant.startswith(crowd.EXACT) else "ours",
-            wrong=not each.kept,
+            f"{'limit kept' if each.is_limit_kept else 'MORE than the limit'}",
+            "peer" if each.contestant.startswith(hot_key_processes.EXACT) else "ours",
+            wrong=not each.is_limit_kept,
         )
         for each in crowded
     ]
@@ -69,7 +69,7 @@ def _panels(results: Sequence[Result]) -> list[Panel]:
     return [*panels, Panel(title, "CPU of Redis against the wall, and checks a second of all processes.", busy)]
 
 
-def _kept(result: ShardsResult) -> str:
+def _exactness_note(result: ShardsResult) -> str:
     if result.failed:
         return f"{result.failed} failed"
-    return "exact" if result.exactness.exact else "NOT exact"
+    return "exact" if result.exactness.is_exact else "NOT exact"

@@ -2,17 +2,17 @@
 
 from collections.abc import Sequence
 
-from bench.contest import Spread
-from bench.scale import crowd, shards
-from bench.scale.crowd import CrowdResult
-from bench.scale.drive import YIELD_EVERY
-from bench.scale.leases import FIXED, TOKEN, LeasesResult
-from bench.scale.pace import ALONE, MANY, PROCESSES, SHARDS
+from bench.harness import Spread
+from bench.scale import hot_key_processes, shards
+from bench.scale.hot_key_processes import HotKeyResult
+from bench.scale.load import CHECKS_PER_YIELD
+from bench.scale.prepaid import FIXED, TOKEN, PrepaidResult
 from bench.scale.run import Result
+from bench.scale.run_size import ALONE, MANY, PROCESSES, SHARDS
 from bench.scale.shards import ShardsResult
-from bench.table import Target, ahead, at_least, table
+from bench.table import Target, at_least, faster_than, table
 
-LEASED_FASTER = 10
+PREPAID_SPEEDUP = 10
 BUSY_PERCENT = 20
 
 _SHARDS_TITLE = f"""\
@@ -38,9 +38,9 @@ _SHARDS_HEADER = (
     "after denials",
     "failed",
 )
-_LEASES_TITLE = f"""\
+_PREPAID_TITLE = f"""\
 One hot key, one process: medians of the rounds. p50 and p99: from asking to knowing, once the share is as large as
-the load wants it. Every caller steps back after {YIELD_EVERY} decisions, whoever decides them: that is in the checks/s
+the load wants it. Every caller steps back after {CHECKS_PER_YIELD} decisions, whoever decides them: that is in the checks/s
 and the CPU of all, and not in the time of a decision.
 x faster (lowest-highest): the exact limit's time in the same round, with as many callers, against this one's.
 admitted: when {MANY} callers ask for more than there is."""
@@ -80,27 +80,27 @@ _CROWD_HEADER = (
 )
 
 
-def draw(results: Sequence[Result]) -> str:
-    over_shards, leased, crowded = split(results)
+def render(results: Sequence[Result]) -> str:
+    over_shards, leased, crowded = split_by_kind(results)
     return "\n".join(
         (
             table(_SHARDS_TITLE, _SHARDS_HEADER, _grouped([(each.plan, _shards_row(each)) for each in over_shards])),
-            table(_LEASES_TITLE, _LEASES_HEADER, _grouped([(_group(each), _leases_row(each)) for each in leased])),
-            table(_CROWD_TITLE, _CROWD_HEADER, [_crowd_row(each) for each in crowded]),
+            table(_PREPAID_TITLE, _LEASES_HEADER, _grouped([(_group(each), _prepaid_row(each)) for each in leased])),
+            table(_CROWD_TITLE, _CROWD_HEADER, [_hot_key_row(each) for each in crowded]),
         )
     )
 
 
-def split(results: Sequence[Result]) -> tuple[list[ShardsResult], list[LeasesResult], list[CrowdResult]]:
+def split_by_kind(results: Sequence[Result]) -> tuple[list[ShardsResult], list[PrepaidResult], list[HotKeyResult]]:
     return (
         [each for each in results if isinstance(each, ShardsResult)],
-        [each for each in results if isinstance(each, LeasesResult)],
-        [each for each in results if isinstance(each, CrowdResult)],
+        [each for each in results if isinstance(each, PrepaidResult)],
+        [each for each in results if isinstance(each, HotKeyResult)],
     )
 
 
 def targets(results: Sequence[Result]) -> list[Target]:
-    over_shards, leased, crowded = split(results)
+    over_shards, leased, crowded = split_by_kind(results)
     found = []
     for algorithm in (FIXED, TOKEN):
         for callers in (ALONE, MANY):
@@ -110,20 +110,23 @@ def targets(results: Sequence[Result]) -> list[Target]:
                 if (each.algorithm, each.consistency, each.callers) == (algorithm, "leased", callers)
             )
             what = f"scale, leased {algorithm}, {_callers(callers)}, p50 of a decision against exact"
-            found.append(at_least(what, LEASED_FASTER, one.p50_faster.median))
+            found.append(at_least(what, PREPAID_SPEEDUP, one.p50_speedup.median))
     for each in crowded:
-        if each.contestant in (crowd.LEASED, crowd.LEASED_TOKEN):
+        if each.contestant in (hot_key_processes.PREPAID, hot_key_processes.PREPAID_TOKEN):
             busy = 100 * each.redis_busy.median
             what = f"scale, hot key, {PROCESSES} processes, {each.contestant}, Redis busy"
             found.append(Target(what, f"under {BUSY_PERCENT} %", f"{busy:.1f} %", busy < BUSY_PERCENT))
     for each_shards in over_shards:
         if each_shards.placement in (shards.SPREAD_TENANTS, shards.SPREAD_LANES):
             what = f"scale, {each_shards.plan}, {each_shards.placement}, where the busiest is full"
-            found.append(ahead(what, each_shards.fuller.median))
+            found.append(faster_than(what, each_shards.saturation_ratio.median))
     kept = [
-        *(each.exactness.exact and each.measured.count == each.measured.of for each in over_shards),
-        *(each.exhausted.count <= each.exhausted.of and each.measured.count == each.measured.of for each in leased),
-        *(each.kept for each in crowded),
+        *(each.exactness.is_exact and each.measured.count == each.measured.expected for each in over_shards),
+        *(
+            each.exhausted.count <= each.exhausted.expected and each.measured.count == each.measured.expected
+            for each in leased
+        ),
+        *(each.is_limit_kept for each in crowded),
     ]
     failed = sum(each.failed for each in results)
     return [
@@ -142,7 +145,7 @@ def _grouped(rows: Sequence[tuple[str, tuple[str, ...]]]) -> list[tuple[str, ...
     return lines[1:]
 
 
-def _group(result: LeasesResult) -> str:
+def _group(result: PrepaidResult) -> str:
     return f"{result.algorithm}, {_callers(result.callers)}"
 
 
@@ -155,29 +158,29 @@ def _shards_row(result: ShardsResult) -> tuple[str, ...]:
     return (
         f"  {result.placement}",
         f"{result.checks_per_second.median:,.0f}",
-        result.faster.text(),
+        result.speedup.text(),
         _us(result.p50_us),
         _us(result.p99_us),
         f"{result.cpu_us.median:.1f}",
         f"{result.checks_per_call:.1f}",
         " + ".join(f"{each:.1f}" for each in result.shards_cpu_us),
         "/".join(f"{100 * each:.0f}" for each in result.shards_calls),
-        f"{result.full_at.median:,.0f}",
-        result.fuller.text(),
+        f"{result.saturation_rate.median:,.0f}",
+        result.saturation_ratio.text(),
         exact.admitted.text(),
-        exact.after.text() if exact.after else "",
+        exact.admitted_after_denial.text() if exact.admitted_after_denial else "",
         f"{result.failed}",
     )
 
 
-def _leases_row(result: LeasesResult) -> tuple[str, ...]:
+def _prepaid_row(result: PrepaidResult) -> tuple[str, ...]:
     return (
         f"  {result.consistency}",
         f"{result.checks_per_second.median:,.0f}",
         _us(result.p50_us),
-        result.p50_faster.text(1),
+        result.p50_speedup.text(1),
         _us(result.p99_us),
-        result.p99_faster.text(1),
+        result.p99_speedup.text(1),
         f"{result.cpu_us.median:.1f}",
         f"{result.redis_cpu_us.median:.2f}",
         f"{result.calls:.4f}",
@@ -186,21 +189,21 @@ def _leases_row(result: LeasesResult) -> tuple[str, ...]:
     )
 
 
-def _crowd_row(result: CrowdResult) -> tuple[str, ...]:
-    worst = max(result.admitted, key=lambda each: abs(each.of - each.count))
+def _hot_key_row(result: HotKeyResult) -> tuple[str, ...]:
+    worst = max(result.admitted, key=lambda each: abs(each.expected - each.count))
     return (
         result.contestant,
         f"{result.checks_per_second.median:,.0f}",
-        result.faster.text(),
+        result.speedup.text(),
         _us(result.p50_us),
         _us(result.p99_us),
         f"{result.cpu_us.median:.1f}",
         f"{result.redis_cpu_us.median:.2f}",
         f"{100 * result.redis_busy.median:.1f}",
         f"{result.calls:.4f}",
-        f"{worst.count} of {'at most ' if result.refills else ''}{worst.of}",
+        f"{worst.count} of {'at most ' if result.refills else ''}{worst.expected}",
         f"{result.unspent}",
-        "" if result.out is None else f"{result.out}",
+        "" if result.prepaid_out is None else f"{result.prepaid_out}",
         "" if result.lost is None else f"{result.lost}",
         f"{result.failed}",
     )

@@ -9,11 +9,20 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bench.contest import Spread, progress
-from bench.library.exact import Admitted, Exactness
+from bench.harness import Spread, progress
+from bench.library.exactness import Admitted, Exactness
 from bench.ours import PLANS, TENANT
-from bench.scale.drive import Ask, Meter, Sample, Who, asking, drive, patient, prefix
-from bench.scale.pace import CROWDED, FEW_LANES, LANES, MANY, SHARDS, TENANTS, Pace
+from bench.scale.load import (
+    CheckFunction,
+    Meter,
+    Sample,
+    TenantSubject,
+    make_check,
+    redis_only_options,
+    run_callers,
+    unique_prefix,
+)
+from bench.scale.run_size import CROWDED, FEW_LANES, LANES, MANY, SHARDS, TENANTS, RunSize
 from limitforge import FixedWindow, Limiter, Limits
 
 AMPLE = 10_000_000
@@ -30,9 +39,9 @@ class Plan:
     """
 
     name: str
-    whole: Callable[[int, int], Limits]
-    first: Callable[[int, int], Limits] | None = None
-    left: Callable[[int, int], int] = lambda _size, _subjects: 0
+    limits: Callable[[int, int], Limits]
+    first_limit: Callable[[int, int], Limits] | None = None
+    expected_left: Callable[[int, int], int] = lambda _size, _subjects: 0
     callers: int = MANY
 
 
@@ -68,7 +77,7 @@ class Placement:
     tenants: int
     lanes: int = 1
 
-    def callers(self, subjects: int) -> list[Who]:
+    def tenant_subjects(self, subjects: int) -> list[TenantSubject]:
         if self.tenants == 1:
             return [(TENANT, f"user:{number}") for number in range(subjects)]
         return [(f"tenant-{number % self.tenants}", f"user:{number}") for number in range(subjects)]
@@ -103,11 +112,11 @@ class ShardsResult:
     shards_calls: tuple[float, ...]
     """Which part of the calls each of them had."""
     checks_per_call: float
-    full_at: Spread
+    saturation_rate: Spread
     """How many checks a second fill the core of the busiest Redis."""
-    faster: Spread
+    speedup: Spread
     """Checks a second against the base, round by round."""
-    fuller: Spread
+    saturation_ratio: Spread
     """The same for `full_at`."""
     measured: Admitted
     """All that were measured: their limits are ample."""
@@ -117,7 +126,7 @@ class ShardsResult:
     kind: str = "shards"
 
 
-class Site:
+class BenchServers:
     """The servers: one Redis, and a Cluster, with a meter for each."""
 
     def __init__(self, url: str, cluster_url: str, shard_urls: Sequence[str]) -> None:
@@ -126,7 +135,9 @@ class Site:
 
     def open(self, placement: Placement) -> Limiter:
         lanes = {TENANT: placement.lanes} if placement.lanes > 1 else None
-        return Limiter.connect(self._urls[placement.is_sharded], key_prefix=prefix(), lanes=lanes, options=patient())
+        return Limiter.connect(
+            self._urls[placement.is_sharded], key_prefix=unique_prefix(), lanes=lanes, options=redis_only_options()
+        )
 
     def meter(self, placement: Placement) -> Meter:
         return self._meters[placement.is_sharded]
@@ -140,13 +151,13 @@ class Site:
             meter.close()
 
 
-async def run(site: Site, pace: Pace) -> list[ShardsResult]:
+async def run(site: BenchServers, pace: RunSize) -> list[ShardsResult]:
     results = []
     for plan in PLANS_OVER_SHARDS:
         progress(f"scale: {plan.name}, {len(PLACEMENTS)} placements")
         exact = {each.name: await _exactness(site, plan, each, pace) for each in PLACEMENTS}
         site.flush()
-        samples, failed = await _samples(site, plan, pace)
+        samples, failed = await _measure(site, plan, pace)
         site.flush()
         results += [
             _result(plan, each, samples[each.name], samples[each.base], exact[each.name], failed[each.name])
@@ -155,38 +166,44 @@ async def run(site: Site, pace: Pace) -> list[ShardsResult]:
     return results
 
 
-async def _exactness(site: Site, plan: Plan, placement: Placement, pace: Pace) -> tuple[Exactness, int]:
+async def _exactness(site: BenchServers, plan: Plan, placement: Placement, pace: RunSize) -> tuple[Exactness, int]:
     """Callers of subjects on all shards ask at once for more than there is; then for what one limit has left. And how
     many of these checks failed.
     """
     size, subjects = pace.exact_size, pace.exact_subjects
-    who = placement.callers(subjects)
+    who = placement.tenant_subjects(subjects)
     limiter = site.open(placement)
     more = size // 2
     try:
-        whole = asking(limiter, plan.whole(size, subjects))
-        admitted, failed, _ = await drive(whole, itertools.chain.from_iterable([who] * (size + more)), plan.callers)
+        whole = make_check(limiter, plan.limits(size, subjects))
+        admitted, failed, _ = await run_callers(
+            whole, itertools.chain.from_iterable([who] * (size + more)), plan.callers
+        )
         after = None
-        if plan.first is not None:
-            left = plan.left(size, subjects)
-            alone = asking(limiter, plan.first(size, subjects))
+        if plan.first_limit is not None:
+            left = plan.expected_left(size, subjects)
+            alone = make_check(limiter, plan.first_limit(size, subjects))
             turns = left // subjects + more
-            still, failed_after, _ = await drive(alone, itertools.chain.from_iterable([who] * turns), plan.callers)
+            still, failed_after, _ = await run_callers(
+                alone, itertools.chain.from_iterable([who] * turns), plan.callers
+            )
             after, failed = Admitted(still, left), failed + failed_after
         return Exactness(Admitted(admitted, size * subjects), after), failed
     finally:
         await limiter.close()
 
 
-async def _samples(site: Site, plan: Plan, pace: Pace) -> tuple[dict[str, list[Sample]], dict[str, int]]:
+async def _measure(site: BenchServers, plan: Plan, pace: RunSize) -> tuple[dict[str, list[Sample]], dict[str, int]]:
     """The rounds of each placement, and how many of its checks failed before them."""
     limiters = {each.name: site.open(each) for each in PLACEMENTS}
-    asks: dict[str, Ask] = {}
+    asks: dict[str, CheckFunction] = {}
     streams, failed = {}, {}
     for each in PLACEMENTS:
-        who = each.callers(pace.subjects)
-        asks[each.name] = asking(limiters[each.name], plan.whole(AMPLE, 100))
-        warm = await drive(asks[each.name], iter(who), plan.callers)  # every subject is known, every connection open
+        who = each.tenant_subjects(pace.subjects)
+        asks[each.name] = make_check(limiters[each.name], plan.limits(AMPLE, 100))
+        warm = await run_callers(
+            asks[each.name], iter(who), plan.callers
+        )  # every subject is known, every connection open
         failed[each.name] = warm.failed
         streams[each.name] = itertools.cycle(random.Random(1).sample(who, len(who)))
     samples: dict[str, list[Sample]] = {each.name: [] for each in PLACEMENTS}
@@ -210,7 +227,7 @@ def _result(
 ) -> ShardsResult:
     exactness, failed_exact = exact
     calls = [sum(each) for each in zip(*(sample.shards_calls for sample in samples), strict=True)]
-    rates, full = [sample.checks_per_second for sample in samples], [_full_at(sample) for sample in samples]
+    rates, full = [sample.checks_per_second for sample in samples], [_saturation_rate(sample) for sample in samples]
     asked = sum(sample.checks for sample in samples)
     return ShardsResult(
         plan.name,
@@ -226,12 +243,12 @@ def _result(
         asked / sum(calls),
         Spread.of(full),
         Spread.of_ratios(rates, [sample.checks_per_second for sample in base]),
-        Spread.of_ratios(full, [_full_at(sample) for sample in base]),
+        Spread.of_ratios(full, [_saturation_rate(sample) for sample in base]),
         Admitted(sum(sample.admitted for sample in samples), asked),
         exactness,
         failed + failed_exact + sum(sample.failed for sample in samples),
     )
 
 
-def _full_at(sample: Sample) -> float:
+def _saturation_rate(sample: Sample) -> float:
     return 1e6 / max(*sample.shards_cpu_us, 0.001)

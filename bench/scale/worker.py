@@ -8,11 +8,11 @@ from multiprocessing.connection import Connection
 
 import uvloop
 
-from bench.contest import quiet
+from bench.harness import settle
 from bench.ours import RESOURCE
-from bench.scale.drive import asking, drive
-from bench.scale.leases import HOT, hot_limits
-from bench.scale.pace import MANY
+from bench.scale.load import make_check, run_callers
+from bench.scale.prepaid import HOT, hot_limits
+from bench.scale.run_size import MANY
 from limitforge import Limiter, StoreOptions
 from limitforge.core.limits import ConsistencyName
 
@@ -33,47 +33,47 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
+class WorkerResult:
     """`asked`, `admitted` and `failed` are all there ever were; the rest is of what was measured."""
 
-    asked: int
+    checks: int
     admitted: int
     failed: int
-    took_ns: list[int]
+    latencies_ns: list[int]
     wall_seconds: float
     cpu_us: float
-    last_at: float
+    last_reply_at: float
     """When it knew its last answer, by the clock that all processes share."""
 
 
-def work(pipe: Connection) -> None:
+def run_worker(pipe: Connection) -> None:
     """Jobs, until there are no more. Each goes: ready, when to start, the tally, leave to close, closed."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         while (job := pipe.recv()) is not None:
-            runner.run(_work(job, pipe))
+            runner.run(_run_job(job, pipe))
 
 
-async def _work(job: Job, pipe: Connection) -> None:
+async def _run_job(job: Job, pipe: Connection) -> None:
     limits = hot_limits(job.algorithm, job.consistency, job.size, job.refill)
     limiter = Limiter.connect(job.url, key_prefix=job.key_prefix, options=job.options)
     tenant, subject = HOT
     try:
         await limiter.check(RESOURCE, subject, limits=limits, tenant=tenant, cost=0)  # opens the connection
-        quiet()
+        settle()
         pipe.send("ready")
         start_at: float = pipe.recv()
         time.sleep(max(start_at - time.monotonic(), 0))  # noqa: ASYNC251 - nothing else runs here yet
-        ask = asking(limiter, limits)
+        ask = make_check(limiter, limits)
         warm_left = start_at + job.warm_seconds - time.monotonic()
-        warm = await drive(ask, itertools.repeat(HOT), MANY, warm_left)
+        warm = await run_callers(ask, itertools.repeat(HOT), MANY, warm_left)
         cpu, wall = time.process_time_ns(), time.perf_counter_ns()
         seconds = start_at + job.warm_seconds + job.seconds - time.monotonic()
-        admitted, failed, took = await drive(ask, itertools.repeat(HOT), MANY, seconds)
+        admitted, failed, took = await run_callers(ask, itertools.repeat(HOT), MANY, seconds)
         wall_ns, cpu_ns = time.perf_counter_ns() - wall, time.process_time_ns() - cpu
         last_at = time.monotonic()
         pipe.send(
-            Tally(
-                len(warm.took_ns) + len(took),
+            WorkerResult(
+                len(warm.latencies_ns) + len(took),
                 warm.admitted + admitted,
                 warm.failed + failed,
                 took,

@@ -28,11 +28,11 @@ def with_limits() -> FastAPI:
     strategy = FixedWindowRateLimiter(storage)
     app = FastAPI(openapi_url=None)
     for plan, limits in PLANS.items():
-        app.add_api_route(f"/{plan}", _asking(strategy, plan, limits), response_model=None)
+        app.add_api_route(f"/{plan}", _make_endpoint(strategy, plan, limits), response_model=None)
     return app
 
 
-def _asking(strategy: FixedWindowRateLimiter, plan: str, limits: tuple[Limit, ...]) -> Endpoint:
+def _make_endpoint(strategy: FixedWindowRateLimiter, plan: str, limits: tuple[Limit, ...]) -> Endpoint:
     items = parse_many(_text(limits))
 
     async def check(request: Request) -> Response:
@@ -57,7 +57,7 @@ def with_slowapi() -> FastAPI:
     limiter = Limiter(lambda request: request.headers[CALLER], storage_uri=os.environ[REDIS_URL], headers_enabled=True)
     app = FastAPI(openapi_url=None)
     app.state.limiter = limiter
-    app.add_exception_handler(RateLimitExceeded, _exceeded)
+    app.add_exception_handler(RateLimitExceeded, _denied_response)
     for plan, limits in PLANS.items():
 
         async def check(request: Request) -> Response:  # noqa: ARG001 - slowapi asks for it
@@ -68,7 +68,7 @@ def with_slowapi() -> FastAPI:
     return app
 
 
-def _exceeded(request: Request, _: Exception) -> Response:
+def _denied_response(request: Request, _: Exception) -> Response:
     """As slowapi's own handler, which answers JSON too."""
     limiter: Limiter = request.app.state.limiter
     response = JSONResponse({"allowed": False}, 429)

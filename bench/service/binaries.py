@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.server import free_port
-from bench.service.contest import Contestant, Door, Site
+from bench.service.contestants import BenchEnvironment, Contestant, RunningContestant
 from bench.service.plans import PLANS
-from bench.service.process import running
-from bench.service.wrk import SUBJECT, Ask
+from bench.service.process import running_server
+from bench.service.wrk import SUBJECT_PLACEHOLDER, RequestTemplate
 
 RATELIMIT, LIMITADOR, GUBERNATOR = "envoyproxy/ratelimit", "limitador", "gubernator"
 VARIABLES = {RATELIMIT: "RATELIMIT_BIN", LIMITADOR: "LIMITADOR_BIN", GUBERNATOR: "GUBERNATOR_BIN"}
@@ -39,7 +39,7 @@ def absent() -> list[Absent]:
 
 
 @contextmanager
-def _ratelimit(site: Site) -> Iterator[Door]:
+def _ratelimit(site: BenchEnvironment) -> Iterator[RunningContestant]:
     port, others = free_port(), (free_port(), free_port())
     folder = site.folder / "ratelimit" / "limits" / "config"
     folder.mkdir(parents=True)
@@ -65,17 +65,19 @@ def _ratelimit(site: Site) -> Iterator[Door]:
         "LOG_LEVEL": "error",
     }
 
-    def ask(plan: str) -> Ask:
-        entries = [{"entries": [{"key": f"{plan}-{limit.unit}", "value": f"u{SUBJECT}"}]} for limit in PLANS[plan]]
+    def ask(plan: str) -> RequestTemplate:
+        entries = [
+            {"entries": [{"key": f"{plan}-{limit.unit}", "value": f"u{SUBJECT_PLACEHOLDER}"}]} for limit in PLANS[plan]
+        ]
         body = json.dumps({"domain": "bench", "descriptors": entries})
-        return Ask(f"http://127.0.0.1:{port}/json", headers=_JSON, body=body)
+        return RequestTemplate(f"http://127.0.0.1:{port}/json", headers=_JSON, body=body)
 
-    with running([str(_program(RATELIMIT))], port, site.folder, environment) as pid:
-        yield Door(pid, ask)
+    with running_server([str(_program(RATELIMIT))], port, site.folder, environment) as pid:
+        yield RunningContestant(pid, ask)
 
 
 @contextmanager
-def _limitador(site: Site) -> Iterator[Door]:
+def _limitador(site: BenchEnvironment) -> Iterator[RunningContestant]:
     port, other = free_port(), free_port()
     limits = [
         {
@@ -93,17 +95,19 @@ def _limitador(site: Site) -> Iterator[Door]:
     where = ["-b", "127.0.0.1", "-p", str(other), "-B", "127.0.0.1", "-P", str(port)]
     command = [str(_program(LIMITADOR)), *where, str(file), "redis", f"redis://{_address(site)}"]
 
-    def ask(plan: str) -> Ask:
-        body = {"namespace": plan, "values": {"user": f"u{SUBJECT}"}, "delta": 1}
+    def ask(plan: str) -> RequestTemplate:
+        body = {"namespace": plan, "values": {"user": f"u{SUBJECT_PLACEHOLDER}"}, "delta": 1}
         headers = {"response_headers": "DRAFT_VERSION_03"}
-        return Ask(f"http://127.0.0.1:{port}/check_and_report", headers=_JSON, body=json.dumps(body | headers))
+        return RequestTemplate(
+            f"http://127.0.0.1:{port}/check_and_report", headers=_JSON, body=json.dumps(body | headers)
+        )
 
-    with running(command, port, site.folder, {}) as pid:
-        yield Door(pid, ask)
+    with running_server(command, port, site.folder, {}) as pid:
+        yield RunningContestant(pid, ask)
 
 
 @contextmanager
-def _gubernator(site: Site) -> Iterator[Door]:
+def _gubernator(site: BenchEnvironment) -> Iterator[RunningContestant]:
     """It keeps its counters itself, and answers 200 to whatever it decides. One that runs already has the port 7946, at
     which it would look for others of its kind: then it does not start.
     """
@@ -116,11 +120,11 @@ def _gubernator(site: Site) -> Iterator[Door]:
         "GUBER_LOG_LEVEL": "error",
     }
 
-    def ask(plan: str) -> Ask:
+    def ask(plan: str) -> RequestTemplate:
         requests = [
             {
                 "name": f"{plan}-{limit.unit}",
-                "uniqueKey": f"u{SUBJECT}",
+                "uniqueKey": f"u{SUBJECT_PLACEHOLDER}",
                 "hits": "1",
                 "limit": str(limit.amount),
                 "duration": str(1_000 * limit.seconds),
@@ -128,15 +132,17 @@ def _gubernator(site: Site) -> Iterator[Door]:
             for limit in PLANS[plan]
         ]
         body = json.dumps({"requests": requests})
-        return Ask(f"http://127.0.0.1:{port}/v1/GetRateLimits", headers=_JSON, body=body, denial="OVER_LIMIT")
+        return RequestTemplate(
+            f"http://127.0.0.1:{port}/v1/GetRateLimits", headers=_JSON, body=body, denial_text="OVER_LIMIT"
+        )
 
-    with running([str(_program(GUBERNATOR))], port, site.folder, environment) as pid:
-        yield Door(pid, ask)
+    with running_server([str(_program(GUBERNATOR))], port, site.folder, environment) as pid:
+        yield RunningContestant(pid, ask)
 
 
 def _program(name: str) -> Path:
     return Path(os.environ.get(VARIABLES[name]) or "absent")
 
 
-def _address(site: Site) -> str:
+def _address(site: BenchEnvironment) -> str:
     return site.redis_url.removeprefix("redis://").partition("/")[0]

@@ -7,7 +7,7 @@ from typing import Any
 from redis import Redis
 
 from bench.service.process import cpu_us
-from bench.service.wrk import Ask, load, meet
+from bench.service.wrk import RequestTemplate, run_load, send_each_once
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +37,21 @@ class Meter:
     def close(self) -> None:
         self._redis.close()
 
-    def warm(self, ask: Ask, subjects: int, seconds: int) -> None:
-        load(ask, subjects, seconds, self._folder)
+    def warm(self, ask: RequestTemplate, subjects: int, seconds: int) -> None:
+        run_load(ask, subjects, seconds, self._folder)
 
-    def meet(self, ask: Ask, subjects: int, seconds: int) -> None:
+    def send_each_once(self, ask: RequestTemplate, subjects: int, seconds: int) -> None:
         """Everybody once, or as many as there is time for."""
-        meet(ask, subjects, seconds, self._folder)
+        send_each_once(ask, subjects, seconds, self._folder)
 
-    def admitted(self, ask: Ask, seconds: int) -> tuple[int, int]:
+    def count_admitted(self, ask: RequestTemplate, seconds: int) -> tuple[int, int]:
         """How many one subject had, and how many it asked for."""
-        loaded = load(ask, 1, seconds, self._folder, look=True)
+        loaded = run_load(ask, 1, seconds, self._folder, look=True)
         return loaded.requests - (loaded.denied or 0), loaded.requests
 
-    def sample(self, pid: int, ask: Ask, subjects: int, seconds: int) -> Sample:
+    def sample(self, pid: int, ask: RequestTemplate, subjects: int, seconds: int) -> Sample:
         cpu, redis_cpu = cpu_us(pid), self._redis_cpu_us()
-        loaded = load(ask, subjects, seconds, self._folder)
+        loaded = run_load(ask, subjects, seconds, self._folder)
         cpu, redis_cpu = cpu_us(pid) - cpu, self._redis_cpu_us() - redis_cpu
         checks = max(loaded.requests, 1)
         return Sample(

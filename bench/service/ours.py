@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bench.contest import OURS
+from bench.harness import OURS
 from bench.server import free_port
-from bench.service.contest import Contestant, Door, Site
-from bench.service.process import running
+from bench.service.contestants import BenchEnvironment, Contestant, RunningContestant
+from bench.service.process import running_server
 from bench.service.seed import Seeded, seed
-from bench.service.wrk import LINE, SUBJECT, Ask
+from bench.service.wrk import LINE_PLACEHOLDER, SUBJECT_PLACEHOLDER, RequestTemplate
 
 ONE, TWO = f"{OURS}, one worker", f"{OURS}, two workers"
 
@@ -26,21 +26,21 @@ _prefixes = itertools.count()
 
 
 def contestants() -> tuple[Contestant, ...]:
-    return _with(ONE, 1), _with(TWO, 2)
+    return _with_workers(ONE, 1), _with_workers(TWO, 2)
 
 
-def _with(name: str, workers: int) -> Contestant:
+def _with_workers(name: str, workers: int) -> Contestant:
     @contextmanager
-    def open_(site: Site) -> Iterator[Door]:
+    def open_(site: BenchEnvironment) -> Iterator[RunningContestant]:
         seeded = seed(site.folder / f"workers-{workers}.db")
-        with serving(site, seeded, workers) as (pid, url):
-            yield Door(pid, asking(url, seeded))
+        with running_service(site, seeded, workers) as (pid, url):
+            yield RunningContestant(pid, request_factory(url, seeded))
 
     return Contestant(name, open_)
 
 
 @contextmanager
-def serving(site: Site, seeded: Seeded, workers: int = 1) -> Iterator[tuple[int, str]]:
+def running_service(site: BenchEnvironment, seeded: Seeded, workers: int = 1) -> Iterator[tuple[int, str]]:
     """Its process and its address. Each has keys of its own in Redis."""
     port = free_port()
     environment = {
@@ -51,22 +51,27 @@ def serving(site: Site, seeded: Seeded, workers: int = 1) -> Iterator[tuple[int,
         "LIMITFORGE_DEADLINE_MS": "1000",
     }
     command = [_PROGRAM, "serve", "--port", str(port), "--workers", str(workers)]
-    with running(command, port, site.folder, environment) as pid:
+    with running_server(command, port, site.folder, environment) as pid:
         yield pid, f"http://127.0.0.1:{port}/v1/check"
 
 
-def asking(url: str, seeded: Seeded) -> Callable[[str], Ask]:
+def request_factory(url: str, seeded: Seeded) -> Callable[[str], RequestTemplate]:
     """With the keys of all tenants in turn, for the resource of a plan."""
 
-    def ask(plan: str) -> Ask:
-        return Ask(url, headers=_headers(LINE), body=_body(f"GET:/{plan}"), lines=seeded.keys)
+    def ask(plan: str) -> RequestTemplate:
+        return RequestTemplate(url, headers=_headers(LINE_PLACEHOLDER), body=_body(f"GET:/{plan}"), lines=seeded.keys)
 
     return ask
 
 
-def asking_all_areas(url: str, seeded: Seeded) -> Ask:
+def request_for_all_areas(url: str, seeded: Seeded) -> RequestTemplate:
     """With the key of the first tenant, for resources of all its areas."""
-    return Ask(url, headers=_headers(seeded.keys[0]), body=_body(f"GET:/{LINE}/{SUBJECT}"), lines=seeded.areas)
+    return RequestTemplate(
+        url,
+        headers=_headers(seeded.keys[0]),
+        body=_body(f"GET:/{LINE_PLACEHOLDER}/{SUBJECT_PLACEHOLDER}"),
+        lines=seeded.areas,
+    )
 
 
 def _headers(key: str) -> dict[str, str]:
@@ -74,4 +79,4 @@ def _headers(key: str) -> dict[str, str]:
 
 
 def _body(resource: str) -> str:
-    return json.dumps({"resource": resource, "subject": f"u{SUBJECT}"})
+    return json.dumps({"resource": resource, "subject": f"u{SUBJECT_PLACEHOLDER}"})

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
-from bench.contest import OURS
-from bench.panels import Bar, Panel, drawn
-from bench.service.flat import Flat
-from bench.service.pace import CONNECTIONS
+from bench.harness import OURS
+from bench.panels import Bar, Panel, render_panels
+from bench.service.cost_growth import CostComparison
 from bench.service.run import AnyResult, Exact, Result
+from bench.service.run_size import CONNECTIONS
 
 TITLE = f"Checks per second over HTTP, {CONNECTIONS} connections, on one machine"
 NOTE = "Behind each bar: checks/s, the 99th percentile in ms, CPU of the process for a check in us."
@@ -14,29 +14,40 @@ FLAT_NOTE = "Checks/s of one worker, and many against few in the same round, wit
 VERSIONS = ("python", "limitforge", "limits", "slowapi", "fastapi", "uvicorn", "uvloop", "redis-server", "wrk")
 
 
-def draw(results: Sequence[AnyResult], versions: Mapping[str, str]) -> str:
-    names = dict.fromkeys(each.shape for each in results if isinstance(each, Result))
+def render_svg(results: Sequence[AnyResult], versions: Mapping[str, str]) -> str:
+    names = dict.fromkeys(each.workload for each in results if isinstance(each, Result))
     exact = {each.contestant: each for each in results if isinstance(each, Exact)}
     panels = [
-        _shape(name, [each for each in results if isinstance(each, Result) and each.shape == name]) for name in names
+        _workload_panel(name, [each for each in results if isinstance(each, Result) and each.workload == name])
+        for name in names
     ]
     panels.append(
         Panel(
             "How many are admitted",
             f"One subject, one limit, {CONNECTIONS} connections that ask for more than it holds.",
             [
-                Bar(name, each.admitted, f"{each.admitted:,} of {each.of:,}", _kind(name), each.admitted != each.of)
+                Bar(
+                    name,
+                    each.admitted,
+                    f"{each.admitted:,} of {each.expected:,}",
+                    _kind(name),
+                    each.admitted != each.expected,
+                )
                 for name, each in exact.items()
             ],
         )
     )
     panels.append(
-        Panel("Few and many", FLAT_NOTE, [bar for each in results if isinstance(each, Flat) for bar in _two(each)])
+        Panel(
+            "Few and many",
+            FLAT_NOTE,
+            [bar for each in results if isinstance(each, CostComparison) for bar in _bars_of_comparison(each)],
+        )
     )
-    return drawn(TITLE, panels, {name: versions[name] for name in VERSIONS if name in versions})
+    return render_panels(TITLE, panels, {name: versions[name] for name in VERSIONS if name in versions})
 
 
-def _shape(name: str, results: Sequence[Result]) -> Panel:
+def _workload_panel(name: str, results: Sequence[Result]) -> Panel:
     subjects = results[0].subjects
     title = f"{name.capitalize()}: {results[0].limits} limits, {subjects:,} subject{'s'[: subjects > 1]}"
     return Panel(title, NOTE, [_bar(each) for each in sorted(results, key=lambda each: -each.checks_per_second.median)])
@@ -48,12 +59,12 @@ def _bar(result: Result) -> Bar:
     return Bar(result.contestant, per_second, said, _kind(result.contestant))
 
 
-def _two(flat: Flat) -> tuple[Bar, Bar]:
+def _bars_of_comparison(flat: CostComparison) -> tuple[Bar, Bar]:
     few, many = flat.few_per_second.median, flat.many_per_second.median
-    what = flat.what if flat.few > 1 else flat.what.removesuffix("s")
+    what = flat.dimension if flat.few > 1 else flat.dimension.removesuffix("s")
     return (
         Bar(f"{flat.few:,} {what}", few, f"{few:,.0f}", "peer"),
-        Bar(f"{flat.many:,} {flat.what}", many, f"{many:,.0f}, {flat.ratio.text()}x", "ours"),
+        Bar(f"{flat.many:,} {flat.dimension}", many, f"{many:,.0f}, {flat.ratio.text()}x", "ours"),
     )
 
 

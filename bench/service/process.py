@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from bench.server import NoServer
+from bench.server import ServerUnavailable
 
 START_SECONDS = 60.0
 STOP_SECONDS = 15.0
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @contextlib.contextmanager
-def running(command: Sequence[str], port: int, folder: Path, environment: Mapping[str, str]) -> Iterator[int]:
+def running_server(command: Sequence[str], port: int, folder: Path, environment: Mapping[str, str]) -> Iterator[int]:
     """Its process id, from its first answer until the block ends. It runs at the root of this repository, so that
     Python finds the apps of this package; what it says goes to a file in the folder.
     """
@@ -70,4 +70,4 @@ def _wait_for(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
         finally:
             connection.close()
     words = log.read_text(errors="replace")[-2_000:]
-    raise NoServer(f"{Path(str(process.args[0])).name} did not answer on port {port}. It said:\n{words}")  # type: ignore[index]
+    raise ServerUnavailable(f"{Path(str(process.args[0])).name} did not answer on port {port}. It said:\n{words}")  # type: ignore[index]

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from bench.contest import Spread
+from bench.harness import Spread
 from bench.service import binaries, ours
 from bench.service.binaries import Absent
-from bench.service.flat import Flat
-from bench.service.pace import CONNECTIONS
+from bench.service.cost_growth import CostComparison
 from bench.service.run import MANY, AnyResult, Exact, Result
+from bench.service.run_size import CONNECTIONS
 from bench.table import Target, at_least, at_most, table
 
 FIRST_MARK = {binaries.RATELIMIT: 2.5, binaries.LIMITADOR: 1.6, binaries.GUBERNATOR: 3.5}
@@ -28,15 +28,15 @@ _HEADER = (
 _FLAT_HEADER = ("limitforge, one worker", "checks/s", "and", "CPU us", "and", "Redis CPU us", "and", "ratio", "not 2xx")
 
 
-def draw(results: Sequence[AnyResult]) -> str:
-    return "\n".join((_loads(results), _exactness(results), _flats(results)))
+def render(results: Sequence[AnyResult]) -> str:
+    return "\n".join((_workloads(results), _exactness(results), _comparisons(results)))
 
 
 def targets(results: Sequence[AnyResult]) -> list[Target]:
-    many = {each.contestant: each for each in results if isinstance(each, Result) and each.shape == MANY}
+    many = {each.contestant: each for each in results if isinstance(each, Result) and each.workload == MANY}
     own = many[ours.ONE]
     found = [
-        at_least(f"service, against {name}{mark}", bound, many[name].ahead.median)
+        at_least(f"service, against {name}{mark}", bound, many[name].speedup.median)
         for mark, bounds in (("", FIRST_MARK), (", second mark", SECOND_MARK))
         for name, bound in bounds.items()
         if name in many
@@ -47,19 +47,19 @@ def targets(results: Sequence[AnyResult]) -> list[Target]:
         at_most(f"service, p99 of {CONNECTIONS} connections", P99_MS, own.p99_ms.median, "ms"),
     ]
     return found + [
-        Target(f"{each.contestant}, admitted of one limit", f"{each.of:,}", f"{each.admitted:,}", _is_exact(each))
+        Target(f"{each.contestant}, admitted of one limit", f"{each.expected:,}", f"{each.admitted:,}", _is_exact(each))
         for each in results
         if isinstance(each, Exact) and each.contestant in (ours.ONE, ours.TWO)
     ]
 
 
-def _loads(results: Sequence[AnyResult]) -> str:
+def _workloads(results: Sequence[AnyResult]) -> str:
     rows: list[tuple[str, ...]] = []
     shape = ""
     for each in results:
         if isinstance(each, Result):
-            if each.shape != shape:
-                shape = each.shape
+            if each.workload != shape:
+                shape = each.workload
                 rows += [(), (f"{shape}: {each.limits} limits, {each.subjects:,} subject{'s'[: each.subjects > 1]}",)]
             rows.append(_row(each))
     missing = [f"{each.contestant} ({each.variable} names no program)" for each in results if isinstance(each, Absent)]
@@ -80,7 +80,7 @@ def _row(result: Result) -> tuple[str, ...]:
         f"{result.redis_cpu_us.median:.1f}",
         "-" if result.denied is None else f"{result.denied:.1%}",
         f"{result.errors}",
-        "" if result.contestant == ours.ONE else f"{result.ahead.text()}x",
+        "" if result.contestant == ours.ONE else f"{result.speedup.text()}x",
     )
 
 
@@ -89,8 +89,8 @@ def _exactness(results: Sequence[AnyResult]) -> str:
         (
             each.contestant,
             f"{each.admitted:,}",
-            f"{each.of:,}",
-            f"{each.asked:,}",
+            f"{each.expected:,}",
+            f"{each.checks:,}",
             "exact" if _is_exact(each) else "NOT",
         )
         for each in results
@@ -101,10 +101,10 @@ def _exactness(results: Sequence[AnyResult]) -> str:
     )
 
 
-def _flats(results: Sequence[AnyResult]) -> str:
+def _comparisons(results: Sequence[AnyResult]) -> str:
     rows = [
         (
-            f"{each.few:,} and {each.many:,} {each.what}",
+            f"{each.few:,} and {each.many:,} {each.dimension}",
             rate(each.few_per_second),
             rate(each.many_per_second),
             f"{each.few_cpu_us.median:.1f}",
@@ -115,7 +115,7 @@ def _flats(results: Sequence[AnyResult]) -> str:
             f"{each.denied:.1%}",
         )
         for each in results
-        if isinstance(each, Flat)
+        if isinstance(each, CostComparison)
     ]
     title = "Service: few and many; a ratio of 1 in the same round means that a check costs the same"
     return table(title, _FLAT_HEADER, rows)
@@ -126,4 +126,4 @@ def rate(spread: Spread) -> str:
 
 
 def _is_exact(result: Exact) -> bool:
-    return result.admitted == result.of
+    return result.admitted == result.expected

@@ -6,21 +6,21 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.contest import Spread, progress
-from bench.service import binaries, flat, ours, python_peers, wrk
+from bench.harness import Spread, progress
+from bench.service import binaries, cost_growth, ours, python_peers, wrk
 from bench.service.binaries import Absent
-from bench.service.contest import Contestant, Door, Shape, Site
-from bench.service.flat import Flat
+from bench.service.contestants import BenchEnvironment, Contestant, RunningContestant, Workload
+from bench.service.cost_growth import CostComparison
 from bench.service.measure import Meter, Sample
-from bench.service.pace import FULL, QUICK, Pace
 from bench.service.plans import AMPLE, ONCE, PLANS, SPENT, THREE, TWO
+from bench.service.run_size import FULL, QUICK, RunSize
 
 MANY, HOT, DENIED, MORE = "many keys", "one hot key", "mostly denied", "three limits"
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    shape: str
+    workload: str
     contestant: str
     limits: int
     subjects: int
@@ -32,7 +32,7 @@ class Result:
     denied: float | None
     """The share of answers that are not 2xx; None where only bodies would tell."""
     errors: int
-    ahead: Spread
+    speedup: Spread
     """Checks a second of limitforge with one worker against this one, same round."""
     kind: str = "load"
 
@@ -43,21 +43,21 @@ class Exact:
 
     contestant: str
     admitted: int
-    of: int
-    asked: int
+    expected: int
+    checks: int
     kind: str = "exact"
 
 
-AnyResult = Result | Exact | Flat | Absent
+AnyResult = Result | Exact | CostComparison | Absent
 
 
-def shapes(pace: Pace) -> tuple[Shape, ...]:
+def workloads(pace: RunSize) -> tuple[Workload, ...]:
     others = (pace.other_rounds, pace.other_seconds)
     return (
-        Shape(MANY, TWO, pace.subjects, pace.rounds, pace.seconds),
-        Shape(HOT, AMPLE, 1, *others),
-        Shape(DENIED, SPENT, pace.few_subjects, *others),
-        Shape(MORE, THREE, pace.subjects, *others),
+        Workload(MANY, TWO, pace.subjects, pace.rounds, pace.seconds),
+        Workload(HOT, AMPLE, 1, *others),
+        Workload(DENIED, SPENT, pace.few_subjects, *others),
+        Workload(MORE, THREE, pace.subjects, *others),
     )
 
 
@@ -65,48 +65,52 @@ def run(redis_url: str, *, quick: bool) -> list[AnyResult]:
     wrk.program()
     pace = QUICK if quick else FULL
     with tempfile.TemporaryDirectory(prefix="limitforge-bench-", ignore_cleanup_errors=True) as folder:
-        site = Site(redis_url, Path(folder))
+        site = BenchEnvironment(redis_url, Path(folder))
         meter = Meter(redis_url, site.folder)
-        results: list[AnyResult] = [*_contest(site, meter, pace), *binaries.absent()]
+        results: list[AnyResult] = [*_run_contestants(site, meter, pace), *binaries.absent()]
         meter.flush()
-        results += flat.run(site, meter, pace)
+        results += cost_growth.run(site, meter, pace)
         meter.close()
     return results
 
 
-def _contest(site: Site, meter: Meter, pace: Pace) -> Iterator[AnyResult]:
+def _run_contestants(site: BenchEnvironment, meter: Meter, pace: RunSize) -> Iterator[AnyResult]:
     contestants = (*ours.contestants(), *python_peers.contestants(), *binaries.contestants())
     with ExitStack() as running:
-        doors: dict[str, Door] = {}
+        doors: dict[str, RunningContestant] = {}
         for each in contestants:
             progress(f"service: starting {each.name}")
             doors[each.name] = running.enter_context(each.open(site))
-        for shape in shapes(pace):
+        for shape in workloads(pace):
             progress(f"service: {shape.name}, {len(contestants)} contestants, {shape.rounds} rounds")
             meter.flush()
-            yield from _measured(shape, contestants, doors, meter, pace)
+            yield from _measure(shape, contestants, doors, meter, pace)
         progress("service: how many are admitted")
         for name, door in doors.items():
-            admitted, asked = meter.admitted(door.ask(ONCE), pace.exact_seconds)
+            admitted, asked = meter.count_admitted(door.request_for(ONCE), pace.exact_seconds)
             yield Exact(name, admitted, PLANS[ONCE][0].amount, asked)
 
 
-def _measured(
-    shape: Shape, contestants: Sequence[Contestant], doors: Mapping[str, Door], meter: Meter, pace: Pace
+def _measure(
+    shape: Workload,
+    contestants: Sequence[Contestant],
+    doors: Mapping[str, RunningContestant],
+    meter: Meter,
+    pace: RunSize,
 ) -> Iterator[Result]:
     samples: dict[str, list[Sample]] = {each.name: [] for each in contestants}
     for each in contestants:
-        meter.warm(doors[each.name].ask(shape.plan), shape.subjects, pace.warm_seconds)
+        meter.warm(doors[each.name].request_for(shape.plan), shape.subjects, pace.warm_seconds)
     for number in range(shape.rounds):
         for at in range(len(contestants)):
             name = contestants[(at + number) % len(contestants)].name  # each round starts with another one
             door = doors[name]
-            samples[name].append(meter.sample(door.pid, door.ask(shape.plan), shape.subjects, shape.seconds))
+            samples[name].append(meter.sample(door.pid, door.request_for(shape.plan), shape.subjects, shape.seconds))
     for name, found in samples.items():
         yield _result(shape, name, found, samples[ours.ONE])
 
 
-def _result(shape: Shape, name: str, samples: list[Sample], base: list[Sample]) -> Result:
+def _result(shape: Workload, name: str, samples: list[Sample], base: list[Sample]) -> Result:
     denied = [sample.denied for sample in samples if sample.denied is not None]
     return Result(
         shape.name,

@@ -7,12 +7,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.contest import progress
+from bench.harness import progress
 from bench.service.plans import PLANS
-from limitforge.catalog import queries
-from limitforge.catalog.catalog import OUTBOX_KEPT, Catalog
 from limitforge.catalog.credentials import PREFIXES, Credential, Peppers, new_id
-from limitforge.catalog.database import Database
+from limitforge.catalog.database import queries
+from limitforge.catalog.database.catalog import OUTBOX_RETENTION, Catalog
+from limitforge.catalog.database.database import Database
 from limitforge.catalog.model import Entity, Key, Plan, Policy, Tenant
 
 AT_ONCE = 1_000
@@ -51,11 +51,11 @@ def seed(
     logging.getLogger("limitforge").setLevel(logging.ERROR)
     areas = tuple(f"area{number:05}" for number in range(policies - len(plans)))
     peppers = Peppers.generate()
-    texts = asyncio.run(_written(f"sqlite:///{file}", peppers, _Sizes(tenants, keys, tuple(plans), areas)))
+    texts = asyncio.run(_write_catalog(f"sqlite:///{file}", peppers, _Sizes(tenants, keys, tuple(plans), areas)))
     return Seeded(f"sqlite:///{file}", peppers, tuple(texts), areas)
 
 
-async def _written(url: str, text: str, sizes: _Sizes) -> list[str]:
+async def _write_catalog(url: str, text: str, sizes: _Sizes) -> list[str]:
     database, peppers = Database(url), Peppers.parse(text)
     await database.upgrade()
     catalog = Catalog(database, peppers=peppers)
@@ -67,11 +67,11 @@ async def _written(url: str, text: str, sizes: _Sizes) -> list[str]:
             texts += _add(rows, f"tenant-{number}", peppers, sizes)
         entities: list[Entity] = [*rows.tenants, *rows.plans, *rows.policies, *rows.keys]
         async with catalog.edit("bench") as edit:
-            await edit.write((None, entity) for entity in entities)
+            await edit.write_changes((None, entity) for entity in entities)
         if sizes.tenants > AT_ONCE:
             progress(f"service: {end:,} of {sizes.tenants:,} tenants are written")
     async with database.writing() as connection:  # as after a day: other nodes have heard of it all
-        await queries.trim_outbox(connection, datetime.now(UTC) + OUTBOX_KEPT)
+        await queries.trim_outbox(connection, datetime.now(UTC) + OUTBOX_RETENTION)
     await database.close()
     return texts
 
@@ -94,8 +94,8 @@ def _add(rows: _Rows, name: str, peppers: Peppers, sizes: _Sizes) -> list[str]:
     texts = []
     for number in range(sizes.keys):
         key_id = new_id("key")
-        credential = Credential.make(PREFIXES["live"], key_id.removeprefix("key_"), peppers)
-        sealed = peppers.seal(credential)
+        credential = Credential.generate(PREFIXES["live"], key_id.removeprefix("key_"), peppers)
+        sealed = peppers.hash_credential(credential)
         rows.keys.append(Key(id=key_id, tenant_id=tenant.id, name=f"key-{number}", secrets=(sealed,)))
         texts.append(credential.text)
     return texts

@@ -7,18 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.server import NoServer
-from bench.service.pace import CONNECTIONS
+from bench.server import ServerUnavailable
+from bench.service.run_size import CONNECTIONS
 
 SCRIPT = Path(__file__).with_name("load.lua")
-SUBJECT, LINE = "#######", "@line@"
+SUBJECT_PLACEHOLDER, LINE_PLACEHOLDER = "#######", "@line@"
 SPARE_SECONDS = 30  # after its time is over; then it hangs
 
 _UNITS = {"us": 0.001, "ms": 1.0, "s": 1_000.0, "m": 60_000.0}
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RequestTemplate:
     """A request. In its headers and its body SUBJECT is replaced by the number of a subject, and LINE by one of the
     lines: one of many keys, or resources.
     """
@@ -28,12 +28,12 @@ class Ask:
     headers: Mapping[str, str] = field(default_factory=dict)
     body: str = ""
     lines: tuple[str, ...] = ("",)
-    denial: str = ""
+    denial_text: str = ""
     """What the body of a denial holds, where its status does not tell."""
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadResult:
     """What came of it. `denied` is None where only bodies would tell, and nobody looked at them."""
 
     requests: int
@@ -48,7 +48,7 @@ class Loaded:
 def program() -> str:
     found = shutil.which("wrk")
     if found is None:
-        raise NoServer("this part needs wrk on the PATH (apt install wrk), or run `make bench`")
+        raise ServerUnavailable("this part needs wrk on the PATH (apt install wrk), or run `make bench`")
     return found
 
 
@@ -58,23 +58,23 @@ def version() -> str:
     return found[0] if found else "unknown"
 
 
-def load(ask: Ask, subjects: int, seconds: int, folder: Path, *, look: bool = False) -> Loaded:
+def run_load(ask: RequestTemplate, subjects: int, seconds: int, folder: Path, *, look: bool = False) -> LoadResult:
     """`look` reads bodies where only they tell a denial."""
-    done = _run(ask, subjects, seconds, folder, "random", ask.denial if look else "")
+    done = _run(ask, subjects, seconds, folder, "random", ask.denial_text if look else "")
     if done.returncode or "requests in" not in done.stdout:
-        raise NoServer(f"wrk did not load {ask.url}: {done.stderr.strip() or done.stdout.strip()}")
-    return _read(done.stdout, by_body=ask.denial != "", looked=look)
+        raise ServerUnavailable(f"wrk did not load {ask.url}: {done.stderr.strip() or done.stdout.strip()}")
+    return _parse_output(done.stdout, by_body=ask.denial_text != "", looked=look)
 
 
-def meet(ask: Ask, subjects: int, seconds: int, folder: Path) -> None:
+def send_each_once(ask: RequestTemplate, subjects: int, seconds: int, folder: Path) -> None:
     """Every subject of every line once, or as many as there is time for."""
     done = _run(ask, subjects, seconds, folder, "once", "")
     if done.returncode:
-        raise NoServer(f"wrk did not load {ask.url}: {done.stderr.strip() or done.stdout.strip()}")
+        raise ServerUnavailable(f"wrk did not load {ask.url}: {done.stderr.strip() or done.stdout.strip()}")
 
 
 def _run(
-    ask: Ask, subjects: int, seconds: int, folder: Path, order: str, denial: str
+    ask: RequestTemplate, subjects: int, seconds: int, folder: Path, order: str, denial: str
 ) -> subprocess.CompletedProcess[str]:
     lines = folder / "lines"
     lines.write_text("".join(f"{line}\n" for line in ask.lines))
@@ -86,28 +86,28 @@ def _run(
     )
 
 
-def _read(said: str, *, by_body: bool, looked: bool) -> Loaded:
-    denied: int | None = _number(said, r"Non-2xx or 3xx responses: (\d+)")
+def _parse_output(said: str, *, by_body: bool, looked: bool) -> LoadResult:
+    denied: int | None = _find_number(said, r"Non-2xx or 3xx responses: (\d+)")
     if by_body:
-        denied = _number(said, r"Denials in bodies: (\d+)") if looked else None
+        denied = _find_number(said, r"Denials in bodies: (\d+)") if looked else None
     errors = re.search(r"Socket errors: connect (\d+), read (\d+), write (\d+), timeout (\d+)", said)
-    return Loaded(
-        _number(said, r"(\d+) requests in"),
-        float(_text(said, r"Requests/sec:\s+([\d.]+)")),
-        _in_ms(_text(said, r"(?m)^\s+50%\s+(\S+)")),
-        _in_ms(_text(said, r"(?m)^\s+99%\s+(\S+)")),
+    return LoadResult(
+        _find_number(said, r"(\d+) requests in"),
+        float(_find_text(said, r"Requests/sec:\s+([\d.]+)")),
+        _in_ms(_find_text(said, r"(?m)^\s+50%\s+(\S+)")),
+        _in_ms(_find_text(said, r"(?m)^\s+99%\s+(\S+)")),
         denied,
         sum(map(int, errors.groups())) if errors else 0,
     )
 
 
-def _text(said: str, pattern: str) -> str:
+def _find_text(said: str, pattern: str) -> str:
     found = re.search(pattern, said)
     return found[1] if found else ""
 
 
-def _number(said: str, pattern: str) -> int:
-    return int(_text(said, pattern) or 0)
+def _find_number(said: str, pattern: str) -> int:
+    return int(_find_text(said, pattern) or 0)
 
 
 def _in_ms(text: str) -> float:

@@ -7,7 +7,7 @@ decision = await limiter.check("GET:/orders", "user:42", limits="100/minute; 10/
 from limitforge.core.check import Entry, Failure
 from limitforge.core.clock import Clock, ManualClock
 from limitforge.core.decision import Decision, LimitState
-from limitforge.core.keys import Place
+from limitforge.core.keys import Layer
 from limitforge.core.lanes import Lanes
 from limitforge.core.limits import (
     Concurrency,
@@ -36,10 +36,10 @@ from limitforge.errors import (
 from limitforge.limiter import Limiter
 from limitforge.limiter_sync import SyncLimiter
 from limitforge.request import Request
-from limitforge.stores.heat import HotKey
-from limitforge.stores.memory import MemoryStore
+from limitforge.stores.memory.store import MemoryStore
 from limitforge.stores.options import StoreOptions
 from limitforge.stores.protocol import StoreStatus
+from limitforge.stores.redis.hot_keys import HotKey
 
 __all__ = [
     "Clock",
@@ -52,6 +52,7 @@ __all__ = [
     "InvalidInput",
     "InvalidLimit",
     "Lanes",
+    "Layer",
     "LeakyBucket",
     "Limit",
     "LimitState",
@@ -62,7 +63,6 @@ __all__ = [
     "MemoryStore",
     "Override",
     "OverridePage",
-    "Place",
     "Quota",
     "Request",
     "Settlement",

@@ -118,7 +118,7 @@ class Conflict(CatalogError):
     """It contradicts what is there: a name that is taken, or something that others still use."""
 
 
-class Outdated(Conflict):
+class VersionConflict(Conflict):
     """It was changed by somebody else since it was read: read it again, and decide anew."""
 
 

@@ -4,11 +4,11 @@ from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from limitforge.core.check import Entry, Failure, FailureName, check_of, check_of_entries, failure_of
+from limitforge.core.check import Entry, Failure, FailureName, build_check, build_check_from_entries, parse_failure
 from limitforge.core.clock import Clock
 from limitforge.core.decision import Decision
-from limitforge.core.keys import text
-from limitforge.core.lanes import LanesLike, lanes_of
+from limitforge.core.keys import parse_key_part
+from limitforge.core.lanes import LanesLike, parse_lanes
 from limitforge.core.overrides import Override, OverridePage
 from limitforge.core.plan import LimitsLike
 from limitforge.core.reservations import OnLapse, Settlement
@@ -17,11 +17,11 @@ from limitforge.request import (
     DEFAULT_HOLD_SECONDS,
     DEFAULT_PRIORITY,
     DEFAULT_TENANT,
-    Name,
+    KeyPart,
     Request,
     RequestBatch,
-    Requests,
-    keys_for,
+    RequestBuilder,
+    build_keys,
 )
 from limitforge.stores import connect_sync
 from limitforge.stores.options import StoreOptions
@@ -34,7 +34,7 @@ class SyncLimiter:
     def __init__(self, store: SyncStore) -> None:
         self._store = store
         self._keys = store.keys
-        self._requests = Requests(store.keys)
+        self._requests = RequestBuilder(store.keys)
 
     @classmethod
     def connect(
@@ -53,17 +53,17 @@ class SyncLimiter:
         `options` say how long a check may take and what happens when Redis can't decide. A `clock` replaces the store's
         own time: for tests and replays only.
         """
-        return cls(connect_sync(url, keys=keys_for(url, key_prefix, lanes), clock=clock, options=options))
+        return cls(connect_sync(url, keys=build_keys(url, key_prefix, lanes), clock=clock, options=options))
 
     def check(
         self,
-        resource: Name,
-        subject: Name,
+        resource: KeyPart,
+        subject: KeyPart,
         *,
         limits: LimitsLike,
         cost: int = 1,
         costs: Mapping[str, int] | None = None,
-        tenant: Name = DEFAULT_TENANT,
+        tenant: KeyPart = DEFAULT_TENANT,
         priority: str = DEFAULT_PRIORITY,
         shadow: LimitsLike | None = None,
         failure: Failure | FailureName | None = None,
@@ -74,22 +74,22 @@ class SyncLimiter:
         and changes nothing of it. `failure` is what happens if the store can't decide this one. A denial is a value,
         not an exception.
         """
-        check = check_of(self._keys, limits, resource, subject, cost, costs, tenant, priority, shadow)
+        check = build_check(self._keys, limits, resource, subject, cost, costs, tenant, priority, shadow)
         if failure is not None:
-            check.failure = failure_of(failure)
+            check.failure = parse_failure(failure)
         return self._store.check(check)
 
     def check_entries(
         self,
         entries: Iterable[Entry],
         *,
-        tenant: Name = DEFAULT_TENANT,
+        tenant: KeyPart = DEFAULT_TENANT,
         priority: str = DEFAULT_PRIORITY,
         failure: Failure | FailureName | None = None,
     ) -> Decision:
         """The general form of `check`: each limit with its own resource, subject and cost, deciding together."""
-        check = check_of_entries(self._keys, entries, tenant=tenant, priority=priority)
-        check.failure = failure_of(failure)
+        check = build_check_from_entries(self._keys, entries, tenant=tenant, priority=priority)
+        check.failure = parse_failure(failure)
         return self._store.check(check)
 
     def check_many(self, requests: Iterable[Request]) -> list[Decision | LimitforgeError]:
@@ -97,19 +97,19 @@ class SyncLimiter:
         and spoils no other.
         """
         batch = RequestBatch(self._requests, requests)
-        return batch.answers(self._store.check_many(batch.checks))
+        return batch.results(self._store.check_many(batch.checks))
 
     def reserve(
         self,
-        resource: Name,
-        subject: Name,
+        resource: KeyPart,
+        subject: KeyPart,
         *,
         limits: LimitsLike,
         cost: int,
         costs: Mapping[str, int] | None = None,
         ttl_seconds: float = DEFAULT_HOLD_SECONDS,
         on_lapse: str = OnLapse.KEEP,
-        tenant: Name = DEFAULT_TENANT,
+        tenant: KeyPart = DEFAULT_TENANT,
         priority: str = DEFAULT_PRIORITY,
         failure: Failure | FailureName | None = None,
     ) -> Decision:
@@ -140,19 +140,21 @@ class SyncLimiter:
         """Hold the slots for another TTL; False if any of them had gone stale or was released."""
         return self._store.run(Renew(self._requests.lease(lease_id)))
 
-    def reset(self, resource: Name, subject: Name, *, limits: LimitsLike, tenant: Name = DEFAULT_TENANT) -> None:
+    def reset(
+        self, resource: KeyPart, subject: KeyPart, *, limits: LimitsLike, tenant: KeyPart = DEFAULT_TENANT
+    ) -> None:
         """Forget what these limits have counted, in the buckets that this check would use."""
         self._store.run(self._requests.reset(resource, subject, limits, tenant))
 
     def set_override(
         self,
-        resource: Name,
-        subject: Name,
+        resource: KeyPart,
+        subject: KeyPart,
         changes: Mapping[str, Any],
         *,
         limits: LimitsLike,
         ttl_seconds: float,
-        tenant: Name = DEFAULT_TENANT,
+        tenant: KeyPart = DEFAULT_TENANT,
     ) -> Override:
         """Other numbers for one subject: `{"burst": {"limit": 500}}`, or `"unlimited"` or `"blocked"` for a limit's
         fields.
@@ -162,30 +164,30 @@ class SyncLimiter:
         """
         return self._store.run(self._requests.set_override(resource, subject, changes, limits, ttl_seconds, tenant))
 
-    def get_override(self, resource: Name, subject: Name, *, tenant: Name = DEFAULT_TENANT) -> Override | None:
+    def get_override(self, resource: KeyPart, subject: KeyPart, *, tenant: KeyPart = DEFAULT_TENANT) -> Override | None:
         """The live override of exactly this resource (or `*`) and subject."""
         found = self._store.run(self._requests.get_overrides(subject, tenant))
-        return next((override for override in found if override.resource == text("resource", resource)), None)
+        return next((override for override in found if override.resource == parse_key_part("resource", resource)), None)
 
     def list_overrides(
-        self, *, tenant: Name = DEFAULT_TENANT, cursor: str | None = None, page: int = 100
+        self, *, tenant: KeyPart = DEFAULT_TENANT, cursor: str | None = None, page: int = 100
     ) -> OverridePage:
         """The live overrides of a tenant, `page` subjects at a time."""
         return self._store.run(self._requests.list_overrides(tenant, cursor, page))
 
-    def missing_overrides(self, places: Iterable[tuple[Name, Name, Name]]) -> list[int]:
+    def missing_overrides(self, places: Iterable[tuple[KeyPart, KeyPart, KeyPart]]) -> list[int]:
         """Return the positions of those overrides, each (tenant, resource, subject), that are not in force."""
         return self._store.run(self._requests.missing_overrides(places))
 
-    def delete_override(self, resource: Name, subject: Name, *, tenant: Name = DEFAULT_TENANT) -> bool:
+    def delete_override(self, resource: KeyPart, subject: KeyPart, *, tenant: KeyPart = DEFAULT_TENANT) -> bool:
         """Back to the plan's numbers; tells whether there was an override."""
         return self._store.run(self._requests.delete_override(resource, subject, tenant))
 
-    def clear_overrides(self, *, tenant: Name = DEFAULT_TENANT) -> int:
+    def clear_overrides(self, *, tenant: KeyPart = DEFAULT_TENANT) -> int:
         """Remove all overrides of a tenant; tells how many subjects had any."""
         return self._store.run(self._requests.clear_overrides(tenant))
 
-    def drop_denials(self, *, tenant: Name = DEFAULT_TENANT) -> None:
+    def drop_denials(self, *, tenant: KeyPart = DEFAULT_TENANT) -> None:
         """Forget the denials of a tenant that any node has cached. Resets, settlements, overrides and limits with other
         numbers need no such call.
         """
@@ -193,7 +195,7 @@ class SyncLimiter:
 
     def set_lanes(self, tenant: str, lanes: LanesLike) -> None:
         """How many lanes a tenant has from now on. Say it before its first check, and alike on every node."""
-        self._keys.set_lanes(tenant, lanes_of({tenant: lanes})[tenant])
+        self._keys.set_lanes(tenant, parse_lanes({tenant: lanes})[tenant])
 
     def status(self) -> StoreStatus:
         """How the store is doing, without asking it."""

@@ -6,24 +6,24 @@ from typing import Any
 
 import msgspec
 
-from limitforge.core.check import TOKEN_BYTES, Check, Failure, FailureName, Hold, check_of, failure_of
+from limitforge.core.check import TOKEN_BYTES, Check, Failure, FailureName, Hold, build_check, parse_failure
 from limitforge.core.decision import Decision
-from limitforge.core.exact import cost_of, duration_us, shown
+from limitforge.core.exact import parse_duration_us, short_repr, validate_cost
+from limitforge.core.handles import EMPTY_TOKEN, Lease, Reservation, decode_handle
 from limitforge.core.join import aliases
-from limitforge.core.keys import Keys, decoded, place_of, text
+from limitforge.core.keys import Keys, decode_key, layer_of, parse_key_part
 from limitforge.core.lanes import LanesLike
-from limitforge.core.overrides import compile_override, plain_changes
+from limitforge.core.overrides import compile_override, copy_changes
 from limitforge.core.plan import Limits, LimitsLike
 from limitforge.core.reservations import OnLapse
-from limitforge.core.tickets import NOTHING, Lease, Reservation, read_ticket
 from limitforge.errors import InvalidInput, LimitforgeError
 from limitforge.stores.protocol import (
     ClearOverrides,
     DeleteOverride,
-    DropDenials,
+    DropCachedDenials,
+    FindMissingOverrides,
     GetOverrides,
     ListOverrides,
-    MissingOverrides,
     Reset,
     SetOverride,
     Settle,
@@ -34,41 +34,41 @@ DEFAULT_PRIORITY = "P0"
 DEFAULT_HOLD_SECONDS = 60
 MAX_PAGE = 1_000
 
-CLUSTER_LANES = 64  # of who names no tenant, on a Cluster
+DEFAULT_CLUSTER_LANES = 64  # of who names no tenant, on a Cluster
 
-Name = str | bytes
+KeyPart = str | bytes
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One check of a batch: the arguments of `check`."""
 
-    resource: Name
-    subject: Name
+    resource: KeyPart
+    subject: KeyPart
     limits: LimitsLike
     cost: int = 1
     costs: Mapping[str, int] | None = None
-    tenant: Name = DEFAULT_TENANT
+    tenant: KeyPart = DEFAULT_TENANT
     priority: str = DEFAULT_PRIORITY
     shadow: LimitsLike | None = None
     failure: Failure | FailureName | None = None
 
 
-def keys_for(url: str, prefix: str, lanes: Mapping[str, LanesLike] | None) -> Keys:
+def build_keys(url: str, prefix: str, lanes: Mapping[str, LanesLike] | None) -> Keys:
     """The keys of a store. On a Cluster, whoever names no tenant is spread over its shards all the same."""
     is_cluster = isinstance(url, str) and url.partition(":")[0].endswith("+cluster")
     if lanes is None or (isinstance(lanes, Mapping) and DEFAULT_TENANT not in lanes):
-        lanes = ({DEFAULT_TENANT: CLUSTER_LANES} if is_cluster else {}) | dict(lanes or {})
+        lanes = ({DEFAULT_TENANT: DEFAULT_CLUSTER_LANES} if is_cluster else {}) | dict(lanes or {})
     return Keys(prefix, lanes)
 
 
-class Requests:
+class RequestBuilder:
     """Turns what a caller says into what a store takes, and refuses what is wrong with it."""
 
     def __init__(self, keys: Keys) -> None:
         self.keys = keys
 
     def check(self, request: Request) -> Check:
-        check = check_of(
+        check = build_check(
             self.keys,
             request.limits,
             request.resource,
@@ -79,107 +79,117 @@ class Requests:
             request.priority,
             request.shadow,
         )
-        check.failure = failure_of(request.failure)
+        check.failure = parse_failure(request.failure)
         return check
 
     def reserve(self, request: Request, ttl_seconds: float, on_lapse: str) -> Check:
         check = self.check(request)
         if on_lapse not in tuple(OnLapse):
-            raise InvalidInput("on_lapse", f"must be one of {', '.join(OnLapse)}, got {shown(on_lapse)}")
+            raise InvalidInput("on_lapse", f"must be one of {', '.join(OnLapse)}, got {short_repr(on_lapse)}")
         token = check.lease or os.urandom(TOKEN_BYTES)
-        record = self.keys.reservation(self._own(request.tenant, request.subject), token)
-        check.hold = Hold(record, token, duration_us("ttl_seconds", ttl_seconds), on_lapse == OnLapse.REFUND)
+        record = self.keys.reservation(self._lane_prefix(request.tenant, request.subject), token)
+        check.hold = Hold(record, token, parse_duration_us("ttl_seconds", ttl_seconds), on_lapse == OnLapse.REFUND)
         return check
 
     def settle(self, reservation_id: str, cost: int, costs: Mapping[str, int] | None) -> Settle:
-        reservation = read_ticket("reservation_id", Reservation, reservation_id, self.keys.prefix)
-        cost = cost_of("cost", cost)
+        reservation = decode_handle("reservation_id", Reservation, reservation_id, self.keys.prefix)
+        cost = validate_cost("cost", cost)
         costs = costs or {}
-        names = [aliases(limit.name, place_of(decoded(limit.key))) for limit in reservation.limits]
+        names = [aliases(limit.name, layer_of(decode_key(limit.key))) for limit in reservation.limits]
         for name in costs:
-            if not any(name in own for own in names) and reservation.token != NOTHING:
+            if not any(name in own for own in names) and reservation.token != EMPTY_TOKEN:
                 known = ", ".join(limit.name for limit in reservation.limits)
                 raise InvalidInput(f"costs.{name!s:.64}", f"no limit of that name was reserved; there are {known}")
         amounts = []
         for limit, own in zip(reservation.limits, names, strict=True):
             given = next((name for name in own if name in costs), None)
-            amount = cost if given is None else cost_of(f"costs.{given}", costs[given])
+            amount = cost if given is None else validate_cost(f"costs.{given}", costs[given])
             amounts.append(1 if limit.requests and amount else amount)
         return Settle(reservation, cost, tuple(amounts))
 
     def lease(self, lease_id: str) -> Lease:
-        return read_ticket("lease_id", Lease, lease_id, self.keys.prefix)
+        return decode_handle("lease_id", Lease, lease_id, self.keys.prefix)
 
-    def reset(self, resource: Name, subject: Name, limits: LimitsLike, tenant: Name) -> Reset:
+    def reset(self, resource: KeyPart, subject: KeyPart, limits: LimitsLike, tenant: KeyPart) -> Reset:
         every = Limits.of(limits).all_on()
         check = self.check(Request(resource=resource, subject=subject, limits=every, tenant=tenant, cost=0))
-        return Reset(tuple(key for _, key, *_ in check.takes))
+        return Reset(tuple(key for _, key, *_ in check.debits))
 
     def set_override(
         self,
-        resource: Name,
-        subject: Name,
+        resource: KeyPart,
+        subject: KeyPart,
         changes: Mapping[str, Any],
         limits: LimitsLike,
         ttl_seconds: float,
-        tenant: Name,
+        tenant: KeyPart,
     ) -> SetOverride:
-        resource = text("resource", resource)
+        resource = parse_key_part("resource", resource)
         compiled = tuple(compile_override(changes, Limits.of(limits).overridable(changes), resource))
         return SetOverride(
-            self._own(tenant, subject),
-            text("tenant", tenant),
+            self._lane_prefix(tenant, subject),
+            parse_key_part("tenant", tenant),
             resource,
-            text("subject", subject),
-            plain_changes(changes),
+            parse_key_part("subject", subject),
+            copy_changes(changes),
             compiled,
-            duration_us("ttl_seconds", ttl_seconds),
+            parse_duration_us("ttl_seconds", ttl_seconds),
         )
 
-    def get_overrides(self, subject: Name, tenant: Name) -> GetOverrides:
-        return GetOverrides(self._own(tenant, subject), text("tenant", tenant), text("subject", subject))
+    def get_overrides(self, subject: KeyPart, tenant: KeyPart) -> GetOverrides:
+        return GetOverrides(
+            self._lane_prefix(tenant, subject), parse_key_part("tenant", tenant), parse_key_part("subject", subject)
+        )
 
-    def list_overrides(self, tenant: Name, cursor: str | None, page: int) -> ListOverrides:
+    def list_overrides(self, tenant: KeyPart, cursor: str | None, page: int) -> ListOverrides:
         if type(page) is not int or not 1 <= page <= MAX_PAGE:
-            raise InvalidInput("page", f"must be from 1 to {MAX_PAGE}, got {shown(page)}")
-        return ListOverrides(self.keys.home(tenant).lanes, text("tenant", tenant), cursor, page)
+            raise InvalidInput("page", f"must be from 1 to {MAX_PAGE}, got {short_repr(page)}")
+        return ListOverrides(
+            self.keys.tenant_keys(tenant).lane_prefixes, parse_key_part("tenant", tenant), cursor, page
+        )
 
-    def missing_overrides(self, places: Iterable[tuple[Name, Name, Name]]) -> MissingOverrides:
-        return MissingOverrides(
+    def missing_overrides(self, places: Iterable[tuple[KeyPart, KeyPart, KeyPart]]) -> FindMissingOverrides:
+        return FindMissingOverrides(
             tuple(
-                (self._own(tenant, subject), text("resource", resource), text("subject", subject))
+                (
+                    self._lane_prefix(tenant, subject),
+                    parse_key_part("resource", resource),
+                    parse_key_part("subject", subject),
+                )
                 for tenant, resource, subject in places
             )
         )
 
-    def delete_override(self, resource: Name, subject: Name, tenant: Name) -> DeleteOverride:
-        return DeleteOverride(self._own(tenant, subject), text("resource", resource), text("subject", subject))
+    def delete_override(self, resource: KeyPart, subject: KeyPart, tenant: KeyPart) -> DeleteOverride:
+        return DeleteOverride(
+            self._lane_prefix(tenant, subject), parse_key_part("resource", resource), parse_key_part("subject", subject)
+        )
 
-    def clear_overrides(self, tenant: Name) -> ClearOverrides:
-        return ClearOverrides(self.keys.home(tenant).lanes)
+    def clear_overrides(self, tenant: KeyPart) -> ClearOverrides:
+        return ClearOverrides(self.keys.tenant_keys(tenant).lane_prefixes)
 
-    def drop_denials(self, tenant: Name) -> DropDenials:
-        return DropDenials(self.keys.home(tenant).starts)
+    def drop_denials(self, tenant: KeyPart) -> DropCachedDenials:
+        return DropCachedDenials(self.keys.tenant_keys(tenant).all_prefixes)
 
-    def _own(self, tenant: Name, subject: Name) -> str:
-        return self.keys.home(tenant).of_subject(text("subject", subject))
+    def _lane_prefix(self, tenant: KeyPart, subject: KeyPart) -> str:
+        return self.keys.tenant_keys(tenant).subject_prefix(parse_key_part("subject", subject))
 
 
 class RequestBatch:
     """The checks of a batch that make sense, and the errors of those that don't, each in its place."""
 
-    def __init__(self, build: Requests, requests: Iterable[Request]) -> None:
+    def __init__(self, build: RequestBuilder, requests: Iterable[Request]) -> None:
         self.checks: list[Check] = []
         self._refused: list[LimitforgeError | None] = []
         for at, request in enumerate(requests):
             try:
                 if not isinstance(request, Request):
-                    raise InvalidInput(f"requests[{at}]", f"must be a Request, got {shown(request)}")
+                    raise InvalidInput(f"requests[{at}]", f"must be a Request, got {short_repr(request)}")
                 self.checks.append(build.check(request))
                 self._refused.append(None)
             except LimitforgeError as error:
                 self._refused.append(error)
 
-    def answers(self, judged: list[Decision | LimitforgeError]) -> list[Decision | LimitforgeError]:
+    def results(self, judged: list[Decision | LimitforgeError]) -> list[Decision | LimitforgeError]:
         remaining = iter(judged)
         return [next(remaining) if refused is None else refused for refused in self._refused]

@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 from sqlalchemy.engine import make_url
 
-from tests.postgres import _program, _run
+from tests.postgres import _run, program_path
 from tests.servers import ServerFailed
 
 ATTEMPTS = 20
@@ -20,7 +20,7 @@ async def back_up(url: str, folder: Path) -> Path:
     if url.startswith("sqlite"):
         await asyncio.to_thread(_copy, _file(url), str(file))
     else:
-        await asyncio.to_thread(_run, _program("pg_dump"), "--format=custom", f"--file={file}", "-d", _libpq(url))
+        await asyncio.to_thread(_run, program_path("pg_dump"), "--format=custom", f"--file={file}", "-d", _libpq(url))
     return file
 
 
@@ -38,7 +38,7 @@ def restore_postgres(url: str, file: Path) -> None:
     """
     for attempt in range(ATTEMPTS):
         try:
-            _run(_program("pg_restore"), "--clean", "--if-exists", "--single-transaction", "-d", url, str(file))
+            _run(program_path("pg_restore"), "--clean", "--if-exists", "--single-transaction", "-d", url, str(file))
         except ServerFailed as error:
             if "deadlock detected" not in str(error) or attempt == ATTEMPTS - 1:
                 raise

@@ -10,16 +10,16 @@ import msgspec
 import pytest
 
 from limitforge import ManualClock
-from limitforge.catalog import node as nodes
-from limitforge.catalog.catalog import Catalog
 from limitforge.catalog.credentials import Peppers
-from limitforge.catalog.database import Database
-from limitforge.catalog.queries import Announcement
-from limitforge.catalog.sealing import Sealer
-from tests.catalog.compiled import compiled_once
-from tests.catalog.making import opened
-from tests.catalog.places import Place
-from tests.catalog.reused import ReusedDatabase
+from limitforge.catalog.database.catalog import Catalog
+from limitforge.catalog.database.database import Database
+from limitforge.catalog.database.queries import Announcement
+from limitforge.catalog.live import live_catalog as nodes
+from limitforge.catalog.live.signing import Signer
+from tests.catalog.compiled_statements import compiled_once
+from tests.catalog.environments import Environment
+from tests.catalog.factories import open_database
+from tests.catalog.reused_database import ReusedDatabase
 from tests.postgres import PostgresServer
 
 PEPPERS = "1:a pepper that the tests alone know"
@@ -52,7 +52,7 @@ def migrated_sqlite(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def reused_postgres(postgres_server: PostgresServer) -> ReusedDatabase:
     """Such a database on this worker's PostgreSQL: each test that asks for it gets it empty."""
-    _migrate(postgres_server.database("migrated"))
+    _migrate(postgres_server.create_database("migrated"))
     return ReusedDatabase(postgres_server, "migrated")
 
 
@@ -61,25 +61,25 @@ async def database(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
     """With the newest schema."""
     if request.param == "sqlite":
         shutil.copy(request.getfixturevalue("migrated_sqlite"), tmp_path / "catalog.db")
-        async with opened(f"sqlite:///{tmp_path}/catalog.db") as database:
+        async with open_database(f"sqlite:///{tmp_path}/catalog.db") as database:
             yield database
         return
     reused: ReusedDatabase = request.getfixturevalue("reused_postgres")
-    async with opened(await reused.emptied()) as database:
+    async with open_database(await reused.emptied()) as database:
         yield database
 
 
 @pytest.fixture(params=["sqlite", "postgres", "sqlite and redis", "postgres and redis"])
-async def place(request: pytest.FixtureRequest, tmp_path: Path, peppers: Peppers) -> AsyncIterator[Place]:
+async def place(request: pytest.FixtureRequest, tmp_path: Path, peppers: Peppers) -> AsyncIterator[Environment]:
     redis_url = request.getfixturevalue("redis_url") if "redis" in request.param else None
     if request.param.startswith("sqlite"):
         shutil.copy(request.getfixturevalue("migrated_sqlite"), tmp_path / "catalog.db")
-        place = Place(f"sqlite:///{tmp_path}/catalog.db", redis_url, peppers)
+        place = Environment(f"sqlite:///{tmp_path}/catalog.db", redis_url, peppers)
         async with place.stack:
             yield place
         return
     reused: ReusedDatabase = request.getfixturevalue("reused_postgres")
-    place = Place(await reused.emptied(), redis_url, peppers)
+    place = Environment(await reused.emptied(), redis_url, peppers)
     async with place.stack:
         yield place
 
@@ -109,13 +109,13 @@ def peppers() -> Peppers:
 
 
 @pytest.fixture
-def sealer(peppers: Peppers) -> Sealer:
-    return Sealer(peppers)
+def sealer(peppers: Peppers) -> Signer:
+    return Signer(peppers)
 
 
-def announced(channel: str, message: bytes) -> list[Announcement]:
+def decode_announcements(channel: str, message: bytes) -> list[Announcement]:
     """What a message of a node with `PEPPERS` says."""
-    content = Sealer(Peppers.parse(PEPPERS)).open(channel, message)
+    content = Signer(Peppers.parse(PEPPERS)).verify(channel, message)
     assert content is not None
     return msgspec.msgpack.decode(content, type=list[Announcement])
 

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from limitforge import Decision, Limiter, ManualClock
-from limitforge.catalog.catalog import Catalog
+from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.model import OPERATOR, Plan, Tenant
 from limitforge.catalog.snapshot import Snapshot
 from limitforge.errors import NotFound
-from tests.catalog.making import new_plan, new_policy, new_tenant, update
-from tests.catalog.places import one_database
+from tests.catalog.environments import one_database
+from tests.catalog.factories import new_plan, new_policy, new_tenant, update
 
 WINDOW = {"algorithm": "fixed_window", "window_seconds": 60}
 
@@ -24,7 +24,7 @@ class World:
         self.limiter = limiter
 
     async def snapshot(self, tenant_id: str) -> Snapshot:
-        return Snapshot(await self.catalog.config(tenant_id), await self.catalog.config(OPERATOR))
+        return Snapshot(await self.catalog.tenant_config(tenant_id), await self.catalog.tenant_config(OPERATOR))
 
     async def check(
         self,
@@ -149,7 +149,7 @@ async def test_a_change_of_numbers_acts_on_the_next_check_and_a_rollback_too(cat
     await update(catalog, plan, {"limits": [{**WINDOW, "name": "burst", "limit": 5}]})
     assert [(await world.check(tenant)).allowed for _ in range(3)] == [True, True, False]
     async with catalog.edit("test") as edit:
-        await edit.roll_back(plan.id)
+        await edit.roll_back_plan(plan.id)
     assert await world.left(tenant) == {"burst": 0}
 
 

@@ -7,12 +7,12 @@ from typing import Any, cast
 import pytest
 
 from limitforge import Limiter, StoreOptions, SyncLimiter
-from tests.chaos.background import BackgroundLoop
+from tests.chaos.background_loop import BackgroundLoop
 from tests.proxy import Proxy
 from tests.servers import RedisServer
 
 
-class OnALoop:
+class BlockingLimiter:
     """An async limiter with the face of a sync one, on a loop that runs all the time."""
 
     def __init__(self, limiter: Limiter) -> None:
@@ -34,12 +34,12 @@ class OnALoop:
             self._loop.stop()
 
 
-Open = Callable[..., SyncLimiter]
-PATIENT_MS = 20_000.0
+Connect = Callable[..., SyncLimiter]
+LONG_DEADLINE_MS = 20_000.0
 
 
 @pytest.fixture(params=["async", "sync"])
-def opened(request: pytest.FixtureRequest) -> Iterator[Open]:
+def opened(request: pytest.FixtureRequest) -> Iterator[Connect]:
     """Opens limiters of each shell in turn, by URL and options, and closes them after the test.
 
     Without a deadline of their own they are patient: a busy machine must not degrade what the test expects of Redis.
@@ -47,11 +47,11 @@ def opened(request: pytest.FixtureRequest) -> Iterator[Open]:
     limiters: list[SyncLimiter] = []
 
     def connect(url: str, **options: Any) -> SyncLimiter:
-        chosen = StoreOptions(**{"deadline_ms": PATIENT_MS, **options})
+        chosen = StoreOptions(**{"deadline_ms": LONG_DEADLINE_MS, **options})
         if request.param == "sync":
             limiters.append(SyncLimiter.connect(url, options=chosen))
         else:
-            limiters.append(cast("SyncLimiter", OnALoop(Limiter.connect(url, options=chosen))))
+            limiters.append(cast("SyncLimiter", BlockingLimiter(Limiter.connect(url, options=chosen))))
         return limiters[-1]
 
     yield connect

@@ -15,29 +15,29 @@ from types import TracebackType
 from typing import Self
 
 from limitforge import Decision, Limiter, StoreOptions, SyncLimiter
-from tests import report
-from tests.chaos.record import TICK_SECONDS, Ask, Record
-from tests.chaos.shells import PATIENCE_SECONDS, Shell, Tasks, Threads, by_check, by_submit
+from tests import run_report
+from tests.chaos.callers import PATIENCE_SECONDS, Callers, TaskCallers, ThreadCallers, by_check, by_submit
+from tests.chaos.load_record import TICK_SECONDS, LoadRecord, Workload
 
 SHELLS = ("async", "submit", "sync")
 
 
-def load_of(shell: str, url: str, options: StoreOptions, *, ease: float = 1) -> "Load":
+def start_load(shell: str, url: str, options: StoreOptions, *, ease: float = 1) -> "Load":
     """A load on a limiter of its own: 64 tasks, or 16 threads. An `ease` of 2 asks half as often."""
     if shell == "sync":
-        return Load(Threads(SyncLimiter.connect(url, options=options), pause=0.005 * ease))
+        return Load(ThreadCallers(SyncLimiter.connect(url, options=options), pause=0.005 * ease))
     by = {"async": by_check, "submit": by_submit}[shell]
-    return Load(Tasks(Limiter.connect(url, options=options), pause=0.01 * ease, by=by))
+    return Load(TaskCallers(Limiter.connect(url, options=options), pause=0.01 * ease, by=by))
 
 
 class Load:
     """Callers that are asking from `with` to its end, and the record of what became of them."""
 
-    def __init__(self, shell: Shell) -> None:
+    def __init__(self, shell: Callers) -> None:
         self._shell = shell
         self._over = threading.Event()
-        self.record = Record()
-        self._ticker = threading.Thread(target=self.record.machine.in_a_thread, args=(self._over,), daemon=True)
+        self.record = LoadRecord()
+        self._ticker = threading.Thread(target=self.record.machine.measure_thread, args=(self._over,), daemon=True)
 
     @property
     def limiter(self) -> Limiter | SyncLimiter:
@@ -56,23 +56,23 @@ class Load:
             self._shell.close()
             self.record.close_seconds = time.monotonic() - began
 
-    def stop(self) -> Record:
+    def stop(self) -> LoadRecord:
         """No further checks; the limiter stays open until the end of `with`."""
         if not self._over.is_set():
             self._over.set()
             self.record.hung = self._shell.end()
             self._ticker.join()
-            report.checked(len(self.record.calls), self.record.slowest)
+            run_report.record_checks(len(self.record.checks), self.record.slowest)
         return self.record
 
-    def answered(self, count: int, *, degraded: bool | None = None) -> float:
+    def wait_for_answers(self, count: int, *, degraded: bool | None = None) -> float:
         """Wait for that many answers to checks that began from now on; tells how long that took.
 
         With `degraded`, only for those that were, or were not. What raises is no answer.
         """
-        began, seen, found = time.monotonic(), len(self.record.calls), 0
+        began, seen, found = time.monotonic(), len(self.record.checks), 0
         while True:
-            calls = self.record.calls[seen:]
+            calls = self.record.checks[seen:]
             seen += len(calls)
             found += sum(
                 call.began >= began and call.error is None and degraded in {None, call.degraded is not None}
@@ -88,11 +88,11 @@ class Load:
                 )
             time.sleep(TICK_SECONDS)
 
-    def check(self, ask: Ask, cost: int = 1) -> Decision:
+    def check(self, ask: Workload, cost: int = 1) -> Decision:
         """One more, from the test itself."""
         return self._shell.check(ask, cost)
 
-    def counted(self, ask: Ask) -> int:
+    def count_in_store(self, ask: Workload) -> int:
         """What the store has counted of an ask, by the first of its limits. A busy machine may need a second look."""
         look = self.check(ask, cost=0)
         while look.degraded is not None:

@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 
 from limitforge import FixedWindow, SyncLimiter
-from tests.chaos.conftest import Open
-from tests.chaos.waiting import eventually, until_it_works
-from tests.proxy import DropReplies, Pass, Proxy, Refuse
+from tests.chaos.conftest import Connect
+from tests.chaos.waiting import eventually, wait_until_store_decides
+from tests.proxy import CloseConnections, DropReplies, Forward, Proxy
 
 pytestmark = pytest.mark.slow
 
@@ -21,56 +21,56 @@ def ask(limiter: SyncLimiter) -> str | None:
     return limiter.check("r", "s", limits=MANY).degraded
 
 
-def test_two_failures_do_not_open_it_and_a_success_starts_the_row_again(opened: Open, proxy: Proxy) -> None:
+def test_two_failures_do_not_open_it_and_a_success_starts_the_row_again(opened: Connect, proxy: Proxy) -> None:
     limiter = opened(proxy.url)
     for _ in range(3):
         assert ask(limiter) is None
-        with proxy.doing(Refuse()):
+        with proxy.in_mode(CloseConnections()):
             assert (ask(limiter), ask(limiter)) == ("open", "open")
         assert limiter.status().breaker == "closed"
     assert ask(limiter) is None
 
 
 @pytest.mark.parametrize("failures", [1, 3, 5])
-def test_that_many_failures_in_a_row_open_it(opened: Open, proxy: Proxy, failures: int) -> None:
+def test_that_many_failures_in_a_row_open_it(opened: Connect, proxy: Proxy, failures: int) -> None:
     limiter = opened(proxy.url, breaker_failures=failures)
-    proxy.mode = Refuse()
+    proxy.mode = CloseConnections()
     for _ in range(failures):
         assert limiter.status().breaker == "closed"
         ask(limiter)
     assert limiter.status().breaker == "open"
 
 
-def test_while_it_is_open_nobody_waits_and_redis_is_left_alone(opened: Open, proxy: Proxy) -> None:
+def test_while_it_is_open_nobody_waits_and_redis_is_left_alone(opened: Connect, proxy: Proxy) -> None:
     limiter = opened(proxy.url, deadline_ms=100, breaker_seconds=60)
     ask(limiter)
     proxy.mode = DropReplies()
     eventually(lambda: ask(limiter) and limiter.status().breaker == "open")
-    proxy.mode = Pass()
+    proxy.mode = Forward()
     before, sent = proxy.accepted, proxy.requests
     for _ in range(200):
         assert ask(limiter) == "open"
     assert (proxy.accepted, proxy.requests) == (before, sent)  # nothing was sent, so there is nothing to wait for
 
 
-def test_it_asks_again_after_its_time_and_not_before(opened: Open, proxy: Proxy) -> None:
+def test_it_asks_again_after_its_time_and_not_before(opened: Connect, proxy: Proxy) -> None:
     limiter = opened(proxy.url, breaker_seconds=0.5)
-    proxy.mode = Refuse()
+    proxy.mode = CloseConnections()
     for _ in range(3):
         ask(limiter)
     began = time.monotonic()
-    proxy.mode = Pass()
+    proxy.mode = Forward()
     assert ask(limiter) == "open"
-    until_it_works(limiter)
+    wait_until_store_decides(limiter)
     assert time.monotonic() - began > 0.45
 
 
-def test_only_one_asks_at_a_time_whether_redis_is_back(opened: Open, proxy: Proxy) -> None:
+def test_only_one_asks_at_a_time_whether_redis_is_back(opened: Connect, proxy: Proxy) -> None:
     """Sixteen threads until it was probed three times: not one connection a check, nor sixteen a probe."""
     open_seconds = 0.1
     limiter = opened(proxy.url, breaker_seconds=open_seconds, denial_cache_ms=0)
     ask(limiter)
-    proxy.mode = Refuse()
+    proxy.mode = CloseConnections()
     for _ in range(3):
         ask(limiter)
     before, began = proxy.accepted, time.monotonic()
@@ -85,9 +85,9 @@ def test_only_one_asks_at_a_time_whether_redis_is_back(opened: Open, proxy: Prox
     assert proxy.accepted - before <= 1 + (time.monotonic() - began) / open_seconds
 
 
-def test_a_probe_that_hangs_keeps_the_others_from_asking(opened: Open, proxy: Proxy) -> None:
+def test_a_probe_that_hangs_keeps_the_others_from_asking(opened: Connect, proxy: Proxy) -> None:
     limiter = opened(proxy.url, deadline_ms=30_000, breaker_failures=1, breaker_seconds=0.05)
-    proxy.mode = Refuse()
+    proxy.mode = CloseConnections()
     ask(limiter)
     proxy.mode = DropReplies()
     time.sleep(0.1)  # longer than it is open
@@ -99,14 +99,14 @@ def test_a_probe_that_hangs_keeps_the_others_from_asking(opened: Open, proxy: Pr
     assert [ask(limiter) for _ in range(10)] == ["open"] * 10
     assert limiter.status().breaker == "probing"  # so they waited neither for the probe nor for a deadline
     assert proxy.requests < sent + 10  # what the probe itself sends comes in several pieces
-    proxy.mode = Refuse()  # which ends the probe
+    proxy.mode = CloseConnections()  # which ends the probe
     probe.join()
 
 
-def test_a_failed_probe_opens_it_for_as_long_again(opened: Open, proxy: Proxy) -> None:
+def test_a_failed_probe_opens_it_for_as_long_again(opened: Connect, proxy: Proxy) -> None:
     open_seconds = 0.1
     limiter = opened(proxy.url, breaker_seconds=open_seconds)
-    proxy.mode = Refuse()
+    proxy.mode = CloseConnections()
     for _ in range(3):
         ask(limiter)
     first = time.monotonic()
@@ -118,17 +118,17 @@ def test_a_failed_probe_opens_it_for_as_long_again(opened: Open, proxy: Proxy) -
         eventually(partial(has_probed, proxy.accepted))
         assert limiter.status().breaker == "open"
         assert time.monotonic() - first > number * open_seconds * 0.9
-    proxy.mode = Pass()
-    until_it_works(limiter)
+    proxy.mode = Forward()
+    wait_until_store_decides(limiter)
 
 
-def test_it_works_again_after_a_silence(opened: Open, proxy: Proxy) -> None:
+def test_it_works_again_after_a_silence(opened: Connect, proxy: Proxy) -> None:
     """Whatever was waiting for an answer that never comes must not keep the next probe from asking."""
     limiter = opened(proxy.url, deadline_ms=50, breaker_seconds=0.05)
     ask(limiter)
-    with proxy.doing(DropReplies()):
+    with proxy.in_mode(DropReplies()):
         over = time.monotonic() + 0.3
         while time.monotonic() < over:
             ask(limiter)
             time.sleep(0.005)
-    until_it_works(limiter)
+    wait_until_store_decides(limiter)

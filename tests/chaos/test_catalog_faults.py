@@ -13,17 +13,17 @@ from typing import Any, Self
 
 import pytest
 
-from limitforge.catalog.catalog import Catalog
 from limitforge.catalog.credentials import Peppers
-from limitforge.catalog.database import Database
-from limitforge.catalog.node import Node
+from limitforge.catalog.database.catalog import Catalog
+from limitforge.catalog.database.database import Database
+from limitforge.catalog.live.live_catalog import LiveCatalog
 from limitforge.errors import CatalogUnavailable, Forbidden, LimitforgeError, StoreUnavailable
-from limitforge.stores.shared import ServerMemory
-from tests import report
+from limitforge.stores.redis.catalog_copies import ServerMemory
+from tests import run_report
 from tests.catalog.conftest import PEPPERS
-from tests.catalog.live import Account, Member, closing, decide, eventually, open_account, set_limits
-from tests.catalog.second import second
-from tests.catalog.test_node_processes import cut_listeners, told
+from tests.catalog.live.test_processes import cut_listeners, format_delays
+from tests.catalog.replicas import Account, Replica, closing, create_account, decide, eventually, set_limits
+from tests.catalog.second_process import second_process
 from tests.postgres import PostgresServer
 from tests.proxy import DropReplies, Proxy
 from tests.servers import RedisServer
@@ -35,10 +35,10 @@ TENANTS = 20
 SAMPLES = 20
 
 
-class Load:
+class CatalogLoad:
     """Requests of all accounts, one after the other, for as long as it lasts."""
 
-    def __init__(self, member: Member, accounts: list[Account]) -> None:
+    def __init__(self, member: Replica, accounts: list[Account]) -> None:
         self._member = member
         self._accounts = accounts
         self.answers: Counter[str] = Counter()
@@ -53,7 +53,7 @@ class Load:
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
-        report.checked(sum(self.answers.values()), self.slowest)
+        run_report.record_checks(sum(self.answers.values()), self.slowest)
 
     async def _run(self) -> None:
         number = 0
@@ -62,8 +62,10 @@ class Load:
                 number += 1
                 began = time.monotonic()
                 try:
-                    snapshots = self._member.node.snapshots
-                    caller = snapshots.known(account.text) or await snapshots.find(account.text, "10.0.0.1")
+                    snapshots = self._member.live.cache
+                    caller = snapshots.cached_caller(account.text) or await snapshots.find_caller(
+                        account.text, "10.0.0.1"
+                    )
                     await decide(caller, self._member.limiter, subject=str(number))
                     self.stale += caller.is_stale
                     self.answers["decided"] += 1
@@ -72,25 +74,25 @@ class Load:
                 self.slowest = max(self.slowest, time.monotonic() - began)
             await asyncio.sleep(0.001)
 
-    async def lasts(self, seconds: float) -> None:
+    async def run_for(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
 
 @contextlib.asynccontextmanager
 async def loaded(
     postgres: PostgresServer, redis_url: str | None = None, url: str | None = None, **bounds: Any
-) -> AsyncIterator[tuple[Member, list[Account]]]:
+) -> AsyncIterator[tuple[Replica, list[Account]]]:
     """A node that knows all accounts."""
     peppers = Peppers.parse(PEPPERS)
     database = Database(postgres.url)
     async with closing(database):
         await database.upgrade()
         catalog = Catalog(database, peppers=peppers)
-        accounts = [await open_account(catalog, f"tenant-{at}") for at in range(TENANTS)]
-    async with Member(url or postgres.url, redis_url, peppers=peppers, **bounds) as member:
+        accounts = [await create_account(catalog, f"tenant-{at}") for at in range(TENANTS)]
+    async with Replica(url or postgres.url, redis_url, peppers=peppers, **bounds) as member:
         for account in accounts:
             await member.limit(account.text)
-        await eventually(lambda: "postgres" in member.node.status().listening)
+        await eventually(lambda: "postgres" in member.live.status().listening)
         yield member, accounts
 
 
@@ -103,12 +105,12 @@ DOWN: dict[str, Callable[[PostgresServer], None]] = {
 }
 
 
-def take_down(server: PostgresServer, how: str) -> None:
-    report.fault(f"database {how}")
+def stop_server(server: PostgresServer, how: str) -> None:
+    run_report.record_fault(f"database {how}")
     DOWN[how](server)
 
 
-def up_again(server: PostgresServer, how: str) -> None:
+def restart_server(server: PostgresServer, how: str) -> None:
     if how == "frozen":
         server.resume()
     else:
@@ -127,20 +129,20 @@ async def test_no_decision_fails_while_the_database_is_away_and_all_is_well_by_i
     """Snapshots are to be read again every 300 ms, so that the loss is felt at once."""
     redis_url = own_redis_server.url if with_redis else None
     async with loaded(own_postgres_server, redis_url, fresh_seconds=0.3) as (member, accounts):
-        async with Load(member, accounts) as load:
-            await load.lasts(1)
+        async with CatalogLoad(member, accounts) as load:
+            await load.run_for(1)
             assert load.stale == 0
             gone_at = time.time()
-            await asyncio.to_thread(take_down, own_postgres_server, how)
-            took = await eventually(lambda: member.node.status().database == "degraded")
+            await asyncio.to_thread(stop_server, own_postgres_server, how)
+            took = await eventually(lambda: member.live.status().database == "degraded")
             record_property("seconds until degraded", round(took, 2))
-            assert member.node.status().since == pytest.approx(gone_at, abs=30)
+            assert member.live.status().since == pytest.approx(gone_at, abs=30)
             if not with_redis:
                 await eventually(lambda: load.stale > 0)
-            await load.lasts(4)
-            await asyncio.to_thread(up_again, own_postgres_server, how)
+            await load.run_for(4)
+            await asyncio.to_thread(restart_server, own_postgres_server, how)
             record_property(
-                "seconds until ok", round(await eventually(lambda: member.node.status().database == "ok"), 2)
+                "seconds until ok", round(await eventually(lambda: member.live.status().database == "ok"), 2)
             )
             before = load.stale
 
@@ -152,11 +154,11 @@ async def test_no_decision_fails_while_the_database_is_away_and_all_is_well_by_i
 
             record_property("seconds until nothing is stale", round(await eventually(is_fresh), 2))
             await set_limits(member.catalog, accounts[0], "77/minute")
-            await member.sees(accounts[0].text, 77)
+            await member.seconds_until(accounts[0].text, 77)
         record_property("answers", dict(load.answers))
         record_property("slowest ms", round(load.slowest * 1_000, 1))
         assert set(load.answers) == {"decided"}
-        await eventually(lambda: "postgres" in member.node.status().listening)
+        await eventually(lambda: "postgres" in member.live.status().listening)
 
 
 @pytest.mark.parametrize("how", DOWN)
@@ -164,17 +166,17 @@ async def test_what_is_too_old_is_refused_as_unavailable_and_comes_back(
     how: str, own_postgres_server: PostgresServer, record_property: Record
 ) -> None:
     async with loaded(own_postgres_server, fresh_seconds=0.3, stale_seconds=3) as (member, accounts):
-        await asyncio.to_thread(take_down, own_postgres_server, how)
-        async with Load(member, accounts) as load:
-            await load.lasts(1)
+        await asyncio.to_thread(stop_server, own_postgres_server, how)
+        async with CatalogLoad(member, accounts) as load:
+            await load.run_for(1)
             assert set(load.answers) == {"decided"}
-            await load.lasts(4)
+            await load.run_for(4)
             load.answers.clear()
             refused = [await member.error(account.text) for account in accounts[:3]]
             assert set(refused) == {CatalogUnavailable}
-            await asyncio.to_thread(up_again, own_postgres_server, how)
+            await asyncio.to_thread(restart_server, own_postgres_server, how)
             for account in accounts:
-                await member.sees(account.text, 5)
+                await member.seconds_until(account.text, 5)
         record_property("answers", dict(load.answers))
         assert set(load.answers) <= {"decided", "CatalogUnavailable"}
 
@@ -182,15 +184,18 @@ async def test_what_is_too_old_is_refused_as_unavailable_and_comes_back(
 async def test_a_database_that_comes_and_goes_never_costs_a_decision(
     own_postgres_server: PostgresServer, record_property: Record
 ) -> None:
-    async with loaded(own_postgres_server, fresh_seconds=0.2) as (member, accounts), Load(member, accounts) as load:
+    async with (
+        loaded(own_postgres_server, fresh_seconds=0.2) as (member, accounts),
+        CatalogLoad(member, accounts) as load,
+    ):
         for _ in range(5):
-            await asyncio.to_thread(take_down, own_postgres_server, "killed")
-            await load.lasts(0.7)
+            await asyncio.to_thread(stop_server, own_postgres_server, "killed")
+            await load.run_for(0.7)
             await asyncio.to_thread(own_postgres_server.restart)
-            await load.lasts(0.7)
-        await eventually(lambda: member.node.status().database == "ok")
+            await load.run_for(0.7)
+        await eventually(lambda: member.live.status().database == "ok")
         await set_limits(member.catalog, accounts[3], "33/minute")
-        await member.sees(accounts[3].text, 33)
+        await member.seconds_until(accounts[3].text, 33)
         record_property("answers", dict(load.answers))
         assert set(load.answers) == {"decided"}
 
@@ -200,15 +205,15 @@ async def test_a_node_can_be_closed_while_the_database_is_away(
     how: str, own_postgres_server: PostgresServer, record_property: Record
 ) -> None:
     async with loaded(own_postgres_server, fresh_seconds=0.2) as (member, accounts):
-        await asyncio.to_thread(take_down, own_postgres_server, how)
-        async with Load(member, accounts) as load:
-            await load.lasts(1)
+        await asyncio.to_thread(stop_server, own_postgres_server, how)
+        async with CatalogLoad(member, accounts) as load:
+            await load.run_for(1)
         began = time.monotonic()
-        await asyncio.wait_for(member.node.close(), 60)
+        await asyncio.wait_for(member.live.close(), 60)
         record_property("seconds", round(time.monotonic() - began, 2))
         left = [task for task in asyncio.all_tasks() if "limitforge/catalog" in str(task)]
         assert not left
-        await asyncio.to_thread(up_again, own_postgres_server, how)
+        await asyncio.to_thread(restart_server, own_postgres_server, how)
 
 
 async def test_a_key_that_is_disabled_while_one_node_can_not_reach_the_database_is_refused_there_when_it_can(
@@ -220,14 +225,14 @@ async def test_a_key_that_is_disabled_while_one_node_can_not_reach_the_database_
         url = own_postgres_server.url.replace(str(own_postgres_server.port), str(proxy.port))
         async with (
             loaded(own_postgres_server, own_redis_server.url, url) as (there, accounts),
-            Member(own_postgres_server.url, own_redis_server.url, peppers=peppers) as here,
+            Replica(own_postgres_server.url, own_redis_server.url, peppers=peppers) as here,
         ):
-            await eventually(lambda: "redis" in there.node.status().listening)
-            with proxy.doing(DropReplies()):
+            await eventually(lambda: "redis" in there.live.status().listening)
+            with proxy.in_mode(DropReplies()):
                 async with here.catalog.edit("test") as edit:
                     await edit.disable_key(accounts[0].key.id)
                 await asyncio.sleep(7)
-            took = await there.sees(accounts[0].text, Forbidden)
+            took = await there.seconds_until(accounts[0].text, Forbidden)
             record_property("seconds", round(took, 2))
 
 
@@ -243,13 +248,13 @@ async def test_a_notice_of_postgres_that_is_lost_is_made_up_for(
         async with loaded(own_postgres_server, None, url) as (there, accounts), closing(writing):
             for number in (6, 7, 8):
                 await asyncio.sleep(1)  # so that nothing else is under way
-                with proxy.doing(DropReplies()):
+                with proxy.in_mode(DropReplies()):
                     began = time.monotonic()
                     await set_limits(Catalog(writing, peppers=peppers), accounts[0], f"{number}/minute")
                     await asyncio.sleep(0.3)
-                await there.sees(accounts[0].text, number)
+                await there.seconds_until(accounts[0].text, number)
                 delays.append(time.monotonic() - began)
-    record_property("delays", told(delays))
+    record_property("delays", format_delays(delays))
 
 
 # --- Without Redis ---------------------------------------------------------------------------------------------------
@@ -261,18 +266,18 @@ async def test_without_redis_nothing_fails_and_changes_are_heard_by_the_database
 ) -> None:
     async with loaded(own_postgres_server, own_redis_server.url, fresh_seconds=0.3) as (member, accounts):
         peppers = Peppers.parse(PEPPERS)
-        async with Member(own_postgres_server.url, own_redis_server.url, peppers=peppers) as here:
-            cold = [await open_account(here.catalog, f"cold-{at}") for at in range(3)]
-            async with Load(member, accounts) as load:
-                await load.lasts(1)
-                report.fault(f"redis {how}")
+        async with Replica(own_postgres_server.url, own_redis_server.url, peppers=peppers) as here:
+            cold = [await create_account(here.catalog, f"cold-{at}") for at in range(3)]
+            async with CatalogLoad(member, accounts) as load:
+                await load.run_for(1)
+                run_report.record_fault(f"redis {how}")
                 own_redis_server.kill() if how == "killed" else own_redis_server.pause()
                 delays, edits = [], []
                 for number in range(6, 12):
                     began = time.monotonic()
                     await set_limits(here.catalog, accounts[0], f"{number}/minute")
                     edits.append(time.monotonic() - began)
-                    await member.sees(accounts[0].text, number)
+                    await member.seconds_until(accounts[0].text, number)
                     delays.append(time.monotonic() - began)
                 colds = []
                 for account in cold:
@@ -284,10 +289,10 @@ async def test_without_redis_nothing_fails_and_changes_are_heard_by_the_database
                     own_redis_server.restart()
                 else:
                     own_redis_server.resume()
-                await eventually(lambda: "redis" in member.node.status().listening)
-            record_property("delay of a change, with the write itself", told(delays))
-            record_property("a write takes", told(edits))
-            record_property("a first look-up takes", told(colds))
+                await eventually(lambda: "redis" in member.live.status().listening)
+            record_property("delay of a change, with the write itself", format_delays(delays))
+            record_property("a write takes", format_delays(edits))
+            record_property("a first look-up takes", format_delays(colds))
             record_property("slowest ms", round(load.slowest * 1_000, 1))
             assert set(load.answers) == {"decided"}
 
@@ -308,20 +313,20 @@ async def test_how_soon_a_change_decides_in_another_process(
     database = Database(own_postgres_server.url)
     await database.upgrade()
     delays = []
-    with second(own_postgres_server.url, own_redis_server.url, PEPPERS) as other:
+    with second_process(own_postgres_server.url, own_redis_server.url, PEPPERS) as other:
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(closing(database))
             catalog = Catalog(database, peppers=peppers)
             if writer == "node":
-                member = Member(own_postgres_server.url, own_redis_server.url, peppers=peppers)
+                member = Replica(own_postgres_server.url, own_redis_server.url, peppers=peppers)
                 catalog = (await stack.enter_async_context(member)).catalog
-            account = await open_account(catalog)
+            account = await create_account(catalog)
             await other.started()
             assert await other.limit(account.text) == 5
             for number in range(6, 6 + SAMPLES):
                 await until_listening(other)
                 if fault != "none":
-                    report.fault(fault)
+                    run_report.record_fault(fault)
                 if fault == "redis restarted":
                     await asyncio.to_thread(own_redis_server.restart)
                 elif fault == "subscription cut":
@@ -330,8 +335,8 @@ async def test_how_soon_a_change_decides_in_another_process(
                     await asyncio.to_thread(cut_listeners, own_postgres_server)
                 began = time.time()
                 await set_limits(catalog, account, f"{number}/minute")
-                delays.append(await other.sees(account.text, number, began))
-    record_property("delays", told(delays))
+                delays.append(await other.seconds_until(account.text, number, began))
+    record_property("delays", format_delays(delays))
 
 
 async def until_listening(other: Any) -> None:
@@ -341,7 +346,7 @@ async def until_listening(other: Any) -> None:
     await eventually(is_so)
 
 
-class Dying:
+class FailingCopies:
     """What it shares, as long as it lives."""
 
     async def get(self, key: str) -> bytes | None:
@@ -359,10 +364,10 @@ class Dying:
     async def memory(self) -> dict[str, ServerMemory]:
         raise StoreUnavailable("it was killed")
 
-    async def hold(self, key: str, owner: bytes, ttl_seconds: float) -> bool:
+    async def acquire_lock(self, key: str, owner: bytes, ttl_seconds: float) -> bool:
         raise StoreUnavailable("it was killed")
 
-    async def release(self, key: str, owner: bytes) -> None:
+    async def release_lock(self, key: str, owner: bytes) -> None:
         raise StoreUnavailable("it was killed")
 
     async def publish(self, channel: str, message: bytes) -> None:
@@ -384,30 +389,30 @@ async def test_a_writer_that_is_killed_between_commit_and_publishing_loses_nothi
     database = Database(own_postgres_server.url)
     async with closing(database):
         await database.upgrade()
-        writer = Node(database, peppers, shared=Dying())
-        account = await open_account(writer.catalog)
+        writer = LiveCatalog(database, peppers, shared=FailingCopies())
+        account = await create_account(writer.catalog)
         delays, copies = [], []
         async with (
-            Member(own_postgres_server.url, own_redis_server.url, peppers=peppers) as one,
-            Member(own_postgres_server.url, own_redis_server.url, peppers=peppers) as two,
+            Replica(own_postgres_server.url, own_redis_server.url, peppers=peppers) as one,
+            Replica(own_postgres_server.url, own_redis_server.url, peppers=peppers) as two,
         ):
             await one.limit(account.text)
             await two.limit(account.text)
             for number in range(6, 6 + SAMPLES):
                 began = time.monotonic()
                 await set_limits(writer.catalog, account, f"{number}/minute")
-                await one.sees(account.text, number)
-                await two.sees(account.text, number)
+                await one.seconds_until(account.text, number)
+                await two.seconds_until(account.text, number)
                 delays.append(time.monotonic() - began)
 
                 async def is_copied(number: int = number) -> bool:
-                    warm = one.node._warm
+                    warm = one.live._copies
                     copy = None if warm is None else await warm.config(account.tenant.id)
                     return copy is not None and copy.plans[0].limits[0]["limit"] == number
 
                 await eventually(is_copied)
                 copies.append(time.monotonic() - began)
-        record_property("both know", told(delays))
-        record_property("the copy is right", told(copies))
-        await writer.snapshots.close()
+        record_property("both know", format_delays(delays))
+        record_property("the copy is right", format_delays(copies))
+        await writer.cache.close()
     assert median(delays) > 0

@@ -7,86 +7,88 @@ import time
 
 import pytest
 
-from tests.chaos.shards import KINDS, Crowd, options_of
-from tests.chaos.stages import (
-    ClusterStage,
-    Stage,
-    Suffer,
+from tests.chaos.mixed_load import KINDS, MixedLoad, options_of
+from tests.chaos.servers_under_test import (
+    ClusterUnderTest,
+    InjectFault,
+    ServersUnderTest,
     cluster,
-    cut_off_and_killed,
-    endure,
     failed_over,
+    fault_parameters,
     frozen_for_a_moment,
     frozen_until_replaced,
     killed,
+    killed_without_replicas,
     loading,
-    marked,
-    never_full,
+    run_under_fault,
     scripts_flushed,
+    unlimited_only,
 )
 from tests.chaos.waiting import eventually
-from tests.constellations import HOST, ask_text
+from tests.topologies import HOST, query_text
 
 __all__ = ["cluster"]
 pytestmark = pytest.mark.slow
 
-FAULTS: tuple[Suffer, ...] = (
+FAULTS: tuple[InjectFault, ...] = (
     failed_over,
     killed,
     frozen_for_a_moment,
     frozen_until_replaced,
-    cut_off_and_killed,
+    killed_without_replicas,
 )
-LONG: tuple[Suffer, ...] = (frozen_until_replaced,)
+LONG: tuple[InjectFault, ...] = (frozen_until_replaced,)
 
 
-@pytest.mark.parametrize("suffer", marked(FAULTS, LONG))
+@pytest.mark.parametrize("suffer", fault_parameters(FAULTS, LONG))
 def test_a_fault_of_one_master_is_felt_by_its_own_tenants_only_and_mends_itself(
-    cluster: ClusterStage, suffer: Suffer
+    cluster: ClusterUnderTest, suffer: InjectFault
 ) -> None:
-    endure(cluster, KINDS[FAULTS.index(suffer) % len(KINDS)], suffer)
+    run_under_fault(cluster, KINDS[FAULTS.index(suffer) % len(KINDS)], suffer)
 
 
-def test_nobody_notices_that_all_masters_forget_the_script(cluster: ClusterStage) -> None:
-    endure(cluster, "closed", scripts_flushed, spared=cluster.asks)
+def test_nobody_notices_that_all_masters_forget_the_script(cluster: ClusterUnderTest) -> None:
+    run_under_fault(cluster, "closed", scripts_flushed, unaffected=cluster.workloads)
 
 
-def test_a_master_that_is_loading_is_waited_for_by_its_own_tenants_only(cluster: ClusterStage) -> None:
-    def suffer(crowd: Crowd, stage: Stage) -> tuple[float, float]:
-        struck = stage.struck()
+def test_a_master_that_is_loading_is_waited_for_by_its_own_tenants_only(cluster: ClusterUnderTest) -> None:
+    def suffer(crowd: MixedLoad, stage: ServersUnderTest) -> tuple[float, float]:
+        struck = stage.affected_workloads()
         began = time.monotonic()
         with loading(stage.victim(), f"{{{cluster.tenant}}}filler"):
-            crowd.answered(never_full(struck), 1, degraded=True)
+            crowd.wait_for_answers(unlimited_only(struck), 1, degraded=True)
         return began - 1, time.monotonic()
 
-    endure(cluster, "local", suffer)
+    run_under_fault(cluster, "local", suffer)
 
 
 def test_a_limiter_that_starts_while_the_first_server_of_its_url_is_frozen_finds_the_others(
-    cluster: ClusterStage,
+    cluster: ClusterUnderTest,
 ) -> None:
-    seed = cluster.servers.nodes[0]
-    asks = [ask for ask in cluster.asks if all(cluster.servers.master_of(slot) is not seed for slot in ask.slots)]
+    seed = cluster.servers.servers[0]
+    asks = [ask for ask in cluster.workloads if all(cluster.servers.master_of(slot) is not seed for slot in ask.slots)]
     seed.pause()
     try:
-        with Crowd(cluster.url, asks, options_of("closed")) as crowd:
-            crowd.decided()
+        with MixedLoad(cluster.url, asks, options_of("closed")) as crowd:
+            crowd.wait_until_decided()
             crowd.stop()
-            crowd.was_counted()
+            crowd.assert_counted()
     finally:
         seed.resume()
-    crowd.was_served_well()
+    crowd.assert_served_well()
 
 
-def test_limiters_that_are_closed_right_after_a_failover_leave_no_connection_behind(cluster: ClusterStage) -> None:
+def test_limiters_that_are_closed_right_after_a_failover_leave_no_connection_behind(cluster: ClusterUnderTest) -> None:
     old = f"{HOST}:{cluster.victim().port}"
-    with Crowd(f"{cluster.url}?client_name=whoever", cluster.asks, options_of("closed")) as crowd:
-        crowd.decided()
+    with MixedLoad(f"{cluster.url}?client_name=whoever", cluster.workloads, options_of("closed")) as crowd:
+        crowd.wait_until_decided()
         failing_over = threading.Thread(target=cluster.fail_over)
         failing_over.start()
         for load in crowd.loads.values():
-            eventually(lambda load=load: old not in load.limiter.status().nodes)  # type: ignore[misc]
+            eventually(lambda load=load: old not in load.limiter.status().servers)  # type: ignore[misc]
         crowd.stop()
     failing_over.join()
-    eventually(lambda: not any("name=whoever" in ask_text(node, "CLIENT", "LIST") for node in cluster.servers.nodes))
-    crowd.was_served_well()
+    eventually(
+        lambda: not any("name=whoever" in query_text(node, "CLIENT", "LIST") for node in cluster.servers.servers)
+    )
+    crowd.assert_served_well()

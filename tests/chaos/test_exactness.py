@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.hammer import Tally, send_tallies, total
-from tests.programs import program
+from tests.chaos.concurrent_callers import Tally, send_tallies, total
+from tests.child_processes import child_process
 
 DAY = 86_400
 PROCESSES = 4
@@ -29,10 +29,10 @@ pytestmark = pytest.mark.slow
 def hammer(ways: list[str], url: str, limits: list[dict[str, Any]], *, callers: int, calls: int) -> list[Tally]:
     """The sums over some processes, all at once, for each limit: one process for each way."""
     with ExitStack() as stack:
-        running = [stack.enter_context(program(send_tallies, way, url, limits, callers, calls)) for way in ways]
+        running = [stack.enter_context(child_process(send_tallies, way, url, limits, callers, calls)) for way in ways]
         tallies: list[list[Tally]] = []
         for process in running:
-            admitted, complaints = process.read(PATIENCE_SECONDS)
+            admitted, complaints = process.receive(PATIENCE_SECONDS)
             assert complaints == ""
             tallies.append(admitted)
     return [total(each) for each in zip(*tallies, strict=True)]

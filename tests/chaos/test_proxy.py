@@ -7,7 +7,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.proxy import Cut, Delay, Drip, DropReplies, DropRequests, Garbage, Mode, Pass, Proxy, Refuse, unreachable
+from tests.proxy import (
+    CloseConnections,
+    Delay,
+    DropReplies,
+    DropRequests,
+    Forward,
+    Garbage,
+    Mode,
+    OneByteAtATime,
+    Proxy,
+    Truncate,
+    unreachable_url,
+)
 from tests.servers import RedisServer
 
 # What tests the tests is not needed while you work; run this file with `-m ""` when the proxy changes.
@@ -56,13 +68,13 @@ def test_it_passes_both_ways_and_counts_who_is_connected(proxy: Proxy, client: s
 def test_dropped_requests_have_no_effect_and_no_answer(
     proxy: Proxy, client: socket.socket, redis_server: RedisServer
 ) -> None:
-    with proxy.doing(DropRequests()):
+    with proxy.in_mode(DropRequests()):
         ask_in_vain(client, "INCR n")
     assert ask(client, "GET n") == b"$-1\r\n"
 
 
 def test_dropped_replies_are_of_requests_that_had_their_effect(proxy: Proxy, client: socket.socket) -> None:
-    with proxy.doing(DropReplies()):
+    with proxy.in_mode(DropReplies()):
         ask_in_vain(client, "INCR n")
     assert ask(client, "GET n") == b"$1\r\n1\r\n"
 
@@ -77,7 +89,7 @@ def test_delayed_replies_come_later(proxy: Proxy, client: socket.socket) -> None
 
 @only_in_soak
 def test_a_cut_reply_ends_in_its_middle_and_a_shorter_one_does_not(proxy: Proxy, client: socket.socket) -> None:
-    proxy.mode = Cut(after=8)
+    proxy.mode = Truncate(after=8)
     assert ask(client) == b"+PONG\r\n"
     assert ask(client, "ECHO longer-than-that") == b"$16\r\nlon"
     assert client.recv(16) == b""
@@ -85,7 +97,7 @@ def test_a_cut_reply_ends_in_its_middle_and_a_shorter_one_does_not(proxy: Proxy,
 
 @only_in_soak
 def test_a_dripping_reply_comes_byte_by_byte_until_it_may_pass(proxy: Proxy, client: socket.socket) -> None:
-    with proxy.doing(Drip(0.02)):
+    with proxy.in_mode(OneByteAtATime(0.02)):
         assert ask(client) == b"+"
         assert client.recv(16) == b"P"
     rest = client.recv(16)
@@ -96,7 +108,7 @@ def test_a_dripping_reply_comes_byte_by_byte_until_it_may_pass(proxy: Proxy, cli
 
 def test_refused_connections_are_closed_at_once_also_those_that_were_open(proxy: Proxy, client: socket.socket) -> None:
     assert ask(client) == b"+PONG\r\n"
-    with proxy.doing(Refuse()):
+    with proxy.in_mode(CloseConnections()):
         assert client.recv(16) == b""
         with socket.create_connection(("127.0.0.1", proxy.port), timeout=10) as other:
             assert other.recv(16) == b""
@@ -121,7 +133,9 @@ def test_a_server_that_is_not_there_ends_the_connection(own_redis_server: RedisS
 
 
 @only_in_soak
-@pytest.mark.parametrize("mode", [Pass(), DropReplies(), Delay(60), Drip(60), Refuse()], ids=repr)
+@pytest.mark.parametrize(
+    "mode", [Forward(), DropReplies(), Delay(60), OneByteAtATime(60), CloseConnections()], ids=repr
+)
 def test_it_closes_cleanly_whatever_it_is_doing(redis_server: RedisServer, mode: Mode) -> None:
     proxy = Proxy(redis_server.port)
     proxy.mode = mode
@@ -138,7 +152,7 @@ def test_it_closes_cleanly_whatever_it_is_doing(redis_server: RedisServer, mode:
 @only_in_soak
 def test_threads_may_switch_it_under_load(proxy: Proxy) -> None:
     def switch() -> None:
-        for mode in (Pass(), Delay(0.001), Drip(0), Pass()):
+        for mode in (Forward(), Delay(0.001), OneByteAtATime(0), Forward()):
             proxy.mode = mode
 
     switching = [threading.Thread(target=switch) for _ in range(4)]
@@ -156,7 +170,7 @@ def test_threads_may_switch_it_under_load(proxy: Proxy) -> None:
 
 @only_in_soak
 def test_what_is_unreachable_neither_connects_nor_refuses() -> None:
-    with unreachable() as url, socket.socket() as client:
+    with unreachable_url() as url, socket.socket() as client:
         client.settimeout(SHORT)
         with pytest.raises(TimeoutError):
             client.connect(("127.0.0.1", int(url.split(":")[2].split("/")[0])))

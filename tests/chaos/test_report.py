@@ -19,7 +19,7 @@ import pathlib, time
 from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 from tests import report
-from tests.machines import run_machine
+from tests.state_machines import run_machine
 
 def ready():
     pathlib.Path("ready").touch()
@@ -75,7 +75,7 @@ def start(folder: Path, *parts: str, **environment: str) -> subprocess.Popen[str
             "-m",
             "pytest",
             "-p",
-            "tests.report",
+            "tests.run_report",
             "-p",
             "no:cacheprovider",
             *FEW,

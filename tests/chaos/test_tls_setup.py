@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from limitforge import FixedWindow, Limiter, StoreUnavailable
-from limitforge.stores.resp import address_of
-from limitforge.stores.shared import SharedRedis
-from limitforge.stores.wire import Wire
+from limitforge.stores.redis.aio.connection import Connection
+from limitforge.stores.redis.catalog_copies import CatalogRedis
+from limitforge.stores.redis.resp import parse_address
 from tests.chaos.waiting import eventually
 from tests.proxy import DropReplies, Proxy
 from tests.servers import RedisServer, TlsRedisServer
@@ -45,7 +45,7 @@ def tls() -> Iterator[TlsRedisServer]:
 async def test_connections_of_what_nodes_share_use_one_context(
     tls: TlsRedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    redis = SharedRedis(tls.url)
+    redis = CatalogRedis(tls.url)
     monkeypatch.delattr(ssl, "create_default_context")  # building another fails
     await asyncio.gather(*(redis.get(f"key-{number}") for number in range(20)))
     await redis.close()
@@ -53,8 +53,8 @@ async def test_connections_of_what_nodes_share_use_one_context(
 
 async def test_after_a_handshake_that_was_cancelled_the_pool_connects_again(tls: TlsRedisServer) -> None:
     with Proxy(tls.port) as proxy:
-        redis = SharedRedis(tls.url.replace(str(tls.port), str(proxy.port)))
-        with proxy.doing(DropReplies()):
+        redis = CatalogRedis(tls.url.replace(str(tls.port), str(proxy.port)))
+        with proxy.in_mode(DropReplies()):
             asked = asyncio.ensure_future(redis.get("key"))
             await asyncio.to_thread(eventually, lambda: proxy.accepted > 0)
             await asyncio.sleep(0.05)  # it waits for an answer to its hello
@@ -70,14 +70,14 @@ async def test_after_a_handshake_that_was_cancelled_the_pool_connects_again(tls:
 @asynccontextmanager
 async def wire(server: RedisServer) -> AsyncIterator[Call]:
     async def open_and_close() -> None:
-        (await Wire.open(address_of(server.url), lambda *_: None, 30)).abort()
+        (await Connection.open(parse_address(server.url), lambda *_: None, 30)).abort()
 
     yield open_and_close
 
 
 @asynccontextmanager
 async def shared(server: RedisServer) -> AsyncIterator[Call]:
-    redis = SharedRedis(server.url)
+    redis = CatalogRedis(server.url)
     yield lambda: redis.get("key")
     await redis.close()
 
@@ -85,7 +85,7 @@ async def shared(server: RedisServer) -> AsyncIterator[Call]:
 @asynccontextmanager
 async def listener(server: RedisServer) -> AsyncIterator[Call]:
     async def listen() -> None:
-        async for _ in SharedRedis(server.url).listen("channel"):
+        async for _ in CatalogRedis(server.url).listen("channel"):
             return
 
     yield listen

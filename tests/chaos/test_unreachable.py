@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from limitforge import FixedWindow, SyncLimiter
-from tests.chaos.conftest import Open
-from tests.chaos.waiting import until_it_works
-from tests.proxy import Drip, DropReplies, Proxy, unreachable
+from tests.chaos.conftest import Connect
+from tests.chaos.waiting import wait_until_store_decides
+from tests.proxy import DropReplies, OneByteAtATime, Proxy, unreachable_url
 from tests.servers import RedisServer, TlsRedisServer
 
 MANY = FixedWindow(name="many", limit=10**9, window_seconds=86_400)
@@ -27,32 +27,32 @@ def waits(limiter: SyncLimiter, calls: int = 3) -> float:
     return longest
 
 
-def test_a_connection_that_is_never_made_keeps_nobody_waiting(opened: Open) -> None:
-    with unreachable() as url:
+def test_a_connection_that_is_never_made_keeps_nobody_waiting(opened: Connect) -> None:
+    with unreachable_url() as url:
         assert waits(opened(url, deadline_ms=50)) < HANGS_SECONDS
 
 
-def test_a_greeting_that_is_never_answered_keeps_nobody_waiting(opened: Open, proxy: Proxy) -> None:
+def test_a_greeting_that_is_never_answered_keeps_nobody_waiting(opened: Connect, proxy: Proxy) -> None:
     proxy.mode = DropReplies()
     assert waits(opened(proxy.url, deadline_ms=50)) < HANGS_SECONDS
 
 
-def test_a_greeting_that_is_answered_byte_by_byte_keeps_nobody_waiting(opened: Open, proxy: Proxy) -> None:
-    proxy.mode = Drip(0.4)
+def test_a_greeting_that_is_answered_byte_by_byte_keeps_nobody_waiting(opened: Connect, proxy: Proxy) -> None:
+    proxy.mode = OneByteAtATime(0.4)
     assert waits(opened(proxy.url, deadline_ms=50)) < HANGS_SECONDS
 
 
-def test_a_tls_handshake_that_is_never_answered_keeps_nobody_waiting(opened: Open) -> None:
+def test_a_tls_handshake_that_is_never_answered_keeps_nobody_waiting(opened: Connect) -> None:
     with TlsRedisServer() as server, Proxy(server.port) as proxy:
         url = server.url.replace(str(server.port), str(proxy.port))
         limiter = opened(url, deadline_ms=50, breaker_seconds=0.1)
-        with proxy.doing(DropReplies()):
+        with proxy.in_mode(DropReplies()):
             assert waits(limiter) < HANGS_SECONDS
-        until_it_works(limiter)
+        wait_until_store_decides(limiter)
 
 
 def test_a_name_that_takes_long_to_resolve_keeps_nobody_waiting(
-    opened: Open, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+    opened: Connect, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when a name server is down: the resolver of the C library gives up after seconds, and can't be hurried."""
     resolve, over = socket.getaddrinfo, threading.Event()
@@ -71,7 +71,7 @@ def test_a_name_that_takes_long_to_resolve_keeps_nobody_waiting(
         over.set()
 
 
-def test_closing_does_not_wait_for_a_redis_that_is_frozen(opened: Open, own_redis_server: RedisServer) -> None:
+def test_closing_does_not_wait_for_a_redis_that_is_frozen(opened: Connect, own_redis_server: RedisServer) -> None:
     limiter = opened(own_redis_server.url, deadline_ms=50)
     one = FixedWindow(name="one", limit=1, window_seconds=86_400)
     for _ in range(5):  # denials are cached, and somebody listens for what makes them doubtful

@@ -19,6 +19,6 @@ def eventually(is_so: Callable[[], object]) -> float:
     return time.monotonic() - began
 
 
-def until_it_works(limiter: SyncLimiter) -> float:
+def wait_until_store_decides(limiter: SyncLimiter) -> float:
     """Look, without taking anything, until the store decides again."""
     return eventually(lambda: limiter.check("anything", "anybody", limits=ANY, cost=0, failure="open").degraded is None)

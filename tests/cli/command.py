@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
-from tests import forking
+from tests import fork_server
 
 SECONDS = 60.0  # generous: a busy machine is no reason to fail
-PROGRAM = str(Path(sys.executable).parent / "limitforge")
+INSTALLED_PROGRAM = str(Path(sys.executable).parent / "limitforge")
 
 # A known terminal, whatever the one is that the tests run in.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "NO_COLOR")} | {
@@ -27,8 +27,8 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in 
 }
 
 
-def limitforge(
-    *arguments: str, given: bytes | None = None, folder: Path | None = None, **environment: str
+def run_cli(
+    *arguments: str, stdin: bytes | None = None, folder: Path | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run the command to its end; `given` is its stdin, `folder` where it runs, `environment` what is set besides.
 
@@ -36,40 +36,40 @@ def limitforge(
     """
     with contextlib.ExitStack() as opened:
         files = [opened.enter_context(tempfile.TemporaryFile()) for _ in range(3)]
-        files[0].write(given or b"")
+        files[0].write(stdin or b"")
         files[0].seek(0)
-        process = Command(
+        process = RunningCommand(
             *arguments, files=tuple(file.fileno() for file in files), folder=folder, environment=environment
         )
         with process:
             status = process.wait(SECONDS)
         for file in files[1:]:
             file.seek(0)
-        return _done(arguments, status, files[1].read(), files[2].read())
+        return _completed(arguments, status, files[1].read(), files[2].read())
 
 
-def program(
-    *arguments: str, given: bytes | None = None, folder: Path | None = None, **environment: str
+def run_installed_cli(
+    *arguments: str, stdin: bytes | None = None, folder: Path | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """The same with the installed program, which takes half a second longer."""
     done = subprocess.run(
-        [PROGRAM, *arguments],
-        input=given or b"",
+        [INSTALLED_PROGRAM, *arguments],
+        input=stdin or b"",
         capture_output=True,
         cwd=folder,
         env=ENVIRONMENT | environment,
         timeout=SECONDS,
         check=False,
     )
-    return _done(arguments, done.returncode, done.stdout, done.stderr)
+    return _completed(arguments, done.returncode, done.stdout, done.stderr)
 
 
-def _done(arguments: tuple[str, ...], status: int, out: bytes, err: bytes) -> subprocess.CompletedProcess[str]:
+def _completed(arguments: tuple[str, ...], status: int, out: bytes, err: bytes) -> subprocess.CompletedProcess[str]:
     assert b"Traceback" not in err, err.decode()
     return subprocess.CompletedProcess(list(arguments), status, out.decode(), err.decode())
 
 
-class Command:
+class RunningCommand:
     """A command that runs, with the methods of `subprocess.Popen` that tests need."""
 
     def __init__(
@@ -80,19 +80,21 @@ class Command:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         """`files` are its stdin, stdout and stderr; `environment` is what is set besides the usual."""
-        self._answers = forking.order(
+        self._status_socket = fork_server.start_command(
             forking_socket(), arguments, files, str(folder or Path.cwd()), ENVIRONMENT | dict(environment or {})
         )
-        self.pid = int(self._answers.recv(16))
+        self.pid = int(self._status_socket.recv(16))
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        if self.returncode is None and select.select([self._answers], [], [], 0)[0]:
-            self.returncode = int(self._answers.recv(16) or -signal.SIGKILL)  # all of it was killed, as by a time-out
+        if self.returncode is None and select.select([self._status_socket], [], [], 0)[0]:
+            self.returncode = int(
+                self._status_socket.recv(16) or -signal.SIGKILL
+            )  # all of it was killed, as by a time-out
         return self.returncode
 
     def wait(self, timeout: float = SECONDS) -> int:
-        if self.returncode is None and not select.select([self._answers], [], [], timeout)[0]:
+        if self.returncode is None and not select.select([self._status_socket], [], [], timeout)[0]:
             raise subprocess.TimeoutExpired("limitforge", timeout)
         status = self.poll()
         assert status is not None
@@ -115,16 +117,16 @@ class Command:
         """Leaves nothing behind: what did not end by itself is killed."""
         self.kill()
         self.wait()
-        self._answers.close()
+        self._status_socket.close()
 
 
 @functools.cache
 def forking_socket() -> str:
-    """Start the process that `tests/forking.py` describes: one for all tests of this worker."""
+    """Start the process that `tests/fork_server.py` describes: one for all tests of this worker."""
     folder = tempfile.TemporaryDirectory(prefix="limitforge-forking-")
     path = str(Path(folder.name) / "socket")
     process = subprocess.Popen(
-        [sys.executable, "-P", forking.__file__, "serve", path],
+        [sys.executable, "-P", fork_server.__file__, "serve", path],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=ENVIRONMENT,

@@ -9,13 +9,13 @@ from typing import Any, Self
 
 import pytest
 
-from limitforge.cli.burst import Algorithm, read_limits
-from tests.cli.command import ENVIRONMENT, PROGRAM, SECONDS, limitforge, program
+from limitforge.cli.burst.command import Algorithm, parse_limits
+from tests.cli.command import ENVIRONMENT, INSTALLED_PROGRAM, SECONDS, run_cli, run_installed_cli
 from tests.servers import RedisServer
 
 
 def summary(*arguments: str) -> dict[str, Any]:
-    done = limitforge("burst", *arguments, "--rate", "max", "--json")
+    done = run_cli("burst", *arguments, "--rate", "max", "--json")
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     answer: dict[str, Any] = json.loads(line)
@@ -60,7 +60,7 @@ def test_bursts_of_one_subject_share_a_redis(redis_url: str) -> None:
 
 
 def test_in_a_pipe_the_final_picture_is_plain_text() -> None:
-    done = program("burst", "100/day", "--requests", "150", "--rate", "max")
+    done = run_installed_cli("burst", "100/day", "--requests", "150", "--rate", "max")
     assert done.returncode == 0
     assert "\x1b" not in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
@@ -89,7 +89,7 @@ def test_ctrl_c_ends_a_burst_with_what_it_has_seen() -> None:
 
 
 def test_a_wrong_limit_is_pointed_at() -> None:
-    done = limitforge("burst", "100/minute; 10/sekond")
+    done = run_cli("burst", "100/minute; 10/sekond")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines() == [
         "Error: limits: expected a unit: second, minute, hour or day, got 'sekond' at character 16",
@@ -113,14 +113,14 @@ def test_a_wrong_limit_is_pointed_at() -> None:
     ],
 )
 def test_what_is_refused_is_named(arguments: tuple[str, ...], message: str) -> None:
-    done = limitforge("burst", *arguments)
+    done = run_cli("burst", *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
 
 
 def test_a_store_that_does_not_answer_has_a_status_of_its_own(own_redis_server: RedisServer) -> None:
     own_redis_server.kill()
-    done = limitforge("burst", "1/day", "--store", own_redis_server.url)
+    done = run_cli("burst", "1/day", "--store", own_redis_server.url)
     assert (done.returncode, done.stdout) == (3, "")
     assert done.stderr.startswith("Error: Redis did not answer: ")
 
@@ -151,7 +151,7 @@ def test_a_store_that_goes_away_ends_a_burst_with_its_picture_standing(own_redis
 def test_an_algorithm_is_for_the_limits_that_name_none(
     text: str, algorithm: Algorithm | None, named: dict[str, str]
 ) -> None:
-    limits = {limit.name: limit.algorithm for limit in read_limits(text, algorithm)}
+    limits = {limit.name: limit.algorithm for limit in parse_limits(text, algorithm)}
     assert limits.items() >= named.items()
 
 
@@ -161,19 +161,19 @@ class Terminal:
     def __init__(self, *arguments: str) -> None:
         self._screen, inside = pty.openpty()
         self.process = subprocess.Popen(
-            [PROGRAM, *arguments], stdin=inside, stdout=inside, stderr=inside, env=ENVIRONMENT
+            [INSTALLED_PROGRAM, *arguments], stdin=inside, stdout=inside, stderr=inside, env=ENVIRONMENT
         )
         os.close(inside)
-        self._seen = ""
+        self._output = ""
 
     def read_until(self, text: str) -> str:
         """All output up to `text`; fails when the command ends without it."""
-        while text not in " ".join(self._seen.split()):
+        while text not in " ".join(self._output.split()):
             try:
-                self._seen += os.read(self._screen, 65_536).decode(errors="replace")
+                self._output += os.read(self._screen, 65_536).decode(errors="replace")
             except OSError:  # its end has closed
-                pytest.fail(f"{text!r} never came:\n{self._seen}")
-        return self._seen
+                pytest.fail(f"{text!r} never came:\n{self._output}")
+        return self._output
 
     def status(self) -> int:
         return self.process.wait(SECONDS)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from limitforge.catalog.credentials import Credential, Peppers
-from tests.cli.command import ENVIRONMENT, PROGRAM, SECONDS, Command, limitforge
+from tests.cli.command import ENVIRONMENT, INSTALLED_PROGRAM, SECONDS, RunningCommand, run_cli
 
 PEPPERS = "1:a pepper that the tests alone know"
 NEXT_YEAR = (datetime.now(UTC) + timedelta(days=365)).isoformat()
@@ -26,10 +26,10 @@ SECRET = re.compile(r"lf_(?:live|test|admin)_[0-9A-Za-z]{55}")
 
 
 def _id(key: str) -> str:
-    return f"key_{Credential.read(key, Peppers.parse(PEPPERS)).id}"
+    return f"key_{Credential.parse(key, Peppers.parse(PEPPERS)).id}"
 
 
-class Shop:
+class Workspace:
     """A folder where somebody works."""
 
     def __init__(self, folder: Path) -> None:
@@ -37,9 +37,9 @@ class Shop:
 
     def run(self, *arguments: str, status: int = 0, given: bytes | None = None, **environment: str) -> str:
         """What it prints, on stdout if all is well, and on stderr if not."""
-        done = limitforge(
+        done = run_cli(
             *arguments,
-            given=given,
+            stdin=given,
             folder=self.folder,
             LIMITFORGE_PEPPERS=PEPPERS,
             LIMITFORGE_ACTOR="test:ann",
@@ -50,7 +50,7 @@ class Shop:
 
     def warnings(self, *arguments: str) -> list[str]:
         """What it prints beside its output, which goes on all the same."""
-        done = limitforge(*arguments, folder=self.folder, LIMITFORGE_PEPPERS=PEPPERS)
+        done = run_cli(*arguments, folder=self.folder, LIMITFORGE_PEPPERS=PEPPERS)
         assert done.returncode in (0, 1), done.stdout + done.stderr
         assert "warning" not in done.stdout
         return done.stderr.splitlines()
@@ -64,12 +64,12 @@ class Shop:
 
 
 @pytest.fixture
-def shop(tmp_path: Path) -> Shop:
-    return Shop(tmp_path)
+def shop(tmp_path: Path) -> Workspace:
+    return Workspace(tmp_path)
 
 
 @pytest.fixture
-def acme(shop: Shop) -> Shop:
+def acme(shop: Workspace) -> Workspace:
     """With a tenant that has a plan, a policy and an override."""
     shop.run(
         "apply",
@@ -90,7 +90,7 @@ tenants:
 # --- A tour ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_tenant_from_its_first_plan_to_its_end(shop: Shop) -> None:
+def test_a_tenant_from_its_first_plan_to_its_end(shop: Workspace) -> None:
     assert re.fullmatch(
         r"Created tenant acme \(ten_\w{16}\)\.\n", shop.run("tenants", "create", "acme", "--mode", "monitor")
     )
@@ -117,7 +117,7 @@ def test_a_tenant_from_its_first_plan_to_its_end(shop: Shop) -> None:
     assert shop.run("tenants", "list") == ""
 
 
-def test_plans_have_a_history_and_a_way_back(acme: Shop) -> None:
+def test_plans_have_a_history_and_a_way_back(acme: Workspace) -> None:
     acme.run("plans", "update", "free", "--tenant", "acme", "--limits", "burst=200/minute")
     assert "200 in 60 s" in acme.run("plans", "list", "--tenant", "acme")
     versions = acme.json("plans", "history", "free")
@@ -133,7 +133,7 @@ def test_plans_have_a_history_and_a_way_back(acme: Shop) -> None:
     assert "limit burst  algorithm sliding_window_counter, limit 200" in acme.run("plans", "show", "free")
 
 
-def test_policies_say_which_plan_applies(acme: Shop) -> None:
+def test_policies_say_which_plan_applies(acme: Workspace) -> None:
     acme.run(
         "policies", "create", "POST:*", "--tenant", "acme", "--plan", "free", "--priority", "P1", "--shadow-plan", "pro"
     )
@@ -147,7 +147,7 @@ def test_policies_say_which_plan_applies(acme: Shop) -> None:
     assert [each["resource"] for each in acme.json("policies", "list")] == ["GET:/orders/{id}"]
 
 
-def test_a_key_is_printed_once(acme: Shop) -> None:
+def test_a_key_is_printed_once(acme: Workspace) -> None:
     printed = acme.run(
         "keys", "create", "web", "--tenant", "acme", "--plan", "pro", "--expires", "90d", "--metadata", '{"a": 1}'
     )
@@ -173,7 +173,7 @@ def test_a_key_is_printed_once(acme: Shop) -> None:
     assert acme.json("keys", "list") == []
 
 
-def test_a_key_for_a_file_needs_no_database(shop: Shop) -> None:
+def test_a_key_for_a_file_needs_no_database(shop: Workspace) -> None:
     printed = shop.run("keys", "make", "--name", "web", "--type", "test")
     (secret,) = SECRET.findall(printed)
     assert secret.startswith("lf_test_")
@@ -187,7 +187,7 @@ def test_a_key_for_a_file_needs_no_database(shop: Shop) -> None:
     assert made["entry"]["id"] == _id(made["key"])
 
 
-def test_overrides_are_set_replaced_and_deleted(acme: Shop) -> None:
+def test_overrides_are_set_replaced_and_deleted(acme: Workspace) -> None:
     acme.run(
         "overrides", "set", "user:7", "--tenant", "acme", "--limit", "burst=9", "--for", "1h30m", "--reason", "[red]why"
     )
@@ -209,7 +209,7 @@ def test_overrides_are_set_replaced_and_deleted(acme: Shop) -> None:
     )
 
 
-def test_what_has_expired_is_shown_as_such_or_left_out(acme: Shop) -> None:
+def test_what_has_expired_is_shown_as_such_or_left_out(acme: Workspace) -> None:
     acme.run("keys", "create", "old", "--tenant", "acme", "--expires", "2020-01-01T00:00:00Z")
     acme.run("keys", "create", "new", "--tenant", "acme", "--expires", "2h")
     assert re.findall(r"^(\w+) .* (active|expired) ", acme.run("keys", "list"), re.MULTILINE) == [
@@ -225,7 +225,7 @@ def test_what_has_expired_is_shown_as_such_or_left_out(acme: Shop) -> None:
     assert "user:7" not in acme.run("overrides", "list")
 
 
-def test_lists_and_names_are_of_the_tenant_that_is_named(acme: Shop) -> None:
+def test_lists_and_names_are_of_the_tenant_that_is_named(acme: Workspace) -> None:
     until = NEXT_YEAR
     over = f"[{{subject: 'user:42', limits: {{x: blocked}}, expires_at: {until}}}]"
     file = f"tenants: [{{name: globex, plans: [{{name: free, limits: x=1/s}}], overrides: {over}}}]"
@@ -251,7 +251,7 @@ def test_lists_and_names_are_of_the_tenant_that_is_named(acme: Shop) -> None:
     assert [each["tenant_id"] for each in acme.json("keys", "list")] == [ids["acme"]]
 
 
-def test_admin_tokens_are_printed_once(acme: Shop) -> None:
+def test_admin_tokens_are_printed_once(acme: Workspace) -> None:
     (secret,) = SECRET.findall(
         acme.run("tokens", "create", "ci", "--scope", "read", "--scope", "write", "--tenant", "acme")
     )
@@ -263,14 +263,14 @@ def test_admin_tokens_are_printed_once(acme: Shop) -> None:
     assert acme.json("tokens", "list") == []
 
 
-def test_the_operator_holds_above_all(shop: Shop) -> None:
+def test_the_operator_holds_above_all(shop: Workspace) -> None:
     shop.run("plans", "create", "fleet", "--tenant", "operator", "--limits", "10000/second")
     assert shop.run("operator", "set", "--plan", "fleet", "--mode", "monitor") == "Changed the operator.\n"
     assert re.search(r"mode\s+monitor\nplan\s+fleet", shop.run("operator", "show"))
     assert shop.json("operator", "set", "--plan", "none")["default_plan_id"] is None
 
 
-def test_the_audit_log_tells_who_changed_what(acme: Shop) -> None:
+def test_the_audit_log_tells_who_changed_what(acme: Workspace) -> None:
     acme.run("plans", "update", "free", "--limits", "burst=7/minute", "--tenant", "acme")
     line = acme.run("audit", "list", "--limit", "1", "--tenant", "acme").splitlines()[1]
     assert re.fullmatch(
@@ -283,7 +283,7 @@ def test_the_audit_log_tells_who_changed_what(acme: Shop) -> None:
     assert acme.json("audit", "list", "--entity", entry["entity_id"])[0] == entry
 
 
-def test_the_audit_log_of_one_tenant_has_no_other_tenants_entries(acme: Shop) -> None:
+def test_the_audit_log_of_one_tenant_has_no_other_tenants_entries(acme: Workspace) -> None:
     acme.run("apply", "-", given=b"tenants: [{name: globex, plans: [{name: free, limits: 5/s}]}]")
     acme.run("plans", "update", "free", "--limits", "9/s", "--tenant", "globex")
     ids = {each["name"]: each["id"] for each in acme.json("tenants", "list")}
@@ -300,7 +300,7 @@ def test_the_audit_log_of_one_tenant_has_no_other_tenants_entries(acme: Shop) ->
 # --- Config as code --------------------------------------------------------------------------------------------------
 
 
-def test_a_file_is_tried_applied_and_then_the_same(acme: Shop) -> None:
+def test_a_file_is_tried_applied_and_then_the_same(acme: Workspace) -> None:
     acme.write(acme.run("export").replace("limit: 1000\n", "limit: 2000\n"))
     difference = "~ tenant acme / plan pro\n    limits.burst.limit: 1000 -> 2000\n\n"
     assert acme.run("diff", "plans.yaml", status=1) == f"{difference}0 to create, 1 to change, 0 to delete.\n"
@@ -312,7 +312,9 @@ def test_a_file_is_tried_applied_and_then_the_same(acme: Shop) -> None:
 
 
 @pytest.mark.parametrize("command", [("apply", "--dry-run"), ("diff",)], ids=["apply", "diff"])
-def test_a_dry_run_with_prune_tells_what_would_go_and_deletes_nothing(acme: Shop, command: tuple[str, ...]) -> None:
+def test_a_dry_run_with_prune_tells_what_would_go_and_deletes_nothing(
+    acme: Workspace, command: tuple[str, ...]
+) -> None:
     acme.run("tenants", "create", "globex")
     before, history = acme.run("export"), acme.json("audit", "list")
     acme.write("tenants: [{name: acme, default_plan: free}]")
@@ -325,7 +327,7 @@ def test_a_dry_run_with_prune_tells_what_would_go_and_deletes_nothing(acme: Shop
     assert [each["name"] for each in acme.json("tenants", "list")] == ["acme"]
 
 
-def test_an_export_makes_the_same_again_elsewhere(acme: Shop) -> None:
+def test_an_export_makes_the_same_again_elsewhere(acme: Workspace) -> None:
     acme.run("keys", "create", "web", "--tenant", "acme")
     text = acme.run("export")
     acme.run("apply", "-", "--database", "sqlite:///other.db", given=text.encode())
@@ -333,7 +335,7 @@ def test_an_export_makes_the_same_again_elsewhere(acme: Shop) -> None:
     assert json.loads(acme.run("export", "--tenant", "acme", "--json"))["tenants"][0]["name"] == "acme"
 
 
-def test_what_is_wrong_in_a_file_is_named_by_line_and_field(shop: Shop) -> None:
+def test_what_is_wrong_in_a_file_is_named_by_line_and_field(shop: Workspace) -> None:
     shop.write("tenants:\n  - name: acme\n    mode: maybe\n    plans:\n      - {name: a, limits: 5}\n")
     assert shop.run("apply", "plans.yaml", status=2) == (
         "Error: plans.yaml:3: tenants[0].mode: must be one of on, monitor, off, got 'maybe'\n"
@@ -342,7 +344,7 @@ def test_what_is_wrong_in_a_file_is_named_by_line_and_field(shop: Shop) -> None:
     assert "nowhere.yaml: can't be read: No such file or directory" in shop.run("diff", "nowhere.yaml", status=2)
 
 
-def test_the_schema_is_printed(shop: Shop) -> None:
+def test_the_schema_is_printed(shop: Workspace) -> None:
     assert json.loads(shop.run("schema"))["$schema"].endswith("2020-12/schema")
 
 
@@ -368,20 +370,20 @@ def test_the_schema_is_printed(shop: Shop) -> None:
     ],
 )  # fmt: skip
 def test_what_is_wrong_becomes_one_message_and_a_status(
-    shop: Shop, arguments: tuple[str, ...], status: int, message: str
+    shop: Workspace, arguments: tuple[str, ...], status: int, message: str
 ) -> None:
     assert message in shop.run(*arguments, status=status)
 
 
-def test_without_peppers_it_says_how_to_come_by_some(shop: Shop) -> None:
-    done = limitforge("keys", "make", "--name", "web", folder=shop.folder)
+def test_without_peppers_it_says_how_to_come_by_some(shop: Workspace) -> None:
+    done = run_cli("keys", "make", "--name", "web", folder=shop.folder)
     assert done.returncode == 2
     (line,) = re.findall(r"^  export LIMITFORGE_PEPPERS='(.*)'$", done.stderr, re.MULTILINE)
-    made = limitforge("keys", "make", "--name", "web", folder=shop.folder, LIMITFORGE_PEPPERS=line)
+    made = run_cli("keys", "make", "--name", "web", folder=shop.folder, LIMITFORGE_PEPPERS=line)
     assert made.returncode == 0
 
 
-def test_a_name_that_several_have_needs_its_tenant(shop: Shop) -> None:
+def test_a_name_that_several_have_needs_its_tenant(shop: Workspace) -> None:
     shop.run(
         "apply",
         "-",
@@ -393,7 +395,7 @@ def test_a_name_that_several_have_needs_its_tenant(shop: Shop) -> None:
     assert shop.json("plans", "show", "p", "--tenant", "b")["limits"][0]["limit"] == 2
 
 
-def test_the_schema_of_the_database_goes_up_and_down(shop: Shop) -> None:
+def test_the_schema_of_the_database_goes_up_and_down(shop: Workspace) -> None:
     assert shop.json("db", "status")["schema"] is None
     assert list(shop.folder.iterdir()) == []  # looking makes no file
     newest = shop.json("db", "upgrade")["schema"]
@@ -402,7 +404,7 @@ def test_the_schema_of_the_database_goes_up_and_down(shop: Shop) -> None:
     assert "Can't locate revision" in shop.run("db", "downgrade", "9999", "--yes", status=2)
 
 
-def test_a_postgres_is_upgraded_by_hand(shop: Shop, postgres_url: str) -> None:
+def test_a_postgres_is_upgraded_by_hand(shop: Workspace, postgres_url: str) -> None:
     at = ("--database", postgres_url)
     told = shop.run("tenants", "list", *at, status=2)
     assert re.search(
@@ -414,8 +416,8 @@ def test_a_postgres_is_upgraded_by_hand(shop: Shop, postgres_url: str) -> None:
     assert "name: acme" in shop.run("export", *at)
 
 
-def test_the_actor_is_the_user_if_nobody_else_is_named(shop: Shop) -> None:
-    limitforge("tenants", "create", "acme", folder=shop.folder, USER="ann", LOGNAME="ann")
+def test_the_actor_is_the_user_if_nobody_else_is_named(shop: Workspace) -> None:
+    run_cli("tenants", "create", "acme", folder=shop.folder, USER="ann", LOGNAME="ann")
     assert [entry["actor"] for entry in shop.json("audit", "list")] == ["cli:ann"]
 
 
@@ -461,16 +463,16 @@ def test_other_commands_start_without_the_catalogs_packages() -> None:
         ("schema", "limitforge schema > limitforge.schema.json"),
     ],
 )
-def test_help_shows_examples_and_fits_a_terminal(shop: Shop, group: str, example: str) -> None:
+def test_help_shows_examples_and_fits_a_terminal(shop: Workspace, group: str, example: str) -> None:
     lines = shop.run(group, "--help").splitlines()
     assert example in [line.strip() for line in lines]
     assert max(len(line) for line in lines) <= 80
 
 
-def on_a_terminal(folder: Path, *arguments: str, typed: str = "") -> tuple[int, str]:
+def in_a_terminal(folder: Path, *arguments: str, typed: str = "") -> tuple[int, str]:
     """What a person sees, and the exit status."""
     ours, theirs = pty.openpty()
-    with Command(
+    with RunningCommand(
         *arguments, files=(theirs, theirs, theirs), folder=folder, environment={"LIMITFORGE_ACTOR": "test:ann"}
     ) as process:
         os.close(theirs)
@@ -486,8 +488,8 @@ def on_a_terminal(folder: Path, *arguments: str, typed: str = "") -> tuple[int, 
     return status, seen.decode()
 
 
-def test_tables_fit_a_terminal_and_what_is_piped_is_plain(acme: Shop) -> None:
-    _, seen = on_a_terminal(acme.folder, "plans", "list")
+def test_tables_fit_a_terminal_and_what_is_piped_is_plain(acme: Workspace) -> None:
+    _, seen = in_a_terminal(acme.folder, "plans", "list")
     plain = re.sub(r"\x1b\[[0-9;]*m", "", seen).replace("\r", "")
     assert max(len(line) for line in plain.splitlines()) <= 80
     assert "\x1b[1m" in seen
@@ -497,8 +499,8 @@ def test_tables_fit_a_terminal_and_what_is_piped_is_plain(acme: Shop) -> None:
 
 
 @pytest.mark.parametrize(("typed", "status", "left"), [("n\n", 1, 1), ("y\n", 0, 0)])
-def test_a_tenant_is_deleted_only_if_the_answer_is_yes(acme: Shop, typed: str, status: int, left: int) -> None:
-    done, seen = on_a_terminal(acme.folder, "tenants", "delete", "acme", typed=typed)
+def test_a_tenant_is_deleted_only_if_the_answer_is_yes(acme: Workspace, typed: str, status: int, left: int) -> None:
+    done, seen = in_a_terminal(acme.folder, "tenants", "delete", "acme", typed=typed)
     assert done == status
     assert "Delete tenant acme and all that is its own?" in seen
     assert len(acme.json("tenants", "list")) == left
@@ -517,7 +519,7 @@ tenants:
 """
 
 
-def test_limits_of_one_name_that_count_apart_are_warned_of_beside_the_output(acme: Shop) -> None:
+def test_limits_of_one_name_that_count_apart_are_warned_of_beside_the_output(acme: Workspace) -> None:
     tenant = ("--tenant", "acme")
     assert acme.warnings("plans", "create", "one", *tenant, "--limits", WIDE.format(60)) == []
     [told] = acme.warnings("plans", "create", "two", *tenant, "--limits", WIDE.format(90), "--json")
@@ -531,7 +533,7 @@ def test_limits_of_one_name_that_count_apart_are_warned_of_beside_the_output(acm
     assert acme.warnings("plans", "rollback", "two", *tenant) == [told]
 
 
-def test_a_file_whose_limits_of_one_name_count_apart_is_warned_of(shop: Shop) -> None:
+def test_a_file_whose_limits_of_one_name_count_apart_is_warned_of(shop: Workspace) -> None:
     file = shop.write(APART)
     for arguments in (("diff", file), ("apply", file, "--dry-run"), ("apply", file, "--json"), ("diff", file)):
         [told] = shop.warnings(*arguments)
@@ -556,11 +558,11 @@ def tenants_in(database: Path) -> int:
 
 
 @pytest.mark.slow
-def test_ctrl_c_during_an_apply_says_what_was_done_and_the_next_run_finishes(shop: Shop) -> None:
+def test_ctrl_c_during_an_apply_says_what_was_done_and_the_next_run_finishes(shop: Workspace) -> None:
     write_large(shop.folder, 1_500)
     shop.run("tenants", "create", "first")
     with subprocess.Popen(
-        [PROGRAM, "apply", "large.yaml"],
+        [INSTALLED_PROGRAM, "apply", "large.yaml"],
         cwd=shop.folder,
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
@@ -588,11 +590,11 @@ def test_ctrl_c_during_an_apply_says_what_was_done_and_the_next_run_finishes(sho
 
 
 @pytest.mark.slow
-def test_on_a_terminal_a_large_apply_shows_how_far_it_is_and_elsewhere_stdout_is_left_alone(shop: Shop) -> None:
+def test_on_a_terminal_a_large_apply_shows_how_far_it_is_and_elsewhere_stdout_is_left_alone(shop: Workspace) -> None:
     write_large(shop.folder, 400)
     leader, follower = pty.openpty()
     with subprocess.Popen(
-        [PROGRAM, "apply", "large.yaml", "--json"],
+        [INSTALLED_PROGRAM, "apply", "large.yaml", "--json"],
         cwd=shop.folder,
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,

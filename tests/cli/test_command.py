@@ -6,11 +6,11 @@ from importlib.metadata import version
 
 import pytest
 
-from tests.cli.command import ENVIRONMENT, SECONDS, limitforge, program
+from tests.cli.command import ENVIRONMENT, SECONDS, run_cli, run_installed_cli
 
 
 def test_the_version_is_that_of_the_package() -> None:
-    done = program("--version")
+    done = run_installed_cli("--version")
     assert (done.returncode, done.stdout) == (0, f"limitforge {version('limitforge')}\n")
 
 
@@ -24,7 +24,7 @@ def test_the_version_is_that_of_the_package() -> None:
     ids=["limitforge", "burst", "replay"],
 )
 def test_help_shows_examples_on_lines_of_their_own(arguments: tuple[str, ...], examples: list[str]) -> None:
-    done = limitforge(*arguments, "--help")
+    done = run_cli(*arguments, "--help")
     assert done.returncode == 0
     lines = [line.strip() for line in done.stdout.splitlines()]
     for example in examples:
@@ -33,13 +33,13 @@ def test_help_shows_examples_on_lines_of_their_own(arguments: tuple[str, ...], e
 
 
 def test_without_arguments_it_shows_its_help() -> None:
-    done = limitforge()
+    done = run_cli()
     assert "burst" in done.stdout + done.stderr
     assert "replay" in done.stdout + done.stderr
 
 
 def test_a_misspelt_command_is_refused_with_the_nearest_one() -> None:
-    done = program("bust")
+    done = run_installed_cli("bust")
     assert done.returncode == 2
     assert "burst" in done.stderr
 

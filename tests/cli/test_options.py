@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from limitforge.catalog.catalog import Catalog
-from limitforge.catalog.database import Database
+from limitforge.catalog.database.catalog import Catalog
+from limitforge.catalog.database.database import Database
 from limitforge.catalog.model import Plan, Tenant
-from limitforge.cli import naming
-from limitforge.cli.options import given, moment, seconds
+from limitforge.cli.catalog import lookup
+from limitforge.cli.catalog.options import given_fields, parse_duration, parse_time
 from limitforge.errors import InvalidInput
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -29,26 +29,26 @@ NOW = datetime(2026, 1, 1, tzinfo=UTC)
     ],
 )
 def test_a_duration_is_the_sum_of_its_parts(text: str, expected: float) -> None:
-    assert seconds("--for", text) == expected
-    assert moment("--for", text, NOW) == NOW + timedelta(seconds=expected)
+    assert parse_duration("--for", text) == expected
+    assert parse_time("--for", text, NOW) == NOW + timedelta(seconds=expected)
 
 
 @pytest.mark.parametrize("text", ["", "5", "h", "5x", "-5s", "5s ", "1,5s", "1h 30m", "2026-01-01T00:00:00"])
 def test_what_is_neither_a_duration_nor_a_time_with_its_zone_is_refused_by_name(text: str) -> None:
     with pytest.raises(InvalidInput, match="--until: must be a time"):
-        moment("--until", text, NOW)
+        parse_time("--until", text, NOW)
     with pytest.raises(InvalidInput, match="--for: must be a duration"):
-        seconds("--for", text)
+        parse_duration("--for", text)
 
 
 def test_the_word_none_takes_a_value_away_and_what_was_not_given_stays() -> None:
-    assert given(plan="none", name="web", mode=None) == {"plan": None, "name": "web"}
+    assert given_fields(plan="none", name="web", mode=None) == {"plan": None, "name": "web"}
 
 
 async def test_a_list_of_several_pages_is_whole_and_of_one_tenant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(naming, "PAGE", 2)
+    monkeypatch.setattr(lookup, "PAGE_SIZE", 2)
     database = Database(f"sqlite:///{tmp_path}/catalog.db")
     try:
         await database.upgrade()
@@ -58,8 +58,8 @@ async def test_a_list_of_several_pages_is_whole_and_of_one_tenant(
             for tenant in tenants[:2]:
                 for name in ("a", "b", "c"):
                     await edit.create(Plan, {"tenant_id": tenant.id, "name": name, "limits": "1/s"})
-        assert [each.name for each in await naming.everything(catalog, Tenant)] == [f"t{at}" for at in range(5)]
-        found = await naming.everything(catalog, Plan, "t1")
+        assert [each.name for each in await lookup.list_entities(catalog, Tenant)] == [f"t{at}" for at in range(5)]
+        found = await lookup.list_entities(catalog, Plan, "t1")
         assert [(each.tenant_id, each.name) for each in found] == [(tenants[1].id, name) for name in "abc"]
     finally:
         await database.close()

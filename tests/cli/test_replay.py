@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from limitforge.cli.replay import differences
-from limitforge.cli.scenario import MAX_BYTES, parse
+from limitforge.cli.replay.cases import MAX_BYTES, parse_cases
+from limitforge.cli.replay.command import differences
 from limitforge.errors import InvalidInput
-from tests.cli.command import limitforge, program
+from tests.cli.command import run_cli, run_installed_cli
 from tests.servers import RedisServer
 
 VECTORS = Path(__file__).parents[1] / "vectors" / "limits.json"
@@ -22,8 +22,8 @@ def case(*steps: Any, **fields: Any) -> dict[str, Any]:
     return {"name": "a case", "base_ms": 1_700_006_400_000, "limits": [WINDOW], "steps": list(steps)} | fields
 
 
-def replayed(*cases: Any, store: str = "memory") -> list[dict[str, Any]]:
-    done = limitforge("replay", "-", "--store", store, given=json.dumps(cases).encode())
+def run_replay(*cases: Any, store: str = "memory") -> list[dict[str, Any]]:
+    done = run_cli("replay", "-", "--store", store, stdin=json.dumps(cases).encode())
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -33,7 +33,7 @@ def replayed(*cases: Any, store: str = "memory") -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", ["memory", "memory://", "redis"])
 def test_every_vector_is_decided_as_it_says(kind: str, redis_url: str, redis_server: RedisServer) -> None:
-    run = program if kind == "memory" else limitforge
+    run = run_installed_cli if kind == "memory" else run_cli
     done = run("replay", str(VECTORS), "--store", redis_url if kind == "redis" else kind)
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     expected = [step["expect"] for case in json.loads(VECTORS.read_bytes()) for step in case["steps"]]
@@ -53,7 +53,7 @@ def _unequal(expected: dict[str, Any], answer: dict[str, Any]) -> list[str]:
 
 
 def test_a_decision_tells_everything_about_each_limit() -> None:
-    assert replayed(case({"at_ms": 1_000, "cost": 3})) == [
+    assert run_replay(case({"at_ms": 1_000, "cost": 3})) == [
         {
             "allowed": False,
             "retry_after_ms": None,
@@ -77,12 +77,12 @@ def test_a_decision_tells_everything_about_each_limit() -> None:
 
 
 def test_a_step_costs_one_unless_it_says_otherwise() -> None:
-    answers = replayed(case({"at_ms": 0}, {"at_us": 1, "costs": {"w": 0}}, {"at_ms": 1, "cost": 1}))
+    answers = run_replay(case({"at_ms": 0}, {"at_us": 1, "costs": {"w": 0}}, {"at_ms": 1, "cost": 1}))
     assert [answer["remaining"] for answer in answers] == [1, 1, 0]
 
 
 def test_each_case_starts_from_clean_state() -> None:
-    answers = replayed(case({"at_ms": 0, "cost": 2}), case({"at_ms": 0, "cost": 2}))
+    answers = run_replay(case({"at_ms": 0, "cost": 2}), case({"at_ms": 0, "cost": 2}))
     assert [answer["allowed"] for answer in answers] == [True, True]
 
 
@@ -100,7 +100,7 @@ def test_a_label_that_holds_nothing_may_be_released_and_renewed(kind: str, redis
         {"at_ms": 8, "renew": "a"},
         {"at_ms": 9, "lease": "a"},
     )
-    answers = replayed(case(*steps, limits=[SLOTS]), store=redis_url if kind == "redis" else kind)
+    answers = run_replay(case(*steps, limits=[SLOTS]), store=redis_url if kind == "redis" else kind)
     assert [answer.get("allowed") for answer in answers] == [
         *(None, None, True, False, None, False, None, None, None, True)
     ]
@@ -109,7 +109,7 @@ def test_a_label_that_holds_nothing_may_be_released_and_renewed(kind: str, redis
 
 def test_a_redis_that_others_use_keeps_what_is_theirs(redis_url: str, redis_server: RedisServer) -> None:
     redis_server.command("SET lf:theirs 1")
-    replayed(case({"at_ms": 0}, limits=[WINDOW, SLOTS]), store=redis_url)
+    run_replay(case({"at_ms": 0}, limits=[WINDOW, SLOTS]), store=redis_url)
     assert redis_server.command("KEYS *") == b"*1\r\n$9\r\nlf:theirs\r\n"
 
 
@@ -119,8 +119,8 @@ def test_a_redis_that_others_use_keeps_what_is_theirs(redis_url: str, redis_serv
 def test_a_wrong_expectation_is_told_on_stderr_and_changes_no_answer() -> None:
     wrong = {"allowed": False, "limits": {"w": {"remaining": 9}}, "nonsense": 1}
     steps = ({"at_ms": 0, "expect": {"allowed": True}}, {"at_ms": 0, "expect": wrong}, {"at_ms": 0})
-    done = limitforge("replay", "-", given=json.dumps([case(*steps)]).encode())
-    plain = limitforge("replay", "-", given=json.dumps([case({"at_ms": 0}, {"at_ms": 0}, {"at_ms": 0})]).encode())
+    done = run_cli("replay", "-", stdin=json.dumps([case(*steps)]).encode())
+    plain = run_cli("replay", "-", stdin=json.dumps([case({"at_ms": 0}, {"at_ms": 0}, {"at_ms": 0})]).encode())
     assert done.returncode == 1
     assert done.stdout == plain.stdout
     assert done.stderr.splitlines() == [
@@ -134,13 +134,13 @@ def test_a_wrong_expectation_is_told_on_stderr_and_changes_no_answer() -> None:
 
 def test_many_wrong_expectations_are_counted_not_listed() -> None:
     steps = [{"at_ms": 0, "expect": {"limit": 3}}] * 30
-    done = limitforge("replay", "-", given=json.dumps([case(*steps)]).encode())
+    done = run_cli("replay", "-", stdin=json.dumps([case(*steps)]).encode())
     assert done.stderr.splitlines()[-2:] == ["... and 10 more", "30 steps, 30 not as expected"]
 
 
 def test_an_expectation_may_be_anything_that_json_can_say() -> None:
     expect = {"binding": "\ud800", "limit": 10**30 - 1, "a\n": []}
-    done = limitforge("replay", "-", given=json.dumps([case({"at_ms": 0, "expect": expect}, name="")]).encode())
+    done = run_cli("replay", "-", stdin=json.dumps([case({"at_ms": 0, "expect": expect}, name="")]).encode())
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
         'case 1, step 1: binding: expected "\\ud800", got "w"',
@@ -209,7 +209,7 @@ BAD_TEXTS = {
 @pytest.mark.parametrize(("content", "message"), BAD_FILES.values(), ids=BAD_FILES)
 def test_what_is_wrong_with_a_file_is_told_with_its_place(content: Any, message: str) -> None:
     with pytest.raises(InvalidInput) as refused:
-        parse(json.dumps(content).encode())
+        parse_cases(json.dumps(content).encode())
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -217,12 +217,12 @@ def test_what_is_wrong_with_a_file_is_told_with_its_place(content: Any, message:
 @pytest.mark.parametrize(("text", "message"), BAD_TEXTS.values(), ids=BAD_TEXTS)
 def test_what_is_no_such_file_at_all_is_told_too(text: bytes, message: str) -> None:
     with pytest.raises(InvalidInput) as refused:
-        parse(text)
+        parse_cases(text)
     assert str(refused.value).startswith(message)
 
 
 def test_a_file_that_is_refused_ends_the_command_before_its_first_answer() -> None:
-    done = limitforge("replay", "-", given=json.dumps([case({"at_ms": 0}), case({"at_ms": 0, "cost": -1})]).encode())
+    done = run_cli("replay", "-", stdin=json.dumps([case({"at_ms": 0}), case({"at_ms": 0, "cost": -1})]).encode())
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("Error: case 2 ('a case'), step 1, cost: must be from 0 to")
     assert done.stderr.count("\n") == 1
@@ -230,7 +230,7 @@ def test_a_file_that_is_refused_ends_the_command_before_its_first_answer() -> No
 
 @pytest.mark.parametrize(("name", "reason"), [("missing.json", "No such file"), (".", "Is a directory")])
 def test_a_file_that_cannot_be_read_is_named(name: str, reason: str, tmp_path: Path) -> None:
-    done = limitforge("replay", str(tmp_path / name))
+    done = run_cli("replay", str(tmp_path / name))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"Error: {tmp_path / name}: can't be read: {reason}")
 
@@ -244,14 +244,14 @@ def test_a_file_that_cannot_be_read_is_named(name: str, reason: str, tmp_path: P
     ],
 )
 def test_a_store_that_is_none_is_refused(store: str, message: str) -> None:
-    done = limitforge("replay", str(VECTORS), "--store", store)
+    done = run_cli("replay", str(VECTORS), "--store", store)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(message)
 
 
 def test_a_store_that_does_not_answer_has_a_status_of_its_own(own_redis_server: RedisServer) -> None:
     own_redis_server.kill()
-    done = limitforge("replay", str(VECTORS), "--store", own_redis_server.url)
+    done = run_cli("replay", str(VECTORS), "--store", own_redis_server.url)
     assert (done.returncode, done.stdout) == (3, "")
     assert done.stderr.startswith("Error: Redis did not answer: ")
     assert done.stderr.count("\n") == 1

@@ -43,7 +43,7 @@ OPTIONS = {
 CROWD = TokenBucket(name="crowd", bucket_capacity=3, refill_rate_per_sec=1)
 
 
-class Blocking:
+class BlockingLimiter:
     """An async limiter with the face of a sync one: each call runs to its end on a loop of its own."""
 
     crowd = 0
@@ -54,18 +54,20 @@ class Blocking:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method = getattr(self._limiter, name)
-        return lambda *args, **kwargs: self._loop.run_until_complete(self._among_others(method(*args, **kwargs)))
+        return lambda *args, **kwargs: self._loop.run_until_complete(
+            self._with_concurrent_checks(method(*args, **kwargs))
+        )
 
-    async def _among_others(self, asked: Awaitable[Any]) -> Any:
+    async def _with_concurrent_checks(self, asked: Awaitable[Any]) -> Any:
         """Others ask before and after it in the same turn of the loop, so that all travel together."""
-        before, after = ([self._stranger(at) for at in range(self.crowd)] for _ in range(2))
+        before, after = ([self._unrelated_check(at) for at in range(self.crowd)] for _ in range(2))
         answers = await asyncio.gather(*before, asked, *after, return_exceptions=True)
         answer = answers[len(before)]
         if isinstance(answer, BaseException):
             raise answer
         return answer
 
-    def _stranger(self, at: int) -> Awaitable[Any]:
+    def _unrelated_check(self, at: int) -> Awaitable[Any]:
         return self._limiter.check("crowd", f"stranger {at}", limits=CROWD, tenant="crowd")
 
     def close(self) -> None:
@@ -73,7 +75,7 @@ class Blocking:
         self._loop.close()
 
 
-class Crowded(Blocking):
+class CrowdedLimiter(BlockingLimiter):
     crowd = 20
 
 
@@ -90,7 +92,7 @@ def open_limiter(
     lanes = {"default": 1} if store == "cluster-async" else None
     if store in SYNC:
         return SyncLimiter.connect(url, clock=clock, key_prefix=key_prefix, options=options, lanes=lanes)
-    face = Crowded if store == "coalesced" else Blocking
+    face = CrowdedLimiter if store == "coalesced" else BlockingLimiter
     limiter = Limiter.connect(url, clock=clock, key_prefix=key_prefix, options=options, lanes=lanes)
     return cast("SyncLimiter", face(limiter))
 

@@ -20,13 +20,13 @@ from limitforge import (
     StoreOptions,
     SyncLimiter,
 )
-from limitforge.core.check import Check, FailureName, charge_of, check_of
+from limitforge.core.check import Check, FailureName, build_charge, build_check
 from limitforge.core.keys import Keys
-from tests.contract.conftest import Blocking
+from tests.contract.conftest import BlockingLimiter
 from tests.contract.strategies import ALGORITHMS, PRIORITIES, RESOURCES, SUBJECTS, costs, limits
 from tests.contract.test_differential import Engines
-from tests.machines import run_machine
 from tests.servers import RedisServer
+from tests.state_machines import run_machine
 
 CHARGEABLE = [algorithm for algorithm in ALGORITHMS if algorithm != "concurrency"]
 NAMES = ("a", "b")
@@ -34,8 +34,8 @@ PATIENCE_SECONDS = 60.0
 
 
 def charge(plan: Limits, resource: str, subject: str, cost: int, keys: Keys | None = None) -> Check:
-    taken = check_of(keys or Keys(), plan, resource, subject, cost, None, "default", "P0")
-    return charge_of(taken.takes)
+    taken = build_check(keys or Keys(), plan, resource, subject, cost, None, "default", "P0")
+    return build_charge(taken.debits)
 
 
 class Charged(Engines):
@@ -186,7 +186,7 @@ class Outage:
         self.limiter = (
             SyncLimiter.connect(server.url, options=options)
             if shell == "sync"
-            else cast("SyncLimiter", Blocking(Limiter.connect(server.url, options=options)))
+            else cast("SyncLimiter", BlockingLimiter(Limiter.connect(server.url, options=options)))
         )
 
     def check(self, subject: str = "s", **how: Any) -> Decision:
@@ -194,7 +194,7 @@ class Outage:
 
     def begin(self) -> None:
         """What is lost on its way is a look."""
-        self._server.must("SAVE")
+        self._server.command_ok("SAVE")
         self._server.kill()
         assert self.check(cost=0).degraded
 
@@ -266,8 +266,8 @@ def test_what_a_full_redis_could_not_count_is_charged_when_there_is_room(
     outage: Outage, own_redis_server: RedisServer
 ) -> None:
     assert outage.check(cost=5).degraded is None
-    own_redis_server.must("CONFIG SET maxmemory 1")
+    own_redis_server.command_ok("CONFIG SET maxmemory 1")
     for _ in range(3):
         assert outage.check(cost=2).degraded == "local"  # open is for a store that is away
-    own_redis_server.must("CONFIG SET maxmemory 0")
+    own_redis_server.command_ok("CONFIG SET maxmemory 0")
     eventually(lambda: outage.counted() == {"log": 11, "month": 11, "free": 5})

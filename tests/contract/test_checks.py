@@ -18,7 +18,7 @@ from limitforge import (
     SyncLimiter,
     TokenBucket,
 )
-from limitforge.core.keys import Place
+from limitforge.core.keys import Layer
 
 MINUTE = FixedWindow(name="minute", limit=5, window_seconds=60)
 BURST = TokenBucket(name="burst", bucket_capacity=3, refill_rate_per_sec=1)
@@ -166,7 +166,7 @@ def test_entries_decide_together_and_are_merged_by_key(limiter: SyncLimiter) -> 
 def test_equal_names_in_different_places_stay_apart(limiter: SyncLimiter) -> None:
     limit = FixedWindow(name="w", limit=2, window_seconds=60)
     decision = limiter.check_entries(
-        [Entry(limit, "r", "s", 1, Place.OPERATOR), Entry(limit, "r", "s", 2, Place.TENANT)]
+        [Entry(limit, "r", "s", 1, Layer.OPERATOR), Entry(limit, "r", "s", 2, Layer.TENANT)]
     )
     assert {name: state.remaining for name, state in decision.limits.items()} == {"operator:w": 1, "tenant:w": 0}
 

@@ -10,11 +10,11 @@ from typing import Any, cast
 import pytest
 
 from limitforge import Decision, FixedWindow, Limiter, Limits, Request, StoreOptions, SyncLimiter, TokenBucket
-from limitforge.core.check import check_of
-from limitforge.core.decision import Judged
-from limitforge.stores.slots import cluster_slot
-from limitforge.stores.spread import Ending, Finish
-from tests.constellations import ClusterNode, ClusterServers, ask
+from limitforge.core.check import build_check
+from limitforge.core.decision import CheckResult
+from limitforge.stores.redis.topology.cross_slot import FinishHold, HoldAction
+from limitforge.stores.redis.topology.hash_slots import hash_slot
+from tests.topologies import ClusterServer, RedisCluster, query
 
 pytestmark = pytest.mark.slow
 
@@ -28,17 +28,17 @@ GLOBAL = FixedWindow(name="global", limit=1_000, window_seconds=DAY, scope="glob
 
 
 @pytest.fixture
-def cluster(cluster_servers: ClusterServers) -> Iterator[ClusterServers]:
+def cluster(cluster_servers: RedisCluster) -> Iterator[RedisCluster]:
     cluster_servers.flush()
     yield cluster_servers
     cluster_servers.heal()
 
 
 def slot_of(tenant: str) -> int:
-    return cluster_slot(f"{{{tenant}}}")
+    return hash_slot(f"{{{tenant}}}")
 
 
-def moving(cluster: ClusterServers, tenant: str) -> ClusterNode:
+def moving(cluster: RedisCluster, tenant: str) -> ClusterServer:
     """Begin to move a tenant's slot; where to."""
     source = cluster.master_of(slot_of(tenant))
     target = next(master for master in cluster.masters() if master is not source)
@@ -55,7 +55,7 @@ async def soon(decision: Any) -> Any:
 
 @pytest.mark.parametrize("rate", [1_000, 100_000])
 async def test_a_bucket_that_is_full_again_before_it_is_confirmed_was_held_all_the_same(
-    cluster: ClusterServers, rate: int
+    cluster: RedisCluster, rate: int
 ) -> None:
     bucket = TokenBucket(name="bucket", bucket_capacity=10, refill_rate_per_sec=rate)
     async with Limiter.connect(cluster.url, options=EXACT) as limiter:
@@ -69,7 +69,7 @@ async def test_a_bucket_that_is_full_again_before_it_is_confirmed_was_held_all_t
 
 
 async def test_a_bucket_that_others_wrote_afresh_before_it_is_confirmed_was_held_all_the_same(
-    cluster: ClusterServers,
+    cluster: RedisCluster,
 ) -> None:
     fast = [
         TokenBucket(name=scope, bucket_capacity=1_000, refill_rate_per_sec=100_000, scope=scope)
@@ -83,7 +83,7 @@ async def test_a_bucket_that_others_wrote_afresh_before_it_is_confirmed_was_held
         assert await asyncio.gather(*map(ask_on, range(8))) == [100] * 8
 
 
-async def test_a_window_that_ends_before_it_is_confirmed_was_held_all_the_same(cluster: ClusterServers) -> None:
+async def test_a_window_that_ends_before_it_is_confirmed_was_held_all_the_same(cluster: RedisCluster) -> None:
     edges = FixedWindow(name="edges", limit=10**6, window_seconds="0.02")
     async with Limiter.connect(cluster.url, options=EXACT) as limiter:
         ends = time.monotonic() + 1
@@ -94,20 +94,20 @@ async def test_a_window_that_ends_before_it_is_confirmed_was_held_all_the_same(c
             assert all(answer.allowed or answer.binding == "global" for answer in answers)
 
 
-def test_what_was_confirmed_goes_back_to_its_own_window_only(cluster: ClusterServers) -> None:
+def test_what_was_confirmed_goes_back_to_its_own_window_only(cluster: RedisCluster) -> None:
     short = FixedWindow(name="short", limit=10, window_seconds="0.3")
     with SyncLimiter.connect(cluster.url, options=EXACT) as limiter:
         store = cast("Any", limiter._store)
-        _, key, *_ = check_of(store.keys, Limits(short), "r", "s", 1, None, "default", "P0").takes[0]
+        _, key, *_ = build_check(store.keys, Limits(short), "r", "s", 1, None, "default", "P0").debits[0]
         decision = limiter.check("r", "s", limits=short, cost=5)
         time.sleep((decision.reset_after_ms or 0) / 1_000 + 0.002)
         assert limiter.check("r", "s", limits=short, cost=10).allowed
-        given = Finish(Ending.GIVE, b"01234567", [key], [False], amounts=[5], sources=[(1, 0)])
+        given = FinishHold(HoldAction.UNDO_CONFIRM, b"01234567", [key], [False], amounts=[5], sources=[(1, 0)])
         store._told([given], time.monotonic() + 10)
         assert limiter.check("r", "s", limits=short, cost=0).remaining in (0, 10)  # or the next window has begun
 
 
-async def test_a_caller_that_is_gone_is_charged_nothing_for_good(cluster: ClusterServers) -> None:
+async def test_a_caller_that_is_gone_is_charged_nothing_for_good(cluster: RedisCluster) -> None:
     async with Limiter.connect(cluster.url, options=EXACT) as limiter:
         await limiter.check("r", "s", limits=Limits(GLOBAL, SUBJECT))
         for _ in range(20):
@@ -125,9 +125,9 @@ async def test_a_caller_that_is_gone_is_charged_nothing_for_good(cluster: Cluste
             await asyncio.sleep(0.05)
 
 
-def test_a_denial_stands_although_another_shard_is_gone(cluster: ClusterServers) -> None:
+def test_a_denial_stands_although_another_shard_is_gone(cluster: RedisCluster) -> None:
     blocked = FixedWindow(name="blocked", limit=0, window_seconds=DAY, scope="global")
-    dead = next(master for master in cluster.masters() if master is not cluster.master_of(cluster_slot("{%}")))
+    dead = next(master for master in cluster.masters() if master is not cluster.master_of(hash_slot("{%}")))
     options = StoreOptions(failure="open", deadline_ms=100, denial_cache_ms=0)
     with SyncLimiter.connect(cluster.url, options=options) as limiter:
         tenants = [f"t{number}" for number in range(200)]
@@ -141,24 +141,24 @@ def test_a_denial_stands_although_another_shard_is_gone(cluster: ClusterServers)
         assert (decision.allowed, decision.binding, decision.degraded) == (False, "blocked", None)
 
 
-def test_a_long_batch_of_spread_checks_fits_into_its_deadline(cluster: ClusterServers) -> None:
+def test_a_long_batch_of_spread_checks_fits_into_its_deadline(cluster: RedisCluster) -> None:
     options = StoreOptions(failure="raise", deadline_ms=5_000, denial_cache_ms=0)
     with SyncLimiter.connect(cluster.url, options=options) as limiter:
         many = [Request(resource="r", subject=f"u{at}", limits=Limits(GLOBAL, SUBJECT)) for at in range(1_100)]
-        answers: list[Judged] = list(limiter.check_many(many))
+        answers: list[CheckResult] = list(limiter.check_many(many))
         assert sum(isinstance(answer, Decision) and answer.allowed for answer in answers) == 1_000
 
 
 # -- many slots of one server
 
 
-def calls(cluster: ClusterServers) -> int:
+def calls(cluster: RedisCluster) -> int:
     """How often the script was called."""
-    told = (node.command("INFO commandstats") for node in cluster.nodes)
+    told = (node.command("INFO commandstats") for node in cluster.servers)
     return sum(int(count) for one in told for count in re.findall(rb"cmdstat_evalsha:calls=(\d+)", one))
 
 
-async def test_what_waits_for_many_slots_of_a_server_shares_a_call(cluster: ClusterServers) -> None:
+async def test_what_waits_for_many_slots_of_a_server_shares_a_call(cluster: RedisCluster) -> None:
     async with Limiter.connect(cluster.url, options=EXACT) as limiter:
         tenants = [f"t{number}" for number in range(90)]
         await asyncio.gather(*(limiter.check("r", "s", limits=SUBJECT, tenant=tenant) for tenant in tenants[:3]))
@@ -170,7 +170,7 @@ async def test_what_waits_for_many_slots_of_a_server_shares_a_call(cluster: Clus
         assert [answer.remaining for answer in answers[3:]] == [998] * 87
 
 
-async def test_a_slot_that_moves_takes_nobody_else_along(cluster: ClusterServers) -> None:
+async def test_a_slot_that_moves_takes_nobody_else_along(cluster: RedisCluster) -> None:
     options = StoreOptions(failure="closed", deadline_ms=2_000, denial_cache_ms=0)
     async with Limiter.connect(cluster.url, options=options) as limiter:
         tenants = [f"t{number}" for number in range(60)]
@@ -184,36 +184,36 @@ async def test_a_slot_that_moves_takes_nobody_else_along(cluster: ClusterServers
         assert (await limiter.check("r", "s", limits=TENANT, tenant="t0", cost=0)).remaining == 997
 
 
-async def test_the_script_for_several_slots_is_loaded_again_where_it_was_forgotten(cluster: ClusterServers) -> None:
+async def test_the_script_for_several_slots_is_loaded_again_where_it_was_forgotten(cluster: RedisCluster) -> None:
     async with Limiter.connect(cluster.url, options=EXACT) as limiter:
         tenants = [f"t{number}" for number in range(30)]
         for left in (999, 998, 997):
             answers = await asyncio.gather(*(limiter.check("r", "s", limits=SUBJECT, tenant=t) for t in tenants))
             assert {answer.remaining for answer in answers} == {left}
             for node in cluster.masters():
-                node.must("SCRIPT FLUSH")
+                node.command_ok("SCRIPT FLUSH")
 
 
-async def test_a_full_shard_still_denies_and_tells(cluster: ClusterServers) -> None:
+async def test_a_full_shard_still_denies_and_tells(cluster: RedisCluster) -> None:
     """A Redis that may not write refuses the call for several slots as a whole: each slot is then asked by itself."""
     options = StoreOptions(failure="closed", deadline_ms=5_000, denial_cache_ms=0)
     async with Limiter.connect(cluster.url, options=options) as limiter:
         tenants = [f"t{number}" for number in range(30)]
         await asyncio.gather(*(limiter.check("r", "s", limits=SUBJECT, tenant=t, cost=1_000) for t in tenants))
         for node in cluster.masters():
-            node.must("CONFIG SET maxmemory 1")
+            node.command_ok("CONFIG SET maxmemory 1")
         try:
             answers = await asyncio.gather(*(limiter.check("r", "s", limits=SUBJECT, tenant=t) for t in tenants))
         finally:
             for node in cluster.masters():
-                node.must("CONFIG SET maxmemory 0")
+                node.command_ok("CONFIG SET maxmemory 0")
         assert {(answer.allowed, answer.degraded) for answer in answers} == {(False, None)}
 
 
 # -- slots that move
 
 
-async def test_while_keys_are_on_their_way_nobody_waits_longer_than_the_deadline(cluster: ClusterServers) -> None:
+async def test_while_keys_are_on_their_way_nobody_waits_longer_than_the_deadline(cluster: RedisCluster) -> None:
     # The deadline is far longer than a check takes on a busy machine: the last one has to be answered by Redis.
     async with Limiter.connect(cluster.url, options=replace(CLOSED, deadline_ms=1_000)) as limiter:
         await limiter.check("r", "s", limits=SUBJECT, tenant="acme")
@@ -231,7 +231,7 @@ async def test_while_keys_are_on_their_way_nobody_waits_longer_than_the_deadline
 
 @pytest.mark.parametrize("shell", ["async", "sync"])
 async def test_a_server_that_nobody_has_spoken_to_is_asked_for_what_moves_to_it(
-    cluster: ClusterServers, shell: str
+    cluster: RedisCluster, shell: str
 ) -> None:
     """A limit of one key that does not exist yet is decided where the slot goes to: ASK."""
     moving(cluster, "acme")
@@ -245,7 +245,7 @@ async def test_a_server_that_nobody_has_spoken_to_is_asked_for_what_moves_to_it(
     assert left == [999, 998, 997]
 
 
-async def test_a_caller_that_is_gone_when_its_slot_moves_harms_nobody(cluster: ClusterServers) -> None:
+async def test_a_caller_that_is_gone_when_its_slot_moves_harms_nobody(cluster: RedisCluster) -> None:
     options = StoreOptions(failure="raise", deadline_ms=5_000, denial_cache_ms=0)
     async with Limiter.connect(cluster.url, options=options) as limiter:
         left = (await limiter.check("r", "s", limits=SUBJECT, tenant="other")).remaining
@@ -263,7 +263,7 @@ async def test_a_caller_that_is_gone_when_its_slot_moves_harms_nobody(cluster: C
 
 @pytest.mark.parametrize("shell", ["async", "sync"])
 async def test_one_node_of_a_cluster_as_if_it_were_alone_is_an_error_that_says_so(
-    cluster: ClusterServers, shell: str, caplog: pytest.LogCaptureFixture
+    cluster: RedisCluster, shell: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     node = cluster.masters()[0]
     url = f"redis://127.0.0.1:{node.port}/0"
@@ -281,10 +281,10 @@ async def test_one_node_of_a_cluster_as_if_it_were_alone_is_an_error_that_says_s
 
 @pytest.mark.parametrize("shell", ["async", "sync"])
 async def test_a_slot_that_nobody_has_is_not_looked_for_all_the_time(shell: str) -> None:
-    with ClusterServers(masters=3, replicas=0) as cluster:
+    with RedisCluster(masters=3, replicas=0) as cluster:
         slot = slot_of("acme")
-        for node in cluster.nodes:
-            ask(node, "CLUSTER", "DELSLOTS", slot)
+        for node in cluster.servers:
+            query(node, "CLUSTER", "DELSLOTS", slot)
         before = connections(cluster)
         if shell == "sync":
             with SyncLimiter.connect(cluster.url, options=CLOSED) as blocking:
@@ -296,21 +296,21 @@ async def test_a_slot_that_nobody_has_is_not_looked_for_all_the_time(shell: str)
         assert connections(cluster) - before < 60
 
 
-def connections(cluster: ClusterServers) -> int:
+def connections(cluster: RedisCluster) -> int:
     """How many were ever opened."""
-    told = (node.command("INFO stats") for node in cluster.nodes)
+    told = (node.command("INFO stats") for node in cluster.servers)
     return sum(int(re.findall(rb"total_connections_received:(\d+)", one)[0]) for one in told)
 
 
 async def test_a_check_that_takes_what_the_store_told_is_told_of_a_candidate_on_another_shard(
-    cluster: ClusterServers,
+    cluster: RedisCluster,
 ) -> None:
     async with Limiter.connect(cluster.url, options=EXACT) as limiter:
         keys, plan = limiter.store.keys, Limits(FixedWindow(name="own", limit=10, window_seconds=DAY))
         for left in (9, 8):
-            check = check_of(keys, plan, "r", "s", 1, None, "acme", "P0", GLOBAL)
+            check = build_check(keys, plan, "r", "s", 1, None, "acme", "P0", GLOBAL)
             check.is_raw = True
-            told: asyncio.Future[Judged] = asyncio.get_running_loop().create_future()
+            told: asyncio.Future[CheckResult] = asyncio.get_running_loop().create_future()
             limiter.store.submit(check, told.set_result)
             decision = await soon(told)
             assert isinstance(decision, Decision)

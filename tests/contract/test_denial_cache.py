@@ -10,48 +10,48 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from limitforge import Decision, FixedWindow, Limit, ManualClock, StoreOptions, SyncLimiter
-from limitforge.stores.memory import MemoryStore
+from limitforge.stores.memory.store import MemoryStore
+from tests.contract.caching_processes import CachingProcesses
 from tests.contract.conftest import PATIENT
-from tests.contract.fleet import Fleet
-from tests.machines import run_machine
+from tests.denial_cache_machine import CHANGES, NAMES, SUBJECTS, AnyChecksCachedAndPlain, tight_limits
 from tests.servers import RedisServer
-from tests.twins import CHANGES, NAMES, SUBJECTS, AnyChecks, tight_limits
+from tests.state_machines import run_machine
 
 AGE_MS = 1_000
 AGE_US = 1_000 * AGE_MS
 
 
-class Nodes(AnyChecks):
+class CachedProcesses(AnyChecksCachedAndPlain):
     """Now this node is asked, now that."""
 
-    fleet: Fleet
+    fleet: CachingProcesses
 
     def __init__(self) -> None:
         super().__init__()
-        self.fleet.start_afresh()
+        self.fleet.reset()
         self.clock = self.fleet.clock
-        self.cached = self.fleet.nodes[0]
+        self.cached = self.fleet.limiters[0]
 
     def hits(self) -> int:
         return self.fleet.hits()
 
     @rule(at=st.integers(0, 2))
     def ask_another_node(self, at: int) -> None:
-        self.cached = self.fleet.nodes[at]
+        self.cached = self.fleet.limiters[at]
 
 
-class Hearing(Nodes):
+class ListeningProcesses(CachedProcesses):
     """Every message arrives before the next thing happens: verdicts are those of one store without a cache."""
 
     def __init__(self) -> None:
         super().__init__()
         self.plain = SyncLimiter(MemoryStore(clock=self.clock))
 
-    def changed(self) -> None:
-        self.fleet.listen()
+    def on_change(self) -> None:
+        self.fleet.wait_for_invalidations()
 
 
-class Deaf(Nodes):
+class IsolatedProcesses(CachedProcesses):
     """Every message is lost, overrides expire and plans change: what is denied is soon denied by Redis alone."""
 
     uncached: SyncLimiter
@@ -61,12 +61,12 @@ class Deaf(Nodes):
         self.plain = self.uncached  # on the same keys
         self.changes_us: list[int] = [0]
 
-    def both(self, act: Callable[[SyncLimiter], Any]) -> None:
+    def run_on_both(self, act: Callable[[SyncLimiter], Any]) -> None:
         hits = self.hits()
         mine = self.answer(act, self.cached)
         if not isinstance(mine, Decision):
             self.changes_us.append(self.clock.now_us())
-            self.ask_at_once_and_later()
+            self.repeat_now_and_later()
             return
         self.remember(mine, mine)
         if mine.allowed:
@@ -92,7 +92,7 @@ class Deaf(Nodes):
     )
     def set_a_brief_override(self, name: str, subject: str, change: Any, ttl_seconds: float) -> None:
         plan = self.limits([name])
-        self.both(
+        self.run_on_both(
             lambda limiter: limiter.set_override("*", subject, {name: change}, limits=plan, ttl_seconds=ttl_seconds)
         )
         self.changes_us.append(self.clock.now_us() + int(ttl_seconds * 1e6))
@@ -104,40 +104,40 @@ class Deaf(Nodes):
 
 
 @pytest.fixture
-def hearing(redis_server: RedisServer) -> Iterator[type[Hearing]]:
-    fleet = Fleet(redis_server.url, denial_cache_ms=60_000)
-    yield type("Hearing", (Hearing,), {"fleet": fleet})
+def hearing(redis_server: RedisServer) -> Iterator[type[ListeningProcesses]]:
+    fleet = CachingProcesses(redis_server.url, denial_cache_ms=60_000)
+    yield type("Hearing", (ListeningProcesses,), {"fleet": fleet})
     fleet.close()
 
 
 @pytest.fixture
-def deaf(redis_server: RedisServer) -> Iterator[type[Deaf]]:
-    fleet = Fleet(redis_server.url, denial_cache_ms=AGE_MS, deaf=True)
+def deaf(redis_server: RedisServer) -> Iterator[type[IsolatedProcesses]]:
+    fleet = CachingProcesses(redis_server.url, denial_cache_ms=AGE_MS, deaf=True)
     with SyncLimiter.connect(redis_server.url, clock=fleet.clock, options=PATIENT) as uncached:
-        yield type("Deaf", (Deaf,), {"fleet": fleet, "uncached": uncached})
+        yield type("Deaf", (IsolatedProcesses,), {"fleet": fleet, "uncached": uncached})
     fleet.close()
 
 
-def run(machine: type[Nodes], examples: int, machine_seed: int | None) -> None:
+def run(machine: type[CachedProcesses], examples: int, machine_seed: int | None) -> None:
     run_machine(machine, examples, machine_seed)
     assert machine.fleet.hits() > 0
 
 
-def test_nodes_that_hear_of_each_other_decide_as_one_store_without_a_cache(hearing: type[Hearing]) -> None:
+def test_nodes_that_hear_of_each_other_decide_as_one_store_without_a_cache(hearing: type[ListeningProcesses]) -> None:
     run(hearing, 20, 1)
 
 
 @pytest.mark.soak
-def test_nodes_that_hear_of_each_other_decide_so_on_ever_new_traces(hearing: type[Hearing]) -> None:
+def test_nodes_that_hear_of_each_other_decide_so_on_ever_new_traces(hearing: type[ListeningProcesses]) -> None:
     run(hearing, 10_000, None)
 
 
-def test_a_node_that_hears_nothing_denies_more_than_redis_only_within_its_bound(deaf: type[Deaf]) -> None:
+def test_a_node_that_hears_nothing_denies_more_than_redis_only_within_its_bound(deaf: type[IsolatedProcesses]) -> None:
     run(deaf, 20, 1)
 
 
 @pytest.mark.soak
-def test_a_node_that_hears_nothing_keeps_its_bound_on_ever_new_traces(deaf: type[Deaf]) -> None:
+def test_a_node_that_hears_nothing_keeps_its_bound_on_ever_new_traces(deaf: type[IsolatedProcesses]) -> None:
     run(deaf, 10_000, None)
 
 

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from limitforge import Decision, Entry, Limit, LimitforgeError, Limits, ManualClock, Request, SyncLimiter
-from limitforge.core.keys import Place
-from limitforge.core.limits import Mode, fields_of
-from limitforge.core.overrides import CHANGEABLE
-from tests.constellations import ClusterServers, SentinelServers
+from limitforge.core.keys import Layer
+from limitforge.core.limits import Mode, limit_to_fields
+from limitforge.core.overrides import OVERRIDABLE_FIELDS
 from tests.contract.conftest import open_limiter
 from tests.contract.strategies import (
     ALGORITHMS,
@@ -25,8 +24,9 @@ from tests.contract.strategies import (
     limits,
     steps_us,
 )
-from tests.machines import comparable, run_machine
 from tests.servers import RedisServer
+from tests.state_machines import comparable, run_machine
+from tests.topologies import RedisCluster, SentinelGroup
 
 # Two seconds each on a quiet machine, and 25 times as long where ten others want its two cores.
 pytestmark = pytest.mark.timeout(180)
@@ -185,14 +185,14 @@ class WholePlan(Engines):
                 st.sampled_from(RESOURCES),
                 st.sampled_from(SUBJECTS),
                 costs(),
-                st.sampled_from(Place),
+                st.sampled_from(Layer),
             ),
             min_size=1,
             max_size=4,
         ),
         priority=st.sampled_from(PRIORITIES),
     )
-    def check_entries(self, entries: list[tuple[str, str, str, int, Place]], priority: str) -> None:
+    def check_entries(self, entries: list[tuple[str, str, str, int, Layer]], priority: str) -> None:
         asked = [
             Entry(self.placed(self.plan[name]), resource, subject, cost, place)
             for name, resource, subject, cost, place in entries
@@ -342,8 +342,8 @@ class OneBucket(Engines):
     @rule(data=st.data(), resource=st.sampled_from(["r", "*"]), named=st.integers(0, 2))
     def override_some_of_the_numbers(self, data: st.DataObject, resource: str, named: int) -> None:
         """What it does not name is that of the limit, also after that has changed."""
-        other = fields_of(data.draw(limits(name="a", algorithm=self.algorithm, severe=data.draw(st.booleans()))))
-        known = [field for field in CHANGEABLE if field in other]
+        other = limit_to_fields(data.draw(limits(name="a", algorithm=self.algorithm, severe=data.draw(st.booleans()))))
+        known = [field for field in OVERRIDABLE_FIELDS if field in other]
         change = {field: other[field] for field in known[:named] or known}
         self.both(lambda limiter: limiter.set_override(resource, "s", {"a": change}, limits=self.limit, ttl_seconds=30))
 
@@ -415,12 +415,12 @@ def test_every_way_to_redis_agrees_with_memory(redis_server: RedisServer, store:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("store", ["sentinel", "sentinel-async"])
-def test_a_master_behind_sentinels_agrees_with_memory(sentinel_servers: SentinelServers, store: str) -> None:
+def test_a_master_behind_sentinels_agrees_with_memory(sentinel_servers: SentinelGroup, store: str) -> None:
     run(WholePlan, sentinel_servers, FEWER, 5, store=store)
 
 
 @pytest.mark.slow
-def test_a_cluster_agrees_with_memory(cluster_servers: ClusterServers) -> None:
+def test_a_cluster_agrees_with_memory(cluster_servers: RedisCluster) -> None:
     run(WholePlanOfOneTenant, cluster_servers, FEWER, 6, store="cluster-async")
 
 
@@ -443,5 +443,5 @@ def test_every_way_to_redis_agrees_on_ever_new_traces(request: pytest.FixtureReq
 
 
 @pytest.mark.soak
-def test_a_cluster_agrees_on_ever_new_traces(cluster_servers: ClusterServers) -> None:
+def test_a_cluster_agrees_on_ever_new_traces(cluster_servers: RedisCluster) -> None:
     run(WholePlanOfOneTenant, cluster_servers, 2_000, None, store="cluster-async")

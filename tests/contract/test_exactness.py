@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from limitforge import Concurrency, FixedWindow, Limiter, Limits, SyncLimiter, limit_from_fields
-from limitforge.core.limits import fields_of
+from limitforge.core.limits import limit_to_fields
 from limitforge.errors import StoreUnavailable
-from tests.constellations import ClusterServers
+from tests.child_processes import child_process
 from tests.contract.conftest import PATIENT
 from tests.contract.hammer import admitted, send_admitted, survived
 from tests.contract.strategies import ALGORITHMS
-from tests.programs import program
 from tests.servers import RedisServer
+from tests.topologies import RedisCluster
 
 PROCESSES, THREADS_EACH, CALLS = 8, 8, 20  # 1,280 checks on a limit of 1,000
 DAY = 86_400
@@ -39,10 +39,10 @@ def hammer(url: str, plans: list[list[dict[str, Any]]], resources: list[str]) ->
     """Return what all processes admitted of each plan: one process per resource, all at once."""
     with ExitStack() as stack:
         running = [
-            stack.enter_context(program(send_admitted, url, plans, THREADS_EACH, CALLS, resource))
+            stack.enter_context(child_process(send_admitted, url, plans, THREADS_EACH, CALLS, resource))
             for resource in resources
         ]
-        return [sum(each) for each in zip(*(process.read(PATIENCE_SECONDS) for process in running), strict=True)]
+        return [sum(each) for each in zip(*(process.receive(PATIENCE_SECONDS) for process in running), strict=True)]
 
 
 def hammer_each(url: str) -> dict[str, int]:
@@ -59,14 +59,14 @@ def test_eight_processes_of_eight_threads_admit_exactly_a_thousand_of_every_algo
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_processes_on_a_cluster_admit_exactly_a_thousand_of_every_algorithm(cluster_servers: ClusterServers) -> None:
+def test_processes_on_a_cluster_admit_exactly_a_thousand_of_every_algorithm(cluster_servers: RedisCluster) -> None:
     cluster_servers.flush()
     assert hammer_each(cluster_servers.url) == dict.fromkeys(ALGORITHMS, 1_000)
 
 
 @pytest.mark.slow
 def test_processes_on_limits_of_several_shards_admit_no_more_than_each_and_leave_nothing_taken(
-    cluster_servers: ClusterServers,
+    cluster_servers: RedisCluster,
 ) -> None:
     """Who is denied while another holds the last of it for a moment is denied all the same: so it may be less."""
     cluster_servers.flush()
@@ -214,4 +214,4 @@ async def test_a_dead_redis_is_unavailable_not_an_exception_of_the_driver(own_re
 
 def test_fields_survive_the_trip_to_a_process() -> None:
     for fields in THOUSAND:
-        assert limit_from_fields(fields_of(limit_from_fields(fields))) == limit_from_fields(fields)
+        assert limit_from_fields(limit_to_fields(limit_from_fields(fields))) == limit_from_fields(fields)

@@ -20,7 +20,7 @@ UNCACHED = StoreOptions(deadline_ms=30_000, failure="raise", denial_cache_ms=0)
 TWO = FixedWindow(name="two", limit=2, window_seconds=86_400, align="first_hit")
 
 
-class Node:
+class Process:
     """A limiter of either shell, asked from one event loop."""
 
     def __init__(self, shell: str, url: str, options: StoreOptions = CACHED, key_prefix: str = "lf") -> None:
@@ -28,14 +28,14 @@ class Node:
         self.name = f"node-{uuid4().hex}"
         self._limiter = kind.connect(f"{url}?client_name={self.name}", options=options, key_prefix=key_prefix)
 
-    async def do(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    async def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         method = getattr(self._limiter, name)
         if isinstance(self._limiter, SyncLimiter):
             return await asyncio.to_thread(method, *args, **kwargs)
         return await method(*args, **kwargs)
 
     async def check(self, limits: Limit = TWO, subject: str = "s", **how: Any) -> Decision:
-        decision: Decision = await self.do("check", "r", subject, limits=limits, **how)
+        decision: Decision = await self.call("check", "r", subject, limits=limits, **how)
         return decision
 
     async def is_cached(self, *args: Any, **how: Any) -> bool:
@@ -65,32 +65,32 @@ def raw(redis_url: str) -> Iterator[Any]:
         yield client
 
 
-Opened = Callable[..., Node]
+Opened = Callable[..., Process]
 
 
 @pytest.fixture
 async def opened(redis_url: str) -> AsyncIterator[Opened]:
     """Opens nodes, and closes them after the test."""
-    nodes: list[Node] = []
+    nodes: list[Process] = []
 
-    def connect(shell: str, **how: Any) -> Node:
-        nodes.append(Node(shell, redis_url, **how))
+    def connect(shell: str, **how: Any) -> Process:
+        nodes.append(Process(shell, redis_url, **how))
         return nodes[-1]
 
     yield connect
     for node in nodes:
-        await node.do("close")
+        await node.call("close")
 
 
 @pytest.fixture(params=["async-async", "sync-sync", "async-sync", "sync-async"])
-async def pair(request: pytest.FixtureRequest, opened: Opened, raw: Any) -> tuple[Node, Node]:
+async def pair(request: pytest.FixtureRequest, opened: Opened, raw: Any) -> tuple[Process, Process]:
     """Who changes something, and who listens."""
     here, there = (opened(shell) for shell in request.param.split("-"))
     await listening(there, raw)
     return here, there
 
 
-async def listening(node: Node, raw: Any) -> None:
+async def listening(node: Process, raw: Any) -> None:
     """A node listens from its first look at a denial on, and drops everything when it begins to."""
     await node.check(subject="somebody", cost=3)
     await node.check(subject="somebody", cost=3)
@@ -110,31 +110,31 @@ def listeners(raw: Any) -> int:
 # -- changes that give the caller room who was denied before
 
 
-async def reset(node: Node, subject: str) -> None:
-    await node.do("reset", "r", subject, limits=TWO)
+async def reset(node: Process, subject: str) -> None:
+    await node.call("reset", "r", subject, limits=TWO)
 
 
-async def raise_the_limit(node: Node, subject: str) -> None:
-    await node.do("set_override", "r", subject, {"two": {"limit": 50}}, limits=TWO, ttl_seconds=60)
+async def raise_the_limit(node: Process, subject: str) -> None:
+    await node.call("set_override", "r", subject, {"two": {"limit": 50}}, limits=TWO, ttl_seconds=60)
 
 
-async def lift_the_limit(node: Node, subject: str) -> None:
-    await node.do("set_override", "*", subject, {"two": "unlimited"}, limits=TWO, ttl_seconds=60)
+async def lift_the_limit(node: Process, subject: str) -> None:
+    await node.call("set_override", "*", subject, {"two": "unlimited"}, limits=TWO, ttl_seconds=60)
 
 
-async def delete_the_block(node: Node, subject: str) -> None:
-    assert await node.do("delete_override", "r", subject)
+async def delete_the_block(node: Process, subject: str) -> None:
+    assert await node.call("delete_override", "r", subject)
 
 
-async def clear_the_blocks(node: Node, subject: str) -> None:
-    assert await node.do("clear_overrides")
+async def clear_the_blocks(node: Process, subject: str) -> None:
+    assert await node.call("clear_overrides")
 
 
-async def block(node: Node, subject: str) -> None:
-    await node.do("set_override", "r", subject, {"two": "blocked"}, limits=TWO, ttl_seconds=60)
+async def block(node: Process, subject: str) -> None:
+    await node.call("set_override", "r", subject, {"two": "blocked"}, limits=TWO, ttl_seconds=60)
 
 
-Change = Callable[[Node, str], Awaitable[None]]
+Change = Callable[[Process, str], Awaitable[None]]
 OF_ONE: list[Change] = [reset, raise_the_limit, lift_the_limit, delete_the_block]
 EVERY: list[Change] = [*OF_ONE, clear_the_blocks]
 
@@ -143,7 +143,7 @@ def name_of(change: Change) -> str:
     return str(getattr(change, "__name__", ""))
 
 
-async def deny(node: Node, change: Change, subject: str) -> None:
+async def deny(node: Process, change: Change, subject: str) -> None:
     """So that the change gives room."""
     if change in (delete_the_block, clear_the_blocks):
         await block(node, subject)
@@ -160,7 +160,7 @@ async def test_the_node_that_makes_a_change_admits_at_once(shell: str, opened: O
         assert await node.admits(subject=subject)
 
 
-async def test_what_one_node_changes_lets_the_others_admit_soon(pair: tuple[Node, Node]) -> None:
+async def test_what_one_node_changes_lets_the_others_admit_soon(pair: tuple[Process, Process]) -> None:
     here, there = pair
     for change in EVERY:
         subject = name_of(change)
@@ -169,7 +169,7 @@ async def test_what_one_node_changes_lets_the_others_admit_soon(pair: tuple[Node
         await eventually(lambda subject=subject: there.admits(subject=subject))  # type: ignore[misc]
 
 
-async def test_denials_of_other_callers_and_tenants_stay_cached(pair: tuple[Node, Node]) -> None:
+async def test_denials_of_other_callers_and_tenants_stay_cached(pair: tuple[Process, Process]) -> None:
     here, there = pair
     for change in OF_ONE:
         await there.deny(subject="other")
@@ -182,28 +182,28 @@ async def test_denials_of_other_callers_and_tenants_stay_cached(pair: tuple[Node
         assert await there.is_cached(tenant="globex")
 
 
-async def test_what_a_reservation_gives_back_is_there_for_all_at_once(pair: tuple[Node, Node]) -> None:
+async def test_what_a_reservation_gives_back_is_there_for_all_at_once(pair: tuple[Process, Process]) -> None:
     """While it is open its bucket is never denied from a cache."""
     here, there = pair
-    held = await here.do("reserve", "r", "s", limits=TWO, cost=2)
+    held = await here.call("reserve", "r", "s", limits=TWO, cost=2)
     for _ in range(3):
         assert not await there.admits()
         assert not await there.is_cached()
-    await here.do("settle", held.reservation_id, 1)
+    await here.call("settle", held.reservation_id, 1)
     assert await there.admits()
 
 
-async def test_a_slot_that_is_given_back_is_there_for_all_at_once(pair: tuple[Node, Node]) -> None:
+async def test_a_slot_that_is_given_back_is_there_for_all_at_once(pair: tuple[Process, Process]) -> None:
     here, there = pair
     slots = Concurrency(name="slots", max_concurrent=1, lease_ttl_seconds=60)
     held = await here.check(slots)
     for _ in range(3):
         assert not await there.is_cached(slots)
-    await here.do("release", held.lease_id)
+    await here.call("release", held.lease_id)
     assert await there.admits(slots)
 
 
-async def test_dropping_the_denials_of_a_tenant_drops_them_everywhere(pair: tuple[Node, Node], raw: Any) -> None:
+async def test_dropping_the_denials_of_a_tenant_drops_them_everywhere(pair: tuple[Process, Process], raw: Any) -> None:
     here, there = pair
     await listening(here, raw)
     for node in pair:
@@ -213,7 +213,7 @@ async def test_dropping_the_denials_of_a_tenant_drops_them_everywhere(pair: tupl
     for key in raw.keys("lf:{default}:*"):
         raw.delete(key)  # behind everybody's back
     assert await here.is_cached()
-    await here.do("drop_denials")
+    await here.call("drop_denials")
     assert await here.admits()
     await eventually(there.admits)
     assert not await there.is_cached(subject="another")
@@ -221,7 +221,7 @@ async def test_dropping_the_denials_of_a_tenant_drops_them_everywhere(pair: tupl
         assert await node.is_cached(tenant="globex")
 
 
-async def test_other_numbers_never_meet_an_old_denial(pair: tuple[Node, Node], raw: Any) -> None:
+async def test_other_numbers_never_meet_an_old_denial(pair: tuple[Process, Process], raw: Any) -> None:
     await listening(pair[0], raw)
     for node in pair:
         await node.deny()
@@ -258,7 +258,7 @@ async def test_a_node_that_has_asked_nothing_yet_tells_the_others_too(shell: str
     await there.deny()
     for key in raw.keys("*:two:*"):
         raw.delete(key)  # behind everybody's back
-    await opened(shell).do("drop_denials")
+    await opened(shell).call("drop_denials")
     await eventually(there.admits)
 
 
@@ -270,14 +270,14 @@ async def test_a_node_that_is_closed_after_its_change_has_told_the_others(shell:
         await there.deny(subject=str(number))
         here = opened(shell)
         await reset(here, str(number))
-        await here.do("close")
+        await here.call("close")
         await eventually(lambda number=number: there.admits(subject=str(number)))  # type: ignore[misc]
 
 
 # -- what may go wrong
 
 
-async def test_a_listener_that_was_cut_off_comes_back_by_itself(pair: tuple[Node, Node], raw: Any) -> None:
+async def test_a_listener_that_was_cut_off_comes_back_by_itself(pair: tuple[Process, Process], raw: Any) -> None:
     here, there = pair
     for _ in range(2):
         await there.deny()
@@ -310,7 +310,7 @@ GARBAGE: list[bytes] = [
 
 
 async def test_a_message_that_makes_no_sense_harms_nothing(
-    pair: tuple[Node, Node], raw: Any, caplog: pytest.LogCaptureFixture
+    pair: tuple[Process, Process], raw: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     here, there = pair
     for garbage in GARBAGE:
@@ -337,8 +337,8 @@ async def test_closing_leaves_no_listener_behind(shell: str, opened: Opened, raw
     for _ in range(2):
         node = opened(shell)
         await listening(node, raw)
-        await node.do("close")
+        await node.call("close")
         await eventually(nobody_listens)
         assert not await node.admits(cost=3)  # it may be used again
-        await node.do("close")
+        await node.call("close")
         await eventually(nobody_listens)

@@ -22,11 +22,11 @@ from limitforge import (
     TokenBucket,
 )
 from tests.contract.conftest import PATIENT
-from tests.properties.model import reset_us, shown_ms, wait_us
-from tests.properties.oracles import Oracle, oracle_of
-from tests.properties.strategies import ALGORITHMS, Story, costs, pauses, stories
-from tests.properties.test_admission import key_of
-from tests.properties.world import RESOURCE, SUBJECT
+from tests.properties.oracles import Oracle, build_oracle
+from tests.properties.search import reset_us, round_up_to_ms, wait_us
+from tests.properties.simulation import RESOURCE, SUBJECT
+from tests.properties.strategies import ALGORITHMS, History, costs, histories, pauses
+from tests.properties.test_admission import bucket_key
 
 # A priority with a share takes the long way through the script, one without the short one.
 SHARES = {"P1": 90, "P2": 33}
@@ -52,11 +52,11 @@ def limiter(redis_url: str, clock: ManualClock) -> Iterator[SyncLimiter]:
 class Twins:
     """One limit on Redis, and its model."""
 
-    def __init__(self, limiter: SyncLimiter, clock: ManualClock, story: Story) -> None:
+    def __init__(self, limiter: SyncLimiter, clock: ManualClock, story: History) -> None:
         self.limiter, self.clock, self.limit = limiter, clock, story.limit
         clock.set_us(story.start_us)
         limiter.reset(RESOURCE, SUBJECT, limits=story.limit)
-        self.oracle: Oracle = oracle_of(story.limit, key_of(story.limit))
+        self.oracle: Oracle = build_oracle(story.limit, bucket_key(story.limit))
 
     def share(self, priority: str) -> int:
         return self.oracle.size * self.limit.shares.get(priority, 100) // 100
@@ -71,11 +71,11 @@ class Twins:
         decision = self.limiter.check(RESOURCE, SUBJECT, limits=self.limit, cost=cost, priority=priority)
         reset = reset_us(oracle, now_us)
         assert decision.allowed == (wait == 0)
-        assert decision.retry_after_ms == (None if wait is None else shown_ms(wait))
+        assert decision.retry_after_ms == (None if wait is None else round_up_to_ms(wait))
         assert decision.remaining == max(int((share - oracle.used(now_us)) // 1), 0)
-        assert decision.reset_after_ms == shown_ms(reset)
+        assert decision.reset_after_ms == round_up_to_ms(reset)
         assert decision.reset_at == ceil(Fraction(now_us + reset, 10**6))
-        assert decision.delay_ms == (None if delay is None else shown_ms(delay))
+        assert decision.delay_ms == (None if delay is None else round_up_to_ms(delay))
         return decision
 
 
@@ -86,7 +86,7 @@ def test_redis_keeps_to_the_definition(
     algorithm: str, limiter: SyncLimiter, clock: ManualClock, data: st.DataObject
 ) -> None:
     shares = data.draw(st.sampled_from([{}, SHARES]))
-    story = data.draw(stories(algorithm, {"shares": shares}))
+    story = data.draw(histories(algorithm, {"shares": shares}))
     priorities = st.sampled_from(["P0", "P1", "P2"] if shares else ["P0"])
     twins = Twins(limiter, clock, story)
     for step in story.steps:
@@ -112,7 +112,7 @@ def test_redis_keeps_to_the_definition(
 def test_redis_counts_denials_as_the_definition_says(
     algorithm: str, limiter: SyncLimiter, clock: ManualClock, data: st.DataObject
 ) -> None:
-    story = data.draw(stories(algorithm, {"count_denied": True}, long=True))
+    story = data.draw(histories(algorithm, {"count_denied": True}, long=True))
     twins = Twins(limiter, clock, story)
     for step in story.steps:
         clock.advance_us(step.after_us)
@@ -122,7 +122,7 @@ def test_redis_counts_denials_as_the_definition_says(
         assert decision.remaining == max(int((twins.oracle.size - twins.oracle.used(clock.now_us())) // 1), 0)
         wait = wait_us(twins.oracle, clock.now_us(), step.cost, twins.oracle.size)
         if not allowed:
-            assert decision.retry_after_ms == (None if wait is None else shown_ms(wait))
+            assert decision.retry_after_ms == (None if wait is None else round_up_to_ms(wait))
 
 
 @pytest.mark.parametrize("limit", WINDOWS, ids=lambda limit: limit.name)
@@ -170,4 +170,4 @@ def test_an_estimate_is_exact_where_its_products_are_larger_than_a_double_can_ho
         assert limiter.check(RESOURCE, SUBJECT, limits=limit, cost=0).remaining == 2**41 - used
         if denied is not None:
             wait = next(at for at in range(elapsed, elapsed + 9) if taken * (window_us - at) // window_us < used)
-            assert denied.retry_after_ms == shown_ms(wait - elapsed)
+            assert denied.retry_after_ms == round_up_to_ms(wait - elapsed)

@@ -25,11 +25,11 @@ from limitforge import (
     SyncLimiter,
     TokenBucket,
 )
-from limitforge.stores import fleet as fleet_module
-from limitforge.stores.memory import MemoryStore
+from limitforge.stores.memory.store import MemoryStore
+from limitforge.stores.redis.topology import topology as fleet_module
 from tests.contract.conftest import PATIENT, QUICK, STORES, empty_server, on_few_stores, open_limiter
-from tests.machines import run_machine
 from tests.servers import RedisServer
+from tests.state_machines import run_machine
 
 BUDGET = 20
 BASE_US = 1_700_006_400_000_000
@@ -284,7 +284,7 @@ def test_two_entries_of_one_check_never_share_an_overflow_bucket(limiter: SyncLi
 
 
 def test_in_an_outage_nobody_is_new_before_the_local_store_is_half_full() -> None:
-    store = MemoryStore(max_keys=100, new_buckets_per_minute=5, bounded_from=50)
+    store = MemoryStore(max_keys=100, new_buckets_per_minute=5, budget_from=50)
     with SyncLimiter(store) as limiter:
         told = [ask(limiter, f"s{number}").overflow for number in range(60)]
     assert told == [False] * 50 + [True] * 10
@@ -294,9 +294,11 @@ def test_in_an_outage_nobody_is_new_before_the_local_store_is_half_full() -> Non
 def test_a_budget_that_an_operator_set_holds_for_local_limits_as_it_is(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, *, fits_memory: bool, overflows: bool
 ) -> None:
-    monkeypatch.setattr(fleet_module, "LOCAL_KEYS", 1_000)
-    monkeypatch.setattr(fleet_module, "LOCAL_BUDGET", 100)
-    options = StoreOptions(deadline_ms=30_000, failure="raise", new_buckets_per_minute=1_000, fits_memory=fits_memory)
+    monkeypatch.setattr(fleet_module, "LOCAL_MAX_KEYS", 1_000)
+    monkeypatch.setattr(fleet_module, "LOCAL_NEW_BUCKETS", 100)
+    options = StoreOptions(
+        deadline_ms=30_000, failure="raise", new_buckets_per_minute=1_000, cap_budget_by_memory=fits_memory
+    )
     local = Limits(FixedWindow(name="local", limit=1, window_seconds=3_600, consistency="local"))
     with SyncLimiter.connect(redis_url, options=options) as limiter:
         requests = [Request(resource="r", subject=f"s{number}", limits=local, tenant=TENANT) for number in range(510)]
@@ -515,7 +517,7 @@ def test_a_tenant_can_not_fill_redis_within_its_budget(small_redis: RedisServer)
 def test_a_full_redis_decides_new_subjects_locally_unless_a_policy_says_otherwise(small_redis: RedisServer) -> None:
     with SyncLimiter.connect(small_redis.url, options=StoreOptions(deadline_ms=30_000)) as limiter:
         flood(limiter, 1_000)
-        small_redis.must("CONFIG SET maxmemory 1")  # full, also when it has freed the buffers of the flood
+        small_redis.command_ok("CONFIG SET maxmemory 1")  # full, also when it has freed the buffers of the flood
         told = after_the_flood(limiter)
         assert {decision.degraded for decision in told} == {"local"}
         again = [limiter.check("r", "honest 0", limits=FIVE, tenant="modest").allowed for _ in range(6)]

@@ -29,8 +29,8 @@ from limitforge import (
     TooManyReservations,
     lua,
 )
-from limitforge.stores.codec import wire_strings
-from limitforge.stores.redis_sync import SyncRedisStore
+from limitforge.stores.redis.codec import with_encoded_strings
+from limitforge.stores.redis.sync.store import SyncRedisStore
 from tests.contract.conftest import PATIENT, open_limiter
 from tests.servers import RedisServer
 
@@ -382,7 +382,7 @@ class NextRelease(SyncRedisStore):
             try:
                 call = next(flow)
                 while True:
-                    keys, args, *_ = wire_strings(call)
+                    keys, args, *_ = with_encoded_strings(call)
                     call = flow.send(redis.execute_command("EVAL", self.SCRIPT, len(keys), *keys, *args))
             except StopIteration as done:
                 return done.value
@@ -415,12 +415,12 @@ def test_the_script_says_what_the_encoder_sends(redis_url: str) -> None:
     """The header of check.lua counts the integers of a check; the encoder must send as many."""
     import msgspec
 
-    from limitforge.core.check import Check, Hold, check_of, check_of_entries
+    from limitforge.core.check import Check, Hold, build_check, build_check_from_entries
     from limitforge.core.keys import Keys
-    from limitforge.stores.codec import encode_checks
+    from limitforge.stores.redis.codec import encode_checks
 
     keys = Keys()
-    check = check_of(keys, Limits(*EVERY), "r", "s", cost=1, costs=None, tenant="t", priority="P0", shadow=None)
+    check = build_check(keys, Limits(*EVERY), "r", "s", cost=1, costs=None, tenant="t", priority="P0", shadow=None)
 
     def sent(*checks: Check, time_us: int = 5) -> Any:
         return msgspec.msgpack.decode(cast("bytes", encode_checks(checks, time_us).args[0]))
@@ -430,7 +430,7 @@ def test_the_script_says_what_the_encoder_sends(redis_url: str) -> None:
     assert len(encode_checks([check], 5).keys) == len(EVERY) + 1
     check.hold = Hold("lf:{t}:v:00", b"12345678", 1_000, refund=True)
     assert len(sent(check)[3]) == 6 + 5 * len(EVERY)
-    entries = check_of_entries(keys, [Entry(EVERY[0], "r", "s")], tenant="t", priority="P0")
+    entries = build_check_from_entries(keys, [Entry(EVERY[0], "r", "s")], tenant="t", priority="P0")
     assert sent(entries, entries)[3] == [1, 0, 0, 1, 1, 1, 2, 2] * 2
 
 

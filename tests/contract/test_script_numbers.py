@@ -8,8 +8,8 @@ import pytest
 import redis as redis_py
 
 from limitforge import LeakyBucket, Limit, Quota, SlidingWindowCounter, StoreCorrupt, TokenBucket
-from limitforge.stores.codec import batch_flow
-from tests.contract.script import NOW_US, Script, check_for, key_of, share_of
+from limitforge.stores.redis.codec import check_flow
+from tests.contract.script_client import NOW_US, ScriptClient, check_for, key_of, share_of
 
 SECOND_US = 1_000_000
 DAY_US = 86_400 * SECOND_US
@@ -19,14 +19,14 @@ LEAKY = LeakyBucket(name="leaky", bucket_capacity=10, leak_rate_per_sec=1)
 
 
 @pytest.fixture
-def script(redis_url: str) -> Iterator[Script]:
+def script(redis_url: str) -> Iterator[ScriptClient]:
     with redis_py.Redis.from_url(redis_url) as client:
-        yield Script(client)
+        yield ScriptClient(client)
 
 
 @pytest.mark.parametrize("off_us", [-1, 0, 1])
 @pytest.mark.parametrize("day", range(-2, 4))
-def test_a_quota_is_of_the_stores_day_whatever_day_the_process_has(script: Script, day: int, off_us: int) -> None:
+def test_a_quota_is_of_the_stores_day_whatever_day_the_process_has(script: ScriptClient, day: int, off_us: int) -> None:
     script.now_us = NOW_US + day * DAY_US + off_us
     reset_us = DAY_US - off_us % DAY_US
     for cost, left in ((1, 9), (1, 8), (0, 8)):
@@ -35,14 +35,14 @@ def test_a_quota_is_of_the_stores_day_whatever_day_the_process_has(script: Scrip
 
 
 @pytest.mark.parametrize("day", [-1, 0, 1])
-def test_a_share_of_a_quota_is_of_the_stores_day(script: Script, day: int) -> None:
+def test_a_share_of_a_quota_is_of_the_stores_day(script: ScriptClient, day: int) -> None:
     script.now_us = NOW_US + day * DAY_US
     leased = dataclasses.replace(QUOTA, consistency="leased")
-    grant = script.share(share_of(leased), wanted=4, around_us=NOW_US)
+    grant = script.top_up(share_of(leased), wanted=4, around_us=NOW_US)
     assert (grant.starts_us, grant.ends_us) == (script.now_us, script.now_us + DAY_US)
 
 
-def test_an_estimate_is_exact_where_its_product_is_not_a_double(script: Script) -> None:
+def test_an_estimate_is_exact_where_its_product_is_not_a_double(script: ScriptClient) -> None:
     """The share of the window before is 3,999.9999999: its product is odd and above 2^53, and would round up."""
     elapsed_us, limit = 625_000_000, 4_001
     window_us = elapsed_us * limit - 1
@@ -52,11 +52,11 @@ def test_an_estimate_is_exact_where_its_product_is_not_a_double(script: Script) 
     script.now_us = NOW_US - NOW_US % window_us
     script.check(counter, cost=limit)
     script.now_us += window_us + elapsed_us
-    assert script.left(counter) == 2
+    assert script.remaining(counter) == 2
 
 
 @pytest.mark.parametrize("limit", [BUCKET, LEAKY], ids=lambda limit: limit.name)
-def test_a_part_of_a_token_is_kept_when_the_rate_changes(script: Script, limit: Limit) -> None:
+def test_a_part_of_a_token_is_kept_when_the_rate_changes(script: ScriptClient, limit: Limit) -> None:
     script.check(limit, cost=9)
     script.now_us += SECOND_US // 4
     script.check(limit, cost=1)  # a quarter of a token is left
@@ -64,16 +64,16 @@ def test_a_part_of_a_token_is_kept_when_the_rate_changes(script: Script, limit: 
     assert script.check(dataclasses.replace(limit, **slower)).rows[0][3] == 1_500_000
 
 
-def test_a_bucket_is_full_again_not_a_microsecond_too_early(script: Script) -> None:
+def test_a_bucket_is_full_again_not_a_microsecond_too_early(script: ScriptClient) -> None:
     thirds = dataclasses.replace(BUCKET, refill_rate_per_sec=3)
     assert [script.check(thirds).rows[0][2] for _ in range(2)] == [333_334, 666_667]
     script.now_us += 666_666
-    assert script.left(thirds) == 9
+    assert script.remaining(thirds) == 9
     script.now_us += 1
-    assert script.left(thirds) == 10
+    assert script.remaining(thirds) == 10
 
 
-def test_a_debt_is_at_most_the_smaller_capacity(script: Script) -> None:
+def test_a_debt_is_at_most_the_smaller_capacity(script: ScriptClient) -> None:
     counted = dataclasses.replace(BUCKET, count_denied=True)
     for _ in range(2):
         script.check(counted, cost=10)
@@ -82,11 +82,11 @@ def test_a_debt_is_at_most_the_smaller_capacity(script: Script) -> None:
 
 @pytest.mark.parametrize("limit", [BUCKET, LEAKY], ids=lambda limit: limit.name)
 @pytest.mark.parametrize("field", ["tokens", "per"])
-def test_a_bucket_without_a_rate_is_not_ours(script: Script, limit: Limit, field: str) -> None:
+def test_a_bucket_without_a_rate_is_not_ours(script: ScriptClient, limit: Limit, field: str) -> None:
     script.check(limit)
     key, at = key_of(limit), {"tokens": slice(31, 38), "per": slice(38, 44)}[field]
     state = bytearray(script.redis.get(key))
     state[at] = bytes(at.stop - at.start)
     script.redis.set(key, bytes(state))
-    (answer,) = script.run(batch_flow([check_for(limit)], script.now_us, script.now_us))
+    (answer,) = script.run(check_flow([check_for(limit)], script.now_us, script.now_us))
     assert isinstance(answer, StoreCorrupt)

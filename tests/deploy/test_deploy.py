@@ -14,11 +14,11 @@ from typing import Any, cast
 import pytest
 import yaml
 
-from limitforge.service.settings import PREFIX, Settings, load
-from tests.cli.command import limitforge
+from limitforge.service.settings import ENV_PREFIX, Settings, load_settings
+from tests.cli.command import run_cli
 from tests.nginx import Nginx
 from tests.servers import RedisServer
-from tests.service.live import Live
+from tests.service.live_service import LiveService
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -48,8 +48,8 @@ KINDS = {
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    with Live(f"sqlite:///{tmp_path_factory.mktemp('deploy')}/deploy.db") as live:
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
+    with LiveService(f"sqlite:///{tmp_path_factory.mktemp('deploy')}/deploy.db") as live:
         yield live
 
 
@@ -83,7 +83,7 @@ def files() -> list[Path]:
 
 
 def test_every_setting_that_is_named_is_one() -> None:
-    known = {f"{PREFIX}{field.name.upper()}" for field in fields(Settings)}
+    known = {f"{ENV_PREFIX}{field.name.upper()}" for field in fields(Settings)}
     named = {
         (path.relative_to(ROOT).as_posix(), name)
         for path in files()
@@ -137,7 +137,7 @@ def test_compose_is_what_its_schema_says() -> None:
 
 def test_the_service_would_start_with_what_compose_tells_it(composed: Fields) -> None:
     services = composed["services"]
-    settings = load(services["service"]["environment"])
+    settings = load_settings(services["service"]["environment"])
     assert services["migrate"]["environment"] == services["service"]["environment"]
     for name in ("service", "migrate"):
         for url, other, port in (
@@ -150,12 +150,12 @@ def test_the_service_would_start_with_what_compose_tells_it(composed: Fields) ->
     assert services["postgres"]["environment"]["POSTGRES_PASSWORD"] in settings.database_url
     assert services["redis"]["command"][-1] in settings.store_url
     assert services["redis"]["environment"]["REDISCLI_AUTH"] == services["redis"]["command"][-1]
-    assert settings.nodes == settings.workers
+    assert settings.processes == settings.workers
 
 
 def test_the_ports_of_compose_and_nginx_agree(composed: Fields) -> None:
     services, nginx = composed["services"], (COMPOSE / "nginx.conf").read_text()
-    settings = load(services["service"]["environment"])
+    settings = load_settings(services["service"]["environment"])
     assert services["service"]["expose"] == [str(settings.port)]
     assert f"server service:{settings.port};" in nginx
     (listens,) = re.findall(r"listen (\d+) ssl;", nginx)
@@ -182,11 +182,11 @@ def test_what_compose_starts_is_checked_bounded_and_started_again(composed: Fiel
             assert how["condition"] == expected, (name, other)
     assert set(services["service"]["depends_on"]) == {"migrate", "redis", "postgres"}
     assert services["nginx"]["depends_on"]["service"]["restart"] is True  # or it asks where the service was before
-    settings = load(services["service"]["environment"])
+    settings = load_settings(services["service"]["environment"])
     assert seconds(services["service"]["stop_grace_period"]) > settings.shutdown_seconds + SPARE_SECONDS
 
 
-def test_the_healthchecks_of_compose_ask_for_what_there_is(composed: Fields, live: Live) -> None:
+def test_the_healthchecks_of_compose_ask_for_what_there_is(composed: Fields, live: LiveService) -> None:
     asked = {}
     for name in ("service", "nginx"):
         (asked[name],) = re.findall(
@@ -194,10 +194,10 @@ def test_the_healthchecks_of_compose_ask_for_what_there_is(composed: Fields, liv
         )
     assert asked == {"service": "/v1/ready", "nginx": "/v1/health"}
     for path in asked.values():
-        assert live.caller().http.get(path).status_code == 200
+        assert live.client().http.get(path).status_code == 200
 
 
-def test_the_healthcheck_of_the_service_succeeds_and_fails(composed: Fields, live: Live) -> None:
+def test_the_healthcheck_of_the_service_succeeds_and_fails(composed: Fields, live: LiveService) -> None:
     kind, _, *arguments = composed["services"]["service"]["healthcheck"]["test"]
     assert kind == "CMD"
     here = [argument.replace("http://127.0.0.1:8000", live.origin) for argument in arguments]
@@ -235,7 +235,7 @@ def test_every_image_is_pinned_by_its_version(composed: Fields) -> None:
 def test_the_commands_of_the_containers_are_commands_of_ours(composed: Fields) -> None:
     services = composed["services"]
     for command in (services["migrate"]["command"], services["service"]["command"]):
-        assert limitforge(*command, "--help").returncode == 0
+        assert run_cli(*command, "--help").returncode == 0
 
 
 def test_the_redis_of_compose_starts_and_drops_nothing(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def _option(line: str, folder: Path) -> tuple[str, str]:
 
 def test_nginx_takes_its_configuration_without_a_word() -> None:
     with Nginx(8000) as nginx:
-        said = nginx.test()
+        said = nginx.check_configuration()
     assert "syntax is ok" in said
     assert not re.search(r"\[(warn|error|emerg|alert)\]", said), said
 
@@ -317,7 +317,7 @@ def test_a_unit_runs_a_command_of_ours_and_may_do_little(name: str) -> None:
     found = unit(name)
     program, *arguments = found["ExecStart"][0].split()
     assert Path(program).name in PROJECT["scripts"]
-    assert limitforge(*arguments, "--help").returncode == 0
+    assert run_cli(*arguments, "--help").returncode == 0
     assert found["EnvironmentFile"] == ["/etc/limitforge/limitforge.env"]
     for option, value in {
         "DynamicUser": "yes",
@@ -340,7 +340,7 @@ def test_the_units_come_in_order_and_end_in_time() -> None:
     assert service["ExecReload"] == ["/bin/kill -HUP $MAINPID"]
     assert service["Restart"] == ["on-failure"]
     assert int(service["LimitNOFILE"][0]) >= 65_536
-    settings = load(env_file(SYSTEMD / "limitforge.env.example"))
+    settings = load_settings(env_file(SYSTEMD / "limitforge.env.example"))
     assert seconds(service["TimeoutStopSec"][0]) > settings.shutdown_seconds + SPARE_SECONDS
     assert settings.host == "127.0.0.1"
 
@@ -431,19 +431,19 @@ def test_the_autoscaler_scales_the_deployment() -> None:
     assert target["name"] == found["Deployment"]["metadata"]["name"]
     assert "replicas" not in found["Deployment"]["spec"]
     assert spec["minReplicas"] > found["PodDisruptionBudget"]["spec"]["maxUnavailable"]  # one is left at any time
-    assert spec["maxReplicas"] == told().nodes
+    assert spec["maxReplicas"] == told().processes
 
 
 def told() -> Settings:
     found = manifests()
-    return load({**found["ConfigMap"]["data"], **found["Secret"]["stringData"], "LIMITFORGE_PEPPERS": PEPPERS})
+    return load_settings({**found["ConfigMap"]["data"], **found["Secret"]["stringData"], "LIMITFORGE_PEPPERS": PEPPERS})
 
 
 def test_the_pods_would_start_with_what_they_are_told() -> None:
     found = manifests()
     settings = told()
     assert settings.workers == 1
-    secret = {f"{PREFIX}{field.name.upper()}" for field in fields(Settings) if field.metadata["secret"]}
+    secret = {f"{ENV_PREFIX}{field.name.upper()}" for field in fields(Settings) if field.metadata["secret"]}
     assert not secret & found["ConfigMap"]["data"].keys()
     assert found["Secret"]["stringData"].keys() == secret
     for kind, pod in pods():
@@ -455,7 +455,7 @@ def test_the_pods_would_start_with_what_they_are_told() -> None:
             {"secretRef": {"name": found["Secret"]["metadata"]["name"]}},
         ]
         assert container["image"] == IMAGE
-        assert limitforge(*container["args"], "--help").returncode == 0
+        assert run_cli(*container["args"], "--help").returncode == 0
 
 
 def test_the_ports_of_the_pods_are_those_of_the_settings() -> None:
@@ -469,7 +469,7 @@ def test_the_ports_of_the_pods_are_those_of_the_settings() -> None:
     assert "0.0.0.0" == settings.host == settings.metrics_host  # noqa: S104 - of a pod
 
 
-def test_the_probes_ask_for_what_there_is(live: Live) -> None:
+def test_the_probes_ask_for_what_there_is(live: LiveService) -> None:
     (container,) = dict(pods())["Deployment"]["spec"]["containers"]
     probes = {name: container[f"{name}Probe"]["httpGet"] for name in ("startup", "liveness", "readiness")}
     assert {name: probe["path"] for name, probe in probes.items()} == {
@@ -479,7 +479,7 @@ def test_the_probes_ask_for_what_there_is(live: Live) -> None:
     }
     for probe in probes.values():
         assert probe["port"] == "http"
-        assert live.caller().http.get(probe["path"]).status_code == 200
+        assert live.client().http.get(probe["path"]).status_code == 200
 
 
 def test_a_pod_has_the_time_to_end() -> None:
@@ -516,13 +516,13 @@ def test_the_job_ends_and_makes_the_schema(postgres_url: str) -> None:
     assert job["activeDeadlineSeconds"] > 0
     (container,) = job["template"]["spec"]["containers"]
     for _ in range(2):  # again is no mistake
-        done = limitforge(*container["args"], LIMITFORGE_DATABASE_URL=postgres_url)
+        done = run_cli(*container["args"], LIMITFORGE_DATABASE_URL=postgres_url)
         assert done.returncode == 0, done.stderr
-    status = limitforge("db", "status", LIMITFORGE_DATABASE_URL=postgres_url)
+    status = run_cli("db", "status", LIMITFORGE_DATABASE_URL=postgres_url)
     assert "the newest" in status.stdout
 
 
 def test_a_pod_that_comes_before_the_schema_ends_and_says_what_is_missing(postgres_url: str) -> None:
-    done = limitforge("serve", "--port", "0", "--database", postgres_url, LIMITFORGE_PEPPERS=PEPPERS)
+    done = run_cli("serve", "--port", "0", "--database", postgres_url, LIMITFORGE_PEPPERS=PEPPERS)
     assert done.returncode == 2
     assert "limitforge db upgrade" in done.stderr

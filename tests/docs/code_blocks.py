@@ -18,23 +18,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from tests import forking
+from tests import fork_server
 from tests.cli.command import forking_socket
 
 ROOT = Path(__file__).parents[2]
 SHELL_SECONDS = 120.0
 
 # What a block may be, by the first word after its fence.
-RUN = ("python", "sh", "bash", "console")
+EXECUTED = ("python", "sh", "bash", "console")
 PARSED = ("json", "toml")
-SHOWN = ("text", "lua", "yaml")
-ALLOWED = ", ".join((*RUN, *PARSED, *SHOWN))
+DISPLAYED = ("text", "lua", "yaml")
+ALLOWED = ", ".join((*EXECUTED, *PARSED, *DISPLAYED))
 
 DOCUMENTED_REDIS = "redis://localhost:6379/0"
 
 # The deadlines that the pages show are for a quiet machine.
 DOCUMENTED_DEADLINE = re.compile(r"deadline_ms=\d+")
-PATIENT_DEADLINE = "deadline_ms=30_000"
+TEST_DEADLINE = "deadline_ms=30_000"
 
 _FENCE = re.compile(r"(?P<indent> *)(?P<fence>`{3,}|~{3,})\s*(?P<info>\w*)")
 
@@ -73,7 +73,7 @@ class Block:
         """The text, moved down so that line numbers in errors are those of the file."""
         return "\n" * (self.line - 1) + self.text
 
-    def failed(self, why: str) -> BlockFailed:
+    def failure(self, why: str) -> BlockFailed:
         return BlockFailed(f"{self.path}:{self.line}: {why}")
 
 
@@ -86,12 +86,12 @@ def find_blocks(path: Path) -> Iterator[Block]:
         if opening is None:
             continue
         start = number
-        while number < len(lines) and not _closes(lines[number], opening["fence"]):
+        while number < len(lines) and not _is_closing_fence(lines[number], opening["fence"]):
             number += 1
         text = "".join(f"{line.removeprefix(opening['indent'])}\n" for line in lines[start:number])
         block = Block(path, start + 1, opening["info"], text)
         if number == len(lines):
-            raise block.failed("this block is never closed")
+            raise block.failure("this block is never closed")
         yield block
         number += 1
 
@@ -103,7 +103,7 @@ def run_file(path: Path, redis_url: str, scratch: Path) -> None:
     try:
         with asyncio.Runner() as runner:
             for found in find_blocks(path):
-                text = DOCUMENTED_DEADLINE.sub(PATIENT_DEADLINE, found.text.replace(DOCUMENTED_REDIS, redis_url))
+                text = DOCUMENTED_DEADLINE.sub(TEST_DEADLINE, found.text.replace(DOCUMENTED_REDIS, redis_url))
                 block = Block(path, found.line, found.info, text)
                 match block.info:
                     case "python":
@@ -112,13 +112,13 @@ def run_file(path: Path, redis_url: str, scratch: Path) -> None:
                         _run_shell(block, scratch)
                     case "json" | "toml":
                         _parse(block)
-                    case info if info not in SHOWN:
-                        raise block.failed(f"a block is one of {ALLOWED}; this one says {info or 'nothing'}")
+                    case info if info not in DISPLAYED:
+                        raise block.failure(f"a block is one of {ALLOWED}; this one says {info or 'nothing'}")
     finally:
         del sys.modules[module.__name__]
 
 
-def _closes(line: str, fence: str) -> bool:
+def _is_closing_fence(line: str, fence: str) -> bool:
     stripped = line.strip()
     return stripped.startswith(fence) and not stripped.strip(fence[0])
 
@@ -130,7 +130,7 @@ def _run_python(block: Block, module: ModuleType, runner: asyncio.Runner) -> Non
         if inspect.iscoroutine(outcome):
             runner.run(outcome)
     except Exception as error:
-        raise block.failed(f"\n{traceback.format_exc()}") from error
+        raise block.failure(f"\n{traceback.format_exc()}") from error
 
 
 def _run_shell(block: Block, scratch: Path) -> None:
@@ -144,7 +144,7 @@ def _run_shell(block: Block, scratch: Path) -> None:
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "BASH_ENV": str(scratch / "prelude"),
-        "FORKING": forking.__file__,
+        "FORKING": fork_server.__file__,
         "FORKING_SOCKET": forking_socket(),
     }
     # The output goes to a file: a pipe would keep us waiting for whatever the block left in the background.
@@ -161,11 +161,11 @@ def _run_shell(block: Block, scratch: Path) -> None:
         try:
             status = process.wait(SHELL_SECONDS)
         except subprocess.TimeoutExpired as error:
-            raise block.failed(f"still running after {SHELL_SECONDS:.0f} s\n{_text(output.name)}") from error
+            raise block.failure(f"still running after {SHELL_SECONDS:.0f} s\n{_text(output.name)}") from error
         finally:
-            _end_group(process)
+            _kill_process_group(process)
     if status != 0:
-        raise block.failed(f"exit status {status}\n{_text(output.name)}")
+        raise block.failure(f"exit status {status}\n{_text(output.name)}")
 
 
 def _commands_of_console(text: str) -> str:
@@ -173,7 +173,7 @@ def _commands_of_console(text: str) -> str:
     return "".join(f"{line[2:] if line.startswith(('$ ', '> ')) else ''}\n" for line in text.splitlines())
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
+def _kill_process_group(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):  # when everything has ended by itself
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -190,4 +190,4 @@ def _parse(block: Block) -> None:
         else:
             tomllib.loads(block.text)
     except ValueError as error:
-        raise block.failed(str(error)) from error
+        raise block.failure(str(error)) from error

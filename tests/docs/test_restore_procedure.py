@@ -5,11 +5,11 @@ import os
 import subprocess
 from pathlib import Path
 
-from limitforge.catalog.catalog import Catalog
-from limitforge.catalog.database import Database
+from limitforge.catalog.database.catalog import Catalog
+from limitforge.catalog.database.database import Database
 from limitforge.catalog.model import Tenant
 from tests.docs.code_blocks import ROOT, find_blocks
-from tests.postgres import PostgresServer, _program
+from tests.postgres import PostgresServer, program_path
 
 
 def test_what_the_page_says_of_postgres_backs_up_and_restores(
@@ -19,7 +19,7 @@ def test_what_the_page_says_of_postgres_backs_up_and_restores(
     dump, restore = block.text.splitlines()
     environment = os.environ | {
         "PGURL": postgres_url.replace("+asyncpg", ""),
-        "PATH": f"{Path(_program('pg_dump')).parent}{os.pathsep}{os.environ['PATH']}",
+        "PATH": f"{Path(program_path('pg_dump')).parent}{os.pathsep}{os.environ['PATH']}",
     }
     asyncio.run(create(postgres_url, "before"))
     subprocess.run(["bash", "-ec", dump], cwd=tmp_path, env=environment, check=True, timeout=60)
@@ -36,6 +36,6 @@ async def create(url: str, name: str) -> list[str]:
         catalog = Catalog(database)
         async with catalog.edit("test") as edit:
             await edit.create(Tenant, {"name": name})
-        return [tenant.name for tenant in (await catalog.page(Tenant)).items]
+        return [tenant.name for tenant in (await catalog.list_page(Tenant)).items]
     finally:
         await database.close()

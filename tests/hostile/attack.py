@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.servers import _free_port
-from tests.service.seeded import Seeded, Tenant, seeded
+from tests.servers import find_free_port
+from tests.service.seeded_service import SeededService, TenantClient, run_seeded_service
 
 MAX_MEMORY_MIB = 80.0  # the bounds keep it at 30 to 60, by how busy the machine is; without them it was 118 to 750
 MAX_LEFT_MIB = 20.0
-BACK_SECONDS = 60.0
+RECOVERY_SECONDS = 60.0
 MAX_CPU_SECONDS = 5.0
 """That the worker may spend before it answers another client. Normal is less than 1, and the attacks took over 10."""
 QUIET_SECONDS = 1.0
@@ -31,13 +31,13 @@ Record = Callable[[str, object], None]
 
 
 @dataclass
-class Victim:
+class AttackTarget:
     """A service of one worker, with a tenant who attacks and another who only wants its checks answered."""
 
-    service: Seeded
+    service: SeededService
     metrics_port: int
-    attacker: Tenant
-    other: Tenant
+    attacker: TenantClient
+    other: TenantClient
     log: Path
 
     def __post_init__(self) -> None:
@@ -62,24 +62,24 @@ class Victim:
 
 
 @contextlib.contextmanager
-def victim(folder: Path, store: str = "memory://", **settings: str) -> Iterator[Victim]:
-    metrics, log = _free_port(), folder / "log"
+def attack_target(folder: Path, store: str = "memory://", **settings: str) -> Iterator[AttackTarget]:
+    metrics, log = find_free_port(), folder / "log"
     database = f"sqlite:///{folder}/service.db"
-    with seeded(database, store, metrics_port=str(metrics), log=log, **settings) as service:
+    with run_seeded_service(database, store, metrics_port=str(metrics), log=log, **settings) as service:
         plenty = {"name": "plenty", "algorithm": "fixed_window", "limit": 1_000_000_000, "window_seconds": 3_600}
-        found = Victim(service, metrics, service.tenant(plenty), service.tenant(plenty), log)
+        found = AttackTarget(service, metrics, service.tenant(plenty), service.tenant(plenty), log)
         for tenant in (found.attacker, found.other):
             assert tenant.check().status == 200
         yield found
 
 
 @dataclass
-class Figures:
+class Measurements:
     """What one attack did."""
 
     sent_mib: float = 0.0
     memory_mib: float = 0.0
-    left_mib: float = 0.0
+    retained_mib: float = 0.0
     cpu_seconds: float = 0.0
     health_seconds: list[float] = field(default_factory=list)
     check_seconds: list[float] = field(default_factory=list)
@@ -88,28 +88,28 @@ class Figures:
     def record(self, record: Record) -> None:
         record("sent_mib", round(self.sent_mib, 1))
         record("memory_mib", round(self.memory_mib, 1))
-        record("left_mib", round(self.left_mib, 1))
+        record("left_mib", round(self.retained_mib, 1))
         record("cpu_seconds_per_mib", round(self.cpu_seconds / max(self.sent_mib, 0.01), 3))
         for name, seconds in (("health", self.health_seconds), ("check", self.check_seconds)):
             record(f"{name}_median_ms", round(sorted(seconds)[len(seconds) // 2] * 1_000, 1))
             record(f"{name}_slowest_ms", round(max(seconds) * 1_000, 1))
         record("slowest_cpu_ms", round(self.slowest_cpu_seconds * 1_000))
 
-    def judge(self, record: Record) -> None:
+    def assert_within_bounds(self, record: Record) -> None:
         """Every attack is held to the same bounds."""
         self.record(record)
         assert self.memory_mib < MAX_MEMORY_MIB
-        assert self.left_mib < MAX_LEFT_MIB
+        assert self.retained_mib < MAX_LEFT_MIB
         assert self.slowest_cpu_seconds < MAX_CPU_SECONDS
 
 
-Attack = Callable[[Victim], int]
+Attack = Callable[[AttackTarget], int]
 """Attacks for a few seconds, and returns the number of bytes sent. It closes what it opens."""
 
 
-def measure(target: Victim, attack: Attack) -> Figures:
+def measure(target: AttackTarget, attack: Attack) -> Measurements:
     """Run the attack while other clients ask for health and make checks; then wait until the memory is back."""
-    figures = Figures()
+    figures = Measurements()
     is_over = threading.Event()
     before_mib, before_cpu = target.memory_mib(), target.cpu_seconds()
     target.forget_peak()
@@ -126,24 +126,24 @@ def measure(target: Victim, attack: Attack) -> Figures:
         is_over.set()
         for probe in probes:
             probe.join()
-    deadline = time.monotonic() + BACK_SECONDS
+    deadline = time.monotonic() + RECOVERY_SECONDS
     while True:
-        figures.left_mib = target.memory_mib() - before_mib
+        figures.retained_mib = target.memory_mib() - before_mib
         figures.memory_mib = target.memory_mib("VmHWM") - before_mib
-        if figures.left_mib < MAX_LEFT_MIB or time.monotonic() > deadline:
+        if figures.retained_mib < MAX_LEFT_MIB or time.monotonic() > deadline:
             return figures
         time.sleep(0.2)
 
 
 @contextlib.contextmanager
-def _timed(target: Victim, figures: Figures, seconds: list[float]) -> Iterator[None]:
+def _timed(target: AttackTarget, figures: Measurements, seconds: list[float]) -> Iterator[None]:
     began, spent = time.perf_counter(), target.cpu_seconds()
     yield
     seconds.append(time.perf_counter() - began)
     figures.slowest_cpu_seconds = max(figures.slowest_cpu_seconds, target.cpu_seconds() - spent)
 
 
-def _ask_health(target: Victim, figures: Figures, is_over: threading.Event) -> None:
+def _ask_health(target: AttackTarget, figures: Measurements, is_over: threading.Event) -> None:
     """On a new connection each time, as a load balancer does."""
     while True:
         with _timed(target, figures, figures.health_seconds):
@@ -152,7 +152,7 @@ def _ask_health(target: Victim, figures: Figures, is_over: threading.Event) -> N
             return
 
 
-def _make_checks(target: Victim, figures: Figures, is_over: threading.Event) -> None:
+def _make_checks(target: AttackTarget, figures: Measurements, is_over: threading.Event) -> None:
     """On a connection that stays open."""
     connection = http.client.HTTPConnection("127.0.0.1", target.port, timeout=60)
     headers = {"x-api-key": target.other.key, "content-type": "application/json"}

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.hostile.attack import Victim, victim
+from tests.hostile.attack import AttackTarget, attack_target
 
 FILES = 8_192  # that the attacks need for their connections
 
@@ -22,6 +22,6 @@ def enough_files() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
-    with victim(tmp_path_factory.mktemp("hostile")) as found:
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackTarget]:
+    with attack_target(tmp_path_factory.mktemp("hostile")) as found:
         yield found

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.hostile.attack import Record, Victim, connect, measure, send_all
+from tests.hostile.attack import AttackTarget, Record, connect, measure, send_all
 
 MIB = 1_048_576
 SECONDS = 1.0
@@ -39,7 +39,7 @@ GARBAGE: dict[str, bytes] = {
 }
 
 
-def request(target: Victim, body: bytes) -> bytes:
+def request(target: AttackTarget, body: bytes) -> bytes:
     head = f"POST /v1/check/batch HTTP/1.1\r\nhost: test\r\nx-api-key: {target.attacker.key}\r\n"
     return head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body
 
@@ -64,7 +64,7 @@ class Clients:
         self.decisions: set[int] = set()
         self._lock = threading.Lock()
 
-    def __call__(self, target: Victim) -> int:
+    def __call__(self, target: AttackTarget) -> int:
         deadline = time.monotonic() + (PATIENCE_SECONDS if self._is_enough else SECONDS)
         clients = [threading.Thread(target=self._run, args=(target, deadline)) for _ in range(self._connections)]
         for client in clients:
@@ -73,7 +73,7 @@ class Clients:
             client.join()
         return self.statuses.total() * len(self._body)
 
-    def _run(self, target: Victim, deadline: float) -> None:
+    def _run(self, target: AttackTarget, deadline: float) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", target.port, timeout=60)
         headers = {"x-api-key": target.attacker.key, "content-type": "application/json"}
         with contextlib.closing(connection):
@@ -93,10 +93,10 @@ class Clients:
 
 
 @pytest.mark.parametrize("kind", GARBAGE)
-def test_garbage_costs_another_tenant_nothing(target: Victim, kind: str, record_property: Record) -> None:
+def test_garbage_costs_another_tenant_nothing(target: AttackTarget, kind: str, record_property: Record) -> None:
     attack = Clients(GARBAGE[kind], 1, lambda statuses: statuses.total() >= 5, pause=0.1)
     figures = measure(target, attack)
-    figures.judge(record_property)
+    figures.assert_within_bounds(record_property)
     assert figures.cpu_seconds / figures.sent_mib < GARBAGE_CPU_SECONDS_PER_MIB
     assert set(attack.statuses) <= {200, 400, 413, 422, 429}
 
@@ -105,10 +105,10 @@ def is_mostly_refused(statuses: Counter[int]) -> bool:
     return statuses[429] > max(statuses.total() / 2, 20)
 
 
-def test_endless_garbage_is_soon_refused_unread(target: Victim, record_property: Record) -> None:
+def test_endless_garbage_is_soon_refused_unread(target: AttackTarget, record_property: Record) -> None:
     attack = Clients(GARBAGE["deep lists"], 4, is_mostly_refused)
     figures = measure(target, attack)
-    figures.judge(record_property)
+    figures.assert_within_bounds(record_property)
     assert is_mostly_refused(attack.statuses), attack.statuses
     assert target.attacker.check().status == 200
 
@@ -117,12 +117,12 @@ def test_endless_garbage_is_soon_refused_unread(target: Victim, record_property:
     ("connections", "padding"), [(20, 0), pytest.param(100, 0, marks=pytest.mark.soak), (100, 450)]
 )
 def test_valid_batches_of_many_connections_leave_room_for_others(
-    target: Victim, connections: int, padding: int, record_property: Record
+    target: AttackTarget, connections: int, padding: int, record_property: Record
 ) -> None:
     let_budget_recover(target)
     attack = Clients(valid(padding), connections)
     figures = measure(target, attack)
-    figures.judge(record_property)
+    figures.assert_within_bounds(record_property)
     record_property("statuses", dict(attack.statuses))
     assert attack.decisions == {2_000}  # of each check, and of its only limit
     assert attack.statuses[200] > 0, attack.statuses
@@ -130,15 +130,15 @@ def test_valid_batches_of_many_connections_leave_room_for_others(
 
 
 def test_the_answers_to_pipelined_batches_that_nobody_reads_take_little(
-    target: Victim, record_property: Record
+    target: AttackTarget, record_property: Record
 ) -> None:
     let_budget_recover(target)
     payload = request(target, valid()) * 8
     figures = measure(target, lambda victim: send_all(victim.port, payload, 20, receive_buffer=4_096))
-    figures.judge(record_property)
+    figures.assert_within_bounds(record_property)
 
 
-def let_budget_recover(target: Victim) -> None:
+def let_budget_recover(target: AttackTarget) -> None:
     for _ in range(600):
         if target.attacker.post("check/batch", checks=[]).status == 200:
             return
@@ -146,7 +146,7 @@ def let_budget_recover(target: Victim) -> None:
     raise AssertionError("batches are still refused")
 
 
-def test_batches_of_clients_that_have_gone_are_not_decided(target: Victim) -> None:
+def test_batches_of_clients_that_have_gone_are_not_decided(target: AttackTarget) -> None:
     subject = "user:gone"
     checks = [{"resource": "GET:/gone", "subject": subject}] * 1_000
     batch = request(target, json.dumps({"checks": checks}).encode())
@@ -163,7 +163,7 @@ def test_batches_of_clients_that_have_gone_are_not_decided(target: Victim) -> No
     assert counted < 20_000
 
 
-def used(target: Victim, subject: str) -> int:
+def used(target: AttackTarget, subject: str) -> int:
     usage = target.attacker.usage(f"resource=GET:/gone&subject={subject}").json
     number: int = usage["limit"] - usage["remaining"]
     return number

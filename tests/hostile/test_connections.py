@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 
-from tests.catalog.live import wrong_key
-from tests.hostile.attack import Record, Victim, connect, measure, send_all
+from tests.catalog.replicas import wrong_key
+from tests.hostile.attack import AttackTarget, Record, connect, measure, send_all
 
 OPENAPI = b"GET /openapi.json HTTP/1.1\r\nHost:\r\n\r\n"
 MIB = 1_048_576
@@ -26,9 +26,9 @@ soak = pytest.mark.soak
         ),
     ],
 )
-def test_pipelined_requests_take_little_memory(target: Victim, record_property: Record, request_: bytes) -> None:
+def test_pipelined_requests_take_little_memory(target: AttackTarget, record_property: Record, request_: bytes) -> None:
     payload = request_ * (255 * 1_024 // len(request_))
-    measure(target, lambda victim: send_all(victim.port, payload, 70)).judge(record_property)
+    measure(target, lambda victim: send_all(victim.port, payload, 70)).assert_within_bounds(record_property)
 
 
 # With a known key: without one, a body in chunks is refused before any of it is read.
@@ -64,12 +64,12 @@ ON_THE_METRICS_PORT_TOO = {"fields", "chunks that are not wanted"}
         *(pytest.param("metrics", kind, marks=() if kind in ON_THE_METRICS_PORT_TOO else soak) for kind in ENDLESS),
     ],
 )
-def test_an_endless_message_is_cut_off(target: Victim, record_property: Record, port: str, kind: str) -> None:
+def test_an_endless_message_is_cut_off(target: AttackTarget, record_property: Record, port: str, kind: str) -> None:
     start, endless = ENDLESS[kind]
     start = start.replace(b"%b", target.attacker.key.encode())
     number = target.port if port == "service" else target.metrics_port
     figures = measure(target, lambda _: send_all(number, start, 8, endless=endless, most=65 * MIB))
-    figures.judge(record_property)
+    figures.assert_within_bounds(record_property)
     assert figures.sent_mib < 64, "it was read without end"
 
 
@@ -85,12 +85,12 @@ FORMS = [
 @pytest.mark.parametrize("rounds", [1, pytest.param(20, marks=soak)])
 @pytest.mark.parametrize("path", FORMS)
 def test_bodies_whose_keys_are_looked_up_take_little_memory(
-    target: Victim, record_property: Record, path: bytes, rounds: int
+    target: AttackTarget, record_property: Record, path: bytes, rounds: int
 ) -> None:
     """Keys of the old form may have been issued, so their bodies are read."""
     numbers = itertools.count()
 
-    def attack(victim: Victim) -> int:
+    def attack(victim: AttackTarget) -> int:
         sent = 0
         for _ in range(rounds):
             with contextlib.ExitStack() as opened:
@@ -107,13 +107,15 @@ def test_bodies_whose_keys_are_looked_up_take_little_memory(
                         sent += 1_000_000
         return sent
 
-    measure(target, attack).judge(record_property)
+    measure(target, attack).assert_within_bounds(record_property)
 
 
 @pytest.mark.parametrize("framing", [b"Content-Length: 1000000", b"Transfer-Encoding: chunked"])
 @pytest.mark.parametrize("path", [*FORMS, b"/v1/reserve"])
 @pytest.mark.parametrize("key", [b"", b"X-Api-Key: lf_live_made-up\r\n"], ids=["no key", "made-up key"])
-def test_a_large_body_of_a_stranger_is_not_waited_for(target: Victim, framing: bytes, path: bytes, key: bytes) -> None:
+def test_a_large_body_of_a_stranger_is_not_waited_for(
+    target: AttackTarget, framing: bytes, path: bytes, key: bytes
+) -> None:
     if path == b"/v1/reserve" and framing.startswith(b"Content"):
         framing = b"Content-Length: 60000"
     with connect(target.port) as client:

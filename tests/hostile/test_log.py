@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.command import Command
-from tests.hostile.attack import Victim, connect
-from tests.servers import _free_port
-from tests.service.seeded import SETTINGS
+from tests.cli.command import RunningCommand
+from tests.hostile.attack import AttackTarget, connect
+from tests.servers import find_free_port
+from tests.service.seeded_service import SETTINGS
 
 MAX_LINES = 100
 
 
-def lines(target: Victim) -> int:
+def lines(target: AttackTarget) -> int:
     return len(target.log.read_bytes().splitlines())
 
 
@@ -39,7 +39,7 @@ def lines(target: Victim) -> int:
     ],
 )
 @pytest.mark.parametrize("port", ["service", "metrics"])
-def test_malformed_requests_do_not_fill_the_log(target: Victim, request_: bytes, port: str) -> None:
+def test_malformed_requests_do_not_fill_the_log(target: AttackTarget, request_: bytes, port: str) -> None:
     before = lines(target)
     for _ in range(2 * MAX_LINES):
         with connect(target.port if port == "service" else target.metrics_port) as client:
@@ -57,12 +57,12 @@ def encrypted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, P
     key, cert, log = folder / "key.pem", folder / "cert.pem", folder / "log"
     made = ("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-days", "2")
     subprocess.run([*made, "-keyout", key, "-out", cert], check=True, capture_output=True)
-    port = _free_port()
+    port = find_free_port()
     settings = {"LIMITFORGE_TLS_CERT": str(cert), "LIMITFORGE_TLS_KEY": str(key), **SETTINGS}
     arguments = ("serve", "--port", str(port), "--database", f"sqlite:///{folder}/a.db")
     with log.open("wb") as errors, Path(os.devnull).open("rb") as nothing:
         files = (nothing.fileno(), 1, errors.fileno())
-        process = Command(*arguments, files=files, environment=settings)
+        process = RunningCommand(*arguments, files=files, environment=settings)
     with process:
         try:
             wait_for_tls(port)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.hostile.attack import Record, Victim, connect, measure, send_all
+from tests.hostile.attack import AttackTarget, Record, connect, measure, send_all
 
 soak = pytest.mark.soak
 BATCH = b"POST /v1/check/batch HTTP/1.1\r\nHost: a\r\nX-Api-Key: %b\r\nContent-Length: 1000000\r\n\r\n" + b" " * 900_000
@@ -33,17 +33,17 @@ CHUNKS = (
     ],
 )
 def test_requests_that_never_end(
-    target: Victim, record_property: Record, payload: bytes, connections: int, has_key: bool
+    target: AttackTarget, record_property: Record, payload: bytes, connections: int, has_key: bool
 ) -> None:
     payload = payload.replace(b"%b", target.attacker.key.encode() if has_key else b"none")
-    measure(target, lambda victim: send_all(victim.port, payload, connections)).judge(record_property)
+    measure(target, lambda victim: send_all(victim.port, payload, connections)).assert_within_bounds(record_property)
 
 
 @pytest.mark.parametrize("path", [b"/openapi.json", pytest.param(b"/docs/swagger-ui-bundle.js", marks=soak)])
-def test_answers_that_nobody_reads(target: Victim, record_property: Record, path: bytes) -> None:
+def test_answers_that_nobody_reads(target: AttackTarget, record_property: Record, path: bytes) -> None:
     payload = b"GET %b HTTP/1.1\r\nHost: a\r\n\r\n" % path * 20
     attack = measure(target, lambda victim: send_all(victim.port, payload, 500, receive_buffer=4_096))
-    attack.judge(record_property)
+    attack.assert_within_bounds(record_property)
 
 
 BODY = b"GET /v1/health HTTP/1.1\r\nHost: a\r\nContent-Length: 60000\r\n\r\n" + b" " * 60_000
@@ -65,9 +65,9 @@ LONG_KEY = b"POST /v1/check HTTP/1.1\r\nHost: a\r\nX-Api-Key: %b\r\nContent-Leng
     ],
 )
 def test_connections_that_stay_open_after_their_answer(
-    target: Victim, record_property: Record, payload: bytes, is_split: bool
+    target: AttackTarget, record_property: Record, payload: bytes, is_split: bool
 ) -> None:
-    def attack(victim: Victim) -> int:
+    def attack(victim: AttackTarget) -> int:
         with contextlib.ExitStack() as opened:
             clients = [opened.enter_context(connect(victim.port)) for _ in range(1_500)]
             for client in clients:
@@ -79,10 +79,10 @@ def test_connections_that_stay_open_after_their_answer(
                 assert client.recv(65_536).startswith(b"HTTP/1.1 ")
         return len(payload) * len(clients)
 
-    measure(target, attack).judge(record_property)
+    measure(target, attack).assert_within_bounds(record_property)
 
 
-def test_one_tenant_does_not_close_the_connections_of_another(target: Victim) -> None:
+def test_one_tenant_does_not_close_the_connections_of_another(target: AttackTarget) -> None:
     head = f"POST /v1/check HTTP/1.1\r\nHost: a\r\nX-Api-Key: {target.other.key}\r\nContent-Length: "
     body = b'{"resource": "GET:/orders", "subject": "user:1"}'
     check = head.encode() + b"%d\r\n\r\n" % len(body) + body
@@ -99,7 +99,7 @@ def test_one_tenant_does_not_close_the_connections_of_another(target: Victim) ->
             assert client.recv(65_536).startswith(b"HTTP/1.1 200 ")
 
 
-def test_valid_batches_of_some_tenants_leave_room_for_small_checks_of_another(target: Victim) -> None:
+def test_valid_batches_of_some_tenants_leave_room_for_small_checks_of_another(target: AttackTarget) -> None:
     """The check arrives in two packets, so that some of it has to be held."""
     tenants = [target.service.tenant() for _ in range(3)]
     checks = [{"resource": "GET:/orders" + "x" * 400, "subject": f"user:{at}" + "x" * 400} for at in range(1_000)]
@@ -125,7 +125,7 @@ def test_valid_batches_of_some_tenants_leave_room_for_small_checks_of_another(ta
     assert set(answers) == {b"HTTP/1.1 200"}
 
 
-def test_a_url_that_can_not_be_parsed_behind_a_check_leaves_nothing_behind(target: Victim) -> None:
+def test_a_url_that_can_not_be_parsed_behind_a_check_leaves_nothing_behind(target: AttackTarget) -> None:
     body = json.dumps({"checks": [{"resource": "GET:/orders", "subject": "user:1"}] * 1_000}).encode()
     head = f"POST /v1/check/batch HTTP/1.1\r\nHost: a\r\nX-Api-Key: {target.attacker.key}\r\n"
     batch = head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body

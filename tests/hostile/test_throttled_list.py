@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.seeded import Seeded, Tenant, seeded
+from tests.service.seeded_service import SeededService, TenantClient, run_seeded_service
 
 pytestmark = pytest.mark.slow
 
@@ -14,12 +14,12 @@ FLOOD = 15_000
 LIMIT = {"name": "a", "algorithm": "fixed_window", "limit": 1, "window_seconds": 3_600}
 
 
-def denied(service: Seeded, query: str) -> dict[tuple[str, str], int]:
+def denied(service: SeededService, query: str) -> dict[tuple[str, str], int]:
     items = service.admin("GET", f"throttled?{query}").json["items"]
     return {(item["tenant_id"], item["subject_hash"]): item["denied"] for item in items}
 
 
-def flood(attacker: Tenant) -> None:
+def flood(attacker: TenantClient) -> None:
     for first in range(0, FLOOD, BATCH):
         subjects = [f"{'x' * 480}{number}" for number in range(first, first + BATCH)]
         checks = [{"resource": "GET:/orders", "subject": subject} for subject in subjects]
@@ -28,7 +28,7 @@ def flood(attacker: Tenant) -> None:
 
 
 def test_a_flood_of_denied_subjects_hides_none_of_another_tenant(tmp_path: Path) -> None:
-    with seeded(f"sqlite:///{tmp_path}/crowd.db") as service:
+    with run_seeded_service(f"sqlite:///{tmp_path}/crowd.db") as service:
         victim, attacker = service.tenant(LIMIT), service.tenant({**LIMIT, "scope": "tenant"})
         for subject in ("user:1", "user:2"):
             assert [victim.check(subject=subject).status for _ in range(3)] == [200, 429, 429]

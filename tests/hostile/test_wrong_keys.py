@@ -13,11 +13,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from limitforge.catalog.catalog import Catalog
 from limitforge.catalog.credentials import PREFIXES, Peppers, new_id
-from limitforge.catalog.database import Database
-from tests.catalog.live import add_old_keys, old_credential
-from tests.service.live import CALL_SECONDS, NO_TLS, PEPPERS, Account, Live
+from limitforge.catalog.database.catalog import Catalog
+from limitforge.catalog.database.database import Database
+from tests.catalog.replicas import add_old_keys, old_credential
+from tests.service.live_service import CALL_SECONDS, NO_TLS, PEPPERS, LiveService, TenantFixture
 
 RIGHT_KEYS = 6
 ATTACKERS = [f"203.0.113.{number}" for number in range(20)]
@@ -27,15 +27,15 @@ PAUSE_SECONDS = 0.002  # between two wrong keys: hundreds a second
 
 
 @pytest.fixture
-def live(tmp_path: Path) -> Iterator[Live]:
-    with Live(f"sqlite:///{tmp_path}/service.db", trusted_proxies="127.0.0.1") as live:
+def live(tmp_path: Path) -> Iterator[LiveService]:
+    with LiveService(f"sqlite:///{tmp_path}/service.db", trusted_proxies="127.0.0.1") as live:
         yield live
 
 
 class Flood:
     """A thread that sends made-up keys, each another one, from these addresses in turn until it is stopped."""
 
-    def __init__(self, live: Live, sources: list[str], kind: str, path: str) -> None:
+    def __init__(self, live: LiveService, sources: list[str], kind: str, path: str) -> None:
         self._address = live.origin.removeprefix("http://")
         self._sources, self._prefix, self._path = sources, PREFIXES[kind], path
         self._stopped = threading.Event()
@@ -72,7 +72,7 @@ class Flood:
 
 
 @contextlib.contextmanager
-def flood(live: Live, sources: list[str], kind: str = "live", path: str = "/v1/check") -> Iterator[Flood]:
+def flood(live: LiveService, sources: list[str], kind: str = "live", path: str = "/v1/check") -> Iterator[Flood]:
     running = Flood(live, sources, kind, path)
     running.start()
     try:
@@ -90,7 +90,7 @@ def headers(key: str, source: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}", "x-forwarded-for": source, "content-type": "application/json"}
 
 
-def present(live: Live, keys: list[str], source: str = HONEST, path: str = "/v1/check") -> list[int]:
+def present(live: LiveService, keys: list[str], source: str = HONEST, path: str = "/v1/check") -> list[int]:
     """The statuses of one request with each key, all of them at once."""
 
     async def all_at_once() -> list[int]:
@@ -102,7 +102,7 @@ def present(live: Live, keys: list[str], source: str = HONEST, path: str = "/v1/
     return asyncio.run(all_at_once())
 
 
-def assert_all_come_in(live: Live, keys: list[str], path: str = "/v1/check") -> None:
+def assert_all_come_in(live: LiveService, keys: list[str], path: str = "/v1/check") -> None:
     """Half of them at once, and half one after the other."""
     half = len(keys) // 2
     assert present(live, keys[:half], path=path) == [200] * half
@@ -110,7 +110,7 @@ def assert_all_come_in(live: Live, keys: list[str], path: str = "/v1/check") -> 
     assert one_by_one == [200] * (len(keys) - half), one_by_one
 
 
-def old_keys(live: Live, tenant_id: str, number: int) -> list[str]:
+def old_keys(live: LiveService, tenant_id: str, number: int) -> list[str]:
     async def add() -> list[str]:
         database = Database(live.settings.database_url)
         try:
@@ -122,30 +122,30 @@ def old_keys(live: Live, tenant_id: str, number: int) -> list[str]:
 
 
 @pytest.mark.parametrize("sources", [[HONEST], ATTACKERS], ids=["the same source", "20 other sources"])
-def test_new_keys_come_in_while_made_up_ones_flood_in(live: Live, sources: list[str]) -> None:
+def test_new_keys_come_in_while_made_up_ones_flood_in(live: LiveService, sources: list[str]) -> None:
     admin = live.admin()
-    tenant_id = Account(admin).id
-    keys = [admin.made("/keys", {"tenant_id": tenant_id, "name": f"k{at}"})["key"] for at in range(2 * RIGHT_KEYS)]
+    tenant_id = TenantFixture(admin).id
+    keys = [admin.create("/keys", {"tenant_id": tenant_id, "name": f"k{at}"})["key"] for at in range(2 * RIGHT_KEYS)]
     with flood(live, sources):
         assert_all_come_in(live, keys)
 
 
-def test_old_keys_of_a_source_without_failures_come_in_while_others_flood(live: Live) -> None:
-    tenant_id = Account(live.admin()).id
+def test_old_keys_of_a_source_without_failures_come_in_while_others_flood(live: LiveService) -> None:
+    tenant_id = TenantFixture(live.admin()).id
     keys = old_keys(live, tenant_id, 2 * RIGHT_KEYS)
     with flood(live, ATTACKERS):
         assert_all_come_in(live, keys)
 
 
-def test_old_keys_that_the_node_knows_come_in_from_a_source_that_floods(live: Live) -> None:
-    tenant_id = Account(live.admin()).id
+def test_old_keys_that_the_node_knows_come_in_from_a_source_that_floods(live: LiveService) -> None:
+    tenant_id = TenantFixture(live.admin()).id
     keys = old_keys(live, tenant_id, RIGHT_KEYS)
     assert present(live, keys) == [200] * RIGHT_KEYS
     with flood(live, [HONEST]):
         assert present(live, keys) == [200] * RIGHT_KEYS
 
 
-def test_made_up_keys_cost_the_database_a_bounded_number_of_look_ups(live: Live) -> None:
+def test_made_up_keys_cost_the_database_a_bounded_number_of_look_ups(live: LiveService) -> None:
     """Each look-up that finds nothing is one 401 of the flood; the rest is refused before the database is asked."""
     started = time.monotonic()
     with flood(live, ATTACKERS) as running:
@@ -164,17 +164,17 @@ def test_made_up_keys_cost_the_database_a_bounded_number_of_look_ups(live: Live)
         pytest.param("/v1/admin/tenants", ATTACKERS, id="tenants, 20 other sources", marks=pytest.mark.soak),
     ],
 )
-def test_new_tokens_come_in_while_made_up_ones_flood_in(live: Live, path: str, sources: list[str]) -> None:
+def test_new_tokens_come_in_while_made_up_ones_flood_in(live: LiveService, path: str, sources: list[str]) -> None:
     tokens = [live.admin().token for _ in range(2 * RIGHT_KEYS)]
     with flood(live, sources, "admin", path):
         assert_all_come_in(live, tokens, path)
 
 
-def test_a_token_that_was_deleted_does_not_reach_the_database_often(live: Live) -> None:
+def test_a_token_that_was_deleted_does_not_reach_the_database_often(live: LiveService) -> None:
     """It has a keyed checksum, so it passes the guard once."""
     admin = live.admin()
-    gone = admin.made("/tokens", {"name": "gone", "scopes": ["read"]})
+    gone = admin.create("/tokens", {"name": "gone", "scopes": ["read"]})
     admin.delete(f"/tokens/{gone['id']}")
-    caller = live.caller(gone["token"])
+    caller = live.client(gone["token"])
     assert {caller.get("/tenants").status_code for _ in range(100)} == {401, 429}
     assert present(live, [live.admin().token], path="/v1/admin/tenants") == [200]

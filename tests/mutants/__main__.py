@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from tests.mutants.bugs import Bug, read_bugs
-from tests.mutants.trials import TIMEOUT_S, Outcome, Trials
+from tests.mutants.runner import TIMEOUT_S, MutantRunner, Outcome
 
 ROOT = Path(__file__).parents[2]
-LIST = Path("tests/mutants/bugs.toml")
-AT_A_TIME = 2
+BUG_LIST = Path("tests/mutants/bugs.toml")
+PARALLEL_RUNS = 2
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -27,40 +27,40 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--root", type=Path, default=ROOT, help="the project (default: this one)")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds for the tests of one bug")
     options = parser.parse_args(arguments)
-    bugs = [bug for bug in read_bugs(options.root / LIST) if _is_picked(bug, options.words)]
+    bugs = [bug for bug in read_bugs(options.root / BUG_LIST) if _is_selected(bug, options.words)]
     if not bugs:
-        _say("No bug is in a file of that name.")
+        _print_line("No bug is in a file of that name.")
         return 1
     started, outcomes = time.monotonic(), list[Outcome]()
     try:
-        with Trials(options.root, options.timeout) as trials:
-            _say(f"{len(bugs)} bugs. Their tests without a bug:")
-            if not _pass_without_a_bug(trials, bugs):
+        with MutantRunner(options.root, options.timeout) as trials:
+            _print_line(f"{len(bugs)} bugs. Their tests without a bug:")
+            if not _original_passes(trials, bugs):
                 return 1
-            _say(f"passed in {time.monotonic() - started:.0f} s. Now with each bug, {AT_A_TIME} at a time:")
-            for bug, outcome in _results(trials, bugs, trials.outcome):
+            _print_line(f"passed in {time.monotonic() - started:.0f} s. Now with each bug, {PARALLEL_RUNS} at a time:")
+            for bug, outcome in _results(trials, bugs, trials.run_mutant):
                 outcomes.append(outcome)
-                _say(_line(len(outcomes), len(bugs), bug, outcome))
+                _print_line(_line(len(outcomes), len(bugs), bug, outcome))
     except KeyboardInterrupt:
-        _say(f"Interrupted after {len(outcomes)} of {len(bugs)} bugs.")
-        _sum_up(outcomes, time.monotonic() - started)
+        _print_line(f"Interrupted after {len(outcomes)} of {len(bugs)} bugs.")
+        _print_totals(outcomes, time.monotonic() - started)
         return 130
-    return _sum_up(outcomes, time.monotonic() - started)
+    return _print_totals(outcomes, time.monotonic() - started)
 
 
-def _is_picked(bug: Bug, words: list[str]) -> bool:
+def _is_selected(bug: Bug, words: list[str]) -> bool:
     return not words or any(word in bug.file for word in words)
 
 
-def _pass_without_a_bug(trials: Trials, bugs: list[Bug]) -> bool:
-    groups = grouped(bug.tests for bug in bugs if not bug.equivalent)
-    failures = [failure for _, failure in _results(trials, groups, trials.failure_without_a_bug) if failure]
+def _original_passes(trials: MutantRunner, bugs: list[Bug]) -> bool:
+    groups = group_test_arguments(bug.tests for bug in bugs if not bug.equivalent)
+    failures = [failure for _, failure in _results(trials, groups, trials.failure_on_original) if failure]
     if failures:
-        _say("\n".join([*failures, "Tests must pass before a bug is planted."]))
+        _print_line("\n".join([*failures, "Tests must pass before a bug is planted."]))
     return not failures
 
 
-def grouped(lines: Iterable[str]) -> list[str]:
+def group_test_arguments(lines: Iterable[str]) -> list[str]:
     """Return few lines of arguments that run the same tests: one for each process, and one for each line with options.
 
     A test of a file that runs whole is left out.
@@ -69,12 +69,12 @@ def grouped(lines: Iterable[str]) -> list[str]:
     with_options = [line for line in distinct if "-" in (word[0] for word in line.split())]
     words = sorted({word for line in distinct if line not in with_options for word in line.split()})
     plain = [word for word in words if "::" not in word or word.partition("::")[0] not in words]
-    return [line for line in (" ".join(plain[n::AT_A_TIME]) for n in range(AT_A_TIME)) if line] + with_options
+    return [line for line in (" ".join(plain[n::PARALLEL_RUNS]) for n in range(PARALLEL_RUNS)) if line] + with_options
 
 
-def _results(trials: Trials, tasks: list[Task], work: Callable[[Task], Result]) -> Iterator[tuple[Task, Result]]:
+def _results(trials: MutantRunner, tasks: list[Task], work: Callable[[Task], Result]) -> Iterator[tuple[Task, Result]]:
     """Yield each task with its result as they end. An interrupt ends those that run."""
-    with ThreadPoolExecutor(AT_A_TIME) as pool:
+    with ThreadPoolExecutor(PARALLEL_RUNS) as pool:
         running = {pool.submit(work, task): task for task in tasks}
         try:
             for done in as_completed(running):
@@ -91,18 +91,18 @@ def _line(number: int, total: int, bug: Bug, outcome: Outcome) -> str:
     return f"{f'{number}/{total}':>9} {outcome.verdict:<10} {bug}{took}{detail}"
 
 
-def _sum_up(outcomes: list[Outcome], seconds: float) -> int:
+def _print_totals(outcomes: list[Outcome], seconds: float) -> int:
     """Print the totals, and return the exit status."""
     counts = Counter(outcome.verdict for outcome in outcomes)
     hung = sum(outcome.detail.startswith("hung") for outcome in outcomes)
-    _say(
+    _print_line(
         f"{counts['killed']} killed ({hung} by a time-out), {counts['survived']} survived, {counts['broken']} broken, "
         f"{counts['equivalent']} equivalent, of {len(outcomes)} bugs in {seconds:.0f} s"
     )
     return 1 if counts["survived"] or counts["broken"] else 0
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(line, flush=True)  # noqa: T201
 
 

@@ -22,9 +22,9 @@ class Bug(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Why no test can notice it. Such a bug is listed, but not tried."""
 
     def __str__(self) -> str:
-        return f"{self.file}: {_in_a_line(self.old)} -> {_in_a_line(self.new)}"
+        return f"{self.file}: {_one_line(self.old)} -> {_one_line(self.new)}"
 
-    def planted(self, source: str) -> str:
+    def apply_to(self, source: str) -> str:
         """Return the source with this bug in it. Raises ValueError where the text to replace is not clear."""
         found = source.count(self.old)
         if found != 1:
@@ -33,11 +33,11 @@ class Bug(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("this replaces the text by itself")
         return source.replace(self.old, self.new)
 
-    def plant(self, root: Path) -> None:
+    def write_into(self, root: Path) -> None:
         path = root / PACKAGE / self.file
         if not path.is_file():
             raise ValueError("there is no such file")
-        path.write_text(self.planted(path.read_text()))
+        path.write_text(self.apply_to(path.read_text()))
         for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
             compiled.unlink()  # Python would use it if both sources have one size and were written in one second
 
@@ -46,6 +46,6 @@ def read_bugs(path: Path) -> list[Bug]:
     return msgspec.convert(tomllib.loads(path.read_text())["bugs"], list[Bug])
 
 
-def _in_a_line(text: str) -> str:
+def _one_line(text: str) -> str:
     line = " ".join(text.split())
     return f"`{line if len(line) <= 60 else line[:57] + '...'}`"

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants.__main__ import LIST, ROOT, grouped, main
+from tests.mutants.__main__ import BUG_LIST, ROOT, group_test_arguments, main
 from tests.mutants.bugs import PACKAGE, Bug, read_bugs
 
-BUGS = read_bugs(ROOT / LIST)
+BUGS = read_bugs(ROOT / BUG_LIST)
 
 SOURCE = """
 from time import sleep
@@ -55,12 +55,12 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    (tmp_path / LIST).parent.mkdir()
+    (tmp_path / BUG_LIST).parent.mkdir()
     return tmp_path
 
 
 def run(project: Path, *bugs: str, options: tuple[str, ...] = ()) -> int:
-    (project / LIST).write_text(f"bugs = [{', '.join(bugs)}]")
+    (project / BUG_LIST).write_text(f"bugs = [{', '.join(bugs)}]")
     return main(["--root", str(project), *options])
 
 
@@ -123,7 +123,7 @@ def test_an_interrupt_ends_with_what_it_has(project: Path) -> None:
     (project / "tests/test_slow.py").write_text(f"from limitforge.numbers import larger\n\n{slow}")
     (project / "pytest.ini").write_text("[pytest]\naddopts = -p xdist\n")
     waits = KILLED.replace("test_it", "test_slow")
-    (project / LIST).write_text(f"bugs = [{KILLED}, {waits}]")
+    (project / BUG_LIST).write_text(f"bugs = [{KILLED}, {waits}]")
     command = [sys.executable, "-m", "tests.mutants", "--root", str(project)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None
@@ -139,7 +139,7 @@ def test_an_interrupt_ends_with_what_it_has(project: Path) -> None:
 
 def test_all_tests_of_all_bugs_run_in_few_groups() -> None:
     lines = ["a.py b.py::one", "a.py::two", "b.py::one", "c.py -k word", "d.py"]
-    assert grouped(lines) == ["a.py d.py", "b.py::one", "c.py -k word"]
+    assert group_test_arguments(lines) == ["a.py d.py", "b.py::one", "c.py -k word"]
 
 
 # -- the list
@@ -161,7 +161,7 @@ def test_every_bug_of_the_list_can_be_planted(file: str) -> None:
 
 
 def plant(bug: Bug) -> None:
-    planted = bug.planted(text_of(ROOT / PACKAGE / bug.file))
+    planted = bug.apply_to(text_of(ROOT / PACKAGE / bug.file))
     if bug.file.endswith(".py"):
         compile(planted, bug.file, "exec")
     for word in bug.tests.split():

@@ -46,7 +46,7 @@ class Oracle(ABC):
         return False
 
 
-class Draining(Oracle):
+class BucketOracle(Oracle):
     """A leaky bucket's level, or what is missing from a token bucket: it falls at a constant rate, down to nothing."""
 
     def __init__(self, limit: Limit) -> None:
@@ -64,7 +64,7 @@ class Draining(Oracle):
         self.level, self.last_us = self.used(now_us) + cost, now_us
 
 
-class Windows(Oracle):
+class FixedWindowOracle(Oracle):
     """A count for each window."""
 
     def __init__(self, limit: FixedWindow | Quota, key: str) -> None:
@@ -79,7 +79,7 @@ class Windows(Oracle):
         self.counts[self.window(now_us)] = self.used(now_us) + cost
 
 
-class OpenedByAHit(Oracle):
+class FirstHitWindowOracle(Oracle):
     """A count in a window that begins with the first cost taken."""
 
     def __init__(self, limit: FixedWindow) -> None:
@@ -97,7 +97,7 @@ class OpenedByAHit(Oracle):
         self.count += cost
 
 
-class Log(Oracle):
+class SlidingLogOracle(Oracle):
     """Every cost counts until it is one window old."""
 
     def __init__(self, limit: Limit) -> None:
@@ -112,7 +112,7 @@ class Log(Oracle):
         self.taken.append((now_us, cost))
 
 
-class Blended(Oracle):
+class SlidingCounterOracle(Oracle):
     """The counts of this window and of the one before, the latter fading."""
 
     def __init__(self, limit: SlidingWindowCounter) -> None:
@@ -130,17 +130,17 @@ class Blended(Oracle):
         self.counts[window] = self.counts.get(window, 0) + cost
 
 
-def oracle_of(limit: Limit, key: str) -> Oracle:
+def build_oracle(limit: Limit, key: str) -> Oracle:
     """`key` is that of the bucket without its prefix: it spreads a window."""
     if isinstance(limit, SlidingWindowCounter):
-        return Blended(limit)
+        return SlidingCounterOracle(limit)
     if isinstance(limit, SlidingWindow | Concurrency):
-        return Log(limit)
+        return SlidingLogOracle(limit)
     if isinstance(limit, FixedWindow) and limit.align is Align.FIRST_HIT:
-        return OpenedByAHit(limit)
+        return FirstHitWindowOracle(limit)
     if isinstance(limit, FixedWindow | Quota):
-        return Windows(limit, key)
-    return Draining(limit)
+        return FixedWindowOracle(limit, key)
+    return BucketOracle(limit)
 
 
 def exact_rate(per_second: object) -> Fraction:

@@ -20,7 +20,7 @@ from limitforge import (
     SlidingWindowCounter,
     TokenBucket,
 )
-from limitforge.core.algorithms.level import LevelSteps
+from limitforge.core.algorithms.level import LevelAlgorithm
 from limitforge.core.calendar import Period
 from limitforge.core.limits import Align
 
@@ -58,7 +58,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Story:
+class History:
     """A limit, when it is first used, and how."""
 
     limit: Limit
@@ -164,8 +164,8 @@ def span_us(limit: Limit) -> int:
     """The time in which a limit renews itself, more or less."""
     if isinstance(limit, Quota):
         return PERIODS[Period(limit.period)]
-    steps: Any = limit.steps
-    if isinstance(steps, LevelSteps):
+    steps: Any = limit.compiled
+    if isinstance(steps, LevelAlgorithm):
         return max(steps.limit, 1) * steps.per_us // steps.tokens + 1
     return int(steps.ttl_us if isinstance(limit, Concurrency) else steps.window_us)
 
@@ -195,18 +195,18 @@ _few_steps = st.lists(st.tuples(_parts, _small_or_parts), max_size=8)
 
 
 @st.composite
-def stories(draw: st.DrawFn, algorithm: str, common: dict[str, Any] | None = None, *, long: bool = False) -> Story:
+def histories(draw: st.DrawFn, algorithm: str, common: dict[str, Any] | None = None, *, long: bool = False) -> History:
     limit = draw(limits(algorithm, common))
     span, most = span_us(limit), _most(limit)
     drawn = draw(_steps if long else _few_steps)
     steps = [Step(max(_scaled(pause, span), 0), _within(cost, 0, most)) for pause, cost in drawn]
-    return Story(limit, draw(starts()), steps)
+    return History(limit, draw(starts()), steps)
 
 
-def any_stories(**common: Any) -> st.SearchStrategy[Story]:
-    return st.one_of([stories(algorithm, common) for algorithm in ALGORITHMS])
+def any_histories(**common: Any) -> st.SearchStrategy[History]:
+    return st.one_of([histories(algorithm, common) for algorithm in ALGORITHMS])
 
 
-def counting_stories() -> st.SearchStrategy[Story]:
+def counting_histories() -> st.SearchStrategy[History]:
     """Of limits that keep what is taken; a concurrency limit is untouched by settling."""
-    return st.one_of([stories(algorithm) for algorithm in COUNTING])
+    return st.one_of([histories(algorithm) for algorithm in COUNTING])

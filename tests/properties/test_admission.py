@@ -13,35 +13,35 @@ from hypothesis import strategies as st
 
 from limitforge import Concurrency, Limit, Limits, Quota, SlidingWindowCounter
 from limitforge.core.calendar import Period
-from limitforge.core.keys import Keys, Place
+from limitforge.core.keys import Keys, Layer
 from limitforge.core.limits import Scope
-from tests.properties.oracles import local_date, oracle_of, period_of, window_us
+from tests.properties.oracles import build_oracle, local_date, period_of, window_us
+from tests.properties.simulation import RESOURCE, SUBJECT, Simulation
 from tests.properties.strategies import (
     ALGORITHMS,
     COUNTING,
     DAY_US,
-    Story,
+    History,
     durations,
     fewer_examples,
+    histories,
     limits,
     pauses,
     starts,
-    stories,
 )
-from tests.properties.world import RESOURCE, SUBJECT, World
 
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
 
-def key_of(limit: Limit) -> str:
+def bucket_key(limit: Limit) -> str:
     keys = Keys()
-    home = keys.home("default")
-    base = keys.bucket(Scope.SUBJECT, Place.POLICY, home, home.wide, RESOURCE, SUBJECT)
-    return f"{base}{limit.name}:{limit.steps.letter}{limit.shape}".removeprefix("lf:")
+    home = keys.tenant_keys("default")
+    base = keys.bucket_prefix(Scope.SUBJECT, Layer.POLICY, home, home.tenant_prefix, RESOURCE, SUBJECT)
+    return f"{base}{limit.name}:{limit.compiled.letter}{limit.shape}".removeprefix("lf:")
 
 
-def holds_to_its_definition(story: Story) -> None:
-    world, oracle = World(story.start_us), oracle_of(story.limit, key_of(story.limit))
+def holds_to_its_definition(story: History) -> None:
+    world, oracle = Simulation(story.start_us), build_oracle(story.limit, bucket_key(story.limit))
     for step in story.steps:
         world.clock.advance_us(step.after_us)
         decision = world.check(story.limit, step.cost)
@@ -53,25 +53,25 @@ def holds_to_its_definition(story: Story) -> None:
 @fewer_examples
 @given(data=st.data())
 def test_a_check_is_allowed_exactly_if_the_definition_has_room_for_it(algorithm: str, data: st.DataObject) -> None:
-    holds_to_its_definition(data.draw(stories(algorithm, long=True)))
+    holds_to_its_definition(data.draw(histories(algorithm, long=True)))
 
 
 @pytest.mark.parametrize("algorithm", COUNTING)
 @fewer_examples
 @given(data=st.data())
 def test_counted_denials_take_their_cost_up_to_twice_the_limit(algorithm: str, data: st.DataObject) -> None:
-    holds_to_its_definition(data.draw(stories(algorithm, {"count_denied": True}, long=True)))
+    holds_to_its_definition(data.draw(histories(algorithm, {"count_denied": True}, long=True)))
 
 
 @pytest.mark.parametrize("algorithm", ["fixed_window", "sliding_window_counter", "quota"])
 @fewer_examples
 @given(data=st.data())
 def test_two_definitions_of_one_name_in_alternation_each_hold_to_their_own(algorithm: str, data: st.DataObject) -> None:
-    story = data.draw(stories(algorithm, {"name": "same"}, long=True))
+    story = data.draw(histories(algorithm, {"name": "same"}, long=True))
     other = data.draw(limits(algorithm, {"name": "same"}))
     assume(other.shape != story.limit.shape)
-    world = World(story.start_us)
-    both = [(limit, oracle_of(limit, key_of(limit))) for limit in (story.limit, other)]
+    world = Simulation(story.start_us)
+    both = [(limit, build_oracle(limit, bucket_key(limit))) for limit in (story.limit, other)]
     for step in story.steps:
         world.clock.advance_us(step.after_us)
         limit, oracle = data.draw(st.sampled_from(both))
@@ -86,10 +86,10 @@ def test_a_count_begins_anew_only_where_an_override_gives_it_another_window(
     algorithm: str, data: st.DataObject
 ) -> None:
     """What counts is under which window something was last taken: an override that nobody met changes nothing."""
-    story = data.draw(stories(algorithm, {"name": "same"}, long=True))
+    story = data.draw(histories(algorithm, {"name": "same"}, long=True))
     plan, windows = story.limit, [None, *data.draw(st.lists(durations(DAY_US), min_size=1, max_size=2))]
-    world, key = World(story.start_us), key_of(plan)
-    counted, oracle = plan, oracle_of(plan, key)
+    world, key = Simulation(story.start_us), bucket_key(plan)
+    counted, oracle = plan, build_oracle(plan, key)
     for step in story.steps:
         world.clock.advance_us(step.after_us)
         window = data.draw(st.sampled_from(windows))
@@ -99,7 +99,7 @@ def test_a_count_begins_anew_only_where_an_override_gives_it_another_window(
             change = {"same": {"window_seconds": window}}
             world.limiter.set_override(RESOURCE, SUBJECT, change, limits=plan, ttl_seconds=3 * 10**8)
         limit = plan if window is None else replace(plan, window_seconds=window)  # type: ignore[call-arg]
-        asked = oracle if limit == counted else oracle_of(limit, key)
+        asked = oracle if limit == counted else build_oracle(limit, key)
         allowed = asked.check(world.now_us, step.cost)
         assert world.check(plan, step.cost).allowed == allowed
         if allowed and step.cost:
@@ -111,12 +111,12 @@ def test_a_count_begins_anew_only_where_an_override_gives_it_another_window(
 
 def greedy(data: st.DataObject, algorithm: str) -> tuple[Limit, list[tuple[int, int]]]:
     """A limit, and what somebody got of it who always takes some or all of what is left: (when, how much)."""
-    story = data.draw(stories(algorithm, long=True))
-    world = World(story.start_us)
+    story = data.draw(histories(algorithm, long=True))
+    world = Simulation(story.start_us)
     admitted = []
     for step in story.steps:
         world.clock.advance_us(step.after_us)
-        left = world.look(story.limit).remaining or 0
+        left = world.peek(story.limit).remaining or 0
         cost = min(step.cost, left)
         assert world.check(story.limit, cost).allowed
         admitted.append((world.now_us, cost))
@@ -137,17 +137,17 @@ def stretches(admitted: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
 @given(data=st.data())
 def test_a_bucket_admits_its_capacity_and_what_the_rate_adds(algorithm: str, data: st.DataObject) -> None:
     limit, admitted = greedy(data, algorithm)
-    steps: Any = limit.steps
+    steps: Any = limit.compiled
     for first_us, last_us, total in stretches(admitted):
         assert total * steps.per_us <= steps.limit * steps.per_us + (last_us - first_us) * steps.tokens
 
 
 @given(data=st.data())
 def test_what_waits_its_delay_leaves_a_leaky_bucket_at_its_rate(data: st.DataObject) -> None:
-    story = data.draw(stories("leaky_bucket", long=True))
-    steps: Any = story.limit.steps
+    story = data.draw(histories("leaky_bucket", long=True))
+    steps: Any = story.limit.compiled
     per_ms = Fraction(steps.tokens * 1_000, steps.per_us)
-    world = World(story.start_us)
+    world = Simulation(story.start_us)
     left: list[tuple[Fraction, int]] = []
     for step in story.steps:
         world.clock.advance_us(step.after_us)
@@ -206,7 +206,7 @@ def test_a_counter_can_let_twice_its_limit_pass_within_one_window() -> None:
     limit = SlidingWindowCounter(limit=100, window_seconds=60)
     window = 60_000_000
     edge_us = 28_333_334 * window
-    world = World(edge_us - 1)
+    world = Simulation(edge_us - 1)
     assert world.check(limit, 100).allowed
     admitted = 0
     for elapsed_us in range(0, window - 1, 600_000):
@@ -221,7 +221,7 @@ def test_a_counter_can_let_twice_its_limit_pass_within_one_window() -> None:
 def test_across_an_edge_a_counter_lets_only_one_more_pass_at_once(size: int) -> None:
     limit = SlidingWindowCounter(limit=size, window_seconds=60)
     edge_us = 28_333_334 * 60_000_000
-    world = World(edge_us - 1)
+    world = Simulation(edge_us - 1)
     assert world.check(limit, size).allowed
     world.clock.set_us(edge_us)
     assert not world.check(limit).allowed
@@ -238,7 +238,7 @@ def test_live_leases_never_hold_more_slots_than_there_are(data: st.DataObject) -
     limit = data.draw(limits("concurrency"))
     assert isinstance(limit, Concurrency)
     ttl_us, size = window_us(limit), limit.size or 0
-    world = World(data.draw(starts()))
+    world = Simulation(data.draw(starts()))
     held: dict[str, tuple[int, int]] = {}  # (stale from, slots)
     for _ in range(data.draw(st.integers(1, 25))):
         world.clock.advance_us(data.draw(pauses(limit)))
@@ -261,7 +261,7 @@ def test_live_leases_never_hold_more_slots_than_there_are(data: st.DataObject) -
                 if lease in live:
                     held[lease] = (world.now_us + ttl_us, live[lease])
         in_use = sum(slots for until_us, slots in held.values() if until_us > world.now_us)
-        assert world.look(limit).remaining == size - in_use
+        assert world.peek(limit).remaining == size - in_use
 
 
 # -- shares
@@ -272,8 +272,8 @@ def test_live_leases_never_hold_more_slots_than_there_are(data: st.DataObject) -
 @given(data=st.data())
 def test_a_priority_never_takes_use_above_its_share(algorithm: str, data: st.DataObject) -> None:
     shares = {"P1": data.draw(st.integers(0, 100)), "P2": data.draw(st.integers(0, 100))}
-    story = data.draw(stories(algorithm, {"shares": shares}))
-    world, oracle = World(story.start_us), oracle_of(story.limit, key_of(story.limit))
+    story = data.draw(histories(algorithm, {"shares": shares}))
+    world, oracle = Simulation(story.start_us), build_oracle(story.limit, bucket_key(story.limit))
     for step in story.steps:
         world.clock.advance_us(step.after_us)
         priority = data.draw(st.sampled_from(["P0", "P1", "P2", "P3"]))
@@ -290,7 +290,7 @@ def test_the_text_of_a_bucket_admits_exactly_its_number_per_window() -> None:
     for text in ("token:50/minute", "leaky:50/minute", "token:7/3 seconds"):
         [limit] = Limits.parse(text)
         window = {"token:7/3 seconds": 3_000_000}.get(text, 60_000_000)
-        world = World(1_700_006_400_000_000)
+        world = Simulation(1_700_006_400_000_000)
         assert world.check(limit, limit.size or 0).allowed
         admitted = 0
         for elapsed_us in range(0, 10 * window + 1, window // 200):

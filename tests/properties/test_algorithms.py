@@ -8,40 +8,40 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from limitforge import Limit, Limits
+from tests.properties.simulation import Simulation
 from tests.properties.strategies import (
     ALGORITHMS,
     DAY_US,
     MAX_COST,
     TEN_YEARS_US,
-    Story,
+    History,
+    any_histories,
     any_limits,
-    any_stories,
     costs,
-    counting_stories,
+    counting_histories,
     fewer_examples,
+    histories,
     pauses,
     starts,
-    stories,
 )
-from tests.properties.world import World
 
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
 SHARES = {"P1": 90, "P2": 33, "P3": 0}
 ONE, TWO, THREE = (any_limits(name=name) for name in ("one", "two", "three"))
 MONITORED = any_limits(name="monitored", mode="monitor")
-STORIES = any_stories(name="one")
-MONITORED_STORIES = any_stories(name="monitored", mode="monitor")
-SHARED_STORIES = any_stories(shares=SHARES)
-COUNTING_STORIES = counting_stories()
+STORIES = any_histories(name="one")
+MONITORED_STORIES = any_histories(name="monitored", mode="monitor")
+SHARED_STORIES = any_histories(shares=SHARES)
+COUNTING_STORIES = counting_histories()
 
 
-def lived(story: Story, *, full: bool = False) -> World:
+def lived(story: History, *, full: bool = False) -> Simulation:
     """The world after a story; `full` takes what is left."""
-    world = World(story.start_us)
-    world.live(story.limit, story.steps)
+    world = Simulation(story.start_us)
+    world.replay(story.limit, story.steps)
     if full:
-        world.check(story.limit, world.look(story.limit).remaining or 0)
+        world.check(story.limit, world.peek(story.limit).remaining or 0)
     return world
 
 
@@ -52,22 +52,22 @@ def lived(story: Story, *, full: bool = False) -> World:
 @fewer_examples
 @given(data=st.data())
 def test_waiting_as_long_as_told_is_enough_and_a_microsecond_less_is_not(algorithm: str, data: st.DataObject) -> None:
-    story = data.draw(stories(algorithm))
+    story = data.draw(histories(algorithm))
     world = lived(story, full=True)
     world.clock.advance_us(data.draw(pauses(story.limit)))
     cost = data.draw(costs(story.limit, least=1))
-    decision = world.after(0).check(story.limit, cost)
+    decision = world.fork_later(0).check(story.limit, cost)
     wait_us = world.wait_us(story.limit, cost)
     if decision.allowed:
         assert (decision.retry_after_ms, wait_us) == (0, 0)
     elif decision.retry_after_ms is None:
         assert cost > (story.limit.size or 0)
-        assert not world.after(2 * TEN_YEARS_US).check(story.limit, cost).allowed
+        assert not world.fork_later(2 * TEN_YEARS_US).check(story.limit, cost).allowed
     else:
         assert decision.retry_after_ms == -(-wait_us // 1_000)
-        assert world.after(decision.retry_after_ms * 1_000).check(story.limit, cost).allowed
-        assert world.after(wait_us).check(story.limit, cost).allowed
-        assert not world.after(wait_us - 1).check(story.limit, cost).allowed
+        assert world.fork_later(decision.retry_after_ms * 1_000).check(story.limit, cost).allowed
+        assert world.fork_later(wait_us).check(story.limit, cost).allowed
+        assert not world.fork_later(wait_us - 1).check(story.limit, cost).allowed
 
 
 @given(data=st.data())
@@ -75,18 +75,18 @@ def test_limits_that_decide_together_wait_for_the_slowest_of_them(data: st.DataO
     drawn = [data.draw(ONE), data.draw(TWO), data.draw(THREE)]
     together = Limits(*drawn)
     least = min(limit.size or 0 for limit in drawn)
-    world = World(data.draw(starts()))
+    world = Simulation(data.draw(starts()))
     for limit in drawn:  # each has a past of its own
         world.clock.advance_us(data.draw(pauses(limit)))
         world.check(limit, data.draw(st.integers(0, limit.size or 0)))
     cost = data.draw(st.integers(1, least))
-    decision = world.after(0).check(together, cost)
+    decision = world.fork_later(0).check(together, cost)
     wait_us = world.wait_us(together, cost)
     assert decision.allowed == (wait_us == 0)
     assert decision.retry_after_ms == -(-wait_us // 1_000)
-    assert world.after(wait_us).check(together, cost).allowed
+    assert world.fork_later(wait_us).check(together, cost).allowed
     if wait_us:
-        assert not world.after(wait_us - 1).check(together, cost).allowed
+        assert not world.fork_later(wait_us - 1).check(together, cost).allowed
 
 
 @given(data=st.data(), priority=st.sampled_from(["P0", "P1", "P2", "P3"]))
@@ -94,14 +94,14 @@ def test_a_priority_with_a_share_waits_for_its_share(priority: str, data: st.Dat
     story = data.draw(SHARED_STORIES)
     world = lived(story, full=True)
     cost = data.draw(costs(story.limit, least=1))
-    decision = world.after(0).check(story.limit, cost, priority=priority)
+    decision = world.fork_later(0).check(story.limit, cost, priority=priority)
     wait_us = world.wait_us(story.limit, cost, priority)
     share = (story.limit.size or 0) * SHARES.get(priority, 100) // 100
     assert (decision.retry_after_ms is None) == (cost > share)
     assert decision.limit == story.limit.size
     if wait_us > 0:
-        assert world.after(wait_us).check(story.limit, cost, priority=priority).allowed
-        assert not world.after(wait_us - 1).check(story.limit, cost, priority=priority).allowed
+        assert world.fork_later(wait_us).check(story.limit, cost, priority=priority).allowed
+        assert not world.fork_later(wait_us - 1).check(story.limit, cost, priority=priority).allowed
 
 
 # -- remaining
@@ -111,16 +111,16 @@ def test_a_priority_with_a_share_waits_for_its_share(priority: str, data: st.Dat
 @fewer_examples
 @given(data=st.data(), priority=st.sampled_from(["P0", "P1", "P2", "P3"]))
 def test_what_remains_can_be_taken_and_one_more_cannot(algorithm: str, priority: str, data: st.DataObject) -> None:
-    story = data.draw(stories(algorithm, {"shares": data.draw(st.sampled_from([{}, SHARES]))}))
+    story = data.draw(histories(algorithm, {"shares": data.draw(st.sampled_from([{}, SHARES]))}))
     world = lived(story)
     world.clock.advance_us(data.draw(pauses(story.limit)))
-    remaining = world.look(story.limit, priority=priority).remaining
+    remaining = world.peek(story.limit, priority=priority).remaining
     assert remaining is not None
-    taken = world.after(0).check(story.limit, remaining, priority=priority)
+    taken = world.fork_later(0).check(story.limit, remaining, priority=priority)
     assert taken.allowed
     assert taken.remaining == 0
     if remaining < MAX_COST:
-        assert not world.after(0).check(story.limit, remaining + 1, priority=priority).allowed
+        assert not world.fork_later(0).check(story.limit, remaining + 1, priority=priority).allowed
 
 
 # -- reset
@@ -132,16 +132,16 @@ def test_what_remains_can_be_taken_and_one_more_cannot(algorithm: str, priority:
 def test_after_its_reset_a_bucket_looks_untouched_and_a_microsecond_before_it_does_not(
     algorithm: str, data: st.DataObject
 ) -> None:
-    story = data.draw(stories(algorithm))
+    story = data.draw(histories(algorithm))
     world = lived(story)
     world.clock.advance_us(data.draw(pauses(story.limit)))
-    look, reset_us = world.look(story.limit), world.reset_us(story.limit)
+    look, reset_us = world.peek(story.limit), world.reset_us(story.limit)
     assert look.reset_after_ms == -(-reset_us // 1_000)
     assert look.reset_at == -(-(world.now_us + reset_us) // 1_000_000)
-    later = world.after(reset_us)
-    assert later.look(story.limit) == World(later.now_us).look(story.limit)
+    later = world.fork_later(reset_us)
+    assert later.peek(story.limit) == Simulation(later.now_us).peek(story.limit)
     if look.remaining != look.limit:
-        earlier = world.after(reset_us - 1).look(story.limit)
+        earlier = world.fork_later(reset_us - 1).peek(story.limit)
         assert earlier.remaining is not None
         assert earlier.remaining < (story.limit.size or 0)
 
@@ -153,16 +153,16 @@ def test_after_its_reset_a_bucket_looks_untouched_and_a_microsecond_before_it_do
 @fewer_examples
 @given(data=st.data())
 def test_a_denial_takes_nothing_from_any_limit(algorithm: str, data: st.DataObject) -> None:
-    story = data.draw(stories(algorithm, {"name": "denies"}))
+    story = data.draw(histories(algorithm, {"name": "denies"}))
     roomy = data.draw(TWO)
     world = lived(story, full=True)
     world.check(roomy, data.draw(st.integers(0, roomy.size or 0)))
     cost = data.draw(costs(story.limit, least=1))
-    before, looked = world.states(), world.look([roomy, story.limit])
+    before, looked = world.states(), world.peek([roomy, story.limit])
     decision = world.check([roomy, story.limit], cost)
     assume(not decision.allowed)
     assert world.store._states == before
-    assert world.look([roomy, story.limit]) == looked
+    assert world.peek([roomy, story.limit]) == looked
     assert decision.lease_id is None
 
 
@@ -171,10 +171,10 @@ def test_a_look_is_always_allowed_and_changes_nothing(data: st.DataObject) -> No
     story = data.draw(STORIES)
     world = lived(story, full=data.draw(st.booleans()))
     before = world.states()
-    look = world.look(story.limit)
+    look = world.peek(story.limit)
     assert (look.allowed, look.retry_after_ms, look.delay_ms, look.lease_id) == (True, 0, None, None)
     assert world.store._states == before
-    assert world.look(story.limit) == look
+    assert world.peek(story.limit) == look
 
 
 @given(data=st.data())
@@ -185,7 +185,7 @@ def test_a_clock_that_steps_back_stands_still(data: st.DataObject) -> None:
     [state] = world.store._states.values()
     world.clock.set_us(state.last)
     cost = data.draw(costs(story.limit, least=1))
-    back = world.after(-data.draw(st.integers(1, 10**12)))
+    back = world.fork_later(-data.draw(st.integers(1, 10**12)))
     then, now = back.check(story.limit, cost), world.check(story.limit, cost)
     assert (then.allowed, then.retry_after_ms, then.limits) == (now.allowed, now.retry_after_ms, now.limits)
     assert back.store._states.keys() == world.store._states.keys()
@@ -202,8 +202,8 @@ def test_a_monitored_limit_never_changes_what_the_enforced_ones_do(data: st.Data
     monitored = data.draw(MONITORED)
     with_it = data.draw(st.permutations([story.limit, other, monitored]))
     without = [limit for limit in with_it if limit is not monitored]
-    one, two = World(story.start_us), World(story.start_us)
-    for watched, plain in zip(one.live(with_it, story.steps), two.live(without, story.steps), strict=True):
+    one, two = Simulation(story.start_us), Simulation(story.start_us)
+    for watched, plain in zip(one.replay(with_it, story.steps), two.replay(without, story.steps), strict=True):
         assert watched.allowed == plain.allowed
         assert watched.retry_after_ms == plain.retry_after_ms
         assert (watched.binding, watched.limit, watched.remaining) == (plain.binding, plain.limit, plain.remaining)
@@ -217,10 +217,10 @@ def test_a_monitored_limit_takes_only_what_was_allowed_and_had_room(data: st.Dat
     story = data.draw(MONITORED_STORIES)
     gate = Limits.parse("gate=fixed:7/second")["gate"]
     both: list[Limit] = [gate, story.limit]
-    world = World(story.start_us)
+    world = Simulation(story.start_us)
     for step in story.steps:
         world.clock.advance_us(step.after_us)
-        room = world.look(story.limit).limits["monitored"].remaining or 0
+        room = world.peek(story.limit).limits["monitored"].remaining or 0
         decision = world.check(both, step.cost)
         taken = step.cost if decision.allowed and step.cost <= room else 0
         assert decision.limits["monitored"].remaining == room - taken
@@ -234,11 +234,11 @@ def test_a_monitored_limit_takes_only_what_was_allowed_and_had_room(data: st.Dat
 def test_settling_for_less_is_as_if_only_that_had_been_taken(data: st.DataObject) -> None:
     story = data.draw(COUNTING_STORIES)
     world = lived(story)
-    room = world.look(story.limit).remaining or 0
+    room = world.peek(story.limit).remaining or 0
     assume(room)
     estimate = data.draw(st.integers(1, room))
     real = data.draw(st.integers(1, estimate))
-    other = world.after(0)
+    other = world.fork_later(0)
     reserved = world.reserve(story.limit, estimate, ttl_seconds=TEN_YEARS_US // 10**6)
     other.check(story.limit, real)
     assert reserved.reservation_id is not None
@@ -247,20 +247,20 @@ def test_settling_for_less_is_as_if_only_that_had_been_taken(data: st.DataObject
         each.clock.advance_us(pause)
     settlement = world.limiter.settle(reserved.reservation_id, real)
     assert (settlement.outcome, settlement.cost) == ("settled", real)
-    assert world.look(story.limit) == other.look(story.limit)
+    assert world.peek(story.limit) == other.peek(story.limit)
     assert world.limiter.settle(reserved.reservation_id, estimate) == settlement
-    assert world.look(story.limit) == other.look(story.limit)
+    assert world.peek(story.limit) == other.peek(story.limit)
 
 
 @given(data=st.data())
 def test_settling_for_more_takes_the_rest_now_whether_or_not_there_is_room(data: st.DataObject) -> None:
     story = data.draw(COUNTING_STORIES)
     world = lived(story)
-    room = world.look(story.limit).remaining or 0
+    room = world.peek(story.limit).remaining or 0
     assume(room)
     estimate = data.draw(st.integers(1, room))
     more = data.draw(st.integers(1, 2 * (story.limit.size or 0)))
-    other = world.after(0)
+    other = world.fork_later(0)
     reserved = world.reserve(story.limit, estimate, ttl_seconds=TEN_YEARS_US // 10**6)
     other.check(story.limit, estimate)
     assert reserved.reservation_id is not None
@@ -269,29 +269,29 @@ def test_settling_for_more_takes_the_rest_now_whether_or_not_there_is_room(data:
         each.clock.advance_us(pause)
     world.limiter.settle(reserved.reservation_id, estimate + more)
     if other.check(story.limit, more).allowed:
-        assert world.look(story.limit) == other.look(story.limit)
+        assert world.peek(story.limit) == other.peek(story.limit)
     else:
-        assert world.look(story.limit).remaining == 0
+        assert world.peek(story.limit).remaining == 0
 
 
 @given(data=st.data())
 def test_a_reservation_that_lapses_by_refund_is_as_if_it_had_not_been_made(data: st.DataObject) -> None:
     story = data.draw(COUNTING_STORIES)
     world = lived(story)
-    room = world.look(story.limit).remaining or 0
+    room = world.peek(story.limit).remaining or 0
     assume(room > 1)
-    other = world.after(0)
+    other = world.fork_later(0)
     for each in (world, other):  # something else opens the same windows
         each.check(story.limit, 1)
     reserved = world.reserve(story.limit, data.draw(st.integers(1, room - 1)), ttl_seconds=1, on_lapse="refund")
     pause = 1_000_000 + data.draw(pauses(story.limit))
     for each in (world, other):
         each.clock.advance_us(pause)
-    assert world.look(story.limit) == other.look(story.limit)
+    assert world.peek(story.limit) == other.peek(story.limit)
     if pause < DAY_US:  # longer than that no end of a reservation is remembered
         assert reserved.reservation_id is not None
         assert world.limiter.settle(reserved.reservation_id, 1).outcome == "lapsed"
-        assert world.look(story.limit) == other.look(story.limit)
+        assert world.peek(story.limit) == other.peek(story.limit)
 
 
 # -- blocked and unlimited
@@ -305,10 +305,10 @@ def resized(limit: Limit, size: int | None) -> Limit:
 @given(drawn=any_limits(), start_us=starts(), cost=st.integers(1, 2**52 - 1))
 def test_a_blocked_limit_allows_nothing_ever_but_a_look(drawn: Limit, start_us: int, cost: int) -> None:
     limit = resized(drawn, 0)
-    world = World(start_us)
+    world = Simulation(start_us)
     decision = world.check(limit, cost)
     assert (decision.allowed, decision.limit, decision.remaining, decision.retry_after_ms) == (False, 0, 0, None)
-    look = world.look(limit)
+    look = world.peek(limit)
     assert (look.allowed, look.limit, look.remaining, look.retry_after_ms) == (True, 0, 0, 0)
     assert len(world.store) == 0
 
@@ -316,7 +316,7 @@ def test_a_blocked_limit_allows_nothing_ever_but_a_look(drawn: Limit, start_us: 
 @given(drawn=any_limits(), start_us=starts(), cost=st.integers(1, 2**52 - 1))
 def test_an_unlimited_limit_allows_everything_and_keeps_nothing(drawn: Limit, start_us: int, cost: int) -> None:
     limit = resized(drawn, None)
-    world = World(start_us)
+    world = Simulation(start_us)
     decision = world.check(limit, cost)
     assert (decision.allowed, decision.retry_after_ms, decision.binding) == (True, 0, None)
     state = decision.limits[limit.name]

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from limitforge import LeakyBucket, TokenBucket
-from tests.properties.model import first_us, reset_us, shown_ms, wait_us
-from tests.properties.oracles import Oracle, oracle_of
-from tests.properties.strategies import ALGORITHMS, Story, costs, pauses, stories
-from tests.properties.test_admission import key_of
-from tests.properties.world import World
+from tests.properties.oracles import Oracle, build_oracle
+from tests.properties.search import reset_us, round_up_to_ms, search_first_us, wait_us
+from tests.properties.simulation import Simulation
+from tests.properties.strategies import ALGORITHMS, History, costs, histories, pauses
+from tests.properties.test_admission import bucket_key
 
 SHARES = {"P1": 90, "P2": 33, "P3": 0}
 EXAMPLES = 40
@@ -25,14 +25,14 @@ EXAMPLES = 40
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
 
-def lived(story: Story) -> tuple[World, Oracle]:
+def lived(story: History) -> tuple[Simulation, Oracle]:
     """The engine and the model after the same history, with no room left."""
-    world, oracle = World(story.start_us), oracle_of(story.limit, key_of(story.limit))
+    world, oracle = Simulation(story.start_us), build_oracle(story.limit, bucket_key(story.limit))
     for step in story.steps:
         world.clock.advance_us(step.after_us)
         world.check(story.limit, step.cost)
         oracle.check(world.now_us, step.cost)
-    left = world.look(story.limit).remaining or 0
+    left = world.peek(story.limit).remaining or 0
     world.check(story.limit, left)
     oracle.check(world.now_us, left)
     return world, oracle
@@ -44,46 +44,46 @@ def lived(story: Story) -> tuple[World, Oracle]:
 def test_a_wait_is_the_first_instant_at_which_the_definition_has_room(
     algorithm: str, priority: str, data: st.DataObject
 ) -> None:
-    story = data.draw(stories(algorithm, {"shares": data.draw(st.sampled_from([{}, SHARES]))}))
+    story = data.draw(histories(algorithm, {"shares": data.draw(st.sampled_from([{}, SHARES]))}))
     world, oracle = lived(story)
     world.clock.advance_us(data.draw(pauses(story.limit)))
     cost = data.draw(costs(story.limit, least=1))
     share = oracle.size * story.limit.shares.get(priority, 100) // 100
     expected = wait_us(oracle, world.now_us, cost, share)
-    [row] = world.exact(story.limit, cost, priority).rows
+    [row] = world.evaluate(story.limit, cost, priority).rows
     assert row[3] == (-1 if expected is None else expected)
-    decision = world.after(0).check(story.limit, cost, priority=priority)
+    decision = world.fork_later(0).check(story.limit, cost, priority=priority)
     assert decision.allowed == (expected == 0)
-    assert decision.retry_after_ms == (None if expected is None else shown_ms(expected))
+    assert decision.retry_after_ms == (None if expected is None else round_up_to_ms(expected))
     if expected:
-        assert not world.after(expected - 1).check(story.limit, cost, priority=priority).allowed
-        assert world.after(expected).check(story.limit, cost, priority=priority).allowed
+        assert not world.fork_later(expected - 1).check(story.limit, cost, priority=priority).allowed
+        assert world.fork_later(expected).check(story.limit, cost, priority=priority).allowed
 
 
 @every_algorithm
 @settings(max_examples=EXAMPLES)
 @given(data=st.data())
 def test_a_reset_is_the_first_instant_at_which_nothing_is_in_use(algorithm: str, data: st.DataObject) -> None:
-    story = data.draw(stories(algorithm))
+    story = data.draw(histories(algorithm))
     world, oracle = lived(story)
     world.clock.advance_us(data.draw(pauses(story.limit)))
-    look, expected = world.look(story.limit), reset_us(oracle, world.now_us)
+    look, expected = world.peek(story.limit), reset_us(oracle, world.now_us)
     assert world.reset_us(story.limit) == expected
-    assert look.reset_after_ms == shown_ms(expected)
+    assert look.reset_after_ms == round_up_to_ms(expected)
     assert look.reset_at == ceil(Fraction(world.now_us + expected, 10**6))
     assert look.remaining == max(int((oracle.size - oracle.used(world.now_us)) // 1), 0)
 
 
 @settings(max_examples=EXAMPLES)
-@given(story=stories("leaky_bucket", {"count_denied": True}))
-def test_what_a_leaky_bucket_takes_waits_until_what_came_before_has_drained(story: Story) -> None:
-    world, oracle = World(story.start_us), oracle_of(story.limit, key_of(story.limit))
+@given(story=histories("leaky_bucket", {"count_denied": True}))
+def test_what_a_leaky_bucket_takes_waits_until_what_came_before_has_drained(story: History) -> None:
+    world, oracle = Simulation(story.start_us), build_oracle(story.limit, bucket_key(story.limit))
     for step in story.steps:
         world.clock.advance_us(step.after_us)
-        delay_us = first_us(lambda at: not oracle.used(at), world.now_us)
+        delay_us = search_first_us(lambda at: not oracle.used(at), world.now_us)
         decision = world.check(story.limit, step.cost)
         allowed = oracle.check(world.now_us, step.cost)
-        assert decision.delay_ms == (shown_ms(delay_us) if allowed and step.cost else None)
+        assert decision.delay_ms == (round_up_to_ms(delay_us) if allowed and step.cost else None)
 
 
 RATES = [(7, "2.333333"), (1, "0.000003"), (10, 7), (3, 100 / 60), (5, 2.5), (1_000_000, 999_983)]
@@ -98,10 +98,10 @@ def test_a_bucket_has_room_for_one_more_not_a_microsecond_before_it_has_refilled
     name = "refill_rate_per_sec" if kind is TokenBucket else "leak_rate_per_sec"
     limit = kind(bucket_capacity=capacity, **{name: rate})
     exact = Fraction(5, 3) if rate == 100 / 60 else Fraction(str(rate))
-    world = World(1_700_000_000_000_000)
+    world = Simulation(1_700_000_000_000_000)
     assert world.check(limit, capacity).allowed
     for cost in range(1, min(capacity, 5) + 1):
         wait = ceil(cost / exact * 10**6)
         assert world.wait_us(limit, cost) == wait
-        assert not world.after(wait - 1).check(limit, cost).allowed
-        assert world.after(wait).check(limit, cost).allowed
+        assert not world.fork_later(wait - 1).check(limit, cost).allowed
+        assert world.fork_later(wait).check(limit, cost).allowed

@@ -14,7 +14,7 @@ STEP_SECONDS = 20.0  # one that takes longer to answer counts as lost
 
 
 @dataclass
-class Seen:
+class Observation:
     """What one client was told: when, how long it took, and what it was."""
 
     at: float
@@ -33,11 +33,11 @@ class Load:
     resources: Sequence[str]
     subject: str | None = None
     """Whom all ask for; else each client asks for itself."""
-    answers: list[Seen] = field(default_factory=list)
+    answers: list[Observation] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     _is_over: bool = False
 
-    def since(self, at: float) -> list[Seen]:
+    def since(self, at: float) -> list[Observation]:
         """What was asked and answered after that moment."""
         return [seen for seen in list(self.answers) if seen.at - seen.seconds > at]
 
@@ -67,7 +67,7 @@ class Load:
             try:
                 while not self._is_over:
                     turn += 1
-                    if not await self._ask(
+                    if not await self._check(
                         reader, writer, self.resources[turn % len(self.resources)], self.subject or f"u{number}"
                     ):
                         break
@@ -77,7 +77,7 @@ class Load:
             finally:
                 writer.close()
 
-    async def _ask(
+    async def _check(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, resource: str, subject: str
     ) -> bool:
         """Whether the connection goes on."""
@@ -90,12 +90,12 @@ class Load:
             fields = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
             told = json.loads(await reader.readexactly(int(fields["content-length"])))
         now = time.monotonic()
-        self.answers.append(Seen(now, now - began, resource, int(lines[0].split()[1]), told.get("degraded")))
+        self.answers.append(Observation(now, now - began, resource, int(lines[0].split()[1]), told.get("degraded")))
         return fields.get("connection") != "close"
 
 
 @contextlib.contextmanager
-def load(
+def run_load(
     port: int, key: str, resources: Sequence[str], clients: int = 16, subject: str | None = None
 ) -> Iterator[Load]:
     """Clients that ask, resource by resource, for as long as the block runs."""

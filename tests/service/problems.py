@@ -2,7 +2,7 @@
 
 import httpx
 
-from limitforge.service.problems import type_of
+from limitforge.service.problems import problem_type
 
 
 def assert_problem(answer: httpx.Response, status: int, code: str, names: str = "") -> None:
@@ -10,7 +10,7 @@ def assert_problem(answer: httpx.Response, status: int, code: str, names: str = 
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/problem+json"
     problem = answer.json()
-    assert (problem["status"], problem["code"], problem["type"]) == (status, code, type_of(code))
+    assert (problem["status"], problem["code"], problem["type"]) == (status, code, problem_type(code))
     assert problem["title"]
     assert problem["detail"].startswith(names), problem["detail"]
     if code == "invalid_field":

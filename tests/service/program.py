@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.cli.command import ENVIRONMENT, PROGRAM, Command
+from tests.cli.command import ENVIRONMENT, INSTALLED_PROGRAM, RunningCommand
 
 START_SECONDS = 60.0  # generous: a busy machine is no reason to fail
 ANSWER_SECONDS = 30.0
 
 
 @dataclass
-class Answered:
+class HttpResponse:
     """One HTTP answer, as it came."""
 
     status: int
@@ -33,28 +33,28 @@ class Answered:
 
 
 @dataclass
-class Running:
+class RunningService:
     """A service that answers; `made` is what `demo --json` said."""
 
-    process: subprocess.Popen[bytes] | Command
-    made: dict[str, Any]
+    process: subprocess.Popen[bytes] | RunningCommand
+    demo: dict[str, Any]
     port: int
 
     @property
     def key(self) -> str:
-        key: str = self.made["api_key"]
+        key: str = self.demo["api_key"]
         return key
 
-    def check(self, key: str | None = None, **body: Any) -> Answered:
+    def check(self, key: str | None = None, **body: Any) -> HttpResponse:
         asked = {"resource": "GET:/orders", "subject": "user:42"} | body
         return self.post("/v1/check", asked, key=key or self.key)
 
-    def post(self, path: str, body: Any, key: str | None = None) -> Answered:
+    def post(self, path: str, body: Any, key: str | None = None) -> HttpResponse:
         return self.request("POST", path, json.dumps(body).encode(), {"x-api-key": key or self.key})
 
     def request(
         self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
-    ) -> Answered:
+    ) -> HttpResponse:
         """One request on a connection of its own."""
         sent = {"host": "test", "connection": "close"} | dict(headers or {})
         if body is not None:
@@ -62,11 +62,11 @@ class Running:
         lines = "".join(f"{name}: {value}\r\n" for name, value in sent.items())
         return self.raw(f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode("latin-1") + (body or b""))
 
-    def raw(self, request: bytes) -> Answered:
+    def raw(self, request: bytes) -> HttpResponse:
         """The answer to whatever bytes."""
         with self.connection() as connection:
             connection.sendall(request)
-            return read_answer(connection)
+            return read_response(connection)
 
     def connection(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=ANSWER_SECONDS)
@@ -78,37 +78,39 @@ class Running:
 
 
 @contextlib.contextmanager
-def demo(*options: str, environment: Mapping[str, str] | None = None, is_installed: bool = False) -> Iterator[Running]:
+def run_demo(
+    *options: str, environment: Mapping[str, str] | None = None, is_installed: bool = False
+) -> Iterator[RunningService]:
     """`limitforge demo` on a free port. `is_installed` as with `serve`."""
     read, write = os.pipe()
     with os.fdopen(read, "rb") as output:
         try:
             arguments = ("demo", "--port", "0", "--json", *options)
-            process = _started(arguments, environment, write, is_installed=is_installed)
+            process = _start(arguments, environment, write, is_installed=is_installed)
         finally:
             os.close(write)
-        with process, _ended(process):
+        with process, _stopped_at_end(process):
             made = json.loads(output.readline() or b"{}")
-            yield Running(process, made, int(made["base_url"].rpartition(":")[2].partition("/")[0]))
+            yield RunningService(process, made, int(made["base_url"].rpartition(":")[2].partition("/")[0]))
 
 
 @contextlib.contextmanager
-def serve(
+def run_service(
     port: int,
     *options: str,
     environment: Mapping[str, str] | None = None,
     log: Path | None = None,
     is_installed: bool = False,
-) -> Iterator[Running]:
+) -> Iterator[RunningService]:
     """`limitforge serve` on this port, once it answers; `log` gets what it says on stderr.
 
     `is_installed` starts the installed program instead of a fork, which takes three seconds of CPU time longer.
     """
     with contextlib.nullcontext() if log is None else log.open("wb") as errors:
         said = 2 if errors is None else errors.fileno()
-        process = _started(("serve", "--port", str(port), *options), environment, 1, said, is_installed=is_installed)
-    with process, _ended(process):
-        running = Running(process, {}, port)
+        process = _start(("serve", "--port", str(port), *options), environment, 1, said, is_installed=is_installed)
+    with process, _stopped_at_end(process):
+        running = RunningService(process, {}, port)
         health = f"{(environment or {}).get('LIMITFORGE_ROOT_PATH', '')}/v1/health"
         deadline = time.monotonic() + START_SECONDS
         while True:
@@ -123,52 +125,52 @@ def serve(
         yield running
 
 
-def read_answer(connection: socket.socket, buffered: bytearray | None = None) -> Answered:
+def read_response(connection: socket.socket, buffered: bytearray | None = None) -> HttpResponse:
     """The next answer on a connection; `buffered` keeps what came after it."""
     data = bytearray() if buffered is None else buffered
     while b"\r\n\r\n" not in data:
-        _more(connection, data)
+        _receive(connection, data)
     head, _, _ = bytes(data).partition(b"\r\n\r\n")
     lines = head.decode("latin-1").split("\r\n")
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
     status = int(lines[0].split()[1])
     if status == 100:
         del data[: len(head) + 4]
-        return read_answer(connection, data)
+        return read_response(connection, data)
     length = int(headers.get("content-length", "0"))
     while len(data) < len(head) + 4 + length:
-        _more(connection, data)
+        _receive(connection, data)
     body = bytes(data[len(head) + 4 : len(head) + 4 + length])
     del data[: len(head) + 4 + length]
-    return Answered(status, headers, body, head)
+    return HttpResponse(status, headers, body, head)
 
 
-def _more(connection: socket.socket, data: bytearray) -> None:
+def _receive(connection: socket.socket, data: bytearray) -> None:
     chunk = connection.recv(65_536)
     if not chunk:
         raise ConnectionError(f"the service closed the connection after {bytes(data)!r}")
     data += chunk
 
 
-def _started(
+def _start(
     arguments: tuple[str, ...],
     environment: Mapping[str, str] | None,
     output: int,
     errors: int = 2,
     *,
     is_installed: bool = False,
-) -> subprocess.Popen[bytes] | Command:
+) -> subprocess.Popen[bytes] | RunningCommand:
     if is_installed:
         whole = {**ENVIRONMENT, **(environment or {})}
         return subprocess.Popen(
-            [PROGRAM, *arguments], env=whole, stdin=subprocess.DEVNULL, stdout=output, stderr=errors
+            [INSTALLED_PROGRAM, *arguments], env=whole, stdin=subprocess.DEVNULL, stdout=output, stderr=errors
         )
     with Path(os.devnull).open("rb") as nothing:
-        return Command(*arguments, files=(nothing.fileno(), output, errors), environment=environment)
+        return RunningCommand(*arguments, files=(nothing.fileno(), output, errors), environment=environment)
 
 
 @contextlib.contextmanager
-def _ended(process: subprocess.Popen[bytes] | Command) -> Iterator[None]:
+def _stopped_at_end(process: subprocess.Popen[bytes] | RunningCommand) -> Iterator[None]:
     try:
         yield
     finally:

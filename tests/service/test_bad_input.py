@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.service.program import Answered, Running, read_answer
-from tests.service.seeded import PEPPER, seeded
+from tests.service.program import HttpResponse, RunningService, read_response
+from tests.service.seeded_service import PEPPER, run_seeded_service
 
 SUBJECT, RESOURCE = "user:42", "GET:/orders"
 CAPACITY = 1_000
@@ -48,27 +48,27 @@ class Case:
 
 
 @dataclass
-class Subject:
+class TestedService:
     """The program under test, and what to put into requests."""
 
-    running: Running
+    running: RunningService
     log: Path
     secrets: dict[bytes, bytes]
 
-    def send(self, case: Case) -> list[Answered]:
+    def send(self, case: Case) -> list[HttpResponse]:
         """All answers to it; none, if the service hangs up. An answer that ends the connection must be the last."""
         sent = case.sent
         for stands_for, secret in self.secrets.items():
             sent = sent.replace(stands_for, secret)
-        answers: list[Answered] = []
+        answers: list[HttpResponse] = []
         with self.running.connection() as connection:
             buffered = bytearray()
             with contextlib.suppress(ConnectionError):
                 _send_all(connection, sent)
-                answers.append(read_answer(connection, buffered))
+                answers.append(read_response(connection, buffered))
                 if answers[0].headers.get("connection") == "close":
                     while True:
-                        answers.append(read_answer(connection, buffered))
+                        answers.append(read_response(connection, buffered))
         return answers
 
     def remaining(self) -> int:
@@ -86,23 +86,23 @@ def _send_all(connection: socket.socket, sent: bytes) -> None:
 
 
 @pytest.fixture(scope="module")
-def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestedService]:
     """At its most talkative. The limit refills too slowly to hide that something was taken."""
     folder = tmp_path_factory.mktemp("bad-input")
     slow = {"algorithm": "token_bucket", "bucket_capacity": CAPACITY, "refill_rate_per_sec": 0.0001}
-    with seeded(f"sqlite:///{folder}/service.db", log=folder / "log", log_level="debug") as service:
+    with run_seeded_service(f"sqlite:///{folder}/service.db", log=folder / "log", log_level="debug") as service:
         tenant = service.tenant({"name": "slow", **slow})
         retired = tenant.create("keys", name="retired")
         assert service.admin("DELETE", f"keys/{retired['id']}").status == 204
         key = tenant.key
         texts = {
             KEY: key,
-            ADMIN: service.made["admin_token"],
+            ADMIN: service.demo["admin_token"],
             MISTYPED: key[:-1] + ("1" if key[-1] == "0" else "0"),
             TESTING: key.replace("lf_live_", "lf_test_"),
             RETIRED: retired["key"],
         }
-        yield Subject(service.running, folder / "log", {name: text.encode() for name, text in texts.items()})
+        yield TestedService(service.running, folder / "log", {name: text.encode() for name, text in texts.items()})
 
 
 # --- Requests --------------------------------------------------------------------------------------------------------
@@ -745,7 +745,7 @@ CASES = [*bodies(), *every_call(), *other_calls(), *keys(), *paths_and_chunks(),
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
-def test_it_is_refused_as_documented_and_takes_nothing(subject: Subject, case: Case) -> None:
+def test_it_is_refused_as_documented_and_takes_nothing(subject: TestedService, case: Case) -> None:
     before = subject.remaining()
     answers = subject.send(case)
     assert subject.remaining() == before
@@ -762,7 +762,7 @@ def test_it_is_refused_as_documented_and_takes_nothing(subject: Subject, case: C
         assert_problem(answer, case.names)
 
 
-def assert_problem(answer: Answered, names: str) -> None:
+def assert_problem(answer: HttpResponse, names: str) -> None:
     assert answer.headers["content-type"] == "application/problem+json", answer
     problem = answer.json
     assert problem["status"] == answer.status
@@ -778,7 +778,7 @@ def assert_problem(answer: Answered, names: str) -> None:
         assert answer.headers["allow"]
 
 
-def test_after_all_of_it_the_service_answers_and_its_log_has_no_secret(subject: Subject) -> None:
+def test_after_all_of_it_the_service_answers_and_its_log_has_no_secret(subject: TestedService) -> None:
     before, logged = subject.remaining(), len(subject.log.read_bytes())
     for case in CASES:
         assert all(answer.status < 500 or answer.status in case.statuses for answer in subject.send(case)), case
@@ -819,7 +819,9 @@ SECONDS: dict[str, bytes] = {
 
 @pytest.mark.parametrize("second", SECONDS)
 @pytest.mark.parametrize("first", ENDINGS)
-def test_nothing_is_done_after_the_answer_that_ends_a_connection(subject: Subject, first: str, second: str) -> None:
+def test_nothing_is_done_after_the_answer_that_ends_a_connection(
+    subject: TestedService, first: str, second: str
+) -> None:
     before, logged = subject.remaining(), len(subject.log.read_bytes())
     answers = subject.send(Case("", ENDINGS[first] + SECONDS[second], ()))
     assert [answer.headers.get("connection") for answer in answers] == ["close"]
@@ -892,7 +894,7 @@ LEGAL: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("name", LEGAL)
-def test_what_looks_odd_and_is_right_is_answered(subject: Subject, name: str) -> None:
+def test_what_looks_odd_and_is_right_is_answered(subject: TestedService, name: str) -> None:
     answers = subject.send(Case(name, LEGAL[name], (200,)))
     assert [answer.status for answer in answers] == [200], answers
     assert answers[0].json["allowed"] is True

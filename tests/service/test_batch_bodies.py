@@ -12,56 +12,56 @@ import httpx
 import pytest
 
 from limitforge.core.clock import ManualClock
-from limitforge.service.bodies import MAX_BATCH, MAX_COSTS
-from limitforge.service.check import SLICE, Checks
-from limitforge.service.credentials import Who
-from limitforge.service.refusals import BURST_BYTES, SMALL_BODY, RefusalBudget
-from tests.service.live import Account, Live
+from limitforge.service.checks.handler import SLICE_CHECKS, CheckHandler
+from limitforge.service.checks.invalid_bodies import BURST_BYTES, SMALL_BODY, InvalidBodyBudget
+from limitforge.service.checks.request_bodies import MAX_BATCH, MAX_COSTS
+from limitforge.service.checks.request_credentials import Credentials
+from tests.service.live_service import LiveService, TenantFixture
 
 LOOK = {"resource": "GET:/orders/7", "subject": "user:1", "cost": 0}
 JSON = {"content-type": "application/json"}
 
 
-def checks_of(live: Live) -> Checks:
-    _, submit, _ = live.service.doors.calls[b"/v1/check"]
-    checks: Checks = submit.__self__  # type: ignore[attr-defined]
+def checks_of(live: LiveService) -> CheckHandler:
+    _, submit, _ = live.service.listener.routes[b"/v1/check"]
+    checks: CheckHandler = submit.__self__  # type: ignore[attr-defined]
     return checks
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
     """One of its own, whose budgets are never refilled: a busy machine must not give an attacker time."""
     folder: Path = tmp_path_factory.mktemp("batches")
-    with Live(f"sqlite:///{folder}/service.db") as found:
-        checks_of(found).refusals = RefusalBudget(ManualClock())
+    with LiveService(f"sqlite:///{folder}/service.db") as found:
+        checks_of(found).invalid_bodies = InvalidBodyBudget(ManualClock())
         yield found
 
 
 @pytest.fixture(scope="module")
-def tenant(live: Live) -> Account:
-    return Account(live.admin())
+def tenant(live: LiveService) -> TenantFixture:
+    return TenantFixture(live.admin())
 
 
 @pytest.fixture(scope="module")
-def other(live: Live) -> Account:
-    return Account(live.admin())
+def other(live: LiveService) -> TenantFixture:
+    return TenantFixture(live.admin())
 
 
 @pytest.fixture
-def account(tenant: Account) -> Account:
+def account(tenant: TenantFixture) -> TenantFixture:
     """The tenant with a key of its own for each test: what is refused is charged to the key."""
     found = copy(tenant)
-    found.key = tenant.admin.made("/keys", {"tenant_id": tenant.id, "name": f"k-{uuid4().hex[:12]}"})
+    found.key = tenant.admin.create("/keys", {"tenant_id": tenant.id, "name": f"k-{uuid4().hex[:12]}"})
     found.secret = found.key["key"]
     return found
 
 
-def post(account: Account, path: str, body: bytes | dict[str, Any]) -> httpx.Response:
+def post(account: TenantFixture, path: str, body: bytes | dict[str, Any]) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     return account.admin.http.post(path, content=content, headers={"authorization": f"Bearer {account.secret}", **JSON})
 
 
-def batch(account: Account, body: bytes | dict[str, Any]) -> httpx.Response:
+def batch(account: TenantFixture, body: bytes | dict[str, Any]) -> httpx.Response:
     return post(account, "/v1/check/batch", body)
 
 
@@ -80,7 +80,7 @@ def with_names(count: int, *more: str) -> dict[str, Any]:
     "element",
     [b"0", b"[]", b"{}", b'""', b"1e9", json.dumps(LOOK).encode()],
 )
-def test_a_batch_of_too_many_is_refused_before_the_rest_is_parsed(account: Account, element: bytes) -> None:
+def test_a_batch_of_too_many_is_refused_before_the_rest_is_parsed(account: TenantFixture, element: bytes) -> None:
     answer = batch(account, b'{"checks": [' + (element + b",") * (MAX_BATCH + 1) + b" this is never reached")
     assert refused(answer) == (400, "malformed_json")  # it does not end as a batch does
     answer = batch(account, b'{"checks": [' + (element + b",") * (MAX_BATCH + 1) + b" this is never reached}")
@@ -99,7 +99,7 @@ def test_a_batch_of_too_many_is_refused_before_the_rest_is_parsed(account: Accou
         b'{"checks": [{"resource": "r", "subject": "s"}, {"resource": "r", "subject": "s", "cost": 0, "cost": 0}]}',
     ],
 )
-def test_a_name_that_comes_twice_anywhere_in_a_batch_is_refused(account: Account, body: bytes) -> None:
+def test_a_name_that_comes_twice_anywhere_in_a_batch_is_refused(account: TenantFixture, body: bytes) -> None:
     answer = batch(account, body)
     assert refused(answer) == (400, "malformed_json")
     assert "twice" in answer.json()["detail"]
@@ -113,7 +113,7 @@ def test_a_name_that_comes_twice_anywhere_in_a_batch_is_refused(account: Account
         b'{"\\u0063heck\\u0073": [%b]}',
     ],
 )
-def test_a_batch_is_read_however_it_is_written(account: Account, body: bytes) -> None:
+def test_a_batch_is_read_however_it_is_written(account: TenantFixture, body: bytes) -> None:
     answer = batch(account, body % json.dumps(LOOK).encode())
     assert answer.status_code == 200
     assert [each["allowed"] for each in answer.json()["decisions"]] == [True]
@@ -121,7 +121,7 @@ def test_a_batch_is_read_however_it_is_written(account: Account, body: bytes) ->
 
 @pytest.mark.parametrize("path", ["/v1/check", "/v1/check/batch", "/v1/reserve", "/v1/settle", "/v1/explain"])
 def test_an_object_with_more_names_than_limits_can_have_is_refused_by_a_clear_error(
-    account: Account, path: str
+    account: TenantFixture, path: str
 ) -> None:
     body = with_names(1_000)
     answer = post(account, path, {"checks": [body]} if path.endswith("batch") else body)
@@ -129,7 +129,7 @@ def test_an_object_with_more_names_than_limits_can_have_is_refused_by_a_clear_er
     assert f"costs: at most {MAX_COSTS} names" in answer.json()["detail"]
 
 
-def test_as_many_names_as_limits_can_have_are_read_whatever_is_escaped_in_them(account: Account) -> None:
+def test_as_many_names_as_limits_can_have_are_read_whatever_is_escaped_in_them(account: TenantFixture) -> None:
     quotes = {**with_names(MAX_COSTS), "subject": '"' * 500, "resource": "\\" * 100 + '"' * 300}
     for path, body in (("/v1/check", quotes), ("/v1/check/batch", {"checks": [quotes]})):
         answer = post(account, path, body).json()
@@ -137,7 +137,7 @@ def test_as_many_names_as_limits_can_have_are_read_whatever_is_escaped_in_them(a
         assert problem["field"] == "costs.limit-0", problem  # it was read, and has no limit of that name
 
 
-def test_a_check_in_a_batch_may_be_as_large_as_one_alone(account: Account) -> None:
+def test_a_check_in_a_batch_may_be_as_large_as_one_alone(account: TenantFixture) -> None:
     large = json.dumps(LOOK).encode()[:-1].ljust(65_535) + b"}"
     assert batch(account, b'{"checks": [%b]}' % large).status_code == 200
     answer = batch(account, b'{"checks": [0, %b ]}' % large.replace(b" }", b"  }"))
@@ -146,21 +146,21 @@ def test_a_check_in_a_batch_may_be_as_large_as_one_alone(account: Account) -> No
 
 
 @pytest.mark.parametrize("wrong", [b'"\xff"', b'{"resource": "\\ud800"}', b"01", b'{"subject": "\xc3("}'])
-def test_a_body_that_is_not_json_at_its_end_takes_nothing(account: Account, wrong: bytes) -> None:
+def test_a_body_that_is_not_json_at_its_end_takes_nothing(account: TenantFixture, wrong: bytes) -> None:
     taking = json.dumps({**LOOK, "cost": 1}).encode()
     body = b'{"checks": [' + (taking + b",") * 200 + wrong + b"]}"
     assert refused(batch(account, body)) == (400, "malformed_json")
     assert account.check(cost=0).json()["remaining"] == 3
 
 
-def test_the_answers_of_many_slices_stand_in_the_order_of_their_checks(account: Account) -> None:
-    checks: list[Any] = [{**LOOK, "subject": f"user:{at}", "cost": at % 5} for at in range(10, 10 + 3 * SLICE)]
-    checks[1] = checks[SLICE] = 0
+def test_the_answers_of_many_slices_stand_in_the_order_of_their_checks(account: TenantFixture) -> None:
+    checks: list[Any] = [{**LOOK, "subject": f"user:{at}", "cost": at % 5} for at in range(10, 10 + 3 * SLICE_CHECKS)]
+    checks[1] = checks[SLICE_CHECKS] = 0
     checks[-1] = {**LOOK, "plan_id": "pln_unknown"}
     decisions = batch(account, {"checks": checks}).json()["decisions"]
     assert len(decisions) == len(checks)
     for at, (asked, decision) in enumerate(zip(checks, decisions, strict=True)):
-        if at in (1, SLICE):
+        if at in (1, SLICE_CHECKS):
             assert decision["status"] == 422
         elif at == len(checks) - 1:
             assert decision["status"] == 404
@@ -168,17 +168,19 @@ def test_the_answers_of_many_slices_stand_in_the_order_of_their_checks(account: 
             assert decision["allowed"] is (asked["cost"] <= 3), (at, decision)
 
 
-def test_an_empty_batch_has_no_decisions(account: Account) -> None:
+def test_an_empty_batch_has_no_decisions(account: TenantFixture) -> None:
     assert batch(account, b'{"checks": []}').json() == {"decisions": []}
 
 
 # --- What it holds up ------------------------------------------------------------------------------------------------
 
 
-def test_another_check_is_answered_long_before_a_batch_that_came_first(live: Live, account: Account) -> None:
+def test_another_check_is_answered_long_before_a_batch_that_came_first(
+    live: LiveService, account: TenantFixture
+) -> None:
     """Counts iterations of the loop: a batch that is worked on at once takes a handful of them."""
     checks = checks_of(live)
-    who = Who.of(account.secret, "127.0.0.1")
+    who = Credentials.from_key(account.secret, "127.0.0.1")
     body = json.dumps({"checks": [LOOK] * MAX_BATCH}).encode()
     assert account.check(cost=0).status_code == 200
     order: list[int] = []
@@ -193,11 +195,11 @@ def test_another_check_is_answered_long_before_a_batch_that_came_first(live: Liv
         assert answered.result().status == 200
 
     asyncio.run_coroutine_threadsafe(both(), loop_of(live)).result(60)
-    assert len(order) > 2 * MAX_BATCH // SLICE
+    assert len(order) > 2 * MAX_BATCH // SLICE_CHECKS
     assert set(order) == {200}
 
 
-def loop_of(live: Live) -> asyncio.AbstractEventLoop:
+def loop_of(live: LiveService) -> asyncio.AbstractEventLoop:
     (server,) = live._server.servers
     return server.get_loop()
 
@@ -205,7 +207,7 @@ def loop_of(live: Live) -> asyncio.AbstractEventLoop:
 # --- What it costs ---------------------------------------------------------------------------------------------------
 
 
-def spend(account: Account, path: str, body: bytes) -> httpx.Response:
+def spend(account: TenantFixture, path: str, body: bytes) -> httpx.Response:
     """Send it until it is no longer read."""
     for _ in range(BURST_BYTES // len(body) + 10):
         answer = post(account, path, body)
@@ -229,7 +231,7 @@ def spend(account: Account, path: str, body: bytes) -> httpx.Response:
     ],
 )
 def test_who_sends_invalid_bodies_again_and_again_is_no_longer_read(
-    account: Account, other: Account, path: str, body: bytes
+    account: TenantFixture, other: TenantFixture, path: str, body: bytes
 ) -> None:
     answer = spend(account, path, body)
     assert refused(answer) == (429, "too_many_refusals")
@@ -244,7 +246,7 @@ def test_who_sends_invalid_bodies_again_and_again_is_no_longer_read(
     assert batch(other, good).status_code == 200
 
 
-def test_small_mistakes_are_never_charged(account: Account) -> None:
+def test_small_mistakes_are_never_charged(account: TenantFixture) -> None:
     wrong = b'{"resource": 1, "subject": "%b"}' % (b"x" * 4_000)
     for _ in range(BURST_BYTES // len(wrong) + 10):
         assert post(account, "/v1/check", wrong).status_code == 422

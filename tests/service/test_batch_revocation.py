@@ -9,21 +9,21 @@ from typing import Any
 import httpx
 import pytest
 
-from limitforge.service.check import SLICE, Checks
-from tests.service.live import Account, Live
+from limitforge.service.checks.handler import SLICE_CHECKS, CheckHandler
+from tests.service.live_service import LiveService, TenantFixture
 from tests.service.problems import assert_problem
 from tests.service.test_batch_bodies import checks_of
 
-Change = Callable[[Account], httpx.Response]
+Change = Callable[[TenantFixture], httpx.Response]
 PATIENCE_SECONDS = 45.0
 
 
 class Barrier:
     """Holds a batch after each of its slices until it may go on."""
 
-    def __init__(self, checks: Checks) -> None:
+    def __init__(self, checks: CheckHandler) -> None:
         self.slices = 0
-        self._judge = checks._judged_slice
+        self._judge = checks._decide_slice
         self._is_at_rest, self._may_go_on = threading.Semaphore(0), threading.Semaphore(0)
 
     async def judged_slice(self, *arguments: Any) -> Any:
@@ -40,19 +40,19 @@ class Barrier:
         self._may_go_on.release()
 
 
-def is_disabled(account: Account) -> httpx.Response:
+def is_disabled(account: TenantFixture) -> httpx.Response:
     return account.admin.post(f"/keys/{account.key['id']}/disable")
 
 
-def is_deleted(account: Account) -> httpx.Response:
+def is_deleted(account: TenantFixture) -> httpx.Response:
     return account.admin.delete(f"/keys/{account.key['id']}")
 
 
-def is_suspended(account: Account) -> httpx.Response:
+def is_suspended(account: TenantFixture) -> httpx.Response:
     return account.admin.patch(f"/tenants/{account.id}", {"suspended": True})
 
 
-def may_not_check(account: Account) -> httpx.Response:
+def may_not_check(account: TenantFixture) -> httpx.Response:
     return account.admin.patch(f"/keys/{account.key['id']}", {"scopes": ["usage"]})
 
 
@@ -67,8 +67,8 @@ def may_not_check(account: Account) -> httpx.Response:
     ids=lambda value: value.__name__ if callable(value) else "",
 )
 def test_a_key_that_may_not_check_any_more_ends_its_batch(
-    embedded: Live,
-    account: Account,
+    embedded: LiveService,
+    account: TenantFixture,
     monkeypatch: pytest.MonkeyPatch,
     change: Change,
     status: int,
@@ -76,8 +76,8 @@ def test_a_key_that_may_not_check_any_more_ends_its_batch(
     detail: str,
 ) -> None:
     barrier = Barrier(checks_of(embedded))
-    monkeypatch.setattr(checks_of(embedded), "_judged_slice", barrier.judged_slice)
-    body = {"checks": [{"resource": "GET:/orders/7", "subject": f"user:{at}"} for at in range(3 * SLICE)]}
+    monkeypatch.setattr(checks_of(embedded), "_decide_slice", barrier.judged_slice)
+    body = {"checks": [{"resource": "GET:/orders/7", "subject": f"user:{at}"} for at in range(3 * SLICE_CHECKS)]}
     headers = {"authorization": f"Bearer {account.secret}"}
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(account.admin.http.post, "/v1/check/batch", json=body, headers=headers)

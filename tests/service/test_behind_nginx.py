@@ -18,14 +18,14 @@ import httpx
 import pytest
 
 from limitforge.catalog.credentials import new_id
-from tests.catalog.live import old_credential
-from tests.cli.command import Command, limitforge
+from tests.catalog.replicas import old_credential
+from tests.cli.command import RunningCommand, run_cli
 from tests.nginx import Nginx, make_certificate
 from tests.proxy import Proxy
-from tests.servers import _free_port
+from tests.servers import find_free_port
 from tests.service.problems import assert_problem
 from tests.service.program import START_SECONDS
-from tests.service.seeded import SETTINGS, Seeded, Tenant, seeded
+from tests.service.seeded_service import SETTINGS, SeededService, TenantClient, run_seeded_service
 
 PREFIX = "/limitforge-rls"
 SECONDS = 60.0  # generous: a busy machine is no reason to fail
@@ -35,13 +35,13 @@ OF_EACH_HOP = {"connection", "keep-alive", "date", "server", "transfer-encoding"
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeded]:
-    with seeded(f"sqlite:///{tmp_path_factory.mktemp('behind')}/behind.db", root_path=PREFIX) as service:
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeededService]:
+    with run_seeded_service(f"sqlite:///{tmp_path_factory.mktemp('behind')}/behind.db", root_path=PREFIX) as service:
         yield service
 
 
 @pytest.fixture(scope="module")
-def nginx(service: Seeded) -> Iterator[Nginx]:
+def nginx(service: SeededService) -> Iterator[Nginx]:
     with Nginx(service.running.port) as nginx:
         yield nginx
 
@@ -49,16 +49,16 @@ def nginx(service: Seeded) -> Iterator[Nginx]:
 @pytest.fixture
 def outside(nginx: Nginx) -> Iterator[httpx.Client]:
     """Whoever calls over HTTPS; addresses are those under the prefix."""
-    with httpx.Client(base_url=f"{nginx.url}{PREFIX}", verify=nginx.trust, timeout=SECONDS) as client:
+    with httpx.Client(base_url=f"{nginx.url}{PREFIX}", verify=nginx.ssl_context, timeout=SECONDS) as client:
         yield client
 
 
 @pytest.fixture
-def tenant(service: Seeded) -> Tenant:
+def tenant(service: SeededService) -> TenantClient:
     return service.tenant(HOURLY)
 
 
-def check(outside: httpx.Client, tenant: Tenant, **fields: Any) -> httpx.Response:
+def check(outside: httpx.Client, tenant: TenantClient, **fields: Any) -> httpx.Response:
     body = {"resource": "GET:/orders", "subject": f"user:{uuid4().hex}", **fields}
     return outside.post("/v1/check", json=body, headers={"x-api-key": tenant.key})
 
@@ -67,7 +67,7 @@ def check(outside: httpx.Client, tenant: Tenant, **fields: Any) -> httpx.Respons
 
 
 @pytest.mark.parametrize("already", [0, 2], ids=["allowed", "denied"])
-def test_a_decision_and_all_its_headers_come_through(outside: httpx.Client, tenant: Tenant, already: int) -> None:
+def test_a_decision_and_all_its_headers_come_through(outside: httpx.Client, tenant: TenantClient, already: int) -> None:
     for subject in ("near", "far"):
         for _ in range(already):
             assert tenant.check(subject=subject).status == 200
@@ -83,7 +83,7 @@ def test_a_decision_and_all_its_headers_come_through(outside: httpx.Client, tena
     assert far.headers["strict-transport-security"].startswith("max-age=")
 
 
-def test_a_batch_comes_through(outside: httpx.Client, tenant: Tenant) -> None:
+def test_a_batch_comes_through(outside: httpx.Client, tenant: TenantClient) -> None:
     one = {"resource": "GET:/orders", "subject": "user:42"}
     answer = outside.post("/v1/check/batch", json={"checks": [one] * 3}, headers={"x-api-key": tenant.key})
     assert answer.status_code == 200, answer.text
@@ -91,7 +91,7 @@ def test_a_batch_comes_through(outside: httpx.Client, tenant: Tenant) -> None:
 
 
 def test_a_batch_as_large_as_the_service_takes_is_not_too_large_for_nginx(
-    outside: httpx.Client, tenant: Tenant
+    outside: httpx.Client, tenant: TenantClient
 ) -> None:
     body = b"x" * 1_048_576
     headers = {"x-api-key": tenant.key, "content-type": "application/json"}
@@ -99,14 +99,14 @@ def test_a_batch_as_large_as_the_service_takes_is_not_too_large_for_nginx(
     assert_problem(answer, 400, "malformed_json")
 
 
-def test_one_byte_more_is_refused_by_nginx(outside: httpx.Client, tenant: Tenant) -> None:
+def test_one_byte_more_is_refused_by_nginx(outside: httpx.Client, tenant: TenantClient) -> None:
     headers = {"x-api-key": tenant.key, "content-type": "application/json"}
     answer = outside.post("/v1/check/batch", content=b"x" * 1_048_577, headers=headers)
     assert_problem(answer, 413, "body_too_large")
 
 
 def test_a_check_that_is_too_large_is_refused_by_the_service_and_its_words_come_through(
-    outside: httpx.Client, tenant: Tenant
+    outside: httpx.Client, tenant: TenantClient
 ) -> None:
     headers = {"x-api-key": tenant.key, "content-type": "application/json"}
     for size in (65_537, 500_000, 1_048_576):
@@ -114,8 +114,8 @@ def test_a_check_that_is_too_large_is_refused_by_the_service_and_its_words_come_
         assert_problem(answer, 413, "body_too_large")
 
 
-def test_the_admin_api_works(service: Seeded, outside: httpx.Client) -> None:
-    headers = {"authorization": f"Bearer {service.made['admin_token']}"}
+def test_the_admin_api_works(service: SeededService, outside: httpx.Client) -> None:
+    headers = {"authorization": f"Bearer {service.demo['admin_token']}"}
     made = outside.post("/v1/admin/tenants", json={"name": f"n-{uuid4().hex[:12]}"}, headers=headers)
     assert made.status_code == 201, made.text
     path = f"/v1/admin/tenants/{made.json()['id']}"
@@ -169,44 +169,44 @@ def test_health_is_told_and_nothing_outside_of_the_prefix(nginx: Nginx, outside:
         assert_problem(answer, 404, "unknown_path")
 
 
-def test_nginx_keeps_its_connections_to_the_service_open(service: Seeded, tenant: Tenant) -> None:
+def test_nginx_keeps_its_connections_to_the_service_open(service: SeededService, tenant: TenantClient) -> None:
     with Proxy(service.running.port) as between, Nginx(between.port) as nginx:
         for _ in range(20):  # each on a connection of its own
-            with httpx.Client(base_url=f"{nginx.url}{PREFIX}", verify=nginx.trust, timeout=SECONDS) as client:
+            with httpx.Client(base_url=f"{nginx.url}{PREFIX}", verify=nginx.ssl_context, timeout=SECONDS) as client:
                 assert client.get("/v1/health").status_code == 200
                 assert check(client, tenant).status_code == 200
         assert between.accepted == 1
 
 
 def test_neither_keys_nor_queries_stand_in_the_log_of_nginx(
-    outside: httpx.Client, nginx: Nginx, tenant: Tenant
+    outside: httpx.Client, nginx: Nginx, tenant: TenantClient
 ) -> None:
     query = {"resource": "GET:/orders", "subject": "a-subject-that-nobody-should-read"}
     assert outside.get("/v1/usage", params=query, headers={"x-api-key": tenant.key}).status_code == 200
     deadline = time.monotonic() + SECONDS
-    while "/v1/usage" not in nginx.accesses:  # it is written after the answer
+    while "/v1/usage" not in nginx.access_log:  # it is written after the answer
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert "a-subject-that-nobody-should-read" not in nginx.accesses
-    assert tenant.key not in nginx.accesses
+    assert "a-subject-that-nobody-should-read" not in nginx.access_log
+    assert tenant.key not in nginx.access_log
 
 
 def test_a_service_that_is_away_is_a_problem_too() -> None:
-    with Nginx(_free_port()) as nginx:
-        answer = httpx.get(f"{nginx.url}{PREFIX}/v1/health", verify=nginx.trust, timeout=SECONDS)
+    with Nginx(find_free_port()) as nginx:
+        answer = httpx.get(f"{nginx.url}{PREFIX}/v1/health", verify=nginx.ssl_context, timeout=SECONDS)
     assert answer.status_code == answer.json()["status"] == 502
     assert answer.headers["content-type"] == "application/problem+json"
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
 def test_both_versions_of_tls_that_are_still_good_are_spoken(nginx: Nginx, version: ssl.TLSVersion) -> None:
-    trust = nginx.trust
+    trust = nginx.ssl_context
     trust.minimum_version = trust.maximum_version = version
     assert httpx.get(f"{nginx.url}{PREFIX}/v1/health", verify=trust, timeout=SECONDS).status_code == 200
 
 
 def test_an_older_one_is_refused(nginx: Nginx) -> None:
-    trust = nginx.trust
+    trust = nginx.ssl_context
     trust.set_ciphers("ALL:@SECLEVEL=0")
     with pytest.warns(DeprecationWarning, match="TLSv1_1"):
         trust.minimum_version = trust.maximum_version = ssl.TLSVersion.TLSv1_1
@@ -221,14 +221,14 @@ def test_an_older_one_is_refused(nginx: Nginx) -> None:
 def test_wrong_keys_of_one_address_do_not_keep_out_the_right_ones_of_another(tmp_path: Path) -> None:
     """On a service of its own: whoever asks it next with a new key would be kept out too."""
     with (
-        seeded(f"sqlite:///{tmp_path}/keys.db", root_path=PREFIX, trusted_proxies="127.0.0.1") as service,
+        run_seeded_service(f"sqlite:///{tmp_path}/keys.db", root_path=PREFIX, trusted_proxies="127.0.0.1") as service,
         Nginx(service.running.port) as nginx,
     ):
         tenant = service.tenant({**HOURLY, "limit": 1_000})
         right = [tenant.create("keys", name=f"k-{number}")["key"] for number in range(5)]
 
         def asking(address: str, keys: list[str]) -> list[int]:
-            transport = httpx.HTTPTransport(verify=nginx.trust, local_address=address)
+            transport = httpx.HTTPTransport(verify=nginx.ssl_context, local_address=address)
             with httpx.Client(transport=transport, base_url=f"{nginx.url}{PREFIX}", timeout=SECONDS) as client:
                 body = {"resource": "GET:/orders", "subject": "user:42"}
                 return [client.post("/v1/check", json=body, headers={"x-api-key": key}).status_code for key in keys]
@@ -242,7 +242,7 @@ def test_wrong_keys_of_one_address_do_not_keep_out_the_right_ones_of_another(tmp
         assert told == [200] * len(right)
 
 
-def reload(process: subprocess.Popen[bytes] | Command) -> None:
+def reload(process: subprocess.Popen[bytes] | RunningCommand) -> None:
     """SIGHUP, until none of the old workers is left."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     old = set(children.read_text().split())
@@ -264,7 +264,7 @@ def wait_for_more(answers: list[int], count: int) -> None:
 def test_a_reload_behind_nginx_loses_no_check(tmp_path: Path) -> None:
     """Each on a kept connection: what closes those must not close them under a request."""
     with (
-        seeded(f"sqlite:///{tmp_path}/reload.db", root_path=PREFIX) as service,
+        run_seeded_service(f"sqlite:///{tmp_path}/reload.db", root_path=PREFIX) as service,
         Nginx(service.running.port) as nginx,
     ):
         tenant = service.tenant({**HOURLY, "limit": 1_000_000})
@@ -272,7 +272,7 @@ def test_a_reload_behind_nginx_loses_no_check(tmp_path: Path) -> None:
         is_over = threading.Event()
 
         def ask() -> None:
-            with httpx.Client(base_url=f"{nginx.url}{PREFIX}", verify=nginx.trust, timeout=SECONDS) as client:
+            with httpx.Client(base_url=f"{nginx.url}{PREFIX}", verify=nginx.ssl_context, timeout=SECONDS) as client:
                 while not is_over.is_set():
                     answers.append(check(client, tenant).status_code)
 
@@ -303,7 +303,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def encrypted(certificates: Path) -> Iterator[int]:
     """The port of a service that speaks TLS by itself."""
-    port = _free_port()
+    port = find_free_port()
     own = {
         "LIMITFORGE_TLS_CERT": str(certificates / "tls.crt"),
         "LIMITFORGE_TLS_KEY": str(certificates / "tls.key"),
@@ -312,7 +312,7 @@ def encrypted(certificates: Path) -> Iterator[int]:
     read, write = os.pipe()
     with os.fdopen(read) as said, Path(os.devnull).open("rb") as nothing:
         files = (nothing.fileno(), write, write)
-        with Command("serve", "--port", str(port), files=files, environment=SETTINGS | own) as process:
+        with RunningCommand("serve", "--port", str(port), files=files, environment=SETTINGS | own) as process:
             os.close(write)
             assert said.readline() == f"limitforge answers at https://127.0.0.1:{port}\n"
             yield port
@@ -357,10 +357,10 @@ def test_a_certificate_that_is_no_good_is_a_clear_error_at_start(
             chain.write_text("hello")
         case _:
             key = certificates / "ca.key"
-    done = limitforge(
+    done = run_cli(
         "serve",
         "--port",
-        str(_free_port()),
+        str(find_free_port()),
         LIMITFORGE_TLS_CERT=str(chain),
         LIMITFORGE_TLS_KEY=str(key),
         LIMITFORGE_DATABASE_URL=f"sqlite:///{tmp_path}/tls.db",
@@ -373,7 +373,7 @@ def test_a_certificate_that_is_no_good_is_a_clear_error_at_start(
 
 
 def test_a_certificate_without_a_key_is_a_clear_error_at_start(certificates: Path) -> None:
-    done = limitforge(
+    done = run_cli(
         "serve", LIMITFORGE_TLS_CERT=str(certificates / "tls.crt"), LIMITFORGE_PEPPERS=SETTINGS["LIMITFORGE_PEPPERS"]
     )
     assert done.returncode == 2

@@ -9,16 +9,16 @@ import subprocess
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tests.cli.command import ENVIRONMENT, PROGRAM
+from tests.cli.command import ENVIRONMENT, INSTALLED_PROGRAM
 from tests.postgres import PostgresServer
-from tests.service.program import demo
+from tests.service.program import run_demo
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_line_that_it_prints_works_ten_times_and_then_is_refused() -> None:
     with subprocess.Popen(
-        [PROGRAM, "demo", "--port", "0"],
+        [INSTALLED_PROGRAM, "demo", "--port", "0"],
         env=ENVIRONMENT,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -77,10 +77,10 @@ def test_make_demo_is_the_same() -> None:
 
 def test_it_runs_on_a_database_of_ones_own(postgres_url: str, postgres_server: PostgresServer) -> None:
     url = postgres_url.replace("postgresql://", "postgresql+asyncpg://")
-    with demo("--database", url) as first:
+    with run_demo("--database", url) as first:
         assert first.check().status == 200
-    with demo("--database", url) as second:  # in place of the first
+    with run_demo("--database", url) as second:  # in place of the first
         assert second.check().status == 200
         assert second.check(key=first.key).status == 401
-        assert set(second.made["plans"]) >= {"free", "pro", "enterprise", "token_bucket", "quota"}
+        assert set(second.demo["plans"]) >= {"free", "pro", "enterprise", "token_bucket", "quota"}
     assert postgres_server.running

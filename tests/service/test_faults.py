@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from tests.cli.command import limitforge
+from tests.cli.command import run_cli
 from tests.postgres import PostgresServer
-from tests.servers import RedisServer, _free_port
-from tests.service.load import Load, load
-from tests.service.program import Running, read_answer, serve
-from tests.service.seeded import seeded
+from tests.servers import RedisServer, find_free_port
+from tests.service.load import Load, run_load
+from tests.service.program import RunningService, read_response, run_service
+from tests.service.seeded_service import run_seeded_service
 
 pytestmark = pytest.mark.slow
 
@@ -30,9 +30,9 @@ HANGS_SECONDS = 10.0  # no promise: an answer within that is no hang, on whateve
 @contextlib.contextmanager
 def from_file(
     folder: Path, store: str, *options: str, is_installed: bool = False, **settings: str
-) -> Iterator[tuple[Running, str]]:
+) -> Iterator[tuple[RunningService, str]]:
     """A service with a policy for each failure behaviour, and its key."""
-    made = json.loads(limitforge("keys", "make", "--name", "a", "--json", LIMITFORGE_PEPPERS=PEPPERS).stdout)
+    made = json.loads(run_cli("keys", "make", "--name", "a", "--json", LIMITFORGE_PEPPERS=PEPPERS).stdout)
     plan = {"name": "wide", "limits": [_window(1_000_000)]}
     exact = {"name": "exact", "limits": [_window(1_000)]}
     policies: list[dict[str, Any]] = [{"resource": name, "plan": "wide", "failure": name} for name in RESOURCES]
@@ -47,7 +47,7 @@ def from_file(
         **settings,
     }
     told, log = ("--config", str(file), "--store", store, *options), folder / "log"
-    with serve(_free_port(), *told, environment=environment, log=log, is_installed=is_installed) as service:
+    with run_service(find_free_port(), *told, environment=environment, log=log, is_installed=is_installed) as service:
         eventually(lambda: "answers at" in log.read_text(), "not every worker starts")
         yield service, made["key"]
 
@@ -63,12 +63,12 @@ def eventually(holds: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
-def workers_of(service: Running) -> list[int]:
+def workers_of(service: RunningService) -> list[int]:
     children = Path(f"/proc/{service.process.pid}/task/{service.process.pid}/children").read_text()
     return [int(pid) for pid in children.split()]
 
 
-def are_replaced(service: Running, old: set[int]) -> bool:
+def are_replaced(service: RunningService, old: set[int]) -> bool:
     now = workers_of(service)
     return len(now) == len(old) and old.isdisjoint(now)
 
@@ -79,7 +79,7 @@ def are_replaced(service: Running, old: set[int]) -> bool:
 def test_four_workers_and_256_connections_admit_exactly_a_thousand(tmp_path: Path, redis_url: str) -> None:
     with from_file(tmp_path, redis_url, "--workers", "4", LIMITFORGE_DEADLINE_MS="10000") as (service, key):
         assert len(workers_of(service)) == 4
-        with load(service.port, key, ["exact"], clients=256, subject="one") as running:
+        with run_load(service.port, key, ["exact"], clients=256, subject="one") as running:
             running.wait_for(3_000)
         assert not running.lost
         told = running.statuses()
@@ -104,7 +104,7 @@ def test_without_redis_each_policy_fails_as_it_says_and_then_recovers(
 ) -> None:
     with (
         from_file(tmp_path, own_redis_server.url) as (service, key),
-        load(service.port, key, RESOURCES) as running,
+        run_load(service.port, key, RESOURCES) as running,
     ):
         running.wait_for(300)
         assert set(running.statuses()) == {(name, 200, None) for name in RESOURCES}
@@ -129,7 +129,7 @@ def test_without_redis_each_policy_fails_as_it_says_and_then_recovers(
 def test_a_restart_of_redis_under_load_is_survived(tmp_path: Path, own_redis_server: RedisServer) -> None:
     with (
         from_file(tmp_path, own_redis_server.url) as (service, key),
-        load(service.port, key, RESOURCES) as running,
+        run_load(service.port, key, RESOURCES) as running,
     ):
         for _ in range(2):
             running.wait_for(200)
@@ -139,7 +139,7 @@ def test_a_restart_of_redis_under_load_is_survived(tmp_path: Path, own_redis_ser
         assert {seen.status for seen in running.answers} <= {200, 503}
 
 
-def _is_degraded(service: Running) -> bool:
+def _is_degraded(service: RunningService) -> bool:
     told = service.request("GET", "/v1/ready")
     assert told.status == 200
     return bool(told.json["store"]["state"] != "ok")
@@ -163,8 +163,8 @@ def _recover(server: RedisServer) -> None:
 @pytest.mark.parametrize("fault", ["kill", "pause"])
 def test_without_its_database_checks_go_on(own_postgres_server: PostgresServer, redis_url: str, fault: str) -> None:
     with (
-        seeded(own_postgres_server.url, redis_url) as found,
-        load(found.running.port, found.made["keys"]["pro"], ["a", "b"]) as running,
+        run_seeded_service(own_postgres_server.url, redis_url) as found,
+        run_load(found.running.port, found.demo["keys"]["pro"], ["a", "b"]) as running,
     ):
         service = found.running
         running.wait_for(100)
@@ -183,7 +183,7 @@ def test_without_its_database_checks_go_on(own_postgres_server: PostgresServer, 
         assert not running.lost
 
 
-def _catalog(service: Running) -> Any:
+def _catalog(service: RunningService) -> Any:
     return service.request("GET", "/v1/ready").json["catalog"]["state"]
 
 
@@ -197,7 +197,7 @@ def test_a_worker_that_is_killed_takes_only_its_own_requests_with_it(tmp_path: P
             service,
             key,
         ),
-        load(service.port, key, ["open"], clients) as running,
+        run_load(service.port, key, ["open"], clients) as running,
     ):
         running.wait_for(200)
         before = workers_of(service)
@@ -211,7 +211,7 @@ def test_a_worker_that_is_killed_takes_only_its_own_requests_with_it(tmp_path: P
 def test_a_reload_under_load_loses_no_request(tmp_path: Path, redis_url: str) -> None:
     with (
         from_file(tmp_path, redis_url, "--workers", "2", LIMITFORGE_DEADLINE_MS="10000") as (service, key),
-        load(service.port, key, ["open"], 32) as running,
+        run_load(service.port, key, ["open"], 32) as running,
     ):
         for _ in range(2):
             running.wait_for(200)
@@ -228,13 +228,13 @@ def test_a_connection_has_a_bounded_number_of_checks_under_way(
     own_redis_server: RedisServer, tmp_path: Path, checks: int, padding: int, most: int
 ) -> None:
     """64 checks, or the first beyond 256 KiB of bodies: the rest of a pipeline waits until these are answered."""
-    with seeded(f"sqlite:///{tmp_path}/catalog.db", own_redis_server.url) as service:
+    with run_seeded_service(f"sqlite:///{tmp_path}/catalog.db", own_redis_server.url) as service:
         tenant = service.tenant(_window(1_000))
         body = json.dumps({"resource": "GET:/orders", "subject": "user:42"}).encode() + b" " * padding
         head = f"POST /v1/check HTTP/1.1\r\nhost: a\r\nx-api-key: {tenant.key}\r\ncontent-length: {len(body)}\r\n\r\n"
         with service.running.connection() as connection:
             connection.sendall(head.encode() + body)
-            assert read_answer(connection).status == 200
+            assert read_response(connection).status == 200
             own_redis_server.pause()
             connection.sendall((head.encode() + body) * checks)
             health = [service.running.request("GET", "/v1/health").status for _ in range(20)]  # it reads on meanwhile

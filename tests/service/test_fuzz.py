@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.service.program import Answered, Running, read_answer
-from tests.service.seeded import seeded
+from tests.service.program import HttpResponse, RunningService, read_response
+from tests.service.seeded_service import run_seeded_service
 
 MOMENT = 0.02  # seconds in which an answer may come before we say that we have said everything
 PLACES = 1 << 16  # a place in a request is drawn without knowing the request's length
@@ -28,10 +28,10 @@ LIMITS: list[dict[str, Any]] = [
 
 
 @dataclass(frozen=True)
-class Fuzzed:
+class FuzzedService:
     """The program under test, with limits that no test reaches."""
 
-    running: Running
+    running: RunningService
     key: str
     token: str
     log: Path
@@ -54,11 +54,11 @@ class Fuzzed:
 
 
 @pytest.fixture(scope="module")
-def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
+def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FuzzedService]:
     folder = tmp_path_factory.mktemp("fuzz")
-    with seeded(f"sqlite:///{folder}/fuzz.db", log=folder / "log") as service:
+    with run_seeded_service(f"sqlite:///{folder}/fuzz.db", log=folder / "log") as service:
         tenant = service.tenant(*LIMITS)
-        yield Fuzzed(service.running, tenant.key, service.made["admin_token"], folder / "log")
+        yield FuzzedService(service.running, tenant.key, service.demo["admin_token"], folder / "log")
 
 
 # --- Requests, and what may happen to them ---------------------------------------------------------------------------
@@ -118,7 +118,7 @@ WORDS = [
 
 
 @dataclass(frozen=True)
-class Change:
+class Mutation:
     """One thing that happens to a request."""
 
     kind: str
@@ -142,7 +142,7 @@ class Change:
 
 
 changes = st.builds(
-    Change,
+    Mutation,
     kind=st.sampled_from(["flip", "insert", "replace", "delete", "repeat", "cut", "append"]),
     at=st.integers(0, PLACES - 1),
     length=st.integers(0, 40),
@@ -151,7 +151,7 @@ changes = st.builds(
 
 
 @st.composite
-def spoiled(draw: st.DrawFn) -> list[bytes]:
+def mutated_requests(draw: st.DrawFn) -> list[bytes]:
     """A request that was right, spoiled, in packets."""
     sent = reduce(
         lambda so_far, change: change(so_far), draw(st.lists(changes, max_size=6)), draw(st.sampled_from(RIGHT))
@@ -163,7 +163,7 @@ def spoiled(draw: st.DrawFn) -> list[bytes]:
 # --- Answers ---------------------------------------------------------------------------------------------------------
 
 
-def exchange(service: Fuzzed, packets: list[bytes], *, is_right: bool = False) -> bytes:
+def exchange(service: FuzzedService, packets: list[bytes], *, is_right: bool = False) -> bytes:
     """All that comes back until the service closes the connection; that it does so is what the time-out is for.
 
     What is right gets an answer, however long a busy machine takes for it.
@@ -208,7 +208,7 @@ def statuses(came: bytes) -> list[int]:
 # --- Any bytes -------------------------------------------------------------------------------------------------------
 
 
-def answered_or_closed(service: Fuzzed, packets: list[bytes]) -> None:
+def answered_or_closed(service: FuzzedService, packets: list[bytes]) -> None:
     with service.staying_well():
         found = statuses(exchange(service, packets))
     assert all(100 <= status < 500 for status in found), found
@@ -216,7 +216,7 @@ def answered_or_closed(service: Fuzzed, packets: list[bytes]) -> None:
 
 @pytest.mark.parametrize("is_key_known", [True, False])
 def test_a_malformed_request_behind_a_refused_check_is_not_logged_as_an_error(
-    fuzzed: Fuzzed, is_key_known: bool
+    fuzzed: FuzzedService, is_key_known: bool
 ) -> None:
     refused = request("/v1/check", {"resource": 1})
     with fuzzed.staying_well():
@@ -225,18 +225,18 @@ def test_a_malformed_request_behind_a_refused_check_is_not_logged_as_an_error(
         assert fuzzed.running.raw(refused + b"no HTTP at all\r\n\r\n").status == (422 if is_key_known else 401)
 
 
-@given(packets=spoiled())
-def test_a_spoiled_request_is_answered_or_its_connection_closed(fuzzed: Fuzzed, packets: list[bytes]) -> None:
+@given(packets=mutated_requests())
+def test_a_spoiled_request_is_answered_or_its_connection_closed(fuzzed: FuzzedService, packets: list[bytes]) -> None:
     answered_or_closed(fuzzed, packets)
 
 
 @given(packets=st.lists(st.binary(min_size=1, max_size=300), min_size=1, max_size=4))
-def test_so_are_bytes_that_never_were_a_request(fuzzed: Fuzzed, packets: list[bytes]) -> None:
+def test_so_are_bytes_that_never_were_a_request(fuzzed: FuzzedService, packets: list[bytes]) -> None:
     answered_or_closed(fuzzed, packets)
 
 
 @pytest.mark.parametrize("number", range(len(RIGHT)))
-def test_what_is_spoiled_was_right(fuzzed: Fuzzed, number: int) -> None:
+def test_what_is_spoiled_was_right(fuzzed: FuzzedService, number: int) -> None:
     found = statuses(exchange(fuzzed, [RIGHT[number]], is_right=True))
     assert found
     assert set(found) <= ({404, 422} if b"xxxx" in RIGHT[number] else {100, 200})
@@ -272,15 +272,15 @@ heads = st.lists(
 )
 
 
-def at_door(service: Fuzzed, path: str, head: list[tuple[str, str]], body: bytes) -> Answered:
+def at_door(service: FuzzedService, path: str, head: list[tuple[str, str]], body: bytes) -> HttpResponse:
     own = [("host", "test"), ("connection", "close"), ("x-api-key", KEY), ("content-length", str(len(body)))]
     lines = "".join(f"{name}: {value}\r\n" for name, value in [*own, *head])
     with service.running.connection() as connection:
         connection.sendall(service.real(f"POST {path} HTTP/1.1\r\n{lines}\r\n".encode("latin-1")) + body)
-        return read_answer(connection)
+        return read_response(connection)
 
 
-def told(answer: Answered) -> tuple[int, str, Any]:
+def told(answer: HttpResponse) -> tuple[int, str, Any]:
     """What two answers to the same request have in common: of a decision its shape, of a problem all."""
     is_decision = answer.status in (200, 429) and "limits" in answer.json
     said = sorted(answer.json["limits"]) if is_decision else answer.json if answer.status >= 400 else None
@@ -289,12 +289,12 @@ def told(answer: Answered) -> tuple[int, str, Any]:
 
 @given(call=st.sampled_from(["/v1/check", "/v1/check/batch"]), head=heads, body=bodies)
 def test_both_doors_answer_alike_whatever_a_request_says(
-    fuzzed: Fuzzed, call: str, head: list[tuple[str, str]], body: bytes
+    fuzzed: FuzzedService, call: str, head: list[tuple[str, str]], body: bytes
 ) -> None:
     both_doors(fuzzed, call, head, body)
 
 
-def both_doors(service: Fuzzed, call: str, head: list[tuple[str, str]], body: bytes) -> None:
+def both_doors(service: FuzzedService, call: str, head: list[tuple[str, str]], body: bytes) -> None:
     with service.staying_well():
         first, second = (at_door(service, path, head, body) for path in (call, f"{call}?"))
     assert first.status < 500, first
@@ -305,12 +305,14 @@ def both_doors(service: Fuzzed, call: str, head: list[tuple[str, str]], body: by
 
 
 @pytest.mark.soak
-@given(packets=spoiled())
-def test_ever_new_spoiled_requests(fuzzed: Fuzzed, packets: list[bytes]) -> None:
+@given(packets=mutated_requests())
+def test_ever_new_spoiled_requests(fuzzed: FuzzedService, packets: list[bytes]) -> None:
     answered_or_closed(fuzzed, packets)
 
 
 @pytest.mark.soak
 @given(call=st.sampled_from(["/v1/check", "/v1/check/batch"]), head=heads, body=bodies)
-def test_both_doors_with_ever_new_requests(fuzzed: Fuzzed, call: str, head: list[tuple[str, str]], body: bytes) -> None:
+def test_both_doors_with_ever_new_requests(
+    fuzzed: FuzzedService, call: str, head: list[tuple[str, str]], body: bytes
+) -> None:
     both_doors(fuzzed, call, head, body)

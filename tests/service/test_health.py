@@ -7,14 +7,14 @@ from typing import Any
 import msgspec
 
 from limitforge import FixedWindow, Limiter, StoreOptions
-from limitforge.service.health import Health
+from limitforge.service.http.health import Health
 from tests.servers import RedisServer
 
 SECONDS = 30.0
 TEN = FixedWindow(name="ten", limit=10, window_seconds=60)
 
 
-class Asked:
+class HealthProbe:
     """A service's `Health` over a real limiter; `catalog` is how the catalog is doing."""
 
     def __init__(self, limiter: Limiter) -> None:
@@ -37,7 +37,7 @@ class Asked:
 
 async def test_ready_is_degraded_until_the_store_has_answered_and_while_the_catalog_is_away() -> None:
     async with Limiter.connect("memory://") as limiter:
-        asked = Asked(limiter)
+        asked = HealthProbe(limiter)
         body = await asked.ready()
         assert (body["status"], body["store"]["state"]) == ("degraded", "unreached")
         asked.health.start()
@@ -52,7 +52,7 @@ async def test_ready_is_degraded_until_the_store_has_answered_and_while_the_cata
 async def test_ready_is_degraded_while_redis_is_away_and_well_once_it_is_back(own_redis_server: RedisServer) -> None:
     options = StoreOptions(failure="open", deadline_ms=1_000, breaker_seconds=0.05)
     async with Limiter.connect(own_redis_server.url, options=options) as limiter:
-        asked = Asked(limiter)
+        asked = HealthProbe(limiter)
         asked.health.start()
         before = await asked.eventually("ok")
         own_redis_server.kill()

@@ -11,10 +11,10 @@ from uuid import uuid4
 import pytest
 import redis as redis_py
 
-from tests.cli.command import limitforge
-from tests.servers import RedisServer, _free_port
-from tests.service.program import serve
-from tests.service.seeded import Seeded, Tenant, seeded
+from tests.cli.command import run_cli
+from tests.servers import RedisServer, find_free_port
+from tests.service.program import run_service
+from tests.service.seeded_service import SeededService, TenantClient, run_seeded_service
 
 BLOCKED = [f"user:{number}" for number in range(50)]
 PATIENCE_SECONDS = 30.0  # far below the minute that passed before
@@ -29,14 +29,14 @@ def eventually(is_so: Callable[[], Any], what: str) -> float:
     return time.monotonic() - began
 
 
-def admitted(tenant: Tenant) -> list[str]:
+def admitted(tenant: TenantClient) -> list[str]:
     checks = [{"resource": "GET:/orders", "subject": each} for each in BLOCKED]
     answer = tenant.post("check/batch", checks=checks)
     assert answer.status == 200, answer.body
     return [each for each, decision in zip(BLOCKED, answer.json["decisions"], strict=True) if decision["allowed"]]
 
 
-def blocked_tenant(service: Seeded) -> Tenant:
+def blocked_tenant(service: SeededService) -> TenantClient:
     tenant = service.tenant(WINDOW)
     for each in BLOCKED:
         tenant.create("overrides", resource="*", subject=each, limits={"a": "blocked"}, ttl_seconds=3_600)
@@ -44,19 +44,19 @@ def blocked_tenant(service: Seeded) -> Tenant:
     return tenant
 
 
-def metrics(service: Seeded) -> dict[str, int]:
+def metrics(service: SeededService) -> dict[str, int]:
     answer = service.running.request(
-        "GET", "/metrics", headers={"authorization": f"Bearer {service.made['admin_token']}"}
+        "GET", "/metrics", headers={"authorization": f"Bearer {service.demo['admin_token']}"}
     )
     lines = (line.rsplit(" ", 1) for line in answer.body.decode().splitlines() if not line.startswith("#"))
     return {name: int(number) for name, number in lines}
 
 
-def restored(service: Seeded) -> int:
+def restored(service: SeededService) -> int:
     return metrics(service)["overrides_restored_total"]
 
 
-def evicting(service: Seeded) -> dict[str, int]:
+def evicting(service: SeededService) -> dict[str, int]:
     return {name: number for name, number in metrics(service).items() if name.startswith("rl_redis_evicting")}
 
 
@@ -78,7 +78,7 @@ def test_fifty_blocked_subjects_stay_blocked_on_a_redis_that_evicts(
     log = tmp_path / "log"
     with (
         redis_py.Redis.from_url(own_redis_server.url) as client,
-        seeded(f"sqlite:///{tmp_path}/c.db", own_redis_server.url, "--workers", "2", log=log) as service,
+        run_seeded_service(f"sqlite:///{tmp_path}/c.db", own_redis_server.url, "--workers", "2", log=log) as service,
     ):
         tenant = blocked_tenant(service)
         drown(client, policy)
@@ -99,7 +99,7 @@ def test_fifty_blocked_subjects_stay_blocked_on_a_redis_that_evicts(
 
 def test_a_redis_that_does_not_evict_is_not_warned_of(tmp_path: Path, own_redis_server: RedisServer) -> None:
     log = tmp_path / "log"
-    with seeded(f"sqlite:///{tmp_path}/c.db", own_redis_server.url, log=log) as service:
+    with run_seeded_service(f"sqlite:///{tmp_path}/c.db", own_redis_server.url, log=log) as service:
         tenant = blocked_tenant(service)
         assert evicting(service) == {}
         time.sleep(3)
@@ -111,7 +111,7 @@ def test_a_redis_that_does_not_evict_is_not_warned_of(tmp_path: Path, own_redis_
 
 def test_the_overrides_of_a_file_come_back_too(tmp_path: Path, own_redis_server: RedisServer) -> None:
     pepper = "1:a pepper that the tests alone know"
-    made = limitforge("keys", "make", "--name", "web", "--json", LIMITFORGE_PEPPERS=pepper)
+    made = run_cli("keys", "make", "--name", "web", "--json", LIMITFORGE_PEPPERS=pepper)
     key = json.loads(made.stdout)
     expires_at = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
     overrides = [
@@ -121,10 +121,10 @@ def test_the_overrides_of_a_file_come_back_too(tmp_path: Path, own_redis_server:
     tenant = {"name": "acme", "default_plan": "free", "plans": [plan], "keys": [key["entry"]], "overrides": overrides}
     file = tmp_path / "plans.json"
     file.write_text(json.dumps({"tenants": [tenant]}))
-    metrics = _free_port()
+    metrics = find_free_port()
     environment = {"LIMITFORGE_PEPPERS": pepper, "LIMITFORGE_METRICS_PORT": str(metrics)}
     options = ("--config", str(file), "--store", own_redis_server.url)
-    with serve(_free_port(), *options, environment=environment) as service:
+    with run_service(find_free_port(), *options, environment=environment) as service:
 
         def is_blocked() -> bool:
             return all(service.check(key=key["key"], subject=each).status == 429 for each in BLOCKED)

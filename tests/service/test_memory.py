@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from limitforge.catalog.credentials import PREFIXES, new_id
-from tests.catalog.live import old_credential
+from tests.catalog.replicas import old_credential
 from tests.servers import RedisServer
-from tests.service.program import Running, demo
+from tests.service.program import RunningService, run_demo
 
 MIB = 1_024
 START_MIB = 120
@@ -21,24 +21,24 @@ Record = Callable[[str, object], None]
 
 
 @pytest.fixture
-def service(own_redis_server: RedisServer) -> Iterator[Running]:
-    with demo("--store", own_redis_server.url) as running:
+def service(own_redis_server: RedisServer) -> Iterator[RunningService]:
+    with run_demo("--store", own_redis_server.url) as running:
         yield running
 
 
-def resident(service: Running) -> int:
+def resident(service: RunningService) -> int:
     """In KiB."""
     status = Path(f"/proc/{service.process.pid}/status").read_text()
     return int(status.split("VmRSS:")[1].split()[0])
 
 
 def test_a_worker_starts_small(redis_url: str, record_property: Record) -> None:
-    with demo("--store", redis_url, is_installed=True) as service:
+    with run_demo("--store", redis_url, is_installed=True) as service:
         record_property("start_mib", resident(service) // MIB)
         assert resident(service) < START_MIB * MIB
 
 
-def flood(service: Running, subjects: int, keys: int) -> None:
+def flood(service: RunningService, subjects: int, keys: int) -> None:
     """Subjects in batches, and keys that look right and are not, on one connection."""
     connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=60)
     for first in range(0, subjects, BATCH):
@@ -62,16 +62,16 @@ def _post(connection: http.client.HTTPConnection, path: str, body: object, key: 
 
 
 @pytest.mark.slow
-def test_floods_leave_nothing_behind(service: Running, record_property: Record) -> None:
+def test_floods_leave_nothing_behind(service: RunningService, record_property: Record) -> None:
     _stays_flat(service, record_property, subjects=60_000, keys=2_000)
 
 
 @pytest.mark.soak
-def test_long_floods_leave_nothing_behind(service: Running, record_property: Record) -> None:
+def test_long_floods_leave_nothing_behind(service: RunningService, record_property: Record) -> None:
     _stays_flat(service, record_property, subjects=2_000_000, keys=100_000)
 
 
-def _stays_flat(service: Running, record_property: Record, *, subjects: int, keys: int) -> None:
+def _stays_flat(service: RunningService, record_property: Record, *, subjects: int, keys: int) -> None:
     flood(service, 10_000, 500)
     before = resident(service)
     flood(service, subjects, keys)

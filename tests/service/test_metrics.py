@@ -18,16 +18,16 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from limitforge.service.counters import MAX_TENANTS, OTHERS, Counters
-from limitforge.service.demo import Demo
-from limitforge.service.metrics import exposition
-from limitforge.service.sums import Sums, Totals
-from tests.cli.command import limitforge
-from tests.servers import RedisServer, _free_port
-from tests.service.live import PEPPERS, START_SECONDS, Account, Live
-from tests.service.migrated import seed_demo
+from limitforge.service.counters.process_counters import MAX_TENANTS, OTHER_TENANTS, ProcessCounters
+from limitforge.service.counters.shared_counters import SharedCounters, Totals
+from limitforge.service.demo_tenant import DemoTenant
+from limitforge.service.http.metrics import exposition
+from tests.cli.command import run_cli
+from tests.servers import RedisServer, find_free_port
+from tests.service.databases import seed_demo
+from tests.service.live_service import PEPPERS, START_SECONDS, LiveService, TenantFixture
 from tests.service.problems import assert_problem
-from tests.service.program import Running, demo, serve
+from tests.service.program import RunningService, run_demo, run_service
 
 GAUGES = {
     "rl_new_buckets_per_minute",
@@ -59,7 +59,7 @@ def read(text: str) -> Samples:
     return samples
 
 
-def scrape(service: Running, token: str) -> Samples:
+def scrape(service: RunningService, token: str) -> Samples:
     answer = service.request("GET", "/metrics", headers={"authorization": f"Bearer {token}"})
     assert answer.status == 200, answer.body
     assert answer.headers["content-type"] == CONTENT_TYPE
@@ -70,14 +70,14 @@ def scrape(service: Running, token: str) -> Samples:
 
 
 def test_the_numbers_are_those_of_what_was_answered() -> None:
-    with demo() as service:
+    with run_demo() as service:
         for _ in range(13):  # of 10
             service.check(subject="user:1", cost=1)
         service.post("/v1/check/batch", {"checks": [{"resource": "GET:/x", "subject": "user:2"}] * 3})
         service.check(key="nonsense")
         service.request("GET", "/v1/admin/tenants")
-        found = scrape(service, service.made["admin_token"])
-        again = scrape(service, service.made["admin_token"])
+        found = scrape(service, service.demo["admin_token"])
+        again = scrape(service, service.demo["admin_token"])
     denied = found["rl_blocked_total", "demo"]
     assert denied in (2, 3)  # two tokens a second come back
     assert found == {
@@ -92,12 +92,12 @@ def test_the_numbers_are_those_of_what_was_answered() -> None:
     assert again == {**found, ("requests_total", "metrics", "200"): 1}
 
 
-def test_it_takes_a_token_of_all_tenants_that_may_read(embedded: Live, account: Account) -> None:
-    assert_problem(embedded.caller().http.get("/metrics"), 401, "unknown_key")
-    assert_problem(embedded.caller("lf_admin_wrong").http.get("/metrics"), 401, "unknown_key")
-    assert_problem(embedded.caller(account.secret).http.get("/metrics"), 401, "unknown_key")
+def test_it_takes_a_token_of_all_tenants_that_may_read(embedded: LiveService, account: TenantFixture) -> None:
+    assert_problem(embedded.client().http.get("/metrics"), 401, "unknown_key")
+    assert_problem(embedded.client("lf_admin_wrong").http.get("/metrics"), 401, "unknown_key")
+    assert_problem(embedded.client(account.secret).http.get("/metrics"), 401, "unknown_key")
     assert_problem(embedded.admin(scopes=["write"]).http.get("/metrics"), 403, "forbidden")
-    assert_problem(account.own_admin().http.get("/metrics"), 403, "forbidden", "metrics")
+    assert_problem(account.tenant_admin().http.get("/metrics"), 403, "forbidden", "metrics")
     reader = embedded.admin(scopes=["read"]).http
     assert reader.get("/metrics").status_code == 200
     assert reader.head("/metrics").headers["content-type"] == CONTENT_TYPE
@@ -105,14 +105,14 @@ def test_it_takes_a_token_of_all_tenants_that_may_read(embedded: Live, account: 
 
 
 def test_it_lives_under_the_root_path(tmp_path: Path) -> None:
-    with Live(f"sqlite:///{tmp_path}/rooted.db", root_path="/limitforge-rls") as live:
+    with LiveService(f"sqlite:///{tmp_path}/rooted.db", root_path="/limitforge-rls") as live:
         admin = live.admin()
         assert read(admin.http.get("/metrics").text) == {}
         elsewhere = httpx.get(f"{live.origin}/metrics", headers=admin.http.headers)
         assert_problem(elsewhere, 404, "unknown_path")
 
 
-def test_a_tenant_that_gets_another_name_leaves_its_counts_under_the_old_one(account: Account) -> None:
+def test_a_tenant_that_gets_another_name_leaves_its_counts_under_the_old_one(account: TenantFixture) -> None:
     old, new = account.tenant["name"], f"{account.tenant['name']}-new"
     admin = account.admin
 
@@ -133,7 +133,7 @@ def test_a_tenant_that_gets_another_name_leaves_its_counts_under_the_old_one(acc
     assert allowed(old) >= 3
 
 
-def test_the_state_of_the_catalog_is_told_to_those_who_may_see_it(account: Account) -> None:
+def test_the_state_of_the_catalog_is_told_to_those_who_may_see_it(account: TenantFixture) -> None:
     def gauges() -> Samples:
         families = text_string_to_metric_families(account.admin.http.get("/metrics").text)
         found = [each for family in families if family.type == "gauge" for each in family.samples]
@@ -145,7 +145,7 @@ def test_the_state_of_the_catalog_is_told_to_those_who_may_see_it(account: Accou
     assert before["rl_catalog_tenants",] > 0
     assert (before["rl_catalog_listening", "postgres"], before["rl_catalog_listening", "redis"]) == (0, 0)
     assert not [name for name in before if name[0] == "rl_redis_evicting"]  # the store is in memory
-    assert Account(account.admin).check().status_code == 200
+    assert TenantFixture(account.admin).check().status_code == 200
     eventually(lambda: gauges()["rl_catalog_revision",] > before["rl_catalog_revision",])
     assert gauges()["rl_catalog_tenants",] == before["rl_catalog_tenants",] + 1
 
@@ -164,7 +164,7 @@ def test_no_name_can_break_the_format() -> None:
     assert len(found) == 3 * len(HOSTILE)
 
 
-def test_no_tenant_can_have_a_hostile_name(embedded: Live) -> None:
+def test_no_tenant_can_have_a_hostile_name(embedded: LiveService) -> None:
     admin = embedded.admin()
     for name in HOSTILE:
         assert_problem(admin.post("/tenants", {"name": name}), 422, "invalid_field", "name")
@@ -179,7 +179,7 @@ def test_tenants_past_the_bound_are_counted_together_and_none_loses_its_name() -
     whole.add(Totals({f"late-{at}": [0, 2, 0, 0, 0] for at in range(MAX_TENANTS)}))
     whole.add(Totals({"first-7": [5, 5, 0, 0, 0]}))
     assert len(whole.tenants) == MAX_TENANTS + 1
-    assert whole.tenants[OTHERS] == [0, 2 * MAX_TENANTS, 0, 0, 0]
+    assert whole.tenants[OTHER_TENANTS] == [0, 2 * MAX_TENANTS, 0, 0, 0]
     assert whole.tenants["first-7"] == [6, 5, 0, 0, 0]
 
 
@@ -187,20 +187,20 @@ async def test_totals_of_a_release_that_counted_fewer_things_are_read(tmp_path: 
     """The file outlives an upgrade under a supervisor that goes on."""
     earlier = {"tenants": {"acme": [1, 2, 3, 4], "blue": [5, 6, 7, 8]}, "requests": {}}
     (tmp_path / "totals").write_bytes(msgspec.msgpack.encode(earlier))
-    counters = Counters()
-    sums = Sums(counters, tmp_path)
+    counters = ProcessCounters()
+    sums = SharedCounters(counters, tmp_path)
     for _ in range(2):
         found = read(exposition(await sums.totals()).decode())
         assert (found["rl_allowed_total", "acme"], found["rl_blocked_total", "blue"]) == (1, 6)
-        counters.answered("check", 200)  # so that the file is written anew
+        counters.count_response("check", 200)  # so that the file is written anew
     assert read(exposition(Totals({"acme": [1, 2, 3, 4]})).decode())["rl_allowed_total", "acme"] == 1
 
 
 async def test_what_was_told_is_never_told_lower_whoever_is_asked(tmp_path: Path) -> None:
-    processes = [Counters() for _ in range(3)]
-    sums = [Sums(counters, tmp_path) for counters in processes]
+    processes = [ProcessCounters() for _ in range(3)]
+    sums = [SharedCounters(counters, tmp_path) for counters in processes]
     for at in range(30):
-        processes[at % 3].answered("check", 200)
+        processes[at % 3].count_response("check", 200)
         told = await sums[(at + 1) % 3].totals()
         again = await sums[at % 3].totals()
         assert again.requests["check", 200] == at + 1
@@ -209,26 +209,26 @@ async def test_what_was_told_is_never_told_lower_whoever_is_asked(tmp_path: Path
 
 
 async def test_what_could_not_be_added_is_added_later(tmp_path: Path) -> None:
-    counters, folder = Counters(), tmp_path / "run"
-    sums = Sums(counters, folder)
+    counters, folder = ProcessCounters(), tmp_path / "run"
+    sums = SharedCounters(counters, folder)
     await sums.start()
-    counters.answered("check", 200)
+    counters.count_response("check", 200)
     with pytest.raises(Exception, match="can't be read"):
         await sums.totals()
     folder.mkdir()
     assert (await sums.totals()).requests == {("check", 200): 1}
-    counters.answered("check", 200)
+    counters.count_response("check", 200)
     await sums.close()
-    assert (await Sums(Counters(), folder).totals()).requests == {("check", 200): 2}
+    assert (await SharedCounters(ProcessCounters(), folder).totals()).requests == {("check", 200): 2}
 
 
 # --- Several workers, and a port of its own --------------------------------------------------------------------------
 
 
-class Fleet:
+class TwoWorkers:
     """Two workers on one Redis, a key of theirs, and the port for metrics."""
 
-    def __init__(self, service: Running, made: Demo, metrics: Running) -> None:
+    def __init__(self, service: RunningService, made: DemoTenant, metrics: RunningService) -> None:
         self.service = service
         self.made = made
         self.metrics = metrics
@@ -263,9 +263,9 @@ class Fleet:
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer) -> Iterator[Fleet]:
+def fleet(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer) -> Iterator[TwoWorkers]:
     folder = tmp_path_factory.mktemp("fleet")
-    port, metrics_port = _free_port(), _free_port()
+    port, metrics_port = find_free_port(), find_free_port()
     environment = {
         "LIMITFORGE_PEPPERS": PEPPERS,
         "LIMITFORGE_DATABASE_URL": f"sqlite:///{folder}/fleet.db",
@@ -276,15 +276,15 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer) -
         "TMPDIR": str(folder),
     }
     made = seed_demo(environment["LIMITFORGE_DATABASE_URL"], PEPPERS)
-    with serve(port, "--workers", "2", environment=environment) as service:
-        found = Fleet(service, made, Running(service.process, {}, metrics_port))
+    with run_service(port, "--workers", "2", environment=environment) as service:
+        found = TwoWorkers(service, made, RunningService(service.process, {}, metrics_port))
         eventually(lambda: len(found.workers()) == 2)
         yield found
         assert service.stop() == 0
         assert list(folder.glob("limitforge-run-*")) == []
 
 
-def test_any_worker_tells_the_sum(fleet: Fleet) -> None:
+def test_any_worker_tells_the_sum(fleet: TwoWorkers) -> None:
     before = fleet.allowed()
     for worker, times in zip(fleet.workers(), (3, 4), strict=True):
         with fleet.only(worker):
@@ -296,7 +296,7 @@ def test_any_worker_tells_the_sum(fleet: Fleet) -> None:
             assert scrape(fleet.service, fleet.made.admin_token)["rl_allowed_total", "demo"] == before + 7
 
 
-def test_the_port_for_metrics_serves_nothing_else(fleet: Fleet) -> None:
+def test_the_port_for_metrics_serves_nothing_else(fleet: TwoWorkers) -> None:
     for method, path, status in (
         ("GET", "/v1/health", 404),
         ("POST", "/v1/check", 404),
@@ -310,7 +310,7 @@ def test_the_port_for_metrics_serves_nothing_else(fleet: Fleet) -> None:
     assert fleet.service.request("GET", "/metrics").status == 401
 
 
-def test_a_reload_loses_nothing_and_lowers_nothing(fleet: Fleet) -> None:
+def test_a_reload_loses_nothing_and_lowers_nothing(fleet: TwoWorkers) -> None:
     before, old = fleet.allowed(), set(fleet.workers())
     with watching(fleet) as seen:
         fleet.check(5)
@@ -325,7 +325,7 @@ def test_a_reload_loses_nothing_and_lowers_nothing(fleet: Fleet) -> None:
     assert_never_lower(seen)
 
 
-def test_a_killed_worker_takes_at_most_its_last_second_with_it(fleet: Fleet) -> None:
+def test_a_killed_worker_takes_at_most_its_last_second_with_it(fleet: TwoWorkers) -> None:
     before = fleet.allowed()
     fleet.check(10)
     eventually(lambda: fleet.allowed() == before + 10)
@@ -340,7 +340,7 @@ def test_a_killed_worker_takes_at_most_its_last_second_with_it(fleet: Fleet) -> 
 
 
 @contextlib.contextmanager
-def watching(fleet: Fleet) -> Iterator[list[Samples]]:
+def watching(fleet: TwoWorkers) -> Iterator[list[Samples]]:
     """What was told meanwhile; a connection to a worker that is killed may break."""
     seen: list[Samples] = []
     is_over = threading.Event()
@@ -372,25 +372,25 @@ def eventually(is_true: Callable[[], Any]) -> None:
 
 
 def test_a_service_that_reads_a_file_tells_metrics_on_the_port_alone(tmp_path: Path) -> None:
-    made = json.loads(limitforge("keys", "make", "--name", "web", "--json", LIMITFORGE_PEPPERS=PEPPERS).stdout)
+    made = json.loads(run_cli("keys", "make", "--name", "web", "--json", LIMITFORGE_PEPPERS=PEPPERS).stdout)
     plan = {"name": "free", "limits": "a=5/minute"}
     tenant = {"name": "acme", "default_plan": "free", "plans": [plan], "keys": [made["entry"]]}
     file = tmp_path / "plans.yaml"
     file.write_text(json.dumps({"tenants": [tenant]}))
-    port = _free_port()
+    port = find_free_port()
     environment = {"LIMITFORGE_PEPPERS": PEPPERS, "LIMITFORGE_METRICS_PORT": str(port)}
-    with serve(_free_port(), "--config", str(file), environment=environment) as service:
+    with run_service(find_free_port(), "--config", str(file), environment=environment) as service:
         for _ in range(7):
             service.check(key=made["key"])
-        found = read(Running(service.process, {}, port).request("GET", "/metrics").body.decode())
+        found = read(RunningService(service.process, {}, port).request("GET", "/metrics").body.decode())
         assert (found["rl_allowed_total", "acme"], found["rl_blocked_total", "acme"]) == (5, 2)
         refusal = service.request("GET", "/metrics")
         assert refusal.status == 404
         assert "LIMITFORGE_METRICS_PORT" in refusal.json["detail"]
 
 
-def test_a_port_for_metrics_that_is_taken_is_said_so(fleet: Fleet) -> None:
+def test_a_port_for_metrics_that_is_taken_is_said_so(fleet: TwoWorkers) -> None:
     taken = str(fleet.metrics.port)
-    done = limitforge("serve", "--port", "0", LIMITFORGE_PEPPERS=PEPPERS, LIMITFORGE_METRICS_PORT=taken)
+    done = run_cli("serve", "--port", "0", LIMITFORGE_PEPPERS=PEPPERS, LIMITFORGE_METRICS_PORT=taken)
     assert done.returncode != 0
     assert f"metrics_port: can't listen on 127.0.0.1:{taken}" in done.stderr

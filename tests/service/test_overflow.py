@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from limitforge.errors import InvalidInput
-from limitforge.service.settings import load
+from limitforge.service.settings import load_settings
 from tests.servers import RedisServer
-from tests.service.seeded import Seeded, Tenant, seeded
+from tests.service.seeded_service import SeededService, TenantClient, run_seeded_service
 
 HOUR = {"name": "hour", "algorithm": "fixed_window", "limit": 5, "window_seconds": 3_600}
 MINUTE = {"name": "minute", "algorithm": "sliding_window_counter", "limit": 100, "window_seconds": 60}
@@ -24,14 +24,14 @@ def eventually(is_so: Callable[[], Any], what: str) -> None:
         time.sleep(0.1)
 
 
-def metrics(service: Seeded) -> dict[str, float]:
-    headers = {"authorization": f"Bearer {service.made['admin_token']}"}
+def metrics(service: SeededService) -> dict[str, float]:
+    headers = {"authorization": f"Bearer {service.demo['admin_token']}"}
     answer = service.running.request("GET", "/metrics", headers=headers)
     lines = answer.body.decode().splitlines()
     return {name: float(value) for name, value in (each.rsplit(" ", 1) for each in lines if not each.startswith("#"))}
 
 
-def flood(tenant: Tenant, count: int, size: int = 200) -> list[dict[str, Any]]:
+def flood(tenant: TenantClient, count: int, size: int = 200) -> list[dict[str, Any]]:
     decisions: list[dict[str, Any]] = []
     for start in range(0, count, size):
         subjects = range(start, min(start + size, count))
@@ -43,15 +43,15 @@ def flood(tenant: Tenant, count: int, size: int = 200) -> list[dict[str, Any]]:
 @pytest.fixture(params=["memory://", "redis"], scope="module")
 def bounded(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer
-) -> Iterator[Seeded]:
+) -> Iterator[SeededService]:
     """A service where a tenant may begin 40 buckets a minute. Each test has tenants of its own."""
     url = redis_server.url if request.param == "redis" else request.param
     folder = tmp_path_factory.mktemp("overflow")
-    with seeded(f"sqlite:///{folder}/c.db", url, new_buckets_per_minute="40") as service:
+    with run_seeded_service(f"sqlite:///{folder}/c.db", url, new_buckets_per_minute="40") as service:
         yield service
 
 
-def test_new_subjects_beyond_the_budget_share_a_bucket_and_are_told_so(bounded: Seeded) -> None:
+def test_new_subjects_beyond_the_budget_share_a_bucket_and_are_told_so(bounded: SeededService) -> None:
     greedy, modest = bounded.tenant(HOUR, MINUTE), bounded.tenant(HOUR)
     decisions = flood(greedy, 30)
     assert ["overflow" in decision for decision in decisions] == [False] * 20 + [True] * 10
@@ -64,7 +64,7 @@ def test_new_subjects_beyond_the_budget_share_a_bucket_and_are_told_so(bounded: 
     assert {(decision["remaining"], decision.get("overflow")) for decision in others} == {(4, None)}
 
 
-def test_the_budget_and_what_overflows_can_be_seen(bounded: Seeded) -> None:
+def test_the_budget_and_what_overflows_can_be_seen(bounded: SeededService) -> None:
     greedy = bounded.tenant(HOUR)
     flood(greedy, 45)
     found = metrics(bounded)
@@ -73,7 +73,7 @@ def test_the_budget_and_what_overflows_can_be_seen(bounded: Seeded) -> None:
 
 
 @pytest.mark.parametrize("path", ["usage", "explain"])
-def test_usage_and_explain_tell_of_the_shared_bucket(bounded: Seeded, path: str) -> None:
+def test_usage_and_explain_tell_of_the_shared_bucket(bounded: SeededService, path: str) -> None:
     greedy = bounded.tenant(HOUR)
     flood(greedy, 42)
     if path == "usage":
@@ -89,8 +89,8 @@ def test_a_small_redis_gives_each_tenant_a_small_budget_and_is_not_filled(
     tmp_path: Path, own_redis_server: RedisServer
 ) -> None:
     """The experiment: a tenant floods a Redis of 24 MB, and twelve new subjects of another come after it."""
-    own_redis_server.must("CONFIG SET maxmemory 24mb")
-    with seeded(f"sqlite:///{tmp_path}/c.db", own_redis_server.url) as service:
+    own_redis_server.command_ok("CONFIG SET maxmemory 24mb")
+    with run_seeded_service(f"sqlite:///{tmp_path}/c.db", own_redis_server.url) as service:
         greedy, modest = service.tenant(HOUR, MINUTE), service.tenant(HOUR)
         eventually(lambda: metrics(service)["rl_new_buckets_per_minute"] < 10_000, "the budget does not fit the memory")
         decisions = flood(greedy, 10_000, 1_000)
@@ -103,10 +103,10 @@ def test_a_small_redis_gives_each_tenant_a_small_budget_and_is_not_filled(
 def test_a_full_redis_decides_locally_unless_the_policy_says_otherwise(
     tmp_path: Path, own_redis_server: RedisServer
 ) -> None:
-    with seeded(f"sqlite:///{tmp_path}/c.db", own_redis_server.url) as service:
+    with run_seeded_service(f"sqlite:///{tmp_path}/c.db", own_redis_server.url) as service:
         silent, explicit = service.tenant(HOUR), service.tenant(HOUR)
         explicit.create("policies", resource="GET:/open", plan_id=explicit.plan_id, failure="open")
-        own_redis_server.must("CONFIG SET maxmemory 1mb")
+        own_redis_server.command_ok("CONFIG SET maxmemory 1mb")
         answers = [silent.post("check", resource="GET:/orders", subject="a") for _ in range(6)]
         assert [answer.status for answer in answers] == [200] * 5 + [429]
         assert {answer.json["degraded"] for answer in answers} == {"local"}
@@ -117,16 +117,16 @@ def test_a_full_redis_decides_locally_unless_the_policy_says_otherwise(
 @pytest.mark.parametrize("given", ["0", "-5", "many", "1.5", ""])
 def test_a_senseless_budget_is_refused_by_its_setting(given: str) -> None:
     with pytest.raises(InvalidInput, match="new_buckets_per_minute"):
-        load({"LIMITFORGE_NEW_BUCKETS_PER_MINUTE": given})
+        load_settings({"LIMITFORGE_NEW_BUCKETS_PER_MINUTE": given})
 
 
 @pytest.mark.parametrize(("given", "budget"), [("auto", 60_000), ("none", None), ("250", 250)])
 def test_a_budget_is_a_number_or_a_word(given: str, budget: int | None) -> None:
-    settings = load({"LIMITFORGE_NEW_BUCKETS_PER_MINUTE": given})
+    settings = load_settings({"LIMITFORGE_NEW_BUCKETS_PER_MINUTE": given})
     assert settings.store_options().new_buckets_per_minute == budget
 
 
 def test_a_file_of_settings_may_have_the_number_itself(tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     file.write_text("new_buckets_per_minute = 250\n")
-    assert load({"LIMITFORGE_SETTINGS": str(file)}).store_options().new_buckets_per_minute == 250
+    assert load_settings({"LIMITFORGE_SETTINGS": str(file)}).store_options().new_buckets_per_minute == 250

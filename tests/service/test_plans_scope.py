@@ -6,17 +6,17 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.service.live import Account, Live
+from tests.service.live_service import LiveService, TenantFixture
 from tests.service.problems import assert_problem
 
 CHECK: dict[str, Any] = {"resource": "GET:/other", "subject": "user:1"}
 
 
-class Caller:
+class KeyClient:
     """Calls with one API key."""
 
-    def __init__(self, account: Account, **fields: Any) -> None:
-        made = account.admin.made("/keys", {"tenant_id": account.id, "name": "narrow", **fields})
+    def __init__(self, account: TenantFixture, **fields: Any) -> None:
+        made = account.admin.create("/keys", {"tenant_id": account.id, "name": "narrow", **fields})
         self.id: str = made["id"]
         self._http = account.admin.http
         self._headers = {"authorization": f"Bearer {made['key']}"}
@@ -29,11 +29,11 @@ class Caller:
 
 
 @pytest.fixture
-def account(either: Live) -> Account:
-    return Account(either.admin())
+def account(either: LiveService) -> TenantFixture:
+    return TenantFixture(either.admin())
 
 
-def everywhere(caller: Caller, **fields: str) -> dict[str, httpx.Response]:
+def everywhere(caller: KeyClient, **fields: str) -> dict[str, httpx.Response]:
     """The answer of each call that takes a plan; of a batch, that to its only check."""
     body = {**CHECK, **fields}
     return {
@@ -44,15 +44,15 @@ def everywhere(caller: Caller, **fields: str) -> dict[str, httpx.Response]:
     }
 
 
-def test_a_key_without_the_scope_names_no_plan_in_any_call(account: Account) -> None:
-    caller = Caller(account, scopes=["check", "usage"])
+def test_a_key_without_the_scope_names_no_plan_in_any_call(account: TenantFixture) -> None:
+    caller = KeyClient(account, scopes=["check", "usage"])
     for answer in everywhere(caller, plan_id=account.plan["id"]).values():
         assert_problem(answer, 403, "forbidden", "this key lacks the scope plans")
     assert {answer.status_code for answer in everywhere(caller).values()} == {200}
 
 
-def test_in_a_batch_only_the_checks_that_name_a_plan_are_refused(account: Account) -> None:
-    caller = Caller(account, scopes=["check"])
+def test_in_a_batch_only_the_checks_that_name_a_plan_are_refused(account: TenantFixture) -> None:
+    caller = KeyClient(account, scopes=["check"])
     checks = [CHECK, {**CHECK, "plan_id": account.plan["id"]}, {**CHECK, "plan_id": None}]
     answer = caller.post("check/batch", {"checks": checks})
     assert answer.status_code == 200
@@ -62,23 +62,23 @@ def test_in_a_batch_only_the_checks_that_name_a_plan_are_refused(account: Accoun
     assert "this key lacks the scope plans" in second["detail"]
 
 
-def test_a_key_that_lists_no_scopes_names_plans_as_before(account: Account) -> None:
-    for subject, caller in (("a", Caller(account)), ("b", Caller(account, scopes=["plans", "usage", "check"]))):
+def test_a_key_that_lists_no_scopes_names_plans_as_before(account: TenantFixture) -> None:
+    for subject, caller in (("a", KeyClient(account)), ("b", KeyClient(account, scopes=["plans", "usage", "check"]))):
         answers = everywhere(caller, plan_id=account.plan["id"], subject=subject)
         assert {call: answer.status_code for call, answer in answers.items()} == dict.fromkeys(answers, 200)
         assert "burst" in answers["check"].json()["limits"]
     assert account.key["scopes"] == ["check", "usage", "plans"]
 
 
-def test_whether_a_plan_exists_is_not_shown_to_a_key_without_the_scope(account: Account) -> None:
-    caller = Caller(account, scopes=["check", "usage"])
+def test_whether_a_plan_exists_is_not_shown_to_a_key_without_the_scope(account: TenantFixture) -> None:
+    caller = KeyClient(account, scopes=["check", "usage"])
     known = caller.post("check", {**CHECK, "plan_id": account.plan["id"]})
     unknown = caller.post("check", {**CHECK, "plan_id": "pla_0000000000000000"})
     assert known.json() == unknown.json()
 
 
-def test_a_key_that_loses_the_scope_loses_the_routes_that_it_had(account: Account) -> None:
-    caller = Caller(account)
+def test_a_key_that_loses_the_scope_loses_the_routes_that_it_had(account: TenantFixture) -> None:
+    caller = KeyClient(account)
     named = {**CHECK, "plan_id": account.plan["id"]}
     assert [caller.post("check", {**named, "cost": 0}).status_code for _ in range(3)] == [200] * 3
     path = f"/keys/{caller.id}"
@@ -91,7 +91,7 @@ def test_a_key_that_loses_the_scope_loses_the_routes_that_it_had(account: Accoun
         assert time.monotonic() < deadline
 
 
-def test_plans_alone_is_refused_by_name(account: Account) -> None:
+def test_plans_alone_is_refused_by_name(account: TenantFixture) -> None:
     answer = account.admin.post("/keys", {"tenant_id": account.id, "name": "x", "scopes": ["plans"]})
     assert_problem(answer, 422, "invalid_field", "scopes")
     assert "must have check or usage" in answer.json()["detail"]

@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 
-from limitforge.catalog.catalog import Catalog
-from limitforge.catalog.database import Database
+from limitforge.catalog.database.catalog import Catalog
+from limitforge.catalog.database.database import Database
 from limitforge.catalog.model import Plan
 from tests.catalog.backups import restore_postgres
-from tests.cli.command import limitforge
-from tests.postgres import PostgresServer, _environment, _program
+from tests.cli.command import run_cli
+from tests.postgres import PostgresServer, _environment, program_path
 from tests.proxy import DropReplies, Proxy
-from tests.servers import RedisServer, _free_port
-from tests.service.program import Answered, Running, serve
+from tests.servers import RedisServer, find_free_port
+from tests.service.program import HttpResponse, RunningService, run_service
 
 pytestmark = pytest.mark.slow
 
@@ -33,18 +33,18 @@ IN_A_ROW = 40  # answers: with two workers all of them come from one with a chan
 
 
 @dataclass
-class Fleet:
+class Deployment:
     """A service of some workers, and who administers it."""
 
-    service: Running
+    service: RunningService
     token: str
 
-    def call(self, method: str, path: str, body: Any = None, **headers: str) -> Answered:
+    def call(self, method: str, path: str, body: Any = None, **headers: str) -> HttpResponse:
         sent = {"authorization": f"Bearer {self.token}", **headers}
         content = None if body is None else json.dumps(body).encode()
         return self.service.request(method, f"/v1/admin{path}", content, sent)
 
-    def made(self, path: str, body: Any) -> dict[str, Any]:
+    def create(self, path: str, body: Any) -> dict[str, Any]:
         answer = self.call("POST", path, body)
         assert answer.status == 201, answer.body
         found: dict[str, Any] = answer.json
@@ -59,18 +59,18 @@ class Fleet:
         answer = self.service.check(key, cost=0)
         return int(answer.json["limit"]) if answer.status == 200 else -answer.status
 
-    def comes_to(self, key: str, wanted: int) -> None:
+    def wait_for_limit(self, key: str, wanted: int) -> None:
         eventually(lambda: self.limit(key) == wanted, f"a check never says {wanted}")
 
-    def all_say(self, key: str, wanted: int) -> bool:
+    def all_workers_apply(self, key: str, wanted: int) -> bool:
         return all(self.limit(key) == wanted for _ in range(IN_A_ROW))
 
-    def customer(self, name: str, limit: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        tenant = self.made("/tenants", {"name": name})
-        plan = self.made("/plans", {"tenant_id": tenant["id"], "name": "plan", "limits": window(limit)})
+    def create_customer(self, name: str, limit: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        tenant = self.create("/tenants", {"name": name})
+        plan = self.create("/plans", {"tenant_id": tenant["id"], "name": "plan", "limits": window(limit)})
         given = {"default_plan_id": plan["id"]}
         assert self.call("PATCH", f"/tenants/{tenant['id']}", given).status == 200
-        return tenant, plan, self.made("/keys", {"tenant_id": tenant["id"], "name": "web"})
+        return tenant, plan, self.create("/keys", {"tenant_id": tenant["id"], "name": "web"})
 
 
 def window(limit: int) -> list[dict[str, Any]]:
@@ -89,18 +89,18 @@ def settings(database: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def fleet(database: str, redis: RedisServer, token: str, workers: int = 2, **more: str) -> Iterator[Fleet]:
+def fleet(database: str, redis: RedisServer, token: str, workers: int = 2, **more: str) -> Iterator[Deployment]:
     environment = settings(database) | {"LIMITFORGE_STORE_URL": redis.url, "LIMITFORGE_WORKERS": str(workers), **more}
-    with serve(_free_port(), environment=environment) as service:
+    with run_service(find_free_port(), environment=environment) as service:
         eventually(lambda: service.request("GET", "/v1/ready").json["status"] == "ok", "it does not get ready")
-        yield Fleet(service, token)
+        yield Deployment(service, token)
 
 
 def prepare(database: str) -> str:
     """A schema, and an admin token."""
-    limitforge("db", "upgrade", LIMITFORGE_DATABASE_URL=database)
+    run_cli("db", "upgrade", LIMITFORGE_DATABASE_URL=database)
     given = ("tokens", "create", "ops", "--scope", "read", "--scope", "write", "--json")
-    made = limitforge(*given, LIMITFORGE_DATABASE_URL=database, LIMITFORGE_PEPPERS=PEPPERS)
+    made = run_cli(*given, LIMITFORGE_DATABASE_URL=database, LIMITFORGE_PEPPERS=PEPPERS)
     token: str = json.loads(made.stdout)["token"]
     return token
 
@@ -110,7 +110,7 @@ def libpq(server: PostgresServer) -> str:
 
 
 def run(program: str, *arguments: str) -> None:
-    subprocess.run([_program(program), *arguments], check=True, env=_environment(), timeout=PATIENCE_SECONDS)
+    subprocess.run([program_path(program), *arguments], check=True, env=_environment(), timeout=PATIENCE_SECONDS)
 
 
 def dump(server: PostgresServer, file: Path) -> None:
@@ -132,19 +132,19 @@ def test_after_a_restore_a_change_is_obeyed_by_every_worker(
     """The database is behind what the workers have seen."""
     token = prepare(own_postgres_server.url)
     with fleet(own_postgres_server.url, own_redis_server, token) as running:
-        tenant, plan, key = running.customer("acme", 1_000)
-        eventually(lambda: running.all_say(key["key"], 1_000), "the plan does not decide")
+        tenant, plan, key = running.create_customer("acme", 1_000)
+        eventually(lambda: running.all_workers_apply(key["key"], 1_000), "the plan does not decide")
         dump(own_postgres_server, tmp_path / "dump")
         for limit in (2_000, 3_000, 4_000):
             running.set_limit(plan["id"], limit)
-        eventually(lambda: running.all_say(key["key"], 4_000), "the change does not decide")
+        eventually(lambda: running.all_workers_apply(key["key"], 4_000), "the change does not decide")
         restore(own_postgres_server, tmp_path / "dump")
         running.set_limit(plan["id"], 1_500)
-        eventually(lambda: running.all_say(key["key"], 1_500), "a worker does not obey the restored database")
+        eventually(lambda: running.all_workers_apply(key["key"], 1_500), "a worker does not obey the restored database")
         assert running.service.request("GET", "/v1/ready").json["status"] == "ok"
         answer = running.call("PATCH", f"/tenants/{tenant['id']}", {"suspended": True})
         assert answer.status == 200
-        eventually(lambda: running.all_say(key["key"], -403), "a worker does not obey the suspension")
+        eventually(lambda: running.all_workers_apply(key["key"], -403), "a worker does not obey the suspension")
 
 
 def test_a_restored_database_that_has_come_further_than_the_workers_is_obeyed(
@@ -155,12 +155,12 @@ def test_a_restored_database_that_has_come_further_than_the_workers_is_obeyed(
     """
     token = prepare(own_postgres_server.url)
     with fleet(own_postgres_server.url, own_redis_server, token) as running:
-        _, plan, key = running.customer("acme", 1_000)
-        other = running.customer("other", 10)[1]
+        _, plan, key = running.create_customer("acme", 1_000)
+        other = running.create_customer("other", 10)[1]
         dump(own_postgres_server, tmp_path / "dump")
         for limit in (2_000, 3_000, 4_000):
             running.set_limit(plan["id"], limit)
-        eventually(lambda: running.all_say(key["key"], 4_000), "the change does not decide")
+        eventually(lambda: running.all_workers_apply(key["key"], 4_000), "the change does not decide")
         workers = _children(running.service.process.pid)
         for worker in workers:
             os.kill(worker, signal.SIGSTOP)
@@ -172,7 +172,7 @@ def test_a_restored_database_that_has_come_further_than_the_workers_is_obeyed(
         finally:
             for worker in workers:
                 os.kill(worker, signal.SIGCONT)
-        eventually(lambda: running.all_say(key["key"], 1_500), "a worker does not obey the restored database")
+        eventually(lambda: running.all_workers_apply(key["key"], 1_500), "a worker does not obey the restored database")
 
 
 async def change_plans(database_url: str, changes: list[tuple[str, int]]) -> None:
@@ -191,18 +191,18 @@ def test_after_a_restore_with_the_service_stopped_the_copies_in_redis_count_for_
 ) -> None:
     token = prepare(own_postgres_server.url)
     with fleet(own_postgres_server.url, own_redis_server, token) as running:
-        tenant, plan, key = running.customer("acme", 1_000)
+        tenant, plan, key = running.create_customer("acme", 1_000)
         dump(own_postgres_server, tmp_path / "dump")
         for limit in (2_000, 3_000, 4_000):
             running.set_limit(plan["id"], limit)
-        eventually(lambda: running.all_say(key["key"], 4_000), "the change does not decide")
+        eventually(lambda: running.all_workers_apply(key["key"], 4_000), "the change does not decide")
     restore(own_postgres_server, tmp_path / "dump")
     with fleet(own_postgres_server.url, own_redis_server, token) as running:
-        assert running.all_say(key["key"], 1_000)
+        assert running.all_workers_apply(key["key"], 1_000)
         running.set_limit(plan["id"], 1_500)
-        eventually(lambda: running.all_say(key["key"], 1_500), "a worker does not obey the change")
+        eventually(lambda: running.all_workers_apply(key["key"], 1_500), "a worker does not obey the change")
         assert running.call("PATCH", f"/tenants/{tenant['id']}", {"suspended": True}).status == 200
-        eventually(lambda: running.all_say(key["key"], -403), "a worker does not obey the suspension")
+        eventually(lambda: running.all_workers_apply(key["key"], -403), "a worker does not obey the suspension")
 
 
 def test_what_was_created_in_the_lost_time_can_be_created_again(
@@ -234,10 +234,12 @@ def test_a_worker_that_is_cut_off_from_its_database_obeys_what_redis_says(
             fleet(own_postgres_server.url, own_redis_server, token, 1) as here,
             fleet(behind, own_redis_server, token, 1) as there,
         ):
-            customers = {name: here.customer(name, 1_000) for name in ("disable", "rotate", "delete", "suspend", "on")}
+            customers = {
+                name: here.create_customer(name, 1_000) for name in ("disable", "rotate", "delete", "suspend", "on")
+            }
             for _, _, key in customers.values():
-                there.comes_to(key["key"], 1_000)
-            with proxy.doing(DropReplies()):
+                there.wait_for_limit(key["key"], 1_000)
+            with proxy.in_mode(DropReplies()):
                 ids = {name: (tenant["id"], key["id"]) for name, (tenant, _, key) in customers.items()}
                 for method, path, body in (
                     ("POST", f"/keys/{ids['disable'][1]}/disable", None),
@@ -248,7 +250,7 @@ def test_a_worker_that_is_cut_off_from_its_database_obeys_what_redis_says(
                     answer = here.call(method, path, body)
                     assert answer.status < 300, (path, answer.body)
                 for name, status in {"disable": 403, "rotate": 401, "delete": 401, "suspend": 403}.items():
-                    there.comes_to(customers[name][2]["key"], -status)
+                    there.wait_for_limit(customers[name][2]["key"], -status)
                 assert there.limit(customers["on"][2]["key"]) == 1_000
 
 
@@ -258,8 +260,8 @@ def test_a_frozen_database_holds_a_cold_key_for_its_deadline_and_warm_ones_not_a
     """Sixty cold keys at once take no more connections than the pool may have."""
     token = prepare(own_postgres_server.url)
     with fleet(own_postgres_server.url, own_redis_server, token, 1) as running:
-        _, _, warm = running.customer("acme", 1_000)
-        keys = [running.made("/keys", {"tenant_id": warm["tenant_id"], "name": f"k{at}"})["key"] for at in range(60)]
+        _, _, warm = running.create_customer("acme", 1_000)
+        keys = [running.create("/keys", {"tenant_id": warm["tenant_id"], "name": f"k{at}"})["key"] for at in range(60)]
         assert running.limit(warm["key"]) == 1_000
         own_redis_server.command(
             "EVAL \"for _, k in ipairs(redis.call('KEYS', '*:%k')) do redis.call('DEL', k) end\" 0"
@@ -282,7 +284,7 @@ def test_a_frozen_database_holds_a_cold_key_for_its_deadline_and_warm_ones_not_a
         eventually(lambda: running.limit(keys[30]) == 1_000, "it does not recover")
 
 
-def connections(running: Running, port: int) -> int:
+def connections(running: RunningService, port: int) -> int:
     """How many the service's processes have to a port of this machine."""
     processes = [running.process.pid, *_children(running.process.pid)]
     inodes = set()

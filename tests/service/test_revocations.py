@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.command import ENVIRONMENT, PROGRAM, limitforge
-from tests.service.live import PEPPERS
-from tests.service.program import Running, serve
+from tests.cli.command import ENVIRONMENT, INSTALLED_PROGRAM, run_cli
+from tests.service.live_service import PEPPERS
+from tests.service.program import RunningService, run_service
 
 TENANTS = 1_000
 IN_A_ROW = 20  # refusals that show that every worker knows
@@ -23,7 +23,7 @@ def free_port() -> int:
         return port
 
 
-def refused_everywhere(running: Running, key: str) -> float:
+def refused_everywhere(running: RunningService, key: str) -> float:
     """Until no worker lets the key in; returns how many seconds that took."""
     began = time.monotonic()
     last_allowed, refused = began, 0
@@ -48,7 +48,7 @@ def test_a_revocation_during_and_after_a_large_apply_acts_at_once(
     }
 
     def run(*arguments: str) -> str:
-        done = limitforge(*arguments, given=None, folder=None, **environment)
+        done = run_cli(*arguments, stdin=None, folder=None, **environment)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -62,12 +62,12 @@ def test_a_revocation_during_and_after_a_large_apply_acts_at_once(
     run("tenants", "create", "acme")
     keys = [json.loads(run("keys", "create", f"k{at}", "--tenant", "acme", "--json")) for at in range(2)]
     log = tmp_path / "serve.log"
-    with serve(free_port(), "--workers", "2", environment=environment, log=log) as running:
+    with run_service(free_port(), "--workers", "2", environment=environment, log=log) as running:
         for key in keys:
             for _ in range(IN_A_ROW):
                 assert running.check(key["key"]).status == 200
         with subprocess.Popen(
-            [PROGRAM, "apply", str(file)], env=ENVIRONMENT | environment, stdout=subprocess.DEVNULL
+            [INSTALLED_PROGRAM, "apply", str(file)], env=ENVIRONMENT | environment, stdout=subprocess.DEVNULL
         ) as applying:
             while len(json.loads(run("tenants", "list", "--json"))) < 50:
                 assert applying.poll() is None

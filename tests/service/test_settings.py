@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from limitforge.core.headers import HeaderStyle, ResetForm
+from limitforge.core.headers import HeaderStyle, ResetUnit
 from limitforge.errors import InvalidInput
-from limitforge.service.settings import MASKED, Settings, load
-from tests.cli.command import limitforge
-from tests.servers import _free_port
-from tests.service.program import serve
+from limitforge.service.settings import MASKED, Settings, load_settings
+from tests.cli.command import run_cli
+from tests.servers import find_free_port
+from tests.service.program import run_service
 
 PEPPERS = "1:a pepper that the tests alone know"
 
@@ -19,7 +19,7 @@ PEPPERS = "1:a pepper that the tests alone know"
 
 
 def test_nothing_is_needed() -> None:
-    assert load({}) == Settings()
+    assert load_settings({}) == Settings()
     assert (Settings().host, Settings().store_url, Settings().failure) == ("127.0.0.1", "memory://", "open")
 
 
@@ -27,7 +27,7 @@ def test_the_environment_goes_before_a_file_and_the_command_line_before_both(tmp
     file = tmp_path / "limitforge.toml"
     file.write_text('port = 1\nworkers = 2\nstore_url = "redis://a"\ndeadline_ms = 20\n')
     environment = {"LIMITFORGE_SETTINGS": str(file), "LIMITFORGE_PORT": "3", "LIMITFORGE_WORKERS": "4", "HOME": "/"}
-    found = load(environment, port=5, host=None)
+    found = load_settings(environment, port=5, host=None)
     assert (found.port, found.workers, found.store_url, found.deadline_ms) == (5, 4, "redis://a", 20.0)
 
 
@@ -63,7 +63,7 @@ def test_the_environment_goes_before_a_file_and_the_command_line_before_both(tmp
 )
 def test_what_makes_no_sense_is_refused_by_name(name: str, value: str, field: str, says: str) -> None:
     with pytest.raises(InvalidInput) as refused:
-        load({name: value})
+        load_settings({name: value})
     assert refused.value.field.lower() == field.lower()
     assert says in str(refused.value)
 
@@ -82,20 +82,20 @@ def test_a_file_is_read_as_strictly(tmp_path: Path, text: str, field: str) -> No
     file = tmp_path / "limitforge.toml"
     file.write_text(text)
     with pytest.raises(InvalidInput) as refused:
-        load({"LIMITFORGE_SETTINGS": str(file)})
+        load_settings({"LIMITFORGE_SETTINGS": str(file)})
     assert refused.value.field == field
 
 
 def test_a_file_that_is_missing_is_said_to_be() -> None:
     with pytest.raises(InvalidInput, match="can't be read: No such file"):
-        load({"LIMITFORGE_SETTINGS": "nowhere.toml"})
+        load_settings({"LIMITFORGE_SETTINGS": "nowhere.toml"})
 
 
 # -- what is shown
 
 
 def test_secrets_are_masked_where_settings_are_shown() -> None:
-    told = limitforge(
+    told = run_cli(
         "settings",
         "--json",
         LIMITFORGE_PEPPERS=PEPPERS,
@@ -113,13 +113,13 @@ def test_secrets_are_masked_where_settings_are_shown() -> None:
 
 def test_passwords_in_a_query_are_masked_too() -> None:
     store, database = "redis+sentinel://h/forge?sentinel_password=hunter2&db=1", "postgresql://h/d?password=hunter3"
-    shown = Settings(store_url=store, database_url=database).shown()
+    shown = Settings(store_url=store, database_url=database).masked()
     assert shown["store_url"] == f"redis+sentinel://h/forge?sentinel_password={MASKED}&db=1"
     assert shown["database_url"] == f"postgresql://h/d?password={MASKED}"
 
 
 def test_settings_are_a_table_for_people() -> None:
-    told = limitforge("settings", LIMITFORGE_PEPPERS=PEPPERS, COLUMNS="160")
+    told = run_cli("settings", LIMITFORGE_PEPPERS=PEPPERS, COLUMNS="160")
     assert "LIMITFORGE_DEADLINE_MS" in told.stdout
     assert "How long a check may wait for the store." in told.stdout
     assert PEPPERS not in told.stdout
@@ -134,7 +134,7 @@ def test_settings_are_a_table_for_people() -> None:
     ],
 )
 def test_serve_says_at_once_what_is_wrong(environment: dict[str, Any], says: str) -> None:
-    told = limitforge("serve", "--port", str(_free_port()), **environment)
+    told = run_cli("serve", "--port", str(find_free_port()), **environment)
     assert told.returncode != 0
     assert says in told.stderr
     assert "Traceback" not in told.stderr
@@ -146,7 +146,7 @@ def test_serve_says_at_once_what_is_wrong(environment: dict[str, Any], says: str
 def test_header_styles_are_read() -> None:
     form = Settings(headers="draft-06, draft-11", reset="delta").header_form()
     assert form.styles == {HeaderStyle.DRAFT_06, HeaderStyle.DRAFT_11}
-    assert form.reset is ResetForm.DELTA
+    assert form.reset is ResetUnit.DELTA
     assert not Settings(headers="none").header_form().styles
 
 
@@ -168,7 +168,7 @@ def test_the_service_sends_the_fields_it_is_told_to(
     tmp_path: Path, environment: dict[str, str], fields: set[str], reset: str | None
 ) -> None:
     made: dict[str, Any] = json.loads(
-        limitforge("keys", "make", "--name", "a", "--json", LIMITFORGE_PEPPERS=PEPPERS).stdout
+        run_cli("keys", "make", "--name", "a", "--json", LIMITFORGE_PEPPERS=PEPPERS).stdout
     )
     plan = {
         "name": "free",
@@ -177,8 +177,8 @@ def test_the_service_sends_the_fields_it_is_told_to(
     tenant = {"name": "acme", "default_plan": "free", "plans": [plan], "keys": [made["entry"]]}
     file = tmp_path / "plans.json"
     file.write_text(json.dumps({"tenants": [tenant]}))
-    with serve(
-        _free_port(), "--config", str(file), environment={"LIMITFORGE_PEPPERS": PEPPERS, **environment}
+    with run_service(
+        find_free_port(), "--config", str(file), environment={"LIMITFORGE_PEPPERS": PEPPERS, **environment}
     ) as service:
         for status in (200, 429):
             answer = service.check(key=made["key"])

@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from limitforge.service import protocol
 from limitforge.service.app import Service
+from limitforge.service.http import fast_protocol
+from limitforge.service.processes.worker import WorkerServer
 from limitforge.service.settings import Settings
-from limitforge.service.worker import Server
-from tests.service.live import CALL_SECONDS, PEPPERS
-from tests.service.migrated import migrate
+from tests.service.databases import migrate
+from tests.service.live_service import CALL_SECONDS, PEPPERS
 
 SECONDS = 30.0  # generous: it takes milliseconds
 REQUEST = b"GET /v1/health HTTP/1.1\r\nhost: a\r\n\r\n"
 
 
-class ServerWithLateClient(Server):
+class ServerWithLateClient(WorkerServer):
     """A client connects a few iterations of the event loop before the shutdown."""
 
     client: asyncio.Future[socket.socket]
@@ -43,7 +43,7 @@ def test_a_connection_that_begins_during_a_shutdown_is_answered_and_closed(
     tmp_path: Path, loop: str, more: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An event loop accepts a connection before it calls the protocol."""
-    monkeypatch.setattr(protocol, "LINGER_SECONDS", CALL_SECONDS)
+    monkeypatch.setattr(fast_protocol, "LINGER_SECONDS", CALL_SECONDS)
     settings = Settings(database_url=f"sqlite:///{tmp_path}/service.db", peppers=PEPPERS, shutdown_seconds=SECONDS)
     migrate(settings.database_url)
     run, least = LOOPS[loop]

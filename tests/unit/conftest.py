@@ -3,7 +3,7 @@
 import pytest
 
 from limitforge import ManualClock, SyncLimiter
-from limitforge.stores.memory import MemoryStore
+from limitforge.stores.memory.store import MemoryStore
 
 
 @pytest.fixture

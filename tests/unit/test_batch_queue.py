@@ -5,35 +5,35 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from limitforge.service import batch_queue
-from limitforge.service.batch_queue import (
+from limitforge.service.checks import batch_queue
+from limitforge.service.checks.batch_queue import (
     CHECKS_PER_ITERATION,
     MAX_ACTIVE_BYTES_OF_TENANT,
     MAX_ACTIVE_TENANTS,
     MAX_WAITING_BYTES,
     MAX_WAITING_BYTES_OF_TENANT,
-    MIN_WEIGHT,
+    MIN_BATCH_WEIGHT,
     BatchQueue,
 )
-from limitforge.service.problems import BadRequest
+from limitforge.service.problems import HttpError
 
 MIB = 1_048_576
 
 
-class Batches:
+class RecordedBatches:
     """Submits batches that run until they are ended, and writes down what happens to them."""
 
     def __init__(self) -> None:
         self.queue = BatchQueue()
         self.started: list[str] = []
         self.refused: list[str] = []
-        self.errors: list[BadRequest] = []
+        self.errors: list[HttpError] = []
         self._running: list[asyncio.Event] = []
 
     def submit(self, name: str, size: int = MIB) -> None:
         """The first letter of its name is its tenant."""
 
-        def refuse(error: BadRequest) -> None:
+        def refuse(error: HttpError) -> None:
             self.refused.append(name)
             self.errors.append(error)
 
@@ -55,9 +55,9 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def run(test: Callable[[Batches], Awaitable[None]]) -> Batches:
-    async def whole() -> Batches:
-        batches = Batches()
+def run(test: Callable[[RecordedBatches], Awaitable[None]]) -> RecordedBatches:
+    async def whole() -> RecordedBatches:
+        batches = RecordedBatches()
         await test(batches)
         return batches
 
@@ -65,7 +65,7 @@ def run(test: Callable[[Batches], Awaitable[None]]) -> Batches:
 
 
 def test_one_tenant_leaves_room_for_another() -> None:
-    async def test(batches: Batches) -> None:
+    async def test(batches: RecordedBatches) -> None:
         for at in range(8):
             batches.submit(f"a{at}")
         batches.submit("b0")
@@ -76,20 +76,20 @@ def test_one_tenant_leaves_room_for_another() -> None:
 
 
 def test_many_small_batches_of_one_tenant_are_worked_on_at_once() -> None:
-    async def test(batches: Batches) -> None:
+    async def test(batches: RecordedBatches) -> None:
         for at in range(1_000):
             batches.submit(f"a{at}", size=10)
         batches.submit("b0")
         await settle()
         assert batches.refused == []
-        assert len(batches.started) == MAX_ACTIVE_BYTES_OF_TENANT // MIN_WEIGHT + 1
+        assert len(batches.started) == MAX_ACTIVE_BYTES_OF_TENANT // MIN_BATCH_WEIGHT + 1
         assert "b0" in batches.started
 
     run(test)
 
 
 def test_only_so_many_batches_are_active_and_tenants_take_turns() -> None:
-    async def test(batches: Batches) -> None:
+    async def test(batches: RecordedBatches) -> None:
         for tenant in "abcdef":
             for at in range(3):
                 batches.submit(f"{tenant}{at}", size=MAX_ACTIVE_BYTES_OF_TENANT)
@@ -104,7 +104,7 @@ def test_only_so_many_batches_are_active_and_tenants_take_turns() -> None:
 
 
 def test_a_tenant_with_too_many_waiting_batches_gets_429_for_the_last_ones() -> None:
-    async def test(batches: Batches) -> None:
+    async def test(batches: RecordedBatches) -> None:
         for at in range(12):
             batches.submit(f"a{at:02}")
         batches.submit("b0")
@@ -119,7 +119,7 @@ def test_a_tenant_with_too_many_waiting_batches_gets_429_for_the_last_ones() -> 
 
 
 def test_if_all_together_wait_with_too_much_a_tenant_with_much_is_refused_and_not_the_last_one() -> None:
-    async def test(batches: Batches) -> None:
+    async def test(batches: RecordedBatches) -> None:
         for tenant in "abcd":
             batches.submit(f"{tenant}0")
         for tenant in "abc":
@@ -135,7 +135,7 @@ def test_if_all_together_wait_with_too_much_a_tenant_with_much_is_refused_and_no
 
 
 def test_small_batches_count_too() -> None:
-    async def test(batches: Batches) -> None:
+    async def test(batches: RecordedBatches) -> None:
         for at in range(5_000):
             batches.submit(f"a{at}", size=10)
         await settle()
@@ -144,7 +144,7 @@ def test_small_batches_count_too() -> None:
 
 
 def test_a_batch_that_has_waited_too_long_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(batches: Batches) -> None:
+    async def test(batches: RecordedBatches) -> None:
         batches.submit("a0")
         assert batch_queue.MAX_WAIT_SECONDS <= 30
         monkeypatch.setattr(batch_queue, "MAX_WAIT_SECONDS", -1.0)
@@ -163,7 +163,7 @@ def test_active_batches_take_turns_one_in_each_iteration_of_the_loop() -> None:
 
     async def batch(queue: BatchQueue, name: str) -> None:
         for _ in range(3):
-            await queue.pause(50)
+            await queue.wait_for_turn(50)
             steps.append(name)
 
     async def watch() -> None:
@@ -187,9 +187,11 @@ def test_a_batch_that_is_cancelled_while_it_pauses_holds_up_no_other() -> None:
     async def whole() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
         queue = BatchQueue()
-        active, cancelled, last = (asyncio.create_task(queue.pause(each)) for each in (CHECKS_PER_ITERATION, 1, 1))
+        active, cancelled, last = (
+            asyncio.create_task(queue.wait_for_turn(each)) for each in (CHECKS_PER_ITERATION, 1, 1)
+        )
         await asyncio.sleep(0)
-        assert (len(queue._paused), active.done()) == (2, True)
+        assert (len(queue._turns), active.done()) == (2, True)
         cancelled.cancel()
         await asyncio.wait_for(last, 10)
         assert cancelled.cancelled()
@@ -199,7 +201,7 @@ def test_a_batch_that_is_cancelled_while_it_pauses_holds_up_no_other() -> None:
 
 
 def test_a_tenant_without_batches_is_forgotten() -> None:
-    async def test(batches: Batches) -> None:
+    async def test(batches: RecordedBatches) -> None:
         for at in range(3):
             batches.submit(f"a{at}")
         for _ in range(3):

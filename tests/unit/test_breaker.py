@@ -4,7 +4,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from limitforge.stores.breaker import Breaker, BreakerState
+from limitforge.stores.resilience.breaker import BreakerState, CircuitBreaker
 
 FAILURES = 3
 OPEN_US = 30_000_000
@@ -12,112 +12,112 @@ PROBE_US = 1_000_000
 
 
 @pytest.fixture
-def breaker() -> Breaker:
-    return Breaker(FAILURES, OPEN_US, PROBE_US)
+def breaker() -> CircuitBreaker:
+    return CircuitBreaker(FAILURES, OPEN_US, PROBE_US)
 
 
-def fail(breaker: Breaker, times: int, at_us: int = 0) -> list[bool]:
+def fail(breaker: CircuitBreaker, times: int, at_us: int = 0) -> list[bool]:
     """Of calls that began when the one before had failed."""
-    return [breaker.failed(at_us, at_us) for _ in range(times)]
+    return [breaker.record_failure(at_us, at_us) for _ in range(times)]
 
 
-def test_a_new_breaker_lets_everybody_in(breaker: Breaker) -> None:
+def test_a_new_breaker_lets_everybody_in(breaker: CircuitBreaker) -> None:
     assert breaker.state is BreakerState.CLOSED
-    assert breaker.wait_us(0) == 0
-    assert all(breaker.admits(0) for _ in range(10))
+    assert breaker.retry_after_us(0) == 0
+    assert all(breaker.allows_call(0) for _ in range(10))
 
 
-def test_failures_in_a_row_open_it_and_the_last_one_says_so(breaker: Breaker) -> None:
+def test_failures_in_a_row_open_it_and_the_last_one_says_so(breaker: CircuitBreaker) -> None:
     assert fail(breaker, 3) == [False, False, True]
     assert breaker.state is BreakerState.OPEN
-    assert not breaker.admits(0)
+    assert not breaker.allows_call(0)
 
 
-def test_a_success_in_between_starts_the_row_anew(breaker: Breaker) -> None:
+def test_a_success_in_between_starts_the_row_anew(breaker: CircuitBreaker) -> None:
     fail(breaker, 2)
-    assert not breaker.succeeded()  # it was closed all the time
+    assert not breaker.record_success()  # it was closed all the time
     assert fail(breaker, 2) == [False, False]
-    assert breaker.admits(0)
+    assert breaker.allows_call(0)
 
 
-def test_an_open_one_lets_nobody_in_until_its_time_is_over(breaker: Breaker) -> None:
+def test_an_open_one_lets_nobody_in_until_its_time_is_over(breaker: CircuitBreaker) -> None:
     fail(breaker, 3, at_us=1_000)
-    assert breaker.wait_us(1_000) == OPEN_US
-    assert not breaker.admits(1_000 + OPEN_US - 1)
-    assert breaker.wait_us(1_000 + OPEN_US - 1) == 1
-    assert breaker.admits(1_000 + OPEN_US)
+    assert breaker.retry_after_us(1_000) == OPEN_US
+    assert not breaker.allows_call(1_000 + OPEN_US - 1)
+    assert breaker.retry_after_us(1_000 + OPEN_US - 1) == 1
+    assert breaker.allows_call(1_000 + OPEN_US)
 
 
-def test_failures_that_come_in_late_do_not_keep_it_open_for_longer(breaker: Breaker) -> None:
+def test_failures_that_come_in_late_do_not_keep_it_open_for_longer(breaker: CircuitBreaker) -> None:
     fail(breaker, 3)
-    assert not breaker.failed(OPEN_US - 1, 1)
-    assert breaker.admits(OPEN_US)
+    assert not breaker.record_failure(OPEN_US - 1, 1)
+    assert breaker.allows_call(OPEN_US)
 
 
-def test_one_probe_at_a_time_is_let_in(breaker: Breaker) -> None:
+def test_one_probe_at_a_time_is_let_in(breaker: CircuitBreaker) -> None:
     fail(breaker, 3)
-    assert [breaker.admits(OPEN_US) for _ in range(3)] == [True, False, False]
-    assert breaker.state is BreakerState.PROBING
+    assert [breaker.allows_call(OPEN_US) for _ in range(3)] == [True, False, False]
+    assert breaker.state is BreakerState.HALF_OPEN
 
 
-def test_a_probe_that_succeeds_closes_it(breaker: Breaker) -> None:
+def test_a_probe_that_succeeds_closes_it(breaker: CircuitBreaker) -> None:
     fail(breaker, 3)
-    breaker.admits(OPEN_US)
-    assert breaker.succeeded()
+    breaker.allows_call(OPEN_US)
+    assert breaker.record_success()
     assert breaker.state is BreakerState.CLOSED
-    assert all(breaker.admits(OPEN_US) for _ in range(10))
+    assert all(breaker.allows_call(OPEN_US) for _ in range(10))
     assert fail(breaker, 3) == [False, False, True]
 
 
-def test_a_probe_that_fails_opens_it_again_for_the_whole_time(breaker: Breaker) -> None:
+def test_a_probe_that_fails_opens_it_again_for_the_whole_time(breaker: CircuitBreaker) -> None:
     fail(breaker, 3)
-    assert breaker.admits(OPEN_US)
-    assert breaker.failed(OPEN_US + 500, OPEN_US)
-    assert breaker.wait_us(OPEN_US + 500) == OPEN_US
-    assert not breaker.admits(2 * OPEN_US + 499)
-    assert breaker.admits(2 * OPEN_US + 500)
+    assert breaker.allows_call(OPEN_US)
+    assert breaker.record_failure(OPEN_US + 500, OPEN_US)
+    assert breaker.retry_after_us(OPEN_US + 500) == OPEN_US
+    assert not breaker.allows_call(2 * OPEN_US + 499)
+    assert breaker.allows_call(2 * OPEN_US + 500)
 
 
-def test_a_probe_that_never_reports_is_given_up_and_the_next_caller_probes(breaker: Breaker) -> None:
+def test_a_probe_that_never_reports_is_given_up_and_the_next_caller_probes(breaker: CircuitBreaker) -> None:
     fail(breaker, 3)
-    assert breaker.admits(OPEN_US)
-    assert not breaker.admits(OPEN_US + PROBE_US - 1)
-    assert breaker.admits(OPEN_US + PROBE_US)
-    assert not breaker.admits(OPEN_US + PROBE_US)
+    assert breaker.allows_call(OPEN_US)
+    assert not breaker.allows_call(OPEN_US + PROBE_US - 1)
+    assert breaker.allows_call(OPEN_US + PROBE_US)
+    assert not breaker.allows_call(OPEN_US + PROBE_US)
 
 
 def test_one_failure_is_enough_where_one_is_said_to_be() -> None:
-    breaker = Breaker(1, OPEN_US, PROBE_US)
-    assert breaker.failed(0, 0)
-    assert not breaker.admits(OPEN_US - 1)
+    breaker = CircuitBreaker(1, OPEN_US, PROBE_US)
+    assert breaker.record_failure(0, 0)
+    assert not breaker.allows_call(OPEN_US - 1)
 
 
-def test_calls_that_were_under_way_together_fail_as_one(breaker: Breaker) -> None:
-    assert [breaker.failed(50 + n, n) for n in range(20)] == [False] * 20
-    assert breaker.admits(100)
-    assert [breaker.failed(200, 100), breaker.failed(300, 200)] == [False, True]
+def test_calls_that_were_under_way_together_fail_as_one(breaker: CircuitBreaker) -> None:
+    assert [breaker.record_failure(50 + n, n) for n in range(20)] == [False] * 20
+    assert breaker.allows_call(100)
+    assert [breaker.record_failure(200, 100), breaker.record_failure(300, 200)] == [False, True]
 
 
-def test_a_call_from_before_the_last_failure_says_nothing_about_the_probe(breaker: Breaker) -> None:
+def test_a_call_from_before_the_last_failure_says_nothing_about_the_probe(breaker: CircuitBreaker) -> None:
     fail(breaker, 3, at_us=1_000)
-    assert breaker.admits(1_000 + OPEN_US)
-    assert not breaker.failed(1_001 + OPEN_US, 999)
-    assert breaker.state is BreakerState.PROBING
-    assert breaker.failed(1_002 + OPEN_US, 1_000 + OPEN_US)
+    assert breaker.allows_call(1_000 + OPEN_US)
+    assert not breaker.record_failure(1_001 + OPEN_US, 999)
+    assert breaker.state is BreakerState.HALF_OPEN
+    assert breaker.record_failure(1_002 + OPEN_US, 1_000 + OPEN_US)
 
 
-def test_a_straggler_that_succeeds_closes_it(breaker: Breaker) -> None:
+def test_a_straggler_that_succeeds_closes_it(breaker: CircuitBreaker) -> None:
     fail(breaker, 3)
-    assert breaker.succeeded()
-    assert breaker.admits(1)
+    assert breaker.record_success()
+    assert breaker.allows_call(1)
 
 
-class Promise(RuleBasedStateMachine):
+class BreakerModel(RuleBasedStateMachine):
     """The breaker beside a naive model that keeps its whole history, and works out every answer from it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.breaker = Breaker(FAILURES, OPEN_US, PROBE_US)
+        self.breaker = CircuitBreaker(FAILURES, OPEN_US, PROBE_US)
         self.now_us = 10 * OPEN_US
         self.row = 0  # failures since the last success
         self.failed_us = -1  # the last failure that counted
@@ -137,30 +137,30 @@ class Promise(RuleBasedStateMachine):
 
     @rule()
     def wait_until_somebody_may_ask(self) -> None:
-        self.now_us += self.breaker.wait_us(self.now_us)
+        self.now_us += self.breaker.retry_after_us(self.now_us)
         assert self.may_enter()
 
     @rule()
     def ask(self) -> None:
         expected = self.may_enter()
-        assert self.breaker.admits(self.now_us) is expected
+        assert self.breaker.allows_call(self.now_us) is expected
         if expected and self.opened_us is not None:
             self.probed_us = self.now_us
 
     @rule()
     def succeed(self) -> None:
-        assert self.breaker.succeeded() is (self.opened_us is not None)
+        assert self.breaker.record_success() is (self.opened_us is not None)
         self.row, self.opened_us, self.probed_us = 0, None, None
 
     @rule(lasted_us=st.one_of(st.sampled_from([0, 1, 50_000]), st.integers(0, 2 * OPEN_US)))
     def fail(self, lasted_us: int) -> None:
         began_us = self.now_us - lasted_us
         if began_us < self.failed_us:
-            assert not self.breaker.failed(self.now_us, began_us)
+            assert not self.breaker.record_failure(self.now_us, began_us)
             return
         self.row, self.failed_us = self.row + 1, self.now_us
         opens = self.row >= FAILURES if self.opened_us is None else self.probed_us is not None
-        assert self.breaker.failed(self.now_us, began_us) is opens
+        assert self.breaker.record_failure(self.now_us, began_us) is opens
         if opens:
             self.opened_us, self.probed_us = self.now_us, None
 
@@ -168,7 +168,7 @@ class Promise(RuleBasedStateMachine):
     @rule()
     def a_crowd_comes_and_at_most_one_is_let_in(self) -> None:
         expected = self.may_enter()
-        assert sum(self.breaker.admits(self.now_us) for _ in range(5)) == int(expected)
+        assert sum(self.breaker.allows_call(self.now_us) for _ in range(5)) == int(expected)
         if expected:
             self.probed_us = self.now_us
 
@@ -177,9 +177,9 @@ class Promise(RuleBasedStateMachine):
         if self.opened_us is None:
             state = BreakerState.CLOSED
         else:
-            state = BreakerState.OPEN if self.probed_us is None else BreakerState.PROBING
+            state = BreakerState.OPEN if self.probed_us is None else BreakerState.HALF_OPEN
         assert self.breaker.state is state
-        assert (self.breaker.wait_us(self.now_us) == 0) is self.may_enter()
+        assert (self.breaker.retry_after_us(self.now_us) == 0) is self.may_enter()
 
 
-TestTheBreakerKeepsItsPromise = Promise.TestCase
+TestTheBreakerKeepsItsPromise = BreakerModel.TestCase

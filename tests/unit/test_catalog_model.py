@@ -7,23 +7,23 @@ import msgspec
 import pytest
 
 from limitforge.catalog.model import (
-    ENTITIES,
+    ENTITY_TYPES,
     Entity,
     Key,
-    KeyKind,
+    KeyType,
     Override,
     Plan,
     Policy,
     Tenant,
     Token,
-    at_time,
-    build,
-    changed,
-    converted,
-    given,
-    limits_given,
-    normal_limits,
-    plain,
+    build_entity,
+    convert,
+    normalize_limits,
+    parse_plan_limits,
+    require_settable,
+    to_datetime,
+    to_public_dict,
+    with_changes,
 )
 from limitforge.core.limits import limit_from_fields
 from limitforge.errors import InvalidInput
@@ -51,7 +51,7 @@ SMALLEST: dict[type[Entity], dict[str, Any]] = {
 def is_refused(kind: type[Entity], **fields: Any) -> bool:
     """For these fields; for another one would be an error."""
     try:
-        build(kind, {**SMALLEST[kind], **fields})
+        build_entity(kind, {**SMALLEST[kind], **fields})
     except InvalidInput as refused:
         if refused.field in fields:
             return True
@@ -80,68 +80,68 @@ def test_a_name_has_1_to_64_characters(kind: type[Entity]) -> None:
 
 @pytest.mark.parametrize("kind", SMALLEST)
 def test_what_is_required_is_asked_for_by_name(kind: type[Entity]) -> None:
-    build(kind, SMALLEST[kind])
+    build_entity(kind, SMALLEST[kind])
     for field in SMALLEST[kind]:
         fields = {name: value for name, value in SMALLEST[kind].items() if name != field}
         with pytest.raises(InvalidInput) as refused:
-            build(kind, fields)
+            build_entity(kind, fields)
         assert refused.value.field == field
 
 
 @pytest.mark.parametrize("kind", SMALLEST)
 def test_an_unknown_field_is_refused_by_name(kind: type[Entity]) -> None:
     with pytest.raises(InvalidInput) as refused:
-        build(kind, {**SMALLEST[kind], "bogus": 1})
+        build_entity(kind, {**SMALLEST[kind], "bogus": 1})
     assert refused.value.field == "bogus"
     wrong: list[dict[Any, Any]] = [{"bogus": 1}, {"id": "x"}, {"version": 2}, {"x" * 1_000: 1}, {5: 1}]
     for fields in wrong:
         with pytest.raises(InvalidInput) as refused:
-            given(kind, fields)
+            require_settable(kind, fields)
         assert refused.value.field == str(next(iter(fields)))[:64]
         with pytest.raises(InvalidInput):
-            changed(build(kind, SMALLEST[kind]), fields)
+            with_changes(build_entity(kind, SMALLEST[kind]), fields)
 
 
 @pytest.mark.parametrize("kind", SMALLEST)
 def test_what_can_be_set_is_a_field_and_what_is_fixed_can_be_set(kind: type[Entity]) -> None:
-    assert set(kind.fixed) <= set(kind.settable) <= set(kind.__struct_fields__)
+    assert set(kind.immutable) <= set(kind.settable) <= set(kind.__struct_fields__)
     assert not {"id", "version", "created_at", "updated_at", "secrets", "revision", "last_used_at"} & set(kind.settable)
-    assert ENTITIES[kind.kind] is kind
+    assert ENTITY_TYPES[kind.kind] is kind
 
 
 @pytest.mark.parametrize("kind", SMALLEST)
 def test_a_thing_can_be_carried_as_it_is(kind: type[Entity]) -> None:
-    entity = build(kind, SMALLEST[kind])
+    entity = build_entity(kind, SMALLEST[kind])
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(entity), type=kind) == entity
     assert msgspec.json.decode(msgspec.json.encode(entity), type=kind) == entity
-    assert converted(kind, plain(entity)) == entity
+    assert convert(kind, to_public_dict(entity)) == entity
     with pytest.raises(AttributeError):
         entity.id = "another"  # type: ignore[misc]
 
 
 def test_the_smallest_things_have_their_defaults() -> None:
-    key = build(Key, SMALLEST[Key])
+    key = build_entity(Key, SMALLEST[Key])
     assert (key.type, key.scopes, key.metadata, key.disabled) == (
-        KeyKind.LIVE,
+        KeyType.LIVE,
         ("check", "usage", "plans"),
         {},
         False,
     )
-    assert build(Token, SMALLEST[Token]).scopes == ("read",)
-    override = build(Override, SMALLEST[Override])
+    assert build_entity(Token, SMALLEST[Token]).scopes == ("read",)
+    override = build_entity(Override, SMALLEST[Override])
     assert (override.resource, override.reason, override.set_by) == ("*", "", "")
     assert override.expires_at == datetime(2030, 1, 1, tzinfo=UTC)
 
 
 def test_the_metadata_of_two_keys_are_two() -> None:
-    one, other = build(Key, SMALLEST[Key]), build(Key, SMALLEST[Key])
+    one, other = build_entity(Key, SMALLEST[Key]), build_entity(Key, SMALLEST[Key])
     one.metadata["a"] = 1
     assert other.metadata == {}
 
 
 def test_a_moment_is_exact_to_the_microsecond() -> None:
     for now_us in (0, 1, 1_700_006_400_123_457, 4_102_444_799_999_999):
-        moment = at_time(now_us)
+        moment = to_datetime(now_us)
         assert round((moment - datetime(1970, 1, 1, tzinfo=UTC)).total_seconds() * 1_000_000) == now_us
         assert moment.microsecond == now_us % 1_000_000
 
@@ -152,34 +152,34 @@ def test_a_moment_is_exact_to_the_microsecond() -> None:
 def test_both_shapes_of_a_plan_are_one() -> None:
     flat = {"tenant_id": "ten_1", "name": "gold", **WINDOW, "mode": "monitor"}
     full = {"tenant_id": "ten_1", "name": "gold", "limits": [{**WINDOW, "name": "gold", "mode": "monitor"}]}
-    assert limits_given("gold", flat) == limits_given("gold", full)
+    assert parse_plan_limits("gold", flat) == parse_plan_limits("gold", full)
 
 
 def test_limits_are_kept_as_plain_values_without_defaults() -> None:
-    (kept,) = normal_limits([{**WINDOW, "mode": "on", "scope": "subject", "shares": {}, "align": "clock"}])
+    (kept,) = normalize_limits([{**WINDOW, "mode": "on", "scope": "subject", "shares": {}, "align": "clock"}])
     assert kept == {**WINDOW, "name": "minute"}
-    assert normal_limits([limit_from_fields(kept)]) == (kept,)
-    assert normal_limits([kept]) == (kept,)
+    assert normalize_limits([limit_from_fields(kept)]) == (kept,)
+    assert normalize_limits([kept]) == (kept,)
 
 
 def test_a_named_time_zone_is_kept_and_a_missing_one_is_not_made_up() -> None:
     quota = {"algorithm": "quota", "limit": 5, "period": "day"}
-    assert "time_zone" not in normal_limits([quota])[0]
-    assert normal_limits([{**quota, "time_zone": "UTC"}])[0]["time_zone"] == "UTC"
-    assert normal_limits(normal_limits([{**quota, "time_zone": "UTC"}]))[0]["time_zone"] == "UTC"
+    assert "time_zone" not in normalize_limits([quota])[0]
+    assert normalize_limits([{**quota, "time_zone": "UTC"}])[0]["time_zone"] == "UTC"
+    assert normalize_limits(normalize_limits([{**quota, "time_zone": "UTC"}]))[0]["time_zone"] == "UTC"
 
 
 def test_a_rate_that_is_no_decimal_is_kept_exactly() -> None:
-    (kept,) = normal_limits("token:100/minute")
-    assert limit_from_fields(kept).steps == limit_from_fields({**kept, "refill_rate_per_sec": 100 / 60}).steps
+    (kept,) = normalize_limits("token:100/minute")
+    assert limit_from_fields(kept).compiled == limit_from_fields({**kept, "refill_rate_per_sec": 100 / 60}).compiled
 
 
 def test_equal_plans_of_many_tenants_share_what_was_compiled() -> None:
-    plans = [build(Plan, {**SMALLEST[Plan], "id": f"pla_{number}"}) for number in range(2)]
-    assert plans[0].compiled("UTC") is plans[1].compiled("UTC")
+    plans = [build_entity(Plan, {**SMALLEST[Plan], "id": f"pla_{number}"}) for number in range(2)]
+    assert plans[0].compile("UTC") is plans[1].compile("UTC")
 
 
 def test_a_plan_compiled_for_two_zones_is_two() -> None:
     quota = {"algorithm": "quota", "limit": 5, "period": "day"}
-    plan = build(Plan, {**SMALLEST[Plan], "limits": [quota]})
-    assert [limit.time_zone for zone in ("UTC", "Asia/Tokyo") for limit in plan.compiled(zone)] == ["UTC", "Asia/Tokyo"]  # type: ignore[attr-defined]
+    plan = build_entity(Plan, {**SMALLEST[Plan], "limits": [quota]})
+    assert [limit.time_zone for zone in ("UTC", "Asia/Tokyo") for limit in plan.compile(zone)] == ["UTC", "Asia/Tokyo"]  # type: ignore[attr-defined]

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from limitforge.service.connections import MAX_UNKNOWN, Connections
+from limitforge.service.http.connections import MAX_LOOKUP_BYTES, ConnectionRegistry
 
 
 @dataclass(eq=False)
-class Fake:
+class FakeConnection:
     """A connection that lets go of what it holds when it is asked."""
 
-    connections: Connections
+    connections: ConnectionRegistry
     owner: bytes = b""
     quiet_since: float = 0.0
     is_answering: bool = False
@@ -21,31 +21,31 @@ class Fake:
     is_closed: bool = False
 
     def __post_init__(self) -> None:
-        self.connections.opened(self)
+        self.connections.add(self)
 
-    def make_room(self) -> None:
+    def evict(self) -> None:
         self.is_closed = True
-        self.connections.account(self, 0)
+        self.connections.set_buffered(self, 0)
 
     def hold(self, buffered: int) -> None:
-        self.connections.account(self, buffered)
+        self.connections.set_buffered(self, buffered)
 
 
 @dataclass
-class Request:
+class FakeRequest:
     """One whose key has to be looked up."""
 
     size: int
-    is_unknown: bool = False
+    awaits_lookup: bool = False
 
 
 KIB = 1_024
 
 
 def test_the_owner_that_holds_most_gives_way_first() -> None:
-    connections = Connections(100, 1_000 * KIB)
-    modest = Fake(connections, b"modest")
-    greedy = [Fake(connections, b"greedy") for _ in range(8)]
+    connections = ConnectionRegistry(100, 1_000 * KIB)
+    modest = FakeConnection(connections, b"modest")
+    greedy = [FakeConnection(connections, b"greedy") for _ in range(8)]
     modest.hold(150 * KIB)
     for each in greedy:
         each.hold(120 * KIB)
@@ -55,10 +55,10 @@ def test_the_owner_that_holds_most_gives_way_first() -> None:
 
 
 def test_strangers_are_one_owner_and_count_double() -> None:
-    connections = Connections(100, 1_000 * KIB)
-    known = Fake(connections, b"known")
+    connections = ConnectionRegistry(100, 1_000 * KIB)
+    known = FakeConnection(connections, b"known")
     known.hold(400 * KIB)
-    strangers = [Fake(connections) for _ in range(7)]
+    strangers = [FakeConnection(connections) for _ in range(7)]
     for each in strangers:
         each.hold(100 * KIB)
     assert not known.is_closed
@@ -66,48 +66,48 @@ def test_strangers_are_one_owner_and_count_double() -> None:
 
 
 def test_an_owner_that_holds_little_never_gives_way() -> None:
-    connections = Connections(100, 100 * KIB)
-    little = [Fake(connections, b"%d" % at) for at in range(10)]
+    connections = ConnectionRegistry(100, 100 * KIB)
+    little = [FakeConnection(connections, b"%d" % at) for at in range(10)]
     for each in little:
         each.hold(60 * KIB)
     assert not any(each.is_closed for each in little)
 
 
 def test_requests_that_wait_for_a_look_up_are_bounded_but_for_small_ones() -> None:
-    connections = Connections()
-    large = [Request(64 * KIB) for _ in range(100)]
-    taken = [each for each in large if connections.take_unknown(each)]
-    assert sum(each.size for each in taken) == MAX_UNKNOWN
-    assert connections.take_unknown(Request(100))
-    connections.release_unknown(taken[0])
-    connections.release_unknown(taken[0])
-    assert not connections.take_unknown(Request(65 * KIB))
-    assert not connections.take_unknown(Request(64 * KIB)), "the small one still waits"
-    connections.release_unknown(taken[1])
-    assert connections.take_unknown(Request(64 * KIB))
+    connections = ConnectionRegistry()
+    large = [FakeRequest(64 * KIB) for _ in range(100)]
+    taken = [each for each in large if connections.admit_lookup(each)]
+    assert sum(each.size for each in taken) == MAX_LOOKUP_BYTES
+    assert connections.admit_lookup(FakeRequest(100))
+    connections.release_lookup(taken[0])
+    connections.release_lookup(taken[0])
+    assert not connections.admit_lookup(FakeRequest(65 * KIB))
+    assert not connections.admit_lookup(FakeRequest(64 * KIB)), "the small one still waits"
+    connections.release_lookup(taken[1])
+    assert connections.admit_lookup(FakeRequest(64 * KIB))
 
 
 def test_those_that_are_quiet_for_longest_are_closed() -> None:
-    connections = Connections(32, 1_000)
-    known = [Fake(connections, b"%d" % at, quiet_since=float(at)) for at in range(32)]
-    newest = Fake(connections, quiet_since=99.0)
+    connections = ConnectionRegistry(32, 1_000)
+    known = [FakeConnection(connections, b"%d" % at, quiet_since=float(at)) for at in range(32)]
+    newest = FakeConnection(connections, quiet_since=99.0)
     assert [each.is_closed for each in known] == [True] * 2 + [False] * 30
     assert not newest.is_closed
 
 
 @pytest.mark.parametrize("greedy", [b"", b"greedy"])
 def test_the_owner_with_most_connections_loses_some_first(greedy: bytes) -> None:
-    connections = Connections(32, 1_000)
-    modest = [Fake(connections, b"modest", quiet_since=0.0) for _ in range(10)]
-    many = [Fake(connections, greedy, quiet_since=float(at)) for at in range(1, 24)]
+    connections = ConnectionRegistry(32, 1_000)
+    modest = [FakeConnection(connections, b"modest", quiet_since=0.0) for _ in range(10)]
+    many = [FakeConnection(connections, greedy, quiet_since=float(at)) for at in range(1, 24)]
     assert not any(each.is_closed for each in modest)
     assert [each.is_closed for each in many[:3]] == [True, True, False]
 
 
 def test_those_that_are_being_answered_stay() -> None:
-    connections = Connections(4, 1_000)
-    busy = [Fake(connections, b"known", is_answering=True) for _ in range(4)]
-    newest = Fake(connections)
+    connections = ConnectionRegistry(4, 1_000)
+    busy = [FakeConnection(connections, b"known", is_answering=True) for _ in range(4)]
+    newest = FakeConnection(connections)
     assert newest.is_closed
     assert not any(each.is_closed for each in busy)
 
@@ -127,8 +127,8 @@ def test_a_process_asks_for_the_files_that_its_connections_need(
     program = f"""
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
-from limitforge.service.connections import fitting
-print(fitting({wanted}), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+from limitforge.service.http.connections import raise_file_limit
+print(raise_file_limit({wanted}), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     assert done.stdout.split() == [str(fits), str(limit)]

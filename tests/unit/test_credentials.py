@@ -25,9 +25,9 @@ from limitforge.catalog.credentials import (
     fingerprint,
     new_id,
 )
-from limitforge.catalog.model import Key, Secret, Token
+from limitforge.catalog.model import Key, SecretHash, Token
 from limitforge.errors import InvalidInput, UnknownKey
-from tests.catalog.live import old_credential
+from tests.catalog.replicas import old_credential
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 MICROSECOND = timedelta(microseconds=1)
@@ -41,10 +41,10 @@ OLD_HASH = "dba68163f38cee7e376b5d737837e9148fa7a5c89da24100290a39cc16e2e7b0"
 
 
 def made(prefix: str = "lf_live_", peppers: Peppers = PEPPERS) -> Credential:
-    return Credential.make(prefix, new_id("key").removeprefix("key_"), peppers)
+    return Credential.generate(prefix, new_id("key").removeprefix("key_"), peppers)
 
 
-def key_with(*kept: Secret, **fields: Any) -> Key:
+def key_with(*kept: SecretHash, **fields: Any) -> Key:
     return Key(id="key_x", tenant_id="ten_x", name="web", secrets=kept, **fields)
 
 
@@ -58,8 +58,8 @@ def test_a_key_is_a_prefix_an_id_a_secret_and_a_checksum(kind: str, prefix: str)
     rest = credential.text.removeprefix(prefix)
     assert len(rest) == ID_LENGTH + SECRET_LENGTH + CHECKSUM_LENGTH
     assert set(rest) <= set(ALPHABET)
-    assert credential.is_keyed
-    assert Credential.read(credential.text, PEPPERS) == credential
+    assert credential.has_keyed_checksum
+    assert Credential.parse(credential.text, PEPPERS) == credential
 
 
 def test_a_secret_has_160_bits_or_more() -> None:
@@ -77,7 +77,7 @@ def test_secrets_come_from_the_systems_own_randomness(monkeypatch: pytest.Monkey
         return len(drawn) - 1
 
     monkeypatch.setattr(secrets, "randbelow", randbelow)
-    texts = {Credential.make("lf_live_", "0" * ID_LENGTH, PEPPERS).text for _ in range(200)}
+    texts = {Credential.generate("lf_live_", "0" * ID_LENGTH, PEPPERS).text for _ in range(200)}
     assert drawn == 200 * [len(ALPHABET) ** SECRET_LENGTH]
     assert len(texts) == 200
 
@@ -94,7 +94,7 @@ def test_no_two_are_alike() -> None:
 
 def is_refused(text: Any) -> bool:
     try:
-        Credential.read(text, PEPPERS)
+        Credential.parse(text, PEPPERS)
     except UnknownKey:
         return True
     return False
@@ -166,11 +166,11 @@ def test_the_checksum_is_64_bits_of_an_hmac_under_a_key_of_its_own() -> None:
 def test_a_key_is_recognised_without_a_look_up_under_any_pepper_that_is_known() -> None:
     both = Peppers.parse(f"{FIRST},{SECOND}")
     old, new = made(), made(peppers=both)
-    assert Credential.read(old.text, both) == old
-    assert Credential.read(new.text, both) == Credential.read(new.text, Peppers.parse(SECOND)) == new
+    assert Credential.parse(old.text, both) == old
+    assert Credential.parse(new.text, both) == Credential.parse(new.text, Peppers.parse(SECOND)) == new
     for text, peppers in ((new.text, FIRST), (old.text, SECOND), (old.text, "1:quite another pepper")):
         with pytest.raises(UnknownKey):
-            Credential.read(text, Peppers.parse(peppers))
+            Credential.parse(text, Peppers.parse(peppers))
 
 
 def test_nothing_that_is_made_up_without_the_pepper_is_taken_for_a_key_that_was_issued() -> None:
@@ -183,7 +183,7 @@ def test_nothing_that_is_made_up_without_the_pepper_is_taken_for_a_key_that_was_
         guessed = "".join(chance.choices(ALPHABET, k=CHECKSUM_LENGTH))
         for checksum in (guessed, stolen, crc.rjust(CHECKSUM_LENGTH, "0"), crc.ljust(CHECKSUM_LENGTH, "0")):
             assert is_refused(body + checksum)
-        assert not Credential.read(old_credential(prefix, "0" * ID_LENGTH).text, PEPPERS).is_keyed
+        assert not Credential.parse(old_credential(prefix, "0" * ID_LENGTH).text, PEPPERS).has_keyed_checksum
 
 
 def test_a_keyed_checksum_can_not_be_cut_to_that_of_an_old_key() -> None:
@@ -212,10 +212,10 @@ def test_checksums_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch
 def test_a_key_of_the_first_release_is_still_good() -> None:
     """Made by the code of that release, which knew no keyed checksum."""
     peppers = Peppers.parse(f"{FIRST},{SECOND}")
-    credential = Credential.read(OLD_KEY, peppers)
-    assert (credential.prefix, credential.id, credential.is_keyed) == ("lf_live_", OLD_ID, False)
-    key = key_with(Secret(OLD_HASH, 1))
-    assert peppers.identify(credential, key, NOW) is key
+    credential = Credential.parse(OLD_KEY, peppers)
+    assert (credential.prefix, credential.id, credential.has_keyed_checksum) == ("lf_live_", OLD_ID, False)
+    key = key_with(SecretHash(OLD_HASH, 1))
+    assert peppers.authenticate(credential, key, NOW) is key
 
 
 # -- what leaves a credential
@@ -249,7 +249,7 @@ def test_a_fingerprint_tells_no_text() -> None:
 
 def test_what_is_kept_is_an_hmac_of_the_whole_text_under_the_newest_pepper() -> None:
     credential = made()
-    kept = Peppers.parse(f"{SECOND},{FIRST}").seal(credential)
+    kept = Peppers.parse(f"{SECOND},{FIRST}").hash_credential(credential)
     assert kept.pepper == 2
     assert kept.hash == hmac.new(SECOND[2:].encode(), credential.text.encode(), "sha256").hexdigest()
     assert kept.expires_at is None
@@ -258,41 +258,41 @@ def test_what_is_kept_is_an_hmac_of_the_whole_text_under_the_newest_pepper() -> 
 def test_a_key_is_recognised_by_its_secret_and_by_no_other() -> None:
     peppers = Peppers.parse(FIRST)
     credential, other = made(), made()
-    key = key_with(peppers.seal(credential))
-    assert peppers.identify(credential, key, NOW) is key
+    key = key_with(peppers.hash_credential(credential))
+    assert peppers.authenticate(credential, key, NOW) is key
     with pytest.raises(UnknownKey):
-        peppers.identify(other, key, NOW)
+        peppers.authenticate(other, key, NOW)
     with pytest.raises(UnknownKey):
-        peppers.identify(credential, None, NOW)
+        peppers.authenticate(credential, None, NOW)
     with pytest.raises(UnknownKey):
-        peppers.identify(credential, key_with(), NOW)
+        peppers.authenticate(credential, key_with(), NOW)
 
 
 def test_a_new_pepper_makes_and_the_old_one_still_recognises() -> None:
     before, after, later = Peppers.parse(FIRST), Peppers.parse(f"{FIRST},{SECOND}"), Peppers.parse(SECOND)
     old, new = made(), made()
-    of_old, of_new = key_with(before.seal(old)), key_with(after.seal(new))
+    of_old, of_new = key_with(before.hash_credential(old)), key_with(after.hash_credential(new))
     assert [key.secrets[0].pepper for key in (of_old, of_new)] == [1, 2]
-    assert after.identify(old, of_old, NOW) is of_old
-    assert after.identify(new, of_new, NOW) is of_new
-    assert later.identify(new, of_new, NOW) is of_new
+    assert after.authenticate(old, of_old, NOW) is of_old
+    assert after.authenticate(new, of_new, NOW) is of_new
+    assert later.authenticate(new, of_new, NOW) is of_new
     with pytest.raises(UnknownKey):
-        later.identify(old, of_old, NOW)
+        later.authenticate(old, of_old, NOW)
     with pytest.raises(UnknownKey):
-        before.identify(new, of_new, NOW)
+        before.authenticate(new, of_new, NOW)
 
 
 def test_another_pepper_of_the_same_version_recognises_nothing() -> None:
     credential = made()
-    key = key_with(Peppers.parse(FIRST).seal(credential))
+    key = key_with(Peppers.parse(FIRST).hash_credential(credential))
     with pytest.raises(UnknownKey):
-        Peppers.parse("1:quite another pepper").identify(credential, key, NOW)
+        Peppers.parse("1:quite another pepper").authenticate(credential, key, NOW)
 
 
 def test_hashes_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
     peppers = Peppers.parse(FIRST)
     credential, other = made(), made()
-    key = key_with(peppers.seal(other), peppers.seal(credential))
+    key = key_with(peppers.hash_credential(other), peppers.hash_credential(credential))
     compared: list[tuple[Any, Any]] = []
     compare = hmac.compare_digest
 
@@ -301,7 +301,7 @@ def test_hashes_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -
         return compare(one, another)
 
     monkeypatch.setattr(hmac, "compare_digest", watched)
-    peppers.identify(credential, key, NOW)
+    peppers.authenticate(credential, key, NOW)
     assert [kept for _, kept in compared] == [secret.hash for secret in key.secrets]
 
 
@@ -311,31 +311,36 @@ def test_a_key_or_secret_is_good_until_exactly_its_end(holder: str) -> None:
     credential = made()
     ends = NOW + timedelta(hours=1)
     if holder == "key":
-        key = key_with(peppers.seal(credential), expires_at=ends)
+        key = key_with(peppers.hash_credential(credential), expires_at=ends)
     else:
-        key = key_with(peppers.seal(credential, ends))
+        key = key_with(peppers.hash_credential(credential, ends))
     for now in (NOW, ends - MICROSECOND):
-        assert peppers.identify(credential, key, now) is key
+        assert peppers.authenticate(credential, key, now) is key
     for now in (ends, ends + MICROSECOND, ends + timedelta(days=1)):
         with pytest.raises(UnknownKey):
-            peppers.identify(credential, key, now)
+            peppers.authenticate(credential, key, now)
 
 
 def test_a_disabled_key_is_recognised_and_it_is_for_others_to_refuse_it() -> None:
     """Whoever has a disabled key is told so (403); whoever guesses is told nothing (401)."""
     peppers = Peppers.parse(FIRST)
     credential = made()
-    key = key_with(peppers.seal(credential), disabled=True)
-    assert peppers.identify(credential, key, NOW) is key
+    key = key_with(peppers.hash_credential(credential), disabled=True)
+    assert peppers.authenticate(credential, key, NOW) is key
 
 
 def test_wrong_expired_and_gone_are_told_alike() -> None:
     peppers = Peppers.parse(FIRST)
     credential, other = made(), made()
     told = set()
-    for key in (None, key_with(), key_with(peppers.seal(other)), key_with(peppers.seal(credential), expires_at=NOW)):
+    for key in (
+        None,
+        key_with(),
+        key_with(peppers.hash_credential(other)),
+        key_with(peppers.hash_credential(credential), expires_at=NOW),
+    ):
         with pytest.raises(UnknownKey) as refused:
-            peppers.identify(credential, key, NOW)
+            peppers.authenticate(credential, key, NOW)
         told.add(str(refused.value))
     assert len(told) == 1
 
@@ -343,10 +348,10 @@ def test_wrong_expired_and_gone_are_told_alike() -> None:
 def test_a_token_is_recognised_as_a_key_is() -> None:
     peppers = Peppers.parse(FIRST)
     credential = made("lf_admin_")
-    token = Token(id="tok_x", name="ci", secrets=(peppers.seal(credential),), expires_at=NOW)
-    assert peppers.identify(credential, token, NOW - MICROSECOND) is token
+    token = Token(id="tok_x", name="ci", secrets=(peppers.hash_credential(credential),), expires_at=NOW)
+    assert peppers.authenticate(credential, token, NOW - MICROSECOND) is token
     with pytest.raises(UnknownKey):
-        peppers.identify(credential, token, NOW)
+        peppers.authenticate(credential, token, NOW)
 
 
 # -- peppers
@@ -383,7 +388,7 @@ def test_peppers_that_make_no_sense_are_refused(text: str) -> None:
 
 def test_there_are_so_many_peppers_at_most() -> None:
     texts = [f"{version}:a pepper of the tests" for version in range(1, MAX_PEPPERS + 2)]
-    assert Peppers.parse(",".join(texts[:-1])).newest == MAX_PEPPERS
+    assert Peppers.parse(",".join(texts[:-1])).newest_version == MAX_PEPPERS
     with pytest.raises(InvalidInput) as refused:
         Peppers.parse(",".join(texts))
     assert refused.value.field == "peppers"
@@ -391,7 +396,7 @@ def test_there_are_so_many_peppers_at_most() -> None:
 
 def test_a_pepper_may_hold_colons() -> None:
     credential = made()
-    kept = Peppers.parse("3:with:colons:in:it, 2:another pepper of it").seal(credential)
+    kept = Peppers.parse("3:with:colons:in:it, 2:another pepper of it").hash_credential(credential)
     assert kept.pepper == 3
     assert kept.hash == hmac.new(b"with:colons:in:it", credential.text.encode(), "sha256").hexdigest()
 
@@ -399,7 +404,7 @@ def test_a_pepper_may_hold_colons() -> None:
 def test_a_generated_pepper_can_be_used() -> None:
     first, second = Peppers.generate(), Peppers.generate()
     assert first != second
-    assert Peppers.parse(first).newest == 1
+    assert Peppers.parse(first).newest_version == 1
     assert (len(first) - 2) * math.log2(62) > 250
 
 

@@ -19,7 +19,7 @@ from limitforge import (
     StoreUnavailable,
     SyncLimiter,
 )
-from limitforge.stores.memory import MemoryStore
+from limitforge.stores.memory.store import MemoryStore
 
 DAY_US = 86_400_000_000
 
@@ -28,7 +28,7 @@ HOUR = SlidingWindow(name="hour", limit=5, window_seconds=3_600)
 SLOTS = Concurrency(name="slots", max_concurrent=5, lease_ttl_seconds=3_600)
 
 
-class Small:
+class SmallStore:
     """A store for few keys, with a limiter and a clock."""
 
     def __init__(self, max_keys: int, seed: int = 1) -> None:
@@ -51,7 +51,7 @@ class Small:
 
 
 def test_no_more_buckets_are_kept_than_fit() -> None:
-    small = Small(10)
+    small = SmallStore(10)
     for subject in range(100):
         assert small.check(HOUR, subject).allowed
         assert len(small.store) <= 10
@@ -60,7 +60,7 @@ def test_no_more_buckets_are_kept_than_fit() -> None:
 
 
 def test_a_check_of_several_limits_makes_room_for_all_of_them() -> None:
-    small = Small(10)
+    small = SmallStore(10)
     limits: list[Limit] = [SECOND, HOUR, FixedWindow(name="fixed", limit=5, window_seconds=60)]
     for subject in range(20):
         decision = small.check(limits, subject)
@@ -70,7 +70,7 @@ def test_a_check_of_several_limits_makes_room_for_all_of_them() -> None:
 
 
 def test_what_is_over_makes_room_first_and_is_no_eviction() -> None:
-    small = Small(100)
+    small = SmallStore(100)
     small.check(HOUR, "live")
     for subject in range(99):
         small.check(SECOND, subject)
@@ -83,7 +83,7 @@ def test_what_is_over_makes_room_first_and_is_no_eviction() -> None:
 
 def test_a_bucket_that_lived_on_makes_room_once_it_is_over() -> None:
     """The store knows when a bucket was to be over; here one was used again in between, and its end has moved."""
-    small = Small(3)
+    small = SmallStore(3)
     for limit, subject in ((SECOND, "first"), (SECOND, "second"), (HOUR, "live")):
         small.check(limit, subject)
     for wait_ms, limit, subject in (
@@ -102,7 +102,7 @@ def test_a_bucket_that_lived_on_makes_room_once_it_is_over() -> None:
 
 
 def test_a_bucket_that_was_over_when_it_was_written_makes_room_once_it_is_over_again() -> None:
-    small = Small(2)
+    small = SmallStore(2)
     small.check(SECOND, "s")
     small.check(HOUR, "other")
     small.clock.advance_us(2_000_000)
@@ -115,7 +115,7 @@ def test_a_bucket_that_was_over_when_it_was_written_makes_room_once_it_is_over_a
 
 
 def test_a_bucket_that_was_reset_makes_room_and_is_no_eviction() -> None:
-    small = Small(2)
+    small = SmallStore(2)
     small.check(SECOND, "brief")
     small.check(HOUR, "reset")
     small.clock.advance_us(2_000_000)
@@ -127,7 +127,7 @@ def test_a_bucket_that_was_reset_makes_room_and_is_no_eviction() -> None:
 
 
 def test_of_eight_buckets_the_one_that_would_be_over_first_is_evicted() -> None:
-    small = Small(400)
+    small = SmallStore(400)
     for subject in range(200):
         small.check(HOUR, subject)
         small.check(SECOND, subject)
@@ -139,7 +139,7 @@ def test_of_eight_buckets_the_one_that_would_be_over_first_is_evicted() -> None:
 
 
 def test_a_bucket_that_is_written_again_needs_no_room() -> None:
-    small = Small(3)
+    small = SmallStore(3)
     for _ in range(5):
         for subject in range(3):
             assert small.check(HOUR, subject).allowed
@@ -148,7 +148,7 @@ def test_a_bucket_that_is_written_again_needs_no_room() -> None:
 
 
 def test_a_denial_a_look_and_an_unlimited_limit_need_no_room() -> None:
-    small = Small(1)
+    small = SmallStore(1)
     small.check(HOUR, "kept")
     unlimited = SlidingWindow(name="free", limit=None, window_seconds=1)
     for subject in range(10):
@@ -163,7 +163,7 @@ def test_a_denial_a_look_and_an_unlimited_limit_need_no_room() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_the_only_bucket_that_may_go_is_found_wherever_it_is(leases: int, seed: int) -> None:
     for place in range(leases + 1):
-        small = Small(leases + 1, seed)
+        small = SmallStore(leases + 1, seed)
         for subject in range(leases + 1):
             small.check(HOUR if subject == place else SLOTS, subject)
         assert small.check(HOUR, "new").allowed
@@ -174,7 +174,7 @@ def test_the_only_bucket_that_may_go_is_found_wherever_it_is(leases: int, seed: 
 
 
 def test_leases_are_never_evicted() -> None:
-    small = Small(10)
+    small = SmallStore(10)
     for subject in range(5):
         assert small.check(SLOTS, f"lease {subject}").lease_id is not None
     for subject in range(100):
@@ -183,7 +183,7 @@ def test_leases_are_never_evicted() -> None:
 
 
 def test_open_reservations_are_never_evicted() -> None:
-    small = Small(10)
+    small = SmallStore(10)
     reserved = [small.reserve(HOUR, f"held {n}", cost=4).reservation_id for n in range(5)]
     for subject in range(100):
         assert small.check(HOUR, subject).allowed
@@ -194,7 +194,7 @@ def test_open_reservations_are_never_evicted() -> None:
 
 
 def test_overrides_are_never_evicted() -> None:
-    small = Small(10)
+    small = SmallStore(10)
     for subject in range(10):
         small.limiter.set_override("*", str(subject), {"hour": {"limit": 50}}, limits=HOUR, ttl_seconds=3_600)
     for subject in range(100):
@@ -203,7 +203,7 @@ def test_overrides_are_never_evicted() -> None:
 
 
 def test_a_released_lease_and_a_settled_reservation_may_go() -> None:
-    small = Small(2)
+    small = SmallStore(2)
     lease_id = small.check(SLOTS, "a").lease_id
     reservation_id = small.reserve(HOUR, "b").reservation_id
     with pytest.raises(StoreUnavailable):
@@ -217,7 +217,7 @@ def test_a_released_lease_and_a_settled_reservation_may_go() -> None:
 
 
 def test_a_reservation_that_has_lapsed_may_go() -> None:
-    small = Small(3)
+    small = SmallStore(3)
     for subject in range(3):
         small.reserve(HOUR, subject, ttl_seconds=60)
     small.clock.advance_us(60_000_000)
@@ -225,7 +225,7 @@ def test_a_reservation_that_has_lapsed_may_go() -> None:
 
 
 def test_a_bucket_stays_for_its_last_open_reservation() -> None:
-    small = Small(4)
+    small = SmallStore(4)
     for subject in ("a", "b"):
         for ttl_seconds in (60, 120):
             small.reserve(HOUR, subject, ttl_seconds=ttl_seconds)
@@ -238,7 +238,7 @@ def test_a_bucket_stays_for_its_last_open_reservation() -> None:
 
 
 def test_a_store_full_of_leases_refuses_and_says_what_to_do() -> None:
-    small = Small(3)
+    small = SmallStore(3)
     for subject in range(3):
         small.check(SLOTS, subject)
     with pytest.raises(StoreUnavailable, match="max_keys"):
@@ -249,7 +249,7 @@ def test_a_store_full_of_leases_refuses_and_says_what_to_do() -> None:
 
 
 def test_a_refused_check_leaves_nothing_behind() -> None:
-    small = Small(3)
+    small = SmallStore(3)
     for subject in range(3):
         small.check(SLOTS, subject)
     before = dict(small.store._states)
@@ -263,7 +263,7 @@ def test_a_refused_check_leaves_nothing_behind() -> None:
 
 
 def test_a_check_makes_no_room_at_the_expense_of_its_own_buckets() -> None:
-    small = Small(2)
+    small = SmallStore(2)
     small.check(HOUR, "a")
     small.check(SLOTS, "b")
     with pytest.raises(StoreUnavailable):
@@ -273,7 +273,7 @@ def test_a_check_makes_no_room_at_the_expense_of_its_own_buckets() -> None:
 
 
 def test_a_shadow_plan_that_does_not_fit_spoils_no_live_check() -> None:
-    small = Small(1)
+    small = SmallStore(1)
     assert small.check(SLOTS, "a").allowed
     decision = small.check(SLOTS, "a", shadow=SLOTS)
     assert (decision.allowed, decision.remaining) == (True, 3)
@@ -281,7 +281,7 @@ def test_a_shadow_plan_that_does_not_fit_spoils_no_live_check() -> None:
 
 
 def test_in_a_batch_only_the_check_that_does_not_fit_fails() -> None:
-    small = Small(1)
+    small = SmallStore(1)
     small.check(SLOTS, "a")
     requests = [Request(resource="r", subject=subject, limits=SLOTS) for subject in ("a", "b", "a")]
     first, second, third = small.limiter.check_many(requests)
@@ -295,16 +295,16 @@ def test_in_a_batch_only_the_check_that_does_not_fit_fails() -> None:
 
 
 def test_resets_leave_nothing_behind() -> None:
-    small = Small(10)
+    small = SmallStore(10)
     for _ in range(1_000):
         small.check(HOUR, "a")
         small.limiter.reset("r", "a", limits=HOUR)
     assert small.used(HOUR, "a") == 0
-    assert len(small.store._states._order) <= 10
+    assert len(small.store._states._sampling_pool) <= 10
 
 
 def test_nothing_live_goes_while_anything_is_over() -> None:
-    small = Small(100)
+    small = SmallStore(100)
     for number in range(50):
         small.check(SECOND, f"brief {number}")
         small.check(HOUR, f"long {number}")
@@ -317,7 +317,7 @@ def test_nothing_live_goes_while_anything_is_over() -> None:
 
 def test_eviction_copes_with_buckets_that_were_reset() -> None:
     for seed in range(50):
-        small = Small(6, seed)
+        small = SmallStore(6, seed)
         for subject in range(6):
             small.check(HOUR, subject)
         for subject in (1, 2, 4):
@@ -328,7 +328,7 @@ def test_eviction_copes_with_buckets_that_were_reset() -> None:
 
 
 def test_records_of_reservations_do_not_pile_up() -> None:
-    small = Small(1_000_000)
+    small = SmallStore(1_000_000)
     for n in range(6_000):
         small.reserve(SECOND, n % 3, ttl_seconds=1)
         small.clock.advance_us(DAY_US // 1_000)
@@ -336,7 +336,7 @@ def test_records_of_reservations_do_not_pile_up() -> None:
 
 
 def test_a_store_takes_reservations_again_once_old_ones_are_forgotten() -> None:
-    small = Small(5)
+    small = SmallStore(5)
     for n in range(5):
         assert small.reserve(SECOND, n, ttl_seconds=1).allowed
     small.clock.advance_us(2 * DAY_US)
@@ -345,7 +345,7 @@ def test_a_store_takes_reservations_again_once_old_ones_are_forgotten() -> None:
 
 
 def test_a_store_takes_overrides_again_once_old_ones_have_expired() -> None:
-    small = Small(5)
+    small = SmallStore(5)
     for n in range(5):
         small.limiter.set_override("*", str(n), {"hour": "unlimited"}, limits=HOUR, ttl_seconds=1)
     small.clock.advance_us(2_000_000)
@@ -421,7 +421,7 @@ def test_threads_that_take_and_release_never_hold_more_slots_than_there_are() ->
 
 @pytest.mark.usefixtures("_eager_threads")
 def test_threads_share_a_store_that_evicts() -> None:
-    small = Small(8)
+    small = SmallStore(8)
 
     def hammer(thread: int) -> None:
         for n in range(100):
@@ -431,5 +431,5 @@ def test_threads_share_a_store_that_evicts() -> None:
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(hammer, range(8)))
     assert len(small.store) <= 8
-    assert set(small.store._states) <= set(small.store._states._order)
-    assert len(small.store._states._order) <= 2 * 8
+    assert set(small.store._states) <= set(small.store._states._sampling_pool)
+    assert len(small.store._states._sampling_pool) <= 2 * 8

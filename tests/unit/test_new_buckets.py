@@ -3,31 +3,31 @@
 import pytest
 
 from limitforge import FixedWindow, Limits
-from limitforge.core.check import Check, check_of
+from limitforge.core.check import Check, build_check
 from limitforge.core.keys import Keys, is_overflow
-from limitforge.stores import new_buckets as module
-from limitforge.stores.new_buckets import MemoryBudget
+from limitforge.stores.redis import new_buckets as module
+from limitforge.stores.redis.new_buckets import InProcessBucketBudget
 
 LIMITS = Limits(FixedWindow(name="w", limit=5, window_seconds=60))
 
 
 def of(subject: str, tenant: str = "t") -> Check:
-    return check_of(Keys(), LIMITS, "r", subject, 1, None, tenant, "P0")
+    return build_check(Keys(), LIMITS, "r", subject, 1, None, tenant, "P0")
 
 
 def test_only_one_bucket_of_a_check_becomes_the_overflow_bucket() -> None:
     """Two subjects of one limit can't be counted in it at once: the second begins a bucket of its own."""
-    budget = MemoryBudget(1)
-    budget.begin([of("known").takes[0][1]], 0)
-    check = Check([of("a").takes[0], of("b").takes[0]], ("a", "b"))
+    budget = InProcessBucketBudget(1)
+    budget.count_new([of("known").debits[0][1]], 0)
+    check = Check([of("a").debits[0], of("b").debits[0]], ("a", "b"))
     assert budget.redirect(check, set(), 0) == [0]
-    assert [is_overflow(key) for _, key, *_ in check.takes] == [True, False]
+    assert [is_overflow(key) for _, key, *_ in check.debits] == [True, False]
 
 
 def test_what_tenants_began_is_forgotten_where_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_LANES", 2)
-    budget = MemoryBudget(1)
+    budget = InProcessBucketBudget(1)
     for tenant in ("first", "second", "third"):
-        budget.begin([of("s", tenant).takes[0][1]], 0)
+        budget.count_new([of("s", tenant).debits[0][1]], 0)
     redirected = {tenant: budget.redirect(of("new", tenant), set(), 0) for tenant in ("first", "second", "third")}
     assert redirected == {"first": [], "second": [], "third": [0]}

@@ -23,27 +23,27 @@ from limitforge import (
     TokenBucket,
     limit_from_fields,
 )
-from limitforge.core.check import Check, FailureName, charge_of, check_of
+from limitforge.core.check import Check, FailureName, build_charge, build_check
 from limitforge.core.keys import Keys
-from limitforge.stores import resilience as resilience_module
-from limitforge.stores.memory import MemoryStore
-from limitforge.stores.redis_parts import Parts
-from limitforge.stores.resilience import NotAsked, StoreFull
-from tests.unit.away import SILENT, Node, used
+from limitforge.stores.memory.store import MemoryStore
+from limitforge.stores.redis.core import RedisCore
+from limitforge.stores.resilience import failure as resilience_module
+from limitforge.stores.resilience.failure import NotServerFault, StoreFull
+from tests.unit.unavailable_store import TIMED_OUT, OutageLimiter, used
 
 DAY = 86_400
 SECOND_US = 1_000_000
 PLAIN = FixedWindow(name="plain", limit=100, window_seconds=DAY)
 CHARGED = FixedWindow(name="charged", limit=100, window_seconds=DAY, charge_after_outage=True)
 
-Build = Callable[..., Node]
+Build = Callable[..., OutageLimiter]
 admitting = pytest.mark.parametrize("kind", ["open", "local"])
 
 
 @pytest.fixture
 def node(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Build:
     caplog.set_level(logging.DEBUG, "limitforge")
-    return lambda **options: Node(monkeypatch, **options)
+    return lambda **options: OutageLimiter(monkeypatch, **options)
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -51,7 +51,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def costs_of(charges: list[Check]) -> dict[str, int]:
-    return {key: cost for charge in charges for _, key, cost, *_ in charge.takes}
+    return {key: cost for charge in charges for _, key, cost, *_ in charge.debits}
 
 
 # -- log lines
@@ -84,14 +84,14 @@ def test_the_breaker_says_once_that_it_opened(node: Build, caplog: pytest.LogCap
     away.fail(10)
     assert lines(caplog) == ["store left alone for 30 s: nobody there"]
     assert away.resilience.state == "open"
-    assert not away.resilience.admits()
+    assert not away.resilience.allows_call()
 
 
 def test_what_was_not_asked_by_our_own_choice_is_no_failure(node: Build, caplog: pytest.LogCaptureFixture) -> None:
     away = node()
     for _ in range(10):
-        assert not away.resilience.failed(NotAsked("too many wait"), away.resilience.now_us())
-    assert away.resilience.is_quiet
+        assert not away.resilience.record_failure(NotServerFault("too many wait"), away.resilience.now_us())
+    assert away.resilience.is_healthy
     assert lines(caplog) == []
 
 
@@ -100,7 +100,7 @@ def test_what_was_under_way_together_is_one_failure(node: Build) -> None:
     began_us = away.resilience.now_us()
     away.monotonic.advance_us(50_000)
     for _ in range(10):
-        away.resilience.failed(SILENT, began_us)
+        away.resilience.record_failure(TIMED_OUT, began_us)
     assert away.resilience.state == "closed"
     away.fail(2)
     assert away.resilience.state == "open"
@@ -111,7 +111,7 @@ def test_no_line_names_a_subject(node: Build, caplog: pytest.LogCaptureFixture) 
     for kind in ("open", "closed", "local"):
         away.check([PLAIN, CHARGED], "jane@example.com", tenant="secret-tenant", failure=kind)
     away.fail(3)
-    away.resilience.succeeded()
+    away.resilience.record_success()
     assert len(lines(caplog)) == 3
     assert not any("jane" in line or "secret" in line for line in lines(caplog))
 
@@ -135,10 +135,10 @@ def test_what_was_let_pass_is_summed_by_limit_when_the_store_is_back(
     away.check(PLAIN, "another", cost=4)
     away.check(PLAIN, cost=0)
     away.check(PLAIN, failure="closed")
-    away.store.error = SILENT
+    away.store.error = TIMED_OUT
     away.check(CHARGED, cost=5)
     away.monotonic.advance_us(12 * SECOND_US)
-    away.resilience.succeeded()
+    away.resilience.record_success()
     (line,) = [line for line in lines(caplog) if line.startswith("store back")]
     assert line == (
         "store back after 12.0 s; decided without it: open 4, closed 1; admitted by limit: plain 7, charged 8; "
@@ -152,7 +152,7 @@ def test_local_sums_only_what_it_let_pass(node: Build, caplog: pytest.LogCapture
     watched = replace(PLAIN, name="watched", limit=40, mode="monitor")
     for _ in range(20):
         away.check([PLAIN, watched])
-    away.resilience.succeeded()
+    away.resilience.record_success()
     assert "local 20; admitted by limit: plain 10, watched 4;" in lines(caplog)[-1]
 
 
@@ -170,11 +170,11 @@ def test_what_was_let_pass_is_summed_also_if_the_store_never_came_back(
 
 def test_nothing_is_said_of_a_store_that_never_failed(node: Build, caplog: pytest.LogCaptureFixture) -> None:
     away = node()
-    assert away.resilience.succeeded() == []
+    assert away.resilience.record_success() == []
     away.fail(1)
-    assert not away.resilience.is_quiet
-    assert away.resilience.succeeded() == []
-    assert away.resilience.is_quiet
+    assert not away.resilience.is_healthy
+    assert away.resilience.record_success() == []
+    assert away.resilience.is_healthy
     assert lines(caplog) == []
 
 
@@ -185,10 +185,10 @@ def test_the_breakers_state_is_told_with_its_moment(node: Build) -> None:
     opened = away.resilience.since
     assert opened is not None
     away.monotonic.advance_us(30 * SECOND_US)
-    assert away.resilience.admits()
+    assert away.resilience.allows_call()
     assert away.resilience.state == "probing"
-    assert not away.resilience.admits()
-    away.resilience.succeeded()
+    assert not away.resilience.allows_call()
+    away.resilience.record_success()
     assert away.resilience.state == "closed"
     assert (away.resilience.since or 0) >= opened
 
@@ -198,11 +198,11 @@ def test_calls_that_are_lost_now_and_then_are_settled_together(node: Build, capl
     charges: list[Check] = []
     for _ in range(100):
         away.check(CHARGED)
-        charges += away.resilience.succeeded()
+        charges += away.resilience.record_success()
         away.monotonic.advance_us(SECOND_US)
     away.monotonic.advance_us(10 * SECOND_US)
-    charges += away.resilience.succeeded()
-    assert sum(cost for charge in charges for _, _, cost, *_ in charge.takes) == 100
+    charges += away.resilience.record_success()
+    assert sum(cost for charge in charges for _, _, cost, *_ in charge.debits) == 100
     assert len([line for line in lines(caplog) if line.startswith("store back")]) <= 12
 
 
@@ -211,7 +211,7 @@ def test_an_outage_that_opened_the_breaker_is_settled_at_once(node: Build) -> No
     for _ in range(3):
         away.check(CHARGED)
         away.fail(3)
-        assert costs_of(away.resilience.succeeded())
+        assert costs_of(away.resilience.record_success())
 
 
 def test_names_are_summed_together_where_there_are_too_many(
@@ -221,7 +221,7 @@ def test_names_are_summed_together_where_there_are_too_many(
     away = node(failure="open")
     for name in "abcda":
         away.check(replace(PLAIN, name=name))
-    away.resilience.succeeded()
+    away.resilience.record_success()
     assert "admitted by limit: a 2, b 1, (other limits) 2;" in lines(caplog)[-1]
 
 
@@ -233,10 +233,10 @@ def test_what_was_admitted_is_charged_once(node: Build, kind: FailureName) -> No
     away = node(failure=kind)
     for cost in (1, 2, 3):
         assert away.check([CHARGED, PLAIN], cost=cost).allowed
-    back = away.charged()
+    back = away.store_after_charges()
     assert used(back, CHARGED) == 6
     assert used(back, PLAIN) == 0
-    assert away.resilience.succeeded() == []
+    assert away.resilience.record_success() == []
 
 
 EVERY: list[Limit] = [
@@ -257,7 +257,7 @@ def test_every_limit_that_says_so_is_charged(node: Build, kind: FailureName, lim
     away = node(failure=kind)
     for _ in range(7):
         assert away.check(limit).allowed
-    assert used(away.charged(), limit) == 7
+    assert used(away.store_after_charges(), limit) == 7
 
 
 def test_slots_are_not_charged() -> None:
@@ -270,9 +270,9 @@ def test_slots_are_not_charged() -> None:
 def test_what_may_have_been_counted_is_never_charged(node: Build) -> None:
     away = node(failure="open")
     away.check(CHARGED, cost=2)
-    away.store.error = SILENT
+    away.store.error = TIMED_OUT
     away.check(CHARGED, cost=40)
-    assert used(away.charged(), CHARGED) == 2
+    assert used(away.store_after_charges(), CHARGED) == 2
 
 
 @pytest.mark.parametrize("kind", ["closed", "raise"])
@@ -281,14 +281,14 @@ def test_what_was_not_admitted_is_not_charged(node: Build, kind: FailureName) ->
     away.check(CHARGED)
     with nullcontext() if kind == "closed" else pytest.raises(StoreUnavailable):
         away.check(CHARGED, failure=kind)
-    assert used(away.charged(), CHARGED) == 1
+    assert used(away.store_after_charges(), CHARGED) == 1
 
 
 def test_a_denial_of_this_node_and_a_look_are_not_charged(node: Build) -> None:
     away = node(failure="local", nodes=50)
     for cost in (0, 1, 1, 1, 5, 0):
         away.check(CHARGED, cost=cost)
-    assert used(away.charged(), CHARGED) == 2
+    assert used(away.store_after_charges(), CHARGED) == 2
 
 
 def test_a_monitored_limit_is_charged_only_while_it_had_room(node: Build) -> None:
@@ -296,7 +296,7 @@ def test_a_monitored_limit_is_charged_only_while_it_had_room(node: Build) -> Non
     watched = replace(CHARGED, limit=3, mode="monitor")
     for _ in range(9):
         assert away.check(watched).allowed
-    assert used(away.charged(), replace(CHARGED, limit=100)) == 3
+    assert used(away.store_after_charges(), replace(CHARGED, limit=100)) == 3
 
 
 def test_a_limit_that_counts_requests_is_charged_with_requests(node: Build) -> None:
@@ -304,14 +304,14 @@ def test_a_limit_that_counts_requests_is_charged_with_requests(node: Build) -> N
     requests = replace(CHARGED, counts="requests")
     for _ in range(3):
         away.check(requests, cost=20)
-    assert used(away.charged(), requests) == 3
+    assert used(away.store_after_charges(), requests) == 3
 
 
 def test_a_reservation_is_charged_with_its_estimate_whatever_it_is_settled_for(node: Build) -> None:
     away = node(failure="local")
     held = away.limiter.reserve("r", "s", limits=CHARGED, cost=9)
     away.limiter.settle(held.reservation_id or "", 2)
-    assert used(away.charged(), CHARGED) == 9
+    assert used(away.store_after_charges(), CHARGED) == 9
 
 
 def test_no_more_than_twice_the_limit_is_charged(node: Build) -> None:
@@ -319,7 +319,7 @@ def test_no_more_than_twice_the_limit_is_charged(node: Build) -> None:
     ten = replace(CHARGED, limit=10)
     for cost in (15, 2**52 - 1, 3):
         away.check(ten, cost=cost)
-    charges = away.resilience.succeeded()
+    charges = away.resilience.record_success()
     assert list(costs_of(charges).values()) == [20]
     back = MemoryStore(clock=away.clock)
     for charge in charges:
@@ -332,7 +332,7 @@ def test_no_more_than_twice_the_limit_is_charged(node: Build) -> None:
 def test_where_there_is_nothing_to_count_nothing_is_charged(node: Build, limit: int | None) -> None:
     away = node(failure="open")
     away.check(replace(CHARGED, limit=limit), cost=7)
-    assert used(away.charged(), CHARGED) == 0
+    assert used(away.store_after_charges(), CHARGED) == 0
 
 
 def test_each_caller_and_each_tenant_is_charged_for_itself(node: Build) -> None:
@@ -340,7 +340,7 @@ def test_each_caller_and_each_tenant_is_charged_for_itself(node: Build) -> None:
     who: list[tuple[str, str, int]] = [("s", "acme", 1), ("s", "globex", 2), ("other", "acme", 3)]
     for subject, tenant, cost in who:
         away.check(CHARGED, subject, tenant=tenant, cost=cost)
-    back = away.charged()
+    back = away.store_after_charges()
     assert [used(back, CHARGED, subject, tenant=tenant) for subject, tenant, _ in who] == [1, 2, 3]
 
 
@@ -349,7 +349,7 @@ def test_a_bucket_of_all_tenants_is_charged_with_what_all_of_them_had(node: Buil
     shared = replace(CHARGED, scope="global")
     for tenant in ("acme", "globex"):
         away.check(shared, tenant=tenant, cost=4)
-    assert used(away.charged(), shared) == 8
+    assert used(away.store_after_charges(), shared) == 8
 
 
 def test_any_number_of_buckets_is_charged_in_checks_of_a_bounded_size(node: Build) -> None:
@@ -357,8 +357,8 @@ def test_any_number_of_buckets_is_charged_in_checks_of_a_bounded_size(node: Buil
     subjects = [str(n) for n in range(100)]
     for subject in subjects:
         away.check(CHARGED, subject)
-    charges = away.resilience.succeeded()
-    assert all(len(charge.takes) <= 32 for charge in charges)
+    charges = away.resilience.record_success()
+    assert all(len(charge.debits) <= 32 for charge in charges)
     assert all(charge.weight_us for charge in charges)
     back = MemoryStore(clock=away.clock)
     for charge in charges:
@@ -369,11 +369,11 @@ def test_any_number_of_buckets_is_charged_in_checks_of_a_bounded_size(node: Buil
 def test_buckets_that_are_too_many_are_not_charged_and_said_so(
     node: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(resilience_module, "MAX_CHARGED", 2)
+    monkeypatch.setattr(resilience_module, "MAX_CHARGED_BUCKETS", 2)
     away = node(failure="open")
     for subject in "abcab":
         away.check(CHARGED, subject, cost=2)
-    back = away.charged()
+    back = away.store_after_charges()
     assert [used(back, CHARGED, subject) for subject in "abc"] == [4, 4, 0]
     assert lines(caplog)[-1].endswith("admitted but not noted for charging: 2")
 
@@ -381,9 +381,9 @@ def test_buckets_that_are_too_many_are_not_charged_and_said_so(
 def test_a_charge_that_fails_is_never_charged_again(node: Build) -> None:
     away = node(failure="open")
     away.check(CHARGED)
-    (charge,) = away.resilience.succeeded()
-    assert away.resilience.decide(charge, away.store.error) is away.store.error
-    assert away.resilience.succeeded() == []
+    (charge,) = away.resilience.record_success()
+    assert away.resilience.decide_without_store(charge, away.store.error) is away.store.error
+    assert away.resilience.record_success() == []
     assert away.resilience.degraded["open"] == 1
 
 
@@ -392,15 +392,15 @@ def test_what_surely_could_not_be_charged_is_owed_on_top_of_what_came_since(
 ) -> None:
     away = node(failure="open")
     away.check(CHARGED, cost=3)
-    charges = away.resilience.succeeded()
+    charges = away.resilience.record_success()
     away.check(CHARGED, cost=5)
-    away.resilience.owe(charges)
+    away.resilience.requeue_charges(charges)
     away.monotonic.advance_us(20 * SECOND_US)
-    assert list(costs_of(away.resilience.succeeded()).values()) == [8]
-    away.resilience.owe(charges)
+    assert list(costs_of(away.resilience.record_success()).values()) == [8]
+    away.resilience.requeue_charges(charges)
     before = len(lines(caplog))
     away.monotonic.advance_us(20 * SECOND_US)
-    assert list(costs_of(away.resilience.succeeded()).values()) == [3]
+    assert list(costs_of(away.resilience.record_success()).values()) == [3]
     assert len(lines(caplog)) == before  # it was told already
 
 
@@ -413,7 +413,7 @@ def test_threads_may_be_decided_at_once(node: Build) -> None:
             away.check(CHARGED, str(turn % 3))
             if turn % 50 == 0:
                 away.monotonic.advance_us(20 * SECOND_US)
-                charges.extend(away.resilience.succeeded())
+                charges.extend(away.resilience.record_success())
 
     threads = [threading.Thread(target=call) for _ in range(4)]
     for thread in threads:
@@ -421,33 +421,33 @@ def test_threads_may_be_decided_at_once(node: Build) -> None:
     for thread in threads:
         thread.join()
     away.monotonic.advance_us(20 * SECOND_US)
-    charges += away.resilience.succeeded()
+    charges += away.resilience.record_success()
     assert away.resilience.degraded["open"] == 800
-    assert sum(cost for charge in charges for _, _, cost, *_ in charge.takes) == 800
+    assert sum(cost for charge in charges for _, _, cost, *_ in charge.debits) == 800
 
 
 def test_a_store_that_is_full_is_not_left_alone(node: Build) -> None:
     away = node(breaker_failures=1)
-    assert not away.resilience.failed(StoreFull("no memory"), away.resilience.now_us())
+    assert not away.resilience.record_failure(StoreFull("no memory"), away.resilience.now_us())
     assert away.resilience.state == "closed"
-    assert away.resilience.failed(StoreUnavailable("nobody there"), away.resilience.now_us())
+    assert away.resilience.record_failure(StoreUnavailable("nobody there"), away.resilience.now_us())
 
 
 def test_a_store_that_is_still_full_is_charged_later(node: Build) -> None:
     away = node(failure="local")
     away.check(CHARGED, cost=3)
     full = StoreFull("no memory")
-    assert away.resilience.succeeded([away.check(PLAIN, cost=0), full]) == []
-    assert list(costs_of(away.resilience.succeeded([away.check(PLAIN, cost=0)])).values()) == [3]
+    assert away.resilience.record_success([away.check(PLAIN, cost=0), full]) == []
+    assert list(costs_of(away.resilience.record_success([away.check(PLAIN, cost=0)])).values()) == [3]
 
 
 def test_a_charge_that_may_have_been_made_is_not_made_again(caplog: pytest.LogCaptureFixture) -> None:
-    parts = Parts("redis://127.0.0.1:1", Keys(), None, StoreOptions(), lambda _: None)
+    parts = RedisCore("redis://127.0.0.1:1", Keys(), None, StoreOptions(), lambda _: None)
     plan = Limits(CHARGED)
-    checks = [check_of(Keys(), plan, "r", subject, 1, None, "t", "P0") for subject in ("lost", "sure", "made")]
-    answers = [SILENT, StoreUnavailable("nobody there"), None]
-    parts.charged([charge_of(check.takes) for check in checks], answers)
-    assert list(costs_of(parts.fleet.nobody.resilience.retire())) == [checks[1].takes[0][1]]
+    checks = [build_check(Keys(), plan, "r", subject, 1, None, "t", "P0") for subject in ("lost", "sure", "made")]
+    answers = [TIMED_OUT, StoreUnavailable("nobody there"), None]
+    parts.record_charges([build_charge(check.debits) for check in checks], answers)
+    assert list(costs_of(parts.topology.unknown_server.resilience.retire())) == [checks[1].debits[0][1]]
     assert [line.split(":")[0] for line in lines(caplog)] == [
         "1 of 3 charges after an outage were not made, or not surely"
     ]

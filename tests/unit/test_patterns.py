@@ -12,12 +12,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from limitforge import InvalidInput
-from limitforge.catalog.patterns import MAX_MEMO, Pattern, PolicyTable
+from limitforge.catalog.patterns import MATCH_CACHE_SIZE, Pattern, PolicyMatcher
 
 
-def table(patterns: Sequence[str]) -> PolicyTable[str]:
+def table(patterns: Sequence[str]) -> PolicyMatcher[str]:
     """Each pattern's value is its text."""
-    return PolicyTable((Pattern.parse(text), text) for text in patterns)
+    return PolicyMatcher((Pattern.parse(text), text) for text in patterns)
 
 
 # -- the same by brute force
@@ -155,7 +155,7 @@ def test_without_policies_nothing_matches() -> None:
 
 
 def test_a_value_may_be_anything() -> None:
-    policies = PolicyTable(
+    policies = PolicyMatcher(
         [(Pattern.parse("*"), 0), (Pattern.parse("login"), None), (Pattern.parse("GET:/{x}"), False)]
     )
     assert [policies.match(resource) for resource in ("x", "login", "GET:/a")] == [0, None, False]
@@ -183,7 +183,7 @@ def test_a_value_may_be_anything() -> None:
 )
 def test_the_canonical_form_has_no_names_of_parameters(text: str, canonical: str, template: bool) -> None:
     pattern = Pattern.parse(text)
-    assert (pattern.text, pattern.canonical, pattern.template) == (text, canonical, template)
+    assert (pattern.text, pattern.canonical, pattern.is_template) == (text, canonical, template)
     assert Pattern.parse(canonical).canonical == canonical
 
 
@@ -195,7 +195,7 @@ def test_patterns_that_differ_in_the_names_of_parameters_are_one() -> None:
         assert one in refused.value.problem
     same = Pattern.parse("*:/a")
     with pytest.raises(InvalidInput):
-        PolicyTable([(same, 1), (same, 1)])
+        PolicyMatcher([(same, 1), (same, 1)])
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_what_is_no_pattern_is_refused_with_what_is_wrong(text: Any, problem: st
 
 
 def test_32_segments_and_512_bytes_are_a_pattern() -> None:
-    assert Pattern.parse("GET:/" + "/".join(["{x}"] * 32)).template
+    assert Pattern.parse("GET:/" + "/".join(["{x}"] * 32)).is_template
     assert Pattern.parse("x" * 512).canonical == "x" * 512
 
 
@@ -276,10 +276,10 @@ def test_policies_that_overlap_at_every_level_are_refused_before_a_search_takes_
 
 def test_it_remembers_a_bounded_number_of_answers() -> None:
     policies = table(["GET:/orders/{id}", "login"])
-    for number in range(3 * MAX_MEMO):
+    for number in range(3 * MATCH_CACHE_SIZE):
         assert policies.match(f"GET:/orders/{number}") == "GET:/orders/{id}"
         assert policies.match(f"unknown{number}") is None
-    assert 0 < len(policies._memo) <= MAX_MEMO
+    assert 0 < len(policies._cache) <= MATCH_CACHE_SIZE
 
 
 def test_threads_may_share_a_table() -> None:
@@ -296,10 +296,10 @@ def test_threads_may_share_a_table() -> None:
 
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(hammer, range(8)))
-    assert len(policies._memo) <= MAX_MEMO + 4
+    assert len(policies._cache) <= MATCH_CACHE_SIZE + 4
 
 
 def test_a_resource_that_is_too_long_to_be_a_key_is_matched_and_not_remembered() -> None:
-    policies = PolicyTable([(Pattern.parse("GET:/x/{id}"), "x")])
+    policies = PolicyMatcher([(Pattern.parse("GET:/x/{id}"), "x")])
     assert policies.match("GET:/x/" + "1" * 60_000) == "x"
-    assert policies._memo == {}
+    assert policies._cache == {}

@@ -18,8 +18,8 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 from sqlalchemy.pool import NullPool
 
-from tests.postgres import MEMORY, PostgresServer, _children, _process, _program
-from tests.servers import ServerFailed, _free_port
+from tests.postgres import SHARED_MEMORY, PostgresServer, _children, _process, program_path
+from tests.servers import ServerFailed, find_free_port
 
 IS_TLS_SPOKEN = struct.pack("!ii", 8, 80_877_103)  # what a client may ask first: the answer is one letter
 
@@ -39,9 +39,9 @@ async def test_the_url_fixture_is_an_empty_database(postgres_server: PostgresSer
 
 
 async def test_a_database_goes_also_from_under_who_is_connected(postgres_server: PostgresServer) -> None:
-    async with _connected(postgres_server.database('so "called"')) as connection:
+    async with _connected(postgres_server.create_database('so "called"')) as connection:
         await connection.execute(text("SELECT 1"))
-        postgres_server.drop('so "called"')
+        postgres_server.drop_database('so "called"')
         with pytest.raises(DBAPIError):
             await connection.execute(text("SELECT 1"))
     assert "called" not in postgres_server.sql("SELECT datname FROM pg_database")
@@ -49,14 +49,14 @@ async def test_a_database_goes_also_from_under_who_is_connected(postgres_server:
 
 def test_equal_databases_have_equal_dumps(postgres_server: PostgresServer) -> None:
     for name in ("left", "right"):
-        postgres_server.database(name)
+        postgres_server.create_database(name)
         postgres_server.sql("CREATE TABLE note (line text); INSERT INTO note VALUES ('kept')", name)
     dump = postgres_server.dump("left")
     assert "CREATE TABLE public.note" in dump
     assert "kept" in dump
     assert dump == postgres_server.dump("right")
     for name in ("left", "right"):
-        postgres_server.drop(name)
+        postgres_server.drop_database(name)
 
 
 @pytest.mark.soak
@@ -120,12 +120,12 @@ def test_a_paused_postgres_can_be_killed_and_restarted(own_postgres_server: Post
 def test_two_at_once_know_nothing_of_each_other(
     postgres_server: PostgresServer, own_postgres_server: PostgresServer
 ) -> None:
-    postgres_server.database("twin")
-    own_postgres_server.database("twin")
+    postgres_server.create_database("twin")
+    own_postgres_server.create_database("twin")
     own_postgres_server.sql("CREATE TABLE note (line text)", "twin")
     own_postgres_server.kill()
     assert postgres_server.sql("SELECT count(*) FROM pg_tables WHERE tablename = 'note'", "twin") == "0"
-    postgres_server.drop("twin")
+    postgres_server.drop_database("twin")
     own_postgres_server.restart()
     assert own_postgres_server.sql("SELECT count(*) FROM note", "twin") == "0"
 
@@ -141,7 +141,7 @@ def test_nothing_is_left_behind(how: str, empty_postgres: Path) -> None:
         memory = (server._data / "postmaster.pid").read_text().splitlines()[6].split()[1]
         assert len(processes) > 3
         assert memory in _shared_memory()
-        assert f"{MEMORY}/PostgreSQL" not in Path(f"/proc/{processes[0]}/maps").read_text()
+        assert f"{SHARED_MEMORY}/PostgreSQL" not in Path(f"/proc/{processes[0]}/maps").read_text()
         if how == "paused":
             server.pause()
         elif how == "killed":
@@ -164,8 +164,8 @@ def test_it_is_made_from_nothing_as_well() -> None:
 def test_a_taken_port_is_no_obstacle(
     postgres_server: PostgresServer, empty_postgres: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offers = iter([postgres_server.port, postgres_server.port, _free_port()])
-    monkeypatch.setattr("tests.postgres._free_port", lambda: next(offers))
+    offers = iter([postgres_server.port, postgres_server.port, find_free_port()])
+    monkeypatch.setattr("tests.postgres.find_free_port", lambda: next(offers))
     with PostgresServer(data=empty_postgres) as other:
         assert other.port not in {0, postgres_server.port}
         assert other.sql("SHOW port") == str(other.port)
@@ -185,11 +185,11 @@ def test_what_a_developer_set_for_another_postgres_does_not_count(
 def test_a_folder_that_only_we_can_enter_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tmp_path.chmod(0o700)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("tests.postgres.ROOM_BYTES", 1 << 60)
+    monkeypatch.setattr("tests.postgres.MIN_FREE_BYTES", 1 << 60)
     with PostgresServer() as server:
         assert server.running
         assert (server._data.parent.parent == tmp_path) == (os.geteuid() != 0)
-        assert not server._data.is_relative_to(MEMORY)
+        assert not server._data.is_relative_to(SHARED_MEMORY)
 
 
 @pytest.mark.soak
@@ -217,7 +217,7 @@ def test_a_stopped_postgres_has_nothing_to_come_back_to(empty_postgres: Path) ->
 
 def test_a_missing_postgres_is_an_error_that_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr("tests.postgres.DEBIAN", tmp_path)
+    monkeypatch.setattr("tests.postgres.DEBIAN_PROGRAMS", tmp_path)
     with pytest.raises(ServerFailed, match="make test"):
         PostgresServer().start()
 
@@ -229,8 +229,8 @@ def test_of_several_versions_off_the_path_the_newest_is_taken(tmp_path: Path, mo
             program.parent.mkdir(parents=True, exist_ok=True)
             program.touch(mode=0o755)
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr("tests.postgres.DEBIAN", tmp_path)
-    assert _program("psql") == str(tmp_path / "17" / "bin" / "psql")
+    monkeypatch.setattr("tests.postgres.DEBIAN_PROGRAMS", tmp_path)
+    assert program_path("psql") == str(tmp_path / "17" / "bin" / "psql")
 
 
 @asynccontextmanager

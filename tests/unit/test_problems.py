@@ -9,14 +9,14 @@ from limitforge.errors import (
     InvalidInput,
     LimitforgeError,
     NotFound,
-    Outdated,
     StoreUnavailable,
     TooManyReservations,
     TooManyUnknownKeys,
     UnknownKey,
     UnknownReservation,
+    VersionConflict,
 )
-from limitforge.service.problems import BadRequest, problem_of
+from limitforge.service.problems import HttpError, problem_from_error
 
 
 @pytest.mark.parametrize(
@@ -28,18 +28,18 @@ from limitforge.service.problems import BadRequest, problem_of
         (Forbidden("no"), 403, "forbidden"),
         (NotFound("no"), 404, "not_found"),
         (UnknownReservation("no"), 404, "unknown_reservation"),
-        (Outdated("no"), 412, "outdated"),
+        (VersionConflict("no"), 412, "outdated"),
         (Conflict("no"), 409, "conflict"),
         (TooManyReservations("no"), 409, "too_many_reservations"),
         (CatalogUnavailable("no"), 503, "catalog_unavailable"),
         (StoreUnavailable("no"), 503, "store_unavailable"),
-        (BadRequest(413, "body_too_large", "at most 5 bytes"), 413, "body_too_large"),
+        (HttpError(413, "body_too_large", "at most 5 bytes"), 413, "body_too_large"),
         (LimitforgeError("a path of this machine"), 500, "internal_error"),
     ],
     ids=lambda given: type(given).__name__ if isinstance(given, Exception) else None,
 )
 def test_each_error_has_its_status_and_code(error: LimitforgeError, status: int, code: str) -> None:
-    problem = problem_of(error)
+    problem = problem_from_error(error)
     members = problem.members
     assert (problem.status, members["status"], members["code"]) == (status, status, code)
     assert members["type"] == f"urn:limitforge:problem:{code.replace('_', '-')}"
@@ -52,4 +52,4 @@ def test_each_error_has_its_status_and_code(error: LimitforgeError, status: int,
 
 @pytest.mark.parametrize(("retry_after_ms", "seconds"), [(1, b"1"), (1_000, b"1"), (1_001, b"2"), (59_500, b"60")])
 def test_retry_after_is_never_too_early(retry_after_ms: int, seconds: bytes) -> None:
-    assert dict(problem_of(TooManyUnknownKeys("wait", retry_after_ms)).headers)[b"retry-after"] == seconds
+    assert dict(problem_from_error(TooManyUnknownKeys("wait", retry_after_ms)).headers)[b"retry-after"] == seconds

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import TIME_OUT_AGAIN_SECONDS
+from tests.conftest import SECOND_TIMEOUT_SECONDS
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -22,7 +22,7 @@ LINTERS = {
 }
 
 # A path of somebody's machine, or the host of a package index.
-OF_ONE_MACHINE = re.compile(rb"(?<![\w.-])/(?:root|work|home)/|pypi\.org|files\.pythonhosted")
+MACHINE_SPECIFIC = re.compile(rb"(?<![\w.-])/(?:root|work|home)/|pypi\.org|files\.pythonhosted")
 
 
 @pytest.mark.lint
@@ -38,7 +38,7 @@ def test_a_time_out_comes_again() -> None:
     """The first one may be caught, as Hypothesis does."""
     left, again = signal.getitimer(signal.ITIMER_REAL)
     assert left > 0
-    assert again == TIME_OUT_AGAIN_SECONDS
+    assert again == SECOND_TIMEOUT_SECONDS
 
 
 def test_no_file_speaks_of_one_machine() -> None:
@@ -46,7 +46,7 @@ def test_no_file_speaks_of_one_machine() -> None:
         f"{path.relative_to(ROOT)}:{number}: {line.decode(errors='replace').strip()}"
         for path in _files_of_the_project()
         for number, line in enumerate(path.read_bytes().splitlines(), start=1)
-        if path != Path(__file__) and OF_ONE_MACHINE.search(line)
+        if path != Path(__file__) and MACHINE_SPECIFIC.search(line)
     ]
     assert offences == []
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from tests.servers import AclRedisServer, RedisServer, ServerFailed, TlsRedisServer, UnixRedisServer, _free_port
+from tests.servers import AclRedisServer, RedisServer, ServerFailed, TlsRedisServer, UnixRedisServer, find_free_port
 
 
 def test_a_restarted_redis_keeps_its_url_and_forgets_everything(own_redis_server: RedisServer) -> None:
@@ -45,8 +45,8 @@ def test_a_paused_redis_can_be_stopped(own_redis_server: RedisServer) -> None:
 
 
 def test_a_taken_port_is_no_obstacle(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    offers = iter([redis_server.port, redis_server.port, _free_port()])
-    monkeypatch.setattr("tests.servers._free_port", lambda: next(offers))
+    offers = iter([redis_server.port, redis_server.port, find_free_port()])
+    monkeypatch.setattr("tests.servers.find_free_port", lambda: next(offers))
     with RedisServer() as other:
         assert other.port not in {0, redis_server.port}
         assert other.command("PING") == b"+PONG\r\n"
@@ -70,8 +70,8 @@ def test_the_url_fixture_starts_empty(redis_server: RedisServer, request: pytest
 
 
 def test_a_saved_redis_has_its_data_after_a_crash(own_redis_server: RedisServer) -> None:
-    own_redis_server.must("SET key value")
-    own_redis_server.must("SAVE")
+    own_redis_server.command_ok("SET key value")
+    own_redis_server.command_ok("SAVE")
     own_redis_server.kill()
     own_redis_server.restart()
     assert own_redis_server.command("GET key") == b"$5\r\nvalue\r\n"
@@ -79,19 +79,19 @@ def test_a_saved_redis_has_its_data_after_a_crash(own_redis_server: RedisServer)
 
 def test_a_locked_redis_answers_only_who_knows_the_password(own_redis_server: RedisServer) -> None:
     with own_redis_server.connection() as early:
-        own_redis_server.lock("secret")
+        own_redis_server.require_password("secret")
         assert early.recv(16) == b""
     with socket.create_connection(("127.0.0.1", own_redis_server.port)) as stranger:
         stranger.sendall(b"PING\r\n")
         assert stranger.recv(64).startswith(b"-NOAUTH")
         assert own_redis_server.command("PING") == b"+PONG\r\n"
-        own_redis_server.unlock()
+        own_redis_server.remove_password()
     assert own_redis_server.command("PING") == b"+PONG\r\n"
 
 
 def test_a_command_that_must_work_and_does_not_says_which(own_redis_server: RedisServer) -> None:
     with pytest.raises(ServerFailed, match=r"CONFIG: .*ERR"):
-        own_redis_server.must("CONFIG SET no-such-setting 1")
+        own_redis_server.command_ok("CONFIG SET no-such-setting 1")
 
 
 def test_a_redis_with_users_knows_its_own_only() -> None:

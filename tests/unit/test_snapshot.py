@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from limitforge import Decision, SyncLimiter
-from limitforge.catalog.model import OPERATOR, Plan, Policy, Tenant, TenantConfig, build
+from limitforge.catalog.model import OPERATOR, Plan, Policy, Tenant, TenantConfig, build_entity
 from limitforge.catalog.snapshot import MAX_SELECTIONS, Selection, Snapshot
-from limitforge.core.keys import Place
+from limitforge.core.keys import Layer
 from limitforge.core.limits import Mode
 from limitforge.errors import NotFound
 
@@ -23,7 +23,7 @@ def plan(name: str, limit: int = 10, *, limit_name: str | None = None, tenant_id
 
 def policy(resource: str = "*", plan_id: str = "special", **fields: Any) -> Policy:
     own = {"id": f"pol {resource}", "tenant_id": "acme", "resource": resource, "plan_id": plan_id}
-    return build(Policy, {**own, **fields})
+    return build_entity(Policy, {**own, **fields})
 
 
 PLANS = (plan("default"), plan("keys"), plan("special"), plan("asked"), plan("candidate"))
@@ -38,12 +38,12 @@ def snapshot(
 ) -> Snapshot:
     everyone = everyone or plan("everyone", tenant_id=OPERATOR)
     return Snapshot(
-        TenantConfig(build(Tenant, {"id": "acme", "name": "acme", **(tenant or {})}), plans, policies),
-        TenantConfig(build(Tenant, {"id": OPERATOR, "name": OPERATOR, **(operator or {})}), (everyone,), ()),
+        TenantConfig(build_entity(Tenant, {"id": "acme", "name": "acme", **(tenant or {})}), plans, policies),
+        TenantConfig(build_entity(Tenant, {"id": OPERATOR, "name": OPERATOR, **(operator or {})}), (everyone,), ()),
     )
 
 
-def joined(selection: Selection) -> list[tuple[Place, str]]:
+def joined(selection: Selection) -> list[tuple[Layer, str]]:
     return [(place, plan.name) for place, plan in selection.plans]
 
 
@@ -69,17 +69,17 @@ def test_which_plans_join(above: bool, default: bool, of_key: bool, of_policy: b
         operator={"default_plan_id": "everyone" if above else None},
     )
     selection = shot.select("GET:/orders", "keys" if of_key else None, "asked" if asked else None)
-    expected: list[tuple[Place, str]] = [(Place.OPERATOR, "everyone")] if above else []
+    expected: list[tuple[Layer, str]] = [(Layer.OPERATOR, "everyone")] if above else []
     if asked:
-        expected.append((Place.POLICY, "asked"))
+        expected.append((Layer.POLICY, "asked"))
     else:
         if of_key or default:
-            expected.append((Place.TENANT, "keys" if of_key else "default"))
+            expected.append((Layer.TENANT, "keys" if of_key else "default"))
         if of_policy:
-            expected.append((Place.POLICY, "special"))
+            expected.append((Layer.POLICY, "special"))
     assert joined(selection) == expected
     rules = selection.limits.plan("P0").rules
-    assert [(rule.place, rule.limit.name) for rule in rules] == [(place.value, name) for place, name in expected]
+    assert [(rule.layer, rule.limit.name) for rule in rules] == [(place.value, name) for place, name in expected]
     assert list(decided(selection).limits) == [name for _, name in expected]
     assert selection.is_matched is bool(expected)
     assert (selection.policy is not None) == of_policy
@@ -102,7 +102,7 @@ def test_the_most_specific_policy_applies_and_no_other() -> None:
         ("GET:/orders/7", "special"),
         ("login", "asked"),
     ):
-        assert joined(shot.select(resource)) == [(Place.POLICY, name)]
+        assert joined(shot.select(resource)) == [(Layer.POLICY, name)]
 
 
 @pytest.mark.parametrize("plan_id", ["none", "", "everyone", "globexs", "x" * 100_000, "\0"])
@@ -118,7 +118,7 @@ def test_a_plan_that_is_not_the_tenants_is_not_found(plan_id: str) -> None:
 def test_a_key_whose_plan_is_not_known_here_yet_has_the_default() -> None:
     """The key may be newer than the snapshot."""
     shot = snapshot(tenant={"default_plan_id": "default"})
-    assert joined(shot.select("r", "brand-new")) == [(Place.TENANT, "default")]
+    assert joined(shot.select("r", "brand-new")) == [(Layer.TENANT, "default")]
 
 
 # -- modes
@@ -199,7 +199,7 @@ def test_the_kill_switch_reaches_every_limit() -> None:
     assert not decided(shot.select("r")).allowed
     for mode, names in ((Mode.MONITOR, ["everyone", "default", "special"]), (Mode.OFF, [])):
         operator = Tenant(id=OPERATOR, name=OPERATOR, mode=mode, default_plan_id="everyone")
-        switched = shot.under(TenantConfig(operator, shot.operator.plans, ()))
+        switched = shot.with_operator(TenantConfig(operator, shot.operator.plans, ()))
         decision = decided(switched.select("r"))
         assert (decision.allowed, list(decision.limits), list(decision.would_deny)) == (True, names, names)
         assert switched.select("r").mode is mode
@@ -283,7 +283,7 @@ def test_the_number_of_selections_is_bounded() -> None:
     for number in range(MAX_SELECTIONS + 100):
         shot.select("r", f"unknown-{number}")
         assert len(shot._selections) <= MAX_SELECTIONS
-    assert joined(shot.select("r")) == [(Place.TENANT, "default")]
+    assert joined(shot.select("r")) == [(Layer.TENANT, "default")]
 
 
 def test_snapshots_of_equal_configurations_are_equal() -> None:

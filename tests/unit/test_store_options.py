@@ -28,7 +28,7 @@ def test_the_defaults_are_those_that_are_promised() -> None:
     assert options.deadline_ms == 50
     assert (options.breaker_failures, options.breaker_seconds) == (3, 30)
     assert options.denial_cache_ms == 1_000
-    assert options.nodes == 1
+    assert options.processes == 1
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_the_defaults_are_those_that_are_promised() -> None:
         "deadline_ms": (1, 60_000),
         "breaker_seconds": (0.001, 3_600),
         "denial_cache_ms": (0, 60_000),
-        "nodes": (1, 100_000),
+        "processes": (1, 100_000),
         "breaker_failures": (1, 100_000),
         "denial_cache_size": (1, 10_000_000),
         "max_waiting": (1, 10_000_000),
@@ -54,7 +54,7 @@ def test_both_ends_of_a_range_are_within_it(field: str, bounds: tuple[float, flo
         *[("deadline_ms", value) for value in (*NONSENSE, 0, 0.999, 60_000.001, "50")],
         *[("breaker_seconds", value) for value in (*NONSENSE, 0, 0.0009, 3_600.1, "30")],
         *[("denial_cache_ms", value) for value in (*NONSENSE, -0.001, 60_001, "1000")],
-        *[("nodes", value) for value in (*NONSENSE, 0, 1.5, 2**60)],
+        *[("processes", value) for value in (*NONSENSE, 0, 1.5, 2**60)],
         *[("breaker_failures", value) for value in (*NONSENSE, 0, 2.5, 2**60)],
         *[("denial_cache_size", value) for value in (*NONSENSE, 0, 0.1, 2**60)],
         *[("max_waiting", value) for value in (*NONSENSE, 0, 0.1, 2**60)],
@@ -74,7 +74,7 @@ def test_an_unknown_setting_is_refused() -> None:
 
 def test_settings_do_not_change_under_a_store() -> None:
     with pytest.raises(AttributeError):
-        StoreOptions().nodes = 2  # type: ignore[misc]
+        StoreOptions().processes = 2  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("failure", Failure)

@@ -22,14 +22,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from limitforge.catalog.model import Key, Secret, Token
+from limitforge.catalog.model import Key, SecretHash, Token
 from limitforge.errors import InvalidInput, UnknownKey
 
 ID_LENGTH = 16
 SECRET_LENGTH = 28
 CHECKSUM_LENGTH = 11  # base62 digits, for 64 bits
 CRC_LENGTH = 6  # of old keys
-MIN_PEPPER = 16
+MIN_PEPPER_BYTES = 16
 MAX_PEPPERS = 8  # versions at once: a made-up key costs an HMAC under each
 ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 PREFIXES = {"live": "lf_live_", "test": "lf_test_", "admin": "lf_admin_"}
@@ -37,8 +37,8 @@ PREFIXES = {"live": "lf_live_", "test": "lf_test_", "admin": "lf_admin_"}
 Holder = TypeVar("Holder", Key, Token)
 
 _BODY_LENGTH = ID_LENGTH + SECRET_LENGTH
-_LONGEST = max(map(len, PREFIXES.values())) + _BODY_LENGTH + CHECKSUM_LENGTH
-_KNOWN = frozenset(ALPHABET)
+_MAX_LENGTH = max(map(len, PREFIXES.values())) + _BODY_LENGTH + CHECKSUM_LENGTH
+_ALPHABET_SET = frozenset(ALPHABET)
 
 
 def new_id(kind: str) -> str:
@@ -53,24 +53,24 @@ class Credential(msgspec.Struct, frozen=True):
     id: str
     """The part by which it is looked up, without the kind."""
     text: str
-    is_keyed: bool = False
+    has_keyed_checksum: bool = False
     """True if its checksum was made under a pepper: it was issued once, though it may have been deleted since."""
 
     @classmethod
-    def make(cls, prefix: str, identity: str, peppers: "Peppers") -> "Credential":
+    def generate(cls, prefix: str, identity: str, peppers: "Peppers") -> "Credential":
         body = prefix + identity + _random(SECRET_LENGTH)
-        return cls(prefix, identity, body + peppers.checksum(body), is_keyed=True)
+        return cls(prefix, identity, body + peppers.checksum(body), has_keyed_checksum=True)
 
     @classmethod
-    def read(cls, text: str, peppers: "Peppers") -> "Credential":
+    def parse(cls, text: str, peppers: "Peppers") -> "Credential":
         """Parse a presented key. Raises `UnknownKey` where its form or its checksum shows that it was never issued."""
-        if isinstance(text, str) and len(text) <= _LONGEST:
+        if isinstance(text, str) and len(text) <= _MAX_LENGTH:
             for prefix in PREFIXES.values():
-                if text.startswith(prefix) and _KNOWN.issuperset(text[len(prefix) :]):
+                if text.startswith(prefix) and _ALPHABET_SET.issuperset(text[len(prefix) :]):
                     end = len(prefix) + _BODY_LENGTH
                     body, checksum = text[:end], text[end:]
                     is_keyed = len(checksum) == CHECKSUM_LENGTH
-                    if peppers.has_made(body, checksum) if is_keyed else checksum == public_checksum(body):
+                    if peppers.verify_checksum(body, checksum) if is_keyed else checksum == crc_checksum(body):
                         return cls(prefix, body[len(prefix) :][:ID_LENGTH], text, is_keyed)
         raise UnknownKey("no such key")
 
@@ -90,13 +90,15 @@ class Peppers:
         if not by_version:
             raise InvalidInput("peppers", "at least one is needed, such as '1:' and 32 random characters")
         for version, pepper in by_version.items():
-            if version < 1 or len(pepper) < MIN_PEPPER:
-                raise InvalidInput("peppers", f"version {version} must be above 0 and have {MIN_PEPPER} or more bytes")
+            if version < 1 or len(pepper) < MIN_PEPPER_BYTES:
+                raise InvalidInput(
+                    "peppers", f"version {version} must be above 0 and have {MIN_PEPPER_BYTES} or more bytes"
+                )
         if len(by_version) > MAX_PEPPERS:
             raise InvalidInput("peppers", f"at most {MAX_PEPPERS} versions, got {len(by_version)}")
         self._by_version = dict(by_version)
-        self.newest = max(self._by_version)
-        self._checksum_keys = self.derived(b"limitforge key checksum")
+        self.newest_version = max(self._by_version)
+        self._checksum_keys = self.derive_keys(b"limitforge key checksum")
 
     @classmethod
     def parse(cls, text: str) -> "Peppers":
@@ -121,23 +123,23 @@ class Peppers:
         """Return the checksum of a new key under the newest pepper."""
         return _checksum(body, self._checksum_keys[0])
 
-    def has_made(self, body: str, checksum: str) -> bool:
+    def verify_checksum(self, body: str, checksum: str) -> bool:
         """Return True if this is its checksum under any version. Compares in constant time."""
         return any(hmac.compare_digest(_checksum(body, key), checksum) for key in self._checksum_keys)
 
-    def seal(self, credential: Credential, expires_at: datetime | None = None) -> Secret:
+    def hash_credential(self, credential: Credential, expires_at: datetime | None = None) -> SecretHash:
         """What is kept of it."""
-        return Secret(self._digest(credential.text, self.newest), self.newest, expires_at)
+        return SecretHash(self._digest(credential.text, self.newest_version), self.newest_version, expires_at)
 
-    def identify(self, credential: Credential, holder: Holder | None, now: datetime) -> Holder:
+    def authenticate(self, credential: Credential, holder: Holder | None, now: datetime) -> Holder:
         """The holder, if this is one of its secrets and still good. Whoever is wrong is told no more than that."""
         if holder is not None and (holder.expires_at is None or now < holder.expires_at):
             for kept in holder.secrets:
-                if self.recognises(credential, kept) and (kept.expires_at is None or now < kept.expires_at):
+                if self.matches(credential, kept) and (kept.expires_at is None or now < kept.expires_at):
                     return holder
         raise UnknownKey("no such key, or it is no longer good")
 
-    def derived(self, purpose: bytes) -> list[bytes]:
+    def derive_keys(self, purpose: bytes) -> list[bytes]:
         """Secrets for another purpose, one of each version, the newest first."""
         versions = sorted(self._by_version, reverse=True)
         return [hmac.digest(self._by_version[version], purpose, "sha256") for version in versions]
@@ -145,10 +147,10 @@ class Peppers:
     def __repr__(self) -> str:
         return f"Peppers(versions={sorted(self._by_version)})"
 
-    def recognises(self, credential: Credential, kept: Secret) -> bool:
+    def matches(self, credential: Credential, stored: SecretHash) -> bool:
         """In constant time; False where the pepper is no longer known."""
-        return kept.pepper in self._by_version and hmac.compare_digest(
-            self._digest(credential.text, kept.pepper), kept.hash
+        return stored.pepper in self._by_version and hmac.compare_digest(
+            self._digest(credential.text, stored.pepper), stored.hash
         )
 
     def _digest(self, text: str, version: int) -> str:
@@ -160,7 +162,7 @@ def fingerprint(text: str) -> bytes:
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).digest()
 
 
-def public_checksum(body: str) -> str:
+def crc_checksum(body: str) -> str:
     """Return the checksum of a key that was made before the checksum was keyed."""
     return _base62(zlib.crc32(body.encode()), CRC_LENGTH)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-KEPT = 20_000  # of the ids of past revisions, about 2 MB
+MAX_REVISIONS = 20_000  # of the ids of past revisions, about 2 MB
 _RANDOM_BITS = 32
 
 
@@ -40,7 +40,7 @@ def timeline_number(timeline: int) -> int:
     return timeline >> _RANDOM_BITS
 
 
-class History:
+class RevisionHistory:
     """What one node knows of the chain of revisions. `head` is the last one it has seen, None before the first look."""
 
     def __init__(self) -> None:
@@ -50,19 +50,19 @@ class History:
         self._last = Stamp()
         self._ids: dict[int, int] = {}
 
-    def begin(self, head: Stamp, recent: Iterable[Stamp] = ()) -> None:
+    def reset(self, head: Stamp, recent: Iterable[Stamp] = ()) -> None:
         """Start from what the database has now; `recent` are earlier revisions of it."""
         self._ids = {each.revision: each.change_id for each in sorted(recent, key=lambda each: each.revision)}
         self._last = self.head = head
         self._ids[head.revision] = head.change_id
         self.newest_timeline = max(self.newest_timeline, head.timeline)
 
-    def go_back(self, revision: int, change_id: int) -> None:
+    def rewind(self, revision: int, change_id: int) -> None:
         """Look at everything after this revision once more."""
         if self.head is not None:
             self.head = msgspec.structs.replace(self.head, revision=revision, change_id=change_id)
 
-    def lose(self, timeline: int) -> None:
+    def reject_timeline(self, timeline: int) -> None:
         """Accept nothing of this timeline any more: the database has lost a part of it."""
         self.newest_timeline = max(self.newest_timeline, timeline + 1)
 
@@ -79,16 +79,16 @@ class History:
         if self.head is None or stamp.revision > self.head.revision:
             self.head = stamp
         self._last = max(self._last, stamp)
-        while len(self._ids) > KEPT:
+        while len(self._ids) > MAX_REVISIONS:
             del self._ids[next(iter(self._ids))]
 
-    def has(self, stamp: Stamp) -> bool:
+    def contains(self, stamp: Stamp) -> bool:
         """Return True if this is a revision that the database is known to have; before the first look, any may be."""
         if self.head is None:
             return stamp.timeline >= self.newest_timeline
         return stamp.timeline == self.head.timeline and self._ids.get(stamp.revision) == stamp.change_id
 
-    def denies(self, stamp: Stamp) -> bool:
+    def contradicts(self, stamp: Stamp) -> bool:
         """Return True if this can't be of the newest history known: it has another id, or an earlier timeline."""
         if stamp.timeline < self.newest_timeline:
             return True
@@ -96,10 +96,10 @@ class History:
         is_same = self.head is not None and stamp.timeline == self.head.timeline
         return is_same and known is not None and known != stamp.change_id
 
-    def is_beyond(self, stamp: Stamp) -> bool:
+    def has_lost(self, stamp: Stamp) -> bool:
         """Return True if the database does not have this, given that it had it before this history was last read: it
         was restored since.
         """
         if self.head is None or stamp.timeline < self.head.timeline:
             return False
-        return stamp.timeline > self.head.timeline or stamp.revision > self._last.revision or self.denies(stamp)
+        return stamp.timeline > self.head.timeline or stamp.revision > self._last.revision or self.contradicts(stamp)

@@ -16,29 +16,29 @@ import msgspec
 from limitforge.catalog.patterns import Pattern
 from limitforge.core.calendar import zone
 from limitforge.core.check import Failure
-from limitforge.core.exact import MICROS, Rate, shown
-from limitforge.core.keys import text
+from limitforge.core.exact import US_PER_SECOND, Rate, short_repr
+from limitforge.core.keys import parse_key_part
 from limitforge.core.lanes import ONE_LANE, Lanes
-from limitforge.core.limits import Limit, Mode, Priority, Quota, Scope, fields_of, limit_from_fields
-from limitforge.core.overrides import ANY_RESOURCE, plain_changes
+from limitforge.core.limits import Limit, Mode, Priority, Quota, Scope, limit_from_fields, limit_to_fields
+from limitforge.core.overrides import ANY_RESOURCE, copy_changes
 from limitforge.core.plan import Limits
 from limitforge.errors import InvalidInput, InvalidLimit
 
 OPERATOR = "operator"
 """The id and the name of the one above all tenants."""
 
-MAX_PLAN_LIMITS = 10  # the plans of operator, tenant and policy decide together, and a check has room for 32 limits
-MAX_PLANS = 1_000  # of one tenant
-MAX_POLICIES = 20_000
-MAX_METADATA = 4_096
-MAX_REASON = 512
+MAX_LIMITS_PER_PLAN = 10  # the plans of operator, tenant and policy decide together, and a check has room for 32 limits
+MAX_PLANS_PER_TENANT = 1_000  # of one tenant
+MAX_POLICIES_PER_TENANT = 20_000
+MAX_METADATA_BYTES = 4_096
+MAX_REASON_LENGTH = 512
 
-NAME = re.compile(r"[A-Za-z0-9_./-]{1,64}")
+NAME_PATTERN = re.compile(r"[A-Za-z0-9_./-]{1,64}")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _EPOCH = datetime.fromtimestamp(0, UTC)
 
 
-class KeyKind(StrEnum):
+class KeyType(StrEnum):
     """Test keys are the first to be shed."""
 
     LIVE = "live"
@@ -66,7 +66,7 @@ class Entity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     kind: ClassVar[str]
     settable: ClassVar[tuple[str, ...]]
     """The fields that a caller sets; the others are the catalog's own."""
-    fixed: ClassVar[tuple[str, ...]] = ()
+    immutable: ClassVar[tuple[str, ...]] = ()
     """Those of them that can't be changed later."""
 
     id: str
@@ -105,7 +105,7 @@ class Tenant(Entity, frozen=True, kw_only=True):
         _check_failure(self.failure)
         zone(self.time_zone)
         if not isinstance(self.lanes, Lanes):
-            _as_input("lanes", Lanes, self.lanes)
+            _check_lanes("lanes", Lanes, self.lanes)
 
     @property
     def is_operator(self) -> bool:
@@ -121,7 +121,7 @@ class Plan(Entity, frozen=True, kw_only=True):
 
     kind: ClassVar[str] = "plan"
     settable: ClassVar[tuple[str, ...]] = ("tenant_id", "name", "limits")
-    fixed: ClassVar[tuple[str, ...]] = ("tenant_id",)
+    immutable: ClassVar[tuple[str, ...]] = ("tenant_id",)
 
     tenant_id: str
     name: str
@@ -129,14 +129,14 @@ class Plan(Entity, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _check_name("name", self.name)
-        msgspec.structs.force_setattr(self, "limits", _shared(msgspec.json.encode(self.limits)))
-        for at, limit in enumerate(self.compiled("UTC")):
+        msgspec.structs.force_setattr(self, "limits", _decode_limits(msgspec.json.encode(self.limits)))
+        for at, limit in enumerate(self.compile("UTC")):
             if limit.scope is Scope.GLOBAL and self.tenant_id != OPERATOR:
                 raise InvalidLimit(f"limits[{at}].scope", "only the operator's plan may have global limits")
 
-    def compiled(self, time_zone: str) -> Limits:
+    def compile(self, time_zone: str) -> Limits:
         """Its limits; `time_zone` is for quotas that name none. Equal plans of many tenants share them."""
-        return _compiled(msgspec.json.encode(self.limits), time_zone)
+        return _compile_limits(msgspec.json.encode(self.limits), time_zone)
 
 
 class Policy(Entity, frozen=True, kw_only=True):
@@ -152,7 +152,7 @@ class Policy(Entity, frozen=True, kw_only=True):
         "priority",
         "shadow_plan_id",
     )
-    fixed: ClassVar[tuple[str, ...]] = ("tenant_id",)
+    immutable: ClassVar[tuple[str, ...]] = ("tenant_id",)
 
     tenant_id: str
     resource: str
@@ -172,7 +172,7 @@ class Policy(Entity, frozen=True, kw_only=True):
         return Pattern.parse(self.resource)
 
 
-class Secret(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SecretHash(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is kept of a key: its HMAC (hex) under a version of the pepper, and until when it is good."""
 
     hash: str
@@ -185,18 +185,18 @@ class Key(Entity, frozen=True, kw_only=True):
 
     kind: ClassVar[str] = "key"
     settable: ClassVar[tuple[str, ...]] = ("tenant_id", "name", "type", "plan_id", "scopes", "expires_at", "metadata")
-    fixed: ClassVar[tuple[str, ...]] = ("tenant_id", "type")
+    immutable: ClassVar[tuple[str, ...]] = ("tenant_id", "type")
 
     tenant_id: str
     name: str
-    type: KeyKind = KeyKind.LIVE
+    type: KeyType = KeyType.LIVE
     plan_id: str | None = None
     scopes: tuple[KeyScope, ...] = tuple(KeyScope)
     expires_at: datetime | None = None
     metadata: dict[str, Any] = {}
     disabled: bool = False
     last_used_at: datetime | None = None
-    secrets: tuple[Secret, ...] = ()
+    secrets: tuple[SecretHash, ...] = ()
 
     def __post_init__(self) -> None:
         _check_name("name", self.name)
@@ -205,7 +205,7 @@ class Key(Entity, frozen=True, kw_only=True):
             raise InvalidInput("scopes", "must have check or usage: plans alone allows no call")
         in_order = tuple(each for each in KeyScope if each in self.scopes)  # the database keeps no order
         msgspec.structs.force_setattr(self, "scopes", in_order)
-        _check_aware("expires_at", self.expires_at)
+        _check_time("expires_at", self.expires_at)
         _check_metadata(self.metadata)
 
 
@@ -214,7 +214,7 @@ class Override(Entity, frozen=True, kw_only=True):
 
     kind: ClassVar[str] = "override"
     settable: ClassVar[tuple[str, ...]] = ("tenant_id", "resource", "subject", "limits", "expires_at", "reason")
-    fixed: ClassVar[tuple[str, ...]] = ("tenant_id", "resource", "subject")
+    immutable: ClassVar[tuple[str, ...]] = ("tenant_id", "resource", "subject")
 
     tenant_id: str
     resource: str = ANY_RESOURCE
@@ -226,14 +226,14 @@ class Override(Entity, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for field in ("resource", "subject"):
-            if not text(field, getattr(self, field)):
+            if not parse_key_part(field, getattr(self, field)):
                 raise InvalidInput(field, "must not be empty")
             _check_storable(field, getattr(self, field))
         if not self.limits:
             raise InvalidInput("limits", "must map limit names to their changed fields, 'unlimited' or 'blocked'")
-        plain_changes(self.limits)
-        _check_aware("expires_at", self.expires_at)
-        _check_text("reason", self.reason, MAX_REASON)
+        copy_changes(self.limits)
+        _check_time("expires_at", self.expires_at)
+        _check_text("reason", self.reason, MAX_REASON_LENGTH)
 
 
 class Token(Entity, frozen=True, kw_only=True):
@@ -241,19 +241,19 @@ class Token(Entity, frozen=True, kw_only=True):
 
     kind: ClassVar[str] = "token"
     settable: ClassVar[tuple[str, ...]] = ("name", "scopes", "tenant_id", "expires_at")
-    fixed: ClassVar[tuple[str, ...]] = ("tenant_id",)
+    immutable: ClassVar[tuple[str, ...]] = ("tenant_id",)
 
     name: str
     scopes: tuple[TokenScope, ...] = (TokenScope.READ,)
     tenant_id: str | None = None
     expires_at: datetime | None = None
     last_used_at: datetime | None = None
-    secrets: tuple[Secret, ...] = ()
+    secrets: tuple[SecretHash, ...] = ()
 
     def __post_init__(self) -> None:
         _check_name("name", self.name)
         _check_scopes(self.scopes, TokenScope)
-        _check_aware("expires_at", self.expires_at)
+        _check_time("expires_at", self.expires_at)
 
 
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -278,25 +278,27 @@ class TenantConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 AnyEntity = TypeVar("AnyEntity", bound=Entity)
-ENTITIES: Mapping[str, type[Entity]] = {entity.kind: entity for entity in (Tenant, Plan, Policy, Key, Override, Token)}
+ENTITY_TYPES: Mapping[str, type[Entity]] = {
+    entity.kind: entity for entity in (Tenant, Plan, Policy, Key, Override, Token)
+}
 
 
-def build(entity: type[AnyEntity], fields: Mapping[str, Any]) -> AnyEntity:
+def build_entity(entity: type[AnyEntity], fields: Mapping[str, Any]) -> AnyEntity:
     """An entity from plain fields; what is wrong with one is refused by its name."""
-    return converted(entity, dict(fields))
+    return convert(entity, dict(fields))
 
 
-def changed(entity: AnyEntity, changes: Mapping[str, Any]) -> AnyEntity:
+def with_changes(entity: AnyEntity, changes: Mapping[str, Any]) -> AnyEntity:
     """The entity with other fields, of those that may be set."""
     for field in changes:
         if field not in entity.settable:
             raise InvalidInput(str(field)[:64], f"is no field of a {entity.kind}; it has {', '.join(entity.settable)}")
-        if field in entity.fixed and changes[field] != getattr(entity, field):
+        if field in entity.immutable and changes[field] != getattr(entity, field):
             raise InvalidInput(field, f"of a {entity.kind} can't be changed")
-    return build(type(entity), {**fields_now(entity), **changes})
+    return build_entity(type(entity), {**current_fields(entity), **changes})
 
 
-def given(entity: type[Entity], fields: Mapping[str, Any]) -> dict[str, Any]:
+def require_settable(entity: type[Entity], fields: Mapping[str, Any]) -> dict[str, Any]:
     """Those fields of a new entity that a caller may give, the others refused by name."""
     for field in fields:
         if field not in entity.settable:
@@ -304,11 +306,11 @@ def given(entity: type[Entity], fields: Mapping[str, Any]) -> dict[str, Any]:
     return dict(fields)
 
 
-def fields_now(entity: Entity) -> dict[str, Any]:
+def current_fields(entity: Entity) -> dict[str, Any]:
     return {name: getattr(entity, name) for name in entity.__struct_fields__}
 
 
-def plain(entity: Entity) -> dict[str, Any]:
+def to_public_dict(entity: Entity) -> dict[str, Any]:
     """For people and programs: as JSON would have it, without what must stay secret."""
     fields: dict[str, Any] = msgspec.to_builtins(entity)
     for secret in fields.get("secrets", ()):
@@ -316,45 +318,45 @@ def plain(entity: Entity) -> dict[str, Any]:
     return fields
 
 
-def limits_given(name: str, fields: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+def parse_plan_limits(name: str, fields: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     """The limits of a plan in any of its shapes: a list of limits, their text, or one limit's own fields (flat)."""
     if "limits" not in fields:
         flat = {field: value for field, value in fields.items() if field not in ("tenant_id", "name")}
         if not flat:
             raise InvalidInput("limits", "is required: a list of limits, or text such as '100/minute; 10/second'")
-        return normal_limits([{"name": name, **flat}], path="")
+        return normalize_limits([{"name": name, **flat}], path="")
     for field in fields:
         if field not in Plan.settable:
             problem = "belongs inside `limits`, or there are no `limits`: a plan has one of the two shapes"
             raise InvalidInput(str(field)[:64], problem)
-    return normal_limits(fields["limits"])
+    return normalize_limits(fields["limits"])
 
 
-def normal_limits(limits: object, path: str = "limits") -> tuple[dict[str, Any], ...]:
+def normalize_limits(limits: object, path: str = "limits") -> tuple[dict[str, Any], ...]:
     """Limits as they are kept: every field that was given or is not the default, as plain values."""
     if isinstance(limits, str):
-        return tuple(_storable(at, fields_of(limit)) for at, limit in enumerate(Limits.parse(limits)))
+        return tuple(_as_storable(at, limit_to_fields(limit)) for at, limit in enumerate(Limits.parse(limits)))
     if isinstance(limits, Mapping) or not isinstance(limits, Iterable):
-        raise InvalidLimit("limits", f"must be a list of limits, or their text, got {shown(limits)}")
+        raise InvalidLimit("limits", f"must be a list of limits, or their text, got {short_repr(limits)}")
     found: list[dict[str, Any]] = []
     for at, each in enumerate(limits):
-        if at == MAX_PLAN_LIMITS:
-            raise InvalidLimit("limits", f"at most {MAX_PLAN_LIMITS} in one plan")
+        if at == MAX_LIMITS_PER_PLAN:
+            raise InvalidLimit("limits", f"at most {MAX_LIMITS_PER_PLAN} in one plan")
         if not isinstance(each, Mapping | Limit):
-            raise InvalidLimit(f"{path}[{at}]", f"must be the fields of a limit, got {shown(each)}")
+            raise InvalidLimit(f"{path}[{at}]", f"must be the fields of a limit, got {short_repr(each)}")
         try:
             limit = each if isinstance(each, Limit) else limit_from_fields(each)
         except InvalidLimit as error:
             where = f"{path}[{at}].{error.field}" if path else error.field
             raise InvalidLimit(where, error.problem) from None
-        fields = _storable(at, fields_of(limit))
+        fields = _as_storable(at, limit_to_fields(limit))
         if isinstance(limit, Quota) and isinstance(each, Mapping) and "time_zone" in each:
             fields["time_zone"] = limit.time_zone  # the default is the tenant's, so a stated UTC must stay
         found.append(fields)
     return tuple(found)
 
 
-def _storable(at: int, fields: dict[str, Any]) -> dict[str, Any]:
+def _as_storable(at: int, fields: dict[str, Any]) -> dict[str, Any]:
     for field, value in fields.items():
         if isinstance(value, Rate):
             raise InvalidLimit(f"limits[{at}].{field}", "can't be written as a number per second: choose a rounder one")
@@ -364,17 +366,17 @@ def _storable(at: int, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=4_096)
-def _shared(limits: bytes) -> tuple[dict[str, Any], ...]:
+def _decode_limits(limits: bytes) -> tuple[dict[str, Any], ...]:
     """Equal plans of many tenants keep their fields once."""
     return tuple(msgspec.json.decode(limits))
 
 
 @lru_cache(maxsize=4_096)
-def _compiled(limits: bytes, time_zone: str) -> Limits:
+def _compile_limits(limits: bytes, time_zone: str) -> Limits:
     built = []
     fields: list[dict[str, Any]] = msgspec.json.decode(limits)
-    if len(fields) > MAX_PLAN_LIMITS:
-        raise InvalidLimit("limits", f"at most {MAX_PLAN_LIMITS} in one plan, got {len(fields)}")
+    if len(fields) > MAX_LIMITS_PER_PLAN:
+        raise InvalidLimit("limits", f"at most {MAX_LIMITS_PER_PLAN} in one plan, got {len(fields)}")
     for at, each in enumerate(fields):
         zoned = {"time_zone": time_zone, **each} if each.get("algorithm") == Quota.algorithm else each
         try:
@@ -385,31 +387,31 @@ def _compiled(limits: bytes, time_zone: str) -> Limits:
 
 
 Kind = TypeVar("Kind")
-_PLACE = re.compile(r"^(?P<problem>.*?)(?: - at `\$(?P<key>\.\.\.)?\.?(?P<path>[^`]*)`)?$", re.DOTALL)
+_ERROR_LOCATION = re.compile(r"^(?P<problem>.*?)(?: - at `\$(?P<key>\.\.\.)?\.?(?P<path>[^`]*)`)?$", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>[^`]*)`")
 _MISSING = re.compile(r"Object missing required field `(?P<field>[^`]*)`")
 _EXPECTED = re.compile(r"Expected `(?P<expected>[^`]*)`, got `(?P<got>[^`]*)`")
 
 
-def converted(kind: type[Kind], value: object) -> Kind:
+def convert(kind: type[Kind], value: object) -> Kind:
     """Plain values as what they mean; the error names the field by its path."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise refusal(error) from None
+        raise translate_validation_error(error) from None
 
 
-def refusal(error: msgspec.ValidationError) -> InvalidInput:
+def translate_validation_error(error: msgspec.ValidationError) -> InvalidInput:
     """An error of msgspec in our words: the path to the field, and what it must be."""
-    found = _PLACE.match(str(error))
+    found = _ERROR_LOCATION.match(str(error))
     problem, path = (found["problem"], found["path"] or "") if found else (str(error), "")
     cause = error.__cause__
     if isinstance(cause, InvalidInput):
-        return InvalidInput(_joined(path, cause.field), cause.problem)
+        return InvalidInput(_join_path(path, cause.field), cause.problem)
     if missing := _MISSING.match(problem):
-        return InvalidInput(_joined(path, missing["field"]), "is required")
+        return InvalidInput(_join_path(path, missing["field"]), "is required")
     if unknown := _UNKNOWN.match(problem):
-        return InvalidInput(_joined(path, unknown["field"][:64]), "is not a field here")
+        return InvalidInput(_join_path(path, unknown["field"][:64]), "is not a field here")
     if wrong := _EXPECTED.match(problem):
         return InvalidInput(
             path or "value",
@@ -431,19 +433,19 @@ _WORDS = {
 }
 
 
-def _joined(path: str, field: str) -> str:
+def _join_path(path: str, field: str) -> str:
     if not path or field == path or field.startswith(f"{path}."):
         return field  # some errors know where they are
     return f"{path}.{field}"
 
 
-def at_time(now_us: int) -> datetime:
-    return datetime.fromtimestamp(now_us / MICROS, UTC)
+def to_datetime(now_us: int) -> datetime:
+    return datetime.fromtimestamp(now_us / US_PER_SECOND, UTC)
 
 
 def _check_name(field: str, name: str) -> None:
-    if not NAME.fullmatch(name):
-        raise InvalidInput(field, f"must be 1 to 64 letters, digits or -_./ characters, got {shown(name)}")
+    if not NAME_PATTERN.fullmatch(name):
+        raise InvalidInput(field, f"must be 1 to 64 letters, digits or -_./ characters, got {short_repr(name)}")
 
 
 def _check_text(field: str, value: str, maximum: int) -> None:
@@ -466,12 +468,12 @@ def _check_metadata(metadata: dict[str, Any]) -> None:
     """Whatever is taken must come back the same: from either database as JSON, from other nodes as MessagePack."""
     try:
         text = json.dumps(metadata, ensure_ascii=False, allow_nan=False).encode()
-        carried = len(text) > MAX_METADATA or msgspec.msgpack.decode(msgspec.msgpack.encode(metadata)) == metadata
+        carried = len(text) > MAX_METADATA_BYTES or msgspec.msgpack.decode(msgspec.msgpack.encode(metadata)) == metadata
         carried = carried and json.loads(text) == metadata
     except (ValueError, TypeError, RecursionError, OverflowError, msgspec.MsgspecError):
         raise InvalidInput("metadata", "must be JSON: text, numbers of up to 64 bits, lists, mappings") from None
-    if len(text) > MAX_METADATA:
-        raise InvalidInput("metadata", f"at most {MAX_METADATA} bytes of JSON, got {len(text)}")
+    if len(text) > MAX_METADATA_BYTES:
+        raise InvalidInput("metadata", f"at most {MAX_METADATA_BYTES} bytes of JSON, got {len(text)}")
     if not carried:
         raise InvalidInput("metadata", "must be JSON, whose keys are text")
 
@@ -486,7 +488,7 @@ def _check_scopes(scopes: tuple[StrEnum, ...], kind: type[StrEnum]) -> None:
         raise InvalidInput("scopes", f"must be one or more of {', '.join(kind)}, each once")
 
 
-def _check_aware(field: str, at: datetime | None) -> None:
+def _check_time(field: str, at: datetime | None) -> None:
     if at is not None and at.tzinfo is None:
         raise InvalidInput(field, "must say its time zone, such as 2026-12-31T00:00:00Z")
     try:
@@ -496,7 +498,7 @@ def _check_aware(field: str, at: datetime | None) -> None:
         raise InvalidInput(field, "must lie in the years 1 to 9999, in UTC too") from None
 
 
-def _as_input(field: str, kind: type[Lanes], value: int) -> None:
+def _check_lanes(field: str, kind: type[Lanes], value: int) -> None:
     try:
         kind(value)
     except InvalidInput as error:

@@ -17,22 +17,22 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from limitforge.core.exact import shown
-from limitforge.core.keys import MAX_BYTES
-from limitforge.core.keys import text as bounded
+from limitforge.core.exact import short_repr
+from limitforge.core.keys import MAX_KEY_PART_BYTES
+from limitforge.core.keys import parse_key_part as bounded
 from limitforge.errors import InvalidInput
 
 MAX_SEGMENTS = 32
-MAX_STEPS = 1_024
+MAX_SEARCH_STEPS = 1_024
 """How many places a search may come to, at the worst; a table that could need more is refused. It takes paths of ten
 segments to get there, with a literal and a parameter at each, in every combination.
 """
-PARSED = 1_024  # patterns that are remembered: tenants of one file have much the same ones
-MAX_MEMO = 128  # every tenant has a table, and a search costs a microsecond
+PATTERN_CACHE_SIZE = 1_024  # patterns that are remembered: tenants of one file have much the same ones
+MATCH_CACHE_SIZE = 128  # every tenant has a table, and a search costs a microsecond
 
 T = TypeVar("T")
 
-_ANY = "*"
+_WILDCARD = "*"
 _PARAMETER = "{}"
 
 
@@ -52,20 +52,20 @@ class Pattern(msgspec.Struct, frozen=True):
     def parse(text: str) -> "Pattern":
         if not isinstance(text, str):
             raise InvalidInput("resource", f"must be a string, got {type(text).__name__}")
-        return _parsed(text)
+        return _parse(text)
 
     @property
     def is_literal(self) -> bool:
         """Whether one resource matches, and no other."""
-        return _ANY not in self.canonical and _PARAMETER not in self.canonical
+        return _WILDCARD not in self.canonical and _PARAMETER not in self.canonical
 
     @property
-    def template(self) -> bool:
+    def is_template(self) -> bool:
         """Whether it can stand for the resources that match it: it has parameters, and says how many segments."""
-        return self.segments is not None and _PARAMETER in self.segments and self.segments[-1] != _ANY
+        return self.segments is not None and _PARAMETER in self.segments and self.segments[-1] != _WILDCARD
 
 
-class PolicyTable(Generic[T]):
+class PolicyMatcher(Generic[T]):
     """Finds what belongs to the most specific pattern that matches, in time that does not grow with their number. It
     never changes, and may be asked by several threads.
     """
@@ -73,30 +73,34 @@ class PolicyTable(Generic[T]):
     def __init__(self, policies: Iterable[tuple[Pattern, T]]) -> None:
         self._literals: dict[str, tuple[T]] = {}
         self._methods: dict[str, tuple[T]] = {}
-        self._anything: tuple[T] | None = None
-        self._paths = _Node()
-        self._memo: dict[str, tuple[T | None]] = {}
+        self._catch_all: tuple[T] | None = None
+        self._paths = _TrieNode()
+        self._cache: dict[str, tuple[T | None]] = {}
         known: dict[str, Pattern] = {}
         for pattern, value in policies:
             if pattern.canonical in known:
                 twin = known[pattern.canonical]
-                raise InvalidInput("resource", f"{shown(pattern.text)} matches the same as {shown(twin.text)}")
+                raise InvalidInput(
+                    "resource", f"{short_repr(pattern.text)} matches the same as {short_repr(twin.text)}"
+                )
             known[pattern.canonical] = pattern
             self._add(pattern, (value,))
-        if _steps(self._paths) > MAX_STEPS:
-            raise InvalidInput("resource", f"too many patterns overlap: a search might take over {MAX_STEPS} steps")
+        if _max_steps(self._paths) > MAX_SEARCH_STEPS:
+            raise InvalidInput(
+                "resource", f"too many patterns overlap: a search might take over {MAX_SEARCH_STEPS} steps"
+            )
 
     def match(self, resource: str) -> T | None:
         """What belongs to the most specific pattern; None if none matches."""
-        found = self._literals.get(resource) or self._memo.get(resource)
-        return found[0] if found is not None else self._remembered(resource)
+        found = self._literals.get(resource) or self._cache.get(resource)
+        return found[0] if found is not None else self._match_and_cache(resource)
 
-    def _remembered(self, resource: str) -> T | None:
+    def _match_and_cache(self, resource: str) -> T | None:
         found: tuple[T | None] = self._search(resource) or (None,)
-        memo = self._memo
-        if len(memo) >= MAX_MEMO:
-            self._memo = memo = {}  # a new one, since another thread may be reading the old one
-        if len(resource) <= MAX_BYTES:
+        memo = self._cache
+        if len(memo) >= MATCH_CACHE_SIZE:
+            self._cache = memo = {}  # a new one, since another thread may be reading the old one
+        if len(resource) <= MAX_KEY_PART_BYTES:
             memo[resource] = found
         return found[0]
 
@@ -105,75 +109,75 @@ class PolicyTable(Generic[T]):
         method, path = _split(resource)
         if method:
             if path.startswith("/"):  # what is longer than any pattern is cut: only a trailing star can match it
-                found = _best(self._paths, path.split("/", MAX_SEGMENTS + 1), 1, method)
+                found = _find_most_specific(self._paths, path.split("/", MAX_SEGMENTS + 1), 1, method)
             found = found or self._methods.get(method)
-        return found or self._anything
+        return found or self._catch_all
 
     def _add(self, pattern: Pattern, entry: tuple[T]) -> None:
         if pattern.is_literal:
             self._literals[pattern.canonical] = entry
         elif pattern.segments is not None:
             _insert(self._paths, pattern.segments, pattern.method, entry)
-        elif pattern.method == _ANY:
-            self._anything = entry
+        elif pattern.method == _WILDCARD:
+            self._catch_all = entry
         else:
             self._methods[pattern.method] = entry
 
 
-class _Node(msgspec.Struct):
+class _TrieNode(msgspec.Struct):
     """Where some segments lead. What ends here, and what goes on from here with a star, is kept by method."""
 
-    literals: dict[str, "_Node"] = {}
-    parameter: "_Node | None" = None
-    ends: dict[str, Any] = {}
-    stars: dict[str, Any] = {}
+    literals: dict[str, "_TrieNode"] = {}
+    parameter: "_TrieNode | None" = None
+    exact: dict[str, Any] = {}
+    wildcards: dict[str, Any] = {}
 
 
-def _insert(node: _Node, segments: tuple[str, ...], method: str, entry: object) -> None:
+def _insert(node: _TrieNode, segments: tuple[str, ...], method: str, entry: object) -> None:
     for segment in segments:
-        if segment == _ANY:
-            node.stars[method] = entry
+        if segment == _WILDCARD:
+            node.wildcards[method] = entry
             return
         if segment == _PARAMETER:
             if node.parameter is None:
-                node.parameter = _Node()
+                node.parameter = _TrieNode()
             node = node.parameter
         else:
-            node = node.literals.setdefault(segment, _Node())
-    node.ends[method] = entry
+            node = node.literals.setdefault(segment, _TrieNode())
+    node.exact[method] = entry
 
 
-def _best(node: _Node, segments: list[str], at: int, method: str) -> Any:
+def _find_most_specific(node: _TrieNode, segments: list[str], at: int, method: str) -> Any:
     """The first that is found in the order of specificity is the most specific."""
     if at == len(segments):
-        return node.ends.get(method) or node.ends.get(_ANY)
+        return node.exact.get(method) or node.exact.get(_WILDCARD)
     segment = segments[at]
     child = node.literals.get(segment)
-    found = None if child is None else _best(child, segments, at + 1, method)
+    found = None if child is None else _find_most_specific(child, segments, at + 1, method)
     if found is None and node.parameter is not None and segment:
-        found = _best(node.parameter, segments, at + 1, method)
-    return found or node.stars.get(method) or node.stars.get(_ANY)
+        found = _find_most_specific(node.parameter, segments, at + 1, method)
+    return found or node.wildcards.get(method) or node.wildcards.get(_WILDCARD)
 
 
-def _steps(node: _Node) -> int:
+def _max_steps(node: _TrieNode) -> int:
     """How many nodes the longest search comes to: at each, one literal at most fits, and then the parameter."""
-    literal = max(map(_steps, node.literals.values()), default=0)
-    return 1 + literal + (0 if node.parameter is None else _steps(node.parameter))
+    literal = max(map(_max_steps, node.literals.values()), default=0)
+    return 1 + literal + (0 if node.parameter is None else _max_steps(node.parameter))
 
 
-@lru_cache(PARSED)
-def _parsed(text: str) -> Pattern:
+@lru_cache(PATTERN_CACHE_SIZE)
+def _parse(text: str) -> Pattern:
     if not text:
         raise InvalidInput("resource", "must not be empty")
     text = bounded("resource", text)
     method, path = _split(text)
     if method and path.startswith("/"):
         segments = _segments(path)
-        _refuse_wildcards(method if method != _ANY else "")
+        _refuse_wildcards(method if method != _WILDCARD else "")
         return Pattern(text, f"{method}:/{'/'.join(segments)}", method, segments)
-    if text == _ANY:
-        return Pattern(text, text, _ANY, None)
-    if path == _ANY and method not in ("", _ANY):
+    if text == _WILDCARD:
+        return Pattern(text, text, _WILDCARD, None)
+    if path == _WILDCARD and method not in ("", _WILDCARD):
         _refuse_wildcards(method)
         return Pattern(text, text, method, None)
     _refuse_wildcards(text)
@@ -195,7 +199,7 @@ def _segments(path: str) -> tuple[str, ...]:
 
 
 def _segment(part: str, *, is_last: bool) -> str:
-    if part == _ANY and is_last:
+    if part == _WILDCARD and is_last:
         return part
     if part[:1] == "{" and part[-1:] == "}":
         _refuse_wildcards(part[1:-1])
@@ -206,11 +210,12 @@ def _segment(part: str, *, is_last: bool) -> str:
 
 def _refuse_wildcards(text: str) -> None:
     """Only literal text is left here."""
-    if _ANY in text:
+    if _WILDCARD in text:
         raise InvalidInput(
-            "resource", f"a star stands alone, for a method, for its path, or as the last segment; not in {shown(text)}"
+            "resource",
+            f"a star stands alone, for a method, for its path, or as the last segment; not in {short_repr(text)}",
         )
     if text.count("{") != text.count("}"):
-        raise InvalidInput("resource", f"the braces in {shown(text)} are not balanced")
+        raise InvalidInput("resource", f"the braces in {short_repr(text)} are not balanced")
     if "{" in text:
-        raise InvalidInput("resource", f"a parameter is a whole segment of a path in braces; not in {shown(text)}")
+        raise InvalidInput("resource", f"a parameter is a whole segment of a path in braces; not in {short_repr(text)}")

@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 
 from limitforge.catalog.model import Plan, Policy, Tenant, TenantConfig
-from limitforge.catalog.patterns import Pattern, PolicyTable
+from limitforge.catalog.patterns import Pattern, PolicyMatcher
 from limitforge.core.check import Failure
-from limitforge.core.headers import HeaderForm, HeaderTemplate
-from limitforge.core.join import Part, joined
-from limitforge.core.keys import Place
+from limitforge.core.headers import HeaderOptions, HeaderTemplate
+from limitforge.core.join import PlanPart, join_limits
+from limitforge.core.keys import Layer
 from limitforge.core.limits import Limit, Mode, Priority, Scope
-from limitforge.core.plan import Limits, weakest
+from limitforge.core.plan import Limits, weakest_mode
 from limitforge.errors import InvalidInput, NotFound
 
 MAX_SELECTIONS = 32_768  # of one tenant: as many as it has policies, and a few more
@@ -34,7 +34,7 @@ class Selection(msgspec.Struct, frozen=True, eq=False):
     """The resource that is counted, where a policy with parameters matched: `/orders/1` and `/orders/2` are one."""
     headers: HeaderTemplate
     policy: Policy | None
-    plans: tuple[tuple[Place, Plan], ...]
+    plans: tuple[tuple[Layer, Plan], ...]
     """Which plans joined, and in which place."""
 
     @property
@@ -47,10 +47,10 @@ class Snapshot:
 
     __slots__ = ("_form", "_plans", "_selections", "_table", "config", "operator")
 
-    def __init__(self, config: TenantConfig, operator: TenantConfig, form: HeaderForm | None = None) -> None:
+    def __init__(self, config: TenantConfig, operator: TenantConfig, form: HeaderOptions | None = None) -> None:
         self.config = config
         self.operator = operator
-        self._form = form or HeaderForm()
+        self._form = form or HeaderOptions()
         self._plans = {plan.id: plan for plan in config.plans}
         self._table = _table(tuple(policy.resource for policy in config.policies))
         self._selections: dict[tuple[int | None, str | None, str | None], Selection] = {}
@@ -63,7 +63,7 @@ class Snapshot:
     def revision(self) -> int:
         return self.config.tenant.revision
 
-    def under(self, operator: TenantConfig) -> "Snapshot":
+    def with_operator(self, operator: TenantConfig) -> "Snapshot":
         """The same tenant after a change of the operator's plan or mode."""
         other = object.__new__(Snapshot)
         other.config, other.operator, other._form = self.config, operator, self._form
@@ -92,23 +92,23 @@ class Snapshot:
 
     def _select(self, policy: Policy | None, key_plan_id: str | None, plan_id: str | None) -> Selection:
         fleet, tenant = self.operator.tenant, self.tenant
-        above = weakest(fleet.mode, tenant.mode)
-        places: list[tuple[Place, Plan, Mode, str]] = []
+        above = weakest_mode(fleet.mode, tenant.mode)
+        places: list[tuple[Layer, Plan, Mode, str]] = []
         if fleet.default_plan_id is not None:
             plan = next(plan for plan in self.operator.plans if plan.id == fleet.default_plan_id)
-            places.append((Place.OPERATOR, plan, fleet.mode, fleet.time_zone))
+            places.append((Layer.OPERATOR, plan, fleet.mode, fleet.time_zone))
         if plan_id is not None:
             if plan_id not in self._plans:
                 raise NotFound(f"plan_id: this tenant has no plan {plan_id[:64]!r}")
-            places.append((Place.POLICY, self._plans[plan_id], above, tenant.time_zone))
+            places.append((Layer.POLICY, self._plans[plan_id], above, tenant.time_zone))
         else:
             default = self._plans.get(key_plan_id or "") or self._plans.get(tenant.default_plan_id or "")
             if default is not None:
-                places.append((Place.TENANT, default, above, tenant.time_zone))
+                places.append((Layer.TENANT, default, above, tenant.time_zone))
             if policy is not None:
-                mode = weakest(above, policy.mode)
-                places.append((Place.POLICY, self._plans[policy.plan_id], mode, tenant.time_zone))
-        parts = tuple((plan.compiled(zone), place, mode) for place, plan, mode, zone in places)
+                mode = weakest_mode(above, policy.mode)
+                places.append((Layer.POLICY, self._plans[policy.plan_id], mode, tenant.time_zone))
+        parts = tuple((plan.compile(zone), place, mode) for place, plan, mode, zone in places)
         limits, headers = _joined(parts, self._form)
         return Selection(
             limits=limits,
@@ -116,32 +116,32 @@ class Snapshot:
             failure=(policy.failure if policy is not None else None) or tenant.failure,
             priority=(policy.priority if policy is not None else None) or tenant.priority,
             mode=max((mode for *_, mode, _ in places), key=_STRENGTH.__getitem__, default=above),
-            template=policy.resource if policy is not None and policy.pattern.template else None,
+            template=policy.resource if policy is not None and policy.pattern.is_template else None,
             headers=headers,
             policy=policy,
             plans=tuple((place, plan) for place, plan, *_ in places),
         )
 
     def _shadow(self, policy: Policy | None, above: Mode) -> Limits | None:
-        if policy is None or policy.shadow_plan_id is None or weakest(above, policy.mode) is Mode.OFF:
+        if policy is None or policy.shadow_plan_id is None or weakest_mode(above, policy.mode) is Mode.OFF:
             return None
-        return self._plans[policy.shadow_plan_id].compiled(self.tenant.time_zone)
+        return self._plans[policy.shadow_plan_id].compile(self.tenant.time_zone)
 
 
 @lru_cache(maxsize=4_096)
-def _joined(parts: tuple[tuple[Limits, Place, Mode], ...], form: HeaderForm) -> tuple[Limits, HeaderTemplate]:
+def _joined(parts: tuple[tuple[Limits, Layer, Mode], ...], form: HeaderOptions) -> tuple[Limits, HeaderTemplate]:
     """Tenants with equal plans share what is compiled of them."""
-    limits = joined(*(Part(*part) for part in parts))
+    limits = join_limits(*(PlanPart(*part) for part in parts))
     return limits, HeaderTemplate.compile(limits, form.styles, form.reset)
 
 
 @lru_cache(maxsize=256)
-def _table(resources: tuple[str, ...]) -> PolicyTable[int]:
+def _table(resources: tuple[str, ...]) -> PolicyMatcher[int]:
     """From resources to the numbers of their policies; tenants with the same resources share it."""
-    return PolicyTable((Pattern.parse(resource), at) for at, resource in enumerate(resources))
+    return PolicyMatcher((Pattern.parse(resource), at) for at, resource in enumerate(resources))
 
 
-def limits_named(config: TenantConfig, resource: str, names: Iterable[Any]) -> Limits:
+def limits_for_override(config: TenantConfig, resource: str, names: Iterable[Any]) -> Limits:
     """The limits of a tenant that an override means by these names: those of the policy for its resource, else of the
     default plan, else of any other. Only what an override reaches counts, unless nothing else has that name.
     """
@@ -171,4 +171,4 @@ def _by_nearness(config: TenantConfig, resource: str) -> Iterator[Limit]:
         config.plans, key=lambda plan: (first.index(plan.id) if plan.id in first else len(first), plan.name)
     )
     for plan in nearest:
-        yield from plan.compiled(config.tenant.time_zone)
+        yield from plan.compile(config.tenant.time_zone)

@@ -9,13 +9,13 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from limitforge.cli.burst import burst
-from limitforge.cli.looks import LOOKS
-from limitforge.cli.replay import replay
+from limitforge.cli.burst.command import burst
+from limitforge.cli.replay.command import replay
+from limitforge.cli.terminal.help import TYPER_SETTINGS
 from limitforge.errors import CatalogUnavailable, LimitforgeError, StoreError
 
-WRONG_INPUT = 2
-UNAVAILABLE = 3
+EXIT_WRONG_INPUT = 2
+EXIT_UNAVAILABLE = 3
 
 HELP = """Rate limiting as a contract: what a caller may do now, what is left, and when to come back.
 
@@ -36,7 +36,7 @@ SERVICE_COMMANDS = {
     "settings": "Show what the service is told.",
 }
 # Of the extra `catalog`. All of these are imported only when their command is run, since they bring in a lot.
-GROUPS = {
+CATALOG_GROUPS = {
     "tenants": "Whose traffic is limited.",
     "plans": "Named sets of limits, and their history.",
     "policies": "Which plan applies to which resources.",
@@ -53,8 +53,8 @@ FILE_COMMANDS = {
     "export": "Print the catalog as such a file.",
     "schema": "Print the JSON Schema of such files.",
 }
-MODULES = {"demo": "demo", "serve": "serve", "settings": "serve"} | dict.fromkeys(FILE_COMMANDS, "config")
-PACKAGES = {
+COMMAND_MODULES = {"demo": "demo", "serve": "serve", "settings": "serve"} | dict.fromkeys(FILE_COMMANDS, "config")
+EXTRA_PACKAGES = {
     "catalog": ("sqlalchemy", "alembic", "aiosqlite", "asyncpg", "greenlet", "yaml"),
     "service": ("uvicorn", "httptools", "fastapi", "starlette", "pydantic", "fastapi_swagger"),
 }
@@ -63,56 +63,56 @@ PACKAGES = {
 def run() -> None:
     """Run the command; whatever limitforge refuses becomes one message and an exit status, never a traceback."""
     try:
-        build()(prog_name="limitforge")
+        build_app()(prog_name="limitforge")
     except LimitforgeError as error:
         print(f"Error: {error}", file=sys.stderr)
         is_away = isinstance(error, StoreError | CatalogUnavailable)
-        raise SystemExit(UNAVAILABLE if is_away else WRONG_INPUT) from None
+        raise SystemExit(EXIT_UNAVAILABLE if is_away else EXIT_WRONG_INPUT) from None
     except ModuleNotFoundError as missing:
         package = (missing.name or "").partition(".")[0]
-        extra = next((extra for extra, packages in PACKAGES.items() if package in packages), None)
+        extra = next((extra for extra, packages in EXTRA_PACKAGES.items() if package in packages), None)
         if extra is None:
             raise
         print(f"This command needs a few more packages: pip install 'limitforge[{extra}]'", file=sys.stderr)
-        raise SystemExit(WRONG_INPUT) from None
+        raise SystemExit(EXIT_WRONG_INPUT) from None
 
 
-def build() -> typer.Typer:
-    app = typer.Typer(cls=_Commands, help=HELP, no_args_is_help=True, **LOOKS)
-    app.callback()(_options)
+def build_app() -> typer.Typer:
+    app = typer.Typer(cls=_LazyCommands, help=HELP, no_args_is_help=True, **TYPER_SETTINGS)
+    app.callback()(_global_options)
     app.command(rich_help_panel="Limits")(burst)
     app.command(rich_help_panel="Limits")(replay)
     return app
 
 
-class _Commands(TyperGroup):
+class _LazyCommands(TyperGroup):
     """All commands; those of the catalog stand here by name until one of them is run."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        panels = {"Service": SERVICE_COMMANDS, "Catalog": GROUPS, "Configuration as a file": FILE_COMMANDS}
+        panels = {"Service": SERVICE_COMMANDS, "Catalog": CATALOG_GROUPS, "Configuration as a file": FILE_COMMANDS}
         for panel, listed in panels.items():
             for name, said in listed.items():
                 self.add_command(TyperCommand(name=name, help=said, callback=None, rich_help_panel=panel))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name = args[0]
-        if name in GROUPS:
+        if name in CATALOG_GROUPS:
             self.add_command(get_command(import_module(f"limitforge.cli.{name}").app), name)
-        elif name in MODULES:
-            single = typer.Typer(**LOOKS)
-            single.command(name)(getattr(import_module(f"limitforge.cli.{MODULES[name]}"), name))
+        elif name in COMMAND_MODULES:
+            single = typer.Typer(**TYPER_SETTINGS)
+            single.command(name)(getattr(import_module(f"limitforge.cli.{COMMAND_MODULES[name]}"), name))
             self.add_command(get_command(single), name)
         return super().resolve_command(ctx, args)
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(is_requested: bool) -> None:
+    if is_requested:
         print(f"limitforge {version('limitforge')}")
         raise typer.Exit
 
 
-def _options(
+def _global_options(
     show_version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,

@@ -6,13 +6,13 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from limitforge.catalog.catalog import Catalog
-from limitforge.catalog.database import DEFAULT_URL
+from limitforge.catalog.database.catalog import Catalog
+from limitforge.catalog.database.database import DEFAULT_URL
 from limitforge.catalog.model import AuditEntry
-from limitforge.cli.looks import group
-from limitforge.cli.naming import find_tenant
-from limitforge.cli.options import AsJson, DatabaseUrl, OfOwner, in_catalog
-from limitforge.cli.output import print_json, print_table, words
+from limitforge.cli.catalog.lookup import find_tenant
+from limitforge.cli.catalog.options import AsJson, DatabaseUrl, TenantFilter, run_with_catalog
+from limitforge.cli.terminal.help import command_group
+from limitforge.cli.terminal.output import format_value, print_json, print_table
 
 HELP = """The audit log: every change, who made it and when, before and after. Nothing in it can be changed.
 
@@ -22,14 +22,14 @@ Examples:
   limitforge audit list --json
 """
 
-app = group(HELP)
+app = command_group(HELP)
 
-_BOOKKEEPING = {"version", "updated_at", "created_at", "revision"}
+_IGNORED_FIELDS = {"version", "updated_at", "created_at", "revision"}
 
 
 @app.command("list")
 def list_all(
-    tenant: OfOwner = None,
+    tenant: TenantFilter = None,
     entity: Annotated[str | None, typer.Option(metavar="ID", help="Only of the one with this id.")] = None,
     limit: Annotated[int, typer.Option(metavar="N", min=1, max=1_000, help="How many, the newest first.")] = 50,
     database: DatabaseUrl = DEFAULT_URL,
@@ -39,14 +39,14 @@ def list_all(
 
     async def work(catalog: Catalog) -> list[AuditEntry]:
         owner = None if tenant is None else (await _tenant_id(catalog, tenant))
-        page = await catalog.audit(size=limit, tenant_id=owner, entity_id=entity)
+        page = await catalog.audit_page(size=limit, tenant_id=owner, entity_id=entity)
         return page.items
 
-    found = in_catalog(database, work)
+    found = run_with_catalog(database, work)
     if as_json:
         print_json([msgspec.to_builtins(each) for each in found])
         return
-    rows = [(each.at, each.actor, each.action, _called(each), _differences(each)) for each in found]
+    rows = [(each.at, each.actor, each.action, _entity_name(each), _describe_changes(each)) for each in found]
     print_table(("AT", "BY", "WHAT", "WHICH", "CHANGES"), rows, "There are no changes yet.")
 
 
@@ -55,7 +55,7 @@ async def _tenant_id(catalog: Catalog, tenant: str) -> str:
     return tenant if tenant.startswith("ten_") else (await find_tenant(catalog, tenant)).id
 
 
-def _called(entry: AuditEntry) -> str:
+def _entity_name(entry: AuditEntry) -> str:
     entity = entry.after or entry.before or {}
     for field in ("name", "subject", "resource"):
         if field in entity:
@@ -63,18 +63,18 @@ def _called(entry: AuditEntry) -> str:
     return entry.entity_id
 
 
-def _differences(entry: AuditEntry) -> str:
+def _describe_changes(entry: AuditEntry) -> str:
     if entry.before is None or entry.after is None:
         return ""
-    before, after = _flat(entry.before), _flat(entry.after)
+    before, after = _flatten_fields(entry.before), _flatten_fields(entry.after)
     return ", ".join(
-        f"{name}: {words(before.get(name))} -> {words(after.get(name))}"
+        f"{name}: {format_value(before.get(name))} -> {format_value(after.get(name))}"
         for name in dict.fromkeys((*before, *after))
         if before.get(name) != after.get(name)
     )
 
 
-def _flat(entity: Mapping[str, Any]) -> dict[str, Any]:
+def _flatten_fields(entity: Mapping[str, Any]) -> dict[str, Any]:
     """By field; the limits of a plan each by its name and field."""
     found: dict[str, Any] = {}
     for name, value in entity.items():
@@ -83,6 +83,6 @@ def _flat(entity: Mapping[str, Any]) -> dict[str, Any]:
                 found |= {f"{limit['name']}.{field}": each for field, each in limit.items() if field != "name"}
         elif name == "secrets":
             found[name] = len(value)
-        elif name not in _BOOKKEEPING:
+        elif name not in _IGNORED_FIELDS:
             found[name] = value
     return found

@@ -6,27 +6,27 @@ from typing import Annotated
 
 import typer
 
-from limitforge.catalog.apply import apply as apply_document
-from limitforge.catalog.apply import preview
-from limitforge.catalog.catalog import Catalog
-from limitforge.catalog.changes import Change, as_json, counts, describe
-from limitforge.catalog.database import DEFAULT_URL
-from limitforge.catalog.document import dump, read
-from limitforge.catalog.export import export as export_document
-from limitforge.catalog.markup import MAX_BYTES, Source
-from limitforge.catalog.model import at_time
-from limitforge.catalog.plan_warnings import document_warnings
-from limitforge.catalog.schema import schema as file_schema
-from limitforge.catalog.specs import Document, plain
-from limitforge.cli.naming import find_tenant
-from limitforge.cli.options import AsJson, DatabaseUrl, OfOwner, actor, in_catalog
-from limitforge.cli.output import print_json, print_lines, print_warnings
-from limitforge.cli.progress import Tally
+from limitforge.catalog.config.apply import apply_document as apply_document
+from limitforge.catalog.config.apply import preview_document
+from limitforge.catalog.config.diff import Change, changes_to_json, count_changes, format_changes
+from limitforge.catalog.config.document import dump_document, parse_document
+from limitforge.catalog.config.export import export_document as export_document
+from limitforge.catalog.config.json_schema import json_schema as file_schema
+from limitforge.catalog.config.plan_warnings import document_warnings
+from limitforge.catalog.config.specs import ConfigDocument, spec_to_dict
+from limitforge.catalog.config.strict_yaml import MAX_FILE_BYTES, SourceFile
+from limitforge.catalog.database.catalog import Catalog
+from limitforge.catalog.database.database import DEFAULT_URL
+from limitforge.catalog.model import to_datetime
+from limitforge.cli.catalog.lookup import find_tenant
+from limitforge.cli.catalog.options import AsJson, DatabaseUrl, TenantFilter, audit_actor, run_with_catalog
+from limitforge.cli.terminal.output import print_json, print_lines, print_warnings
+from limitforge.cli.terminal.progress import ProgressReporter
 from limitforge.core.clock import SystemClock
 from limitforge.errors import InvalidInput, LimitforgeError
 
-DIFFERENT = 1
-INTERRUPTED = 130  # as a shell has it for SIGINT
+EXIT_DIFFERENT = 1
+EXIT_INTERRUPTED = 130  # as a shell has it for SIGINT
 
 File = Annotated[str, typer.Argument(metavar="FILE", help="A YAML or JSON file, or - to read it from stdin.")]
 Prune = Annotated[bool, typer.Option("--prune", help="Tenants that the file does not name are deleted.")]
@@ -56,26 +56,28 @@ def apply(
       limitforge export | limitforge apply - --database postgresql://...
 
     """
-    document, source = _read(file)
-    tally = Tally("Applied", "tenants")
+    document, source = _read_document(file)
+    tally = ProgressReporter("Applied", "tenants")
 
     async def work(catalog: Catalog) -> list[Change]:
         if dry_run:
-            return await preview(catalog, document, prune=prune, source=source)
-        return await apply_document(catalog, document, actor(), prune=prune, source=source, report=tally.update)
+            return await preview_document(catalog, document, prune=prune, source=source)
+        return await apply_document(
+            catalog, document, audit_actor(), prune=prune, source=source, on_progress=tally.update
+        )
 
     try:
         with tally:
-            changes = in_catalog(database, work)
+            changes = run_with_catalog(database, work)
     except (KeyboardInterrupt, LimitforgeError) as error:
         if tally.total:
             done = f"{tally.done:,} of {tally.total:,} tenants are applied, each of them entirely"
             print(f"Stopped: {done}. Run the same command again to finish.", file=sys.stderr)
         if isinstance(error, KeyboardInterrupt):
-            raise typer.Exit(INTERRUPTED) from None
+            raise typer.Exit(EXIT_INTERRUPTED) from None
         raise
-    _print(changes, is_applied=not dry_run, for_programs=json)
-    print_warnings(in_catalog(database, lambda catalog: _warnings(catalog, document)))
+    _print_changes(changes, is_applied=not dry_run, for_programs=json)
+    print_warnings(run_with_catalog(database, lambda catalog: _document_warnings(catalog, document)))
 
 
 def diff(file: File, prune: Prune = False, database: DatabaseUrl = DEFAULT_URL, json: AsJson = False) -> None:
@@ -86,19 +88,19 @@ def diff(file: File, prune: Prune = False, database: DatabaseUrl = DEFAULT_URL, 
       limitforge diff plans.yaml --json | jq '.changes[].action'
 
     """
-    document, source = _read(file)
+    document, source = _read_document(file)
 
     async def work(catalog: Catalog) -> list[Change]:
-        return await preview(catalog, document, prune=prune, source=source)
+        return await preview_document(catalog, document, prune=prune, source=source)
 
-    changes = in_catalog(database, work)
-    _print(changes, is_applied=False, for_programs=json)
-    print_warnings(in_catalog(database, lambda catalog: _warnings(catalog, document)))
+    changes = run_with_catalog(database, work)
+    _print_changes(changes, is_applied=False, for_programs=json)
+    print_warnings(run_with_catalog(database, lambda catalog: _document_warnings(catalog, document)))
     if changes:
-        raise typer.Exit(DIFFERENT)
+        raise typer.Exit(EXIT_DIFFERENT)
 
 
-def export(tenant: OfOwner = None, database: DatabaseUrl = DEFAULT_URL, json: AsJson = False) -> None:
+def export(tenant: TenantFilter = None, database: DatabaseUrl = DEFAULT_URL, json: AsJson = False) -> None:
     """Print the catalog as a file that `apply` takes: everything, or one tenant.
 
     Keys are in it by their hashes, so whoever has the file can't use them.
@@ -110,15 +112,15 @@ def export(tenant: OfOwner = None, database: DatabaseUrl = DEFAULT_URL, json: As
 
     """
 
-    async def work(catalog: Catalog) -> Document:
+    async def work(catalog: Catalog) -> ConfigDocument:
         name = None if tenant is None else (await find_tenant(catalog, tenant)).name
         return await export_document(catalog, tenant=name)
 
-    document = in_catalog(database, work)
+    document = run_with_catalog(database, work)
     if json:
-        print_json(plain(document))
+        print_json(spec_to_dict(document))
     else:
-        sys.stdout.write(dump(document))
+        sys.stdout.write(dump_document(document))
 
 
 def schema() -> None:
@@ -135,33 +137,33 @@ def schema() -> None:
     print_json(file_schema(), indent=2)
 
 
-def _read(file: str) -> tuple[Document, Source]:
+def _read_document(file: str) -> tuple[ConfigDocument, SourceFile]:
     try:
         if file == "-":
-            content = sys.stdin.buffer.read(MAX_BYTES + 1)
+            content = sys.stdin.buffer.read(MAX_FILE_BYTES + 1)
         else:
             with Path(file).open("rb") as opened:
-                content = opened.read(MAX_BYTES + 1)
+                content = opened.read(MAX_FILE_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a name with a null character
         reason = error.strerror if isinstance(error, OSError) else None
         raise InvalidInput(file, f"can't be read: {reason or error}") from None
-    return read(content, "stdin" if file == "-" else file, at_time(SystemClock().now_us()))
+    return parse_document(content, "stdin" if file == "-" else file, to_datetime(SystemClock().now_us()))
 
 
-async def _warnings(catalog: Catalog, document: Document) -> list[str]:
+async def _document_warnings(catalog: Catalog, document: ConfigDocument) -> list[str]:
     async with catalog.database.reading() as connection:
         return await document_warnings(connection, document)
 
 
-def _print(changes: list[Change], *, is_applied: bool, for_programs: bool) -> None:
+def _print_changes(changes: list[Change], *, is_applied: bool, for_programs: bool) -> None:
     if for_programs:
-        print_json({"applied": is_applied, "changes": as_json(changes)})
+        print_json({"applied": is_applied, "changes": changes_to_json(changes)})
         return
     if not changes:
         print("Nothing to change.")
         return
-    print_lines(describe(changes), _COLOURS)
-    created, updated, deleted = counts(changes)
+    print_lines(format_changes(changes), _COLOURS)
+    created, updated, deleted = count_changes(changes)
     if is_applied:
         print(f"\n{created} created, {updated} changed, {deleted} deleted.")
     else:

@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from limitforge.catalog.database import DEFAULT_URL, Database, newest_schema
-from limitforge.cli.looks import group
-from limitforge.cli.options import AsJson, DatabaseUrl, Yes, confirm, in_database
-from limitforge.cli.output import print_fields, print_json
+from limitforge.catalog.database.database import DEFAULT_URL, Database, newest_schema_version
+from limitforge.cli.catalog.options import AsJson, DatabaseUrl, YesFlag, confirm, run_with_database
+from limitforge.cli.terminal.help import command_group
+from limitforge.cli.terminal.output import print_fields, print_json
 
 HELP = """The catalog's database: make its schema, bring it up to date.
 
@@ -19,7 +19,7 @@ Examples:
   limitforge db upgrade --database postgresql://user@localhost/limitforge
 """
 
-app = group(HELP)
+app = command_group(HELP)
 
 
 @app.command()
@@ -27,11 +27,11 @@ def status(database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False) -> None
     """Tell which schema the database has, and which one is the newest."""
 
     async def work(opened: Database) -> dict[str, str | None]:
-        is_there = not opened.is_sqlite or _exists(opened)  # looking at a file that is not there would make it
+        is_there = not opened.is_sqlite or _file_exists(opened)  # looking at a file that is not there would make it
         found = await opened.schema_version() if is_there else None
-        return {"database": opened.place, "schema": found, "newest": newest_schema()}
+        return {"database": opened.description, "schema": found, "newest": newest_schema_version()}
 
-    found = in_database(database, work)
+    found = run_with_database(database, work)
     if as_json:
         print_json(found)
         return
@@ -51,15 +51,15 @@ def upgrade(database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False) -> Non
     async def work(opened: Database) -> None:
         before = await opened.schema_version()
         await opened.upgrade()
-        _moved(opened.place, before, await opened.schema_version(), as_json=as_json)
+        _print_schema_change(opened.description, before, await opened.schema_version(), as_json=as_json)
 
-    in_database(database, work)
+    run_with_database(database, work)
 
 
 @app.command()
 def downgrade(
     to: Annotated[str, typer.Argument(metavar="TO", help="A version of the schema, or base for none at all.")],
-    yes: Yes = False,
+    yes: YesFlag = False,
     database: DatabaseUrl = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
@@ -69,16 +69,16 @@ def downgrade(
     async def work(opened: Database) -> None:
         before = await opened.schema_version()
         await opened.downgrade(to)
-        _moved(opened.place, before, await opened.schema_version(), as_json=as_json)
+        _print_schema_change(opened.description, before, await opened.schema_version(), as_json=as_json)
 
-    in_database(database, work)
+    run_with_database(database, work)
 
 
-def _exists(opened: Database) -> bool:
+def _file_exists(opened: Database) -> bool:
     return Path(opened.url.database or "").exists()
 
 
-def _moved(place: str, before: str | None, after: str | None, *, as_json: bool) -> None:
+def _print_schema_change(place: str, before: str | None, after: str | None, *, as_json: bool) -> None:
     if as_json:
         print_json({"database": place, "before": before, "schema": after})
     else:

@@ -10,20 +10,20 @@ from typing import Annotated
 import msgspec
 import typer
 
-from limitforge.catalog.catalog import Catalog
 from limitforge.catalog.credentials import Peppers
-from limitforge.catalog.database import Database
-from limitforge.cli.serve import address
+from limitforge.catalog.database.catalog import Catalog
+from limitforge.catalog.database.database import Database
+from limitforge.cli.serve import local_url
 from limitforge.errors import InvalidInput
 from limitforge.service.app import Service
-from limitforge.service.demo import TIERS, Demo, seed
-from limitforge.service.logs import set_up_logging
-from limitforge.service.settings import PREFIX, Settings, load
-from limitforge.service.supervisor import listen
-from limitforge.service.worker import Server, run
+from limitforge.service.demo_tenant import TIERS, DemoTenant, create_demo_tenant
+from limitforge.service.log_setup import configure_logging
+from limitforge.service.processes.supervisor import listen
+from limitforge.service.processes.worker import WorkerServer, run_server
+from limitforge.service.settings import ENV_PREFIX, Settings, load_settings
 
-GOES = "The tenant and its plans are gone."
-STAYS = "The tenant `demo`, its keys and the admin token `demo` stay in the database; the next demo replaces them."
+DATA_DELETED = "The tenant and its plans are gone."
+DATA_KEPT = "The tenant `demo`, its keys and the admin token `demo` stay in the database; the next demo replaces them."
 
 
 def demo(
@@ -44,10 +44,10 @@ def demo(
 
     """
     with tempfile.TemporaryDirectory(prefix="limitforge-demo-") as folder:
-        own = {name: value for name, value in os.environ.items() if name == f"{PREFIX}PEPPERS"}
-        settings = load(
+        own = {name: value for name, value in os.environ.items() if name == f"{ENV_PREFIX}PEPPERS"}
+        settings = load_settings(
             own,
-            peppers=own.get(f"{PREFIX}PEPPERS") or Peppers.generate(),
+            peppers=own.get(f"{ENV_PREFIX}PEPPERS") or Peppers.generate(),
             store_url=store,
             database_url=database or f"sqlite:///{folder}/demo.db",
             port=port,
@@ -58,32 +58,32 @@ def demo(
         except OSError as error:
             raise InvalidInput("--port", f"{port} can't be listened on: {error.strerror}. Try --port 0") from None
         with listening:
-            made = asyncio.run(_seeded(settings, address(settings, listening.getsockname()[1])))
+            made = asyncio.run(_seed_database(settings, local_url(settings, listening.getsockname()[1])))
             _serve(settings, listening, made, as_json=as_json)
         if not as_json:
-            print(f"\nStopped. {STAYS if database else GOES}", file=sys.stderr)
+            print(f"\nStopped. {DATA_KEPT if database else DATA_DELETED}", file=sys.stderr)
 
 
-async def _seeded(settings: Settings, base_url: str) -> Demo:
+async def _seed_database(settings: Settings, base_url: str) -> DemoTenant:
     database = Database(settings.database_url)
     try:
         await database.upgrade()
-        return await seed(Catalog(database, peppers=Peppers.parse(settings.peppers)), base_url)
+        return await create_demo_tenant(Catalog(database, peppers=Peppers.parse(settings.peppers)), base_url)
     finally:
         await database.close()
 
 
-def _serve(settings: Settings, listening: socket.socket, made: Demo, *, as_json: bool) -> None:
-    set_up_logging(settings)
+def _serve(settings: Settings, listening: socket.socket, made: DemoTenant, *, as_json: bool) -> None:
+    configure_logging(settings)
 
     def ready() -> None:
-        text = msgspec.json.encode(made).decode() if as_json else welcome(made)
+        text = msgspec.json.encode(made).decode() if as_json else welcome_text(made)
         print(text, flush=True)
 
-    run(Server(Service(settings), settings, ready), [listening])
+    run_server(WorkerServer(Service(settings), settings, ready), [listening])
 
 
-def welcome(made: Demo) -> str:
+def welcome_text(made: DemoTenant) -> str:
     """What to try, ready to paste."""
     keys = "\n".join(f"  {name:<11} {made.keys[name]}" for name in TIERS)
     return f"""limitforge answers at {made.base_url}

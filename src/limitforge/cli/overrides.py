@@ -5,13 +5,22 @@ from typing import Annotated, Any
 
 import typer
 
-from limitforge.catalog.catalog import Catalog
-from limitforge.catalog.database import DEFAULT_URL
-from limitforge.catalog.model import Override, at_time, plain
-from limitforge.cli.looks import group
-from limitforge.cli.naming import Names, everything, find_tenant
-from limitforge.cli.options import AsJson, DatabaseUrl, OfOwner, Owner, actor, in_catalog, json_object, moment
-from limitforge.cli.output import print_fields, print_json, print_table, words
+from limitforge.catalog.database.catalog import Catalog
+from limitforge.catalog.database.database import DEFAULT_URL
+from limitforge.catalog.model import Override, to_datetime, to_public_dict
+from limitforge.cli.catalog.lookup import NamesById, find_tenant, list_entities
+from limitforge.cli.catalog.options import (
+    AsJson,
+    DatabaseUrl,
+    TenantFilter,
+    TenantOption,
+    audit_actor,
+    parse_json_object,
+    parse_time,
+    run_with_catalog,
+)
+from limitforge.cli.terminal.help import command_group
+from limitforge.cli.terminal.output import format_value, print_fields, print_json, print_table
 from limitforge.core.overrides import ANY_RESOURCE, BLOCKED_WORD, UNLIMITED_WORD
 from limitforge.errors import InvalidInput, NotFound
 
@@ -26,37 +35,44 @@ Examples:
   limitforge overrides delete user:42 --tenant acme
 """
 
-app = group(HELP)
+app = command_group(HELP)
 
 Subject = Annotated[str, typer.Argument(metavar="SUBJECT", help="Whose numbers, such as user:42.")]
 Resource = Annotated[str, typer.Option(metavar="RESOURCE", help="On which resource; * for all of them.")]
 
 
 @app.command("list")
-def list_all(tenant: OfOwner = None, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False) -> None:
+def list_all(tenant: TenantFilter = None, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False) -> None:
     """List the overrides that have not expired."""
 
     async def work(catalog: Catalog) -> None:
-        now = at_time(catalog.clock.now_us())
-        found = [each for each in await everything(catalog, Override, tenant) if each.expires_at > now]
+        now = to_datetime(catalog.clock.now_us())
+        found = [each for each in await list_entities(catalog, Override, tenant) if each.expires_at > now]
         if as_json:
-            print_json([plain(each) for each in found])
+            print_json([to_public_dict(each) for each in found])
             return
-        names = await Names.of(catalog, found)
+        names = await NamesById.load(catalog, found)
         rows = [
-            (each.subject, each.resource, names[each.tenant_id], _in_words(each.limits), each.expires_at, each.reason)
+            (
+                each.subject,
+                each.resource,
+                names[each.tenant_id],
+                _describe_limits(each.limits),
+                each.expires_at,
+                each.reason,
+            )
             for each in found
         ]
         columns = ("SUBJECT", "RESOURCE", "TENANT", "LIMITS", "UNTIL", "REASON")
         print_table(columns, rows, "There are no overrides.")
 
-    in_catalog(database, work)
+    run_with_catalog(database, work)
 
 
 @app.command()
 def show(
     subject: Subject,
-    tenant: Owner,
+    tenant: TenantOption,
     resource: Resource = ANY_RESOURCE,
     database: DatabaseUrl = DEFAULT_URL,
     as_json: AsJson = False,
@@ -64,18 +80,18 @@ def show(
     """Show one override, with who set it and why."""
 
     async def work(catalog: Catalog) -> None:
-        override = await _find(catalog, subject, tenant, resource)
+        override = await _find_override(catalog, subject, tenant, resource)
         if as_json:
-            print_json(plain(override))
+            print_json(to_public_dict(override))
             return
-        names = await Names.of(catalog, [override])
+        names = await NamesById.load(catalog, [override])
         print_fields(
             {
                 "subject": override.subject,
                 "resource": override.resource,
                 "tenant": names[override.tenant_id],
                 "id": override.id,
-                "limits": _in_words(override.limits),
+                "limits": _describe_limits(override.limits),
                 "until": override.expires_at,
                 "reason": override.reason,
                 "set by": override.set_by,
@@ -85,13 +101,13 @@ def show(
             }
         )
 
-    in_catalog(database, work)
+    run_with_catalog(database, work)
 
 
 @app.command("set")
-def set_one(
+def set_override(
     subject: Subject,
-    tenant: Owner,
+    tenant: TenantOption,
     resource: Resource = ANY_RESOURCE,
     limit: Annotated[
         list[str] | None,
@@ -109,23 +125,23 @@ def set_one(
     """Set an override, in place of the one that is there."""
     if (duration is None) == (until is None):
         raise InvalidInput("--for", "or --until is needed, and only one of them: every override ends")
-    changes = _changes(limit or [], limits)
+    changes = _parse_limit_changes(limit or [], limits)
 
     async def work(catalog: Catalog) -> Override:
         owner = await find_tenant(catalog, tenant)
-        now = at_time(catalog.clock.now_us())
-        ends = moment("--for", duration, now) if duration is not None else moment("--until", until or "", now)
+        now = to_datetime(catalog.clock.now_us())
+        ends = parse_time("--for", duration, now) if duration is not None else parse_time("--until", until or "", now)
         fields = {"tenant_id": owner.id, "resource": resource, "subject": subject, "limits": changes}
-        async with catalog.edit(actor()) as edit:
+        async with catalog.edit(audit_actor()) as edit:
             return await edit.set_override({**fields, "expires_at": ends, "reason": reason})
 
-    _print_done("Set", in_catalog(database, work), as_json=as_json)
+    _print_done("Set", run_with_catalog(database, work), as_json=as_json)
 
 
 @app.command()
 def delete(
     subject: Subject,
-    tenant: Owner,
+    tenant: TenantOption,
     resource: Resource = ANY_RESOURCE,
     database: DatabaseUrl = DEFAULT_URL,
     as_json: AsJson = False,
@@ -133,22 +149,22 @@ def delete(
     """Delete an override before it ends."""
 
     async def work(catalog: Catalog) -> Override:
-        override = await _find(catalog, subject, tenant, resource)
-        async with catalog.edit(actor()) as edit:
+        override = await _find_override(catalog, subject, tenant, resource)
+        async with catalog.edit(audit_actor()) as edit:
             return await edit.delete(Override, override.id)
 
-    _print_done("Deleted", in_catalog(database, work), as_json=as_json)
+    _print_done("Deleted", run_with_catalog(database, work), as_json=as_json)
 
 
-async def _find(catalog: Catalog, subject: str, tenant: str, resource: str) -> Override:
-    for override in await everything(catalog, Override, tenant):
+async def _find_override(catalog: Catalog, subject: str, tenant: str, resource: str) -> Override:
+    for override in await list_entities(catalog, Override, tenant):
         if (override.subject, override.resource) == (subject, resource) or override.id == subject:
             return override
     raise NotFound(f"there is no override of {subject!r} on {resource!r} of tenant {tenant}")
 
 
-def _changes(pairs: list[str], text: str | None) -> dict[str, Any]:
-    changes = {} if text is None else json_object("--limits", text)
+def _parse_limit_changes(pairs: list[str], text: str | None) -> dict[str, Any]:
+    changes = {} if text is None else parse_json_object("--limits", text)
     for pair in pairs:
         name, equals, number = pair.rpartition("=")
         if not equals:
@@ -164,7 +180,7 @@ def _changes(pairs: list[str], text: str | None) -> dict[str, Any]:
     return changes
 
 
-def _in_words(limits: dict[str, Any]) -> str:
+def _describe_limits(limits: dict[str, Any]) -> str:
     said = []
     for name, change in limits.items():
         if isinstance(change, dict):
@@ -175,9 +191,11 @@ def _in_words(limits: dict[str, Any]) -> str:
     return "; ".join(said)
 
 
-def _print_done(what: str, override: Override, *, as_json: bool) -> None:
+def _print_done(verb: str, override: Override, *, as_json: bool) -> None:
     if as_json:
-        print_json(plain(override))
+        print_json(to_public_dict(override))
     else:
-        until = words(override.expires_at)
-        print(f"{what} override of {words(override.subject)} on {words(override.resource)}, until {until} UTC.")
+        until = format_value(override.expires_at)
+        print(
+            f"{verb} override of {format_value(override.subject)} on {format_value(override.resource)}, until {until} UTC."
+        )

@@ -4,14 +4,22 @@ from typing import Annotated
 
 import typer
 
-from limitforge.catalog.catalog import Catalog
-from limitforge.catalog.database import DEFAULT_URL
-from limitforge.catalog.model import Policy, plain
-from limitforge.cli.looks import group
-from limitforge.cli.naming import Names, everything, find, find_tenant, with_plan_ids
-from limitforge.cli.options import AsJson, DatabaseUrl, OfOwner, Owner, actor, given, in_catalog
-from limitforge.cli.output import print_done, print_fields, print_json, print_table
-from limitforge.cli.plans import edited
+from limitforge.catalog.database.catalog import Catalog
+from limitforge.catalog.database.database import DEFAULT_URL
+from limitforge.catalog.model import Policy, to_public_dict
+from limitforge.cli.catalog.lookup import NamesById, find_entity, find_tenant, list_entities, resolve_plan_names
+from limitforge.cli.catalog.options import (
+    AsJson,
+    DatabaseUrl,
+    TenantFilter,
+    TenantOption,
+    audit_actor,
+    given_fields,
+    run_with_catalog,
+)
+from limitforge.cli.plans import edit_and_warn
+from limitforge.cli.terminal.help import command_group
+from limitforge.cli.terminal.output import print_done, print_fields, print_json, print_table
 from limitforge.core.limits import Mode
 
 HELP = """Policies: which plan applies to which resources of a tenant. The most specific one does.
@@ -24,7 +32,7 @@ Examples:
   limitforge policies list --tenant acme
 """
 
-app = group(HELP)
+app = command_group(HELP)
 
 Resource = Annotated[str, typer.Argument(metavar="RESOURCE", help="Its resource, as it was written, or its id.")]
 PolicyMode = Annotated[Mode | None, typer.Option(help="on decides, monitor only reports, off lets all pass.")]
@@ -34,21 +42,21 @@ Failure = Annotated[
 Priority = Annotated[
     str | None, typer.Option(metavar="P0-P3", help="Of checks that state none; none for the tenant's.")
 ]
-Shadow = Annotated[
+ShadowPlan = Annotated[
     str | None, typer.Option("--shadow-plan", metavar="PLAN", help="Tried beside it, and never denies; none for none.")
 ]
 
 
 @app.command("list")
-def list_all(tenant: OfOwner = None, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False) -> None:
+def list_all(tenant: TenantFilter = None, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False) -> None:
     """List policies."""
 
     async def work(catalog: Catalog) -> None:
-        found = await everything(catalog, Policy, tenant)
+        found = await list_entities(catalog, Policy, tenant)
         if as_json:
-            print_json([plain(each) for each in found])
+            print_json([to_public_dict(each) for each in found])
             return
-        names = await Names.of(catalog, found)
+        names = await NamesById.load(catalog, found)
         rows = [
             (each.resource, names[each.tenant_id], names[each.plan_id], each.mode, each.failure, each.priority, each.id)
             for each in found
@@ -56,21 +64,21 @@ def list_all(tenant: OfOwner = None, database: DatabaseUrl = DEFAULT_URL, as_jso
         columns = ("RESOURCE", "TENANT", "PLAN", "MODE", "FAILURE", "PRIORITY", "ID")
         print_table(columns, rows, "There are no policies yet.")
 
-    in_catalog(database, work)
+    run_with_catalog(database, work)
 
 
 @app.command()
 def show(
-    resource: Resource, tenant: OfOwner = None, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False
+    resource: Resource, tenant: TenantFilter = None, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False
 ) -> None:
     """Show one policy."""
 
     async def work(catalog: Catalog) -> None:
-        policy = await find(catalog, Policy, resource, tenant)
+        policy = await find_entity(catalog, Policy, resource, tenant)
         if as_json:
-            print_json(plain(policy))
+            print_json(to_public_dict(policy))
             return
-        names = await Names.of(catalog, [policy])
+        names = await NamesById.load(catalog, [policy])
         print_fields(
             {
                 "resource": policy.resource,
@@ -87,37 +95,37 @@ def show(
             }
         )
 
-    in_catalog(database, work)
+    run_with_catalog(database, work)
 
 
 @app.command()
 def create(
     resource: Annotated[str, typer.Argument(metavar="RESOURCE", help="Such as GET:/orders/{id}, POST:* or *.")],
-    tenant: Owner,
+    tenant: TenantOption,
     plan: Annotated[str, typer.Option(metavar="PLAN", help="The plan that applies.")],
     mode: PolicyMode = None,
     failure: Failure = None,
     priority: Priority = None,
-    shadow_plan: Shadow = None,
+    shadow_plan: ShadowPlan = None,
     database: DatabaseUrl = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
     """Create a policy."""
-    fields = given(plan=plan, mode=mode, failure=failure, priority=priority, shadow_plan=shadow_plan)
+    fields = given_fields(plan=plan, mode=mode, failure=failure, priority=priority, shadow_plan=shadow_plan)
 
     async def work(catalog: Catalog) -> Policy:
         owner = await find_tenant(catalog, tenant)
-        values = await with_plan_ids(catalog, owner.id, fields)
+        values = await resolve_plan_names(catalog, owner.id, fields)
         own = {"tenant_id": owner.id, "resource": resource, **values}
-        return await edited(catalog, lambda edit: edit.create(Policy, own))
+        return await edit_and_warn(catalog, lambda edit: edit.create(Policy, own))
 
-    print_done("Created", in_catalog(database, work), as_json=as_json)
+    print_done("Created", run_with_catalog(database, work), as_json=as_json)
 
 
 @app.command()
 def update(
     resource: Resource,
-    tenant: OfOwner = None,
+    tenant: TenantFilter = None,
     new_resource: Annotated[
         str | None, typer.Option("--resource", metavar="NEW", help="What it applies to from now on.")
     ] = None,
@@ -125,31 +133,31 @@ def update(
     mode: PolicyMode = None,
     failure: Failure = None,
     priority: Priority = None,
-    shadow_plan: Shadow = None,
+    shadow_plan: ShadowPlan = None,
     database: DatabaseUrl = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
     """Change a policy: only what you name."""
-    fields = given(mode=mode, failure=failure, priority=priority, shadow_plan=shadow_plan)
+    fields = given_fields(mode=mode, failure=failure, priority=priority, shadow_plan=shadow_plan)
 
     async def work(catalog: Catalog) -> Policy:
-        policy = await find(catalog, Policy, resource, tenant)
+        policy = await find_entity(catalog, Policy, resource, tenant)
         own = {name: value for name, value in (("plan", plan), ("resource", new_resource)) if value is not None}
-        changes = await with_plan_ids(catalog, policy.tenant_id, fields | own)
-        return await edited(catalog, lambda edit: edit.update(Policy, policy.id, changes))
+        changes = await resolve_plan_names(catalog, policy.tenant_id, fields | own)
+        return await edit_and_warn(catalog, lambda edit: edit.update(Policy, policy.id, changes))
 
-    print_done("Changed", in_catalog(database, work), as_json=as_json)
+    print_done("Changed", run_with_catalog(database, work), as_json=as_json)
 
 
 @app.command()
 def delete(
-    resource: Resource, tenant: OfOwner = None, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False
+    resource: Resource, tenant: TenantFilter = None, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False
 ) -> None:
     """Delete a policy."""
 
     async def work(catalog: Catalog) -> Policy:
-        policy = await find(catalog, Policy, resource, tenant)
-        async with catalog.edit(actor()) as edit:
+        policy = await find_entity(catalog, Policy, resource, tenant)
+        async with catalog.edit(audit_actor()) as edit:
             return await edit.delete(Policy, policy.id)
 
-    print_done("Deleted", in_catalog(database, work), as_json=as_json)
+    print_done("Deleted", run_with_catalog(database, work), as_json=as_json)

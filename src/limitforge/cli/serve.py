@@ -13,14 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from limitforge.errors import InvalidInput
-from limitforge.service.logs import set_up_logging
-from limitforge.service.settings import FILE, PREFIX, Settings, load
-from limitforge.service.supervisor import Supervisor, listen
+from limitforge.service.log_setup import configure_logging
+from limitforge.service.processes.supervisor import Supervisor, listen
+from limitforge.service.settings import ENV_PREFIX, FILE_VARIABLE, Settings, load_settings
 
 SettingsFile = Annotated[
-    str | None, typer.Option("--settings", metavar="FILE", help=f"A TOML file with settings (or {FILE}).")
+    str | None, typer.Option("--settings", metavar="FILE", help=f"A TOML file with settings (or {FILE_VARIABLE}).")
 ]
-Store = Annotated[str | None, typer.Option("--store", metavar="URL", help="memory://, or the URL of a Redis.")]
+StoreOption = Annotated[str | None, typer.Option("--store", metavar="URL", help="memory://, or the URL of a Redis.")]
 DatabaseOption = Annotated[str | None, typer.Option("--database", metavar="URL", help="sqlite:///… or postgresql://…")]
 
 
@@ -28,7 +28,7 @@ def serve(
     host: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Where to listen (127.0.0.1).")] = None,
     port: Annotated[int | None, typer.Option(metavar="N", help="On which port (8000).")] = None,
     workers: Annotated[int | None, typer.Option(metavar="N", help="How many processes (1).")] = None,
-    store: Store = None,
+    store: StoreOption = None,
     database: DatabaseOption = None,
     config: Annotated[str | None, typer.Option(metavar="FILE", help="Serve from this file, without database.")] = None,
     root_path: Annotated[str | None, typer.Option(metavar="PATH", help="What every path starts with.")] = None,
@@ -60,27 +60,27 @@ def serve(
     }
     environment = dict(os.environ)
     if settings_file is not None:
-        environment[FILE] = settings_file
-    settings = load(environment, **told)
-    set_up_logging(settings)
-    environment |= {f"{PREFIX}{name.upper()}": str(value) for name, value in told.items() if value is not None}
+        environment[FILE_VARIABLE] = settings_file
+    settings = load_settings(environment, **told)
+    configure_logging(settings)
+    environment |= {f"{ENV_PREFIX}{name.upper()}": str(value) for name, value in told.items() if value is not None}
     with contextlib.ExitStack() as sockets:
-        listening = sockets.enter_context(_listening("port", settings.host, settings.port))
+        listening = sockets.enter_context(_bind_socket("port", settings.host, settings.port))
         metrics = None
         if settings.metrics_port:
-            metrics = sockets.enter_context(_listening("metrics_port", settings.metrics_host, settings.metrics_port))
-        where = address(settings, listening.getsockname()[1])
+            metrics = sockets.enter_context(_bind_socket("metrics_port", settings.metrics_host, settings.metrics_port))
+        where = local_url(settings, listening.getsockname()[1])
         Supervisor(
             listening,
             settings.workers,
             environment,
             shutdown_seconds=settings.shutdown_seconds,
             metrics=metrics,
-            ready=lambda: print(f"limitforge answers at {where}", file=sys.stderr, flush=True),
+            on_ready=lambda: print(f"limitforge answers at {where}", file=sys.stderr, flush=True),
         ).run()
 
 
-def _listening(setting: str, host: str, port: int) -> socket.socket:
+def _bind_socket(setting: str, host: str, port: int) -> socket.socket:
     try:
         return listen(host, port)
     except OSError as error:
@@ -92,19 +92,19 @@ def settings(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """Show every setting as the service would have it, with secrets masked."""
-    found = load({**os.environ, **({FILE: settings_file} if settings_file else {})})
+    found = load_settings({**os.environ, **({FILE_VARIABLE: settings_file} if settings_file else {})})
     if as_json:
-        print(msgspec.json.encode(found.shown()).decode())
+        print(msgspec.json.encode(found.masked()).decode())
         return
     table = Table(box=None, pad_edge=False)
     for heading in ("setting", "value", "what it says"):
         table.add_column(heading, overflow="fold")
     for name, value, says in found.rows():
-        table.add_row(Text(f"{PREFIX}{name.upper()}"), Text(str(value)), Text(says))
+        table.add_row(Text(f"{ENV_PREFIX}{name.upper()}"), Text(str(value)), Text(says))
     Console(highlight=False).print(table)
 
 
-def address(settings: Settings, port: int) -> str:
+def local_url(settings: Settings, port: int) -> str:
     """Where a client on this machine finds the service."""
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.host, settings.host)  # noqa: S104 - only looked at
     host = f"[{host}]" if ":" in host and not host.startswith("[") else host

@@ -4,14 +4,22 @@ from typing import Annotated, Any
 
 import typer
 
-from limitforge.catalog.catalog import Catalog
 from limitforge.catalog.credentials import Credential
-from limitforge.catalog.database import DEFAULT_URL
-from limitforge.catalog.model import Token, TokenScope, at_time, plain
-from limitforge.cli.looks import group
-from limitforge.cli.naming import Names, everything, find, find_tenant
-from limitforge.cli.options import NONE, AsJson, DatabaseUrl, OfOwner, actor, in_catalog, moment
-from limitforge.cli.output import print_done, print_fields, print_json, print_secret, print_table
+from limitforge.catalog.database.catalog import Catalog
+from limitforge.catalog.database.database import DEFAULT_URL
+from limitforge.catalog.model import Token, TokenScope, to_datetime, to_public_dict
+from limitforge.cli.catalog.lookup import NamesById, find_entity, find_tenant, list_entities
+from limitforge.cli.catalog.options import (
+    NONE_WORD,
+    AsJson,
+    DatabaseUrl,
+    TenantFilter,
+    audit_actor,
+    parse_time,
+    run_with_catalog,
+)
+from limitforge.cli.terminal.help import command_group
+from limitforge.cli.terminal.output import print_done, print_fields, print_json, print_secret, print_table
 
 HELP = """Admin tokens: who may see and change the catalog over HTTP. A token is printed once.
 
@@ -22,7 +30,7 @@ Examples:
   limitforge tokens list
 """
 
-app = group(HELP)
+app = command_group(HELP)
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Its name or id.")]
 Scopes = Annotated[list[TokenScope] | None, typer.Option("--scope", help="What it may do; give it twice for both.")]
@@ -32,22 +40,22 @@ Expires = Annotated[
 
 
 @app.command("list")
-def list_all(tenant: OfOwner = None, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False) -> None:
+def list_all(tenant: TenantFilter = None, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False) -> None:
     """List admin tokens."""
 
     async def work(catalog: Catalog) -> None:
-        found = await everything(catalog, Token, tenant)
+        found = await list_entities(catalog, Token, tenant)
         if as_json:
-            print_json([plain(each) for each in found])
+            print_json([to_public_dict(each) for each in found])
             return
-        names = await Names.of(catalog, found)
+        names = await NamesById.load(catalog, found)
         rows = [
             (each.name, each.scopes, names[each.tenant_id] or "all", each.expires_at, each.last_used_at, each.id)
             for each in found
         ]
         print_table(("NAME", "SCOPES", "TENANT", "EXPIRES", "LAST USED", "ID"), rows, "There are no tokens yet.")
 
-    in_catalog(database, work)
+    run_with_catalog(database, work)
 
 
 @app.command()
@@ -55,11 +63,11 @@ def show(name: Name, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = Fals
     """Show what is known of a token. The token itself can't be shown again."""
 
     async def work(catalog: Catalog) -> None:
-        token = await find(catalog, Token, name, None)
+        token = await find_entity(catalog, Token, name, None)
         if as_json:
-            print_json(plain(token))
+            print_json(to_public_dict(token))
             return
-        names = await Names.of(catalog, [token])
+        names = await NamesById.load(catalog, [token])
         print_fields(
             {
                 "name": token.name,
@@ -74,7 +82,7 @@ def show(name: Name, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = Fals
             }
         )
 
-    in_catalog(database, work)
+    run_with_catalog(database, work)
 
 
 @app.command()
@@ -89,13 +97,13 @@ def create(
     """Create an admin token and print it, this once. Without a scope it may read."""
 
     async def work(catalog: Catalog) -> tuple[Token, Credential]:
-        fields = {"name": name, **_fields(catalog, scope, expires)}
+        fields = {"name": name, **_token_fields(catalog, scope, expires)}
         if tenant is not None:
             fields["tenant_id"] = (await find_tenant(catalog, tenant)).id
-        async with catalog.edit(actor()) as edit:
+        async with catalog.edit(audit_actor()) as edit:
             return await edit.create_token(fields)
 
-    token, credential = in_catalog(database, work, with_peppers=True)
+    token, credential = run_with_catalog(database, work, with_peppers=True)
     print_secret(token, credential.text, as_json=as_json)
 
 
@@ -113,14 +121,14 @@ def update(
     """Change a token: only what you name."""
 
     async def work(catalog: Catalog) -> Token:
-        token = await find(catalog, Token, name, None)
-        changes = _fields(catalog, scope, expires)
+        token = await find_entity(catalog, Token, name, None)
+        changes = _token_fields(catalog, scope, expires)
         if new_name is not None:
             changes["name"] = new_name
-        async with catalog.edit(actor()) as edit:
+        async with catalog.edit(audit_actor()) as edit:
             return await edit.update(Token, token.id, changes)
 
-    print_done("Changed", in_catalog(database, work), as_json=as_json)
+    print_done("Changed", run_with_catalog(database, work), as_json=as_json)
 
 
 @app.command()
@@ -128,16 +136,16 @@ def delete(name: Name, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = Fa
     """Delete a token: it is refused from now on."""
 
     async def work(catalog: Catalog) -> Token:
-        token = await find(catalog, Token, name, None)
-        async with catalog.edit(actor()) as edit:
+        token = await find_entity(catalog, Token, name, None)
+        async with catalog.edit(audit_actor()) as edit:
             return await edit.delete(Token, token.id)
 
-    print_done("Deleted", in_catalog(database, work), as_json=as_json)
+    print_done("Deleted", run_with_catalog(database, work), as_json=as_json)
 
 
-def _fields(catalog: Catalog, scope: list[TokenScope] | None, expires: str | None) -> dict[str, Any]:
+def _token_fields(catalog: Catalog, scope: list[TokenScope] | None, expires: str | None) -> dict[str, Any]:
     fields: dict[str, Any] = {"scopes": tuple(scope)} if scope else {}
     if expires is not None:
-        now = at_time(catalog.clock.now_us())
-        fields["expires_at"] = None if expires == NONE else moment("--expires", expires, now)
+        now = to_datetime(catalog.clock.now_us())
+        fields["expires_at"] = None if expires == NONE_WORD else parse_time("--expires", expires, now)
     return fields

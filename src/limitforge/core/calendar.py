@@ -9,7 +9,7 @@ from enum import StrEnum
 from functools import lru_cache
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from limitforge.core.exact import MICROS
+from limitforge.core.exact import US_PER_SECOND
 from limitforge.errors import InvalidLimit
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -39,9 +39,9 @@ class Calendar:
         text = f"{self.period} {self.anchor_day} {self.time_zone}"
         return int.from_bytes(hashlib.sha1(text.encode(), usedforsecurity=False).digest()[:6], "big")
 
-    def around(self, now_us: int) -> tuple[int, int, int, int]:
+    def windows_around(self, now_us: int) -> tuple[int, int, int, int]:
         """Three consecutive windows as four instants; the middle one holds `now_us`."""
-        return _around(self, now_us // MICROS // 3_600, now_us)
+        return _around(self, now_us // US_PER_SECOND // 3_600, now_us)
 
 
 @lru_cache(maxsize=4_096)

@@ -8,16 +8,16 @@ from typing import Literal
 
 import msgspec
 
-from limitforge.core.exact import MAX_COUNT, cost_of, shown
-from limitforge.core.join import PLACE_WORDS, reported
-from limitforge.core.keys import MAX_BYTES, Keys, Place, text
-from limitforge.core.lanes import Home
+from limitforge.core.exact import MAX_COUNT, short_repr, validate_cost
+from limitforge.core.join import LAYER_WORDS, reported_names
+from limitforge.core.keys import MAX_KEY_PART_BYTES, Keys, Layer, parse_key_part
+from limitforge.core.lanes import TenantKeys
 from limitforge.core.limits import Limit, Mode, Scope
-from limitforge.core.plan import MAX_LIMITS, Limits, LimitsLike, Plan, Rule, known_priority, weight_us
+from limitforge.core.plan import MAX_LIMITS, Limits, LimitsLike, Plan, Rule, parse_priority, weight_us
 from limitforge.errors import InvalidInput
 
 TOKEN_BYTES = 8
-MAX_QUESTIONS = 16_384  # that are known, each in half a kilobyte
+MAX_PREPARED_CHECKS = 16_384  # that are known, each in half a kilobyte
 
 
 class Failure(StrEnum):
@@ -41,10 +41,10 @@ class Entry(msgspec.Struct, frozen=True):
     resource: str | bytes
     subject: str | bytes
     cost: int = 1
-    place: Place = Place.POLICY
+    layer: Layer = Layer.POLICY
 
 
-Take = tuple[Rule, str, int, str, str | None]
+Debit = tuple[Rule, str, int, str, str | None]
 """What a check wants of one bucket: rule, key, cost, resource, and where its subject's overrides are, if they reach it.
 
 A tuple, since one is made for each limit of each check."""
@@ -61,7 +61,7 @@ class Hold(msgspec.Struct, frozen=True):
     token: bytes
     ttl_us: int
     refund: bool
-    awaits: bool = False
+    needs_confirmation: bool = False
 
 
 class Check(msgspec.Struct, gc=False):
@@ -74,14 +74,14 @@ class Check(msgspec.Struct, gc=False):
     One that has a `question` is that about its subject, for its cost: what it takes is written out when somebody asks.
     """
 
-    written: list[Take] | None
+    built_debits: list[Debit] | None
     names: tuple[str, ...]
     lease: bytes = b""
-    varies: bool = False
+    is_dynamic: bool = False
     weight_us: int = 0
-    question: "Question | None" = None
+    prepared: "PreparedCheck | None" = None
     subject: str = ""
-    base: str = ""
+    bucket_prefix: str = ""
     """What the keys of its buckets start with."""
     cost: int = 0
     hold: Hold | None = None
@@ -92,32 +92,34 @@ class Check(msgspec.Struct, gc=False):
     is_raw: bool = False
 
     @property
-    def takes(self) -> list[Take]:
-        if self.written is None:
-            self.written = [] if self.question is None else self.question.takes(self.subject, self.base, self.cost)
-        return self.written
+    def debits(self) -> list[Debit]:
+        if self.built_debits is None:
+            self.built_debits = (
+                [] if self.prepared is None else self.prepared.debits(self.subject, self.bucket_prefix, self.cost)
+            )
+        return self.built_debits
 
     @property
-    def place(self) -> str:
+    def routing_key(self) -> str:
         """One of its buckets, by which it is found: the first that is its subject's own, if there is one."""
-        if self.written is None and self.question is not None:
-            return self.base + self.question.plan.alike[0][1]
-        for rule, key, *_ in self.takes:
+        if self.built_debits is None and self.prepared is not None:
+            return self.bucket_prefix + self.prepared.plan.uniform_rules[0][1]
+        for rule, key, *_ in self.debits:
             if rule.scope is Scope.SUBJECT or rule.scope is Scope.CALLER:
                 return key
-        return self.takes[0][1] if self.takes else ""
+        return self.debits[0][1] if self.debits else ""
 
-    def around(self, now_us: int) -> None:
+    def resolve_calendars(self, now_us: int) -> None:
         """Lay every quota's windows around a time."""
-        for at in range(len(self.takes)):
-            self.around_one(at, now_us)
+        for at in range(len(self.debits)):
+            self.resolve_calendar(at, now_us)
 
-    def around_one(self, at: int, now_us: int) -> None:
-        rule, *rest = self.takes[at]
-        self.takes[at] = (rule.around(now_us), *rest)  # type: ignore[assignment]
+    def resolve_calendar(self, at: int, now_us: int) -> None:
+        rule, *rest = self.debits[at]
+        self.debits[at] = (rule.at_time(now_us), *rest)  # type: ignore[assignment]
 
 
-def check_of(
+def build_check(
     keys: Keys,
     limits: LimitsLike,
     resource: str | bytes,
@@ -129,18 +131,18 @@ def check_of(
     shadow: LimitsLike | None = None,
 ) -> Check:
     """The simple form: one resource, one subject, and one cost for every limit (or one by name)."""
-    is_known = _is_itself(limits) and (shadow is None or _is_itself(shadow))
+    is_known = _is_cacheable(limits) and (shadow is None or _is_cacheable(shadow))
     if not isinstance(limits, Limits):
         limits = Limits.of(limits)
     try:
-        ask = _known_question if is_known else question_of
+        ask = _prepare_check_cached if is_known else prepare_check
         question = ask(keys, keys.generation, limits, resource, tenant, priority, shadow)
     except TypeError:  # something can't be looked up; if it is nonsense, that is said now
-        question = question_of(keys, keys.generation, limits, resource, tenant, priority, shadow)
-    return question.check(subject, cost, costs)
+        question = prepare_check(keys, keys.generation, limits, resource, tenant, priority, shadow)
+    return question.bind(subject, cost, costs)
 
 
-class Question(msgspec.Struct, frozen=True, eq=False, gc=False):
+class PreparedCheck(msgspec.Struct, frozen=True, eq=False, gc=False):
     """What all checks of one resource by one plan have in common: only their subjects and costs differ. It holds for
     as long as the keys are of this `generation`.
     """
@@ -148,53 +150,53 @@ class Question(msgspec.Struct, frozen=True, eq=False, gc=False):
     keys: Keys
     generation: int
     plan: Plan
-    candidate: Plan | None
+    shadow_plan: Plan | None
     resource: str
-    home: Home
-    index: str
+    tenant_keys: TenantKeys
+    override_index: str
     """Of the overrides of its subjects."""
-    start: str
+    bucket_prefix: str
     """What the key of every bucket starts with, up to the subject; empty if that is not the same for all."""
 
-    def check(self, subject: str | bytes, cost: int, costs: Mapping[str, int] | None) -> Check:
+    def bind(self, subject: str | bytes, cost: int, costs: Mapping[str, int] | None) -> Check:
         if type(cost) is not int or not 0 <= cost <= MAX_COUNT:
-            cost = cost_of("cost", cost)
-        if type(subject) is not str or len(subject) > MAX_BYTES or not subject.isascii():
-            subject = text("subject", subject)
+            cost = validate_cost("cost", cost)
+        if type(subject) is not str or len(subject) > MAX_KEY_PART_BYTES or not subject.isascii():
+            subject = parse_key_part("subject", subject)
         plan = self.plan
-        if not self.start or costs is not None or self.candidate is not None:
-            return self._any_check(subject, cost, costs)
+        if not self.bucket_prefix or costs is not None or self.shadow_plan is not None:
+            return self._bind_any(subject, cost, costs)
         return Check(
             None,
             plan.names,
-            os.urandom(TOKEN_BYTES) if plan.leases else b"",
-            plan.varies,
+            os.urandom(TOKEN_BYTES) if plan.takes_lease else b"",
+            plan.is_dynamic,
             plan.weight_us,
             self,
             subject,
-            f"{self.start}{len(subject)}:{subject}:",
+            f"{self.bucket_prefix}{len(subject)}:{subject}:",
             cost,
         )
 
-    def takes(self, subject: str, base: str, cost: int) -> list[Take]:
-        overrides = self.keys.overrides(self.home.wide, subject)
+    def debits(self, subject: str, base: str, cost: int) -> list[Debit]:
+        overrides = self.keys.overrides(self.tenant_keys.tenant_prefix, subject)
         return [
             (rule, base + suffix, 1 if requests and cost else cost, self.resource, overrides if overridable else None)
-            for rule, suffix, requests, overridable in self.plan.alike
+            for rule, suffix, requests, overridable in self.plan.uniform_rules
         ]
 
-    def _any_check(self, subject: str, cost: int, costs: Mapping[str, int] | None) -> Check:
-        home, candidate = self.home.now(), self.candidate
-        check = _plan_check(self.keys, self.plan, self.resource, subject, cost, costs, home)
+    def _bind_any(self, subject: str, cost: int, costs: Mapping[str, int] | None) -> Check:
+        home, candidate = self.tenant_keys.current(), self.shadow_plan
+        check = _check_of_plan(self.keys, self.plan, self.resource, subject, cost, costs, home)
         if candidate is not None:
-            costs = _named_in(costs, candidate)
-            check.shadow = _plan_check(self.keys, candidate, self.resource, subject, cost, costs, home)
+            costs = _costs_in_plan(costs, candidate)
+            check.shadow = _check_of_plan(self.keys, candidate, self.resource, subject, cost, costs, home)
             check.shadow.lease = check.lease = check.lease or check.shadow.lease
             check.weight_us += check.shadow.weight_us
         return check
 
 
-def question_of(
+def prepare_check(
     keys: Keys,
     generation: int,
     limits: Limits,
@@ -202,51 +204,62 @@ def question_of(
     tenant: str | bytes,
     priority: str,
     shadow: LimitsLike | None = None,
-) -> Question:
+) -> PreparedCheck:
     """Worked out for all checks that ask it; `generation` is that of the keys."""
-    resource = text("resource", resource)
-    home, plan = keys.home(tenant), limits.plan(priority)
-    candidate = None if shadow is None else Limits.of(shadow).plan(priority, Place.SHADOW)
-    index = keys.override_index(home.wide)
-    return Question(keys, generation, plan, candidate, resource, home, index, _start(plan, home, resource))
+    resource = parse_key_part("resource", resource)
+    home, plan = keys.tenant_keys(tenant), limits.plan(priority)
+    candidate = None if shadow is None else Limits.of(shadow).plan(priority, Layer.SHADOW)
+    index = keys.override_index(home.tenant_prefix)
+    return PreparedCheck(keys, generation, plan, candidate, resource, home, index, _bucket_prefix(plan, home, resource))
 
 
-_known_question: Callable[..., Question] = lru_cache(maxsize=MAX_QUESTIONS)(question_of)
+_prepare_check_cached: Callable[..., PreparedCheck] = lru_cache(maxsize=MAX_PREPARED_CHECKS)(prepare_check)
 
 
-def _start(plan: Plan, home: Home, resource: str) -> str:
-    if not plan.alike or plan.is_mixed or home.moves is not None or len(home.lanes) > 1:
+def _bucket_prefix(plan: Plan, home: TenantKeys, resource: str) -> str:
+    if (
+        not plan.uniform_rules
+        or plan.is_partly_local
+        or home.scheduled_change is not None
+        or len(home.lane_prefixes) > 1
+    ):
         return ""
-    scope, place = plan.rules[0].scope, plan.rules[0].place
-    return Keys.start(scope, place, home.wide, resource) if scope in (Scope.SUBJECT, Scope.CALLER) else ""
+    scope, place = plan.rules[0].scope, plan.rules[0].layer
+    return (
+        Keys.subject_bucket_prefix(scope, place, home.tenant_prefix, resource)
+        if scope in (Scope.SUBJECT, Scope.CALLER)
+        else ""
+    )
 
 
-def _plan_check(
-    keys: Keys, plan: Plan, resource: str, subject: str, cost: int, costs: Mapping[str, int] | None, home: Home
+def _check_of_plan(
+    keys: Keys, plan: Plan, resource: str, subject: str, cost: int, costs: Mapping[str, int] | None, home: TenantKeys
 ) -> Check:
-    own = home.of_subject(subject)
-    takes = _takes(keys, plan, resource, subject, cost, home, own)
-    lease = os.urandom(TOKEN_BYTES) if plan.leases else b""
-    check = Check(takes, plan.names, lease, plan.varies, plan.weight_us, is_mixed=plan.is_mixed)
+    own = home.subject_prefix(subject)
+    takes = _debits_of_plan(keys, plan, resource, subject, cost, home, own)
+    lease = os.urandom(TOKEN_BYTES) if plan.takes_lease else b""
+    check = Check(takes, plan.names, lease, plan.is_dynamic, plan.weight_us, is_mixed=plan.is_partly_local)
     if costs is not None:
-        _cost_by_name(check, costs, plan)
+        _apply_costs(check, costs, plan)
     return check
 
 
-def _takes(keys: Keys, plan: Plan, resource: str, subject: str, cost: int, home: Home, own: str) -> list[Take]:
-    takes: list[Take] = []
+def _debits_of_plan(
+    keys: Keys, plan: Plan, resource: str, subject: str, cost: int, home: TenantKeys, own: str
+) -> list[Debit]:
+    takes: list[Debit] = []
     overrides = keys.overrides(own, subject)
-    base, scope, place, bucket = "", None, "", keys.bucket
+    base, scope, place, bucket = "", None, "", keys.bucket_prefix
     for rule in plan.rules:
-        if rule.scope is not scope or rule.place is not place:
-            scope, place = rule.scope, rule.place
+        if rule.scope is not scope or rule.layer is not place:
+            scope, place = rule.scope, rule.layer
             base = bucket(scope, place, home, own, resource, subject)
-        key = base + rule.suffix
+        key = base + rule.key_suffix
         takes.append(
             (
-                rule.at(keys.unprefixed(key)) if rule.varies else rule,
+                rule.for_key(keys.without_prefix(key)) if rule.is_dynamic else rule,
                 key,
-                1 if rule.requests and cost else cost,
+                1 if rule.counts_requests and cost else cost,
                 resource,
                 overrides if rule.overridable else None,
             )
@@ -254,51 +267,51 @@ def _takes(keys: Keys, plan: Plan, resource: str, subject: str, cost: int, home:
     return takes
 
 
-def _is_itself(limits: LimitsLike) -> bool:
+def _is_cacheable(limits: LimitsLike) -> bool:
     """Whether it is the same limits each time that it is given. A list is made into others with each check."""
     return isinstance(limits, Limits | str | Limit)
 
 
-def charge_of(charges: Iterable[Take]) -> Check:
+def build_charge(charges: Iterable[Debit]) -> Check:
     """A check that takes without asking for room: what counted, or was admitted, while the store was not asked.
 
     If the store can't be reached it is lost, and says so: nothing is ever charged twice.
     """
-    takes: list[Take] = [(rule.charged(), *rest) for rule, *rest in charges]  # type: ignore[misc]
-    varies = any(rule.varies for rule, *_ in takes)
+    takes: list[Debit] = [(rule.as_charge(), *rest) for rule, *rest in charges]  # type: ignore[misc]
+    varies = any(rule.is_dynamic for rule, *_ in takes)
     names = tuple(rule.limit.name for rule, *_ in takes)
     weight = weight_us(rule for rule, *_ in takes)
-    return Check(takes, names, varies=varies, failure=Failure.RAISE, weight_us=weight)
+    return Check(takes, names, is_dynamic=varies, failure=Failure.RAISE, weight_us=weight)
 
 
-def failure_of(failure: object) -> Failure | None:
+def parse_failure(failure: object) -> Failure | None:
     """What a caller asked for, or None where it said nothing."""
     if failure is None or isinstance(failure, Failure):
         return failure
     try:
         return Failure(failure)  # type: ignore[arg-type]
     except ValueError:
-        raise InvalidInput("failure", f"must be one of {', '.join(Failure)}, got {shown(failure)}") from None
+        raise InvalidInput("failure", f"must be one of {', '.join(Failure)}, got {short_repr(failure)}") from None
 
 
-def check_of_entries(keys: Keys, entries: Iterable[Entry], *, tenant: str | bytes, priority: str) -> Check:
+def build_check_from_entries(keys: Keys, entries: Iterable[Entry], *, tenant: str | bytes, priority: str) -> Check:
     """The general form. Entries of the same limit and key are merged, their costs added."""
-    known = known_priority(priority)
-    home = keys.home(tenant)
+    known = parse_priority(priority)
+    home = keys.tenant_keys(tenant)
     wanted: dict[str, tuple[Entry, Rule, str, str, int]] = {}
     for at, entry in enumerate(entries):
         if not isinstance(entry, Entry) or not isinstance(entry.limit, Limit):
-            raise InvalidInput(f"entries[{at}]", f"must be an Entry with a limit, got {shown(entry)}")
-        if not isinstance(entry.place, Place):
-            raise InvalidInput(f"entries[{at}].place", f"must be a Place, got {shown(entry.place)}")
+            raise InvalidInput(f"entries[{at}]", f"must be an Entry with a limit, got {short_repr(entry)}")
+        if not isinstance(entry.layer, Layer):
+            raise InvalidInput(f"entries[{at}].place", f"must be a Place, got {short_repr(entry.layer)}")
         if entry.limit.mode is Mode.OFF:
             continue
-        rule = Limits.of(entry.limit).plan(known, entry.place).rules[0]
-        resource = text(f"entries[{at}].resource", entry.resource)
-        subject = text(f"entries[{at}].subject", entry.subject)
-        cost = cost_of(f"entries[{at}].cost", entry.cost)
-        own = home.of_subject(subject)
-        key = keys.bucket(rule.scope, rule.place, home, own, resource, subject) + rule.suffix
+        rule = Limits.of(entry.limit).plan(known, entry.layer).rules[0]
+        resource = parse_key_part(f"entries[{at}].resource", entry.resource)
+        subject = parse_key_part(f"entries[{at}].subject", entry.subject)
+        cost = validate_cost(f"entries[{at}].cost", entry.cost)
+        own = home.subject_prefix(subject)
+        key = keys.bucket_prefix(rule.scope, rule.layer, home, own, resource, subject) + rule.key_suffix
         if key in wanted:
             first, rule, resource, subject, earlier = wanted[key]
             if first.limit != entry.limit:
@@ -313,46 +326,48 @@ def check_of_entries(keys: Keys, entries: Iterable[Entry], *, tenant: str | byte
         wanted[key] = entry, rule, resource, subject, cost
     if len(wanted) > MAX_LIMITS:
         raise InvalidInput("entries", f"at most {MAX_LIMITS} buckets in one check, got {len(wanted)}")
-    takes: list[Take] = [
+    takes: list[Debit] = [
         (
-            rule.at(keys.unprefixed(key)) if rule.varies else rule,
+            rule.for_key(keys.without_prefix(key)) if rule.is_dynamic else rule,
             key,
-            1 if rule.requests and cost else cost,
+            1 if rule.counts_requests and cost else cost,
             resource,
-            keys.overrides(home.of_subject(subject), subject) if rule.overridable else None,
+            keys.overrides(home.subject_prefix(subject), subject) if rule.overridable else None,
         )
         for key, (_, rule, resource, subject, cost) in wanted.items()
     ]
     leases = any(rule.holds_lease for rule, *_ in takes)
-    varies = any(rule.varies for rule, *_ in takes)
-    names = reported([(rule.place, rule.limit.name) for rule, *_ in takes])
+    varies = any(rule.is_dynamic for rule, *_ in takes)
+    names = reported_names([(rule.layer, rule.limit.name) for rule, *_ in takes])
     weight = weight_us(rule for rule, *_ in takes)
-    is_mixed = any(rule.leased or rule.local for rule, *_ in takes)
+    is_mixed = any(rule.prepaid or rule.local for rule, *_ in takes)
     return Check(takes, names, os.urandom(TOKEN_BYTES) if leases else b"", varies, weight, is_mixed=is_mixed)
 
 
-def _cost_by_name(check: Check, costs: Mapping[str, int], plan: Plan) -> None:
+def _apply_costs(check: Check, costs: Mapping[str, int], plan: Plan) -> None:
     """Replace the costs of the limits that are named. A name with its place goes before the bare one."""
     if not isinstance(costs, Mapping):
-        raise InvalidInput("costs", f"must map limit names to integers, got {shown(costs)}")
+        raise InvalidInput("costs", f"must map limit names to integers, got {short_repr(costs)}")
     named: set[int] = set()
     for name, given in costs.items():
-        if name not in plan.known:
-            known = ", ".join(sorted(plan.known)) or "none"
+        if name not in plan.indexes_by_name:
+            known = ", ".join(sorted(plan.indexes_by_name)) or "none"
             raise InvalidInput(f"costs.{name!s:.64}", f"no limit of that name; there are {known}")
-        cost = cost_of(f"costs.{name}", given)
-        is_placed = name.partition(":")[0] in PLACE_WORDS
-        for at in plan.known[name]:
+        cost = validate_cost(f"costs.{name}", given)
+        is_placed = name.partition(":")[0] in LAYER_WORDS
+        for at in plan.indexes_by_name[name]:
             if is_placed:
                 named.add(at)
             elif at in named:
                 continue
-            rule, key, _, resource, overrides = check.takes[at]
-            check.takes[at] = (rule, key, 1 if rule.requests and cost else cost, resource, overrides)
+            rule, key, _, resource, overrides = check.debits[at]
+            check.debits[at] = (rule, key, 1 if rule.counts_requests and cost else cost, resource, overrides)
 
 
-def _named_in(costs: Mapping[str, int] | None, plan: Plan) -> Mapping[str, int] | None:
+def _costs_in_plan(costs: Mapping[str, int] | None, plan: Plan) -> Mapping[str, int] | None:
     """A candidate plan need not have every limit that the live one has."""
     return (
-        costs if not isinstance(costs, Mapping) else {name: cost for name, cost in costs.items() if name in plan.known}
+        costs
+        if not isinstance(costs, Mapping)
+        else {name: cost for name, cost in costs.items() if name in plan.indexes_by_name}
     )

@@ -5,14 +5,14 @@ from typing import cast
 
 import msgspec
 
-from limitforge.core.algorithms.steps import NEVER, UNLIMITED
-from limitforge.core.check import Check, Failure, Hold, Take
-from limitforge.core.keys import encoded, overflow_key
+from limitforge.core.algorithms.base import NEVER, UNLIMITED
+from limitforge.core.check import Check, Debit, Failure, Hold
+from limitforge.core.handles import HeldLimit, Lease, Reservation, empty_reservation, encode_handle
+from limitforge.core.keys import encode_key, overflow_key
 from limitforge.core.limits import Quota
-from limitforge.core.tickets import HeldLimit, Lease, Reservation, nothing_held, ticket_id
 from limitforge.errors import LimitforgeError
 
-Row = tuple[int, int, int, int, int]
+LimitRow = tuple[int, int, int, int, int]
 """What a store tells of one limit: limit, remaining, reset and wait in microseconds, and 1 if a reservation or lease is
 open on it, OVERFLOWED more if an overflow bucket decided.
 """
@@ -62,33 +62,35 @@ class Outcome(msgspec.Struct, gc=False):
     now_us: int
     allowed: bool
     delay_us: int
-    rows: list[Row]
+    rows: list[LimitRow]
 
 
-class Admission(msgspec.Struct, gc=False):
+class CompactOutcome(msgspec.Struct, gc=False):
     """A check that was allowed by limits that are as planned, with nothing else to say: `numbers` are what each has
     left, and in how many microseconds it resets.
     """
 
     now_us: int
-    numbers: list[int]
+    remaining_and_reset_us: list[int]
 
-    def outcome(self, check: Check) -> Outcome:
-        told = iter(self.numbers)
-        rows = [(take[0].steps.limit, left, reset_us, 0, 0) for take, left, reset_us in zip(check.takes, told, told)]  # noqa: B905 - one iterator twice
+    def expand(self, check: Check) -> Outcome:
+        told = iter(self.remaining_and_reset_us)
+        rows = [
+            (take[0].algorithm.limit, left, reset_us, 0, 0) for take, left, reset_us in zip(check.debits, told, told)
+        ]  # noqa: B905 - one iterator twice
         return Outcome(self.now_us, allowed=True, delay_us=-1, rows=rows)
 
 
-Judged = Decision | Outcome | Admission | LimitforgeError
+CheckResult = Decision | Outcome | CompactOutcome | LimitforgeError
 """What a check is answered with."""
 
 
-def answer_of(check: Check, outcome: Outcome) -> Decision | Outcome:
+def build_result(check: Check, outcome: Outcome) -> Decision | Outcome:
     """What a check without a candidate plan is answered with: a decision, unless what was told will do."""
-    return outcome if check.is_raw else decision_of(check, outcome)
+    return outcome if check.is_raw else build_decision(check, outcome)
 
 
-def decision_of(check: Check, outcome: Outcome, shadow: Outcome | None = None) -> Decision:
+def build_decision(check: Check, outcome: Outcome, shadow: Outcome | None = None) -> Decision:
     """Rounds what the store told, finds which limit binds, and hands out the ids of what is held."""
     allowed, delay_us = outcome.allowed, outcome.delay_us
     limits: dict[str, LimitState] = {}
@@ -97,7 +99,7 @@ def decision_of(check: Check, outcome: Outcome, shadow: Outcome | None = None) -
     bound: LimitState | None = None
     bound_reset_us = 0
     highest: float = 0
-    takes, names = check.takes, check.names
+    takes, names = check.debits, check.names
     overflow = False
     for at, (limit, remaining, reset_us, wait_us, is_open) in enumerate(outcome.rows):
         if is_open >= OVERFLOWED:
@@ -143,7 +145,7 @@ def decision_of(check: Check, outcome: Outcome, shadow: Outcome | None = None) -
     return decision
 
 
-def open_decision(check: Check) -> Decision:
+def fail_open_decision(check: Check) -> Decision:
     """Let a check pass without its store: nothing is known of its limits, and what it holds is of no bucket."""
     return Decision(
         allowed=True,
@@ -156,14 +158,16 @@ def open_decision(check: Check) -> Decision:
         limits={},
         binding=None,
         degraded=Failure.OPEN.value,
-        lease_id=ticket_id(Lease(check.lease, [])) if any(c and r.holds_lease for r, _, c, *_ in check.takes) else None,
-        reservation_id=None if check.hold is None else ticket_id(nothing_held(encoded(check.hold.key))),
+        lease_id=encode_handle(Lease(check.lease, []))
+        if any(c and r.holds_lease for r, _, c, *_ in check.debits)
+        else None,
+        reservation_id=None if check.hold is None else encode_handle(empty_reservation(encode_key(check.hold.key))),
     )
 
 
-def closed_decision(check: Check, retry_after_ms: int) -> Decision:
+def fail_closed_decision(check: Check, retry_after_ms: int) -> Decision:
     """Deny a check without its store, until it may be asked again. A look is allowed, as any look is."""
-    allowed = not any(cost for _, _, cost, *_ in check.takes)
+    allowed = not any(cost for _, _, cost, *_ in check.debits)
     return Decision(
         allowed=allowed,
         limit=None,
@@ -182,8 +186,8 @@ def _with_ids(decision: Decision, check: Check, outcome: Outcome, shadow: Outcom
     return msgspec.structs.replace(
         decision,
         lease_id=_lease_id(check, outcome, shadow) if decision.allowed and check.lease else None,
-        reservation_id=reservation_id(check, outcome) if decision.allowed and check.hold is not None else None,
-        shadow=None if shadow is None or check.shadow is None else decision_of(check.shadow, shadow),
+        reservation_id=encode_reservation_id(check, outcome) if decision.allowed and check.hold is not None else None,
+        shadow=None if shadow is None or check.shadow is None else build_decision(check.shadow, shadow),
     )
 
 
@@ -195,27 +199,29 @@ def _lease_id(check: Check, outcome: Outcome, shadow: Outcome | None) -> str | N
     asked = [
         (deciding_key(take, row), row)
         for group, judged in groups
-        for take, row in zip(group.takes, judged.rows, strict=True)
+        for take, row in zip(group.debits, judged.rows, strict=True)
         if take[2] and take[0].holds_lease
     ]
     if not asked:
         return None
-    return ticket_id(Lease(check.lease, [encoded(key) for key, row in asked if row[0] != UNLIMITED and row[3] == 0]))
+    return encode_handle(
+        Lease(check.lease, [encode_key(key) for key, row in asked if row[0] != UNLIMITED and row[3] == 0])
+    )
 
 
-def deciding_key(take: Take, row: Row) -> str:
+def deciding_key(take: Debit, row: LimitRow) -> str:
     """Return the bucket that decided a take: its own, or the overflow bucket."""
     rule, key, *_ = take
     return overflow_key(key, rule.overflow_suffix) if row[4] >= OVERFLOWED else key
 
 
-def reservation_id(check: Check, outcome: Outcome) -> str:
+def encode_reservation_id(check: Check, outcome: Outcome) -> str:
     """The id of what a check holds, which must be held."""
     hold = cast("Hold", check.hold)
     limits = []
-    for take, row, name in zip(check.takes, outcome.rows, check.names, strict=True):
+    for take, row, name in zip(check.debits, outcome.rows, check.names, strict=True):
         rule, key = take[0], deciding_key(take, row)
         limit = rule.limit
         calendar = (str(limit.period), limit.time_zone, limit.anchor_day) if isinstance(limit, Quota) else None
-        limits.append(HeldLimit(encoded(key), name, rule.requests, calendar))
-    return ticket_id(Reservation(hold.token, encoded(hold.key), limits))
+        limits.append(HeldLimit(encode_key(key), name, rule.counts_requests, calendar))
+    return encode_handle(Reservation(hold.token, encode_key(hold.key), limits))

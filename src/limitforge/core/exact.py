@@ -15,11 +15,11 @@ MAX_EXACT = 2**52
 MAX_PER_US = 2**42
 MAX_COUNT = MAX_EXACT - 1
 MAX_COUNTER_LIMIT = 2**41
-MAX_LISTED = 1_000  # entries of a log, slots of a concurrency limit
-MICROS = 1_000_000
+MAX_ENTRIES = 1_000  # entries of a log, slots of a concurrency limit
+US_PER_SECOND = 1_000_000
 MIN_DURATION_US = 1_000
-TEN_YEARS_US = 3_650 * 86_400 * MICROS
-FIFTY_DAYS_US = 50 * 86_400 * MICROS
+TEN_YEARS_US = 3_650 * 86_400 * US_PER_SECOND
+FIFTY_DAYS_US = 50 * 86_400 * US_PER_SECOND
 
 _DECIMALS = 6
 _MAX_DENOMINATOR = 10_000
@@ -45,24 +45,24 @@ class Rate:
         exact = _decimal(field, per_second)
         if exact is None:
             if not isinstance(per_second, float):
-                raise InvalidLimit(field, f"at most {_DECIMALS} decimals, got {shown(per_second)}")
+                raise InvalidLimit(field, f"at most {_DECIMALS} decimals, got {short_repr(per_second)}")
             exact = Fraction(per_second).limit_denominator(_MAX_DENOMINATOR)
         if exact <= 0:
             near = f", which is 0 in {_MAX_DENOMINATOR}ths" if exact == 0 and per_second else ""
-            raise InvalidLimit(field, f"must be above 0, got {shown(per_second)}{near}")
-        per_us = exact / MICROS
+            raise InvalidLimit(field, f"must be above 0, got {short_repr(per_second)}{near}")
+        per_us = exact / US_PER_SECOND
         return cls._checked(field, per_us.numerator, per_us.denominator)
 
     @property
     def per_second(self) -> float:
         """The nearest float, which is parsed as this same rate unless its fraction is a rare one."""
-        return self.tokens * MICROS / self.per_us
+        return self.tokens * US_PER_SECOND / self.per_us
 
     @classmethod
     def per_window(cls, field: str, count: int, window_us: int) -> "Rate":
         """Exactly `count` per window."""
         if window_us < MIN_DURATION_US:
-            raise InvalidLimit("window_seconds", f"must be at least 0.001, got {window_us / MICROS}")
+            raise InvalidLimit("window_seconds", f"must be at least 0.001, got {window_us / US_PER_SECOND}")
         exact = Fraction(count, window_us)
         return cls._checked(field, exact.numerator, exact.denominator)
 
@@ -77,47 +77,49 @@ class Rate:
         return cls(tokens, per_us)
 
 
-def whole(field: str, value: object, *, minimum: int = 0, maximum: int = MAX_COUNT) -> int:
+def parse_integer(field: str, value: object, *, minimum: int = 0, maximum: int = MAX_COUNT) -> int:
     """A whole number within its bounds, from an integer, an integral float or a decimal string."""
     if type(value) is int:
         number = value
     else:
         exact = _decimal(field, value)
         if exact is None or exact.denominator != 1:
-            raise InvalidLimit(field, f"must be a whole number, got {shown(value)}")
+            raise InvalidLimit(field, f"must be a whole number, got {short_repr(value)}")
         number = exact.numerator
     if not minimum <= number <= maximum:
-        raise InvalidLimit(field, f"must be from {minimum} to {maximum}, got {shown(value)}")
+        raise InvalidLimit(field, f"must be from {minimum} to {maximum}, got {short_repr(value)}")
     return number
 
 
-def duration_us(field: str, seconds: object, *, maximum_us: int = TEN_YEARS_US) -> int:
+def parse_duration_us(field: str, seconds: object, *, maximum_us: int = TEN_YEARS_US) -> int:
     """Seconds with at most 6 decimals, as microseconds."""
     exact = _decimal(field, seconds)
     if exact is None:
-        raise InvalidLimit(field, f"at most {_DECIMALS} decimals, got {shown(seconds)}")
-    micros = exact * MICROS
+        raise InvalidLimit(field, f"at most {_DECIMALS} decimals, got {short_repr(seconds)}")
+    micros = exact * US_PER_SECOND
     if not MIN_DURATION_US <= micros <= maximum_us:
-        raise InvalidLimit(field, f"must be from 0.001 to {maximum_us // MICROS} seconds, got {shown(seconds)}")
+        raise InvalidLimit(
+            field, f"must be from 0.001 to {maximum_us // US_PER_SECOND} seconds, got {short_repr(seconds)}"
+        )
     return micros.numerator
 
 
-def seconds_text(micros: int) -> str:
+def format_seconds(micros: int) -> str:
     """Write microseconds as decimal seconds, exactly and without trailing zeros."""
-    seconds, rest = divmod(micros, MICROS)
+    seconds, rest = divmod(micros, US_PER_SECOND)
     return f"{seconds}.{rest:06}".rstrip("0").rstrip(".") if rest else str(seconds)
 
 
-def cost_of(field: str, value: object) -> int:
+def validate_cost(field: str, value: object) -> int:
     """A cost: an integer from 0 to below 2^52. Costs come with every check, so nothing is converted here."""
     if type(value) is not int:
-        raise InvalidInput(field, f"must be an integer, got {shown(value)}")
+        raise InvalidInput(field, f"must be an integer, got {short_repr(value)}")
     if not 0 <= value <= MAX_COUNT:
-        raise InvalidInput(field, f"must be from 0 to {MAX_COUNT}, got {shown(value)}")
+        raise InvalidInput(field, f"must be from 0 to {MAX_COUNT}, got {short_repr(value)}")
     return value
 
 
-def share_of(limit: int, percent: int) -> int:
+def percent_of(limit: int, percent: int) -> int:
     """floor(limit * percent / 100), in the steps that Lua can do exactly."""
     hundreds, rest = divmod(limit, 100)
     return hundreds * percent + rest * percent // 100
@@ -126,19 +128,19 @@ def share_of(limit: int, percent: int) -> int:
 def _decimal(field: str, value: object) -> Fraction | None:
     """The number exactly; None where it has more than 6 decimals."""
     if isinstance(value, bool) or not isinstance(value, int | float | str | Decimal):
-        raise InvalidLimit(field, f"must be a number, got {shown(value)}")
+        raise InvalidLimit(field, f"must be a number, got {short_repr(value)}")
     if isinstance(value, int):
         return Fraction(value)
     if isinstance(value, str) and (len(value) > _MAX_DIGITS or not _PLAIN_NUMBER.fullmatch(value.strip())):
-        raise InvalidLimit(field, f"must be a plain decimal number, got {shown(value)}")
+        raise InvalidLimit(field, f"must be a plain decimal number, got {short_repr(value)}")
     number = Decimal(repr(value)) if isinstance(value, float) else Decimal(value)
     if not number.is_finite() or abs(number.adjusted()) > _MAX_DIGITS:
-        raise InvalidLimit(field, f"must be a number of a sensible size, got {shown(value)}")
+        raise InvalidLimit(field, f"must be a number of a sensible size, got {short_repr(value)}")
     exact = Fraction(number)
     return exact if (10**_DECIMALS * exact).denominator == 1 else None
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """A value for a message: short, whatever it is."""
     try:
         text = repr(value)

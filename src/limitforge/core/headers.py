@@ -19,14 +19,14 @@ from math import inf
 
 import msgspec
 
-from limitforge.core.algorithms.fixed_window import FixedWindowSteps
-from limitforge.core.algorithms.level import LevelSteps
-from limitforge.core.algorithms.sliding_window import SlidingWindowSteps
-from limitforge.core.algorithms.sliding_window_counter import SlidingWindowCounterSteps
+from limitforge.core.algorithms.fixed_window import FixedWindowAlgorithm
+from limitforge.core.algorithms.level import LevelAlgorithm
+from limitforge.core.algorithms.sliding_window import SlidingWindowAlgorithm
+from limitforge.core.algorithms.sliding_window_counter import SlidingWindowCounterAlgorithm
 from limitforge.core.calendar import Period
 from limitforge.core.clock import Clock, SystemClock
 from limitforge.core.decision import Decision, LimitState
-from limitforge.core.exact import MICROS, shown
+from limitforge.core.exact import US_PER_SECOND, short_repr
 from limitforge.core.limits import Concurrency, Limit, Priority, Quota
 from limitforge.core.plan import Limits, LimitsLike, Plan
 from limitforge.errors import InvalidInput
@@ -48,7 +48,7 @@ class HeaderStyle(StrEnum):
     DRAFT_11 = "draft-11"
 
 
-class ResetForm(StrEnum):
+class ResetUnit(StrEnum):
     """What `X-RateLimit-Reset` counts: seconds since 1970, or seconds from now."""
 
     EPOCH = "epoch"
@@ -58,11 +58,11 @@ class ResetForm(StrEnum):
 DEFAULT_STYLES = frozenset({HeaderStyle.LEGACY, HeaderStyle.DRAFT_11})
 
 
-class HeaderForm(msgspec.Struct, frozen=True):
+class HeaderOptions(msgspec.Struct, frozen=True):
     """Which fields are sent, and how they count."""
 
     styles: frozenset[HeaderStyle] = DEFAULT_STYLES
-    reset: ResetForm = ResetForm.EPOCH
+    reset: ResetUnit = ResetUnit.EPOCH
 
 
 _AT_ONCE = (b"retry-after", b"0")
@@ -77,17 +77,17 @@ _STARTS = {
 }
 
 
-def block(headers: Iterable[Header]) -> bytes:
+def encode_block(headers: Iterable[Header]) -> bytes:
     """The fields as HTTP/1.1 sends them, each with its line end, their names as they are."""
     return b"".join([b"%b: %b\r\n" % header for header in headers])
 
 
-def fields_of(block: bytes) -> list[Header]:
+def parse_block(block: bytes) -> list[Header]:
     """The fields of such a block."""
     return [(name, value) for name, _, value in [line.partition(b": ") for line in block.split(b"\r\n")[:-1]]]
 
 
-def lines(headers: Iterable[Header]) -> bytes:
+def encode_lines(headers: Iterable[Header]) -> bytes:
     """The fields as HTTP/1.1 sends them, each with its line end."""
     return b"".join([b"%b%b\r\n" % (_STARTS[name], value) for name, value in headers])
 
@@ -130,7 +130,7 @@ class HeaderTemplate:
         self,
         items: Mapping[str, _Item],
         styles: Collection[HeaderStyle],
-        reset: ResetForm,
+        reset: ResetUnit,
         clock: Clock,
     ) -> None:
         self._items = items
@@ -139,7 +139,7 @@ class HeaderTemplate:
         self._draft_06 = HeaderStyle.DRAFT_06 in styles
         self._draft_11 = HeaderStyle.DRAFT_11 in styles
         self._clock = clock
-        self.is_epoch = reset is ResetForm.EPOCH
+        self.is_epoch = reset is ResetUnit.EPOCH
         """Whether `X-RateLimit-Reset` tells the time, not how long it is until then."""
 
     @classmethod
@@ -147,7 +147,7 @@ class HeaderTemplate:
         cls,
         limits: Plan | LimitsLike,
         styles: Collection[HeaderStyle] = DEFAULT_STYLES,
-        reset: ResetForm = ResetForm.EPOCH,
+        reset: ResetUnit = ResetUnit.EPOCH,
         clock: Clock | None = None,
     ) -> "HeaderTemplate":
         """For decisions of these limits, whatever the priority. A decision tells the time of its reset, unless all of
@@ -173,14 +173,14 @@ class HeaderTemplate:
 
     def block(self, decision: Decision) -> bytes:
         """The same as one block of lines."""
-        return block(self.fields(decision))
+        return encode_block(self.fields(decision))
 
     @property
-    def has_form(self) -> bool:
+    def has_format_string(self) -> bool:
         """Whether `form` knows these styles: nearly everybody has the default ones."""
         return self._legacy and self._draft_11 and not self._draft_06
 
-    def form(self, size: int, *, allowed: bool) -> bytes:
+    def format_string(self, size: int, *, allowed: bool) -> bytes:
         """The block of decisions by limits that are all as planned, the one that binds of that size, with a place for
         each number: remaining and reset of that one, remaining and seconds of each; if denied, how long to wait.
         """
@@ -201,7 +201,7 @@ class HeaderTemplate:
                 return
             limit, reset_ms = state.limit, state.reset_after_ms
             remaining = state.remaining if state.allowed and state.remaining is not None else 0
-            reset_at = -(-(self._clock.now_us() + reset_ms * 1_000) // MICROS)
+            reset_at = -(-(self._clock.now_us() + reset_ms * 1_000) // US_PER_SECOND)
         seconds = -(-reset_ms // 1_000)
         if self._legacy:
             headers += (
@@ -258,7 +258,7 @@ def _policy(quoted: str, limit: Limit | None, size: int) -> str:
     if isinstance(limit, Concurrency):
         return f'{quoted};q={size};qu="concurrent-requests"'
     window_us = None if limit is None else _window_us(limit, size)
-    window = "" if window_us is None else f";w={max(-(-window_us // MICROS), 1)}"
+    window = "" if window_us is None else f";w={max(-(-window_us // US_PER_SECOND), 1)}"
     return f"{quoted};q={min(size, MAX_INTEGER)}{window}"
 
 
@@ -266,16 +266,16 @@ def _window_us(limit: Limit, size: int) -> int | None:
     """How long a limit of this size looks back: a bucket's time to full. None for a bucket that is unlimited in its
     plan, and so need not have a rate there.
     """
-    steps = limit.steps
-    if isinstance(steps, LevelSteps):
+    steps = limit.compiled
+    if isinstance(steps, LevelAlgorithm):
         return None if limit.size is None else -(-size * steps.per_us // steps.tokens)
-    if isinstance(steps, FixedWindowSteps | SlidingWindowSteps | SlidingWindowCounterSteps):
+    if isinstance(steps, FixedWindowAlgorithm | SlidingWindowAlgorithm | SlidingWindowCounterAlgorithm):
         return steps.window_us
-    return PERIOD_SECONDS[Period(limit.period)] * MICROS if isinstance(limit, Quota) else None
+    return PERIOD_SECONDS[Period(limit.period)] * US_PER_SECOND if isinstance(limit, Quota) else None
 
 
 def _string(text: str) -> str:
     """A string of a structured field (RFC 9651, section 4.1.6). Names have none of what is escaped or refused."""
     if not text.isascii() or not text.isprintable():
-        raise InvalidInput("name", f"must be printable ASCII in a header, got {shown(text)}")
+        raise InvalidInput("name", f"must be printable ASCII in a header, got {short_repr(text)}")
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

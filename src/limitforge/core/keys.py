@@ -22,13 +22,13 @@ from collections.abc import Mapping
 from enum import StrEnum
 from functools import lru_cache
 
-from limitforge.core.exact import shown
-from limitforge.core.lanes import ONE_LANE, Home, Lanes, LanesLike, lanes_of
+from limitforge.core.exact import short_repr
+from limitforge.core.lanes import ONE_LANE, Lanes, LanesLike, TenantKeys, parse_lanes
 from limitforge.core.limits import Scope
 from limitforge.errors import InvalidInput
 
-MAX_BYTES = 512
-MAX_HOMES = 16_384
+MAX_KEY_PART_BYTES = 512
+MAX_CACHED_TENANTS = 16_384
 _PREFIX = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 _ESCAPED = str.maketrans({"%": "%25", "{": "%7B", "}": "%7D", "/": "%2F"})
 _EMPTY_TENANT = "%-"  # an empty tag would not be one; "%" is always followed by two digits in an escaped tenant
@@ -37,7 +37,7 @@ _MEMBERS = "%m"
 _SUBJECT = Scope.SUBJECT  # looking up a member of an enum takes longer than the rest of a comparison
 
 
-class Place(StrEnum):
+class Layer(StrEnum):
     """Which place a plan has among those that join in a check: limits of equal names in different places are apart."""
 
     OPERATOR = "o"
@@ -51,53 +51,55 @@ class Keys:
 
     def __init__(self, prefix: str = "lf", lanes: Mapping[str, LanesLike] | None = None) -> None:
         if not isinstance(prefix, str) or not _PREFIX.fullmatch(prefix):
-            raise InvalidInput("key_prefix", f"must be 1 to 64 letters, digits or -_.: characters, got {shown(prefix)}")
+            raise InvalidInput(
+                "key_prefix", f"must be 1 to 64 letters, digits or -_.: characters, got {short_repr(prefix)}"
+            )
         self.prefix = prefix
-        self.lanes: dict[str, Lanes] = lanes_of(lanes or {})
+        self.lanes: dict[str, Lanes] = parse_lanes(lanes or {})
         self.generation = 0
         """Whoever remembers where a tenant's keys are remembers this too: with another number it may be elsewhere."""
-        self.homes = lru_cache(maxsize=MAX_HOMES)(self._home)
+        self.scheduled_tenant_keys = lru_cache(maxsize=MAX_CACHED_TENANTS)(self._build_tenant_keys)
 
-    def home(self, tenant: str | bytes) -> Home:
+    def tenant_keys(self, tenant: str | bytes) -> TenantKeys:
         """Where the keys of a tenant are."""
         try:
-            home = self.homes(tenant)
+            home = self.scheduled_tenant_keys(tenant)
         except TypeError:  # not hashable
             raise InvalidInput("tenant", f"must be a string, got {type(tenant).__name__}") from None
-        return home if home.moves is None else home.now()
+        return home if home.scheduled_change is None else home.current()
 
-    def _home(self, tenant: str | bytes) -> Home:
-        name = text("tenant", tenant)
+    def _build_tenant_keys(self, tenant: str | bytes) -> TenantKeys:
+        name = parse_key_part("tenant", tenant)
         tag = name.translate(_ESCAPED) or _EMPTY_TENANT
-        return Home.of(self.prefix, tag, self.lanes.get(name, ONE_LANE))
+        return TenantKeys.build(self.prefix, tag, self.lanes.get(name, ONE_LANE))
 
     def set_lanes(self, tenant: str, lanes: Lanes) -> None:
         """How many a tenant has from now on: for who learns it while checks are under way."""
         if self.lanes.get(tenant, ONE_LANE) != lanes:
             self.lanes[tenant] = lanes
-            self.homes = lru_cache(maxsize=MAX_HOMES)(self._home)
+            self.scheduled_tenant_keys = lru_cache(maxsize=MAX_CACHED_TENANTS)(self._build_tenant_keys)
             self.generation += 1  # last: who reads the new number finds the new homes
 
-    def bucket(self, scope: Scope, place: str, home: Home, own: str, resource: str, subject: str) -> str:
+    def bucket_prefix(self, scope: Scope, place: str, home: TenantKeys, own: str, resource: str, subject: str) -> str:
         """All of a bucket's key but its limit; `own` is what the subject's keys start with, `place` its letter."""
         if scope is _SUBJECT or scope is Scope.CALLER:
-            return f"{self.start(scope, place, own, resource)}{len(subject)}:{subject}:"
+            return f"{self.subject_bucket_prefix(scope, place, own, resource)}{len(subject)}:{subject}:"
         if scope is Scope.RESOURCE:
-            return f"{home.of_resource(resource)}r{place}:{len(resource)}:{resource}:"
+            return f"{home.resource_prefix(resource)}r{place}:{len(resource)}:{resource}:"
         if scope is Scope.TENANT:
-            return f"{home.wide}t{place}:"
+            return f"{home.tenant_prefix}t{place}:"
         return f"{self.prefix}:{{{_GLOBAL}}}:g{place}:"
 
     @staticmethod
-    def start(scope: Scope, place: str, own: str, resource: str) -> str:
+    def subject_bucket_prefix(scope: Scope, place: str, own: str, resource: str) -> str:
         """The same up to the subject, for scopes that have one."""
         return f"{own}s{place}:{len(resource)}:{resource}:" if scope is _SUBJECT else f"{own}c{place}:"
 
-    def unprefixed(self, key: str) -> str:
+    def without_prefix(self, key: str) -> str:
         """The key as any store would have it."""
         return key[len(self.prefix) + 1 :]
 
-    def members(self) -> str:
+    def heartbeats(self) -> str:
         """Which processes are alive."""
         return f"{self.prefix}:{{{_MEMBERS}}}:n"
 
@@ -116,69 +118,69 @@ class Keys:
         return f"{own}v:{token.hex()}"
 
 
-def text(field: str, value: str | bytes) -> str:
+def parse_key_part(field: str, value: str | bytes) -> str:
     """A part of a key from outside, bounded; bytes that are not UTF-8 survive as they are."""
     if type(value) is str:
         if value.isascii():
-            if len(value) <= MAX_BYTES:
+            if len(value) <= MAX_KEY_PART_BYTES:
                 return value
-            raise InvalidInput(field, f"at most {MAX_BYTES} bytes, got {len(value)}")
+            raise InvalidInput(field, f"at most {MAX_KEY_PART_BYTES} bytes, got {len(value)}")
         try:
             size = len(value.encode())
         except UnicodeEncodeError:
             raise InvalidInput(field, "must be valid Unicode; pass bytes for anything else") from None
-        if size <= MAX_BYTES:
+        if size <= MAX_KEY_PART_BYTES:
             return value
-        raise InvalidInput(field, f"at most {MAX_BYTES} bytes of UTF-8, got {size}")
+        raise InvalidInput(field, f"at most {MAX_KEY_PART_BYTES} bytes of UTF-8, got {size}")
     if isinstance(value, bytes):
-        if len(value) <= MAX_BYTES:
+        if len(value) <= MAX_KEY_PART_BYTES:
             return value.decode("utf-8", "surrogateescape")
-        raise InvalidInput(field, f"at most {MAX_BYTES} bytes, got {len(value)}")
+        raise InvalidInput(field, f"at most {MAX_KEY_PART_BYTES} bytes, got {len(value)}")
     if isinstance(value, str):
-        return text(field, str.__str__(value))  # an enum of strings is its value
+        return parse_key_part(field, str.__str__(value))  # an enum of strings is its value
     raise InvalidInput(field, f"must be a string, got {type(value).__name__}")
 
 
-def encoded(key: str) -> bytes:
+def encode_key(key: str) -> bytes:
     """The key as it goes over the wire."""
     return key.encode("utf-8", "surrogateescape")
 
 
 def spread_offset(key: str) -> int:
     """The phase of a spread window: 48 bits of its key's hash."""
-    return int.from_bytes(hashlib.sha1(encoded(key), usedforsecurity=False).digest()[:6], "big")
+    return int.from_bytes(hashlib.sha1(encode_key(key), usedforsecurity=False).digest()[:6], "big")
 
 
-def own_of(key: str) -> str:
+def lane_prefix_of(key: str) -> str:
     """What a key starts with: its prefix and its place."""
     return key[: key.index("}") + 2]
 
 
-def begun_key(own: str) -> str:
+def new_bucket_counter_key(own: str) -> str:
     """Return where the buckets that a tenant began in one lane are counted."""
     return f"{own}b"
 
 
 def overflow_key(key: str, suffix: str) -> str:
     """Return the bucket that a limit's new subjects share once their tenant may begin no more, in the lane of `key`."""
-    return f"{own_of(key)}w{suffix}"
+    return f"{lane_prefix_of(key)}w{suffix}"
 
 
 def is_overflow(key: str) -> bool:
-    return key[len(own_of(key))] == "w"
+    return key[len(lane_prefix_of(key))] == "w"
 
 
 def override_index_of(overrides: str) -> str:
     """The index that has the subject of these overrides."""
-    return Keys.override_index(own_of(overrides))
+    return Keys.override_index(lane_prefix_of(overrides))
 
 
-def place_of(key: str) -> Place | None:
+def layer_of(key: str) -> Layer | None:
     """Which place the plan of a bucket has; None if it is not the key of one."""
     _, _, rest = key.partition("}:")
-    return Place(rest[1]) if rest[1:2] in tuple(Place) else None
+    return Layer(rest[1]) if rest[1:2] in tuple(Layer) else None
 
 
-def decoded(key: bytes) -> str:
+def decode_key(key: bytes) -> str:
     """The opposite of `encoded`."""
     return key.decode("utf-8", "surrogateescape")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import msgspec
 
 from limitforge.core.clock import SystemClock
-from limitforge.core.exact import shown, whole
+from limitforge.core.exact import parse_integer, short_repr
 from limitforge.errors import InvalidInput
 
 MAX_LANES = 1_024
@@ -32,54 +32,54 @@ class Lanes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     at: float | None = None
 
     def __post_init__(self) -> None:
-        whole("lanes.count", self.count, minimum=1, maximum=MAX_LANES)
+        parse_integer("lanes.count", self.count, minimum=1, maximum=MAX_LANES)
         if (self.then is None) != (self.at is None):
             raise InvalidInput("lanes", "a change needs both: `then`, and the moment `at` which it happens")
         if self.then is not None:
-            whole("lanes.then", self.then, minimum=1, maximum=MAX_LANES)
+            parse_integer("lanes.then", self.then, minimum=1, maximum=MAX_LANES)
             if not isinstance(self.at, int | float) or isinstance(self.at, bool) or not 0 <= self.at < 1e11:
-                raise InvalidInput("lanes.at", f"must be epoch seconds, got {shown(self.at)}")
+                raise InvalidInput("lanes.at", f"must be epoch seconds, got {short_repr(self.at)}")
 
 
 LanesLike = int | Lanes
 ONE_LANE = Lanes()
 
 
-def lanes_of(given: Mapping[str, LanesLike]) -> dict[str, Lanes]:
+def parse_lanes(given: Mapping[str, LanesLike]) -> dict[str, Lanes]:
     """Lanes by tenant, validated."""
     if not isinstance(given, Mapping):
-        raise InvalidInput("lanes", f"must map tenants to numbers of lanes, got {shown(given)}")
+        raise InvalidInput("lanes", f"must map tenants to numbers of lanes, got {short_repr(given)}")
     found: dict[str, Lanes] = {}
     for tenant, lanes in given.items():
         if not isinstance(tenant, str):
-            raise InvalidInput("lanes", f"must map tenants to numbers of lanes, got the tenant {shown(tenant)}")
+            raise InvalidInput("lanes", f"must map tenants to numbers of lanes, got the tenant {short_repr(tenant)}")
         if not isinstance(lanes, Lanes):
-            lanes = Lanes(whole(f"lanes.{tenant:.64}", lanes, minimum=1, maximum=MAX_LANES))  # noqa: PLW2901
+            lanes = Lanes(parse_integer(f"lanes.{tenant:.64}", lanes, minimum=1, maximum=MAX_LANES))  # noqa: PLW2901
         found[tenant] = lanes
     return found
 
 
-class Home(msgspec.Struct, eq=False):
+class TenantKeys(msgspec.Struct, eq=False):
     """What the keys of one tenant start with: `wide` those of all its subjects together, `lanes` those of one."""
 
-    wide: str
-    lanes: tuple[str, ...]
-    resources: tuple[str, ...]
-    starts: tuple[str, ...]
+    tenant_prefix: str
+    lane_prefixes: tuple[str, ...]
+    resource_prefixes: tuple[str, ...]
+    all_prefixes: tuple[str, ...]
     """What any key of the tenant starts with, however many lanes it has or had."""
-    moves: tuple[int, "Home"] | None = None
+    scheduled_change: tuple[int, "TenantKeys"] | None = None
     """When it moves (microseconds since the epoch), and to where."""
-    is_told: bool = False
+    is_logged: bool = False
 
     @classmethod
-    def of(cls, prefix: str, tag: str, lanes: Lanes) -> "Home":
-        home = cls._with(prefix, tag, lanes.count)
+    def build(cls, prefix: str, tag: str, lanes: Lanes) -> "TenantKeys":
+        home = cls._with_lane_count(prefix, tag, lanes.count)
         if lanes.then is not None and lanes.at is not None and lanes.then != lanes.count:
-            home.moves = int(1e6 * lanes.at), cls._with(prefix, tag, lanes.then)
+            home.scheduled_change = int(1e6 * lanes.at), cls._with_lane_count(prefix, tag, lanes.then)
         return home
 
     @classmethod
-    def _with(cls, prefix: str, tag: str, count: int) -> "Home":
+    def _with_lane_count(cls, prefix: str, tag: str, count: int) -> "TenantKeys":
         wide = f"{prefix}:{{{tag}}}:"
         starts = (wide, f"{prefix}:{{{tag}/")
         if count == 1:
@@ -89,29 +89,29 @@ class Home(msgspec.Struct, eq=False):
         )
         return cls(wide, subjects, resources, starts)
 
-    def now(self) -> "Home":
+    def current(self) -> "TenantKeys":
         """Itself, or where it has moved by now. Every node does so by its own clock."""
-        if self.moves is None or SystemClock().now_us() < self.moves[0]:
+        if self.scheduled_change is None or SystemClock().now_us() < self.scheduled_change[0]:
             return self
-        _, moved = self.moves
-        if not moved.is_told:
-            moved.is_told = True
+        _, moved = self.scheduled_change
+        if not moved.is_logged:
+            moved.is_logged = True
             _log.warning(
                 "%s has %d lanes from now on, not %d: its counters and overrides start afresh",
-                self.wide,
-                len(moved.lanes),
-                len(self.lanes),
+                self.tenant_prefix,
+                len(moved.lane_prefixes),
+                len(self.lane_prefixes),
             )
         return moved
 
-    def of_subject(self, subject: str) -> str:
-        return _lane(self.lanes, subject)
+    def subject_prefix(self, subject: str) -> str:
+        return _pick_lane(self.lane_prefixes, subject)
 
-    def of_resource(self, resource: str) -> str:
-        return _lane(self.resources, resource)
+    def resource_prefix(self, resource: str) -> str:
+        return _pick_lane(self.resource_prefixes, resource)
 
 
-def _lane(lanes: tuple[str, ...], name: str) -> str:
+def _pick_lane(lanes: tuple[str, ...], name: str) -> str:
     if len(lanes) == 1:
         return lanes[0]
     return lanes[zlib.crc32(name.encode("utf-8", "surrogateescape")) % len(lanes)]

@@ -11,28 +11,28 @@ from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 
-from limitforge.core.algorithms.concurrency import ConcurrencySteps
-from limitforge.core.algorithms.fixed_window import FixedWindowSteps, WindowKind
-from limitforge.core.algorithms.leaky_bucket import LeakyBucketSteps
-from limitforge.core.algorithms.quota import QuotaSteps
-from limitforge.core.algorithms.sliding_window import SlidingWindowSteps
-from limitforge.core.algorithms.sliding_window_counter import SlidingWindowCounterSteps
-from limitforge.core.algorithms.steps import UNLIMITED, Steps
-from limitforge.core.algorithms.token_bucket import TokenBucketSteps
+from limitforge.core.algorithms.base import UNLIMITED, Algorithm
+from limitforge.core.algorithms.concurrency import ConcurrencyAlgorithm
+from limitforge.core.algorithms.fixed_window import FixedWindowAlgorithm, WindowKind
+from limitforge.core.algorithms.leaky_bucket import LeakyBucketAlgorithm
+from limitforge.core.algorithms.quota import QuotaAlgorithm
+from limitforge.core.algorithms.sliding_window import SlidingWindowAlgorithm
+from limitforge.core.algorithms.sliding_window_counter import SlidingWindowCounterAlgorithm
+from limitforge.core.algorithms.token_bucket import TokenBucketAlgorithm
 from limitforge.core.calendar import Calendar, Period, zone
 from limitforge.core.exact import (
     FIFTY_DAYS_US,
     MAX_COUNTER_LIMIT,
+    MAX_ENTRIES,
     MAX_EXACT,
-    MAX_LISTED,
-    MICROS,
     TEN_YEARS_US,
+    US_PER_SECOND,
     Number,
     Rate,
-    duration_us,
-    seconds_text,
-    shown,
-    whole,
+    format_seconds,
+    parse_duration_us,
+    parse_integer,
+    short_repr,
 )
 from limitforge.errors import InvalidLimit
 
@@ -74,7 +74,7 @@ class Consistency(StrEnum):
     """
 
     EXACT = "exact"
-    LEASED = "leased"
+    PREPAID = "leased"
     LOCAL = "local"
 
 
@@ -103,7 +103,7 @@ ConsistencyName = Literal["exact", "leased", "local"]
 PeriodName = Literal["day", "week", "month", "year"]
 
 
-class Shares(dict[str, int]):
+class PriorityShares(dict[str, int]):
     """Percents by priority, which nobody changes any more."""
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
@@ -111,8 +111,8 @@ class Shares(dict[str, int]):
 
     __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
 
-    def __reduce__(self) -> tuple[type["Shares"], tuple[dict[str, int]]]:
-        return Shares, (dict(self),)
+    def __reduce__(self) -> tuple[type["PriorityShares"], tuple[dict[str, int]]]:
+        return PriorityShares, (dict(self),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +132,7 @@ class Limit:
     charge_after_outage: bool = False
     consistency: Consistency | ConsistencyName = Consistency.EXACT
     shares: Mapping[str, int] = field(default_factory=dict, hash=False)
-    steps: Steps = field(init=False, repr=False)
+    compiled: Algorithm = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.name:
@@ -142,19 +142,19 @@ class Limit:
         _set(self, "counts", _choice("counts", Counts, self.counts))
         for flag in ("count_denied", "charge_after_outage"):
             if not isinstance(getattr(self, flag), bool):
-                raise InvalidLimit(flag, f"must be true or false, got {shown(getattr(self, flag))}")
+                raise InvalidLimit(flag, f"must be true or false, got {short_repr(getattr(self, flag))}")
         _set(self, "shares", _shares(self.shares))
         if self.count_denied and self.shares:
             raise InvalidLimit("count_denied", "can't be combined with shares")
         _set(self, "consistency", _choice("consistency", Consistency, self.consistency))
         if self.consistency not in self.consistencies:
             raise InvalidLimit("consistency", f"of a {self.algorithm} must be {' or '.join(self.consistencies)}")
-        if self.consistency is Consistency.LEASED and (self.shares or self.count_denied):
+        if self.consistency is Consistency.PREPAID and (self.shares or self.count_denied):
             raise InvalidLimit("consistency", "leased can't be combined with shares or count_denied")
         size = getattr(self, self.size_field)
         if size is not None:
-            _set(self, self.size_field, whole(self.size_field, size, maximum=self.max_size))
-        _set(self, "steps", self._steps())
+            _set(self, self.size_field, parse_integer(self.size_field, size, maximum=self.max_size))
+        _set(self, "compiled", self._steps())
         if not self.name:
             _set(self, "name", self._period())
 
@@ -175,7 +175,7 @@ class Limit:
     def percent(self, priority: Priority) -> int:
         return self.shares.get(priority, 100)
 
-    def _steps(self) -> Steps:
+    def _steps(self) -> Algorithm:
         raise NotImplementedError
 
     def _period(self) -> str:
@@ -206,7 +206,7 @@ class _Bucket(Limit):
         if capacity * rate.per_us > TEN_YEARS_US * rate.tokens:
             raise InvalidLimit(
                 rate_field,
-                f"a capacity of {capacity} may take at most ten years ({TEN_YEARS_US // MICROS} seconds) at this rate",
+                f"a capacity of {capacity} may take at most ten years ({TEN_YEARS_US // US_PER_SECOND} seconds) at this rate",
             )
         return capacity, rate.tokens, rate.per_us
 
@@ -220,8 +220,8 @@ class TokenBucket(_Bucket):
 
     refill_rate_per_sec: Number | Rate | None = field(default=None, compare=False)
 
-    def _steps(self) -> Steps:
-        return TokenBucketSteps(*self._rate("refill_rate_per_sec"))
+    def _steps(self) -> Algorithm:
+        return TokenBucketAlgorithm(*self._rate("refill_rate_per_sec"))
 
     def _period(self) -> str:
         return "bucket"
@@ -235,8 +235,8 @@ class LeakyBucket(_Bucket):
 
     leak_rate_per_sec: Number | Rate | None = field(default=None, compare=False)
 
-    def _steps(self) -> Steps:
-        return LeakyBucketSteps(*self._rate("leak_rate_per_sec"))
+    def _steps(self) -> Algorithm:
+        return LeakyBucketAlgorithm(*self._rate("leak_rate_per_sec"))
 
     def _period(self) -> str:
         return "leaky"
@@ -251,7 +251,7 @@ class _Windowed(Limit):
         return period_name(self._window_us())
 
     def _window_us(self) -> int:
-        return duration_us("window_seconds", self.window_seconds)
+        return parse_duration_us("window_seconds", self.window_seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,12 +266,14 @@ class FixedWindow(_Windowed):
 
     @property
     def shape(self) -> str:
-        return seconds_text(self._window_us()) + ("s" if self.spread else "h" if self.align is Align.FIRST_HIT else "")
+        return format_seconds(self._window_us()) + (
+            "s" if self.spread else "h" if self.align is Align.FIRST_HIT else ""
+        )
 
-    def _steps(self) -> Steps:
+    def _steps(self) -> Algorithm:
         _set(self, "align", _choice("align", Align, self.align))
         if not isinstance(self.spread, bool):
-            raise InvalidLimit("spread", f"must be true or false, got {shown(self.spread)}")
+            raise InvalidLimit("spread", f"must be true or false, got {short_repr(self.spread)}")
         if self.spread and self.align is Align.FIRST_HIT:
             raise InvalidLimit("spread", "can't be combined with align: first_hit")
         kind = (
@@ -281,7 +283,7 @@ class FixedWindow(_Windowed):
             if self.align is Align.FIRST_HIT
             else WindowKind.ALIGNED
         )
-        return FixedWindowSteps(self._size(), self._window_us(), int(kind))
+        return FixedWindowAlgorithm(self._size(), self._window_us(), int(kind))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,10 +291,10 @@ class SlidingWindow(_Windowed):
     """The exact log: at most `limit` in any window, each cost forgotten exactly one window later."""
 
     algorithm: ClassVar[str] = "sliding_window"
-    max_size: ClassVar[int] = MAX_LISTED
+    max_size: ClassVar[int] = MAX_ENTRIES
 
-    def _steps(self) -> Steps:
-        return SlidingWindowSteps(self._size(), self._window_us())
+    def _steps(self) -> Algorithm:
+        return SlidingWindowAlgorithm(self._size(), self._window_us())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,13 +306,13 @@ class SlidingWindowCounter(_Windowed):
 
     @property
     def shape(self) -> str:
-        return seconds_text(self._window_us())
+        return format_seconds(self._window_us())
 
-    def _steps(self) -> Steps:
-        return SlidingWindowCounterSteps(self._size(), self._window_us())
+    def _steps(self) -> Algorithm:
+        return SlidingWindowCounterAlgorithm(self._size(), self._window_us())
 
     def _window_us(self) -> int:
-        return duration_us("window_seconds", self.window_seconds, maximum_us=FIFTY_DAYS_US)
+        return parse_duration_us("window_seconds", self.window_seconds, maximum_us=FIFTY_DAYS_US)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,16 +324,16 @@ class Concurrency(Limit):
     algorithm: ClassVar[str] = "concurrency"
     size_field: ClassVar[str] = "max_concurrent"
     consistencies: ClassVar[tuple[str, ...]] = ("exact",)
-    max_size: ClassVar[int] = MAX_LISTED
+    max_size: ClassVar[int] = MAX_ENTRIES
 
     max_concurrent: Number | None
     lease_ttl_seconds: Number = field(compare=False)
 
-    def _steps(self) -> Steps:
+    def _steps(self) -> Algorithm:
         for flag in ("count_denied", "charge_after_outage"):
             if getattr(self, flag):
                 raise InvalidLimit(flag, "has no meaning on a concurrency limit")
-        return ConcurrencySteps(self._size(), duration_us("lease_ttl_seconds", self.lease_ttl_seconds))
+        return ConcurrencyAlgorithm(self._size(), parse_duration_us("lease_ttl_seconds", self.lease_ttl_seconds))
 
     def _period(self) -> str:
         return "concurrency"
@@ -350,16 +352,16 @@ class Quota(Limit):
     anchor_day: int = 1
     calendar: Calendar = field(init=False, repr=False, compare=False, hash=False)
 
-    def _steps(self) -> Steps:
+    def _steps(self) -> Algorithm:
         _set(self, "period", _choice("period", Period, self.period))
         if not isinstance(self.time_zone, str):
-            raise InvalidLimit("time_zone", f"must be a name such as 'Europe/Berlin', got {shown(self.time_zone)}")
+            raise InvalidLimit("time_zone", f"must be a name such as 'Europe/Berlin', got {short_repr(self.time_zone)}")
         zone(self.time_zone)
-        _set(self, "anchor_day", whole("anchor_day", self.anchor_day, minimum=1, maximum=31))
+        _set(self, "anchor_day", parse_integer("anchor_day", self.anchor_day, minimum=1, maximum=31))
         if self.anchor_day != 1 and self.period not in (Period.MONTH, Period.YEAR):
             raise InvalidLimit("anchor_day", f"has no meaning for a period of one {self.period}")
         _set(self, "calendar", Calendar(Period(self.period), self.time_zone, self.anchor_day))
-        return QuotaSteps(self._size(), self.calendar.shape)
+        return QuotaAlgorithm(self._size(), self.calendar.shape)
 
     @property
     def shape(self) -> str:
@@ -378,10 +380,10 @@ ALGORITHMS: Mapping[str, type[Limit]] = {
 def period_name(window_us: int) -> str:
     """Return the name of a limit of this window: `minute`, `15-minutes`, `0.25-seconds`."""
     for unit, seconds in reversed(UNIT_SECONDS.items()):
-        times, rest = divmod(window_us, seconds * MICROS)
+        times, rest = divmod(window_us, seconds * US_PER_SECOND)
         if times and not rest:
             return unit if times == 1 else f"{times}-{unit}s"
-    return f"{seconds_text(window_us)}-seconds"
+    return f"{format_seconds(window_us)}-seconds"
 
 
 def limit_from_fields(given: Mapping[str, Any]) -> Limit:
@@ -394,7 +396,7 @@ def limit_from_fields(given: Mapping[str, Any]) -> Limit:
     algorithm = values.pop("algorithm", None)
     kind = ALGORITHMS.get(algorithm) if isinstance(algorithm, str) else None
     if kind is None:
-        raise InvalidLimit("algorithm", f"must be one of {', '.join(ALGORITHMS)}, got {shown(algorithm)}")
+        raise InvalidLimit("algorithm", f"must be one of {', '.join(ALGORITHMS)}, got {short_repr(algorithm)}")
     if values.get("limit", 0) is None and kind.size_field not in values:
         values[kind.size_field] = values.pop("limit")  # unlimited, in the words of every algorithm
     known = {f.name: f for f in fields(kind) if f.init}
@@ -410,7 +412,7 @@ def limit_from_fields(given: Mapping[str, Any]) -> Limit:
         raise InvalidLimit(", ".join(missing), f"is required by {algorithm}") from None
 
 
-def fields_of(limit: Limit) -> dict[str, Any]:
+def limit_to_fields(limit: Limit) -> dict[str, Any]:
     """The opposite of `limit_from_fields`: everything that was given or is not the default, as plain values."""
     plain: dict[str, Any] = {"algorithm": limit.algorithm}
     required = _REQUIRED[limit.algorithm]
@@ -446,7 +448,7 @@ def _set(limit: Limit, name: str, value: object) -> None:
 
 def _name(name: object) -> str:
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise InvalidLimit("name", f"must be 1 to 64 letters, digits or -_./ characters, got {shown(name)}")
+        raise InvalidLimit("name", f"must be 1 to 64 letters, digits or -_./ characters, got {short_repr(name)}")
     return name
 
 
@@ -454,16 +456,16 @@ def _choice(field_name: str, kind: type[Choice], value: object) -> Choice:
     try:
         return kind(value)  # type: ignore[arg-type]
     except ValueError:
-        raise InvalidLimit(field_name, f"must be one of {', '.join(kind)}, got {shown(value)}") from None
+        raise InvalidLimit(field_name, f"must be one of {', '.join(kind)}, got {short_repr(value)}") from None
 
 
 def _shares(shares: object) -> Mapping[str, int]:
     if not isinstance(shares, Mapping):
-        raise InvalidLimit("shares", f"must map priorities to percents, such as {{'P2': 80}}, got {shown(shares)}")
+        raise InvalidLimit("shares", f"must map priorities to percents, such as {{'P2': 80}}, got {short_repr(shares)}")
     checked: dict[str, int] = {}
     for priority, percent in shares.items():
         known = _choice("shares", Priority, priority)
-        checked[known] = whole(f"shares.{known}", percent, maximum=100)
+        checked[known] = parse_integer(f"shares.{known}", percent, maximum=100)
         if known is Priority.P0 and checked[known] != 100:
             raise InvalidLimit("shares.P0", "is always 100: P0 is never shed")
-    return Shares(checked)
+    return PriorityShares(checked)

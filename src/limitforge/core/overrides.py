@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from limitforge.core.algorithms.steps import UNCHANGED, Steps
-from limitforge.core.exact import MICROS, shown
+from limitforge.core.algorithms.base import UNCHANGED, Algorithm
+from limitforge.core.exact import US_PER_SECOND, short_repr
 from limitforge.core.limits import Limit, Scope
 from limitforge.core.plan import Limits
 from limitforge.errors import InvalidInput, InvalidLimit
@@ -20,7 +20,7 @@ MAX_CHANGES = 4_096
 UNLIMITED_WORD = "unlimited"
 BLOCKED_WORD = "blocked"
 
-CHANGEABLE = {
+OVERRIDABLE_FIELDS = {
     "bucket_capacity": (0,),
     "limit": (0,),
     "max_concurrent": (0,),
@@ -50,7 +50,7 @@ class OverridePage(msgspec.Struct, frozen=True):
     cursor: str | None
 
 
-class Compiled(msgspec.Struct, frozen=True):
+class CompiledOverride(msgspec.Struct, frozen=True):
     """One overridden limit: ignored where the plan's algorithm is no longer `code`.
 
     A number that the override does not name is UNCHANGED: that of the limit which is checked holds.
@@ -61,7 +61,7 @@ class Compiled(msgspec.Struct, frozen=True):
     numbers: tuple[int, ...]
 
 
-def plain_changes(changes: Mapping[str, Any]) -> dict[str, Any]:
+def copy_changes(changes: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of what an override says, as it can be written down."""
     text = json.dumps(changes, default=lambda value: dict(value) if isinstance(value, Mapping) else str(value))
     if len(text) > MAX_CHANGES:
@@ -70,7 +70,7 @@ def plain_changes(changes: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def compile_override(changes: Mapping[str, Any], limits: Limits, resource: str) -> list[Compiled]:
+def compile_override(changes: Mapping[str, Any], limits: Limits, resource: str) -> list[CompiledOverride]:
     """Validate what an override of this resource says against the limits that it changes."""
     if not isinstance(changes, Mapping) or not changes:
         raise InvalidInput("limits", "must map limit names to their changed fields, 'unlimited' or 'blocked'")
@@ -89,7 +89,9 @@ def compile_override(changes: Mapping[str, Any], limits: Limits, resource: str) 
     return compiled
 
 
-def applied(steps: Steps, scope: Scope, exact: Compiled | None, any_resource: Compiled | None) -> Steps:
+def apply_overrides(
+    steps: Algorithm, scope: Scope, exact: CompiledOverride | None, any_resource: CompiledOverride | None
+) -> Algorithm:
     """Return the numbers that hold under the live overrides of a limit. `lua/overrides.lua` is the twin.
 
     A bucket that several resources share has one window: there only an override of all resources changes it, or each
@@ -102,14 +104,14 @@ def applied(steps: Steps, scope: Scope, exact: Compiled | None, any_resource: Co
     if exact is not None and scope is not Scope.SUBJECT and at is not None:
         window = UNCHANGED if any_resource is None else any_resource.numbers[at]
         numbers = (*numbers[:at], window, *numbers[at + 1 :])
-    return steps.overridden(numbers)
+    return steps.with_numbers(numbers)
 
 
-def expires_at(expires_us: int) -> float:
-    return expires_us / MICROS
+def expiry_seconds(expires_us: int) -> float:
+    return expires_us / US_PER_SECOND
 
 
-def _compiled(limit: Limit, change: Any, resource: str) -> Compiled:
+def _compiled(limit: Limit, change: Any, resource: str) -> CompiledOverride:
     """Check the changed limit as a whole, and keep the numbers that the override names."""
     if change == UNLIMITED_WORD:
         change = {limit.size_field: None}
@@ -117,9 +119,9 @@ def _compiled(limit: Limit, change: Any, resource: str) -> Compiled:
         change = {limit.size_field: 0}
     if not isinstance(change, Mapping) or not change:
         raise InvalidInput(
-            f"limits.{limit.name}", f"must be changed fields, 'unlimited' or 'blocked', got {shown(change)}"
+            f"limits.{limit.name}", f"must be changed fields, 'unlimited' or 'blocked', got {short_repr(change)}"
         )
-    known = CHANGEABLE.keys() & {f.name for f in fields(limit)}
+    known = OVERRIDABLE_FIELDS.keys() & {f.name for f in fields(limit)}
     if "limit" in change and limit.size_field != "limit" and limit.size_field in change:
         raise InvalidInput(
             f"limits.{limit.name}.limit", f"means {limit.size_field}, which is there too; give one of them"
@@ -137,16 +139,16 @@ def _compiled(limit: Limit, change: Any, resource: str) -> Compiled:
             f"set the override for the resource {ANY_RESOURCE!r}",
         )
     try:
-        steps = replace(limit, **values).steps
+        steps = replace(limit, **values).compiled
     except InvalidLimit as refused:
         raise InvalidInput(f"limits.{limit.name}.{refused.field}", refused.problem) from None
-    named = {at for name in values for at in CHANGEABLE[name]}
+    named = {at for name in values for at in OVERRIDABLE_FIELDS[name]}
     numbers = steps.numbers()[: steps.override_width]
     kept = tuple(number if at in named else UNCHANGED for at, number in enumerate(numbers))
-    return Compiled(limit.name, steps.code, kept)
+    return CompiledOverride(limit.name, steps.code, kept)
 
 
-def too_many(count: int) -> None:
+def require_room_for_override(count: int) -> None:
     """All overrides of a subject are read with each of its checks, so there can't be many."""
     if count > MAX_PER_SUBJECT:
         raise InvalidInput(
@@ -154,11 +156,11 @@ def too_many(count: int) -> None:
         )
 
 
-def cursor_after(subject: bytes) -> str:
+def encode_cursor(subject: bytes) -> str:
     return urlsafe_b64encode(subject).decode()
 
 
-def subject_after(cursor: str | None) -> bytes | None:
+def decode_cursor(cursor: str | None) -> bytes | None:
     """The last subject of the page before; None at the start."""
     if cursor is None:
         return None

@@ -7,21 +7,21 @@ from typing import Any
 
 import msgspec
 
-from limitforge.core.algorithms.concurrency import ConcurrencySteps
-from limitforge.core.algorithms.fixed_window import FixedWindowSteps, WindowKind
-from limitforge.core.algorithms.leaky_bucket import LeakyBucketSteps
-from limitforge.core.algorithms.ledger import LedgerSteps
-from limitforge.core.algorithms.level import LevelSteps
-from limitforge.core.algorithms.steps import Steps
-from limitforge.core.exact import share_of, shown
-from limitforge.core.keys import Place, spread_offset
+from limitforge.core.algorithms.base import Algorithm
+from limitforge.core.algorithms.concurrency import ConcurrencyAlgorithm
+from limitforge.core.algorithms.fixed_window import FixedWindowAlgorithm, WindowKind
+from limitforge.core.algorithms.leaky_bucket import LeakyBucketAlgorithm
+from limitforge.core.algorithms.ledger import LedgerAlgorithm
+from limitforge.core.algorithms.level import LevelAlgorithm
+from limitforge.core.exact import percent_of, short_repr
+from limitforge.core.keys import Layer, spread_offset
 from limitforge.core.limits import Consistency, Counts, Limit, Mode, Priority, Quota, Scope
-from limitforge.core.text import parse
+from limitforge.core.text import parse_limits
 from limitforge.errors import InvalidInput, InvalidLimit
 
 MAX_LIMITS = 32
 BUCKET_US = 7  # what one bucket takes in Redis, in a batch
-LISTED_PER_US = 20  # and how many entries of a log or leases are read in a microsecond
+ENTRIES_PER_US = 20  # and how many entries of a log or leases are read in a microsecond
 
 ENFORCED = 1
 COUNT_DENIED = 2
@@ -32,61 +32,61 @@ class Rule(msgspec.Struct, frozen=True, eq=False):
     """One limit as a store decides it, for one priority and place."""
 
     limit: Limit
-    steps: Steps
+    algorithm: Algorithm
     percent: int
     scope: Scope
-    place: str
+    layer: str
     """The letter of its place: a plain string, which is formatted four times as fast as an enum's member."""
-    suffix: str
+    key_suffix: str
     overflow_suffix: str
     """That of its overflow bucket. Plans of several resources meet there, so it has the numbers of the limit too."""
     enforced: bool
     count_denied: bool
-    requests: bool
+    counts_requests: bool
     overridable: bool
     delays: bool
     is_bucket: bool
     holds_lease: bool
-    varies: bool
+    is_dynamic: bool
     """Whether the steps depend on the key (a spread window) or on the time (a quota)."""
-    leased: bool
+    prepaid: bool
     """Whether this process may have paid for a share of it in advance."""
     local: bool
     """Whether this process decides by its part of the limit."""
     forced: bool
     """Whether it takes without asking for room, up to twice the limit: what is charged after the fact."""
-    row: tuple[Any, ...]
+    script_args: tuple[Any, ...]
     """As the script reads it: algorithm, flags, percent, name, numbers, 1 if several resources share the bucket."""
-    memo: list["Rule"]
+    calendar_cache: list["Rule"]
     """The last rule that `around` made: a quota's windows change once a day at most."""
 
     @classmethod
-    def compile(cls, limit: Limit, priority: Priority, place: Place, mode: Mode = Mode.ON) -> "Rule":
-        steps = limit.steps
-        enforced = weakest(Mode(limit.mode), mode) is Mode.ON
+    def compile(cls, limit: Limit, priority: Priority, place: Layer, mode: Mode = Mode.ON) -> "Rule":
+        steps = limit.compiled
+        enforced = weakest_mode(Mode(limit.mode), mode) is Mode.ON
         count_denied = limit.count_denied and enforced
-        spread = isinstance(steps, FixedWindowSteps) and steps.kind == WindowKind.SPREAD
+        spread = isinstance(steps, FixedWindowAlgorithm) and steps.kind == WindowKind.SPREAD
         flags = ENFORCED * enforced + COUNT_DENIED * count_denied
         return cls(
             limit=limit,
-            steps=steps,
+            algorithm=steps,
             percent=limit.percent(priority),
             scope=Scope(limit.scope),
-            place=place.value,
-            suffix=f"{limit.name}:{steps.letter}{limit.shape}",
+            layer=place.value,
+            key_suffix=f"{limit.name}:{steps.letter}{limit.shape}",
             overflow_suffix=_overflow_suffix(limit, place),
             enforced=enforced,
             count_denied=count_denied,
-            requests=limit.counts is Counts.REQUESTS,
-            overridable=limit.scope in (Scope.SUBJECT, Scope.CALLER) and place is not Place.OPERATOR,
-            delays=enforced and isinstance(steps, LeakyBucketSteps),
-            is_bucket=isinstance(steps, LevelSteps),
-            holds_lease=isinstance(steps, ConcurrencySteps),
-            varies=spread or isinstance(limit, Quota),
-            leased=limit.consistency is Consistency.LEASED and enforced,
+            counts_requests=limit.counts is Counts.REQUESTS,
+            overridable=limit.scope in (Scope.SUBJECT, Scope.CALLER) and place is not Layer.OPERATOR,
+            delays=enforced and isinstance(steps, LeakyBucketAlgorithm),
+            is_bucket=isinstance(steps, LevelAlgorithm),
+            holds_lease=isinstance(steps, ConcurrencyAlgorithm),
+            is_dynamic=spread or isinstance(limit, Quota),
+            prepaid=limit.consistency is Consistency.PREPAID and enforced,
             local=limit.consistency is Consistency.LOCAL,
             forced=False,
-            row=(
+            script_args=(
                 steps.code,
                 flags,
                 limit.percent(priority),
@@ -94,53 +94,60 @@ class Rule(msgspec.Struct, frozen=True, eq=False):
                 steps.numbers(),
                 int(limit.scope is not Scope.SUBJECT),
             ),
-            memo=[],
+            calendar_cache=[],
         )
 
-    def at(self, key: str) -> "Rule":
+    def for_key(self, key: str) -> "Rule":
         """This rule for one key, without its prefix: the phase of a spread window is the same in every store."""
-        if isinstance(self.steps, FixedWindowSteps):
-            return self._with(msgspec.structs.replace(self.steps, offset=spread_offset(key)))
+        if isinstance(self.algorithm, FixedWindowAlgorithm):
+            return self._with(msgspec.structs.replace(self.algorithm, offset=spread_offset(key)))
         return self
 
     def without_offset(self) -> "Rule":
         """This rule for a bucket that subjects share: a spread window has the same phase for all of them."""
-        if isinstance(self.steps, FixedWindowSteps) and self.steps.offset:
-            return self._with(msgspec.structs.replace(self.steps, offset=0))
+        if isinstance(self.algorithm, FixedWindowAlgorithm) and self.algorithm.offset:
+            return self._with(msgspec.structs.replace(self.algorithm, offset=0))
         return self
 
-    def around(self, now_us: int) -> "Rule":
+    def at_time(self, now_us: int) -> "Rule":
         """This rule with the windows of its calendar around `now_us`."""
         if not isinstance(self.limit, Quota):
             return self
-        for known in self.memo:
-            if known.steps.second <= now_us < known.steps.third:  # type: ignore[attr-defined]
+        for known in self.calendar_cache:
+            if known.algorithm.second <= now_us < known.algorithm.third:  # type: ignore[attr-defined]
                 return known
-        windows = self.limit.calendar.around(now_us)
-        self.memo[:] = [self._with(self.steps.overridden((*self.steps.numbers()[:2], *windows)))]
-        return self.memo[0]
+        windows = self.limit.calendar.windows_around(now_us)
+        self.calendar_cache[:] = [self._with(self.algorithm.with_numbers((*self.algorithm.numbers()[:2], *windows)))]
+        return self.calendar_cache[0]
 
-    def charged(self) -> "Rule":
+    def as_charge(self) -> "Rule":
         """This rule for a cost that was admitted, or counts, without having been asked for."""
-        code, flags, _, *rest = self.row
+        code, flags, _, *rest = self.script_args
         row = (code, flags % COUNT_DENIED + FORCED, 100, *rest)
-        return msgspec.structs.replace(self, forced=True, count_denied=False, percent=100, row=row, memo=[])
+        return msgspec.structs.replace(
+            self, forced=True, count_denied=False, percent=100, script_args=row, calendar_cache=[]
+        )
 
     def divided(self, nodes: int) -> "Rule":
         """This rule for one of several nodes that can't ask each other: its part of the limit, at least 1."""
-        if nodes == 1 or self.steps.limit <= 0:
+        if nodes == 1 or self.algorithm.limit <= 0:
             return self
-        part = msgspec.structs.replace(self._with(self.steps.divided(nodes)), local=False)
-        if share_of(part.steps.limit, part.percent) or not share_of(self.steps.limit, self.percent):
+        part = msgspec.structs.replace(self._with(self.algorithm.divided(nodes)), local=False)
+        if percent_of(part.algorithm.limit, part.percent) or not percent_of(self.algorithm.limit, self.percent):
             return part
         return msgspec.structs.replace(part, percent=100)  # at least 1 for whoever has a share at all
 
-    def _with(self, steps: Steps) -> "Rule":
-        return msgspec.structs.replace(self, steps=steps, row=(*self.row[:4], steps.numbers(), self.row[5]), memo=[])
+    def _with(self, steps: Algorithm) -> "Rule":
+        return msgspec.structs.replace(
+            self,
+            algorithm=steps,
+            script_args=(*self.script_args[:4], steps.numbers(), self.script_args[5]),
+            calendar_cache=[],
+        )
 
 
-def _overflow_suffix(limit: Limit, place: Place) -> str:
-    steps = limit.steps
+def _overflow_suffix(limit: Limit, place: Layer) -> str:
+    steps = limit.compiled
     numbers = "/".join(map(str, steps.numbers()[: steps.override_width]))
     return f"{place.value}{limit.scope[0]}:{limit.name}:{numbers}:{steps.letter}{limit.shape}"
 
@@ -150,61 +157,64 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
 
     rules: tuple[Rule, ...]
     names: tuple[str, ...]
-    known: Mapping[str, tuple[int, ...]]
+    indexes_by_name: Mapping[str, tuple[int, ...]]
     """Which rules a name means. Those that are off have names too, and no rule: a caller may go on to send their
     costs.
     """
-    leases: bool
-    varies: bool
-    is_mixed: bool
+    takes_lease: bool
+    is_dynamic: bool
+    is_partly_local: bool
     """Whether some of it is decided in this process."""
     weight_us: int
     """What a check of these rules takes in Redis, by estimate: what travels together is bounded by it."""
-    alike: tuple[tuple[Rule, str, bool, bool], ...]
+    uniform_rules: tuple[tuple[Rule, str, bool, bool], ...]
     """Each rule, its suffix, whether it counts requests and whether overrides reach it: if all count in one place, for
     the same scope, and none depends on its key. Else nothing.
     """
 
     @classmethod
-    def compile(cls, limits: Sequence[Limit], priority: Priority, place: Place, mode: Mode = Mode.ON) -> "Plan":
+    def compile(cls, limits: Sequence[Limit], priority: Priority, place: Layer, mode: Mode = Mode.ON) -> "Plan":
         """No limit is stronger than `mode`."""
-        there = [limit for limit in limits if weakest(Mode(limit.mode), mode) is not Mode.OFF]
+        there = [limit for limit in limits if weakest_mode(Mode(limit.mode), mode) is not Mode.OFF]
         names = tuple(limit.name for limit in there)
         off: dict[str, tuple[int, ...]] = {limit.name: () for limit in limits}
         known = off | {name: (at,) for at, name in enumerate(names)}
-        return cls.of(tuple(Rule.compile(limit, priority, place, mode) for limit in there), names, known)
+        return cls.from_rules(tuple(Rule.compile(limit, priority, place, mode) for limit in there), names, known)
 
     @classmethod
-    def of(cls, rules: tuple[Rule, ...], names: tuple[str, ...], known: Mapping[str, tuple[int, ...]]) -> "Plan":
+    def from_rules(
+        cls, rules: tuple[Rule, ...], names: tuple[str, ...], known: Mapping[str, tuple[int, ...]]
+    ) -> "Plan":
         return cls(
             rules=rules,
             names=names,
-            known=known,
-            leases=any(rule.holds_lease for rule in rules),
-            varies=any(rule.varies for rule in rules),
-            is_mixed=any(rule.leased or rule.local for rule in rules),
+            indexes_by_name=known,
+            takes_lease=any(rule.holds_lease for rule in rules),
+            is_dynamic=any(rule.is_dynamic for rule in rules),
+            is_partly_local=any(rule.prepaid or rule.local for rule in rules),
             weight_us=weight_us(rules),
-            alike=_alike(rules),
+            uniform_rules=_alike(rules),
         )
 
 
 def _alike(rules: tuple[Rule, ...]) -> tuple[tuple[Rule, str, bool, bool], ...]:
-    if any(rule.varies for rule in rules) or len({(rule.scope, rule.place) for rule in rules}) != 1:
+    if any(rule.is_dynamic for rule in rules) or len({(rule.scope, rule.layer) for rule in rules}) != 1:
         return ()
-    return tuple((rule, rule.suffix, rule.requests, rule.overridable) for rule in rules)
+    return tuple((rule, rule.key_suffix, rule.counts_requests, rule.overridable) for rule in rules)
 
 
 _WEAKEST_FIRST = (Mode.OFF, Mode.MONITOR, Mode.ON)
 
 
-def weakest(*modes: Mode) -> Mode:
+def weakest_mode(*modes: Mode) -> Mode:
     """Of several that hold for one limit, the one that it has: off, then monitor, then on."""
     return min(modes, key=_WEAKEST_FIRST.index)
 
 
 def weight_us(rules: Iterable[Rule]) -> int:
     return sum(
-        BUCKET_US + (rule.steps.limit // LISTED_PER_US if isinstance(rule.steps, LedgerSteps) else 0) for rule in rules
+        BUCKET_US + (rule.algorithm.limit // ENTRIES_PER_US if isinstance(rule.algorithm, LedgerAlgorithm) else 0)
+        for rule in rules
     )
 
 
@@ -215,7 +225,7 @@ class Limits:
     object for speed.
     """
 
-    __slots__ = ("_elsewhere", "_limits", "plans")
+    __slots__ = ("_other_plans", "_limits", "plans")
 
     def __init__(self, *limits: Limit) -> None:
         names: set[str] = set()
@@ -233,7 +243,7 @@ class Limits:
             raise InvalidLimit("limits", f"at most {MAX_LIMITS} in one check, got {len(limits)}")
         self._limits = limits
         self.plans: dict[str, Plan] = {}  # by priority: those that nearly every check asks for
-        self._elsewhere: dict[tuple[Place, Mode], dict[str, Plan]] = {}
+        self._other_plans: dict[tuple[Layer, Mode], dict[str, Plan]] = {}
 
     @staticmethod
     def parse(text: str) -> "Limits":
@@ -254,14 +264,14 @@ class Limits:
             return Limits(*given)
         raise InvalidLimit("limits", f"must be limits or their text, got {type(given).__name__}")
 
-    def plan(self, priority: str, place: Place = Place.POLICY, mode: Mode = Mode.ON) -> Plan:
+    def plan(self, priority: str, place: Layer = Layer.POLICY, mode: Mode = Mode.ON) -> Plan:
         """These limits compiled, once per priority, place and the mode that none of them exceeds."""
-        usual = place is Place.POLICY and mode is Mode.ON
-        plans = self.plans if usual else self._elsewhere.setdefault((place, mode), {})
+        usual = place is Layer.POLICY and mode is Mode.ON
+        plans = self.plans if usual else self._other_plans.setdefault((place, mode), {})
         try:
             return plans[priority]
         except (KeyError, TypeError):
-            known = known_priority(priority)
+            known = parse_priority(priority)
         return plans.setdefault(known, Plan.compile(self._limits, known, place, mode))
 
     def all_on(self) -> "Limits":
@@ -291,16 +301,16 @@ class Limits:
 LimitsLike = str | Limit | Limits | Iterable[Limit]
 
 
-def known_priority(priority: object) -> Priority:
+def parse_priority(priority: object) -> Priority:
     try:
         return Priority(priority)  # type: ignore[arg-type]
     except ValueError:
-        raise InvalidInput("priority", f"must be one of {', '.join(Priority)}, got {shown(priority)}") from None
+        raise InvalidInput("priority", f"must be one of {', '.join(Priority)}, got {short_repr(priority)}") from None
 
 
 @lru_cache(maxsize=1_024)
 def _parsed(text: str) -> Limits:
-    return Limits(*parse(text))
+    return Limits(*parse_limits(text))
 
 
 @lru_cache(maxsize=1_024)

@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 
-from limitforge.core.algorithms.steps import State, Steps
-from limitforge.core.decide import Again, Held, is_gone, judged_at, opened
+from limitforge.core.algorithms.base import Algorithm, State
+from limitforge.core.evaluate import CalendarMiss, ReservedAmount, effective_time_us, is_expired, open_state
 from limitforge.errors import InvalidInput
 
-KEPT_US = 24 * 3_600 * 1_000_000  # how long a result is remembered
+RESULT_TTL_US = 24 * 3_600 * 1_000_000  # how long a result is remembered
 
 
 class OnLapse(StrEnum):
@@ -20,7 +20,7 @@ class OnLapse(StrEnum):
     REFUND = "refund"
 
 
-class Settled(StrEnum):
+class SettlementOutcome(StrEnum):
     SETTLED = "settled"
     LAPSED = "lapsed"
 
@@ -31,64 +31,64 @@ class Settlement(msgspec.Struct, frozen=True):
     `lapsed` means that its time was over: nothing was changed, and what it held was kept or refunded as it said.
     """
 
-    outcome: Settled
+    outcome: SettlementOutcome
     cost: int
 
 
-class Record(msgspec.Struct):
+class ReservationRecord(msgspec.Struct):
     """A reservation as a store remembers it."""
 
     token: bytes
     lapses_us: int
     expires_us: int
-    held: list[Held]
+    reserved: list[ReservedAmount]
     settled: int | None = None
 
 
 def settle(
-    record: Record,
+    record: ReservationRecord,
     cost: int,
     amounts: Sequence[int],
     calendars: Sequence[tuple[int, ...]],
     now_us: int,
     states: Mapping[str, Any],
-) -> tuple[Settlement, list[tuple[str, State]]] | Again:
+) -> tuple[Settlement, list[tuple[str, State]]] | CalendarMiss:
     """Settle at the store's time; the states to store come back. `calendars` has each quota's windows, empty for the
     rest.
     """
     if record.settled is not None:
-        return Settlement(Settled.SETTLED, record.settled), []
-    if record.lapses_us <= max([now_us, *(states[held.key].last for held in record.held if held.key in states)]):
-        return Settlement(Settled.LAPSED, 0), []  # by the clock, or by that of a bucket which is ahead of it
-    if len(amounts) != len(record.held):
+        return Settlement(SettlementOutcome.SETTLED, record.settled), []
+    if record.lapses_us <= max([now_us, *(states[held.key].last for held in record.reserved if held.key in states)]):
+        return Settlement(SettlementOutcome.LAPSED, 0), []  # by the clock, or by that of a bucket which is ahead of it
+    if len(amounts) != len(record.reserved):
         raise InvalidInput("reservation_id", "names other limits than were reserved")
     writes = []
-    for at, (held, amount, windows) in enumerate(zip(record.held, amounts, calendars, strict=True)):
+    for at, (held, amount, windows) in enumerate(zip(record.reserved, amounts, calendars, strict=True)):
         if held.amount is None:
             continue
         state = states.get(held.key)
         # A live bucket knows the numbers that it was last written with: the plan may have changed since the
         # reservation.
-        steps = _steps_now(held, windows) if state is None or is_gone(state, now_us) else state.numbers
-        work = opened(state, steps, now_us)
+        steps = _steps_now(held, windows) if state is None or is_expired(state, now_us) else state.algorithm
+        work = open_state(state, steps, now_us)
         if work is None:
-            return Again(at, judged_at(state, now_us))
+            return CalendarMiss(at, effective_time_us(state, now_us))
         if _adjust(work, steps, record.token, amount - held.amount):
             steps.seal(work)
             writes.append((held.key, work))
-    return Settlement(Settled.SETTLED, cost), writes
+    return Settlement(SettlementOutcome.SETTLED, cost), writes
 
 
-def finish(
+def finish_tentative(
     keys: Sequence[str], token: bytes, now_us: int, states: Mapping[str, Any], *, confirm: bool
 ) -> list[tuple[str, State]]:
     """End what is held in these buckets for limits elsewhere: it stays taken, or goes back. The states to store."""
     writes = []
     for key in keys:
         state = states.get(key)
-        if state is None or is_gone(state, now_us):
+        if state is None or is_expired(state, now_us):
             continue
-        work = opened(state, state.numbers, now_us)
+        work = open_state(state, state.numbers, now_us)
         held = None if work is None else next((p for p in work.pending if p.reservation == token), None)
         if held is not None:
             work.pending = tuple(p for p in work.pending if p is not held)
@@ -99,8 +99,8 @@ def finish(
     return writes
 
 
-def _steps_now(held: Held, windows: tuple[int, ...]) -> Steps:
-    return held.steps.overridden((*held.steps.numbers()[:2], *windows)) if windows else held.steps
+def _steps_now(held: ReservedAmount, windows: tuple[int, ...]) -> Algorithm:
+    return held.algorithm.with_numbers((*held.algorithm.numbers()[:2], *windows)) if windows else held.algorithm
 
 
 def _adjust(work: Any, steps: Any, token: bytes, more: int) -> bool:

@@ -2,7 +2,7 @@
 
 import re
 
-from limitforge.core.exact import MAX_EXACT, MICROS, Rate
+from limitforge.core.exact import MAX_EXACT, US_PER_SECOND, Rate
 from limitforge.core.limits import (
     UNIT_SECONDS,
     FixedWindow,
@@ -34,7 +34,7 @@ _SPACE = re.compile(r"\s*")
 _ANYTHING = re.compile(r"[^\s;]+|;|$")
 
 
-def parse(text: str) -> list[Limit]:
+def parse_limits(text: str) -> list[Limit]:
     """The limits of `text`, in order; an error that points at the token which is wrong."""
     if not isinstance(text, str):
         raise InvalidLimit("limits", f"must be text such as '100/minute', got {type(text).__name__}")
@@ -44,14 +44,14 @@ def parse(text: str) -> list[Limit]:
     at = 0
     for item in text.split(";"):
         if item.strip():
-            limits.append(_Item(text, at, at + len(item)).limit())
+            limits.append(_LimitParser(text, at, at + len(item)).limit())
         at += len(item) + 1
     if not limits:
         raise InvalidLimit("limits", "must hold at least one limit, such as '100/minute'")
     return limits
 
 
-class _Item:
+class _LimitParser:
     """One limit of the text, read from left to right."""
 
     def __init__(self, text: str, start: int, end: int) -> None:
@@ -72,7 +72,7 @@ class _Item:
         seconds = times * UNIT_SECONDS[unit]
         default = "sliding" if count <= EXACT_UP_TO else "counter"
         try:
-            return _build(name or period_name(seconds * MICROS), prefix or default, count, seconds)
+            return _build(name or period_name(seconds * US_PER_SECOND), prefix or default, count, seconds)
         except InvalidLimit as refused:
             raise InvalidLimit(refused.field, f"{refused.problem}{self._pointed_at()}") from None
 
@@ -164,4 +164,4 @@ def _build(name: str, prefix: str, count: int, seconds: int) -> Limit:
 
 def _rate(count: int, seconds: int) -> Rate:
     """Exactly `count` per window; any rate will do for a blocked bucket."""
-    return Rate.per_window("limits", max(count, 1), seconds * MICROS)
+    return Rate.per_window("limits", max(count, 1), seconds * US_PER_SECOND)

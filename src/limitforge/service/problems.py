@@ -11,12 +11,12 @@ from limitforge.errors import (
     InvalidInput,
     LimitforgeError,
     NotFound,
-    Outdated,
     StoreUnavailable,
     TooManyReservations,
     TooManyUnknownKeys,
     UnknownKey,
     UnknownReservation,
+    VersionConflict,
 )
 
 PROBLEM_JSON = b"application/problem+json"
@@ -24,7 +24,7 @@ QUOTA_EXCEEDED = "https://iana.org/assignments/http-problem-types#quota-exceeded
 """The registered type of a denial (draft-ietf-httpapi-ratelimit-headers)."""
 
 
-class BadRequest(LimitforgeError):
+class HttpError(LimitforgeError):
     """The request itself can't be read: its status, and the code of its problem."""
 
     def __init__(self, status: int, code: str, detail: str, **headers: str) -> None:
@@ -34,7 +34,7 @@ class BadRequest(LimitforgeError):
         self.headers = headers
 
 
-class Kind(msgspec.Struct, frozen=True):
+class ProblemKind(msgspec.Struct, frozen=True):
     """How one kind of error is told."""
 
     status: int
@@ -43,20 +43,20 @@ class Kind(msgspec.Struct, frozen=True):
 
 
 # From the special to the general: the first that fits is told.
-KINDS: tuple[tuple[type[LimitforgeError], Kind], ...] = (
-    (InvalidInput, Kind(422, "invalid_field", "A field makes no sense")),
-    (UnknownKey, Kind(401, "unknown_key", "The key is missing, wrong or no longer good")),
-    (TooManyUnknownKeys, Kind(429, "too_many_unknown_keys", "Too many unknown keys")),
-    (Forbidden, Kind(403, "forbidden", "The key may not do this")),
-    (NotFound, Kind(404, "not_found", "There is no such thing")),
-    (UnknownReservation, Kind(404, "unknown_reservation", "There is no such reservation")),
-    (Outdated, Kind(412, "outdated", "Somebody else has changed it")),
-    (Conflict, Kind(409, "conflict", "It contradicts what is there")),
-    (TooManyReservations, Kind(409, "too_many_reservations", "Too many open reservations")),
-    (CatalogUnavailable, Kind(503, "catalog_unavailable", "The configuration can't be read now")),
-    (StoreUnavailable, Kind(503, "store_unavailable", "The store can't be reached now")),
+ERROR_KINDS: tuple[tuple[type[LimitforgeError], ProblemKind], ...] = (
+    (InvalidInput, ProblemKind(422, "invalid_field", "A field makes no sense")),
+    (UnknownKey, ProblemKind(401, "unknown_key", "The key is missing, wrong or no longer good")),
+    (TooManyUnknownKeys, ProblemKind(429, "too_many_unknown_keys", "Too many unknown keys")),
+    (Forbidden, ProblemKind(403, "forbidden", "The key may not do this")),
+    (NotFound, ProblemKind(404, "not_found", "There is no such thing")),
+    (UnknownReservation, ProblemKind(404, "unknown_reservation", "There is no such reservation")),
+    (VersionConflict, ProblemKind(412, "outdated", "Somebody else has changed it")),
+    (Conflict, ProblemKind(409, "conflict", "It contradicts what is there")),
+    (TooManyReservations, ProblemKind(409, "too_many_reservations", "Too many open reservations")),
+    (CatalogUnavailable, ProblemKind(503, "catalog_unavailable", "The configuration can't be read now")),
+    (StoreUnavailable, ProblemKind(503, "store_unavailable", "The store can't be reached now")),
 )
-REQUESTS: dict[str, str] = {
+HTTP_ERROR_TITLES: dict[str, str] = {
     "malformed_json": "The body is no JSON",
     "malformed_request": "The request can't be read",
     "head_too_large": "The header fields are too large",
@@ -71,7 +71,7 @@ REQUESTS: dict[str, str] = {
     "too_many_refusals": "Too many invalid requests",
     "overloaded": "The service receives too much now",
 }
-OTHERWISE = Kind(500, "internal_error", "Something is wrong with limitforge itself")
+INTERNAL_ERROR = ProblemKind(500, "internal_error", "Something is wrong with limitforge itself")
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -85,23 +85,23 @@ class Problem(msgspec.Struct, frozen=True):
         return msgspec.json.encode(self.members)
 
 
-def type_of(code: str) -> str:
+def problem_type(code: str) -> str:
     """The stable type of a problem."""
     if code == "rate_limit_exceeded":
         return QUOTA_EXCEEDED
     return f"urn:limitforge:problem:{code.replace('_', '-')}"
 
 
-def problem_of(error: LimitforgeError) -> Problem:
+def problem_from_error(error: LimitforgeError) -> Problem:
     headers: list[tuple[bytes, bytes]] = []
-    if isinstance(error, BadRequest):
-        kind = Kind(error.status, error.code, REQUESTS[error.code])
+    if isinstance(error, HttpError):
+        kind = ProblemKind(error.status, error.code, HTTP_ERROR_TITLES[error.code])
         headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]
     else:
-        kind = next((kind for known, kind in KINDS if isinstance(error, known)), OTHERWISE)
-    detail = str(error) if kind is not OTHERWISE else "it was logged; please report it"
+        kind = next((kind for known, kind in ERROR_KINDS if isinstance(error, known)), INTERNAL_ERROR)
+    detail = str(error) if kind is not INTERNAL_ERROR else "it was logged; please report it"
     members = {
-        "type": type_of(kind.code),
+        "type": problem_type(kind.code),
         "title": kind.title,
         "status": kind.status,
         "detail": detail,

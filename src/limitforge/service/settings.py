@@ -12,22 +12,22 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from limitforge.catalog.credentials import Peppers
-from limitforge.catalog.database import DEFAULT_URL
-from limitforge.core.exact import shown
-from limitforge.core.headers import HeaderForm, HeaderStyle, ResetForm
+from limitforge.catalog.database.database import DEFAULT_URL
+from limitforge.core.exact import short_repr
+from limitforge.core.headers import HeaderOptions, HeaderStyle, ResetUnit
 from limitforge.core.keys import Keys
 from limitforge.errors import InvalidInput
-from limitforge.service.connections import MAX_CONNECTIONS
-from limitforge.service.proxies import Proxies
+from limitforge.service.http.connections import MAX_CONNECTIONS
+from limitforge.service.http.trusted_proxies import TrustedProxies
 from limitforge.stores import connect
 from limitforge.stores.options import StoreOptions
 
-PREFIX = "LIMITFORGE_"
-FILE = "LIMITFORGE_SETTINGS"
+ENV_PREFIX = "LIMITFORGE_"
+FILE_VARIABLE = "LIMITFORGE_SETTINGS"
 # Of other programs of limitforge, which share the environment.
-ELSEWHERE = ("LIMITFORGE_ACTOR", "LIMITFORGE_TEST_PROFILE", FILE)
+OTHER_VARIABLES = ("LIMITFORGE_ACTOR", "LIMITFORGE_TEST_PROFILE", FILE_VARIABLE)
 MAX_WORKERS = 256
-NEW_BUCKETS = 60_000
+DEFAULT_NEW_BUCKETS = 60_000
 NUMBER_OR_WORD = int | str
 MASKED = "********"
 _IN_QUERY = re.compile(r"([?&][^=&]*(?:password|secret|token|key)[^=&]*=)[^&]*", re.IGNORECASE)
@@ -58,14 +58,14 @@ class Settings:
         1_000.0, "How long a check may wait for the database, for a key not yet known."
     )
     failure: str = _setting("open", "What happens when the store can't decide: open, closed or local.")
-    nodes: int = _setting(1, "How many processes share the limits, for failure: local.")
+    processes: int = _setting(1, "How many processes share the limits, for failure: local.")
     breaker_failures: int = _setting(3, "After how many failures in a row the store is left alone for a while.")
     breaker_seconds: float = _setting(30.0, "How long it is left alone before one check tries it again.")
     wait_replicas: int = _setting(0, "How many replicas must have what was written before a decision is told.")
     new_buckets_per_minute: int | str = _setting(
         "auto",
         "How many buckets a tenant may begin; beyond that its new subjects share one: a number, none for any number, or"
-        f" auto for {NEW_BUCKETS:_}, and fewer on a Redis with little memory.",
+        f" auto for {DEFAULT_NEW_BUCKETS:_}, and fewer on a Redis with little memory.",
     )
     denial_cache_ms: float = _setting(1_000.0, "How long a denial may be answered without asking the store.")
     peppers: str = _setting("", "What keys are hashed under: versions and secrets, 1:first,2:second.", secret=True)
@@ -97,9 +97,9 @@ class Settings:
         if bool(self.tls_cert) != bool(self.tls_key):
             raise InvalidInput("tls_key" if self.tls_cert else "tls_cert", "is needed too: TLS takes both")
         if self.failure not in ("open", "closed", "local"):
-            raise InvalidInput("failure", f"must be open, closed or local, got {shown(self.failure)}")
+            raise InvalidInput("failure", f"must be open, closed or local, got {short_repr(self.failure)}")
         if self.log_level not in ("debug", "info", "warning", "error"):
-            raise InvalidInput("log_level", f"must be debug, info, warning or error, got {shown(self.log_level)}")
+            raise InvalidInput("log_level", f"must be debug, info, warning or error, got {short_repr(self.log_level)}")
         if self.workers > 1 and self.store_url.startswith("memory:"):
             raise InvalidInput(
                 "workers",
@@ -111,7 +111,7 @@ class Settings:
         except InvalidInput as error:
             raise InvalidInput("store_url" if error.field == "url" else error.field, error.problem) from None
         self.header_form()
-        self.proxies()
+        self.parse_proxies()
         if self.peppers:
             Peppers.parse(self.peppers)
 
@@ -119,81 +119,85 @@ class Settings:
         return StoreOptions(
             failure=self.failure,  # type: ignore[arg-type]
             deadline_ms=self.deadline_ms,
-            nodes=self.nodes,
+            processes=self.processes,
             breaker_failures=self.breaker_failures,
             breaker_seconds=self.breaker_seconds,
             wait_replicas=self.wait_replicas,
             denial_cache_ms=self.denial_cache_ms,
-            new_buckets_per_minute=self._new_buckets(),
-            fits_memory=self.new_buckets_per_minute == "auto",
+            new_buckets_per_minute=self._parse_new_buckets(),
+            cap_budget_by_memory=self.new_buckets_per_minute == "auto",
         )
 
-    def _new_buckets(self) -> int | None:
+    def _parse_new_buckets(self) -> int | None:
         given = str(self.new_buckets_per_minute)
         if given in ("auto", "none"):
-            return NEW_BUCKETS if given == "auto" else None
+            return DEFAULT_NEW_BUCKETS if given == "auto" else None
         if not given.isdecimal() or not int(given):
-            raise InvalidInput("new_buckets_per_minute", f"must be a number above 0, auto or none, got {shown(given)}")
+            raise InvalidInput(
+                "new_buckets_per_minute", f"must be a number above 0, auto or none, got {short_repr(given)}"
+            )
         return int(given)
 
-    def proxies(self) -> Proxies:
-        return Proxies.parse(self.trusted_proxies)
+    def parse_proxies(self) -> TrustedProxies:
+        return TrustedProxies.parse(self.trusted_proxies)
 
-    def header_form(self) -> HeaderForm:
+    def header_form(self) -> HeaderOptions:
         words = [word.strip() for word in self.headers.split(",")] if self.headers != "none" else []
-        for name, told, known in (("headers", words, HeaderStyle), ("reset", [self.reset], ResetForm)):
+        for name, told, known in (("headers", words, HeaderStyle), ("reset", [self.reset], ResetUnit)):
             for word in told:
                 if word not in list(known):
-                    raise InvalidInput(name, f"must be {' or '.join(known)}, got {shown(word)}")
-        return HeaderForm(frozenset(map(HeaderStyle, words)), ResetForm(self.reset))
+                    raise InvalidInput(name, f"must be {' or '.join(known)}, got {short_repr(word)}")
+        return HeaderOptions(frozenset(map(HeaderStyle, words)), ResetUnit(self.reset))
 
     def rows(self) -> list[tuple[str, Any, str]]:
         """For people: name, value and what it says."""
-        values = self.shown()
+        values = self.masked()
         return [(f.name, values[f.name], f.metadata["help"]) for f in fields(self)]
 
-    def shown(self) -> dict[str, Any]:
+    def masked(self) -> dict[str, Any]:
         """For people: secrets are masked, and of URLs only the password."""
         return {
-            f.name: _masked(getattr(self, f.name)) if f.metadata["secret"] else getattr(self, f.name)
+            f.name: _mask(getattr(self, f.name)) if f.metadata["secret"] else getattr(self, f.name)
             for f in fields(self)
         }
 
 
-def load(environment: Mapping[str, str] | None = None, **overrides: Any) -> Settings:
+def load_settings(environment: Mapping[str, str] | None = None, **overrides: Any) -> Settings:
     """The settings of this process; `overrides` are from the command line, None where it says nothing."""
     environment = os.environ if environment is None else environment
     known = {f.name for f in fields(Settings)}
     kinds = get_type_hints(Settings)
     values: dict[str, Any] = {}
-    if environment.get(FILE):
-        values |= _from_file(Path(environment[FILE]), known)
+    if environment.get(FILE_VARIABLE):
+        values |= _read_file(Path(environment[FILE_VARIABLE]), known)
     for name, text in environment.items():
-        if name.startswith(PREFIX) and name not in ELSEWHERE:
-            own = name.removeprefix(PREFIX).lower()
+        if name.startswith(ENV_PREFIX) and name not in OTHER_VARIABLES:
+            own = name.removeprefix(ENV_PREFIX).lower()
             if own not in known:
                 near = get_close_matches(own, known, 1)
-                said = f"did you mean {PREFIX}{near[0].upper()}?" if near else "`limitforge settings` shows them all"
+                said = (
+                    f"did you mean {ENV_PREFIX}{near[0].upper()}?" if near else "`limitforge settings` shows them all"
+                )
                 raise InvalidInput(name, f"is no setting; {said}")
             values[own] = text
     values |= {name: value for name, value in overrides.items() if value is not None}
-    return Settings(**{name: _typed(name, value, kinds[name]) for name, value in values.items()})
+    return Settings(**{name: _convert(name, value, kinds[name]) for name, value in values.items()})
 
 
-def _from_file(path: Path, known: set[str]) -> dict[str, Any]:
+def _read_file(path: Path, known: set[str]) -> dict[str, Any]:
     try:
         found = tomllib.loads(path.read_text())
     except OSError as error:
-        raise InvalidInput(FILE, f"can't be read: {error.strerror}") from None
+        raise InvalidInput(FILE_VARIABLE, f"can't be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidInput(FILE, f"{path.name} is no TOML: {error}") from None
+        raise InvalidInput(FILE_VARIABLE, f"{path.name} is no TOML: {error}") from None
     for name in found:
         if name not in known:
             raise InvalidInput(name[:64], f"is no setting, in {path.name}; there are {', '.join(sorted(known))}")
     return found
 
 
-def _typed(name: str, value: Any, kind: Any) -> Any:
+def _convert(name: str, value: Any, kind: Any) -> Any:
     if kind is str or kind == NUMBER_OR_WORD:
         if isinstance(value, str) or (kind is not str and type(value) is int):
             return value
@@ -204,10 +208,10 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
         except (TypeError, ValueError):
             pass
     words = {str: "text", int: "a whole number", float: "a number", NUMBER_OR_WORD: "a number or a word"}[kind]
-    raise InvalidInput(name, f"must be {words}, got {shown(value)}")
+    raise InvalidInput(name, f"must be {words}, got {short_repr(value)}")
 
 
-def _masked(text: str) -> str:
+def _mask(text: str) -> str:
     """A URL without its password; anything else not at all."""
     scheme, found, rest = text.partition("://")
     if not found:

@@ -5,10 +5,10 @@ from contextlib import contextmanager
 from urllib.parse import parse_qsl, urlsplit
 
 from limitforge.core.clock import Clock
-from limitforge.core.exact import shown, whole
+from limitforge.core.exact import parse_integer, short_repr
 from limitforge.core.keys import Keys
 from limitforge.errors import InvalidInput
-from limitforge.stores.memory import MAX_KEYS, AsyncMemoryStore, MemoryStore
+from limitforge.stores.memory.store import MAX_KEYS, AsyncMemoryStore, MemoryStore
 from limitforge.stores.options import StoreOptions
 from limitforge.stores.protocol import Store, SyncStore
 
@@ -20,7 +20,7 @@ def connect(url: str, *, keys: Keys, clock: Clock | None = None, options: StoreO
     if _is_memory(url):
         return AsyncMemoryStore(_memory(url, keys, clock, options))
     with _redis_py():
-        from limitforge.stores.redis import RedisStore
+        from limitforge.stores.redis.aio.store import RedisStore
     return RedisStore(url, keys=keys, clock=clock, options=options)
 
 
@@ -29,7 +29,7 @@ def connect_sync(url: str, *, keys: Keys, clock: Clock | None = None, options: S
     if _is_memory(url):
         return _memory(url, keys, clock, options)
     with _redis_py():
-        from limitforge.stores.redis_sync import SyncRedisStore
+        from limitforge.stores.redis.sync.store import SyncRedisStore
     return SyncRedisStore(url, keys=keys, clock=clock, options=options)
 
 
@@ -46,15 +46,15 @@ def _is_memory(url: str) -> bool:
 def _memory(url: str, keys: Keys, clock: Clock | None, options: StoreOptions | None) -> MemoryStore:
     """`memory://?max_keys=10000` bounds the number of buckets."""
     settings = dict(parse_qsl(urlsplit(url).query, keep_blank_values=True))
-    max_keys = whole("max_keys", settings.pop("max_keys", MAX_KEYS), minimum=1)
+    max_keys = parse_integer("max_keys", settings.pop("max_keys", MAX_KEYS), minimum=1)
     if settings:
-        raise InvalidInput("url", f"memory:// takes max_keys and nothing else, got {shown(', '.join(settings))}")
+        raise InvalidInput("url", f"memory:// takes max_keys and nothing else, got {short_repr(', '.join(settings))}")
     options = options or StoreOptions()
     return MemoryStore(
         keys=keys,
         clock=clock,
         max_keys=max_keys,
-        nodes=lambda: options.nodes,
+        processes=lambda: options.processes,
         new_buckets_per_minute=options.new_buckets_per_minute,
     )
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import NoReturn
 
-from limitforge.core.check import Failure, FailureName, failure_of
-from limitforge.core.exact import MAX_COUNTER_LIMIT, shown, whole
+from limitforge.core.check import Failure, FailureName, parse_failure
+from limitforge.core.exact import MAX_COUNTER_LIMIT, parse_integer, short_repr
 from limitforge.errors import InvalidInput
 
 MAX_DEADLINE_MS = 60_000
@@ -29,7 +29,7 @@ class StoreOptions:
 
     failure: Failure | FailureName = Failure.OPEN
     deadline_ms: float = 50
-    nodes: int = 1
+    processes: int = 1
     breaker_failures: int = 3
     breaker_seconds: float = 30
     denial_cache_ms: float = 1_000
@@ -38,20 +38,24 @@ class StoreOptions:
     sync_interval_ms: float = 200
     wait_replicas: int = 0
     new_buckets_per_minute: int | None = None
-    fits_memory: bool = False
+    cap_budget_by_memory: bool = False
 
     def __post_init__(self) -> None:
         if self.failure is None:
             _refuse("failure", None, f"be one of {', '.join(Failure)}")
-        object.__setattr__(self, "failure", failure_of(self.failure))
-        for name in ("nodes", "breaker_failures", "denial_cache_size", "max_waiting"):
-            object.__setattr__(self, name, whole(name, getattr(self, name), minimum=1))
+        object.__setattr__(self, "failure", parse_failure(self.failure))
+        for name in ("processes", "breaker_failures", "denial_cache_size", "max_waiting"):
+            object.__setattr__(self, name, parse_integer(name, getattr(self, name), minimum=1))
         _between("deadline_ms", self.deadline_ms, 1, MAX_DEADLINE_MS)
         _between("breaker_seconds", self.breaker_seconds, 0.001, MAX_BREAKER_SECONDS)
         _between("denial_cache_ms", self.denial_cache_ms, 0, MAX_DENIAL_CACHE_MS)
-        object.__setattr__(self, "wait_replicas", whole("wait_replicas", self.wait_replicas, maximum=MAX_REPLICAS))
+        object.__setattr__(
+            self, "wait_replicas", parse_integer("wait_replicas", self.wait_replicas, maximum=MAX_REPLICAS)
+        )
         if self.new_buckets_per_minute is not None:
-            budget = whole("new_buckets_per_minute", self.new_buckets_per_minute, minimum=1, maximum=MAX_COUNTER_LIMIT)
+            budget = parse_integer(
+                "new_buckets_per_minute", self.new_buckets_per_minute, minimum=1, maximum=MAX_COUNTER_LIMIT
+            )
             object.__setattr__(self, "new_buckets_per_minute", budget)
         _between("sync_interval_ms", self.sync_interval_ms, 10, MAX_SYNC_INTERVAL_MS)
 
@@ -62,4 +66,4 @@ def _between(name: str, value: object, lowest: float, highest: float) -> None:
 
 
 def _refuse(name: str, value: object, must: str) -> NoReturn:
-    raise InvalidInput(name, f"must {must}, got {shown(value)}")
+    raise InvalidInput(name, f"must {must}, got {short_repr(value)}")

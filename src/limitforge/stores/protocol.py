@@ -12,15 +12,15 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from limitforge.core.check import Check
-from limitforge.core.decision import Decision, Judged
+from limitforge.core.decision import CheckResult, Decision
+from limitforge.core.handles import Lease, Reservation
 from limitforge.core.keys import Keys
-from limitforge.core.overrides import Compiled, Override, OverridePage
+from limitforge.core.overrides import CompiledOverride, Override, OverridePage
 from limitforge.core.reservations import Settlement
-from limitforge.core.tickets import Lease, Reservation
 from limitforge.errors import LimitforgeError
-from limitforge.stores.heat import HotKey
+from limitforge.stores.redis.hot_keys import HotKey
 
-Answer = TypeVar("Answer")
+ResultT = TypeVar("ResultT")
 
 
 class StoreStatus(msgspec.Struct, frozen=True):
@@ -39,14 +39,14 @@ class StoreStatus(msgspec.Struct, frozen=True):
     denials_cached: int = 0
     denial_hits: int = 0
     waiting: int = 0
-    nodes: dict[str, str] = msgspec.field(default_factory=dict)
-    shares_out: int = 0
+    servers: dict[str, str] = msgspec.field(default_factory=dict)
+    prepaid_out: int = 0
     hot_keys: list[HotKey] = msgspec.field(default_factory=list)
     new_buckets_per_minute: int | None = None
     overflowed: int = 0
 
 
-class Command(Generic[Answer]):
+class Command(Generic[ResultT]):
     """Something other than a check, and the type of its answer."""
 
     __slots__ = ()
@@ -86,12 +86,12 @@ class Reset(Command[None]):
 class SetOverride(Command[Override]):
     """Replace the override of one (tenant, resource, subject); the subject's keys start with `own`."""
 
-    own: str
+    lane_prefix: str
     tenant: str
     resource: str
     subject: str
     changes: dict[str, object]
-    compiled: tuple[Compiled, ...]
+    compiled: tuple[CompiledOverride, ...]
     ttl_us: int
 
 
@@ -99,7 +99,7 @@ class SetOverride(Command[Override]):
 class GetOverrides(Command[list[Override]]):
     """The live overrides of one subject."""
 
-    own: str
+    lane_prefix: str
     tenant: str
     subject: str
 
@@ -108,24 +108,24 @@ class GetOverrides(Command[list[Override]]):
 class ListOverrides(Command[OverridePage]):
     """A tenant's live overrides, some subjects at a time, in the order of their names, from all its lanes."""
 
-    lanes: tuple[str, ...]
+    key_prefixes: tuple[str, ...]
     tenant: str
     cursor: str | None
     subjects: int
 
 
 @dataclass(frozen=True, slots=True)
-class MissingOverrides(Command[list[int]]):
+class FindMissingOverrides(Command[list[int]]):
     """Return the positions of those overrides that are not in force. Each is given as (own, resource, subject)."""
 
-    places: tuple[tuple[str, str, str], ...]
+    targets: tuple[tuple[str, str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class DeleteOverride(Command[bool]):
     """Remove one override; tells whether there was any."""
 
-    own: str
+    lane_prefix: str
     resource: str
     subject: str
 
@@ -134,16 +134,16 @@ class DeleteOverride(Command[bool]):
 class ClearOverrides(Command[int]):
     """Remove all overrides of a tenant; tells of how many subjects."""
 
-    lanes: tuple[str, ...]
+    key_prefixes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class DropDenials(Command[None]):
+class DropCachedDenials(Command[None]):
     """Forget every denial of a tenant that a node may have cached: its plans have changed. Its keys start with one of
     `starts`.
     """
 
-    starts: tuple[str, ...]
+    key_prefixes: tuple[str, ...]
 
 
 class Store(Protocol):
@@ -154,7 +154,7 @@ class Store(Protocol):
     async def check(self, check: Check) -> Decision:
         """Decide, or raise this check's own error."""
 
-    def submit(self, check: Check, answer: Callable[[Judged], None]) -> None:
+    def submit(self, check: Check, on_result: Callable[[CheckResult], None]) -> None:
         """The same for a protocol on the running loop: `answer` is called once, perhaps before this returns. It is told
         an outcome only if the check `is_raw`.
         """
@@ -162,9 +162,9 @@ class Store(Protocol):
     async def check_many(self, checks: Sequence[Check]) -> list[Decision | LimitforgeError]:
         """Decide each by itself, in order; an error stands in the place of its check and spoils no other."""
 
-    async def run(self, command: Command[Answer]) -> Answer: ...
+    async def run(self, command: Command[ResultT]) -> ResultT: ...
 
-    def fit_memory(self, memory_bytes: int) -> None:
+    def set_server_memory(self, memory_bytes: int) -> None:
         """Learn how much memory the smallest server of the store has; 0 if none of them has a limit."""
 
     def status(self) -> StoreStatus: ...
@@ -181,7 +181,7 @@ class SyncStore(Protocol):
 
     def check_many(self, checks: Sequence[Check]) -> list[Decision | LimitforgeError]: ...
 
-    def run(self, command: Command[Answer]) -> Answer: ...
+    def run(self, command: Command[ResultT]) -> ResultT: ...
 
     def status(self) -> StoreStatus: ...
 

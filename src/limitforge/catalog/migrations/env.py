@@ -2,7 +2,7 @@
 
 from alembic import context
 
-from limitforge.catalog.tables import metadata
+from limitforge.catalog.database.tables import metadata
 
 context.configure(connection=context.config.attributes["connection"], target_metadata=metadata)
 context.run_migrations()

@@ -1,9 +1,9 @@
 """Concurrency: leases that each hold `cost` slots until released, or for their TTL after they were taken or renewed."""
 
-from limitforge.core.algorithms.ledger import Item, Ledger, LedgerSteps, insert
+from limitforge.core.algorithms.ledger import Ledger, LedgerAlgorithm, LedgerEntry, insert
 
 
-class ConcurrencySteps(LedgerSteps, frozen=True):
+class ConcurrencyAlgorithm(LedgerAlgorithm, frozen=True):
     ttl_us: int
 
     code = 6
@@ -12,14 +12,14 @@ class ConcurrencySteps(LedgerSteps, frozen=True):
 
     def take(self, state: Ledger, cost: int, lease: bytes) -> None:
         state.used += cost
-        insert(state.items, Item(state.last + self.ttl_us, cost, lease))
+        insert(state.entries, LedgerEntry(state.last + self.ttl_us, cost, lease))
 
 
 def release(state: Ledger, lease: bytes) -> bool:
     """Free the slots of `lease`; tells whether it held any."""
-    for at, item in enumerate(state.items):
+    for at, item in enumerate(state.entries):
         if item.lease == lease:
-            del state.items[at]
+            del state.entries[at]
             state.used -= item.cost
             return True
     return False
@@ -27,9 +27,9 @@ def release(state: Ledger, lease: bytes) -> bool:
 
 def renew(state: Ledger, lease: bytes) -> bool:
     """Let `lease` start again, with the TTL that the bucket was last written with; tells whether it was still live."""
-    for at, item in enumerate(state.items):
+    for at, item in enumerate(state.entries):
         if item.lease == lease:
-            del state.items[at]
-            insert(state.items, item._replace(ends_us=state.last + state.numbers.ttl_us))
+            del state.entries[at]
+            insert(state.entries, item._replace(ends_us=state.last + state.algorithm.ttl_us))
             return True
     return False

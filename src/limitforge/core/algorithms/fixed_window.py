@@ -2,7 +2,7 @@
 
 from enum import IntEnum
 
-from limitforge.core.algorithms.steps import NEVER, State, Steps
+from limitforge.core.algorithms.base import NEVER, Algorithm, State
 
 
 class WindowKind(IntEnum):
@@ -15,7 +15,7 @@ class Window(State, gc=False):
     """`until` is the window's end; while no hit has opened it, that is now."""
 
 
-class WindowSteps(Steps, frozen=True):
+class WindowAlgorithm(Algorithm, frozen=True):
     """What fixed windows and quotas share: a count that ends with its window."""
 
     def wait(self, state: Window, cost: int, share: int) -> int:
@@ -43,7 +43,7 @@ class WindowSteps(Steps, frozen=True):
         """Both are kept as they are."""
 
 
-class FixedWindowSteps(WindowSteps, frozen=True):
+class FixedWindowAlgorithm(WindowAlgorithm, frozen=True):
     window_us: int
     kind: int
     offset: int = 0  # for a spread window: 48 bits of its key's hash, taken modulo the window
@@ -60,7 +60,7 @@ class FixedWindowSteps(WindowSteps, frozen=True):
         return Window(now, now + self.window_us - (now + phase) % self.window_us, 0, self, ())
 
     def open(self, state: Window, now: int) -> Window:
-        old = state.numbers
+        old = state.algorithm
         if old.window_us != self.window_us or old.kind != self.kind:
             return self.fresh(now)
         return Window(now, state.until, state.used, self, state.pending)

@@ -1,10 +1,10 @@
 """Leaky bucket: starts empty, drains continuously; what is taken waits for the level before it to drain."""
 
-from limitforge.core.algorithms.level import Level, LevelSteps
-from limitforge.core.algorithms.steps import NEVER
+from limitforge.core.algorithms.base import NEVER
+from limitforge.core.algorithms.level import Level, LevelAlgorithm
 
 
-class LeakyBucketSteps(LevelSteps, frozen=True):
+class LeakyBucketAlgorithm(LevelAlgorithm, frozen=True):
     code = 2
     letter = "l"
 
@@ -12,7 +12,7 @@ class LeakyBucketSteps(LevelSteps, frozen=True):
         return Level(now, now, 0, self, (), 0)
 
     def open(self, state: Level, now: int) -> Level:
-        level = state.level if state.numbers is self else self.converted(state, 0, 2 * self.limit * self.per_us)
+        level = state.level if state.algorithm is self else self.converted(state, 0, 2 * self.limit * self.per_us)
         drained = level - (now - state.last) * self.tokens
         return Level(now, state.until, 0, self, state.pending, drained if drained > 0 else 0)
 

@@ -2,10 +2,10 @@
 
 from typing import NamedTuple
 
-from limitforge.core.algorithms.steps import NEVER, State, Steps
+from limitforge.core.algorithms.base import NEVER, Algorithm, State
 
 
-class Item(NamedTuple):
+class LedgerEntry(NamedTuple):
     """A cost that counts until `ends_us`; a lease has a token too."""
 
     ends_us: int
@@ -14,15 +14,15 @@ class Item(NamedTuple):
 
 
 class Ledger(State, gc=False):
-    items: list[Item]
+    entries: list[LedgerEntry]
 
 
-class LedgerSteps(Steps, frozen=True):
+class LedgerAlgorithm(Algorithm, frozen=True):
     def fresh(self, now: int) -> Ledger:
         return Ledger(now, now, 0, self, (), [])
 
     def open(self, state: Ledger, now: int) -> Ledger:
-        items = state.items
+        items = state.entries
         used = state.used
         gone = 0
         while gone < len(items) and items[gone].ends_us <= now:
@@ -36,17 +36,17 @@ class LedgerSteps(Steps, frozen=True):
         short = state.used + cost - share
         if short <= 0:
             return 0
-        for item in state.items:
+        for item in state.entries:
             short -= item.cost
             if short <= 0:
                 return item.ends_us - state.last
         raise AssertionError("a ledger's sum is that of its items")
 
     def seal(self, state: Ledger) -> None:
-        state.until = state.items[-1].ends_us if state.items else state.last
+        state.until = state.entries[-1].ends_us if state.entries else state.last
 
 
-def insert(items: list[Item], item: Item) -> None:
+def insert(items: list[LedgerEntry], item: LedgerEntry) -> None:
     """After everything that ends no later. The newest nearly always ends last, so search from the back."""
     at = len(items)
     while at and items[at - 1].ends_us > item.ends_us:

@@ -1,9 +1,9 @@
 """Quota: a fixed window on the calendar. The calendar is the caller's: the steps only see where its windows begin."""
 
-from limitforge.core.algorithms.fixed_window import Window, WindowSteps
+from limitforge.core.algorithms.fixed_window import Window, WindowAlgorithm
 
 
-class QuotaSteps(WindowSteps, frozen=True):
+class QuotaAlgorithm(WindowAlgorithm, frozen=True):
     """Three consecutive windows: [first, second), [second, third), [third, end)."""
 
     shape: int  # 48 bits that tell one calendar (period, zone, anchor) from another
@@ -24,6 +24,6 @@ class QuotaSteps(WindowSteps, frozen=True):
 
     def open(self, state: Window, now: int) -> Window | None:
         opened = self.fresh(now)
-        if opened is not None and state.numbers.shape == self.shape:
+        if opened is not None and state.algorithm.shape == self.shape:
             opened.used, opened.pending = state.used, state.pending
         return opened

@@ -1,6 +1,6 @@
 """Sliding window counter: two aligned counts blended into an estimate, in exact integers."""
 
-from limitforge.core.algorithms.steps import NEVER, State, Steps
+from limitforge.core.algorithms.base import NEVER, Algorithm, State
 
 
 class Counter(State, gc=False):
@@ -10,7 +10,7 @@ class Counter(State, gc=False):
     current: int
 
 
-class SlidingWindowCounterSteps(Steps, frozen=True):
+class SlidingWindowCounterAlgorithm(Algorithm, frozen=True):
     window_us: int
 
     code = 5
@@ -23,7 +23,7 @@ class SlidingWindowCounterSteps(Steps, frozen=True):
 
     def open(self, state: Counter, now: int) -> Counter:
         window = self.window_us
-        if state.numbers.window_us != window:
+        if state.algorithm.window_us != window:
             return self.fresh(now)
         passed = now // window - state.last // window
         if passed == 0:

@@ -1,10 +1,10 @@
 """Token bucket: starts full, refills continuously, and is down to minus its capacity at the lowest."""
 
-from limitforge.core.algorithms.level import Level, LevelSteps
-from limitforge.core.algorithms.steps import NEVER
+from limitforge.core.algorithms.base import NEVER
+from limitforge.core.algorithms.level import Level, LevelAlgorithm
 
 
-class TokenBucketSteps(LevelSteps, frozen=True):
+class TokenBucketAlgorithm(LevelAlgorithm, frozen=True):
     code = 1
     letter = "t"
 
@@ -13,7 +13,7 @@ class TokenBucketSteps(LevelSteps, frozen=True):
 
     def open(self, state: Level, now: int) -> Level:
         full = self.limit * self.per_us
-        level = state.level if state.numbers is self else self.converted(state, -full, full)
+        level = state.level if state.algorithm is self else self.converted(state, -full, full)
         refilled = level + (now - state.last) * self.tokens
         return Level(now, state.until, 0, self, state.pending, refilled if refilled < full else full)
 

@@ -5,9 +5,11 @@ from importlib.metadata import version
 from fastapi import FastAPI, Request
 from fastapi.routing import iter_route_contexts
 
-from limitforge.catalog.node import Node
+from limitforge.catalog.live.live_catalog import LiveCatalog
 from limitforge.limiter import Limiter
-from limitforge.service.admin import (
+from limitforge.service.admin.authentication import TokenAuthenticator
+from limitforge.service.admin.openapi.reference_page import TITLE, add_reference_routes
+from limitforge.service.admin.routes import (
     audit,
     keys,
     mode,
@@ -21,23 +23,21 @@ from limitforge.service.admin import (
     tokens,
     usage,
 )
-from limitforge.service.admin.access import Access
-from limitforge.service.admin.docs import TITLE, serve_reference
-from limitforge.service.admin.routing import Under, tell_problems
-from limitforge.service.admin.session import Session
-from limitforge.service.admin.usage import UsageLog
-from limitforge.service.throttled import Throttled
+from limitforge.service.admin.routes.usage import UsageRecorder
+from limitforge.service.admin.routing import RootPathMiddleware, add_error_handlers
+from limitforge.service.admin.session import AdminSession
+from limitforge.service.counters.throttled import ThrottledTracker
 
-PARTS = (tenants, plans, keys, policies, overrides, tokens, audit, reset, operator, mode, usage, throttled)
+ROUTE_MODULES = (tenants, plans, keys, policies, overrides, tokens, audit, reset, operator, mode, usage, throttled)
 
 
-def create_admin(
-    node: Node,
+def create_admin_app(
+    live_catalog: LiveCatalog,
     limiter: Limiter,
-    access: Access,
+    authenticator: TokenAuthenticator,
     *,
-    usage_log: UsageLog,
-    heavy_hitters: Throttled,
+    usage_recorder: UsageRecorder,
+    throttled_subjects: ThrottledTracker,
     root_path: str = "",
 ) -> FastAPI:
     """`/v1/admin/*`, `/openapi.json` and `/docs`, under `root_path`; whatever else is asked for is a 404."""
@@ -53,20 +53,20 @@ def create_admin(
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.state.limiter = limiter
-    app.state.snapshots = node.snapshots
-    app.state.usage = usage_log
-    app.state.throttled = heavy_hitters
+    app.state.snapshots = live_catalog.cache
+    app.state.usage = usage_recorder
+    app.state.throttled = throttled_subjects
 
     async def admit(request: Request) -> None:
         source = "" if request.client is None else request.client.host
-        token = await access.admit(request.headers.getlist("authorization"), source)
-        request.state.session = Session(token, node.catalog)
+        token = await authenticator.authenticate(request.headers.getlist("authorization"), source)
+        request.state.session = AdminSession(token, live_catalog.catalog)
 
     app.state.admit = admit
-    app.add_middleware(Under, root_path=root_path)
-    tell_problems(app)
-    for part in PARTS:
+    app.add_middleware(RootPathMiddleware, root_path=root_path)
+    add_error_handlers(app)
+    for part in ROUTE_MODULES:
         app.include_router(part.router)
-    serve_reference(app, root_path)
+    add_reference_routes(app, root_path)
     list(iter_route_contexts(app.routes))  # FastAPI would make them when first asked, and checks would wait for it
     return app

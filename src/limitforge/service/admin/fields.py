@@ -9,45 +9,45 @@ from fastapi import Depends, Header, Path
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, StringConstraints, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from limitforge.catalog.model import NAME
-from limitforge.catalog.queries import MAX_PAGE
-from limitforge.core.keys import MAX_BYTES
-from limitforge.errors import InvalidInput, Outdated
+from limitforge.catalog.database.queries import MAX_PAGE_SIZE
+from limitforge.catalog.model import NAME_PATTERN
+from limitforge.core.keys import MAX_KEY_PART_BYTES
+from limitforge.errors import InvalidInput, VersionConflict
 
-MAX_HEADER = 128
+MAX_HEADER_LENGTH = 128
 ID_PATTERN = "^[A-Za-z0-9_.-]{1,64}$"
 """What an id may look like: anything else is nobody's, and needs no look-up."""
 
 
-def absent() -> Any:
+def optional() -> Any:
     """A field that may be left out, and then is not changed or has the catalog's default."""
     return Field(default_factory=lambda: None)
 
 
-def described(description: str, **more: Any) -> Any:
+def documented(description: str, **more: Any) -> Any:
     """For the reference alone: the catalog has the last word, and better ones."""
     return Field(description=description, json_schema_extra=more or None)
 
 
 Id = Annotated[str, StringConstraints(pattern=ID_PATTERN)]
 PathId = Annotated[str, Path(pattern=ID_PATTERN, description="Its id.")]
-Name = Annotated[str, described("1 to 64 letters, digits or -_./ characters.", pattern=f"^{NAME.pattern}$")]
-Part = Annotated[str, described("1 to 512 bytes of UTF-8.", minLength=1, maxLength=MAX_BYTES)]
-Flag = Annotated[bool, Strict()]
-Whole = Annotated[int, Strict()]
-Seconds = Annotated[float, Strict()]
-FailureWord = Literal["open", "closed", "local"]
-Wanted = Annotated[str, StringConstraints(max_length=MAX_BYTES, pattern=r"^[^\x00]*$")]
+Name = Annotated[str, documented("1 to 64 letters, digits or -_./ characters.", pattern=f"^{NAME_PATTERN.pattern}$")]
+KeyPart = Annotated[str, documented("1 to 512 bytes of UTF-8.", minLength=1, maxLength=MAX_KEY_PART_BYTES)]
+StrictBool = Annotated[bool, Strict()]
+StrictInt = Annotated[int, Strict()]
+StrictFloat = Annotated[float, Strict()]
+FailureBehaviour = Literal["open", "closed", "local"]
+Filter = Annotated[str, StringConstraints(max_length=MAX_KEY_PART_BYTES, pattern=r"^[^\x00]*$")]
 """What a list is narrowed by: exactly this."""
 
 
-def some_of(kind: type[StrEnum]) -> Any:
+def unique_list_of(kind: type[StrEnum]) -> Any:
     """One or more words, each once."""
     words = {"type": "array", "items": {"enum": list(kind)}, "minItems": 1, "uniqueItems": True}
     return WithJsonSchema(words)
 
 
-def _moment(value: object) -> datetime:
+def _parse_timestamp(value: object) -> datetime:
     problem = "must be a time such as 2026-12-31T00:00:00Z"
     if isinstance(value, str):
         try:
@@ -61,20 +61,22 @@ def _moment(value: object) -> datetime:
     raise PydanticCustomError("moment", problem)
 
 
-Moment = Annotated[datetime, BeforeValidator(_moment), WithJsonSchema({"type": "string", "format": "date-time"})]
+Timestamp = Annotated[
+    datetime, BeforeValidator(_parse_timestamp), WithJsonSchema({"type": "string", "format": "date-time"})
+]
 
 
-class Body(BaseModel):
+class RequestBody(BaseModel):
     """What a call takes. What it does not know is refused."""
 
     model_config = ConfigDict(extra="forbid")
 
-    def given(self) -> dict[str, Any]:
+    def given_fields(self) -> dict[str, Any]:
         """What was said, and nothing that was not."""
         return self.model_dump(exclude_unset=True)
 
 
-class Listing(BaseModel):
+class ListQuery(BaseModel):
     """What every list takes."""
 
     model_config = ConfigDict(extra="forbid")
@@ -87,18 +89,18 @@ class Listing(BaseModel):
             json_schema_extra={"pattern": "^[A-Za-z0-9_-]+$"},
         ),
     ] = None
-    limit: Annotated[int, Field(description="How many at most.", ge=1, le=MAX_PAGE)] = 100
+    limit: Annotated[int, Field(description="How many at most.", ge=1, le=MAX_PAGE_SIZE)] = 100
 
-    def asked(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         return self.model_dump()
 
 
-def _version(
+def _parse_if_match(
     if_match: Annotated[
         str | None,
         Header(
             alias="If-Match",
-            max_length=MAX_HEADER,
+            max_length=MAX_HEADER_LENGTH,
             description="The ETag of what was read. If somebody has changed it since, the answer is 412.",
             examples=['"3"'],
             json_schema_extra={"pattern": r'^(\*|(W/)?"[0-9]{1,18}")$'},
@@ -113,8 +115,8 @@ def _version(
         raise InvalidInput("if-match", 'must be an ETag that was answered, such as "3"')
     version = tag[1:-1]
     if not version.isascii() or not version.isdigit():
-        raise Outdated(f"if-match: no version of it is called {tag}")
+        raise VersionConflict(f"if-match: no version of it is called {tag}")
     return int(version)
 
 
-Version = Annotated[int | None, Depends(_version)]
+IfMatch = Annotated[int | None, Depends(_parse_if_match)]

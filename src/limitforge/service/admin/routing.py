@@ -15,25 +15,25 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from limitforge.catalog.model import TokenScope
-from limitforge.core.exact import shown
-from limitforge.core.headers import fields_of
+from limitforge.core.exact import short_repr
+from limitforge.core.headers import parse_block
 from limitforge.errors import InvalidInput, LimitforgeError, NotFound
-from limitforge.service.answers import refused
-from limitforge.service.bodies import look_through
-from limitforge.service.check import MAX_BODY
-from limitforge.service.credentials import presented
-from limitforge.service.problems import BadRequest
+from limitforge.service.checks.handler import MAX_BODY
+from limitforge.service.checks.request_bodies import reject_duplicate_names
+from limitforge.service.checks.request_credentials import read_api_key
+from limitforge.service.checks.responses import problem_response
+from limitforge.service.problems import HttpError
 
 PREFIX = "/v1/admin"
 MAX_DEPTH = 32
 MAX_VALUES = 1_024  # of a body: a plan with all its limits has half of that
-LEAST, MOST = -(2**63), 2**64 - 1  # what a JSON number may be in the answers
+MIN_INTEGER, MAX_INTEGER = -(2**63), 2**64 - 1  # what a JSON number may be in the answers
 
 _log = logging.getLogger(__name__)
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
-class Understood(Request):
+class ParsedRequest(Request):
     """A request whose body was read already."""
 
     def __init__(self, request: Request, raw: bytes, plain: Any) -> None:
@@ -60,9 +60,9 @@ class AdminRoute(APIRoute):
                 raw, plain = b"", None
             else:
                 request.state.session.require(TokenScope.WRITE)
-                raw, plain = await _read(request)
+                raw, plain = await _read_body(request)
             request.state.plain = plain
-            return await handle(Understood(request, raw, plain))
+            return await handle(ParsedRequest(request, raw, plain))
 
         return admitted
 
@@ -71,33 +71,33 @@ def admin_router(path: str, tag: str) -> APIRouter:
     return APIRouter(prefix=f"{PREFIX}{path}", tags=[tag], route_class=AdminRoute)
 
 
-async def _read(request: Request) -> tuple[bytes, Any]:
+async def _read_body(request: Request) -> tuple[bytes, Any]:
     """The body, and what it says; refused where it is too large, or no JSON that we could answer with again."""
     headers: list[tuple[bytes, bytes]] = request.scope["headers"]
-    presented((each for each in headers if each[0] == b"content-length"), MAX_BODY)
+    read_api_key((each for each in headers if each[0] == b"content-length"), MAX_BODY)
     raw = bytearray()
     try:
         async for part in request.stream():
             raw += part
             if len(raw) > MAX_BODY:
-                raise BadRequest(413, "body_too_large", f"at most {MAX_BODY} bytes", connection="close")
+                raise HttpError(413, "body_too_large", f"at most {MAX_BODY} bytes", connection="close")
     except ClientDisconnect:
-        raise BadRequest(400, "malformed_request", "the body did not arrive") from None
+        raise HttpError(400, "malformed_request", "the body did not arrive") from None
     if not raw:
         return b"", None
-    presented((each for each in headers if each[0].startswith(b"content-")), MAX_BODY)
+    read_api_key((each for each in headers if each[0].startswith(b"content-")), MAX_BODY)
     try:
         plain = msgspec.json.decode(raw)
-        _check(plain)
-        look_through(bytes(raw))
+        _check_values(plain)
+        reject_duplicate_names(bytes(raw))
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise BadRequest(400, "malformed_json", str(error)) from None
+        raise HttpError(400, "malformed_json", str(error)) from None
     except RecursionError:
-        raise BadRequest(400, "malformed_json", f"nested deeper than {MAX_DEPTH}") from None
+        raise HttpError(400, "malformed_json", f"nested deeper than {MAX_DEPTH}") from None
     return bytes(raw), plain
 
 
-def _check(plain: Any) -> None:
+def _check_values(plain: Any) -> None:
     """Refuse what is nested too deeply, has too many values, or a number that we could not answer with again."""
     waiting: list[tuple[str, Any, int]] = [("", plain, 1)]
     values = 1
@@ -105,33 +105,33 @@ def _check(plain: Any) -> None:
         path, value, depth = waiting.pop()
         values += len(value) if isinstance(value, dict | list) else 0
         if values > MAX_VALUES:
-            raise BadRequest(400, "malformed_json", f"more than {MAX_VALUES} values")
+            raise HttpError(400, "malformed_json", f"more than {MAX_VALUES} values")
         if depth > MAX_DEPTH:
-            raise BadRequest(400, "malformed_json", f"nested deeper than {MAX_DEPTH}")
+            raise HttpError(400, "malformed_json", f"nested deeper than {MAX_DEPTH}")
         path = path[:64]
         if isinstance(value, dict):
             waiting += [(f"{path}.{name}" if path else name, each, depth + 1) for name, each in value.items()]
         elif isinstance(value, list):
             waiting += [(f"{path}[{at}]", each, depth + 1) for at, each in enumerate(value)]
-        elif isinstance(value, int) and not LEAST <= value <= MOST:
+        elif isinstance(value, int) and not MIN_INTEGER <= value <= MAX_INTEGER:
             raise InvalidInput(path[:64] or "body", "is a number out of range")
 
 
 # --- Problems --------------------------------------------------------------------------------------------------------
 
 
-def tell_problems(app: FastAPI) -> None:
+def add_error_handlers(app: FastAPI) -> None:
     """Answer whatever goes wrong as problem documents."""
 
     async def of_ours(_: Request, error: Exception) -> Response:
-        return _told(error)
+        return _problem_response(error)
 
     async def of_validation(_: Request, error: Exception) -> Response:
         errors = error.errors() if isinstance(error, RequestValidationError) else ()
-        return _told(refusal(errors))
+        return _problem_response(validation_problem(errors))
 
     async def of_routing(request: Request, error: Exception) -> Response:
-        return _told(_routing_problem(app, request, error))
+        return _problem_response(_routing_problem(app, request, error))
 
     app.add_exception_handler(LimitforgeError, of_ours)
     app.add_exception_handler(RequestValidationError, of_validation)
@@ -139,27 +139,27 @@ def tell_problems(app: FastAPI) -> None:
     app.add_exception_handler(Exception, of_ours)
 
 
-def _told(error: Exception) -> Response:
+def _problem_response(error: Exception) -> Response:
     known = error if isinstance(error, LimitforgeError) else LimitforgeError("unexpected")
-    answer = refused(known)
+    answer = problem_response(known)
     if answer.status == 500 and known is error:  # whoever serves us logs the others
         _log.error("an admin call failed", exc_info=error)
     response = Response(answer.body, answer.status, media_type=answer.content_type.decode())
-    response.raw_headers += fields_of(answer.headers)
+    response.raw_headers += parse_block(answer.headers)
     return response
 
 
-def refusal(errors: Sequence[Any]) -> LimitforgeError:
+def validation_problem(errors: Sequence[Any]) -> LimitforgeError:
     """The first that pydantic has to say, in our words."""
     first = errors[0] if errors else {"loc": (), "type": "", "msg": "is wrong"}
     place, *path = first["loc"] or ("body",)
     if place == "path":
         return NotFound("there is no such thing")
-    named = _named(path) or str(place)
-    return InvalidInput(named.lower() if place == "header" else named, _words(first))
+    named = _field_path(path) or str(place)
+    return InvalidInput(named.lower() if place == "header" else named, _describe_error(first))
 
 
-def _named(path: Sequence[str | int]) -> str:
+def _field_path(path: Sequence[str | int]) -> str:
     named = ""
     for part in path:
         named += f"[{part}]" if isinstance(part, int) else f".{part}" if named else str(part)
@@ -179,16 +179,16 @@ _MUST_BE = {
 }
 
 
-def _words(error: Any) -> str:
+def _describe_error(error: Any) -> str:
     kind, context = error["type"], error.get("ctx", {})
     if kind == "missing":
         return "is required"
     if kind == "extra_forbidden":
         return "is not a field here"
     if kind in ("enum", "literal_error"):
-        return f"must be {context['expected']}, got {shown(error.get('input'))}"
+        return f"must be {context['expected']}, got {short_repr(error.get('input'))}"
     if kind in _MUST_BE:
-        return f"must be {_MUST_BE[kind]}, got {shown(error.get('input'))}"
+        return f"must be {_MUST_BE[kind]}, got {short_repr(error.get('input'))}"
     said = str(error["msg"])
     return said.replace("Input should be", "must be").replace("String should", "must").strip()
 
@@ -196,14 +196,14 @@ def _words(error: Any) -> str:
 def _routing_problem(app: FastAPI, request: Request, error: Exception) -> LimitforgeError:
     status = getattr(error, "status_code", 500)
     if status == 405:
-        allowed = ", ".join(sorted(set(_methods(app, request.scope))))
-        return BadRequest(405, "method_not_allowed", f"this path takes {allowed}", allow=allowed)
+        allowed = ", ".join(sorted(set(_allowed_methods(app, request.scope))))
+        return HttpError(405, "method_not_allowed", f"this path takes {allowed}", allow=allowed)
     if status == 404:
-        return BadRequest(404, "unknown_path", "there is nothing at this path")
-    return BadRequest(400, "malformed_request", "the request can't be read")
+        return HttpError(404, "unknown_path", "there is nothing at this path")
+    return HttpError(400, "malformed_request", "the request can't be read")
 
 
-def _methods(app: FastAPI, scope: Scope) -> Iterator[str]:
+def _allowed_methods(app: FastAPI, scope: Scope) -> Iterator[str]:
     """All that a path takes: each of them is a route of its own."""
     for context in iter_route_contexts(app.routes):
         regex = getattr(context, "path_regex", None)
@@ -219,7 +219,7 @@ def _path(scope: Scope) -> str:
 # --- Around all of it ------------------------------------------------------------------------------------------------
 
 
-class Under:
+class RootPathMiddleware:
     """Holds to the root path: what does not start with it is nobody's here. What is administered is never stored on
     its way.
     """
@@ -233,7 +233,7 @@ class Under:
             await self._app(scope, receive, send)
             return
         if self._root_path and not scope["path"].startswith(f"{self._root_path}/"):
-            nothing = refused(BadRequest(404, "unknown_path", "there is nothing at this path"))
+            nothing = problem_response(HttpError(404, "unknown_path", "there is nothing at this path"))
             response = Response(nothing.body, nothing.status, media_type=nothing.content_type.decode())
             await response(scope, receive, send)
             return

@@ -6,17 +6,17 @@ from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
 
-from limitforge.catalog import queries
-from limitforge.catalog.catalog import Catalog, Edit
+from limitforge.catalog.database import queries
+from limitforge.catalog.database.catalog import Catalog, Edit
+from limitforge.catalog.database.queries import Page
 from limitforge.catalog.model import OPERATOR, Entity, Tenant, Token, TokenScope
-from limitforge.catalog.queries import Page
-from limitforge.core.exact import shown
+from limitforge.core.exact import short_repr
 from limitforge.errors import Forbidden, NotFound, UnknownKey
 
 AnyEntity = TypeVar("AnyEntity", bound=Entity)
 
 
-class Session:
+class AdminSession:
     """What a token of one tenant may not see is not there for it: it is not found, and left out of lists."""
 
     def __init__(self, token: Token, catalog: Catalog) -> None:
@@ -29,11 +29,11 @@ class Session:
         """The only tenant that it may see; None for all of them."""
         return self.token.tenant_id
 
-    def require(self, scope: TokenScope) -> None:
+    def require_scope(self, scope: TokenScope) -> None:
         if scope not in self.token.scopes:
             raise Forbidden(f"this token lacks the scope {scope}")
 
-    def require_fleet(self, what: str) -> None:
+    def require_all_tenants(self, what: str) -> None:
         """For what concerns more than one tenant, or is not a tenant's own to decide."""
         if self.tenant_id is not None:
             raise Forbidden(f"{what}: this takes a token of all tenants, and this one is of one")
@@ -41,23 +41,23 @@ class Session:
     def require_tenant(self, tenant_id: str) -> None:
         """For what is said to be of this tenant."""
         if self.tenant_id is not None and tenant_id != self.tenant_id:
-            raise NotFound(f"tenant_id: there is no tenant {shown(tenant_id)}")
+            raise NotFound(f"tenant_id: there is no tenant {short_repr(tenant_id)}")
 
-    def sees(self, entity: Entity) -> bool:
+    def can_see(self, entity: Entity) -> bool:
         owner = entity.id if isinstance(entity, Tenant) else getattr(entity, "tenant_id", None)
         return self.tenant_id is None or owner == self.tenant_id
 
     # --- Reading -----------------------------------------------------------------------------------------------------
 
     async def get(self, kind: type[AnyEntity], identity: str) -> AnyEntity:
-        return self._visible(kind, identity, await self.catalog.get(kind, identity))
+        return self._require_visible(kind, identity, await self.catalog.get(kind, identity))
 
     async def page(self, kind: type[Entity], *, cursor: str | None, limit: int, **values: Any) -> Page:
         """A page of what it may see, narrowed by what `values` are not None."""
-        mine = self.narrowed(values, "id" if kind is Tenant else "tenant_id")
-        return Page([], None) if mine is None else await self.catalog.page(kind, cursor=cursor, size=limit, **mine)
+        mine = self.restrict_filters(values, "id" if kind is Tenant else "tenant_id")
+        return Page([], None) if mine is None else await self.catalog.list_page(kind, cursor=cursor, size=limit, **mine)
 
-    def narrowed(self, values: Mapping[str, Any], owner: str = "tenant_id") -> dict[str, Any] | None:
+    def restrict_filters(self, values: Mapping[str, Any], owner: str = "tenant_id") -> dict[str, Any] | None:
         """The values that a list is asked for, of those that it may see; None if that is nothing."""
         if self.tenant_id is None:
             return dict(values)
@@ -77,35 +77,35 @@ class Session:
             if token is None or (token.expires_at is not None and token.expires_at <= edit.now):
                 raise UnknownKey("no such token, or it is no longer good")
             self.token = token
-            self.require(TokenScope.WRITE)
+            self.require_scope(TokenScope.WRITE)
             yield edit
 
     async def find(self, edit: Edit, kind: type[AnyEntity], identity: str) -> AnyEntity:
         """What is to be changed, as it is inside the edit."""
-        return self._visible(kind, identity, await queries.find(edit.connection, kind, identity))
+        return self._require_visible(kind, identity, await queries.find(edit.connection, kind, identity))
 
-    def _visible(self, kind: type[AnyEntity], identity: str, entity: AnyEntity | None) -> AnyEntity:
+    def _require_visible(self, kind: type[AnyEntity], identity: str, entity: AnyEntity | None) -> AnyEntity:
         """The operator is no tenant, and has calls of its own."""
         is_operator = kind is Tenant and identity == OPERATOR
-        if entity is None or is_operator or not self.sees(entity):
-            raise NotFound(f"there is no {kind.kind} {shown(identity)}")
+        if entity is None or is_operator or not self.can_see(entity):
+            raise NotFound(f"there is no {kind.kind} {short_repr(identity)}")
         return entity
 
 
-def _session(request: Request) -> Session:
-    session: Session = request.state.session
+def _session(request: Request) -> AdminSession:
+    session: AdminSession = request.state.session
     return session
 
 
-def _reading(session: Annotated[Session, Depends(_session)]) -> Session:
-    session.require(TokenScope.READ)
+def _read_session(session: Annotated[AdminSession, Depends(_session)]) -> AdminSession:
+    session.require_scope(TokenScope.READ)
     return session
 
 
-def _writing(session: Annotated[Session, Depends(_session)]) -> Session:
-    session.require(TokenScope.WRITE)
+def _write_session(session: Annotated[AdminSession, Depends(_session)]) -> AdminSession:
+    session.require_scope(TokenScope.WRITE)
     return session
 
 
-Reading = Annotated[Session, Depends(_reading)]
-Writing = Annotated[Session, Depends(_writing)]
+ReadSession = Annotated[AdminSession, Depends(_read_session)]
+WriteSession = Annotated[AdminSession, Depends(_write_session)]

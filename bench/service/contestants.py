@@ -1,0 +1,38 @@
+"""Who takes part, and where they are asked."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.service.wrk import RequestTemplate
+
+
+class BenchEnvironment(NamedTuple):
+    """What contestants are given: a Redis, and a folder for what they keep."""
+
+    redis_url: str
+    folder: Path
+
+
+class RunningContestant(NamedTuple):
+    """A contestant that runs: its process, and how it is asked for a plan."""
+
+    pid: int
+    request_for: Callable[[str], RequestTemplate]
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    name: str
+    open: Callable[[BenchEnvironment], AbstractContextManager[RunningContestant]]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    name: str
+    plan: str
+    subjects: int
+    rounds: int
+    seconds: int

@@ -1,0 +1,34 @@
+"""The `--store` option: which store a command decides on."""
+
+from urllib.parse import urlsplit
+
+from limitforge.core.clock import Clock
+from limitforge.errors import InvalidInput
+from limitforge.limiter_sync import SyncLimiter
+from limitforge.stores.options import StoreOptions
+
+STORE_HELP = "Where to count: memory, or the URL of a Redis."
+
+# What a command prints must come from the store: it waits for it, and fails if there is none.
+STORE_OPTIONS = StoreOptions(failure="raise", deadline_ms=5_000, denial_cache_ms=0)
+
+
+def open_limiter(store: str, *, key_prefix: str = "lf", clock: Clock | None = None) -> SyncLimiter:
+    try:
+        return SyncLimiter.connect(store_url(store), key_prefix=key_prefix, clock=clock, options=STORE_OPTIONS)
+    except InvalidInput as error:
+        raise InvalidInput("--store", error.problem) from None
+    except ValueError as error:  # of the URL's port or brackets
+        raise InvalidInput("--store", str(error)) from None
+
+
+def store_url(store: str) -> str:
+    return "memory://" if store == "memory" else store
+
+
+def describe_store(store: str) -> str:
+    """The store in words, without the password that its URL may hold."""
+    url = urlsplit(store_url(store))
+    if url.scheme == "memory":
+        return "in memory"
+    return f"on Redis at {url.netloc.rpartition('@')[2] or url.path or 'localhost'}"

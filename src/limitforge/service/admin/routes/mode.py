@@ -1,0 +1,43 @@
+"""`/v1/admin/mode`: the kill switch."""
+
+from fastapi import Response
+from pydantic import ConfigDict
+
+from limitforge.catalog.model import OPERATOR, Tenant
+from limitforge.core.limits import Mode
+from limitforge.service.admin.fields import Id, IfMatch, RequestBody, optional
+from limitforge.service.admin.responses import describe_response, format_etag, json_response
+from limitforge.service.admin.routing import admin_router
+from limitforge.service.admin.session import WriteSession
+
+router = admin_router("/mode", "mode")
+
+
+class ModeSwitch(RequestBody):
+    """Which mode holds from now on: for one tenant, or for all if none is named."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"mode": "monitor"}, {"mode": "off", "tenant_id": "ten_1a2b3c4d5e6f7g8h"}]}
+    )
+
+    mode: Mode
+    tenant_id: Id = optional()
+
+
+@router.put(
+    "",
+    responses=describe_response(
+        "ModeAnswer", example={"mode": "off", "tenant_id": "ten_1a2b3c4d5e6f7g8h", "version": 3}
+    ),
+)
+async def set_mode(body: ModeSwitch, session: WriteSession, version: IfMatch) -> Response:
+    """Switch a tenant, or the whole fleet, to `on`, `monitor` or `off`. It is in force everywhere within a second."""
+    tenant_id = body.given_fields().get("tenant_id")
+    async with session.edit() as edit:
+        if tenant_id is None:
+            session.require_all_tenants("the mode of all tenants")
+        else:
+            await session.find(edit, Tenant, tenant_id)
+        tenant = await edit.update(Tenant, tenant_id or OPERATOR, {"mode": body.mode}, version=version)
+    told = {"mode": tenant.mode, "tenant_id": tenant_id, "version": tenant.version}
+    return json_response(told, etag=format_etag(tenant.version))

@@ -1,0 +1,144 @@
+"""`/v1/admin/overrides`: other numbers for one subject, for a while."""
+
+from typing import Annotated, Any
+
+from fastapi import Query, Response
+from pydantic import ConfigDict, WithJsonSchema
+
+from limitforge.catalog.database.catalog import Edit
+from limitforge.catalog.model import Override
+from limitforge.core.exact import TEN_YEARS_US
+from limitforge.service.admin.fields import (
+    Filter,
+    Id,
+    IfMatch,
+    KeyPart,
+    ListQuery,
+    PathId,
+    RequestBody,
+    Timestamp,
+    optional,
+)
+from limitforge.service.admin.idempotency import CreateResult, Idempotency
+from limitforge.service.admin.responses import (
+    NO_CONTENT,
+    describe_page,
+    describe_response,
+    entity_response,
+    no_content_response,
+    page_response,
+    schema_ref,
+)
+from limitforge.service.admin.routing import admin_router
+from limitforge.service.admin.session import ReadSession, WriteSession
+
+router = admin_router("/overrides", "overrides")
+
+OverrideLimits = Annotated[dict[str, Any], WithJsonSchema(schema_ref("override.limits"))]
+TtlSeconds = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "type": "number",
+            "minimum": 0.001,
+            "maximum": TEN_YEARS_US // 1_000_000,
+            "description": "For how long, in place of `expires_at`.",
+        }
+    ),
+]
+Reason = Annotated[str, WithJsonSchema({"type": "string", "maxLength": 512})]
+
+
+class OverrideChanges(RequestBody):
+    """What of an override changes."""
+
+    limits: OverrideLimits = optional()
+    ttl_seconds: TtlSeconds = optional()
+    expires_at: Timestamp = optional()
+    reason: Reason = optional()
+
+
+class NewOverride(OverrideChanges):
+    """An override that is to be. It takes `ttl_seconds` or `expires_at`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "tenant_id": "ten_1a2b3c4d5e6f7g8h",
+                    "resource": "*",
+                    "subject": "user:42",
+                    "limits": {"burst": {"limit": 500}, "daily": "unlimited"},
+                    "ttl_seconds": 86_400,
+                    "reason": "launch day",
+                }
+            ]
+        }
+    )
+
+    tenant_id: Id
+    resource: KeyPart = optional()
+    subject: KeyPart
+    limits: OverrideLimits
+
+
+class OverrideQuery(ListQuery):
+    """Which overrides are wanted."""
+
+    tenant_id: Filter | None = None
+    resource: Filter | None = None
+    subject: Filter | None = None
+
+
+@router.post(
+    "",
+    status_code=201,
+    responses=describe_response("Override", status=201)
+    | describe_response("Override", description="It replaced the one that was there."),
+)
+async def set_override(body: NewOverride, session: WriteSession, creating: Idempotency, version: IfMatch) -> Response:
+    """Set an override, in place of any that this subject has for this resource: 201 if there was none, else 200."""
+    session.require_tenant(body.tenant_id)
+
+    async def make(edit: Edit) -> CreateResult:
+        override = await edit.set_override(body.given_fields(), version=version)
+        return CreateResult(override, status=201 if override.version == 1 else 200)
+
+    return await creating.run(make)
+
+
+@router.get("", responses=describe_page("Override"))
+async def list_overrides(asked: Annotated[OverrideQuery, Query()], session: ReadSession) -> Response:
+    """List overrides by subject."""
+    return page_response(await session.page(Override, **asked.arguments()))
+
+
+@router.get("/{override_id}", responses=describe_response("Override"))
+async def get_override(override_id: PathId, session: ReadSession) -> Response:
+    """Show an override."""
+    return entity_response(await session.get(Override, override_id))
+
+
+@router.patch("/{override_id}", responses=describe_response("Override"))
+async def change_override(
+    override_id: PathId, body: OverrideChanges, session: WriteSession, version: IfMatch
+) -> Response:
+    """Change an override: all of its numbers, how long it lasts, or why it is there."""
+    async with session.edit() as edit:
+        before = await session.find(edit, Override, override_id)
+        if not body.model_fields_set:
+            return entity_response(await edit.update(Override, override_id, {}, version=version))
+        kept = {name: getattr(before, name) for name in Override.settable}
+        if "ttl_seconds" in body.model_fields_set:
+            del kept["expires_at"]
+        override = await edit.set_override({**kept, **body.given_fields()}, version=version)
+    return entity_response(override)
+
+
+@router.delete("/{override_id}", status_code=204, responses=NO_CONTENT)
+async def delete_override(override_id: PathId, session: WriteSession, version: IfMatch) -> Response:
+    """Delete an override: the plan's numbers hold again."""
+    async with session.edit() as edit:
+        await session.find(edit, Override, override_id)
+        await edit.delete(Override, override_id, version=version)
+    return no_content_response()

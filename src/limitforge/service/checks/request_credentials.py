@@ -1,0 +1,59 @@
+"""What a request's head says before its body is read: whose it is, and whether the body may be read at all."""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from limitforge.catalog.credentials import fingerprint
+from limitforge.service.problems import HttpError
+
+_BEARER = b"bearer "
+
+
+class Credentials(msgspec.Struct, frozen=True):
+    """Who asks, as the head of a request says: the key with its fingerprint, and where it comes from."""
+
+    key: str | None
+    fingerprint: bytes
+    source: str
+
+    @classmethod
+    def from_key(cls, key: str | None, source: str) -> "Credentials":
+        return cls(key, b"" if key is None else fingerprint(key), source)
+
+
+def read_api_key(headers: Iterable[tuple[bytes, bytes]], limit: int) -> str | None:
+    """The key of a request with a JSON body of at most `limit` bytes; None if there is none.
+
+    Names of headers are in lower case.
+    """
+    key: bytes | None = None
+    for name, value in headers:
+        if name == b"x-api-key":
+            key = _single_key(key, value)
+        elif name == b"authorization" and value[:7].lower() == _BEARER:
+            key = _single_key(key, value[7:].strip())
+        elif name == b"content-length":
+            if not value.isdigit() or len(value) > 16 or int(value) > limit:
+                raise HttpError(413, "body_too_large", f"at most {limit} bytes")
+        elif name == b"content-type" and not is_json(value):
+            raise HttpError(415, "not_json", "content-type: must be application/json")
+        elif name == b"content-encoding" and value.lower() != b"identity":
+            raise HttpError(415, "not_json", "content-encoding: the body must not be compressed")
+    return None if key is None else key.decode("latin-1")
+
+
+def read_api_key_without_body(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """The key of a request without a body."""
+    return read_api_key((header for header in headers if header[0] in (b"x-api-key", b"authorization")), 0)
+
+
+def is_json(content_type: bytes) -> bool:
+    kind = content_type.partition(b";")[0].strip().lower()
+    return kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json"))
+
+
+def _single_key(known: bytes | None, value: bytes) -> bytes:
+    if known is not None and known != value:
+        raise HttpError(400, "malformed_request", "x-api-key and authorization: two different keys")
+    return value

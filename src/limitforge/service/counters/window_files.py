@@ -1,0 +1,104 @@
+"""Counts of short windows that the workers of a service share through files of one folder.
+
+Each worker has one file for each window, which it replaces as a whole. A file is named after its window: the files of
+ended workers count until then, and are removed afterwards.
+"""
+
+import logging
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+HASH_BYTES = 8
+MAX_FILE_BYTES = 262_144
+"""A full window of 2,048 tenants with a subject each takes about 90,000."""
+MAX_FILES = 1_024
+"""How many files a sum may have: four for each of 256 workers."""
+PREFIX = "throttled"
+TEMPORARY_SUFFIX = ".new"
+
+Row = tuple[
+    Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)],
+    Annotated[int, msgspec.Meta(ge=1)],
+    Annotated[int, msgspec.Meta(ge=0)],
+]
+"""The hash of a subject, how often it was denied, and when last (microseconds)."""
+Rows = dict[str, list[Row]]
+"""By tenant."""
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_tenants = msgspec.msgpack.Decoder(dict[str, msgspec.Raw]).decode
+_decode_rows = msgspec.msgpack.Decoder(list[Row]).decode
+_log = logging.getLogger(__name__)
+
+
+class WindowFiles:
+    """The files of one worker and, to read, of the others."""
+
+    def __init__(self, folder: Path, window_us: int) -> None:
+        self._folder = folder
+        self._window_us = window_us
+        self._process_id = secrets.token_hex(8)
+        self._warned_window = -1
+
+    def write(self, window: int, rows: Rows) -> None:
+        """Replace this worker's file of a window. It is renamed once it is complete, so no reader sees a part of it."""
+        file = self._folder / f"{PREFIX}-{window}-{self._process_id}"
+        fresh = file.with_name(f"{file.name}{TEMPORARY_SUFFIX}")
+        with open(fresh, "wb", opener=_open_private) as opened:
+            opened.write(_encode(rows))
+        fresh.replace(file)
+
+    def read(self, windows: tuple[int, ...], tenant_id: str | None = None) -> Iterator[Rows]:
+        """Yield what each other worker has written of these windows; of one tenant, if it is given.
+
+        A file that can't be read, is too large or is not valid is left out, and logged once for each window.
+        """
+        found = [(number, file) for number, file in self._files() if number in windows]
+        for number, file in found[:MAX_FILES]:
+            if file.name.endswith((self._process_id, TEMPORARY_SUFFIX)):
+                continue
+            try:
+                yield self._read_file(number, file, tenant_id)
+            except FileNotFoundError:
+                continue  # another worker has removed it, since its window is over
+            except (OSError, ValueError) as error:
+                if self._warned_window < max(windows):
+                    self._warned_window = max(windows)
+                    _log.warning("throttled.file_ignored file=%s error=%s", file.name, error)
+
+    def remove_before(self, window: int) -> None:
+        """Remove the files of all workers of earlier windows."""
+        for number, file in self._files():
+            if number < window:
+                file.unlink(missing_ok=True)
+
+    def _files(self) -> list[tuple[int, Path]]:
+        """Return all files with their windows, the latest first."""
+        found = []
+        for file in self._folder.glob(f"{PREFIX}-*"):
+            number = file.name.split("-")[1]
+            found.append((int(number) if number.isascii() and number.isdecimal() else -1, file))
+        return sorted(found, reverse=True)
+
+    def _read_file(self, window: int, file: Path, tenant_id: str | None) -> Rows:
+        with file.open("rb") as opened:
+            content = opened.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
+            raise ValueError(f"more than {MAX_FILE_BYTES} bytes")
+        tenants = _decode_tenants(content)
+        if tenant_id is not None:
+            tenants = {tenant_id: tenants[tenant_id]} if tenant_id in tenants else {}
+        rows = {owner: _decode_rows(raw) for owner, raw in tenants.items()}
+        for _, _, last_us in (row for each in rows.values() for row in each):
+            if last_us // self._window_us != window:
+                raise ValueError("a time outside of its window")
+        return rows
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)

@@ -1,0 +1,277 @@
+"""The outbox: what other nodes must hear, in the order in which it was committed, without a gap."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import pytest
+
+from limitforge import ManualClock
+from limitforge.catalog.database import queries
+from limitforge.catalog.database.catalog import NO_TENANT, Catalog, Edit
+from limitforge.catalog.database.database import Database
+from limitforge.catalog.database.queries import Announcement
+from limitforge.catalog.model import OPERATOR, Key, Override, Plan, Policy, Tenant, Token
+from limitforge.errors import InvalidInput
+from tests.catalog.environments import one_database
+from tests.catalog.factories import (
+    ACTOR,
+    Customer,
+    new_customer,
+    new_key,
+    new_plan,
+    new_tenant,
+    new_token,
+    rows,
+    table_contents,
+)
+
+BLOCKED = {"burst": "blocked"}
+
+
+async def written(database: Database, after: int = 0) -> list[Announcement]:
+    async with database.reading() as connection:
+        return await queries.outbox_after(connection, after, 10_000)
+
+
+async def last_revision(database: Database) -> int:
+    async with database.reading() as connection:
+        return (await queries.read_last_stamp(connection)).revision
+
+
+async def revisions(database: Database) -> list[int]:
+    return [number for (number,) in await rows(database, "SELECT DISTINCT revision FROM outbox ORDER BY revision")]
+
+
+async def told_of(catalog: Catalog, change: Callable[[Edit], Awaitable[Any]]) -> list[Announcement]:
+    """What one edit leaves for others to hear."""
+    before = await last_revision(catalog.database)
+    async with catalog.edit(ACTOR) as edit:
+        await change(edit)
+    told = await written(catalog.database, before)
+    assert {each.revision for each in told} == {before + 1} == {edit.revision}
+    assert len({each.stamp for each in told}) == 1
+    return [msgspec.structs.replace(each, timeline=0, change_id=0, previous_id=0, revoked=()) for each in told]
+
+
+@one_database
+async def test_a_change_of_what_decides_is_told_of_its_tenant(catalog: Catalog) -> None:
+    customer = await new_customer(catalog)
+    tenant_id = customer.tenant.id
+    for change in (
+        lambda edit: edit.update(Tenant, tenant_id, {"mode": "off"}),
+        lambda edit: edit.update(Plan, customer.plan.id, {"limits": "burst=1/minute"}),
+        lambda edit: edit.roll_back(customer.plan.id),
+        lambda edit: edit.update(Policy, customer.policy.id, {"mode": "off"}),
+        lambda edit: edit.delete(Policy, customer.policy.id),
+    ):
+        (told,) = await told_of(catalog, change)
+        assert told == Announcement(told.revision, tenant_id, config=True)
+    (told,) = await told_of(catalog, lambda edit: edit.update(Tenant, OPERATOR, {"mode": "off"}))
+    assert told == Announcement(told.revision, OPERATOR, config=True)
+
+
+async def test_a_change_of_a_key_names_the_key(catalog: Catalog) -> None:
+    customer = await new_customer(catalog)
+    key = customer.key
+    changes: list[tuple[Callable[[Edit], Awaitable[Any]], bool]] = [
+        (lambda edit: edit.update(Key, key.id, {"name": "app"}), False),
+        (lambda edit: edit.update(Key, key.id, {"scopes": ["usage"]}), True),
+        (lambda edit: edit.rotate_key(key.id, 60), True),
+        (lambda edit: edit.disable_key(key.id), True),
+        (lambda edit: edit.disable_key(key.id, disabled=False), False),
+    ]
+    for change, revokes in changes:
+        (told,) = await told_of(catalog, change)
+        assert told == Announcement(told.revision, key.tenant_id, keys=(key.id,), revokes=revokes)
+    (told,) = await told_of(catalog, lambda edit: edit.delete(Key, key.id))
+    assert told == Announcement(told.revision, key.tenant_id, gone=(key.id,), revokes=True)
+
+
+@one_database
+async def test_a_tenant_that_is_suspended_or_deleted_is_told_as_a_revocation(catalog: Catalog) -> None:
+    customer = await new_customer(catalog)
+    tenant_id = customer.tenant.id
+    changes: list[tuple[Callable[[Edit], Awaitable[Any]], bool]] = [
+        (lambda edit: edit.update(Tenant, tenant_id, {"suspended": True}), True),
+        (lambda edit: edit.update(Tenant, tenant_id, {"suspended": False}), False),
+        (lambda edit: edit.delete(Tenant, tenant_id), True),
+    ]
+    for change, revokes in changes:
+        (told,) = await told_of(catalog, change)
+        assert (told.config, told.revokes) == (True, revokes)
+
+
+@one_database
+async def test_a_change_of_an_override_is_told_as_such(catalog: Catalog) -> None:
+    customer = await new_customer(catalog)
+    fields = {"tenant_id": customer.tenant.id, "subject": "s", "limits": BLOCKED, "ttl_seconds": 60}
+    for change in (
+        lambda edit: edit.set_override(fields),
+        lambda edit: edit.set_override({**fields, "ttl_seconds": 90}),
+        lambda edit: edit.update(Override, customer.override.id, {"limits": BLOCKED}),
+        lambda edit: edit.delete(Override, customer.override.id),
+    ):
+        (told,) = await told_of(catalog, change)
+        assert told == Announcement(told.revision, customer.tenant.id, overrides=True)
+
+
+@one_database
+async def test_what_concerns_no_node_is_told_to_nobody_and_has_its_number(catalog: Catalog) -> None:
+    """A gap would look like a change that was missed."""
+    customer = await new_customer(catalog)
+
+    async def nothing(_: Edit) -> None:
+        return
+
+    for change in (
+        nothing,
+        lambda edit: edit.create_token({"name": "new"}),
+        lambda edit: edit.delete(Token, customer.token.id),
+        lambda edit: edit.update(Tenant, customer.tenant.id, {"mode": "on"}),
+    ):
+        assert await told_of(catalog, change) == [Announcement(await last_revision(catalog.database), NO_TENANT)]
+
+
+@one_database
+async def test_an_edit_of_several_tenants_is_told_of_each_under_one_number(catalog: Catalog) -> None:
+    acme, globex = await new_customer(catalog, "acme"), await new_customer(catalog, "globex")
+
+    async def much(edit: Edit) -> None:
+        await edit.update(Plan, acme.plan.id, {"limits": "burst=1/minute"})
+        await edit.rotate_key(acme.key.id)
+        await edit.delete(Override, acme.override.id)
+        await edit.update(Key, globex.key.id, {"name": "a"})
+        await edit.disable_key(globex.key.id)
+        await edit.update(Tenant, OPERATOR, {"mode": "off"})
+
+    told = {each.tenant_id: each for each in await told_of(catalog, much)}
+    number = await last_revision(catalog.database)
+    assert told == {
+        acme.tenant.id: Announcement(
+            number, acme.tenant.id, config=True, overrides=True, keys=(acme.key.id,), revokes=True
+        ),
+        globex.tenant.id: Announcement(number, globex.tenant.id, keys=(globex.key.id,), revokes=True),
+        OPERATOR: Announcement(number, OPERATOR, config=True),
+    }
+
+
+async def test_a_tenants_revision_is_that_of_the_last_change_of_what_decides(catalog: Catalog) -> None:
+    customer = await new_customer(catalog)
+    tenant_id = customer.tenant.id
+
+    async def now() -> int:
+        return (await catalog.get(Tenant, tenant_id)).revision
+
+    first = await now()
+    assert first == await last_revision(catalog.database)
+    await new_key(catalog, tenant_id)
+    await new_token(catalog, "new", tenant_id=tenant_id)
+    await new_tenant(catalog, "globex")
+    assert await now() == first
+    await new_plan(catalog, tenant_id, "gold")
+    assert await now() == await last_revision(catalog.database) > first
+    assert (await catalog.get(Tenant, tenant_id)).version == customer.tenant.version
+
+
+async def test_an_edit_that_is_undone_leaves_no_row_and_no_gap(catalog: Catalog, database: Database) -> None:
+    await new_customer(catalog)
+    before = await table_contents(database)
+    for _ in range(3):
+        with pytest.raises(InvalidInput):
+            await told_of(catalog, lambda edit: edit.create(Tenant, {"name": "a b"}))
+    assert await table_contents(database) == before
+    await new_tenant(catalog, "globex")
+    numbers = await revisions(database)
+    assert numbers == list(range(1, len(numbers) + 1))
+
+
+async def test_numbers_have_no_gap_and_are_seen_in_their_order_under_concurrency(
+    catalog: Catalog, database: Database
+) -> None:
+    """A reader that goes on from the last number that it has seen misses nothing: 10 write, every third in vain."""
+    seen: list[int] = []
+
+    async def write(number: int) -> None:
+        for turn in range(3):
+            try:
+                async with catalog.edit(f"test:{number}") as edit:
+                    await edit.create(Tenant, {"name": f"tenant-{number}-{turn}"})
+                    if (number + turn) % 3 == 0:
+                        await edit.create(Tenant, {"name": "a b"})
+            except InvalidInput:
+                pass
+
+    async def follow() -> None:
+        while True:
+            done = writing.done()
+            for each in await written(database, seen[-1] if seen else 0):
+                if not seen or each.revision != seen[-1]:
+                    seen.append(each.revision)
+            if done:
+                return
+            await asyncio.sleep(0.001)
+
+    async with asyncio.timeout(60):
+        writing = asyncio.gather(*(write(number) for number in range(10)))
+        await asyncio.gather(writing, follow())
+    assert seen == list(range(1, 21))
+    assert await last_revision(database) == 20
+    logged = await rows(database, "SELECT tenant_id FROM audit ORDER BY id")
+    assert [each.tenant_id for each in await written(database)] == [tenant_id for (tenant_id,) in logged]
+
+
+async def test_a_tenant_that_is_gone_can_still_be_told_of(catalog: Catalog, database: Database) -> None:
+    customer = await new_customer(catalog)
+    (told,) = await told_of(catalog, lambda edit: edit.delete(Tenant, customer.tenant.id))
+    assert told.tenant_id == customer.tenant.id
+    last = (await written(database))[-1]
+    assert (last.revision, last.tenant_id, last.config) == (told.revision, told.tenant_id, True)
+
+
+async def test_rows_are_published_once_and_in_order(catalog: Catalog, database: Database, clock: ManualClock) -> None:
+    customer = await new_customer(catalog)
+    await new_key(catalog, customer.tenant.id)
+    async with database.reading() as connection:
+        owed = await queries.unpublished_announcements(connection, 10)
+    assert [each.announcement for each in owed] == await written(database)
+    async with database.writing() as connection:
+        await queries.mark_published(connection, [owed[0].announcement])
+    async with database.reading() as connection:
+        assert await queries.unpublished_announcements(connection, 10) == owed[1:]
+    assert await written(database) == [each.announcement for each in owed]  # those who poll still read it
+
+
+async def test_rows_that_revoke_can_be_read_before_older_ones(catalog: Catalog, database: Database) -> None:
+    customers = [await new_customer(catalog, f"tenant-{number}") for number in range(3)]
+    async with catalog.edit(ACTOR) as edit:
+        await edit.disable_key(customers[1].key.id)
+    await new_tenant(catalog, "later")
+    async with database.reading() as connection:
+        (first,) = await queries.unpublished_announcements(connection, 1)
+        (revoking,) = await queries.unpublished_announcements(connection, 10, revoking=True)
+    assert first.announcement.tenant_id == customers[0].tenant.id
+    assert revoking.announcement.keys == (customers[1].key.id,)
+
+
+async def test_rows_are_kept_for_a_day(catalog: Catalog, database: Database, clock: ManualClock) -> None:
+    await new_tenant(catalog, "first")
+    clock.advance_us(int(timedelta(days=1).total_seconds() * 1e6))
+    await new_tenant(catalog, "second")
+    assert await revisions(database) == [1, 2]
+    clock.advance_us(1)
+    await new_tenant(catalog, "third")
+    assert await revisions(database) == [2, 3]
+
+
+async def test_a_batch_of_rows_holds_whole_revisions(catalog: Catalog, database: Database) -> None:
+    customers: list[Customer] = [await new_customer(catalog, f"tenant-{number}") for number in range(3)]
+    async with catalog.edit(ACTOR) as edit:
+        for customer in customers:
+            await edit.update(Tenant, customer.tenant.id, {"mode": "off"})
+    async with database.reading() as connection:
+        assert len(await queries.outbox_after(connection, 3, 1)) == 3
+        assert [each.revision for each in await queries.outbox_after(connection, 0, 2)] == [1, 2]
+        assert await queries.outbox_after(connection, 4, 100) == []

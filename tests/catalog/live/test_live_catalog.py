@@ -1,0 +1,723 @@
+"""A node and how it hears of changes made elsewhere: with Redis and without, on SQLite and on Postgres."""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+
+import pytest
+import redis as redis_py
+from sqlalchemy import delete, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from limitforge import ManualClock
+from limitforge.catalog.credentials import Peppers
+from limitforge.catalog.database import queries, tables
+from limitforge.catalog.database.database import Database
+from limitforge.catalog.database.queries import Announcement
+from limitforge.catalog.live import live_catalog as nodes
+from limitforge.catalog.live import outbox_relay as relays
+from limitforge.catalog.live.live_catalog import LiveCatalog
+from limitforge.catalog.model import Key, Plan, Tenant, TenantConfig
+from limitforge.core.limits import Mode
+from limitforge.errors import CatalogUnavailable, Forbidden, InvalidInput, UnknownKey
+from limitforge.stores.redis.catalog_copies import CatalogRedis
+from tests.catalog.conftest import decode_announcements
+from tests.catalog.environments import (
+    Environment,
+    each_database,
+    only_postgres,
+    only_postgres_with_redis,
+    only_sqlite,
+    only_sqlite_with_redis,
+    only_with_redis,
+    without_redis,
+)
+from tests.catalog.live.test_processes import cut_listeners
+from tests.catalog.replicas import (
+    Replica,
+    closing,
+    create_account,
+    eventually,
+    set_limits,
+    set_operator_mode,
+    shared_copies,
+    wrong_key,
+)
+from tests.contract.test_catalog_copies import sockets
+from tests.postgres import PostgresServer
+from tests.servers import RedisServer
+
+pytestmark = pytest.mark.usefixtures("quick_polls")
+
+Record = Callable[[str, object], None]
+
+
+# --- Changes made elsewhere ------------------------------------------------------------------------------------------
+
+
+async def is_published(member: Replica) -> bool:
+    async with member.database.reading() as connection:
+        return not await queries.unpublished_announcements(connection, 1)
+
+
+async def test_what_one_node_changes_decides_on_the_other(place: Environment, record_property: Record) -> None:
+    here, there = await place.replica(), await place.replica()
+    account = await create_account(here.catalog)
+    await there.seconds_until(account.text, 5)
+    told = {}
+    await set_limits(here.catalog, account, "6/minute")
+    assert await here.limit(account.text) == 6
+    told["plan"] = await there.seconds_until(account.text, 6)
+
+    async with here.catalog.edit("test") as edit:
+        await edit.update(Tenant, account.tenant.id, {"suspended": True})
+    told["suspended"] = await there.seconds_until(account.text, Forbidden)
+    async with here.catalog.edit("test") as edit:
+        await edit.update(Tenant, account.tenant.id, {"suspended": False})
+    await there.seconds_until(account.text, 6)
+
+    async with here.catalog.edit("test") as edit:
+        await edit.disable_key(account.key.id)
+    assert await here.error(account.text) is Forbidden
+    told["disabled"] = await there.seconds_until(account.text, Forbidden)
+    async with here.catalog.edit("test") as edit:
+        await edit.disable_key(account.key.id, disabled=False)
+    await there.seconds_until(account.text, 6)
+
+    await set_operator_mode(here.catalog, Mode.OFF)
+    assert await here.limit(account.text) is None
+    told["kill switch"] = await there.seconds_until(account.text, None)
+    await set_operator_mode(here.catalog, Mode.ON)
+    await there.seconds_until(account.text, 6)
+
+    async with here.catalog.edit("test") as edit:
+        _, credential = await edit.rotate_key(account.key.id)
+    assert await here.error(account.text) is UnknownKey
+    told["rotated"] = await there.seconds_until(account.text, UnknownKey)
+    assert await there.limit(credential.text) == 6
+
+    async with here.catalog.edit("test") as edit:
+        await edit.delete(Key, account.key.id)
+    assert await here.error(credential.text) is UnknownKey
+    told["deleted"] = await there.seconds_until(credential.text, UnknownKey)
+    record_property("delays", told)
+
+
+async def test_what_a_writer_that_never_publishes_changes_decides_everywhere(
+    place: Environment, record_property: Record
+) -> None:
+    writer, there = await place.writer(), await place.replica()
+    account = await create_account(writer)
+    await there.seconds_until(account.text, 5)
+    delays = []
+    for number in (6, 7, 8):
+        await set_limits(writer, account, f"{number}/minute")
+        delays.append(await there.seconds_until(account.text, number))
+    async with writer.edit("test") as edit:
+        await edit.disable_key(account.key.id)
+    delays.append(await there.seconds_until(account.text, Forbidden))
+    async with writer.edit("test") as edit:
+        await edit.delete(Key, account.key.id)
+    delays.append(await there.seconds_until(account.text, UnknownKey))
+    record_property("delays", delays)
+
+
+@only_with_redis
+async def test_a_key_that_another_writer_changes_in_the_very_moment_it_is_first_used_is_the_new_one_soon(
+    place: Environment,
+) -> None:
+    """Whatever copy the first request found."""
+    writer, one, two = await place.writer(), await place.replica(), await place.replica()
+    account = await create_account(one.catalog)
+    await one.limit(account.text)
+    async with writer.edit("test") as edit:
+        await edit.disable_key(account.key.id)
+    await two.error(account.text)
+    await two.seconds_until(account.text, Forbidden)
+    await one.seconds_until(account.text, Forbidden)
+
+
+@only_postgres_with_redis
+async def test_exactly_one_node_publishes_for_a_writer_that_did_not(place: Environment) -> None:
+    """And the copy that it left standing is put right."""
+    published: list[int] = []
+
+    class Counting(CatalogRedis):
+        async def publish(self, channel: str, message: bytes) -> None:
+            published.extend(each.revision for each in decode_announcements(channel, message))
+            await super().publish(channel, message)
+
+    assert place.redis_url is not None
+    members = [await place.replica(shared=Counting(place.redis_url)) for _ in range(4)]
+    writer = await place.writer()
+    account = await create_account(members[0].catalog)
+    for member in members:
+        await member.seconds_until(account.text, 5)
+    await eventually(lambda: is_published(members[0]))
+    published.clear()
+    warm = shared_copies(members[0].shared, place.peppers)
+    for number in (6, 7, 8):
+        await set_limits(writer, account, f"{number}/minute")
+        truth = await writer.tenant_config(account.tenant.id)
+
+        async def is_right(truth: TenantConfig = truth) -> bool:
+            return await warm.config(account.tenant.id) == truth
+
+        await eventually(is_right)
+        for member in members:
+            await member.seconds_until(account.text, number)
+    await eventually(lambda: is_published(members[0]))
+    for member in members:
+        assert member.live._relay is not None
+        await member.live._relay.publish_pending()
+    assert len(published) == len(set(published)) == 3
+
+
+@only_postgres_with_redis
+async def test_what_was_written_just_before_a_node_started_is_in_force_there(place: Environment) -> None:
+    """The copy is the old one, the message comes before the node listens: it must look at what was not published yet
+    as if it had happened after its start.
+    """
+
+    class Deaf(CatalogRedis):
+        """Whose subscription takes for ever to be made."""
+
+        async def listen(self, channel: str) -> AsyncGenerator[bytes | None, None]:
+            await asyncio.sleep(600)
+            yield None
+
+    assert place.redis_url is not None
+    async with Replica(place.database_url, place.redis_url, peppers=place.peppers) as before:
+        account = await create_account(before.catalog)
+        await before.limit(account.text)
+    writer = await place.writer()
+    await set_limits(writer, account, "6/minute")
+    there = Replica(place.database_url, peppers=place.peppers, shared=Deaf(place.redis_url))
+    async with closing(there):
+        starting = asyncio.create_task(there.live.start())
+        await there.limit(account.text)
+        await starting
+        await there.seconds_until(account.text, 6)
+
+
+@only_sqlite_with_redis
+async def test_what_was_written_while_redis_was_away_is_published_when_it_is_back(
+    place: Environment, own_redis_server: RedisServer, peppers: Peppers
+) -> None:
+    place.redis_url = own_redis_server.url
+    here, there = await place.replica(), await place.replica()
+    account = await create_account(here.catalog)
+    await there.seconds_until(account.text, 5)
+    own_redis_server.kill()
+    await set_limits(here.catalog, account, "6/minute")
+    await there.seconds_until(account.text, 6)
+    own_redis_server.restart()
+    warm = shared_copies(here.shared, peppers)
+
+    async def is_copied() -> bool:
+        copy = await warm.config(account.tenant.id)
+        return copy is not None and copy.plans[0].limits == (await here.catalog.get(Plan, account.plan.id)).limits
+
+    await eventually(is_copied)
+
+
+@only_postgres_with_redis
+async def test_a_subscriber_whose_connection_is_cut_misses_nothing(
+    place: Environment, redis_server: RedisServer, record_property: Record
+) -> None:
+    here, there = await place.replica(), await place.replica()
+    account = await create_account(here.catalog)
+    await there.seconds_until(account.text, 5)
+    await eventually(lambda: "redis" in there.live.status().listening)
+    delays = []
+    for number in range(6, 9):
+        redis_server.command("CLIENT KILL TYPE pubsub")
+        await set_limits(here.catalog, account, f"{number}/minute")
+        delays.append(await there.seconds_until(account.text, number))
+    await eventually(lambda: "redis" in there.live.status().listening)
+    record_property("delays", delays)
+
+
+@only_postgres
+async def test_a_node_whose_listen_is_cut_misses_nothing(
+    place: Environment, postgres_server: PostgresServer, record_property: Record
+) -> None:
+    writer, there = await place.writer(), await place.replica()
+    account = await create_account(writer)
+    await there.seconds_until(account.text, 5)
+    await eventually(lambda: "postgres" in there.live.status().listening)
+    delays = []
+    for number in range(6, 9):
+        await eventually(lambda: asyncio.to_thread(cut_listeners, postgres_server))
+        await set_limits(writer, account, f"{number}/minute")
+        delays.append(await there.seconds_until(account.text, number))
+    record_property("delays", delays)
+
+
+@only_sqlite_with_redis
+async def test_messages_that_are_not_ours_disturb_nobody(place: Environment, redis_url: str) -> None:
+    here, there = await place.replica(), await place.replica()
+    account = await create_account(here.catalog)
+    await there.seconds_until(account.text, 5)
+    with redis_py.Redis.from_url(redis_url) as client:
+        for message in (
+            b"",
+            b"\xc1",
+            b"\x90",
+            b"\x93\x01\x02\x03",
+            b"[]",
+            b"\x91\x82\xa8revision\xff\xa9tenant_id\xa0",
+        ):
+            client.publish("lf:%changes", message)
+    await set_limits(here.catalog, account, "6/minute")
+    await there.seconds_until(account.text, 6)
+    assert "redis" in there.live.status().listening
+
+
+@each_database
+async def test_many_writes_at_once_reach_all_and_make_nobody_read_everything_again(
+    place: Environment, caplog: pytest.LogCaptureFixture
+) -> None:
+    here, there = await place.replica(), await place.replica()
+    accounts = [await create_account(here.catalog, f"t{at}") for at in range(4)]
+    for account in accounts:
+        await there.seconds_until(account.text, 5)
+    caplog.clear()
+    for number in range(6, 10):
+        await asyncio.gather(
+            *(
+                set_limits((here, there)[at % 2].catalog, account, f"{number}/minute")
+                for at, account in enumerate(accounts)
+            )
+        )
+    for account in accounts:
+        await there.seconds_until(account.text, 9)
+        await here.seconds_until(account.text, 9)
+    assert "everything that it remembers is read again" not in caplog.text
+
+
+class SlowDatabase(Database):
+    """One whose next transaction that reads takes its time to end."""
+
+    is_held = False
+
+    @contextlib.asynccontextmanager
+    async def reading(self) -> AsyncIterator[AsyncConnection]:
+        async with super().reading() as connection:
+            yield connection
+            if self.is_held:
+                self.is_held, self.go = False, asyncio.Event()
+                await self.go.wait()
+
+
+@without_redis
+async def test_a_change_of_its_own_while_a_node_looks_for_others_makes_it_read_nothing_again(
+    place: Environment, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The look saw the revision before; by its end the node has gone on by itself."""
+    database = SlowDatabase(place.database_url)
+    async with closing(database):
+        node = LiveCatalog(database, place.peppers, shared=None)
+        account = await create_account(node.catalog)
+        await node.catch_up()
+        database.is_held = True
+        looking = asyncio.create_task(node.catch_up())
+        await eventually(lambda: not database.is_held)
+        await set_limits(node.catalog, account, "6/minute")
+        database.go.set()
+        await looking
+        await node.cache.close()
+    assert "everything that it remembers is read again" not in caplog.text
+
+
+@only_sqlite_with_redis
+async def test_one_edit_of_more_tenants_than_fit_into_a_batch_reaches_all_of_them(
+    place: Environment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that receives a message with a part of a revision must not take it for all of it."""
+    monkeypatch.setattr(relays, "BATCH", 3)
+    assert place.redis_url is not None
+    told: list[list[Announcement]] = []
+
+    class Counting(CatalogRedis):
+        async def publish(self, channel: str, message: bytes) -> None:
+            told.append(decode_announcements(channel, message))
+            await super().publish(channel, message)
+
+    writer = await place.writer()
+    accounts = [await create_account(writer, f"t{at}") for at in range(10)]
+    there = await place.replica(shared=Counting(place.redis_url))
+    for account in accounts:
+        await there.seconds_until(account.text, 5)
+    await eventually(lambda: is_published(there))
+    told.clear()
+    async with writer.edit("test") as edit:
+        for account in accounts:
+            await edit.update(Plan, account.plan.id, {"limits": "6/minute"})
+    for account in accounts:
+        await there.seconds_until(account.text, 6)
+    await eventually(lambda: is_published(there))
+    assert [len(message) for message in told] == [3, 3, 3, 1]
+    assert {each.tenant_id for message in told for each in message} == {account.tenant.id for account in accounts}
+
+
+@each_database
+async def test_a_node_that_missed_more_than_is_kept_reads_everything_again(place: Environment) -> None:
+    writer = await place.writer()
+    account = await create_account(writer)
+    member = Replica(place.database_url, place.redis_url, peppers=place.peppers)
+    async with closing(member):
+        await member.limit(account.text)
+        await member.live.catch_up()
+        member.live._history.rewind(1, 0)
+        await set_limits(writer, account, "6/minute")
+        async with writer.edit("test") as edit:
+            await edit.disable_key(account.key.id)
+        async with member.database.writing() as connection:
+            await connection.exec_driver_sql("DELETE FROM outbox")
+        await member.live.catch_up()
+        assert await member.error(account.text) is Forbidden
+        async with writer.edit("test") as edit:
+            await edit.disable_key(account.key.id, disabled=False)
+        await member.live.catch_up()
+        assert await member.limit(account.text) == 6
+
+
+@each_database
+async def test_a_database_that_was_set_back_is_believed(place: Environment) -> None:
+    """Restored from a backup under a running node: its revisions are lower than those the node has seen."""
+    writer = await place.writer()
+    account = await create_account(writer)
+    there = await place.replica()
+    await there.seconds_until(account.text, 5)
+    before = await writer.tenant_config(account.tenant.id)
+    revision = before.tenant.revision
+    await set_limits(writer, account, "6/minute")
+    await there.seconds_until(account.text, 6)
+    async with writer.database.writing() as connection:
+        await connection.exec_driver_sql("DELETE FROM plan_versions WHERE version > 1")
+        await connection.exec_driver_sql("UPDATE plans SET version = 1")
+        await connection.execute(delete(tables.outbox).where(tables.outbox.c.revision > revision))
+        later = tables.tenants.c.revision > revision
+        await connection.execute(update(tables.tenants).where(later).values(revision=revision))
+        await connection.execute(update(tables.revision).values(value=revision))
+    assert (await writer.tenant_config(account.tenant.id)).plans[0].limits == before.plans[0].limits
+    await there.seconds_until(account.text, 5)
+
+
+@only_sqlite
+async def test_what_breaks_in_an_unexpected_way_does_not_stop_a_node_from_hearing(place: Environment) -> None:
+    """Here, whoever is told of tenants refuses one of them; it might be anything."""
+    refused: set[str] = set()
+    refusals: list[str] = []
+
+    def placed(tenant: Tenant) -> None:
+        if tenant.id in refused:
+            refusals.append(tenant.id)
+            raise InvalidInput("lanes", "the test says so")
+
+    writer = await place.writer()
+    one, two = await create_account(writer, "one"), await create_account(writer, "two")
+    there = await place.replica(placed=placed)
+    await there.seconds_until(one.text, 5)
+    await there.seconds_until(two.text, 5)
+    refused.add(one.tenant.id)
+    await set_limits(writer, one, "6/minute")
+    await eventually(lambda: refusals)
+    await set_limits(writer, two, "6/minute")
+    await there.seconds_until(two.text, 6)
+    refused.clear()
+    await set_limits(writer, one, "7/minute")
+    await there.seconds_until(one.text, 7)
+
+
+# --- Keys that were used ---------------------------------------------------------------------------------------------
+
+
+@without_redis
+async def test_when_keys_were_used_is_written_in_batches(place: Environment, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "USED_SECONDS", 0.1)
+    writer = await place.writer()
+    account = await create_account(writer)
+    there = await place.replica()
+    await there.limit(account.text)
+
+    async def is_written() -> bool:
+        return (await writer.get(Key, account.key.id)).last_used_at is not None
+
+    await eventually(is_written)
+    first = (await writer.get(Key, account.key.id)).last_used_at
+    await asyncio.sleep(0.3)
+    assert (await writer.get(Key, account.key.id)).last_used_at == first
+    await there.limit(account.text)
+
+    async def is_later() -> bool:
+        return (await writer.get(Key, account.key.id)).last_used_at != first
+
+    await eventually(is_later)
+
+
+@without_redis
+async def test_what_was_used_is_written_at_the_end(place: Environment) -> None:
+    writer = await place.writer()
+    account = await create_account(writer)
+    async with Replica(place.database_url, place.redis_url, peppers=place.peppers) as there:
+        await there.limit(account.text)
+    assert (await writer.get(Key, account.key.id)).last_used_at is not None
+
+
+async def test_when_a_key_was_used_is_not_forgotten_because_the_database_was_away(
+    own_postgres_server: PostgresServer, peppers: Peppers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "USED_SECONDS", 0.2)
+    place = await place_on(own_postgres_server, peppers)
+    async with place.stack:
+        there = await place.replica()
+        account = await create_account(there.catalog)
+        await there.live.cache.find_caller(account.text)
+        there.live.cache.take_last_used()
+        own_postgres_server.kill()
+        assert there.live.cache.cached_caller(account.text) is not None
+        await eventually(lambda: there.live.status().database == "degraded")
+        own_postgres_server.restart()
+
+        async def is_written() -> bool:
+            try:
+                return (await there.catalog.get(Key, account.key.id)).last_used_at is not None
+            except CatalogUnavailable:
+                return False
+
+        await eventually(is_written)
+
+
+# --- When the database is away ---------------------------------------------------------------------------------------
+
+
+async def place_on(server: PostgresServer, peppers: Peppers, redis_url: str | None = None) -> Environment:
+    database = Database(server.url)
+    async with closing(database):
+        await database.upgrade()
+    return Environment(server.url, redis_url, peppers)
+
+
+async def test_without_a_database_and_without_redis_a_node_does_not_start(
+    own_postgres_server: PostgresServer, peppers: Peppers
+) -> None:
+    place = await place_on(own_postgres_server, peppers)
+    own_postgres_server.kill()
+    async with place.stack:
+        with pytest.raises(CatalogUnavailable):
+            await place.replica()
+
+
+async def test_without_a_database_a_node_starts_from_copies_and_recovers_by_itself(
+    own_postgres_server: PostgresServer, peppers: Peppers, redis_url: str
+) -> None:
+    place = await place_on(own_postgres_server, peppers, redis_url)
+    async with place.stack:
+        first = await place.replica()
+        account = await create_account(first.catalog)
+        cold = await create_account(first.catalog, "cold")
+        await first.limit(account.text)
+        await first.live.close()
+        with redis_py.Redis.from_url(redis_url) as client:
+            client.delete(f"lf:{{{cold.key.id}}}:%k")
+        own_postgres_server.kill()
+        there = await place.replica()
+        assert there.live.status().database == "degraded"
+        assert await there.limit(account.text) == 5
+        assert await there.error(cold.text) is CatalogUnavailable
+        assert await there.error(wrong_key()) is CatalogUnavailable
+        own_postgres_server.restart()
+        await eventually(lambda: there.live.status().database == "ok")
+        await there.seconds_until(cold.text, 5)
+        writer = await place.writer()
+        await set_limits(writer, account, "6/minute")
+        await there.seconds_until(account.text, 6)
+
+
+async def test_an_idle_node_says_that_all_is_well_once_the_database_is_back(
+    own_postgres_server: PostgresServer, peppers: Peppers, clock: ManualClock
+) -> None:
+    """It had found a snapshot to be stale, and nobody has asked for anything since."""
+    place = await place_on(own_postgres_server, peppers)
+    async with place.stack:
+        there = await place.replica(clock=clock)
+        account = await create_account(there.catalog)
+        await there.limit(account.text)
+        own_postgres_server.kill()
+        clock.advance_us(61_000_000)
+        caller = there.live.cache.cached_caller(account.text)
+        assert caller is not None
+        await eventually(lambda: caller.is_stale)
+        await eventually(lambda: there.live.status().database == "degraded")
+        assert there.live.status().since == pytest.approx(clock.now_us() / 1e6, abs=120)
+        own_postgres_server.restart()
+        await eventually(lambda: there.live.status().database == "ok")
+
+
+async def test_a_change_made_while_the_database_was_away_for_one_node_is_in_force_when_it_is_back(
+    own_postgres_server: PostgresServer, peppers: Peppers
+) -> None:
+    place = await place_on(own_postgres_server, peppers)
+    async with place.stack:
+        there = await place.replica()
+        account = await create_account(there.catalog)
+        await there.limit(account.text)
+        own_postgres_server.restart()
+        writer = await place.writer()
+
+        async def is_changed() -> bool:
+            try:
+                async with writer.edit("test") as edit:
+                    await edit.disable_key(account.key.id)
+            except CatalogUnavailable:
+                return False
+            return True
+
+        await eventually(is_changed)
+        await there.seconds_until(account.text, Forbidden)
+
+
+@only_sqlite_with_redis
+async def test_while_redis_is_away_the_database_is_said_to_be_well_and_the_log_is_not_flooded(
+    place: Environment, own_redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    place.redis_url = own_redis_server.url
+    there, writer = await place.replica(), await place.writer()
+    account = await create_account(writer)
+    await there.seconds_until(account.text, 5)
+    await eventually(lambda: is_published(there))
+    own_redis_server.kill()
+    there.live._failed(CatalogUnavailable("as if it had been away as well"))
+    caplog.clear()
+    await set_limits(writer, account, "6/minute")
+    await there.seconds_until(account.text, 6)
+    await asyncio.sleep(1)
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) <= 6, f"{len(warnings)} warnings in 1 s, such as: {warnings[-1].getMessage()}"
+    assert there.live.status().database == "ok"
+
+
+# --- Its life --------------------------------------------------------------------------------------------------------
+
+
+@each_database
+async def test_a_node_that_is_started_twice_does_everything_once(place: Environment) -> None:
+    there = await place.replica()
+    before = len(there.live._tasks)
+    await there.live.start()
+    assert len(there.live._tasks) == before
+
+
+@each_database
+async def test_a_node_that_was_closed_is_closed_and_can_be_started_again(place: Environment) -> None:
+    writer, there = await place.writer(), await place.replica()
+    account = await create_account(writer)
+    await there.seconds_until(account.text, 5)
+    await there.live.close()
+    await there.live.close()
+    assert not there.live._tasks
+    await set_limits(writer, account, "6/minute")
+    await there.live.start()
+    await there.seconds_until(account.text, 6)
+
+
+@each_database
+async def test_nothing_is_left_of_a_node_that_was_closed(place: Environment) -> None:
+    """No task, no thread, no socket, no warning, with asyncio looking closely."""
+    asyncio.get_running_loop().set_debug(True)
+    tasks, threads, open_sockets = asyncio.all_tasks(), set(threading.enumerate()), sockets()
+    async with Replica(place.database_url, place.redis_url, peppers=place.peppers) as there:
+        account = await create_account(there.catalog)
+        await there.limit(account.text)
+        await asyncio.sleep(0.2)
+    del there
+    gc.collect()
+    assert asyncio.all_tasks() == tasks
+    await eventually(lambda: set(threading.enumerate()) <= threads)
+    assert sockets() <= open_sockets
+
+
+@pytest.mark.parametrize("steps", range(6))
+@only_sqlite
+async def test_a_node_that_is_closed_just_as_it_hears_of_something_ends(place: Environment, steps: int) -> None:
+    """asyncio.wait_for swallows a cancellation that comes together with what it waits for (before Python 3.12)."""
+    there = await place.replica()
+    await asyncio.sleep(0.05)
+    there.live._wake.set()
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    closing_it = asyncio.create_task(there.live.close())
+    done, _ = await asyncio.wait([closing_it], timeout=30)
+    try:
+        assert done, "the node does not end"
+    finally:
+        for task in there.live._tasks:
+            task.cancel()
+        await asyncio.wait([closing_it], timeout=30)
+
+
+@only_sqlite_with_redis
+async def test_a_node_ends_also_if_a_driver_swallows_that_it_is_to_end(place: Environment) -> None:
+    """redis-py writes within asyncio.wait_for, which does so now and then (before Python 3.12)."""
+
+    class Swallowing(CatalogRedis):
+        is_waiting = False
+
+        async def put_many(self, copies: Mapping[str, bytes], ttl_seconds: float) -> None:
+            self.is_waiting = True
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(20)
+
+    assert place.redis_url is not None
+    shared = Swallowing(place.redis_url)
+    writer = await place.writer()
+    await create_account(writer)
+    there = await place.replica(shared=shared)
+    await eventually(lambda: shared.is_waiting)
+    closing_it = asyncio.create_task(there.live.close())
+    done, _ = await asyncio.wait([closing_it], timeout=30)
+    try:
+        assert done, "the node does not end"
+        left = [task for task in asyncio.all_tasks() if "limitforge/catalog" in str(task)]
+        assert not left, "it has ended, and something of it goes on"
+    finally:
+        for task in there.live._tasks:
+            task.cancel()
+        await asyncio.wait([closing_it], timeout=30)
+
+
+@each_database
+async def test_a_node_can_be_closed_while_requests_wait_for_what_it_reads(place: Environment) -> None:
+    writer = await place.writer()
+    account = await create_account(writer)
+    there = Replica(place.database_url, place.redis_url, peppers=place.peppers)
+    async with closing(there):
+        await there.live.start()
+        requests = [asyncio.create_task(there.limit(account.text)) for _ in range(20)]
+        for _ in range(3):
+            await asyncio.sleep(0)
+        await asyncio.wait_for(there.live.close(), 30)
+        done, waiting = await asyncio.wait(requests, timeout=30)
+        assert not waiting
+        for request in done:
+            error = None if request.cancelled() else request.exception()
+            assert not request.cancelled()
+            assert error is None or isinstance(error, CatalogUnavailable)
+
+
+async def test_the_status_says_what_it_listens_to_and_how_far_it_got(place: Environment) -> None:
+    there = await place.replica()
+    account = await create_account(there.catalog)
+    await there.limit(account.text)
+    expected = {"redis"} if place.redis_url else set()
+    expected |= {"postgres"} if place.database_url.startswith("postgres") else set()
+    await eventually(lambda: set(there.live.status().listening) == expected)
+    status = there.live.status()
+    assert status.database == "ok"
+    assert status.revision == (await there.catalog.get(Tenant, account.tenant.id)).revision
+    assert (status.cache.tenants, status.cache.keys) == (1, 1)

@@ -1,0 +1,338 @@
+"""A node that serves from a file alone: what it knows, and how it follows the file."""
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator
+from datetime import timedelta
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from limitforge import Limiter, ManualClock
+from limitforge.catalog.credentials import PREFIXES, Credential, Peppers
+from limitforge.catalog.live import live_file as file_module
+from limitforge.catalog.live.live_file import FileSource, LiveFile, load_contents, stable_id
+from limitforge.catalog.model import OPERATOR, KeyScope, to_datetime
+from limitforge.errors import Forbidden, InvalidFile, InvalidInput, StoreUnavailable, UnknownKey
+from tests.catalog.config.test_document import NOW, SAMPLE
+from tests.catalog.conftest import PEPPERS
+
+KEY = Credential.generate(PREFIXES["live"], "0123456789abcdef", Peppers.parse(PEPPERS))
+OTHER = Credential.generate(PREFIXES["live"], "fedcba9876543210", Peppers.parse(PEPPERS))
+
+
+def entry(credential: Credential, **fields: Any) -> str:
+    kept = Peppers.parse(PEPPERS).hash_credential(credential)
+    said = "".join(f", {name}: {value}" for name, value in fields.items())
+    return f"{{id: key_{credential.id}, name: web, secrets: [{{hash: '{kept.hash}', pepper: 1}}]{said}}}"
+
+
+def config(limit: int = 100, keys: str = "", more: str = "", operator: str = "{}", tenant: str = "") -> str:
+    return dedent(f"""\
+        operator: {operator}
+        tenants:
+          - name: acme
+            default_plan: free
+            plans: [{{name: free, limits: burst={limit}/minute}}]
+            keys: [{keys or entry(KEY)}]
+            {tenant}
+          - name: other
+            {more}
+        """)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "plans.yaml"
+    file.write_text(config())
+    return file
+
+
+@pytest.fixture
+async def sink(clock: ManualClock) -> AsyncIterator[Limiter]:
+    limiter = Limiter.connect("memory://", clock=clock)
+    yield limiter
+    await limiter.close()
+
+
+@pytest.fixture
+async def node(path: Path, sink: Limiter, peppers: Peppers, clock: ManualClock) -> AsyncIterator[LiveFile]:
+    async with LiveFile(path, peppers, sink=sink, clock=clock) as node:
+        yield node
+
+
+def write(path: Path, text: str) -> None:
+    """As those do who mean well: all at once."""
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.replace(path)
+
+
+def move(source: Path, target: Path) -> None:
+    source.rename(target)
+
+
+async def limit_of(node: LiveFile) -> int | None:
+    caller = await node.cache.find_caller(KEY.text)
+    return caller.snapshot.select("GET:/").limits["burst"].size
+
+
+# --- What a file says ------------------------------------------------------------------------------------------------
+
+
+async def test_a_source_has_all_that_the_file_says() -> None:
+    source = FileSource()
+    source.replace(load_contents(SAMPLE.read_bytes(), "sample.yaml", NOW))
+    tenant_id = stable_id("ten", "acme")
+    found = await source.config(tenant_id)
+    assert found is not None
+    assert (found.tenant.name, found.tenant.default_plan_id) == ("acme", stable_id("pla", "acme", "free"))
+    assert [plan.name for plan in found.plans] == ["all", "flat", "free"]
+    assert [policy.resource for policy in found.policies] == ["GET:/orders/{id}", "*"]
+    key = await source.key("key_0123456789abcdef")
+    assert key is not None
+    assert (key.tenant_id, key.plan_id, len(key.secrets)) == (tenant_id, stable_id("pla", "acme", "flat"), 2)
+    assert len(await source.overrides(tenant_id)) == 2
+    assert await source.override(tenant_id, "*", "user:42") is not None
+    assert await source.tenants_with_overrides() == [tenant_id]
+    operator = await source.config(OPERATOR)
+    assert operator is not None
+    assert operator.tenant.default_plan_id == stable_id("pla", OPERATOR, "fleet")
+    assert await source.config("ten_none") is None
+    assert await source.key("key_none") is None
+
+
+def test_ids_come_from_names() -> None:
+    assert stable_id("ten", "acme") == stable_id("ten", "acme") != stable_id("ten", "acme2")
+    assert stable_id("pla", "a", "b/c") != stable_id("pla", "a/b", "c")
+    assert len(stable_id("ten", "acme")) == 20
+
+
+def test_a_section_that_is_absent_is_an_empty_one() -> None:
+    with pytest.raises(InvalidFile, match="there is no plan 'free' here; there are none"):
+        load_contents(b"tenants: [{name: acme, default_plan: free}]", "plans.yaml", NOW)
+
+
+def test_a_key_without_secrets_is_refused() -> None:
+    with pytest.raises(InvalidFile, match="secrets: is required, since there is no database that has them"):
+        load_contents(b"tenants: [{name: acme, keys: [{id: key_0123456789abcdef, name: a}]}]", "plans.yaml", NOW)
+
+
+def test_what_is_the_same_keeps_its_revision() -> None:
+    source = FileSource()
+    told = source.replace(load_contents(config().encode(), "plans.yaml", NOW))
+    assert {each.tenant_id for each in told} == {OPERATOR, stable_id("ten", "acme"), stable_id("ten", "other")}
+    assert source.replace(load_contents(config().encode(), "plans.yaml", NOW)) == []
+    (told_one,) = source.replace(load_contents(config(200).encode(), "plans.yaml", NOW))
+    assert (told_one.tenant_id, told_one.config, told_one.revision) == (stable_id("ten", "acme"), True, 3)
+    assert (told_one.keys, told_one.gone, told_one.overrides) == ((), (), False)
+
+
+def test_keys_that_come_change_and_go_are_told() -> None:
+    source = FileSource()
+    source.replace(load_contents(config(keys=entry(KEY)).encode(), "plans.yaml", NOW))
+    (told,) = source.replace(
+        load_contents(config(keys=f"{entry(KEY, disabled='true')}, {entry(OTHER)}").encode(), "p", NOW)
+    )
+    assert (set(told.keys), told.gone, told.config) == ({f"key_{KEY.id}", f"key_{OTHER.id}"}, (), False)
+    (told,) = source.replace(load_contents(config(keys=entry(OTHER)).encode(), "p", NOW))
+    assert (told.keys, told.gone) == ((), (f"key_{KEY.id}",))
+
+
+# --- How it serves ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_key_of_the_file_is_recognised(node: LiveFile) -> None:
+    caller = await node.cache.find_caller(KEY.text)
+    assert caller.snapshot.tenant.name == "acme"
+    assert await limit_of(node) == 100
+    with pytest.raises(UnknownKey):
+        await node.cache.find_caller(OTHER.text)
+    assert (node.status().file, node.status().error, node.status().revision) == ("ok", None, 1)
+
+
+async def test_a_wrong_file_is_refused_at_the_start(tmp_path: Path, peppers: Peppers) -> None:
+    wrong = tmp_path / "plans.yaml"
+    wrong.write_text("tenants:\n  - name: a\n    mode: maybe\n")
+    with pytest.raises(InvalidFile, match=r"plans.yaml:3: tenants\[0\].mode: must be one of"):
+        await LiveFile(wrong, peppers).start()
+    with pytest.raises(InvalidInput, match=r"none\.yaml: can't be read: No such file"):
+        await LiveFile(tmp_path / "none.yaml", peppers).start()
+
+
+async def test_a_new_version_is_in_force_without_a_restart(node: LiveFile, path: Path) -> None:
+    assert await limit_of(node) == 100
+    with pytest.raises(UnknownKey):
+        await node.cache.find_caller(OTHER.text)
+    write(path, config(200, keys=f"{entry(KEY)}, {entry(OTHER, disabled='true')}", operator="{mode: monitor}"))
+    await node.poll()
+    assert await limit_of(node) == 200
+    other = await node.cache.find_caller(OTHER.text)
+    with pytest.raises(Forbidden):
+        other.require(KeyScope.CHECK)
+    assert other.snapshot.operator.tenant.mode == "monitor"
+    assert node.status().revision == 2
+
+
+async def test_it_is_watched_by_itself(node: LiveFile, path: Path) -> None:
+    write(path, config(300))
+    async with asyncio.timeout(30):
+        while await limit_of(node) != 300:  # noqa: ASYNC110 - nobody tells when it has looked
+            await asyncio.sleep(0.01)
+
+
+async def test_whoever_holds_a_caller_sees_the_new_version(node: LiveFile, path: Path) -> None:
+    caller = await node.cache.find_caller(KEY.text)
+    write(path, config(200))
+    await node.poll()
+    assert caller.snapshot.select("GET:/").limits["burst"].size == 200
+
+
+async def test_a_key_or_tenant_that_is_gone_is_refused(node: LiveFile, path: Path) -> None:
+    await limit_of(node)
+    write(path, config(keys=entry(OTHER)))
+    await node.poll()
+    with pytest.raises(UnknownKey):
+        await limit_of(node)
+    await node.cache.find_caller(OTHER.text)
+    write(path, "tenants: []")
+    await node.poll()
+    with pytest.raises(UnknownKey):
+        await node.cache.find_caller(OTHER.text)
+
+
+async def test_a_wrong_version_leaves_the_last_good_one_in_force(
+    node: LiveFile, path: Path, clock: ManualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock.advance_us(5_000_000)
+    with caplog.at_level(logging.INFO, logger="limitforge.catalog.live.live_file"):
+        write(path, config(limit="lots"))  # type: ignore[arg-type]
+        await node.poll()
+        assert await limit_of(node) == 100
+        status = node.status()
+        assert (status.file, status.since) == ("degraded", clock.now_us() / 1e6)
+        assert status.error is not None
+        assert "plans.yaml:5: tenants[0].plans[0].limits: expected" in status.error
+        since = status.since
+        clock.advance_us(5_000_000)
+        await node.poll()
+        os.utime(path)  # the same content once more
+        await node.poll()
+        assert node.status().since == since
+        assert [record.levelname for record in caplog.records] == ["ERROR"]
+        write(path, config(300))
+        await node.poll()
+    assert await limit_of(node) == 300
+    assert (node.status().file, node.status().error) == ("ok", None)
+    assert [record.levelname for record in caplog.records] == ["ERROR", "INFO", "WARNING"]
+
+
+async def test_back_to_what_was_good_is_good(node: LiveFile, path: Path) -> None:
+    write(path, "tenants: 5")
+    await node.poll()
+    assert node.status().file == "degraded"
+    write(path, config())
+    await node.poll()
+    assert node.status().file == "ok"
+    assert await limit_of(node) == 100
+
+
+async def test_a_file_that_is_away_for_a_moment_is_no_change(node: LiveFile, path: Path, clock: ManualClock) -> None:
+    aside = path.with_suffix(".aside")
+    move(path, aside)
+    await node.poll()
+    clock.advance_us(1_000_000)
+    await node.poll()
+    assert (node.status().file, await limit_of(node)) == ("ok", 100)
+    clock.advance_us(5_000_000)
+    await node.poll()
+    assert (node.status().file, await limit_of(node)) == ("degraded", 100)
+    move(aside, path)
+    await node.poll()
+    assert node.status().file == "ok"
+
+
+async def test_a_volume_that_swaps_its_symlink_is_followed(tmp_path: Path, peppers: Peppers) -> None:
+    """As Kubernetes mounts a ConfigMap: `plans.yaml` leads through `..data`, which is replaced."""
+    for number, limit in ((1, 100), (2, 200)):
+        (tmp_path / f"..v{number}").mkdir()
+        (tmp_path / f"..v{number}" / "plans.yaml").write_text(config(limit))
+    (tmp_path / "..data").symlink_to("..v1")
+    (tmp_path / "plans.yaml").symlink_to("..data/plans.yaml")
+    async with LiveFile(tmp_path / "plans.yaml", peppers) as node:
+        assert await limit_of(node) == 100
+        (tmp_path / "..new").symlink_to("..v2")
+        (tmp_path / "..new").replace(tmp_path / "..data")
+        await node.poll()
+        assert await limit_of(node) == 200
+
+
+async def test_a_file_that_is_still_being_written_is_not_taken(
+    node: LiveFile, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = config(200)[: len(config(200)) // 2]
+    write(path, "tenants: []\n")  # what is there so far makes sense, and would delete everything
+    taken = file_module._content
+
+    def read_while_somebody_writes(file: Path) -> bytes:
+        content = taken(file)
+        path.write_text(half)
+        return content
+
+    monkeypatch.setattr(file_module, "_read_file", read_while_somebody_writes)
+    await node.poll()
+    assert await limit_of(node) == 100
+    monkeypatch.undo()
+    write(path, config(200))
+    await node.poll()
+    assert await limit_of(node) == 200
+
+
+# --- Overrides -------------------------------------------------------------------------------------------------------
+
+
+def overrides(clock: ManualClock, *limits: int, seconds: float = 3_600) -> str:
+    until = (to_datetime(clock.now_us()) + timedelta(seconds=seconds)).isoformat()
+    listed = [
+        f"{{subject: 'user:{at}', limits: {{burst: {{limit: {limit}}}}}, expires_at: {until}}}"
+        for at, limit in enumerate(limits)
+    ]
+    return f"overrides: [{', '.join(listed)}]"
+
+
+async def in_force(sink: Limiter) -> dict[str, Any]:
+    page = await sink.list_overrides(tenant=stable_id("ten", "acme"))
+    return {each.subject: each.limits for each in page.overrides}
+
+
+async def test_overrides_of_the_file_are_in_force_and_go_with_it(
+    path: Path, sink: Limiter, peppers: Peppers, clock: ManualClock
+) -> None:
+    write(path, config(tenant=overrides(clock, 500, 600)))
+    async with LiveFile(path, peppers, sink=sink, clock=clock) as node:
+        assert await in_force(sink) == {"user:0": {"burst": {"limit": 500}}, "user:1": {"burst": {"limit": 600}}}
+        write(path, config(tenant=overrides(clock, 700)))
+        await node.poll()
+        assert await in_force(sink) == {"user:0": {"burst": {"limit": 700}}}
+    write(path, config())
+    async with LiveFile(path, peppers, sink=sink, clock=clock):  # what went while no node was there goes too
+        assert await in_force(sink) == {}
+
+
+async def test_overrides_that_could_not_be_mirrored_are_mirrored_later(
+    path: Path, sink: Limiter, peppers: Peppers, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def away(*_: object, **__: object) -> None:
+        raise StoreUnavailable("away")
+
+    async with LiveFile(path, peppers, sink=sink, clock=clock) as node:
+        write(path, config(tenant=overrides(clock, 500)))
+        with monkeypatch.context() as patched:
+            patched.setattr(sink, "list_overrides", away)
+            await node.poll()
+        assert await in_force(sink) == {}
+        await node.poll()
+        assert await in_force(sink) == {"user:0": {"burst": {"limit": 500}}}

@@ -1,0 +1,131 @@
+"""What callers asked, what each was told, and how long it waited."""
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from limitforge import Decision, FixedWindow, Limits, SlidingWindow, TokenBucket
+
+TICK_SECONDS = 0.02
+DAY = 86_400
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What a caller asks, again and again. Its limits admit `most` in a test's time, and not one more."""
+
+    resource: str
+    limits: Limits
+    max_admitted: int
+    subject: str = "s"
+
+    @property
+    def is_finite(self) -> bool:
+        return self.max_admitted < 10**9
+
+
+WIDE = Workload("wide", Limits(FixedWindow(name="wide", limit=10**9, window_seconds=50 * DAY)), 10**9)
+TIGHT = Workload("tight", Limits(FixedWindow(name="tight", limit=100, window_seconds=DAY, align="first_hit")), 100)
+BUCKET = Workload("bucket", Limits(TokenBucket(name="bucket", bucket_capacity=100, refill_rate_per_sec="0.0001")), 100)
+PAIR = Workload("pair", Limits(*WIDE.limits, SlidingWindow(name="log", limit=50, window_seconds=DAY)), 50)
+WORKLOADS = (WIDE, TIGHT, BUCKET, PAIR)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckRecord:
+    """One check: what was asked when, how long it took, and what was said."""
+
+    workload: Workload
+    began: float  # of time.monotonic()
+    seconds: float
+    allowed: bool = False
+    degraded: str | None = None
+    error: BaseException | None = None
+    inconsistency: str = ""  # what the decision says and must not
+
+
+def record_check(ask: Workload, began: float, answer: Decision | BaseException) -> CheckRecord:
+    waited = time.monotonic() - began
+    if isinstance(answer, Decision):
+        return CheckRecord(ask, began, waited, answer.allowed, answer.degraded, None, _find_inconsistency(answer, ask))
+    return CheckRecord(ask, began, waited, error=answer)
+
+
+def _find_inconsistency(decision: Decision, ask: Workload) -> str:
+    """What is wrong with a decision, whoever made it."""
+    if decision.degraded == "open":
+        wrong = not decision.allowed or bool(decision.limits)
+    elif decision.degraded == "closed":
+        wrong = decision.allowed or not decision.retry_after_ms
+    else:
+        told = {name: state.limit for name, state in decision.limits.items()}
+        wrong = told != _numbers(ask) or decision.allowed == bool(decision.retry_after_ms)
+    return str(decision) if wrong else ""
+
+
+def _numbers(ask: Workload) -> dict[str, object]:
+    """Of each limit its own: an answer to somebody else's check would have others."""
+    return {
+        limit.name: limit.bucket_capacity if isinstance(limit, TokenBucket) else limit.limit
+        for limit in ask.limits
+        if isinstance(limit, TokenBucket | FixedWindow | SlidingWindow)
+    }
+
+
+class Lag:
+    """How late somebody wakes who only sleeps: what the machine, or the loop, adds to every wait."""
+
+    def __init__(self) -> None:
+        self.worst = 0.0
+
+    async def measure_loop(self) -> None:
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(TICK_SECONDS)
+            self._note(began)
+
+    def measure_thread(self, over: threading.Event) -> None:
+        while not over.is_set():
+            began = time.monotonic()
+            time.sleep(TICK_SECONDS)
+            self._note(began)
+
+    def _note(self, began: float) -> None:
+        self.worst = max(self.worst, time.monotonic() - began - TICK_SECONDS)
+
+
+@dataclass
+class LoadRecord:
+    """All calls of a load. The list only grows, so any thread may read it."""
+
+    checks: list[CheckRecord] = field(default_factory=list)
+    machine: Lag = field(default_factory=Lag)
+    loop: Lag = field(default_factory=Lag)  # stays 0 without a loop
+    hung: int = 0  # callers that still waited long after the end
+    close_seconds: float = 0.0  # until the limiter was closed
+
+    def of(self, ask: Workload) -> list[CheckRecord]:
+        return [call for call in self.checks if call.workload is ask]
+
+    @property
+    def slowest(self) -> float:
+        return max((call.seconds for call in self.checks), default=0.0)
+
+    @property
+    def exceptions(self) -> Counter[str]:
+        return Counter(repr(call.error) for call in self.checks if call.error is not None)
+
+    @property
+    def inconsistencies(self) -> list[str]:
+        return [call.inconsistency for call in self.checks if call.inconsistency]
+
+    @property
+    def kinds(self) -> Counter[str | None]:
+        """How many answers there were of each kind: undegraded (None), open, closed, local."""
+        return Counter(call.degraded for call in self.checks if call.error is None)
+
+    def admitted(self, ask: Workload) -> Counter[str | None]:
+        """How many were let in, by kind."""
+        return Counter(call.degraded for call in self.of(ask) if call.allowed)

@@ -1,0 +1,312 @@
+"""A load of both shells at once on servers that belong together, and what its callers are owed while those fail.
+
+The callers of an event loop and those in threads ask for the same buckets, so a bound holds for all of them together.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from limitforge import Decision, FixedWindow, Limiter, Limits, SlidingWindow, StoreOptions, SyncLimiter
+from limitforge.core.check import FailureName
+from limitforge.stores.redis.topology.hash_slots import SLOT_COUNT, hash_slot
+from tests import run_report
+from tests.chaos import guarantees
+from tests.chaos.callers import PATIENCE_SECONDS, TaskCallers, ThreadCallers
+from tests.chaos.load import Load
+from tests.chaos.load_record import DAY, TICK_SECONDS, CheckRecord, LoadRecord, Workload, record_check
+
+DEADLINE_MS = 500  # long enough that a busy machine is not taken for a fault
+BREAKER_SECONDS = 0.3
+PAUSE_SECONDS = 0.03
+TASKS, THREADS = 2, 1  # callers for each ask
+HOLD_SECONDS = 6.0  # after which nothing of a check over several slots is held any more
+KINDS: tuple[FailureName, ...] = ("open", "closed", "local")
+
+
+@dataclass(frozen=True, slots=True)
+class TenantWorkload(Workload):
+    """An ask of one tenant."""
+
+    tenant: str = "default"
+
+    @property
+    def is_cross_slot(self) -> bool:
+        """Whether its limits lie in several slots of a Cluster."""
+        return len({limit.scope for limit in self.limits}) > 1
+
+    @property
+    def slots(self) -> set[int]:
+        """Those of a Cluster that decide about it, unless it has lanes."""
+        tags = {"%" if limit.scope == "global" else self.tenant for limit in self.limits}
+        return {hash_slot(f"{{{tag}}}") for tag in tags}
+
+
+def unlimited_workload(tenant: str) -> TenantWorkload:
+    """Never full: what was counted can be compared with what was admitted."""
+    return TenantWorkload(
+        f"wide-{tenant}", Limits(FixedWindow(name="wide", limit=10**9, window_seconds=50 * DAY)), 10**9, tenant=tenant
+    )
+
+
+def limited_workload(tenant: str, most: int = 200) -> TenantWorkload:
+    """Full in the middle of a test, for good."""
+    limits = Limits(FixedWindow(name="tight", limit=most, window_seconds=DAY, align="first_hit"))
+    return TenantWorkload(f"tight-{tenant}", limits, most, tenant=tenant)
+
+
+def two_limit_workload(tenant: str, most: int = 150) -> TenantWorkload:
+    """Two buckets in one slot."""
+    limits = Limits(
+        FixedWindow(name="wide", limit=10**9, window_seconds=50 * DAY),
+        SlidingWindow(name="log", limit=most, window_seconds=DAY),
+    )
+    return TenantWorkload(f"pair-{tenant}", limits, most, tenant=tenant)
+
+
+def cross_slot_workload(tenant: str, most: int = 10**9) -> TenantWorkload:
+    """Two buckets in two slots of a Cluster: the caller's, and one for the whole world."""
+    limits = Limits(
+        FixedWindow(name="own", limit=10**9, window_seconds=50 * DAY),
+        FixedWindow(name=f"world-{tenant}-{most}", limit=most, window_seconds=50 * DAY, scope="global"),
+    )
+    return TenantWorkload(f"spread-{tenant}-{most}", limits, most, tenant=tenant)
+
+
+def lanes_workload(most: int = 10**9) -> TenantWorkload:
+    """The default tenant has lanes on a Cluster: what is the caller's and what is tenant-wide lie apart."""
+    limits = Limits(
+        FixedWindow(name="own", limit=10**9, window_seconds=50 * DAY),
+        FixedWindow(name=f"wide-{most}", limit=most, window_seconds=50 * DAY, scope="tenant"),
+    )
+    return TenantWorkload(f"lanes-{most}", limits, most)
+
+
+def tenants_by_third() -> list[str]:
+    """Of each of three masters that share the slots evenly, a tenant that it decides about."""
+    found: dict[int, str] = {}
+    number = 0
+    while len(found) < 3:
+        name = f"tenant-{number}"
+        found.setdefault(hash_slot(f"{{{name}}}") * 3 // SLOT_COUNT, name)
+        number += 1
+    return [found[third] for third in range(3)]
+
+
+def options_of(failure: FailureName) -> StoreOptions:
+    return StoreOptions(failure=failure, deadline_ms=DEADLINE_MS, breaker_seconds=BREAKER_SECONDS, processes=2)
+
+
+async def _by_tenant(limiter: Limiter, ask: Workload, cost: int = 1) -> Decision:
+    assert isinstance(ask, TenantWorkload)
+    return await limiter.check(ask.resource, ask.subject, limits=ask.limits, cost=cost, tenant=ask.tenant)
+
+
+class TenantTaskCallers(TaskCallers):
+    """Callers on one event loop, for each ask some."""
+
+    def __init__(self, limiter: Limiter, asks: Sequence[TenantWorkload], callers: int, pause: float) -> None:
+        super().__init__(limiter, pause=pause, by=_by_tenant)
+        self._asks = [ask for ask in asks for _ in range(callers)]
+
+    def start(self, record: LoadRecord) -> None:
+        async def begin() -> None:
+            self._ticker = asyncio.create_task(record.loop.measure_loop())
+            self._tasks = [asyncio.create_task(self._call(ask, record)) for ask in self._asks]
+
+        self._loop.run(begin())
+
+    def check(self, ask: Workload, cost: int = 1) -> Decision:
+        return self._loop.run(_by_tenant(self.limiter, ask, cost))
+
+
+class TenantThreadCallers(ThreadCallers):
+    """Callers in threads, for each ask some."""
+
+    def __init__(self, limiter: SyncLimiter, asks: Sequence[TenantWorkload], callers: int, pause: float) -> None:
+        super().__init__(limiter, pause=pause)
+        self._asks = [ask for ask in asks for _ in range(callers)]
+
+    def start(self, record: LoadRecord) -> None:
+        self._threads = [threading.Thread(target=self._call, args=(ask, record), daemon=True) for ask in self._asks]
+        for thread in self._threads:
+            thread.start()
+
+    def check(self, ask: Workload, cost: int = 1) -> Decision:
+        assert isinstance(ask, TenantWorkload)
+        return self.limiter.check(ask.resource, ask.subject, limits=ask.limits, cost=cost, tenant=ask.tenant)
+
+
+class MixedLoad:
+    """Callers of both shells, each shell with a limiter of its own, that are asking from `with` to its end."""
+
+    def __init__(
+        self, url: str, asks: Sequence[TenantWorkload], options: StoreOptions, *, pause: float = PAUSE_SECONDS
+    ) -> None:
+        self.workloads = list(asks)
+        self.extra_workloads: list[TenantWorkload] = []  # what the test itself has asked beside the callers
+        self.options = options
+        tasks = TenantTaskCallers(Limiter.connect(url, options=options), asks, TASKS, pause)
+        threads = TenantThreadCallers(SyncLimiter.connect(url, options=options), asks, THREADS, pause)
+        self.loads = {"async": Load(tasks), "sync": Load(threads)}
+        self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        for load in self.loads.values():
+            self._open.enter_context(load)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._open.close()
+
+    def stop(self) -> None:
+        """No further checks; the limiters stay open until the end of `with`."""
+        for load in self.loads.values():
+            load.stop()
+
+    @property
+    def lag(self) -> float:
+        """The longest that the machine, or the loop, slept too long."""
+        return max(max(load.record.machine.worst, load.record.loop.worst) for load in self.loads.values())
+
+    def check_once(self, ask: TenantWorkload) -> None:
+        """One more by each shell, from the test itself; it is on record."""
+        if ask not in self.extra_workloads:
+            self.extra_workloads.append(ask)
+        for load in self.loads.values():
+            _ask(load, ask)
+
+    # -- waiting
+
+    def wait_for_answers(self, asks: Iterable[TenantWorkload], count: int = 5, *, degraded: bool) -> None:
+        """Until each shell was told that often of each ask, of checks that began from now on."""
+        began = time.monotonic()
+        for shell, load in self.loads.items():
+            for ask in asks:
+                wait_until(
+                    lambda load=load, ask=ask: (
+                        count
+                        <= sum(  # type: ignore[misc]
+                            call.began >= began and call.error is None and degraded is (call.degraded is not None)
+                            for call in load.record.of(ask)
+                        )
+                    ),
+                    lambda shell=shell, load=load, ask=ask: (  # type: ignore[misc]
+                        f"{shell}: {ask.resource} was not answered {count} times with degraded: {degraded}; "
+                        f"since then {_kinds(load.record.of(ask), began)}; {load.limiter.status()}"
+                    ),
+                )
+
+    def wait_until_decided(self, asks: Iterable[TenantWorkload] | None = None, count: int = 5) -> None:
+        """Until the store decides about each of these asks, or of all."""
+        self.wait_for_answers(self.workloads if asks is None else asks, count, degraded=False)
+
+    # -- the record of both
+
+    def calls(self, ask: TenantWorkload) -> list[CheckRecord]:
+        return [call for load in self.loads.values() for call in load.record.of(ask)]
+
+    def admitted(self, ask: TenantWorkload, since: float = 0.0, until: float = float("inf")) -> int:
+        """By the store, answered in that time."""
+        return sum(
+            call.allowed and call.degraded is None and since <= call.began + call.seconds <= until
+            for call in self.calls(ask)
+        )
+
+    def degraded_count(self, ask: TenantWorkload) -> int:
+        """Decided without the store, and perhaps counted there as well."""
+        return sum(call.degraded is not None for call in self.calls(ask))
+
+    def count_in_store(self, ask: TenantWorkload) -> dict[str, int]:
+        """What the store has counted, by limit."""
+        load = next(iter(self.loads.values()))
+        look = load.check(ask, cost=0)
+        began = time.monotonic()
+        while look.degraded is not None:
+            assert time.monotonic() - began < PATIENCE_SECONDS, f"{ask.resource} is not decided any more"
+            time.sleep(TICK_SECONDS)
+            look = load.check(ask, cost=0)
+        return {name: (state.limit or 0) - (state.remaining or 0) for name, state in look.limits.items()}
+
+    # -- what they are owed
+
+    def assert_served_well(self) -> None:
+        """At the end: nobody hung, nothing was raised, and every degraded answer is of the kind that was chosen."""
+        for load in self.loads.values():
+            guarantees.assert_no_caller_hung(load.record, self.options)
+            assert load.record.exceptions == {}, load.record.exceptions
+            assert set(load.record.kinds) <= {None, self.options.failure}, load.record.kinds
+            odd = [
+                call.inconsistency for call in load.record.checks if call.inconsistency and not _has_unknown_limit(call)
+            ]
+            assert not odd, odd[:3]
+
+    def assert_unaffected(self, asks: Iterable[TenantWorkload], since: float = 0.0) -> None:
+        """The fault was not theirs: each was decided by the store. A machine that slept through it proves nothing."""
+        if self.lag < self.options.deadline_ms / 2_000:
+            for ask in asks:
+                assert _kinds(self.calls(ask), since).keys() <= {None}, ask.resource
+
+    def assert_limits_held(self, lost: Callable[[TenantWorkload], int] = lambda _ask: 0) -> None:
+        """Undegraded admissions within the limits, but for what a failover may have lost."""
+        for ask in self.workloads + self.extra_workloads:
+            admitted, most = self.admitted(ask), ask.max_admitted + lost(ask)
+            if ask.is_finite:
+                run_report.record_admitted(admitted, most)
+            assert admitted <= most, ask.resource
+
+    def assert_counted(self, lost: Callable[[TenantWorkload], int] = lambda _ask: 0) -> None:
+        """All that was admitted is counted, but for what was lost; and no more beside it than what may have been."""
+        for ask in self.workloads + self.extra_workloads:
+            admitted, unsure = self.admitted(ask), self.degraded_count(ask)
+            for name, counted in self.count_in_store(ask).items():
+                assert admitted - lost(ask) <= counted <= admitted + unsure, (ask.resource, name)
+
+
+def assert_eventually_counted(crowd: MixedLoad, lost: Callable[[TenantWorkload], int] = lambda _ask: 0) -> None:
+    """As `was_counted`, once what checks over several slots held has come back: within HOLD_SECONDS."""
+    deadline = time.monotonic() + HOLD_SECONDS
+    while time.monotonic() < deadline:
+        with suppress(AssertionError):
+            crowd.assert_counted(lost)
+            return
+        time.sleep(0.1)
+    crowd.assert_counted(lost)
+
+
+def _ask(load: Load, ask: TenantWorkload) -> None:
+    began = time.monotonic()
+    answer: Decision | BaseException
+    try:
+        answer = load.check(ask)
+    except Exception as error:  # noqa: BLE001 - that is the question
+        answer = error
+    load.record.checks.append(record_check(ask, began, answer))
+
+
+def _has_unknown_limit(call: CheckRecord) -> bool:
+    """Denied by one slot while another did not answer: denied is denied, and of the other limit nothing is told."""
+    ask = call.workload
+    return not call.allowed and call.degraded is None and isinstance(ask, TenantWorkload) and ask.is_cross_slot
+
+
+def _kinds(calls: Iterable[CheckRecord], since: float) -> dict[str | None, int]:
+    found: dict[str | None, int] = {}
+    for call in calls:
+        if call.began >= since:
+            kind = repr(call.error) if call.error is not None else call.degraded
+            found[kind] = found.get(kind, 0) + 1
+    return found
+
+
+def wait_until(is_so: Callable[[], bool], why: Callable[[], str], seconds: float = PATIENCE_SECONDS) -> None:
+    """Ask until it is so, or fail and say why it should be."""
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, why()
+        time.sleep(TICK_SECONDS)

@@ -1,0 +1,148 @@
+"""Checks over several slots while masters fail: never more than each limit has room for; what was held comes back."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from limitforge import Decision, Limiter, SyncLimiter
+from limitforge.stores.redis.core import RedisCore
+from limitforge.stores.redis.topology.cross_slot import FinishHold
+from tests import run_report
+from tests.chaos.conftest import BlockingLimiter
+from tests.chaos.mixed_load import (
+    KINDS,
+    MixedLoad,
+    TenantWorkload,
+    assert_eventually_counted,
+    cross_slot_workload,
+    lanes_workload,
+    options_of,
+    unlimited_workload,
+)
+from tests.chaos.servers_under_test import (
+    TENANTS,
+    ClusterUnderTest,
+    InjectFault,
+    cluster,
+    failed_over,
+    fault_parameters,
+    frozen_for_a_moment,
+    frozen_until_replaced,
+    killed,
+    scripts_flushed,
+)
+from tests.chaos.waiting import eventually
+from tests.topologies import query_text
+
+__all__ = ["cluster"]
+pytestmark = pytest.mark.slow
+
+FAR_TOO_LONG = 10.0  # to give back, so that whoever waits for it is seen to
+
+FAULTS: tuple[InjectFault, ...] = (failed_over, killed, frozen_for_a_moment, frozen_until_replaced, scripts_flushed)
+LONG: tuple[InjectFault, ...] = (frozen_until_replaced, scripts_flushed)
+
+
+@pytest.mark.parametrize("suffer", fault_parameters(FAULTS, LONG))
+def test_what_was_held_when_a_master_failed_comes_back(cluster: ClusterUnderTest, suffer: InjectFault) -> None:
+    cluster.workloads = [
+        *(cross_slot_workload(tenant, most) for tenant in TENANTS for most in (10**9, 150)),
+        *(lanes_workload(most) for most in (10**9, 150)),
+    ]
+    with MixedLoad(cluster.url, cluster.workloads, options_of(KINDS[FAULTS.index(suffer) % len(KINDS)])) as crowd:
+        crowd.wait_until_decided()
+        run_report.record_fault(suffer.__name__)
+        doubtful = suffer(crowd, cluster)
+        crowd.wait_until_decided()
+        crowd.stop()
+
+        def lost(one: TenantWorkload) -> int:
+            return 0 if doubtful is None else crowd.admitted(one, *doubtful)
+
+        assert_eventually_counted(crowd, lost)
+    crowd.assert_served_well()
+    crowd.assert_limits_held(lost)
+
+
+@contextmanager
+def frozen_before_it_is_confirmed(cluster: ClusterUnderTest, monkeypatch: pytest.MonkeyPatch) -> Iterator[float]:
+    """A master freezes when both parts of a check had room. Tells how long the caller waited; the limiter is closed."""
+    victim, finish = cluster.victim(), RedisCore.finish_flow
+    one = cross_slot_workload(cluster.tenant)
+
+    frozen = threading.Event()
+
+    def freeze_first(parts: RedisCore, finishes: Sequence[FinishHold]) -> Any:
+        if not frozen.is_set():  # once: what is given back comes here as well, perhaps late
+            frozen.set()
+            victim.pause()
+        return finish(parts, finishes)
+
+    monkeypatch.setattr("limitforge.stores.redis.sync.store.COMMAND_SECONDS", FAR_TOO_LONG)
+    limiter = SyncLimiter.connect(f"{cluster.url}?client_name=giver", options=options_of("closed"))
+    limiter.check(one.resource, one.subject, limits=one.limits, tenant=one.tenant, cost=0)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(RedisCore, "finish_flow", freeze_first)
+            decision, waited = timed(
+                lambda: limiter.check(one.resource, one.subject, limits=one.limits, tenant=one.tenant)
+            )
+        limiter.close()
+        victim.resume()
+        assert decision.degraded == "closed"
+        eventually(lambda: not [thread for thread in threading.enumerate() if "undo" in thread.name])
+        yield waited
+    finally:
+        limiter.close()  # again: what came later is not the next test's affair
+
+
+def test_who_asks_in_a_thread_does_not_wait_for_what_is_given_back(
+    cluster: ClusterUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with frozen_before_it_is_confirmed(cluster, monkeypatch) as waited:
+        assert waited < FAR_TOO_LONG / 2
+
+
+def test_what_is_given_back_after_a_limiter_was_closed_leaves_no_connection_behind(
+    cluster: ClusterUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with frozen_before_it_is_confirmed(cluster, monkeypatch):
+        eventually(
+            lambda: not any("name=giver" in query_text(node, "CLIENT", "LIST") for node in cluster.servers.servers)
+        )
+
+
+def test_who_asks_a_master_that_freezes_does_not_wait_for_what_is_given_back_there(
+    cluster: ClusterUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One part had no answer, so the other is given back, in no hurry; who asks there later is in more of a hurry."""
+    (world,) = cross_slot_workload(TENANTS[0]).slots - unlimited_workload(TENANTS[0]).slots
+    first = cluster.servers.master_of(world)
+    tenant = next(name for name in TENANTS if cluster.servers.master_of(*unlimited_workload(name).slots) is not first)
+    one, wide = cross_slot_workload(tenant), unlimited_workload(tenant)
+    second = cluster.servers.master_of(*wide.slots)
+    monkeypatch.setattr("limitforge.stores.redis.aio.event_loop.COMMAND_SECONDS", FAR_TOO_LONG)
+    limiter = BlockingLimiter(Limiter.connect(cluster.url, options=options_of("closed")))
+    try:
+        limiter.check(one.resource, one.subject, limits=one.limits, tenant=one.tenant)
+        first.pause()
+        assert not limiter.check(one.resource, one.subject, limits=one.limits, tenant=one.tenant).allowed
+        second.pause()
+        decision, waited = timed(
+            lambda: limiter.check(wide.resource, wide.subject, limits=wide.limits, tenant=wide.tenant)
+        )
+    finally:
+        for server in (first, second):
+            server.resume()
+        limiter.close()
+    assert decision.degraded == "closed"
+    assert waited < FAR_TOO_LONG / 2
+
+
+def timed(check: Callable[[], Decision]) -> tuple[Decision, float]:
+    began = time.monotonic()
+    return check(), time.monotonic() - began

@@ -1,0 +1,116 @@
+"""Slots move from master to master while their tenants are checked: nothing is lost, nothing counts twice.
+
+Redis answers ASK while a slot is on its way and a key is not where it was, and TRYAGAIN when of the keys of one call
+some are there and some are not, which is also so when one of them does not exist at all.
+"""
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from limitforge import FixedWindow, Limits
+from tests.chaos.load_record import DAY
+from tests.chaos.mixed_load import (
+    HOLD_SECONDS,
+    MixedLoad,
+    TenantWorkload,
+    cross_slot_workload,
+    options_of,
+    two_limit_workload,
+    unlimited_workload,
+)
+from tests.chaos.servers_under_test import TENANTS, ClusterUnderTest, ServersUnderTest, cluster, run_under_fault
+from tests.topologies import ClusterServer
+
+__all__ = ["cluster"]
+pytestmark = pytest.mark.slow
+
+PORTION = 2
+PAUSE_SECONDS = 0.05
+
+
+def tenant_wide_of(tenant: str) -> TenantWorkload:
+    """One bucket and no other key: a subject's checks always ask for its overrides as well."""
+    limits = Limits(FixedWindow(name="tenant-wide", limit=10**9, window_seconds=50 * DAY, scope="tenant"))
+    return TenantWorkload(f"tenant-wide-{tenant}", limits, 10**9, tenant=tenant)
+
+
+def other_master(stage: ClusterUnderTest) -> ClusterServer:
+    return next(node for node in stage.servers.masters() if node is not stage.victim())
+
+
+def fill(crowd: MixedLoad, tenant: str, subjects: int) -> None:
+    """Subjects of a tenant that have a bucket each."""
+    for number in range(subjects):
+        crowd.check_once(replace(unlimited_workload(tenant), subject=f"subject-{number}"))
+
+
+def test_a_slot_that_moves_there_and_back_loses_nothing_and_admits_nobody_twice(cluster: ClusterUnderTest) -> None:
+    def suffer(crowd: MixedLoad, stage: ServersUnderTest) -> None:
+        fill(crowd, cluster.tenant, 20)
+        home, there = cluster.victim(), other_master(cluster)
+        for node in (there, home):
+            cluster.servers.migrate(cluster.slot, node, PORTION, PAUSE_SECONDS)
+            crowd.wait_until_decided()
+
+    run_under_fault(cluster, "closed", suffer)
+
+
+def test_subjects_that_come_for_the_first_time_while_their_slot_moves_are_counted_once(
+    cluster: ClusterUnderTest,
+) -> None:
+    def suffer(crowd: MixedLoad, stage: ServersUnderTest) -> None:
+        fill(crowd, cluster.tenant, 10)
+        cluster.servers.start_migration(cluster.slot, other_master(cluster))
+        for number, make in enumerate((tenant_wide_of, unlimited_workload, two_limit_workload)):
+            cluster.servers.move_keys(cluster.slot, PORTION)
+            crowd.check_once(replace(make(cluster.tenant), subject=f"new-{number}"))
+        while cluster.servers.move_keys(cluster.slot, PORTION):
+            pass
+        cluster.servers.finish_migration(cluster.slot)
+        for new in list(crowd.extra_workloads):
+            crowd.check_once(new)
+
+    run_under_fault(cluster, "closed", suffer)
+
+
+@pytest.mark.parametrize("moved", ["nothing", "everything"])
+def test_a_check_of_one_bucket_is_decided_wherever_that_is_while_its_slot_moves(
+    cluster: ClusterUnderTest, moved: str
+) -> None:
+    """One key is either here or there, so Redis can always say where to ask."""
+    tenant, servers = cluster.tenant, cluster.servers
+    asks = [tenant_wide_of(tenant)]
+    with MixedLoad(cluster.url, asks, options_of("closed")) as crowd:
+        crowd.wait_until_decided()
+        began = time.monotonic()
+        servers.start_migration(cluster.slot, other_master(cluster))
+        while moved == "everything" and servers.move_keys(cluster.slot, 1):
+            crowd.wait_for_answers(asks, 1, degraded=False)
+        crowd.wait_until_decided()
+        while servers.move_keys(cluster.slot, PORTION):
+            pass
+        servers.finish_migration(cluster.slot)
+        crowd.wait_until_decided()
+        crowd.stop()
+        crowd.assert_counted()
+    crowd.assert_served_well()
+    crowd.assert_unaffected(asks, began)
+
+
+def test_checks_over_several_slots_stay_exact_while_one_of_them_moves(cluster: ClusterUnderTest) -> None:
+    asks = [cross_slot_workload(tenant, most) for tenant in TENANTS for most in (10**9, 150)]
+    (world,) = cross_slot_workload(cluster.tenant).slots - unlimited_workload(cluster.tenant).slots
+    servers = cluster.servers
+    with MixedLoad(cluster.url, asks, options_of("closed")) as crowd:
+        crowd.wait_until_decided()
+        home = servers.master_of(world)
+        for node in (next(node for node in servers.masters() if node is not home), home):
+            servers.migrate(world, node, 1, PAUSE_SECONDS)
+            crowd.wait_until_decided()
+        crowd.stop()
+        time.sleep(HOLD_SECONDS)  # what was confirmed stays, also after all that was only held has lapsed
+        crowd.assert_counted()
+    crowd.assert_served_well()
+    crowd.assert_limits_held()

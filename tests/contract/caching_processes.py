@@ -1,0 +1,96 @@
+"""Several nodes with denial caches on one Redis and one manual clock: what one changes, the others hear of."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+import redis as redis_py
+
+from limitforge import Limiter, ManualClock, StoreOptions, SyncLimiter
+from limitforge.core.clock import LONG_AGO_US
+from limitforge.stores.redis.denial_cache import DenialCache, Invalidation
+from tests.contract.conftest import BlockingLimiter
+
+BASE_US = 1_700_006_400_000_000
+CHANNEL = "lf:denials"
+PATIENCE_SECONDS = 60.0
+
+
+class DeafListener:
+    """In a listener's place: every message is lost."""
+
+    def stop(self) -> None: ...
+
+
+class CachingProcesses:
+    """Two nodes with threads and one with an event loop."""
+
+    def __init__(self, url: str, *, denial_cache_ms: float, deaf: bool = False) -> None:
+        self.clock = ManualClock(BASE_US)
+        self._raw: Any = redis_py.Redis.from_url(url)
+        self._number = 0
+        options = StoreOptions(deadline_ms=30_000, failure="raise", denial_cache_ms=denial_cache_ms)
+        threaded = [SyncLimiter.connect(url, clock=self.clock, options=options) for _ in range(2)]
+        looping = BlockingLimiter(Limiter.connect(url, clock=self.clock, options=options))
+        self._loop = looping._loop
+        self.limiters = [*threaded, cast("SyncLimiter", looping)]
+        stores: list[Any] = [threaded[0]._store, threaded[1]._store, looping._limiter._store]
+        self.denial_caches: list[DenialCache] = [store._parts.denials for store in stores]
+        for node, store in zip(self.limiters, stores, strict=True):
+            if not deaf:
+                self._wait_until_listening(node)
+            elif node in threaded:
+                store._listener = DeafListener()
+            else:
+                self._loop.run_until_complete(_make_deaf(store))
+
+    def hits(self) -> int:
+        return sum(denials.hits for denials in self.denial_caches)
+
+    def reset(self) -> None:
+        """As if nothing had ever happened; the connections stay."""
+        self._raw.flushall()
+        self.clock.set_us(BASE_US)
+        for denials in self.denial_caches:
+            denials.invalidate_all()
+            denials._invalidated_us.clear()
+            denials._all_invalidated_us = LONG_AGO_US
+
+    def wait_for_invalidations(self) -> None:
+        """Until every node has heard of all that was said so far."""
+        self._number += 1
+        name = f"number {self._number}"
+        self._raw.publish(CHANNEL, Invalidation(keys=(name,)).encode())
+        self._wait_until(lambda: all(name in denials._invalidated_us for denials in self.denial_caches))
+
+    def close(self) -> None:
+        for node in self.limiters:
+            node.close()
+        self._raw.close()
+
+    def _wait_until_listening(self, node: SyncLimiter) -> None:
+        """A node listens from its first look at a denial on."""
+        before = self._listeners()
+        for _ in range(2):
+            node.check("anything", "anybody", limits="1/day", cost=2)
+        self._wait_until(lambda: self._listeners() > before)
+
+    def _listeners(self) -> int:
+        return int(self._raw.pubsub_numsub(CHANNEL)[0][1])
+
+    def _wait_until(self, is_so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not is_so():
+            assert time.monotonic() < deadline
+            self._loop.run_until_complete(asyncio.sleep(0.0005))
+
+
+async def _make_deaf(store: Any) -> None:
+    store._line()._listener = _DeafAsyncListener()
+
+
+class _DeafAsyncListener:
+    is_running = True
+
+    async def stop(self) -> None: ...

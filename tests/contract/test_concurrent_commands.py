@@ -1,0 +1,62 @@
+"""Commands beside the batches of checks: how many may be under way on one connection."""
+
+import asyncio
+
+import pytest
+
+from limitforge import Limiter, StoreUnavailable
+from limitforge.stores.redis.aio import event_loop
+from limitforge.stores.redis.aio.reconnecting import MAX_COMMANDS
+from limitforge.stores.resilience.failure import NotServerFault
+from tests.contract.conftest import PATIENT
+
+LIMIT = "100/minute"
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may need longer than a second for a thousand commands."""
+    monkeypatch.setattr(event_loop, "COMMAND_TIMEOUT_SECONDS", 40.0)
+
+
+async def outcomes(limiter: Limiter, commands: int) -> list[object]:
+    """Ask all in one turn of the loop: none is answered before the last was asked."""
+    asked = (limiter.reset("r", f"subject {at}", limits=LIMIT) for at in range(commands))
+    return await asyncio.gather(*asked, return_exceptions=True)
+
+
+async def test_a_thousand_commands_may_be_under_way_and_not_one_more(redis_url: str) -> None:
+    limiter = Limiter.connect(redis_url, options=PATIENT)
+    try:
+        for _ in range(2):  # what is done or refused makes room for others
+            answers = await outcomes(limiter, MAX_COMMANDS + 3)
+            assert answers[:MAX_COMMANDS] == [None] * MAX_COMMANDS
+            assert [type(answer) for answer in answers[MAX_COMMANDS:]] == [NotServerFault] * 3
+            assert f"{MAX_COMMANDS} commands are under way already" in str(answers[-1])
+        assert limiter.status().breaker == "closed"  # refused by our own choice: no failure of Redis
+    finally:
+        await limiter.close()
+
+
+async def test_checks_are_decided_while_a_thousand_commands_are_under_way(redis_url: str) -> None:
+    limiter = Limiter.connect(redis_url, options=PATIENT)
+    try:
+        commands = asyncio.gather(*(limiter.reset("r", f"{at}", limits=LIMIT) for at in range(MAX_COMMANDS)))
+        decision = await limiter.check("r", "s", limits=LIMIT)
+        assert (decision.allowed, decision.degraded) == (True, None)
+        await commands
+    finally:
+        await limiter.close()
+
+
+async def test_commands_that_failed_make_room_for_others() -> None:
+    limiter = Limiter.connect("redis://127.0.0.1:1", options=PATIENT)
+    try:
+        for _ in range(2):
+            answers = await outcomes(limiter, MAX_COMMANDS)
+            assert {type(answer) for answer in answers} <= {StoreUnavailable, NotServerFault}
+            assert not any("under way" in str(answer) for answer in answers)
+        with pytest.raises(StoreUnavailable):
+            await limiter.reset("r", "s", limits=LIMIT)
+    finally:
+        await limiter.close()

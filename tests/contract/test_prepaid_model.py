@@ -1,0 +1,260 @@
+"""Leased limits on a real Redis: the total over all nodes never passes the limit, and how far it may stay below.
+
+Several nodes pay for shares, spend them, lose messages, die and come back, each with a clock of its own. A model counts
+what they admit.
+"""
+
+import time
+from collections import Counter
+from fractions import Fraction
+from typing import Any, cast
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from limitforge import FixedWindow, Limit, ManualClock, Quota, StoreOptions, SyncLimiter, TokenBucket
+from limitforge.stores.redis.prepaid.shares import PrepaidShares, TopUpRequest
+from limitforge.stores.redis.sync.store import SyncRedisStore
+from tests.servers import RedisServer
+from tests.state_machines import run_machine
+from tests.topologies import RedisCluster
+
+BASE_US = 1_700_006_400_000_000
+INTERVAL_US = 100_000
+DAY_US = 86_400_000_000
+NODES = 3
+PATIENT = StoreOptions(failure="raise", deadline_ms=30_000, denial_cache_ms=0, sync_interval_ms=INTERVAL_US / 1_000)
+
+WINDOW = FixedWindow(name="window", limit=60, window_seconds=2, consistency="leased")
+SPREAD = FixedWindow(name="spread", limit=60, window_seconds=2, spread=True, consistency="leased")
+QUOTA = Quota(name="quota", limit=200, period="day", consistency="leased")
+BUCKET = TokenBucket(name="bucket", bucket_capacity=50, refill_rate_per_sec="33.3", consistency="leased")
+
+
+class PrepaidProcess:
+    """One process: a limiter whose shares live by a clock of its own, and are synced when the test says so."""
+
+    def __init__(self, url: str, store_clock: ManualClock, offset_us: int) -> None:
+        self.clock = ManualClock(offset_us)
+        self.limiter = SyncLimiter.connect(url, clock=store_clock, options=PATIENT)
+        self.store = cast("SyncRedisStore", self.limiter._store)
+        self.store._prepaid_thread = cast("Any", self)  # nobody else keeps the shares
+        self.shares: PrepaidShares = self.store._hybrid.shares
+        self.shares._now_us = self.clock.now_us
+
+    def close(self) -> None:
+        self.store._pools.close()
+
+    def unreturned(self, now_us: int) -> int:
+        """What it has paid for of a window that is not over at the store's time, and has not given back yet."""
+        held = list(self.shares._shares.values())
+        return sum(share.balance + share.to_return for share in held if now_us < share.window[1])
+
+
+class PrepaidModel(RuleBasedStateMachine):
+    server: Any
+    limit: Limit
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.server.flush()
+        self.clock = ManualClock(BASE_US)
+        self.nodes: list[PrepaidProcess] = []
+        self.lost = 0  # what nobody can spend any more, in the buckets as they are now
+        self.on_its_way = 0
+        self.window = 0
+
+    @initialize(offsets=st.lists(st.integers(0, 10**12), min_size=NODES, max_size=NODES))
+    def start(self, offsets: list[int]) -> None:
+        self.nodes = [PrepaidProcess(self.server.url, self.clock, offset) for offset in offsets]
+        self.window = self.window_now()
+
+    def teardown(self) -> None:
+        for node in self.nodes:
+            node.close()
+
+    def pass_time(self, us: int) -> None:
+        self.clock.advance_us(us)
+        for node in self.nodes:
+            node.clock.advance_us(us)
+        if self.window_now() != self.window:
+            self.window, self.lost = self.window_now(), 0
+        self.passed(us)
+
+    def window_now(self) -> int:
+        raise NotImplementedError
+
+    def passed(self, us: int) -> None:
+        """For a model that refills."""
+
+    def admitted(self, cost: int) -> None:
+        raise NotImplementedError
+
+    def denied(self, cost: int) -> None:
+        raise NotImplementedError
+
+    def out(self) -> int:
+        return sum(node.unreturned(self.clock.now_us()) for node in self.nodes) + self.lost + self.on_its_way
+
+    def ask(self, node: PrepaidProcess, cost: int) -> None:
+        decision = node.limiter.check("r", "s", limits=self.limit, cost=cost)
+        if not decision.allowed:
+            self.denied(cost)
+        elif cost:
+            self.admitted(cost)
+
+    @rule(node=st.integers(0, NODES - 1), cost=st.sampled_from([1, 1, 1, 2, 3, 10]), times=st.integers(1, 30))
+    def check(self, node: int, cost: int, times: int) -> None:
+        for _ in range(times):
+            self.ask(self.nodes[node], cost)
+
+    @rule(us=st.one_of(st.sampled_from([1, 1_000, 50_000, INTERVAL_US, 300_000, 1_000_000, 2_500_000])))
+    def let_time_pass(self, us: int) -> None:
+        self.pass_time(us)
+
+    @rule(before_us=st.integers(-3, 3), node=st.integers(0, NODES - 1))
+    def come_to_the_edge_of_a_window(self, before_us: int, node: int) -> None:
+        look = self.nodes[node].limiter.check("r", "s", limits=self.limit, cost=0)
+        self.pass_time(max((look.reset_after_ms or 0) * 1_000 + before_us, 0))
+
+    @rule(
+        node=st.integers(0, NODES - 1),
+        there_us=st.sampled_from([0, 100, 5_000, 700_000]),
+        back_us=st.sampled_from([0, 100, 5_000, 700_000]),
+        meanwhile=st.integers(0, 20),
+        fate=st.sampled_from(["arrives", "arrives", "arrives", "arrives", "lost there", "lost back"]),
+    )
+    def sync(self, node: int, there_us: int, back_us: int, meanwhile: int, fate: str) -> None:
+        """A message takes its time, and the node goes on spending what it kept."""
+        synced = self.nodes[node]
+        self.pass_time(INTERVAL_US)
+        wishes = synced.shares.due_requests()
+        sent_us = synced.shares.now_us()
+        self.pass_time(there_us)
+        window = self.window
+        grants: list[Any] = [None] * len(wishes)
+        due = time.monotonic() + 30
+        if fate != "lost there" and wishes:
+            grants = synced.store._run_flow(synced.store._core.top_up_flow(wishes, synced.shares.lapse_us), due)
+        self.on_its_way = sum(grant.granted for grant in grants if grant is not None)
+        self.on_its_way += sum(wish.returned for wish in wishes) if fate == "lost there" else 0
+        for _ in range(meanwhile):
+            self.ask(synced, 1)
+        self.pass_time(back_us)
+        self.on_its_way = 0
+        synced.shares.apply_replies(wishes, grants if fate == "arrives" else None, sent_us)
+        for wish, grant in zip(wishes, grants, strict=True):
+            if fate == "arrives" and grant is not None:
+                self.unless_over(window, self.never_spent(synced, wish, grant.granted))
+            else:
+                self.unless_over(window, 0 if grant is None else grant.granted)
+                self.unless_over(window, wish.returned if fate == "lost there" else 0)
+
+    def never_spent(self, node: PrepaidProcess, wish: TopUpRequest, granted: int) -> int:
+        """A share of a bucket that is no longer asked for."""
+        share = wish.share
+        return 0 if node.shares._shares.get(share.key) is share else granted
+
+    def unless_over(self, window: int, amount: int) -> None:
+        if window == self.window:
+            self.lost += amount
+
+    @rule(node=st.integers(0, NODES - 1), offset=st.integers(0, 10**12))
+    def kill(self, node: int, offset: int) -> None:
+        self.lost += self.nodes[node].unreturned(self.clock.now_us())
+        self.nodes[node].close()
+        self.nodes[node] = PrepaidProcess(self.server.url, self.clock, offset)
+
+    @rule(node=st.integers(0, NODES - 1))
+    def leave(self, node: int) -> None:
+        """Everything goes back."""
+        self.nodes[node].store._top_up(self.nodes[node].shares.return_all(), time.monotonic() + 30)
+
+
+class WindowModel(PrepaidModel):
+    """No window admits more than its limit. What is denied is denied because the rest is out, or lost with somebody."""
+
+    size_us = 0
+    offset_us = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[int] = Counter()
+
+    def window_now(self) -> int:
+        return (self.clock.now_us() + self.offset_us) // self.size_us
+
+    def admitted(self, cost: int) -> None:
+        self.count[self.window_now()] += cost
+        assert self.count[self.window_now()] <= cast("int", self.limit.size)
+
+    def denied(self, cost: int) -> None:
+        assert self.count[self.window_now()] + self.out() + cost > cast("int", self.limit.size)
+
+
+class BucketModel(PrepaidModel):
+    """An exact bucket that is charged with all that passes never falls below 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.level = Fraction(50)
+
+    def window_now(self) -> int:
+        return 0
+
+    def passed(self, us: int) -> None:
+        self.level = min(self.level + Fraction(us) * Fraction("33.3") / 1_000_000, Fraction(50))
+
+    def admitted(self, cost: int) -> None:
+        self.level -= cost
+        assert self.level >= 0
+
+    def denied(self, cost: int) -> None:
+        """Because of what is out, or lost with somebody: all of that is back after a while."""
+
+    @rule(node=st.integers(0, NODES - 1))
+    def rest(self, node: int) -> None:
+        """Once every share has lapsed and the bucket had time to fill, nothing is missing, whoever died."""
+        self.pass_time(self.nodes[node].shares.lapse_us)
+        self.pass_time(2_000_000)
+        assert self.nodes[node].limiter.check("r", "s", limits=self.limit, cost=0).remaining == 50
+
+
+def run(kind: type[PrepaidModel], server: Any, limit: Limit, examples: int, seed: int | None, **settled: Any) -> None:
+    machine: type[PrepaidModel] = type(kind.__name__, (kind,), {"server": server, "limit": limit, **settled})
+    run_machine(machine, examples, seed, steps=30)
+
+
+def test_shares_of_a_window_never_pass_its_limit(redis_server: RedisServer) -> None:
+    run(WindowModel, redis_server, WINDOW, 20, 0, size_us=2_000_000)
+
+
+def test_shares_of_a_quota_never_pass_its_limit(redis_server: RedisServer) -> None:
+    run(WindowModel, redis_server, QUOTA, 20, 1, size_us=DAY_US)
+
+
+def test_shares_of_a_bucket_never_pass_what_it_holds(redis_server: RedisServer) -> None:
+    run(BucketModel, redis_server, BUCKET, 20, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [WINDOW, BUCKET], ids=lambda limit: limit.name)
+def test_shares_never_pass_the_limit_on_a_cluster(cluster_servers: RedisCluster, limit: Limit) -> None:
+    if limit is BUCKET:
+        run(BucketModel, cluster_servers, BUCKET, 10, 3)
+    else:
+        run(WindowModel, cluster_servers, WINDOW, 10, 3, size_us=2_000_000)
+
+
+@pytest.mark.soak
+def test_shares_never_pass_the_limit_on_ever_new_traces(redis_server: RedisServer) -> None:
+    run(WindowModel, redis_server, WINDOW, 5_000, None, size_us=2_000_000)
+    run(WindowModel, redis_server, QUOTA, 5_000, None, size_us=DAY_US)
+    run(BucketModel, redis_server, BUCKET, 5_000, None)
+
+
+@pytest.mark.soak
+def test_shares_never_pass_the_limit_on_ever_new_traces_on_a_cluster(cluster_servers: RedisCluster) -> None:
+    run(WindowModel, cluster_servers, WINDOW, 1_000, None, size_us=2_000_000)
+    run(BucketModel, cluster_servers, BUCKET, 1_000, None)

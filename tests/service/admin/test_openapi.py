@@ -1,0 +1,221 @@
+"""The reference: an OpenAPI document that covers every door and tells the truth, and a page that needs nobody else."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.routing import iter_route_contexts
+from jsonschema import Draft202012Validator
+
+from limitforge.catalog.model import Key, Override, Plan, Policy, Tenant, Token
+from limitforge.service.admin import authentication
+from limitforge.service.admin.openapi.document import REQUEST_PROBLEM_STATUSES
+from limitforge.service.http.asgi import AsgiRouter
+from limitforge.service.problems import ERROR_KINDS, HTTP_ERROR_TITLES, INTERNAL_ERROR
+from tests.service.live_service import NO_TLS, AdminClient, LiveService, TenantFixture
+from tests.service.problems import assert_problem
+
+SCHEMATHESIS = Path(sys.executable).with_name("schemathesis")
+
+
+@pytest.fixture(scope="module")
+def document(embedded: LiveService) -> dict[str, Any]:
+    answer = httpx.get(f"{embedded.url}/openapi.json", verify=NO_TLS)
+    assert answer.headers["content-type"] == "application/json"
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+@pytest.fixture(scope="module")
+def rooted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
+    folder = tmp_path_factory.mktemp("rooted")
+    with LiveService(f"sqlite:///{folder}/rooted.db", root_path="/limitforge-rls") as live:
+        yield live
+
+
+def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, of_path in document["paths"].items():
+        for method, operation in of_path.items():
+            yield method.upper(), path, operation
+
+
+# --- What it covers --------------------------------------------------------------------------------------------------
+
+
+def test_every_call_of_every_door_is_in_it(embedded: LiveService, document: dict[str, Any]) -> None:
+    door: AsgiRouter = embedded.service._router
+    served = {(method, path) for path, (method, *_) in door._routes.items()}
+    for context in iter_route_contexts(door._fallback_app.routes):  # type: ignore[attr-defined]
+        if context.path is not None and context.path.startswith("/v1/"):
+            served |= {(method, context.path) for method in context.methods or ()}
+    assert document["openapi"].startswith("3.1.")
+    assert {(method, path) for method, path, _ in operations(document)} == served
+    assert len(served) > 50
+
+
+def test_every_problem_is_in_it_with_an_example(document: dict[str, Any]) -> None:
+    responses = document["components"]["responses"]
+    told = {code for each in responses.values() for code in each["content"]["application/problem+json"]["examples"]}
+    assert REQUEST_PROBLEM_STATUSES.keys() == HTTP_ERROR_TITLES.keys()
+    assert told == {kind.code for _, kind in ERROR_KINDS} | HTTP_ERROR_TITLES.keys() | {INTERNAL_ERROR.code}
+    for name, response in responses.items():
+        content = response["content"]["application/problem+json"]
+        for example in content["examples"].values():
+            assert name == f"Problem{example['value']['status']}"
+            validate(document, content["schema"], example["value"])
+
+
+def test_every_call_says_who_may_and_what_may_go_wrong(document: dict[str, Any]) -> None:
+    ids = [operation["operationId"] for *_, operation in operations(document)]
+    assert len(set(ids)) == len(ids)
+    for _, path, operation in operations(document):
+        schemes = {name for each in operation["security"] for name in each}
+        is_admin = path.startswith("/v1/admin") or path == "/metrics"
+        is_open = path in ("/v1/health", "/v1/ready")
+        assert schemes == ({"adminToken"} if is_admin else set() if is_open else {"apiKey", "apiKeyAsBearer"})
+        problems = {status for status in operation["responses"] if int(status) >= 400}
+        assert problems >= ({"405"} if is_open else {"401", "403", "405", "429", "500", "503"}), path
+        assert is_open or path == "/metrics" or "422" in problems, path
+        assert operation["summary"]
+        assert operation["description"]
+        assert operation["tags"][0] in {tag["name"] for tag in document["tags"]}
+    assert document["components"]["securitySchemes"]["apiKey"]["name"] == "x-api-key"
+
+
+def test_every_reference_points_at_something_and_every_schema_is_one(document: dict[str, Any]) -> None:
+    text = str(document)
+    for ref in set(re.findall(r"'\$ref': '([^']+)'", text)):
+        found: Any = document
+        for part in ref.removeprefix("#/").split("/"):
+            found = found[part]
+    for schema in document["components"]["schemas"].values():
+        Draft202012Validator.check_schema(schema)
+    for stranger in ("HTTPValidationError", "x-problems", "x-schema", "$defs"):
+        assert stranger not in text
+
+
+def test_every_example_is_one(document: dict[str, Any]) -> None:
+    count = 0
+    for schema in document["components"]["schemas"].values():
+        for example in schema.get("examples", ()):
+            validate(document, schema, example)
+            count += 1
+    for *_, operation in operations(document):
+        contents = [operation.get("requestBody", {}).get("content", {})]
+        contents += [each.get("content", {}) for each in operation["responses"].values()]
+        for content in contents:
+            for media in content.values():
+                examples = [each["value"] for each in media.get("examples", {}).values()]
+                for example in [*examples, *([media["example"]] if "example" in media else [])]:
+                    validate(document, media["schema"], example)
+                    count += 1
+    assert count > 30
+
+
+def test_answers_are_as_they_are_described(document: dict[str, Any], account: TenantFixture) -> None:
+    paths = {Tenant: "tenants", Plan: "plans", Policy: "policies", Key: "keys", Override: "overrides", Token: "tokens"}
+    for kind, path in paths.items():
+        schema = document["components"]["schemas"][kind.__name__]
+        narrowed = {"name": account.tenant["name"]} if kind is Tenant else {"tenant_id": account.id}
+        items = list(account.admin.list_all(f"/{path}", **narrowed))
+        assert items, path
+        for item in items:
+            validate(document, schema, item)
+            assert item.keys() == schema["properties"].keys(), path
+
+
+def validate(document: dict[str, Any], schema: dict[str, Any], value: Any) -> None:
+    whole = {**schema, "components": document["components"]}
+    errors = [error.message for error in Draft202012Validator(whole).iter_errors(value)]
+    assert errors == [], value
+
+
+# --- The page, and the prefix ----------------------------------------------------------------------------------------
+
+
+def test_the_page_and_all_that_it_loads_come_from_here(embedded: LiveService) -> None:
+    page = httpx.get(f"{embedded.url}/docs", verify=NO_TLS)
+    assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert not re.search(r"https?:|\*|unsafe-eval", policy)
+    assert "'unsafe-inline'" not in policy.partition("script-src")[2].partition(";")[0]
+    assert not re.search(r"https?://|//[a-z]", page.text)
+    assert "<script>" not in page.text
+    loaded = re.findall(r'(?:src|href)="([^"]+)"', page.text)
+    assert len(loaded) == 4
+    for address in loaded:
+        asset = httpx.get(f"{embedded.url}/{address}", verify=NO_TLS)
+        assert asset.status_code == 200
+        assert asset.headers["x-content-type-options"] == "nosniff"
+        assert asset.content
+    assert 'url: "openapi.json"' in httpx.get(f"{embedded.url}/docs/start.js", verify=NO_TLS).text
+
+
+def test_everything_lives_under_the_root_path_and_nothing_beside_it(rooted: LiveService) -> None:
+    account = TenantFixture(rooted.admin(), over_http=True)
+    assert account.admin.get("/tenants").status_code == 200
+    assert account.check().status_code == 200
+    document = httpx.get(f"{rooted.url}/openapi.json", verify=NO_TLS).json()
+    assert document["servers"] == [{"url": "/limitforge-rls"}]
+    assert "/v1/check" in document["paths"]
+    for path in ("/docs", "/docs/swagger-ui.css", "/docs/start.js", "/v1/health"):
+        assert httpx.get(f"{rooted.url}{path}", verify=NO_TLS).status_code == 200
+    headers = {"authorization": f"Bearer {account.admin.token}"}
+    for path in ("/v1/admin/tenants", "/openapi.json", "/docs", "/limitforge-rls2/v1/admin/tenants", "/", "/v1/check"):
+        assert_problem(httpx.get(f"{rooted.origin}{path}", headers=headers, verify=NO_TLS), 404, "unknown_path")
+    wrong = httpx.delete(f"{rooted.url}/v1/admin/tenants", headers=headers, verify=NO_TLS)
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET, POST")
+
+
+def test_no_other_page_is_there(embedded: LiveService, admin: AdminClient) -> None:
+    for path in ("/redoc", "/docs/", "/docs/nope.js", "/docs/../secrets", "/docs/oauth2-redirect", "/", "/openapi"):
+        assert_problem(httpx.get(f"{embedded.url}{path}", verify=NO_TLS), 404, "unknown_path")
+
+
+# --- The contract ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def patient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveService]:
+    """One that does not mind how often it is called."""
+    monkeypatch.setattr(authentication, "BURST", "burst=token:100000/second")
+    monkeypatch.setattr(authentication, "SUSTAINED", "sustained=counter:10000000/minute")
+    with LiveService(f"sqlite:///{tmp_path}/contract.db") as live:
+        yield live
+
+
+RUNS = {
+    "checks": ("--exclude-path-regex", "^/v1/admin"),
+    "tokens": ("--include-path-regex", "^/v1/admin/tokens/"),  # which may delete the one that it is sent with
+    "administration": ("--include-path-regex", "^/v1/admin/(?!tokens/)"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", RUNS)
+def test_the_service_keeps_to_its_document(patient: LiveService, tmp_path: Path, run: str) -> None:
+    """What the document allows is answered as it says, what it forbids is refused, and nothing is a 500. That all it
+    allows is also accepted can't be asked: whether a time zone or a plan exists is not for a schema to say.
+    """
+    account = TenantFixture(patient.admin())
+    credential = account.secret if run == "checks" else account.admin.token
+    is_long = os.environ.get("LIMITFORGE_TEST_PROFILE") == "soak"
+    command = [
+        *(SCHEMATHESIS, "run", f"{patient.url}/openapi.json"),
+        *("--header", f"Authorization: Bearer {credential}"),
+        *(("--header", f"x-api-key: {credential}") if run == "checks" else ()),
+        *RUNS[run],
+        *("--phases", "examples,coverage,fuzzing" if is_long else "examples,fuzzing"),
+        *("--max-examples", "200" if is_long else "2"),
+        *("--exclude-checks", "positive_data_acceptance"),
+        *("--generation-database", "none", "--seed", "1", "--no-color"),
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-10_000:] + done.stderr[-2_000:]

@@ -1,0 +1,22 @@
+"""Servers that belong together: a real Redis Cluster, and a Redis with replicas and sentinels, on 127.0.0.1.
+
+What waits here polls, and fails with `ServerFailed`: what was missing, and the end of every log.
+"""
+
+from tests.topologies.cluster import ClusterServer, RedisCluster
+from tests.topologies.common import HOST, SLOT_COUNT, GroupServer, ServerGroup, query, query_fields, query_text
+from tests.topologies.sentinel import Sentinel, SentinelGroup
+
+__all__ = [
+    "HOST",
+    "SLOT_COUNT",
+    "ClusterServer",
+    "RedisCluster",
+    "ServerGroup",
+    "GroupServer",
+    "Sentinel",
+    "SentinelGroup",
+    "query",
+    "query_fields",
+    "query_text",
+]

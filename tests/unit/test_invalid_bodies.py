@@ -1,0 +1,107 @@
+"""Refused bodies are charged to the tenant that sent them, and to no other."""
+
+import pytest
+
+from limitforge.core.clock import ManualClock
+from limitforge.errors import InvalidInput, UnknownKey
+from limitforge.service.checks import invalid_bodies
+from limitforge.service.checks.invalid_bodies import (
+    BURST_BYTES,
+    BYTES_PER_SECOND,
+    MAX_KEYS,
+    SMALL_BODY,
+    InvalidBodyBudget,
+)
+from limitforge.service.problems import HttpError
+
+MALFORMED = HttpError(400, "malformed_json", "it is not JSON")
+LARGE = 1_048_576
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def budget(clock: ManualClock) -> InvalidBodyBudget:
+    return InvalidBodyBudget(clock)
+
+
+def spend(budget: InvalidBodyBudget, tenant_id: str = "ten_a") -> None:
+    budget.charge(tenant_id, BURST_BYTES)
+
+
+def test_a_tenant_that_has_spent_its_budget_is_refused_until_retry_after(
+    budget: InvalidBodyBudget, clock: ManualClock
+) -> None:
+    spend(budget)
+    budget.charge("ten_a", 3 * BYTES_PER_SECOND - 1)
+    with pytest.raises(HttpError) as refused:
+        budget.require("ten_a")
+    assert (refused.value.status, refused.value.code) == (429, "too_many_refusals")
+    assert refused.value.headers == {"retry-after": "3"}
+    clock.advance_us(2_000_000)
+    with pytest.raises(HttpError):
+        budget.require("ten_a")
+    clock.advance_us(1_000_000)
+    budget.require("ten_a")
+
+
+def test_another_tenant_is_not_charged(budget: InvalidBodyBudget) -> None:
+    spend(budget)
+    budget.require("ten_b")
+
+
+def test_an_occasional_error_is_never_noticed(budget: InvalidBodyBudget, clock: ManualClock) -> None:
+    for _ in range(1_000):
+        budget.charge("ten_a", LARGE)
+        clock.advance_us(2_000_000)
+        budget.require("ten_a")
+
+
+def test_a_long_rest_gives_no_more_than_the_burst(budget: InvalidBodyBudget, clock: ManualClock) -> None:
+    budget.charge("ten_a", 1)
+    clock.advance_us(3_600_000_000)
+    budget.charge("ten_a", BURST_BYTES)
+    with pytest.raises(HttpError):
+        budget.require("ten_a")
+
+
+@pytest.mark.parametrize(
+    ("error", "size", "is_charged"),
+    [
+        (MALFORMED, LARGE, True),
+        (HttpError(413, "body_too_large", "too large"), LARGE, True),
+        (InvalidInput("cost", "is wrong"), LARGE, True),
+        (MALFORMED, SMALL_BODY, False),
+        (UnknownKey("who is it"), LARGE, False),
+        (HttpError(429, "too_many_refusals", "refused unread"), LARGE, False),
+    ],
+)
+def test_only_large_bodies_that_are_invalid_are_charged(
+    budget: InvalidBodyBudget, error: Exception, size: int, *, is_charged: bool
+) -> None:
+    for _ in range(BURST_BYTES // SMALL_BODY):
+        budget.charge_error(error, "ten_a", size)
+    if is_charged:
+        with pytest.raises(HttpError):
+            budget.require("ten_a")
+    else:
+        budget.require("ten_a")
+
+
+def test_only_so_many_tenants_are_remembered_and_the_last_charged_stay(
+    budget: InvalidBodyBudget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert MAX_KEYS <= 10_000
+    monkeypatch.setattr(invalid_bodies, "MAX_KEYS", 3)
+    spend(budget, "ten_a")
+    for name in ("ten_b", "ten_c"):
+        spend(budget, name)
+    budget.charge("ten_a", 1)
+    spend(budget, "ten_d")
+    for name in ("ten_a", "ten_c", "ten_d"):
+        with pytest.raises(HttpError):
+            budget.require(name)
+    budget.require("ten_b")
