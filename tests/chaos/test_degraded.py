@@ -55,7 +55,7 @@ def test_closed_denies_and_says_when_to_come_back(opened: Connect, gone: Proxy) 
 def test_local_decides_by_this_nodes_share_of_the_limit(
     opened: Connect, gone: Proxy, limit: FixedWindow, nodes: int, share: int
 ) -> None:
-    limiter = opened(gone.url, failure="local", nodes=nodes)
+    limiter = opened(gone.url, failure="local", processes=nodes)
     decisions = [limiter.check("r", "s", limits=limit) for _ in range(share + 3)]
     assert [decision.allowed for decision in decisions] == [True] * share + [False] * 3
     assert {decision.degraded for decision in decisions} == {"local"}
@@ -64,14 +64,14 @@ def test_local_decides_by_this_nodes_share_of_the_limit(
 
 
 def test_local_takes_all_or_nothing(opened: Connect, gone: Proxy) -> None:
-    limiter = opened(gone.url, failure="local", nodes=2)
+    limiter = opened(gone.url, failure="local", processes=2)
     assert limiter.check("r", "s", limits=[TEN, ONE]).allowed
     assert not limiter.check("r", "s", limits=[TEN, ONE]).allowed
     assert [limiter.check("r", "s", limits=TEN).allowed for _ in range(5)] == [True] * 4 + [False]
 
 
 def test_a_local_share_refills_at_its_part_of_the_rate(opened: Connect, gone: Proxy) -> None:
-    limiter = opened(gone.url, failure="local", nodes=4)
+    limiter = opened(gone.url, failure="local", processes=4)
     bucket = TokenBucket(name="b", bucket_capacity=40, refill_rate_per_sec=1)
     assert limiter.check("r", "s", limits=bucket, cost=10).allowed
     denied = limiter.check("r", "s", limits=bucket)
@@ -131,7 +131,7 @@ def test_what_was_reserved_without_the_store_settles_without_error(
 def test_a_slot_that_was_taken_without_the_store_is_released_without_error(
     opened: Connect, gone: Proxy, failure: FailureName, back: bool
 ) -> None:
-    limiter = opened(gone.url, failure=failure, nodes=4, breaker_seconds=0.01)
+    limiter = opened(gone.url, failure=failure, processes=4, breaker_seconds=0.01)
     held = limiter.check("r", "s", limits=SLOTS, cost=2)
     assert held.allowed
     assert held.lease_id

@@ -35,7 +35,7 @@ def script(redis_url: str) -> Iterator[ScriptClient]:
 def test_a_part_of_a_reservation_goes_back_after_five_seconds_unless_it_is_confirmed(
     script: ScriptClient, limit: Limit
 ) -> None:
-    script.hold(limit, cost=3, ttl_us=MINUTE_US, awaits=True, refund=False)
+    script.hold(limit, cost=3, ttl_us=MINUTE_US, needs_confirmation=True, refund=False)
     script.now_us = NOW_US + 5_000_000 - 1
     assert script.remaining(limit) == 7
     script.now_us += 1
@@ -44,7 +44,7 @@ def test_a_part_of_a_reservation_goes_back_after_five_seconds_unless_it_is_confi
 
 @pytest.mark.parametrize("refund", [True, False])
 def test_a_confirmed_reservation_lapses_counted_from_when_it_was_taken(script: ScriptClient, refund: bool) -> None:
-    script.hold(WINDOW, cost=3, ttl_us=MINUTE_US, awaits=True)
+    script.hold(WINDOW, cost=3, ttl_us=MINUTE_US, needs_confirmation=True)
     script.now_us += 1_000_000
     assert script.finish(ending(HoldAction.CONFIRM, WINDOW, ttl_us=MINUTE_US, refund=refund)) != [None]
     script.now_us = NOW_US + MINUTE_US - 1

@@ -216,7 +216,7 @@ def test_a_reservation_that_holds_nothing_is_settled_like_any(alone: Callable[..
 
 
 def test_slots_that_are_held_here_count_here_until_they_are_released(alone: Callable[..., SyncLimiter]) -> None:
-    limiter = alone(failure="local", nodes=4)
+    limiter = alone(failure="local", processes=4)
     held = limiter.check("r", "s", limits=SLOTS, cost=2)
     assert held.lease_id
     assert not limiter.check("r", "s", limits=SLOTS).allowed
@@ -230,7 +230,7 @@ def test_slots_that_are_held_here_count_here_until_they_are_released(alone: Call
 def test_a_slot_that_is_held_here_goes_stale_unless_it_is_renewed(
     alone: Callable[..., SyncLimiter], clock: ManualClock
 ) -> None:
-    limiter = alone(failure="local", nodes=8)
+    limiter = alone(failure="local", processes=8)
     held = limiter.check("r", "s", limits=SLOTS)
     clock.advance_us(29_000_000)
     assert limiter.renew(held.lease_id or "")
@@ -282,7 +282,7 @@ every_algorithm = pytest.mark.parametrize("limit", EVERY, ids=lambda limit: limi
 def test_a_node_admits_its_share_of_every_limit_and_at_least_one(
     node: Build, limit: Limit, nodes: int, share: int
 ) -> None:
-    away = node(failure="local", nodes=nodes)
+    away = node(failure="local", processes=nodes)
     decisions = [away.check(limit) for _ in range(share + 2)]
     assert [decision.allowed for decision in decisions] == [True] * share + [False] * 2
     assert [decision.remaining for decision in decisions] == [*range(share - 1, -1, -1), 0, 0]
@@ -290,7 +290,7 @@ def test_a_node_admits_its_share_of_every_limit_and_at_least_one(
 
 @every_algorithm
 def test_the_limit_that_is_told_is_the_whole_one(node: Build, limit: Limit) -> None:
-    away = node(failure="local", nodes=4)
+    away = node(failure="local", processes=4)
     for _ in range(4):
         decision = away.check(limit)
         assert decision.limit == 10
@@ -299,7 +299,7 @@ def test_the_limit_that_is_told_is_the_whole_one(node: Build, limit: Limit) -> N
 
 @every_algorithm
 def test_waiting_as_long_as_a_node_says_is_enough_and_needed(node: Build, limit: Limit) -> None:
-    away = node(failure="local", nodes=4)
+    away = node(failure="local", processes=4)
     for _ in range(2):
         away.check(limit)
     wait_us = (away.check(limit, cost=2).retry_after_ms or 0) * 1_000
@@ -311,7 +311,7 @@ def test_waiting_as_long_as_a_node_says_is_enough_and_needed(node: Build, limit:
 
 
 def test_rates_are_divided_too(node: Build) -> None:
-    away = node(failure="local", nodes=4)
+    away = node(failure="local", processes=4)
     bucket = TokenBucket(name="bucket", bucket_capacity=40, refill_rate_per_sec=1)
     leaky = LeakyBucket(name="leaky", bucket_capacity=40, leak_rate_per_sec=1)
     for limit in (bucket, leaky):
@@ -322,22 +322,22 @@ def test_rates_are_divided_too(node: Build) -> None:
 
 
 def test_a_share_of_the_share_is_kept_for_who_is_more_important(node: Build) -> None:
-    away = node(failure="local", nodes=2)
+    away = node(failure="local", processes=2)
     shared = FixedWindow(name="shared", limit=20, window_seconds=60, shares={"P3": 50})
     assert sum(away.check(shared, priority="P3").allowed for _ in range(20)) == 5
     assert sum(away.check(shared).allowed for _ in range(20)) == 5
 
 
 def test_a_priority_with_a_share_of_the_limit_has_at_least_one_of_a_nodes_part(node: Build) -> None:
-    away = node(failure="local", nodes=10)
+    away = node(failure="local", processes=10)
     shared = FixedWindow(name="shared", limit=10, window_seconds=60, shares={"P2": 50, "P3": 0})
     assert sum(away.check(shared, priority="P2").allowed for _ in range(3)) == 1
-    assert not node(failure="local", nodes=10).check(shared, priority="P3").allowed
+    assert not node(failure="local", processes=10).check(shared, priority="P3").allowed
 
 
 @pytest.mark.parametrize("nodes", [1, 4])
 def test_blocked_and_unlimited_stay_what_they_are(node: Build, nodes: int) -> None:
-    away = node(failure="local", nodes=nodes)
+    away = node(failure="local", processes=nodes)
     blocked = away.check(FixedWindow(name="blocked", limit=0, window_seconds=60))
     assert (blocked.allowed, blocked.limit, blocked.retry_after_ms) == (False, 0, None)
     free = away.check(FixedWindow(name="free", limit=None, window_seconds=60), cost=10**9)
@@ -345,7 +345,7 @@ def test_blocked_and_unlimited_stay_what_they_are(node: Build, nodes: int) -> No
 
 
 def test_a_cost_that_only_this_nodes_share_can_not_hold_may_come_back_when_the_store_does(node: Build) -> None:
-    away = node(failure="local", nodes=4, breaker_seconds=7)
+    away = node(failure="local", processes=4, breaker_seconds=7)
     assert away.check(TEN, cost=3).retry_after_ms == 1_000
     away.fail(3)
     denied = away.check(TEN, cost=10)
@@ -355,7 +355,7 @@ def test_a_cost_that_only_this_nodes_share_can_not_hold_may_come_back_when_the_s
 
 @pytest.mark.parametrize("nodes", [1, 4])
 def test_no_wait_is_told_for_a_cost_above_the_whole_limit(node: Build, nodes: int) -> None:
-    denied = node(failure="local", nodes=nodes).check(TEN, cost=11)
+    denied = node(failure="local", processes=nodes).check(TEN, cost=11)
     assert denied.retry_after_ms is None
     assert denied.limits["ten"].retry_after_ms is None
 
