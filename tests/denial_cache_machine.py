@@ -203,13 +203,13 @@ class AnyChecksCachedAndPlain(CachedAndPlain):
         self.run_on_both(lambda limiter: limiter.reserve(**arguments))
         self.run_on_both(self.last_action)
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: self.reservation_ids)
     @rule(data=st.data(), cost=costs())
     def settle(self, data: st.DataObject, cost: int) -> None:
         ids = data.draw(st.sampled_from(self.reservation_ids))
         self.run_on_both(lambda limiter: limiter.settle(ids[limiter is self.plain], cost))
 
-    @precondition(lambda self: self.leases)
+    @precondition(lambda self: self.lease_ids)
     @rule(back=st.integers(1, 3), renewing=st.sampled_from([False, False, True]))
     def release_or_renew(self, back: int, renewing: bool) -> None:
         ids = self.lease_ids[-min(back, len(self.lease_ids))]

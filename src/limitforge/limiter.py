@@ -4,13 +4,23 @@ from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self, cast
 
-from limitforge.core.check import Entry, Failure, FailureName, build_check, build_check_from_entries, parse_failure
+from limitforge.core.check import (
+    Check,
+    Entry,
+    Failure,
+    FailureName,
+    PreparedCheck,
+    build_check,
+    build_check_from_entries,
+    parse_failure,
+    prepare_check,
+)
 from limitforge.core.clock import Clock
 from limitforge.core.decision import CheckResult, Decision
 from limitforge.core.keys import parse_key_part
 from limitforge.core.lanes import LanesLike, parse_lanes
 from limitforge.core.overrides import Override, OverridePage
-from limitforge.core.plan import LimitsLike
+from limitforge.core.plan import Limits, LimitsLike
 from limitforge.core.reservations import OnLapse, Settlement
 from limitforge.errors import LimitforgeError
 from limitforge.request import (
@@ -38,7 +48,7 @@ class Limiter:
 
     @property
     def store(self) -> Store:
-        """What decides: for whoever asks it without this limiter, as a protocol does that is in a hurry."""
+        """The store that this limiter decides on."""
         return self._store
 
     @classmethod
@@ -106,6 +116,32 @@ class Limiter:
         if failure is not None:
             check.failure = parse_failure(failure)
         self._store.submit(check, cast("Callable[[CheckResult], None]", answer))  # it is not raw
+
+    def prepare(
+        self,
+        resource: KeyPart,
+        *,
+        limits: LimitsLike,
+        tenant: KeyPart = DEFAULT_TENANT,
+        priority: str = DEFAULT_PRIORITY,
+        shadow: LimitsLike | None = None,
+    ) -> PreparedCheck:
+        """Prepare what all checks of one resource by the same limits share, for `submit_prepared`.
+
+        Prepare again once `PreparedCheck.is_current` is false: the tenant's keys have moved to other lanes.
+        """
+        keys = self._keys
+        return prepare_check(keys, keys.generation, Limits.of(limits), resource, tenant, priority, shadow)
+
+    def submit_prepared(self, check: Check, on_result: Callable[[CheckResult], None]) -> None:
+        """Decide a check that `PreparedCheck.bind` returned: the fastest way, on the running event loop.
+
+        `on_result` is called once, perhaps before this returns. It receives the numbers that the store sent (an
+        `Outcome` or a `CompactOutcome`) unless there is more to say, else a `Decision` or an error. The service renders
+        a response from these numbers without building a `Decision`.
+        """
+        check.is_raw = True
+        self._store.submit(check, on_result)
 
     async def check_entries(
         self,
@@ -228,6 +264,10 @@ class Limiter:
     def set_lanes(self, tenant: str, lanes: LanesLike) -> None:
         """How many lanes a tenant has from now on. Say it before its first check, and alike on every node."""
         self._keys.set_lanes(tenant, parse_lanes({tenant: lanes})[tenant])
+
+    def set_server_memory(self, memory_bytes: int) -> None:
+        """Tell the store how much memory its smallest server has, 0 if no server has a limit."""
+        self._store.set_server_memory(memory_bytes)
 
     def status(self) -> StoreStatus:
         """How the store is doing, without asking it."""

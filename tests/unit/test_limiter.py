@@ -16,6 +16,7 @@ from limitforge import (
     SyncLimiter,
     UnknownReservation,
 )
+from limitforge.core.decision import CheckResult, Outcome
 
 
 def methods_of(kind: type) -> list[str]:
@@ -31,8 +32,8 @@ def test_both_limiters_say_and_take_the_same(name: str) -> None:
 
 
 def test_neither_limiter_can_do_more_than_the_other() -> None:
-    callbacks = ["submit"]  # a thread waits for its answer
-    assert sorted(methods_of(SyncLimiter) + callbacks) == methods_of(Limiter)
+    of_the_event_loop = ["prepare", "set_server_memory", "submit", "submit_prepared"]  # for the service and protocols
+    assert sorted(methods_of(SyncLimiter) + of_the_event_loop) == methods_of(Limiter)
 
 
 async def test_an_event_loop_gets_the_same_answers() -> None:
@@ -41,6 +42,29 @@ async def test_an_event_loop_gets_the_same_answers() -> None:
             for cost in (3, 3, 0, 2):
                 decision = await limiter.check("r", "s", limits="5/minute", cost=cost)
                 assert decision == sync.check("r", "s", limits="5/minute", cost=cost)
+
+
+async def test_a_prepared_check_decides_like_any_other() -> None:
+    results: list[CheckResult] = []
+    async with Limiter.connect("memory://", clock=ManualClock()) as limiter:
+        prepared = limiter.prepare("r", limits="5/minute")
+        for cost in (3, 3):
+            limiter.submit_prepared(prepared.bind("s", cost), results.append)
+        assert (await limiter.check("r", "s", limits="5/minute", cost=0)).remaining == 2
+    first, second = results
+    assert isinstance(first, Outcome)
+    assert isinstance(second, Outcome)
+    assert (first.allowed, second.allowed) == (True, False)
+    assert first.rows[0][1] == 2
+
+
+async def test_a_prepared_check_is_current_until_lanes_change() -> None:
+    async with Limiter.connect("memory://") as limiter:
+        prepared = limiter.prepare("r", limits="5/minute", tenant="acme")
+        assert prepared.is_current
+        limiter.set_lanes("acme", 4)
+        assert not prepared.is_current
+        assert limiter.prepare("r", limits="5/minute", tenant="acme").is_current
 
 
 @pytest.mark.parametrize("url", ["", "memory", "http://localhost", "postgres://x", None, 5])

@@ -158,7 +158,13 @@ class PreparedCheck(msgspec.Struct, frozen=True, eq=False, gc=False):
     bucket_prefix: str
     """What the key of every bucket starts with, up to the subject; empty if that is not the same for all."""
 
-    def bind(self, subject: str | bytes, cost: int, costs: Mapping[str, int] | None) -> Check:
+    @property
+    def is_current(self) -> bool:
+        """False once any tenant's lanes have changed: then prepare the check again."""
+        return self.generation == self.keys.generation
+
+    def bind(self, subject: str | bytes, cost: int = 1, costs: Mapping[str, int] | None = None) -> Check:
+        """Return the check of one subject for one cost. Raise `InvalidInput` if an argument is invalid."""
         if type(cost) is not int or not 0 <= cost <= MAX_COUNT:
             cost = validate_cost("cost", cost)
         if type(subject) is not str or len(subject) > MAX_KEY_PART_BYTES or not subject.isascii():

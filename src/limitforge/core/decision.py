@@ -74,10 +74,12 @@ class CompactOutcome(msgspec.Struct, gc=False):
     remaining_and_reset_us: list[int]
 
     def expand(self, check: Check) -> Outcome:
-        told = iter(self.remaining_and_reset_us)
+        numbers = iter(self.remaining_and_reset_us)
+        pairs = zip(numbers, numbers, strict=True)
         rows = [
-            (take[0].algorithm.limit, left, reset_us, 0, 0) for take, left, reset_us in zip(check.debits, told, told)
-        ]  # noqa: B905 - one iterator twice
+            (debit[0].algorithm.limit, remaining, reset_us, 0, 0)
+            for debit, (remaining, reset_us) in zip(check.debits, pairs, strict=True)
+        ]
         return Outcome(self.now_us, allowed=True, delay_us=-1, rows=rows)
 
 

@@ -204,9 +204,9 @@ class _Bucket(Limit):
         if capacity * rate.per_us > MAX_EXACT:
             raise InvalidLimit("bucket_capacity", f"at most {MAX_EXACT // rate.per_us} at this rate, got {capacity}")
         if capacity * rate.per_us > TEN_YEARS_US * rate.tokens:
+            ten_years = f"ten years ({TEN_YEARS_US // US_PER_SECOND} seconds)"
             raise InvalidLimit(
-                rate_field,
-                f"a capacity of {capacity} may take at most ten years ({TEN_YEARS_US // US_PER_SECOND} seconds) at this rate",
+                rate_field, f"a capacity of {capacity} may take at most {ten_years} to fill or drain at this rate"
             )
         return capacity, rate.tokens, rate.per_us
 

@@ -225,7 +225,7 @@ class Limits:
     object for speed.
     """
 
-    __slots__ = ("_other_plans", "_limits", "plans")
+    __slots__ = ("_limits", "_other_plans", "plans")
 
     def __init__(self, *limits: Limit) -> None:
         names: set[str] = set()
