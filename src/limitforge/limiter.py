@@ -10,6 +10,7 @@ from limitforge.core.check import (
     Failure,
     FailureName,
     PreparedCheck,
+    ResultKind,
     build_check,
     build_check_from_entries,
     parse_failure,
@@ -140,7 +141,7 @@ class Limiter:
         `Outcome` or a `CompactOutcome`) unless there is more to say, else a `Decision` or an error. The service renders
         a response from these numbers without building a `Decision`.
         """
-        check.is_raw = True
+        check.result_kind = ResultKind.OUTCOME
         self._store.submit(check, on_result)
 
     async def check_entries(

@@ -3,7 +3,7 @@
 from typing import Any, TypeVar
 
 from limitforge import Limits, lua
-from limitforge.core.check import Check, Hold, build_check
+from limitforge.core.check import Check, Hold, ResultKind, build_check
 from limitforge.core.decision import Outcome
 from limitforge.core.keys import Keys
 from limitforge.core.limits import Limit
@@ -83,7 +83,7 @@ class ScriptClient:
 
 def check_for(*limits: Limit, cost: int = 1) -> Check:
     check = build_check(Keys(), Limits(*limits), "r", "s", cost, None, "t", "P0")
-    check.is_part = True
+    check.result_kind = ResultKind.PART
     return check
 
 

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from enum import StrEnum
+from enum import Enum, StrEnum
 from functools import lru_cache
 from typing import Literal
 
@@ -29,6 +29,17 @@ class Failure(StrEnum):
     CLOSED = "closed"
     LOCAL = "local"
     RAISE = "raise"
+
+
+class ResultKind(Enum):
+    """What a store answers a check with, if it can decide it."""
+
+    DECISION = "decision"
+    """A `Decision`."""
+    OUTCOME = "outcome"
+    """The numbers of the store, an `Outcome` or a `CompactOutcome`. A `Decision` if the check has a shadow plan."""
+    PART = "part"
+    """An `Outcome`, always: the check is a part of another one, whose caller decides what a failure means."""
 
 
 FailureName = Literal["open", "closed", "local", "raise"]
@@ -68,8 +79,6 @@ class Check(msgspec.Struct, gc=False):
     """What decides together. `lease` is the token of the slots that it may take, `varies` tells that a rule depends
     on the time, `hold` makes it a reservation, `shadow` is a candidate plan that is judged beside it, `failure` says
     what happens when the store can't decide (None: as the store is set), `weight_us` estimates what it takes in Redis.
-    One that `is_part` of another is answered with what the store told, not with a decision; one that `is_raw` too,
-    unless there is more to say. `is_mixed` tells that this process may decide some of it.
 
     One that has a `question` is that about its subject, for its cost: what it takes is written out when somebody asks.
     """
@@ -87,9 +96,9 @@ class Check(msgspec.Struct, gc=False):
     hold: Hold | None = None
     shadow: "Check | None" = None
     failure: Failure | None = None
-    is_part: bool = False
-    is_mixed: bool = False
-    is_raw: bool = False
+    result_kind: ResultKind = ResultKind.DECISION
+    is_partly_local: bool = False
+    """True if this process may decide some of the limits: those that are prepaid or local."""
 
     @property
     def debits(self) -> list[Debit]:
@@ -244,7 +253,7 @@ def _check_of_plan(
     own = home.subject_prefix(subject)
     takes = _debits_of_plan(keys, plan, resource, subject, cost, home, own)
     lease = os.urandom(TOKEN_BYTES) if plan.takes_lease else b""
-    check = Check(takes, plan.names, lease, plan.is_dynamic, plan.weight_us, is_mixed=plan.is_partly_local)
+    check = Check(takes, plan.names, lease, plan.is_dynamic, plan.weight_us, is_partly_local=plan.is_partly_local)
     if costs is not None:
         _apply_costs(check, costs, plan)
     return check
@@ -346,8 +355,10 @@ def build_check_from_entries(keys: Keys, entries: Iterable[Entry], *, tenant: st
     varies = any(rule.is_dynamic for rule, *_ in takes)
     names = reported_names([(rule.layer, rule.limit.name) for rule, *_ in takes])
     weight = weight_us(rule for rule, *_ in takes)
-    is_mixed = any(rule.prepaid or rule.local for rule, *_ in takes)
-    return Check(takes, names, os.urandom(TOKEN_BYTES) if leases else b"", varies, weight, is_mixed=is_mixed)
+    is_partly_local = any(rule.prepaid or rule.local for rule, *_ in takes)
+    return Check(
+        takes, names, os.urandom(TOKEN_BYTES) if leases else b"", varies, weight, is_partly_local=is_partly_local
+    )
 
 
 def _apply_costs(check: Check, costs: Mapping[str, int], plan: Plan) -> None:

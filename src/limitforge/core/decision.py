@@ -6,7 +6,7 @@ from typing import cast
 import msgspec
 
 from limitforge.core.algorithms.base import NEVER, UNLIMITED
-from limitforge.core.check import Check, Debit, Failure, Hold
+from limitforge.core.check import Check, Debit, Failure, Hold, ResultKind
 from limitforge.core.handles import HeldLimit, Lease, Reservation, empty_reservation, encode_handle
 from limitforge.core.keys import encode_key, overflow_key
 from limitforge.core.limits import Quota
@@ -89,7 +89,7 @@ CheckResult = Decision | Outcome | CompactOutcome | LimitforgeError
 
 def build_result(check: Check, outcome: Outcome) -> Decision | Outcome:
     """What a check without a candidate plan is answered with: a decision, unless what was told will do."""
-    return outcome if check.is_raw else build_decision(check, outcome)
+    return outcome if check.result_kind is ResultKind.OUTCOME else build_decision(check, outcome)
 
 
 def build_decision(check: Check, outcome: Outcome, shadow: Outcome | None = None) -> Decision:

@@ -156,7 +156,7 @@ class Store(Protocol):
 
     def submit(self, check: Check, on_result: Callable[[CheckResult], None]) -> None:
         """The same for a protocol on the running loop: `answer` is called once, perhaps before this returns. It is told
-        an outcome only if the check `is_raw`.
+        an outcome only if the check's `result_kind` is `OUTCOME`.
         """
 
     async def check_many(self, checks: Sequence[Check]) -> list[Decision | LimitforgeError]:

@@ -161,7 +161,7 @@ def seen(check: Check) -> tuple[object, ...]:
         )
         for rule, *rest in check.debits
     ]
-    return takes, check.names, len(check.lease), check.is_dynamic, check.weight_us, check.is_mixed
+    return takes, check.names, len(check.lease), check.is_dynamic, check.weight_us, check.is_partly_local
 
 
 @given(parts(), st.integers(0, 5), st.sampled_from(["P0", "P2"]), st.sampled_from(["acme", "spread"]))

@@ -11,7 +11,7 @@ from limitforge.catalog.live.cache import CatalogCache
 from limitforge.catalog.live.cache_entries import Caller
 from limitforge.catalog.model import KeyScope, KeyType
 from limitforge.catalog.snapshot import Selection, Snapshot
-from limitforge.core.check import Check, PreparedCheck, prepare_check
+from limitforge.core.check import Check, PreparedCheck, ResultKind, prepare_check
 from limitforge.core.decision import CheckResult, CompactOutcome, Decision, Outcome, build_decision
 from limitforge.core.keys import MAX_KEY_PART_BYTES
 from limitforge.errors import InvalidInput, LimitforgeError, UnknownKey
@@ -221,7 +221,7 @@ class CheckHandler:
         if not subject:
             raise InvalidInput("subject", "must not be empty")
         check = route.prepared.bind(subject, asked.cost, asked.costs)
-        check.failure, check.is_raw = route.selection.failure, True
+        check.failure, check.result_kind = route.selection.failure, ResultKind.OUTCOME
         self._submit(check, partial(self._on_result, caller, route, check, subject, tell))
 
     def _prepare_route(self, caller: Caller, asked: CheckBody) -> PreparedRoute:

@@ -168,7 +168,7 @@ class MemoryStore:
             check.resolve_calendars(now_us)
         if check.hold is not None and check.hold.key:
             self._ensure_room_for_record(now_us)
-        wholes = self._divide_local_limits(check) if check.is_mixed else []
+        wholes = self._divide_local_limits(check) if check.is_partly_local else []
         steps_for = self._overrides.steps_resolver(now_us) if self._overrides.by_key else None
         redirected = [] if self._budget is None else self._budget.redirect(check, self._states, now_us)
         if redirected and steps_for is not None:

@@ -98,7 +98,7 @@ class EventLoopClient:
         decided = self.decide_in_process(check)
         if decided is not None:
             self.reply(PendingCheck(check, on_reply, 0), decided)
-        elif self.only_pipeline is not None and not check.is_mixed:
+        elif self.only_pipeline is not None and not check.is_partly_local:
             self.only_pipeline.submit(PendingCheck(check, on_reply, self.loop.time() + self.deadline_seconds))
         else:
             self.submit(check, on_reply)
@@ -106,7 +106,7 @@ class EventLoopClient:
     def submit(self, check: Check, on_reply: OnReply, group: object = None) -> "PendingCheck | MultiStepCheck":
         """Ask. The answer comes by `tell`, perhaps before this returns; who no longer wants it sets that to None."""
         due = self.loop.time() + self.deadline_seconds
-        if check.is_mixed:
+        if check.is_partly_local:
             return self._start_hybrid(check, on_reply, due)
         if self.only_pipeline is not None:
             asked = PendingCheck(check, on_reply, due, group)
@@ -318,7 +318,7 @@ class EventLoopClient:
             if self._listener is None or not self._listener.is_running:
                 self._start_listening()
             decision = denials.get(check)
-        return self._hybrid.decide_from_share(check) if decision is None and check.is_mixed else decision
+        return self._hybrid.decide_from_share(check) if decision is None and check.is_partly_local else decision
 
     def _start_listening(self) -> None:
         if not self._topology.servers:

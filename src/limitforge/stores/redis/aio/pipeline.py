@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from limitforge.core.check import Check
+from limitforge.core.check import Check, ResultKind
 from limitforge.core.decision import CheckResult
 from limitforge.core.plan import BUCKET_US
 from limitforge.errors import LimitforgeError, StoreError, StoreUnavailable
@@ -372,8 +372,13 @@ class Pipeline:
         """Tell the answer; if the store was away, what the failure behaviour of the check says."""
         if pending.on_reply is None:
             return
-        if isinstance(result, StoreUnavailable) and isinstance(pending.check, Check) and not pending.check.is_part:
-            result = self._resilience.decide_without_store(pending.check, result)
+        check = pending.check
+        if (
+            isinstance(result, StoreUnavailable)
+            and isinstance(check, Check)
+            and check.result_kind is not ResultKind.PART
+        ):
+            result = self._resilience.decide_without_store(check, result)
         self.reply(pending, result)
 
     def reply(self, pending: PendingCheck, result: object) -> None:

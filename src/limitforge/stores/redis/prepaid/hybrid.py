@@ -10,7 +10,7 @@ from itertools import chain, repeat
 import msgspec
 
 from limitforge.core.algorithms.base import UNLIMITED
-from limitforge.core.check import TOKEN_BYTES, Check, Debit, Hold
+from limitforge.core.check import TOKEN_BYTES, Check, Debit, Hold, ResultKind
 from limitforge.core.decision import Decision, LimitRow, Outcome, build_result, deciding_key
 from limitforge.core.plan import weight_us
 from limitforge.errors import LimitforgeError
@@ -99,7 +99,9 @@ class HybridDecider:
         for place, (take, row) in enumerate(zip(blend.check.debits, blend.rows, strict=True)):
             rule, key, cost, resource, _ = take
             if row is not None and place in blend.held_buckets:
-                look = Check([(rule, key, 0, resource, None)], ("",), is_dynamic=blend.check.is_dynamic, is_mixed=True)
+                look = Check(
+                    [(rule, key, 0, resource, None)], ("",), is_dynamic=blend.check.is_dynamic, is_partly_local=True
+                )
                 blend.rows[place] = (*self._local.evaluate(look).rows[0][:3], row[3], row[4])
             elif row is not None and take in spent:
                 blend.rows[place] = (row[0], row[1] + cost, *row[2:])
@@ -111,7 +113,9 @@ class HybridDecider:
         blend.token = b"" if is_whole else os.urandom(TOKEN_BYTES)
         hold = None if is_whole else Hold("", blend.token, HOLD_US, refund=True)
         names = tuple(check.names[place] for place in places)
-        outcome = self._local.evaluate(Check(takes, names, is_dynamic=check.is_dynamic, hold=hold, is_mixed=True))
+        outcome = self._local.evaluate(
+            Check(takes, names, is_dynamic=check.is_dynamic, hold=hold, is_partly_local=True)
+        )
         blend.is_denied, blend.delay_us = not outcome.allowed, outcome.delay_us
         for place, row in zip(places, outcome.rows, strict=True):
             take = check.debits[place]
@@ -133,7 +137,7 @@ class HybridDecider:
             is_dynamic=check.is_dynamic,
             weight_us=weight_us(rule for rule, *_ in takes),
             hold=None if blend.is_denied else check.hold,
-            is_part=True,
+            result_kind=ResultKind.PART,
         )
 
 

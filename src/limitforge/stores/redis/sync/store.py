@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
-from limitforge.core.check import Check
+from limitforge.core.check import Check, ResultKind
 from limitforge.core.clock import Clock
 from limitforge.core.decision import Decision, Outcome
 from limitforge.core.keys import Keys
@@ -95,7 +95,7 @@ class SyncRedisStore:
         together: list[int] = []
         stepwise: dict[int, MultiStepFlow[Decision | LimitforgeError]] = {}
         for at, check in enumerate(batch.to_send):
-            if check.is_mixed:
+            if check.is_partly_local:
                 if self._prepaid_thread is None:
                     self._start_prepaid_sync()
                 stepwise[at] = self._core.hybrid_check(check, self._hybrid, self._undo)
@@ -154,7 +154,7 @@ class SyncRedisStore:
             decide = self._topology.server_of_slot(slot).resilience.decide_without_store
             each = judged if isinstance(judged, list) else [judged] * len(batch)
             for place, check, answer in zip(places, batch, each, strict=True):
-                is_lost = isinstance(answer, StoreUnavailable) and not check.is_part
+                is_lost = isinstance(answer, StoreUnavailable) and check.result_kind is not ResultKind.PART
                 answers[place] = decide(check, answer) if is_lost else answer
         return answers
 
@@ -358,7 +358,7 @@ class SyncRedisStore:
             if self._listener is None:
                 self._start_listening()
             decision = denials.get(check)
-        return self._hybrid.decide_from_share(check) if decision is None and check.is_mixed else decision
+        return self._hybrid.decide_from_share(check) if decision is None and check.is_partly_local else decision
 
     def _start_listening(self) -> None:
         if not self._topology.servers:

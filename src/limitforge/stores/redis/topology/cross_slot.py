@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from limitforge.core.algorithms.base import UNLIMITED
-from limitforge.core.check import TOKEN_BYTES, Check, Debit, Hold
+from limitforge.core.check import TOKEN_BYTES, Check, Debit, Hold, ResultKind
 from limitforge.core.decision import LimitRow, Outcome, deciding_key
 from limitforge.core.keys import Keys, lane_prefix_of
 from limitforge.core.plan import BUCKET_US
@@ -53,7 +53,7 @@ class FinishHold(msgspec.Struct, gc=False):
     amounts: list[int] = []
     sources: list[tuple[int, int]] = []
     """Where each amount was taken from: of a window its end and its start."""
-    is_part: bool = True
+    result_kind: ResultKind = ResultKind.PART
     weight_us: int = BUCKET_US
 
 
@@ -137,7 +137,7 @@ def cross_slot_steps(check: Check, slot_of: SlotOf) -> Generator[list[Step], Ste
 def _split_by_slot(check: Check, slot_of: SlotOf) -> list[SlotCheck]:
     slots = group_by_slot(range(len(check.debits)), lambda place: slot_of(check.debits[place][1]))
     if len(slots) <= 1:
-        part = msgspec.structs.replace(check, shadow=None, is_part=True, is_raw=False)
+        part = msgspec.structs.replace(check, shadow=None, result_kind=ResultKind.PART)
         if check.hold is not None and check.debits:
             record = _reservation_key(check.hold, check.debits[0][1], slot_of)
             part.hold = msgspec.structs.replace(check.hold, key=record)
@@ -155,7 +155,7 @@ def _split_by_slot(check: Check, slot_of: SlotOf) -> list[SlotCheck]:
                     is_dynamic=check.is_dynamic,
                     weight_us=check.weight_us,
                     hold=_hold(check, takes, token, slot_of),
-                    is_part=True,
+                    result_kind=ResultKind.PART,
                 ),
                 places,
             )
@@ -219,7 +219,7 @@ def _peek(part: SlotCheck) -> Check:
         part.check.names,
         is_dynamic=part.check.is_dynamic,
         weight_us=part.check.weight_us,
-        is_part=True,
+        result_kind=ResultKind.PART,
     )
 
 
