@@ -20,8 +20,8 @@ from limitforge.core.limits import ConsistencyName
 
 EXACT, EXACT_SPENT = "exact", "exact, limit spent"
 EXACT_CACHED = "exact, limit spent, denial cache"
-PREPAID, PREPAID_TOKEN = "leased", "leased, token bucket"
-PREPAID_SPENT, PREPAID_TOKEN_SPENT = "leased, limit spent", "leased, token bucket spent, refilling"
+PREPAID, PREPAID_TOKEN = "prepaid", "prepaid, token bucket"
+PREPAID_SPENT, PREPAID_TOKEN_SPENT = "prepaid, limit spent", "prepaid, token bucket spent, refilling"
 
 ANSWER_SECONDS = 60.0  # a process that says nothing for so long is dead
 START_SECONDS = 0.05  # from telling all of them when to start until they do
@@ -56,12 +56,12 @@ class Contestant:
 
 CONTESTANTS = (
     Contestant(EXACT, FIXED, "exact"),
-    Contestant(PREPAID, FIXED, "leased"),
-    Contestant(PREPAID_TOKEN, TOKEN, "leased"),
+    Contestant(PREPAID, FIXED, "prepaid"),
+    Contestant(PREPAID_TOKEN, TOKEN, "prepaid"),
     Contestant(EXACT_SPENT, FIXED, "exact", spent=True),
     Contestant(EXACT_CACHED, FIXED, "exact", CACHE_MS, spent=True),
-    Contestant(PREPAID_SPENT, FIXED, "leased", CACHE_MS, spent=True),
-    Contestant(PREPAID_TOKEN_SPENT, TOKEN, "leased", CACHE_MS, spent=True),
+    Contestant(PREPAID_SPENT, FIXED, "prepaid", CACHE_MS, spent=True),
+    Contestant(PREPAID_TOKEN_SPENT, TOKEN, "prepaid", CACHE_MS, spent=True),
 )
 
 

@@ -17,7 +17,7 @@ AMPLE = 1_000_000_000
 NEXT_TO_NOTHING = 0.001  # a refill that adds no token before the end
 
 FIXED, TOKEN = "fixed window", "token bucket"
-CONSISTENCIES: tuple[ConsistencyName, ...] = ("exact", "leased", "local")
+CONSISTENCIES: tuple[ConsistencyName, ...] = ("exact", "prepaid", "local")
 
 
 def hot_limits(algorithm: str, consistency: ConsistencyName, size: int, per_second: float | None = None) -> Limits:

@@ -107,7 +107,7 @@ def targets(results: Sequence[Result]) -> list[Target]:
             one = next(
                 each
                 for each in leased
-                if (each.algorithm, each.consistency, each.callers) == (algorithm, "leased", callers)
+                if (each.algorithm, each.consistency, each.callers) == (algorithm, "prepaid", callers)
             )
             what = f"scale, leased {algorithm}, {_callers(callers)}, p50 of a decision against exact"
             found.append(at_least(what, PREPAID_SPEEDUP, one.p50_speedup.median))

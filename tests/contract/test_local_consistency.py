@@ -22,7 +22,7 @@ from tests.servers import RedisServer
 
 LOCAL = FixedWindow(name="local", limit=60, window_seconds=3_600, consistency="local")
 EXACT = FixedWindow(name="exact", limit=10, window_seconds=3_600)
-LEASED = FixedWindow(name="leased", limit=10_000, window_seconds=3_600, consistency="leased")
+LEASED = FixedWindow(name="leased", limit=10_000, window_seconds=3_600, consistency="prepaid")
 PATIENCE_SECONDS = 40.0
 
 

@@ -396,7 +396,7 @@ def test_a_senseless_budget_is_refused_by_its_name(budget: Any) -> None:
 
 def test_prepaid_shares_begin_no_bucket_beyond_the_budget(redis_url: str) -> None:
     raw: Any = redis_py.Redis.from_url(redis_url)
-    paid = Limits(FixedWindow(name="paid", limit=100_000, window_seconds=86_400, consistency="leased"))
+    paid = Limits(FixedWindow(name="paid", limit=100_000, window_seconds=86_400, consistency="prepaid"))
     options = StoreOptions(new_buckets_per_minute=BUDGET, sync_interval_ms=10, deadline_ms=30_000)
     with SyncLimiter.connect(redis_url, options=options) as limiter:
         use_up(limiter)

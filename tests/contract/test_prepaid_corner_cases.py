@@ -12,7 +12,7 @@ from tests.contract.conftest import PATIENT
 from tests.servers import RedisServer
 
 DAY = 86_400
-LEASED = FixedWindow(name="leased", limit=100_000, window_seconds=DAY, align="first_hit", consistency="leased")
+LEASED = FixedWindow(name="leased", limit=100_000, window_seconds=DAY, align="first_hit", consistency="prepaid")
 LOCAL = FixedWindow(name="local", limit=5_000, window_seconds=DAY, consistency="local")
 EXACT = FixedWindow(name="exact", limit=5_000, window_seconds=DAY)
 PATIENCE_SECONDS = 60.0
@@ -47,7 +47,7 @@ def passes_until_denied(limiter: SyncLimiter, limits: Any) -> int:
 
 @pytest.mark.slow
 def test_an_override_that_lifts_a_limit_leaves_nothing_to_spend_when_it_ends(redis_url: str) -> None:
-    bucket = TokenBucket(name="bucket", bucket_capacity=200, refill_rate_per_sec="0.01", consistency="leased")
+    bucket = TokenBucket(name="bucket", bucket_capacity=200, refill_rate_per_sec="0.01", consistency="prepaid")
     with SyncLimiter.connect(redis_url, options=PATIENT) as limiter:
         passed = sum(limiter.check("r", "s", limits=bucket).allowed for _ in range(200))
         limiter.set_override("r", "s", {"bucket": "unlimited"}, limits=bucket, ttl_seconds=1)
@@ -72,7 +72,7 @@ def test_an_override_is_in_force_on_every_node_within_a_moment(redis_url: str) -
 
 
 def test_a_reset_lets_pass_at_most_what_was_out(redis_url: str) -> None:
-    small = FixedWindow(name="small", limit=2_000, window_seconds=DAY, align="first_hit", consistency="leased")
+    small = FixedWindow(name="small", limit=2_000, window_seconds=DAY, align="first_hit", consistency="prepaid")
     with SyncLimiter.connect(redis_url, options=PATIENT) as limiter:
         leasing(limiter, small)
         passes_until_denied(limiter, small)
@@ -85,7 +85,7 @@ def test_a_reset_lets_pass_at_most_what_was_out(redis_url: str) -> None:
 
 def test_what_is_denied_of_a_leased_limit_needs_no_asking_again(redis_url: str) -> None:
     options = StoreOptions(failure="raise", deadline_ms=30_000)
-    spent = FixedWindow(name="spent", limit=10, window_seconds=DAY, align="first_hit", consistency="leased")
+    spent = FixedWindow(name="spent", limit=10, window_seconds=DAY, align="first_hit", consistency="prepaid")
     with SyncLimiter.connect(redis_url, options=options) as limiter:
         passes_until_denied(limiter, spent)
         wait_for(lambda: not limiter.check("r", "s", limits=spent).allowed and limiter.status().denial_hits)

@@ -26,10 +26,10 @@ DAY_US = 86_400_000_000
 NODES = 3
 PATIENT = StoreOptions(failure="raise", deadline_ms=30_000, denial_cache_ms=0, sync_interval_ms=INTERVAL_US / 1_000)
 
-WINDOW = FixedWindow(name="window", limit=60, window_seconds=2, consistency="leased")
-SPREAD = FixedWindow(name="spread", limit=60, window_seconds=2, spread=True, consistency="leased")
-QUOTA = Quota(name="quota", limit=200, period="day", consistency="leased")
-BUCKET = TokenBucket(name="bucket", bucket_capacity=50, refill_rate_per_sec="33.3", consistency="leased")
+WINDOW = FixedWindow(name="window", limit=60, window_seconds=2, consistency="prepaid")
+SPREAD = FixedWindow(name="spread", limit=60, window_seconds=2, spread=True, consistency="prepaid")
+QUOTA = Quota(name="quota", limit=200, period="day", consistency="prepaid")
+BUCKET = TokenBucket(name="bucket", bucket_capacity=50, refill_rate_per_sec="33.3", consistency="prepaid")
 
 
 class PrepaidProcess:

@@ -22,18 +22,18 @@ from tests.state_machines import run_machine
 from tests.topologies import RedisCluster
 
 SECOND_US = 1_000_000
-WINDOW = FixedWindow(name="window", limit=1_000, window_seconds=10, consistency="leased")
+WINDOW = FixedWindow(name="window", limit=1_000, window_seconds=10, consistency="prepaid")
 LATE_US = BASE_US + 12 * SECOND_US  # windows of 10 and of 20 seconds end together
 
 DEFINITIONS: list[Limit] = [
-    FixedWindow(name="window", limit=30, window_seconds=2, consistency="leased"),
-    FixedWindow(name="window", limit=20, window_seconds=2, consistency="leased"),
-    FixedWindow(name="window", limit=30, window_seconds=4, consistency="leased"),
+    FixedWindow(name="window", limit=30, window_seconds=2, consistency="prepaid"),
+    FixedWindow(name="window", limit=20, window_seconds=2, consistency="prepaid"),
+    FixedWindow(name="window", limit=30, window_seconds=4, consistency="prepaid"),
 ]
 PERIODS: list[Limit] = [
-    Quota(name="window", limit=30, period="day", consistency="leased"),
-    Quota(name="window", limit=20, period="day", consistency="leased"),
-    Quota(name="window", limit=30, period="day", time_zone="Asia/Tokyo", consistency="leased"),
+    Quota(name="window", limit=30, period="day", consistency="prepaid"),
+    Quota(name="window", limit=20, period="day", consistency="prepaid"),
+    Quota(name="window", limit=30, period="day", time_zone="Asia/Tokyo", consistency="prepaid"),
 ]
 
 

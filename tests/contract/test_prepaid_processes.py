@@ -30,7 +30,7 @@ class SpenderProcesses:
     """Processes that spend one limit, and what each has admitted."""
 
     def __init__(self, url: str, fields: dict[str, Any], folder: Path) -> None:
-        self.fields = {**fields, "name": "shared", "consistency": "leased"}
+        self.fields = {**fields, "name": "shared", "consistency": "prepaid"}
         self.url = url
         self.paths = [folder / str(number) for number in range(len(SHELLS))]
         self.running = [

@@ -13,8 +13,8 @@ from tests.contract.script_client import NOW_US, ScriptClient, ending, key_of, s
 
 SECOND_US = 1_000_000
 LAPSE_US = 20 * SECOND_US
-BUCKET = TokenBucket(name="bucket", bucket_capacity=50, refill_rate_per_sec=10, consistency="leased")
-WINDOW = FixedWindow(name="window", limit=50, window_seconds=60, consistency="leased")
+BUCKET = TokenBucket(name="bucket", bucket_capacity=50, refill_rate_per_sec=10, consistency="prepaid")
+WINDOW = FixedWindow(name="window", limit=50, window_seconds=60, consistency="prepaid")
 ANOTHER = b"another."
 
 

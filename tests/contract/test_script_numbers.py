@@ -37,7 +37,7 @@ def test_a_quota_is_of_the_stores_day_whatever_day_the_process_has(script: Scrip
 @pytest.mark.parametrize("day", [-1, 0, 1])
 def test_a_share_of_a_quota_is_of_the_stores_day(script: ScriptClient, day: int) -> None:
     script.now_us = NOW_US + day * DAY_US
-    leased = dataclasses.replace(QUOTA, consistency="leased")
+    leased = dataclasses.replace(QUOTA, consistency="prepaid")
     grant = script.top_up(share_of(leased), wanted=4, around_us=NOW_US)
     assert (grant.starts_us, grant.ends_us) == (script.now_us, script.now_us + DAY_US)
 

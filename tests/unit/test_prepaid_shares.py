@@ -10,8 +10,8 @@ from limitforge.stores.redis.prepaid.shares import PrepaidShare, PrepaidShares, 
 
 INTERVAL_US = 200_000
 HOUR_US = 3_600_000_000
-WINDOW = FixedWindow(name="window", limit=1_000_000, window_seconds=3_600, consistency="leased")
-BUCKET = TokenBucket(name="bucket", bucket_capacity=1_000, refill_rate_per_sec=10, consistency="leased")
+WINDOW = FixedWindow(name="window", limit=1_000_000, window_seconds=3_600, consistency="prepaid")
+BUCKET = TokenBucket(name="bucket", bucket_capacity=1_000, refill_rate_per_sec=10, consistency="prepaid")
 
 
 class PrepaidHarness:
@@ -228,7 +228,7 @@ def test_a_cost_above_what_is_left_is_asked_for_in_the_store() -> None:
 
 def test_another_plan_spends_nothing_of_the_former_one() -> None:
     desk = prepaid_harness()
-    desk.limits = Limits(FixedWindow(name="window", limit=5, window_seconds=3_600, consistency="leased"))
+    desk.limits = Limits(FixedWindow(name="window", limit=5, window_seconds=3_600, consistency="prepaid"))
     assert desk.ask(1) == 0
     desk.wait()
     (wish,) = desk.shares.due_requests()
@@ -332,8 +332,8 @@ def test_on_leaving_everything_goes_back() -> None:
 @pytest.mark.parametrize(
     ("field", "fields"),
     [
-        ("consistency", {"consistency": "leased", "count_denied": True}),
-        ("consistency", {"consistency": "leased", "shares": {"P2": 50}}),
+        ("consistency", {"consistency": "prepaid", "count_denied": True}),
+        ("consistency", {"consistency": "prepaid", "shares": {"P2": 50}}),
         ("consistency", {"consistency": "sloppy"}),
         ("consistency", {"consistency": None}),
     ],
@@ -346,5 +346,5 @@ def test_what_can_not_be_leased_is_refused(field: str, fields: dict[str, object]
 
 def test_a_share_of_a_sliding_window_would_pass_its_limit_so_there_is_none() -> None:
     with pytest.raises(InvalidLimit, match="exact or local"):
-        SlidingWindow(name="s", limit=5, window_seconds=60, consistency="leased")
-    assert Quota(name="q", limit=5, period="day", consistency="leased").consistency == "leased"
+        SlidingWindow(name="s", limit=5, window_seconds=60, consistency="prepaid")
+    assert Quota(name="q", limit=5, period="day", consistency="prepaid").consistency == "prepaid"

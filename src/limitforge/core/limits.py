@@ -74,7 +74,7 @@ class Consistency(StrEnum):
     """
 
     EXACT = "exact"
-    PREPAID = "leased"
+    PREPAID = "prepaid"
     LOCAL = "local"
 
 
@@ -99,7 +99,7 @@ ScopeName = Literal["subject", "caller", "resource", "tenant", "global"]
 ModeName = Literal["off", "monitor", "on"]
 CountsName = Literal["cost", "requests"]
 AlignName = Literal["clock", "first_hit"]
-ConsistencyName = Literal["exact", "leased", "local"]
+ConsistencyName = Literal["exact", "prepaid", "local"]
 PeriodName = Literal["day", "week", "month", "year"]
 
 
@@ -150,7 +150,7 @@ class Limit:
         if self.consistency not in self.consistencies:
             raise InvalidLimit("consistency", f"of a {self.algorithm} must be {' or '.join(self.consistencies)}")
         if self.consistency is Consistency.PREPAID and (self.shares or self.count_denied):
-            raise InvalidLimit("consistency", "leased can't be combined with shares or count_denied")
+            raise InvalidLimit("consistency", "prepaid can't be combined with shares or count_denied")
         size = getattr(self, self.size_field)
         if size is not None:
             _set(self, self.size_field, parse_integer(self.size_field, size, maximum=self.max_size))

@@ -84,7 +84,7 @@ LIMITS: list[dict[str, Any]] = [
     {"algorithm": "quota", "name": "a", "limit": 2**52 - 1, "period": "year", "anchor_day": 31},
     {**WINDOW, "name": "a", "shares": {"P1": 90, "P3": 0}, "scope": "tenant", "counts": "requests"},
     {**WINDOW, "name": "a", "count_denied": True, "mode": "monitor", "align": "first_hit"},
-    {**WINDOW, "name": "a", "consistency": "leased", "spread": True, "charge_after_outage": True},
+    {**WINDOW, "name": "a", "consistency": "prepaid", "spread": True, "charge_after_outage": True},
     {**WINDOW, "name": "a", "limit": Decimal(7), "window_seconds": Decimal("0.5")},
     {**WINDOW, "name": "a", "limit": 0},
 ]

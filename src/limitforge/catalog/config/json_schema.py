@@ -62,7 +62,7 @@ _DESCRIPTIONS: Mapping[str, str] = {
     "counts": "Whether it takes a check's cost, or 1 for each.",
     "count_denied": "Whether denied checks count as well.",
     "charge_after_outage": "Whether what was let pass while the store was away is charged later.",
-    "consistency": "exact asks the store each time, leased spends paid shares, local divides by the nodes.",
+    "consistency": "exact asks the store each time, prepaid spends paid shares, local divides by the processes.",
     "shares": "How many percent of the limit each priority may use.",
     "bucket_capacity": "The largest burst. null is unlimited, 0 blocks.",
     "refill_rate_per_sec": "Tokens that come back each second.",
