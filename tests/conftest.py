@@ -32,35 +32,35 @@ settings.load_profile(os.environ.get("LIMITFORGE_TEST_PROFILE", "ci"))
 # data. It is `slow` without saying so: by its folder or file, by a fixture that it asks for, or by a word of one of its
 # parameters ("postgres and redis"). A single test that takes seconds is marked where it stands.
 SLOW_PLACES = {
-    "catalog/test_cache.py",
-    "catalog/test_constraints.py",
-    "catalog/test_edits.py",
-    "catalog/test_guard.py",
-    "catalog/test_locking.py",
-    "catalog/test_migrations.py",
-    "catalog/test_mirror.py",
-    "catalog/test_node.py",
-    "catalog/test_outbox.py",
-    "catalog/test_overrides.py",
-    "catalog/test_partial_failure.py",
-    "catalog/test_relay.py",
-    "catalog/test_sealing.py",
-    "catalog/test_sweep.py",
-    "catalog/test_warm.py",
+    "catalog/live/test_cache.py",
+    "catalog/database/test_constraints.py",
+    "catalog/database/test_edits.py",
+    "catalog/live/test_lookup_limiter.py",
+    "catalog/database/test_locking.py",
+    "catalog/database/test_migrations.py",
+    "catalog/live/test_override_sync.py",
+    "catalog/live/test_live_catalog.py",
+    "catalog/database/test_outbox.py",
+    "catalog/database/test_overrides.py",
+    "catalog/live/test_partial_failure.py",
+    "catalog/live/test_outbox_relay.py",
+    "catalog/live/test_signing.py",
+    "catalog/live/test_override_reconciler.py",
+    "catalog/live/test_shared_copies.py",
     "chaos",
     "cli",
     "contract/test_definitions.py",
     "contract/test_denial_cache.py",
     "contract/test_invalidation.py",
-    "contract/test_lease_corners.py",
-    "contract/test_lease_definitions.py",
-    "contract/test_shared.py",
+    "contract/test_prepaid_corner_cases.py",
+    "contract/test_prepaid_plan_changes.py",
+    "contract/test_catalog_copies.py",
     "deploy",
     "docs",
     "hostile",
     "mutants",
     "service",
-    "unit/test_constellations.py",
+    "unit/test_topology_servers.py",
     "unit/test_postgres_server.py",
     "unit/test_servers.py",
 }
@@ -75,7 +75,7 @@ SLOW_FIXTURES = {
 SLOW_WORDS = {"cluster", "sentinel", "postgres"}
 
 # Searches of `make test` that `make soak` repeats with more examples, and new ones each time.
-RANDOM_SEARCHES = {"properties", "unit/test_denial_twins.py"}
+RANDOM_SEARCHES = {"properties", "unit/test_denial_cache_twins.py"}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
