@@ -1,1 +1,1 @@
-"""What shards and leases bring: three shards beside one Redis, leased limits beside exact ones."""
+"""Compare three shards with one Redis, and prepaid limits with exact ones."""

@@ -1,4 +1,4 @@
-"""What shards and leases bring, as an SVG."""
+"""Draw the results of shards and prepaid limits as an SVG."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +10,7 @@ from bench.scale.run import Result
 from bench.scale.run_size import ALONE, MANY, PROCESSES, SHARDS
 from bench.scale.shards import GLOBAL, ONE, ONE_CROWDED, THREE, ShardsResult
 
-TITLE = f"{SHARDS} shards beside one Redis, leased limits beside exact ones"
+TITLE = f"{SHARDS} shards beside one Redis, prepaid limits beside exact ones"
 
 
 def render_svg(results: Sequence[Result], versions: Mapping[str, str]) -> str:
@@ -18,7 +18,7 @@ def render_svg(results: Sequence[Result], versions: Mapping[str, str]) -> str:
 
 
 def _panels(results: Sequence[Result]) -> list[Panel]:
-    over_shards, leased, crowded = split_by_kind(results)
+    over_shards, prepaid, hot_key = split_by_kind(results)
     panels = [
         Panel(
             f"Where the busiest Redis is full: {plan}",
@@ -48,7 +48,7 @@ def _panels(results: Sequence[Result]) -> list[Panel]:
                     f"{each.p50_us.median:,.1f}, p99 {each.p99_us.median:,.1f}, {each.checks_per_second.median:,.0f}/s",
                     "peer" if each.consistency == "exact" else "ours",
                 )
-                for each in leased
+                for each in prepaid
                 if each.callers == callers and each.algorithm == FIXED
             ],
         )
@@ -63,7 +63,7 @@ def _panels(results: Sequence[Result]) -> list[Panel]:
             "peer" if each.contestant.startswith(hot_key_processes.EXACT) else "ours",
             wrong=not each.is_limit_kept,
         )
-        for each in crowded
+        for each in hot_key
     ]
     title = f"How busy one hot key keeps Redis, {PROCESSES} processes with {MANY} callers each"
     return [*panels, Panel(title, "CPU of Redis against the wall, and checks a second of all processes.", busy)]

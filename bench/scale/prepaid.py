@@ -51,7 +51,7 @@ class PrepaidResult:
     exhausted: Admitted
     """When 64 callers ask for more than there is."""
     failed: int
-    kind: str = "leases"
+    kind: str = "prepaid"
 
 
 async def run(url: str, pace: RunSize) -> list[PrepaidResult]:

@@ -39,12 +39,12 @@ _SHARDS_HEADER = (
     "failed",
 )
 _PREPAID_TITLE = f"""\
-One hot key, one process: medians of the rounds. p50 and p99: from asking to knowing, once the share is as large as
-the load wants it. Every caller steps back after {CHECKS_PER_YIELD} decisions, whoever decides them: that is in the checks/s
-and the CPU of all, and not in the time of a decision.
+One hot key, one process: medians of the rounds. p50 and p99: the time of a decision, once the share has its full size
+for this load. Every caller yields to the event loop after {CHECKS_PER_YIELD} decisions: this is included in checks/s
+and CPU, and not in the time of a decision.
 x faster (lowest-highest): the exact limit's time in the same round, with as many callers, against this one's.
 admitted: when {MANY} callers ask for more than there is."""
-_LEASES_HEADER = (
+_PREPAID_HEADER = (
     "one decision, async",
     "checks/s",
     "p50 us",
@@ -81,12 +81,12 @@ _CROWD_HEADER = (
 
 
 def render(results: Sequence[Result]) -> str:
-    over_shards, leased, crowded = split_by_kind(results)
+    over_shards, prepaid, hot_key = split_by_kind(results)
     return "\n".join(
         (
             table(_SHARDS_TITLE, _SHARDS_HEADER, _grouped([(each.plan, _shards_row(each)) for each in over_shards])),
-            table(_PREPAID_TITLE, _LEASES_HEADER, _grouped([(_group(each), _prepaid_row(each)) for each in leased])),
-            table(_CROWD_TITLE, _CROWD_HEADER, [_hot_key_row(each) for each in crowded]),
+            table(_PREPAID_TITLE, _PREPAID_HEADER, _grouped([(_group(each), _prepaid_row(each)) for each in prepaid])),
+            table(_CROWD_TITLE, _CROWD_HEADER, [_hot_key_row(each) for each in hot_key]),
         )
     )
 
@@ -100,18 +100,18 @@ def split_by_kind(results: Sequence[Result]) -> tuple[list[ShardsResult], list[P
 
 
 def targets(results: Sequence[Result]) -> list[Target]:
-    over_shards, leased, crowded = split_by_kind(results)
+    over_shards, prepaid, hot_key = split_by_kind(results)
     found = []
     for algorithm in (FIXED, TOKEN):
         for callers in (ALONE, MANY):
             one = next(
                 each
-                for each in leased
+                for each in prepaid
                 if (each.algorithm, each.consistency, each.callers) == (algorithm, "prepaid", callers)
             )
-            what = f"scale, leased {algorithm}, {_callers(callers)}, p50 of a decision against exact"
+            what = f"scale, prepaid {algorithm}, {_callers(callers)}, p50 of a decision against exact"
             found.append(at_least(what, PREPAID_SPEEDUP, one.p50_speedup.median))
-    for each in crowded:
+    for each in hot_key:
         if each.contestant in (hot_key_processes.PREPAID, hot_key_processes.PREPAID_TOKEN):
             busy = 100 * each.redis_busy.median
             what = f"scale, hot key, {PROCESSES} processes, {each.contestant}, Redis busy"
@@ -124,9 +124,9 @@ def targets(results: Sequence[Result]) -> list[Target]:
         *(each.exactness.is_exact and each.measured.count == each.measured.expected for each in over_shards),
         *(
             each.exhausted.count <= each.exhausted.expected and each.measured.count == each.measured.expected
-            for each in leased
+            for each in prepaid
         ),
-        *(each.is_limit_kept for each in crowded),
+        *(each.is_limit_kept for each in hot_key),
     ]
     failed = sum(each.failed for each in results)
     return [
