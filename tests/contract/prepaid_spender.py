@@ -1,4 +1,4 @@
-"""A process that spends a leased limit until it is denied for good.
+"""A process that spends a prepaid limit until it is denied for good.
 
 What it has admitted stands in a file that outlives it, however it ends.
 """

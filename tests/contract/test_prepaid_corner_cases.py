@@ -1,4 +1,4 @@
-"""Leased limits where something else happens to them: overrides, resets, crowds, a Redis that is gone."""
+"""Prepaid limits where something else happens to them: overrides, resets, crowds, a Redis that is gone."""
 
 import asyncio
 import threading
@@ -12,7 +12,7 @@ from tests.contract.conftest import PATIENT
 from tests.servers import RedisServer
 
 DAY = 86_400
-LEASED = FixedWindow(name="leased", limit=100_000, window_seconds=DAY, align="first_hit", consistency="prepaid")
+PREPAID = FixedWindow(name="prepaid", limit=100_000, window_seconds=DAY, align="first_hit", consistency="prepaid")
 LOCAL = FixedWindow(name="local", limit=5_000, window_seconds=DAY, consistency="local")
 EXACT = FixedWindow(name="exact", limit=5_000, window_seconds=DAY)
 PATIENCE_SECONDS = 60.0
@@ -25,7 +25,7 @@ def wait_for(condition: Any, seconds: float = PATIENCE_SECONDS) -> None:
     assert condition()
 
 
-def leasing(limiter: SyncLimiter, limits: Any = LEASED) -> None:
+def leasing(limiter: SyncLimiter, limits: Any = PREPAID) -> None:
     """Ask until there is a share."""
 
     def has_share() -> bool:
@@ -65,10 +65,10 @@ def test_an_override_is_in_force_on_every_node_within_a_moment(redis_url: str) -
         SyncLimiter.connect(redis_url, options=PATIENT) as other,
     ):
         leasing(limiter)
-        other.set_override("r", "s", {"leased": "blocked"}, limits=LEASED, ttl_seconds=60)
-        wait_for(lambda: not limiter.check("r", "s", limits=LEASED).allowed)
+        other.set_override("r", "s", {"prepaid": "blocked"}, limits=PREPAID, ttl_seconds=60)
+        wait_for(lambda: not limiter.check("r", "s", limits=PREPAID).allowed)
         other.delete_override("r", "s")
-        assert limiter.check("r", "s", limits=LEASED).allowed
+        assert limiter.check("r", "s", limits=PREPAID).allowed
 
 
 def test_a_reset_lets_pass_at_most_what_was_out(redis_url: str) -> None:
@@ -109,7 +109,7 @@ async def test_a_crowd_of_mixed_checks_is_decided_without_an_error(redis_url: st
 
 def test_a_long_batch_of_leased_checks_fits_into_its_deadline(redis_url: str) -> None:
     with SyncLimiter.connect(redis_url, options=StoreOptions(failure="closed", deadline_ms=2_000)) as limiter:
-        many = [Request(resource="r", subject=f"u{at}", limits=LEASED) for at in range(1_000)]
+        many = [Request(resource="r", subject=f"u{at}", limits=PREPAID) for at in range(1_000)]
         assert {getattr(answer, "degraded", "error") for answer in limiter.check_many(many)} == {None}
         assert limiter.status().breaker == "closed"
 
@@ -122,8 +122,8 @@ def test_thousands_of_shares_are_kept_in_step(redis_url: str) -> None:
 
         def all_have_shares() -> bool:
             for _ in range(6):
-                limiter.check_many([Request(resource="r", subject=f"u{at}", limits=LEASED) for at in range(2_500)])
-            held: list[int] = [share.left for share in store._blender.shares._shares.values()]
+                limiter.check_many([Request(resource="r", subject=f"u{at}", limits=PREPAID) for at in range(2_500)])
+            held: list[int] = [share.balance for share in store._hybrid.shares._shares.values()]
             return sum(left > 0 for left in held) > 2_200
 
         wait_for(all_have_shares, 90)  # on a busy machine it takes as long as that to ask so often
@@ -137,7 +137,7 @@ def test_while_redis_is_gone_a_share_is_spent_and_then_the_failure_behaviour_dec
         leasing(limiter)
         own_redis_server.kill()
         share = limiter.status().prepaid_out
-        answers = [limiter.check("r", "s", limits=LEASED) for _ in range(share + 10)]
+        answers = [limiter.check("r", "s", limits=PREPAID) for _ in range(share + 10)]
         spent = [answer for answer in answers if answer.degraded is None]
         assert 0 < len(spent) <= share
         assert {answer.degraded for answer in answers if answer not in spent} == {"closed"}
@@ -153,7 +153,7 @@ def test_a_limiter_that_was_closed_leaves_nothing_running(redis_url: str, shell:
         async def lease() -> set[Any]:
             async with Limiter.connect(redis_url, options=PATIENT) as limiter:
                 for _ in range(30):
-                    await asyncio.gather(*(limiter.check("r", "s", limits=LEASED) for _ in range(50)))
+                    await asyncio.gather(*(limiter.check("r", "s", limits=PREPAID) for _ in range(50)))
                     await asyncio.sleep(0.02)
             return asyncio.all_tasks() - {asyncio.current_task()}
 

@@ -1,4 +1,4 @@
-"""Leased limits on a real Redis: the total over all nodes never passes the limit, and how far it may stay below.
+"""Prepaid limits on a real Redis: the total over all nodes never passes the limit, and how far it may stay below.
 
 Several nodes pay for shares, spend them, lose messages, die and come back, each with a clock of its own. A model counts
 what they admit.

@@ -1,4 +1,4 @@
-"""Real processes on one leased limit, of which some are killed or frozen: never one more than the limit."""
+"""Real processes on one prepaid limit, of which some are killed or frozen: never one more than the limit."""
 
 import signal
 import time

@@ -1,4 +1,4 @@
-"""Shares of leased limits on a manual clock: sized by need, spent once, given back."""
+"""Shares of prepaid limits on a manual clock: sized by need, spent once, given back."""
 
 import pytest
 
