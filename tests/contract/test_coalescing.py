@@ -140,7 +140,7 @@ async def test_a_quota_that_must_be_asked_again_holds_up_nobody(redis_url: str) 
             return 0
 
     async with Limiter.connect(redis_url, options=PATIENT) as limiter:
-        limiter._store._parts._clock = YearBehind()  # type: ignore[attr-defined]
+        limiter._store._core._clock = YearBehind()  # type: ignore[attr-defined]
         month = Limits(Quota(name="q", limit=10, period="month"))
         decisions = await asyncio.gather(
             *(limiter.check("r", f"s{n % 4}", limits=month if n % 2 else MANY) for n in range(40))

@@ -46,7 +46,7 @@ def test_a_part_of_a_reservation_goes_back_after_five_seconds_unless_it_is_confi
 def test_a_confirmed_reservation_lapses_counted_from_when_it_was_taken(script: ScriptClient, refund: bool) -> None:
     script.hold(WINDOW, cost=3, ttl_us=MINUTE_US, needs_confirmation=True)
     script.now_us += 1_000_000
-    assert script.finish(ending(HoldAction.CONFIRM, WINDOW, ttl_us=MINUTE_US, refund=refund)) != [None]
+    assert script.finish(ending(HoldAction.CONFIRM, WINDOW, ttl_us=MINUTE_US, refunds_on_lapse=refund)) != [None]
     script.now_us = NOW_US + MINUTE_US - 1
     assert script.check(WINDOW, cost=0).rows[0][4] == 1  # it is open
     assert script.remaining(WINDOW) == 7

@@ -22,15 +22,15 @@ from tests.servers import RedisServer
 
 LOCAL = FixedWindow(name="local", limit=60, window_seconds=3_600, consistency="local")
 EXACT = FixedWindow(name="exact", limit=10, window_seconds=3_600)
-LEASED = FixedWindow(name="leased", limit=10_000, window_seconds=3_600, consistency="prepaid")
+PREPAID = FixedWindow(name="prepaid", limit=10_000, window_seconds=3_600, consistency="prepaid")
 PATIENCE_SECONDS = 40.0
 
 
 def beat(limiter: SyncLimiter) -> int:
     """Say now that this one is alive; how many are."""
     store = cast("Any", limiter._store)
-    count: int = store._carry(store._parts.beat(), time.monotonic() + 10)
-    store._fleet.members.heard(count)
+    count: int = store._run_flow(store._core.heartbeat_flow(), time.monotonic() + 10)
+    store._topology.heartbeat.set_process_count(count)
     return count
 
 
@@ -76,7 +76,7 @@ def test_heartbeats_go_on_by_themselves(redis_url: str) -> None:
         while time.monotonic() < ends:
             for node in nodes:
                 node.check("r", "other", limits=LOCAL)
-            if all(cast("Any", node._store)._fleet.members.nodes() == 2 for node in nodes):
+            if all(cast("Any", node._store)._topology.heartbeat.process_count() == 2 for node in nodes):
                 break
             time.sleep(0.05)
         assert [admitted(node, LOCAL) for node in nodes] == [30, 30]
@@ -115,24 +115,24 @@ def test_beside_a_leased_limit_too(redis_url: str) -> None:
     clock = ManualClock()
     with SyncLimiter.connect(redis_url, clock=clock, options=PATIENT) as limiter:
         store = cast("Any", limiter._store)
-        store._keeper = store  # nobody else keeps the shares
-        all_kinds = Limits(LEASED, EXACT, LOCAL)
-        admitted(limiter, LEASED, 50)
+        store._prepaid_thread = store  # nobody else keeps the shares
+        all_kinds = Limits(PREPAID, EXACT, LOCAL)
+        admitted(limiter, PREPAID, 50)
         clock.advance_us(200_000)
-        store.keep()
-        share = store._blender.shares.out
+        store.sync_prepaid()
+        share = store._hybrid.shares.total_balance
         assert share > 20
         assert admitted(limiter, all_kinds, 30) == 10
-        assert store._blender.shares.out == share - 10
-        store._keeper = None
+        assert store._hybrid.shares.total_balance == share - 10
+        store._prepaid_thread = None
 
 
 def test_what_is_reserved_of_a_leased_limit_is_held_in_the_store(redis_url: str) -> None:
     with SyncLimiter.connect(redis_url, options=PATIENT) as limiter:
-        plan = Limits(LEASED, LOCAL)
+        plan = Limits(PREPAID, LOCAL)
         held = limiter.reserve("r", "s", limits=plan, cost=7)
         assert limiter.settle(held.reservation_id or "", 2).outcome == "settled"
-        assert limiter.check("r", "s", limits=LEASED, cost=0).remaining == 9_998
+        assert limiter.check("r", "s", limits=PREPAID, cost=0).remaining == 9_998
         only_local = limiter.reserve("r", "s", limits=LOCAL, cost=7)
         assert limiter.settle(only_local.reservation_id or "", 2).outcome == "settled"
 

@@ -378,7 +378,7 @@ def test_all_nodes_together_admit_only_what_one_limiter_would(
     limit: Limit, nodes: int, steps: list[tuple[int, int, int]]
 ) -> None:
     clock = ManualClock()
-    fleet = [SyncLimiter(UnavailableStore(clock, failure="local", nodes=nodes)) for _ in range(nodes)]
+    fleet = [SyncLimiter(UnavailableStore(clock, failure="local", processes=nodes)) for _ in range(nodes)]
     whole = SyncLimiter(MemoryStore(clock=clock))
     for at, cost, by_us in steps:
         clock.advance_us(by_us)
@@ -391,7 +391,7 @@ def test_all_nodes_together_keep_to_the_count_of_each_window(nodes: int, steps: 
     """A sum of estimates is rounded down more often than the estimate of a sum: by windows they compare."""
     clock = ManualClock()
     counter = SlidingWindowCounter(name="counter", limit=10, window_seconds=60)
-    fleet = [SyncLimiter(UnavailableStore(clock, failure="local", nodes=nodes)) for _ in range(nodes)]
+    fleet = [SyncLimiter(UnavailableStore(clock, failure="local", processes=nodes)) for _ in range(nodes)]
     admitted: dict[int, int] = {}
     for at, by_us in steps:
         clock.advance_us(by_us)

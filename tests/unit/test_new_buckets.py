@@ -5,8 +5,8 @@ import pytest
 from limitforge import FixedWindow, Limits
 from limitforge.core.check import Check, build_check
 from limitforge.core.keys import Keys, is_overflow
-from limitforge.stores.redis import new_buckets as module
-from limitforge.stores.redis.new_buckets import InProcessBucketBudget
+from limitforge.stores.memory import new_buckets as module
+from limitforge.stores.memory.new_buckets import InProcessBucketBudget
 
 LIMITS = Limits(FixedWindow(name="w", limit=5, window_seconds=60))
 

@@ -148,7 +148,7 @@ def test_what_was_let_pass_is_summed_by_limit_when_the_store_is_back(
 
 
 def test_local_sums_only_what_it_let_pass(node: Build, caplog: pytest.LogCaptureFixture) -> None:
-    away = node(failure="local", nodes=10)
+    away = node(failure="local", processes=10)
     watched = replace(PLAIN, name="watched", limit=40, mode="monitor")
     for _ in range(20):
         away.check([PLAIN, watched])
@@ -285,7 +285,7 @@ def test_what_was_not_admitted_is_not_charged(node: Build, kind: FailureName) ->
 
 
 def test_a_denial_of_this_node_and_a_look_are_not_charged(node: Build) -> None:
-    away = node(failure="local", nodes=50)
+    away = node(failure="local", processes=50)
     for cost in (0, 1, 1, 1, 5, 0):
         away.check(CHARGED, cost=cost)
     assert used(away.store_after_charges(), CHARGED) == 2

@@ -88,13 +88,13 @@ def finish_tentative(
         state = states.get(key)
         if state is None or is_expired(state, now_us):
             continue
-        work = open_state(state, state.numbers, now_us)
+        work = open_state(state, state.algorithm, now_us)
         held = None if work is None else next((p for p in work.pending if p.reservation == token), None)
         if held is not None:
             work.pending = tuple(p for p in work.pending if p is not held)
             if not confirm:
-                state.numbers.give(work, held.amount, held.source)
-            state.numbers.seal(work)
+                state.algorithm.give(work, held.amount, held.source)
+            state.algorithm.seal(work)
             writes.append((key, work))
     return writes
 
