@@ -38,8 +38,7 @@ from limitforge.limiter_sync import SyncLimiter
 from limitforge.request import Request
 from limitforge.stores.memory.store import MemoryStore
 from limitforge.stores.options import StoreOptions
-from limitforge.stores.protocol import StoreStatus
-from limitforge.stores.redis.hot_keys import HotKey
+from limitforge.stores.protocol import HotKey, StoreStatus
 
 __all__ = [
     "Clock",

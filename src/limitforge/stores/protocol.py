@@ -1,8 +1,8 @@
-"""What a store is. The limiter speaks this and nothing else; a store may wrap another one (a cache, a breaker, a
-placement).
+"""The interface between the limiter and a store.
 
-A check is hot and has a method of its own, which is where a store may join waiting checks. Everything rarer is a
-command: a value that says what is wanted.
+The limiter uses only this interface, so a store may wrap another one: a cache, a circuit breaker, a placement over
+several servers. Checks are on the hot path and have methods of their own, which may batch them. Every other operation
+is a command object.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,57 +18,71 @@ from limitforge.core.keys import Keys
 from limitforge.core.overrides import CompiledOverride, Override, OverridePage
 from limitforge.core.reservations import Settlement
 from limitforge.errors import LimitforgeError
-from limitforge.stores.redis.hot_keys import HotKey
 
 ResultT = TypeVar("ResultT")
 
 
+class HotKey(msgspec.Struct, frozen=True):
+    """A frequently checked bucket: its key, the checks per second, and its share of all checks (0 to 1)."""
+
+    key: str
+    per_second: float
+    share: float
+
+
 class StoreStatus(msgspec.Struct, frozen=True):
-    """How a store is doing. `breaker` is closed, open or probing, `since` when that last changed (epoch seconds),
-    `degraded` counts the checks that were decided without the store, `denials_cached` and `denial_hits` those that
-    needed no asking, `waiting` how many checks wait for an answer now. Where there are several servers, `breaker` is
-    that of the worst, and `nodes` has each by its address. `shares_out` is what this process has paid for of leased
-    limits and not spent. `hot_keys` are the buckets that were asked for most in the last seconds.
-    `new_buckets_per_minute` is how many buckets a tenant may begin (None: any number), `overflowed` how many checks an
-    overflow bucket decided because their tenant had begun as many.
+    """The state of a store at one moment, for health checks and metrics.
+
+    With several Redis servers, `breaker` and `since` are those of the server in the worst state.
     """
 
     breaker: str = "closed"
+    """State of the circuit breaker: closed, open or half-open."""
     since: float | None = None
+    """When `breaker` last changed, in epoch seconds; None if it never did."""
     degraded: dict[str, int] = msgspec.field(default_factory=dict)
+    """Checks that were decided without the store, by failure behaviour."""
     denials_cached: int = 0
+    """Denials in the denial cache."""
     denial_hits: int = 0
+    """Checks that were answered from the denial cache."""
     waiting: int = 0
+    """Checks that wait for a reply now."""
     servers: dict[str, str] = msgspec.field(default_factory=dict)
+    """Breaker state of each server by its address; empty if the URL names a single server."""
     prepaid_out: int = 0
+    """Prepaid cost that this process holds and has not spent yet."""
     hot_keys: list[HotKey] = msgspec.field(default_factory=list)
+    """The most frequently checked buckets of the last seconds, the most frequent first."""
     new_buckets_per_minute: int | None = None
+    """How many buckets a tenant may begin in a minute; None means no bound."""
     overflowed: int = 0
+    """Checks that an overflow bucket decided, because the tenant had used up `new_buckets_per_minute`."""
 
 
 class Command(Generic[ResultT]):
-    """Something other than a check, and the type of its answer."""
+    """A store operation other than a check. The type argument is the type of its result."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Release(Command[None]):
-    """Free the slots of a lease; fine if it holds none."""
+    """Free the slots of a lease. Idempotent."""
 
     lease: Lease
 
 
 @dataclass(frozen=True, slots=True)
 class Renew(Command[bool]):
-    """Extend every slot of a lease that is still live; False if any was not."""
+    """Extend every slot of a lease that is still live; return False if any slot had expired or was released."""
 
     lease: Lease
 
 
 @dataclass(frozen=True, slots=True)
 class Settle(Command[Settlement]):
-    """Replace what a reservation holds by what it cost, `amounts` limit by limit."""
+    """Replace the cost that a reservation holds by the actual cost, `amounts` limit by limit."""
 
     reservation: Reservation
     cost: int
@@ -77,14 +91,14 @@ class Settle(Command[Settlement]):
 
 @dataclass(frozen=True, slots=True)
 class Reset(Command[None]):
-    """Forget what was counted in these buckets."""
+    """Delete the state of these buckets."""
 
     keys: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SetOverride(Command[Override]):
-    """Replace the override of one (tenant, resource, subject); the subject's keys start with `own`."""
+    """Replace the override of one tenant, resource and subject. `lane_prefix` starts the subject's keys."""
 
     lane_prefix: str
     tenant: str
@@ -97,7 +111,7 @@ class SetOverride(Command[Override]):
 
 @dataclass(frozen=True, slots=True)
 class GetOverrides(Command[list[Override]]):
-    """The live overrides of one subject."""
+    """Return the live overrides of one subject."""
 
     lane_prefix: str
     tenant: str
@@ -106,7 +120,7 @@ class GetOverrides(Command[list[Override]]):
 
 @dataclass(frozen=True, slots=True)
 class ListOverrides(Command[OverridePage]):
-    """A tenant's live overrides, some subjects at a time, in the order of their names, from all its lanes."""
+    """Return a page of a tenant's live overrides: at most `subjects` subjects, by name, from all lanes."""
 
     key_prefixes: tuple[str, ...]
     tenant: str
@@ -116,14 +130,14 @@ class ListOverrides(Command[OverridePage]):
 
 @dataclass(frozen=True, slots=True)
 class FindMissingOverrides(Command[list[int]]):
-    """Return the positions of those overrides that are not in force. Each is given as (own, resource, subject)."""
+    """Return the positions of the targets without a live override. A target is (lane prefix, resource, subject)."""
 
     targets: tuple[tuple[str, str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class DeleteOverride(Command[bool]):
-    """Remove one override; tells whether there was any."""
+    """Remove one override; return whether it existed."""
 
     lane_prefix: str
     resource: str
@@ -132,16 +146,14 @@ class DeleteOverride(Command[bool]):
 
 @dataclass(frozen=True, slots=True)
 class ClearOverrides(Command[int]):
-    """Remove all overrides of a tenant; tells of how many subjects."""
+    """Remove all overrides of a tenant; return how many subjects had one."""
 
     key_prefixes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class DropCachedDenials(Command[None]):
-    """Forget every denial of a tenant that a node may have cached: its plans have changed. Its keys start with one of
-    `starts`.
-    """
+    """Drop the denials of a tenant from the denial cache of every process, because its plans have changed."""
 
     key_prefixes: tuple[str, ...]
 
@@ -152,20 +164,22 @@ class Store(Protocol):
     keys: Keys
 
     async def check(self, check: Check) -> Decision:
-        """Decide, or raise this check's own error."""
+        """Decide one check, or raise its error."""
 
     def submit(self, check: Check, on_result: Callable[[CheckResult], None]) -> None:
-        """The same for a protocol on the running loop: `answer` is called once, perhaps before this returns. It is told
-        an outcome only if the check's `result_kind` is `OUTCOME`.
+        """Decide one check and pass the result to `on_result`, exactly once and perhaps before this returns.
+
+        For protocols on the running event loop, which then need no task for each check. The result is a decision or an
+        error, or an outcome if the check's `result_kind` is OUTCOME.
         """
 
     async def check_many(self, checks: Sequence[Check]) -> list[Decision | LimitforgeError]:
-        """Decide each by itself, in order; an error stands in the place of its check and spoils no other."""
+        """Decide each check by itself, in order. An error takes the place of its decision and affects no other."""
 
     async def run(self, command: Command[ResultT]) -> ResultT: ...
 
     def set_server_memory(self, memory_bytes: int) -> None:
-        """Learn how much memory the smallest server of the store has; 0 if none of them has a limit."""
+        """Set the memory limit of the smallest server of the store; 0 if no server has a limit."""
 
     def status(self) -> StoreStatus: ...
 
@@ -173,7 +187,7 @@ class Store(Protocol):
 
 
 class SyncStore(Protocol):
-    """The same for threads."""
+    """A store for threads. See `Store` for its methods."""
 
     keys: Keys
 

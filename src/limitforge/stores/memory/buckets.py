@@ -1,4 +1,4 @@
-"""The buckets of the memory store: a dict that is bounded, and knows which of them may go."""
+"""The buckets of the memory store: a bounded dict with eviction."""
 
 import random
 from collections.abc import Sequence
@@ -15,18 +15,18 @@ EVICTION_SAMPLE = 8
 
 
 class BucketTable(dict[str, State]):
-    """States by key. `make_place` must come before a new key is written; known ones are written as in any dict."""
+    """States by key. Call `make_room` before you write a new key. Write an existing key as in any dict."""
 
     def __init__(self, max_keys: int) -> None:
         super().__init__()
         self.max_keys = max_keys
         self.evictions = 0
-        self._sampling_pool: list[str] = []  # every key, so that eviction can sample; some are gone
-        self._expiries: list[tuple[int, str]] | None = None  # a heap of when buckets are over, once it was full
+        self._sampling_pool: list[str] = []  # every key, and some that were removed
+        self._expiries: list[tuple[int, str]] | None = None  # a heap, built when the table is first full
         self._random = random.Random()  # noqa: S311 - samples, no secrets
 
     def reset(self, key: str) -> None:
-        """Count afresh. The bucket is as good as gone, and keeps its one place in the order."""
+        """Replace the state by an expired one. The key stays, because it is in the sampling pool once."""
         state = self.get(key)
         if state is not None:
             self[key] = State(LONG_AGO_US, LONG_AGO_US, 0, state.algorithm, ())
@@ -34,7 +34,7 @@ class BucketTable(dict[str, State]):
                 heappush(self._expiries, (LONG_AGO_US, key))
 
     def make_room(self, writes: Sequence[tuple[str, State]], now_us: int) -> None:
-        """Give every new key a place, or refuse before anything is written."""
+        """Make room for every new key, or raise StoreUnavailable before anything is written."""
         added = [(key, state) for key, state in writes if key not in self]
         surplus = len(self) + len(added) - self.max_keys
         if surplus > 0:
@@ -45,7 +45,7 @@ class BucketTable(dict[str, State]):
                 heappush(self._expiries, (state.until, key))
 
     def _evict(self, surplus: int, written: set[str], now_us: int) -> None:
-        """Drop that many buckets: what is over first, else the one of eight that would be over first."""
+        """Remove `surplus` buckets: expired ones first, else the one of eight that expires first."""
         if self._expiries is None or len(self._expiries) > 2 * self.max_keys:
             self._expiries = [(state.until, key) for key, state in self.items()]
             heapify(self._expiries)
@@ -59,47 +59,47 @@ class BucketTable(dict[str, State]):
             self._sampling_pool = list(self)
 
     def _pop_expired(self, written: set[str], now_us: int) -> str | None:
-        """A bucket that no longer matters. Ends in the heap are those of when a bucket was new: most have moved on."""
-        ends, kept = cast("list[tuple[int, str]]", self._expiries), []
-        found = None
-        while found is None and ends and ends[0][0] <= now_us:
-            _, key = heappop(ends)
+        """Return the key of an expired bucket. The heap holds the expiry of a new bucket, which has often moved on."""
+        expiries, kept = cast("list[tuple[int, str]]", self._expiries), []
+        expired = None
+        while expired is None and expiries and expiries[0][0] <= now_us:
+            _, key = heappop(expiries)
             state = self.get(key)
             if state is None:
                 continue
             if key not in written and is_expired(state, now_us):
-                found = key
+                expired = key
             elif state.until > now_us:
-                heappush(ends, (state.until, key))
+                heappush(expiries, (state.until, key))
             else:  # being written, or ahead of the clock
                 kept.append((state.until, key))
-        for end in kept:
-            heappush(ends, end)
-        return found
+        for expiry in kept:
+            heappush(expiries, expiry)
+        return expired
 
     def _pick_victim(self, written: set[str], now_us: int) -> str:
-        """Of eight, the one that would be over first; leases and open reservations stay."""
+        """Return the bucket that expires first among eight. Buckets with leases or open reservations are kept."""
         sampled = (self._sample() for _ in range(EVICTION_SAMPLE)) if self else ()
-        for keys in (sampled, self):  # all of them only if the whole sample must stay
-            free = [key for key in keys if key not in written and not self._is_pinned(self[key], now_us)]
-            if free:
-                return min(free, key=lambda key: self[key].until)
+        for keys in (sampled, self):  # try every bucket only if the whole sample must be kept
+            evictable = [key for key in keys if key not in written and not self._is_pinned(self[key], now_us)]
+            if evictable:
+                return min(evictable, key=lambda key: self[key].until)
         raise StoreUnavailable(
-            f"the memory store is full: of {self.max_keys} buckets each holds a lease or an open reservation; "
+            f"the memory store is full: each of its {self.max_keys} buckets holds a lease or an open reservation; "
             "raise max_keys"
         )
 
     def _sample(self) -> str:
-        """A random key. One that is gone is met at most once: the last of the list takes its place."""
+        """Return a random key. A removed key that is drawn is replaced by the last key of the pool."""
         while True:
-            place = self._random.randrange(len(self._sampling_pool))
-            key = self._sampling_pool[place]
+            index = self._random.randrange(len(self._sampling_pool))
+            key = self._sampling_pool[index]
             if key in self:
                 return key
-            self._sampling_pool[place] = self._sampling_pool[-1]
+            self._sampling_pool[index] = self._sampling_pool[-1]
             self._sampling_pool.pop()
 
     @staticmethod
     def _is_pinned(state: State, now_us: int) -> bool:
-        reserved = bool(state.pending) and state.pending[-1].lapses_us > now_us
-        return reserved or (isinstance(state.algorithm, ConcurrencyAlgorithm) and not is_expired(state, now_us))
+        is_reserved = bool(state.pending) and state.pending[-1].lapses_us > now_us
+        return is_reserved or (isinstance(state.algorithm, ConcurrencyAlgorithm) and not is_expired(state, now_us))

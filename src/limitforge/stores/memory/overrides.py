@@ -1,4 +1,4 @@
-"""The overrides of the memory store."""
+"""Overrides in the memory store."""
 
 from collections.abc import Container
 from dataclasses import dataclass
@@ -37,50 +37,51 @@ class _StoredOverride:
 
 
 class MemoryOverrides:
-    """Overrides by subject and resource. They are never evicted: when there are too many, new ones are refused."""
+    """Overrides by subject and resource. They are never evicted: a full store refuses new ones."""
 
     def __init__(self, max_keys: int) -> None:
         self._max_keys = max_keys
-        self.by_key: dict[str, dict[str, _StoredOverride]] = {}  # by override key, then resource; empty for most
-        self._subjects_by_prefix: dict[str, set[str]] = {}  # by what the keys of a lane start with
+        self.by_key: dict[str, dict[str, _StoredOverride]] = {}  # by override key, then resource
+        self._subjects_by_prefix: dict[str, set[str]] = {}  # by lane prefix
 
-    def steps_resolver(self, now_us: int, shared: Container[tuple[Rule, str | None]] = ()) -> AlgorithmFor:
-        """The rule's own numbers, or those of the most specific live override that names its limit.
+    def algorithm_resolver(self, now_us: int, shared: Container[tuple[Rule, str | None]] = ()) -> AlgorithmFor:
+        """Return a function that applies the live overrides to a rule.
 
-        `shared` are rules, with the overrides of who asks, that an overflow bucket decides: subjects share its window
-        and its rate.
+        `shared` holds the (rule, override key) pairs that an overflow bucket decides. Several subjects share that
+        bucket, so an override changes only the limit there, not the window or the rate.
         """
 
-        def live(found: dict[str, _StoredOverride], resource: str, rule: Rule) -> CompiledOverride | None:
-            override = found.get(resource)
+        def find_live(overrides: dict[str, _StoredOverride], resource: str, rule: Rule) -> CompiledOverride | None:
+            override = overrides.get(resource)
             if override is None or now_us >= override.expires_us:
                 return None
-            named = (
+            matching = (
                 one for one in override.compiled if one.name == rule.limit.name and one.code == rule.algorithm.code
             )
-            return next(named, None)
+            return next(matching, None)
 
-        def steps_for(rule: Rule, resource: str, overrides: str) -> Algorithm:
-            found = self.by_key.get(overrides)
-            if not found:
+        def algorithm_for(rule: Rule, resource: str, override_key: str) -> Algorithm:
+            overrides = self.by_key.get(override_key)
+            if not overrides:
                 return rule.algorithm
-            exact = None if resource == ANY_RESOURCE else live(found, resource, rule)
-            steps = apply_overrides(rule.algorithm, rule.scope, exact, live(found, ANY_RESOURCE, rule))
-            if (rule, overrides) in shared:
-                return rule.algorithm.with_numbers((steps.limit,))
-            return steps
+            exact = None if resource == ANY_RESOURCE else find_live(overrides, resource, rule)
+            any_resource = find_live(overrides, ANY_RESOURCE, rule)
+            algorithm = apply_overrides(rule.algorithm, rule.scope, exact, any_resource)
+            if (rule, override_key) in shared:
+                return rule.algorithm.with_numbers((algorithm.limit,))
+            return algorithm
 
-        return steps_for
+        return algorithm_for
 
     def set(self, command: SetOverride, now_us: int) -> Override:
         key = Keys.overrides(command.lane_prefix, command.subject)
-        found = {r: o for r, o in self.by_key.get(key, {}).items() if o.expires_us > now_us}
-        require_room_for_override(len(found.keys() | {command.resource}))
+        live = {r: o for r, o in self.by_key.get(key, {}).items() if o.expires_us > now_us}
+        require_room_for_override(len(live.keys() | {command.resource}))
         if key not in self.by_key:
             self._ensure_room(now_us)
         expires_us = now_us + command.ttl_us
-        found[command.resource] = _StoredOverride(command.changes, command.compiled, expires_us)
-        self.by_key[key] = found
+        live[command.resource] = _StoredOverride(command.changes, command.compiled, expires_us)
+        self.by_key[key] = live
         self._subjects_by_prefix.setdefault(command.lane_prefix, set()).add(command.subject)
         return Override(command.tenant, command.resource, command.subject, command.changes, expiry_seconds(expires_us))
 
@@ -90,62 +91,65 @@ class MemoryOverrides:
     def list_page(self, command: ListOverrides, now_us: int) -> OverridePage:
         after = decode_cursor(command.cursor)
         subjects = sorted(
-            (encode_key(subject), own)
-            for own in command.key_prefixes
-            for subject in self._subjects_by_prefix.get(own, ())
+            (encode_key(subject), prefix)
+            for prefix in command.key_prefixes
+            for subject in self._subjects_by_prefix.get(prefix, ())
             if after is None or encode_key(subject) > after
         )
         page = subjects[: command.subjects]
-        overrides = [o for s, own in page for o in self._live_overrides(own, command.tenant, decode_key(s), now_us)]
+        overrides = [
+            override
+            for subject, prefix in page
+            for override in self._live_overrides(prefix, command.tenant, decode_key(subject), now_us)
+        ]
         return OverridePage(overrides, encode_cursor(page[-1][0]) if len(subjects) > len(page) else None)
 
     def find_missing(self, command: FindMissingOverrides, now_us: int) -> list[int]:
-        def is_live(own: str, resource: str, subject: str) -> bool:
-            found = self.by_key.get(Keys.overrides(own, subject), {}).get(resource)
-            return found is not None and now_us < found.expires_us
+        def is_live(prefix: str, resource: str, subject: str) -> bool:
+            override = self.by_key.get(Keys.overrides(prefix, subject), {}).get(resource)
+            return override is not None and now_us < override.expires_us
 
-        return [at for at, place in enumerate(command.targets) if not is_live(*place)]
+        return [index for index, target in enumerate(command.targets) if not is_live(*target)]
 
     def delete(self, command: DeleteOverride, now_us: int) -> bool:
         live = {o.resource for o in self._live_overrides(command.lane_prefix, "", command.subject, now_us)}
-        doomed = live & {command.resource}
-        key = Keys.overrides(command.lane_prefix, command.subject)
-        for resource in doomed:
-            del self.by_key[key][resource]
+        existed = command.resource in live
+        if existed:
+            del self.by_key[Keys.overrides(command.lane_prefix, command.subject)][command.resource]
         self._live_overrides(command.lane_prefix, "", command.subject, now_us)
-        return bool(doomed)
+        return existed
 
     def clear(self, command: ClearOverrides, now_us: int) -> int:
         cleared = 0
-        for own in command.key_prefixes:
-            for subject in list(self._subjects_by_prefix.get(own, ())):
-                cleared += bool(self._live_overrides(own, "", subject, now_us))
-                self.by_key.pop(Keys.overrides(own, subject), None)
-            self._subjects_by_prefix.pop(own, None)
+        for prefix in command.key_prefixes:
+            for subject in list(self._subjects_by_prefix.get(prefix, ())):
+                cleared += bool(self._live_overrides(prefix, "", subject, now_us))
+                self.by_key.pop(Keys.overrides(prefix, subject), None)
+            self._subjects_by_prefix.pop(prefix, None)
         return cleared
 
-    def _live_overrides(self, own: str, tenant: str, subject: str, now_us: int) -> list[Override]:
-        """A subject's overrides, by resource; those that have expired are dropped on the way."""
-        key = Keys.overrides(own, subject)
-        found = {r: o for r, o in self.by_key.get(key, {}).items() if o.expires_us > now_us}
-        if found:
-            self.by_key[key] = found
+    def _live_overrides(self, prefix: str, tenant: str, subject: str, now_us: int) -> list[Override]:
+        """Return a subject's overrides, sorted by resource, and remove those that have expired."""
+        key = Keys.overrides(prefix, subject)
+        live = {r: o for r, o in self.by_key.get(key, {}).items() if o.expires_us > now_us}
+        if live:
+            self.by_key[key] = live
         else:
             self.by_key.pop(key, None)
-            subjects = self._subjects_by_prefix.get(own, set())
+            subjects = self._subjects_by_prefix.get(prefix, set())
             subjects.discard(subject)
             if not subjects:
-                self._subjects_by_prefix.pop(own, None)
+                self._subjects_by_prefix.pop(prefix, None)
         return [
             Override(tenant, resource, subject, override.changes, expiry_seconds(override.expires_us))
-            for resource, override in sorted(found.items(), key=lambda item: encode_key(item[0]))
+            for resource, override in sorted(live.items(), key=lambda item: encode_key(item[0]))
         ]
 
     def _ensure_room(self, now_us: int) -> None:
         if len(self.by_key) >= self._max_keys:
-            for own, subjects in list(self._subjects_by_prefix.items()):
+            for prefix, subjects in list(self._subjects_by_prefix.items()):
                 for subject in list(subjects):
-                    self._live_overrides(own, "", subject, now_us)
+                    self._live_overrides(prefix, "", subject, now_us)
             if len(self.by_key) >= self._max_keys:
                 raise StoreUnavailable(
                     f"the memory store is full: it holds overrides of {self._max_keys} subjects; raise max_keys"

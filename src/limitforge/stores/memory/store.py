@@ -1,4 +1,7 @@
-"""The engine in this process: `core` over a bounded dict. No thread, no task; what is over goes when room is needed."""
+"""A store in this process: the algorithms of `core` over a bounded dict.
+
+It runs no thread and no task. Expired buckets are removed when a new bucket needs the room.
+"""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -27,6 +30,7 @@ from limitforge.core.plan import Rule
 from limitforge.core.reservations import RESULT_TTL_US, ReservationRecord, Settlement, finish_tentative, settle
 from limitforge.errors import LimitforgeError, StoreCorrupt, StoreError, StoreUnavailable, UnknownReservation
 from limitforge.stores.memory.buckets import BucketTable
+from limitforge.stores.memory.new_buckets import InProcessBucketBudget
 from limitforge.stores.memory.overrides import MemoryOverrides
 from limitforge.stores.protocol import (
     ClearOverrides,
@@ -44,19 +48,20 @@ from limitforge.stores.protocol import (
     Settle,
     StoreStatus,
 )
-from limitforge.stores.redis.new_buckets import InProcessBucketBudget
 
 MAX_KEYS = 1_000_000
 PRUNE_RECORDS_ABOVE = 1_000
 
 
 class MemoryStore:
-    """Decides in this process, for threads. Counts are this process's own: several processes need a shared store.
+    """Decides checks in this process. Thread-safe. Several processes that share limits need a Redis store instead.
 
-    At most `max_keys` buckets are kept. Beyond that, one that is over makes room for a new one, else the one of eight
-    that would be over first, which is counted in `evictions`. Leases, reservations and overrides are never evicted: a
-    store that is full of them refuses new ones. Limits of `consistency: local` are divided by `nodes`. A tenant may
-    begin `new_buckets_per_minute`; beyond that its new subjects share overflow buckets, once there are `bounded_from`.
+    The store keeps at most `max_keys` buckets. A new bucket beyond that replaces an expired one, else the bucket that
+    expires first among eight random ones, which `evictions` counts. Leases, reservations and overrides are never
+    evicted: a store that is full of them raises StoreUnavailable for new ones.
+
+    Limits with `consistency="local"` are divided by `processes()`. A tenant may begin `new_buckets_per_minute`; beyond
+    that its new subjects share overflow buckets. This applies once the store has `budget_from` buckets.
     """
 
     def __init__(
@@ -72,7 +77,7 @@ class MemoryStore:
         self.keys = keys or Keys()
         self.now_us = self._now_us = (clock or SystemClock()).now_us
         self._processes = processes
-        self._divided = lru_cache(maxsize=4_096)(Rule.divided)
+        self._divided_rule = lru_cache(maxsize=4_096)(Rule.divided)
         self._max_keys = max_keys
         self._lock = threading.Lock()
         self._states = BucketTable(max_keys)
@@ -92,12 +97,12 @@ class MemoryStore:
             FindMissingOverrides: self._overrides.find_missing,
             DeleteOverride: self._overrides.delete,
             ClearOverrides: self._overrides.clear,
-            DropCachedDenials: lambda _command, _now_us: None,  # nothing is cached here
+            DropCachedDenials: lambda _command, _now_us: None,  # this store has no cache
         }
 
     @property
     def evictions(self) -> int:
-        """How many buckets had to go while they still mattered."""
+        """How many buckets were evicted before they expired."""
         return self._states.evictions
 
     def __len__(self) -> int:
@@ -111,30 +116,30 @@ class MemoryStore:
             self._lock.release()
 
     def check_result(self, check: Check) -> Decision | Outcome:
-        """The same for whoever takes an outcome too."""
+        """Decide a check, and return what its `result_kind` asks for."""
         if check.shadow is not None:
             return self.check(check)
         with self._lock:
             return build_result(check, self._evaluate(check, self._now_us()))
 
     def check_many(self, checks: Sequence[Check]) -> list[Decision | LimitforgeError]:
-        answers: list[Decision | LimitforgeError] = []
+        results: list[Decision | LimitforgeError] = []
         with self._lock:
             now_us = self._now_us()
             for check in checks:
                 try:
-                    answers.append(self._check(check, now_us))
+                    results.append(self._check(check, now_us))
                 except LimitforgeError as error:
-                    answers.append(error)
-        return answers
+                    results.append(error)
+        return results
 
     def evaluate(self, check: Check) -> Outcome:
-        """For part of a check: what is held for it must be finished."""
+        """Evaluate a part of a check. The caller must end what the part holds with `end_holds`."""
         with self._lock:
             return self._evaluate(check, self._now_us())
 
     def end_holds(self, keys: Sequence[str], token: bytes, *, confirm: bool) -> None:
-        """What a part holds in these buckets stays taken, or goes back."""
+        """Confirm what a part holds in these buckets, or refund it."""
         with self._lock:
             writes = finish_tentative(keys, token, self._now_us(), self._states, confirm=confirm)
             self._states.update(writes)
@@ -144,13 +149,12 @@ class MemoryStore:
             return cast("ResultT", self._handlers[type(command)](command, self._now_us()))
 
     def status(self) -> StoreStatus:
-        """A store in this process never fails."""
         if self._budget is None:
             return StoreStatus()
         return StoreStatus(new_buckets_per_minute=self._budget.per_minute, overflowed=self._budget.overflowed)
 
     def close(self) -> None:
-        """Nothing to close; what was counted stays for as long as this object."""
+        """Do nothing. The store keeps its state and can be used again."""
 
     # -- checks
 
@@ -160,7 +164,7 @@ class MemoryStore:
             return build_decision(check, outcome)
         try:
             return build_decision(check, outcome, self._evaluate(check.shadow, now_us))
-        except StoreError:  # there is no room for a candidate plan: it must never harm the live one
+        except StoreError:  # no room for the shadow plan, which must never affect the live one
             return build_decision(check, outcome)
 
     def _evaluate(self, check: Check, now_us: int) -> Evaluation:
@@ -168,23 +172,23 @@ class MemoryStore:
             check.resolve_calendars(now_us)
         if check.hold is not None and check.hold.key:
             self._ensure_room_for_record(now_us)
-        wholes = self._divide_local_limits(check) if check.is_partly_local else []
-        steps_for = self._overrides.steps_resolver(now_us) if self._overrides.by_key else None
+        undivided = self._divide_local_limits(check) if check.is_partly_local else []
+        algorithm_for = self._overrides.algorithm_resolver(now_us) if self._overrides.by_key else None
         redirected = [] if self._budget is None else self._budget.redirect(check, self._states, now_us)
-        if redirected and steps_for is not None:
-            shared = {(rule, overrides) for rule, *_, overrides in (check.debits[at] for at in redirected)}
-            steps_for = self._overrides.steps_resolver(now_us, shared)
-        verdict = evaluate(check, now_us, self._states, steps_for)
-        if isinstance(verdict, CalendarMiss):
-            verdict = self._retry_with_calendars(check, verdict, now_us, steps_for)
-        self._write(verdict.writes, now_us)
-        if verdict.reserved is not None and check.hold is not None and check.hold.key:
-            self._add_record(check, verdict.reserved, verdict.lapses_us, now_us)
-        for place, whole in wholes:
-            verdict.rows[place] = (whole, *verdict.rows[place][1:])
+        if redirected and algorithm_for is not None:
+            shared = {(rule, overrides) for rule, *_, overrides in (check.debits[index] for index in redirected)}
+            algorithm_for = self._overrides.algorithm_resolver(now_us, shared)
+        evaluation = evaluate(check, now_us, self._states, algorithm_for)
+        if isinstance(evaluation, CalendarMiss):
+            evaluation = self._retry_with_calendars(check, evaluation, now_us, algorithm_for)
+        self._write(evaluation.writes, now_us)
+        if evaluation.reserved is not None and check.hold is not None and check.hold.key:
+            self._add_record(check, evaluation.reserved, evaluation.lapses_us, now_us)
+        for index, limit in undivided:
+            evaluation.rows[index] = (limit, *evaluation.rows[index][1:])
         if redirected and self._budget is not None:
-            self._budget.mark_overflowed(verdict.rows, redirected)
-        return verdict
+            self._budget.mark_overflowed(evaluation.rows, redirected)
+        return evaluation
 
     def _write(self, writes: Sequence[tuple[str, State]], now_us: int) -> None:
         states, budget = self._states, self._budget
@@ -198,37 +202,37 @@ class MemoryStore:
             states[key] = state
 
     def _divide_local_limits(self, check: Check) -> list[tuple[int, int]]:
-        """This process's part of each local limit. The whole of it, which is what is told, comes back by its place."""
-        nodes, wholes = self._processes(), []
-        for place, (rule, *others) in enumerate(check.debits):
+        """Replace each local limit by the part of this process; return position and whole limit of each, to report."""
+        processes, undivided = self._processes(), []
+        for index, (rule, *others) in enumerate(check.debits):
             if rule.local and rule.algorithm.limit > 0:
-                check.debits[place] = (self._divided(rule, nodes), *others)  # type: ignore[assignment]
-                wholes.append((place, rule.algorithm.limit))
-        return wholes
+                check.debits[index] = (self._divided_rule(rule, processes), *others)  # type: ignore[assignment]
+                undivided.append((index, rule.algorithm.limit))
+        return undivided
 
     def _retry_with_calendars(
-        self, check: Check, again: CalendarMiss, now_us: int, steps_for: AlgorithmFor | None
+        self, check: Check, miss: CalendarMiss, now_us: int, algorithm_for: AlgorithmFor | None
     ) -> Evaluation:
-        """A bucket is ahead of the clock by more than its quota's windows; each may be, so each gets its turn."""
+        """Evaluate again with windows around the time of a bucket that is ahead of the clock; each bucket may be."""
         for _ in check.debits:
-            check.resolve_calendar(again.index, again.now_us)
-            verdict = evaluate(check, now_us, self._states, steps_for)
-            if not isinstance(verdict, CalendarMiss):
-                return verdict
-            again = verdict
-        raise StoreCorrupt("no calendar window holds the time of its bucket")
+            check.resolve_calendar(miss.index, miss.now_us)
+            evaluation = evaluate(check, now_us, self._states, algorithm_for)
+            if not isinstance(evaluation, CalendarMiss):
+                return evaluation
+            miss = evaluation
+        raise StoreCorrupt("no calendar window contains the time of its bucket")
 
-    # -- what is kept
+    # -- reservation records
 
-    def _add_record(self, check: Check, held: list[ReservedAmount], lapses_us: int, now_us: int) -> None:
-        """Past a thousand, each new record looks at the two oldest: what is over goes, so that they never pile up."""
+    def _add_record(self, check: Check, reserved: list[ReservedAmount], lapses_us: int, now_us: int) -> None:
+        """Add a record. Beyond 1,000 records, remove the two oldest if they have expired, so that few pile up."""
         if len(self._records) >= PRUNE_RECORDS_ABOVE:
-            for oldest in list(islice(self._records, 2)):
-                looked_at = self._records.pop(oldest)
-                if looked_at.expires_us > now_us:
-                    self._records[oldest] = looked_at
+            for key in list(islice(self._records, 2)):
+                oldest = self._records.pop(key)
+                if oldest.expires_us > now_us:
+                    self._records[key] = oldest
         hold = cast("Hold", check.hold)
-        self._records[hold.key] = ReservationRecord(hold.token, lapses_us, lapses_us + RESULT_TTL_US, held)
+        self._records[hold.key] = ReservationRecord(hold.token, lapses_us, lapses_us + RESULT_TTL_US, reserved)
 
     def _ensure_room_for_record(self, now_us: int) -> None:
         if len(self._records) >= self._max_keys:
@@ -265,7 +269,7 @@ class MemoryStore:
     def _settle(self, command: Settle, now_us: int) -> Settlement:
         record = self._records.get(decode_key(command.reservation.record))
         if record is None or record.expires_us <= now_us:
-            raise UnknownReservation("no such reservation, or its result was forgotten a day after its end")
+            raise UnknownReservation("unknown reservation id; results are deleted a day after the reservation ended")
         calendars = [
             Calendar(Period(c[0]), c[1], c[2]).windows_around(now_us) if (c := limit.calendar) else ()
             for limit in command.reservation.limits
@@ -283,7 +287,7 @@ class MemoryStore:
                 "tuple[str, str, int]", command.reservation.limits[settled.index].calendar
             )
             calendars[settled.index] = Calendar(Period(period), time_zone, anchor_day).windows_around(settled.now_us)
-        raise StoreCorrupt("no calendar window holds the time of its bucket")
+        raise StoreCorrupt("no calendar window contains the time of its bucket")
 
     def _reset(self, command: Reset, now_us: int) -> None:
         for key in command.keys:
@@ -291,7 +295,7 @@ class MemoryStore:
 
 
 class AsyncMemoryStore:
-    """The same for an event loop: nothing here ever waits."""
+    """A memory store with the asynchronous interface. Its methods never wait."""
 
     def __init__(self, store: MemoryStore | None = None) -> None:
         self._store = MemoryStore() if store is None else store  # an empty store is falsy
@@ -306,10 +310,10 @@ class AsyncMemoryStore:
 
     def submit(self, check: Check, on_result: Callable[[CheckResult], None]) -> None:
         try:
-            judged: CheckResult = self._store.check_result(check)
+            result: CheckResult = self._store.check_result(check)
         except LimitforgeError as error:
-            judged = error
-        on_result(judged)
+            result = error
+        on_result(result)
 
     async def check_many(self, checks: Sequence[Check]) -> list[Decision | LimitforgeError]:
         return self._store.check_many(checks)
@@ -318,7 +322,7 @@ class AsyncMemoryStore:
         return self._store.run(command)
 
     def set_server_memory(self, memory_bytes: int) -> None:
-        """Buckets here are bounded by `max_keys`."""
+        """Do nothing: `max_keys` bounds this store."""
 
     def status(self) -> StoreStatus:
         return self._store.status()

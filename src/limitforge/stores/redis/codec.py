@@ -17,8 +17,9 @@ from limitforge.core.evaluate import too_many_reservations
 from limitforge.core.keys import encode_key, lane_prefix_of, new_bucket_counter_key, overflow_key, override_index_of
 from limitforge.core.plan import Rule
 from limitforge.errors import LimitforgeError, StoreCorrupt, StoreUnavailable
+from limitforge.stores.memory.new_buckets import EXEMPT_SCOPES
 from limitforge.stores.redis.key_hints import KeyHints
-from limitforge.stores.redis.new_buckets import EXEMPT_SCOPES, NewBucketBudget
+from limitforge.stores.redis.new_buckets import NewBucketBudget
 from limitforge.stores.redis.prepaid.shares import TopUpReply, TopUpRequest
 from limitforge.stores.redis.topology.cross_slot import FinishHold
 from limitforge.stores.redis.topology.hash_slots import SlotOf, group_by_slot

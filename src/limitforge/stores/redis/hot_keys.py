@@ -8,24 +8,15 @@ seconds are kept.
 from collections.abc import Callable
 from operator import itemgetter
 
-import msgspec
-
 from limitforge.core.check import Check
 from limitforge.core.clock import Clock
+from limitforge.stores.protocol import HotKey
 
 CAPACITY = 128
 PRUNE_ABOVE = 8 * CAPACITY  # sorting out pays for many new keys at once
 SAMPLE_EVERY = 8  # every so many checks are looked at
 WINDOW_US = 10_000_000
 MAX_REPORTED = 10
-
-
-class HotKey(msgspec.Struct, frozen=True):
-    """A bucket, how often it was asked for lately, and which part of all questions that was."""
-
-    key: str
-    per_second: float
-    share: float
 
 
 class HotKeys:

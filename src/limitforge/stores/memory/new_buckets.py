@@ -1,0 +1,83 @@
+"""Bound how many buckets a tenant may begin in a minute in a memory store, so that one tenant can't fill it.
+
+Beyond the budget, the tenant's new subjects share one overflow bucket for each limit and lane. `lua/new_buckets.lua`
+does the same on Redis.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+
+from limitforge.core.algorithms.base import UNLIMITED
+from limitforge.core.algorithms.sliding_window_counter import Counter, SlidingWindowCounterAlgorithm
+from limitforge.core.check import Check
+from limitforge.core.decision import OVERFLOWED, LimitRow
+from limitforge.core.evaluate import open_state
+from limitforge.core.keys import is_overflow, lane_prefix_of, overflow_key
+from limitforge.core.limits import Scope
+
+MINUTE_US = 60_000_000
+MAX_LANES = 65_536  # with more, the counters of all lanes restart
+
+EXEMPT_SCOPES = (Scope.TENANT, Scope.GLOBAL)
+"""Scopes that have few buckets, which the budget does not bound."""
+
+
+class InProcessBucketBudget:
+    """Counts the buckets that begin in a memory store. The store holds the lock."""
+
+    def __init__(self, per_minute: int, enforced_from: int = 0) -> None:
+        """While the store has fewer than `enforced_from` buckets, the budget is not enforced."""
+        self.per_minute = per_minute
+        self.overflowed = 0
+        self._enforced_from = enforced_from
+        self._algorithm = SlidingWindowCounterAlgorithm(per_minute, MINUTE_US)
+        self._counters: dict[str, Counter] = {}  # by lane prefix
+
+    def redirect(self, check: Check, states: Collection[str], now_us: int) -> list[int]:
+        """Point the debits that may not begin a bucket at their overflow buckets; return their positions."""
+        redirected: list[int] = []
+        keys: set[str] = set()
+        begins = 0
+        if len(states) < self._enforced_from:
+            return redirected
+        for index, (rule, key, *rest) in enumerate(check.debits):
+            if key in states or rule.forced or rule.scope in EXEMPT_SCOPES:
+                continue
+            begins += 1
+            shared = overflow_key(key, rule.overflow_suffix)
+            lane_is_full = self._remaining(lane_prefix_of(key), now_us) < begins
+            if lane_is_full and shared not in keys:  # two debits of a check can't share one bucket
+                begins -= 1
+                check.debits[index] = (rule.without_offset(), shared, *rest)  # type: ignore[assignment]
+                redirected.append(index)
+                keys.add(shared)
+        return redirected
+
+    def count_new(self, keys: Sequence[str], now_us: int) -> None:
+        """Count buckets that have just begun."""
+        for key in keys:
+            lane = lane_prefix_of(key)
+            if is_overflow(key):
+                continue
+            counter = self._open_counter(lane, now_us)
+            self._algorithm.take(counter, 1, b"")
+            self._algorithm.seal(counter)
+            if lane not in self._counters and len(self._counters) >= MAX_LANES:
+                self._counters = {}
+            self._counters[lane] = counter
+
+    def mark_overflowed(self, rows: list[LimitRow], redirected: Iterable[int]) -> None:
+        """Mark the rows that an overflow bucket decided. An unlimited row needs no bucket."""
+        overflowed = [index for index in redirected if rows[index][0] != UNLIMITED]
+        for index in overflowed:
+            *numbers, is_open = rows[index]
+            rows[index] = (*numbers, is_open + OVERFLOWED)  # type: ignore[assignment]
+        self.overflowed += bool(overflowed)
+
+    def _remaining(self, lane: str, now_us: int) -> int:
+        counter = self._open_counter(lane, now_us)
+        self._algorithm.seal(counter)
+        return self.per_minute - counter.used
+
+    def _open_counter(self, lane: str, now_us: int) -> Counter:
+        counter: Counter = open_state(self._counters.get(lane), self._algorithm, now_us)
+        return counter
