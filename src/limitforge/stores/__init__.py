@@ -1,4 +1,8 @@
-"""Where decisions are kept: memory and Redis, behind one protocol."""
+"""Stores keep the state of buckets and decide checks. The limiter uses them through `protocol.Store` only.
+
+`memory` decides in this process. `redis` decides in a Lua script on Redis, and `resilience` decides what happens while
+Redis is unavailable. `connect` and `connect_sync` open the store that a URL names.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,19 +20,19 @@ _REDIS = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel", "redis
 
 
 def connect(url: str, *, keys: Keys, clock: Clock | None = None, options: StoreOptions | None = None) -> Store:
-    """The store that a URL names, for an event loop. No connection is opened yet."""
+    """Return the asynchronous store for a URL. It connects with the first check. Raises InvalidInput."""
     if _is_memory(url):
-        return AsyncMemoryStore(_memory(url, keys, clock, options))
-    with _redis_py():
+        return AsyncMemoryStore(_memory_store(url, keys, clock, options))
+    with _require_redis_py():
         from limitforge.stores.redis.aio.store import RedisStore
     return RedisStore(url, keys=keys, clock=clock, options=options)
 
 
 def connect_sync(url: str, *, keys: Keys, clock: Clock | None = None, options: StoreOptions | None = None) -> SyncStore:
-    """The same for threads."""
+    """Return the store for a URL, for use from threads. It connects with the first check. Raises InvalidInput."""
     if _is_memory(url):
-        return _memory(url, keys, clock, options)
-    with _redis_py():
+        return _memory_store(url, keys, clock, options)
+    with _require_redis_py():
         from limitforge.stores.redis.sync.store import SyncRedisStore
     return SyncRedisStore(url, keys=keys, clock=clock, options=options)
 
@@ -43,12 +47,12 @@ def _is_memory(url: str) -> bool:
     return scheme == "memory"
 
 
-def _memory(url: str, keys: Keys, clock: Clock | None, options: StoreOptions | None) -> MemoryStore:
-    """`memory://?max_keys=10000` bounds the number of buckets."""
+def _memory_store(url: str, keys: Keys, clock: Clock | None, options: StoreOptions | None) -> MemoryStore:
+    """Return a memory store. `memory://?max_keys=10000` bounds the number of its buckets."""
     settings = dict(parse_qsl(urlsplit(url).query, keep_blank_values=True))
     max_keys = parse_integer("max_keys", settings.pop("max_keys", MAX_KEYS), minimum=1)
     if settings:
-        raise InvalidInput("url", f"memory:// takes max_keys and nothing else, got {short_repr(', '.join(settings))}")
+        raise InvalidInput("url", f"memory:// has only the parameter max_keys, got {short_repr(', '.join(settings))}")
     options = options or StoreOptions()
     return MemoryStore(
         keys=keys,
@@ -60,8 +64,8 @@ def _memory(url: str, keys: Keys, clock: Clock | None, options: StoreOptions | N
 
 
 @contextmanager
-def _redis_py() -> Iterator[None]:
-    """redis-py is an extra: memory works without it."""
+def _require_redis_py() -> Iterator[None]:
+    """Turn a failed import of redis-py, which is an extra, into a helpful error."""
     try:
         yield
     except ImportError as missing:

@@ -1,4 +1,4 @@
-"""How a shared store is used: how long a check may take, and what happens when the store can't decide."""
+"""Settings of a store: deadlines, the circuit breaker, caches and bounds."""
 
 from dataclasses import dataclass
 from typing import NoReturn
@@ -16,29 +16,41 @@ MAX_REPLICAS = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreOptions:
-    """Every number is validated here; `docs/operations.md` says when to change which. Memory stores need none of it.
+    """Settings of a store. Raises InvalidInput, naming the setting, if a value is out of bounds.
 
-    `failure` is for checks that say nothing of their own. `nodes` is how many processes share the limits: with `local`,
-    each decides by its part. `denial_cache_ms` is how long a denial may be answered without asking (0: never).
-    `sync_interval_ms` is how often at most a process pays for more of a leased limit. `wait_replicas` is how many
-    replicas must have what was written before a decision is told: what so many have, a failover does not lose.
-    `new_buckets_per_minute` is how many buckets a tenant may begin (in each lane); beyond that its new subjects share
-    overflow buckets. None: any number. Memory stores use this one too. With `fits_memory`, a store that learns how
-    much memory Redis has may lower it.
+    A memory store uses only `processes` and `new_buckets_per_minute`. `docs/operations.md` says when to change what.
     """
 
     failure: Failure | FailureName = Failure.OPEN
+    """How checks that name no failure behaviour are decided while the store can't decide: `open` allows them, `closed`
+    denies them, `local` counts in this process, `raise` raises StoreUnavailable.
+    """
     deadline_ms: float = 50
+    """How long a check may take until its failure behaviour decides. 1 to 60,000."""
     processes: int = 1
+    """How many processes share the limits. With `failure="local"`, each process uses 1/processes of a limit. With
+    `consistency="local"` too, until Redis has reported how many processes are alive.
+    """
     breaker_failures: int = 3
+    """Consecutive failures that open the circuit breaker of a server."""
     breaker_seconds: float = 30
+    """How long an open breaker rejects calls before it lets one probe through. 0.001 to 3,600."""
     denial_cache_ms: float = 1_000
+    """How long a denial may be answered from the denial cache of this process; 0 disables the cache. Up to 60,000."""
     denial_cache_size: int = 10_000
+    """Maximum number of buckets with cached denials."""
     max_waiting: int = 4_000
+    """Maximum number of checks that wait for a reply on one event loop; beyond it their failure behaviour decides."""
     sync_interval_ms: float = 200
+    """Minimum interval between two top-ups of a prepaid share. 10 to 10,000."""
     wait_replicas: int = 0
+    """Replicas that must confirm a write before its decision is returned. A failover does not lose what they have."""
     new_buckets_per_minute: int | None = None
+    """How many buckets a tenant may begin in a minute, in each lane; beyond it new subjects share overflow buckets.
+    None means no bound.
+    """
     cap_budget_by_memory: bool = False
+    """Lower `new_buckets_per_minute` if the memory limit of Redis is too small for it."""
 
     def __post_init__(self) -> None:
         if self.failure is None:
@@ -46,21 +58,20 @@ class StoreOptions:
         object.__setattr__(self, "failure", parse_failure(self.failure))
         for name in ("processes", "breaker_failures", "denial_cache_size", "max_waiting"):
             object.__setattr__(self, name, parse_integer(name, getattr(self, name), minimum=1))
-        _between("deadline_ms", self.deadline_ms, 1, MAX_DEADLINE_MS)
-        _between("breaker_seconds", self.breaker_seconds, 0.001, MAX_BREAKER_SECONDS)
-        _between("denial_cache_ms", self.denial_cache_ms, 0, MAX_DENIAL_CACHE_MS)
-        object.__setattr__(
-            self, "wait_replicas", parse_integer("wait_replicas", self.wait_replicas, maximum=MAX_REPLICAS)
-        )
+        _require_between("deadline_ms", self.deadline_ms, 1, MAX_DEADLINE_MS)
+        _require_between("breaker_seconds", self.breaker_seconds, 0.001, MAX_BREAKER_SECONDS)
+        _require_between("denial_cache_ms", self.denial_cache_ms, 0, MAX_DENIAL_CACHE_MS)
+        replicas = parse_integer("wait_replicas", self.wait_replicas, maximum=MAX_REPLICAS)
+        object.__setattr__(self, "wait_replicas", replicas)
         if self.new_buckets_per_minute is not None:
             budget = parse_integer(
                 "new_buckets_per_minute", self.new_buckets_per_minute, minimum=1, maximum=MAX_COUNTER_LIMIT
             )
             object.__setattr__(self, "new_buckets_per_minute", budget)
-        _between("sync_interval_ms", self.sync_interval_ms, 10, MAX_SYNC_INTERVAL_MS)
+        _require_between("sync_interval_ms", self.sync_interval_ms, 10, MAX_SYNC_INTERVAL_MS)
 
 
-def _between(name: str, value: object, lowest: float, highest: float) -> None:
+def _require_between(name: str, value: object, lowest: float, highest: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not lowest <= value <= highest:
         _refuse(name, value, f"be a number from {lowest:g} to {highest:g}")
 

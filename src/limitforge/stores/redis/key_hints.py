@@ -1,8 +1,7 @@
-"""Keys that a reply of the script named lately, so that the next call is prepared for them.
+"""Remember which optional keys the script asked for lately, so that the next call sends them along.
 
-Most tenants have no overrides, and begin few buckets. So a call does not carry the keys that only the others need: the
-script says when it misses them, and the check is asked once more with them. From then on they are sent along at once,
-for a while.
+Most tenants have no overrides and begin few buckets, so a call does not carry the keys for these. The script answers
+which key it misses, and the call is repeated with it. A hint then saves the second call for a minute.
 """
 
 from limitforge.core.clock import Clock
@@ -12,15 +11,15 @@ MAX_HINTS = 16_384
 
 
 class KeyHints:
-    """Keys that were named in the last minute. Several threads may use it."""
+    """Keys that the script asked for in the last minute. Thread-safe."""
 
     def __init__(self, clock: Clock) -> None:
         self._now_us = clock.now_us
         self._expires_us: dict[str, int] = {}
 
     def __contains__(self, key: str) -> bool:
-        until_us = self._expires_us.get(key)
-        return until_us is not None and self._now_us() < until_us
+        expires_us = self._expires_us.get(key)
+        return expires_us is not None and self._now_us() < expires_us
 
     def add(self, key: str) -> None:
         if len(self._expires_us) >= MAX_HINTS:

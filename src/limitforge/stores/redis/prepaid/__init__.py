@@ -1,1 +1,6 @@
-"""TODO."""
+"""Checks that this process decides in whole or in part.
+
+A limit with `consistency="prepaid"` is spent from a share that this process has debited in Redis in advance. A limit
+with `consistency="local"` is divided by the number of live processes, which heartbeats count. `shares`, `hybrid` and
+`heartbeat` do no I/O; `sync` keeps them up to date for one event loop.
+"""

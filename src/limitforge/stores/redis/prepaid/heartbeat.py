@@ -1,7 +1,7 @@
-"""How many processes are alive: each says so in Redis every second, and is told how many others did.
+"""Count the live processes: each one sends a heartbeat to Redis every second, and receives the count in reply.
 
-Only who has a limit of `consistency: local` needs to know. Until the first answer, and where there is no Redis, the
-number of the settings counts.
+Only a process that uses a limit with `consistency="local"` sends heartbeats. Until the first reply, and without Redis,
+the count is the one of the settings.
 """
 
 import os
@@ -14,20 +14,20 @@ HEARTBEAT_TTL_US = 3 * HEARTBEAT_INTERVAL_US
 
 
 class Heartbeat:
-    """This process among the others."""
+    """When to send the heartbeat of this process, and how many processes are alive. No I/O."""
 
     def __init__(self, keys: Keys, processes: int, clock: Clock) -> None:
         self._name, self._pid = b"", 0
         self.key = keys.heartbeats()
         self.is_needed = False
-        """Whether anybody has asked how many there are."""
+        """True once a check has asked for the count."""
         self._process_count = processes
         self._now_us = clock.now_us
         self._sent_us = LONG_AGO_US
 
     @property
     def name(self) -> bytes:
-        """Its own in each process: a forked one is another."""
+        """The name of this process. A forked process gets another one."""
         if self._pid != os.getpid():
             self._name, self._pid = os.urandom(8), os.getpid()
         return self._name
@@ -37,7 +37,7 @@ class Heartbeat:
         return self._process_count
 
     def claim_if_due(self) -> bool:
-        """Whether to say now that this process is alive; whoever is told so must."""
+        """Return True if a heartbeat is due. The caller must then send it."""
         now_us = self._now_us()
         if not self.is_needed or now_us - self._sent_us < HEARTBEAT_INTERVAL_US:
             return False

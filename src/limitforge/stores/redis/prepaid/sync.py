@@ -1,4 +1,4 @@
-"""Keeps what one event loop has of leased limits in step with the store, and says that its process is alive."""
+"""Keep the prepaid shares of one event loop in sync with the store, and send the heartbeats of the process."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -16,18 +16,21 @@ RunFlow = Callable[[Flow[Any], float], Coroutine[None, None, Any]]
 
 
 class PrepaidSync:
-    """Runs while anybody needs it. `carry` brings a flow to the store, `listen` hears of changes from other nodes."""
+    """Syncs on a timer, which stops when there is no share left and no check needs heartbeats.
+
+    `run_flow` runs a flow against the store. `listen` starts listening to invalidations of other processes.
+    """
 
     def __init__(
         self,
-        parts: RedisCore,
+        core: RedisCore,
         shares: PrepaidShares,
         interval_seconds: float,
         run_flow: RunFlow,
         listen: Callable[[], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._parts = parts
+        self._core = core
         self._shares = shares
         self._interval_seconds = interval_seconds
         self._run_flow = run_flow
@@ -37,34 +40,34 @@ class PrepaidSync:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def ensure_running(self) -> None:
-        """Somebody asked for a limit that this process may decide."""
+        """Start the timer unless it runs. Call it for each check that this process may decide in part."""
         if self._timer is None and not self._is_stopped:
             self._listen()
             self._timer = self._loop.call_later(self._interval_seconds, self._tick)
-            if self._parts.topology.heartbeat.claim_if_due():
+            if self._core.topology.heartbeat.claim_if_due():
                 self._start_task(self._send_heartbeat())
 
     def stop(self) -> None:
-        """Nothing is paid for any more."""
+        """Send no more requests."""
         self._is_stopped = True
         if self._timer is not None:
             self._timer.cancel()
 
     async def shut_down(self) -> None:
-        """Give back what was paid for and not spent, and do not count as alive any more."""
+        """Stop, return all shares to the store, and remove this process from the live ones."""
         self.stop()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=COMMAND_TIMEOUT_SECONDS)
         await asyncio.gather(*map(self._sync_batch, self._batches(self._shares.return_all())))
-        if self._parts.topology.heartbeat.is_needed:
+        if self._core.topology.heartbeat.is_needed:
             with suppress(LimitforgeError):
-                await self._run_flow(self._parts.heartbeat_flow(0), COMMAND_TIMEOUT_SECONDS)
+                await self._run_flow(self._core.heartbeat_flow(0), COMMAND_TIMEOUT_SECONDS)
 
     def _tick(self) -> None:
         self._timer = None
-        for wishes in self._batches(self._shares.due_requests()):
-            self._start_task(self._sync_batch(wishes))
-        if len(self._shares) or self._parts.topology.heartbeat.is_needed:
+        for requests in self._batches(self._shares.due_requests()):
+            self._start_task(self._sync_batch(requests))
+        if len(self._shares) or self._core.topology.heartbeat.is_needed:
             self.ensure_running()
 
     def _start_task(self, work: Coroutine[None, None, None]) -> None:
@@ -72,30 +75,30 @@ class PrepaidSync:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _sync_batch(self, wishes: list[TopUpRequest]) -> None:
+    async def _sync_batch(self, requests: list[TopUpRequest]) -> None:
         sent_us = self._shares.now_us()
-        grants: Sequence[TopUpReply | None] | None = None
+        replies: Sequence[TopUpReply | None] | None = None
         try:
-            grants = await self._run_flow(
-                self._parts.top_up_flow(wishes, self._shares.lapse_us), COMMAND_TIMEOUT_SECONDS
+            replies = await self._run_flow(
+                self._core.top_up_flow(requests, self._shares.lapse_us), COMMAND_TIMEOUT_SECONDS
             )
         except StoreUnavailable as error:
-            grants = None if error.maybe_counted else [None] * len(wishes)
+            replies = None if error.maybe_counted else [None] * len(requests)
         except LimitforgeError:
-            grants = None
+            replies = None
         finally:
-            self._shares.apply_replies(wishes, grants, sent_us)
+            self._shares.apply_replies(requests, replies, sent_us)
 
     async def _send_heartbeat(self) -> None:
         with suppress(LimitforgeError):
-            self._parts.topology.heartbeat.set_process_count(
-                await self._run_flow(self._parts.heartbeat_flow(), COMMAND_TIMEOUT_SECONDS)
+            self._core.topology.heartbeat.set_process_count(
+                await self._run_flow(self._core.heartbeat_flow(), COMMAND_TIMEOUT_SECONDS)
             )
 
-    def _batches(self, wishes: Sequence[TopUpRequest]) -> list[list[TopUpRequest]]:
-        """As many as one call can take, of one slot each."""
+    def _batches(self, requests: Sequence[TopUpRequest]) -> list[list[TopUpRequest]]:
+        """Split the requests into batches for one call each: one slot, and at most MAX_CALL_US of work."""
         return [
-            together[part.start : part.stop]
-            for together in group_by_slot(wishes, lambda wish: self._parts.topology.slot_of(wish.share.key))
-            for part in split_by_weight([BUCKET_US] * len(together))
+            same_slot[part.start : part.stop]
+            for same_slot in group_by_slot(requests, lambda request: self._core.topology.slot_of(request.share.key))
+            for part in split_by_weight([BUCKET_US] * len(same_slot))
         ]
