@@ -94,10 +94,10 @@ def test_a_probe_that_hangs_keeps_the_others_from_asking(opened: Connect, proxy:
     sent = proxy.requests
     probe = threading.Thread(target=ask, args=(limiter,))
     probe.start()
-    eventually(lambda: limiter.status().breaker == "probing" and proxy.requests > sent)
+    eventually(lambda: limiter.status().breaker == "half-open" and proxy.requests > sent)
     sent = proxy.requests
     assert [ask(limiter) for _ in range(10)] == ["open"] * 10
-    assert limiter.status().breaker == "probing"  # so they waited neither for the probe nor for a deadline
+    assert limiter.status().breaker == "half-open"  # so they waited neither for the probe nor for a deadline
     assert proxy.requests < sent + 10  # what the probe itself sends comes in several pieces
     proxy.mode = CloseConnections()  # which ends the probe
     probe.join()

@@ -186,7 +186,7 @@ def test_the_breakers_state_is_told_with_its_moment(node: Build) -> None:
     assert opened is not None
     away.monotonic.advance_us(30 * SECOND_US)
     assert away.resilience.allows_call()
-    assert away.resilience.state == "probing"
+    assert away.resilience.state == "half-open"
     assert not away.resilience.allows_call()
     away.resilience.record_success()
     assert away.resilience.state == "closed"

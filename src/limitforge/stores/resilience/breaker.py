@@ -1,16 +1,16 @@
-"""A circuit breaker as a pure state machine: time comes in, permission comes out.
+"""A circuit breaker as a pure state machine: the caller passes the time.
 
-    closed   --failures in a row-->  open   --open_us later, one caller-->  probing
-      ^                               ^ |                                     |   |
-      |                               | +-- a straggler succeeded --> closed  |   |
-      |                               +------------- failed ------------------+   |
-      +------------------------------------------- succeeded --------------------+
+    closed   --consecutive failures-->  open   --open_us later, one caller-->  half-open
+      ^                                 ^ |                                     |    |
+      |                                 | +-- a late call succeeded --> closed  |    |
+      |                                 +------------- failure -----------------+    |
+      +------------------------------------------- success --------------------------+
 
-Who asks `admits` and is let in must tell `succeeded` or `failed`. A probe that never tells (its caller went away) is
-given up after `probe_us`, and the next caller probes.
+A caller that `allows_call` lets through must call `record_success` or `record_failure`. A half-open breaker lets one
+probe through. If that probe reports nothing for `probe_us` (its caller was cancelled), the next caller probes.
 
-A call that failed counts only if it began after the last failure that counted: whatever was under way at that moment
-failed for the same reason, however many calls it was.
+A failure counts only if its call began after the last failure that counted. All calls that were in flight at that
+moment failed for the same reason, so together they count as one failure.
 """
 
 from enum import StrEnum
@@ -21,18 +21,18 @@ from limitforge.core.clock import LONG_AGO_US
 class BreakerState(StrEnum):
     CLOSED = "closed"
     OPEN = "open"
-    HALF_OPEN = "probing"
+    HALF_OPEN = "half-open"
 
 
 class CircuitBreaker:
-    """Opens after `failures` in a row, for `open_us`; then lets one probe at a time through until one succeeds."""
+    """Opens for `open_us` after `failures` consecutive failures, then lets one probe at a time through."""
 
     __slots__ = (
-        "_last_failure_us",
+        "_consecutive_failures",
         "_failures",
+        "_last_failure_us",
         "_open_us",
         "_probe_us",
-        "_consecutive_failures",
         "_retry_at_us",
         "state",
     )
@@ -47,7 +47,7 @@ class CircuitBreaker:
         self.state = BreakerState.CLOSED
 
     def allows_call(self, now_us: int) -> bool:
-        """Whether this caller may ask the backend."""
+        """Return whether this caller may call the server now."""
         if self.state is BreakerState.CLOSED:
             return True
         if now_us < self._retry_at_us:
@@ -57,14 +57,14 @@ class CircuitBreaker:
         return True
 
     def record_success(self) -> bool:
-        """The backend answered; tells whether that closed the breaker."""
+        """Record a reply of the server; return whether it closed the breaker."""
         was_closed = self.state is BreakerState.CLOSED
         self._consecutive_failures = 0
         self.state = BreakerState.CLOSED
         return not was_closed
 
     def record_failure(self, now_us: int, began_us: int) -> bool:
-        """The backend did not answer a call that began then; tells whether that opened the breaker."""
+        """Record a failed call that began at `began_us`; return whether it opened the breaker."""
         if began_us < self._last_failure_us:
             return False
         self._last_failure_us = now_us
@@ -78,5 +78,5 @@ class CircuitBreaker:
         return True
 
     def retry_after_us(self, now_us: int) -> int:
-        """How long until a caller may ask; 0 if it may now."""
+        """Return how long until the breaker lets a call through; 0 if it does so now."""
         return 0 if self.state is BreakerState.CLOSED else max(self._retry_at_us - now_us, 0)
