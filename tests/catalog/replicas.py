@@ -30,7 +30,8 @@ from limitforge.catalog.live.live_catalog import LiveCatalog
 from limitforge.catalog.live.lookup_limiter import LookupLimiter
 from limitforge.catalog.live.signing import Signer
 from limitforge.catalog.live.sources import SharedCopies
-from limitforge.catalog.model import OPERATOR, Key, KeyScope, Override, Plan, Tenant, TenantConfig, normalize_limits
+from limitforge.catalog.model import OPERATOR, Key, KeyScope, Override, Plan, Tenant, TenantConfig
+from limitforge.catalog.plan_limits import normalize_limits
 from limitforge.core.clock import Clock
 from limitforge.core.limits import Mode
 from limitforge.errors import CatalogUnavailable, LimitforgeError

@@ -6,6 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from limitforge.catalog.conversion import convert
+from limitforge.catalog.fields import immutable_fields, settable_fields
 from limitforge.catalog.model import (
     ENTITY_TYPES,
     Entity,
@@ -17,14 +19,12 @@ from limitforge.catalog.model import (
     Tenant,
     Token,
     build_entity,
-    convert,
-    normalize_limits,
-    parse_plan_limits,
     require_settable,
     to_datetime,
     to_public_dict,
     with_changes,
 )
+from limitforge.catalog.plan_limits import normalize_limits, parse_plan_limits
 from limitforge.core.limits import limit_from_fields
 from limitforge.errors import InvalidInput
 
@@ -104,8 +104,10 @@ def test_an_unknown_field_is_refused_by_name(kind: type[Entity]) -> None:
 
 @pytest.mark.parametrize("kind", SMALLEST)
 def test_what_can_be_set_is_a_field_and_what_is_fixed_can_be_set(kind: type[Entity]) -> None:
-    assert set(kind.immutable) <= set(kind.settable) <= set(kind.__struct_fields__)
-    assert not {"id", "version", "created_at", "updated_at", "secrets", "revision", "last_used_at"} & set(kind.settable)
+    assert set(immutable_fields(kind)) <= set(settable_fields(kind)) <= set(kind.__struct_fields__)
+    assert not {"id", "version", "created_at", "updated_at", "secrets", "revision", "last_used_at"} & set(
+        settable_fields(kind)
+    )
     assert ENTITY_TYPES[kind.kind] is kind
 
 

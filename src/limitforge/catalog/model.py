@@ -1,34 +1,37 @@
-"""What the catalog holds: tenants, plans, policies, keys, overrides, tokens. Frozen, and valid once built.
+"""The entities of the catalog: tenants, plans, policies, keys, overrides, tokens. Frozen, and valid once built.
 
-The fields are those of the wire format, by the same names. Nothing here knows a database.
+Their fields have the names of the wire format, and each is described here once: the admin API, the OpenAPI document,
+the command line and configuration files take descriptions and examples from these annotations. This module does not
+know the database.
 """
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from enum import StrEnum
-from functools import lru_cache
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 
+from limitforge.catalog.conversion import convert
+from limitforge.catalog.fields import IMMUTABLE, READ_ONLY, described, example_of, immutable_fields, settable_fields
 from limitforge.catalog.patterns import Pattern
+from limitforge.catalog.plan_limits import compile_limits, decode_limits
 from limitforge.core.calendar import zone
 from limitforge.core.check import Failure
-from limitforge.core.exact import US_PER_SECOND, Rate, short_repr
-from limitforge.core.keys import parse_key_part
+from limitforge.core.exact import US_PER_SECOND, short_repr
+from limitforge.core.keys import MAX_KEY_PART_BYTES, parse_key_part
 from limitforge.core.lanes import ONE_LANE, Lanes
-from limitforge.core.limits import Limit, Mode, Priority, Quota, Scope, limit_from_fields, limit_to_fields
+from limitforge.core.limits import Mode, Priority, Scope
 from limitforge.core.overrides import ANY_RESOURCE, copy_changes
 from limitforge.core.plan import Limits
 from limitforge.errors import InvalidInput, InvalidLimit
 
 OPERATOR = "operator"
-"""The id and the name of the one above all tenants."""
+"""The id and the name of the operator, whose plan and mode apply to all tenants."""
 
-MAX_LIMITS_PER_PLAN = 10  # the plans of operator, tenant and policy decide together, and a check has room for 32 limits
-MAX_PLANS_PER_TENANT = 1_000  # of one tenant
+MAX_PLANS_PER_TENANT = 1_000
 MAX_POLICIES_PER_TENANT = 20_000
 MAX_METADATA_BYTES = 4_096
 MAX_REASON_LENGTH = 512
@@ -39,14 +42,14 @@ _EPOCH = datetime.fromtimestamp(0, UTC)
 
 
 class KeyType(StrEnum):
-    """Test keys are the first to be shed."""
+    """The type of an API key. Checks with a test key are shed first."""
 
     LIVE = "live"
     TEST = "test"
 
 
 class KeyScope(StrEnum):
-    """What an API key may do. PLANS allows calls to name a `plan_id`, and with that to choose their limits."""
+    """What an API key allows. PLANS lets a call name a `plan_id`, and thereby choose its limits."""
 
     CHECK = "check"
     USAGE = "usage"
@@ -54,58 +57,158 @@ class KeyScope(StrEnum):
 
 
 class TokenScope(StrEnum):
-    """What an admin token may do."""
+    """What an admin token allows."""
 
     READ = "read"
     WRITE = "write"
 
 
+# --- Fields that several entities or the configuration file share ----------------------------------------------------
+
+_EXAMPLE_ID = "1a2b3c4d5e6f7g8h"
+_WORD_LIST = {"minItems": 1, "uniqueItems": True}
+
+
+def _described_name(example: str) -> msgspec.Meta:
+    return described(
+        "1 to 64 letters, digits or -_./ characters.", example=example, pattern=f"^{NAME_PATTERN.pattern}$"
+    )
+
+
+Name = Annotated[str, _described_name("acme")]
+OwnerId = Annotated[str, described("The tenant that owns it.", example=f"ten_{_EXAMPLE_ID}"), IMMUTABLE]
+PlanId = Annotated[str, described("The plan that applies.", example=f"pla_{_EXAMPLE_ID}")]
+ModeField = Annotated[
+    Mode,
+    described(
+        "`on` enforces limits, `monitor` evaluates and reports them but allows every check, `off` ignores them.",
+        example="on",
+    ),
+]
+TimeZone = Annotated[
+    str,
+    described(
+        "IANA time zone such as Europe/Berlin. It decides when the days and months of quotas begin.",
+        example="Europe/Berlin",
+        minLength=1,
+    ),
+]
+FailureField = Annotated[
+    Failure | None,
+    described(
+        "What happens to checks while the store is unavailable: `open` allows them, `closed` denies them, `local` "
+        "counts them in each process."
+    ),
+]
+PriorityField = Annotated[
+    Priority | None, described("The priority of checks that state none. Checks of P0 are never shed.")
+]
+LaneCount = Annotated[
+    int | Lanes, described("The number of lanes that its keys are spread over on a Redis Cluster.", example=1)
+]
+Suspended = Annotated[bool, described("True if all API keys of this tenant are rejected.", example=False)]
+Resource = Annotated[
+    str,
+    described(
+        "A resource such as GET:/orders, GET:/orders/{id}, POST:* or *.",
+        example="GET:/orders/{id}",
+        minLength=1,
+        maxLength=MAX_KEY_PART_BYTES,
+    ),
+]
+Subject = Annotated[
+    str,
+    described(
+        "The subject whose limits it changes, such as user:42.",
+        example="user:42",
+        minLength=1,
+        maxLength=MAX_KEY_PART_BYTES,
+    ),
+]
+KeyTypeField = Annotated[KeyType, described("Checks with a `test` key are shed first.", example="live")]
+KeyScopes = Annotated[
+    tuple[KeyScope, ...],
+    described(
+        "What the key allows. Omit `plans` for keys that leave your own servers: it lets a call name its plan.",
+        example=["check", "usage", "plans"],
+        contains={"enum": ["check", "usage"]},
+        **_WORD_LIST,
+    ),
+]
+Expiry = Annotated[datetime | None, described("When it expires, such as 2026-12-31T00:00:00Z. Null is never.")]
+Metadata = Annotated[
+    dict[str, Any],
+    described(f"Any JSON of yours, up to {MAX_METADATA_BYTES} bytes.", example={"team": "checkout"}),
+]
+Disabled = Annotated[bool, described("True if the key is rejected.", example=False)]
+OverrideLimits = Annotated[
+    dict[str, Any],
+    described(
+        "The changed fields by the name of a limit, or one of the words `unlimited` and `blocked`.",
+        example={"burst": {"limit": 500}},
+    ),
+]
+OverrideExpiry = Annotated[
+    datetime, described("When it expires, such as 2026-12-31T00:00:00Z.", example="2026-02-02T00:00:00Z")
+]
+Reason = Annotated[
+    str, described("Why it was set, for later readers.", example="launch day", maxLength=MAX_REASON_LENGTH)
+]
+LastUsed = Annotated[
+    datetime | None, described("When it was last used, within a minute.", example="2026-02-01T08:00:00Z"), READ_ONLY
+]
+
+
+# --- Entities --------------------------------------------------------------------------------------------------------
+
+
 class Entity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What all have. `version` counts the changes of this one thing: whoever changes it says which one was read."""
+    """What all entities have in common."""
 
     kind: ClassVar[str]
-    settable: ClassVar[tuple[str, ...]]
-    """The fields that a caller sets; the others are the catalog's own."""
-    immutable: ClassVar[tuple[str, ...]] = ()
-    """Those of them that can't be changed later."""
+    id_prefix: ClassVar[str]
 
-    id: str
-    version: int = 1
-    created_at: datetime = _EPOCH
-    updated_at: datetime = _EPOCH
+    id: Annotated[str, described("Its id. The catalog assigns it."), READ_ONLY]
+    version: Annotated[
+        int, described("Counts the changes of this entity; it is also its ETag.", example=3), READ_ONLY
+    ] = 1
+    created_at: Annotated[datetime, described("When it was created.", example="2026-01-01T00:00:00Z"), READ_ONLY] = (
+        _EPOCH
+    )
+    updated_at: Annotated[
+        datetime, described("When it was last changed.", example="2026-02-01T00:00:00Z"), READ_ONLY
+    ] = _EPOCH
 
 
 class Tenant(Entity, frozen=True, kw_only=True):
-    """An account whose traffic is limited. `revision` is that of the last change to anything that decides for it."""
+    """An account whose traffic is limited."""
 
     kind: ClassVar[str] = "tenant"
-    settable: ClassVar[tuple[str, ...]] = (
-        "name",
-        "mode",
-        "time_zone",
-        "failure",
-        "priority",
-        "default_plan_id",
-        "lanes",
-        "suspended",
-    )
+    id_prefix: ClassVar[str] = "ten"
 
-    name: str
-    mode: Mode = Mode.ON
-    time_zone: str = "UTC"
-    failure: Failure | None = None
-    priority: Priority | None = None
-    default_plan_id: str | None = None
-    lanes: int | Lanes = 1
-    suspended: bool = False
-    revision: int = 0
+    name: Name
+    mode: ModeField = Mode.ON
+    time_zone: TimeZone = "UTC"
+    failure: FailureField = None
+    priority: PriorityField = None
+    default_plan_id: Annotated[
+        str | None,
+        described("The plan for checks that no policy or key gives another one.", example=f"pla_{_EXAMPLE_ID}"),
+    ] = None
+    lanes: LaneCount = 1
+    suspended: Suspended = False
+    revision: Annotated[
+        int,
+        described("The number of the last change to this tenant, its plans or its policies.", example=42),
+        READ_ONLY,
+    ] = 0
 
     def __post_init__(self) -> None:
         _check_name("name", self.name)
         _check_failure(self.failure)
         zone(self.time_zone)
         if not isinstance(self.lanes, Lanes):
-            _check_lanes("lanes", Lanes, self.lanes)
+            _check_lanes(self.lanes)
 
     @property
     def is_operator(self) -> bool:
@@ -113,54 +216,53 @@ class Tenant(Entity, frozen=True, kw_only=True):
 
     @property
     def placement(self) -> Lanes:
+        """The lanes over which its keys are spread."""
         return self.lanes if isinstance(self.lanes, Lanes) else ONE_LANE if self.lanes == 1 else Lanes(self.lanes)
 
 
 class Plan(Entity, frozen=True, kw_only=True):
-    """A named set of limits, each as the fields of the wire format. A change is a new version; the old ones stay."""
+    """A named set of limits, each as the fields of the wire format. A change adds a version; old versions are kept."""
 
     kind: ClassVar[str] = "plan"
-    settable: ClassVar[tuple[str, ...]] = ("tenant_id", "name", "limits")
-    immutable: ClassVar[tuple[str, ...]] = ("tenant_id",)
+    id_prefix: ClassVar[str] = "pla"
 
-    tenant_id: str
-    name: str
-    limits: tuple[dict[str, Any], ...]
+    tenant_id: OwnerId
+    name: Annotated[str, _described_name("free")]
+    limits: Annotated[
+        tuple[dict[str, Any], ...],
+        described(
+            "The limits, all of which a check must pass.",
+            example=[{"name": "burst", "algorithm": "token_bucket", "bucket_capacity": 10, "refill_rate_per_sec": 2}],
+        ),
+    ]
 
     def __post_init__(self) -> None:
         _check_name("name", self.name)
-        msgspec.structs.force_setattr(self, "limits", _decode_limits(msgspec.json.encode(self.limits)))
-        for at, limit in enumerate(self.compile("UTC")):
+        msgspec.structs.force_setattr(self, "limits", decode_limits(msgspec.json.encode(self.limits)))
+        for index, limit in enumerate(self.compile("UTC")):
             if limit.scope is Scope.GLOBAL and self.tenant_id != OPERATOR:
-                raise InvalidLimit(f"limits[{at}].scope", "only the operator's plan may have global limits")
+                raise InvalidLimit(f"limits[{index}].scope", "only the operator's plan may have global limits")
 
     def compile(self, time_zone: str) -> Limits:
-        """Its limits; `time_zone` is for quotas that name none. Equal plans of many tenants share them."""
-        return _compile_limits(msgspec.json.encode(self.limits), time_zone)
+        """Compile the limits; `time_zone` is for quotas that have none. Equal plans share the result."""
+        return compile_limits(msgspec.json.encode(self.limits), time_zone)
 
 
 class Policy(Entity, frozen=True, kw_only=True):
     """Which plan applies to which resources of a tenant."""
 
     kind: ClassVar[str] = "policy"
-    settable: ClassVar[tuple[str, ...]] = (
-        "tenant_id",
-        "resource",
-        "plan_id",
-        "mode",
-        "failure",
-        "priority",
-        "shadow_plan_id",
-    )
-    immutable: ClassVar[tuple[str, ...]] = ("tenant_id",)
+    id_prefix: ClassVar[str] = "pol"
 
-    tenant_id: str
-    resource: str
-    plan_id: str
-    mode: Mode = Mode.ON
-    failure: Failure | None = None
-    priority: Priority | None = None
-    shadow_plan_id: str | None = None
+    tenant_id: OwnerId
+    resource: Resource
+    plan_id: PlanId
+    mode: ModeField = Mode.ON
+    failure: FailureField = None
+    priority: PriorityField = None
+    shadow_plan_id: Annotated[
+        str | None, described("A plan that is evaluated beside the other one, and never denies a check.")
+    ] = None
 
     def __post_init__(self) -> None:
         Pattern.parse(self.resource)
@@ -173,30 +275,38 @@ class Policy(Entity, frozen=True, kw_only=True):
 
 
 class SecretHash(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is kept of a key: its HMAC (hex) under a version of the pepper, and until when it is good."""
+    """What is stored of a secret: its HMAC (hex) under one version of the pepper, and its expiry."""
 
     hash: str
     pepper: int
     expires_at: datetime | None = None
 
 
+Secrets = Annotated[
+    tuple[SecretHash, ...],
+    described("Its secrets: one, and during a rotation the old ones too.", example=[{"pepper": 1, "expires_at": None}]),
+    READ_ONLY,
+]
+
+
 class Key(Entity, frozen=True, kw_only=True):
-    """An API key of a tenant: whoever has it may check. It has one secret, and during a rotation the old ones too."""
+    """An API key of a tenant, with which its holder may check."""
 
     kind: ClassVar[str] = "key"
-    settable: ClassVar[tuple[str, ...]] = ("tenant_id", "name", "type", "plan_id", "scopes", "expires_at", "metadata")
-    immutable: ClassVar[tuple[str, ...]] = ("tenant_id", "type")
+    id_prefix: ClassVar[str] = "key"
 
-    tenant_id: str
-    name: str
-    type: KeyType = KeyType.LIVE
-    plan_id: str | None = None
-    scopes: tuple[KeyScope, ...] = tuple(KeyScope)
-    expires_at: datetime | None = None
-    metadata: dict[str, Any] = {}
-    disabled: bool = False
-    last_used_at: datetime | None = None
-    secrets: tuple[SecretHash, ...] = ()
+    tenant_id: OwnerId
+    name: Annotated[str, _described_name("web")]
+    type: Annotated[KeyTypeField, IMMUTABLE] = KeyType.LIVE
+    plan_id: Annotated[str | None, described("A plan that applies to checks with this key, unless a policy does.")] = (
+        None
+    )
+    scopes: KeyScopes = tuple(KeyScope)
+    expires_at: Expiry = None
+    metadata: Metadata = {}
+    disabled: Annotated[Disabled, READ_ONLY] = False
+    last_used_at: LastUsed = None
+    secrets: Secrets = ()
 
     def __post_init__(self) -> None:
         _check_name("name", self.name)
@@ -210,19 +320,27 @@ class Key(Entity, frozen=True, kw_only=True):
 
 
 class Override(Entity, frozen=True, kw_only=True):
-    """Other numbers for one subject, until they expire."""
+    """Changed limits for one subject, until they expire."""
 
     kind: ClassVar[str] = "override"
-    settable: ClassVar[tuple[str, ...]] = ("tenant_id", "resource", "subject", "limits", "expires_at", "reason")
-    immutable: ClassVar[tuple[str, ...]] = ("tenant_id", "resource", "subject")
+    id_prefix: ClassVar[str] = "ovr"
 
-    tenant_id: str
-    resource: str = ANY_RESOURCE
-    subject: str
-    limits: dict[str, Any]
-    expires_at: datetime
-    reason: str = ""
-    set_by: str = ""
+    tenant_id: OwnerId
+    resource: Annotated[
+        Resource,
+        described(
+            "The resource for which it changes limits; * is any.",
+            example=ANY_RESOURCE,
+            minLength=1,
+            maxLength=MAX_KEY_PART_BYTES,
+        ),
+        IMMUTABLE,
+    ] = ANY_RESOURCE
+    subject: Annotated[Subject, IMMUTABLE]
+    limits: OverrideLimits
+    expires_at: OverrideExpiry
+    reason: Reason = ""
+    set_by: Annotated[str, described("The actor that set it.", example=f"token:tok_{_EXAMPLE_ID}"), READ_ONLY] = ""
 
     def __post_init__(self) -> None:
         for field in ("resource", "subject"):
@@ -237,18 +355,21 @@ class Override(Entity, frozen=True, kw_only=True):
 
 
 class Token(Entity, frozen=True, kw_only=True):
-    """An admin token: who may see and change the catalog, of one tenant or of all."""
+    """An admin token, which allows to read or change the catalog of one tenant or of all."""
 
     kind: ClassVar[str] = "token"
-    settable: ClassVar[tuple[str, ...]] = ("name", "scopes", "tenant_id", "expires_at")
-    immutable: ClassVar[tuple[str, ...]] = ("tenant_id",)
+    id_prefix: ClassVar[str] = "tok"
 
-    name: str
-    scopes: tuple[TokenScope, ...] = (TokenScope.READ,)
-    tenant_id: str | None = None
-    expires_at: datetime | None = None
-    last_used_at: datetime | None = None
-    secrets: tuple[SecretHash, ...] = ()
+    name: Annotated[str, _described_name("deploy")]
+    scopes: Annotated[
+        tuple[TokenScope, ...], described("What the token allows.", example=["read", "write"], **_WORD_LIST)
+    ] = (TokenScope.READ,)
+    tenant_id: Annotated[str | None, described("The only tenant that it gives access to. Null is all."), IMMUTABLE] = (
+        None
+    )
+    expires_at: Expiry = None
+    last_used_at: LastUsed = None
+    secrets: Secrets = ()
 
     def __post_init__(self) -> None:
         _check_name("name", self.name)
@@ -257,7 +378,7 @@ class Token(Entity, frozen=True, kw_only=True):
 
 
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One change: who, when, what, before and after. Secrets are never in it."""
+    """One change: who made it, when, and the entity before and after. It contains no secrets."""
 
     id: int
     at: datetime
@@ -270,7 +391,7 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TenantConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All of a tenant that decides: what a snapshot is compiled from, and what the warm copy holds."""
+    """The part of a tenant that decides checks: snapshots are compiled from it, and copies in Redis contain it."""
 
     tenant: Tenant
     plans: tuple[Plan, ...]
@@ -283,164 +404,61 @@ ENTITY_TYPES: Mapping[str, type[Entity]] = {
 }
 
 
+# --- Building and changing -------------------------------------------------------------------------------------------
+
+
 def build_entity(entity: type[AnyEntity], fields: Mapping[str, Any]) -> AnyEntity:
-    """An entity from plain fields; what is wrong with one is refused by its name."""
+    """Build an entity from plain values. Raises `InvalidInput` with the name of the wrong field."""
     return convert(entity, dict(fields))
 
 
 def with_changes(entity: AnyEntity, changes: Mapping[str, Any]) -> AnyEntity:
-    """The entity with other fields, of those that may be set."""
-    for field in changes:
-        if field not in entity.settable:
-            raise InvalidInput(str(field)[:64], f"is no field of a {entity.kind}; it has {', '.join(entity.settable)}")
-        if field in entity.immutable and changes[field] != getattr(entity, field):
+    """Return the entity with some fields changed. Raises `InvalidInput` for fields that a caller can't change."""
+    immutable = immutable_fields(type(entity))
+    for field, value in require_settable(type(entity), changes).items():
+        if field in immutable and value != getattr(entity, field):
             raise InvalidInput(field, f"of a {entity.kind} can't be changed")
     return build_entity(type(entity), {**current_fields(entity), **changes})
 
 
-def require_settable(entity: type[Entity], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Those fields of a new entity that a caller may give, the others refused by name."""
+def require_settable(kind: type[Entity], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields as they are. Raises `InvalidInput` if a caller may not set one of them."""
+    settable = settable_fields(kind)
     for field in fields:
-        if field not in entity.settable:
-            raise InvalidInput(str(field)[:64], f"is no field of a {entity.kind}; it has {', '.join(entity.settable)}")
+        if field not in settable:
+            raise InvalidInput(str(field)[:64], f"is not a field of a {kind.kind}; it has {', '.join(settable)}")
     return dict(fields)
 
 
 def current_fields(entity: Entity) -> dict[str, Any]:
+    """Return the fields of an entity with their values."""
     return {name: getattr(entity, name) for name in entity.__struct_fields__}
 
 
 def to_public_dict(entity: Entity) -> dict[str, Any]:
-    """For people and programs: as JSON would have it, without what must stay secret."""
+    """Return an entity as JSON would have it, without the hashes of its secrets."""
     fields: dict[str, Any] = msgspec.to_builtins(entity)
     for secret in fields.get("secrets", ()):
         del secret["hash"]
     return fields
 
 
-def parse_plan_limits(name: str, fields: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-    """The limits of a plan in any of its shapes: a list of limits, their text, or one limit's own fields (flat)."""
-    if "limits" not in fields:
-        flat = {field: value for field, value in fields.items() if field not in ("tenant_id", "name")}
-        if not flat:
-            raise InvalidInput("limits", "is required: a list of limits, or text such as '100/minute; 10/second'")
-        return normalize_limits([{"name": name, **flat}], path="")
-    for field in fields:
-        if field not in Plan.settable:
-            problem = "belongs inside `limits`, or there are no `limits`: a plan has one of the two shapes"
-            raise InvalidInput(str(field)[:64], problem)
-    return normalize_limits(fields["limits"])
-
-
-def normalize_limits(limits: object, path: str = "limits") -> tuple[dict[str, Any], ...]:
-    """Limits as they are kept: every field that was given or is not the default, as plain values."""
-    if isinstance(limits, str):
-        return tuple(_as_storable(at, limit_to_fields(limit)) for at, limit in enumerate(Limits.parse(limits)))
-    if isinstance(limits, Mapping) or not isinstance(limits, Iterable):
-        raise InvalidLimit("limits", f"must be a list of limits, or their text, got {short_repr(limits)}")
-    found: list[dict[str, Any]] = []
-    for at, each in enumerate(limits):
-        if at == MAX_LIMITS_PER_PLAN:
-            raise InvalidLimit("limits", f"at most {MAX_LIMITS_PER_PLAN} in one plan")
-        if not isinstance(each, Mapping | Limit):
-            raise InvalidLimit(f"{path}[{at}]", f"must be the fields of a limit, got {short_repr(each)}")
-        try:
-            limit = each if isinstance(each, Limit) else limit_from_fields(each)
-        except InvalidLimit as error:
-            where = f"{path}[{at}].{error.field}" if path else error.field
-            raise InvalidLimit(where, error.problem) from None
-        fields = _as_storable(at, limit_to_fields(limit))
-        if isinstance(limit, Quota) and isinstance(each, Mapping) and "time_zone" in each:
-            fields["time_zone"] = limit.time_zone  # the default is the tenant's, so a stated UTC must stay
-        found.append(fields)
-    return tuple(found)
-
-
-def _as_storable(at: int, fields: dict[str, Any]) -> dict[str, Any]:
-    for field, value in fields.items():
-        if isinstance(value, Rate):
-            raise InvalidLimit(f"limits[{at}].{field}", "can't be written as a number per second: choose a rounder one")
-        if not isinstance(value, str | int | float | bool | dict | None):  # a Decimal
-            fields[field] = str(value)
-    return fields
-
-
-@lru_cache(maxsize=4_096)
-def _decode_limits(limits: bytes) -> tuple[dict[str, Any], ...]:
-    """Equal plans of many tenants keep their fields once."""
-    return tuple(msgspec.json.decode(limits))
-
-
-@lru_cache(maxsize=4_096)
-def _compile_limits(limits: bytes, time_zone: str) -> Limits:
-    built = []
-    fields: list[dict[str, Any]] = msgspec.json.decode(limits)
-    if len(fields) > MAX_LIMITS_PER_PLAN:
-        raise InvalidLimit("limits", f"at most {MAX_LIMITS_PER_PLAN} in one plan, got {len(fields)}")
-    for at, each in enumerate(fields):
-        zoned = {"time_zone": time_zone, **each} if each.get("algorithm") == Quota.algorithm else each
-        try:
-            built.append(limit_from_fields(zoned))
-        except InvalidLimit as error:
-            raise InvalidLimit(f"limits[{at}].{error.field}", error.problem) from None
-    return Limits(*built)
-
-
-Kind = TypeVar("Kind")
-_ERROR_LOCATION = re.compile(r"^(?P<problem>.*?)(?: - at `\$(?P<key>\.\.\.)?\.?(?P<path>[^`]*)`)?$", re.DOTALL)
-_UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>[^`]*)`")
-_MISSING = re.compile(r"Object missing required field `(?P<field>[^`]*)`")
-_EXPECTED = re.compile(r"Expected `(?P<expected>[^`]*)`, got `(?P<got>[^`]*)`")
-
-
-def convert(kind: type[Kind], value: object) -> Kind:
-    """Plain values as what they mean; the error names the field by its path."""
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise translate_validation_error(error) from None
-
-
-def translate_validation_error(error: msgspec.ValidationError) -> InvalidInput:
-    """An error of msgspec in our words: the path to the field, and what it must be."""
-    found = _ERROR_LOCATION.match(str(error))
-    problem, path = (found["problem"], found["path"] or "") if found else (str(error), "")
-    cause = error.__cause__
-    if isinstance(cause, InvalidInput):
-        return InvalidInput(_join_path(path, cause.field), cause.problem)
-    if missing := _MISSING.match(problem):
-        return InvalidInput(_join_path(path, missing["field"]), "is required")
-    if unknown := _UNKNOWN.match(problem):
-        return InvalidInput(_join_path(path, unknown["field"][:64]), "is not a field here")
-    if wrong := _EXPECTED.match(problem):
-        return InvalidInput(
-            path or "value",
-            f"must be {_WORDS.get(wrong['expected'], wrong['expected'])}, got {_WORDS.get(wrong['got'], wrong['got'])}",
-        )
-    return InvalidInput(path or "value", problem[:1].lower() + problem[1:])
-
-
-_WORDS = {
-    "str": "text",
-    "int": "a whole number",
-    "bool": "true or false",
-    "array": "a list",
-    "object": "a mapping",
-    "null": "nothing",
-    "str | null": "text or null",
-    "datetime": "a time such as 2026-12-31T00:00:00Z",
-    "datetime | null": "a time such as 2026-12-31T00:00:00Z, or null",
-}
-
-
-def _join_path(path: str, field: str) -> str:
-    if not path or field == path or field.startswith(f"{path}."):
-        return field  # some errors know where they are
-    return f"{path}.{field}"
+def example_entity(kind: type[Entity]) -> dict[str, Any]:
+    """Return an example of an entity as plain values, for the reference."""
+    return {**example_of(kind), "id": f"{kind.id_prefix}_{_EXAMPLE_ID}"}
 
 
 def to_datetime(now_us: int) -> datetime:
+    """Convert microseconds since 1970 to a time in UTC."""
     return datetime.fromtimestamp(now_us / US_PER_SECOND, UTC)
+
+
+# --- Validation ------------------------------------------------------------------------------------------------------
+
+
+def is_storable(value: str) -> bool:
+    """Return True if a database can store this text, and can be searched for it."""
+    return "\0" not in value and _SURROGATE.search(value) is None
 
 
 def _check_name(field: str, name: str) -> None:
@@ -456,25 +474,20 @@ def _check_text(field: str, value: str, maximum: int) -> None:
 
 def _check_storable(field: str, value: str) -> None:
     if not is_storable(value):
-        raise InvalidInput(field, "must be valid Unicode without NUL characters, which databases can't keep")
-
-
-def is_storable(value: str) -> bool:
-    """Whether a database can keep it, or be asked for it."""
-    return "\0" not in value and _SURROGATE.search(value) is None
+        raise InvalidInput(field, "must be valid Unicode without NUL characters, which databases can't store")
 
 
 def _check_metadata(metadata: dict[str, Any]) -> None:
-    """Whatever is taken must come back the same: from either database as JSON, from other nodes as MessagePack."""
+    """Refuse metadata that would change on its way: databases store it as JSON, copies in Redis as MessagePack."""
     try:
         text = json.dumps(metadata, ensure_ascii=False, allow_nan=False).encode()
-        carried = len(text) > MAX_METADATA_BYTES or msgspec.msgpack.decode(msgspec.msgpack.encode(metadata)) == metadata
-        carried = carried and json.loads(text) == metadata
+        is_kept = len(text) > MAX_METADATA_BYTES or msgspec.msgpack.decode(msgspec.msgpack.encode(metadata)) == metadata
+        is_kept = is_kept and json.loads(text) == metadata
     except (ValueError, TypeError, RecursionError, OverflowError, msgspec.MsgspecError):
         raise InvalidInput("metadata", "must be JSON: text, numbers of up to 64 bits, lists, mappings") from None
     if len(text) > MAX_METADATA_BYTES:
         raise InvalidInput("metadata", f"at most {MAX_METADATA_BYTES} bytes of JSON, got {len(text)}")
-    if not carried:
+    if not is_kept:
         raise InvalidInput("metadata", "must be JSON, whose keys are text")
 
 
@@ -488,18 +501,18 @@ def _check_scopes(scopes: tuple[StrEnum, ...], kind: type[StrEnum]) -> None:
         raise InvalidInput("scopes", f"must be one or more of {', '.join(kind)}, each once")
 
 
-def _check_time(field: str, at: datetime | None) -> None:
-    if at is not None and at.tzinfo is None:
-        raise InvalidInput(field, "must say its time zone, such as 2026-12-31T00:00:00Z")
+def _check_time(field: str, value: datetime | None) -> None:
+    if value is not None and value.tzinfo is None:
+        raise InvalidInput(field, "must have a time zone, such as 2026-12-31T00:00:00Z")
     try:
-        if at is not None:
-            at.astimezone(UTC)
+        if value is not None:
+            value.astimezone(UTC)
     except OverflowError:
-        raise InvalidInput(field, "must lie in the years 1 to 9999, in UTC too") from None
+        raise InvalidInput(field, "must be in the years 1 to 9999, in UTC too") from None
 
 
-def _check_lanes(field: str, kind: type[Lanes], value: int) -> None:
+def _check_lanes(count: int) -> None:
     try:
-        kind(value)
+        Lanes(count)
     except InvalidInput as error:
-        raise InvalidInput(field, error.problem) from None
+        raise InvalidInput("lanes", error.problem) from None

@@ -158,11 +158,11 @@ def test_what_is_no_configuration_is_refused(text: str, expected: str) -> None:
         ),
         (
             "keys: [{id: key_0123456789abcdef, name: a, expires_at: 2026-12-31T00:00:00}]",
-            "keys[0].expires_at: must say its time zone",
+            "keys[0].expires_at: must have a time zone",
         ),
         (
             "keys: [{id: key_0123456789abcdef, name: a, expires_at: 9999-12-31T23:59:59-09:00}]",
-            "keys[0].expires_at: is a time that no calendar has in UTC",
+            "keys[0].expires_at: must be in the years 1 to 9999",
         ),
         (
             "keys: [{id: key_0123456789abcdef, name: a}, {id: key_0123456789abcdef, name: b}]",

@@ -19,7 +19,8 @@ from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
 from limitforge.catalog.live.sources import DatabaseSource
-from limitforge.catalog.model import OPERATOR, Plan, Tenant, normalize_limits, to_datetime
+from limitforge.catalog.model import OPERATOR, Plan, Tenant, to_datetime
+from limitforge.catalog.plan_limits import normalize_limits
 from tests.catalog.environments import one_database
 from tests.catalog.factories import ACTOR, new_plan, new_policy, new_tenant, update
 from tests.catalog.replicas import cache_of, create_account

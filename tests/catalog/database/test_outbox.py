@@ -63,7 +63,7 @@ async def test_a_change_of_what_decides_is_told_of_its_tenant(catalog: Catalog) 
     for change in (
         lambda edit: edit.update(Tenant, tenant_id, {"mode": "off"}),
         lambda edit: edit.update(Plan, customer.plan.id, {"limits": "burst=1/minute"}),
-        lambda edit: edit.roll_back(customer.plan.id),
+        lambda edit: edit.roll_back_plan(customer.plan.id),
         lambda edit: edit.update(Policy, customer.policy.id, {"mode": "off"}),
         lambda edit: edit.delete(Policy, customer.policy.id),
     ):

@@ -32,7 +32,9 @@ from limitforge.catalog.config.specs import (
 )
 from limitforge.catalog.config.strict_yaml import SourceFile
 from limitforge.catalog.config.validation import validate
-from limitforge.catalog.model import OPERATOR, Tenant, build_entity, convert, parse_plan_limits
+from limitforge.catalog.conversion import convert
+from limitforge.catalog.model import OPERATOR, Tenant, build_entity
+from limitforge.catalog.plan_limits import parse_plan_limits
 from limitforge.errors import InvalidInput
 
 AnySpec = TypeVar("AnySpec", bound=Spec)

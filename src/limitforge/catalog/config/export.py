@@ -1,6 +1,6 @@
-"""The catalog as a document: what the database holds, said as a configuration file says it."""
+"""Export the catalog of a database as a configuration document."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -16,17 +16,19 @@ from limitforge.catalog.config.specs import (
     PolicySpec,
     SecretSpec,
     TenantSpec,
+    drop_expired,
     order_limit_fields,
+    spec_fields,
 )
 from limitforge.catalog.config.validation import OverrideValidator
 from limitforge.catalog.database import queries
 from limitforge.catalog.database.catalog import Catalog
-from limitforge.catalog.model import OPERATOR, Entity, Key, Override, Plan, Policy, Tenant, to_datetime
+from limitforge.catalog.model import OPERATOR, Key, Override, Plan, Policy, Tenant, to_datetime
 from limitforge.errors import CatalogError, NotFound
 
 
 class TenantState(msgspec.Struct):
-    """A tenant and all that is its own, as the database has it."""
+    """A tenant and everything that it owns, as the database has it."""
 
     tenant: Tenant
     plans: list[Plan] = []
@@ -36,15 +38,16 @@ class TenantState(msgspec.Struct):
 
 
 class CatalogState(msgspec.Struct):
-    """Some tenants, or all of them, by name, and the operator."""
+    """The operator, and some or all tenants by name."""
 
     operator: TenantState
     tenants: dict[str, TenantState]
 
 
 async def export_document(catalog: Catalog, *, tenant: str | None = None) -> ConfigDocument:
-    """All that is in force, or one tenant of it, whole: applied to an empty database it makes the same again. What has
-    expired, and overrides of limits that are no more, are left out.
+    """Export everything that is in force, or all of one tenant. Applied to an empty database, the document restores it.
+
+    It omits what has expired, and overrides of limits that no longer exist. Raises `NotFound` for an unknown tenant.
     """
     async with catalog.database.reading() as connection:
         state = await read_state(connection, None if tenant is None else [tenant])
@@ -57,7 +60,7 @@ async def export_document(catalog: Catalog, *, tenant: str | None = None) -> Con
 
 
 async def read_state(connection: AsyncConnection, names: Collection[str] | None) -> CatalogState:
-    """The tenants of these names that there are, or all; a few queries for each thousand of them."""
+    """Read the tenants with these names, or all of them, with a few queries for each thousand tenants."""
     operator = await queries.find(connection, Tenant, OPERATOR)
     if operator is None:
         raise CatalogError("the database has no operator: run `limitforge db upgrade`")
@@ -90,11 +93,11 @@ async def _all_tenants(connection: AsyncConnection) -> list[Tenant]:
             return found
 
 
-# --- In the words of a file ------------------------------------------------------------------------------------------
+# --- Entities to specs -----------------------------------------------------------------------------------------------
 
 
 def state_to_document(state: CatalogState, now: datetime) -> ConfigDocument:
-    """What has not expired, in an order of its own: two databases that hold the same are described alike."""
+    """Describe what has not expired, in a fixed order: equal catalogs result in equal documents."""
     operator = _tenant_spec(state.operator, now)
     return ConfigDocument(
         operator=OperatorSpec(
@@ -105,61 +108,29 @@ def state_to_document(state: CatalogState, now: datetime) -> ConfigDocument:
 
 
 def _tenant_spec(state: TenantState, now: datetime) -> TenantSpec:
-    names = {plan.id: plan.name for plan in state.plans}
-    return TenantSpec(
-        **_copy_fields(state.tenant, ("name", "mode", "time_zone", "failure", "priority", "lanes", "suspended")),
-        default_plan=names.get(state.tenant.default_plan_id or ""),
-        plans=tuple(
-            PlanSpec(name=each.name, limits=tuple(map(order_limit_fields, each.limits)))
-            for each in sorted(state.plans, key=lambda each: each.name)
-        ),
-        policies=tuple(
-            sorted(
-                (_policy_spec(each, names) for each in state.policies),
-                key=lambda each: (each.resource, each.canonical_pattern),
-            )
-        ),
-        keys=tuple(sorted((_key_spec(each, names, now) for each in state.keys), key=lambda each: (each.name, each.id))),
-        overrides=tuple(
-            sorted(
-                (
-                    OverrideSpec(**_copy_fields(each, ("resource", "subject", "limits", "expires_at", "reason")))
-                    for each in state.overrides
-                    if each.expires_at > now
-                ),
-                key=lambda each: (each.resource, each.subject),
-            )
-        ),
+    plan_names = {plan.id: plan.name for plan in state.plans}
+    plans = [PlanSpec(name=each.name, limits=tuple(map(order_limit_fields, each.limits))) for each in state.plans]
+    policies = [PolicySpec(**spec_fields(PolicySpec, each, plan_names)) for each in state.policies]
+    keys = [_key_spec(each, plan_names) for each in state.keys]
+    overrides = [OverrideSpec(**spec_fields(OverrideSpec, each, plan_names)) for each in state.overrides]
+    tenant = TenantSpec(
+        **spec_fields(TenantSpec, state.tenant, plan_names),
+        plans=tuple(sorted(plans, key=lambda each: each.name)),
+        policies=tuple(sorted(policies, key=lambda each: (each.resource, each.canonical_pattern))),
+        keys=tuple(sorted(keys, key=lambda each: (each.name, each.id))),
+        overrides=tuple(sorted(overrides, key=lambda each: (each.resource, each.subject))),
     )
+    return drop_expired(tenant, now)
 
 
-def _policy_spec(policy: Policy, names: dict[str, str]) -> PolicySpec:
-    return PolicySpec(
-        **_copy_fields(policy, ("resource", "mode", "failure", "priority")),
-        plan=names[policy.plan_id],
-        shadow_plan=names.get(policy.shadow_plan_id or ""),
-    )
-
-
-def _key_spec(key: Key, names: dict[str, str], now: datetime) -> KeySpec:
-    return KeySpec(
-        **_copy_fields(key, ("id", "name", "type", "scopes", "expires_at", "metadata", "disabled")),
-        plan=names.get(key.plan_id or ""),
-        secrets=tuple(
-            SecretSpec(hash=each.hash, pepper=each.pepper, expires_at=each.expires_at)
-            for each in key.secrets
-            if each.expires_at is None or each.expires_at > now
-        ),
-    )
-
-
-def _copy_fields(entity: Entity, fields: Iterable[str]) -> dict[str, Any]:
-    return {field: getattr(entity, field) for field in fields}
+def _key_spec(key: Key, plan_names: Mapping[str, str]) -> KeySpec:
+    secrets = tuple(SecretSpec(hash=each.hash, pepper=each.pepper, expires_at=each.expires_at) for each in key.secrets)
+    return KeySpec(**spec_fields(KeySpec, key, plan_names), secrets=secrets)
 
 
 def _without_invalid_overrides(tenant: TenantSpec) -> TenantSpec:
     if not tenant.overrides:
         return tenant
-    reach = OverrideValidator(tenant)
-    living = (reach.valid_part(each) for each in tenant.overrides)
-    return msgspec.structs.replace(tenant, overrides=tuple(each for each in living if each is not None))
+    validator = OverrideValidator(tenant)
+    valid = (validator.valid_part(each) for each in tenant.overrides)
+    return msgspec.structs.replace(tenant, overrides=tuple(each for each in valid if each is not None))

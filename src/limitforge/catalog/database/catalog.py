@@ -34,14 +34,13 @@ from limitforge.catalog.model import (
     TenantConfig,
     Token,
     build_entity,
-    normalize_limits,
-    parse_plan_limits,
     require_settable,
     to_datetime,
     to_public_dict,
     with_changes,
 )
 from limitforge.catalog.patterns import PolicyMatcher
+from limitforge.catalog.plan_limits import normalize_limits, parse_plan_limits
 from limitforge.catalog.snapshot import limits_for_override
 from limitforge.core.clock import Clock, SystemClock
 from limitforge.core.exact import TEN_YEARS_US, parse_duration_us, short_repr

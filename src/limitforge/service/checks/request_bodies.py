@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from limitforge.catalog.model import translate_validation_error
+from limitforge.catalog.conversion import translate_validation_error
 from limitforge.core.plan import MAX_LIMITS
 from limitforge.errors import InvalidInput
 from limitforge.service.problems import HttpError

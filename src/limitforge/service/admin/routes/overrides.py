@@ -6,6 +6,7 @@ from fastapi import Query, Response
 from pydantic import ConfigDict, WithJsonSchema
 
 from limitforge.catalog.database.catalog import Edit
+from limitforge.catalog.fields import settable_fields
 from limitforge.catalog.model import Override
 from limitforge.core.exact import TEN_YEARS_US
 from limitforge.service.admin.fields import (
@@ -128,7 +129,7 @@ async def change_override(
         before = await session.find(edit, Override, override_id)
         if not body.model_fields_set:
             return entity_response(await edit.update(Override, override_id, {}, version=version))
-        kept = {name: getattr(before, name) for name in Override.settable}
+        kept = {name: getattr(before, name) for name in settable_fields(Override)}
         if "ttl_seconds" in body.model_fields_set:
             del kept["expires_at"]
         override = await edit.set_override({**kept, **body.given_fields()}, version=version)

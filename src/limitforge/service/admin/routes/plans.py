@@ -7,7 +7,8 @@ from pydantic import ConfigDict
 
 from limitforge.catalog.config.plan_warnings import plan_warnings
 from limitforge.catalog.database.catalog import Edit
-from limitforge.catalog.model import Plan, parse_plan_limits
+from limitforge.catalog.model import Plan
+from limitforge.catalog.plan_limits import parse_plan_limits
 from limitforge.errors import InvalidInput
 from limitforge.service.admin.fields import (
     Filter,
