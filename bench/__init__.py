@@ -1,1 +1,1 @@
-"""limitforge beside its peers: `python -m bench`. Only ratios of one run mean anything; nothing here asserts a time."""
+"""Compare limitforge with its peers: `python -m bench`. Only ratios within one run matter; no time is asserted."""

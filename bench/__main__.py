@@ -1,4 +1,4 @@
-"""`python -m bench [PART ...] [--quick] [--json FILE] [--plot FILE]`: without a part, all of them."""
+"""Run the benchmarks: `python -m bench [PART ...] [--quick] [--json FILE] [--plot FILE]`. The default is all parts."""
 
 import argparse
 import json
@@ -33,74 +33,76 @@ PLOTS: dict[str, Callable[[list[Any], dict[str, str]], str]] = {
 
 
 def main() -> int:
-    asked = _arguments()
+    options = _parse_options()
     started = time.monotonic()
     found: list[Target] = []
-    report: dict[str, Any] = {"quick": asked.quick, "versions": _versions()}
+    report: dict[str, Any] = {"quick": options.quick, "versions": _versions()}
     try:
-        for part in asked.parts or PARTS:
-            results, drawn, its_targets = _run(part, report["versions"], quick=asked.quick)
-            print(f"\n{drawn}", flush=True)
+        for part in options.parts or PARTS:
+            results, rendered, part_targets = _run(part, report["versions"], quick=options.quick)
+            print(f"\n{rendered}", flush=True)
             report[part] = [asdict(result) for result in results]
-            found += its_targets
-            if part in PLOTS and asked.plot:
-                file = _plot_file(asked.plot, part, asked.parts)
+            found += part_targets
+            if part in PLOTS and options.plot:
+                file = _plot_file(options.plot, part, options.parts)
                 file.write_text(PLOTS[part](results, report["versions"]))
-                print(f"drawn to {file}\n")
+                print(f"rendered to {file}\n")
     except ServerUnavailable as missing:
         print(f"bench: {missing}", file=sys.stderr)
         return 1
     print(f"{targets(found)}")
     print(", ".join(f"{name} {number}" for name, number in report["versions"].items()))
     report["targets"] = [asdict(target) for target in found]
-    asked.json.parent.mkdir(parents=True, exist_ok=True)
-    asked.json.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"{time.monotonic() - started:.0f} s; written to {asked.json}")
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(report, indent=2) + "\n")
+    print(f"{time.monotonic() - started:.0f} s; written to {options.json}")
     return 0
 
 
 def _run(part: str, versions: dict[str, str], *, quick: bool) -> tuple[list[Any], str, list[Target]]:
     if part == "memory":
-        in_memory, its_targets = memory.run(quick=quick)
-        return in_memory, memory.render(in_memory), its_targets
+        memory_results, part_targets = memory.run(quick=quick)
+        return memory_results, memory.render(memory_results), part_targets
     if part == "catalog":
-        of_catalog, its_targets = catalog.run(quick=quick)
-        return of_catalog, catalog.render(of_catalog), its_targets
+        catalog_results, part_targets = catalog.run(quick=quick)
+        return catalog_results, catalog.render(catalog_results), part_targets
     with redis_server() as url:
         versions["redis-server"] = server_version(url)
         if part == "redis":
-            on_redis, its_targets = redis_cpu.run(url, quick=quick)
-            return on_redis, redis_cpu.render(on_redis), its_targets
+            redis_results, part_targets = redis_cpu.run(url, quick=quick)
+            return redis_results, redis_cpu.render(redis_results), part_targets
         if part == "library":
-            beside_peers = run_library(url, quick=quick)
-            return beside_peers, library.render(beside_peers), library.targets(beside_peers)
+            library_results = run_library(url, quick=quick)
+            return library_results, library.render(library_results), library.targets(library_results)
         if part == "scale":
-            scaled = run_scale(url, quick=quick)
-            return scaled, scale.render(scaled), scale.targets(scaled)
+            scale_results = run_scale(url, quick=quick)
+            return scale_results, scale.render(scale_results), scale.targets(scale_results)
         if part == "service":
             versions |= _package_versions("slowapi", "fastapi", "uvicorn") | {"wrk": wrk.version()}
-            served = run_service(url, quick=quick)
-            return served, service.render(served), service.targets(served)
-        in_bytes, its_targets = footprint.run(url, quick=quick)
-        return in_bytes, footprint.render(in_bytes), its_targets
+            service_results = run_service(url, quick=quick)
+            return service_results, service.render(service_results), service.targets(service_results)
+        footprint_results, part_targets = footprint.run(url, quick=quick)
+        return footprint_results, footprint.render(footprint_results), part_targets
 
 
-def _plot_file(asked: Path, part: str, parts: list[str]) -> Path:
-    """The library's plot has the name that was asked for; that of another part beside it has the part's as well."""
-    return asked if part == "library" or parts == [part] else asked.with_stem(f"{asked.stem}-{part}")
+def _plot_file(options: Path, part: str, parts: list[str]) -> Path:
+    """Return the file of a part's plot: the given name for `library` or a single part, otherwise with the part's name
+    added.
+    """
+    return options if part == "library" or parts == [part] else options.with_stem(f"{options.stem}-{part}")
 
 
-def _arguments() -> argparse.Namespace:
+def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser("bench", description="limitforge beside its peers, in one run.")
     parser.add_argument("parts", nargs="*", metavar="part", help=f"{', '.join(PARTS)}; without one, all")
     parser.add_argument("--quick", action="store_true", help="a smoke run: its numbers mean little")
     parser.add_argument("--json", type=Path, default=Path("build/bench.json"), metavar="FILE", help="where results go")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="where library, scale or service draws its SVG")
-    asked = parser.parse_args()
-    for part in asked.parts:
+    options = parser.parse_args()
+    for part in options.parts:
         if part not in PARTS:
             parser.error(f"no part is called {part!r}; there are {', '.join(PARTS)}")
-    return asked
+    return options
 
 
 def _versions() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What the catalog costs: a look-up that is warm, one that is cold, a match among many policies, a tenant in memory."""
+"""Measure the catalog: warm and cold look-ups, a match among many policies, the memory of a tenant."""
 
 import asyncio
 import gc
@@ -80,7 +80,7 @@ async def _measure(folder: Path, tenants: int, rounds: int) -> list[Result]:
 
 
 async def _seed(database: Database, peppers: Peppers, count: int) -> list[Credential]:
-    """Straight into the tables: what is measured is reading."""
+    """Insert rows directly into the tables, because only reads are measured."""
     book = {"version": 1, "created_at": NOW, "updated_at": NOW}
     rows: dict[str, list[dict[str, object]]] = {name: [] for name in ("tenants", "plans", "plan_versions", "policies")}
     rows |= {"keys": [], "secrets": []}
@@ -118,7 +118,7 @@ def _limits() -> list[dict[str, object]]:
 
 async def _cold(database: Database, peppers: Peppers, keys: list[Credential]) -> list[Result]:
     snapshots = CatalogCache(DatabaseSource(database), peppers)
-    await snapshots.find_caller(keys[0].text)  # the operator, and whatever else happens once
+    await snapshots.find_caller(keys[0].text)  # loads the operator, and other one-time work
     took, statements = [], 0
     for credential in keys[1:101]:
         before, started = database.statement_count, time.perf_counter_ns()
@@ -137,7 +137,7 @@ async def _concurrent_loads(database: Database, peppers: Peppers, keys: list[Cre
     await snapshots.find_caller(keys[0].text)
     before = snapshots.status().loads
     await asyncio.gather(*(snapshots.find_caller(keys[-1].text) for _ in range(1_000)))
-    loads = snapshots.status().loads - before - 1  # its key is one more
+    loads = snapshots.status().loads - before - 1  # minus the load of the key
     statements, started = database.statement_count, time.monotonic()
     for number in range(10_000):
         body = f"{PREFIXES['live']}wrong{number:011}".ljust(len(PREFIXES["live"]) + ID_LENGTH + SECRET_LENGTH, "0")
@@ -182,13 +182,13 @@ def _policy_matches(rounds: int) -> list[Result]:
                 snapshot.select(next(fresh))
 
         for at in range(count):
-            snapshot.select(f"GET:/area{at}/1")  # every policy is known before anything is measured
+            snapshot.select(f"GET:/area{at}/1")  # every policy is loaded before the measurement
         results.append(Result(what, _time_per_call(match, 1_000, rounds), "us"))
     return results
 
 
 def _resources(count: int) -> Iterator[str]:
-    """The same ten areas of many again and again, each time with another id."""
+    """Yield resources of ten areas in turn, each time with another id."""
     number = 0
     while True:
         number += 1
@@ -207,7 +207,7 @@ def _config(count: int) -> TenantConfig:
 async def _memory_per_tenant(
     database: Database, peppers: Peppers, keys: list[Credential], policies: int = POLICIES
 ) -> Result:
-    """With every policy used once, as after a while."""
+    """Measure with every policy used once, as in a process that has run for a while."""
     snapshots = CatalogCache(DatabaseSource(database), peppers)
     await snapshots.find_caller(keys[0].text)
     gc.collect()

@@ -1,4 +1,4 @@
-"""How many bytes a live bucket takes in Redis: one key by its own account, and the average by what its memory grew."""
+"""Measure the bytes of a live bucket in Redis: MEMORY USAGE of one key, and the average growth of used_memory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ class Result:
     keys: int
     key_length: int
     bytes: int
-    """MEMORY USAGE, of all keys that one subject has."""
+    """MEMORY USAGE of all keys of one subject."""
     average_bytes: float | None
-    """What used_memory grew by for each of many subjects: the tables of keys and of expiries are in it."""
+    """Growth of used_memory per subject, over many subjects. It includes Redis's tables of keys and expiries."""
 
 
 def run(url: str, *, quick: bool) -> tuple[list[Result], list[Target]]:

@@ -1,6 +1,6 @@
-"""Who is measured, on what, and how.
+"""Define contestants and workloads, and how they are measured.
 
-Contestants of one shape take turns, round by round, so that a slow moment of the machine hits all of them.
+The contestants of a workload alternate in interleaved rounds, so that a slow moment of the machine affects all of them.
 """
 
 import gc
@@ -14,20 +14,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 Sweep = Callable[[Sequence[str]], int]
-"""Checks each subject once, reads all that the answer tells, and returns how many were admitted."""
+"""Check each subject once, read every field of the reply, and return the number of admitted checks."""
 
 OURS = "limitforge"
 
 _THREADS = 4
 _LIMIT = 5
-_CHECKS_PER_SUBJECT = 8  # each subject is asked for more than it may have
+_CHECKS_PER_SUBJECT = 8  # more than the limit of 5
 
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """`make` builds a limiter with state of its own, by the size of its limits.
+    """A library to measure. `make` builds a limiter with separate state; its argument is the size of its limits.
 
-    `full` tells whether it answers with more than the verdict, `threads` whether several may use it at once.
+    `full_decision` is true if it returns more than the verdict, `thread_safe` if several threads may use it.
     """
 
     name: str
@@ -42,16 +42,16 @@ class Contestant:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One kind of check. The first contestant is the one that all others are compared with."""
+    """One kind of check. All contestants are compared with the first one."""
 
     name: str
     contestants: tuple[Contestant, ...]
-    size: int = 500  # more than any run takes of one subject; at most what a log may hold
+    size: int = 500  # more than one subject takes in a run, and at most the maximum of a log
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The median of several rounds, and how far the rounds were apart."""
+    """The median of several rounds, with the lowest and highest."""
 
     median: float
     low: float
@@ -63,7 +63,7 @@ class Spread:
 
     @classmethod
     def of_ratios(cls, values: Sequence[float], base: Sequence[float]) -> "Spread":
-        """Round by round, each against the base of the same round."""
+        """Divide round by round, each value by the base of the same round."""
         return cls.of([value / other for value, other in zip(values, base, strict=True)])
 
     def text(self, digits: int = 2) -> str:
@@ -72,7 +72,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Exactness:
-    """How many were admitted when several threads asked for more than there was, and how many should have been."""
+    """How many checks were admitted when several threads exceeded the limit, and how many should have been."""
 
     admitted: int
     expected: int
@@ -95,18 +95,20 @@ def exactness(contestant: Contestant, subjects: Sequence[str]) -> Exactness:
     except Exception as error:
         if contestant.is_limitforge:
             raise
-        return Exactness(0, expected, type(error).__name__)  # a peer that breaks under threads is a result, not an end
+        return Exactness(
+            0, expected, type(error).__name__
+        )  # a peer that fails under threads is a result, not a reason to stop
 
 
 def interleave(contestants: Sequence[Contestant], rounds: int) -> Iterator[tuple[int, Contestant]]:
-    """Every contestant once a round, each round starting with another one."""
+    """Yield every contestant once per round; each round starts with another one."""
     for number in range(rounds):
         for at in range(len(contestants)):
             yield number, contestants[(at + number) % len(contestants)]
 
 
 def settle() -> None:
-    """Before a measurement: what others left behind (garbage, timer threads) is not the next one's to pay."""
+    """Collect garbage and wait for timer threads of the previous contestant, so that the next one does not pay."""
     deadline = time.monotonic() + 1
     while threading.active_count() > 1 and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -120,9 +122,9 @@ def progress(text: str) -> None:
 
 @contextmanager
 def _frequent_thread_switches() -> Iterator[None]:
-    """Threads change places a hundred times as often: a check that is not atomic has its chance to show it.
+    """Switch threads a hundred times as often, so that a check that is not atomic shows it.
 
-    A peer that starts its timer twice by that complains on stderr. What counts here is how many it admits.
+    This makes a peer start its timer twice and complain on stderr. Only its admitted checks matter here.
     """
     before, hook = sys.getswitchinterval(), sys.unraisablehook
     sys.setswitchinterval(before / 100)

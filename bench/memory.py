@@ -1,4 +1,4 @@
-"""What one check costs in this process: many subjects, one thread, peers in the same rounds."""
+"""Measure a check in this process: many subjects, one thread, peers in the same rounds."""
 
 import random
 import time
@@ -22,7 +22,7 @@ class Result:
     cpu_us: Spread
     wall_us: Spread
     ratio: Spread
-    """This one's CPU time against that of limitforge, round by round."""
+    """CPU time relative to limitforge, round by round."""
     admitted: int
     checks: int
     exactness: Exactness
@@ -78,7 +78,7 @@ def workloads() -> list[Workload]:
 def run(*, quick: bool) -> tuple[list[Result], list[Target]]:
     subjects = [f"user:{number}" for number in range(1_000 if quick else 10_000)]
     rounds = 3 if quick else 7
-    results = [result for shape in workloads() for result in _measure(shape, subjects, rounds)]
+    results = [result for workload in workloads() for result in _measure(workload, subjects, rounds)]
     return results, _targets(results)
 
 
@@ -107,25 +107,27 @@ def _ours(plan: str) -> tuple[Contestant, ...]:
     return ours.contestant(plan, URL), ours.async_contestant(plan, URL)
 
 
-def _measure(shape: Workload, subjects: list[str], rounds: int) -> list[Result]:
-    progress(f"memory: {shape.name}, {len(shape.contestants)} contestants, {rounds} rounds of {len(subjects)} checks")
+def _measure(workload: Workload, subjects: list[str], rounds: int) -> list[Result]:
+    progress(
+        f"memory: {workload.name}, {len(workload.contestants)} contestants, {rounds} rounds of {len(subjects)} checks"
+    )
     shuffled = random.Random(1).sample(subjects, len(subjects))
-    sweeps: dict[Contestant, Sweep] = {each: each.make(shape.size) for each in shape.contestants}
+    sweeps: dict[Contestant, Sweep] = {each: each.make(workload.size) for each in workload.contestants}
     for sweep in sweeps.values():
-        sweep(subjects)  # every subject is known before anything is measured
-    cpu: dict[Contestant, list[float]] = {each: [] for each in shape.contestants}
-    wall: dict[Contestant, list[float]] = {each: [] for each in shape.contestants}
-    admitted = dict.fromkeys(shape.contestants, 0)
-    for _, each in interleave(shape.contestants, rounds):
+        sweep(subjects)  # every subject is known before the measurement
+    cpu: dict[Contestant, list[float]] = {each: [] for each in workload.contestants}
+    wall: dict[Contestant, list[float]] = {each: [] for each in workload.contestants}
+    admitted = dict.fromkeys(workload.contestants, 0)
+    for _, each in interleave(workload.contestants, rounds):
         settle()
         cpu_ns, wall_ns = time.process_time_ns(), time.perf_counter_ns()
         admitted[each] += sweeps[each](shuffled)
         wall[each].append((time.perf_counter_ns() - wall_ns) / 1_000 / len(subjects))
         cpu[each].append((time.process_time_ns() - cpu_ns) / 1_000 / len(subjects))
-    base = cpu[shape.contestants[0]]
+    base = cpu[workload.contestants[0]]
     return [
         Result(
-            shape.name,
+            workload.name,
             each.name,
             each.full_decision,
             Spread.of(cpu[each]),
@@ -135,17 +137,17 @@ def _measure(shape: Workload, subjects: list[str], rounds: int) -> list[Result]:
             rounds * len(subjects),
             exactness(each, subjects[:300]),
         )
-        for each in shape.contestants
+        for each in workload.contestants
     ]
 
 
 def _targets(results: Sequence[Result]) -> list[Target]:
     found = []
-    for shape, bound in (("token bucket", ONE_US), ("three limits", THREE_US)):
-        of_shape = [result for result in results if result.workload == shape]
-        found.append(at_most(f"memory, {shape}, CPU", bound, of_shape[0].cpu_us.median, "us"))
+    for workload, bound in (("token bucket", ONE_US), ("three limits", THREE_US)):
+        of_shape = [result for result in results if result.workload == workload]
+        found.append(at_most(f"memory, {workload}, CPU", bound, of_shape[0].cpu_us.median, "us"))
         found += [
-            faster_than(f"memory, {shape}, against {result.contestant}", result.ratio.median)
+            faster_than(f"memory, {workload}, against {result.contestant}", result.ratio.median)
             for result in of_shape
             if result.full_decision and not result.contestant.startswith(OURS)
         ]

@@ -1,4 +1,4 @@
-"""limitforge as a contestant: the plans that are measured, and the loops that check them."""
+"""limitforge as a contestant: the measured plans, and the loops that check them."""
 
 import asyncio
 import itertools
@@ -11,7 +11,7 @@ TENANT = "acme"
 RESOURCE = "GET:/orders"
 BATCH = 64
 REDIS_ONLY = StoreOptions(failure="raise", deadline_ms=2_000, denial_cache_ms=0)
-"""Every decision is Redis's own, however busy the machine is."""
+"""Redis makes every decision, even on a busy machine."""
 
 _prefixes = itertools.count()
 
@@ -29,7 +29,7 @@ PLANS: dict[str, Callable[[int], Limits]] = {
         f"burst=token:{4 * size}/day; daily=fixed:{2 * size}/day; recent=counter:{size}/day"
     ),
 }
-"""By a size that bounds them. Everything is per day, so that no window ends during a run."""
+"""Plans by the size of their limits. All windows are a day, so that none ends during a run."""
 
 
 def contestant(plan: str, url: str, *, key_prefix: str | None = None) -> Contestant:
@@ -37,7 +37,7 @@ def contestant(plan: str, url: str, *, key_prefix: str | None = None) -> Contest
 
 
 def text_contestant(url: str) -> Contestant:
-    """A token bucket that is given as text with every check."""
+    """A token bucket whose text is parsed with every check."""
     return Contestant(f"{OURS}, limits as text", lambda size: _sweep(url, f"burst=token:{size}/day"))
 
 
@@ -57,7 +57,7 @@ def _sweep(url: str, limits: Limits | str, key_prefix: str | None = None) -> Swe
 
 
 def async_contestant(plan: str, url: str) -> Contestant:
-    """All checks in one coroutine, one after the other."""
+    """Run all checks one after the other in one coroutine."""
 
     def make(size: int) -> Sweep:
         check = Limiter.connect(url, key_prefix=_unique_prefix(), options=REDIS_ONLY).check
@@ -79,7 +79,7 @@ def async_contestant(plan: str, url: str) -> Contestant:
 
 
 def batch_contestant(plan: str, url: str, *, key_prefix: str | None = None) -> Contestant:
-    """`check_many`, as a gateway sends what has come in meanwhile."""
+    """Use `check_many`, like a gateway that sends all pending checks."""
 
     def make(size: int) -> Sweep:
         limiter = SyncLimiter.connect(url, key_prefix=key_prefix or _unique_prefix(), options=REDIS_ONLY)
@@ -102,5 +102,5 @@ def batch_contestant(plan: str, url: str, *, key_prefix: str | None = None) -> C
 
 
 def _unique_prefix() -> str:
-    """State of its own for each limiter that shares a Redis."""
+    """Return a new prefix, so that limiters on one Redis have separate state."""
     return f"b{next(_prefixes)}"

@@ -1,4 +1,4 @@
-"""Panels of bars as an SVG, by hand. It brings a background of its own, as the library's does."""
+"""Draw panels of bars as an SVG with its own background."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from bench.plot import STYLE, text_element
 
 _WIDTH, _MARGIN = 920, 24
-_NAMES, _NOTES = 270, 270  # where bars start; room for the text behind the longest one
+_NAMES, _NOTES = 270, 270  # the left edge of the bars, and the width for the text behind the longest one
 _BAR, _STEP = 14, 22
 
 
@@ -20,7 +20,7 @@ class Bar(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """Bars on one scale, from 0."""
+    """Bars on one scale that starts at 0."""
 
     title: str
     note: str

@@ -1,7 +1,7 @@
-"""The peers as contestants: used as their documentation says, with limits of the same sizes and keys of the same parts.
+"""The peers as contestants, used as documented, with limits of the same sizes and keys with the same parts.
 
-`limits` tells a verdict; what else our decision carries (remaining, reset) is a second call, `get_window_stats`.
-`throttled-py` answers with both. Neither has a check of several limits: that is one call for each, until one denies.
+`limits` returns a verdict; remaining and reset need a second call, `get_window_stats`. `throttled-py` returns both.
+Neither checks several limits at once: this takes one call per limit, until one denies.
 """
 
 import itertools
@@ -56,7 +56,7 @@ def limits_contestant(kind: type[RateLimiter], url: str, *, stats: bool = True) 
 
 
 def limits_of_three(url: str) -> Contestant:
-    """Two fixed windows, its cheapest, and a counter."""
+    """Combine two fixed windows, its cheapest limit, with a counter."""
 
     def make(size: int) -> Sweep:
         storage = _limits_storage(url)
@@ -104,7 +104,7 @@ def throttled_contestant(kind: str, url: str) -> Contestant:
 
 
 def throttled_of_three(url: str) -> Contestant:
-    """The same three as ours: token bucket, fixed window, counter."""
+    """Combine the same three limits as limitforge: token bucket, fixed window, counter."""
 
     def make(size: int) -> Sweep:
         store = _throttled_store(url)

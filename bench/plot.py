@@ -1,6 +1,6 @@
-"""The library's results as an SVG, by hand: bars of checks per second at 64 callers, with what each one admitted.
+"""Draw the results of the library as an SVG: checks per second at 64 callers, with the admitted number of each.
 
-It brings a background of its own, so it reads the same on a light and on a dark page.
+The SVG has its own background, so it is readable on light and dark pages.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,11 +10,11 @@ from bench.harness import OURS
 from bench.library.run import MANY, ONE, THREE, Result
 
 TITLE = "Checks per second on Redis, one process, 64 concurrent callers"
-NOTE = "Behind each bar: checks/s, and how many were admitted when all callers asked at once for more than the limit."
+NOTE = "Behind each bar: checks/s, and how many were admitted when all callers exceeded the limit at once."
 AFTER = "“then”: what its first limit still gave after another one had denied. A denial should take nothing."
 
 _WIDTH, _MARGIN = 920, 24
-_NAMES, _NOTES = 250, 290  # where bars start; room for the text behind the longest one
+_NAMES, _NOTES = 250, 290  # the left edge of the bars, and the width for the text behind the longest one
 _BAR, _STEP = 16, 26
 
 STYLE = """\
@@ -29,7 +29,7 @@ text { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #24292
 
 
 def render_svg(results: Sequence[Result], versions: Mapping[str, str]) -> str:
-    groups = {shape: _fastest_of_workload(results, shape) for shape in (ONE, THREE)}
+    groups = {workload: _fastest_of_workload(results, workload) for workload in (ONE, THREE)}
     most = max(result.checks_per_second.median for group in groups.values() for result in group)
     parts = [
         text_element(_MARGIN, 36, TITLE, "title"),
@@ -37,8 +37,8 @@ def render_svg(results: Sequence[Result], versions: Mapping[str, str]) -> str:
         text_element(_MARGIN, 76, AFTER, "note"),
     ]
     top = 96
-    for shape, group in groups.items():
-        parts.append(text_element(_MARGIN, top + 14, shape.capitalize(), "group"))
+    for workload, group in groups.items():
+        parts.append(text_element(_MARGIN, top + 14, workload.capitalize(), "group"))
         top += 28
         for result in group:
             parts += _bar(result, top, most)
@@ -65,17 +65,17 @@ def _bar(result: Result, top: int, most: float) -> tuple[str, ...]:
     rate = result.checks_per_second.median
     length = max(1.0, (_WIDTH - _NAMES - _NOTES) * rate / most)
     kind = "ours" if result.contestant == OURS else "peer"
-    said = f"{rate:,.0f}, admitted {_admitted(result)}"
+    label = f"{rate:,.0f}, admitted {_admitted(result)}"
     line = top + _BAR - 4
     return (
         text_element(_NAMES - 8, line, result.contestant, anchor="end"),
         f'<rect class="{kind}" x="{_NAMES}" y="{top}" width="{length:.1f}" height="{_BAR}" rx="2"/>',
-        text_element(_NAMES + length + 8, line, said, "" if result.exactness.is_exact else "wrong"),
+        text_element(_NAMES + length + 8, line, label, "" if result.exactness.is_exact else "wrong"),
     )
 
 
-def text_element(x: float, y: float, said: str, kind: str = "", anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y}" class="{kind}" text-anchor="{anchor}">{escape(said)}</text>'
+def text_element(x: float, y: float, label: str, kind: str = "", anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y}" class="{kind}" text-anchor="{anchor}">{escape(label)}</text>'
 
 
 def _admitted(result: Result) -> str:
@@ -83,11 +83,11 @@ def _admitted(result: Result) -> str:
     return f"{first.text()}, then {after.text()}" if after else first.text()
 
 
-def _fastest_of_workload(results: Sequence[Result], shape: str) -> list[Result]:
-    """The fastest way to use each library, the fastest first."""
+def _fastest_of_workload(results: Sequence[Result], workload: str) -> list[Result]:
+    """Return the fastest result of each library, in descending order."""
     best: dict[str, Result] = {}
     for result in results:
-        if result.workload == shape and result.callers == MANY:
+        if result.workload == workload and result.callers == MANY:
             library = result.contestant.split(",")[0]
             found = best.get(library)
             if found is None or result.checks_per_second.median > found.checks_per_second.median:
@@ -96,7 +96,9 @@ def _fastest_of_workload(results: Sequence[Result], shape: str) -> list[Result]:
 
 
 def _description(groups: Mapping[str, Sequence[Result]]) -> str:
-    return " ".join(f"{shape.capitalize()}: {'; '.join(map(_summary, group))}." for shape, group in groups.items())
+    return " ".join(
+        f"{workload.capitalize()}: {'; '.join(map(_summary, group))}." for workload, group in groups.items()
+    )
 
 
 def _summary(result: Result) -> str:

@@ -1,7 +1,7 @@
-"""What one check costs Redis: its own account of each command (INFO commandstats), and the CPU time of its process.
+"""Measure a check in Redis: its statistics of each command (INFO commandstats), and the CPU time of its process.
 
-The time of a script holds that of the commands it calls, which Redis lists as well. So a client's own commands are told
-from a script's by watching one check (MONITOR names the caller). Only the client's own are added up.
+The time of a script includes the commands it calls, which Redis also lists separately. So the meter observes one check
+(MONITOR names the caller) and adds up only the client's own commands.
 """
 
 import time
@@ -25,12 +25,12 @@ class Result:
     workload: str
     contestant: str
     commands: dict[str, int]
-    """What the client sends for one check; its sum is the number of round trips."""
+    """The commands that the client sends for one check. Their sum is the number of round trips."""
     in_redis_us: Spread
     inside_us: Spread
-    """The part of it that was spent in commands which a script called."""
+    """The part of it in commands that a script called."""
     first_us: float
-    """The same for a subject's first check."""
+    """The same for the first check of a subject."""
     redis_cpu_us: Spread
     wall_us: Spread
     ratio: Spread
@@ -40,7 +40,7 @@ class Result:
 
 
 class Traffic(NamedTuple):
-    """What a client sends for one check, and what its scripts call."""
+    """The commands that a client sends for one check, and those that its scripts call."""
 
     sent: Counter[str]
     called: set[str]
@@ -55,7 +55,7 @@ class Sample(NamedTuple):
 
 
 class Meter:
-    """Reads Redis's accounts, on a connection of its own."""
+    """Reads the statistics of Redis on a separate connection."""
 
     def __init__(self, url: str) -> None:
         self._redis: Any = Redis.from_url(url, decode_responses=True)
@@ -65,7 +65,7 @@ class Meter:
         self._redis.flushall()
 
     def observe_commands(self, sweep: Sweep) -> Traffic:
-        """One subject's first two checks: the first may call more than later ones do, and loads scripts."""
+        """Observe the first two checks of one subject: the first loads scripts and may call more commands."""
         _, called_first = self._watch_once(sweep)
         sent, called = self._watch_once(sweep)
         return Traffic(sent, called_first | called)
@@ -140,9 +140,9 @@ def run(url: str, *, quick: bool) -> tuple[list[Result], list[Target]]:
     rounds = 2 if quick else 4
     meter = Meter(url)
     results = []
-    for shape in workloads(url):
-        progress(f"redis: {shape.name}, {len(shape.contestants)} contestants")
-        results += _measure(shape, meter, subjects, rounds)
+    for workload in workloads(url):
+        progress(f"redis: {workload.name}, {len(workload.contestants)} contestants")
+        results += _measure(workload, meter, subjects, rounds)
         meter.flush()
     return results, _targets(results)
 
@@ -173,35 +173,35 @@ def render(results: Sequence[Result]) -> str:
     )
 
 
-def _measure(shape: Workload, meter: Meter, subjects: list[str], rounds: int) -> list[Result]:
-    exact = {each: exactness(each, subjects[:50]) for each in shape.contestants}
+def _measure(workload: Workload, meter: Meter, subjects: list[str], rounds: int) -> list[Result]:
+    exact = {each: exactness(each, subjects[:50]) for each in workload.contestants}
     meter.flush()
-    sweeps = {each: each.make(shape.size) for each in shape.contestants}
-    samples: dict[Contestant, list[Sample]] = {each: [] for each in shape.contestants}
+    sweeps = {each: each.make(workload.size) for each in workload.contestants}
+    samples: dict[Contestant, list[Sample]] = {each: [] for each in workload.contestants}
     traffic = {each: meter.observe_commands(sweep) for each, sweep in sweeps.items()}
     firsts = {
         each: meter.sample(sweep, _subjects_for(each, subjects), traffic[each]).in_redis_us
         for each, sweep in sweeps.items()
     }
-    for number, each in interleave(shape.contestants, rounds):
+    for number, each in interleave(workload.contestants, rounds):
         mine = _subjects_for(each, subjects)
-        part = len(mine) // 2  # so every subject is asked every other round
+        part = len(mine) // 2  # each subject is checked every other round
         start = number % 2 * part
         samples[each].append(meter.sample(sweeps[each], mine[start : start + part], traffic[each]))
-    base = [sample.in_redis_us for sample in samples[shape.contestants[0]]]
+    base = [sample.in_redis_us for sample in samples[workload.contestants[0]]]
     return [
-        _result(shape, each, dict(traffic[each].sent), firsts[each], samples[each], base, exact[each], subjects)
-        for each in shape.contestants
+        _result(workload, each, dict(traffic[each].sent), firsts[each], samples[each], base, exact[each], subjects)
+        for each in workload.contestants
     ]
 
 
 def _subjects_for(contestant: Contestant, subjects: list[str]) -> list[str]:
-    """A peer's many round trips would take most of the run: a quarter of the subjects will do."""
+    """Return a quarter of the subjects for a peer, whose round trips would otherwise dominate the run."""
     return subjects if contestant.is_limitforge else subjects[: len(subjects) // 4]
 
 
 def _result(
-    shape: Workload,
+    workload: Workload,
     contestant: Contestant,
     commands: dict[str, int],
     first_us: float,
@@ -211,7 +211,7 @@ def _result(
     subjects: list[str],
 ) -> Result:
     return Result(
-        shape.name,
+        workload.name,
         contestant.name,
         commands,
         Spread.of([sample.in_redis_us for sample in samples]),

@@ -1,4 +1,4 @@
-"""A redis-server of the benchmark's own: on 127.0.0.1, without persistence, in a folder that goes with it."""
+"""Run a redis-server for the benchmark, on 127.0.0.1, without persistence, in a temporary folder."""
 
 import shutil
 import socket
@@ -15,12 +15,12 @@ START_SECONDS = 20.0
 
 
 class ServerUnavailable(Exception):
-    """redis-server is missing, or did not start."""
+    """A server or program is missing, or did not start."""
 
 
 @contextmanager
 def redis_server() -> Iterator[str]:
-    """Its URL, for as long as the block runs."""
+    """Run the server for the duration of the block, and yield its URL."""
     program = shutil.which("redis-server")
     if program is None:
         raise ServerUnavailable(
@@ -41,7 +41,7 @@ def redis_server() -> Iterator[str]:
 
 
 def server_version(url: str) -> str:
-    """What the numbers of a run belong to."""
+    """Return the version of the server, for the report."""
     redis: Any = Redis.from_url(url)
     return str(redis.info("server")["redis_version"])
 

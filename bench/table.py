@@ -1,4 +1,4 @@
-"""Plain aligned tables, and the list of targets with what became of them."""
+"""Plain aligned tables, and the list of targets with their results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What the design asks for, and what this run measured. Never asserted: machines differ."""
+    """A goal of the design and its measured value. It is never asserted, because machines differ."""
 
     name: str
     wanted: str
@@ -26,12 +26,12 @@ def at_least(what: str, bound: float, ratio: float) -> Target:
 
 
 def faster_than(what: str, ratio: float) -> Target:
-    """`ratio` is what the other one takes against what we take."""
+    """`ratio` is the time of the peer divided by ours."""
     return Target(what, "above 1x", f"{ratio:.2f}x", ratio > 1)
 
 
 def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The first column is left-aligned, all others are right-aligned. An empty row is a blank line."""
+    """Align the first column left and all others right. An empty row is a blank line."""
     lines = [tuple(header), *(tuple(row) for row in rows)]
     widths = [max((len(line[at]) for line in lines if at < len(line)), default=0) for at in range(len(header))]
     drawn = ["  ".join(_cell(line, at, width) for at, width in enumerate(widths)).rstrip() for line in lines]

@@ -1,1 +1,1 @@
-"""The async library on Redis beside its peers: one process, uvloop, many callers at once and a lone one."""
+"""Compare the async library on Redis with its peers: one process, uvloop, many concurrent callers and a single one."""

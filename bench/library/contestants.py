@@ -1,4 +1,4 @@
-"""Who takes part, and what is asked of them."""
+"""Contestants and workloads of the library benchmark."""
 
 import itertools
 from collections.abc import Awaitable, Callable
@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 CheckFunction = Callable[[str], Awaitable[bool]]
-"""Checks a subject once, reads all that the answer tells, and says whether it was admitted."""
+"""Check a subject once, read every field of the reply, and return whether it was admitted."""
 
 Sizes = tuple[int, ...]
-"""How much each limit of a check holds, per day. The last one is the smallest, so it is the one that denies."""
+"""The size of each limit of a check, per day. The last one is the smallest, so it denies."""
 
 _prefixes = itertools.count()
 
 
 class OpenLimiter(NamedTuple):
-    """A limiter with state of its own. `first` asks its first limit alone, on the same counters."""
+    """A limiter with separate state. `check_first_limit` checks only its first limit, on the same counters."""
 
     check: CheckFunction
     check_first_limit: CheckFunction | None
@@ -24,7 +24,7 @@ class OpenLimiter(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """`full` tells whether it answers with more than the verdict."""
+    """`full_decision` is true if it returns more than the verdict."""
 
     name: str
     open: Callable[[str, Sizes], Awaitable[OpenLimiter]]
@@ -33,35 +33,35 @@ class Contestant:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The first contestant is the one that all others are compared with."""
+    """All contestants are compared with the first one."""
 
     name: str
     contestants: tuple[Contestant, ...]
     limits: int
     subjects: int
     size: int = 10_000_000
-    """Of the smallest limit: unless the shape is about denials, more than any run takes of one subject."""
+    """The size of the smallest limit. Except for denials, it is more than one subject takes in a run."""
 
 
 def limit_sizes(limits: int, size: int) -> Sizes:
-    """Each limit holds twice as much as the next one."""
+    """Return sizes of which each is twice the next one."""
     return tuple(size << at for at in reversed(range(limits)))
 
 
 def check_each_until_denied(each: tuple[CheckFunction, ...]) -> CheckFunction:
-    """For those who have no check of several limits: one call for each of them, as their users write it."""
+    """Check one limit after the other, like users of a library without checks of several limits."""
     if len(each) == 1:
         return each[0]
 
-    async def ask(subject: str) -> bool:
+    async def check_subject(subject: str) -> bool:
         for limit in each:
             if not await limit(subject):
                 return False
         return True
 
-    return ask
+    return check_subject
 
 
 def unique_prefix() -> str:
-    """State of its own for each limiter: they share a Redis."""
+    """Return a new prefix, so that limiters on one Redis have separate state."""
     return f"c{next(_prefixes)}"

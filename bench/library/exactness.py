@@ -1,4 +1,4 @@
-"""How many are admitted when many callers ask at once for more than there is: speed without that does not count."""
+"""Count the admitted checks when many concurrent callers exceed a limit: speed only counts if this is exact."""
 
 import itertools
 from dataclasses import dataclass
@@ -20,7 +20,9 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Exactness:
-    """`after` is what the first of several limits still admits when another one has denied: denials take nothing."""
+    """`admitted_after_denial` is what the first limit still admits after another one has denied: a denial takes
+    nothing.
+    """
 
     admitted: Admitted
     admitted_after_denial: Admitted | None
@@ -36,14 +38,16 @@ class Exactness:
 async def exactness(contestant: Contestant, url: str, limits: int, size: int, callers: int) -> Exactness:
     sizes = limit_sizes(limits, size)
     more = size // 2
-    door = await contestant.open(url, sizes)
+    open_limiter = await contestant.open(url, sizes)
     try:
-        admitted, _ = await run_callers(door.check, itertools.repeat(SUBJECT, size + more), callers)
+        admitted, _ = await run_callers(open_limiter.check, itertools.repeat(SUBJECT, size + more), callers)
         after = None
-        if limits > 1 and door.check_first_limit is not None:
+        if limits > 1 and open_limiter.check_first_limit is not None:
             left = sizes[0] - size
-            still, _ = await run_callers(door.check_first_limit, itertools.repeat(SUBJECT, left + more), callers)
+            still, _ = await run_callers(
+                open_limiter.check_first_limit, itertools.repeat(SUBJECT, left + more), callers
+            )
             after = Admitted(still, left)
         return Exactness(Admitted(admitted, size), after)
     finally:
-        await door.close()
+        await open_limiter.close()

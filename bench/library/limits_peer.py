@@ -1,6 +1,6 @@
-"""limits, its asyncio API: `hit` tells a verdict alone. What else our decision carries would be a second call.
+"""limits with its asyncio API: `hit` returns only a verdict; more would need a second call.
 
-On redis-py. In a short trial its default client, coredis, reached 55 to 85 % of that with 64 callers.
+It uses redis-py. In a short trial, its default client coredis reached 55 to 85 % of that with 64 callers.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ def contestant(kind: type[RateLimiter]) -> Contestant:
         storage = RedisStorage(f"async+{url}", implementation="redispy", key_prefix=unique_prefix())
         strategy = kind(storage)
         each = tuple(_make_check(strategy, RateLimitItemPerDay(size)) for size in sizes)
-        bridge: Any = storage.bridge  # there is no other way to close a storage
+        bridge: Any = storage.bridge  # the storage has no public method to close it
         return OpenLimiter(check_each_until_denied(each), each[0], bridge.get_connection().aclose)
 
     return Contestant(_NAMES[kind], open_)
@@ -38,7 +38,7 @@ def contestant(kind: type[RateLimiter]) -> Contestant:
 def _make_check(strategy: RateLimiter, item: RateLimitItem) -> CheckFunction:
     hit = strategy.hit
 
-    async def ask(subject: str) -> bool:
+    async def check_subject(subject: str) -> bool:
         return await hit(item, TENANT, RESOURCE, subject)
 
-    return ask
+    return check_subject

@@ -1,6 +1,6 @@
-"""redis-py and the least that a script can do: the floor of what one call for each check costs.
+"""redis-py with a minimal script: the lower bound for one call per check.
 
-It keeps a number for each limit (GCRA) and tells the wait. No plan change, no override, no remaining.
+It keeps one number per limit (GCRA) and returns the wait. It supports no plan changes, overrides or remaining.
 """
 
 from redis.asyncio import Redis
@@ -10,8 +10,8 @@ from bench.ours import RESOURCE, TENANT
 
 _DAY_US = 86_400_000_000
 
-# KEYS: one for each limit, when it will be empty again. ARGV: microseconds for one hit, for each limit; then the length
-# of the day. Returns the wait in microseconds, 0 if admitted. All limits take, or none.
+# KEYS: for each limit, when it will be empty again. ARGV: for each limit, the microseconds of one hit; then the length
+# of a day. Returns the wait in microseconds, 0 if admitted. Takes from all limits or from none.
 _SCRIPT = """
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
@@ -47,8 +47,8 @@ def _make_check(redis: Redis, sha: str, mine: str, sizes: Sizes) -> CheckFunctio
     names = [f"{mine}:{at}:{TENANT}:{RESOURCE}:" for at in range(len(sizes))]
     args = [*(str(_DAY_US // size) for size in sizes), str(_DAY_US)]
 
-    async def ask(subject: str) -> bool:
+    async def check_subject(subject: str) -> bool:
         wait: int = await evalsha(sha, len(names), *[name + subject for name in names], *args)
         return wait == 0
 
-    return ask
+    return check_subject

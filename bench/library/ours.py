@@ -1,4 +1,4 @@
-"""limitforge as a contestant: one check, whatever the number of its limits, and the whole decision is read."""
+"""limitforge as a contestant: one check with any number of limits, and every field of the decision is read."""
 
 from bench.harness import OURS
 from bench.library.contestants import CheckFunction, Contestant, OpenLimiter, Sizes, unique_prefix
@@ -9,7 +9,7 @@ _KINDS = ("burst=token", "daily=fixed", "recent=counter")
 
 
 def contestant(name: str = OURS, *, denial_cache_ms: int = 0) -> Contestant:
-    """With time to spare and without a failure policy: a noisy machine must not turn into decisions without Redis."""
+    """Use a long deadline and no fallback: a busy machine must not cause decisions without Redis."""
     options = StoreOptions(failure="raise", deadline_ms=2_000, denial_cache_ms=denial_cache_ms)
 
     async def open_(url: str, sizes: Sizes) -> OpenLimiter:
@@ -27,9 +27,9 @@ def contestant(name: str = OURS, *, denial_cache_ms: int = 0) -> Contestant:
 def _make_check(limiter: Limiter, limits: Limits) -> CheckFunction:
     check = limiter.check
 
-    async def ask(subject: str) -> bool:
+    async def check_subject(subject: str) -> bool:
         d = await check(RESOURCE, subject, limits=limits, tenant=TENANT)
         _ = (d.limit, d.remaining, d.reset_after_ms, d.retry_after_ms, d.limits)
         return d.allowed
 
-    return ask
+    return check_subject

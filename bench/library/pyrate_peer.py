@@ -1,8 +1,8 @@
-"""pyrate-limiter: one `Limiter` whose factory makes a bucket for each key, as its README has it.
+"""pyrate-limiter: one `Limiter` whose factory makes a bucket per key, as in its README.
 
-It tells a verdict alone. Several rates of one key are one call, all or nothing. Each limiter asks one at a time: an
-asyncio.Lock is around every `try_acquire_async`. The factory does not schedule the leaking that a log needs, so that
-its sweeps over all keys do not fall into other contestants' rounds.
+It returns only a verdict. Several rates of one key are one call, all or nothing. Each limiter runs one check at a time,
+because an asyncio.Lock surrounds every `try_acquire_async`. The factory does not schedule the leaking of a log, so that
+its sweeps over all keys do not fall into the rounds of other contestants.
 """
 
 from collections.abc import Callable
@@ -45,18 +45,18 @@ class BucketForEachKey(BucketFactory):
 
 
 def log() -> Contestant:
-    """Its `RedisBucket`: a sorted set with a member for each hit."""
+    """Its `RedisBucket`: a sorted set with a member per hit."""
 
     async def open_(url: str, sizes: Sizes) -> OpenLimiter:
         redis, rates, mine = Redis.from_url(url), _rates(sizes), unique_prefix()
-        any_bucket: RedisBucket = await RedisBucket.init(rates, redis, mine)  # loads the script, for all of them
+        any_bucket: RedisBucket = await RedisBucket.init(rates, redis, mine)  # loads the script for all of them
         return _open_limiter(redis, lambda name: RedisBucket(rates, redis, f"{mine}:{name}", any_bucket.script_hash))
 
     return Contestant("pyrate-limiter, sliding log", open_)
 
 
 def token_bucket() -> Contestant:
-    """Its `StateBucket` on a `RedisStateStore`: the one to compare with a token bucket."""
+    """Its `StateBucket` on a `RedisStateStore`, the counterpart of a token bucket."""
 
     async def open_(url: str, sizes: Sizes) -> OpenLimiter:
         redis, rates, mine = Redis.from_url(url), _rates(sizes), unique_prefix()
@@ -73,16 +73,16 @@ def _open_limiter(redis: Redis, make: MakeBucket) -> OpenLimiter:
     limiter = Limiter(BucketForEachKey(make))
     acquire = limiter.try_acquire_async
 
-    async def ask(subject: str) -> bool:
+    async def check_subject(subject: str) -> bool:
         return await acquire(f"{TENANT}:{RESOURCE}:{subject}", blocking=False)
 
     async def close() -> None:
         limiter.close()
         await redis.aclose()
 
-    return OpenLimiter(ask, None, close)
+    return OpenLimiter(check_subject, None, close)
 
 
 def _rates(sizes: Sizes) -> list[Rate]:
-    """The smallest first; two rates of one bucket must not have the same interval."""
+    """Return the rates in ascending order. Two rates of one bucket must not have the same interval."""
     return [Rate(size, Duration.DAY * (size // sizes[-1])) for size in reversed(sizes)]

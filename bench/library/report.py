@@ -1,4 +1,4 @@
-"""The table of all results, and what became of the targets."""
+"""Render the table of all results, and compare them with the targets."""
 
 from collections.abc import Sequence
 
@@ -30,8 +30,8 @@ def render(results: Sequence[Result]) -> str:
         rows.append(_row(result))
     title = (
         "Library: medians of the rounds; a ratio (lowest-highest) above 1 is slower than limitforge in the same round;"
-        "\nadmitted, when 64 callers ask for more than there is; after denials, what the first limit still gives;"
-        "\nscript us is Redis's own account by wall clock: on a busy machine it can exceed the CPU of its process"
+        "\nadmitted: when 64 callers exceed the limit; after denials: what the first limit still admits;"
+        "\nscript us: elapsed time as reported by Redis, which can exceed its CPU time on a busy machine"
     )
     return table(title, _HEADER, rows[1:])
 
@@ -45,23 +45,23 @@ def targets(results: Sequence[Result]) -> list[Target]:
     return [
         at_least("library, one limit, 64 callers, against limits", 5, _speedup_over_limits(results, ONE, MANY)),
         at_least("library, three limits, 64 callers, against limits", 12, _speedup_over_limits(results, THREE, MANY)),
-        at_least("library, one limit, a lone caller, against limits", 1, _speedup_over_limits(results, ONE, ALONE)),
+        at_least("library, one limit, one caller, against limits", 1, _speedup_over_limits(results, ONE, ALONE)),
         at_most("library, one limit, 64 callers, CPU", 7, one.cpu_us.median, "us"),
         at_most("library, one limit, 64 callers, scripts in Redis", 7, one.script_us.median, "us"),
         at_most("library, two limits, 64 callers, scripts in Redis", 10, two.script_us.median, "us"),
         at_least(
-            "library, a lone caller's denial from the cache", 10, redis_alone.p50_us.median / cache_alone.p50_us.median
+            "library, one caller's denial from the cache", 10, redis_alone.p50_us.median / cache_alone.p50_us.median
         ),
         Target("library, passes that admit what they should", f"{len(passes)}", f"{sum(passes)}", all(passes)),
     ]
 
 
-def _speedup_over_limits(results: Sequence[Result], shape: str, callers: int) -> float:
-    """Over the fastest way to use limits."""
+def _speedup_over_limits(results: Sequence[Result], workload: str, callers: int) -> float:
+    """Return the speed relative to the fastest way to use limits."""
     return min(
         result.relative_time.median
         for result in results
-        if result.workload == shape and result.callers == callers and result.contestant.startswith("limits,")
+        if result.workload == workload and result.callers == callers and result.contestant.startswith("limits,")
     )
 
 

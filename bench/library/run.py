@@ -1,4 +1,4 @@
-"""The shapes, and the rounds in which contestants take turns."""
+"""Run the workloads in interleaved rounds."""
 
 import asyncio
 import itertools
@@ -34,11 +34,11 @@ class Result:
     redis_cpu_us: Spread
     script_us: Spread
     calls: float
-    """Scripts that Redis ran for one check: below 1 when checks share a call."""
+    """Scripts per check: below 1 when checks share a call."""
     admitted: float
-    """The share of the measured checks."""
+    """The admitted fraction of the measured checks."""
     relative_time: Spread
-    """What a check takes against that of the first contestant in the same round."""
+    """Time per check relative to the first contestant in the same round."""
     exactness: Exactness
 
 
@@ -47,7 +47,7 @@ class RunSize:
     subjects: int
     rounds: int
     seconds: float
-    """How long a contestant is measured in a round."""
+    """How long each contestant is measured in a round."""
     exact_size: int
 
 
@@ -55,7 +55,7 @@ FULL = RunSize(subjects=10_000, rounds=5, seconds=0.4, exact_size=1_000)
 QUICK = RunSize(subjects=200, rounds=2, seconds=0.02, exact_size=50)
 
 
-def workloads(pace: RunSize) -> list[Workload]:
+def workloads(run_size: RunSize) -> list[Workload]:
     everyone = (
         ours.contestant(),
         limits_peer.contestant(limits_peer.COUNTER),
@@ -67,9 +67,9 @@ def workloads(pace: RunSize) -> list[Workload]:
     )
     cached = (ours.contestant(denial_cache_ms=1_000), ours.contestant(f"{OURS}, cache off"))
     return [
-        Workload(ONE, everyone, 1, pace.subjects),
-        Workload(TWO, everyone, 2, pace.subjects),
-        Workload(THREE, everyone, 3, pace.subjects),
+        Workload(ONE, everyone, 1, run_size.subjects),
+        Workload(TWO, everyone, 2, run_size.subjects),
+        Workload(THREE, everyone, 3, run_size.subjects),
         Workload(HOT, everyone, 1, 1),
         Workload(DENIED, everyone, 1, 100, size=5),
         Workload(CACHED, cached, 1, 100, size=5),
@@ -81,65 +81,68 @@ def run(url: str, *, quick: bool) -> list[Result]:
         return runner.run(_run(url, QUICK if quick else FULL))
 
 
-async def _run(url: str, pace: RunSize) -> list[Result]:
+async def _run(url: str, run_size: RunSize) -> list[Result]:
     meter = Meter(url)
     exact: dict[tuple[Contestant, int], Exactness] = {}
     results = []
-    for shape in workloads(pace):
-        progress(f"library: {shape.name}, {len(shape.contestants)} contestants")
-        for each in shape.contestants:
-            if (each, shape.limits) not in exact:
-                exact[each, shape.limits] = await exactness(each, url, shape.limits, pace.exact_size, MANY)
+    for workload in workloads(run_size):
+        progress(f"library: {workload.name}, {len(workload.contestants)} contestants")
+        for each in workload.contestants:
+            if (each, workload.limits) not in exact:
+                exact[each, workload.limits] = await exactness(each, url, workload.limits, run_size.exact_size, MANY)
         meter.flush()
-        results += await _measure(shape, url, meter, pace, exact)
+        results += await _measure(workload, url, meter, run_size, exact)
         meter.flush()
     meter.close()
     return results
 
 
 async def _measure(
-    shape: Workload, url: str, meter: Meter, pace: RunSize, exact: dict[tuple[Contestant, int], Exactness]
+    workload: Workload, url: str, meter: Meter, run_size: RunSize, exact: dict[tuple[Contestant, int], Exactness]
 ) -> list[Result]:
-    subjects = [f"user:{number}" for number in range(shape.subjects)]
+    subjects = [f"user:{number}" for number in range(workload.subjects)]
     shuffled = random.Random(1).sample(subjects, len(subjects))
-    doors: dict[Contestant, OpenLimiter] = {}
-    for each in shape.contestants:
-        doors[each] = await each.open(url, limit_sizes(shape.limits, shape.size))
-        await _warm(doors[each], subjects, shape.size)
+    open_limiters: dict[Contestant, OpenLimiter] = {}
+    for each in workload.contestants:
+        open_limiters[each] = await each.open(url, limit_sizes(workload.limits, workload.size))
+        await _warm(open_limiters[each], subjects, workload.size)
     results = []
     for callers in (MANY, ALONE):
-        streams = {each: itertools.cycle(shuffled) for each in shape.contestants}
-        samples: dict[Contestant, list[Sample]] = {each: [] for each in shape.contestants}
-        for each in _interleave(shape.contestants, pace.rounds):
-            samples[each].append(await meter.sample(doors[each].check, streams[each], callers, pace.seconds))
-        base = samples[shape.contestants[0]]
+        streams = {each: itertools.cycle(shuffled) for each in workload.contestants}
+        samples: dict[Contestant, list[Sample]] = {each: [] for each in workload.contestants}
+        for each in _interleave(workload.contestants, run_size.rounds):
+            samples[each].append(
+                await meter.sample(open_limiters[each].check, streams[each], callers, run_size.seconds)
+            )
+        base = samples[workload.contestants[0]]
         results += [
-            _result(shape, callers, each, samples[each], base, exact[each, shape.limits]) for each in shape.contestants
+            _result(workload, callers, each, samples[each], base, exact[each, workload.limits])
+            for each in workload.contestants
         ]
-    for door in doors.values():
-        await door.close()
+    for open_limiter in open_limiters.values():
+        await open_limiter.close()
     return results
 
 
-async def _warm(door: OpenLimiter, subjects: Sequence[str], size: int) -> None:
-    """Before anything is measured every subject is known, every connection open, and what will be denied is spent."""
-    asks = len(subjects) * (size if size < 10 else 1)
-    await run_callers(door.check, itertools.islice(itertools.cycle(subjects), max(asks, 4 * MANY)), MANY)
+async def _warm(open_limiter: OpenLimiter, subjects: Sequence[str], size: int) -> None:
+    """Make every subject known, open every connection, and spend the limits of denied workloads."""
+    checks = len(subjects) * (size if size < 10 else 1)
+    await run_callers(open_limiter.check, itertools.islice(itertools.cycle(subjects), max(checks, 4 * MANY)), MANY)
 
 
 def _interleave(contestants: Sequence[Contestant], rounds: int) -> Iterator[Contestant]:
-    """Every contestant once a round, each round starting with another one."""
+    """Yield every contestant once per round; each round starts with another one."""
     for number in range(rounds):
         for at in range(len(contestants)):
             yield contestants[(at + number) % len(contestants)]
 
 
 def _result(
-    shape: Workload, callers: int, each: Contestant, samples: list[Sample], base: list[Sample], exact: Exactness
+    workload: Workload, callers: int, each: Contestant, samples: list[Sample], base: list[Sample], exact: Exactness
 ) -> Result:
     return Result(
-        shape.name,
-        shape.limits,
+        workload.name,
+        workload.limits,
         callers,
         each.name,
         each.full_decision,

@@ -1,4 +1,4 @@
-"""throttled-py, its asyncio API: it answers with limit, remaining, reset and retry."""
+"""throttled-py with its asyncio API: it returns limit, remaining, reset and retry."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def contestant() -> Contestant:
 async def _open(url: str, sizes: Sizes) -> OpenLimiter:
     store = RedisStore(server=url)
     each = tuple(_make_check(store, size) for size in sizes)
-    client: Any = store._backend.get_client()  # noqa: SLF001 - there is no way to close a store
+    client: Any = store._backend.get_client()  # noqa: SLF001 - the store has no public method to close it
     return OpenLimiter(check_each_until_denied(each), each[0], lambda: client.aclose(close_connection_pool=True))
 
 
@@ -31,10 +31,10 @@ def _make_check(store: RedisStore, size: int) -> CheckFunction:
         using="token_bucket", quota=per_day(size, burst=size), store=store, key_prefix=unique_prefix()
     ).limit
 
-    async def ask(subject: str) -> bool:
+    async def check_subject(subject: str) -> bool:
         result = await limit(f"{TENANT}:{RESOURCE}:{subject}")
         state = result.state
         _ = (state.limit, state.remaining, state.reset_after, state.retry_after)
         return not result.limited
 
-    return ask
+    return check_subject

@@ -1,4 +1,4 @@
-"""One hot key, four processes with 64 callers each: how busy is Redis, and is the limit kept?"""
+"""Measure one hot key with four processes of 64 callers each: the load of Redis, and whether the limit is kept."""
 
 import multiprocessing
 import time
@@ -23,12 +23,12 @@ EXACT_CACHED = "exact, limit spent, denial cache"
 PREPAID, PREPAID_TOKEN = "prepaid", "prepaid, token bucket"
 PREPAID_SPENT, PREPAID_TOKEN_SPENT = "prepaid, limit spent", "prepaid, token bucket spent, refilling"
 
-ANSWER_SECONDS = 60.0  # a process that says nothing for so long is dead
-START_SECONDS = 0.05  # from telling all of them when to start until they do
-CACHE_MS = 1_000  # as shipped
-SPENDING = 2  # a limit that is to be spent before anything is measured has so much more time for it
-EXACT_PART = 10  # and is smaller by that if no shares need time to grow
-REFILL_PART = 0.1  # of its capacity, that a bucket regains in a second
+ANSWER_SECONDS = 60.0  # a process that sends nothing for this long is dead
+START_SECONDS = 0.05  # from sending the start time until it is reached
+CACHE_MS = 1_000  # the default
+SPENDING = 2  # warm-up is longer if the limit has to be spent before the measurement
+EXACT_PART = 10  # an exact limit is smaller, because it has no shares to grow
+REFILL_PART = 0.1  # the refill of a bucket per second, as a fraction of its capacity
 AMPLE_REFILL = 1_000.0
 
 
@@ -36,12 +36,12 @@ Message = TypeVar("Message")
 
 
 class ProcessFailed(Exception):
-    """One of the processes broke."""
+    """A process of the benchmark failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """One whose limit can be `spent` runs out of it on the way, and should admit that and no more."""
+    """A limit to measure. A `spent` one runs out during the warm-up, and must admit exactly its size."""
 
     name: str
     algorithm: str
@@ -76,11 +76,11 @@ class Round:
     calls: float
     admitted: int
     expected: int
-    """What there was to give: all that were asked for, or the limit."""
+    """The largest permitted number: all checks, or the limit."""
     prepaid_out: int | None
-    """What Redis had counted at the end, and nobody had been admitted for: shares that are out."""
+    """What Redis has counted at the end, minus the admitted checks: the unspent prepaid shares."""
     lost: int | None
-    """The same once every process had closed its limiter."""
+    """The same after every process has closed its limiter."""
     failed: int
 
 
@@ -94,39 +94,39 @@ class HotKeyResult:
     cpu_us: Spread
     redis_cpu_us: Spread
     redis_busy: Spread
-    """Which part of a core Redis used."""
+    """The fraction of a core that Redis used."""
     calls: float
     speedup: Spread
-    """Checks a second against the exact limit that has as much left, same round."""
+    """Checks per second relative to the exact limit with the same rest, same round."""
     admitted: tuple[Admitted, ...]
     """Round by round, from the first check to the last."""
     refills: bool
     prepaid_out: int | None
-    """At most, of the rounds."""
+    """The largest value of all rounds."""
     lost: int | None
     failed: int
     kind: str = "crowd"
 
     @property
     def is_limit_kept(self) -> bool:
-        """Whether it never admitted more than there was."""
+        """True if no round admitted more than permitted."""
         return all(each.count <= each.expected for each in self.admitted)
 
     @property
     def unspent(self) -> int:
-        """The most that it left in any round."""
+        """The largest unused rest of all rounds."""
         return max(each.expected - each.count for each in self.admitted)
 
 
-def run(url: str, pace: RunSize) -> list[HotKeyResult]:
+def run(url: str, run_size: RunSize) -> list[HotKeyResult]:
     progress(f"scale: hot key, {PROCESSES} processes, {len(CONTESTANTS)} contestants")
     rounds: dict[str, list[Round]] = {each.name: [] for each in CONTESTANTS}
     meter = Meter([url])
     with _processes() as pipes:
-        for number in range(pace.processes_rounds):
+        for number in range(run_size.processes_rounds):
             for at in range(len(CONTESTANTS)):
                 each = CONTESTANTS[(at + number) % len(CONTESTANTS)]
-                rounds[each.name].append(_round(each, url, meter, pipes, pace))
+                rounds[each.name].append(_round(each, url, meter, pipes, run_size))
                 meter.flush()
     meter.close()
     return [_result(each, rounds[each.name], rounds[EXACT_SPENT if each.spent else EXACT]) for each in CONTESTANTS]
@@ -134,7 +134,7 @@ def run(url: str, pace: RunSize) -> list[HotKeyResult]:
 
 @contextmanager
 def _processes() -> Iterator[list[Connection]]:
-    """Started afresh: nothing of this process, its loop least of all, goes along."""
+    """Spawn new processes, which inherit nothing from this one, in particular not its event loop."""
     context = multiprocessing.get_context("spawn")
     pipes, started = [], []
     try:
@@ -157,44 +157,44 @@ def _processes() -> Iterator[list[Connection]]:
             process.join()
 
 
-def _round(contestant: Contestant, url: str, meter: Meter, pipes: list[Connection], pace: RunSize) -> Round:
-    size, warm_seconds = AMPLE, pace.warm_seconds
+def _round(contestant: Contestant, url: str, meter: Meter, pipes: list[Connection], run_size: RunSize) -> Round:
+    size, warm_seconds = AMPLE, run_size.warm_seconds
     if contestant.spent:
-        size = pace.processes_size // (EXACT_PART if contestant.consistency == "exact" else 1)
+        size = run_size.processes_size // (EXACT_PART if contestant.consistency == "exact" else 1)
         warm_seconds *= SPENDING
     refill = size * REFILL_PART if contestant.refills else NEXT_TO_NOTHING if contestant.spent else AMPLE_REFILL
-    options = redis_only_options(denial_cache_ms=contestant.denial_cache_ms, sync_interval_ms=pace.sync_interval_ms)
+    options = redis_only_options(denial_cache_ms=contestant.denial_cache_ms, sync_interval_ms=run_size.sync_interval_ms)
     shape = (contestant.algorithm, contestant.consistency, size, refill)
-    job = Job(url, unique_prefix(), *shape, options, warm_seconds, pace.processes_seconds)
+    job = Job(url, unique_prefix(), *shape, options, warm_seconds, run_size.processes_seconds)
     _send_to_all(pipes, job)
     _receive_from_all(pipes, str)
     start_at = time.monotonic() + START_SECONDS
     _send_to_all(pipes, start_at)
     time.sleep(START_SECONDS + warm_seconds)
     began, (before,) = time.monotonic(), meter.redis_counters()
-    time.sleep(pace.processes_seconds)
+    time.sleep(run_size.processes_seconds)
     wall, (after,) = time.monotonic() - began, meter.redis_counters()
-    tallies = _receive_from_all(pipes, WorkerResult)
-    with SyncLimiter.connect(url, key_prefix=job.key_prefix, options=redis_only_options()) as looker:
-        counted = _counted_in_redis(looker, job)
+    worker_results = _receive_from_all(pipes, WorkerResult)
+    with SyncLimiter.connect(url, key_prefix=job.key_prefix, options=redis_only_options()) as reader:
+        counted = _counted_in_redis(reader, job)
         _send_to_all(pipes, "close")
         _receive_from_all(pipes, str)
-        left = _counted_in_redis(looker, job)
-    admitted = sum(tally.admitted for tally in tallies)
-    should = sum(tally.checks for tally in tallies)
+        left = _counted_in_redis(reader, job)
+    admitted = sum(worker_result.admitted for worker_result in worker_results)
+    should = sum(worker_result.checks for worker_result in worker_results)
     if contestant.spent:
-        seconds = max(tally.last_reply_at for tally in tallies) - start_at
+        seconds = max(worker_result.last_reply_at for worker_result in worker_results) - start_at
         should = min(should, size + int(refill * seconds))
     is_counted = contestant.algorithm == FIXED  # a bucket refills meanwhile
-    took = sorted(took for tally in tallies for took in tally.latencies_ns)
-    checks = len(took)
-    # Both ends of what Redis did were read by this process, which may have waited for a core: its own wall counts.
-    per_second = sum(len(tally.latencies_ns) / tally.wall_seconds for tally in tallies)
+    latencies = sorted(latency for each in worker_results for latency in each.latencies_ns)
+    checks = len(latencies)
+    # This process read both values of Redis, and may have waited for a core: use its own elapsed time.
+    per_second = sum(len(worker_result.latencies_ns) / worker_result.wall_seconds for worker_result in worker_results)
     return Round(
         per_second,
-        took[checks // 2] / 1_000,
-        took[checks * 99 // 100] / 1_000,
-        sum(tally.cpu_us for tally in tallies) / checks,
+        latencies[checks // 2] / 1_000,
+        latencies[checks * 99 // 100] / 1_000,
+        sum(worker_result.cpu_us for worker_result in worker_results) / checks,
         (after.cpu_us - before.cpu_us) / (per_second * wall),
         (after.cpu_us - before.cpu_us) / (1e6 * wall),
         (after.calls - before.calls) / (per_second * wall),
@@ -202,14 +202,14 @@ def _round(contestant: Contestant, url: str, meter: Meter, pipes: list[Connectio
         should,
         counted - admitted if is_counted else None,
         left - admitted if is_counted else None,
-        sum(tally.failed for tally in tallies),
+        sum(worker_result.failed for worker_result in worker_results),
     )
 
 
-def _counted_in_redis(looker: SyncLimiter, job: Job) -> int:
+def _counted_in_redis(reader: SyncLimiter, job: Job) -> int:
     limits = hot_limits(job.algorithm, job.consistency, job.size, job.refill)
     tenant, subject = HOT
-    decision = looker.check(RESOURCE, subject, limits=limits, tenant=tenant, cost=0)
+    decision = reader.check(RESOURCE, subject, limits=limits, tenant=tenant, cost=0)
     return job.size - (decision.remaining or 0)
 
 
@@ -219,18 +219,18 @@ def _send_to_all(pipes: list[Connection], what: object) -> None:
 
 
 def _receive_from_all(pipes: list[Connection], kind: type[Message]) -> list[Message]:
-    """What all of them say. One that broke has said why on stderr, and closed its pipe."""
-    heard = []
+    """Return the next message of every process. A failed process writes its error to stderr and closes its pipe."""
+    messages = []
     for pipe in pipes:
         if not pipe.poll(ANSWER_SECONDS):
-            raise ProcessFailed(f"a process of the benchmark said nothing for {ANSWER_SECONDS:.0f} s")
+            raise ProcessFailed(f"a process of the benchmark message nothing for {ANSWER_SECONDS:.0f} s")
         try:
-            said = pipe.recv()
+            message = pipe.recv()
         except EOFError:
             raise ProcessFailed("a process of the benchmark ended before it was done") from None
-        assert isinstance(said, kind)
-        heard.append(said)
-    return heard
+        assert isinstance(message, kind)
+        messages.append(message)
+    return messages
 
 
 def _result(contestant: Contestant, rounds: list[Round], base: list[Round]) -> HotKeyResult:

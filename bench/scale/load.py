@@ -1,4 +1,4 @@
-"""Callers that ask one after the other, and what it took: on the wall, in this process and in each Redis."""
+"""Run concurrent callers, each with one check at a time, and measure elapsed time, CPU time and each Redis."""
 
 import asyncio
 import itertools
@@ -16,10 +16,10 @@ from limitforge import Limiter, LimitforgeError, Limits, StoreOptions
 CHECKS_PER_YIELD = 8
 
 TenantSubject = tuple[str, str]
-"""A tenant and a subject."""
+"""Tenant and subject."""
 
 CheckFunction = Callable[[TenantSubject], Awaitable[bool]]
-"""Checks once, reads all that the answer tells, and says whether it was admitted."""
+"""Check once, read every field of the reply, and return whether it was admitted."""
 
 _prefixes = itertools.count()
 
@@ -28,11 +28,11 @@ class LoadResult(NamedTuple):
     admitted: int
     failed: int
     latencies_ns: list[int]
-    """Of each check, from asking to knowing."""
+    """The latency of each check."""
 
 
 class Sample(NamedTuple):
-    """A round of one contestant; times are in microseconds, for one check."""
+    """One round of a contestant; times are in microseconds per check."""
 
     checks: int
     admitted: int
@@ -42,47 +42,49 @@ class Sample(NamedTuple):
     p99_us: float
     cpu_us: float
     shards_cpu_us: tuple[float, ...]
-    """What a check took in each Redis, whether that had a part in it or not."""
+    """CPU time per check in each Redis, whether that took part in it or not."""
     shards_calls: tuple[int, ...]
 
 
 def redis_only_options(*, denial_cache_ms: int = 0, sync_interval_ms: float = 200) -> StoreOptions:
-    """Nothing is decided without Redis because the machine is busy, and what goes wrong is counted."""
+    """Use a long deadline and no fallback, so that a busy machine causes no decision without Redis and errors are
+    counted.
+    """
     return StoreOptions(
         failure="raise", deadline_ms=2_000, denial_cache_ms=denial_cache_ms, sync_interval_ms=sync_interval_ms
     )
 
 
 def unique_prefix() -> str:
-    """State of its own for each limiter: they share servers."""
+    """Return a new prefix, so that limiters on the same servers have separate state."""
     return f"s{next(_prefixes)}"
 
 
 def make_check(limiter: Limiter, limits: Limits) -> CheckFunction:
     check = limiter.check
 
-    async def ask(who: TenantSubject) -> bool:
+    async def check_subject(who: TenantSubject) -> bool:
         tenant, subject = who
         d = await check(RESOURCE, subject, limits=limits, tenant=tenant)
         _ = (d.limit, d.remaining, d.reset_after_ms, d.retry_after_ms, d.limits)
         return d.allowed
 
-    return ask
+    return check_subject
 
 
 async def run_callers(
-    ask: CheckFunction, callers_of: Iterator[TenantSubject], callers: int, seconds: float = math.inf
+    check_subject: CheckFunction, callers_of: Iterator[TenantSubject], callers: int, seconds: float = math.inf
 ) -> LoadResult:
-    """Callers share what there is to ask, and end with it or when the time is over.
+    """Run callers that share an iterator of subjects, until it ends or the time has passed.
 
-    A decision that a share pays for never waits, so nothing else on the loop would ever run: every caller steps back
-    after some decisions, whoever decides them. That counts in the checks per second and in the CPU of all alike, and
-    not in the time that a decision took.
+    A decision from a prepaid share never waits, so no other task of the loop would run. Therefore every caller yields
+    after some decisions, with every kind of limit. This is included in checks per second and CPU, and not in the time
+    of a decision.
     """
     clock, pause = time.perf_counter_ns, asyncio.sleep
     end = clock() + seconds * 1e9
-    took_ns: list[int] = []
-    took = took_ns.append
+    latencies_ns: list[int] = []
+    record = latencies_ns.append
 
     failed = 0
 
@@ -92,14 +94,14 @@ async def run_callers(
         for number, who in enumerate(callers_of, 1):
             began = clock()
             try:
-                if await ask(who):
+                if await check_subject(who):
                     admitted += 1
             except LimitforgeError as error:
                 if not failed:
                     progress(f"a check failed: {error!r}")
                 failed += 1
             done = clock()
-            took(done - began)
+            record(done - began)
             if done >= end:
                 break
             if not number % CHECKS_PER_YIELD:
@@ -107,18 +109,18 @@ async def run_callers(
         return admitted
 
     admitted = sum(await asyncio.gather(*(caller() for _ in range(callers))))
-    return LoadResult(admitted, failed, took_ns)
+    return LoadResult(admitted, failed, latencies_ns)
 
 
 class RedisCounters(NamedTuple):
-    """Of one Redis: microseconds of CPU of its process, and how many scripts it was asked to run."""
+    """The CPU time of a Redis process in microseconds, and its number of script calls."""
 
     cpu_us: float
     calls: int
 
 
 class Meter:
-    """Measures a round. It reads the accounts of all servers on connections of its own, while nobody asks."""
+    """Measures a round. It reads the statistics of all servers on separate connections between rounds."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         self._servers: list[Any] = [Redis.from_url(url, decode_responses=True) for url in urls]
@@ -132,24 +134,24 @@ class Meter:
             server.close()
 
     async def sample(
-        self, ask: CheckFunction, callers_of: Iterator[TenantSubject], callers: int, seconds: float
+        self, check_subject: CheckFunction, callers_of: Iterator[TenantSubject], callers: int, seconds: float
     ) -> Sample:
         settle()
         before = self.redis_counters()
         cpu, wall = time.process_time_ns(), time.perf_counter_ns()
-        admitted, failed, took = await run_callers(ask, callers_of, callers, seconds)
+        admitted, failed, latencies = await run_callers(check_subject, callers_of, callers, seconds)
         wall_ns, cpu_ns = time.perf_counter_ns() - wall, time.process_time_ns() - cpu
         after = self.redis_counters()
-        checks = len(took)
-        took.sort()
+        checks = len(latencies)
+        latencies.sort()
         spent = list(zip(before, after, strict=True))
         return Sample(
             checks,
             admitted,
             failed,
             1e9 * checks / wall_ns,
-            took[checks // 2] / 1_000,
-            took[checks * 99 // 100] / 1_000,
+            latencies[checks // 2] / 1_000,
+            latencies[checks * 99 // 100] / 1_000,
             cpu_ns / 1_000 / checks,
             tuple((now.cpu_us - then.cpu_us) / checks for then, now in spent),
             tuple(now.calls - then.calls for then, now in spent),

@@ -21,8 +21,8 @@ def _panels(results: Sequence[Result]) -> list[Panel]:
     over_shards, prepaid, hot_key = split_by_kind(results)
     panels = [
         Panel(
-            f"Where the busiest Redis is full: {plan}",
-            "Checks a second that fill its core, from its CPU per check under this load; behind it, checks in a call.",
+            f"Saturation of the busiest Redis: {plan}",
+            "Checks per second that would use its whole core, from its CPU time per check; behind it, checks per call.",
             [
                 Bar(
                     each.placement,
@@ -39,8 +39,8 @@ def _panels(results: Sequence[Result]) -> list[Panel]:
     ]
     panels += [
         Panel(
-            f"A decision about one hot key, {'a lone caller' if callers == ALONE else f'{callers} callers'}",
-            "Microseconds from asking to knowing, the median; a fixed window, one process.",
+            f"A decision about one hot key, {'one caller' if callers == ALONE else f'{callers} callers'}",
+            "Median time of a decision in microseconds; a fixed window, one process.",
             [
                 Bar(
                     each.consistency,
@@ -66,7 +66,10 @@ def _panels(results: Sequence[Result]) -> list[Panel]:
         for each in hot_key
     ]
     title = f"How busy one hot key keeps Redis, {PROCESSES} processes with {MANY} callers each"
-    return [*panels, Panel(title, "CPU of Redis against the wall, and checks a second of all processes.", busy)]
+    return [
+        *panels,
+        Panel(title, "CPU time of Redis divided by the elapsed time, and checks per second of all processes.", busy),
+    ]
 
 
 def _exactness_note(result: ShardsResult) -> str:

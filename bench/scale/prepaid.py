@@ -1,4 +1,4 @@
-"""One hot key, decided by Redis each time, by a share that was paid for, or by this process alone."""
+"""Measure one hot key that is decided by Redis, from a prepaid share, or by this process alone."""
 
 import itertools
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ CONSISTENCIES: tuple[ConsistencyName, ...] = ("exact", "prepaid", "local")
 
 
 def hot_limits(algorithm: str, consistency: ConsistencyName, size: int, per_second: float | None = None) -> Limits:
-    """Per day, unless another refill is given."""
+    """Return a limit per day, unless another refill rate is given."""
     if algorithm == FIXED:
         return Limits(FixedWindow(name="hot", limit=size, window_seconds=DAY_SECONDS, consistency=consistency))
     refill = size / DAY_SECONDS if per_second is None else per_second
@@ -40,28 +40,26 @@ class PrepaidResult:
     cpu_us: Spread
     redis_cpu_us: Spread
     calls: float
-    """Scripts that Redis ran for one check."""
+    """Scripts that Redis ran per check."""
     p50_speedup: Spread
-    """The time from asking to knowing of the median decision: that of the exact limit against this one's, same round
-    and as many callers.
-    """
+    """The median time of a decision with the exact limit, divided by this one's, same round and number of callers."""
     p99_speedup: Spread
     measured: Admitted
-    """All that were measured: their limit is ample."""
+    """All measured checks; their limit is never reached."""
     exhausted: Admitted
-    """When 64 callers ask for more than there is."""
+    """Admitted checks when 64 callers exceed the limit."""
     failed: int
     kind: str = "prepaid"
 
 
-async def run(url: str, pace: RunSize) -> list[PrepaidResult]:
+async def run(url: str, run_size: RunSize) -> list[PrepaidResult]:
     meter = Meter([url])
     results = []
     for algorithm in (FIXED, TOKEN):
         progress(f"scale: hot key, {algorithm}, {', '.join(CONSISTENCIES)}")
-        exhausted = {each: await _measure_exhaustion(url, algorithm, each, pace) for each in CONSISTENCIES}
+        exhausted = {each: await _measure_exhaustion(url, algorithm, each, run_size) for each in CONSISTENCIES}
         for callers in (MANY, ALONE):
-            samples = await _measure(url, meter, algorithm, callers, pace)
+            samples = await _measure(url, meter, algorithm, callers, run_size)
             meter.flush()
             results += [
                 _result(algorithm, each, callers, samples[each], samples["exact"], exhausted[each])
@@ -72,38 +70,42 @@ async def run(url: str, pace: RunSize) -> list[PrepaidResult]:
 
 
 async def _measure_exhaustion(
-    url: str, algorithm: str, consistency: ConsistencyName, pace: RunSize
+    url: str, algorithm: str, consistency: ConsistencyName, run_size: RunSize
 ) -> tuple[Admitted, int]:
-    """It takes several intervals to spend all of it, so shares have their part in that. And how many checks failed."""
-    size = pace.prepaid_size
-    limiter = _open(url, pace)
+    """Spend a limit over several sync intervals, so that prepaid shares take part. Return the number of failed checks
+    too.
+    """
+    size = run_size.prepaid_size
+    limiter = _open(url, run_size)
     try:
-        ask = make_check(limiter, hot_limits(algorithm, consistency, size, NEXT_TO_NOTHING))
-        admitted, failed, _ = await run_callers(ask, itertools.repeat(HOT, size + size // 4), MANY)
+        check_subject = make_check(limiter, hot_limits(algorithm, consistency, size, NEXT_TO_NOTHING))
+        admitted, failed, _ = await run_callers(check_subject, itertools.repeat(HOT, size + size // 4), MANY)
         return Admitted(admitted, size), failed
     finally:
         await limiter.close()
 
 
 async def _measure(
-    url: str, meter: Meter, algorithm: str, callers: int, pace: RunSize
+    url: str, meter: Meter, algorithm: str, callers: int, run_size: RunSize
 ) -> dict[ConsistencyName, list[Sample]]:
-    limiters = {each: _open(url, pace) for each in CONSISTENCIES}
+    limiters = {each: _open(url, run_size) for each in CONSISTENCIES}
     samples: dict[ConsistencyName, list[Sample]] = {each: [] for each in CONSISTENCIES}
-    for number in range(pace.rounds):
+    for number in range(run_size.rounds):
         for at in range(len(CONSISTENCIES)):
             each = CONSISTENCIES[(at + number) % len(CONSISTENCIES)]
-            ask = make_check(limiters[each], hot_limits(algorithm, each, AMPLE))
-            await run_callers(ask, itertools.repeat(HOT), MANY, pace.warm_seconds)
-            samples[each].append(await meter.sample(ask, itertools.repeat(HOT), callers, pace.prepaid_seconds))
+            check_subject = make_check(limiters[each], hot_limits(algorithm, each, AMPLE))
+            await run_callers(check_subject, itertools.repeat(HOT), MANY, run_size.warm_seconds)
+            samples[each].append(
+                await meter.sample(check_subject, itertools.repeat(HOT), callers, run_size.prepaid_seconds)
+            )
     for limiter in limiters.values():
         await limiter.close()
     return samples
 
 
-def _open(url: str, pace: RunSize) -> Limiter:
+def _open(url: str, run_size: RunSize) -> Limiter:
     return Limiter.connect(
-        url, key_prefix=unique_prefix(), options=redis_only_options(sync_interval_ms=pace.sync_interval_ms)
+        url, key_prefix=unique_prefix(), options=redis_only_options(sync_interval_ms=run_size.sync_interval_ms)
     )
 
 

@@ -1,4 +1,4 @@
-"""The tables of all results, and what became of the targets."""
+"""Render the tables of all results, and compare them with the targets."""
 
 from collections.abc import Sequence
 
@@ -16,12 +16,12 @@ PREPAID_SPEEDUP = 10
 BUSY_PERCENT = 20
 
 _SHARDS_TITLE = f"""\
-One Redis beside {SHARDS} shards, many keys, {MANY} callers unless it says otherwise: medians of the rounds.
-checks/call: how many checks travelled in one EVALSHA. Redis CPU us: what a check takes of each shard.
-full at: how many checks/s would fill the busiest one, if its core were its own: worked out from its CPU, at the
-batches of this load (more callers, fuller batches). Here all share the cores with the callers: checks/s cannot rise.
-x one Redis (lowest-highest): against the same callers on one Redis, same round; above 1 is more.
-admitted: when all ask at once for more than there is. after denials: what another limit of the plan still gives."""
+One Redis compared with {SHARDS} shards, many keys, {MANY} callers unless noted: medians of the rounds.
+checks/call: checks per EVALSHA. Redis CPU us: CPU time per check in each shard.
+saturation: checks/s that would use the whole core of the busiest shard, computed from its CPU time with the batch size
+of this load (more callers, larger batches). Here the callers share the cores with all shards, so checks/s can't rise.
+x one Redis (lowest-highest): relative to the same callers on one Redis, same round; above 1 is more.
+admitted: when all callers exceed the limit. after denials: what another limit of the plan still admits."""
 _SHARDS_HEADER = (
     "one check, async",
     "checks/s",
@@ -32,7 +32,7 @@ _SHARDS_HEADER = (
     "checks/call",
     "Redis CPU us, by shard",
     "calls %",
-    "full at",
+    "saturation",
     "x one Redis",
     "admitted",
     "after denials",
@@ -42,8 +42,8 @@ _PREPAID_TITLE = f"""\
 One hot key, one process: medians of the rounds. p50 and p99: the time of a decision, once the share has its full size
 for this load. Every caller yields to the event loop after {CHECKS_PER_YIELD} decisions: this is included in checks/s
 and CPU, and not in the time of a decision.
-x faster (lowest-highest): the exact limit's time in the same round, with as many callers, against this one's.
-admitted: when {MANY} callers ask for more than there is."""
+x faster (lowest-highest): the time of the exact limit divided by this one's, same round and number of callers.
+admitted: when {MANY} callers exceed the limit."""
 _PREPAID_HEADER = (
     "one decision, async",
     "checks/s",
@@ -57,12 +57,12 @@ _PREPAID_HEADER = (
     "admitted",
     "failed",
 )
-_CROWD_TITLE = f"""\
+_HOT_KEY_TITLE = f"""\
 One hot key, {PROCESSES} processes with {MANY} callers each, started together: medians, counts of the worst round.
-Redis busy: its CPU against the wall. x exact: checks/s against the exact limit that has as much left, same round.
-admitted: all from the first check to the last, of what there was to give. unspent: how much of that was not given.
-out: counted in Redis when all stop, and nobody admitted for it (shares). lost: the same with all limiters closed."""
-_CROWD_HEADER = (
+Redis busy: its CPU time divided by the elapsed time. x exact: checks/s relative to the exact limit with the same rest,
+same round. admitted: from the first check to the last, of the permitted number. unspent: the unused rest of it.
+prepaid: unspent prepaid shares at the end. lost: the same with all limiters closed."""
+_HOT_KEY_HEADER = (
     "one decision, async",
     "checks/s",
     "x exact",
@@ -74,7 +74,7 @@ _CROWD_HEADER = (
     "scripts",
     "admitted",
     "unspent",
-    "out",
+    "prepaid",
     "lost",
     "failed",
 )
@@ -86,7 +86,7 @@ def render(results: Sequence[Result]) -> str:
         (
             table(_SHARDS_TITLE, _SHARDS_HEADER, _grouped([(each.plan, _shards_row(each)) for each in over_shards])),
             table(_PREPAID_TITLE, _PREPAID_HEADER, _grouped([(_group(each), _prepaid_row(each)) for each in prepaid])),
-            table(_CROWD_TITLE, _CROWD_HEADER, [_hot_key_row(each) for each in hot_key]),
+            table(_HOT_KEY_TITLE, _HOT_KEY_HEADER, [_hot_key_row(each) for each in hot_key]),
         )
     )
 

@@ -1,4 +1,4 @@
-"""The servers, and everything that is measured on them, one part after the other."""
+"""Start the servers and run all scale benchmarks."""
 
 import asyncio
 
@@ -15,17 +15,17 @@ Result = ShardsResult | PrepaidResult | HotKeyResult
 
 
 def run(url: str, *, quick: bool) -> list[Result]:
-    pace = QUICK if quick else FULL
+    run_size = QUICK if quick else FULL
     found: list[Result] = []
-    # Nobody fails over here: what the nodes tell each other meanwhile should take next to nothing.
+    # There is no failover here, so a long node time-out keeps the gossip between the servers small.
     with (
         RedisCluster(SHARDS, 0, 15_000) as cluster,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         site = BenchServers(url, cluster.url, [node.url for node in cluster.masters()])
-        found += runner.run(shards.run(site, pace))
+        found += runner.run(shards.run(site, run_size))
         site.close()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        found += runner.run(prepaid.run(url, pace))
-    found += hot_key_processes.run(url, pace)
+        found += runner.run(prepaid.run(url, run_size))
+    found += hot_key_processes.run(url, run_size)
     return found

@@ -1,4 +1,4 @@
-"""How long everything is measured."""
+"""How much is measured, and for how long."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,8 @@ LANES, FEW_LANES = 64, 6
 
 @dataclass(frozen=True, slots=True)
 class RunSize:
-    """`warm_seconds` lead up to each measurement of leases: a share grows with what was asked for in the intervals
-    before, and goes back when its process is quiet for five of them.
+    """`warm_seconds` precede each measurement of prepaid limits. A share grows with the demand of the previous
+    intervals, and is returned after five intervals without demand.
     """
 
     subjects: int
@@ -35,7 +35,7 @@ FULL = RunSize(
     seconds=0.6,
     exact_subjects=30,
     exact_size=100,
-    sync_interval_ms=200,  # as shipped
+    sync_interval_ms=200,  # the default
     warm_seconds=1.2,
     prepaid_seconds=0.6,
     prepaid_size=200_000,

@@ -1,7 +1,7 @@
-"""The same load on one Redis and on three shards of a Cluster.
+"""Compare the same load on one Redis and on three shards of a Cluster.
 
-On a machine where all of them share the cores, three shards cannot be faster than one. What tells whether they move
-the wall is what a check takes of the busiest one: `full_at` is how many checks a second would fill its core.
+On a machine where all of them share the cores, three shards cannot be faster than one. The CPU time per check of the
+busiest shard shows whether sharding helps: `saturation_rate` is how many checks per second would use one whole core.
 """
 
 import itertools
@@ -34,8 +34,10 @@ THREE, GLOBAL = "three limits of a subject", "a subject's limit and a global one
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """By the size of the limit that denies. `first` is another of its limits alone, by the same size and by how many
-    subjects there are, and `left` what that still gives to all once the plan has denied.
+    """Limits by the size of the limit that denies.
+
+    `first_limit` is another of its limits alone, by the same size and the number of subjects. `expected_left` is what
+    this limit still admits in all after the plan has denied.
     """
 
     name: str
@@ -69,7 +71,7 @@ PLANS_OVER_SHARDS = (
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the keys are. `base` is the one that it is compared with: the same callers on one Redis."""
+    """Where the keys are. `base` is the placement to compare with: the same callers on one Redis."""
 
     name: str
     base: str
@@ -108,21 +110,21 @@ class ShardsResult:
     p99_us: Spread
     cpu_us: Spread
     shards_cpu_us: tuple[float, ...]
-    """What a check took in each Redis: the median of the rounds."""
+    """CPU time per check in each Redis: the median of the rounds."""
     shards_calls: tuple[float, ...]
-    """Which part of the calls each of them had."""
+    """The fraction of the calls that each of them received."""
     checks_per_call: float
     saturation_rate: Spread
-    """How many checks a second fill the core of the busiest Redis."""
+    """Checks per second that would use the whole core of the busiest Redis."""
     speedup: Spread
-    """Checks a second against the base, round by round."""
+    """Checks per second relative to the base, round by round."""
     saturation_ratio: Spread
-    """The same for `full_at`."""
+    """`saturation_rate` relative to the base, round by round."""
     measured: Admitted
-    """All that were measured: their limits are ample."""
+    """All measured checks; their limits are never reached."""
     exactness: Exactness
     failed: int
-    """Of all checks, also those before anything was measured."""
+    """Of all checks, including those before the measurement."""
     kind: str = "shards"
 
 
@@ -151,13 +153,13 @@ class BenchServers:
             meter.close()
 
 
-async def run(site: BenchServers, pace: RunSize) -> list[ShardsResult]:
+async def run(site: BenchServers, run_size: RunSize) -> list[ShardsResult]:
     results = []
     for plan in PLANS_OVER_SHARDS:
         progress(f"scale: {plan.name}, {len(PLACEMENTS)} placements")
-        exact = {each.name: await _exactness(site, plan, each, pace) for each in PLACEMENTS}
+        exact = {each.name: await _exactness(site, plan, each, run_size) for each in PLACEMENTS}
         site.flush()
-        samples, failed = await _measure(site, plan, pace)
+        samples, failed = await _measure(site, plan, run_size)
         site.flush()
         results += [
             _result(plan, each, samples[each.name], samples[each.base], exact[each.name], failed[each.name])
@@ -166,11 +168,11 @@ async def run(site: BenchServers, pace: RunSize) -> list[ShardsResult]:
     return results
 
 
-async def _exactness(site: BenchServers, plan: Plan, placement: Placement, pace: RunSize) -> tuple[Exactness, int]:
-    """Callers of subjects on all shards ask at once for more than there is; then for what one limit has left. And how
-    many of these checks failed.
+async def _exactness(site: BenchServers, plan: Plan, placement: Placement, run_size: RunSize) -> tuple[Exactness, int]:
+    """Exceed the limit with subjects on all shards, then use up the rest of another limit. Return the number of failed
+    checks too.
     """
-    size, subjects = pace.exact_size, pace.exact_subjects
+    size, subjects = run_size.exact_size, run_size.exact_subjects
     who = placement.tenant_subjects(subjects)
     limiter = site.open(placement)
     more = size // 2
@@ -193,24 +195,26 @@ async def _exactness(site: BenchServers, plan: Plan, placement: Placement, pace:
         await limiter.close()
 
 
-async def _measure(site: BenchServers, plan: Plan, pace: RunSize) -> tuple[dict[str, list[Sample]], dict[str, int]]:
-    """The rounds of each placement, and how many of its checks failed before them."""
+async def _measure(site: BenchServers, plan: Plan, run_size: RunSize) -> tuple[dict[str, list[Sample]], dict[str, int]]:
+    """Return the rounds of each placement, and the number of its checks that failed before them."""
     limiters = {each.name: site.open(each) for each in PLACEMENTS}
-    asks: dict[str, CheckFunction] = {}
+    check_functions: dict[str, CheckFunction] = {}
     streams, failed = {}, {}
     for each in PLACEMENTS:
-        who = each.tenant_subjects(pace.subjects)
-        asks[each.name] = make_check(limiters[each.name], plan.limits(AMPLE, 100))
+        who = each.tenant_subjects(run_size.subjects)
+        check_functions[each.name] = make_check(limiters[each.name], plan.limits(AMPLE, 100))
         warm = await run_callers(
-            asks[each.name], iter(who), plan.callers
-        )  # every subject is known, every connection open
+            check_functions[each.name], iter(who), plan.callers
+        )  # every subject is known, and every connection open
         failed[each.name] = warm.failed
         streams[each.name] = itertools.cycle(random.Random(1).sample(who, len(who)))
     samples: dict[str, list[Sample]] = {each.name: [] for each in PLACEMENTS}
-    for number in range(pace.rounds):
+    for number in range(run_size.rounds):
         for at in range(len(PLACEMENTS)):
             each = PLACEMENTS[(at + number) % len(PLACEMENTS)]
-            sample = await site.meter(each).sample(asks[each.name], streams[each.name], plan.callers, pace.seconds)
+            sample = await site.meter(each).sample(
+                check_functions[each.name], streams[each.name], plan.callers, run_size.seconds
+            )
             samples[each.name].append(sample)
     for limiter in limiters.values():
         await limiter.close()
@@ -228,7 +232,7 @@ def _result(
     exactness, failed_exact = exact
     calls = [sum(each) for each in zip(*(sample.shards_calls for sample in samples), strict=True)]
     rates, full = [sample.checks_per_second for sample in samples], [_saturation_rate(sample) for sample in samples]
-    asked = sum(sample.checks for sample in samples)
+    checks = sum(sample.checks for sample in samples)
     return ShardsResult(
         plan.name,
         plan.callers,
@@ -240,11 +244,11 @@ def _result(
         Spread.of([sample.cpu_us for sample in samples]),
         tuple(Spread.of(each).median for each in zip(*(sample.shards_cpu_us for sample in samples), strict=True)),
         tuple(each / sum(calls) for each in calls),
-        asked / sum(calls),
+        checks / sum(calls),
         Spread.of(full),
         Spread.of_ratios(rates, [sample.checks_per_second for sample in base]),
         Spread.of_ratios(full, [_saturation_rate(sample) for sample in base]),
-        Admitted(sum(sample.admitted for sample in samples), asked),
+        Admitted(sum(sample.admitted for sample in samples), checks),
         exactness,
         failed + failed_exact + sum(sample.failed for sample in samples),
     )

@@ -1,4 +1,4 @@
-"""One process of several that share a hot key. It does what its pipe says, and tells what came of it."""
+"""One of several processes that share a hot key. It runs the jobs from its pipe, and sends the results back."""
 
 import asyncio
 import itertools
@@ -19,7 +19,7 @@ from limitforge.core.limits import ConsistencyName
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Ask for `warm_seconds` and then, measured, for `seconds`."""
+    """Send checks for `warm_seconds`, and then for `seconds` with measurement."""
 
     url: str
     key_prefix: str
@@ -34,7 +34,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class WorkerResult:
-    """`asked`, `admitted` and `failed` are all there ever were; the rest is of what was measured."""
+    """The result of a job. `checks`, `admitted` and `failed` include the warm-up; the other fields do not."""
 
     checks: int
     admitted: int
@@ -43,11 +43,11 @@ class WorkerResult:
     wall_seconds: float
     cpu_us: float
     last_reply_at: float
-    """When it knew its last answer, by the clock that all processes share."""
+    """When the last reply arrived, by the clock that all processes share."""
 
 
 def run_worker(pipe: Connection) -> None:
-    """Jobs, until there are no more. Each goes: ready, when to start, the tally, leave to close, closed."""
+    """Run jobs until None arrives. The messages of a job: ready, start time, result, permission to close, closed."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         while (job := pipe.recv()) is not None:
             runner.run(_run_job(job, pipe))
@@ -62,21 +62,21 @@ async def _run_job(job: Job, pipe: Connection) -> None:
         settle()
         pipe.send("ready")
         start_at: float = pipe.recv()
-        time.sleep(max(start_at - time.monotonic(), 0))  # noqa: ASYNC251 - nothing else runs here yet
-        ask = make_check(limiter, limits)
+        time.sleep(max(start_at - time.monotonic(), 0))  # noqa: ASYNC251 - no other task is running yet
+        check_subject = make_check(limiter, limits)
         warm_left = start_at + job.warm_seconds - time.monotonic()
-        warm = await run_callers(ask, itertools.repeat(HOT), MANY, warm_left)
+        warm = await run_callers(check_subject, itertools.repeat(HOT), MANY, warm_left)
         cpu, wall = time.process_time_ns(), time.perf_counter_ns()
         seconds = start_at + job.warm_seconds + job.seconds - time.monotonic()
-        admitted, failed, took = await run_callers(ask, itertools.repeat(HOT), MANY, seconds)
+        admitted, failed, latencies = await run_callers(check_subject, itertools.repeat(HOT), MANY, seconds)
         wall_ns, cpu_ns = time.perf_counter_ns() - wall, time.process_time_ns() - cpu
         last_at = time.monotonic()
         pipe.send(
             WorkerResult(
-                len(warm.latencies_ns) + len(took),
+                len(warm.latencies_ns) + len(latencies),
                 warm.admitted + admitted,
                 warm.failed + failed,
-                took,
+                latencies,
                 wall_ns / 1e9,
                 cpu_ns / 1_000,
                 last_at,

@@ -1,1 +1,3 @@
-"""The service beside its peers, each a process of its own on one Redis, loaded with `wrk` in interleaved rounds."""
+"""Compare the service with its peers: each is a separate process on one Redis, under load of `wrk` in interleaved
+rounds.
+"""

@@ -1,7 +1,7 @@
-"""What people write with limits and with slowapi: a FastAPI app with a route for each plan, which asks Redis for each
-limit in turn and answers JSON with X-RateLimit headers. uvicorn runs them.
+"""Typical applications with limits and slowapi: a FastAPI app with a route per plan.
 
-A caller is known by a header here; nobody checks a key.
+Each route checks one limit after the other in Redis, and answers JSON with X-RateLimit headers. uvicorn runs the apps.
+A header identifies the caller; no key is verified.
 """
 
 import os
@@ -37,14 +37,14 @@ def _make_endpoint(strategy: FixedWindowRateLimiter, plan: str, limits: tuple[Li
 
     async def check(request: Request) -> Response:
         caller = request.headers[CALLER]
-        told, allowed = items[0], True
+        shown, allowed = items[0], True
         for item in items:
             if not await strategy.hit(item, plan, caller):
-                told, allowed = item, False
+                shown, allowed = item, False
                 break
-        stats = await strategy.get_window_stats(told, plan, caller)
+        stats = await strategy.get_window_stats(shown, plan, caller)
         headers = {
-            "X-RateLimit-Limit": str(told.amount),
+            "X-RateLimit-Limit": str(shown.amount),
             "X-RateLimit-Remaining": str(stats.remaining),
             "X-RateLimit-Reset": str(int(stats.reset_time)),
         }
@@ -60,19 +60,19 @@ def with_slowapi() -> FastAPI:
     app.add_exception_handler(RateLimitExceeded, _denied_response)
     for plan, limits in PLANS.items():
 
-        async def check(request: Request) -> Response:  # noqa: ARG001 - slowapi asks for it
+        async def check(request: Request) -> Response:  # noqa: ARG001 - slowapi requires it
             return JSONResponse({"allowed": True})
 
-        check.__name__ = plan  # slowapi knows a route by it
+        check.__name__ = plan  # slowapi identifies a route by it
         app.add_api_route(f"/{plan}", limiter.limit(_text(limits))(check), response_model=None)
     return app
 
 
 def _denied_response(request: Request, _: Exception) -> Response:
-    """As slowapi's own handler, which answers JSON too."""
+    """Answer like slowapi's own handler, which also sends JSON."""
     limiter: Limiter = request.app.state.limiter
     response = JSONResponse({"allowed": False}, 429)
-    return limiter._inject_headers(response, request.state.view_rate_limit)  # noqa: SLF001 - as its own handler does
+    return limiter._inject_headers(response, request.state.view_rate_limit)  # noqa: SLF001 - slowapi's own handler does this too
 
 
 def _text(limits: tuple[Limit, ...]) -> str:

@@ -1,6 +1,6 @@
-"""Services of others, if the environment names their programs: envoyproxy/ratelimit, limitador and gubernator.
+"""The services envoyproxy/ratelimit, limitador and gubernator, if environment variables name their programs.
 
-They decide about the limits and do nothing else: nobody presents a key, and there is no policy to find.
+They only decide limits: no key is verified and no policy is matched.
 """
 
 import json
@@ -65,7 +65,7 @@ def _ratelimit(site: BenchEnvironment) -> Iterator[RunningContestant]:
         "LOG_LEVEL": "error",
     }
 
-    def ask(plan: str) -> RequestTemplate:
+    def request_template(plan: str) -> RequestTemplate:
         entries = [
             {"entries": [{"key": f"{plan}-{limit.unit}", "value": f"u{SUBJECT_PLACEHOLDER}"}]} for limit in PLANS[plan]
         ]
@@ -73,7 +73,7 @@ def _ratelimit(site: BenchEnvironment) -> Iterator[RunningContestant]:
         return RequestTemplate(f"http://127.0.0.1:{port}/json", headers=_JSON, body=body)
 
     with running_server([str(_program(RATELIMIT))], port, site.folder, environment) as pid:
-        yield RunningContestant(pid, ask)
+        yield RunningContestant(pid, request_template)
 
 
 @contextmanager
@@ -95,7 +95,7 @@ def _limitador(site: BenchEnvironment) -> Iterator[RunningContestant]:
     where = ["-b", "127.0.0.1", "-p", str(other), "-B", "127.0.0.1", "-P", str(port)]
     command = [str(_program(LIMITADOR)), *where, str(file), "redis", f"redis://{_address(site)}"]
 
-    def ask(plan: str) -> RequestTemplate:
+    def request_template(plan: str) -> RequestTemplate:
         body = {"namespace": plan, "values": {"user": f"u{SUBJECT_PLACEHOLDER}"}, "delta": 1}
         headers = {"response_headers": "DRAFT_VERSION_03"}
         return RequestTemplate(
@@ -103,13 +103,14 @@ def _limitador(site: BenchEnvironment) -> Iterator[RunningContestant]:
         )
 
     with running_server(command, port, site.folder, {}) as pid:
-        yield RunningContestant(pid, ask)
+        yield RunningContestant(pid, request_template)
 
 
 @contextmanager
 def _gubernator(site: BenchEnvironment) -> Iterator[RunningContestant]:
-    """It keeps its counters itself, and answers 200 to whatever it decides. One that runs already has the port 7946, at
-    which it would look for others of its kind: then it does not start.
+    """Run gubernator, which keeps its counters in its own memory and answers every decision with 200.
+
+    If another one is running, port 7946, which it uses to find its peers, is taken, and it does not start.
     """
     port, other = free_port(), free_port()
     environment = {
@@ -120,7 +121,7 @@ def _gubernator(site: BenchEnvironment) -> Iterator[RunningContestant]:
         "GUBER_LOG_LEVEL": "error",
     }
 
-    def ask(plan: str) -> RequestTemplate:
+    def request_template(plan: str) -> RequestTemplate:
         requests = [
             {
                 "name": f"{plan}-{limit.unit}",
@@ -137,7 +138,7 @@ def _gubernator(site: BenchEnvironment) -> Iterator[RunningContestant]:
         )
 
     with running_server([str(_program(GUBERNATOR))], port, site.folder, environment) as pid:
-        yield RunningContestant(pid, ask)
+        yield RunningContestant(pid, request_template)
 
 
 def _program(name: str) -> Path:

@@ -1,4 +1,4 @@
-"""Who takes part, and where they are asked."""
+"""Contestants and workloads of the service benchmark."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -10,14 +10,14 @@ from bench.service.wrk import RequestTemplate
 
 
 class BenchEnvironment(NamedTuple):
-    """What contestants are given: a Redis, and a folder for what they keep."""
+    """What contestants receive: a Redis, and a folder for their files."""
 
     redis_url: str
     folder: Path
 
 
 class RunningContestant(NamedTuple):
-    """A contestant that runs: its process, and how it is asked for a plan."""
+    """A running contestant: its process, and the request for a plan."""
 
     pid: int
     request_for: Callable[[str], RequestTemplate]

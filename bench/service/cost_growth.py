@@ -1,8 +1,8 @@
-"""Whether a check costs the same however many keys, tenants, policies or subjects there are: pairs, measured in turn.
+"""Measure whether the cost of a check stays constant with more keys, tenants, policies or subjects.
 
-Both of a pair have one worker, and about as many counters in Redis, except where subjects are what is compared. Each
-connection presents all keys: that alone costs something, since a key that is not the last one's is hashed anew. So one
-tenant with many keys is compared with one that has one key, and many tenants with that one.
+Each comparison has two services with one worker and about the same number of counters in Redis, except for subjects.
+Each connection sends all keys. This has a cost of its own, because a key that differs from the previous one is hashed
+again. So one tenant with many keys is compared with a tenant with one key, and many tenants with the former.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ FEW_SUBJECTS, FEW_POLICIES = 10, 10
 
 @dataclass(frozen=True, slots=True)
 class CostComparison:
-    """`ratio` is many against few in the same round: 1 is flat."""
+    """`ratio` is many relative to few in the same round: 1 is constant cost."""
 
     dimension: str
     few: int
@@ -37,7 +37,7 @@ class CostComparison:
     many_redis_cpu_us: Spread
     ratio: Spread
     denied: float
-    """The largest share of answers that are not 2xx: there should be none."""
+    """The largest fraction of responses other than 2xx; it should be 0."""
     errors: int
     kind: str = "flat"
 
@@ -47,8 +47,8 @@ class _Service(NamedTuple):
     url: str
     seeded: Seeded
 
-    def side(self, ask: RequestTemplate, counters: int) -> "_Side":
-        return _Side(self.pid, ask, max(1, counters // len(ask.lines)))
+    def side(self, request_template: RequestTemplate, counters: int) -> "_Side":
+        return _Side(self.pid, request_template, max(1, counters // len(request_template.lines)))
 
     def all_keys(self, counters: int) -> "_Side":
         return self.side(ours.request_factory(self.url, self.seeded)(AMPLE), counters)
@@ -59,7 +59,7 @@ class _Service(NamedTuple):
 
 class _Side(NamedTuple):
     pid: int
-    ask: RequestTemplate
+    request_template: RequestTemplate
     subjects: int
 
 
@@ -70,7 +70,7 @@ class _Pair(NamedTuple):
     sides: tuple[_Side, _Side]
 
 
-def run(site: BenchEnvironment, meter: Meter, pace: RunSize) -> Iterator[CostComparison]:
+def run(site: BenchEnvironment, meter: Meter, run_size: RunSize) -> Iterator[CostComparison]:
     with ExitStack() as running:
 
         def started(name: str, **numbers: int) -> _Service:
@@ -79,35 +79,39 @@ def run(site: BenchEnvironment, meter: Meter, pace: RunSize) -> Iterator[CostCom
             return _Service(*running.enter_context(ours.running_service(site, seeded)), seeded)
 
         small = started("one tenant", policies=FEW_POLICIES)
-        keyed = started("many keys", keys=pace.keys, policies=FEW_POLICIES)
-        wide = started("many policies", policies=pace.policies)
-        crowded = started("many tenants", tenants=pace.tenants, policies=FEW_POLICIES)
-        counters = pace.subjects
+        keyed = started("many keys", keys=run_size.keys, policies=FEW_POLICIES)
+        wide = started("many policies", policies=run_size.policies)
+        crowded = started("many tenants", tenants=run_size.tenants, policies=FEW_POLICIES)
+        counters = run_size.subjects
         for pair in (
-            _Pair("keys", 1, pace.keys, (small.all_keys(counters), keyed.all_keys(counters))),
-            _Pair("tenants", 1, pace.tenants, (keyed.all_keys(counters), crowded.all_keys(counters))),
-            _Pair("policies", FEW_POLICIES, pace.policies, (small.all_policies(counters), wide.all_policies(counters))),
+            _Pair("keys", 1, run_size.keys, (small.all_keys(counters), keyed.all_keys(counters))),
+            _Pair("tenants", 1, run_size.tenants, (keyed.all_keys(counters), crowded.all_keys(counters))),
+            _Pair(
+                "policies", FEW_POLICIES, run_size.policies, (small.all_policies(counters), wide.all_policies(counters))
+            ),
             _Pair(
                 "subjects",
                 FEW_SUBJECTS,
-                pace.all_subjects,
-                (small.all_keys(FEW_SUBJECTS), small.all_keys(pace.all_subjects)),
+                run_size.all_subjects,
+                (small.all_keys(FEW_SUBJECTS), small.all_keys(run_size.all_subjects)),
             ),
         ):
-            yield _compare(pair, meter, pace)
+            yield _compare(pair, meter, run_size)
             meter.flush()
 
 
-def _compare(pair: _Pair, meter: Meter, pace: RunSize) -> CostComparison:
+def _compare(pair: _Pair, meter: Meter, run_size: RunSize) -> CostComparison:
     progress(f"service: {pair.few:,} and {pair.many:,} {pair.dimension}")
     samples: tuple[list[Sample], list[Sample]] = ([], [])
     for side in pair.sides:
-        meter.send_each_once(side.ask, side.subjects, pace.visit_seconds)
-        meter.warm(side.ask, side.subjects, pace.warm_seconds)
-    for number in range(pace.comparison_rounds):
+        meter.send_each_once(side.request_template, side.subjects, run_size.visit_seconds)
+        meter.warm(side.request_template, side.subjects, run_size.warm_seconds)
+    for number in range(run_size.comparison_rounds):
         for at in (0, 1) if number % 2 == 0 else (1, 0):
             side = pair.sides[at]
-            samples[at].append(meter.sample(side.pid, side.ask, side.subjects, pace.comparison_seconds))
+            samples[at].append(
+                meter.sample(side.pid, side.request_template, side.subjects, run_size.comparison_seconds)
+            )
     few, many = samples
     rates = [[sample.checks_per_second for sample in each] for each in samples]
     return CostComparison(

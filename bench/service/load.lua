@@ -1,11 +1,12 @@
--- What wrk sends: one request over and over, each time for another subject.
+-- Generates the requests of wrk: always the same one, each time for another subject.
 --
 --   wrk ... -s load.lua URL -- METHOD BODY SUBJECTS ORDER LINES DENIAL
 --
--- "#######" becomes the number of a subject, and "@line@" a line of the file LINES. ORDER is "random", or "once" to meet
--- everybody once and end. Bodies that hold the text DENIAL are counted, unless it is empty: that costs wrk some time.
+-- "#######" is replaced by the number of a subject, and "@line@" by a line of the file LINES. ORDER is "random", or "once"
+-- to send each combination once and exit. Bodies that contain the text DENIAL are counted, unless it is empty, because
+-- reading bodies takes time.
 
-local SPARE = 64 -- one for each connection: by then all that was asked before is answered
+local SPARE = 64 -- one request per connection, so that all earlier ones are answered
 
 over = 0
 local threads, requests = {}, {}

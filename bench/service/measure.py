@@ -1,4 +1,4 @@
-"""One load, and what it took: of whoever asked, in the process, and in Redis."""
+"""Measure one load: latency of the client, and CPU time in the process and in Redis."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from bench.service.wrk import RequestTemplate, run_load, send_each_once
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A round of one contestant; CPU is for one check, in microseconds."""
+    """One round of a contestant; CPU time is in microseconds per check."""
 
     checks_per_second: float
     p50_ms: float
@@ -20,12 +20,12 @@ class Sample:
     cpu_us: float
     redis_cpu_us: float
     denied: float | None
-    """The share of the checks; None where only bodies would tell."""
+    """The denied fraction of the checks; None if only bodies show a denial."""
     errors: int
 
 
 class Meter:
-    """Reads the accounts of a process and of Redis before and after a load."""
+    """Reads the CPU time of a process and of Redis before and after a load."""
 
     def __init__(self, redis_url: str, folder: Path) -> None:
         self._redis: Any = Redis.from_url(redis_url, decode_responses=True)
@@ -37,21 +37,21 @@ class Meter:
     def close(self) -> None:
         self._redis.close()
 
-    def warm(self, ask: RequestTemplate, subjects: int, seconds: int) -> None:
-        run_load(ask, subjects, seconds, self._folder)
+    def warm(self, request_template: RequestTemplate, subjects: int, seconds: int) -> None:
+        run_load(request_template, subjects, seconds, self._folder)
 
-    def send_each_once(self, ask: RequestTemplate, subjects: int, seconds: int) -> None:
-        """Everybody once, or as many as there is time for."""
-        send_each_once(ask, subjects, seconds, self._folder)
+    def send_each_once(self, request_template: RequestTemplate, subjects: int, seconds: int) -> None:
+        """Send one check per subject, or as many as fit into the time."""
+        send_each_once(request_template, subjects, seconds, self._folder)
 
-    def count_admitted(self, ask: RequestTemplate, seconds: int) -> tuple[int, int]:
-        """How many one subject had, and how many it asked for."""
-        loaded = run_load(ask, 1, seconds, self._folder, look=True)
+    def count_admitted(self, request_template: RequestTemplate, seconds: int) -> tuple[int, int]:
+        """Return the number of admitted checks of one subject, and the number of its checks."""
+        loaded = run_load(request_template, 1, seconds, self._folder, look=True)
         return loaded.requests - (loaded.denied or 0), loaded.requests
 
-    def sample(self, pid: int, ask: RequestTemplate, subjects: int, seconds: int) -> Sample:
+    def sample(self, pid: int, request_template: RequestTemplate, subjects: int, seconds: int) -> Sample:
         cpu, redis_cpu = cpu_us(pid), self._redis_cpu_us()
-        loaded = run_load(ask, subjects, seconds, self._folder)
+        loaded = run_load(request_template, subjects, seconds, self._folder)
         cpu, redis_cpu = cpu_us(pid) - cpu, self._redis_cpu_us() - redis_cpu
         checks = max(loaded.requests, 1)
         return Sample(

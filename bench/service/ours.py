@@ -1,8 +1,8 @@
-"""`limitforge serve` as it comes, on Redis and an SQLite file: a key is recognised, a policy is found among ten, the
-default headers are sent, counters count.
+"""`limitforge serve` with its defaults, on Redis and an SQLite file.
 
-One setting differs: a check may wait for a second. On a machine that is full of load, Redis may be late; a check that
-goes through without it would be cheap, and not counted.
+A check recognises a key, finds a policy among ten, sends the default headers, and counts. One setting differs: a check
+may wait for a second. On a fully loaded machine Redis may be late, and a check that is decided without it would be
+cheap and not counted.
 """
 
 import itertools
@@ -41,7 +41,7 @@ def _with_workers(name: str, workers: int) -> Contestant:
 
 @contextmanager
 def running_service(site: BenchEnvironment, seeded: Seeded, workers: int = 1) -> Iterator[tuple[int, str]]:
-    """Its process and its address. Each has keys of its own in Redis."""
+    """Run the service, and yield its process id and its address. Each one has its own key prefix in Redis."""
     port = free_port()
     environment = {
         "LIMITFORGE_STORE_URL": site.redis_url,
@@ -56,16 +56,16 @@ def running_service(site: BenchEnvironment, seeded: Seeded, workers: int = 1) ->
 
 
 def request_factory(url: str, seeded: Seeded) -> Callable[[str], RequestTemplate]:
-    """With the keys of all tenants in turn, for the resource of a plan."""
+    """Use the keys of all tenants in turn, for the resource of a plan."""
 
-    def ask(plan: str) -> RequestTemplate:
+    def request_template(plan: str) -> RequestTemplate:
         return RequestTemplate(url, headers=_headers(LINE_PLACEHOLDER), body=_body(f"GET:/{plan}"), lines=seeded.keys)
 
-    return ask
+    return request_template
 
 
 def request_for_all_areas(url: str, seeded: Seeded) -> RequestTemplate:
-    """With the key of the first tenant, for resources of all its areas."""
+    """Use the key of the first tenant, for resources of all its areas."""
     return RequestTemplate(
         url,
         headers=_headers(seeded.keys[0]),

@@ -1,4 +1,4 @@
-"""The limits that every contestant has, under the name by which it is asked for them."""
+"""The limits of every contestant, by the name of their plan."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ SECONDS = {"minute": 60, "hour": 3_600, "day": 86_400}
 
 
 class Limit(NamedTuple):
-    """A fixed window for each subject. The units of one plan differ: limitador knows a limit by its window."""
+    """A fixed window per subject. Units within a plan differ, because limitador identifies a limit by its window."""
 
     amount: int
     unit: str

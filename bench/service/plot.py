@@ -1,4 +1,4 @@
-"""The service beside its peers, as an SVG."""
+"""Draw the comparison of the service with its peers as an SVG."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,8 +9,8 @@ from bench.service.run import AnyResult, Exact, Result
 from bench.service.run_size import CONNECTIONS
 
 TITLE = f"Checks per second over HTTP, {CONNECTIONS} connections, on one machine"
-NOTE = "Behind each bar: checks/s, the 99th percentile in ms, CPU of the process for a check in us."
-FLAT_NOTE = "Checks/s of one worker, and many against few in the same round, with the lowest and highest."
+NOTE = "Behind each bar: checks/s, the 99th percentile in ms, CPU time of the process per check in us."
+FLAT_NOTE = "Checks/s of one worker, and many relative to few in the same round, with the lowest and highest."
 VERSIONS = ("python", "limitforge", "limits", "slowapi", "fastapi", "uvicorn", "uvloop", "redis-server", "wrk")
 
 
@@ -24,7 +24,7 @@ def render_svg(results: Sequence[AnyResult], versions: Mapping[str, str]) -> str
     panels.append(
         Panel(
             "How many are admitted",
-            f"One subject, one limit, {CONNECTIONS} connections that ask for more than it holds.",
+            f"One subject, one limit, {CONNECTIONS} connections that request_template for more than it holds.",
             [
                 Bar(
                     name,
@@ -55,8 +55,8 @@ def _workload_panel(name: str, results: Sequence[Result]) -> Panel:
 
 def _bar(result: Result) -> Bar:
     per_second = result.checks_per_second.median
-    said = f"{per_second:,.0f}, {result.p99_ms.median:.1f} ms, {result.cpu_us.median:.0f} us"
-    return Bar(result.contestant, per_second, said, _kind(result.contestant))
+    output = f"{per_second:,.0f}, {result.p99_ms.median:.1f} ms, {result.cpu_us.median:.0f} us"
+    return Bar(result.contestant, per_second, output, _kind(result.contestant))
 
 
 def _bars_of_comparison(flat: CostComparison) -> tuple[Bar, Bar]:

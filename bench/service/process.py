@@ -1,4 +1,4 @@
-"""A server as a process of its own: started, waited for, its CPU read, stopped."""
+"""Run a server as a separate process, and read its CPU time."""
 
 import contextlib
 import http.client
@@ -17,8 +17,10 @@ ROOT = Path(__file__).parents[2]
 
 @contextlib.contextmanager
 def running_server(command: Sequence[str], port: int, folder: Path, environment: Mapping[str, str]) -> Iterator[int]:
-    """Its process id, from its first answer until the block ends. It runs at the root of this repository, so that
-    Python finds the apps of this package; what it says goes to a file in the folder.
+    """Run a server from its first answer until the block ends, and yield its process id.
+
+    It runs in the root of this repository, so that Python finds the apps of this package. Its output is in a file in
+    the folder.
     """
     log = folder / f"{port}.log"
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("LIMITFORGE_")}
@@ -44,12 +46,12 @@ def running_server(command: Sequence[str], port: int, folder: Path, environment:
 
 
 def cpu_us(pid: int) -> float:
-    """What a process and its children have used so far."""
+    """Return the CPU time of a process and its children."""
     ticks = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:  # it ended meanwhile
+        except OSError:  # the process has exited
             continue
         if pid in (int(stat.parent.name), int(fields[1])):
             ticks += int(fields[11]) + int(fields[12])
@@ -57,7 +59,7 @@ def cpu_us(pid: int) -> float:
 
 
 def _wait_for(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    """Until it answers HTTP, whatever it says."""
+    """Wait until the server answers HTTP with any status."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
@@ -70,4 +72,4 @@ def _wait_for(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
         finally:
             connection.close()
     words = log.read_text(errors="replace")[-2_000:]
-    raise ServerUnavailable(f"{Path(str(process.args[0])).name} did not answer on port {port}. It said:\n{words}")  # type: ignore[index]
+    raise ServerUnavailable(f"{Path(str(process.args[0])).name} did not answer on port {port}. Its output:\n{words}")  # type: ignore[index]

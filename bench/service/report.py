@@ -1,4 +1,4 @@
-"""The tables of all results, and what became of the targets."""
+"""Render the tables of all results, and compare them with the targets."""
 
 from collections.abc import Sequence
 
@@ -25,7 +25,17 @@ _HEADER = (
     "errors",
     "limitforge is",
 )
-_FLAT_HEADER = ("limitforge, one worker", "checks/s", "and", "CPU us", "and", "Redis CPU us", "and", "ratio", "not 2xx")
+_COMPARISON_HEADER = (
+    "limitforge, one worker",
+    "checks/s",
+    "and",
+    "CPU us",
+    "and",
+    "Redis CPU us",
+    "and",
+    "ratio",
+    "not 2xx",
+)
 
 
 def render(results: Sequence[AnyResult]) -> str:
@@ -55,17 +65,20 @@ def targets(results: Sequence[AnyResult]) -> list[Target]:
 
 def _workloads(results: Sequence[AnyResult]) -> str:
     rows: list[tuple[str, ...]] = []
-    shape = ""
+    workload = ""
     for each in results:
         if isinstance(each, Result):
-            if each.workload != shape:
-                shape = each.workload
-                rows += [(), (f"{shape}: {each.limits} limits, {each.subjects:,} subject{'s'[: each.subjects > 1]}",)]
+            if each.workload != workload:
+                workload = each.workload
+                rows += [
+                    (),
+                    (f"{workload}: {each.limits} limits, {each.subjects:,} subject{'s'[: each.subjects > 1]}",),
+                ]
             rows.append(_row(each))
     missing = [f"{each.contestant} ({each.variable} names no program)" for each in results if isinstance(each, Absent)]
     title = (
-        f"Service: {CONNECTIONS} connections, medians of the rounds (lowest-highest); what limitforge is, it is with"
-        "\none worker in the same round; CPU us is that of all workers; gubernator tells denials in its bodies alone"
+        f"Service: {CONNECTIONS} connections, medians of the rounds (lowest-highest); 'limitforge is' compares with"
+        "\none worker in the same round; CPU us is that of all workers; only bodies of gubernator show denials"
     )
     return table(title + (f"\nAbsent: {', '.join(missing)}" if missing else ""), _HEADER, rows[1:])
 
@@ -97,7 +110,7 @@ def _exactness(results: Sequence[AnyResult]) -> str:
         if isinstance(each, Exact)
     ]
     return table(
-        "Service: one limit of one subject, all connections at once", ("", "admitted", "of", "asked", ""), rows
+        "Service: one limit of one subject, all connections at once", ("", "admitted", "of", "checks", ""), rows
     )
 
 
@@ -118,7 +131,7 @@ def _comparisons(results: Sequence[AnyResult]) -> str:
         if isinstance(each, CostComparison)
     ]
     title = "Service: few and many; a ratio of 1 in the same round means that a check costs the same"
-    return table(title, _FLAT_HEADER, rows)
+    return table(title, _COMPARISON_HEADER, rows)
 
 
 def rate(spread: Spread) -> str:

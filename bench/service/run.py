@@ -1,4 +1,4 @@
-"""The shapes, and the rounds in which contestants take turns; then exactness, and whether the cost stays flat."""
+"""Run the workloads in interleaved rounds, then measure exactness and whether the cost stays constant."""
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,16 +30,16 @@ class Result:
     cpu_us: Spread
     redis_cpu_us: Spread
     denied: float | None
-    """The share of answers that are not 2xx; None where only bodies would tell."""
+    """The fraction of responses other than 2xx; None if only bodies show a denial."""
     errors: int
     speedup: Spread
-    """Checks a second of limitforge with one worker against this one, same round."""
+    """Checks per second of limitforge with one worker relative to this one, same round."""
     kind: str = "load"
 
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """One subject asks for more than its one limit holds, on all connections."""
+    """One subject exceeds its only limit, on all connections."""
 
     contestant: str
     admitted: int
@@ -51,72 +51,79 @@ class Exact:
 AnyResult = Result | Exact | CostComparison | Absent
 
 
-def workloads(pace: RunSize) -> tuple[Workload, ...]:
-    others = (pace.other_rounds, pace.other_seconds)
+def workloads(run_size: RunSize) -> tuple[Workload, ...]:
+    others = (run_size.other_rounds, run_size.other_seconds)
     return (
-        Workload(MANY, TWO, pace.subjects, pace.rounds, pace.seconds),
+        Workload(MANY, TWO, run_size.subjects, run_size.rounds, run_size.seconds),
         Workload(HOT, AMPLE, 1, *others),
-        Workload(DENIED, SPENT, pace.few_subjects, *others),
-        Workload(MORE, THREE, pace.subjects, *others),
+        Workload(DENIED, SPENT, run_size.few_subjects, *others),
+        Workload(MORE, THREE, run_size.subjects, *others),
     )
 
 
 def run(redis_url: str, *, quick: bool) -> list[AnyResult]:
     wrk.program()
-    pace = QUICK if quick else FULL
+    run_size = QUICK if quick else FULL
     with tempfile.TemporaryDirectory(prefix="limitforge-bench-", ignore_cleanup_errors=True) as folder:
         site = BenchEnvironment(redis_url, Path(folder))
         meter = Meter(redis_url, site.folder)
-        results: list[AnyResult] = [*_run_contestants(site, meter, pace), *binaries.absent()]
+        results: list[AnyResult] = [*_run_contestants(site, meter, run_size), *binaries.absent()]
         meter.flush()
-        results += cost_growth.run(site, meter, pace)
+        results += cost_growth.run(site, meter, run_size)
         meter.close()
     return results
 
 
-def _run_contestants(site: BenchEnvironment, meter: Meter, pace: RunSize) -> Iterator[AnyResult]:
+def _run_contestants(site: BenchEnvironment, meter: Meter, run_size: RunSize) -> Iterator[AnyResult]:
     contestants = (*ours.contestants(), *python_peers.contestants(), *binaries.contestants())
     with ExitStack() as running:
-        doors: dict[str, RunningContestant] = {}
+        running_contestants: dict[str, RunningContestant] = {}
         for each in contestants:
             progress(f"service: starting {each.name}")
-            doors[each.name] = running.enter_context(each.open(site))
-        for shape in workloads(pace):
-            progress(f"service: {shape.name}, {len(contestants)} contestants, {shape.rounds} rounds")
+            running_contestants[each.name] = running.enter_context(each.open(site))
+        for workload in workloads(run_size):
+            progress(f"service: {workload.name}, {len(contestants)} contestants, {workload.rounds} rounds")
             meter.flush()
-            yield from _measure(shape, contestants, doors, meter, pace)
+            yield from _measure(workload, contestants, running_contestants, meter, run_size)
         progress("service: how many are admitted")
-        for name, door in doors.items():
-            admitted, asked = meter.count_admitted(door.request_for(ONCE), pace.exact_seconds)
-            yield Exact(name, admitted, PLANS[ONCE][0].amount, asked)
+        for name, running_contestant in running_contestants.items():
+            admitted, checks = meter.count_admitted(running_contestant.request_for(ONCE), run_size.exact_seconds)
+            yield Exact(name, admitted, PLANS[ONCE][0].amount, checks)
 
 
 def _measure(
-    shape: Workload,
+    workload: Workload,
     contestants: Sequence[Contestant],
-    doors: Mapping[str, RunningContestant],
+    running_contestants: Mapping[str, RunningContestant],
     meter: Meter,
-    pace: RunSize,
+    run_size: RunSize,
 ) -> Iterator[Result]:
     samples: dict[str, list[Sample]] = {each.name: [] for each in contestants}
     for each in contestants:
-        meter.warm(doors[each.name].request_for(shape.plan), shape.subjects, pace.warm_seconds)
-    for number in range(shape.rounds):
+        meter.warm(running_contestants[each.name].request_for(workload.plan), workload.subjects, run_size.warm_seconds)
+    for number in range(workload.rounds):
         for at in range(len(contestants)):
             name = contestants[(at + number) % len(contestants)].name  # each round starts with another one
-            door = doors[name]
-            samples[name].append(meter.sample(door.pid, door.request_for(shape.plan), shape.subjects, shape.seconds))
+            running_contestant = running_contestants[name]
+            samples[name].append(
+                meter.sample(
+                    running_contestant.pid,
+                    running_contestant.request_for(workload.plan),
+                    workload.subjects,
+                    workload.seconds,
+                )
+            )
     for name, found in samples.items():
-        yield _result(shape, name, found, samples[ours.ONE])
+        yield _result(workload, name, found, samples[ours.ONE])
 
 
-def _result(shape: Workload, name: str, samples: list[Sample], base: list[Sample]) -> Result:
+def _result(workload: Workload, name: str, samples: list[Sample], base: list[Sample]) -> Result:
     denied = [sample.denied for sample in samples if sample.denied is not None]
     return Result(
-        shape.name,
+        workload.name,
         name,
-        len(PLANS[shape.plan]),
-        shape.subjects,
+        len(PLANS[workload.plan]),
+        workload.subjects,
         Spread.of([sample.checks_per_second for sample in samples]),
         Spread.of([sample.p50_ms for sample in samples]),
         Spread.of([sample.p99_ms for sample in samples]),

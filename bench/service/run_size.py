@@ -1,4 +1,4 @@
-"""How much is asked, and for how long. Seconds are whole ones: `wrk` knows no others."""
+"""How much is measured, and for how long. Durations are whole seconds, because `wrk` takes no others."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ CONNECTIONS = 64
 
 @dataclass(frozen=True, slots=True)
 class RunSize:
-    """`meet_seconds` is how long it may take to meet everybody once before few and many are compared."""
+    """`visit_seconds` bounds the first pass over all subjects before few and many are compared."""
 
     subjects: int
     few_subjects: int

@@ -1,4 +1,4 @@
-"""A catalog in an SQLite file, written in large edits: tenants with a key, plans and policies each."""
+"""Create a catalog in an SQLite file with a few large edits: tenants with a key, plans and policies each."""
 
 import asyncio
 import logging
@@ -19,13 +19,13 @@ AT_ONCE = 1_000
 
 
 class Seeded(NamedTuple):
-    """What the service is told of it, and what callers present: a key for each tenant."""
+    """The settings for the service, and one key per tenant for the callers."""
 
     database_url: str
     peppers: str
     keys: tuple[str, ...]
     areas: tuple[str, ...]
-    """Paths that have a policy and are no plan's name; what comes behind them may be anything."""
+    """First path segments with a policy; any segment may follow."""
 
 
 class _Sizes(NamedTuple):
@@ -45,8 +45,9 @@ class _Rows(NamedTuple):
 def seed(
     file: Path, *, tenants: int = 1, keys: int = 1, policies: int = 10, plans: Sequence[str] = tuple(PLANS)
 ) -> Seeded:
-    """`keys` and `policies` are those of each tenant. A plan is that of the resource `GET:/<plan>`; the other policies
-    are of areas, and have the last plan.
+    """Create the catalog. `keys` and `policies` are per tenant.
+
+    Each plan belongs to the resource `GET:/<plan>`. The other policies are for areas, and use the last plan.
     """
     logging.getLogger("limitforge").setLevel(logging.ERROR)
     areas = tuple(f"area{number:05}" for number in range(policies - len(plans)))
@@ -70,14 +71,14 @@ async def _write_catalog(url: str, text: str, sizes: _Sizes) -> list[str]:
             await edit.write_changes((None, entity) for entity in entities)
         if sizes.tenants > AT_ONCE:
             progress(f"service: {end:,} of {sizes.tenants:,} tenants are written")
-    async with database.writing() as connection:  # as after a day: other nodes have heard of it all
+    async with database.writing() as connection:  # as after a day: all processes have applied the changes
         await queries.trim_outbox(connection, datetime.now(UTC) + OUTBOX_RETENTION)
     await database.close()
     return texts
 
 
 def _add(rows: _Rows, name: str, peppers: Peppers, sizes: _Sizes) -> list[str]:
-    """A tenant with all that is its own; the texts of its keys."""
+    """Add a tenant with its plans, policies and keys, and return the texts of the keys."""
     tenant = Tenant(id=new_id("ten"), name=name)
     plans = {
         f"GET:/{plan}": Plan(id=new_id("pla"), tenant_id=tenant.id, name=plan, limits=_limits(plan))
