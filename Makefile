@@ -1,6 +1,6 @@
-# Every target prepares what it needs: the virtual environment, and the servers that the tests talk to.
+# Every target first prepares the virtual environment and the servers for the tests.
 
-# Which Python .venv is made with. If it is empty, scripts/choose-python takes the fastest one here.
+# The Python for .venv. If it is empty, scripts/choose-python selects the fastest one on this machine.
 PYTHON ?=
 ARGS ?=
 
@@ -9,21 +9,21 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 LEFT_OUT := chaos or soak
-# Many tests wait for a deadline or a server, so each core has two of them.
+# Many tests wait for a deadline or a server, so each core runs two workers.
 WORKERS ?= $(shell expr 2 '*' $$(nproc))
 
-# The tests start hundreds of Python programs: each would compile all of limitforge anew.
+# The tests start hundreds of Python programs, and each would compile all of limitforge again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-fast test-lowest check lint format bench chaos soak mutants servers
 
 help: ## show this list
-	@echo "limitforge: what make can do (ARGS=... is handed on, as in: make test ARGS='-k window')"
+	@echo "limitforge: targets (ARGS=... is passed on, as in: make test ARGS='-k window')"
 	@echo
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## make .venv with everything that development needs
+setup: $(STAMP) ## create .venv with everything for development
 
 demo: $(STAMP) ## run the service with a tenant to try, on nothing but Python
 	@$(BIN)/limitforge demo $(ARGS)
@@ -32,43 +32,43 @@ test: $(STAMP) servers ## the whole suite, as CI runs it
 	@LIMITFORGE_TEST_PROFILE=ci $(PYTEST) -n $(WORKERS) --dist worksteal --durations 10 --durations-min 1 \
 		-m "not ($(LEFT_OUT))" $(ARGS)
 
-test-fast: $(STAMP) servers ## the suite without what starts programs, in under a minute
+test-fast: $(STAMP) servers ## the suite without tests that start programs, in under a minute
 	@LIMITFORGE_TEST_PROFILE=fast $(PYTEST) -n auto --dist worksteal -m "not slow and not chaos and not soak" $(ARGS)
 
-test-lowest: $(STAMP) servers ## a small suite with the lowest versions of all dependencies, then with the newest
+test-lowest: $(STAMP) servers ## a small suite with the lowest, then with the newest versions of all dependencies
 	@scripts/test-versions lowest $(ARGS)
 	@scripts/test-versions newest $(ARGS)
 
 check: LEFT_OUT := chaos or soak or lint
-check: lint test ## lint, then test: run it before you push
+check: lint test ## lint, then test; run it before you push
 
-lint: $(STAMP) ## formatting, ruff, mypy and the import layers
+lint: $(STAMP) ## check formatting, lint, types and import layers
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-format: $(STAMP) ## let ruff format the code and mend what it can
+format: $(STAMP) ## format the code and fix lint errors
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-bench: $(STAMP) servers ## limitforge beside its peers, in one run
+bench: $(STAMP) servers ## compare limitforge with its peers in one run
 	@scripts/ensure-servers wrk
 	@$(BIN)/python -m bench $(ARGS)
 
-chaos: $(STAMP) servers ## servers are killed, paused and restarted under load; MINUTES=... and SEED=... as for soak
+chaos: $(STAMP) servers ## kill, pause and restart servers under load; MINUTES=... and SEED=... as for soak
 	@$(call only,chaos)
 
-soak: $(STAMP) servers ## random search for disagreements; MINUTES=10 ends it by itself, SEED=... draws the same again
+soak: $(STAMP) servers ## random search for errors; MINUTES=10 sets its duration, SEED=... repeats a run
 	@$(call only,soak)
 
-mutants: $(STAMP) servers ## plant deliberate bugs and see that tests find them (ARGS='lua': only those in files named so)
+mutants: $(STAMP) servers ## plant deliberate bugs and verify that tests find them (ARGS='lua': only in files with this name)
 	@$(BIN)/python -m tests.mutants $(ARGS)
 
-# pytest answers 5 when nothing carries the marker.
+# pytest exits with 5 when no test has the marker.
 define only
 status=0; LIMITFORGE_TEST_PROFILE=soak LIMITFORGE_TEST_MINUTES=$(MINUTES) LIMITFORGE_TEST_SEED=$(SEED) $(PYTEST) -m $(1) $(ARGS) || status=$$?; \
-if [ $$status -eq 5 ]; then echo "No test is marked '$(1)' yet (or ARGS left none): nothing was run."; else exit $$status; fi
+if [ $$status -eq 5 ]; then echo "No test is marked '$(1)' (or ARGS deselected all): nothing was run."; else exit $$status; fi
 endef
 
 servers:

@@ -3,7 +3,7 @@
     python scripts/pins.py lowest    each dependency at the lowest version that pyproject.toml allows
     python scripts/pins.py newest    no dependency: pip takes the newest that pyproject.toml allows
 
-What only the tests need has the version of constraints.txt: it is not what is tried out.
+Packages that only the tests need keep the version of constraints.txt, because they are not under test.
 """
 
 import re

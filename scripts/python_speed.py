@@ -1,4 +1,4 @@
-"""Print how much CPU time this Python needs for work of the kind that the tests do. `scripts/choose-python` asks."""
+"""Print the CPU time of this Python for work like that of the tests. `scripts/choose-python` runs it."""
 
 import ast
 import copy

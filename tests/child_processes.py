@@ -1,7 +1,7 @@
-"""Processes of a test that share the second of CPU that it takes to import limitforge.
+"""Child processes for tests, which share the second of CPU time for importing limitforge.
 
-They are forked from a server that has imported it and the modules below, and has opened nothing: each process has its
-own connections and event loop, and can be killed.
+They are forked from a server that has imported limitforge and the modules below, and has opened nothing. Each process
+has its own connections and event loop, and can be killed.
 """
 
 import multiprocessing
@@ -31,7 +31,7 @@ _context.set_forkserver_preload(
 
 
 class ChildProcess:
-    """A process that runs `work(connection, *arguments)`; `connection` leads to the process that started it."""
+    """A process that runs `work(connection, *arguments)`; `connection` leads to the parent."""
 
     def __init__(self, work: Callable[..., None], *arguments: Any) -> None:
         self._connection, theirs = _context.Pipe()
@@ -48,7 +48,7 @@ class ChildProcess:
         return self._process.is_alive()
 
     def receive(self, patience_seconds: float = REPLY_TIMEOUT_SECONDS) -> Any:
-        """What the process sends next."""
+        """Return the next message of the process."""
         assert self._connection.poll(patience_seconds), "the process says nothing"
         try:
             return self._connection.recv()
@@ -57,7 +57,7 @@ class ChildProcess:
             raise AssertionError(f"the process has ended with {self._process.exitcode}") from None
 
     def wait(self) -> None:
-        """Wait until it has ended by itself or was killed."""
+        """Wait until it has exited or was killed."""
         self._process.join(REPLY_TIMEOUT_SECONDS)
         assert not self.is_running, "the process did not end"
 
@@ -69,7 +69,7 @@ class ChildProcess:
         self._process.kill()
 
     def close_and_wait(self) -> int | None:
-        """Wait until it has ended; its exit code. It sees that its connection is closed."""
+        """Close the connection, wait until the process exits, and return its exit code."""
         self._connection.close()
         self._process.join(REPLY_TIMEOUT_SECONDS)
         code = self._process.exitcode
@@ -83,7 +83,7 @@ class ChildProcess:
 
 @contextmanager
 def child_process(work: Callable[..., None], *arguments: Any) -> Iterator[ChildProcess]:
-    """A process that is gone in the end."""
+    """Start a process, and kill it at the end of the block."""
     started = ChildProcess(work, *arguments)
     try:
         yield started

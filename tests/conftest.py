@@ -1,4 +1,4 @@
-"""What every test may ask for: a real Redis, a real PostgreSQL, and a Hypothesis profile."""
+"""Shared fixtures: a real Redis, a real PostgreSQL, and the Hypothesis profiles."""
 
 import gc
 import os
@@ -19,18 +19,18 @@ from tests.topologies import RedisCluster, SentinelGroup
 TESTS = Path(__file__).parent
 SECOND_TIMEOUT_SECONDS = 5.0
 
-# LIMITFORGE_TEST_PROFILE chooses. Only `soak` draws new examples each time: a red CI is never a matter of luck.
+# LIMITFORGE_TEST_PROFILE selects the profile. Only `soak` uses a new seed each time, so CI never fails at random.
 _patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("fast", _patient, max_examples=20, derandomize=True)
 settings.register_profile("ci", _patient, max_examples=50, derandomize=True)
-# `make mutants` asks only whether a failing example is found, not for the smallest one.
+# `make mutants` needs a failing example, not the smallest one.
 settings.register_profile("mutants", settings.get_profile("ci"), phases=[Phase.explicit, Phase.generate])
 settings.register_profile("soak", _patient, max_examples=2_000, print_blob=True)
 settings.load_profile(os.environ.get("LIMITFORGE_TEST_PROFILE", "ci"))
 
-# What `make test-fast` leaves out and `make test` runs: all that starts programs, waits for real time or moves much
-# data. It is `slow` without saying so: by its folder or file, by a fixture that it asks for, or by a word of one of its
-# parameters ("postgres and redis"). A single test that takes seconds is marked where it stands.
+# `make test-fast` skips everything that starts programs, waits for real time or moves much data; `make test` runs it.
+# Such tests are marked `slow` by their folder or file, by a fixture, or by a word in one of their parameters
+# ("postgres and redis"). A single test that takes seconds has the mark itself.
 SLOW_PLACES = {
     "catalog/live/test_cache.py",
     "catalog/database/test_constraints.py",
@@ -74,12 +74,12 @@ SLOW_FIXTURES = {
 }
 SLOW_WORDS = {"cluster", "sentinel", "postgres"}
 
-# Searches of `make test` that `make soak` repeats with more examples, and new ones each time.
+# Random searches of `make test` that `make soak` repeats with more and new examples.
 RANDOM_SEARCHES = {"properties", "unit/test_denial_cache_twins.py"}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """To import what is left out afterwards would take as long as a third of the rest."""
+    """Skip collecting deselected files, because importing them takes a third of the time of the rest."""
     is_left_out = "not slow" in config.getoption("markexpr") and _is_in(SLOW_PLACES, collection_path)
     return True if is_left_out else None
 
@@ -92,19 +92,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if os.environ.get("LIMITFORGE_TEST_PROFILE") == "soak" and _is_in(RANDOM_SEARCHES, item.path):
             item.add_marker(pytest.mark.soak)
         if item.get_closest_marker("soak"):
-            item.add_marker(pytest.mark.timeout(0))  # unless it has one of its own
+            item.add_marker(pytest.mark.timeout(0))  # unless it has its own
         if _is_in(SLOW_PLACES, item.path) or SLOW_FIXTURES.intersection(fixtures) or SLOW_WORDS & words:
             item.add_marker(pytest.mark.slow)
-        for name, seconds in (("soak", 0), ("chaos", 600)):  # these last as long as they are asked to; 0 is for ever
+        for name, seconds in (("soak", 0), ("chaos", 600)):  # 0 means no time-out: these tests run as long as requested
             if item.get_closest_marker(name) and not item.get_closest_marker("timeout"):
                 item.add_marker(pytest.mark.timeout(seconds))
 
 
 def pytest_collection_finish() -> None:
-    """What was collected stays until the end: no test that collects garbage needs to look through it."""
+    """Freeze collected objects, so that no garbage collection during the tests scans them."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000)  # a tenth of the time of a run went into looking for garbage
+    gc.set_threshold(20_000)  # otherwise a tenth of the run time goes into garbage collection
 
 
 def _is_in(places: set[str], path: Path) -> bool:
@@ -113,12 +113,12 @@ def _is_in(places: set[str], path: Path) -> bool:
 
 @cache
 def _path_and_parents(path: Path) -> list[str]:
-    """The file and its folders, relative to `tests`."""
+    """Return the file and its folders, relative to `tests`."""
     return [each.relative_to(TESTS).as_posix() for each in (path, *path.parents) if TESTS in each.parents]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The files of tests are in memory where there is room, as those of Postgres are: no commit waits for a disk."""
+    """Put temporary files into memory if there is room, as for Postgres: then no commit waits for a disk."""
     config.pluginmanager.register(run_report)
     if has_free_space(SHARED_MEMORY):
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(SHARED_MEMORY))
@@ -126,7 +126,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def rearm_test_timeout() -> None:
-    """Hypothesis takes the first one for a finding, and runs the example that hangs once more."""
+    """Set a second time-out: Hypothesis catches the first one as a failure, and runs the hanging example again."""
     left, _ = signal.getitimer(signal.ITIMER_REAL)
     if left:
         signal.setitimer(signal.ITIMER_REAL, left, SECOND_TIMEOUT_SECONDS)
@@ -134,9 +134,10 @@ def rearm_test_timeout() -> None:
 
 @pytest.fixture(autouse=True)
 def collect_unclosed_files() -> Iterator[None]:
-    """At the end of the test that left it, and not by the next one that collects garbage.
+    """Report unclosed files in the test that left them open, not in a later one that collects garbage.
 
-    What is alive after that belongs to fixtures and modules. To look through it again for each test took half a second.
+    Objects that are alive afterwards belong to fixtures and modules. They are frozen, because scanning them again for
+    each test took half a second.
     """
     before = _open_files()
     yield
@@ -146,26 +147,26 @@ def collect_unclosed_files() -> Iterator[None]:
 
 
 def _open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - twice per test: half the time of a Path for each
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - runs twice per test, and creating a Path for each entry doubles its time
 
 
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[RedisServer]:
-    """This worker's Redis, shared by its tests: leave it running."""
+    """The Redis of this worker, shared by its tests: leave it running."""
     with RedisServer() as server:
         yield server
 
 
 @pytest.fixture
 def redis_url(redis_server: RedisServer) -> str:
-    """The URL of this worker's Redis, emptied."""
+    """The URL of this worker's Redis, flushed."""
     redis_server.flush()
     return redis_server.url
 
 
 @pytest.fixture
 def own_redis_server() -> Iterator[RedisServer]:
-    """A Redis for one test, which may kill, pause and restart it."""
+    """A Redis for a single test, which may kill, pause and restart it."""
     with RedisServer() as server:
         yield server
 
@@ -174,7 +175,7 @@ def own_redis_server() -> Iterator[RedisServer]:
 def cluster_servers() -> Iterator[RedisCluster]:
     """A Redis Cluster, shared by the tests of a file: leave it as it is.
 
-    Its nodes ping each other all the time: for the length of a run that costs more than to start it anew.
+    Its servers ping each other all the time. Over a whole run, that costs more than starting a new one per file.
     """
     with RedisCluster() as servers:
         yield servers
@@ -189,29 +190,29 @@ def sentinel_servers() -> Iterator[SentinelGroup]:
 
 @pytest.fixture(scope="session")
 def empty_postgres() -> Iterator[Path]:
-    """The data folder that this worker's PostgreSQL servers begin with a copy of."""
+    """An initialised data folder, which this worker's PostgreSQL servers copy."""
     with postgres_data() as folder:
         yield folder
 
 
 @pytest.fixture(scope="session")
 def postgres_server(empty_postgres: Path) -> Iterator[PostgresServer]:
-    """This worker's PostgreSQL, shared by its tests: leave it running."""
+    """The PostgreSQL of this worker, shared by its tests: leave it running."""
     with PostgresServer(data=empty_postgres) as server:
         yield server
 
 
 @pytest.fixture
 def postgres_url(postgres_server: PostgresServer) -> Iterator[str]:
-    """The URL of an empty database for one test, on this worker's PostgreSQL."""
+    """The URL of an empty database for a single test, on this worker's PostgreSQL."""
     name = f"test_{uuid4().hex}"
     yield postgres_server.create_database(name)
-    if postgres_server.running:  # what interrupts a run may have reached the server first
+    if postgres_server.running:  # an interrupt may have stopped the server first
         postgres_server.drop_database(name)
 
 
 @pytest.fixture
 def own_postgres_server(empty_postgres: Path) -> Iterator[PostgresServer]:
-    """A PostgreSQL for one test, which may kill, pause and restart it."""
+    """A PostgreSQL for a single test, which may kill, pause and restart it."""
     with PostgresServer(data=empty_postgres) as server:
         yield server

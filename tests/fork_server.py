@@ -2,11 +2,11 @@
 
 Importing takes a second of CPU time, and the tests run hundreds of commands.
 
-    python -P forking.py serve <socket>           the process that forks, until its stdin ends
-    python -SE forking.py run <socket> <command>  one command, with the streams, folder and environment of its caller
+    python -P fork_server.py serve <socket>           the process that forks, until its stdin closes
+    python -SE fork_server.py run <socket> <command>  one command, with its caller's streams, folder and environment
 
-Each connection to the socket is one order: JSON with the three open files of the command. The answers are the process
-id and, at its end, the exit status.
+Each connection to the socket starts one command: JSON, with the three open files of the command. The replies are the
+process id and, at the end, the exit status.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from types import SimpleNamespace
 from typing import Any
 
 MAX_COMMAND_BYTES = 1_048_576
-PRELOADED_MODULES = [  # what the commands import when they run
+PRELOADED_MODULES = [  # modules that the commands import when they run
     "aiosqlite",
     "limitforge.cli.app",
     "limitforge.cli.config",
@@ -42,7 +42,7 @@ PRELOADED_MODULES = [  # what the commands import when they run
 
 
 class ForkedWorker:
-    """Start a worker of the service as `subprocess.Popen` does, but in a fork."""
+    """Start a worker of the service like `subprocess.Popen`, but in a fork."""
 
     def __init__(self, command: Sequence[str], *, pass_fds: Sequence[int], env: Mapping[str, str], stdin: int) -> None:
         from limitforge.service.processes.worker import main
@@ -89,7 +89,7 @@ class ForkedWorker:
 
 
 def run_as_program(arguments: Sequence[str], environment: Mapping[str, str], main: Callable[[], None]) -> None:
-    """Run `main` as the program would, and end this process with its exit status."""
+    """Run `main` like a program, and exit with its status."""
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = list(arguments)
@@ -98,19 +98,19 @@ def run_as_program(arguments: Sequence[str], environment: Mapping[str, str], mai
         main()
     except SystemExit as end:
         status = end.code or 0
-    except BaseException:  # noqa: BLE001 - as the interpreter does
+    except BaseException:  # noqa: BLE001 - like the interpreter
         traceback.print_exc()
         status = 1
     try:
         sys.stdout.flush()
         sys.stderr.flush()
-    except OSError:  # a pipe that its reader closed
+    except OSError:  # a pipe whose reader closed it
         status = status or 120
     os._exit(status)
 
 
 def run_command(connection: socket.socket) -> None:
-    """Run the command and report on it; this process is its parent and waits for it."""
+    """Run the command as a child, wait for it, and report its exit status."""
     from limitforge.cli import main
 
     message, files, _, _ = socket.recv_fds(connection, MAX_COMMAND_BYTES, 3)
@@ -140,7 +140,7 @@ def serve(path: str) -> None:
         importlib.import_module(name)
     workers = SimpleNamespace(Popen=ForkedWorker, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
     sys.modules["limitforge.service.processes.supervisor"].subprocess = workers  # type: ignore[attr-defined]
-    for number in (signal.SIGINT, signal.SIGTERM):  # which are for the tests: they end this process when they end
+    for number in (signal.SIGINT, signal.SIGTERM):  # signals are for the tests, which end this process when they end
         signal.signal(number, signal.SIG_IGN)
     gc.collect()
     gc.freeze()
@@ -166,7 +166,7 @@ def serve(path: str) -> None:
 def start_command(
     path: str, arguments: Sequence[str], files: Sequence[int], folder: str, environment: Any
 ) -> socket.socket:
-    """Start a command; the answers come on the connection."""
+    """Start a command, and return the connection that its replies arrive on."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(path)
     message = json.dumps({"arguments": arguments, "folder": folder, "environment": dict(environment)})

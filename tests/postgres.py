@@ -1,6 +1,6 @@
-"""A real PostgreSQL for the tests, in the manner of `tests.servers`: on 127.0.0.1, in its own folder, gone afterwards.
+"""A real PostgreSQL for the tests, like `tests.servers`: on 127.0.0.1, in a temporary folder.
 
-Whether it is up is read from its own files, and SQL goes through psql: neither depends on the client under test.
+Readiness is read from its own files, and SQL runs through psql: neither depends on the client under test.
 """
 
 import os
@@ -21,15 +21,15 @@ from urllib.parse import quote
 from tests.servers import PORT_ATTEMPTS, START_SECONDS, STOP_SECONDS, ServerFailed, find_free_port
 
 USER = "limitforge"
-ACCOUNTS = ("postgres", "nobody")  # as whom it runs when the tests run as root, whom initdb and postgres refuse
+ACCOUNTS = ("postgres", "nobody")  # accounts to use for root, because initdb and postgres refuse to run as root
 DEBIAN_PROGRAMS = Path("/usr/lib/postgresql")  # Debian keeps the server's programs off the PATH, one folder per version
 
-# A server is a thousand small files and a database three hundred: in memory they come and go ten times as fast.
+# A server has a thousand small files, a database three hundred: in memory they are ten times as fast.
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
-MIN_FREE_BYTES = 2 << 30  # where it is small, as in Docker with its 64 MB, the system's temporary folder has to do
+MIN_FREE_BYTES = 2 << 30  # with less room, such as Docker's 64 MB, use the system's temporary folder
 
-# What outlives a crash of the server need not outlive one of the machine: no fsync. Shared memory is made of files in
-# the data folder, because what Postgres itself puts into /dev/shm would stay there after a SIGKILL.
+# Data must survive a crash of the server, not of the machine: no fsync. Shared memory is in files of the data folder,
+# because Postgres leaves its files in /dev/shm behind after a SIGKILL.
 SETTINGS = {
     "listen_addresses": "127.0.0.1",
     "unix_socket_directories": "",
@@ -42,11 +42,11 @@ SETTINGS = {
 
 
 class PostgresServer:
-    """One `postgres`, which trusts whoever is on this machine: a restart keeps the URL and, unlike Redis, the data.
+    """A `postgres` server that trusts all local users. A restart keeps the URL and, unlike Redis, the data.
 
-    Usable as a context manager. `options` are those of `postgres`, such as `"-c", "max_connections=5"`. `data` is what
-    `postgres_data` made: to start from a copy of it is quicker than to start from nothing. `kill`, `pause` and `resume`
-    need Linux's /proc.
+    Usable as a context manager. `options` are those of `postgres`, such as `"-c", "max_connections=5"`. `data` is a
+    folder from `postgres_data`: copying it is faster than initialising a new one. `kill`, `pause` and `resume` need
+    Linux's /proc.
     """
 
     def __init__(self, *options: str, data: Path | None = None) -> None:
@@ -59,7 +59,7 @@ class PostgresServer:
 
     @property
     def url(self) -> str:
-        """Of the database that is there from the start, and empty."""
+        """The URL of the empty default database."""
         return self._url("postgres")
 
     @property
@@ -67,7 +67,7 @@ class PostgresServer:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> Self:
-        """Start on a free port; returns once the server answers."""
+        """Start on a free port, and return once the server answers."""
         if self.running:
             return self
         try:
@@ -81,7 +81,7 @@ class PostgresServer:
         return self
 
     def stop(self) -> None:
-        """Shut down in an orderly way, cutting off who is connected, and remove the folder."""
+        """Shut down, close all connections, and remove the folder."""
         self._shut_down()
         if self._folder is None:
             return
@@ -92,11 +92,11 @@ class PostgresServer:
             self._folder = None
 
     def kill(self) -> None:
-        """SIGKILL for all of its processes, as in a crash. `restart` brings it back with all that was committed."""
+        """Kill all of its processes with SIGKILL, as in a crash. `restart` recovers all committed data."""
         if self._process is None:
             return
         if self.running:
-            # While its parent is stopped nobody reaps a child: no id can have become another process's meanwhile.
+            # A stopped parent reaps no child, so no process id can have been reused meanwhile.
             self.pause()
             for child in self._paused_children:
                 os.kill(child, signal.SIGKILL)
@@ -106,9 +106,9 @@ class PostgresServer:
         self._process, self._paused_children = None, ()
 
     def restart(self, *options: str) -> None:
-        """Come back under the same URL with the same data, whether it was running or not.
+        """Start again with the same URL and data, whether it was running or not.
 
-        `options` are for this run only.
+        `options` apply to this run only.
         """
         if self._folder is None:
             raise ServerFailed("restart of a server that was never started, or was stopped")
@@ -117,10 +117,10 @@ class PostgresServer:
             raise ServerFailed(f"port {self.port} was taken by another program during the restart\n{self._log()}")
 
     def pause(self) -> None:
-        """Freeze (SIGSTOP): connections stay open and nothing answers, as behind a broken network.
+        """Freeze it (SIGSTOP): connections stay open and get no reply, as behind a broken network.
 
-        Each child leads a process group of its own, so they are stopped one by one; the parent first, so that there
-        are no new ones.
+        Each child has its own process group, so they are stopped one by one. The parent is first, so that it starts no
+        new ones.
         """
         postmaster = self._postmaster()
         postmaster.send_signal(signal.SIGSTOP)
@@ -134,25 +134,25 @@ class PostgresServer:
         self._resume_processes(self._postmaster())
 
     def create_database(self, name: str, template: str = "template0") -> str:
-        """Create a database, empty or as a template is that nobody is connected to, and return its URL."""
+        """Create a database, empty or from a template without connections, and return its URL."""
         self.sql(f"CREATE DATABASE {_identifier(name)} TEMPLATE {_identifier(template)}")
         return self._url(name)
 
     def drop_database(self, name: str) -> None:
-        """Remove a database if it is there, also from under those who are connected to it."""
+        """Drop a database if it exists, and close its connections."""
         self.sql(f"DROP DATABASE IF EXISTS {_identifier(name)} WITH (FORCE)")
 
     def sql(self, statement: str, database: str = "postgres") -> str:
-        """What psql prints: a line per row, `|` between its columns."""
+        """Return the output of psql: a line per row, with `|` between columns."""
         address = self._url(database, "postgresql")
         return _run(
             program_path("psql"), "-XqAt", "-v", "ON_ERROR_STOP=1", "-d", address, "-c", statement
         ).removesuffix("\n")
 
     def dump(self, name: str) -> str:
-        """The database as SQL. The same schema and rows give the same text."""
+        """Return the database as SQL. The same schema and rows give the same text."""
         lines = _run(program_path("pg_dump"), "-d", self._url(name, "postgresql")).splitlines(keepends=True)
-        # Newer versions put a random key into these two, which keeps psql from running what rows smuggle in.
+        # Newer versions add a random key to these two lines, which stops psql from running injected commands.
         return "".join(line for line in lines if not line.startswith(("\\restrict ", "\\unrestrict ")))
 
     def __enter__(self) -> Self:
@@ -176,7 +176,7 @@ class PostgresServer:
         return self._process
 
     def _resume_processes(self, postmaster: subprocess.Popen[bytes]) -> None:
-        """The parent last: until then it reaps no child, and their ids are theirs."""
+        """Resume the parent last: until then it reaps no child, so their ids are valid."""
         for child in self._paused_children:
             os.kill(child, signal.SIGCONT)
         self._paused_children = ()
@@ -195,7 +195,7 @@ class PostgresServer:
         return ["-D", str(self._data), *arguments, *self._options]
 
     def _launch(self, *options: str) -> bool:
-        """True once the server answers on `self.port`; False if somebody else has that port."""
+        """Return True once the server answers on `self.port`, False if the port is taken."""
         command = [program_path("postgres"), *self._arguments(), *options]
         with (self._data.parent / "log").open("wb") as log:
             self._process = subprocess.Popen(
@@ -214,7 +214,7 @@ class PostgresServer:
         raise ServerFailed(f"postgres was not ready within {START_SECONDS:.0f} s\n{self._log()}")
 
     def _is_ready(self, pid: int) -> bool:
-        """As pg_ctl finds out: a file of the server's says who wrote it, and in its eighth line how far it got."""
+        """Read the state like pg_ctl: a file of the server has its process id, and its state in the eighth line."""
         try:
             lines = (self._data / "postmaster.pid").read_text().splitlines()
         except FileNotFoundError:
@@ -222,11 +222,11 @@ class PostgresServer:
         return len(lines) >= 8 and lines[0] == str(pid) and lines[7].strip() == "ready"
 
     def _shut_down(self) -> None:
-        """A "fast" shutdown: nobody is waited for, and what was committed is kept."""
+        """Run a "fast" shutdown: close all connections, and keep committed data."""
         if self._process is None:
             return
         self._process.send_signal(signal.SIGINT)
-        self._resume_processes(self._process)  # a paused one would not see the signal
+        self._resume_processes(self._process)  # a paused process would not receive the signal
         try:
             self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
@@ -234,7 +234,7 @@ class PostgresServer:
         self._process, self._paused_children = None, ()
 
     def _free_shared_memory(self) -> None:
-        """A killed server leaves a piece that only the next one on its data, or the account it ran as, can remove."""
+        """Remove the shared memory of a killed server; only the next server on its data, or its account, may do so."""
         if (self._data / "postmaster.pid").exists():
             _run(program_path("postgres"), "--single", *self._arguments(), "postgres", **_run_as())
 
@@ -246,7 +246,7 @@ class PostgresServer:
 
 @contextmanager
 def postgres_data() -> Iterator[Path]:
-    """A data folder as initdb makes it, for `PostgresServer(data=...)`."""
+    """Yield a data folder of initdb, for `PostgresServer(data=...)`."""
     with _temporary_folder() as folder:
         data = Path(folder) / "data"
         _make_data(data, None)
@@ -263,7 +263,7 @@ def _make_data(data: Path, template: Path | None) -> None:
 
 
 def _temporary_folder() -> "tempfile.TemporaryDirectory[str]":
-    """A folder that belongs to whom Postgres runs as, where that account can get to it."""
+    """Create a folder that the account of Postgres owns, where that account has access."""
     account = _run_as()
     places = [Path(tempfile.gettempdir()), Path("/tmp"), Path("/var/tmp")]  # noqa: S108
     if has_free_space(SHARED_MEMORY):
@@ -285,7 +285,7 @@ def _is_world_accessible(folder: Path) -> bool:
 
 
 def _run_as() -> dict[str, Any]:
-    """What tells `subprocess` to run something as whom Postgres runs as: nothing, unless we are root."""
+    """Return the arguments of `subprocess` that select the account of Postgres: none, unless we are root."""
     if os.geteuid() != 0:
         return {}
     for name in ACCOUNTS:
@@ -298,7 +298,7 @@ def _run_as() -> dict[str, Any]:
 
 
 def program_path(name: str) -> str:
-    """The one beside `postgres`: Debian's programs of the same name on the PATH are wrappers that look for clusters."""
+    """Return the program beside `postgres`. Debian's programs on the PATH are wrappers that search for clusters."""
     server: str | Path | None = shutil.which("postgres")
     if server is None:
         server = max(DEBIAN_PROGRAMS.glob("[0-9]*/bin/postgres"), key=lambda path: float(path.parts[-3]), default=None)
@@ -310,7 +310,7 @@ def program_path(name: str) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Ours without what somebody set for a Postgres of their own; initdb writes TZ into the configuration."""
+    """Return our environment without settings for another Postgres. initdb writes TZ into the configuration."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith("PG")}
     return {**ours, "LC_ALL": "C", "TZ": "UTC", "PGSSLMODE": "disable"}
 
@@ -323,7 +323,7 @@ def _run(program: str, *arguments: str, **account: Any) -> str:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            cwd="/",  # ours may be closed to the account
+            cwd="/",  # our folder may be closed to the account
             env=_environment(),
             timeout=START_SECONDS,
             check=False,
@@ -347,7 +347,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _wait_for(pids: Collection[int], states: str) -> None:
-    """Until each of them is in one of these states: T is stopped, Z and X are dead."""
+    """Wait until each process is in one of these states: T is stopped, Z and X are dead."""
     deadline = time.monotonic() + START_SECONDS
     while waiting := [pid for pid in pids if _process(pid)[0] not in states]:
         if time.monotonic() > deadline:
@@ -356,10 +356,10 @@ def _wait_for(pids: Collection[int], states: str) -> None:
 
 
 def _process(pid: int) -> tuple[str, int]:
-    """The state and the parent of a process; X and 0 if it is no more."""
+    """Return the state and the parent of a process; X and 0 if it does not exist."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return "X", 0
-    state, parent = text.rpartition(")")[2].split()[:2]  # what precedes it is a name with anything in it
+    state, parent = text.rpartition(")")[2].split()[:2]  # the text before it is a name with any characters
     return state, int(parent)

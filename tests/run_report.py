@@ -1,8 +1,8 @@
-"""What a run of `make chaos` or `make soak` did: faults, checks, admitted against allowed, slowest wait, seed.
+"""Report the results of `make chaos` or `make soak`: faults, checks, admitted and allowed, slowest wait, seed.
 
-Tests add their figures here; the table is printed at the end, also of a run that was stopped. A pytest plugin:
-`tests/conftest.py` registers it. All that is drawn at random comes from one seed, so LIMITFORGE_TEST_SEED (`make soak
-SEED=...`) draws the same again. LIMITFORGE_TEST_MINUTES (`make soak MINUTES=...`) ends a run by itself.
+Tests record their figures here, and the table is printed at the end, also when the run is stopped. This is a pytest
+plugin that `tests/conftest.py` registers. All random numbers come from one seed, so LIMITFORGE_TEST_SEED (`make soak
+SEED=...`) repeats a run. LIMITFORGE_TEST_MINUTES (`make soak MINUTES=...`) ends a run after that time.
 """
 
 import asyncio
@@ -23,19 +23,20 @@ from hypothesis.internal.conjecture.engine import ConjectureRunner
 
 SEED = "LIMITFORGE_TEST_SEED"
 MINUTES = "LIMITFORGE_TEST_MINUTES"
-EXIT_INTERRUPTED = 130  # as a shell says of a program that Ctrl-C has ended
+TIME_IS_UP = "at its time limit"
+EXIT_INTERRUPTED = 130  # the exit status of a shell after Ctrl-C
 
 
 @dataclass
 class Totals:
-    """Of one test, or of all."""
+    """Figures of one test, or of all."""
 
     faults: Counter[str] = field(default_factory=Counter)
     checks: int = 0
     examples: int = 0  # traces of a random search
-    admitted: int = 0  # by limits that can become full
-    allowed: int = 0  # the most that these limits let in
-    slowest_seconds: float = 0.0  # seconds that a caller waited
+    admitted: int = 0  # by limits that can fill up
+    allowed: int = 0  # the largest number that these limits may admit
+    slowest_seconds: float = 0.0  # the longest wait of a caller
 
     def add(self, other: "Totals") -> None:
         self.faults.update(other.faults)
@@ -55,17 +56,17 @@ class Totals:
 
 
 class Run:
-    """This process's part of the run."""
+    """The part of the run in this process."""
 
     def __init__(self) -> None:
         self.started_at = time.monotonic()
         self.is_reported = False
         self.ends_at = float("inf")
-        self.tests_left = 1  # tests that have not ended yet
-        self.current = Totals()  # of the test that runs
+        self.tests_left = 1  # tests that have not finished
+        self.current = Totals()  # of the current test
         self.current_test = ""
         self.done: list[tuple[str, Totals]] = []
-        self.stop_reason = ""  # why it stops, once it does
+        self.stop_reason = ""  # empty until the run is stopped
         self.is_stopping = False
         self.unminimized: list[str] = []
         self.errors_while_stopping: list[str] = []
@@ -91,12 +92,12 @@ def record_admitted(count: int, allowed: int) -> None:
 
 
 def seeded_random() -> random.Random:
-    """Random numbers of the running test, which are the same again for the same seed."""
+    """Return a random generator for the current test, which repeats with the same seed."""
     return random.Random(f"{os.environ.get(SEED)} {run.current_test}")
 
 
 def time_share_seconds() -> float:
-    """How long a random search may last so that the tests after it have as much of the run's time."""
+    """Return the time for a random search that leaves an equal share to each remaining test."""
     return max(0.0, run.ends_at - time.monotonic()) / max(1, run.tests_left)
 
 
@@ -104,7 +105,7 @@ def time_share_seconds() -> float:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """SIGTERM, as `timeout` and CI send it, stops a run as Ctrl-C does: no server and no folder is left behind."""
+    """Stop a run at SIGTERM (of `timeout` and CI) as at Ctrl-C, so that no server or folder is left behind."""
     run.is_reported = os.environ.get("LIMITFORGE_TEST_PROFILE") == "soak"
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
@@ -112,17 +113,17 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     given = config.getoption("--hypothesis-seed", None) or os.environ.get(SEED)
     seed = int(given or random.SystemRandom().randrange(10**9))
-    os.environ[SEED] = str(seed)  # the workers of xdist inherit it
+    os.environ[SEED] = str(seed)  # inherited by the workers of xdist
     hypothesis.core.global_force_seed = seed  # type: ignore[assignment]
 
 
 def _on_time_up() -> None:
-    run.stop_reason = "as it was asked to"
+    run.stop_reason = TIME_IS_UP
     os.kill(os.getpid(), signal.SIGINT)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    """Tasks are cancelled, as asyncio does by itself: an exception in the middle of asyncpg's C code ends Python."""
+    """Cancel tasks, as asyncio does, because an exception in the C code of asyncpg crashes Python."""
     is_again, run.is_stopping = run.is_stopping, True
     run.stop_reason = run.stop_reason or f"by {signal.Signals(number).name}"
     run.unminimized = run.unminimized or [f"{run.current_test}: {each}" for each in _unminimized_failures(frame)]
@@ -133,7 +134,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def _unminimized_failures(frame: FrameType | None) -> list[str]:
-    """The failures that Hypothesis has found in the running test, and is still making smaller."""
+    """Return the failures that Hypothesis has found in the current test and is still minimizing."""
     while frame is not None:
         runner = frame.f_locals.get("self")
         if isinstance(runner, ConjectureRunner):
@@ -180,11 +181,11 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     yield from _translate_stop()
     item.user_properties.append(
         ("figures", {**vars(run.current), "faults": dict(run.current.faults)})
-    )  # which xdist hands on
+    )  # xdist transfers it
 
 
 def _translate_stop() -> Iterator[None]:
-    """An error that a test raises while it is stopped comes from the stop, and is not a finding."""
+    """Ignore errors that a test raises while the run is being stopped."""
     try:
         yield
     except KeyboardInterrupt:
@@ -213,11 +214,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     memo = getattr(reporter, "_keyboardinterrupt_memo", None)
     if memo is None or not run.stop_reason:
         return
-    memo.reprcrash.message = said = _stop_message(_findings(reporter))  # instead of a traceback
-    if "no finding" not in said:
+    message = memo.reprcrash.message = _stop_message(_findings(reporter))  # instead of a traceback
+    if "no finding" not in message:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     else:
-        session.exitstatus = pytest.ExitCode.OK if run.stop_reason == "as it was asked to" else EXIT_INTERRUPTED
+        session.exitstatus = pytest.ExitCode.OK if run.stop_reason == TIME_IS_UP else EXIT_INTERRUPTED
 
 
 def _findings(reporter: Any) -> int:

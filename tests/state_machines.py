@@ -1,4 +1,4 @@
-"""What all state machines of the tests share: how they are run, and what of two answers must be equal."""
+"""Run the state machines of the tests, and compare their results."""
 
 import os
 import time
@@ -11,11 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 from limitforge import Decision, LimitforgeError
 from tests import run_report
 
-EXAMPLES_PER_SEED = 100  # examples of one seed, between two looks at the time
+EXAMPLES_PER_SEED = 100  # examples per seed, between two checks of the time
 
 
 def comparable(answer: Any) -> Any:
-    """Ids differ from store to store; whether there is one does not."""
+    """Replace ids, which differ between stores, by whether there is one."""
     if isinstance(answer, LimitforgeError):
         return type(answer)
     if isinstance(answer, Decision):
@@ -33,7 +33,7 @@ def comparable(answer: Any) -> Any:
 def run_machine(
     machine: type[RuleBasedStateMachine], examples: int, machine_seed: int | None, *, steps: int = 40
 ) -> None:
-    """Play the same traces each time for a seed; without one, new ones, for this test's share of the run's time.
+    """Play the same traces each time for a given seed; without one, play new ones for this test's share of the run.
 
     `make test-fast` plays an eighth of them.
     """

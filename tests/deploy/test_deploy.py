@@ -1,4 +1,4 @@
-"""What can't be run here (a Docker, a Kubernetes, a systemd) is parsed, linted, and held against the program itself."""
+"""Parse and lint the files for Docker, Kubernetes and systemd, which can't run here; compare them with the program."""
 
 import re
 import shutil
@@ -29,11 +29,11 @@ BIN = Path(sys.executable).parent
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 IMAGE = f"limitforge:{PROJECT['version']}"
-SPARE_SECONDS = 2.0  # what the parent of the workers adds to LIMITFORGE_SHUTDOWN_SECONDS
+SPARE_SECONDS = 2.0  # the supervisor adds this to LIMITFORGE_SHUTDOWN_SECONDS
 VERSIONED = re.compile(r"[\w./-]+:v?\d+\.\d+[\w.-]*")
 Fields = dict[str, Any]
 
-# What a Kubernetes of today serves.
+# The API versions that current Kubernetes serves.
 KINDS = {
     "Namespace": "v1",
     "ConfigMap": "v1",
@@ -82,7 +82,7 @@ def files() -> list[Path]:
 # --- Everywhere ------------------------------------------------------------------------------------------------------
 
 
-def test_every_setting_that_is_named_is_one() -> None:
+def test_every_named_setting_exists() -> None:
     known = {f"{ENV_PREFIX}{field.name.upper()}" for field in fields(Settings)}
     named = {
         (path.relative_to(ROOT).as_posix(), name)
@@ -93,7 +93,7 @@ def test_every_setting_that_is_named_is_one() -> None:
     assert {(path, name) for path, name in named if name not in known} == set()
 
 
-def test_the_yaml_is_in_order() -> None:
+def test_the_yaml_is_well_formed() -> None:
     rules = (
         "{extends: default, rules: {line-length: {max: 120}, document-start: disable, "
         "braces: {min-spaces-inside: 1, max-spaces-inside: 1, min-spaces-inside-empty: 0, max-spaces-inside-empty: 0}, "
@@ -107,7 +107,7 @@ def test_no_secret_is_kept_in_git() -> None:
         run("git", "check-ignore", "--no-index", secret)
     for path in files():
         for name, value in re.findall(r"(?m)^\s*\w*(PASSWORD|PEPPERS)[=:][ \t]*(\S*)", path.read_text()):
-            if name == "PEPPERS":  # an example that works would be a pepper that everybody knows
+            if name == "PEPPERS":  # a working example would be a pepper that everyone knows
                 assert value in ("", '""') or value.startswith("${"), (path, value)
             else:
                 assert "change-me" in value or value.startswith("${"), (path, value)
@@ -117,26 +117,26 @@ def test_no_secret_is_kept_in_git() -> None:
 
 
 @pytest.fixture(scope="module")
-def composed() -> Fields:
-    """The file with `.env.example` put in, as `docker compose config` would show it."""
+def compose_config() -> Fields:
+    """The file with the values of `.env.example`, as `docker compose config` shows it."""
     values = env_file(COMPOSE / ".env.example") | {"LIMITFORGE_PEPPERS": PEPPERS}
 
     def put_in(found: re.Match[str]) -> str:
         name, _, otherwise = found[1].partition(":")
         if otherwise.startswith("?"):
-            return values[name]  # it must be there
+            return values[name]  # it must exist
         return values.get(name, otherwise.removeprefix("-"))
 
     text = re.sub(r"\$\{([^}]+)\}", put_in, (COMPOSE / "compose.yaml").read_text())
     return cast("Fields", yaml.safe_load(text))
 
 
-def test_compose_is_what_its_schema_says() -> None:
+def test_the_compose_file_matches_its_schema() -> None:
     run(BIN / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", COMPOSE / "compose.yaml")
 
 
-def test_the_service_would_start_with_what_compose_tells_it(composed: Fields) -> None:
-    services = composed["services"]
+def test_the_service_accepts_the_settings_of_compose(compose_config: Fields) -> None:
+    services = compose_config["services"]
     settings = load_settings(services["service"]["environment"])
     assert services["migrate"]["environment"] == services["service"]["environment"]
     for name in ("service", "migrate"):
@@ -153,8 +153,8 @@ def test_the_service_would_start_with_what_compose_tells_it(composed: Fields) ->
     assert settings.processes == settings.workers
 
 
-def test_the_ports_of_compose_and_nginx_agree(composed: Fields) -> None:
-    services, nginx = composed["services"], (COMPOSE / "nginx.conf").read_text()
+def test_the_ports_of_compose_and_nginx_agree(compose_config: Fields) -> None:
+    services, nginx = compose_config["services"], (COMPOSE / "nginx.conf").read_text()
     settings = load_settings(services["service"]["environment"])
     assert services["service"]["expose"] == [str(settings.port)]
     assert f"server service:{settings.port};" in nginx
@@ -167,8 +167,8 @@ def test_the_ports_of_compose_and_nginx_agree(composed: Fields) -> None:
     assert int(kept) < settings.idle_seconds
 
 
-def test_what_compose_starts_is_checked_bounded_and_started_again(composed: Fields) -> None:
-    services = composed["services"]
+def test_every_container_has_a_healthcheck_bounds_and_a_restart_policy(compose_config: Fields) -> None:
+    services = compose_config["services"]
     for name, service in services.items():
         assert service["deploy"]["resources"]["limits"].keys() == {"cpus", "memory"}, name
         assert service["logging"]["options"]["max-size"], name
@@ -181,24 +181,26 @@ def test_what_compose_starts_is_checked_bounded_and_started_again(composed: Fiel
             expected = "service_completed_successfully" if other == "migrate" else "service_healthy"
             assert how["condition"] == expected, (name, other)
     assert set(services["service"]["depends_on"]) == {"migrate", "redis", "postgres"}
-    assert services["nginx"]["depends_on"]["service"]["restart"] is True  # or it asks where the service was before
+    assert (
+        services["nginx"]["depends_on"]["service"]["restart"] is True
+    )  # otherwise it connects to the previous address of the service
     settings = load_settings(services["service"]["environment"])
     assert seconds(services["service"]["stop_grace_period"]) > settings.shutdown_seconds + SPARE_SECONDS
 
 
-def test_the_healthchecks_of_compose_ask_for_what_there_is(composed: Fields, live: LiveService) -> None:
-    asked = {}
+def test_the_healthchecks_of_compose_request_existing_paths(compose_config: Fields, live: LiveService) -> None:
+    paths = {}
     for name in ("service", "nginx"):
-        (asked[name],) = re.findall(
-            r"https?://127\.0\.0\.1:\d+([^\s\"]+)", composed["services"][name]["healthcheck"]["test"][-1]
+        (paths[name],) = re.findall(
+            r"https?://127\.0\.0\.1:\d+([^\s\"]+)", compose_config["services"][name]["healthcheck"]["test"][-1]
         )
-    assert asked == {"service": "/v1/ready", "nginx": "/v1/health"}
-    for path in asked.values():
+    assert paths == {"service": "/v1/ready", "nginx": "/v1/health"}
+    for path in paths.values():
         assert live.client().http.get(path).status_code == 200
 
 
-def test_the_healthcheck_of_the_service_succeeds_and_fails(composed: Fields, live: LiveService) -> None:
-    kind, _, *arguments = composed["services"]["service"]["healthcheck"]["test"]
+def test_the_healthcheck_of_the_service_succeeds_and_fails(compose_config: Fields, live: LiveService) -> None:
+    kind, _, *arguments = compose_config["services"]["service"]["healthcheck"]["test"]
     assert kind == "CMD"
     here = [argument.replace("http://127.0.0.1:8000", live.origin) for argument in arguments]
     run(sys.executable, *here)
@@ -206,43 +208,45 @@ def test_the_healthcheck_of_the_service_succeeds_and_fails(composed: Fields, liv
     assert subprocess.run([sys.executable, *nowhere], capture_output=True, check=False).returncode == 1
 
 
-def test_every_file_that_compose_mounts_is_there(composed: Fields) -> None:
-    mounted = [each for service in composed["services"].values() for each in service.get("volumes", ())]
+def test_every_file_that_compose_mounts_is_there(compose_config: Fields) -> None:
+    mounted = [each for service in compose_config["services"].values() for each in service.get("volumes", ())]
     for each in mounted:
         source, target, *mode = each.split(":")
         if source.startswith("."):
             assert (COMPOSE / source).exists(), each
             assert mode == ["ro"], each
         else:
-            assert source in composed["volumes"], each
+            assert source in compose_config["volumes"], each
         assert target.startswith("/")
     nginx = (COMPOSE / "nginx.conf").read_text()
     targets = [each.split(":")[1] for each in mounted]
     assert all(path.startswith(tuple(targets)) for path in re.findall(r"(/etc/nginx/\S+);", nginx))
-    assert composed["services"]["redis"]["command"][1] in targets
-    for service in composed["services"].values():
-        assert set(service["networks"]) <= set(composed["networks"])
+    assert compose_config["services"]["redis"]["command"][1] in targets
+    for service in compose_config["services"].values():
+        assert set(service["networks"]) <= set(compose_config["networks"])
 
 
-def test_every_image_is_pinned_by_its_version(composed: Fields) -> None:
-    images = {name: service["image"] for name, service in composed["services"].items()}
+def test_every_image_is_pinned_by_its_version(compose_config: Fields) -> None:
+    images = {name: service["image"] for name, service in compose_config["services"].items()}
     images |= {f"FROM {n}": image for n, image in enumerate(re.findall(r"(?m)^FROM (\S+)", dockerfile()))}
     assert len(images) == 7
     assert {name: image for name, image in images.items() if not VERSIONED.fullmatch(image)} == {}
     assert images["service"] == images["migrate"] == IMAGE
 
 
-def test_the_commands_of_the_containers_are_commands_of_ours(composed: Fields) -> None:
-    services = composed["services"]
+def test_the_containers_run_existing_commands(compose_config: Fields) -> None:
+    services = compose_config["services"]
     for command in (services["migrate"]["command"], services["service"]["command"]):
         assert run_cli(*command, "--help").returncode == 0
 
 
-def test_the_redis_of_compose_starts_and_drops_nothing(tmp_path: Path) -> None:
+def test_the_redis_of_compose_starts_and_evicts_nothing(tmp_path: Path) -> None:
     text = (COMPOSE / "redis.conf").read_text()
     assert "dir /data\n" in text
-    told = [part for line in text.splitlines() if line and not line.startswith("#") for part in _option(line, tmp_path)]
-    with RedisServer(*told) as server:
+    arguments = [
+        part for line in text.splitlines() if line and not line.startswith("#") for part in _option(line, tmp_path)
+    ]
+    with RedisServer(*arguments) as server:
         assert b"noeviction" in server.command("CONFIG GET maxmemory-policy")
         assert b"402653184" in server.command("CONFIG GET maxmemory")
         assert b"yes" in server.command("CONFIG GET appendonly")
@@ -253,11 +257,11 @@ def _option(line: str, folder: Path) -> tuple[str, str]:
     return f"--{name}", {"dir": str(folder), "save": ""}.get(name, value)
 
 
-def test_nginx_takes_its_configuration_without_a_word() -> None:
+def test_nginx_accepts_its_configuration_without_warnings() -> None:
     with Nginx(8000) as nginx:
-        said = nginx.check_configuration()
-    assert "syntax is ok" in said
-    assert not re.search(r"\[(warn|error|emerg|alert)\]", said), said
+        output = nginx.check_configuration()
+    assert "syntax is ok" in output
+    assert not re.search(r"\[(warn|error|emerg|alert)\]", output), output
 
 
 # --- The image -------------------------------------------------------------------------------------------------------
@@ -275,7 +279,7 @@ def test_the_image_installs_extras_that_exist_under_the_constraints() -> None:
     assert "-c constraints.txt" in line
 
 
-def test_the_image_copies_what_the_build_needs_and_may_see() -> None:
+def test_the_image_copies_what_the_build_needs_and_nothing_secret() -> None:
     copied = [name for line in re.findall(r"(?m)^COPY (?!--from)(.*)$", dockerfile()) for name in line.split()[:-1]]
     seen = re.findall(r"(?m)^!(\S+)$", (COMPOSE / "Dockerfile.dockerignore").read_text())
     assert all((ROOT / name).exists() for name in copied)
@@ -283,14 +287,14 @@ def test_the_image_copies_what_the_build_needs_and_may_see() -> None:
     assert {"src", "pyproject.toml", "constraints.txt", PROJECT["readme"], *PROJECT["license-files"]} == set(copied)
 
 
-def test_the_image_is_not_run_by_root_and_runs_the_program() -> None:
+def test_the_image_does_not_run_as_root_and_runs_the_program() -> None:
     (user,) = re.findall(r"(?m)^USER (\d+):\d+$", dockerfile())
     assert f"--uid {user} " in dockerfile()
     assert int(user) > 0
     assert 'ENTRYPOINT ["limitforge"]' in dockerfile()
     assert "limitforge" in PROJECT["scripts"]
     stages = re.findall(r"(?m)^FROM (\S+)", dockerfile())
-    assert len(set(stages)) == 1  # a virtual environment moves only between equal ones
+    assert len(set(stages)) == 1  # a virtual environment only works with the same interpreter path
     assert stages[0].startswith("python:3.")
 
 
@@ -298,7 +302,7 @@ def test_the_image_is_not_run_by_root_and_runs_the_program() -> None:
 
 
 def unit(name: str) -> dict[str, list[str]]:
-    """What each option is set to, as often as it is."""
+    """Return the values of each option; an option may occur several times."""
     found: dict[str, list[str]] = {}
     section = ""
     for line in (SYSTEMD / name).read_text().splitlines():
@@ -313,7 +317,7 @@ def unit(name: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", ["limitforge.service", "limitforge-migrate.service"])
-def test_a_unit_runs_a_command_of_ours_and_may_do_little(name: str) -> None:
+def test_a_unit_runs_an_existing_command_and_is_hardened(name: str) -> None:
     found = unit(name)
     program, *arguments = found["ExecStart"][0].split()
     assert Path(program).name in PROJECT["scripts"]
@@ -332,7 +336,7 @@ def test_a_unit_runs_a_command_of_ours_and_may_do_little(name: str) -> None:
         assert found[option] == [value], option
 
 
-def test_the_units_come_in_order_and_end_in_time() -> None:
+def test_the_units_start_in_order_and_stop_in_time() -> None:
     service, migrate = unit("limitforge.service"), unit("limitforge-migrate.service")
     assert service["Requires"] == ["limitforge-migrate.service"]
     assert "limitforge-migrate.service" in service["After"][0].split()
@@ -346,15 +350,15 @@ def test_the_units_come_in_order_and_end_in_time() -> None:
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not here")
-def test_systemd_has_nothing_to_say_to_the_units(tmp_path: Path) -> None:
+def test_systemd_has_no_complaint_about_the_units(tmp_path: Path) -> None:
     units = sorted(SYSTEMD.glob("*.service"))
     assert len(units) == 2
     for path in units:
         text = path.read_text()
         assert "/opt/limitforge/bin/limitforge " in text
         (tmp_path / path.name).write_text(text.replace("/opt/limitforge/bin/limitforge ", f"{BIN}/limitforge "))
-    said = run("systemd-analyze", "verify", "--man=no", *(f"./{path.name}" for path in units), folder=tmp_path)
-    ours = [line for line in said.splitlines() if "limitforge" in line]
+    output = run("systemd-analyze", "verify", "--man=no", *(f"./{path.name}" for path in units), folder=tmp_path)
+    ours = [line for line in output.splitlines() if "limitforge" in line]
     assert ours == []
     for path in units:  # 0 is safe, 100 is open
         run("systemd-analyze", "security", "--offline=true", "--threshold=20", f"./{path.name}", folder=tmp_path)
@@ -365,7 +369,7 @@ def test_systemd_has_nothing_to_say_to_the_units(tmp_path: Path) -> None:
 
 @cache
 def manifests() -> dict[str, Fields]:
-    """By kind; there is one of each."""
+    """Return the manifests by kind; there is one of each."""
     found: dict[str, Fields] = {}
     for path in sorted(KUBERNETES.glob("*.yaml")):
         for each in yaml.safe_load_all(path.read_text()):
@@ -402,13 +406,13 @@ def test_kustomize_builds_it() -> None:
             assert each["metadata"]["namespace"] == "limitforge"
 
 
-def test_every_kind_is_known_and_of_a_version_that_is_served() -> None:
+def test_every_kind_has_a_served_api_version() -> None:
     assert {kind: each["apiVersion"] for kind, each in manifests().items()} == KINDS
     names = [each["metadata"]["name"] for each in manifests().values()]
     assert all(re.fullmatch(r"[a-z][a-z0-9-]{0,62}", name) for name in names)
 
 
-def test_whoever_selects_pods_selects_those_of_the_service_alone() -> None:
+def test_every_selector_matches_only_pods_of_the_service() -> None:
     found = manifests()
     selectors = {
         "Deployment": found["Deployment"]["spec"]["selector"]["matchLabels"],
@@ -430,24 +434,24 @@ def test_the_autoscaler_scales_the_deployment() -> None:
     assert target["apiVersion"] == found["Deployment"]["apiVersion"]
     assert target["name"] == found["Deployment"]["metadata"]["name"]
     assert "replicas" not in found["Deployment"]["spec"]
-    assert spec["minReplicas"] > found["PodDisruptionBudget"]["spec"]["maxUnavailable"]  # one is left at any time
-    assert spec["maxReplicas"] == told().processes
+    assert spec["minReplicas"] > found["PodDisruptionBudget"]["spec"]["maxUnavailable"]  # at least one stays available
+    assert spec["maxReplicas"] == pod_settings().processes
 
 
-def told() -> Settings:
+def pod_settings() -> Settings:
     found = manifests()
     return load_settings({**found["ConfigMap"]["data"], **found["Secret"]["stringData"], "LIMITFORGE_PEPPERS": PEPPERS})
 
 
-def test_the_pods_would_start_with_what_they_are_told() -> None:
+def test_the_pods_accept_their_settings() -> None:
     found = manifests()
-    settings = told()
+    settings = pod_settings()
     assert settings.workers == 1
     secret = {f"{ENV_PREFIX}{field.name.upper()}" for field in fields(Settings) if field.metadata["secret"]}
     assert not secret & found["ConfigMap"]["data"].keys()
     assert found["Secret"]["stringData"].keys() == secret
     for kind, pod in pods():
-        assert pod["spec"]["enableServiceLinks"] is False, kind  # or LIMITFORGE_PORT becomes tcp://…
+        assert pod["spec"]["enableServiceLinks"] is False, kind  # otherwise LIMITFORGE_PORT becomes tcp://…
         (container,) = pod["spec"]["containers"]
         sources = container["envFrom"]
         assert sources == [
@@ -458,8 +462,8 @@ def test_the_pods_would_start_with_what_they_are_told() -> None:
         assert run_cli(*container["args"], "--help").returncode == 0
 
 
-def test_the_ports_of_the_pods_are_those_of_the_settings() -> None:
-    found, settings = manifests(), told()
+def test_the_ports_of_the_pods_match_the_settings() -> None:
+    found, settings = manifests(), pod_settings()
     (container,) = dict(pods())["Deployment"]["spec"]["containers"]
     ports = {each["name"]: each["containerPort"] for each in container["ports"]}
     assert ports == {"http": settings.port, "metrics": settings.metrics_port}
@@ -469,7 +473,7 @@ def test_the_ports_of_the_pods_are_those_of_the_settings() -> None:
     assert "0.0.0.0" == settings.host == settings.metrics_host  # noqa: S104 - of a pod
 
 
-def test_the_probes_ask_for_what_there_is(live: LiveService) -> None:
+def test_the_probes_request_existing_paths(live: LiveService) -> None:
     (container,) = dict(pods())["Deployment"]["spec"]["containers"]
     probes = {name: container[f"{name}Probe"]["httpGet"] for name in ("startup", "liveness", "readiness")}
     assert {name: probe["path"] for name, probe in probes.items()} == {
@@ -482,14 +486,14 @@ def test_the_probes_ask_for_what_there_is(live: LiveService) -> None:
         assert live.client().http.get(probe["path"]).status_code == 200
 
 
-def test_a_pod_has_the_time_to_end() -> None:
+def test_a_pod_has_enough_time_to_stop() -> None:
     pod = dict(pods())["Deployment"]["spec"]
     (container,) = pod["containers"]
     waits = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
-    assert pod["terminationGracePeriodSeconds"] > waits + told().shutdown_seconds + SPARE_SECONDS
+    assert pod["terminationGracePeriodSeconds"] > waits + pod_settings().shutdown_seconds + SPARE_SECONDS
 
 
-def test_every_pod_is_bounded_and_may_do_little() -> None:
+def test_every_pod_is_bounded_and_hardened() -> None:
     (user,) = re.findall(r"(?m)^USER (\d+):\d+$", dockerfile())
     for kind, pod in pods():
         spec = pod["spec"]
@@ -510,19 +514,19 @@ def test_every_pod_is_bounded_and_may_do_little() -> None:
         assert [volume["name"] for volume in spec["volumes"]] == ["tmp"]
 
 
-def test_the_job_ends_and_makes_the_schema(postgres_url: str) -> None:
+def test_the_job_creates_the_schema_and_ends(postgres_url: str) -> None:
     job = manifests()["Job"]["spec"]
     assert job["template"]["spec"]["restartPolicy"] == "Never"
     assert job["activeDeadlineSeconds"] > 0
     (container,) = job["template"]["spec"]["containers"]
-    for _ in range(2):  # again is no mistake
+    for _ in range(2):  # running it again is fine
         done = run_cli(*container["args"], LIMITFORGE_DATABASE_URL=postgres_url)
         assert done.returncode == 0, done.stderr
     status = run_cli("db", "status", LIMITFORGE_DATABASE_URL=postgres_url)
     assert "the newest" in status.stdout
 
 
-def test_a_pod_that_comes_before_the_schema_ends_and_says_what_is_missing(postgres_url: str) -> None:
+def test_a_pod_without_the_schema_exits_with_the_missing_step(postgres_url: str) -> None:
     done = run_cli("serve", "--port", "0", "--database", postgres_url, LIMITFORGE_PEPPERS=PEPPERS)
     assert done.returncode == 2
     assert "limitforge db upgrade" in done.stderr

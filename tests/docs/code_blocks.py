@@ -1,4 +1,4 @@
-"""Finds the fenced code blocks of a Markdown file and runs them, as a reader would who follows it."""
+"""Run the fenced code blocks of a Markdown file, as a reader would."""
 
 import ast
 import asyncio
@@ -24,7 +24,7 @@ from tests.cli.command import forking_socket
 ROOT = Path(__file__).parents[2]
 SHELL_SECONDS = 120.0
 
-# What a block may be, by the first word after its fence.
+# The kinds of blocks, by the first word after the fence.
 EXECUTED = ("python", "sh", "bash", "console")
 PARSED = ("json", "toml")
 DISPLAYED = ("text", "lua", "yaml")
@@ -32,15 +32,15 @@ ALLOWED = ", ".join((*EXECUTED, *PARSED, *DISPLAYED))
 
 DOCUMENTED_REDIS = "redis://localhost:6379/0"
 
-# The deadlines that the pages show are for a quiet machine.
+# The documented deadlines are for a quiet machine.
 DOCUMENTED_DEADLINE = re.compile(r"deadline_ms=\d+")
 TEST_DEADLINE = "deadline_ms=30_000"
 
 _FENCE = re.compile(r"(?P<indent> *)(?P<fence>`{3,}|~{3,})\s*(?P<info>\w*)")
 
-# Read by bash before each block. What would change the machine or call itself forever is only looked at: `make` plans,
-# `pip install` does nothing, and after `git clone` the folder of that name is this very copy. Commands of limitforge
-# that end by themselves run in forks of one process: importing it takes a second of CPU.
+# Sourced by bash before each block. Commands that change the machine or recurse are replaced: `make` is a dry run,
+# `pip install` does nothing, and `git clone` links to this copy. Commands of limitforge that exit by themselves run in
+# forks of one process, because importing it takes a second of CPU time.
 _SHELL_PRELUDE = """
 unset BASH_ENV
 set -Eeuo pipefail
@@ -58,7 +58,7 @@ git() { if [ "$1" = clone ]; then ln -sfn . "$(basename "${!#}" .git)"; else com
 
 
 class BlockFailed(AssertionError):
-    """A block does not do what the text around it promises; the message starts with file:line."""
+    """A block failed. The message starts with file:line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Block:
 
     @property
     def padded(self) -> str:
-        """The text, moved down so that line numbers in errors are those of the file."""
+        """The text with leading empty lines, so that line numbers in errors are those of the file."""
         return "\n" * (self.line - 1) + self.text
 
     def failure(self, why: str) -> BlockFailed:
@@ -97,9 +97,9 @@ def find_blocks(path: Path) -> Iterator[Block]:
 
 
 def run_file(path: Path, redis_url: str, scratch: Path) -> None:
-    """Run every block of the file; raises BlockFailed at the first that fails. `scratch` is an empty folder."""
+    """Run every block of the file. Raises BlockFailed at the first failure. `scratch` is an empty folder."""
     module = ModuleType(f"code_blocks_of_{path.stem}")
-    sys.modules[module.__name__] = module  # where dataclasses and typing look names up
+    sys.modules[module.__name__] = module  # where dataclasses and typing resolve names
     try:
         with asyncio.Runner() as runner:
             for found in find_blocks(path):
@@ -126,7 +126,7 @@ def _is_closing_fence(line: str, fence: str) -> bool:
 def _run_python(block: Block, module: ModuleType, runner: asyncio.Runner) -> None:
     try:
         code = compile(block.padded, block.path, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
-        outcome = eval(code, module.__dict__)  # noqa: S307 - our own documentation
+        outcome = eval(code, module.__dict__)  # noqa: S307 - code from our own documentation
         if inspect.iscoroutine(outcome):
             runner.run(outcome)
     except Exception as error:
@@ -134,7 +134,7 @@ def _run_python(block: Block, module: ModuleType, runner: asyncio.Runner) -> Non
 
 
 def _run_shell(block: Block, scratch: Path) -> None:
-    """One bash for the whole block, in a copy of the project that the blocks of a file share."""
+    """Run the whole block in one bash, in a copy of the project that the blocks of a file share."""
     copy = scratch / "limitforge"
     if not copy.exists():
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__"))
@@ -147,7 +147,7 @@ def _run_shell(block: Block, scratch: Path) -> None:
         "FORKING": fork_server.__file__,
         "FORKING_SOCKET": forking_socket(),
     }
-    # The output goes to a file: a pipe would keep us waiting for whatever the block left in the background.
+    # Write output to a file: a pipe would wait for background processes of the block.
     with (scratch / "output").open("w+") as output:
         process = subprocess.Popen(
             ["bash", script],
@@ -169,12 +169,12 @@ def _run_shell(block: Block, scratch: Path) -> None:
 
 
 def _commands_of_console(text: str) -> str:
-    """The commands of a shown session: lines after "$ ", continued after "> "; the rest is output."""
+    """Return the commands of a session: lines after "$ ", continued after "> ". Other lines are output."""
     return "".join(f"{line[2:] if line.startswith(('$ ', '> ')) else ''}\n" for line in text.splitlines())
 
 
 def _kill_process_group(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):  # when everything has ended by itself
+    with contextlib.suppress(ProcessLookupError):  # all processes have exited by themselves
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 

@@ -1,4 +1,4 @@
-"""The back-up and restore of Postgres in docs/operations.md, as it is written there."""
+"""Run the Postgres back-up and restore commands of docs/operations.md."""
 
 import asyncio
 import os
@@ -12,7 +12,7 @@ from tests.docs.code_blocks import ROOT, find_blocks
 from tests.postgres import PostgresServer, program_path
 
 
-def test_what_the_page_says_of_postgres_backs_up_and_restores(
+def test_the_documented_commands_back_up_and_restore_postgres(
     tmp_path: Path, postgres_url: str, postgres_server: PostgresServer
 ) -> None:
     (block,) = [each for each in find_blocks(ROOT / "docs/operations.md") if each.text.startswith("pg_dump")]
@@ -29,7 +29,7 @@ def test_what_the_page_says_of_postgres_backs_up_and_restores(
 
 
 async def create(url: str, name: str) -> list[str]:
-    """Create a tenant, and return the names of all."""
+    """Create a tenant, and return the names of all tenants."""
     database = Database(url)
     try:
         await database.upgrade()

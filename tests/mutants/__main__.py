@@ -1,4 +1,4 @@
-"""Plant deliberate bugs, one at a time, and show that the tests of their part find them: `make mutants`."""
+"""Plant deliberate bugs, one at a time, and verify that tests find them: `make mutants`."""
 
 import argparse
 import signal
@@ -61,9 +61,9 @@ def _original_passes(trials: MutantRunner, bugs: list[Bug]) -> bool:
 
 
 def group_test_arguments(lines: Iterable[str]) -> list[str]:
-    """Return few lines of arguments that run the same tests: one for each process, and one for each line with options.
+    """Return fewer argument lines that run the same tests: one per process, and one for each line with options.
 
-    A test of a file that runs whole is left out.
+    A single test is omitted if its whole file runs.
     """
     distinct = dict.fromkeys(lines)
     with_options = [line for line in distinct if "-" in (word[0] for word in line.split())]
@@ -73,7 +73,7 @@ def group_test_arguments(lines: Iterable[str]) -> list[str]:
 
 
 def _results(trials: MutantRunner, tasks: list[Task], work: Callable[[Task], Result]) -> Iterator[tuple[Task, Result]]:
-    """Yield each task with its result as they end. An interrupt ends those that run."""
+    """Yield each task with its result as they finish. An interrupt stops running tasks."""
     with ThreadPoolExecutor(PARALLEL_RUNS) as pool:
         running = {pool.submit(work, task): task for task in tasks}
         try:

@@ -1,4 +1,4 @@
-"""The list of deliberate bugs: one line each in bugs.toml."""
+"""Read the list of deliberate bugs: one per line in bugs.toml."""
 
 import tomllib
 from pathlib import Path
@@ -9,7 +9,7 @@ PACKAGE = Path("src/limitforge")
 
 
 class Bug(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A wrong change of one file that tests must notice."""
+    """A wrong change of one file that tests must detect."""
 
     file: str
     """Relative to src/limitforge."""
@@ -17,15 +17,15 @@ class Bug(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Text that occurs exactly once in that file."""
     new: str
     tests: str
-    """Arguments for pytest: the tests of its part, quick ones that fail with this bug."""
+    """Arguments for pytest: quick tests that fail with this bug."""
     equivalent: str = ""
-    """Why no test can notice it. Such a bug is listed, but not tried."""
+    """The reason why no test can detect it. Such a bug is listed, but not tried."""
 
     def __str__(self) -> str:
         return f"{self.file}: {_one_line(self.old)} -> {_one_line(self.new)}"
 
     def apply_to(self, source: str) -> str:
-        """Return the source with this bug in it. Raises ValueError where the text to replace is not clear."""
+        """Return the source with this bug. Raises ValueError if the text to replace is not unique."""
         found = source.count(self.old)
         if found != 1:
             raise ValueError(f"the text to replace occurs {found} times, not once")
@@ -39,7 +39,7 @@ class Bug(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("there is no such file")
         path.write_text(self.apply_to(path.read_text()))
         for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
-            compiled.unlink()  # Python would use it if both sources have one size and were written in one second
+            compiled.unlink()  # Python reuses it if both sources have the same size and second
 
 
 def read_bugs(path: Path) -> list[Bug]:

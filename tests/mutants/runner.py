@@ -1,4 +1,4 @@
-"""Run the tests of a bug on a copy of the source that has it."""
+"""Run the tests of a bug on a copy of the source with that bug."""
 
 import os
 import re
@@ -27,7 +27,7 @@ PASSED, FAILED, INTERRUPTED = 0, 1, 2
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What became of a bug: killed, survived, equivalent or broken (the line in the list is wrong)."""
+    """The result for a bug: killed, survived, equivalent or broken (its line in the list is wrong)."""
 
     verdict: str
     detail: str = ""
@@ -35,7 +35,9 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class MutantRunner:
-    """Tries bugs of the project in `root`. Use it as a context manager: copies of the source are deleted at its end."""
+    """Runs the tests of bugs in the project at `root`. A context manager: it deletes the copies of the source at its
+    end.
+    """
 
     def __init__(self, root: Path, timeout_s: float = TIMEOUT_S) -> None:
         self.root = root
@@ -55,9 +57,9 @@ class MutantRunner:
         self._folder.cleanup()
 
     def failure_on_original(self, tests: str) -> str:
-        """Return what pytest prints if these tests fail on the source as it is, else nothing.
+        """Return the output of pytest if these tests fail on the original source, else an empty string.
 
-        It leaves compiled files behind, which the copies then share.
+        The compiled files that this creates are shared by the copies.
         """
         status, output = self._pytest(self._original, tests, timeout_s=None)
         return "" if status == PASSED else f"{output}\npytest {tests}: exit status {status}"
@@ -80,7 +82,7 @@ class MutantRunner:
         return _outcome_of(status, output, time.monotonic() - started)
 
     def stop(self) -> None:
-        """End what runs, and start nothing more."""
+        """Stop running tests, and start no more."""
         with self._lock:
             self._stopped = True
             running = list(self._running)
@@ -105,7 +107,7 @@ class MutantRunner:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Ctrl-C reaches this program alone, which then ends them
+                    start_new_session=True,  # Ctrl-C only reaches this program, which then stops them
                 )
                 self._running.add(process)
             try:
@@ -128,7 +130,7 @@ def _outcome_of(status: int, output: str, seconds: float) -> Outcome:
 
 
 def _terminate(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM lets tests stop their servers (see tests/conftest.py); what ignores it is killed."""
+    """Send SIGTERM, so that tests stop their servers (see tests/conftest.py), and SIGKILL to what remains."""
     if process.poll() is None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):

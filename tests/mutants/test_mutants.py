@@ -1,4 +1,4 @@
-"""`make mutants`: the program, on a project of five lines, and its list of bugs."""
+"""Test `make mutants` on a project of five lines, and check the list of bugs."""
 
 import functools
 import re
@@ -39,7 +39,7 @@ NO_FILE = "{ file = 'letters.py', old = 'b', new = 'a', tests = 'tests/test_it.p
 NO_TEST = "{ file = 'numbers.py', old = 'a > b', new = 'a < b', tests = 'tests/test_it.py -k nothing' }"
 
 
-of_the_harness = pytest.mark.soak  # changes seldom: `make test` runs a part of its tests
+of_the_harness = pytest.mark.soak  # rarely changes: `make test` runs only some of its tests
 
 
 @pytest.fixture
@@ -85,23 +85,19 @@ def test_each_bug_is_killed_or_survives_or_hangs_or_is_equivalent_or_broken(
 
 
 @of_the_harness
-def test_a_word_of_the_file_name_picks_bugs_and_all_killed_is_success(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_words_select_files_and_all_killed_is_success(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(project, NO_FILE, KILLED, options=("umber",)) == 0
     assert "1 killed (0 by a time-out), 0 survived, 0 broken, 0 equivalent, of 1 bugs" in capsys.readouterr().out
     assert run(project, NO_FILE, KILLED, options=("colours",)) == 1
 
 
 @pytest.mark.parametrize("bug", [SURVIVES, NOT_THERE])
-def test_one_that_survives_or_cannot_be_planted_fails_the_run(project: Path, bug: str) -> None:
+def test_a_bug_that_survives_or_cannot_be_planted_fails_the_run(project: Path, bug: str) -> None:
     assert run(project, KILLED, bug) == 1
 
 
 @of_the_harness
-def test_a_hang_that_no_test_ends_is_ended_after_the_time_for_a_bug(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hang_is_stopped_at_the_time_limit_of_a_bug(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(project, HANGS_AT_IMPORT, options=("--timeout", "3")) == 0
     assert "hung: no end after 3 s" in capsys.readouterr().out
 
@@ -118,7 +114,7 @@ def test_nothing_is_planted_while_tests_fail_without_a_bug(project: Path, capsys
 
 
 @of_the_harness
-def test_an_interrupt_ends_with_what_it_has(project: Path) -> None:
+def test_an_interrupt_reports_the_results_so_far(project: Path) -> None:
     slow = "def test_slow():\n    import time\n    time.sleep(0 if larger(1, 2) == 2 else 600)\n"
     (project / "tests/test_slow.py").write_text(f"from limitforge.numbers import larger\n\n{slow}")
     (project / "pytest.ini").write_text("[pytest]\naddopts = -p xdist\n")

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 CHOOSE = ROOT / "scripts" / "choose-python"
 
-# Answers what the script asks. It claims its speed: to burn CPU time would show the same, and depend on the machine.
+# Answers the queries of the script with a claimed speed, so that the test does not depend on the machine.
 FAKE = """#!/bin/sh
 case "$*" in
 *ensurepip*) exit {without_venv} ;;
@@ -23,7 +23,7 @@ esac
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The first folder of the PATH. The system's own interpreters are there too, and need some milliseconds."""
+    """The first folder of the PATH. The system's own interpreters are on it too, and take some milliseconds."""
     return tmp_path
 
 
@@ -39,7 +39,7 @@ def choose(folder: Path, *given: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([CHOOSE, *given], env=environment, capture_output=True, text=True, check=False)
 
 
-def test_the_fastest_is_chosen_and_the_reason_is_said(folder: Path) -> None:
+def test_the_fastest_is_chosen_and_the_reason_is_printed(folder: Path) -> None:
     place(folder / "python3", seconds="30")
     place(folder / "python3.11", "3.11.1", seconds="20")
     fastest = place(folder / "pyenv" / "versions" / "3.12.9" / "bin" / "python3.12")
@@ -48,7 +48,7 @@ def test_the_fastest_is_chosen_and_the_reason_is_said(folder: Path) -> None:
     assert f"Python 3.12.9 ({fastest}): the fastest of " in done.stderr
 
 
-def test_what_can_not_be_used_is_passed_over_however_fast_it_is(folder: Path) -> None:
+def test_an_unusable_interpreter_is_skipped_even_if_it_is_the_fastest(folder: Path) -> None:
     usable = place(folder / "python3.11", "3.11.1", seconds="0.000002")
     place(folder / "python3", "3.9.18")
     place(folder / "python3.12", without_venv=1)
@@ -59,7 +59,7 @@ def test_what_can_not_be_used_is_passed_over_however_fast_it_is(folder: Path) ->
     assert done.stdout == f"{usable}\n", done.stderr
 
 
-def test_the_one_that_is_named_wins_unless_it_is_too_old(folder: Path) -> None:
+def test_a_named_interpreter_is_used_unless_it_is_too_old(folder: Path) -> None:
     place(folder / "python3")
     named = folder / "named"
     named.write_text("#!/bin/sh\nexit 0\n")
@@ -71,6 +71,6 @@ def test_the_one_that_is_named_wins_unless_it_is_too_old(folder: Path) -> None:
     assert "needs Python 3.11 or newer" in done.stderr
 
 
-def test_the_work_that_is_measured_runs_and_prints_its_cpu_time() -> None:
+def test_the_measured_work_runs_and_prints_its_cpu_time() -> None:
     work = [sys.executable, "-I", str(ROOT / "scripts" / "python_speed.py")]
     assert float(subprocess.run(work, capture_output=True, text=True, check=True).stdout) > 0

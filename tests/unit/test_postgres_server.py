@@ -1,7 +1,6 @@
-"""The PostgreSQL that tests lean on does what its name says.
+"""Test the PostgreSQL server of the tests.
 
-What needs a server of its own is in `make soak`, and after a change to `tests/postgres.py` in
-`make soak ARGS=tests/unit`.
+Tests with their own server are in `make soak`. After a change of `tests/postgres.py`, run `make soak ARGS=tests/unit`.
 """
 
 import asyncio
@@ -21,7 +20,7 @@ from sqlalchemy.pool import NullPool
 from tests.postgres import SHARED_MEMORY, PostgresServer, _children, _process, program_path
 from tests.servers import ServerFailed, find_free_port
 
-IS_TLS_SPOKEN = struct.pack("!ii", 8, 80_877_103)  # what a client may ask first: the answer is one letter
+IS_TLS_SPOKEN = struct.pack("!ii", 8, 80_877_103)  # a request for TLS: the reply is one letter
 
 
 async def test_it_answers_under_its_url(postgres_server: PostgresServer) -> None:
@@ -38,7 +37,7 @@ async def test_the_url_fixture_is_an_empty_database(postgres_server: PostgresSer
     assert not postgres_server.url.endswith(f"/{name}")
 
 
-async def test_a_database_goes_also_from_under_who_is_connected(postgres_server: PostgresServer) -> None:
+async def test_a_database_with_open_connections_can_be_dropped(postgres_server: PostgresServer) -> None:
     async with _connected(postgres_server.create_database('so "called"')) as connection:
         await connection.execute(text("SELECT 1"))
         postgres_server.drop_database('so "called"')
@@ -92,7 +91,7 @@ def test_a_restarted_postgres_keeps_its_data_and_forgets_the_options(own_postgre
 
 
 @pytest.mark.soak
-async def test_a_paused_postgres_answers_nobody_until_it_is_resumed(own_postgres_server: PostgresServer) -> None:
+async def test_a_paused_postgres_answers_only_after_it_is_resumed(own_postgres_server: PostgresServer) -> None:
     async with _connected(own_postgres_server.url) as connection:
         await connection.execute(text("SELECT 1"))
         own_postgres_server.pause()
@@ -117,9 +116,7 @@ def test_a_paused_postgres_can_be_killed_and_restarted(own_postgres_server: Post
 
 
 @pytest.mark.soak
-def test_two_at_once_know_nothing_of_each_other(
-    postgres_server: PostgresServer, own_postgres_server: PostgresServer
-) -> None:
+def test_two_servers_are_independent(postgres_server: PostgresServer, own_postgres_server: PostgresServer) -> None:
     postgres_server.create_database("twin")
     own_postgres_server.create_database("twin")
     own_postgres_server.sql("CREATE TABLE note (line text)", "twin")
@@ -155,13 +152,13 @@ def test_nothing_is_left_behind(how: str, empty_postgres: Path) -> None:
 
 
 @pytest.mark.soak
-def test_it_is_made_from_nothing_as_well() -> None:
+def test_it_also_starts_without_a_template() -> None:
     with PostgresServer() as server:
         assert server.sql("SHOW server_encoding") == "UTF8"
 
 
 @pytest.mark.soak
-def test_a_taken_port_is_no_obstacle(
+def test_a_taken_port_is_not_an_obstacle(
     postgres_server: PostgresServer, empty_postgres: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offers = iter([postgres_server.port, postgres_server.port, find_free_port()])
@@ -172,7 +169,7 @@ def test_a_taken_port_is_no_obstacle(
 
 
 @pytest.mark.soak
-def test_what_a_developer_set_for_another_postgres_does_not_count(
+def test_settings_for_another_postgres_are_ignored(
     postgres_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"PGPORT": "1", "PGOPTIONS": "-c no_such=1", "PGSERVICE": "none", "PGDATA": "/nowhere"}.items():
@@ -182,7 +179,7 @@ def test_what_a_developer_set_for_another_postgres_does_not_count(
 
 
 @pytest.mark.soak
-def test_a_folder_that_only_we_can_enter_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_private_temporary_folder_is_not_an_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tmp_path.chmod(0o700)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("tests.postgres.MIN_FREE_BYTES", 1 << 60)
@@ -222,7 +219,7 @@ def test_a_missing_postgres_is_an_error_that_says_what_to_do(tmp_path: Path, mon
         PostgresServer().start()
 
 
-def test_of_several_versions_off_the_path_the_newest_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_of_several_versions_off_the_path_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for version in ("9.6", "17", "13"):
         for name in ("postgres", "psql"):
             program = tmp_path / version / "bin" / name
@@ -235,7 +232,7 @@ def test_of_several_versions_off_the_path_the_newest_is_taken(tmp_path: Path, mo
 
 @asynccontextmanager
 async def _connected(url: str) -> AsyncIterator[AsyncConnection]:
-    """A connection that may be broken by the time it is closed."""
+    """Yield a connection that may be broken when it is closed."""
     engine = create_async_engine(url, poolclass=NullPool)
     try:
         async with engine.connect() as connection:
@@ -245,6 +242,6 @@ async def _connected(url: str) -> AsyncIterator[AsyncConnection]:
 
 
 def _shared_memory() -> set[str]:
-    """The ids of the System V segments that there are."""
+    """Return the ids of all System V shared memory segments."""
     lines = Path("/proc/sysvipc/shm").read_text().splitlines()[1:]
     return {line.split()[1] for line in lines}

@@ -1,4 +1,4 @@
-"""The project keeps its own rules: linters, layers, and nothing of one machine in the tree."""
+"""Check the rules of the project: linters, import layers, and no machine-specific text in the tree."""
 
 import ast
 import re
@@ -21,27 +21,27 @@ LINTERS = {
     "layers": ["lint-imports"],
 }
 
-# A path of somebody's machine, or the host of a package index.
+# A path of one machine, or the host of a package index.
 MACHINE_SPECIFIC = re.compile(rb"(?<![\w.-])/(?:root|work|home)/|pypi\.org|files\.pythonhosted")
 
 
 @pytest.mark.lint
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # mypy without its cache: 30 s of CPU time
+@pytest.mark.timeout(600)  # mypy without its cache takes 30 s of CPU time
 @pytest.mark.parametrize("command", LINTERS.values(), ids=LINTERS)
-def test_the_linters_have_nothing_to_say(command: list[str]) -> None:
+def test_the_linters_find_nothing(command: list[str]) -> None:
     done = subprocess.run([BIN / command[0], *command[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_time_out_comes_again() -> None:
-    """The first one may be caught, as Hypothesis does."""
+def test_a_second_time_out_follows() -> None:
+    """The first time-out may be caught, as Hypothesis does."""
     left, again = signal.getitimer(signal.ITIMER_REAL)
     assert left > 0
     assert again == SECOND_TIMEOUT_SECONDS
 
 
-def test_no_file_speaks_of_one_machine() -> None:
+def test_no_file_names_a_path_of_one_machine() -> None:
     offences = [
         f"{path.relative_to(ROOT)}:{number}: {line.decode(errors='replace').strip()}"
         for path in _files_of_the_project()
@@ -61,14 +61,14 @@ def test_the_core_imports_the_standard_library_and_msgspec_only() -> None:
 
 
 def _files_of_the_project() -> list[Path]:
-    """What git tracks, or would track once added."""
+    """Return the files that git tracks, or would track once added."""
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
     return [ROOT / name for name in names if (ROOT / name).is_file()]
 
 
 def _imports(path: Path) -> set[str]:
-    """The top-level packages that a module imports."""
+    """Return the top-level packages that a module imports."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

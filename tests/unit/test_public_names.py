@@ -1,4 +1,4 @@
-"""What may be imported from `limitforge`, and what that costs."""
+"""Check what `limitforge` exports, and what importing it loads."""
 
 import importlib
 import pkgutil
@@ -58,10 +58,10 @@ def test_the_public_names_are_these_and_no_others() -> None:
 def test_every_public_name_says_what_it_is_for(name: str) -> None:
     written = getattr(limitforge, name).__doc__
     assert written
-    assert not written.startswith(f"{name}(")  # what a dataclass writes of itself
+    assert not written.startswith(f"{name}(")  # the generated docstring of a dataclass
 
 
-def test_type_checkers_are_told_that_there_are_types() -> None:
+def test_the_package_is_marked_as_typed() -> None:
     assert (files("limitforge") / "py.typed").is_file()
 
 
@@ -74,7 +74,7 @@ def test_importing_limitforge_imports_no_optional_dependency() -> None:
 
 
 def test_every_module_can_be_imported() -> None:
-    """Also with the lowest and the newest versions of what it imports: see `make test-lowest`."""
+    """Import every module, also with the lowest and newest versions of its dependencies: see `make test-lowest`."""
     found = [each.name for each in pkgutil.walk_packages(limitforge.__path__, "limitforge.")]
     modules = [name for name in found if ".migrations" not in name and not name.endswith(".__main__")]
     assert len(modules) > 100
