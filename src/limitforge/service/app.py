@@ -17,8 +17,8 @@ from limitforge.errors import InvalidInput
 from limitforge.limiter import Limiter
 from limitforge.service.admin.app import create_admin_app
 from limitforge.service.admin.authentication import TokenAuthenticator
-from limitforge.service.admin.routes.usage import UsageRecorder
 from limitforge.service.admin.session import AdminSession
+from limitforge.service.admin.usage_recorder import UsageRecorder
 from limitforge.service.checks.handler import CheckHandler
 from limitforge.service.checks.responses import problem_response
 from limitforge.service.checks.sealed_ids import IdSealer

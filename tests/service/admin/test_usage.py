@@ -13,7 +13,7 @@ from limitforge.catalog.database import queries
 from limitforge.catalog.database.database import Database
 from limitforge.catalog.database.queries import StoredResponse, UsageRow
 from limitforge.catalog.model import to_datetime
-from limitforge.service.admin.routes.usage import UsageRecorder
+from limitforge.service.admin.usage_recorder import UsageRecorder
 from limitforge.service.counters.process_counters import KeyUsage, ProcessCounters
 
 HOUR_US = 3_600_000_000

@@ -1,4 +1,4 @@
-"""The admin API as one application: everything that is not asked with an API key."""
+"""The FastAPI application of the admin API, with the OpenAPI document and the reference page."""
 
 from importlib.metadata import version
 
@@ -8,6 +8,8 @@ from fastapi.routing import iter_route_contexts
 from limitforge.catalog.live.live_catalog import LiveCatalog
 from limitforge.limiter import Limiter
 from limitforge.service.admin.authentication import TokenAuthenticator
+from limitforge.service.admin.error_handlers import add_error_handlers
+from limitforge.service.admin.middleware import AdminMiddleware
 from limitforge.service.admin.openapi.reference_page import TITLE, add_reference_routes
 from limitforge.service.admin.routes import (
     audit,
@@ -23,9 +25,8 @@ from limitforge.service.admin.routes import (
     tokens,
     usage,
 )
-from limitforge.service.admin.routes.usage import UsageRecorder
-from limitforge.service.admin.routing import RootPathMiddleware, add_error_handlers
 from limitforge.service.admin.session import AdminSession
+from limitforge.service.admin.usage_recorder import UsageRecorder
 from limitforge.service.counters.throttled import ThrottledTracker
 
 ROUTE_MODULES = (tenants, plans, keys, policies, overrides, tokens, audit, reset, operator, mode, usage, throttled)
@@ -40,7 +41,7 @@ def create_admin_app(
     throttled_subjects: ThrottledTracker,
     root_path: str = "",
 ) -> FastAPI:
-    """`/v1/admin/*`, `/openapi.json` and `/docs`, under `root_path`; whatever else is asked for is a 404."""
+    """Create the app that serves `/v1/admin/*`, `/openapi.json` and `/docs` under `root_path`."""
     app = FastAPI(
         title=TITLE,
         version=version("limitforge"),
@@ -53,20 +54,21 @@ def create_admin_app(
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.state.limiter = limiter
-    app.state.snapshots = live_catalog.cache
-    app.state.usage = usage_recorder
-    app.state.throttled = throttled_subjects
+    app.state.catalog_cache = live_catalog.cache
+    app.state.usage_recorder = usage_recorder
+    app.state.throttled_subjects = throttled_subjects
 
-    async def admit(request: Request) -> None:
+    async def authenticate(request: Request) -> None:
         source = "" if request.client is None else request.client.host
         token = await authenticator.authenticate(request.headers.getlist("authorization"), source)
         request.state.session = AdminSession(token, live_catalog.catalog)
 
-    app.state.admit = admit
-    app.add_middleware(RootPathMiddleware, root_path=root_path)
+    app.state.authenticate = authenticate
+    app.add_middleware(AdminMiddleware, root_path=root_path)
     add_error_handlers(app)
-    for part in ROUTE_MODULES:
-        app.include_router(part.router)
+    for module in ROUTE_MODULES:
+        app.include_router(module.router)
     add_reference_routes(app, root_path)
-    list(iter_route_contexts(app.routes))  # FastAPI would make them when first asked, and checks would wait for it
+    # FastAPI builds these at the first request. Build them now, or the checks on this event loop wait meanwhile.
+    list(iter_route_contexts(app.routes))
     return app

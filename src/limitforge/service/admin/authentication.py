@@ -1,4 +1,4 @@
-"""Who may administer: a token becomes what is known of it, or a refusal. Wrong ones don't reach the database often."""
+"""Authentication of admin tokens. Guessed tokens rarely reach the database."""
 
 import asyncio
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from limitforge.limiter import Limiter
 from limitforge.service.problems import HttpError
 
 ADMIN_TENANT = "%admin"
-"""In whose name admin calls are counted. No tenant has such an id."""
+"""The tenant under which admin requests are counted. `%` is not allowed in the id of a real tenant."""
 ADMIN_RESOURCE = "admin"
 BURST = "burst=token:50/second"
 SUSTAINED = "sustained=counter:1000/minute"
@@ -27,32 +27,33 @@ _BEARER_PREFIX = "bearer "
 
 
 class TokenAuthenticator:
-    """Recognises admin tokens, and limits how often each may call."""
+    """Authenticates admin tokens, and limits the rate of requests with each of them."""
 
     def __init__(
         self,
         catalog: Catalog,
-        snapshots: CatalogCache,
+        catalog_cache: CatalogCache,
         limiter: Limiter,
         *,
         lookup_limiter: LookupLimiter | None = None,
     ) -> None:
         self._catalog = catalog
-        self._snapshots = snapshots
+        self._catalog_cache = catalog_cache
         self._limiter = limiter
         self._lookup_limiter = lookup_limiter or LookupLimiter()
         self._rate_limits = Limits.parse(f"{BURST}; {SUSTAINED}")
         self._valid_fingerprints: dict[bytes, None] = {}
-        """Fingerprints of tokens that were right when they were last seen."""
+        """Fingerprints of tokens that were valid at their last look-up. A dict, because it keeps their order."""
         self._revoked_fingerprints: dict[bytes, None] = {}
-        """Fingerprints of tokens that were issued, and were refused when they were last seen."""
+        """Fingerprints of tokens that were issued here, and were unknown at their last look-up."""
         self._lookups_in_flight: dict[bytes, asyncio.Task[Token]] = {}
         self._last_used: dict[str, datetime] = {}
 
     async def authenticate(self, authorization: Iterable[str], source: str) -> Token:
-        """The token of a call with these `Authorization` fields from `source`, if it may call now.
+        """Return the token of a request with these `Authorization` fields from the client address `source`.
 
-        Raises `UnknownKey`, `TooManyUnknownKeys`, `Forbidden`, or a `BadRequest` that says how long to wait.
+        Raises `UnknownKey`, `TooManyUnknownKeys`, `Forbidden` if the tenant of the token is suspended, and `HttpError`
+        if the token exceeds its rate limit.
         """
         token = await self._find_token(_bearer_token(authorization), source)
         if token.tenant_id is not None:
@@ -62,27 +63,30 @@ class TokenAuthenticator:
         return token
 
     def take_last_used(self) -> dict[str, datetime]:
-        """Which tokens were used since this was last asked, and when."""
+        """Return the ids of the tokens used since the last call, each with the time of its last use."""
         used, self._last_used = self._last_used, {}
         return used
 
     async def _find_token(self, text: str, source: str) -> Token:
-        """Looked up each time, so that a token that was deleted is refused at once. Equal ones at once are one look."""
+        """Look the token up in the database, each time, so that a deleted token is refused at once.
+
+        Concurrent requests with the same token share one look-up.
+        """
         credential = self._catalog.parse_credential(text)
         if credential.prefix != PREFIXES["admin"]:
-            raise UnknownKey("this is no admin token")
-        seen = fingerprint(text)
-        flight = self._lookups_in_flight.get(seen)
-        if flight is None:
-            flight = asyncio.get_running_loop().create_task(self._look_up(credential, seen, source))
-            self._lookups_in_flight[seen] = flight
-            flight.add_done_callback(lambda _: self._lookups_in_flight.pop(seen))
-        return await asyncio.shield(flight)
+            raise UnknownKey("this is not an admin token")
+        mark = fingerprint(text)
+        lookup = self._lookups_in_flight.get(mark)
+        if lookup is None:
+            lookup = asyncio.get_running_loop().create_task(self._look_up(credential, mark, source))
+            self._lookups_in_flight[mark] = lookup
+            lookup.add_done_callback(lambda _: self._lookups_in_flight.pop(mark))
+        return await asyncio.shield(lookup)
 
-    async def _look_up(self, credential: Credential, seen: bytes, source: str) -> Token:
-        """Look a token up. One that may be made up, and one that was deleted, goes through the guard."""
-        is_trusted = seen in self._valid_fingerprints or (
-            credential.has_keyed_checksum and seen not in self._revoked_fingerprints
+    async def _look_up(self, credential: Credential, mark: bytes, source: str) -> Token:
+        """Look a token up, through the look-up limiter if the token may be made up or was revoked."""
+        is_trusted = mark in self._valid_fingerprints or (
+            credential.has_keyed_checksum and mark not in self._revoked_fingerprints
         )
         try:
             if is_trusted:
@@ -92,21 +96,21 @@ class TokenAuthenticator:
                     source, lambda: self._catalog.authenticate_token(credential.text), seconds=LOOKUP_SECONDS
                 )
         except UnknownKey:
-            self._valid_fingerprints.pop(seen, None)
+            self._valid_fingerprints.pop(mark, None)
             if credential.has_keyed_checksum:
-                _remember(self._revoked_fingerprints, seen)
+                _remember(self._revoked_fingerprints, mark)
             raise
-        self._revoked_fingerprints.pop(seen, None)
-        _remember(self._valid_fingerprints, seen)
+        self._revoked_fingerprints.pop(mark, None)
+        _remember(self._valid_fingerprints, mark)
         return token
 
     async def _refuse_suspended(self, tenant_id: str) -> None:
-        tenant = await self._snapshots.find_tenant(tenant_id)
+        tenant = await self._catalog_cache.find_tenant(tenant_id)
         if tenant.snapshot.tenant.suspended:
             raise Forbidden("this tenant is suspended")
 
     async def _enforce_rate_limit(self, token: Token) -> None:
-        """Whoever administers is let through while the store is away: that is when they are needed."""
+        """Refuse a token that exceeds its rate limit. Fails open, because an outage of the store needs administration."""
         decision = await self._limiter.check(
             ADMIN_RESOURCE, token.id, limits=self._rate_limits, tenant=ADMIN_TENANT, failure=Failure.OPEN
         )
@@ -115,13 +119,13 @@ class TokenAuthenticator:
             raise HttpError(
                 429,
                 "rate_limit_exceeded",
-                f"{decision.binding}: this token calls too often; come back in {seconds} s",
+                f"{decision.binding}: too many requests with this token; retry in {seconds} s",
                 **{"retry-after": str(seconds)},
             )
 
 
-def _remember(fingerprints: dict[bytes, None], fingerprint: bytes) -> None:
-    fingerprints[fingerprint] = None
+def _remember(fingerprints: dict[bytes, None], mark: bytes) -> None:
+    fingerprints[mark] = None
     if len(fingerprints) > MAX_FINGERPRINTS:
         del fingerprints[next(iter(fingerprints))]
 
@@ -129,7 +133,7 @@ def _remember(fingerprints: dict[bytes, None], fingerprint: bytes) -> None:
 def _bearer_token(authorization: Iterable[str]) -> str:
     found = set(authorization)
     if len(found) > 1:
-        raise HttpError(400, "malformed_request", "authorization: two different ones")
+        raise HttpError(400, "malformed_request", "authorization: sent more than once, with different values")
     for text in found:
         if text[: len(_BEARER_PREFIX)].lower() == _BEARER_PREFIX:
             return text[len(_BEARER_PREFIX) :].strip()

@@ -1,4 +1,7 @@
-"""What fields of bodies and queries are made of. Whatever the catalog itself refuses by name is left to it."""
+"""The field types that request bodies and queries are made of.
+
+They reject wrong types and unknown fields. Other rules are left to the catalog, whose errors name the field too.
+"""
 
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -6,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import Depends, Header, Path
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, StringConstraints, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from limitforge.catalog.database.queries import MAX_PAGE_SIZE
@@ -16,49 +19,47 @@ from limitforge.errors import InvalidInput, VersionConflict
 
 MAX_HEADER_LENGTH = 128
 ID_PATTERN = "^[A-Za-z0-9_.-]{1,64}$"
-"""What an id may look like: anything else is nobody's, and needs no look-up."""
+"""The form of every id. An id of another form is unknown without a look-up."""
 
 
 def optional() -> Any:
-    """A field that may be left out, and then is not changed or has the catalog's default."""
+    """Return the default of an optional field. A field left out is not changed, or gets the catalog's default."""
     return Field(default_factory=lambda: None)
 
 
-def documented(description: str, **more: Any) -> Any:
-    """For the reference alone: the catalog has the last word, and better ones."""
-    return Field(description=description, json_schema_extra=more or None)
+def documented(description: str, **schema: Any) -> Any:
+    """Describe a field in OpenAPI without validating it: the catalog does that, with better messages."""
+    return Field(description=description, json_schema_extra=schema or None)
 
 
 Id = Annotated[str, StringConstraints(pattern=ID_PATTERN)]
 PathId = Annotated[str, Path(pattern=ID_PATTERN, description="Its id.")]
 Name = Annotated[str, documented("1 to 64 letters, digits or -_./ characters.", pattern=f"^{NAME_PATTERN.pattern}$")]
 KeyPart = Annotated[str, documented("1 to 512 bytes of UTF-8.", minLength=1, maxLength=MAX_KEY_PART_BYTES)]
-StrictBool = Annotated[bool, Strict()]
-StrictInt = Annotated[int, Strict()]
-StrictFloat = Annotated[float, Strict()]
+"""A resource or a subject: both become part of a Redis key."""
 FailureBehaviour = Literal["open", "closed", "local"]
 Filter = Annotated[str, StringConstraints(max_length=MAX_KEY_PART_BYTES, pattern=r"^[^\x00]*$")]
-"""What a list is narrowed by: exactly this."""
+"""A value that a list is filtered by. It must match exactly."""
 
 
 def unique_list_of(kind: type[StrEnum]) -> Any:
-    """One or more words, each once."""
-    words = {"type": "array", "items": {"enum": list(kind)}, "minItems": 1, "uniqueItems": True}
-    return WithJsonSchema(words)
+    """Describe a list with one or more values of an enum, each at most once."""
+    schema = {"type": "array", "items": {"enum": list(kind)}, "minItems": 1, "uniqueItems": True}
+    return WithJsonSchema(schema)
 
 
 def _parse_timestamp(value: object) -> datetime:
     problem = "must be a time such as 2026-12-31T00:00:00Z"
     if isinstance(value, str):
         try:
-            at = msgspec.convert(value, datetime)
-            if at.tzinfo is None:
-                problem = "must say its time zone, such as 2026-12-31T00:00:00Z"
+            timestamp = msgspec.convert(value, datetime)
+            if timestamp.tzinfo is None:
+                problem = "must have a time zone, such as 2026-12-31T00:00:00Z"
             else:
-                return at.astimezone(UTC)
+                return timestamp.astimezone(UTC)
         except (msgspec.ValidationError, OverflowError):
             pass
-    raise PydanticCustomError("moment", problem)
+    raise PydanticCustomError("timestamp", problem)
 
 
 Timestamp = Annotated[
@@ -67,32 +68,29 @@ Timestamp = Annotated[
 
 
 class RequestBody(BaseModel):
-    """What a call takes. What it does not know is refused."""
+    """The base of request bodies. Unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid")
 
     def given_fields(self) -> dict[str, Any]:
-        """What was said, and nothing that was not."""
+        """Return the fields that the request contains, without the defaults of the others."""
         return self.model_dump(exclude_unset=True)
 
 
 class ListQuery(BaseModel):
-    """What every list takes."""
+    """The query parameters that every list accepts. Subclasses add filters."""
 
     model_config = ConfigDict(extra="forbid")
 
     cursor: Annotated[
         str | None,
         Field(
-            description="Where the page before this one ended.",
+            description="The cursor of the previous page.",
             max_length=4_096,
             json_schema_extra={"pattern": "^[A-Za-z0-9_-]+$"},
         ),
     ] = None
-    limit: Annotated[int, Field(description="How many at most.", ge=1, le=MAX_PAGE_SIZE)] = 100
-
-    def arguments(self) -> dict[str, Any]:
-        return self.model_dump()
+    limit: Annotated[int, Field(description="The largest number of items to return.", ge=1, le=MAX_PAGE_SIZE)] = 100
 
 
 def _parse_if_match(
@@ -101,21 +99,24 @@ def _parse_if_match(
         Header(
             alias="If-Match",
             max_length=MAX_HEADER_LENGTH,
-            description="The ETag of what was read. If somebody has changed it since, the answer is 412.",
+            description="The ETag of the version to change. If it has changed since, the answer is 412.",
             examples=['"3"'],
             json_schema_extra={"pattern": r'^(\*|(W/)?"[0-9]{1,18}")$'},
         ),
     ] = None,
 ) -> int | None:
-    """A proxy that compresses makes ETags weak; ours say no more than a number, so a weak one says the same."""
+    """Return the version in an `If-Match` header.
+
+    A compressing proxy makes an ETag weak. A weak ETag is accepted, because it still names the version.
+    """
     if if_match is None or if_match == "*":
         return None
     tag = if_match.removeprefix("W/")
     if len(tag) < 2 or not tag.startswith('"') or not tag.endswith('"'):
-        raise InvalidInput("if-match", 'must be an ETag that was answered, such as "3"')
+        raise InvalidInput("if-match", 'must be an ETag from a response, such as "3"')
     version = tag[1:-1]
     if not version.isascii() or not version.isdigit():
-        raise VersionConflict(f"if-match: no version of it is called {tag}")
+        raise VersionConflict(f"if-match: unknown version {tag}")
     return int(version)
 
 

@@ -1,4 +1,4 @@
-"""Creates that may be sent again: with an `Idempotency-Key`, the same is made once and answered alike for a day."""
+"""Idempotent creates: a request repeated with the same `Idempotency-Key` gets the stored response for a day."""
 
 import re
 from collections.abc import Awaitable, Callable
@@ -26,9 +26,7 @@ _encode = msgspec.json.Encoder(order="deterministic").encode
 
 
 class CreateResult(msgspec.Struct, frozen=True):
-    """Something that was created, or put in the place of another. `secrets` are in the first answer, and kept
-    nowhere.
-    """
+    """The entity that a request created or replaced. The first response shows `secrets`; they are never stored."""
 
     entity: Entity
     status: int = 201
@@ -40,15 +38,15 @@ CreateFunction = Callable[[Edit], Awaitable[CreateResult]]
 
 
 class _RepeatedRequest(Exception):
-    """Ends an edit that has nothing to do."""
+    """Rolls back the edit of a request that was answered before."""
 
-    def __init__(self, creation: queries.StoredResponse) -> None:
+    def __init__(self, stored: queries.StoredResponse) -> None:
         super().__init__()
-        self.creation = creation
+        self.stored = stored
 
 
 class IdempotentCreate:
-    """One call that creates."""
+    """A create request with its optional idempotency key."""
 
     def __init__(self, session: AdminSession, key: str | None, fingerprint: str) -> None:
         self._session = session
@@ -56,42 +54,45 @@ class IdempotentCreate:
         self._fingerprint = fingerprint
 
     async def run(self, create: CreateFunction) -> Response:
-        """Make it, or answer as when it was made. Two that come at once wait for each other, as all edits do."""
+        """Create the entity, or repeat the stored response.
+
+        Of two concurrent requests with one key, the second waits for the first: edits are serialised.
+        """
         try:
             async with self._session.edit() as edit:
                 await self._raise_if_repeated(edit)
-                made = await create(edit)
-                body = to_public_dict(made.entity) | warning_fields(made.warnings)
+                result = await create(edit)
+                body = to_public_dict(result.entity) | warning_fields(result.warnings)
                 if self._key is not None:
-                    kept = body | _replayed_secrets(made)
-                    creation = queries.StoredResponse(self._fingerprint, made.status, kept)
+                    replayed_body = body | _replayed_secrets(result)
+                    stored = queries.StoredResponse(self._fingerprint, result.status, replayed_body)
                     await queries.add_stored_response(
-                        edit.connection, self._session.token.id, self._key, creation, edit.now
+                        edit.connection, self._session.token.id, self._key, stored, edit.now
                     )
         except _RepeatedRequest as repeated:
-            return self._replay_response(repeated.creation)
-        return json_response(body | made.secrets, made.status, etag=format_etag(made.entity.version))
+            return self._replay_response(repeated.stored)
+        return json_response(body | result.secrets, result.status, etag=format_etag(result.entity.version))
 
     async def _raise_if_repeated(self, edit: Edit) -> None:
         if self._key is not None:
             since = edit.now - REPLAY_RETENTION
-            found = await queries.find_stored_response(edit.connection, self._session.token.id, self._key, since)
-            if found is not None:
-                raise _RepeatedRequest(found)
+            stored = await queries.find_stored_response(edit.connection, self._session.token.id, self._key, since)
+            if stored is not None:
+                raise _RepeatedRequest(stored)
 
-    def _replay_response(self, creation: queries.StoredResponse) -> Response:
-        if creation.fingerprint != self._fingerprint:
-            raise HttpError(422, "idempotency_key_reused", "idempotency-key: was sent with another request before")
-        told = {"etag": format_etag(creation.answer["version"]), REPLAYED_HEADER.replace("-", "_"): "true"}
-        return json_response(creation.answer, creation.status, **told)
+    def _replay_response(self, stored: queries.StoredResponse) -> Response:
+        if stored.fingerprint != self._fingerprint:
+            raise HttpError(422, "idempotency_key_reused", "idempotency-key: was used for another request")
+        headers = {"etag": format_etag(stored.answer["version"]), REPLAYED_HEADER.replace("-", "_"): "true"}
+        return json_response(stored.answer, stored.status, **headers)
 
 
-def _replayed_secrets(made: CreateResult) -> dict[str, Any]:
-    """What stands in the place of secrets when the answer is repeated."""
-    if not made.secrets:
+def _replayed_secrets(result: CreateResult) -> dict[str, Any]:
+    """Return the fields that replace the secrets in a replayed response."""
+    if not result.secrets:
         return {}
-    notice = f"the secret was in the first answer only; if it is lost, make another {made.entity.kind}"
-    return {**dict.fromkeys(made.secrets), "notice": notice}
+    notice = f"only the first response contains the secret; if it is lost, create another {result.entity.kind}"
+    return {**dict.fromkeys(result.secrets), "notice": notice}
 
 
 def _idempotent_create(
@@ -101,22 +102,22 @@ def _idempotent_create(
         str | None,
         Header(
             alias="Idempotency-Key",
-            description="1 to 128 visible characters. The same request with the same key, within a day, creates "
-            f"nothing more: it is answered as before, with `{REPLAYED_HEADER}: true`, and without any secret.",
+            description="1 to 128 visible ASCII characters. Repeating a request with its key within a day creates "
+            f"nothing: the first response is sent again, with `{REPLAYED_HEADER}: true` and without secrets.",
             examples=["6f1c1c1e-order-4711"],
             json_schema_extra={"minLength": 1, "maxLength": MAX_HEADER_LENGTH, "pattern": "^[!-~]{1,128}$"},
         ),
     ] = None,
 ) -> IdempotentCreate:
     if idempotency_key is not None and not _KEY_PATTERN.fullmatch(idempotency_key):
-        raise InvalidInput("idempotency-key", f"must be 1 to {MAX_HEADER_LENGTH} visible characters")
+        raise InvalidInput("idempotency-key", f"must be 1 to {MAX_HEADER_LENGTH} visible ASCII characters")
     return IdempotentCreate(session, idempotency_key, _request_fingerprint(request))
 
 
 def _request_fingerprint(request: Request) -> str:
-    """Of what is asked for, whatever order its fields have."""
-    asked = [request.method, request.url.path, request.state.plain]
-    return sha256(_encode(asked)).hexdigest()
+    """Return a hash of method, path and body that does not depend on the order of the fields."""
+    content = [request.method, request.url.path, request.state.decoded_body]
+    return sha256(_encode(content)).hexdigest()
 
 
 Idempotency = Annotated[IdempotentCreate, Depends(_idempotent_create)]

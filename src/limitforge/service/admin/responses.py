@@ -1,4 +1,4 @@
-"""What admin calls answer, and how the reference describes it: as the catalog's own types are written."""
+"""The responses of the admin API, and how OpenAPI describes them."""
 
 from typing import Any
 
@@ -14,17 +14,18 @@ _encode = msgspec.json.Encoder().encode
 
 
 def json_response(content: Any, status: int = 200, **headers: str) -> Response:
-    named = {name.replace("_", "-"): value for name, value in headers.items()}
-    return Response(_encode(content), status, named, "application/json")
+    """Return a JSON response. An underscore in the name of a header stands for a hyphen."""
+    header_fields = {name.replace("_", "-"): value for name, value in headers.items()}
+    return Response(_encode(content), status, header_fields, "application/json")
 
 
-def entity_response(entity: Entity, **more: Any) -> Response:
-    """One thing, with its version as the ETag."""
-    return json_response({**to_public_dict(entity), **more}, etag=format_etag(entity.version))
+def entity_response(entity: Entity, **fields: Any) -> Response:
+    """Return an entity with its version as the ETag; `fields` are added to it."""
+    return json_response({**to_public_dict(entity), **fields}, etag=format_etag(entity.version))
 
 
 def warning_fields(warnings: list[str]) -> dict[str, Any]:
-    """What an answer says more where something may not do what it looks like."""
+    """Return the `warnings` field, if there are any."""
     return {"warnings": warnings} if warnings else {}
 
 
@@ -41,13 +42,13 @@ def format_etag(version: int) -> str:
     return f'"{version}"'
 
 
-# --- For the reference -----------------------------------------------------------------------------------------------
+# --- For OpenAPI -----------------------------------------------------------------------------------------------------
 
 
 def describe_response(
-    schema: str, *, status: int = 200, example: Any = None, description: str = "What it is now."
+    schema: str, *, status: int = 200, example: Any = None, description: str = "The current state."
 ) -> Any:
-    """The `responses` of a route that answers one thing."""
+    """Return the `responses` argument of a route that returns one object."""
     content: dict[str, Any] = {"schema": {"$ref": f"#/components/schemas/{schema}"}}
     if example is not None:
         content["example"] = example
@@ -55,20 +56,21 @@ def describe_response(
 
 
 def describe_page(schema: str) -> Any:
+    """Return the `responses` argument of a route that returns a page of a list."""
     page = {
         "type": "object",
         "properties": {
             "items": {"type": "array", "items": {"$ref": f"#/components/schemas/{schema}"}},
-            "cursor": {"type": ["string", "null"], "description": "For the next page; null after the last."},
+            "cursor": {"type": ["string", "null"], "description": "For the next page; null on the last page."},
         },
         "required": ["items", "cursor"],
     }
-    return {200: {"description": "A page of them.", "content": {"application/json": {"schema": page}}}}
+    return {200: {"description": "One page of the list.", "content": {"application/json": {"schema": page}}}}
 
 
 def schema_ref(name: str) -> dict[str, Any]:
-    """A schema that is described in the document, and of which pydantic need not know."""
+    """Refer to a schema of the OpenAPI document that pydantic does not know."""
     return {SCHEMA_REF_KEY: name}
 
 
-NO_CONTENT: Any = {204: {"description": "It is gone."}}
+NO_CONTENT: Any = {204: {"description": "Deleted."}}

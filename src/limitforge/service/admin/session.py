@@ -1,4 +1,4 @@
-"""One admin call: whose token it came with, and how much of the catalog that token may see and change."""
+"""One admin request: its token, and access to the part of the catalog that the token may read and change."""
 
 import contextlib
 from collections.abc import AsyncIterator, Mapping
@@ -12,12 +12,16 @@ from limitforge.catalog.database.queries import Page
 from limitforge.catalog.model import OPERATOR, Entity, Tenant, Token, TokenScope
 from limitforge.core.exact import short_repr
 from limitforge.errors import Forbidden, NotFound, UnknownKey
+from limitforge.service.admin.fields import ListQuery
 
 AnyEntity = TypeVar("AnyEntity", bound=Entity)
 
 
 class AdminSession:
-    """What a token of one tenant may not see is not there for it: it is not found, and left out of lists."""
+    """The catalog as one token sees it.
+
+    For a token of one tenant, the entities of other tenants do not exist: they are not found, and not listed.
+    """
 
     def __init__(self, token: Token, catalog: Catalog) -> None:
         self.token = token
@@ -26,7 +30,7 @@ class AdminSession:
 
     @property
     def tenant_id(self) -> str | None:
-        """The only tenant that it may see; None for all of them."""
+        """The only tenant that the token has access to; None for all tenants."""
         return self.token.tenant_id
 
     def require_scope(self, scope: TokenScope) -> None:
@@ -34,14 +38,14 @@ class AdminSession:
             raise Forbidden(f"this token lacks the scope {scope}")
 
     def require_all_tenants(self, what: str) -> None:
-        """For what concerns more than one tenant, or is not a tenant's own to decide."""
+        """Refuse a token of one tenant. `what` is the field or operation that the error names."""
         if self.tenant_id is not None:
-            raise Forbidden(f"{what}: this takes a token of all tenants, and this one is of one")
+            raise Forbidden(f"{what}: requires a token for all tenants, and this one is for one tenant")
 
     def require_tenant(self, tenant_id: str) -> None:
-        """For what is said to be of this tenant."""
+        """Refuse a token of another tenant."""
         if self.tenant_id is not None and tenant_id != self.tenant_id:
-            raise NotFound(f"tenant_id: there is no tenant {short_repr(tenant_id)}")
+            raise NotFound(f"tenant_id: unknown tenant {short_repr(tenant_id)}")
 
     def can_see(self, entity: Entity) -> bool:
         owner = entity.id if isinstance(entity, Tenant) else getattr(entity, "tenant_id", None)
@@ -52,43 +56,51 @@ class AdminSession:
     async def get(self, kind: type[AnyEntity], identity: str) -> AnyEntity:
         return self._require_visible(kind, identity, await self.catalog.get(kind, identity))
 
-    async def page(self, kind: type[Entity], *, cursor: str | None, limit: int, **values: Any) -> Page:
-        """A page of what it may see, narrowed by what `values` are not None."""
-        mine = self.restrict_filters(values, "id" if kind is Tenant else "tenant_id")
-        return Page([], None) if mine is None else await self.catalog.list_page(kind, cursor=cursor, size=limit, **mine)
+    async def list_page(self, kind: type[Entity], query: ListQuery) -> Page:
+        """Return a page of the visible entities. Filters of `query` that are None are ignored."""
+        filters = query.model_dump(exclude={"cursor", "limit"})
+        visible = self.restrict_filters(filters, "id" if kind is Tenant else "tenant_id")
+        if visible is None:
+            return Page([], None)
+        return await self.catalog.list_page(kind, cursor=query.cursor, size=query.limit, **visible)
 
-    def restrict_filters(self, values: Mapping[str, Any], owner: str = "tenant_id") -> dict[str, Any] | None:
-        """The values that a list is asked for, of those that it may see; None if that is nothing."""
+    def restrict_filters(self, filters: Mapping[str, Any], owner: str = "tenant_id") -> dict[str, Any] | None:
+        """Return the filters, limited to the tenant of the token. None means that nothing can match.
+
+        `owner` is the field that holds the id of the tenant.
+        """
         if self.tenant_id is None:
-            return dict(values)
-        if values.get(owner) not in (None, self.tenant_id):
+            return dict(filters)
+        if filters.get(owner) not in (None, self.tenant_id):
             return None
-        return {**values, owner: self.tenant_id}
+        return {**filters, owner: self.tenant_id}
 
     # --- Changing ----------------------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
     async def edit(self) -> AsyncIterator[Edit]:
-        """One transaction of changes. The token is read again inside it: it may have been deleted or narrowed since the
-        call was admitted, and edits happen one after the other.
+        """Open a transaction.
+
+        Read the token again inside it: edits are serialised, and an earlier one may have deleted or restricted the
+        token after this request was authenticated.
         """
         async with self.catalog.edit(self.actor) as edit:
             token = await queries.find(edit.connection, Token, self.token.id)
             if token is None or (token.expires_at is not None and token.expires_at <= edit.now):
-                raise UnknownKey("no such token, or it is no longer good")
+                raise UnknownKey("this token was deleted or has expired")
             self.token = token
             self.require_scope(TokenScope.WRITE)
             yield edit
 
     async def find(self, edit: Edit, kind: type[AnyEntity], identity: str) -> AnyEntity:
-        """What is to be changed, as it is inside the edit."""
+        """Return an entity that is to be changed, as it is inside the transaction."""
         return self._require_visible(kind, identity, await queries.find(edit.connection, kind, identity))
 
     def _require_visible(self, kind: type[AnyEntity], identity: str, entity: AnyEntity | None) -> AnyEntity:
-        """The operator is no tenant, and has calls of its own."""
+        """Return `entity` if it exists and the token may see it. The operator has routes of its own."""
         is_operator = kind is Tenant and identity == OPERATOR
         if entity is None or is_operator or not self.can_see(entity):
-            raise NotFound(f"there is no {kind.kind} {short_repr(identity)}")
+            raise NotFound(f"unknown {kind.kind} {short_repr(identity)}")
         return entity
 
 

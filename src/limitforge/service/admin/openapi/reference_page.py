@@ -1,4 +1,4 @@
-"""`/openapi.json` and `/docs`: the reference, with its page's files from the package `fastapi-swagger`."""
+"""`/openapi.json` and `/docs`: the OpenAPI document, and Swagger UI with files from the package `fastapi-swagger`."""
 
 import asyncio
 import html
@@ -18,12 +18,12 @@ ASSETS = {
     "favicon-32x32.png": "image/png",
 }
 CACHE_ONE_DAY = "public, max-age=86400"
-# The page's own styles are inline; nothing comes from elsewhere, and nobody may frame it.
+# Swagger UI needs inline styles. Everything else comes from this origin, and no other page may frame this one.
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-# Addresses are relative, so that the page works under any prefix.
+# URLs are relative, so that the page works under any root path.
 PAGE_HTML = f"""<!doctype html>
 <html lang="en">
 <head>
@@ -52,12 +52,12 @@ START_SCRIPT = """SwaggerUIBundle({
 
 
 def add_reference_routes(app: FastAPI, root_path: str) -> None:
-    """Both are made when they are first asked for, and kept."""
-    made = _LazyContent()
+    """Add the routes of the document and the page. Both are built at the first request, and kept."""
+    content = _LazyContent()
 
     async def openapi(_: Request) -> Response:
-        content = await made.get("openapi", lambda: msgspec.json.encode(build_document(app, root_path)))
-        return Response(content, media_type="application/json")
+        document = await content.get("openapi", lambda: msgspec.json.encode(build_document(app, root_path)))
+        return Response(document, media_type="application/json")
 
     async def page(_: Request) -> Response:
         return _secured_response(PAGE_HTML, "text/html")
@@ -68,38 +68,39 @@ def add_reference_routes(app: FastAPI, root_path: str) -> None:
     app.add_route("/openapi.json", openapi, include_in_schema=False)
     app.add_route("/docs", page, include_in_schema=False)
     app.add_route("/docs/start.js", start, include_in_schema=False)
-    for name, kind in ASSETS.items():
-        app.add_route(f"/docs/{name}", _asset_handler(name, kind, made), include_in_schema=False)
+    for name, media_type in ASSETS.items():
+        app.add_route(f"/docs/{name}", _asset_handler(name, media_type, content), include_in_schema=False)
 
 
-def _asset_handler(name: str, kind: str, made: "_LazyContent") -> Any:
+def _asset_handler(name: str, media_type: str, content: "_LazyContent") -> Any:
     async def asset(_: Request) -> Response:
-        content = await made.get(name, files("fastapi_swagger.resources").joinpath(name).read_bytes)
-        return _secured_response(content, kind, cache_control=CACHE_ONE_DAY)
+        body = await content.get(name, files("fastapi_swagger.resources").joinpath(name).read_bytes)
+        return _secured_response(body, media_type, cache_control=CACHE_ONE_DAY)
 
     return asset
 
 
 class _LazyContent:
-    """Content by name, made once: many who ask at the same time wait for the first."""
+    """Content by name, built once, in a thread. Concurrent requests wait for the first one."""
 
     def __init__(self) -> None:
         self._content: dict[str, bytes] = {}
         self._lock = asyncio.Lock()
 
-    async def get(self, name: str, make: Callable[[], bytes]) -> bytes:
+    async def get(self, name: str, build: Callable[[], bytes]) -> bytes:
         if name not in self._content:
             async with self._lock:
                 if name not in self._content:
-                    self._content[name] = await asyncio.to_thread(make)
+                    self._content[name] = await asyncio.to_thread(build)
         return self._content[name]
 
 
-def _secured_response(content: str | bytes, kind: str, **headers: str) -> Response:
-    guards = {
+def _secured_response(content: str | bytes, media_type: str, *, cache_control: str | None = None) -> Response:
+    headers = {
         "content-security-policy": CONTENT_SECURITY_POLICY,
         "x-content-type-options": "nosniff",
         "referrer-policy": "no-referrer",
     }
-    named = {name.replace("_", "-"): value for name, value in headers.items()}
-    return Response(content, media_type=kind, headers=guards | named)
+    if cache_control is not None:
+        headers["cache-control"] = cache_control
+    return Response(content, media_type=media_type, headers=headers)

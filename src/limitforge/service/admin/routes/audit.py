@@ -14,16 +14,16 @@ router = admin_router("/audit", "audit")
 
 
 class AuditQuery(ListQuery):
-    """Which entries are wanted."""
+    """The filters of the audit log."""
 
     tenant_id: Filter | None = None
     entity_id: Filter | None = None
 
 
 @router.get("", responses=describe_page("AuditEntry"))
-async def list_audit(asked: Annotated[AuditQuery, Query()], session: ReadSession) -> Response:
-    """List changes, the newest first, each with what was and what is. Secrets are never in it."""
-    mine = session.restrict_filters({"tenant_id": asked.tenant_id, "entity_id": asked.entity_id})
-    if mine is None:
+async def list_audit(query: Annotated[AuditQuery, Query()], session: ReadSession) -> Response:
+    """List changes, the newest first, each with the state before and after. Secrets are never logged."""
+    filters = session.restrict_filters({"tenant_id": query.tenant_id, "entity_id": query.entity_id})
+    if filters is None:
         return page_response(Page([], None))
-    return page_response(await session.catalog.audit_page(cursor=asked.cursor, size=asked.limit, **mine))
+    return page_response(await session.catalog.audit_page(cursor=query.cursor, size=query.limit, **filters))

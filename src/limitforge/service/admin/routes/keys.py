@@ -1,9 +1,9 @@
-"""`/v1/admin/keys`: what callers show. A secret is in the answer that made it, and nowhere else."""
+"""`/v1/admin/keys`: the API keys of callers. Only the response that creates a secret contains it."""
 
 from typing import Annotated, Any
 
 from fastapi import Query, Response
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, StrictFloat
 
 from limitforge.catalog.credentials import Credential
 from limitforge.catalog.database.catalog import Edit
@@ -16,7 +16,6 @@ from limitforge.service.admin.fields import (
     Name,
     PathId,
     RequestBody,
-    StrictFloat,
     Timestamp,
     optional,
     unique_list_of,
@@ -37,7 +36,7 @@ router = admin_router("/keys", "keys")
 
 
 class KeyChanges(RequestBody):
-    """What of a key changes."""
+    """The fields of a key to change. Absent fields stay as they are."""
 
     name: Name = optional()
     plan_id: Id | None = optional()
@@ -47,8 +46,8 @@ class KeyChanges(RequestBody):
 
 
 class NewKey(KeyChanges):
-    """A key that is to be. Without scopes it has all of them. Leave `plans` out for a key that leaves your own servers:
-    it lets a caller name a plan, and with that choose its limits.
+    """A key to create. All scopes are the default. Leave `plans` out for a key that is used outside your own servers:
+    with it a caller can name a plan, and so choose its limits.
     """
 
     model_config = ConfigDict(
@@ -63,7 +62,7 @@ class NewKey(KeyChanges):
 
 
 class Rotation(RequestBody):
-    """How long the old secret goes on."""
+    """How long the old secret stays valid."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"grace_seconds": 86_400}]})
 
@@ -71,7 +70,7 @@ class Rotation(RequestBody):
 
 
 class KeyQuery(ListQuery):
-    """Which keys are wanted."""
+    """The filters of the list of keys."""
 
     tenant_id: Filter | None = None
     name: Filter | None = None
@@ -81,34 +80,34 @@ class KeyQuery(ListQuery):
 
 
 @router.post(
-    "", status_code=201, responses=describe_response("NewKeyAnswer", status=201, description="With its secret.")
+    "", status_code=201, responses=describe_response("KeyWithSecret", status=201, description="With its secret.")
 )
-async def create_key(body: NewKey, session: WriteSession, creating: Idempotency) -> Response:
-    """Create a key. `key` in the answer is the secret, this once."""
+async def create_key(body: NewKey, session: WriteSession, idempotency: Idempotency) -> Response:
+    """Create a key. Only this response contains the secret, as `key`."""
     session.require_tenant(body.tenant_id)
 
-    async def make(edit: Edit) -> CreateResult:
+    async def create(edit: Edit) -> CreateResult:
         key, credential = await edit.create_key(body.given_fields())
         return CreateResult(key, secrets=_secret_fields(key, credential))
 
-    return await creating.run(make)
+    return await idempotency.run(create)
 
 
 @router.get("", responses=describe_page("Key"))
-async def list_keys(asked: Annotated[KeyQuery, Query()], session: ReadSession) -> Response:
+async def list_keys(query: Annotated[KeyQuery, Query()], session: ReadSession) -> Response:
     """List keys by name."""
-    return page_response(await session.page(Key, **asked.arguments()))
+    return page_response(await session.list_page(Key, query))
 
 
 @router.get("/{key_id}", responses=describe_response("Key"))
 async def get_key(key_id: PathId, session: ReadSession) -> Response:
-    """Show what is known of a key. Its secret can't be shown again."""
+    """Return a key without its secret."""
     return entity_response(await session.get(Key, key_id))
 
 
 @router.patch("/{key_id}", responses=describe_response("Key"))
 async def change_key(key_id: PathId, body: KeyChanges, session: WriteSession, version: IfMatch) -> Response:
-    """Change what is named of a key."""
+    """Change the given fields of a key."""
     async with session.edit() as edit:
         await session.find(edit, Key, key_id)
         key = await edit.update(Key, key_id, body.given_fields(), version=version)
@@ -117,16 +116,16 @@ async def change_key(key_id: PathId, body: KeyChanges, session: WriteSession, ve
 
 @router.delete("/{key_id}", status_code=204, responses=NO_CONTENT)
 async def delete_key(key_id: PathId, session: WriteSession, version: IfMatch) -> Response:
-    """Revoke a key: it is refused from now on, and can't be brought back."""
+    """Revoke a key. It is refused at once, and can't be restored."""
     async with session.edit() as edit:
         await session.find(edit, Key, key_id)
         await edit.delete(Key, key_id, version=version)
     return no_content_response()
 
 
-@router.post("/{key_id}/rotate", responses=describe_response("NewKeyAnswer", description="With its new secret."))
+@router.post("/{key_id}/rotate", responses=describe_response("KeyWithSecret", description="With its new secret."))
 async def rotate_key(key_id: PathId, session: WriteSession, version: IfMatch, body: Rotation | None = None) -> Response:
-    """Give a key a new secret, good at once. The old one is good until its grace ends: at once, if none is given."""
+    """Create a new secret for a key. The old secret stays valid for `grace_seconds`, 0 by default."""
     async with session.edit() as edit:
         await session.find(edit, Key, key_id)
         grace_seconds = 0 if body is None else body.grace_seconds
@@ -136,7 +135,7 @@ async def rotate_key(key_id: PathId, session: WriteSession, version: IfMatch, bo
 
 @router.post("/{key_id}/disable", responses=describe_response("Key"))
 async def disable_key(key_id: PathId, session: WriteSession, version: IfMatch) -> Response:
-    """Refuse a key until it is enabled again."""
+    """Disable a key. It is refused until it is enabled again."""
     async with session.edit() as edit:
         await session.find(edit, Key, key_id)
         key = await edit.disable_key(key_id, version=version)
@@ -145,7 +144,7 @@ async def disable_key(key_id: PathId, session: WriteSession, version: IfMatch) -
 
 @router.post("/{key_id}/enable", responses=describe_response("Key"))
 async def enable_key(key_id: PathId, session: WriteSession, version: IfMatch) -> Response:
-    """Accept a key again."""
+    """Enable a disabled key."""
     async with session.edit() as edit:
         await session.find(edit, Key, key_id)
         key = await edit.disable_key(key_id, disabled=False, version=version)

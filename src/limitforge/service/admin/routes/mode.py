@@ -1,4 +1,4 @@
-"""`/v1/admin/mode`: the kill switch."""
+"""`/v1/admin/mode`: the kill switch, which turns limits off without a restart."""
 
 from fastapi import Response
 from pydantic import ConfigDict
@@ -14,7 +14,7 @@ router = admin_router("/mode", "mode")
 
 
 class ModeSwitch(RequestBody):
-    """Which mode holds from now on: for one tenant, or for all if none is named."""
+    """The new mode, of one tenant, or of all tenants if `tenant_id` is absent."""
 
     model_config = ConfigDict(
         json_schema_extra={"examples": [{"mode": "monitor"}, {"mode": "off", "tenant_id": "ten_1a2b3c4d5e6f7g8h"}]}
@@ -27,11 +27,11 @@ class ModeSwitch(RequestBody):
 @router.put(
     "",
     responses=describe_response(
-        "ModeAnswer", example={"mode": "off", "tenant_id": "ten_1a2b3c4d5e6f7g8h", "version": 3}
+        "ModeState", example={"mode": "off", "tenant_id": "ten_1a2b3c4d5e6f7g8h", "version": 3}
     ),
 )
 async def set_mode(body: ModeSwitch, session: WriteSession, version: IfMatch) -> Response:
-    """Switch a tenant, or the whole fleet, to `on`, `monitor` or `off`. It is in force everywhere within a second."""
+    """Set the mode of a tenant, or of all tenants, to `on`, `monitor` or `off`. All nodes apply it within a second."""
     tenant_id = body.given_fields().get("tenant_id")
     async with session.edit() as edit:
         if tenant_id is None:
@@ -39,5 +39,5 @@ async def set_mode(body: ModeSwitch, session: WriteSession, version: IfMatch) ->
         else:
             await session.find(edit, Tenant, tenant_id)
         tenant = await edit.update(Tenant, tenant_id or OPERATOR, {"mode": body.mode}, version=version)
-    told = {"mode": tenant.mode, "tenant_id": tenant_id, "version": tenant.version}
-    return json_response(told, etag=format_etag(tenant.version))
+    content = {"mode": tenant.mode, "tenant_id": tenant_id, "version": tenant.version}
+    return json_response(content, etag=format_etag(tenant.version))

@@ -1,4 +1,4 @@
-"""`/v1/admin/overrides`: other numbers for one subject, for a while."""
+"""`/v1/admin/overrides`: different limits for one subject, until they expire."""
 
 from typing import Annotated, Any
 
@@ -43,7 +43,7 @@ TtlSeconds = Annotated[
             "type": "number",
             "minimum": 0.001,
             "maximum": TEN_YEARS_US // 1_000_000,
-            "description": "For how long, in place of `expires_at`.",
+            "description": "How long the override lasts, instead of `expires_at`.",
         }
     ),
 ]
@@ -51,7 +51,7 @@ Reason = Annotated[str, WithJsonSchema({"type": "string", "maxLength": 512})]
 
 
 class OverrideChanges(RequestBody):
-    """What of an override changes."""
+    """The fields of an override to change. Absent fields stay as they are."""
 
     limits: OverrideLimits = optional()
     ttl_seconds: TtlSeconds = optional()
@@ -60,7 +60,7 @@ class OverrideChanges(RequestBody):
 
 
 class NewOverride(OverrideChanges):
-    """An override that is to be. It takes `ttl_seconds` or `expires_at`."""
+    """An override to set. It needs either `ttl_seconds` or `expires_at`."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -84,7 +84,7 @@ class NewOverride(OverrideChanges):
 
 
 class OverrideQuery(ListQuery):
-    """Which overrides are wanted."""
+    """The filters of the list of overrides."""
 
     tenant_id: Filter | None = None
     resource: Filter | None = None
@@ -95,28 +95,30 @@ class OverrideQuery(ListQuery):
     "",
     status_code=201,
     responses=describe_response("Override", status=201)
-    | describe_response("Override", description="It replaced the one that was there."),
+    | describe_response("Override", description="An existing override was replaced."),
 )
-async def set_override(body: NewOverride, session: WriteSession, creating: Idempotency, version: IfMatch) -> Response:
-    """Set an override, in place of any that this subject has for this resource: 201 if there was none, else 200."""
+async def set_override(
+    body: NewOverride, session: WriteSession, idempotency: Idempotency, version: IfMatch
+) -> Response:
+    """Set the override of a subject for a resource. The status is 201 if it is new, and 200 if it replaced one."""
     session.require_tenant(body.tenant_id)
 
-    async def make(edit: Edit) -> CreateResult:
+    async def create(edit: Edit) -> CreateResult:
         override = await edit.set_override(body.given_fields(), version=version)
         return CreateResult(override, status=201 if override.version == 1 else 200)
 
-    return await creating.run(make)
+    return await idempotency.run(create)
 
 
 @router.get("", responses=describe_page("Override"))
-async def list_overrides(asked: Annotated[OverrideQuery, Query()], session: ReadSession) -> Response:
+async def list_overrides(query: Annotated[OverrideQuery, Query()], session: ReadSession) -> Response:
     """List overrides by subject."""
-    return page_response(await session.page(Override, **asked.arguments()))
+    return page_response(await session.list_page(Override, query))
 
 
 @router.get("/{override_id}", responses=describe_response("Override"))
 async def get_override(override_id: PathId, session: ReadSession) -> Response:
-    """Show an override."""
+    """Return an override."""
     return entity_response(await session.get(Override, override_id))
 
 
@@ -124,21 +126,21 @@ async def get_override(override_id: PathId, session: ReadSession) -> Response:
 async def change_override(
     override_id: PathId, body: OverrideChanges, session: WriteSession, version: IfMatch
 ) -> Response:
-    """Change an override: all of its numbers, how long it lasts, or why it is there."""
+    """Change the limits, the expiry or the reason of an override. New limits replace all of the old ones."""
     async with session.edit() as edit:
         before = await session.find(edit, Override, override_id)
         if not body.model_fields_set:
             return entity_response(await edit.update(Override, override_id, {}, version=version))
-        kept = {name: getattr(before, name) for name in settable_fields(Override)}
+        fields = {name: getattr(before, name) for name in settable_fields(Override)}
         if "ttl_seconds" in body.model_fields_set:
-            del kept["expires_at"]
-        override = await edit.set_override({**kept, **body.given_fields()}, version=version)
+            del fields["expires_at"]
+        override = await edit.set_override({**fields, **body.given_fields()}, version=version)
     return entity_response(override)
 
 
 @router.delete("/{override_id}", status_code=204, responses=NO_CONTENT)
 async def delete_override(override_id: PathId, session: WriteSession, version: IfMatch) -> Response:
-    """Delete an override: the plan's numbers hold again."""
+    """Delete an override. The limits of the plan apply again."""
     async with session.edit() as edit:
         await session.find(edit, Override, override_id)
         await edit.delete(Override, override_id, version=version)

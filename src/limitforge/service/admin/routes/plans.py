@@ -1,9 +1,9 @@
-"""`/v1/admin/plans`: named sets of limits, in either of their shapes, with all that they ever were."""
+"""`/v1/admin/plans`: named sets of limits, and their earlier versions."""
 
 from typing import Annotated, Any
 
 from fastapi import Query, Response
-from pydantic import ConfigDict
+from pydantic import ConfigDict, StrictInt
 
 from limitforge.catalog.config.plan_warnings import plan_warnings
 from limitforge.catalog.database.catalog import Edit
@@ -18,7 +18,6 @@ from limitforge.service.admin.fields import (
     Name,
     PathId,
     RequestBody,
-    StrictInt,
     optional,
 )
 from limitforge.service.admin.idempotency import CreateResult, Idempotency
@@ -47,23 +46,23 @@ _BODY_EXAMPLES = {
         "value": {**_OWNER, "name": "free", "limits": [{"name": "burst", **_BUCKET}, _HOURLY]},
     },
     "flat": {"summary": "One limit, named after the plan", "value": {**_OWNER, "name": "bucket", **_BUCKET}},
-    "text": {"summary": "Their text", "value": {**_OWNER, "name": "simple", "limits": "100/minute; 1000/hour"}},
+    "text": {"summary": "Limits as text", "value": {**_OWNER, "name": "simple", "limits": "100/minute; 1000/hour"}},
 }
 BODY_EXAMPLES: Any = {"requestBody": {"content": {"application/json": {"examples": _BODY_EXAMPLES}}}}
 
 
 def _describe_shapes(*required: str) -> Any:
-    """The shapes of a plan: with `limits`, or with the fields of its only limit, which are described elsewhere."""
+    """Describe both forms of a plan: with `limits`, or with the fields of a single limit."""
 
     def describe(schema: dict[str, Any]) -> None:
-        own = {name: schema["properties"][name] for name in ("tenant_id", "name") if name in schema["properties"]}
+        common = {name: schema["properties"][name] for name in ("tenant_id", "name") if name in schema["properties"]}
         limits = {"limits": schema_ref("plan.limits")}
-        with_limits = [*required, "limits"] if required else []
+        required_with_limits = [*required, "limits"] if required else []
         schema.pop("additionalProperties", None)
-        schema["properties"] = own
+        schema["properties"] = common
         schema["required"] = list(required)
         schema["anyOf"] = [
-            {"properties": own | limits, "required": with_limits, "additionalProperties": False},
+            {"properties": common | limits, "required": required_with_limits, "additionalProperties": False},
             schema_ref("plan.flat"),
         ]
 
@@ -71,7 +70,7 @@ def _describe_shapes(*required: str) -> Any:
 
 
 class NewPlan(RequestBody):
-    """A plan that is to be: with `limits` (a list, or their text), or with the fields of its only limit."""
+    """A plan to create: with `limits` (a list or text), or with the fields of a single limit."""
 
     model_config = ConfigDict(extra="allow", json_schema_extra=_describe_shapes("tenant_id", "name"))
 
@@ -84,7 +83,7 @@ class NewPlan(RequestBody):
 
 
 class PlanChanges(RequestBody):
-    """What of a plan changes: its name, all of its limits, or all fields of the only one."""
+    """The fields of a plan to change: its name, all of its limits, or all fields of its single limit."""
 
     model_config = ConfigDict(extra="allow", json_schema_extra=_describe_shapes())
 
@@ -92,65 +91,67 @@ class PlanChanges(RequestBody):
     limits: Any = optional()
 
     def fields(self, plan: Plan) -> dict[str, Any]:
-        """What the catalog takes: the flat shape as a list of one."""
-        given = _recognised_fields(self)
+        """Return the changes in the form that the catalog accepts: a single limit becomes a list."""
+        fields = _recognised_fields(self)
         if not self.model_extra:
-            return given
-        name = given.get("name", plan.name)
-        return {"name": name, "limits": parse_plan_limits(name, given)}
+            return fields
+        name = fields.get("name", plan.name)
+        return {"name": name, "limits": parse_plan_limits(name, fields)}
 
 
 def _recognised_fields(body: NewPlan | PlanChanges) -> dict[str, Any]:
-    """What is beside `limits`, or without an algorithm, belongs to no limit."""
-    others = body.model_extra or {}
-    if "limits" in body.model_fields_set or "algorithm" not in others:
-        for field in others:
+    """Return the given fields. Refuse fields of a single limit beside `limits`, or without an `algorithm`."""
+    extra = body.model_extra or {}
+    if "limits" in body.model_fields_set or "algorithm" not in extra:
+        for field in extra:
             raise InvalidInput(
-                field[:64], "is not a field here: give `limits`, or an `algorithm` with the fields of that one limit"
+                field[:64], "is not a field here: send `limits`, or an `algorithm` with the fields of a single limit"
             )
     return body.given_fields()
 
 
 class Rollback(RequestBody):
-    """Where to go back to."""
+    """The version of a plan to restore. The previous version is the default."""
 
     version: StrictInt | None = None
 
 
 class PlanQuery(ListQuery):
-    """Which plans are wanted."""
+    """The filters of the list of plans."""
 
     tenant_id: Filter | None = None
     name: Filter | None = None
 
 
-@router.post("", status_code=201, responses=describe_response("PlanWritten", status=201), openapi_extra=BODY_EXAMPLES)
-async def create_plan(body: NewPlan, session: WriteSession, creating: Idempotency) -> Response:
-    """Create a plan. Its limits take any of seven algorithms, several of them at once."""
+@router.post(
+    "", status_code=201, responses=describe_response("PlanWithWarnings", status=201), openapi_extra=BODY_EXAMPLES
+)
+async def create_plan(body: NewPlan, session: WriteSession, idempotency: Idempotency) -> Response:
+    """Create a plan. Its limits may use different algorithms."""
     session.require_tenant(body.tenant_id)
 
-    async def make(edit: Edit) -> CreateResult:
+    async def create(edit: Edit) -> CreateResult:
         plan = await edit.create(Plan, body.fields())
         return CreateResult(plan, warnings=await plan_warnings(edit.connection, plan.tenant_id, plan.id))
 
-    return await creating.run(make)
+    return await idempotency.run(create)
 
 
 @router.get("", responses=describe_page("Plan"))
-async def list_plans(asked: Annotated[PlanQuery, Query()], session: ReadSession) -> Response:
-    """List plans by name. Those of the operator have the tenant_id `operator`."""
-    return page_response(await session.page(Plan, **asked.arguments()))
+async def list_plans(query: Annotated[PlanQuery, Query()], session: ReadSession) -> Response:
+    """List plans by name. The plans of the operator have the tenant_id `operator`."""
+    return page_response(await session.list_page(Plan, query))
 
 
 @router.get("/{plan_id}", responses=describe_response("Plan"))
 async def get_plan(plan_id: PathId, session: ReadSession) -> Response:
-    """Show a plan."""
+    """Return a plan."""
     return entity_response(await session.get(Plan, plan_id))
 
 
-@router.patch("/{plan_id}", responses=describe_response("PlanWritten"))
+@router.patch("/{plan_id}", responses=describe_response("PlanWithWarnings"))
 async def change_plan(plan_id: PathId, body: PlanChanges, session: WriteSession, version: IfMatch) -> Response:
-    """Change a plan: what its limits were stays as a version of it."""
+    """Change a plan. Its old limits remain available as an earlier version."""
     async with session.edit() as edit:
         plan = await session.find(edit, Plan, plan_id)
         plan = await edit.update(Plan, plan_id, body.fields(plan), version=version)
@@ -160,7 +161,7 @@ async def change_plan(plan_id: PathId, body: PlanChanges, session: WriteSession,
 
 @router.delete("/{plan_id}", status_code=204, responses=NO_CONTENT)
 async def delete_plan(plan_id: PathId, session: WriteSession, version: IfMatch) -> Response:
-    """Delete a plan that nothing uses any more."""
+    """Delete a plan. A plan that is still in use can't be deleted."""
     async with session.edit() as edit:
         await session.find(edit, Plan, plan_id)
         await edit.delete(Plan, plan_id, version=version)
@@ -169,16 +170,16 @@ async def delete_plan(plan_id: PathId, session: WriteSession, version: IfMatch) 
 
 @router.get("/{plan_id}/versions", responses=describe_page("PlanVersion"))
 async def list_plan_versions(plan_id: PathId, session: ReadSession) -> Response:
-    """List all that a plan ever was, the newest first."""
+    """List all versions of a plan, the newest first."""
     await session.get(Plan, plan_id)
     return json_response({"items": await session.catalog.plan_versions(plan_id), "cursor": None})
 
 
-@router.post("/{plan_id}/rollback", responses=describe_response("PlanWritten"))
+@router.post("/{plan_id}/rollback", responses=describe_response("PlanWithWarnings"))
 async def roll_back_plan(
     plan_id: PathId, session: WriteSession, version: IfMatch, body: Rollback | None = None
 ) -> Response:
-    """Bring the limits of an earlier version back, as a new version: the one before, if none is named."""
+    """Restore the limits of an earlier version as a new version. The previous version is the default."""
     async with session.edit() as edit:
         await session.find(edit, Plan, plan_id)
         plan = await edit.roll_back_plan(plan_id, None if body is None else body.version, version=version)

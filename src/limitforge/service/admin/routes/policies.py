@@ -1,4 +1,4 @@
-"""`/v1/admin/policies`: which plan applies to which resources."""
+"""`/v1/admin/policies`: the plans that apply to the resources of a tenant."""
 
 from typing import Annotated
 
@@ -37,7 +37,7 @@ router = admin_router("/policies", "policies")
 
 
 class PolicyChanges(RequestBody):
-    """What of a policy changes."""
+    """The fields of a policy to change. Absent fields stay as they are."""
 
     resource: KeyPart = optional()
     plan_id: Id = optional()
@@ -48,7 +48,7 @@ class PolicyChanges(RequestBody):
 
 
 class NewPolicy(PolicyChanges):
-    """A policy that is to be. Its resource is such as GET:/orders, GET:/orders/{id}, POST:* or *."""
+    """A policy to create. `resource` is a pattern, such as GET:/orders, GET:/orders/{id}, POST:* or *."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -69,40 +69,40 @@ class NewPolicy(PolicyChanges):
 
 
 class PolicyQuery(ListQuery):
-    """Which policies are wanted."""
+    """The filters of the list of policies."""
 
     tenant_id: Filter | None = None
     resource: Filter | None = None
     plan_id: Filter | None = None
 
 
-@router.post("", status_code=201, responses=describe_response("PolicyWritten", status=201))
-async def create_policy(body: NewPolicy, session: WriteSession, creating: Idempotency) -> Response:
-    """Create a policy. Of several that match a resource, the most specific one applies."""
+@router.post("", status_code=201, responses=describe_response("PolicyWithWarnings", status=201))
+async def create_policy(body: NewPolicy, session: WriteSession, idempotency: Idempotency) -> Response:
+    """Create a policy. If several policies match a resource, the most specific one applies."""
     session.require_tenant(body.tenant_id)
 
-    async def make(edit: Edit) -> CreateResult:
+    async def create(edit: Edit) -> CreateResult:
         policy = await edit.create(Policy, body.given_fields())
         return CreateResult(policy, warnings=await plan_warnings(edit.connection, policy.tenant_id, policy.plan_id))
 
-    return await creating.run(make)
+    return await idempotency.run(create)
 
 
 @router.get("", responses=describe_page("Policy"))
-async def list_policies(asked: Annotated[PolicyQuery, Query()], session: ReadSession) -> Response:
+async def list_policies(query: Annotated[PolicyQuery, Query()], session: ReadSession) -> Response:
     """List policies by resource."""
-    return page_response(await session.page(Policy, **asked.arguments()))
+    return page_response(await session.list_page(Policy, query))
 
 
 @router.get("/{policy_id}", responses=describe_response("Policy"))
 async def get_policy(policy_id: PathId, session: ReadSession) -> Response:
-    """Show a policy."""
+    """Return a policy."""
     return entity_response(await session.get(Policy, policy_id))
 
 
-@router.patch("/{policy_id}", responses=describe_response("PolicyWritten"))
+@router.patch("/{policy_id}", responses=describe_response("PolicyWithWarnings"))
 async def change_policy(policy_id: PathId, body: PolicyChanges, session: WriteSession, version: IfMatch) -> Response:
-    """Change what is named of a policy."""
+    """Change the given fields of a policy."""
     async with session.edit() as edit:
         await session.find(edit, Policy, policy_id)
         policy = await edit.update(Policy, policy_id, body.given_fields(), version=version)

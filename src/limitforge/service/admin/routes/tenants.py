@@ -3,7 +3,7 @@
 from typing import Annotated, Any
 
 from fastapi import Query, Response
-from pydantic import ConfigDict, WithJsonSchema
+from pydantic import ConfigDict, StrictBool, WithJsonSchema
 
 from limitforge.catalog.database.catalog import Edit
 from limitforge.catalog.model import Tenant
@@ -18,7 +18,6 @@ from limitforge.service.admin.fields import (
     Name,
     PathId,
     RequestBody,
-    StrictBool,
     optional,
 )
 from limitforge.service.admin.idempotency import CreateResult, Idempotency
@@ -36,7 +35,7 @@ from limitforge.service.admin.session import ReadSession, WriteSession
 router = admin_router("/tenants", "tenants")
 
 PROTECTED_FIELDS = ("name", "lanes", "suspended")
-"""What a tenant's own token may not change of it: whoever is suspended can't lift that."""
+"""The fields that a token of the tenant itself may not change. A suspended tenant must not resume itself."""
 
 _LANE_COUNT: Any = {"type": "integer", "minimum": 1, "maximum": MAX_LANES}
 _LANE_MOVE: Any = {
@@ -52,11 +51,8 @@ Lanes = Annotated[
 ]
 
 
-Zone = Annotated[str, WithJsonSchema({"type": "string", "minLength": 1, "description": "IANA's name of it."})]
-
-
 class TenantChanges(RequestBody):
-    """What of a tenant changes."""
+    """The fields of a tenant to change. Absent fields stay as they are."""
 
     name: Name = optional()
     mode: Mode = optional()
@@ -71,7 +67,7 @@ class TenantChanges(RequestBody):
 
 
 class NewTenant(TenantChanges):
-    """A tenant that is to be."""
+    """A tenant to create."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"name": "acme", "time_zone": "Europe/Berlin"}]})
 
@@ -79,37 +75,37 @@ class NewTenant(TenantChanges):
 
 
 class TenantQuery(ListQuery):
-    """Which tenants are wanted."""
+    """The filters of the list of tenants."""
 
     name: Filter | None = None
 
 
 @router.post("", status_code=201, responses=describe_response("Tenant", status=201))
-async def create_tenant(body: NewTenant, session: WriteSession, creating: Idempotency) -> Response:
-    """Create a tenant. Its plans, policies and keys come later: it is allowed everything until then."""
+async def create_tenant(body: NewTenant, session: WriteSession, idempotency: Idempotency) -> Response:
+    """Create a tenant. All of its checks are allowed until it has a plan."""
     session.require_all_tenants("creating tenants")
 
-    async def make(edit: Edit) -> CreateResult:
+    async def create(edit: Edit) -> CreateResult:
         return CreateResult(await edit.create(Tenant, body.given_fields()))
 
-    return await creating.run(make)
+    return await idempotency.run(create)
 
 
 @router.get("", responses=describe_page("Tenant"))
-async def list_tenants(asked: Annotated[TenantQuery, Query()], session: ReadSession) -> Response:
+async def list_tenants(query: Annotated[TenantQuery, Query()], session: ReadSession) -> Response:
     """List tenants by name."""
-    return page_response(await session.page(Tenant, **asked.arguments()))
+    return page_response(await session.list_page(Tenant, query))
 
 
 @router.get("/{tenant_id}", responses=describe_response("Tenant"))
 async def get_tenant(tenant_id: PathId, session: ReadSession) -> Response:
-    """Show a tenant."""
+    """Return a tenant."""
     return entity_response(await session.get(Tenant, tenant_id))
 
 
 @router.patch("/{tenant_id}", responses=describe_response("Tenant"))
 async def change_tenant(tenant_id: PathId, body: TenantChanges, session: WriteSession, version: IfMatch) -> Response:
-    """Change what is named of a tenant. A tenant's own token may not rename, spread or suspend it."""
+    """Change the given fields of a tenant. A token of the tenant itself can't change its name, lanes or suspension."""
     async with session.edit() as edit:
         await session.find(edit, Tenant, tenant_id)
         for field in PROTECTED_FIELDS:
@@ -121,7 +117,7 @@ async def change_tenant(tenant_id: PathId, body: TenantChanges, session: WriteSe
 
 @router.delete("/{tenant_id}", status_code=204, responses=NO_CONTENT)
 async def delete_tenant(tenant_id: PathId, session: WriteSession, version: IfMatch) -> Response:
-    """Delete a tenant with all that is its own: plans, policies, keys, overrides and tokens."""
+    """Delete a tenant with its plans, policies, keys, overrides and tokens."""
     async with session.edit() as edit:
         await session.find(edit, Tenant, tenant_id)
         session.require_all_tenants("deleting tenants")

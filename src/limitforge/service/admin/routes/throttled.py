@@ -16,35 +16,33 @@ router = admin_router("/throttled", "throttled")
 
 
 class ThrottledQuery(BaseModel):
-    """Which subjects to list."""
+    """The filters of the list of throttled subjects."""
 
     model_config = ConfigDict(extra="forbid")
 
     tenant_id: Filter | None = None
-    subject: Annotated[Filter | None, Field(description="Only this subject: the server hashes it and looks it up.")] = (
-        None
-    )
-    limit: Annotated[int, Field(description="How many at most.", ge=1, le=MAX_PAGE_SIZE)] = 100
+    subject: Annotated[Filter | None, Field(description="Only this subject. The server compares its hash.")] = None
+    limit: Annotated[int, Field(description="The largest number of items to return.", ge=1, le=MAX_PAGE_SIZE)] = 100
 
 
-def _throttled(request: Request) -> ThrottledTracker:
-    throttled: ThrottledTracker = request.app.state.throttled
+def _throttled_subjects(request: Request) -> ThrottledTracker:
+    throttled: ThrottledTracker = request.app.state.throttled_subjects
     return throttled
 
 
-@router.get("", responses=describe_page("Hitter"))
+@router.get("", responses=describe_page("ThrottledSubject"))
 async def list_throttled(
-    asked: Annotated[ThrottledQuery, Query()],
+    query: Annotated[ThrottledQuery, Query()],
     session: ReadSession,
-    throttled: Annotated[ThrottledTracker, Depends(_throttled)],
+    throttled: Annotated[ThrottledTracker, Depends(_throttled_subjects)],
 ) -> Response:
-    """List the subjects that were denied most in the last one to two minutes, the most denied first. Denials of all
-    workers of this node are added; those of other workers are at most about a second old. Each tenant has a fair share
-    of the list. Counts may be too low for a tenant with thousands of denied subjects, never too high.
+    """List the subjects with the most denials in the last one to two minutes, the highest count first. The counts of
+    all workers of this node are added, with a delay of about a second. Each tenant has a fair share of the list. For a
+    tenant with thousands of denied subjects, counts may be too low, but never too high.
 
     `subject_hash` is an HMAC of the tenant and the subject under the newest pepper. Equal subjects of two tenants have
-    different hashes. Give `subject` to find one that you know.
+    different hashes. Use the filter `subject` to find a subject that you know.
     """
-    mine = session.restrict_filters({"tenant_id": asked.tenant_id, "subject": asked.subject})
-    found = [] if mine is None else await throttled.top(asked.limit, session.catalog.clock.now_us(), **mine)
+    filters = session.restrict_filters({"tenant_id": query.tenant_id, "subject": query.subject})
+    found = [] if filters is None else await throttled.top(query.limit, session.catalog.clock.now_us(), **filters)
     return json_response({"items": found, "cursor": None})

@@ -1,4 +1,4 @@
-"""`/v1/admin/tokens`: who may administer."""
+"""`/v1/admin/tokens`: the tokens for the admin API."""
 
 from datetime import datetime
 from typing import Annotated
@@ -37,7 +37,7 @@ router = admin_router("/tokens", "tokens")
 
 
 class TokenChanges(RequestBody):
-    """What of a token changes."""
+    """The fields of a token to change. Absent fields stay as they are."""
 
     name: Name = optional()
     scopes: Annotated[list[TokenScope], unique_list_of(TokenScope)] = optional()
@@ -45,8 +45,8 @@ class TokenChanges(RequestBody):
 
 
 class NewToken(TokenChanges):
-    """A token that is to be: of one tenant, or of all if none is named. Without scopes it may read. Without an expiry
-    it never ends, which only a token that never ends can grant.
+    """A token to create. Without a `tenant_id` it is for all tenants. Without scopes it may only read. Without
+    `expires_at` it never expires; only a token that never expires can create such a token.
     """
 
     model_config = ConfigDict(
@@ -58,48 +58,48 @@ class NewToken(TokenChanges):
 
 
 class TokenQuery(ListQuery):
-    """Which tokens are wanted."""
+    """The filters of the list of tokens."""
 
     tenant_id: Filter | None = None
     name: Filter | None = None
 
 
 @router.post(
-    "", status_code=201, responses=describe_response("NewTokenAnswer", status=201, description="With its secret.")
+    "", status_code=201, responses=describe_response("TokenWithSecret", status=201, description="With its secret.")
 )
-async def create_token(body: NewToken, session: WriteSession, creating: Idempotency) -> Response:
-    """Create a token. `token` in the answer is the secret, this once. It gets no scope that the calling token lacks,
-    and ends no later: a token that expires has to state `expires_at`.
+async def create_token(body: NewToken, session: WriteSession, idempotency: Idempotency) -> Response:
+    """Create a token. Only this response contains the secret, as `token`. The new token can't have a scope that the
+    calling token lacks, and can't expire later: a token that expires must send `expires_at`.
     """
     if body.tenant_id is None:
-        session.require_all_tenants("tokens of all tenants")
+        session.require_all_tenants("tokens for all tenants")
     else:
         session.require_tenant(body.tenant_id)
 
-    async def make(edit: Edit) -> CreateResult:
+    async def create(edit: Edit) -> CreateResult:
         token, credential = await edit.create_token(body.given_fields())
         _refuse_escalation(session.token, None, token)
         return CreateResult(token, secrets={"token": credential.text})
 
-    return await creating.run(make)
+    return await idempotency.run(create)
 
 
 @router.get("", responses=describe_page("Token"))
-async def list_tokens(asked: Annotated[TokenQuery, Query()], session: ReadSession) -> Response:
+async def list_tokens(query: Annotated[TokenQuery, Query()], session: ReadSession) -> Response:
     """List tokens by name."""
-    return page_response(await session.page(Token, **asked.arguments()))
+    return page_response(await session.list_page(Token, query))
 
 
 @router.get("/{token_id}", responses=describe_response("Token"))
 async def get_token(token_id: PathId, session: ReadSession) -> Response:
-    """Show what is known of a token. The token itself can't be shown again."""
+    """Return a token without its secret."""
     return entity_response(await session.get(Token, token_id))
 
 
 @router.patch("/{token_id}", responses=describe_response("Token"))
 async def change_token(token_id: PathId, body: TokenChanges, session: WriteSession, version: IfMatch) -> Response:
-    """Change what is named of a token. Scopes that the calling token lacks can't be added, and nothing can be granted
-    or extended beyond its own expiry.
+    """Change the given fields of a token. A caller can't add scopes that its own token lacks, nor grant or extend
+    anything beyond the expiry of its own token.
     """
     async with session.edit() as edit:
         before = await session.find(edit, Token, token_id)
@@ -110,7 +110,7 @@ async def change_token(token_id: PathId, body: TokenChanges, session: WriteSessi
 
 @router.delete("/{token_id}", status_code=204, responses=NO_CONTENT)
 async def delete_token(token_id: PathId, session: WriteSession, version: IfMatch) -> Response:
-    """Delete a token: it is refused from now on."""
+    """Delete a token. It is refused at once."""
     async with session.edit() as edit:
         await session.find(edit, Token, token_id)
         await edit.delete(Token, token_id, version=version)
@@ -118,8 +118,9 @@ async def delete_token(token_id: PathId, session: WriteSession, version: IfMatch
 
 
 def _refuse_escalation(granter: Token, before: Token | None, after: Token) -> None:
-    """Refuse a change by which a token gets a right that the granter lacks, or has for a shorter time. Raising rolls
-    the edit back.
+    """Refuse a change that gives a token a scope that the granter lacks, or that outlives the granter.
+
+    `before` is None for a new token. The exception rolls the edit back.
     """
     is_extended = before is not None and _expires_later(after.expires_at, before.expires_at)
     granted = set(after.scopes).difference(() if before is None or is_extended else before.scopes)
@@ -133,5 +134,5 @@ def _refuse_escalation(granter: Token, before: Token | None, after: Token) -> No
 
 
 def _expires_later(at: datetime | None, than: datetime | None) -> bool:
-    """Compare two expiries; None is never."""
+    """Compare two times of expiry. None means never."""
     return than is not None and (at is None or at > than)

@@ -1,4 +1,4 @@
-"""What the reference says of the things that are asked for and answered: as the catalog's own types are written."""
+"""The OpenAPI schemas of the admin API's requests and responses, derived from the types of the catalog."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -89,81 +89,81 @@ ENTITY_EXAMPLES: Mapping[type[Entity], dict[str, Any]] = {
 
 
 def admin_schemas() -> dict[str, Any]:
-    """All that answers are made of, and the limits of plans and overrides."""
+    """Return the schemas of entities, of other responses, and of the limits of plans and overrides."""
     entities = _entity_schemas()
     return _limit_schemas() | entities | _response_schemas(entities)
 
 
 def _limit_schemas() -> dict[str, Any]:
-    """The limits of plans and overrides, as files describe them too."""
-    known = file_schema()["$defs"]
-    limits = {name: each for name, each in known.items() if name.startswith("limit.")}
+    """Return the schemas of limits, which are those of configuration files."""
+    definitions = file_schema()["$defs"]
+    limits = {name: schema for name, schema in definitions.items() if name.startswith("limit.")}
     return limits | {
-        "plan.limits": known["plan"]["oneOf"][0]["properties"]["limits"],
-        "plan.flat": {"anyOf": [_flat_plan(each) for each in limits.values()]},
-        "override.limits": known["override"]["properties"]["limits"],
+        "plan.limits": definitions["plan"]["oneOf"][0]["properties"]["limits"],
+        "plan.flat": {"anyOf": [_flat_plan(schema) for schema in limits.values()]},
+        "override.limits": definitions["override"]["properties"]["limits"],
     }
 
 
 def _flat_plan(limit: Mapping[str, Any]) -> dict[str, Any]:
-    """A limit as the only one of a plan, which has the plan's name."""
-    needed = [name for name in limit["required"] if name != "name"]
-    own = {"tenant_id": TEXT, "name": TEXT}
-    return {**limit, "properties": {**limit["properties"], **own}, "required": needed}
+    """Return the schema of a plan with a single limit, which has the name of the plan."""
+    required = [name for name in limit["required"] if name != "name"]
+    plan_fields = {"tenant_id": TEXT, "name": TEXT}
+    return {**limit, "properties": {**limit["properties"], **plan_fields}, "required": required}
 
 
 def _entity_schemas() -> dict[str, Any]:
     kinds = [*ENTITY_EXAMPLES, AuditEntry, UsageRow, ThrottledSubject]
-    _, found = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
-    for schema in found.values():
+    _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    for schema in schemas.values():
         schema.pop("title", None)
         if "description" in schema:
             schema["description"] = " ".join(schema["description"].split())
-        if "properties" in schema and "Lanes" not in schema.get("title", ""):
+        if "properties" in schema:
             _require_all_fields(schema)
     for kind, example in ENTITY_EXAMPLES.items():
-        found[kind.__name__]["examples"] = [example]
-    found["Secret"] = {
+        schemas[kind.__name__]["examples"] = [example]
+    schemas["SecretHash"] = {  # responses never contain the hash itself
         "type": "object",
-        "description": "That there is a secret, made under which version of the pepper, and until when it is good.",
+        "description": "A secret of a key or token: the version of the pepper that it was hashed with, and its expiry.",
         "properties": {"pepper": NUMBER, "expires_at": {"anyOf": [TIME, {"type": "null"}]}},
         "required": ["pepper", "expires_at"],
     }
-    found["Plan"]["properties"]["limits"] = {"type": "array", "items": {"type": "object"}, "minItems": 0}
-    return found
+    schemas["Plan"]["properties"]["limits"] = {"type": "array", "items": {"type": "object"}, "minItems": 0}
+    return schemas
 
 
 def _require_all_fields(schema: dict[str, Any]) -> None:
-    """Answers have every field, whatever its default is."""
+    """Mark all fields as required: a response contains fields with their default too."""
     for name, field in schema["properties"].items():
         field.pop("default", None)
         if name.endswith("_at") or name in ("at", "hour"):
-            for each in field.get("anyOf", (field,)):
-                if each.get("type") == "string":
-                    each["format"] = "date-time"
+            for option in field.get("anyOf", (field,)):
+                if option.get("type") == "string":
+                    option["format"] = "date-time"
     schema["required"] = list(schema["properties"])
 
 
 def _response_schemas(entities: Mapping[str, Any]) -> dict[str, Any]:
-    secret = {"type": ["string", "null"], "description": "The secret; null when the answer is repeated."}
-    notice = {"type": "string", "description": "Why there is no secret."}
+    secret = {"type": ["string", "null"], "description": "The secret; null in a replayed response."}
+    notice = {"type": "string", "description": "Why the secret is null."}
     warnings = {
         "type": "array",
         "items": TEXT,
-        "description": "What may not do what it looks like, such as limits of one name that count apart. Absent where "
-        "there is nothing to say.",
+        "description": "Likely mistakes, such as two limits of one name that count separately. Absent if there are "
+        "none.",
     }
     return {
-        "PlanWritten": _extended(entities["Plan"], {}, {"warnings": warnings}),
-        "PolicyWritten": _extended(entities["Policy"], {}, {"warnings": warnings}),
-        "NewKeyAnswer": _extended(entities["Key"], {"key": secret, "key_hash": TEXT_OR_NULL}, {"notice": notice}),
-        "NewTokenAnswer": _extended(entities["Token"], {"token": secret}, {"notice": notice}),
+        "PlanWithWarnings": _extended(entities["Plan"], {}, {"warnings": warnings}),
+        "PolicyWithWarnings": _extended(entities["Policy"], {}, {"warnings": warnings}),
+        "KeyWithSecret": _extended(entities["Key"], {"key": secret, "key_hash": TEXT_OR_NULL}, {"notice": notice}),
+        "TokenWithSecret": _extended(entities["Token"], {"token": secret}, {"notice": notice}),
         "PlanVersion": _object_schema(
             plan_id=TEXT, version=NUMBER, limits={"type": "array"}, created_at=TIME, created_by=TEXT
         ),
         "Operator": _object_schema(plan_id=TEXT_OR_NULL, mode=MODES, time_zone=TEXT, version=NUMBER, updated_at=TIME),
-        "ModeAnswer": _object_schema(mode=MODES, tenant_id=TEXT_OR_NULL, version=NUMBER),
-        "ResetAnswer": _object_schema(
+        "ModeState": _object_schema(mode=MODES, tenant_id=TEXT_OR_NULL, version=NUMBER),
+        "ResetResult": _object_schema(
             tenant_id=TEXT, resource=TEXT, subject=TEXT, forgotten={"type": "array", "items": TEXT}
         ),
         "Problem": {
@@ -176,9 +176,12 @@ def _response_schemas(entities: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _extended(schema: Mapping[str, Any], required: Mapping[str, Any], optional: Mapping[str, Any]) -> dict[str, Any]:
-    more: dict[str, Any] = {"properties": {**schema["properties"], **required, **optional}}
-    more["required"] = [*schema["required"], *required]
-    return {name: each for name, each in schema.items() if name != "examples"} | more
+    """Return an object schema with more properties, and without its examples, which lack them."""
+    return {
+        **{name: value for name, value in schema.items() if name != "examples"},
+        "properties": {**schema["properties"], **required, **optional},
+        "required": [*schema["required"], *required],
+    }
 
 
 def _object_schema(**properties: Any) -> dict[str, Any]:
