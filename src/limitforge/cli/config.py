@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from limitforge.catalog.config.apply import apply_document as apply_document
+from limitforge.catalog.config.apply import apply_document
 from limitforge.catalog.config.apply import preview_document
 from limitforge.catalog.config.diff import Change, changes_to_json, count_changes, format_changes
 from limitforge.catalog.config.document import dump_document, parse_document
-from limitforge.catalog.config.export import export_document as export_document
+from limitforge.catalog.config.export import export_document
 from limitforge.catalog.config.json_schema import json_schema as file_schema
 from limitforge.catalog.config.plan_warnings import document_warnings
 from limitforge.catalog.config.specs import ConfigDocument, spec_to_dict

@@ -39,7 +39,7 @@ def test_the_same_key_and_body_create_one_thing_and_answer_alike(admin: AdminCli
         else:
             assert first.json()[secret]
             assert again.json()[secret] is None
-            assert "first answer" in again.json()["notice"]
+            assert "first response" in again.json()["notice"]
             assert again.json()["id"] == first.json()["id"]
             assert first.json()[secret] not in again.text
         assert len(list(admin.list_all("/audit", entity_id=first.json()["id"]))) == 1, path

@@ -13,7 +13,8 @@ import pytest
 from fastapi.routing import iter_route_contexts
 from jsonschema import Draft202012Validator
 
-from limitforge.catalog.model import Key, Override, Plan, Policy, Tenant, Token
+from limitforge.catalog.fields import immutable_fields, settable_fields
+from limitforge.catalog.model import Entity, Key, Override, Plan, Policy, Tenant, Token
 from limitforge.service.admin import authentication
 from limitforge.service.admin.openapi.document import REQUEST_PROBLEM_STATUSES
 from limitforge.service.http.asgi import AsgiRouter
@@ -128,6 +129,39 @@ def test_answers_are_as_they_are_described(document: dict[str, Any], account: Te
         for item in items:
             validate(document, schema, item)
             assert item.keys() == schema["properties"].keys(), path
+
+
+BODIES = (
+    (Tenant, "NewTenant", "TenantChanges"),
+    (Plan, "NewPlan", "PlanChanges"),
+    (Policy, "NewPolicy", "PolicyChanges"),
+    (Key, "NewKey", "KeyChanges"),
+    (Override, "NewOverride", "OverrideChanges"),
+    (Token, "NewToken", "TokenChanges"),
+)
+
+
+@pytest.mark.parametrize(("entity", "new", "changes"), BODIES, ids=lambda each: getattr(each, "__name__", each))
+def test_bodies_have_the_fields_of_their_entity_with_descriptions(
+    document: dict[str, Any], entity: type[Entity], new: str, changes: str
+) -> None:
+    settable = set(settable_fields(entity))
+    for name, fields in ((new, settable), (changes, settable - set(immutable_fields(entity)))):
+        schema = document["components"]["schemas"][name]
+        properties = schema["properties"] | {
+            field: described
+            for option in schema.get("anyOf", ())
+            for field, described in option.get("properties", {}).items()
+        }
+        assert properties.keys() - {"ttl_seconds"} == fields
+        for field in fields:
+            assert "description" in properties[field], field
+
+
+@pytest.mark.parametrize("name", ["Check", "Reserve", "Settle", "Lease", "Decision", "Denial", "LimitState"])
+def test_every_field_of_a_check_and_a_decision_is_described(document: dict[str, Any], name: str) -> None:
+    for field, described in document["components"]["schemas"][name]["properties"].items():
+        assert described["description"], field
 
 
 def validate(document: dict[str, Any], schema: dict[str, Any], value: Any) -> None:

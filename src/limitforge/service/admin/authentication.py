@@ -110,7 +110,7 @@ class TokenAuthenticator:
             raise Forbidden("this tenant is suspended")
 
     async def _enforce_rate_limit(self, token: Token) -> None:
-        """Refuse a token that exceeds its rate limit. Fails open, because an outage of the store needs administration."""
+        """Refuse a token that exceeds its rate limit. Fail open: administrators are needed while the store is down."""
         decision = await self._limiter.check(
             ADMIN_RESOURCE, token.id, limits=self._rate_limits, tenant=ADMIN_TENANT, failure=Failure.OPEN
         )

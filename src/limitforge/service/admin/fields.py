@@ -5,15 +5,24 @@ They reject wrong types and unknown fields. Other rules are left to the catalog,
 
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from fastapi import Depends, Header, Path
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, WithJsonSchema
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    StringConstraints,
+    WithJsonSchema,
+)
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from limitforge.catalog.database.queries import MAX_PAGE_SIZE
-from limitforge.catalog.model import NAME_PATTERN
+from limitforge.catalog.fields import field_docs
+from limitforge.catalog.model import Entity
 from limitforge.core.keys import MAX_KEY_PART_BYTES
 from limitforge.errors import InvalidInput, VersionConflict
 
@@ -27,25 +36,16 @@ def optional() -> Any:
     return Field(default_factory=lambda: None)
 
 
-def documented(description: str, **schema: Any) -> Any:
-    """Describe a field in OpenAPI without validating it: the catalog does that, with better messages."""
-    return Field(description=description, json_schema_extra=schema or None)
-
-
 Id = Annotated[str, StringConstraints(pattern=ID_PATTERN)]
 PathId = Annotated[str, Path(pattern=ID_PATTERN, description="Its id.")]
-Name = Annotated[str, documented("1 to 64 letters, digits or -_./ characters.", pattern=f"^{NAME_PATTERN.pattern}$")]
-KeyPart = Annotated[str, documented("1 to 512 bytes of UTF-8.", minLength=1, maxLength=MAX_KEY_PART_BYTES)]
-"""A resource or a subject: both become part of a Redis key."""
 FailureBehaviour = Literal["open", "closed", "local"]
 Filter = Annotated[str, StringConstraints(max_length=MAX_KEY_PART_BYTES, pattern=r"^[^\x00]*$")]
 """A value that a list is filtered by. It must match exactly."""
 
 
-def unique_list_of(kind: type[StrEnum]) -> Any:
-    """Describe a list with one or more values of an enum, each at most once."""
-    schema = {"type": "array", "items": {"enum": list(kind)}, "minItems": 1, "uniqueItems": True}
-    return WithJsonSchema(schema)
+def list_of(kind: type[StrEnum]) -> Any:
+    """Describe a list of values of an enum."""
+    return WithJsonSchema({"type": "array", "items": {"enum": list(kind)}})
 
 
 def _parse_timestamp(value: object) -> datetime:
@@ -75,6 +75,25 @@ class RequestBody(BaseModel):
     def given_fields(self) -> dict[str, Any]:
         """Return the fields that the request contains, without the defaults of the others."""
         return self.model_dump(exclude_unset=True)
+
+
+class EntityBody(RequestBody):
+    """The base of bodies that create or change an entity.
+
+    A subclass declares the names and types of fields. OpenAPI takes their descriptions and constraints from the entity,
+    which also validates them.
+    """
+
+    entity: ClassVar[type[Entity]]
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        schema = handler(core_schema)
+        docs = field_docs(cls.entity)
+        for name, field in handler.resolve_ref_schema(schema).get("properties", {}).items():
+            if name in docs:
+                field.update({**docs[name].schema, "description": docs[name].description})
+        return schema
 
 
 class ListQuery(BaseModel):

@@ -84,16 +84,16 @@ class PipelinedRequest:
     """One check of a connection, until it is answered and everything before it is."""
 
     __slots__ = (
-        "response",
-        "status_counts",
+        "awaits_lookup",
         "body",
         "close",
-        "is_rejected",
-        "awaits_lookup",
-        "max_body",
-        "size",
-        "submit",
         "credentials",
+        "is_rejected",
+        "max_body",
+        "response",
+        "size",
+        "status_counts",
+        "submit",
     )
 
     def __init__(self, answers: dict[int, int], submit: Submit, limit: int, who: Credentials) -> None:

@@ -7,7 +7,7 @@ import msgspec
 
 from limitforge.catalog.config.json_schema import json_schema as file_schema
 from limitforge.catalog.database.queries import UsageRow
-from limitforge.catalog.model import AuditEntry, Entity, Key, Override, Plan, Policy, Tenant, Token
+from limitforge.catalog.model import ENTITY_TYPES, AuditEntry, example_entity
 from limitforge.service.counters.throttled import ThrottledSubject
 
 TEXT: Any = {"type": "string"}
@@ -15,77 +15,6 @@ TEXT_OR_NULL: Any = {"type": ["string", "null"]}
 NUMBER: Any = {"type": "integer"}
 TIME: Any = {"type": "string", "format": "date-time"}
 MODES: Any = {"enum": ["off", "monitor", "on"]}
-
-_COMMON_FIELDS = {"id": None, "version": 3, "created_at": "2026-01-01T00:00:00Z", "updated_at": "2026-02-01T00:00:00Z"}
-_TENANT, _PLAN = "ten_1a2b3c4d5e6f7g8h", "pla_1a2b3c4d5e6f7g8h"
-ENTITY_EXAMPLES: Mapping[type[Entity], dict[str, Any]] = {
-    Tenant: {
-        **_COMMON_FIELDS,
-        "id": _TENANT,
-        "name": "acme",
-        "mode": "on",
-        "time_zone": "Europe/Berlin",
-        "failure": None,
-        "priority": None,
-        "default_plan_id": _PLAN,
-        "lanes": 1,
-        "suspended": False,
-        "revision": 42,
-    },
-    Plan: {
-        **_COMMON_FIELDS,
-        "id": _PLAN,
-        "tenant_id": _TENANT,
-        "name": "free",
-        "limits": [{"name": "burst", "algorithm": "token_bucket", "bucket_capacity": 10, "refill_rate_per_sec": 2}],
-    },
-    Policy: {
-        **_COMMON_FIELDS,
-        "id": "pol_1a2b3c4d5e6f7g8h",
-        "tenant_id": _TENANT,
-        "resource": "GET:/orders/{id}",
-        "plan_id": _PLAN,
-        "mode": "monitor",
-        "failure": "closed",
-        "priority": None,
-        "shadow_plan_id": None,
-    },
-    Key: {
-        **_COMMON_FIELDS,
-        "id": "key_1a2b3c4d5e6f7g8h",
-        "tenant_id": _TENANT,
-        "name": "web",
-        "type": "live",
-        "plan_id": None,
-        "scopes": ["check", "usage", "plans"],
-        "expires_at": None,
-        "metadata": {"team": "checkout"},
-        "disabled": False,
-        "last_used_at": "2026-02-01T08:00:00Z",
-        "secrets": [{"pepper": 1, "expires_at": None}],
-    },
-    Override: {
-        **_COMMON_FIELDS,
-        "id": "ovr_1a2b3c4d5e6f7g8h",
-        "tenant_id": _TENANT,
-        "resource": "*",
-        "subject": "user:42",
-        "limits": {"burst": {"limit": 500}},
-        "expires_at": "2026-02-02T00:00:00Z",
-        "reason": "launch day",
-        "set_by": "token:tok_1a2b3c4d5e6f7g8h",
-    },
-    Token: {
-        **_COMMON_FIELDS,
-        "id": "tok_1a2b3c4d5e6f7g8h",
-        "name": "deploy",
-        "scopes": ["read", "write"],
-        "tenant_id": None,
-        "expires_at": None,
-        "last_used_at": None,
-        "secrets": [{"pepper": 1, "expires_at": None}],
-    },
-}
 
 
 def admin_schemas() -> dict[str, Any]:
@@ -113,7 +42,7 @@ def _flat_plan(limit: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _entity_schemas() -> dict[str, Any]:
-    kinds = [*ENTITY_EXAMPLES, AuditEntry, UsageRow, ThrottledSubject]
+    kinds = [*ENTITY_TYPES.values(), AuditEntry, UsageRow, ThrottledSubject]
     _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     for schema in schemas.values():
         schema.pop("title", None)
@@ -121,15 +50,14 @@ def _entity_schemas() -> dict[str, Any]:
             schema["description"] = " ".join(schema["description"].split())
         if "properties" in schema:
             _require_all_fields(schema)
-    for kind, example in ENTITY_EXAMPLES.items():
-        schemas[kind.__name__]["examples"] = [example]
+    for entity in ENTITY_TYPES.values():
+        schemas[entity.__name__]["examples"] = [example_entity(entity)]
     schemas["SecretHash"] = {  # responses never contain the hash itself
         "type": "object",
         "description": "A secret of a key or token: the version of the pepper that it was hashed with, and its expiry.",
         "properties": {"pepper": NUMBER, "expires_at": {"anyOf": [TIME, {"type": "null"}]}},
         "required": ["pepper", "expires_at"],
     }
-    schemas["Plan"]["properties"]["limits"] = {"type": "array", "items": {"type": "object"}, "minItems": 0}
     return schemas
 
 

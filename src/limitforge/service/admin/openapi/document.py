@@ -222,10 +222,10 @@ def _without_titles(value: Any) -> Any:
 def _with_local_refs(value: Any) -> Any:
     """Point all references at `#/components/schemas` of this document."""
     if isinstance(value, dict):
-        if SCHEMA_REF_KEY in value:
-            return {"$ref": f"#/components/schemas/{value[SCHEMA_REF_KEY]}"}
         members = {name: _with_local_refs(member) for name, member in value.items()}
-        if isinstance(members.get("$ref"), str):
+        if SCHEMA_REF_KEY in members:
+            members["$ref"] = f"#/components/schemas/{members.pop(SCHEMA_REF_KEY)}"
+        elif isinstance(members.get("$ref"), str):
             members["$ref"] = members["$ref"].replace("#/$defs/", "#/components/schemas/")
         return members
     return [_with_local_refs(item) for item in value] if isinstance(value, list) else value

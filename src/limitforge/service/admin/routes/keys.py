@@ -9,16 +9,16 @@ from limitforge.catalog.credentials import Credential
 from limitforge.catalog.database.catalog import Edit
 from limitforge.catalog.model import Key, KeyScope, KeyType
 from limitforge.service.admin.fields import (
+    EntityBody,
     Filter,
     Id,
     IfMatch,
     ListQuery,
-    Name,
     PathId,
     RequestBody,
     Timestamp,
+    list_of,
     optional,
-    unique_list_of,
 )
 from limitforge.service.admin.idempotency import CreateResult, Idempotency
 from limitforge.service.admin.responses import (
@@ -35,12 +35,14 @@ from limitforge.service.admin.session import ReadSession, WriteSession
 router = admin_router("/keys", "keys")
 
 
-class KeyChanges(RequestBody):
+class KeyChanges(EntityBody):
     """The fields of a key to change. Absent fields stay as they are."""
 
-    name: Name = optional()
+    entity = Key
+
+    name: str = optional()
     plan_id: Id | None = optional()
-    scopes: Annotated[list[KeyScope], unique_list_of(KeyScope)] = optional()
+    scopes: Annotated[list[KeyScope], list_of(KeyScope)] = optional()
     expires_at: Timestamp | None = optional()
     metadata: dict[str, Any] = optional()
 
@@ -57,7 +59,7 @@ class NewKey(KeyChanges):
     )
 
     tenant_id: Id
-    name: Name
+    name: str
     type: KeyType = optional()
 
 

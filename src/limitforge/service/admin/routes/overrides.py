@@ -9,17 +9,7 @@ from limitforge.catalog.database.catalog import Edit
 from limitforge.catalog.fields import settable_fields
 from limitforge.catalog.model import Override
 from limitforge.core.exact import TEN_YEARS_US
-from limitforge.service.admin.fields import (
-    Filter,
-    Id,
-    IfMatch,
-    KeyPart,
-    ListQuery,
-    PathId,
-    RequestBody,
-    Timestamp,
-    optional,
-)
+from limitforge.service.admin.fields import EntityBody, Filter, Id, IfMatch, ListQuery, PathId, Timestamp, optional
 from limitforge.service.admin.idempotency import CreateResult, Idempotency
 from limitforge.service.admin.responses import (
     NO_CONTENT,
@@ -47,16 +37,17 @@ TtlSeconds = Annotated[
         }
     ),
 ]
-Reason = Annotated[str, WithJsonSchema({"type": "string", "maxLength": 512})]
 
 
-class OverrideChanges(RequestBody):
+class OverrideChanges(EntityBody):
     """The fields of an override to change. Absent fields stay as they are."""
+
+    entity = Override
 
     limits: OverrideLimits = optional()
     ttl_seconds: TtlSeconds = optional()
     expires_at: Timestamp = optional()
-    reason: Reason = optional()
+    reason: str = optional()
 
 
 class NewOverride(OverrideChanges):
@@ -78,8 +69,8 @@ class NewOverride(OverrideChanges):
     )
 
     tenant_id: Id
-    resource: KeyPart = optional()
-    subject: KeyPart
+    resource: str = optional()
+    subject: str
     limits: OverrideLimits
 
 

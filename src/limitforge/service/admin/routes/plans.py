@@ -7,19 +7,11 @@ from pydantic import ConfigDict, StrictInt
 
 from limitforge.catalog.config.plan_warnings import plan_warnings
 from limitforge.catalog.database.catalog import Edit
+from limitforge.catalog.fields import field_docs
 from limitforge.catalog.model import Plan
 from limitforge.catalog.plan_limits import parse_plan_limits
 from limitforge.errors import InvalidInput
-from limitforge.service.admin.fields import (
-    Filter,
-    Id,
-    IfMatch,
-    ListQuery,
-    Name,
-    PathId,
-    RequestBody,
-    optional,
-)
+from limitforge.service.admin.fields import EntityBody, Filter, Id, IfMatch, ListQuery, PathId, RequestBody, optional
 from limitforge.service.admin.idempotency import CreateResult, Idempotency
 from limitforge.service.admin.responses import (
     NO_CONTENT,
@@ -56,7 +48,7 @@ def _describe_shapes(*required: str) -> Any:
 
     def describe(schema: dict[str, Any]) -> None:
         common = {name: schema["properties"][name] for name in ("tenant_id", "name") if name in schema["properties"]}
-        limits = {"limits": schema_ref("plan.limits")}
+        limits = {"limits": {**schema_ref("plan.limits"), "description": field_docs(Plan)["limits"].description}}
         required_with_limits = [*required, "limits"] if required else []
         schema.pop("additionalProperties", None)
         schema["properties"] = common
@@ -69,25 +61,27 @@ def _describe_shapes(*required: str) -> Any:
     return describe
 
 
-class NewPlan(RequestBody):
+class NewPlan(EntityBody):
     """A plan to create: with `limits` (a list or text), or with the fields of a single limit."""
 
     model_config = ConfigDict(extra="allow", json_schema_extra=_describe_shapes("tenant_id", "name"))
+    entity = Plan
 
     tenant_id: Id
-    name: Name
+    name: str
     limits: Any = optional()
 
     def fields(self) -> dict[str, Any]:
         return _recognised_fields(self)
 
 
-class PlanChanges(RequestBody):
+class PlanChanges(EntityBody):
     """The fields of a plan to change: its name, all of its limits, or all fields of its single limit."""
 
     model_config = ConfigDict(extra="allow", json_schema_extra=_describe_shapes())
+    entity = Plan
 
-    name: Name = optional()
+    name: str = optional()
     limits: Any = optional()
 
     def fields(self, plan: Plan) -> dict[str, Any]:

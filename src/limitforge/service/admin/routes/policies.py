@@ -10,14 +10,13 @@ from limitforge.catalog.database.catalog import Edit
 from limitforge.catalog.model import Policy
 from limitforge.core.limits import Mode, Priority
 from limitforge.service.admin.fields import (
+    EntityBody,
     FailureBehaviour,
     Filter,
     Id,
     IfMatch,
-    KeyPart,
     ListQuery,
     PathId,
-    RequestBody,
     optional,
 )
 from limitforge.service.admin.idempotency import CreateResult, Idempotency
@@ -36,10 +35,12 @@ from limitforge.service.admin.session import ReadSession, WriteSession
 router = admin_router("/policies", "policies")
 
 
-class PolicyChanges(RequestBody):
+class PolicyChanges(EntityBody):
     """The fields of a policy to change. Absent fields stay as they are."""
 
-    resource: KeyPart = optional()
+    entity = Policy
+
+    resource: str = optional()
     plan_id: Id = optional()
     mode: Mode = optional()
     failure: FailureBehaviour | None = optional()
@@ -64,7 +65,7 @@ class NewPolicy(PolicyChanges):
     )
 
     tenant_id: Id
-    resource: KeyPart
+    resource: str
     plan_id: Id
 
 

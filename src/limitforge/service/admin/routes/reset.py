@@ -12,12 +12,12 @@ from limitforge.catalog.model import OPERATOR, to_datetime
 from limitforge.catalog.snapshot import Snapshot
 from limitforge.core.exact import short_repr
 from limitforge.core.join import PlanPart, join_limits
-from limitforge.core.keys import Layer
+from limitforge.core.keys import MAX_KEY_PART_BYTES, Layer
 from limitforge.core.limits import Limit, Scope
 from limitforge.core.plan import MAX_LIMITS, Limits
 from limitforge.errors import InvalidInput, NotFound, UnknownKey
 from limitforge.limiter import Limiter
-from limitforge.service.admin.fields import Id, KeyPart, RequestBody
+from limitforge.service.admin.fields import Id, RequestBody
 from limitforge.service.admin.responses import describe_response, json_response
 from limitforge.service.admin.routing import admin_router
 from limitforge.service.admin.session import AdminSession, WriteSession
@@ -27,6 +27,9 @@ router = admin_router("/reset", "reset")
 SUBJECT_SCOPES = (Scope.SUBJECT, Scope.CALLER)
 """The scopes whose buckets belong to a single subject."""
 EXAMPLE: Any = {"tenant_id": "ten_1a2b3c4d5e6f7g8h", "resource": "GET:/orders", "subject": "user:42"}
+
+
+KeyPart = Annotated[str, Field(json_schema_extra={"minLength": 1, "maxLength": MAX_KEY_PART_BYTES})]
 
 
 class Reset(RequestBody):

@@ -10,14 +10,13 @@ from limitforge.catalog.model import Tenant
 from limitforge.core.lanes import MAX_LANES
 from limitforge.core.limits import Mode, Priority
 from limitforge.service.admin.fields import (
+    EntityBody,
     FailureBehaviour,
     Filter,
     Id,
     IfMatch,
     ListQuery,
-    Name,
     PathId,
-    RequestBody,
     optional,
 )
 from limitforge.service.admin.idempotency import CreateResult, Idempotency
@@ -43,22 +42,17 @@ _LANE_MOVE: Any = {
     "properties": {"count": _LANE_COUNT, "then": _LANE_COUNT, "at": {"type": "number"}},
     "additionalProperties": False,
 }
-Lanes = Annotated[
-    Any,
-    WithJsonSchema(
-        {"anyOf": [_LANE_COUNT, _LANE_MOVE], "description": "Over how many lanes of a Cluster its keys are spread."}
-    ),
-]
+Lanes = Annotated[Any, WithJsonSchema({"anyOf": [_LANE_COUNT, _LANE_MOVE]})]
 
 
-class TenantChanges(RequestBody):
+class TenantChanges(EntityBody):
     """The fields of a tenant to change. Absent fields stay as they are."""
 
-    name: Name = optional()
+    entity = Tenant
+
+    name: str = optional()
     mode: Mode = optional()
-    time_zone: Annotated[str, WithJsonSchema({"type": "string", "minLength": 1, "description": "IANA's name."})] = (
-        optional()
-    )
+    time_zone: str = optional()
     failure: FailureBehaviour | None = optional()
     priority: Priority | None = optional()
     default_plan_id: Id | None = optional()
@@ -71,7 +65,7 @@ class NewTenant(TenantChanges):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"name": "acme", "time_zone": "Europe/Berlin"}]})
 
-    name: Name
+    name: str
 
 
 class TenantQuery(ListQuery):

@@ -10,16 +10,15 @@ from limitforge.catalog.database.catalog import Edit
 from limitforge.catalog.model import Token, TokenScope
 from limitforge.errors import Forbidden
 from limitforge.service.admin.fields import (
+    EntityBody,
     Filter,
     Id,
     IfMatch,
     ListQuery,
-    Name,
     PathId,
-    RequestBody,
     Timestamp,
+    list_of,
     optional,
-    unique_list_of,
 )
 from limitforge.service.admin.idempotency import CreateResult, Idempotency
 from limitforge.service.admin.responses import (
@@ -36,11 +35,13 @@ from limitforge.service.admin.session import ReadSession, WriteSession
 router = admin_router("/tokens", "tokens")
 
 
-class TokenChanges(RequestBody):
+class TokenChanges(EntityBody):
     """The fields of a token to change. Absent fields stay as they are."""
 
-    name: Name = optional()
-    scopes: Annotated[list[TokenScope], unique_list_of(TokenScope)] = optional()
+    entity = Token
+
+    name: str = optional()
+    scopes: Annotated[list[TokenScope], list_of(TokenScope)] = optional()
     expires_at: Timestamp | None = optional()
 
 
@@ -53,7 +54,7 @@ class NewToken(TokenChanges):
         json_schema_extra={"examples": [{"name": "deploy", "scopes": ["read", "write"], "tenant_id": None}]}
     )
 
-    name: Name
+    name: str
     tenant_id: Id | None = optional()
 
 
