@@ -1,4 +1,4 @@
-"""What was let pass without the store: logged in few lines, summed up, and charged once where a limit says so."""
+"""The account of an outage: few log lines, sums of what was admitted, and charges that are sent once."""
 
 import logging
 import threading
@@ -27,7 +27,7 @@ from limitforge.core.check import Check, FailureName, build_charge, build_check
 from limitforge.core.keys import Keys
 from limitforge.stores.memory.store import MemoryStore
 from limitforge.stores.redis.core import RedisCore
-from limitforge.stores.resilience import failure as resilience_module
+from limitforge.stores.resilience import outage as outage_module
 from limitforge.stores.resilience.failure import NotServerFault, StoreFull
 from tests.unit.unavailable_store import TIMED_OUT, OutageLimiter, used
 
@@ -63,31 +63,37 @@ def test_thousands_of_checks_without_the_store_make_few_lines(node: Build, caplo
         away.check(PLAIN)
         away.monotonic.advance_us(5_000)
     assert lines(caplog) == [
-        "checks are decided without the store (open 1 so far): nobody there",
-        "checks are decided without the store (open 2001 so far): nobody there",
-        "checks are decided without the store (open 4001 so far): nobody there",
+        f"store.unavailable: checks are decided without the server server=store {fields}"
+        for fields in (
+            'decisions="open 1" error="connection refused"',
+            'decisions="open 2001" error="connection refused"',
+            'decisions="open 4001" error="connection refused"',
+        )
     ]
 
 
-def test_the_line_about_what_is_degraded_tells_each_kind(node: Build, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_line_counts_each_failure_behaviour(node: Build, caplog: pytest.LogCaptureFixture) -> None:
     away = node(failure="open")
     kinds: list[FailureName] = ["open", "closed", "local", "local"]
     for kind in kinds:
         away.check(PLAIN, failure=kind)
     away.monotonic.advance_us(10 * SECOND_US)
     away.check(PLAIN)
-    assert "(open 2, closed 1, local 2 so far)" in lines(caplog)[-1]
+    assert 'decisions="open 2, closed 1, local 2"' in lines(caplog)[-1]
 
 
-def test_the_breaker_says_once_that_it_opened(node: Build, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_open_breaker_is_logged_once(node: Build, caplog: pytest.LogCaptureFixture) -> None:
     away = node(breaker_failures=3, breaker_seconds=30)
     away.fail(10)
-    assert lines(caplog) == ["store left alone for 30 s: nobody there"]
+    assert lines(caplog) == [
+        "store.breaker_open: circuit breaker open, the server is not called until the next probe "
+        'server=store retry_in_s=30 error="connection refused"'
+    ]
     assert away.resilience.state == "open"
     assert not away.resilience.allows_call()
 
 
-def test_what_was_not_asked_by_our_own_choice_is_no_failure(node: Build, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_that_is_not_the_servers_fault_is_not_counted(node: Build, caplog: pytest.LogCaptureFixture) -> None:
     away = node()
     for _ in range(10):
         assert not away.resilience.record_failure(NotServerFault("too many wait"), away.resilience.now_us())
@@ -95,7 +101,7 @@ def test_what_was_not_asked_by_our_own_choice_is_no_failure(node: Build, caplog:
     assert lines(caplog) == []
 
 
-def test_what_was_under_way_together_is_one_failure(node: Build) -> None:
+def test_calls_that_were_in_flight_together_count_as_one_failure(node: Build) -> None:
     away = node()
     began_us = away.resilience.now_us()
     away.monotonic.advance_us(50_000)
@@ -120,14 +126,14 @@ def test_no_line_names_a_password(caplog: pytest.LogCaptureFixture) -> None:
     with SyncLimiter.connect("redis://someone:hunter2@127.0.0.1:1/0") as limiter:
         for _ in range(5):
             assert limiter.check("r", "jane@example.com", limits=PLAIN).degraded == "open"
-    assert len(lines(caplog)) == 3  # when it began, when the breaker opened, and what was never charged
+    assert len(lines(caplog)) == 3  # unavailable, breaker open, closed unavailable
     assert not any("hunter2" in line or "jane" in line for line in lines(caplog))
 
 
 # -- sums
 
 
-def test_what_was_let_pass_is_summed_by_limit_when_the_store_is_back(
+def test_admitted_costs_are_summed_by_limit_when_the_server_is_back(
     node: Build, caplog: pytest.LogCaptureFixture
 ) -> None:
     away = node(failure="open")
@@ -139,36 +145,35 @@ def test_what_was_let_pass_is_summed_by_limit_when_the_store_is_back(
     away.check(CHARGED, cost=5)
     away.monotonic.advance_us(12 * SECOND_US)
     away.resilience.record_success()
-    (line,) = [line for line in lines(caplog) if line.startswith("store back")]
+    (line,) = [line for line in lines(caplog) if line.startswith("store.available:")]
     assert line == (
-        "store back after 12.0 s; decided without it: open 4, closed 1; admitted by limit: plain 7, charged 8; "
-        "charged now: 3 in 1 buckets; admitted checks that may have been counted: 1; "
-        "admitted but not noted for charging: 0"
+        "store.available: the server replies again and receives the pending charges server=store seconds=12 "
+        'decisions="open 4, closed 1" admitted="plain 7, charged 8" charged_cost=3 charged_buckets=1 '
+        "maybe_counted=1 unrecorded_cost=0"
     )
 
 
-def test_local_sums_only_what_it_let_pass(node: Build, caplog: pytest.LogCaptureFixture) -> None:
+def test_local_sums_only_admitted_costs(node: Build, caplog: pytest.LogCaptureFixture) -> None:
     away = node(failure="local", processes=10)
     watched = replace(PLAIN, name="watched", limit=40, mode="monitor")
     for _ in range(20):
         away.check([PLAIN, watched])
     away.resilience.record_success()
-    assert "local 20; admitted by limit: plain 10, watched 4;" in lines(caplog)[-1]
+    assert 'decisions="local 20" admitted="plain 10, watched 4"' in lines(caplog)[-1]
 
 
-def test_what_was_let_pass_is_summed_also_if_the_store_never_came_back(
-    node: Build, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_admitted_costs_are_summed_if_the_server_never_came_back(node: Build, caplog: pytest.LogCaptureFixture) -> None:
     away = node(failure="open")
     away.check(PLAIN, cost=3)
     caplog.clear()
     for _ in range(2):
         away.resilience.close()
     (line,) = lines(caplog)
-    assert line.startswith("store not back after 0.0 s; decided without it: open 1; admitted by limit: plain 3;")
+    assert line.startswith("store.closed_unavailable: ")
+    assert 'seconds=0 decisions="open 1" admitted="plain 3"' in line
 
 
-def test_nothing_is_said_of_a_store_that_never_failed(node: Build, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_logged_of_a_store_without_degraded_checks(node: Build, caplog: pytest.LogCaptureFixture) -> None:
     away = node()
     assert away.resilience.record_success() == []
     away.fail(1)
@@ -178,7 +183,7 @@ def test_nothing_is_said_of_a_store_that_never_failed(node: Build, caplog: pytes
     assert lines(caplog) == []
 
 
-def test_the_breakers_state_is_told_with_its_moment(node: Build) -> None:
+def test_the_state_of_the_breaker_has_its_time(node: Build) -> None:
     away = node()
     assert (away.resilience.state, away.resilience.since) == ("closed", None)
     away.fail(3)
@@ -193,7 +198,7 @@ def test_the_breakers_state_is_told_with_its_moment(node: Build) -> None:
     assert (away.resilience.since or 0) >= opened
 
 
-def test_calls_that_are_lost_now_and_then_are_settled_together(node: Build, caplog: pytest.LogCaptureFixture) -> None:
+def test_charges_of_single_lost_calls_are_sent_together(node: Build, caplog: pytest.LogCaptureFixture) -> None:
     away = node(failure="open")
     charges: list[Check] = []
     for _ in range(100):
@@ -203,10 +208,10 @@ def test_calls_that_are_lost_now_and_then_are_settled_together(node: Build, capl
     away.monotonic.advance_us(10 * SECOND_US)
     charges += away.resilience.record_success()
     assert sum(cost for charge in charges for _, _, cost, *_ in charge.debits) == 100
-    assert len([line for line in lines(caplog) if line.startswith("store back")]) <= 12
+    assert len([line for line in lines(caplog) if line.startswith("store.available:")]) <= 12
 
 
-def test_an_outage_that_opened_the_breaker_is_settled_at_once(node: Build) -> None:
+def test_charges_are_sent_at_once_when_the_breaker_closes(node: Build) -> None:
     away = node(failure="open")
     for _ in range(3):
         away.check(CHARGED)
@@ -214,15 +219,15 @@ def test_an_outage_that_opened_the_breaker_is_settled_at_once(node: Build) -> No
         assert costs_of(away.resilience.record_success())
 
 
-def test_names_are_summed_together_where_there_are_too_many(
+def test_too_many_limit_names_are_summed_together(
     node: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(resilience_module, "MAX_NAMES", 2)
+    monkeypatch.setattr(outage_module, "MAX_NAMES", 2)
     away = node(failure="open")
     for name in "abcda":
         away.check(replace(PLAIN, name=name))
     away.resilience.record_success()
-    assert "admitted by limit: a 2, b 1, (other limits) 2;" in lines(caplog)[-1]
+    assert 'admitted="a 2, b 1, (other limits) 2"' in lines(caplog)[-1]
 
 
 # -- charges
@@ -366,16 +371,16 @@ def test_any_number_of_buckets_is_charged_in_checks_of_a_bounded_size(node: Buil
     assert [used(back, CHARGED, subject) for subject in subjects] == [1] * 100
 
 
-def test_buckets_that_are_too_many_are_not_charged_and_said_so(
+def test_too_many_buckets_are_not_charged_and_logged(
     node: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(resilience_module, "MAX_CHARGED_BUCKETS", 2)
+    monkeypatch.setattr(outage_module, "MAX_CHARGED_BUCKETS", 2)
     away = node(failure="open")
     for subject in "abcab":
         away.check(CHARGED, subject, cost=2)
     back = away.store_after_charges()
     assert [used(back, CHARGED, subject) for subject in "abc"] == [4, 4, 0]
-    assert lines(caplog)[-1].endswith("admitted but not noted for charging: 2")
+    assert lines(caplog)[-1].endswith(" unrecorded_cost=2")
 
 
 def test_a_charge_that_fails_is_never_charged_again(node: Build) -> None:
@@ -387,9 +392,7 @@ def test_a_charge_that_fails_is_never_charged_again(node: Build) -> None:
     assert away.resilience.degraded["open"] == 1
 
 
-def test_what_surely_could_not_be_charged_is_owed_on_top_of_what_came_since(
-    node: Build, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_charge_that_was_not_made_is_added_to_newer_ones(node: Build, caplog: pytest.LogCaptureFixture) -> None:
     away = node(failure="open")
     away.check(CHARGED, cost=3)
     charges = away.resilience.record_success()
@@ -401,7 +404,7 @@ def test_what_surely_could_not_be_charged_is_owed_on_top_of_what_came_since(
     before = len(lines(caplog))
     away.monotonic.advance_us(20 * SECOND_US)
     assert list(costs_of(away.resilience.record_success()).values()) == [3]
-    assert len(lines(caplog)) == before  # it was told already
+    assert len(lines(caplog)) == before  # it was logged before
 
 
 def test_threads_may_be_decided_at_once(node: Build) -> None:
@@ -426,11 +429,11 @@ def test_threads_may_be_decided_at_once(node: Build) -> None:
     assert sum(cost for charge in charges for _, _, cost, *_ in charge.debits) == 800
 
 
-def test_a_store_that_is_full_is_not_left_alone(node: Build) -> None:
+def test_a_full_store_does_not_open_the_breaker(node: Build) -> None:
     away = node(breaker_failures=1)
     assert not away.resilience.record_failure(StoreFull("no memory"), away.resilience.now_us())
     assert away.resilience.state == "closed"
-    assert away.resilience.record_failure(StoreUnavailable("nobody there"), away.resilience.now_us())
+    assert away.resilience.record_failure(StoreUnavailable("connection refused"), away.resilience.now_us())
 
 
 def test_a_store_that_is_still_full_is_charged_later(node: Build) -> None:
@@ -445,7 +448,7 @@ def test_a_charge_that_may_have_been_made_is_not_made_again(caplog: pytest.LogCa
     parts = RedisCore("redis://127.0.0.1:1", Keys(), None, StoreOptions(), lambda _: None)
     plan = Limits(CHARGED)
     checks = [build_check(Keys(), plan, "r", subject, 1, None, "t", "P0") for subject in ("lost", "sure", "made")]
-    answers = [TIMED_OUT, StoreUnavailable("nobody there"), None]
+    answers = [TIMED_OUT, StoreUnavailable("connection refused"), None]
     parts.record_charges([build_charge(check.debits) for check in checks], answers)
     assert list(costs_of(parts.topology.unknown_server.resilience.retire())) == [checks[1].debits[0][1]]
     assert [line.split(":")[0] for line in lines(caplog)] == [

@@ -1,4 +1,4 @@
-"""A store that never answers: everything is decided by its failure behaviour, without a network."""
+"""A store that never replies, without a network: the failure behaviour decides every check."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,12 +13,12 @@ from limitforge.stores.protocol import Command, ResultT, StoreStatus
 from limitforge.stores.resilience import failure as resilience_module
 from limitforge.stores.resilience.failure import Resilience
 
-UNREACHABLE = StoreUnavailable("nobody there")
+UNREACHABLE = StoreUnavailable("connection refused")
 TIMED_OUT = StoreUnavailable("no answer within 50 ms", maybe_counted=True)
 
 
 class UnavailableStore:
-    """What the Redis shells do while Redis is away. `error` is why."""
+    """What the Redis stores do while Redis is unavailable. `error` is the reason."""
 
     def __init__(self, clock: ManualClock, **options: Any) -> None:
         self.keys = Keys()
@@ -45,7 +45,7 @@ class UnavailableStore:
 
 
 class OutageLimiter:
-    """A limiter whose store is away. `monotonic` is the time by which breaker and log lines go."""
+    """A limiter whose store is unavailable. `monotonic` is the clock of the breaker and of the log lines."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
         self.clock, self.monotonic = ManualClock(), ManualClock()
@@ -59,10 +59,10 @@ class OutageLimiter:
 
     def fail(self, times: int = 1) -> None:
         for _ in range(times):
-            self.resilience.record_failure(StoreUnavailable("nobody there"), self.resilience.now_us())
+            self.resilience.record_failure(StoreUnavailable("connection refused"), self.resilience.now_us())
 
     def store_after_charges(self) -> MemoryStore:
-        """What the store has counted once it is back and was charged."""
+        """Return a store that has received the charges after the outage."""
         back = MemoryStore(clock=self.clock)
         for charge in self.resilience.record_success():
             back.check(charge)
@@ -70,6 +70,6 @@ class OutageLimiter:
 
 
 def used(store: MemoryStore, limit: Limit, subject: str = "s", **how: Any) -> int:
-    """By a limit that is far from reached."""
-    look = SyncLimiter(store).check("r", subject, limits=limit, cost=0, **how)
-    return (look.limit or 0) - (look.remaining or 0)
+    """Return the cost that is used of a limit, which must be far from reached."""
+    peek = SyncLimiter(store).check("r", subject, limits=limit, cost=0, **how)
+    return (peek.limit or 0) - (peek.remaining or 0)

@@ -1,1 +1,4 @@
-"""TODO."""
+"""What a store does while a Redis server is unavailable: circuit breaker, failure behaviour, account of the outage.
+
+Nothing here does I/O. The Redis stores, sync and async, share one `Resilience` object per server.
+"""

@@ -1,8 +1,7 @@
-"""What happens when the store can't decide: a breaker, a decision without the store, and an account of both.
+"""Decide checks without a server that does not answer: circuit breaker, failure behaviour, and the outage's account.
 
-Nothing here does I/O. A shell asks `admits` before it talks to the backend, tells `succeeded` or `failed` afterwards,
-and lets `decide` answer the checks that the backend could not. One object serves one backend, for any number of
-threads.
+The caller asks `allows_call` before it calls the server and then reports `record_success` or `record_failure`.
+`decide_without_store` decides the checks that the server did not. No I/O.
 """
 
 import logging
@@ -14,62 +13,46 @@ from functools import lru_cache
 import msgspec
 
 from limitforge.core.algorithms.base import UNLIMITED
-from limitforge.core.check import Check, Debit, Failure, build_charge
+from limitforge.core.check import Check, Debit, Failure
 from limitforge.core.clock import MonotonicClock, SystemClock
 from limitforge.core.decision import Decision, LimitState, fail_closed_decision, fail_open_decision
 from limitforge.core.exact import percent_of
 from limitforge.core.handles import Lease, Reservation, mark_local
 from limitforge.errors import LimitforgeError, StoreError, StoreUnavailable
+from limitforge.observability.events import log_event
 from limitforge.stores.memory.store import MemoryStore
 from limitforge.stores.options import StoreOptions
 from limitforge.stores.resilience.breaker import BreakerState, CircuitBreaker
+from limitforge.stores.resilience.outage import Outage, format_counts
 
 LOG_EVERY_US = 10_000_000
 CHARGE_RETRY_US = 1_000_000
 LOCAL_MAX_KEYS = 100_000
-LOCAL_NEW_BUCKETS = LOCAL_MAX_KEYS // 10  # what one tenant may begin a minute: it must not evict the buckets of others
-MAX_NAMES = 1_000  # limits whose admissions are summed by name; the rest is summed together
-MAX_CHARGED_BUCKETS = 10_000  # buckets that are charged after an outage
-OTHER_LIMITS = "(other limits)"
-RETRY_MS = 1_000  # what a closed check is told while the breaker has not opened
+LOCAL_NEW_BUCKETS = LOCAL_MAX_KEYS // 10  # per tenant and minute, so that it can't evict the buckets of others
+RETRY_MS = 1_000  # `retry_after_ms` of a denial while the breaker is closed
 MIN_PROBE_US = 100_000
 
 _log = logging.getLogger(__name__)
 
 
 class NotServerFault(StoreUnavailable):
-    """The store was not asked, by our own choice: no failure of the store."""
+    """The check was not decided, but not because of the server. The circuit breaker does not count it."""
 
 
 class StoreFull(StoreUnavailable):
-    """The store answered, and has no memory for what a check would have written."""
+    """The server replied that it has no memory for the writes of a check."""
 
 
 def as_maybe_counted(error: StoreUnavailable) -> StoreUnavailable:
-    """Return the same error where some of what was asked may have been counted before it."""
+    """Return a copy of the error for calls of which a part may have been counted."""
     kind = next((kind for kind in (NotServerFault, StoreFull) if isinstance(error, kind)), StoreUnavailable)
     return kind(str(error), maybe_counted=True)
 
 
-class Outage(msgspec.Struct):
-    """What was decided without the store since it was last heard of."""
-
-    since_us: int
-    decisions: Counter[str] = msgspec.field(default_factory=Counter)
-    admitted: Counter[str] = msgspec.field(default_factory=Counter)
-    """Costs by limit, as `open` and `local` let them pass."""
-    pending_charges: dict[str, Debit] = msgspec.field(default_factory=dict)
-    """By bucket: what is owed of limits that say `charge_after_outage`."""
-    maybe_counted: int = 0
-    """Admitted checks that were sent and may have been counted: they are never charged."""
-    unrecorded_cost: int = 0
-    """Admitted costs that no room was left to note."""
-
-
 class Resilience:
-    """The breaker of one backend, and the failure behaviour of the checks that it can't decide.
+    """The circuit breaker of one server, and the failure behaviour of the checks that it can't decide. Thread-safe.
 
-    `local` decides by this process's part of a limit: several backends of one store share it.
+    `local` decides checks with `failure="local"`; all servers of a store share it.
     """
 
     def __init__(self, options: StoreOptions, local: MemoryStore, name: str = "store") -> None:
@@ -81,10 +64,10 @@ class Resilience:
         self._lock = threading.Lock()
         self._outage: Outage | None = None
         self._logged_us = self._charged_us = self._now_us() - LOG_EVERY_US
-        self._divided = lru_cache(maxsize=4_096)(lambda rule: rule.divided(options.processes))
+        self._divided_rule = lru_cache(maxsize=4_096)(lambda rule: rule.divided(options.processes))
         self.local = local
         self.is_healthy = True
-        """Nothing has failed lately: `admits` would say yes and `succeeded` would change nothing."""
+        """True if no call has failed lately. `allows_call` is then True, and `record_success` has no effect."""
         self.since: float | None = None
         self.degraded: Counter[str] = Counter({kind.value: 0 for kind in Failure if kind is not Failure.RAISE})
 
@@ -93,25 +76,25 @@ class Resilience:
         return self._breaker.state.value
 
     def allows_call(self) -> bool:
-        """Whether the backend may be asked now."""
+        """Return whether the server may be called now."""
         if self.is_healthy:
             return True
         with self._lock:
             return self._breaker.allows_call(self._now_us())
 
     def ensure_allowed(self) -> None:
-        """Raise NotAsked if the backend may not be asked now."""
+        """Raise NotServerFault if the server may not be called now."""
         if not self.allows_call():
             raise breaker_open_error()
 
     def now_us(self) -> int:
-        """For `failed`: the moment at which a call begins."""
+        """Return the time to pass to `record_failure`. Call it when a call begins."""
         return self._now_us()
 
     def record_failure(self, error: StoreUnavailable, began_us: int) -> bool:
-        """The backend did not answer what began then; tells whether it is left alone from now on."""
+        """Record that a call which began at `began_us` failed; return whether that opened the breaker."""
         if isinstance(error, NotServerFault | StoreFull):
-            return False  # a full store answers at once: leaving it alone would cost its denials and looks
+            return False  # a full server replies at once, and still decides denials and peeks
         with self._lock:
             self.is_healthy = False
             was_closed = self._breaker.state is BreakerState.CLOSED
@@ -119,18 +102,26 @@ class Resilience:
             if opened and was_closed:
                 self.since = _epoch_seconds()
         if opened:
-            _log.warning("%s left alone for %g s: %s", self._name, self._options.breaker_seconds, error)
+            log_event(
+                _log,
+                logging.WARNING,
+                "store.breaker_open",
+                "circuit breaker open, the server is not called until the next probe",
+                server=self._name,
+                retry_in_s=self._options.breaker_seconds,
+                error=error,
+            )
         return opened
 
-    def record_success(self, answers: Sequence[object] = ()) -> list[Check]:
-        """The backend answered. What it is owed after an outage comes back, to be sent once; not if it could not write
-        what some of these checks asked for.
+    def record_success(self, results: Sequence[object] = ()) -> list[Check]:
+        """Record a reply; return the charges of an outage that has ended, which the caller sends once.
 
-        Single lost calls, one now and then, are settled together: at most once in `LOG_EVERY_US`.
+        Nothing is returned if the server could not write some of `results`. Charges for single lost calls are returned
+        at most once in LOG_EVERY_US.
         """
         if self.is_healthy:
             return []
-        is_full = any(isinstance(answer, StoreUnavailable) for answer in answers)
+        is_full = any(isinstance(result, StoreUnavailable) for result in results)
         with self._lock:
             now_us = self._now_us()
             closed = self._breaker.record_success()
@@ -141,50 +132,80 @@ class Resilience:
                 return []
             self._outage, self._charged_us = None, now_us
             self.is_healthy = True
-        return [] if outage is None else self._end_outage(outage, "back", "now")
+        if outage is None:
+            return []
+        if outage.decisions:  # an outage without decisions holds only charges that failed before
+            log_event(
+                _log,
+                logging.WARNING,
+                "store.available",
+                "the server replies again and receives the pending charges",
+                server=self._name,
+                seconds=self._seconds(outage),
+                **outage.summary(),
+            )
+        return outage.charges()
 
     def requeue_charges(self, charges: Iterable[Check]) -> None:
-        """These were surely not charged: they are owed again, and tried again after a while."""
+        """Keep charges that were certainly not made, to try them again later."""
         with self._lock:
             now_us = self._now_us()
             for charge in charges:
                 self._outage = self._outage or Outage(now_us)
-                for take in charge.debits:
-                    _add_charge(self._outage, take)
+                for debit in charge.debits:
+                    self._outage.add_charge(debit)
                 self._charged_us = now_us - LOG_EVERY_US + CHARGE_RETRY_US
                 self.is_healthy = False
 
     def decide_without_store(self, check: Check, error: StoreUnavailable) -> Decision | LimitforgeError:
-        """Decide without the store, which could not for this reason. Never raises."""
+        """Decide a check by its failure behaviour. `error` is why the server did not. Never raises."""
         failure = check.failure or self._options.failure
         if failure is Failure.OPEN and check.failure is None and isinstance(error, StoreFull):
-            failure = Failure.LOCAL  # or one tenant that fills the store would switch off the limits of all
+            failure = Failure.LOCAL  # else one tenant that fills the server would disable the limits of all tenants
         if failure is Failure.RAISE:
             return error
         try:
             decision = self._decide_by(check, Failure(failure))
-        except StoreError:  # not even here: full of leases, or a quota that no calendar holds
+        except StoreError:  # the local store can't decide either: it is full of leases, or misses a calendar
             decision = fail_closed_decision(check, self.retry_after_ms())
-        except LimitforgeError as refused:  # this check's own, such as too many reservations of one bucket
+        except LimitforgeError as refused:  # an error of this check, such as too many reservations of one bucket
             return refused
         self._record_decision(check, decision, error)
         return decision
 
     def close(self) -> None:
-        """Log what was never reconciled: the store did not come back in time."""
-        with self._lock:
-            outage, self._outage = self._outage, None
-        if outage is not None:
-            self._end_outage(outage, "not back", "never")
+        """Log the outage that has not ended."""
+        outage = self._take_outage()
+        if outage is not None and outage.decisions:
+            log_event(
+                _log,
+                logging.WARNING,
+                "store.closed_unavailable",
+                "the store was closed before the server replied again, pending charges are lost",
+                server=self._name,
+                seconds=self._seconds(outage),
+                **outage.summary(),
+            )
 
     def retire(self) -> list[Check]:
-        """Another backend has taken over: what this one is owed is owed to that."""
-        with self._lock:
-            outage, self._outage = self._outage, None
-        return [] if outage is None else self._end_outage(outage, "replaced", "now")
+        """Return the pending charges for the server that replaces this one."""
+        outage = self._take_outage()
+        if outage is None:
+            return []
+        if outage.decisions:
+            log_event(
+                _log,
+                logging.WARNING,
+                "store.server_replaced",
+                "another server has replaced this one and receives the pending charges",
+                server=self._name,
+                seconds=self._seconds(outage),
+                **outage.summary(),
+            )
+        return outage.charges()
 
     def retry_after_ms(self) -> int:
-        """When a caller that was denied for want of the store may come back."""
+        """Return when to retry a check that was denied because the server is unavailable."""
         with self._lock:
             return -(-self._breaker.retry_after_us(self._now_us()) // 1_000) or RETRY_MS
 
@@ -198,30 +219,31 @@ class Resilience:
         return fail_closed_decision(check, self.retry_after_ms())
 
     def _decide_locally(self, check: Check) -> Decision:
-        takes: list[Debit] = [
-            (self._divided(rule), key, cost, resource, None) for rule, key, cost, resource, _ in check.debits
+        debits: list[Debit] = [
+            (self._divided_rule(rule), key, cost, resource, None) for rule, key, cost, resource, _ in check.debits
         ]
-        decision = self.local.check(Check(takes, check.names, check.lease, check.is_dynamic, hold=check.hold))
+        decision = self.local.check(Check(debits, check.names, check.lease, check.is_dynamic, hold=check.hold))
         limits = {
-            name: self._as_whole_limit(decision.limits[name], take)
-            for name, take in zip(check.names, check.debits, strict=True)
+            name: self._as_whole_limit(decision.limits[name], debit)
+            for name, debit in zip(check.names, check.debits, strict=True)
         }
-        bound = None if decision.binding is None else limits[decision.binding]
+        binding = None if decision.binding is None else limits[decision.binding]
         return msgspec.structs.replace(
             decision,
             limits=limits,
-            limit=None if bound is None else bound.limit,
-            retry_after_ms=decision.retry_after_ms if decision.allowed or bound is None else bound.retry_after_ms,
+            limit=None if binding is None else binding.limit,
+            retry_after_ms=decision.retry_after_ms if decision.allowed or binding is None else binding.retry_after_ms,
             degraded=Failure.LOCAL.value,
             lease_id=mark_local(Lease, decision.lease_id),
             reservation_id=mark_local(Reservation, decision.reservation_id),
         )
 
-    def _as_whole_limit(self, state: LimitState, take: Debit) -> LimitState:
-        """What users know as the limit is the whole of it. A cost that only this node's part can never hold may come
-        back when the store does.
+    def _as_whole_limit(self, state: LimitState, debit: Debit) -> LimitState:
+        """Report the whole limit, which is the one that users know, not the part of this process.
+
+        A cost that exceeds only the part of this process may be retried when the server is back.
         """
-        rule, _, cost, *_ = take
+        rule, _, cost, *_ = debit
         limit = rule.algorithm.limit
         if limit == UNLIMITED:
             return state
@@ -230,80 +252,47 @@ class Resilience:
             retry_after_ms = self.retry_after_ms()
         return msgspec.structs.replace(state, limit=limit, retry_after_ms=retry_after_ms)
 
-    # -- the account
+    # -- the account of the outage
 
     def _record_decision(self, check: Check, decision: Decision, error: StoreUnavailable) -> None:
         now_us = self._now_us()
-        kind = decision.degraded or ""
+        behaviour = decision.degraded or ""
         with self._lock:
-            self.degraded[kind] += 1
+            self.degraded[behaviour] += 1
             self.is_healthy = False
             if self._outage is None:
                 self._outage = Outage(now_us)
             outage = self._outage
-            outage.decisions[kind] += 1
-            if decision.allowed and kind != Failure.CLOSED:
-                self._record_admission(outage, check, decision, maybe_counted=error.maybe_counted)
+            outage.decisions[behaviour] += 1
+            if decision.allowed and behaviour != Failure.CLOSED:
+                outage.record_admission(check, decision, maybe_counted=error.maybe_counted)
             is_due = now_us - self._logged_us >= LOG_EVERY_US
             if is_due:
                 self._logged_us = now_us
-            kinds = dict(outage.decisions)
+            decisions = dict(outage.decisions)
         if is_due:
-            _log.warning("checks are decided without the store (%s so far): %s", _format_counts(kinds), error)
+            log_event(
+                _log,
+                logging.WARNING,
+                "store.unavailable",
+                "checks are decided without the server",
+                server=self._name,
+                decisions=format_counts(decisions),
+                error=error,
+            )
 
-    def _record_admission(self, outage: Outage, check: Check, decision: Decision, *, maybe_counted: bool) -> None:
-        if maybe_counted and any(cost for _, _, cost, *_ in check.debits):
-            outage.maybe_counted += 1
-        for name, take in zip(check.names, check.debits, strict=True):
-            rule, _, cost, *_ = take
-            state = decision.limits.get(name)
-            if not cost or (state is not None and not state.allowed):
-                continue  # a look, or a monitored limit that had no room
-            known = name in outage.admitted or len(outage.admitted) < MAX_NAMES
-            outage.admitted[name if known else OTHER_LIMITS] += cost
-            if rule.limit.charge_after_outage and not maybe_counted:
-                _add_charge(outage, take)
+    def _take_outage(self) -> Outage | None:
+        with self._lock:
+            outage, self._outage = self._outage, None
+        return outage
 
-    def _log_outage(self, outage: Outage, how: str, when: str) -> None:
-        _log.warning(
-            "%s %s after %.1f s; decided without it: %s; admitted by limit: %s; charged %s: %d in %d buckets; "
-            "admitted checks that may have been counted: %d; admitted but not noted for charging: %d",
-            self._name,
-            how,
-            (self._now_us() - outage.since_us) / 1e6,
-            _format_counts(outage.decisions),
-            _format_counts(outage.admitted),
-            when,
-            sum(take[2] for take in outage.pending_charges.values()),
-            len(outage.pending_charges),
-            outage.maybe_counted,
-            outage.unrecorded_cost,
-        )
-
-    def _end_outage(self, outage: Outage, how: str, when: str) -> list[Check]:
-        if outage.decisions:  # else it only holds what is owed again
-            self._log_outage(outage, how, when)
-        return [build_charge([take]) for take in outage.pending_charges.values()]
-
-
-def _add_charge(outage: Outage, take: Debit) -> None:
-    """Note what a bucket is owed, up to the most that is ever charged."""
-    rule, key, cost, resource, overrides = take
-    if key not in outage.pending_charges and len(outage.pending_charges) >= MAX_CHARGED_BUCKETS:
-        outage.unrecorded_cost += cost
-        return
-    owed = outage.pending_charges[key][2] if key in outage.pending_charges else 0
-    most = 2 * max(rule.algorithm.limit, 0)
-    outage.pending_charges[key] = (rule, key, min(owed + cost, most), resource, overrides)
+    def _seconds(self, outage: Outage) -> float:
+        return (self._now_us() - outage.since_us) / 1e6
 
 
 def breaker_open_error() -> NotServerFault:
-    return NotServerFault("the store is left alone for a while, after it failed")
+    return NotServerFault("the circuit breaker is open")
 
 
 def _epoch_seconds() -> float:
     return SystemClock().now_us() / 1e6
-
-
-def _format_counts(counted: dict[str, int] | Counter[str]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in counted.items()) or "none"
