@@ -1,7 +1,7 @@
-"""What goes to the script and what comes back, without any I/O.
+"""Encode checks into calls of the Lua script and decode its replies, without I/O.
 
-Each request is a flow: a generator that yields calls, is sent their replies, and returns the answer. The shells only
-carry calls, so they share everything else.
+Each operation is a flow: a generator that yields calls, receives their replies, and returns the result. The sync and
+the async store only transport the calls, so that they share everything else.
 """
 
 import logging
@@ -17,6 +17,7 @@ from limitforge.core.evaluate import too_many_reservations
 from limitforge.core.keys import encode_key, lane_prefix_of, new_bucket_counter_key, overflow_key, override_index_of
 from limitforge.core.plan import Rule
 from limitforge.errors import LimitforgeError, StoreCorrupt, StoreUnavailable
+from limitforge.observability.events import log_event
 from limitforge.stores.memory.new_buckets import EXEMPT_SCOPES
 from limitforge.stores.redis.key_hints import KeyHints
 from limitforge.stores.redis.new_buckets import NewBucketBudget
@@ -25,10 +26,10 @@ from limitforge.stores.redis.topology.cross_slot import FinishHold
 from limitforge.stores.redis.topology.hash_slots import SlotOf, group_by_slot
 from limitforge.stores.resilience.failure import NotServerFault, StoreFull
 
-# A member that is looked up on its enum takes three times as long.
+# A local name is three times as fast as a member that is looked up on its enum.
 _PART, _OUTCOME = ResultKind.PART, ResultKind.OUTCOME
 
-MAX_CALL_US = 1_000  # what one call may keep Redis busy, by estimate
+MAX_CALL_US = 1_000  # estimated time for which one call may block Redis
 
 CHECK, FINISH, TOP_UP, HEARTBEAT = 1, 10, 11, 12
 (
@@ -42,85 +43,85 @@ CHECK, FINISH, TOP_UP, HEARTBEAT = 1, 10, 11, 12
     ALLOWED_PLAIN,
     NEEDS_OVERFLOW_KEYS,
 ) = range(9)
-FULL_REASON = "it is full (maxmemory) and may evict nothing"
-SERVER_TIME = -1  # in place of a time: let Redis read its clock
+FULL_REASON = "it is full (maxmemory) and its policy evicts nothing"
+SERVER_TIME = -1  # Redis reads its own clock
 
 T = TypeVar("T")
 
 
 class ScriptCall(NamedTuple):
-    """KEYS and ARGV of one call of the script. What is `str` goes out as UTF-8, its surrogate escapes as bytes.
+    """KEYS and ARGV of one call of the script. A `str` is sent as UTF-8, its surrogate escapes as bytes.
 
-    The answer ends with the call's `number`: should a proxy ever lose an answer, nobody takes the next one for it.
+    The reply ends with `call_id`. If a proxy loses a reply, the next reply is not taken for the lost one.
     """
 
     keys: Sequence[str | bytes]
     args: Sequence[str | bytes]
     call_id: int
     keys_per_slot: tuple[int, ...] = ()
-    """How many of the keys lie in each slot, one after the other; empty if all are in one."""
+    """Number of keys in each slot, in the order of the keys; empty if all keys are in one slot."""
 
 
 class UnreplicatedReply(NamedTuple):
-    """A reply whose writes too few replicas have: what it took may be lost, what it denied or told is as it is."""
+    """A reply whose writes too few replicas have confirmed. A debit may be lost; a denial or a peek is valid."""
 
     reply: Any
     replicas: object
     wanted: int
 
     def to_error(self) -> StoreUnavailable:
-        said = f"{self.replicas} of {self.wanted} replicas have what was written"
-        return NotReplicated(said, maybe_counted=True)
+        message = f"{self.replicas} of {self.wanted} replicas confirmed the write"
+        return NotReplicated(message, maybe_counted=True)
 
 
 class NotReplicated(NotServerFault):
-    """The store did what it was asked for, and a failover might undo it: no failure of the server."""
+    """The server executed the call, but a failover might undo it."""
 
 
 Reply = bytes | list[Any] | UnreplicatedReply
 Flow = Generator[ScriptCall, Reply, T]
 ScriptResult = Outcome | CompactOutcome | LimitforgeError
 OnDenial = Callable[[Check, Outcome], None]
-"""Told of each denial."""
+"""Called with each denial."""
 
 _log = logging.getLogger(__name__)
-_numbers = count(1)
-_MOST_CALLS = 2**31
+_call_ids = count(1)
+_MAX_CALL_ID = 2**31
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[int]).decode
 
 
 def make_call(request: tuple[Any, ...], keys: Sequence[str | bytes], strings: Iterable[str | bytes] = ()) -> ScriptCall:
-    """One call of the script, with a number of its own."""
-    number = next(_numbers) % _MOST_CALLS
-    return ScriptCall(keys, [_encode((*request, number)), *strings], number)
+    """Return a call of the script with a new call id."""
+    call_id = next(_call_ids) % _MAX_CALL_ID
+    return ScriptCall(keys, [_encode((*request, call_id)), *strings], call_id)
 
 
 def decode_reply(call: ScriptCall, reply: Reply) -> list[int]:
-    """What the script answered to this call, and to no other."""
+    """Return the integers that the script replied to this call, or raise if this is the reply to another call."""
     if isinstance(reply, UnreplicatedReply):
         raise reply.to_error()
     values: list[int] = []
-    if not isinstance(reply, int):  # the answer to a message, never to a call
+    if not isinstance(reply, int):  # the reply to PUBLISH, never to a call
         try:
             values = _decode(cast("bytes", reply))
         except (msgspec.MsgspecError, TypeError):
             raise _invalid_reply() from None
     if not values or values.pop() != call.call_id:
-        raise StoreUnavailable("an answer of Redis was lost on the way, and another took its place", maybe_counted=True)
+        raise StoreUnavailable("a reply of Redis was lost, and the reply to another call arrived", maybe_counted=True)
     return values
 
 
 def as_corrupt_reply(error: Exception) -> LimitforgeError:
-    """What the caller is told of an answer that could not be read; if that is a bug of ours, the log has it whole."""
+    """Return the error for a reply that could not be decoded. Log it with its traceback unless it is one of ours."""
     if isinstance(error, LimitforgeError):
         return error
-    _log.error("an answer of the script could not be read", exc_info=error)
-    return StoreCorrupt(f"an answer of the script could not be read: {type(error).__name__}")
+    log_event(_log, logging.ERROR, "store.corrupt_reply", "could not decode a reply of the script", exc_info=error)
+    return StoreCorrupt(f"could not decode a reply of the script: {type(error).__name__}")
 
 
 def _invalid_reply() -> StoreCorrupt:
-    return StoreCorrupt("the answer to the script makes no sense: does something else answer in Redis's place?")
+    return StoreCorrupt("the reply to the script is invalid; check whether a proxy or another server replies for Redis")
 
 
 def check_flow(
@@ -131,9 +132,11 @@ def check_flow(
     override_hints: KeyHints | None = None,
     new_buckets: NewBucketBudget | None = None,
 ) -> Flow[list[CheckResult]]:
-    """Judge checks in order, all in one call. Calendars are laid around `around_us`, the caller's time; `time_us`
-    replaces Redis's own unless it is OWN_TIME. Who is not `overridden` is believed to have no overrides. `new_buckets`
-    bounds how many buckets a tenant may begin.
+    """Evaluate checks in order, all in one call.
+
+    `calendar_us` is the caller's time, for the windows of calendar quotas. `time_us` replaces the clock of Redis unless
+    it is SERVER_TIME. Subjects without an override hint are first assumed to have no overrides. `new_buckets` bounds
+    how many buckets a tenant may begin.
     """
     groups = checks
     if any([check.shadow is not None for check in checks]):  # noqa: C419 - a list is twice as fast
@@ -141,55 +144,56 @@ def check_flow(
     for group in groups:
         if group.is_dynamic:
             group.resolve_calendars(calendar_us)
-    doubts: list[UnreplicatedReply] = []
-    outcomes = yield from _evaluate(groups, time_us, doubts, override_hints, new_buckets)
+    unreplicated: list[UnreplicatedReply] = []
+    outcomes = yield from _evaluate(groups, time_us, unreplicated, override_hints, new_buckets)
     shadows: dict[int, Outcome] = {}
     if groups is not checks:
         outcomes, shadows = _split_shadows(checks, outcomes)
-    answers: list[CheckResult] = []
-    for at, (check, outcome) in enumerate(zip(checks, outcomes, strict=True)):
-        answer: CheckResult = outcome
-        if doubts and _took_anything(check, outcome):
-            answer = doubts[0].to_error()
+    results: list[CheckResult] = []
+    for index, (check, outcome) in enumerate(zip(checks, outcomes, strict=True)):
+        result: CheckResult = outcome
+        if unreplicated and _took_anything(check, outcome):
+            result = unreplicated[0].to_error()
         elif isinstance(outcome, Outcome) and check.result_kind is not _PART:
             if new_buckets is not None and any(row[4] >= OVERFLOWED for row in outcome.rows):
                 new_buckets.count_overflow()
             if not outcome.allowed and on_denial is not None:
                 on_denial(check, outcome)
-            if check.result_kind is not _OUTCOME or at in shadows:
-                answer = build_decision(check, outcome, shadows.get(at))
-        answers.append(answer)
-    return answers
+            if check.result_kind is not _OUTCOME or index in shadows:
+                result = build_decision(check, outcome, shadows.get(index))
+        results.append(result)
+    return results
 
 
-def _took_anything(check: Check, told: ScriptResult) -> bool:
-    is_allowed = isinstance(told, CompactOutcome) or (isinstance(told, Outcome) and told.allowed)
+def _took_anything(check: Check, result: ScriptResult) -> bool:
+    is_allowed = isinstance(result, CompactOutcome) or (isinstance(result, Outcome) and result.allowed)
     return is_allowed and any(cost for _, _, cost, *_ in check.debits)
 
 
 def _split_shadows(
-    checks: Sequence[Check], judged: Sequence[ScriptResult]
+    checks: Sequence[Check], results: Sequence[ScriptResult]
 ) -> tuple[list[ScriptResult], dict[int, Outcome]]:
-    """What the checks were told, and what their candidate plans were. A candidate must never harm the live plan: what
-    is wrong with its buckets only leaves it out.
+    """Separate the results of the live plans from those of the shadow plans, by position.
+
+    An error of a shadow plan must not affect the live plan, so it is dropped.
     """
-    told = iter(judged)
+    remaining = iter(results)
     outcomes: list[ScriptResult] = []
     shadows: dict[int, Outcome] = {}
-    for at, check in enumerate(checks):
-        outcomes.append(next(told))
-        if check.shadow is not None and isinstance(shadow := next(told), Outcome):
-            shadows[at] = shadow
+    for index, check in enumerate(checks):
+        outcomes.append(next(remaining))
+        if check.shadow is not None and isinstance(shadow := next(remaining), Outcome):
+            shadows[index] = shadow
     return outcomes, shadows
 
 
 def finish_flow(finishes: Sequence[FinishHold], time_us: int) -> Flow[list[Any]]:
-    """End what parts of checks hold, all in one call; each is told its sources, or None."""
+    """Finish the holds of several part checks in one call. Returns the sources of each, or None if it had lapsed."""
     keys: dict[str, int] = {}
     strings: dict[str | bytes, int] = {}
     flat: list[int] = []
     for finish in finishes:
-        places = [keys.setdefault(key, len(keys) + 1) for key in finish.keys]
+        key_indexes = [keys.setdefault(key, len(keys) + 1) for key in finish.keys]
         token = strings.setdefault(finish.token, len(strings) + 2)
         flat += (
             finish.action,
@@ -197,9 +201,9 @@ def finish_flow(finishes: Sequence[FinishHold], time_us: int) -> Flow[list[Any]]
             finish.ttl_us,
             int(finish.refunds_on_lapse),
             finish.forgotten_before_us,
-            len(places),
+            len(key_indexes),
         )
-        flat += [-place if optional else place for place, optional in zip(places, finish.optional, strict=True)]
+        flat += [-index if optional else index for index, optional in zip(key_indexes, finish.optional, strict=True)]
         flat += finish.amounts
         flat += (source for source, _ in finish.sources)
         flat += (starts for _, starts in finish.sources)
@@ -209,87 +213,87 @@ def finish_flow(finishes: Sequence[FinishHold], time_us: int) -> Flow[list[Any]]
 
 
 def top_up_flow(
-    wishes: Sequence[TopUpRequest],
+    requests: Sequence[TopUpRequest],
     calendar_us: int,
     time_us: int,
     lapse_us: int,
     new_buckets: NewBucketBudget | None = None,
 ) -> Flow[list[TopUpReply | None]]:
-    """Pay for shares of leased limits, and bring some back, all in one call; None where the store could not say."""
+    """Top up and return prepaid shares, all in one call. A reply is None if the script did nothing for its request."""
     keys: dict[str, int] = {}
     rules: dict[Rule, int] = {}
     strings: dict[str | bytes, int] = {}
     flat: list[int] = []
-    for wish in wishes:
-        share = wish.share
+    for request in requests:
+        share = request.share
         flat += (
             rules.setdefault(share.rule.at_time(calendar_us), len(rules) + 1),
             keys.setdefault(share.key, len(keys) + 1),
         )
         flat.append(0 if share.overrides is None else keys.setdefault(share.overrides, len(keys) + 1))
         flat += (strings.setdefault(name, len(strings) + 2) for name in (share.resource, share.token))
-        flat += (wish.returned, *share.window, wish.kept, wish.requested, lapse_us)
-    request: tuple[Any, ...] = (TOP_UP, time_us, [rule.script_args for rule in rules], flat)
+        flat += (request.returned, *share.window, request.kept, request.requested, lapse_us)
+    arguments: tuple[Any, ...] = (TOP_UP, time_us, [rule.script_args for rule in rules], flat)
     counters: list[str] = []
     if new_buckets is not None:
-        counters = list({new_bucket_counter_key(lane_prefix_of(wish.share.key)): None for wish in wishes})
-        request = (*request, [new_buckets.per_minute, *(0 for _ in counters)])
-    call = make_call(request, [*keys, *counters], strings)
+        counters = list({new_bucket_counter_key(lane_prefix_of(request.share.key)): None for request in requests})
+        arguments = (*arguments, [new_buckets.per_minute, *(0 for _ in counters)])
+    call = make_call(arguments, [*keys, *counters], strings)
     values = decode_reply(call, (yield call))
-    rows = [values[at : at + 7] for at in range(1, len(values), 7)]
-    return [TopUpReply(*told) if status == 1 else None for status, *told in rows]
+    rows = [values[start : start + 7] for start in range(1, len(values), 7)]
+    return [TopUpReply(*numbers) if status == 1 else None for status, *numbers in rows]
 
 
 def heartbeat_flow(key: str, name: bytes, alive_us: int, time_us: int) -> Flow[int]:
-    """Say that a process is alive for that long (0: no more), and hear how many are."""
+    """Mark a process as alive for `alive_us` (0: remove it); return how many processes are alive."""
     call = make_call((HEARTBEAT, time_us, alive_us), [key], [name])
     return decode_reply(call, (yield call))[0]
 
 
 def _evaluate(
-    groups: Sequence[Check],
+    checks: Sequence[Check],
     time_us: int,
-    doubts: list[UnreplicatedReply],
-    overridden: KeyHints | None,
+    unreplicated: list[UnreplicatedReply],
+    override_hints: KeyHints | None,
     new_buckets: NewBucketBudget | None,
 ) -> Flow[list[ScriptResult]]:
-    """Judge groups of limits in order, each with the store's time.
+    """Evaluate checks in order, with one call or several.
 
-    The script stops at one whose calendar does not reach that time, whose subject may have overrides after all, or
-    whose tenant may begin no more buckets, since the rest must see what it takes: it and they are asked once more, and
-    then with everybody's overrides.
+    The script stops at a check that needs other calendar windows, override keys, or overflow buckets: the checks after
+    it must see what it takes. That check and the following ones are sent again, from then on with all override keys.
     """
     outcomes: list[ScriptResult] = []
-    asks = 0
-    asked, hints, overflows = groups, overridden, False
+    repeats = 0
+    remaining, hints, with_overflow_keys = checks, override_hints, False
     while True:
-        call = encode_checks(asked, time_us, hints, new_buckets, with_overflow_keys=overflows)
-        missing = _decode_outcomes(asked, call, decode_reply(call, _unwrap_reply((yield call), doubts)), outcomes)
+        call = encode_checks(remaining, time_us, hints, new_buckets, with_overflow_keys=with_overflow_keys)
+        values = decode_reply(call, _unwrap_reply((yield call), unreplicated))
+        missing = _decode_outcomes(remaining, call, values, outcomes)
         if missing is not None:
             status, key = missing
             if status == NEEDS_OVERFLOW_KEYS and new_buckets is not None:
                 new_buckets.exhausted_lanes.add(key)
-                overflows = True  # others of this batch may have used up their budgets too: one more call is enough
-            elif overridden is not None:
-                overridden.add(key)
-        if len(outcomes) == len(groups):
+                with_overflow_keys = True  # for all lanes, since others of this batch may need them too
+            elif override_hints is not None:
+                override_hints.add(key)
+        if len(outcomes) == len(checks):
             return outcomes
-        asked, hints = groups[len(outcomes) :], None
-        asks += 1
-        if asks > 3 * sum(len(group.debits) for group in groups) + 1:
-            return outcomes + [StoreCorrupt("no calendar window holds the time of its bucket")] * len(asked)
+        remaining, hints = checks[len(outcomes) :], None
+        repeats += 1
+        if repeats > 3 * sum(len(check.debits) for check in checks) + 1:
+            return outcomes + [StoreCorrupt("no calendar window contains the time of its bucket")] * len(remaining)
 
 
-def _unwrap_reply(reply: Reply, doubts: list[UnreplicatedReply]) -> Reply:
-    """The reply by itself; that too few replicas have it is noted."""
+def _unwrap_reply(reply: Reply, unreplicated: list[UnreplicatedReply]) -> Reply:
+    """Return the reply itself. Add it to `unreplicated` if too few replicas confirmed it."""
     if not isinstance(reply, UnreplicatedReply):
         return reply
-    doubts.append(reply)
-    told: Reply = reply.reply
-    return told
+    unreplicated.append(reply)
+    inner: Reply = reply.reply
+    return inner
 
 
-def encode_checks(  # noqa: C901, PLR0912, PLR0915 - the hot path: one loop, and no call that can be spared
+def encode_checks(  # noqa: C901, PLR0912, PLR0915 - the hot path: one loop, and no avoidable function call
     checks: Sequence[Check],
     time_us: int,
     override_hints: KeyHints | None = None,
@@ -297,20 +301,23 @@ def encode_checks(  # noqa: C901, PLR0912, PLR0915 - the hot path: one loop, and
     *,
     with_overflow_keys: bool = False,
 ) -> ScriptCall:
-    """Every key, rule and string once, however many checks use it. Anybody may have overrides if that is not told;
-    with `overflows`, the overflow buckets of all lanes are sent along.
-    """
-    keys: dict[str, int] = {}  # by place in a list that Lua reads from 1
-    rules: dict[Rule, int] = {}
-    strings: dict[str | bytes, int] = {}  # from 2: ARGV's strings come after the blob
-    indices: dict[str, int] = {}  # 0 for those who may have overrides
-    flat: list[int] = []
-    counters: dict[str, bool] = {}  # of the buckets begun in a lane: whether its overflow buckets are sent along
-    overflowing: list[str] = []
-    overflow: list[int] = []  # the places of a bucket and of its overflow bucket, in turns
+    """Encode checks into one call, with each key, rule and string once.
 
-    def counted(own: str) -> bool:
-        counter = new_bucket_counter_key(own)
+    Without `override_hints` every subject may have overrides. `with_overflow_keys` adds the overflow buckets of all
+    lanes.
+    """
+    keys: dict[str, int] = {}  # position in KEYS, from 1
+    rules: dict[Rule, int] = {}
+    strings: dict[str | bytes, int] = {}  # position in ARGV, from 2: the first is the encoded request
+    index_keys: dict[str, int] = {}  # position of each override index; 0 if override keys are sent instead
+    flat: list[int] = []
+    counters: dict[str, bool] = {}  # by counter key of a lane: whether its overflow buckets are sent
+    overflowing: list[str] = []
+    overflow: list[int] = []  # pairs: position of a bucket, position of its overflow bucket
+
+    def add_counter(lane_prefix: str) -> bool:
+        """Send the counter of a lane; return whether its overflow buckets are sent, too."""
+        counter = new_bucket_counter_key(lane_prefix)
         if counter not in counters:
             counters[counter] = with_overflow_keys or (
                 new_buckets is not None and counter in new_buckets.exhausted_lanes
@@ -318,157 +325,167 @@ def encode_checks(  # noqa: C901, PLR0912, PLR0915 - the hot path: one loop, and
             overflowing.extend([counter] if counters[counter] else [])
         return counters[counter]
 
-    def looked_at(index: str) -> int:
-        has_some = override_hints is None or index in override_hints
-        if new_buckets is not None and counted(lane_prefix_of(index)):
-            has_some = True  # the long way, which adds the overflow buckets
-        place = indices[index] = 0 if has_some else keys.setdefault(index, len(keys) + 1)
-        return place
+    def add_override_index(index_key: str) -> int:
+        """Send an override index, and return its position; or return 0 if override keys are to be sent instead."""
+        has_overrides = override_hints is None or index_key in override_hints
+        if new_buckets is not None and add_counter(lane_prefix_of(index_key)):
+            has_overrides = True  # take the general path, which adds the overflow buckets
+        position = index_keys[index_key] = 0 if has_overrides else keys.setdefault(index_key, len(keys) + 1)
+        return position
 
     for check in checks:
-        question, lease, hold = check.prepared, check.lease, check.hold
-        if question is not None and hold is None and not lease:  # the short way, of nearly all
-            known = indices.get(question.override_index)
-            if known is None:
-                known = looked_at(question.override_index)
-            if known:
-                base, cost, alike = check.bucket_prefix, check.cost, question.plan.uniform_rules
-                flat += (len(alike), 0, 0)
-                for rule, suffix, requests, overridable in alike:
+        prepared, lease, hold = check.prepared, check.lease, check.hold
+        if prepared is not None and hold is None and not lease:  # the short path, which nearly all checks take
+            index_position = index_keys.get(prepared.override_index)
+            if index_position is None:
+                index_position = add_override_index(prepared.override_index)
+            if index_position:
+                prefix, cost, uniform_rules = check.bucket_prefix, check.cost, prepared.plan.uniform_rules
+                flat += (len(uniform_rules), 0, 0)
+                for rule, suffix, counts_requests, overridable in uniform_rules:
                     flat += (
                         rules.setdefault(rule, len(rules) + 1),
-                        keys.setdefault(base + suffix, len(keys) + 1),
-                        1 if requests and cost else cost,
-                        known if overridable else 0,
+                        keys.setdefault(prefix + suffix, len(keys) + 1),
+                        1 if counts_requests and cost else cost,
+                        index_position if overridable else 0,
                         0,
                     )
                 continue
-        takes = check.debits
+        debits = check.debits
         token = strings.setdefault(lease, len(strings) + 2) if lease else 0
         if hold is None:
-            flat += (len(takes), token, 0)
+            flat += (len(debits), token, 0)
         else:
             record = keys.setdefault(hold.key, len(keys) + 1) if hold.key else -1
             refund = int(hold.refund) + 2 * hold.needs_confirmation
-            flat += (len(takes), token, record, strings.setdefault(hold.token, len(strings) + 2), hold.ttl_us, refund)
-        last: str | None = None
-        asked: object = None
-        place = resource_place = 0
-        for rule, key, cost, resource, overrides in takes:
-            # The bucket's key comes before that of the overrides.
-            rule_place, key_place = rules.setdefault(rule, len(rules) + 1), keys.setdefault(key, len(keys) + 1)
+            flat += (len(debits), token, record, strings.setdefault(hold.token, len(strings) + 2), hold.ttl_us, refund)
+        last_overrides: str | None = None
+        last_resource: object = None
+        override_position = resource_position = 0
+        for rule, key, cost, resource, overrides in debits:
+            # A bucket must precede its overrides in KEYS.
+            rule_position, key_position = rules.setdefault(rule, len(rules) + 1), keys.setdefault(key, len(keys) + 1)
             if overrides is None:
-                flat += (rule_place, key_place, cost, 0, 0)
+                flat += (rule_position, key_position, cost, 0, 0)
                 if new_buckets is not None and rule.scope not in EXEMPT_SCOPES:
-                    counted(lane_prefix_of(key))
+                    add_counter(lane_prefix_of(key))
             else:
-                if overrides is not last or resource is not asked:
-                    last, asked = overrides, resource
-                    index = override_index_of(overrides)
-                    known = indices.get(index)
-                    place, resource_place = looked_at(index) if known is None else known, 0
-                    if not place:
-                        place = keys.setdefault(overrides, len(keys) + 1)
-                        resource_place = strings.setdefault(resource, len(strings) + 2)
-                flat += (rule_place, key_place, cost, place, resource_place)
-            if overflowing and rule.scope not in EXEMPT_SCOPES and counted(lane_prefix_of(key)):
+                if overrides is not last_overrides or resource is not last_resource:
+                    last_overrides, last_resource = overrides, resource
+                    index_key = override_index_of(overrides)
+                    known = index_keys.get(index_key)
+                    override_position = add_override_index(index_key) if known is None else known
+                    resource_position = 0
+                    if not override_position:
+                        override_position = keys.setdefault(overrides, len(keys) + 1)
+                        resource_position = strings.setdefault(resource, len(strings) + 2)
+                flat += (rule_position, key_position, cost, override_position, resource_position)
+            if overflowing and rule.scope not in EXEMPT_SCOPES and add_counter(lane_prefix_of(key)):
                 shared = overflow_key(key, rule.overflow_suffix)
-                overflow += (key_place, keys.setdefault(shared, len(keys) + 1))
-    rows = [rule.script_args for rule in rules]
+                overflow += (key_position, keys.setdefault(shared, len(keys) + 1))
+    rule_rows = [rule.script_args for rule in rules]
     if new_buckets is None:
-        return make_call((CHECK, time_us, rows, flat), list(keys), strings)
+        return make_call((CHECK, time_us, rule_rows, flat), list(keys), strings)
     budget = [new_buckets.per_minute, *map(int, counters.values())]
-    return make_call((CHECK, time_us, rows, flat, budget, overflow), [*keys, *counters], strings)
+    return make_call((CHECK, time_us, rule_rows, flat, budget, overflow), [*keys, *counters], strings)
 
 
 def _decode_outcomes(
     checks: Sequence[Check], call: ScriptCall, values: list[int], outcomes: list[ScriptResult]
 ) -> tuple[int, str] | None:
-    """Adds what the reply tells. Stops at a check that must be asked again, which it then is ready for; if that is for
-    overrides that are there after all, or for a budget that is used up, it returns which, and the key that says so.
+    """Append the results in the reply to `outcomes`, up to a check that must be sent again.
+
+    Return the status of that check and the key that it needs, or None if there is no such check or if it only needed
+    calendar windows, which it now has.
     """
     if len(values) <= len(checks) and not {NEEDS_CALENDAR, NEEDS_OVERRIDES, NEEDS_OVERFLOW_KEYS}.intersection(values):
         raise _invalid_reply()
-    now_us, place = values[0], 1
+    now_us, offset = values[0], 1
     for check in checks:
-        status, question = values[place], check.prepared
-        takes = len(check.debits) if question is None else len(question.plan.uniform_rules)
+        status, prepared = values[offset], check.prepared
+        debit_count = len(check.debits) if prepared is None else len(prepared.plan.uniform_rules)
         if status == ALLOWED_PLAIN:
-            start, place = place + 1, place + 1 + 2 * takes
-            admission = CompactOutcome(now_us, values[start:place])
-            is_all = check.result_kind is _OUTCOME and check.shadow is None
-            outcomes.append(admission if is_all else admission.expand(check))
+            start, offset = offset + 1, offset + 1 + 2 * debit_count
+            outcome = CompactOutcome(now_us, values[start:offset])
+            stays_compact = check.result_kind is _OUTCOME and check.shadow is None
+            outcomes.append(outcome if stays_compact else outcome.expand(check))
         elif status <= ALLOWED:
-            start, place = place + 2, place + 2 + 5 * takes
+            start, offset = offset + 2, offset + 2 + 5 * debit_count
             rows: Any
-            if takes == 1:
-                rows = [values[start:place]]
-            elif takes == 2:
-                rows = [values[start : start + 5], values[start + 5 : place]]
+            if debit_count == 1:
+                rows = [values[start:offset]]
+            elif debit_count == 2:
+                rows = [values[start : start + 5], values[start + 5 : offset]]
             else:
-                rows = [values[at : at + 5] for at in range(start, place, 5)]
+                rows = [values[row : row + 5] for row in range(start, offset, 5)]
             outcomes.append(Outcome(now_us, status == ALLOWED, values[start - 1], rows))
         elif status == NEEDS_CALENDAR:
-            check.resolve_calendar(values[place + 1], values[place + 2])
+            check.resolve_calendar(values[offset + 1], values[offset + 2])
             return None
         elif status in (NEEDS_OVERRIDES, NEEDS_OVERFLOW_KEYS):
-            return status, cast("str", call.keys[values[place + 1] - 1])
+            return status, cast("str", call.keys[values[offset + 1] - 1])
         elif status == CORRUPT:
-            outcomes.append(_corrupt_bucket(check, call.keys[values[place + 1] - 1]))
-            place += 2
+            outcomes.append(_corrupt_bucket(check, call.keys[values[offset + 1] - 1]))
+            offset += 2
         elif status == NOT_WRITTEN:
             outcomes.append(StoreFull(f"Redis can't serve now: {FULL_REASON} (OOM)"))
-            place += 1
+            offset += 1
         else:
-            outcomes.append(too_many_reservations(check.debits[values[place + 1]][0]))
-            place += 2
+            outcomes.append(too_many_reservations(check.debits[values[offset + 1]][0]))
+            offset += 2
     return None
 
 
 def _corrupt_bucket(check: Check, key: str | bytes) -> StoreCorrupt:
-    """Names the limit, not the key: a key holds the subject, and errors are logged."""
+    """Return an error that names the limit but not the key: a key contains the subject, and errors are logged."""
     name = next(
-        (rule.limit.name for rule, own, *_ in check.debits if key in (own, overflow_key(own, rule.overflow_suffix))),
+        (
+            rule.limit.name
+            for rule, bucket, *_ in check.debits
+            if key in (bucket, overflow_key(bucket, rule.overflow_suffix))
+        ),
         None,
     )
     return foreign_value_error(f"the bucket of limit {name!r}" if name else "the subject's overrides")
 
 
 def foreign_value_error(what: str) -> StoreCorrupt:
-    return StoreCorrupt(f"{what} holds a value that limitforge did not write; see who else uses this key prefix")
+    return StoreCorrupt(
+        f"{what} holds a value that limitforge did not write; check which other program uses this key prefix"
+    )
 
 
 def split_by_weight(weights_us: Sequence[int]) -> Iterable[range]:
-    """Which of these one call can take, in order."""
-    first, busy_us = 0, 0
-    for at, weight_us in enumerate(weights_us):
-        if at > first and busy_us + weight_us > MAX_CALL_US:
-            yield range(first, at)
-            first, busy_us = at, 0
-        busy_us += weight_us
+    """Split a batch into consecutive ranges that each fit into one call."""
+    start, total_us = 0, 0
+    for index, weight_us in enumerate(weights_us):
+        if index > start and total_us + weight_us > MAX_CALL_US:
+            yield range(start, index)
+            start, total_us = index, 0
+        total_us += weight_us
     if weights_us:
-        yield range(first, len(weights_us))
+        yield range(start, len(weights_us))
 
 
 def batches_by_slot(checks: Sequence[Check], slot_of: SlotOf) -> Iterable[Sequence[Check]]:
-    """The same for checks of one take each, from any slots."""
-    for together in group_by_slot(checks, lambda check: slot_of(check.debits[0][1])):
-        for part in split_by_weight([check.weight_us for check in together]):
-            yield together[part.start : part.stop]
+    """Split checks of one debit each into batches for one call, each within one slot."""
+    for same_slot in group_by_slot(checks, lambda check: slot_of(check.debits[0][1])):
+        for part in split_by_weight([check.weight_us for check in same_slot]):
+            yield same_slot[part.start : part.stop]
 
 
 def single_call_flow(call: ScriptCall) -> Flow[Reply]:
-    """A call whose reply is somebody else's affair."""
+    """Send one call and return its reply as it is."""
     return (yield call)
 
 
 def with_encoded_strings(call: ScriptCall) -> ScriptCall:
-    """The same with every string as bytes, for those whose escapes are no UTF-8."""
+    """Return the call with all strings as bytes, for those that plain UTF-8 can't encode."""
     keys, args = ([encode_key(s) if isinstance(s, str) else s for s in strings] for strings in (call.keys, call.args))
     return ScriptCall(keys, args, call.call_id, call.keys_per_slot)
 
 
 def as_cross_slot(call: ScriptCall, slot_of: SlotOf) -> ScriptCall:
-    """The same call over several slots, whose keys follow each other slot by slot."""
+    """Return the call with its number of keys per slot. Keys of the same slot must be adjacent."""
     lengths = [len(list(run)) for _, run in groupby(call.keys, slot_of)]
     return call._replace(keys_per_slot=tuple(lengths)) if len(lengths) > 1 else call

@@ -1,4 +1,4 @@
-"""Everything other than a check, as flows of calls: leases, reservations, resets, overrides."""
+"""Encode the commands as flows of calls: leases, reservations, resets and overrides."""
 
 import json
 from typing import Any, cast
@@ -45,14 +45,14 @@ from limitforge.stores.redis.topology.hash_slots import SlotOf, group_by_slot
 
 _CLEAR_BATCH = 500
 _FOREIGN_VALUE = -1
-_FIND_MISSING_BATCH = 250  # overrides of one call: it keeps Redis busy for about half a millisecond
+_FIND_MISSING_BATCH = 250  # overrides per call, which blocks Redis for about half a millisecond
 
 SETTLE, RELEASE, RENEW, RESET, SET_OVERRIDE, GET_OVERRIDES, LIST_OVERRIDES, DELETE_OVERRIDES = range(2, 10)
 FIND_MISSING_OVERRIDES = 13
 
 
 def command_flow(command: Command[T], keys: Keys, slot_of: SlotOf, calendar_us: int, time_us: int) -> Flow[T]:
-    """Anything other than a check. All keys of one call are in one slot."""
+    """Return the flow of a command. All keys of one call are in one slot."""
     flow: Flow[Any]
     match command:
         case Release():
@@ -83,36 +83,38 @@ def command_flow(command: Command[T], keys: Keys, slot_of: SlotOf, calendar_us: 
 
 
 def _lease(operation: int, command: Release | Renew, slot_of: SlotOf, time_us: int) -> Flow[bool]:
-    held = True
+    all_held = True
     for keys in group_by_slot(command.lease.keys, slot_of):
         call = make_call((operation, time_us), keys, [command.lease.token])
         values = decode_reply(call, (yield call))
         _require_own_format(values, "a bucket of the lease")
-        held = held and values[0] == 1
-    return held
+        all_held = all_held and values[0] == 1
+    return all_held
 
 
-def _settle(command: Settle, slot_of: SlotOf, around_us: int, time_us: int) -> Flow[Settlement]:
-    """Slot by slot where a reservation holds several: each part is settled once, however often this is called."""
+def _settle(command: Settle, slot_of: SlotOf, calendar_us: int, time_us: int) -> Flow[Settlement]:
+    """Settle a reservation, slot by slot. Each part is settled once, so that the command is idempotent."""
     reservation = command.reservation
-    if reservation.token == EMPTY_TOKEN:  # it was let pass without the store
+    if reservation.token == EMPTY_TOKEN:  # admitted without the store, so that it holds nothing
         return Settlement(SettlementOutcome.SETTLED, command.cost)
-    answers: list[Settlement] = []
-    wanted = list(zip(reservation.limits, command.amounts, strict=True))
-    for part in group_by_slot(wanted, lambda one: slot_of(one[0].key)) or [[]]:
+    results: list[Settlement] = []
+    limits_with_amounts = list(zip(reservation.limits, command.amounts, strict=True))
+    for part in group_by_slot(limits_with_amounts, lambda each: slot_of(each[0].key)) or [[]]:
         limits, amounts = [limit for limit, _ in part], tuple(amount for _, amount in part)
         record = reservation.record
         if limits and slot_of(record) != slot_of(limits[0].key):
             record = encode_key(Keys.reservation(lane_prefix_of(decode_key(limits[0].key)), reservation.token))
-        held = Reservation(reservation.token, record, limits)
-        answers.append((yield from _settle_part(Settle(held, command.cost, amounts), around_us, time_us)))
-    return next((answer for answer in answers if answer.outcome is SettlementOutcome.LAPSED), answers[0])
+        slot_part = Reservation(reservation.token, record, limits)
+        results.append((yield from _settle_part(Settle(slot_part, command.cost, amounts), calendar_us, time_us)))
+    return next((result for result in results if result.outcome is SettlementOutcome.LAPSED), results[0])
 
 
-def _settle_part(command: Settle, around_us: int, time_us: int) -> Flow[Settlement]:
+def _settle_part(command: Settle, calendar_us: int, time_us: int) -> Flow[Settlement]:
     reservation = command.reservation
     calendars = [Calendar(Period(c[0]), c[1], c[2]) if (c := limit.calendar) else None for limit in reservation.limits]
-    windows: list[tuple[int, ...]] = [calendar.windows_around(around_us) if calendar else () for calendar in calendars]
+    windows: list[tuple[int, ...]] = [
+        calendar.windows_around(calendar_us) if calendar else () for calendar in calendars
+    ]
     for _ in range(2 + 2 * len(windows)):
         request = (SETTLE, time_us, command.cost, command.amounts, windows)
         keys = [reservation.record, *(limit.key for limit in reservation.limits)]
@@ -124,17 +126,19 @@ def _settle_part(command: Settle, around_us: int, time_us: int) -> Flow[Settleme
                 return Settlement(SettlementOutcome.SETTLED, cost)
             case [2]:
                 return Settlement(SettlementOutcome.LAPSED, 0)
-            case [4, at, now_us]:
-                windows[at] = cast("Calendar", calendars[at]).windows_around(now_us)
+            case [4, index, now_us]:
+                windows[index] = cast("Calendar", calendars[index]).windows_around(now_us)
             case [5]:
                 raise InvalidInput("reservation_id", "names other limits than were reserved")
             case _:
-                raise UnknownReservation("no such reservation, or its result was forgotten a day after its end")
-    raise StoreCorrupt("no calendar window holds the time of its bucket")
+                raise UnknownReservation(
+                    "unknown reservation id; results are deleted a day after the reservation ended"
+                )
+    raise StoreCorrupt("no calendar window contains the time of its bucket")
 
 
 def _no_calls() -> Flow[None]:
-    """Redis keeps no denials: the shells drop theirs, and tell the others."""
+    """Send nothing: denials are cached in the processes, not in Redis."""
     yield from ()
 
 
@@ -158,13 +162,13 @@ def _set_override(command: SetOverride, keys: Keys, time_us: int) -> Flow[Overri
     return Override(command.tenant, command.resource, command.subject, command.changes, expiry_seconds(values[1]))
 
 
-def _get_overrides(own: str, tenant: str, subjects: list[bytes], keys: Keys, time_us: int) -> Flow[list[Override]]:
+def _get_overrides(prefix: str, tenant: str, subjects: list[bytes], keys: Keys, time_us: int) -> Flow[list[Override]]:
     if not subjects:
         return []
-    call = make_call((GET_OVERRIDES, time_us), _index_and_overrides(own, subjects, keys), subjects)
-    told, texts = _with_strings(call, (yield call), "a subject's overrides")
-    values, strings = iter(told[1:]), iter(texts)
-    found = []
+    call = make_call((GET_OVERRIDES, time_us), _index_and_overrides(prefix, subjects, keys), subjects)
+    numbers, texts = _decode_with_strings(call, (yield call), "a subject's overrides")
+    values, strings = iter(numbers[1:]), iter(texts)
+    overrides = []
     for subject in subjects:
         live = [
             Override(
@@ -176,34 +180,34 @@ def _get_overrides(own: str, tenant: str, subjects: list[bytes], keys: Keys, tim
             )
             for _ in range(next(values))
         ]
-        found += sorted(live, key=lambda override: encode_key(override.resource))
-    return found
+        overrides += sorted(live, key=lambda override: encode_key(override.resource))
+    return overrides
 
 
-def _list_subjects(own: str, keys: Keys, after: bytes | None, count: int, time_us: int) -> Flow[list[bytes]]:
+def _list_subjects(prefix: str, keys: Keys, after: bytes | None, count: int, time_us: int) -> Flow[list[bytes]]:
     start = b"-" if after is None else b"(" + after
-    call = make_call((LIST_OVERRIDES, time_us, count), [keys.override_index(own)], [start])
-    _, subjects = _with_strings(call, (yield call), "the index of overrides")
+    call = make_call((LIST_OVERRIDES, time_us, count), [keys.override_index(prefix)], [start])
+    _, subjects = _decode_with_strings(call, (yield call), "the index of overrides")
     return subjects
 
 
 def _list_overrides(command: ListOverrides, keys: Keys, time_us: int) -> Flow[OverridePage]:
-    """The first of each lane, and of those the first of all."""
+    """Read one page from each lane, and return the first page of all of them together."""
     after = decode_cursor(command.cursor)
-    found: list[tuple[bytes, str]] = []
-    for own in command.key_prefixes:
-        subjects = yield from _list_subjects(own, keys, after, command.subjects + 1, time_us)
-        found += [(subject, own) for subject in subjects]
-    found.sort()
-    page, more = found[: command.subjects], len(found) > command.subjects
+    candidates: list[tuple[bytes, str]] = []
+    for prefix in command.key_prefixes:
+        subjects = yield from _list_subjects(prefix, keys, after, command.subjects + 1, time_us)
+        candidates += [(subject, prefix) for subject in subjects]
+    candidates.sort()
+    page, has_more = candidates[: command.subjects], len(candidates) > command.subjects
     overrides: dict[str, list[Override]] = {}
-    for own in dict.fromkeys(own for _, own in page):
-        here = [subject for subject, lane in page if lane == own]
-        for override in (yield from _get_overrides(own, command.tenant, here, keys, time_us)):
+    for prefix in dict.fromkeys(prefix for _, prefix in page):
+        subjects = [subject for subject, lane in page if lane == prefix]
+        for override in (yield from _get_overrides(prefix, command.tenant, subjects, keys, time_us)):
             overrides.setdefault(override.subject, []).append(override)
     return OverridePage(
         [override for subject, _ in page for override in overrides.get(decode_key(subject), ())],
-        encode_cursor(page[-1][0]) if more else None,
+        encode_cursor(page[-1][0]) if has_more else None,
     )
 
 
@@ -211,22 +215,22 @@ def _find_missing_overrides(
     command: FindMissingOverrides, keys: Keys, slot_of: SlotOf, time_us: int
 ) -> Flow[list[int]]:
     missing: list[int] = []
-    for positions in group_by_slot(range(len(command.targets)), lambda at: slot_of(command.targets[at][0])):
+    for positions in group_by_slot(range(len(command.targets)), lambda index: slot_of(command.targets[index][0])):
         for start in range(0, len(positions), _FIND_MISSING_BATCH):
-            some = positions[start : start + _FIND_MISSING_BATCH]
+            batch = positions[start : start + _FIND_MISSING_BATCH]
             names, arguments = [], []
-            for own, resource, subject in (command.targets[at] for at in some):
-                names += [keys.overrides(own, subject), keys.override_index(own)]
+            for prefix, resource, subject in (command.targets[index] for index in batch):
+                names += [keys.overrides(prefix, subject), keys.override_index(prefix)]
                 arguments += [subject, resource]
             call = make_call((FIND_MISSING_OVERRIDES, time_us), names, arguments)
-            missing += [some[at - 1] for at in decode_reply(call, (yield call))[1:]]
+            missing += [batch[position - 1] for position in decode_reply(call, (yield call))[1:]]
     return sorted(missing)
 
 
-def _delete_overrides(own: str, resource: str | None, subjects: list[bytes], keys: Keys, time_us: int) -> Flow[int]:
+def _delete_overrides(prefix: str, resource: str | None, subjects: list[bytes], keys: Keys, time_us: int) -> Flow[int]:
     call = make_call(
         (DELETE_OVERRIDES, time_us, int(resource is None)),
-        _index_and_overrides(own, subjects, keys),
+        _index_and_overrides(prefix, subjects, keys),
         [resource or "", *subjects],
     )
     values = decode_reply(call, (yield call))
@@ -246,21 +250,21 @@ def _delete_override(command: DeleteOverride, keys: Keys, time_us: int) -> Flow[
 
 def _clear_overrides(command: ClearOverrides, keys: Keys, time_us: int) -> Flow[int]:
     cleared = 0
-    for own in command.key_prefixes:
-        while subjects := (yield from _list_subjects(own, keys, None, _CLEAR_BATCH, time_us)):
-            cleared += yield from _delete_overrides(own, None, subjects, keys, time_us)
+    for prefix in command.key_prefixes:
+        while subjects := (yield from _list_subjects(prefix, keys, None, _CLEAR_BATCH, time_us)):
+            cleared += yield from _delete_overrides(prefix, None, subjects, keys, time_us)
     return cleared
 
 
-def _index_and_overrides(own: str, subjects: list[bytes], keys: Keys) -> list[str]:
-    return [keys.override_index(own), *(keys.overrides(own, decode_key(s)) for s in subjects)]
+def _index_and_overrides(prefix: str, subjects: list[bytes], keys: Keys) -> list[str]:
+    return [keys.override_index(prefix), *(keys.overrides(prefix, decode_key(s)) for s in subjects)]
 
 
-def _with_strings(call: ScriptCall, reply: Reply, what: str) -> tuple[list[int], list[bytes]]:
-    """An answer that comes with strings; one without says that a key is not ours."""
+def _decode_with_strings(call: ScriptCall, reply: Reply, what: str) -> tuple[list[int], list[bytes]]:
+    """Decode a reply with strings. A reply without them means that a key holds a foreign value."""
     match reply:
-        case [told, [*strings]]:
-            return decode_reply(call, told), strings
+        case [numbers, [*strings]]:
+            return decode_reply(call, numbers), strings
     decode_reply(call, reply)
     raise foreign_value_error(what)
 

@@ -1,17 +1,17 @@
-"""Denials that need not be asked for again: what had no room, and for how long it surely has none.
+"""Cache denials in this process: a check without room is denied again, without Redis, until it could have room.
 
-A denial may be answered from here while the longest wait of its limits still runs, counted from the moment at which the
-check was sent. Nothing can shorten that wait but a reset, a settlement, an override or another plan:
+A denial may be repeated while the longest wait of its limits lasts, counted from the moment when the check was sent.
+Only a reset, a settlement, an override or a new plan can shorten that wait. Therefore:
 
-- it is not cached if a limit without room has an open reservation or lease, since those can give back early;
-- nor if a limit of the check counts denials (`count_denied`), since the store must hear of each;
-- a check under other numbers, costs, shares or modes is another check, and finds nothing here;
-- `drop` forgets what a reset, a settlement or an override touched. An answer that was on its way meanwhile may be older
-  than that, so it is not cached either.
+- A denial is not cached if a limit without room has an open reservation or lease, because those can free room early.
+- It is not cached if a limit of the check counts denials (`count_denied`), because the store must count each one.
+- A check with other numbers, costs, shares or modes is another check and finds no entry.
+- `invalidate` removes what a reset, a settlement or an override affects. A reply that was in flight at that moment may
+  be older than the change, so it is not cached either.
 
-So this never admits anything, and denies what Redis would admit only between a change on another node and its message.
-Whatever else gives room in Redis (an override that expires, a key that is evicted, a flush) is seen after `max_age_us`
-at the latest.
+The cache never admits a check. It denies a check that Redis would admit only after a change in another process, until
+the message about it arrives. Other changes in Redis (an override that expires, an evicted key, a flush) take effect
+after `max_age_us` at the latest.
 """
 
 import threading
@@ -26,26 +26,26 @@ from limitforge.core.clock import LONG_AGO_US, Clock
 from limitforge.core.decision import Decision, LimitRow, Outcome, build_result
 from limitforge.core.keys import decode_key, encode_key
 
-MAX_DENIALS_PER_KEY = 4  # different checks of one place, such as other costs
+MAX_DENIALS_PER_KEY = 4  # different checks of one bucket, for example with other costs
 
 Signature = tuple[tuple[object, str, bool, int, int, str], ...]
 _Names = tuple[bytes, ...]
 
 
 class Invalidation(msgspec.Struct, frozen=True):
-    """What to forget: buckets, subjects (by the key of their overrides), tenants (by what their keys start with)."""
+    """What a change affects: bucket keys, subjects (their override keys), and tenants (prefixes of their keys)."""
 
     keys: tuple[str, ...] = ()
     subjects: tuple[str, ...] = ()
     tenants: tuple[str, ...] = ()
 
     def encode(self) -> bytes:
-        """As it travels to the other nodes."""
+        """Encode the message to the other processes."""
         return msgspec.msgpack.encode([[encode_key(name) for name in names] for names in msgspec.structs.astuple(self)])
 
     @classmethod
     def decode(cls, message: bytes) -> Self:
-        """Raises ValueError for what is no such message."""
+        """Decode a message. Raises ValueError if it is not an invalidation."""
         keys, subjects, tenants = msgspec.msgpack.decode(message, type=tuple[_Names, _Names, _Names])
         return cls(*(tuple(decode_key(name) for name in names) for names in (keys, subjects, tenants)))
 
@@ -54,115 +54,114 @@ class CachedDenial(msgspec.Struct, frozen=True, gc=False):
     debits: list[Debit]
     signature: Signature
     expires_us: int
-    """Until when it is surely denied, by the moment of sending."""
+    """Until when the check is certainly denied, counted from when it was sent."""
     received_us: int
-    """When the waits in the rows were true at the latest."""
+    """When the reply arrived. The waits in the rows were true then at the latest."""
     now_us: int
     rows: tuple[LimitRow, ...]
     invalidated_by: tuple[str, ...]
-    """By which it is dropped."""
+    """Bucket keys and override keys of the check."""
 
 
 class CacheEntry(msgspec.Struct, frozen=True, gc=False):
-    """What is known of one place, and by which names any of it is dropped."""
+    """The denials of different checks with the same routing key."""
 
     invalidated_by: tuple[str, ...]
     denials: tuple[CachedDenial, ...]
 
 
 class DenialCache:
-    """A bounded cache of denials, for one process. Thread-safe: looking takes no lock."""
+    """A bounded cache of denials for one process. Thread-safe; `get` takes no lock for a hit."""
 
     def __init__(self, *, max_age_us: int, max_keys: int, clock: Clock) -> None:
         self._max_age_us = max_age_us
         self._max_entries = max_keys
         self._now_us: Callable[[], int] = clock.now_us
         self._lock = threading.Lock()
-        self._entries: dict[str, CacheEntry] = {}  # by the place of a check, the oldest first
-        self._keys_by_name: dict[str, set[str]] = {}  # where a bucket or the overrides of a subject matter
-        self._invalidated_us: dict[str, int] = {}  # when each of these was last dropped, the oldest first
+        self._entries: dict[str, CacheEntry] = {}  # by routing key, the oldest first
+        self._keys_by_name: dict[str, set[str]] = {}  # routing keys by the names that invalidate them
+        self._invalidated_us: dict[str, int] = {}  # last invalidation of each name, the oldest first
         self._all_invalidated_us = LONG_AGO_US
         self.hits = 0
         self.has_entries = False
-        """Whether there is anything to look for."""
 
     def count(self) -> int:
-        """How many checks have a denial here that is not over."""
+        """Return the number of entries that have not expired."""
         now_us = self._now_us()
         with self._lock:
             self._remove_oldest_expired(now_us)
             return len(self._entries)
 
     def now_us(self) -> int:
-        """For `note`: the moment before a check is sent."""
+        """Return the time to pass to `add`. Call it before the check is sent."""
         return self._now_us()
 
     def get(self, check: Check) -> Decision | Outcome | None:
-        """The denial of this check, if it is sure; its wait is what is left of it."""
-        place = check.routing_key
-        shelf = self._entries.get(place)
-        if shelf is None or check.hold is not None or check.shadow is not None:
-            return None  # a reservation and a candidate plan are always judged by the store
+        """Return the cached denial of this check, with its remaining wait, or None."""
+        key = check.routing_key
+        entry = self._entries.get(key)
+        if entry is None or check.hold is not None or check.shadow is not None:
+            return None  # the store must evaluate every reservation and shadow plan
         now_us = self._now_us()
-        for denial in shelf.denials:
+        for denial in entry.denials:
             is_same = denial.debits == check.debits or denial.signature == _signature(check)
             if is_same and denial.received_us <= now_us < denial.expires_us:
                 self.hits += 1
                 return build_result(check, _outcome_after(denial, now_us - denial.received_us))
-        self._remove_expired(place, now_us)
+        self._remove_expired(key, now_us)
         return None
 
     def add(self, check: Check, outcome: Outcome, sent_us: int) -> None:
-        """Remember a denial that came back, if it is sure for any time."""
-        sure_us = 0 if check.shadow is not None else self._denied_for_us(check, outcome)
-        if not sure_us:
+        """Cache a denial, if it is certain to last. `sent_us` is `now_us()` before the check was sent."""
+        denied_us = 0 if check.shadow is not None else self._denied_for_us(check, outcome)
+        if not denied_us:
             return
-        place, names = check.routing_key, _invalidating_names(check)
-        told_us = self._now_us()
-        if told_us >= sent_us + sure_us:
+        key, names = check.routing_key, _invalidating_names(check)
+        received_us = self._now_us()
+        if received_us >= sent_us + denied_us:
             return
         denial = CachedDenial(
             list(check.debits),
             _signature(check),
-            sent_us + sure_us,
-            told_us,
+            sent_us + denied_us,
+            received_us,
             outcome.now_us,
             tuple(outcome.rows),
             names,
         )
         with self._lock:
-            dropped = max(self._invalidated_us.get(name, LONG_AGO_US) for name in names)
-            if sent_us <= max(dropped, self._all_invalidated_us):
+            invalidated_us = max(self._invalidated_us.get(name, LONG_AGO_US) for name in names)
+            if sent_us <= max(invalidated_us, self._all_invalidated_us):
                 return
-            known = self._entries.get(place)
-            others = [] if known is None else [d for d in known.denials if d.signature != denial.signature]
-            self._replace(place, (denial, *others[: MAX_DENIALS_PER_KEY - 1]))
-            self._remove_oldest_expired(told_us)
+            entry = self._entries.get(key)
+            others = [] if entry is None else [d for d in entry.denials if d.signature != denial.signature]
+            self._replace(key, (denial, *others[: MAX_DENIALS_PER_KEY - 1]))
+            self._remove_oldest_expired(received_us)
             while len(self._entries) > self._max_entries:
                 self._remove(next(iter(self._entries)))
             self.has_entries = True
 
     def invalidate(self, invalidation: Invalidation) -> None:
-        """Forget what may have room by now."""
+        """Remove the denials that a change affects."""
         with self._lock:
             now_us = self._now_us()
             for name in (*invalidation.keys, *invalidation.subjects):
                 self._invalidated_us.pop(name, None)
                 self._invalidated_us[name] = now_us
-                for place in tuple(self._keys_by_name.get(name, ())):
-                    self._remove(place)
+                for key in tuple(self._keys_by_name.get(name, ())):
+                    self._remove(key)
             while len(self._invalidated_us) > self._max_entries:
                 oldest_us = self._invalidated_us.pop(next(iter(self._invalidated_us)))
                 self._all_invalidated_us = max(self._all_invalidated_us, oldest_us)
             if invalidation.tenants:
                 self._all_invalidated_us = max(self._all_invalidated_us, now_us)
                 for name in [name for name in self._keys_by_name if name.startswith(invalidation.tenants)]:
-                    for place in tuple(self._keys_by_name.get(name, ())):
-                        self._remove(place)
+                    for key in tuple(self._keys_by_name.get(name, ())):
+                        self._remove(key)
             self.has_entries = bool(self._entries)
 
     def invalidate_all(self, *, messages_missed: bool = True) -> None:
-        """Forget everything: messages may have been missed."""
+        """Remove everything. Called with each new subscription, because messages may have been missed before it."""
         with self._lock:
             self._all_invalidated_us = max(self._all_invalidated_us, self._now_us())
             self._entries.clear()
@@ -170,7 +169,7 @@ class DenialCache:
             self.has_entries = False
 
     def _denied_for_us(self, check: Check, outcome: Outcome) -> int:
-        """For how long nothing but a change can let this check pass; 0 if that is not known."""
+        """Return how long the check is denied unless something changes; 0 if that is unknown."""
         longest_us = 0
         for (rule, _, cost, *_), (_, _, _, wait_us, is_open) in zip(check.debits, outcome.rows, strict=True):
             if cost and rule.enforced:
@@ -179,50 +178,50 @@ class DenialCache:
                 longest_us = max(longest_us, self._max_age_us if wait_us == NEVER else wait_us)
         return min(longest_us, self._max_age_us)
 
-    def _remove_expired(self, place: str, now_us: int) -> None:
-        """Forget what is over, so that a caller who has room again finds nothing to compare with."""
+    def _remove_expired(self, key: str, now_us: int) -> None:
+        """Remove expired denials, so that later checks with room again need no comparison."""
         with self._lock:
-            shelf = self._entries.get(place)
-            if shelf is not None:
-                self._replace(place, tuple(denial for denial in shelf.denials if now_us < denial.expires_us))
+            entry = self._entries.get(key)
+            if entry is not None:
+                self._replace(key, tuple(denial for denial in entry.denials if now_us < denial.expires_us))
                 self.has_entries = bool(self._entries)
 
     def _remove_oldest_expired(self, now_us: int) -> None:
-        """The oldest are over first, more or less: all were noted for about as long."""
+        """Remove expired entries from the oldest on. Entries last about equally long, so the oldest expire first."""
         while self._entries:
-            place, shelf = next(iter(self._entries.items()))
-            if any(now_us < denial.expires_us for denial in shelf.denials):
+            key, entry = next(iter(self._entries.items()))
+            if any(now_us < denial.expires_us for denial in entry.denials):
                 break
-            self._remove(place)
+            self._remove(key)
         self.has_entries = bool(self._entries)
 
-    def _remove(self, place: str) -> None:
-        self._replace(place, ())
+    def _remove(self, key: str) -> None:
+        self._replace(key, ())
 
-    def _replace(self, place: str, denials: tuple[CachedDenial, ...]) -> None:
-        """These of a place, and no others."""
-        known = self._entries.pop(place, None)
-        for name in () if known is None else known.invalidated_by:
-            places = self._keys_by_name[name]
-            places.discard(place)
-            if not places:
+    def _replace(self, key: str, denials: tuple[CachedDenial, ...]) -> None:
+        """Replace the denials of a routing key, and update the index by name."""
+        entry = self._entries.pop(key, None)
+        for name in () if entry is None else entry.invalidated_by:
+            keys = self._keys_by_name[name]
+            keys.discard(key)
+            if not keys:
                 del self._keys_by_name[name]
         if denials:
             names = tuple({name for denial in denials for name in denial.invalidated_by})
-            self._entries[place] = CacheEntry(names, denials)
+            self._entries[key] = CacheEntry(names, denials)
             for name in names:
-                self._keys_by_name.setdefault(name, set()).add(place)
+                self._keys_by_name.setdefault(name, set()).add(key)
 
 
 def _invalidating_names(check: Check) -> tuple[str, ...]:
-    """The buckets of a check, and the overrides that may change their numbers."""
+    """Return the keys of the buckets, and of the overrides that may change their numbers."""
     keys = [key for _, key, *_ in check.debits]
-    owners = {overrides for *_, overrides in check.debits if overrides is not None}
-    return (*keys, *owners)
+    override_keys = {overrides for *_, overrides in check.debits if overrides is not None}
+    return (*keys, *override_keys)
 
 
 def _signature(check: Check) -> Signature:
-    """What makes two checks of the same buckets the same; the resource matters where an override may be of one."""
+    """Return what makes two checks equal. The resource matters only where an override may apply to one resource."""
     return tuple(
         (rule.limit, key, rule.enforced, cost, rule.percent, "" if overrides is None else resource)
         for rule, key, cost, resource, overrides in check.debits
@@ -230,7 +229,7 @@ def _signature(check: Check) -> Signature:
 
 
 def _outcome_after(denial: CachedDenial, elapsed_us: int) -> Outcome:
-    """What the rows say now; a limit whose own wait is over by now had room."""
+    """Return the outcome with resets and waits reduced by `elapsed_us`. A limit whose wait has ended has room."""
     rows: list[LimitRow] = [
         (
             limit,
