@@ -1,4 +1,4 @@
-"""A check as a store takes it: takes (one rule, one key, one cost each) that decide together, all or nothing."""
+"""A check as a store receives it: the debits (one rule, key and cost each) that are decided together, all or nothing."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -17,12 +17,14 @@ from limitforge.core.plan import MAX_LIMITS, Limits, LimitsLike, Plan, Rule, par
 from limitforge.errors import InvalidInput
 
 TOKEN_BYTES = 8
-MAX_PREPARED_CHECKS = 16_384  # that are known, each in half a kilobyte
+MAX_PREPARED_CHECKS = 16_384  # that are cached, each in half a kilobyte
 
 
 class Failure(StrEnum):
-    """How a check is decided when its store can't: let it pass, deny it, decide by this node's share of the limit in
-    memory, or leave it to the caller (`StoreUnavailable`).
+    """How a check is decided when its store can't decide it: the failure behaviour.
+
+    `open` allows it, `closed` denies it, `local` decides in memory by this process's part of the limit, and `raise`
+    raises `StoreUnavailable`.
     """
 
     OPEN = "open"
@@ -37,7 +39,7 @@ class ResultKind(Enum):
     DECISION = "decision"
     """A `Decision`."""
     OUTCOME = "outcome"
-    """The numbers of the store, an `Outcome` or a `CompactOutcome`. A `Decision` if the check has a shadow plan."""
+    """The store's numbers, an `Outcome` or a `CompactOutcome`. A `Decision` if the check has a shadow plan."""
     PART = "part"
     """An `Outcome`, always: the check is a part of another one, whose caller decides what a failure means."""
 
@@ -46,7 +48,10 @@ FailureName = Literal["open", "closed", "local", "raise"]
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """One limit with what it is asked for: gateways give each limit a resource, a subject and a cost of its own."""
+    """One limit with a resource, a subject and a cost of its own, for `check_entries`. Gateways need this form.
+
+    `layer` is the layer of the plan that the limit belongs to.
+    """
 
     limit: Limit
     resource: str | bytes
@@ -56,16 +61,16 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 Debit = tuple[Rule, str, int, str, str | None]
-"""What a check wants of one bucket: rule, key, cost, resource, and where its subject's overrides are, if they reach it.
+"""What a check takes from one bucket: rule, key, cost, resource, and the key of the subject's overrides if they apply.
 
-A tuple, since one is made for each limit of each check."""
+It is a tuple because every check makes one for each limit."""
 
 
 class Hold(msgspec.Struct, frozen=True):
-    """A check that reserves: its record's key and token, and what happens to it when nobody settles.
+    """What makes a check a reservation: the key and token of its record, and what happens if it is not settled in time.
 
-    One that `awaits` is held for limits elsewhere that must have room too: it is given back after a moment unless it
-    is confirmed. Without a key there is no record, and nothing to settle.
+    A tentative hold `needs_confirmation`: the store gives it back after a moment unless the caller confirms that limits
+    in other slots had room too. Without a key there is no record and nothing to settle.
     """
 
     key: str
@@ -76,26 +81,30 @@ class Hold(msgspec.Struct, frozen=True):
 
 
 class Check(msgspec.Struct, gc=False):
-    """What decides together. `lease` is the token of the slots that it may take, `varies` tells that a rule depends
-    on the time, `hold` makes it a reservation, `shadow` is a candidate plan that is judged beside it, `failure` says
-    what happens when the store can't decide (None: as the store is set), `weight_us` estimates what it takes in Redis.
+    """Debits that are decided together.
 
-    One that has a `question` is that about its subject, for its cost: what it takes is written out when somebody asks.
+    A check that was bound from a `PreparedCheck` builds its debits when they are first read.
     """
 
     built_debits: list[Debit] | None
     names: tuple[str, ...]
     lease: bytes = b""
+    """The token of the slots that this check may take from concurrency limits; empty without such limits."""
     is_dynamic: bool = False
+    """True if a rule depends on the time or on its key, as in `Rule.is_dynamic`."""
     weight_us: int = 0
+    """The estimated time that this check takes in Redis."""
     prepared: "PreparedCheck | None" = None
     subject: str = ""
     bucket_prefix: str = ""
-    """What the keys of its buckets start with."""
+    """What all bucket keys start with, if `prepared` is set."""
     cost: int = 0
     hold: Hold | None = None
+    """Set if this check is a reservation."""
     shadow: "Check | None" = None
+    """The check of a candidate plan, decided in the same call and without effect on this one."""
     failure: Failure | None = None
+    """The failure behaviour; None for that of the store."""
     result_kind: ResultKind = ResultKind.DECISION
     is_partly_local: bool = False
     """True if this process may decide some of the limits: those that are prepaid or local."""
@@ -110,7 +119,7 @@ class Check(msgspec.Struct, gc=False):
 
     @property
     def routing_key(self) -> str:
-        """One of its buckets, by which it is found: the first that is its subject's own, if there is one."""
+        """The key that decides which server receives the check: the first of its subject's own, if there is one."""
         if self.built_debits is None and self.prepared is not None:
             return self.bucket_prefix + self.prepared.plan.uniform_rules[0][1]
         for rule, key, *_ in self.debits:
@@ -119,13 +128,13 @@ class Check(msgspec.Struct, gc=False):
         return self.debits[0][1] if self.debits else ""
 
     def resolve_calendars(self, now_us: int) -> None:
-        """Lay every quota's windows around a time."""
-        for at in range(len(self.debits)):
-            self.resolve_calendar(at, now_us)
+        """Give every quota the calendar windows around `now_us`."""
+        for index in range(len(self.debits)):
+            self.resolve_calendar(index, now_us)
 
-    def resolve_calendar(self, at: int, now_us: int) -> None:
-        rule, *rest = self.debits[at]
-        self.debits[at] = (rule.at_time(now_us), *rest)  # type: ignore[assignment]
+    def resolve_calendar(self, index: int, now_us: int) -> None:
+        rule, *rest = self.debits[index]
+        self.debits[index] = (rule.at_time(now_us), *rest)  # type: ignore[assignment]
 
 
 def build_check(
@@ -139,41 +148,46 @@ def build_check(
     priority: str,
     shadow: LimitsLike | None = None,
 ) -> Check:
-    """The simple form: one resource, one subject, and one cost for every limit (or one by name)."""
-    is_known = _is_cacheable(limits) and (shadow is None or _is_cacheable(shadow))
+    """Build the simple form of a check: one resource, one subject, and one cost for every limit (or one by name)."""
+    is_cacheable = _is_cacheable(limits) and (shadow is None or _is_cacheable(shadow))
     if not isinstance(limits, Limits):
         limits = Limits.of(limits)
     try:
-        ask = _prepare_check_cached if is_known else prepare_check
-        question = ask(keys, keys.generation, limits, resource, tenant, priority, shadow)
-    except TypeError:  # something can't be looked up; if it is nonsense, that is said now
-        question = prepare_check(keys, keys.generation, limits, resource, tenant, priority, shadow)
-    return question.bind(subject, cost, costs)
+        prepare = _prepare_check_cached if is_cacheable else prepare_check
+        prepared = prepare(keys, keys.generation, limits, resource, tenant, priority, shadow)
+    except TypeError:  # an argument is not hashable; if it is invalid, this raises the right error
+        prepared = prepare_check(keys, keys.generation, limits, resource, tenant, priority, shadow)
+    return prepared.bind(subject, cost, costs)
 
 
 class PreparedCheck(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """What all checks of one resource by one plan have in common: only their subjects and costs differ. It holds for
-    as long as the keys are of this `generation`.
+    """What all checks of one resource by one plan have in common, like a prepared statement.
+
+    `bind` adds the subject and the cost. `Limiter.prepare` makes one; prepare again once `is_current` is false.
     """
 
     keys: Keys
     generation: int
+    """The generation of `keys` under which this was prepared."""
     plan: Plan
     shadow_plan: Plan | None
     resource: str
     tenant_keys: TenantKeys
     override_index: str
-    """Of the overrides of its subjects."""
+    """The key of the index of subjects that have overrides."""
     bucket_prefix: str
-    """What the key of every bucket starts with, up to the subject; empty if that is not the same for all."""
+    """What every bucket key starts with, up to the subject; empty if the keys have no such prefix in common."""
 
     @property
     def is_current(self) -> bool:
-        """False once any tenant's lanes have changed: then prepare the check again."""
+        """False once the lanes of any tenant have changed: then prepare the check again."""
         return self.generation == self.keys.generation
 
     def bind(self, subject: str | bytes, cost: int = 1, costs: Mapping[str, int] | None = None) -> Check:
-        """Return the check of one subject for one cost. Raise `InvalidInput` if an argument is invalid."""
+        """Return the check of one subject for one cost.
+
+        `costs` gives limits costs of their own by name. Raise `InvalidInput` if an argument is invalid.
+        """
         if type(cost) is not int or not 0 <= cost <= MAX_COUNT:
             cost = validate_cost("cost", cost)
         if type(subject) is not str or len(subject) > MAX_KEY_PART_BYTES or not subject.isascii():
@@ -193,21 +207,29 @@ class PreparedCheck(msgspec.Struct, frozen=True, eq=False, gc=False):
             cost,
         )
 
-    def debits(self, subject: str, base: str, cost: int) -> list[Debit]:
+    def debits(self, subject: str, bucket_prefix: str, cost: int) -> list[Debit]:
+        """Build the debits of a check that `bind` returned."""
         overrides = self.keys.overrides(self.tenant_keys.tenant_prefix, subject)
         return [
-            (rule, base + suffix, 1 if requests and cost else cost, self.resource, overrides if overridable else None)
+            (
+                rule,
+                bucket_prefix + suffix,
+                1 if requests and cost else cost,
+                self.resource,
+                overrides if overridable else None,
+            )
             for rule, suffix, requests, overridable in self.plan.uniform_rules
         ]
 
     def _bind_any(self, subject: str, cost: int, costs: Mapping[str, int] | None) -> Check:
-        home, candidate = self.tenant_keys.current(), self.shadow_plan
-        check = _check_of_plan(self.keys, self.plan, self.resource, subject, cost, costs, home)
-        if candidate is not None:
-            costs = _costs_in_plan(costs, candidate)
-            check.shadow = _check_of_plan(self.keys, candidate, self.resource, subject, cost, costs, home)
-            check.shadow.lease = check.lease = check.lease or check.shadow.lease
-            check.weight_us += check.shadow.weight_us
+        tenant_keys, shadow_plan = self.keys.current(self.tenant_keys), self.shadow_plan
+        check = _check_of_plan(self.keys, self.plan, self.resource, subject, cost, costs, tenant_keys)
+        if shadow_plan is not None:
+            costs = _costs_in_plan(costs, shadow_plan)
+            shadow = _check_of_plan(self.keys, shadow_plan, self.resource, subject, cost, costs, tenant_keys)
+            shadow.lease = check.lease = check.lease or shadow.lease
+            check.weight_us += shadow.weight_us
+            check.shadow = shadow
         return check
 
 
@@ -220,57 +242,74 @@ def prepare_check(
     priority: str,
     shadow: LimitsLike | None = None,
 ) -> PreparedCheck:
-    """Worked out for all checks that ask it; `generation` is that of the keys."""
+    """Prepare what the checks of one resource by these limits share.
+
+    `generation` is that of `keys`. It is an argument so that a cache of prepared checks has it in its key.
+    """
     resource = parse_key_part("resource", resource)
-    home, plan = keys.tenant_keys(tenant), limits.plan(priority)
-    candidate = None if shadow is None else Limits.of(shadow).plan(priority, Layer.SHADOW)
-    index = keys.override_index(home.tenant_prefix)
-    return PreparedCheck(keys, generation, plan, candidate, resource, home, index, _bucket_prefix(plan, home, resource))
+    tenant_keys, plan = keys.tenant_keys(tenant), limits.plan(priority)
+    shadow_plan = None if shadow is None else Limits.of(shadow).plan(priority, Layer.SHADOW)
+    return PreparedCheck(
+        keys,
+        generation,
+        plan,
+        shadow_plan,
+        resource,
+        tenant_keys,
+        keys.override_index(tenant_keys.tenant_prefix),
+        _bucket_prefix(plan, tenant_keys, resource),
+    )
 
 
 _prepare_check_cached: Callable[..., PreparedCheck] = lru_cache(maxsize=MAX_PREPARED_CHECKS)(prepare_check)
 
 
-def _bucket_prefix(plan: Plan, home: TenantKeys, resource: str) -> str:
+def _bucket_prefix(plan: Plan, tenant_keys: TenantKeys, resource: str) -> str:
     if (
         not plan.uniform_rules
         or plan.is_partly_local
-        or home.scheduled_change is not None
-        or len(home.lane_prefixes) > 1
+        or tenant_keys.scheduled_change is not None
+        or len(tenant_keys.lane_prefixes) > 1
     ):
         return ""
-    scope, place = plan.rules[0].scope, plan.rules[0].layer
+    scope, layer = plan.rules[0].scope, plan.rules[0].layer
     return (
-        Keys.subject_bucket_prefix(scope, place, home.tenant_prefix, resource)
+        Keys.subject_bucket_prefix(scope, layer, tenant_keys.tenant_prefix, resource)
         if scope in (Scope.SUBJECT, Scope.CALLER)
         else ""
     )
 
 
 def _check_of_plan(
-    keys: Keys, plan: Plan, resource: str, subject: str, cost: int, costs: Mapping[str, int] | None, home: TenantKeys
+    keys: Keys,
+    plan: Plan,
+    resource: str,
+    subject: str,
+    cost: int,
+    costs: Mapping[str, int] | None,
+    tenant_keys: TenantKeys,
 ) -> Check:
-    own = home.subject_prefix(subject)
-    takes = _debits_of_plan(keys, plan, resource, subject, cost, home, own)
+    lane_prefix = tenant_keys.subject_prefix(subject)
+    debits = _debits_of_plan(keys, plan, resource, subject, cost, tenant_keys, lane_prefix)
     lease = os.urandom(TOKEN_BYTES) if plan.takes_lease else b""
-    check = Check(takes, plan.names, lease, plan.is_dynamic, plan.weight_us, is_partly_local=plan.is_partly_local)
+    check = Check(debits, plan.names, lease, plan.is_dynamic, plan.weight_us, is_partly_local=plan.is_partly_local)
     if costs is not None:
         _apply_costs(check, costs, plan)
     return check
 
 
 def _debits_of_plan(
-    keys: Keys, plan: Plan, resource: str, subject: str, cost: int, home: TenantKeys, own: str
+    keys: Keys, plan: Plan, resource: str, subject: str, cost: int, tenant_keys: TenantKeys, lane_prefix: str
 ) -> list[Debit]:
-    takes: list[Debit] = []
-    overrides = keys.overrides(own, subject)
-    base, scope, place, bucket = "", None, "", keys.bucket_prefix
+    debits: list[Debit] = []
+    overrides = keys.overrides(lane_prefix, subject)
+    prefix, scope, layer, bucket_prefix = "", None, "", keys.bucket_prefix
     for rule in plan.rules:
-        if rule.scope is not scope or rule.layer is not place:
-            scope, place = rule.scope, rule.layer
-            base = bucket(scope, place, home, own, resource, subject)
-        key = base + rule.key_suffix
-        takes.append(
+        if rule.scope is not scope or rule.layer is not layer:
+            scope, layer = rule.scope, rule.layer
+            prefix = bucket_prefix(scope, layer, tenant_keys, lane_prefix, resource, subject)
+        key = prefix + rule.key_suffix
+        debits.append(
             (
                 rule.for_key(keys.without_prefix(key)) if rule.is_dynamic else rule,
                 key,
@@ -279,28 +318,28 @@ def _debits_of_plan(
                 overrides if rule.overridable else None,
             )
         )
-    return takes
+    return debits
 
 
 def _is_cacheable(limits: LimitsLike) -> bool:
-    """Whether it is the same limits each time that it is given. A list is made into others with each check."""
+    """Return True if the same argument always means the same limits: a list may change between two checks."""
     return isinstance(limits, Limits | str | Limit)
 
 
-def build_charge(charges: Iterable[Debit]) -> Check:
-    """A check that takes without asking for room: what counted, or was admitted, while the store was not asked.
+def build_charge(debits: Iterable[Debit]) -> Check:
+    """Build a check that takes its costs without asking for room: the account of what was admitted without the store.
 
-    If the store can't be reached it is lost, and says so: nothing is ever charged twice.
+    If the store can't be reached it fails, so that the caller knows. It is never repeated, so nothing is charged twice.
     """
-    takes: list[Debit] = [(rule.as_charge(), *rest) for rule, *rest in charges]  # type: ignore[misc]
-    varies = any(rule.is_dynamic for rule, *_ in takes)
-    names = tuple(rule.limit.name for rule, *_ in takes)
-    weight = weight_us(rule for rule, *_ in takes)
-    return Check(takes, names, is_dynamic=varies, failure=Failure.RAISE, weight_us=weight)
+    charges: list[Debit] = [(rule.as_charge(), *rest) for rule, *rest in debits]  # type: ignore[misc]
+    is_dynamic = any(rule.is_dynamic for rule, *_ in charges)
+    names = tuple(rule.limit.name for rule, *_ in charges)
+    weight = weight_us(rule for rule, *_ in charges)
+    return Check(charges, names, is_dynamic=is_dynamic, failure=Failure.RAISE, weight_us=weight)
 
 
 def parse_failure(failure: object) -> Failure | None:
-    """What a caller asked for, or None where it said nothing."""
+    """Return the failure behaviour of this name, None for None. Raise `InvalidInput` for anything else."""
     if failure is None or isinstance(failure, Failure):
         return failure
     try:
@@ -310,81 +349,82 @@ def parse_failure(failure: object) -> Failure | None:
 
 
 def build_check_from_entries(keys: Keys, entries: Iterable[Entry], *, tenant: str | bytes, priority: str) -> Check:
-    """The general form. Entries of the same limit and key are merged, their costs added."""
-    known = parse_priority(priority)
-    home = keys.tenant_keys(tenant)
-    wanted: dict[str, tuple[Entry, Rule, str, str, int]] = {}
-    for at, entry in enumerate(entries):
+    """Build the general form of a check. Entries with the same limit and key are merged, and their costs added."""
+    known_priority = parse_priority(priority)
+    tenant_keys = keys.tenant_keys(tenant)
+    merged: dict[str, tuple[Entry, Rule, str, str, int]] = {}
+    for index, entry in enumerate(entries):
         if not isinstance(entry, Entry) or not isinstance(entry.limit, Limit):
-            raise InvalidInput(f"entries[{at}]", f"must be an Entry with a limit, got {short_repr(entry)}")
+            raise InvalidInput(f"entries[{index}]", f"must be an Entry with a limit, got {short_repr(entry)}")
         if not isinstance(entry.layer, Layer):
-            raise InvalidInput(f"entries[{at}].place", f"must be a Place, got {short_repr(entry.layer)}")
+            raise InvalidInput(f"entries[{index}].layer", f"must be a Layer, got {short_repr(entry.layer)}")
         if entry.limit.mode is Mode.OFF:
             continue
-        rule = Limits.of(entry.limit).plan(known, entry.layer).rules[0]
-        resource = parse_key_part(f"entries[{at}].resource", entry.resource)
-        subject = parse_key_part(f"entries[{at}].subject", entry.subject)
-        cost = validate_cost(f"entries[{at}].cost", entry.cost)
-        own = home.subject_prefix(subject)
-        key = keys.bucket_prefix(rule.scope, rule.layer, home, own, resource, subject) + rule.key_suffix
-        if key in wanted:
-            first, rule, resource, subject, earlier = wanted[key]
+        rule = Limits.of(entry.limit).plan(known_priority, entry.layer).rules[0]
+        resource = parse_key_part(f"entries[{index}].resource", entry.resource)
+        subject = parse_key_part(f"entries[{index}].subject", entry.subject)
+        cost = validate_cost(f"entries[{index}].cost", entry.cost)
+        lane_prefix = tenant_keys.subject_prefix(subject)
+        key = keys.bucket_prefix(rule.scope, rule.layer, tenant_keys, lane_prefix, resource, subject) + rule.key_suffix
+        if key in merged:
+            first, rule, resource, subject, earlier = merged[key]
             if first.limit != entry.limit:
                 raise InvalidInput(
-                    f"entries[{at}].limit",
+                    f"entries[{index}].limit",
                     f"differs from an earlier limit called {entry.limit.name!r} with the same key",
                 )
             cost += earlier
             if cost > MAX_COUNT:
-                raise InvalidInput(f"entries[{at}].cost", f"the costs of one bucket may add up to at most {MAX_COUNT}")
-            entry = first  # noqa: PLW2901 - the earlier one speaks for both
-        wanted[key] = entry, rule, resource, subject, cost
-    if len(wanted) > MAX_LIMITS:
-        raise InvalidInput("entries", f"at most {MAX_LIMITS} buckets in one check, got {len(wanted)}")
-    takes: list[Debit] = [
+                raise InvalidInput(
+                    f"entries[{index}].cost", f"the costs of one bucket may add up to at most {MAX_COUNT}"
+                )
+            entry = first  # noqa: PLW2901 - the merged entry is the earlier one
+        merged[key] = entry, rule, resource, subject, cost
+    if len(merged) > MAX_LIMITS:
+        raise InvalidInput("entries", f"at most {MAX_LIMITS} buckets in one check, got {len(merged)}")
+    debits: list[Debit] = [
         (
             rule.for_key(keys.without_prefix(key)) if rule.is_dynamic else rule,
             key,
             1 if rule.counts_requests and cost else cost,
             resource,
-            keys.overrides(home.subject_prefix(subject), subject) if rule.overridable else None,
+            keys.overrides(tenant_keys.subject_prefix(subject), subject) if rule.overridable else None,
         )
-        for key, (_, rule, resource, subject, cost) in wanted.items()
+        for key, (_, rule, resource, subject, cost) in merged.items()
     ]
-    leases = any(rule.holds_lease for rule, *_ in takes)
-    varies = any(rule.is_dynamic for rule, *_ in takes)
-    names = reported_names([(rule.layer, rule.limit.name) for rule, *_ in takes])
-    weight = weight_us(rule for rule, *_ in takes)
-    is_partly_local = any(rule.prepaid or rule.local for rule, *_ in takes)
+    rules = [rule for rule, *_ in debits]
     return Check(
-        takes, names, os.urandom(TOKEN_BYTES) if leases else b"", varies, weight, is_partly_local=is_partly_local
+        debits,
+        reported_names([(rule.layer, rule.limit.name) for rule in rules]),
+        os.urandom(TOKEN_BYTES) if any(rule.holds_lease for rule in rules) else b"",
+        any(rule.is_dynamic for rule in rules),
+        weight_us(rules),
+        is_partly_local=any(rule.prepaid or rule.local for rule in rules),
     )
 
 
 def _apply_costs(check: Check, costs: Mapping[str, int], plan: Plan) -> None:
-    """Replace the costs of the limits that are named. A name with its place goes before the bare one."""
+    """Replace the costs of the limits that `costs` names. A name with its layer takes precedence over a bare one."""
     if not isinstance(costs, Mapping):
         raise InvalidInput("costs", f"must map limit names to integers, got {short_repr(costs)}")
-    named: set[int] = set()
+    named_with_layer: set[int] = set()
     for name, given in costs.items():
         if name not in plan.indexes_by_name:
             known = ", ".join(sorted(plan.indexes_by_name)) or "none"
             raise InvalidInput(f"costs.{name!s:.64}", f"no limit of that name; there are {known}")
         cost = validate_cost(f"costs.{name}", given)
-        is_placed = name.partition(":")[0] in LAYER_WORDS
-        for at in plan.indexes_by_name[name]:
-            if is_placed:
-                named.add(at)
-            elif at in named:
+        has_layer = name.partition(":")[0] in LAYER_WORDS
+        for index in plan.indexes_by_name[name]:
+            if has_layer:
+                named_with_layer.add(index)
+            elif index in named_with_layer:
                 continue
-            rule, key, _, resource, overrides = check.debits[at]
-            check.debits[at] = (rule, key, 1 if rule.counts_requests and cost else cost, resource, overrides)
+            rule, key, _, resource, overrides = check.debits[index]
+            check.debits[index] = (rule, key, 1 if rule.counts_requests and cost else cost, resource, overrides)
 
 
 def _costs_in_plan(costs: Mapping[str, int] | None, plan: Plan) -> Mapping[str, int] | None:
-    """A candidate plan need not have every limit that the live one has."""
-    return (
-        costs
-        if not isinstance(costs, Mapping)
-        else {name: cost for name, cost in costs.items() if name in plan.indexes_by_name}
-    )
+    """Return the costs for limits of `plan`: a candidate plan need not have every limit of the live one."""
+    if not isinstance(costs, Mapping):
+        return costs
+    return {name: cost for name, cost in costs.items() if name in plan.indexes_by_name}

@@ -1,27 +1,27 @@
-"""Bucket keys: injective, readable, and hash-tagged by placement.
+"""Redis keys: injective, readable, and with a hash tag that decides which shard holds them.
 
     lf:{acme}:sp:11:GET:/orders:7:user:42:hour:f3600
-    |  |      || |              |         |    |shape of a window: other shapes never share a count
+    |  |      || |              |         |    |shape of a window: limits of other shapes never share a count
     |  |      || |              |         |    algorithm
     |  |      || |              |         limit name
-    |  |      || |              subject, behind its length
-    |  |      || resource, behind its length
-    |  |      |place of the plan in the join
+    |  |      || |              subject, after its length
+    |  |      || resource, after its length
+    |  |      |layer of the plan: operator, tenant, policy or shadow
     |  |      scope
-    |  placement: everything of a tenant in one slot, or in one lane of it ({acme/7})
+    |  hash tag: everything of a tenant in one slot, or in one of its lanes ({acme/7})
     prefix
 
-Lengths come before the parts that may hold any character, so no two tuples make the same key. Inside the process a key
-is `str`; bytes from outside that are not UTF-8 are carried by surrogate escapes, which the encoder turns back into the
-same bytes.
+A part that may hold any character follows its length, so that no two buckets have the same key. In the process a key is
+a `str`. Bytes from outside that are not UTF-8 become surrogate escapes, and `encode_key` restores the same bytes.
 """
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from functools import lru_cache
 
+from limitforge.core.clock import Clock, SystemClock
 from limitforge.core.exact import short_repr
 from limitforge.core.lanes import ONE_LANE, Lanes, LanesLike, TenantKeys, parse_lanes
 from limitforge.core.limits import Scope
@@ -31,14 +31,14 @@ MAX_KEY_PART_BYTES = 512
 MAX_CACHED_TENANTS = 16_384
 _PREFIX = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 _ESCAPED = str.maketrans({"%": "%25", "{": "%7B", "}": "%7D", "/": "%2F"})
-_EMPTY_TENANT = "%-"  # an empty tag would not be one; "%" is always followed by two digits in an escaped tenant
+_EMPTY_TENANT = "%-"  # Redis ignores an empty tag; in an escaped tenant, two digits follow every "%"
 _GLOBAL = "%"
-_MEMBERS = "%m"
+_HEARTBEATS = "%m"
 _SUBJECT = Scope.SUBJECT  # looking up a member of an enum takes longer than the rest of a comparison
 
 
 class Layer(StrEnum):
-    """Which place a plan has among those that join in a check: limits of equal names in different places are apart."""
+    """The layer of a plan in a check. Limits of the same name in different layers have different buckets."""
 
     OPERATOR = "o"
     TENANT = "t"
@@ -47,9 +47,15 @@ class Layer(StrEnum):
 
 
 class Keys:
-    """Makes every key of one store: all start with the same prefix. `lanes` says which tenants have more than one."""
+    """Makes every key of one store.
 
-    def __init__(self, prefix: str = "lf", lanes: Mapping[str, LanesLike] | None = None) -> None:
+    All keys start with `prefix`. `lanes` gives the number of lanes of the tenants that have more than one. The clock
+    says when a scheduled change of lanes is due. Raises `InvalidInput` if the prefix or a number of lanes is invalid.
+    """
+
+    def __init__(
+        self, prefix: str = "lf", lanes: Mapping[str, LanesLike] | None = None, clock: Clock | None = None
+    ) -> None:
         if not isinstance(prefix, str) or not _PREFIX.fullmatch(prefix):
             raise InvalidInput(
                 "key_prefix", f"must be 1 to 64 letters, digits or -_.: characters, got {short_repr(prefix)}"
@@ -57,16 +63,28 @@ class Keys:
         self.prefix = prefix
         self.lanes: dict[str, Lanes] = parse_lanes(lanes or {})
         self.generation = 0
-        """Whoever remembers where a tenant's keys are remembers this too: with another number it may be elsewhere."""
-        self.scheduled_tenant_keys = lru_cache(maxsize=MAX_CACHED_TENANTS)(self._build_tenant_keys)
+        """Grows when lanes are set. Keys that were made under another generation may be in the wrong lane."""
+        self.on_lane_change: Callable[[TenantKeys, TenantKeys], None] | None = None
+        """Called once for each scheduled change that is due, with the prefixes before and after it."""
+        self._now_us = (clock or SystemClock()).now_us
+        self._cached = lru_cache(maxsize=MAX_CACHED_TENANTS)(self._build_tenant_keys)
 
     def tenant_keys(self, tenant: str | bytes) -> TenantKeys:
-        """Where the keys of a tenant are."""
+        """Return the key prefixes of a tenant as they are now. Raise `InvalidInput` if the tenant is invalid."""
         try:
-            home = self.scheduled_tenant_keys(tenant)
+            keys = self._cached(tenant)
         except TypeError:  # not hashable
             raise InvalidInput("tenant", f"must be a string, got {type(tenant).__name__}") from None
-        return home if home.scheduled_change is None else home.current()
+        return keys if keys.scheduled_change is None else self.current(keys)
+
+    def current(self, keys: TenantKeys) -> TenantKeys:
+        """Return the prefixes of the same tenant as they are now, after a scheduled change that is due."""
+        current = keys if keys.scheduled_change is None else keys.at_time(self._now_us())
+        if current is not keys and not current.is_announced:
+            current.is_announced = True
+            if self.on_lane_change is not None:
+                self.on_lane_change(keys, current)
+        return current
 
     def _build_tenant_keys(self, tenant: str | bytes) -> TenantKeys:
         name = parse_key_part("tenant", tenant)
@@ -74,52 +92,58 @@ class Keys:
         return TenantKeys.build(self.prefix, tag, self.lanes.get(name, ONE_LANE))
 
     def set_lanes(self, tenant: str, lanes: Lanes) -> None:
-        """How many a tenant has from now on: for who learns it while checks are under way."""
+        """Set the number of lanes of a tenant from now on, also while checks are running."""
         if self.lanes.get(tenant, ONE_LANE) != lanes:
             self.lanes[tenant] = lanes
-            self.scheduled_tenant_keys = lru_cache(maxsize=MAX_CACHED_TENANTS)(self._build_tenant_keys)
-            self.generation += 1  # last: who reads the new number finds the new homes
+            self._cached = lru_cache(maxsize=MAX_CACHED_TENANTS)(self._build_tenant_keys)
+            self.generation += 1  # last: a thread that reads the new generation must find the new prefixes
 
-    def bucket_prefix(self, scope: Scope, place: str, home: TenantKeys, own: str, resource: str, subject: str) -> str:
-        """All of a bucket's key but its limit; `own` is what the subject's keys start with, `place` its letter."""
+    def bucket_prefix(
+        self, scope: Scope, layer: str, tenant_keys: TenantKeys, lane_prefix: str, resource: str, subject: str
+    ) -> str:
+        """Return a bucket's key up to the limit. `lane_prefix` is that of the subject's lane, `layer` a letter."""
         if scope is _SUBJECT or scope is Scope.CALLER:
-            return f"{self.subject_bucket_prefix(scope, place, own, resource)}{len(subject)}:{subject}:"
+            return f"{self.subject_bucket_prefix(scope, layer, lane_prefix, resource)}{len(subject)}:{subject}:"
         if scope is Scope.RESOURCE:
-            return f"{home.resource_prefix(resource)}r{place}:{len(resource)}:{resource}:"
+            return f"{tenant_keys.resource_prefix(resource)}r{layer}:{len(resource)}:{resource}:"
         if scope is Scope.TENANT:
-            return f"{home.tenant_prefix}t{place}:"
-        return f"{self.prefix}:{{{_GLOBAL}}}:g{place}:"
+            return f"{tenant_keys.tenant_prefix}t{layer}:"
+        return f"{self.prefix}:{{{_GLOBAL}}}:g{layer}:"
 
     @staticmethod
-    def subject_bucket_prefix(scope: Scope, place: str, own: str, resource: str) -> str:
-        """The same up to the subject, for scopes that have one."""
-        return f"{own}s{place}:{len(resource)}:{resource}:" if scope is _SUBJECT else f"{own}c{place}:"
+    def subject_bucket_prefix(scope: Scope, layer: str, lane_prefix: str, resource: str) -> str:
+        """Return a bucket's key up to the subject, for the two scopes that have a subject."""
+        return f"{lane_prefix}s{layer}:{len(resource)}:{resource}:" if scope is _SUBJECT else f"{lane_prefix}c{layer}:"
 
     def without_prefix(self, key: str) -> str:
-        """The key as any store would have it."""
+        """Return the part of a key that is the same in every store."""
         return key[len(self.prefix) + 1 :]
 
     def heartbeats(self) -> str:
-        """Which processes are alive."""
-        return f"{self.prefix}:{{{_MEMBERS}}}:n"
+        """Return the key of the processes that are alive."""
+        return f"{self.prefix}:{{{_HEARTBEATS}}}:n"
 
     @staticmethod
-    def overrides(own: str, subject: str) -> str:
-        """Where all overrides of one subject are: beside its buckets."""
-        return f"{own}o:{subject}"
+    def overrides(lane_prefix: str, subject: str) -> str:
+        """Return the key of all overrides of one subject, in the slot of its buckets."""
+        return f"{lane_prefix}o:{subject}"
 
     @staticmethod
-    def override_index(own: str) -> str:
-        """Which subjects of a tenant have overrides, of those whose keys start like this."""
-        return f"{own}x"
+    def override_index(lane_prefix: str) -> str:
+        """Return the key of the subjects in one lane that have overrides."""
+        return f"{lane_prefix}x"
 
     @staticmethod
-    def reservation(own: str, token: bytes) -> str:
-        return f"{own}v:{token.hex()}"
+    def reservation(lane_prefix: str, token: bytes) -> str:
+        """Return the key of the record of a reservation."""
+        return f"{lane_prefix}v:{token.hex()}"
 
 
 def parse_key_part(field: str, value: str | bytes) -> str:
-    """A part of a key from outside, bounded; bytes that are not UTF-8 survive as they are."""
+    """Return a tenant, resource or subject from outside as it stands in a key.
+
+    Bytes that are not UTF-8 become surrogate escapes. Raise `InvalidInput` for more than 512 bytes or another type.
+    """
     if type(value) is str:
         if value.isascii():
             if len(value) <= MAX_KEY_PART_BYTES:
@@ -137,50 +161,51 @@ def parse_key_part(field: str, value: str | bytes) -> str:
             return value.decode("utf-8", "surrogateescape")
         raise InvalidInput(field, f"at most {MAX_KEY_PART_BYTES} bytes, got {len(value)}")
     if isinstance(value, str):
-        return parse_key_part(field, str.__str__(value))  # an enum of strings is its value
+        return parse_key_part(field, str.__str__(value))  # a member of a StrEnum is its value
     raise InvalidInput(field, f"must be a string, got {type(value).__name__}")
 
 
 def encode_key(key: str) -> bytes:
-    """The key as it goes over the wire."""
+    """Return the bytes of a key as they go to Redis."""
     return key.encode("utf-8", "surrogateescape")
 
 
+def decode_key(key: bytes) -> str:
+    """Return the key of these bytes: the inverse of `encode_key`."""
+    return key.decode("utf-8", "surrogateescape")
+
+
 def spread_offset(key: str) -> int:
-    """The phase of a spread window: 48 bits of its key's hash."""
+    """Return the phase of a spread window: 48 bits of the hash of its key."""
     return int.from_bytes(hashlib.sha1(encode_key(key), usedforsecurity=False).digest()[:6], "big")
 
 
 def lane_prefix_of(key: str) -> str:
-    """What a key starts with: its prefix and its place."""
+    """Return what all keys in the lane of `key` start with: the prefix and the hash tag."""
     return key[: key.index("}") + 2]
 
 
-def new_bucket_counter_key(own: str) -> str:
-    """Return where the buckets that a tenant began in one lane are counted."""
-    return f"{own}b"
+def new_bucket_counter_key(lane_prefix: str) -> str:
+    """Return the key that counts the buckets which a tenant began in one lane."""
+    return f"{lane_prefix}b"
 
 
 def overflow_key(key: str, suffix: str) -> str:
-    """Return the bucket that a limit's new subjects share once their tenant may begin no more, in the lane of `key`."""
+    """Return the key of the overflow bucket that new subjects of a limit share, in the lane of `key`."""
     return f"{lane_prefix_of(key)}w{suffix}"
 
 
 def is_overflow(key: str) -> bool:
+    """Return True for the key of an overflow bucket."""
     return key[len(lane_prefix_of(key))] == "w"
 
 
 def override_index_of(overrides: str) -> str:
-    """The index that has the subject of these overrides."""
+    """Return the key of the index that lists the subject of these overrides."""
     return Keys.override_index(lane_prefix_of(overrides))
 
 
 def layer_of(key: str) -> Layer | None:
-    """Which place the plan of a bucket has; None if it is not the key of one."""
+    """Return the layer in the key of a bucket; None for any other key."""
     _, _, rest = key.partition("}:")
     return Layer(rest[1]) if rest[1:2] in tuple(Layer) else None
-
-
-def decode_key(key: bytes) -> str:
-    """The opposite of `encoded`."""
-    return key.decode("utf-8", "surrogateescape")

@@ -1,30 +1,28 @@
-"""Where a tenant's keys are: all under one hash tag, or spread over lanes, each with a tag of its own.
+"""The key prefixes of a tenant: one hash tag for everything, or lanes with a hash tag each.
 
-A Redis Cluster keeps what has one tag on one shard, where it decides together. A tenant that is too big for one shard
-gets lanes: its subjects are spread over `{acme/0}`, `{acme/1}`, … by a hash, all limits of one subject still together;
-its resource-wide limits over `{acme/r0}`, …; what is tenant-wide stays at `{acme}`.
+A Redis Cluster keeps all keys with one tag on one shard, where one script call can decide about them. A tenant that is
+too big for one shard gets lanes. Its subjects are spread over `{acme/0}`, `{acme/1}`, … by a hash, so that all limits
+of one subject stay together. Its resource-wide limits are spread over `{acme/r0}`, …, and its tenant-wide limits stay
+at `{acme}`.
 """
 
-import logging
 import zlib
 from collections.abc import Mapping
 
 import msgspec
 
-from limitforge.core.clock import SystemClock
 from limitforge.core.exact import parse_integer, short_repr
 from limitforge.errors import InvalidInput
 
 MAX_LANES = 1_024
 
-_log = logging.getLogger(__name__)
-
 
 class Lanes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How many lanes a tenant has; from `at` on (epoch seconds) it has `then` instead.
+    """The number of lanes of a tenant: `count`, and from `at` on (epoch seconds) `then`.
 
-    The other number of lanes puts the keys elsewhere, so at that moment the tenant's counters start afresh, and so do
-    its overrides: set those again. Leases and reservations that are open stay where they are, and can be ended.
+    Another number of lanes moves the keys. So at that moment the tenant's counters start afresh, and its overrides must
+    be set again. Open leases and reservations stay where they are and can be ended. Raises `InvalidInput` if a number is
+    not from 1 to 1,024, or if only one of `then` and `at` is given.
     """
 
     count: int = 1
@@ -34,7 +32,7 @@ class Lanes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         parse_integer("lanes.count", self.count, minimum=1, maximum=MAX_LANES)
         if (self.then is None) != (self.at is None):
-            raise InvalidInput("lanes", "a change needs both: `then`, and the moment `at` which it happens")
+            raise InvalidInput("lanes", "a scheduled change needs both `then` (the new number) and `at` (when)")
         if self.then is not None:
             parse_integer("lanes.then", self.then, minimum=1, maximum=MAX_LANES)
             if not isinstance(self.at, int | float) or isinstance(self.at, bool) or not 0 <= self.at < 1e11:
@@ -46,68 +44,65 @@ ONE_LANE = Lanes()
 
 
 def parse_lanes(given: Mapping[str, LanesLike]) -> dict[str, Lanes]:
-    """Lanes by tenant, validated."""
+    """Return the validated lanes of each tenant. Raise `InvalidInput` that names the tenant of an invalid number."""
     if not isinstance(given, Mapping):
         raise InvalidInput("lanes", f"must map tenants to numbers of lanes, got {short_repr(given)}")
-    found: dict[str, Lanes] = {}
+    parsed: dict[str, Lanes] = {}
     for tenant, lanes in given.items():
         if not isinstance(tenant, str):
             raise InvalidInput("lanes", f"must map tenants to numbers of lanes, got the tenant {short_repr(tenant)}")
         if not isinstance(lanes, Lanes):
             lanes = Lanes(parse_integer(f"lanes.{tenant:.64}", lanes, minimum=1, maximum=MAX_LANES))  # noqa: PLW2901
-        found[tenant] = lanes
-    return found
+        parsed[tenant] = lanes
+    return parsed
 
 
 class TenantKeys(msgspec.Struct, eq=False):
-    """What the keys of one tenant start with: `wide` those of all its subjects together, `lanes` those of one."""
+    """The key prefixes of one tenant."""
 
     tenant_prefix: str
+    """The prefix of keys that all its subjects share."""
     lane_prefixes: tuple[str, ...]
+    """The prefixes of its subjects' keys, one for each lane."""
     resource_prefixes: tuple[str, ...]
+    """The prefixes of its resource-wide keys, one for each lane."""
     all_prefixes: tuple[str, ...]
-    """What any key of the tenant starts with, however many lanes it has or had."""
+    """What every key of the tenant starts with, under any number of lanes."""
     scheduled_change: tuple[int, "TenantKeys"] | None = None
-    """When it moves (microseconds since the epoch), and to where."""
-    is_logged: bool = False
+    """When the number of lanes changes (microseconds since the epoch), and the prefixes from then on."""
+    is_announced: bool = False
+    """True once `Keys.on_lane_change` was called with these prefixes."""
 
     @classmethod
     def build(cls, prefix: str, tag: str, lanes: Lanes) -> "TenantKeys":
-        home = cls._with_lane_count(prefix, tag, lanes.count)
+        keys = cls._with_lane_count(prefix, tag, lanes.count)
         if lanes.then is not None and lanes.at is not None and lanes.then != lanes.count:
-            home.scheduled_change = int(1e6 * lanes.at), cls._with_lane_count(prefix, tag, lanes.then)
-        return home
+            keys.scheduled_change = int(1e6 * lanes.at), cls._with_lane_count(prefix, tag, lanes.then)
+        return keys
 
     @classmethod
     def _with_lane_count(cls, prefix: str, tag: str, count: int) -> "TenantKeys":
-        wide = f"{prefix}:{{{tag}}}:"
-        starts = (wide, f"{prefix}:{{{tag}/")
+        tenant_prefix = f"{prefix}:{{{tag}}}:"
+        all_prefixes = (tenant_prefix, f"{prefix}:{{{tag}/")
         if count == 1:
-            return cls(wide, (wide,), (wide,), starts)
+            return cls(tenant_prefix, (tenant_prefix,), (tenant_prefix,), all_prefixes)
         subjects, resources = (
             tuple(f"{prefix}:{{{tag}/{kind}{lane}}}:" for lane in range(count)) for kind in ("", "r")
         )
-        return cls(wide, subjects, resources, starts)
+        return cls(tenant_prefix, subjects, resources, all_prefixes)
 
-    def current(self) -> "TenantKeys":
-        """Itself, or where it has moved by now. Every node does so by its own clock."""
-        if self.scheduled_change is None or SystemClock().now_us() < self.scheduled_change[0]:
+    def at_time(self, now_us: int) -> "TenantKeys":
+        """Return the prefixes that hold at `now_us`: these, or those of a change that is due."""
+        if self.scheduled_change is None or now_us < self.scheduled_change[0]:
             return self
-        _, moved = self.scheduled_change
-        if not moved.is_logged:
-            moved.is_logged = True
-            _log.warning(
-                "%s has %d lanes from now on, not %d: its counters and overrides start afresh",
-                self.tenant_prefix,
-                len(moved.lane_prefixes),
-                len(self.lane_prefixes),
-            )
-        return moved
+        return self.scheduled_change[1]
 
     def subject_prefix(self, subject: str) -> str:
+        """Return the prefix of the lane that holds a subject's keys."""
         return _pick_lane(self.lane_prefixes, subject)
 
     def resource_prefix(self, resource: str) -> str:
+        """Return the prefix of the lane that holds a resource's own keys."""
         return _pick_lane(self.resource_prefixes, resource)
 
 
