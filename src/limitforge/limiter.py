@@ -1,4 +1,7 @@
-"""The use case: what is asked becomes a check on a store, and its verdict a decision. For an event loop."""
+"""Rate limiting for a program: the limiter turns arguments into a check, the store decides it. For an event loop.
+
+`limiter_sync.py` is generated from this file: run `make generate` after a change.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
@@ -33,6 +36,7 @@ from limitforge.request import (
     RequestBatch,
     RequestBuilder,
     build_keys,
+    log_lane_change,
 )
 from limitforge.stores import connect
 from limitforge.stores.options import StoreOptions
@@ -40,12 +44,18 @@ from limitforge.stores.protocol import Release, Renew, Store, StoreStatus
 
 
 class Limiter:
-    """Decides on a store, for an event loop. One limiter serves any number of concurrent callers."""
+    """Decides whether callers may go ahead. For an event loop: one limiter serves any number of concurrent callers.
+
+    Every method raises `InvalidInput` if an argument is invalid. While the store can't be reached, a check is decided
+    by its failure behaviour; every other method raises `StoreUnavailable`. `StoreCorrupt` means that a Redis key holds
+    a value that is not from limitforge.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._keys = store.keys
         self._requests = RequestBuilder(store.keys)
+        self._keys.on_lane_change = log_lane_change
 
     @property
     def store(self) -> Store:
@@ -62,12 +72,12 @@ class Limiter:
         clock: Clock | None = None,
         options: StoreOptions | None = None,
     ) -> Self:
-        """A limiter on `memory://`, `redis://…`, `redis+sentinel://…` or `redis+cluster://…`. Nothing is opened before
-        the first check.
+        """Return a limiter on `memory://`, `redis://…`, `redis+sentinel://…` or `redis+cluster://…`.
 
-        `key_prefix` keeps apart what shares a Redis. `lanes` says which tenants are too big for one shard of a Cluster.
-        `options` say how long a check may take and what happens when Redis can't decide. A `clock` replaces the store's
-        own time: for tests and replays only.
+        It connects with the first check. `key_prefix` separates programs that share a Redis. `lanes` gives more than
+        one lane to tenants that are too big for one shard of a Cluster. `clock` replaces the store's own time, for
+        tests and replays only. `options` are the settings of the store: deadline, failure behaviour, caches. Raises
+        `InvalidInput` if the URL or a setting is invalid, or if a Redis URL is given without redis-py installed.
         """
         return cls(connect(url, keys=build_keys(url, key_prefix, lanes), clock=clock, options=options))
 
@@ -84,11 +94,15 @@ class Limiter:
         shadow: LimitsLike | None = None,
         failure: Failure | FailureName | None = None,
     ) -> Decision:
-        """Take `cost` from every limit, or nothing from any if one has no room. Cost 0 looks without taking.
+        """Take `cost` from every limit, or nothing from any if one has no room. A cost of 0 takes nothing (a peek).
 
-        `costs` gives limits costs of their own by name. `shadow` is a candidate plan that is judged beside the live one
-        and changes nothing of it. `failure` is what happens if the store can't decide this one. A denial is a value,
-        not an exception.
+        `resource`, `subject` and `tenant` name the buckets, each at most 512 bytes. `limits` are limits or their text,
+        such as "100/minute; 10/second". `costs` gives limits costs of their own by name. `priority` is P0 to P3 and
+        matters to limits with `shares`. `shadow` is a candidate plan: it is decided in the same call and changes
+        nothing of the live decision. `failure` is the failure behaviour of this check; None is that of the store.
+
+        A denial is a value, not an exception. Raises `InvalidInput`; `StoreUnavailable` only if the failure behaviour
+        is `raise`; `StoreCorrupt`.
         """
         check = build_check(self._keys, limits, resource, subject, cost, costs, tenant, priority, shadow)
         if failure is not None:
@@ -97,7 +111,7 @@ class Limiter:
 
     def submit(
         self,
-        answer: Callable[[Decision | LimitforgeError], None],
+        on_result: Callable[[Decision | LimitforgeError], None],
         resource: KeyPart,
         subject: KeyPart,
         limits: LimitsLike,
@@ -108,15 +122,15 @@ class Limiter:
         shadow: LimitsLike | None = None,
         failure: Failure | FailureName | None = None,
     ) -> None:
-        """`check` for a protocol on the running event loop: without a task or a future.
+        """Do the same as `check` without a task or a future, for an asyncio protocol on the running event loop.
 
-        `answer` is called once, with the decision or with what was wrong, perhaps before this returns. What is wrong
-        with the arguments is raised.
+        `on_result` is called exactly once, with the decision or the error, perhaps before this returns. Raises
+        `InvalidInput` if an argument is invalid.
         """
         check = build_check(self._keys, limits, resource, subject, cost, costs, tenant, priority, shadow)
         if failure is not None:
             check.failure = parse_failure(failure)
-        self._store.submit(check, cast("Callable[[CheckResult], None]", answer))  # it is not raw
+        self._store.submit(check, cast("Callable[[CheckResult], None]", on_result))  # its result kind is DECISION
 
     def prepare(
         self,
@@ -129,17 +143,18 @@ class Limiter:
     ) -> PreparedCheck:
         """Prepare what all checks of one resource by the same limits share, for `submit_prepared`.
 
-        Prepare again once `PreparedCheck.is_current` is false: the tenant's keys have moved to other lanes.
+        The arguments are those of `check`. Prepare again once `PreparedCheck.is_current` is false: then lanes have
+        changed. Raises `InvalidInput` if an argument is invalid.
         """
         keys = self._keys
         return prepare_check(keys, keys.generation, Limits.of(limits), resource, tenant, priority, shadow)
 
     def submit_prepared(self, check: Check, on_result: Callable[[CheckResult], None]) -> None:
-        """Decide a check that `PreparedCheck.bind` returned: the fastest way, on the running event loop.
+        """Decide a check that `PreparedCheck.bind` returned, on the running event loop. This is the fastest way.
 
-        `on_result` is called once, perhaps before this returns. It receives the numbers that the store sent (an
-        `Outcome` or a `CompactOutcome`) unless there is more to say, else a `Decision` or an error. The service renders
-        a response from these numbers without building a `Decision`.
+        `on_result` is called exactly once, perhaps before this returns. It receives the store's numbers (an `Outcome`
+        or a `CompactOutcome`), a `Decision` where there is more to say, or an error. The service formats a response
+        from the numbers without building a `Decision`.
         """
         check.result_kind = ResultKind.OUTCOME
         self._store.submit(check, on_result)
@@ -152,14 +167,18 @@ class Limiter:
         priority: str = DEFAULT_PRIORITY,
         failure: Failure | FailureName | None = None,
     ) -> Decision:
-        """The general form of `check`: each limit with its own resource, subject and cost, deciding together."""
+        """Check limits that each have a resource, a subject and a cost of their own. They are decided together.
+
+        Entries with the same limit and key are merged, and their costs added. Raises the same errors as `check`.
+        """
         check = build_check_from_entries(self._keys, entries, tenant=tenant, priority=priority)
         check.failure = parse_failure(failure)
         return await self._store.check(check)
 
     async def check_many(self, requests: Iterable[Request]) -> list[Decision | LimitforgeError]:
-        """Independent checks in one call, judged in order at one time. A check that fails has its error in its place
-        and spoils no other.
+        """Decide independent checks in one call, in order and at one time. Return the decisions in the same order.
+
+        The error of a check that fails stands in the place of its decision, and affects no other check.
         """
         batch = RequestBatch(self._requests, requests)
         return batch.results(await self._store.check_many(batch.checks))
@@ -178,8 +197,11 @@ class Limiter:
         priority: str = DEFAULT_PRIORITY,
         failure: Failure | FailureName | None = None,
     ) -> Decision:
-        """A check that holds an estimate until `settle` tells the real cost, or until it lapses and is kept or
-        refunded.
+        """Check and hold an estimated cost until `settle` reports the actual cost.
+
+        If the decision is allowed, its `reservation_id` is the argument for `settle`. A reservation that is not settled
+        within `ttl_seconds` lapses: with `on_lapse="keep"` its cost stays taken, with "refund" it is given back. Raises
+        the same errors as `check`, and `TooManyReservations` if a bucket has 1,000 open reservations.
         """
         request = Request(
             resource=resource,
@@ -194,21 +216,34 @@ class Limiter:
         return await self._store.check(self._requests.reserve(request, ttl_seconds, on_lapse))
 
     async def settle(self, reservation_id: str, cost: int, *, costs: Mapping[str, int] | None = None) -> Settlement:
-        """Replace a reservation's estimate by its real cost, once however often it is called."""
+        """Replace the estimate of a reservation by its actual cost. Idempotent: a second call returns the same result.
+
+        `costs` gives limits costs of their own by name. Raises `UnknownReservation` if the store has no reservation of
+        this id, or if it ended more than 24 hours ago; `InvalidInput` and `StoreUnavailable`.
+        """
         return await self._store.run(self._requests.settle(reservation_id, cost, costs))
 
     async def release(self, lease_id: str) -> None:
-        """Give the slots of a concurrency limit back. Releasing twice, or too late, is fine."""
+        """Free the slots of a concurrency limit. Idempotent, also after the lease has expired.
+
+        Raises `InvalidInput` if `lease_id` is not a valid lease id, and `StoreUnavailable`.
+        """
         await self._store.run(Release(self._requests.lease(lease_id)))
 
     async def renew(self, lease_id: str) -> bool:
-        """Hold the slots for another TTL; False if any of them had gone stale or was released."""
+        """Hold the slots of a lease for another TTL. Return False if any slot had expired or was released.
+
+        Raises `InvalidInput` if `lease_id` is not a valid lease id, and `StoreUnavailable`.
+        """
         return await self._store.run(Renew(self._requests.lease(lease_id)))
 
     async def reset(
         self, resource: KeyPart, subject: KeyPart, *, limits: LimitsLike, tenant: KeyPart = DEFAULT_TENANT
     ) -> None:
-        """Forget what these limits have counted, in the buckets that this check would use."""
+        """Delete what these limits have counted, in the buckets that a check with the same arguments uses.
+
+        Raises `InvalidInput` and `StoreUnavailable`.
+        """
         await self._store.run(self._requests.reset(resource, subject, limits, tenant))
 
     async def set_override(
@@ -221,61 +256,82 @@ class Limiter:
         ttl_seconds: float,
         tenant: KeyPart = DEFAULT_TENANT,
     ) -> Override:
-        """Other numbers for one subject: `{"burst": {"limit": 500}}`, or `"unlimited"` or `"blocked"` for a limit's
-        fields.
+        """Give one subject other numbers, in all processes from the next check on, for `ttl_seconds`.
 
-        In force from the next check on, on every node, until `ttl_seconds` have passed. `resource` may be `*`; an exact
-        one wins. `limits` are those that it changes: their other numbers stay as they are now.
+        `changes` maps the name of a limit to its changed fields, `{"burst": {"limit": 500}}`, or to "unlimited" or
+        "blocked". `limits` are the limits that it changes; their other numbers stay as they are. `resource` may be `*`;
+        an override of the exact resource takes precedence. Raises `InvalidInput` if a change is invalid or the subject
+        has 64 overrides, and `StoreUnavailable`.
         """
-        return await self._store.run(
-            self._requests.set_override(resource, subject, changes, limits, ttl_seconds, tenant)
-        )
+        command = self._requests.set_override(resource, subject, changes, limits, ttl_seconds, tenant)
+        return await self._store.run(command)
 
     async def get_override(
         self, resource: KeyPart, subject: KeyPart, *, tenant: KeyPart = DEFAULT_TENANT
     ) -> Override | None:
-        """The live override of exactly this resource (or `*`) and subject."""
-        found = await self._store.run(self._requests.get_overrides(subject, tenant))
-        return next((override for override in found if override.resource == parse_key_part("resource", resource)), None)
+        """Return the live override of exactly this resource (or `*`) and subject; None if there is none.
+
+        Raises `InvalidInput` and `StoreUnavailable`.
+        """
+        overrides = await self._store.run(self._requests.get_overrides(subject, tenant))
+        name = parse_key_part("resource", resource)
+        return next((override for override in overrides if override.resource == name), None)
 
     async def list_overrides(
         self, *, tenant: KeyPart = DEFAULT_TENANT, cursor: str | None = None, page: int = 100
     ) -> OverridePage:
-        """The live overrides of a tenant, `page` subjects at a time."""
+        """Return a tenant's live overrides, those of `page` subjects (at most 1,000) at a time.
+
+        Pass the `cursor` of a page to get the next one. Raises `InvalidInput` and `StoreUnavailable`.
+        """
         return await self._store.run(self._requests.list_overrides(tenant, cursor, page))
 
-    async def missing_overrides(self, places: Iterable[tuple[KeyPart, KeyPart, KeyPart]]) -> list[int]:
-        """Return the positions of those overrides, each (tenant, resource, subject), that are not in force."""
-        return await self._store.run(self._requests.missing_overrides(places))
+    async def missing_overrides(self, targets: Iterable[tuple[KeyPart, KeyPart, KeyPart]]) -> list[int]:
+        """Return the positions of the targets, each (tenant, resource, subject), that have no live override.
+
+        Raises `InvalidInput` and `StoreUnavailable`.
+        """
+        return await self._store.run(self._requests.missing_overrides(targets))
 
     async def delete_override(self, resource: KeyPart, subject: KeyPart, *, tenant: KeyPart = DEFAULT_TENANT) -> bool:
-        """Back to the plan's numbers; tells whether there was an override."""
+        """Delete an override, so that the numbers of the plan apply again. Return whether it existed.
+
+        Raises `InvalidInput` and `StoreUnavailable`.
+        """
         return await self._store.run(self._requests.delete_override(resource, subject, tenant))
 
     async def clear_overrides(self, *, tenant: KeyPart = DEFAULT_TENANT) -> int:
-        """Remove all overrides of a tenant; tells how many subjects had any."""
+        """Delete all overrides of a tenant. Return how many subjects had one.
+
+        Raises `InvalidInput` and `StoreUnavailable`.
+        """
         return await self._store.run(self._requests.clear_overrides(tenant))
 
     async def drop_denials(self, *, tenant: KeyPart = DEFAULT_TENANT) -> None:
-        """Forget the denials of a tenant that any node has cached. Resets, settlements, overrides and limits with other
-        numbers need no such call.
+        """Drop a tenant's denials from the denial caches of all processes.
+
+        Resets, settlements, overrides and limits with other numbers do so by themselves. Raises `InvalidInput` and
+        `StoreUnavailable`.
         """
         await self._store.run(self._requests.drop_denials(tenant))
 
     def set_lanes(self, tenant: str, lanes: LanesLike) -> None:
-        """How many lanes a tenant has from now on. Say it before its first check, and alike on every node."""
+        """Set the number of lanes of a tenant, before its first check and in all processes alike.
+
+        Raises `InvalidInput` if the number is not from 1 to 1,024.
+        """
         self._keys.set_lanes(tenant, parse_lanes({tenant: lanes})[tenant])
 
     def set_server_memory(self, memory_bytes: int) -> None:
-        """Tell the store how much memory its smallest server has, 0 if no server has a limit."""
+        """Set the memory limit of the smallest Redis server, 0 for none. It may lower `new_buckets_per_minute`."""
         self._store.set_server_memory(memory_bytes)
 
     def status(self) -> StoreStatus:
-        """How the store is doing, without asking it."""
+        """Return the state of the store as this process knows it, without a call to the store."""
         return self._store.status()
 
     async def close(self) -> None:
-        """Let go of the store's connections."""
+        """Close the connections of the store. The limiter can't be used afterwards."""
         await self._store.close()
 
     async def __aenter__(self) -> Self:

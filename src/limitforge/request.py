@@ -1,5 +1,6 @@
-"""What a caller asks for, checked and turned into what a store takes: shared by both limiters."""
+"""Turn a caller's arguments into the checks and commands of a store. Both limiters use it."""
 
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,11 +13,12 @@ from limitforge.core.exact import parse_duration_us, short_repr, validate_cost
 from limitforge.core.handles import EMPTY_TOKEN, Lease, Reservation, decode_handle
 from limitforge.core.join import aliases
 from limitforge.core.keys import Keys, decode_key, layer_of, parse_key_part
-from limitforge.core.lanes import LanesLike
+from limitforge.core.lanes import LanesLike, TenantKeys
 from limitforge.core.overrides import compile_override, copy_changes
 from limitforge.core.plan import Limits, LimitsLike
 from limitforge.core.reservations import OnLapse
 from limitforge.errors import InvalidInput, LimitforgeError
+from limitforge.observability.events import log_event
 from limitforge.stores.protocol import (
     ClearOverrides,
     DeleteOverride,
@@ -34,13 +36,17 @@ DEFAULT_PRIORITY = "P0"
 DEFAULT_HOLD_SECONDS = 60
 MAX_PAGE = 1_000
 
-DEFAULT_CLUSTER_LANES = 64  # of who names no tenant, on a Cluster
+DEFAULT_CLUSTER_LANES = 64
+"""The lanes of the default tenant on a Cluster, so that checks without a tenant are spread over its shards."""
 
 KeyPart = str | bytes
+"""A tenant, resource or subject: text or any bytes, at most 512 bytes."""
+
+_log = logging.getLogger(__name__)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One check of a batch: the arguments of `check`."""
+    """One check of a batch: the arguments of `Limiter.check`."""
 
     resource: KeyPart
     subject: KeyPart
@@ -54,15 +60,28 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def build_keys(url: str, prefix: str, lanes: Mapping[str, LanesLike] | None) -> Keys:
-    """The keys of a store. On a Cluster, whoever names no tenant is spread over its shards all the same."""
+    """Return the keys of a store. On a Cluster the default tenant has 64 lanes unless `lanes` says otherwise."""
     is_cluster = isinstance(url, str) and url.partition(":")[0].endswith("+cluster")
     if lanes is None or (isinstance(lanes, Mapping) and DEFAULT_TENANT not in lanes):
         lanes = ({DEFAULT_TENANT: DEFAULT_CLUSTER_LANES} if is_cluster else {}) | dict(lanes or {})
     return Keys(prefix, lanes)
 
 
+def log_lane_change(before: TenantKeys, after: TenantKeys) -> None:
+    """Log that a scheduled change of lanes is in effect."""
+    log_event(
+        _log,
+        logging.WARNING,
+        "store.lanes_changed",
+        "a tenant has another number of lanes now, its counters and overrides start afresh",
+        key_prefix=before.tenant_prefix,
+        lanes=len(after.lane_prefixes),
+        lanes_before=len(before.lane_prefixes),
+    )
+
+
 class RequestBuilder:
-    """Turns what a caller says into what a store takes, and refuses what is wrong with it."""
+    """Builds the checks and commands of one store. Every method raises `InvalidInput` if an argument is invalid."""
 
     def __init__(self, keys: Keys) -> None:
         self.keys = keys
@@ -95,14 +114,14 @@ class RequestBuilder:
         reservation = decode_handle("reservation_id", Reservation, reservation_id, self.keys.prefix)
         cost = validate_cost("cost", cost)
         costs = costs or {}
-        names = [aliases(limit.name, layer_of(decode_key(limit.key))) for limit in reservation.limits]
+        names_of_limits = [aliases(limit.name, layer_of(decode_key(limit.key))) for limit in reservation.limits]
         for name in costs:
-            if not any(name in own for own in names) and reservation.token != EMPTY_TOKEN:
+            if reservation.token != EMPTY_TOKEN and not any(name in names for names in names_of_limits):
                 known = ", ".join(limit.name for limit in reservation.limits)
                 raise InvalidInput(f"costs.{name!s:.64}", f"no limit of that name was reserved; there are {known}")
         amounts = []
-        for limit, own in zip(reservation.limits, names, strict=True):
-            given = next((name for name in own if name in costs), None)
+        for limit, names in zip(reservation.limits, names_of_limits, strict=True):
+            given = next((name for name in names if name in costs), None)
             amount = cost if given is None else validate_cost(f"costs.{given}", costs[given])
             amounts.append(1 if limit.requests and amount else amount)
         return Settle(reservation, cost, tuple(amounts))
@@ -111,8 +130,8 @@ class RequestBuilder:
         return decode_handle("lease_id", Lease, lease_id, self.keys.prefix)
 
     def reset(self, resource: KeyPart, subject: KeyPart, limits: LimitsLike, tenant: KeyPart) -> Reset:
-        every = Limits.of(limits).all_on()
-        check = self.check(Request(resource=resource, subject=subject, limits=every, tenant=tenant, cost=0))
+        enabled = Limits.of(limits).all_on()
+        check = self.check(Request(resource=resource, subject=subject, limits=enabled, tenant=tenant, cost=0))
         return Reset(tuple(key for _, key, *_ in check.debits))
 
     def set_override(
@@ -148,7 +167,7 @@ class RequestBuilder:
             self.keys.tenant_keys(tenant).lane_prefixes, parse_key_part("tenant", tenant), cursor, page
         )
 
-    def missing_overrides(self, places: Iterable[tuple[KeyPart, KeyPart, KeyPart]]) -> FindMissingOverrides:
+    def missing_overrides(self, targets: Iterable[tuple[KeyPart, KeyPart, KeyPart]]) -> FindMissingOverrides:
         return FindMissingOverrides(
             tuple(
                 (
@@ -156,7 +175,7 @@ class RequestBuilder:
                     parse_key_part("resource", resource),
                     parse_key_part("subject", subject),
                 )
-                for tenant, resource, subject in places
+                for tenant, resource, subject in targets
             )
         )
 
@@ -176,20 +195,21 @@ class RequestBuilder:
 
 
 class RequestBatch:
-    """The checks of a batch that make sense, and the errors of those that don't, each in its place."""
+    """The valid checks of a batch. `results` puts the errors of the others back into their positions."""
 
-    def __init__(self, build: RequestBuilder, requests: Iterable[Request]) -> None:
+    def __init__(self, builder: RequestBuilder, requests: Iterable[Request]) -> None:
         self.checks: list[Check] = []
-        self._refused: list[LimitforgeError | None] = []
-        for at, request in enumerate(requests):
+        self._errors: list[LimitforgeError | None] = []
+        for index, request in enumerate(requests):
             try:
                 if not isinstance(request, Request):
-                    raise InvalidInput(f"requests[{at}]", f"must be a Request, got {short_repr(request)}")
-                self.checks.append(build.check(request))
-                self._refused.append(None)
+                    raise InvalidInput(f"requests[{index}]", f"must be a Request, got {short_repr(request)}")
+                self.checks.append(builder.check(request))
+                self._errors.append(None)
             except LimitforgeError as error:
-                self._refused.append(error)
+                self._errors.append(error)
 
-    def results(self, judged: list[Decision | LimitforgeError]) -> list[Decision | LimitforgeError]:
-        remaining = iter(judged)
-        return [next(remaining) if refused is None else refused for refused in self._refused]
+    def results(self, decisions: list[Decision | LimitforgeError]) -> list[Decision | LimitforgeError]:
+        """Return one result for each request, given those of `checks`."""
+        remaining = iter(decisions)
+        return [next(remaining) if error is None else error for error in self._errors]

@@ -202,9 +202,9 @@ def test_a_load_that_gets_no_answers_says_what_it_got(monkeypatch: pytest.Monkey
 
 def test_callbacks_that_come_twice_are_seen() -> None:
     class Twice(Limiter):
-        def submit(self, answer: Any, *args: Any, **kwargs: Any) -> None:
+        def submit(self, on_result: Any, *args: Any, **kwargs: Any) -> None:
             for _ in range(2):
-                answer(decision(allowed=True))
+                on_result(decision(allowed=True))
 
     with pytest.raises(AssertionError, match="answered twice"):
         asyncio.run(by_submit(Twice.connect("memory://"), WIDE))

@@ -1,6 +1,9 @@
 """What the limiter itself promises, whatever the store."""
 
 import inspect
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,21 +21,28 @@ from limitforge import (
 )
 from limitforge.core.decision import CheckResult, Outcome
 
+ROOT = Path(__file__).parents[2]
+
 
 def methods_of(kind: type) -> list[str]:
     return [name for name, _ in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")]
 
 
+def test_the_limiter_for_threads_is_the_one_that_the_script_generates() -> None:
+    pytest.importorskip("ruff")
+    subprocess.run([sys.executable, ROOT / "scripts/generate_sync.py", "--check"], check=True)
+
+
 @pytest.mark.parametrize("name", methods_of(SyncLimiter))
-def test_both_limiters_say_and_take_the_same(name: str) -> None:
+def test_both_limiters_have_the_same_methods(name: str) -> None:
     sync, asynchronous = getattr(SyncLimiter, name), getattr(Limiter, name)
     assert inspect.iscoroutinefunction(asynchronous) == (name not in ("status", "set_lanes"))
     assert inspect.signature(sync) == inspect.signature(asynchronous)
     assert inspect.getdoc(sync) == inspect.getdoc(asynchronous)
 
 
-def test_neither_limiter_can_do_more_than_the_other() -> None:
-    of_the_event_loop = ["prepare", "set_server_memory", "submit", "submit_prepared"]  # for the service and protocols
+def test_only_an_event_loop_has_callbacks_and_prepared_checks() -> None:
+    of_the_event_loop = ["prepare", "set_server_memory", "submit", "submit_prepared"]
     assert sorted(methods_of(SyncLimiter) + of_the_event_loop) == methods_of(Limiter)
 
 

@@ -1,4 +1,4 @@
-"""A check as a store receives it: the debits (one rule, key and cost each) that are decided together, all or nothing."""
+"""A check as a store receives it: debits (one rule, key and cost each) that are decided together, all or nothing."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping

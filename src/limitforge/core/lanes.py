@@ -21,8 +21,8 @@ class Lanes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The number of lanes of a tenant: `count`, and from `at` on (epoch seconds) `then`.
 
     Another number of lanes moves the keys. So at that moment the tenant's counters start afresh, and its overrides must
-    be set again. Open leases and reservations stay where they are and can be ended. Raises `InvalidInput` if a number is
-    not from 1 to 1,024, or if only one of `then` and `at` is given.
+    be set again. Open leases and reservations stay where they are and can be ended. Raises `InvalidInput` if a number
+    is not from 1 to 1,024, or if only one of `then` and `at` is given.
     """
 
     count: int = 1
