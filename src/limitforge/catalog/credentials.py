@@ -1,15 +1,15 @@
-"""API keys and admin tokens: how they are made, read and recognised.
+"""Generate, parse and verify API keys and admin tokens.
 
     lf_live_<id><secret><checksum>
-             |   |       64 bits of an HMAC-SHA256 under the pepper: a made-up key is refused without a look-up
+             |   |       64 bits of an HMAC-SHA256 under the pepper: forged keys are rejected without a look-up
              |   166 bits, shown once
-             what it is looked up by
+             the part by which it is looked up
 
-Kept is an HMAC-SHA256 of the whole under a pepper. Peppers have versions, so that a new one can be brought in while
-keys made under the old ones go on working.
+The database stores an HMAC-SHA256 of the whole text under a pepper. Peppers have versions, so that a new pepper can be
+introduced while keys under the old ones remain valid.
 
-Keys that were made before the checksum was keyed end with 6 digits of a CRC32, which anybody can compute. They keep
-working, but only a look-up tells whether one was made up. The length tells the two kinds apart.
+Older keys end with 6 digits of a CRC32, which is not secret. They remain valid, but only a look-up shows that one is
+forged. The length tells the two formats apart.
 """
 
 import hmac
@@ -28,9 +28,9 @@ from limitforge.errors import InvalidInput, UnknownKey
 ID_LENGTH = 16
 SECRET_LENGTH = 28
 CHECKSUM_LENGTH = 11  # base62 digits, for 64 bits
-CRC_LENGTH = 6  # of old keys
+CRC_LENGTH = 6  # older keys
 MIN_PEPPER_BYTES = 16
-MAX_PEPPERS = 8  # versions at once: a made-up key costs an HMAC under each
+MAX_PEPPERS = 8  # versions at once: a forged key costs an HMAC under each
 ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 PREFIXES = {"live": "lf_live_", "test": "lf_test_", "admin": "lf_admin_"}
 
@@ -42,19 +42,19 @@ _ALPHABET_SET = frozenset(ALPHABET)
 
 
 def new_id(kind: str) -> str:
-    """An id of the catalog, such as `ten_…`: 95 random bits."""
+    """Return a random id of 95 bits, such as `ten_…`."""
     return f"{kind}_{_random(ID_LENGTH)}"
 
 
 class Credential(msgspec.Struct, frozen=True):
-    """A key or token as somebody presents it. Its text never leaves it by accident."""
+    """An API key or admin token in plain text. Its repr never shows the secret."""
 
     prefix: str
     id: str
-    """The part by which it is looked up, without the kind."""
+    """The part by which it is looked up, without the prefix of its kind."""
     text: str
     has_keyed_checksum: bool = False
-    """True if its checksum was made under a pepper: it was issued once, though it may have been deleted since."""
+    """True if its checksum is keyed with a pepper. It was then issued here, though it may have been deleted since."""
 
     @classmethod
     def generate(cls, prefix: str, identity: str, peppers: "Peppers") -> "Credential":
@@ -63,7 +63,7 @@ class Credential(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str, peppers: "Peppers") -> "Credential":
-        """Parse a presented key. Raises `UnknownKey` where its form or its checksum shows that it was never issued."""
+        """Parse a presented key. Raises `UnknownKey` if its form or its checksum shows that it was never issued."""
         if isinstance(text, str) and len(text) <= _MAX_LENGTH:
             for prefix in PREFIXES.values():
                 if text.startswith(prefix) and _ALPHABET_SET.issuperset(text[len(prefix) :]):
@@ -72,7 +72,7 @@ class Credential(msgspec.Struct, frozen=True):
                     is_keyed = len(checksum) == CHECKSUM_LENGTH
                     if peppers.verify_checksum(body, checksum) if is_keyed else checksum == crc_checksum(body):
                         return cls(prefix, body[len(prefix) :][:ID_LENGTH], text, is_keyed)
-        raise UnknownKey("no such key")
+        raise UnknownKey("unknown key")
 
     def __repr__(self) -> str:
         return f"Credential({self.prefix}{self.id}…)"
@@ -84,11 +84,11 @@ class Credential(msgspec.Struct, frozen=True):
 
 
 class Peppers:
-    """What secrets are hashed under, by version; the newest makes, all of them recognise."""
+    """The peppers by version. New hashes use the newest one, verification accepts all of them."""
 
     def __init__(self, by_version: Mapping[int, bytes]) -> None:
         if not by_version:
-            raise InvalidInput("peppers", "at least one is needed, such as '1:' and 32 random characters")
+            raise InvalidInput("peppers", "need at least one version, such as '1:' and 32 random characters")
         for version, pepper in by_version.items():
             if version < 1 or len(pepper) < MIN_PEPPER_BYTES:
                 raise InvalidInput(
@@ -102,21 +102,21 @@ class Peppers:
 
     @classmethod
     def parse(cls, text: str) -> "Peppers":
-        """`1:first,2:second`: versions and their secrets, the highest being the one in use."""
+        """Parse `1:first,2:second`: versions and their secrets. The highest version is used for new hashes."""
         found: dict[int, bytes] = {}
-        for at, part in enumerate(filter(None, (each.strip() for each in text.split(",")))):
+        for index, part in enumerate(filter(None, (each.strip() for each in text.split(",")))):
             version, colon, pepper = part.partition(":")
             if not colon or not version.isascii() or not version.isdigit() or len(version) > 9 or int(version) in found:
-                raise InvalidInput("peppers", f"number {at + 1} must be a version of its own, a colon and a secret")
+                raise InvalidInput("peppers", f"entry {index + 1} must be a unique version, a colon and a secret")
             try:
                 found[int(version)] = pepper.encode()
             except UnicodeEncodeError:
-                raise InvalidInput("peppers", f"number {at + 1} must be valid UTF-8") from None
+                raise InvalidInput("peppers", f"entry {index + 1} must be valid UTF-8") from None
         return cls(found)
 
     @staticmethod
     def generate() -> str:
-        """The text of a new first pepper."""
+        """Return the text of a new first pepper."""
         return f"1:{_random(43)}"
 
     def checksum(self, body: str) -> str:
@@ -124,23 +124,23 @@ class Peppers:
         return _checksum(body, self._checksum_keys[0])
 
     def verify_checksum(self, body: str, checksum: str) -> bool:
-        """Return True if this is its checksum under any version. Compares in constant time."""
+        """Return True if this is the checksum of a key under any version. Compares in constant time."""
         return any(hmac.compare_digest(_checksum(body, key), checksum) for key in self._checksum_keys)
 
     def hash_credential(self, credential: Credential, expires_at: datetime | None = None) -> SecretHash:
-        """What is kept of it."""
+        """Return what the database stores of a credential."""
         return SecretHash(self._digest(credential.text, self.newest_version), self.newest_version, expires_at)
 
     def authenticate(self, credential: Credential, holder: Holder | None, now: datetime) -> Holder:
-        """The holder, if this is one of its secrets and still good. Whoever is wrong is told no more than that."""
+        """Return the holder if this is one of its valid secrets. Raises `UnknownKey` without a reason."""
         if holder is not None and (holder.expires_at is None or now < holder.expires_at):
-            for kept in holder.secrets:
-                if self.matches(credential, kept) and (kept.expires_at is None or now < kept.expires_at):
+            for stored in holder.secrets:
+                if self.matches(credential, stored) and (stored.expires_at is None or now < stored.expires_at):
                     return holder
-        raise UnknownKey("no such key, or it is no longer good")
+        raise UnknownKey("unknown or expired key")
 
     def derive_keys(self, purpose: bytes) -> list[bytes]:
-        """Secrets for another purpose, one of each version, the newest first."""
+        """Derive a secret for another purpose from each version, the newest first."""
         versions = sorted(self._by_version, reverse=True)
         return [hmac.digest(self._by_version[version], purpose, "sha256") for version in versions]
 
@@ -148,7 +148,7 @@ class Peppers:
         return f"Peppers(versions={sorted(self._by_version)})"
 
     def matches(self, credential: Credential, stored: SecretHash) -> bool:
-        """In constant time; False where the pepper is no longer known."""
+        """Compare in constant time. Returns False if the pepper of the stored hash is not configured any more."""
         return stored.pepper in self._by_version and hmac.compare_digest(
             self._digest(credential.text, stored.pepper), stored.hash
         )
@@ -158,17 +158,17 @@ class Peppers:
 
 
 def fingerprint(text: str) -> bytes:
-    """What a presented key is remembered by in this process: not its text."""
+    """Return a digest by which this process remembers a presented key, so that it need not keep the text."""
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).digest()
 
 
 def crc_checksum(body: str) -> str:
-    """Return the checksum of a key that was made before the checksum was keyed."""
+    """Return the CRC32 checksum of an older key."""
     return _base62(zlib.crc32(body.encode()), CRC_LENGTH)
 
 
 def _random(length: int) -> str:
-    """So many letters and digits; all from one random number, since an apply makes tens of thousands of ids."""
+    """Return random letters and digits, from one random number: an apply may need tens of thousands of ids."""
     return _base62(secrets.randbelow(len(ALPHABET) ** length), length)
 
 

@@ -1,14 +1,15 @@
-"""Which policy applies to a resource.
+"""Match resources against the patterns of policies.
 
-    GET:/orders          this very resource; `login` too, or anything else without braces or a star
-    GET:/orders/{id}     one segment each, which is not empty; so a route template (`{order_id}`) matches as well
+    GET:/orders          exactly this resource; the same holds for `login` and other text without braces or a star
+    GET:/orders/{id}     a parameter is one segment that is not empty; a route template (`{order_id}`) matches as well
     GET:/files/*         one or more further segments
     *:/orders            a path as above, with any method
-    POST:*               any path of a method: whatever starts with `POST:`
-    *                    anything
+    POST:*               any path of a method, that is all resources that start with `POST:`
+    *                    any resource
 
-The most specific one applies. Paths are compared segment by segment from the left: a literal goes before `{}`, that
-before a trailing `*`, that before no path at all. Only between equal paths does a method go before `*`.
+The most specific pattern applies. Paths are compared segment by segment from the left: a literal takes precedence over
+`{}`, that over a trailing `*`, and that over a pattern without a path. Only between equal paths does a method take
+precedence over `*`.
 """
 
 from collections.abc import Iterable
@@ -24,11 +25,11 @@ from limitforge.errors import InvalidInput
 
 MAX_SEGMENTS = 32
 MAX_SEARCH_STEPS = 1_024
-"""How many places a search may come to, at the worst; a table that could need more is refused. It takes paths of ten
-segments to get there, with a literal and a parameter at each, in every combination.
+"""The worst case of a search. Sets of patterns that could exceed it are refused: they need paths of ten segments with a
+literal and a parameter for each segment, in every combination.
 """
-PATTERN_CACHE_SIZE = 1_024  # patterns that are remembered: tenants of one file have much the same ones
-MATCH_CACHE_SIZE = 128  # every tenant has a table, and a search costs a microsecond
+PATTERN_CACHE_SIZE = 1_024  # tenants often have the same patterns
+MATCH_CACHE_SIZE = 128  # small, since each tenant has a matcher and a search takes only a microsecond
 
 T = TypeVar("T")
 
@@ -37,16 +38,15 @@ _PARAMETER = "{}"
 
 
 class Pattern(msgspec.Struct, frozen=True):
-    """A pattern that was parsed. `canonical` is its text without the names of parameters: two that are equal in it
-    match the same resources.
-    """
+    """A parsed pattern."""
 
     text: str
     canonical: str
+    """The text without the names of parameters. Patterns with equal canonical text match the same resources."""
     method: str
-    """`*` for any; empty for a literal that is no path of a method."""
+    """`*` for any method; empty for literal text that has no method."""
     segments: tuple[str, ...] | None
-    """Of its path: literals, `{}`, and `*` at the end; None if it has no path."""
+    """The segments of its path: literals, `{}`, and `*` at the end. None if it has no path."""
 
     @staticmethod
     def parse(text: str) -> "Pattern":
@@ -56,18 +56,19 @@ class Pattern(msgspec.Struct, frozen=True):
 
     @property
     def is_literal(self) -> bool:
-        """Whether one resource matches, and no other."""
+        """True if exactly one resource matches."""
         return _WILDCARD not in self.canonical and _PARAMETER not in self.canonical
 
     @property
     def is_template(self) -> bool:
-        """Whether it can stand for the resources that match it: it has parameters, and says how many segments."""
+        """True if it has parameters and a fixed number of segments, so that it can label the resources that match."""
         return self.segments is not None and _PARAMETER in self.segments and self.segments[-1] != _WILDCARD
 
 
 class PolicyMatcher(Generic[T]):
-    """Finds what belongs to the most specific pattern that matches, in time that does not grow with their number. It
-    never changes, and may be asked by several threads.
+    """Finds the value of the most specific pattern that matches a resource.
+
+    The time of a search does not grow with the number of patterns. A matcher is immutable and thread-safe.
     """
 
     def __init__(self, policies: Iterable[tuple[Pattern, T]]) -> None:
@@ -79,10 +80,8 @@ class PolicyMatcher(Generic[T]):
         known: dict[str, Pattern] = {}
         for pattern, value in policies:
             if pattern.canonical in known:
-                twin = known[pattern.canonical]
-                raise InvalidInput(
-                    "resource", f"{short_repr(pattern.text)} matches the same as {short_repr(twin.text)}"
-                )
+                other = known[pattern.canonical].text
+                raise InvalidInput("resource", f"{short_repr(pattern.text)} matches the same as {short_repr(other)}")
             known[pattern.canonical] = pattern
             self._add(pattern, (value,))
         if _max_steps(self._paths) > MAX_SEARCH_STEPS:
@@ -91,7 +90,7 @@ class PolicyMatcher(Generic[T]):
             )
 
     def match(self, resource: str) -> T | None:
-        """What belongs to the most specific pattern; None if none matches."""
+        """Return the value of the most specific pattern that matches, or None."""
         found = self._literals.get(resource) or self._cache.get(resource)
         return found[0] if found is not None else self._match_and_cache(resource)
 
@@ -99,7 +98,7 @@ class PolicyMatcher(Generic[T]):
         found: tuple[T | None] = self._search(resource) or (None,)
         memo = self._cache
         if len(memo) >= MATCH_CACHE_SIZE:
-            self._cache = memo = {}  # a new one, since another thread may be reading the old one
+            self._cache = memo = {}  # a new dict, since another thread may be reading the old one
         if len(resource) <= MAX_KEY_PART_BYTES:
             memo[resource] = found
         return found[0]
@@ -108,7 +107,9 @@ class PolicyMatcher(Generic[T]):
         found: tuple[T] | None = None
         method, path = _split(resource)
         if method:
-            if path.startswith("/"):  # what is longer than any pattern is cut: only a trailing star can match it
+            if path.startswith(
+                "/"
+            ):  # segments beyond the longest pattern stay together: only a trailing star matches them
                 found = _find_most_specific(self._paths, path.split("/", MAX_SEGMENTS + 1), 1, method)
             found = found or self._methods.get(method)
         return found or self._catch_all
@@ -125,12 +126,14 @@ class PolicyMatcher(Generic[T]):
 
 
 class _TrieNode(msgspec.Struct):
-    """Where some segments lead. What ends here, and what goes on from here with a star, is kept by method."""
+    """A node of the trie of path segments."""
 
     literals: dict[str, "_TrieNode"] = {}
     parameter: "_TrieNode | None" = None
     exact: dict[str, Any] = {}
+    """The values of patterns that end here, by method."""
     wildcards: dict[str, Any] = {}
+    """The values of patterns that end with a star after this node, by method."""
 
 
 def _insert(node: _TrieNode, segments: tuple[str, ...], method: str, entry: object) -> None:
@@ -147,20 +150,20 @@ def _insert(node: _TrieNode, segments: tuple[str, ...], method: str, entry: obje
     node.exact[method] = entry
 
 
-def _find_most_specific(node: _TrieNode, segments: list[str], at: int, method: str) -> Any:
-    """The first that is found in the order of specificity is the most specific."""
-    if at == len(segments):
+def _find_most_specific(node: _TrieNode, segments: list[str], index: int, method: str) -> Any:
+    """Search in the order of specificity, so that the first match is the most specific one."""
+    if index == len(segments):
         return node.exact.get(method) or node.exact.get(_WILDCARD)
-    segment = segments[at]
+    segment = segments[index]
     child = node.literals.get(segment)
-    found = None if child is None else _find_most_specific(child, segments, at + 1, method)
+    found = None if child is None else _find_most_specific(child, segments, index + 1, method)
     if found is None and node.parameter is not None and segment:
-        found = _find_most_specific(node.parameter, segments, at + 1, method)
+        found = _find_most_specific(node.parameter, segments, index + 1, method)
     return found or node.wildcards.get(method) or node.wildcards.get(_WILDCARD)
 
 
 def _max_steps(node: _TrieNode) -> int:
-    """How many nodes the longest search comes to: at each, one literal at most fits, and then the parameter."""
+    """Return the number of nodes of the longest search: each tries at most one literal, and then the parameter."""
     literal = max(map(_max_steps, node.literals.values()), default=0)
     return 1 + literal + (0 if node.parameter is None else _max_steps(node.parameter))
 
@@ -172,7 +175,7 @@ def _parse(text: str) -> Pattern:
     text = bounded("resource", text)
     method, path = _split(text)
     if method and path.startswith("/"):
-        segments = _segments(path)
+        segments = _parse_segments(path)
         _refuse_wildcards(method if method != _WILDCARD else "")
         return Pattern(text, f"{method}:/{'/'.join(segments)}", method, segments)
     if text == _WILDCARD:
@@ -185,20 +188,20 @@ def _parse(text: str) -> Pattern:
 
 
 def _split(resource: str) -> tuple[str, str]:
-    """Method and path; both empty if it has no method."""
+    """Return the method and the path; both are empty if there is no method."""
     method, colon, path = resource.partition(":")
     return (method, path) if colon and "/" not in method else ("", "")
 
 
-def _segments(path: str) -> tuple[str, ...]:
+def _parse_segments(path: str) -> tuple[str, ...]:
     parts = path[1:].split("/")
     if len(parts) > MAX_SEGMENTS:
         raise InvalidInput("resource", f"at most {MAX_SEGMENTS} segments, got {len(parts)}")
     last = len(parts) - 1
-    return tuple(_segment(part, is_last=at == last) for at, part in enumerate(parts))
+    return tuple(_parse_segment(part, is_last=index == last) for index, part in enumerate(parts))
 
 
-def _segment(part: str, *, is_last: bool) -> str:
+def _parse_segment(part: str, *, is_last: bool) -> str:
     if part == _WILDCARD and is_last:
         return part
     if part[:1] == "{" and part[-1:] == "}":
@@ -209,13 +212,13 @@ def _segment(part: str, *, is_last: bool) -> str:
 
 
 def _refuse_wildcards(text: str) -> None:
-    """Only literal text is left here."""
+    """Refuse stars and braces in text that must be literal."""
     if _WILDCARD in text:
         raise InvalidInput(
             "resource",
-            f"a star stands alone, for a method, for its path, or as the last segment; not in {short_repr(text)}",
+            f"a star must be the whole method, the whole path or the last segment; not in {short_repr(text)}",
         )
     if text.count("{") != text.count("}"):
         raise InvalidInput("resource", f"the braces in {short_repr(text)} are not balanced")
     if "{" in text:
-        raise InvalidInput("resource", f"a parameter is a whole segment of a path in braces; not in {short_repr(text)}")
+        raise InvalidInput("resource", f"a parameter must be a whole segment in braces; not in {short_repr(text)}")

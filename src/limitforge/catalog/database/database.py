@@ -1,4 +1,4 @@
-"""The database: its connections, its transactions, and its errors in our words. The only module that opens it."""
+"""Connect to the catalog's database: transactions, schema upgrades, and translation of driver errors."""
 
 import asyncio
 import contextlib
@@ -22,13 +22,13 @@ from limitforge.core.exact import short_repr
 from limitforge.errors import CatalogUnavailable, Conflict, InvalidInput
 
 DEFAULT_URL = "sqlite:///limitforge.db"
-TIMEOUT_SECONDS = 5.0  # how long a statement, or the wait for a connection or a lock, may take
+TIMEOUT_SECONDS = 5.0  # of a statement, and of the wait for a connection or a lock
 POOL_SIZE = 5
 APPLICATION_NAME = "limitforge"
-DRIVER_THREAD_SECONDS = 0.05  # for the driver's thread to end: it complains if the event loop is gone before it
+DRIVER_THREAD_SECONDS = 0.05  # time for the driver's thread to end: it logs an error if the event loop ends first
 WAL_ATTEMPTS = 100
 WAL_PAUSE_SECONDS = 0.05
-UPGRADE_LOCK = 0x6C66_7570  # of this program's own choice: two that upgrade at once wait for each other
+UPGRADE_LOCK = 0x6C66_7570  # the key of an advisory lock: only one process upgrades at a time
 
 _DRIVERS = {
     "sqlite": "sqlite+aiosqlite",
@@ -40,7 +40,7 @@ _DRIVERS = {
 
 
 class Database:
-    """SQLite or Postgres. Nothing is opened before the first use; every wait has an end."""
+    """A SQLite or Postgres database. It connects on first use, and every wait has a timeout."""
 
     def __init__(self, url: str = DEFAULT_URL) -> None:
         self.url = _parse_url(url)
@@ -48,7 +48,7 @@ class Database:
         self.is_sqlite = self.url.drivername.startswith("sqlite")
         self.description = _describe(self.url)
         self.statement_count = 0
-        """How many were sent, for whoever wants to know what something costs."""
+        """The number of statements sent so far, for tests and measurements of cost."""
         self._engine = create_async_engine(self.url, **_engine_options(self.url, str(name)))
         events = self._engine.sync_engine
         if self.is_sqlite:
@@ -59,40 +59,41 @@ class Database:
 
     @contextlib.asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncConnection]:
-        """A transaction that sees one moment of the database and changes nothing."""
+        """Begin a read-only transaction with a consistent view of the database."""
         async with self._connected() as connection, connection.begin():
             yield connection
 
     @contextlib.asynccontextmanager
     async def writing(self) -> AsyncIterator[AsyncConnection]:
-        """A transaction that writes: all of it or nothing."""
+        """Begin a transaction that writes. It commits when the block ends, and rolls back on an error."""
         async with self._connected() as connection:
             await connection.execution_options(writes=True)
             async with connection.begin():
                 yield connection
 
     async def upgrade(self, to: str = "head") -> None:
-        """Bring the schema to a version of it, the newest one by default."""
+        """Upgrade the schema to a version, by default to the newest one."""
         await self._migrate(command.upgrade, to)
 
     async def downgrade(self, to: str) -> None:
+        """Downgrade the schema to an earlier version."""
         await self._migrate(command.downgrade, to)
 
     async def schema_version(self) -> str | None:
-        """Of the database as it is; None if there is none yet."""
+        """Return the version of the schema, or None if there is no schema yet."""
         async with self.reading() as connection:
             return await connection.run_sync(lambda sync: MigrationContext.configure(sync).get_current_revision())
 
     async def ensure_schema(self) -> None:
-        """See that the schema is there and the newest. A SQLite file is brought up by itself; a Postgres is somebody's
-        to upgrade, so it is told how.
+        """Require the newest schema. SQLite is upgraded right away; for Postgres, which an operator must upgrade, raise
+        `InvalidInput` with the command to run.
         """
         found, newest = await self.schema_version(), newest_schema_version()
         if found == newest:
             return
         if found is not None and found not in known_schema_versions():
             problem = (
-                f"the schema of {self.description} is {found}, of a later release than this one, which has {newest}"
+                f"the schema of {self.description} is {found}, from a later release; this release has {newest}"
             )
             raise InvalidInput("database", f"{problem}: run that release, or restore an earlier database")
         if not self.is_sqlite:
@@ -104,20 +105,21 @@ class Database:
         await self.upgrade()
 
     async def notifications(self, channel: str) -> AsyncGenerator[None, None]:
-        """Once somebody listens, and then each time that Postgres tells of a change, for as long as the connection
-        lasts.
+        """Yield once when the connection listens, and then for each notification of Postgres.
+
+        Raises `CatalogUnavailable` when the connection is lost.
         """
-        rung = asyncio.Queue[str]()
+        notifications = asyncio.Queue[str]()
         async with self._connected() as connection:
             raw: Any = (await connection.get_raw_connection()).driver_connection
-            raw.add_termination_listener(lambda _: rung.put_nowait(""))
-            await raw.add_listener(channel, lambda *told: rung.put_nowait(told[-1]))
+            raw.add_termination_listener(lambda _: notifications.put_nowait(""))
+            await raw.add_listener(channel, lambda *arguments: notifications.put_nowait(arguments[-1]))
             try:
                 yield
-                while await rung.get():
+                while await notifications.get():
                     yield
             finally:
-                await connection.invalidate()  # what listens must not go back into the pool
+                await connection.invalidate()  # a listening connection must not go back into the pool
         raise CatalogUnavailable(f"the database {self.description} has closed the connection")
 
     async def close(self) -> None:
@@ -141,11 +143,11 @@ class Database:
 
     @contextlib.contextmanager
     def _translated(self, *others: type[Exception]) -> Iterator[None]:
-        """The driver's errors in our words, without its SQL and parameters. A caller's own errors pass."""
+        """Translate the driver's errors, without SQL and parameters. Other errors of the caller pass unchanged."""
         try:
             yield
         except IntegrityError as error:
-            raise Conflict(f"the database refuses it: {_short_reason(error)}") from None
+            raise Conflict(f"the database rejects the change: {_short_reason(error)}") from None
         except SQLAlchemyError as error:
             raise self._unavailable(error) from None
         except others as error:
@@ -155,25 +157,25 @@ class Database:
         reason = _short_reason(error)
         if "no such table" in reason or ("relation" in reason and "does not exist" in reason):
             reason += "; run `limitforge db upgrade`"
-        return CatalogUnavailable(f"the database {self.description} can't serve now: {reason}")
+        return CatalogUnavailable(f"the database {self.description} is unavailable: {reason}")
 
     def _translate_driver_error(self, context: ExceptionContext) -> CatalogUnavailable | None:
-        """Return the error to raise for what a driver raises unwrapped: a lost connection, or a statement that waits
-        too long, such as one behind a lock.
+        """Return the error to raise for one that the driver raises unwrapped: a lost connection, or a statement that
+        times out, for example because it waits for a lock.
         """
         error = context.original_exception
         return self._unavailable(error) if isinstance(error, OSError | TimeoutError) else None
 
-    async def _migrate(self, move: Any, to: str) -> None:
+    async def _migrate(self, run_command: Any, to: str) -> None:
         def run(connection: Connection) -> None:
             if not self.is_sqlite:
                 connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": UPGRADE_LOCK})
             config = _alembic()
             config.attributes["connection"] = connection
             try:
-                move(config, to)
+                run_command(config, to)
             except CommandError as error:
-                raise InvalidInput("database", f"can't go to the schema {short_repr(to)}: {error}") from None
+                raise InvalidInput("database", f"can't migrate to the schema {short_repr(to)}: {error}") from None
 
         async with self.writing() as connection:
             await connection.run_sync(run)
@@ -191,11 +193,12 @@ class Database:
 
 
 def newest_schema_version() -> str:
+    """Return the newest schema version of this release."""
     return ScriptDirectory.from_config(_alembic()).get_current_head() or ""
 
 
 def known_schema_versions() -> set[str]:
-    """All that this release knows."""
+    """Return all schema versions that this release has migrations for."""
     return {script.revision for script in ScriptDirectory.from_config(_alembic()).walk_revisions()}
 
 
@@ -213,25 +216,26 @@ def _parse_url(given: str) -> URL:
     if url.drivername not in _DRIVERS:
         raise InvalidInput("database", f"must be a sqlite:// or postgresql:// URL, got {short_repr(url.drivername)}")
     if url.drivername.startswith("sqlite") and url.database in (None, "", ":memory:"):
-        raise InvalidInput("database", "must name a file, such as sqlite:///limitforge.db: memory has no other readers")
+        raise InvalidInput(
+            "database",
+            "must name a file, such as sqlite:///limitforge.db: other processes can't read a database in memory",
+        )
     url = url.set(drivername=_DRIVERS[url.drivername])
     return url if url.drivername.startswith("sqlite") else _check_options(url)
 
 
 def _check_options(url: URL) -> URL:
-    """Options as libpq has them, in the driver's words."""
+    """Translate options of libpq to those of the driver. Refuses unknown ones."""
     unknown = url.query.keys() - {"sslmode", "ssl", "application_name"}
     if unknown:
         known = "sslmode and application_name"
-        raise InvalidInput(
-            "database", f"has the option {short_repr(min(unknown))}, which is not known; there are {known}"
-        )
+        raise InvalidInput("database", f"has the unknown option {short_repr(min(unknown))}; supported are {known}")
     mode = url.query.get("sslmode") or url.query.get("ssl")
     return url.set(query={} if mode is None else {"ssl": mode})
 
 
 def _describe(url: URL) -> str:
-    """Which database it is, in words, without its password."""
+    """Name the database for messages, without its password."""
     if url.drivername.startswith("sqlite"):
         return f"file {url.database}"
     return f"{url.database or ''} at {url.host or 'localhost'}:{url.port or 5432}"
@@ -253,7 +257,7 @@ def _engine_options(url: URL, name: str) -> dict[str, Any]:
 
 
 def _configure_sqlite(connection: Any, _record: Any) -> None:
-    """Transactions begin when we say so, foreign keys count, and readers don't wait for a writer."""
+    """Begin transactions explicitly, enforce foreign keys, and use WAL so that readers don't wait for a writer."""
     connection.isolation_level = None
     cursor = connection.cursor()
     cursor.execute(f"PRAGMA busy_timeout = {int(TIMEOUT_SECONDS * 1_000)}")
@@ -262,7 +266,7 @@ def _configure_sqlite(connection: Any, _record: Any) -> None:
         try:
             cursor.execute("PRAGMA journal_mode = WAL")
             break
-        except OperationalError:  # for this SQLite does not wait, whatever its timeout
+        except OperationalError:  # SQLite ignores its busy timeout for this statement
             if attempt == WAL_ATTEMPTS - 1:
                 raise
             time.sleep(WAL_PAUSE_SECONDS)
@@ -271,8 +275,8 @@ def _configure_sqlite(connection: Any, _record: Any) -> None:
 
 def _short_reason(error: BaseException) -> str:
     cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
-    said = str(cause).strip().splitlines()
-    reason = said[0] if said else type(cause).__name__
-    if isinstance(cause, TimeoutError) and not said:
-        reason = f"busy, no answer within {TIMEOUT_SECONDS:g} s"
+    lines = str(cause).strip().splitlines()
+    reason = lines[0] if lines else type(cause).__name__
+    if isinstance(cause, TimeoutError) and not lines:
+        reason = f"busy, no response within {TIMEOUT_SECONDS:g} s"
     return reason.rpartition(">: ")[2]  # asyncpg's errors begin with their class

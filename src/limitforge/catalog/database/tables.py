@@ -1,7 +1,7 @@
-"""The tables. What must always hold is a constraint here, not only a check in Python.
+"""The tables of the catalog. Constraints hold every invariant, so that a bug in Python can't break it.
 
-Every tenant-owned row that names a plan does so together with its tenant: no row can point at another tenant's plan.
-The operator is the tenant whose id is `operator`; it has plans and a mode, and nothing else.
+A row that refers to a plan does so together with its tenant, so it can't refer to another tenant's plan. The operator
+is the tenant with the id `operator`; it has only plans, a mode and a time zone.
 """
 
 from datetime import UTC, datetime
@@ -44,12 +44,12 @@ metadata = MetaData(
 
 Id = String(64)
 Name = String(64)
-Text512 = String(512)  # a resource or a subject
-AutoId = BigInteger().with_variant(Integer, "sqlite")  # SQLite numbers only an INTEGER by itself
+Text512 = String(512)  # resources, subjects and actors
+AutoId = BigInteger().with_variant(Integer, "sqlite")  # SQLite auto-increments only INTEGER
 
 
 class UtcDateTime(TypeDecorator[datetime]):
-    """A time with its zone: SQLite keeps none, so what is read there is UTC again."""
+    """A time with a time zone, in UTC. SQLite stores no zone, so values read from it are marked as UTC."""
 
     impl = DateTime(timezone=True)
     cache_ok = True
@@ -61,13 +61,13 @@ class UtcDateTime(TypeDecorator[datetime]):
         return None if value is None else value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
 
 
-def _one_of(column: str, words: Any) -> CheckConstraint:
-    listed = ", ".join(f"'{word}'" for word in words)
+def _one_of(column: str, values: Any) -> CheckConstraint:
+    listed = ", ".join(f"'{value}'" for value in values)
     return CheckConstraint(f"{column} IN ({listed})", name=column)
 
 
 def _tenant_columns() -> tuple[Column[Any], CheckConstraint]:
-    """Owned by a tenant, and not by the operator."""
+    """Return the owner of a row, which is a tenant and not the operator."""
     return (
         Column("tenant_id", Id, ForeignKey("tenants.id"), nullable=False),
         CheckConstraint("tenant_id <> 'operator'", name="not_the_operator"),
@@ -99,8 +99,9 @@ revision = Table(
     Column("timeline", BigInteger, nullable=False),
     CheckConstraint("id = 1", name="one_row"),
 )
-"""Counts the writes. Each takes the next number first and keeps the row locked until it commits, so numbers are seen in
-their order and without gaps. `change_id` is the random id of the last one, `previous_id` that of the one before."""
+"""Counts the edits. Each edit first takes the next number and holds the lock of this row until it commits, so revisions
+become visible in order and without gaps. `change_id` is the random id of the last edit, `previous_id` that of the edit
+before."""
 
 tenants = Table(
     "tenants",
@@ -170,7 +171,7 @@ policies = Table(
     _one_of("failure", _FAILURE_MODES),
     _one_of("priority", Priority),
 )
-"""`pattern` is the resource without the names of its parameters: two that match the same can't both be there."""
+"""`pattern` is the resource without the names of its parameters, so two policies can't match the same resources."""
 
 keys = Table(
     "keys",
@@ -191,7 +192,7 @@ keys = Table(
     _one_of("type", KeyType),
     Index(None, "tenant_id", "id"),
 )
-"""`may_name_plans` is the scope `plans`, and not a word in `scopes`: a release before it would refuse the key."""
+"""`may_name_plans` is the scope `plans`. It is not in the list `scopes`, since earlier releases would reject the key."""
 
 tokens = Table(
     "tokens",
@@ -250,7 +251,7 @@ audit = Table(
     Index(None, "entity_id", "id"),
     Index(None, "action", "tenant_id"),
 )
-"""Append-only: triggers of the migration refuse any change, whoever asks."""
+"""Append-only: triggers of the migration refuse any update or deletion."""
 
 outbox = Table(
     "outbox",
@@ -262,7 +263,7 @@ outbox = Table(
     Column("published", Boolean, nullable=False),
     Index(None, "published", "revision"),
 )
-"""What other nodes must hear of. It has no foreign key: it outlives the tenant that it speaks of."""
+"""Changes that are published to other processes. It has no foreign keys, since rows outlive a deleted tenant."""
 
 usage = Table(
     "usage",
@@ -276,7 +277,7 @@ usage = Table(
     Column("degraded", BigInteger, nullable=False),
     Index(None, "tenant_id", "hour"),
 )
-"""What each key was told, by the hour. It outlives the key and its tenant until it is old."""
+"""Decisions per key and hour. It has no foreign keys, since rows outlive a deleted key or tenant."""
 
 creations = Table(
     "creations",
@@ -288,4 +289,4 @@ creations = Table(
     Column("answer", JSON, nullable=False),
     Column("at", UtcDateTime, nullable=False, index=True),
 )
-"""What a create with an idempotency key was answered, without any secret."""
+"""Responses to create requests with an idempotency key, without secrets."""
