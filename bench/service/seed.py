@@ -10,7 +10,7 @@ from typing import NamedTuple
 from bench.harness import progress
 from bench.service.plans import PLANS
 from limitforge.catalog.credentials import PREFIXES, Credential, Peppers, new_id
-from limitforge.catalog.database import queries
+from limitforge.catalog.database import outbox
 from limitforge.catalog.database.catalog import OUTBOX_RETENTION, Catalog
 from limitforge.catalog.database.database import Database
 from limitforge.catalog.model import Entity, Key, Plan, Policy, Tenant
@@ -72,7 +72,7 @@ async def _write_catalog(url: str, text: str, sizes: _Sizes) -> list[str]:
         if sizes.tenants > AT_ONCE:
             progress(f"service: {end:,} of {sizes.tenants:,} tenants are written")
     async with database.writing() as connection:  # as after a day: all processes have applied the changes
-        await queries.trim_outbox(connection, datetime.now(UTC) + OUTBOX_RETENTION)
+        await outbox.trim_outbox(connection, datetime.now(UTC) + OUTBOX_RETENTION)
     await database.close()
     return texts
 

@@ -23,7 +23,7 @@ from limitforge.catalog.credentials import (
 )
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
-from limitforge.catalog.database.queries import Announcement
+from limitforge.catalog.database.outbox import Announcement
 from limitforge.catalog.live.cache import CatalogCache
 from limitforge.catalog.live.cache_entries import Caller
 from limitforge.catalog.live.live_catalog import LiveCatalog

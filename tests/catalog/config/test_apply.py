@@ -16,7 +16,7 @@ from limitforge.catalog.config.diff import Change, changes_to_json, count_change
 from limitforge.catalog.config.export import export_document
 from limitforge.catalog.credentials import Credential
 from limitforge.catalog.database.catalog import Catalog
-from limitforge.catalog.database.queries import Announcement
+from limitforge.catalog.database.outbox import Announcement
 from limitforge.catalog.model import OPERATOR, Key, Override, Plan, Policy, Tenant, to_datetime, to_public_dict
 from limitforge.errors import InvalidFile, InvalidInput, NotFound
 from tests.catalog.config.test_document import SAMPLE
@@ -492,7 +492,8 @@ async def test_only_a_tenant_that_is_there_is_exported(catalog: Catalog) -> None
 async def test_more_tenants_than_a_page_has_are_all_exported_and_pruned(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("limitforge.catalog.database.queries.MAX_PAGE_SIZE", 2)
+    monkeypatch.setattr("limitforge.catalog.database.pages.MAX_PAGE_SIZE", 2)
+    monkeypatch.setattr("limitforge.catalog.database.entity_rows.CHUNK_SIZE", 2)
     names = [f"t{at}" for at in range(5)]
     await applied(catalog, f"tenants: [{', '.join(f'{{name: {name}}}' for name in names)}]")
     assert [each.name for each in (await export_document(catalog)).tenants or ()] == names

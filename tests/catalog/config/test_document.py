@@ -138,7 +138,7 @@ def test_what_is_no_configuration_is_refused(text: str, expected: str) -> None:
         ),
         ("plans: [{name: a, limits: 1/s}, {name: a, limits: 2/s}]", "plans[1].name: there is one of the same already"),
         ("policies: [{resource: '*'}]", "policies[0].plan: is required"),
-        ("policies: [{resource: 'a*', plan: a}]", "policies[0].resource: a star stands alone"),
+        ("policies: [{resource: 'a*', plan: a}]", "policies[0].resource: a star must be the whole"),
         ("plans: []\n    policies: [{resource: '*', plan: a}]", "policies[0].plan: there is no plan 'a' here"),
         (
             "policies: [{resource: 'GET:/{a}', plan: a}, {resource: 'GET:/{b}', plan: a}]",

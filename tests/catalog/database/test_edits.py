@@ -11,7 +11,7 @@ import pytest
 from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database.catalog import Catalog, Edit
 from limitforge.catalog.database.database import Database
-from limitforge.catalog.database.queries import Announcement
+from limitforge.catalog.database.outbox import Announcement
 from limitforge.catalog.model import Key, Plan, Policy, Tenant
 from limitforge.errors import Conflict, InvalidInput, NotFound
 from tests.catalog.conftest import PEPPERS

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from limitforge import ManualClock
-from limitforge.catalog.database import queries
+from limitforge.catalog.database import catalog_revision, writes
 from limitforge.catalog.database.catalog import Catalog, Edit
 from limitforge.catalog.database.database import Database
 from limitforge.catalog.model import Entity, Key, Override, Plan, Policy, Tenant, Token, to_datetime
@@ -199,7 +199,7 @@ async def test_writing_when_keys_were_used_does_not_deadlock_with_an_edit(catalo
 
     async def used() -> None:
         async with database.writing() as connection:
-            await queries.touch_keys(connection, {first.id: at, second.id: at})
+            await writes.touch_keys(connection, {first.id: at, second.id: at})
 
     async with asyncio.timeout(30), asyncio.TaskGroup() as group, catalog.edit(ACTOR) as edit:
         await edit.update(Key, second.id, {"name": "changed"})
@@ -223,7 +223,7 @@ async def test_removing_what_is_over_does_not_deadlock_with_an_edit(
 
     async def tidy() -> None:
         async with database.writing() as connection:
-            await queries.remove_expired(connection, to_datetime(clock.now_us()))
+            await writes.remove_expired(connection, to_datetime(clock.now_us()))
 
     async with asyncio.timeout(30), asyncio.TaskGroup() as group, catalog.edit(ACTOR) as edit:
         await edit.rotate_key(customer.key.id)
@@ -241,7 +241,7 @@ async def test_an_edit_does_not_undo_that_a_key_was_used(catalog: Catalog, datab
     key, _ = await new_key(catalog, tenant.id)
     at = datetime(2026, 1, 1, tzinfo=UTC)
     async with asyncio.timeout(30), asyncio.TaskGroup() as group, database.writing() as connection:
-        await queries.touch_keys(connection, {key.id: at})
+        await writes.touch_keys(connection, {key.id: at})
         editing = group.create_task(update(catalog, key, {"name": "changed"}))
         await blocked(database, editing)
     found = await catalog.get(Key, key.id)
@@ -290,4 +290,4 @@ async def test_what_only_reads_can_not_write(catalog: Catalog, database: Databas
         pytest.skip("SQLite has no transactions that only read")
     with pytest.raises(Exception, match="read-only"):
         async with database.reading() as connection:
-            await queries.next_revision(connection)
+            await catalog_revision.next_revision(connection)

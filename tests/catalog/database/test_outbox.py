@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from limitforge import ManualClock
-from limitforge.catalog.database import queries
+from limitforge.catalog.database import catalog_revision, outbox
 from limitforge.catalog.database.catalog import NO_TENANT, Catalog, Edit
 from limitforge.catalog.database.database import Database
-from limitforge.catalog.database.queries import Announcement
+from limitforge.catalog.database.outbox import Announcement
 from limitforge.catalog.model import OPERATOR, Key, Override, Plan, Policy, Tenant, Token
 from limitforge.errors import InvalidInput
 from tests.catalog.environments import one_database
@@ -33,12 +33,12 @@ BLOCKED = {"burst": "blocked"}
 
 async def written(database: Database, after: int = 0) -> list[Announcement]:
     async with database.reading() as connection:
-        return await queries.outbox_after(connection, after, 10_000)
+        return await outbox.announcements_after(connection, after, 10_000)
 
 
 async def last_revision(database: Database) -> int:
     async with database.reading() as connection:
-        return (await queries.read_last_stamp(connection)).revision
+        return (await catalog_revision.read_last_stamp(connection)).revision
 
 
 async def revisions(database: Database) -> list[int]:
@@ -235,12 +235,12 @@ async def test_rows_are_published_once_and_in_order(catalog: Catalog, database: 
     customer = await new_customer(catalog)
     await new_key(catalog, customer.tenant.id)
     async with database.reading() as connection:
-        owed = await queries.unpublished_announcements(connection, 10)
+        owed = await outbox.unpublished_announcements(connection, 10)
     assert [each.announcement for each in owed] == await written(database)
     async with database.writing() as connection:
-        await queries.mark_published(connection, [owed[0].announcement])
+        await outbox.mark_published(connection, [owed[0].announcement])
     async with database.reading() as connection:
-        assert await queries.unpublished_announcements(connection, 10) == owed[1:]
+        assert await outbox.unpublished_announcements(connection, 10) == owed[1:]
     assert await written(database) == [each.announcement for each in owed]  # those who poll still read it
 
 
@@ -250,8 +250,8 @@ async def test_rows_that_revoke_can_be_read_before_older_ones(catalog: Catalog, 
         await edit.disable_key(customers[1].key.id)
     await new_tenant(catalog, "later")
     async with database.reading() as connection:
-        (first,) = await queries.unpublished_announcements(connection, 1)
-        (revoking,) = await queries.unpublished_announcements(connection, 10, revoking=True)
+        (first,) = await outbox.unpublished_announcements(connection, 1)
+        (revoking,) = await outbox.unpublished_announcements(connection, 10, revoking=True)
     assert first.announcement.tenant_id == customers[0].tenant.id
     assert revoking.announcement.keys == (customers[1].key.id,)
 
@@ -272,6 +272,6 @@ async def test_a_batch_of_rows_holds_whole_revisions(catalog: Catalog, database:
         for customer in customers:
             await edit.update(Tenant, customer.tenant.id, {"mode": "off"})
     async with database.reading() as connection:
-        assert len(await queries.outbox_after(connection, 3, 1)) == 3
-        assert [each.revision for each in await queries.outbox_after(connection, 0, 2)] == [1, 2]
-        assert await queries.outbox_after(connection, 4, 100) == []
+        assert len(await outbox.announcements_after(connection, 3, 1)) == 3
+        assert [each.revision for each in await outbox.announcements_after(connection, 0, 2)] == [1, 2]
+        assert await outbox.announcements_after(connection, 4, 100) == []

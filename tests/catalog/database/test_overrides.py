@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from limitforge import Limiter, ManualClock
-from limitforge.catalog.database import queries
+from limitforge.catalog.database import queries, writes
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
 from limitforge.catalog.model import OPERATOR, Override, to_datetime
@@ -294,7 +294,7 @@ async def test_only_what_is_over_is_removed(catalog: Catalog, database: Database
     await new_override(catalog, customer.tenant.id, "eve", ttl_seconds=60.000_001)
     clock.advance_us(MINUTE_US)
     async with database.writing() as connection:
-        await queries.remove_expired(connection, to_datetime(clock.now_us()))
+        await writes.remove_expired(connection, to_datetime(clock.now_us()))
     left = await catalog.list_for_tenant(Override, customer.tenant.id)
     assert [each.subject for each in left] == ["eve", "user:42"]
     async with database.reading() as connection:

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from limitforge.catalog.database.catalog import Catalog
-from limitforge.catalog.database.queries import Page
+from limitforge.catalog.database.pages import Page
 from limitforge.catalog.model import Entity, Key, Override, Plan, Policy, Tenant, Token
 from limitforge.errors import InvalidInput
 from tests.catalog.factories import (

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from limitforge.catalog.credentials import Peppers
-from limitforge.catalog.database import queries
+from limitforge.catalog.database import catalog_revision, outbox
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
 from limitforge.core.limits import Mode
@@ -54,9 +54,9 @@ async def test_a_message_that_comes_late_does_not_replace_a_later_change(
         for limit in (5, 6):
             await apply_tenants(writer, MANY, limit)
             async with database.reading() as connection:
-                revisions.append((await queries.read_last_stamp(connection)).revision)
+                revisions.append((await catalog_revision.read_last_stamp(connection)).revision)
         async with database.reading() as connection:
-            rows = await queries.outbox_after(connection, 0, 10_000)
+            rows = await outbox.announcements_after(connection, 0, 10_000)
         await member.live.catch_up()
         waiting = dict(member.live._deferred)
         assert {each.revision for each in waiting.values()} == {revisions[1]}

@@ -12,7 +12,7 @@ from limitforge import Limiter, ManualClock
 from limitforge.catalog.credentials import ID_LENGTH, PREFIXES, Credential, Peppers
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
-from limitforge.catalog.database.queries import Announcement
+from limitforge.catalog.database.outbox import Announcement
 from limitforge.catalog.live import cache
 from limitforge.catalog.live.cache import CatalogCache
 from limitforge.catalog.live.lookup_limiter import LookupLimiter

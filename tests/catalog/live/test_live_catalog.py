@@ -14,9 +14,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from limitforge import ManualClock
 from limitforge.catalog.credentials import Peppers
-from limitforge.catalog.database import queries, tables
+from limitforge.catalog.database import outbox, tables
 from limitforge.catalog.database.database import Database
-from limitforge.catalog.database.queries import Announcement
+from limitforge.catalog.database.outbox import Announcement
 from limitforge.catalog.live import live_catalog as nodes
 from limitforge.catalog.live import outbox_relay as relays
 from limitforge.catalog.live.live_catalog import LiveCatalog
@@ -60,7 +60,7 @@ Record = Callable[[str, object], None]
 
 async def is_published(member: Replica) -> bool:
     async with member.database.reading() as connection:
-        return not await queries.unpublished_announcements(connection, 1)
+        return not await outbox.unpublished_announcements(connection, 1)
 
 
 async def test_what_one_node_changes_decides_on_the_other(place: Environment, record_property: Record) -> None:

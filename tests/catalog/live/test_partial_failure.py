@@ -17,7 +17,7 @@ from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database import tables
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
-from limitforge.catalog.database.queries import Announcement, unpublished_announcements
+from limitforge.catalog.database.outbox import Announcement, unpublished_announcements
 from limitforge.catalog.live import live_catalog as nodes
 from limitforge.catalog.live import outbox_relay as relays
 from limitforge.catalog.live import override_sync as mirrors

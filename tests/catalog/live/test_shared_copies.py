@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from limitforge import Lanes, ManualClock
 from limitforge.catalog.credentials import PREFIXES, Credential, Peppers
-from limitforge.catalog.database import queries
+from limitforge.catalog.database import outbox
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
 from limitforge.catalog.history import Stamp
@@ -419,7 +419,7 @@ async def test_a_key_that_was_deleted_and_brought_back_is_not_the_old_one(
 
         async def is_published() -> bool:
             async with database.reading() as connection:
-                return not await queries.unpublished_announcements(connection, 1)
+                return not await outbox.unpublished_announcements(connection, 1)
 
         await eventually(is_published)
     snapshots = cache_of(DatabaseSource(database), peppers, SystemClock(), warm=warm)

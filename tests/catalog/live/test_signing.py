@@ -11,7 +11,7 @@ import redis as redis_py
 from limitforge import ManualClock
 from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database.database import Database
-from limitforge.catalog.database.queries import Announcement
+from limitforge.catalog.database.outbox import Announcement
 from limitforge.catalog.history import Stamp
 from limitforge.catalog.live.live_catalog import LiveCatalog
 from limitforge.catalog.live.signing import WARN_SECONDS, Signer

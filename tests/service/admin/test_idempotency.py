@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx
 
-from limitforge.catalog.database import queries
+from limitforge.catalog.database import service_records
 from limitforge.catalog.database.database import Database
 from limitforge.catalog.model import to_datetime
 from limitforge.core.clock import SystemClock
@@ -110,7 +110,7 @@ def test_no_secret_is_kept_with_the_answer(embedded: LiveService, admin: AdminCl
             async with database.reading() as connection:
                 token_id = "tok_" + admin.token.removeprefix("lf_admin_")[:16]
                 since = to_datetime(SystemClock().now_us() - 60_000_000)
-                return repr(await queries.find_stored_response(connection, token_id, "kept", since))
+                return repr(await service_records.find_stored_response(connection, token_id, "kept", since))
         finally:
             await database.close()
 

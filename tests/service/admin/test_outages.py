@@ -5,7 +5,7 @@ import asyncio
 import httpx
 import pytest
 
-from limitforge.catalog.database import queries
+from limitforge.catalog.database import catalog_revision
 from limitforge.catalog.database.database import Database
 from tests.postgres import PostgresServer
 from tests.servers import RedisServer
@@ -58,7 +58,7 @@ def test_a_write_behind_a_long_transaction_is_answered_503_with_retry_after(eith
         database = Database(either.settings.database_url)
         try:
             async with database.writing() as connection:
-                await queries.next_revision(connection)
+                await catalog_revision.next_revision(connection)
                 calls = [
                     asyncio.to_thread(admin.post, "/tenants", {"name": "held-up"}),
                     asyncio.to_thread(admin.patch, f"/keys/{account.key['id']}", {"name": "other"}),

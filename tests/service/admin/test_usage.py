@@ -9,9 +9,9 @@ import pytest
 from sqlalchemy import text
 
 from limitforge import ManualClock
-from limitforge.catalog.database import queries
+from limitforge.catalog.database import service_records
 from limitforge.catalog.database.database import Database
-from limitforge.catalog.database.queries import StoredResponse, UsageRow
+from limitforge.catalog.database.service_records import StoredResponse, UsageRow
 from limitforge.catalog.model import to_datetime
 from limitforge.service.admin.usage_recorder import UsageRecorder
 from limitforge.service.counters.process_counters import KeyUsage, ProcessCounters
@@ -53,7 +53,7 @@ def counters() -> Drained:
 
 async def rows(database: Database, **query: Any) -> list[UsageRow]:
     async with database.reading() as connection:
-        return (await queries.usage_page(connection, None, 1_000, **query)).items
+        return (await service_records.usage_page(connection, None, 1_000, **query)).items
 
 
 async def test_what_is_counted_in_an_hour_is_added_up(
@@ -88,7 +88,7 @@ async def test_pages_of_usage_go_on_where_the_last_ended(
     cursor: str | None = None
     async with database.reading() as connection:
         while True:
-            page = await queries.usage_page(connection, cursor, 4)
+            page = await service_records.usage_page(connection, cursor, 4)
             found += page.items
             cursor = page.cursor
             if cursor is None:
@@ -124,24 +124,24 @@ async def test_what_is_old_is_removed(database: Database, counters: Drained, clo
     creation = StoredResponse("f", 201, {"id": "x"})
     now = to_datetime(clock.now_us())
     async with database.writing() as connection:
-        await queries.add_stored_response(connection, "tok_a", "old", creation, now - timedelta(hours=24))
-        await queries.add_stored_response(connection, "tok_a", "new", creation, now - timedelta(hours=23))
+        await service_records.add_stored_response(connection, "tok_a", "old", creation, now - timedelta(hours=24))
+        await service_records.add_stored_response(connection, "tok_a", "new", creation, now - timedelta(hours=23))
     clock.advance_us(24 * 60_000_000)
     await log.flush()
     assert len(await rows(database)) == 2
     async with database.reading() as connection:
         long_ago = now - timedelta(days=9)
-        assert await queries.find_stored_response(connection, "tok_a", "old", long_ago) is None
-        assert await queries.find_stored_response(connection, "tok_a", "new", long_ago) == creation
+        assert await service_records.find_stored_response(connection, "tok_a", "old", long_ago) is None
+        assert await service_records.find_stored_response(connection, "tok_a", "new", long_ago) == creation
 
 
 async def test_an_idempotency_key_is_free_again_after_a_day(database: Database) -> None:
     now = FIRST
     async with database.writing() as connection:
-        await queries.add_stored_response(connection, "tok_a", "k", StoredResponse("f", 201, {"id": "x"}), now)
+        await service_records.add_stored_response(connection, "tok_a", "k", StoredResponse("f", 201, {"id": "x"}), now)
         since = now
-        assert await queries.find_stored_response(connection, "tok_a", "k", since) is None
+        assert await service_records.find_stored_response(connection, "tok_a", "k", since) is None
         later = StoredResponse("g", 201, {"id": "y"})
-        await queries.add_stored_response(connection, "tok_a", "k", later, now + timedelta(days=1))
-        assert await queries.find_stored_response(connection, "tok_a", "k", since) == later
-        assert await queries.find_stored_response(connection, "tok_b", "k", since) is None
+        await service_records.add_stored_response(connection, "tok_a", "k", later, now + timedelta(days=1))
+        assert await service_records.find_stored_response(connection, "tok_a", "k", since) == later
+        assert await service_records.find_stored_response(connection, "tok_b", "k", since) is None

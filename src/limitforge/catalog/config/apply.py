@@ -29,7 +29,7 @@ from limitforge.catalog.config.specs import (
 from limitforge.catalog.config.strict_yaml import SourceFile
 from limitforge.catalog.config.validation import validate
 from limitforge.catalog.credentials import new_id
-from limitforge.catalog.database import queries
+from limitforge.catalog.database import catalog_revision, queries
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.model import (
     Entity,
@@ -81,7 +81,7 @@ async def apply_document(
     """
     wanted = _DesiredState(document, source, prune=prune)
     async with catalog.database.reading() as connection:
-        revision = (await queries.read_last_stamp(connection)).revision
+        revision = (await catalog_revision.read_last_stamp(connection)).revision
         planned, state = await wanted.compare(connection, to_datetime(catalog.clock.now_us()))
     batches = _batches(planned, state)
     work = _BatchWriter(catalog, wanted, actor, state, revision)

@@ -21,7 +21,7 @@ from limitforge.catalog.config.specs import (
     spec_fields,
 )
 from limitforge.catalog.config.validation import OverrideValidator
-from limitforge.catalog.database import queries
+from limitforge.catalog.database import pages, queries
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.model import OPERATOR, Key, Override, Plan, Policy, Tenant, to_datetime
 from limitforge.errors import CatalogError, NotFound
@@ -86,7 +86,7 @@ async def _all_tenants(connection: AsyncConnection) -> list[Tenant]:
     found: list[Tenant] = []
     cursor: str | None = None
     while True:
-        page = await queries.list_page(connection, Tenant, cursor, queries.MAX_PAGE_SIZE)
+        page = await queries.list_page(connection, Tenant, cursor, pages.MAX_PAGE_SIZE)
         found += page.items
         cursor = page.cursor
         if cursor is None:

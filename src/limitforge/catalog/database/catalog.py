@@ -17,9 +17,11 @@ import msgspec
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from limitforge.catalog.credentials import PREFIXES, Credential, Peppers, new_id
-from limitforge.catalog.database import queries
+from limitforge.catalog.database import catalog_revision, outbox, queries, writes
+from limitforge.catalog.database.catalog_revision import Revision
 from limitforge.catalog.database.database import Database
-from limitforge.catalog.database.queries import Announcement, Page, Revision
+from limitforge.catalog.database.outbox import Announcement
+from limitforge.catalog.database.pages import Page
 from limitforge.catalog.history import timeline_after
 from limitforge.catalog.model import (
     MAX_PLANS_PER_TENANT,
@@ -90,12 +92,16 @@ class Catalog:
             )
         async with self.database.writing() as connection:
             edit = Edit(
-                connection, self, actor, to_datetime(self.clock.now_us()), await queries.next_revision(connection)
+                connection,
+                self,
+                actor,
+                to_datetime(self.clock.now_us()),
+                await catalog_revision.next_revision(connection),
             )
             yield edit
             announcements = await edit.finish()
             if not self.database.is_sqlite:
-                await queries.notify_postgres(connection, NOTIFY_CHANNEL, edit.revision)
+                await outbox.notify_postgres(connection, NOTIFY_CHANNEL, edit.revision)
         if self.on_commit is not None:
             await self.on_commit(announcements)
 
@@ -104,14 +110,14 @@ class Catalog:
         discards what it knows, and copies of the lost timeline are no longer accepted.
         """
         async with self.database.writing() as connection:
-            if (await queries.read_last_stamp(connection, lock=True)).timeline > lost:
+            if (await catalog_revision.read_last_stamp(connection, lock=True)).timeline > lost:
                 return
-            await queries.set_timeline(connection, timeline_after(lost))
-            revision = await queries.next_revision(connection)
+            await catalog_revision.set_timeline(connection, timeline_after(lost))
+            revision = await catalog_revision.next_revision(connection)
             now = to_datetime(self.clock.now_us())
-            await queries.add_outbox(connection, _with_stamp([Announcement(0, NO_TENANT)], revision), now)
+            await outbox.add_announcements(connection, _with_stamp([Announcement(0, NO_TENANT)], revision), now)
             if not self.database.is_sqlite:
-                await queries.notify_postgres(connection, NOTIFY_CHANNEL, revision.stamp.revision)
+                await outbox.notify_postgres(connection, NOTIFY_CHANNEL, revision.stamp.revision)
 
     async def get(self, kind: type[AnyEntity], identity: str) -> AnyEntity:
         async with self.database.reading() as connection:
@@ -195,9 +201,9 @@ class Edit:
         plan = self._new_plan(fields) if kind is Plan else None
         entity = self._new(kind, require_settable(kind, fields)) if plan is None else cast("AnyEntity", plan)
         await self._check(entity)
-        await queries.add(self.connection, entity)
+        await writes.add(self.connection, entity)
         if isinstance(entity, Plan):
-            await queries.add_plan_versions(self.connection, [entity], self._actor)
+            await writes.add_plan_versions(self.connection, [entity], self._actor)
         await self._add_audit_entry("create", None, entity)
         return entity
 
@@ -224,7 +230,7 @@ class Edit:
             raise Conflict("the operator can't be deleted")
         if isinstance(before, Plan) and (users := await queries.describe_plan_users(self.connection, before)):
             raise Conflict(f"plan {before.name} is still in use by {', '.join(users)}: give them another plan first")
-        await queries.remove(self.connection, [before])
+        await writes.remove(self.connection, [before])
         await self._add_audit_entry("delete", before, None)
         return before
 
@@ -313,7 +319,7 @@ class Edit:
             raise NotFound("no such override to replace")
         if await queries.count_overrides(self.connection, override, self.now) >= MAX_PER_SUBJECT:
             raise Conflict(f"one subject may have at most {MAX_PER_SUBJECT} overrides; delete one, or use '*'")
-        await queries.add(self.connection, override)
+        await writes.add(self.connection, override)
         await self._add_audit_entry("create", None, override)
         return override
 
@@ -327,18 +333,18 @@ class Edit:
             pairs = [(before, self._with_version(before, after)) for before, after in group]
             if action == "create":
                 created = [after for _, after in pairs if after is not None]
-                await queries.add_all(self.connection, created, self._actor, self.now)
+                await writes.add_all(self.connection, created, self._actor, self.now)
             elif action == "delete":
-                await queries.remove(self.connection, [before for before, _ in pairs if before is not None])
+                await writes.remove(self.connection, [before for before, _ in pairs if before is not None])
             else:
                 await self._replace_all(
                     [(before, after) for before, after in pairs if before is not None and after is not None]
                 )
-            await queries.add_audit(self.connection, [self._audit_row(action, *pair) for pair in pairs])
+            await writes.add_audit(self.connection, [self._audit_row(action, *pair) for pair in pairs])
 
     async def set_default_plans(self, tenants: Iterable[Tenant]) -> None:
         """Of tenants that were written before their plans were."""
-        await queries.set_default_plans(self.connection, tenants)
+        await writes.set_default_plans(self.connection, tenants)
 
     # --- The end -----------------------------------------------------------------------------------------------------
 
@@ -350,9 +356,9 @@ class Edit:
             policies = await queries.list_for_tenant(self.connection, Policy, tenant_id)
             PolicyMatcher((policy.pattern, policy) for policy in policies)  # refuses what could not be searched quickly
         configured = [each.tenant_id for each in announcements if each.config]
-        await queries.set_tenant_revisions(self.connection, configured, self.revision)
-        await queries.add_outbox(self.connection, announcements, self.now)
-        await queries.trim_outbox(self.connection, self.now - OUTBOX_RETENTION)
+        await writes.set_tenant_revisions(self.connection, configured, self.revision)
+        await outbox.add_announcements(self.connection, announcements, self.now)
+        await outbox.trim_outbox(self.connection, self.now - OUTBOX_RETENTION)
         return announcements
 
     # --- Underneath --------------------------------------------------------------------------------------------------
@@ -398,14 +404,14 @@ class Edit:
 
     async def _replace_all(self, pairs: Sequence[tuple[Entity, Entity]]) -> None:
         """Replace some of one kind."""
-        if not await queries.replace_all(self.connection, [after for _, after in pairs]):
+        if not await writes.replace_all(self.connection, [after for _, after in pairs]):
             raise VersionConflict(f"a {pairs[0][0].kind} was changed by somebody else just now: read it again")
         plans = [after for _, after in pairs if isinstance(after, Plan)]
         if plans:
-            await queries.add_plan_versions(self.connection, plans, self._actor)
+            await writes.add_plan_versions(self.connection, plans, self._actor)
         for before, after in pairs:
             if isinstance(before, Key | Token) and isinstance(after, Key | Token) and after.secrets != before.secrets:
-                await queries.set_secrets(self.connection, after, self.now)
+                await writes.set_secrets(self.connection, after, self.now)
 
     def _with_version(self, before: Entity | None, after: MaybeEntity) -> MaybeEntity:
         """What is to be, with its version and its times."""
@@ -423,9 +429,9 @@ class Edit:
 
     async def _add_with_secrets(self, entity: AnyEntity) -> AnyEntity:
         await self._check(entity)
-        await queries.add(self.connection, entity)
+        await writes.add(self.connection, entity)
         if isinstance(entity, Key | Token):
-            await queries.set_secrets(self.connection, entity, self.now)
+            await writes.set_secrets(self.connection, entity, self.now)
         await self._add_audit_entry("create", None, entity)
         return entity
 
@@ -497,7 +503,7 @@ class Edit:
         entity = after or before
         if isinstance(entity, Policy):
             self._tenants_with_changed_policies.add(entity.tenant_id)
-        await queries.add_audit(self.connection, [self._audit_row(action, before, after)])
+        await writes.add_audit(self.connection, [self._audit_row(action, before, after)])
 
     def _audit_row(self, action: str, before: Entity | None, after: Entity | None) -> dict[str, Any]:
         """The audit entry of a change, which others will hear of."""

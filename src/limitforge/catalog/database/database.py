@@ -92,9 +92,7 @@ class Database:
         if found == newest:
             return
         if found is not None and found not in known_schema_versions():
-            problem = (
-                f"the schema of {self.description} is {found}, from a later release; this release has {newest}"
-            )
+            problem = f"the schema of {self.description} is {found}, from a later release; this release has {newest}"
             raise InvalidInput("database", f"{problem}: run that release, or restore an earlier database")
         if not self.is_sqlite:
             state = f"at {found}" if found else "missing"

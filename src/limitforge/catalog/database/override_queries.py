@@ -9,7 +9,7 @@ from sqlalchemy import select, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from limitforge.catalog.database import tables
-from limitforge.catalog.database.queries import MAX_PAGE_SIZE
+from limitforge.catalog.database.pages import MAX_PAGE_SIZE
 
 
 class OverrideRow(msgspec.Struct, frozen=True):

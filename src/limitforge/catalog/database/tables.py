@@ -192,7 +192,7 @@ keys = Table(
     _one_of("type", KeyType),
     Index(None, "tenant_id", "id"),
 )
-"""`may_name_plans` is the scope `plans`. It is not in the list `scopes`, since earlier releases would reject the key."""
+"""`may_name_plans` is the scope `plans`. It is not in the list `scopes`: earlier releases would reject the key."""
 
 tokens = Table(
     "tokens",

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from limitforge.catalog.config.plan_warnings import log_plan_warnings
 from limitforge.catalog.credentials import Credential, Peppers, fingerprint
-from limitforge.catalog.database.queries import Announcement
+from limitforge.catalog.database.outbox import Announcement
 from limitforge.catalog.history import RevisionHistory, Stamp
 from limitforge.catalog.live.bounded_reads import LOOKUP_SECONDS, BoundedReads
 from limitforge.catalog.live.cache_entries import CachedKey, CachedTenant, CacheStatus, Caller

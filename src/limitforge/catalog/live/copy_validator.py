@@ -3,7 +3,7 @@
 from collections.abc import Hashable
 from typing import Any
 
-from limitforge.catalog.database.queries import Announcement
+from limitforge.catalog.database.outbox import Announcement
 from limitforge.catalog.history import RevisionHistory, Stamp
 from limitforge.catalog.live.cache_entries import CachedKey, CachedTenant
 from limitforge.catalog.live.sources import SharedCopy

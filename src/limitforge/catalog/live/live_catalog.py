@@ -15,10 +15,10 @@ from typing import Any, Self
 import msgspec
 
 from limitforge.catalog.credentials import Peppers
-from limitforge.catalog.database import queries
+from limitforge.catalog.database import catalog_revision, outbox, writes
 from limitforge.catalog.database.catalog import NOTIFY_CHANNEL, Catalog
 from limitforge.catalog.database.database import Database
-from limitforge.catalog.database.queries import Announcement
+from limitforge.catalog.database.outbox import Announcement
 from limitforge.catalog.history import RevisionHistory, Stamp
 from limitforge.catalog.live.cache import CatalogCache
 from limitforge.catalog.live.cache_entries import CacheStatus
@@ -228,7 +228,7 @@ class LiveCatalog:
             return
         try:
             async with self._database.writing() as connection:
-                await queries.touch_keys(connection, {key: to_datetime(at_us) for key, at_us in used.items()})
+                await writes.touch_keys(connection, {key: to_datetime(at_us) for key, at_us in used.items()})
         except CatalogError:
             self.cache.restore_last_used(used)
             raise
@@ -378,9 +378,9 @@ class LiveCatalog:
         may be older than that. What this node took from copies before was never compared with the database.
         """
         async with self._database.reading() as connection:
-            head = await queries.read_last_stamp(connection)
-            recent = await queries.recent_stamps(connection, RECENT)
-            owed = [] if self._shared is None else await queries.unpublished_announcements(connection, 1)
+            head = await catalog_revision.read_last_stamp(connection)
+            recent = await outbox.recent_stamps(connection, RECENT)
+            owed = [] if self._shared is None else await outbox.unpublished_announcements(connection, 1)
         self._history.reset(head, recent)
         if owed:
             first = owed[0].announcement
@@ -397,8 +397,8 @@ class LiveCatalog:
         if seen is None:
             return True
         async with self._database.reading() as connection:
-            head = await queries.read_last_stamp(connection)
-            rows = [] if head == seen else await queries.outbox_after(connection, seen.revision, BATCH)
+            head = await catalog_revision.read_last_stamp(connection)
+            rows = [] if head == seen else await outbox.announcements_after(connection, seen.revision, BATCH)
         if head == seen:
             return True
         is_gap = not rows or rows[0].revision != seen.revision + 1
@@ -578,7 +578,7 @@ class LiveCatalog:
 
     async def _tidy(self) -> None:
         async with self._database.writing() as connection:
-            await queries.remove_expired(connection, to_datetime(self._clock.now_us()))
+            await writes.remove_expired(connection, to_datetime(self._clock.now_us()))
 
     async def _every(self, pause: Callable[[], float], work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         while True:

@@ -28,8 +28,8 @@ from limitforge.catalog.config.specs import (
 from limitforge.catalog.config.strict_yaml import MAX_FILE_BYTES
 from limitforge.catalog.config.validation import validate
 from limitforge.catalog.credentials import ALPHABET, ID_LENGTH, Peppers
+from limitforge.catalog.database.outbox import Announcement
 from limitforge.catalog.database.override_queries import DeletedOverride, OverrideRow
-from limitforge.catalog.database.queries import Announcement
 from limitforge.catalog.live.cache import CatalogCache
 from limitforge.catalog.live.cache_entries import CacheStatus
 from limitforge.catalog.live.override_reconciler import OverrideReconciler, ReconcilerStatus

@@ -17,10 +17,10 @@ from uuid import uuid4
 
 import msgspec
 
-from limitforge.catalog.database import queries
+from limitforge.catalog.database import outbox, queries
 from limitforge.catalog.database.catalog import NO_TENANT
 from limitforge.catalog.database.database import Database
-from limitforge.catalog.database.queries import Announcement, PendingAnnouncement
+from limitforge.catalog.database.outbox import Announcement, PendingAnnouncement
 from limitforge.catalog.history import RevisionHistory, Stamp
 from limitforge.catalog.live.override_sync import OverrideSync
 from limitforge.catalog.live.signing import Signer
@@ -167,8 +167,8 @@ class OutboxRelay:
             if not await self._lead():
                 return
         async with self._database.reading() as connection:
-            self.has_unpublished = bool(await queries.unpublished_announcements(connection, 1))
-            self._has_untried = bool(await queries.unpublished_announcements(connection, 1, after=self._tried[False]))
+            self.has_unpublished = bool(await outbox.unpublished_announcements(connection, 1))
+            self._has_untried = bool(await outbox.unpublished_announcements(connection, 1, after=self._tried[False]))
         if not self.has_unpublished:
             self._has_failed = False
         if not self._has_failed:
@@ -179,8 +179,8 @@ class OutboxRelay:
         and again from there.
         """
         async with self._database.reading() as connection:
-            rows = await queries.unpublished_announcements(connection, BATCH, after=self._retried)
-            revoking = await queries.unpublished_announcements(connection, BATCH, revoking=True)
+            rows = await outbox.unpublished_announcements(connection, BATCH, after=self._retried)
+            revoking = await outbox.unpublished_announcements(connection, BATCH, revoking=True)
         self._retried = _position(rows[-1].announcement) if len(rows) == BATCH else START
         due = {_position(row.announcement): row.announcement for row in (*revoking, *rows) if self._is_due(row)}
         if due and not await self._publish(list(due.values()), self._publish_revocations):
@@ -250,7 +250,7 @@ class OutboxRelay:
         done = [each for each in valid if not _is_affected(each, failed)]
         if done:
             async with self._database.writing() as connection:
-                await queries.mark_published(connection, done)
+                await outbox.mark_published(connection, done)
         if problem is not None:
             raise problem
         if failed_ids := sorted({*invalid, *invalid_keys}):
@@ -292,7 +292,7 @@ class OutboxRelay:
 
     async def _next(self, *, revoking: bool = False) -> list[Announcement]:
         async with self._database.reading() as connection:
-            rows = await queries.unpublished_announcements(
+            rows = await outbox.unpublished_announcements(
                 connection, BATCH, after=self._tried[revoking], revoking=revoking
             )
         due = [row.announcement for row in takewhile(self._is_due, rows)]

@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError
 
-from limitforge.catalog.database.queries import MAX_PAGE_SIZE
+from limitforge.catalog.database.pages import MAX_PAGE_SIZE
 from limitforge.catalog.fields import field_docs
 from limitforge.catalog.model import Entity
 from limitforge.core.keys import MAX_KEY_PART_BYTES

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import Depends, Header, Request, Response
 
-from limitforge.catalog.database import queries
+from limitforge.catalog.database import service_records
 from limitforge.catalog.database.catalog import Edit
 from limitforge.catalog.model import Entity, to_public_dict
 from limitforge.errors import InvalidInput
@@ -40,7 +40,7 @@ CreateFunction = Callable[[Edit], Awaitable[CreateResult]]
 class _RepeatedRequest(Exception):
     """Rolls back the edit of a request that was answered before."""
 
-    def __init__(self, stored: queries.StoredResponse) -> None:
+    def __init__(self, stored: service_records.StoredResponse) -> None:
         super().__init__()
         self.stored = stored
 
@@ -65,8 +65,8 @@ class IdempotentCreate:
                 body = to_public_dict(result.entity) | warning_fields(result.warnings)
                 if self._key is not None:
                     replayed_body = body | _replayed_secrets(result)
-                    stored = queries.StoredResponse(self._fingerprint, result.status, replayed_body)
-                    await queries.add_stored_response(
+                    stored = service_records.StoredResponse(self._fingerprint, result.status, replayed_body)
+                    await service_records.add_stored_response(
                         edit.connection, self._session.token.id, self._key, stored, edit.now
                     )
         except _RepeatedRequest as repeated:
@@ -76,11 +76,13 @@ class IdempotentCreate:
     async def _raise_if_repeated(self, edit: Edit) -> None:
         if self._key is not None:
             since = edit.now - REPLAY_RETENTION
-            stored = await queries.find_stored_response(edit.connection, self._session.token.id, self._key, since)
+            stored = await service_records.find_stored_response(
+                edit.connection, self._session.token.id, self._key, since
+            )
             if stored is not None:
                 raise _RepeatedRequest(stored)
 
-    def _replay_response(self, stored: queries.StoredResponse) -> Response:
+    def _replay_response(self, stored: service_records.StoredResponse) -> Response:
         if stored.fingerprint != self._fingerprint:
             raise HttpError(422, "idempotency_key_reused", "idempotency-key: was used for another request")
         headers = {"etag": format_etag(stored.answer["version"]), REPLAYED_HEADER.replace("-", "_"): "true"}

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 from fastapi import Response
 
-from limitforge.catalog.database.queries import Page
+from limitforge.catalog.database.pages import Page
 from limitforge.catalog.model import Entity, to_public_dict
 
 SCHEMA_REF_KEY = "x-schema"

@@ -8,7 +8,7 @@ from fastapi import Depends, Request
 
 from limitforge.catalog.database import queries
 from limitforge.catalog.database.catalog import Catalog, Edit
-from limitforge.catalog.database.queries import Page
+from limitforge.catalog.database.pages import Page
 from limitforge.catalog.model import OPERATOR, Entity, Tenant, Token, TokenScope
 from limitforge.core.exact import short_repr
 from limitforge.errors import Forbidden, NotFound, UnknownKey

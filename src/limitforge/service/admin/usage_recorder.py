@@ -4,9 +4,9 @@ import logging
 from collections.abc import Callable
 from datetime import datetime, timedelta
 
-from limitforge.catalog.database import queries
+from limitforge.catalog.database import service_records, writes
 from limitforge.catalog.database.database import Database
-from limitforge.catalog.database.queries import UsageRow
+from limitforge.catalog.database.service_records import UsageRow
 from limitforge.catalog.model import to_datetime
 from limitforge.core.clock import Clock, SystemClock
 from limitforge.errors import CatalogError
@@ -94,9 +94,11 @@ class UsageRecorder:
         try:
             async with self._database.writing() as connection:
                 if rows:
-                    await queries.add_usage(connection, (UsageRow(*key, *counts) for key, counts in rows.items()))
+                    await service_records.add_usage(
+                        connection, (UsageRow(*key, *counts) for key, counts in rows.items())
+                    )
                 if last_used:
-                    await queries.touch_tokens(connection, last_used)
+                    await writes.touch_tokens(connection, last_used)
         except BaseException:
             for key, counts in rows.items():
                 self._add_pending(key, counts)
@@ -105,5 +107,5 @@ class UsageRecorder:
 
     async def _prune(self, now: datetime) -> None:
         async with self._database.writing() as connection:
-            await queries.remove_old_records(connection, now - RETENTION, now - REPLAY_RETENTION)
+            await service_records.remove_old_records(connection, now - RETENTION, now - REPLAY_RETENTION)
         self._pruned_at = now

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from limitforge.catalog.config.json_schema import json_schema as file_schema
-from limitforge.catalog.database.queries import UsageRow
+from limitforge.catalog.database.service_records import UsageRow
 from limitforge.catalog.model import ENTITY_TYPES, AuditEntry, example_entity
 from limitforge.service.counters.throttled import ThrottledSubject
 

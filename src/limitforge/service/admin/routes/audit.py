@@ -4,7 +4,7 @@ from typing import Annotated
 
 from fastapi import Query, Response
 
-from limitforge.catalog.database.queries import Page
+from limitforge.catalog.database.pages import Page
 from limitforge.service.admin.fields import Filter, ListQuery
 from limitforge.service.admin.responses import describe_page, page_response
 from limitforge.service.admin.routing import admin_router

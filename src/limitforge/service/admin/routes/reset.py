@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from fastapi import Depends, Request, Response
 from pydantic import ConfigDict, Field, StrictBool
 
-from limitforge.catalog.database import queries
+from limitforge.catalog.database import writes
 from limitforge.catalog.live.cache import CatalogCache
 from limitforge.catalog.model import OPERATOR, to_datetime
 from limitforge.catalog.snapshot import Snapshot
@@ -137,4 +137,4 @@ async def _add_audit_entry(session: AdminSession, result: dict[str, Any]) -> Non
         "after": result,
     }
     async with session.catalog.database.writing() as connection:
-        await queries.add_audit(connection, [row])
+        await writes.add_audit(connection, [row])

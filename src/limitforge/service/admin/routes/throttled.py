@@ -5,7 +5,7 @@ from typing import Annotated
 from fastapi import Depends, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from limitforge.catalog.database.queries import MAX_PAGE_SIZE
+from limitforge.catalog.database.pages import MAX_PAGE_SIZE
 from limitforge.service.admin.fields import Filter
 from limitforge.service.admin.responses import describe_page, json_response
 from limitforge.service.admin.routing import admin_router

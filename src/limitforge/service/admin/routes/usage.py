@@ -4,8 +4,8 @@ from typing import Annotated
 
 from fastapi import Depends, Query, Request, Response
 
-from limitforge.catalog.database import queries
-from limitforge.catalog.database.queries import Page
+from limitforge.catalog.database import service_records
+from limitforge.catalog.database.pages import Page
 from limitforge.service.admin.fields import Filter, ListQuery, Timestamp
 from limitforge.service.admin.responses import describe_page, page_response
 from limitforge.service.admin.routing import admin_router
@@ -44,5 +44,7 @@ async def list_usage(
         return page_response(Page([], None))
     await recorder.flush()
     async with session.catalog.database.reading() as connection:
-        page = await queries.usage_page(connection, query.cursor, query.limit, query.since, query.until, **filters)
+        page = await service_records.usage_page(
+            connection, query.cursor, query.limit, query.since, query.until, **filters
+        )
     return page_response(page)

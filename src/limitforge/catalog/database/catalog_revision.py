@@ -1,0 +1,47 @@
+"""The revision of the catalog: the number and the random id of the last edit, and the timeline it belongs to."""
+
+import msgspec
+from sqlalchemy import RowMapping, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from limitforge.catalog.database import tables
+from limitforge.catalog.history import Stamp, new_change_id
+from limitforge.errors import CatalogError
+
+
+class Revision(msgspec.Struct, frozen=True):
+    """An edit: its point in history, and the id of the edit before it."""
+
+    stamp: Stamp
+    previous_id: int
+
+
+async def next_revision(connection: AsyncConnection) -> Revision:
+    """Start an edit: return its revision, after all earlier edits have committed. Call it first in a transaction."""
+    table = tables.revision
+    following = {"value": table.c.value + 1, "previous_id": table.c.change_id, "change_id": new_change_id()}
+    found = (await connection.execute(update(table).values(following).returning(table))).mappings().first()
+    if found is None:
+        raise CatalogError("the table `revision` is empty: insert its row with the highest revision in `tenants`")
+    return Revision(_stamp_of(found), found["previous_id"])
+
+
+async def set_timeline(connection: AsyncConnection, timeline: int) -> None:
+    """Set the timeline of this edit and all later ones."""
+    await connection.execute(update(tables.revision).values(timeline=timeline))
+
+
+async def lock_revision(connection: AsyncConnection) -> None:
+    """Lock the revision first, as an edit does, so that the two can't deadlock."""
+    await connection.execute(select(tables.revision.c.value).with_for_update())
+
+
+async def read_last_stamp(connection: AsyncConnection, *, lock: bool = False) -> Stamp:
+    """Return the stamp of the last edit. `lock` blocks other edits until this transaction ends."""
+    query = select(tables.revision)
+    found = (await connection.execute(query.with_for_update() if lock else query)).mappings().first()
+    return Stamp() if found is None else _stamp_of(found)
+
+
+def _stamp_of(row: RowMapping) -> Stamp:
+    return Stamp(row["timeline"], row["value"], row["change_id"])
