@@ -18,7 +18,7 @@ from bench.table import Target, at_most, table
 from limitforge.catalog.credentials import ID_LENGTH, PREFIXES, SECRET_LENGTH, Credential, Peppers, crc_checksum
 from limitforge.catalog.database import tables
 from limitforge.catalog.database.database import Database
-from limitforge.catalog.live.cache import CatalogCache
+from limitforge.catalog.live.cache.catalog_cache import CatalogCache
 from limitforge.catalog.live.sources import DatabaseSource
 from limitforge.catalog.model import Plan, Policy, Tenant, TenantConfig
 from limitforge.catalog.snapshot import Snapshot
@@ -118,11 +118,11 @@ def _limits() -> list[dict[str, object]]:
 
 async def _cold(database: Database, peppers: Peppers, keys: list[Credential]) -> list[Result]:
     snapshots = CatalogCache(DatabaseSource(database), peppers)
-    await snapshots.find_caller(keys[0].text)  # loads the operator, and other one-time work
+    await snapshots.callers.find(keys[0].text)  # loads the operator, and other one-time work
     took, statements = [], 0
     for credential in keys[1:101]:
         before, started = database.statement_count, time.perf_counter_ns()
-        await snapshots.find_caller(credential.text)
+        await snapshots.callers.find(credential.text)
         took.append((time.perf_counter_ns() - started) / 1e6)
         statements = max(statements, database.statement_count - before)
     await snapshots.close()
@@ -134,15 +134,15 @@ async def _cold(database: Database, peppers: Peppers, keys: list[Credential]) ->
 
 async def _concurrent_loads(database: Database, peppers: Peppers, keys: list[Credential]) -> list[Result]:
     snapshots = CatalogCache(DatabaseSource(database), peppers)
-    await snapshots.find_caller(keys[0].text)
+    await snapshots.callers.find(keys[0].text)
     before = snapshots.status().loads
-    await asyncio.gather(*(snapshots.find_caller(keys[-1].text) for _ in range(1_000)))
+    await asyncio.gather(*(snapshots.callers.find(keys[-1].text) for _ in range(1_000)))
     loads = snapshots.status().loads - before - 1  # minus the load of the key
     statements, started = database.statement_count, time.monotonic()
     for number in range(10_000):
         body = f"{PREFIXES['live']}wrong{number:011}".ljust(len(PREFIXES["live"]) + ID_LENGTH + SECRET_LENGTH, "0")
         try:
-            await snapshots.find_caller(body + crc_checksum(body), client="192.0.2.1")
+            await snapshots.callers.find(body + crc_checksum(body), client="192.0.2.1")
         except CatalogError:
             continue
     seconds = time.monotonic() - started
@@ -158,11 +158,11 @@ async def _warm(database: Database, peppers: Peppers, keys: list[Credential], ro
     snapshots = CatalogCache(DatabaseSource(database), peppers)
     some = [credential.text for credential in keys[:1_000]]
     for text in some:
-        await snapshots.find_caller(text)
+        await snapshots.callers.find(text)
 
     def look_up() -> None:
         for text in some:
-            caller = snapshots.cached_caller(text)
+            caller = snapshots.callers.get(text)
             if caller is not None:
                 caller.snapshot.select("GET:/area3/17", caller.key.plan_id)
 
@@ -209,12 +209,12 @@ async def _memory_per_tenant(
 ) -> Result:
     """Measure with every policy used once, as in a process that has run for a while."""
     snapshots = CatalogCache(DatabaseSource(database), peppers)
-    await snapshots.find_caller(keys[0].text)
+    await snapshots.callers.find(keys[0].text)
     gc.collect()
     tracemalloc.start()
     some = keys[1 : min(len(keys), 1_001)]
     for credential in some:
-        caller = await snapshots.find_caller(credential.text)
+        caller = await snapshots.callers.find(credential.text)
         for at in range(max(policies, 1)):
             caller.snapshot.select(f"GET:/area{at}/17")
     gc.collect()

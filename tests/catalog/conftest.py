@@ -14,7 +14,7 @@ from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
 from limitforge.catalog.database.outbox import Announcement
-from limitforge.catalog.live import live_catalog as nodes
+from limitforge.catalog.live import live_catalog as live_catalog_module
 from limitforge.catalog.live.signing import Signer
 from tests.catalog.compiled_statements import compiled_once
 from tests.catalog.environments import Environment
@@ -70,18 +70,18 @@ async def database(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
 
 
 @pytest.fixture(params=["sqlite", "postgres", "sqlite and redis", "postgres and redis"])
-async def place(request: pytest.FixtureRequest, tmp_path: Path, peppers: Peppers) -> AsyncIterator[Environment]:
+async def environment(request: pytest.FixtureRequest, tmp_path: Path, peppers: Peppers) -> AsyncIterator[Environment]:
     redis_url = request.getfixturevalue("redis_url") if "redis" in request.param else None
     if request.param.startswith("sqlite"):
         shutil.copy(request.getfixturevalue("migrated_sqlite"), tmp_path / "catalog.db")
-        place = Environment(f"sqlite:///{tmp_path}/catalog.db", redis_url, peppers)
-        async with place.stack:
-            yield place
+        environment = Environment(f"sqlite:///{tmp_path}/catalog.db", redis_url, peppers)
+        async with environment.stack:
+            yield environment
         return
     reused: ReusedDatabase = request.getfixturevalue("reused_postgres")
-    place = Environment(await reused.emptied(), redis_url, peppers)
-    async with place.stack:
-        yield place
+    environment = Environment(await reused.emptied(), redis_url, peppers)
+    async with environment.stack:
+        yield environment
 
 
 def _migrate(url: str) -> None:
@@ -99,8 +99,8 @@ def _migrate(url: str) -> None:
 @pytest.fixture
 def quick_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes look at the outbox five to ten times as often as in production: what waits for a look is soon over."""
-    monkeypatch.setattr(nodes, "POLL_SECONDS", 0.1)
-    monkeypatch.setattr(nodes, "POLL_WHEN_TOLD_SECONDS", 0.5)
+    monkeypatch.setattr(live_catalog_module, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(live_catalog_module, "POLL_WHEN_TOLD_SECONDS", 0.5)
 
 
 @pytest.fixture

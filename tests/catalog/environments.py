@@ -23,9 +23,9 @@ class Environment:
 
     async def replica(self, **how: Any) -> Replica:
         """One that is started, and closed after the test."""
-        member = Replica(self.database_url, self.redis_url, peppers=self.peppers, **how)
-        await self.stack.enter_async_context(member)
-        return member
+        replica = Replica(self.database_url, self.redis_url, peppers=self.peppers, **how)
+        await self.stack.enter_async_context(replica)
+        return replica
 
     async def writer(self) -> Catalog:
         """Who changes the catalog, and tells nobody: a CLI, or a node that dies between commit and publishing."""
@@ -34,15 +34,15 @@ class Environment:
         return Catalog(database, peppers=self.peppers)
 
 
-only_with_redis = pytest.mark.parametrize("place", ["sqlite and redis", "postgres and redis"], indirect=True)
+only_with_redis = pytest.mark.parametrize("environment", ["sqlite and redis", "postgres and redis"], indirect=True)
 # Each database once, and with Redis and without once: for what does not depend on how the two go together.
-each_database = pytest.mark.parametrize("place", ["sqlite", "postgres and redis"], indirect=True)
-without_redis = pytest.mark.parametrize("place", ["sqlite", "postgres"], indirect=True)
-only_postgres = pytest.mark.parametrize("place", ["postgres", "postgres and redis"], indirect=True)
+each_database = pytest.mark.parametrize("environment", ["sqlite", "postgres and redis"], indirect=True)
+without_redis = pytest.mark.parametrize("environment", ["sqlite", "postgres"], indirect=True)
+only_postgres = pytest.mark.parametrize("environment", ["postgres", "postgres and redis"], indirect=True)
 # What Python alone decides, or Redis: other tests of `make test` send every statement that it needs to Postgres.
 one_database = pytest.mark.parametrize(
     "database", ["sqlite", pytest.param("postgres", marks=pytest.mark.soak)], indirect=True
 )
-only_postgres_with_redis = pytest.mark.parametrize("place", ["postgres and redis"], indirect=True)
-only_sqlite = pytest.mark.parametrize("place", ["sqlite"], indirect=True)
-only_sqlite_with_redis = pytest.mark.parametrize("place", ["sqlite and redis"], indirect=True)
+only_postgres_with_redis = pytest.mark.parametrize("environment", ["postgres and redis"], indirect=True)
+only_sqlite = pytest.mark.parametrize("environment", ["sqlite"], indirect=True)
+only_sqlite_with_redis = pytest.mark.parametrize("environment", ["sqlite and redis"], indirect=True)

@@ -2,10 +2,11 @@
 
 import asyncio
 import contextlib
+import logging
 import random
 import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -24,12 +25,12 @@ from limitforge.catalog.credentials import (
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
 from limitforge.catalog.database.outbox import Announcement
-from limitforge.catalog.live.cache import CatalogCache
-from limitforge.catalog.live.cache_entries import Caller
+from limitforge.catalog.live.cache.catalog_cache import CatalogCache
+from limitforge.catalog.live.cache.entries import Caller
+from limitforge.catalog.live.cache.lookup_limiter import LookupLimiter
 from limitforge.catalog.live.live_catalog import LiveCatalog
-from limitforge.catalog.live.lookup_limiter import LookupLimiter
+from limitforge.catalog.live.shared_copies import SharedCopies
 from limitforge.catalog.live.signing import Signer
-from limitforge.catalog.live.sources import SharedCopies
 from limitforge.catalog.model import OPERATOR, Key, KeyScope, Override, Plan, Tenant, TenantConfig
 from limitforge.catalog.plan_limits import normalize_limits
 from limitforge.core.clock import Clock
@@ -150,6 +151,19 @@ def shared_copies(shared: Any, peppers: Peppers, **how: Any) -> SharedCopies:
     return SharedCopies(shared, "lf", Signer(peppers), **how)
 
 
+async def copied_config(copies: SharedCopies | None, tenant_id: str) -> TenantConfig | None:
+    """Return the tenant in Redis, or None if it is deleted or has no valid copy."""
+    assert copies is not None
+    copy = await copies.get_config(tenant_id)
+    return None if copy is None else copy.value
+
+
+async def copied_key(copies: SharedCopies | None, key_id: str) -> Key | None:
+    assert copies is not None
+    copy = await copies.get_key(key_id)
+    return None if copy is None else copy.value
+
+
 def parsed(limits: str) -> tuple[dict[str, Any], ...]:
     return normalize_limits(limits)
 
@@ -157,7 +171,7 @@ def parsed(limits: str) -> tuple[dict[str, Any], ...]:
 def cache_of(source: Any, peppers: Peppers, clock: Clock, **how: Any) -> CatalogCache:
     """What a node remembers, of a source that nothing is kept from unless the test says so."""
     how.setdefault("lookup_seconds", PATIENCE_SECONDS)
-    how.setdefault("guard", LookupLimiter(**UNLIMITED_LOOKUPS, clock=clock))  # type: ignore[arg-type]
+    how.setdefault("lookup_limiter", LookupLimiter(**UNLIMITED_LOOKUPS, clock=clock))  # type: ignore[arg-type]
     return CatalogCache(source, peppers, clock=clock, **how)
 
 
@@ -252,6 +266,11 @@ async def eventually(
         pause = min(1.3 * pause, 0.03)
 
 
+def events_of(records: Iterable[logging.LogRecord]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the names and fields of the logged events."""
+    return [(vars(record)["event"], vars(record)["fields"]) for record in records]
+
+
 class Replica:
     """What one process of a service has: a node, its database, what it shares, and a limiter."""
 
@@ -279,7 +298,7 @@ class Replica:
 
     async def limit(self, text: str) -> int | None:
         """By how much whoever has this key is limited, as a decision tells it."""
-        caller = self.live.cache.cached_caller(text) or await self.live.cache.find_caller(text)
+        caller = self.live.cache.callers.get(text) or await self.live.cache.callers.find(text)
         caller.require(KeyScope.CHECK)
         return await limit_of(caller, self.limiter)
 

@@ -72,40 +72,40 @@ def second_process(database_url: str, redis_url: str | None, peppers: str) -> It
 # --- From the inside -------------------------------------------------------------------------------------------------
 
 
-async def reply_to(member: Replica, question: dict[str, Any]) -> Any:
+async def reply_to(replica: Replica, question: dict[str, Any]) -> Any:
     match question:
         case {"what": "limit", "text": text}:
-            return await _limit(member, text)
+            return await _limit(replica, text)
         case {"what": "spend", "text": text, "subject": subject}:
-            caller = await member.live.cache.find_caller(text)
-            return (await decide(caller, member.limiter, subject=subject)).allowed
+            caller = await replica.live.cache.callers.find(text)
+            return (await decide(caller, replica.limiter, subject=subject)).allowed
         case {"what": "until", "text": text, "wanted": wanted}:
             ends = time.monotonic() + PATIENCE_SECONDS / 2
             while time.monotonic() < ends:
-                if await _limit(member, text) == wanted:
+                if await _limit(replica, text) == wanted:
                     return time.time()
                 await asyncio.sleep(0.001)
             return None
         case {"what": "status"}:
-            status, relay = member.live.status(), member.live._relay
+            status, relay = replica.live.status(), replica.live._relay
             is_behind = relay is not None and relay.has_unpublished
             return {"database": status.database, "listening": status.listening, "owes": is_behind}
     raise AssertionError(question)
 
 
-async def _limit(member: Replica, text: str) -> int | str | None:
+async def _limit(replica: Replica, text: str) -> int | str | None:
     try:
-        return await member.limit(text)
+        return await replica.limit(text)
     except LimitforgeError as error:
         return type(error).__name__
 
 
 async def serve(connection: Connection, database_url: str, redis_url: str | None, peppers: str) -> None:
-    async with Replica(database_url, redis_url, peppers=Peppers.parse(peppers)) as member:
+    async with Replica(database_url, redis_url, peppers=Peppers.parse(peppers)) as replica:
         connection.send(READY)
         with contextlib.suppress(EOFError):
             while True:
-                connection.send(await reply_to(member, await asyncio.to_thread(connection.recv)))
+                connection.send(await reply_to(replica, await asyncio.to_thread(connection.recv)))
 
 
 def run(connection: Connection, *where: Any) -> None:

@@ -22,7 +22,16 @@ from limitforge.stores.redis.catalog_copies import ServerMemory
 from tests import run_report
 from tests.catalog.conftest import PEPPERS
 from tests.catalog.live.test_processes import cut_listeners, format_delays
-from tests.catalog.replicas import Account, Replica, closing, create_account, decide, eventually, set_limits
+from tests.catalog.replicas import (
+    Account,
+    Replica,
+    closing,
+    copied_config,
+    create_account,
+    decide,
+    eventually,
+    set_limits,
+)
 from tests.catalog.second_process import second_process
 from tests.postgres import PostgresServer
 from tests.proxy import DropReplies, Proxy
@@ -63,7 +72,7 @@ class CatalogLoad:
                 began = time.monotonic()
                 try:
                     snapshots = self._member.live.cache
-                    caller = snapshots.cached_caller(account.text) or await snapshots.find_caller(
+                    caller = snapshots.callers.get(account.text) or await snapshots.callers.find(
                         account.text, "10.0.0.1"
                     )
                     await decide(caller, self._member.limiter, subject=str(number))
@@ -406,8 +415,7 @@ async def test_a_writer_that_is_killed_between_commit_and_publishing_loses_nothi
                 delays.append(time.monotonic() - began)
 
                 async def is_copied(number: int = number) -> bool:
-                    warm = one.live._copies
-                    copy = None if warm is None else await warm.config(account.tenant.id)
+                    copy = await copied_config(one.live._copies, account.tenant.id)
                     return copy is not None and copy.plans[0].limits[0]["limit"] == number
 
                 await eventually(is_copied)

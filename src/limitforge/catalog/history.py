@@ -1,8 +1,8 @@
-"""Which changes of the database a node has seen, and whether a stamp belongs to that history or to a lost one.
+"""The history of a database: revisions, and the timelines that begin with each restore.
 
-Every revision has a random id and names the id of the one before it, so revisions form a chain. A database that was
-restored has other ids under the same numbers. Restored databases get a new timeline, whose number is higher: anything
-that carries an earlier timeline is outdated, whatever its revision.
+Each revision has a random id and names the id of the one before it, so revisions form a chain. A restored database has
+other ids under the same numbers. It gets a new timeline with a higher number: data that carries an earlier timeline is
+outdated, regardless of its revision.
 """
 
 import secrets
@@ -10,29 +10,29 @@ from collections.abc import Iterable
 
 import msgspec
 
-MAX_REVISIONS = 20_000  # of the ids of past revisions, about 2 MB
+MAX_REVISIONS = 20_000  # whose ids are remembered, about 2 MB
 _RANDOM_BITS = 32
 
 
 class Stamp(msgspec.Struct, frozen=True, order=True):
-    """A point in the history of a database. What carries it is at least as new as that."""
+    """A point in the history of a database. Data with this stamp includes all changes up to it."""
 
     timeline: int = 0
     revision: int = 0
     change_id: int = 0
 
     def covers(self, other: "Stamp") -> bool:
-        """Return True if what carries this stamp includes the change of the other one."""
+        """Return True if data with this stamp includes the change of the other one."""
         return (self.timeline, self.revision) >= (other.timeline, other.revision)
 
 
 def new_change_id() -> int:
-    """A random id for a revision; never 0, which stands for an unknown one."""
+    """Return a random id for a revision; never 0, which stands for an unknown one."""
     return secrets.randbits(62) | 1
 
 
 def timeline_after(lost: int) -> int:
-    """A timeline that follows another: a number above its number, and random bits that tell it from others like it."""
+    """Return a new timeline: the next number, and random bits, since two databases may be restored from one backup."""
     return ((lost >> _RANDOM_BITS) + 1) << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)
 
 
@@ -41,24 +41,25 @@ def timeline_number(timeline: int) -> int:
 
 
 class RevisionHistory:
-    """What one node knows of the chain of revisions. `head` is the last one it has seen, None before the first look."""
+    """The part of the history that one process has seen."""
 
     def __init__(self) -> None:
         self.head: Stamp | None = None
+        """The last revision that this process has processed, or None before the first."""
         self.newest_timeline = 0
-        """The newest that this node has heard of. Of earlier ones no copy is accepted."""
+        """The newest timeline that this process has seen anywhere. Copies of earlier ones are not accepted."""
         self._last = Stamp()
         self._ids: dict[int, int] = {}
 
     def reset(self, head: Stamp, recent: Iterable[Stamp] = ()) -> None:
-        """Start from what the database has now; `recent` are earlier revisions of it."""
+        """Start from the current state of the database; `recent` are earlier revisions of it."""
         self._ids = {each.revision: each.change_id for each in sorted(recent, key=lambda each: each.revision)}
         self._last = self.head = head
         self._ids[head.revision] = head.change_id
         self.newest_timeline = max(self.newest_timeline, head.timeline)
 
     def rewind(self, revision: int, change_id: int) -> None:
-        """Look at everything after this revision once more."""
+        """Process everything after this revision again."""
         if self.head is not None:
             self.head = msgspec.structs.replace(self.head, revision=revision, change_id=change_id)
 
@@ -67,14 +68,14 @@ class RevisionHistory:
         self.newest_timeline = max(self.newest_timeline, timeline + 1)
 
     def is_next(self, stamp: Stamp, previous_id: int) -> bool:
-        """Return True if this is the revision right after the last one seen, in the same history."""
+        """Return True if this revision follows the head directly, in the same history."""
         head = self.head
         if head is None or stamp.timeline != head.timeline:
             return False
         return stamp.revision == head.revision + 1 and previous_id == head.change_id
 
     def advance(self, stamp: Stamp) -> None:
-        """Move on to a later revision of the same history."""
+        """Move the head to a later revision of the same history."""
         self._ids[stamp.revision] = stamp.change_id
         if self.head is None or stamp.revision > self.head.revision:
             self.head = stamp
@@ -83,22 +84,23 @@ class RevisionHistory:
             del self._ids[next(iter(self._ids))]
 
     def contains(self, stamp: Stamp) -> bool:
-        """Return True if this is a revision that the database is known to have; before the first look, any may be."""
+        """Return True if the database is known to have this revision. Before the first read, any may be."""
         if self.head is None:
             return stamp.timeline >= self.newest_timeline
         return stamp.timeline == self.head.timeline and self._ids.get(stamp.revision) == stamp.change_id
 
     def contradicts(self, stamp: Stamp) -> bool:
-        """Return True if this can't be of the newest history known: it has another id, or an earlier timeline."""
+        """Return True if this can't be of the newest known history: it has another id, or an earlier timeline."""
         if stamp.timeline < self.newest_timeline:
             return True
         known = self._ids.get(stamp.revision)
-        is_same = self.head is not None and stamp.timeline == self.head.timeline
-        return is_same and known is not None and known != stamp.change_id
+        is_same_timeline = self.head is not None and stamp.timeline == self.head.timeline
+        return is_same_timeline and known is not None and known != stamp.change_id
 
     def has_lost(self, stamp: Stamp) -> bool:
-        """Return True if the database does not have this, given that it had it before this history was last read: it
-        was restored since.
+        """Return True if the database does not have this revision, which means that it was restored since.
+
+        The database must have had the revision before this process last read the history.
         """
         if self.head is None or stamp.timeline < self.head.timeline:
             return False

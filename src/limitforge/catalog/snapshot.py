@@ -1,4 +1,4 @@
-"""A tenant's whole configuration, compiled and immutable: what the limiter reads."""
+"""Compile the configuration of a tenant into an immutable snapshot, which selects the limits of each check."""
 
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
@@ -16,26 +16,26 @@ from limitforge.core.limits import Limit, Mode, Priority, Scope
 from limitforge.core.plan import Limits, weakest_mode
 from limitforge.errors import InvalidInput, NotFound
 
-MAX_SELECTIONS = 32_768  # of one tenant: as many as it has policies, and a few more
+MAX_SELECTIONS = 32_768  # of one tenant: as many as it can have policies, and some more
 
 _STRENGTH = {Mode.OFF: 0, Mode.MONITOR: 1, Mode.ON: 2}
 
 
 class Selection(msgspec.Struct, frozen=True, eq=False):
-    """What decides a check: limits that are judged together, and how. Made once, used by every check alike."""
+    """The limits that apply to a check, and how they are evaluated. Compiled once and shared by all such checks."""
 
     limits: Limits
     shadow: Limits | None
     failure: Failure | None
     priority: Priority | None
     mode: Mode
-    """`off` or `monitor` if a mode above the limits says so for all of them."""
+    """`off` or `monitor` if the operator, the tenant or the policy sets this mode for all limits."""
     template: str | None
-    """The resource that is counted, where a policy with parameters matched: `/orders/1` and `/orders/2` are one."""
+    """The resource that is counted if a policy with parameters matched: `/orders/1` and `/orders/2` share a count."""
     headers: HeaderTemplate
     policy: Policy | None
     plans: tuple[tuple[Layer, Plan], ...]
-    """Which plans joined, and in which place."""
+    """The plans that apply, each with its layer."""
 
     @property
     def is_matched(self) -> bool:
@@ -43,16 +43,18 @@ class Selection(msgspec.Struct, frozen=True, eq=False):
 
 
 class Snapshot:
-    """What decides for a tenant, and what the operator says above it."""
+    """The compiled configuration of a tenant and of the operator above it. Selects the limits of a check."""
 
-    __slots__ = ("_form", "_plans", "_selections", "_table", "config", "operator")
+    __slots__ = ("_header_options", "_matcher", "_plans", "_selections", "config", "operator")
 
-    def __init__(self, config: TenantConfig, operator: TenantConfig, form: HeaderOptions | None = None) -> None:
+    def __init__(
+        self, config: TenantConfig, operator: TenantConfig, header_options: HeaderOptions | None = None
+    ) -> None:
         self.config = config
         self.operator = operator
-        self._form = form or HeaderOptions()
+        self._header_options = header_options or HeaderOptions()
         self._plans = {plan.id: plan for plan in config.plans}
-        self._table = _table(tuple(policy.resource for policy in config.policies))
+        self._matcher = _policy_matcher(tuple(policy.resource for policy in config.policies))
         self._selections: dict[tuple[int | None, str | None, str | None], Selection] = {}
 
     @property
@@ -64,22 +66,24 @@ class Snapshot:
         return self.config.tenant.revision
 
     def with_operator(self, operator: TenantConfig) -> "Snapshot":
-        """The same tenant after a change of the operator's plan or mode."""
+        """Return a snapshot of the same tenant under a changed operator."""
         other = object.__new__(Snapshot)
-        other.config, other.operator, other._form = self.config, operator, self._form
-        other._plans, other._table, other._selections = self._plans, self._table, {}
+        other.config, other.operator, other._header_options = self.config, operator, self._header_options
+        other._plans, other._matcher, other._selections = self._plans, self._matcher, {}
         return other
 
     def select(self, resource: str, key_plan_id: str | None = None, plan_id: str | None = None) -> Selection:
-        """What decides a check of this resource; `key_plan_id` is the plan of the key, `plan_id` what the check itself
-        asks for, which must be this tenant's.
+        """Return the limits that apply to a check of `resource`.
+
+        `key_plan_id` is the plan of the caller's key, `plan_id` the plan that the check itself asks for. Raises
+        `NotFound` if the tenant has no such plan.
         """
-        at = self._table.match(resource)
-        wanted = (at, key_plan_id, plan_id)
+        index = self._matcher.match(resource)
+        wanted = (index, key_plan_id, plan_id)
         try:
             return self._selections[wanted]
         except KeyError:
-            selection = self._select(None if at is None else self.config.policies[at], key_plan_id, plan_id)
+            selection = self._select(None if index is None else self.config.policies[index], key_plan_id, plan_id)
         if len(self._selections) >= MAX_SELECTIONS:
             self._selections.clear()
         self._selections[wanted] = selection
@@ -91,84 +95,87 @@ class Snapshot:
     __hash__ = None  # type: ignore[assignment]
 
     def _select(self, policy: Policy | None, key_plan_id: str | None, plan_id: str | None) -> Selection:
-        fleet, tenant = self.operator.tenant, self.tenant
-        above = weakest_mode(fleet.mode, tenant.mode)
-        places: list[tuple[Layer, Plan, Mode, str]] = []
-        if fleet.default_plan_id is not None:
-            plan = next(plan for plan in self.operator.plans if plan.id == fleet.default_plan_id)
-            places.append((Layer.OPERATOR, plan, fleet.mode, fleet.time_zone))
+        operator, tenant = self.operator.tenant, self.tenant
+        inherited = weakest_mode(operator.mode, tenant.mode)
+        layers: list[tuple[Layer, Plan, Mode, str]] = []
+        if operator.default_plan_id is not None:
+            plan = next(plan for plan in self.operator.plans if plan.id == operator.default_plan_id)
+            layers.append((Layer.OPERATOR, plan, operator.mode, operator.time_zone))
         if plan_id is not None:
             if plan_id not in self._plans:
                 raise NotFound(f"plan_id: this tenant has no plan {plan_id[:64]!r}")
-            places.append((Layer.POLICY, self._plans[plan_id], above, tenant.time_zone))
+            layers.append((Layer.POLICY, self._plans[plan_id], inherited, tenant.time_zone))
         else:
             default = self._plans.get(key_plan_id or "") or self._plans.get(tenant.default_plan_id or "")
             if default is not None:
-                places.append((Layer.TENANT, default, above, tenant.time_zone))
+                layers.append((Layer.TENANT, default, inherited, tenant.time_zone))
             if policy is not None:
-                mode = weakest_mode(above, policy.mode)
-                places.append((Layer.POLICY, self._plans[policy.plan_id], mode, tenant.time_zone))
-        parts = tuple((plan.compile(zone), place, mode) for place, plan, mode, zone in places)
-        limits, headers = _joined(parts, self._form)
+                mode = weakest_mode(inherited, policy.mode)
+                layers.append((Layer.POLICY, self._plans[policy.plan_id], mode, tenant.time_zone))
+        parts = tuple((plan.compile(zone), layer, mode) for layer, plan, mode, zone in layers)
+        limits, headers = _join_parts(parts, self._header_options)
         return Selection(
             limits=limits,
-            shadow=self._shadow(policy, above),
+            shadow=self._shadow(policy, inherited),
             failure=(policy.failure if policy is not None else None) or tenant.failure,
             priority=(policy.priority if policy is not None else None) or tenant.priority,
-            mode=max((mode for *_, mode, _ in places), key=_STRENGTH.__getitem__, default=above),
+            mode=max((mode for *_, mode, _ in layers), key=_STRENGTH.__getitem__, default=inherited),
             template=policy.resource if policy is not None and policy.pattern.is_template else None,
             headers=headers,
             policy=policy,
-            plans=tuple((place, plan) for place, plan, *_ in places),
+            plans=tuple((layer, plan) for layer, plan, *_ in layers),
         )
 
-    def _shadow(self, policy: Policy | None, above: Mode) -> Limits | None:
-        if policy is None or policy.shadow_plan_id is None or weakest_mode(above, policy.mode) is Mode.OFF:
+    def _shadow(self, policy: Policy | None, inherited: Mode) -> Limits | None:
+        if policy is None or policy.shadow_plan_id is None or weakest_mode(inherited, policy.mode) is Mode.OFF:
             return None
         return self._plans[policy.shadow_plan_id].compile(self.tenant.time_zone)
 
 
 @lru_cache(maxsize=4_096)
-def _joined(parts: tuple[tuple[Limits, Layer, Mode], ...], form: HeaderOptions) -> tuple[Limits, HeaderTemplate]:
-    """Tenants with equal plans share what is compiled of them."""
+def _join_parts(
+    parts: tuple[tuple[Limits, Layer, Mode], ...], header_options: HeaderOptions
+) -> tuple[Limits, HeaderTemplate]:
+    """Join the limits of several plans. Tenants with equal plans share the result."""
     limits = join_limits(*(PlanPart(*part) for part in parts))
-    return limits, HeaderTemplate.compile(limits, form.styles, form.reset)
+    return limits, HeaderTemplate.compile(limits, header_options.styles, header_options.reset)
 
 
 @lru_cache(maxsize=256)
-def _table(resources: tuple[str, ...]) -> PolicyMatcher[int]:
-    """From resources to the numbers of their policies; tenants with the same resources share it."""
-    return PolicyMatcher((Pattern.parse(resource), at) for at, resource in enumerate(resources))
+def _policy_matcher(resources: tuple[str, ...]) -> PolicyMatcher[int]:
+    """Return a matcher from resources to the indexes of their policies. Tenants with the same resources share it."""
+    return PolicyMatcher((Pattern.parse(resource), index) for index, resource in enumerate(resources))
 
 
 def limits_for_override(config: TenantConfig, resource: str, names: Iterable[Any]) -> Limits:
-    """The limits of a tenant that an override means by these names: those of the policy for its resource, else of the
-    default plan, else of any other. Only what an override reaches counts, unless nothing else has that name.
+    """Return the limits of a tenant that an override of `resource` changes, by their names.
+
+    The plan of the resource's policy takes precedence over the default plan, and that over the other plans. A limit
+    that overrides do not apply to is returned only if no other limit has its name. Raises `InvalidInput` for an unknown
+    name.
     """
     found: dict[str, Limit] = {}
     wanted = list(names)
-    for limit in _by_nearness(config, resource):
+    for limit in _by_precedence(config, resource):
         known = found.get(limit.name)
-        if known is None or (not _is_reached(known) and _is_reached(limit)):
+        if known is None or (not _is_overridable(known) and _is_overridable(limit)):
             found[limit.name] = limit
     for name in wanted:
         if name not in found:
-            there = ", ".join(sorted(name for name, limit in found.items() if _is_reached(limit))) or "none"
+            known_names = ", ".join(sorted(name for name, limit in found.items() if _is_overridable(limit))) or "none"
             raise InvalidInput(
-                f"limits.{name!s:.64}", f"no plan of this tenant has a limit of that name; there are {there}"
+                f"limits.{name!s:.64}", f"no plan of this tenant has a limit of that name; there are {known_names}"
             )
     return Limits(*(found[name] for name in wanted))
 
 
-def _is_reached(limit: Limit) -> bool:
+def _is_overridable(limit: Limit) -> bool:
     return limit.scope in (Scope.SUBJECT, Scope.CALLER)
 
 
-def _by_nearness(config: TenantConfig, resource: str) -> Iterator[Limit]:
-    at = _table(tuple(policy.resource for policy in config.policies)).match(resource)
-    first = (None if at is None else config.policies[at].plan_id, config.tenant.default_plan_id)
-    nearest = sorted(
-        config.plans, key=lambda plan: (first.index(plan.id) if plan.id in first else len(first), plan.name)
-    )
-    for plan in nearest:
+def _by_precedence(config: TenantConfig, resource: str) -> Iterator[Limit]:
+    index = _policy_matcher(tuple(policy.resource for policy in config.policies)).match(resource)
+    first = (None if index is None else config.policies[index].plan_id, config.tenant.default_plan_id)
+    plans = sorted(config.plans, key=lambda plan: (first.index(plan.id) if plan.id in first else len(first), plan.name))
+    for plan in plans:
         yield from plan.compile(config.tenant.time_zone)

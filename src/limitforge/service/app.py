@@ -62,7 +62,7 @@ class DatabaseBackend:
             sink=limiter,
             on_tenant_loaded=lambda tenant: limiter.set_lanes(tenant.id, tenant.placement),
             key_prefix=settings.key_prefix,
-            form=settings.header_form(),
+            header_options=settings.header_form(),
             on_restored=counters.count_restored_overrides,
             on_memory=limiter.store.set_server_memory,
             lookup_seconds=settings.lookup_deadline_ms / 1_000,
@@ -124,7 +124,7 @@ class FileBackend:
             shared=self._catalog_copies,
             on_tenant_loaded=lambda tenant: limiter.set_lanes(tenant.id, tenant.placement),
             key_prefix=settings.key_prefix,
-            form=settings.header_form(),
+            header_options=settings.header_form(),
             on_restored=counters.count_restored_overrides,
             on_memory=limiter.store.set_server_memory,
         )

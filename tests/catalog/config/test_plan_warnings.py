@@ -23,7 +23,7 @@ from limitforge.catalog.model import OPERATOR, Plan, Tenant, to_datetime
 from limitforge.catalog.plan_limits import normalize_limits
 from tests.catalog.environments import one_database
 from tests.catalog.factories import ACTOR, new_plan, new_policy, new_tenant, update
-from tests.catalog.replicas import cache_of, create_account
+from tests.catalog.replicas import cache_of, create_account, events_of
 
 HOURLY: dict[str, Any] = {"name": "w", "algorithm": "fixed_window", "limit": 10, "window_seconds": 3_600}
 DAILY: dict[str, Any] = {"name": "w", "algorithm": "quota", "limit": 10, "period": "day"}
@@ -201,17 +201,17 @@ async def test_a_node_logs_them_once_per_revision(
     for resource, plan in (("GET:/a", one), ("GET:/b", two)):
         await new_policy(catalog, plan, resource)
 
-    async def load() -> list[str]:
+    async def load() -> list[tuple[str, dict[str, Any]]]:
         caplog.clear()
-        snapshots = cache_of(DatabaseSource(database), peppers, clock)
-        await snapshots.find_caller(account.text)
-        await snapshots.close()
-        return [each.getMessage() for each in caplog.records if "limits_differ" in each.message]
+        cache = cache_of(DatabaseSource(database), peppers, clock)
+        await cache.callers.find(account.text)
+        await cache.close()
+        return events_of(each for each in caplog.records if "limits_differ" in each.message)
 
     with caplog.at_level(logging.WARNING):
         revision = (await catalog.get(Tenant, account.tenant.id)).revision
-        said = f"catalog.limits_differ tenant={account.tenant.id} revision={revision} limit=w plans=one,two"
-        assert await load() == [said]
+        fields = {"tenant": account.tenant.id, "revision": revision, "limit": "w", "plans": "one,two"}
+        assert await load() == [("catalog.limits_differ", fields)]
         assert await load() == []
         await update(catalog, await catalog.get(Tenant, account.tenant.id), {"mode": "monitor"})
         assert len(await load()) == 1

@@ -28,28 +28,28 @@ async def test_a_change_by_one_person_does_not_wait_behind_an_apply(
 ) -> None:
     """The node is not started: what waits goes on waiting."""
     account = await create_account(writer)
-    member = Replica(url_of(database), peppers=peppers)
-    async with closing(member):
-        await member.live.catch_up()
-        assert await member.limit(account.text) == 5
+    replica = Replica(url_of(database), peppers=peppers)
+    async with closing(replica):
+        await replica.live.catch_up()
+        assert await replica.limit(account.text) == 5
         await apply_tenants(writer, MANY)
-        await member.live.catch_up()
-        assert len(member.live._deferred) == MANY
+        await replica.live.catch_up()
+        assert len(replica.live._deferred) == MANY
         await set_limits(writer, account, "7/minute")
-        await member.live.catch_up()
-        assert await member.limit(account.text) == 7
+        await replica.live.catch_up()
+        assert await replica.limit(account.text) == 7
         await set_operator_mode(writer, Mode.OFF)
-        await member.live.catch_up()
-        assert await member.limit(account.text) is None
-        assert len(member.live._deferred) == MANY
+        await replica.live.catch_up()
+        assert await replica.limit(account.text) is None
+        assert len(replica.live._deferred) == MANY
 
 
 async def test_a_message_that_comes_late_does_not_replace_a_later_change(
     database: Database, writer: Catalog, peppers: Peppers
 ) -> None:
-    member = Replica(url_of(database), peppers=peppers)
-    async with closing(member):
-        await member.live.catch_up()
+    replica = Replica(url_of(database), peppers=peppers)
+    async with closing(replica):
+        await replica.live.catch_up()
         revisions = []
         for limit in (5, 6):
             await apply_tenants(writer, MANY, limit)
@@ -57,11 +57,11 @@ async def test_a_message_that_comes_late_does_not_replace_a_later_change(
                 revisions.append((await catalog_revision.read_last_stamp(connection)).revision)
         async with database.reading() as connection:
             rows = await outbox.announcements_after(connection, 0, 10_000)
-        await member.live.catch_up()
-        waiting = dict(member.live._deferred)
+        await replica.live.catch_up()
+        waiting = dict(replica.live._deferred)
         assert {each.revision for each in waiting.values()} == {revisions[1]}
-        await member.live._heard([row for row in rows if row.revision == revisions[0]])
-        assert member.live._deferred == waiting
+        await replica.live._heard([row for row in rows if row.revision == revisions[0]])
+        assert replica.live._deferred == waiting
 
 
 class Counted(CatalogRedis):
@@ -78,8 +78,8 @@ class Counted(CatalogRedis):
 @pytest.mark.slow
 async def test_a_node_without_its_database_goes_on_listening(redis_url: str, peppers: Peppers) -> None:
     shared = Counted(redis_url)
-    async with Replica("postgresql://nobody@127.0.0.1:1/none", peppers=peppers, shared=shared) as member:
-        await eventually(lambda: "redis" in member.live.status().listening)
+    async with Replica("postgresql://nobody@127.0.0.1:1/none", peppers=peppers, shared=shared) as replica:
+        await eventually(lambda: "redis" in replica.live.status().listening)
         await asyncio.sleep(1)  # a subscription that ends begins again ten times in that time
-        assert "redis" in member.live.status().listening
+        assert "redis" in replica.live.status().listening
         assert shared.subscriptions == 1

@@ -13,9 +13,10 @@ from limitforge.catalog.credentials import ID_LENGTH, PREFIXES, Credential, Pepp
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
 from limitforge.catalog.database.outbox import Announcement
-from limitforge.catalog.live import cache
-from limitforge.catalog.live.cache import CatalogCache
-from limitforge.catalog.live.lookup_limiter import LookupLimiter
+from limitforge.catalog.live.cache import keys as keys_module
+from limitforge.catalog.live.cache import single_flight
+from limitforge.catalog.live.cache.catalog_cache import CatalogCache
+from limitforge.catalog.live.cache.lookup_limiter import LookupLimiter
 from limitforge.catalog.live.sources import DatabaseSource
 from limitforge.catalog.model import OPERATOR, Key, KeyScope, Plan, Policy, Tenant, TenantConfig, to_datetime
 from limitforge.catalog.snapshot import Snapshot
@@ -36,15 +37,15 @@ def source() -> FakeSource:
 
 
 @pytest.fixture
-async def snapshots(source: FakeSource, peppers: Peppers, clock: ManualClock) -> AsyncIterator[CatalogCache]:
-    snapshots = cache_of(source, peppers, clock)
-    yield snapshots
-    await snapshots.close()
+async def cache(source: FakeSource, peppers: Peppers, clock: ManualClock) -> AsyncIterator[CatalogCache]:
+    cache = cache_of(source, peppers, clock)
+    yield cache
+    await cache.close()
 
 
-async def settled(snapshots: CatalogCache) -> None:
+async def settled(cache: CatalogCache) -> None:
     """Until nothing is being read any more."""
-    await eventually(lambda: not snapshots._flights)
+    await eventually(lambda: not cache._flights)
 
 
 # --- What a look-up costs --------------------------------------------------------------------------------------------
@@ -55,16 +56,16 @@ async def test_a_warm_look_up_reads_nothing(
     database: Database, catalog: Catalog, peppers: Peppers, clock: ManualClock
 ) -> None:
     account = await create_account(catalog)
-    snapshots = cache_of(DatabaseSource(database), peppers, clock)
-    assert snapshots.cached_caller(account.text) is None
-    first = await snapshots.find_caller(account.text)
+    cache = cache_of(DatabaseSource(database), peppers, clock)
+    assert cache.callers.get(account.text) is None
+    first = await cache.callers.find(account.text)
     before = database.statement_count
     for _ in range(100):
-        assert snapshots.cached_caller(account.text) is first
-        assert await snapshots.find_caller(account.text) is first
+        assert cache.callers.get(account.text) is first
+        assert await cache.callers.find(account.text) is first
         first.snapshot.select("GET:/orders", first.key.plan_id)
     assert database.statement_count == before
-    await snapshots.close()
+    await cache.close()
 
 
 @one_database
@@ -74,15 +75,15 @@ async def test_a_thousand_first_requests_of_a_cold_tenant_cost_one_load(
     """Two queries for the key, three for the operator (once per node), three for the tenant."""
     account = await create_account(catalog)
     other = await create_account(catalog, "globex")
-    snapshots = cache_of(DatabaseSource(database), peppers, clock)
+    cache = cache_of(DatabaseSource(database), peppers, clock)
     before = database.statement_count
-    callers = await asyncio.gather(*(snapshots.find_caller(account.text) for _ in range(1_000)))
+    callers = await asyncio.gather(*(cache.callers.find(account.text) for _ in range(1_000)))
     assert database.statement_count - before == 8
     assert len({id(caller.tenant) for caller in callers}) == 1
     before = database.statement_count
-    await asyncio.gather(*(snapshots.find_caller(other.text) for _ in range(1_000)))
+    await asyncio.gather(*(cache.callers.find(other.text) for _ in range(1_000)))
     assert database.statement_count - before == 5
-    await snapshots.close()
+    await cache.close()
 
 
 @one_database
@@ -96,20 +97,20 @@ async def test_the_size_of_a_tenant_does_not_change_the_number_of_queries(
             await edit.create(
                 Policy, {"tenant_id": account.tenant.id, "resource": f"GET:/{at}/{{id}}", "plan_id": plan.id}
             )
-    snapshots = cache_of(DatabaseSource(database), peppers, clock)
+    cache = cache_of(DatabaseSource(database), peppers, clock)
     before = database.statement_count
-    caller = await snapshots.find_caller(account.text)
+    caller = await cache.callers.find(account.text)
     assert database.statement_count - before == 8
     assert len(caller.snapshot.config.policies) == 30
-    await snapshots.close()
+    await cache.close()
 
 
 async def test_a_cancelled_request_does_not_end_the_load_that_others_wait_for(
-    source: FakeSource, snapshots: CatalogCache, peppers: Peppers
+    source: FakeSource, cache: CatalogCache, peppers: Peppers
 ) -> None:
     _, text = source.add_key(peppers, "acme")
     async with source.held("acme") as let_go:
-        requests = [asyncio.create_task(snapshots.find_caller(text)) for _ in range(3)]
+        requests = [asyncio.create_task(cache.callers.find(text)) for _ in range(3)]
         await source.until_waiting()
         requests[0].cancel()
         await asyncio.sleep(0)
@@ -121,18 +122,18 @@ async def test_a_cancelled_request_does_not_end_the_load_that_others_wait_for(
 
 
 async def test_a_load_that_fails_after_its_only_request_was_cancelled_says_nothing(
-    source: FakeSource, snapshots: CatalogCache, caplog: pytest.LogCaptureFixture
+    source: FakeSource, cache: CatalogCache, caplog: pytest.LogCaptureFixture
 ) -> None:
     text = wrong_key()
     name = f"key_{text.removeprefix(PREFIXES['live'])[:ID_LENGTH]}"
     async with source.held(name) as let_go:
-        request = asyncio.create_task(snapshots.find_caller(text))
+        request = asyncio.create_task(cache.callers.find(text))
         await source.until_waiting()
         request.cancel()
         with pytest.raises(asyncio.CancelledError):
             await request
         let_go()
-        await settled(snapshots)
+        await settled(cache)
     gc.collect()
     assert not [record for record in caplog.records if "never retrieved" in record.getMessage()]
 
@@ -141,114 +142,114 @@ async def test_a_load_that_fails_after_its_only_request_was_cancelled_says_nothi
 
 
 async def test_what_is_older_than_its_ttl_is_served_while_it_is_read_once_more(
-    source: FakeSource, snapshots: CatalogCache, peppers: Peppers, clock: ManualClock
+    source: FakeSource, cache: CatalogCache, peppers: Peppers, clock: ManualClock
 ) -> None:
     key, text = source.add_key(peppers, "acme")
-    caller = await snapshots.find_caller(text)
+    caller = await cache.callers.find(text)
     source.reads.clear()
     source.change("acme", suspended=True)  # and nobody is told
     clock.advance_us(MINUTE_US - 1)
-    assert snapshots.cached_caller(text) is caller
+    assert cache.callers.get(text) is caller
     await asyncio.sleep(0)
     assert not source.reads
 
     clock.advance_us(1)
     async with source.held("acme") as let_go:
         for _ in range(1_000):
-            assert snapshots.cached_caller(text) is caller
+            assert cache.callers.get(text) is caller
             assert not caller.snapshot.tenant.suspended
         await source.until_waiting()
         clock.advance_us(10_000_000)
         for _ in range(1_000):
-            assert snapshots.cached_caller(text) is caller
+            assert cache.callers.get(text) is caller
         let_go()
-        await settled(snapshots)
+        await settled(cache)
     assert caller.snapshot.tenant.suspended
     assert source.reads.count("acme") == 1
     assert source.reads.count(key.id) <= 2  # its own TTL; the ten seconds may have made it due once more
 
 
 async def test_what_can_not_be_read_again_is_served_on_and_says_so_until_it_is_too_old(
-    source: FakeSource, snapshots: CatalogCache, peppers: Peppers, clock: ManualClock
+    source: FakeSource, cache: CatalogCache, peppers: Peppers, clock: ManualClock
 ) -> None:
     _, text = source.add_key(peppers, "acme")
-    caller = await snapshots.find_caller(text)
+    caller = await cache.callers.find(text)
     source.is_down = True
     clock.advance_us(MINUTE_US)
-    assert snapshots.cached_caller(text) is caller
-    await settled(snapshots)
+    assert cache.callers.get(text) is caller
+    await settled(cache)
     assert caller.is_stale
-    assert snapshots.status().stale_since == clock.now_us() / 1e6
-    since = snapshots.status().stale_since
+    assert cache.status().stale_since == clock.now_us() / 1e6
+    since = cache.status().stale_since
     while clock.now_us() < 1_700_006_400_000_000 + HOUR_US - 10 * MINUTE_US:
         clock.advance_us(5 * MINUTE_US)
-        assert snapshots.cached_caller(text) is caller
-        await settled(snapshots)
-    assert snapshots.status().stale_since == since
+        assert cache.callers.get(text) is caller
+        await settled(cache)
+    assert cache.status().stale_since == since
     clock.advance_us(10 * MINUTE_US)
-    assert snapshots.cached_caller(text) is None
+    assert cache.callers.get(text) is None
     with pytest.raises(CatalogUnavailable):
-        await snapshots.find_caller(text)
+        await cache.callers.find(text)
 
     source.is_down = False
-    back = await snapshots.find_caller(text)
+    back = await cache.callers.find(text)
     assert not back.is_stale
-    assert snapshots.status().stale_since is None
+    assert cache.status().stale_since is None
 
 
 async def test_what_would_have_been_told_to_have_changed_is_not_read_again(
-    source: FakeSource, snapshots: CatalogCache, peppers: Peppers, clock: ManualClock
+    source: FakeSource, cache: CatalogCache, peppers: Peppers, clock: ManualClock
 ) -> None:
     _, text = source.add_key(peppers, "acme")
-    caller = await snapshots.find_caller(text)
+    caller = await cache.callers.find(text)
     source.reads.clear()
     for _ in range(200):  # minutes: well past what is usable without a word
         clock.advance_us(MINUTE_US)
-        snapshots.confirm_up_to_date()
-        assert snapshots.cached_caller(text) is caller
-        await settled(snapshots)
+        cache.confirm_up_to_date()
+        assert cache.callers.get(text) is caller
+        await settled(cache)
     assert "acme" not in source.reads
     assert not [read for read in source.reads if read.startswith("key_")]
     clock.advance_us(MINUTE_US + 1)  # nobody confirms any more
-    assert snapshots.cached_caller(text) is caller
-    await settled(snapshots)
+    assert cache.callers.get(text) is caller
+    await settled(cache)
     assert "acme" in source.reads
     source.is_down = True
     clock.advance_us(HOUR_US)
-    assert snapshots.cached_caller(text) is None
+    assert cache.callers.get(text) is None
 
 
 async def test_what_could_not_be_acted_on_is_read_again_all_the_same(
-    source: FakeSource, snapshots: CatalogCache, peppers: Peppers, clock: ManualClock
+    source: FakeSource, cache: CatalogCache, peppers: Peppers, clock: ManualClock
 ) -> None:
     _, text = source.add_key(peppers, "acme")
-    caller = await snapshots.find_caller(text)
+    caller = await cache.callers.find(text)
     told = source.change("acme", suspended=True)
     source.is_down = True
-    await snapshots.apply_changes([told])
+    await cache.apply_changes([told])
     assert caller.is_stale
     source.is_down = False
-    snapshots.confirm_up_to_date()
+    cache.confirm_up_to_date()
     clock.advance_us(MINUTE_US)
-    snapshots.confirm_up_to_date()
-    snapshots.cached_caller(text)
-    await settled(snapshots)
+    cache.confirm_up_to_date()
+    cache.callers.get(text)
+    await settled(cache)
     assert not caller.is_stale
     assert caller.snapshot.tenant.suspended
 
 
 async def test_a_refresh_that_fails_is_tried_again_once_a_second_at_most(
-    source: FakeSource, snapshots: CatalogCache, peppers: Peppers, clock: ManualClock
+    source: FakeSource, cache: CatalogCache, peppers: Peppers, clock: ManualClock
 ) -> None:
     _, text = source.add_key(peppers, "acme")
-    await snapshots.find_caller(text)
+    await cache.callers.find(text)
     clock.advance_us(MINUTE_US)
     source.is_down = True
     source.reads.clear()
     for _ in range(100):
         clock.advance_us(100_000)
-        snapshots.cached_caller(text)
-        await settled(snapshots)
+        cache.callers.get(text)
+        await settled(cache)
     assert 8 <= source.reads.count("acme") <= 11
 
 
@@ -257,34 +258,34 @@ async def test_without_a_database_every_request_of_an_old_key_hears_that_the_cat
 ) -> None:
     """And not that it sent too many wrong keys, neither then nor afterwards."""
     texts = [source.add_key(peppers, "acme", number)[1] for number in range(20)]
-    snapshots = cache_of(source, peppers, clock, guard=LookupLimiter(clock=clock))
+    cache = cache_of(source, peppers, clock, lookup_limiter=LookupLimiter(clock=clock))
     source.is_down = True
-    errors = [await caught(snapshots, text) for text in texts]
+    errors = [await caught(cache, text) for text in texts]
     assert {type(error) for error in errors} == {CatalogUnavailable}
     source.is_down = False
-    assert [await caught(snapshots, text) for text in texts] == [None] * 20
-    await snapshots.close()
+    assert [await caught(cache, text) for text in texts] == [None] * 20
+    await cache.close()
 
 
-async def caught(snapshots: CatalogCache, text: str, source: str = "10.0.0.1") -> Exception | None:
+async def caught(cache: CatalogCache, text: str, source: str = "10.0.0.1") -> Exception | None:
     try:
-        await snapshots.find_caller(text, source)
+        await cache.callers.find(text, source)
     except Exception as error:  # noqa: BLE001 - it is what the test looks at
         return error
     return None
 
 
 async def test_a_key_ends_when_its_time_has_come_without_anybody_saying_so(
-    source: FakeSource, snapshots: CatalogCache, peppers: Peppers, clock: ManualClock
+    source: FakeSource, cache: CatalogCache, peppers: Peppers, clock: ManualClock
 ) -> None:
     _, text = source.add_key(peppers, "acme", expires_at=to_datetime(clock.now_us() + 5_000_000))
-    await snapshots.find_caller(text)
+    await cache.callers.find(text)
     clock.advance_us(4_999_999)
-    assert snapshots.cached_caller(text) is not None
+    assert cache.callers.get(text) is not None
     clock.advance_us(1)
-    assert snapshots.cached_caller(text) is None
+    assert cache.callers.get(text) is None
     with pytest.raises(UnknownKey):
-        await snapshots.find_caller(text)
+        await cache.callers.find(text)
     assert source.reads.count(f"key_{'0' * 16}") == 1
 
 
@@ -293,22 +294,22 @@ async def test_during_a_rotation_the_old_secret_goes_on_for_the_grace_period_and
     database: Database, catalog: Catalog, peppers: Peppers, clock: ManualClock
 ) -> None:
     account = await create_account(catalog)
-    snapshots = cache_of(DatabaseSource(database), peppers, clock)
-    catalog.on_commit = snapshots.apply_changes
-    old = await snapshots.find_caller(account.text)
+    cache = cache_of(DatabaseSource(database), peppers, clock)
+    catalog.on_commit = cache.apply_changes
+    old = await cache.callers.find(account.text)
     async with catalog.edit("test") as edit:
         _, credential = await edit.rotate_key(account.key.id, 60)
-    assert (await snapshots.find_caller(credential.text)).key.version == 2
-    assert (await snapshots.find_caller(account.text)).key.version == 2
+    assert (await cache.callers.find(credential.text)).key.version == 2
+    assert (await cache.callers.find(account.text)).key.version == 2
     assert old.key.version == 1
     clock.advance_us(59_999_999)
-    await snapshots.find_caller(account.text)
+    await cache.callers.find(account.text)
     clock.advance_us(1)
-    assert snapshots.cached_caller(account.text) is None
+    assert cache.callers.get(account.text) is None
     with pytest.raises(UnknownKey):
-        await snapshots.find_caller(account.text)
-    await snapshots.find_caller(credential.text)
-    await snapshots.close()
+        await cache.callers.find(account.text)
+    await cache.callers.find(credential.text)
+    await cache.close()
 
 
 @one_database
@@ -316,16 +317,16 @@ async def test_a_rotation_without_grace_ends_the_old_secret_before_the_writer_he
     database: Database, catalog: Catalog, peppers: Peppers, clock: ManualClock
 ) -> None:
     account = await create_account(catalog)
-    snapshots = cache_of(DatabaseSource(database), peppers, clock)
-    catalog.on_commit = snapshots.apply_changes
-    await snapshots.find_caller(account.text)
+    cache = cache_of(DatabaseSource(database), peppers, clock)
+    catalog.on_commit = cache.apply_changes
+    await cache.callers.find(account.text)
     async with catalog.edit("test") as edit:
         _, credential = await edit.rotate_key(account.key.id)
-    assert snapshots.cached_caller(account.text) is None
+    assert cache.callers.get(account.text) is None
     with pytest.raises(UnknownKey):
-        await snapshots.find_caller(account.text)
-    await snapshots.find_caller(credential.text)
-    await snapshots.close()
+        await cache.callers.find(account.text)
+    await cache.callers.find(credential.text)
+    await cache.close()
 
 
 # --- Hearing of changes ----------------------------------------------------------------------------------------------
@@ -336,30 +337,30 @@ async def test_disabled_keys_and_suspended_tenants_are_forbidden_and_what_is_gon
     database: Database, catalog: Catalog, peppers: Peppers, clock: ManualClock
 ) -> None:
     account = await create_account(catalog)
-    snapshots = cache_of(DatabaseSource(database), peppers, clock)
-    catalog.on_commit = snapshots.apply_changes
-    (await snapshots.find_caller(account.text)).require(KeyScope.CHECK)
+    cache = cache_of(DatabaseSource(database), peppers, clock)
+    catalog.on_commit = cache.apply_changes
+    (await cache.callers.find(account.text)).require(KeyScope.CHECK)
     async with catalog.edit("test") as edit:
         await edit.disable_key(account.key.id)
     with pytest.raises(Forbidden, match="disabled"):
-        (await snapshots.find_caller(account.text)).require(KeyScope.CHECK)
+        (await cache.callers.find(account.text)).require(KeyScope.CHECK)
     async with catalog.edit("test") as edit:
         await edit.disable_key(account.key.id, disabled=False)
         await edit.update(Tenant, account.tenant.id, {"suspended": True})
     with pytest.raises(Forbidden, match="suspended"):
-        (await snapshots.find_caller(account.text)).require(KeyScope.CHECK)
+        (await cache.callers.find(account.text)).require(KeyScope.CHECK)
     async with catalog.edit("test") as edit:
         await edit.update(Tenant, account.tenant.id, {"suspended": False})
         await edit.update(Key, account.key.id, {"scopes": ["usage"]})
-    caller = await snapshots.find_caller(account.text)
+    caller = await cache.callers.find(account.text)
     caller.require(KeyScope.USAGE)
     with pytest.raises(Forbidden, match="scope check"):
         caller.require(KeyScope.CHECK)
     async with catalog.edit("test") as edit:
         await edit.delete(Key, account.key.id)
     with pytest.raises(UnknownKey):
-        await snapshots.find_caller(account.text)
-    await snapshots.close()
+        await cache.callers.find(account.text)
+    await cache.close()
 
 
 @one_database
@@ -367,17 +368,17 @@ async def test_the_keys_of_a_deleted_tenant_stop_and_cost_the_database_next_to_n
     database: Database, catalog: Catalog, peppers: Peppers, clock: ManualClock
 ) -> None:
     account = await create_account(catalog)
-    snapshots = cache_of(DatabaseSource(database), peppers, clock, guard=LookupLimiter(clock=clock))
-    catalog.on_commit = snapshots.apply_changes
-    await snapshots.find_caller(account.text)
+    cache = cache_of(DatabaseSource(database), peppers, clock, lookup_limiter=LookupLimiter(clock=clock))
+    catalog.on_commit = cache.apply_changes
+    await cache.callers.find(account.text)
     async with catalog.edit("test") as edit:
         await edit.delete(Tenant, account.tenant.id)
     before = database.statement_count
     for _ in range(200):
         with pytest.raises(UnknownKey):
-            await snapshots.find_caller(account.text, "10.0.0.1")
+            await cache.callers.find(account.text, "10.0.0.1")
     assert database.statement_count - before <= 10
-    await snapshots.close()
+    await cache.close()
 
 
 @one_database
@@ -385,9 +386,9 @@ async def test_a_mode_of_the_fleet_and_a_plan_of_the_operator_reach_every_tenant
     database: Database, catalog: Catalog, peppers: Peppers, clock: ManualClock
 ) -> None:
     accounts = [await create_account(catalog, f"tenant-{at}", "1/hour") for at in range(5)]
-    snapshots = cache_of(DatabaseSource(database), peppers, clock)
-    catalog.on_commit = snapshots.apply_changes
-    callers = [await snapshots.find_caller(account.text) for account in accounts]
+    cache = cache_of(DatabaseSource(database), peppers, clock)
+    catalog.on_commit = cache.apply_changes
+    callers = [await cache.callers.find(account.text) for account in accounts]
     async with Limiter.connect("memory://", clock=clock) as limiter:
         for caller in callers:
             assert (await decide(caller, limiter)).allowed
@@ -402,37 +403,37 @@ async def test_a_mode_of_the_fleet_and_a_plan_of_the_operator_reach_every_tenant
             await edit.update(Tenant, OPERATOR, {"mode": "on", "default_plan_id": plan.id})
         said = [(await decide(caller, limiter, subject="new")).allowed for caller in callers]
         assert said == [True, False, False, False, False]
-    await snapshots.close()
+    await cache.close()
 
 
 async def test_a_tenant_that_is_read_while_the_fleet_is_switched_off_is_switched_off_too(
-    source: FakeSource, snapshots: CatalogCache, peppers: Peppers, clock: ManualClock
+    source: FakeSource, cache: CatalogCache, peppers: Peppers, clock: ManualClock
 ) -> None:
     _, text = source.add_key(peppers, "acme")
     source.add_tenant("globex")
-    await snapshots.find_tenant("globex")  # so that the operator is known
+    await cache.find_tenant("globex")  # so that the operator is known
     async with source.held("acme") as let_go:
-        request = asyncio.create_task(snapshots.find_caller(text))
+        request = asyncio.create_task(cache.callers.find(text))
         await source.until_waiting()
-        await snapshots.apply_changes([source.change(OPERATOR, mode=Mode.OFF)])
+        await cache.apply_changes([source.change(OPERATOR, mode=Mode.OFF)])
         let_go()
         caller = await request
-    assert (await snapshots.find_tenant("globex")).snapshot.operator.tenant.mode is Mode.OFF
+    assert (await cache.find_tenant("globex")).snapshot.operator.tenant.mode is Mode.OFF
     assert caller.snapshot.operator.tenant.mode is Mode.OFF
     clock.advance_us(10 * MINUTE_US)
-    snapshots.cached_caller(text)
-    await settled(snapshots)
+    cache.callers.get(text)
+    await settled(cache)
     assert caller.snapshot.operator.tenant.mode is Mode.OFF
 
 
 async def test_a_switch_of_the_fleet_that_is_announced_while_the_operator_is_first_read_is_not_lost(
-    source: FakeSource, snapshots: CatalogCache, peppers: Peppers
+    source: FakeSource, cache: CatalogCache, peppers: Peppers
 ) -> None:
     _, text = source.add_key(peppers, "acme")
     async with source.held(OPERATOR) as let_go:
-        request = asyncio.create_task(snapshots.find_caller(text))
+        request = asyncio.create_task(cache.callers.find(text))
         await source.until_waiting()
-        hearing = asyncio.create_task(snapshots.apply_changes([source.change(OPERATOR, mode=Mode.OFF)]))
+        hearing = asyncio.create_task(cache.apply_changes([source.change(OPERATOR, mode=Mode.OFF)]))
         await asyncio.sleep(0)
         let_go()
         caller = await request
@@ -442,16 +443,16 @@ async def test_a_switch_of_the_fleet_that_is_announced_while_the_operator_is_fir
 
 @pytest.mark.parametrize("is_known", [False, True], ids=["first read", "refresh"])
 async def test_a_change_of_a_tenant_that_is_announced_while_it_is_read_is_not_lost(
-    is_known: bool, source: FakeSource, snapshots: CatalogCache, peppers: Peppers, clock: ManualClock
+    is_known: bool, source: FakeSource, cache: CatalogCache, peppers: Peppers, clock: ManualClock
 ) -> None:
     _, text = source.add_key(peppers, "acme")
     if is_known:
-        await snapshots.find_caller(text)
+        await cache.callers.find(text)
         clock.advance_us(MINUTE_US)
     async with source.held("acme") as let_go:
-        request = asyncio.create_task(snapshots.find_caller(text))
+        request = asyncio.create_task(cache.callers.find(text))
         await source.until_waiting()
-        hearing = asyncio.create_task(snapshots.apply_changes([source.change("acme", suspended=True)]))
+        hearing = asyncio.create_task(cache.apply_changes([source.change("acme", suspended=True)]))
         await asyncio.sleep(0)
         let_go()
         await hearing
@@ -461,102 +462,102 @@ async def test_a_change_of_a_tenant_that_is_announced_while_it_is_read_is_not_lo
 
 @pytest.mark.parametrize("is_known", [False, True], ids=["first read", "refresh"])
 async def test_a_change_of_a_key_that_is_announced_while_it_is_read_is_not_lost(
-    is_known: bool, source: FakeSource, snapshots: CatalogCache, peppers: Peppers, clock: ManualClock
+    is_known: bool, source: FakeSource, cache: CatalogCache, peppers: Peppers, clock: ManualClock
 ) -> None:
     key, text = source.add_key(peppers, "acme")
     if is_known:
-        await snapshots.find_caller(text)
+        await cache.callers.find(text)
         clock.advance_us(MINUTE_US)
     async with source.held(key.id) as let_go:
-        request = asyncio.create_task(snapshots.find_caller(text))
+        request = asyncio.create_task(cache.callers.find(text))
         await source.until_waiting()
-        hearing = asyncio.create_task(snapshots.apply_changes([source.change_key(key, disabled=True)]))
+        hearing = asyncio.create_task(cache.apply_changes([source.change_key(key, disabled=True)]))
         await asyncio.sleep(0)
         let_go()
         await hearing
         await request
-    assert (await snapshots.find_caller(text)).key.disabled
+    assert (await cache.callers.find(text)).key.disabled
 
 
 @pytest.mark.parametrize("is_known", [False, True], ids=["first read", "refresh"])
 async def test_a_key_that_is_deleted_while_it_is_read_stops(
-    is_known: bool, source: FakeSource, snapshots: CatalogCache, peppers: Peppers, clock: ManualClock
+    is_known: bool, source: FakeSource, cache: CatalogCache, peppers: Peppers, clock: ManualClock
 ) -> None:
     key, text = source.add_key(peppers, "acme")
     if is_known:
-        await snapshots.find_caller(text)
+        await cache.callers.find(text)
         clock.advance_us(MINUTE_US)
     async with source.held(key.id) as let_go:
-        request = asyncio.create_task(snapshots.find_caller(text))
+        request = asyncio.create_task(cache.callers.find(text))
         await source.until_waiting()
-        hearing = asyncio.create_task(snapshots.apply_changes([source.drop_key(key)]))
+        hearing = asyncio.create_task(cache.apply_changes([source.drop_key(key)]))
         await asyncio.sleep(0)
         let_go()
         await hearing
         await asyncio.gather(request, return_exceptions=True)
-    await settled(snapshots)
+    await settled(cache)
     with pytest.raises(UnknownKey):
-        await snapshots.find_caller(text)
+        await cache.callers.find(text)
 
 
 @pytest.mark.parametrize("is_known", [True, False])
 async def test_a_late_message_about_the_old_place_of_a_key_that_has_moved_changes_nothing(
-    is_known: bool, source: FakeSource, snapshots: CatalogCache, peppers: Peppers
+    is_known: bool, source: FakeSource, cache: CatalogCache, peppers: Peppers
 ) -> None:
     """The outbox has told of the whole move; the relay publishes what takes something away by itself."""
     source.add_tenant("other")
     key, text = source.add_key(peppers, "acme")
-    await snapshots.find_caller(text)
+    await cache.callers.find(text)
     source.keys[key.id] = msgspec.structs.replace(key, tenant_id="other", version=9)
     gone = Announcement(9, "acme", gone=(key.id,), revokes=True, change_id=9)
-    await snapshots.apply_changes([gone, Announcement(9, "other", keys=(key.id,), change_id=9)])
+    await cache.apply_changes([gone, Announcement(9, "other", keys=(key.id,), change_id=9)])
     if is_known:
-        assert (await snapshots.find_caller(text)).key.tenant_id == "other"
-    await snapshots.apply_changes([gone])
-    assert (await snapshots.find_caller(text)).key.tenant_id == "other"
+        assert (await cache.callers.find(text)).key.tenant_id == "other"
+    await cache.apply_changes([gone])
+    assert (await cache.callers.find(text)).key.tenant_id == "other"
 
 
 async def test_a_key_that_is_made_while_it_is_looked_for_is_found(
-    source: FakeSource, snapshots: CatalogCache, peppers: Peppers
+    source: FakeSource, cache: CatalogCache, peppers: Peppers
 ) -> None:
     """One that was made elsewhere, and is in use before `apply` brings it in."""
     key, text = source.add_key(peppers, "acme")
     del source.keys[key.id]
     async with source.held(key.id) as let_go:
-        request = asyncio.create_task(snapshots.find_caller(text))
+        request = asyncio.create_task(cache.callers.find(text))
         await source.until_waiting()
         source.keys[key.id] = key
-        hearing = asyncio.create_task(snapshots.apply_changes([Announcement(9, "acme", keys=(key.id,))]))
+        hearing = asyncio.create_task(cache.apply_changes([Announcement(9, "acme", keys=(key.id,))]))
         await asyncio.sleep(0)
         let_go()
         await hearing
         await asyncio.gather(request, return_exceptions=True)
-    assert (await snapshots.find_caller(text)).key == key
+    assert (await cache.callers.find(text)).key == key
 
 
 async def test_a_key_that_was_unknown_is_known_once_it_is_announced(
-    source: FakeSource, snapshots: CatalogCache, peppers: Peppers
+    source: FakeSource, cache: CatalogCache, peppers: Peppers
 ) -> None:
     key, text = source.add_key(peppers, "acme")
     del source.keys[key.id]
     for _ in range(10):
         with pytest.raises(UnknownKey):
-            await snapshots.find_caller(text)
+            await cache.callers.find(text)
     assert source.reads.count(key.id) == 1
     source.keys[key.id] = key
-    await snapshots.apply_changes([Announcement(9, "acme", keys=(key.id,))])
-    assert (await snapshots.find_caller(text)).key == key
+    await cache.apply_changes([Announcement(9, "acme", keys=(key.id,))])
+    assert (await cache.callers.find(text)).key == key
 
 
 async def test_a_change_of_a_key_that_is_heard_while_the_database_is_away_is_in_force_soon_after_it_is_back(
-    source: FakeSource, snapshots: CatalogCache, peppers: Peppers, clock: ManualClock
+    source: FakeSource, cache: CatalogCache, peppers: Peppers, clock: ManualClock
 ) -> None:
     key, text = source.add_key(peppers, "acme")
-    await snapshots.find_caller(text)
+    await cache.callers.find(text)
     source.is_down = True
     told = source.change_key(key, disabled=True)
     try:
-        await snapshots.apply_changes([told])
+        await cache.apply_changes([told])
     except CatalogUnavailable:
         is_to_be_told_again = True
     else:
@@ -564,21 +565,21 @@ async def test_a_change_of_a_key_that_is_heard_while_the_database_is_away_is_in_
     source.is_down = False
     clock.advance_us(2_000_000)
     if is_to_be_told_again:
-        await snapshots.apply_changes([told])
-    snapshots.cached_caller(text)
-    await settled(snapshots)
-    assert (await snapshots.find_caller(text)).key.disabled
+        await cache.apply_changes([told])
+    cache.callers.get(text)
+    await settled(cache)
+    assert (await cache.callers.find(text)).key.disabled
 
 
 async def test_a_change_of_a_tenant_that_is_heard_while_the_database_is_away_is_in_force_soon_after_it_is_back(
-    source: FakeSource, snapshots: CatalogCache, peppers: Peppers, clock: ManualClock
+    source: FakeSource, cache: CatalogCache, peppers: Peppers, clock: ManualClock
 ) -> None:
     _, text = source.add_key(peppers, "acme")
-    await snapshots.find_caller(text)
+    await cache.callers.find(text)
     source.is_down = True
     told = source.change("acme", suspended=True)
     try:
-        await snapshots.apply_changes([told])
+        await cache.apply_changes([told])
     except CatalogUnavailable:
         is_to_be_told_again = True
     else:
@@ -586,22 +587,22 @@ async def test_a_change_of_a_tenant_that_is_heard_while_the_database_is_away_is_
     source.is_down = False
     clock.advance_us(2_000_000)
     if is_to_be_told_again:
-        await snapshots.apply_changes([told])
-    snapshots.cached_caller(text)
-    await settled(snapshots)
-    assert (await snapshots.find_caller(text)).snapshot.tenant.suspended
+        await cache.apply_changes([told])
+    cache.callers.get(text)
+    await settled(cache)
+    assert (await cache.callers.find(text)).snapshot.tenant.suspended
 
 
 async def test_a_switch_of_the_fleet_that_is_heard_while_the_database_is_away_acts_soon_after_it_is_back(
-    source: FakeSource, snapshots: CatalogCache, peppers: Peppers, clock: ManualClock
+    source: FakeSource, cache: CatalogCache, peppers: Peppers, clock: ManualClock
 ) -> None:
     """As soon as any request comes: nobody waits for the end of a tenant's own TTL."""
     _, text = source.add_key(peppers, "acme")
-    caller = await snapshots.find_caller(text)
+    caller = await cache.callers.find(text)
     source.is_down = True
     told = source.change(OPERATOR, mode=Mode.OFF)
     try:
-        await snapshots.apply_changes([told])
+        await cache.apply_changes([told])
     except CatalogUnavailable:
         is_to_be_told_again = True
     else:
@@ -609,10 +610,10 @@ async def test_a_switch_of_the_fleet_that_is_heard_while_the_database_is_away_ac
     source.is_down = False
     clock.advance_us(2_000_000)
     if is_to_be_told_again:
-        await snapshots.apply_changes([told])
+        await cache.apply_changes([told])
     for _ in range(2):
-        snapshots.cached_caller(text)
-        await settled(snapshots)
+        cache.callers.get(text)
+        await settled(cache)
     assert caller.snapshot.operator.tenant.mode is Mode.OFF
 
 
@@ -624,78 +625,76 @@ async def test_a_change_of_many_keys_at_once_reaches_all_of_them(
     account = await create_account(catalog)
     async with catalog.edit("test") as edit:
         made = [await edit.create_key({"tenant_id": account.tenant.id, "name": f"k{at}"}) for at in range(40)]
-    snapshots = cache_of(DatabaseSource(database), peppers, clock)
+    cache = cache_of(DatabaseSource(database), peppers, clock)
     for _, credential in made:
-        await snapshots.find_caller(credential.text)
-    catalog.on_commit = snapshots.apply_changes
+        await cache.callers.find(credential.text)
+    catalog.on_commit = cache.apply_changes
     async with catalog.edit("test") as edit:
         for key, _ in made:
             await edit.disable_key(key.id)
-    assert snapshots.status().stale_since is None
-    callers = [await snapshots.find_caller(credential.text) for _, credential in made]
+    assert cache.status().stale_since is None
+    callers = [await cache.callers.find(credential.text) for _, credential in made]
     assert all(caller.key.disabled for caller in callers)
-    await snapshots.close()
+    await cache.close()
 
 
 async def test_an_announcement_of_what_is_not_remembered_reads_nothing(
-    source: FakeSource, snapshots: CatalogCache, peppers: Peppers
+    source: FakeSource, cache: CatalogCache, peppers: Peppers
 ) -> None:
     source.add_key(peppers, "acme")
     source.add_tenant("globex")
-    await snapshots.find_tenant("acme")
+    await cache.find_tenant("acme")
     source.reads.clear()
     for at in range(100):
-        await snapshots.apply_changes(
-            [Announcement(at, "globex", config=True, keys=(f"key_{at}",), gone=(f"key_g{at}",))]
-        )
+        await cache.apply_changes([Announcement(at, "globex", config=True, keys=(f"key_{at}",), gone=(f"key_g{at}",))])
     assert not source.reads
-    assert not snapshots._changed
-    assert not snapshots._flights
+    assert not cache._flights._changed
+    assert not cache._flights
 
 
 async def test_hearing_of_an_old_change_again_reads_nothing(
-    source: FakeSource, snapshots: CatalogCache, peppers: Peppers
+    source: FakeSource, cache: CatalogCache, peppers: Peppers
 ) -> None:
     _, text = source.add_key(peppers, "acme")
     told = source.change("acme", suspended=True)
-    await snapshots.find_caller(text)
+    await cache.callers.find(text)
     source.reads.clear()
-    await snapshots.apply_changes([told])
+    await cache.apply_changes([told])
     assert not source.reads
 
 
 async def test_everything_is_read_again_when_too_much_was_missed(
-    source: FakeSource, snapshots: CatalogCache, peppers: Peppers
+    source: FakeSource, cache: CatalogCache, peppers: Peppers
 ) -> None:
     key, text = source.add_key(peppers, "acme")
     other, gone = source.add_key(peppers, "acme", 1)
-    caller = await snapshots.find_caller(text)
-    await snapshots.find_caller(gone)
+    caller = await cache.callers.find(text)
+    await cache.callers.find(gone)
     source.change("acme", suspended=True)
     source.change(OPERATOR, mode=Mode.OFF)
     source.change_key(key, disabled=True)
     source.drop_key(other)
-    snapshots.clear()
-    assert snapshots.cached_caller(text) is None
-    caller = await snapshots.find_caller(text)
+    cache.clear()
+    assert cache.callers.get(text) is None
+    caller = await cache.callers.find(text)
     assert caller.snapshot.tenant.suspended
     assert caller.snapshot.operator.tenant.mode is Mode.OFF
     assert caller.key.disabled
     with pytest.raises(UnknownKey):
-        await snapshots.find_caller(gone)
+        await cache.callers.find(gone)
 
 
 async def test_a_database_that_was_set_back_is_believed_when_everything_is_read_again(
-    source: FakeSource, snapshots: CatalogCache, peppers: Peppers
+    source: FakeSource, cache: CatalogCache, peppers: Peppers
 ) -> None:
     """Restored from a backup: its revisions are lower than those that are known."""
     _, text = source.add_key(peppers, "acme")
     before = source.configs["acme"]
     source.change("acme", suspended=True)
-    assert (await snapshots.find_caller(text)).snapshot.tenant.suspended
+    assert (await cache.callers.find(text)).snapshot.tenant.suspended
     source.configs["acme"] = before
-    snapshots.clear()
-    assert not (await snapshots.find_caller(text)).snapshot.tenant.suspended
+    cache.clear()
+    assert not (await cache.callers.find(text)).snapshot.tenant.suspended
 
 
 async def test_whoever_keeps_the_lanes_is_told_before_the_tenant_is_served(
@@ -705,12 +704,12 @@ async def test_whoever_keeps_the_lanes_is_told_before_the_tenant_is_served(
     kept: list[CatalogCache] = []
 
     def placed(tenant: Tenant) -> None:
-        told.append((tenant.id, tenant.placement.count, tenant.id in kept[0]._tenants))
+        told.append((tenant.id, tenant.placement.count, tenant.id in kept[0]._entries))
 
-    kept.append(cache_of(source, peppers, clock, placed=placed))
+    kept.append(cache_of(source, peppers, clock, on_tenant_loaded=placed))
     _, text = source.add_key(peppers, "acme")
     source.change("acme", lanes=4)
-    await kept[0].find_caller(text)
+    await kept[0].callers.find(text)
     assert told == [("acme", 4, False)]
     await kept[0].close()
 
@@ -721,107 +720,105 @@ async def test_whoever_keeps_the_lanes_is_told_before_the_tenant_is_served(
 async def test_no_more_tenants_and_keys_are_kept_than_allowed_and_what_was_dropped_comes_back(
     source: FakeSource, peppers: Peppers, clock: ManualClock
 ) -> None:
-    snapshots = cache_of(source, peppers, clock, max_tenants=5, max_keys=8)
+    cache = cache_of(source, peppers, clock, max_tenants=5, max_keys=8)
     texts = []
     for number in range(50):
         source.add_tenant(f"t{number}")
         texts.append(source.add_key(peppers, f"t{number}", number)[1])
     for text in texts:
-        await snapshots.find_caller(text)
-    status = snapshots.status()
+        await cache.callers.find(text)
+    status = cache.status()
     assert (status.tenants, status.keys) == (5, 8)
-    assert len(snapshots._callers) <= 8
+    assert len(cache._index.by_fingerprint) <= 8
     for number, text in enumerate(texts):
-        caller = await snapshots.find_caller(text)
+        caller = await cache.callers.find(text)
         assert caller.key.tenant_id == f"t{number}"
         assert caller.snapshot.tenant.id == f"t{number}"
-    await snapshots.close()
+    await cache.close()
 
 
 async def test_a_tenant_that_was_dropped_is_read_again_and_hears_of_changes_as_before(
     source: FakeSource, peppers: Peppers, clock: ManualClock
 ) -> None:
-    snapshots = cache_of(source, peppers, clock, max_tenants=2)
+    cache = cache_of(source, peppers, clock, max_tenants=2)
     _, text = source.add_key(peppers, "acme")
-    await snapshots.find_caller(text)
+    await cache.callers.find(text)
     for number in range(3):
         source.add_tenant(f"t{number}")
-        await snapshots.find_tenant(f"t{number}")
-    await snapshots.apply_changes([source.change("acme", suspended=True)])
-    assert (await snapshots.find_caller(text)).snapshot.tenant.suspended
-    await snapshots.apply_changes([source.change("acme", suspended=False)])
-    caller = snapshots.cached_caller(text)
+        await cache.find_tenant(f"t{number}")
+    await cache.apply_changes([source.change("acme", suspended=True)])
+    assert (await cache.callers.find(text)).snapshot.tenant.suspended
+    await cache.apply_changes([source.change("acme", suspended=False)])
+    caller = cache.callers.get(text)
     assert caller is not None
     assert not caller.snapshot.tenant.suspended
-    await snapshots.close()
+    await cache.close()
 
 
 async def test_snapshots_of_dropped_tenants_are_not_kept_alive_by_their_callers(
     source: FakeSource, peppers: Peppers, clock: ManualClock
 ) -> None:
     """A hundred thousand keys may be remembered, of ten thousand tenants at most."""
-    snapshots = cache_of(source, peppers, clock, max_tenants=5)
+    cache = cache_of(source, peppers, clock, max_tenants=5)
     for number in range(60):
         source.add_tenant(f"t{number}")
-        await snapshots.find_caller(source.add_key(peppers, f"t{number}", number)[1])
+        await cache.callers.find(source.add_key(peppers, f"t{number}", number)[1])
     gc.collect()
     alive = [each for each in gc.get_objects() if type(each) is Snapshot and each.tenant.id.startswith("t")]
     assert len(alive) <= 6
-    await snapshots.close()
+    await cache.close()
 
 
 async def test_memory_does_not_grow_with_wrong_keys(
-    source: FakeSource, snapshots: CatalogCache, peppers: Peppers, monkeypatch: pytest.MonkeyPatch
+    source: FakeSource, cache: CatalogCache, peppers: Peppers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "MAX_LOOKUP_BYTES", 50)
+    monkeypatch.setattr(keys_module, "MAX_UNKNOWN", 50)
     key, text = source.add_key(peppers, "acme")
-    await snapshots.find_caller(text)
+    await cache.callers.find(text)
     for at in range(500):
         with pytest.raises(UnknownKey):
-            await snapshots.find_caller(wrong_key(at=at + 1))
+            await cache.callers.find(wrong_key(at=at + 1))
     for _ in range(500):
         with pytest.raises(UnknownKey):  # the right id with another secret
-            await snapshots.find_caller(
-                Credential.generate(PREFIXES["live"], key.id.removeprefix("key_"), peppers).text
-            )
-    assert snapshots.status().unknown == 50
-    assert (snapshots.status().keys, snapshots.status().tenants) == (1, 1)
-    assert len(snapshots._callers) == 1
-    assert len(snapshots._keys[key.id].fingerprints) == 1
-    assert not snapshots._flights
-    assert not snapshots._changed
+            await cache.callers.find(Credential.generate(PREFIXES["live"], key.id.removeprefix("key_"), peppers).text)
+    assert cache.status().unknown == 50
+    assert (cache.status().keys, cache.status().tenants) == (1, 1)
+    assert len(cache._index.by_fingerprint) == 1
+    assert len(cache._keys.keys[key.id].fingerprints) == 1
+    assert not cache._flights
+    assert not cache._flights._changed
     assert source.reads.count(key.id) == 1
 
 
 async def test_what_is_known_of_changes_is_bounded_too(
     source: FakeSource, peppers: Peppers, clock: ManualClock
 ) -> None:
-    snapshots = cache_of(source, peppers, clock, max_tenants=10)
+    cache = cache_of(source, peppers, clock, max_tenants=10)
     for at in range(200):
-        await snapshots.apply_changes([Announcement(at, f"t{at}", config=True)])
-    assert len(snapshots._accepts.required_stamps) <= 10
-    await snapshots.close()
+        await cache.apply_changes([Announcement(at, f"t{at}", config=True)])
+    assert len(cache._validator.required_stamps) <= 10
+    await cache.close()
 
 
 @pytest.mark.parametrize("text", ["", "\ud800", "lf_live_", "lf_live_" + "ü" * 50, "x" * 100_000, "lf_live_\0"])
 async def test_what_can_not_be_a_key_is_unknown_without_a_look_up(
-    text: str, source: FakeSource, snapshots: CatalogCache
+    text: str, source: FakeSource, cache: CatalogCache
 ) -> None:
     source.reads.clear()
     with pytest.raises(UnknownKey):
-        await snapshots.find_caller(text)
+        await cache.callers.find(text)
     assert not source.reads
 
 
 async def test_when_keys_were_last_used_is_told_once(
-    source: FakeSource, snapshots: CatalogCache, peppers: Peppers, clock: ManualClock
+    source: FakeSource, cache: CatalogCache, peppers: Peppers, clock: ManualClock
 ) -> None:
     key, text = source.add_key(peppers, "acme")
-    await snapshots.find_caller(text)
+    await cache.callers.find(text)
     clock.advance_us(5)
-    snapshots.cached_caller(text)
-    assert snapshots.take_last_used() == {key.id: clock.now_us()}
-    assert snapshots.take_last_used() == {}
+    cache.callers.get(text)
+    assert cache.callers.take_last_used() == {key.id: clock.now_us()}
+    assert cache.callers.take_last_used() == {}
 
 
 # --- The end ---------------------------------------------------------------------------------------------------------
@@ -829,68 +826,68 @@ async def test_when_keys_were_last_used_is_told_once(
 
 @pytest.mark.slow
 async def test_closing_while_something_is_read_leaves_nobody_waiting(
-    source: FakeSource, snapshots: CatalogCache, peppers: Peppers, monkeypatch: pytest.MonkeyPatch
+    source: FakeSource, cache: CatalogCache, peppers: Peppers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "EXPIRY_TOLERANCE_SECONDS", 0.05)
+    monkeypatch.setattr(single_flight, "CLOSE_SECONDS", 0.05)
     _, text = source.add_key(peppers, "acme")
     async with source.held("acme"):
-        requests = [asyncio.create_task(snapshots.find_caller(text)) for _ in range(3)]
+        requests = [asyncio.create_task(cache.callers.find(text)) for _ in range(3)]
         await source.until_waiting()
-        await snapshots.close()
+        await cache.close()
         done, waiting = await asyncio.wait(requests, timeout=30)
         assert len(done) == 3
         assert not waiting
-    assert not snapshots._flights
-    await snapshots.close()
+    assert not cache._flights
+    await cache.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", range(8))
 async def test_what_is_begun_to_be_read_while_it_is_closed_ends_too(
-    steps: int, source: FakeSource, snapshots: CatalogCache, peppers: Peppers, monkeypatch: pytest.MonkeyPatch
+    steps: int, source: FakeSource, cache: CatalogCache, peppers: Peppers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request that has just got its key goes on to ask for its tenant."""
-    monkeypatch.setattr(cache, "EXPIRY_TOLERANCE_SECONDS", 0.05)
+    monkeypatch.setattr(single_flight, "CLOSE_SECONDS", 0.05)
     key, text = source.add_key(peppers, "acme")
     async with source.held("acme"):
         async with source.held(key.id) as let_go:
-            requests = [asyncio.create_task(snapshots.find_caller(text)) for _ in range(3)]
+            requests = [asyncio.create_task(cache.callers.find(text)) for _ in range(3)]
             await source.until_waiting()
             let_go()
             for _ in range(steps):
                 await asyncio.sleep(0)
-            await asyncio.wait_for(snapshots.close(), 30)
+            await asyncio.wait_for(cache.close(), 30)
         _, waiting = await asyncio.wait(requests, timeout=30)
         assert not waiting
         errors = [request.exception() for request in requests]
         assert {type(error) for error in errors} <= {CatalogUnavailable, type(None)}
-        assert not snapshots._flights
+        assert not cache._flights
 
 
 async def test_a_load_that_breaks_in_an_unexpected_way_is_logged_and_the_old_snapshot_serves_on(
     source: FakeSource,
-    snapshots: CatalogCache,
+    cache: CatalogCache,
     peppers: Peppers,
     clock: ManualClock,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     _, text = source.add_key(peppers, "acme")
-    caller = await snapshots.find_caller(text)
+    caller = await cache.callers.find(text)
     config = source.configs["acme"]
     broken = msgspec.structs.replace(config.tenant, revision=9)
     source.configs["acme"] = TenantConfig(broken, (), (None,))  # type: ignore[arg-type]
     clock.advance_us(MINUTE_US)
     with caplog.at_level(logging.ERROR):
-        assert snapshots.cached_caller(text) is caller
-        await settled(snapshots)
+        assert cache.callers.get(text) is caller
+        await settled(cache)
     assert "could not read configuration again" in caplog.text
-    assert snapshots.cached_caller(text) is caller
+    assert cache.callers.get(text) is caller
 
     source.configs["acme"] = config
-    await snapshots.apply_changes([source.change("acme", revision=10, suspended=True)])
+    await cache.apply_changes([source.change("acme", revision=10, suspended=True)])
     clock.advance_us(2_000_000)
-    snapshots.cached_caller(text)
-    await settled(snapshots)
-    found = snapshots.cached_caller(text)
+    cache.callers.get(text)
+    await settled(cache)
+    found = cache.callers.get(text)
     assert found is not None
     assert found.snapshot.tenant.suspended

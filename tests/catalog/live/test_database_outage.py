@@ -104,8 +104,8 @@ LESS: dict[str, tuple[Change, type[Exception]]] = {
 async def test_what_takes_something_away_acts_on_a_node_that_is_cut_off(pair: Pair, mode: Mode) -> None:
     """While it is: the database does not come back before the end."""
     accounts = {name: await create_account(pair.here.catalog, name.replace(" ", "-")) for name in LESS}
-    warm = await create_account(pair.here.catalog, "warm")
-    for each in (*accounts.values(), warm):
+    copies = await create_account(pair.here.catalog, "warm")
+    for each in (*accounts.values(), copies):
         await pair.there.seconds_until(each.text, 5)
     with pair.proxy.in_mode(mode):
         for name, account in accounts.items():
@@ -117,7 +117,7 @@ async def test_what_takes_something_away_acts_on_a_node_that_is_cut_off(pair: Pa
             for name, account in accounts.items():
                 assert await pair.there.error(account.text) is LESS[name][1], name
             await asyncio.sleep(0.2)
-        assert await pair.there.limit(warm.text) == 5
+        assert await pair.there.limit(copies.text) == 5
     await eventually(lambda: pair.there.live.status().database == "ok")
     for name, account in accounts.items():
         await pair.there.seconds_until(account.text, LESS[name][1])
@@ -213,8 +213,8 @@ async def test_a_key_that_is_revoked_and_of_which_there_is_no_copy_is_not_served
         await pair.there.seconds_until(each.text, Forbidden)
 
 
-async def _is_refused(member: Replica, account: Account) -> bool:
-    return await member.error(account.text) in (CatalogUnavailable, Forbidden)
+async def _is_refused(replica: Replica, account: Account) -> bool:
+    return await replica.error(account.text) in (CatalogUnavailable, Forbidden)
 
 
 async def test_a_node_that_starts_without_its_database_obeys_the_copies(pair: Pair) -> None:

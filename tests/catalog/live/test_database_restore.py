@@ -25,6 +25,7 @@ from tests.catalog.replicas import (
     Account,
     Replica,
     closing,
+    copied_config,
     create_account,
     eventually,
     set_limits,
@@ -36,40 +37,40 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_polls")]
 
 
 async def lost_future(
-    place: Environment, member: Replica, folder: Path, limits: str = "8/minute"
+    environment: Environment, replica: Replica, folder: Path, limits: str = "8/minute"
 ) -> tuple[Account, Path]:
     """An account whose plan was 5/minute in the back-up, and was changed three times since."""
-    account = await create_account(member.catalog)
-    file = await back_up(place.database_url, folder)
+    account = await create_account(replica.catalog)
+    file = await back_up(environment.database_url, folder)
     for number in (6, 7):
-        await set_limits(member.catalog, account, f"{number}/minute")
-    await set_limits(member.catalog, account, limits)
+        await set_limits(replica.catalog, account, f"{number}/minute")
+    await set_limits(replica.catalog, account, limits)
     return account, file
 
 
 async def test_after_a_restore_every_node_decides_by_what_is_in_the_database(
-    place: Environment, tmp_path: Path
+    environment: Environment, tmp_path: Path
 ) -> None:
-    members = [await place.replica() for _ in range(3)]
-    account, file = await lost_future(place, members[0], tmp_path)
-    for member in members:
-        await member.seconds_until(account.text, 8)
-    await restore(place.database_url, file)
-    for member in members:
-        await member.seconds_until(account.text, 5)
-    cold = await place.replica()
+    replicas = [await environment.replica() for _ in range(3)]
+    account, file = await lost_future(environment, replicas[0], tmp_path)
+    for replica in replicas:
+        await replica.seconds_until(account.text, 8)
+    await restore(environment.database_url, file)
+    for replica in replicas:
+        await replica.seconds_until(account.text, 5)
+    cold = await environment.replica()
     assert await cold.limit(account.text) == 5
 
 
 @each_database
 async def test_a_change_right_after_a_restore_is_in_force_when_it_is_answered(
-    place: Environment, tmp_path: Path
+    environment: Environment, tmp_path: Path
 ) -> None:
     """Its revision is lower than what every node has seen."""
-    here, there = await place.replica(), await place.replica()
-    account, file = await lost_future(place, here, tmp_path)
+    here, there = await environment.replica(), await environment.replica()
+    account, file = await lost_future(environment, here, tmp_path)
     await there.seconds_until(account.text, 8)
-    await restore(place.database_url, file)
+    await restore(environment.database_url, file)
     await set_limits(here.catalog, account, "15/minute")
     assert await here.limit(account.text) == 15
     await there.seconds_until(account.text, 15)
@@ -81,16 +82,16 @@ async def test_a_change_right_after_a_restore_is_in_force_when_it_is_answered(
 
 @each_database
 async def test_a_restored_database_that_has_come_further_than_a_node_is_noticed(
-    place: Environment, tmp_path: Path
+    environment: Environment, tmp_path: Path
 ) -> None:
     """The numbers go on without a gap: only the ids tell."""
-    here, writer = await place.replica(), await place.writer()
-    account, file = await lost_future(place, here, tmp_path)
+    here, writer = await environment.replica(), await environment.writer()
+    account, file = await lost_future(environment, here, tmp_path)
     other = await create_account(writer, "other")
     await here.seconds_until(account.text, 8)
     await here.seconds_until(other.text, 5)
     await here.live.close()
-    await restore(place.database_url, file)
+    await restore(environment.database_url, file)
     for number in range(10, 20):
         await set_limits(writer, account, f"{number}/minute")
     await set_limits(writer, account, "5/minute")  # a row that the node has in its past
@@ -104,13 +105,13 @@ async def test_a_restored_database_that_has_come_further_than_a_node_is_noticed(
 
 
 @each_database
-async def test_the_same_number_of_changes_after_a_restore_is_noticed(place: Environment, tmp_path: Path) -> None:
+async def test_the_same_number_of_changes_after_a_restore_is_noticed(environment: Environment, tmp_path: Path) -> None:
     """Three changes were lost, and three others made: the numbers are equal."""
-    here, writer = await place.replica(), await place.writer()
-    account, file = await lost_future(place, here, tmp_path)
+    here, writer = await environment.replica(), await environment.writer()
+    account, file = await lost_future(environment, here, tmp_path)
     await here.seconds_until(account.text, 8)
     await here.live.close()
-    await restore(place.database_url, file)
+    await restore(environment.database_url, file)
     for number in (16, 17, 18):
         await set_limits(writer, account, f"{number}/minute")
     await here.live.start()
@@ -119,13 +120,13 @@ async def test_the_same_number_of_changes_after_a_restore_is_noticed(place: Envi
 
 @each_database
 async def test_what_was_suspended_disabled_and_deleted_in_the_lost_time_is_as_the_backup_has_it(
-    place: Environment, tmp_path: Path
+    environment: Environment, tmp_path: Path
 ) -> None:
-    here, there = await place.replica(), await place.replica()
+    here, there = await environment.replica(), await environment.replica()
     accounts = {name: await create_account(here.catalog, name) for name in ("suspended", "disabled", "deleted", "kept")}
     async with here.catalog.edit("test") as edit:
         await edit.disable_key(accounts["kept"].key.id)
-    file = await back_up(place.database_url, tmp_path)
+    file = await back_up(environment.database_url, tmp_path)
     async with here.catalog.edit("test") as edit:
         await edit.update(Tenant, accounts["suspended"].tenant.id, {"suspended": True})
         await edit.disable_key(accounts["disabled"].key.id)
@@ -133,26 +134,26 @@ async def test_what_was_suspended_disabled_and_deleted_in_the_lost_time_is_as_th
         await edit.disable_key(accounts["kept"].key.id, disabled=False)
     await set_operator_mode(here.catalog, Mode.OFF)
     late = await create_account(here.catalog, "late")
-    for member in (here, there):
-        await member.seconds_until(accounts["suspended"].text, Forbidden)
-        await member.seconds_until(accounts["disabled"].text, Forbidden)
-        await member.seconds_until(accounts["deleted"].text, UnknownKey)
-        await member.seconds_until(accounts["kept"].text, None)
-        await member.seconds_until(late.text, None)
-    await restore(place.database_url, file)
-    for member in (here, there):
+    for replica in (here, there):
+        await replica.seconds_until(accounts["suspended"].text, Forbidden)
+        await replica.seconds_until(accounts["disabled"].text, Forbidden)
+        await replica.seconds_until(accounts["deleted"].text, UnknownKey)
+        await replica.seconds_until(accounts["kept"].text, None)
+        await replica.seconds_until(late.text, None)
+    await restore(environment.database_url, file)
+    for replica in (here, there):
         for name in ("suspended", "disabled", "deleted"):
-            await member.seconds_until(accounts[name].text, 5)
-        await member.seconds_until(accounts["kept"].text, Forbidden)
-        await member.seconds_until(late.text, UnknownKey)
+            await replica.seconds_until(accounts[name].text, 5)
+        await replica.seconds_until(accounts["kept"].text, Forbidden)
+        await replica.seconds_until(late.text, UnknownKey)
 
 
 @each_database
-async def test_a_database_that_is_restored_twice_is_believed_twice(place: Environment, tmp_path: Path) -> None:
-    here, there = await place.replica(), await place.replica()
-    account, file = await lost_future(place, here, tmp_path)
+async def test_a_database_that_is_restored_twice_is_believed_twice(environment: Environment, tmp_path: Path) -> None:
+    here, there = await environment.replica(), await environment.replica()
+    account, file = await lost_future(environment, here, tmp_path)
     for number in (11, 12):
-        await restore(place.database_url, file)
+        await restore(environment.database_url, file)
         await there.seconds_until(account.text, 5)
         await set_limits(here.catalog, account, f"{number}/minute")
         assert await here.limit(account.text) == number
@@ -160,15 +161,15 @@ async def test_a_database_that_is_restored_twice_is_believed_twice(place: Enviro
 
 
 @each_database
-async def test_several_nodes_that_notice_at_once_begin_one_timeline(place: Environment, tmp_path: Path) -> None:
-    members = [await place.replica() for _ in range(4)]
-    account, file = await lost_future(place, members[0], tmp_path)
-    for member in members:
-        await member.seconds_until(account.text, 8)
-    await restore(place.database_url, file)
-    await asyncio.gather(*(member.live.catch_up() for member in members))
-    await asyncio.gather(*(member.live.catch_up() for member in members))
-    heads = {member.live._history.head for member in members}
+async def test_several_nodes_that_notice_at_once_begin_one_timeline(environment: Environment, tmp_path: Path) -> None:
+    replicas = [await environment.replica() for _ in range(4)]
+    account, file = await lost_future(environment, replicas[0], tmp_path)
+    for replica in replicas:
+        await replica.seconds_until(account.text, 8)
+    await restore(environment.database_url, file)
+    await asyncio.gather(*(replica.live.catch_up() for replica in replicas))
+    await asyncio.gather(*(replica.live.catch_up() for replica in replicas))
+    heads = {replica.live._history.head for replica in replicas}
     assert len(heads) == 1
     (head,) = heads
     assert head is not None
@@ -177,21 +178,21 @@ async def test_several_nodes_that_notice_at_once_begin_one_timeline(place: Envir
 
 @only_postgres_with_redis
 async def test_after_a_restore_with_all_nodes_stopped_no_copy_of_the_lost_time_counts(
-    place: Environment, tmp_path: Path
+    environment: Environment, tmp_path: Path
 ) -> None:
-    async with Replica(place.database_url, place.redis_url, peppers=place.peppers) as before:
-        account, file = await lost_future(place, before, tmp_path)
+    async with Replica(environment.database_url, environment.redis_url, peppers=environment.peppers) as before:
+        account, file = await lost_future(environment, before, tmp_path)
         await before.limit(account.text)
-    await restore(place.database_url, file)
-    here, there = await place.replica(), await place.replica()
+    await restore(environment.database_url, file)
+    here, there = await environment.replica(), await environment.replica()
     assert await here.limit(account.text) == 5
     await set_limits(here.catalog, account, "15/minute")
     assert await here.limit(account.text) == 15
     await there.seconds_until(account.text, 15)
-    warm = shared_copies(here.shared, place.peppers)
+    copies = shared_copies(here.shared, environment.peppers)
 
     async def is_copied() -> bool:
-        copy = await warm.config(account.tenant.id)
+        copy = await copied_config(copies, account.tenant.id)
         return copy is not None and copy.plans[0].limits[0]["limit"] == 15
 
     await eventually(is_copied)
@@ -199,25 +200,25 @@ async def test_after_a_restore_with_all_nodes_stopped_no_copy_of_the_lost_time_c
 
 @only_sqlite_with_redis
 async def test_a_copy_that_is_written_late_by_a_node_of_the_lost_time_is_not_believed(
-    place: Environment, tmp_path: Path
+    environment: Environment, tmp_path: Path
 ) -> None:
     """It was read before the restore, and written after all others had noticed it."""
-    here = await place.replica()
-    account, file = await lost_future(place, here, tmp_path)
+    here = await environment.replica()
+    account, file = await lost_future(environment, here, tmp_path)
     lost, key = await here.catalog.tenant_config(account.tenant.id), await here.catalog.get(Key, account.key.id)
     stamp = here.live._history.head
     assert stamp is not None
     far = Stamp(stamp.timeline, stamp.revision + 1_000, 7)
-    await restore(place.database_url, file)
+    await restore(environment.database_url, file)
     async with here.catalog.edit("test") as edit:
         await edit.disable_key(account.key.id)
     assert here.shared is not None
-    warm = shared_copies(here.shared, place.peppers)
+    copies = shared_copies(here.shared, environment.peppers)
     for late in (stamp, far):
         await clear(here.shared, account)
-        await warm.put_config(account.tenant.id, lost, late)
-        await warm.put_key(key.id, key, late)
-        cold = await place.replica()
+        await copies.put_all({account.tenant.id: lost}, {}, late)
+        await copies.put_all({}, {key.id: key}, late)
+        cold = await environment.replica()
         assert await cold.error(account.text) is Forbidden
         await here.seconds_until(account.text, Forbidden)
 
@@ -228,7 +229,7 @@ async def clear(shared: Any, account: Account) -> None:
 
 
 @only_sqlite_with_redis
-async def test_a_message_of_the_lost_time_deletes_nothing(place: Environment, tmp_path: Path) -> None:
+async def test_a_message_of_the_lost_time_deletes_nothing(environment: Environment, tmp_path: Path) -> None:
     """It was under way during the restore: what it deletes is there again."""
     heard: list[bytes] = []
 
@@ -237,13 +238,13 @@ async def test_a_message_of_the_lost_time_deletes_nothing(place: Environment, tm
             heard.append(message)
             await super().publish(channel, message)
 
-    assert place.redis_url is not None
-    here = await place.replica(shared=Recording(place.redis_url))
+    assert environment.redis_url is not None
+    here = await environment.replica(shared=Recording(environment.redis_url))
     account = await create_account(here.catalog)
-    file = await back_up(place.database_url, tmp_path)
+    file = await back_up(environment.database_url, tmp_path)
     async with here.catalog.edit("test") as edit:
         await edit.delete(Key, account.key.id)
-    await restore(place.database_url, file)
+    await restore(environment.database_url, file)
     await here.seconds_until(account.text, 5)
     await eventually(lambda: "redis" in here.live.status().listening)
 
@@ -263,24 +264,26 @@ async def test_a_message_of_the_lost_time_deletes_nothing(place: Environment, tm
 
 
 @pytest.mark.parametrize(
-    ("when", "place"), [("running", "postgres and redis"), ("stopped", "sqlite and redis")], indirect=["place"]
+    ("when", "environment"),
+    [("running", "postgres and redis"), ("stopped", "sqlite and redis")],
+    indirect=["environment"],
 )
 async def test_overrides_of_the_lost_time_end_and_those_of_the_backup_act_again(
-    when: str, place: Environment, tmp_path: Path
+    when: str, environment: Environment, tmp_path: Path
 ) -> None:
-    assert place.redis_url is not None
-    url = {"limiter_url": place.redis_url}
-    here = await place.replica(**url)
+    assert environment.redis_url is not None
+    url = {"limiter_url": environment.redis_url}
+    here = await environment.replica(**url)
     account = await create_account(here.catalog)
     own = {"tenant_id": account.tenant.id, "ttl_seconds": 3_600, "limits": {"minute": {"limit": 50}}}
     async with here.catalog.edit("test") as edit:
         kept = await edit.set_override({**own, "subject": "kept"})
     other = await create_account(here.catalog, "other")
-    file = await back_up(place.database_url, tmp_path)
+    file = await back_up(environment.database_url, tmp_path)
     async with here.catalog.edit("test") as edit:
         await edit.delete(type(kept), kept.id)
         await edit.set_override({**own, "tenant_id": other.tenant.id, "subject": "lost"})
-    limiter = Limiter.connect(place.redis_url, options=PATIENT)
+    limiter = Limiter.connect(environment.redis_url, options=PATIENT)
     async with closing(limiter):
 
         async def subjects(account: Account) -> list[str]:
@@ -290,9 +293,9 @@ async def test_overrides_of_the_lost_time_end_and_those_of_the_backup_act_again(
         assert (await subjects(account), await subjects(other)) == ([], ["lost"])
         if when == "stopped":
             await here.live.close()
-        await restore(place.database_url, file)
+        await restore(environment.database_url, file)
         if when == "stopped":
-            await place.replica(**url)
+            await environment.replica(**url)
 
         async def is_as_in_the_backup() -> bool:
             return (await subjects(account), await subjects(other)) == (["kept"], [])
@@ -300,45 +303,47 @@ async def test_overrides_of_the_lost_time_end_and_those_of_the_backup_act_again(
         await eventually(is_as_in_the_backup)
 
 
-@pytest.mark.parametrize("place", ["sqlite", "postgres"], indirect=True)
-async def test_overrides_in_a_nodes_own_memory_are_as_in_the_backup(place: Environment, tmp_path: Path) -> None:
-    here = await place.replica()
+@pytest.mark.parametrize("environment", ["sqlite", "postgres"], indirect=True)
+async def test_overrides_in_a_nodes_own_memory_are_as_in_the_backup(environment: Environment, tmp_path: Path) -> None:
+    here = await environment.replica()
     account = await create_account(here.catalog)
-    file = await back_up(place.database_url, tmp_path)
+    file = await back_up(environment.database_url, tmp_path)
     async with here.catalog.edit("test") as edit:
         changes = {"limits": {"minute": {"limit": 50}}, "ttl_seconds": 3_600}
         await edit.set_override({"tenant_id": account.tenant.id, "subject": "s", **changes})
     assert await here.limit(account.text) == 50
-    await restore(place.database_url, file)
+    await restore(environment.database_url, file)
     await here.seconds_until(account.text, 5)
 
 
 @each_database
 async def test_an_override_whose_plan_had_another_algorithm_in_the_lost_time_acts_again(
-    place: Environment, tmp_path: Path
+    environment: Environment, tmp_path: Path
 ) -> None:
     """A small limit is counted exactly, and a large one approximately: the name stays, and the override looks right."""
-    here = await place.replica(**({} if place.redis_url is None else {"limiter_url": place.redis_url}))
+    here = await environment.replica(
+        **({} if environment.redis_url is None else {"limiter_url": environment.redis_url})
+    )
     account = await create_account(here.catalog, limits="20/minute")
     async with here.catalog.edit("test") as edit:
         override = {"subject": "s", "limits": {"minute": {"limit": 3}}, "ttl_seconds": 3_600}
         await edit.set_override({"tenant_id": account.tenant.id, **override})
     await here.seconds_until(account.text, 3)
-    file = await back_up(place.database_url, tmp_path)
+    file = await back_up(environment.database_url, tmp_path)
     await set_limits(here.catalog, account, "100/minute")
     await here.seconds_until(account.text, 3)
-    await restore(place.database_url, file)
+    await restore(environment.database_url, file)
     repair: Any = here.live._full_sync
-    await eventually(lambda: not repair.is_owed and here.live._history.newest_timeline > 0)
+    await eventually(lambda: not repair.is_pending and here.live._history.newest_timeline > 0)
     await here.seconds_until(account.text, 3)
 
 
 @each_database
 async def test_an_outbox_that_was_tidied_is_no_restore(
-    place: Environment, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    environment: Environment, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The last row of a quiet year is gone, and the next one names its id."""
-    here, writer = await place.replica(), await place.writer()
+    here, writer = await environment.replica(), await environment.writer()
     account = await create_account(here.catalog)
     await here.seconds_until(account.text, 5)
     async with writer.database.writing() as connection:
@@ -351,7 +356,7 @@ async def test_an_outbox_that_was_tidied_is_no_restore(
 
 @each_database
 async def test_a_restored_database_that_can_not_be_written_yet_is_believed_all_the_same(
-    place: Environment, tmp_path: Path
+    environment: Environment, tmp_path: Path
 ) -> None:
     class ReadOnly(Database):
         is_read_only = False
@@ -361,12 +366,12 @@ async def test_a_restored_database_that_can_not_be_written_yet_is_believed_all_t
                 raise CatalogUnavailable("the test says that it can't be written")
             return super().writing()
 
-    here = await place.replica()
-    account, file = await lost_future(place, here, tmp_path)
+    here = await environment.replica()
+    account, file = await lost_future(environment, here, tmp_path)
     await here.seconds_until(account.text, 8)
     here.database.__class__ = ReadOnly
     here.database.is_read_only = True  # type: ignore[attr-defined]
-    await restore(place.database_url, file)
+    await restore(environment.database_url, file)
     await here.seconds_until(account.text, 5)
     assert here.live.status().database == "degraded"
     here.database.is_read_only = False  # type: ignore[attr-defined]
@@ -375,38 +380,40 @@ async def test_a_restored_database_that_can_not_be_written_yet_is_believed_all_t
 
 
 @each_database
-async def test_plans_that_were_made_and_lost_are_not_served_by_any_node(place: Environment, tmp_path: Path) -> None:
+async def test_plans_that_were_made_and_lost_are_not_served_by_any_node(
+    environment: Environment, tmp_path: Path
+) -> None:
     """The operator's too."""
-    here, there = await place.replica(), await place.replica()
+    here, there = await environment.replica(), await environment.replica()
     account = await create_account(here.catalog)
-    file = await back_up(place.database_url, tmp_path)
+    file = await back_up(environment.database_url, tmp_path)
     async with here.catalog.edit("test") as edit:
         plan = await edit.create(Plan, {"tenant_id": OPERATOR, "name": "fleet", "limits": "2/minute"})
         await edit.update(Tenant, OPERATOR, {"default_plan_id": plan.id})
     await there.seconds_until(account.text, 2)
-    await restore(place.database_url, file)
-    for member in (here, there):
-        await member.seconds_until(account.text, 5)
+    await restore(environment.database_url, file)
+    for replica in (here, there):
+        await replica.seconds_until(account.text, 5)
     assert msgspec.structs.asdict(await here.catalog.get(Tenant, OPERATOR))["default_plan_id"] is None
 
 
 @only_postgres_with_redis
 async def test_a_restore_is_noticed_by_a_node_that_heard_of_the_lost_changes_while_it_was_cut_off(
-    place: Environment, tmp_path: Path
+    environment: Environment, tmp_path: Path
 ) -> None:
     """Its own history did not move on: only Redis told it of what the database has lost."""
-    here, there = await place.replica(), await place.replica()
+    here, there = await environment.replica(), await environment.replica()
     account = await create_account(there.catalog)
     await here.seconds_until(account.text, 5)
     await eventually(lambda: "redis" in here.live.status().listening)
-    file = await back_up(place.database_url, tmp_path)
+    file = await back_up(environment.database_url, tmp_path)
     cut_off(here.database)
     await eventually(lambda: here.live.status().database == "degraded")
     for number in (6, 7, 9, 10, 11, 8):
         await set_limits(there.catalog, account, f"{number}/minute")
     await here.seconds_until(account.text, 8)
     await there.close()
-    await restore(place.database_url, file)
+    await restore(environment.database_url, file)
     reconnect(here.database)
     await here.seconds_until(account.text, 5)
     await set_limits(here.catalog, account, "3/minute")

@@ -17,8 +17,8 @@ from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database import outbox, tables
 from limitforge.catalog.database.database import Database
 from limitforge.catalog.database.outbox import Announcement
-from limitforge.catalog.live import live_catalog as nodes
-from limitforge.catalog.live import outbox_relay as relays
+from limitforge.catalog.live import live_catalog as live_catalog_module
+from limitforge.catalog.live import outbox_relay as relay_module
 from limitforge.catalog.live.live_catalog import LiveCatalog
 from limitforge.catalog.model import Key, Plan, Tenant, TenantConfig
 from limitforge.core.limits import Mode
@@ -39,6 +39,7 @@ from tests.catalog.live.test_processes import cut_listeners
 from tests.catalog.replicas import (
     Replica,
     closing,
+    copied_config,
     create_account,
     eventually,
     set_limits,
@@ -58,13 +59,13 @@ Record = Callable[[str, object], None]
 # --- Changes made elsewhere ------------------------------------------------------------------------------------------
 
 
-async def is_published(member: Replica) -> bool:
-    async with member.database.reading() as connection:
+async def is_published(replica: Replica) -> bool:
+    async with replica.database.reading() as connection:
         return not await outbox.unpublished_announcements(connection, 1)
 
 
-async def test_what_one_node_changes_decides_on_the_other(place: Environment, record_property: Record) -> None:
-    here, there = await place.replica(), await place.replica()
+async def test_what_one_node_changes_decides_on_the_other(environment: Environment, record_property: Record) -> None:
+    here, there = await environment.replica(), await environment.replica()
     account = await create_account(here.catalog)
     await there.seconds_until(account.text, 5)
     told = {}
@@ -107,9 +108,9 @@ async def test_what_one_node_changes_decides_on_the_other(place: Environment, re
 
 
 async def test_what_a_writer_that_never_publishes_changes_decides_everywhere(
-    place: Environment, record_property: Record
+    environment: Environment, record_property: Record
 ) -> None:
-    writer, there = await place.writer(), await place.replica()
+    writer, there = await environment.writer(), await environment.replica()
     account = await create_account(writer)
     await there.seconds_until(account.text, 5)
     delays = []
@@ -127,10 +128,10 @@ async def test_what_a_writer_that_never_publishes_changes_decides_everywhere(
 
 @only_with_redis
 async def test_a_key_that_another_writer_changes_in_the_very_moment_it_is_first_used_is_the_new_one_soon(
-    place: Environment,
+    environment: Environment,
 ) -> None:
     """Whatever copy the first request found."""
-    writer, one, two = await place.writer(), await place.replica(), await place.replica()
+    writer, one, two = await environment.writer(), await environment.replica(), await environment.replica()
     account = await create_account(one.catalog)
     await one.limit(account.text)
     async with writer.edit("test") as edit:
@@ -141,7 +142,7 @@ async def test_a_key_that_another_writer_changes_in_the_very_moment_it_is_first_
 
 
 @only_postgres_with_redis
-async def test_exactly_one_node_publishes_for_a_writer_that_did_not(place: Environment) -> None:
+async def test_exactly_one_node_publishes_for_a_writer_that_did_not(environment: Environment) -> None:
     """And the copy that it left standing is put right."""
     published: list[int] = []
 
@@ -150,34 +151,34 @@ async def test_exactly_one_node_publishes_for_a_writer_that_did_not(place: Envir
             published.extend(each.revision for each in decode_announcements(channel, message))
             await super().publish(channel, message)
 
-    assert place.redis_url is not None
-    members = [await place.replica(shared=Counting(place.redis_url)) for _ in range(4)]
-    writer = await place.writer()
-    account = await create_account(members[0].catalog)
-    for member in members:
-        await member.seconds_until(account.text, 5)
-    await eventually(lambda: is_published(members[0]))
+    assert environment.redis_url is not None
+    replicas = [await environment.replica(shared=Counting(environment.redis_url)) for _ in range(4)]
+    writer = await environment.writer()
+    account = await create_account(replicas[0].catalog)
+    for replica in replicas:
+        await replica.seconds_until(account.text, 5)
+    await eventually(lambda: is_published(replicas[0]))
     published.clear()
-    warm = shared_copies(members[0].shared, place.peppers)
+    copies = shared_copies(replicas[0].shared, environment.peppers)
     for number in (6, 7, 8):
         await set_limits(writer, account, f"{number}/minute")
         truth = await writer.tenant_config(account.tenant.id)
 
         async def is_right(truth: TenantConfig = truth) -> bool:
-            return await warm.config(account.tenant.id) == truth
+            return await copied_config(copies, account.tenant.id) == truth
 
         await eventually(is_right)
-        for member in members:
-            await member.seconds_until(account.text, number)
-    await eventually(lambda: is_published(members[0]))
-    for member in members:
-        assert member.live._relay is not None
-        await member.live._relay.publish_pending()
+        for replica in replicas:
+            await replica.seconds_until(account.text, number)
+    await eventually(lambda: is_published(replicas[0]))
+    for replica in replicas:
+        assert replica.live._relay is not None
+        await replica.live._relay.publish_pending()
     assert len(published) == len(set(published)) == 3
 
 
 @only_postgres_with_redis
-async def test_what_was_written_just_before_a_node_started_is_in_force_there(place: Environment) -> None:
+async def test_what_was_written_just_before_a_node_started_is_in_force_there(environment: Environment) -> None:
     """The copy is the old one, the message comes before the node listens: it must look at what was not published yet
     as if it had happened after its start.
     """
@@ -189,13 +190,13 @@ async def test_what_was_written_just_before_a_node_started_is_in_force_there(pla
             await asyncio.sleep(600)
             yield None
 
-    assert place.redis_url is not None
-    async with Replica(place.database_url, place.redis_url, peppers=place.peppers) as before:
+    assert environment.redis_url is not None
+    async with Replica(environment.database_url, environment.redis_url, peppers=environment.peppers) as before:
         account = await create_account(before.catalog)
         await before.limit(account.text)
-    writer = await place.writer()
+    writer = await environment.writer()
     await set_limits(writer, account, "6/minute")
-    there = Replica(place.database_url, peppers=place.peppers, shared=Deaf(place.redis_url))
+    there = Replica(environment.database_url, peppers=environment.peppers, shared=Deaf(environment.redis_url))
     async with closing(there):
         starting = asyncio.create_task(there.live.start())
         await there.limit(account.text)
@@ -205,20 +206,20 @@ async def test_what_was_written_just_before_a_node_started_is_in_force_there(pla
 
 @only_sqlite_with_redis
 async def test_what_was_written_while_redis_was_away_is_published_when_it_is_back(
-    place: Environment, own_redis_server: RedisServer, peppers: Peppers
+    environment: Environment, own_redis_server: RedisServer, peppers: Peppers
 ) -> None:
-    place.redis_url = own_redis_server.url
-    here, there = await place.replica(), await place.replica()
+    environment.redis_url = own_redis_server.url
+    here, there = await environment.replica(), await environment.replica()
     account = await create_account(here.catalog)
     await there.seconds_until(account.text, 5)
     own_redis_server.kill()
     await set_limits(here.catalog, account, "6/minute")
     await there.seconds_until(account.text, 6)
     own_redis_server.restart()
-    warm = shared_copies(here.shared, peppers)
+    copies = shared_copies(here.shared, peppers)
 
     async def is_copied() -> bool:
-        copy = await warm.config(account.tenant.id)
+        copy = await copied_config(copies, account.tenant.id)
         return copy is not None and copy.plans[0].limits == (await here.catalog.get(Plan, account.plan.id)).limits
 
     await eventually(is_copied)
@@ -226,9 +227,9 @@ async def test_what_was_written_while_redis_was_away_is_published_when_it_is_bac
 
 @only_postgres_with_redis
 async def test_a_subscriber_whose_connection_is_cut_misses_nothing(
-    place: Environment, redis_server: RedisServer, record_property: Record
+    environment: Environment, redis_server: RedisServer, record_property: Record
 ) -> None:
-    here, there = await place.replica(), await place.replica()
+    here, there = await environment.replica(), await environment.replica()
     account = await create_account(here.catalog)
     await there.seconds_until(account.text, 5)
     await eventually(lambda: "redis" in there.live.status().listening)
@@ -243,9 +244,9 @@ async def test_a_subscriber_whose_connection_is_cut_misses_nothing(
 
 @only_postgres
 async def test_a_node_whose_listen_is_cut_misses_nothing(
-    place: Environment, postgres_server: PostgresServer, record_property: Record
+    environment: Environment, postgres_server: PostgresServer, record_property: Record
 ) -> None:
-    writer, there = await place.writer(), await place.replica()
+    writer, there = await environment.writer(), await environment.replica()
     account = await create_account(writer)
     await there.seconds_until(account.text, 5)
     await eventually(lambda: "postgres" in there.live.status().listening)
@@ -258,8 +259,8 @@ async def test_a_node_whose_listen_is_cut_misses_nothing(
 
 
 @only_sqlite_with_redis
-async def test_messages_that_are_not_ours_disturb_nobody(place: Environment, redis_url: str) -> None:
-    here, there = await place.replica(), await place.replica()
+async def test_messages_that_are_not_ours_disturb_nobody(environment: Environment, redis_url: str) -> None:
+    here, there = await environment.replica(), await environment.replica()
     account = await create_account(here.catalog)
     await there.seconds_until(account.text, 5)
     with redis_py.Redis.from_url(redis_url) as client:
@@ -279,9 +280,9 @@ async def test_messages_that_are_not_ours_disturb_nobody(place: Environment, red
 
 @each_database
 async def test_many_writes_at_once_reach_all_and_make_nobody_read_everything_again(
-    place: Environment, caplog: pytest.LogCaptureFixture
+    environment: Environment, caplog: pytest.LogCaptureFixture
 ) -> None:
-    here, there = await place.replica(), await place.replica()
+    here, there = await environment.replica(), await environment.replica()
     accounts = [await create_account(here.catalog, f"t{at}") for at in range(4)]
     for account in accounts:
         await there.seconds_until(account.text, 5)
@@ -315,31 +316,31 @@ class SlowDatabase(Database):
 
 @without_redis
 async def test_a_change_of_its_own_while_a_node_looks_for_others_makes_it_read_nothing_again(
-    place: Environment, caplog: pytest.LogCaptureFixture
+    environment: Environment, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The look saw the revision before; by its end the node has gone on by itself."""
-    database = SlowDatabase(place.database_url)
+    database = SlowDatabase(environment.database_url)
     async with closing(database):
-        node = LiveCatalog(database, place.peppers, shared=None)
-        account = await create_account(node.catalog)
-        await node.catch_up()
+        live_catalog = LiveCatalog(database, environment.peppers, shared=None)
+        account = await create_account(live_catalog.catalog)
+        await live_catalog.catch_up()
         database.is_held = True
-        looking = asyncio.create_task(node.catch_up())
+        looking = asyncio.create_task(live_catalog.catch_up())
         await eventually(lambda: not database.is_held)
-        await set_limits(node.catalog, account, "6/minute")
+        await set_limits(live_catalog.catalog, account, "6/minute")
         database.go.set()
         await looking
-        await node.cache.close()
+        await live_catalog.cache.close()
     assert "everything that it remembers is read again" not in caplog.text
 
 
 @only_sqlite_with_redis
 async def test_one_edit_of_more_tenants_than_fit_into_a_batch_reaches_all_of_them(
-    place: Environment, monkeypatch: pytest.MonkeyPatch
+    environment: Environment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node that receives a message with a part of a revision must not take it for all of it."""
-    monkeypatch.setattr(relays, "BATCH", 3)
-    assert place.redis_url is not None
+    monkeypatch.setattr(relay_module, "BATCH", 3)
+    assert environment.redis_url is not None
     told: list[list[Announcement]] = []
 
     class Counting(CatalogRedis):
@@ -347,9 +348,9 @@ async def test_one_edit_of_more_tenants_than_fit_into_a_batch_reaches_all_of_the
             told.append(decode_announcements(channel, message))
             await super().publish(channel, message)
 
-    writer = await place.writer()
+    writer = await environment.writer()
     accounts = [await create_account(writer, f"t{at}") for at in range(10)]
-    there = await place.replica(shared=Counting(place.redis_url))
+    there = await environment.replica(shared=Counting(environment.redis_url))
     for account in accounts:
         await there.seconds_until(account.text, 5)
     await eventually(lambda: is_published(there))
@@ -365,33 +366,33 @@ async def test_one_edit_of_more_tenants_than_fit_into_a_batch_reaches_all_of_the
 
 
 @each_database
-async def test_a_node_that_missed_more_than_is_kept_reads_everything_again(place: Environment) -> None:
-    writer = await place.writer()
+async def test_a_node_that_missed_more_than_is_kept_reads_everything_again(environment: Environment) -> None:
+    writer = await environment.writer()
     account = await create_account(writer)
-    member = Replica(place.database_url, place.redis_url, peppers=place.peppers)
-    async with closing(member):
-        await member.limit(account.text)
-        await member.live.catch_up()
-        member.live._history.rewind(1, 0)
+    replica = Replica(environment.database_url, environment.redis_url, peppers=environment.peppers)
+    async with closing(replica):
+        await replica.limit(account.text)
+        await replica.live.catch_up()
+        replica.live._history.rewind(1, 0)
         await set_limits(writer, account, "6/minute")
         async with writer.edit("test") as edit:
             await edit.disable_key(account.key.id)
-        async with member.database.writing() as connection:
+        async with replica.database.writing() as connection:
             await connection.exec_driver_sql("DELETE FROM outbox")
-        await member.live.catch_up()
-        assert await member.error(account.text) is Forbidden
+        await replica.live.catch_up()
+        assert await replica.error(account.text) is Forbidden
         async with writer.edit("test") as edit:
             await edit.disable_key(account.key.id, disabled=False)
-        await member.live.catch_up()
-        assert await member.limit(account.text) == 6
+        await replica.live.catch_up()
+        assert await replica.limit(account.text) == 6
 
 
 @each_database
-async def test_a_database_that_was_set_back_is_believed(place: Environment) -> None:
+async def test_a_database_that_was_set_back_is_believed(environment: Environment) -> None:
     """Restored from a backup under a running node: its revisions are lower than those the node has seen."""
-    writer = await place.writer()
+    writer = await environment.writer()
     account = await create_account(writer)
-    there = await place.replica()
+    there = await environment.replica()
     await there.seconds_until(account.text, 5)
     before = await writer.tenant_config(account.tenant.id)
     revision = before.tenant.revision
@@ -409,7 +410,7 @@ async def test_a_database_that_was_set_back_is_believed(place: Environment) -> N
 
 
 @only_sqlite
-async def test_what_breaks_in_an_unexpected_way_does_not_stop_a_node_from_hearing(place: Environment) -> None:
+async def test_what_breaks_in_an_unexpected_way_does_not_stop_a_node_from_hearing(environment: Environment) -> None:
     """Here, whoever is told of tenants refuses one of them; it might be anything."""
     refused: set[str] = set()
     refusals: list[str] = []
@@ -419,9 +420,9 @@ async def test_what_breaks_in_an_unexpected_way_does_not_stop_a_node_from_hearin
             refusals.append(tenant.id)
             raise InvalidInput("lanes", "the test says so")
 
-    writer = await place.writer()
+    writer = await environment.writer()
     one, two = await create_account(writer, "one"), await create_account(writer, "two")
-    there = await place.replica(placed=placed)
+    there = await environment.replica(on_tenant_loaded=placed)
     await there.seconds_until(one.text, 5)
     await there.seconds_until(two.text, 5)
     refused.add(one.tenant.id)
@@ -438,11 +439,13 @@ async def test_what_breaks_in_an_unexpected_way_does_not_stop_a_node_from_hearin
 
 
 @without_redis
-async def test_when_keys_were_used_is_written_in_batches(place: Environment, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes, "USED_SECONDS", 0.1)
-    writer = await place.writer()
+async def test_when_keys_were_used_is_written_in_batches(
+    environment: Environment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_catalog_module, "USED_SECONDS", 0.1)
+    writer = await environment.writer()
     account = await create_account(writer)
-    there = await place.replica()
+    there = await environment.replica()
     await there.limit(account.text)
 
     async def is_written() -> bool:
@@ -461,10 +464,10 @@ async def test_when_keys_were_used_is_written_in_batches(place: Environment, mon
 
 
 @without_redis
-async def test_what_was_used_is_written_at_the_end(place: Environment) -> None:
-    writer = await place.writer()
+async def test_what_was_used_is_written_at_the_end(environment: Environment) -> None:
+    writer = await environment.writer()
     account = await create_account(writer)
-    async with Replica(place.database_url, place.redis_url, peppers=place.peppers) as there:
+    async with Replica(environment.database_url, environment.redis_url, peppers=environment.peppers) as there:
         await there.limit(account.text)
     assert (await writer.get(Key, account.key.id)).last_used_at is not None
 
@@ -472,15 +475,15 @@ async def test_what_was_used_is_written_at_the_end(place: Environment) -> None:
 async def test_when_a_key_was_used_is_not_forgotten_because_the_database_was_away(
     own_postgres_server: PostgresServer, peppers: Peppers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nodes, "USED_SECONDS", 0.2)
-    place = await place_on(own_postgres_server, peppers)
-    async with place.stack:
-        there = await place.replica()
+    monkeypatch.setattr(live_catalog_module, "USED_SECONDS", 0.2)
+    environment = await place_on(own_postgres_server, peppers)
+    async with environment.stack:
+        there = await environment.replica()
         account = await create_account(there.catalog)
-        await there.live.cache.find_caller(account.text)
-        there.live.cache.take_last_used()
+        await there.live.cache.callers.find(account.text)
+        there.live.cache.callers.take_last_used()
         own_postgres_server.kill()
-        assert there.live.cache.cached_caller(account.text) is not None
+        assert there.live.cache.callers.get(account.text) is not None
         await eventually(lambda: there.live.status().database == "degraded")
         own_postgres_server.restart()
 
@@ -506,19 +509,19 @@ async def place_on(server: PostgresServer, peppers: Peppers, redis_url: str | No
 async def test_without_a_database_and_without_redis_a_node_does_not_start(
     own_postgres_server: PostgresServer, peppers: Peppers
 ) -> None:
-    place = await place_on(own_postgres_server, peppers)
+    environment = await place_on(own_postgres_server, peppers)
     own_postgres_server.kill()
-    async with place.stack:
+    async with environment.stack:
         with pytest.raises(CatalogUnavailable):
-            await place.replica()
+            await environment.replica()
 
 
 async def test_without_a_database_a_node_starts_from_copies_and_recovers_by_itself(
     own_postgres_server: PostgresServer, peppers: Peppers, redis_url: str
 ) -> None:
-    place = await place_on(own_postgres_server, peppers, redis_url)
-    async with place.stack:
-        first = await place.replica()
+    environment = await place_on(own_postgres_server, peppers, redis_url)
+    async with environment.stack:
+        first = await environment.replica()
         account = await create_account(first.catalog)
         cold = await create_account(first.catalog, "cold")
         await first.limit(account.text)
@@ -526,7 +529,7 @@ async def test_without_a_database_a_node_starts_from_copies_and_recovers_by_itse
         with redis_py.Redis.from_url(redis_url) as client:
             client.delete(f"lf:{{{cold.key.id}}}:%k")
         own_postgres_server.kill()
-        there = await place.replica()
+        there = await environment.replica()
         assert there.live.status().database == "degraded"
         assert await there.limit(account.text) == 5
         assert await there.error(cold.text) is CatalogUnavailable
@@ -534,7 +537,7 @@ async def test_without_a_database_a_node_starts_from_copies_and_recovers_by_itse
         own_postgres_server.restart()
         await eventually(lambda: there.live.status().database == "ok")
         await there.seconds_until(cold.text, 5)
-        writer = await place.writer()
+        writer = await environment.writer()
         await set_limits(writer, account, "6/minute")
         await there.seconds_until(account.text, 6)
 
@@ -543,14 +546,14 @@ async def test_an_idle_node_says_that_all_is_well_once_the_database_is_back(
     own_postgres_server: PostgresServer, peppers: Peppers, clock: ManualClock
 ) -> None:
     """It had found a snapshot to be stale, and nobody has asked for anything since."""
-    place = await place_on(own_postgres_server, peppers)
-    async with place.stack:
-        there = await place.replica(clock=clock)
+    environment = await place_on(own_postgres_server, peppers)
+    async with environment.stack:
+        there = await environment.replica(clock=clock)
         account = await create_account(there.catalog)
         await there.limit(account.text)
         own_postgres_server.kill()
         clock.advance_us(61_000_000)
-        caller = there.live.cache.cached_caller(account.text)
+        caller = there.live.cache.callers.get(account.text)
         assert caller is not None
         await eventually(lambda: caller.is_stale)
         await eventually(lambda: there.live.status().database == "degraded")
@@ -562,13 +565,13 @@ async def test_an_idle_node_says_that_all_is_well_once_the_database_is_back(
 async def test_a_change_made_while_the_database_was_away_for_one_node_is_in_force_when_it_is_back(
     own_postgres_server: PostgresServer, peppers: Peppers
 ) -> None:
-    place = await place_on(own_postgres_server, peppers)
-    async with place.stack:
-        there = await place.replica()
+    environment = await place_on(own_postgres_server, peppers)
+    async with environment.stack:
+        there = await environment.replica()
         account = await create_account(there.catalog)
         await there.limit(account.text)
         own_postgres_server.restart()
-        writer = await place.writer()
+        writer = await environment.writer()
 
         async def is_changed() -> bool:
             try:
@@ -584,10 +587,10 @@ async def test_a_change_made_while_the_database_was_away_for_one_node_is_in_forc
 
 @only_sqlite_with_redis
 async def test_while_redis_is_away_the_database_is_said_to_be_well_and_the_log_is_not_flooded(
-    place: Environment, own_redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+    environment: Environment, own_redis_server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    place.redis_url = own_redis_server.url
-    there, writer = await place.replica(), await place.writer()
+    environment.redis_url = own_redis_server.url
+    there, writer = await environment.replica(), await environment.writer()
     account = await create_account(writer)
     await there.seconds_until(account.text, 5)
     await eventually(lambda: is_published(there))
@@ -606,16 +609,16 @@ async def test_while_redis_is_away_the_database_is_said_to_be_well_and_the_log_i
 
 
 @each_database
-async def test_a_node_that_is_started_twice_does_everything_once(place: Environment) -> None:
-    there = await place.replica()
+async def test_a_node_that_is_started_twice_does_everything_once(environment: Environment) -> None:
+    there = await environment.replica()
     before = len(there.live._tasks)
     await there.live.start()
     assert len(there.live._tasks) == before
 
 
 @each_database
-async def test_a_node_that_was_closed_is_closed_and_can_be_started_again(place: Environment) -> None:
-    writer, there = await place.writer(), await place.replica()
+async def test_a_node_that_was_closed_is_closed_and_can_be_started_again(environment: Environment) -> None:
+    writer, there = await environment.writer(), await environment.replica()
     account = await create_account(writer)
     await there.seconds_until(account.text, 5)
     await there.live.close()
@@ -627,11 +630,11 @@ async def test_a_node_that_was_closed_is_closed_and_can_be_started_again(place: 
 
 
 @each_database
-async def test_nothing_is_left_of_a_node_that_was_closed(place: Environment) -> None:
+async def test_nothing_is_left_of_a_node_that_was_closed(environment: Environment) -> None:
     """No task, no thread, no socket, no warning, with asyncio looking closely."""
     asyncio.get_running_loop().set_debug(True)
     tasks, threads, open_sockets = asyncio.all_tasks(), set(threading.enumerate()), sockets()
-    async with Replica(place.database_url, place.redis_url, peppers=place.peppers) as there:
+    async with Replica(environment.database_url, environment.redis_url, peppers=environment.peppers) as there:
         account = await create_account(there.catalog)
         await there.limit(account.text)
         await asyncio.sleep(0.2)
@@ -644,9 +647,9 @@ async def test_nothing_is_left_of_a_node_that_was_closed(place: Environment) -> 
 
 @pytest.mark.parametrize("steps", range(6))
 @only_sqlite
-async def test_a_node_that_is_closed_just_as_it_hears_of_something_ends(place: Environment, steps: int) -> None:
+async def test_a_node_that_is_closed_just_as_it_hears_of_something_ends(environment: Environment, steps: int) -> None:
     """asyncio.wait_for swallows a cancellation that comes together with what it waits for (before Python 3.12)."""
-    there = await place.replica()
+    there = await environment.replica()
     await asyncio.sleep(0.05)
     there.live._wake.set()
     for _ in range(steps):
@@ -662,7 +665,7 @@ async def test_a_node_that_is_closed_just_as_it_hears_of_something_ends(place: E
 
 
 @only_sqlite_with_redis
-async def test_a_node_ends_also_if_a_driver_swallows_that_it_is_to_end(place: Environment) -> None:
+async def test_a_node_ends_also_if_a_driver_swallows_that_it_is_to_end(environment: Environment) -> None:
     """redis-py writes within asyncio.wait_for, which does so now and then (before Python 3.12)."""
 
     class Swallowing(CatalogRedis):
@@ -673,11 +676,11 @@ async def test_a_node_ends_also_if_a_driver_swallows_that_it_is_to_end(place: En
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(20)
 
-    assert place.redis_url is not None
-    shared = Swallowing(place.redis_url)
-    writer = await place.writer()
+    assert environment.redis_url is not None
+    shared = Swallowing(environment.redis_url)
+    writer = await environment.writer()
     await create_account(writer)
-    there = await place.replica(shared=shared)
+    there = await environment.replica(shared=shared)
     await eventually(lambda: shared.is_waiting)
     closing_it = asyncio.create_task(there.live.close())
     done, _ = await asyncio.wait([closing_it], timeout=30)
@@ -692,10 +695,10 @@ async def test_a_node_ends_also_if_a_driver_swallows_that_it_is_to_end(place: En
 
 
 @each_database
-async def test_a_node_can_be_closed_while_requests_wait_for_what_it_reads(place: Environment) -> None:
-    writer = await place.writer()
+async def test_a_node_can_be_closed_while_requests_wait_for_what_it_reads(environment: Environment) -> None:
+    writer = await environment.writer()
     account = await create_account(writer)
-    there = Replica(place.database_url, place.redis_url, peppers=place.peppers)
+    there = Replica(environment.database_url, environment.redis_url, peppers=environment.peppers)
     async with closing(there):
         await there.live.start()
         requests = [asyncio.create_task(there.limit(account.text)) for _ in range(20)]
@@ -710,12 +713,12 @@ async def test_a_node_can_be_closed_while_requests_wait_for_what_it_reads(place:
             assert error is None or isinstance(error, CatalogUnavailable)
 
 
-async def test_the_status_says_what_it_listens_to_and_how_far_it_got(place: Environment) -> None:
-    there = await place.replica()
+async def test_the_status_says_what_it_listens_to_and_how_far_it_got(environment: Environment) -> None:
+    there = await environment.replica()
     account = await create_account(there.catalog)
     await there.limit(account.text)
-    expected = {"redis"} if place.redis_url else set()
-    expected |= {"postgres"} if place.database_url.startswith("postgres") else set()
+    expected = {"redis"} if environment.redis_url else set()
+    expected |= {"postgres"} if environment.database_url.startswith("postgres") else set()
     await eventually(lambda: set(there.live.status().listening) == expected)
     status = there.live.status()
     assert status.database == "ok"

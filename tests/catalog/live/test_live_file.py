@@ -59,9 +59,9 @@ async def sink(clock: ManualClock) -> AsyncIterator[Limiter]:
 
 
 @pytest.fixture
-async def node(path: Path, sink: Limiter, peppers: Peppers, clock: ManualClock) -> AsyncIterator[LiveFile]:
-    async with LiveFile(path, peppers, sink=sink, clock=clock) as node:
-        yield node
+async def live_file(path: Path, sink: Limiter, peppers: Peppers, clock: ManualClock) -> AsyncIterator[LiveFile]:
+    async with LiveFile(path, peppers, sink=sink, clock=clock) as live_file:
+        yield live_file
 
 
 def write(path: Path, text: str) -> None:
@@ -75,8 +75,8 @@ def move(source: Path, target: Path) -> None:
     source.rename(target)
 
 
-async def limit_of(node: LiveFile) -> int | None:
-    caller = await node.cache.find_caller(KEY.text)
+async def limit_of(live_file: LiveFile) -> int | None:
+    caller = await live_file.cache.callers.find(KEY.text)
     return caller.snapshot.select("GET:/").limits["burst"].size
 
 
@@ -145,13 +145,13 @@ def test_keys_that_come_change_and_go_are_told() -> None:
 # --- How it serves ---------------------------------------------------------------------------------------------------
 
 
-async def test_a_key_of_the_file_is_recognised(node: LiveFile) -> None:
-    caller = await node.cache.find_caller(KEY.text)
+async def test_a_key_of_the_file_is_recognised(live_file: LiveFile) -> None:
+    caller = await live_file.cache.callers.find(KEY.text)
     assert caller.snapshot.tenant.name == "acme"
-    assert await limit_of(node) == 100
+    assert await limit_of(live_file) == 100
     with pytest.raises(UnknownKey):
-        await node.cache.find_caller(OTHER.text)
-    assert (node.status().file, node.status().error, node.status().revision) == ("ok", None, 1)
+        await live_file.cache.callers.find(OTHER.text)
+    assert (live_file.status().file, live_file.status().error, live_file.status().revision) == ("ok", None, 1)
 
 
 async def test_a_wrong_file_is_refused_at_the_start(tmp_path: Path, peppers: Peppers) -> None:
@@ -163,96 +163,98 @@ async def test_a_wrong_file_is_refused_at_the_start(tmp_path: Path, peppers: Pep
         await LiveFile(tmp_path / "none.yaml", peppers).start()
 
 
-async def test_a_new_version_is_in_force_without_a_restart(node: LiveFile, path: Path) -> None:
-    assert await limit_of(node) == 100
+async def test_a_new_version_is_in_force_without_a_restart(live_file: LiveFile, path: Path) -> None:
+    assert await limit_of(live_file) == 100
     with pytest.raises(UnknownKey):
-        await node.cache.find_caller(OTHER.text)
+        await live_file.cache.callers.find(OTHER.text)
     write(path, config(200, keys=f"{entry(KEY)}, {entry(OTHER, disabled='true')}", operator="{mode: monitor}"))
-    await node.poll()
-    assert await limit_of(node) == 200
-    other = await node.cache.find_caller(OTHER.text)
+    await live_file.poll()
+    assert await limit_of(live_file) == 200
+    other = await live_file.cache.callers.find(OTHER.text)
     with pytest.raises(Forbidden):
         other.require(KeyScope.CHECK)
     assert other.snapshot.operator.tenant.mode == "monitor"
-    assert node.status().revision == 2
+    assert live_file.status().revision == 2
 
 
-async def test_it_is_watched_by_itself(node: LiveFile, path: Path) -> None:
+async def test_it_is_watched_by_itself(live_file: LiveFile, path: Path) -> None:
     write(path, config(300))
     async with asyncio.timeout(30):
-        while await limit_of(node) != 300:  # noqa: ASYNC110 - nobody tells when it has looked
+        while await limit_of(live_file) != 300:  # noqa: ASYNC110 - nobody tells when it has looked
             await asyncio.sleep(0.01)
 
 
-async def test_whoever_holds_a_caller_sees_the_new_version(node: LiveFile, path: Path) -> None:
-    caller = await node.cache.find_caller(KEY.text)
+async def test_whoever_holds_a_caller_sees_the_new_version(live_file: LiveFile, path: Path) -> None:
+    caller = await live_file.cache.callers.find(KEY.text)
     write(path, config(200))
-    await node.poll()
+    await live_file.poll()
     assert caller.snapshot.select("GET:/").limits["burst"].size == 200
 
 
-async def test_a_key_or_tenant_that_is_gone_is_refused(node: LiveFile, path: Path) -> None:
-    await limit_of(node)
+async def test_a_key_or_tenant_that_is_gone_is_refused(live_file: LiveFile, path: Path) -> None:
+    await limit_of(live_file)
     write(path, config(keys=entry(OTHER)))
-    await node.poll()
+    await live_file.poll()
     with pytest.raises(UnknownKey):
-        await limit_of(node)
-    await node.cache.find_caller(OTHER.text)
+        await limit_of(live_file)
+    await live_file.cache.callers.find(OTHER.text)
     write(path, "tenants: []")
-    await node.poll()
+    await live_file.poll()
     with pytest.raises(UnknownKey):
-        await node.cache.find_caller(OTHER.text)
+        await live_file.cache.callers.find(OTHER.text)
 
 
 async def test_a_wrong_version_leaves_the_last_good_one_in_force(
-    node: LiveFile, path: Path, clock: ManualClock, caplog: pytest.LogCaptureFixture
+    live_file: LiveFile, path: Path, clock: ManualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock.advance_us(5_000_000)
     with caplog.at_level(logging.INFO, logger="limitforge.catalog.live.live_file"):
         write(path, config(limit="lots"))  # type: ignore[arg-type]
-        await node.poll()
-        assert await limit_of(node) == 100
-        status = node.status()
+        await live_file.poll()
+        assert await limit_of(live_file) == 100
+        status = live_file.status()
         assert (status.file, status.since) == ("degraded", clock.now_us() / 1e6)
         assert status.error is not None
         assert "plans.yaml:5: tenants[0].plans[0].limits: expected" in status.error
         since = status.since
         clock.advance_us(5_000_000)
-        await node.poll()
+        await live_file.poll()
         os.utime(path)  # the same content once more
-        await node.poll()
-        assert node.status().since == since
+        await live_file.poll()
+        assert live_file.status().since == since
         assert [record.levelname for record in caplog.records] == ["ERROR"]
         write(path, config(300))
-        await node.poll()
-    assert await limit_of(node) == 300
-    assert (node.status().file, node.status().error) == ("ok", None)
+        await live_file.poll()
+    assert await limit_of(live_file) == 300
+    assert (live_file.status().file, live_file.status().error) == ("ok", None)
     assert [record.levelname for record in caplog.records] == ["ERROR", "INFO", "WARNING"]
 
 
-async def test_back_to_what_was_good_is_good(node: LiveFile, path: Path) -> None:
+async def test_back_to_what_was_good_is_good(live_file: LiveFile, path: Path) -> None:
     write(path, "tenants: 5")
-    await node.poll()
-    assert node.status().file == "degraded"
+    await live_file.poll()
+    assert live_file.status().file == "degraded"
     write(path, config())
-    await node.poll()
-    assert node.status().file == "ok"
-    assert await limit_of(node) == 100
+    await live_file.poll()
+    assert live_file.status().file == "ok"
+    assert await limit_of(live_file) == 100
 
 
-async def test_a_file_that_is_away_for_a_moment_is_no_change(node: LiveFile, path: Path, clock: ManualClock) -> None:
+async def test_a_file_that_is_away_for_a_moment_is_no_change(
+    live_file: LiveFile, path: Path, clock: ManualClock
+) -> None:
     aside = path.with_suffix(".aside")
     move(path, aside)
-    await node.poll()
+    await live_file.poll()
     clock.advance_us(1_000_000)
-    await node.poll()
-    assert (node.status().file, await limit_of(node)) == ("ok", 100)
+    await live_file.poll()
+    assert (live_file.status().file, await limit_of(live_file)) == ("ok", 100)
     clock.advance_us(5_000_000)
-    await node.poll()
-    assert (node.status().file, await limit_of(node)) == ("degraded", 100)
+    await live_file.poll()
+    assert (live_file.status().file, await limit_of(live_file)) == ("degraded", 100)
     move(aside, path)
-    await node.poll()
-    assert node.status().file == "ok"
+    await live_file.poll()
+    assert live_file.status().file == "ok"
 
 
 async def test_a_volume_that_swaps_its_symlink_is_followed(tmp_path: Path, peppers: Peppers) -> None:
@@ -262,16 +264,16 @@ async def test_a_volume_that_swaps_its_symlink_is_followed(tmp_path: Path, peppe
         (tmp_path / f"..v{number}" / "plans.yaml").write_text(config(limit))
     (tmp_path / "..data").symlink_to("..v1")
     (tmp_path / "plans.yaml").symlink_to("..data/plans.yaml")
-    async with LiveFile(tmp_path / "plans.yaml", peppers) as node:
-        assert await limit_of(node) == 100
+    async with LiveFile(tmp_path / "plans.yaml", peppers) as live_file:
+        assert await limit_of(live_file) == 100
         (tmp_path / "..new").symlink_to("..v2")
         (tmp_path / "..new").replace(tmp_path / "..data")
-        await node.poll()
-        assert await limit_of(node) == 200
+        await live_file.poll()
+        assert await limit_of(live_file) == 200
 
 
 async def test_a_file_that_is_still_being_written_is_not_taken(
-    node: LiveFile, path: Path, monkeypatch: pytest.MonkeyPatch
+    live_file: LiveFile, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half = config(200)[: len(config(200)) // 2]
     write(path, "tenants: []\n")  # what is there so far makes sense, and would delete everything
@@ -282,13 +284,13 @@ async def test_a_file_that_is_still_being_written_is_not_taken(
         path.write_text(half)
         return content
 
-    monkeypatch.setattr(file_module, "_read_file", read_while_somebody_writes)
-    await node.poll()
-    assert await limit_of(node) == 100
+    monkeypatch.setattr(file_module, "_content", read_while_somebody_writes)
+    await live_file.poll()
+    assert await limit_of(live_file) == 100
     monkeypatch.undo()
     write(path, config(200))
-    await node.poll()
-    assert await limit_of(node) == 200
+    await live_file.poll()
+    assert await limit_of(live_file) == 200
 
 
 # --- Overrides -------------------------------------------------------------------------------------------------------
@@ -312,10 +314,10 @@ async def test_overrides_of_the_file_are_in_force_and_go_with_it(
     path: Path, sink: Limiter, peppers: Peppers, clock: ManualClock
 ) -> None:
     write(path, config(tenant=overrides(clock, 500, 600)))
-    async with LiveFile(path, peppers, sink=sink, clock=clock) as node:
+    async with LiveFile(path, peppers, sink=sink, clock=clock) as live_file:
         assert await in_force(sink) == {"user:0": {"burst": {"limit": 500}}, "user:1": {"burst": {"limit": 600}}}
         write(path, config(tenant=overrides(clock, 700)))
-        await node.poll()
+        await live_file.poll()
         assert await in_force(sink) == {"user:0": {"burst": {"limit": 700}}}
     write(path, config())
     async with LiveFile(path, peppers, sink=sink, clock=clock):  # what went while no node was there goes too
@@ -328,11 +330,11 @@ async def test_overrides_that_could_not_be_mirrored_are_mirrored_later(
     async def away(*_: object, **__: object) -> None:
         raise StoreUnavailable("away")
 
-    async with LiveFile(path, peppers, sink=sink, clock=clock) as node:
+    async with LiveFile(path, peppers, sink=sink, clock=clock) as live_file:
         write(path, config(tenant=overrides(clock, 500)))
         with monkeypatch.context() as patched:
             patched.setattr(sink, "list_overrides", away)
-            await node.poll()
+            await live_file.poll()
         assert await in_force(sink) == {}
-        await node.poll()
+        await live_file.poll()
         assert await in_force(sink) == {"user:0": {"burst": {"limit": 500}}}

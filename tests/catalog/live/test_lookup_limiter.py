@@ -12,10 +12,10 @@ from limitforge import ManualClock
 from limitforge.catalog.credentials import Credential, Peppers
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
-from limitforge.catalog.live import lookup_limiter as guards
-from limitforge.catalog.live.cache import CatalogCache
-from limitforge.catalog.live.cache_entries import Caller
-from limitforge.catalog.live.lookup_limiter import LookupLimiter
+from limitforge.catalog.live.cache import lookup_limiter as lookup_limiter_module
+from limitforge.catalog.live.cache.catalog_cache import CatalogCache
+from limitforge.catalog.live.cache.entries import Caller
+from limitforge.catalog.live.cache.lookup_limiter import LookupLimiter
 from limitforge.catalog.live.sources import DatabaseSource
 from limitforge.catalog.model import Key
 from limitforge.errors import CatalogUnavailable, TooManyUnknownKeys, UnknownKey
@@ -34,36 +34,36 @@ SECOND_US = 1_000_000
 
 
 @pytest.fixture
-def guard(clock: ManualClock) -> LookupLimiter:
+def lookup_limiter(clock: ManualClock) -> LookupLimiter:
     return LookupLimiter(clock=clock)
 
 
 @pytest.fixture
-async def snapshots(
-    database: Database, peppers: Peppers, clock: ManualClock, guard: LookupLimiter
+async def cache(
+    database: Database, peppers: Peppers, clock: ManualClock, lookup_limiter: LookupLimiter
 ) -> AsyncIterator[CatalogCache]:
-    snapshots = cache_of(DatabaseSource(database), peppers, clock, guard=guard)
-    yield snapshots
-    await snapshots.close()
+    cache = cache_of(DatabaseSource(database), peppers, clock, lookup_limiter=lookup_limiter)
+    yield cache
+    await cache.close()
 
 
 @pytest.fixture
-async def counting(peppers: Peppers, clock: ManualClock, guard: LookupLimiter) -> AsyncIterator[CatalogCache]:
+async def counting(peppers: Peppers, clock: ManualClock, lookup_limiter: LookupLimiter) -> AsyncIterator[CatalogCache]:
     """On a database in memory, where nothing but wrong keys is looked up."""
-    snapshots = cache_of(FakeSource(), peppers, clock, guard=guard)
-    yield snapshots
-    await snapshots.close()
+    cache = cache_of(FakeSource(), peppers, clock, lookup_limiter=lookup_limiter)
+    yield cache
+    await cache.close()
 
 
 NUMBERS = count()
 
 
-async def allowed(snapshots: CatalogCache, source: str, attempts: int) -> int:
+async def allowed(cache: CatalogCache, source: str, attempts: int) -> int:
     """How many of these wrong keys, each another one, are looked up."""
     through = 0
     for _ in range(attempts):
         try:
-            await snapshots.find_caller(wrong_key(at=next(NUMBERS)), source)
+            await cache.callers.find(wrong_key(at=next(NUMBERS)), source)
         except TooManyUnknownKeys:
             continue
         except UnknownKey:
@@ -86,7 +86,7 @@ async def test_a_source_has_a_burst_and_then_so_many_a_second(counting: CatalogC
 async def test_a_refused_source_is_told_when_it_may_try_again(counting: CatalogCache, clock: ManualClock) -> None:
     await allowed(counting, "a", 100)
     with pytest.raises(TooManyUnknownKeys) as refused:
-        await counting.find_caller(wrong_key(at=next(NUMBERS)), "a")
+        await counting.callers.find(wrong_key(at=next(NUMBERS)), "a")
     assert refused.value.retry_after_ms == 500
     clock.advance_us(refused.value.retry_after_ms * 1_000)
     assert await allowed(counting, "a", 1) == 1
@@ -106,13 +106,13 @@ async def test_all_sources_together_have_a_bound_of_their_own(counting: CatalogC
 
 
 async def test_sources_that_are_remembered_are_bounded(
-    counting: CatalogCache, guard: LookupLimiter, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+    counting: CatalogCache, lookup_limiter: LookupLimiter, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guards, "MAX_SOURCES", 100)
+    monkeypatch.setattr(lookup_limiter_module, "MAX_CLIENTS", 100)
     for at in range(300):
         clock.advance_us(SECOND_US // 10)
         await allowed(counting, str(at), 1)
-    assert len(guard._budgets) == 100
+    assert len(lookup_limiter._budgets) == 100
 
 
 # --- What the database sees ------------------------------------------------------------------------------------------
@@ -120,14 +120,14 @@ async def test_sources_that_are_remembered_are_bounded(
 
 @one_database
 async def test_wrong_keys_of_one_source_cost_a_handful_of_queries_a_second(
-    database: Database, snapshots: CatalogCache, clock: ManualClock
+    database: Database, cache: CatalogCache, clock: ManualClock
 ) -> None:
     """Two thousand of them in ten seconds: one query each for the first five and then for two a second."""
     before, refused = database.statement_count, 0
     for at in range(2_000):
         clock.advance_us(SECOND_US // 200)
         try:
-            await snapshots.find_caller(wrong_key(at=at), "10.0.0.1")
+            await cache.callers.find(wrong_key(at=at), "10.0.0.1")
         except TooManyUnknownKeys:
             refused += 1
         except UnknownKey:
@@ -138,45 +138,45 @@ async def test_wrong_keys_of_one_source_cost_a_handful_of_queries_a_second(
 
 @one_database
 async def test_wrong_keys_of_many_sources_cost_a_bounded_number_of_queries(
-    database: Database, snapshots: CatalogCache, clock: ManualClock
+    database: Database, cache: CatalogCache, clock: ManualClock
 ) -> None:
     before = database.statement_count
     for at in range(1_000):
         clock.advance_us(SECOND_US // 200)
         with pytest.raises((UnknownKey, TooManyUnknownKeys)):
-            await snapshots.find_caller(wrong_key(at=at), f"10.0.{at // 256 % 256}.{at % 256}")
+            await cache.callers.find(wrong_key(at=at), f"10.0.{at // 256 % 256}.{at % 256}")
     assert database.statement_count - before <= 40 + 5 * 20
 
 
 @one_database
 async def test_wrong_keys_all_at_once_cost_no_more_than_one_after_the_other(
-    database: Database, snapshots: CatalogCache
+    database: Database, cache: CatalogCache
 ) -> None:
     before = database.statement_count
     texts = [wrong_key(at=at) for at in range(500)]
-    answers = await asyncio.gather(*(snapshots.find_caller(text, "10.0.0.1") for text in texts), return_exceptions=True)
+    answers = await asyncio.gather(*(cache.callers.find(text, "10.0.0.1") for text in texts), return_exceptions=True)
     assert {type(answer) for answer in answers} == {UnknownKey, TooManyUnknownKeys}
     assert database.statement_count - before == 5
 
 
 @one_database
 async def test_the_same_wrong_key_is_looked_up_once_in_a_while(
-    database: Database, snapshots: CatalogCache, clock: ManualClock
+    database: Database, cache: CatalogCache, clock: ManualClock
 ) -> None:
     before, text = database.statement_count, wrong_key()
     for _ in range(100):
         with pytest.raises(UnknownKey):
-            await snapshots.find_caller(text, "10.0.0.1")
+            await cache.callers.find(text, "10.0.0.1")
     assert database.statement_count - before == 1
     clock.advance_us(10 * SECOND_US)
     with pytest.raises(UnknownKey):
-        await snapshots.find_caller(text, "10.0.0.1")
+        await cache.callers.find(text, "10.0.0.1")
     assert database.statement_count - before == 2
 
 
 @one_database
 async def test_typos_cost_nothing(
-    database: Database, catalog: Catalog, snapshots: CatalogCache, guard: LookupLimiter
+    database: Database, catalog: Catalog, cache: CatalogCache, lookup_limiter: LookupLimiter
 ) -> None:
     account = await create_account(catalog)
     before, chance = database.statement_count, random.Random(1)
@@ -185,61 +185,61 @@ async def test_typos_cost_nothing(
         wrong = account.text[:at] + chance.choice("0aZ-") + account.text[at + 1 :]
         if wrong != account.text:
             with pytest.raises(UnknownKey):
-                await snapshots.find_caller(wrong, "10.0.0.1")
+                await cache.callers.find(wrong, "10.0.0.1")
     assert database.statement_count == before
-    assert await allowed(snapshots, "10.0.0.1", 100) == 5
+    assert await allowed(cache, "10.0.0.1", 100) == 5
 
 
 @one_database
 async def test_a_wrong_secret_of_a_key_that_is_known_costs_nothing(
-    database: Database, catalog: Catalog, snapshots: CatalogCache, peppers: Peppers
+    database: Database, catalog: Catalog, cache: CatalogCache, peppers: Peppers
 ) -> None:
     account = await create_account(catalog)
-    await snapshots.find_caller(account.text, "10.0.0.1")
+    await cache.callers.find(account.text, "10.0.0.1")
     right = Credential.parse(account.text, peppers)
     others = [old_credential(right.prefix, right.id), Credential.generate(right.prefix, right.id, peppers)]
     before = database.statement_count
     for at in range(100):
         with pytest.raises(UnknownKey):
-            await snapshots.find_caller(others[at % 2].text, "10.0.0.1")
+            await cache.callers.find(others[at % 2].text, "10.0.0.1")
     assert database.statement_count == before
 
 
 @one_database
 async def test_right_keys_of_a_source_that_sent_wrong_ones_come_in(
-    catalog: Catalog, snapshots: CatalogCache, clock: ManualClock
+    catalog: Catalog, cache: CatalogCache, clock: ManualClock
 ) -> None:
     """Those that are known or have a keyed checksum at once, the others as soon as it was told."""
     account = await create_account(catalog)
-    warm, cold, other = await add_old_keys(catalog, account.tenant.id, 3)
-    await snapshots.find_caller(warm, "10.0.0.1")
-    await allowed(snapshots, "10.0.0.1", 100)
-    await snapshots.find_caller(warm, "10.0.0.1")
-    await snapshots.find_caller(account.text, "10.0.0.1")
-    await snapshots.find_caller(cold, "10.0.0.2")
+    copies, cold, other = await add_old_keys(catalog, account.tenant.id, 3)
+    await cache.callers.find(copies, "10.0.0.1")
+    await allowed(cache, "10.0.0.1", 100)
+    await cache.callers.find(copies, "10.0.0.1")
+    await cache.callers.find(account.text, "10.0.0.1")
+    await cache.callers.find(cold, "10.0.0.2")
     with pytest.raises(TooManyUnknownKeys) as refused:
-        await snapshots.find_caller(other, "10.0.0.1")
+        await cache.callers.find(other, "10.0.0.1")
     clock.advance_us(refused.value.retry_after_ms * 1_000)
-    await snapshots.find_caller(other, "10.0.0.1")
+    await cache.callers.find(other, "10.0.0.1")
 
 
 @one_database
-async def test_right_keys_one_after_the_other_use_nothing_up(catalog: Catalog, snapshots: CatalogCache) -> None:
+async def test_right_keys_one_after_the_other_use_nothing_up(catalog: Catalog, cache: CatalogCache) -> None:
     account = await create_account(catalog)
     for text in await add_old_keys(catalog, account.tenant.id, 60):
-        await snapshots.find_caller(text, "10.0.0.1")
+        await cache.callers.find(text, "10.0.0.1")
 
 
 @pytest.mark.parametrize("sources", [1, 60], ids=["one source", "many sources"])
 @one_database
 async def test_right_keys_all_at_once_come_in(
-    sources: int, catalog: Catalog, snapshots: CatalogCache, database: Database
+    sources: int, catalog: Catalog, cache: CatalogCache, database: Database
 ) -> None:
     """A node that was just started, with whoever was connected to the one before."""
     account = await create_account(catalog)
     made = await add_old_keys(catalog, account.tenant.id, 60)
     answers = await asyncio.gather(
-        *(snapshots.find_caller(text, f"10.0.0.{at % sources}") for at, text in enumerate(made)),
+        *(cache.callers.find(text, f"10.0.0.{at % sources}") for at, text in enumerate(made)),
         return_exceptions=True,
     )
     refused = [answer for answer in answers if isinstance(answer, BaseException)]
@@ -252,12 +252,12 @@ async def test_wrong_keys_among_right_ones_are_still_counted(peppers: Peppers, c
     source.add_tenant("acme")
     rights = [source.add_key(peppers, "acme", number, is_old=True)[1] for number in range(50)]
     wrongs = [wrong_key(at=10**9 + at) for at in range(50)]
-    snapshots = cache_of(source, peppers, clock, guard=LookupLimiter(clock=clock))
+    cache = cache_of(source, peppers, clock, lookup_limiter=LookupLimiter(clock=clock))
     mixed = [text for pair in zip(rights, wrongs, strict=True) for text in pair]
-    answers = await asyncio.gather(*(snapshots.find_caller(text, "a") for text in mixed), return_exceptions=True)
+    answers = await asyncio.gather(*(cache.callers.find(text, "a") for text in mixed), return_exceptions=True)
     assert 1 <= sum(isinstance(answer, UnknownKey) for answer in answers) <= 5
     assert not [answer for answer in answers[1::2] if not isinstance(answer, UnknownKey | TooManyUnknownKeys)]
-    await snapshots.close()
+    await cache.close()
 
 
 async def test_look_ups_that_the_database_did_not_answer_are_not_held_against_anybody(
@@ -266,16 +266,16 @@ async def test_look_ups_that_the_database_did_not_answer_are_not_held_against_an
     source = FakeSource()
     source.add_tenant("acme")
     texts = [source.add_key(peppers, "acme", number, is_old=True)[1] for number in range(10)]
-    snapshots = cache_of(source, peppers, clock, guard=LookupLimiter(clock=clock))
+    cache = cache_of(source, peppers, clock, lookup_limiter=LookupLimiter(clock=clock))
     source.is_down = True
     for text in texts:
         with pytest.raises(CatalogUnavailable):
-            await snapshots.find_caller(text, "10.0.0.1")
+            await cache.callers.find(text, "10.0.0.1")
     source.is_down = False
     for text in texts:
-        await snapshots.find_caller(text, "10.0.0.1")
-    await eventually(lambda: not snapshots._flights)
-    await snapshots.close()
+        await cache.callers.find(text, "10.0.0.1")
+    await eventually(lambda: not cache._flights)
+    await cache.close()
 
 
 # --- Keys that need no guard, and sources that have a reserve --------------------------------------------------------
@@ -285,20 +285,20 @@ ATTACKERS = [f"192.0.2.{number}" for number in range(20)]
 
 @one_database
 async def test_a_key_with_a_keyed_checksum_is_looked_up_at_once_whoever_else_sends_wrong_ones(
-    catalog: Catalog, snapshots: CatalogCache
+    catalog: Catalog, cache: CatalogCache
 ) -> None:
     account = await create_account(catalog)
     async with catalog.edit("test") as edit:
         made = [await edit.create_key({"tenant_id": account.tenant.id, "name": f"k{at}"}) for at in range(15)]
     for source in (*ATTACKERS, "10.0.0.1"):
-        await allowed(snapshots, source, 20)
+        await allowed(cache, source, 20)
     for _, credential in made:
-        await snapshots.find_caller(credential.text, "10.0.0.1")
+        await cache.callers.find(credential.text, "10.0.0.1")
 
 
 @one_database
 async def test_a_key_that_was_deleted_costs_one_look_up_in_ten_seconds(
-    database: Database, catalog: Catalog, snapshots: CatalogCache, clock: ManualClock
+    database: Database, catalog: Catalog, cache: CatalogCache, clock: ManualClock
 ) -> None:
     """It passes the guard, so memory has to keep it from the database."""
     account = await create_account(catalog)
@@ -308,7 +308,7 @@ async def test_a_key_that_was_deleted_costs_one_look_up_in_ten_seconds(
     for at in range(200):
         clock.advance_us(SECOND_US // 10)
         with pytest.raises(UnknownKey):
-            await snapshots.find_caller(account.text, f"10.0.{at % 2}.1")
+            await cache.callers.find(account.text, f"10.0.{at % 2}.1")
     assert database.statement_count - before == 2
 
 
@@ -325,18 +325,18 @@ async def test_sources_with_failures_leave_half_of_the_common_budget_to_the_othe
 
 @one_database
 async def test_an_old_key_of_a_source_without_failures_comes_in_while_many_others_fail(
-    catalog: Catalog, snapshots: CatalogCache, clock: ManualClock
+    catalog: Catalog, cache: CatalogCache, clock: ManualClock
 ) -> None:
     account = await create_account(catalog)
     texts = await add_old_keys(catalog, account.tenant.id, 45)
     for at in range(3):
         for source in ATTACKERS:
-            await allowed(snapshots, source, 10)
+            await allowed(cache, source, 10)
         for text in texts[15 * at : 15 * at + 8]:
-            await snapshots.find_caller(text, "10.0.0.1")
-            await allowed(snapshots, ATTACKERS[at], 10)
+            await cache.callers.find(text, "10.0.0.1")
+            await allowed(cache, ATTACKERS[at], 10)
         rest = texts[15 * at + 8 : 15 * at + 15]
-        await asyncio.gather(*(snapshots.find_caller(text, "10.0.0.1") for text in rest))
+        await asyncio.gather(*(cache.callers.find(text, "10.0.0.1") for text in rest))
         clock.advance_us(SECOND_US // 2)
 
 
@@ -347,54 +347,58 @@ async def test_a_refused_source_that_presents_the_id_of_a_key_does_not_keep_its_
     source = FakeSource()
     source.add_tenant("acme")
     texts = [source.add_key(peppers, "acme", at, is_old=is_old)[1] for at, is_old in ((0, True), (1, False))]
-    snapshots = cache_of(source, peppers, clock, guard=LookupLimiter(clock=clock))
-    await allowed(snapshots, "stranger", 10)
+    cache = cache_of(source, peppers, clock, lookup_limiter=LookupLimiter(clock=clock))
+    await allowed(cache, "stranger", 10)
     for text in texts:
         forged = old_credential("lf_live_", Credential.parse(text, peppers).id).text
         answers = await asyncio.gather(
-            snapshots.find_caller(forged, "stranger"), snapshots.find_caller(text, "owner"), return_exceptions=True
+            cache.callers.find(forged, "stranger"), cache.callers.find(text, "owner"), return_exceptions=True
         )
         assert [type(answer) for answer in answers] == [TooManyUnknownKeys, Caller]
-    await snapshots.close()
+    await cache.close()
 
 
 @pytest.mark.parametrize(
     ("sources", "has_failed", "most"),
-    [(1, True, guards.MAX_AT_ONCE_PER_SOURCE), (1, False, guards.MAX_AT_ONCE), (50, False, guards.MAX_AT_ONCE)],
+    [
+        (1, True, lookup_limiter_module.MAX_LOOKUPS_PER_FAILED_CLIENT),
+        (1, False, lookup_limiter_module.MAX_LOOKUPS),
+        (50, False, lookup_limiter_module.MAX_LOOKUPS),
+    ],
     ids=["one that failed", "one", "many"],
 )
 async def test_look_ups_that_wait_are_bounded_and_the_rest_is_refused_at_once(
-    sources: int, has_failed: bool, most: int, peppers: Peppers, clock: ManualClock, guard: LookupLimiter
+    sources: int, has_failed: bool, most: int, peppers: Peppers, clock: ManualClock, lookup_limiter: LookupLimiter
 ) -> None:
     """Here the database answers none of them. It has room for a key that was issued all the same."""
     source = FakeSource()
     source.add_tenant("acme")
-    snapshots = cache_of(source, peppers, clock, guard=guard)
+    cache = cache_of(source, peppers, clock, lookup_limiter=lookup_limiter)
     if has_failed:
         with pytest.raises(UnknownKey):
-            await snapshots.find_caller(wrong_key(at=10**9), "s0")
+            await cache.callers.find(wrong_key(at=10**9), "s0")
     texts = [wrong_key(at=at) for at in range(most + 300)]
     async with contextlib.AsyncExitStack() as stack:
         for text in texts:
             await stack.enter_async_context(source.held(f"key_{Credential.parse(text, peppers).id}"))
-        tasks = [asyncio.create_task(snapshots.find_caller(text, f"s{at % sources}")) for at, text in enumerate(texts)]
+        tasks = [asyncio.create_task(cache.callers.find(text, f"s{at % sources}")) for at, text in enumerate(texts)]
         await eventually(lambda: sum(task.done() for task in tasks) >= len(tasks) - most)
         assert sum(not task.done() for task in tasks) == most
-        assert len(snapshots._flights) <= 2 * most
+        assert len(cache._flights) <= 2 * most
         _, text = source.add_key(peppers, "acme", 10**9)
-        await snapshots.find_caller(text, "s0")
+        await cache.callers.find(text, "s0")
     answers = await asyncio.gather(*tasks, return_exceptions=True)
     assert {type(answer) for answer in answers} == {UnknownKey, TooManyUnknownKeys}
-    assert not guard._active
-    assert not guard._clean_queue
-    assert not guard._failed_queue
-    await snapshots.close()
+    assert not lookup_limiter._active
+    assert not lookup_limiter._clean_queue
+    assert not lookup_limiter._failed_queue
+    await cache.close()
 
 
 async def test_sources_with_failures_take_half_of_the_places_at_most(
-    clock: ManualClock, guard: LookupLimiter, monkeypatch: pytest.MonkeyPatch
+    clock: ManualClock, lookup_limiter: LookupLimiter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guards, "MAX_AT_ONCE", 10)
+    monkeypatch.setattr(lookup_limiter_module, "MAX_LOOKUPS", 10)
     waits = asyncio.Event()
 
     async def found() -> None:
@@ -405,10 +409,10 @@ async def test_sources_with_failures_take_half_of_the_places_at_most(
 
     for source in ATTACKERS:
         with pytest.raises(UnknownKey):
-            await guard.run(source, missing)
+            await lookup_limiter.run(source, missing)
     clock.advance_us(SECOND_US)
-    failed = [asyncio.create_task(guard.run(source, found)) for source in ATTACKERS]
-    clean = [asyncio.create_task(guard.run(f"10.0.0.{at}", found)) for at in range(20)]
+    failed = [asyncio.create_task(lookup_limiter.run(source, found)) for source in ATTACKERS]
+    clean = [asyncio.create_task(lookup_limiter.run(f"10.0.0.{at}", found)) for at in range(20)]
     await eventually(lambda: sum(task.done() for task in failed + clean) == 30)
     waits.set()
     answers = [await asyncio.gather(*tasks, return_exceptions=True) for tasks in (failed, clean)]
@@ -416,25 +420,25 @@ async def test_sources_with_failures_take_half_of_the_places_at_most(
 
 
 async def test_a_wait_that_is_cancelled_as_a_look_up_ends_is_just_cancelled(clock: ManualClock) -> None:
-    guard, gate = LookupLimiter(clock=clock, max_reads=1), asyncio.Event()
-    first, second = (asyncio.create_task(guard.run("s", gate.wait)) for _ in range(2))
+    lookup_limiter, gate = LookupLimiter(clock=clock, max_reads=1), asyncio.Event()
+    first, second = (asyncio.create_task(lookup_limiter.run("s", gate.wait)) for _ in range(2))
     await asyncio.sleep(0.01)
     gate.set()  # the first one ends in the next iteration, and wakes the second one, ...
     second.cancel()  # which has stopped waiting by then
     await first
     with pytest.raises(asyncio.CancelledError):
         await second
-    assert not guard._active
+    assert not lookup_limiter._active
 
 
-async def test_who_stops_waiting_for_the_guard_holds_up_nobody(guard: LookupLimiter) -> None:
+async def test_who_stops_waiting_for_the_guard_holds_up_nobody(lookup_limiter: LookupLimiter) -> None:
     gate, found = asyncio.Event(), []
 
     async def read(name: int) -> None:
         await gate.wait()
         found.append(name)
 
-    tasks = [asyncio.create_task(guard.run("a", lambda name=at: read(name))) for at in range(20)]  # type: ignore[misc]
+    tasks = [asyncio.create_task(lookup_limiter.run("a", lambda name=at: read(name))) for at in range(20)]  # type: ignore[misc]
     await asyncio.sleep(0)
     for task in tasks[5:20:2]:
         task.cancel()
@@ -442,16 +446,16 @@ async def test_who_stops_waiting_for_the_guard_holds_up_nobody(guard: LookupLimi
     gate.set()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert sorted(found) == [0, 1, 2, 3, 4, *range(6, 20, 2)]
-    assert not guard._active
+    assert not lookup_limiter._active
 
 
-async def test_a_wait_for_the_guard_ends_after_its_time(guard: LookupLimiter) -> None:
+async def test_a_wait_for_the_guard_ends_after_its_time(lookup_limiter: LookupLimiter) -> None:
     gate = asyncio.Event()
-    tasks = [asyncio.create_task(guard.run("a", gate.wait)) for _ in range(5)]
+    tasks = [asyncio.create_task(lookup_limiter.run("a", gate.wait)) for _ in range(5)]
     await asyncio.sleep(0)
     with pytest.raises(CatalogUnavailable):
-        await guard.run("a", gate.wait, seconds=0.01)
-    assert not guard._active["a"].queue
+        await lookup_limiter.run("a", gate.wait, seconds=0.01)
+    assert not lookup_limiter._active["a"].queue
     gate.set()
     await asyncio.gather(*tasks)
 
@@ -471,7 +475,7 @@ async def test_a_wait_for_the_guard_ends_after_its_time(guard: LookupLimiter) ->
     ],
 )
 def test_the_addresses_of_an_ipv6_network_are_one_source(source: str, network: str) -> None:
-    assert guards.network_of(source) == network
+    assert lookup_limiter_module.network_of(source) == network
 
 
 async def test_one_ipv6_network_has_one_budget(counting: CatalogCache) -> None:

@@ -13,7 +13,7 @@ from limitforge.catalog.credentials import Peppers, new_id
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
 from limitforge.catalog.database.outbox import Announcement, unpublished_announcements
-from limitforge.catalog.live import outbox_relay as relays
+from limitforge.catalog.live import outbox_relay as relay_module
 from limitforge.catalog.model import Tenant, build_entity, to_datetime
 from limitforge.errors import Forbidden
 from limitforge.stores.redis.catalog_copies import CatalogRedis
@@ -96,28 +96,28 @@ async def test_of_many_nodes_one_publishes_however_long_it_takes(
             (None, build_entity(Tenant, {"id": new_id("ten"), "name": f"t{at}"})) for at in range(150)
         )
     published: list[list[Announcement]] = []
-    members = [
+    replicas = [
         Replica(url_of(database), peppers=peppers, shared=Watched(redis_url, published, SLOW_CALL_SECONDS))
         for _ in range(3)
     ]
-    for member in members:
-        await member.live.start()
+    for replica in replicas:
+        await replica.live.start()
     try:
         await eventually(lambda: is_published(database))
-        await asyncio.sleep(2 * relays.RETRY_SECONDS)
+        await asyncio.sleep(2 * relay_module.RETRY_SECONDS)
     finally:
-        for member in members:
-            await member.close()
+        for replica in replicas:
+            await replica.close()
     times = times_published(published)
     assert len(times) == 150
     assert set(times.values()) == {1}
-    assert max(len(message) for message in published) <= relays.BATCH
+    assert max(len(message) for message in published) <= relay_module.BATCH
 
 
 async def test_a_revocation_is_published_before_a_backlog(
     database: Database, writer: Catalog, redis_url: str, peppers: Peppers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relays, "BATCH", 20)
+    monkeypatch.setattr(relay_module, "BATCH", 20)
     account = await create_account(writer)
     await apply_tenants(writer, 100)
     revision = await disable(writer, account)
@@ -138,7 +138,7 @@ async def test_a_revocation_acts_while_nothing_can_be_published(
     async with Replica(url_of(database), peppers=peppers, shared=Stuck(redis_url)) as there:
         await there.seconds_until(account.text, 5)
         await apply_tenants(writer, 50)
-        await asyncio.sleep(3 * relays.RELAY_AFTER_SECONDS)  # the relay has begun, and does not come back
+        await asyncio.sleep(3 * relay_module.RELAY_AFTER_SECONDS)  # the relay has begun, and does not come back
         await disable(writer, account)
         await there.seconds_until(account.text, Forbidden)
         assert not await is_published(database)

@@ -18,9 +18,9 @@ from limitforge import Limiter, ManualClock, Request, StoreOptions
 from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
-from limitforge.catalog.live import live_catalog as nodes
-from limitforge.catalog.live import override_reconciler as sweeps
-from limitforge.catalog.live.cache_entries import Caller
+from limitforge.catalog.live import live_catalog as live_catalog_module
+from limitforge.catalog.live import override_reconciler as reconciler_module
+from limitforge.catalog.live.cache.entries import Caller
 from limitforge.catalog.live.live_catalog import LiveCatalog
 from limitforge.catalog.live.override_reconciler import OverrideReconciler
 from limitforge.catalog.live.override_sync import OverrideSync
@@ -68,7 +68,7 @@ async def shared(redis_url: str) -> AsyncIterator[CatalogRedis]:
 
 
 @pytest.fixture
-async def node(
+async def live_catalog(
     database: Database, peppers: Peppers, clock: ManualClock, limiter: Limiter, shared: CatalogRedis
 ) -> AsyncIterator[LiveCatalog]:
     """One that acts on its own changes, and was not started: nothing happens in the background."""
@@ -76,25 +76,25 @@ async def node(
     def placed(tenant: Tenant) -> None:
         limiter.set_lanes(tenant.id, tenant.placement)
 
-    node = LiveCatalog(database, peppers, shared=shared, sink=limiter, clock=clock, on_tenant_loaded=placed)
-    yield node
-    await node.cache.close()
+    live_catalog = LiveCatalog(database, peppers, shared=shared, sink=limiter, clock=clock, on_tenant_loaded=placed)
+    yield live_catalog
+    await live_catalog.cache.close()
 
 
 @pytest.fixture
-def sweep(node: LiveCatalog) -> OverrideReconciler:
-    assert node._reconciler is not None
-    return node._reconciler
+def reconciler(live_catalog: LiveCatalog) -> OverrideReconciler:
+    assert live_catalog._reconciler is not None
+    return live_catalog._reconciler
 
 
 @pytest.fixture
-async def account(node: LiveCatalog) -> Account:
-    return await create_account(node.catalog, limits="5/minute")
+async def account(live_catalog: LiveCatalog) -> Account:
+    return await create_account(live_catalog.catalog, limits="5/minute")
 
 
 @pytest.fixture
-async def caller(node: LiveCatalog, account: Account) -> Caller:
-    return await node.cache.find_caller(account.text)
+async def caller(live_catalog: LiveCatalog, account: Account) -> Caller:
+    return await live_catalog.cache.callers.find(account.text)
 
 
 async def override(
@@ -131,63 +131,63 @@ LOSSES = {"index": 5, "key": 5, "both": 5, "one key": 1, "everything": 5}
 @pytest.mark.parametrize("what", LOSSES)
 async def test_one_step_sets_what_was_lost_again(
     what: str,
-    node: LiveCatalog,
+    live_catalog: LiveCatalog,
     account: Account,
     caller: Caller,
     limiter: Limiter,
     raw: Any,
-    sweep: OverrideReconciler,
+    reconciler: OverrideReconciler,
 ) -> None:
-    await override(node.catalog, account, *SUBJECTS)
+    await override(live_catalog.catalog, account, *SUBJECTS)
     lose(raw, what)
     assert len((await limiter.list_overrides(tenant=account.tenant.id)).overrides) == 5 - LOSSES[what]
-    await sweep.step()
+    await reconciler.step()
     assert await limits_of(caller, limiter) == [50] * 5
     assert len((await limiter.list_overrides(tenant=account.tenant.id)).overrides) == 5
-    assert sweep.status().restored == node.status().overrides.restored == LOSSES[what]
-    await sweep.step()
-    assert sweep.status().restored == LOSSES[what]
-    assert sweep.status().passes == 2
+    assert reconciler.status().restored == live_catalog.status().overrides.restored == LOSSES[what]
+    await reconciler.step()
+    assert reconciler.status().restored == LOSSES[what]
+    assert reconciler.status().passes == 2
 
 
 async def test_a_restored_override_ends_when_the_catalog_says_so(
-    node: LiveCatalog,
+    live_catalog: LiveCatalog,
     account: Account,
     caller: Caller,
     limiter: Limiter,
     raw: Any,
-    sweep: OverrideReconciler,
+    reconciler: OverrideReconciler,
     clock: ManualClock,
 ) -> None:
-    await override(node.catalog, account, *SUBJECTS, seconds=600)
+    await override(live_catalog.catalog, account, *SUBJECTS, seconds=600)
     clock.advance_us(500 * 1_000_000)
     raw.flushall()
-    await sweep.step()
+    await reconciler.step()
     clock.advance_us(99 * 1_000_000)
     assert await limits_of(caller, limiter) == [50] * 5
     clock.advance_us(2 * 1_000_000)
     assert await limits_of(caller, limiter) == [5] * 5
     raw.flushall()
-    await sweep.step()
+    await reconciler.step()
     assert await limits_of(caller, limiter) == [5] * 5
-    assert sweep.status().restored == 5
+    assert reconciler.status().restored == 5
 
 
 async def test_one_of_two_overrides_of_a_subject_is_missed(
-    node: LiveCatalog, account: Account, caller: Caller, limiter: Limiter, sweep: OverrideReconciler
+    live_catalog: LiveCatalog, account: Account, caller: Caller, limiter: Limiter, reconciler: OverrideReconciler
 ) -> None:
     """As after a failover to a replica that had not heard of the second."""
-    await override(node.catalog, account, "s", limit=50, resource="*")
-    await override(node.catalog, account, "s", limit=70)
+    await override(live_catalog.catalog, account, "s", limit=50, resource="*")
+    await override(live_catalog.catalog, account, "s", limit=70)
     await limiter.delete_override("r", "s", tenant=account.tenant.id)
     assert await limit_of(caller, limiter) == 50
-    await sweep.step()
+    await reconciler.step()
     assert await limit_of(caller, limiter) == 70
-    assert sweep.status().restored == 1
+    assert reconciler.status().restored == 1
 
 
 async def test_a_tenant_with_lanes_gets_its_overrides_back_in_each_lane(
-    node: LiveCatalog,
+    live_catalog: LiveCatalog,
     account: Account,
     limiter: Limiter,
     raw: Any,
@@ -196,9 +196,9 @@ async def test_a_tenant_with_lanes_gets_its_overrides_back_in_each_lane(
     redis_url: str,
 ) -> None:
     """Also by a node that has never had a request of this tenant."""
-    async with node.catalog.edit("test") as edit:
+    async with live_catalog.catalog.edit("test") as edit:
         await edit.update(Tenant, account.tenant.id, {"lanes": 8})
-    await override(node.catalog, account, *SUBJECTS)
+    await override(live_catalog.catalog, account, *SUBJECTS)
     raw.flushall()
     async with Limiter.connect(redis_url, clock=clock, options=PATIENT) as other:
 
@@ -206,12 +206,12 @@ async def test_a_tenant_with_lanes_gets_its_overrides_back_in_each_lane(
             other.set_lanes(tenant.id, tenant.placement)
 
         source = DatabaseSource(database)
-        sweep = OverrideReconciler(source, other, OverrideSync(source, other, clock, placed), clock)
-        await sweep.step()
-        assert sweep.status().restored == 5
-        await sweep.step()
-        assert sweep.status().restored == 5
-    caller = await node.cache.find_caller(account.text)
+        reconciler = OverrideReconciler(source, other, OverrideSync(source, other, clock, placed), clock)
+        await reconciler.step()
+        assert reconciler.status().restored == 5
+        await reconciler.step()
+        assert reconciler.status().restored == 5
+    caller = await live_catalog.cache.callers.find(account.text)
     assert await limits_of(caller, limiter) == [50] * 5
 
 
@@ -222,26 +222,26 @@ async def test_an_override_whose_change_is_not_published_yet_is_not_lost(
     database: Database,
     peppers: Peppers,
     clock: ManualClock,
-    node: LiveCatalog,
+    live_catalog: LiveCatalog,
     account: Account,
     limiter: Limiter,
-    sweep: OverrideReconciler,
+    reconciler: OverrideReconciler,
 ) -> None:
     """As one of the command line, which knows no Redis: the nodes publish it."""
     writer = Catalog(database, peppers=peppers, clock=clock)
     await override(writer, account, *SUBJECTS)
-    await sweep.step()
-    assert sweep.status().restored == 0
+    await reconciler.step()
+    assert reconciler.status().restored == 0
     clock.advance_us(1_000_000)
-    assert node._relay is not None
-    await node._relay.publish_pending()
-    assert await limits_of(await node.cache.find_caller(account.text), limiter) == [50] * 5
-    await sweep.step()
-    assert sweep.status().restored == 0
+    assert live_catalog._relay is not None
+    await live_catalog._relay.publish_pending()
+    assert await limits_of(await live_catalog.cache.callers.find(account.text), limiter) == [50] * 5
+    await reconciler.step()
+    assert reconciler.status().restored == 0
 
 
 async def test_a_node_that_can_not_read_the_catalog_lets_another_one_lead(
-    node: LiveCatalog,
+    live_catalog: LiveCatalog,
     peppers: Peppers,
     clock: ManualClock,
     limiter: Limiter,
@@ -249,33 +249,37 @@ async def test_a_node_that_can_not_read_the_catalog_lets_another_one_lead(
     account: Account,
     redis_url: str,
 ) -> None:
-    await override(node.catalog, account, *SUBJECTS)
+    await override(live_catalog.catalog, account, *SUBJECTS)
     away = Database("postgresql://limitforge@127.0.0.1:1/none")
     async with closing(away):
         cut_off = LiveCatalog(away, peppers, shared=shared, sink=limiter, clock=clock)
         assert cut_off._reconciler is not None
-        assert node._reconciler is not None
+        assert live_catalog._reconciler is not None
         await cut_off._reconciler.step()
         with redis_py.Redis.from_url(redis_url) as raw:
             lose(raw, "both")
-        await node._reconciler.step()
-        assert node._reconciler.status().restored == len(SUBJECTS)
+        await live_catalog._reconciler.step()
+        assert live_catalog._reconciler.status().restored == len(SUBJECTS)
         await cut_off.cache.close()
 
 
 async def test_an_override_that_can_not_be_in_force_is_not_tried_with_each_step(
-    node: LiveCatalog, account: Account, sweep: OverrideReconciler, database: Database, caplog: pytest.LogCaptureFixture
+    live_catalog: LiveCatalog,
+    account: Account,
+    reconciler: OverrideReconciler,
+    database: Database,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    await override(node.catalog, account, *SUBJECTS)
-    async with node.catalog.edit("test") as edit:
+    await override(live_catalog.catalog, account, *SUBJECTS)
+    async with live_catalog.catalog.edit("test") as edit:
         await edit.update(Plan, account.plan.id, {"limits": "7/hour"})
-    await sweep.step()
+    await reconciler.step()
     counted = count_statements(database)
     for _ in range(3):
-        await sweep.step()
+        await reconciler.step()
     assert len(counted) == 3  # a page each, and nothing else
-    assert sweep.pause_seconds() >= sweeps.PAUSE_SECONDS
-    assert sweep.status().restored == 0
+    assert reconciler.pause_seconds() >= reconciler_module.PAUSE_SECONDS
+    assert reconciler.status().restored == 0
     assert "restored" not in caplog.text
 
 
@@ -294,51 +298,51 @@ def count_statements(database: Database) -> list[str]:
 
 
 async def test_a_step_looks_at_a_page_and_the_next_one_goes_on_behind_it(
-    node: LiveCatalog,
+    live_catalog: LiveCatalog,
     account: Account,
     caller: Caller,
     limiter: Limiter,
     raw: Any,
-    sweep: OverrideReconciler,
+    reconciler: OverrideReconciler,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sweeps, "PAGE", 10)
+    monkeypatch.setattr(reconciler_module, "PAGE", 10)
     subjects = [f"s{number:02}" for number in range(35)]
-    other = await create_account(node.catalog, "other")
-    await override(node.catalog, account, *subjects[:18])
-    await override(node.catalog, other, *subjects[18:])
+    other = await create_account(live_catalog.catalog, "other")
+    await override(live_catalog.catalog, account, *subjects[:18])
+    await override(live_catalog.catalog, other, *subjects[18:])
     raw.flushall()
     restored = []
     for _ in range(4):
-        await sweep.step()
-        restored.append(sweep.status().restored)
+        await reconciler.step()
+        restored.append(reconciler.status().restored)
     assert restored == [10, 20, 30, 35]
-    assert sweep.status().passes == 1
+    assert reconciler.status().passes == 1
     assert await limits_of(caller, limiter, subjects[:18]) == [50] * 18
-    assert await limits_of(await node.cache.find_caller(other.text), limiter, subjects[18:]) == [50] * 17
+    assert await limits_of(await live_catalog.cache.callers.find(other.text), limiter, subjects[18:]) == [50] * 17
 
 
 async def test_a_page_of_which_nothing_is_lost_costs_one_query_and_a_few_calls(
-    node: LiveCatalog,
+    live_catalog: LiveCatalog,
     account: Account,
     raw: Any,
-    sweep: OverrideReconciler,
+    reconciler: OverrideReconciler,
     database: Database,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sweeps, "PAGE", 20)
-    monkeypatch.setattr(sweeps, "CALL", 2)
-    accounts = [account, *[await create_account(node.catalog, f"tenant-{number}") for number in range(6)]]
+    monkeypatch.setattr(reconciler_module, "PAGE", 20)
+    monkeypatch.setattr(reconciler_module, "CALL", 2)
+    accounts = [account, *[await create_account(live_catalog.catalog, f"tenant-{number}") for number in range(6)]]
     for each in accounts:
-        await override(node.catalog, each, *(f"s{number:02}" for number in range(3)))
-    await sweep.step()  # opens its connections
+        await override(live_catalog.catalog, each, *(f"s{number:02}" for number in range(3)))
+    await reconciler.step()  # opens its connections
     statements = count_statements(database)
     before = calls_of(raw)
-    await sweep.step()
-    await sweep.step()
+    await reconciler.step()
+    await reconciler.step()
     assert len(statements) == 2  # 21 overrides are two pages
     assert calls_of(raw) - before <= 2 * 10 + 2  # a page is ten calls; one renews the claim
-    assert sweep.status().restored == 0
+    assert reconciler.status().restored == 0
 
 
 def calls_of(raw: Any) -> int:
@@ -348,28 +352,32 @@ def calls_of(raw: Any) -> int:
 
 
 async def test_it_hurries_while_overrides_get_lost_and_rests_afterwards(
-    node: LiveCatalog, account: Account, raw: Any, sweep: OverrideReconciler, monkeypatch: pytest.MonkeyPatch
+    live_catalog: LiveCatalog,
+    account: Account,
+    raw: Any,
+    reconciler: OverrideReconciler,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sweeps, "PAGE", 2)
-    monkeypatch.setattr(sweeps, "LOCK_RETRY_SECONDS", 1_000.0)
-    monkeypatch.setattr(sweeps, "FAST_PASS_SECONDS", 300.0)
-    await override(node.catalog, account, *SUBJECTS)
+    monkeypatch.setattr(reconciler_module, "PAGE", 2)
+    monkeypatch.setattr(reconciler_module, "PAUSE_SECONDS", 1_000.0)
+    monkeypatch.setattr(reconciler_module, "FAST_PASS_SECONDS", 300.0)
+    await override(live_catalog.catalog, account, *SUBJECTS)
     for _ in range(3):
-        await sweep.step()
-    assert sweep.pause_seconds() == 1_000
+        await reconciler.step()
+    assert reconciler.pause_seconds() == 1_000
     raw.flushall()
-    await sweep.step()
-    assert sweep.pause_seconds() == 100  # three pages a pass
-    await sweep.step()
-    await sweep.step()
-    assert sweep.pause_seconds() == 100  # another pass, in which nothing is missing
+    await reconciler.step()
+    assert reconciler.pause_seconds() == 100  # three pages a pass
+    await reconciler.step()
+    await reconciler.step()
+    assert reconciler.pause_seconds() == 100  # another pass, in which nothing is missing
     for _ in range(3):
-        await sweep.step()
-    assert sweep.pause_seconds() == 1_000
+        await reconciler.step()
+    assert reconciler.pause_seconds() == 1_000
 
 
 async def test_one_node_of_many_sweeps_and_another_takes_over_when_it_is_gone(
-    node: LiveCatalog,
+    live_catalog: LiveCatalog,
     account: Account,
     shared: CatalogRedis,
     limiter: Limiter,
@@ -377,7 +385,7 @@ async def test_one_node_of_many_sweeps_and_another_takes_over_when_it_is_gone(
     clock: ManualClock,
     raw: Any,
 ) -> None:
-    await override(node.catalog, account, *SUBJECTS)
+    await override(live_catalog.catalog, account, *SUBJECTS)
     source = DatabaseSource(database)
     one, two = (
         OverrideReconciler(source, limiter, OverrideSync(source, limiter, clock), clock, shared=shared)
@@ -387,7 +395,7 @@ async def test_one_node_of_many_sweeps_and_another_takes_over_when_it_is_gone(
         await one.step()
         await two.step()
     assert [each.status().passes for each in (one, two)] == [3, 0]
-    assert 0 < raw.pttl("lf:{%sweep}:") <= 1_000 * sweeps.LEAD_SECONDS
+    assert 0 < raw.pttl("lf:{%sweep}:") <= 1_000 * reconciler_module.LEAD_SECONDS
     raw.delete("lf:{%sweep}:")  # as when its time is over
     await two.step()
     await one.step()
@@ -416,21 +424,27 @@ class HeldSink:
 
 @pytest.mark.parametrize("change", ["deleted", "changed", "plan"])
 async def test_what_changes_while_it_is_restored_is_as_the_catalog_has_it_in_the_end(
-    change: str, node: LiveCatalog, account: Account, caller: Caller, limiter: Limiter, raw: Any, database: Database
+    change: str,
+    live_catalog: LiveCatalog,
+    account: Account,
+    caller: Caller,
+    limiter: Limiter,
+    raw: Any,
+    database: Database,
 ) -> None:
-    (one,) = await override(node.catalog, account, "s")
+    (one,) = await override(live_catalog.catalog, account, "s")
     raw.flushall()
     sink, source = HeldSink(limiter), DatabaseSource(database)
-    sweep = OverrideReconciler(source, sink, OverrideSync(source, sink, node._clock), node._clock)
-    work = asyncio.create_task(sweep.step())
+    reconciler = OverrideReconciler(source, sink, OverrideSync(source, sink, live_catalog._clock), live_catalog._clock)
+    work = asyncio.create_task(reconciler.step())
     await sink.waiting.wait()
     if change == "deleted":
-        async with node.catalog.edit("test") as edit:
+        async with live_catalog.catalog.edit("test") as edit:
             await edit.delete(Override, one.id)
     elif change == "changed":
-        await override(node.catalog, account, "s", limit=70)
+        await override(live_catalog.catalog, account, "s", limit=70)
     else:
-        async with node.catalog.edit("test") as edit:
+        async with live_catalog.catalog.edit("test") as edit:
             await edit.update(Plan, account.plan.id, {"limits": "7/hour"})
     sink.go.set()
     await work
@@ -465,11 +479,11 @@ def limit_memory(server: RedisServer, policy: str, more: int = 4_000_000) -> Non
         client.config_set("maxmemory", client.info("memory")["used_memory"] + more)
 
 
-async def admitted(member: Replica, text: str, blocked: Sequence[str] = BLOCKED) -> list[str]:
+async def admitted(replica: Replica, text: str, blocked: Sequence[str] = BLOCKED) -> list[str]:
     """Those of the blocked that are let through now; all, while Redis can't tell."""
-    caller = member.live.cache.cached_caller(text) or await member.live.cache.find_caller(text)
+    caller = replica.live.cache.callers.get(text) or await replica.live.cache.callers.find(text)
     try:
-        return [each for each in blocked if (await decide(caller, member.limiter, subject=each)).allowed]
+        return [each for each in blocked if (await decide(caller, replica.limiter, subject=each)).allowed]
     except StoreUnavailable:
         return list(blocked)
 
@@ -546,13 +560,13 @@ async def test_a_policy_that_the_docs_call_safe_keeps_overrides(
 async def test_a_redis_that_lost_everything_gets_its_overrides_back_without_waiting_for_the_minute(
     how: str, database: Database, peppers: Peppers, own_redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nodes, "MIRROR_SECONDS", 600)
+    monkeypatch.setattr(live_catalog_module, "MIRROR_SECONDS", 600)
     proxy = Proxy(own_redis_server.port)
     with RedisServer() as empty, contextlib.closing(proxy):
-        async with Replica(str(database.url), proxy.url, peppers=peppers, limiter_url=proxy.url) as member:
-            account = await create_account(member.catalog)
-            await override(member.catalog, account, *FEW, limit="blocked", resource="*")
-            await eventually(lambda: member.live.status().overrides.passes)
+        async with Replica(str(database.url), proxy.url, peppers=peppers, limiter_url=proxy.url) as replica:
+            account = await create_account(replica.catalog)
+            await override(replica.catalog, account, *FEW, limit="blocked", resource="*")
+            await eventually(lambda: replica.live.status().overrides.passes)
             if how == "flushed":
                 own_redis_server.flush()
             elif how == "restarted":
@@ -562,7 +576,7 @@ async def test_a_redis_that_lost_everything_gets_its_overrides_back_without_wait
                     proxy._target = empty.port
 
             async def is_blocked() -> bool:
-                return not await admitted(member, account.text, FEW)
+                return not await admitted(replica, account.text, FEW)
 
             await eventually(is_blocked)
 
@@ -571,30 +585,30 @@ async def test_overrides_on_each_master_of_a_cluster_come_back(
     database: Database, peppers: Peppers, cluster_servers: RedisCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tenant with lanes and others without, each master losing its own part."""
-    monkeypatch.setattr(nodes, "MIRROR_SECONDS", 600)
+    monkeypatch.setattr(live_catalog_module, "MIRROR_SECONDS", 600)
     url = cluster_servers.url
 
     def placed(tenant: Tenant) -> None:
-        member.limiter.set_lanes(tenant.id, tenant.placement)
+        replica.limiter.set_lanes(tenant.id, tenant.placement)
 
-    member = Replica(str(database.url), url, peppers=peppers, limiter_url=url, placed=placed)
-    async with member:
-        accounts = [await create_account(member.catalog, f"tenant-{number}") for number in range(6)]
-        async with member.catalog.edit("test") as edit:
+    replica = Replica(str(database.url), url, peppers=peppers, limiter_url=url, on_tenant_loaded=placed)
+    async with replica:
+        accounts = [await create_account(replica.catalog, f"tenant-{number}") for number in range(6)]
+        async with replica.catalog.edit("test") as edit:
             await edit.update(Tenant, accounts[0].tenant.id, {"lanes": 16})
         for each in accounts:
-            await override(member.catalog, each, *FEW, limit="blocked", resource="*")
+            await override(replica.catalog, each, *FEW, limit="blocked", resource="*")
         for master in cluster_servers.masters():
-            before = member.live.status().overrides.restored
+            before = replica.live.status().overrides.restored
             master.flush()
-            await eventually(lambda before=before: member.live.status().overrides.restored > before)
+            await eventually(lambda before=before: replica.live.status().overrides.restored > before)
         for each in accounts:
 
             async def is_blocked(text: str = each.text) -> bool:
-                return not await admitted(member, text, FEW)
+                return not await admitted(replica, text, FEW)
 
             await eventually(is_blocked)
-        assert member.live.status().overrides.restored >= 60
+        assert replica.live.status().overrides.restored >= 60
 
 
 async def test_a_dead_master_does_not_keep_the_overrides_of_the_others_from_coming_back(
@@ -604,24 +618,24 @@ async def test_a_dead_master_does_not_keep_the_overrides_of_the_others_from_comi
     with RedisCluster(masters=3, replicas=0) as servers:
         async with Limiter.connect(servers.url, clock=clock, options=options) as limiter:
             shared = CatalogRedis(servers.url)
-            node = LiveCatalog(database, peppers, shared=shared, sink=limiter, clock=clock)
+            live_catalog = LiveCatalog(database, peppers, shared=shared, sink=limiter, clock=clock)
             source = DatabaseSource(database)
-            sweep = OverrideReconciler(source, limiter, OverrideSync(source, limiter, clock), clock)
-            accounts = [await create_account(node.catalog, f"tenant-{number}") for number in range(8)]
+            reconciler = OverrideReconciler(source, limiter, OverrideSync(source, limiter, clock), clock)
+            accounts = [await create_account(live_catalog.catalog, f"tenant-{number}") for number in range(8)]
             for each in accounts:
-                await override(node.catalog, each, "s")
+                await override(live_catalog.catalog, each, "s")
             homes = {each.tenant.id: servers.master_of(slot_of(each.tenant.id)) for each in accounts}
             dead = homes[accounts[0].tenant.id]
             for master in servers.masters():
                 master.flush()
             dead.kill()
-            await sweep.step()
+            await reconciler.step()
             living = [each for each in accounts if homes[each.tenant.id] is not dead]
             assert living
             for each in living:
-                assert await limit_of(await node.cache.find_caller(each.text), limiter) == 50
-            assert sweep.status().restored == len(living)
-            await node.cache.close()
+                assert await limit_of(await live_catalog.cache.callers.find(each.text), limiter) == 50
+            assert reconciler.status().restored == len(living)
+            await live_catalog.cache.close()
             await shared.close()
 
 
@@ -633,16 +647,16 @@ async def test_overrides_come_back_on_postgres_too(
     peppers: Peppers, reused_postgres: ReusedDatabase, redis_url: str, raw: Any
 ) -> None:
     url = await reused_postgres.emptied()
-    async with Replica(url, redis_url, peppers=peppers, limiter_url=redis_url) as member:
-        account = await create_account(member.catalog)
-        await override(member.catalog, account, *FEW, limit="blocked", resource="*")
+    async with Replica(url, redis_url, peppers=peppers, limiter_url=redis_url) as replica:
+        account = await create_account(replica.catalog)
+        await override(replica.catalog, account, *FEW, limit="blocked", resource="*")
         lose(raw, "both")
 
         async def is_blocked() -> bool:
-            return not await admitted(member, account.text, FEW)
+            return not await admitted(replica, account.text, FEW)
 
         await eventually(is_blocked)
-        await eventually(lambda: member.live.status().overrides.restored == len(FEW))
+        await eventually(lambda: replica.live.status().overrides.restored == len(FEW))
 
 
 # --- Any order of changes and losses ---------------------------------------------------------------------------------
@@ -670,30 +684,30 @@ async def _play(
     shutil.copy(migrated, folder / "played.db")
     clock, database, shared = ManualClock(), Database(f"sqlite:///{folder}/played.db"), CatalogRedis(server.url)
     limiter = Limiter.connect(server.url, clock=clock, options=PATIENT)
-    node = LiveCatalog(database, peppers, shared=shared, sink=limiter, clock=clock)
+    live_catalog = LiveCatalog(database, peppers, shared=shared, sink=limiter, clock=clock)
     wanted: dict[str, tuple[Override, int]] = {}
     with redis_py.Redis.from_url(server.url) as raw:
-        async with closing(node.cache, shared, limiter, database):
-            account, plan = await create_account(node.catalog, limits="5/minute"), 5
-            caller = await node.cache.find_caller(account.text)
+        async with closing(live_catalog.cache, shared, limiter, database):
+            account, plan = await create_account(live_catalog.catalog, limits="5/minute"), 5
+            caller = await live_catalog.cache.callers.find(account.text)
             for move, at, number in [*moves, ("step", 0, 0)]:
                 subject = SUBJECTS[at]
                 if move == "set":
-                    (one,) = await override(node.catalog, account, subject, limit=number)
+                    (one,) = await override(live_catalog.catalog, account, subject, limit=number)
                     wanted[subject] = (one, number)
                 elif move == "delete" and subject in wanted:
-                    async with node.catalog.edit("test") as edit:
+                    async with live_catalog.catalog.edit("test") as edit:
                         await edit.delete(Override, wanted.pop(subject)[0].id)
                 elif move == "plan":
                     plan = 5 if plan != 5 else number
                     limit = {"name": "minute", "algorithm": "sliding_window_counter", "limit": plan}
-                    async with node.catalog.edit("test") as edit:
+                    async with live_catalog.catalog.edit("test") as edit:
                         await edit.update(Plan, account.plan.id, {"limits": [{**limit, "window_seconds": 60}]})
                 elif move in LOSSES:
                     with contextlib.suppress(AssertionError):  # there may be nothing to lose
                         lose(raw, move)
                 elif move == "step":
-                    assert node._reconciler is not None
-                    await node._reconciler.step()
+                    assert live_catalog._reconciler is not None
+                    await live_catalog._reconciler.step()
                     for each in SUBJECTS:
                         assert await limit_of(caller, limiter, subject=each) == wanted.get(each, (None, plan))[1]

@@ -14,8 +14,8 @@ from limitforge import InvalidInput, Limiter, ManualClock, OverridePage
 from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
-from limitforge.catalog.live import live_catalog as nodes
-from limitforge.catalog.live.cache_entries import Caller
+from limitforge.catalog.live import live_catalog as live_catalog_module
+from limitforge.catalog.live.cache.entries import Caller
 from limitforge.catalog.live.live_catalog import LiveCatalog
 from limitforge.catalog.live.override_sync import OverrideSync
 from limitforge.catalog.live.sources import DatabaseSource
@@ -58,28 +58,28 @@ async def limiter(request: pytest.FixtureRequest, clock: ManualClock) -> AsyncIt
 
 
 @pytest.fixture
-async def node(
+async def live_catalog(
     database: Database, peppers: Peppers, clock: ManualClock, limiter: Limiter
 ) -> AsyncIterator[LiveCatalog]:
     """One that acts on its own changes, and was not started: nothing happens in the background."""
-    node = LiveCatalog(database, peppers, sink=limiter, clock=clock, lookup_seconds=PATIENCE_SECONDS)
-    yield node
-    await node.cache.close()
+    live_catalog = LiveCatalog(database, peppers, sink=limiter, clock=clock, lookup_seconds=PATIENCE_SECONDS)
+    yield live_catalog
+    await live_catalog.cache.close()
 
 
 @pytest.fixture
-def mirror(database: Database, limiter: Limiter, clock: ManualClock) -> OverrideSync:
+def override_sync(database: Database, limiter: Limiter, clock: ManualClock) -> OverrideSync:
     return OverrideSync(DatabaseSource(database), limiter, clock)
 
 
 @pytest.fixture
-async def account(node: LiveCatalog) -> Account:
-    return await create_account(node.catalog, limits="5/minute")
+async def account(live_catalog: LiveCatalog) -> Account:
+    return await create_account(live_catalog.catalog, limits="5/minute")
 
 
 @pytest.fixture
-async def caller(node: LiveCatalog, account: Account) -> Caller:
-    return await node.cache.find_caller(account.text)
+async def caller(live_catalog: LiveCatalog, account: Account) -> Caller:
+    return await live_catalog.cache.callers.find(account.text)
 
 
 async def override(
@@ -100,24 +100,24 @@ async def delete(catalog: Catalog, one: Override) -> None:
 
 
 async def test_an_override_acts_from_when_it_is_set_until_it_is_deleted(
-    node: LiveCatalog, account: Account, caller: Caller, limiter: Limiter
+    live_catalog: LiveCatalog, account: Account, caller: Caller, limiter: Limiter
 ) -> None:
     assert await limit_of(caller, limiter) == 5
-    one = await override(node.catalog, account, 50)
+    one = await override(live_catalog.catalog, account, 50)
     assert await limit_of(caller, limiter) == 50
     assert await limit_of(caller, limiter, subject="somebody else") == 5
-    await override(node.catalog, account, 70)
+    await override(live_catalog.catalog, account, 70)
     assert await limit_of(caller, limiter) == 70
-    await override(node.catalog, account, "blocked")
+    await override(live_catalog.catalog, account, "blocked")
     assert not (await decide(caller, limiter)).allowed
-    await delete(node.catalog, one)
+    await delete(live_catalog.catalog, one)
     assert await limit_of(caller, limiter) == 5
 
 
 async def test_an_override_ends_when_its_time_has_come(
-    node: LiveCatalog, account: Account, caller: Caller, limiter: Limiter, clock: ManualClock
+    live_catalog: LiveCatalog, account: Account, caller: Caller, limiter: Limiter, clock: ManualClock
 ) -> None:
-    await override(node.catalog, account, 50, seconds=10)
+    await override(live_catalog.catalog, account, 50, seconds=10)
     clock.advance_us(9_900_000)
     assert await limit_of(caller, limiter) == 50
     clock.advance_us(200_000)
@@ -125,21 +125,21 @@ async def test_an_override_ends_when_its_time_has_come(
 
 
 async def test_an_override_for_any_resource_gives_way_to_one_for_this_resource(
-    node: LiveCatalog, account: Account, caller: Caller, limiter: Limiter
+    live_catalog: LiveCatalog, account: Account, caller: Caller, limiter: Limiter
 ) -> None:
-    await override(node.catalog, account, 50, resource="*")
+    await override(live_catalog.catalog, account, 50, resource="*")
     assert await limit_of(caller, limiter) == 50
-    await override(node.catalog, account, 70, resource="r")
+    await override(live_catalog.catalog, account, 70, resource="r")
     assert await limit_of(caller, limiter) == 70
 
 
 async def test_a_changed_plan_compiles_its_overrides_anew(
-    node: LiveCatalog, account: Account, caller: Caller, limiter: Limiter
+    live_catalog: LiveCatalog, account: Account, caller: Caller, limiter: Limiter
 ) -> None:
     """The override says another limit; the window is the plan's, and it has changed."""
-    await override(node.catalog, account, 50)
+    await override(live_catalog.catalog, account, 50)
     window = {"name": "minute", "algorithm": "sliding_window_counter", "limit": 5, "window_seconds": 60}
-    async with node.catalog.edit("test") as edit:
+    async with live_catalog.catalog.edit("test") as edit:
         await edit.update(Plan, account.plan.id, {"limits": [{**window, "window_seconds": 600}]})
     for _ in range(50):
         assert (await decide(caller, limiter)).allowed
@@ -151,37 +151,37 @@ async def test_a_changed_plan_compiles_its_overrides_anew(
 
 
 async def test_an_override_whose_limit_is_gone_does_nothing_and_comes_back_with_it(
-    node: LiveCatalog, account: Account, caller: Caller, limiter: Limiter
+    live_catalog: LiveCatalog, account: Account, caller: Caller, limiter: Limiter
 ) -> None:
-    await override(node.catalog, account, 50)
-    await set_limits(node.catalog, account, "7/hour")
+    await override(live_catalog.catalog, account, 50)
+    await set_limits(live_catalog.catalog, account, "7/hour")
     assert await limit_of(caller, limiter) == 7
-    await set_limits(node.catalog, account, "5/minute")
+    await set_limits(live_catalog.catalog, account, "5/minute")
     assert await limit_of(caller, limiter) == 50
 
 
 async def test_an_override_that_no_longer_fits_its_plan_is_not_in_force(
-    node: LiveCatalog, account: Account, caller: Caller, limiter: Limiter, caplog: pytest.LogCaptureFixture
+    live_catalog: LiveCatalog, account: Account, caller: Caller, limiter: Limiter, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As the log says."""
     bucket = {"name": "bucket", "algorithm": "token_bucket", "bucket_capacity": 5, "refill_rate_per_sec": 1}
-    async with node.catalog.edit("test") as edit:
+    async with live_catalog.catalog.edit("test") as edit:
         await edit.update(Plan, account.plan.id, {"limits": [bucket]})
     fields = {"tenant_id": account.tenant.id, "resource": "r", "subject": "s", "ttl_seconds": HOUR}
-    async with node.catalog.edit("test") as edit:
+    async with live_catalog.catalog.edit("test") as edit:
         await edit.set_override({**fields, "limits": {"bucket": {"bucket_capacity": 100_000_000}}})
     assert await limit_of(caller, limiter) == 100_000_000
-    async with node.catalog.edit("test") as edit:
+    async with live_catalog.catalog.edit("test") as edit:
         await edit.update(Plan, account.plan.id, {"limits": [{**bucket, "refill_rate_per_sec": "0.00001"}]})
     assert "no longer fits its plan, and is not in force" in caplog.text
     assert await limit_of(caller, limiter) == 5
 
 
 async def test_the_overrides_of_a_deleted_tenant_are_gone(
-    node: LiveCatalog, account: Account, caller: Caller, limiter: Limiter
+    live_catalog: LiveCatalog, account: Account, caller: Caller, limiter: Limiter
 ) -> None:
-    await override(node.catalog, account, 50)
-    async with node.catalog.edit("test") as edit:
+    await override(live_catalog.catalog, account, 50)
+    async with live_catalog.catalog.edit("test") as edit:
         await edit.delete(Tenant, account.tenant.id)
     page = await limiter.list_overrides(tenant=account.tenant.id)
     assert page.overrides == []
@@ -205,7 +205,7 @@ async def test_overrides_are_set_where_the_tenant_has_its_lanes(
         account = await create_account(writer.catalog)
         async with writer.catalog.edit("test") as edit:
             await edit.update(Tenant, account.tenant.id, {"lanes": 8})
-        caller = await reader.cache.find_caller(account.text)
+        caller = await reader.cache.callers.find(account.text)
         for subject in ("a", "b", "c", "d"):
             await override(writer.catalog, account, 50, subject=subject)
         assert [await limit_of(caller, there, subject=subject) for subject in ("a", "b", "c", "d")] == [50] * 4
@@ -215,40 +215,45 @@ async def test_overrides_are_set_where_the_tenant_has_its_lanes(
 
 
 async def test_what_the_store_lost_is_set_again_with_what_is_left_of_its_time(
-    node: LiveCatalog, account: Account, caller: Caller, limiter: Limiter, mirror: OverrideSync, clock: ManualClock
+    live_catalog: LiveCatalog,
+    account: Account,
+    caller: Caller,
+    limiter: Limiter,
+    override_sync: OverrideSync,
+    clock: ManualClock,
 ) -> None:
     for subject in ("a", "b", "c"):
-        await override(node.catalog, account, 50, subject=subject)
+        await override(live_catalog.catalog, account, 50, subject=subject)
     clock.advance_us(600 * 1_000_000)
     await limiter.clear_overrides(tenant=account.tenant.id)
     assert await limit_of(caller, limiter, subject="a") == 5
-    assert await mirror.sync_all() == 3
+    assert await override_sync.sync_all() == 3
     assert await limit_of(caller, limiter, subject="a") == 50
     there = (await limiter.list_overrides(tenant=account.tenant.id)).overrides
     assert {round(each.expires_at - clock.now_us() / 1e6) for each in there} == {HOUR - 600}
-    assert await mirror.sync_all() == 0
+    assert await override_sync.sync_all() == 0
 
 
 async def test_strays_are_removed(
-    node: LiveCatalog, account: Account, caller: Caller, limiter: Limiter, mirror: OverrideSync
+    live_catalog: LiveCatalog, account: Account, caller: Caller, limiter: Limiter, override_sync: OverrideSync
 ) -> None:
-    await override(node.catalog, account, 50, subject="right")
+    await override(live_catalog.catalog, account, 50, subject="right")
     stray = {"limits": "5/minute", "ttl_seconds": HOUR, "tenant": account.tenant.id}
     await limiter.set_override("r", "stray", {"minute": "unlimited"}, **stray)  # type: ignore[arg-type]
-    assert await mirror.sync_all() == 1
+    assert await override_sync.sync_all() == 1
     assert await limit_of(caller, limiter, subject="stray") == 5
     assert await limit_of(caller, limiter, subject="right") == 50
 
 
 async def test_strays_of_a_tenant_that_has_no_override_any_more_are_removed(
-    node: LiveCatalog, account: Account, caller: Caller, limiter: Limiter, mirror: OverrideSync
+    live_catalog: LiveCatalog, account: Account, caller: Caller, limiter: Limiter, override_sync: OverrideSync
 ) -> None:
     """A Redis that came back with what it had saved before the last override was deleted."""
-    one = await override(node.catalog, account, "unlimited")
-    await delete(node.catalog, one)
+    one = await override(live_catalog.catalog, account, "unlimited")
+    await delete(live_catalog.catalog, one)
     stray = {"limits": "5/minute", "ttl_seconds": HOUR, "tenant": account.tenant.id}
     await limiter.set_override("r", "s", {"minute": "unlimited"}, **stray)  # type: ignore[arg-type]
-    await mirror.sync_all()
+    await override_sync.sync_all()
     assert await limit_of(caller, limiter) == 5
 
 
@@ -257,40 +262,44 @@ async def test_an_override_that_is_deleted_while_its_index_is_lost_does_not_act_
 ) -> None:
     """The store does not list it any more, and its key is still there."""
     limiter = Limiter.connect(redis_url, clock=clock, options=PATIENT)
-    node = LiveCatalog(database, peppers, sink=limiter, clock=clock)
-    async with closing(node.cache, limiter):
-        account = await create_account(node.catalog, limits="5/minute")
-        caller = await node.cache.find_caller(account.text)
-        one = await override(node.catalog, account, 50, subject="one")
-        await override(node.catalog, account, 50, subject="two")
+    live_catalog = LiveCatalog(database, peppers, sink=limiter, clock=clock)
+    async with closing(live_catalog.cache, limiter):
+        account = await create_account(live_catalog.catalog, limits="5/minute")
+        caller = await live_catalog.cache.callers.find(account.text)
+        one = await override(live_catalog.catalog, account, 50, subject="one")
+        await override(live_catalog.catalog, account, 50, subject="two")
         with redis_py.Redis.from_url(redis_url) as raw:
             assert raw.delete(f"lf:{{{account.tenant.id}}}:x") == 1
-        await delete(node.catalog, one)
+        await delete(live_catalog.catalog, one)
         assert await limit_of(caller, limiter, subject="one") == 5
         assert await limit_of(caller, limiter, subject="two") == 50
 
 
 async def test_what_the_store_has_with_other_numbers_is_put_right(
-    node: LiveCatalog, account: Account, caller: Caller, limiter: Limiter, mirror: OverrideSync
+    live_catalog: LiveCatalog, account: Account, caller: Caller, limiter: Limiter, override_sync: OverrideSync
 ) -> None:
-    await override(node.catalog, account, 50)
+    await override(live_catalog.catalog, account, 50)
     wrong = {"limits": "5/minute", "ttl_seconds": HOUR, "tenant": account.tenant.id}
     await limiter.set_override("r", "s", {"minute": {"limit": 9}}, **wrong)  # type: ignore[arg-type]
-    assert await mirror.sync_all() == 1
+    assert await override_sync.sync_all() == 1
     assert await limit_of(caller, limiter) == 50
 
 
 async def test_more_overrides_than_fit_on_a_page_are_all_mirrored(
-    node: LiveCatalog, account: Account, limiter: Limiter, mirror: OverrideSync, monkeypatch: pytest.MonkeyPatch
+    live_catalog: LiveCatalog,
+    account: Account,
+    limiter: Limiter,
+    override_sync: OverrideSync,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("limitforge.catalog.live.override_sync.PAGE", 3)
-    async with node.catalog.edit("test") as edit:
+    async with live_catalog.catalog.edit("test") as edit:
         for at in range(20):
             fields = {"tenant_id": account.tenant.id, "resource": "r", "subject": f"s{at}", "ttl_seconds": HOUR}
             await edit.set_override({**fields, "limits": {"minute": "unlimited"}})
-    assert await mirror.sync_all() == 0
+    assert await override_sync.sync_all() == 0
     await limiter.clear_overrides(tenant=account.tenant.id)
-    assert await mirror.sync_all() == 20
+    assert await override_sync.sync_all() == 20
 
 
 # --- Races -----------------------------------------------------------------------------------------------------------
@@ -343,70 +352,87 @@ def slow(limiter: Limiter) -> SlowSink:
 
 
 @pytest.fixture
-def slow_mirror(database: Database, slow: SlowSink, clock: ManualClock) -> OverrideSync:
+def slow_override_sync(database: Database, slow: SlowSink, clock: ManualClock) -> OverrideSync:
     return OverrideSync(DatabaseSource(database), slow, clock)
 
 
 async def test_an_override_that_is_deleted_while_it_is_put_right_does_not_come_back(
-    node: LiveCatalog, account: Account, caller: Caller, limiter: Limiter, slow: SlowSink, slow_mirror: OverrideSync
+    live_catalog: LiveCatalog,
+    account: Account,
+    caller: Caller,
+    limiter: Limiter,
+    slow: SlowSink,
+    slow_override_sync: OverrideSync,
 ) -> None:
-    one = await override(node.catalog, account, 50)
+    one = await override(live_catalog.catalog, account, 50)
     await limiter.clear_overrides(tenant=account.tenant.id)
     slow.hold = "set"
-    work = asyncio.create_task(slow_mirror.sync_all())
+    work = asyncio.create_task(slow_override_sync.sync_all())
     await slow.waiting.wait()
-    await delete(node.catalog, one)
+    await delete(live_catalog.catalog, one)
     slow.go.set()
     await work
     assert await limit_of(caller, limiter) == 5
 
 
 async def test_an_override_that_is_changed_while_it_is_put_right_is_the_new_one_in_the_end(
-    node: LiveCatalog, account: Account, caller: Caller, limiter: Limiter, slow: SlowSink, slow_mirror: OverrideSync
+    live_catalog: LiveCatalog,
+    account: Account,
+    caller: Caller,
+    limiter: Limiter,
+    slow: SlowSink,
+    slow_override_sync: OverrideSync,
 ) -> None:
-    await override(node.catalog, account, 50)
+    await override(live_catalog.catalog, account, 50)
     await limiter.clear_overrides(tenant=account.tenant.id)
     slow.hold = "set"
-    work = asyncio.create_task(slow_mirror.sync_all())
+    work = asyncio.create_task(slow_override_sync.sync_all())
     await slow.waiting.wait()
-    await override(node.catalog, account, 70)
+    await override(live_catalog.catalog, account, 70)
     slow.go.set()
     await work
     assert await limit_of(caller, limiter) == 70
 
 
 async def test_an_override_that_is_set_while_a_stray_in_its_place_is_removed_stays(
-    node: LiveCatalog, account: Account, caller: Caller, limiter: Limiter, slow: SlowSink, slow_mirror: OverrideSync
+    live_catalog: LiveCatalog,
+    account: Account,
+    caller: Caller,
+    limiter: Limiter,
+    slow: SlowSink,
+    slow_override_sync: OverrideSync,
 ) -> None:
-    await override(node.catalog, account, 50, subject="other")
+    await override(live_catalog.catalog, account, 50, subject="other")
     stray = {"limits": "5/minute", "ttl_seconds": HOUR, "tenant": account.tenant.id}
     await limiter.set_override("r", "s", {"minute": "unlimited"}, **stray)  # type: ignore[arg-type]
     slow.hold = "delete"
-    work = asyncio.create_task(slow_mirror.sync_all())
+    work = asyncio.create_task(slow_override_sync.sync_all())
     await slow.waiting.wait()
-    await override(node.catalog, account, 70)
+    await override(live_catalog.catalog, account, 70)
     slow.go.set()
     await work
     assert await limit_of(caller, limiter) == 70
 
 
 async def test_two_who_put_right_at_once_end_with_what_the_database_says(
-    node: LiveCatalog, account: Account, caller: Caller, limiter: Limiter, mirror: OverrideSync
+    live_catalog: LiveCatalog, account: Account, caller: Caller, limiter: Limiter, override_sync: OverrideSync
 ) -> None:
     for at in range(10):
-        await override(node.catalog, account, 50 + at, subject=f"s{at}")
+        await override(live_catalog.catalog, account, 50 + at, subject=f"s{at}")
     await limiter.clear_overrides(tenant=account.tenant.id)
-    await asyncio.gather(mirror.sync_all(), mirror.sync_all(), mirror.sync_tenant(account.tenant.id, force=True))
+    await asyncio.gather(
+        override_sync.sync_all(), override_sync.sync_all(), override_sync.sync_tenant(account.tenant.id, force=True)
+    )
     assert [await limit_of(caller, limiter, subject=f"s{at}") for at in range(10)] == list(range(50, 60))
 
 
 # --- By itself -------------------------------------------------------------------------------------------------------
 
 
-async def limit_now(member: Replica, text: str) -> int | None:
+async def limit_now(replica: Replica, text: str) -> int | None:
     """None while Redis can't tell."""
     with suppress(StoreUnavailable):
-        return await member.limit(text)
+        return await replica.limit(text)
     return None
 
 
@@ -420,20 +446,20 @@ async def test_a_redis_that_lost_everything_gets_the_overrides_back_by_itself(
     record_property: Any,
 ) -> None:
     """Emptied, within the interval; restarted, as soon as somebody listens again."""
-    monkeypatch.setattr(nodes, "MIRROR_SECONDS", 0.5 if how == "emptied" else 600)
+    monkeypatch.setattr(live_catalog_module, "MIRROR_SECONDS", 0.5 if how == "emptied" else 600)
     url = own_redis_server.url
-    async with Replica(str(database.url), url, peppers=peppers, limiter_url=url) as member:
-        account = await create_account(member.catalog)
-        await eventually(lambda: "redis" in member.live.status().listening)
-        await override(member.catalog, account, 50)
-        assert await member.limit(account.text) == 50
+    async with Replica(str(database.url), url, peppers=peppers, limiter_url=url) as replica:
+        account = await create_account(replica.catalog)
+        await eventually(lambda: "redis" in replica.live.status().listening)
+        await override(replica.catalog, account, 50)
+        assert await replica.limit(account.text) == 50
         if how == "emptied":
             own_redis_server.flush()
         else:
             own_redis_server.restart()
 
         async def is_back() -> bool:
-            return await limit_now(member, account.text) == 50
+            return await limit_now(replica, account.text) == 50
 
         record_property("seconds", await eventually(is_back))
 
@@ -447,22 +473,22 @@ async def test_overrides_are_set_when_the_database_is_back_if_redis_lost_them_wh
     record_property: Any,
 ) -> None:
     """Whoever claimed to do it could not: nobody may wait for the claim's end, or the next interval."""
-    monkeypatch.setattr(nodes, "MIRROR_SECONDS", 40)
+    monkeypatch.setattr(live_catalog_module, "MIRROR_SECONDS", 40)
     database = Database(own_postgres_server.url)
     async with closing(database):
         await database.upgrade()
     url = own_redis_server.url
-    async with Replica(own_postgres_server.url, url, peppers=peppers, limiter_url=url) as member:
-        account = await create_account(member.catalog)
-        await override(member.catalog, account, 50)
+    async with Replica(own_postgres_server.url, url, peppers=peppers, limiter_url=url) as replica:
+        account = await create_account(replica.catalog)
+        await override(replica.catalog, account, 50)
         own_postgres_server.kill()
-        await eventually(lambda: member.live.status().database == "degraded")
+        await eventually(lambda: replica.live.status().database == "degraded")
         own_redis_server.restart()
         await asyncio.sleep(1.5)
         own_postgres_server.restart()
 
         async def is_back() -> bool:
-            return await limit_now(member, account.text) == 50
+            return await limit_now(replica, account.text) == 50
 
         record_property("seconds", await eventually(is_back, 15))
 
@@ -479,23 +505,23 @@ async def test_what_the_store_refuses_does_not_undo_a_change_and_is_tried_again(
             return await super().set_override(*args, **kwargs)
 
     sink = Full(limiter)
-    node = LiveCatalog(database, peppers, sink=sink, clock=clock)
-    account = await create_account(node.catalog)
-    caller = await node.cache.find_caller(account.text)
-    await override(node.catalog, account, 50)
+    live_catalog = LiveCatalog(database, peppers, sink=sink, clock=clock)
+    account = await create_account(live_catalog.catalog)
+    caller = await live_catalog.cache.callers.find(account.text)
+    await override(live_catalog.catalog, account, 50)
     assert await limit_of(caller, limiter) == 5
     with suppress(CatalogUnavailable):
-        await node.catch_up()
+        await live_catalog.catch_up()
     sink.is_full = False
-    await node.catch_up()
+    await live_catalog.catch_up()
     assert await limit_of(caller, limiter) == 50
-    await node.cache.close()
+    await live_catalog.cache.close()
 
 
 async def test_an_override_of_a_limit_that_no_plan_has_is_refused_when_it_is_set(
-    node: LiveCatalog, account: Account
+    live_catalog: LiveCatalog, account: Account
 ) -> None:
     fields = {"tenant_id": account.tenant.id, "resource": "r", "subject": "s", "ttl_seconds": HOUR}
     with pytest.raises(InvalidInput, match="nothing"):
-        async with node.catalog.edit("test") as edit:
+        async with live_catalog.catalog.edit("test") as edit:
             await edit.set_override({**fields, "limits": {"nothing": "unlimited"}})

@@ -18,9 +18,9 @@ from limitforge.catalog.database import tables
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
 from limitforge.catalog.database.outbox import Announcement, unpublished_announcements
-from limitforge.catalog.live import live_catalog as nodes
-from limitforge.catalog.live import outbox_relay as relays
-from limitforge.catalog.live import override_sync as mirrors
+from limitforge.catalog.live import live_catalog as live_catalog_module
+from limitforge.catalog.live import outbox_relay as relay_module
+from limitforge.catalog.live import override_sync as override_sync_module
 from limitforge.catalog.live.override_sync import OverrideSync
 from limitforge.catalog.live.sources import DatabaseSource
 from limitforge.catalog.model import Key, TenantConfig
@@ -95,9 +95,9 @@ async def pending(database: Database) -> set[str]:
         return {row.announcement.tenant_id for row in await unpublished_announcements(connection, 1_000)}
 
 
-async def admits(member: Replica, account: Account) -> bool:
-    caller = member.live.cache.cached_caller(account.text) or await member.live.cache.find_caller(account.text)
-    return (await decide(caller, member.limiter)).allowed
+async def admits(replica: Replica, account: Account) -> bool:
+    caller = replica.live.cache.callers.get(account.text) or await replica.live.cache.callers.find(account.text)
+    return (await decide(caller, replica.limiter)).allowed
 
 
 @contextlib.asynccontextmanager
@@ -136,16 +136,16 @@ async def test_a_dead_master_holds_up_no_tenant_of_the_others(
     peppers: Peppers,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(nodes, "MIRROR_SECONDS", 600)  # the relay has to do it
-    monkeypatch.setattr(relays, "BATCH", 2)
+    monkeypatch.setattr(live_catalog_module, "MIRROR_SECONDS", 600)  # the relay has to do it
+    monkeypatch.setattr(relay_module, "BATCH", 2)
     url, dead = own_cluster.url, own_cluster.servers[at]
     (away,), (well,) = await accounts_on(own_cluster, writer, dead)
-    member = Replica(url_of(database), url, peppers=peppers, limiter_url=url, options=HASTY)
-    async with member:
+    replica = Replica(url_of(database), url, peppers=peppers, limiter_url=url, options=HASTY)
+    async with replica:
         await set_override(writer, away, {"limit": 9})
         await set_override(writer, well, "unlimited")
-        await member.seconds_until(away.text, 9)
-        await eventually(lambda: admits(member, well))
+        await replica.seconds_until(away.text, 9)
+        await eventually(lambda: admits(replica, well))
 
         async def is_published() -> bool:
             return not await pending(database)
@@ -160,7 +160,7 @@ async def test_a_dead_master_holds_up_no_tenant_of_the_others(
                 revision = await set_override(writer, well, "blocked")
 
                 async def is_blocked() -> bool:
-                    return not await admits(member, well)
+                    return not await admits(replica, well)
 
                 await eventually(is_blocked)
                 await eventually(lambda: revision in {each.revision for each in heard})
@@ -180,7 +180,7 @@ async def test_a_dead_master_holds_up_no_tenant_of_the_others(
         finally:
             dead.restart()
             own_cluster.wait_until_ok()
-        await member.seconds_until(away.text, 24)
+        await replica.seconds_until(away.text, 24)
         await eventually(is_published)
 
 
@@ -188,28 +188,28 @@ async def test_a_dead_master_holds_up_no_tenant_of_the_others(
 async def test_all_tenants_are_compared_although_one_master_is_dead(
     database: Database, writer: Catalog, own_cluster: RedisCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mirrors, "MAX_FAILURES", 100)  # the few tenants here may come in an unlucky order
+    monkeypatch.setattr(override_sync_module, "MAX_FAILURES", 100)  # the few tenants here may come in an unlucky order
     clock, dead, source = ManualClock(), own_cluster.servers[1], Counting(database)
     away, well = await accounts_on(own_cluster, writer, dead, each=3)
     for each in (*away, *well):
         await set_override(writer, each, {"limit": 7})
     async with Limiter.connect(own_cluster.url, options=HASTY) as limiter:
-        mirror = OverrideSync(source, limiter, clock)
+        override_sync = OverrideSync(source, limiter, clock)
         dead.kill()
         try:
             with pytest.raises(PartialFailure) as failure:
-                await mirror.sync_all()
+                await override_sync.sync_all()
             assert failure.value.failed == {each.tenant.id for each in away}
             for each in well:
                 (found,) = (await limiter.list_overrides(tenant=each.tenant.id)).overrides
                 assert found.limits == {"minute": {"limit": 7}}
             source.read.clear()
             with pytest.raises(PartialFailure):
-                await mirror.sync_failed()
+                await override_sync.sync_failed()
             assert set(source.read) == failure.value.failed
-            mirror.forget_failures()
+            override_sync.forget_failures()
             with pytest.raises(PartialFailure):
-                await mirror.sync_failed()
+                await override_sync.sync_failed()
             assert set(source.read) == {each.tenant.id for each in (*away, *well)}
         finally:
             dead.restart()
@@ -217,7 +217,7 @@ async def test_all_tenants_are_compared_although_one_master_is_dead(
 
         async def is_done() -> bool:
             with contextlib.suppress(PartialFailure):
-                return await mirror.sync_all() >= 0
+                return await override_sync.sync_all() >= 0
             return False
 
         await eventually(is_done)
@@ -242,7 +242,7 @@ class Counting(DatabaseSource):
 async def test_a_store_that_is_away_as_a_whole_costs_a_bounded_number_of_reads(
     database: Database, writer: Catalog, own_redis_server: RedisServer
 ) -> None:
-    accounts = [await create_account(writer, f"t{number}") for number in range(3 * mirrors.MAX_FAILURES)]
+    accounts = [await create_account(writer, f"t{number}") for number in range(3 * override_sync_module.MAX_FAILURES)]
     for each in accounts:
         await set_override(writer, each, {"limit": 7})
     source = Counting(database)
@@ -250,7 +250,7 @@ async def test_a_store_that_is_away_as_a_whole_costs_a_bounded_number_of_reads(
         own_redis_server.kill()
         with pytest.raises(PartialFailure) as failure:
             await OverrideSync(source, limiter).sync_all()
-    assert len(source.read) == mirrors.MAX_FAILURES
+    assert len(source.read) == override_sync_module.MAX_FAILURES
     assert failure.value.failed == {each.tenant.id for each in accounts}
 
 
@@ -261,8 +261,8 @@ async def test_a_full_redis_still_passes_messages_on_and_gets_the_copies_later(
     url = own_redis_server.url
     account = await create_account(writer)
     with redis_py.Redis.from_url(url) as raw:
-        async with Replica(url_of(database), url, peppers=peppers) as member:
-            await member.seconds_until(account.text, 5)
+        async with Replica(url_of(database), url, peppers=peppers) as replica:
+            await replica.seconds_until(account.text, 5)
 
             async def is_published() -> bool:
                 return not await pending(database)
@@ -270,7 +270,7 @@ async def test_a_full_redis_still_passes_messages_on_and_gets_the_copies_later(
             await eventually(is_published)
             async with listening(url, "lf:%changes") as heard:
                 raw.config_set("maxmemory", 1)
-                async with member.catalog.edit("test") as edit:
+                async with replica.catalog.edit("test") as edit:
                     await edit.disable_key(account.key.id)
                 await eventually(lambda: edit.revision in {each.revision for each in heard})
                 assert await pending(database) == {account.tenant.id}
@@ -299,7 +299,7 @@ async def test_an_invalid_tenant_holds_up_no_other_and_is_published_once_it_is_c
     async with database.reading() as connection:
         limits = await connection.scalar(select(versions.c.limits).where(row))
     await set_stored([{"algorithm": "one of tomorrow"}])
-    async with Replica(url_of(database), redis_url, peppers=peppers, limiter_url=redis_url) as member:
+    async with Replica(url_of(database), redis_url, peppers=peppers, limiter_url=redis_url) as replica:
 
         async def is_only_the_bad_pending() -> bool:
             return await pending(database) == {bad.tenant.id}
@@ -308,19 +308,19 @@ async def test_an_invalid_tenant_holds_up_no_other_and_is_published_once_it_is_c
         await set_override(writer, good, "blocked")
 
         async def is_blocked() -> bool:
-            return not await admits(member, good)
+            return not await admits(replica, good)
 
         await eventually(is_blocked)
         await eventually(is_only_the_bad_pending)
-        warm = shared_copies(member.shared, peppers)
-        assert await warm.get_config(bad.tenant.id) is None  # it is not said to be deleted
+        copies = shared_copies(replica.shared, peppers)
+        assert await copies.get_config(bad.tenant.id) is None  # it is not said to be deleted
         await set_stored(limits)
 
         async def is_published() -> bool:
             return not await pending(database)
 
         await eventually(is_published)
-        copy = await warm.get_config(bad.tenant.id)
+        copy = await copies.get_config(bad.tenant.id)
         assert copy is not None
         assert copy.value is not None
         assert copy.value.plans[0].limits == bad.plan.limits
@@ -334,20 +334,20 @@ async def test_an_invalid_key_is_not_published_as_deleted_and_holds_up_nothing_e
     async with database.writing() as connection:
         await connection.execute(update(tables.keys).where(tables.keys.c.id == bad.key.id).values(scopes=["tomorrow"]))
     await set_limits(writer, bad, "9/minute")
-    async with Replica(url_of(database), redis_url, peppers=peppers) as member:
+    async with Replica(url_of(database), redis_url, peppers=peppers) as replica:
 
         async def is_only_the_bad_pending() -> bool:
             return await pending(database) == {bad.tenant.id}
 
         await eventually(is_only_the_bad_pending)
-        warm = shared_copies(member.shared, peppers)
-        assert await warm.get_key(bad.key.id) is None
-        copy = await warm.get_key(good.key.id)
+        copies = shared_copies(replica.shared, peppers)
+        assert await copies.get_key(bad.key.id) is None
+        copy = await copies.get_key(good.key.id)
         assert copy is not None
         assert isinstance(copy.value, Key)
 
         async def is_changed() -> bool:
-            config = await warm.get_config(bad.tenant.id)
+            config = await copies.get_config(bad.tenant.id)
             return config is not None and config.value is not None and config.value.plans[0].limits[0]["limit"] == 9
 
         await eventually(is_changed)
@@ -376,8 +376,8 @@ class FailsOnce(CatalogRedis):
 async def test_a_revocation_that_failed_once_does_not_wait_behind_a_backlog(
     database: Database, writer: Catalog, redis_url: str, peppers: Peppers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relays, "BATCH", 5)
-    monkeypatch.setattr(relays, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(relay_module, "BATCH", 5)
+    monkeypatch.setattr(relay_module, "RETRY_SECONDS", 0.01)
     account = await create_account(writer)
     await apply_tenants(writer, 100)
     revision = await disable(writer, account)
@@ -406,12 +406,12 @@ async def test_an_invalid_tenant_does_not_end_the_comparison_after_a_restore(
         stored = update(tables.plan_versions).where(tables.plan_versions.c.plan_id == bad.plan.id)
         await connection.execute(stored.values(limits=[{"algorithm": "one of tomorrow"}]))
     file = await back_up(url_of(database), tmp_path)
-    async with Replica(url_of(database), redis_url, peppers=peppers, limiter_url=redis_url) as member:
+    async with Replica(url_of(database), redis_url, peppers=peppers, limiter_url=redis_url) as replica:
         for each in good:
-            await set_override(member.catalog, each, "blocked")
+            await set_override(replica.catalog, each, "blocked")
         await restore(url_of(database), file)
         for each in good:
-            await member.seconds_until(each.text, 3)
-        repair: Any = member.live._full_sync
-        await eventually(lambda: not repair.is_owed)
-        await eventually(lambda: member.live.status().database == "ok")
+            await replica.seconds_until(each.text, 3)
+        repair: Any = replica.live._full_sync
+        await eventually(lambda: not repair.is_pending)
+        await eventually(lambda: replica.live.status().database == "ok")

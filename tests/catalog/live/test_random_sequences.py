@@ -36,33 +36,33 @@ class Fleet:
         self.random, self.folder = random, folder
         self.behind = url.replace(url.rpartition(":")[2].partition("/")[0], str(proxy.port))
         self.writer = Catalog(Database(url), peppers=peppers)
-        self.members: list[Replica] = []
+        self.replicas: list[Replica] = []
         self.accounts: list[Account] = []
         self.texts: set[str] = set()
         self.file: Path | None = None
         self.said: list[str] = []
 
     async def start(self) -> None:
-        self.members = [await self.node(self.url), await self.node(self.behind)]
+        self.replicas = [await self.start_replica(self.url), await self.start_replica(self.behind)]
         for at in range(ACCOUNTS):
             self.accounts.append(await create_account(self.writer, f"t{at}"))
         self.texts = {account.text for account in self.accounts}
 
-    async def node(self, url: str) -> Replica:
-        member = Replica(url, self.redis_url, peppers=self.peppers)
-        await member.live.start()
-        return member
+    async def start_replica(self, url: str) -> Replica:
+        replica = Replica(url, self.redis_url, peppers=self.peppers)
+        await replica.live.start()
+        return replica
 
     async def close(self) -> None:
         self.proxy.mode = Forward()
-        for member in self.members:
-            await member.close()
+        for replica in self.replicas:
+            await replica.close()
         await self.writer.database.close()
 
     @property
     def catalog(self) -> Catalog:
         """Of a node that reaches the database, or of a command line without Redis."""
-        return self.random.choice([self.members[0].catalog, self.writer])
+        return self.random.choice([self.replicas[0].catalog, self.writer])
 
     async def move(self) -> None:
         moves: dict[str, Callable[[Account], Awaitable[Any]]] = {
@@ -117,15 +117,15 @@ class Fleet:
     async def restart(self, _: Account) -> None:
         """Also of the one that can't reach the database: it starts from copies."""
         at = self.random.randrange(2)
-        await self.members[at].close()
-        self.members[at] = await self.node((self.url, self.behind)[at])
+        await self.replicas[at].close()
+        self.replicas[at] = await self.start_replica((self.url, self.behind)[at])
 
     async def use(self, _: Account) -> None:
-        for member in self.members:
+        for replica in self.replicas:
             for text in self.texts:
                 with contextlib.suppress(LimitforgeError, TimeoutError):
                     async with asyncio.timeout(0.5):
-                        await member.limit(text)
+                        await replica.limit(text)
 
     async def truth(self, text: str) -> Any:
         """What a node says that has only just started, and has no Redis."""
@@ -133,10 +133,10 @@ class Fleet:
             return await said(fresh, text)
 
 
-async def said(member: Replica, text: str) -> Any:
+async def said(replica: Replica, text: str) -> Any:
     """The limit by which this key is limited, or how it is refused."""
     try:
-        caller = member.live.cache.cached_caller(text) or await member.live.cache.find_caller(text)
+        caller = replica.live.cache.callers.get(text) or await replica.live.cache.callers.find(text)
         caller.require(KeyScope.CHECK)
     except (Forbidden, UnknownKey) as error:
         return type(error)
@@ -167,13 +167,13 @@ async def test_whatever_happened_all_nodes_come_to_say_what_the_database_says(
             await fleet.mend(fleet.accounts[0])
             for text in fleet.texts:
                 wanted = await fleet.truth(text)
-                for member in fleet.members:
+                for replica in fleet.replicas:
 
-                    async def agrees(member: Replica = member, text: str = text, wanted: Any = wanted) -> bool:
-                        return bool(await said(member, text) == wanted)
+                    async def agrees(replica: Replica = replica, text: str = text, wanted: Any = wanted) -> bool:
+                        return bool(await said(replica, text) == wanted)
 
                     try:
                         await eventually(agrees)
                     except AssertionError:
-                        pytest.fail(f"after {fleet.said}: {await said(member, text)} instead of {wanted}")
+                        pytest.fail(f"after {fleet.said}: {await said(replica, text)} instead of {wanted}")
     shutil.rmtree(tmp_path)

@@ -21,11 +21,12 @@ from limitforge.catalog.database import outbox
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
 from limitforge.catalog.history import Stamp
-from limitforge.catalog.live.cache import CatalogCache
+from limitforge.catalog.live.cache.catalog_cache import CatalogCache
+from limitforge.catalog.live.cache.lookup_limiter import LookupLimiter
 from limitforge.catalog.live.live_catalog import LiveCatalog
-from limitforge.catalog.live.lookup_limiter import LookupLimiter
+from limitforge.catalog.live.shared_copies import FORMAT, SharedCopies
 from limitforge.catalog.live.signing import Signer
-from limitforge.catalog.live.sources import FORMAT, DatabaseSource, SharedCopies
+from limitforge.catalog.live.sources import DatabaseSource
 from limitforge.catalog.model import OPERATOR, Key, Plan, Policy, Tenant, TenantConfig
 from limitforge.catalog.snapshot import Snapshot
 from limitforge.core.clock import SystemClock
@@ -41,6 +42,8 @@ from tests.catalog.replicas import (
     add_old_keys,
     cache_of,
     closing,
+    copied_config,
+    copied_key,
     create_account,
     eventually,
     shared_copies,
@@ -60,7 +63,7 @@ async def shared(redis_url: str) -> AsyncIterator[CatalogRedis]:
 
 
 @pytest.fixture
-def warm(shared: CatalogRedis, peppers: Peppers) -> SharedCopies:
+def copies(shared: CatalogRedis, peppers: Peppers) -> SharedCopies:
     return shared_copies(shared, peppers)
 
 
@@ -72,46 +75,47 @@ def source() -> FakeSource:
 
 
 @pytest.fixture
-async def node(
+async def live_catalog(
     database: Database, peppers: Peppers, clock: ManualClock, shared: CatalogRedis
 ) -> AsyncIterator[LiveCatalog]:
     """One that writes and was not started: nothing happens in the background."""
-    node = LiveCatalog(database, peppers, shared=shared, clock=clock, lookup_seconds=PATIENCE_SECONDS)
-    yield node
-    await node.cache.close()
+    live_catalog = LiveCatalog(database, peppers, shared=shared, clock=clock, lookup_seconds=PATIENCE_SECONDS)
+    yield live_catalog
+    await live_catalog.cache.close()
 
 
-async def settled(snapshots: CatalogCache) -> None:
-    await eventually(lambda: not snapshots._flights)
+async def settled(cache: CatalogCache) -> None:
+    await eventually(lambda: not cache._flights)
 
 
 # --- What they hold --------------------------------------------------------------------------------------------------
 
 
-async def test_a_copy_is_what_was_put(warm: SharedCopies, source: FakeSource, peppers: Peppers) -> None:
+async def test_a_copy_is_what_was_put(copies: SharedCopies, source: FakeSource, peppers: Peppers) -> None:
     config = source.add_tenant("acme")
     key, _ = source.add_key(peppers, "acme", metadata={"a": [1, 2.5, None, {"b": "ü"}]}, expires_at=datetime.now(UTC))
-    await warm.put_config("acme", config, Stamp(0, 1))
-    await warm.put_key(key.id, key, Stamp(0, 1))
-    assert await warm.config("acme") == config
-    assert await warm.key(key.id) == key
-    assert await warm.config("globex") is None
+    await copies.put_all({"acme": config}, {}, Stamp(0, 1))
+    await copies.put_all({}, {key.id: key}, Stamp(0, 1))
+    assert await copied_config(copies, "acme") == config
+    assert await copied_key(copies, key.id) == key
+    assert await copied_config(copies, "globex") is None
 
 
 @one_database
 async def test_a_node_that_finds_copies_does_not_ask_the_database(
-    node: LiveCatalog, database: Database, peppers: Peppers, clock: ManualClock, warm: SharedCopies
+    live_catalog: LiveCatalog, database: Database, peppers: Peppers, clock: ManualClock, copies: SharedCopies
 ) -> None:
-    account = await create_account(node.catalog)
-    other = cache_of(DatabaseSource(database), peppers, clock, warm=warm)
+    account = await create_account(live_catalog.catalog)
+    other = cache_of(DatabaseSource(database), peppers, clock, copies=copies)
     await other.find_tenant(account.tenant.id)  # so that there is a copy of the operator
     for _ in range(2):
-        fresh = cache_of(DatabaseSource(database), peppers, clock, warm=warm)
+        fresh = cache_of(DatabaseSource(database), peppers, clock, copies=copies)
         before = database.statement_count
-        caller = await fresh.find_caller(account.text)
+        caller = await fresh.callers.find(account.text)
         assert database.statement_count == before
         assert caller.snapshot == Snapshot(
-            await node.catalog.tenant_config(account.tenant.id), await node.catalog.tenant_config(OPERATOR)
+            await live_catalog.catalog.tenant_config(account.tenant.id),
+            await live_catalog.catalog.tenant_config(OPERATOR),
         )
         await fresh.close()
     await other.close()
@@ -119,26 +123,31 @@ async def test_a_node_that_finds_copies_does_not_ask_the_database(
 
 @one_database
 async def test_an_old_key_with_a_copy_comes_in_from_a_source_that_sends_made_up_keys(
-    node: LiveCatalog, database: Database, peppers: Peppers, clock: ManualClock, warm: SharedCopies, redis_url: str
+    live_catalog: LiveCatalog,
+    database: Database,
+    peppers: Peppers,
+    clock: ManualClock,
+    copies: SharedCopies,
+    redis_url: str,
 ) -> None:
     """Its look-up in the database would have to wait."""
-    account = await create_account(node.catalog)
-    known, other = await add_old_keys(node.catalog, account.tenant.id, 2)
-    fresh = cache_of(DatabaseSource(database), peppers, clock, warm=warm, guard=LookupLimiter(clock=clock))
-    fresh._copy_guard = LookupLimiter.for_copies(clock)
+    account = await create_account(live_catalog.catalog)
+    known, other = await add_old_keys(live_catalog.catalog, account.tenant.id, 2)
+    fresh = cache_of(DatabaseSource(database), peppers, clock, copies=copies, lookup_limiter=LookupLimiter(clock=clock))
+    fresh._keys._copy_limiter = LookupLimiter.for_copies(clock)
     for at in range(20):
         with pytest.raises((UnknownKey, TooManyUnknownKeys)):
-            await fresh.find_caller(wrong_key(at=at), "10.0.0.1")
-    caller = await fresh.find_caller(known, "10.0.0.1")
+            await fresh.callers.find(wrong_key(at=at), "10.0.0.1")
+    caller = await fresh.callers.find(known, "10.0.0.1")
     assert caller.key.tenant_id == account.tenant.id
     with redis_py.Redis.from_url(redis_url) as client:
         client.flushall()
         with pytest.raises(TooManyUnknownKeys):
-            await fresh.find_caller(other, "10.0.0.1")
+            await fresh.callers.find(other, "10.0.0.1")
         before: Any = client.info("commandstats")
         for at in range(2_000):
             with pytest.raises((UnknownKey, TooManyUnknownKeys)):
-                await fresh.find_caller(wrong_key(at=100 + at), "10.0.0.1")
+                await fresh.callers.find(wrong_key(at=100 + at), "10.0.0.1")
         after: Any = client.info("commandstats")
     reads = after["cmdstat_getrange"]["calls"] - before["cmdstat_getrange"]["calls"]
     assert 0 < reads <= 100, "a flood does not cost one read of a copy each"
@@ -147,36 +156,39 @@ async def test_an_old_key_with_a_copy_comes_in_from_a_source_that_sends_made_up_
 
 @one_database
 async def test_a_copy_is_read_once_from_the_database_before_it_is_believed_for_good(
-    node: LiveCatalog,
+    live_catalog: LiveCatalog,
     database: Database,
     peppers: Peppers,
     clock: ManualClock,
-    warm: SharedCopies,
+    copies: SharedCopies,
     redis_server: RedisServer,
 ) -> None:
     """It may be of yesterday: a Redis that was restored has copies that nobody will announce a change of."""
-    account = await create_account(node.catalog)
-    old, above = await node.catalog.tenant_config(account.tenant.id), await node.catalog.tenant_config(OPERATOR)
-    async with node.catalog.edit("test") as edit:
+    account = await create_account(live_catalog.catalog)
+    old, above = (
+        await live_catalog.catalog.tenant_config(account.tenant.id),
+        await live_catalog.catalog.tenant_config(OPERATOR),
+    )
+    async with live_catalog.catalog.edit("test") as edit:
         await edit.update(Tenant, account.tenant.id, {"suspended": True})
         await edit.update(Tenant, OPERATOR, {"mode": "monitor"})
     redis_server.flush()
-    await warm.put_config(account.tenant.id, old, Stamp(0, old.tenant.revision))
-    await warm.put_config(OPERATOR, above, Stamp(0, above.tenant.revision))
-    fresh = cache_of(DatabaseSource(database), peppers, clock, warm=warm)
-    caller = await fresh.find_caller(account.text)
+    await copies.put_all({account.tenant.id: old}, {}, Stamp(0, old.tenant.revision))
+    await copies.put_all({OPERATOR: above}, {}, Stamp(0, above.tenant.revision))
+    fresh = cache_of(DatabaseSource(database), peppers, clock, copies=copies)
+    caller = await fresh.callers.find(account.text)
     assert not caller.snapshot.tenant.suspended
     for _ in range(2):
         clock.advance_us(MINUTE_US)
         fresh.confirm_up_to_date()
-        assert fresh.cached_caller(account.text) is caller
+        assert fresh.callers.get(account.text) is caller
         await settled(fresh)
         assert caller.snapshot.tenant.suspended
         assert caller.snapshot.operator.tenant.mode == "monitor"
     before = database.statement_count
     clock.advance_us(MINUTE_US)
     fresh.confirm_up_to_date()
-    assert fresh.cached_caller(account.text) is caller
+    assert fresh.callers.get(account.text) is caller
     await settled(fresh)
     assert database.statement_count == before
     await fresh.close()
@@ -184,65 +196,65 @@ async def test_a_copy_is_read_once_from_the_database_before_it_is_believed_for_g
 
 @one_database
 async def test_copies_are_made_by_whoever_reads_the_database(
-    catalog: Catalog, database: Database, peppers: Peppers, clock: ManualClock, warm: SharedCopies
+    catalog: Catalog, database: Database, peppers: Peppers, clock: ManualClock, copies: SharedCopies
 ) -> None:
     account = await create_account(catalog)
-    snapshots = cache_of(DatabaseSource(database), peppers, clock, warm=warm)
-    await snapshots.find_caller(account.text)
-    assert await warm.config(account.tenant.id) == await catalog.tenant_config(account.tenant.id)
-    assert await warm.config(OPERATOR) == await catalog.tenant_config(OPERATOR)
-    assert await warm.key(account.key.id) == account.key
-    await snapshots.close()
+    cache = cache_of(DatabaseSource(database), peppers, clock, copies=copies)
+    await cache.callers.find(account.text)
+    assert await copied_config(copies, account.tenant.id) == await catalog.tenant_config(account.tenant.id)
+    assert await copied_config(copies, OPERATOR) == await catalog.tenant_config(OPERATOR)
+    assert await copied_key(copies, account.key.id) == account.key
+    await cache.close()
 
 
 @one_database
 async def test_deleted_keys_and_tenants_leave_no_copy_that_could_be_used(
-    node: LiveCatalog, warm: SharedCopies, peppers: Peppers, clock: ManualClock, database: Database
+    live_catalog: LiveCatalog, copies: SharedCopies, peppers: Peppers, clock: ManualClock, database: Database
 ) -> None:
-    one, two = await create_account(node.catalog, "one"), await create_account(node.catalog, "two")
-    async with node.catalog.edit("test") as edit:
+    one, two = await create_account(live_catalog.catalog, "one"), await create_account(live_catalog.catalog, "two")
+    async with live_catalog.catalog.edit("test") as edit:
         await edit.delete(Key, one.key.id)
         await edit.delete(Tenant, two.tenant.id)
-    assert await warm.key(one.key.id) is None
-    assert await warm.config(two.tenant.id) is None
-    await warm.put_key(one.key.id, one.key, Stamp(0, one.key.version))  # by somebody who had read it before
-    assert await warm.key(one.key.id) is None
-    snapshots = cache_of(DatabaseSource(database), peppers, clock, warm=warm)
+    assert await copied_key(copies, one.key.id) is None
+    assert await copied_config(copies, two.tenant.id) is None
+    await copies.put_all({}, {one.key.id: one.key}, Stamp(0, one.key.version))  # by somebody who had read it before
+    assert await copied_key(copies, one.key.id) is None
+    cache = cache_of(DatabaseSource(database), peppers, clock, copies=copies)
     for account in (one, two):
         with pytest.raises(UnknownKey):
-            await snapshots.find_caller(account.text)
-    await snapshots.close()
+            await cache.callers.find(account.text)
+    await cache.close()
 
 
 @one_database
 async def test_a_key_that_was_changed_several_times_in_one_edit_is_gone_once_it_is_deleted(
-    node: LiveCatalog, warm: SharedCopies, peppers: Peppers, clock: ManualClock, database: Database
+    live_catalog: LiveCatalog, copies: SharedCopies, peppers: Peppers, clock: ManualClock, database: Database
 ) -> None:
     """Its versions may have run ahead of the revisions: what is gone must still be the newest copy."""
-    account = await create_account(node.catalog)
-    async with node.catalog.edit("test") as edit:
+    account = await create_account(live_catalog.catalog)
+    async with live_catalog.catalog.edit("test") as edit:
         key, credential = await edit.create_key({"tenant_id": account.tenant.id, "name": "busy"})
         for disabled in (True, False) * 3:
             await edit.disable_key(key.id, disabled=disabled)
-    assert await warm.key(key.id) is not None
-    async with node.catalog.edit("test") as edit:
+    assert await copied_key(copies, key.id) is not None
+    async with live_catalog.catalog.edit("test") as edit:
         await edit.delete(Key, key.id)
-    assert await warm.key(key.id) is None
+    assert await copied_key(copies, key.id) is None
     clock.advance_us(MINUTE_US)
     with pytest.raises(UnknownKey):
-        await node.cache.find_caller(credential.text)
+        await live_catalog.cache.callers.find(credential.text)
 
 
 @one_database
 async def test_no_secret_is_in_redis(
-    node: LiveCatalog, redis_url: str, database: Database, warm: SharedCopies, peppers: Peppers
+    live_catalog: LiveCatalog, redis_url: str, database: Database, copies: SharedCopies, peppers: Peppers
 ) -> None:
-    account = await create_account(node.catalog)
-    async with node.catalog.edit("test") as edit:
+    account = await create_account(live_catalog.catalog)
+    async with live_catalog.catalog.edit("test") as edit:
         _, rotated = await edit.rotate_key(account.key.id, 3_600)
         _, token = await edit.create_token({"name": "token"})
-    await node.cache.find_caller(account.text)
-    await node.cache.find_caller(rotated.text)
+    await live_catalog.cache.callers.find(account.text)
+    await live_catalog.cache.callers.find(rotated.text)
     secrets = [Credential.parse(text, peppers) for text in (account.text, rotated.text, token.text)]
     found = 0
     with redis_py.Redis.from_url(redis_url) as client:
@@ -278,7 +290,7 @@ WRONG = [
 async def test_garbage_in_place_of_a_copy_is_not_believed(
     copy: bytes,
     is_sealed: bool,
-    warm: SharedCopies,
+    copies: SharedCopies,
     source: FakeSource,
     peppers: Peppers,
     sealer: Signer,
@@ -287,27 +299,27 @@ async def test_garbage_in_place_of_a_copy_is_not_believed(
 ) -> None:
     key, text = source.add_key(peppers, "acme")
     with redis_py.Redis.from_url(redis_url) as client:
-        for name in (warm._name("c", "acme"), warm._name("c", OPERATOR), warm._name("k", key.id)):
+        for name in (copies._name("c", "acme"), copies._name("c", OPERATOR), copies._name("k", key.id)):
             client.set(name, sealer.sign(name, copy) if is_sealed else copy)
-    snapshots = cache_of(source, peppers, clock, warm=warm)
-    caller = await snapshots.find_caller(text)
+    cache = cache_of(source, peppers, clock, copies=copies)
+    caller = await cache.callers.find(text)
     assert caller.key == key
     assert caller.snapshot.config == source.configs["acme"]
-    await snapshots.close()
+    await cache.close()
 
 
 async def test_a_copy_of_another_kind_is_not_believed(
-    warm: SharedCopies, source: FakeSource, peppers: Peppers, redis_url: str
+    copies: SharedCopies, source: FakeSource, peppers: Peppers, redis_url: str
 ) -> None:
     with redis_py.Redis.from_url(redis_url) as client:
-        client.rpush(warm._name("c", "acme"), "a list")
-    assert await warm.config("acme") is None
+        client.rpush(copies._name("c", "acme"), "a list")
+    assert await copied_config(copies, "acme") is None
 
 
 async def test_a_copy_of_another_release_is_not_believed(
-    warm: SharedCopies, source: FakeSource, sealer: Signer, redis_url: str
+    copies: SharedCopies, source: FakeSource, sealer: Signer, redis_url: str
 ) -> None:
-    name = warm._name("c", "acme")
+    name = copies._name("c", "acme")
     config = source.configs["acme"]
     fields = msgspec.to_builtins(config, builtin_types=(datetime,))
     newer: dict[str, Any] = {**fields, "tenant": {**fields["tenant"], "colour": "red"}}
@@ -316,31 +328,31 @@ async def test_a_copy_of_another_release_is_not_believed(
     bad_plan = {**fields, "plans": [{**fields["plans"][0], "limits": [{"algorithm": "unheard_of"}]}]}
     with redis_py.Redis.from_url(redis_url) as client:
         client.set(name, sealer.sign(name, HEAD + right))
-        assert await warm.config("acme") == config
+        assert await copied_config(copies, "acme") == config
         for copy in (
             HEAD.replace(FORMAT, b"2", 1) + right,
             HEAD.replace(FORMAT, b"4", 1) + right,
             *(HEAD + msgspec.msgpack.encode(fields) for fields in (newer, older, bad_plan)),
         ):
             client.set(name, sealer.sign(name, copy))
-            assert await warm.config("acme") is None
+            assert await copied_config(copies, "acme") is None
 
 
 async def test_a_copy_that_is_older_than_what_was_announced_is_not_believed(
-    warm: SharedCopies, source: FakeSource, peppers: Peppers, clock: ManualClock
+    copies: SharedCopies, source: FakeSource, peppers: Peppers, clock: ManualClock
 ) -> None:
     """A writer without a Redis of its own has left the old copy there."""
     _, text = source.add_key(peppers, "acme")
-    await warm.put_config("acme", source.configs["acme"], Stamp(0, 1))
-    snapshots = cache_of(source, peppers, clock, warm=warm)
-    await snapshots.apply_changes([source.change("acme", suspended=True)])
-    assert (await snapshots.find_caller(text)).snapshot.tenant.suspended
-    assert (await warm.config("acme")) == source.configs["acme"]
-    await snapshots.close()
+    await copies.put_all({"acme": source.configs["acme"]}, {}, Stamp(0, 1))
+    cache = cache_of(source, peppers, clock, copies=copies)
+    await cache.apply_changes([source.change("acme", suspended=True)])
+    assert (await cache.callers.find(text)).snapshot.tenant.suspended
+    assert (await copied_config(copies, "acme")) == source.configs["acme"]
+    await cache.close()
 
 
 async def test_a_key_goes_back_to_no_older_copy_than_is_known(
-    warm: SharedCopies, source: FakeSource, peppers: Peppers, clock: ManualClock, redis_url: str
+    copies: SharedCopies, source: FakeSource, peppers: Peppers, clock: ManualClock, redis_url: str
 ) -> None:
     """Of a Redis that failed over or was restarted, and has lost what it was last told: a secret that was replaced
     because it had leaked does not become good again.
@@ -349,68 +361,68 @@ async def test_a_key_goes_back_to_no_older_copy_than_is_known(
     old = msgspec.structs.replace(key)
     other = Credential.generate(PREFIXES["live"], key.id.removeprefix("key_"), peppers)
     source.change_key(key, secrets=(peppers.hash_credential(other),))
-    snapshots = cache_of(source, peppers, clock, warm=warm)
-    await snapshots.find_caller(other.text)
+    cache = cache_of(source, peppers, clock, copies=copies)
+    await cache.callers.find(other.text)
     with redis_py.Redis.from_url(redis_url) as client:
         client.flushall()
-    await warm.put_key(key.id, old, Stamp(0, old.version))
+    await copies.put_all({}, {key.id: old}, Stamp(0, old.version))
     clock.advance_us(MINUTE_US)
-    snapshots.cached_caller(other.text)
-    await settled(snapshots)
-    await snapshots.find_caller(other.text)
+    cache.callers.get(other.text)
+    await settled(cache)
+    await cache.callers.find(other.text)
     with pytest.raises(UnknownKey):
-        await snapshots.find_caller(text)
-    await snapshots.close()
+        await cache.callers.find(text)
+    await cache.close()
 
 
 @pytest.mark.parametrize("whose", ["acme", OPERATOR])
 async def test_a_tenant_goes_back_to_no_older_copy_than_is_known(
-    whose: str, warm: SharedCopies, source: FakeSource, peppers: Peppers, clock: ManualClock, redis_url: str
+    whose: str, copies: SharedCopies, source: FakeSource, peppers: Peppers, clock: ManualClock, redis_url: str
 ) -> None:
     _, text = source.add_key(peppers, "acme")
     old = source.configs[whose]
     source.change(whose, mode=Mode.OFF)
-    snapshots = cache_of(source, peppers, clock, warm=warm)
-    caller = await snapshots.find_caller(text)
+    cache = cache_of(source, peppers, clock, copies=copies)
+    caller = await cache.callers.find(text)
     with redis_py.Redis.from_url(redis_url) as client:
         client.flushall()
-    await warm.put_config(whose, old, Stamp())
+    await copies.put_all({whose: old}, {}, Stamp())
     for _ in range(2):
         clock.advance_us(MINUTE_US)
-        snapshots.cached_caller(text)
-        await settled(snapshots)
+        cache.callers.get(text)
+        await settled(cache)
     config = caller.snapshot.config if whose == "acme" else caller.snapshot.operator
     assert config.tenant.mode is Mode.OFF
-    await snapshots.close()
+    await cache.close()
 
 
 async def test_a_change_of_a_key_that_is_announced_just_as_it_is_to_be_read_again_is_not_lost(
-    warm: SharedCopies, source: FakeSource, peppers: Peppers, clock: ManualClock
+    copies: SharedCopies, source: FakeSource, peppers: Peppers, clock: ManualClock
 ) -> None:
     """The refresh has not begun yet; the copy is the old one, because the writer made none."""
     key, text = source.add_key(peppers, "acme")
-    snapshots = cache_of(source, peppers, clock, warm=warm)
-    await snapshots.find_caller(text)
+    cache = cache_of(source, peppers, clock, copies=copies)
+    await cache.callers.find(text)
     clock.advance_us(MINUTE_US)
     told = source.change_key(key, disabled=True)
-    assert snapshots.cached_caller(text) is not None
-    await snapshots.apply_changes([told])
-    assert (await snapshots.find_caller(text)).key.disabled
-    await snapshots.close()
+    assert cache.callers.get(text) is not None
+    await cache.apply_changes([told])
+    assert (await cache.callers.find(text)).key.disabled
+    await cache.close()
 
 
 @one_database
 async def test_a_key_that_was_deleted_and_brought_back_is_not_the_old_one(
-    database: Database, peppers: Peppers, warm: SharedCopies, redis_url: str
+    database: Database, peppers: Peppers, copies: SharedCopies, redis_url: str
 ) -> None:
     """Twice `apply` by somebody without a Redis: what a relay then publishes must not leave the old copy standing."""
     writer = Catalog(database, peppers=peppers)
-    async with Replica(str(database.url), redis_url, peppers=peppers) as member:
-        account = await create_account(member.catalog)
+    async with Replica(str(database.url), redis_url, peppers=peppers) as replica:
+        account = await create_account(replica.catalog)
         for disabled in (True, False) * 2:
-            async with member.catalog.edit("test") as edit:
+            async with replica.catalog.edit("test") as edit:
                 await edit.disable_key(account.key.id, disabled=disabled)
-        assert await warm.key(account.key.id) is not None
+        assert await copied_key(copies, account.key.id) is not None
         other = Credential.generate(PREFIXES["live"], account.key.id.removeprefix("key_"), peppers)
         async with writer.edit("test") as edit:
             before = await edit.delete(Key, account.key.id)
@@ -422,32 +434,32 @@ async def test_a_key_that_was_deleted_and_brought_back_is_not_the_old_one(
                 return not await outbox.unpublished_announcements(connection, 1)
 
         await eventually(is_published)
-    snapshots = cache_of(DatabaseSource(database), peppers, SystemClock(), warm=warm)
-    async with closing(snapshots):
-        await snapshots.find_caller(other.text)
+    cache = cache_of(DatabaseSource(database), peppers, SystemClock(), copies=copies)
+    async with closing(cache):
+        await cache.callers.find(other.text)
         with pytest.raises(UnknownKey):
-            await snapshots.find_caller(account.text)
+            await cache.callers.find(account.text)
 
 
 @pytest.mark.parametrize("metadata", [{"n": 10**30}, {"s": "\ud800"}], ids=["number", "text"])
 async def test_what_can_not_be_copied_is_read_from_the_database_and_stops_nobody(
     metadata: dict[str, Any],
-    node: LiveCatalog,
+    live_catalog: LiveCatalog,
     database: Database,
     peppers: Peppers,
     clock: ManualClock,
-    warm: SharedCopies,
+    copies: SharedCopies,
 ) -> None:
     """Unless such metadata is refused from the start."""
-    account = await create_account(node.catalog)
+    account = await create_account(live_catalog.catalog)
     try:
-        async with node.catalog.edit("test") as edit:
+        async with live_catalog.catalog.edit("test") as edit:
             _, credential = await edit.create_key({"tenant_id": account.tenant.id, "name": "odd", "metadata": metadata})
     except InvalidInput:
         return
-    snapshots = cache_of(DatabaseSource(database), peppers, clock, warm=warm)
-    assert (await snapshots.find_caller(credential.text)).key.metadata == metadata
-    await snapshots.close()
+    cache = cache_of(DatabaseSource(database), peppers, clock, copies=copies)
+    assert (await cache.callers.find(credential.text)).key.metadata == metadata
+    await cache.close()
 
 
 # --- When Redis is away ----------------------------------------------------------------------------------------------
@@ -457,19 +469,19 @@ async def test_without_redis_the_database_is_asked_and_redis_is_left_alone_for_a
     own_redis_server: RedisServer, source: FakeSource, peppers: Peppers, clock: ManualClock
 ) -> None:
     shared = CatalogRedis(own_redis_server.url)
-    warm = shared_copies(shared, peppers, clock=clock)
+    copies = shared_copies(shared, peppers, clock=clock)
     texts = [source.add_key(peppers, "acme", number)[1] for number in range(4)]
-    snapshots = cache_of(source, peppers, clock, warm=warm)
-    await snapshots.find_caller(texts[0])
+    cache = cache_of(source, peppers, clock, copies=copies)
+    await cache.callers.find(texts[0])
     own_redis_server.kill()
-    assert (await snapshots.find_caller(texts[1])).key == source.keys[f"key_{1:016}"]
+    assert (await cache.callers.find(texts[1])).key == source.keys[f"key_{1:016}"]
     own_redis_server.restart()
-    await snapshots.find_caller(texts[2])
+    await cache.callers.find(texts[2])
     assert own_redis_server.command("DBSIZE") == b":0\r\n"
     clock.advance_us(1_000_000)
-    await snapshots.find_caller(texts[3])
-    assert await warm.key(f"key_{3:016}") is not None
-    await snapshots.close()
+    await cache.callers.find(texts[3])
+    assert await copied_key(copies, f"key_{3:016}") is not None
+    await cache.close()
     await shared.close()
 
 
@@ -479,7 +491,7 @@ async def test_whoever_publishes_is_told_that_a_copy_could_not_be_written(
     shared = CatalogRedis(own_redis_server.url)
     own_redis_server.kill()
     with pytest.raises(StoreUnavailable):
-        await shared_copies(shared, Peppers.parse(PEPPERS)).put_config("acme", source.configs["acme"], Stamp(0, 1))
+        await shared_copies(shared, Peppers.parse(PEPPERS)).put_all({"acme": source.configs["acme"]}, {}, Stamp(0, 1))
     await shared.close()
 
 
@@ -487,7 +499,7 @@ async def test_whoever_publishes_is_told_that_a_copy_could_not_be_written(
 
 
 async def test_of_many_who_read_and_write_at_once_the_newest_copy_stays(
-    warm: SharedCopies, source: FakeSource, peppers: Peppers
+    copies: SharedCopies, source: FakeSource, peppers: Peppers
 ) -> None:
     key, _ = source.add_key(peppers, "acme")
     configs: list[TenantConfig] = []
@@ -499,11 +511,11 @@ async def test_of_many_who_read_and_write_at_once_the_newest_copy_stays(
     for start in range(0, 100, 20):
         some = order[start : start + 20]
         await asyncio.gather(
-            *(warm.put_config("acme", configs[at], Stamp(0, at)) for at in some),
-            *(warm.put_key(key.id, versions[at], Stamp(0, at)) for at in some),
+            *(copies.put_all({"acme": configs[at]}, {}, Stamp(0, at)) for at in some),
+            *(copies.put_all({}, {key.id: versions[at]}, Stamp(0, at)) for at in some),
         )
-    assert await warm.config("acme") == configs[-1]
-    assert await warm.key(key.id) == versions[-1]
+    assert await copied_config(copies, "acme") == configs[-1]
+    assert await copied_key(copies, key.id) == versions[-1]
 
 
 WHO = st.integers(0, 2)
@@ -585,39 +597,39 @@ async def copies_after(url: str, redis_url: str, edits: list[tuple[Any, ...]]) -
     """Compares all of them; tells how many there are, and of how many that are gone there is none."""
     database, shared = Database(url), CatalogRedis(redis_url)
     clock = ManualClock()
-    node = LiveCatalog(database, Peppers.parse(PEPPERS), shared=shared, clock=clock)
-    warm = shared_copies(shared, Peppers.parse(PEPPERS))
+    live_catalog = LiveCatalog(database, Peppers.parse(PEPPERS), shared=shared, clock=clock)
+    copies = shared_copies(shared, Peppers.parse(PEPPERS))
     ever: set[str] = set()
     try:
         for each in edits:
             clock.advance_us(1_000_000)
             with suppress(CatalogError):  # such as a policy that is there already
-                await do(node.catalog, each)
-            for tenant in (await node.catalog.list_page(Tenant)).items:
-                ever |= {tenant.id, *(key.id for key in await node.catalog.list_for_tenant(Key, tenant.id))}
-        assert node._relay is not None
-        while node._relay.has_unpublished:  # Redis did not answer in time
+                await do(live_catalog.catalog, each)
+            for tenant in (await live_catalog.catalog.list_page(Tenant)).items:
+                ever |= {tenant.id, *(key.id for key in await live_catalog.catalog.list_for_tenant(Key, tenant.id))}
+        assert live_catalog._relay is not None
+        while live_catalog._relay.has_unpublished:  # Redis did not answer in time
             clock.advance_us(1_000_000)
             with suppress(StoreError):
-                await node._relay.publish_pending()
+                await live_catalog._relay.publish_pending()
         source = DatabaseSource(database)
         operator = await source.config(OPERATOR)
         assert operator is not None
-        copy = await warm.config(OPERATOR)
+        copy = await copied_config(copies, OPERATOR)
         assert copy is None or copy == operator
         for identity in ever:
             if identity.startswith("key_"):
-                assert await warm.key(identity) == await source.key(identity)
+                assert await copied_key(copies, identity) == await source.key(identity)
             else:
-                told, truth = await warm.config(identity), await source.config(identity)
+                told, truth = await copied_config(copies, identity), await source.config(identity)
                 assert told == truth
                 if told is not None and truth is not None:
                     assert Snapshot(told, operator) == Snapshot(truth, operator)
                     assert same_decisions(told, truth, operator)
-        there = [await warm.key(each) or await warm.config(each) for each in ever]
+        there = [await copied_key(copies, each) or await copied_config(copies, each) for each in ever]
         return len(there) - there.count(None) + (copy is not None), there.count(None)
     finally:
-        await node.cache.close()
+        await live_catalog.cache.close()
         await shared.close()
         await database.close()
 

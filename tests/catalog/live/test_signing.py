@@ -14,14 +14,25 @@ from limitforge.catalog.database.database import Database
 from limitforge.catalog.database.outbox import Announcement
 from limitforge.catalog.history import Stamp
 from limitforge.catalog.live.live_catalog import LiveCatalog
+from limitforge.catalog.live.shared_copies import CLOCK_SKEW_SECONDS, COPY_SECONDS
 from limitforge.catalog.live.signing import WARN_SECONDS, Signer
-from limitforge.catalog.live.sources import CLOCK_SKEW_SECONDS, COPY_SECONDS
 from limitforge.catalog.model import Key, Plan
 from limitforge.errors import CatalogUnavailable, UnknownKey
 from limitforge.stores.redis.catalog_copies import CatalogRedis
 from tests.catalog.conftest import PEPPERS
 from tests.catalog.environments import Environment, one_database, only_sqlite_with_redis, only_with_redis
-from tests.catalog.replicas import FakeSource, Replica, cache_of, create_account, eventually, set_limits, shared_copies
+from tests.catalog.replicas import (
+    FakeSource,
+    Replica,
+    cache_of,
+    copied_config,
+    copied_key,
+    create_account,
+    events_of,
+    eventually,
+    set_limits,
+    shared_copies,
+)
 
 MINUTE_US = 60_000_000
 OLD, NEW, OTHER = PEPPERS, f"{PEPPERS},2:a second one that is newer", "1:a pepper of another deployment"
@@ -72,10 +83,10 @@ async def test_a_key_whose_copy_names_another_tenant_acts_for_its_own(
     forged = stored(client, name).replace(mine.tenant.id.encode(), theirs.tenant.id.encode())
     assert theirs.tenant.id.encode() in forged
     client.set(name, forged)
-    caller = await reader.cache.find_caller(mine.text)
+    caller = await reader.cache.callers.find(mine.text)
     assert (caller.key, caller.snapshot.tenant.id) == (mine.key, mine.tenant.id)
-    for node in (writer, reader):
-        await node.close()
+    for live_catalog in (writer, reader):
+        await live_catalog.close()
 
 
 @one_database
@@ -89,10 +100,10 @@ async def test_a_tenant_whose_copy_was_given_other_limits_keeps_its_own(
     packed, more = (msgspec.msgpack.encode({"limit": number}) for number in (1_234, 9_999))
     assert packed[1:] in copy
     client.set(name, copy.replace(packed[1:], more[1:]))
-    caller = await reader.cache.find_caller(account.text)
+    caller = await reader.cache.callers.find(account.text)
     assert caller.snapshot.config.plans == (account.plan,)
-    for node in (writer, reader):
-        await node.close()
+    for live_catalog in (writer, reader):
+        await live_catalog.close()
 
 
 @one_database
@@ -104,11 +115,11 @@ async def test_a_copy_that_was_moved_to_another_name_is_not_read(
     theirs = await create_account(writer.catalog, "theirs", "500/minute")
     client.set(config_copy(mine.tenant.id), stored(client, config_copy(theirs.tenant.id)))
     client.set(key_copy(mine.key.id), stored(client, key_copy(theirs.key.id)))
-    caller = await reader.cache.find_caller(mine.text)
+    caller = await reader.cache.callers.find(mine.text)
     assert (caller.key, caller.snapshot.tenant.id) == (mine.key, mine.tenant.id)
     assert caller.snapshot.config.plans == (mine.plan,)
-    for node in (writer, reader):
-        await node.close()
+    for live_catalog in (writer, reader):
+        await live_catalog.close()
 
 
 async def test_no_byte_of_a_copy_can_be_changed_left_out_or_added(
@@ -116,18 +127,18 @@ async def test_no_byte_of_a_copy_can_be_changed_left_out_or_added(
 ) -> None:
     source = FakeSource()
     key, _ = source.add_key(peppers, "acme")
-    warm = shared_copies(shared, peppers)
-    await warm.put_key(key.id, key, Stamp(0, 1))
+    copies = shared_copies(shared, peppers)
+    await copies.put_all({}, {key.id: key}, Stamp(0, 1))
     name = key_copy(key.id)
     copy = stored(client, name)
     for at in range(len(copy)):
         client.set(name, copy[:at] + bytes([copy[at] ^ 1]) + copy[at + 1 :])
-        assert await warm.get_key(key.id) is None, at
+        assert await copies.get_key(key.id) is None, at
     for other in (*(copy[:end] for end in range(len(copy))), copy[1:], copy + b"\0", b"\0" + copy):
         client.set(name, other)
-        assert await warm.get_key(key.id) is None
+        assert await copies.get_key(key.id) is None
     client.set(name, copy)
-    assert await warm.key(key.id) == key
+    assert await copied_key(copies, key.id) == key
 
 
 async def test_without_a_database_a_forged_copy_is_answered_with_unavailable(
@@ -137,18 +148,18 @@ async def test_without_a_database_a_forged_copy_is_answered_with_unavailable(
     for tenant_id in ("mine", "them"):
         source.add_tenant(tenant_id)
     key, text = source.add_key(peppers, "mine")
-    warm = shared_copies(shared, peppers)
+    copies = shared_copies(shared, peppers)
     for tenant_id, config in source.configs.items():
-        await warm.put_config(tenant_id, config, Stamp(0, 1))
-    await warm.put_key(key.id, key, Stamp(0, 1))
+        await copies.put_all({tenant_id: config}, {}, Stamp(0, 1))
+    await copies.put_all({}, {key.id: key}, Stamp(0, 1))
     source.is_down = True
-    snapshots = cache_of(source, peppers, clock, warm=warm)
+    cache = cache_of(source, peppers, clock, copies=copies)
     client.set(key_copy(key.id), (copy := stored(client, key_copy(key.id))).replace(b"mine", b"them"))
     with pytest.raises(CatalogUnavailable):
-        await snapshots.find_caller(text)
+        await cache.callers.find(text)
     client.set(key_copy(key.id), copy)
-    assert (await snapshots.find_caller(text)).snapshot.tenant.id == "mine"
-    await snapshots.close()
+    assert (await cache.callers.find(text)).snapshot.tenant.id == "mine"
+    await cache.close()
 
 
 async def test_a_copy_that_was_kept_and_put_back_later_is_not_read(
@@ -157,53 +168,53 @@ async def test_a_copy_that_was_kept_and_put_back_later_is_not_read(
     """Of a key that was revoked meanwhile, on a Redis whose own TTLs the attacker decides about."""
     source = FakeSource()
     key, _ = source.add_key(peppers, "acme")
-    warm = shared_copies(shared, peppers, wall_clock=clock)
-    await warm.put_key(key.id, key, Stamp(0, 1))
-    await warm.put_head(Stamp(0, 1))
+    copies = shared_copies(shared, peppers, wall_clock=clock)
+    await copies.put_all({}, {key.id: key}, Stamp(0, 1))
+    await copies.put_head(Stamp(0, 1))
     name = key_copy(key.id)
     client.set(name, stored(client, name))  # without a TTL
     clock.advance_us(int(COPY_SECONDS * 1_000_000))
-    assert await warm.key(key.id) == key  # the clock of its writer may be ahead of this one
+    assert await copied_key(copies, key.id) == key  # the clock of its writer may be ahead of this one
     clock.advance_us(int(CLOCK_SKEW_SECONDS * 1_000_000))
-    assert await warm.get_key(key.id) is None
-    assert await warm.head() == Stamp(0, 1)
+    assert await copies.get_key(key.id) is None
+    assert await copies.head() == Stamp(0, 1)
 
 
 @only_sqlite_with_redis
 async def test_a_copy_of_a_deleted_key_that_was_put_back_is_refused_for_good_once_the_database_was_asked(
-    place: Environment, client: redis_py.Redis, clock: ManualClock
+    environment: Environment, client: redis_py.Redis, clock: ManualClock
 ) -> None:
     """By a process that started after the deletion, and was not told of it."""
-    async with Replica(place.database_url, place.redis_url, peppers=place.peppers) as before:
+    async with Replica(environment.database_url, environment.redis_url, peppers=environment.peppers) as before:
         account = await create_account(before.catalog)
         name = key_copy(account.key.id)
         kept = stored(client, name)
         async with before.catalog.edit("test") as edit:
             await edit.delete(Key, account.key.id)
     client.set(name, kept)
-    here = await place.replica(clock=clock)
-    snapshots = here.live.cache
-    await snapshots.find_caller(account.text)
+    here = await environment.replica(clock=clock)
+    cache = here.live.cache
+    await cache.callers.find(account.text)
     clock.advance_us(MINUTE_US)
-    snapshots.confirm_up_to_date()  # as a node does that has read the outbox to its end
-    snapshots.cached_caller(account.text)  # it is time to read the key from the database
-    await eventually(lambda: snapshots.cached_caller(account.text) is None)
+    cache.confirm_up_to_date()  # as a node does that has read the outbox to its end
+    cache.callers.get(account.text)  # it is time to read the key from the database
+    await eventually(lambda: cache.callers.get(account.text) is None)
     for _ in range(3):
         clock.advance_us(MINUTE_US)  # longer than an unknown key is remembered
         with pytest.raises(UnknownKey):
-            await snapshots.find_caller(account.text)
+            await cache.callers.find(account.text)
 
 
 @only_with_redis
 async def test_a_forged_head_of_history_does_not_make_nodes_discard_everything(
-    place: Environment, client: redis_py.Redis, caplog: pytest.LogCaptureFixture
+    environment: Environment, client: redis_py.Redis, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with Replica(place.database_url, place.redis_url, peppers=place.peppers) as before:
+    async with Replica(environment.database_url, environment.redis_url, peppers=environment.peppers) as before:
         account = await create_account(before.catalog)
     name = "lf:{%head}:"
     head = stored(client, name)
     client.set(name, b"\xff" * 8 + head[8:17] + struct.pack(">Q", 1_000_000) + head[25:])
-    here = await place.replica()
+    here = await environment.replica()
     await here.seconds_until(account.text, 5)
     assert "catalog.restored" not in caplog.text
 
@@ -221,17 +232,17 @@ async def test_copies_are_read_by_nodes_that_have_the_pepper_of_their_writer(
 ) -> None:
     source = FakeSource()
     config = source.add_tenant("acme")
-    await shared_copies(shared, Peppers.parse(writer)).put_config("acme", config, Stamp(0, 1))
-    found = await shared_copies(shared, Peppers.parse(reader)).config("acme")
+    await shared_copies(shared, Peppers.parse(writer)).put_all({"acme": config}, {}, Stamp(0, 1))
+    found = await copied_config(shared_copies(shared, Peppers.parse(reader)), "acme")
     assert found == (config if is_read else None)
 
 
 @only_sqlite_with_redis
-async def test_nodes_hear_of_changes_while_a_new_pepper_is_brought_in(place: Environment) -> None:
+async def test_nodes_hear_of_changes_while_a_new_pepper_is_brought_in(environment: Environment) -> None:
     """Neither reads all copies and messages of the other: both ask the database."""
-    old = await place.replica()
+    old = await environment.replica()
     account = await create_account(old.catalog)
-    async with Replica(place.database_url, place.redis_url, peppers=Peppers.parse(NEW)) as new:
+    async with Replica(environment.database_url, environment.redis_url, peppers=Peppers.parse(NEW)) as new:
         for number, writer, reader in ((6, old, new), (7, new, old), (8, old, new)):
             await set_limits(writer.catalog, account, f"{number}/minute")
             await reader.seconds_until(account.text, number)
@@ -243,9 +254,9 @@ async def test_nodes_hear_of_changes_while_a_new_pepper_is_brought_in(place: Env
 
 @only_sqlite_with_redis
 async def test_a_forged_message_revokes_nothing_and_begins_no_timeline(
-    place: Environment, client: redis_py.Redis, caplog: pytest.LogCaptureFixture
+    environment: Environment, client: redis_py.Redis, caplog: pytest.LogCaptureFixture
 ) -> None:
-    here = await place.replica()
+    here = await environment.replica()
     account = await create_account(here.catalog)
     await here.seconds_until(account.text, 5)
     await eventually(lambda: "redis" in here.live.status().listening)
@@ -267,7 +278,7 @@ async def test_a_forged_message_revokes_nothing_and_begins_no_timeline(
 
 
 @only_sqlite_with_redis
-async def test_a_message_that_is_sent_again_changes_nothing(place: Environment, client: redis_py.Redis) -> None:
+async def test_a_message_that_is_sent_again_changes_nothing(environment: Environment, client: redis_py.Redis) -> None:
     heard: list[bytes] = []
 
     class Recording(CatalogRedis):
@@ -275,8 +286,8 @@ async def test_a_message_that_is_sent_again_changes_nothing(place: Environment, 
             heard.append(message)
             await super().publish(channel, message)
 
-    assert place.redis_url is not None
-    here = await place.replica(shared=Recording(place.redis_url))
+    assert environment.redis_url is not None
+    here = await environment.replica(shared=Recording(environment.redis_url))
     account = await create_account(here.catalog)
     await set_limits(here.catalog, account, "6/minute")
     await here.seconds_until(account.text, 6)
@@ -303,8 +314,8 @@ def test_rejections_are_logged_once_a_minute_with_their_number(caplog: pytest.Lo
             assert sealer.verify("b", sealed) is None
         clock.advance_us(int(WARN_SECONDS * 1_000_000))
         assert sealer.verify("a", Signer(Peppers.parse(OTHER)).sign("a", b"content")) is None
-    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
-        "catalog.rejected name=b reason=wrong_mac count=1",
-        "catalog.rejected name=a reason=unknown_pepper count=1000",
+    assert events_of(caplog.records) == [
+        ("catalog.rejected", {"name": "b", "reason": "wrong_mac", "count": 1}),
+        ("catalog.rejected", {"name": "a", "reason": "unknown_pepper", "count": 1_000}),
     ]
     assert sealer.verify("a", sealed) == b"content"

@@ -1,7 +1,7 @@
-"""Warn where limits of one name in several plans of a tenant look like one count, and are several.
+"""Warn if limits with the same name in several plans of a tenant keep separate counts.
 
-A window's shape is in its bucket's key, so limits of one name with different windows never share a count. Where two
-such plans meet on one caller or tenant, each admits its own number: rarely what their author meant.
+The window is part of a counter's key, so limits with the same name and different windows never share a count. If two
+such plans apply to one caller or tenant, each admits its own number, which is rarely intended.
 """
 
 import logging
@@ -17,13 +17,14 @@ from limitforge.catalog.config.specs import ConfigDocument, TenantSpec
 from limitforge.catalog.database import queries
 from limitforge.catalog.model import Plan, Policy, Tenant, TenantConfig
 from limitforge.core.limits import Quota, Scope, limit_from_fields
+from limitforge.observability.events import log_event
 
 MAX_WARNINGS = 20
 MAX_NAMED = 5
 MAX_LOGGED = 4_096
 
-# A resource has one policy, so two policies' plans meet only on buckets that several resources share. Two keys may ask
-# for one resource.
+# A resource has one policy, so the plans of two policies only share counters that several resources share. Two keys may
+# send checks of the same resource.
 _SHARED_BY_POLICIES = frozenset({Scope.CALLER, Scope.TENANT})
 _SHARED_BY_KEYS = _SHARED_BY_POLICIES | {Scope.RESOURCE}
 
@@ -31,15 +32,15 @@ _log = logging.getLogger(__name__)
 
 
 class DifferingLimits(msgspec.Struct, frozen=True):
-    """Limits of one name, algorithm and place in several plans, whose windows differ."""
+    """Limits in several plans with the same name, algorithm and scope, and different windows."""
 
     limit: str
     plans: tuple[str, ...]
 
     def __str__(self) -> str:
         return (
-            f"limit {self.limit} has another window in each of the plans {_listed(self.plans)}: where they meet they "
-            "count apart. Give the limits different names, or the same window"
+            f"limit {self.limit} has different windows in the plans {_format_names(self.plans)}, so each keeps its own "
+            "count. Give the limits different names, or the same window"
         )
 
 
@@ -49,37 +50,37 @@ def find_differing_limits(
     default_plan: str | None,
     time_zone: str,
 ) -> list[DifferingLimits]:
-    """Return the limits of a tenant's plans, by the plans' names, that count apart under one name.
+    """Return the limits of a tenant's plans that have the same name and keep separate counts.
 
-    Plans of policies are compared with each other, and so are those of the default and of keys: a plan that no policy
-    uses counts as a key's.
+    `plans` are the limits of each plan by its name, `policy_plans` the plans that policies use. These are compared with
+    each other. So are the default plan and the plans of keys: a plan that no policy uses counts as one of a key.
     """
     if len(plans) < 2:
         return []
-    of_keys = [name for name in plans if name not in policy_plans or name == default_plan]
-    of_policies = [name for name in plans if name in policy_plans]
+    key_plans = [name for name in plans if name not in policy_plans or name == default_plan]
+    policy_plan_names = [name for name in plans if name in policy_plans]
     return [
-        *_differing(plans, of_policies, _SHARED_BY_POLICIES, time_zone),
-        *_differing(plans, of_keys, _SHARED_BY_KEYS, time_zone),
+        *_differing(plans, policy_plan_names, _SHARED_BY_POLICIES, time_zone),
+        *_differing(plans, key_plans, _SHARED_BY_KEYS, time_zone),
     ]
 
 
 def _differing(
     plans: Mapping[str, Sequence[Mapping[str, Any]]], names: Iterable[str], scopes: Collection[str], time_zone: str
 ) -> Iterator[DifferingLimits]:
-    alike: dict[tuple[str, str, str], list[tuple[str, Mapping[str, Any]]]] = defaultdict(list)
+    same_name: dict[tuple[str, str, str], list[tuple[str, Mapping[str, Any]]]] = defaultdict(list)
     for plan in names:
         for fields in plans[plan]:
             scope = fields.get("scope", Scope.SUBJECT)
             if scope in scopes:
-                alike[fields["name"], fields["algorithm"], scope].append((plan, fields))
-    for (name, *_), found in alike.items():
+                same_name[fields["name"], fields["algorithm"], scope].append((plan, fields))
+    for (name, *_), found in same_name.items():
         by_shape: dict[str, list[str]] = defaultdict(list)
         if len(found) > 1:
             for plan, fields in found:
                 by_shape[_shape(fields, time_zone)].append(plan)
         if len(by_shape) > 1:
-            yield DifferingLimits(name, tuple(sorted(plan for same in by_shape.values() for plan in same)))
+            yield DifferingLimits(name, tuple(sorted(plan for names in by_shape.values() for plan in names)))
 
 
 def _shape(fields: Mapping[str, Any], time_zone: str) -> str:
@@ -102,13 +103,21 @@ def log_plan_warnings(config: TenantConfig) -> None:
 
 
 @lru_cache(maxsize=MAX_LOGGED)
-def _log_once(tenant: str, revision: int, differ: DifferingLimits) -> None:
-    plans = ",".join(differ.plans[:MAX_NAMED])
-    _log.warning("catalog.limits_differ tenant=%s revision=%d limit=%s plans=%s", tenant, revision, differ.limit, plans)
+def _log_once(tenant: str, revision: int, differing: DifferingLimits) -> None:
+    log_event(
+        _log,
+        logging.WARNING,
+        "catalog.limits_differ",
+        "limits with the same name have different windows, so each plan keeps its own count",
+        tenant=tenant,
+        revision=revision,
+        limit=differing.limit,
+        plans=",".join(differing.plans[:MAX_NAMED]),
+    )
 
 
 async def plan_warnings(connection: AsyncConnection, tenant_id: str, plan_id: str) -> list[str]:
-    """Return the warnings that concern one plan, for the person who has just changed it or its use."""
+    """Return the warnings about one plan, to show after a change of the plan or of its use."""
     tenant = await queries.find(connection, Tenant, tenant_id)
     if tenant is None or tenant.is_operator:
         return []
@@ -121,10 +130,10 @@ async def plan_warnings(connection: AsyncConnection, tenant_id: str, plan_id: st
 
 
 async def document_warnings(connection: AsyncConnection, document: ConfigDocument) -> list[str]:
-    """Return the warnings for the tenants whose plans or policies a document changes, as it leaves them."""
+    """Return the warnings about the tenants whose plans or policies a document changes, in their new state."""
     tenants = [each for each in document.tenants or () if each.plans is not None or each.policies is not None]
-    partly = [each.name for each in tenants if each.plans is None or each.policies is None]
-    known = {each.name: each.id for each in await queries.find_where_in(connection, Tenant, "name", partly)}
+    incomplete = [each.name for each in tenants if each.plans is None or each.policies is None]
+    known = {each.name: each.id for each in await queries.find_where_in(connection, Tenant, "name", incomplete)}
     plans: dict[str, dict[str, Plan]] = defaultdict(dict)
     for plan in await queries.find_where_in(connection, Plan, "tenant_id", known.values()):
         plans[plan.tenant_id][plan.id] = plan
@@ -133,16 +142,16 @@ async def document_warnings(connection: AsyncConnection, document: ConfigDocumen
         policies[policy.tenant_id].append(policy)
     found: list[str] = []
     for tenant in tenants:
-        own = known.get(tenant.name, "")
-        for each in _of_spec(tenant, plans[own], policies[own]):
+        tenant_id = known.get(tenant.name, "")
+        for each in _find_in_spec(tenant, plans[tenant_id], policies[tenant_id]):
             found.append(f"tenant {tenant.name}: {each}")
             if len(found) == MAX_WARNINGS:
                 return [*found, "there may be more warnings, which are not shown"]
     return found
 
 
-def _of_spec(tenant: TenantSpec, plans: Mapping[str, Plan], policies: Iterable[Policy]) -> list[DifferingLimits]:
-    """Return the warnings for a tenant of a document; `plans` and `policies` are there already."""
+def _find_in_spec(tenant: TenantSpec, plans: Mapping[str, Plan], policies: Iterable[Policy]) -> list[DifferingLimits]:
+    """Return the differing limits of a tenant in a document. `plans` and `policies` are those in the database."""
     limits = {each.name: each.limits for each in (plans.values() if tenant.plans is None else tenant.plans)}
     if tenant.policies is None:
         used = {plans[each.plan_id].name for each in policies}
@@ -151,7 +160,7 @@ def _of_spec(tenant: TenantSpec, plans: Mapping[str, Plan], policies: Iterable[P
     return find_differing_limits(limits, used, tenant.default_plan, tenant.time_zone)
 
 
-def _listed(names: Sequence[str]) -> str:
+def _format_names(names: Sequence[str]) -> str:
     more = len(names) - MAX_NAMED
     shown = ", ".join(names[:MAX_NAMED])
     return f"{shown} and {more} more" if more > 0 else shown

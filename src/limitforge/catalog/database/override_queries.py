@@ -1,4 +1,4 @@
-"""SQL for finding overrides that a store has lost. The other queries are in `queries`."""
+"""SQL for finding overrides that a store has lost."""
 
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -13,7 +13,7 @@ from limitforge.catalog.database.pages import MAX_PAGE_SIZE
 
 
 class OverrideRow(msgspec.Struct, frozen=True):
-    """Where an override acts, without what it says. `lanes` are its tenant's, as the database has them."""
+    """The key of an override, without its limits. `lanes` is that column of its tenant, as stored."""
 
     id: str
     version: int
@@ -24,7 +24,7 @@ class OverrideRow(msgspec.Struct, frozen=True):
 
 
 class DeletedOverride(msgspec.Struct, frozen=True):
-    """An override that was deleted; `number` grows with each."""
+    """An override that was deleted. `number` grows with each deletion."""
 
     number: int
     resource: str
@@ -34,9 +34,9 @@ class DeletedOverride(msgspec.Struct, frozen=True):
 async def override_rows(
     connection: AsyncConnection, after: OverrideRow | None, expires_after: datetime, limit: int
 ) -> list[OverrideRow]:
-    """Return a page of all overrides that expire later, behind the last row of the page before."""
+    """Return a page of all overrides that expire later than `expires_after`, starting behind the row `after`."""
     table, tenants = tables.overrides, tables.tenants
-    order = (table.c.tenant_id, table.c.subject, table.c.resource)  # that of an index
+    order = (table.c.tenant_id, table.c.subject, table.c.resource)  # the order of an index
     query = (
         select(table.c.id, table.c.version, table.c.tenant_id, table.c.resource, table.c.subject, tenants.c.lanes)
         .join(tenants, tenants.c.id == table.c.tenant_id)
@@ -52,7 +52,7 @@ async def override_rows(
 async def deleted_overrides(
     connection: AsyncConnection, tenant_id: str, after: int, since: datetime, limit: int
 ) -> list[DeletedOverride]:
-    """Return the newest deletions of a tenant's overrides, the oldest of them first, from its audit log."""
+    """Return the newest deletions of a tenant's overrides from its audit log, oldest first."""
     table = tables.audit
     query = (
         select(table.c.id, table.c.before)
@@ -66,7 +66,7 @@ async def deleted_overrides(
 
 
 async def tenant_revisions(connection: AsyncConnection, tenant_ids: Sequence[str]) -> dict[str, int]:
-    """Return the revision of each of at most a page of tenants."""
+    """Return the revisions of the first `MAX_PAGE_SIZE` of these tenants."""
     table = tables.tenants
     rows = await connection.execute(
         select(table.c.id, table.c.revision).where(table.c.id.in_(tenant_ids[:MAX_PAGE_SIZE]))
@@ -75,7 +75,7 @@ async def tenant_revisions(connection: AsyncConnection, tenant_ids: Sequence[str
 
 
 async def unpublished_tenants(connection: AsyncConnection, tenant_ids: Iterable[str], since: datetime) -> set[str]:
-    """Return those tenants with a change that is newer and not yet published."""
+    """Return those tenants with a change after `since` that is not published yet."""
     table, wanted = tables.outbox, list(tenant_ids)
     found: set[str] = set()
     for start in range(0, len(wanted), MAX_PAGE_SIZE):

@@ -1,1 +1,6 @@
-"""TODO."""
+"""The configuration that one process remembers, and how it stays current.
+
+`LiveCatalog` follows a database and `LiveFile` a configuration file. Both keep a `CatalogCache` up to date, which the
+service asks for each check, and write overrides to the limiter's store. May use `catalog.database` and
+`catalog.config`; neither of them imports this package.
+"""

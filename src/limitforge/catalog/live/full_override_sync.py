@@ -12,7 +12,7 @@ from limitforge.catalog.database import queries
 from limitforge.catalog.database.database import Database
 from limitforge.catalog.history import RevisionHistory
 from limitforge.catalog.live.override_sync import MAX_FAILURES, OverrideSink, OverrideSync
-from limitforge.catalog.live.sources import SharedBackend
+from limitforge.catalog.live.shared_backend import SharedBackend
 from limitforge.errors import CatalogError, CatalogUnavailable, StoreError
 
 LEASE_SECONDS = 30.0  # until another node takes over from one that was killed

@@ -20,14 +20,16 @@ from limitforge.catalog.database.catalog import NOTIFY_CHANNEL, Catalog
 from limitforge.catalog.database.database import Database
 from limitforge.catalog.database.outbox import Announcement
 from limitforge.catalog.history import RevisionHistory, Stamp
-from limitforge.catalog.live.cache import CatalogCache
-from limitforge.catalog.live.cache_entries import CacheStatus
+from limitforge.catalog.live.cache.catalog_cache import CatalogCache
+from limitforge.catalog.live.cache.entries import CacheStatus
 from limitforge.catalog.live.full_override_sync import FullOverrideSync
 from limitforge.catalog.live.outbox_relay import OutboxRelay, sync_changed_overrides
 from limitforge.catalog.live.override_reconciler import OverrideReconciler, ReconcilerStatus
 from limitforge.catalog.live.override_sync import OverrideSink, OverrideSync
+from limitforge.catalog.live.shared_backend import SharedBackend
+from limitforge.catalog.live.shared_copies import SharedCopies
 from limitforge.catalog.live.signing import Signer
-from limitforge.catalog.live.sources import DatabaseSource, SharedBackend, SharedCopies
+from limitforge.catalog.live.sources import DatabaseSource
 from limitforge.catalog.model import OPERATOR, Tenant, to_datetime
 from limitforge.core.clock import Clock, SystemClock
 from limitforge.core.exact import US_PER_SECOND
@@ -223,14 +225,14 @@ class LiveCatalog:
 
     async def write_last_used(self) -> None:
         """When keys were last used, for all of them in one go."""
-        used = self.cache.take_last_used()
+        used = self.cache.callers.take_last_used()
         if not used:
             return
         try:
             async with self._database.writing() as connection:
                 await writes.touch_keys(connection, {key: to_datetime(at_us) for key, at_us in used.items()})
         except CatalogError:
-            self.cache.restore_last_used(used)
+            self.cache.callers.restore_last_used(used)
             raise
 
     # --- Own changes -------------------------------------------------------------------------------------------------

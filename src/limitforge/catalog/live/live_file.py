@@ -30,11 +30,11 @@ from limitforge.catalog.config.validation import validate
 from limitforge.catalog.credentials import ALPHABET, ID_LENGTH, Peppers
 from limitforge.catalog.database.outbox import Announcement
 from limitforge.catalog.database.override_queries import DeletedOverride, OverrideRow
-from limitforge.catalog.live.cache import CatalogCache
-from limitforge.catalog.live.cache_entries import CacheStatus
+from limitforge.catalog.live.cache.catalog_cache import CatalogCache
+from limitforge.catalog.live.cache.entries import CacheStatus
 from limitforge.catalog.live.override_reconciler import OverrideReconciler, ReconcilerStatus
 from limitforge.catalog.live.override_sync import MAX_DELETED, OverrideSink, OverrideSync
-from limitforge.catalog.live.sources import SharedBackend
+from limitforge.catalog.live.shared_backend import SharedBackend
 from limitforge.catalog.model import OPERATOR, Key, Override, Tenant, TenantConfig, build_entity, to_datetime
 from limitforge.core.clock import Clock, SystemClock
 from limitforge.core.exact import US_PER_SECOND

@@ -23,8 +23,9 @@ from limitforge.catalog.database.database import Database
 from limitforge.catalog.database.outbox import Announcement, PendingAnnouncement
 from limitforge.catalog.history import RevisionHistory, Stamp
 from limitforge.catalog.live.override_sync import OverrideSync
+from limitforge.catalog.live.shared_backend import SharedBackend
+from limitforge.catalog.live.shared_copies import SharedCopies
 from limitforge.catalog.live.signing import Signer
-from limitforge.catalog.live.sources import SharedBackend, SharedCopies
 from limitforge.catalog.model import Key, to_datetime
 from limitforge.core.clock import Clock
 from limitforge.core.exact import short_repr

@@ -18,7 +18,8 @@ import msgspec
 
 from limitforge.catalog.database.override_queries import OverrideRow
 from limitforge.catalog.live.override_sync import EXPIRY_TOLERANCE_SECONDS, OverrideSink, OverrideSync
-from limitforge.catalog.live.sources import MemoryUsage, OverrideSource, SharedBackend
+from limitforge.catalog.live.shared_backend import MemoryUsage, SharedBackend
+from limitforge.catalog.live.sources import OverrideSource
 from limitforge.catalog.model import Override, to_datetime
 from limitforge.core.clock import Clock
 from limitforge.errors import CatalogError, StoreError

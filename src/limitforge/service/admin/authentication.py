@@ -6,9 +6,9 @@ from datetime import datetime
 
 from limitforge.catalog.credentials import PREFIXES, Credential, fingerprint
 from limitforge.catalog.database.catalog import Catalog
-from limitforge.catalog.live.bounded_reads import LOOKUP_SECONDS
-from limitforge.catalog.live.cache import CatalogCache
-from limitforge.catalog.live.lookup_limiter import LookupLimiter
+from limitforge.catalog.live.cache.bounded_reads import LOOKUP_SECONDS
+from limitforge.catalog.live.cache.catalog_cache import CatalogCache
+from limitforge.catalog.live.cache.lookup_limiter import LookupLimiter
 from limitforge.catalog.model import Token, to_datetime
 from limitforge.core.check import Failure
 from limitforge.core.plan import Limits

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from limitforge.catalog.live.cache import CatalogCache
-from limitforge.catalog.live.cache_entries import Caller
+from limitforge.catalog.live.cache.catalog_cache import CatalogCache
+from limitforge.catalog.live.cache.entries import Caller
 from limitforge.catalog.model import KeyScope, KeyType
 from limitforge.catalog.snapshot import Selection, Snapshot
 from limitforge.core.check import Check, PreparedCheck, ResultKind, prepare_check
@@ -90,7 +90,7 @@ class CheckHandler:
         self._submit = limiter.store.submit
         self._on_denied = denied
         self._snapshots = snapshots
-        self._find_cached = snapshots.cached_caller_by_fingerprint
+        self._find_cached = snapshots.callers.get_by_fingerprint
         self._id_sealer = tickets
         self._counters = counters
         self.count_response, self.status_counts = counters.count_response, counters.status_counts
@@ -140,13 +140,13 @@ class CheckHandler:
         """To a key that was never issued, without a look-up: its request need not be read to its end."""
         if who.key is None:
             return UnknownKey(NO_KEY_DETAIL)
-        return UnknownKey("no such key") if self._snapshots.is_invalid_key(who.key) else None
+        return UnknownKey("no such key") if self._snapshots.callers.is_invalid_key(who.key) else None
 
     async def authenticate(self, who: Credentials, scope: KeyScope) -> Caller:
         """Whoever presents this key, if it may do this."""
         if who.key is None:
             raise UnknownKey(NO_KEY_DETAIL)
-        caller = self._snapshots.cached_caller_by_fingerprint(who.fingerprint) or await self._snapshots.find_caller(
+        caller = self._snapshots.callers.get_by_fingerprint(who.fingerprint) or await self._snapshots.callers.find(
             who.key, who.source
         )
         caller.require(scope)

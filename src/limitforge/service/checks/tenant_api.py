@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from limitforge.catalog.live.cache_entries import Caller
+from limitforge.catalog.live.cache.entries import Caller
 from limitforge.catalog.model import KeyScope
 from limitforge.catalog.snapshot import Selection
 from limitforge.core.exact import validate_cost

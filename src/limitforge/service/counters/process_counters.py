@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from limitforge.catalog.live.cache_entries import Caller
+from limitforge.catalog.live.cache.entries import Caller
 
 MAX_TENANTS = 1_000  # that are named in metrics; whatever is beyond them is counted together
 OTHER_TENANTS = "others"
