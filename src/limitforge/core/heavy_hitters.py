@@ -1,4 +1,4 @@
-"""The most frequent names of each tenant, counted in bounded memory, with a fair share for each tenant."""
+"""Find the most frequent names of each group in bounded memory, with a fair share of it for each group."""
 
 from collections.abc import Hashable, Mapping
 from typing import Generic, TypeVar
@@ -7,7 +7,10 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 class HitCount:
-    """How often a name was counted at least, and when last. `digest` is for the caller to remember a hash of it."""
+    """A lower bound of how often a name was counted, and the time of its last hit.
+
+    `digest` belongs to the caller, who may cache a hash of the name here.
+    """
 
     __slots__ = ("count", "digest", "last_us")
 
@@ -18,98 +21,104 @@ class HitCount:
 
 
 class HeavyHitters(Generic[Name]):
-    """At most `room` names of all tenants. When it is full, half of the names are dropped.
+    """A sketch of at most `capacity` names over all groups, such as tenants. When it is full, it drops half of them.
 
-    A tenant that has no more than its fair share of the rest (half of `room`, divided by the number of tenants) loses
-    nothing. One that has more keeps its most frequent names. With more tenants than half of `room`, each keeps one name
-    at most, and the tenants whose most frequent name has the lowest counts lose theirs.
+    A group with no more names than its fair share of the rest (half of `capacity`, divided by the number of groups)
+    loses none. A larger group keeps its most frequent names. If there are more groups than half of `capacity`, each
+    keeps at most one name, and the groups whose most frequent name has the lowest count lose theirs.
 
-    Counts are never too high. A tenant that lost names has counts that are too low: as in the sketch of Misra and
-    Gries, the kept names lose what the first dropped one had, so that early names don't keep later ones out for ever.
+    Counts are never too high. The counts of a group that lost names are too low: as in the Misra-Gries sketch, the kept
+    names are reduced by the count of the first dropped one, so that early names do not keep later ones out forever.
+
+    Threads may share a sketch without a lock: when two of them add at the same time, some counts may be lost.
     """
 
-    def __init__(self, room: int) -> None:
-        self.tenants: dict[str, dict[Name, HitCount]] = {}
-        self._capacity = room
+    def __init__(self, capacity: int) -> None:
+        self.groups: dict[str, dict[Name, HitCount]] = {}
+        self._capacity = capacity
         self._size = 0
 
-    def add(self, tenant_id: str, name: Name, count: int, at_us: int) -> None:
-        names = self.tenants.get(tenant_id)
-        seen = None if names is None else names.get(name)
-        if seen is None:
-            seen = self._insert(tenant_id, name)
-        seen.count += count
-        if at_us > seen.last_us:  # noqa: PLR1730 - calling max takes as long as the rest
-            seen.last_us = at_us
+    def add(self, group: str, name: Name, count: int, now_us: int) -> None:
+        """Count a name `count` times."""
+        names = self.groups.get(group)
+        hits = None if names is None else names.get(name)
+        if hits is None:
+            hits = self._insert(group, name)
+        hits.count += count
+        if now_us > hits.last_us:  # noqa: PLR1730 - a call of max() takes as long as everything else here
+            hits.last_us = now_us
 
-    def _insert(self, tenant_id: str, name: Name) -> HitCount:
+    def top(self, count: int) -> list[tuple[str, Name, HitCount]]:
+        """Return at most `count` names as (group, name, hits), most frequent first. Groups share the list fairly."""
+        groups = self.groups.copy()
+        splits = _split_large_groups(groups, count)
+        found = [
+            (group, name, hits)
+            for group, names in groups.items()
+            for name, hits in (splits[group][0] if group in splits else list(names.items()))
+        ]
+        return sorted(found, key=lambda entry: (-entry[2].count, -entry[2].last_us, entry[0]))
+
+    def _insert(self, group: str, name: Name) -> HitCount:
         if self._size >= self._capacity:
             self._prune()
         self._size += 1
-        seen = self.tenants.setdefault(tenant_id, {})[name] = HitCount()
-        return seen
-
-    def top(self, count: int) -> list[tuple[str, Name, HitCount]]:
-        """Return at most `count` names, the most frequent first. Each tenant has a fair share of the list."""
-        greedy = _over_fair_share(self.tenants, count)
-        found = [
-            (tenant_id, name, seen)
-            for tenant_id, names in self.tenants.items()
-            for name, seen in (greedy[tenant_id][0] if tenant_id in greedy else names.items())
-        ]
-        return sorted(found, key=lambda each: (-each[2].count, -each[2].last_us, each[0]))
+        hits = self.groups.setdefault(group, {})[name] = HitCount()
+        return hits
 
     def _prune(self) -> None:
-        for tenant_id, (kept, dropped) in _over_fair_share(self.tenants, self._capacity // 2).items():
+        for group, (kept, dropped) in _split_large_groups(self.groups.copy(), self._capacity // 2).items():
             floor = dropped[0][1].count
-            for _, seen in kept:
-                seen.count = max(seen.count - floor, 1)
-            self._size -= len(dropped)
+            for _, hits in kept:
+                hits.count = max(hits.count - floor, 1)
             if kept:
-                self.tenants[tenant_id] = dict(kept)
+                self.groups[group] = dict(kept)
             else:
-                del self.tenants[tenant_id]
+                self.groups.pop(group, None)
+        self._size = sum(map(len, self.groups.values()))  # counted anew: two threads may have pruned at once
 
 
-Pairs = list[tuple[Name, HitCount]]
+Ranked = list[tuple[Name, HitCount]]
 
 
-def _over_fair_share(
-    tenants: Mapping[str, Mapping[Name, HitCount]], room: int
-) -> dict[str, tuple[Pairs[Name], Pairs[Name]]]:
-    """Return the tenants that have more than a fair share of `room`: what each may keep, and the rest.
+def _split_large_groups(
+    groups: Mapping[str, Mapping[Name, HitCount]], capacity: int
+) -> dict[str, tuple[Ranked[Name], Ranked[Name]]]:
+    """Return the groups with more names than their fair share of `capacity`, as (names to keep, names to drop).
 
-    What tenants with few names leave is for the others (max-min fairness). What can't be divided is for the most
-    frequent names.
+    The shares are max-min fair: large groups divide what small groups leave unused. The remainder of that division goes
+    to the most frequent names.
     """
-    share = _fair_share([len(names) for names in tenants.values()], room)
-    ranked = {tenant_id: _ranked(names) for tenant_id, names in tenants.items() if len(names) > share}
-    spare = room - share * len(ranked) - sum(len(names) for each, names in tenants.items() if each not in ranked)
-    first = sorted(ranked, key=lambda tenant_id: ranked[tenant_id][share][1].count, reverse=True)
-    more = set(first[:spare])
-    greedy = {}
-    for tenant_id, names in ranked.items():
-        keep = share + (tenant_id in more)
+    share = _fair_share([len(names) for names in groups.values()], capacity)
+    ranked = {group: _rank(names) for group, names in groups.items() if len(names) > share}
+    remainder = (
+        capacity - share * len(ranked) - sum(len(names) for group, names in groups.items() if group not in ranked)
+    )
+    by_next_count = sorted(ranked, key=lambda group: ranked[group][share][1].count, reverse=True)
+    with_one_more = set(by_next_count[:remainder])
+    splits = {}
+    for group, names in ranked.items():
+        keep = share + (group in with_one_more)
         if keep < len(names):
-            greedy[tenant_id] = (names[:keep], names[keep:])
-    return greedy
+            splits[group] = (names[:keep], names[keep:])
+    return splits
 
 
-def _fair_share(sizes: list[int], room: int) -> int:
-    """Return the largest whole number that leaves room for `min(size, number)` of each."""
+def _fair_share(sizes: list[int], capacity: int) -> int:
+    """Return the largest integer `share` for which the sum of `min(size, share)` is at most `capacity`."""
     sizes.sort()
-    for at, size in enumerate(sizes):
-        share = room // (len(sizes) - at)
+    for index, size in enumerate(sizes):
+        share = capacity // (len(sizes) - index)
         if size > share:
             return share
-        room -= size
+        capacity -= size
     return max(sizes, default=0)
 
 
-def _ranked(names: Mapping[Name, HitCount]) -> Pairs[Name]:
-    """Sort by count, the most frequent first, and of equals the one that came last."""
-    pairs = list(names.items())
-    if len(pairs) > 1:
-        pairs.sort(key=lambda each: each[1].count)
-        pairs.reverse()
-    return pairs
+def _rank(names: Mapping[Name, HitCount]) -> Ranked[Name]:
+    """Sort by count, most frequent first. Of names with equal counts, the newest comes first."""
+    ranked = list(names.items())
+    if len(ranked) > 1:
+        ranked.sort(key=lambda entry: entry[1].count)
+        ranked.reverse()
+    return ranked

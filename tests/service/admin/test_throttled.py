@@ -93,8 +93,8 @@ async def test_ten_thousand_tenants_are_bounded_and_long_subjects_take_no_more_m
     for at in range(10_000):
         throttled.record_denial(f"ten_{at}", f"{at}-" + "x" * 500, NOW)
     for window in (throttled._current, throttled._previous):
-        assert sum(len(names) for names in window.tenants.values()) <= MAX_SUBJECTS
-        assert all(len(name) <= 64 for names in window.tenants.values() for name in names)
+        assert sum(len(names) for names in window.groups.values()) <= MAX_SUBJECTS
+        assert all(len(name) <= 64 for names in window.groups.values() for name in names)
     found = await throttled.top(1_000, NOW, subject="9999-" + "x" * 500)
     assert [each.tenant_id for each in found] == ["ten_9999"]
 

@@ -14,11 +14,11 @@ EVENTS = 50_000
 
 
 def size(sketch: HeavyHitters[str]) -> int:
-    return sum(len(names) for names in sketch.tenants.values())
+    return sum(len(names) for names in sketch.groups.values())
 
 
 def counts(sketch: HeavyHitters[str], tenant: str) -> dict[str, int]:
-    return {name: seen.count for name, seen in sketch.tenants.get(tenant, {}).items()}
+    return {name: seen.count for name, seen in sketch.groups.get(tenant, {}).items()}
 
 
 @given(
@@ -40,7 +40,7 @@ def test_counts_are_never_too_high_and_a_tenant_with_few_names_loses_none(
             assert all(1 <= count <= names[each] for each, count in found.items())
             if len(names) <= room // 2 // len(true):
                 assert found == names
-    for tenant_names in sketch.tenants.values():
+    for tenant_names in sketch.groups.values():
         assert tenant_names
 
 
@@ -109,5 +109,5 @@ def test_with_more_tenants_than_room_those_with_the_lowest_counts_give_way() -> 
     for tenant in range(10_000):
         sketch.add(f"quiet:{tenant}", "user:1", 1, 1)
         assert size(sketch) <= ROOM
-    assert all(f"loud:{tenant}" in sketch.tenants for tenant in range(500))
+    assert all(f"loud:{tenant}" in sketch.groups for tenant in range(500))
     assert {seen.count for owner, _, seen in sketch.top(500) if owner.startswith("loud:")} == {50}

@@ -150,9 +150,9 @@ class ThrottledTracker:
         """Return a window's counts, by hashes. Subjects that are new are hashed in slices."""
         rows: Rows = {}
         hashed = 0
-        wanted = window.tenants if tenant_id is None else (tenant_id,)
+        wanted = window.groups if tenant_id is None else (tenant_id,)
         for owner in list(wanted):
-            names = list(window.tenants.get(owner, {}).items())
+            names = list(window.groups.get(owner, {}).items())
             found = rows[owner] = []
             for name, seen in names:
                 if seen.digest is None:

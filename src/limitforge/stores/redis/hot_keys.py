@@ -1,59 +1,69 @@
-"""Which buckets are asked for most: a sketch of bounded size, from a sample of the checks.
-
-Keys are counted until there are too many of them; then the most frequent stay and the rest is forgotten. So a key with
-more than one in `SIZE` of all questions is always found, and counted too low by at most that much. Two turns of ten
-seconds are kept.
-"""
+"""Find the buckets that are checked most often, from a sample of the checks and in bounded memory."""
 
 from collections.abc import Callable
-from operator import itemgetter
 
 from limitforge.core.check import Check
 from limitforge.core.clock import Clock
+from limitforge.core.heavy_hitters import HeavyHitters
 from limitforge.stores.protocol import HotKey
 
-CAPACITY = 128
-PRUNE_ABOVE = 8 * CAPACITY  # sorting out pays for many new keys at once
-SAMPLE_EVERY = 8  # every so many checks are looked at
+CAPACITY = 1_024
+SAMPLE_EVERY = 8
 WINDOW_US = 10_000_000
 MAX_REPORTED = 10
+_GROUP = ""  # all keys compete with each other: a tenant has no share of its own
+
+
+class Window:
+    """The debits since a point in time."""
+
+    __slots__ = ("keys", "start_us", "total")
+
+    def __init__(self, start_us: int) -> None:
+        self.start_us = start_us
+        self.keys: HeavyHitters[str] = HeavyHitters(CAPACITY)
+        self.total = 0
 
 
 class HotKeys:
-    """Counts buckets. Several threads may use it: one that is in the other's way costs a count at most."""
+    """Counts the debits of each bucket in two windows of ten seconds.
+
+    A bucket with more than one in 512 of the sampled debits is always found. Threads may share an instance without a
+    lock: they may lose counts, which only makes the estimate lower.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._now_us: Callable[[], int] = clock.now_us
-        self._window_start_us = self._previous_start_us = self._now_us()
-        self._counts: dict[str, int] = {}
-        self._previous: dict[str, int] = {}
+        self._current = self._previous = Window(self._now_us())
 
     def record(self, check: Check) -> None:
-        """Call it for one of `SAMPLED` checks."""
-        if self._now_us() - self._window_start_us > WINDOW_US:
-            self._rotate()
-        counts = self._counts
+        """Count the debits of a check. Call it for one in `SAMPLE_EVERY` checks."""
+        now_us = self._now_us()
+        if now_us - self._current.start_us > WINDOW_US:
+            self._rotate(now_us)
+        window = self._current
+        window.total += len(check.debits)
         for _, key, *_ in check.debits:
-            counts[key] = counts.get(key, 0) + 1
-        if len(counts) > PRUNE_ABOVE:
-            self._counts = dict(sorted(counts.copy().items(), key=itemgetter(1))[-CAPACITY:])
+            window.keys.add(_GROUP, key, 1, now_us)
 
     def top(self) -> list[HotKey]:
-        """The most frequent first."""
+        """Return the most frequent keys of the last ten to twenty seconds, most frequent first."""
         now_us = self._now_us()
-        if now_us - self._window_start_us > WINDOW_US:
-            self._rotate()
-        counts = dict(self._previous)
-        for key, count in list(self._counts.items()):
-            counts[key] = counts.get(key, 0) + count
-        total, seconds = sum(counts.values()), max(now_us - self._previous_start_us, 1_000_000) / 1e6
+        if now_us - self._current.start_us > WINDOW_US:
+            self._rotate(now_us)
+        windows = [self._current] if self._previous is self._current else [self._previous, self._current]
+        counts: dict[str, int] = {}
+        for window in windows:
+            for _, key, hits in window.keys.top(CAPACITY):
+                counts[key] = counts.get(key, 0) + hits.count
+        total = sum(window.total for window in windows)
+        seconds = max(now_us - self._previous.start_us, 1_000_000) / 1e6
         ranked = sorted(counts.items(), key=lambda item: -item[1])[:MAX_REPORTED]
         return [HotKey(key, SAMPLE_EVERY * count / seconds, count / total) for key, count in ranked]
 
-    def _rotate(self) -> None:
-        """What is older than two turns is forgotten."""
-        now_us = self._now_us()
-        is_old = now_us - self._window_start_us > 2 * WINDOW_US
-        self._previous = {} if is_old else self._counts
-        self._previous_start_us = now_us if is_old else self._window_start_us
-        self._counts, self._window_start_us = {}, now_us
+    def _rotate(self, now_us: int) -> None:
+        """Start a window. The one before it is kept unless it ended more than a window ago."""
+        is_stale = now_us - self._current.start_us > 2 * WINDOW_US
+        current = Window(now_us)
+        self._previous = current if is_stale else self._current
+        self._current = current
