@@ -48,7 +48,7 @@ class Case:
 
 
 @dataclass
-class TestedService:
+class ServiceUnderTest:
     """The program under test, and what to put into requests."""
 
     running: RunningService
@@ -86,7 +86,7 @@ def _send_all(connection: socket.socket, sent: bytes) -> None:
 
 
 @pytest.fixture(scope="module")
-def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestedService]:
+def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceUnderTest]:
     """At its most talkative. The limit refills too slowly to hide that something was taken."""
     folder = tmp_path_factory.mktemp("bad-input")
     slow = {"algorithm": "token_bucket", "bucket_capacity": CAPACITY, "refill_rate_per_sec": 0.0001}
@@ -102,7 +102,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestedService]
             TESTING: key.replace("lf_live_", "lf_test_"),
             RETIRED: retired["key"],
         }
-        yield TestedService(service.running, folder / "log", {name: text.encode() for name, text in texts.items()})
+        yield ServiceUnderTest(service.running, folder / "log", {name: text.encode() for name, text in texts.items()})
 
 
 # --- Requests --------------------------------------------------------------------------------------------------------
@@ -745,7 +745,7 @@ CASES = [*bodies(), *every_call(), *other_calls(), *keys(), *paths_and_chunks(),
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
-def test_it_is_refused_as_documented_and_takes_nothing(subject: TestedService, case: Case) -> None:
+def test_it_is_refused_as_documented_and_takes_nothing(subject: ServiceUnderTest, case: Case) -> None:
     before = subject.remaining()
     answers = subject.send(case)
     assert subject.remaining() == before
@@ -778,7 +778,7 @@ def assert_problem(answer: HttpResponse, names: str) -> None:
         assert answer.headers["allow"]
 
 
-def test_after_all_of_it_the_service_answers_and_its_log_has_no_secret(subject: TestedService) -> None:
+def test_after_all_of_it_the_service_answers_and_its_log_has_no_secret(subject: ServiceUnderTest) -> None:
     before, logged = subject.remaining(), len(subject.log.read_bytes())
     for case in CASES:
         assert all(answer.status < 500 or answer.status in case.statuses for answer in subject.send(case)), case
@@ -820,7 +820,7 @@ SECONDS: dict[str, bytes] = {
 @pytest.mark.parametrize("second", SECONDS)
 @pytest.mark.parametrize("first", ENDINGS)
 def test_nothing_is_done_after_the_answer_that_ends_a_connection(
-    subject: TestedService, first: str, second: str
+    subject: ServiceUnderTest, first: str, second: str
 ) -> None:
     before, logged = subject.remaining(), len(subject.log.read_bytes())
     answers = subject.send(Case("", ENDINGS[first] + SECONDS[second], ()))
@@ -894,7 +894,7 @@ LEGAL: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("name", LEGAL)
-def test_what_looks_odd_and_is_right_is_answered(subject: TestedService, name: str) -> None:
+def test_what_looks_odd_and_is_right_is_answered(subject: ServiceUnderTest, name: str) -> None:
     answers = subject.send(Case(name, LEGAL[name], (200,)))
     assert [answer.status for answer in answers] == [200], answers
     assert answers[0].json["allowed"] is True

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from limitforge.core.clock import ManualClock
-from limitforge.service.checks.handler import SLICE_CHECKS, CheckHandler
+from limitforge.service.checks.batches import SLICE_CHECKS
 from limitforge.service.checks.invalid_bodies import BURST_BYTES, SMALL_BODY, InvalidBodyBudget
 from limitforge.service.checks.request_bodies import MAX_BATCH, MAX_COSTS
 from limitforge.service.checks.request_credentials import Credentials
@@ -22,18 +22,12 @@ LOOK = {"resource": "GET:/orders/7", "subject": "user:1", "cost": 0}
 JSON = {"content-type": "application/json"}
 
 
-def checks_of(live: LiveService) -> CheckHandler:
-    _, submit, _ = live.service.listener.routes[b"/v1/check"]
-    checks: CheckHandler = submit.__self__  # type: ignore[attr-defined]
-    return checks
-
-
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
     """One of its own, whose budgets are never refilled: a busy machine must not give an attacker time."""
     folder: Path = tmp_path_factory.mktemp("batches")
     with LiveService(f"sqlite:///{folder}/service.db") as found:
-        checks_of(found).invalid_bodies = InvalidBodyBudget(ManualClock())
+        found.service.checks.invalid_bodies = InvalidBodyBudget(ManualClock())
         yield found
 
 
@@ -179,8 +173,8 @@ def test_another_check_is_answered_long_before_a_batch_that_came_first(
     live: LiveService, account: TenantFixture
 ) -> None:
     """Counts iterations of the loop: a batch that is worked on at once takes a handful of them."""
-    checks = checks_of(live)
-    who = Credentials.from_key(account.secret, "127.0.0.1")
+    service = live.service
+    credentials = Credentials.from_key(account.secret, "127.0.0.1")
     body = json.dumps({"checks": [LOOK] * MAX_BATCH}).encode()
     assert account.check(cost=0).status_code == 200
     order: list[int] = []
@@ -188,9 +182,11 @@ def test_another_check_is_answered_long_before_a_batch_that_came_first(
     async def both() -> None:
         loop = asyncio.get_running_loop()
         answered = loop.create_future()
-        checks.submit_batch(who, body, answered.set_result)
+        service.batches.submit(credentials, body, answered.set_result)
         while not answered.done():
-            checks.submit(who, json.dumps(LOOK).encode(), lambda answer: order.append(answer.status))
+            service.checks.submit(
+                credentials, json.dumps(LOOK).encode(), lambda response: order.append(response.status)
+            )
             await asyncio.sleep(0)
         assert answered.result().status == 200
 

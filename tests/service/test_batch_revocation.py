@@ -9,10 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from limitforge.service.checks.handler import SLICE_CHECKS, CheckHandler
+from limitforge.service.checks.batches import SLICE_CHECKS, BatchHandler
 from tests.service.live_service import LiveService, TenantFixture
 from tests.service.problems import assert_problem
-from tests.service.test_batch_bodies import checks_of
 
 Change = Callable[[TenantFixture], httpx.Response]
 PATIENCE_SECONDS = 45.0
@@ -21,13 +20,13 @@ PATIENCE_SECONDS = 45.0
 class Barrier:
     """Holds a batch after each of its slices until it may go on."""
 
-    def __init__(self, checks: CheckHandler) -> None:
+    def __init__(self, batches: BatchHandler) -> None:
         self.slices = 0
-        self._judge = checks._decide_slice
+        self._decide_slice = batches._decide_slice
         self._is_at_rest, self._may_go_on = threading.Semaphore(0), threading.Semaphore(0)
 
-    async def judged_slice(self, *arguments: Any) -> Any:
-        answers = await self._judge(*arguments)
+    async def decide_slice(self, *arguments: Any) -> Any:
+        answers = await self._decide_slice(*arguments)
         self.slices += 1
         self._is_at_rest.release()
         assert await asyncio.to_thread(self._may_go_on.acquire, timeout=PATIENCE_SECONDS)
@@ -75,8 +74,9 @@ def test_a_key_that_may_not_check_any_more_ends_its_batch(
     code: str,
     detail: str,
 ) -> None:
-    barrier = Barrier(checks_of(embedded))
-    monkeypatch.setattr(checks_of(embedded), "_decide_slice", barrier.judged_slice)
+    batches = embedded.service.batches
+    barrier = Barrier(batches)
+    monkeypatch.setattr(batches, "_decide_slice", barrier.decide_slice)
     body = {"checks": [{"resource": "GET:/orders/7", "subject": f"user:{at}"} for at in range(3 * SLICE_CHECKS)]}
     headers = {"authorization": f"Bearer {account.secret}"}
     with ThreadPoolExecutor(1) as pool:

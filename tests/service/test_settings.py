@@ -144,10 +144,10 @@ def test_serve_says_at_once_what_is_wrong(environment: dict[str, Any], says: str
 
 
 def test_header_styles_are_read() -> None:
-    form = Settings(headers="draft-06, draft-11", reset="delta").header_form()
+    form = Settings(headers="draft-06, draft-11", reset="delta").header_options()
     assert form.styles == {HeaderStyle.DRAFT_06, HeaderStyle.DRAFT_11}
     assert form.reset is ResetUnit.DELTA
-    assert not Settings(headers="none").header_form().styles
+    assert not Settings(headers="none").header_options().styles
 
 
 LEGACY = {"x-ratelimit-limit", "x-ratelimit-remaining", "x-ratelimit-reset"}

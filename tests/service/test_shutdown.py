@@ -8,7 +8,7 @@ import pytest
 import uvloop
 
 from limitforge.service.app import Service
-from limitforge.service.http import fast_protocol
+from limitforge.service.http import bounded_connection
 from limitforge.service.processes.worker import WorkerServer
 from limitforge.service.settings import Settings
 from tests.service.databases import migrate
@@ -43,7 +43,7 @@ def test_a_connection_that_begins_during_a_shutdown_is_answered_and_closed(
     tmp_path: Path, loop: str, more: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An event loop accepts a connection before it calls the protocol."""
-    monkeypatch.setattr(fast_protocol, "LINGER_SECONDS", CALL_SECONDS)
+    monkeypatch.setattr(bounded_connection, "LINGER_SECONDS", CALL_SECONDS)
     settings = Settings(database_url=f"sqlite:///{tmp_path}/service.db", peppers=PEPPERS, shutdown_seconds=SECONDS)
     migrate(settings.database_url)
     run, least = LOOPS[loop]

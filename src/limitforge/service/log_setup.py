@@ -1,4 +1,4 @@
-"""What the service logs, and where: on stderr, a line each. Keys, tokens and subjects are in none of them."""
+"""Logging of the service: one line per event on stderr. Keys, tokens and subjects are never logged."""
 
 import logging
 import sys
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from limitforge.service.settings import Settings
 
-MAX_LINES_PER_WINDOW = 20  # of one kind in a minute
+MAX_LINES_PER_WINDOW = 20  # for each kind of line
 WINDOW_SECONDS = 60.0
 MAX_KINDS = 1_000
 
@@ -20,19 +20,21 @@ def configure_logging(settings: Settings) -> None:
         handler.addFilter(LogRateLimit())
     logging.getLogger("uvicorn.error").setLevel("WARNING")
     for name in ("aiosqlite", "asyncio", "alembic", "sqlalchemy"):
-        logging.getLogger(name).setLevel("WARNING")  # what they say at other levels holds parameters, or nothing new
+        logging.getLogger(name).setLevel("WARNING")  # below that level, their lines contain query parameters
 
 
 class LogRateLimit(logging.Filter):
-    """Limits how often lines of one kind are written, so that no client can fill the log. A kind is a logger with the
-    first line of a message, before its arguments are filled in. The first one of the next minute says how many were
-    left out.
+    """Limits the lines of each kind per minute, so that clients can't fill the log.
+
+    A kind is a logger, a level and the first line of the format string, which starts with the name of the event. The
+    first line of the next minute says how many were suppressed.
     """
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._monotonic = monotonic
         self._kinds: dict[tuple[str, int, str], list[float]] = {}
+        """By kind: the end of the current window, and the number of lines in it."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         now = self._monotonic()
@@ -41,9 +43,9 @@ class LogRateLimit(logging.Filter):
         if window is None or now >= window[0]:
             if len(self._kinds) >= MAX_KINDS:
                 self._kinds.clear()
-            left_out = 0 if window is None else int(window[1]) - MAX_LINES_PER_WINDOW
+            suppressed = 0 if window is None else int(window[1]) - MAX_LINES_PER_WINDOW
             self._kinds[kind] = window = [now + WINDOW_SECONDS, 0]
-            if left_out > 0:
-                record.msg = f"{record.msg} ({left_out} more like this were left out)"
+            if suppressed > 0:
+                record.msg = f"{record.msg} ({suppressed} similar lines were suppressed)"
         window[1] += 1
         return window[1] <= MAX_LINES_PER_WINDOW

@@ -1,4 +1,4 @@
-"""What goes wrong, as HTTP says it: one table from errors to statuses, and RFC 9457 problem documents."""
+"""Translate errors to HTTP: one table of statuses and codes, and RFC 9457 problem documents."""
 
 from typing import Any
 
@@ -21,11 +21,11 @@ from limitforge.errors import (
 
 PROBLEM_JSON = b"application/problem+json"
 QUOTA_EXCEEDED = "https://iana.org/assignments/http-problem-types#quota-exceeded"
-"""The registered type of a denial (draft-ietf-httpapi-ratelimit-headers)."""
+"""The registered problem type of a denial (draft-ietf-httpapi-ratelimit-headers)."""
 
 
 class HttpError(LimitforgeError):
-    """The request itself can't be read: its status, and the code of its problem."""
+    """A request that fails with this HTTP status. `code` is a key of `HTTP_ERROR_TITLES`, `headers` are sent as is."""
 
     def __init__(self, status: int, code: str, detail: str, **headers: str) -> None:
         super().__init__(detail)
@@ -35,47 +35,47 @@ class HttpError(LimitforgeError):
 
 
 class ProblemKind(msgspec.Struct, frozen=True):
-    """How one kind of error is told."""
+    """The status, code and title of one kind of error."""
 
     status: int
     code: str
     title: str
 
 
-# From the special to the general: the first that fits is told.
+# The first entry whose class matches applies, so a subclass must come before its base class.
 ERROR_KINDS: tuple[tuple[type[LimitforgeError], ProblemKind], ...] = (
-    (InvalidInput, ProblemKind(422, "invalid_field", "A field makes no sense")),
-    (UnknownKey, ProblemKind(401, "unknown_key", "The key is missing, wrong or no longer good")),
-    (TooManyUnknownKeys, ProblemKind(429, "too_many_unknown_keys", "Too many unknown keys")),
-    (Forbidden, ProblemKind(403, "forbidden", "The key may not do this")),
-    (NotFound, ProblemKind(404, "not_found", "There is no such thing")),
-    (UnknownReservation, ProblemKind(404, "unknown_reservation", "There is no such reservation")),
-    (VersionConflict, ProblemKind(412, "outdated", "Somebody else has changed it")),
-    (Conflict, ProblemKind(409, "conflict", "It contradicts what is there")),
+    (InvalidInput, ProblemKind(422, "invalid_field", "Invalid field")),
+    (UnknownKey, ProblemKind(401, "unknown_key", "The key is missing, unknown, expired or revoked")),
+    (TooManyUnknownKeys, ProblemKind(429, "too_many_unknown_keys", "Too many requests with unknown keys")),
+    (Forbidden, ProblemKind(403, "forbidden", "The key does not permit this")),
+    (NotFound, ProblemKind(404, "not_found", "Not found")),
+    (UnknownReservation, ProblemKind(404, "unknown_reservation", "Unknown reservation")),
+    (VersionConflict, ProblemKind(412, "outdated", "Changed by another request in the meantime")),
+    (Conflict, ProblemKind(409, "conflict", "Conflicts with the current state")),
     (TooManyReservations, ProblemKind(409, "too_many_reservations", "Too many open reservations")),
-    (CatalogUnavailable, ProblemKind(503, "catalog_unavailable", "The configuration can't be read now")),
-    (StoreUnavailable, ProblemKind(503, "store_unavailable", "The store can't be reached now")),
+    (CatalogUnavailable, ProblemKind(503, "catalog_unavailable", "The configuration database is unavailable")),
+    (StoreUnavailable, ProblemKind(503, "store_unavailable", "The store is unavailable")),
 )
 HTTP_ERROR_TITLES: dict[str, str] = {
-    "malformed_json": "The body is no JSON",
-    "malformed_request": "The request can't be read",
+    "malformed_json": "The body is not valid JSON",
+    "malformed_request": "Malformed HTTP request",
     "head_too_large": "The header fields are too large",
     "too_slow": "The request took too long to arrive",
     "body_too_large": "The body is too large",
-    "not_json": "The body must be JSON",
-    "method_not_allowed": "The method is not for this path",
-    "unknown_path": "There is nothing at this path",
-    "idempotency_key_reused": "The idempotency key was used for something else",
-    "rate_limit_exceeded": "Too many calls",
-    "too_many_batches": "Too many batches at once",
+    "not_json": "The content type must be JSON",
+    "method_not_allowed": "Method not allowed",
+    "unknown_path": "Unknown path",
+    "idempotency_key_reused": "The idempotency key was used with a different request",
+    "rate_limit_exceeded": "Too many requests",
+    "too_many_batches": "Too many concurrent batches",
     "too_many_refusals": "Too many invalid requests",
-    "overloaded": "The service receives too much now",
+    "overloaded": "The service is overloaded",
 }
-INTERNAL_ERROR = ProblemKind(500, "internal_error", "Something is wrong with limitforge itself")
+INTERNAL_ERROR = ProblemKind(500, "internal_error", "Internal error")
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """An error as it is answered."""
+    """A problem document with its status and header fields."""
 
     status: int
     members: dict[str, Any]
@@ -86,7 +86,7 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 def problem_type(code: str) -> str:
-    """The stable type of a problem."""
+    """Return the stable `type` of a problem document."""
     if code == "rate_limit_exceeded":
         return QUOTA_EXCEEDED
     return f"urn:limitforge:problem:{code.replace('_', '-')}"
@@ -98,8 +98,8 @@ def problem_from_error(error: LimitforgeError) -> Problem:
         kind = ProblemKind(error.status, error.code, HTTP_ERROR_TITLES[error.code])
         headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]
     else:
-        kind = next((kind for known, kind in ERROR_KINDS if isinstance(error, known)), INTERNAL_ERROR)
-    detail = str(error) if kind is not INTERNAL_ERROR else "it was logged; please report it"
+        kind = next((kind for error_type, kind in ERROR_KINDS if isinstance(error, error_type)), INTERNAL_ERROR)
+    detail = str(error) if kind is not INTERNAL_ERROR else "this is a bug in limitforge; the service log has details"
     members = {
         "type": problem_type(kind.code),
         "title": kind.title,

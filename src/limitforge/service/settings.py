@@ -1,5 +1,6 @@
-"""Every setting of the service: from the environment (`LIMITFORGE_*`), or a TOML file, whose names are the same in
-lower case. The environment goes before the file.
+"""The settings of the service, from the environment (`LIMITFORGE_*`) or a TOML file.
+
+The file has the same names in lower case, without the prefix. Environment variables take precedence over the file.
 """
 
 import os
@@ -24,61 +25,70 @@ from limitforge.stores.options import StoreOptions
 
 ENV_PREFIX = "LIMITFORGE_"
 FILE_VARIABLE = "LIMITFORGE_SETTINGS"
-# Of other programs of limitforge, which share the environment.
+# Variables that are not settings of the service, but may be in its environment.
 OTHER_VARIABLES = ("LIMITFORGE_ACTOR", "LIMITFORGE_TEST_PROFILE", FILE_VARIABLE)
 MAX_WORKERS = 256
 DEFAULT_NEW_BUCKETS = 60_000
 NUMBER_OR_WORD = int | str
 MASKED = "********"
-_IN_QUERY = re.compile(r"([?&][^=&]*(?:password|secret|token|key)[^=&]*=)[^&]*", re.IGNORECASE)
+_SECRET_PARAMETER = re.compile(r"([?&][^=&]*(?:password|secret|token|key)[^=&]*=)[^&]*", re.IGNORECASE)
 
 
-def _setting(default: Any, says: str, *, secret: bool = False) -> Any:
-    return field(default=default, metadata={"help": says, "secret": secret})
+def _setting(default: Any, description: str, *, secret: bool = False) -> Any:
+    return field(default=default, metadata={"help": description, "secret": secret})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the service is told at its start. Each part of it gets what it needs, and no more."""
+    """All settings of the service. Raises InvalidInput, which names the setting, if one is invalid."""
 
-    store_url: str = _setting("memory://", "Where decisions are kept: memory://, or the URL of a Redis.", secret=True)
-    database_url: str = _setting(DEFAULT_URL, "Where tenants and plans are kept: sqlite or postgresql.", secret=True)
-    config: str = _setting("", "A file with tenants and plans, in place of a database.")
-    host: str = _setting("127.0.0.1", "The address to listen on.")
-    port: int = _setting(8000, "The port to listen on; 0 for any that is free.")
-    metrics_host: str = _setting("127.0.0.1", "The address of the port for metrics.")
-    metrics_port: int = _setting(0, "A port that tells metrics without a token; 0 for none.")
-    root_path: str = _setting("", "What every path starts with, such as /limitforge.")
-    workers: int = _setting(1, "How many processes answer.")
-    trusted_proxies: str = _setting("", "Which proxies are believed who asks: addresses and networks, 10.0.0.0/8,::1.")
-    tls_cert: str = _setting("", "A certificate chain (PEM), to speak TLS.")
-    tls_key: str = _setting("", "Its private key (PEM).")
-    deadline_ms: float = _setting(50.0, "How long a check may wait for the store.")
-    lookup_deadline_ms: float = _setting(
-        1_000.0, "How long a check may wait for the database, for a key not yet known."
+    store_url: str = _setting(
+        "memory://", "The store of the counters: memory:// or the URL of a Redis server.", secret=True
     )
-    failure: str = _setting("open", "What happens when the store can't decide: open, closed or local.")
-    processes: int = _setting(1, "How many processes share the limits, for failure: local.")
-    breaker_failures: int = _setting(3, "After how many failures in a row the store is left alone for a while.")
-    breaker_seconds: float = _setting(30.0, "How long it is left alone before one check tries it again.")
-    wait_replicas: int = _setting(0, "How many replicas must have what was written before a decision is told.")
+    database_url: str = _setting(
+        DEFAULT_URL, "The database of tenants and plans: an sqlite or postgresql URL.", secret=True
+    )
+    config: str = _setting("", "A file with tenants and plans, instead of a database.")
+    host: str = _setting("127.0.0.1", "The address to listen on.")
+    port: int = _setting(8000, "The port to listen on; 0 for any free port.")
+    metrics_host: str = _setting("127.0.0.1", "The address of the metrics port.")
+    metrics_port: int = _setting(0, "A port that serves metrics without a token; 0 for none.")
+    root_path: str = _setting("", "A prefix of every path, such as /limitforge.")
+    workers: int = _setting(1, "The number of worker processes.")
+    trusted_proxies: str = _setting(
+        "", "Proxies whose Forwarded and X-Forwarded-For fields are trusted: addresses and networks, 10.0.0.0/8,::1."
+    )
+    tls_cert: str = _setting("", "A certificate chain (PEM) to serve TLS.")
+    tls_key: str = _setting("", "The private key of the certificate (PEM).")
+    deadline_ms: float = _setting(50.0, "How long a check waits for the store.")
+    lookup_deadline_ms: float = _setting(
+        1_000.0, "How long a check waits for the database to look up a key that is not cached."
+    )
+    failure: str = _setting("open", "What happens to a check that the store does not decide: open, closed or local.")
+    processes: int = _setting(1, "How many processes share the limits while failure: local decides.")
+    breaker_failures: int = _setting(3, "How many consecutive failures open the circuit breaker of the store.")
+    breaker_seconds: float = _setting(30.0, "How long the circuit breaker stays open before it probes the store.")
+    wait_replicas: int = _setting(0, "How many replicas must confirm a write before a check is answered.")
     new_buckets_per_minute: int | str = _setting(
         "auto",
-        "How many buckets a tenant may begin; beyond that its new subjects share one: a number, none for any number, or"
-        f" auto for {DEFAULT_NEW_BUCKETS:_}, and fewer on a Redis with little memory.",
+        "How many buckets a tenant may create per minute; beyond that its new subjects share one. A number, none for no"
+        f" bound, or auto for {DEFAULT_NEW_BUCKETS:_}, and fewer on a Redis server with little memory.",
     )
-    denial_cache_ms: float = _setting(1_000.0, "How long a denial may be answered without asking the store.")
-    peppers: str = _setting("", "What keys are hashed under: versions and secrets, 1:first,2:second.", secret=True)
-    key_prefix: str = _setting("lf", "What every key in the store starts with.")
-    headers: str = _setting("legacy,draft-11", "What tells of limits: any of legacy, draft-06 and draft-11, or none.")
-    reset: str = _setting("epoch", "What X-RateLimit-Reset counts: epoch (seconds since 1970) or delta (from now).")
+    denial_cache_ms: float = _setting(1_000.0, "How long a denial may be answered from memory.")
+    peppers: str = _setting(
+        "", "Secrets that API keys are hashed with, each after its version: 1:first,2:second.", secret=True
+    )
+    key_prefix: str = _setting("lf", "The prefix of every key in the store.")
+    headers: str = _setting(
+        "legacy,draft-11", "The rate limit header fields to send: any of legacy, draft-06 and draft-11, or none."
+    )
+    reset: str = _setting("epoch", "The unit of X-RateLimit-Reset: epoch (seconds since 1970) or delta (from now).")
     max_connections: int = _setting(
-        MAX_CONNECTIONS,
-        "How many connections a process keeps; beyond that those that are quiet for longest are closed.",
+        MAX_CONNECTIONS, "How many connections a process keeps open; beyond that it closes the longest idle ones."
     )
-    idle_seconds: float = _setting(75.0, "How long a connection may be silent between requests.")
-    shutdown_seconds: float = _setting(10.0, "How long a shutdown waits for what is in flight.")
-    log_level: str = _setting("info", "What is logged: debug, info, warning or error.")
+    idle_seconds: float = _setting(75.0, "How long a connection may be idle between requests.")
+    shutdown_seconds: float = _setting(10.0, "How long a shutdown waits for requests in flight.")
+    log_level: str = _setting("info", "The lowest level that is logged: debug, info, warning or error.")
 
     def __post_init__(self) -> None:
         for name, lowest, highest in (
@@ -95,7 +105,7 @@ class Settings:
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise InvalidInput("root_path", "must start with a slash and not end with one, such as /limitforge")
         if bool(self.tls_cert) != bool(self.tls_key):
-            raise InvalidInput("tls_key" if self.tls_cert else "tls_cert", "is needed too: TLS takes both")
+            raise InvalidInput("tls_key" if self.tls_cert else "tls_cert", "is required too: TLS needs both files")
         if self.failure not in ("open", "closed", "local"):
             raise InvalidInput("failure", f"must be open, closed or local, got {short_repr(self.failure)}")
         if self.log_level not in ("debug", "info", "warning", "error"):
@@ -103,14 +113,14 @@ class Settings:
         if self.workers > 1 and self.store_url.startswith("memory:"):
             raise InvalidInput(
                 "workers",
-                f"{self.workers} processes can't share a store in memory: each would have limits of its own. "
-                "Set LIMITFORGE_STORE_URL to a Redis, or LIMITFORGE_WORKERS to 1",
+                f"{self.workers} processes can't share a store in memory: each would count separately. "
+                "Set LIMITFORGE_STORE_URL to a Redis server, or LIMITFORGE_WORKERS to 1",
             )
         try:
-            connect(self.store_url, keys=Keys(), options=self.store_options())  # which opens nothing yet
+            connect(self.store_url, keys=Keys(), options=self.store_options())  # opens no connection yet
         except InvalidInput as error:
             raise InvalidInput("store_url" if error.field == "url" else error.field, error.problem) from None
-        self.header_form()
+        self.header_options()
         self.parse_proxies()
         if self.peppers:
             Peppers.parse(self.peppers)
@@ -129,33 +139,33 @@ class Settings:
         )
 
     def _parse_new_buckets(self) -> int | None:
-        given = str(self.new_buckets_per_minute)
-        if given in ("auto", "none"):
-            return DEFAULT_NEW_BUCKETS if given == "auto" else None
-        if not given.isdecimal() or not int(given):
+        text = str(self.new_buckets_per_minute)
+        if text in ("auto", "none"):
+            return DEFAULT_NEW_BUCKETS if text == "auto" else None
+        if not text.isdecimal() or not int(text):
             raise InvalidInput(
-                "new_buckets_per_minute", f"must be a number above 0, auto or none, got {short_repr(given)}"
+                "new_buckets_per_minute", f"must be a number above 0, auto or none, got {short_repr(text)}"
             )
-        return int(given)
+        return int(text)
 
     def parse_proxies(self) -> TrustedProxies:
         return TrustedProxies.parse(self.trusted_proxies)
 
-    def header_form(self) -> HeaderOptions:
-        words = [word.strip() for word in self.headers.split(",")] if self.headers != "none" else []
-        for name, told, known in (("headers", words, HeaderStyle), ("reset", [self.reset], ResetUnit)):
-            for word in told:
-                if word not in list(known):
-                    raise InvalidInput(name, f"must be {' or '.join(known)}, got {short_repr(word)}")
-        return HeaderOptions(frozenset(map(HeaderStyle, words)), ResetUnit(self.reset))
+    def header_options(self) -> HeaderOptions:
+        styles = [word.strip() for word in self.headers.split(",")] if self.headers != "none" else []
+        for name, words, valid in (("headers", styles, HeaderStyle), ("reset", [self.reset], ResetUnit)):
+            for word in words:
+                if word not in list(valid):
+                    raise InvalidInput(name, f"must be {' or '.join(valid)}, got {short_repr(word)}")
+        return HeaderOptions(frozenset(map(HeaderStyle, styles)), ResetUnit(self.reset))
 
     def rows(self) -> list[tuple[str, Any, str]]:
-        """For people: name, value and what it says."""
+        """Return name, masked value and description of each setting."""
         values = self.masked()
         return [(f.name, values[f.name], f.metadata["help"]) for f in fields(self)]
 
     def masked(self) -> dict[str, Any]:
-        """For people: secrets are masked, and of URLs only the password."""
+        """Return all settings without secrets: only the passwords of URLs are masked, other secrets as a whole."""
         return {
             f.name: _mask(getattr(self, f.name)) if f.metadata["secret"] else getattr(self, f.name)
             for f in fields(self)
@@ -163,60 +173,62 @@ class Settings:
 
 
 def load_settings(environment: Mapping[str, str] | None = None, **overrides: Any) -> Settings:
-    """The settings of this process; `overrides` are from the command line, None where it says nothing."""
+    """Return the settings of this process. Raises InvalidInput.
+
+    `overrides` are command-line options, None if not given. They take precedence over environment variables, which take
+    precedence over the file.
+    """
     environment = os.environ if environment is None else environment
     known = {f.name for f in fields(Settings)}
-    kinds = get_type_hints(Settings)
+    types = get_type_hints(Settings)
     values: dict[str, Any] = {}
     if environment.get(FILE_VARIABLE):
         values |= _read_file(Path(environment[FILE_VARIABLE]), known)
-    for name, text in environment.items():
-        if name.startswith(ENV_PREFIX) and name not in OTHER_VARIABLES:
-            own = name.removeprefix(ENV_PREFIX).lower()
-            if own not in known:
-                near = get_close_matches(own, known, 1)
-                said = (
-                    f"did you mean {ENV_PREFIX}{near[0].upper()}?" if near else "`limitforge settings` shows them all"
-                )
-                raise InvalidInput(name, f"is no setting; {said}")
-            values[own] = text
+    for variable, text in environment.items():
+        if variable.startswith(ENV_PREFIX) and variable not in OTHER_VARIABLES:
+            name = variable.removeprefix(ENV_PREFIX).lower()
+            if name not in known:
+                similar = get_close_matches(name, known, 1)
+                hint = f"did you mean {ENV_PREFIX}{similar[0].upper()}?" if similar else "list: limitforge settings"
+                raise InvalidInput(variable, f"unknown setting; {hint}")
+            values[name] = text
     values |= {name: value for name, value in overrides.items() if value is not None}
-    return Settings(**{name: _convert(name, value, kinds[name]) for name, value in values.items()})
+    return Settings(**{name: _convert(name, value, types[name]) for name, value in values.items()})
 
 
 def _read_file(path: Path, known: set[str]) -> dict[str, Any]:
     try:
-        found = tomllib.loads(path.read_text())
+        values = tomllib.loads(path.read_text())
     except OSError as error:
         raise InvalidInput(FILE_VARIABLE, f"can't be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidInput(FILE_VARIABLE, f"{path.name} is no TOML: {error}") from None
-    for name in found:
+        raise InvalidInput(FILE_VARIABLE, f"{path.name} is not valid TOML: {error}") from None
+    for name in values:
         if name not in known:
-            raise InvalidInput(name[:64], f"is no setting, in {path.name}; there are {', '.join(sorted(known))}")
-    return found
+            raise InvalidInput(name[:64], f"unknown setting in {path.name}; valid are {', '.join(sorted(known))}")
+    return values
 
 
-def _convert(name: str, value: Any, kind: Any) -> Any:
-    if kind is str or kind == NUMBER_OR_WORD:
-        if isinstance(value, str) or (kind is not str and type(value) is int):
+def _convert(name: str, value: Any, setting_type: Any) -> Any:
+    if setting_type is str or setting_type == NUMBER_OR_WORD:
+        if isinstance(value, str) or (setting_type is not str and type(value) is int):
             return value
     else:
         try:
-            if not isinstance(value, bool) and not (kind is int and isinstance(value, float)):
-                return kind(value)
+            if not isinstance(value, bool) and not (setting_type is int and isinstance(value, float)):
+                return setting_type(value)
         except (TypeError, ValueError):
             pass
-    words = {str: "text", int: "a whole number", float: "a number", NUMBER_OR_WORD: "a number or a word"}[kind]
-    raise InvalidInput(name, f"must be {words}, got {short_repr(value)}")
+    type_names = {str: "text", int: "a whole number", float: "a number", NUMBER_OR_WORD: "a number or a word"}
+    raise InvalidInput(name, f"must be {type_names[setting_type]}, got {short_repr(value)}")
 
 
 def _mask(text: str) -> str:
-    """A URL without its password; anything else not at all."""
-    scheme, found, rest = text.partition("://")
-    if not found:
+    """Mask the passwords of a URL, and any other text as a whole."""
+    scheme, separator, rest = text.partition("://")
+    if not separator:
         return MASKED if text else ""
-    account, at, place = rest.rpartition("@")
+    account, at, location = rest.rpartition("@")
     user, colon, _ = account.partition(":")
-    place = _IN_QUERY.sub(rf"\1{MASKED}", place)
-    return f"{scheme}://{user}{f':{MASKED}' if colon else ''}{at}{place}"
+    location = _SECRET_PARAMETER.sub(rf"\1{MASKED}", location)
+    return f"{scheme}://{user}{f':{MASKED}' if colon else ''}{at}{location}"

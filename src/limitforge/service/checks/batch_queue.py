@@ -1,7 +1,8 @@
-"""Decides which batches a process works on, so that no tenant's batches hold up another tenant.
+"""Schedule the batches of a process, so that the batches of one tenant do not delay another tenant.
 
-A process works on a few batches at once, or on many small ones. The others wait as bytes, and tenants take turns.
-Active batches work in slices, about one per iteration of the event loop: everything else that is ready runs in between.
+A process works on a few batches at once, or on many small ones. The others wait unparsed, and tenants take turns.
+Active batches work in slices, about one per iteration of the event loop, and everything else that is ready runs in
+between.
 """
 
 import asyncio
@@ -12,23 +13,23 @@ import msgspec
 
 from limitforge.service.problems import HttpError
 
-MAX_ACTIVE_BYTES = 262_144  # one that is larger is worked on alone, or with those of other tenants
+MAX_ACTIVE_BYTES = 262_144  # a larger batch runs alone, or beside batches of other tenants
 MAX_ACTIVE_BYTES_OF_TENANT = 131_072
-MAX_ACTIVE_TENANTS = 4  # each may have one batch of any size, which takes up to 4 MB
+MAX_ACTIVE_TENANTS = 4  # each may have one batch of any size, and a batch takes up to 4 MB of memory
 MAX_WAITING_BYTES = 9_437_184
-MAX_WAITING_BYTES_OF_TENANT = 3_145_728  # about sixty batches of 1,000 usual checks
-MIN_BATCH_WEIGHT = 1_024  # bytes that a small batch counts as
-MAX_WAIT_SECONDS = 10.0  # after that its client has probably given up
-CHECKS_PER_ITERATION = 50  # that batches read or decide in one iteration of the event loop
+MAX_WAITING_BYTES_OF_TENANT = 3_145_728  # about sixty batches of 1,000 typical checks
+MIN_BATCH_WEIGHT = 1_024  # a smaller batch counts as so many bytes
+MAX_WAIT_SECONDS = 10.0  # by then the client has probably given up
+CHECKS_PER_ITERATION = 50  # checks that all batches together parse or decide in one iteration of the event loop
 
 
 class WaitingBatch(msgspec.Struct, eq=False):
-    """A batch that waits to be worked on. Exactly one of `start` and `refuse` is called."""
+    """A batch that has not been started. Exactly one of `start` and `reject` is called."""
 
     tenant_id: str
     weight: int
     start: Callable[[], Coroutine[None, None, None]]
-    refuse: Callable[[HttpError], None]
+    reject: Callable[[HttpError], None]
     deadline: float
 
 
@@ -37,37 +38,38 @@ class BatchQueue:
 
     def __init__(self) -> None:
         self._waiting: dict[str, deque[WaitingBatch]] = {}
-        """By tenant; the tenant whose turn is next comes first."""
+        """Batches by tenant. The tenant whose turn is next comes first."""
         self._weights: Counter[str] = Counter()
-        """Of the batches that wait, by tenant."""
+        """Bytes of the waiting batches, by tenant."""
         self._active: Counter[str] = Counter()
-        """Bytes of the batches that are worked on, by tenant."""
+        """Bytes of the batches in progress, by tenant."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._turns: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._checks_left = CHECKS_PER_ITERATION
-        """How many checks batches may still work on in this iteration of the event loop."""
+        """How many checks the batches may still parse or decide in this iteration of the event loop."""
 
     def submit(
         self,
         tenant_id: str,
         size: int,
         start: Callable[[], Coroutine[None, None, None]],
-        refuse: Callable[[HttpError], None],
+        reject: Callable[[HttpError], None],
     ) -> None:
-        """Call `start` when it is this batch's turn, or `refuse` if too many wait or it has waited for too long."""
+        """Call `start` at this batch's turn, or `reject` if too many batches wait or it has waited too long."""
         deadline = asyncio.get_running_loop().time() + MAX_WAIT_SECONDS
-        batch = WaitingBatch(tenant_id, max(size, MIN_BATCH_WEIGHT), start, refuse, deadline)
+        batch = WaitingBatch(tenant_id, max(size, MIN_BATCH_WEIGHT), start, reject, deadline)
         self._waiting.setdefault(tenant_id, deque()).append(batch)
         self._weights[tenant_id] += batch.weight
         self._start_next()
         if self._weights[tenant_id] > MAX_WAITING_BYTES_OF_TENANT:
-            self._refuse_last(tenant_id)
+            self._reject_last(tenant_id)
         elif self._weights.total() > MAX_WAITING_BYTES:
-            self._refuse_last(max(self._weights, key=self._weights.__getitem__))  # not the one who happened to be last
+            self._reject_last(max(self._weights, key=self._weights.__getitem__))  # not just the last to arrive
 
     async def wait_for_turn(self, checks: int) -> None:
-        """Wait for an iteration of the event loop in which batches may work on so many checks more. Everything else
-        that is ready runs in between, and active batches take turns.
+        """Wait for an iteration of the event loop in which batches may work on that many more checks.
+
+        Everything else that is ready runs in between, and active batches take turns.
         """
         loop = asyncio.get_running_loop()
         if self._checks_left == CHECKS_PER_ITERATION:
@@ -75,20 +77,20 @@ class BatchQueue:
         if self._checks_left > 0 and not self._turns:
             self._checks_left -= checks
             return
-        paused: asyncio.Future[None] = loop.create_future()
-        self._turns.append((checks, paused))
-        await paused
+        turn: asyncio.Future[None] = loop.create_future()
+        self._turns.append((checks, turn))
+        await turn
 
     def _begin_iteration(self) -> None:
-        """Resume one slice, or several small ones: with `asyncio.sleep(0)` all batches would run in one iteration."""
+        """Resume one slice, or several small ones. With `asyncio.sleep(0)` all batches would run in one iteration."""
         self._checks_left = CHECKS_PER_ITERATION
         if self._turns:
             asyncio.get_running_loop().call_soon(self._begin_iteration)
         while self._turns and self._checks_left > 0:
-            checks, paused = self._turns.popleft()
+            checks, turn = self._turns.popleft()
             self._checks_left -= checks
-            if not paused.done():  # its batch may have been cancelled
-                paused.set_result(None)
+            if not turn.done():  # its batch may have been cancelled
+                turn.set_result(None)
 
     def _start_next(self) -> None:
         while (tenant_id := next(filter(self._has_room, self._waiting), None)) is not None:
@@ -100,7 +102,7 @@ class BatchQueue:
             self._start(batch)
 
     def _has_room(self, tenant_id: str) -> bool:
-        """Return whether the next batch of a tenant can be worked on now."""
+        """Return whether the next batch of a tenant can start now."""
         if not self._active[tenant_id] and len(self._active) < MAX_ACTIVE_TENANTS:
             return True
         weight = self._waiting[tenant_id][0].weight
@@ -110,7 +112,7 @@ class BatchQueue:
     def _start(self, batch: WaitingBatch) -> None:
         loop = asyncio.get_running_loop()
         if loop.time() > batch.deadline:
-            batch.refuse(_too_many_batches())
+            batch.reject(_too_many_batches())
             return
         self._active[batch.tenant_id] += batch.weight
         task = loop.create_task(batch.start())
@@ -122,16 +124,16 @@ class BatchQueue:
         self._active[batch.tenant_id] -= batch.weight
         if not self._active[batch.tenant_id]:
             del self._active[batch.tenant_id]
-        if not task.cancelled():  # else the process ends
+        if not task.cancelled():  # tasks are cancelled only when the process ends
             self._start_next()
 
-    def _refuse_last(self, tenant_id: str) -> None:
+    def _reject_last(self, tenant_id: str) -> None:
         batches = self._waiting[tenant_id]
         batch = batches.pop()
         if not batches:
             del self._waiting[tenant_id]
         self._release(batch)
-        batch.refuse(_too_many_batches())
+        batch.reject(_too_many_batches())
 
     def _release(self, batch: WaitingBatch) -> None:
         self._weights[batch.tenant_id] -= batch.weight
@@ -140,5 +142,5 @@ class BatchQueue:
 
 
 def _too_many_batches() -> HttpError:
-    detail = "too many batches of this tenant wait in this process: send fewer at a time"
+    detail = "too many batches of this tenant are waiting; send fewer at a time"
     return HttpError(429, "too_many_batches", detail, **{"retry-after": "1"})

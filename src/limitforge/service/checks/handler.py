@@ -1,159 +1,133 @@
-"""The hot path: a key and a body become an answer. Both doors call it, and nothing here knows HTTP's framing."""
+"""The hot path: turn a key and the body of a check into a response.
+
+Both HTTP front ends call it. Checks of several requests are batched further down, in the store's pipeline.
+"""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any
 
 import msgspec
 
-from limitforge.catalog.live.cache.catalog_cache import CatalogCache
 from limitforge.catalog.live.cache.entries import Caller
 from limitforge.catalog.model import KeyScope, KeyType
 from limitforge.catalog.snapshot import Selection, Snapshot
-from limitforge.core.check import Check, PreparedCheck, ResultKind, prepare_check
+from limitforge.core.check import Check, PreparedCheck
 from limitforge.core.decision import CheckResult, CompactOutcome, Decision, Outcome, build_decision
 from limitforge.core.keys import MAX_KEY_PART_BYTES
-from limitforge.errors import InvalidInput, LimitforgeError, UnknownKey
+from limitforge.errors import InvalidInput
 from limitforge.limiter import Limiter
 from limitforge.request import Request
-from limitforge.service.checks.batch_queue import BatchQueue
-from limitforge.service.checks.invalid_bodies import INVALID_CHECK_BYTES, SMALL_BODY, InvalidBodyBudget
-from limitforge.service.checks.request_bodies import CheckBody, decode_check, decode_small_check, split_batch
+from limitforge.service.checks.authentication import Authenticator
+from limitforge.service.checks.invalid_bodies import SMALL_BODY, InvalidBodyBudget
+from limitforge.service.checks.request_bodies import CheckBody, decode_check, decode_small_check
 from limitforge.service.checks.request_credentials import Credentials
 from limitforge.service.checks.response_templates import ResponseTemplate, TemplateCache
 from limitforge.service.checks.responses import (
     JSON_TYPE,
-    DecisionBody,
     Response,
-    decision_body,
     decision_response,
     exception_response,
     problem_response,
 )
 from limitforge.service.checks.sealed_ids import IdSealer
 from limitforge.service.counters.process_counters import ProcessCounters
-from limitforge.service.problems import HttpError, problem_from_error
 
 MAX_BODY = 65_536
-MAX_BATCH_BODY = 1_048_576
-SLICE_CHECKS = 50  # checks of a batch that are read, or decided and answered, before everything else gets its turn
-MAX_PREPARED_ROUTES = 128  # of a caller, each in half a kilobyte; beyond that they are worked out again
+MAX_PREPARED_ROUTES = 128  # per caller, half a kilobyte each; when there are more, all are prepared again
 
 CHECK = KeyScope.CHECK
 PLANS = KeyScope.PLANS
 TEST = KeyType.TEST
 
 OnResponse = Callable[[Response], None]
-ProblemDict = Mapping[str, Any]
-CheckWork = Callable[[Caller, bytes, OnResponse], None]
+CallerWork = Callable[[Caller, bytes, OnResponse], None]
+"""Answers a request of a known caller: (caller, body, on_response)."""
 IsConnected = Callable[[], bool]
-"""False once the client has gone."""
+"""Returns False once the client has disconnected."""
 
-NO_KEY_DETAIL = "send your key as `x-api-key`, or as `Authorization: Bearer`"
 CLIENT_GONE = Response(499, JSON_TYPE, b"", b"")
-"""Goes nowhere: the client has gone."""
-
-_encode = msgspec.json.Encoder().encode
+"""Ends a request whose client has disconnected. It is never sent."""
 
 
-def _always_connected() -> bool:
+def always_connected() -> bool:
     return True
 
 
 class PreparedRoute(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """Where a caller's checks of one resource lead: what decides them, how that is asked, and how it is told. Good for
-    as long as snapshot and generation are the same.
+    """What all checks of one caller and resource have in common: the limits, the prepared check, and the response.
+
+    Valid while the caller's snapshot is the same and the prepared check is current.
     """
 
     snapshot: Snapshot
-    generation: int
     selection: Selection
     prepared: PreparedCheck
     template: ResponseTemplate | None
 
 
 class CheckHandler:
-    """Decides checks for whoever presents a key."""
+    """Answers single checks, and holds what batches and the other calls of the tenant API share with them."""
 
     def __init__(
         self,
         limiter: Limiter,
-        snapshots: CatalogCache,
-        tickets: IdSealer,
+        authenticator: Authenticator,
+        id_sealer: IdSealer,
         counters: ProcessCounters,
-        denied: Callable[[str, str], None],
+        on_denied: Callable[[str, str], None],
     ) -> None:
-        """`denied` hears of each denial: whose, and of whom."""
+        """`on_denied` is called with the tenant id and the subject of each denial."""
+        self.authenticator = authenticator
+        self.invalid_bodies = InvalidBodyBudget()
+        self.submit = partial(self.run, self._handle_check)
+        """Answer a check: `submit(credentials, body, on_response, is_connected)`. See `run`."""
         self._limiter = limiter
-        self._keys = limiter.store.keys
-        self._submit = limiter.store.submit
-        self._on_denied = denied
-        self._snapshots = snapshots
-        self._find_cached = snapshots.callers.get_by_fingerprint
-        self._id_sealer = tickets
+        self._submit_prepared = limiter.submit_prepared
+        self._find_cached = authenticator.find_cached
+        self._id_sealer = id_sealer
         self._counters = counters
-        self.count_response, self.status_counts = counters.count_response, counters.status_counts
+        self._on_denied = on_denied
         self._templates = TemplateCache()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._batch_queue = BatchQueue()
-        self.invalid_bodies = InvalidBodyBudget()
 
-    def submit(
-        self, who: Credentials, body: bytes, tell: OnResponse, is_wanted: IsConnected = _always_connected
+    def run(
+        self,
+        work: CallerWork,
+        credentials: Credentials,
+        body: bytes,
+        on_response: OnResponse,
+        is_connected: IsConnected = always_connected,
     ) -> None:
-        """`tell` is called once with the answer, perhaps before this returns. What has to wait is not decided if
-        `is_wanted` says no by then.
+        """Call `work` with the caller of these credentials: at once if it is cached, else after a look-up.
+
+        `on_response` is called exactly once, perhaps before this returns. If the client has disconnected by the end of
+        the look-up, no work is done.
         """
-        caller = self._find_cached(who.fingerprint)
+        caller = self._find_cached(credentials.fingerprint)
         if caller is None:
-            self._start_task(self._run_after_lookup(self._handle_check, who, body, tell, is_wanted))
+            self._start_task(self._run_after_lookup(work, credentials, body, on_response, is_connected))
             return
         try:
-            self._handle_check(caller, body, tell)
+            work(caller, body, on_response)
             return
-        except Exception as error:  # noqa: BLE001 - whatever it is: who asked must be told
-            reason = error
-        self._reject(caller, body, tell, reason)
+        except Exception as error:  # noqa: BLE001 - each request must be answered
+            failure = error
+        self.reject(caller, body, on_response, failure)
 
-    def submit_batch(
-        self, who: Credentials, body: bytes, tell: OnResponse, is_wanted: IsConnected = _always_connected
-    ) -> None:
-        work = partial(self._queue_batch, is_wanted, who)
-        caller = self._find_cached(who.fingerprint)
-        if caller is None:
-            self._start_task(self._run_after_lookup(work, who, body, tell, is_wanted))
-            return
-        try:
-            caller.require(CHECK)
-            work(caller, body, tell)
-            return
-        except Exception as error:  # noqa: BLE001 - whatever it is: who asked must be told
-            reason = error
-        self._reject(caller, body, tell, reason)
+    def reject(self, caller: Caller | None, body: bytes, on_response: OnResponse, error: Exception) -> None:
+        """Answer with an error, and charge the caller if the body was invalid.
 
-    def is_known(self, who: Credentials) -> bool:
-        """Whether this process knows the key, so that no look-up is needed."""
-        return self._find_cached(who.fingerprint) is not None
-
-    def early_rejection(self, who: Credentials) -> UnknownKey | None:
-        """To a key that was never issued, without a look-up: its request need not be read to its end."""
-        if who.key is None:
-            return UnknownKey(NO_KEY_DETAIL)
-        return UnknownKey("no such key") if self._snapshots.callers.is_invalid_key(who.key) else None
-
-    async def authenticate(self, who: Credentials, scope: KeyScope) -> Caller:
-        """Whoever presents this key, if it may do this."""
-        if who.key is None:
-            raise UnknownKey(NO_KEY_DETAIL)
-        caller = self._snapshots.callers.get_by_fingerprint(who.fingerprint) or await self._snapshots.callers.find(
-            who.key, who.source
-        )
-        caller.require(scope)
-        return caller
+        Call it outside of `except`: `on_response` parses the next request, whose errors would otherwise have this one
+        as their context.
+        """
+        if caller is not None:
+            self.invalid_bodies.charge_error(error, caller.key.id, len(body))
+        on_response(exception_response(error))
+        error.__traceback__ = None  # it keeps this frame and the body alive until the next garbage collection
 
     def build_request(self, caller: Caller, body: CheckBody) -> tuple[Selection, Request]:
-        """What the limiter is asked for; refused where a field makes no sense."""
+        """Return the limits that apply to a check, and the request for the limiter. Raises InvalidInput."""
         selection = self.select(caller, body)
         return selection, Request(
             resource=selection.template or body.resource,
@@ -169,120 +143,21 @@ class CheckHandler:
 
     @staticmethod
     def select(caller: Caller, body: CheckBody) -> Selection:
+        """Return the limits that apply to a check. Raises InvalidInput, or Forbidden if the key may not name a plan."""
         if not body.resource or not body.subject:
             raise InvalidInput("subject" if body.resource else "resource", "must not be empty")
         if body.plan_id is not None:
             caller.require(PLANS)
         return caller.tenant.snapshot.select(body.resource, caller.key.plan_id, body.plan_id)
 
-    # --- One check ---------------------------------------------------------------------------------------------------
-
-    def _start_task(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _run_after_lookup(
-        self, work: CheckWork, who: Credentials, body: bytes, tell: OnResponse, is_wanted: IsConnected
-    ) -> None:
-        """The first time that a key is seen, or what takes time anyway."""
-        caller = None
-        try:
-            caller = await self.authenticate(who, CHECK)
-            if not is_wanted():
-                tell(CLIENT_GONE)
-                return
-            work(caller, body, tell)
-            return
-        except Exception as error:  # noqa: BLE001 - whatever it is: who asked must be told
-            reason = error
-        self._reject(caller, body, tell, reason)
-
-    def _reject(self, caller: Caller | None, body: bytes, tell: OnResponse, error: Exception) -> None:
-        """Answer an error, and charge the caller if the body was invalid.
-
-        Call it outside of `except`: `tell` reads the next request, whose errors would carry this one as their context.
-        """
-        if caller is not None:
-            self.invalid_bodies.charge_error(error, caller.key.id, len(body))
-        tell(exception_response(error))
-        error.__traceback__ = None  # it refers to this frame and its body, until garbage is collected
-
-    def _handle_check(self, caller: Caller, body: bytes, tell: OnResponse) -> None:
-        asked = decode_small_check(body)
-        if asked is None:
-            if len(body) > SMALL_BODY:
-                self.invalid_bodies.require(caller.key.id)
-            asked = decode_check(body)
-        route: PreparedRoute | None = caller.routes.get((asked.resource, asked.priority, asked.plan_id))
-        if route is None or route.snapshot is not caller.tenant.snapshot or route.generation != self._keys.generation:
-            route = self._prepare_route(caller, asked)
-        subject = asked.subject
-        if not subject:
-            raise InvalidInput("subject", "must not be empty")
-        check = route.prepared.bind(subject, asked.cost, asked.costs)
-        check.failure, check.result_kind = route.selection.failure, ResultKind.OUTCOME
-        self._submit(check, partial(self._on_result, caller, route, check, subject, tell))
-
-    def _prepare_route(self, caller: Caller, asked: CheckBody) -> PreparedRoute:
-        """Worked out when a caller first asks for a resource, and after a change."""
-        caller.require(CHECK)
-        selection = self.select(caller, asked)
-        question = prepare_check(
-            self._keys,
-            self._keys.generation,
-            selection.limits,
-            selection.template or asked.resource,
-            caller.key.tenant_id,
-            default_priority(caller, selection, asked.resource) if asked.priority is None else asked.priority,
-            selection.shadow,
-        )
-        template = self._templates.get(selection)
-        route = PreparedRoute(caller.tenant.snapshot, question.generation, selection, question, template)
-        if len(asked.resource) <= MAX_KEY_PART_BYTES:  # a template may stand for longer ones
-            if len(caller.routes) >= MAX_PREPARED_ROUTES:
-                caller.routes.clear()
-            caller.routes[asked.resource, asked.priority, asked.plan_id] = route
-        return route
-
-    def _on_result(
-        self, caller: Caller, route: PreparedRoute, check: Check, subject: str, tell: OnResponse, judged: CheckResult
-    ) -> None:
-        try:
-            if isinstance(judged, CompactOutcome) and route.template is not None:  # nearly always
-                answer = route.template.render_admission(judged.now_us, judged.remaining_and_reset_us)
-                self._counters.count_admission(caller)
-            else:
-                answer = self._general_response(caller, route, check, subject, judged)
-        except Exception as error:  # noqa: BLE001 - whatever it is: who asked must be told
-            answer = exception_response(error)
-        tell(answer)
-
-    def _general_response(
-        self, caller: Caller, route: PreparedRoute, check: Check, subject: str, judged: CheckResult
-    ) -> Response:
-        if isinstance(judged, CompactOutcome):
-            judged = judged.expand(check)
-        if isinstance(judged, Outcome):
-            answer = None if route.template is None else route.template.render(judged)
-            if answer is not None:
-                self._counters.count_decision(caller, allowed=judged.allowed)
-                if not judged.allowed:
-                    self._on_denied(caller.key.tenant_id, subject)
-                return answer
-            judged = build_decision(check, judged)
-        if isinstance(judged, Decision):
-            return self.decision_response(caller, route.selection, subject, judged)
-        return problem_response(judged)
-
     def decision_response(self, caller: Caller, selection: Selection, subject: str, decision: Decision) -> Response:
-        """Count a decision, and say it as the wire wants it."""
-        self._count_decision(caller, subject, decision)
+        """Count a decision and return its response."""
+        self.count_decision(caller, subject, decision)
         if decision.lease_id is None and decision.reservation_id is None:
             return decision_response(decision, selection, None, None)
-        return decision_response(decision, selection, *self._seal_ids(caller, decision))
+        return decision_response(decision, selection, *self.seal_ids(caller, decision))
 
-    def _count_decision(self, caller: Caller, subject: str, decision: Decision) -> None:
+    def count_decision(self, caller: Caller, subject: str, decision: Decision) -> None:
         self._counters.count_decision(
             caller,
             allowed=decision.allowed,
@@ -293,110 +168,115 @@ class CheckHandler:
         if not decision.allowed:
             self._on_denied(caller.key.tenant_id, subject)
 
-    def _seal_ids(self, caller: Caller, decision: Decision) -> tuple[str | None, str | None]:
-        tenant_id = caller.key.tenant_id
-        return self._id_sealer.seal(tenant_id, decision.lease_id), self._id_sealer.seal(
-            tenant_id, decision.reservation_id
+    def seal_ids(self, caller: Caller, decision: Decision) -> tuple[str | None, str | None]:
+        """Return the lease id and the reservation id of a decision as the client receives them."""
+        tenant_id, seal = caller.key.tenant_id, self._id_sealer.seal
+        return seal(tenant_id, decision.lease_id), seal(tenant_id, decision.reservation_id)
+
+    # --- With a look-up ----------------------------------------------------------------------------------------------
+
+    def _start_task(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run_after_lookup(
+        self,
+        work: CallerWork,
+        credentials: Credentials,
+        body: bytes,
+        on_response: OnResponse,
+        is_connected: IsConnected,
+    ) -> None:
+        caller = None
+        try:
+            caller = await self.authenticator.authenticate(credentials, CHECK)
+            if not is_connected():
+                on_response(CLIENT_GONE)
+                return
+            work(caller, body, on_response)
+            return
+        except Exception as error:  # noqa: BLE001 - each request must be answered
+            failure = error
+        self.reject(caller, body, on_response, failure)
+
+    # --- One check ---------------------------------------------------------------------------------------------------
+
+    def _handle_check(self, caller: Caller, body: bytes, on_response: OnResponse) -> None:
+        check_body = decode_small_check(body)
+        if check_body is None:
+            if len(body) > SMALL_BODY:
+                self.invalid_bodies.require(caller.key.id)
+            check_body = decode_check(body)
+        route: PreparedRoute | None = caller.routes.get((check_body.resource, check_body.priority, check_body.plan_id))
+        if route is None or route.snapshot is not caller.tenant.snapshot or not route.prepared.is_current:
+            route = self._prepare_route(caller, check_body)
+        subject = check_body.subject
+        if not subject:
+            raise InvalidInput("subject", "must not be empty")
+        check = route.prepared.bind(subject, check_body.cost, check_body.costs)
+        check.failure = route.selection.failure
+        self._submit_prepared(check, partial(self._on_result, caller, route, check, subject, on_response))
+
+    def _prepare_route(self, caller: Caller, body: CheckBody) -> PreparedRoute:
+        """Prepare the checks of a resource, for its first check and after each change of the configuration."""
+        caller.require(CHECK)
+        selection = self.select(caller, body)
+        prepared = self._limiter.prepare(
+            selection.template or body.resource,
+            limits=selection.limits,
+            tenant=caller.key.tenant_id,
+            priority=default_priority(caller, selection, body.resource) if body.priority is None else body.priority,
+            shadow=selection.shadow,
         )
+        route = PreparedRoute(caller.tenant.snapshot, selection, prepared, self._templates.get(selection))
+        if len(body.resource) <= MAX_KEY_PART_BYTES:  # a resource template may match longer ones
+            if len(caller.routes) >= MAX_PREPARED_ROUTES:
+                caller.routes.clear()
+            caller.routes[body.resource, body.priority, body.plan_id] = route
+        return route
 
-    # --- Many checks -------------------------------------------------------------------------------------------------
-
-    def _queue_batch(
-        self, is_wanted: IsConnected, who: Credentials, caller: Caller, body: bytes, tell: OnResponse
+    def _on_result(
+        self,
+        caller: Caller,
+        route: PreparedRoute,
+        check: Check,
+        subject: str,
+        on_response: OnResponse,
+        result: CheckResult,
     ) -> None:
-        self.invalid_bodies.require(caller.key.id)
-        start = partial(self._handle_batch, is_wanted, who, caller, body, tell)
-        self._batch_queue.submit(caller.key.tenant_id, len(body), start, lambda error: tell(exception_response(error)))
-
-    async def _handle_batch(
-        self, is_wanted: IsConnected, who: Credentials, caller: Caller, body: bytes, tell: OnResponse
-    ) -> None:
-        if not is_wanted():
-            tell(CLIENT_GONE)
-            return
         try:
-            self.invalid_bodies.require(caller.key.id)  # it may have been spent while this one waited
-            answer = await self._decide_batch(who, await self._read_batch(caller, body))
-        except Exception as error:  # noqa: BLE001 - whatever it is: who asked must be told
-            reason = error
-        else:
-            tell(answer)
-            return
-        self._reject(caller, body, tell, reason)
+            if isinstance(result, CompactOutcome) and route.template is not None:  # nearly always
+                response = route.template.render_admission(result.now_us, result.remaining_and_reset_us)
+                self._counters.count_admission(caller)
+            else:
+                response = self._general_response(caller, route, check, subject, result)
+        except Exception as error:  # noqa: BLE001 - each request must be answered
+            response = exception_response(error)
+        on_response(response)
 
-    async def _read_batch(self, caller: Caller, body: bytes) -> list[CheckBody | ProblemDict]:
-        """Return all checks, before any is decided: a body that is not JSON must take nothing."""
-        if len(body) > SMALL_BODY:
-            await self._batch_queue.wait_for_turn(SLICE_CHECKS)
-        asked: list[CheckBody | ProblemDict] = []
-        size = 0
-        for at, encoded in enumerate(split_batch(body)):
-            if (at and at % SLICE_CHECKS == 0) or size > MAX_BODY:
-                await self._batch_queue.wait_for_turn(SLICE_CHECKS)
-                size = 0
-            one = bytes(encoded)
-            size += len(one)
-            if len(one) > MAX_BODY:
-                raise HttpError(413, "body_too_large", f"checks[{at}]: at most {MAX_BODY} bytes, got {len(one)}")
-            asked.append(self._read_one(caller, one))
-        return asked
-
-    def _read_one(self, caller: Caller, body: bytes) -> CheckBody | ProblemDict:
-        try:
-            return decode_small_check(body) or decode_check(body)
-        except InvalidInput as error:
-            return self._member_problem(caller, error, len(body))
-
-    async def _decide_batch(self, who: Credentials, asked: list[CheckBody | ProblemDict]) -> Response:
-        parts = []
-        for start in range(0, len(asked), SLICE_CHECKS):
-            await self._batch_queue.wait_for_turn(min(len(asked) - start, SLICE_CHECKS))
-            caller = await self.authenticate(who, CHECK)  # the key may have been revoked meanwhile
-            answers = await self._decide_slice(caller, asked[start : start + SLICE_CHECKS])
-            parts.append(_encode(answers)[1:-1])
-        return Response(200, JSON_TYPE, b"", b'{"decisions":[%b]}' % b",".join(parts))
-
-    async def _decide_slice(
-        self, caller: Caller, asked: Sequence[CheckBody | ProblemDict]
-    ) -> list[DecisionBody | ProblemDict | None]:
-        answers: list[DecisionBody | ProblemDict | None] = []
-        waiting: list[tuple[int, Selection, str]] = []
-        requests: list[Request] = []
-        for at, each in enumerate(asked):
-            if not isinstance(each, CheckBody):
-                answers.append(each)
-                continue
-            try:
-                selection, request = self.build_request(caller, each)
-            except LimitforgeError as error:
-                answers.append(self._member_problem(caller, error))
-                continue
-            answers.append(None)
-            waiting.append((at, selection, each.subject))
-            requests.append(request)
-        decisions = await self._limiter.check_many(requests)
-        for (at, selection, subject), decision in zip(waiting, decisions, strict=True):
-            answers[at] = self._batch_member(caller, selection, subject, decision)
-        return answers
-
-    def _batch_member(
-        self, caller: Caller, selection: Selection, subject: str, decision: Decision | LimitforgeError
-    ) -> DecisionBody | ProblemDict:
-        if not isinstance(decision, Decision):
-            return self._member_problem(caller, decision)
-        self._count_decision(caller, subject, decision)
-        return decision_body(decision, selection, *self._seal_ids(caller, decision))
-
-    def _member_problem(self, caller: Caller, error: LimitforgeError, size: int = 0) -> ProblemDict:
-        """Return what stands in the place of a check that is itself wrong, and charge the caller for reading it."""
-        if isinstance(error, InvalidInput):
-            self.invalid_bodies.charge(caller.key.id, max(size, INVALID_CHECK_BYTES))
-        return problem_from_error(error).members
+    def _general_response(
+        self, caller: Caller, route: PreparedRoute, check: Check, subject: str, result: CheckResult
+    ) -> Response:
+        if isinstance(result, CompactOutcome):
+            result = result.expand(check)
+        if isinstance(result, Outcome):
+            response = None if route.template is None else route.template.render(result)
+            if response is not None:
+                self._counters.count_decision(caller, allowed=result.allowed)
+                if not result.allowed:
+                    self._on_denied(caller.key.tenant_id, subject)
+                return response
+            result = build_decision(check, result)
+        if isinstance(result, Decision):
+            return self.decision_response(caller, route.selection, subject, result)
+        return problem_response(result)
 
 
 def default_priority(caller: Caller, selection: Selection, resource: str) -> str:
-    """Of a check that states none: the policy's or the tenant's; else reading is shed before writing, and test keys
-    before both.
+    """Return the priority of a check that states none.
+
+    That is the priority of the policy or tenant. Without one, reads are shed before writes, and test keys before both.
     """
     if selection.priority is not None:
         return selection.priority.value

@@ -1,8 +1,8 @@
-"""Charges refused bodies to the key that sent them, so that garbage does not cost other callers.
+"""Charge invalid bodies to the key that sent them, so that garbage does not slow down other callers.
 
-Reading a body that is then refused takes time of the event loop and nothing from any limit. Each key may make a process
-read so many bytes of refused bodies. Once that budget is spent, its batches and large bodies are answered 429 without
-being parsed. Small bodies are neither charged nor refused: they cost no more than a normal check.
+Parsing a body that turns out to be invalid takes time of the event loop, and no limit pays for it. So each key has a
+budget of bytes that a process parses in vain. When it is spent, the service answers the key's batches and large bodies
+with 429 and does not parse them. Small bodies are neither charged nor rejected: they cost no more than a valid check.
 """
 
 from limitforge.core.clock import Clock, MonotonicClock
@@ -10,33 +10,33 @@ from limitforge.core.exact import US_PER_SECOND
 from limitforge.errors import InvalidInput
 from limitforge.service.problems import HttpError
 
-SMALL_BODY = 4_096  # bytes: reading that many takes less time than HTTP does
-BURST_BYTES = 4_194_304  # four of the largest batches, about 30 ms of the loop
+SMALL_BODY = 4_096  # bytes; parsing these takes less time than HTTP itself
+BURST_BYTES = 4_194_304  # four batches of the largest size, about 30 ms of the event loop
 BYTES_PER_SECOND = 524_288
-INVALID_CHECK_BYTES = 256  # charged for each wrong check of a batch: to report one takes about 15 us
+INVALID_CHECK_BYTES = 256  # charge for each invalid check of a batch: reporting it takes about 15 us
 MAX_KEYS = 4_096
 
 
 class InvalidBodyBudget:
-    """Bytes of refused bodies that each key has left. A charge may overdraw the budget; debts are paid first."""
+    """A token bucket of bytes for each key. A charge may overdraw it; the key then waits until it is refilled."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or MonotonicClock()
         self._keys: dict[str, tuple[float, int]] = {}
-        """What is left and when that was written, for keys that were charged; the last charged come last."""
+        """Bytes left and the time of that value, by key id. Only charged keys are here, the last charged at the end."""
 
     def require(self, key_id: str) -> None:
-        """Raise BadRequest if the key has spent its budget."""
+        """Raise HttpError if the key has spent its budget."""
         if key_id not in self._keys:
             return
         left = self._bytes_left(key_id, self._clock.now_us())
         if left <= 0:
-            detail = "too many requests with invalid bodies: only small single checks are read for now"
-            wait = int(-left / BYTES_PER_SECOND) + 1
-            raise HttpError(429, "too_many_refusals", detail, **{"retry-after": str(wait)})
+            detail = "too many requests with invalid bodies; for now, only small single checks are read"
+            wait_seconds = int(-left / BYTES_PER_SECOND) + 1
+            raise HttpError(429, "too_many_refusals", detail, **{"retry-after": str(wait_seconds)})
 
     def charge(self, key_id: str, size: int) -> None:
-        """Take `size` bytes for a body that was refused."""
+        """Take `size` bytes from the key's budget."""
         now_us = self._clock.now_us()
         left = self._bytes_left(key_id, now_us) - size
         self._keys.pop(key_id, None)
@@ -45,7 +45,7 @@ class InvalidBodyBudget:
             del self._keys[next(iter(self._keys))]
 
     def charge_error(self, error: Exception, key_id: str, size: int) -> None:
-        """Take `size` bytes if `error` refuses what a body contains."""
+        """Take `size` bytes if `error` says that the body is invalid. Small bodies are free."""
         if size > SMALL_BODY and isinstance(error, HttpError | InvalidInput) and not _was_unread(error):
             self.charge(key_id, size)
 
@@ -55,5 +55,5 @@ class InvalidBodyBudget:
 
 
 def _was_unread(error: Exception) -> bool:
-    """Return whether the body was refused unread."""
+    """Return whether the body was rejected before it was parsed."""
     return isinstance(error, HttpError) and error.status == 429

@@ -1,7 +1,10 @@
-"""Bodies: JSON, read more strictly than most do: what is the subject to one reader must be that to every other.
+"""Decode JSON bodies strictly and in bounded memory.
 
-A body is refused before anything is built from it that no valid body needs: msgspec splits a batch into at most 1,000
-checks that stay bytes, and stops at the next one; strings are counted before they are decoded.
+Strict: duplicate names are an error, because JSON parsers differ on which value counts, and a proxy must not see
+another subject than this service.
+
+Bounded: an invalid body is rejected before it takes more memory than a valid one. msgspec splits a batch into at most
+1,000 checks that stay bytes, and stops at the next one. Strings are counted before they are decoded.
 """
 
 import json
@@ -17,14 +20,14 @@ from limitforge.errors import InvalidInput
 from limitforge.service.problems import HttpError
 
 MAX_BATCH = 1_000
-MAX_COSTS = 2 * MAX_LIMITS  # each limit by its name, and by its place and name
-MAX_STRINGS = MAX_COSTS + 16  # of one check: those names, and the names and values of its fields
+MAX_COSTS = 2 * MAX_LIMITS  # each limit by its name and by its qualified name
+MAX_STRINGS = MAX_COSTS + 16  # in one check: the names of costs, and the names and values of its fields
 
 Body = TypeVar("Body")
 
 
 class CheckBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """What `POST /v1/check` takes."""
+    """The body of `POST /v1/check`."""
 
     resource: str
     subject: str
@@ -35,12 +38,13 @@ class CheckBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 
 
 class BatchBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What `POST /v1/check/batch` takes."""
+    """The body of `POST /v1/check/batch`."""
 
     checks: msgspec.Raw
 
 
-# A list whose decoder stops at the first element too many. `Meta(max_length=...)` is looked at once all were decoded.
+# A list whose decoder stops at the first element too many. `Meta(max_length=...)` is checked only after all elements
+# were decoded.
 _BatchElements = msgspec.defstruct(
     "_Elements",
     [(f"check_{at}", msgspec.Raw, None) for at in range(MAX_BATCH)],
@@ -58,28 +62,28 @@ _BATCH_START = re.compile(rb'[ \t\r\n]*\{[ \t\r\n]*("[^"]*")[ \t\r\n]*:[ \t\r\n]
 
 
 def decode_small_check(body: bytes) -> CheckBody | None:
-    """Return the body of a check if it is valid and has few strings, else None.
+    """Return the body of a check if it is valid and has at most ten quotes, else None.
 
-    Resource and subject alone have eight quotes, a third field that is not text two more: so few leave no room for a
-    name that is there twice.
+    The names and values of resource and subject take eight quotes, and a third name takes two. So a body with at most
+    ten can't contain a duplicate name, and needs no second pass.
     """
     if body.count(b'"') <= 10:
         try:
             return _decode_check_body(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            pass  # `read_check` finds out what is wrong
+            pass  # `decode_check` finds out what is wrong
     return None
 
 
 def decode_check(body: bytes) -> CheckBody:
-    """Return the body of a check; raise what is wrong with it."""
+    """Return the body of a check. Raises InvalidInput or HttpError if it is not valid."""
     return decode_body(_decode_check_body, body)
 
 
 def decode_body(decode: Callable[[bytes], Body], body: bytes) -> Body:
-    """Return the body of a call that takes one check at most."""
-    if body.count(b'"') - body.count(b'\\"') > 2 * MAX_STRINGS:  # quotes that are not escaped: two for each string
-        detail = f"costs: at most {MAX_COSTS} names; this has more strings than any check"
+    """Return the body of a request for at most one check. Raises InvalidInput or HttpError if it is not valid."""
+    if body.count(b'"') - body.count(b'\\"') > 2 * MAX_STRINGS:  # each string has two unescaped quotes
+        detail = f"costs: at most {MAX_COSTS} names; the body has more strings than any valid check"
         raise HttpError(400, "malformed_json", detail)
     found = _decode(decode, body)
     reject_duplicate_names(body)
@@ -87,7 +91,7 @@ def decode_body(decode: Callable[[bytes], Body], body: bytes) -> Body:
 
 
 def split_batch(body: bytes) -> list[msgspec.Raw]:
-    """Return the checks of a batch, to be read one by one. Their syntax is checked, but not that they are UTF-8."""
+    """Return the checks of a batch as JSON. Their syntax is valid, but they may not be valid UTF-8."""
     start = _BATCH_START.match(body)
     rest = body.rstrip(b" \t\r\n")
     if start is not None and rest.endswith(b"}"):
@@ -99,12 +103,12 @@ def split_batch(body: bytes) -> list[msgspec.Raw]:
             if rest[start.end()] == ord("["):
                 raise InvalidInput("checks", f"at most {MAX_BATCH} in one batch") from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            pass  # `_wrong_batch` finds out what is wrong
+            pass  # `_batch_error` finds out what is wrong
     raise _batch_error(body)
 
 
 def _batch_error(body: bytes) -> InvalidInput | HttpError:
-    """Return what is wrong with a batch that can't be split, or raise it."""
+    """Return or raise the error of a batch that can't be split."""
     checks = bytes(_decode(_decode_batch_body, body).checks)
     try:
         _decode_elements(checks)
@@ -118,19 +122,19 @@ def _decode(decode: Callable[[bytes], Body], body: bytes) -> Body:
         try:
             return decode(body)
         except msgspec.ValidationError as error:
-            _decode_any(body)  # what is not JSON is reported before what is wrong with a field
+            _decode_any(body)  # a syntax error takes precedence over an invalid field
             str(body, "utf-8")
             raise translate_validation_error(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise HttpError(400, "malformed_json", str(error)) from None
     except RecursionError:
-        raise HttpError(400, "malformed_json", "it is nested too deeply") from None
+        raise HttpError(400, "malformed_json", "the body is nested too deeply") from None
 
 
 def reject_duplicate_names(body: bytes) -> None:
-    """Raise BadRequest for a name that comes twice in an object: readers differ on which of them counts.
+    """Raise HttpError if an object has a name twice.
 
-    `body` must be valid JSON with a bounded number of values, since all of them are built.
+    `body` must be valid JSON with a bounded number of values, since this builds all of them.
     """
     json.loads(body, object_pairs_hook=_check_unique, parse_int=str, parse_float=str)
 
@@ -144,4 +148,4 @@ def _check_unique(pairs: list[tuple[str, Any]]) -> None:
 
 
 def _duplicate_name(name: str) -> HttpError:
-    return HttpError(400, "malformed_json", f"{name[:64]!r} is there twice")
+    return HttpError(400, "malformed_json", f"duplicate name {name[:64]!r}")

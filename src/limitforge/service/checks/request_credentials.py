@@ -1,4 +1,4 @@
-"""What a request's head says before its body is read: whose it is, and whether the body may be read at all."""
+"""Read the API key from the header fields of a request, and check that its body may be read at all."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,7 @@ _BEARER = b"bearer "
 
 
 class Credentials(msgspec.Struct, frozen=True):
-    """Who asks, as the head of a request says: the key with its fingerprint, and where it comes from."""
+    """The API key of a request (None without one), its fingerprint, and the client's IP address."""
 
     key: str | None
     fingerprint: bytes
@@ -23,9 +23,9 @@ class Credentials(msgspec.Struct, frozen=True):
 
 
 def read_api_key(headers: Iterable[tuple[bytes, bytes]], limit: int) -> str | None:
-    """The key of a request with a JSON body of at most `limit` bytes; None if there is none.
+    """Return the key of a request with a JSON body of at most `limit` bytes, or None if it has no key.
 
-    Names of headers are in lower case.
+    Header names must be in lower case. Raises HttpError if the body is too large, compressed or not JSON.
     """
     key: bytes | None = None
     for name, value in headers:
@@ -44,16 +44,18 @@ def read_api_key(headers: Iterable[tuple[bytes, bytes]], limit: int) -> str | No
 
 
 def read_api_key_without_body(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-    """The key of a request without a body."""
+    """Return the key of a request whose body is ignored."""
     return read_api_key((header for header in headers if header[0] in (b"x-api-key", b"authorization")), 0)
 
 
 def is_json(content_type: bytes) -> bool:
-    kind = content_type.partition(b";")[0].strip().lower()
-    return kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json"))
+    media_type = content_type.partition(b";")[0].strip().lower()
+    return media_type == b"application/json" or (
+        media_type.startswith(b"application/") and media_type.endswith(b"+json")
+    )
 
 
-def _single_key(known: bytes | None, value: bytes) -> bytes:
-    if known is not None and known != value:
+def _single_key(first: bytes | None, value: bytes) -> bytes:
+    if first is not None and first != value:
         raise HttpError(400, "malformed_request", "x-api-key and authorization: two different keys")
     return value

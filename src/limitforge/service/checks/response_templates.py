@@ -1,8 +1,8 @@
-"""Answers that only differ in their numbers, written down once for each plan.
+"""Responses that differ only in their numbers, prepared as format strings once for each plan.
 
-Nearly every check is decided by limits that are as the plan says, and can be answered by filling in numbers: two
-formats, no object in between. Whatever has more to say (overrides, monitored or unlimited limits, a store that was
-away) is answered by `answers.decided`, and both say the same, byte for byte.
+Nearly every check is decided by the limits exactly as its plan states them, so its response is two format strings
+filled with numbers, without an object in between. Any other case (overrides, monitored or unlimited limits, decisions
+of a failure behaviour) is rendered by `responses.decision_response`. Both give the same bytes for the same decision.
 """
 
 from typing import Any, cast
@@ -17,22 +17,22 @@ from limitforge.core.limits import Priority
 from limitforge.service.checks.responses import JSON_TYPE, DecisionBody, Response, merge_problem, quota_problem
 from limitforge.service.problems import PROBLEM_JSON
 
-MAX_TEMPLATES = 4_096  # of a process: tenants with equal plans share one
-MAX_DENIAL_FORMATS = 64  # of a template: which limit binds, and which had no room
+MAX_TEMPLATES = 4_096  # per process; tenants with equal plans share one
+MAX_DENIAL_FORMATS = 64  # per template; one for each binding limit and set of exhausted limits
 
 _encode = msgspec.json.Encoder().encode
 _NUMBER: Any = msgspec.Raw(b"%d")
 
 
 class ResponseFormat(msgspec.Struct, frozen=True, gc=False):
-    """An answer with a place for each of its numbers."""
+    """Format strings of the header fields and the body."""
 
     headers: bytes
     body: bytes
 
 
 class ResponseTemplate:
-    """Answers the checks of one plan. Its limits all have a size, and are all enforced."""
+    """Renders the responses of one plan, all of whose limits are finite and enforced."""
 
     __slots__ = ("_admitted", "_delayed", "_denied", "_headers", "_names", "_sizes")
 
@@ -40,15 +40,15 @@ class ResponseTemplate:
         self._names = names
         self._sizes = sizes
         self._headers = headers
-        each = range(len(names))
-        self._admitted = [self._build_format(binding) for binding in each]
-        self._delayed = [self._build_format(binding, is_delayed=True) for binding in each]
+        indexes = range(len(names))
+        self._admitted = [self._build_format(binding) for binding in indexes]
+        self._delayed = [self._build_format(binding, is_delayed=True) for binding in indexes]
         self._denied: dict[tuple[int, int], ResponseFormat] = {}
-        """By the limit that binds, and those that have no room, a bit each."""
+        """By the index of the binding limit, and a bit mask of the exhausted limits."""
 
     @classmethod
     def compile(cls, selection: Selection) -> "ResponseTemplate | None":
-        """None if its limits are not such that only numbers differ."""
+        """Return the template of a plan, or None if its responses differ in more than numbers."""
         plan = selection.limits.plan(Priority.P0)
         sizes = tuple(rule.limit.size for rule in plan.rules)
         if not sizes or not selection.headers.has_format_string or not all(rule.enforced for rule in plan.rules):
@@ -58,77 +58,79 @@ class ResponseTemplate:
         return cls(plan.names, cast("tuple[int, ...]", sizes), selection.headers)
 
     def render(self, outcome: Outcome) -> Response | None:
-        """None where there is more to say."""
+        """Return the response to an outcome, or None if the template does not fit it."""
         if not outcome.allowed:
             return self._render_denial(outcome)
         numbers: list[int] = []
-        for size, (limit, left, reset_us, wait_us, is_open) in zip(self._sizes, outcome.rows, strict=True):
-            if limit != size or wait_us or is_open >= OVERFLOWED:
-                return None  # it is another by an override, looked at without room, or an overflow bucket decided
-            numbers += (left, reset_us)
+        for size, (limit, remaining, reset_us, wait_us, flags) in zip(self._sizes, outcome.rows, strict=True):
+            if limit != size or wait_us or flags >= OVERFLOWED:
+                return None  # an override applies, a peek found no capacity, or an overflow bucket decided
+            numbers += (remaining, reset_us)
         return self.render_admission(outcome.now_us, numbers, outcome.delay_us)
 
-    def render_admission(self, now_us: int, numbers: list[int], delay_us: int = -1) -> Response:
-        """What each limit has left, and in how many microseconds it resets, come in turns."""
-        fields, states = [0, 0], [0, 0, 0]
-        at = binding = bound_us = bound_ms = 0
+    def render_admission(self, now_us: int, remaining_and_reset_us: list[int], delay_us: int = -1) -> Response:
+        """Return the response to an allowed check, from each limit's remaining capacity and time to reset in turn."""
+        fields, states = [0, 0], [0, 0, 0]  # the numbers of the header fields and of the body
+        index = binding = binding_us = binding_ms = 0
         least = MAX_INTEGER + 1
-        pairs = iter(numbers)
-        for left, reset_us in zip(pairs, pairs):  # noqa: B905 - the same one twice
+        numbers = iter(remaining_and_reset_us)
+        for remaining, reset_us in zip(numbers, numbers):  # noqa: B905 - one iterator twice
             reset_ms = (reset_us + 999) // 1_000
-            fields += (left, (reset_ms + 999) // 1_000)
-            states += (left, reset_ms)
-            if left < least or (left == least and reset_ms > bound_ms):
-                binding, least, bound_us, bound_ms = at, left, reset_us, reset_ms
-            at += 1  # noqa: SIM113 - counting by hand is faster
-        reset_at = (now_us + bound_us + 999_999) // 1_000_000
+            fields += (remaining, (reset_ms + 999) // 1_000)
+            states += (remaining, reset_ms)
+            if remaining < least or (remaining == least and reset_ms > binding_ms):
+                binding, least, binding_us, binding_ms = index, remaining, reset_us, reset_ms
+            index += 1  # noqa: SIM113 - faster than enumerate
+        reset_at = (now_us + binding_us + 999_999) // 1_000_000
         fields[0] = states[0] = least
-        fields[1] = reset_at if self._headers.is_epoch else (bound_ms + 999) // 1_000
-        states[1], states[2] = reset_at, bound_ms
+        fields[1] = reset_at if self._headers.is_epoch else (binding_ms + 999) // 1_000
+        states[1], states[2] = reset_at, binding_ms
         if delay_us < 0:
-            form = self._admitted[binding]
+            template = self._admitted[binding]
         else:
-            form = self._delayed[binding]
+            template = self._delayed[binding]
             states.insert(3, -(-delay_us // 1_000))
-        return Response(200, JSON_TYPE, form.headers % tuple(fields), form.body % tuple(states))
+        return Response(200, JSON_TYPE, template.headers % tuple(fields), template.body % tuple(states))
 
     def _render_denial(self, outcome: Outcome) -> Response | None:
         fields, states = [0, 0], [0, 0, 0, 0]
-        at = binding = shut = left = bound_us = bound_ms = 0
+        index = binding = exhausted = binding_remaining = binding_us = binding_ms = 0
         longest_ms = -1
-        for size, (limit, own_left, reset_us, wait_us, is_open) in zip(self._sizes, outcome.rows):  # noqa: B905
-            if limit != size or wait_us < 0 or is_open >= OVERFLOWED:
-                return None  # it is another by an override, waiting never helps, or an overflow bucket decided
+        for size, (limit, remaining, reset_us, wait_us, flags) in zip(self._sizes, outcome.rows):  # noqa: B905
+            if limit != size or wait_us < 0 or flags >= OVERFLOWED:
+                return None  # an override applies, waiting never helps, or an overflow bucket decided
             reset_ms, retry_ms = (reset_us + 999) // 1_000, (wait_us + 999) // 1_000
             if retry_ms:
-                shut += 1 << at
-                fields += (own_left, (retry_ms + 999) // 1_000)
-                states += (own_left, reset_ms, retry_ms)
+                exhausted += 1 << index
+                fields += (remaining, (retry_ms + 999) // 1_000)
+                states += (remaining, reset_ms, retry_ms)
             else:
-                fields += (own_left, (reset_ms + 999) // 1_000)
-                states += (own_left, reset_ms)
+                fields += (remaining, (reset_ms + 999) // 1_000)
+                states += (remaining, reset_ms)
             if retry_ms > longest_ms:
-                binding, longest_ms, left, bound_us, bound_ms = at, retry_ms, own_left, reset_us, reset_ms
-            at += 1  # noqa: SIM113
-        form = self._denied.get((binding, shut)) or self._denial_format(binding, shut)
-        reset_at = (outcome.now_us + bound_us + 999_999) // 1_000_000
-        seconds = (longest_ms + 999) // 1_000 or 1
-        fields[0], fields[1] = left, reset_at if self._headers.is_epoch else (bound_ms + 999) // 1_000
-        fields.append(seconds)
-        states[:4] = left, reset_at, bound_ms, longest_ms
-        states.append(seconds)
-        return Response(429, PROBLEM_JSON, form.headers % tuple(fields), form.body % tuple(states))
+                binding, longest_ms = index, retry_ms
+                binding_remaining, binding_us, binding_ms = remaining, reset_us, reset_ms
+            index += 1  # noqa: SIM113
+        template = self._denied.get((binding, exhausted)) or self._denial_format(binding, exhausted)
+        reset_at = (outcome.now_us + binding_us + 999_999) // 1_000_000
+        retry_seconds = (longest_ms + 999) // 1_000 or 1
+        fields[0] = binding_remaining
+        fields[1] = reset_at if self._headers.is_epoch else (binding_ms + 999) // 1_000
+        fields.append(retry_seconds)
+        states[:4] = binding_remaining, reset_at, binding_ms, longest_ms
+        states.append(retry_seconds)
+        return Response(429, PROBLEM_JSON, template.headers % tuple(fields), template.body % tuple(states))
 
-    def _denial_format(self, binding: int, shut: int) -> ResponseFormat:
-        form = self._build_format(binding, shut)
+    def _denial_format(self, binding: int, exhausted: int) -> ResponseFormat:
+        template = self._build_format(binding, exhausted)
         if len(self._denied) < MAX_DENIAL_FORMATS:
-            self._denied[binding, shut] = form
-        return form
+            self._denied[binding, exhausted] = template
+        return template
 
-    def _build_format(self, binding: int, shut: int | None = None, *, is_delayed: bool = False) -> ResponseFormat:
-        """Of a denial if it is told which limits had no room."""
-        allowed, names = shut is None, [name.replace("%", "%%") for name in self._names]
-        has_room = [allowed or not (shut or 0) >> at & 1 for at in range(len(names))]
+    def _build_format(self, binding: int, exhausted: int | None = None, *, is_delayed: bool = False) -> ResponseFormat:
+        """Build the format of a denial by these limits, or of an allowed check if `exhausted` is None."""
+        allowed, names = exhausted is None, [name.replace("%", "%%") for name in self._names]
+        has_capacity = [not (exhausted or 0) >> index & 1 for index in range(len(names))]
         body = _encode(
             DecisionBody(
                 allowed=allowed,
@@ -144,27 +146,28 @@ class ResponseTemplate:
                         limit=size,
                         remaining=_NUMBER,
                         reset_after_ms=_NUMBER,
-                        retry_after_ms=0 if room else _NUMBER,
-                        allowed=room,
+                        retry_after_ms=0 if is_allowed else _NUMBER,
+                        allowed=is_allowed,
                         monitored=False,
                     )
-                    for name, size, room in zip(names, self._sizes, has_room, strict=True)
+                    for name, size, is_allowed in zip(names, self._sizes, has_capacity, strict=True)
                 },
             )
         )
         if not allowed:
-            violated = [name for name, room in zip(names, has_room, strict=True) if not room]
+            violated = [name for name, is_allowed in zip(names, has_capacity, strict=True) if not is_allowed]
             body = merge_problem(body, quota_problem(names[binding], "%d", violated))
         return ResponseFormat(self._headers.format_string(self._sizes[binding], allowed=allowed), body)
 
 
 class TemplateCache:
-    """The templates of a process."""
+    """The templates of a process, by the header template of a plan."""
 
     def __init__(self) -> None:
         self._templates: dict[HeaderTemplate, ResponseTemplate | None] = {}
 
     def get(self, selection: Selection) -> ResponseTemplate | None:
+        """Return the template of the selected plan, or None if it has none."""
         try:
             return self._templates[selection.headers]
         except KeyError:

@@ -1,4 +1,4 @@
-"""What the service answers, before any door turns it into HTTP."""
+"""Responses as both HTTP front ends send them: status, header fields and an encoded body."""
 
 import logging
 
@@ -10,17 +10,18 @@ from limitforge.core.decision import Decision, LimitState
 from limitforge.core.headers import encode_block
 from limitforge.core.limits import Mode
 from limitforge.errors import LimitforgeError
+from limitforge.observability.events import log_event
 from limitforge.service.problems import PROBLEM_JSON, QUOTA_EXCEEDED, problem_from_error, problem_type
 
 JSON_TYPE = b"application/json"
-ON = Mode.ON
 
+_ON = Mode.ON
 _encode = msgspec.json.Encoder().encode
 _log = logging.getLogger(__name__)
 
 
 class Response(msgspec.Struct, gc=False):
-    """Status, content type, further header fields (a line each, names in lower case) and body."""
+    """Status, content type, further header fields (one line each, names in lower case) and body."""
 
     status: int
     content_type: bytes
@@ -29,7 +30,7 @@ class Response(msgspec.Struct, gc=False):
 
 
 class DecisionBody(msgspec.Struct, gc=False):
-    """A decision on the wire: what says nothing is absent."""
+    """A decision in JSON. A member without information is left out."""
 
     allowed: bool
     limit: int | UnsetType
@@ -50,7 +51,7 @@ class DecisionBody(msgspec.Struct, gc=False):
 
 
 class DenialProblem(msgspec.Struct, rename={"violated_policies": "violated-policies"}, gc=False):
-    """What makes a decision a problem document: these members stand behind its own."""
+    """The members that make a denied decision a problem document. They follow the members of the decision."""
 
     type: str
     title: str
@@ -60,21 +61,31 @@ class DenialProblem(msgspec.Struct, rename={"violated_policies": "violated-polic
     violated_policies: list[str]
 
 
+FAIL_CLOSED = DenialProblem(
+    type=problem_type("store_unavailable"),
+    title="The store is unavailable",
+    status=503,
+    detail="the store did not decide this check; its failure behaviour, closed, denied it",
+    code="store_unavailable",
+    violated_policies=[],
+)
+
+
 def decision_response(
     decision: Decision, selection: Selection, lease_id: str | None, reservation_id: str | None
 ) -> Response:
-    """The answer to a check that was decided."""
+    """Return the response to a check that was decided."""
     headers = selection.headers.block(decision)
     if decision.allowed:
         return Response(200, JSON_TYPE, headers, _encode(decision_body(decision, selection, lease_id, reservation_id)))
-    refusal = FAIL_CLOSED if decision.degraded == "closed" else _denial_problem(decision)
+    problem = FAIL_CLOSED if decision.degraded == "closed" else _denial_problem(decision)
     body = _encode(decision_body(decision, selection, None, None))
-    return Response(refusal.status, PROBLEM_JSON, headers, merge_problem(body, refusal))
+    return Response(problem.status, PROBLEM_JSON, headers, merge_problem(body, problem))
 
 
-def merge_problem(body: bytes, refusal: DenialProblem) -> bytes:
-    """A decision's members and then those of a problem, as one document."""
-    return body[:-1] + b"," + _encode(refusal)[1:]
+def merge_problem(body: bytes, problem: DenialProblem) -> bytes:
+    """Return one JSON object with the members of an encoded decision, then those of a problem."""
+    return body[:-1] + b"," + _encode(problem)[1:]
 
 
 def decision_body(
@@ -98,7 +109,7 @@ def decision_body(
         body.degraded = decision.degraded
     if decision.overflow:
         body.overflow = True
-    if selection.mode is not ON:
+    if selection.mode is not _ON:
         body.mode = selection.mode.value
     if lease_id is not None:
         body.lease_id = lease_id
@@ -110,38 +121,27 @@ def decision_body(
 
 
 def exception_response(error: Exception) -> Response:
-    """The answer to whatever went wrong: if that is a bug of ours, the log has it whole."""
+    """Return the response to any error. An error that is not a LimitforgeError is a bug, and is logged."""
     if isinstance(error, LimitforgeError):
         return problem_response(error)
-    _log.error("a request could not be answered", exc_info=error)
+    log_event(_log, logging.ERROR, "service.internal_error", "unexpected error while answering", exc_info=error)
     return problem_response(LimitforgeError("unexpected"))
 
 
 def problem_response(error: LimitforgeError) -> Response:
-    """The answer to what could not be decided, or should not have been asked."""
     problem = problem_from_error(error)
     return Response(problem.status, PROBLEM_JSON, encode_block(problem.headers), problem.body())
 
 
-FAIL_CLOSED = DenialProblem(
-    type=problem_type("store_unavailable"),
-    title="The store can't be reached now",
-    status=503,
-    detail="this was decided without the store, by the failure behaviour closed",
-    code="store_unavailable",
-    violated_policies=[],
-)
+def quota_problem(binding: str | None, retry_after_seconds: object, violated: list[str]) -> DenialProblem:
+    return _quota_exceeded(f"{binding} has no capacity left; retry in {retry_after_seconds} s", violated)
 
 
 def _denial_problem(decision: Decision) -> DenialProblem:
     violated = [name for name, state in decision.limits.items() if not state.allowed and not state.monitored]
     if decision.retry_after_ms is None:
-        return _quota_exceeded(f"{decision.binding} has no room for this, and waiting does not help", violated)
+        return _quota_exceeded(f"{decision.binding} can never allow this cost; waiting does not help", violated)
     return quota_problem(decision.binding, -(-decision.retry_after_ms // 1_000) or 1, violated)
-
-
-def quota_problem(binding: str | None, seconds: object, violated: list[str]) -> DenialProblem:
-    return _quota_exceeded(f"{binding} has no room: come back in {seconds} s", violated)
 
 
 def _quota_exceeded(detail: str, violated: list[str]) -> DenialProblem:

@@ -1,4 +1,4 @@
-"""What was decided, counted: one list of numbers for each key, which costs a check a look-up and an addition."""
+"""The counters of one process: a row of numbers for each API key, so that counting a check is one look-up and addition."""
 
 import operator
 from collections import defaultdict
@@ -8,7 +8,7 @@ import msgspec
 
 from limitforge.catalog.live.cache.entries import Caller
 
-MAX_TENANTS = 1_000  # that are named in metrics; whatever is beyond them is counted together
+MAX_TENANTS = 1_000  # tenants that are named in metrics; the others are counted together
 OTHER_TENANTS = "others"
 
 ALLOWED, DENIED, WOULD_DENY, DEGRADED, OVERFLOW = range(5)
@@ -16,7 +16,7 @@ ZEROS = (0,) * 5
 
 
 class KeyUsage(msgspec.Struct, frozen=True):
-    """What one key did since it was last asked."""
+    """The decisions for one key since the last `drain`."""
 
     tenant_id: str
     key_id: str
@@ -27,13 +27,14 @@ class KeyUsage(msgspec.Struct, frozen=True):
 
 
 class ProcessCounters:
-    """Of one process. What was drained is in the totals by tenant, which only rise."""
+    """Counts decisions by key and responses by call. The totals by tenant never decrease."""
 
     def __init__(self) -> None:
         self._requests: defaultdict[str, dict[int, int]] = defaultdict(dict)
         self._rows: dict[str, tuple[list[int], str, str]] = {}
-        """By key: its numbers, whose they are, and what that tenant was called when it was first seen."""
+        """By key id: the numbers since the last drain, the tenant id, and the tenant's name at the first check."""
         self._totals: dict[str, list[int]] = {}
+        """By tenant name: the numbers up to the last drain."""
         self.overrides_restored = 0
 
     def count_decision(
@@ -45,11 +46,11 @@ class ProcessCounters:
         degraded: bool = False,
         overflow: bool = False,
     ) -> None:
-        known = self._rows.get(caller.key.id)
-        if known is None:
+        entry = self._rows.get(caller.key.id)
+        if entry is None:
             name = caller.snapshot.tenant.name
-            known = self._rows[caller.key.id] = (list(ZEROS), caller.key.tenant_id, name)
-        row = known[0]
+            entry = self._rows[caller.key.id] = (list(ZEROS), caller.key.tenant_id, name)
+        row = entry[0]
         row[ALLOWED if allowed else DENIED] += 1
         if would_deny:
             row[WOULD_DENY] += 1
@@ -59,38 +60,38 @@ class ProcessCounters:
             row[OVERFLOW] += 1
 
     def count_admission(self, caller: Caller) -> None:
-        """`count` for what there is most of."""
-        known = self._rows.get(caller.key.id)
-        if known is None:
+        """Do the same as `count_decision` for the most frequent decision, faster."""
+        entry = self._rows.get(caller.key.id)
+        if entry is None:
             self.count_decision(caller, allowed=True)
         else:
-            known[0][ALLOWED] += 1
+            entry[0][ALLOWED] += 1
 
     def count_restored_overrides(self, overrides: int) -> None:
         """Count overrides that the store had lost and that were set again."""
         self.overrides_restored += overrides
 
     def status_counts(self, call: str) -> dict[int, int]:
-        """How often a call was answered with each status: for whoever counts there."""
+        """Return the counter of a call's responses by status. The caller may increment it."""
         return self._requests[call]
 
     def count_response(self, call: str, status: int) -> None:
-        answers = self._requests[call]
-        answers[status] = answers.get(status, 0) + 1
+        counts = self._requests[call]
+        counts[status] = counts.get(status, 0) + 1
 
     def requests(self) -> dict[tuple[str, int], int]:
-        """By call and status, since the start."""
-        return {(call, status): n for call, answers in self._requests.items() for status, n in answers.items()}
+        """Return the responses since the start, by call and status."""
+        return {(call, status): n for call, counts in self._requests.items() for status, n in counts.items()}
 
     def drain(self) -> list[KeyUsage]:
-        """What each key did since this was last asked."""
+        """Return the decisions by key since the last call."""
         rows, self._rows = self._rows, {}
         for row, _, name in rows.values():
             add_row(self._totals, name, row)
         return [KeyUsage(tenant_id, key_id, *row[:OVERFLOW]) for key_id, (row, tenant_id, _) in rows.items()]
 
     def totals(self) -> dict[str, list[int]]:
-        """By tenant, since the start."""
+        """Return the decisions since the start, by tenant name."""
         totals = {name: list(row) for name, row in self._totals.items()}
         for row, _, name in self._rows.values():
             add_row(totals, name, row)
@@ -98,7 +99,7 @@ class ProcessCounters:
 
 
 def add_row(totals: dict[str, list[int]], name: str, row: Iterable[int]) -> None:
-    """The first tenants keep their names; those that come when there is no room for more are others."""
+    """Add a row to the totals of a tenant, or to those of all others if too many tenants are named already."""
     is_named = name in totals or len(totals) < MAX_TENANTS
-    known = totals.setdefault(name if is_named else OTHER_TENANTS, list(ZEROS))
-    known[:] = map(operator.add, known, row)
+    total = totals.setdefault(name if is_named else OTHER_TENANTS, list(ZEROS))
+    total[:] = map(operator.add, total, row)

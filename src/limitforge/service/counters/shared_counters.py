@@ -1,7 +1,7 @@
-"""What all processes of a service have counted together, also those that have ended.
+"""The sum of the counters of all processes of a service, including processes that have ended.
 
-It stands in one file of a folder that the supervisor made. Each process adds what it has counted since it last did,
-about once a second, and before it tells the sum: so nobody is ever told a sum that is lower than one told before.
+The sum is in a file of a folder that the supervisor creates. Each process adds its own new counts about once a second,
+and before it reports the sum. So no process ever reports a lower sum than one reported before.
 """
 
 import asyncio
@@ -14,10 +14,11 @@ from pathlib import Path
 import msgspec
 
 from limitforge.errors import LimitforgeError
+from limitforge.observability.events import log_event
 from limitforge.service.counters.process_counters import ZEROS, ProcessCounters, add_row
 
 PUBLISH_SECONDS = 1.0
-"""How often a process adds what it has counted: what a SIGKILL may lose."""
+"""How often a process adds its counts. A SIGKILL loses the counts since the last time."""
 LOCK_ATTEMPTS = 400
 LOCK_RETRY_SECONDS = 0.005
 
@@ -25,9 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class Totals(msgspec.Struct):
-    """What was counted since the start: by tenant, as `Counters` has it, by call and status, and overrides that the
-    store had lost.
-    """
+    """Counts since the start: decisions by tenant (rows of `ProcessCounters`), responses, and restored overrides."""
 
     tenants: dict[str, list[int]] = {}
     requests: dict[tuple[str, int], int] = {}
@@ -35,7 +34,7 @@ class Totals(msgspec.Struct):
 
     def __post_init__(self) -> None:
         for row in self.tenants.values():
-            row.extend(ZEROS[len(row) :])  # an earlier release, which may have written the file, counted fewer things
+            row.extend(ZEROS[len(row) :])  # an earlier release may have written the file, with shorter rows
 
     def add(self, other: "Totals") -> None:
         for name, row in other.tenants.items():
@@ -45,7 +44,7 @@ class Totals(msgspec.Struct):
         self.overrides_restored += other.overrides_restored
 
     def since(self, before: "Totals") -> "Totals":
-        """What has come since, and nothing that has not changed."""
+        """Return the difference to earlier totals, without anything that has not changed."""
         tenants = {
             name: list(map(operator.sub, row, before.tenants.get(name, ZEROS)))
             for name, row in self.tenants.items()
@@ -64,13 +63,13 @@ _decode = msgspec.msgpack.Decoder(Totals).decode
 
 
 class SharedCounters:
-    """Without a folder there is only this process, and nothing is written."""
+    """Adds the counters of this process to the shared sum. Without a folder, the sum is that of this process alone."""
 
     def __init__(self, counters: ProcessCounters, folder: Path | None) -> None:
         self._counters = counters
         self._folder = folder
         self._published = Totals()
-        """What of our own is in the file already."""
+        """The counts of this process that are in the file already."""
         self._publish_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -78,7 +77,7 @@ class SharedCounters:
             self._publish_task = asyncio.get_running_loop().create_task(self._publish_regularly(self._folder))
 
     async def close(self) -> None:
-        """Call it once nothing more is counted."""
+        """Publish the last counts. Call it when nothing more is counted."""
         if self._publish_task is None or self._folder is None:
             return
         self._publish_task.cancel()
@@ -86,17 +85,19 @@ class SharedCounters:
         try:
             await self._publish(self._folder)
         except (OSError, LimitforgeError) as error:
-            _log.warning("what was counted last is lost to metrics: %s", error)
+            message = "could not add the last counts of this process to the shared counters, they are lost"
+            log_event(_log, logging.WARNING, "metrics.counts_lost", message, error=error)
 
     async def totals(self) -> Totals:
-        """Of all processes: our own to this moment, the others' as they were a second ago at most."""
+        """Return the sum: the counts of this process up to now, those of others up to a second ago."""
         if self._folder is None:
             return self._local_totals()
         try:
             return await self._publish(self._folder)
         except OSError as error:
-            _log.warning("the sum of all processes can't be read: %s", error)
-            raise LimitforgeError("the sum of all processes can't be read") from None
+            message = "could not read the shared counters of all processes"
+            log_event(_log, logging.WARNING, "metrics.read_failed", message, error=error)
+            raise LimitforgeError("the shared counters can't be read") from None
 
     async def _publish_regularly(self, folder: Path) -> None:
         is_failing = False
@@ -104,39 +105,44 @@ class SharedCounters:
             await asyncio.sleep(PUBLISH_SECONDS)
             try:
                 await self._publish(folder)
-                is_failing = False
             except (OSError, LimitforgeError) as error:
                 if not is_failing:
-                    _log.warning("metrics lag behind until this is better: %s", error)
+                    message = "could not add to the shared counters, metrics lag until the next success"
+                    log_event(_log, logging.WARNING, "metrics.publish_failed", message, error=error)
                 is_failing = True
+            else:
+                is_failing = False
 
     def _local_totals(self) -> Totals:
         return Totals(self._counters.totals(), self._counters.requests(), self._counters.overrides_restored)
 
     async def _publish(self, folder: Path) -> Totals:
-        """Whoever holds the lock is done within a millisecond or two; checks need not wait for it here."""
-        held = os.open(folder, os.O_RDONLY)
+        """Add this process's new counts under the lock of the folder, and return the sum.
+
+        Any holder releases the lock within a few milliseconds. Retrying without blocking keeps checks running.
+        """
+        lock = os.open(folder, os.O_RDONLY)
         try:
             for _ in range(LOCK_ATTEMPTS):
                 try:
-                    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     await asyncio.sleep(LOCK_RETRY_SECONDS)
                 else:
                     return self._publish_locked(folder)
         finally:
-            os.close(held)
-        raise LimitforgeError("another process holds the sum for too long")
+            os.close(lock)
+        raise LimitforgeError("another process has held the lock of the shared counters for too long")
 
     def _publish_locked(self, folder: Path) -> Totals:
-        """Written beside the file and renamed: whoever is killed in between leaves the file as it was."""
-        file, fresh = folder / "totals", folder / "totals.new"
-        whole = _decode(file.read_bytes()) if file.exists() else Totals()
-        own = self._local_totals()
-        more = own.since(self._published)
-        if more != Totals():
-            whole.add(more)
-            fresh.write_bytes(_encode(whole))
-            fresh.replace(file)
-            self._published = own
-        return whole
+        """Write a new file and rename it, so that a process that is killed leaves the old file intact."""
+        file, new_file = folder / "totals", folder / "totals.new"
+        totals = _decode(file.read_bytes()) if file.exists() else Totals()
+        local = self._local_totals()
+        added = local.since(self._published)
+        if added != Totals():
+            totals.add(added)
+            new_file.write_bytes(_encode(totals))
+            new_file.replace(file)
+            self._published = local
+        return totals

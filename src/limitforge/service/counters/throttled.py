@@ -1,8 +1,8 @@
-"""The subjects that were denied most in the last one to two minutes, summed over the workers of a service.
+"""Track the subjects that were denied most often in the last one to two minutes, over all workers of a service.
 
-Each worker counts its own denials in windows of a minute. Once a second it writes the windows that have changed to the
-folder that the workers share. The worker that answers adds what the others have written to its own counts. Subjects
-leave the process as hashes only.
+Each worker counts its own denials in windows of a minute. Once a second it writes the windows that have changed to a
+folder that the workers share. The worker that answers a request adds the files of the others to its own counts.
+Subjects leave the process only as hashes.
 """
 
 import asyncio
@@ -20,19 +20,19 @@ from limitforge.catalog.model import to_datetime
 from limitforge.core.clock import Clock, SystemClock
 from limitforge.core.exact import US_PER_SECOND
 from limitforge.core.heavy_hitters import HeavyHitters
+from limitforge.observability.events import log_event
 from limitforge.service.counters.window_files import HASH_BYTES, Rows, WindowFiles
 
 WINDOW_US = 60 * US_PER_SECOND
 MAX_SUBJECTS = 2_048
-"""How many subjects of all tenants a worker remembers in a window."""
+"""How many subjects of all tenants a worker keeps per window."""
 MAX_MERGED = 16_384
-"""How many subjects of all workers an answer is chosen from."""
+"""How many subjects of all workers a response is chosen from."""
 MAX_NAME = 64
-"""A longer subject is remembered by a digest, so that none takes much memory."""
+"""A longer subject is kept as a digest, to bound the memory."""
 WRITE_SECONDS = 1.0
-"""How often a worker writes what has changed."""
 HASHES_PER_SLICE = 128
-"""How many subjects are hashed before other work has its turn: about 0.3 ms."""
+"""How many subjects are hashed before other work gets its turn: about 0.3 ms."""
 
 Name = str | bytes
 """A subject, or the digest of a long one."""
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 class ThrottledSubject(msgspec.Struct, frozen=True):
-    """A subject that was denied lately, at least so often."""
+    """A subject that was denied recently, and at least how many times."""
 
     tenant_id: str
     subject_hash: str
@@ -50,7 +50,7 @@ class ThrottledSubject(msgspec.Struct, frozen=True):
 
 
 class Window(HeavyHitters[Name]):
-    """The denials of one minute; `number` counts minutes since 1970."""
+    """The denials of one minute by tenant. `number` is the minute since 1970."""
 
     def __init__(self, number: int) -> None:
         super().__init__(MAX_SUBJECTS)
@@ -59,7 +59,7 @@ class Window(HeavyHitters[Name]):
 
 
 class ThrottledTracker:
-    """Counts denials and lists the subjects that have most. Without a folder there is only this process."""
+    """Counts denials and lists the subjects with most of them. Without a folder, the list is that of this process."""
 
     def __init__(self, peppers: Peppers, folder: Path | None = None, clock: Clock | None = None) -> None:
         self._secret = peppers.derive_keys(b"limitforge throttled subjects")[0]
@@ -67,11 +67,11 @@ class ThrottledTracker:
         self._clock = clock or SystemClock()
         self._current = Window(0)
         self._previous = Window(-1)
-        self._oldest = 0
+        self._oldest_file = 0
         self._write_task: asyncio.Task[None] | None = None
 
     def record_denial(self, tenant_id: str, subject: str, now_us: int) -> None:
-        """Count a denial. It computes no HMAC: only subjects that are kept are hashed, once."""
+        """Count a denial. Hashing is left to `top`: only subjects that are kept are hashed, once each."""
         window = self._current
         if now_us // WINDOW_US != window.number:
             window = self._rotate(now_us)
@@ -79,39 +79,39 @@ class ThrottledTracker:
         window.add(tenant_id, subject if len(subject) <= MAX_NAME else _bounded_name(subject), 1, now_us)
 
     def subject_hash(self, tenant_id: str, subject: str) -> str:
-        """Return what a subject is called in lists.
+        """Return the hash that stands for a subject in lists.
 
-        The hash is an HMAC under the newest pepper, so it can't be reversed by guessing. It depends on the tenant, so
-        no tenant can see that another one has the same subject.
+        It is an HMAC under the newest pepper, so it can't be reversed by guessing. It depends on the tenant, so no
+        tenant can see that another one has the same subject.
         """
         return self._hash(tenant_id, _bounded_name(subject)).hex()
 
     async def top(
         self, count: int, now_us: int, tenant_id: str | None = None, subject: str | None = None
     ) -> list[ThrottledSubject]:
-        """Return at most `count` subjects, the one denied most first; of one tenant or subject, if these are given.
+        """Return at most `count` subjects, the most frequently denied first. Tenants share the list fairly.
 
-        Each tenant has a fair share of the list.
+        `tenant_id` and `subject` restrict the list to one tenant or subject.
         """
-        found: HeavyHitters[bytes] = HeavyHitters(MAX_MERGED)
-        async for part in self._read_counts(now_us, tenant_id):
-            for owner, rows in part.items():
+        merged: HeavyHitters[bytes] = HeavyHitters(MAX_MERGED)
+        async for counts in self._read_counts(now_us, tenant_id):
+            for owner, rows in counts.items():
                 wanted = None if subject is None else self._hash(owner, _bounded_name(subject))
                 for digest, denied, last_us in rows:
                     if wanted is None or digest == wanted:
-                        found.add(owner, digest, denied, last_us)
+                        merged.add(owner, digest, denied, last_us)
         return [
-            ThrottledSubject(owner, digest.hex(), seen.count, to_datetime(seen.last_us))
-            for owner, digest, seen in found.top(count)
+            ThrottledSubject(owner, digest.hex(), hits.count, to_datetime(hits.last_us))
+            for owner, digest, hits in merged.top(count)
         ]
 
     async def start(self) -> None:
-        """Write what has changed from now on, about once a second."""
+        """Write changed windows to the folder about once a second."""
         if self._files is not None:
             self._write_task = asyncio.get_running_loop().create_task(self._write_regularly(self._files))
 
     async def close(self) -> None:
-        """Write the last changes. Call it once nothing more is counted."""
+        """Write the last changes. Call it when nothing more is counted."""
         if self._write_task is None or self._files is None:
             return
         self._write_task.cancel()
@@ -119,12 +119,12 @@ class ThrottledTracker:
         try:
             await self._write(self._files)
         except OSError as error:
-            _log.warning("throttled.write_failed error=%s", error)
+            _log_write_failure(error)
 
     def _rotate(self, now_us: int) -> Window:
-        """Begin the window of this time. The one before it is kept, earlier ones are dropped."""
+        """Start the window of this time. Keep the one before it and drop earlier ones."""
         number = now_us // WINDOW_US
-        if number == self._previous.number:  # the clock was set back a little
+        if number == self._previous.number:  # the clock was set back by less than a window
             return self._previous
         if number != self._current.number:
             self._previous = self._current if self._current.number == number - 1 else Window(number - 1)
@@ -136,7 +136,7 @@ class ThrottledTracker:
         return hmac.digest(self._secret, tenant_id.encode() + b"\0" + encoded, "sha256")[:HASH_BYTES]
 
     async def _read_counts(self, now_us: int, tenant_id: str | None) -> AsyncIterator[Rows]:
-        """Yield the counts of each worker and window. Between two of them other work has its turn."""
+        """Yield the counts of each worker and window, with a pause for other work after each."""
         number = self._rotate(now_us).number
         for window in (self._current, self._previous):
             yield await self._hashed_counts(window, tenant_id)
@@ -147,21 +147,21 @@ class ThrottledTracker:
                 await asyncio.sleep(0)
 
     async def _hashed_counts(self, window: Window, tenant_id: str | None = None) -> Rows:
-        """Return a window's counts, by hashes. Subjects that are new are hashed in slices."""
-        rows: Rows = {}
+        """Return the counts of a window by hash. New subjects are hashed in slices."""
+        counts: Rows = {}
         hashed = 0
-        wanted = window.groups if tenant_id is None else (tenant_id,)
-        for owner in list(wanted):
+        tenants = window.groups if tenant_id is None else (tenant_id,)
+        for owner in list(tenants):
             names = list(window.groups.get(owner, {}).items())
-            found = rows[owner] = []
-            for name, seen in names:
-                if seen.digest is None:
-                    seen.digest = self._hash(owner, name)
+            rows = counts[owner] = []
+            for name, hits in names:
+                if hits.digest is None:
+                    hits.digest = self._hash(owner, name)
                     hashed += 1
                     if hashed % HASHES_PER_SLICE == 0:
                         await asyncio.sleep(0)
-                found.append((seen.digest, seen.count, seen.last_us))
-        return rows
+                rows.append((hits.digest, hits.count, hits.last_us))
+        return counts
 
     async def _write_regularly(self, files: WindowFiles) -> None:
         is_failing = False
@@ -169,14 +169,15 @@ class ThrottledTracker:
             await asyncio.sleep(WRITE_SECONDS)
             try:
                 await self._write(files)
-                is_failing = False
             except OSError as error:
                 if not is_failing:
-                    _log.warning("throttled.write_failed error=%s", error)
+                    _log_write_failure(error)
                 is_failing = True
+            else:
+                is_failing = False
 
     async def _write(self, files: WindowFiles) -> None:
-        """Write the windows that have changed, and remove files that are too old to count."""
+        """Write the windows that have changed, and remove the files of windows that no longer count."""
         for window in (self._previous, self._current):
             if window.is_changed:
                 window.is_changed = False
@@ -186,9 +187,14 @@ class ThrottledTracker:
                     window.is_changed = True
                     raise
         oldest = self._clock.now_us() // WINDOW_US - 1
-        if oldest != self._oldest:
+        if oldest != self._oldest_file:
             files.remove_before(oldest)
-            self._oldest = oldest
+            self._oldest_file = oldest
+
+
+def _log_write_failure(error: OSError) -> None:
+    message = "could not write the throttled subjects for the other workers"
+    log_event(_log, logging.WARNING, "throttled.write_failed", message, error=error)
 
 
 def _bounded_name(subject: str) -> Name:

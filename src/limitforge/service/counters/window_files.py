@@ -1,7 +1,7 @@
-"""Counts of short windows that the workers of a service share through files of one folder.
+"""Files in which the workers of a service share their counts of short time windows.
 
-Each worker has one file for each window, which it replaces as a whole. A file is named after its window: the files of
-ended workers count until then, and are removed afterwards.
+Each worker has one file for each window and replaces it as a whole. The file name contains the window, so the files of
+workers that have ended still count until their window is over, and are removed then.
 """
 
 import logging
@@ -13,11 +13,13 @@ from typing import Annotated
 
 import msgspec
 
+from limitforge.observability.events import log_event
+
 HASH_BYTES = 8
 MAX_FILE_BYTES = 262_144
-"""A full window of 2,048 tenants with a subject each takes about 90,000."""
+"""A full window of 2,048 tenants with one subject each takes about 90,000 bytes."""
 MAX_FILES = 1_024
-"""How many files a sum may have: four for each of 256 workers."""
+"""How many files are read for one list: four for each of 256 workers."""
 PREFIX = "throttled"
 TEMPORARY_SUFFIX = ".new"
 
@@ -26,9 +28,9 @@ Row = tuple[
     Annotated[int, msgspec.Meta(ge=1)],
     Annotated[int, msgspec.Meta(ge=0)],
 ]
-"""The hash of a subject, how often it was denied, and when last (microseconds)."""
+"""The hash of a subject, its number of denials, and the time of the last one (microseconds)."""
 Rows = dict[str, list[Row]]
-"""By tenant."""
+"""Rows by tenant id."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_tenants = msgspec.msgpack.Decoder(dict[str, msgspec.Raw]).decode
@@ -37,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 class WindowFiles:
-    """The files of one worker and, to read, of the others."""
+    """Writes the files of this worker and reads those of all others."""
 
     def __init__(self, folder: Path, window_us: int) -> None:
         self._folder = folder
@@ -46,7 +48,7 @@ class WindowFiles:
         self._warned_window = -1
 
     def write(self, window: int, rows: Rows) -> None:
-        """Replace this worker's file of a window. It is renamed once it is complete, so no reader sees a part of it."""
+        """Replace this worker's file of a window. The complete file is renamed, so no reader sees a part of it."""
         file = self._folder / f"{PREFIX}-{window}-{self._process_id}"
         fresh = file.with_name(f"{file.name}{TEMPORARY_SUFFIX}")
         with open(fresh, "wb", opener=_open_private) as opened:
@@ -54,9 +56,9 @@ class WindowFiles:
         fresh.replace(file)
 
     def read(self, windows: tuple[int, ...], tenant_id: str | None = None) -> Iterator[Rows]:
-        """Yield what each other worker has written of these windows; of one tenant, if it is given.
+        """Yield what each other worker has written for these windows, restricted to one tenant if it is given.
 
-        A file that can't be read, is too large or is not valid is left out, and logged once for each window.
+        A file that is unreadable, too large or invalid is skipped, and logged once per window.
         """
         found = [(number, file) for number, file in self._files() if number in windows]
         for number, file in found[:MAX_FILES]:
@@ -65,20 +67,21 @@ class WindowFiles:
             try:
                 yield self._read_file(number, file, tenant_id)
             except FileNotFoundError:
-                continue  # another worker has removed it, since its window is over
+                continue  # its window is over, and another worker has removed it
             except (OSError, ValueError) as error:
                 if self._warned_window < max(windows):
                     self._warned_window = max(windows)
-                    _log.warning("throttled.file_ignored file=%s error=%s", file.name, error)
+                    message = "skipped an invalid file of another worker"
+                    log_event(_log, logging.WARNING, "throttled.file_ignored", message, file=file.name, error=error)
 
     def remove_before(self, window: int) -> None:
-        """Remove the files of all workers of earlier windows."""
+        """Remove the files of earlier windows, of all workers."""
         for number, file in self._files():
             if number < window:
                 file.unlink(missing_ok=True)
 
     def _files(self) -> list[tuple[int, Path]]:
-        """Return all files with their windows, the latest first."""
+        """Return all files with their windows, the latest window first."""
         found = []
         for file in self._folder.glob(f"{PREFIX}-*"):
             number = file.name.split("-")[1]
@@ -96,7 +99,7 @@ class WindowFiles:
         rows = {owner: _decode_rows(raw) for owner, raw in tenants.items()}
         for _, _, last_us in (row for each in rows.values() for row in each):
             if last_us // self._window_us != window:
-                raise ValueError("a time outside of its window")
+                raise ValueError("a time outside its window")
         return rows
 
 

@@ -1,4 +1,4 @@
-"""Door two: the same calls as plain ASGI, for any server; and the way to everything else."""
+"""The ASGI app: all calls of the service for any ASGI server, and the way to the admin API."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -8,10 +8,12 @@ from urllib.parse import parse_qsl
 from limitforge.catalog.model import KeyScope
 from limitforge.core.headers import parse_block
 from limitforge.errors import InvalidInput, LimitforgeError
-from limitforge.service.checks.handler import MAX_BATCH_BODY, MAX_BODY, CheckHandler
+from limitforge.service.checks.batches import MAX_BATCH_BODY, BatchHandler
+from limitforge.service.checks.handler import MAX_BODY, CheckHandler
 from limitforge.service.checks.request_credentials import Credentials, read_api_key, read_api_key_without_body
 from limitforge.service.checks.responses import Response, problem_response
 from limitforge.service.checks.tenant_api import TenantApi
+from limitforge.service.counters.process_counters import ProcessCounters
 from limitforge.service.http.health import Health
 from limitforge.service.problems import HttpError
 
@@ -25,19 +27,30 @@ MAX_QUERY = 8_192
 
 
 class ClientDisconnected(Exception):
-    """Nobody waits for the answer any more."""
+    """The client closed the connection before its request was complete."""
 
 
 class AsgiRouter:
-    """Answers what takes an API key, health and metrics; whatever else there is goes to `other`."""
+    """Answers all calls that take an API key, health and metrics. Any other request goes to `fallback_app`."""
 
     def __init__(
-        self, checks: CheckHandler, calls: TenantApi, health: Health, metrics: Handler, root_path: str, other: ASGIApp
+        self,
+        checks: CheckHandler,
+        batches: BatchHandler,
+        tenant_api: TenantApi,
+        counters: ProcessCounters,
+        health: Health,
+        metrics: Handler,
+        root_path: str,
+        fallback_app: ASGIApp,
     ) -> None:
         self._checks = checks
-        self._tenant_api = calls
+        self._batches = batches
+        self._authenticator = checks.authenticator
+        self._tenant_api = tenant_api
+        self._count_response = counters.count_response
         self._root_path = root_path
-        self._fallback_app = other
+        self._fallback_app = fallback_app
         self._routes: dict[str, tuple[str, str, Handler]] = {
             "/v1/check": ("POST", "check", self._check),
             "/v1/check/batch": ("POST", "batch", self._batch),
@@ -46,7 +59,8 @@ class AsgiRouter:
             "/v1/ready": ("GET", "ready", health.ready),
             "/metrics": ("GET", "metrics", metrics),
         }
-        for call in calls.post_calls:
+        """By path: the method, the name in metrics, and the handler."""
+        for call in tenant_api.post_calls:
             self._routes[f"/v1/{call}"] = ("POST", call, self._post_call)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,35 +69,35 @@ class AsgiRouter:
         if route is None:
             await self._fallback_app(scope, receive, self._count_statuses(send))
             return
-        method, call, handle = route
+        method, call, handler = route
         try:
-            answer = await self._respond(scope, receive, method, handle)
+            response = await self._respond(scope, receive, method, handler)
         except ClientDisconnected:
             return
-        self._checks.count_response(call, answer.status)
-        await send_response(send, answer)
+        self._count_response(call, response.status)
+        await send_response(send, response)
 
     def _count_statuses(self, send: Send) -> Send:
-        async def counted(message: MutableMapping[str, Any]) -> None:
+        async def send_counted(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                self._checks.count_response("other", message["status"])
+                self._count_response("other", message["status"])
             await send(message)
 
-        return counted
+        return send_counted
 
-    async def _respond(self, scope: Scope, receive: Receive, method: str, handle: Handler) -> Response:
+    async def _respond(self, scope: Scope, receive: Receive, method: str, handler: Handler) -> Response:
         allowed = {"GET": ("GET", "HEAD"), "POST": ("POST",)}[method]
         if scope["method"] not in allowed:
-            wrong = HttpError(405, "method_not_allowed", f"this path takes {method}", allow=", ".join(allowed))
-            return problem_response(wrong)
+            error = HttpError(405, "method_not_allowed", f"this path accepts {method}", allow=", ".join(allowed))
+            return problem_response(error)
         try:
-            return await handle(scope, receive)
+            return await handler(scope, receive)
         except LimitforgeError as error:
             return problem_response(error)
 
     def _path(self, scope: Scope) -> str | None:
         path: str = scope.get("path", "")
-        if b"%2f" in scope.get("raw_path", b"").lower():  # which is no slash
+        if b"%2f" in scope.get("raw_path", b"").lower():  # an encoded slash does not separate segments
             return None
         return path[len(self._root_path) :] if path.startswith(self._root_path) else None
 
@@ -93,52 +107,50 @@ class AsgiRouter:
         return await _wait_for_response(self._checks.submit, *await self._read_request(scope, receive, MAX_BODY))
 
     async def _batch(self, scope: Scope, receive: Receive) -> Response:
-        return await _wait_for_response(
-            self._checks.submit_batch, *await self._read_request(scope, receive, MAX_BATCH_BODY)
-        )
+        return await _wait_for_response(self._batches.submit, *await self._read_request(scope, receive, MAX_BATCH_BODY))
 
-    async def _read_request(self, scope: Scope, receive: Receive, limit: int) -> tuple[Credentials, bytes]:
-        """Return who asks and the body, which is read only if the key may have been issued."""
-        who = _credentials(scope, limit)
-        unknown = None if self._checks.is_known(who) else self._checks.early_rejection(who)
-        if unknown is not None:
-            raise unknown
-        return who, await _read_body(receive, limit)
+    async def _read_request(self, scope: Scope, receive: Receive, max_body: int) -> tuple[Credentials, bytes]:
+        """Return the credentials and the body, which is received only if the key may have been issued."""
+        credentials = _credentials(scope, max_body)
+        if not self._authenticator.is_known(credentials):
+            error = self._authenticator.early_rejection(credentials)
+            if error is not None:
+                raise error
+        return credentials, await _read_body(receive, max_body)
 
     async def _post_call(self, scope: Scope, receive: Receive) -> Response:
         path = self._path(scope) or ""
-        permission, call = self._tenant_api.post_calls[path.removeprefix("/v1/")]
-        caller = await self._checks.authenticate(
-            _credentials(scope, MAX_BODY), permission
-        )  # before a stranger's body is read
+        key_scope, call = self._tenant_api.post_calls[path.removeprefix("/v1/")]
+        # Authenticate first, so that clients without a valid key can't make the service receive a body.
+        caller = await self._authenticator.authenticate(_credentials(scope, MAX_BODY), key_scope)
         return await self._tenant_api.respond(call, caller, await _read_body(receive, MAX_BODY))
 
     async def _usage(self, scope: Scope, receive: Receive) -> Response:
-        who = Credentials.from_key(read_api_key_without_body(scope["headers"]), source_address(scope))
-        caller = await self._checks.authenticate(who, KeyScope.USAGE)
+        credentials = Credentials.from_key(read_api_key_without_body(scope["headers"]), source_address(scope))
+        caller = await self._authenticator.authenticate(credentials, KeyScope.USAGE)
         return await self._tenant_api.usage(caller, _parse_query(scope))
 
 
-async def _wait_for_response(submit: Callable[..., None], *asked: Any) -> Response:
-    """The answer of a call that tells it."""
-    answered: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
-    submit(*asked, lambda answer: None if answered.done() else answered.set_result(answer))
-    return await answered
+async def _wait_for_response(submit: Callable[..., None], credentials: Credentials, body: bytes) -> Response:
+    """Return the response that `submit` passes to its callback."""
+    future: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+    submit(credentials, body, lambda response: None if future.done() else future.set_result(response))
+    return await future
 
 
-def _credentials(scope: Scope, limit: int) -> Credentials:
-    return Credentials.from_key(read_api_key(scope["headers"], limit), source_address(scope))
+def _credentials(scope: Scope, max_body: int) -> Credentials:
+    return Credentials.from_key(read_api_key(scope["headers"], max_body), source_address(scope))
 
 
-async def _read_body(receive: Receive, limit: int) -> bytes:
+async def _read_body(receive: Receive, max_body: int) -> bytes:
     body = bytearray()
     while True:
         event = await receive()
         if event["type"] == "http.disconnect":
             raise ClientDisconnected
         body += event.get("body", b"")
-        if len(body) > limit:
-            raise HttpError(413, "body_too_large", f"at most {limit} bytes", connection="close")
+        if len(body) > max_body:
+            raise HttpError(413, "body_too_large", f"at most {max_body} bytes", connection="close")
         if not event.get("more_body", False):
             return bytes(body)
 
@@ -153,20 +165,21 @@ def _parse_query(scope: Scope) -> dict[str, str]:
         raise InvalidInput("query", "must be URL-encoded UTF-8, such as resource=GET:/orders&subject=user:42") from None
     query = dict(pairs)
     if len(query) < len(pairs):
-        raise InvalidInput("query", "names a field twice")
+        raise InvalidInput("query", "a parameter must not be repeated")
     return query
 
 
 def source_address(scope: Scope) -> str:
+    """Return the IP address of the client, or an empty string if the server does not know it."""
     client = scope.get("client")
     return "" if client is None else str(client[0])
 
 
-async def send_response(send: Send, answer: Response) -> None:
+async def send_response(send: Send, response: Response) -> None:
     headers = [
-        (b"content-type", answer.content_type),
-        *parse_block(answer.headers),
-        (b"content-length", b"%d" % len(answer.body)),
+        (b"content-type", response.content_type),
+        *parse_block(response.headers),
+        (b"content-length", b"%d" % len(response.body)),
     ]
-    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-    await send({"type": "http.response.body", "body": answer.body})
+    await send({"type": "http.response.start", "status": response.status, "headers": headers})
+    await send({"type": "http.response.body", "body": response.body})

@@ -1,6 +1,6 @@
-"""Bound what all connections of a process hold together, and choose which of them give way.
+"""Bound what all connections of a process hold together, and choose which of them to close.
 
-`protocol.py` bounds each connection by itself, but a client may open any number of them.
+`bounded_connection.py` bounds each connection by itself, but a client may open any number of them.
 """
 
 import asyncio
@@ -11,22 +11,20 @@ from typing import Protocol
 
 from limitforge.service.checks.invalid_bodies import SMALL_BODY
 
-MAX_CONNECTIONS = 2_000  # an idle one costs about 8 KiB
-MAX_BUFFERED = 10 * 1_048_576  # bytes of requests that are not whole yet, and of answers that were not read
-MAX_LOOKUP_BYTES = (
-    4 * 1_048_576
-)  # bytes of requests that wait until their key is looked up; small ones are always taken
-MIN_BUFFERED = 65_536  # bytes that an owner may always hold
+MAX_CONNECTIONS = 2_000  # an idle one takes about 8 KiB
+MAX_BUFFERED = 10 * 1_048_576  # bytes of incomplete requests and unread responses
+MAX_LOOKUP_BYTES = 4 * 1_048_576  # bytes of requests that wait for the look-up of their key; small ones are exempt
+MIN_BUFFERED = 65_536  # bytes that each owner may always hold
 
-MAX_STARTS = 2  # of requests for ASGI, in one iteration of the event loop
-OTHER_FILES = 256  # that a process may have open besides
+MAX_STARTS = 2  # requests that are passed to ASGI in one iteration of the event loop
+OTHER_FILES = 256  # files that a process may have open besides its connections
 
 
 class StartQueue:
-    """Starts requests for ASGI, a few in each iteration of the event loop, in the order in which they came.
+    """Starts requests for ASGI in order, a few in each iteration of the event loop.
 
-    libuv accepts one connection in each iteration. So if every waiting connection started its next request in the same
-    iteration, a new client would wait for all of them once for each client before it.
+    libuv accepts one connection in each iteration. If every waiting connection started its next request in the same
+    iteration, then each new client would wait for all of them, once for each client before it.
     """
 
     def __init__(self) -> None:
@@ -34,7 +32,7 @@ class StartQueue:
         self._starts_left = MAX_STARTS
 
     def add(self, start: Callable[[], None]) -> None:
-        """Call it now or soon."""
+        """Call `start` now or in a later iteration."""
         if self._starts_left == MAX_STARTS:
             asyncio.get_running_loop().call_soon(self._begin_iteration)
         if self._starts_left and not self._waiting:
@@ -53,23 +51,23 @@ class StartQueue:
 
 
 class TrackedConnection(Protocol):
-    """What has to be known of a connection to choose."""
+    """What the registry needs to know of a connection."""
 
     buffered: int
-    """Bytes that it would let go of: input that is not a whole request yet, and answers that were not read."""
+    """Bytes that evicting it would free: an incomplete request, and responses that the client has not read."""
     owner: bytes
-    """The fingerprint of the key that it presented last, if this process knows that key; else empty."""
+    """The fingerprint of the last key if this process knows that key, else empty."""
 
     @property
     def is_answering(self) -> bool:
-        """Whether a whole request waits for its answer."""
+        """True while a complete request waits for its response."""
 
     @property
     def quiet_since(self) -> float:
-        """When it last began to wait for the client."""
+        """The time since which the connection waits for the client."""
 
     def evict(self) -> None:
-        """Let go of everything that it holds, and close."""
+        """Free everything that the connection holds, and close it."""
 
 
 class PendingLookup(Protocol):
@@ -80,7 +78,7 @@ class PendingLookup(Protocol):
 
 
 class ConnectionRegistry:
-    """All connections of one listening socket, in one process. Clients without a known key count as one owner."""
+    """All connections of one listening socket in this process. Clients without a known key count as one owner."""
 
     def __init__(self, max_connections: int = MAX_CONNECTIONS, max_buffered: int = MAX_BUFFERED) -> None:
         self.starts = StartQueue()
@@ -91,7 +89,7 @@ class ConnectionRegistry:
         self._lookup_bytes = 0
 
     def add(self, connection: TrackedConnection) -> None:
-        """Close others if there are too many now; or this one, if all others are being answered."""
+        """Add a connection. If there are now too many, close idle ones, or this one if there are none."""
         self._open.add(connection)
         if len(self._open) > self._max_connections:
             self._close_idle(connection)
@@ -100,15 +98,15 @@ class ConnectionRegistry:
         self._open.discard(connection)
 
     def set_buffered(self, connection: TrackedConnection, buffered: int) -> None:
-        """Write down how many bytes a connection holds; if that is too much in all, the largest owner gives way."""
-        more = buffered - connection.buffered
+        """Record how many bytes a connection holds. If the sum is too large, evict connections of the largest owner."""
+        growth = buffered - connection.buffered
         connection.buffered = buffered
-        self._buffered += more
-        if more > 0 and self._buffered > self._max_buffered:
+        self._buffered += growth
+        if growth > 0 and self._buffered > self._max_buffered:
             self._shed_buffers()
 
     def admit_lookup(self, request: PendingLookup) -> bool:
-        """Return whether a request whose key is not known may wait for the look-up. `release_unknown` must follow."""
+        """Return whether a request may wait for the look-up of its key. If so, call `release_lookup` afterwards."""
         if request.size > SMALL_BODY and self._lookup_bytes + request.size > MAX_LOOKUP_BYTES:
             return False
         request.awaits_lookup = True
@@ -116,26 +114,29 @@ class ConnectionRegistry:
         return True
 
     def release_lookup(self, request: PendingLookup) -> None:
-        """Call it before its size is forgotten; of other requests nothing is released."""
+        """End the wait of an admitted request; ignore any other. Call it before the request's size is reset."""
         if request.awaits_lookup:
             request.awaits_lookup = False
             self._lookup_bytes -= request.size
 
     def _close_idle(self, newest: TrackedConnection) -> None:
-        """Close those of the owner with most connections that are quiet for longest."""
-        quiet = [each for each in self._open if not each.is_answering and each is not newest]
-        numbers = Counter(each.owner for each in quiet)
-        quiet.sort(key=lambda each: (-numbers[each.owner], each.quiet_since))
-        for connection in quiet[: max(self._max_connections // 16, 1)] or [newest]:
-            self._open.discard(connection)  # the transport may need a moment
+        """Close some connections of the owner with most idle ones, the longest idle first."""
+        idle = [connection for connection in self._open if not connection.is_answering and connection is not newest]
+        numbers = Counter(connection.owner for connection in idle)
+        idle.sort(key=lambda connection: (-numbers[connection.owner], connection.quiet_since))
+        for connection in idle[: max(self._max_connections // 16, 1)] or [newest]:
+            self._open.discard(connection)  # now, because the transport may take a moment to close
             connection.evict()
 
     def _shed_buffers(self) -> None:
-        """Begin with the owner that holds most. Clients without a known key count double; who holds little stays."""
-        holding = [each for each in self._open if each.buffered]
+        """Evict connections until a quarter of the bytes is free, those of the largest owner first.
+
+        Bytes of clients without a known key count double. Owners that hold little are exempt.
+        """
+        holding = [connection for connection in self._open if connection.buffered]
         totals: Counter[bytes] = Counter()
-        for each in holding:
-            totals[each.owner] += each.buffered if each.owner else 2 * each.buffered
+        for connection in holding:
+            totals[connection.owner] += connection.buffered if connection.owner else 2 * connection.buffered
         holding = [each for each in holding if totals[each.owner] > MIN_BUFFERED and each.buffered > SMALL_BODY]
         holding.sort(key=lambda each: (-totals[each.owner], -each.buffered))
         for connection in holding:
@@ -146,8 +147,9 @@ class ConnectionRegistry:
 
 
 def raise_file_limit(max_connections: int) -> int:
-    """Allow this process the open files that so many connections need. Return how many it may have: fewer, if the
-    system allows fewer files.
+    """Raise this process's limit of open files for so many connections.
+
+    Return how many connections it allows: fewer, if the hard limit is too low.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = max_connections + OTHER_FILES

@@ -1,13 +1,13 @@
-"""What arrived on a connection and was not parsed yet, and the bounds of the message that is being parsed.
+"""The unparsed input of a connection, cut into pieces for the parser, and the bounds of the current message.
 
-The parser gets pieces of what arrived, so that at most one message ends in each. (Two may, if a packet ends within the
-blank line behind the first.) So the connection can stop between two messages.
+Each piece contains the end of at most one message, so the connection can stop between two messages. (A piece may
+contain two ends if a packet ends within the blank line behind the first message.)
 """
 
-MAX_HEAD = 32_768  # bytes of a message that are not its body: request line, header fields, chunk extensions, trailers
-MAX_FIELDS = 100  # of head and trailers together
-MAX_CHUNKS = 2_048  # of a body; each is a call of the parser
-CHUNK_FRAMING = 16  # bytes that each chunk may have besides: its size and two line ends
+MAX_HEAD = 32_768  # bytes of a message besides its body: request line, header fields, chunk extensions, trailers
+MAX_FIELDS = 100  # in head and trailers together
+MAX_CHUNKS = 2_048  # in a body; each takes a call of the parser
+CHUNK_FRAMING = 16  # bytes that each chunk may have besides its data: its size and two line ends
 SMALL_PACKET = 8_192
 CHUNKED = -1
 HEAD_END = b"\r\n\r\n"
@@ -20,11 +20,11 @@ class InputBuffer:
 
     def __init__(self) -> None:
         self.packet = b""
-        """What arrived last, if some of it is not parsed yet."""
+        """The last packet, or what is unparsed of all packets; empty if everything is parsed."""
         self._offset = 0
         self.is_in_body = False
         self.body_left = 0
-        """How many bytes are left of a body whose length was announced; below 0 for one in chunks."""
+        """Bytes of the body still to come if the request has a Content-Length; `CHUNKED` for a chunked body."""
         self.overhead = 0
         """Bytes of the current message that are not its body."""
         self.chunks = self.fields = 0
@@ -33,24 +33,24 @@ class InputBuffer:
         self.packet, self._offset = self.packet[self._offset :] + data, 0
 
     def next_piece(self) -> bytes:
-        """Take what the parser gets next: the rest of a body whose length is known; else all up to a blank line."""
-        packet, at = self.packet, self._offset
+        """Remove and return the next piece: the rest of a body of known length, else everything up to a blank line."""
+        packet, start = self.packet, self._offset
         end = len(packet)
         if self.is_in_body and self.body_left > 0:
-            end = min(at + self.body_left, end)
-        elif at or end > SMALL_PACKET or packet.count(HEAD_END) > 1:
-            found = packet.find(HEAD_END, at)
+            end = min(start + self.body_left, end)
+        elif start or end > SMALL_PACKET or packet.count(HEAD_END) > 1:
+            found = packet.find(HEAD_END, start)
             end = end if found < 0 else found + len(HEAD_END)
         self.packet, self._offset = (packet, end) if end < len(packet) else (b"", 0)
-        self.overhead += end - at
-        return packet[at:end]
+        self.overhead += end - start
+        return packet[start:end]
 
     def compact(self) -> None:
-        """Let go of what is parsed: the rest may wait for long."""
+        """Free the parsed part of the packet, because the rest may wait for long."""
         self.packet, self._offset = self.packet[self._offset :], 0
 
     def count_body(self, size: int) -> None:
-        """So many bytes of what was fed were body."""
+        """Count so many bytes of the last piece as body instead of overhead."""
         self.overhead -= size
         self.body_left -= size
 
@@ -68,7 +68,7 @@ class InputBuffer:
 
     @property
     def size(self) -> int:
-        """Bytes that it holds: the packet that is not parsed yet, and the fields of the current message, which take
-        twice their size.
+        """Bytes in memory: the unparsed packet, and the header fields of the current message, which take twice their
+        size once parsed.
         """
         return len(self.packet) + 2 * min(self.overhead, MAX_HEAD)

@@ -1,7 +1,7 @@
-"""Heads of requests that were parsed once, and need not be parsed again.
+"""Recognize a request whose head equals that of the previous request, so that it need not be parsed again.
 
-Clients that keep their connection send the same head with each check, but for the length of the body and, if they ask
-for many callers, the key. What differs in anything else is left to the parser.
+Clients that keep their connection open send the same head with each check. Only the Content-Length differs, and the key
+if the client checks for many tenants. A head that differs in anything else goes to the parser.
 """
 
 import re
@@ -10,7 +10,7 @@ import msgspec
 
 from limitforge.service.checks.request_credentials import Credentials
 
-MAX_CACHED_HEAD = 2_048  # a longer one is parsed each time
+MAX_CACHED_HEAD = 2_048  # bytes; a longer head is parsed each time
 
 _HEAD_END = b"\r\n\r\n"
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]+)(?=\r\n)", re.IGNORECASE)
@@ -21,57 +21,55 @@ _MAX_DIGITS = 7
 
 
 class CachedHead(msgspec.Struct):
-    """The head of a check as a connection sent it last, and whose it was."""
+    """The head of the last parsed check of a connection, and its credentials."""
 
     pieces: tuple[bytes, ...]
-    """What stands before, between and behind the values that may differ."""
+    """The constant bytes before, between and after the values that may differ."""
     length_index: int
-    """Which of these values is the length; another one is the key."""
+    """The index of the Content-Length among these values. If there is another value, it is the key."""
     max_body: int
     last_head: bytes
     last_size: int
-    """Of a request with the whole head of the last one: bodies of one length follow each other."""
+    """Bytes of the last request, head and body. Consecutive bodies often have the same length."""
     credentials: Credentials
 
     @classmethod
-    def from_request(cls, request: bytes, body: bytes, limit: int, who: Credentials) -> "CachedHead | None":
-        """Of a whole request, if its body is told by its length, and by nothing else."""
+    def from_request(cls, request: bytes, body: bytes, max_body: int, credentials: Credentials) -> "CachedHead | None":
+        """Build from a complete request that is framed by Content-Length alone, else return None."""
         end = request.find(_HEAD_END) + len(_HEAD_END)
         if end > MAX_CACHED_HEAD or len(request) - end != len(body):
-            return None  # a body in chunks is longer than what it says
+            return None  # with chunks, a request is longer than its head and body
         length, key = _LENGTH.search(request, 0, end), _KEY.search(request, 0, end)
         if length is None or length[1] != b"%d" % len(body):
             return None
         values = [length.span(1)]
-        if key is not None and len(_CREDENTIAL_FIELD.findall(request, 0, end)) == 1:  # two might come to differ
+        if key is not None and len(_CREDENTIAL_FIELD.findall(request, 0, end)) == 1:  # two fields might differ later
             values = sorted([*values, key.span(1)])
         edges = [0, *(edge for value in values for edge in value), end]
-        pieces = tuple(request[edges[at] : edges[at + 1]] for at in range(0, len(edges), 2))
-        return cls(pieces, values.index(length.span(1)), limit, request[:end], len(request), who)
+        pieces = tuple(request[edges[index] : edges[index + 1]] for index in range(0, len(edges), 2))
+        return cls(pieces, values.index(length.span(1)), max_body, request[:end], len(request), credentials)
 
     def match_body(self, request: bytes) -> bytes | None:
-        """The body of a request that starts with this head; None if it does not, or does not end where it should. Then
-        `who` tells whose it is.
-        """
+        """Return the body of a complete request with this head, else None. On a match, `credentials` are its own."""
         start, *pieces = self.pieces
         if not request.startswith(start):
             return None
-        at, values = len(start), []
+        offset, values = len(start), []
         for piece in pieces:
-            end = request.find(b"\r", at)
+            end = request.find(b"\r", offset)
             if not request.startswith(piece, end):
                 return None
-            values.append(request[at:end])
-            at = end + len(piece)
+            values.append(request[offset:end])
+            offset = end + len(piece)
         digits = values.pop(self.length_index)
         if not 0 < len(digits) <= _MAX_DIGITS or not digits.isdigit() or digits.startswith(b"0"):
             return None
-        if not len(request) - at == int(digits) <= self.max_body:
+        if not len(request) - offset == int(digits) <= self.max_body:
             return None
         if values and not self._match_key(values[0]):
             return None
-        self.last_head, self.last_size = request[:at], len(request)
-        return request[at:]
+        self.last_head, self.last_size = request[:offset], len(request)
+        return request[offset:]
 
     def _match_key(self, key: bytes) -> bool:
         if not _PLAIN_KEY.fullmatch(key):

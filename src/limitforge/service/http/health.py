@@ -1,4 +1,4 @@
-"""Live and ready: what a load balancer asks. Neither waits for anything."""
+"""Health and readiness for load balancers. Neither call waits for the store or the database."""
 
 import asyncio
 import time
@@ -18,22 +18,22 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Health:
-    """`catalog` returns how the catalog is doing: its `state`, ok or degraded, and `since` when.
+    """Answers `/v1/health` and `/v1/ready`.
 
-    Both calls are open to strangers. They show no sizes, revisions, addresses or error texts: those are in the metrics
-    and in the log.
+    Anyone may call these, so they show no sizes, revisions, addresses or error texts. The metrics and the log do.
     """
 
-    def __init__(self, limiter: Limiter, catalog: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, limiter: Limiter, catalog_status: Callable[[], dict[str, Any]]) -> None:
+        """`catalog_status` returns the `state` of the catalog, ok or degraded, and `since` when."""
         self._limiter = limiter
-        self._catalog = catalog
-        self._live = _encode({"status": "ok", "version": version("limitforge")})
+        self._catalog_status = catalog_status
+        self._live_body = _encode({"status": "ok", "version": version("limitforge")})
         self._has_answered = False
         self._since = time.time()
         self._probe_task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Find out whether the store is there, before the first check does."""
+        """Probe the store until it answers once, so that readiness is known before the first check."""
         self._probe_task = asyncio.get_running_loop().create_task(self._probe_store())
 
     async def close(self) -> None:
@@ -51,18 +51,18 @@ class Health:
                 self._has_answered, self._since = True, time.time()
 
     async def live(self, *_: Any) -> Response:
-        return Response(200, JSON_TYPE, b"", self._live)
+        return Response(200, JSON_TYPE, b"", self._live_body)
 
     async def ready(self, *_: Any) -> Response:
-        """Ready as long as checks are answered, also by a failure behaviour; `degraded` says that they are."""
-        store, catalog = self._store_status(), self._catalog()
+        """Return 200 while checks are answered, and the status `degraded` while a failure behaviour answers them."""
+        store, catalog = self._store_status(), self._catalog_status()
         is_ok = store["state"] == catalog["state"] == "ok"
         return Response(
             200, JSON_TYPE, b"", _encode({"status": "ok" if is_ok else "degraded", "store": store, "catalog": catalog})
         )
 
     def _store_status(self) -> dict[str, Any]:
-        """`unreached` until it has answered once."""
+        """Return the store's state: `unreached` until it has answered once, then `ok` or that of the breaker."""
         status = self._limiter.status()
         since = self._since if status.since is None else status.since
         state = "ok" if self._has_answered else "unreached"

@@ -1,4 +1,4 @@
-"""What all connections of a listening socket share, and the requests of one of them that wait for an answer."""
+"""What all connections of one listening socket share: the paths of the fast protocol, and common bounds."""
 
 import re
 from collections.abc import Callable
@@ -8,80 +8,75 @@ from urllib.parse import unquote_to_bytes
 import httptools
 
 from limitforge.core.headers import encode_block
-from limitforge.service.checks.handler import MAX_BATCH_BODY, MAX_BODY, CheckHandler
+from limitforge.service.checks.authentication import Authenticator
 from limitforge.service.checks.request_credentials import Credentials
 from limitforge.service.checks.responses import Response
+from limitforge.service.counters.process_counters import ProcessCounters
 from limitforge.service.http.connections import ConnectionRegistry
 from limitforge.service.http.trusted_proxies import TrustedProxies
 
 _PLAIN_PATH = re.compile(rb"/[-A-Za-z0-9._~/]*")
-STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+_STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
 Submit = Callable[..., None]
 FastRoute = tuple[dict[int, int], Submit, int]
-"""Where the answers of a path are counted, what decides it, and how large its body may be."""
+"""The response counters of a path (by status), the function that answers it, and the largest body in bytes."""
 
 
 class Listener:
-    """What all connections of a listening socket share: the paths that door one answers, and common bounds."""
+    """The state of a listening socket in one process."""
 
     def __init__(
         self,
-        checks: CheckHandler,
-        calls: dict[bytes, FastRoute],
+        authenticator: Authenticator,
+        counters: ProcessCounters,
+        routes: dict[bytes, FastRoute],
         proxies: TrustedProxies,
         connections: ConnectionRegistry,
     ) -> None:
-        self.status_counts = checks.status_counts
-        self.is_known, self.early_rejection = checks.is_known, checks.early_rejection
-        self.routes = calls
+        """`routes` are the paths that the fast protocol answers itself."""
+        self.status_counts = counters.status_counts
+        self.is_known, self.early_rejection = authenticator.is_known, authenticator.early_rejection
+        self.routes = routes
         self.proxies = proxies
         self.connections = connections
         self.is_shutting_down = False
-        """True when the listening socket is closed. A connection that was accepted before may still begin."""
+        """True once the socket is closed. A connection that was accepted before may still be made."""
         self.default_headers: list[tuple[bytes, bytes]] | None = None
+        """The header fields that uvicorn adds to each response. It makes a new list every second, with a new date."""
         self.response_heads: dict[tuple[int, bytes], bytes] = {}
-        """By status and content type, for as long as the default headers are these."""
-
-    @classmethod
-    def for_checks(
-        cls, checks: CheckHandler, root_path: str, proxies: TrustedProxies, connections: ConnectionRegistry
-    ) -> "Listener":
-        calls: dict[bytes, FastRoute] = {
-            f"{root_path}/v1/check".encode(): (checks.status_counts("check"), checks.submit, MAX_BODY),
-            f"{root_path}/v1/check/batch".encode(): (
-                checks.status_counts("batch"),
-                checks.submit_batch,
-                MAX_BATCH_BODY,
-            ),
-        }
-        return cls(checks, calls, proxies, connections)
+        """Encoded heads with these default headers, by status and content type."""
 
     def find_route(self, url: bytes) -> FastRoute | None:
-        """Return what answers a URL in any form that ASGI would read as one of these paths: with a host, a query, a
-        fragment or encoded characters. None also if it can't be parsed.
+        """Return the route of a URL, or None if ASGI must answer it or it can't be parsed.
+
+        It accepts every form that ASGI would map to the same path: with a host, a query, a fragment or percent-encoded
+        characters.
         """
-        call = self.routes.get(url)
-        if call is not None or _PLAIN_PATH.fullmatch(url):
-            return call
+        route = self.routes.get(url)
+        if route is not None or _PLAIN_PATH.fullmatch(url):
+            return route
         try:
             path = httptools.parse_url(url).path or b""
         except httptools.HttpParserInvalidURLError:
             return None
-        return None if b"%2f" in path.lower() else self.routes.get(unquote_to_bytes(path))  # that is not a slash
+        if b"%2f" in path.lower():  # an encoded slash does not separate segments
+            return None
+        return self.routes.get(unquote_to_bytes(path))
 
-    def build_response_head(self, answer: Response, headers: list[tuple[bytes, bytes]]) -> bytes:
-        """How an answer begins, with the fields of uvicorn's own, which are made anew each second."""
-        if headers is not self.default_headers:
+    def build_response_head(self, response: Response, default_headers: list[tuple[bytes, bytes]]) -> bytes:
+        """Return the status line, the default header fields and the content type, and cache them."""
+        if default_headers is not self.default_headers:
             self.response_heads.clear()
-            self.default_headers = headers
-        opening = STATUS_LINES[answer.status] + encode_block(headers) + b"content-type: %b\r\n" % answer.content_type
-        self.response_heads[answer.status, answer.content_type] = opening
-        return opening
+            self.default_headers = default_headers
+        content_type = b"content-type: %b\r\n" % response.content_type
+        head = _STATUS_LINES[response.status] + encode_block(default_headers) + content_type
+        self.response_heads[response.status, response.content_type] = head
+        return head
 
 
 class PipelinedRequest:
-    """One check of a connection, until it is answered and everything before it is."""
+    """A check on a connection, until its response is written. Responses are written in the order of the requests."""
 
     __slots__ = (
         "awaits_lookup",
@@ -96,18 +91,20 @@ class PipelinedRequest:
         "submit",
     )
 
-    def __init__(self, answers: dict[int, int], submit: Submit, limit: int, who: Credentials) -> None:
-        self.status_counts = answers
-        """Where it is counted, by its status."""
+    def __init__(self, status_counts: dict[int, int], submit: Submit, max_body: int, credentials: Credentials) -> None:
+        self.status_counts = status_counts
+        """Where its response is counted, by status."""
         self.submit = submit
-        self.max_body = limit
-        self.credentials = who
+        self.max_body = max_body
+        self.credentials = credentials
         self.body: bytes | bytearray = b""
         self.size = 0
-        """Of the body, until it is answered."""
+        """Bytes of the body, until it is answered."""
         self.awaits_lookup = False
-        """Whether it waits until its key is looked up."""
+        """True while its key is looked up."""
         self.close = False
+        """True if the connection closes after the response."""
         self.is_rejected = False
-        """Whether it was answered before it was read to its end."""
+        """True if it was answered before it was received completely."""
         self.response: Response | None = None
+        """The response, while it waits for those of earlier requests."""

@@ -1,5 +1,6 @@
-"""`/metrics`: what was counted, in the text format of Prometheus. It names tenants, so it takes an admin token; or it
-has a port of its own, which only Prometheus should reach.
+"""`/metrics` in the text format of Prometheus.
+
+It names tenants, so it requires an admin token, unless it has its own port, which only Prometheus should reach.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ METRICS_PATH = "/metrics"
 TEXT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
 Authorize = Callable[[Iterable[str], str], Awaitable[None]]
-"""Refuses whoever may not see all tenants, by their `Authorization` fields and where they come from."""
+"""Raises an error unless the client may read the numbers of all tenants: (authorization fields, source address)."""
 Sample = tuple[dict[str, str], int]
 CatalogStatus = LiveCatalogStatus | LiveFileStatus
 
@@ -27,23 +28,24 @@ _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
 class MetricsEndpoint:
-    """The call that takes a token; as an ASGI application, the one that needs none and serves nothing else."""
+    """Responds to authorized requests. As an ASGI app on its own port, it serves nothing else and needs no token."""
 
     def __init__(
         self,
-        sums: SharedCounters,
-        admit: Authorize,
-        budget: Callable[[], int | None],
-        catalog: Callable[[], CatalogStatus],
+        shared_counters: SharedCounters,
+        authorize: Authorize,
+        new_buckets: Callable[[], int | None],
+        catalog_status: Callable[[], CatalogStatus],
     ) -> None:
-        """`budget` returns how many buckets a tenant may begin a minute; None for any number."""
-        self._shared_counters = sums
-        self._authorize = admit
-        self._new_buckets = budget
+        """`new_buckets` returns how many buckets a tenant may create per minute, None if any number."""
+        self._shared_counters = shared_counters
+        self._authorize = authorize
+        self._new_buckets = new_buckets
+        self._catalog_status = catalog_status
         self._lock = asyncio.Lock()
         self._latest: tuple[int, bytes] = (0, b"")
+        """The number of the last request that the latest text covers, and that text."""
         self._requested = 0
-        self._catalog_status = catalog
 
     async def respond_authorized(self, scope: Scope, _: Receive) -> Response:
         authorization = [value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"]
@@ -53,70 +55,67 @@ class MetricsEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             if scope["path"] != METRICS_PATH:
-                raise HttpError(404, "unknown_path", f"there is nothing here but {METRICS_PATH}")
+                raise HttpError(404, "unknown_path", f"this port serves only {METRICS_PATH}")
             if scope["method"] not in ("GET", "HEAD"):
-                raise HttpError(405, "method_not_allowed", "this path takes GET", allow="GET, HEAD")
-            answer = await self._respond()
+                raise HttpError(405, "method_not_allowed", "this path accepts GET", allow="GET, HEAD")
+            response = await self._respond()
         except LimitforgeError as error:
-            answer = problem_response(error)
-        await send_response(send, answer)
+            response = problem_response(error)
+        await send_response(send, response)
 
     async def _respond(self) -> Response:
-        """Many who ask at once share one text, which holds all that was counted before they asked."""
+        """Return everything that was counted before this request. Concurrent requests share one text."""
         self._requested += 1
-        asked = self._requested
+        number = self._requested
         async with self._lock:
-            if self._latest[0] < asked:
-                upto = self._requested
-                self._latest = (
-                    upto,
-                    exposition(await self._shared_counters.totals(), self._new_buckets(), self._catalog_status()),
-                )
+            if self._latest[0] < number:
+                last = self._requested
+                totals = await self._shared_counters.totals()
+                self._latest = (last, exposition(totals, self._new_buckets(), self._catalog_status()))
             return Response(200, TEXT_TYPE, b"", self._latest[1])
 
 
 def exposition(
     totals: Totals, new_buckets_per_minute: int | None = None, catalog: CatalogStatus | None = None
 ) -> bytes:
+    """Return all metrics in the text exposition format."""
     tenants = sorted(totals.tenants.items())
     requests = sorted(totals.requests.items())
     lines = [
-        *_counter(
-            "rl_allowed_total", "Checks that were allowed.", [({"tenant": n}, row[ALLOWED]) for n, row in tenants]
-        ),
-        *_counter("rl_blocked_total", "Checks that were denied.", [({"tenant": n}, row[DENIED]) for n, row in tenants]),
+        *_counter("rl_allowed_total", "Allowed checks.", [({"tenant": n}, row[ALLOWED]) for n, row in tenants]),
+        *_counter("rl_blocked_total", "Denied checks.", [({"tenant": n}, row[DENIED]) for n, row in tenants]),
         *_counter(
             "rl_overflow_total",
-            "Checks of new subjects that a shared bucket decided: their tenant had begun as many buckets as it may.",
+            "Checks of new subjects that a shared bucket decided, because their tenant had created too many buckets.",
             [({"tenant": n}, row[OVERFLOW]) for n, row in tenants],
         ),
         *_counter(
             "requests_total",
-            "Answers, by what was called and the HTTP status.",
+            "Responses by call and HTTP status.",
             [({"call": call, "status": str(status)}, number) for (call, status), number in requests],
         ),
         *_counter(
             "overrides_restored_total",
-            "Overrides that Redis had lost, by eviction or otherwise, and that were set again from the catalog.",
+            "Overrides that Redis had lost, such as by eviction, and that were set again from the catalog.",
             [({}, totals.overrides_restored)],
         ),
     ]
     if new_buckets_per_minute is not None:
-        says = "How many buckets a tenant may begin a minute; beyond that its new subjects share one for each limit."
-        lines += _gauge("rl_new_buckets_per_minute", says, new_buckets_per_minute)
+        description = "Buckets that a tenant may create per minute; beyond that its new subjects share one per limit."
+        lines += _gauge("rl_new_buckets_per_minute", description, new_buckets_per_minute)
     if catalog is not None:
         lines += _catalog_gauges(catalog)
     return "".join(f"{line}\n" for line in lines).encode()
 
 
 def _catalog_gauges(status: CatalogStatus) -> Iterable[str]:
-    """Return the gauges of the catalog as the worker that answers has it."""
+    """Return the gauges of the catalog, as the worker that responds has it."""
     yield from _gauge("rl_catalog_revision", "The newest revision of the catalog that is in force.", status.revision)
-    yield from _gauge("rl_catalog_tenants", "How many tenants this worker has in memory.", status.cache.tenants)
+    yield from _gauge("rl_catalog_tenants", "Tenants that this worker has in memory.", status.cache.tenants)
     if isinstance(status, LiveCatalogStatus):
-        says = "Whether this worker hears of changes at once (1), by source; without any it polls the database."
+        description = "1 if this worker receives changes at once from this source; without any it polls the database."
         sources = [({"source": each}, int(each in status.listening)) for each in ("postgres", "redis")]
-        yield from _samples("gauge", "rl_catalog_listening", says, sources)
+        yield from _samples("gauge", "rl_catalog_listening", description, sources)
     policies = Counter(status.overrides.evicting.values())
     yield from _samples(
         "gauge",
@@ -126,17 +125,17 @@ def _catalog_gauges(status: CatalogStatus) -> Iterable[str]:
     )
 
 
-def _gauge(name: str, says: str, number: int) -> Iterable[str]:
-    return _samples("gauge", name, says, [({}, number)])
+def _gauge(name: str, description: str, number: int) -> Iterable[str]:
+    return _samples("gauge", name, description, [({}, number)])
 
 
-def _counter(name: str, says: str, samples: Iterable[Sample]) -> Iterable[str]:
-    return _samples("counter", name, says, samples)
+def _counter(name: str, description: str, samples: Iterable[Sample]) -> Iterable[str]:
+    return _samples("counter", name, description, samples)
 
 
-def _samples(kind: str, name: str, says: str, samples: Iterable[Sample]) -> Iterable[str]:
-    yield f"# HELP {name} {says}"
+def _samples(kind: str, name: str, description: str, samples: Iterable[Sample]) -> Iterable[str]:
+    yield f"# HELP {name} {description}"
     yield f"# TYPE {name} {kind}"
     for labels, number in samples:
-        shown = ",".join(f'{label}="{value.translate(_ESCAPES)}"' for label, value in labels.items())
-        yield f"{name}{{{shown}}} {number}" if shown else f"{name} {number}"
+        text = ",".join(f'{label}="{value.translate(_ESCAPES)}"' for label, value in labels.items())
+        yield f"{name}{{{text}}} {number}" if text else f"{name} {number}"

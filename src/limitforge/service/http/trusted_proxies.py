@@ -1,7 +1,10 @@
-"""Who asks, where proxies stand between: their word counts only if they are listed, and is read from the right.
+"""Find the client's IP address behind trusted proxies.
 
-X-Forwarded-For: made-up, 203.0.113.7, 10.0.0.2      10.0.0.0/8 is listed, so it was 203.0.113.7
-Forwarded: for=203.0.113.7;proto=https, for=10.0.0.2
+Only the fields of listed proxies count, and they are read from right to left up to the first address that is not
+listed. With 10.0.0.0/8 listed, both of these requests come from 203.0.113.7:
+
+    X-Forwarded-For: 198.51.100.1, 203.0.113.7, 10.0.0.2
+    Forwarded: for=203.0.113.7;proto=https, for=10.0.0.2
 """
 
 import re
@@ -11,7 +14,7 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_add
 from limitforge.core.exact import short_repr
 from limitforge.errors import InvalidInput
 
-MAX_HOPS = 32  # that are looked at
+MAX_HOPS = 32  # how many addresses are read
 
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
@@ -21,49 +24,52 @@ _PORT = re.compile(r"^(?:\[(?P<v6>[^\]]*)\](?::\d+)?|(?P<v4>[\d.]+):\d+)$")
 
 
 class TrustedProxies:
-    """The proxies that are believed."""
+    """The networks whose Forwarded and X-Forwarded-For fields are trusted."""
 
     def __init__(self, networks: Iterable[Network] = ()) -> None:
         self._networks = tuple(networks)
 
     @classmethod
     def parse(cls, text: str) -> "TrustedProxies":
-        """Addresses and networks, such as `10.0.0.0/8, ::1`."""
+        """Parse a list of addresses and networks, such as `10.0.0.0/8, ::1`. Raises InvalidInput."""
         networks = []
         for word in filter(None, (word.strip() for word in text.split(","))):
             try:
                 networks.append(ip_network(word))
             except ValueError:
-                said = "must be addresses or networks, such as 10.0.0.0/8,::1"
-                raise InvalidInput("trusted_proxies", f"{said}, got {short_repr(word)}") from None
+                expected = "must be addresses or networks, such as 10.0.0.0/8,::1"
+                raise InvalidInput("trusted_proxies", f"{expected}, got {short_repr(word)}") from None
         return cls(networks)
 
-    def client_address(self, client: str, headers: Iterable[tuple[bytes, bytes]]) -> str:
-        """Where a request comes from, that `client` has sent. What is no address ends the search. A proxy that passes
-        one field on as a client made it up, beside the other that it wrote itself, is believed in neither.
-        """
-        if not self._networks or not self._is_trusted(_parse_address(client)):
-            return client
-        told = {self._first_untrusted(client, hops) for hops in _forwarded_hops(headers)}
-        return told.pop() if len(told) == 1 else client
+    def client_address(self, peer: str, headers: Iterable[tuple[bytes, bytes]]) -> str:
+        """Return the client's address, given the address of the connection's peer and the header fields.
 
-    def _first_untrusted(self, client: str, hops: Iterable[str]) -> str:
-        source = client
+        If Forwarded and X-Forwarded-For disagree, neither is used: a proxy that writes one of them may pass on the
+        other as the client made it up.
+        """
+        if not self._networks or not self._is_trusted(_parse_address(peer)):
+            return peer
+        found = {self._first_untrusted(peer, hops) for hops in _forwarded_hops(headers)}
+        return found.pop() if len(found) == 1 else peer
+
+    def _first_untrusted(self, peer: str, hops: Iterable[str]) -> str:
+        """Return the first address that is not a trusted proxy, or the last one before a hop without an address."""
+        client = peer
         for hop in hops:
             address = _parse_address(hop)
             if address is None:
-                return source
-            source = str(address)
+                return client
+            client = str(address)
             if not self._is_trusted(address):
-                return source
-        return source
+                return client
+        return client
 
     def _is_trusted(self, address: Address | None) -> bool:
         return address is not None and any(address in network for network in self._networks)
 
 
 def _forwarded_hops(headers: Iterable[tuple[bytes, bytes]]) -> list[list[str]]:
-    """As each field that is there tells them, the nearest first."""
+    """Return the hops of each field that is present, the nearest first."""
     forwarded: list[bytes] = []
     x_forwarded_for: list[bytes] = []
     for name, value in headers:
@@ -71,18 +77,18 @@ def _forwarded_hops(headers: Iterable[tuple[bytes, bytes]]) -> list[list[str]]:
             forwarded += value.split(b",")
         elif name == b"x-forwarded-for":
             x_forwarded_for += value.split(b",")
-    words = [b"".join(_FOR.findall(element)[:1]) for element in forwarded[-MAX_HOPS:]]
+    forwarded_for = [b"".join(_FOR.findall(element)[:1]) for element in forwarded[-MAX_HOPS:]]
     return [
-        [word.decode("latin-1").strip() for word in reversed(told)]
-        for told in (words, x_forwarded_for[-MAX_HOPS:])
-        if told
+        [hop.decode("latin-1").strip() for hop in reversed(hops)]
+        for hops in (forwarded_for, x_forwarded_for[-MAX_HOPS:])
+        if hops
     ]
 
 
 def _parse_address(text: str) -> Address | None:
-    found = _PORT.match(text)
-    if found is not None:
-        text = found["v6"] or found["v4"] or ""
+    match = _PORT.match(text)
+    if match is not None:
+        text = match["v6"] or match["v4"] or ""
     try:
         address = ip_address(text)
     except ValueError:

@@ -1,8 +1,8 @@
-"""Give memory back after a flood of requests.
+"""Return memory to the system after a flood of requests.
 
-A check leaves no reference cycles behind, so the garbage collector may look rarely: a look at everything would hold up
-every check for as long as 60 ms. Other requests do leave cycles. So a timer looks at the memory of this process, and
-collects everything only if that has grown.
+A check leaves no reference cycles, so the garbage collector need not run often: a full collection would delay every
+check by up to 60 ms. Other requests do leave cycles. So a timer checks the memory of this process, and collects
+everything only if the memory has grown.
 """
 
 import asyncio
@@ -15,9 +15,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-COLLECT_AFTER = 20_000  # new objects, instead of 700
+from limitforge.observability.events import log_event
+
+COLLECT_AFTER = 20_000  # new objects; Python's default is 700
 CHECK_SECONDS = 5.0
-RECHECK_SECONDS = 30.0  # after a collection: the flood may have ended since
+RECHECK_SECONDS = 30.0  # after a collection, because the flood may have ended since
 GROWTH_BYTES = 8 * 1_048_576
 MANY_OBJECTS = 1_000
 LARGE_BLOCK = 131_072
@@ -28,16 +30,17 @@ _log = logging.getLogger(__name__)
 
 
 class MemoryWatch:
-    """Collects garbage for one process. Without /proc (not Linux) the collector stays as Python has it."""
+    """Collects garbage when this process has grown. Without /proc (not Linux), Python's defaults stay in place."""
 
     def __init__(self) -> None:
         self._baseline = 0
+        """The lowest resident memory since the last collection."""
         self._recheck_at: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._trim = _malloc_trim()
 
     def start(self) -> None:
-        """Call it once the process is ready: what exists by then stays, and is never looked through again."""
+        """Start the timer. Call it when the process is ready: objects that exist by then are never scanned again."""
         gc.collect()
         gc.freeze()
         _return_large_blocks()
@@ -55,14 +58,16 @@ class MemoryWatch:
         self._timer = loop.call_later(CHECK_SECONDS, self._check_memory)
         resident = resident_bytes()
         self._baseline = min(self._baseline, resident)
-        is_due = self._recheck_at is not None and loop.time() >= self._recheck_at
-        if resident < self._baseline + GROWTH_BYTES and not is_due:
+        is_recheck = self._recheck_at is not None and loop.time() >= self._recheck_at
+        if resident < self._baseline + GROWTH_BYTES and not is_recheck:
             return
         found = gc.collect()
         self._trim()
         self._baseline = resident_bytes()
-        self._recheck_at = loop.time() + RECHECK_SECONDS if not is_due or found > MANY_OBJECTS else None
-        _log.debug("memory.collected objects=%d bytes=%d", found, resident - self._baseline)
+        self._recheck_at = loop.time() + RECHECK_SECONDS if not is_recheck or found > MANY_OBJECTS else None
+        freed = resident - self._baseline
+        message = "collected garbage"
+        log_event(_log, logging.DEBUG, "service.memory_collected", message, objects=found, freed_bytes=freed)
 
 
 def resident_bytes() -> int:
@@ -70,15 +75,16 @@ def resident_bytes() -> int:
 
 
 def _return_large_blocks() -> None:
-    """Have glibc return every block of 128 KiB or more when it is freed. By default it raises that bound to the size of
-    blocks that come and go, up to 32 MiB: large bodies would leave holes.
+    """Make glibc return every block of 128 KiB or more as soon as it is freed.
+
+    By default glibc raises that threshold to the size of freed blocks, up to 32 MiB, and large bodies leave holes.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK)
 
 
 def _malloc_trim() -> Callable[[], object]:
-    """What returns free memory to the system: glibc keeps it otherwise."""
+    """Return a function that gives free memory back to the system, which glibc otherwise keeps."""
     try:
         trim = ctypes.CDLL(None).malloc_trim
     except (OSError, AttributeError):  # another C library

@@ -1,5 +1,7 @@
-"""The parent of the workers: holds the listening socket, keeps as many of them alive as it was told, and replaces them
-one for one when it is asked to reload, so that no connection is ever refused.
+"""The parent of the workers.
+
+It holds the listening socket, restarts workers that die, and on SIGHUP replaces all of them without refusing a
+connection.
 """
 
 import contextlib
@@ -16,57 +18,51 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 
 from limitforge.errors import LimitforgeError
+from limitforge.observability.events import log_event
 
 START_SECONDS = 30.0
 MIN_BACKOFF_SECONDS = 0.5
 MAX_BACKOFF_SECONDS = 10.0
-STABLE_SECONDS = 10.0  # a worker that lived so long did not die of how it was started
+STABLE_SECONDS = 10.0  # a worker that lived this long did not die of a startup error, so the backoff starts again
 BACKLOG = 2_048
 
 _log = logging.getLogger(__name__)
 
 
 class WorkerStartFailed(LimitforgeError):
-    """A worker ended before it was ready; it said why."""
+    """A worker ended before it was ready."""
 
 
 class WorkerProcess:
-    """One process, until it has ended."""
+    """A worker, from its start until the process has ended."""
 
     def __init__(
         self, listening: socket.socket, metrics: socket.socket | None, folder: str, environment: Mapping[str, str]
     ) -> None:
-        read, write = os.pipe()
+        ready_reader, ready_writer = os.pipe()
         fd = listening.fileno()
-        beside = [] if metrics is None else [metrics.fileno()]
-        self._ready = read
+        metrics_fds = [] if metrics is None else [metrics.fileno()]
+        self._ready_reader = ready_reader
         self.started = time.monotonic()
+        command = [sys.executable, "-m", "limitforge.service.processes.worker", str(fd), str(ready_writer), folder]
         self.process = subprocess.Popen(  # noqa: S603 - this very program
-            [
-                sys.executable,
-                "-m",
-                "limitforge.service.processes.worker",
-                str(fd),
-                str(write),
-                folder,
-                *map(str, beside),
-            ],
-            pass_fds=(fd, write, *beside),
+            [*command, *map(str, metrics_fds)],
+            pass_fds=(fd, ready_writer, *metrics_fds),
             env=dict(environment),
-            stdin=subprocess.PIPE,  # which ends with this process: so that no worker outlives it
+            stdin=subprocess.PIPE,  # closes when this process ends, which stops the worker
         )
-        os.close(write)
+        os.close(ready_writer)
 
-    def wait_until_ready(self, is_ending: Callable[[], bool]) -> bool:
-        """False if it ended instead, or took too long."""
+    def wait_until_ready(self, is_stopping: Callable[[], bool]) -> bool:
+        """Return True once the worker is ready, or False if it ends, takes too long, or the supervisor stops."""
         deadline = self.started + START_SECONDS
         try:
-            while time.monotonic() < deadline and not is_ending():
-                if select.select([self._ready], [], [], 0.1)[0]:
-                    return os.read(self._ready, 1) != b""
+            while time.monotonic() < deadline and not is_stopping():
+                if select.select([self._ready_reader], [], [], 0.1)[0]:
+                    return os.read(self._ready_reader, 1) != b""
             return False
         finally:
-            os.close(self._ready)
+            os.close(self._ready_reader)
 
     def stop(self) -> None:
         if self.process.poll() is None:
@@ -74,8 +70,10 @@ class WorkerProcess:
 
 
 class Supervisor:
-    """Runs until SIGTERM or SIGINT; SIGHUP reloads. What the workers have counted together stands in a folder that
-    lasts as long as it runs, so that no counter falls when one of them ends.
+    """Runs workers until SIGTERM or SIGINT, and replaces them on SIGHUP.
+
+    The workers share a temporary folder for their counters. It exists while the supervisor runs, so that no counter
+    decreases when a worker ends.
     """
 
     def __init__(
@@ -88,6 +86,7 @@ class Supervisor:
         metrics: socket.socket | None = None,
         on_ready: Callable[[], None] | None = None,
     ) -> None:
+        """`on_ready` is called once all workers are ready."""
         self._listening = listening
         self._metrics = metrics
         self._folder = ""
@@ -105,7 +104,7 @@ class Supervisor:
             os.set_blocking(end, False)
 
     def run(self) -> None:
-        with tempfile.TemporaryDirectory(prefix="limitforge-run-") as self._folder, self._signals():
+        with tempfile.TemporaryDirectory(prefix="limitforge-run-") as self._folder, self._signal_handlers():
             try:
                 self._start()
                 if self._on_ready is not None and not self._is_stopping:
@@ -119,10 +118,10 @@ class Supervisor:
         self._workers = [self._spawn() for _ in range(self._count)]
         for worker in self._workers:
             if not worker.wait_until_ready(lambda: self._is_stopping) and not self._is_stopping:
-                raise WorkerStartFailed("a worker did not start; what it said stands above")
+                raise WorkerStartFailed("a worker did not start; its error is in the lines before this one")
 
     def _supervise_once(self) -> None:
-        """Once something happens, or a second later."""
+        """Wait for a signal, at most a second, then reload and restart workers as needed."""
         select.select([self._wakeup_reader], [], [], 1.0)
         with contextlib.suppress(BlockingIOError):
             os.read(self._wakeup_reader, 4_096)
@@ -130,12 +129,14 @@ class Supervisor:
         if self._is_reload_requested:
             self._is_reload_requested = False
             self._reload()
-        for at, worker in enumerate(self._workers):
+        for index, worker in enumerate(self._workers):
             if worker.process.poll() is not None and not self._is_stopping:
-                self._workers[at] = self._restart(worker)
+                self._workers[index] = self._restart(worker)
 
     def _restart(self, dead: WorkerProcess) -> WorkerProcess:
-        _log.warning("worker %d ended with %d: starting another", dead.process.pid, dead.process.returncode)
+        pid, status = dead.process.pid, dead.process.returncode
+        message = "a worker died, starting another"
+        log_event(_log, logging.WARNING, "service.worker_died", message, pid=pid, status=status)
         if time.monotonic() - dead.started < STABLE_SECONDS:
             time.sleep(self._backoff)
             self._backoff = min(2 * self._backoff, MAX_BACKOFF_SECONDS)
@@ -146,26 +147,26 @@ class Supervisor:
         return worker
 
     def _reload(self) -> None:
-        """New ones first; the old ones go once their successors answer. If those can't start, nothing changes."""
-        fresh = [self._spawn() for _ in range(self._count)]
-        ready = [worker.wait_until_ready(lambda: self._is_stopping) for worker in fresh]
+        """Start new workers, and stop the old ones once all new ones are ready. If any fails, keep the old ones."""
+        new_workers = [self._spawn() for _ in range(self._count)]
+        ready = [worker.wait_until_ready(lambda: self._is_stopping) for worker in new_workers]
         if all(ready):
-            old, self._workers = self._workers, fresh
-            self._retiring += old
-            _log.info("reloaded: %d new workers answer", len(fresh))
+            obsolete, self._workers = self._workers, new_workers
+            log_event(_log, logging.INFO, "service.reloaded", "new workers have taken over", workers=len(new_workers))
         else:
-            old = fresh
-            self._retiring += fresh
-            _log.error("reloading failed, and the old workers go on: what was wrong stands above")
-        for worker in old:
+            obsolete = new_workers
+            message = "new workers did not start, the old ones continue; the error is in the lines before this one"
+            log_event(_log, logging.ERROR, "service.reload_failed", message)
+        self._retiring += obsolete
+        for worker in obsolete:
             worker.stop()
 
     def _stop(self) -> None:
-        everybody = [*self._workers, *self._retiring]
-        for worker in everybody:
+        workers = [*self._workers, *self._retiring]
+        for worker in workers:
             worker.stop()
         deadline = time.monotonic() + self._shutdown_seconds + 2
-        for worker in everybody:
+        for worker in workers:
             try:
                 worker.process.wait(max(deadline - time.monotonic(), 0.1))
             except subprocess.TimeoutExpired:
@@ -176,36 +177,37 @@ class Supervisor:
         return WorkerProcess(self._listening, self._metrics, self._folder, self._environment)
 
     @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        def end(_signal: int, _frame: FrameType | None) -> None:
+    def _signal_handlers(self) -> Iterator[None]:
+        def stop(_signal: int, _frame: FrameType | None) -> None:
             self._is_stopping = True
 
         def reload(_signal: int, _frame: FrameType | None) -> None:
             self._is_reload_requested = True
 
-        def nothing(_signal: int, _frame: FrameType | None) -> None:
-            pass
+        def wake_up(_signal: int, _frame: FrameType | None) -> None:
+            pass  # having a handler is enough: the signal is written to the wake-up pipe
 
         handlers = {
-            signal.SIGTERM: end,
-            signal.SIGINT: end,
+            signal.SIGTERM: stop,
+            signal.SIGINT: stop,
             signal.SIGHUP: reload,
-            signal.SIGCHLD: nothing,
+            signal.SIGCHLD: wake_up,
         }
-        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-        woken = signal.set_wakeup_fd(self._wakeup_writer, warn_on_full_buffer=False)
+        old_handlers = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        old_wakeup_fd = signal.set_wakeup_fd(self._wakeup_writer, warn_on_full_buffer=False)
         try:
             yield
         finally:
-            signal.set_wakeup_fd(woken)
-            for number, handler in before.items():
+            signal.set_wakeup_fd(old_wakeup_fd)
+            for number, handler in old_handlers.items():
                 signal.signal(number, handler)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket that workers inherit."""
+    """Return a listening socket that workers inherit."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio asks before it sets NODELAY
+    # With the protocol stated: asyncio sets TCP_NODELAY only on sockets that say they are TCP.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listening.bind((host, port))
     listening.listen(BACKLOG)

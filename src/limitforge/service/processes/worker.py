@@ -1,4 +1,4 @@
-"""One process that answers: uvicorn with our protocol, on a socket that it was given."""
+"""A worker: uvicorn with the fast protocol, on a listening socket that it inherits."""
 
 import asyncio
 import contextlib
@@ -44,27 +44,25 @@ def uvicorn_config(service: Service, settings: Settings) -> uvicorn.Config:
     )
 
 
-def _protocol_factory(doors: Listener) -> type[asyncio.Protocol]:
-    """As uvicorn calls it: once for each connection."""
-    return cast("type[asyncio.Protocol]", partial(FastHttpProtocol, doors=doors))
+def _protocol_factory(listener: Listener) -> type[asyncio.Protocol]:
+    """Return what uvicorn calls as if it were a class, once for each connection."""
+    return cast("type[asyncio.Protocol]", partial(FastHttpProtocol, listener=listener))
 
 
 class GracefulServer(uvicorn.Server):
-    """Ends every connection in a shutdown, also one that was accepted before it and begins only then."""
+    """Shuts down every connection, even one that was accepted before the shutdown and is made only after it."""
 
-    def __init__(self, config: uvicorn.Config, doors: Listener) -> None:
+    def __init__(self, config: uvicorn.Config, listener: Listener) -> None:
         super().__init__(config)
-        self._doors = doors
+        self._listener = listener
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._doors.is_shutting_down = True
+        self._listener.is_shutting_down = True
         await super().shutdown(sockets)
 
 
 class WorkerServer(GracefulServer):
-    """Tells when it is ready, and takes connections that were accepted already to their end. What asks for metrics on
-    their own socket is answered beside it.
-    """
+    """The server of a worker. It also runs the server of the metrics port, if there is one."""
 
     def __init__(
         self,
@@ -74,7 +72,7 @@ class WorkerServer(GracefulServer):
         metrics_socket: socket.socket | None = None,
         parent_fd: int | None = None,
     ) -> None:
-        """`parent` is a file descriptor that ends with the process that started this one."""
+        """`parent_fd` is a file descriptor that becomes readable when the parent process ends."""
         super().__init__(uvicorn_config(service, settings), service.listener)
         self._on_ready = on_ready
         self._memory = MemoryWatch()
@@ -93,22 +91,22 @@ class WorkerServer(GracefulServer):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._memory.stop()
-        beside = () if self._metrics_server is None else (self._metrics_server.stop(),)
-        await asyncio.gather(super().shutdown(sockets), *beside)
+        metrics_server = () if self._metrics_server is None else (self._metrics_server.stop(),)
+        await asyncio.gather(super().shutdown(sockets), *metrics_server)
 
     def _on_parent_exit(self) -> None:
-        """The parent never says anything: if there is something to read, it is its end."""
+        """Stop. The parent never writes to the pipe, so if it is readable, it has been closed."""
         if self._parent_fd is not None:
             asyncio.get_running_loop().remove_reader(self._parent_fd)
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A second signal does not make it drop what is in flight: whoever is that impatient sends SIGKILL."""
+        """Start a graceful shutdown. Unlike in uvicorn, a second signal does not drop requests in flight."""
         self.should_exit = True
 
 
 class MetricsServer(GracefulServer):
-    """Metrics on their own socket, in the same loop; signals are for the one whose side it is at."""
+    """Serves metrics on a socket of their own, in the event loop of the worker's server, which handles the signals."""
 
     def __init__(self, service: Service, listening: socket.socket) -> None:
         super().__init__(
@@ -142,12 +140,13 @@ class MetricsServer(GracefulServer):
 
 
 def main() -> None:
-    """`python -m limitforge.service.processes.worker SOCKET READY FOLDER [METRICS]`: file descriptors of the listening socket,
-    and of a pipe that is written to once checks are answered; a folder that all workers share; and the file descriptor
-    of a second listening socket, for metrics alone.
+    """Run `python -m limitforge.service.processes.worker SOCKET READY FOLDER [METRICS]`.
+
+    SOCKET is the file descriptor of the listening socket. READY is that of a pipe, which receives a byte once the
+    worker is ready. FOLDER is shared by all workers. METRICS is the file descriptor of a listening socket for metrics.
     """
-    listening, ready, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    metrics = socket.socket(fileno=int(sys.argv[4])) if len(sys.argv) > 4 else None
+    listening_fd, ready_fd, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    metrics_socket = socket.socket(fileno=int(sys.argv[4])) if len(sys.argv) > 4 else None
     try:
         settings = load_settings()
         validate_tls(settings)
@@ -156,15 +155,17 @@ def main() -> None:
     except LimitforgeError as error:
         sys.stderr.write(f"Error: {error}\n")
         raise SystemExit(EXIT_FAILED) from None
-    server = WorkerServer(service, settings, lambda: _signal_ready(ready), metrics, parent_fd=sys.stdin.fileno())
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it is for the parent
-    with socket.socket(fileno=listening) as shared:
-        run_server(server, [shared])
+    server = WorkerServer(
+        service, settings, lambda: _signal_ready(ready_fd), metrics_socket, parent_fd=sys.stdin.fileno()
+    )
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the parent handles it
+    with socket.socket(fileno=listening_fd) as listening:
+        run_server(server, [listening])
     raise SystemExit(0 if server.started else EXIT_FAILED)
 
 
 def validate_tls(settings: Settings) -> None:
-    """Raises InvalidInput where uvicorn would fail without a name, or ask a terminal for the key's password."""
+    """Raise InvalidInput for files that uvicorn would reject without naming them, or ask a password for."""
     if not settings.tls_cert:
         return
     for name, file in (("tls_cert", settings.tls_cert), ("tls_key", settings.tls_key)):
@@ -175,17 +176,18 @@ def validate_tls(settings: Settings) -> None:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_cert, settings.tls_key, password="")
     except ssl.SSLError as error:
-        why = (error.reason or "not PEM").lower().replace("_", " ")
-        detail = f"{settings.tls_cert} is no certificate chain for the key {settings.tls_key}, without password: {why}"
-        raise InvalidInput("tls_cert", detail) from None
+        reason = (error.reason or "not PEM").lower().replace("_", " ")
+        problem = f"{settings.tls_cert} and {settings.tls_key} are not a certificate chain and its key"
+        raise InvalidInput("tls_cert", f"{problem} without a password: {reason}") from None
 
 
-def _signal_ready(ready: int) -> None:
-    os.write(ready, READY_BYTE)
-    os.close(ready)
+def _signal_ready(ready_fd: int) -> None:
+    os.write(ready_fd, READY_BYTE)
+    os.close(ready_fd)
 
 
 def run_server(server: uvicorn.Server, sockets: list[socket.socket]) -> None:
+    """Run a server until it stops: on uvloop if it is installed, else on asyncio."""
     try:
         import uvloop
     except ImportError:

@@ -1,0 +1,148 @@
+"""The two sources of the configuration: a database, which has an admin API, or a file, which has none."""
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+from limitforge.catalog.credentials import Peppers
+from limitforge.catalog.database.database import Database
+from limitforge.catalog.live.live_catalog import LiveCatalog
+from limitforge.catalog.live.live_file import LiveFile
+from limitforge.catalog.model import TokenScope
+from limitforge.limiter import Limiter
+from limitforge.service.admin.app import create_admin_app
+from limitforge.service.admin.authentication import TokenAuthenticator
+from limitforge.service.admin.session import AdminSession
+from limitforge.service.admin.usage_recorder import UsageRecorder
+from limitforge.service.checks.responses import problem_response
+from limitforge.service.counters.process_counters import ProcessCounters
+from limitforge.service.counters.throttled import ThrottledTracker
+from limitforge.service.http.asgi import ASGIApp, Receive, Scope, Send, send_response
+from limitforge.service.problems import HttpError
+from limitforge.service.settings import Settings
+
+USAGE_FLUSH_SECONDS = 10.0  # how often usage is written to the database
+
+
+class DatabaseBackend:
+    """A configuration in a database: the admin API changes it, and usage is recorded in it."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        peppers: Peppers,
+        limiter: Limiter,
+        counters: ProcessCounters,
+        throttled: ThrottledTracker,
+    ) -> None:
+        self._catalog_copies = _catalog_copies(settings.store_url)
+        self._database = Database(settings.database_url)
+        self.live_catalog = LiveCatalog(
+            self._database,
+            peppers,
+            lookup_seconds=settings.lookup_deadline_ms / 1_000,
+            shared=self._catalog_copies,
+            sink=limiter,
+            on_tenant_loaded=lambda tenant: limiter.set_lanes(tenant.id, tenant.placement),
+            key_prefix=settings.key_prefix,
+            header_options=settings.header_options(),
+            on_restored=counters.count_restored_overrides,
+            on_memory=limiter.set_server_memory,
+        )
+        self._authenticator = TokenAuthenticator(self.live_catalog.catalog, self.live_catalog.cache, limiter)
+        self._throttled = throttled
+        self._usage = UsageRecorder(self._database, counters, take_last_used=self._authenticator.take_last_used)
+        self._flush_task: asyncio.Task[None] | None = None
+        self.fallback_app: ASGIApp = create_admin_app(
+            self.live_catalog,
+            limiter,
+            self._authenticator,
+            usage_recorder=self._usage,
+            throttled_subjects=throttled,
+            root_path=settings.root_path,
+        )
+
+    async def start(self) -> None:
+        await self.live_catalog.start()
+        await self._throttled.start()
+        self._flush_task = asyncio.get_running_loop().create_task(self._flush_usage())
+
+    async def close(self) -> None:
+        if self._flush_task is not None:
+            self._flush_task.cancel()
+            await asyncio.gather(self._flush_task, return_exceptions=True)
+            await self._usage.flush()
+        await self._throttled.close()
+        await self.live_catalog.close()
+        if self._catalog_copies is not None:
+            await self._catalog_copies.close()
+        await self._database.close()
+
+    def catalog_status(self) -> dict[str, Any]:
+        """Return the `catalog` member of a readiness response."""
+        status = self.live_catalog.status()
+        return {"state": status.database, "since": status.since}
+
+    async def authorize_metrics(self, authorization: Iterable[str], source: str) -> None:
+        """Raise an error unless the token may read the numbers of all tenants."""
+        token = await self._authenticator.authenticate(authorization, source)
+        session = AdminSession(token, self.live_catalog.catalog)
+        session.require_scope(TokenScope.READ)
+        session.require_all_tenants("metrics")
+
+    async def _flush_usage(self) -> None:
+        while True:
+            await asyncio.sleep(USAGE_FLUSH_SECONDS)
+            await self._usage.flush()
+
+
+class FileBackend:
+    """A configuration in a file. Changes are made in the file, so there is no admin API."""
+
+    def __init__(self, settings: Settings, peppers: Peppers, limiter: Limiter, counters: ProcessCounters) -> None:
+        self._catalog_copies = _catalog_copies(settings.store_url)
+        self.live_catalog = LiveFile(
+            settings.config,
+            peppers,
+            shared=self._catalog_copies,
+            sink=limiter,
+            on_tenant_loaded=lambda tenant: limiter.set_lanes(tenant.id, tenant.placement),
+            key_prefix=settings.key_prefix,
+            header_options=settings.header_options(),
+            on_restored=counters.count_restored_overrides,
+            on_memory=limiter.set_server_memory,
+        )
+
+    async def start(self) -> None:
+        await self.live_catalog.start()
+
+    async def close(self) -> None:
+        await self.live_catalog.close()
+        if self._catalog_copies is not None:
+            await self._catalog_copies.close()
+
+    def catalog_status(self) -> dict[str, Any]:
+        """Return the `catalog` member of a readiness response."""
+        status = self.live_catalog.status()
+        return {"state": status.file, "since": status.since}
+
+    async def authorize_metrics(self, authorization: Iterable[str], source: str) -> None:
+        """Raise an error: without an admin API there are no tokens."""
+        detail = "a service with a configuration file has no admin tokens; set LIMITFORGE_METRICS_PORT to read metrics"
+        raise HttpError(404, "unknown_path", detail)
+
+    async def fallback_app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            detail = "unknown path; a service with a configuration file has no admin API"
+            await send_response(send, problem_response(HttpError(404, "unknown_path", detail)))
+
+
+Backend = DatabaseBackend | FileBackend
+
+
+def _catalog_copies(store_url: str) -> Any:
+    if store_url.startswith("memory:"):
+        return None
+    from limitforge.stores.redis.catalog_copies import CatalogRedis
+
+    return CatalogRedis(store_url)
