@@ -96,7 +96,7 @@ def test_a_batch_of_too_many_is_refused_before_the_rest_is_parsed(account: Tenan
 def test_a_name_that_comes_twice_anywhere_in_a_batch_is_refused(account: TenantFixture, body: bytes) -> None:
     answer = batch(account, body)
     assert refused(answer) == (400, "malformed_json")
-    assert "twice" in answer.json()["detail"]
+    assert "duplicate name" in answer.json()["detail"]
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,8 @@ def test_the_environment_goes_before_a_file_and_the_command_line_before_both(tmp
         ("LIMITFORGE_FAILURE", "panic", "failure", "open, closed or local"),
         ("LIMITFORGE_ROOT_PATH", "limitforge", "root_path", "start with a slash"),
         ("LIMITFORGE_ROOT_PATH", "/limitforge/", "root_path", "not end with one"),
-        ("LIMITFORGE_TLS_CERT", "a.pem", "tls_key", "needed too"),
-        ("LIMITFORGE_TLS_KEY", "a.pem", "tls_cert", "needed too"),
+        ("LIMITFORGE_TLS_CERT", "a.pem", "tls_key", "required too"),
+        ("LIMITFORGE_TLS_KEY", "a.pem", "tls_cert", "required too"),
         ("LIMITFORGE_LOG_LEVEL", "loud", "log_level", "debug, info"),
         ("LIMITFORGE_HEADERS", "draft-07", "headers", "legacy or draft-06 or draft-11"),
         ("LIMITFORGE_HEADERS", "", "headers", "legacy"),
@@ -58,10 +58,10 @@ def test_the_environment_goes_before_a_file_and_the_command_line_before_both(tmp
         ("LIMITFORGE_STORE_URL", "http://redis:6379", "store_url", "must start with memory://"),
         ("LIMITFORGE_STORE_URL", "redis://localhost:port/0", "store_url", "host, port, options"),
         ("LIMITFORGE_STORE_URL", "redis://localhost/first", "store_url", "the database must be a number"),
-        ("LIMITFORGE_STORE_URL", "memory://?keys=5", "store_url", "takes max_keys"),
+        ("LIMITFORGE_STORE_URL", "memory://?keys=5", "store_url", "has only the parameter max_keys"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(name: str, value: str, field: str, says: str) -> None:
+def test_an_invalid_setting_is_refused_by_name(name: str, value: str, field: str, says: str) -> None:
     with pytest.raises(InvalidInput) as refused:
         load_settings({name: value})
     assert refused.value.field.lower() == field.lower()
@@ -121,7 +121,7 @@ def test_passwords_in_a_query_are_masked_too() -> None:
 def test_settings_are_a_table_for_people() -> None:
     told = run_cli("settings", LIMITFORGE_PEPPERS=PEPPERS, COLUMNS="160")
     assert "LIMITFORGE_DEADLINE_MS" in told.stdout
-    assert "How long a check may wait for the store." in told.stdout
+    assert "How long a check waits for the store." in told.stdout
     assert PEPPERS not in told.stdout
 
 

@@ -42,7 +42,7 @@ def test_of_one_kind_only_so_many_lines_are_written_in_a_minute(logger: logging.
     logger.warning("client %d sent nonsense", 99)
     logger.warning("client %d sent nonsense", 100)
     assert kept.lines[MAX_LINES_PER_WINDOW:] == [
-        "client 99 sent nonsense (5 more like this were left out)",
+        "client 99 sent nonsense (5 similar lines were suppressed)",
         "client 100 sent nonsense",
     ]
 

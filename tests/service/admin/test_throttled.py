@@ -237,7 +237,7 @@ async def test_a_folder_that_is_gone_stops_nothing(tmp_path: Path, caplog: pytes
     throttled = made(folder)
     throttled.record_denial("ten_a", "user:1", NOW)
     await written(throttled)
-    assert [each.message.split()[0] for each in caplog.records] == ["throttled.write_failed"]
+    assert [each.message.split(":")[0] for each in caplog.records] == ["throttled.write_failed"]
     assert len(await denials(throttled)) == 1
     folder.mkdir()
     await written(throttled)

@@ -1,4 +1,7 @@
-"""The counters of one process: a row of numbers for each API key, so that counting a check is one look-up and addition."""
+"""The counters of one process: a row of numbers for each API key.
+
+So counting a check takes one look-up and one addition.
+"""
 
 import operator
 from collections import defaultdict
