@@ -1,23 +1,23 @@
-"""Everything that limitforge raises.
+"""The exceptions of limitforge.
 
     LimitforgeError
-    ├── InvalidInput              a value from the caller is refused; names the field and the bound
-    │   ├── InvalidLimit          ... while a limit was built or its text was parsed
-    │   └── InvalidFile           ... in a configuration file; names every wrong field with its line
-    ├── UnknownReservation        settling something that was never reserved, or more than a day after its end
-    ├── TooManyReservations       a bucket holds as many open reservations as it may
+    ├── InvalidInput              an argument is invalid; names the field and the bound
+    │   ├── InvalidLimit          ... of a limit, or of the text of limits
+    │   └── InvalidFile           ... in a configuration file; names every invalid field with its line
+    ├── UnknownReservation        the reservation does not exist, or ended more than a day ago
+    ├── TooManyReservations       a bucket has the maximum number of open reservations
     ├── CatalogError
-    │   ├── NotFound              no tenant, plan, key, ... of that id or name
-    │   ├── Conflict              a name that is taken, or something that others still use
-    │   │   └── Outdated          somebody else changed it since it was read
-    │   ├── UnknownKey            an API key or token that is wrong, revoked or expired
-    │   ├── Forbidden             a right key that may not: disabled, suspended, or without the scope
-    │   ├── TooManyUnknownKeys    so many wrong keys from one source that none is looked up for a while
-    │   └── CatalogUnavailable    transient: the database did not answer, and nothing usable was remembered
+    │   ├── NotFound              no tenant, plan, key, ... has that id or name
+    │   ├── Conflict              a name is taken, or something is still in use
+    │   │   └── Outdated          it has changed since it was read
+    │   ├── UnknownKey            an API key or token is wrong, revoked or expired
+    │   ├── Forbidden             a valid key may not do this: disabled, suspended, or without the scope
+    │   ├── TooManyUnknownKeys    one source sent too many unknown keys: none is looked up for a while
+    │   └── CatalogUnavailable    transient: the database did not answer, and the process has no usable copy
     └── StoreError
         ├── StoreUnavailable      transient: the store did not answer, or can't serve now
-        │   └── PartialFailure    ... for some of several writes; the others were done
-        └── StoreCorrupt          a bug or a foreign value under one of our keys; never retried, never fails open
+        │   └── PartialFailure    ... for some of several writes; the others succeeded
+        └── StoreCorrupt          a bug, or a foreign value under one of our keys; never retried, never fails open
 
 A denial is not an error: it is a `Decision` whose `allowed` is false.
 """
@@ -27,11 +27,11 @@ from typing import Any
 
 
 class LimitforgeError(Exception):
-    """The root of all errors of this package."""
+    """The base class of all exceptions of this package."""
 
 
 class InvalidInput(LimitforgeError, ValueError):
-    """`field` was refused; `problem` says what it must be."""
+    """An argument is invalid. `field` names it, and `problem` says what it must be."""
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")
@@ -43,12 +43,14 @@ class InvalidInput(LimitforgeError, ValueError):
 
 
 class InvalidLimit(InvalidInput):
-    """A limit, or the text of one, was refused."""
+    """A limit, or the text of limits, is invalid. `field` and `problem` are those of `InvalidInput`."""
 
 
 class InvalidFile(InvalidInput):
-    """A configuration file was refused. `problems` has the line (0 if it has none), the field and what is wrong, for
-    each of them; `field` and `problem` are those of the first.
+    """A configuration file is invalid.
+
+    `problems` lists each problem as (line, field, problem); the line is 0 if the problem has none. `field` and
+    `problem` are those of the first.
     """
 
     def __init__(self, name: str, problems: Sequence[tuple[int, str, str]]) -> None:
@@ -69,21 +71,21 @@ class InvalidFile(InvalidInput):
 
 
 class UnknownReservation(LimitforgeError, LookupError):
-    """No such reservation is known to the store, nor was in the last 24 hours."""
+    """The store has no reservation of this id: it never existed, or it ended more than 24 hours ago."""
 
 
 class TooManyReservations(LimitforgeError):
-    """A bucket already holds the largest number of open reservations; settle some first."""
+    """A bucket has the maximum number of open reservations (1,000); settle some first."""
 
 
 class StoreError(LimitforgeError):
-    """The store could not decide."""
+    """The store could not do what it was asked."""
 
 
 class StoreUnavailable(StoreError):
     """The store did not answer or can't serve now.
 
-    `maybe_counted` tells that the request was on its way when that became clear: it may have been carried out.
+    `maybe_counted` is true if the request had been sent: the store may have executed it.
     """
 
     def __init__(self, problem: str, *, maybe_counted: bool = False) -> None:
@@ -92,7 +94,7 @@ class StoreUnavailable(StoreError):
 
 
 class PartialFailure(StoreUnavailable):
-    """Some of several writes failed, and the others were done. `failed` names those that failed."""
+    """Some of several writes failed, and the others succeeded. `failed` names those that failed."""
 
     def __init__(self, problem: str, failed: Iterable[str]) -> None:
         super().__init__(problem)
@@ -103,35 +105,35 @@ class PartialFailure(StoreUnavailable):
 
 
 class StoreCorrupt(StoreError):
-    """A key holds something that is not ours, or the script and this code disagree."""
+    """A key holds a foreign value, or the script and this code disagree."""
 
 
 class CatalogError(LimitforgeError):
-    """The catalog could not do what was asked."""
+    """The base class of the errors of the catalog."""
 
 
 class NotFound(CatalogError, LookupError):
-    """There is no such thing, or it is another tenant's."""
+    """The entity does not exist, or it belongs to another tenant."""
 
 
 class Conflict(CatalogError):
-    """It contradicts what is there: a name that is taken, or something that others still use."""
+    """The change conflicts with the current state: a name is taken, or something is still in use."""
 
 
 class VersionConflict(Conflict):
-    """It was changed by somebody else since it was read: read it again, and decide anew."""
+    """The entity has changed since it was read: read it again, and repeat the change if it still applies."""
 
 
 class UnknownKey(CatalogError):
-    """The API key or token is wrong, revoked or expired; which of these, nobody is told."""
+    """The API key or token is wrong, revoked or expired. The error does not say which."""
 
 
 class Forbidden(CatalogError):
-    """The key is right, and may not: it is disabled, its tenant is suspended, or it lacks the scope."""
+    """The key is valid but may not do this: it is disabled, its tenant is suspended, or it lacks the scope."""
 
 
 class TooManyUnknownKeys(CatalogError):
-    """One source sent so many wrong keys that no more of them are looked up for a while."""
+    """One source sent too many unknown keys. Its keys are looked up again after `retry_after_ms`."""
 
     def __init__(self, problem: str, retry_after_ms: int) -> None:
         super().__init__(problem)
@@ -139,4 +141,4 @@ class TooManyUnknownKeys(CatalogError):
 
 
 class CatalogUnavailable(CatalogError):
-    """The database did not answer or can't serve now, and nothing usable was remembered."""
+    """The database did not answer or can't serve now, and this process has no usable copy."""

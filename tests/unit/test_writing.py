@@ -39,14 +39,9 @@ SUFFIXES = {".py", ".lua", ".md", ".mako"}
 PENDING = (
     "src/limitforge/catalog",
     "src/limitforge/cli",
-    "src/limitforge/core",
     "src/limitforge/lua",
     "src/limitforge/service",
     "src/limitforge/stores",
-    "src/limitforge/errors.py",
-    "src/limitforge/limiter.py",
-    "src/limitforge/limiter_sync.py",
-    "src/limitforge/request.py",
 )
 
 

@@ -1,4 +1,4 @@
-"""Where the windows of a calendar quota begin, in a time zone, across daylight-saving changes."""
+"""Compute when the windows of a calendar quota begin, in a time zone and across daylight-saving changes."""
 
 import hashlib
 from calendar import monthrange
@@ -17,7 +17,7 @@ _MICROSECOND = timedelta(microseconds=1)
 
 
 class Period(StrEnum):
-    """How long a quota lasts. Weeks start on Monday."""
+    """The period of a quota. Weeks start on Monday."""
 
     DAY = "day"
     WEEK = "week"
@@ -27,7 +27,7 @@ class Period(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Calendar:
-    """A period in a time zone. `anchor_day` is the day on which months begin, or that of January on which years do."""
+    """A period in a time zone. Months begin on `anchor_day`, and years on that day of January."""
 
     period: Period
     time_zone: str
@@ -35,25 +35,25 @@ class Calendar:
 
     @property
     def shape(self) -> int:
-        """48 bits that tell this calendar from any other: a bucket counted under another one starts afresh."""
+        """48 bits that identify this calendar. The count of a bucket starts afresh under another calendar."""
         text = f"{self.period} {self.anchor_day} {self.time_zone}"
         return int.from_bytes(hashlib.sha1(text.encode(), usedforsecurity=False).digest()[:6], "big")
 
     def windows_around(self, now_us: int) -> tuple[int, int, int, int]:
-        """Three consecutive windows as four instants; the middle one holds `now_us`."""
+        """Return three consecutive windows as four instants. The middle window contains `now_us`."""
         return _around(self, now_us // US_PER_SECOND // 3_600, now_us)
 
 
 @lru_cache(maxsize=4_096)
 def zone(name: str) -> ZoneInfo:
-    """The zone, or an error that says what to do."""
+    """Return the zone of an IANA name. Raise `InvalidLimit` if it is unknown."""
     try:
         return ZoneInfo(name)
     except (ZoneInfoNotFoundError, ValueError, OSError):
         raise InvalidLimit(
             "time_zone",
-            f"no such time zone: {name[:64]!r}. Use an IANA name such as 'Europe/Berlin'; "
-            "if those are missing too, pip install tzdata",
+            f"unknown time zone: {name[:64]!r}. Use an IANA name such as 'Europe/Berlin'; "
+            "if the machine has no time zones, pip install tzdata",
         ) from None
 
 
@@ -67,25 +67,25 @@ def zone_exists(name: str) -> bool:
 
 def _around(calendar: Calendar, hour: int, now_us: int) -> tuple[int, int, int, int]:
     windows = _windows_of_hour(calendar, hour)
-    at = next(i for i, start in enumerate(windows) if start > now_us)
-    return windows[at - 2], windows[at - 1], windows[at], windows[at + 1]
+    following = next(index for index, start in enumerate(windows) if start > now_us)
+    return windows[following - 2], windows[following - 1], windows[following], windows[following + 1]
 
 
 @lru_cache(maxsize=4_096)
 def _windows_of_hour(calendar: Calendar, hour: int) -> list[int]:
-    """Every start that a moment of this hour may need; cached, since a quota is asked for with every check."""
+    """Return every window start that a moment of this hour may need. Cached, since every check of a quota needs it."""
     tz = zone(calendar.time_zone)
     today = datetime.fromtimestamp(hour * 3_600, tz).date()
     starts: list[int] = []
     for day in _days_around(calendar, today):
         instant = _first_instant(day, tz)
-        if not starts or instant > starts[-1]:  # a day that a zone skipped altogether has no window
+        if not starts or instant > starts[-1]:  # a day that the zone skipped has no window
             starts.append(instant)
     return starts
 
 
 def _days_around(calendar: Calendar, today: date) -> Iterator[date]:
-    """The days on which periods begin, from three periods before `today` to three after."""
+    """Yield the days on which periods begin, from three periods before `today` to four after."""
     for step in range(-3, 5):
         match calendar.period:
             case Period.DAY:
@@ -104,12 +104,12 @@ def _clamped(year: int, month: int, day: int) -> date:
 
 
 def _first_instant(day: date, tz: ZoneInfo) -> int:
-    """When `day` begins there: its midnight, or the end of the clock change that skipped it."""
+    """Return when `day` begins in a zone: at midnight, or at the end of the clock change that skipped midnight."""
     midnight = datetime.combine(day, time(), tz)
     instant = _micros(midnight)
     if _local(instant, tz) == midnight.replace(tzinfo=None):
         return instant
-    after = _micros(midnight.replace(fold=1))  # the gap lies between the two readings of a midnight that is not there
+    after = _micros(midnight.replace(fold=1))  # the gap is between the two readings of the skipped midnight
     low, high = min(instant, after) - 1, max(instant, after)
     while high - low > 1:
         middle = (low + high) // 2

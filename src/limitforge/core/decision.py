@@ -1,4 +1,4 @@
-"""The answer to a check."""
+"""Decisions, and the outcomes that stores return before they are rounded into a decision."""
 
 from math import inf
 from typing import cast
@@ -13,14 +13,19 @@ from limitforge.core.limits import Quota
 from limitforge.errors import LimitforgeError
 
 LimitRow = tuple[int, int, int, int, int]
-"""What a store tells of one limit: limit, remaining, reset and wait in microseconds, and 1 if a reservation or lease is
-open on it, OVERFLOWED more if an overflow bucket decided.
+"""The state of one limit as a store returns it: limit, remaining, reset and wait in microseconds, and flags.
+
+The flags are 1 if a reservation or lease is open on the bucket, plus OVERFLOWED if an overflow bucket decided.
 """
 OVERFLOWED = 2
 
 
 class LimitState(msgspec.Struct, frozen=True, gc=False):
-    """One limit after a check. `allowed` tells whether it had room; `monitored` that it could not deny."""
+    """The state of one limit after a check.
+
+    `limit` and `remaining` are None if the limit is unlimited, `retry_after_ms` is None if waiting never helps.
+    `allowed` is true if the limit had room. A `monitored` limit can't deny a check.
+    """
 
     limit: int | None
     remaining: int | None
@@ -31,12 +36,17 @@ class LimitState(msgspec.Struct, frozen=True, gc=False):
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):
-    """Allowed, and the cost was taken from every limit; or not, and nothing was taken from any.
+    """The result of a check. If it is `allowed`, the cost was taken from every limit; otherwise nothing was taken.
 
-    `limit`, `remaining`, `reset_after_ms` and `reset_at` are those of the limit called `binding`: the one with the
-    longest wait if denied, with the least remaining if allowed. `retry_after_ms` is None where waiting never helps.
-    `degraded` tells that the store could not decide, and by which failure behaviour this was decided without it.
-    `overflow` tells that the tenant has begun as many buckets as it may: a bucket decided that its new subjects share.
+    `limit`, `remaining`, `reset_after_ms` and `reset_at` (epoch seconds) belong to the limit that `binding` names: the
+    one with the longest wait if the check is denied, the one with the least remaining if it is allowed. They are None
+    if no enforced limit has a number. `retry_after_ms` is 0 if allowed, and None if waiting never helps. `delay_ms` is
+    how long to wait before going ahead, if a leaky bucket applies. `limits` has the state of each limit by name, and
+    `would_deny` the names of monitored limits without room.
+
+    `degraded` names the failure behaviour that decided because the store could not. `lease_id` is for `release` and
+    `renew`, `reservation_id` for `settle`. `shadow` is the decision of the candidate plan. `overflow` is true if an
+    overflow bucket decided, because the tenant had begun as many buckets as it may.
     """
 
     allowed: bool
@@ -57,7 +67,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
 
 class Outcome(msgspec.Struct, gc=False):
-    """A group of limits as a store judged it at its time. `delay_us` is -1 where nothing is delayed."""
+    """The numbers of a check as the store decided it, at the store's time. `delay_us` is -1 without a delay."""
 
     now_us: int
     allowed: bool
@@ -66,14 +76,16 @@ class Outcome(msgspec.Struct, gc=False):
 
 
 class CompactOutcome(msgspec.Struct, gc=False):
-    """A check that was allowed by limits that are as planned, with nothing else to say: `numbers` are what each has
-    left, and in how many microseconds it resets.
+    """The outcome of an allowed check whose limits have the numbers of the plan, with nothing else to report.
+
+    `remaining_and_reset_us` alternates: what the first limit has left, the microseconds until it resets, and so on.
     """
 
     now_us: int
     remaining_and_reset_us: list[int]
 
     def expand(self, check: Check) -> Outcome:
+        """Return the same outcome with a row for each limit."""
         numbers = iter(self.remaining_and_reset_us)
         pairs = zip(numbers, numbers, strict=True)
         rows = [
@@ -84,16 +96,16 @@ class CompactOutcome(msgspec.Struct, gc=False):
 
 
 CheckResult = Decision | Outcome | CompactOutcome | LimitforgeError
-"""What a check is answered with."""
+"""What a store returns for a check. `ResultKind` says when it is an outcome."""
 
 
 def build_result(check: Check, outcome: Outcome) -> Decision | Outcome:
-    """What a check without a candidate plan is answered with: a decision, unless what was told will do."""
+    """Return the result of a check without a shadow plan, of the kind that the check asks for."""
     return outcome if check.result_kind is ResultKind.OUTCOME else build_decision(check, outcome)
 
 
 def build_decision(check: Check, outcome: Outcome, shadow: Outcome | None = None) -> Decision:
-    """Rounds what the store told, finds which limit binds, and hands out the ids of what is held."""
+    """Round the store's numbers, find the binding limit, and add the ids of leases and reservations."""
     allowed, delay_us = outcome.allowed, outcome.delay_us
     limits: dict[str, LimitState] = {}
     would_deny: tuple[str, ...] = ()
@@ -101,18 +113,18 @@ def build_decision(check: Check, outcome: Outcome, shadow: Outcome | None = None
     bound: LimitState | None = None
     bound_reset_us = 0
     highest: float = 0
-    takes, names = check.debits, check.names
+    debits, names = check.debits, check.names
     overflow = False
-    for at, (limit, remaining, reset_us, wait_us, is_open) in enumerate(outcome.rows):
+    for index, (limit, remaining, reset_us, wait_us, is_open) in enumerate(outcome.rows):
         if is_open >= OVERFLOWED:
             overflow = True
-        name, enforced = names[at], takes[at][0].enforced
-        unlimited = limit == UNLIMITED
+        name, enforced = names[index], debits[index][0].enforced
+        is_unlimited = limit == UNLIMITED
         reset_ms = -(-reset_us // 1_000)
         retry_ms = 0 if not wait_us else None if wait_us == NEVER else -(-wait_us // 1_000)
         limits[name] = state = LimitState(
-            None if unlimited else limit,
-            None if unlimited else remaining,
+            None if is_unlimited else limit,
+            None if is_unlimited else remaining,
             reset_ms,
             retry_ms,
             not wait_us,
@@ -121,8 +133,8 @@ def build_decision(check: Check, outcome: Outcome, shadow: Outcome | None = None
         if not enforced:
             if wait_us:
                 would_deny += (name,)
-        elif not unlimited:
-            # By the reported integers; the earlier limit keeps a tie.
+        elif not is_unlimited:
+            # Compares the reported integers. Of equal limits the first one binds.
             rank = -remaining if allowed else inf if retry_ms is None else retry_ms
             if bound is None or rank > highest or (rank == highest and allowed and reset_ms > bound.reset_after_ms):
                 binding, bound, bound_reset_us, highest = name, state, reset_us, rank
@@ -148,7 +160,7 @@ def build_decision(check: Check, outcome: Outcome, shadow: Outcome | None = None
 
 
 def fail_open_decision(check: Check) -> Decision:
-    """Let a check pass without its store: nothing is known of its limits, and what it holds is of no bucket."""
+    """Allow a check without its store. The state of its limits is unknown, and a lease or reservation holds nothing."""
     return Decision(
         allowed=True,
         limit=None,
@@ -168,7 +180,7 @@ def fail_open_decision(check: Check) -> Decision:
 
 
 def fail_closed_decision(check: Check, retry_after_ms: int) -> Decision:
-    """Deny a check without its store, until it may be asked again. A look is allowed, as any look is."""
+    """Deny a check without its store, until the store may be called again. A peek is always allowed."""
     allowed = not any(cost for _, _, cost, *_ in check.debits)
     return Decision(
         allowed=allowed,
@@ -194,35 +206,35 @@ def _with_ids(decision: Decision, check: Check, outcome: Outcome, shadow: Outcom
 
 
 def _lease_id(check: Check, outcome: Outcome, shadow: Outcome | None) -> str | None:
-    """None for a look, which holds nothing; a lease of no slots where every concurrency limit is lifted."""
+    """Return None for a peek, which holds nothing. The lease has no slots if every concurrency limit is unlimited."""
     groups = [(check, outcome)]
     if shadow is not None and check.shadow is not None and shadow.allowed:
         groups.append((check.shadow, shadow))
-    asked = [
-        (deciding_key(take, row), row)
-        for group, judged in groups
-        for take, row in zip(group.debits, judged.rows, strict=True)
-        if take[2] and take[0].holds_lease
+    held = [
+        (deciding_key(debit, row), row)
+        for group, group_outcome in groups
+        for debit, row in zip(group.debits, group_outcome.rows, strict=True)
+        if debit[2] and debit[0].holds_lease
     ]
-    if not asked:
+    if not held:
         return None
     return encode_handle(
-        Lease(check.lease, [encode_key(key) for key, row in asked if row[0] != UNLIMITED and row[3] == 0])
+        Lease(check.lease, [encode_key(key) for key, row in held if row[0] != UNLIMITED and row[3] == 0])
     )
 
 
-def deciding_key(take: Debit, row: LimitRow) -> str:
-    """Return the bucket that decided a take: its own, or the overflow bucket."""
-    rule, key, *_ = take
+def deciding_key(debit: Debit, row: LimitRow) -> str:
+    """Return the key of the bucket that decided a debit: its own, or the overflow bucket."""
+    rule, key, *_ = debit
     return overflow_key(key, rule.overflow_suffix) if row[4] >= OVERFLOWED else key
 
 
 def encode_reservation_id(check: Check, outcome: Outcome) -> str:
-    """The id of what a check holds, which must be held."""
+    """Return the id of the reservation that an allowed check made."""
     hold = cast("Hold", check.hold)
     limits = []
-    for take, row, name in zip(check.debits, outcome.rows, check.names, strict=True):
-        rule, key = take[0], deciding_key(take, row)
+    for debit, row, name in zip(check.debits, outcome.rows, check.names, strict=True):
+        rule, key = debit[0], deciding_key(debit, row)
         limit = rule.limit
         calendar = (str(limit.period), limit.time_zone, limit.anchor_day) if isinstance(limit, Quota) else None
         limits.append(HeldLimit(encode_key(key), name, rule.counts_requests, calendar))

@@ -1,4 +1,7 @@
-"""The walk of one check over its buckets: probe all, then commit all or none. `lua/check.lua` is its twin."""
+"""Evaluate a check against the states of its buckets: probe all, then commit all or none.
+
+`lua/check.lua` is its twin.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,11 +20,11 @@ MAX_PENDING = 1_000
 CONCURRENCY = ConcurrencyAlgorithm.code
 
 AlgorithmFor = Callable[[Rule, str, str], Algorithm]
-"""The numbers that hold for a rule, a resource and where overrides may be: the rule's, or those of an override."""
+"""Returns the algorithm for a rule, a resource and the key of the overrides: the rule's, or that of an override."""
 
 
 class Evaluation(Outcome, gc=False):
-    """What was decided, with the states to store. `held` is what each take took, for a reservation."""
+    """An outcome with the states to store. `reserved` is what each debit of a reservation took."""
 
     writes: list[tuple[str, State]]
     reserved: list["ReservedAmount"] | None
@@ -29,7 +32,7 @@ class Evaluation(Outcome, gc=False):
 
 
 class ReservedAmount(msgspec.Struct, frozen=True):
-    """What a reservation took of one bucket; `amount` is None where it took nothing and never will."""
+    """What a reservation took from one bucket. `amount` is None if it took nothing: settling ignores the bucket."""
 
     key: str
     algorithm: Algorithm
@@ -37,134 +40,141 @@ class ReservedAmount(msgspec.Struct, frozen=True):
 
 
 class CalendarMiss(msgspec.Struct, frozen=True):
-    """The windows of the quota at this place do not reach `now_us`: ask once more with those around it."""
+    """The calendar windows of the quota at `index` do not reach `now_us`: evaluate again with those around it."""
 
     index: int
     now_us: int
 
 
-def evaluate(  # noqa: C901, PLR0912, PLR0915 - the hot path: two loops, and no call that can be spared
-    check: Check, now_us: int, states: Mapping[str, Any], steps_for: AlgorithmFor | None = None
+def evaluate(  # noqa: C901, PLR0912, PLR0915 - the hot path: two loops, and as few calls as possible
+    check: Check, now_us: int, states: Mapping[str, Any], algorithm_for: AlgorithmFor | None = None
 ) -> Evaluation | CalendarMiss:
-    """Judge `check` at the store's time. `states` is only read."""
+    """Evaluate `check` at the store's time. `states` is not changed."""
     hold = check.hold
     allowed = True
     probed: list[tuple[Debit, Any, Any, int, int]] = []
-    for take in check.debits:
-        rule, key, cost, resource, overrides = take
-        steps = rule.algorithm if steps_for is None or overrides is None else steps_for(rule, resource, overrides)
-        limit = steps.limit
+    for debit in check.debits:
+        rule, key, cost, resource, overrides = debit
+        algorithm = (
+            rule.algorithm if algorithm_for is None or overrides is None else algorithm_for(rule, resource, overrides)
+        )
+        limit = algorithm.limit
         if limit == UNLIMITED:
-            probed.append((take, steps, None, 0, 0))
+            probed.append((debit, algorithm, None, 0, 0))
             continue
         state = states.get(key)
         if state is None or (now_us >= state.until and now_us >= state.last):
-            work = steps.fresh(now_us)
+            opened = algorithm.fresh(now_us)
         else:
-            work = steps.open(state, now_us if now_us > state.last else state.last)
-            if work is not None and work.pending:
-                lapse_reservations(work, steps)
-        if work is None:
-            return CalendarMiss(check.debits.index(take), effective_time_us(state, now_us))
+            opened = algorithm.open(state, now_us if now_us > state.last else state.last)
+            if opened is not None and opened.pending:
+                lapse_reservations(opened, algorithm)
+        if opened is None:
+            return CalendarMiss(check.debits.index(debit), effective_time_us(state, now_us))
         share = limit if rule.percent == 100 else percent_of(limit, rule.percent)
         wait = 0
         if cost:
-            if hold is not None and len(work.pending) >= MAX_PENDING and rule.enforced:
+            if hold is not None and len(opened.pending) >= MAX_PENDING and rule.enforced:
                 raise too_many_reservations(rule)
-            wait = 0 if rule.forced else steps.wait(work, cost, share)
+            wait = 0 if rule.forced else algorithm.wait(opened, cost, share)
             if wait:
-                if rule.is_bucket and wait > work.until - work.last:
-                    wait = max(work.until - work.last, 1)  # forgotten before it is as full as that; 0 would be room
+                if rule.is_bucket and wait > opened.until - opened.last:
+                    wait = max(opened.until - opened.last, 1)  # the bucket expires sooner; a wait of 0 would mean room
                 if rule.enforced:
                     allowed = False
-        probed.append((take, steps, work, share, wait))
+        probed.append((debit, algorithm, opened, share, wait))
 
-    # A bucket may be ahead of the clock: a reservation lapses its TTL after the latest of them.
-    lapses_us = 0 if hold is None else hold.ttl_us + max([now_us, *(work.last for _, _, work, _, _ in probed if work)])
+    # The last write of a bucket may be ahead of the clock: the TTL of a reservation starts at the latest of them.
+    lapses_us = (
+        0 if hold is None else hold.ttl_us + max([now_us, *(opened.last for _, _, opened, _, _ in probed if opened)])
+    )
     delay_us = -1
     rows: list[LimitRow] = []
     writes: list[tuple[str, State]] = []
-    for (rule, key, cost, _, _), steps, work, share, probed_wait in probed:
-        if work is None:
+    for (rule, key, cost, _, _), algorithm, opened, share, probed_wait in probed:
+        if opened is None:
             rows.append((UNLIMITED, UNLIMITED, 0, 0, 0))
             continue
         wait, written = probed_wait, False
         if wait == 0:
             if allowed and cost:
                 if rule.forced:
-                    written = steps.force(work, cost)
+                    written = algorithm.force(opened, cost)
                 else:
                     if rule.delays:
-                        delay_us = max(delay_us, steps.delay(work))
-                    steps.take(work, cost, check.lease)
+                        delay_us = max(delay_us, algorithm.delay(opened))
+                    algorithm.take(opened, cost, check.lease)
                     if hold is not None:
-                        _reserve(work, steps, hold, cost, lapses_us)
+                        _reserve(opened, algorithm, hold, cost, lapses_us)
                     written = True
-        elif rule.count_denied and not allowed and steps.force(work, min(cost, steps.limit)):
+        elif rule.count_denied and not allowed and algorithm.force(opened, min(cost, algorithm.limit)):
             if wait > 0:
-                wait = steps.wait(work, cost, share)
+                wait = algorithm.wait(opened, cost, share)
             written = True
-        forgotten = work.until
-        steps.seal(work)
+        expires_us = opened.until
+        algorithm.seal(opened)
         if written:
-            writes.append((key, work))
-        elif rule.is_bucket and work.until > forgotten:
-            work.until = forgotten
-        left = share - work.used
-        is_open = 1 if work.pending or (rule.holds_lease and work.entries) else 0
-        rows.append((steps.limit, left if left > 0 else 0, work.until - work.last, wait, is_open))
-    held = [_held(hold, *judged) for judged in probed] if hold is not None and allowed else None
-    return Evaluation(now_us, allowed, delay_us, rows, writes, held, lapses_us)
+            writes.append((key, opened))
+        elif rule.is_bucket and opened.until > expires_us:
+            opened.until = expires_us
+        remaining = share - opened.used
+        is_open = 1 if opened.pending or (rule.holds_lease and opened.entries) else 0
+        rows.append((algorithm.limit, remaining if remaining > 0 else 0, opened.until - opened.last, wait, is_open))
+    reserved = [_reserved_amount(hold, *probe) for probe in probed] if hold is not None and allowed else None
+    return Evaluation(now_us, allowed, delay_us, rows, writes, reserved, lapses_us)
 
 
-def open_state(state: State | None, steps: Algorithm, now_us: int) -> Any:
-    """The bucket as it is now under `steps`; None if a calendar does not reach that far."""
+def open_state(state: State | None, algorithm: Algorithm, now_us: int) -> Any:
+    """Return the bucket as it is now under `algorithm`; None if its calendar windows do not reach the time."""
     if state is None or is_expired(state, now_us):
-        return steps.fresh(now_us)
-    work = steps.open(state, effective_time_us(state, now_us))
-    if work is not None and work.pending:
-        lapse_reservations(work, steps)
-    return work
+        return algorithm.fresh(now_us)
+    opened = algorithm.open(state, effective_time_us(state, now_us))
+    if opened is not None and opened.pending:
+        lapse_reservations(opened, algorithm)
+    return opened
 
 
-def lapse_reservations(work: Any, steps: Algorithm) -> None:
-    """Give back what was reserved for refund and is over; forget what was to be kept."""
-    now = work.last
-    if work.pending[0].lapses_us <= now:
-        for pending in work.pending:
+def lapse_reservations(opened: Any, algorithm: Algorithm) -> None:
+    """End the reservations of a bucket that have lapsed, and refund those that ask for it."""
+    now = opened.last
+    if opened.pending[0].lapses_us <= now:
+        for pending in opened.pending:
             if pending.lapses_us <= now and pending.refund:
-                steps.give(work, pending.amount, pending.source)
-        work.pending = tuple(pending for pending in work.pending if pending.lapses_us > now)
+                algorithm.give(opened, pending.amount, pending.source)
+        opened.pending = tuple(pending for pending in opened.pending if pending.lapses_us > now)
 
 
 def is_expired(state: State | None, now_us: int) -> bool:
-    """Whether a bucket no longer matters, and is treated as if it were not there."""
+    """Return True if a bucket is to be treated as absent."""
     return state is None or (now_us >= state.until and now_us >= state.last)
 
 
 def effective_time_us(state: State | None, now_us: int) -> int:
-    """A clock that steps back stands still, per bucket."""
+    """Return the time at which a bucket is evaluated: for each bucket, a clock that steps back stands still."""
     return now_us if state is None or now_us > state.last else state.last
 
 
 def too_many_reservations(rule: Rule) -> TooManyReservations:
     return TooManyReservations(
-        f"limit {rule.limit.name!r} holds {MAX_PENDING} open reservations of this bucket; settle some first"
+        f"limit {rule.limit.name!r} has {MAX_PENDING} open reservations on this bucket; settle some first"
     )
 
 
-def _reserve(work: Any, steps: Algorithm, hold: Hold, amount: int, lapses_us: int) -> None:
-    """In the order of their lapses, so that one look at the first tells whether any is due.
+def _reserve(opened: Any, algorithm: Algorithm, hold: Hold, amount: int, lapses_us: int) -> None:
+    """Note a reservation on a bucket, sorted by lapse so that only the first needs to be compared with the time.
 
-    Slots are not reserved. A monitored limit whose list is full goes without: it must not hinder anybody.
+    Slots of a concurrency limit are not reserved. A monitored limit whose list is full skips the note, because it must
+    not deny the check.
     """
-    if steps.code != CONCURRENCY and len(work.pending) < MAX_PENDING:
-        added = Pending(hold.token, lapses_us, amount, steps.source(work), hold.refund)
-        work.pending = tuple(sorted((*work.pending, added), key=lambda pending: pending.lapses_us))
+    if algorithm.code != CONCURRENCY and len(opened.pending) < MAX_PENDING:
+        added = Pending(hold.token, lapses_us, amount, algorithm.source(opened), hold.refund)
+        opened.pending = tuple(sorted((*opened.pending, added), key=lambda pending: pending.lapses_us))
 
 
-def _held(hold: Hold, take: Debit, steps: Algorithm, work: Any, _share: int, wait: int) -> ReservedAmount:
-    _, key, cost, *_ = take
-    noted = not cost or (work is not None and any(pending.reservation == hold.token for pending in work.pending))
-    untouched = work is None or wait or steps.code == CONCURRENCY or not noted
-    return ReservedAmount(key, steps, None if untouched else cost)
+def _reserved_amount(
+    hold: Hold, debit: Debit, algorithm: Algorithm, opened: Any, _share: int, wait: int
+) -> ReservedAmount:
+    _, key, cost, *_ = debit
+    is_noted = not cost or (opened is not None and any(pending.reservation == hold.token for pending in opened.pending))
+    is_untouched = opened is None or wait or algorithm.code == CONCURRENCY or not is_noted
+    return ReservedAmount(key, algorithm, None if is_untouched else cost)

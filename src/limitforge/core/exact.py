@@ -1,7 +1,6 @@
-"""Exact numbers: what may be built, and how the caller's numbers become integers that both engines carry without loss.
+"""Exact numbers: parse the caller's numbers into integers that Python and Lua represent without loss.
 
-Lua's numbers are doubles, so every product that the script forms must stay below 2^53. The bounds here are what makes
-that true.
+Numbers in Lua are doubles, so every product in the script must stay below 2^53. The bounds in this module ensure that.
 """
 
 import re
@@ -15,7 +14,7 @@ MAX_EXACT = 2**52
 MAX_PER_US = 2**42
 MAX_COUNT = MAX_EXACT - 1
 MAX_COUNTER_LIMIT = 2**41
-MAX_ENTRIES = 1_000  # entries of a log, slots of a concurrency limit
+MAX_ENTRIES = 1_000  # of a sliding window, or slots of a concurrency limit
 US_PER_SECOND = 1_000_000
 MIN_DURATION_US = 1_000
 TEN_YEARS_US = 3_650 * 86_400 * US_PER_SECOND
@@ -42,6 +41,10 @@ class Rate:
 
     @classmethod
     def parse(cls, field: str, per_second: object) -> "Rate":
+        """Return the rate of a number per second. Raise `InvalidLimit`, naming `field`, if it is out of bounds.
+
+        A number with at most 6 decimals is exact. A float with more becomes the nearest fraction of 10,000ths or less.
+        """
         exact = _decimal(field, per_second)
         if exact is None:
             if not isinstance(per_second, float):
@@ -55,12 +58,12 @@ class Rate:
 
     @property
     def per_second(self) -> float:
-        """The nearest float, which is parsed as this same rate unless its fraction is a rare one."""
+        """The nearest float. Nearly every rate is equal to the one that is parsed from it."""
         return self.tokens * US_PER_SECOND / self.per_us
 
     @classmethod
     def per_window(cls, field: str, count: int, window_us: int) -> "Rate":
-        """Exactly `count` per window."""
+        """Return the rate of exactly `count` per window."""
         if window_us < MIN_DURATION_US:
             raise InvalidLimit("window_seconds", f"must be at least 0.001, got {window_us / US_PER_SECOND}")
         exact = Fraction(count, window_us)
@@ -78,7 +81,10 @@ class Rate:
 
 
 def parse_integer(field: str, value: object, *, minimum: int = 0, maximum: int = MAX_COUNT) -> int:
-    """A whole number within its bounds, from an integer, an integral float or a decimal string."""
+    """Return a whole number within its bounds from an integer, an integral float or a decimal string.
+
+    Raise `InvalidLimit`, naming `field`, for anything else.
+    """
     if type(value) is int:
         number = value
     else:
@@ -92,7 +98,7 @@ def parse_integer(field: str, value: object, *, minimum: int = 0, maximum: int =
 
 
 def parse_duration_us(field: str, seconds: object, *, maximum_us: int = TEN_YEARS_US) -> int:
-    """Seconds with at most 6 decimals, as microseconds."""
+    """Return seconds with at most 6 decimals as microseconds. Raise `InvalidLimit` if they are out of bounds."""
     exact = _decimal(field, seconds)
     if exact is None:
         raise InvalidLimit(field, f"at most {_DECIMALS} decimals, got {short_repr(seconds)}")
@@ -111,7 +117,10 @@ def format_seconds(micros: int) -> str:
 
 
 def validate_cost(field: str, value: object) -> int:
-    """A cost: an integer from 0 to below 2^52. Costs come with every check, so nothing is converted here."""
+    """Return a cost if it is an integer from 0 to below 2^52, else raise `InvalidInput`.
+
+    Every check has a cost, so for speed no other types are converted.
+    """
     if type(value) is not int:
         raise InvalidInput(field, f"must be an integer, got {short_repr(value)}")
     if not 0 <= value <= MAX_COUNT:
@@ -120,13 +129,13 @@ def validate_cost(field: str, value: object) -> int:
 
 
 def percent_of(limit: int, percent: int) -> int:
-    """floor(limit * percent / 100), in the steps that Lua can do exactly."""
+    """Return floor(limit * percent / 100), in steps that are exact in Lua too."""
     hundreds, rest = divmod(limit, 100)
     return hundreds * percent + rest * percent // 100
 
 
 def _decimal(field: str, value: object) -> Fraction | None:
-    """The number exactly; None where it has more than 6 decimals."""
+    """Return the exact number; None if it has more than 6 decimals."""
     if isinstance(value, bool) or not isinstance(value, int | float | str | Decimal):
         raise InvalidLimit(field, f"must be a number, got {short_repr(value)}")
     if isinstance(value, int):
@@ -135,13 +144,13 @@ def _decimal(field: str, value: object) -> Fraction | None:
         raise InvalidLimit(field, f"must be a plain decimal number, got {short_repr(value)}")
     number = Decimal(repr(value)) if isinstance(value, float) else Decimal(value)
     if not number.is_finite() or abs(number.adjusted()) > _MAX_DIGITS:
-        raise InvalidLimit(field, f"must be a number of a sensible size, got {short_repr(value)}")
+        raise InvalidLimit(field, f"is too large or too small, got {short_repr(value)}")
     exact = Fraction(number)
     return exact if (10**_DECIMALS * exact).denominator == 1 else None
 
 
 def short_repr(value: object) -> str:
-    """A value for a message: short, whatever it is."""
+    """Return a short representation of any value, for a message."""
     try:
         text = repr(value)
     except ValueError:  # an integer of thousands of digits

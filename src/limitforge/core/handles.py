@@ -1,6 +1,6 @@
-"""Lease and reservation ids: opaque to the caller, and enough by themselves to find every bucket that they hold.
+"""Lease and reservation ids: opaque handles that list every bucket of the lease or reservation.
 
-They are not signed: whoever takes them from strangers must authenticate them first.
+They are not signed. A service that receives them from untrusted clients must authenticate them first.
 """
 
 from base64 import urlsafe_b64decode, urlsafe_b64encode
@@ -11,13 +11,13 @@ import msgspec
 from limitforge.core.calendar import Period, zone_exists
 from limitforge.errors import InvalidInput
 
-MAX_HANDLE_LENGTH = 262_144  # the longest that a check of 32 limits and its shadow can make
+MAX_HANDLE_LENGTH = 262_144  # the longest id of a check with 32 limits and a shadow plan
 
 Handle = TypeVar("Handle", "Lease", "Reservation")
 
 
 class Lease(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The slots that one check holds; `local` if they are of the process that decided without its store."""
+    """The slots that one check holds. `local` is true if this process decided without the store and has the slots."""
 
     token: bytes
     keys: list[bytes]
@@ -25,7 +25,7 @@ class Lease(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class HeldLimit(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One limit of a reservation; `calendar` is (period, zone, anchor day) of a quota."""
+    """One limit of a reservation. `calendar` is the (period, zone, anchor day) of a quota."""
 
     key: bytes
     name: str
@@ -34,7 +34,7 @@ class HeldLimit(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class Reservation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What is needed to settle: where its record is, and which limits it holds."""
+    """What a settlement needs: the key of the record, and the limits that are held."""
 
     token: bytes
     record: bytes
@@ -42,37 +42,41 @@ class Reservation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     local: bool = False
 
 
-EMPTY_TOKEN = b"\0" * 8  # the token of a reservation that was let pass without its store
+EMPTY_TOKEN = b"\0" * 8
+"""The token of a reservation that was allowed without its store."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decoders: dict[type, Any] = {kind: msgspec.msgpack.Decoder(kind).decode for kind in (Lease, Reservation)}
 
 
 def empty_reservation(record: bytes) -> Reservation:
-    """A reservation that holds nothing anywhere: settling it changes nothing."""
+    """Return a reservation that holds nothing, so that settling it changes nothing."""
     return Reservation(EMPTY_TOKEN, record, [])
 
 
-def encode_handle(ticket: Lease | Reservation) -> str:
-    return urlsafe_b64encode(_encode(ticket)).rstrip(b"=").decode()
+def encode_handle(handle: Lease | Reservation) -> str:
+    return urlsafe_b64encode(_encode(handle)).rstrip(b"=").decode()
 
 
-def mark_local(kind: type[Handle], ticket: str | None) -> str | None:
-    """The same id for what was handed out without the store."""
-    return None if ticket is None else encode_handle(msgspec.structs.replace(_decode(kind, ticket), local=True))
+def mark_local(kind: type[Handle], handle: str | None) -> str | None:
+    """Return the same id, marked as made without the store."""
+    return None if handle is None else encode_handle(msgspec.structs.replace(_decode(kind, handle), local=True))
 
 
-def _decode(kind: type[Handle], ticket: str) -> Handle:
-    found: Handle = _decoders[kind](urlsafe_b64decode(ticket + "=" * (-len(ticket) % 4)))
+def _decode(kind: type[Handle], handle: str) -> Handle:
+    found: Handle = _decoders[kind](urlsafe_b64decode(handle + "=" * (-len(handle) % 4)))
     return found
 
 
-def decode_handle(field: str, kind: type[Handle], ticket: str, prefix: str) -> Handle:
-    """The ticket behind an id; refused unless all that it names lies under this store's prefix."""
-    if not isinstance(ticket, str) or len(ticket) > MAX_HANDLE_LENGTH:
+def decode_handle(field: str, kind: type[Handle], handle: str, prefix: str) -> Handle:
+    """Return the handle of an id.
+
+    Raise `InvalidInput`, naming `field`, if the id is invalid or has a key without the prefix of this store.
+    """
+    if not isinstance(handle, str) or len(handle) > MAX_HANDLE_LENGTH:
         raise InvalidInput(field, f"must be a string of at most {MAX_HANDLE_LENGTH} characters")
     try:
-        found: Handle = _decode(kind, ticket)
+        found: Handle = _decode(kind, handle)
     except (ValueError, TypeError, msgspec.MsgspecError):
         raise InvalidInput(field, f"is not a {kind.__name__.lower()} id") from None
     if isinstance(found, Reservation) and not all(

@@ -1,4 +1,4 @@
-"""What a decision says in HTTP header fields: to clients of today, and in the IETF's drafts.
+"""Format decisions as HTTP header fields: the legacy fields, and those of two IETF drafts.
 
     X-RateLimit-Limit: 100                                             legacy
     X-RateLimit-Remaining: 50
@@ -8,9 +8,9 @@
     RateLimit-Reset: 30
     RateLimit-Policy: "burst";q=100;w=60,"daily";q=1000;w=86400        draft-11
     RateLimit: "burst";r=50;t=30,"daily";r=980;t=40000
-    Retry-After: 0                                                     all of them
+    Retry-After: 0                                                     all styles
 
-Names are in lower case, as ASGI and HTTP/2 want them; `lines` writes them as above.
+Names are in lower case, as ASGI and HTTP/2 require. `encode_lines` writes them as above.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -35,13 +35,14 @@ MAX_INTEGER = 999_999_999_999_999
 """The largest integer of a structured field (RFC 9651, section 3.3.1)."""
 
 PERIOD_SECONDS = {Period.DAY: 86_400, Period.WEEK: 604_800, Period.MONTH: 31 * 86_400, Period.YEAR: 366 * 86_400}
-"""The window of a quota: its longest period, without clock changes. When the current one ends is told by `t`."""
+"""The window of a quota as `w`: its longest period, without clock changes. `t` says when the current one ends."""
 
 Header = tuple[bytes, bytes]
+"""A field's name, in lower case, and its value."""
 
 
 class HeaderStyle(StrEnum):
-    """Which fields tell of the limits."""
+    """A family of rate limit header fields."""
 
     LEGACY = "legacy"
     DRAFT_06 = "draft-06"
@@ -49,7 +50,7 @@ class HeaderStyle(StrEnum):
 
 
 class ResetUnit(StrEnum):
-    """What `X-RateLimit-Reset` counts: seconds since 1970, or seconds from now."""
+    """The meaning of `X-RateLimit-Reset`: seconds since 1970 (epoch), or seconds from now (delta)."""
 
     EPOCH = "epoch"
     DELTA = "delta"
@@ -59,15 +60,15 @@ DEFAULT_STYLES = frozenset({HeaderStyle.LEGACY, HeaderStyle.DRAFT_11})
 
 
 class HeaderOptions(msgspec.Struct, frozen=True):
-    """Which fields are sent, and how they count."""
+    """The styles of header fields to send, and the unit of `X-RateLimit-Reset`."""
 
     styles: frozenset[HeaderStyle] = DEFAULT_STYLES
     reset: ResetUnit = ResetUnit.EPOCH
 
 
-_AT_ONCE = (b"retry-after", b"0")
+_RETRY_NOW = (b"retry-after", b"0")
 
-_STARTS = {
+_LINE_STARTS = {
     name.lower(): name + b": "
     for name in (
         *(b"X-RateLimit-Limit", b"X-RateLimit-Remaining", b"X-RateLimit-Reset"),
@@ -78,22 +79,22 @@ _STARTS = {
 
 
 def encode_block(headers: Iterable[Header]) -> bytes:
-    """The fields as HTTP/1.1 sends them, each with its line end, their names as they are."""
+    """Return the fields as lines of HTTP/1.1, with the names as they are."""
     return b"".join([b"%b: %b\r\n" % header for header in headers])
 
 
 def parse_block(block: bytes) -> list[Header]:
-    """The fields of such a block."""
+    """Return the fields of a block that `encode_block` made."""
     return [(name, value) for name, _, value in [line.partition(b": ") for line in block.split(b"\r\n")[:-1]]]
 
 
 def encode_lines(headers: Iterable[Header]) -> bytes:
-    """The fields as HTTP/1.1 sends them, each with its line end."""
-    return b"".join([b"%b%b\r\n" % (_STARTS[name], value) for name, value in headers])
+    """Return the fields as lines of HTTP/1.1, with the usual capitals in the names."""
+    return b"".join([b"%b%b\r\n" % (_LINE_STARTS[name], value) for name, value in headers])
 
 
-class _Item(msgspec.Struct, frozen=True):
-    """What is constant of one limit's items. Its `size` is that of the plan; an override may say another."""
+class _LimitFields(msgspec.Struct, frozen=True):
+    """The constant text of one limit's items in `RateLimit` and `RateLimit-Policy`. An override may change the size."""
 
     name: str
     limit: Limit | None
@@ -102,19 +103,20 @@ class _Item(msgspec.Struct, frozen=True):
     state: str
 
     @classmethod
-    def of(cls, name: str, limit: Limit | None = None) -> "_Item":
+    def of(cls, name: str, limit: Limit | None = None) -> "_LimitFields":
         quoted = _string(name)
         size = None if limit is None else limit.size
         return cls(quoted, limit, size, "" if size is None else _policy(quoted, limit, size), f"{quoted};r=")
 
     def policy_of(self, size: int | None) -> str:
+        """Return the item of `RateLimit-Policy` for a limit of this size."""
         if size == self.size:
             return self.policy
         return "" if size is None else _policy(self.name, self.limit, size)
 
 
 class HeaderTemplate:
-    """Turns the decisions of one plan into header fields. What does not change is written once, when it is compiled."""
+    """Formats the decisions of one plan as header fields. `compile` prepares the text that never changes."""
 
     __slots__ = (
         "_clock",
@@ -128,7 +130,7 @@ class HeaderTemplate:
 
     def __init__(
         self,
-        items: Mapping[str, _Item],
+        items: Mapping[str, _LimitFields],
         styles: Collection[HeaderStyle],
         reset: ResetUnit,
         clock: Clock,
@@ -140,7 +142,7 @@ class HeaderTemplate:
         self._draft_11 = HeaderStyle.DRAFT_11 in styles
         self._clock = clock
         self.is_epoch = reset is ResetUnit.EPOCH
-        """Whether `X-RateLimit-Reset` tells the time, not how long it is until then."""
+        """True if `X-RateLimit-Reset` is a time, false if it is a duration."""
 
     @classmethod
     def compile(
@@ -150,15 +152,18 @@ class HeaderTemplate:
         reset: ResetUnit = ResetUnit.EPOCH,
         clock: Clock | None = None,
     ) -> "HeaderTemplate":
-        """For decisions of these limits, whatever the priority. A decision tells the time of its reset, unless all of
-        its limits are monitored: then it is told by `clock`.
+        """Return a template for decisions of these limits, of any priority.
+
+        `styles` are the families of fields to send, `reset` the unit of `X-RateLimit-Reset`. `clock` (the system clock)
+        gives the reset time of decisions whose limits are all monitored: they have no `reset_at`. Raises `InvalidLimit`
+        if the limits are invalid.
         """
         plan = limits if isinstance(limits, Plan) else Limits.of(limits).plan(Priority.P0)
-        items = {name: _Item.of(name, rule.limit) for name, rule in zip(plan.names, plan.rules, strict=True)}
+        items = {name: _LimitFields.of(name, rule.limit) for name, rule in zip(plan.names, plan.rules, strict=True)}
         return cls(items, styles, reset, clock or SystemClock())
 
     def fields(self, decision: Decision) -> list[Header]:
-        """Nothing where no limit is known, but for the wait of a denial."""
+        """Return the fields of a decision. Without known limits there is only the Retry-After of a denial."""
         headers: list[Header] = []
         if decision.limits:
             if self._legacy or self._draft_06:
@@ -166,23 +171,25 @@ class HeaderTemplate:
             if self._draft_11:
                 self._add_each(headers, decision.limits)
             if decision.allowed:
-                headers.append(_AT_ONCE)
+                headers.append(_RETRY_NOW)
         if not decision.allowed and decision.retry_after_ms is not None:
             headers.append((b"retry-after", b"%d" % (-(-decision.retry_after_ms // 1_000) or 1)))
         return headers
 
     def block(self, decision: Decision) -> bytes:
-        """The same as one block of lines."""
+        """Return the fields as lines of HTTP/1.1."""
         return encode_block(self.fields(decision))
 
     @property
     def has_format_string(self) -> bool:
-        """Whether `form` knows these styles: nearly everybody has the default ones."""
+        """True if the styles are the default ones: `format_string` supports no others."""
         return self._legacy and self._draft_11 and not self._draft_06
 
     def format_string(self, size: int, *, allowed: bool) -> bytes:
-        """The block of decisions by limits that are all as planned, the one that binds of that size, with a place for
-        each number: remaining and reset of that one, remaining and seconds of each; if denied, how long to wait.
+        """Return a %-format for the block of a decision whose limits all have the numbers of the plan.
+
+        `size` is the size of the binding limit. The arguments of the format are remaining and reset of the binding
+        limit, then remaining and reset seconds of each limit, then for a denial the seconds to wait.
         """
         policy = self._policy.decode().replace("%", "%%")
         states = ",".join([item.state.replace("%", "%%") + "%d;t=%d" for item in self._items.values()])
@@ -192,7 +199,7 @@ class HeaderTemplate:
         ).encode()
 
     def _add_binding(self, headers: list[Header], decision: Decision) -> None:
-        """The limit that binds; where all are monitored, the one that would."""
+        """Add the fields of the binding limit; if all limits are monitored, of the one that would bind."""
         limit, remaining = decision.limit, decision.remaining
         reset_ms, reset_at = decision.reset_after_ms, decision.reset_at
         if limit is None or remaining is None or reset_ms is None or reset_at is None:
@@ -218,15 +225,15 @@ class HeaderTemplate:
 
     def _add_each(self, headers: list[Header], limits: Mapping[str, LimitState]) -> None:
         items = self._items
-        as_planned = len(limits) == len(items)
+        is_as_planned = len(limits) == len(items)
         states: list[str] = []
         for name, state in limits.items():
             item = items.get(name)
             if item is None:
-                item, as_planned = _Item.of(name), False
+                item, is_as_planned = _LimitFields.of(name), False
             limit, remaining = state.limit, state.remaining
             if limit != item.size:
-                as_planned = False
+                is_as_planned = False
             if limit is None or remaining is None:
                 continue
             remaining = min(remaining, MAX_INTEGER)
@@ -236,17 +243,19 @@ class HeaderTemplate:
             else:
                 states.append(f"{item.state}{remaining};t={-(-wait_ms // 1_000)}")
         if states:
-            headers.append((b"ratelimit-policy", self._policy if as_planned else self._policy_of(limits)))
+            headers.append((b"ratelimit-policy", self._policy if is_as_planned else self._policy_of(limits)))
             headers.append((b"ratelimit", ",".join(states).encode()))
 
     def _policy_of(self, limits: Mapping[str, LimitState]) -> bytes:
-        """With the numbers of overrides, or of limits that are none of the plan's."""
-        items = ((self._items.get(name) or _Item.of(name)).policy_of(state.limit) for name, state in limits.items())
+        """Return `RateLimit-Policy` with the numbers of overrides, or of limits that are not in the plan."""
+        items = (
+            (self._items.get(name) or _LimitFields.of(name)).policy_of(state.limit) for name, state in limits.items()
+        )
         return ",".join(item for item in items if item).encode()
 
 
 def _would_bind(states: Collection[LimitState]) -> LimitState | None:
-    """As if each of them could deny: the longest wait, else the least remaining, then the longest reset."""
+    """Return the limit that would bind if all were enforced: longest wait, else least remaining, then longest reset."""
     known = [state for state in states if state.limit is not None]
     denied = [state for state in known if not state.allowed]
     if denied:
@@ -263,19 +272,23 @@ def _policy(quoted: str, limit: Limit | None, size: int) -> str:
 
 
 def _window_us(limit: Limit, size: int) -> int | None:
-    """How long a limit of this size looks back: a bucket's time to full. None for a bucket that is unlimited in its
-    plan, and so need not have a rate there.
+    """Return the window of a limit of this size; for a bucket, the time until it is full.
+
+    None for a bucket that is unlimited in its plan: it need not have a rate there.
     """
-    steps = limit.compiled
-    if isinstance(steps, LevelAlgorithm):
-        return None if limit.size is None else -(-size * steps.per_us // steps.tokens)
-    if isinstance(steps, FixedWindowAlgorithm | SlidingWindowAlgorithm | SlidingWindowCounterAlgorithm):
-        return steps.window_us
+    algorithm = limit.compiled
+    if isinstance(algorithm, LevelAlgorithm):
+        return None if limit.size is None else -(-size * algorithm.per_us // algorithm.tokens)
+    if isinstance(algorithm, FixedWindowAlgorithm | SlidingWindowAlgorithm | SlidingWindowCounterAlgorithm):
+        return algorithm.window_us
     return PERIOD_SECONDS[Period(limit.period)] * US_PER_SECOND if isinstance(limit, Quota) else None
 
 
 def _string(text: str) -> str:
-    """A string of a structured field (RFC 9651, section 4.1.6). Names have none of what is escaped or refused."""
+    """Return a string of a structured field (RFC 9651, section 4.1.6).
+
+    The names of limits have no characters that must be escaped or refused, but `_LimitFields` accepts any name.
+    """
     if not text.isascii() or not text.isprintable():
         raise InvalidInput("name", f"must be printable ASCII in a header, got {short_repr(text)}")
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -1,4 +1,4 @@
-"""Limits of several plans that decide together: the operator's, a tenant's, a policy's."""
+"""Join the limits of several plans into one check: those of the operator, a tenant and a policy."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -11,12 +11,12 @@ from limitforge.core.plan import MAX_LIMITS, Limits, LimitsLike, Plan, Rule, par
 from limitforge.errors import InvalidInput, InvalidLimit
 
 LAYER_NAMES = {Layer.OPERATOR: "operator", Layer.TENANT: "tenant", Layer.POLICY: "policy", Layer.SHADOW: "shadow"}
-"""What a name may start with, before a colon, to say where its limit is; no limit's own name does."""
+"""The prefix that a name may have, before a colon, for the layer of its limit. No limit name starts like this."""
 LAYER_WORDS = frozenset(LAYER_NAMES.values())
 
 
 class PlanPart(NamedTuple):
-    """The limits of one plan in its place; none of them is stronger than `mode`."""
+    """The limits of one plan and its layer. No limit gets a mode that is stronger than `mode`."""
 
     limits: LimitsLike
     layer: Layer
@@ -24,13 +24,14 @@ class PlanPart(NamedTuple):
 
 
 def join_limits(*parts: PlanPart) -> Limits:
-    """One set of limits out of several, each counted in its own place.
+    """Return one set of limits from several plans, each with buckets of its own layer.
 
-    They are reported, and may be given costs, by their names; where several have one name, by `operator:name`,
-    `tenant:name` and `policy:name`. A cost for a bare name that several have is for all of these. Joining is cheap:
-    what was compiled of the parts is used again.
+    A limit is reported, and may get a cost, by its name. If several have the same name, they are reported as
+    `operator:name`, `tenant:name` and `policy:name`, and a cost for the bare name applies to all of them. Joining is
+    cheap, since the compiled plans of the parts are used again. Raises `InvalidInput` or `InvalidLimit` if a part is
+    invalid.
     """
-    return _JoinedLimits(tuple(_checked(at, part) for at, part in enumerate(parts)))
+    return _JoinedLimits(tuple(_validate(index, part) for index, part in enumerate(parts)))
 
 
 class _ValidPart(NamedTuple):
@@ -40,7 +41,7 @@ class _ValidPart(NamedTuple):
 
 
 class _JoinedLimits(Limits):
-    """Iterates over the limits as their parts have them, whatever mode the join gives them."""
+    """Several plans as one. Iteration returns the limits of the parts with their own modes."""
 
     __slots__ = ("_parts",)
 
@@ -50,63 +51,70 @@ class _JoinedLimits(Limits):
         self._limits = tuple(limit for part in parts for limit in part.limits)
         if len(self._limits) > MAX_LIMITS:
             raise InvalidLimit("limits", f"at most {MAX_LIMITS} in one check, got {len(self._limits)}")
-        if len({place for _, place, _ in parts}) < len(parts):
-            _refuse_twins(parts)
+        if len({layer for _, layer, _ in parts}) < len(parts):
+            _refuse_duplicates(parts)
 
-    def plan(self, priority: str, place: Layer = Layer.POLICY, mode: Mode = Mode.ON) -> Plan:
-        """The plans of the parts as one, once per priority. There is none for another place, such as a shadow's: each
-        part has its own.
+    def plan(self, priority: str, layer: Layer = Layer.POLICY, mode: Mode = Mode.ON) -> Plan:
+        """Return the compiled plans of all parts as one, compiled once for each priority.
+
+        Raises `InvalidLimit` for another layer, such as the shadow layer: each part has a layer of its own.
         """
-        if place is not Layer.POLICY or mode is not Mode.ON:
-            raise InvalidLimit("limits", "joined limits have the places and modes of their parts, and no others")
+        if layer is not Layer.POLICY or mode is not Mode.ON:
+            raise InvalidLimit("limits", "joined limits keep the layers and modes of their parts")
         try:
             return self.plans[priority]
         except (KeyError, TypeError):
             known = parse_priority(priority)
-        return self.plans.setdefault(known, _plan(self._parts, known))
+        return self.plans.setdefault(known, _join_plans(self._parts, known))
 
     def all_on(self) -> Limits:
-        return _JoinedLimits(tuple(_ValidPart(limits.all_on(), place, Mode.ON) for limits, place, _ in self._parts))
+        return _JoinedLimits(tuple(_ValidPart(limits.all_on(), layer, Mode.ON) for limits, layer, _ in self._parts))
 
     def overridable(self, names: Collection[object]) -> Limits:
-        """All but the operator's. An override does not say which place it means, so what it names must be unique; what
-        is no collection of names is refused by whoever reads it next.
+        """Return all limits except the operator's.
+
+        An override names no layer, so a name must be unique. `names` that is not a collection of names is refused when
+        the override is compiled.
         """
-        reach = [limit for limits, place, _ in self._parts if place is not Layer.OPERATOR for limit in limits]
-        for name, count in Counter(limit.name for limit in reach).items():
+        overridable = [limit for limits, layer, _ in self._parts if layer is not Layer.OPERATOR for limit in limits]
+        for name, count in Counter(limit.name for limit in overridable).items():
             if count > 1 and isinstance(names, Collection) and name in names:
-                raise InvalidInput(f"limits.{name}", "several of the joined plans have it, and would all be changed")
-        return Limits(*{limit.name: limit for limit in reach}.values())
+                raise InvalidInput(
+                    f"limits.{name}", "several of the joined plans have a limit of this name, and all would be changed"
+                )
+        return Limits(*{limit.name: limit for limit in overridable}.values())
 
     def __getitem__(self, name: str) -> Limit:
-        """By its name, if only one has it, or by its name with its place."""
+        """Return a limit by its name if the name is unique, or by its name with its layer."""
         word, colon, rest = name.partition(":")
-        placed = colon and word in LAYER_WORDS
+        has_layer = colon and word in LAYER_WORDS
         found = [
             limit
-            for limits, place, _ in self._parts
-            if not placed or LAYER_NAMES[place] == word
+            for limits, layer, _ in self._parts
+            if not has_layer or LAYER_NAMES[layer] == word
             for limit in limits
-            if limit.name == (rest if placed else name)
+            if limit.name == (rest if has_layer else name)
         ]
         if len(found) != 1:
             raise KeyError(name)
         return found[0]
 
     def __repr__(self) -> str:
-        return f"joined({', '.join(map(repr, self._parts))})"
+        return f"join_limits({', '.join(map(repr, self._parts))})"
 
 
 def reported_names(named: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """What is told of each (place, name): a unique name bare, another with its place; what is still not unique (one
-    limit, several keys) with a number.
+    """Return the names under which the limits, given as (layer, name), are reported.
+
+    A unique name is bare, others have their layer. Names that are still equal (one limit with several keys) get a
+    number.
     """
     bare = Counter(name for _, name in named)
     if len(bare) == len(named):
         return tuple(bare)
     names: dict[str, None] = {}
-    for place, own_name in named:
-        name = first = own_name if bare[own_name] == 1 else f"{LAYER_NAMES[Layer(place)]}:{own_name}"
+    for layer, own_name in named:
+        name = first = own_name if bare[own_name] == 1 else f"{LAYER_NAMES[Layer(layer)]}:{own_name}"
         number = 2
         while name in names:
             name = f"{first}#{number}"
@@ -115,43 +123,44 @@ def reported_names(named: Sequence[tuple[str, str]]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def aliases(name: str, place: Layer | None) -> tuple[str, ...]:
-    """All that a limit which was reported as `name` may be called, the most exact first."""
+def aliases(name: str, layer: Layer | None) -> tuple[str, ...]:
+    """Return all names that mean a limit which was reported as `name`, the most specific first."""
     word, colon, bare = name.partition(":")
     if colon and word in LAYER_WORDS:
         return name, bare
-    return (name,) if place is None else (f"{LAYER_NAMES[place]}:{name}", name)
+    return (name,) if layer is None else (f"{LAYER_NAMES[layer]}:{name}", name)
 
 
-def _checked(at: int, part: PlanPart) -> _ValidPart:
-    limits, place, mode = part
-    if not isinstance(place, Layer) or place is Layer.SHADOW:
+def _validate(index: int, part: PlanPart) -> _ValidPart:
+    limits, layer, mode = part
+    if not isinstance(layer, Layer) or layer is Layer.SHADOW:
         raise InvalidInput(
-            f"parts[{at}].place", f"must be the operator's, a tenant's or a policy's, got {short_repr(place)}"
+            f"parts[{index}].layer", f"must be Layer.OPERATOR, TENANT or POLICY, got {short_repr(layer)}"
         )
     if not isinstance(mode, Mode):
-        raise InvalidInput(f"parts[{at}].mode", f"must be a Mode, got {short_repr(mode)}")
+        raise InvalidInput(f"parts[{index}].mode", f"must be a Mode, got {short_repr(mode)}")
     if isinstance(limits, _JoinedLimits):
         raise InvalidLimit("limits", "are joined already; join all parts at once")
-    return _ValidPart(Limits.of(limits), place, mode)
+    return _ValidPart(Limits.of(limits), layer, mode)
 
 
-def _refuse_twins(parts: Sequence[_ValidPart]) -> None:
-    """Two limits of one name and place would share their bucket."""
-    counted = Counter((place, limit.name) for limits, place, _ in parts for limit in limits)
-    for (place, name), count in counted.items():
+def _refuse_duplicates(parts: Sequence[_ValidPart]) -> None:
+    """Raise `InvalidLimit` if two limits have the same name and layer: they would share their bucket."""
+    counted = Counter((layer, limit.name) for limits, layer, _ in parts for limit in limits)
+    for (layer, name), count in counted.items():
         if count > 1:
-            raise InvalidLimit("limits", f"two limits of the {LAYER_NAMES[place]} are called {name!r}")
+            raise InvalidLimit("limits", f"two limits of the {LAYER_NAMES[layer]} layer are called {name!r}")
 
 
-def _plan(parts: Sequence[_ValidPart], priority: Priority) -> Plan:
+def _join_plans(parts: Sequence[_ValidPart], priority: Priority) -> Plan:
     rules: list[Rule] = []
-    known: dict[str, tuple[int, ...]] = {}
-    for limits, place, mode in parts:
-        plan = limits.plan(priority, place, mode)
-        for name, own in plan.indexes_by_name.items():
-            found = tuple(len(rules) + at for at in own)
-            for alias in (name, f"{LAYER_NAMES[place]}:{name}"):
-                known[alias] = known.get(alias, ()) + found
+    indexes_by_name: dict[str, tuple[int, ...]] = {}
+    for limits, layer, mode in parts:
+        plan = limits.plan(priority, layer, mode)
+        for name, indexes in plan.indexes_by_name.items():
+            joined = tuple(len(rules) + index for index in indexes)
+            for alias in (name, f"{LAYER_NAMES[layer]}:{name}"):
+                indexes_by_name[alias] = indexes_by_name.get(alias, ()) + joined
         rules += plan.rules
-    return Plan.from_rules(tuple(rules), reported_names([(rule.layer, rule.limit.name) for rule in rules]), known)
+    names = reported_names([(rule.layer, rule.limit.name) for rule in rules])
+    return Plan.from_rules(tuple(rules), names, indexes_by_name)

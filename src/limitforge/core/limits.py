@@ -1,8 +1,6 @@
-"""The seven limits. Each validates itself when it is built and carries its exact numbers: no limit that was built can
-fail later.
+"""The seven kinds of limit. Each validates itself when it is built, so that no limit can fail later.
 
-The fields are those of the wire format, by the same names. `Limits` (in `plan.py`) is what a check takes: several of
-them, or their text.
+The fields have the names of the wire format. A check takes `Limits` (in `plan.py`): several limits, or their text.
 """
 
 import re
@@ -38,13 +36,17 @@ from limitforge.errors import InvalidLimit
 
 Choice = TypeVar("Choice", bound=StrEnum)
 
-# Earlier releases named limits after their text, with the algorithm in front: stored plans still have such names.
+# Earlier releases named limits after their text, algorithm first, and stored plans still have such names.
 NAME = re.compile(r"(?:(?:fixed|sliding|counter|token|leaky):)?[A-Za-z0-9_./-]{1,64}")
 UNIT_SECONDS = {"second": 1, "minute": 60, "hour": 3_600, "day": 86_400}
 
 
 class Scope(StrEnum):
-    """Which parts of (tenant, resource, subject) name the bucket."""
+    """The parts of (tenant, resource, subject) that name the bucket.
+
+    `subject` has all three, `caller` tenant and subject, `resource` tenant and resource, `tenant` only the tenant, and
+    `global` none.
+    """
 
     SUBJECT = "subject"
     CALLER = "caller"
@@ -54,7 +56,7 @@ class Scope(StrEnum):
 
 
 class Mode(StrEnum):
-    """`on` decides, `monitor` decides and reports but lets pass, `off` is not there."""
+    """`on` enforces a limit, `monitor` decides and reports but never denies, `off` ignores the limit."""
 
     OFF = "off"
     MONITOR = "monitor"
@@ -62,15 +64,15 @@ class Mode(StrEnum):
 
 
 class Counts(StrEnum):
-    """Whether a limit takes the check's cost, or 1 for any cost above 0."""
+    """What a limit counts: the cost of a check (cost), or 1 for any cost above 0 (requests)."""
 
     COST = "cost"
     REQUESTS = "requests"
 
 
 class Consistency(StrEnum):
-    """Who decides: the store, each time; this process, by a share of the limit that it has paid for in the store; or
-    this process, by its part of the limit.
+    """Who decides about a limit: the store for every check (exact), this process by a share of the limit that it bought
+    from the store in advance (prepaid), or this process by its part of the limit (local).
     """
 
     EXACT = "exact"
@@ -79,14 +81,14 @@ class Consistency(StrEnum):
 
 
 class Align(StrEnum):
-    """Whether fixed windows lie on the clock, or open with the first cost taken."""
+    """When a fixed window begins: aligned to the clock, or with the first cost that is taken."""
 
     CLOCK = "clock"
     FIRST_HIT = "first_hit"
 
 
 class Priority(StrEnum):
-    """How important a check is: P0 is never shed."""
+    """The importance of a check, for limits with `shares`. P0 is never shed."""
 
     P0 = "P0"
     P1 = "P1"
@@ -94,7 +96,7 @@ class Priority(StrEnum):
     P3 = "P3"
 
 
-# The same words as plain strings, for those who build limits by hand.
+# The same values as plain strings, for type checkers of programs that build limits.
 ScopeName = Literal["subject", "caller", "resource", "tenant", "global"]
 ModeName = Literal["off", "monitor", "on"]
 CountsName = Literal["cost", "requests"]
@@ -104,7 +106,7 @@ PeriodName = Literal["day", "week", "month", "year"]
 
 
 class PriorityShares(dict[str, int]):
-    """Percents by priority, which nobody changes any more."""
+    """Percents by priority, immutable."""
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise TypeError("the shares of a limit can't be changed; build another limit")
@@ -117,7 +119,13 @@ class PriorityShares(dict[str, int]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """What all limits have. Build one of the seven below, or `limit_from_fields` from a mapping."""
+    """The fields that all kinds of limit share. Build one of the seven kinds, or use `limit_from_fields`.
+
+    `name` is the period by default. `scope`, `mode`, `counts` and `consistency` are explained at their enums.
+    `count_denied` takes the cost of denied checks too, up to twice the limit. `charge_after_outage` charges what was
+    admitted without the store once it is back. `shares` maps priorities to the percent of the limit that they may use.
+    Raises `InvalidLimit`, naming the field, if a value is invalid.
+    """
 
     algorithm: ClassVar[str]
     size_field: ClassVar[str] = "limit"
@@ -136,17 +144,17 @@ class Limit:
 
     def __post_init__(self) -> None:
         if self.name:
-            _name(self.name)
-        _set(self, "scope", _choice("scope", Scope, self.scope))
-        _set(self, "mode", _choice("mode", Mode, self.mode))
-        _set(self, "counts", _choice("counts", Counts, self.counts))
+            _validate_name(self.name)
+        _set(self, "scope", _parse_choice("scope", Scope, self.scope))
+        _set(self, "mode", _parse_choice("mode", Mode, self.mode))
+        _set(self, "counts", _parse_choice("counts", Counts, self.counts))
         for flag in ("count_denied", "charge_after_outage"):
             if not isinstance(getattr(self, flag), bool):
                 raise InvalidLimit(flag, f"must be true or false, got {short_repr(getattr(self, flag))}")
-        _set(self, "shares", _shares(self.shares))
+        _set(self, "shares", _parse_shares(self.shares))
         if self.count_denied and self.shares:
             raise InvalidLimit("count_denied", "can't be combined with shares")
-        _set(self, "consistency", _choice("consistency", Consistency, self.consistency))
+        _set(self, "consistency", _parse_choice("consistency", Consistency, self.consistency))
         if self.consistency not in self.consistencies:
             raise InvalidLimit("consistency", f"of a {self.algorithm} must be {' or '.join(self.consistencies)}")
         if self.consistency is Consistency.PREPAID and (self.shares or self.count_denied):
@@ -154,31 +162,32 @@ class Limit:
         size = getattr(self, self.size_field)
         if size is not None:
             _set(self, self.size_field, parse_integer(self.size_field, size, maximum=self.max_size))
-        _set(self, "compiled", self._steps())
+        _set(self, "compiled", self._compile())
         if not self.name:
-            _set(self, "name", self._period())
+            _set(self, "name", self._default_name())
 
     @property
     def shape(self) -> str:
         """The part of the definition that is in the bucket's key: limits that differ in it never share a count.
 
-        Empty where a changed definition converts the stored state instead of starting afresh.
+        Empty if a changed definition converts the stored state instead of starting afresh.
         """
         return ""
 
     @property
     def size(self) -> int | None:
-        """The whole number: capacity, limit or slots; None if unlimited, 0 if blocked."""
+        """The number of the limit: capacity, limit or slots. None if unlimited, 0 if blocked."""
         size: int | None = getattr(self, self.size_field)
         return size
 
     def percent(self, priority: Priority) -> int:
+        """Return the percent of this limit that a priority may use."""
         return self.shares.get(priority, 100)
 
-    def _steps(self) -> Algorithm:
+    def _compile(self) -> Algorithm:
         raise NotImplementedError
 
-    def _period(self) -> str:
+    def _default_name(self) -> str:
         """Return the name of an unnamed limit: its period, so that a changed number keeps the counter."""
         raise NotImplementedError
 
@@ -193,7 +202,7 @@ class _Bucket(Limit):
     bucket_capacity: Number | None
 
     def _rate(self, rate_field: str) -> tuple[int, int, int]:
-        """(capacity, tokens, per_us), refused where a level would not stay exact."""
+        """Return (capacity, tokens, per_us). Raise `InvalidLimit` if a level would not stay exact."""
         capacity = self._size()
         value = getattr(self, rate_field)
         if value is None:
@@ -213,41 +222,41 @@ class _Bucket(Limit):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBucket(_Bucket):
-    """Bursts up to `bucket_capacity`, refilled continuously: enforces the mean, tolerates the burst."""
+    """Allows bursts up to `bucket_capacity`, refilled continuously: enforces the mean rate and tolerates bursts."""
 
     algorithm: ClassVar[str] = "token_bucket"
     consistencies: ClassVar[tuple[str, ...]] = tuple(Consistency)
 
     refill_rate_per_sec: Number | Rate | None = field(default=None, compare=False)
 
-    def _steps(self) -> Algorithm:
+    def _compile(self) -> Algorithm:
         return TokenBucketAlgorithm(*self._rate("refill_rate_per_sec"))
 
-    def _period(self) -> str:
+    def _default_name(self) -> str:
         return "bucket"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeakyBucket(_Bucket):
-    """A queue that drains at a constant rate: tells each taker how long to wait (`delay_ms`), denies when full."""
+    """A queue that drains at a constant rate: each allowed check learns how long to wait (`delay_ms`)."""
 
     algorithm: ClassVar[str] = "leaky_bucket"
 
     leak_rate_per_sec: Number | Rate | None = field(default=None, compare=False)
 
-    def _steps(self) -> Algorithm:
+    def _compile(self) -> Algorithm:
         return LeakyBucketAlgorithm(*self._rate("leak_rate_per_sec"))
 
-    def _period(self) -> str:
+    def _default_name(self) -> str:
         return "leaky"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Windowed(Limit):
     limit: Number | None
-    window_seconds: Number = field(compare=False)  # `steps` has it exactly
+    window_seconds: Number = field(compare=False)  # `compiled` has the exact number
 
-    def _period(self) -> str:
+    def _default_name(self) -> str:
         return period_name(self._window_us())
 
     def _window_us(self) -> int:
@@ -256,7 +265,7 @@ class _Windowed(Limit):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedWindow(_Windowed):
-    """A count per window. Cheap and easy to explain; twice the limit may pass around a window's edge."""
+    """A count per window: cheap and simple, but twice the limit may pass around the edge of a window."""
 
     algorithm: ClassVar[str] = "fixed_window"
     consistencies: ClassVar[tuple[str, ...]] = tuple(Consistency)
@@ -270,8 +279,8 @@ class FixedWindow(_Windowed):
             "s" if self.spread else "h" if self.align is Align.FIRST_HIT else ""
         )
 
-    def _steps(self) -> Algorithm:
-        _set(self, "align", _choice("align", Align, self.align))
+    def _compile(self) -> Algorithm:
+        _set(self, "align", _parse_choice("align", Align, self.align))
         if not isinstance(self.spread, bool):
             raise InvalidLimit("spread", f"must be true or false, got {short_repr(self.spread)}")
         if self.spread and self.align is Align.FIRST_HIT:
@@ -288,18 +297,18 @@ class FixedWindow(_Windowed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlidingWindow(_Windowed):
-    """The exact log: at most `limit` in any window, each cost forgotten exactly one window later."""
+    """An exact log: at most `limit` (up to 1,000) in any window. Each cost expires exactly one window later."""
 
     algorithm: ClassVar[str] = "sliding_window"
     max_size: ClassVar[int] = MAX_ENTRIES
 
-    def _steps(self) -> Algorithm:
+    def _compile(self) -> Algorithm:
         return SlidingWindowAlgorithm(self._size(), self._window_us())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlidingWindowCounter(_Windowed):
-    """Two counts blended into a sliding estimate: as cheap as a fixed window, without its edge."""
+    """An estimate from the counts of two windows: as cheap as a fixed window, without its edge."""
 
     algorithm: ClassVar[str] = "sliding_window_counter"
     max_size: ClassVar[int] = MAX_COUNTER_LIMIT
@@ -308,7 +317,7 @@ class SlidingWindowCounter(_Windowed):
     def shape(self) -> str:
         return format_seconds(self._window_us())
 
-    def _steps(self) -> Algorithm:
+    def _compile(self) -> Algorithm:
         return SlidingWindowCounterAlgorithm(self._size(), self._window_us())
 
     def _window_us(self) -> int:
@@ -317,8 +326,8 @@ class SlidingWindowCounter(_Windowed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Concurrency(Limit):
-    """At most `max_concurrent` slots held at once; a slot comes back when released, or `lease_ttl_seconds` after its
-    holder was last heard of.
+    """At most `max_concurrent` slots at once (up to 1,000). A slot is free again when it is released, or
+    `lease_ttl_seconds` after it was taken or renewed.
     """
 
     algorithm: ClassVar[str] = "concurrency"
@@ -329,19 +338,19 @@ class Concurrency(Limit):
     max_concurrent: Number | None
     lease_ttl_seconds: Number = field(compare=False)
 
-    def _steps(self) -> Algorithm:
+    def _compile(self) -> Algorithm:
         for flag in ("count_denied", "charge_after_outage"):
             if getattr(self, flag):
-                raise InvalidLimit(flag, "has no meaning on a concurrency limit")
+                raise InvalidLimit(flag, "does not apply to a concurrency limit")
         return ConcurrencyAlgorithm(self._size(), parse_duration_us("lease_ttl_seconds", self.lease_ttl_seconds))
 
-    def _period(self) -> str:
+    def _default_name(self) -> str:
         return "concurrency"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quota(Limit):
-    """A count per day, week, month or year of a calendar, in the customer's time zone, from the billing day on."""
+    """A count per calendar day, week, month or year, in a time zone. `anchor_day` is the day on which months begin."""
 
     algorithm: ClassVar[str] = "quota"
     consistencies: ClassVar[tuple[str, ...]] = tuple(Consistency)
@@ -352,14 +361,14 @@ class Quota(Limit):
     anchor_day: int = 1
     calendar: Calendar = field(init=False, repr=False, compare=False, hash=False)
 
-    def _steps(self) -> Algorithm:
-        _set(self, "period", _choice("period", Period, self.period))
+    def _compile(self) -> Algorithm:
+        _set(self, "period", _parse_choice("period", Period, self.period))
         if not isinstance(self.time_zone, str):
             raise InvalidLimit("time_zone", f"must be a name such as 'Europe/Berlin', got {short_repr(self.time_zone)}")
         zone(self.time_zone)
         _set(self, "anchor_day", parse_integer("anchor_day", self.anchor_day, minimum=1, maximum=31))
         if self.anchor_day != 1 and self.period not in (Period.MONTH, Period.YEAR):
-            raise InvalidLimit("anchor_day", f"has no meaning for a period of one {self.period}")
+            raise InvalidLimit("anchor_day", f"does not apply to a period of one {self.period}")
         _set(self, "calendar", Calendar(Period(self.period), self.time_zone, self.anchor_day))
         return QuotaAlgorithm(self._size(), self.calendar.shape)
 
@@ -367,7 +376,7 @@ class Quota(Limit):
     def shape(self) -> str:
         return f"{self.period}/{self.anchor_day}/{self.time_zone}"
 
-    def _period(self) -> str:
+    def _default_name(self) -> str:
         return str(self.period)
 
 
@@ -378,7 +387,7 @@ ALGORITHMS: Mapping[str, type[Limit]] = {
 
 
 def period_name(window_us: int) -> str:
-    """Return the name of a limit of this window: `minute`, `15-minutes`, `0.25-seconds`."""
+    """Return the default name of a limit with this window: `minute`, `15-minutes`, `0.25-seconds`."""
     for unit, seconds in reversed(UNIT_SECONDS.items()):
         times, rest = divmod(window_us, seconds * US_PER_SECOND)
         if times and not rest:
@@ -387,8 +396,9 @@ def period_name(window_us: int) -> str:
 
 
 def limit_from_fields(given: Mapping[str, Any]) -> Limit:
-    """A limit from the fields of the wire format, `algorithm` among them; an unknown or missing field is refused by
-    name.
+    """Return the limit of a mapping with the fields of the wire format, including `algorithm`.
+
+    Raises `InvalidLimit`, naming the field, if a field is unknown, missing or invalid.
     """
     if not isinstance(given, Mapping):
         raise InvalidLimit("limit", f"must be a mapping of fields, got {type(given).__name__}")
@@ -398,13 +408,13 @@ def limit_from_fields(given: Mapping[str, Any]) -> Limit:
     if kind is None:
         raise InvalidLimit("algorithm", f"must be one of {', '.join(ALGORITHMS)}, got {short_repr(algorithm)}")
     if values.get("limit", 0) is None and kind.size_field not in values:
-        values[kind.size_field] = values.pop("limit")  # unlimited, in the words of every algorithm
+        values[kind.size_field] = values.pop("limit")  # every algorithm understands `limit: null` as unlimited
     known = {f.name: f for f in fields(kind) if f.init}
     for name in values:
         if name not in known:
-            raise InvalidLimit(str(name)[:64], f"is no field of {algorithm}; its fields are {', '.join(known)}")
+            raise InvalidLimit(str(name)[:64], f"is not a field of {algorithm}; its fields are {', '.join(known)}")
     if "name" in values:
-        _name(values["name"])
+        _validate_name(values["name"])
     try:
         return kind(**values)
     except TypeError:
@@ -413,7 +423,7 @@ def limit_from_fields(given: Mapping[str, Any]) -> Limit:
 
 
 def limit_to_fields(limit: Limit) -> dict[str, Any]:
-    """The opposite of `limit_from_fields`: everything that was given or is not the default, as plain values."""
+    """Return the fields of a limit, without those at their default, as plain values for `limit_from_fields`."""
     plain: dict[str, Any] = {"algorithm": limit.algorithm}
     required = _REQUIRED[limit.algorithm]
     for f in fields(limit):
@@ -446,25 +456,25 @@ def _set(limit: Limit, name: str, value: object) -> None:
     object.__setattr__(limit, name, value)
 
 
-def _name(name: object) -> str:
+def _validate_name(name: object) -> str:
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise InvalidLimit("name", f"must be 1 to 64 letters, digits or -_./ characters, got {short_repr(name)}")
     return name
 
 
-def _choice(field_name: str, kind: type[Choice], value: object) -> Choice:
+def _parse_choice(field_name: str, kind: type[Choice], value: object) -> Choice:
     try:
         return kind(value)  # type: ignore[arg-type]
     except ValueError:
         raise InvalidLimit(field_name, f"must be one of {', '.join(kind)}, got {short_repr(value)}") from None
 
 
-def _shares(shares: object) -> Mapping[str, int]:
+def _parse_shares(shares: object) -> Mapping[str, int]:
     if not isinstance(shares, Mapping):
         raise InvalidLimit("shares", f"must map priorities to percents, such as {{'P2': 80}}, got {short_repr(shares)}")
     checked: dict[str, int] = {}
     for priority, percent in shares.items():
-        known = _choice("shares", Priority, priority)
+        known = _parse_choice("shares", Priority, priority)
         checked[known] = parse_integer(f"shares.{known}", percent, maximum=100)
         if known is Priority.P0 and checked[known] != 100:
             raise InvalidLimit("shares.P0", "is always 100: P0 is never shed")

@@ -1,4 +1,4 @@
-"""Overrides: other numbers for one tenant, resource and subject, compiled when they are set."""
+"""Overrides: other numbers for one tenant, resource and subject. They are compiled when they are set."""
 
 import json
 from base64 import b64decode, urlsafe_b64encode
@@ -29,31 +29,35 @@ OVERRIDABLE_FIELDS = {
     "refill_rate_per_sec": (1, 2),
     "leak_rate_per_sec": (1, 2),
 }
-"""The fields that an override may name, and which numbers of the limit each of them sets."""
+"""The fields that an override may change, and the indexes of the numbers that each of them sets."""
 
 
 class Override(msgspec.Struct, frozen=True):
-    """An override as it was set: limit names to changed fields, or to "unlimited" or "blocked"."""
+    """An override as it was set.
+
+    `limits` maps names of limits to their changed fields, or to "unlimited" or "blocked". `resource` is `*` for all
+    resources.
+    """
 
     tenant: str
     resource: str
     subject: str
     limits: dict[str, Any]
     expires_at: float
-    """Epoch seconds."""
+    """When the override expires, in epoch seconds."""
 
 
 class OverridePage(msgspec.Struct, frozen=True):
-    """Some of a tenant's overrides; pass `cursor` on for the next page, None after the last."""
+    """A page of a tenant's overrides. `cursor` is the argument for the next page, None after the last one."""
 
     overrides: list[Override]
     cursor: str | None
 
 
 class CompiledOverride(msgspec.Struct, frozen=True):
-    """One overridden limit: ignored where the plan's algorithm is no longer `code`.
+    """One overridden limit, compiled. It is ignored if the algorithm of the limit has another `code` by now.
 
-    A number that the override does not name is UNCHANGED: that of the limit which is checked holds.
+    A number that the override does not name is UNCHANGED: the number of the limit applies.
     """
 
     name: str
@@ -62,7 +66,7 @@ class CompiledOverride(msgspec.Struct, frozen=True):
 
 
 def copy_changes(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of what an override says, as it can be written down."""
+    """Return a copy of the changes that can be stored as JSON. Raise `InvalidInput` if it is too long."""
     text = json.dumps(changes, default=lambda value: dict(value) if isinstance(value, Mapping) else str(value))
     if len(text) > MAX_CHANGES:
         raise InvalidInput("limits", f"an override may be at most {MAX_CHANGES} characters of JSON, got {len(text)}")
@@ -71,7 +75,10 @@ def copy_changes(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def compile_override(changes: Mapping[str, Any], limits: Limits, resource: str) -> list[CompiledOverride]:
-    """Validate what an override of this resource says against the limits that it changes."""
+    """Compile the changes of an override of this resource, given the limits that it changes.
+
+    Raise `InvalidInput`, naming the limit and field, if a change is invalid.
+    """
     if not isinstance(changes, Mapping) or not changes:
         raise InvalidInput("limits", "must map limit names to their changed fields, 'unlimited' or 'blocked'")
     compiled = []
@@ -83,36 +90,37 @@ def compile_override(changes: Mapping[str, Any], limits: Limits, resource: str) 
             raise InvalidInput(f"limits.{name!s:.64}", f"no limit of that name; there are {known}") from None
         if limit.scope not in (Scope.SUBJECT, Scope.CALLER):
             raise InvalidInput(
-                f"limits.{name}", f"an override reaches subject and caller limits, not a {limit.scope} limit"
+                f"limits.{name}", f"an override can change subject and caller limits, not a {limit.scope} limit"
             )
-        compiled.append(_compiled(limit, change, resource))
+        compiled.append(_compile_limit(limit, change, resource))
     return compiled
 
 
 def apply_overrides(
-    steps: Algorithm, scope: Scope, exact: CompiledOverride | None, any_resource: CompiledOverride | None
+    algorithm: Algorithm, scope: Scope, exact: CompiledOverride | None, any_resource: CompiledOverride | None
 ) -> Algorithm:
-    """Return the numbers that hold under the live overrides of a limit. `lua/overrides.lua` is the twin.
+    """Return the algorithm with the numbers of the live overrides of a limit. `lua/overrides.lua` is the twin.
 
-    A bucket that several resources share has one window: there only an override of all resources changes it, or each
-    switch between two resources would start the count afresh.
+    A bucket that several resources share has one window. Only an override of all resources may change that window:
+    otherwise the count would start afresh whenever another resource is checked.
     """
     chosen = exact or any_resource
     if chosen is None:
-        return steps
-    numbers, at = chosen.numbers, steps.window_at
-    if exact is not None and scope is not Scope.SUBJECT and at is not None:
-        window = UNCHANGED if any_resource is None else any_resource.numbers[at]
-        numbers = (*numbers[:at], window, *numbers[at + 1 :])
-    return steps.with_numbers(numbers)
+        return algorithm
+    numbers, index = chosen.numbers, algorithm.window_at
+    if exact is not None and scope is not Scope.SUBJECT and index is not None:
+        window = UNCHANGED if any_resource is None else any_resource.numbers[index]
+        numbers = (*numbers[:index], window, *numbers[index + 1 :])
+    return algorithm.with_numbers(numbers)
 
 
 def expiry_seconds(expires_us: int) -> float:
+    """Return the epoch seconds of a time in microseconds."""
     return expires_us / US_PER_SECOND
 
 
-def _compiled(limit: Limit, change: Any, resource: str) -> CompiledOverride:
-    """Check the changed limit as a whole, and keep the numbers that the override names."""
+def _compile_limit(limit: Limit, change: Any, resource: str) -> CompiledOverride:
+    """Validate the changed limit as a whole, and keep the numbers that the override names."""
     if change == UNLIMITED_WORD:
         change = {limit.size_field: None}
     elif change == BLOCKED_WORD:
@@ -124,13 +132,14 @@ def _compiled(limit: Limit, change: Any, resource: str) -> CompiledOverride:
     known = OVERRIDABLE_FIELDS.keys() & {f.name for f in fields(limit)}
     if "limit" in change and limit.size_field != "limit" and limit.size_field in change:
         raise InvalidInput(
-            f"limits.{limit.name}.limit", f"means {limit.size_field}, which is there too; give one of them"
+            f"limits.{limit.name}.limit", f"means {limit.size_field}, which is given too; give only one of them"
         )
     values = {limit.size_field if name == "limit" else name: value for name, value in change.items()}
     for name in values:
         if name not in known:
             raise InvalidInput(
-                f"limits.{limit.name}.{name!s:.64}", f"can't be overridden; these can: {', '.join(sorted(known))}"
+                f"limits.{limit.name}.{name!s:.64}",
+                f"can't be overridden; these fields can: {', '.join(sorted(known))}",
             )
     if "window_seconds" in values and limit.scope is Scope.CALLER and resource != ANY_RESOURCE:
         raise InvalidInput(
@@ -139,17 +148,17 @@ def _compiled(limit: Limit, change: Any, resource: str) -> CompiledOverride:
             f"set the override for the resource {ANY_RESOURCE!r}",
         )
     try:
-        steps = replace(limit, **values).compiled
-    except InvalidLimit as refused:
-        raise InvalidInput(f"limits.{limit.name}.{refused.field}", refused.problem) from None
-    named = {at for name in values for at in OVERRIDABLE_FIELDS[name]}
-    numbers = steps.numbers()[: steps.override_width]
-    kept = tuple(number if at in named else UNCHANGED for at, number in enumerate(numbers))
-    return CompiledOverride(limit.name, steps.code, kept)
+        algorithm = replace(limit, **values).compiled
+    except InvalidLimit as error:
+        raise InvalidInput(f"limits.{limit.name}.{error.field}", error.problem) from None
+    named = {index for name in values for index in OVERRIDABLE_FIELDS[name]}
+    numbers = algorithm.numbers()[: algorithm.override_width]
+    kept = tuple(number if index in named else UNCHANGED for index, number in enumerate(numbers))
+    return CompiledOverride(limit.name, algorithm.code, kept)
 
 
 def require_room_for_override(count: int) -> None:
-    """All overrides of a subject are read with each of its checks, so there can't be many."""
+    """Raise `InvalidInput` if a subject has too many overrides: each of its checks reads all of them."""
     if count > MAX_PER_SUBJECT:
         raise InvalidInput(
             "resource", f"one subject may have at most {MAX_PER_SUBJECT} overrides; delete one, or use '*'"
@@ -157,14 +166,15 @@ def require_room_for_override(count: int) -> None:
 
 
 def encode_cursor(subject: bytes) -> str:
+    """Return the cursor of the page that starts after this subject."""
     return urlsafe_b64encode(subject).decode()
 
 
 def decode_cursor(cursor: str | None) -> bytes | None:
-    """The last subject of the page before; None at the start."""
+    """Return the last subject of the previous page, None at the start. Raise `InvalidInput` for an invalid cursor."""
     if cursor is None:
         return None
     try:
         return b64decode(cursor, altchars=b"-_", validate=True)
     except (ValueError, TypeError):
-        raise InvalidInput("cursor", "is not one that a list returned") from None
+        raise InvalidInput("cursor", "is not a cursor that a list returned") from None

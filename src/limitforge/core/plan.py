@@ -1,4 +1,4 @@
-"""Limits compiled for the hot path: what a check needs of each limit, worked out once per plan and priority."""
+"""Limits compiled for the hot path, once for each plan, priority and layer."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,8 +20,8 @@ from limitforge.core.text import parse_limits
 from limitforge.errors import InvalidInput, InvalidLimit
 
 MAX_LIMITS = 32
-BUCKET_US = 7  # what one bucket takes in Redis, in a batch
-ENTRIES_PER_US = 20  # and how many entries of a log or leases are read in a microsecond
+BUCKET_US = 7  # the time that Redis needs for one bucket, in a batch
+ENTRIES_PER_US = 20  # how many entries of a sliding window or leases Redis reads in a microsecond
 
 ENFORCED = 1
 COUNT_DENIED = 2
@@ -29,17 +29,17 @@ FORCED = 4
 
 
 class Rule(msgspec.Struct, frozen=True, eq=False):
-    """One limit as a store decides it, for one priority and place."""
+    """One limit compiled for one priority and layer."""
 
     limit: Limit
     algorithm: Algorithm
     percent: int
     scope: Scope
     layer: str
-    """The letter of its place: a plain string, which is formatted four times as fast as an enum's member."""
+    """The letter of its layer: a plain string is formatted four times as fast as a member of an enum."""
     key_suffix: str
     overflow_suffix: str
-    """That of its overflow bucket. Plans of several resources meet there, so it has the numbers of the limit too."""
+    """The key suffix of its overflow bucket. It includes the numbers, because several plans may share the bucket."""
     enforced: bool
     count_denied: bool
     counts_requests: bool
@@ -48,147 +48,151 @@ class Rule(msgspec.Struct, frozen=True, eq=False):
     is_bucket: bool
     holds_lease: bool
     is_dynamic: bool
-    """Whether the steps depend on the key (a spread window) or on the time (a quota)."""
+    """True if the algorithm's numbers depend on the key (a spread window) or on the time (a quota)."""
     prepaid: bool
-    """Whether this process may have paid for a share of it in advance."""
+    """True if this process may have bought a share of it in advance."""
     local: bool
-    """Whether this process decides by its part of the limit."""
+    """True if this process decides by its part of the limit."""
     forced: bool
-    """Whether it takes without asking for room, up to twice the limit: what is charged after the fact."""
+    """True for a charge: it takes its cost without asking for room, up to twice the limit."""
     script_args: tuple[Any, ...]
-    """As the script reads it: algorithm, flags, percent, name, numbers, 1 if several resources share the bucket."""
+    """What the script reads: algorithm, flags, percent, name, numbers, 1 if several resources share the bucket."""
     calendar_cache: list["Rule"]
-    """The last rule that `around` made: a quota's windows change once a day at most."""
+    """The last rule that `at_time` made: the windows of a quota change at most once a day."""
 
     @classmethod
-    def compile(cls, limit: Limit, priority: Priority, place: Layer, mode: Mode = Mode.ON) -> "Rule":
-        steps = limit.compiled
+    def compile(cls, limit: Limit, priority: Priority, layer: Layer, mode: Mode = Mode.ON) -> "Rule":
+        algorithm = limit.compiled
         enforced = weakest_mode(Mode(limit.mode), mode) is Mode.ON
         count_denied = limit.count_denied and enforced
-        spread = isinstance(steps, FixedWindowAlgorithm) and steps.kind == WindowKind.SPREAD
+        is_spread = isinstance(algorithm, FixedWindowAlgorithm) and algorithm.kind == WindowKind.SPREAD
         flags = ENFORCED * enforced + COUNT_DENIED * count_denied
         return cls(
             limit=limit,
-            algorithm=steps,
+            algorithm=algorithm,
             percent=limit.percent(priority),
             scope=Scope(limit.scope),
-            layer=place.value,
-            key_suffix=f"{limit.name}:{steps.letter}{limit.shape}",
-            overflow_suffix=_overflow_suffix(limit, place),
+            layer=layer.value,
+            key_suffix=f"{limit.name}:{algorithm.letter}{limit.shape}",
+            overflow_suffix=_overflow_suffix(limit, layer),
             enforced=enforced,
             count_denied=count_denied,
             counts_requests=limit.counts is Counts.REQUESTS,
-            overridable=limit.scope in (Scope.SUBJECT, Scope.CALLER) and place is not Layer.OPERATOR,
-            delays=enforced and isinstance(steps, LeakyBucketAlgorithm),
-            is_bucket=isinstance(steps, LevelAlgorithm),
-            holds_lease=isinstance(steps, ConcurrencyAlgorithm),
-            is_dynamic=spread or isinstance(limit, Quota),
+            overridable=limit.scope in (Scope.SUBJECT, Scope.CALLER) and layer is not Layer.OPERATOR,
+            delays=enforced and isinstance(algorithm, LeakyBucketAlgorithm),
+            is_bucket=isinstance(algorithm, LevelAlgorithm),
+            holds_lease=isinstance(algorithm, ConcurrencyAlgorithm),
+            is_dynamic=is_spread or isinstance(limit, Quota),
             prepaid=limit.consistency is Consistency.PREPAID and enforced,
             local=limit.consistency is Consistency.LOCAL,
             forced=False,
             script_args=(
-                steps.code,
+                algorithm.code,
                 flags,
                 limit.percent(priority),
                 limit.name,
-                steps.numbers(),
+                algorithm.numbers(),
                 int(limit.scope is not Scope.SUBJECT),
             ),
             calendar_cache=[],
         )
 
     def for_key(self, key: str) -> "Rule":
-        """This rule for one key, without its prefix: the phase of a spread window is the same in every store."""
+        """Return this rule for a key without its prefix: a spread window then has the same phase in every store."""
         if isinstance(self.algorithm, FixedWindowAlgorithm):
-            return self._with(msgspec.structs.replace(self.algorithm, offset=spread_offset(key)))
+            return self._with_algorithm(msgspec.structs.replace(self.algorithm, offset=spread_offset(key)))
         return self
 
     def without_offset(self) -> "Rule":
-        """This rule for a bucket that subjects share: a spread window has the same phase for all of them."""
+        """Return this rule for an overflow bucket: its subjects share one phase of a spread window."""
         if isinstance(self.algorithm, FixedWindowAlgorithm) and self.algorithm.offset:
-            return self._with(msgspec.structs.replace(self.algorithm, offset=0))
+            return self._with_algorithm(msgspec.structs.replace(self.algorithm, offset=0))
         return self
 
     def at_time(self, now_us: int) -> "Rule":
-        """This rule with the windows of its calendar around `now_us`."""
+        """Return this rule with the calendar windows around `now_us`."""
         if not isinstance(self.limit, Quota):
             return self
         for known in self.calendar_cache:
             if known.algorithm.second <= now_us < known.algorithm.third:  # type: ignore[attr-defined]
                 return known
         windows = self.limit.calendar.windows_around(now_us)
-        self.calendar_cache[:] = [self._with(self.algorithm.with_numbers((*self.algorithm.numbers()[:2], *windows)))]
+        self.calendar_cache[:] = [
+            self._with_algorithm(self.algorithm.with_numbers((*self.algorithm.numbers()[:2], *windows)))
+        ]
         return self.calendar_cache[0]
 
     def as_charge(self) -> "Rule":
-        """This rule for a cost that was admitted, or counts, without having been asked for."""
+        """Return this rule for a cost that was admitted without asking the store."""
         code, flags, _, *rest = self.script_args
         row = (code, flags % COUNT_DENIED + FORCED, 100, *rest)
         return msgspec.structs.replace(
             self, forced=True, count_denied=False, percent=100, script_args=row, calendar_cache=[]
         )
 
-    def divided(self, nodes: int) -> "Rule":
-        """This rule for one of several nodes that can't ask each other: its part of the limit, at least 1."""
-        if nodes == 1 or self.algorithm.limit <= 0:
+    def divided(self, processes: int) -> "Rule":
+        """Return this rule for one of several processes that decide alone: a part of the limit, at least 1."""
+        if processes == 1 or self.algorithm.limit <= 0:
             return self
-        part = msgspec.structs.replace(self._with(self.algorithm.divided(nodes)), local=False)
+        part = msgspec.structs.replace(self._with_algorithm(self.algorithm.divided(processes)), local=False)
         if percent_of(part.algorithm.limit, part.percent) or not percent_of(self.algorithm.limit, self.percent):
             return part
-        return msgspec.structs.replace(part, percent=100)  # at least 1 for whoever has a share at all
+        return msgspec.structs.replace(part, percent=100)  # at least 1 for every priority that may take anything
 
-    def _with(self, steps: Algorithm) -> "Rule":
+    def _with_algorithm(self, algorithm: Algorithm) -> "Rule":
         return msgspec.structs.replace(
             self,
-            algorithm=steps,
-            script_args=(*self.script_args[:4], steps.numbers(), self.script_args[5]),
+            algorithm=algorithm,
+            script_args=(*self.script_args[:4], algorithm.numbers(), self.script_args[5]),
             calendar_cache=[],
         )
 
 
-def _overflow_suffix(limit: Limit, place: Layer) -> str:
-    steps = limit.compiled
-    numbers = "/".join(map(str, steps.numbers()[: steps.override_width]))
-    return f"{place.value}{limit.scope[0]}:{limit.name}:{numbers}:{steps.letter}{limit.shape}"
+def _overflow_suffix(limit: Limit, layer: Layer) -> str:
+    algorithm = limit.compiled
+    numbers = "/".join(map(str, algorithm.numbers()[: algorithm.override_width]))
+    return f"{layer.value}{limit.scope[0]}:{limit.name}:{numbers}:{algorithm.letter}{limit.shape}"
 
 
 class Plan(msgspec.Struct, frozen=True, eq=False):
-    """The rules of several limits that decide together, with the names under which they are reported."""
+    """The rules of limits that are decided together, with the names under which they are reported."""
 
     rules: tuple[Rule, ...]
     names: tuple[str, ...]
     indexes_by_name: Mapping[str, tuple[int, ...]]
-    """Which rules a name means. Those that are off have names too, and no rule: a caller may go on to send their
-    costs.
+    """The indexes of the rules that a name means. A limit that is off has a name and no rule, so that callers may still
+    send a cost for it.
     """
     takes_lease: bool
     is_dynamic: bool
     is_partly_local: bool
-    """Whether some of it is decided in this process."""
+    """True if this process may decide some of the rules: those that are prepaid or local."""
     weight_us: int
-    """What a check of these rules takes in Redis, by estimate: what travels together is bounded by it."""
+    """The estimated time that a check of these rules takes in Redis. It bounds the size of a batch."""
     uniform_rules: tuple[tuple[Rule, str, bool, bool], ...]
-    """Each rule, its suffix, whether it counts requests and whether overrides reach it: if all count in one place, for
-    the same scope, and none depends on its key. Else nothing.
+    """Each rule with its key suffix, `counts_requests` and `overridable`, for the fast path.
+
+    Empty unless all rules have the same scope and layer and none is dynamic.
     """
 
     @classmethod
-    def compile(cls, limits: Sequence[Limit], priority: Priority, place: Layer, mode: Mode = Mode.ON) -> "Plan":
-        """No limit is stronger than `mode`."""
-        there = [limit for limit in limits if weakest_mode(Mode(limit.mode), mode) is not Mode.OFF]
-        names = tuple(limit.name for limit in there)
-        off: dict[str, tuple[int, ...]] = {limit.name: () for limit in limits}
-        known = off | {name: (at,) for at, name in enumerate(names)}
-        return cls.from_rules(tuple(Rule.compile(limit, priority, place, mode) for limit in there), names, known)
+    def compile(cls, limits: Sequence[Limit], priority: Priority, layer: Layer, mode: Mode = Mode.ON) -> "Plan":
+        """Compile the limits. No limit has a mode that is stronger than `mode`."""
+        enabled = [limit for limit in limits if weakest_mode(Mode(limit.mode), mode) is not Mode.OFF]
+        names = tuple(limit.name for limit in enabled)
+        indexes_by_name: dict[str, tuple[int, ...]] = {limit.name: () for limit in limits}
+        indexes_by_name |= {name: (index,) for index, name in enumerate(names)}
+        rules = tuple(Rule.compile(limit, priority, layer, mode) for limit in enabled)
+        return cls.from_rules(rules, names, indexes_by_name)
 
     @classmethod
     def from_rules(
-        cls, rules: tuple[Rule, ...], names: tuple[str, ...], known: Mapping[str, tuple[int, ...]]
+        cls, rules: tuple[Rule, ...], names: tuple[str, ...], indexes_by_name: Mapping[str, tuple[int, ...]]
     ) -> "Plan":
         return cls(
             rules=rules,
             names=names,
-            indexes_by_name=known,
+            indexes_by_name=indexes_by_name,
             takes_lease=any(rule.holds_lease for rule in rules),
             is_dynamic=any(rule.is_dynamic for rule in rules),
             is_partly_local=any(rule.prepaid or rule.local for rule in rules),
@@ -207,11 +211,12 @@ _WEAKEST_FIRST = (Mode.OFF, Mode.MONITOR, Mode.ON)
 
 
 def weakest_mode(*modes: Mode) -> Mode:
-    """Of several that hold for one limit, the one that it has: off, then monitor, then on."""
+    """Return the mode of a limit to which all of these apply: off if any is off, else monitor if any is monitor."""
     return min(modes, key=_WEAKEST_FIRST.index)
 
 
 def weight_us(rules: Iterable[Rule]) -> int:
+    """Estimate the time that these rules take in Redis."""
     return sum(
         BUCKET_US + (rule.algorithm.limit // ENTRIES_PER_US if isinstance(rule.algorithm, LedgerAlgorithm) else 0)
         for rule in rules
@@ -219,10 +224,10 @@ def weight_us(rules: Iterable[Rule]) -> int:
 
 
 class Limits:
-    """An ordered set of limits with distinct names, ready to be checked together.
+    """Limits with distinct names that are checked together, in this order: at most 32.
 
-    Wherever limits are asked for, one limit, several, or their text will do; parse or build them once and pass the same
-    object for speed.
+    Arguments called `limits` also take a single limit, an iterable of limits, or their text. A `Limits` object that is
+    made once and passed to every check is the fastest. Raises `InvalidLimit` if two limits have the same name.
     """
 
     __slots__ = ("_limits", "_other_plans", "plans")
@@ -242,18 +247,22 @@ class Limits:
         if len(limits) > MAX_LIMITS:
             raise InvalidLimit("limits", f"at most {MAX_LIMITS} in one check, got {len(limits)}")
         self._limits = limits
-        self.plans: dict[str, Plan] = {}  # by priority: those that nearly every check asks for
+        self.plans: dict[str, Plan] = {}  # by priority, in the policy layer: what nearly every check uses
         self._other_plans: dict[tuple[Layer, Mode], dict[str, Plan]] = {}
 
     @staticmethod
     def parse(text: str) -> "Limits":
-        """Limits from their string form, such as `"100/minute; burst=10/second"`."""
+        """Return the limits of a text such as `"100/minute; burst=10/second"`.
+
+        Raises `InvalidLimit` whose message points at the wrong token.
+        """
         if not isinstance(text, str):
             raise InvalidLimit("limits", f"must be text such as '100/minute', got {type(text).__name__}")
         return _parsed(text)
 
     @staticmethod
     def of(given: "LimitsLike") -> "Limits":
+        """Return the limits of any argument called `limits`. Raises `InvalidLimit`."""
         if isinstance(given, Limits):
             return given
         if isinstance(given, str):
@@ -264,22 +273,25 @@ class Limits:
             return Limits(*given)
         raise InvalidLimit("limits", f"must be limits or their text, got {type(given).__name__}")
 
-    def plan(self, priority: str, place: Layer = Layer.POLICY, mode: Mode = Mode.ON) -> Plan:
-        """These limits compiled, once per priority, place and the mode that none of them exceeds."""
-        usual = place is Layer.POLICY and mode is Mode.ON
-        plans = self.plans if usual else self._other_plans.setdefault((place, mode), {})
+    def plan(self, priority: str, layer: Layer = Layer.POLICY, mode: Mode = Mode.ON) -> Plan:
+        """Return the compiled limits. They are compiled once for each priority, layer and mode.
+
+        No limit gets a mode that is stronger than `mode`. Raises `InvalidInput` if the priority is unknown.
+        """
+        is_usual = layer is Layer.POLICY and mode is Mode.ON
+        plans = self.plans if is_usual else self._other_plans.setdefault((layer, mode), {})
         try:
             return plans[priority]
         except (KeyError, TypeError):
             known = parse_priority(priority)
-        return plans.setdefault(known, Plan.compile(self._limits, known, place, mode))
+        return plans.setdefault(known, Plan.compile(self._limits, known, layer, mode))
 
     def all_on(self) -> "Limits":
-        """The same limits, each of them on: those that are off have buckets too."""
+        """Return the same limits with mode `on`: a limit that is off may still have a bucket."""
         return Limits(*(replace(limit, mode=Mode.ON) for limit in self._limits))
 
     def overridable(self, names: Collection[object]) -> "Limits":
-        """Those among which an override finds its names."""
+        """Return the limits that an override of these names may change."""
         return self
 
     def __iter__(self) -> Iterator[Limit]:
@@ -302,6 +314,7 @@ LimitsLike = str | Limit | Limits | Iterable[Limit]
 
 
 def parse_priority(priority: object) -> Priority:
+    """Return the priority of this name. Raise `InvalidInput` if it is unknown."""
     try:
         return Priority(priority)  # type: ignore[arg-type]
     except ValueError:

@@ -1,4 +1,4 @@
-"""Settling: what was held is replaced by what it really cost. `lua/reserve.lua` is its twin."""
+"""Settle reservations: replace the estimated cost by the actual cost. `lua/reserve.lua` is its twin."""
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -10,25 +10,29 @@ from limitforge.core.algorithms.base import Algorithm, State
 from limitforge.core.evaluate import CalendarMiss, ReservedAmount, effective_time_us, is_expired, open_state
 from limitforge.errors import InvalidInput
 
-RESULT_TTL_US = 24 * 3_600 * 1_000_000  # how long a result is remembered
+RESULT_TTL_US = 24 * 3_600 * 1_000_000
+"""How long the result of a settlement is kept, so that settling again is idempotent."""
 
 
 class OnLapse(StrEnum):
-    """What happens to a reservation that nobody settles in time: its cost stays taken, or goes back."""
+    """What happens to a reservation that is not settled in time: its cost stays taken, or is refunded."""
 
     KEEP = "keep"
     REFUND = "refund"
 
 
 class SettlementOutcome(StrEnum):
+    """How a reservation ended: settled in time, or lapsed before."""
+
     SETTLED = "settled"
     LAPSED = "lapsed"
 
 
 class Settlement(msgspec.Struct, frozen=True):
-    """How a reservation ended. Settling it again changes nothing and answers the same: `cost` is the one that counted.
+    """The result of settling a reservation. Settling again returns the same result.
 
-    `lapsed` means that its time was over: nothing was changed, and what it held was kept or refunded as it said.
+    `cost` is the cost that counts. If the outcome is `lapsed`, the reservation had ended before: settling changed
+    nothing, `cost` is 0, and the estimate was kept or refunded as `on_lapse` says.
     """
 
     outcome: SettlementOutcome
@@ -36,7 +40,7 @@ class Settlement(msgspec.Struct, frozen=True):
 
 
 class ReservationRecord(msgspec.Struct):
-    """A reservation as a store remembers it."""
+    """The record of a reservation in a memory store."""
 
     token: bytes
     lapses_us: int
@@ -53,61 +57,63 @@ def settle(
     now_us: int,
     states: Mapping[str, Any],
 ) -> tuple[Settlement, list[tuple[str, State]]] | CalendarMiss:
-    """Settle at the store's time; the states to store come back. `calendars` has each quota's windows, empty for the
-    rest.
+    """Settle at the store's time. Return the settlement and the states to store.
+
+    `calendars` has the calendar windows of each quota, and an empty tuple for other limits.
     """
     if record.settled is not None:
         return Settlement(SettlementOutcome.SETTLED, record.settled), []
-    if record.lapses_us <= max([now_us, *(states[held.key].last for held in record.reserved if held.key in states)]):
-        return Settlement(SettlementOutcome.LAPSED, 0), []  # by the clock, or by that of a bucket which is ahead of it
+    last_writes = (states[reserved.key].last for reserved in record.reserved if reserved.key in states)
+    if record.lapses_us <= max([now_us, *last_writes]):  # a bucket may be ahead of the clock
+        return Settlement(SettlementOutcome.LAPSED, 0), []
     if len(amounts) != len(record.reserved):
-        raise InvalidInput("reservation_id", "names other limits than were reserved")
+        raise InvalidInput("reservation_id", "names other limits than those that were reserved")
     writes = []
-    for at, (held, amount, windows) in enumerate(zip(record.reserved, amounts, calendars, strict=True)):
-        if held.amount is None:
+    for index, (reserved, amount, windows) in enumerate(zip(record.reserved, amounts, calendars, strict=True)):
+        if reserved.amount is None:
             continue
-        state = states.get(held.key)
-        # A live bucket knows the numbers that it was last written with: the plan may have changed since the
-        # reservation.
-        steps = _steps_now(held, windows) if state is None or is_expired(state, now_us) else state.algorithm
-        work = open_state(state, steps, now_us)
-        if work is None:
-            return CalendarMiss(at, effective_time_us(state, now_us))
-        if _adjust(work, steps, record.token, amount - held.amount):
-            steps.seal(work)
-            writes.append((held.key, work))
+        state = states.get(reserved.key)
+        # The plan may have changed since the reservation: a live bucket has the numbers of its last write.
+        algorithm = _algorithm_now(reserved, windows) if state is None or is_expired(state, now_us) else state.algorithm
+        opened = open_state(state, algorithm, now_us)
+        if opened is None:
+            return CalendarMiss(index, effective_time_us(state, now_us))
+        if _adjust(opened, algorithm, record.token, amount - reserved.amount):
+            algorithm.seal(opened)
+            writes.append((reserved.key, opened))
     return Settlement(SettlementOutcome.SETTLED, cost), writes
 
 
 def finish_tentative(
     keys: Sequence[str], token: bytes, now_us: int, states: Mapping[str, Any], *, confirm: bool
 ) -> list[tuple[str, State]]:
-    """End what is held in these buckets for limits elsewhere: it stays taken, or goes back. The states to store."""
+    """End a tentative hold on these buckets: keep what it took, or give it back. Return the states to store."""
     writes = []
     for key in keys:
         state = states.get(key)
         if state is None or is_expired(state, now_us):
             continue
-        work = open_state(state, state.algorithm, now_us)
-        held = None if work is None else next((p for p in work.pending if p.reservation == token), None)
-        if held is not None:
-            work.pending = tuple(p for p in work.pending if p is not held)
+        opened = open_state(state, state.algorithm, now_us)
+        pending = None if opened is None else next((p for p in opened.pending if p.reservation == token), None)
+        if pending is not None:
+            opened.pending = tuple(p for p in opened.pending if p is not pending)
             if not confirm:
-                state.algorithm.give(work, held.amount, held.source)
-            state.algorithm.seal(work)
-            writes.append((key, work))
+                state.algorithm.give(opened, pending.amount, pending.source)
+            state.algorithm.seal(opened)
+            writes.append((key, opened))
     return writes
 
 
-def _steps_now(held: ReservedAmount, windows: tuple[int, ...]) -> Algorithm:
-    return held.algorithm.with_numbers((*held.algorithm.numbers()[:2], *windows)) if windows else held.algorithm
+def _algorithm_now(reserved: ReservedAmount, windows: tuple[int, ...]) -> Algorithm:
+    algorithm = reserved.algorithm
+    return algorithm.with_numbers((*algorithm.numbers()[:2], *windows)) if windows else algorithm
 
 
-def _adjust(work: Any, steps: Any, token: bytes, more: int) -> bool:
-    """Take more, or give back what is still held; tells whether the bucket changed."""
-    pending = next((p for p in work.pending if p.reservation == token), None)
+def _adjust(opened: Any, algorithm: Any, token: bytes, more: int) -> bool:
+    """Take `more`, or give back if it is negative and the amount is still held. Return whether the bucket changed."""
+    pending = next((p for p in opened.pending if p.reservation == token), None)
     if pending is not None:
-        work.pending = tuple(p for p in work.pending if p is not pending)
+        opened.pending = tuple(p for p in opened.pending if p is not pending)
         if more < 0:
-            steps.give(work, -more, pending.source)
-    return (steps.force(work, more) if more > 0 else False) or pending is not None
+            algorithm.give(opened, -more, pending.source)
+    return (algorithm.force(opened, more) if more > 0 else False) or pending is not None

@@ -1,4 +1,4 @@
-"""The string form of limits: `"100/minute; 10/second"`, `"burst=token:20 per 15 seconds"`."""
+"""Parse the text form of limits: `"100/minute; 10/second"`, `"burst=token:20 per 15 seconds"`."""
 
 import re
 
@@ -17,7 +17,7 @@ from limitforge.errors import InvalidLimit
 
 MAX_TEXT = 4_096
 MAX_DIGITS = 40
-EXACT_UP_TO = 20  # above this the counter's estimate is fine enough, and far smaller than a log
+EXACT_UP_TO = 20  # above this the estimate of a counter is precise enough, and needs far less memory than a log
 
 _UNITS = {f"{unit}{plural}": unit for unit in UNIT_SECONDS for plural in ("", "s")} | {
     "s": "second",
@@ -35,7 +35,7 @@ _ANYTHING = re.compile(r"[^\s;]+|;|$")
 
 
 def parse_limits(text: str) -> list[Limit]:
-    """The limits of `text`, in order; an error that points at the token which is wrong."""
+    """Return the limits of `text`, in order. Raise `InvalidLimit` that points at the wrong token."""
     if not isinstance(text, str):
         raise InvalidLimit("limits", f"must be text such as '100/minute', got {type(text).__name__}")
     if len(text) > MAX_TEXT:
@@ -52,7 +52,7 @@ def parse_limits(text: str) -> list[Limit]:
 
 
 class _LimitParser:
-    """One limit of the text, read from left to right."""
+    """Parses one limit of the text, from left to right."""
 
     def __init__(self, text: str, start: int, end: int) -> None:
         self.text = text
@@ -64,30 +64,30 @@ class _LimitParser:
         prefix = self._prefix()
         count = self._number("how many, such as 100")
         if not (self._literal("/") or self._literal("per")):
-            raise self._wrong("'/' or 'per'")
+            raise self._error("'/' or 'per'")
         times = self._number("a number") if self._peek(_DIGITS) else 1
         unit = self._unit()
         if self._peek(_ANYTHING).strip():
-            raise self._wrong("';' or the end")
+            raise self._error("';' or the end")
         seconds = times * UNIT_SECONDS[unit]
         default = "sliding" if count <= EXACT_UP_TO else "counter"
         try:
             return _build(name or period_name(seconds * US_PER_SECOND), prefix or default, count, seconds)
-        except InvalidLimit as refused:
-            raise InvalidLimit(refused.field, f"{refused.problem}{self._pointed_at()}") from None
+        except InvalidLimit as error:
+            raise InvalidLimit(error.field, f"{error.problem}{self._point_at_limit()}") from None
 
-    def _pointed_at(self) -> str:
-        """All of this item, for what is wrong with the limit rather than with one token."""
+    def _point_at_limit(self) -> str:
+        """Return carets under the whole limit, for an error that is not about a single token."""
         item = self.text[self.start : self.end]
         at = self.start + len(item) - len(item.lstrip())
-        return _pointer(self.text, at, len(item.strip()))
+        return _point_at(self.text, at, len(item.strip()))
 
     def _name(self) -> str:
         head, equals, _ = self.text[self.at : self.end].partition("=")
         if not equals:
             return ""
         if not head.strip():
-            raise self._wrong("a name before '='")
+            raise self._error("a name before '='")
         self.at += len(head) + 1
         return head.strip()
 
@@ -96,18 +96,18 @@ class _LimitParser:
         if not word:
             return ""
         if word.lower() not in _PREFIXES:
-            raise self._wrong(f"a number, or one of {', '.join(f'{known}:' for known in _PREFIXES)}")
+            raise self._error(f"a number, or one of {', '.join(f'{known}:' for known in _PREFIXES)}")
         self.at += len(word)
         if not self._literal(":"):
-            raise self._wrong("':'")
+            raise self._error("':'")
         return word.lower()
 
     def _number(self, what: str) -> int:
         digits = self._peek(_DIGITS)
         if not digits:
-            raise self._wrong(what)
+            raise self._error(what)
         if len(digits) > MAX_DIGITS or int(digits) > MAX_EXACT:
-            raise self._wrong("a smaller number", digits)
+            raise self._error("a smaller number", digits)
         self.at += len(digits)
         return int(digits)
 
@@ -115,7 +115,7 @@ class _LimitParser:
         word = self._peek(_WORD)
         unit = _UNITS.get(word.lower())
         if unit is None:
-            raise self._wrong("a unit: second, minute, hour or day")
+            raise self._error("a unit: second, minute, hour or day")
         self.at += len(word)
         return unit
 
@@ -127,22 +127,22 @@ class _LimitParser:
         return False
 
     def _peek(self, pattern: re.Pattern[str]) -> str:
-        """Skip white space, and tell what of this pattern comes next."""
+        """Skip white space, and return what matches the pattern there."""
         self.at = _SPACE.match(self.text, self.at, self.end).end()  # type: ignore[union-attr]
         found = pattern.match(self.text, self.at, self.end)
         return found.group() if found else ""
 
-    def _wrong(self, expected: str, token: str = "") -> InvalidLimit:
+    def _error(self, expected: str, token: str = "") -> InvalidLimit:
         token = token or self._peek(_ANYTHING)
         at = self.at
-        shown = repr(token) if token else "the end"
+        found = repr(token) if token else "the end"
         return InvalidLimit(
-            "limits", f"expected {expected}, got {shown} at character {at + 1}{_pointer(self.text, at, len(token))}"
+            "limits", f"expected {expected}, got {found} at character {at + 1}{_point_at(self.text, at, len(token))}"
         )
 
 
-def _pointer(text: str, at: int, length: int) -> str:
-    """The line that is meant, and carets under the part that is."""
+def _point_at(text: str, at: int, length: int) -> str:
+    """Return a line of the text, with carets under a part of it."""
     start = text.rfind("\n", 0, at) + 1
     line = text[start:].partition("\n")[0]
     return f"\n  {line}\n  {' ' * (at - start)}{'^' * max(length, 1)}"
@@ -163,5 +163,5 @@ def _build(name: str, prefix: str, count: int, seconds: int) -> Limit:
 
 
 def _rate(count: int, seconds: int) -> Rate:
-    """Exactly `count` per window; any rate will do for a blocked bucket."""
+    """Return the rate of exactly `count` per window. A blocked bucket may have any rate."""
     return Rate.per_window("limits", max(count, 1), seconds * US_PER_SECOND)

@@ -113,7 +113,7 @@ def test_what_is_no_configuration_is_refused(text: str, expected: str) -> None:
         ("failure: raise", "failure: must be one of open, closed, local: a service always answers"),
         ("failure: 5", "failure: must be one of open, closed, local, got 5"),
         ("priority: P9", "priority: must be one of P0, P1, P2, P3, got 'P9'"),
-        ("time_zone: Berlin", "time_zone: no such time zone: 'Berlin'"),
+        ("time_zone: Berlin", "time_zone: unknown time zone: 'Berlin'"),
         ("lanes: 0", "lanes: must be from 1 to 1024, got 0"),
         ("lanes: {count: 2, then: 4}", "lanes: a change needs both"),
         ("suspended: yes", "suspended: must be true or false, got text"),

@@ -1,4 +1,4 @@
-"""Limits of several plans that decide together: whose is whose, under which name, and in which mode."""
+"""Joined limits: their layers, the names under which they are reported, and their modes."""
 
 from dataclasses import replace
 from typing import Any
@@ -29,18 +29,18 @@ from limitforge.core.plan import weakest_mode
 from tests.contract.strategies import limits as any_limit
 
 KEYS = Keys("lf", {"spread": 4})
-PLACES = (Layer.OPERATOR, Layer.TENANT, Layer.POLICY)
+LAYERS = (Layer.OPERATOR, Layer.TENANT, Layer.POLICY)
 
 
 def window(name: str, limit: int = 10, **fields: Any) -> Limit:
     return FixedWindow(name=name, limit=limit, window_seconds=60, **fields)
 
 
-def in_all(*names: str) -> list[PlanPart]:
-    """Limits of 10, 20 and 30 of these names in the three places."""
+def in_all_layers(*names: str) -> list[PlanPart]:
+    """Return limits of 10, 20 and 30 with these names in the three layers."""
     return [
-        PlanPart(Limits(*(window(name, 10 * number) for name in names)), place)
-        for number, place in enumerate(PLACES, start=1)
+        PlanPart(Limits(*(window(name, 10 * number) for name in names)), layer)
+        for number, layer in enumerate(LAYERS, start=1)
     ]
 
 
@@ -48,20 +48,20 @@ def remaining(decision: Decision) -> dict[str, int | None]:
     return {name: state.remaining for name, state in decision.limits.items()}
 
 
-def looked(limiter: SyncLimiter, limits: Limits) -> dict[str, int | None]:
+def peek(limiter: SyncLimiter, limits: Limits) -> dict[str, int | None]:
     return remaining(limiter.check("r", "s", limits=limits, cost=0))
 
 
-def asked(limits: Limits, *, cost: int = 1, costs: Any = None, priority: str = "P0", **options: Any) -> Check:
+def check_for(limits: Limits, *, cost: int = 1, costs: Any = None, priority: str = "P0", **options: Any) -> Check:
     return build_check(KEYS, limits, "r", "s", cost, costs, options.pop("tenant", "acme"), priority, **options)
 
 
 def costs_of(limits: Limits, costs: Any, cost: int = 1) -> dict[str, int]:
-    check = asked(limits, cost=cost, costs=costs)
-    return dict(zip(check.names, (take[2] for take in check.debits), strict=True))
+    check = check_for(limits, cost=cost, costs=costs)
+    return dict(zip(check.names, (debit[2] for debit in check.debits), strict=True))
 
 
-# -- deciding together
+# -- decisions
 
 
 def test_joined_plans_decide_together(limiter: SyncLimiter) -> None:
@@ -73,8 +73,8 @@ def test_joined_plans_decide_together(limiter: SyncLimiter) -> None:
     assert remaining(second) == {"a": 1, "b": 0}
 
 
-def test_each_limit_is_counted_in_the_place_of_its_part() -> None:
-    check = asked(join_limits(*in_all("burst")))
+def test_each_limit_is_counted_in_the_layer_of_its_part() -> None:
+    check = check_for(join_limits(*in_all_layers("burst")))
     assert [key for _, key, *_ in check.debits] == [
         "lf:{acme}:so:1:r:1:s:burst:f60",
         "lf:{acme}:st:1:r:1:s:burst:f60",
@@ -82,30 +82,30 @@ def test_each_limit_is_counted_in_the_place_of_its_part() -> None:
     ]
 
 
-def test_scopes_and_places_that_alternate_are_kept_apart() -> None:
+def test_scopes_and_layers_that_alternate_are_kept_apart() -> None:
     mixed = Limits(*(window(scope, scope=scope) for scope in ("tenant", "subject", "caller", "resource", "global")))
-    keys = [key for _, key, *_ in asked(join_limits(*(PlanPart(mixed, place) for place in PLACES))).debits]
+    keys = [key for _, key, *_ in check_for(join_limits(*(PlanPart(mixed, layer) for layer in LAYERS))).debits]
     assert len(set(keys)) == 15
-    assert [layer_of(key) for key in keys] == [place for place in PLACES for _ in mixed]
+    assert [layer_of(key) for key in keys] == [layer for layer in LAYERS for _ in mixed]
 
 
 def test_a_plan_counts_the_same_alone_and_joined(limiter: SyncLimiter) -> None:
     policy = Limits(window("a"))
     limiter.check("r", "s", limits=policy, cost=3)
     assert (
-        looked(limiter, join_limits(PlanPart(Limits(window("b")), Layer.TENANT), PlanPart(policy, Layer.POLICY)))["a"]
+        peek(limiter, join_limits(PlanPart(Limits(window("b")), Layer.TENANT), PlanPart(policy, Layer.POLICY)))["a"]
         == 7
     )
 
 
-def test_one_plan_may_stand_in_two_places(limiter: SyncLimiter) -> None:
+def test_one_plan_may_be_in_two_layers(limiter: SyncLimiter) -> None:
     plan = Limits(window("a"))
     limits = join_limits(PlanPart(plan, Layer.TENANT), PlanPart(plan, Layer.POLICY))
     limiter.check("r", "s", limits=limits, costs={"tenant:a": 2, "policy:a": 5})
-    assert looked(limiter, limits) == {"tenant:a": 8, "policy:a": 5}
+    assert peek(limiter, limits) == {"tenant:a": 8, "policy:a": 5}
 
 
-def test_nothing_joined_is_no_limit(limiter: SyncLimiter) -> None:
+def test_joining_nothing_limits_nothing(limiter: SyncLimiter) -> None:
     for limits in (join_limits(), join_limits(PlanPart(Limits(), Layer.TENANT))):
         decision = limiter.check("r", "s", limits=limits)
         assert (decision.allowed, decision.limits) == (True, {})
@@ -113,11 +113,11 @@ def test_nothing_joined_is_no_limit(limiter: SyncLimiter) -> None:
 
 def test_a_part_may_be_given_as_text_or_as_a_limit(limiter: SyncLimiter) -> None:
     limits = join_limits(PlanPart("burst=10/second", Layer.TENANT), PlanPart(window("a"), Layer.POLICY))
-    assert looked(limiter, limits) == {"burst": 10, "a": 10}
+    assert peek(limiter, limits) == {"burst": 10, "a": 10}
 
 
 def test_joined_limits_can_be_checked_in_a_batch(limiter: SyncLimiter) -> None:
-    limits = join_limits(*in_all("a"))
+    limits = join_limits(*in_all_layers("a"))
     answers = limiter.check_many(Request(resource="r", subject="s", limits=limits, cost=4) for _ in range(3))
     assert [answer.allowed for answer in answers if isinstance(answer, Decision)] == [True, True, False]
 
@@ -128,27 +128,27 @@ def test_slots_of_all_parts_are_one_lease(limiter: SyncLimiter) -> None:
     held = limiter.check("r", "s", limits=limits)
     assert not limiter.check("r", "s", limits=limits).allowed
     limiter.release(held.lease_id or "")
-    assert looked(limiter, limits) == {"tenant:slots": 1, "policy:slots": 1}
+    assert peek(limiter, limits) == {"tenant:slots": 1, "policy:slots": 1}
 
 
-def test_a_quota_counts_in_its_place(limiter: SyncLimiter) -> None:
+def test_a_quota_counts_in_its_layer(limiter: SyncLimiter) -> None:
     quota = Limits(Quota(name="q", limit=5, period="day"))
     limits = join_limits(PlanPart(quota, Layer.TENANT), PlanPart(quota, Layer.POLICY))
     assert remaining(limiter.check("r", "s", limits=limits, costs={"policy:q": 2})) == {"tenant:q": 4, "policy:q": 3}
 
 
-# -- the same said as entries
+# -- the same as entries
 
 
 @st.composite
 def parts(draw: st.DrawFn) -> list[PlanPart]:
-    places = draw(st.lists(st.sampled_from(PLACES), unique=True))
+    layers = draw(st.lists(st.sampled_from(LAYERS), unique=True))
     plans = st.lists(any_limit(), max_size=3, unique_by=lambda limit: limit.name)
-    return [PlanPart(Limits(*draw(plans)), place, draw(st.sampled_from(Mode))) for place in places]
+    return [PlanPart(Limits(*draw(plans)), layer, draw(st.sampled_from(Mode))) for layer in layers]
 
 
-def seen(check: Check) -> tuple[object, ...]:
-    takes = [
+def facts_of(check: Check) -> tuple[object, ...]:
+    debits = [
         (
             rule.limit.name,
             rule.layer,
@@ -161,7 +161,7 @@ def seen(check: Check) -> tuple[object, ...]:
         )
         for rule, *rest in check.debits
     ]
-    return takes, check.names, len(check.lease), check.is_dynamic, check.weight_us, check.is_partly_local
+    return debits, check.names, len(check.lease), check.is_dynamic, check.weight_us, check.is_partly_local
 
 
 @given(parts(), st.integers(0, 5), st.sampled_from(["P0", "P2"]), st.sampled_from(["acme", "spread"]))
@@ -173,16 +173,16 @@ def test_joined_limits_are_the_same_check_as_their_entries(
         for part in parts
         for limit in Limits.of(part.limits)
     ]
-    whole = asked(join_limits(*parts), cost=cost, priority=priority, tenant=tenant)
-    assert seen(whole) == seen(build_check_from_entries(KEYS, entries, tenant=tenant, priority=priority))
+    joined = check_for(join_limits(*parts), cost=cost, priority=priority, tenant=tenant)
+    assert facts_of(joined) == facts_of(build_check_from_entries(KEYS, entries, tenant=tenant, priority=priority))
 
 
 # -- names
 
 
-def test_a_unique_name_is_reported_bare_and_another_with_its_place(limiter: SyncLimiter) -> None:
+def test_a_unique_name_is_reported_bare_and_another_with_its_layer(limiter: SyncLimiter) -> None:
     policy = PlanPart(Limits(window("burst", 30), window("daily", 40)), Layer.POLICY)
-    decision = limiter.check("r", "s", limits=join_limits(*in_all("burst")[:2], policy))
+    decision = limiter.check("r", "s", limits=join_limits(*in_all_layers("burst")[:2], policy))
     assert remaining(decision) == {"operator:burst": 9, "tenant:burst": 19, "policy:burst": 29, "daily": 39}
     assert decision.binding == "operator:burst"
 
@@ -190,12 +190,12 @@ def test_a_unique_name_is_reported_bare_and_another_with_its_place(limiter: Sync
 def test_limits_that_are_off_do_not_make_a_name_ambiguous(limiter: SyncLimiter) -> None:
     off = PlanPart(Limits(window("burst", mode="off")), Layer.OPERATOR)
     part_off = PlanPart(Limits(window("burst")), Layer.TENANT, Mode.OFF)
-    assert looked(limiter, join_limits(off, part_off, PlanPart(Limits(window("burst", 30)), Layer.POLICY))) == {
+    assert peek(limiter, join_limits(off, part_off, PlanPart(Limits(window("burst", 30)), Layer.POLICY))) == {
         "burst": 30
     }
 
 
-def test_a_limit_is_found_by_its_name_or_with_its_place() -> None:
+def test_a_limit_is_found_by_its_name_or_with_its_layer() -> None:
     limits = join_limits(
         PlanPart(Limits(window("a"), window("b", 1)), Layer.TENANT), PlanPart(Limits(window("b", 2)), Layer.POLICY)
     )
@@ -204,7 +204,7 @@ def test_a_limit_is_found_by_its_name_or_with_its_place() -> None:
         with pytest.raises(KeyError):
             limits[unclear]
     assert ([limit.name for limit in limits], len(limits)) == (["a", "b", "b"], 3)
-    assert repr(limits).startswith("joined(")
+    assert repr(limits).startswith("join_limits(")
 
 
 # -- modes
@@ -245,7 +245,7 @@ def test_a_monitored_part_counts_no_denials(limiter: SyncLimiter) -> None:
     counting = Limits(window("a", 1, count_denied=True))
     limits = join_limits(PlanPart(counting, Layer.TENANT, Mode.MONITOR), PlanPart(Limits(window("b", 0)), Layer.POLICY))
     assert not limiter.check("r", "s", limits=limits).allowed
-    assert looked(limiter, limits)["a"] == 1
+    assert peek(limiter, limits)["a"] == 1
 
 
 def test_the_same_limits_have_another_mode_in_another_join(limiter: SyncLimiter) -> None:
@@ -265,7 +265,7 @@ def test_the_same_limits_have_another_mode_in_another_join(limiter: SyncLimiter)
 
 
 def test_a_bare_name_that_several_have_is_a_cost_for_all_of_them() -> None:
-    limits = join_limits(*in_all("burst", "daily"))
+    limits = join_limits(*in_all_layers("burst", "daily"))
     assert costs_of(limits, {"burst": 7}) == {
         "operator:burst": 7,
         "operator:daily": 1,
@@ -276,20 +276,24 @@ def test_a_bare_name_that_several_have_is_a_cost_for_all_of_them() -> None:
     }
 
 
-def test_a_name_with_its_place_is_a_cost_for_one() -> None:
-    limits = join_limits(*in_all("burst"))
+def test_a_name_with_its_layer_is_a_cost_for_one() -> None:
+    limits = join_limits(*in_all_layers("burst"))
     assert costs_of(limits, {"tenant:burst": 7}) == {"operator:burst": 1, "tenant:burst": 7, "policy:burst": 1}
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_name_with_its_place_goes_before_the_bare_one(order: int) -> None:
+def test_a_name_with_its_layer_takes_precedence_over_the_bare_one(order: int) -> None:
     costs = dict([("burst", 5), ("policy:burst", 7)][::order])
-    assert costs_of(join_limits(*in_all("burst")), costs) == {"operator:burst": 5, "tenant:burst": 5, "policy:burst": 7}
+    assert costs_of(join_limits(*in_all_layers("burst")), costs) == {
+        "operator:burst": 5,
+        "tenant:burst": 5,
+        "policy:burst": 7,
+    }
 
 
 @pytest.mark.parametrize("name", ["burst", "policy:burst"])
-def test_a_name_is_known_whatever_else_is_joined(name: str) -> None:
-    """Whoever sends costs must not fail because another plan came, went, or was switched off."""
+def test_a_name_stays_known_when_other_plans_are_joined(name: str) -> None:
+    """A caller that sends costs must not fail because another plan was added, removed or switched off."""
     policy = PlanPart(Limits(window("burst")), Layer.POLICY)
     for mode in Mode:
         assert (
@@ -327,40 +331,40 @@ def test_a_limit_that_counts_requests_takes_1_of_a_cost_by_name() -> None:
 
 def test_an_override_reaches_all_but_the_operators_limits(limiter: SyncLimiter) -> None:
     limiter.set_override("r", "s", {"burst": {"limit": 99}}, limits=window("burst"), ttl_seconds=60)
-    assert looked(limiter, join_limits(*in_all("burst"))) == {
+    assert peek(limiter, join_limits(*in_all_layers("burst"))) == {
         "operator:burst": 10,
         "tenant:burst": 99,
         "policy:burst": 99,
     }
 
 
-def test_an_override_of_joined_limits_is_one_of_those_that_it_reaches(limiter: SyncLimiter) -> None:
+def test_an_override_of_joined_limits_must_name_a_limit_that_it_can_change(limiter: SyncLimiter) -> None:
     limits = join_limits(PlanPart(Limits(window("a")), Layer.OPERATOR), PlanPart(Limits(window("b")), Layer.TENANT))
     limiter.set_override("r", "s", {"b": {"limit": 99}}, limits=limits, ttl_seconds=60)
-    assert looked(limiter, limits) == {"a": 10, "b": 99}
+    assert peek(limiter, limits) == {"a": 10, "b": 99}
     with pytest.raises(InvalidInput) as refused:
         limiter.set_override("r", "s", {"a": {"limit": 99}}, limits=limits, ttl_seconds=60)
     assert refused.value.field == "limits.a"
 
 
-def test_an_override_of_what_several_plans_have_is_refused(limiter: SyncLimiter) -> None:
-    """It would give them all the numbers of one."""
-    limits = join_limits(*in_all("a"), PlanPart(Limits(window("b")), Layer.POLICY))
+def test_an_override_of_a_name_in_several_plans_is_refused(limiter: SyncLimiter) -> None:
+    """It would give all of them the numbers of one."""
+    limits = join_limits(*in_all_layers("a"), PlanPart(Limits(window("b")), Layer.POLICY))
     limiter.set_override("r", "s", {"b": "blocked"}, limits=limits, ttl_seconds=60)
     with pytest.raises(InvalidInput) as refused:
         limiter.set_override("r", "s", {"a": {"limit": 99}}, limits=limits, ttl_seconds=60)
     assert refused.value.field == "limits.a"
-    nonsense: Any = None
+    invalid: Any = None
     with pytest.raises(InvalidInput) as refused:
-        limiter.set_override("r", "s", nonsense, limits=limits, ttl_seconds=60)
+        limiter.set_override("r", "s", invalid, limits=limits, ttl_seconds=60)
     assert refused.value.field == "limits"
 
 
 # -- reset, reserve and settle
 
 
-def test_a_reset_forgets_the_buckets_of_all_places_and_modes(limiter: SyncLimiter) -> None:
-    limiter.check("r", "s", limits=join_limits(*in_all("a")), cost=5)
+def test_a_reset_forgets_the_buckets_of_all_layers_and_modes(limiter: SyncLimiter) -> None:
+    limiter.check("r", "s", limits=join_limits(*in_all_layers("a")), cost=5)
     tenants = PlanPart(Limits(window("a", 20)), Layer.TENANT, Mode.MONITOR)
     limits = join_limits(
         PlanPart(Limits(window("a", 10, mode="off")), Layer.OPERATOR),
@@ -368,11 +372,11 @@ def test_a_reset_forgets_the_buckets_of_all_places_and_modes(limiter: SyncLimite
         PlanPart(Limits(window("a", 30)), Layer.POLICY, Mode.OFF),
     )
     limiter.reset("r", "s", limits=limits)
-    assert looked(limiter, join_limits(*in_all("a"))) == {"operator:a": 10, "tenant:a": 20, "policy:a": 30}
+    assert peek(limiter, join_limits(*in_all_layers("a"))) == {"operator:a": 10, "tenant:a": 20, "policy:a": 30}
 
 
 def test_a_reservation_is_settled_by_the_names_that_a_check_knows(limiter: SyncLimiter) -> None:
-    limits = join_limits(*in_all("burst"), PlanPart(Limits(window("daily", 40)), Layer.POLICY))
+    limits = join_limits(*in_all_layers("burst"), PlanPart(Limits(window("daily", 40)), Layer.POLICY))
     for costs, left in (
         ({"burst": 2, "daily": 3}, [8, 18, 28, 37]),
         ({"burst": 2, "policy:burst": 4, "policy:daily": 3}, [8, 18, 26, 37]),
@@ -380,13 +384,13 @@ def test_a_reservation_is_settled_by_the_names_that_a_check_knows(limiter: SyncL
     ):
         held = limiter.reserve("r", "s", limits=limits, cost=5)
         limiter.settle(held.reservation_id or "", 1, costs=costs)
-        assert list(looked(limiter, limits).values()) == left
+        assert list(peek(limiter, limits).values()) == left
         limiter.reset("r", "s", limits=limits)
 
 
 @pytest.mark.parametrize("name", ["tenant:daily", "c", "shadow:burst"])
 def test_settling_by_an_unknown_name_is_refused(name: str, limiter: SyncLimiter) -> None:
-    limits = join_limits(*in_all("burst"), PlanPart(Limits(window("daily", 40)), Layer.POLICY))
+    limits = join_limits(*in_all_layers("burst"), PlanPart(Limits(window("daily", 40)), Layer.POLICY))
     held = limiter.reserve("r", "s", limits=limits, cost=5)
     with pytest.raises(InvalidInput) as refused:
         limiter.settle(held.reservation_id or "", 1, costs={name: 1})
@@ -396,28 +400,28 @@ def test_settling_by_an_unknown_name_is_refused(name: str, limiter: SyncLimiter)
 # -- shadows
 
 
-def test_a_shadow_plan_is_judged_beside_joined_limits(limiter: SyncLimiter) -> None:
-    decision = limiter.check("r", "s", limits=join_limits(*in_all("a")), shadow=window("a", 0), costs={"a": 2})
+def test_a_shadow_plan_is_decided_beside_joined_limits(limiter: SyncLimiter) -> None:
+    decision = limiter.check("r", "s", limits=join_limits(*in_all_layers("a")), shadow=window("a", 0), costs={"a": 2})
     assert decision.allowed
     assert decision.shadow is not None
     assert (decision.shadow.allowed, list(decision.shadow.limits)) == (False, ["a"])
 
 
-def test_joined_limits_are_no_shadow() -> None:
-    limits = join_limits(*in_all("a"))
-    with pytest.raises(InvalidLimit, match="places"):
-        asked(Limits(window("a")), shadow=limits)
-    for place in (Layer.OPERATOR, Layer.TENANT, Layer.SHADOW):
-        with pytest.raises(InvalidLimit, match="places"):
-            limits.plan("P0", place)
+def test_joined_limits_cannot_be_a_shadow_plan() -> None:
+    limits = join_limits(*in_all_layers("a"))
+    with pytest.raises(InvalidLimit, match="layers"):
+        check_for(Limits(window("a")), shadow=limits)
+    for layer in (Layer.OPERATOR, Layer.TENANT, Layer.SHADOW):
+        with pytest.raises(InvalidLimit, match="layers"):
+            limits.plan("P0", layer)
 
 
-def test_limits_of_one_plan_can_be_compiled_for_any_place() -> None:
+def test_limits_of_one_plan_can_be_compiled_for_any_layer() -> None:
     limits = Limits(window("a"))
-    for place in Layer:
-        plan = limits.plan("P0", place)
-        assert [rule.layer for rule in plan.rules] == [place.value]
-        assert limits.plan("P0", place) is plan
+    for layer in Layer:
+        plan = limits.plan("P0", layer)
+        assert [rule.layer for rule in plan.rules] == [layer.value]
+        assert limits.plan("P0", layer) is plan
     assert limits.plan("P0") is limits.plan("P0", Layer.POLICY) is limits.plans["P0"]
 
 
@@ -425,31 +429,31 @@ def test_limits_of_one_plan_can_be_compiled_for_any_place() -> None:
 
 
 def test_at_most_32_limits_are_joined() -> None:
-    many = [PlanPart(Limits(*(window(f"{place}{n}") for n in range(16))), place) for place in PLACES]
+    many = [PlanPart(Limits(*(window(f"{layer}{n}") for n in range(16))), layer) for layer in LAYERS]
     assert len(join_limits(*many[:2])) == 32
     with pytest.raises(InvalidLimit, match="32") as refused:
         join_limits(*many[:2], PlanPart(Limits(window("a", mode="off")), Layer.POLICY))
     assert refused.value.field == "limits"
 
 
-def test_two_limits_of_one_name_and_place_are_refused() -> None:
+def test_two_limits_of_one_name_and_layer_are_refused() -> None:
     one, other = Limits(window("a")), Limits(window("b"))
     assert len(join_limits(PlanPart(one, Layer.POLICY), PlanPart(other, Layer.POLICY))) == 2
-    with pytest.raises(InvalidLimit, match="policy are called 'a'"):
+    with pytest.raises(InvalidLimit, match="policy layer are called 'a'"):
         join_limits(PlanPart(one, Layer.POLICY), PlanPart(Limits(window("a", 5)), Layer.POLICY))
 
 
 @pytest.mark.parametrize(
     ("part", "field"),
     [
-        (PlanPart(Limits(), Layer.SHADOW), "parts[1].place"),
-        (PlanPart(Limits(), "p"), "parts[1].place"),  # type: ignore[arg-type]
+        (PlanPart(Limits(), Layer.SHADOW), "parts[1].layer"),
+        (PlanPart(Limits(), "p"), "parts[1].layer"),  # type: ignore[arg-type]
         (PlanPart(Limits(), Layer.POLICY, "on"), "parts[1].mode"),  # type: ignore[arg-type]
         (PlanPart(join_limits(), Layer.POLICY), "limits"),
         (PlanPart(5, Layer.POLICY), "limits"),  # type: ignore[arg-type]
     ],
 )
-def test_what_is_no_part_is_refused(part: PlanPart, field: str) -> None:
+def test_an_invalid_part_is_refused(part: PlanPart, field: str) -> None:
     with pytest.raises(InvalidInput) as refused:
         join_limits(PlanPart(Limits(), Layer.TENANT), part)
     assert refused.value.field == field
@@ -457,7 +461,7 @@ def test_what_is_no_part_is_refused(part: PlanPart, field: str) -> None:
 
 def test_an_unknown_priority_is_refused() -> None:
     with pytest.raises(InvalidInput) as refused:
-        asked(join_limits(*in_all("a")), priority="P9")
+        check_for(join_limits(*in_all_layers("a")), priority="P9")
     assert refused.value.field == "priority"
 
 
@@ -465,7 +469,7 @@ def test_an_unknown_priority_is_refused() -> None:
 
 
 def test_joining_again_uses_what_was_compiled() -> None:
-    members = in_all("a", "b")
+    members = in_all_layers("a", "b")
     one, other = join_limits(*members), join_limits(*members)
     assert one.plan("P0") is one.plans["P0"] is one.plan("P0")
     assert [*map(id, one.plan("P0").rules)] == [*map(id, other.plan("P0").rules)]

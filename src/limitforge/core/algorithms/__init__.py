@@ -1,5 +1,4 @@
-"""One file per algorithm: its exact numbers, and the pure steps over its integer state.
+"""The rate limiting algorithms, one file each: pure functions over integer state.
 
-Each has a twin of the same name in `limitforge/lua/`, function by function; the differential tests hold the two
-together.
+Each file has a twin of the same name in `limitforge/lua/`, function by function. The differential tests compare them.
 """

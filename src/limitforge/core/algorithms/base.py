@@ -1,20 +1,23 @@
-"""What every algorithm offers: a class of exact numbers whose methods are pure steps over an integer state.
+"""The interface of an algorithm: the exact numbers of one limit, with pure functions over an integer state.
 
-The numbers are those of one limit (or of an override of it). A state is opened at a time, probed, perhaps taken from,
-and sealed; the stored state is never touched, so a denial leaves nothing behind.
+An evaluation opens a state at a time, probes it with `wait`, perhaps takes from it, and seals it. `open` returns a copy
+and the stored state is never changed, so a denial leaves nothing behind.
 """
 
 from typing import Any, ClassVar
 
 import msgspec
 
-NEVER = -1  # a wait that does not end
-UNLIMITED = -1  # a limit that is not there
-UNCHANGED = -2  # a number that an override does not name: that of the limit which is checked holds
+NEVER = -1
+"""The wait of a cost that never fits."""
+UNLIMITED = -1
+"""The limit of an unlimited limit."""
+UNCHANGED = -2
+"""A number that an override does not name: the limit's own number applies."""
 
 
 class Pending(msgspec.Struct, frozen=True, gc=False):
-    """An open reservation on a bucket: what lapses when, and what then goes back where."""
+    """An open reservation on a bucket: when it lapses, and whether its amount is then given back to `source`."""
 
     reservation: bytes
     lapses_us: int
@@ -24,71 +27,75 @@ class Pending(msgspec.Struct, frozen=True, gc=False):
 
 
 class State(msgspec.Struct, gc=False):
-    """What a bucket remembers: its last write, from when on it no longer matters, what counts against its limit."""
+    """The state of a bucket."""
 
     last: int
+    """The time of the last write."""
     until: int
+    """From this time on nothing is in use: stores treat the bucket as absent."""
     used: int
+    """What counts against the limit."""
     algorithm: Any
+    """The numbers of the last write, an `Algorithm`."""
     pending: tuple[Pending, ...]
 
 
 class Algorithm(msgspec.Struct, frozen=True):
-    """The numbers of one limit, and its steps. `limit` is the whole number that users see, or UNLIMITED."""
+    """The exact numbers of one limit and its functions. `limit` is the whole number that users see, or UNLIMITED."""
 
     limit: int
 
     code: ClassVar[int]
     letter: ClassVar[str]
     override_width: ClassVar[int]
-    """How many of the leading numbers an override may replace; the rest belong to the plan or to the key."""
+    """How many of the first numbers an override may replace. The others belong to the plan or to the key."""
     window_at: ClassVar[int | None] = None
-    """Which of the numbers is the window, if there is one."""
+    """The index of the window among the numbers, if there is one."""
 
     def numbers(self) -> tuple[int, ...]:
-        """In the order in which the script reads them."""
+        """Return the numbers in the order in which the script reads them."""
         return tuple(getattr(self, name) for name in self.__struct_fields__)
 
     def with_numbers(self, leading: tuple[int, ...]) -> "Algorithm":
-        """Return the same steps with these leading numbers, but for those that are UNCHANGED."""
+        """Return the same algorithm with these first numbers, except those that are UNCHANGED."""
         numbers = self.numbers()
-        changed = (own if new == UNCHANGED else new for own, new in zip(numbers, leading, strict=False))
+        changed = (old if new == UNCHANGED else new for old, new in zip(numbers, leading, strict=False))
         return type(self)(*changed, *numbers[len(leading) :])
 
-    def divided(self, nodes: int) -> "Algorithm":
-        """One node's part of these numbers, at least 1."""
-        return self.with_numbers((max(self.limit // nodes, 1),))
+    def divided(self, processes: int) -> "Algorithm":
+        """Return the part of one of several processes, at least 1."""
+        return self.with_numbers((max(self.limit // processes, 1),))
 
     def fresh(self, now: int) -> Any:
-        """The state of a bucket that was never used; None if the caller's calendar does not reach `now`."""
+        """Return the state of an unused bucket; None if the calendar windows of a quota do not reach `now`."""
         raise NotImplementedError
 
     def open(self, state: Any, now: int) -> Any:
-        """A copy of `state` as it is at `now` under these numbers; None as in `fresh`."""
+        """Return a copy of `state` as it is at `now` under these numbers; None as in `fresh`."""
         raise NotImplementedError
 
     def wait(self, state: Any, cost: int, share: int) -> int:
-        """Microseconds until `cost` fits into `share`: 0 if it does now, NEVER if it can't."""
+        """Return the microseconds until `cost` fits into `share`: 0 if it fits now, NEVER if it never does."""
         raise NotImplementedError
 
     def take(self, state: Any, cost: int, lease: bytes) -> None:
-        """Take `cost`, which is known to fit."""
+        """Take `cost`, which must fit."""
         raise NotImplementedError
 
     def force(self, state: Any, amount: int) -> bool:
-        """Take up to `amount` without asking for room, to at most twice the limit in use; tells whether anything
+        """Take up to `amount` without asking for room, until twice the limit is in use. Return False if nothing
         changed.
         """
         raise NotImplementedError
 
     def give(self, state: Any, amount: int, source: int) -> None:
-        """Give back to the entry or window called `source`; dropped if that has ended."""
+        """Give back to the entry or window that `source` names. If that has ended, the amount is dropped."""
         raise NotImplementedError
 
     def source(self, state: Any) -> int:
-        """What a cost that was just taken is given back to."""
+        """Return what a cost that was taken now must be given back to."""
         raise NotImplementedError
 
     def seal(self, state: Any) -> None:
-        """Set `used`, rounded up, and `until`: from then on nothing is in use, so it is also when the limit resets."""
+        """Set `used`, rounded up, and `until`, when nothing is in use any more and the limit resets."""
         raise NotImplementedError

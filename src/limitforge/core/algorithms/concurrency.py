@@ -1,4 +1,4 @@
-"""Concurrency: leases that each hold `cost` slots until released, or for their TTL after they were taken or renewed."""
+"""Concurrency: leases that hold `cost` slots each, until they are released or their TTL has passed since a renewal."""
 
 from limitforge.core.algorithms.ledger import Ledger, LedgerAlgorithm, LedgerEntry, insert
 
@@ -16,20 +16,20 @@ class ConcurrencyAlgorithm(LedgerAlgorithm, frozen=True):
 
 
 def release(state: Ledger, lease: bytes) -> bool:
-    """Free the slots of `lease`; tells whether it held any."""
-    for at, item in enumerate(state.entries):
-        if item.lease == lease:
-            del state.entries[at]
-            state.used -= item.cost
+    """Free the slots of `lease`. Return False if it held none."""
+    for index, entry in enumerate(state.entries):
+        if entry.lease == lease:
+            del state.entries[index]
+            state.used -= entry.cost
             return True
     return False
 
 
 def renew(state: Ledger, lease: bytes) -> bool:
-    """Let `lease` start again, with the TTL that the bucket was last written with; tells whether it was still live."""
-    for at, item in enumerate(state.entries):
-        if item.lease == lease:
-            del state.entries[at]
-            insert(state.entries, item._replace(ends_us=state.last + state.algorithm.ttl_us))
+    """Restart the TTL of `lease`, as long as it was at the last write. Return False if the lease was not live."""
+    for index, entry in enumerate(state.entries):
+        if entry.lease == lease:
+            del state.entries[index]
+            insert(state.entries, entry._replace(ends_us=state.last + state.algorithm.ttl_us))
             return True
     return False

@@ -1,4 +1,4 @@
-"""Fixed window: a count per window; windows are aligned, opened by the first hit, or spread by key."""
+"""Fixed window: a count per window. Windows are aligned to the clock, opened by the first hit, or spread by key."""
 
 from enum import IntEnum
 
@@ -12,11 +12,11 @@ class WindowKind(IntEnum):
 
 
 class Window(State, gc=False):
-    """`until` is the window's end; while no hit has opened it, that is now."""
+    """`until` is the end of the window, or now if no hit has opened it."""
 
 
 class WindowAlgorithm(Algorithm, frozen=True):
-    """What fixed windows and quotas share: a count that ends with its window."""
+    """A count that ends with its window: what fixed windows and quotas share."""
 
     def wait(self, state: Window, cost: int, share: int) -> int:
         if cost > share:
@@ -34,19 +34,19 @@ class WindowAlgorithm(Algorithm, frozen=True):
         return True
 
     def give(self, state: Window, amount: int, source: int) -> None:
-        state.used = max(state.used - amount, 0)  # what was reserved in an earlier window left with it
+        state.used = max(state.used - amount, 0)  # an amount of an earlier window ended with it
 
     def source(self, state: Window) -> int:
         return 0
 
     def seal(self, state: Window) -> None:
-        """Both are kept as they are."""
+        """`used` and `until` are up to date already."""
 
 
 class FixedWindowAlgorithm(WindowAlgorithm, frozen=True):
     window_us: int
     kind: int
-    offset: int = 0  # for a spread window: 48 bits of its key's hash, taken modulo the window
+    offset: int = 0  # of a spread window: 48 bits of its key's hash, used modulo the window
 
     code = 3
     letter = "f"

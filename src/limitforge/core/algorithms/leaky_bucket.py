@@ -1,4 +1,4 @@
-"""Leaky bucket: starts empty, drains continuously; what is taken waits for the level before it to drain."""
+"""Leaky bucket: starts empty and drains continuously. What is taken waits until the level before it has drained."""
 
 from limitforge.core.algorithms.base import NEVER
 from limitforge.core.algorithms.level import Level, LevelAlgorithm
@@ -23,7 +23,7 @@ class LeakyBucketAlgorithm(LevelAlgorithm, frozen=True):
         return -(-over // self.tokens) if over > 0 else 0
 
     def delay(self, state: Level) -> int:
-        """How long something that is taken now should wait."""
+        """Return how long a cost that is taken now has to wait."""
         return -(-state.level // self.tokens)
 
     def take(self, state: Level, cost: int, lease: bytes) -> None:

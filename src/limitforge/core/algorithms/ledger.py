@@ -1,4 +1,4 @@
-"""What the log and the leases share: costs that each count until an end of their own, in the order of their ends."""
+"""Costs that each count until a time of their own, sorted by that time: what sliding windows and leases share."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from limitforge.core.algorithms.base import NEVER, Algorithm, State
 
 
 class LedgerEntry(NamedTuple):
-    """A cost that counts until `ends_us`; a lease has a token too."""
+    """A cost that counts until `ends_us`. That of a lease has a token."""
 
     ends_us: int
     cost: int
@@ -22,13 +22,13 @@ class LedgerAlgorithm(Algorithm, frozen=True):
         return Ledger(now, now, 0, self, (), [])
 
     def open(self, state: Ledger, now: int) -> Ledger:
-        items = state.entries
+        entries = state.entries
         used = state.used
-        gone = 0
-        while gone < len(items) and items[gone].ends_us <= now:
-            used -= items[gone].cost
-            gone += 1
-        return Ledger(now, 0, used, self, state.pending, items[gone:])
+        ended = 0
+        while ended < len(entries) and entries[ended].ends_us <= now:
+            used -= entries[ended].cost
+            ended += 1
+        return Ledger(now, 0, used, self, state.pending, entries[ended:])
 
     def wait(self, state: Ledger, cost: int, share: int) -> int:
         if cost > share:
@@ -36,19 +36,19 @@ class LedgerAlgorithm(Algorithm, frozen=True):
         short = state.used + cost - share
         if short <= 0:
             return 0
-        for item in state.entries:
-            short -= item.cost
+        for entry in state.entries:
+            short -= entry.cost
             if short <= 0:
-                return item.ends_us - state.last
-        raise AssertionError("a ledger's sum is that of its items")
+                return entry.ends_us - state.last
+        raise AssertionError("the costs of a ledger's entries add up to `used`")
 
     def seal(self, state: Ledger) -> None:
         state.until = state.entries[-1].ends_us if state.entries else state.last
 
 
-def insert(items: list[LedgerEntry], item: LedgerEntry) -> None:
-    """After everything that ends no later. The newest nearly always ends last, so search from the back."""
-    at = len(items)
-    while at and items[at - 1].ends_us > item.ends_us:
-        at -= 1
-    items.insert(at, item)
+def insert(entries: list[LedgerEntry], entry: LedgerEntry) -> None:
+    """Insert `entry` after all entries that end no later. The search starts at the end, where most go."""
+    index = len(entries)
+    while index and entries[index - 1].ends_us > entry.ends_us:
+        index -= 1
+    entries.insert(index, entry)

@@ -1,4 +1,4 @@
-"""Quota: a fixed window on the calendar. The calendar is the caller's: the steps only see where its windows begin."""
+"""Quota: a fixed window on a calendar. The caller has the calendar; the algorithm only sees when windows begin."""
 
 from limitforge.core.algorithms.fixed_window import Window, WindowAlgorithm
 
@@ -6,7 +6,7 @@ from limitforge.core.algorithms.fixed_window import Window, WindowAlgorithm
 class QuotaAlgorithm(WindowAlgorithm, frozen=True):
     """Three consecutive windows: [first, second), [second, third), [third, end)."""
 
-    shape: int  # 48 bits that tell one calendar (period, zone, anchor) from another
+    shape: int  # 48 bits that identify the calendar (period, zone, anchor)
     first: int = 0
     second: int = 0
     third: int = 0

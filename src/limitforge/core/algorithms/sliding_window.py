@@ -1,4 +1,4 @@
-"""Sliding window: the exact log. A cost counts for one window from when it was taken, and is one item however large."""
+"""Sliding window: an exact log. A cost of any size is one entry that counts for one window from when it was taken."""
 
 from limitforge.core.algorithms.ledger import Ledger, LedgerAlgorithm, LedgerEntry, insert
 
@@ -14,12 +14,12 @@ class SlidingWindowAlgorithm(LedgerAlgorithm, frozen=True):
     def take(self, state: Ledger, cost: int, lease: bytes) -> None:
         state.used += cost
         ends_us = state.last + self.window_us
-        for at in range(len(state.entries) - 1, -1, -1):
-            item = state.entries[at]
-            if item.ends_us < ends_us:
+        for index in range(len(state.entries) - 1, -1, -1):
+            entry = state.entries[index]
+            if entry.ends_us < ends_us:
                 break
-            if item.ends_us == ends_us:
-                state.entries[at] = LedgerEntry(ends_us, item.cost + cost)
+            if entry.ends_us == ends_us:
+                state.entries[index] = LedgerEntry(ends_us, entry.cost + cost)
                 return
         insert(state.entries, LedgerEntry(ends_us, cost))
 
@@ -31,14 +31,14 @@ class SlidingWindowAlgorithm(LedgerAlgorithm, frozen=True):
         return True
 
     def give(self, state: Ledger, amount: int, source: int) -> None:
-        for at, item in enumerate(state.entries):
-            if item.ends_us == source:
-                given = min(amount, item.cost)
+        for index, entry in enumerate(state.entries):
+            if entry.ends_us == source:
+                given = min(amount, entry.cost)
                 state.used -= given
-                if given == item.cost:
-                    del state.entries[at]
+                if given == entry.cost:
+                    del state.entries[index]
                 else:
-                    state.entries[at] = LedgerEntry(source, item.cost - given)
+                    state.entries[index] = LedgerEntry(source, entry.cost - given)
                 return
 
     def source(self, state: Ledger) -> int:

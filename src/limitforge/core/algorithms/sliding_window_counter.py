@@ -1,10 +1,10 @@
-"""Sliding window counter: two aligned counts blended into an estimate, in exact integers."""
+"""Sliding window counter: an estimate from the counts of two aligned windows, in exact integers."""
 
 from limitforge.core.algorithms.base import NEVER, Algorithm, State
 
 
 class Counter(State, gc=False):
-    """`current` is the count of the window that holds `last`, `previous` of the one before."""
+    """`current` is the count of the window that contains `last`, `previous` that of the window before."""
 
     previous: int
     current: int
@@ -52,7 +52,7 @@ class SlidingWindowCounterAlgorithm(Algorithm, frozen=True):
         start = self.source(state)
         if source == start:
             state.current = max(state.current - amount, 0)
-        elif source == start - self.window_us:  # over, but it still counts
+        elif source == start - self.window_us:  # it has ended but still counts
             state.previous = max(state.previous - amount, 0)
 
     def source(self, state: Counter) -> int:
@@ -69,11 +69,11 @@ class SlidingWindowCounterAlgorithm(Algorithm, frozen=True):
         return state.previous * (window - state.last % window) // window + state.current
 
     def _falls_to(self, state: Counter, target: int) -> int:
-        """Microseconds until the estimate, now above `target`, no longer is."""
+        """Return the microseconds until the estimate, which is above `target`, has fallen to it."""
         window = self.window_us
         elapsed = state.last % window
         if state.current <= target:
             fading, at_most = state.previous, target - state.current
-        else:  # only after the current count has become the previous one
+        else:  # not before the current count has become the previous one
             fading, at_most, elapsed = state.current, target, elapsed - window
         return window + (-(at_most + 1) * window) // fading + 1 - elapsed  # minus the quotient, rounded up

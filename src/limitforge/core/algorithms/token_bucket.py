@@ -1,4 +1,4 @@
-"""Token bucket: starts full, refills continuously, and is down to minus its capacity at the lowest."""
+"""Token bucket: starts full and refills continuously. Charges may lower it to minus its capacity."""
 
 from limitforge.core.algorithms.base import NEVER
 from limitforge.core.algorithms.level import Level, LevelAlgorithm
