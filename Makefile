@@ -16,7 +16,7 @@ WORKERS ?= $(shell expr 2 '*' $$(nproc))
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-lowest check lint format bench chaos soak mutants servers generate
+.PHONY: help setup demo test test-fast test-lowest check lint format generate bench chaos soak mutants servers
 
 help: ## show this list
 	@echo "limitforge: targets (ARGS=... is passed on, as in: make test ARGS='-k window')"
@@ -48,8 +48,9 @@ lint: $(STAMP) ## check formatting, lint, types and import layers
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-generate: $(STAMP) ## generate limiter_sync.py from limiter.py
+generate: $(STAMP) ## write limiter_sync.py and docs/reference/settings.md from their sources
 	@$(BIN)/python scripts/generate_sync.py
+	@$(BIN)/python scripts/generate_reference.py
 
 format: $(STAMP) ## format the code and fix lint errors
 	@$(BIN)/ruff format .
