@@ -11,8 +11,9 @@ from bench.harness import progress
 from bench.service.plans import PLANS
 from limitforge.catalog.credentials import PREFIXES, Credential, Peppers, new_id
 from limitforge.catalog.database import outbox
-from limitforge.catalog.database.catalog import OUTBOX_RETENTION, Catalog
+from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
+from limitforge.catalog.database.outbox import OUTBOX_RETENTION
 from limitforge.catalog.model import Entity, Key, Plan, Policy, Tenant
 
 AT_ONCE = 1_000

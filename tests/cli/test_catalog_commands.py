@@ -294,7 +294,7 @@ def test_the_audit_log_of_one_tenant_has_no_other_tenants_entries(acme: Workspac
     assert acme.run("audit", "list", "--tenant", "globex").count("globex") == 1
     acme.run("tenants", "delete", "globex", "--yes")
     assert [each["action"] for each in acme.json("audit", "list", "--tenant", ids["globex"])][:1] == ["tenant.delete"]
-    assert "there is no tenant 'globex'" in acme.run("audit", "list", "--tenant", "globex", status=2)
+    assert "unknown tenant 'globex'" in acme.run("audit", "list", "--tenant", "globex", status=2)
 
 
 # --- Config as code --------------------------------------------------------------------------------------------------
@@ -355,7 +355,7 @@ def test_the_schema_is_printed(shop: Workspace) -> None:
     ("arguments", "status", "message"),
     [
         (("tenants", "create", "a b"), 2, "name: must be 1 to 64 letters, digits or -_./ characters, got 'a b'"),
-        (("tenants", "show", "nobody"), 2, "there is no tenant 'nobody'"),
+        (("tenants", "show", "nobody"), 2, "unknown tenant 'nobody'"),
         (("plans", "create", "a", "--tenant", "operator", "--limits", "5/eon"), 2, "expected a unit"),
         (("plans", "create", "a", "--tenant", "operator", "--limits", "[1"), 2, "--limits: is not JSON"),
         (("keys", "create", "a", "--tenant", "operator", "--expires", "soon"), 2, "--expires: must be a time such as"),
@@ -363,7 +363,7 @@ def test_the_schema_is_printed(shop: Workspace) -> None:
         (("overrides", "set", "a", "--tenant", "operator", "--limit", "x=1"), 2, "--for: or --until is needed"),
         (("overrides", "set", "a", "--tenant", "b", "--limit", "x", "--for", "1h"), 2, "--limit: must be a name, ="),
         (("tenants", "list", "--database", "mysql://x"), 2, "database: must be a sqlite:// or postgresql:// URL"),
-        (("tenants", "list", "--database", "postgresql://127.0.0.1:1/x"), 3, "the database x at 127.0.0.1:1 can't"),
+        (("tenants", "list", "--database", "postgresql://127.0.0.1:1/x"), 3, "the database x at 127.0.0.1:1 is unavailable"),
         (("tenants", "list", "--database", "sqlite:////nowhere/at/all.db"), 3, "unable to open database file"),
         (("db", "downgrade", "base"), 2, "--yes: is needed where nobody can be asked"),
         (("db", "upgrade", "--database", "sqlite:///x.db", "--nope"), 2, "No such option"),
@@ -389,7 +389,7 @@ def test_a_name_that_several_have_needs_its_tenant(shop: Workspace) -> None:
         "-",
         given=b"tenants: [{name: a, plans: [{name: p, limits: 1/s}]}, {name: b, plans: [{name: p, limits: 2/s}]}]",
     )
-    assert "2 plan entries are called p: say which by its id, or whose with --tenant" in shop.run(
+    assert "2 plan entries are called p: pass an id instead, or whose with --tenant" in shop.run(
         "plans", "show", "p", status=2
     )
     assert shop.json("plans", "show", "p", "--tenant", "b")["limits"][0]["limit"] == 2

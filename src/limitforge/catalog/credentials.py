@@ -157,6 +157,15 @@ class Peppers:
         return hmac.digest(self._by_version[version], text.encode(), "sha256").hex()
 
 
+def require_peppers(peppers: Peppers | None) -> Peppers:
+    """Return the peppers, or raise `InvalidInput` if none are configured."""
+    if peppers is None:
+        raise InvalidInput(
+            "peppers", "are needed for keys and tokens: set LIMITFORGE_PEPPERS, such as '1:' and 32 random characters"
+        )
+    return peppers
+
+
 def fingerprint(text: str) -> bytes:
     """Return a digest by which this process remembers a presented key, so that it need not keep the text."""
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).digest()

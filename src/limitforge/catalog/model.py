@@ -8,7 +8,7 @@ know the database.
 import json
 import re
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -20,7 +20,7 @@ from limitforge.catalog.patterns import Pattern
 from limitforge.catalog.plan_limits import compile_limits, decode_limits
 from limitforge.core.calendar import zone
 from limitforge.core.check import Failure
-from limitforge.core.exact import US_PER_SECOND, short_repr
+from limitforge.core.exact import TEN_YEARS_US, US_PER_SECOND, short_repr
 from limitforge.core.keys import MAX_KEY_PART_BYTES, parse_key_part
 from limitforge.core.lanes import ONE_LANE, Lanes
 from limitforge.core.limits import Mode, Priority, Scope
@@ -35,8 +35,10 @@ MAX_PLANS_PER_TENANT = 1_000
 MAX_POLICIES_PER_TENANT = 20_000
 MAX_METADATA_BYTES = 4_096
 MAX_REASON_LENGTH = 512
+MAX_OVERRIDE_DURATION = timedelta(microseconds=TEN_YEARS_US)
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9_./-]{1,64}")
+KEY_ID_PATTERN = re.compile(r"key_[0-9A-Za-z]{16}")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _EPOCH = datetime.fromtimestamp(0, UTC)
 

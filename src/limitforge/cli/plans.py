@@ -7,8 +7,9 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from limitforge.catalog.config.plan_warnings import plan_warnings
-from limitforge.catalog.database.catalog import Catalog, Edit
+from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import DEFAULT_URL
+from limitforge.catalog.database.edits import Edit
 from limitforge.catalog.model import Plan, Policy, to_public_dict
 from limitforge.cli.catalog.lookup import NamesById, find_entity, find_tenant, list_entities
 from limitforge.cli.catalog.options import (

@@ -5,7 +5,8 @@ from typing import Any
 
 import msgspec
 
-from limitforge.catalog.database.catalog import Catalog, get_by_name_or_id
+from limitforge.catalog.database.catalog import Catalog
+from limitforge.catalog.database.queries import get_by_name_or_id
 from limitforge.catalog.model import Plan, Tenant, Token
 from limitforge.errors import NotFound
 

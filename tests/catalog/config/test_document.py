@@ -115,7 +115,7 @@ def test_what_is_no_configuration_is_refused(text: str, expected: str) -> None:
         ("priority: P9", "priority: must be one of P0, P1, P2, P3, got 'P9'"),
         ("time_zone: Berlin", "time_zone: unknown time zone: 'Berlin'"),
         ("lanes: 0", "lanes: must be from 1 to 1024, got 0"),
-        ("lanes: {count: 2, then: 4}", "lanes: a change needs both"),
+        ("lanes: {count: 2, then: 4}", "lanes: a scheduled change needs both"),
         ("suspended: yes", "suspended: must be true or false, got text"),
         ("id: ten_1", "id: is not a field here"),
         ("plans: {free: 1/second}", "plans: must be a list, got a mapping"),

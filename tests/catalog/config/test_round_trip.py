@@ -16,8 +16,9 @@ from limitforge.catalog.config.apply import apply_document
 from limitforge.catalog.config.export import export_document
 from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database import tables
-from limitforge.catalog.database.catalog import Catalog, Edit
+from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
+from limitforge.catalog.database.edits import Edit
 from limitforge.catalog.model import OPERATOR, Key, Override, Plan, Policy, Tenant, to_datetime
 from limitforge.errors import Conflict, InvalidInput, NotFound
 from tests.catalog.conftest import PEPPERS

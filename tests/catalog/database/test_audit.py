@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from limitforge import ManualClock
-from limitforge.catalog.database.catalog import Catalog, Edit
+from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
+from limitforge.catalog.database.edits import Edit
 from limitforge.catalog.model import (
     OPERATOR,
     AuditEntry,

@@ -9,8 +9,9 @@ import pytest
 
 from limitforge import ManualClock
 from limitforge.catalog.database import catalog_revision, writes
-from limitforge.catalog.database.catalog import Catalog, Edit
+from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
+from limitforge.catalog.database.edits import Edit
 from limitforge.catalog.model import Entity, Key, Override, Plan, Policy, Tenant, Token, to_datetime
 from limitforge.errors import Conflict, VersionConflict
 from tests.catalog.factories import ACTOR, audit_of, new_customer, new_key, new_tenant, rows, table_contents, update
@@ -52,7 +53,7 @@ async def test_the_loser_of_two_edits_is_told_so_and_nothing_of_the_winners_is_l
             await update(catalog, entity, losers, version=read)
         told = str(refused.value)
         assert f"{kind.kind} {entity.id} is at version {read + 1}, not {read}" in told
-        assert "somebody else has changed it" in told
+        assert "it has changed since it was read" in told
         assert await table_contents(database) == before
         assert isinstance(refused.value, Conflict)
         assert (await catalog.get(kind, entity.id)).version == after.version == read + 1

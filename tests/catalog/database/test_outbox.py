@@ -10,9 +10,10 @@ import pytest
 
 from limitforge import ManualClock
 from limitforge.catalog.database import catalog_revision, outbox
-from limitforge.catalog.database.catalog import NO_TENANT, Catalog, Edit
+from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
-from limitforge.catalog.database.outbox import Announcement
+from limitforge.catalog.database.edits import Edit
+from limitforge.catalog.database.outbox import NO_TENANT, Announcement
 from limitforge.catalog.model import OPERATOR, Key, Override, Plan, Policy, Tenant, Token
 from limitforge.errors import InvalidInput
 from tests.catalog.environments import one_database

@@ -283,7 +283,7 @@ async def test_plans_of_two_tenants_may_have_one_name(catalog: Catalog, database
     plan, twin = await new_plan(catalog, acme.id, "free"), await new_plan(catalog, globex.id, "free")
     other = await new_plan(catalog, acme.id, "gold")
     assert await catalog.get_by_name_or_id(Plan, "free", tenant_id=globex.id) == twin
-    with pytest.raises(Conflict, match="say which by its id"):
+    with pytest.raises(Conflict, match="pass an id instead"):
         await catalog.get_by_name_or_id(Plan, "free")
     with pytest.raises(NotFound):
         await catalog.get_by_name_or_id(Plan, plan.id, tenant_id=globex.id)

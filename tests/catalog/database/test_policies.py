@@ -67,11 +67,11 @@ async def test_a_policys_plans_are_its_tenants_own(catalog: Catalog, database: D
     before = await table_contents(database)
     for plan_id in (globex.plan.id, "pla_none", ""):
         for field in ("plan_id", "shadow_plan_id"):
-            with pytest.raises(NotFound, match=f"^{field}: this tenant has no plan"):
+            with pytest.raises(NotFound, match=f"^{field}: unknown plan"):
                 await new_policy(catalog, acme.plan, "GET:/new", **{field: plan_id})
-            with pytest.raises(NotFound, match=f"^{field}: this tenant has no plan"):
+            with pytest.raises(NotFound, match=f"^{field}: unknown plan"):
                 await update(catalog, acme.policy, {field: plan_id})
-    with pytest.raises(NotFound, match=r"^tenant_id: there is no tenant"):
+    with pytest.raises(NotFound, match=r"^tenant_id: unknown tenant"):
         await new_policy(catalog, acme.plan, "GET:/new", tenant_id="ten_none")
     with pytest.raises(InvalidInput, match="can't be changed"):
         await update(catalog, acme.policy, {"tenant_id": globex.tenant.id, "plan_id": globex.plan.id})
@@ -129,8 +129,8 @@ async def create_all(catalog: Catalog, plan: Plan, resources: list[str]) -> None
 async def test_a_tenant_has_no_more_plans_and_policies_than_it_may(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("limitforge.catalog.database.catalog.MAX_PLANS_PER_TENANT", 2)
-    monkeypatch.setattr("limitforge.catalog.database.catalog.MAX_POLICIES_PER_TENANT", 3)
+    monkeypatch.setattr("limitforge.catalog.database.entity_checks.MAX_PLANS_PER_TENANT", 2)
+    monkeypatch.setattr("limitforge.catalog.database.entity_checks.MAX_POLICIES_PER_TENANT", 3)
     tenant, other = await new_tenant(catalog), await new_tenant(catalog, "other")
     plan = await new_plan(catalog, tenant.id)
     await new_plan(catalog, tenant.id, "second")

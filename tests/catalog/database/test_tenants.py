@@ -118,7 +118,7 @@ async def test_a_default_plan_is_the_tenants_own(catalog: Catalog, database: Dat
     acme, globex = await new_customer(catalog, "acme"), await new_customer(catalog, "globex")
     before = await table_contents(database)
     for plan_id in (globex.plan.id, "pla_none", ""):
-        with pytest.raises(NotFound, match="default_plan_id: this tenant has no plan"):
+        with pytest.raises(NotFound, match="default_plan_id: unknown plan"):
             await update(catalog, acme.tenant, {"default_plan_id": plan_id})
     with pytest.raises(NotFound, match="default_plan_id"):
         await new_tenant(catalog, "initech", default_plan_id=globex.plan.id)
@@ -162,7 +162,7 @@ async def test_what_a_tenant_left_in_the_audit_log_stays(catalog: Catalog) -> No
 async def test_what_is_not_there_can_be_neither_read_changed_nor_deleted(catalog: Catalog, database: Database) -> None:
     before = await table_contents(database)
     for kind in KINDS:
-        missing = f"there is no {kind.kind} 'none'"
+        missing = f"unknown {kind.kind} 'none'"
         with pytest.raises(NotFound, match=missing):
             await catalog.get(kind, "none")
         with pytest.raises(NotFound, match=missing):

@@ -136,6 +136,6 @@ async def test_what_makes_no_sense_is_refused_by_its_name(catalog: Catalog, data
         except Exception as error:  # noqa: BLE001 - whatever else it was is told
             outcomes.append((fields, repr(error)))
     assert outcomes == wrong
-    with pytest.raises(NotFound, match=r"^tenant_id: there is no tenant"):
+    with pytest.raises(NotFound, match=r"^tenant_id: unknown tenant"):
         await new_token(catalog, "ci", tenant_id="ten_none")
     assert await table_contents(database) == before

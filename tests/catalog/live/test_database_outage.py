@@ -13,7 +13,7 @@ import pytest
 from limitforge import ManualClock
 from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database import database as databases
-from limitforge.catalog.database.catalog import Edit
+from limitforge.catalog.database.edits import Edit
 from limitforge.catalog.model import Key, Tenant, to_datetime
 from limitforge.core.clock import SystemClock
 from limitforge.errors import CatalogUnavailable, Forbidden, UnknownKey

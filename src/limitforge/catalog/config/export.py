@@ -24,6 +24,7 @@ from limitforge.catalog.config.validation import OverrideValidator
 from limitforge.catalog.database import pages, queries
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.model import OPERATOR, Key, Override, Plan, Policy, Tenant, to_datetime
+from limitforge.core.exact import short_repr
 from limitforge.errors import CatalogError, NotFound
 
 
@@ -52,7 +53,7 @@ async def export_document(catalog: Catalog, *, tenant: str | None = None) -> Con
     async with catalog.database.reading() as connection:
         state = await read_state(connection, None if tenant is None else [tenant])
     if tenant is not None and tenant not in state.tenants:
-        raise NotFound(f"there is no tenant {tenant!r}")
+        raise NotFound(f"unknown tenant {short_repr(tenant)}")
     document = state_to_document(state, to_datetime(catalog.clock.now_us()))
     if tenant is not None:
         document = msgspec.structs.replace(document, operator=None)

@@ -14,6 +14,7 @@ import msgspec
 
 from limitforge.catalog.fields import described
 from limitforge.catalog.model import (
+    KEY_ID_PATTERN,
     OPERATOR,
     Disabled,
     Entity,
@@ -50,7 +51,6 @@ from limitforge.core.limits import ALGORITHMS, Limit, Mode
 from limitforge.core.overrides import ANY_RESOURCE, copy_changes
 from limitforge.errors import InvalidInput
 
-KEY_ID_PATTERN = re.compile(r"key_[0-9A-Za-z]{16}")
 HASH_PATTERN = re.compile(r"[0-9a-f]{64}")
 SECTIONS = ("plans", "policies", "keys", "overrides")
 _PLAN_ID_FIELDS = {"plan": "plan_id", "shadow_plan": "shadow_plan_id", "default_plan": "default_plan_id"}

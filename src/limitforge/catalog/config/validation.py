@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterable
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any
 
 import msgspec
@@ -18,14 +18,12 @@ from limitforge.catalog.config.specs import (
     build_tenant_config,
     operator_as_tenant,
 )
-from limitforge.catalog.model import MAX_PLANS_PER_TENANT, MAX_POLICIES_PER_TENANT, TenantConfig
+from limitforge.catalog.model import MAX_OVERRIDE_DURATION, MAX_PLANS_PER_TENANT, MAX_POLICIES_PER_TENANT, TenantConfig
 from limitforge.catalog.patterns import Pattern, PolicyMatcher
 from limitforge.catalog.snapshot import limits_for_override
-from limitforge.core.exact import TEN_YEARS_US, short_repr
+from limitforge.core.exact import short_repr
 from limitforge.core.overrides import MAX_PER_SUBJECT, compile_override
 from limitforge.errors import InvalidInput
-
-MAX_OVERRIDE_DURATION = timedelta(microseconds=TEN_YEARS_US)
 
 
 def validate(

@@ -1,7 +1,7 @@
 """The outbox: announcements of changes, in the order of their revisions, until they are published."""
 
 from collections.abc import Iterable
-from datetime import datetime
+from datetime import datetime, timedelta
 
 import msgspec
 from sqlalchemy import and_, bindparam, delete, func, insert, or_, select, update
@@ -9,6 +9,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from limitforge.catalog.database import tables
 from limitforge.catalog.history import Stamp
+
+NOTIFY_CHANNEL = "limitforge"
+NO_TENANT = ""
+"""The tenant of an announcement that only carries a revision."""
+OUTBOX_RETENTION = timedelta(days=1)
 
 
 class Announcement(msgspec.Struct, frozen=True):
@@ -53,9 +58,9 @@ async def add_announcements(connection: AsyncConnection, announcements: Iterable
     await connection.execute(insert(tables.outbox), [{**row, "at": at, "published": False} for row in rows])
 
 
-async def notify_postgres(connection: AsyncConnection, channel: str, revision: int) -> None:
-    """Notify all listeners once this transaction commits."""
-    await connection.execute(select(func.pg_notify(channel, str(revision))))
+async def notify_postgres(connection: AsyncConnection, revision: int) -> None:
+    """Notify the listeners of `NOTIFY_CHANNEL` once this transaction commits."""
+    await connection.execute(select(func.pg_notify(NOTIFY_CHANNEL, str(revision))))
 
 
 async def recent_stamps(connection: AsyncConnection, limit: int) -> list[Stamp]:

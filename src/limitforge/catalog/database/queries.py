@@ -18,6 +18,8 @@ from limitforge.catalog.database.entity_rows import (
 )
 from limitforge.catalog.database.pages import MAX_PAGE_SIZE, Page, check_page_size, decode_cursor, encode_cursor
 from limitforge.catalog.model import AuditEntry, Entity, Override, Plan, Policy, Tenant, TenantConfig, is_storable
+from limitforge.core.exact import short_repr
+from limitforge.errors import Conflict, NotFound
 
 OVERRIDE_ACTIONS = ("override.create", "override.update", "override.delete")
 
@@ -30,6 +32,31 @@ async def find(connection: AsyncConnection, kind: type[AnyEntity], identity: str
         return None
     rows = await load_entities(connection, kind, select_entities(kind).where(TABLES[kind].c.id == identity))
     return rows[0] if rows else None
+
+
+async def get(connection: AsyncConnection, kind: type[AnyEntity], identity: str) -> AnyEntity:
+    """Return the entity with this id. Raises `NotFound` for an unknown id."""
+    entity = await find(connection, kind, identity)
+    if entity is None:
+        raise NotFound(f"unknown {kind.kind} {short_repr(identity)}")
+    return entity
+
+
+async def get_by_name_or_id(connection: AsyncConnection, kind: type[AnyEntity], name: str, **values: Any) -> AnyEntity:
+    """Return the entity with this id, or the only one with this name; `values` are further columns it must have.
+
+    Raises `NotFound` for an unknown name, and `Conflict` if several entities have it.
+    """
+    entity = await find(connection, kind, name)
+    if entity is not None and all(getattr(entity, field) == value for field, value in values.items()):
+        return entity
+    column = "resource" if kind is Policy else "name"
+    found = [] if kind is Override else await find_by(connection, kind, **{column: name}, **values)
+    if not found:
+        raise NotFound(f"unknown {kind.kind} {short_repr(name)}")
+    if len(found) > 1:
+        raise Conflict(f"{len(found)} {kind.kind} entries are called {name}: pass an id instead")
+    return found[0]
 
 
 async def find_by(connection: AsyncConnection, kind: type[AnyEntity], **values: Any) -> list[AnyEntity]:

@@ -16,9 +16,9 @@ import msgspec
 
 from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database import catalog_revision, outbox, writes
-from limitforge.catalog.database.catalog import NOTIFY_CHANNEL, Catalog
+from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
-from limitforge.catalog.database.outbox import Announcement
+from limitforge.catalog.database.outbox import NOTIFY_CHANNEL, Announcement
 from limitforge.catalog.history import RevisionHistory, Stamp
 from limitforge.catalog.live.cache.catalog_cache import CatalogCache
 from limitforge.catalog.live.cache.entries import CacheStatus

@@ -18,9 +18,8 @@ from uuid import uuid4
 import msgspec
 
 from limitforge.catalog.database import outbox, queries
-from limitforge.catalog.database.catalog import NO_TENANT
 from limitforge.catalog.database.database import Database
-from limitforge.catalog.database.outbox import Announcement, PendingAnnouncement
+from limitforge.catalog.database.outbox import NO_TENANT, Announcement, PendingAnnouncement
 from limitforge.catalog.history import RevisionHistory, Stamp
 from limitforge.catalog.live.override_sync import OverrideSync
 from limitforge.catalog.live.shared_backend import SharedBackend

@@ -10,7 +10,7 @@ import msgspec
 from fastapi import Depends, Header, Request, Response
 
 from limitforge.catalog.database import service_records
-from limitforge.catalog.database.catalog import Edit
+from limitforge.catalog.database.edits import Edit
 from limitforge.catalog.model import Entity, to_public_dict
 from limitforge.errors import InvalidInput
 from limitforge.service.admin.fields import MAX_HEADER_LENGTH

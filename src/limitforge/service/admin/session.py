@@ -7,7 +7,8 @@ from typing import Annotated, Any, TypeVar
 from fastapi import Depends, Request
 
 from limitforge.catalog.database import queries
-from limitforge.catalog.database.catalog import Catalog, Edit
+from limitforge.catalog.database.catalog import Catalog
+from limitforge.catalog.database.edits import Edit
 from limitforge.catalog.database.pages import Page
 from limitforge.catalog.model import OPERATOR, Entity, Tenant, Token, TokenScope
 from limitforge.core.exact import short_repr

@@ -6,7 +6,7 @@ from fastapi import Query, Response
 from pydantic import ConfigDict, Field, StrictFloat
 
 from limitforge.catalog.credentials import Credential
-from limitforge.catalog.database.catalog import Edit
+from limitforge.catalog.database.edits import Edit
 from limitforge.catalog.model import Key, KeyScope, KeyType
 from limitforge.service.admin.fields import (
     EntityBody,

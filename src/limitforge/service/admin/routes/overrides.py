@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from fastapi import Query, Response
 from pydantic import ConfigDict, WithJsonSchema
 
-from limitforge.catalog.database.catalog import Edit
+from limitforge.catalog.database.edits import Edit
 from limitforge.catalog.fields import settable_fields
 from limitforge.catalog.model import Override
 from limitforge.core.exact import TEN_YEARS_US

@@ -6,7 +6,7 @@ from fastapi import Query, Response
 from pydantic import ConfigDict
 
 from limitforge.catalog.config.plan_warnings import plan_warnings
-from limitforge.catalog.database.catalog import Edit
+from limitforge.catalog.database.edits import Edit
 from limitforge.catalog.model import Policy
 from limitforge.core.limits import Mode, Priority
 from limitforge.service.admin.fields import (

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from fastapi import Query, Response
 from pydantic import ConfigDict, StrictBool, WithJsonSchema
 
-from limitforge.catalog.database.catalog import Edit
+from limitforge.catalog.database.edits import Edit
 from limitforge.catalog.model import Tenant
 from limitforge.core.lanes import MAX_LANES
 from limitforge.core.limits import Mode, Priority

@@ -6,7 +6,7 @@ from typing import Annotated
 from fastapi import Query, Response
 from pydantic import ConfigDict
 
-from limitforge.catalog.database.catalog import Edit
+from limitforge.catalog.database.edits import Edit
 from limitforge.catalog.model import Token, TokenScope
 from limitforge.errors import Forbidden
 from limitforge.service.admin.fields import (
