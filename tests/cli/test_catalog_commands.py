@@ -363,7 +363,7 @@ def test_the_schema_is_printed(shop: Workspace) -> None:
         (("overrides", "set", "a", "--tenant", "operator", "--limit", "x=1"), 2, "--for: or --until is needed"),
         (("overrides", "set", "a", "--tenant", "b", "--limit", "x", "--for", "1h"), 2, "--limit: must be a name, ="),
         (("tenants", "list", "--database", "mysql://x"), 2, "database: must be a sqlite:// or postgresql:// URL"),
-        (("tenants", "list", "--database", "postgresql://127.0.0.1:1/x"), 3, "the database x at 127.0.0.1:1 is unavailable"),
+        (("tenants", "list", "--database", "postgresql://127.0.0.1:1/x"), 3, "x at 127.0.0.1:1 is unavailable"),
         (("tenants", "list", "--database", "sqlite:////nowhere/at/all.db"), 3, "unable to open database file"),
         (("db", "downgrade", "base"), 2, "--yes: is needed where nobody can be asked"),
         (("db", "upgrade", "--database", "sqlite:///x.db", "--nope"), 2, "No such option"),
