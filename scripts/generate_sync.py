@@ -13,7 +13,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "src/limitforge"
 SOURCE, TARGET = PACKAGE / "limiter.py", PACKAGE / "limiter_sync.py"
 
-EVENT_LOOP_ONLY = {"store", "submit", "prepare", "submit_prepared", "set_server_memory"}
+EVENT_LOOP_ONLY = {"submit", "prepare", "submit_prepared", "set_server_memory"}
 """The methods of `Limiter` that only a program with an event loop can use."""
 
 HEADER = '''\

@@ -57,11 +57,6 @@ class Limiter:
         self._requests = RequestBuilder(store.keys)
         self._keys.on_lane_change = log_lane_change
 
-    @property
-    def store(self) -> Store:
-        """The store that this limiter decides on."""
-        return self._store
-
     @classmethod
     def connect(
         cls,

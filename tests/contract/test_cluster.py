@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from limitforge import Decision, FixedWindow, Limiter, Limits, Request, StoreOptions, SyncLimiter, TokenBucket
-from limitforge.core.check import ResultKind, build_check
+from limitforge.core.check import build_check
 from limitforge.core.decision import CheckResult
 from limitforge.stores.redis.topology.cross_slot import FinishHold, HoldAction
 from limitforge.stores.redis.topology.hash_slots import hash_slot
@@ -306,13 +306,12 @@ async def test_a_check_that_takes_what_the_store_told_is_told_of_a_candidate_on_
     cluster: RedisCluster,
 ) -> None:
     async with Limiter.connect(cluster.url, options=EXACT) as limiter:
-        keys, plan = limiter.store.keys, Limits(FixedWindow(name="own", limit=10, window_seconds=DAY))
+        plan = Limits(FixedWindow(name="own", limit=10, window_seconds=DAY))
+        prepared = limiter.prepare("r", limits=plan, tenant="acme", shadow=GLOBAL)
         for left in (9, 8):
-            check = build_check(keys, plan, "r", "s", 1, None, "acme", "P0", GLOBAL)
-            check.result_kind = ResultKind.OUTCOME
-            told: asyncio.Future[CheckResult] = asyncio.get_running_loop().create_future()
-            limiter.store.submit(check, told.set_result)
-            decision = await soon(told)
+            result: asyncio.Future[CheckResult] = asyncio.get_running_loop().create_future()
+            limiter.submit_prepared(prepared.bind("s"), result.set_result)
+            decision = await soon(result)
             assert isinstance(decision, Decision)
             assert decision.remaining == left
             assert decision.shadow is not None

@@ -104,15 +104,15 @@ class _LimitFields(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, name: str, limit: Limit | None = None) -> "_LimitFields":
-        quoted = _string(name)
+        quoted = _quote(name)
         size = None if limit is None else limit.size
-        return cls(quoted, limit, size, "" if size is None else _policy(quoted, limit, size), f"{quoted};r=")
+        return cls(quoted, limit, size, "" if size is None else _policy_item(quoted, limit, size), f"{quoted};r=")
 
     def policy_of(self, size: int | None) -> str:
         """Return the item of `RateLimit-Policy` for a limit of this size."""
         if size == self.size:
             return self.policy
-        return "" if size is None else _policy(self.name, self.limit, size)
+        return "" if size is None else _policy_item(self.name, self.limit, size)
 
 
 class HeaderTemplate:
@@ -169,7 +169,7 @@ class HeaderTemplate:
             if self._legacy or self._draft_06:
                 self._add_binding(headers, decision)
             if self._draft_11:
-                self._add_each(headers, decision.limits)
+                self._add_draft_11(headers, decision.limits)
             if decision.allowed:
                 headers.append(_RETRY_NOW)
         if not decision.allowed and decision.retry_after_ms is not None:
@@ -223,7 +223,7 @@ class HeaderTemplate:
                 (b"ratelimit-reset", b"%d" % seconds),
             )
 
-    def _add_each(self, headers: list[Header], limits: Mapping[str, LimitState]) -> None:
+    def _add_draft_11(self, headers: list[Header], limits: Mapping[str, LimitState]) -> None:
         items = self._items
         is_as_planned = len(limits) == len(items)
         states: list[str] = []
@@ -263,7 +263,7 @@ def _would_bind(states: Collection[LimitState]) -> LimitState | None:
     return max(known, key=lambda state: (-(state.remaining or 0), state.reset_after_ms), default=None)
 
 
-def _policy(quoted: str, limit: Limit | None, size: int) -> str:
+def _policy_item(quoted: str, limit: Limit | None, size: int) -> str:
     if isinstance(limit, Concurrency):
         return f'{quoted};q={size};qu="concurrent-requests"'
     window_us = None if limit is None else _window_us(limit, size)
@@ -284,7 +284,7 @@ def _window_us(limit: Limit, size: int) -> int | None:
     return PERIOD_SECONDS[Period(limit.period)] * US_PER_SECOND if isinstance(limit, Quota) else None
 
 
-def _string(text: str) -> str:
+def _quote(text: str) -> str:
     """Return a string of a structured field (RFC 9651, section 4.1.6).
 
     The names of limits have no characters that must be escaped or refused, but `_LimitFields` accepts any name.

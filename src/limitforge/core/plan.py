@@ -44,9 +44,13 @@ class Rule(msgspec.Struct, frozen=True, eq=False):
     count_denied: bool
     counts_requests: bool
     overridable: bool
+    """True if overrides apply: to subject and caller limits, except those of the operator."""
     delays: bool
+    """True for an enforced leaky bucket: an allowed check learns how long to wait."""
     is_bucket: bool
+    """True for a token bucket or a leaky bucket."""
     holds_lease: bool
+    """True for a concurrency limit."""
     is_dynamic: bool
     """True if the algorithm's numbers depend on the key (a spread window) or on the time (a quota)."""
     prepaid: bool

@@ -41,11 +41,11 @@ def parse_limits(text: str) -> list[Limit]:
     if len(text) > MAX_TEXT:
         raise InvalidLimit("limits", f"at most {MAX_TEXT} characters, got {len(text)}")
     limits: list[Limit] = []
-    at = 0
+    position = 0
     for item in text.split(";"):
         if item.strip():
-            limits.append(_LimitParser(text, at, at + len(item)).limit())
-        at += len(item) + 1
+            limits.append(_LimitParser(text, position, position + len(item)).parse())
+        position += len(item) + 1
     if not limits:
         raise InvalidLimit("limits", "must hold at least one limit, such as '100/minute'")
     return limits
@@ -56,10 +56,10 @@ class _LimitParser:
 
     def __init__(self, text: str, start: int, end: int) -> None:
         self.text = text
-        self.start = self.at = start
+        self.start = self.position = start
         self.end = end
 
-    def limit(self) -> Limit:
+    def parse(self) -> Limit:
         name = self._name()
         prefix = self._prefix()
         count = self._number("how many, such as 100")
@@ -79,16 +79,16 @@ class _LimitParser:
     def _point_at_limit(self) -> str:
         """Return carets under the whole limit, for an error that is not about a single token."""
         item = self.text[self.start : self.end]
-        at = self.start + len(item) - len(item.lstrip())
-        return _point_at(self.text, at, len(item.strip()))
+        position = self.start + len(item) - len(item.lstrip())
+        return _point_at(self.text, position, len(item.strip()))
 
     def _name(self) -> str:
-        head, equals, _ = self.text[self.at : self.end].partition("=")
+        head, equals, _ = self.text[self.position : self.end].partition("=")
         if not equals:
             return ""
         if not head.strip():
             raise self._error("a name before '='")
-        self.at += len(head) + 1
+        self.position += len(head) + 1
         return head.strip()
 
     def _prefix(self) -> str:
@@ -97,7 +97,7 @@ class _LimitParser:
             return ""
         if word.lower() not in _PREFIXES:
             raise self._error(f"a number, or one of {', '.join(f'{known}:' for known in _PREFIXES)}")
-        self.at += len(word)
+        self.position += len(word)
         if not self._literal(":"):
             raise self._error("':'")
         return word.lower()
@@ -108,7 +108,7 @@ class _LimitParser:
             raise self._error(what)
         if len(digits) > MAX_DIGITS or int(digits) > MAX_EXACT:
             raise self._error("a smaller number", digits)
-        self.at += len(digits)
+        self.position += len(digits)
         return int(digits)
 
     def _unit(self) -> str:
@@ -116,36 +116,35 @@ class _LimitParser:
         unit = _UNITS.get(word.lower())
         if unit is None:
             raise self._error("a unit: second, minute, hour or day")
-        self.at += len(word)
+        self.position += len(word)
         return unit
 
     def _literal(self, literal: str) -> bool:
         self._peek(_ANYTHING)
-        if self.text[self.at : self.end].lower().startswith(literal):
-            self.at += len(literal)
+        if self.text[self.position : self.end].lower().startswith(literal):
+            self.position += len(literal)
             return True
         return False
 
     def _peek(self, pattern: re.Pattern[str]) -> str:
         """Skip white space, and return what matches the pattern there."""
-        self.at = _SPACE.match(self.text, self.at, self.end).end()  # type: ignore[union-attr]
-        found = pattern.match(self.text, self.at, self.end)
+        self.position = _SPACE.match(self.text, self.position, self.end).end()  # type: ignore[union-attr]
+        found = pattern.match(self.text, self.position, self.end)
         return found.group() if found else ""
 
     def _error(self, expected: str, token: str = "") -> InvalidLimit:
         token = token or self._peek(_ANYTHING)
-        at = self.at
+        position = self.position
         found = repr(token) if token else "the end"
-        return InvalidLimit(
-            "limits", f"expected {expected}, got {found} at character {at + 1}{_point_at(self.text, at, len(token))}"
-        )
+        carets = _point_at(self.text, position, len(token))
+        return InvalidLimit("limits", f"expected {expected}, got {found} at character {position + 1}{carets}")
 
 
-def _point_at(text: str, at: int, length: int) -> str:
+def _point_at(text: str, position: int, length: int) -> str:
     """Return a line of the text, with carets under a part of it."""
-    start = text.rfind("\n", 0, at) + 1
+    start = text.rfind("\n", 0, position) + 1
     line = text[start:].partition("\n")[0]
-    return f"\n  {line}\n  {' ' * (at - start)}{'^' * max(length, 1)}"
+    return f"\n  {line}\n  {' ' * (position - start)}{'^' * max(length, 1)}"
 
 
 def _build(name: str, prefix: str, count: int, seconds: int) -> Limit:
