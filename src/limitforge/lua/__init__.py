@@ -1,10 +1,10 @@
-"""The one script, assembled from one file per module. These files are the only copy of the engine that runs in Redis.
+"""The Lua script, assembled from one file per module. These files are the only copy of the engine that runs in Redis.
 
-Redis runs the whole chunk with each call, so what it defines costs time. All modules together are one function, which
-builds a module when `use` first asks for it: a check of a token bucket never builds the rest.
+Redis runs the whole chunk with each call, so each definition in it costs time. Therefore all modules are in one function,
+which builds a module when `use` first asks for it: a check of a token bucket does not build the other algorithms.
 
-On a Cluster there is a second form of it, for one call over several slots of one server: it names its keys among the
-arguments, behind the strings, and says how many of them lie in each slot.
+On a Cluster, a second form of the script takes one call over several slots of one server. It receives its keys among the
+arguments, after the strings, together with the number of keys in each slot.
 """
 
 import hashlib
@@ -23,8 +23,8 @@ function use(name)
 end
 """
 
-_ALONE = b"local SLOTS -- none\n"
-_ACROSS = b"""#!lua flags=allow-cross-slot-keys
+_ONE_SLOT = b"local SLOTS -- none\n"
+_CROSS_SLOT = b"""#!lua flags=allow-cross-slot-keys
 local SLOTS, KEYS = cmsgpack.unpack(ARGV[#ARGV]), {}
 local count = 0
 for i = 1, #SLOTS do count = count + SLOTS[i] end
@@ -34,32 +34,33 @@ for i = 1, count do KEYS[i] = ARGV[#ARGV - 1 - count + i] end
 
 @lru_cache(maxsize=1)
 def script() -> bytes:
-    """The whole script, for keys of one slot."""
-    return _ALONE + _body()
+    """Return the script for keys of one slot."""
+    return _ONE_SLOT + _body()
 
 
 @lru_cache(maxsize=1)
 def _body() -> bytes:
-    """`use`, every module behind its name, and the door."""
+    """Return `use`, every module under its name, and the entry point."""
     lua = (file for file in files(__name__).iterdir() if file.name.endswith(".lua"))
     sources = {file.name.removesuffix(".lua"): file.read_bytes() for file in lua}
-    main = sources.pop("main")
+    entry_point = sources.pop("dispatch")
     modules = [b"if name == '%s' then\n%s\nend" % (name.encode(), source) for name, source in sorted(sources.items())]
-    return b"\n".join((_USE, b"function load(name)", *modules, b"end", main))
+    return b"\n".join((_USE, b"function load(name)", *modules, b"end", entry_point))
 
 
 @lru_cache(maxsize=1)
 def sha() -> str:
-    """Its name for EVALSHA."""
+    """Return the SHA-1 of the script, for EVALSHA."""
     return hashlib.sha1(script(), usedforsecurity=False).hexdigest()
 
 
 @lru_cache(maxsize=1)
 def script_across() -> bytes:
-    """The same for keys of several slots."""
-    return _ACROSS + _body()
+    """Return the script for keys of several slots."""
+    return _CROSS_SLOT + _body()
 
 
 @lru_cache(maxsize=1)
 def sha_across() -> str:
+    """Return the SHA-1 of the cross-slot script, for EVALSHA."""
     return hashlib.sha1(script_across(), usedforsecurity=False).hexdigest()

@@ -1,11 +1,16 @@
--- The algorithms by their codes, which also stand in every state; the two buckets come first. Each is loaded when a call first needs it.
+-- The algorithms by their codes, which are also stored in every state. Codes 1 and 2 are the buckets with a level. Each
+-- algorithm is loaded when a call first needs it.
 --
--- Some have a `step`: read, open, wait, take, seal and write at once, without a table in between, which saves Redis over a quarter of its time. It takes from a
--- bucket that a release of this format wrote under the same numbers (a window's limit may differ), that is live, has nothing pending and has room. It answers
--- with the next string, its `until` and what is left; with nil for any other bucket, also for one that is a state by now (a table, whose length is not that of
--- any string): then the long way decides. `start` is the same for a bucket that is not there.
+-- Some have a `step`, which reads, opens, waits, takes, seals and writes in one go, without a table in between. That
+-- saves Redis over a quarter of its time. It applies to a live bucket in the format of this release, under the same
+-- numbers (the limit of a window may differ), with room and without pending entries. It returns the next string, its
+-- `until`, and what remains; or nil for any other bucket, which then takes the general path. If the value is a state
+-- already, which is a table, the check of its length returns nil as well. `start` does the same for a bucket that does
+-- not exist.
 
-local NAMES = { 'token_bucket', 'leaky_bucket', 'fixed_window', 'sliding_window', 'sliding_window_counter', 'concurrency', 'quota' }
+local NAMES = {
+  'token_bucket', 'leaky_bucket', 'fixed_window', 'sliding_window', 'sliding_window_counter', 'concurrency', 'quota',
+}
 
 return {
   COUNT = #NAMES,

@@ -1,63 +1,69 @@
--- The buckets of one script call: read with one MGET, opened as checks need them, and each changed one written once.
+-- The buckets of one script call: read with one MGET, opened as the checks need them, written once each if changed.
 --
--- A bucket is kept as one string:
+-- A bucket is stored as one string:
 --
---   version  1 byte    who wrote it; 0 is none
+--   version  1 byte    the format of the writer; never 0
 --   code     1 byte    the algorithm
---   width    1 byte    length of the fixed part, these three bytes included
+--   width    1 byte    length of the fixed part, including these three bytes
 --   last     7 bytes   when it was last written, in microseconds
---   until    7 bytes   from when on it no longer matters, so also when it resets (a ledger finds it in its items)
---   ...                the algorithm's own fields, then the items of a ledger
---   pending  30 bytes each: open reservations and shares in the order of their lapses: token 8, lapse 7, amount 7, source 7, kind 1
+--   until    7 bytes   when the bucket expires, which is also when it resets (a ledger takes it from its items)
+--   ...                the fields of the algorithm, then the items of a ledger
+--   pending  30 bytes each: open reservations and prepaid shares, sorted by lapse (pending.lua)
 --
--- The fixed part only ever grows at its end. A release ignores the fields of a newer one, which has defaults for those that an older one left out: so
--- both work on the same keys during a deploy.
+-- The fixed part only ever grows at its end. A release ignores the fields of a newer one, and has defaults for those
+-- that an older one did not write. So two releases can use the same keys during a deploy.
 --
--- In a script call a state is a table with the same fields; `seal` sets `til` (until) and `used`, which is what counts against the limit, rounded up. An
--- opened state is a copy: it replaces the stored one only when something was taken. So what was stored need not last: all but the ledgers read it into one
--- table, over and over, which is good until the next read.
+-- In a script call a state is a table with the same fields. `seal` sets `until_us` and `used`, which is what counts
+-- against the limit, rounded up. An opened state is a copy, which replaces the stored one only when something was
+-- taken. Therefore all algorithms but the ledgers read stored states into one table, which is valid until the next
+-- read.
 --
--- A call is { now, injected, values, changed, ends, begun, budget }. values[key] is what the key holds: false if nothing, its string (an empty one, which nobody
--- writes, if it is of another type), or a state. changed[key] is the algorithm of a bucket that is to be written, and if that is a string already, ends[key]
--- is its `until`. begun[key] tells that the key is not there yet, and so has no TTL to keep. `budget` bounds how many may begin (new_buckets.lua), if it is there.
+-- A call is { now, injected, values, changed, expiries, is_new, budget }:
+--   values[key]    false if the key does not exist, its string, or a state. An empty string, which is never written,
+--                  stands for a value of another type.
+--   changed[key]   the algorithm of a bucket that is to be written
+--   expiries[key]  its `until`, if values[key] is already the string to write
+--   is_new[key]    true if the key does not exist, and so has no TTL to keep
+--   budget         bounds how many buckets may begin (new_buckets.lua), or nil
 
 local byte, ceil, format, sub, type = string.byte, math.ceil, string.format, string.sub, type
 
 local PENDING_WIDTH = 30
-local MARGIN_MS = 60000            -- a key outlives `until` by a minute: garbage collection only, never a decision
-local INJECTED_MARGIN_MS = 3600000 -- with a time from outside, Redis's clock says nothing about `until`
+local MARGIN_MS = 60000            -- a key outlives `until` by a minute; the TTL collects garbage and decides nothing
+local INJECTED_MARGIN_MS = 3600000 -- with an injected time, the clock of Redis says nothing about `until`
 
--- In milliseconds, for a key that matters until then: never 0, never none.
-local function ttl(til, now, injected)
-  local ms = ceil((til - now) / 1000) + MARGIN_MS
+-- Return the TTL in milliseconds of a key that expires at `until_us`. It is never 0.
+local function ttl(until_us, now, injected)
+  local ms = ceil((until_us - now) / 1000) + MARGIN_MS
   if injected and ms < INJECTED_MARGIN_MS then return INJECTED_MARGIN_MS end
   return ms
 end
 
--- The state that a key holds: false if there is none, nil if the value is not of this algorithm.
+-- Return the state that a key holds, false if it does not exist, nil if its value is not a state of this algorithm.
 local function state_of(call, key, algorithm)
   local raw = call.values[key]
   if type(raw) ~= 'string' then return raw end
   local version, code, width = byte(raw, 1, 3)
   if not width or version == 0 or code ~= algorithm.code or width < algorithm.width or #raw < width then return nil end
   local state, tail = algorithm.read(raw, width + 1)
-  if not state or state.til < state.last then return nil end
+  if not state or state.until_us < state.last then return nil end
   if tail > #raw then
     state.pending = ''
   else
     state.pending = sub(raw, tail)
     if #state.pending % PENDING_WIDTH ~= 0 then return nil end
   end
-  if state.items then call.values[key] = state end -- a long log is cut out of its string once, however often it is asked
+  if state.items then call.values[key] = state end -- cut a long log out of its string only once
   return state
 end
 
--- Whether a bucket no longer matters, and is treated as if it were not there.
-local function gone(state, now)
-  return now >= state.til and now >= state.last
+-- Return whether a bucket is treated as if it did not exist.
+local function is_expired(state, now)
+  return now >= state.until_us and now >= state.last
 end
 
--- MGET says false for a key of another type, which must not read as empty: what seems to be missing is asked for once more, all at once.
+-- MGET returns false for a key of another type, which must not read as empty. So EXISTS checks all missing keys at
+-- once.
 local function fetch(first, last)
   local values = redis.call('MGET', unpack(KEYS, first, last))
   local missing, count, before = {}, 0, first - 1
@@ -80,14 +86,14 @@ return {
   PENDING_WIDTH = PENDING_WIDTH,
   ttl = ttl,
   state = state_of,
-  gone = gone,
+  is_expired = is_expired,
 
-  -- All keys are read before anything is written: a slot that is not here, or not wholly, fails the call before it has done anything. `limits` and `overflow`
-  -- say what new_buckets.lua is to bound; its counters are the last keys.
+  -- Read all keys before anything is written: if a slot is not on this server, or only partly, the call fails before it
+  -- has done anything. `limits` and `overflow` are the arguments of new_buckets.lua, whose counters are the last keys.
   read = function(now, injected, limits, overflow)
     local values, is_bounded = {}, type(limits) == 'table'
     local last = is_bounded and #KEYS - #limits + 1 or #KEYS
-    if SLOTS then -- a command takes keys of one slot only
+    if SLOTS then -- one MGET may only have keys of one slot
       local first = 1
       for slot = 1, #SLOTS do
         local stop = math.min(first + SLOTS[slot] - 1, last)
@@ -98,17 +104,17 @@ return {
     elseif last > 0 then
       values = fetch(1, last)
     end
-    local call = { now = now, injected = injected, values = values, changed = {}, ends = {}, begun = {} }
+    local call = { now = now, injected = injected, values = values, changed = {}, expiries = {}, is_new = {} }
     if is_bounded then call.budget = use('new_buckets')(call, limits, overflow) end
     return call
   end,
 
-  -- The bucket as it is now under `numbers`, with what has lapsed given back, and the time that it is judged at. nil and the time if a calendar does not
-  -- reach that far, nil alone if the value is not ours.
+  -- Return the bucket as it is now under `numbers`, after refunds of what has lapsed, and its effective time. Return
+  -- nil and the time if a calendar does not contain that time, and nil alone for a foreign value.
   open = function(call, key, algorithm, numbers)
     local state, now = state_of(call, key, algorithm), call.now
     if state == nil then return nil end
-    if not state or gone(state, now) then return algorithm.fresh(numbers, now, state), now end
+    if not state or is_expired(state, now) then return algorithm.fresh(numbers, now, state), now end
     if now < state.last then now = state.last end
     local work = algorithm.open(state, numbers, now)
     if work and work.pending ~= '' then use('pending').lapse(work, algorithm, numbers) end
@@ -117,27 +123,27 @@ return {
 
   keep = function(call, key, algorithm, work)
     if not call.values[key] then
-      call.begun[key] = true
-      if call.budget then call.budget.begin(key) end
+      call.is_new[key] = true
+      if call.budget then call.budget.count_new(key) end
     end
     call.values[key], call.changed[key] = work, algorithm
-    if call.ends[key] then call.ends[key] = nil end -- a state again
+    if call.expiries[key] then call.expiries[key] = nil end -- values[key] is a state again
   end,
 
   write = function(call)
-    if call.budget then call.budget.charge() end
-    local now, injected, values, ends, begun = call.now, call.injected, call.values, call.ends, call.begun
+    if call.budget then call.budget.update_counters() end
+    local now, injected, values, expiries, is_new = call.now, call.injected, call.values, call.expiries, call.is_new
     for key, algorithm in pairs(call.changed) do
-      local value, til, is_same_window = values[key], ends[key], algorithm.windows
-      if not til then
+      local value, until_us, is_same_window = values[key], expiries[key], algorithm.windows
+      if not until_us then
         local state = value
-        value, til, is_same_window = algorithm.write(state), state.til, state.til == state.kept_til
+        value, until_us, is_same_window = algorithm.write(state), state.until_us, state.until_us == state.kept_until_us
         if state.pending ~= '' then value = value .. state.pending end
       end
-      if is_same_window and not injected and not begun[key] then -- its key was given this TTL when the window began
+      if is_same_window and not injected and not is_new[key] then -- the key got its TTL when the window began
         redis.call('SET', KEYS[key], value, 'KEEPTTL')
-      else -- as text: Redis would print a number as a double
-        redis.call('SET', KEYS[key], value, 'PX', format('%d', ttl(til, now, injected)))
+      else -- format as text: Redis would print a number as a double
+        redis.call('SET', KEYS[key], value, 'PX', format('%d', ttl(until_us, now, injected)))
       end
     end
   end,

@@ -1,30 +1,37 @@
--- Checks. Each is judged alone, in order, and sees what the earlier ones took: probe every limit, then commit all or none.
+-- Evaluate checks in order. Each check sees what the earlier ones took. First probe every limit, then commit all or
+-- none.
 --
--- KEYS: every bucket, override key and reservation record of the call, each once; then the counters of new_buckets.lua, if request[5] bounds what begins.
--- ARGV: byte strings that the request refers to by index: resources and tokens.
--- request[3]: rules, each { algorithm, flags, percent, name, numbers, 1 if several resources share the bucket }. flags: 1 enforced, 2 counts denials, 4 forced: it takes without asking for room, up
---   to twice its limit, and so never denies; never together with 2, with slots or in a reservation.
+-- KEYS: each bucket, override key and reservation record once, then the counters of new_buckets.lua if request[5] is
+-- given. ARGV: byte strings that the request refers to by position: resources and tokens. request[3]: rules, each {
+-- algorithm, flags, percent, name, numbers, 1 if several resources share the bucket }.
+--   flags: 1 enforced, 2 counts denials, 4 forced. A forced rule takes without asking for room, up to twice its limit,
+--   and never denies. It does not occur together with 2, with slots, or in a reservation.
 -- request[4]: the checks, one after the other:
---   takes, lease token (0: none), record key (0: no reservation, -1: one without a record) [, token, ttl_us, refund], then for each take:
---   rule, key, cost, override key (0: out of reach), resource; or, with resource 0, the key of the index of overrides, which should not be there
---   refund: 0 keeps what lapses, 1 gives it back; 2 more if it is held for a check over several slots: given back after 5 s, unless it is confirmed
+--   number of debits, lease token (0: none), record key (0: no reservation, -1: a hold without record) [, token,
+--   ttl_us, refund], then for each debit: rule, key, cost, override key (0: none), resource; or, with resource 0, the
+--   key of the index of overrides, which is expected not to exist refund: 0 keeps the cost on lapse, 1 refunds it. 2
+--   more for the hold of a check over several slots, which is refunded after 5 s unless it is confirmed.
 --
--- Answers with the time, then for each check:
---   1 or 0 (allowed), delay (-1: none), then for each take: limit, remaining, reset, wait, open (2 more if its overflow bucket decided)
---   2, take, time       its calendar does not reach that time: ask again, for this check and all that follow, which were not judged
---   3, key              that key holds something that is not ours
---   4, take             its bucket holds as many open reservations as it may
---   5                   Redis is full: what it would have taken could not be written
---   6, index, 0         that index of overrides is there: ask again with the override keys, as after 2
---   8, counter, 0       the lane of that counter may begin no more buckets: ask again with its overflow buckets, as after 2
---   7, then for each take: remaining, reset       allowed, and nothing else to say: each limit is the rule's
+-- Replies with the time, then for each check:
+--   1 or 0 (allowed), delay (-1: none), then for each debit: limit, remaining, reset, wait, is open (2 more if its
+--   overflow
+--                       bucket decided)
+--   2, debit, time      its calendar does not contain that time
+--   3, key              that key holds a foreign value
+--   4, debit            its bucket holds the maximum of open reservations
+--   5                   Redis is full and refused the write
+--   6, index, 0         that index of overrides exists
+--   7, then for each debit: remaining, reset     allowed under the numbers of the rules, with nothing else to report
+--   8, counter, 0       the lane of that counter has used up its budget of new buckets
+-- After 2, 6 and 8 the call ends. The caller repeats it from this check on, with other calendar windows, the override
+-- keys, or the overflow buckets.
 --
--- Writes each changed bucket once, with a TTL of `until` plus a minute.
+-- Each changed bucket is written once, with a TTL of its `until` plus a minute.
 
 local algorithms, buckets = use('algorithms'), use('buckets')
 
--- The numbers that hold for a take now; nil if the subject's overrides are not ours.
-local function overridden(call, rule, override_key, resource)
+-- Return the numbers of a debit under its overrides, or nil if the overrides are a foreign value.
+local function apply_overrides(call, rule, override_key, resource)
   local list = call.overrides[override_key]
   if list == nil then
     list = use('overrides').read(call.values[override_key])
@@ -32,88 +39,94 @@ local function overridden(call, rule, override_key, resource)
     call.overrides[override_key] = list
   end
   if not list then return rule[5] end
-  return use('overrides').applied(list, resource, rule, call.now)
+  return use('overrides').apply(list, resource, rule, call.now)
 end
 
--- The short way, which nearly every check goes: no reservation, no override, all limits enforced and whole, and room in each. A bucket goes in one step from
--- its string to the next. Stops before the first check that is not like this; returns where that is, and how many integers are answered by then.
-local function stride(call, rules, checks, at, out, o)
-  local HEAD, TAKE = 3, 5 -- integers of a check and of each of its takes
+-- The short path, which nearly every check takes: no reservation, no override, all limits enforced and whole, and room
+-- in each. A bucket goes in one step from its string to the next. Stops before the first check that is not like this.
+-- Returns the position of that check, and the length of the reply so far.
+local function evaluate_plain(call, rules, checks, at, out, o)
+  local HEAD, DEBIT = 3, 5 -- integers of a check and of each of its debits
   local NUMBERS, ALGORITHM, STEP, START = 5, 7, 8, 9 -- of a rule
-  local PLAIN = 7
-  local now, values, changed, ends, begun, steps, budget = call.now, call.values, call.changed, call.ends, call.begun, call.steps, call.budget
+  local ALLOWED_PLAIN = 7
+  local now, values, changed, expiries = call.now, call.values, call.changed, call.expiries
+  local is_new, steps, budget = call.is_new, call.steps, call.budget
   while checks[at] and checks[at + 2] == 0 do
     local first, n = at + HEAD, 0
-    local last, answered = first + (checks[at] - 1) * TAKE, o + 1
-    for place = first, last, TAKE do
-      local rule, value, cost, override_key = rules[checks[place]], values[checks[place + 1]], checks[place + 2], checks[place + 3]
+    local last, written = first + (checks[at] - 1) * DEBIT, o + 1
+    for place = first, last, DEBIT do
+      local rule, value = rules[checks[place]], values[checks[place + 1]]
+      local cost, override_key = checks[place + 2], checks[place + 3]
       local step, numbers = rule[STEP], rule[NUMBERS]
       if not step or cost == 0 or (override_key > 0 and values[override_key]) then return at, o end
-      call.judging = checks[place + 1]
-      local next_value, til, left
+      call.current_key = checks[place + 1]
+      local next_value, until_us, remaining
       if value then
-        next_value, til, left = step(value, numbers, cost, now)
+        next_value, until_us, remaining = step(value, numbers, cost, now)
       else
-        local lane = budget and budget.lane_of(call.judging)
-        if lane and lane.left < checks[at] then return at, o end
-        next_value, til, left = rule[START](numbers, cost, now)
+        local lane = budget and budget.lane_of(call.current_key)
+        if lane and lane.remaining < checks[at] then return at, o end
+        next_value, until_us, remaining = rule[START](numbers, cost, now)
       end
       if not next_value then return at, o end
-      steps[n + 1], steps[n + 2] = next_value, til
+      steps[n + 1], steps[n + 2] = next_value, until_us
       n = n + 2
-      out[answered + 1], out[answered + 2] = left, til - now
-      answered = answered + 2
+      out[written + 1], out[written + 2] = remaining, until_us - now
+      written = written + 2
     end
-    out[o + 1] = PLAIN
+    out[o + 1] = ALLOWED_PLAIN
     n = 0
-    for place = first, last, TAKE do
+    for place = first, last, DEBIT do
       local key = checks[place + 1]
       if not values[key] then
-        begun[key] = true
-        if budget then budget.begin(key) end
+        is_new[key] = true
+        if budget then budget.count_new(key) end
       end
-      values[key], changed[key], ends[key] = steps[n + 1], rules[checks[place]][ALGORITHM], steps[n + 2]
+      values[key], changed[key], expiries[key] = steps[n + 1], rules[checks[place]][ALGORITHM], steps[n + 2]
       n = n + 2
     end
-    at, o = last + TAKE, answered
-    call.at, call.answered = at, o
+    at, o = last + DEBIT, written
+    call.position, call.reply_length = at, o
   end
   return at, o
 end
 
--- Judges the checks from call.at on, and writes their answers behind the first call.answered integers of `out`. Both tell where it was if it fails.
+-- Evaluate the checks from call.position on, and append the results to the first call.reply_length integers of `out`.
+-- Both fields show the position if this fails.
 --
--- Its constants and helpers are locals of its own: Redis builds this function with each call, and whatever it captured would be built with it.
-local function judge(call, rules, checks, out)
-  local HEAD, HEAD_OF_RESERVATION, TAKE = 3, 6, 5 -- integers of a check and of each of its takes
+-- Constants and helpers are locals of this function: Redis builds it with each call, and would build its upvalues as
+-- well.
+local function evaluate(call, rules, checks, out)
+  local HEAD, HEAD_OF_RESERVATION, DEBIT = 3, 6, 5 -- integers of a check and of each of its debits
   local CODE, FLAGS, PERCENT, NUMBERS, ALGORITHM = 1, 2, 3, 5, 7 -- of a rule
   local COUNTS_DENIALS, FORCED = 2, 4
-  local AGAIN, CORRUPT, TOO_MANY, OVERRIDDEN, OVERFLOWS = 2, 3, 4, 6, 8
-  local UNLIMITED, MOST_PENDING = -1, 1000 * buckets.PENDING_WIDTH
+  local NEEDS_CALENDAR, CORRUPT, TOO_MANY_RESERVATIONS, NEEDS_OVERRIDES, NEEDS_OVERFLOW_KEYS = 2, 3, 4, 6, 8
+  local UNLIMITED, MAX_PENDING = -1, 1000 * buckets.PENDING_WIDTH
   local LEAKY_BUCKET, CONCURRENCY = algorithms.LEAKY_BUCKET, algorithms.CONCURRENCY
   local open, keep, values, budget = buckets.open, buckets.keep, call.values, call.budget
 
-  local probed = { false, 0, 0, false } -- of each take: its opened bucket (false: unlimited), share, wait and numbers
-  local at, o = call.at, call.answered
+  local probed = { false, 0, 0, false } -- of each debit: its opened bucket (false: unlimited), share, wait and numbers
+  local at, o = call.position, call.reply_length
   while true do
-    at, o = stride(call, rules, checks, at, out, o)
-    call.at, call.answered = at, o
+    at, o = evaluate_plain(call, rules, checks, at, out, o)
+    call.position, call.reply_length = at, o
     if not checks[at] then return end
     local lease, record = checks[at + 1], checks[at + 2]
     local first = at + (record ~= 0 and HEAD_OF_RESERVATION or HEAD)
-    local last = first + (checks[at] - 1) * TAKE
-    local allowed, n, latest, begins = true, 0, call.now, 0
-    local fault, where, judged_at, redirected
-    for place = first, last, TAKE do
-      local rule, key, cost, override_key = rules[checks[place]], checks[place + 1], checks[place + 2], checks[place + 3]
+    local last = first + (checks[at] - 1) * DEBIT
+    local allowed, n, latest, new_count = true, 0, call.now, 0
+    local fault, where, effective_time, redirected
+    for place = first, last, DEBIT do
+      local rule, key = rules[checks[place]], checks[place + 1]
+      local cost, override_key = checks[place + 2], checks[place + 3]
       local numbers = rule[NUMBERS]
-      call.judging = key
+      call.current_key = key
       if override_key > 0 and values[override_key] then
         if checks[place + 4] == 0 then
-          fault, where, judged_at = OVERRIDDEN, override_key, 0
+          fault, where, effective_time = NEEDS_OVERRIDES, override_key, 0
           break
         end
-        numbers = overridden(call, rule, override_key, ARGV[checks[place + 4]])
+        numbers = apply_overrides(call, rule, override_key, ARGV[checks[place + 4]])
         if not numbers then
           fault, where = CORRUPT, override_key
           break
@@ -124,37 +137,39 @@ local function judge(call, rules, checks, out)
         local algorithm = rule[ALGORITHM]
         if budget and not values[key] then
           local lane = rule[FLAGS] < FORCED and budget.lane_of(key)
-          begins = begins + 1
-          if lane and lane.left < begins then
+          new_count = new_count + 1
+          if lane and lane.remaining < new_count then
             local shared = budget.overflow_of[key]
             redirected = redirected or { keys = {} }
-            if shared and not redirected.keys[shared] then -- two takes of one check can't share a bucket: the second begins its own
-              begins, numbers = begins - 1, budget.shared_numbers(numbers, rule)
-              key, checks[place + 1], call.judging = shared, shared, shared
+            if shared and not redirected.keys[shared] then -- two debits of a check can't share a bucket
+              new_count, numbers = new_count - 1, budget.shared_numbers(numbers, rule)
+              key, checks[place + 1], call.current_key = shared, shared, shared
               redirected[place], redirected.keys[shared] = true, true
-            elseif not lane.is_prepared then
-              fault, where, judged_at = OVERFLOWS, lane.key, 0
+            elseif not lane.has_overflow_keys then
+              fault, where, effective_time = NEEDS_OVERFLOW_KEYS, lane.key, 0
               break
             end
           end
         end
-        work, judged_at = open(call, key, algorithm, numbers)
+        work, effective_time = open(call, key, algorithm, numbers)
         if not work then
-          fault, where = judged_at and AGAIN or CORRUPT, judged_at and (place - first) / TAKE or key
+          fault = effective_time and NEEDS_CALENDAR or CORRUPT
+          where = effective_time and (place - first) / DEBIT or key
           break
         end
-        if judged_at > latest then latest = judged_at end
-        share = rule[PERCENT] == 100 and limit or use('exact').share_of(limit, rule[PERCENT])
+        if effective_time > latest then latest = effective_time end
+        share = rule[PERCENT] == 100 and limit or use('exact').percent_of(limit, rule[PERCENT])
         if cost > 0 and rule[FLAGS] < FORCED then
           local enforced = rule[FLAGS] % 2 == 1
-          if record ~= 0 and enforced and #work.pending >= MOST_PENDING then
-            fault, where = TOO_MANY, (place - first) / TAKE
+          if record ~= 0 and enforced and #work.pending >= MAX_PENDING then
+            fault, where = TOO_MANY_RESERVATIONS, (place - first) / DEBIT
             break
           end
           wait = algorithm.wait(work, numbers, cost, share)
           if wait ~= 0 then
-            if rule[CODE] <= LEAKY_BUCKET and wait > work.til - work.last then
-              wait = math.max(work.til - work.last, 1) -- forgotten before it is as full as that; 0 would be room
+            if rule[CODE] <= LEAKY_BUCKET and wait > work.until_us - work.last then
+              -- The bucket expires before it would have that much room. 0 would mean room.
+              wait = math.max(work.until_us - work.last, 1)
             end
             if enforced then allowed = false end
           end
@@ -167,9 +182,9 @@ local function judge(call, rules, checks, out)
     if fault then
       out[o + 1], out[o + 2] = fault, where
       o = o + 2
-      if fault == AGAIN or fault == OVERRIDDEN or fault == OVERFLOWS then -- what follows must see what this check will take
-        out[o + 1] = judged_at
-        call.answered = o + 1
+      if fault == NEEDS_CALENDAR or fault == NEEDS_OVERRIDES or fault == NEEDS_OVERFLOW_KEYS then
+        out[o + 1] = effective_time -- and end here: the following checks must see what this one takes
+        call.reply_length = o + 1
         return
       end
     else
@@ -177,83 +192,93 @@ local function judge(call, rules, checks, out)
       out[o + 1], out[o + 2] = allowed and 1 or 0, -1
       o, n = o + 2, 0
       local reserved = record ~= 0 and allowed and {}
-      local lapses = reserved and latest + checks[at + 4] -- a bucket may be ahead of the clock: its TTL after the latest of them
+      -- A bucket may be ahead of the clock: the TTL of the reservation begins at the latest time of its buckets.
+      local lapses = reserved and latest + checks[at + 4]
       local held_until, kind = lapses, reserved and checks[at + 5]
       if reserved and kind > 1 then held_until, kind = latest + use('pending').HOLD_US, 1 end
-      for place = first, last, TAKE do
-        local rule, work, share, wait, numbers = rules[checks[place]], probed[n + 1], probed[n + 2], probed[n + 3], probed[n + 4]
-        local noted = false -- what a reservation will settle; a monitored limit whose list is full goes without
+      for place = first, last, DEBIT do
+        local rule, work, share = rules[checks[place]], probed[n + 1], probed[n + 2]
+        local wait, numbers = probed[n + 3], probed[n + 4]
+        local amount = false -- to settle later; false for a monitored limit whose list of reservations is full
         if work then
-          local code, cost, flags, algorithm, written = rule[CODE], checks[place + 2], rule[FLAGS], rule[ALGORITHM], false
+          local code, flags, algorithm = rule[CODE], rule[FLAGS], rule[ALGORITHM]
+          local cost, changed = checks[place + 2], false
           if cost == 0 then
-            noted = 0
+            amount = 0
           elseif wait == 0 then
             if allowed and flags >= FORCED then
-              written = algorithm.force(work, numbers, cost)
+              changed = algorithm.force(work, numbers, cost)
             elseif allowed then
-              if code == LEAKY_BUCKET and flags % 2 == 1 then delay = math.max(delay, algorithm.delay(work, numbers)) end
+              if code == LEAKY_BUCKET and flags % 2 == 1 then
+                delay = math.max(delay, algorithm.delay(work, numbers))
+              end
               algorithm.take(work, numbers, cost, ARGV[lease])
-              if reserved and code ~= CONCURRENCY and #work.pending < MOST_PENDING then
-                noted = cost
+              if reserved and code ~= CONCURRENCY and #work.pending < MAX_PENDING then
+                amount = cost
                 use('pending').add(work, ARGV[checks[at + 3]], held_until, cost, algorithm.source(work), kind)
               end
-              written = true
+              changed = true
             end
-          elseif flags >= COUNTS_DENIALS and not allowed and algorithm.force(work, numbers, math.min(cost, numbers[1])) then
-            if wait > 0 then wait = algorithm.wait(work, numbers, cost, share) end
-            written = true
+          elseif flags >= COUNTS_DENIALS and not allowed then
+            if algorithm.force(work, numbers, math.min(cost, numbers[1])) then
+              if wait > 0 then wait = algorithm.wait(work, numbers, cost, share) end
+              changed = true
+            end
           end
-          local forgotten = work.til
+          local stored_until_us = work.until_us
           algorithm.seal(work)
-          if written then
+          if changed then
             keep(call, checks[place + 1], algorithm, work)
-          elseif code <= LEAKY_BUCKET and work.til > forgotten then
-            work.til = forgotten
+          elseif code <= LEAKY_BUCKET and work.until_us > stored_until_us then
+            work.until_us = stored_until_us
           end
-          local left = share - work.used
+          local remaining = share - work.used
           local is_open = (code == CONCURRENCY and work.items ~= '') or work.pending ~= ''
-          out[o + 1], out[o + 2], out[o + 3], out[o + 4], out[o + 5] = numbers[1], left > 0 and left or 0, work.til - work.last, wait, (is_open and 1 or 0) + (redirected and redirected[place] and 2 or 0)
+          local is_redirected = redirected and redirected[place]
+          out[o + 1], out[o + 2], out[o + 3] = numbers[1], remaining > 0 and remaining or 0, work.until_us - work.last
+          out[o + 4], out[o + 5] = wait, (is_open and 1 or 0) + (is_redirected and 2 or 0)
         else
           out[o + 1], out[o + 2], out[o + 3], out[o + 4], out[o + 5] = UNLIMITED, UNLIMITED, 0, 0, 0
         end
         o, n = o + 5, n + 4
-        if reserved and record > 0 then use('reserve').hold(reserved, rule[CODE], noted, numbers) end
+        if reserved and record > 0 then use('reservations').add(reserved, rule[CODE], amount, numbers) end
       end
       out[delay_at] = delay
-      if reserved and record > 0 then call.records[#call.records + 1] = { KEYS[record], reserved, lapses, checks[at + 4] } end
+      if reserved and record > 0 then
+        call.records[#call.records + 1] = { KEYS[record], reserved, lapses, checks[at + 4] }
+      end
     end
-    at = last + TAKE
+    at = last + DEBIT
   end
 end
 
-local function check_call(request, now, injected)
+return function(request, now, injected)
   local rules, checks = request[3], request[4]
-  local out = { now, 0, 0, 0, 0, 0, 0, 0 } -- a check of one limit answers with eight integers
+  local out = { now, 0, 0, 0, 0, 0, 0, 0 } -- the reply to a check of one limit has eight integers
   local call = buckets.read(now, injected, request[5], request[6])
-  call.overrides, call.records, call.steps, call.at, call.answered = {}, {}, {}, 1, 1
-  for i = 1, #rules do -- looked up once, not for each take
+  call.overrides, call.records, call.steps, call.position, call.reply_length = {}, {}, {}, 1, 1
+  for i = 1, #rules do -- look up once, not for each debit
     local rule = rules[i]
     local algorithm, flags, percent = algorithms.of(rule[1]), rule[2], rule[3]
-    local is_plain = (flags == 1 or flags == 3) and percent == 100 -- where there is room, it does not matter whether denials count
+    local is_plain = (flags == 1 or flags == 3) and percent == 100 -- with room, counting denials has no effect
     rule[7], rule[8], rule[9] = algorithm, is_plain and algorithm.step, algorithm.start
   end
-  while not pcall(judge, call, rules, checks, out) do -- a state that has the right form, and makes no sense: on with the next check
-    local at, o = call.at, call.answered
-    out[o + 1], out[o + 2] = 3, call.judging
-    call.at, call.answered = at + (checks[at + 2] ~= 0 and 6 or 3) + 5 * checks[at], o + 2
+  while not pcall(evaluate, call, rules, checks, out) do -- a corrupt state in a valid format: go on with the next check
+    local at, o = call.position, call.reply_length
+    out[o + 1], out[o + 2] = 3, call.current_key
+    call.position, call.reply_length = at + (checks[at + 2] ~= 0 and 6 or 3) + 5 * checks[at], o + 2
   end
-  for i = call.answered + 1, #out do out[i] = nil end
-  local written, problem = pcall(function()
+  for i = call.reply_length + 1, #out do out[i] = nil end
+  local is_written, problem = pcall(function()
     buckets.write(call)
-    for _, record in ipairs(call.records) do use('reserve').record(unpack(record)) end
+    for _, record in ipairs(call.records) do use('reservations').write_record(unpack(record)) end
   end)
-  if not written then
-    -- A full Redis refuses the first write of a script or none: nothing was written. Those who took nothing have their answer all the same.
-    problem = type(problem) == 'table' and problem.err or problem -- by the version of Redis
+  if not is_written then
+    -- A full Redis refuses the first write of a script or none: nothing was written. Checks that took nothing have
+    -- their results all the same.
+    problem = type(problem) == 'table' and problem.err or problem -- depends on the version of Redis
     if string.sub(problem, 1, 3) ~= 'OOM' then return nil, problem end
-    out = use('unwritten')(checks, out)
+    out = use('not_written')(checks, out)
   end
   return out
 end
-
-return check_call

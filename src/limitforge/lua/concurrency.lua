@@ -1,5 +1,5 @@
--- Concurrency. numbers: slots, ttl_us. Leases that each hold their cost until released, or until their TTL after they were taken or renewed.
--- Item: end 7, cost 2, token 8.
+-- Concurrency: leases that hold their cost until they are released, or until a TTL after they were taken or renewed.
+-- numbers: slots, ttl_us. Item: end 7, cost 2, token 8.
 
 local sub, pack, unpack_struct = string.sub, struct.pack, struct.unpack
 
@@ -19,7 +19,7 @@ function concurrency.take(state, numbers, cost, token)
   insert_lease(state, cost, token)
 end
 
--- Takes a lease off the list; its cost, or nil if it is not there.
+-- Remove a lease; return its cost, or nil if there is none.
 local function remove_lease(state, token)
   local items = state.items
   for at = 1, #items, LEASE_WIDTH do
@@ -39,7 +39,7 @@ function concurrency.release(state, token)
   return true
 end
 
--- By the TTL that the bucket was last written with.
+-- Renew a lease by the TTL that the bucket was last written with.
 function concurrency.renew(state, token)
   local cost = remove_lease(state, token)
   if not cost then return false end

@@ -1,10 +1,13 @@
--- Exact integers in doubles. Every value stays within 2^53; a product that could pass it goes through muldiv.
--- floor(a / b) is right for integers below 2^53: the quotient's distance from the next integer is at least 1 / b, more than a double's error there.
+-- Exact integer arithmetic in doubles. Every value stays within 2^53; a product that may exceed it goes through muldiv.
+--
+-- floor(a / b) is exact for integers below 2^53: the distance of the quotient to the next integer is at least 1 / b,
+-- which is more than the error of a double there.
 
 local floor = math.floor
 
 return {
-  -- floor(a * b / m) and the remainder, for 0 <= a <= m <= 2^42 and 0 <= b < 2^50: b goes in by digits of 10 bits, so that nothing passes 2^53.
+  -- Return floor(a * b / m) and the remainder, for 0 <= a <= m <= 2^42 and 0 <= b < 2^50. It multiplies by 10 bits of b
+  -- at a time, so that nothing exceeds 2^53.
   muldiv = function(a, b, m)
     if a * b < 9007199254740992 then
       local product = a * b
@@ -20,8 +23,8 @@ return {
     return quotient, rest
   end,
 
-  -- floor(limit * percent / 100), where the product could pass 2^53.
-  share_of = function(limit, percent)
+  -- Return floor(limit * percent / 100), where the product may exceed 2^53.
+  percent_of = function(limit, percent)
     local rest = limit % 100
     return (limit - rest) / 100 * percent + floor(rest * percent / 100)
   end,

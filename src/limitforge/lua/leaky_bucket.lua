@@ -1,9 +1,9 @@
--- Leaky bucket: starts empty, drains continuously; what is taken waits for the level before it to drain.
+-- Leaky bucket: starts empty and drains continuously. What is taken is delayed until the level before it has drained.
 
 local ceil, max, min = math.ceil, math.max, math.min
 local level = use('level')
 
-local NEVER = -1 -- a wait that does not end
+local NEVER = -1 -- waiting does not help
 
 local leaky_bucket = {
   code = 2,
@@ -13,7 +13,8 @@ local leaky_bucket = {
   numbers = level.numbers,
 
   fresh = function(numbers, now)
-    return { last = now, til = now, pending = '', level = 0, size = numbers[1], tokens = numbers[2], per = numbers[3] }
+    local size, tokens, per = numbers[1], numbers[2], numbers[3]
+    return { last = now, until_us = now, pending = '', level = 0, size = size, tokens = tokens, per = per }
   end,
 
   open = function(state, numbers, now)
@@ -26,7 +27,10 @@ local leaky_bucket = {
     else
       amount = amount - elapsed * tokens
     end
-    return { last = now, til = state.til, pending = state.pending, level = amount, size = size, tokens = tokens, per = per }
+    return {
+      last = now, until_us = state.until_us, pending = state.pending,
+      level = amount, size = size, tokens = tokens, per = per,
+    }
   end,
 
   wait = function(state, numbers, cost, share)
@@ -36,7 +40,7 @@ local leaky_bucket = {
     return ceil(over / numbers[2])
   end,
 
-  -- How long something that is taken now should wait.
+  -- Return how long to delay what was just taken.
   delay = function(state, numbers)
     return ceil(state.level / numbers[2])
   end,
@@ -61,7 +65,7 @@ local leaky_bucket = {
 
   seal = function(state)
     state.used = ceil(state.level / state.per)
-    state.til = state.last + ceil(state.level / state.tokens)
+    state.until_us = state.last + ceil(state.level / state.tokens)
   end,
 }
 

@@ -1,20 +1,24 @@
--- What the log and the leases share: costs that each count until an end of their own, in the order of their ends.
--- State: used 2 (the sum of all items), size 2, span 7 (window or TTL), count 2, then the items, each starting with its end 7 and its cost 2. There is no
--- `until` in front: it is the end of the last item.
--- The items stay a string: what is gone is cut off the front, what is new is put at the back, and nothing between is ever touched.
+-- Shared by sliding window and concurrency: items with a cost, each of which counts until its own end, sorted by end.
+--
+-- State: used 2 (the sum of all items), size 2, span 7 (window or TTL), count 2, then the items, which start with their
+-- end 7 and their cost 2. The fixed part has no `until`, because that is the end of the last item.
+--
+-- The items stay a string: expired ones are cut off at the front, new ones are added at the back, and those in between
+-- are never touched.
 
 local sub, pack, unpack_struct = string.sub, struct.pack, struct.unpack
 local FORMAT = use('buckets').FORMAT
 
-local NEVER = -1 -- a wait that does not end
+local NEVER = -1 -- waiting does not help
 local LEDGER = '<BBBI7I2I2I7I2'
 local LEDGER_WIDTH = 23
 local ITEM = '<I7I2'
 
--- A ledger of items of this width, for an algorithm to build on.
+-- Return a ledger for items of this width, as the base of an algorithm.
 return function(code, item_width)
   local function seal(state)
-    state.til = state.items == '' and state.last or (unpack_struct(ITEM, state.items, #state.items - item_width + 1))
+    local items = state.items
+    state.until_us = items == '' and state.last or (unpack_struct(ITEM, items, #items - item_width + 1))
   end
 
   return {
@@ -32,8 +36,9 @@ return function(code, item_width)
     end,
 
     write = function(state)
-      local count = #state.items / item_width
-      return pack(LEDGER, FORMAT, code, LEDGER_WIDTH, state.last, state.used, state.size, state.span, count) .. state.items
+      local items = state.items
+      local count = #items / item_width
+      return pack(LEDGER, FORMAT, code, LEDGER_WIDTH, state.last, state.used, state.size, state.span, count) .. items
     end,
 
     numbers = function(state)
@@ -62,14 +67,14 @@ return function(code, item_width)
       if short <= 0 then return 0 end
       local items = state.items
       for at = 1, #items, item_width do
-        local ends, gone = unpack_struct(ITEM, items, at)
-        short = short - gone
+        local ends, item_cost = unpack_struct(ITEM, items, at)
+        short = short - item_cost
         if short <= 0 then return ends - state.last end
       end
-      error('a ledger whose sum is not that of its items')
+      error('the sum of a ledger differs from its items')
     end,
 
-    -- Where an item with this end goes: after everything that ends no later. The newest nearly always ends last.
+    -- Return where to insert an item: after those that end no later. The newest item nearly always ends last.
     place = function(items, ends)
       local at = #items
       while at > 0 do
@@ -80,7 +85,8 @@ return function(code, item_width)
       return at
     end,
 
-    -- The items with a new one in place of those from `before` to `at`. Each string that Lua makes is hashed whole: at the end none is cut.
+    -- Return the items with those from `before` to `at` replaced by a new one. Lua hashes each new string as a whole,
+    -- so appending at the end avoids cutting.
     put = function(items, before, item, at)
       if before == #items then return items .. item end
       return sub(items, 1, before) .. item .. sub(items, at + 1)

@@ -1,10 +1,12 @@
--- A budget of buckets that a tenant may begin in a minute, counted where they begin: at a key that is not there yet.
+-- Bound how many buckets a tenant may begin in a minute. They are counted where they begin: at a key that does not
+-- exist.
 --
--- request[5]: { how many a minute, then for each of the last KEYS 1 if overflow buckets are among the keys for its lane, else 0 }. Those last KEYS are the
---   counters of the lanes that the call touches. None is read before a bucket of its lane begins, so known subjects pay nothing.
+-- request[5]: { budget per minute, then for each of the last KEYS: 1 if KEYS contains the overflow buckets of its lane,
+--   else 0 }. Those last KEYS are the counters of the lanes. A counter is read only when a bucket of its lane begins,
+--   so checks of known subjects cost nothing more.
 -- request[6]: { key, its overflow bucket, ... }
 --
--- A lane's counter is a sliding window counter of one minute, kept like any other bucket.
+-- A counter is a sliding window counter of one minute, stored like any other bucket.
 
 local match = string.match
 local buckets, counter = use('buckets'), use('sliding_window_counter')
@@ -16,7 +18,7 @@ return function(call, limits, overflow)
   local numbers, count, lanes, overflow_of, is_overflow = { limits[1], MINUTE_US }, #limits - 1, {}, {}, {}
   for i = 1, count do
     local key = #KEYS - count + i
-    lanes[KEYS[key]] = { key = key, is_prepared = limits[i + 1] == 1, begun = 0 }
+    lanes[KEYS[key]] = { key = key, has_overflow_keys = limits[i + 1] == 1, new_count = 0 }
   end
   for i = 1, #overflow, 2 do
     overflow_of[overflow[i]], is_overflow[overflow[i + 1]] = overflow[i + 1], true
@@ -26,29 +28,31 @@ return function(call, limits, overflow)
     if call.values[lane.key] == nil then call.values[lane.key] = redis.call('GET', KEYS[lane.key]) end
     lane.work = buckets.open(call, lane.key, counter, numbers)
     counter.seal(lane.work)
-    lane.left = numbers[1] - lane.work.used
+    lane.remaining = numbers[1] - lane.work.used
   end
 
   local budget = { overflow_of = overflow_of }
 
-  -- The lane of a key, with how many buckets it may still begin; nil if nothing bounds it, or if its counter can't be read: that must not stop a check.
+  -- Return the lane of a key with its remaining budget, or nil if it has no bound. A counter that can't be read bounds
+  -- nothing, because it must not stop a check.
   function budget.lane_of(key)
     local name = match(KEYS[key], '^[^}]*}:') .. 'b'
     local lane = lanes[name]
-    if lane and not lane.left and not pcall(read, lane) then
+    if lane and not lane.remaining and not pcall(read, lane) then
       lanes[name] = nil
       return nil
     end
     return lane
   end
 
-  function budget.begin(key)
+  function budget.count_new(key)
     local lane = not is_overflow[key] and budget.lane_of(key)
-    if lane then lane.left, lane.begun = lane.left - 1, lane.begun + 1 end
+    if lane then lane.remaining, lane.new_count = lane.remaining - 1, lane.new_count + 1 end
   end
 
-  -- The numbers of an overflow bucket, which subjects share, with overrides and without. An override changes how much its subject may take. The window and
-  -- the rate are the rule's, with the same phase for all, or one subject would start the count afresh or refill the bucket for the others.
+  -- Return the numbers of an overflow bucket, which subjects with and without overrides share. An override changes how
+  -- much its subject may take. Window, rate and phase are those of the rule for all subjects: otherwise one subject
+  -- would restart the count, or refill the bucket, for the others.
   function budget.shared_numbers(numbers, rule)
     local code, own, shared = rule[1], rule[5], {}
     for i = 1, #own do shared[i] = own[i] end
@@ -58,11 +62,11 @@ return function(call, limits, overflow)
     return shared
   end
 
-  -- Counts what has begun, to be written with the buckets.
-  function budget.charge()
+  -- Add the new buckets to the counters, which are written with the buckets.
+  function budget.update_counters()
     for _, lane in pairs(lanes) do
-      if lane.begun > 0 then
-        counter.take(lane.work, numbers, lane.begun)
+      if lane.new_count > 0 then
+        counter.take(lane.work, numbers, lane.new_count)
         counter.seal(lane.work)
         call.values[lane.key], call.changed[lane.key] = lane.work, counter
       end

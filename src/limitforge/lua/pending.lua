@@ -1,18 +1,20 @@
--- What is open on a bucket, in the order of the lapses: token 8, lapse 7, amount 7, source 7, kind 1.
--- kind: 0 a reservation whose cost stays when it lapses, 1 one whose cost is given back, 2 a node's share of a token bucket.
+-- The pending entries of a bucket, in the order of their lapse: token 8, lapse 7, amount 7, source 7, kind 1.
+--
+-- kind: 0 a reservation whose cost stays when it lapses, 1 one whose cost is refunded, 2 a prepaid share of a token
+-- bucket.
 
 local sub, pack, unpack_struct = string.sub, struct.pack, struct.unpack
 
 local PENDING = '<c8I7I7I7B'
 local WIDTH = use('buckets').PENDING_WIDTH
 local REFUND, SHARE = 1, 2
-local HOLD_US = 5000000 -- what is held for a check over several slots lapses after this
+local HOLD_US = 5000000 -- what a check over several slots holds lapses after 5 s
 
 local list
 list = {
   HOLD_US = HOLD_US,
 
-  -- Gives back what was reserved for refund and is over, forgets what was to be kept.
+  -- Remove the entries that have lapsed, and refund those of kind 1.
   lapse = function(state, algorithm, numbers)
     local pending, keep_from = state.pending, 1
     while keep_from <= #pending do
@@ -24,7 +26,7 @@ list = {
     if keep_from > 1 then state.pending = sub(pending, keep_from) end
   end,
 
-  -- A reservation joins after those that lapse no later.
+  -- Insert an entry after those that lapse no later.
   add = function(state, token, lapses, amount, source, kind)
     local pending, at = state.pending, #state.pending
     while at > 0 do
@@ -35,7 +37,7 @@ list = {
     state.pending = sub(pending, 1, at) .. pack(PENDING, token, lapses, amount, source, kind) .. sub(pending, at + 1)
   end,
 
-  -- Takes one off the list; its source and amount, or nil if it is not there.
+  -- Remove the entry of a token; return its source and amount, or nil if there is none.
   remove = function(state, token)
     local pending = state.pending
     for at = 1, #pending, WIDTH do
@@ -48,8 +50,9 @@ list = {
     return nil
   end,
 
-  -- What was held is no longer: it stays taken, or is a reservation with these terms since it was taken. Its source, or nil if it is not there.
-  settle = function(state, token, ttl_us, kind)
+  -- Confirm a hold: its cost stays taken. With a ttl_us it becomes a reservation that began when the cost was taken.
+  -- Return its source, or nil if there is none.
+  confirm = function(state, token, ttl_us, kind)
     local pending = state.pending
     for at = 1, #pending, WIDTH do
       if sub(pending, at, at + 7) == token then
@@ -62,14 +65,14 @@ list = {
     return nil
   end,
 
-  -- Of the shares: how much is out, and when the last of it lapses.
-  shares = function(pending)
-    local out, latest = 0, 0
+  -- Return the sum of the prepaid shares, and when the last of them lapses.
+  prepaid = function(pending)
+    local sum, latest = 0, 0
     for at = 1, #pending, WIDTH do
       local _, lapses, amount, _, kind = unpack_struct(PENDING, pending, at)
-      if kind == SHARE then out, latest = out + amount, lapses end
+      if kind == SHARE then sum, latest = sum + amount, lapses end
     end
-    return out, latest
+    return sum, latest
   end,
 }
 

@@ -1,5 +1,5 @@
--- Sliding window: the exact log. numbers: limit, window_us. A cost counts for one window from when it was taken.
--- Item: end 7, cost 2. Costs taken in the same microsecond are one item.
+-- Sliding window: an exact log, in which a cost counts for one window from when it was taken.
+-- numbers: limit, window_us. Item: end 7, cost 2. Costs taken in the same microsecond are one item.
 
 local min, sub, pack, unpack_struct = math.min, string.sub, struct.pack, struct.unpack
 

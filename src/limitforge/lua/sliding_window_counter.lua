@@ -1,14 +1,16 @@
--- Sliding window counter. numbers: limit, window_us. Two aligned counts blended into an estimate.
--- State: previous 6, current 6, size 6, window 6. `current` is the count of the window that holds `last`, `previous` of the one before.
+-- Sliding window counter: an estimate from the counts of two aligned windows. numbers: limit, window_us. State:
+-- previous 6, current 6, size 6, window 6. `current` is the count of the window that contains `last`, `previous` that
+-- of the window before.
 
 local floor, max, min, pack, unpack_struct = math.floor, math.max, math.min, struct.pack, struct.unpack
 local muldiv, FORMAT = use('exact').muldiv, use('buckets').FORMAT
 
-local NEVER = -1 -- a wait that does not end
+local NEVER = -1 -- waiting does not help
 local COUNTER, WIDTH = '<BBBI7I7I6I6I6I6', 41
 
 local function new_counter(numbers, now, pending, previous, current)
-  return { last = now, pending = pending, previous = previous, current = current, size = numbers[1], window = numbers[2] }
+  local size, window = numbers[1], numbers[2]
+  return { last = now, pending = pending, previous = previous, current = current, size = size, window = window }
 end
 
 local function estimate(previous, current, window, now)
@@ -16,11 +18,11 @@ local function estimate(previous, current, window, now)
   return (muldiv(window - now % window, previous, window)) + current
 end
 
--- Microseconds until the estimate, now above `target`, no longer is.
+-- Return the microseconds until the estimate, which is above `target`, has fallen to it.
 local function falls_to(target, previous, current, window, now)
   local elapsed = now % window
   local fading, at_most = previous, target - current
-  if at_most < 0 then -- only after the current count has become the previous one
+  if at_most < 0 then -- not before the current count has become the previous one
     fading, at_most, elapsed = current, target, elapsed - window
   end
   local whole, rest = muldiv(at_most + 1, window, fading)
@@ -28,7 +30,8 @@ local function falls_to(target, previous, current, window, now)
   return window - whole + 1 - elapsed
 end
 
-local stored = { last = 0, til = 0, previous = 0, current = 0, size = 0, window = 0, pending = '' } -- what was read last
+-- The state read last.
+local stored = { last = 0, until_us = 0, previous = 0, current = 0, size = 0, window = 0, pending = '' }
 
 local sliding_window_counter
 sliding_window_counter = {
@@ -36,34 +39,37 @@ sliding_window_counter = {
   width = WIDTH,
 
   read = function(raw, tail)
-    local _, _, _, last, til, previous, current, size, window = unpack_struct(COUNTER, raw)
+    local _, _, _, last, until_us, previous, current, size, window = unpack_struct(COUNTER, raw)
     if window == 0 then return nil end
-    stored.last, stored.til, stored.previous, stored.current, stored.size, stored.window = last, til, previous, current, size, window
+    stored.last, stored.until_us, stored.previous, stored.current = last, until_us, previous, current
+    stored.size, stored.window = size, window
     return stored, tail
   end,
 
   write = function(state)
-    return pack(COUNTER, FORMAT, 5, 41, state.last, state.til, state.previous, state.current, state.size, state.window)
+    local previous, current = state.previous, state.current
+    return pack(COUNTER, FORMAT, 5, 41, state.last, state.until_us, previous, current, state.size, state.window)
   end,
 
   step = function(raw, numbers, cost, now)
     if #raw ~= WIDTH then return nil end
-    local version, code, width, last, til, previous, current, _, window = unpack_struct(COUNTER, raw)
-    if version ~= FORMAT or code ~= 5 or width ~= WIDTH or now < last or now >= til or window ~= numbers[2] then return nil end
+    local version, code, width, last, until_us, previous, current, _, window = unpack_struct(COUNTER, raw)
+    if version ~= FORMAT or code ~= 5 or width ~= WIDTH or now < last then return nil end
+    if now >= until_us or window ~= numbers[2] then return nil end
     if floor(now / window) ~= floor(last / window) then return nil end
     local limit = numbers[1]
     current = current + cost
     local left = limit - estimate(previous, current, window, now)
     if left < 0 then return nil end
-    til = now + falls_to(0, previous, current, window, now)
-    return pack(COUNTER, version, code, width, now, til, previous, current, limit, window), til, left
+    until_us = now + falls_to(0, previous, current, window, now)
+    return pack(COUNTER, version, code, width, now, until_us, previous, current, limit, window), until_us, left
   end,
 
   start = function(numbers, cost, now)
     local limit, window = numbers[1], numbers[2]
     if cost > limit then return nil end
-    local til = now + falls_to(0, 0, cost, window, now)
-    return pack(COUNTER, FORMAT, 5, WIDTH, now, til, 0, cost, limit, window), til, limit - cost
+    local until_us = now + falls_to(0, 0, cost, window, now)
+    return pack(COUNTER, FORMAT, 5, WIDTH, now, until_us, 0, cost, limit, window), until_us, limit - cost
   end,
 
   numbers = function(state)
@@ -103,7 +109,7 @@ sliding_window_counter = {
     local start = state.last - state.last % state.window
     if source == start then
       state.current = max(state.current - amount, 0)
-    elseif source == start - state.window then -- over, but it still counts
+    elseif source == start - state.window then -- it has ended, but still counts in the estimate
       state.previous = max(state.previous - amount, 0)
     end
   end,
@@ -115,7 +121,7 @@ sliding_window_counter = {
   seal = function(state)
     local previous, current, window, now = state.previous, state.current, state.window, state.last
     state.used = estimate(previous, current, window, now)
-    state.til = now + (state.used > 0 and falls_to(0, previous, current, window, now) or 0)
+    state.until_us = now + (state.used > 0 and falls_to(0, previous, current, window, now) or 0)
   end,
 }
 

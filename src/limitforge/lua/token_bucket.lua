@@ -1,20 +1,20 @@
--- Token bucket: starts full, refills continuously, and is down to minus its capacity at the lowest. What nodes have prepaid (shares.lua) is not refilled: the
--- level stays below the capacity minus that.
+-- Token bucket: starts full, refills continuously, and its level is at least minus its capacity. It does not refill
+-- what processes have prepaid (prepaid.lua): the level stays below the capacity minus that.
 
 local floor, ceil, max, min, pack, unpack_struct = math.floor, math.ceil, math.max, math.min, struct.pack, struct.unpack
 local level, FORMAT = use('level'), use('buckets').FORMAT
 local BUCKET, WIDTH = level.BUCKET, level.WIDTH
 
-local NEVER = -1 -- a wait that does not end
+local NEVER = -1 -- waiting does not help
 
--- As high as the level may rise, beside the shares that are out.
+-- Return how high the level may rise beside the prepaid shares.
 local function ceiling(state, full, per)
   if state.pending == '' then return full end
-  return full - use('pending').shares(state.pending) * per
+  return full - use('pending').prepaid(state.pending) * per
 end
 
 local function refilled(amount, elapsed, tokens, highest)
-  if elapsed >= ceil((highest - amount) / tokens) then return max(amount, highest) end -- clamped before it is multiplied
+  if elapsed >= ceil((highest - amount) / tokens) then return max(amount, highest) end -- clamp before multiplying
   return amount + elapsed * tokens
 end
 
@@ -26,7 +26,8 @@ local token_bucket = {
   numbers = level.numbers,
 
   fresh = function(numbers, now)
-    return { last = now, til = now, pending = '', level = numbers[1] * numbers[3], size = numbers[1], tokens = numbers[2], per = numbers[3] }
+    local size, tokens, per = numbers[1], numbers[2], numbers[3]
+    return { last = now, until_us = now, pending = '', level = size * per, size = size, tokens = tokens, per = per }
   end,
 
   open = function(state, numbers, now)
@@ -35,27 +36,30 @@ local token_bucket = {
     local amount = state.level
     if state.per ~= per or state.size ~= size then amount = level.convert(state, numbers, -full, full) end
     amount = refilled(amount, now - state.last, tokens, ceiling(state, full, per))
-    return { last = now, til = state.til, pending = state.pending, level = amount, size = size, tokens = tokens, per = per }
+    return {
+      last = now, until_us = state.until_us, pending = state.pending,
+      level = amount, size = size, tokens = tokens, per = per,
+    }
   end,
 
   step = function(raw, numbers, cost, now)
     local size, tokens, per = numbers[1], numbers[2], numbers[3]
     if #raw ~= WIDTH or cost > size then return nil end
-    local version, code, width, last, til, amount, old_size, old_tokens, old_per = unpack_struct(BUCKET, raw)
-    if version ~= FORMAT or code ~= 1 or width ~= WIDTH or now < last or now >= til then return nil end
+    local version, code, width, last, until_us, amount, old_size, old_tokens, old_per = unpack_struct(BUCKET, raw)
+    if version ~= FORMAT or code ~= 1 or width ~= WIDTH or now < last or now >= until_us then return nil end
     if size ~= old_size or tokens ~= old_tokens or per ~= old_per then return nil end
     local full = size * per
     amount = refilled(amount, now - last, tokens, full) - cost * per
-    if amount < 0 or amount >= full then return nil end -- no room, or no sense
-    til = now + ceil((full - amount) / tokens)
-    return pack(BUCKET, version, code, width, now, til, amount, size, tokens, per), til, floor(amount / per)
+    if amount < 0 or amount >= full then return nil end -- no room, or a corrupt level
+    until_us = now + ceil((full - amount) / tokens)
+    return pack(BUCKET, version, code, width, now, until_us, amount, size, tokens, per), until_us, floor(amount / per)
   end,
 
   start = function(numbers, cost, now)
     local size, tokens, per = numbers[1], numbers[2], numbers[3]
     if cost > size then return nil end
-    local til = now + ceil(cost * per / tokens)
-    return pack(BUCKET, FORMAT, 1, WIDTH, now, til, (size - cost) * per, size, tokens, per), til, size - cost
+    local until_us = now + ceil(cost * per / tokens)
+    return pack(BUCKET, FORMAT, 1, WIDTH, now, until_us, (size - cost) * per, size, tokens, per), until_us, size - cost
   end,
 
   wait = function(state, numbers, cost, share)
@@ -87,10 +91,10 @@ local token_bucket = {
   seal = function(state)
     local amount, per = state.level, state.per
     state.used = state.size - floor(amount / per)
-    state.til = state.last + ceil((state.size * per - amount) / state.tokens)
+    state.until_us = state.last + ceil((state.size * per - amount) / state.tokens)
     if state.pending ~= '' then
-      local out, latest = use('pending').shares(state.pending)
-      if out > 0 then state.til = max(state.til, latest + ceil(out * per / state.tokens)) end
+      local prepaid, latest = use('pending').prepaid(state.pending)
+      if prepaid > 0 then state.until_us = max(state.until_us, latest + ceil(prepaid * per / state.tokens)) end
     end
   end,
 }

@@ -1,6 +1,7 @@
--- Which nodes are alive: a sorted set of their names by when they were last heard of.
+-- Count the live processes: a sorted set of process names by the time until which they count as alive.
 --
--- KEYS: the set. ARGV: the node's name. request: ttl_us (0: it leaves). Answers { how many are alive, this one included unless it left }.
+-- KEYS: the set. ARGV: the name of the process. request: ttl_us (0: remove the process). Replies { number of live
+-- processes }.
 
 local format = string.format
 

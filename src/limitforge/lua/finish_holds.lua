@@ -1,23 +1,26 @@
--- Ends what a check holds in this slot while limits of other slots are asked: confirmed once all had room, given back otherwise.
+-- Finish what a check holds in this slot while the limits of other slots are asked: confirm it if all had room, else
+-- refund.
 --
--- KEYS: the buckets. ARGV: tokens. request[3]: one after the other:
---   mode, token, ttl_us, refund, lapses_us, buckets, then each bucket
--- mode 0 refunds, also the slots of a concurrency limit.
--- mode 1 confirms: nothing is held any more, and what was taken stays; with a ttl_us it is a reservation from now on, as if it had been one since it was
---   taken. A negative bucket may have gone without (a monitored limit whose list was full).
--- mode 2 gives back what was confirmed: its buckets are followed by as many amounts, as many sources and as many starts.
+-- KEYS: the buckets. ARGV: tokens. request[3]: the holds to finish, one after the other:
+--   action, token, ttl_us, refund, lapses_us, number of buckets, then each bucket
+-- action 0 refunds, including the slots of a concurrency limit.
+-- action 1 confirms: the cost stays taken. With a ttl_us it becomes a reservation that began when the cost was taken. A
+--   negative bucket may hold nothing (a monitored limit whose list of reservations was full).
+-- action 2 undoes a confirmation: the buckets are followed by as many amounts, sources and starts.
 --
--- Answers for each: 1 and of each bucket its source and its start (of a window: its end and its start, else 0; a source of -1: nothing is left to give back),
--- or 0 if it had lapsed, and nothing was changed.
--- Only who holds something ends it before it lapses: what is not found until then was forgotten with its bucket (full again, its window over), and is confirmed.
+-- Replies for each hold: 0 if it had lapsed, and nothing was changed; else 1, then for each bucket its source and its
+-- start. For a window these are its end and its start. Otherwise the start is 0. A source of -1 means: nothing to undo.
+--
+-- Only the owner finishes a hold before it lapses. So a hold that is missing before `lapses_us` was deleted with its
+-- bucket (full again, or window over), and counts as confirmed.
 
 local byte, type = string.byte, type
 local algorithms, buckets, pending = use('algorithms'), use('buckets'), use('pending')
 
-local REFUND, CONFIRM, GIVE = 0, 1, 2
+local REFUND, CONFIRM, UNDO_CONFIRM = 0, 1, 2
 local HEAD = 6
 
--- A live bucket under the numbers that it was written with; nil if there is none, or none of ours.
+-- Return a live bucket under the numbers that it was written with, or nil if it is missing or holds a foreign value.
 local function open(call, key)
   local raw = call.values[key]
   local algorithm = call.algorithms[key]
@@ -27,7 +30,7 @@ local function open(call, key)
     call.algorithms[key] = algorithm
   end
   local state = algorithm and buckets.state(call, key, algorithm)
-  if not state or buckets.gone(state, call.now) then return nil end
+  if not state or buckets.is_expired(state, call.now) then return nil end
   local numbers = algorithm.numbers(state)
   return buckets.open(call, key, algorithm, numbers), numbers, algorithm
 end
@@ -52,24 +55,24 @@ local function refund(call, token, key)
   return source
 end
 
-local function give(call, key, amount, source, starts)
+local function undo_confirm(call, key, amount, source, starts)
   local work, numbers, algorithm = open(call, key)
-  if work and (not algorithm.windows or (work.til == source and algorithm.starts(work, numbers) == starts)) then
+  if work and (not algorithm.windows or (work.until_us == source and algorithm.starts(work, numbers) == starts)) then
     algorithm.give(work, numbers, amount, source)
     keep(call, key, algorithm, work)
   end
 end
 
--- All of it, or nothing.
+-- Confirm all buckets or none.
 local function confirm(call, token, list, first, last, ttl_us, kind, lapses)
   local works, found, sources = {}, {}, {}
   for at = first, last do
     local key = math.abs(list[at])
     local work, numbers, algorithm = open(call, key)
-    local source, starts = work and pending.settle(work, token, ttl_us, kind), 0
+    local source, starts = work and pending.confirm(work, token, ttl_us, kind), 0
     if source then
       works[key], found[key] = work, algorithm
-      if algorithm.windows then source, starts = work.til, algorithm.starts(work, numbers) end
+      if algorithm.windows then source, starts = work.until_us, algorithm.starts(work, numbers) end
     elseif list[at] > 0 and math.max(call.now, work and work.last or 0) >= lapses then
       return nil
     end
@@ -79,19 +82,21 @@ local function confirm(call, token, list, first, last, ttl_us, kind, lapses)
   return sources
 end
 
--- One of them; its sources, or nil.
+-- Finish one hold; return its sources, or nil if it had lapsed.
 local function finish(call, list, at)
-  local mode, token, count = list[at], ARGV[list[at + 1]], list[at + 5]
+  local action, token, count = list[at], ARGV[list[at + 1]], list[at + 5]
   local first = at + HEAD
   local last = first + count - 1
-  if mode == CONFIRM then return confirm(call, token, list, first, last, list[at + 2], list[at + 3], list[at + 4]) end
+  if action == CONFIRM then
+    return confirm(call, token, list, first, last, list[at + 2], list[at + 3], list[at + 4])
+  end
   local sources = {}
   for place = first, last do
     local key = math.abs(list[place])
-    if mode == REFUND then
+    if action == REFUND then
       sources[#sources + 1], sources[#sources + 2] = refund(call, token, key) or -1, 0
     else
-      give(call, key, list[place + count], list[place + 2 * count], list[place + 3 * count])
+      undo_confirm(call, key, list[place + count], list[place + 2 * count], list[place + 3 * count])
       sources[#sources + 1], sources[#sources + 2] = -1, 0
     end
   end
@@ -103,11 +108,11 @@ return function(request, now, injected)
   call.algorithms = {}
   local at = 1
   while list[at] do
-    local made_sense, sources = pcall(finish, call, list, at) -- a senseless state spoils its own finish only
-    if not made_sense then sources = nil end
+    local is_valid, sources = pcall(finish, call, list, at) -- a corrupt state fails its own hold only
+    if not is_valid then sources = nil end
     out[#out + 1] = sources and 1 or 0
     for i = 1, sources and #sources or 0 do out[#out + 1] = sources[i] end
-    at = at + HEAD + list[at + 5] * (list[at] == GIVE and 4 or 1)
+    at = at + HEAD + list[at + 5] * (list[at] == UNDO_CONFIRM and 4 or 1)
   end
   buckets.write(call)
   return out
