@@ -1,10 +1,10 @@
 """The Lua script, assembled from one file per module. These files are the only copy of the engine that runs in Redis.
 
-Redis runs the whole chunk with each call, so each definition in it costs time. Therefore all modules are in one function,
-which builds a module when `use` first asks for it: a check of a token bucket does not build the other algorithms.
+Redis runs the whole chunk with each call, so each definition in it costs time. Therefore all modules are in one
+function, which builds a module when `use` first asks for it: a check of a token bucket builds no other algorithm.
 
-On a Cluster, a second form of the script takes one call over several slots of one server. It receives its keys among the
-arguments, after the strings, together with the number of keys in each slot.
+On a Cluster, a second form of the script takes one call over several slots of one server. It receives its keys among
+the arguments, after the strings, together with the number of keys in each slot.
 """
 
 import hashlib
@@ -55,12 +55,12 @@ def sha() -> str:
 
 
 @lru_cache(maxsize=1)
-def script_across() -> bytes:
+def cross_slot_script() -> bytes:
     """Return the script for keys of several slots."""
     return _CROSS_SLOT + _body()
 
 
 @lru_cache(maxsize=1)
-def sha_across() -> str:
+def cross_slot_sha() -> str:
     """Return the SHA-1 of the cross-slot script, for EVALSHA."""
-    return hashlib.sha1(script_across(), usedforsecurity=False).hexdigest()
+    return hashlib.sha1(cross_slot_script(), usedforsecurity=False).hexdigest()

@@ -86,7 +86,7 @@ class Address:
     def for_cluster(self) -> "Address":
         """The same server, which is also told the script for several slots."""
         told = self._with_handshake(
-            [*_handshake_commands(self.redis_py_options), ("SCRIPT", "LOAD", lua.script_across())]
+            [*_handshake_commands(self.redis_py_options), ("SCRIPT", "LOAD", lua.cross_slot_script())]
         )
         return replace(told, is_cluster=True)
 
@@ -160,12 +160,12 @@ def encode_command(*command: str | int | bytes) -> bytes:
 
 
 def encode_call(call: ScriptCall) -> bytes:
-    return _encode(("EVALSHA", lua.sha_across() if call.keys_per_slot else lua.sha()), call)
+    return _encode(("EVALSHA", lua.cross_slot_sha() if call.keys_per_slot else lua.sha()), call)
 
 
 def encode_call_with_script(call: ScriptCall) -> bytes:
     """For a Redis that has forgotten the script."""
-    return _encode(("EVAL", lua.script_across() if call.keys_per_slot else lua.script()), call)
+    return _encode(("EVAL", lua.cross_slot_script() if call.keys_per_slot else lua.script()), call)
 
 
 def _encode(command: tuple[str, str | bytes], call: ScriptCall) -> bytes:
