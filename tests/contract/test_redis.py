@@ -370,14 +370,14 @@ class NextRelease(SyncRedisStore):
     for old, new in (
         (b"  FORMAT = 1,", b"  FORMAT = 2,"),
         (b"code, level.WIDTH, state.last", b"code, 48, state.last"),
-        (b"state.tokens, state.per)\n    end", b"state.tokens, state.per) .. 'more'\n    end"),
+        (b"state.level, size, tokens, per)\n    end", b"state.level, size, tokens, per) .. 'more'\n    end"),
         (b"FORMAT, 3, 39,", b"FORMAT, 3, 43,"),
-        (b"KINDS * state.restarts)\n  end", b"KINDS * state.restarts) .. 'more'\n  end"),
+        (b"state.size, state.window, kind)\n  end", b"state.size, state.window, kind) .. 'more'\n  end"),
     ):
         assert SCRIPT.count(old) == 1, old
         SCRIPT = SCRIPT.replace(old, new)
 
-    def _carry(self, flow: Any, seconds: float) -> Any:
+    def _run_flow(self, flow: Any, seconds: float) -> Any:
         with redis_py.Redis.from_url(self._url) as redis:
             try:
                 call = next(flow)
