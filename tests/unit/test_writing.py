@@ -39,9 +39,8 @@ SUFFIXES = {".py", ".lua", ".md", ".mako"}
 PENDING = (
     "src/limitforge/catalog",
     "src/limitforge/cli",
-    "src/limitforge/lua",
     "src/limitforge/service",
-    "src/limitforge/stores",
+    "src/limitforge/stores/redis",
 )
 
 

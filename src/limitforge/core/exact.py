@@ -144,7 +144,7 @@ def _decimal(field: str, value: object) -> Fraction | None:
         raise InvalidLimit(field, f"must be a plain decimal number, got {short_repr(value)}")
     number = Decimal(repr(value)) if isinstance(value, float) else Decimal(value)
     if not number.is_finite() or abs(number.adjusted()) > _MAX_DIGITS:
-        raise InvalidLimit(field, f"is too large or too small, got {short_repr(value)}")
+        raise InvalidLimit(field, f"must be a finite number of at most {_MAX_DIGITS} digits, got {short_repr(value)}")
     exact = Fraction(number)
     return exact if (10**_DECIMALS * exact).denominator == 1 else None
 

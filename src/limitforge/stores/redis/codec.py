@@ -395,8 +395,8 @@ def _decode_outcomes(
 ) -> tuple[int, str] | None:
     """Append the results in the reply to `outcomes`, up to a check that must be sent again.
 
-    Return the status of that check and the key that it needs, or None if there is no such check or if it only needed
-    calendar windows, which it now has.
+    Return the status of that check and the key that it needs. Return None if all results were appended, or if it needed
+    only other calendar windows, which it has now.
     """
     if len(values) <= len(checks) and not {NEEDS_CALENDAR, NEEDS_OVERRIDES, NEEDS_OVERFLOW_KEYS}.intersection(values):
         raise _invalid_reply()
