@@ -142,7 +142,7 @@ async def test_tenants_that_are_not_named_go_only_if_they_are_pruned(catalog: Ca
 @one_database
 async def test_a_file_without_tenants_prunes_none(catalog: Catalog) -> None:
     await new_tenant(catalog)
-    with pytest.raises(InvalidInput, match="tenants: must be there for the others to be pruned"):
+    with pytest.raises(InvalidInput, match="tenants: is required to prune other tenants"):
         await applied(catalog, "operator: {}", prune=True)
 
 
@@ -382,9 +382,9 @@ async def test_a_plan_that_is_in_neither_the_file_nor_the_catalog_is_refused(cat
         """,
     )
     assert told == [
-        "plans.yaml:3: tenants[0].default_plan: there is no plan 'nope' here; there are free",
-        "plans.yaml:6: tenants[0].policies[1].plan: there is no plan 'nope' here; there are free",
-        "plans.yaml:8: tenants[1].default_plan: there is no plan 'free' here; there are none",
+        "plans.yaml:3: tenants[0].default_plan: unknown plan 'nope'; known plans: free",
+        "plans.yaml:6: tenants[0].policies[1].plan: unknown plan 'nope'; known plans: free",
+        "plans.yaml:8: tenants[1].default_plan: unknown plan 'free'; known plans: none",
     ]
 
 
@@ -392,9 +392,9 @@ async def test_a_plan_that_is_in_neither_the_file_nor_the_catalog_is_refused(cat
 async def test_a_plan_that_others_use_who_are_left_alone_can_not_go(catalog: Catalog) -> None:
     await new_customer(catalog)
     told = await refused(catalog, "tenants:\n  - name: acme\n    plans: []\n")
-    assert [line.partition("plan free is missing, and ")[2] for line in told] == [
-        "policy GET:/orders/{id}, which this file leaves alone, uses it",
-        "key web, which this file leaves alone, uses it",
+    assert [line.partition("plan free is missing, but ")[2] for line in told] == [
+        "policy GET:/orders/{id} uses it, which this file does not change",
+        "key web uses it, which this file does not change",
     ]
     assert all(line.startswith("plans.yaml:3: tenants[0].plans: ") for line in told)
 
@@ -411,7 +411,7 @@ async def test_an_override_must_fit_the_plans_that_are_there(catalog: Catalog) -
 @one_database
 async def test_a_new_key_needs_its_secrets(catalog: Catalog) -> None:
     (told,) = await refused(catalog, "tenants: [{name: acme, keys: [{id: key_0123456789abcdef, name: a}]}]")
-    assert told.startswith("plans.yaml:1: tenants[0].keys[0].secrets: is required for a key that is not there yet")
+    assert told.startswith("plans.yaml:1: tenants[0].keys[0].secrets: is required for a new key")
 
 
 @one_database
@@ -419,9 +419,9 @@ async def test_a_key_of_another_tenant_is_refused(catalog: Catalog) -> None:
     customer = await new_customer(catalog)
     one = f"keys: [{{id: {customer.key.id}, name: a, secrets: [{{hash: {HASH % 1}, pepper: 1}}]}}]"
     (told,) = await refused(catalog, f"tenants: [{{name: other, {one}}}]")
-    assert told == "plans.yaml:1: tenants[0].keys[0].id: is that of another tenant's key"
+    assert told == "plans.yaml:1: tenants[0].keys[0].id: is the id of another tenant's key"
     (told,) = await refused(catalog, f"tenants: [{{name: acme, default_plan: free}}, {{name: other, {one}}}]")
-    assert told == "plans.yaml:1: tenants[1].keys[0].id: is that of another tenant's key"
+    assert told == "plans.yaml:1: tenants[1].keys[0].id: is the id of another tenant's key"
 
 
 @one_database
@@ -433,7 +433,7 @@ async def test_a_secret_of_another_tenant_is_refused_before_anything_is_written(
     (secret,) = customer.key.secrets
     keys = f"keys: [{{id: key_0123456789abcdef, name: a, secrets: [{{hash: {secret.hash}, pepper: 1}}]}}]"
     others = "{name: one}, {name: two}, {name: three}"
-    why = "keys[0].secrets[0].hash: is that of another key or token"
+    why = "keys[0].secrets[0].hash: is the hash of another key or token"
     assert await refused(catalog, f"tenants: [{others}, {{name: zz, {keys}}}]") == [f"plans.yaml:1: tenants[3].{why}"]
     left_alone = "{name: acme, default_plan: free}"
     assert await refused(catalog, f"tenants: [{left_alone}, {{name: zz, {keys}}}]") == [
@@ -450,7 +450,7 @@ async def test_the_secret_of_a_token_is_refused_for_a_key(catalog: Catalog) -> N
     (secret,) = token.secrets
     keys = f"keys: [{{id: key_0123456789abcdef, name: a, secrets: [{{hash: {secret.hash}, pepper: 1}}]}}]"
     (told,) = await refused(catalog, f"tenants: [{{name: acme, {keys}}}]")
-    assert told == "plans.yaml:1: tenants[0].keys[0].secrets[0].hash: is that of another key or token"
+    assert told == "plans.yaml:1: tenants[0].keys[0].secrets[0].hash: is the hash of another key or token"
 
 
 async def test_a_secret_may_move_to_a_key_that_takes_the_place_of_its_own(catalog: Catalog) -> None:
@@ -468,14 +468,14 @@ async def test_a_key_can_not_change_its_type(catalog: Catalog) -> None:
         catalog,
         f"tenants: [{{name: acme, default_plan: free, keys: [{{id: {customer.key.id}, name: web, type: test}}]}}]",
     )
-    assert told.endswith("keys[0].type: of this key is live, and can't be changed: make another key")
+    assert told.endswith("keys[0].type: of this key is live, and can't be changed: create another key")
 
 
 @one_database
 async def test_a_document_that_was_not_read_from_a_file_is_refused_by_its_fields(catalog: Catalog) -> None:
     now = to_datetime(catalog.clock.now_us())
     wanted, _ = document.parse_document(b"tenants: [{name: acme, default_plan: a}]", "plans.yaml", now)
-    with pytest.raises(InvalidFile, match=r"configuration: tenants\[0\].default_plan: there is no plan 'a' here"):
+    with pytest.raises(InvalidFile, match=r"configuration: tenants\[0\].default_plan: unknown plan 'a'"):
         await apply_document(catalog, wanted, ACTOR)
 
 
@@ -749,7 +749,7 @@ async def test_what_is_wrong_at_the_end_of_a_large_file_is_refused_before_anythi
 ) -> None:
     monkeypatch.setattr(applying, "MAX_CHANGES", 1)
     (told,) = await refused(catalog, many(20, 10) + "  - {name: last, default_plan: nope}\n")
-    assert "tenants[20].default_plan: there is no plan 'nope' here" in told
+    assert "tenants[20].default_plan: unknown plan 'nope'" in told
 
 
 async def test_a_key_moves_to_another_tenant_in_one_transaction(

@@ -92,13 +92,13 @@ def test_a_dump_is_text_that_people_would_write() -> None:
     [
         ("- a", "plans.yaml:1: must be a mapping with `operator`, `tenants` or both, got a list"),
         ("{}", "plans.yaml:1: must hold `operator`, `tenants` or both"),
-        ("tenants: []\ntenant: []", "plans.yaml:2: tenant: is not a field here; those are operator and tenants"),
+        ("tenants: []\ntenant: []", "plans.yaml:2: tenant: is not a field here; the fields are operator and tenants"),
         ("tenants:", "plans.yaml:1: tenants: must be a list, got nothing"),
         ("tenants:\n- acme", "plans.yaml:2: tenants[0]: must be a mapping, got 'acme'"),
         ("operator: 5", "plans.yaml:1: operator: must be a mapping, got 5"),
         ("operator:\n  policies: []", "plans.yaml:2: operator.policies: is not a field here"),
         ("operator:\n  plans:\n    - name: a", "plans.yaml:3: operator.plans[0].limits: is required"),
-        ("operator:\n  plan: a\n  plans: []", "plans.yaml:2: operator.plan: there is no plan 'a' here; there are none"),
+        ("operator:\n  plan: a\n  plans: []", "plans.yaml:2: operator.plan: unknown plan 'a'; known plans: none"),
     ],
 )
 def test_what_is_no_configuration_is_refused(text: str, expected: str) -> None:
@@ -139,12 +139,12 @@ def test_what_is_no_configuration_is_refused(text: str, expected: str) -> None:
         ("plans: [{name: a, limits: 1/s}, {name: a, limits: 2/s}]", "plans[1].name: there is one of the same already"),
         ("policies: [{resource: '*'}]", "policies[0].plan: is required"),
         ("policies: [{resource: 'a*', plan: a}]", "policies[0].resource: a star must be the whole"),
-        ("plans: []\n    policies: [{resource: '*', plan: a}]", "policies[0].plan: there is no plan 'a' here"),
+        ("plans: []\n    policies: [{resource: '*', plan: a}]", "policies[0].plan: unknown plan 'a'"),
         (
             "policies: [{resource: 'GET:/{a}', plan: a}, {resource: 'GET:/{b}', plan: a}]",
             "policies[1].resource: there is one of the same already, tenants[0].policies[0]",
         ),
-        ("default_plan: b\n    plans: [{name: a, limits: 1/s}]", "default_plan: there is no plan 'b' here"),
+        ("default_plan: b\n    plans: [{name: a, limits: 1/s}]", "default_plan: unknown plan 'b'"),
         ("keys: [{id: web, name: web}]", "keys[0].id: must be key_ and 16 letters or digits, got 'web'"),
         (
             "keys: [{id: key_0123456789abcdef, name: a, secrets: [{hash: x, pepper: 1}]}]",
@@ -204,7 +204,7 @@ def test_all_that_is_wrong_is_told_at_once_with_its_lines() -> None:
         "      ^^^^^",
         "plans.yaml:12: tenants[0].plans[1].limits[0].bucket_capacity: must be a plain decimal number, got 'lots'",
         "plans.yaml:14: tenants[0].policies[0].resource: the braces in '{id' are not balanced",
-        "plans.yaml:15: tenants[1].name: operator is the one above all tenants: it has a section of its own",
+        "plans.yaml:15: tenants[1].name: operator is reserved: use the section `operator`",
     ]
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration file: all of it, each by line and field, in words that say what to write."""
+"""Collect all errors of a configuration file, each with its line, its field and what to write instead."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,13 +22,14 @@ _CHOICES: Mapping[str, Iterable[StrEnum]] = {
 
 
 class Diagnostics:
-    """All that is wrong with a document; `source` is where it was read."""
+    """The errors of a document. `source` is the file from which it was read."""
 
     def __init__(self, source: SourceFile | None) -> None:
         self._source = source
         self._found: list[tuple[int, str, str]] = []
 
     def add(self, path: str, problem: str) -> None:
+        """Add an error of the field with this path."""
         if self._source is None:
             self._found.append((0, path, problem))
         else:
@@ -36,21 +37,21 @@ class Diagnostics:
 
     @contextmanager
     def at(self, path: str) -> Iterator[None]:
-        """What is refused in here is wrong there."""
+        """Add an `InvalidInput` that is raised in this block as an error of the field with this path."""
         try:
             yield
         except InvalidInput as error:
             self.add(join_path(path, error.field), error.problem)
 
     def raise_if_any(self) -> None:
-        """Refuse the document if anything was wrong."""
+        """Raise `InvalidFile` with all errors, sorted by line."""
         if self._found:
             name = "configuration" if self._source is None else self._source.name
             raise InvalidFile(name, sorted(self._found, key=lambda found: found[0]))
 
 
 def _clarify(path: str, problem: str, source: SourceFile) -> str:
-    """The problem in words that say what to write."""
+    """Return a clearer description of a problem, with what to write instead."""
     field = re.sub(r"\[[0-9]+\]$", "", path).rpartition(".")[2]
     if problem.startswith("invalid RFC3339"):
         return f"must be a time such as 2026-12-31T00:00:00Z, got {short_repr(source.value_of(path))}"
@@ -62,6 +63,7 @@ def _clarify(path: str, problem: str, source: SourceFile) -> str:
 
 
 def describe_value(value: object) -> str:
+    """Describe a value for an error message."""
     if value is None:
         return "nothing"
     if isinstance(value, dict | list):
@@ -70,7 +72,8 @@ def describe_value(value: object) -> str:
 
 
 def join_path(path: str, field: str) -> str:
-    if field in ("", "value"):  # the second is what a conversion calls the whole
+    """Return the path of a field inside a path."""
+    if field in ("", "value"):  # a conversion calls the whole value `value`
         return path
-    field = field.replace("lanes.lanes", "lanes", 1)  # lanes call themselves so wherever they are
+    field = field.replace("lanes.lanes", "lanes", 1)  # errors of lanes already contain the name of their field
     return f"{path}.{field}" if path else field

@@ -1,4 +1,4 @@
-"""The difference between what is there and what a document says, and that difference as a person reads it."""
+"""Compare the catalog with a document, and format the changes for people and programs."""
 
 import json
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -30,17 +30,17 @@ class Action(StrEnum):
     DELETE = "delete"
 
 
-_TITLE_FIELDS = ("name", "resource", "subject")  # what the title of something new says already
+_TITLE_FIELDS = ("name", "resource", "subject")  # the title of a change contains them
 _SIGN = {Action.CREATE: "+", Action.UPDATE: "~", Action.DELETE: "-"}
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that is to be created, updated or deleted; `before` and `after` are what is said of it."""
+    """An entry to create, update or delete, as its specs before and after."""
 
     kind: str
     """tenant, plan, policy, key, override or operator."""
     tenant: str
-    """The name of the one whose it is; empty for the operator's."""
+    """The name of the tenant that owns it; empty for the operator."""
     name: str
     before: Spec | None
     after: Spec | None
@@ -51,12 +51,14 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def title(self) -> str:
+        """The entry in words, such as `tenant acme / plan free`."""
         owner = f"tenant {_format_value(self.tenant)}" if self.tenant else "operator"
         return owner if self.kind in ("tenant", "operator") else f"{owner} / {self.kind} {_format_value(self.name)}"
 
     def field_changes(self) -> dict[str, tuple[Any, Any]]:
-        """What differs, by its path, before and after; `ABSENT` on one side where there is nothing. Hashes are never
-        among it. Of something new, this is what differs from the defaults.
+        """Return the values before and after of each field that differs, by path. `ABSENT` stands for no value.
+
+        For a new entry, these are the fields that differ from the defaults. Hashes of secrets are never included.
         """
         if self.before is None:
             return {
@@ -71,11 +73,11 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
             if before.get(path, ABSENT) != after.get(path, ABSENT)
         }
         if isinstance(self.after, KeySpec) and self.after.secrets is None:
-            found.pop("secrets", None)  # it keeps those that it has
+            found.pop("secrets", None)  # the key keeps its secrets
         elif "secrets" not in found and _has_other_secrets(self.before, self.after):
             found["secrets"] = (before.get("secrets"), "others")
         if not found and isinstance(self.before, PlanSpec) and isinstance(self.after, PlanSpec):
-            found["limits"] = (_limit_names(self.before), _limit_names(self.after))  # in another order
+            found["limits"] = (_limit_names(self.before), _limit_names(self.after))  # only their order differs
         return found
 
 
@@ -85,25 +87,26 @@ ABSENT: Any = msgspec.UNSET
 def diff_documents(
     document: ConfigDocument, current: ConfigDocument, now: datetime, *, prune: bool = False
 ) -> list[Change]:
-    """What makes `current`, which is complete, say what the document says of what has not expired. Tenants that the
-    document does not name are left alone, unless they are to be pruned.
+    """Return the changes that make `current`, which must be complete, match the unexpired part of the document.
+
+    Tenants that are not in the document are deleted if `prune` is true, and else not changed.
     """
     found: list[Change] = []
     if document.operator is not None:
         operator = current.operator or OperatorSpec()
         found += _diff_spec("operator", "", "operator", operator, document.operator)
         found += _diff_section("plan", "", operator.plans, document.operator.plans)
-    there = {each.name: each for each in current.tenants or ()}
+    existing = {each.name: each for each in current.tenants or ()}
     for tenant in document.tenants or ():
-        found += _diff_tenant(there.pop(tenant.name, None), drop_expired(tenant, now))
+        found += _diff_tenant(existing.pop(tenant.name, None), drop_expired(tenant, now))
     if prune and document.tenants is not None:
-        for tenant in there.values():
+        for tenant in existing.values():
             found.append(Change(kind="tenant", tenant=tenant.name, name=tenant.name, before=tenant, after=None))
     return found
 
 
 def format_changes(changes: Iterable[Change]) -> Iterator[str]:
-    """Lines for a person: what happens to what, and under it field by field."""
+    """Yield lines for people: one for each change, followed by its fields."""
     for change in changes:
         yield f"{_SIGN[change.action]} {change.title}"
         if change.action is Action.DELETE:
@@ -120,13 +123,13 @@ def format_changes(changes: Iterable[Change]) -> Iterator[str]:
 
 
 def count_changes(changes: Iterable[Change]) -> tuple[int, int, int]:
-    """How many are created, changed and deleted."""
+    """Return the numbers of created, updated and deleted entries."""
     actions = [change.action for change in changes]
     return actions.count(Action.CREATE), actions.count(Action.UPDATE), actions.count(Action.DELETE)
 
 
 def changes_to_json(changes: Iterable[Change]) -> list[dict[str, Any]]:
-    """For programs: the same as JSON would have it."""
+    """Return the changes as plain values for JSON."""
     return [
         {
             "action": str(change.action),
@@ -146,7 +149,7 @@ def changes_to_json(changes: Iterable[Change]) -> list[dict[str, Any]]:
 
 
 def spec_identity(spec: Any) -> Hashable:
-    """What makes two of a tenant's one and the same."""
+    """Return what identifies an entry within its tenant and section."""
     match spec:
         case PolicySpec():
             return spec.canonical_pattern
@@ -161,8 +164,8 @@ def spec_identity(spec: Any) -> Hashable:
 def _diff_tenant(before: TenantSpec | None, after: TenantSpec) -> Iterator[Change]:
     yield from _diff_spec("tenant", after.name, after.name, before, after)
     for kind, section in zip(("plan", "policy", "key", "override"), SECTIONS, strict=True):
-        there = None if before is None else getattr(before, section)
-        yield from _diff_section(kind, after.name, there, getattr(after, section))
+        existing = None if before is None else getattr(before, section)
+        yield from _diff_section(kind, after.name, existing, getattr(after, section))
 
 
 def _diff_section(
@@ -170,10 +173,10 @@ def _diff_section(
 ) -> Iterator[Change]:
     if after is None:
         return
-    there = {spec_identity(each): each for each in before or ()}
+    existing = {spec_identity(each): each for each in before or ()}
     for spec in after:
-        yield from _diff_spec(kind, tenant, _display_name(spec), there.pop(spec_identity(spec), None), spec)
-    for spec in there.values():
+        yield from _diff_spec(kind, tenant, _display_name(spec), existing.pop(spec_identity(spec), None), spec)
+    for spec in existing.values():
         yield Change(kind=kind, tenant=tenant, name=_display_name(spec), before=spec, after=None)
 
 
@@ -183,7 +186,7 @@ def _diff_spec(kind: str, tenant: str, name: str, before: Spec | None, after: Sp
 
 
 def _comparable_fields(spec: Spec, wanted: Spec) -> dict[str, Any]:
-    """What is compared of it: not its sections, and no secrets where none are wanted."""
+    """Return the fields to compare: no sections, and secrets only if `wanted` has them."""
     return {
         name: getattr(spec, name)
         for name in spec.__struct_fields__
@@ -191,7 +194,7 @@ def _comparable_fields(spec: Spec, wanted: Spec) -> dict[str, Any]:
     }
 
 
-# --- In words --------------------------------------------------------------------------------------------------------
+# --- Formatting ------------------------------------------------------------------------------------------------------
 
 
 def _display_name(spec: Any) -> str:
@@ -206,10 +209,10 @@ def _display_name(spec: Any) -> str:
     return name
 
 
-def _flat_fields(spec: Spec | None, said: Callable[[Spec], dict[str, Any]]) -> dict[str, Any]:
-    """Its fields, each as a path and a plain value."""
+def _flat_fields(spec: Spec | None, to_fields: Callable[[Spec], dict[str, Any]]) -> dict[str, Any]:
+    """Return the fields of a spec as plain values by path."""
     found: dict[str, Any] = {}
-    for name, value in ({} if spec is None else said(spec)).items():
+    for name, value in ({} if spec is None else to_fields(spec)).items():
         if isinstance(spec, PlanSpec) and name == "limits":
             for limit in value:
                 found |= _flatten(f"limits.{limit['name']}", {k: v for k, v in limit.items() if k != "name"})
@@ -221,10 +224,10 @@ def _flat_fields(spec: Spec | None, said: Callable[[Spec], dict[str, Any]]) -> d
 
 
 def _with_defaults(spec: Spec) -> dict[str, Any]:
-    """With its defaults, except for what is nothing."""
-    everything = {name: getattr(spec, name) for name in spec.__struct_fields__}
-    there = {name: value for name, value in everything.items() if value not in (None, "", {}, ())}
-    return {**msgspec.to_builtins(there, builtin_types=(datetime,)), **spec_to_dict(spec)}
+    """Return all fields with a value, including defaults."""
+    values = {name: getattr(spec, name) for name in spec.__struct_fields__}
+    present = {name: value for name, value in values.items() if value not in (None, "", {}, ())}
+    return {**msgspec.to_builtins(present, builtin_types=(datetime,)), **spec_to_dict(spec)}
 
 
 def _flatten(path: str, value: Any) -> dict[str, Any]:
@@ -247,7 +250,7 @@ def _limit_names(plan: PlanSpec) -> list[str]:
 
 
 def _format_value(value: Any) -> str:
-    """On one line, whatever it is."""
+    """Format any value on one line."""
     if isinstance(value, str):
         return value if value.isprintable() and value.strip() == value and value else json.dumps(value)
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The configuration file as text: read with everything that is wrong with it, and written for people.
+"""Parse and dump the text of a configuration file, such as:
 
 operator: {plan: fleet, plans: [{name: fleet, limits: 10000/second}]}
 tenants:
@@ -41,59 +41,63 @@ AnySpec = TypeVar("AnySpec", bound=Spec)
 
 
 def parse_document(content: bytes, name: str, now: datetime) -> tuple[ConfigDocument, SourceFile]:
-    """A file's content, and where its parts stand. Everything that it alone can tell to be wrong is refused at once.
-    `now` is the time: overrides that have expired may say what they like.
+    """Parse and validate the content of a file. Returns the document, and the positions of its fields.
+
+    Raises `InvalidFile` with all errors that can be found without the database. `now` is the time: expired overrides
+    are not validated.
     """
     source = strict_yaml.parse_yaml(content, name)
-    problems = Diagnostics(source)
-    document = _parse_root(source.root.value, problems)
-    problems.raise_if_any()
-    validate(document, None, now, problems)
-    problems.raise_if_any()
+    diagnostics = Diagnostics(source)
+    document = _parse_root(source.root.value, diagnostics)
+    diagnostics.raise_if_any()
+    validate(document, None, now, diagnostics)
+    diagnostics.raise_if_any()
     return document, source
 
 
 def dump_document(document: ConfigDocument) -> str:
-    """The document as text that people like to read; reading it again gives the same."""
+    """Return the document as readable YAML. Parsing it returns an equal document."""
     return strict_yaml.dump_yaml(spec_to_dict(document))
 
 
-def _parse_root(value: object, problems: Diagnostics) -> ConfigDocument:
+def _parse_root(value: object, diagnostics: Diagnostics) -> ConfigDocument:
     if not isinstance(value, dict):
-        problems.add("", f"must be a mapping with `operator`, `tenants` or both, got {describe_value(value)}")
+        diagnostics.add("", f"must be a mapping with `operator`, `tenants` or both, got {describe_value(value)}")
         return ConfigDocument()
     for name in value.keys() - {"operator", "tenants"}:
-        problems.add(str(name)[:64], "is not a field here; those are operator and tenants")
+        diagnostics.add(str(name)[:64], "is not a field here; the fields are operator and tenants")
     if not value:
-        problems.add("", "must hold `operator`, `tenants` or both")
-    operator = _parse_operator(value["operator"], problems) if "operator" in value else None
+        diagnostics.add("", "must hold `operator`, `tenants` or both")
+    operator = _parse_operator(value["operator"], diagnostics) if "operator" in value else None
     if "tenants" not in value:
         return ConfigDocument(operator=operator)
-    tenants = [_parse_tenant(each, path, problems) for path, each in _list_items(value["tenants"], "tenants", problems)]
+    tenants = [
+        _parse_tenant(each, path, diagnostics) for path, each in _list_items(value["tenants"], "tenants", diagnostics)
+    ]
     return ConfigDocument(operator=operator, tenants=tuple(each for each in tenants if each is not None))
 
 
-def _parse_operator(value: object, problems: Diagnostics) -> OperatorSpec | None:
+def _parse_operator(value: object, diagnostics: Diagnostics) -> OperatorSpec | None:
     own, sections = _split_sections(value, ("plans",))
-    spec = _convert(OperatorSpec, own, "operator", problems)
-    plans = _parse_section("plans", sections, "operator", OPERATOR, problems)
+    spec = _convert(OperatorSpec, own, "operator", diagnostics)
+    plans = _parse_section("plans", sections, "operator", OPERATOR, diagnostics)
     if spec is None:
         return None
-    with problems.at("operator"):
+    with diagnostics.at("operator"):
         build_entity(Tenant, {"id": OPERATOR, **entity_fields(operator_as_tenant(spec), str)})
     return msgspec.structs.replace(spec, plans=plans)
 
 
-def _parse_tenant(value: object, path: str, problems: Diagnostics) -> TenantSpec | None:
+def _parse_tenant(value: object, path: str, diagnostics: Diagnostics) -> TenantSpec | None:
     own, sections = _split_sections(value, SECTIONS)
-    spec = _convert(TenantSpec, own, path, problems)
-    found = {name: _parse_section(name, sections, path, "tenant", problems) for name in SECTIONS}
+    spec = _convert(TenantSpec, own, path, diagnostics)
+    found = {name: _parse_section(name, sections, path, "tenant", diagnostics) for name in SECTIONS}
     if spec is None:
         return None
-    with problems.at(path):
+    with diagnostics.at(path):
         build_entity(Tenant, {"id": "tenant", **entity_fields(spec, str)})
         if spec.name == OPERATOR:
-            raise InvalidInput("name", "operator is the one above all tenants: it has a section of its own")
+            raise InvalidInput("name", "operator is reserved: use the section `operator`")
     return msgspec.structs.replace(spec, **found)
 
 
@@ -104,22 +108,26 @@ def _split_sections(value: object, names: Iterable[str]) -> tuple[object, dict[s
     return {name: each for name, each in value.items() if name not in sections}, sections
 
 
-def _parse_section(name: str, sections: Mapping[str, Any], path: str, tenant_id: str, problems: Diagnostics) -> Any:
+def _parse_section(name: str, sections: Mapping[str, Any], path: str, tenant_id: str, diagnostics: Diagnostics) -> Any:
     if name not in sections:
         return None
     kind = SPEC_TYPES[name]
     found = []
-    for at, each in _list_items(sections[name], f"{path}.{name}", problems):
-        spec = _parse_plan(each, at, problems) if kind is PlanSpec else _convert(kind, each, at, problems)
+    for item_path, each in _list_items(sections[name], f"{path}.{name}", diagnostics):
+        spec = (
+            _parse_plan(each, item_path, diagnostics)
+            if kind is PlanSpec
+            else _convert(kind, each, item_path, diagnostics)
+        )
         if spec is not None:
-            with problems.at(at):
+            with diagnostics.at(item_path):
                 build_entity(ENTITY_TYPE_OF[kind], {"id": "one", "tenant_id": tenant_id, **entity_fields(spec, str)})
             found.append(spec)
     return tuple(found)
 
 
-def _parse_plan(value: object, path: str, problems: Diagnostics) -> PlanSpec | None:
-    with problems.at(path):
+def _parse_plan(value: object, path: str, diagnostics: Diagnostics) -> PlanSpec | None:
+    with diagnostics.at(path):
         if not isinstance(value, dict):
             raise InvalidInput("", f"must be a mapping with a name and limits, got {describe_value(value)}")
         if "name" not in value:
@@ -135,16 +143,16 @@ def _parse_plan(value: object, path: str, problems: Diagnostics) -> PlanSpec | N
     return None
 
 
-def _convert(kind: type[AnySpec], value: object, path: str, problems: Diagnostics) -> AnySpec | None:
-    with problems.at(path):
+def _convert(kind: type[AnySpec], value: object, path: str, diagnostics: Diagnostics) -> AnySpec | None:
+    with diagnostics.at(path):
         if not isinstance(value, dict):
             raise InvalidInput("", f"must be a mapping, got {describe_value(value)}")
         return convert(kind, value)
     return None
 
 
-def _list_items(value: object, path: str, problems: Diagnostics) -> Iterator[tuple[str, Any]]:
+def _list_items(value: object, path: str, diagnostics: Diagnostics) -> Iterator[tuple[str, Any]]:
     if isinstance(value, list):
-        yield from ((f"{path}[{at}]", each) for at, each in enumerate(value))
+        yield from ((f"{path}[{index}]", each) for index, each in enumerate(value))
     else:
-        problems.add(path, f"must be a list, got {describe_value(value)}")
+        diagnostics.add(path, f"must be a list, got {describe_value(value)}")

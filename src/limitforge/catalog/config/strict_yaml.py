@@ -1,8 +1,8 @@
-"""YAML as configuration files use it: read with the line of every field, and written as people like to read it.
+"""Parse and dump the subset of YAML that configuration files use, with the line of every field.
 
-What is read differs from YAML 1.1 where that surprises: only `true` and `false` are booleans, so `on`, `off` and `no`
-stay words; times stay text; a key that stands twice is refused, and so is any tag that would build an object. Files are
-bounded, aliases counted as often as they are used.
+It is stricter than YAML 1.1: only `true` and `false` are booleans, so `on`, `off` and `no` remain text; times remain
+text; duplicate keys are rejected, and so are tags that would construct objects. Sizes are bounded, and an alias counts
+each time it is used.
 """
 
 import json
@@ -29,38 +29,37 @@ _FLOAT = re.compile(r"[-+]?(?:\.[0-9]{1,40}|[0-9]{1,40}(?:\.[0-9]{0,40})?)(?:[eE
 _HARMLESS_TAGS = frozenset(f"tag:yaml.org,2002:{name}" for name in ("str", "map", "seq"))
 _INDEX = re.compile(r"\[(?P<index>[0-9]+)\]")
 _PLAIN_SCALAR = re.compile(r"[A-Za-z/][A-Za-z0-9_./{}@+-]*(?::[A-Za-z0-9_./{}@+-]+)*")
-_AMBIGUOUS_WORDS = frozenset(
-    ("y", "n", "yes", "no", "on", "off", "true", "false", "null")
-)  # which others take for something else
+_AMBIGUOUS_WORDS = frozenset(("y", "n", "yes", "no", "on", "off", "true", "false", "null"))
+"""Words that other YAML parsers may not read as text, so they are quoted."""
 _UNPRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
 
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the first is libyaml's, and twenty times as fast
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's loader is twenty times as fast
 
 
 class YamlNode(msgspec.Struct, eq=False, gc=False):
-    """A value with the line where it starts. Aliases share it."""
+    """A value, with the line on which it starts. Aliases share the node of their anchor."""
 
     value: Any
     line: int
     fields: dict[str, tuple[int, "YamlNode"]] = {}
-    """Of a mapping: each value by its name, with the line of that name."""
+    """The values of a mapping by name, each with the line of that name."""
     items: list["YamlNode"] = []
     size: int = 1
     height: int = 1
 
 
 class SourceFile(msgspec.Struct, frozen=True, eq=False):
-    """A file that was read: its plain values, and where they stand."""
+    """A parsed file: its plain values, and the line of each."""
 
     name: str
     root: YamlNode
 
     def line_of(self, path: str) -> int:
-        """Of a field such as `tenants[0].plans[1].limits`, or of the nearest around it that is there."""
+        """Return the line of a field such as `tenants[0].plans[1].limits`, or of its nearest existing parent."""
         return self._find(path)[0]
 
     def value_of(self, path: str) -> Any:
-        """Of the field, or of the nearest around it."""
+        """Return the value of a field, or of its nearest existing parent."""
         return self._find(path)[1].value
 
     def _find(self, path: str) -> tuple[int, YamlNode]:
@@ -68,10 +67,10 @@ class SourceFile(msgspec.Struct, frozen=True, eq=False):
         while path:
             index = _INDEX.match(path)
             if index is not None:
-                at = int(index["index"])
-                if at >= len(node.items):
+                position = int(index["index"])
+                if position >= len(node.items):
                     break
-                node, path = node.items[at], path[index.end() :]
+                node, path = node.items[position], path[index.end() :]
                 line = node.line
             else:
                 path = path.removeprefix(".")
@@ -84,7 +83,7 @@ class SourceFile(msgspec.Struct, frozen=True, eq=False):
 
 
 def parse_yaml(content: bytes, name: str) -> SourceFile:
-    """The one document of a file."""
+    """Parse a file that holds exactly one document. Raises `InvalidFile`."""
     if len(content) > MAX_FILE_BYTES:
         raise _error(name, 1, f"must be at most {MAX_FILE_BYTES // 2**20} MiB")
     try:
@@ -95,18 +94,18 @@ def parse_yaml(content: bytes, name: str) -> SourceFile:
         root = _Composer(name).compose(yaml.parse(text, Loader=_Loader))
     except yaml.reader.ReaderError as error:
         code = error.character if isinstance(error.character, int) else ord(error.character)
-        what = f"has the character U+{code:04X}, which YAML forbids"
-        raise _error(name, text.count("\n", 0, error.position) + 1, what) from None
+        problem = f"has the character U+{code:04X}, which YAML forbids"
+        raise _error(name, text.count("\n", 0, error.position) + 1, problem) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = 1 if mark is None else min(mark.line, text.count("\n", 0, len(text.rstrip()))) + 1
-        said = ": ".join(filter(None, (error.context, error.problem)))
-        raise _error(name, line, f"is not YAML: {said}") from None
+        problem = ": ".join(filter(None, (error.context, error.problem)))
+        raise _error(name, line, f"is not valid YAML: {problem}") from None
     return SourceFile(name, root)
 
 
 def dump_yaml(value: Any) -> str:
-    """Plain values as YAML in block style."""
+    """Return plain values as YAML in block style."""
     return (
         "".join(f"{line}\n" for line in _dump_lines(value))
         if isinstance(value, dict | list | tuple)
@@ -118,7 +117,7 @@ def dump_yaml(value: Any) -> str:
 
 
 class _OpenCollection(msgspec.Struct, eq=False):
-    """A mapping or a list that is not read to its end yet."""
+    """A mapping or list whose end has not been parsed yet."""
 
     node: YamlNode
     anchor: str | None
@@ -127,7 +126,7 @@ class _OpenCollection(msgspec.Struct, eq=False):
 
 
 class _Composer:
-    """Puts the parser's events together, without recursion: a hostile file costs no more than its bounds."""
+    """Composes the events of the parser into nodes, without recursion, so that hostile files stay within bounds."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -137,6 +136,7 @@ class _Composer:
         self._root: YamlNode | None = None
 
     def compose(self, events: Iterator[Any]) -> YamlNode:
+        """Return the root node."""
         for event in events:
             line = event.start_mark.line + 1
             match event:
@@ -169,7 +169,7 @@ class _Composer:
 
     def _set_key(self, inside: _OpenCollection, name: str, line: int) -> None:
         if name in inside.node.fields:
-            raise _error(self._name, line, f"{short_repr(name)} stands twice in one mapping")
+            raise _error(self._name, line, f"{short_repr(name)} occurs twice in one mapping")
         inside.key = (name, line)
 
     def _open_collection(self, event: Any, line: int) -> None:
@@ -206,7 +206,7 @@ class _Composer:
         self._attach(node, line)
 
     def _attach(self, node: YamlNode, line: int) -> None:
-        """Where it belongs: in what is open, or as all that there is."""
+        """Attach a node to the innermost open collection, or make it the root."""
         if not self._stack:
             self._root = node
             return
@@ -239,11 +239,11 @@ class _Composer:
 
     def _check_tag(self, tag: str | None, line: int) -> None:
         if tag is not None and tag not in _HARMLESS_TAGS:
-            raise _error(self._name, line, f"the tag {short_repr(tag)} has no meaning here")
+            raise _error(self._name, line, f"the tag {short_repr(tag)} is not supported")
 
 
 def resolve_scalar(text: str) -> Any:
-    """What text without quotes means: null, a boolean, a number, or itself."""
+    """Return the value of text without quotes: null, a boolean, a number, or the text."""
     if text in _NULLS:
         return None
     if text in _BOOLEANS:
@@ -257,7 +257,7 @@ def resolve_scalar(text: str) -> Any:
 
 
 def _name_candidates(path: str) -> Iterator[str]:
-    """What the next field may be called, the longest first: names may have dots in them."""
+    """Yield possible names of the next field, the longest first, since names may contain dots."""
     end = len(path)
     while end > 0:
         yield path[:end]
@@ -302,6 +302,6 @@ def _dump_scalar(value: Any) -> str:
     return json.dumps(value)
 
 
-def format_time(at: datetime) -> str:
-    """A time as it is written: in UTC, without a fraction that is none."""
-    return at.astimezone(UTC).isoformat().replace("+00:00", "Z")
+def format_time(value: datetime) -> str:
+    """Format a time in UTC, with a fraction only if there is one."""
+    return value.astimezone(UTC).isoformat().replace("+00:00", "Z")

@@ -1,4 +1,4 @@
-"""What the parts of a configuration must be to each other: names that are there, and there once."""
+"""Validate a configuration document as a whole: names that it refers to exist, and are unique."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -30,94 +30,98 @@ def validate(
     document: ConfigDocument,
     current: ConfigDocument | None,
     now: datetime,
-    problems: Diagnostics,
+    diagnostics: Diagnostics,
     only: Collection[str] | None = None,
 ) -> None:
-    """What its parts must be to each other. `current` is what is there already, for sections that the document leaves
-    alone; without it, whatever depends on those is not checked. `only` names the tenants to check, "" the operator.
+    """Add every inconsistency of the document to `diagnostics`.
+
+    `current` is the state of the catalog. It fills in sections that the document omits; without it, checks that need
+    such a section are skipped. `only` restricts the checks to these tenants; "" is the operator.
     """
-    there = {} if current is None else {each.name: each for each in current.tenants or ()}
+    existing = {} if current is None else {each.name: each for each in current.tenants or ()}
     if document.operator is not None and (only is None or "" in only):
         known = None if current is None else operator_as_tenant(current.operator or OperatorSpec())
         _validate_tenant(
-            "operator", operator_as_tenant(document.operator), known, now, problems, is_known=current is not None
+            "operator", operator_as_tenant(document.operator), known, now, diagnostics, is_known=current is not None
         )
     tenants = document.tenants or ()
     if only is None:
-        _check_unique("tenants", "name", (each.name for each in tenants), problems)
-        ids = [(f"tenants[{at}]", each.keys or ()) for at, each in enumerate(tenants)]
-        _check_keys_are_unique(ids, problems)
-    for at, tenant in enumerate(tenants):
+        _check_unique("tenants", "name", (each.name for each in tenants), diagnostics)
+        owners = [(f"tenants[{index}]", each.keys or ()) for index, each in enumerate(tenants)]
+        _check_keys_are_unique(owners, diagnostics)
+    for index, tenant in enumerate(tenants):
         if only is not None and tenant.name not in only:
             continue
-        known = there.get(tenant.name)
-        _validate_tenant(f"tenants[{at}]", tenant, known, now, problems, is_known=current is not None)
+        known = existing.get(tenant.name)
+        _validate_tenant(f"tenants[{index}]", tenant, known, now, diagnostics, is_known=current is not None)
 
 
 def _validate_tenant(
-    path: str, tenant: TenantSpec, known: TenantSpec | None, now: datetime, problems: Diagnostics, *, is_known: bool
+    path: str, tenant: TenantSpec, known: TenantSpec | None, now: datetime, diagnostics: Diagnostics, *, is_known: bool
 ) -> None:
     whole = tenant
     for name in SECTIONS:
         if getattr(tenant, name) is None and is_known:
             whole = msgspec.structs.replace(whole, **{name: (known and getattr(known, name)) or ()})
-    _validate_sections(path, tenant, now, problems)
+    _validate_sections(path, tenant, now, diagnostics)
     if whole.plans is not None:
-        _check_plans_exist(path, tenant, whole, problems)
+        _check_plans_exist(path, tenant, whole, diagnostics)
     if whole.policies is not None:
-        with problems.at(join_path(path, "policies")):
+        with diagnostics.at(join_path(path, "policies")):
             PolicyMatcher(
                 {each.canonical_pattern: (Pattern.parse(each.resource), None) for each in whole.policies}.values()
             )
     if tenant.overrides and whole.plans is not None and whole.policies is not None:
-        _validate_overrides(path, whole, now, problems)
+        _validate_overrides(path, whole, now, diagnostics)
 
 
-def _validate_sections(path: str, tenant: TenantSpec, now: datetime, problems: Diagnostics) -> None:
-    """What a tenant's own lists must be, whatever else there is."""
-    _check_unique(f"{path}.plans", "name", (each.name for each in tenant.plans or ()), problems)
-    _check_unique(f"{path}.policies", "resource", (each.canonical_pattern for each in tenant.policies or ()), problems)
-    places = [(each.resource, each.subject) for each in tenant.overrides or ()]
-    _check_unique(f"{path}.overrides", "subject", places, problems, what="an override of this resource and subject")
-    for name, specs, most in (
+def _validate_sections(path: str, tenant: TenantSpec, now: datetime, diagnostics: Diagnostics) -> None:
+    """Check the sections of a tenant that need nothing else: unique names, numbers of entries, expiries."""
+    _check_unique(f"{path}.plans", "name", (each.name for each in tenant.plans or ()), diagnostics)
+    _check_unique(
+        f"{path}.policies", "resource", (each.canonical_pattern for each in tenant.policies or ()), diagnostics
+    )
+    targets = [(each.resource, each.subject) for each in tenant.overrides or ()]
+    _check_unique(f"{path}.overrides", "subject", targets, diagnostics, "an override of this resource and subject")
+    for name, specs, maximum in (
         ("plans", tenant.plans, MAX_PLANS_PER_TENANT),
         ("policies", tenant.policies, MAX_POLICIES_PER_TENANT),
     ):
-        if specs is not None and len(specs) > most:
-            problems.add(f"{path}.{name}", f"at most {most} of one tenant, got {len(specs)}")
-    for at, override in enumerate(tenant.overrides or ()):
+        if specs is not None and len(specs) > maximum:
+            diagnostics.add(f"{path}.{name}", f"at most {maximum} of one tenant, got {len(specs)}")
+    for index, override in enumerate(tenant.overrides or ()):
         if override.expires_at > now + MAX_OVERRIDE_DURATION:
-            problems.add(f"{path}.overrides[{at}].expires_at", "must lie at most ten years from now")
-    living = Counter(each.subject for each in tenant.overrides or () if each.expires_at > now)
-    for subject, count in living.items():
+            diagnostics.add(f"{path}.overrides[{index}].expires_at", "must lie at most ten years from now")
+    unexpired = Counter(each.subject for each in tenant.overrides or () if each.expires_at > now)
+    for subject, count in unexpired.items():
         if count > MAX_PER_SUBJECT:
             why = f"one subject may have at most {MAX_PER_SUBJECT}, and {short_repr(subject)} has {count}"
-            problems.add(f"{path}.overrides", why)
+            diagnostics.add(f"{path}.overrides", why)
 
 
 def _check_unique(
-    path: str, field: str, values: Iterable[Any], problems: Diagnostics, what: str = "one of the same"
+    path: str, field: str, values: Iterable[Any], diagnostics: Diagnostics, description: str = "one of the same"
 ) -> None:
     first: dict[Any, int] = {}
-    for at, value in enumerate(values):
+    for index, value in enumerate(values):
         if value in first:
-            problems.add(f"{path}[{at}].{field}", f"there is {what} already, {path}[{first[value]}]")
-        first.setdefault(value, at)
+            diagnostics.add(f"{path}[{index}].{field}", f"there is {description} already, {path}[{first[value]}]")
+        first.setdefault(value, index)
 
 
-def _check_keys_are_unique(owners: Iterable[tuple[str, Iterable[KeySpec]]], problems: Diagnostics) -> None:
+def _check_keys_are_unique(owners: Iterable[tuple[str, Iterable[KeySpec]]], diagnostics: Diagnostics) -> None:
     first: dict[str, str] = {}
     for path, keys in owners:
-        for at, key in enumerate(keys):
-            place = f"{path}.keys[{at}]"
+        for index, key in enumerate(keys):
+            place = f"{path}.keys[{index}]"
             for field, values in (("id", [key.id]), ("secrets", [each.hash for each in key.secrets or ()])):
                 for value in values:
                     if value in first:
-                        problems.add(f"{place}.{field}", f"is the same as that of {first[value]}")
+                        diagnostics.add(f"{place}.{field}", f"is the same as that of {first[value]}")
                     first.setdefault(value, place)
 
 
-def _check_plans_exist(path: str, tenant: TenantSpec, whole: TenantSpec, problems: Diagnostics) -> None:
+def _check_plans_exist(path: str, tenant: TenantSpec, whole: TenantSpec, diagnostics: Diagnostics) -> None:
     known = {plan.name for plan in whole.plans or ()}
     is_operator = path == "operator"
 
@@ -125,48 +129,50 @@ def _check_plans_exist(path: str, tenant: TenantSpec, whole: TenantSpec, problem
         if name is None or name in known:
             return
         if place:
-            there = ", ".join(sorted(known)[:10]) or "none"
-            problems.add(f"{path}.{place}", f"there is no plan {short_repr(name)} here; there are {there}")
+            names = ", ".join(sorted(known)[:10]) or "none"
+            diagnostics.add(f"{path}.{place}", f"unknown plan {short_repr(name)}; known plans: {names}")
         else:
-            problems.add(f"{path}.plans", f"plan {name} is missing, and {user}, which this file leaves alone, uses it")
+            diagnostics.add(
+                f"{path}.plans", f"plan {name} is missing, but {user} uses it, which this file does not change"
+            )
 
     check_one(tenant.default_plan, "plan" if is_operator else "default_plan", "")
-    for at, policy in enumerate(whole.policies or ()):
+    for index, policy in enumerate(whole.policies or ()):
         for field in ("plan", "shadow_plan"):
-            place = "" if tenant.policies is None else f"policies[{at}].{field}"
+            place = "" if tenant.policies is None else f"policies[{index}].{field}"
             check_one(getattr(policy, field), place, f"policy {policy.resource}")
-    for at, key in enumerate(whole.keys or ()):
-        check_one(key.plan, "" if tenant.keys is None else f"keys[{at}].plan", f"key {key.name}")
+    for index, key in enumerate(whole.keys or ()):
+        check_one(key.plan, "" if tenant.keys is None else f"keys[{index}].plan", f"key {key.name}")
 
 
-def _validate_overrides(path: str, tenant: TenantSpec, now: datetime, problems: Diagnostics) -> None:
+def _validate_overrides(path: str, tenant: TenantSpec, now: datetime, diagnostics: Diagnostics) -> None:
     try:
-        reach = OverrideValidator(tenant)
+        validator = OverrideValidator(tenant)
     except InvalidInput:
-        return  # something else is wrong with it, and was told
-    for at, override in enumerate(tenant.overrides or ()):
+        return  # the plans or policies are invalid, which was reported already
+    for index, override in enumerate(tenant.overrides or ()):
         if override.expires_at > now:
-            with problems.at(f"{path}.overrides[{at}]"):
-                reach.validate(override)
+            with diagnostics.at(f"{path}.overrides[{index}]"):
+                validator.validate(override)
 
 
 class OverrideValidator:
-    """Which limits the overrides of a tenant mean."""
+    """Validates overrides of a tenant against the limits that they change."""
 
     def __init__(self, tenant: TenantSpec) -> None:
         self._config = build_tenant_config(tenant, lambda *names: "/".join(names)[:200])
         self._table = PolicyMatcher((policy.pattern, policy) for policy in self._config.policies)
 
     def validate(self, override: OverrideSpec) -> None:
-        """Refuse one that changes no limit, or changes it to what it can't be."""
+        """Raise `InvalidInput` if an override changes an unknown limit, or changes a limit to an invalid one."""
         policy = self._table.match(override.resource)
-        near = TenantConfig(self._config.tenant, self._config.plans, () if policy is None else (policy,))
+        config = TenantConfig(self._config.tenant, self._config.plans, () if policy is None else (policy,))
         compile_override(
-            override.limits, limits_for_override(near, override.resource, override.limits), override.resource
+            override.limits, limits_for_override(config, override.resource, override.limits), override.resource
         )
 
     def valid_part(self, override: OverrideSpec) -> OverrideSpec | None:
-        """What of it still means a limit; None if nothing does."""
+        """Return the override with only its valid changes, or None if it has none."""
         limits = {}
         for name, change in override.limits.items():
             one = msgspec.structs.replace(override, limits={name: change})
