@@ -1,6 +1,6 @@
-"""Two limiters on one manual clock, one of them with a denial cache: whatever is done to both, nobody can tell.
+"""Two limiters on one manual clock, one with a denial cache: they must return the same.
 
-Only waits may differ, and only downwards: others may have taken since the denial that is remembered.
+Only waits may differ, and only downwards: other checks may have taken since the cached denial.
 """
 
 from collections.abc import Callable
@@ -19,14 +19,14 @@ from tests.state_machines import comparable
 NAMES = ("a", "b", "c")
 RESOURCES = ("GET:/orders", "GET:/orders", "GET:/orders", "POST:/orders")
 SUBJECTS = ("user:1", "user:1", "user:1", "user:2")
-YEARS_IN_SECONDS = 1e8  # longer than any trace: what expires gives room without a word
+YEARS_IN_SECONDS = 1e8  # longer than any trace: an override that expires gives room without an invalidation
 CHANGES = ["unlimited", "blocked", {"limit": 7}, {"limit": 1}, {"window_seconds": 5}, {"refill_rate_per_sec": 3}]
 
 names = st.lists(st.sampled_from(NAMES), min_size=1, max_size=2, unique=True)
 
 
 def time_steps_us() -> st.SearchStrategy[int]:
-    """How far time moves: never back, since a clock that does may give room early."""
+    """Draw how far time moves: never back, since then a limit may have room early."""
     hairs = [1, 999, 1_000, 333_333, 999_999, 1_000_000]
     return st.one_of(st.sampled_from([*hairs * 2, 10_000_000, 3_600_000_000]), st.integers(0, 5_000_000))
 
@@ -61,7 +61,7 @@ def wait_ms(decision: Decision) -> float:
 
 
 class CachedAndPlain(RuleBasedStateMachine):
-    """One plan whose numbers stay. Each kind of twins says what `clock`, `cached` and `plain` are."""
+    """A plan with constant numbers. Subclasses set `clock`, `cached` and `plain`."""
 
     clock: ManualClock
     cached: SyncLimiter
@@ -77,14 +77,14 @@ class CachedAndPlain(RuleBasedStateMachine):
         self.arguments: dict[str, Any] = {}
 
     def hits(self) -> int:
-        """How many denials came from the cache so far."""
+        """Return how many denials came from the cache so far."""
         raise NotImplementedError
 
     def on_cached_denial(self, mine: Decision, theirs: Decision) -> None:
-        """More to be said of such a denial."""
+        """Check more of a denial that came from the cache."""
 
     def on_change(self) -> None:
-        """After everything that is no check."""
+        """Called after everything that is not a check."""
 
     def run_on_both(self, act: Callable[[SyncLimiter], Any]) -> None:
         hits = self.hits()
@@ -103,7 +103,7 @@ class CachedAndPlain(RuleBasedStateMachine):
             self.repeat_now_and_later()
 
     def repeat_now_and_later(self) -> None:
-        """What is judged in the instant of a change is not cached."""
+        """A denial in the microsecond of a change is not cached."""
         self.run_on_both(self.last_action)
         self.clock.advance_us(1)
         self.run_on_both(self.last_action)
@@ -141,7 +141,7 @@ class CachedAndPlain(RuleBasedStateMachine):
 
 
 class AnyChecksCachedAndPlain(CachedAndPlain):
-    """The plan is asked in every way, while overrides come and go."""
+    """The plan is checked in every way, while overrides are set and deleted."""
 
     @rule(
         chosen=names,
@@ -154,12 +154,12 @@ class AnyChecksCachedAndPlain(CachedAndPlain):
     )
     def check(self, chosen: list[str], times: int, **arguments: Any) -> None:
         self.arguments = {"limits": self.limits(chosen), **arguments}
-        self.ask(times)
+        self.repeat(times)
 
-    def ask(self, times: int) -> None:
+    def repeat(self, times: int) -> None:
         arguments = dict(self.arguments)
         self.last_action = lambda limiter: limiter.check(**arguments)
-        self.ask_the_same_again(times)
+        self.check_the_same_again(times)
 
     @precondition(lambda self: self.arguments)
     @rule(
@@ -169,25 +169,25 @@ class AnyChecksCachedAndPlain(CachedAndPlain):
             st.tuples(st.just("resource"), st.sampled_from(RESOURCES)),
         )
     )
-    def ask_nearly_the_same(self, other: tuple[str, Any]) -> None:
+    def check_nearly_the_same(self, other: tuple[str, Any]) -> None:
         self.arguments |= dict([other])
-        self.ask(2)
+        self.repeat(2)
 
     @rule(
-        asked=st.lists(
+        drawn=st.lists(
             st.tuples(st.sampled_from(NAMES), st.sampled_from(SUBJECTS), costs(), st.sampled_from(Layer)),
             min_size=1,
             max_size=4,
         ),
         times=st.integers(1, 3),
     )
-    def check_entries(self, asked: list[tuple[str, str, int, Layer]], times: int) -> None:
-        entries = [Entry(self.plan[name], RESOURCES[0], subject, cost, place) for name, subject, cost, place in asked]
+    def check_entries(self, drawn: list[tuple[str, str, int, Layer]], times: int) -> None:
+        entries = [Entry(self.plan[name], RESOURCES[0], subject, cost, layer) for name, subject, cost, layer in drawn]
         self.last_action = lambda limiter: limiter.check_entries(entries)
-        self.ask_the_same_again(times)
+        self.check_the_same_again(times)
 
     @rule(times=st.integers(1, 3))
-    def ask_the_same_again(self, times: int) -> None:
+    def check_the_same_again(self, times: int) -> None:
         for _ in range(times):
             self.run_on_both(self.last_action)
 

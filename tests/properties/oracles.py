@@ -1,4 +1,4 @@
-"""The algorithms once more, as plainly as they can be said: from what was taken and when, with exact fractions."""
+"""The algorithms again, as simply as possible: computed from what was taken and when, with exact fractions."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -23,7 +23,7 @@ from limitforge.core.limits import Align
 
 
 class Oracle(ABC):
-    """Tells what is in use, and is told what was taken."""
+    """A simple model of an algorithm: it records what is taken and computes what is in use."""
 
     def __init__(self, limit: Limit) -> None:
         self.limit = limit
@@ -36,7 +36,7 @@ class Oracle(ABC):
     def take(self, now_us: int, cost: Fraction | int) -> None: ...
 
     def check(self, now_us: int, cost: int) -> bool:
-        """Whether a cost fits, and is taken; a denial is counted where the limit says so, up to twice its size."""
+        """Take a cost if it fits; return whether it did. A denial counts if the limit says so, up to twice its size."""
         used = self.used(now_us)
         if cost == 0 or used + cost <= self.size:
             self.take(now_us, cost)
@@ -47,7 +47,7 @@ class Oracle(ABC):
 
 
 class BucketOracle(Oracle):
-    """A leaky bucket's level, or what is missing from a token bucket: it falls at a constant rate, down to nothing."""
+    """The level of a leaky bucket, or what a token bucket lacks: it falls at a constant rate down to 0."""
 
     def __init__(self, limit: Limit) -> None:
         super().__init__(limit)
@@ -113,7 +113,7 @@ class SlidingLogOracle(Oracle):
 
 
 class SlidingCounterOracle(Oracle):
-    """The counts of this window and of the one before, the latter fading."""
+    """The counts of this window and the one before, whose weight falls linearly."""
 
     def __init__(self, limit: SlidingWindowCounter) -> None:
         super().__init__(limit)

@@ -1,4 +1,4 @@
-"""Waits and resets without a formula: a search for the first instant at which an oracle's definition says so."""
+"""Compute waits and resets without a formula: search for the first instant at which an oracle has room."""
 
 from collections.abc import Callable
 from fractions import Fraction
@@ -9,16 +9,16 @@ from limitforge.core.limits import Align
 from tests.properties.oracles import Oracle
 
 
-def search_first_us(is_so: Callable[[int], bool], now_us: int) -> int:
-    """Return how long it takes until something that stays so is so: by doubling, then halving."""
-    if is_so(now_us):
+def search_first_us(holds: Callable[[int], bool], now_us: int) -> int:
+    """Return how long it takes until `holds` is true, and stays true: by doubling, then bisecting."""
+    if holds(now_us):
         return 0
     low, high = 0, 1
-    while not is_so(now_us + high):
+    while not holds(now_us + high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if is_so(now_us + middle) else (middle, high)
+        low, high = (low, middle) if holds(now_us + middle) else (middle, high)
     return high
 
 

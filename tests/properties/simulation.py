@@ -15,6 +15,8 @@ RESOURCE, SUBJECT = "GET:/orders", "user:42"
 
 
 class Simulation:
+    """Checks on a memory store with a manual clock."""
+
     def __init__(self, now_us: int) -> None:
         self.clock = ManualClock(now_us)
         self.store = MemoryStore(clock=self.clock)
@@ -34,7 +36,7 @@ class Simulation:
         return self.limiter.reserve(RESOURCE, SUBJECT, limits=limits, cost=cost, **options)
 
     def replay(self, limits: LimitsLike, steps: Iterable[Step], **options: Any) -> list[Decision]:
-        """Go through a history."""
+        """Replay a history."""
         decisions = []
         for step in steps:
             self.clock.advance_us(step.after_us)
@@ -42,7 +44,7 @@ class Simulation:
         return decisions
 
     def fork_later(self, us: int) -> Self:
-        """Another world with the same past, `us` later."""
+        """Return another simulation with the same past, `us` later."""
         fork = type(self)(self.now_us + us)
         fork.store._states = copy.copy(self.store._states)
         fork.store._states._sampling_pool = list(self.store._states._sampling_pool)
@@ -50,11 +52,11 @@ class Simulation:
         return fork
 
     def states(self) -> dict[str, Any]:
-        """Everything that is counted, as it is now."""
+        """Return a copy of everything that is counted."""
         return copy.deepcopy(self.store._states)
 
     def evaluate(self, limits: LimitsLike, cost: int, priority: str = "P0") -> Evaluation:
-        """What the engine would say, before anything is rounded to milliseconds. Changes nothing."""
+        """Evaluate a check without changing anything; the result is not rounded to milliseconds."""
         check = build_check(
             self.store.keys,
             limits,
@@ -72,9 +74,9 @@ class Simulation:
         return verdict
 
     def wait_us(self, limits: LimitsLike, cost: int, priority: str = "P0") -> int:
-        """The longest of the waits."""
+        """Return the longest of the waits."""
         return max(row[3] for row in self.evaluate(limits, cost, priority).rows)
 
     def reset_us(self, limits: LimitsLike) -> int:
-        """The reset of a single limit."""
+        """Return the reset of a single limit."""
         return self.evaluate(limits, 0).rows[0][2]

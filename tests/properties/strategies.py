@@ -42,7 +42,7 @@ PERIODS = {Period.DAY: DAY_US, Period.WEEK: 7 * DAY_US, Period.MONTH: 30 * DAY_U
 
 MAX_COST = 2**52 - 1
 
-# Where each algorithm is asked by itself: together they still see more examples than a promise that draws one of them.
+# Tests that run for each algorithm: together they see more examples than a test that draws one of them.
 _EXAMPLES = settings().max_examples
 fewer_examples = settings(max_examples=_EXAMPLES // 2 if _EXAMPLES < 1_000 else _EXAMPLES)  # all of them in soak
 
@@ -51,7 +51,7 @@ _WHOLE = 2**20
 
 @dataclass(frozen=True)
 class Step:
-    """Some time passes, then a cost is asked for."""
+    """A pause, then a check of a cost."""
 
     after_us: int
     cost: int
@@ -59,7 +59,7 @@ class Step:
 
 @dataclass(frozen=True)
 class History:
-    """A limit, when it is first used, and how."""
+    """A limit, the time of its first check, and the steps that follow."""
 
     limit: Limit
     start_us: int

@@ -1,4 +1,4 @@
-"""How much is admitted: what the definition of each algorithm says, and never more over any stretch of time."""
+"""What is admitted: exactly what the definition of each algorithm says, and never more in any interval."""
 
 from collections import Counter
 from dataclasses import replace
@@ -40,13 +40,13 @@ def bucket_key(limit: Limit) -> str:
     return f"{base}{limit.name}:{limit.compiled.letter}{limit.shape}".removeprefix("lf:")
 
 
-def holds_to_its_definition(story: History) -> None:
-    world, oracle = Simulation(story.start_us), build_oracle(story.limit, bucket_key(story.limit))
-    for step in story.steps:
-        world.clock.advance_us(step.after_us)
-        decision = world.check(story.limit, step.cost)
-        assert decision.allowed == oracle.check(world.now_us, step.cost)
-        assert decision.remaining == max(int((oracle.size - oracle.used(world.now_us)) // 1), 0)
+def holds_to_its_definition(history: History) -> None:
+    simulation, oracle = Simulation(history.start_us), build_oracle(history.limit, bucket_key(history.limit))
+    for step in history.steps:
+        simulation.clock.advance_us(step.after_us)
+        decision = simulation.check(history.limit, step.cost)
+        assert decision.allowed == oracle.check(simulation.now_us, step.cost)
+        assert decision.remaining == max(int((oracle.size - oracle.used(simulation.now_us)) // 1), 0)
 
 
 @every_algorithm
@@ -67,16 +67,16 @@ def test_counted_denials_take_their_cost_up_to_twice_the_limit(algorithm: str, d
 @fewer_examples
 @given(data=st.data())
 def test_two_definitions_of_one_name_in_alternation_each_hold_to_their_own(algorithm: str, data: st.DataObject) -> None:
-    story = data.draw(histories(algorithm, {"name": "same"}, long=True))
+    history = data.draw(histories(algorithm, {"name": "same"}, long=True))
     other = data.draw(limits(algorithm, {"name": "same"}))
-    assume(other.shape != story.limit.shape)
-    world = Simulation(story.start_us)
-    both = [(limit, build_oracle(limit, bucket_key(limit))) for limit in (story.limit, other)]
-    for step in story.steps:
-        world.clock.advance_us(step.after_us)
+    assume(other.shape != history.limit.shape)
+    simulation = Simulation(history.start_us)
+    both = [(limit, build_oracle(limit, bucket_key(limit))) for limit in (history.limit, other)]
+    for step in history.steps:
+        simulation.clock.advance_us(step.after_us)
         limit, oracle = data.draw(st.sampled_from(both))
         cost = min(step.cost, (limit.size or 0) + 1)
-        assert world.check(limit, cost).allowed == oracle.check(world.now_us, cost)
+        assert simulation.check(limit, cost).allowed == oracle.check(simulation.now_us, cost)
 
 
 @pytest.mark.parametrize("algorithm", ["fixed_window", "sliding_window_counter"])
@@ -85,42 +85,42 @@ def test_two_definitions_of_one_name_in_alternation_each_hold_to_their_own(algor
 def test_a_count_begins_anew_only_where_an_override_gives_it_another_window(
     algorithm: str, data: st.DataObject
 ) -> None:
-    """What counts is under which window something was last taken: an override that nobody met changes nothing."""
-    story = data.draw(histories(algorithm, {"name": "same"}, long=True))
-    plan, windows = story.limit, [None, *data.draw(st.lists(durations(DAY_US), min_size=1, max_size=2))]
-    world, key = Simulation(story.start_us), bucket_key(plan)
+    """The window of the last cost that was taken counts: an override without any check changes nothing."""
+    history = data.draw(histories(algorithm, {"name": "same"}, long=True))
+    plan, windows = history.limit, [None, *data.draw(st.lists(durations(DAY_US), min_size=1, max_size=2))]
+    simulation, key = Simulation(history.start_us), bucket_key(plan)
     counted, oracle = plan, build_oracle(plan, key)
-    for step in story.steps:
-        world.clock.advance_us(step.after_us)
+    for step in history.steps:
+        simulation.clock.advance_us(step.after_us)
         window = data.draw(st.sampled_from(windows))
         if window is None:
-            world.limiter.delete_override(RESOURCE, SUBJECT)
+            simulation.limiter.delete_override(RESOURCE, SUBJECT)
         else:
             change = {"same": {"window_seconds": window}}
-            world.limiter.set_override(RESOURCE, SUBJECT, change, limits=plan, ttl_seconds=3 * 10**8)
+            simulation.limiter.set_override(RESOURCE, SUBJECT, change, limits=plan, ttl_seconds=3 * 10**8)
         limit = plan if window is None else replace(plan, window_seconds=window)  # type: ignore[call-arg]
-        asked = oracle if limit == counted else build_oracle(limit, key)
-        allowed = asked.check(world.now_us, step.cost)
-        assert world.check(plan, step.cost).allowed == allowed
+        expected = oracle if limit == counted else build_oracle(limit, key)
+        allowed = expected.check(simulation.now_us, step.cost)
+        assert simulation.check(plan, step.cost).allowed == allowed
         if allowed and step.cost:
-            counted, oracle = limit, asked
+            counted, oracle = limit, expected
 
 
 # -- bounds over stretches of time
 
 
 def greedy(data: st.DataObject, algorithm: str) -> tuple[Limit, list[tuple[int, int]]]:
-    """A limit, and what somebody got of it who always takes some or all of what is left: (when, how much)."""
-    story = data.draw(histories(algorithm, long=True))
-    world = Simulation(story.start_us)
+    """Draw a limit, and what a caller gets who always takes some or all of what is left: (when, how much)."""
+    history = data.draw(histories(algorithm, long=True))
+    simulation = Simulation(history.start_us)
     admitted = []
-    for step in story.steps:
-        world.clock.advance_us(step.after_us)
-        left = world.peek(story.limit).remaining or 0
+    for step in history.steps:
+        simulation.clock.advance_us(step.after_us)
+        left = simulation.peek(history.limit).remaining or 0
         cost = min(step.cost, left)
-        assert world.check(story.limit, cost).allowed
-        admitted.append((world.now_us, cost))
-    return story.limit, admitted
+        assert simulation.check(history.limit, cost).allowed
+        admitted.append((simulation.now_us, cost))
+    return history.limit, admitted
 
 
 def stretches(admitted: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
@@ -144,17 +144,17 @@ def test_a_bucket_admits_its_capacity_and_what_the_rate_adds(algorithm: str, dat
 
 @given(data=st.data())
 def test_what_waits_its_delay_leaves_a_leaky_bucket_at_its_rate(data: st.DataObject) -> None:
-    story = data.draw(histories("leaky_bucket", long=True))
-    steps: Any = story.limit.compiled
+    history = data.draw(histories("leaky_bucket", long=True))
+    steps: Any = history.limit.compiled
     per_ms = Fraction(steps.tokens * 1_000, steps.per_us)
-    world = Simulation(story.start_us)
+    simulation = Simulation(history.start_us)
     left: list[tuple[Fraction, int]] = []
-    for step in story.steps:
-        world.clock.advance_us(step.after_us)
-        decision = world.check(story.limit, step.cost)
+    for step in history.steps:
+        simulation.clock.advance_us(step.after_us)
+        decision = simulation.check(history.limit, step.cost)
         assert (decision.delay_ms is not None) == (decision.allowed and step.cost > 0)
         if decision.delay_ms is not None:
-            left.append((Fraction(world.now_us, 1_000) + decision.delay_ms, step.cost))
+            left.append((Fraction(simulation.now_us, 1_000) + decision.delay_ms, step.cost))
     for i in range(len(left)):
         for j in range(i + 1, len(left)):
             before = sum(cost for _, cost in left[i:j])
@@ -206,14 +206,14 @@ def test_a_counter_can_let_twice_its_limit_pass_within_one_window() -> None:
     limit = SlidingWindowCounter(limit=100, window_seconds=60)
     window = 60_000_000
     edge_us = 28_333_334 * window
-    world = Simulation(edge_us - 1)
-    assert world.check(limit, 100).allowed
+    simulation = Simulation(edge_us - 1)
+    assert simulation.check(limit, 100).allowed
     admitted = 0
     for elapsed_us in range(0, window - 1, 600_000):
-        world.clock.set_us(edge_us + elapsed_us)
-        admitted += sum(world.check(limit).allowed for _ in range(3))
-    world.clock.set_us(edge_us + window - 2)
-    admitted += sum(world.check(limit).allowed for _ in range(3))
+        simulation.clock.set_us(edge_us + elapsed_us)
+        admitted += sum(simulation.check(limit).allowed for _ in range(3))
+    simulation.clock.set_us(edge_us + window - 2)
+    admitted += sum(simulation.check(limit).allowed for _ in range(3))
     assert admitted == 100
 
 
@@ -221,13 +221,13 @@ def test_a_counter_can_let_twice_its_limit_pass_within_one_window() -> None:
 def test_across_an_edge_a_counter_lets_only_one_more_pass_at_once(size: int) -> None:
     limit = SlidingWindowCounter(limit=size, window_seconds=60)
     edge_us = 28_333_334 * 60_000_000
-    world = Simulation(edge_us - 1)
-    assert world.check(limit, size).allowed
-    world.clock.set_us(edge_us)
-    assert not world.check(limit).allowed
-    world.clock.set_us(edge_us + 1)
-    assert world.check(limit).allowed
-    assert not world.check(limit).allowed
+    simulation = Simulation(edge_us - 1)
+    assert simulation.check(limit, size).allowed
+    simulation.clock.set_us(edge_us)
+    assert not simulation.check(limit).allowed
+    simulation.clock.set_us(edge_us + 1)
+    assert simulation.check(limit).allowed
+    assert not simulation.check(limit).allowed
 
 
 # -- leases
@@ -238,30 +238,30 @@ def test_live_leases_never_hold_more_slots_than_there_are(data: st.DataObject) -
     limit = data.draw(limits("concurrency"))
     assert isinstance(limit, Concurrency)
     ttl_us, size = window_us(limit), limit.size or 0
-    world = Simulation(data.draw(starts()))
+    simulation = Simulation(data.draw(starts()))
     held: dict[str, tuple[int, int]] = {}  # (stale from, slots)
     for _ in range(data.draw(st.integers(1, 25))):
-        world.clock.advance_us(data.draw(pauses(limit)))
-        live = {lease: slots for lease, (until_us, slots) in held.items() if until_us > world.now_us}
+        simulation.clock.advance_us(data.draw(pauses(limit)))
+        live = {lease: slots for lease, (until_us, slots) in held.items() if until_us > simulation.now_us}
         action = data.draw(st.sampled_from(["take", "take", "release", "renew"]))
         if action == "take" or not held:
             cost = data.draw(st.integers(1, size))
-            decision = world.check(limit, cost)
+            decision = simulation.check(limit, cost)
             assert decision.allowed == (sum(live.values()) + cost <= size)
             assert (decision.lease_id is not None) == decision.allowed
             if decision.lease_id is not None:
-                held[decision.lease_id] = (world.now_us + ttl_us, cost)
+                held[decision.lease_id] = (simulation.now_us + ttl_us, cost)
         else:
             lease = data.draw(st.sampled_from(list(held)))
             if action == "release":
-                world.limiter.release(lease)
+                simulation.limiter.release(lease)
                 del held[lease]
             else:
-                assert world.limiter.renew(lease) == (lease in live)
+                assert simulation.limiter.renew(lease) == (lease in live)
                 if lease in live:
-                    held[lease] = (world.now_us + ttl_us, live[lease])
-        in_use = sum(slots for until_us, slots in held.values() if until_us > world.now_us)
-        assert world.peek(limit).remaining == size - in_use
+                    held[lease] = (simulation.now_us + ttl_us, live[lease])
+        in_use = sum(slots for until_us, slots in held.values() if until_us > simulation.now_us)
+        assert simulation.peek(limit).remaining == size - in_use
 
 
 # -- shares
@@ -272,28 +272,28 @@ def test_live_leases_never_hold_more_slots_than_there_are(data: st.DataObject) -
 @given(data=st.data())
 def test_a_priority_never_takes_use_above_its_share(algorithm: str, data: st.DataObject) -> None:
     shares = {"P1": data.draw(st.integers(0, 100)), "P2": data.draw(st.integers(0, 100))}
-    story = data.draw(histories(algorithm, {"shares": shares}))
-    world, oracle = Simulation(story.start_us), build_oracle(story.limit, bucket_key(story.limit))
-    for step in story.steps:
-        world.clock.advance_us(step.after_us)
+    history = data.draw(histories(algorithm, {"shares": shares}))
+    simulation, oracle = Simulation(history.start_us), build_oracle(history.limit, bucket_key(history.limit))
+    for step in history.steps:
+        simulation.clock.advance_us(step.after_us)
         priority = data.draw(st.sampled_from(["P0", "P1", "P2", "P3"]))
-        share = (story.limit.size or 0) * shares.get(priority, 100) // 100
-        used = oracle.used(world.now_us)
-        decision = world.check(story.limit, step.cost, priority=priority)
+        share = (history.limit.size or 0) * shares.get(priority, 100) // 100
+        used = oracle.used(simulation.now_us)
+        decision = simulation.check(history.limit, step.cost, priority=priority)
         assert decision.allowed == (step.cost == 0 or used + step.cost <= share)
         if decision.allowed:
-            oracle.take(world.now_us, step.cost)
-        assert decision.remaining == max(int((share - oracle.used(world.now_us)) // 1), 0)
+            oracle.take(simulation.now_us, step.cost)
+        assert decision.remaining == max(int((share - oracle.used(simulation.now_us)) // 1), 0)
 
 
 def test_the_text_of_a_bucket_admits_exactly_its_number_per_window() -> None:
     for text in ("token:50/minute", "leaky:50/minute", "token:7/3 seconds"):
         [limit] = Limits.parse(text)
         window = {"token:7/3 seconds": 3_000_000}.get(text, 60_000_000)
-        world = Simulation(1_700_006_400_000_000)
-        assert world.check(limit, limit.size or 0).allowed
+        simulation = Simulation(1_700_006_400_000_000)
+        assert simulation.check(limit, limit.size or 0).allowed
         admitted = 0
         for elapsed_us in range(0, 10 * window + 1, window // 200):
-            world.clock.set_us(1_700_006_400_000_000 + elapsed_us)
-            admitted += sum(world.check(limit).allowed for _ in range(2))
+            simulation.clock.set_us(1_700_006_400_000_000 + elapsed_us)
+            admitted += sum(simulation.check(limit).allowed for _ in range(2))
         assert admitted == 10 * (limit.size or 0)

@@ -25,17 +25,17 @@ EXAMPLES = 40
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
 
-def lived(story: History) -> tuple[Simulation, Oracle]:
+def replayed(history: History) -> tuple[Simulation, Oracle]:
     """The engine and the model after the same history, with no room left."""
-    world, oracle = Simulation(story.start_us), build_oracle(story.limit, bucket_key(story.limit))
-    for step in story.steps:
-        world.clock.advance_us(step.after_us)
-        world.check(story.limit, step.cost)
-        oracle.check(world.now_us, step.cost)
-    left = world.peek(story.limit).remaining or 0
-    world.check(story.limit, left)
-    oracle.check(world.now_us, left)
-    return world, oracle
+    simulation, oracle = Simulation(history.start_us), build_oracle(history.limit, bucket_key(history.limit))
+    for step in history.steps:
+        simulation.clock.advance_us(step.after_us)
+        simulation.check(history.limit, step.cost)
+        oracle.check(simulation.now_us, step.cost)
+    left = simulation.peek(history.limit).remaining or 0
+    simulation.check(history.limit, left)
+    oracle.check(simulation.now_us, left)
+    return simulation, oracle
 
 
 @every_algorithm
@@ -44,45 +44,45 @@ def lived(story: History) -> tuple[Simulation, Oracle]:
 def test_a_wait_is_the_first_instant_at_which_the_definition_has_room(
     algorithm: str, priority: str, data: st.DataObject
 ) -> None:
-    story = data.draw(histories(algorithm, {"shares": data.draw(st.sampled_from([{}, SHARES]))}))
-    world, oracle = lived(story)
-    world.clock.advance_us(data.draw(pauses(story.limit)))
-    cost = data.draw(costs(story.limit, least=1))
-    share = oracle.size * story.limit.shares.get(priority, 100) // 100
-    expected = wait_us(oracle, world.now_us, cost, share)
-    [row] = world.evaluate(story.limit, cost, priority).rows
+    history = data.draw(histories(algorithm, {"shares": data.draw(st.sampled_from([{}, SHARES]))}))
+    simulation, oracle = replayed(history)
+    simulation.clock.advance_us(data.draw(pauses(history.limit)))
+    cost = data.draw(costs(history.limit, least=1))
+    share = oracle.size * history.limit.shares.get(priority, 100) // 100
+    expected = wait_us(oracle, simulation.now_us, cost, share)
+    [row] = simulation.evaluate(history.limit, cost, priority).rows
     assert row[3] == (-1 if expected is None else expected)
-    decision = world.fork_later(0).check(story.limit, cost, priority=priority)
+    decision = simulation.fork_later(0).check(history.limit, cost, priority=priority)
     assert decision.allowed == (expected == 0)
     assert decision.retry_after_ms == (None if expected is None else round_up_to_ms(expected))
     if expected:
-        assert not world.fork_later(expected - 1).check(story.limit, cost, priority=priority).allowed
-        assert world.fork_later(expected).check(story.limit, cost, priority=priority).allowed
+        assert not simulation.fork_later(expected - 1).check(history.limit, cost, priority=priority).allowed
+        assert simulation.fork_later(expected).check(history.limit, cost, priority=priority).allowed
 
 
 @every_algorithm
 @settings(max_examples=EXAMPLES)
 @given(data=st.data())
 def test_a_reset_is_the_first_instant_at_which_nothing_is_in_use(algorithm: str, data: st.DataObject) -> None:
-    story = data.draw(histories(algorithm))
-    world, oracle = lived(story)
-    world.clock.advance_us(data.draw(pauses(story.limit)))
-    look, expected = world.peek(story.limit), reset_us(oracle, world.now_us)
-    assert world.reset_us(story.limit) == expected
-    assert look.reset_after_ms == round_up_to_ms(expected)
-    assert look.reset_at == ceil(Fraction(world.now_us + expected, 10**6))
-    assert look.remaining == max(int((oracle.size - oracle.used(world.now_us)) // 1), 0)
+    history = data.draw(histories(algorithm))
+    simulation, oracle = replayed(history)
+    simulation.clock.advance_us(data.draw(pauses(history.limit)))
+    peek, expected = simulation.peek(history.limit), reset_us(oracle, simulation.now_us)
+    assert simulation.reset_us(history.limit) == expected
+    assert peek.reset_after_ms == round_up_to_ms(expected)
+    assert peek.reset_at == ceil(Fraction(simulation.now_us + expected, 10**6))
+    assert peek.remaining == max(int((oracle.size - oracle.used(simulation.now_us)) // 1), 0)
 
 
 @settings(max_examples=EXAMPLES)
-@given(story=histories("leaky_bucket", {"count_denied": True}))
-def test_what_a_leaky_bucket_takes_waits_until_what_came_before_has_drained(story: History) -> None:
-    world, oracle = Simulation(story.start_us), build_oracle(story.limit, bucket_key(story.limit))
-    for step in story.steps:
-        world.clock.advance_us(step.after_us)
-        delay_us = search_first_us(lambda at: not oracle.used(at), world.now_us)
-        decision = world.check(story.limit, step.cost)
-        allowed = oracle.check(world.now_us, step.cost)
+@given(history=histories("leaky_bucket", {"count_denied": True}))
+def test_what_a_leaky_bucket_takes_waits_until_what_came_before_has_drained(history: History) -> None:
+    simulation, oracle = Simulation(history.start_us), build_oracle(history.limit, bucket_key(history.limit))
+    for step in history.steps:
+        simulation.clock.advance_us(step.after_us)
+        delay_us = search_first_us(lambda at: not oracle.used(at), simulation.now_us)
+        decision = simulation.check(history.limit, step.cost)
+        allowed = oracle.check(simulation.now_us, step.cost)
         assert decision.delay_ms == (round_up_to_ms(delay_us) if allowed and step.cost else None)
 
 
@@ -98,10 +98,10 @@ def test_a_bucket_has_room_for_one_more_not_a_microsecond_before_it_has_refilled
     name = "refill_rate_per_sec" if kind is TokenBucket else "leak_rate_per_sec"
     limit = kind(bucket_capacity=capacity, **{name: rate})
     exact = Fraction(5, 3) if rate == 100 / 60 else Fraction(str(rate))
-    world = Simulation(1_700_000_000_000_000)
-    assert world.check(limit, capacity).allowed
+    simulation = Simulation(1_700_000_000_000_000)
+    assert simulation.check(limit, capacity).allowed
     for cost in range(1, min(capacity, 5) + 1):
         wait = ceil(cost / exact * 10**6)
-        assert world.wait_us(limit, cost) == wait
-        assert not world.fork_later(wait - 1).check(limit, cost).allowed
-        assert world.fork_later(wait).check(limit, cost).allowed
+        assert simulation.wait_us(limit, cost) == wait
+        assert not simulation.fork_later(wait - 1).check(limit, cost).allowed
+        assert simulation.fork_later(wait).check(limit, cost).allowed

@@ -1,4 +1,4 @@
-"""What the limiter itself promises, whatever the store."""
+"""The limiter itself, on any store."""
 
 import inspect
 import subprocess
@@ -186,11 +186,11 @@ def test_what_was_refunded_is_not_settled_as_if_it_were_held(limiter: SyncLimite
     assert (settlement.outcome, counted) in [("lapsed", 1), ("settled", 51)]
 
 
-def test_open_reservations_of_a_monitored_limit_hinder_nobody(limiter: SyncLimiter) -> None:
+def test_open_reservations_of_a_monitored_limit_deny_nothing(limiter: SyncLimiter) -> None:
     """A bucket holds 1,000 open reservations; a limit that only watches must not refuse the next one."""
     watched = FixedWindow(name="watched", limit=10_000, window_seconds=86_400, scope="tenant", mode="monitor")
-    own = FixedWindow(name="own", limit=10, window_seconds=86_400)
-    limits = Limits(watched, own)
+    enforced = FixedWindow(name="enforced", limit=10, window_seconds=86_400)
+    limits = Limits(watched, enforced)
     for n in range(1_001):
         assert limiter.reserve("r", f"user {n}", limits=limits, cost=1).allowed
 
@@ -200,6 +200,6 @@ def test_resetting_forgets_what_these_limits_have_counted_and_nothing_else(limit
     for subject in ("s", "t"):
         limiter.check("r", subject, limits=limits, cost=2)
     limiter.reset("r", "s", limits=limits["a"])
-    look = limiter.check("r", "s", limits=limits, cost=0)
-    assert {name: state.remaining for name, state in look.limits.items()} == {"a": 5, "b": 3}
+    peek = limiter.check("r", "s", limits=limits, cost=0)
+    assert {name: state.remaining for name, state in peek.limits.items()} == {"a": 5, "b": 3}
     assert limiter.check("r", "t", limits=limits, cost=0).remaining == 3

@@ -170,7 +170,7 @@ def test_a_denied_cost_above_the_limit_counts_as_the_limit(
     assert in_use(store) == 10
 
 
-def test_the_wait_is_told_after_the_denial_was_counted(limiter: SyncLimiter) -> None:
+def test_the_wait_includes_the_denial_that_was_counted(limiter: SyncLimiter) -> None:
     limit = COUNTING["token_bucket"]
     limiter.check("r", "s", limits=limit, cost=10)
     assert limiter.check("r", "s", limits=limit, cost=4).retry_after_ms == 8_000
@@ -226,7 +226,7 @@ def test_a_faster_plan_refills_a_bucket_to_its_capacity_and_no_further(
     assert remaining(limiter, fast) == 10
 
 
-def test_a_delay_is_rounded_up_before_it_is_told_in_milliseconds(limiter: SyncLimiter) -> None:
+def test_a_delay_is_rounded_up_to_milliseconds(limiter: SyncLimiter) -> None:
     limit = LeakyBucket(bucket_capacity=10, leak_rate_per_sec="999.999999")  # a token in 1000.000001 microseconds
     assert limiter.check("r", "s", limits=limit).delay_ms == 0
     assert limiter.check("r", "s", limits=limit).delay_ms == 2
@@ -236,7 +236,7 @@ def test_a_delay_is_rounded_up_before_it_is_told_in_milliseconds(limiter: SyncLi
 
 
 def test_no_more_than_was_taken_in_its_moment_goes_back(limiter: SyncLimiter) -> None:
-    """Two reservations of one microsecond are one entry of the log: what one gives back is all of its own."""
+    """Two reservations of one microsecond share an entry of the log: settling one gives back only its own amount."""
     limit = SlidingWindow(limit=10, window_seconds=60)
     _, large = (limiter.reserve("r", "s", limits=limit, cost=cost) for cost in (1, 6))
     limiter.settle(large.reservation_id or "", 1)

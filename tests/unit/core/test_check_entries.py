@@ -1,4 +1,4 @@
-"""The general form of a check: entries that decide together, each with its own limit, resource, subject and cost."""
+"""The general form of a check: entries that are decided together, each with a limit, resource, subject and cost."""
 
 from dataclasses import replace
 from typing import Any
@@ -88,7 +88,7 @@ def test_a_name_that_only_one_limit_has_is_reported_bare(limiter: SyncLimiter) -
 
 
 def test_a_name_in_several_places_is_reported_with_its_place(limiter: SyncLimiter) -> None:
-    """All of those that share it: whoever reads `burst` must not have to know which plan came first."""
+    """All limits that share it: a reader of `burst` must not have to know which plan came first."""
     entries = [
         Entry(window("burst", 10), "r", "s", 1, Layer.OPERATOR),
         Entry(window("burst", 20), "r", "s", 1, Layer.TENANT),

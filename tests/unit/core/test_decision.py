@@ -1,4 +1,4 @@
-"""Which limit a decision speaks of, and how its numbers are rounded."""
+"""Which limit of a decision binds, and how its numbers are rounded."""
 
 from typing import Any
 
@@ -60,7 +60,7 @@ def test_of_equal_waits_the_earlier_limit_binds(limiter: SyncLimiter) -> None:
     assert limiter.check("r", "s", limits=[log("x", 0), log("y", 0)]).binding == "x"
 
 
-def test_of_equal_waits_the_earlier_limit_binds_whatever_their_resets(limiter: SyncLimiter) -> None:
+def test_of_equal_waits_the_earlier_limit_binds_regardless_of_their_resets(limiter: SyncLimiter) -> None:
     window = first_hit("window", 2)
     bucket = TokenBucket(name="bucket", bucket_capacity=2, refill_rate_per_sec=1)
     limiter.check("r", "s", limits=[window, bucket], cost=2)
@@ -140,7 +140,7 @@ def test_with_no_limit_left_to_bind_nothing_is_said_of_one(limiter: SyncLimiter)
         assert bound == (None,) * 5
 
 
-def test_a_decision_tells_every_limit_in_the_order_given(limiter: SyncLimiter) -> None:
+def test_a_decision_has_every_limit_in_the_order_given(limiter: SyncLimiter) -> None:
     limits = [log("b", None), log("a", 1, mode="monitor"), log("c", 5)]
     states = limiter.check("r", "s", limits=limits, cost=2).limits
     assert list(states) == ["b", "a", "c"]
@@ -151,7 +151,7 @@ def test_a_decision_tells_every_limit_in_the_order_given(limiter: SyncLimiter) -
     assert [state.reset_after_ms for state in states.values()] == [0, 0, 60_000]
 
 
-def test_what_a_monitored_limit_would_have_denied_is_told_on_denials_too(limiter: SyncLimiter) -> None:
+def test_what_a_monitored_limit_would_have_denied_is_reported_on_denials_too(limiter: SyncLimiter) -> None:
     limits = [log("w1", 1, mode="monitor"), log("real", 2), log("w2", 2, mode="monitor"), log("w3", 9, mode="monitor")]
     assert limiter.check("r", "s", limits=limits).would_deny == ()
     allowed = limiter.check("r", "s", limits=limits)
@@ -204,14 +204,16 @@ def test_remaining_is_rounded_down_and_never_below_0(limiter: SyncLimiter, clock
     clock.advance_us(1_999_999)
     assert limiter.check("r", "s", limits=limit, cost=0).remaining == 1
     limiter.check("r", "s", limits=limit, cost=2)
-    look = limiter.check("r", "s", limits=limit, cost=0)
-    assert (look.allowed, look.remaining, look.retry_after_ms) == (True, 0, 0)
+    peek = limiter.check("r", "s", limits=limit, cost=0)
+    assert (peek.allowed, peek.remaining, peek.retry_after_ms) == (True, 0, 0)
 
 
 # -- delays
 
 
-def test_a_leaky_bucket_tells_how_long_to_wait_for_what_came_before(limiter: SyncLimiter, clock: ManualClock) -> None:
+def test_the_delay_of_a_leaky_bucket_is_the_time_until_earlier_costs_have_drained(
+    limiter: SyncLimiter, clock: ManualClock
+) -> None:
     limit = LeakyBucket(bucket_capacity=10, leak_rate_per_sec=4)
     assert [limiter.check("r", "s", limits=limit, cost=cost).delay_ms for cost in (2, 1, 3)] == [0, 500, 750]
     clock.advance_us(1_000_001)
@@ -229,7 +231,7 @@ def test_only_what_is_taken_from_an_enforced_leaky_bucket_is_delayed(limiter: Sy
     assert limiter.check("r", "s", limits=log("log", 5)).delay_ms is None
 
 
-def test_of_several_delays_the_largest_is_told(limiter: SyncLimiter) -> None:
+def test_the_largest_of_several_delays_is_reported(limiter: SyncLimiter) -> None:
     slow = LeakyBucket(name="slow", bucket_capacity=10, leak_rate_per_sec=1)
     fast = LeakyBucket(name="fast", bucket_capacity=10, leak_rate_per_sec=10)
     limiter.check("r", "s", limits=[slow, fast], cost=2)
@@ -253,7 +255,7 @@ def test_a_decision_of_the_store_itself_is_not_degraded(limiter: SyncLimiter) ->
     assert (decision.degraded, decision.reservation_id, decision.shadow) == (None, None, None)
 
 
-def test_a_shadow_plan_is_judged_beside_and_changes_nothing(limiter: SyncLimiter) -> None:
+def test_a_shadow_plan_is_decided_beside_and_changes_nothing(limiter: SyncLimiter) -> None:
     live, candidate = log("a", 3), log("a", 1)
     allowed = [limiter.check("r", "s", limits=live, shadow=candidate) for _ in range(4)]
     assert [decision.allowed for decision in allowed] == [True, True, True, False]

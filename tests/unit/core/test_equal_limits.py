@@ -33,12 +33,12 @@ def test_limits_of_other_numbers_differ() -> None:
 
 @pytest.mark.parametrize("algorithm", ["token_bucket", "leaky_bucket", "fixed_window", "concurrency", "quota"])
 def test_a_limit_of_null_is_unlimited_in_the_words_of_any_algorithm(algorithm: str) -> None:
-    own: dict[str, dict[str, Any]] = {
+    fields: dict[str, dict[str, Any]] = {
         "fixed_window": {"window_seconds": 60},
         "concurrency": {"lease_ttl_seconds": 60},
         "quota": {"period": "day"},
     }
-    limit = limit_from_fields({"algorithm": algorithm, "limit": None, **own.get(algorithm, {})})
+    limit = limit_from_fields({"algorithm": algorithm, "limit": None, **fields.get(algorithm, {})})
     assert limit.size is None
     assert SyncLimiter.connect("memory://").check("r", "s", limits=limit, cost=10**9).allowed
 

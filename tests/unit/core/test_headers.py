@@ -1,4 +1,4 @@
-"""Header fields: what a decision tells clients of today, and those that read the IETF's drafts."""
+"""Header fields of a decision: the legacy fields, and those of the IETF drafts."""
 
 import re
 from collections.abc import Iterable
@@ -67,7 +67,7 @@ def parsed(text: str) -> dict[str, dict[str, int | str]]:
     return found
 
 
-def told(
+def header_fields(
     limits: Any, decision: Decision, *styles: HeaderStyle, reset: ResetUnit = ResetUnit.EPOCH, clock: Any = None
 ) -> dict[str, str]:
     template = HeaderTemplate.compile(limits, styles or DEFAULT_STYLES, reset, clock)
@@ -79,11 +79,11 @@ def told(
 
 
 def policies(limits: Any, decision: Decision) -> dict[str, dict[str, int | str]]:
-    return parsed(told(limits, decision, DRAFT_11).get("ratelimit-policy", ""))
+    return parsed(header_fields(limits, decision, DRAFT_11).get("ratelimit-policy", ""))
 
 
 def states(limits: Any, decision: Decision) -> dict[str, dict[str, int | str]]:
-    return parsed(told(limits, decision, DRAFT_11).get("ratelimit", ""))
+    return parsed(header_fields(limits, decision, DRAFT_11).get("ratelimit", ""))
 
 
 def window(name: str = "a", limit: int | None = 10, **fields: Any) -> Limit:
@@ -113,9 +113,9 @@ def test_the_fields_are_those_of_the_design(limiter: SyncLimiter, afternoon: int
     ]
 
 
-def test_a_denial_tells_when_to_come_back(limiter: SyncLimiter, afternoon: int) -> None:
+def test_a_denial_says_when_to_retry(limiter: SyncLimiter, afternoon: int) -> None:
     limiter.check("r", "s", limits=PLAN, cost=100)
-    assert told(PLAN, limiter.check("r", "s", limits=PLAN)) == {
+    assert header_fields(PLAN, limiter.check("r", "s", limits=PLAN)) == {
         "x-ratelimit-limit": "100",
         "x-ratelimit-remaining": "0",
         "x-ratelimit-reset": str(afternoon + 60),
@@ -127,7 +127,7 @@ def test_a_denial_tells_when_to_come_back(limiter: SyncLimiter, afternoon: int) 
 
 def test_draft_06_counts_seconds_from_now(limiter: SyncLimiter, afternoon: int) -> None:
     decision = limiter.check("r", "s", limits=PLAN, cost=50)
-    assert told(PLAN, decision, DRAFT_06) == {
+    assert header_fields(PLAN, decision, DRAFT_06) == {
         "ratelimit-limit": "100",
         "ratelimit-remaining": "50",
         "ratelimit-reset": "30",
@@ -137,8 +137,8 @@ def test_draft_06_counts_seconds_from_now(limiter: SyncLimiter, afternoon: int) 
 
 def test_the_legacy_reset_counts_seconds_from_now_by_an_option(limiter: SyncLimiter, afternoon: int) -> None:
     decision = limiter.check("r", "s", limits=PLAN, cost=50)
-    assert told(PLAN, decision, LEGACY, reset=ResetUnit.DELTA)["x-ratelimit-reset"] == "30"
-    assert told(PLAN, decision, LEGACY)["x-ratelimit-reset"] == str(afternoon + 30)
+    assert header_fields(PLAN, decision, LEGACY, reset=ResetUnit.DELTA)["x-ratelimit-reset"] == "30"
+    assert header_fields(PLAN, decision, LEGACY)["x-ratelimit-reset"] == str(afternoon + 30)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_the_legacy_reset_counts_seconds_from_now_by_an_option(limiter: SyncLimi
 def test_a_style_has_its_own_fields_and_each_has_retry_after(
     styles: list[HeaderStyle], names: list[str], limiter: SyncLimiter
 ) -> None:
-    assert list(told(PLAN, limiter.check("r", "s", limits=PLAN), *styles)) == [*names, "retry-after"]
+    assert list(header_fields(PLAN, limiter.check("r", "s", limits=PLAN), *styles)) == [*names, "retry-after"]
 
 
 def test_styles_have_the_names_of_the_design() -> None:
@@ -168,12 +168,12 @@ def test_styles_have_the_names_of_the_design() -> None:
 def test_retry_after_is_rounded_up_and_at_least_1(wait_ms: int, seconds: str, limiter: SyncLimiter) -> None:
     decision = limiter.check("r", "s", limits=window(limit=0))
     waiting = msgspec.structs.replace(decision, retry_after_ms=wait_ms)
-    assert told(window(limit=0), waiting)["retry-after"] == seconds
+    assert header_fields(window(limit=0), waiting)["retry-after"] == seconds
 
 
 def test_what_can_never_be_allowed_has_no_retry_after_and_no_t(limiter: SyncLimiter) -> None:
     limits = Limits(window("a", 0), window("b"))
-    denied = told(limits, limiter.check("r", "s", limits=limits))
+    denied = header_fields(limits, limiter.check("r", "s", limits=limits))
     assert "retry-after" not in denied
     assert "t" not in parsed(denied["ratelimit"])["a"]
     assert parsed(denied["ratelimit"])["b"] == {"r": 10, "t": 60}
@@ -186,8 +186,8 @@ def test_fields_are_well_formed_and_waiting_for_retry_after_is_enough(plan: list
     limiter = SyncLimiter(MemoryStore(clock=clock))
     for cost in costs:
         decision = limiter.check("r", "s", limits=plan, cost=cost)
-        headers = told(plan, decision, *HeaderStyle, clock=clock)
-        told(plan, decision, reset=ResetUnit.DELTA, clock=clock)
+        headers = header_fields(plan, decision, *HeaderStyle, clock=clock)
+        header_fields(plan, decision, reset=ResetUnit.DELTA, clock=clock)
         finite = {name for name, state in decision.limits.items() if state.limit is not None}
         assert parsed(headers.get("ratelimit", "")).keys() == finite
         assert parsed(headers.get("ratelimit-policy", "")).keys() == finite
@@ -203,7 +203,7 @@ def test_fields_are_well_formed_and_waiting_for_retry_after_is_enough(plan: list
 def test_retry_after_is_no_earlier_than_the_t_of_any_limit_that_denies(limiter: SyncLimiter) -> None:
     limits = Limits(window("minute"), FixedWindow(name="hour", limit=10, window_seconds=3_600))
     limiter.check("r", "s", limits=limits, cost=10)
-    denied = told(limits, limiter.check("r", "s", limits=limits))
+    denied = header_fields(limits, limiter.check("r", "s", limits=limits))
     waits = [item["t"] for item in parsed(denied["ratelimit"]).values()]
     assert int(denied["retry-after"]) == max(int(wait) for wait in waits)
 
@@ -231,14 +231,14 @@ def test_retry_after_is_no_earlier_than_the_t_of_any_limit_that_denies(limiter: 
     ],
     ids=lambda value: value if isinstance(value, str) else value.algorithm,
 )
-def test_a_policy_tells_the_size_and_the_window(limit: Limit, policy: str, limiter: SyncLimiter) -> None:
+def test_a_policy_has_the_size_and_the_window(limit: Limit, policy: str, limiter: SyncLimiter) -> None:
     decision = limiter.check("r", "s", limits=limit, cost=0)
-    assert told(limit, decision)["ratelimit-policy"] == f'"x";{policy}'
+    assert header_fields(limit, decision)["ratelimit-policy"] == f'"x";{policy}'
 
 
 def test_integers_have_at_most_15_digits(limiter: SyncLimiter) -> None:
     huge = FixedWindow(name="huge", limit=2**52 - 1, window_seconds=60)
-    headers = told(huge, limiter.check("r", "s", limits=huge), *HeaderStyle)
+    headers = header_fields(huge, limiter.check("r", "s", limits=huge), *HeaderStyle)
     assert headers["ratelimit-policy"] == '"huge";q=999999999999999;w=60'
     assert headers["ratelimit"] == '"huge";r=999999999999999;t=60'
     assert headers["ratelimit-limit"] == headers["ratelimit-remaining"] == "999999999999999"
@@ -250,7 +250,7 @@ def test_a_limit_that_is_unlimited_is_left_out(limiter: SyncLimiter) -> None:
     assert policies(limits, limiter.check("r", "s", limits=limits)).keys() == {"a"}
     assert states(limits, limiter.check("r", "s", limits=limits)).keys() == {"a"}
     alone = window("b", None)
-    assert told(alone, limiter.check("r", "s", limits=alone), *HeaderStyle) == {"retry-after": "0"}
+    assert header_fields(alone, limiter.check("r", "s", limits=alone), *HeaderStyle) == {"retry-after": "0"}
 
 
 def test_limits_that_are_off_are_left_out(limiter: SyncLimiter) -> None:
@@ -258,22 +258,26 @@ def test_limits_that_are_off_are_left_out(limiter: SyncLimiter) -> None:
     assert policies(limits, limiter.check("r", "s", limits=limits)).keys() == {"a"}
 
 
-def test_joined_limits_are_told_by_the_names_of_the_decision(limiter: SyncLimiter) -> None:
+def test_joined_limits_have_the_names_of_the_decision(limiter: SyncLimiter) -> None:
     limits = join_limits(PlanPart(window("a", 5), Layer.TENANT), PlanPart(window("a", 7), Layer.POLICY))
-    headers = told(limits, limiter.check("r", "s", limits=limits))
+    headers = header_fields(limits, limiter.check("r", "s", limits=limits))
     assert headers["ratelimit-policy"] == '"tenant:a";q=5;w=60,"policy:a";q=7;w=60'
     assert headers["ratelimit"] == '"tenant:a";r=4;t=60,"policy:a";r=6;t=60'
 
 
 def test_a_compiled_plan_does_as_well_as_its_limits(limiter: SyncLimiter) -> None:
     decision = limiter.check("r", "s", limits=PLAN)
-    assert told(PLAN.plan("P2"), decision) == told(PLAN, decision) == told([BURST, DAILY], decision)
+    assert (
+        header_fields(PLAN.plan("P2"), decision)
+        == header_fields(PLAN, decision)
+        == header_fields([BURST, DAILY], decision)
+    )
 
 
 # -- overrides
 
 
-def test_an_override_is_told_in_place_of_the_plan(limiter: SyncLimiter) -> None:
+def test_the_numbers_of_an_override_replace_those_of_the_plan(limiter: SyncLimiter) -> None:
     limiter.set_override("r", "s", {"burst": {"limit": 500}}, limits=PLAN, ttl_seconds=60)
     template = HeaderTemplate.compile(PLAN, [DRAFT_11])
     for subject, policy in (
@@ -287,11 +291,11 @@ def test_an_override_is_told_in_place_of_the_plan(limiter: SyncLimiter) -> None:
         assert headers[b"ratelimit-policy"].decode() == policy + ',"daily";q=1000;w=86400'
 
 
-@pytest.mark.parametrize(("word", "told_of"), [("unlimited", {"daily"}), ("blocked", {"burst", "daily"})])
-def test_an_override_may_lift_or_block_a_limit(word: str, told_of: set[str], limiter: SyncLimiter) -> None:
+@pytest.mark.parametrize(("word", "reported"), [("unlimited", {"daily"}), ("blocked", {"burst", "daily"})])
+def test_an_override_may_lift_or_block_a_limit(word: str, reported: set[str], limiter: SyncLimiter) -> None:
     limiter.set_override("r", "s", {"burst": word}, limits=PLAN, ttl_seconds=60)
     decision = limiter.check("r", "s", limits=PLAN)
-    assert policies(PLAN, decision).keys() == states(PLAN, decision).keys() == told_of
+    assert policies(PLAN, decision).keys() == states(PLAN, decision).keys() == reported
     assert policies(PLAN, decision).get("burst", {"q": 0})["q"] == 0
 
 
@@ -303,7 +307,7 @@ def test_an_override_may_limit_what_was_unlimited(limiter: SyncLimiter) -> None:
     assert policies(limits, limiter.check("r", "s", limits=limits)) == {"a": {"q": 5}, "b": {"q": 5, "w": 60}}
 
 
-def test_a_decision_of_other_limits_is_told_without_their_windows(limiter: SyncLimiter) -> None:
+def test_a_decision_of_other_limits_has_no_windows(limiter: SyncLimiter) -> None:
     decision = limiter.check("r", "s", limits=[window("a"), window("b")])
     assert policies(window("a"), decision) == {"a": {"q": 10, "w": 60}, "b": {"q": 10}}
     assert states(window("c"), decision).keys() == {"a", "b"}
@@ -315,13 +319,13 @@ def test_a_decision_of_other_limits_is_told_without_their_windows(limiter: SyncL
 
 def test_monitored_limits_beside_an_enforced_one_do_not_bind(limiter: SyncLimiter) -> None:
     limits = Limits(window("a", 0, mode="monitor"), window("b"))
-    headers = told(limits, limiter.check("r", "s", limits=limits))
+    headers = header_fields(limits, limiter.check("r", "s", limits=limits))
     assert (headers["x-ratelimit-limit"], headers["retry-after"]) == ("10", "0")
     assert parsed(headers["ratelimit"]) == {"a": {"r": 0}, "b": {"r": 9, "t": 60}}
 
 
 def monitored(limiter: SyncLimiter, clock: ManualClock, *limits: Limit, cost: int = 1) -> tuple[str, ...]:
-    headers = told(limits, limiter.check("r", "s", limits=limits, cost=cost), *HeaderStyle, clock=clock)
+    headers = header_fields(limits, limiter.check("r", "s", limits=limits, cost=cost), *HeaderStyle, clock=clock)
     assert headers["retry-after"] == "0"
     for kind in ("limit", "remaining"):
         assert headers[f"ratelimit-{kind}"] == headers[f"x-ratelimit-{kind}"]
@@ -329,7 +333,9 @@ def monitored(limiter: SyncLimiter, clock: ManualClock, *limits: Limit, cost: in
     return headers["x-ratelimit-limit"], headers["x-ratelimit-remaining"], headers["ratelimit-reset"]
 
 
-def test_with_monitored_limits_only_the_one_that_would_bind_is_told(limiter: SyncLimiter, clock: ManualClock) -> None:
+def test_with_monitored_limits_only_the_one_that_would_bind_is_reported(
+    limiter: SyncLimiter, clock: ManualClock
+) -> None:
     least = window("least", 5, mode="monitor")
     most = window("most", 9, mode="monitor")
     assert monitored(limiter, clock, window("none", None, mode="monitor"), most, least) == ("5", "4", "60")
@@ -356,20 +362,20 @@ def test_of_monitored_limits_without_room_the_longest_wait_would_bind(limiter: S
 
 
 def test_without_limits_there_are_no_fields(limiter: SyncLimiter) -> None:
-    assert told([], limiter.check("r", "s", limits=[]), *HeaderStyle) == {}
+    assert header_fields([], limiter.check("r", "s", limits=[]), *HeaderStyle) == {}
     off = window(mode="off")
-    assert told(off, limiter.check("r", "s", limits=off), *HeaderStyle) == {}
+    assert header_fields(off, limiter.check("r", "s", limits=off), *HeaderStyle) == {}
 
 
 def test_what_was_let_pass_without_the_store_has_no_fields() -> None:
-    assert told(PLAN, fail_open_decision(_asked(PLAN)), *HeaderStyle) == {}
+    assert header_fields(PLAN, fail_open_decision(_check_of(PLAN)), *HeaderStyle) == {}
 
 
 def test_what_was_denied_without_the_store_has_its_wait() -> None:
-    assert told(PLAN, fail_closed_decision(_asked(PLAN), 1_500), *HeaderStyle) == {"retry-after": "2"}
+    assert header_fields(PLAN, fail_closed_decision(_check_of(PLAN), 1_500), *HeaderStyle) == {"retry-after": "2"}
 
 
-def _asked(limits: Limits) -> Any:
+def _check_of(limits: Limits) -> Any:
     return build_check(Keys("lf"), limits, "r", "s", 1, None, "acme", "P0")
 
 
@@ -377,7 +383,7 @@ def _asked(limits: Limits) -> Any:
 
 
 @given(st.from_regex(r"[A-Za-z0-9_./-]{1,64}", fullmatch=True))
-def test_a_name_is_told_as_it_is(name: str) -> None:
+def test_a_name_is_sent_unchanged(name: str) -> None:
     limiter = SyncLimiter(MemoryStore(clock=ManualClock()))
     limits = join_limits(PlanPart(window(name), Layer.TENANT), PlanPart(window(name), Layer.POLICY))
     decision = limiter.check("r", "s", limits=limits)

@@ -34,11 +34,11 @@ SHAPES: dict[str, list[dict[str, Any]]] = {
         {"period": "year", "anchor_day": 3},
     ],
 }
-"""What tells one bucket of an algorithm from another."""
+"""What distinguishes two buckets of one algorithm."""
 
 
-class Asked(NamedTuple):
-    """What a bucket is asked for."""
+class BucketName(NamedTuple):
+    """Everything that names a bucket."""
 
     scope: Scope
     place: Layer
@@ -83,14 +83,14 @@ def as_bytes(part: str | bytes) -> bytes:
     return part if isinstance(part, bytes) else part.encode()
 
 
-NASTY = st.text(alphabet=":{}%0123456789/-\0\nastpo\u00e9\u2028", max_size=8)
+SPECIAL = st.text(alphabet=":{}%0123456789/-\0\nastpo\u00e9\u2028", max_size=8)
 BYTES = st.one_of(
     st.binary(max_size=6), st.lists(st.sampled_from([b"\xff", b"\xc3", b"\xa9", b":", b"1", b"\0"])).map(b"".join)
 )
-PARTS = st.one_of(NASTY, NASTY, BYTES, st.text(st.characters(exclude_categories=["Cs"]), max_size=5))
+PARTS = st.one_of(SPECIAL, SPECIAL, BYTES, st.text(st.characters(exclude_categories=["Cs"]), max_size=5))
 NAMES = st.sampled_from(["a", "b", "1", "a/1", "minute", "0.25-seconds", "a.t", "-"])
-ASKED = st.builds(
-    Asked,
+BUCKET_NAMES = st.builds(
+    BucketName,
     st.sampled_from(Scope),
     st.sampled_from(Layer),
     PARTS,
@@ -105,28 +105,28 @@ ASKED = st.builds(
 # -- injective
 
 
-@given(one=ASKED, two=ASKED, same=st.sets(st.integers(0, 7)))
-def test_equal_keys_are_keys_of_the_same_bucket(one: Asked, two: Asked, same: set[int]) -> None:
+@given(one=BUCKET_NAMES, two=BUCKET_NAMES, same=st.sets(st.integers(0, 7)))
+def test_equal_keys_are_keys_of_the_same_bucket(one: BucketName, two: BucketName, same: set[int]) -> None:
     """The second tuple shares some parts with the first, so that not all pairs differ everywhere."""
-    two = Asked._make(one[at] if at in same else two[at] for at in range(8))
+    two = BucketName._make(one[at] if at in same else two[at] for at in range(8))
     assert (one.key() == two.key()) == (one.identity() == two.identity())
     assert (encode_key(one.key()) == encode_key(two.key())) == (one.identity() == two.identity())
 
 
 @given(text=st.text(alphabet=":0123456789{}%a", max_size=12), cuts=st.tuples(*[st.integers(0, 12)] * 4))
-def test_where_one_part_ends_and_the_next_begins_is_told_apart(text: str, cuts: tuple[int, int, int, int]) -> None:
-    def split(at: int, then: int) -> Asked:
+def test_the_borders_between_parts_make_a_difference(text: str, cuts: tuple[int, int, int, int]) -> None:
+    def split(at: int, then: int) -> BucketName:
         at, then = min(at, then), max(at, then)
-        return Asked(Scope.SUBJECT, Layer.POLICY, text[:at], text[at:then], text[then:], "a", "token_bucket")
+        return BucketName(Scope.SUBJECT, Layer.POLICY, text[:at], text[at:then], text[then:], "a", "token_bucket")
 
     one, two = split(*cuts[:2]), split(*cuts[2:])
     assert (one.key() == two.key()) == (one.identity() == two.identity())
 
 
-@given(asked=ASKED)
-@example(Asked(Scope.SUBJECT, Layer.POLICY, "}:sp:", "3:abc", "1:a:b:t", "minute", "token_bucket"))
-def test_a_key_can_be_read_back(asked: Asked) -> None:
-    assert read(encode_key(asked.key())) == asked.identity()
+@given(name=BUCKET_NAMES)
+@example(BucketName(Scope.SUBJECT, Layer.POLICY, "}:sp:", "3:abc", "1:a:b:t", "minute", "token_bucket"))
+def test_a_key_can_be_read_back(name: BucketName) -> None:
+    assert read(encode_key(name.key())) == name.identity()
 
 
 def read(key: bytes) -> tuple[object, ...]:
@@ -168,9 +168,9 @@ def shape_in(algorithm: str, text: str) -> tuple[tuple[str, Any], ...]:
 
 @given(part=PARTS)
 def test_bytes_survive_on_the_wire_as_they_are(part: str | bytes) -> None:
-    asked = Asked(Scope.SUBJECT, Layer.POLICY, "t", part, "s", "a", "token_bucket")
-    assert as_bytes(part) in encode_key(asked.key())
-    assert decode_key(encode_key(asked.key())) == asked.key()
+    name = BucketName(Scope.SUBJECT, Layer.POLICY, "t", part, "s", "a", "token_bucket")
+    assert as_bytes(part) in encode_key(name.key())
+    assert decode_key(encode_key(name.key())) == name.key()
 
 
 def test_text_and_its_utf8_bytes_are_the_same_subject(limiter: SyncLimiter) -> None:
@@ -209,7 +209,7 @@ def test_all_keys_of_a_tenant_lie_in_one_slot_and_global_ones_in_their_own(
 ) -> None:
     tenant_key = KEYS.tenant_keys(tenant).tenant_prefix
     buckets = [
-        Asked(scope, place, tenant, resource, subject, "a", "quota").key()
+        BucketName(scope, place, tenant, resource, subject, "a", "quota").key()
         for scope in Scope
         if scope is not Scope.GLOBAL
         for place in Layer
@@ -222,7 +222,7 @@ def test_all_keys_of_a_tenant_lie_in_one_slot_and_global_ones_in_their_own(
     assert len({*buckets, *beside}) == len(buckets) + len(beside)
     [tag] = {hash_tag(encode_key(key)) for key in (*buckets, *beside)}
     shared = {
-        hash_tag(encode_key(Asked(Scope.GLOBAL, place, each, resource, subject, "a", "quota").key()))
+        hash_tag(encode_key(BucketName(Scope.GLOBAL, place, each, resource, subject, "a", "quota").key()))
         for place in Layer
         for each in (tenant, other)
     }

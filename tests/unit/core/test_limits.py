@@ -1,4 +1,4 @@
-"""Building limits: what is accepted, what is refused, and whether the error says which field and which bound."""
+"""Building limits: what is accepted, what is refused, and the field and bound that the error names."""
 
 import json
 from collections.abc import Mapping
@@ -364,7 +364,7 @@ def test_a_rate_with_up_to_6_decimals_is_exact(millionths: int) -> None:
 
 
 def _has_6_decimals(number: float) -> bool:
-    """Then it is that decimal, whatever it was divided from."""
+    """Then it is exactly that decimal."""
     return (Fraction(repr(number)) * 10**6).denominator == 1
 
 
@@ -560,7 +560,7 @@ ANYTHING = st.one_of(
     changed=st.sampled_from(["size", "duration", "rate", "name", "scope", "shares", "anchor_day", "time_zone"]),
     value=ANYTHING,
 )
-def test_whatever_a_field_is_given_a_limit_is_built_or_refused_by_name(
+def test_a_limit_with_any_value_of_a_field_is_built_or_refused_by_name(
     algorithm: str, changed: str, value: object
 ) -> None:
     named: Mapping[str, Mapping[str, str]] = {"size": SIZE, "duration": DURATION, "rate": RATE}

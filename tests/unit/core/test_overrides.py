@@ -1,4 +1,4 @@
-"""Overrides: what they may say, whom they reach, and when they end."""
+"""Overrides: what they may change, which checks they affect, and when they end."""
 
 import json
 from decimal import Decimal
@@ -159,7 +159,7 @@ def test_an_override_has_a_ttl_within_bounds(ttl_seconds: Any, limiter: SyncLimi
     assert refusal(limiter, {"burst": "blocked"}, ttl_seconds=ttl_seconds).field == "ttl_seconds"
 
 
-# -- whom it reaches
+# -- which checks it affects
 
 
 @pytest.mark.parametrize("scope", ["resource", "tenant", "global"])
@@ -271,7 +271,7 @@ def test_an_override_can_be_read_as_it_was_set(limiter: SyncLimiter) -> None:
     assert limiter.get_override("r", "s") is None
 
 
-def test_an_override_stays_as_it_was_set_whatever_becomes_of_what_it_was_set_with(limiter: SyncLimiter) -> None:
+def test_an_override_stays_as_it_was_set_when_its_arguments_change(limiter: SyncLimiter) -> None:
     changes = {"burst": {"limit": 9}}
     override(limiter, changes)
     changes["burst"]["limit"] = 1
@@ -288,7 +288,7 @@ def test_an_override_takes_numbers_like_a_limit_and_is_read_as_plain_values(numb
     assert json.loads(json.dumps(made.limits)) == made.limits
 
 
-def test_deleting_tells_whether_there_was_anything(limiter: SyncLimiter) -> None:
+def test_deleting_returns_whether_there_was_anything(limiter: SyncLimiter) -> None:
     override(limiter, {"burst": "blocked"})
     assert not limiter.delete_override("*", "s")
     assert not limiter.delete_override("r", "t")
@@ -335,7 +335,7 @@ def test_a_page_that_ends_with_the_last_subject_is_the_last(limiter: SyncLimiter
     second = limiter.list_overrides(page=2, cursor=first.cursor)
     assert [each.subject for each in second.overrides] == ["c", "d"]
     assert second.cursor is None
-    assert limiter.list_overrides(tenant="nobody") == type(first)([], None)
+    assert limiter.list_overrides(tenant="unknown") == type(first)([], None)
 
 
 def test_overrides_that_come_and_go_between_pages_disturb_no_other(limiter: SyncLimiter) -> None:

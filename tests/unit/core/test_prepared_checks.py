@@ -1,4 +1,4 @@
-"""What all checks of a resource have in common is worked out once, and never for the wrong ones."""
+"""Prepared checks: what checks of one resource have in common is cached, and never used for others."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,18 +15,18 @@ BURST = TokenBucket(name="burst", bucket_capacity=5, refill_rate_per_sec=1, scop
 KEYS = Keys()
 
 
-def ask(limits: Any = HOUR, subject: Any = "s", **how: Any) -> Check:
-    asked: dict[str, Any] = {"resource": "r", "tenant": "t", "priority": "P0", "keys": KEYS, "shadow": None, **how}
+def check_of(limits: Any = HOUR, subject: Any = "s", **how: Any) -> Check:
+    arguments: dict[str, Any] = {"resource": "r", "tenant": "t", "priority": "P0", "keys": KEYS, "shadow": None, **how}
     return build_check(
-        asked["keys"],
+        arguments["keys"],
         limits,
-        asked["resource"],
+        arguments["resource"],
         subject,
         how.get("cost", 1),
         None,
-        asked["tenant"],
-        asked["priority"],
-        asked["shadow"],
+        arguments["tenant"],
+        arguments["priority"],
+        arguments["shadow"],
     )
 
 
@@ -34,30 +34,30 @@ def keys_of(check: Check) -> list[str]:
     return [key for _, key, *_ in check.debits]
 
 
-def test_checks_differ_by_whatever_differs_between_them() -> None:
+def test_checks_differ_by_each_of_their_arguments() -> None:
     limits = Limits(HOUR)
-    first = ask(limits)
-    assert keys_of(ask(limits)) == keys_of(first)
+    first = check_of(limits)
+    assert keys_of(check_of(limits)) == keys_of(first)
     others = [
-        ask(limits, subject="t"),
-        ask(limits, resource="q"),
-        ask(limits, tenant="u"),
-        ask(limits, keys=Keys("other")),
-        ask(BURST),
+        check_of(limits, subject="t"),
+        check_of(limits, resource="q"),
+        check_of(limits, tenant="u"),
+        check_of(limits, keys=Keys("other")),
+        check_of(BURST),
     ]
     assert len({*keys_of(first), *(key for other in others for key in keys_of(other))}) == 6
-    assert ask(limits, priority="P3").debits[0][0].percent != first.debits[0][0].percent
-    assert ask(limits, cost=3).debits[0][2] == 3
+    assert check_of(limits, priority="P3").debits[0][0].percent != first.debits[0][0].percent
+    assert check_of(limits, cost=3).debits[0][2] == 3
 
 
-def test_the_takes_of_a_check_are_the_same_whoever_writes_them_out() -> None:
-    spread = Keys(lanes={"t": 2})  # goes the long way
+def test_the_debits_of_a_check_are_the_same_on_the_fast_and_the_general_path() -> None:
+    spread = Keys(lanes={"t": 2})  # takes the general path
     for limits in (HOUR, BURST, Limits(HOUR, TokenBucket(name="b", bucket_capacity=1, refill_rate_per_sec=1))):
-        short, long = ask(limits), ask(limits, keys=spread)
+        short, long = check_of(limits), check_of(limits, keys=spread)
         assert short.built_debits is None
         assert long.built_debits is not None
         tag = keys_of(long)[0].split("}")[0]
-        assert [(take[0], take[2:4]) for take in short.debits] == [(take[0], take[2:4]) for take in long.debits]
+        assert [(debit[0], debit[2:4]) for debit in short.debits] == [(debit[0], debit[2:4]) for debit in long.debits]
         assert keys_of(short) == [key.replace(tag, "lf:{t") for key in keys_of(long)]
         assert short.routing_key == keys_of(short)[0]
 
@@ -66,8 +66,8 @@ def test_the_takes_of_a_check_are_the_same_whoever_writes_them_out() -> None:
     ("resource", "subject"), [("r", "s"), (b"r", b"s"), ("é", "ü"), (b"\xff", b"\xfe"), ("", ""), ("a:b", "1:c")]
 )
 def test_text_and_bytes_make_the_same_keys_the_first_time_and_later(resource: Any, subject: Any) -> None:
-    first = keys_of(ask(resource=resource, subject=subject))
-    assert keys_of(ask(resource=resource, subject=subject)) == first
+    first = keys_of(check_of(resource=resource, subject=subject))
+    assert keys_of(check_of(resource=resource, subject=subject)) == first
     assert first == [
         KEYS.bucket_prefix(HOUR_SCOPE, "p", KEYS.tenant_keys("t"), "lf:{t}:", _text(resource), _text(subject))
         + "hour:f3600"
@@ -98,7 +98,7 @@ HOUR_SCOPE = Limits(HOUR).plan("P0").rules[0].scope
 def test_what_makes_no_sense_is_refused_each_time(wrong: dict[str, Any], field: str) -> None:
     for _ in range(2):
         with pytest.raises(InvalidInput) as refused:
-            ask(**wrong)
+            check_of(**wrong)
         assert refused.value.field == field
 
 
@@ -106,8 +106,8 @@ def test_limits_that_are_made_anew_with_each_check_are_not_kept() -> None:
     known: Any = check_module._prepare_check_cached
     before = known.cache_info().currsize
     for _ in range(100):
-        assert len(ask([HOUR, BURST]).debits) == 2
-        assert ask(Limits(HOUR), shadow=[BURST], resource="once").shadow is not None
+        assert len(check_of([HOUR, BURST]).debits) == 2
+        assert check_of(Limits(HOUR), shadow=[BURST], resource="once").shadow is not None
     assert known.cache_info().currsize == before
 
 
@@ -121,7 +121,7 @@ def test_a_candidate_that_changes_is_read_anew() -> None:
     candidate, limits = Candidate(), Limits(HOUR)
     sizes = []
     for Candidate.limit in (5, 9):
-        shadow = ask(limits, shadow=candidate).shadow
+        shadow = check_of(limits, shadow=candidate).shadow
         assert shadow is not None
         sizes.append(shadow.debits[0][0].limit.size)
     assert sizes == [5, 9]
