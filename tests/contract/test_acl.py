@@ -38,8 +38,8 @@ def everything(limiter: SyncLimiter) -> None:
     limiter.reset("r", "s", limits=EVERY)
     limiter.drop_denials()
     store = cast("Any", limiter._store)
-    assert store._carry(store._parts.beat(), time.monotonic() + 30) == 1
-    store._carry(store._parts.beat(0), time.monotonic() + 30)
+    assert store._run_flow(store._core.heartbeat_flow(), time.monotonic() + 30) == 1
+    store._run_flow(store._core.heartbeat_flow(0), time.monotonic() + 30)
 
 
 def connected(server: RedisServer, rights: list[str]) -> SyncLimiter:

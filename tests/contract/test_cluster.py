@@ -102,8 +102,8 @@ def test_what_was_confirmed_goes_back_to_its_own_window_only(cluster: RedisClust
         decision = limiter.check("r", "s", limits=short, cost=5)
         time.sleep((decision.reset_after_ms or 0) / 1_000 + 0.002)
         assert limiter.check("r", "s", limits=short, cost=10).allowed
-        given = FinishHold(HoldAction.UNDO_CONFIRM, b"01234567", [key], [False], amounts=[5], sources=[(1, 0)])
-        store._run_steps([given], time.monotonic() + 10)
+        undo = FinishHold(HoldAction.UNDO_CONFIRM, b"01234567", [key], [False], amounts=[5], sources=[(1, 0)])
+        store._flows.run_steps([undo], time.monotonic() + 10)
         assert limiter.check("r", "s", limits=short, cost=0).remaining in (0, 10)  # or the next window has begun
 
 

@@ -1,4 +1,4 @@
-"""Commands beside the batches of checks: how many may be under way on one connection."""
+"""Commands that run beside the batches of checks: how many may run at once on one connection."""
 
 import asyncio
 
@@ -20,25 +20,25 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def outcomes(limiter: Limiter, commands: int) -> list[object]:
-    """Ask all in one turn of the loop: none is answered before the last was asked."""
-    asked = (limiter.reset("r", f"subject {at}", limits=LIMIT) for at in range(commands))
-    return await asyncio.gather(*asked, return_exceptions=True)
+    """Start all in one iteration of the loop: none is answered before the last was started."""
+    resets = (limiter.reset("r", f"subject {index}", limits=LIMIT) for index in range(commands))
+    return await asyncio.gather(*resets, return_exceptions=True)
 
 
-async def test_a_thousand_commands_may_be_under_way_and_not_one_more(redis_url: str) -> None:
+async def test_a_thousand_commands_may_run_and_not_one_more(redis_url: str) -> None:
     limiter = Limiter.connect(redis_url, options=PATIENT)
     try:
-        for _ in range(2):  # what is done or refused makes room for others
+        for _ in range(2):  # commands that ended or were refused make room for others
             answers = await outcomes(limiter, MAX_COMMANDS + 3)
             assert answers[:MAX_COMMANDS] == [None] * MAX_COMMANDS
             assert [type(answer) for answer in answers[MAX_COMMANDS:]] == [NotServerFault] * 3
-            assert f"{MAX_COMMANDS} commands are under way already" in str(answers[-1])
-        assert limiter.status().breaker == "closed"  # refused by our own choice: no failure of Redis
+            assert f"{MAX_COMMANDS} commands are running already" in str(answers[-1])
+        assert limiter.status().breaker == "closed"  # the limiter refused them: Redis did not fail
     finally:
         await limiter.close()
 
 
-async def test_checks_are_decided_while_a_thousand_commands_are_under_way(redis_url: str) -> None:
+async def test_checks_are_decided_while_a_thousand_commands_run(redis_url: str) -> None:
     limiter = Limiter.connect(redis_url, options=PATIENT)
     try:
         commands = asyncio.gather(*(limiter.reset("r", f"{at}", limits=LIMIT) for at in range(MAX_COMMANDS)))
@@ -55,7 +55,7 @@ async def test_commands_that_failed_make_room_for_others() -> None:
         for _ in range(2):
             answers = await outcomes(limiter, MAX_COMMANDS)
             assert {type(answer) for answer in answers} <= {StoreUnavailable, NotServerFault}
-            assert not any("under way" in str(answer) for answer in answers)
+            assert not any("running already" in str(answer) for answer in answers)
         with pytest.raises(StoreUnavailable):
             await limiter.reset("r", "s", limits=LIMIT)
     finally:

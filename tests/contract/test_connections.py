@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from limitforge import Limiter, StoreUnavailable
+from limitforge.stores.redis.address import parse_address
 from limitforge.stores.redis.aio import event_loop
 from limitforge.stores.redis.aio.connection import Connection
-from limitforge.stores.redis.resp import parse_address
 from limitforge.stores.redis.sync.connection import ConnectionPool, SyncConnection
 from tests.contract.conftest import PATIENT
 from tests.servers import RedisServer
@@ -76,13 +76,13 @@ async def test_what_is_under_way_when_the_connection_is_given_up_may_have_been_c
     answers: list[Any] = []
     async with Limiter.connect(redis_url, options=replace(PATIENT, breaker_failures=1)) as limiter:
         await limiter.check("r", "s", limits="9/minute", cost=0)
-        (connected,) = limiter._store._lines.values()  # type: ignore[attr-defined]
-        pipeline = connected.single
-        pipeline.link.wire.ask(("BLPOP", "nothing", "0"), answers.append)
+        (client,) = limiter._store._clients.values()  # type: ignore[attr-defined]
+        pipeline = client.only_pipeline
+        pipeline.connection.current.send_command(("BLPOP", "nothing", "0"), answers.append)
         if is_closed:
             await limiter.close()
         else:
-            pipeline.failed(StoreUnavailable("no server"), pipeline.node.resilience.now_us())
+            pipeline.on_failure(StoreUnavailable("no server"), pipeline.server.resilience.now_us())
     assert [isinstance(error, StoreUnavailable) and error.maybe_counted for error in answers] == [True]
 
 

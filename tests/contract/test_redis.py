@@ -30,6 +30,7 @@ from limitforge import (
     lua,
 )
 from limitforge.stores.redis.codec import with_encoded_strings
+from limitforge.stores.redis.sync.flows import FlowRunner
 from limitforge.stores.redis.sync.store import SyncRedisStore
 from tests.contract.conftest import PATIENT, open_limiter
 from tests.servers import RedisServer
@@ -363,7 +364,7 @@ def test_all_keys_of_a_tenant_are_in_one_slot_and_global_ones_in_their_own(limit
     assert b"{%}" in key
 
 
-class NextRelease(SyncRedisStore):
+class NextReleaseFlows(FlowRunner):
     """Writes four more bytes into every bucket's fixed part, as a later format may."""
 
     SCRIPT = lua.script()
@@ -377,8 +378,10 @@ class NextRelease(SyncRedisStore):
         assert SCRIPT.count(old) == 1, old
         SCRIPT = SCRIPT.replace(old, new)
 
-    def _run_flow(self, flow: Any, seconds: float) -> Any:
-        with redis_py.Redis.from_url(self._url) as redis:
+    url = ""
+
+    def run(self, flow: Any, deadline: float) -> Any:
+        with redis_py.Redis.from_url(self.url) as redis:
             try:
                 call = next(flow)
                 while True:
@@ -386,6 +389,15 @@ class NextRelease(SyncRedisStore):
                     call = flow.send(redis.execute_command("EVAL", self.SCRIPT, len(keys), *keys, *args))
             except StopIteration as done:
                 return done.value
+
+
+class NextRelease(SyncRedisStore):
+    """A store of a later release."""
+
+    def _start(self) -> None:
+        super()._start()
+        self._flows = NextReleaseFlows(self._core, self._pools)
+        self._flows.url = self._url
 
 
 @pytest.mark.parametrize("limit", [EVERY[0], EVERY[1], EVERY[2], EVERY[4]], ids=lambda limit: limit.name)

@@ -10,7 +10,8 @@ from limitforge import Decision, FixedWindow, Limits, StoreCorrupt, StoreOptions
 from limitforge.core.check import Check, build_check
 from limitforge.core.keys import Keys
 from limitforge.core.plan import BUCKET_US
-from limitforge.stores.redis.aio.pipeline import InFlightCall, PendingCheck, Pipeline, Write
+from limitforge.stores.redis.aio.pending import InFlightCall, PendingCheck, Write
+from limitforge.stores.redis.aio.pipeline import Pipeline
 from limitforge.stores.redis.codec import ScriptCall
 from limitforge.stores.redis.core import RedisCore
 from limitforge.stores.resilience.failure import StoreFull
@@ -32,9 +33,10 @@ class PipelineHarness:
 
     def __init__(self, **options: Any) -> None:
         self.core = RedisCore("redis://127.0.0.1:1", Keys(), None, StoreOptions(**options), lambda _: None)
-        node = self.core.topology.unknown_server
-        self.resilience = node.resilience
-        self.pipeline = Pipeline(node, self.core, Router(), deadline_ms=DEADLINE_MS, max_waiting=9, is_sharded=False)
+        server = self.core.topology.only_server
+        assert server is not None
+        self.resilience = server.resilience
+        self.pipeline = Pipeline(server, self.core, Router(), deadline_ms=DEADLINE_MS, max_waiting=9, is_sharded=False)
         self.answers: list[Any] = []
 
     def pending(self, due: float, subject: str = "s") -> PendingCheck:
@@ -44,7 +46,7 @@ class PipelineHarness:
     def in_flight(self, *batch: PendingCheck, calls: int = 1) -> InFlightCall:
         """These are on their way."""
         checks: Sequence[Check] = [asked.check for asked in batch if isinstance(asked.check, Check)]
-        volley = Write(1, splits_group=False)
+        volley = Write(1, is_group_split=False)
         flight = InFlightCall(
             list(batch), self.core.checks_flow(checks), self.resilience.now_us(), volley, calls_sent=calls
         )
@@ -104,7 +106,7 @@ async def test_a_queue_that_was_too_long_is_no_failure_of_a_server_that_answered
     [
         (Pipeline.take_queue, 0),
         (Pipeline.close, 3),
-        (lambda pipeline: pipeline._expire_waiting(pipeline.loop.time()), 3),
+        (lambda pipeline: pipeline._expire_queue(pipeline.loop.time()), 3),
     ],
     ids=["handed over", "closed", "expired"],
 )

@@ -7,9 +7,9 @@ import pytest
 
 from limitforge import StoreOptions, StoreUnavailable
 from limitforge.core.keys import Keys
+from limitforge.stores.redis.aio.prepaid_sync import PrepaidSync
 from limitforge.stores.redis.core import RedisCore
 from limitforge.stores.redis.denial_cache import Invalidation
-from limitforge.stores.redis.prepaid.sync import PrepaidSync
 from tests.unit.test_prepaid_shares import prepaid_harness
 
 

@@ -6,13 +6,12 @@ import hiredis
 import pytest
 
 from limitforge import StoreCorrupt, StoreUnavailable
+from limitforge.stores.redis.address import Address, parse_address
 from limitforge.stores.redis.resp import (
     UNAVAILABLE_ERRORS,
-    Address,
     connection_error,
     handshake_error,
     is_script_missing,
-    parse_address,
     translate_error,
 )
 

@@ -1,4 +1,4 @@
-"""The store for threads, without a server: what a failure says about what was asked before it."""
+"""The store for threads, without a server: what a failure means for the calls before it."""
 
 import time
 from concurrent.futures import Future
@@ -10,8 +10,9 @@ from limitforge import StoreUnavailable, SyncLimiter
 from limitforge.stores.redis.codec import Flow, ScriptCall
 from limitforge.stores.redis.denial_cache import Invalidation
 from limitforge.stores.redis.sync.connection import SyncConnection
+from limitforge.stores.redis.sync.flows import FlowRunner, run_on_connection
 from limitforge.stores.redis.sync.servers import _result_before
-from limitforge.stores.redis.sync.store import SyncRedisStore, _run_on_connection
+from limitforge.stores.redis.sync.store import SyncRedisStore
 from limitforge.stores.resilience.failure import NotServerFault, StoreFull
 from tests.unit.test_prepaid_shares import prepaid_harness
 
@@ -20,7 +21,7 @@ CALL = ScriptCall(["k"], [], 1)
 
 
 class FillsUp:
-    """Answers so many calls, and is full then."""
+    """Answers a number of calls, and then fails because it is full."""
 
     def __init__(self, answers: int) -> None:
         self.answers = answers
@@ -30,6 +31,8 @@ class FillsUp:
         if self.answers < 0:
             raise StoreFull("no memory")
         return b"answer"
+
+    call_routed = call
 
     def close(self) -> None: ...
 
@@ -45,19 +48,19 @@ def store() -> SyncRedisStore:
 
 
 @pytest.mark.parametrize(("answers", "maybe_counted"), [(0, False), (1, True)])
-@pytest.mark.parametrize("shell", ["one server", "several"])
-def test_after_a_second_call_what_the_first_asked_may_have_been_counted(
-    store: SyncRedisStore, shell: str, answers: int, *, maybe_counted: bool
+@pytest.mark.parametrize("servers", ["one server", "several"])
+def test_a_failed_second_call_means_that_the_first_may_have_been_counted(
+    store: SyncRedisStore, servers: str, answers: int, *, maybe_counted: bool
 ) -> None:
     flow, fills = two_calls(), FillsUp(answers)
-    due = time.monotonic() + SECONDS
-    store._pools = cast("Any", fills)
+    deadline = time.monotonic() + SECONDS
+    flows = FlowRunner(store._core, cast("Any", fills))
 
     def run() -> None:
-        if shell == "one server":
-            _run_on_connection(flow, next(flow), cast("SyncConnection", fills), due)
+        if servers == "one server":
+            run_on_connection(flow, next(flow), cast("SyncConnection", fills), deadline)
         else:
-            store._resume_flow(flow, next(flow), due)
+            flows._resume(flow, next(flow), deadline)
 
     with pytest.raises(StoreFull) as error:
         run()
@@ -65,28 +68,27 @@ def test_after_a_second_call_what_the_first_asked_may_have_been_counted(
 
 
 @pytest.mark.parametrize(("maybe_counted", "returned"), [(False, 200), (True, 0)])
-def test_what_goes_back_is_sent_again_only_if_the_store_surely_did_not_hear_of_it(
+def test_a_return_is_sent_again_only_if_it_certainly_did_not_arrive(
     store: SyncRedisStore, monkeypatch: pytest.MonkeyPatch, *, maybe_counted: bool, returned: int
 ) -> None:
-    desk = prepaid_harness()
-    desk.shares.invalidate(
-        Invalidation(subjects=(desk.take()[4] or "",))
-    )  # another override: what was paid for goes back
-    desk.wait()
+    harness = prepaid_harness()
+    # An override has changed, so the balance goes back.
+    harness.shares.invalidate(Invalidation(subjects=(harness.take()[4] or "",)))
+    harness.wait()
 
-    def carry(*_: Any) -> Any:
+    def fail(*_: Any) -> Any:
         raise StoreUnavailable("gone", maybe_counted=maybe_counted)
 
-    monkeypatch.setattr(store, "_run_flow", carry)
-    monkeypatch.setattr(store._hybrid, "top_up_flow", desk.shares)
-    store._top_up(desk.shares.due_requests(), time.monotonic() + SECONDS)
-    assert desk.share().to_return == returned
+    monkeypatch.setattr(store, "_run_flow", fail)
+    monkeypatch.setattr(store._hybrid, "shares", harness.shares)
+    store._top_up(harness.shares.due_requests(), time.monotonic() + SECONDS)
+    assert harness.share().to_return == returned
 
 
-def test_a_thread_that_is_still_asking_may_be_counted_and_one_that_has_not_begun_is_not() -> None:
-    asking: Future[Any] = Future()
-    asking.set_running_or_notify_cancel()
-    error = _result_before(asking, time.monotonic())
+def test_a_running_thread_may_be_counted_and_one_that_has_not_begun_is_not() -> None:
+    running: Future[Any] = Future()
+    running.set_running_or_notify_cancel()
+    error = _result_before(running, time.monotonic())
     assert isinstance(error, StoreUnavailable)
     assert error.maybe_counted
     assert isinstance(_result_before(Future(), time.monotonic()), NotServerFault)

@@ -1,7 +1,7 @@
-"""What else a Redis is good for beside deciding: copies that every node can read, and messages to all of them.
+"""What the catalog keeps in Redis: copies of configuration, change messages, locks and the memory use of servers.
 
-Connections are redis-py's, since none of it is hot; which server is asked is found out as the store does it. Every wait
-has an end, and every error is `StoreUnavailable`.
+None of this is on the hot path, so connections are those of redis-py. Discovery is the same as for the store. Every
+wait has a timeout, and every error is a `StoreUnavailable`.
 """
 
 import asyncio
@@ -18,33 +18,40 @@ from redis.exceptions import RedisError
 
 from limitforge.core.keys import encode_key
 from limitforge.errors import PartialFailure, StoreUnavailable
+from limitforge.stores.redis.address import Address
 from limitforge.stores.redis.client import create_pool
-from limitforge.stores.redis.resp import Address
+from limitforge.stores.redis.topology.deployment import DeploymentKind, parse_store_url
+from limitforge.stores.redis.topology.discovery import (
+    DiscoveryQuery,
+    HostPort,
+    Owners,
+    discover_owners,
+    uncovered_slot_error,
+)
 from limitforge.stores.redis.topology.hash_slots import hash_slot
-from limitforge.stores.redis.topology.topology import DeploymentKind, HostPort, parse_owners, parse_store_url
 
-CALL_SECONDS = 1.0  # what one call may take
-MAX_BYTES = 32 * 1_048_576  # of what is read; 1,000 plans and 20,000 policies have 16 MiB
-MAX_CONNECTIONS = 8  # to one server; whoever finds them all busy waits
-SILENCE_SECONDS = 15.0  # a listener that hears nothing for so long, not even an answer to a ping, is cut off
+CALL_SECONDS = 1.0  # timeout of one call
+MAX_BYTES = 32 * 1_048_576  # of one copy; 1,000 plans and 20,000 policies take 16 MiB
+MAX_CONNECTIONS = 8  # to one server; further calls wait
+SILENCE_SECONDS = 15.0  # a subscription that receives nothing for so long, not even a PONG, is closed
 PING_SECONDS = 5.0
 
-# KEYS: 1 the copy. ARGV: 1 the copy anew, which starts with its number (8 bytes, big-endian); 2 its TTL in ms.
-# Returns 1 if it was written, 0 if the one that is there is newer. The TTL is the caller's.
+# KEYS: 1 the copy. ARGV: 1 the new copy, which starts with its version (8 bytes, big-endian); 2 its TTL in ms.
+# Returns 1 if it was written, 0 if the stored copy is newer.
 PUT_IF_NEWER = """
-local function number(copy)
-  local high, low = struct.unpack('>I4I4', copy)  -- strings would be compared by the server's language
+local function version(copy)
+  local high, low = struct.unpack('>I4I4', copy)  -- comparing strings would depend on the locale of the server
   return high * 4294967296 + low
 end
-local known = redis.call('GETRANGE', KEYS[1], 0, 7)
-if #known == 8 and number(known) > number(ARGV[1]) then return 0 end
+local stored = redis.call('GETRANGE', KEYS[1], 0, 7)
+if #stored == 8 and version(stored) > version(ARGV[1]) then return 0 end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return 1
 """
 
 
-# KEYS: 1 the lease. ARGV: 1 its owner; 2 its TTL in ms, after which anyone may take it.
-# Returns 1 if the owner has it now, 0 if another has. Writes the owner under the key.
+# KEYS: 1 the lock. ARGV: 1 its owner; 2 its TTL in ms, after which others can acquire it.
+# Returns 1 if the owner holds the lock now, 0 if another one does. Writes the owner under the key.
 ACQUIRE_LOCK = """
 local owner = redis.call('GET', KEYS[1])
 if owner and owner ~= ARGV[1] then return 0 end
@@ -52,7 +59,7 @@ redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return 1
 """
 
-# KEYS: 1 the lease. ARGV: 1 its owner. Deletes the lease if it is the owner's, and returns how many that were.
+# KEYS: 1 the lock. ARGV: 1 its owner. Deletes the lock if this owner holds it, and returns how many keys were deleted.
 RELEASE_LOCK = """
 if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
 return 0
@@ -60,7 +67,7 @@ return 0
 
 
 class ServerMemory(msgspec.Struct, frozen=True):
-    """How a Redis server uses its memory: `limit_bytes` is 0 if it has no limit, `evicted` counts since its start."""
+    """The memory use of a Redis server. `limit_bytes` is 0 without a limit, `evicted` counts since its start."""
 
     limit_bytes: int
     policy: str
@@ -68,79 +75,79 @@ class ServerMemory(msgspec.Struct, frozen=True):
 
 
 class CatalogRedis:
-    """One Redis, Sentinel set or Cluster, as it is behind a store's URL. Nothing is opened before the first use."""
+    """One Redis server, Sentinel set or Cluster, given by the URL of a store. It connects on first use."""
 
     def __init__(self, url: str) -> None:
         self._deployment = parse_store_url(url)
-        self._owners: list[HostPort | None] = []
+        self._owners: Owners = []
         self._clients: dict[HostPort | None, Any] = {}
 
     async def get(self, key: str) -> bytes | None:
-        """Return what is stored, cut off after `MAX_BYTES`; None if nothing is."""
-        found: bytes = await self._call(key, "GETRANGE", encode_key(key), 0, MAX_BYTES - 1)
-        return found or None
+        """Return what is stored under a key, at most `MAX_BYTES` of it, or None."""
+        stored: bytes = await self._call(key, "GETRANGE", encode_key(key), 0, MAX_BYTES - 1)
+        return stored or None
 
     async def put(self, key: str, copy: bytes, ttl_seconds: float) -> None:
-        """Unless a newer one is there: copies start with their number, in 8 bytes."""
+        """Store a copy, unless a newer one is stored. Copies start with their version, in 8 bytes."""
         await self._call(key, "EVAL", PUT_IF_NEWER, 1, encode_key(key), copy, int(ttl_seconds * 1_000))
 
     async def put_many(self, copies: Mapping[str, bytes], ttl_seconds: float) -> None:
-        """The same for many copies, by their keys, in one call to each server.
+        """Store several copies by their keys, in one call to each server.
 
         A server that fails does not affect the copies on others. Raises `PartialFailure` with the keys that were not
         written.
         """
-        left: Mapping[str, bytes] = copies
+        not_written: Mapping[str, bytes] = copies
         problem: Exception | None = None
-        for _ in range(
-            1 if self._deployment.kind is DeploymentKind.SINGLE else 2
-        ):  # the second time elsewhere, if a slot has moved
-            left, problem = await self._put_many(left, int(ttl_seconds * 1_000))
+        attempts = 1 if self._is_single else 2  # the second attempt follows slots that have moved
+        for _ in range(attempts):
+            not_written, problem = await self._put_many(not_written, int(ttl_seconds * 1_000))
             if problem is None:
                 return
             self._owners = []
-        raise PartialFailure(f"{len(left)} of {len(copies)} copies were not written: {_describe(problem)}", left)
+        message = f"{len(not_written)} of {len(copies)} copies were not written: {_describe(problem)}"
+        raise PartialFailure(message, not_written)
 
     async def _put_many(self, copies: Mapping[str, bytes], ttl_ms: int) -> tuple[dict[str, bytes], Exception | None]:
         """Try each server once. Return the copies that were not written, and the first error."""
-        by_client: dict[Any, dict[str, bytes]] = {}
-        left: dict[str, bytes] = {}
+        copies_of: dict[Any, dict[str, bytes]] = {}
+        not_written: dict[str, bytes] = {}
         problem: Exception | None = None
         for key, copy in copies.items():
             try:
-                by_client.setdefault(await self._client_for_key(key), {})[key] = copy
+                copies_of.setdefault(await self._client_for_key(key), {})[key] = copy
             except (RedisError, OSError, TimeoutError, StoreUnavailable) as error:
                 if not self._owners:
                     return dict(copies), error
-                left[key], problem = copy, problem or error
-        answers = await asyncio.gather(*(_put_all(client, some, ttl_ms) for client, some in by_client.items()))
-        for some, errors in zip(by_client.values(), answers, strict=True):
-            for key, why in zip(some, errors, strict=True):
-                if why is not None:
-                    left[key], problem = some[key], problem or why
-        return left, problem
+                not_written[key], problem = copy, problem or error
+        results = await asyncio.gather(*(_put_all(client, some, ttl_ms) for client, some in copies_of.items()))
+        for some, errors in zip(copies_of.values(), results, strict=True):
+            for key, failure in zip(some, errors, strict=True):
+                if failure is not None:
+                    not_written[key], problem = some[key], problem or failure
+        return not_written, problem
 
     async def acquire_lock(self, key: str, owner: bytes, ttl_seconds: float) -> bool:
-        """Take or extend a lease. False if another owner has it."""
+        """Acquire a lock, or extend it. Return False if another owner holds it."""
         return bool(await self._call(key, "EVAL", ACQUIRE_LOCK, 1, encode_key(key), owner, int(ttl_seconds * 1_000)))
 
     async def release_lock(self, key: str, owner: bytes) -> None:
-        """Give a lease back, if this owner has it."""
+        """Release a lock, if this owner holds it."""
         await self._call(key, "EVAL", RELEASE_LOCK, 1, encode_key(key), owner)
 
     async def claim(self, key: str, ttl_seconds: float) -> bool:
-        """Claim work that one of many does; True if no one had claimed it."""
+        """Claim a task that only one process must do. Return False if it is claimed already."""
         return bool(await self._call(key, "SET", encode_key(key), b"1", "NX", "PX", int(ttl_seconds * 1_000)))
 
     async def memory(self) -> dict[str, ServerMemory]:
-        """Ask each server that decides how it uses its memory, by its address."""
-        found = {}
-        with _translated():
+        """Return the memory use of each master, by its address."""
+        memory_of = {}
+        with _translated_errors():
             try:
-                for address in await self._servers():
+                for address in await self._masters():
                     client = self._client_of(address)
                     stats, memory = await client.info("stats"), await client.info("memory")
-                    found[address.path or f"{address.host}:{address.port}"] = ServerMemory(
+                    memory_of[address.name] = ServerMemory(
                         int(memory.get("maxmemory", 0)),
                         str(memory.get("maxmemory_policy", "noeviction")),
                         int(stats.get("evicted_keys", 0)),
@@ -148,46 +155,46 @@ class CatalogRedis:
             except (RedisError, OSError, TimeoutError):
                 self._owners = []  # one of them may have been replaced
                 raise
-        return found
+        return memory_of
 
     async def publish(self, channel: str, message: bytes) -> None:
-        """Send a message to all that listen. Each server of a Cluster passes it on to the others."""
+        """Publish a message to all listeners. On a Cluster, the server that receives it forwards it to all others."""
 
         async def call() -> None:
             problem: Exception | None = None
-            for address in await self._servers():
+            for address in await self._masters():
                 try:
                     await self._client_of(address).execute_command("PUBLISH", channel, message)
                 except (RedisError, OSError, TimeoutError) as error:
                     problem = error
                 else:
                     return
-            raise problem or StoreUnavailable("no server of the Cluster has any slot")
+            raise problem or _no_master_error()
 
         await self._with_retry(call)
 
     async def listen(self, channel: str) -> AsyncGenerator[bytes | None, None]:
-        """Messages as they come, for as long as the connection lasts; None once somebody listens."""
-        with _translated():
-            if self._deployment.kind is not DeploymentKind.SINGLE:
+        """Yield None once the subscription is active, then each message, until the connection is lost."""
+        with _translated_errors():
+            if not self._is_single:
                 await self._discover()
             async with await self._first_client() as client, client.pubsub() as pubsub:
                 await pubsub.subscribe(channel)
-                heard, asked, is_in = time.monotonic(), time.monotonic(), False
+                received_at, pinged_at, is_subscribed = time.monotonic(), time.monotonic(), False
                 while True:
                     message = await pubsub.get_message(timeout=CALL_SECONDS)
                     now = time.monotonic()
                     if message is not None:
-                        heard = now
+                        received_at = now
                         if message["type"] == "subscribe":
-                            is_in = True
+                            is_subscribed = True
                             yield None
                         elif message["type"] == "message":
                             yield message["data"]
-                    elif now - heard > (SILENCE_SECONDS if is_in else CALL_SECONDS):
-                        raise TimeoutError("the server has fallen silent")
-                    elif is_in and now - asked > PING_SECONDS:
-                        asked = now
+                    elif now - received_at > (SILENCE_SECONDS if is_subscribed else CALL_SECONDS):
+                        raise TimeoutError("the server has stopped answering")
+                    elif is_subscribed and now - pinged_at > PING_SECONDS:
+                        pinged_at = now
                         await pubsub.ping()
 
     async def close(self) -> None:
@@ -196,6 +203,10 @@ class CatalogRedis:
             with contextlib.suppress(RedisError, OSError):
                 await client.aclose()
 
+    @property
+    def _is_single(self) -> bool:
+        return self._deployment.kind is DeploymentKind.SINGLE
+
     async def _call(self, key: str, *command: Any) -> Any:
         async def call() -> Any:
             return await (await self._client_for_key(key)).execute_command(*command)
@@ -203,23 +214,21 @@ class CatalogRedis:
         return await self._with_retry(call)
 
     async def _with_retry(self, call: Callable[[], Awaitable[Any]]) -> Any:
-        """Once more where it may have been the wrong server, or a connection that was closed meanwhile: all of these
-        may be done twice.
-        """
-        with _translated():
+        """Repeat a failed call after a new discovery, unless there is one server. All calls are idempotent."""
+        with _translated_errors():
             try:
                 return await call()
             except (RedisError, OSError, TimeoutError):
                 self._owners = []
-                if self._deployment.kind is DeploymentKind.SINGLE:
+                if self._is_single:
                     raise
             return await call()
 
     async def _first_client(self) -> Any:
-        """A new client of the first server that answers: any of a Cluster receives all messages."""
+        """Return a new client of the first master that answers. Any server of a Cluster receives all messages."""
         problem: Exception | None = None
-        for address in await self._servers():
-            client = _client(address, 1)
+        for address in await self._masters():
+            client = _create_client(address, 1)
             try:
                 await client.ping()
             except BaseException as error:
@@ -229,62 +238,48 @@ class CatalogRedis:
                 problem = error
             else:
                 return client
-        raise problem or StoreUnavailable("no server of the Cluster has any slot")
+        raise problem or _no_master_error()
+
+    # -- discovery
 
     async def _client_for_key(self, key: str) -> Any:
-        """A client of the server that decides about a key."""
         return self._client_of(await self._address_for_key(key))
 
     def _client_of(self, address: Address) -> Any:
-        place = None if self._deployment.kind is DeploymentKind.SINGLE else (address.host, address.port)
+        place = None if self._is_single else (address.host, address.port)
         if place not in self._clients:
-            self._clients[place] = _client(address, MAX_CONNECTIONS)
+            self._clients[place] = _create_client(address, MAX_CONNECTIONS)
         return self._clients[place]
 
     async def _address_for_key(self, key: str) -> Address:
-        if self._deployment.kind is DeploymentKind.SINGLE:
+        if self._is_single:
             return self._deployment.server_template
         owners = self._owners or await self._discover()
         slot = hash_slot(key) if self._deployment.kind is DeploymentKind.CLUSTER else 0
         place = owners[slot]
         if place is None:
-            raise StoreUnavailable(f"no server of the Cluster has slot {slot}")
+            raise uncovered_slot_error(slot)
         return self._deployment.server_template.at(*place)
 
-    async def _servers(self) -> list[Address]:
-        """All that decide about anything."""
-        if self._deployment.kind is DeploymentKind.SINGLE:
+    async def _masters(self) -> list[Address]:
+        if self._is_single:
             return [self._deployment.server_template]
         owners = self._owners or await self._discover()
         return [self._deployment.server_template.at(*place) for place in dict.fromkeys(owners) if place is not None]
 
-    async def _discover(self) -> list[HostPort | None]:
-        """Ask who decides; those that are no longer anybody are let go of."""
-        is_sentinel = self._deployment.kind is DeploymentKind.SENTINEL
-        question = (
-            ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._deployment.master_name)
-            if is_sentinel
-            else ("CLUSTER", "SLOTS")
-        )
-        known = (
-            []
-            if is_sentinel
-            else [self._deployment.server_template.at(*place) for place in self._clients if place is not None]
-        )
-        problem: Exception | None = None
-        for address in (*self._deployment.seeds, *known):
-            try:
-                async with _client(address, 1) as client:
-                    client.response_callbacks.clear()
-                    owners = parse_owners(self._deployment.kind, address, await client.execute_command(*question))
-            except (RedisError, OSError, TimeoutError) as error:
-                problem = error
-                continue
-            if owners:
-                self._owners = owners
-                await self._close_clients_except(set(owners))
-                return owners
-        raise StoreUnavailable(f"none of the servers of the URL knows who decides: {problem}")
+    async def _discover(self) -> Owners:
+        """Find the current masters, and close the clients of all others."""
+        is_cluster = self._deployment.kind is DeploymentKind.CLUSTER
+        masters = [self._deployment.server_template.at(*place) for place in self._clients if place and is_cluster]
+        flow = discover_owners(self._deployment, [*self._deployment.seeds, *masters])
+        try:
+            query = next(flow)
+            while True:
+                query = flow.send(await _send_query(query))
+        except StopIteration as done:
+            self._owners = done.value
+        await self._close_clients_except(set(self._owners))
+        return self._owners
 
     async def _close_clients_except(self, owners: set[HostPort | None]) -> None:
         for place in self._clients.keys() - owners:
@@ -292,32 +287,46 @@ class CatalogRedis:
                 await self._clients.pop(place).aclose()
 
 
-def _client(address: Address, connections: int) -> Any:
+async def _send_query(query: DiscoveryQuery) -> Any:
+    """Send a discovery query on a connection of its own. Return the reply, or the error that prevented one."""
+    try:
+        async with _create_client(query.address, 1) as client:
+            client.response_callbacks.clear()
+            return await client.execute_command(*query.command)
+    except (RedisError, OSError, TimeoutError) as error:
+        return error
+
+
+def _create_client(address: Address, max_connections: int) -> Any:
     pool = create_pool(
         redis.asyncio,
         address,
         blocking=True,
-        max_connections=connections,
+        max_connections=max_connections,
         timeout=CALL_SECONDS,
         decode_responses=False,
         socket_timeout=CALL_SECONDS,
         socket_connect_timeout=CALL_SECONDS,
-        retry=Retry(NoBackoff(), 1),  # an idle connection may have been closed by the other side
+        retry=Retry(NoBackoff(), 1),  # the server may have closed an idle connection
     )
     client: Any = redis.asyncio.Redis.from_pool(pool)
     return client
 
 
 async def _put_all(client: Any, copies: Mapping[str, bytes], ttl_ms: int) -> list[Exception | None]:
-    """Write copies on one server. Return the error of each, None where it was written or a newer one was there."""
+    """Write copies on one server. Return the error of each, or None if it was written or a newer one is stored."""
     pipeline = client.pipeline(transaction=False)
     for key, copy in copies.items():
         pipeline.execute_command("EVAL", PUT_IF_NEWER, 1, encode_key(key), copy, ttl_ms)
     try:
-        answers = await pipeline.execute(raise_on_error=False)
+        replies = await pipeline.execute(raise_on_error=False)
     except (RedisError, OSError, TimeoutError) as error:
         return [error] * len(copies)
-    return [answer if isinstance(answer, Exception) else None for answer in answers]
+    return [reply if isinstance(reply, Exception) else None for reply in replies]
+
+
+def _no_master_error() -> StoreUnavailable:
+    return StoreUnavailable("no server of the Cluster owns any slot")
 
 
 def _describe(error: Exception | None) -> str:
@@ -325,8 +334,8 @@ def _describe(error: Exception | None) -> str:
 
 
 @contextlib.contextmanager
-def _translated() -> Iterator[None]:
+def _translated_errors() -> Iterator[None]:
     try:
         yield
     except (RedisError, OSError, TimeoutError) as error:
-        raise StoreUnavailable(f"Redis can't be reached for what nodes share: {_describe(error)}") from None
+        raise StoreUnavailable(f"Redis is unreachable for the catalog: {_describe(error)}") from None

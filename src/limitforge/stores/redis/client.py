@@ -1,4 +1,4 @@
-"""Connections of redis-py to a server of a store, for what is not hot: listening, and what nodes share."""
+"""Connection pools of redis-py for what is not on the hot path: subscriptions and the catalog."""
 
 import asyncio
 import ssl
@@ -7,12 +7,12 @@ from typing import Any, cast
 import redis.asyncio
 from redis.asyncio.connection import Connection
 
-from limitforge.stores.redis.resp import Address
+from limitforge.stores.redis.address import Address
 
 
 class TlsConnection(Connection):
-    """TLS by a context that is there already: redis-py builds one for each connection, which takes 30 ms on the event
-    loop. When it is cancelled or closed, its socket is closed at once.
+    """A TLS connection with a shared context. redis-py creates a context for each connection, which blocks the event
+    loop for 30 ms. When this connection is cancelled or closed, its socket is closed at once.
     """
 
     def __init__(self, tls: ssl.SSLContext, **options: Any) -> None:
@@ -30,24 +30,24 @@ class TlsConnection(Connection):
             raise
 
     async def disconnect(self, *given: Any, **named: Any) -> None:
-        self._abort()  # a closing that the server does not answer would be waited for
+        self._abort()  # closing TLS would wait for the server
         await super().disconnect(*given, **named)
 
     def _abort(self) -> None:
-        """Close at once, so that redis-py knows that it must connect again."""
+        """Close the socket at once, and let redis-py know that it must connect again."""
         writer, self._writer, self._reader = self._writer, None, None
         if writer is not None:
             writer.transport.abort()
 
 
 def create_pool(client: Any, address: Address, *, blocking: bool = False, **options: Any) -> Any:
-    """A pool of `redis` or `redis.asyncio`. These options count more than those of the URL."""
+    """Create a pool of `redis` or `redis.asyncio`. `options` take precedence over those of the URL."""
     pool = client.BlockingConnectionPool if blocking else client.ConnectionPool
     return pool(**{**address.redis_py_options, **_connection_options(client, address), **options})
 
 
 def _connection_options(client: Any, address: Address) -> dict[str, Any]:
-    """The class of a connection, and what only that class is given."""
+    """Return the connection class, and the options that only that class has."""
     kinds = client.connection
     if address.tls is None:
         return {"connection_class": kinds.Connection if address.path is None else kinds.UnixDomainSocketConnection}

@@ -1,7 +1,8 @@
-"""Listens to what other nodes changed, and drops what is cached here (Redis pub/sub, by redis-py).
+"""Receive invalidations that other processes publish, and apply them to the caches of this process.
 
-While nobody listens, a denial may outlive a change on another node by its age at most. Whenever the connection is new,
-everything is dropped: messages may have been missed.
+Each process publishes what a change makes outdated (Redis pub/sub, over connections of redis-py). While a process has
+no subscription, a cached denial may outlive a change by its age at most. After each subscription all caches are
+cleared, because messages may have been missed.
 """
 
 import asyncio
@@ -14,50 +15,51 @@ from typing import Any, Protocol
 import redis
 import redis.asyncio
 
+from limitforge.observability.events import log_event
 from limitforge.stores.redis.client import create_pool
 from limitforge.stores.redis.denial_cache import Invalidation
 from limitforge.stores.redis.topology.topology import Server, Topology
 
 MIN_RETRY_SECONDS = 0.1
 MAX_RETRY_SECONDS = 5.0
-POLL_SECONDS = 0.5  # how soon a thread notices that it shall stop
-CLIENT_OPTIONS: dict[str, Any] = {"decode_responses": False, "socket_timeout": None}  # whatever the URL says
+POLL_SECONDS = 0.5  # how soon a thread notices that it was stopped
+CLIENT_OPTIONS: dict[str, Any] = {"decode_responses": False, "socket_timeout": None}  # they override the URL
 
 _log = logging.getLogger(__name__)
 
 
 class InvalidatedCache(Protocol):
-    """Something that may be out of date after a change."""
+    """A cache that changes make outdated."""
 
     def invalidate(self, invalidation: Invalidation) -> None:
-        """Forget what may have changed."""
+        """Drop what an invalidation names."""
 
     def invalidate_all(self, *, messages_missed: bool) -> None:
-        """Somebody listens from now on. What was cached before is doubtful; `missed` if it was not the first time."""
+        """Drop what may be outdated after a new subscription. `messages_missed` is False for the first one."""
 
 
 class InvalidatedCaches:
-    """All that must hear of changes."""
+    """All caches of a store. They are referenced weakly."""
 
     def __init__(self) -> None:
-        self._all: list[weakref.ref[InvalidatedCache]] = []
+        self._caches: list[weakref.ref[InvalidatedCache]] = []
 
     def add(self, cache: InvalidatedCache) -> None:
-        self._all = [known for known in self._all if known() is not None] + [weakref.ref(cache)]
+        self._caches = [known for known in self._caches if known() is not None] + [weakref.ref(cache)]
 
     def invalidate(self, invalidation: Invalidation) -> None:
-        for known in self._all:
+        for known in self._caches:
             if (cache := known()) is not None:
                 cache.invalidate(invalidation)
 
     def invalidate_all(self, *, messages_missed: bool) -> None:
-        for known in self._all:
+        for known in self._caches:
             if (cache := known()) is not None:
                 cache.invalidate_all(messages_missed=messages_missed)
 
 
 class _MessageHandler:
-    """What both listeners do with what they hear."""
+    """Applies messages, and backs off after failures: what both listeners share."""
 
     def __init__(self, channel: bytes, caches: InvalidatedCaches) -> None:
         self._channel = channel
@@ -73,6 +75,8 @@ class _MessageHandler:
         if message is None or caches is None:
             return
         if message["type"] == "subscribe":
+            if self._retry_seconds:
+                self._log(logging.INFO, "store.invalidations_subscribed", "receiving invalidations again")
             self._retry_seconds = 0.0
             caches.invalidate_all(messages_missed=self._was_subscribed)
             self._was_subscribed = True
@@ -80,19 +84,31 @@ class _MessageHandler:
             try:
                 caches.invalidate(Invalidation.decode(message["data"]))
             except ValueError:
-                _log.warning("a message on %s is not ours: dropping all cached denials", self._channel.decode())
+                self._log(logging.WARNING, "store.invalidation_invalid", "invalid message, dropping all cached denials")
                 caches.invalidate_all(messages_missed=True)
 
     def on_failure(self, error: Exception) -> float:
-        """How long to wait before the next attempt."""
+        """Return how many seconds to wait before the next attempt."""
         if not self._retry_seconds:
-            _log.warning("can't listen to other nodes on %s: %s", self._channel.decode(), error)
+            self._log(
+                logging.WARNING,
+                "store.invalidations_unsubscribed",
+                "cannot receive invalidations, retrying",
+                error,
+            )
         self._retry_seconds = min(max(2 * self._retry_seconds, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
         return self._retry_seconds
 
+    def _log(self, level: int, event: str, message: str, error: Exception | None = None) -> None:
+        channel = self._channel.decode()
+        if error is None:
+            log_event(_log, level, event, message, channel=channel)
+        else:
+            log_event(_log, level, event, message, channel=channel, error=error)
+
 
 class InvalidationListener:
-    """A task on the running event loop."""
+    """Listens in a task of the running event loop."""
 
     def __init__(self, topology: Topology, channel: bytes, caches: InvalidatedCaches) -> None:
         self._topology = topology
@@ -109,7 +125,7 @@ class InvalidationListener:
         return self._task is not None and not self._task.done()
 
     def follow_topology(self) -> None:
-        """To another server, if the one that it listens to is no longer one of ours."""
+        """Listen on another server, if the current one was retired."""
         if self._task is not None and self._server is not None and not self._topology.is_current(self._server):
             self._task.cancel()
             self.start()
@@ -124,12 +140,12 @@ class InvalidationListener:
         while True:
             try:
                 await self._listen()
-            except Exception as error:  # noqa: BLE001 - whatever it is: go on, or nobody listens any more
+            except Exception as error:  # noqa: BLE001 - no error must end the subscription for good
                 await asyncio.sleep(self._handler.on_failure(error))
 
     async def _listen(self) -> None:
-        node = self._server = self._topology.healthiest_server()
-        client: Any = redis.asyncio.Redis.from_pool(create_pool(redis.asyncio, node.address, **CLIENT_OPTIONS))
+        server = self._server = self._topology.healthiest_server()
+        client: Any = redis.asyncio.Redis.from_pool(create_pool(redis.asyncio, server.address, **CLIENT_OPTIONS))
         async with client, client.pubsub() as pubsub:
             await pubsub.subscribe(self._channel)
             async for message in pubsub.listen():
@@ -137,7 +153,7 @@ class InvalidationListener:
 
 
 class SyncInvalidationListener:
-    """A thread of its own, which ends with the process."""
+    """Listens in a daemon thread."""
 
     def __init__(self, topology: Topology, channel: bytes, caches: InvalidatedCaches) -> None:
         self._topology = topology
@@ -158,17 +174,17 @@ class SyncInvalidationListener:
         while self._is_wanted():
             try:
                 self._listen()
-            except Exception as error:  # noqa: BLE001 - whatever it is: go on, or nobody listens any more
+            except Exception as error:  # noqa: BLE001 - no error must end the subscription for good
                 self._stopped.wait(self._handler.on_failure(error))
 
     def _listen(self) -> None:
-        node = self._topology.healthiest_server()
-        client: Any = redis.Redis.from_pool(create_pool(redis, node.address, **CLIENT_OPTIONS))
+        server = self._topology.healthiest_server()
+        client: Any = redis.Redis.from_pool(create_pool(redis, server.address, **CLIENT_OPTIONS))
         with client, client.pubsub() as pubsub:
             pubsub.subscribe(self._channel)
-            while self._is_wanted() and self._topology.is_current(node):
+            while self._is_wanted() and self._topology.is_current(server):
                 self._handler.on_message(pubsub.get_message(timeout=POLL_SECONDS))
 
     def _is_wanted(self) -> bool:
-        """Not once it was stopped, or once the limiter is no more: nobody needs to close one that is let go."""
+        """Return False once the listener was stopped, or its limiter was garbage-collected without a `close`."""
         return not self._stopped.is_set() and self._handler.has_caches()

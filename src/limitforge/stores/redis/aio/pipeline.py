@@ -1,117 +1,64 @@
-"""One Redis, one event loop: every check that waits goes out in one write, and none waits longer than its deadline.
+"""Batch the pending checks of one event loop into calls to one Redis server.
 
-An idle connection sends at the end of the loop's turn, so whatever was asked in that turn travels together and a lone
-check waits for nobody. While two writes are in flight the next batch gathers. One write is one call, or one for each
-slot of a Cluster where they can't share it. There is no timer but the one for deadlines, which stays armed while
-anything is owed an answer.
+An idle pipeline sends at the end of the current loop iteration, so a lone check is not delayed and concurrent checks
+share a call. At most two writes are in flight; new checks queue up meanwhile and form the next batch. A write is one
+call, or several calls where slots of a Cluster can't share one. A single timer enforces deadlines.
 """
 
 import asyncio
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any, Protocol
-
-import msgspec
 
 from limitforge.core.check import Check, ResultKind
 from limitforge.core.decision import CheckResult
-from limitforge.core.plan import BUCKET_US
 from limitforge.errors import LimitforgeError, StoreError, StoreUnavailable
+from limitforge.stores.redis.aio.pending import (
+    InFlightCall,
+    PendingCheck,
+    Write,
+    count_that_fits,
+    deadline_of,
+    deliver,
+    group_around,
+    not_cancelled,
+    report_callback_error,
+    splits_group,
+)
 from limitforge.stores.redis.aio.reconnecting import ReconnectingConnection
-from limitforge.stores.redis.codec import MAX_CALL_US, Flow, NotReplicated, Reply, ScriptCall, as_corrupt_reply
+from limitforge.stores.redis.codec import MAX_CALL_US, NotReplicated, Reply, ScriptCall, as_corrupt_reply
+from limitforge.stores.redis.core import RedisCore
 from limitforge.stores.redis.resp import Redirected, SlotMigrating, should_split_by_slot
-from limitforge.stores.redis.topology.cross_slot import FinishHold, Step
+from limitforge.stores.redis.topology.cross_slot import FinishHold
 from limitforge.stores.redis.topology.topology import Server
 from limitforge.stores.resilience.failure import NotServerFault, as_maybe_counted, breaker_open_error
 
 MAX_WRITES_IN_FLIGHT = 2
-SPLIT_ABOVE_US = 100
-CONNECT_DEADLINES = 4  # how long a connection may take to open: those who wait for it have long been answered
+SPLIT_ABOVE_US = 100  # a batch that keeps Redis busy for longer is sent in halves
+CONNECT_DEADLINES = 4  # a connection may take longer to open than any check waits for it: later checks need it too
 MIN_CONNECT_SECONDS = 0.25
-LAG_SECONDS = 0.005
+LAG_SECONDS = 0.005  # a loop iteration that takes longer postpones deadlines
 GRACE_SECONDS = 0.001
-SPLIT_SLOT_SECONDS = 1.0
-
-OnReply = Callable[[Any], None]
-"""Told a decision or an error; for a part of a check whatever the store told of it."""
-
-
-class BatchFlows(Protocol):
-    """Makes the flows of calls for what waits, and is handed what the store is owed after an outage."""
-
-    def checks_flow(self, checks: Sequence[Check]) -> Flow[list[CheckResult]]: ...
-
-    def finish_flow(self, finishes: Sequence[FinishHold]) -> Flow[list[Any]]: ...
-
-    def across_slots(self, call: ScriptCall) -> ScriptCall:
-        """The same call over several slots of one server."""
-
-    def charge(self, charges: Sequence[Check]) -> None: ...
+SPLIT_SLOT_SECONDS = 1.0  # how long a slot gets calls of its own after a redirection
 
 
 class Router(Protocol):
-    """Knows which pipeline a check belongs to."""
+    """Finds the right pipeline for checks that this one can't send."""
 
-    def redirect(self, batch: "list[PendingCheck]", answer: Redirected | SlotMigrating, node: Server) -> None:
-        """None of these was executed: ask again, where or when the answer says, or give up in time."""
+    def redirect(self, batch: list[PendingCheck], redirection: Redirected | SlotMigrating, server: Server) -> None:
+        """Send a batch that `server` did not execute to where it redirects."""
 
     def refresh_topology(self) -> None:
-        """This server did not answer as it should: it may have been replaced."""
-
-
-class PendingCheck(msgspec.Struct, eq=False, gc=False):
-    """A check, or a step of one, that is owed an answer by `due`. Whoever no longer wants it sets `tell` to None.
-
-    Checks of one `group` are a caller's own batch, and judged in their order where they share a `slot`.
-    """
-
-    check: Step
-    on_reply: OnReply | None
-    deadline: float
-    group: object = None
-    slot: int = 0
-    is_resubmitted: bool = False
-    """Whether it was on its way before: what it waited for then was not this loop."""
-    needs_asking: bool = False
-    """Whether it goes to a server that is only about to get its slot."""
-    own_slot_only: bool = False
-    """Whether it must not share a call with other slots."""
-    own_call_only: bool = False
-    """Whether it must not share a call at all: its slot is moving, and others may lack a key."""
-    redirects: int = 0
-
-
-class Write(msgspec.Struct, eq=False):
-    """One write, of one call or several."""
-
-    calls_in_flight: int
-    splits_group: bool
-    """The rest of its last group must not overtake it: a quota may have to be asked for once more."""
-
-
-class InFlightCall(msgspec.Struct, eq=False):
-    """A call that is on its way. One that is `late` is still owed a reply, which then only frees its place."""
-
-    batch: list[PendingCheck]
-    flow: Flow[list[Any]]
-    began_us: int
-    write: Write
-    is_late: bool = False
-    calls_sent: int = 0
-    needs_asking: bool = False
-    is_cross_slot: bool = False
-    """Whether it asks several slots in one call."""
+        """Find out whether a failed server has been replaced."""
 
 
 class Pipeline:
-    """Joins the checks of one event loop for one server."""
+    """The queue, the calls in flight and the deadlines of one event loop and one server."""
 
     def __init__(
         self,
         server: Server,
-        core: BatchFlows,
+        core: RedisCore,
         router: Router,
         *,
         deadline_ms: float,
@@ -133,7 +80,7 @@ class Pipeline:
         self._in_flight: list[InFlightCall] = []
         self._writes: list[Write] = []
         self._moving_slots: dict[int, float] = {}
-        """Slots that are moving or have moved, and until when they go by themselves."""
+        """Slots that a server redirected a moment ago, and until when they get calls of their own."""
         self._flush_is_scheduled = False
         self._last_reply_us = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -142,13 +89,13 @@ class Pipeline:
 
     @property
     def pending_count(self) -> int:
-        """How many checks are owed an answer."""
-        return len(self._queue) + sum(len(flight.batch) for flight in self._in_flight)
+        """The number of checks that wait for a reply."""
+        return len(self._queue) + sum(len(call.batch) for call in self._in_flight)
 
-    # -- asking
+    # -- the queue
 
     def submit(self, pending: PendingCheck) -> None:
-        """Ask, in order. The answer comes by `asked.tell`, perhaps before this returns."""
+        """Queue a check. `pending.on_reply` is called once, perhaps before this method returns."""
         if not self._resilience.is_healthy and not self._resilience.allows_call():
             self.resolve(pending, breaker_open_error())
             return
@@ -170,14 +117,14 @@ class Pipeline:
             self._arm_timer(pending.deadline)
 
     def take_queue(self) -> list[PendingCheck]:
-        """What waits here, for another pipeline."""
-        waiting, self._queue, self._queued_us = self._queue, [], 0
-        for asked in waiting:
-            asked.is_resubmitted = True
-        return waiting
+        """Remove and return the queued checks, so that another pipeline can send them."""
+        queue, self._queue, self._queued_us = self._queue, [], 0
+        for pending in queue:
+            pending.is_resubmitted = True
+        return queue
 
     def close(self) -> None:
-        """Answer what waits by its failure behaviour, and let go of the connection for good."""
+        """Close the connection for good. Checks that wait are decided by their failure behaviour."""
         self.connection.close(StoreUnavailable("the limiter was closed", maybe_counted=True))
         self._fail_queue(NotServerFault("the limiter was closed"))
         if self._timer is not None:
@@ -187,20 +134,22 @@ class Pipeline:
     # -- sending
 
     def on_connection_changed(self) -> None:
-        """Send what waits, over a new connection if there is none."""
+        """Send the queue. If the connection was lost, this opens a new one."""
         if self._queue and not self._flush_is_scheduled:
             self._flush_is_scheduled = True
             self.loop.call_soon(self._flush)
 
-    def _flush_iteration(self, first_due: float) -> None:
-        """Flush at the end of a turn. If that was a long one, the deadlines of all who asked in it begin now: nobody's
-        time runs out while this loop had no time to send.
+    def _flush_iteration(self, first_deadline: float) -> None:
+        """Flush at the end of a loop iteration.
+
+        After a long iteration, the deadlines of the checks that were submitted in it start again from now: they must
+        not expire because the loop had no time to send them.
         """
         now = self.loop.time()
-        if now - (first_due - self.deadline_seconds) > LAG_SECONDS:
-            for asked in self._queue:
-                if asked.deadline >= first_due and not asked.is_resubmitted:
-                    asked.deadline = now + self.deadline_seconds
+        if now - (first_deadline - self.deadline_seconds) > LAG_SECONDS:
+            for pending in self._queue:
+                if pending.deadline >= first_deadline and not pending.is_resubmitted:
+                    pending.deadline = now + self.deadline_seconds
         self._flush()
 
     def _flush(self) -> None:
@@ -208,168 +157,172 @@ class Pipeline:
         if self.connection.is_closed:
             self._fail_queue(NotServerFault("the limiter was closed"))
         while (
-            self._queue and len(self._writes) < MAX_WRITES_IN_FLIGHT and not any(v.splits_group for v in self._writes)
+            self._queue and len(self._writes) < MAX_WRITES_IN_FLIGHT and not any(w.is_group_split for w in self._writes)
         ):
             if self.connection.current is None:
                 self.connection.open()
                 return
-            batch, holds = self._next_batch()
-            wanted = [asked for asked in batch if asked.on_reply is not None]
+            batch, is_group_split = self._next_batch()
+            wanted = not_cancelled(batch)
             if wanted:
-                self._send_batch(wanted, holds=holds)
+                self._send_batch(wanted, is_group_split=is_group_split)
 
     def _next_batch(self) -> tuple[list[PendingCheck], bool]:
-        """The next batch: all that waits, or as much as keeps Redis busy for a millisecond; and whether its last group
-        goes on.
-        """
-        waiting = self._queue
-        most_us = MAX_CALL_US
-        if not self._in_flight and self._queued_us >= SPLIT_ABOVE_US:  # Redis works on one half while we read the other
-            most_us = min(self._queued_us // 2, MAX_CALL_US)
-        if self._queued_us <= most_us:
-            self._queue, self._queued_us = [], 0
-            return waiting, False
-        count = _count_that_fits(waiting, most_us)
-        if _splits_group(waiting, count):  # a group travels whole, unless it is too long for one call
-            first, last = _group_around(waiting, count)
-            count = first or min(last, _count_that_fits(waiting, MAX_CALL_US))
-        self._queue = waiting[count:]
-        self._queued_us -= sum([asked.check.weight_us for asked in waiting[:count]])
-        return waiting[:count], _splits_group(waiting, count)
+        """Take the next batch from the queue: all of it, or what keeps Redis busy for a millisecond.
 
-    def _send_batch(self, batch: list[PendingCheck], *, holds: bool) -> None:
-        """One call, and one for what ends; one more for each slot that can't share them. All in one write."""
+        The second value is True if the rest of the last group stays in the queue.
+        """
+        queue = self._queue
+        max_us = MAX_CALL_US
+        if not self._in_flight and self._queued_us >= SPLIT_ABOVE_US:
+            max_us = min(self._queued_us // 2, MAX_CALL_US)  # Redis works on one half while we read the other
+        if self._queued_us <= max_us:
+            self._queue, self._queued_us = [], 0
+            return queue, False
+        count = count_that_fits(queue, max_us)
+        if splits_group(queue, count):  # a group is sent whole, unless it is too long for one call
+            first, end = group_around(queue, count)
+            count = first or min(end, count_that_fits(queue, MAX_CALL_US))
+        self._queue = queue[count:]
+        self._queued_us -= sum([pending.check.weight_us for pending in queue[:count]])
+        return queue[:count], splits_group(queue, count)
+
+    # -- calls
+
+    def _send_batch(self, batch: list[PendingCheck], *, is_group_split: bool) -> None:
+        """Send a batch in one write, of as few calls as possible."""
         batches = [batch] if not self._is_sharded else self._group_by_call(batch)
-        volley = Write(len(batches), holds)
-        self._writes.append(volley)
-        flights = [self._start_call(one, volley) for one in batches]
-        if len(flights) == 1:
-            self._advance(flights[0], partial(next, flights[0].flow))
+        write = Write(len(batches), is_group_split)
+        self._writes.append(write)
+        started = [self._start_call(part, write) for part in batches]
+        if len(started) == 1:
+            self._advance(started[0], partial(next, started[0].flow))
+            return
+        calls: list[tuple[ScriptCall, InFlightCall]] = []
+        for in_flight in started:
+            self._advance(in_flight, partial(next, in_flight.flow), calls)
+        if self.connection.current is not None:
+            self.connection.current.call_many(
+                [(call, partial(self._on_call_reply, in_flight), in_flight.needs_asking) for call, in_flight in calls]
+            )
         else:
-            calls: list[tuple[ScriptCall, InFlightCall]] = []
-            for flight in flights:
-                self._advance(flight, partial(next, flight.flow), calls)
-            if self.connection.current is not None:
-                self.connection.current.call_many(
-                    [(call, partial(self._on_call_reply, flight), flight.needs_asking) for call, flight in calls]
-                )
-            else:
-                for _, flight in calls:
-                    self._fail_call(flight, StoreUnavailable("the connection to Redis was lost"))
+            for _, in_flight in calls:
+                self._fail_call(in_flight, StoreUnavailable("the connection to Redis was lost"))
 
     def _group_by_call(self, batch: list[PendingCheck]) -> list[list[PendingCheck]]:
-        """What may share a call, slot by slot in it; what ends something goes before what looks at it."""
+        """Group what can share a call, ordered by slot. Ends of holds come before checks that may see them."""
         now = self.loop.time()
         for slot in [slot for slot, until in self._moving_slots.items() if until < now]:
             del self._moving_slots[slot]
-        found: dict[tuple[bool, int, bool, int], list[PendingCheck]] = {}
-        for asked in sorted(batch, key=_kind_and_slot):
-            apart = asked.own_slot_only or asked.needs_asking or asked.slot in self._moving_slots
-            slot, alone = asked.slot if apart else -1, id(asked) if asked.own_call_only else 0
-            found.setdefault((type(asked.check) is FinishHold, slot, asked.needs_asking, alone), []).append(asked)
-        return list(found.values())
+        groups: dict[tuple[bool, int, bool, int], list[PendingCheck]] = {}
+        for pending in sorted(batch, key=_kind_and_slot):
+            own_slot = pending.own_slot_only or pending.needs_asking or pending.slot in self._moving_slots
+            slot, call = pending.slot if own_slot else -1, id(pending) if pending.own_call_only else 0
+            groups.setdefault((type(pending.check) is FinishHold, slot, pending.needs_asking, call), []).append(pending)
+        return list(groups.values())
 
-    def _start_call(self, batch: list[PendingCheck], volley: Write) -> InFlightCall:
-        steps: list[Any] = [asked.check for asked in batch]
+    def _start_call(self, batch: list[PendingCheck], write: Write) -> InFlightCall:
+        steps: list[Any] = [pending.check for pending in batch]
         flow = self._core.finish_flow(steps) if type(steps[0]) is FinishHold else self._core.checks_flow(steps)
-        flight = InFlightCall(batch, flow, self._resilience.now_us(), volley, needs_asking=batch[0].needs_asking)
-        flight.is_cross_slot = self._is_sharded and batch[0].slot != batch[-1].slot
-        self._in_flight.append(flight)
-        return flight
+        call = InFlightCall(batch, flow, self._resilience.now_us(), write, needs_asking=batch[0].needs_asking)
+        call.is_cross_slot = self._is_sharded and batch[0].slot != batch[-1].slot
+        self._in_flight.append(call)
+        return call
 
-    def _remove_call(self, flight: InFlightCall) -> None:
-        self._in_flight.remove(flight)
-        flight.write.calls_in_flight -= 1
-        if not flight.write.calls_in_flight:
-            self._writes.remove(flight.write)
+    def _remove_call(self, in_flight: InFlightCall) -> None:
+        self._in_flight.remove(in_flight)
+        in_flight.write.calls_in_flight -= 1
+        if not in_flight.write.calls_in_flight:
+            self._writes.remove(in_flight.write)
 
     def _advance(
-        self, flight: InFlightCall, step: Callable[[], Any], calls: list[tuple[ScriptCall, InFlightCall]] | None = None
+        self,
+        in_flight: InFlightCall,
+        resume: Callable[[], ScriptCall],
+        calls: list[tuple[ScriptCall, InFlightCall]] | None = None,
     ) -> None:
-        """Take a flow one step on: to its next call, which is sent (or added to `calls`), or to its answers."""
+        """Resume a flow: send its next call (or add it to `calls`), or deliver its results."""
         try:
-            call = step()
+            call = resume()
         except StopIteration as done:
-            self._remove_call(flight)
-            self._reply_all(flight.batch, done.value)
-            self._record_reply(flight, done.value)
-        except StoreUnavailable as error:  # the answer to another call: nothing that comes here can be trusted
-            self._fail_call(flight, error)
-            self.on_failure(error, flight.began_us)
+            self._remove_call(in_flight)
+            self._reply_all(in_flight.batch, done.value)
+            self._record_reply(in_flight, done.value)
+        except (
+            StoreUnavailable
+        ) as error:  # the reply belongs to another call: no reply on this connection can be trusted
+            self._fail_call(in_flight, error)
+            self.on_failure(error, in_flight.began_us)
             if not isinstance(error, NotReplicated):
                 self.connection.abort(error)
-        except Exception as error:  # noqa: BLE001 - an answer that makes no sense, or a bug: the callers must hear of it
-            self._fail_call(flight, as_corrupt_reply(error))
-            self._record_reply(flight)
-            self.connection.abort(StoreUnavailable("an answer made no sense", maybe_counted=True))
+        except Exception as error:  # noqa: BLE001 - an invalid reply, or a bug: the callers must get a result
+            self._fail_call(in_flight, as_corrupt_reply(error))
+            self._record_reply(in_flight)
+            self.connection.abort(StoreUnavailable("Redis sent an invalid reply", maybe_counted=True))
         else:
-            flight.calls_sent += 1
-            if flight.is_cross_slot:
-                call = self._core.across_slots(call)
+            in_flight.calls_sent += 1
+            if in_flight.is_cross_slot:
+                call = self._core.as_cross_slot(call)
             if calls is not None:
-                calls.append((call, flight))
+                calls.append((call, in_flight))
             elif self.connection.current is None:
-                self._fail_call(
-                    flight, StoreUnavailable("the connection to Redis was lost", maybe_counted=flight.calls_sent > 1)
-                )
+                lost = StoreUnavailable("the connection to Redis was lost", maybe_counted=in_flight.calls_sent > 1)
+                self._fail_call(in_flight, lost)
             else:
-                self.connection.current.call(call, partial(self._on_call_reply, flight), asking=flight.needs_asking)
+                on_reply = partial(self._on_call_reply, in_flight)
+                self.connection.current.call(call, on_reply, asking=in_flight.needs_asking)
 
-    def _on_call_reply(self, flight: InFlightCall, reply: Reply | StoreError) -> None:
+    def _on_call_reply(self, in_flight: InFlightCall, reply: Reply | StoreError) -> None:
+        is_first = in_flight.calls_sent == 1
         if not isinstance(reply, StoreError):
-            self._advance(flight, partial(flight.flow.send, reply))
-        elif flight.is_cross_slot and flight.calls_sent == 1 and should_split_by_slot(reply):
-            self._remove_call(flight)
+            self._advance(in_flight, partial(in_flight.flow.send, reply))
+        elif in_flight.is_cross_slot and is_first and should_split_by_slot(reply):
+            self._remove_call(in_flight)
             self._last_reply_us = self._resilience.now_us()
-            self._requeue_by_slot(flight.batch)
-        elif isinstance(reply, Redirected | SlotMigrating) and flight.calls_sent == 1 and self._is_sharded:
-            self._moving_slots[flight.batch[0].slot] = self.loop.time() + SPLIT_SLOT_SECONDS
-            self._remove_call(flight)
-            self._record_reply(flight)
-            self._redirect(flight, reply)
+            self._requeue_by_slot(in_flight.batch)
+        elif isinstance(reply, Redirected | SlotMigrating) and is_first and self._is_sharded:
+            self._moving_slots[in_flight.batch[0].slot] = self.loop.time() + SPLIT_SLOT_SECONDS
+            self._remove_call(in_flight)
+            self._record_reply(in_flight)
+            self._redirect(in_flight, reply)
         else:
-            if flight.calls_sent > 1 and isinstance(reply, StoreUnavailable):  # some of the batch was judged before
+            if not is_first and isinstance(reply, StoreUnavailable):  # the first call has decided some of the batch
                 reply = as_maybe_counted(reply)
-            self._fail_call(flight, reply)
+            self._fail_call(in_flight, reply)
             if not isinstance(reply, StoreUnavailable):
-                self._record_reply(flight)
-            elif not flight.is_late:
-                self.on_failure(reply, flight.began_us)
+                self._record_reply(in_flight)
+            elif not in_flight.is_late:
+                self.on_failure(reply, in_flight.began_us)
         self.on_connection_changed()
 
     def _requeue_by_slot(self, batch: list[PendingCheck]) -> None:
-        """Each slot by itself, before whatever else waits: it will say what is wrong."""
-        wanted = [asked for asked in batch if asked.on_reply is not None]
-        for asked in wanted:
-            asked.is_resubmitted = asked.own_slot_only = True
+        """Queue a batch again, in front, with a call for each slot: then only slots that fail get an error."""
+        wanted = not_cancelled(batch)
+        for pending in wanted:
+            pending.is_resubmitted = pending.own_slot_only = True
         self._queue = [*wanted, *self._queue]
-        self._queued_us += sum(asked.check.weight_us for asked in wanted)
+        self._queued_us += sum(pending.check.weight_us for pending in wanted)
         if wanted and self._timer is None:
-            self._arm_timer(min(asked.deadline for asked in wanted))
+            self._arm_timer(min(pending.deadline for pending in wanted))
 
-    def _redirect(self, flight: InFlightCall, answer: Redirected | SlotMigrating) -> None:
-        wanted = [asked for asked in flight.batch if asked.on_reply is not None]
+    def _redirect(self, in_flight: InFlightCall, redirection: Redirected | SlotMigrating) -> None:
+        wanted = not_cancelled(in_flight.batch)
         try:
-            self._router.redirect(wanted, answer, self.server)
-        except Exception as error:  # noqa: BLE001 - a bug of ours: nobody shall wait for it
-            for asked in wanted:
-                self.resolve(asked, as_corrupt_reply(error))
+            self._router.redirect(wanted, redirection, self.server)
+        except Exception as error:  # noqa: BLE001 - a bug in limitforge: the callers must get a result
+            for pending in wanted:
+                self.resolve(pending, as_corrupt_reply(error))
 
-    def _record_reply(self, flight: InFlightCall, answers: Sequence[object] = ()) -> None:
-        """Whatever it said: it answered. Too late is as good as never."""
-        if not flight.is_late:
+    def _record_reply(self, in_flight: InFlightCall, results: Sequence[object] = ()) -> None:
+        """Record that the server answered in time, even if its answer is an error."""
+        if not in_flight.is_late:
             self._last_reply_us = self._resilience.now_us()
-            self.on_success(answers)
+            self.on_success(results)
 
-    # -- failing
-
-    def _fail_call(self, flight: InFlightCall, error: LimitforgeError) -> None:
-        self._remove_call(flight)
-        for asked in flight.batch:
-            self.resolve(asked, error)
+    # -- results
 
     def resolve(self, pending: PendingCheck, result: CheckResult) -> None:
-        """Tell the answer; if the store was away, what the failure behaviour of the check says."""
+        """Deliver a result. If the store was unavailable, the failure behaviour of the check decides."""
         if pending.on_reply is None:
             return
         check = pending.check
@@ -379,139 +332,110 @@ class Pipeline:
             and check.result_kind is not ResultKind.PART
         ):
             result = self._resilience.decide_without_store(check, result)
-        self.reply(pending, result)
+        deliver(self.loop, pending, result)
 
-    def reply(self, pending: PendingCheck, result: object) -> None:
-        """Answer, once. Whatever the callback does is its own affair."""
-        if pending.on_reply is None:
-            return
-        tell, pending.on_reply = pending.on_reply, None
-        try:
-            tell(result)
-        except Exception as error:  # noqa: BLE001 - somebody's callback must not keep its batch from their answers
-            self._report_callback_error(error)
-
-    def _reply_all(self, batch: Sequence[PendingCheck], answers: Sequence[object]) -> None:
-        """The same for all that were asked together."""
-        for asked, answer in zip(batch, answers, strict=True):
-            tell = asked.on_reply
-            if tell is None:
+    def _reply_all(self, batch: Sequence[PendingCheck], results: Sequence[object]) -> None:
+        for pending, result in zip(batch, results, strict=True):
+            if isinstance(result, StoreUnavailable):
+                self.resolve(pending, result)
                 continue
-            if isinstance(answer, StoreUnavailable):
-                self.resolve(asked, answer)
+            on_reply = pending.on_reply
+            if on_reply is None:
                 continue
-            asked.on_reply = None
-            try:
-                tell(answer)
-            except Exception as error:  # noqa: BLE001 - as above
-                self._report_callback_error(error)
+            pending.on_reply = None
+            try:  # as in `deliver`, without its call for each check
+                on_reply(result)
+            except Exception as error:  # noqa: BLE001
+                report_callback_error(self.loop, error)
 
-    def _report_callback_error(self, error: Exception) -> None:
-        if not isinstance(error, asyncio.InvalidStateError):  # then its caller was cancelled in this turn of the loop
-            self.loop.call_exception_handler({"message": "the callback of a check failed", "exception": error})
+    def _fail_call(self, in_flight: InFlightCall, error: LimitforgeError) -> None:
+        self._remove_call(in_flight)
+        for pending in in_flight.batch:
+            self.resolve(pending, error)
 
     def _fail_queue(self, error: StoreUnavailable) -> None:
-        waiting, self._queue, self._queued_us = self._queue, [], 0
-        for asked in waiting:
-            self.resolve(asked, error)
+        queue, self._queue, self._queued_us = self._queue, [], 0
+        for pending in queue:
+            self.resolve(pending, error)
+
+    # -- health: called by the connection, too
 
     def on_failure(self, error: StoreUnavailable, began_us: int) -> None:
-        """What began then was not answered. A store that is given up is given up at once."""
+        """Record that a call got no answer. If that opens the breaker, all checks that wait fail at once."""
         if self._resilience.record_failure(error, began_us):
             self.connection.abort(StoreUnavailable(str(error), maybe_counted=True))
             self._fail_queue(StoreUnavailable(str(error)))
         self._router.refresh_topology()
 
     def on_connect_failed(self, error: StoreUnavailable, began_us: int) -> None:
-        """There is no connection for those who wait."""
+        """Fail the queue, since there is no connection to send it on."""
         self._resilience.record_failure(error, began_us)
         self._fail_queue(StoreUnavailable(str(error)))
         self._router.refresh_topology()
 
-    def on_success(self, answers: Sequence[object] = ()) -> None:
-        """The store answered; what it is owed after an outage is charged now, if it can write."""
+    def on_success(self, results: Sequence[object] = ()) -> None:
+        """Record that the server answered. After an outage, this sends the pending charges."""
         if not self._resilience.is_healthy:
-            self._core.charge(self._resilience.record_success(answers))
+            self._core.charge(self._resilience.record_success(results))
 
     # -- deadlines
 
-    def _arm_timer(self, due: float) -> None:
-        self._timer_at = due
-        self._timer = self.loop.call_at(due, self._on_timer)
+    def _arm_timer(self, deadline: float) -> None:
+        self._timer_at = deadline
+        self._timer = self.loop.call_at(deadline, self._on_timer)
 
     def _on_timer(self) -> None:
-        """Answer whoever's deadline has come, and wait for the next one."""
+        """Resolve the checks whose deadline has passed, and arm the timer for the next deadline."""
         now = self.loop.time()
         if now - self._timer_at > LAG_SECONDS and not self._in_grace_period:
-            self._in_grace_period = True  # this loop was busy: what has arrived meanwhile shall be read first
+            self._in_grace_period = True  # the loop was busy: read the replies that have arrived meanwhile first
             self._timer = self.loop.call_later(GRACE_SECONDS, self._on_timer)
             return
         self._in_grace_period = False
-        self._expire_calls(now)  # whoever is told may ask again: until the end, the timer counts as armed
+        self._expire_calls(now)  # callbacks may submit new checks: `_timer` stays set until the end, so none arms it
         self._expire_queue(now)
         self._timer = None
-        dues = [asked.deadline for flight in self._in_flight for asked in flight.batch if asked.on_reply is not None]
-        dues += [self._deadline_of(flight) + self.deadline_seconds for flight in self._in_flight if flight.is_late]
-        dues += [asked.deadline for asked in self._queue]
-        if dues:
-            self._arm_timer(min(dues))
+        deadlines = [
+            pending.deadline for call in self._in_flight for pending in call.batch if pending.on_reply is not None
+        ]
+        deadlines += [deadline_of(call) + self.deadline_seconds for call in self._in_flight if call.is_late]
+        deadlines += [pending.deadline for pending in self._queue]
+        if deadlines:
+            self._arm_timer(min(deadlines))
 
     def _expire_calls(self, now: float) -> None:
         error = StoreUnavailable(f"no answer within {self.deadline_seconds * 1_000:g} ms", maybe_counted=True)
-        for flight in [flight for flight in self._in_flight if self._deadline_of(flight) <= now]:
-            for asked in flight.batch:
-                if asked.deadline <= now:
-                    self.resolve(asked, error)
-            if not flight.is_late:
-                flight.is_late = True
-                self.on_failure(error, flight.began_us)
-        late = [flight for flight in self._in_flight if flight.is_late]
-        if len({id(flight.write) for flight in late}) >= MAX_WRITES_IN_FLIGHT or any(
-            self._deadline_of(flight) + self.deadline_seconds <= now for flight in late
+        for in_flight in [call for call in self._in_flight if deadline_of(call) <= now]:
+            for pending in in_flight.batch:
+                if pending.deadline <= now:
+                    self.resolve(pending, error)
+            if not in_flight.is_late:
+                in_flight.is_late = True
+                self.on_failure(error, in_flight.began_us)
+        late = [call for call in self._in_flight if call.is_late]
+        if len({id(call.write) for call in late}) >= MAX_WRITES_IN_FLIGHT or any(
+            deadline_of(call) + self.deadline_seconds <= now for call in late
         ):
-            self.connection.abort(error)  # it may be this connection alone that is dead
-
-    @staticmethod
-    def _deadline_of(flight: InFlightCall) -> float:
-        return min([asked.deadline for asked in flight.batch])
+            self.connection.abort(error)  # the server may be alive, and only this connection dead
 
     def _expire_queue(self, now: float) -> None:
-        """They were never sent: a failure too, unless Redis answered others meanwhile: then the queue was too long."""
-        expired = [asked for asked in self._queue if asked.deadline <= now]
-        if expired:
-            self._queue = [asked for asked in self._queue if asked.deadline > now]
-            self._queued_us -= sum(asked.check.weight_us for asked in expired)
-            error = StoreUnavailable(f"no answer within {self.deadline_seconds * 1_000:g} ms")
-            for asked in expired:
-                self.resolve(asked, error)
-            began_us = self._resilience.now_us() - int(1e6 * (now - expired[0].deadline + self.deadline_seconds))
-            if self._last_reply_us < began_us:
-                self.on_failure(error, began_us)
+        """Resolve queued checks whose deadline has passed.
+
+        That counts as a failure of the server only if it answered no other call meanwhile. Otherwise the queue was too
+        long.
+        """
+        expired = [pending for pending in self._queue if pending.deadline <= now]
+        if not expired:
+            return
+        self._queue = [pending for pending in self._queue if pending.deadline > now]
+        self._queued_us -= sum(pending.check.weight_us for pending in expired)
+        error = StoreUnavailable(f"not sent within {self.deadline_seconds * 1_000:g} ms")
+        for pending in expired:
+            self.resolve(pending, error)
+        began_us = self._resilience.now_us() - int(1e6 * (now - expired[0].deadline + self.deadline_seconds))
+        if self._last_reply_us < began_us:
+            self.on_failure(error, began_us)
 
 
-def _kind_and_slot(asked: PendingCheck) -> tuple[bool, int]:
-    return type(asked.check) is not FinishHold, asked.slot
-
-
-def _count_that_fits(waiting: Sequence[PendingCheck], most_us: int) -> int:
-    """How many of them, and at least one, keep Redis busy for no longer than that."""
-    most = most_us // BUCKET_US + 1  # none with a limit is lighter
-    return bisect_right(list(accumulate([asked.check.weight_us for asked in waiting[:most]])), most_us) or 1
-
-
-def _splits_group(waiting: Sequence[PendingCheck], count: int) -> bool:
-    """Whether a cut after that many goes through a group."""
-    return (
-        count < len(waiting) and waiting[count].group is not None and waiting[count].group is waiting[count - 1].group
-    )
-
-
-def _group_around(waiting: Sequence[PendingCheck], place: int) -> tuple[int, int]:
-    """Where the group at that place begins, and where it is over."""
-    group = waiting[place].group
-    first = last = place
-    while first and waiting[first - 1].group is group:
-        first -= 1
-    while last < len(waiting) and waiting[last].group is group:
-        last += 1
-    return first, last
+def _kind_and_slot(pending: PendingCheck) -> tuple[bool, int]:
+    return type(pending.check) is not FinishHold, pending.slot

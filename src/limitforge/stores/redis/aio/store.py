@@ -1,4 +1,4 @@
-"""Decisions on Redis, for an event loop: one call for all that is waiting, and an honest answer when Redis is gone."""
+"""Decide checks on Redis from asyncio: concurrent checks share calls."""
 
 import asyncio
 import copy
@@ -19,7 +19,7 @@ from limitforge.stores.redis.core import CallerBatch, RedisCore, is_for_local_ha
 
 
 class RedisStore:
-    """Decides in Redis, by Redis's time. A `clock` replaces that time: for tests and replays only.
+    """An asynchronous store on Redis. It uses the clock of Redis, unless tests or replays pass a `clock`.
 
     It may be used from several event loops, each with connections of its own.
     """
@@ -35,100 +35,102 @@ class RedisStore:
         self._latest_client: EventLoopClient | None = None
 
     async def check(self, check: Check) -> Decision:
-        line = self._client()
-        decided = line.decide_in_process(check)
-        if decided is not None:
-            return cast("Decision", decided)
-        future = line.loop.create_future()
-        asked = line.submit(check, future.set_result)
+        client = self._client()
+        result = client.decide_in_process(check)
+        if result is not None:
+            return cast("Decision", result)
+        future = client.loop.create_future()
+        pending = client.submit(check, future.set_result)
         try:
-            answer: Decision | LimitforgeError = await future
+            reply: Decision | LimitforgeError = await future
         except asyncio.CancelledError:
-            asked.on_reply = None  # if it has not left yet it never will
+            pending.on_reply = None  # if it was not sent yet, it never will be
             raise
-        if isinstance(answer, LimitforgeError):
-            raise copy.copy(answer)  # others of its batch may be told the same
-        return answer
+        if isinstance(reply, LimitforgeError):
+            raise copy.copy(reply)  # other checks of its batch may raise the same object
+        return reply
 
     def submit(self, check: Check, on_result: Callable[[CheckResult], None]) -> None:
-        line = self._latest_client
-        if line is None or line.thread_id != threading.get_ident() or not line.loop.is_running():
-            line = self._client()
-        line.start_check(check, on_result)
+        client = self._latest_client
+        if client is None or client.thread_id != threading.get_ident() or not client.loop.is_running():
+            client = self._client()
+        client.start_check(check, on_result)
 
     async def check_many(self, checks: Sequence[Check]) -> list[Decision | LimitforgeError]:
-        line = self._client()
-        batch = CallerBatch(checks, line.decide_in_process)
+        client = self._client()
+        batch = CallerBatch(checks, client.decide_in_process)
         if batch.to_send:
-            answered = line.loop.create_future()
-            owed = len(batch.to_send)
+            all_replied = client.loop.create_future()
+            pending_replies = len(batch.to_send)
 
-            def tell(at: int, answer: Decision | LimitforgeError) -> None:
-                nonlocal owed
-                batch.set_result(at, answer)
-                owed -= 1
-                if not owed and not answered.done():
-                    answered.set_result(None)
+            def on_reply(index: int, reply: Decision | LimitforgeError) -> None:
+                nonlocal pending_replies
+                batch.set_result(index, reply)
+                pending_replies -= 1
+                if not pending_replies and not all_replied.done():
+                    all_replied.set_result(None)
 
-            everything = [line.submit(check, partial(tell, at), batch) for at, check in enumerate(batch.to_send)]
+            submitted = [
+                client.submit(check, partial(on_reply, index), batch) for index, check in enumerate(batch.to_send)
+            ]
             try:
-                await answered
+                await all_replied
             except asyncio.CancelledError:
-                for asked in everything:
-                    asked.on_reply = None
+                for pending in submitted:
+                    pending.on_reply = None
                 raise
         return cast("list[Decision | LimitforgeError]", batch.results)
 
     async def run(self, command: Command[ResultT]) -> ResultT:
         if is_for_local_handle(command):
-            return self._core.topology.local_store.run(command)
-        line = self._client()
+            return self._core.local_store.run(command)
+        client = self._client()
         try:
-            answer = await line.run(command)
+            result = await client.run(command)
         except BaseException as error:
             self._core.invalidate_after_failure(command, error)
             raise
-        drop = self._core.invalidate_for(command)
-        if drop is not None:
-            await line.publish_invalidation(drop)
-        return answer
+        invalidation = self._core.invalidate_for(command)
+        if invalidation is not None:
+            await client.publish_invalidation(invalidation)
+        return result
 
     def set_server_memory(self, memory_bytes: int) -> None:
         self._core.set_server_memory(memory_bytes)
 
     def status(self) -> StoreStatus:
-        return self._core.status(sum(line.pending_count for line in list(self._clients.values())))
+        return self._core.status(sum(client.pending_count for client in list(self._clients.values())))
 
     async def close(self) -> None:
-        """Let go of every connection. Checks that wait are answered by their failure behaviour."""
-        here = asyncio.get_running_loop()
+        """Close every connection. Checks that wait are decided by their failure behaviour."""
+        running = asyncio.get_running_loop()
         with self._lock:
-            lines, self._clients, self._latest_client = self._clients, {}, None
-        for loop, line in lines.items():
-            if loop is here:
-                await line.close()
+            clients, self._clients, self._latest_client = self._clients, {}, None
+        for loop, client in clients.items():
+            if loop is running:
+                await client.close()
             elif not loop.is_closed():
-                loop.call_soon_threadsafe(line.close_soon)
+                loop.call_soon_threadsafe(client.close_soon)
         self._core.topology.close()
 
     def _charge(self, charges: Sequence[Check]) -> None:
-        """On the loop that heard that the store is back."""
+        """Send pending charges from the loop that got the first answer after the outage."""
         self._client().charge_soon(charges)
 
     def _client(self) -> EventLoopClient:
-        """What belongs to the running loop."""
+        """Return the client of the running loop."""
         loop = asyncio.get_running_loop()
-        line = self._latest_client
-        if line is None or line.loop is not loop:
-            line = self._client_of(loop)
-        return line
+        client = self._latest_client
+        if client is None or client.loop is not loop:
+            client = self._client_of(loop)
+        return client
 
     def _client_of(self, loop: asyncio.AbstractEventLoop) -> EventLoopClient:
         with self._lock:
-            line = self._clients.get(loop)
-            if line is None:
+            client = self._clients.get(loop)
+            if client is None:
                 for ended in [known for known in self._clients if known.is_closed()]:
                     del self._clients[ended]
-                line = self._clients[loop] = EventLoopClient(self._core, self._options)
-            self._latest_client = line
-        return line
+                client = self._clients[loop] = EventLoopClient(self._core, self._options)
+            self._latest_client = client
+        return client

@@ -1,7 +1,7 @@
-"""Connections to Redis for threads: a pool of sockets, each call with a deadline of its own.
+"""Connections to Redis for threads: a pool of sockets, with a deadline for each call.
 
-Nothing is ever sent twice. A connection whose call failed in the middle is closed: an answer that comes late must not
-be taken for that of the next call.
+No call is ever sent twice. A connection is closed when a call on it fails midway, because a late reply would be taken
+for the reply to the next call.
 """
 
 import ipaddress
@@ -16,10 +16,10 @@ from typing import Any
 import hiredis
 
 from limitforge.errors import StoreError
+from limitforge.stores.redis.address import Address
 from limitforge.stores.redis.codec import Reply, ScriptCall
 from limitforge.stores.redis.resp import (
     ASKING,
-    Address,
     connection_error,
     encode_call,
     encode_call_with_script,
@@ -32,14 +32,14 @@ from limitforge.stores.redis.resp import (
 )
 from limitforge.stores.resilience.failure import NotServerFault
 
-CHUNK = 65_536
+RECEIVE_BYTES = 65_536
 
 
 class SyncConnection:
-    """One open connection. `due` is when to give up, by the monotonic clock."""
+    """One open connection. Every `deadline` is a time of the monotonic clock."""
 
     def __init__(self, address: Address, deadline: float) -> None:
-        """Connect and greet, or raise StoreUnavailable."""
+        """Connect, and send the handshake. Raises StoreUnavailable if that fails."""
         self._reader = hiredis.Reader()
         self._socket: socket.socket | None = None
         self._address = address
@@ -56,8 +56,9 @@ class SyncConnection:
             raise refused
 
     def call(self, call: ScriptCall, deadline: float, *, asking: bool = False) -> Reply:
-        """Ask the script, or raise what was wrong. A node that is only about to get a slot wants to hear that we know
-        (`asking`).
+        """Call the script. Raises the error if there is one.
+
+        `asking` sends ASKING first, which a server needs while it imports the slot.
         """
         (reply,) = self.call_many([call], deadline, asking=asking)
         if isinstance(reply, StoreError):
@@ -67,16 +68,16 @@ class SyncConnection:
     def call_many(
         self, calls: Sequence[ScriptCall], deadline: float, *, asking: bool = False
     ) -> list[Reply | StoreError]:
-        """Several calls in one write, each with its answer."""
-        asked = ASKING if asking else b""
+        """Send several calls in one write. Return the reply or the error of each."""
+        prefix = ASKING if asking else b""
         replies = self._exchange(
-            b"".join([asked + encode_call(call) for call in calls]), len(calls) * (1 + asking), deadline
+            b"".join([prefix + encode_call(call) for call in calls]), len(calls) * (1 + asking), deadline
         )
         if asking:
             replies = replies[1::2]
-        for at, call in enumerate(calls):
-            if is_script_missing(replies[at]):
-                replies[at] = self._exchange(asked + encode_call_with_script(call), 1 + asking, deadline)[-1]
+        for index, call in enumerate(calls):
+            if is_script_missing(replies[index]):
+                replies[index] = self._exchange(prefix + encode_call_with_script(call), 1 + asking, deadline)[-1]
         if self._address.wait_replicas:
             (replicas,) = self._exchange(self._address.wait_command, 1, deadline)
             replies = [require_replicas(reply, replicas, self._address.wait_replicas) for reply in replies]
@@ -85,7 +86,7 @@ class SyncConnection:
         return [translate_error(reply) if isinstance(reply, hiredis.ReplyError) else reply for reply in replies]
 
     def send_command(self, command: tuple[str | int | bytes, ...], deadline: float) -> Any:
-        """Anything other than the script: whatever is said."""
+        """Send a command other than the script. Return the raw reply."""
         (reply,) = self._exchange(encode_command(*command), 1, deadline)
         return reply
 
@@ -94,7 +95,7 @@ class SyncConnection:
         return self._socket is not None
 
     def is_stale(self) -> bool:
-        """Whether Redis has closed this idle connection, or said something that nobody asked for."""
+        """Return True if Redis has closed this idle connection, or sent something that is not a reply to a call."""
         open_socket = self._open_socket()
         try:
             open_socket.settimeout(0)
@@ -117,7 +118,7 @@ class SyncConnection:
         except (OSError, hiredis.ProtocolError) as error:
             self.close()
             raise connection_error(error, maybe_counted=True) from error
-        except BaseException:  # interrupted: its answer would be taken for that of the next call
+        except BaseException:  # interrupted: its reply would be taken for the reply to the next call
             self.close()
             raise
 
@@ -129,10 +130,10 @@ class SyncConnection:
     def _receive(self, deadline: float) -> Any:
         open_socket = self._open_socket()
         while (reply := self._reader.gets()) is False:
-            # An answer that is there is taken, however late this thread came to it: with 0 nothing is waited for.
+            # A reply that has arrived is read even after the deadline: a timeout of 0 does not block.
             open_socket.settimeout(max(deadline - time.monotonic(), 0))
             try:
-                data = open_socket.recv(CHUNK)
+                data = open_socket.recv(RECEIVE_BYTES)
             except (BlockingIOError, ssl.SSLWantReadError):
                 raise TimeoutError("no answer in time") from None
             if not data:
@@ -147,7 +148,7 @@ class SyncConnection:
 
 
 class ConnectionPool:
-    """At most `size` connections, handed to one thread at a time; the one that was used last goes first."""
+    """At most `size` connections, each used by one thread at a time. The most recently used one is reused first."""
 
     def __init__(self, address: Address, size: int) -> None:
         self._address = address
@@ -157,43 +158,43 @@ class ConnectionPool:
         self._is_closed = False
 
     def use(self, deadline: float, operation: Callable[[SyncConnection], Any]) -> Any:
-        """Ask on a connection that nobody else uses meanwhile."""
+        """Run an operation on a connection that no other thread uses meanwhile."""
         if not self._permits.acquire(timeout=max(deadline - time.monotonic(), 0)):
             raise NotServerFault("every connection to Redis is in use")
         try:
             with self._lock:
-                wire = self._idle.pop() if self._idle else None
-            if wire is not None and wire.is_stale():
-                wire.close()
-                wire = None
-            if wire is None:
-                wire = SyncConnection(self._address, deadline)
+                connection = self._idle.pop() if self._idle else None
+            if connection is not None and connection.is_stale():
+                connection.close()
+                connection = None
+            if connection is None:
+                connection = SyncConnection(self._address, deadline)
             try:
-                return operation(wire)
+                return operation(connection)
             finally:
-                if wire.is_open:
-                    self._put_back(wire)
+                if connection.is_open:
+                    self._put_back(connection)
         finally:
             self._permits.release()
 
     def close(self) -> None:
-        """For good: what is in use is closed when it comes back."""
+        """Close the pool for good. A connection that is in use is closed when its operation ends."""
         with self._lock:
             self._is_closed = True
             self.close_idle_unlocked()
 
-    def _put_back(self, wire: SyncConnection) -> None:
+    def _put_back(self, connection: SyncConnection) -> None:
         with self._lock:
             if self._is_closed:
-                wire.close()
+                connection.close()
             else:
-                self._idle.append(wire)
+                self._idle.append(connection)
 
     def close_idle_unlocked(self) -> None:
-        """Close what is idle, without the lock: after a fork nobody may be left to open it."""
-        wires, self._idle = self._idle, []
-        for wire in wires:
-            wire.close()
+        """Close idle connections without the lock: in a forked child, the thread that holds the lock does not exist."""
+        connections, self._idle = self._idle, []
+        for connection in connections:
+            connection.close()
 
 
 def _seconds_left(deadline: float) -> float:
@@ -204,26 +205,26 @@ def _seconds_left(deadline: float) -> float:
 
 
 def _resolve(host: str, port: int, deadline: float) -> list[Any]:
-    """The addresses of a host. The name server has no deadline, so a thread of its own waits for it."""
+    """Return the addresses of a host. The resolver has no timeout, so a thread waits for it."""
     answer: queue.SimpleQueue[list[Any] | OSError] = queue.SimpleQueue()
 
-    def ask() -> None:
+    def resolve() -> None:
         try:
             answer.put(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
         except OSError as error:
             answer.put(error)
 
     if _is_numeric(host):
-        ask()
+        resolve()
     else:
-        threading.Thread(target=ask, name="limitforge-resolver", daemon=True).start()
+        threading.Thread(target=resolve, name="limitforge-resolver", daemon=True).start()
     try:
-        found = answer.get(timeout=_seconds_left(deadline))
+        addresses = answer.get(timeout=_seconds_left(deadline))
     except queue.Empty:
-        raise TimeoutError(f"no address of {host} in time") from None
-    if isinstance(found, OSError):
-        raise found
-    return found
+        raise TimeoutError(f"the name {host} was not resolved in time") from None
+    if isinstance(addresses, OSError):
+        raise addresses
+    return addresses
 
 
 def _is_numeric(host: str) -> bool:
@@ -234,7 +235,7 @@ def _is_numeric(host: str) -> bool:
 
 
 def _dial(address: Address, deadline: float) -> socket.socket:
-    """The first of the host's addresses that answers. One deadline holds for all."""
+    """Connect to the first address of the host that accepts. All attempts share one deadline."""
     problem: OSError = ConnectionError(f"{address.host} has no address")
     for family, kind, protocol, _, place in _resolve(address.host, address.port, deadline):
         opened = socket.socket(family, kind, protocol)

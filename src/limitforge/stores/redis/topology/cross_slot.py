@@ -1,9 +1,10 @@
-"""A check whose limits lie in several slots of a Cluster: all or nothing, without a script that sees them all.
+"""Decide a check whose limits lie in several slots of a Cluster, all or nothing, without one script that sees them all.
 
-Each slot takes its part and holds it for a moment. Once all had room each is confirmed, and only then the check is
-allowed; otherwise what was taken goes back. What nobody confirms or gives back, because a message was lost or a process
-died, goes back by itself after 5 s. So nothing passes that not every limit had room for. What did not pass is not
-charged for good, with one exception: where a slot confirmed and its answer was lost, the cost of that check stays.
+This is a two-phase commit. First each slot takes its part of the check and holds it. Once all had room, each hold is
+confirmed, and only then is the check allowed. Otherwise the holds are refunded. A hold that is neither confirmed nor
+refunded, because a message was lost or a process died, lapses after 5 s and is refunded. So no check passes without
+room in every limit. A denied check is not charged, with one exception: if a slot confirmed and its reply was lost, the
+cost of that check stays.
 """
 
 import os
@@ -24,11 +25,11 @@ from limitforge.stores.redis.topology.hash_slots import SlotOf, group_by_slot
 
 HOLD_TTL_US = 5_000_000
 UNKNOWN_ROW: LimitRow = (UNLIMITED, UNLIMITED, 0, 0, 0)
-"""Of a limit that could not be asked."""
+"""The row of a limit whose slot did not answer."""
 
 
 class HoldAction(IntEnum):
-    """What becomes of what is held: it goes back, it stays; or what was to stay goes back after all."""
+    """What happens to a hold: it is refunded, or it is confirmed, or a confirmation is undone."""
 
     REFUND = 0
     CONFIRM = 1
@@ -36,63 +37,64 @@ class HoldAction(IntEnum):
 
 
 class FinishHold(msgspec.Struct, gc=False):
-    """Ends what one part of a check holds in its slot. The answer is where it was taken from, or None if it was not
-    held any more.
+    """A message that ends the hold of a check in one slot.
+
+    The reply is the source of each amount, or None if the hold does not exist any more.
     """
 
     action: HoldAction
     token: bytes
     keys: list[str]
     optional: list[bool]
-    """Whether a limit may have gone without: one that is only monitored must not hinder anybody."""
+    """True for each limit that may lack its hold: a monitored limit must not make a check fail."""
     ttl_us: int = 0
     refunds_on_lapse: bool = False
-    """With a TTL it becomes a reservation, which lapses like this."""
+    """With a TTL, the hold becomes a reservation. This is what happens when the reservation lapses."""
     forgotten_before_us: int = 0
-    """By the store's time: until then whatever is not found was forgotten with its bucket, not taken away."""
+    """By the time of the store. Before it, a missing hold means that its bucket was evicted or expired, not that the
+    hold was taken back."""
     amounts: list[int] = []
     sources: list[tuple[int, int]] = []
-    """Where each amount was taken from: of a window its end and its start."""
-    result_kind: ResultKind = ResultKind.PART
+    """The window of each amount, as its end and its start."""
     weight_us: int = BUCKET_US
 
 
 Step = Check | FinishHold
 CrossSlotResult = tuple[Outcome | LimitforgeError, list[FinishHold]]
-"""What a check came to, and what is still to be undone."""
+"""The outcome of a check, and the refunds that are still to be sent."""
 StepReplies = Sequence[Any]
-"""To each step its answer: an outcome, the sources of a finish, or an error."""
+"""The reply to each step: an outcome, the sources of a finished hold, or an error."""
 
 
 class SlotCheck(msgspec.Struct, gc=False):
-    """What one slot is asked, and which places its limits have in the whole."""
+    """The part of a check in one slot, and the positions of its limits in the whole check."""
 
     check: Check
     positions: list[int]
     outcome: Outcome | None = None
     may_have_counted: bool = False
-    """Whether it may have taken what it was asked for, and nobody heard."""
+    """True if the reply was lost, and the part may have been taken."""
 
     def taken_positions(self) -> list[int]:
-        """Which of its takes took something."""
+        """Return the positions of debits that took something, or may have."""
         outcome = self.outcome
         if outcome is None and self.may_have_counted:
-            return [at for at, take in enumerate(self.check.debits) if take[2]]
+            return [position for position, debit in enumerate(self.check.debits) if debit[2]]
         if outcome is None or not outcome.allowed:
             return []
         return [
-            at
-            for at, ((_, _, cost, *_), row) in enumerate(zip(self.check.debits, outcome.rows, strict=True))
+            position
+            for position, ((_, _, cost, *_), row) in enumerate(zip(self.check.debits, outcome.rows, strict=True))
             if cost and row[0] != UNLIMITED and not row[3]
         ]
 
     def held_positions(self) -> list[int]:
-        """Which of them wait to be confirmed: the slots of a concurrency limit need not."""
-        return [at for at in self.taken_positions() if not self.check.debits[at][0].holds_lease]
+        """Return the positions of debits that need a confirmation. The slots of a concurrency limit need none."""
+        return [position for position in self.taken_positions() if not self.check.debits[position][0].holds_lease]
 
 
 def routing_key(step: Step) -> str:
-    """One of the keys that it needs, or any if it needs none."""
+    """Return a key of a step, or any key if it has none. The slot of this key decides where the step goes."""
     if isinstance(step, FinishHold):
         return step.keys[0] if step.keys else "{}"
     for group in (step, step.shadow):
@@ -102,7 +104,7 @@ def routing_key(step: Step) -> str:
 
 
 def is_cross_slot(check: Check, slot_of: SlotOf) -> bool:
-    """Whether its limits, and those of the plan that is tried beside it, lie in several slots."""
+    """Return True if the limits of a check, and those of its shadow plan, lie in several slots."""
     first = None if check.hold is None else slot_of(check.hold.key)
     for group in (check,) if check.shadow is None else (check, check.shadow):
         for _, key, *_ in group.debits:
@@ -115,66 +117,68 @@ def is_cross_slot(check: Check, slot_of: SlotOf) -> bool:
 
 
 def cross_slot_steps(check: Check, slot_of: SlotOf) -> Generator[list[Step], StepReplies, CrossSlotResult]:
-    """Yields what to ask side by side, is sent the answers, and returns the outcome with what is still to be undone,
-    which nobody waits for.
+    """Yield steps to send side by side, receive their replies, and return the result.
+
+    The caller sends the refunds of the result without waiting for their replies.
     """
     parts = _split_by_slot(check, slot_of)
-    answers = yield [part.check for part in parts]
-    for part, answer in zip(parts, answers, strict=True):
-        part.outcome = answer if isinstance(answer, Outcome) else None
-        part.may_have_counted = isinstance(answer, StoreUnavailable) and answer.maybe_counted
-    error = next((answer for answer in answers if isinstance(answer, LimitforgeError)), None)
-    if any(isinstance(answer, Outcome) and not answer.allowed for answer in answers):
-        yield from _refund(parts)  # denied is denied, whatever became of the rest
+    replies = yield [part.check for part in parts]
+    for part, reply in zip(parts, replies, strict=True):
+        part.outcome = reply if isinstance(reply, Outcome) else None
+        part.may_have_counted = isinstance(reply, StoreUnavailable) and reply.maybe_counted
+    error = next((reply for reply in replies if isinstance(reply, LimitforgeError)), None)
+    if any(isinstance(reply, Outcome) and not reply.allowed for reply in replies):
+        yield from _refund(parts)  # one denial denies the check, even if other slots failed
         return _merge(check, parts), _refunds_of([part for part in parts if part.may_have_counted])
     if error is not None:
         return _as_failure(check, error), _refunds_of(parts)
     if len(parts) == 1:
-        return answers[0], []
+        return replies[0], []
     return (yield from _confirm(check, parts))
 
 
 def _split_by_slot(check: Check, slot_of: SlotOf) -> list[SlotCheck]:
-    slots = group_by_slot(range(len(check.debits)), lambda place: slot_of(check.debits[place][1]))
+    slots = group_by_slot(range(len(check.debits)), lambda position: slot_of(check.debits[position][1]))
     if len(slots) <= 1:
         part = msgspec.structs.replace(check, shadow=None, result_kind=ResultKind.PART)
         if check.hold is not None and check.debits:
-            record = _reservation_key(check.hold, check.debits[0][1], slot_of)
-            part.hold = msgspec.structs.replace(check.hold, key=record)
+            key = _reservation_key(check.hold, check.debits[0][1], slot_of)
+            part.hold = msgspec.structs.replace(check.hold, key=key)
         return [SlotCheck(part, list(range(len(check.debits))))]
     token = (check.lease or os.urandom(TOKEN_BYTES)) if check.hold is None else check.hold.token
     parts = []
-    for places in slots:
-        takes = [check.debits[place] for place in places]
+    for positions in slots:
+        debits = [check.debits[position] for position in positions]
         parts.append(
             SlotCheck(
                 Check(
-                    takes,
-                    names=tuple(check.names[place] for place in places),
+                    debits,
+                    names=tuple(check.names[position] for position in positions),
                     lease=check.lease,
                     is_dynamic=check.is_dynamic,
                     weight_us=check.weight_us,
-                    hold=_hold(check, takes, token, slot_of),
+                    hold=_hold(check, debits, token, slot_of),
                     result_kind=ResultKind.PART,
                 ),
-                places,
+                positions,
             )
         )
     return parts
 
 
-def _hold(check: Check, takes: list[Debit], token: bytes, slot_of: SlotOf) -> Hold | None:
-    """A reservation of the caller's has a record in each slot, and its own terms once all parts are confirmed."""
+def _hold(check: Check, debits: list[Debit], token: bytes, slot_of: SlotOf) -> Hold | None:
+    """Return the hold of a part. A reservation has a record in each slot, and gets its own TTL when confirmed."""
     if check.hold is None:
-        return Hold("", token, HOLD_TTL_US, refund=True) if any(take[2] for take in takes) else None
-    return msgspec.structs.replace(
-        check.hold, key=_reservation_key(check.hold, takes[0][1], slot_of), needs_confirmation=True
-    )
+        return Hold("", token, HOLD_TTL_US, refund=True) if any(debit[2] for debit in debits) else None
+    key = _reservation_key(check.hold, debits[0][1], slot_of)
+    return msgspec.structs.replace(check.hold, key=key, needs_confirmation=True)
 
 
-def _reservation_key(hold: Hold, key: str, slot_of: SlotOf) -> str:
-    """Where a reservation is noted beside that bucket."""
-    return hold.key if slot_of(hold.key) == slot_of(key) else Keys.reservation(lane_prefix_of(key), hold.token)
+def _reservation_key(hold: Hold, bucket: str, slot_of: SlotOf) -> str:
+    """Return the key of the record of a reservation in the slot of a bucket."""
+    if slot_of(hold.key) == slot_of(bucket):
+        return hold.key
+    return Keys.reservation(lane_prefix_of(bucket), hold.token)
 
 
 def _confirm(check: Check, parts: list[SlotCheck]) -> Generator[list[Step], StepReplies, CrossSlotResult]:
@@ -182,75 +186,82 @@ def _confirm(check: Check, parts: list[SlotCheck]) -> Generator[list[Step], Step
     if not holding:
         return _merge(check, parts), []
     hold = check.hold
-    asked = [_finish(part, HoldAction.CONFIRM, part.held_positions()) for part in holding]
+    confirmations = [_finish(part, HoldAction.CONFIRM, part.held_positions()) for part in holding]
     if hold is not None:
-        asked = [msgspec.structs.replace(one, ttl_us=hold.ttl_us, refunds_on_lapse=hold.refund) for one in asked]
-    answers = yield list(asked)
-    if all(isinstance(answer, list) for answer in answers):
+        confirmations = [
+            msgspec.structs.replace(confirmation, ttl_us=hold.ttl_us, refunds_on_lapse=hold.refund)
+            for confirmation in confirmations
+        ]
+    replies = yield list(confirmations)
+    if all(isinstance(reply, list) for reply in replies):
         return _merge(check, parts), []
-    confirmed = zip(holding, asked, answers, strict=True)
-    undo = _refunds_of(parts)
+    refunds = _refunds_of(parts)
     if hold is None:
-        undo += [_undo_confirm(part, one, answer) for part, one, answer in confirmed if isinstance(answer, list)]
-    error = next((answer for answer in answers if isinstance(answer, LimitforgeError)), None)
-    lapsed = StoreUnavailable("what was held in several slots lapsed before all had room", maybe_counted=True)
-    return _as_failure(check, error or lapsed), undo
+        refunds += [
+            _undo_confirm(part, confirmation, reply)
+            for part, confirmation, reply in zip(holding, confirmations, replies, strict=True)
+            if isinstance(reply, list)
+        ]
+    error = next((reply for reply in replies if isinstance(reply, LimitforgeError)), None)
+    lapsed = StoreUnavailable("a hold lapsed before all slots were confirmed", maybe_counted=True)
+    return _as_failure(check, error or lapsed), refunds
 
 
 def _refund(parts: list[SlotCheck]) -> Generator[list[Step], StepReplies, None]:
-    """What had room where another had none. A look behind it tells how things are now."""
+    """Refund the parts that had room, and peek at their limits afterwards to report their current state."""
     holding = [part for part in parts if part.outcome is not None and part.taken_positions()]
-    steps: list[Step] = [_finish(part, HoldAction.REFUND, part.taken_positions()) for part in holding]
-    looks: list[Step] = [_peek(part) for part in holding]
+    refunds: list[Step] = [_finish(part, HoldAction.REFUND, part.taken_positions()) for part in holding]
+    peeks: list[Step] = [_peek(part) for part in holding]
     if not holding:
         return
-    answers = yield steps + looks
-    for part, answer in zip(holding, answers[len(steps) :], strict=True):
-        if isinstance(answer, Outcome) and part.outcome is not None:
-            pairs = zip(answer.rows, part.outcome.rows, strict=True)
-            rows: list[LimitRow] = [(now[0], now[1], now[2], asked[3], now[4]) for now, asked in pairs]
-            part.outcome = Outcome(answer.now_us, part.outcome.allowed, -1, rows)
+    replies = yield refunds + peeks
+    for part, reply in zip(holding, replies[len(refunds) :], strict=True):
+        if isinstance(reply, Outcome) and part.outcome is not None:
+            pairs = zip(reply.rows, part.outcome.rows, strict=True)
+            rows: list[LimitRow] = [(now[0], now[1], now[2], before[3], now[4]) for now, before in pairs]
+            part.outcome = Outcome(reply.now_us, part.outcome.allowed, -1, rows)
 
 
 def _peek(part: SlotCheck) -> Check:
-    takes = [(rule, key, 0, *rest) for rule, key, _, *rest in part.check.debits]
+    check = part.check
+    debits: list[Debit] = [(rule, key, 0, *rest) for rule, key, _, *rest in check.debits]  # type: ignore[misc]
     return Check(
-        takes,  # type: ignore[arg-type]
-        part.check.names,
-        is_dynamic=part.check.is_dynamic,
-        weight_us=part.check.weight_us,
+        debits,
+        check.names,
+        is_dynamic=check.is_dynamic,
+        weight_us=check.weight_us,
         result_kind=ResultKind.PART,
     )
 
 
-def _finish(part: SlotCheck, ending: HoldAction, places: list[int]) -> FinishHold:
-    takes = part.check.debits
+def _finish(part: SlotCheck, action: HoldAction, positions: list[int]) -> FinishHold:
+    debits, outcome = part.check.debits, part.outcome
     return FinishHold(
-        ending,
+        action,
         b"" if part.check.hold is None else part.check.hold.token,
-        [takes[at][1] if part.outcome is None else deciding_key(takes[at], part.outcome.rows[at]) for at in places],
-        [not takes[at][0].enforced for at in places],
-        forgotten_before_us=HOLD_TTL_US + (0 if part.outcome is None else part.outcome.now_us),
-        weight_us=BUCKET_US * len(places),
+        [debits[at][1] if outcome is None else deciding_key(debits[at], outcome.rows[at]) for at in positions],
+        [not debits[at][0].enforced for at in positions],
+        forgotten_before_us=HOLD_TTL_US + (0 if outcome is None else outcome.now_us),
+        weight_us=BUCKET_US * len(positions),
     )
 
 
-def _undo_confirm(part: SlotCheck, confirm: FinishHold, sources: list[tuple[int, int]]) -> FinishHold:
-    """It was confirmed here, and not elsewhere."""
-    amounts = [part.check.debits[at][2] for at in part.held_positions()]
-    kept = [at for at, (source, _) in enumerate(sources) if source >= 0]
+def _undo_confirm(part: SlotCheck, confirmation: FinishHold, sources: list[tuple[int, int]]) -> FinishHold:
+    """Return the message that undoes a confirmation, because another slot could not confirm."""
+    amounts = [part.check.debits[position][2] for position in part.held_positions()]
+    kept = [index for index, (source, _) in enumerate(sources) if source >= 0]
     return msgspec.structs.replace(
-        confirm,
+        confirmation,
         action=HoldAction.UNDO_CONFIRM,
-        keys=[confirm.keys[at] for at in kept],
+        keys=[confirmation.keys[index] for index in kept],
         optional=[False] * len(kept),
-        amounts=[amounts[at] for at in kept],
-        sources=[sources[at] for at in kept],
+        amounts=[amounts[index] for index in kept],
+        sources=[sources[index] for index in kept],
     )
 
 
 def _refunds_of(parts: list[SlotCheck]) -> list[FinishHold]:
-    """What gives back all that was, or may have been, taken."""
+    """Return the refunds of all that was taken, or may have been taken."""
     return [_finish(part, HoldAction.REFUND, part.taken_positions()) for part in parts if part.taken_positions()]
 
 
@@ -258,8 +269,9 @@ def _merge(check: Check, parts: list[SlotCheck]) -> Outcome:
     rows: list[LimitRow] = [(0, 0, 0, 0, 0)] * len(check.debits)
     outcomes = [part.outcome for part in parts if part.outcome is not None]
     for part in parts:
-        for place, row in zip(part.positions, part.outcome.rows if part.outcome else repeat(UNKNOWN_ROW), strict=False):
-            rows[place] = row
+        part_rows = part.outcome.rows if part.outcome else repeat(UNKNOWN_ROW)
+        for position, row in zip(part.positions, part_rows, strict=False):
+            rows[position] = row
     return Outcome(
         max(outcome.now_us for outcome in outcomes),
         len(outcomes) == len(parts) and all(outcome.allowed for outcome in outcomes),
@@ -269,7 +281,7 @@ def _merge(check: Check, parts: list[SlotCheck]) -> Outcome:
 
 
 def _as_failure(check: Check, error: LimitforgeError) -> LimitforgeError:
-    """A caller who reserved nothing can't settle anything either."""
+    """Translate an error about reservations, if the caller reserved nothing and can't settle anything."""
     if check.hold is None and isinstance(error, TooManyReservations):
-        return StoreUnavailable("too many checks of one bucket over several slots are under way")
+        return StoreUnavailable("too many cross-slot checks of one bucket are in progress")
     return error

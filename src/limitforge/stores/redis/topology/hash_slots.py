@@ -1,4 +1,4 @@
-"""Hash slots: which keys a Redis Cluster keeps, and decides, together."""
+"""The hash slots of a Redis Cluster. Keys of one slot can be used in one script call."""
 
 from binascii import crc_hqx
 from collections.abc import Callable, Iterable
@@ -14,13 +14,13 @@ SlotOf = Callable[[str | bytes], int]
 
 
 def hash_slot(key: str | bytes) -> int:
-    """The slot of one of our keys: each has a hash tag, which decides alone."""
+    """Return the slot of a key. Every key of limitforge has a hash tag, which alone decides the slot."""
     start, end = (b"{", b"}") if isinstance(key, bytes) else ("{", "}")
     return _slot_of_tag(key[key.index(start) + 1 : key.index(end)])  # type: ignore[arg-type]
 
 
 def single_slot(_key: str | bytes) -> int:
-    """Where there is no Cluster, everything is together."""
+    """Return the slot of a key outside of a Cluster: always the same."""
     return 0
 
 
@@ -30,7 +30,7 @@ def _slot_of_tag(tag: str | bytes) -> int:
 
 
 def group_by_slot(things: Iterable[T], slot_of: Callable[[T], int]) -> list[list[T]]:
-    """What belongs together, in the order of the first of each."""
+    """Group items by their slot, ordered by the first item of each group."""
     found: dict[int, list[T]] = {}
     for thing in things:
         found.setdefault(slot_of(thing), []).append(thing)
