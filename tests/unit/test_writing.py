@@ -39,7 +39,7 @@ SUFFIXES = {".py", ".lua", ".md", ".mako"}
 PENDING = (
     "src/limitforge/catalog",
     "src/limitforge/cli",
-    "src/limitforge/service",
+    "src/limitforge/service/admin",
     "src/limitforge/stores/redis",
 )
 

@@ -1,4 +1,4 @@
-"""A tenant to try things with: a plan for each algorithm, and three tiers with a key each."""
+"""Create a demo tenant: a plan for each algorithm, and three tiers with one key each."""
 
 import contextlib
 from typing import Any
@@ -30,7 +30,7 @@ TIERS: dict[str, tuple[int | None, int | None]] = {
 
 
 class DemoTenant(msgspec.Struct, frozen=True):
-    """What was made; the only time that the secrets are seen. `api_key` has the tenant's default plan."""
+    """Ids and secrets of a demo tenant. `api_key` has the default plan. The secrets can't be read again later."""
 
     base_url: str
     admin_token: str
@@ -41,7 +41,7 @@ class DemoTenant(msgspec.Struct, frozen=True):
 
 
 async def create_demo_tenant(catalog: Catalog, base_url: str) -> DemoTenant:
-    """Make the tenant, in place of the one that an earlier demo left here."""
+    """Create the tenant. Replace the one of an earlier demo, if any."""
     async with catalog.edit(ACTOR) as edit:
         for kind in (Tenant, Token):
             with contextlib.suppress(NotFound):
@@ -55,13 +55,13 @@ async def create_demo_tenant(catalog: Catalog, base_url: str) -> DemoTenant:
             limits = [_window_limit("minute", minute, 60), _window_limit("hour", hour, 3_600)]
             plans[name] = (await edit.create(Plan, {"tenant_id": tenant.id, "name": name, "limits": limits})).id
         await edit.update(Tenant, tenant.id, {"default_plan_id": plans["token_bucket"]})
-        _, own = await edit.create_key({"tenant_id": tenant.id, "name": NAME})
+        _, default_key = await edit.create_key({"tenant_id": tenant.id, "name": NAME})
         keys = {}
         for name in TIERS:
-            _, secret = await edit.create_key({"tenant_id": tenant.id, "name": name, "plan_id": plans[name]})
-            keys[name] = secret.text
-        _, admin = await edit.create_token({"name": NAME, "scopes": ["read", "write"]})
-    return DemoTenant(base_url, admin.text, tenant.id, own.text, plans, keys)
+            _, key = await edit.create_key({"tenant_id": tenant.id, "name": name, "plan_id": plans[name]})
+            keys[name] = key.text
+        _, admin_token = await edit.create_token({"name": NAME, "scopes": ["read", "write"]})
+    return DemoTenant(base_url, admin_token.text, tenant.id, default_key.text, plans, keys)
 
 
 def _window_limit(name: str, limit: int | None, seconds: int) -> dict[str, Any]:
