@@ -129,9 +129,7 @@ def test_valid_batches_of_many_connections_leave_room_for_others(
     assert set(attack.statuses) <= {200, 429, 503}
 
 
-def test_the_answers_to_pipelined_batches_that_nobody_reads_take_little(
-    target: AttackTarget, record_property: Record
-) -> None:
+def test_unread_answers_to_pipelined_batches_take_little_memory(target: AttackTarget, record_property: Record) -> None:
     let_budget_recover(target)
     payload = request(target, valid()) * 8
     figures = measure(target, lambda victim: send_all(victim.port, payload, 20, receive_buffer=4_096))

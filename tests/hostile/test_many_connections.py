@@ -40,7 +40,7 @@ def test_requests_that_never_end(
 
 
 @pytest.mark.parametrize("path", [b"/openapi.json", pytest.param(b"/docs/swagger-ui-bundle.js", marks=soak)])
-def test_answers_that_nobody_reads(target: AttackTarget, record_property: Record, path: bytes) -> None:
+def test_unread_answers(target: AttackTarget, record_property: Record, path: bytes) -> None:
     payload = b"GET %b HTTP/1.1\r\nHost: a\r\n\r\n" % path * 20
     attack = measure(target, lambda victim: send_all(victim.port, payload, 500, receive_buffer=4_096))
     attack.assert_within_bounds(record_property)

@@ -123,7 +123,7 @@ def test_an_object_with_more_names_than_limits_can_have_is_refused_by_a_clear_er
     assert f"costs: at most {MAX_COSTS} names" in answer.json()["detail"]
 
 
-def test_as_many_names_as_limits_can_have_are_read_whatever_is_escaped_in_them(account: TenantFixture) -> None:
+def test_the_largest_number_of_names_is_read_escaped_or_not(account: TenantFixture) -> None:
     quotes = {**with_names(MAX_COSTS), "subject": '"' * 500, "resource": "\\" * 100 + '"' * 300}
     for path, body in (("/v1/check", quotes), ("/v1/check/batch", {"checks": [quotes]})):
         answer = post(account, path, body).json()
@@ -226,7 +226,7 @@ def spend(account: TenantFixture, path: str, body: bytes) -> httpx.Response:
         pytest.param("/v1/release", b'{"lease": "%b"}' % (b"x" * 60_000), id="a large lease"),
     ],
 )
-def test_who_sends_invalid_bodies_again_and_again_is_no_longer_read(
+def test_a_key_with_many_invalid_bodies_is_no_longer_read(
     account: TenantFixture, other: TenantFixture, path: str, body: bytes
 ) -> None:
     answer = spend(account, path, body)

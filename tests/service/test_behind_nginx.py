@@ -161,7 +161,7 @@ def test_the_paths_of_the_reference_are_those_that_answer(outside: httpx.Client)
     assert asked > 8
 
 
-def test_health_is_told_and_nothing_outside_of_the_prefix(nginx: Nginx, outside: httpx.Client) -> None:
+def test_only_health_is_served_outside_of_the_prefix(nginx: Nginx, outside: httpx.Client) -> None:
     for path in ("/v1/health", "/v1/ready"):
         assert outside.get(path).json()["status"] == "ok"
     for path in ("/", "/v1/health", "/v1/check", "/docs", "/openapi.json", f"{PREFIX}2/v1/health", PREFIX):
@@ -330,7 +330,7 @@ def test_the_service_speaks_https_by_itself(encrypted: int, certificates: Path) 
         assert client.get("/docs").status_code == 200
 
 
-def test_plain_http_on_that_port_is_closed_and_harms_nobody(encrypted: int, certificates: Path) -> None:
+def test_plain_http_on_the_tls_port_is_closed(encrypted: int, certificates: Path) -> None:
     with socket.create_connection(("127.0.0.1", encrypted), timeout=SECONDS) as connection:
         connection.sendall(b"GET /v1/health HTTP/1.1\r\nhost: test\r\n\r\n")
         received = b""
@@ -345,9 +345,7 @@ def test_plain_http_on_that_port_is_closed_and_harms_nobody(encrypted: int, cert
 
 
 @pytest.mark.parametrize("wrong", ["missing", "no certificate", "the key of another"])
-def test_a_certificate_that_is_no_good_is_a_clear_error_at_start(
-    wrong: str, certificates: Path, tmp_path: Path
-) -> None:
+def test_an_invalid_certificate_is_a_clear_error_at_start(wrong: str, certificates: Path, tmp_path: Path) -> None:
     chain, key = certificates / "tls.crt", certificates / "tls.key"
     match wrong:
         case "missing":

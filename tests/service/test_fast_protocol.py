@@ -59,7 +59,7 @@ BODIES: dict[str, tuple[bytes, tuple[str, ...], int]] = {
 
 
 @pytest.mark.parametrize("case", BODIES)
-def test_both_doors_answer_alike(service: RunningService, case: str) -> None:
+def test_both_front_ends_answer_alike(service: RunningService, case: str) -> None:
     body, headers, status = BODIES[case]
     key = f"x-api-key: {service.key}"
     first, second = (service.raw(request(path, body, key, "connection: close", *headers)) for path in (ONE, TWO))
@@ -81,7 +81,7 @@ def test_both_doors_answer_alike(service: RunningService, case: str) -> None:
         ("x-api-key: KEY\r\nx-api-key: other", 400),
     ],
 )
-def test_both_doors_know_the_same_keys(service: RunningService, header: str, status: int) -> None:
+def test_both_front_ends_accept_the_same_keys(service: RunningService, header: str, status: int) -> None:
     body = json.dumps(LOOK).encode()
     sent = header.replace("KEY", service.key)
     first, second = (service.raw(request(path, body, sent, JSON, "connection: close")) for path in (ONE, TWO))
@@ -91,7 +91,7 @@ def test_both_doors_know_the_same_keys(service: RunningService, header: str, sta
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH", "OPTIONS"])
-def test_another_method_is_told_which_one_is_right(service: RunningService, method: str) -> None:
+def test_another_method_gets_405_with_allow(service: RunningService, method: str) -> None:
     answer = service.request(method, ONE)
     assert answer.status == 405
     assert answer.headers["allow"] == "POST"
@@ -116,7 +116,7 @@ def ask(subject: str, key: str, **more: Any) -> bytes:
     return request(ONE, body, f"x-api-key: {key}", JSON)
 
 
-def test_pipelined_requests_are_answered_in_their_order_whichever_door_they_take(service: RunningService) -> None:
+def test_pipelined_requests_are_answered_in_order_by_either_front_end(service: RunningService) -> None:
     ready = request("/v1/health", b"", method="GET")
     sent = []
     for number in range(12):
@@ -146,7 +146,7 @@ def test_a_request_may_come_in_single_bytes(service: RunningService) -> None:
         assert read_response(connection).status == 200
 
 
-def test_a_client_that_expects_to_be_told_to_go_on_is_told(service: RunningService) -> None:
+def test_a_client_that_expects_100_continue_receives_it(service: RunningService) -> None:
     body = json.dumps(LOOK).encode()
     head = request(ONE, body, f"x-api-key: {service.key}", JSON, "expect: 100-continue")[: -len(body)]
     with service.connection() as connection:
@@ -224,7 +224,7 @@ def test_what_could_be_read_in_two_ways_is_refused(service: RunningService, case
 @pytest.mark.parametrize(
     "junk", [b"\r\n\r\n\r\n", b"nonsense\r\n\r\n", b"\x16\x03\x01\x02\x00", b"GET / HTTP/9.9\r\n\r\n"]
 )
-def test_what_is_no_http_is_refused(service: RunningService, junk: bytes) -> None:
+def test_invalid_http_is_refused(service: RunningService, junk: bytes) -> None:
     with service.connection() as connection:
         connection.sendall(junk)
         connection.shutdown(socket.SHUT_WR)
@@ -232,7 +232,7 @@ def test_what_is_no_http_is_refused(service: RunningService, junk: bytes) -> Non
     assert answer == b"" or answer.startswith(b"HTTP/1.1 4")
 
 
-def test_a_client_that_leaves_before_its_answer_disturbs_nobody(service: RunningService) -> None:
+def test_a_client_that_disconnects_before_its_answer_affects_no_other(service: RunningService) -> None:
     for _ in range(50):
         with service.connection() as connection:
             connection.sendall(ask("leaver", service.key))

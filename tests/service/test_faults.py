@@ -161,7 +161,7 @@ def _recover(server: RedisServer) -> None:
 
 
 @pytest.mark.parametrize("fault", ["kill", "pause"])
-def test_without_its_database_checks_go_on(own_postgres_server: PostgresServer, redis_url: str, fault: str) -> None:
+def test_checks_continue_without_the_database(own_postgres_server: PostgresServer, redis_url: str, fault: str) -> None:
     with (
         run_seeded_service(own_postgres_server.url, redis_url) as found,
         run_load(found.running.port, found.demo["keys"]["pro"], ["a", "b"]) as running,

@@ -226,7 +226,7 @@ def test_a_malformed_request_behind_a_refused_check_is_not_logged_as_an_error(
 
 
 @given(packets=mutated_requests())
-def test_a_spoiled_request_is_answered_or_its_connection_closed(fuzzed: FuzzedService, packets: list[bytes]) -> None:
+def test_a_mutated_request_is_answered_or_its_connection_closed(fuzzed: FuzzedService, packets: list[bytes]) -> None:
     answered_or_closed(fuzzed, packets)
 
 
@@ -236,7 +236,7 @@ def test_so_are_bytes_that_never_were_a_request(fuzzed: FuzzedService, packets: 
 
 
 @pytest.mark.parametrize("number", range(len(RIGHT)))
-def test_what_is_spoiled_was_right(fuzzed: FuzzedService, number: int) -> None:
+def test_the_request_before_mutation_is_valid(fuzzed: FuzzedService, number: int) -> None:
     found = statuses(exchange(fuzzed, [RIGHT[number]], is_right=True))
     assert found
     assert set(found) <= ({404, 422} if b"xxxx" in RIGHT[number] else {100, 200})
@@ -288,7 +288,7 @@ def told(answer: HttpResponse) -> tuple[int, str, Any]:
 
 
 @given(call=st.sampled_from(["/v1/check", "/v1/check/batch"]), head=heads, body=bodies)
-def test_both_doors_answer_alike_whatever_a_request_says(
+def test_both_front_ends_answer_any_request_alike(
     fuzzed: FuzzedService, call: str, head: list[tuple[str, str]], body: bytes
 ) -> None:
     both_doors(fuzzed, call, head, body)
@@ -306,13 +306,13 @@ def both_doors(service: FuzzedService, call: str, head: list[tuple[str, str]], b
 
 @pytest.mark.soak
 @given(packets=mutated_requests())
-def test_ever_new_spoiled_requests(fuzzed: FuzzedService, packets: list[bytes]) -> None:
+def test_random_mutated_requests(fuzzed: FuzzedService, packets: list[bytes]) -> None:
     answered_or_closed(fuzzed, packets)
 
 
 @pytest.mark.soak
 @given(call=st.sampled_from(["/v1/check", "/v1/check/batch"]), head=heads, body=bodies)
-def test_both_doors_with_ever_new_requests(
+def test_both_front_ends_with_random_requests(
     fuzzed: FuzzedService, call: str, head: list[tuple[str, str]], body: bytes
 ) -> None:
     both_doors(fuzzed, call, head, body)

@@ -21,7 +21,7 @@ def known(*lines: str) -> CachedHead:
     return head
 
 
-def test_the_same_head_is_known_whatever_the_body_and_its_length() -> None:
+def test_the_same_head_is_recognized_with_any_body() -> None:
     head = known()
     for body in (b"{}", b"[]", b"x" * 100, b"x" * 7, b"{}"):
         assert head.match_body(request(body)) == body
@@ -80,7 +80,7 @@ def test_a_head_that_differs_in_anything_else_is_left_to_the_parser(other: tuple
     assert known().match_body(request(b"{}", *other)) is None
 
 
-def test_whoever_sends_two_keys_must_send_these_again() -> None:
+def test_a_client_that_sends_two_keys_must_send_both_again() -> None:
     both = ("Host: a", "X-Api-Key: lf_live_one", "Authorization: Bearer lf_live_one")
     head = known(*both)
     assert head.match_body(request(b"[]", *both)) == b"[]"

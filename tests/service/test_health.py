@@ -49,7 +49,7 @@ async def test_ready_is_degraded_until_the_store_has_answered_and_while_the_cata
         await asked.health.close()
 
 
-async def test_ready_is_degraded_while_redis_is_away_and_well_once_it_is_back(own_redis_server: RedisServer) -> None:
+async def test_ready_is_degraded_while_redis_is_down_and_ok_once_it_is_back(own_redis_server: RedisServer) -> None:
     options = StoreOptions(failure="open", deadline_ms=1_000, breaker_seconds=0.05)
     async with Limiter.connect(own_redis_server.url, options=options) as limiter:
         asked = HealthProbe(limiter)

@@ -90,7 +90,7 @@ class TestEveryAlgorithm:
         assert {answer.json["binding"] for answer in answers} == {"burst"}
         assert {answer.headers["retry-after"] for answer in answers[:TOP]} == {"0"}
 
-    def test_a_denial_says_when_to_come_back_and_took_nothing(self, service: SeededService, algorithm: str) -> None:
+    def test_a_denial_has_retry_after_and_took_nothing(self, service: SeededService, algorithm: str) -> None:
         tenant = service.tenant(limit_of(algorithm))
         assert tenant.check(cost=2).json["remaining"] == 1
         denied = tenant.check(cost=2)
@@ -118,7 +118,7 @@ class TestEveryAlgorithm:
         assert "retry-after" not in denied.headers
         assert tenant.check(cost=0).status == 200
 
-    def test_a_look_takes_nothing(self, service: SeededService, algorithm: str) -> None:
+    def test_a_peek_takes_nothing(self, service: SeededService, algorithm: str) -> None:
         tenant = service.tenant(limit_of(algorithm))
         assert [remaining(tenant) for _ in range(TOP + 1)] == [TOP] * (TOP + 1)
 
@@ -136,7 +136,7 @@ class TestEveryAlgorithm:
         assert service.admin("POST", "reset", asked).status == 200
         assert remaining(tenant) == TOP
 
-    def test_usage_and_explain_tell_the_same_and_take_nothing(self, service: SeededService, algorithm: str) -> None:
+    def test_usage_and_explain_return_the_same_and_take_nothing(self, service: SeededService, algorithm: str) -> None:
         tenant = service.tenant(limit_of(algorithm))
         tenant.check(cost=2)
         for _ in range(2):
@@ -147,7 +147,7 @@ class TestEveryAlgorithm:
         assert tenant.check().json["remaining"] == 0
 
 
-def test_a_leaky_bucket_tells_how_long_to_wait(service: SeededService) -> None:
+def test_a_leaky_bucket_returns_the_delay(service: SeededService) -> None:
     tenant = service.tenant(limit_of("leaky_bucket", leak_rate_per_sec=0.5))
     assert tenant.check(cost=1).json["delay_ms"] == 0
     assert 0 < tenant.check(cost=1).json["delay_ms"] <= 2_000
@@ -199,7 +199,9 @@ def test_the_plans_of_tenant_and_policy_decide_together(service: SeededService) 
     ("resource", "type_", "left"),
     [("GET:/x", "live", 8), ("HEAD:/x", "live", 8), ("POST:/x", "live", 9), ("GET:/x", "test", 7)],
 )
-def test_whoever_states_no_priority_is_given_one(service: SeededService, resource: str, type_: str, left: int) -> None:
+def test_a_check_without_a_priority_gets_a_default(
+    service: SeededService, resource: str, type_: str, left: int
+) -> None:
     shares = {"P1": 90, "P2": 80, "P3": 70}
     tenant = service.tenant(limit_of(limit=10, shares=shares))
     key = tenant.create("keys", name="other", type=type_)["key"]
@@ -335,7 +337,7 @@ def test_two_tenants_with_the_same_names_are_counted_apart(service: SeededServic
     assert tenants[1].check().status == 429
 
 
-def test_what_one_tenant_holds_is_not_anothers(service: SeededService) -> None:
+def test_the_ids_of_one_tenant_are_not_found_by_another(service: SeededService) -> None:
     tenant, other = service.tenant(limit_of("concurrency")), service.tenant(limit_of("concurrency"))
     lease_id = tenant.check().json["lease_id"]
     reservation_id = tenant.post("reserve", resource="r", subject="s").json["reservation_id"]
@@ -441,7 +443,7 @@ def test_a_key_may_come_as_bearer(service: SeededService) -> None:
 # --- Modes and overrides ---------------------------------------------------------------------------------------------
 
 
-def test_a_monitored_tenant_is_told_what_would_have_been(service: SeededService) -> None:
+def test_a_monitored_tenant_sees_what_would_be_denied(service: SeededService) -> None:
     tenant = service.tenant(limit_of(limit=1), mode="monitor")
     first, second = tenant.check(), tenant.check()
     assert [answer.status for answer in (first, second)] == [200, 200]
@@ -481,7 +483,7 @@ def test_the_mode_of_a_policy_is_for_its_own_plan(service: SeededService) -> Non
 
 
 @pytest.mark.parametrize("mode", ["monitor", "off"])
-def test_the_kill_switch_is_for_the_whole_fleet(service: SeededService, mode: str) -> None:
+def test_the_kill_switch_applies_to_all_tenants(service: SeededService, mode: str) -> None:
     tenants = [service.tenant(limit_of(limit=1)) for _ in range(2)]
     for tenant in tenants:
         assert [tenant.check().status for _ in range(2)] == [200, 429]
@@ -565,7 +567,7 @@ def test_a_lease_is_renewed_until_it_is_stale(service: SeededService) -> None:
     assert_problem(tenant.post("renew", lease_id=lease_id), 409, "conflict")
 
 
-def test_a_lease_that_nobody_renews_goes_stale(service: SeededService) -> None:
+def test_a_lease_that_is_not_renewed_expires(service: SeededService) -> None:
     tenant = service.tenant(limit_of("concurrency", max_concurrent=1, lease_ttl_seconds=0.3))
     lease_id = tenant.check().json["lease_id"]
     deadline = time.monotonic() + 60
@@ -586,7 +588,7 @@ def test_a_lease_is_opaque_and_authenticated(service: SeededService) -> None:
     assert remaining(tenant, subject="a-name-that-shows") == TOP - 1
 
 
-def test_a_reservation_is_settled_once_however_often_it_is_sent(service: SeededService) -> None:
+def test_settling_is_idempotent(service: SeededService) -> None:
     tenant = service.tenant(limit_of(limit=10))
     held = tenant.post("reserve", resource="GET:/orders", subject="user:42", cost=6)
     assert (held.status, held.json["remaining"]) == (200, 4)
@@ -624,7 +626,7 @@ def test_a_reservation_without_room_is_a_denial(service: SeededService) -> None:
 
 
 @pytest.mark.parametrize(("on_lapse", "left"), [("keep", 1), ("refund", 3)])
-def test_a_reservation_that_nobody_settles_lapses(service: SeededService, on_lapse: str, left: int) -> None:
+def test_a_reservation_that_is_not_settled_expires(service: SeededService, on_lapse: str, left: int) -> None:
     tenant = service.tenant(limit_of())
     check: dict[str, Any] = {"resource": "GET:/orders", "subject": "user:42", "cost": 2}
     held = tenant.post("reserve", **check, ttl_seconds=0.05, on_lapse=on_lapse)
@@ -637,7 +639,7 @@ def test_a_reservation_that_nobody_settles_lapses(service: SeededService, on_lap
 # --- Batches ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_wrong_check_in_the_middle_spoils_no_other(service: SeededService) -> None:
+def test_an_invalid_check_in_the_middle_affects_no_other(service: SeededService) -> None:
     tenant = service.tenant(limit_of(limit=2))
     good = {"resource": "GET:/orders", "subject": "user:42"}
     wrong: list[Any] = [
@@ -728,7 +730,7 @@ def test_head_leaves_the_connection_in_order(service: SeededService) -> None:
         assert read_response(connection).json["remaining"] == TOP
 
 
-def test_options_tells_what_is_allowed(service: SeededService) -> None:
+def test_options_returns_the_allowed_methods(service: SeededService) -> None:
     for path, allowed in {"/v1/check": {"POST"}, "/v1/usage": {"GET", "HEAD"}, "/v1/settle": {"POST"}}.items():
         answer = service.running.request("OPTIONS", path)
         assert answer.status in (204, 405)
@@ -761,7 +763,7 @@ def test_what_was_created_is_changed_and_deleted_with_the_documented_statuses(se
     assert_problem(tenant.check(plan_id=plan["id"]), 404, "not_found")
 
 
-def test_lists_go_on_with_a_cursor(service: SeededService) -> None:
+def test_lists_continue_with_a_cursor(service: SeededService) -> None:
     tenant = service.tenant()
     made = {tenant.create("keys", name=f"k{number}")["id"] for number in range(5)} | {tenant.key_id}
     found: list[str] = []
@@ -777,7 +779,7 @@ def test_lists_go_on_with_a_cursor(service: SeededService) -> None:
     assert set(found) == made
 
 
-def test_who_is_throttled_is_told_without_names(service: SeededService) -> None:
+def test_the_throttled_list_has_hashes_only(service: SeededService) -> None:
     tenant = service.tenant(limit_of(limit=1))
     for _ in range(4):
         tenant.check(subject="a-name-that-shows")
@@ -821,7 +823,7 @@ def test_the_service_may_live_under_a_prefix(tmp_path_factory: pytest.TempPathFa
                 assert_problem(service.running.request(method, path, headers={"x-api-key": tenant.key}), 404)
 
 
-def test_without_its_store_a_closed_tenant_is_told_so(
+def test_without_the_store_a_tenant_that_fails_closed_gets_503(
     own_redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     database = f"sqlite:///{tmp_path_factory.mktemp('closed')}/wire.db"

@@ -50,7 +50,7 @@ def test_another_window_for_one_resource_of_a_caller_wide_limit_is_refused(accou
     account.admin.create("/overrides", {**body, "resource": "*"})
 
 
-def test_who_writes_a_plan_or_a_policy_is_warned_of_limits_that_count_apart(account: TenantFixture) -> None:
+def test_writing_a_plan_or_policy_warns_of_limits_that_count_apart(account: TenantFixture) -> None:
     one, two = plan(account, "one", scope="tenant"), plan(account, "two", scope="tenant", window_seconds=60)
     assert "warnings" not in one
     [warning] = two["warnings"]

@@ -104,7 +104,7 @@ def test_it_takes_a_token_of_all_tenants_that_may_read(embedded: LiveService, ac
     assert_problem(reader.post("/metrics"), 405, "method_not_allowed")
 
 
-def test_it_lives_under_the_root_path(tmp_path: Path) -> None:
+def test_the_service_works_under_a_root_path(tmp_path: Path) -> None:
     with LiveService(f"sqlite:///{tmp_path}/rooted.db", root_path="/limitforge-rls") as live:
         admin = live.admin()
         assert read(admin.http.get("/metrics").text) == {}
@@ -133,7 +133,7 @@ def test_a_tenant_that_gets_another_name_leaves_its_counts_under_the_old_one(acc
     assert allowed(old) >= 3
 
 
-def test_the_state_of_the_catalog_is_told_to_those_who_may_see_it(account: TenantFixture) -> None:
+def test_the_state_of_the_catalog_is_in_the_metrics(account: TenantFixture) -> None:
     def gauges() -> Samples:
         families = text_string_to_metric_families(account.admin.http.get("/metrics").text)
         found = [each for family in families if family.type == "gauge" for each in family.samples]
@@ -196,7 +196,7 @@ async def test_totals_of_a_release_that_counted_fewer_things_are_read(tmp_path: 
     assert read(exposition(Totals({"acme": [1, 2, 3, 4]})).decode())["rl_allowed_total", "acme"] == 1
 
 
-async def test_what_was_told_is_never_told_lower_whoever_is_asked(tmp_path: Path) -> None:
+async def test_counters_never_decrease_on_any_worker(tmp_path: Path) -> None:
     processes = [ProcessCounters() for _ in range(3)]
     sums = [SharedCounters(counters, tmp_path) for counters in processes]
     for at in range(30):
@@ -284,7 +284,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer) -
         assert list(folder.glob("limitforge-run-*")) == []
 
 
-def test_any_worker_tells_the_sum(fleet: TwoWorkers) -> None:
+def test_any_worker_returns_the_sum(fleet: TwoWorkers) -> None:
     before = fleet.allowed()
     for worker, times in zip(fleet.workers(), (3, 4), strict=True):
         with fleet.only(worker):
@@ -371,7 +371,7 @@ def eventually(is_true: Callable[[], Any]) -> None:
         time.sleep(0.05)
 
 
-def test_a_service_that_reads_a_file_tells_metrics_on_the_port_alone(tmp_path: Path) -> None:
+def test_a_service_with_a_file_serves_metrics_on_the_port_alone(tmp_path: Path) -> None:
     made = json.loads(run_cli("keys", "make", "--name", "web", "--json", LIMITFORGE_PEPPERS=PEPPERS).stdout)
     plan = {"name": "free", "limits": "a=5/minute"}
     tenant = {"name": "acme", "default_plan": "free", "plans": [plan], "keys": [made["entry"]]}
@@ -389,7 +389,7 @@ def test_a_service_that_reads_a_file_tells_metrics_on_the_port_alone(tmp_path: P
         assert "LIMITFORGE_METRICS_PORT" in refusal.json["detail"]
 
 
-def test_a_port_for_metrics_that_is_taken_is_said_so(fleet: TwoWorkers) -> None:
+def test_a_metrics_port_in_use_is_reported(fleet: TwoWorkers) -> None:
     taken = str(fleet.metrics.port)
     done = run_cli("serve", "--port", "0", LIMITFORGE_PEPPERS=PEPPERS, LIMITFORGE_METRICS_PORT=taken)
     assert done.returncode != 0

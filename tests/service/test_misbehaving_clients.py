@@ -59,7 +59,7 @@ def counted(service: RunningService, subject: str) -> int:
 
 
 @pytest.mark.parametrize("at", range(0, 190, 7))
-def test_a_body_behind_an_upgrade_is_no_request_wherever_the_packet_is_cut(service: RunningService, at: int) -> None:
+def test_a_body_behind_an_upgrade_is_never_read_as_a_request(service: RunningService, at: int) -> None:
     inner = post(service, SMUGGLED, "connection: close")
     whole = post(
         service, inner, "connection: upgrade, http2-settings", "upgrade: h2c", "content-type: application/json"
@@ -69,7 +69,7 @@ def test_a_body_behind_an_upgrade_is_no_request_wherever_the_packet_is_cut(servi
     assert counted(service, "smuggled") == 0
 
 
-def test_an_upgrade_behind_another_request_is_no_way_in_either(service: RunningService) -> None:
+def test_an_upgrade_behind_another_request_is_refused_too(service: RunningService) -> None:
     inner = post(service, SMUGGLED)
     first = post(service, b'{"resource": "GET:/orders", "subject": "first", "cost": 0}')
     told = answers(service, first + post(service, inner, "connection: upgrade", "upgrade: h2c") + first)
@@ -89,7 +89,9 @@ def test_no_field_grows_by_what_stood_in_an_upgrade(service: RunningService, res
 
 
 @pytest.mark.parametrize(("size", "told"), [(2_000, [[200]]), (200_000, [[400], []])])
-def test_a_body_in_single_bytes_holds_nobody_up(service: RunningService, size: int, told: list[list[int]]) -> None:
+def test_a_body_in_single_bytes_delays_no_other_client(
+    service: RunningService, size: int, told: list[list[int]]
+) -> None:
     body = json.dumps({"checks": [{"resource": "r", "subject": "s", "cost": 0}]}).encode().ljust(size)
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
     head = f"POST /v1/check/batch HTTP/1.1\r\nhost: test\r\nx-api-key: {service.key}\r\n"
@@ -121,7 +123,7 @@ DEPTHS = [100, 900, 960, 970, 972, 980, 1_000, 5_000]
     ("path", "depth"),
     [*product(("/v1/check/batch", "/v1/check", "/v1/reserve"), DEPTHS), ("/v1/check/batch", 100_000)],
 )
-def test_however_deep_a_body_is_nested_it_is_answered(service: RunningService, path: str, depth: int) -> None:
+def test_a_deeply_nested_body_is_answered(service: RunningService, path: str, depth: int) -> None:
     nested = b"[" * depth + b"]" * depth
     with service.connection() as connection:
         connection.sendall(post(service, b'{"checks": [%b]}' % nested, path=path))
@@ -136,7 +138,7 @@ def send(connection: socket.socket, data: bytes, size: int) -> None:
         size -= connection.send(data)
 
 
-def test_what_nobody_reads_is_not_taken_without_end(service: RunningService) -> None:
+def test_unread_bodies_are_not_received_forever(service: RunningService) -> None:
     wrong = post(service, b"{}") * 200  # answered at once, each with more than it took
     with service.connection() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
@@ -149,7 +151,7 @@ def test_what_nobody_reads_is_not_taken_without_end(service: RunningService) -> 
 # -- ids
 
 
-def test_an_id_tells_nothing(service: RunningService) -> None:
+def test_an_id_reveals_nothing(service: RunningService) -> None:
     body = {"resource": "GET:/secret", "subject": "user@example", "plan_id": service.demo["plans"]["concurrency"]}
     lease = service.post("/v1/check", body).json["lease_id"]
     held = service.post("/v1/reserve", {**body, "plan_id": service.demo["plans"]["quota"]}).json["reservation_id"]

@@ -51,7 +51,7 @@ def bounded(
         yield service
 
 
-def test_new_subjects_beyond_the_budget_share_a_bucket_and_are_told_so(bounded: SeededService) -> None:
+def test_new_subjects_beyond_the_budget_share_a_bucket_and_see_it(bounded: SeededService) -> None:
     greedy, modest = bounded.tenant(HOUR, MINUTE), bounded.tenant(HOUR)
     decisions = flood(greedy, 30)
     assert ["overflow" in decision for decision in decisions] == [False] * 20 + [True] * 10
@@ -73,7 +73,7 @@ def test_the_budget_and_what_overflows_can_be_seen(bounded: SeededService) -> No
 
 
 @pytest.mark.parametrize("path", ["usage", "explain"])
-def test_usage_and_explain_tell_of_the_shared_bucket(bounded: SeededService, path: str) -> None:
+def test_usage_and_explain_show_the_shared_bucket(bounded: SeededService, path: str) -> None:
     greedy = bounded.tenant(HOUR)
     flood(greedy, 42)
     if path == "usage":

@@ -223,7 +223,7 @@ def test_what_was_created_in_the_lost_time_can_be_created_again(
         assert running.call("GET", f"/tenants/{second.json['id']}").status == 200
 
 
-def test_a_worker_that_is_cut_off_from_its_database_obeys_what_redis_says(
+def test_a_worker_without_its_database_applies_changes_from_redis(
     own_postgres_server: PostgresServer, own_redis_server: RedisServer
 ) -> None:
     """Its connections stay open and nothing comes through; another service disables, rotates, deletes and suspends."""

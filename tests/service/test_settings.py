@@ -86,7 +86,7 @@ def test_a_file_is_read_as_strictly(tmp_path: Path, text: str, field: str) -> No
     assert refused.value.field == field
 
 
-def test_a_file_that_is_missing_is_said_to_be() -> None:
+def test_a_missing_file_is_reported() -> None:
     with pytest.raises(InvalidInput, match="can't be read: No such file"):
         load_settings({"LIMITFORGE_SETTINGS": "nowhere.toml"})
 
@@ -133,7 +133,7 @@ def test_settings_are_a_table_for_people() -> None:
         ({"LIMITFORGE_PROT": "1"}, "LIMITFORGE_PROT"),
     ],
 )
-def test_serve_says_at_once_what_is_wrong(environment: dict[str, Any], says: str) -> None:
+def test_serve_reports_an_invalid_setting_at_once(environment: dict[str, Any], says: str) -> None:
     told = run_cli("serve", "--port", str(find_free_port()), **environment)
     assert told.returncode != 0
     assert says in told.stderr
@@ -164,7 +164,7 @@ DRAFT_11 = {"ratelimit", "ratelimit-policy"}
         ({"LIMITFORGE_HEADERS": "none"}, set(), None),
     ],
 )
-def test_the_service_sends_the_fields_it_is_told_to(
+def test_the_service_sends_the_configured_fields(
     tmp_path: Path, environment: dict[str, str], fields: set[str], reset: str | None
 ) -> None:
     made: dict[str, Any] = json.loads(

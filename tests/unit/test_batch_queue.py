@@ -118,7 +118,7 @@ def test_a_tenant_with_too_many_waiting_batches_gets_429_for_the_last_ones() -> 
     assert batches.errors[0].headers == {"retry-after": "1"}
 
 
-def test_if_all_together_wait_with_too_much_a_tenant_with_much_is_refused_and_not_the_last_one() -> None:
+def test_when_all_tenants_together_wait_with_too_much_the_largest_is_refused() -> None:
     async def test(batches: RecordedBatches) -> None:
         for tenant in "abcd":
             batches.submit(f"{tenant}0")
@@ -181,7 +181,7 @@ def test_active_batches_take_turns_one_in_each_iteration_of_the_loop() -> None:
     assert "".join(slices)[1:].startswith("abc"), "the first one had a turn before the others came"
 
 
-def test_a_batch_that_is_cancelled_while_it_pauses_holds_up_no_other() -> None:
+def test_a_batch_that_is_cancelled_while_it_waits_delays_no_other() -> None:
     errors: list[object] = []
 
     async def whole() -> None:

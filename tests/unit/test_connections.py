@@ -42,7 +42,7 @@ class FakeRequest:
 KIB = 1_024
 
 
-def test_the_owner_that_holds_most_gives_way_first() -> None:
+def test_the_owner_that_holds_most_is_evicted_first() -> None:
     connections = ConnectionRegistry(100, 1_000 * KIB)
     modest = FakeConnection(connections, b"modest")
     greedy = [FakeConnection(connections, b"greedy") for _ in range(8)]
@@ -54,7 +54,7 @@ def test_the_owner_that_holds_most_gives_way_first() -> None:
     assert sum(each.buffered for each in (modest, *greedy)) <= 750 * KIB
 
 
-def test_strangers_are_one_owner_and_count_double() -> None:
+def test_clients_without_a_key_are_one_owner_and_count_double() -> None:
     connections = ConnectionRegistry(100, 1_000 * KIB)
     known = FakeConnection(connections, b"known")
     known.hold(400 * KIB)
@@ -65,7 +65,7 @@ def test_strangers_are_one_owner_and_count_double() -> None:
     assert any(each.is_closed for each in strangers)
 
 
-def test_an_owner_that_holds_little_never_gives_way() -> None:
+def test_an_owner_that_holds_little_is_never_evicted() -> None:
     connections = ConnectionRegistry(100, 100 * KIB)
     little = [FakeConnection(connections, b"%d" % at) for at in range(10)]
     for each in little:
@@ -73,7 +73,7 @@ def test_an_owner_that_holds_little_never_gives_way() -> None:
     assert not any(each.is_closed for each in little)
 
 
-def test_requests_that_wait_for_a_look_up_are_bounded_but_for_small_ones() -> None:
+def test_large_requests_that_wait_for_a_look_up_are_bounded() -> None:
     connections = ConnectionRegistry()
     large = [FakeRequest(64 * KIB) for _ in range(100)]
     taken = [each for each in large if connections.admit_lookup(each)]
@@ -87,7 +87,7 @@ def test_requests_that_wait_for_a_look_up_are_bounded_but_for_small_ones() -> No
     assert connections.admit_lookup(FakeRequest(64 * KIB))
 
 
-def test_those_that_are_quiet_for_longest_are_closed() -> None:
+def test_the_longest_idle_connections_are_closed() -> None:
     connections = ConnectionRegistry(32, 1_000)
     known = [FakeConnection(connections, b"%d" % at, quiet_since=float(at)) for at in range(32)]
     newest = FakeConnection(connections, quiet_since=99.0)

@@ -32,7 +32,7 @@ def logger(kept: RecordingHandler) -> Iterator[logging.Logger]:
     made.removeHandler(kept)
 
 
-def test_of_one_kind_only_so_many_lines_are_written_in_a_minute(logger: logging.Logger, kept: RecordingHandler) -> None:
+def test_lines_of_one_kind_are_limited_per_minute(logger: logging.Logger, kept: RecordingHandler) -> None:
     now = 1_000.0
     kept.addFilter(LogRateLimit(lambda: now))
     for number in range(MAX_LINES_PER_WINDOW + 5):
@@ -47,7 +47,7 @@ def test_of_one_kind_only_so_many_lines_are_written_in_a_minute(logger: logging.
     ]
 
 
-def test_other_kinds_are_not_held_back(logger: logging.Logger, kept: RecordingHandler) -> None:
+def test_other_kinds_are_not_suppressed(logger: logging.Logger, kept: RecordingHandler) -> None:
     kept.addFilter(LogRateLimit())
     for _ in range(2 * MAX_LINES_PER_WINDOW):
         logger.warning("one kind")

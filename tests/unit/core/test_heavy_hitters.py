@@ -102,7 +102,7 @@ def test_a_name_that_comes_late_takes_the_place_of_early_ones() -> None:
     assert next(name for _, name, _ in sketch.top(1)) == "late"
 
 
-def test_with_more_tenants_than_room_those_with_the_lowest_counts_give_way() -> None:
+def test_with_more_tenants_than_capacity_those_with_the_lowest_counts_are_dropped() -> None:
     sketch: HeavyHitters[str] = HeavyHitters(ROOM)
     for tenant in range(500):
         sketch.add(f"loud:{tenant}", "user:1", 50, 0)
