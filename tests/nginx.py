@@ -1,6 +1,6 @@
-"""A real nginx for the tests, configured as it is deployed: on 127.0.0.1, in its own folder, gone afterwards.
+"""A real nginx for the tests, on 127.0.0.1 and in a temporary folder.
 
-Of `deploy/compose/nginx.conf` only what belongs to a container is exchanged: addresses, paths, and where it writes.
+It uses `deploy/compose/nginx.conf`, with only the addresses, paths and log files of the container replaced.
 """
 
 import os
@@ -17,12 +17,12 @@ from typing import Self
 from tests.servers import PORT_ATTEMPTS, START_SECONDS, STOP_SECONDS, ServerFailed, _make_certificates, find_free_port
 
 CONFIGURATION = Path(__file__).parents[1] / "deploy" / "compose" / "nginx.conf"
-DEBIAN = "/usr/sbin"  # where only root looks
+DEBIAN = "/usr/sbin"  # not on the PATH of other users
 TEMPORARY = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
 
 
 class Nginx:
-    """One nginx with TLS in front of `upstream`, a port of this machine. Usable as a context manager."""
+    """An nginx with TLS in front of `upstream`, a port of this machine. A context manager."""
 
     def __init__(self, upstream: int) -> None:
         self._upstream = upstream
@@ -40,7 +40,7 @@ class Nginx:
 
     @property
     def ssl_context(self) -> ssl.SSLContext:
-        """What trusts its certificate, and no other."""
+        """A client context that trusts this nginx's certificate and no other."""
         return ssl.create_default_context(cafile=str(self.folder / "ca.crt"))
 
     @property
@@ -70,7 +70,7 @@ class Nginx:
         self._folder.cleanup()
 
     def check_configuration(self) -> str:
-        """What `nginx -t` says to it; the last line of all is good, or it is refused."""
+        """Return the output of `nginx -t`. Raises ServerFailed if nginx rejects the configuration."""
         self._write()
         done = subprocess.run([*self._command(), "-t"], capture_output=True, text=True, check=False)
         if done.returncode:
@@ -92,7 +92,7 @@ class Nginx:
         raise ServerFailed(f"nginx did not answer within {START_SECONDS:.0f} s\n{self.error_log}")
 
     def _answers(self) -> bool:
-        """Whether it is ours that answers: nobody else has this certificate."""
+        """Return whether this nginx answers on the port, and not another server: only it has the certificate."""
         try:
             with (
                 socket.create_connection(("127.0.0.1", self.port), timeout=STOP_SECONDS) as connection,
@@ -134,7 +134,7 @@ class Nginx:
 
 
 def make_certificate(folder: Path) -> None:
-    """A certificate for 127.0.0.1 (tls.crt, tls.key), and that of its authority (ca.crt)."""
+    """Write a certificate for 127.0.0.1 (tls.crt, tls.key) and that of its authority (ca.crt)."""
     _make_certificates(folder)
     (folder / "redis.crt").rename(folder / "tls.crt")
     (folder / "redis.key").rename(folder / "tls.key")

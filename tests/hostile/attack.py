@@ -21,9 +21,9 @@ MAX_MEMORY_MIB = 80.0  # the bounds keep it at 30 to 60, by how busy the machine
 MAX_LEFT_MIB = 20.0
 RECOVERY_SECONDS = 60.0
 MAX_CPU_SECONDS = 5.0
-"""That the worker may spend before it answers another client. Normal is less than 1, and the attacks took over 10."""
+"""CPU time that the worker may spend before it answers another client. Normal is below 1; the attacks took over 10."""
 QUIET_SECONDS = 1.0
-"""An attack is over when nothing more could be sent for so long: the worker has read all that it wants to."""
+"""An attack ends when nothing could be sent for so long, because the worker reads no more."""
 LONGEST_SECONDS = 30.0
 PACKET = 64 * 1_024
 
@@ -32,7 +32,7 @@ Record = Callable[[str, object], None]
 
 @dataclass
 class AttackTarget:
-    """A service of one worker, with a tenant who attacks and another who only wants its checks answered."""
+    """A service with one worker, a tenant that attacks it, and another tenant whose checks must be answered."""
 
     service: SeededService
     metrics_port: int
@@ -53,7 +53,7 @@ class AttackTarget:
         return int(status.split(f"{name}:")[1].split()[0]) / 1_024
 
     def forget_peak(self) -> None:
-        """From now on `VmHWM` is the peak since this call."""
+        """Reset the peak, so that `VmHWM` is the peak since this call."""
         Path(f"/proc/{self.pid}/clear_refs").write_text("5")
 
     def cpu_seconds(self) -> float:
@@ -75,7 +75,7 @@ def attack_target(folder: Path, store: str = "memory://", **settings: str) -> It
 
 @dataclass
 class Measurements:
-    """What one attack did."""
+    """The effect of one attack."""
 
     sent_mib: float = 0.0
     memory_mib: float = 0.0
@@ -96,7 +96,7 @@ class Measurements:
         record("slowest_cpu_ms", round(self.slowest_cpu_seconds * 1_000))
 
     def assert_within_bounds(self, record: Record) -> None:
-        """Every attack is held to the same bounds."""
+        """Assert the bounds that hold for every attack."""
         self.record(record)
         assert self.memory_mib < MAX_MEMORY_MIB
         assert self.retained_mib < MAX_LEFT_MIB
@@ -144,7 +144,7 @@ def _timed(target: AttackTarget, figures: Measurements, seconds: list[float]) ->
 
 
 def _ask_health(target: AttackTarget, figures: Measurements, is_over: threading.Event) -> None:
-    """On a new connection each time, as a load balancer does."""
+    """Ask for health on a new connection each time, as a load balancer does."""
     while True:
         with _timed(target, figures, figures.health_seconds):
             assert target.service.running.request("GET", "/v1/health").status == 200
@@ -153,7 +153,7 @@ def _ask_health(target: AttackTarget, figures: Measurements, is_over: threading.
 
 
 def _make_checks(target: AttackTarget, figures: Measurements, is_over: threading.Event) -> None:
-    """On a connection that stays open."""
+    """Send checks on one persistent connection."""
     connection = http.client.HTTPConnection("127.0.0.1", target.port, timeout=60)
     headers = {"x-api-key": target.other.key, "content-type": "application/json"}
     with contextlib.closing(connection):

@@ -1,4 +1,4 @@
-"""One service for the attacks of a file: memory that one attack leaves behind would show in the next."""
+"""One service for all attacks of a file, so that memory which one attack leaves behind shows in the next."""
 
 import resource
 from collections.abc import Iterator

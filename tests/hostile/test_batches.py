@@ -1,4 +1,4 @@
-"""Batches that are costly to read or to answer: neither garbage nor valid ones hold up another tenant."""
+"""Batches that are expensive to parse or to answer, valid or not, do not delay another tenant."""
 
 import contextlib
 import http.client
@@ -16,7 +16,7 @@ MIB = 1_048_576
 SECONDS = 1.0
 PATIENCE_SECONDS = 30.0
 GARBAGE_CPU_SECONDS_PER_MIB = 0.1
-"""Generous: receiving a MiB and refusing it unread takes 0.01. Most of these took more when all of it was built."""
+"""Generous: receiving a MiB and refusing it unread takes 0.01. Building all of it took more in most of these cases."""
 
 
 def repeated(start: bytes, unit: bytes, end: bytes) -> bytes:
@@ -45,19 +45,19 @@ def request(target: AttackTarget, body: bytes) -> bytes:
 
 
 def valid(padding: int = 0) -> bytes:
-    """A batch of 1,000 checks, whose resources and subjects are longer by `padding`."""
+    """Return a batch of 1,000 checks whose resources and subjects are longer by `padding`."""
     more = "x" * padding
     checks = [{"resource": f"GET:/orders{more}", "subject": f"user:{at}{more}"} for at in range(1_000)]
     return json.dumps({"checks": checks}).encode()
 
 
 class Clients:
-    """Send one body again and again, on so many connections, and read each answer, until `is_enough`."""
+    """Clients that send one body repeatedly on several connections and read each answer, until `is_enough`."""
 
     def __init__(
         self, body: bytes, connections: int, is_enough: Callable[[Counter[int]], bool] | None = None, pause: float = 0.0
     ) -> None:
-        """It is enough after a second, unless `is_enough` says so of the statuses."""
+        """Stop after a second, or earlier when `is_enough` accepts the statuses so far."""
         self._body, self._connections, self._pause = body, connections, pause
         self._is_enough = is_enough
         self.statuses: Counter[int] = Counter()

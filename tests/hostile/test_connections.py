@@ -1,4 +1,4 @@
-"""What a client without a key can do with connections, pipelines and frames."""
+"""Attacks by a client without a key, with connections, pipelines and framing."""
 
 import contextlib
 import itertools
@@ -87,7 +87,7 @@ FORMS = [
 def test_bodies_whose_keys_are_looked_up_take_little_memory(
     target: AttackTarget, record_property: Record, path: bytes, rounds: int
 ) -> None:
-    """Keys of the old form may have been issued, so their bodies are read."""
+    """Keys of the old format may have been issued, so bodies with them are received."""
     numbers = itertools.count()
 
     def attack(victim: AttackTarget) -> int:

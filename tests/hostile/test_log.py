@@ -1,4 +1,4 @@
-"""What strangers can make the service write."""
+"""Clients without a key can't fill the log."""
 
 import contextlib
 import os
@@ -52,7 +52,7 @@ def test_malformed_requests_do_not_fill_the_log(target: AttackTarget, request_: 
 
 @pytest.fixture(scope="module")
 def encrypted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
-    """The port of a service that speaks TLS, and its log."""
+    """The port of a service with TLS, and its log."""
     folder = tmp_path_factory.mktemp("tls")
     key, cert, log = folder / "key.pem", folder / "cert.pem", folder / "log"
     made = ("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-days", "2")

@@ -1,4 +1,4 @@
-"""What a client can do with many connections, each of which keeps to its own bounds."""
+"""Attacks with many connections, each of which stays within its own bounds."""
 
 import contextlib
 import json
@@ -100,7 +100,7 @@ def test_one_tenant_does_not_close_the_connections_of_another(target: AttackTarg
 
 
 def test_valid_batches_of_some_tenants_leave_room_for_small_checks_of_another(target: AttackTarget) -> None:
-    """The check arrives in two packets, so that some of it has to be held."""
+    """The check arrives in two packets, so that the service must hold the first."""
     tenants = [target.service.tenant() for _ in range(3)]
     checks = [{"resource": "GET:/orders" + "x" * 400, "subject": f"user:{at}" + "x" * 400} for at in range(1_000)]
     body = json.dumps({"checks": checks}).encode()

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 
 BATCH = 1_000
 FLOOD = 15_000
-"""Denied subjects of the attacker: many times what the list has room for."""
+"""Denied subjects of the attacker, many times the capacity of the list."""
 LIMIT = {"name": "a", "algorithm": "fixed_window", "limit": 1, "window_seconds": 3_600}
 
 

@@ -1,4 +1,4 @@
-"""Floods of made-up keys and tokens: a real one that the node does not know yet comes in all the same."""
+"""Floods of invalid keys and tokens do not keep out a valid one that the process has not cached."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ def live(tmp_path: Path) -> Iterator[LiveService]:
 
 
 class Flood:
-    """A thread that sends made-up keys, each another one, from these addresses in turn until it is stopped."""
+    """A thread that sends invalid keys, always new ones, from these addresses in turn until it is stopped."""
 
     def __init__(self, live: LiveService, sources: list[str], kind: str, path: str) -> None:
         self._address = live.origin.removeprefix("http://")
@@ -48,7 +48,7 @@ class Flood:
             if self._stopped.wait(PAUSE_SECONDS):
                 break
             key = old_credential(self._prefix, new_id("x").removeprefix("x_")).text
-            method, body = asked(self._path)
+            method, body = request_for(self._path)
             connection.request(method, self._path, body, headers(key, source))
             answer = connection.getresponse()
             answer.read()
@@ -59,7 +59,7 @@ class Flood:
         return min(self.answers[source, 429] for source in self._sources)
 
     def start(self) -> None:
-        """Returns once every source was refused, and has had a key looked up."""
+        """Start, and wait until every source had a key looked up and was then refused."""
         self._thread.start()
         deadline = time.monotonic() + CALL_SECONDS
         while self.refused() < 10 or any(not self.answers[source, 401] for source in self._sources):
@@ -82,7 +82,7 @@ def flood(live: LiveService, sources: list[str], kind: str = "live", path: str =
     assert {status for _, status in running.answers} == {401, 429}
 
 
-def asked(path: str) -> tuple[str, bytes | None]:
+def request_for(path: str) -> tuple[str, bytes | None]:
     return ("POST", BODY) if path == "/v1/check" else ("GET", None)
 
 
@@ -91,10 +91,10 @@ def headers(key: str, source: str) -> dict[str, str]:
 
 
 def present(live: LiveService, keys: list[str], source: str = HONEST, path: str = "/v1/check") -> list[int]:
-    """The statuses of one request with each key, all of them at once."""
+    """Send one request with each key, all at once, and return the statuses."""
 
     async def all_at_once() -> list[int]:
-        method, body = asked(path)
+        method, body = request_for(path)
         async with httpx.AsyncClient(base_url=live.url, timeout=CALL_SECONDS, verify=NO_TLS) as client:
             calls = [client.request(method, path, content=body, headers=headers(key, source)) for key in keys]
             return [answer.status_code for answer in await asyncio.gather(*calls)]
@@ -103,7 +103,7 @@ def present(live: LiveService, keys: list[str], source: str = HONEST, path: str 
 
 
 def assert_all_come_in(live: LiveService, keys: list[str], path: str = "/v1/check") -> None:
-    """Half of them at once, and half one after the other."""
+    """Present half of the keys at once, and the other half one by one."""
     half = len(keys) // 2
     assert present(live, keys[:half], path=path) == [200] * half
     one_by_one = [present(live, [key], path=path)[0] for key in keys[half:]]
@@ -146,7 +146,7 @@ def test_old_keys_that_the_node_knows_come_in_from_a_source_that_floods(live: Li
 
 
 def test_made_up_keys_cost_the_database_a_bounded_number_of_look_ups(live: LiveService) -> None:
-    """Each look-up that finds nothing is one 401 of the flood; the rest is refused before the database is asked."""
+    """Each look-up that finds nothing is one 401 of the flood. All others are refused without a look-up."""
     started = time.monotonic()
     with flood(live, ATTACKERS) as running:
         pass  # it has begun once each of them was refused ten times
@@ -171,7 +171,7 @@ def test_new_tokens_come_in_while_made_up_ones_flood_in(live: LiveService, path:
 
 
 def test_a_token_that_was_deleted_does_not_reach_the_database_often(live: LiveService) -> None:
-    """It has a keyed checksum, so it passes the guard once."""
+    """The deleted token has a valid keyed checksum, so it is looked up once."""
     admin = live.admin()
     gone = admin.create("/tokens", {"name": "gone", "scopes": ["read"]})
     admin.delete(f"/tokens/{gone['id']}")

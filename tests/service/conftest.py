@@ -1,4 +1,4 @@
-"""The real service on a real socket, with SQLite and memory; and with Postgres and Redis where that may differ."""
+"""The real service on a real socket: with SQLite and memory, or with Postgres and Redis where that may differ."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.service.live_service import AdminClient, LiveService, TenantFixture
 
 @pytest.fixture(scope="session")
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
-    """With SQLite and memory, for all tests of this worker: make a tenant of your own."""
+    """A service on SQLite and memory, shared by all tests of this pytest worker. Create your own tenant."""
     folder: Path = tmp_path_factory.mktemp("service")
     with LiveService(f"sqlite:///{folder}/service.db") as live:
         yield live
@@ -21,9 +21,9 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
 
 @pytest.fixture(scope="session")
 def backed(postgres_server: PostgresServer) -> Iterator[LiveService]:
-    """With Postgres and Redis, for all tests of this worker.
+    """A service on Postgres and Redis, shared by all tests of this pytest worker.
 
-    It writes to Redis between tests too: with one of its own, the shared Redis stays as the other tests left it.
+    It has its own Redis, because it writes to Redis between tests too.
     """
     name = f"service_{uuid4().hex}"
     with RedisServer() as redis, LiveService(postgres_server.create_database(name), redis.url, key_prefix=name) as live:
@@ -33,14 +33,14 @@ def backed(postgres_server: PostgresServer) -> Iterator[LiveService]:
 
 @pytest.fixture(params=["embedded", "backed"])
 def either(request: pytest.FixtureRequest) -> LiveService:
-    """Each kind in turn."""
+    """Run the test with both services."""
     live: LiveService = request.getfixturevalue(request.param)
     return live
 
 
 @pytest.fixture
 def admin(embedded: LiveService) -> AdminClient:
-    """Somebody who may administer all tenants, and has not called yet."""
+    """A client with a new token for all tenants."""
     return embedded.admin()
 
 
@@ -51,5 +51,5 @@ def account(admin: AdminClient) -> TenantFixture:
 
 @pytest.fixture
 def own(account: TenantFixture) -> AdminClient:
-    """Somebody who may administer that one tenant."""
+    """A client with a token for `account` alone."""
     return account.tenant_admin()

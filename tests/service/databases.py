@@ -1,4 +1,4 @@
-"""Databases with the schema in them. A file of SQLite is made once and then copied: it takes 100 ms of CPU time."""
+"""Databases with the schema. An SQLite file is created once and then copied: creating it takes 100 ms of CPU time."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from tests.catalog.factories import open_database
 
 
 def migrate(url: str) -> None:
-    """Bring the schema of this database to its newest version."""
+    """Migrate this database to the newest schema."""
     if (file := _new_file(url)) is None:
         asyncio.run(_upgrade(url))
     else:
@@ -22,7 +22,7 @@ def migrate(url: str) -> None:
 
 
 def seed_demo(url: str, peppers: str) -> DemoTenant:
-    """Make the tenant, plans, keys and token of `limitforge demo` in this database."""
+    """Create the tenant, plans, keys and token of `limitforge demo` in this database."""
     if (file := _new_file(url)) is None:
         return asyncio.run(_create_demo(url, peppers))
     content, made = _demo_database(peppers)
@@ -31,7 +31,7 @@ def seed_demo(url: str, peppers: str) -> DemoTenant:
 
 
 def _new_file(url: str) -> Path | None:
-    """The file that SQLite would make, or None if it is there or the database is another."""
+    """Return the file that SQLite would create, or None if it exists or this is not SQLite."""
     file = Path(url.removeprefix("sqlite:///"))
     return file if url.startswith("sqlite:///") and not file.exists() else None
 

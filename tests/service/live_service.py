@@ -1,4 +1,4 @@
-"""A running service, and somebody who administers it over HTTP."""
+"""A running service in this process, and clients of its admin API."""
 
 import asyncio
 import socket
@@ -23,18 +23,18 @@ from limitforge.service.settings import Settings
 from tests.service.databases import migrate
 
 PEPPERS = "1:a pepper that the tests alone know"
-START_SECONDS = 60.0  # generous: a busy machine is no reason to fail
+START_SECONDS = 60.0  # generous, because the machine may be busy
 CALL_SECONDS = 60.0
 Fields = dict[str, Any]
 LIMITS = [{"name": "burst", "algorithm": "token_bucket", "bucket_capacity": 3, "refill_rate_per_sec": 0.001}]
 RESOURCE = "GET:/orders/{id}"
 OVERRIDE = {"subject": "user:42", "limits": {"burst": {"limit": 5}}, "ttl_seconds": 3_600}
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-"""httpx makes one for each client, even for plain HTTP, and reads all certificates for it: 40 ms of CPU time."""
+"""Shared, because httpx would make a context for each client, even for plain HTTP, in 40 ms of CPU time."""
 
 
 class LiveService:
-    """The service on a free port of this machine, in a thread of its own."""
+    """The service on a free port of this machine, in its own thread."""
 
     def __init__(self, database_url: str, store_url: str = "memory://", **settings: Any) -> None:
         self.settings = Settings(database_url=database_url, store_url=store_url, peppers=PEPPERS, **settings)
@@ -44,7 +44,7 @@ class LiveService:
         self._server = uvicorn.Server(uvicorn_config(self.service, self.settings))
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._clients: list[AdminClient] = []
-        self._runner = asyncio.Runner()  # for what is written past the service
+        self._runner = asyncio.Runner()  # for writes to the database that bypass the service
         self._database = Database(database_url)
 
     @property
@@ -76,17 +76,17 @@ class LiveService:
         assert not self._thread.is_alive(), "the service did not end"
 
     def admin(self, name: str = "", **fields: Any) -> "AdminClient":
-        """Whoever has a new token; of all tenants and both scopes, unless `fields` say otherwise."""
+        """Return a client with a new token, for all tenants and both scopes unless `fields` say otherwise."""
         given = {"name": name or f"t-{uuid4().hex[:12]}", "scopes": ["read", "write"], **fields}
         return self.client(self._runner.run(self._create_token(given)))
 
     def client(self, token: str | None = None) -> "AdminClient":
-        """Whoever has this token, or none."""
+        """Return a client with this token, or without one."""
         self._clients.append(AdminClient(self, token))
         return self._clients[-1]
 
     def run(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Inside the service, in its own loop."""
+        """Run a coroutine on the event loop of the service."""
         (server,) = self._server.servers
         asyncio.run_coroutine_threadsafe(work, server.get_loop()).result(CALL_SECONDS)
 
@@ -110,7 +110,7 @@ class AdminClient:
         self.http = httpx.Client(base_url=live.url, headers=headers, timeout=CALL_SECONDS, verify=NO_TLS)
 
     def call(self, method: str, path: str, body: Any = None, **options: Any) -> httpx.Response:
-        """The answer; to one that calls too often it is that of the next try, once it may."""
+        """Return the answer. If the token calls too often, wait and try again."""
         if body is not None:
             options["json"] = body
         while True:
@@ -135,14 +135,14 @@ class AdminClient:
         return self.call("DELETE", path, headers=_header_names(headers))
 
     def create(self, path: str, body: Any) -> Fields:
-        """What was created."""
+        """Create an entity and return it."""
         answer = self.post(path, body)
         assert answer.status_code == 201, answer.text
         found: Fields = answer.json()
         return found
 
     def list_all(self, path: str, **query: Any) -> Iterator[Fields]:
-        """All of a list, page by page."""
+        """Yield all entries of a list, page by page."""
         cursor: str | None = None
         while True:
             page = self.get(path, **query, **({} if cursor is None else {"cursor": cursor})).json()
@@ -153,7 +153,7 @@ class AdminClient:
 
 
 class TenantFixture:
-    """A tenant with one of everything, made in one edit. `over_http` makes it with six calls of the admin API."""
+    """A tenant with one entity of each kind, created in one edit, or with six calls of the admin API (`over_http`)."""
 
     def __init__(self, admin: AdminClient, name: str = "", *, over_http: bool = False) -> None:
         self.admin = admin
@@ -190,7 +190,7 @@ class TenantFixture:
         self.token = {**_as_json(token), "token": own_token.text}
 
     def tenant_admin(self) -> AdminClient:
-        """Whoever has the token of this tenant alone."""
+        """Return a client whose token is for this tenant alone."""
         return self.admin.live.client(self.token["token"])
 
     def check(self, subject: str = "user:1", resource: str = "GET:/orders/7", **fields: Any) -> httpx.Response:
@@ -199,7 +199,7 @@ class TenantFixture:
 
 
 def _as_json(entity: Entity) -> Fields:
-    """As an answer shows it."""
+    """Return an entity as responses contain it."""
     found: Fields = msgspec.json.decode(msgspec.json.encode(to_public_dict(entity)))
     return found
 

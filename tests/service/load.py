@@ -1,4 +1,4 @@
-"""Many clients at once, each with a connection that it keeps: they ask until told to stop, and note every answer."""
+"""Many concurrent clients that send checks on persistent connections until stopped, and record every answer."""
 
 import asyncio
 import contextlib
@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-PAUSE_SECONDS = 0.01  # of each client, so that the load leaves CPU time to those who wait for it to end
-STEP_SECONDS = 20.0  # one that takes longer to answer counts as lost
+PAUSE_SECONDS = 0.01  # between the checks of a client, so that the load leaves CPU time for the tests
+STEP_SECONDS = 20.0  # an answer that takes longer counts as lost
 
 
 @dataclass
 class Observation:
-    """What one client was told: when, how long it took, and what it was."""
+    """One answer: when it came, how long it took, and its content."""
 
     at: float
     seconds: float
@@ -26,26 +26,26 @@ class Observation:
 
 @dataclass
 class Load:
-    """All answers so far; `lost` are requests that were sent and never answered."""
+    """All answers so far, and the requests that were never answered (`lost`)."""
 
     port: int
     key: str
     resources: Sequence[str]
     subject: str | None = None
-    """Whom all ask for; else each client asks for itself."""
+    """The subject of all checks; by default each client has its own."""
     answers: list[Observation] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     _is_over: bool = False
 
     def since(self, at: float) -> list[Observation]:
-        """What was asked and answered after that moment."""
+        """Return the answers to checks that were sent after that time."""
         return [seen for seen in list(self.answers) if seen.at - seen.seconds > at]
 
     def statuses(self, since: float = 0.0) -> Counter[tuple[str, int, str | None]]:
         return Counter((seen.resource, seen.status, seen.degraded) for seen in self.since(since))
 
     def wait_for(self, count: int, seconds: float = 60.0) -> None:
-        """Until so many more answers have come."""
+        """Wait for so many more answers."""
         wanted, deadline = len(self.answers) + count, time.monotonic() + seconds
         while len(self.answers) < wanted:
             if time.monotonic() > deadline:
@@ -80,7 +80,7 @@ class Load:
     async def _check(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, resource: str, subject: str
     ) -> bool:
-        """Whether the connection goes on."""
+        """Send a check, record its answer, and return whether the connection stays open."""
         body = json.dumps({"resource": resource, "subject": subject}).encode()
         head = f"POST /v1/check HTTP/1.1\r\nhost: test\r\nx-api-key: {self.key}\r\ncontent-type: application/json\r\n"
         began = time.monotonic()
@@ -88,9 +88,9 @@ class Load:
         async with asyncio.timeout(STEP_SECONDS):
             lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
             fields = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
-            told = json.loads(await reader.readexactly(int(fields["content-length"])))
+            body = json.loads(await reader.readexactly(int(fields["content-length"])))
         now = time.monotonic()
-        self.answers.append(Observation(now, now - began, resource, int(lines[0].split()[1]), told.get("degraded")))
+        self.answers.append(Observation(now, now - began, resource, int(lines[0].split()[1]), body.get("degraded")))
         return fields.get("connection") != "close"
 
 
@@ -98,7 +98,7 @@ class Load:
 def run_load(
     port: int, key: str, resources: Sequence[str], clients: int = 16, subject: str | None = None
 ) -> Iterator[Load]:
-    """Clients that ask, resource by resource, for as long as the block runs."""
+    """Run clients that check one resource after another until the block ends."""
     running = Load(port, key, resources, subject)
     thread = threading.Thread(target=lambda: asyncio.run(running.run(clients)))
     thread.start()

@@ -1,4 +1,4 @@
-"""What a problem document must be, whatever went wrong."""
+"""Assertions that hold for every problem document."""
 
 import httpx
 
@@ -6,7 +6,7 @@ from limitforge.service.problems import problem_type
 
 
 def assert_problem(answer: httpx.Response, status: int, code: str, names: str = "") -> None:
-    """`names` is what its detail begins with: the field."""
+    """`names` is the start of the detail: the name of the field."""
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/problem+json"
     problem = answer.json()

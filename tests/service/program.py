@@ -1,4 +1,4 @@
-"""The real program as a process of its own, and bare HTTP to talk to it."""
+"""The real program in its own process, and raw HTTP requests to it."""
 
 import contextlib
 import json
@@ -14,13 +14,13 @@ from typing import Any
 
 from tests.cli.command import ENVIRONMENT, INSTALLED_PROGRAM, RunningCommand
 
-START_SECONDS = 60.0  # generous: a busy machine is no reason to fail
+START_SECONDS = 60.0  # generous, because the machine may be busy
 ANSWER_SECONDS = 30.0
 
 
 @dataclass
 class HttpResponse:
-    """One HTTP answer, as it came."""
+    """One HTTP response as it was received."""
 
     status: int
     headers: dict[str, str]
@@ -34,7 +34,7 @@ class HttpResponse:
 
 @dataclass
 class RunningService:
-    """A service that answers; `made` is what `demo --json` said."""
+    """A service that is ready. `demo` is the output of `limitforge demo --json`."""
 
     process: subprocess.Popen[bytes] | RunningCommand
     demo: dict[str, Any]
@@ -46,8 +46,8 @@ class RunningService:
         return key
 
     def check(self, key: str | None = None, **body: Any) -> HttpResponse:
-        asked = {"resource": "GET:/orders", "subject": "user:42"} | body
-        return self.post("/v1/check", asked, key=key or self.key)
+        fields = {"resource": "GET:/orders", "subject": "user:42"} | body
+        return self.post("/v1/check", fields, key=key or self.key)
 
     def post(self, path: str, body: Any, key: str | None = None) -> HttpResponse:
         return self.request("POST", path, json.dumps(body).encode(), {"x-api-key": key or self.key})
@@ -55,7 +55,7 @@ class RunningService:
     def request(
         self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
     ) -> HttpResponse:
-        """One request on a connection of its own."""
+        """Send one request on a new connection."""
         sent = {"host": "test", "connection": "close"} | dict(headers or {})
         if body is not None:
             sent = {"content-type": "application/json", "content-length": str(len(body))} | sent
@@ -63,7 +63,7 @@ class RunningService:
         return self.raw(f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode("latin-1") + (body or b""))
 
     def raw(self, request: bytes) -> HttpResponse:
-        """The answer to whatever bytes."""
+        """Send any bytes on a new connection, and return the answer."""
         with self.connection() as connection:
             connection.sendall(request)
             return read_response(connection)
@@ -72,7 +72,7 @@ class RunningService:
         return socket.create_connection(("127.0.0.1", self.port), timeout=ANSWER_SECONDS)
 
     def stop(self) -> int:
-        """SIGTERM, and its exit status."""
+        """Send SIGTERM, and return the exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(START_SECONDS)
 
@@ -81,7 +81,7 @@ class RunningService:
 def run_demo(
     *options: str, environment: Mapping[str, str] | None = None, is_installed: bool = False
 ) -> Iterator[RunningService]:
-    """`limitforge demo` on a free port. `is_installed` as with `serve`."""
+    """Run `limitforge demo` on a free port. `is_installed` is that of `run_service`."""
     read, write = os.pipe()
     with os.fdopen(read, "rb") as output:
         try:
@@ -102,13 +102,13 @@ def run_service(
     log: Path | None = None,
     is_installed: bool = False,
 ) -> Iterator[RunningService]:
-    """`limitforge serve` on this port, once it answers; `log` gets what it says on stderr.
+    """Run `limitforge serve` on this port, and yield once it answers. `log` receives its stderr.
 
-    `is_installed` starts the installed program instead of a fork, which takes three seconds of CPU time longer.
+    `is_installed` starts the installed program instead of a fork, which takes three more seconds of CPU time.
     """
     with contextlib.nullcontext() if log is None else log.open("wb") as errors:
-        said = 2 if errors is None else errors.fileno()
-        process = _start(("serve", "--port", str(port), *options), environment, 1, said, is_installed=is_installed)
+        errors_fd = 2 if errors is None else errors.fileno()
+        process = _start(("serve", "--port", str(port), *options), environment, 1, errors_fd, is_installed=is_installed)
     with process, _stopped_at_end(process):
         running = RunningService(process, {}, port)
         health = f"{(environment or {}).get('LIMITFORGE_ROOT_PATH', '')}/v1/health"
@@ -126,7 +126,7 @@ def run_service(
 
 
 def read_response(connection: socket.socket, buffered: bytearray | None = None) -> HttpResponse:
-    """The next answer on a connection; `buffered` keeps what came after it."""
+    """Read the next response of a connection. `buffered` keeps the bytes that follow it."""
     data = bytearray() if buffered is None else buffered
     while b"\r\n\r\n" not in data:
         _receive(connection, data)

@@ -1,4 +1,4 @@
-"""The program as it is deployed: `serve` on a database with what `demo` makes, and calls of its administrator."""
+"""The program as it is deployed: `serve` on a database with the demo tenant, and calls of its administrator."""
 
 import asyncio
 import contextlib
@@ -21,12 +21,12 @@ from tests.service.databases import seed_demo
 from tests.service.program import HttpResponse, RunningService, run_service
 
 PEPPER = "an-unmistakable-pepper-of-these-tests"
-SETTINGS = {"LIMITFORGE_PEPPERS": f"1:{PEPPER}", "LIMITFORGE_DEADLINE_MS": "20000"}  # a busy machine is no broken store
+SETTINGS = {"LIMITFORGE_PEPPERS": f"1:{PEPPER}", "LIMITFORGE_DEADLINE_MS": "20000"}  # the machine may be busy
 
 
 @dataclass(frozen=True)
 class SeededService:
-    """A running service; `made` is what `demo --json` would say."""
+    """A running service. `demo` is the content of `limitforge demo --json`."""
 
     running: RunningService
     demo: dict[str, Any]
@@ -34,9 +34,9 @@ class SeededService:
     prefix: str = ""
 
     def admin(self, method: str, path: str, body: Any = None, **headers: str) -> HttpResponse:
-        """A call of the admin API by whoever may do everything; `path` is what follows `/v1/admin/`.
+        """Call the admin API with a token for everything. `path` follows `/v1/admin/`.
 
-        Too many calls are asked to wait, and do.
+        If the token calls too often, wait and try again.
         """
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
         sent["authorization"] = f"Bearer {self.demo['admin_token']}"
@@ -54,19 +54,19 @@ class SeededService:
         return made
 
     def tenant(self, *limits: dict[str, Any], **fields: Any) -> "TenantClient":
-        """A tenant of its own, whose default plan has these limits."""
+        """Create a tenant whose default plan has these limits."""
         return TenantClient(self, list(limits), fields)
 
 
 class DirectCatalog:
-    """Writes to the database of a service past it, as the command line does: in one edit, and as often as it likes."""
+    """Writes to the database directly, as the command line does: in one edit, and without a rate limit."""
 
     def __init__(self, database: str) -> None:
         self._runner = asyncio.Runner()
         self._catalog = Catalog(Database(database), peppers=Peppers.parse(SETTINGS["LIMITFORGE_PEPPERS"]))
 
     def create_tenant(self, limits: list[dict[str, Any]], fields: dict[str, Any]) -> tuple[str, str, str, str]:
-        """The ids of a tenant, its default plan (if it has limits) and its key, and the key itself."""
+        """Create a tenant. Return its id, those of its plan (empty without limits) and key, and the key itself."""
         return self._runner.run(self._create_tenant(limits, fields))
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ class DirectCatalog:
 
 
 class TenantClient:
-    """One customer with a key, and calls in its name."""
+    """A tenant with a key, and calls with that key."""
 
     def __init__(self, service: SeededService, limits: list[dict[str, Any]], fields: dict[str, Any]) -> None:
         self.service = service
@@ -116,7 +116,7 @@ class TenantClient:
 def run_seeded_service(
     database: str, store: str = "memory://", *options: str, log: Path | None = None, **settings: str
 ) -> Iterator[SeededService]:
-    """`settings` are the program's own, as in `log_level="debug"`."""
+    """Run the program on a database with the demo tenant. `settings` are its settings, such as `log_level="debug"`."""
     made: dict[str, Any] = msgspec.to_builtins(seed_demo(database, SETTINGS["LIMITFORGE_PEPPERS"]))
     environment = SETTINGS | {f"LIMITFORGE_{name.upper()}": value for name, value in settings.items()}
     environment["LIMITFORGE_KEY_PREFIX"] = uuid4().hex

@@ -1,4 +1,4 @@
-"""Whatever bytes come in: the answer is the documented one, nothing is consumed, and nothing secret is logged."""
+"""Invalid input of all kinds: the answer is as documented, nothing is consumed, and no secret is logged."""
 
 import contextlib
 import json
@@ -34,29 +34,29 @@ POSTS = (b"/v1/check", b"/v1/check/batch", b"/v1/release", b"/v1/renew", b"/v1/r
 
 @dataclass(frozen=True)
 class Case:
-    """One request, and what HTTP and the contract allow as its answer."""
+    """One request, and the answers that HTTP and the contract allow."""
 
     name: str
     sent: bytes
     statuses: tuple[int, ...]
     names: str = ""
-    """The field that the problem's detail has to name."""
+    """The field that the problem's detail must name."""
     is_problem: bool = True
-    """Whether a refusal comes from us, and so as a problem document."""
+    """True if the service itself refuses it, with a problem document."""
     may_hang_up: bool = False
-    """Whether no answer at all will do: it is not even HTTP."""
+    """True if closing the connection without an answer is fine, because this is not HTTP."""
 
 
 @dataclass
 class ServiceUnderTest:
-    """The program under test, and what to put into requests."""
+    """The program under test, and the secrets that requests contain."""
 
     running: RunningService
     log: Path
     secrets: dict[bytes, bytes]
 
     def send(self, case: Case) -> list[HttpResponse]:
-        """All answers to it; none, if the service hangs up. An answer that ends the connection must be the last."""
+        """Return all answers, or none if the service closes the connection. Only the last one may announce that."""
         sent = case.sent
         for stands_for, secret in self.secrets.items():
             sent = sent.replace(stands_for, secret)
@@ -72,7 +72,7 @@ class ServiceUnderTest:
         return answers
 
     def remaining(self) -> int:
-        """What is left of the subject's limit."""
+        """Return the remaining capacity of the subject's limit."""
         answer = self.running.check(self.secrets[KEY].decode(), cost=0)
         assert answer.status == 200, answer
         remaining: int = answer.json["remaining"]
@@ -80,14 +80,14 @@ class ServiceUnderTest:
 
 
 def _send_all(connection: socket.socket, sent: bytes) -> None:
-    """What the service no longer reads, it has refused already: its answer is there all the same."""
+    """Send everything, unless the service stops reading: then it has already answered."""
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         connection.sendall(sent)
 
 
 @pytest.fixture(scope="module")
 def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceUnderTest]:
-    """At its most talkative. The limit refills too slowly to hide that something was taken."""
+    """With debug logging, and a limit that refills too slowly to hide that something was taken."""
     folder = tmp_path_factory.mktemp("bad-input")
     slow = {"algorithm": "token_bucket", "bucket_capacity": CAPACITY, "refill_rate_per_sec": 0.0001}
     with run_seeded_service(f"sqlite:///{folder}/service.db", log=folder / "log", log_level="debug") as service:
@@ -113,18 +113,18 @@ def head(first: bytes, *lines: bytes) -> bytes:
 
 
 def ask(body: bytes, *lines: bytes, path: bytes = CHECK, method: bytes = b"POST", by: bytes = BY_KEY) -> bytes:
-    """A request whose framing is right."""
+    """Return a request with valid framing."""
     length = b"content-length: %d" % len(body)
     return head(b"%b %b HTTP/1.1" % (method, path), b"host: test", CLOSE, by, *(lines or (JSON,)), length) + body
 
 
 def bare(body: bytes, *lines: bytes, path: bytes = CHECK, version: bytes = b"HTTP/1.1") -> bytes:
-    """A request whose framing is up to `lines`."""
+    """Return a request with the framing of `lines`."""
     return head(b"POST %b %b" % (path, version), b"host: test", CLOSE, BY_KEY, JSON, *lines) + body
 
 
 def look(*lines: bytes, path: bytes = CHECK, by: bytes = BY_KEY) -> bytes:
-    """A check that takes nothing, and would be fine but for `lines`."""
+    """Return a check of cost 0 that is valid except for `lines`."""
     return ask(LOOK_BODY, JSON, *lines, path=path, by=by)
 
 
@@ -137,12 +137,12 @@ def without(field: str, **more: Any) -> bytes:
 
 
 def raw_check(**fields: str) -> bytes:
-    """A check with fields given as JSON text, which need not be JSON."""
+    """Return a check with fields as raw text, which need not be valid JSON."""
     texts = {name: json.dumps(value) for name, value in GOOD.items()} | fields
     return ("{" + ", ".join(f'"{name}": {text}' for name, text in texts.items()) + "}").encode()
 
 
-# --- What is no JSON -------------------------------------------------------------------------------------------------
+# --- Invalid JSON ----------------------------------------------------------------------------------------------------
 
 NO_JSON: dict[str, bytes] = {
     "an open object": b"{",
@@ -436,7 +436,7 @@ ADMIN_BODIES: dict[str, tuple[bytes, bytes, bytes, tuple[int, ...], str]] = {
     "an unknown mode": (b"PUT", b"mode", b'{"mode": "maybe"}', (422,), "mode"),
     "a mode that is true": (b"PUT", b"mode", b'{"mode": true}', (422,), "mode"),
     "no mode": (b"PUT", b"mode", b"{}", (422,), "mode"),
-    "a reset of nobody": (b"POST", b"reset", b"{}", (422,), ""),
+    "a reset without a subject": (b"POST", b"reset", b"{}", (422,), ""),
     "a reset of an unknown tenant": (
         b"POST",
         b"reset",
@@ -546,7 +546,7 @@ UNKNOWN_PATHS = [
 # --- Framing ---------------------------------------------------------------------------------------------------------
 
 SMUGGLED = ask(json.dumps(GOOD).encode())
-"""A whole check that takes something: whoever reads the bytes before it wrongly, answers it."""
+"""A complete check with a cost. It is answered only by a parser that misreads the bytes before it."""
 
 
 def _framed(name: str, sent: bytes, *statuses: int) -> Case:
@@ -658,16 +658,16 @@ BROKEN_CHUNKS = {
     "a chunk of letters": b"zz\r\nhello\r\n0\r\n\r\n",
     "an overlong chunk": b"2\r\n{}\r\n10000000000000005\r\nhello\r\n0\r\n\r\n",
 }
-"""For the calls that go by ASGI: they wait for the rest of a body while it turns out to be none."""
+"""For calls through ASGI, which wait for the rest of a body that turns out to be invalid."""
 
 # --- The table -------------------------------------------------------------------------------------------------------
 
 
 def bodies() -> Iterator[Case]:
-    """What is wrong with a check's JSON."""
+    """Cases of invalid JSON in a check."""
     for name, body in NO_JSON.items():
         yield Case(f"no JSON: {name}", ask(body), (400,))
-    for name, again in TWICE.items():  # RFC 8259, 4: what is made of it is up to whoever reads it
+    for name, again in TWICE.items():  # RFC 8259, 4: parsers differ on the result
         yield Case(f"twice: {name}", ask(LOOK_BODY[:-1] + again + b"}"), (400,))
     for name, (body, field) in NO_SENSE.items():
         yield Case(f"no sense: {name}", ask(body), (422,), names=field)
@@ -681,7 +681,7 @@ def bodies() -> Iterator[Case]:
 
 
 def every_call() -> Iterator[Case]:
-    """What no call with a body takes."""
+    """Bodies that every call rejects."""
     for path in POSTS:
         call = path.decode().removeprefix("/v1/")
         for name in ("an open object", "a byte that UTF-8 has not", "UTF-16", "brackets without end"):
@@ -719,7 +719,7 @@ def keys() -> Iterator[Case]:
     yield Case("a key in the query", look(path=b"/v1/check?x-api-key=" + KEY, by=b"x: y"), (401,))
     yield Case("an API key for admin", ask(b'{"name": "x"}', path=b"/v1/admin/tenants"), (401,))
     yield Case("a key in a trailer", in_trailer(BY_KEY, CHECK), (401,))
-    yield Case("a key in a trailer, at the other door", in_trailer(BY_KEY, CHECK + b"?"), (401,))
+    yield Case("a key in a trailer, by the ASGI app", in_trailer(BY_KEY, CHECK + b"?"), (401,))
     yield Case("a key in a trailer of reserve", in_trailer(BY_KEY, b"/v1/reserve"), (401,))
     yield Case("an admin token in a trailer", in_trailer(BY_TOKEN, b"/v1/admin/reset"), (401,))
 
@@ -736,7 +736,7 @@ def paths_and_chunks() -> Iterator[Case]:
 
 
 def in_trailer(line: bytes, path: bytes) -> bytes:
-    """A request that is complete but for what only its trailer says; a trailer must not be read as the head."""
+    """Return a request that lacks a field which is only in its trailer. A trailer must not be read as the head."""
     body = chunks(json.dumps(GOOD).encode())[:-2] + line + b"\r\n\r\n"
     return head(b"POST %b HTTP/1.1" % path, b"host: test", CLOSE, JSON, CHUNKED) + body
 
@@ -795,7 +795,7 @@ def test_after_all_of_it_the_service_answers_and_its_log_has_no_secret(subject: 
 
 
 def kept(sent: bytes) -> bytes:
-    """The same request, of a client that would go on."""
+    """Return the same request on a connection that stays open."""
     return sent.replace(CLOSE + b"\r\n", b"")
 
 
@@ -845,7 +845,7 @@ LEGAL: dict[str, bytes] = {
     "line breaks as resource": legal_check(resource='"a\\r\\nx-evil: 1"'),
     "a pair of surrogates": legal_check(subject='"\\ud83d\\ude42"'),
     "a direction mark": legal_check(subject='"\\u202e"'),
-    "a mark that is no text": legal_check(subject='"\\ufeff\\uffff"'),
+    "a code point that is not a character": legal_check(subject='"\\ufeff\\uffff"'),
     "minus zero": legal_check(cost="-0"),
     "no costs": legal_check(costs="null"),
     "empty costs": legal_check(costs="{}"),

@@ -1,4 +1,4 @@
-"""Bodies that are costly to read are refused before they are read, and charged to their tenant."""
+"""Bodies that are expensive to parse are rejected before they are parsed, and charged to their key."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ JSON = {"content-type": "application/json"}
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
-    """One of its own, whose budgets are never refilled: a busy machine must not give an attacker time."""
+    """A service whose budgets are never refilled, so that a slow test does not give the attacker time."""
     folder: Path = tmp_path_factory.mktemp("batches")
     with LiveService(f"sqlite:///{folder}/service.db") as found:
         found.service.checks.invalid_bodies = InvalidBodyBudget(ManualClock())
@@ -43,7 +43,7 @@ def other(live: LiveService) -> TenantFixture:
 
 @pytest.fixture
 def account(tenant: TenantFixture) -> TenantFixture:
-    """The tenant with a key of its own for each test: what is refused is charged to the key."""
+    """The tenant with a new key for each test, because invalid bodies are charged to the key."""
     found = copy(tenant)
     found.key = tenant.admin.create("/keys", {"tenant_id": tenant.id, "name": f"k-{uuid4().hex[:12]}"})
     found.secret = found.key["key"]
@@ -153,13 +153,13 @@ def test_the_answers_of_many_slices_stand_in_the_order_of_their_checks(account: 
     checks[-1] = {**LOOK, "plan_id": "pln_unknown"}
     decisions = batch(account, {"checks": checks}).json()["decisions"]
     assert len(decisions) == len(checks)
-    for at, (asked, decision) in enumerate(zip(checks, decisions, strict=True)):
+    for at, (check, decision) in enumerate(zip(checks, decisions, strict=True)):
         if at in (1, SLICE_CHECKS):
             assert decision["status"] == 422
         elif at == len(checks) - 1:
             assert decision["status"] == 404
         else:
-            assert decision["allowed"] is (asked["cost"] <= 3), (at, decision)
+            assert decision["allowed"] is (check["cost"] <= 3), (at, decision)
 
 
 def test_an_empty_batch_has_no_decisions(account: TenantFixture) -> None:
@@ -172,7 +172,7 @@ def test_an_empty_batch_has_no_decisions(account: TenantFixture) -> None:
 def test_another_check_is_answered_long_before_a_batch_that_came_first(
     live: LiveService, account: TenantFixture
 ) -> None:
-    """Counts iterations of the loop: a batch that is worked on at once takes a handful of them."""
+    """Count iterations of the event loop. A batch that is decided in one go would take only a few."""
     service = live.service
     credentials = Credentials.from_key(account.secret, "127.0.0.1")
     body = json.dumps({"checks": [LOOK] * MAX_BATCH}).encode()
@@ -204,7 +204,7 @@ def loop_of(live: LiveService) -> asyncio.AbstractEventLoop:
 
 
 def spend(account: TenantFixture, path: str, body: bytes) -> httpx.Response:
-    """Send it until it is no longer read."""
+    """Send a body until it is answered unread."""
     for _ in range(BURST_BYTES // len(body) + 10):
         answer = post(account, path, body)
         if answer.status_code == 429:

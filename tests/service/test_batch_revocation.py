@@ -1,4 +1,4 @@
-"""A key that loses its right to check in the middle of a batch: the rest of the batch is not decided."""
+"""If a key loses its right to check in the middle of a batch, the rest of the batch is not decided."""
 
 import asyncio
 import threading
@@ -18,7 +18,7 @@ PATIENCE_SECONDS = 45.0
 
 
 class Barrier:
-    """Holds a batch after each of its slices until it may go on."""
+    """Stops a batch after each of its slices, until it may continue."""
 
     def __init__(self, batches: BatchHandler) -> None:
         self.slices = 0
@@ -80,14 +80,14 @@ def test_a_key_that_may_not_check_any_more_ends_its_batch(
     body = {"checks": [{"resource": "GET:/orders/7", "subject": f"user:{at}"} for at in range(3 * SLICE_CHECKS)]}
     headers = {"authorization": f"Bearer {account.secret}"}
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(account.admin.http.post, "/v1/check/batch", json=body, headers=headers)
+        pending = pool.submit(account.admin.http.post, "/v1/check/batch", json=body, headers=headers)
         barrier.wait()
         barrier.open()
         barrier.wait()
         changed = change(account)
         for _ in range(3):
             barrier.open()
-        answer = asked.result(PATIENCE_SECONDS)
+        answer = pending.result(PATIENCE_SECONDS)
     assert changed.status_code in (200, 204), changed.text
     assert_problem(answer, status, code, detail)
     assert barrier.slices == 2

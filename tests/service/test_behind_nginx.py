@@ -1,4 +1,4 @@
-"""The real program behind the real nginx with the configuration that is deployed, under a prefix; and its own TLS."""
+"""The real program behind a real nginx with the deployed configuration, under a prefix, and with its own TLS."""
 
 import os
 import re
@@ -28,7 +28,7 @@ from tests.service.program import START_SECONDS
 from tests.service.seeded_service import SETTINGS, SeededService, TenantClient, run_seeded_service
 
 PREFIX = "/limitforge-rls"
-SECONDS = 60.0  # generous: a busy machine is no reason to fail
+SECONDS = 60.0  # generous, because the machine may be busy
 HOURLY = {"name": "hourly", "algorithm": "fixed_window", "limit": 2, "window_seconds": 3_600}
 # Of the connection, not of the answer; and nginx tells its own time and name.
 OF_EACH_HOP = {"connection", "keep-alive", "date", "server", "transfer-encoding", "strict-transport-security"}
@@ -48,7 +48,7 @@ def nginx(service: SeededService) -> Iterator[Nginx]:
 
 @pytest.fixture
 def outside(nginx: Nginx) -> Iterator[httpx.Client]:
-    """Whoever calls over HTTPS; addresses are those under the prefix."""
+    """A client that calls over HTTPS. Its URLs are relative to the prefix."""
     with httpx.Client(base_url=f"{nginx.url}{PREFIX}", verify=nginx.ssl_context, timeout=SECONDS) as client:
         yield client
 
@@ -73,11 +73,11 @@ def test_a_decision_and_all_its_headers_come_through(outside: httpx.Client, tena
             assert tenant.check(subject=subject).status == 200
     near, far = tenant.check(subject="near"), check(outside, tenant, subject="far")
     assert far.status_code == near.status == (200 if already == 0 else 429)
-    told = {name: value for name, value in near.headers.items() if name not in OF_EACH_HOP}
-    assert {name for name in far.headers if name not in OF_EACH_HOP} == told.keys()
-    assert {"x-ratelimit-limit", "x-ratelimit-remaining", "ratelimit", "ratelimit-policy"} <= told.keys()
+    own_headers = {name: value for name, value in near.headers.items() if name not in OF_EACH_HOP}
+    assert {name for name in far.headers if name not in OF_EACH_HOP} == own_headers.keys()
+    assert {"x-ratelimit-limit", "x-ratelimit-remaining", "ratelimit", "ratelimit-policy"} <= own_headers.keys()
     for name in ("content-type", "x-ratelimit-limit", "x-ratelimit-remaining", "ratelimit-policy"):
-        assert far.headers[name] == told[name]
+        assert far.headers[name] == own_headers[name]
     assert far.json()["remaining"] == near.json["remaining"]
     assert (int(far.headers["retry-after"]) > 0) == (already > 0)
     assert far.headers["strict-transport-security"].startswith("max-age=")
@@ -153,12 +153,12 @@ def test_the_paths_of_the_reference_are_those_that_answer(outside: httpx.Client)
     document = found.json()
     (server,) = document["servers"]
     base = urljoin(str(found.url), server["url"])
-    asked = 0
+    requests = 0
     for path, operations in document["paths"].items():
         if "get" in operations and "{" not in path:
-            asked += 1
+            requests += 1
             assert outside.get(f"{base}{path}").status_code in (200, 401), path
-    assert asked > 8
+    assert requests > 8
 
 
 def test_only_health_is_served_outside_of_the_prefix(nginx: Nginx, outside: httpx.Client) -> None:
@@ -219,7 +219,7 @@ def test_an_older_one_is_refused(nginx: Nginx) -> None:
 
 @pytest.mark.slow
 def test_wrong_keys_of_one_address_do_not_keep_out_the_right_ones_of_another(tmp_path: Path) -> None:
-    """On a service of its own: whoever asks it next with a new key would be kept out too."""
+    """On its own service, because its later clients with new keys would be refused too."""
     with (
         run_seeded_service(f"sqlite:///{tmp_path}/keys.db", root_path=PREFIX, trusted_proxies="127.0.0.1") as service,
         Nginx(service.running.port) as nginx,
@@ -233,17 +233,17 @@ def test_wrong_keys_of_one_address_do_not_keep_out_the_right_ones_of_another(tmp
                 body = {"resource": "GET:/orders", "subject": "user:42"}
                 return [client.post("/v1/check", json=body, headers={"x-api-key": key}).status_code for key in keys]
 
-        told: list[int] = []
+        statuses: list[int] = []
         for key in right:  # several times: on a slow machine patience may be back before the right one asks
             wrong = [old_credential("lf_live_", new_id("key").removeprefix("key_")).text for _ in range(20)]
             if 429 not in asking("127.0.0.2", wrong):
-                pytest.fail("twenty wrong keys at once are too few to be told to wait")
-            told += asking("127.0.0.1", [key])
-        assert told == [200] * len(right)
+                pytest.fail("twenty wrong keys at once are too few to be statuses to wait")
+            statuses += asking("127.0.0.1", [key])
+        assert statuses == [200] * len(right)
 
 
 def reload(process: subprocess.Popen[bytes] | RunningCommand) -> None:
-    """SIGHUP, until none of the old workers is left."""
+    """Send SIGHUP, and wait until all old workers have ended."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     old = set(children.read_text().split())
     process.send_signal(signal.SIGHUP)
@@ -262,7 +262,7 @@ def wait_for_more(answers: list[int], count: int) -> None:
 
 @pytest.mark.slow
 def test_a_reload_behind_nginx_loses_no_check(tmp_path: Path) -> None:
-    """Each on a kept connection: what closes those must not close them under a request."""
+    """Each on a persistent connection, which must not be closed while a request is in flight."""
     with (
         run_seeded_service(f"sqlite:///{tmp_path}/reload.db", root_path=PREFIX) as service,
         Nginx(service.running.port) as nginx,
@@ -302,7 +302,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def encrypted(certificates: Path) -> Iterator[int]:
-    """The port of a service that speaks TLS by itself."""
+    """The port of a service with its own TLS."""
     port = find_free_port()
     own = {
         "LIMITFORGE_TLS_CERT": str(certificates / "tls.crt"),

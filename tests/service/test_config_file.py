@@ -1,4 +1,4 @@
-"""The service from a file alone: no database, no admin API."""
+"""A service with a configuration file has no database and no admin API."""
 
 import json
 import time
@@ -29,10 +29,10 @@ def test_a_file_is_served_and_followed_without_a_restart(tmp_path: Path) -> None
         assert service.request("GET", "/v1/admin/tenants").status == 404
         file.write_text("{")
         deadline = time.monotonic() + 30
-        while (told := service.request("GET", "/v1/ready").json)["status"] != "degraded":
+        while (ready := service.request("GET", "/v1/ready").json)["status"] != "degraded":
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        assert set(told["catalog"]) == {"state", "since"}  # why it is degraded is in the log: strangers may ask
+        assert set(ready["catalog"]) == {"state", "since"}  # why it is degraded is in the log: strangers may ask
         assert "plans.yaml" in log.read_text()
         assert service.check(key=key["key"]).json["limit"] == 5
         write(7)

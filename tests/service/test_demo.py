@@ -1,4 +1,4 @@
-"""`limitforge demo` as a person meets it."""
+"""The output of `limitforge demo`, and the commands that it prints."""
 
 import http.client
 import json
@@ -27,12 +27,12 @@ def test_the_line_that_it_prints_works_ten_times_and_then_is_refused() -> None:
     ) as process:
         try:
             assert process.stdout is not None
-            said = ""
-            while "-d '" not in said:
+            text = ""
+            while "-d '" not in text:
                 line = process.stdout.readline()
-                assert line, "it ended before it said what to try"
-                said += line
-            words = shlex.split(said[said.index("curl ") :].replace("\\\n", ""))
+                assert line, "it ended before it text what to try"
+                text += line
+            words = shlex.split(text[text.index("curl ") :].replace("\\\n", ""))
             url = urlsplit(next(word for word in words if word.startswith("http://")))
             headers = dict(words[at + 1].split(": ") for at, word in enumerate(words) if word == "-H")
             body = words[words.index("-d") + 1]
@@ -55,7 +55,7 @@ def test_the_line_that_it_prints_works_ten_times_and_then_is_refused() -> None:
 
 
 def test_make_demo_is_the_same() -> None:
-    """As the README has it, but for the port."""
+    """The command of the README, except for the port."""
     command = ["make", "--silent", "demo", "ARGS=--port 0 --json"]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -79,7 +79,7 @@ def test_it_runs_on_a_database_of_ones_own(postgres_url: str, postgres_server: P
     url = postgres_url.replace("postgresql://", "postgresql+asyncpg://")
     with run_demo("--database", url) as first:
         assert first.check().status == 200
-    with run_demo("--database", url) as second:  # in place of the first
+    with run_demo("--database", url) as second:  # replaces the first
         assert second.check().status == 200
         assert second.check(key=first.key).status == 401
         assert set(second.demo["plans"]) >= {"free", "pro", "enterprise", "token_bucket", "quota"}

@@ -1,4 +1,4 @@
-"""Both doors say the same, and the one in front handles what HTTP brings."""
+"""The fast protocol and the ASGI app answer alike, and the fast protocol handles all of HTTP."""
 
 import json
 import socket
@@ -27,7 +27,7 @@ def request(path: str, body: bytes, *headers: str, method: str = "POST", version
 
 
 def same(answer: HttpResponse) -> tuple[bytes, bytes]:
-    """All of an answer but the date."""
+    """Return everything of an answer except its date."""
     lines = [line for line in answer.head.split(b"\r\n") if not line.lower().startswith(b"date:")]
     return b"\r\n".join(lines), answer.body
 

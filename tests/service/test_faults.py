@@ -1,4 +1,4 @@
-"""The service while what it stands on is killed, frozen and restarted, under load."""
+"""The service under load while Redis, Postgres or its workers are killed, frozen and restarted."""
 
 import contextlib
 import json
@@ -24,14 +24,14 @@ pytestmark = pytest.mark.slow
 PEPPERS = "1:a pepper that the tests alone know"
 RESOURCES = ("open", "closed", "local")
 PATIENCE_SECONDS = 60.0
-HANGS_SECONDS = 10.0  # no promise: an answer within that is no hang, on whatever machine
+HANGS_SECONDS = 10.0  # an answer that takes longer counts as a hang, even on a slow machine
 
 
 @contextlib.contextmanager
 def from_file(
     folder: Path, store: str, *options: str, is_installed: bool = False, **settings: str
 ) -> Iterator[tuple[RunningService, str]]:
-    """A service with a policy for each failure behaviour, and its key."""
+    """Run a service with a policy for each failure behaviour. Yield it and its key."""
     made = json.loads(run_cli("keys", "make", "--name", "a", "--json", LIMITFORGE_PEPPERS=PEPPERS).stdout)
     plan = {"name": "wide", "limits": [_window(1_000_000)]}
     exact = {"name": "exact", "limits": [_window(1_000)]}
@@ -43,11 +43,13 @@ def from_file(
     environment = {
         "LIMITFORGE_PEPPERS": PEPPERS,
         "LIMITFORGE_BREAKER_SECONDS": "0.5",
-        "LIMITFORGE_DEADLINE_MS": "2000",  # a busy machine is no broken store
+        "LIMITFORGE_DEADLINE_MS": "2000",  # the machine may be busy
         **settings,
     }
-    told, log = ("--config", str(file), "--store", store, *options), folder / "log"
-    with run_service(find_free_port(), *told, environment=environment, log=log, is_installed=is_installed) as service:
+    arguments, log = ("--config", str(file), "--store", store, *options), folder / "log"
+    with run_service(
+        find_free_port(), *arguments, environment=environment, log=log, is_installed=is_installed
+    ) as service:
         eventually(lambda: "answers at" in log.read_text(), "not every worker starts")
         yield service, made["key"]
 
@@ -82,9 +84,9 @@ def test_four_workers_and_256_connections_admit_exactly_a_thousand(tmp_path: Pat
         with run_load(service.port, key, ["exact"], clients=256, subject="one") as running:
             running.wait_for(3_000)
         assert not running.lost
-        told = running.statuses()
-        assert set(told) == {("exact", 200, None), ("exact", 429, None)}
-        assert told["exact", 200, None] == 1_000
+        statuses = running.statuses()
+        assert set(statuses) == {("exact", 200, None), ("exact", 429, None)}
+        assert statuses["exact", 200, None] == 1_000
 
 
 # -- Redis
@@ -140,13 +142,13 @@ def test_a_restart_of_redis_under_load_is_survived(tmp_path: Path, own_redis_ser
 
 
 def _is_degraded(service: RunningService) -> bool:
-    told = service.request("GET", "/v1/ready")
-    assert told.status == 200
-    return bool(told.json["store"]["state"] != "ok")
+    ready = service.request("GET", "/v1/ready")
+    assert ready.status == 200
+    return bool(ready.json["store"]["state"] != "ok")
 
 
 def _is_decided(running: Load) -> bool:
-    """Whether the last answers came from the store."""
+    """Return whether the last answers came from the store."""
     return all(seen.degraded is None for seen in running.answers[-30:])
 
 
@@ -227,7 +229,7 @@ def test_a_reload_under_load_loses_no_request(tmp_path: Path, redis_url: str) ->
 def test_a_connection_has_a_bounded_number_of_checks_under_way(
     own_redis_server: RedisServer, tmp_path: Path, checks: int, padding: int, most: int
 ) -> None:
-    """64 checks, or the first beyond 256 KiB of bodies: the rest of a pipeline waits until these are answered."""
+    """At 64 checks, or more than 256 KiB of bodies, the rest of a pipeline waits until these are answered."""
     with run_seeded_service(f"sqlite:///{tmp_path}/catalog.db", own_redis_server.url) as service:
         tenant = service.tenant(_window(1_000))
         body = json.dumps({"resource": "GET:/orders", "subject": "user:42"}).encode() + b" " * padding

@@ -1,4 +1,4 @@
-"""Requests that were right before chance changed them: each is answered or its connection closed, never with a 5xx."""
+"""Valid requests with random mutations are answered or their connection is closed, and never cause a 5xx."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.service.program import HttpResponse, RunningService, read_response
 from tests.service.seeded_service import run_seeded_service
 
-MOMENT = 0.02  # seconds in which an answer may come before we say that we have said everything
+MOMENT = 0.02  # seconds in which an answer may come before the client closes its side
 PLACES = 1 << 16  # a place in a request is drawn without knowing the request's length
 KEY, ADMIN = "K" * 58, "A" * 58  # stand for the real ones, and are as long where it matters
 
@@ -29,7 +29,7 @@ LIMITS: list[dict[str, Any]] = [
 
 @dataclass(frozen=True)
 class FuzzedService:
-    """The program under test, with limits that no test reaches."""
+    """The program under test, with limits too large to reach."""
 
     running: RunningService
     key: str
@@ -41,7 +41,7 @@ class FuzzedService:
 
     @contextlib.contextmanager
     def staying_well(self) -> Iterator[None]:
-        """Afterwards it lives, answers a good check, and has not met anything that it did not expect."""
+        """Assert at the end that the service still answers a valid check, and has logged no unexpected error."""
         before = self.log.stat().st_size
         yield
         assert self.running.process.poll() is None
@@ -49,8 +49,8 @@ class FuzzedService:
         assert (answer.status, answer.json["allowed"]) == (200, True)
         with self.log.open("rb") as log:
             log.seek(before)
-            said = log.read()
-        assert b"Traceback" not in said, said.decode()
+            lines = log.read()
+        assert b"Traceback" not in lines, lines.decode()
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ WORDS = [
 
 @dataclass(frozen=True)
 class Mutation:
-    """One thing that happens to a request."""
+    """One mutation of a request."""
 
     kind: str
     at: int
@@ -152,7 +152,7 @@ changes = st.builds(
 
 @st.composite
 def mutated_requests(draw: st.DrawFn) -> list[bytes]:
-    """A request that was right, spoiled, in packets."""
+    """A valid request with mutations, split into packets."""
     sent = reduce(
         lambda so_far, change: change(so_far), draw(st.lists(changes, max_size=6)), draw(st.sampled_from(RIGHT))
     )
@@ -190,7 +190,7 @@ def exchange(service: FuzzedService, packets: list[bytes], *, is_right: bool = F
 
 
 def statuses(came: bytes) -> list[int]:
-    """Of all answers; whatever comes is one answer after another, and nothing else."""
+    """Return the statuses of all responses. There must be nothing else between or behind them."""
     found = []
     while came:
         head, end, came = came.partition(b"\r\n\r\n")
@@ -242,7 +242,7 @@ def test_the_request_before_mutation_is_valid(fuzzed: FuzzedService, number: int
     assert set(found) <= ({404, 422} if b"xxxx" in RIGHT[number] else {100, 200})
 
 
-# --- Both doors ------------------------------------------------------------------------------------------------------
+# --- Both front ends -------------------------------------------------------------------------------------------------
 
 numbers = st.one_of(st.integers(), st.floats(), st.booleans(), st.none(), st.sampled_from([2**52, 2**53, 2**63, 2**64]))
 plain = st.recursive(
@@ -252,11 +252,11 @@ plain = st.recursive(
 )
 names = st.sampled_from(["resource", "subject", "cost", "costs", "priority", "plan_id", "checks", "hits", ""])
 odd_checks = st.dictionaries(names, plain, max_size=4).map(lambda odd: json.dumps({**CHECK, **odd}).encode())
-spoiled_checks = st.lists(changes, min_size=1, max_size=3).map(
+mutated_checks = st.lists(changes, min_size=1, max_size=3).map(
     lambda all_of_them: reduce(lambda so_far, change: change(so_far), all_of_them, json.dumps(CHECK).encode())
 )
 bodies = st.one_of(
-    odd_checks, spoiled_checks, plain.map(lambda value: json.dumps(value).encode()), st.binary(max_size=60)
+    odd_checks, mutated_checks, plain.map(lambda value: json.dumps(value).encode()), st.binary(max_size=60)
 )
 heads = st.lists(
     st.tuples(
@@ -280,11 +280,11 @@ def at_door(service: FuzzedService, path: str, head: list[tuple[str, str]], body
         return read_response(connection)
 
 
-def told(answer: HttpResponse) -> tuple[int, str, Any]:
-    """What two answers to the same request have in common: of a decision its shape, of a problem all."""
+def summary(answer: HttpResponse) -> tuple[int, str, Any]:
+    """Return what two answers to the same request have in common: the shape of a decision, or a whole problem."""
     is_decision = answer.status in (200, 429) and "limits" in answer.json
-    said = sorted(answer.json["limits"]) if is_decision else answer.json if answer.status >= 400 else None
-    return answer.status, answer.headers["content-type"], said
+    details = sorted(answer.json["limits"]) if is_decision else answer.json if answer.status >= 400 else None
+    return answer.status, answer.headers["content-type"], details
 
 
 @given(call=st.sampled_from(["/v1/check", "/v1/check/batch"]), head=heads, body=bodies)
@@ -298,7 +298,7 @@ def both_doors(service: FuzzedService, call: str, head: list[tuple[str, str]], b
     with service.staying_well():
         first, second = (at_door(service, path, head, body) for path in (call, f"{call}?"))
     assert first.status < 500, first
-    assert told(first) == told(second)
+    assert summary(first) == summary(second)
 
 
 # --- For as long as you like -----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A head that is known says the same as one that is parsed, or nothing."""
+"""A cached head matches exactly the requests that the parser reads alike."""
 
 import pytest
 
@@ -32,12 +32,12 @@ def test_the_same_head_is_recognized_with_any_body() -> None:
     "lines", [(), ("x-api-key: lf_live_one", "host: a"), ("Host: a", "Content-Type: application/json")]
 )
 def test_the_length_may_come_before_or_behind_the_key(lines: tuple[str, ...]) -> None:
-    asked = request(b"{}", *lines)
-    turned = asked.replace(b"Content-Length: 2\r\n", b"").replace(b"1.1\r\n", b"1.1\r\nContent-Length: 2\r\n")
-    head = CachedHead.from_request(turned, b"{}", 100, WHO)
+    original = request(b"{}", *lines)
+    reordered = original.replace(b"Content-Length: 2\r\n", b"").replace(b"1.1\r\n", b"1.1\r\nContent-Length: 2\r\n")
+    head = CachedHead.from_request(reordered, b"{}", 100, WHO)
     assert head is not None
-    assert head.match_body(turned.replace(b": 2\r\n", b": 3\r\n").replace(b"{}", b"{ }")) == b"{ }"
-    assert head.match_body(turned) == b"{}"
+    assert head.match_body(reordered.replace(b": 2\r\n", b": 3\r\n").replace(b"{}", b"{ }")) == b"{ }"
+    assert head.match_body(reordered) == b"{}"
 
 
 def test_another_key_is_another_caller_from_the_same_place() -> None:

@@ -1,4 +1,4 @@
-"""Readiness: it says which part is not well, and stays ready."""
+"""Readiness names the degraded part, and stays 200."""
 
 import asyncio
 import time
@@ -15,7 +15,7 @@ TEN = FixedWindow(name="ten", limit=10, window_seconds=60)
 
 
 class HealthProbe:
-    """A service's `Health` over a real limiter; `catalog` is how the catalog is doing."""
+    """A `Health` on a real limiter. `catalog` is the status of the catalog."""
 
     def __init__(self, limiter: Limiter) -> None:
         self.catalog = {"state": "ok", "since": 1.0}
@@ -37,33 +37,33 @@ class HealthProbe:
 
 async def test_ready_is_degraded_until_the_store_has_answered_and_while_the_catalog_is_away() -> None:
     async with Limiter.connect("memory://") as limiter:
-        asked = HealthProbe(limiter)
-        body = await asked.ready()
+        probe = HealthProbe(limiter)
+        body = await probe.ready()
         assert (body["status"], body["store"]["state"]) == ("degraded", "unreached")
-        asked.health.start()
-        body = await asked.eventually("ok")
+        probe.health.start()
+        body = await probe.eventually("ok")
         assert (body["status"], body["catalog"]) == ("ok", {"state": "ok", "since": 1.0})
-        asked.catalog = {"state": "degraded", "since": 2.0}
-        body = await asked.ready()
+        probe.catalog = {"state": "degraded", "since": 2.0}
+        body = await probe.ready()
         assert (body["status"], body["store"]["state"], body["catalog"]["since"]) == ("degraded", "ok", 2.0)
-        await asked.health.close()
+        await probe.health.close()
 
 
 async def test_ready_is_degraded_while_redis_is_down_and_ok_once_it_is_back(own_redis_server: RedisServer) -> None:
     options = StoreOptions(failure="open", deadline_ms=1_000, breaker_seconds=0.05)
     async with Limiter.connect(own_redis_server.url, options=options) as limiter:
-        asked = HealthProbe(limiter)
-        asked.health.start()
-        before = await asked.eventually("ok")
+        probe = HealthProbe(limiter)
+        probe.health.start()
+        before = await probe.eventually("ok")
         own_redis_server.kill()
         while limiter.status().breaker == "closed":
             await limiter.check("r", "s", limits=TEN)
-        body = await asked.ready()
+        body = await probe.ready()
         assert body["status"] == "degraded"
         assert body["store"]["state"] != "ok"
         assert body["store"]["since"] >= before["store"]["since"]
         own_redis_server.restart()
         while limiter.status().breaker != "closed":
             await limiter.check("r", "s", limits=TEN, cost=0)
-        assert (await asked.eventually("ok"))["status"] == "ok"
-        await asked.health.close()
+        assert (await probe.eventually("ok"))["status"] == "ok"
+        await probe.health.close()

@@ -1,4 +1,4 @@
-"""The contract on the wire, row by row, against the program with SQLite and memory and with Postgres and Redis."""
+"""The HTTP contract, row by row, against the program with SQLite and memory and with Postgres and Redis."""
 
 import json
 import time
@@ -40,7 +40,7 @@ def limit_of(algorithm: str = "fixed_window", name: str = "burst", **fields: Any
 
 @pytest.fixture(scope="module", params=["sqlite and memory", "postgres and redis"])
 def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeededService]:
-    """Shared by the tests of this file: make a tenant of your own."""
+    """The service of all tests of this file. Create your own tenant."""
     if request.param == "sqlite and memory":
         with run_seeded_service(f"sqlite:///{tmp_path_factory.mktemp('wire')}/wire.db") as running:
             yield running
@@ -65,7 +65,7 @@ def assert_problem(answer: HttpResponse, status: int, code: str = "", names: str
 
 
 def remaining(tenant: TenantClient, **fields: Any) -> int:
-    """What is left, without taking any."""
+    """Return the remaining capacity, by a peek."""
     answer = tenant.check(cost=0, **fields)
     assert answer.status == 200, answer
     left: int = answer.json["remaining"]
@@ -77,7 +77,7 @@ def remaining(tenant: TenantClient, **fields: Any) -> int:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 class TestEveryAlgorithm:
-    """Allows what its limit says, and tells so."""
+    """The same contract for each algorithm."""
 
     def test_admits_exactly_its_limit(self, service: SeededService, algorithm: str) -> None:
         tenant = service.tenant(limit_of(algorithm))
@@ -132,8 +132,8 @@ class TestEveryAlgorithm:
         tenant = service.tenant(limit_of(algorithm))
         tenant.check(cost=TOP)
         assert tenant.check().status == 429
-        asked = {"tenant_id": tenant.id, "resource": "GET:/orders", "subject": "user:42"}
-        assert service.admin("POST", "reset", asked).status == 200
+        body = {"tenant_id": tenant.id, "resource": "GET:/orders", "subject": "user:42"}
+        assert service.admin("POST", "reset", body).status == 200
         assert remaining(tenant) == TOP
 
     def test_usage_and_explain_return_the_same_and_take_nothing(self, service: SeededService, algorithm: str) -> None:
@@ -186,13 +186,13 @@ def test_the_plans_of_tenant_and_policy_decide_together(service: SeededService) 
         "policy:burst": 1,
     }
     assert tenant.check(resource="GET:/orders/8").json["limits"]["policy:burst"]["remaining"] == 0
-    told = tenant.post("explain", resource="GET:/orders/9", subject="user:42").json
-    assert told["policy"]["id"] == policy["id"]
-    assert {(each["place"], each["id"]) for each in told["plans"]} == {
+    explained = tenant.post("explain", resource="GET:/orders/9", subject="user:42").json
+    assert explained["policy"]["id"] == policy["id"]
+    assert {(each["place"], each["id"]) for each in explained["plans"]} == {
         ("tenant", tenant.plan_id),
         ("policy", plan["id"]),
     }
-    assert told["why"]
+    assert explained["why"]
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_a_tier_of_the_demo_has_its_limit(service: SeededService, tier: str, lim
 
 
 def fields_of(answer: HttpResponse) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`RateLimit-Policy` and `RateLimit` as a parser reads them that is not ours: parameters by name."""
+    """Return the parameters of `RateLimit-Policy` and `RateLimit` by name, as a third-party parser reads them."""
     parsed: list[dict[str, Any]] = []
     for name in ("ratelimit-policy", "ratelimit"):
         items: Any = http_sf.parse(answer.headers[name].encode(), tltype="list")
@@ -267,10 +267,10 @@ def test_the_fields_are_structured_and_say_what_the_body_says(service: SeededSer
     policy, state = fields_of(answer)
     body = answer.json["limits"]
     assert list(policy) == list(state) == list(body) == ["burst", "log", "bucket", "yearly", "slots"]
-    for name, told in body.items():
-        assert policy[name]["q"] == told["limit"]
-        assert state[name]["r"] == told["remaining"]
-        reset = told["reset_after_ms"] if told["allowed"] else told["retry_after_ms"]
+    for name, entry in body.items():
+        assert policy[name]["q"] == entry["limit"]
+        assert state[name]["r"] == entry["remaining"]
+        reset = entry["reset_after_ms"] if entry["allowed"] else entry["retry_after_ms"]
         assert state[name].get("t") == (None if reset is None else -(-reset // 1_000))
         assert all(type(value) is int for value in state[name].values())
     assert policy["burst"]["w"] == AGES
@@ -513,10 +513,10 @@ def test_an_override_changes_the_numbers_of_one_subject_at_once(service: SeededS
     made = tenant.create(
         "overrides", resource="GET:/orders", subject="user:42", limits={"burst": {"limit": TOP + 2}}, ttl_seconds=600
     )
-    told = tenant.post("explain", resource="GET:/orders", subject="user:42").json
-    assert told["override"]["limits"] == {"burst": {"limit": TOP + 2}}
+    explained = tenant.post("explain", resource="GET:/orders", subject="user:42").json
+    assert explained["override"]["limits"] == {"burst": {"limit": TOP + 2}}
     if algorithm == "token_bucket":
-        assert tenant.check(cost=0).json["limit"] == TOP + 2, "a larger capacity gives nobody a free refill"
+        assert tenant.check(cost=0).json["limit"] == TOP + 2, "a larger capacity must not refill the bucket"
     else:
         assert [tenant.check().status for _ in range(3)] == [200, 200, 429]
     assert tenant.check(subject="user:43").json["limit"] == TOP

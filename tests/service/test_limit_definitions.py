@@ -1,4 +1,4 @@
-"""Limits of one name with different windows over HTTP: each holds, no override mixes them, and writers are warned."""
+"""Limits of one name with different windows are counted apart, overrides do not mix them, and writers are warned."""
 
 from typing import Any
 
@@ -81,6 +81,6 @@ def test_a_repeated_answer_has_its_warnings(account: TenantFixture) -> None:
 def test_the_reference_says_that_there_may_be_warnings(embedded: LiveService) -> None:
     schemas = embedded.client().http.get("/openapi.json").json()["components"]["schemas"]
     for kind in ("Plan", "Policy"):
-        assert "warnings" in schemas[f"{kind}Written"]["properties"]
-        assert "warnings" not in schemas[f"{kind}Written"]["required"]
+        assert "warnings" in schemas[f"{kind}WithWarnings"]["properties"]
+        assert "warnings" not in schemas[f"{kind}WithWarnings"]["required"]
         assert "warnings" not in schemas[kind]["properties"]

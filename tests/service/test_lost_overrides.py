@@ -1,4 +1,4 @@
-"""A Redis that evicts overrides, seen from outside: the operator's word is obeyed again within seconds."""
+"""Overrides that Redis evicts are in force again within seconds."""
 
 import json
 import time
@@ -86,7 +86,7 @@ def test_fifty_blocked_subjects_stay_blocked_on_a_redis_that_evicts(
         eventually(lambda: restored(service) > 0, "it is not counted")
         eventually(
             lambda: evicting(service) == {f'rl_redis_evicting{{policy="{policy}"}}': 1},
-            "it is not told that Redis may evict",
+            "the metrics do not report that Redis may evict",
         )
         client.flushall()
         record_property("after a flush", eventually(lambda: not admitted(tenant), "blocked subjects are admitted"))

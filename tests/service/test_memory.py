@@ -1,4 +1,4 @@
-"""How much memory a worker takes: at its start, and after floods of subjects and keys that it never sees again."""
+"""The memory of a worker at its start, and after floods of subjects and keys that never come again."""
 
 import http.client
 import json
@@ -27,7 +27,7 @@ def service(own_redis_server: RedisServer) -> Iterator[RunningService]:
 
 
 def resident(service: RunningService) -> int:
-    """In KiB."""
+    """Return the memory of the worker in KiB."""
     status = Path(f"/proc/{service.process.pid}/status").read_text()
     return int(status.split("VmRSS:")[1].split()[0])
 
@@ -39,7 +39,7 @@ def test_a_worker_starts_small(redis_url: str, record_property: Record) -> None:
 
 
 def flood(service: RunningService, subjects: int, keys: int) -> None:
-    """Subjects in batches, and keys that look right and are not, on one connection."""
+    """Send batches of new subjects, and well-formed but unknown keys, on one connection."""
     connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=60)
     for first in range(0, subjects, BATCH):
         checks = [{"resource": f"GET:/{at % 7_919}", "subject": f"flood:{at}"} for at in range(first, first + BATCH)]
@@ -50,7 +50,7 @@ def flood(service: RunningService, subjects: int, keys: int) -> None:
 
 
 def wrong_key() -> str:
-    """One that has the right form, and was never made."""
+    """Return a well-formed key that was never issued."""
     return old_credential(PREFIXES["live"], new_id("key").removeprefix("key_")).text
 
 

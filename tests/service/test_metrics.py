@@ -41,7 +41,7 @@ Samples = dict[tuple[str, ...], float]
 
 
 def read(text: str) -> Samples:
-    """By name and the values of labels, as Prometheus reads it."""
+    """Return samples by name and label values, as Prometheus reads them."""
     families = list(text_string_to_metric_families(text))
     counters = ["rl_allowed", "rl_blocked", "rl_overflow", "requests", "overrides_restored"]
     assert [family.name for family in families if family.type == "counter"] == counters
@@ -184,7 +184,7 @@ def test_tenants_past_the_bound_are_counted_together_and_none_loses_its_name() -
 
 
 async def test_totals_of_a_release_that_counted_fewer_things_are_read(tmp_path: Path) -> None:
-    """The file outlives an upgrade under a supervisor that goes on."""
+    """The file survives an upgrade of the workers under one supervisor."""
     earlier = {"tenants": {"acme": [1, 2, 3, 4], "blue": [5, 6, 7, 8]}, "requests": {}}
     (tmp_path / "totals").write_bytes(msgspec.msgpack.encode(earlier))
     counters = ProcessCounters()
@@ -201,11 +201,11 @@ async def test_counters_never_decrease_on_any_worker(tmp_path: Path) -> None:
     sums = [SharedCounters(counters, tmp_path) for counters in processes]
     for at in range(30):
         processes[at % 3].count_response("check", 200)
-        told = await sums[(at + 1) % 3].totals()
+        totals = await sums[(at + 1) % 3].totals()
         again = await sums[at % 3].totals()
         assert again.requests["check", 200] == at + 1
-        assert told.requests.get(("check", 200), 0) == at
-    assert list(tmp_path.iterdir()) == [tmp_path / "totals"]  # noqa: ASYNC240 - nobody waits here
+        assert totals.requests.get(("check", 200), 0) == at
+    assert list(tmp_path.iterdir()) == [tmp_path / "totals"]  # noqa: ASYNC240 - blocking is fine here
 
 
 async def test_what_could_not_be_added_is_added_later(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ async def test_what_could_not_be_added_is_added_later(tmp_path: Path) -> None:
 
 
 class TwoWorkers:
-    """Two workers on one Redis, a key of theirs, and the port for metrics."""
+    """A service with two workers on one Redis, a key, and the metrics port."""
 
     def __init__(self, service: RunningService, made: DemoTenant, metrics: RunningService) -> None:
         self.service = service
@@ -251,7 +251,7 @@ class TwoWorkers:
 
     @contextlib.contextmanager
     def only(self, worker: int) -> Iterator[None]:
-        """The others are paused, and answer nothing."""
+        """Pause all other workers, so that this one answers."""
         others = [each for each in self.workers() if each != worker]
         for each in others:
             os.kill(each, signal.SIGSTOP)
@@ -341,7 +341,7 @@ def test_a_killed_worker_takes_at_most_its_last_second_with_it(fleet: TwoWorkers
 
 @contextlib.contextmanager
 def watching(fleet: TwoWorkers) -> Iterator[list[Samples]]:
-    """What was told meanwhile; a connection to a worker that is killed may break."""
+    """Return the values that were scraped meanwhile. A connection to a killed worker may break."""
     seen: list[Samples] = []
     is_over = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Clients that mean harm: what they send in pieces, in masses, or never read."""
+"""Clients that send requests in pieces or in masses, or do not read the answers."""
 
 import base64
 import contextlib
@@ -34,7 +34,7 @@ def post(service: RunningService, body: bytes, *lines: str, path: str = "/v1/che
 
 
 def answers(service: RunningService, *packets: bytes) -> list[HttpResponse]:
-    """All of them, until the service is silent or hangs up."""
+    """Return all answers until the service is silent or closes the connection."""
     found: list[HttpResponse] = []
     with service.connection() as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -64,39 +64,39 @@ def test_a_body_behind_an_upgrade_is_never_read_as_a_request(service: RunningSer
     whole = post(
         service, inner, "connection: upgrade, http2-settings", "upgrade: h2c", "content-type: application/json"
     )
-    told = answers(service, whole[:at], whole[at:]) if at else answers(service, whole)
-    assert [answer.status for answer in told] == [400]
+    received = answers(service, whole[:at], whole[at:]) if at else answers(service, whole)
+    assert [answer.status for answer in received] == [400]
     assert counted(service, "smuggled") == 0
 
 
 def test_an_upgrade_behind_another_request_is_refused_too(service: RunningService) -> None:
     inner = post(service, SMUGGLED)
     first = post(service, b'{"resource": "GET:/orders", "subject": "first", "cost": 0}')
-    told = answers(service, first + post(service, inner, "connection: upgrade", "upgrade: h2c") + first)
-    assert [answer.status for answer in told] == [200, 400]
+    received = answers(service, first + post(service, inner, "connection: upgrade", "upgrade: h2c") + first)
+    assert [answer.status for answer in received] == [200, 400]
     assert counted(service, "smuggled") == 0
 
 
 @pytest.mark.parametrize("rest", [b"0\r\n\r\n", b"\r\n 0\r\n\r\n"])
 def test_no_field_grows_by_what_stood_in_an_upgrade(service: RunningService, rest: bytes) -> None:
     head = post(service, b"", "connection: upgrade")[:-2]  # its length is 0, and ends it
-    told = answers(service, head.removesuffix(b"\r\n") + b"\r\nUpgrade: 9", rest + BODY)
-    assert 200 not in [answer.status for answer in told]
+    received = answers(service, head.removesuffix(b"\r\n") + b"\r\nUpgrade: 9", rest + BODY)
+    assert 200 not in [answer.status for answer in received]
     assert counted(service, "victim") == 0
 
 
 # -- masses
 
 
-@pytest.mark.parametrize(("size", "told"), [(2_000, [[200]]), (200_000, [[400], []])])
+@pytest.mark.parametrize(("size", "expected"), [(2_000, [[200]]), (200_000, [[400], []])])
 def test_a_body_in_single_bytes_delays_no_other_client(
-    service: RunningService, size: int, told: list[list[int]]
+    service: RunningService, size: int, expected: list[list[int]]
 ) -> None:
     body = json.dumps({"checks": [{"resource": "r", "subject": "s", "cost": 0}]}).encode().ljust(size)
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
     head = f"POST /v1/check/batch HTTP/1.1\r\nhost: test\r\nx-api-key: {service.key}\r\n"
     found = answers(service, head.encode() + b"transfer-encoding: chunked\r\n\r\n" + chunks)
-    assert [answer.status for answer in found] in told  # a connection that is closed too early may lose its answer
+    assert [answer.status for answer in found] in expected  # a connection that is closed too early may lose its answer
 
 
 @pytest.mark.parametrize(
@@ -110,10 +110,10 @@ def test_a_name_that_comes_twice_among_thousands_is_found_at_once(
     service: RunningService, path: str, start: bytes, pair: bytes, end: bytes
 ) -> None:
     names = [pair % number for number in range(5_000)]
-    told = answers(
+    received = answers(
         service, post(service, start + b", ".join([*names, names[-1]]) + end, "connection: close", path=path)
     )
-    assert [(answer.status, answer.json["code"]) for answer in told] == [(400, "malformed_json")]
+    assert [(answer.status, answer.json["code"]) for answer in received] == [(400, "malformed_json")]
 
 
 DEPTHS = [100, 900, 960, 970, 972, 980, 1_000, 5_000]
@@ -192,7 +192,7 @@ def _lives(pid: int) -> bool:
 
 def test_a_store_that_was_never_reached_is_not_called_ok() -> None:
     with run_demo("--store", f"redis://127.0.0.1:{find_free_port()}/0") as service:
-        told = service.request("GET", "/v1/ready").json
-        assert told["status"] == "degraded"
-        assert told["store"]["state"] != "ok"
-        assert told["store"]["since"] > 1_700_000_000
+        ready = service.request("GET", "/v1/ready").json
+        assert ready["status"] == "degraded"
+        assert ready["store"]["state"] != "ok"
+        assert ready["store"]["since"] > 1_700_000_000

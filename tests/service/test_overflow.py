@@ -1,4 +1,4 @@
-"""A tenant that sends ever new subjects, seen from outside: it can't fill the store for all others."""
+"""A tenant that sends ever new subjects can't fill the store for all others."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -44,7 +44,7 @@ def flood(tenant: TenantClient, count: int, size: int = 200) -> list[dict[str, A
 def bounded(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer
 ) -> Iterator[SeededService]:
-    """A service where a tenant may begin 40 buckets a minute. Each test has tenants of its own."""
+    """A service where a tenant may create 40 buckets a minute. Each test creates its own tenants."""
     url = redis_server.url if request.param == "redis" else request.param
     folder = tmp_path_factory.mktemp("overflow")
     with run_seeded_service(f"sqlite:///{folder}/c.db", url, new_buckets_per_minute="40") as service:
@@ -88,7 +88,7 @@ def test_usage_and_explain_show_the_shared_bucket(bounded: SeededService, path: 
 def test_a_small_redis_gives_each_tenant_a_small_budget_and_is_not_filled(
     tmp_path: Path, own_redis_server: RedisServer
 ) -> None:
-    """The experiment: a tenant floods a Redis of 24 MB, and twelve new subjects of another come after it."""
+    """A tenant floods a Redis server of 24 MB, and then twelve new subjects of another tenant are checked."""
     own_redis_server.command_ok("CONFIG SET maxmemory 24mb")
     with run_seeded_service(f"sqlite:///{tmp_path}/c.db", own_redis_server.url) as service:
         greedy, modest = service.tenant(HOUR, MINUTE), service.tenant(HOUR)

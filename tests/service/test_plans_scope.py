@@ -1,4 +1,4 @@
-"""Who may name the plan that decides: keys with the scope `plans`, as they have it unless their scopes are listed."""
+"""Only keys with the scope `plans` may name a plan. Keys without explicit scopes have it."""
 
 import time
 from typing import Any
@@ -34,7 +34,7 @@ def account(either: LiveService) -> TenantFixture:
 
 
 def everywhere(caller: KeyClient, **fields: str) -> dict[str, httpx.Response]:
-    """The answer of each call that takes a plan; of a batch, that to its only check."""
+    """Return the answer of each call that accepts a plan. For a batch, it is that of its only check."""
     body = {**CHECK, **fields}
     return {
         "check": caller.post("check", body),

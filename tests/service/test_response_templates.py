@@ -1,4 +1,4 @@
-"""A template says what the general way says, byte for byte, or nothing."""
+"""A template renders the same bytes as the general code, or nothing."""
 
 import pytest
 from hypothesis import given
@@ -64,8 +64,8 @@ def judged(draw: st.DrawFn) -> tuple[Selection, Outcome]:
 
 
 @given(judged())
-def test_any_outcome_is_answered_as_it_is_at_length(told: tuple[Selection, Outcome]) -> None:
-    selection, outcome = told
+def test_any_outcome_is_answered_as_it_is_at_length(case: tuple[Selection, Outcome]) -> None:
+    selection, outcome = case
     template = ResponseTemplate.compile(selection)
     assert template is not None
     answer = template.render(outcome)

@@ -1,4 +1,4 @@
-"""The real program while its database is restored from a back-up, cut off or frozen; Redis keeps what it had."""
+"""The real program while its database is restored from a backup, cut off or frozen, and Redis keeps its content."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ IN_A_ROW = 40  # answers: with two workers all of them come from one with a chan
 
 @dataclass
 class Deployment:
-    """A service of some workers, and who administers it."""
+    """A service with several workers, and an admin token."""
 
     service: RunningService
     token: str
@@ -55,7 +55,7 @@ class Deployment:
         assert answer.status == 200, answer.body
 
     def limit(self, key: str) -> int:
-        """What a check says: the number of its limit, or the status of its refusal."""
+        """Return the size of the limit that a check reports, or the status of its refusal."""
         answer = self.service.check(key, cost=0)
         return int(answer.json["limit"]) if answer.status == 200 else -answer.status
 
@@ -97,7 +97,7 @@ def fleet(database: str, redis: RedisServer, token: str, workers: int = 2, **mor
 
 
 def prepare(database: str) -> str:
-    """A schema, and an admin token."""
+    """Create the schema, and return an admin token."""
     run_cli("db", "upgrade", LIMITFORGE_DATABASE_URL=database)
     given = ("tokens", "create", "ops", "--scope", "read", "--scope", "write", "--json")
     made = run_cli(*given, LIMITFORGE_DATABASE_URL=database, LIMITFORGE_PEPPERS=PEPPERS)
@@ -122,14 +122,14 @@ def restore(server: PostgresServer, file: Path) -> None:
 
 
 def end_sessions(server: PostgresServer) -> None:
-    """A worker that is stopped in the middle of a transaction keeps its locks, and a restore would wait for them."""
+    """End all sessions: a worker stopped within a transaction keeps its locks, and a restore would wait for them."""
     server.sql("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND usename <> ''")
 
 
 def test_after_a_restore_a_change_is_obeyed_by_every_worker(
     tmp_path: Path, own_postgres_server: PostgresServer, own_redis_server: RedisServer
 ) -> None:
-    """The database is behind what the workers have seen."""
+    """After a restore, the database is behind what the workers have seen."""
     token = prepare(own_postgres_server.url)
     with fleet(own_postgres_server.url, own_redis_server, token) as running:
         tenant, plan, key = running.create_customer("acme", 1_000)
@@ -176,7 +176,7 @@ def test_a_restored_database_that_has_come_further_than_the_workers_is_obeyed(
 
 
 async def change_plans(database_url: str, changes: list[tuple[str, int]]) -> None:
-    """As the command line does, which has no Redis."""
+    """Write to the database as the command line does, without Redis."""
     database = Database(database_url)
     try:
         for plan_id, limit in changes:
@@ -208,7 +208,7 @@ def test_after_a_restore_with_the_service_stopped_the_copies_in_redis_count_for_
 def test_what_was_created_in_the_lost_time_can_be_created_again(
     tmp_path: Path, own_postgres_server: PostgresServer, own_redis_server: RedisServer
 ) -> None:
-    """With the same idempotency key: the answer that was kept is lost too."""
+    """A request with the same idempotency key is executed again, because the stored answer is lost too."""
     token = prepare(own_postgres_server.url)
     with fleet(own_postgres_server.url, own_redis_server, token) as running:
         dump(own_postgres_server, tmp_path / "dump")
@@ -226,7 +226,7 @@ def test_what_was_created_in_the_lost_time_can_be_created_again(
 def test_a_worker_without_its_database_applies_changes_from_redis(
     own_postgres_server: PostgresServer, own_redis_server: RedisServer
 ) -> None:
-    """Its connections stay open and nothing comes through; another service disables, rotates, deletes and suspends."""
+    """The worker's connections stay open but carry nothing, while another service changes keys and tenants."""
     token = prepare(own_postgres_server.url)
     with Proxy(own_postgres_server.port) as proxy:
         behind = own_postgres_server.url.replace(str(own_postgres_server.port), str(proxy.port))
@@ -257,7 +257,7 @@ def test_a_worker_without_its_database_applies_changes_from_redis(
 def test_a_frozen_database_holds_a_cold_key_for_its_deadline_and_warm_ones_not_at_all(
     own_postgres_server: PostgresServer, own_redis_server: RedisServer
 ) -> None:
-    """Sixty cold keys at once take no more connections than the pool may have."""
+    """Sixty uncached keys at once take no more connections than the pool allows."""
     token = prepare(own_postgres_server.url)
     with fleet(own_postgres_server.url, own_redis_server, token, 1) as running:
         _, _, warm = running.create_customer("acme", 1_000)
@@ -285,7 +285,7 @@ def test_a_frozen_database_holds_a_cold_key_for_its_deadline_and_warm_ones_not_a
 
 
 def connections(running: RunningService, port: int) -> int:
-    """How many the service's processes have to a port of this machine."""
+    """Return how many connections the service's processes have to a port of this machine."""
     processes = [running.process.pid, *_children(running.process.pid)]
     inodes = set()
     for process in processes:

@@ -1,4 +1,4 @@
-"""A key that is revoked by the command line while a large file is applied, with several workers, Postgres and Redis."""
+"""A key revoked on the command line while a large file is applied, with several workers, Postgres and Redis."""
 
 import json
 import socket
@@ -24,7 +24,7 @@ def free_port() -> int:
 
 
 def refused_everywhere(running: RunningService, key: str) -> float:
-    """Until no worker lets the key in; returns how many seconds that took."""
+    """Wait until every worker refuses the key, and return how many seconds that took."""
     began = time.monotonic()
     last_allowed, refused = began, 0
     while refused < IN_A_ROW:

@@ -1,4 +1,4 @@
-"""What the service is told: by the environment, a file or the command line, and what it says to nonsense."""
+"""Settings from the environment, a file and the command line, and the errors of invalid ones."""
 
 import json
 from pathlib import Path
@@ -95,15 +95,15 @@ def test_a_missing_file_is_reported() -> None:
 
 
 def test_secrets_are_masked_where_settings_are_shown() -> None:
-    told = run_cli(
+    result = run_cli(
         "settings",
         "--json",
         LIMITFORGE_PEPPERS=PEPPERS,
         LIMITFORGE_STORE_URL="rediss://forge:hunter2@redis.example:6379/0",
         LIMITFORGE_DATABASE_URL="postgresql+asyncpg://forge:hunter3@db.example/forge",
     )
-    assert told.returncode == 0, told.stderr
-    shown = json.loads(told.stdout)
+    assert result.returncode == 0, result.stderr
+    shown = json.loads(result.stdout)
     assert shown["store_url"] == f"rediss://forge:{MASKED}@redis.example:6379/0"
     assert shown["database_url"] == f"postgresql+asyncpg://forge:{MASKED}@db.example/forge"
     assert shown["peppers"] == MASKED
@@ -119,10 +119,10 @@ def test_passwords_in_a_query_are_masked_too() -> None:
 
 
 def test_settings_are_a_table_for_people() -> None:
-    told = run_cli("settings", LIMITFORGE_PEPPERS=PEPPERS, COLUMNS="160")
-    assert "LIMITFORGE_DEADLINE_MS" in told.stdout
-    assert "How long a check waits for the store." in told.stdout
-    assert PEPPERS not in told.stdout
+    result = run_cli("settings", LIMITFORGE_PEPPERS=PEPPERS, COLUMNS="160")
+    assert "LIMITFORGE_DEADLINE_MS" in result.stdout
+    assert "How long a check waits for the store." in result.stdout
+    assert PEPPERS not in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -134,10 +134,10 @@ def test_settings_are_a_table_for_people() -> None:
     ],
 )
 def test_serve_reports_an_invalid_setting_at_once(environment: dict[str, Any], says: str) -> None:
-    told = run_cli("serve", "--port", str(find_free_port()), **environment)
-    assert told.returncode != 0
-    assert says in told.stderr
-    assert "Traceback" not in told.stderr
+    result = run_cli("serve", "--port", str(find_free_port()), **environment)
+    assert result.returncode != 0
+    assert says in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 # -- header fields

@@ -19,7 +19,7 @@ REQUEST = b"GET /v1/health HTTP/1.1\r\nhost: a\r\n\r\n"
 
 
 class ServerWithLateClient(WorkerServer):
-    """A client connects a few iterations of the event loop before the shutdown."""
+    """A server whose client connects a few iterations of the event loop before the shutdown."""
 
     client: asyncio.Future[socket.socket]
     iterations: int

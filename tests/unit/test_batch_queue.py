@@ -1,4 +1,4 @@
-"""Batches of one tenant hold up no other tenant, and only so many wait."""
+"""Batches of one tenant do not delay another tenant, and the queue is bounded."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -21,7 +21,7 @@ MIB = 1_048_576
 
 
 class RecordedBatches:
-    """Submits batches that run until they are ended, and writes down what happens to them."""
+    """Submits batches that run until they are ended, and records what happens to them."""
 
     def __init__(self) -> None:
         self.queue = BatchQueue()
@@ -31,7 +31,7 @@ class RecordedBatches:
         self._running: list[asyncio.Event] = []
 
     def submit(self, name: str, size: int = MIB) -> None:
-        """The first letter of its name is its tenant."""
+        """Submit a batch. The first letter of its name is its tenant."""
 
         def refuse(error: HttpError) -> None:
             self.refused.append(name)

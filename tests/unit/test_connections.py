@@ -1,4 +1,4 @@
-"""Which connections give way."""
+"""The choice of connections to evict."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from limitforge.service.http.connections import MAX_LOOKUP_BYTES, ConnectionRegi
 
 @dataclass(eq=False)
 class FakeConnection:
-    """A connection that lets go of what it holds when it is asked."""
+    """A connection that frees what it holds when it is evicted."""
 
     connections: ConnectionRegistry
     owner: bytes = b""
@@ -33,7 +33,7 @@ class FakeConnection:
 
 @dataclass
 class FakeRequest:
-    """One whose key has to be looked up."""
+    """A request whose key has to be looked up."""
 
     size: int
     awaits_lookup: bool = False

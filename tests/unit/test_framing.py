@@ -1,4 +1,4 @@
-"""What the parser gets, piece by piece."""
+"""The pieces of input that the parser gets."""
 
 from hypothesis import given
 from hypothesis import strategies as st

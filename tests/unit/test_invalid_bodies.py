@@ -1,4 +1,4 @@
-"""Refused bodies are charged to the tenant that sent them, and to no other."""
+"""Invalid bodies are charged to the key that sent them, and to no other."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""No kind of line fills the log."""
+"""The log is rate limited for each kind of line."""
 
 import logging
 from collections.abc import Iterator

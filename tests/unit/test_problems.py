@@ -1,4 +1,4 @@
-"""Errors as HTTP says them: statuses, codes and how long to wait."""
+"""The HTTP status, code and Retry-After of each error."""
 
 import pytest
 
@@ -23,7 +23,7 @@ from limitforge.service.problems import HttpError, problem_from_error
     ("error", "status", "code"),
     [
         (InvalidInput("cost", "must be a number"), 422, "invalid_field"),
-        (UnknownKey("no such key"), 401, "unknown_key"),
+        (UnknownKey("unknown key"), 401, "unknown_key"),
         (TooManyUnknownKeys("wait", 1), 429, "too_many_unknown_keys"),
         (Forbidden("no"), 403, "forbidden"),
         (NotFound("no"), 404, "not_found"),

@@ -1,4 +1,4 @@
-"""Ids of leases and reservations as clients see them."""
+"""Lease and reservation ids as clients receive them."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def test_a_sealed_id_opens_for_its_tenant_and_for_no_other(tickets: IdSealer, ti
 
 @pytest.mark.parametrize("more", ["\n", "=", "====", "!", " "])
 def test_an_id_has_one_form_only(tickets: IdSealer, more: str) -> None:
-    """Base64 ignores such characters."""
+    """Python's Base64 decoder ignores such characters."""
     sealed = seal(tickets)
     for form in (sealed + more, more + sealed):
         with pytest.raises(NotFound):

@@ -1,4 +1,4 @@
-"""Who asks, where proxies stand between."""
+"""The client's address behind trusted proxies."""
 
 import pytest
 

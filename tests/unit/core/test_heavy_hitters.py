@@ -1,4 +1,4 @@
-"""The sketch of heavy hitters: bounded, fair to each tenant, and never too high."""
+"""The heavy-hitters sketch is bounded and fair to each tenant, and its counts are never too high."""
 
 import random
 from collections import Counter
