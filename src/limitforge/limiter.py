@@ -38,7 +38,7 @@ from limitforge.request import (
     build_keys,
     log_lane_change,
 )
-from limitforge.stores import connect
+from limitforge.stores.connect import connect
 from limitforge.stores.options import StoreOptions
 from limitforge.stores.protocol import Release, Renew, Store, StoreStatus
 

@@ -34,7 +34,7 @@ from limitforge.request import (
     build_keys,
     log_lane_change,
 )
-from limitforge.stores import connect_sync
+from limitforge.stores.connect import connect_sync
 from limitforge.stores.options import StoreOptions
 from limitforge.stores.protocol import Release, Renew, StoreStatus, SyncStore
 

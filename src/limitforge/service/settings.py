@@ -20,7 +20,7 @@ from limitforge.core.keys import Keys
 from limitforge.errors import InvalidInput
 from limitforge.service.http.connections import MAX_CONNECTIONS
 from limitforge.service.http.trusted_proxies import TrustedProxies
-from limitforge.stores import connect
+from limitforge.stores.connect import connect
 from limitforge.stores.options import StoreOptions
 
 ENV_PREFIX = "LIMITFORGE_"
