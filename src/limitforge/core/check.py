@@ -48,9 +48,9 @@ FailureName = Literal["open", "closed", "local", "raise"]
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """One limit with a resource, a subject and a cost of its own, for `check_entries`. Gateways need this form.
+    """One limit with its own resource, subject and cost, for `check_entries`. Gateways need this form.
 
-    `layer` is the layer of the plan that the limit belongs to.
+    `layer` is the layer of the plan that the limit belongs to. Limits of other layers have other buckets.
     """
 
     limit: Limit
@@ -119,7 +119,7 @@ class Check(msgspec.Struct, gc=False):
 
     @property
     def routing_key(self) -> str:
-        """The key that decides which server receives the check: the first of its subject's own, if there is one."""
+        """The key that decides which server receives the check: that of the first subject or caller limit, if any."""
         if self.built_debits is None and self.prepared is not None:
             return self.bucket_prefix + self.prepared.plan.uniform_rules[0][1]
         for rule, key, *_ in self.debits:
@@ -327,9 +327,9 @@ def _is_cacheable(limits: LimitsLike) -> bool:
 
 
 def build_charge(debits: Iterable[Debit]) -> Check:
-    """Build a check that takes its costs without asking for room: the account of what was admitted without the store.
+    """Build a check that takes its costs without asking for room: they were admitted without the store.
 
-    If the store can't be reached it fails, so that the caller knows. It is never repeated, so nothing is charged twice.
+    It fails if the store can't be reached, and is never repeated, so that nothing is charged twice.
     """
     charges: list[Debit] = [(rule.as_charge(), *rest) for rule, *rest in debits]  # type: ignore[misc]
     is_dynamic = any(rule.is_dynamic for rule, *_ in charges)

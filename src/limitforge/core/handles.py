@@ -11,7 +11,8 @@ import msgspec
 from limitforge.core.calendar import Period, zone_exists
 from limitforge.errors import InvalidInput
 
-MAX_HANDLE_LENGTH = 262_144  # the longest id of a check with 32 limits and a shadow plan
+MAX_HANDLE_LENGTH = 262_144
+"""The longest id of a check with 32 limits and a shadow plan."""
 
 Handle = TypeVar("Handle", "Lease", "Reservation")
 
@@ -55,6 +56,7 @@ def empty_reservation(record: bytes) -> Reservation:
 
 
 def encode_handle(handle: Lease | Reservation) -> str:
+    """Return the id of a lease or reservation."""
     return urlsafe_b64encode(_encode(handle)).rstrip(b"=").decode()
 
 

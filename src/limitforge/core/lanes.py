@@ -102,7 +102,7 @@ class TenantKeys(msgspec.Struct, eq=False):
         return _pick_lane(self.lane_prefixes, subject)
 
     def resource_prefix(self, resource: str) -> str:
-        """Return the prefix of the lane that holds a resource's own keys."""
+        """Return the prefix of the lane that holds the keys of resource-wide limits."""
         return _pick_lane(self.resource_prefixes, resource)
 
 

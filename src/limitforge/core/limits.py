@@ -222,7 +222,11 @@ class _Bucket(Limit):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBucket(_Bucket):
-    """Allows bursts up to `bucket_capacity`, refilled continuously: enforces the mean rate and tolerates bursts."""
+    """Allows bursts up to `bucket_capacity`, refilled continuously: enforces the mean rate and tolerates bursts.
+
+    `bucket_capacity` is a whole number; None means unlimited, 0 blocked. `refill_rate_per_sec` is in tokens per second:
+    a number, a decimal string or a `Rate`. It is required unless the capacity is None.
+    """
 
     algorithm: ClassVar[str] = "token_bucket"
     consistencies: ClassVar[tuple[str, ...]] = tuple(Consistency)
@@ -238,7 +242,11 @@ class TokenBucket(_Bucket):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeakyBucket(_Bucket):
-    """A queue that drains at a constant rate: each allowed check learns how long to wait (`delay_ms`)."""
+    """A queue that drains at a constant rate: each allowed check learns how long to wait (`delay_ms`).
+
+    `bucket_capacity` is how much fits into the queue; None means unlimited, 0 blocked. `leak_rate_per_sec` is how much
+    drains per second, like the refill rate of a `TokenBucket`.
+    """
 
     algorithm: ClassVar[str] = "leaky_bucket"
 
@@ -265,7 +273,12 @@ class _Windowed(Limit):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedWindow(_Windowed):
-    """A count per window: cheap and simple, but twice the limit may pass around the edge of a window."""
+    """A count per window: cheap and simple, but twice the limit may pass around the edge of a window.
+
+    `limit` is a whole number; None means unlimited, 0 blocked. `window_seconds` is from 0.001 to ten years. Windows are
+    aligned to the clock; with `align="first_hit"` the first cost opens one. `spread` gives each key a phase of its own,
+    so that windows don't all end at once.
+    """
 
     algorithm: ClassVar[str] = "fixed_window"
     consistencies: ClassVar[tuple[str, ...]] = tuple(Consistency)
@@ -297,7 +310,10 @@ class FixedWindow(_Windowed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlidingWindow(_Windowed):
-    """An exact log: at most `limit` (up to 1,000) in any window. Each cost expires exactly one window later."""
+    """An exact log: at most `limit` (up to 1,000) in any window. Each cost expires exactly one window later.
+
+    `limit` is a whole number; None means unlimited, 0 blocked. `window_seconds` is from 0.001 to ten years.
+    """
 
     algorithm: ClassVar[str] = "sliding_window"
     max_size: ClassVar[int] = MAX_ENTRIES
@@ -308,7 +324,10 @@ class SlidingWindow(_Windowed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlidingWindowCounter(_Windowed):
-    """An estimate from the counts of two windows: as cheap as a fixed window, without its edge."""
+    """An estimate from the counts of two windows: as cheap as a fixed window, without its edge.
+
+    `limit` is a whole number; None means unlimited, 0 blocked. `window_seconds` is from 0.001 to 50 days.
+    """
 
     algorithm: ClassVar[str] = "sliding_window_counter"
     max_size: ClassVar[int] = MAX_COUNTER_LIMIT
@@ -326,8 +345,10 @@ class SlidingWindowCounter(_Windowed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Concurrency(Limit):
-    """At most `max_concurrent` slots at once (up to 1,000). A slot is free again when it is released, or
-    `lease_ttl_seconds` after it was taken or renewed.
+    """At most `max_concurrent` slots at once (up to 1,000); None means unlimited, 0 blocked.
+
+    An allowed check has a `lease_id`. Its slots are free again when the lease is released, or `lease_ttl_seconds` after
+    it was taken or renewed.
     """
 
     algorithm: ClassVar[str] = "concurrency"
@@ -350,7 +371,11 @@ class Concurrency(Limit):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quota(Limit):
-    """A count per calendar day, week, month or year, in a time zone. `anchor_day` is the day on which months begin."""
+    """A count per calendar day, week, month or year.
+
+    `limit` is a whole number; None means unlimited, 0 blocked. `time_zone` is an IANA name. `anchor_day` is the day on
+    which months begin, or that day of January on which years begin; 29 to 31 mean the last day of a shorter month.
+    """
 
     algorithm: ClassVar[str] = "quota"
     consistencies: ClassVar[tuple[str, ...]] = tuple(Consistency)
