@@ -1,8 +1,8 @@
 """The interface between the limiter and a store.
 
-The limiter uses only this interface, so a store may wrap another one: a cache, a circuit breaker, a placement over
-several servers. Checks are on the hot path and have methods of their own, which may batch them. Every other operation
-is a command object.
+The limiter uses only this interface. Circuit breaker, denial cache and topology are parts of a store, not wrappers
+around one, because only the store that sends a check knows whether and when it was sent (docs/adr/0006). Checks are on
+the hot path and have methods of their own, which may batch them. Every other operation is a command object.
 """
 
 from collections.abc import Callable, Sequence
