@@ -1,4 +1,4 @@
-"""From the catalog to a decision: what was written is what decides."""
+"""From the catalog to a decision: checks are decided by what was written."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -17,7 +17,7 @@ WINDOW = {"algorithm": "fixed_window", "window_seconds": 60}
 
 
 class World:
-    """A catalog and a limiter in memory; every check reads the catalog anew."""
+    """A catalog, and a limiter in memory. Every check reads the catalog again."""
 
     def __init__(self, catalog: Catalog, limiter: Limiter) -> None:
         self.catalog = catalog
@@ -47,9 +47,9 @@ class World:
             **options,
         )
 
-    async def left(self, tenant: Tenant, resource: str = "GET:/orders", **options: Any) -> dict[str, int | None]:
+    async def remaining(self, tenant: Tenant, resource: str = "GET:/orders", **options: Any) -> dict[str, int | None]:
         decision = await self.check(tenant, resource, cost=0, **options)
-        return {name: told.remaining for name, told in decision.limits.items()}
+        return {name: state.remaining for name, state in decision.limits.items()}
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ async def world(catalog: Catalog, clock: ManualClock) -> AsyncIterator[World]:
 
 
 async def plan_of(catalog: Catalog, tenant_id: str, name: str, **limits: int) -> Plan:
-    """A plan of windows by their names and numbers."""
+    """Create a plan of windows by their names and limits."""
     given = [{**WINDOW, "name": limit, "limit": number} for limit, number in limits.items()]
     return await new_plan(catalog, tenant_id, name, limits=given)
 
@@ -71,7 +71,7 @@ async def with_operator(catalog: Catalog, plan: Plan | None, **fields: Any) -> N
 
 
 @one_database
-async def test_equal_names_of_joined_plans_are_told_with_their_places(catalog: Catalog, world: World) -> None:
+async def test_equal_names_of_joined_plans_are_reported_with_their_plans(catalog: Catalog, world: World) -> None:
     tenant = await new_tenant(catalog)
     default = await plan_of(catalog, tenant.id, "default", burst=20, daily=50)
     special = await plan_of(catalog, tenant.id, "special", burst=30)
@@ -79,16 +79,16 @@ async def test_equal_names_of_joined_plans_are_told_with_their_places(catalog: C
     await update(catalog, tenant, {"default_plan_id": default.id})
     await new_policy(catalog, special, "GET:/orders")
     decision = await world.check(tenant, cost=4)
-    assert {name: told.remaining for name, told in decision.limits.items()} == {
+    assert {name: state.remaining for name, state in decision.limits.items()} == {
         "operator:burst": 6,
         "tenant:burst": 16,
         "daily": 46,
         "policy:burst": 26,
     }
     assert decision.binding == "operator:burst"
-    assert await world.left(tenant, "GET:/elsewhere") == {"operator:burst": 10, "tenant:burst": 20, "daily": 50}
+    assert await world.remaining(tenant, "GET:/elsewhere") == {"operator:burst": 10, "tenant:burst": 20, "daily": 50}
     await with_operator(catalog, None)
-    assert await world.left(tenant, "GET:/elsewhere") == {"burst": 20, "daily": 50}
+    assert await world.remaining(tenant, "GET:/elsewhere") == {"burst": 20, "daily": 50}
 
 
 @one_database
@@ -99,23 +99,23 @@ async def test_a_customer_who_moves_to_another_plan_keeps_what_was_counted(catal
     await update(catalog, tenant, {"default_plan_id": free.id})
     await world.check(tenant, cost=4)
     await update(catalog, tenant, {"default_plan_id": gold.id})
-    assert await world.left(tenant) == {"burst": 96, "new": 50}
+    assert await world.remaining(tenant) == {"burst": 96, "new": 50}
     await world.check(tenant, cost=10)
     await update(catalog, tenant, {"default_plan_id": free.id})
-    assert await world.left(tenant) == {"burst": 0, "old": 1}  # 14 of 10 are taken
+    assert await world.remaining(tenant) == {"burst": 0, "old": 1}  # 14 of 10 are used
 
 
 @one_database
 async def test_a_key_that_gets_a_plan_of_its_own_keeps_what_its_subject_has_counted(
     catalog: Catalog, world: World
 ) -> None:
-    """Both have the tenant's place."""
+    """Both plans count in the tenant's buckets."""
     tenant = await new_tenant(catalog)
     default = await plan_of(catalog, tenant.id, "default", burst=10)
     own = await plan_of(catalog, tenant.id, "own", burst=50)
     await update(catalog, tenant, {"default_plan_id": default.id})
     await world.check(tenant, cost=4)
-    assert await world.left(tenant, key_plan=own) == {"burst": 46}
+    assert await world.remaining(tenant, key_plan=own) == {"burst": 46}
 
 
 @one_database
@@ -126,9 +126,9 @@ async def test_a_plan_that_is_asked_for_counts_where_the_policys_does(catalog: C
     await update(catalog, tenant, {"default_plan_id": default.id})
     await new_policy(catalog, special, "*")
     await world.check(tenant, cost=3)
-    assert await world.left(tenant, plan_id=default.id) == {"burst": 7}
+    assert await world.remaining(tenant, plan_id=default.id) == {"burst": 7}
     await world.check(tenant, cost=3, plan_id=default.id)
-    assert await world.left(tenant) == {"tenant:burst": 7, "policy:burst": 14}
+    assert await world.remaining(tenant) == {"tenant:burst": 7, "policy:burst": 14}
 
 
 @one_database
@@ -150,7 +150,7 @@ async def test_a_change_of_numbers_acts_on_the_next_check_and_a_rollback_too(cat
     assert [(await world.check(tenant)).allowed for _ in range(3)] == [True, True, False]
     async with catalog.edit("test") as edit:
         await edit.roll_back_plan(plan.id)
-    assert await world.left(tenant) == {"burst": 0}
+    assert await world.remaining(tenant) == {"burst": 0}
 
 
 async def test_the_kill_switch_lets_everything_pass(catalog: Catalog, world: World) -> None:
@@ -179,9 +179,9 @@ async def test_resources_of_one_template_are_one_bucket(catalog: Catalog, world:
     for number in range(3):
         await world.check(tenant, f"GET:/orders/{number}")
         await world.check(tenant, f"GET:/files/{number}")
-    assert await world.left(tenant, "GET:/orders/9") == {"burst": 7}
-    assert await world.left(tenant, "GET:/files/1") == {"burst": 9}
-    assert await world.left(tenant, "GET:/files/9") == {"burst": 10}
+    assert await world.remaining(tenant, "GET:/orders/9") == {"burst": 7}
+    assert await world.remaining(tenant, "GET:/files/1") == {"burst": 9}
+    assert await world.remaining(tenant, "GET:/files/9") == {"burst": 10}
 
 
 @one_database
@@ -211,7 +211,7 @@ async def test_a_shadow_plan_is_judged_beside_the_live_one(catalog: Catalog, wor
     assert first.shadow is not None
     assert second.shadow is not None
     assert (first.shadow.allowed, second.allowed, second.shadow.allowed) == (True, True, False)
-    assert await world.left(tenant) == {"burst": 8}
+    assert await world.remaining(tenant) == {"burst": 8}
 
 
 @one_database
@@ -223,9 +223,9 @@ async def test_tenants_and_their_subjects_count_apart(catalog: Catalog, world: W
         await update(catalog, tenant, {"default_plan_id": plan.id})
         tenants.append(tenant)
     await world.check(tenants[0], cost=4)
-    assert await world.left(tenants[0]) == {"burst": 6}
-    assert await world.left(tenants[0], subject="another") == {"burst": 10}
-    assert await world.left(tenants[1]) == {"burst": 10}
+    assert await world.remaining(tenants[0]) == {"burst": 6}
+    assert await world.remaining(tenants[0], subject="another") == {"burst": 10}
+    assert await world.remaining(tenants[1]) == {"burst": 10}
 
 
 # --- One name, two windows -------------------------------------------------------------------------------------------
@@ -258,4 +258,4 @@ async def test_a_changed_number_of_an_unnamed_limit_keeps_its_count(world: World
     tenant = await update(world.catalog, tenant, {"default_plan_id": plan.id})
     await world.check(tenant, cost=70)
     await update(world.catalog, plan, {"limits": "80/minute"})
-    assert await world.left(tenant) == {"minute": 10}
+    assert await world.remaining(tenant) == {"minute": 10}

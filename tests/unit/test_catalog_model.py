@@ -1,4 +1,4 @@
-"""The catalog's things as values: valid once built, refused by the name of what is wrong."""
+"""The entities of the catalog: valid once built, and refused with the name of the wrong field."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -49,7 +49,7 @@ SMALLEST: dict[type[Entity], dict[str, Any]] = {
 
 
 def is_refused(kind: type[Entity], **fields: Any) -> bool:
-    """For these fields; for another one would be an error."""
+    """Return True if exactly these fields are refused."""
     try:
         build_entity(kind, {**SMALLEST[kind], **fields})
     except InvalidInput as refused:
@@ -112,7 +112,7 @@ def test_what_can_be_set_is_a_field_and_what_is_fixed_can_be_set(kind: type[Enti
 
 
 @pytest.mark.parametrize("kind", SMALLEST)
-def test_a_thing_can_be_carried_as_it_is(kind: type[Entity]) -> None:
+def test_an_entity_survives_serialization(kind: type[Entity]) -> None:
     entity = build_entity(kind, SMALLEST[kind])
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(entity), type=kind) == entity
     assert msgspec.json.decode(msgspec.json.encode(entity), type=kind) == entity
@@ -171,7 +171,7 @@ def test_a_named_time_zone_is_kept_and_a_missing_one_is_not_made_up() -> None:
     assert normalize_limits(normalize_limits([{**quota, "time_zone": "UTC"}]))[0]["time_zone"] == "UTC"
 
 
-def test_a_rate_that_is_no_decimal_is_kept_exactly() -> None:
+def test_a_rate_without_a_decimal_form_is_kept_exactly() -> None:
     (kept,) = normalize_limits("token:100/minute")
     assert limit_from_fields(kept).compiled == limit_from_fields({**kept, "refill_rate_per_sec": 100 / 60}).compiled
 

@@ -1,4 +1,4 @@
-"""API keys and admin tokens: their shape, what a typo does to them, and how they are recognised."""
+"""API keys and admin tokens: their format, typos, and verification."""
 
 import copy
 import hmac
@@ -40,12 +40,12 @@ OLD_KEY = f"lf_live_{OLD_ID}6huWet3Wzdtfb0Pv0ZODq2fJElrK4MvkT9"
 OLD_HASH = "dba68163f38cee7e376b5d737837e9148fa7a5c89da24100290a39cc16e2e7b0"
 
 
-def made(prefix: str = "lf_live_", peppers: Peppers = PEPPERS) -> Credential:
+def new_credential(prefix: str = "lf_live_", peppers: Peppers = PEPPERS) -> Credential:
     return Credential.generate(prefix, new_id("key").removeprefix("key_"), peppers)
 
 
-def key_with(*kept: SecretHash, **fields: Any) -> Key:
-    return Key(id="key_x", tenant_id="ten_x", name="web", secrets=kept, **fields)
+def key_with(*stored: SecretHash, **fields: Any) -> Key:
+    return Key(id="key_x", tenant_id="ten_x", name="web", secrets=stored, **fields)
 
 
 # -- shape
@@ -53,7 +53,7 @@ def key_with(*kept: SecretHash, **fields: Any) -> Key:
 
 @pytest.mark.parametrize(("kind", "prefix"), [("live", "lf_live_"), ("test", "lf_test_"), ("admin", "lf_admin_")])
 def test_a_key_is_a_prefix_an_id_a_secret_and_a_checksum(kind: str, prefix: str) -> None:
-    credential = made(PREFIXES[kind])
+    credential = new_credential(PREFIXES[kind])
     assert credential.text.startswith(prefix + credential.id)
     rest = credential.text.removeprefix(prefix)
     assert len(rest) == ID_LENGTH + SECRET_LENGTH + CHECKSUM_LENGTH
@@ -69,7 +69,7 @@ def test_a_secret_has_160_bits_or_more() -> None:
 
 
 def test_secrets_come_from_the_systems_own_randomness(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One draw, from as many numbers as there are secrets; each number is another secret."""
+    """Each secret is one draw from as many numbers as there are secrets."""
     drawn: list[int] = []
 
     def randbelow(bound: int) -> int:
@@ -83,7 +83,7 @@ def test_secrets_come_from_the_systems_own_randomness(monkeypatch: pytest.Monkey
 
 
 def test_no_two_are_alike() -> None:
-    texts = {made().text for _ in range(2_500)}
+    texts = {new_credential().text for _ in range(2_500)}
     assert len(texts) == 2_500
     parts = [text.removeprefix("lf_live_")[ID_LENGTH:-CHECKSUM_LENGTH] for text in texts]
     assert all({part[at] for part in parts} == set(ALPHABET) for at in range(SECRET_LENGTH))
@@ -102,7 +102,7 @@ def is_refused(text: Any) -> bool:
 
 @pytest.mark.parametrize("prefix", PREFIXES.values())
 def test_a_wrong_character_anywhere_is_refused(prefix: str) -> None:
-    text = made(prefix).text
+    text = new_credential(prefix).text
     for at, right in enumerate(text):
         for wrong in (*ALPHABET, "_", "-", " ", "é", "\0"):
             if wrong != right:
@@ -111,14 +111,14 @@ def test_a_wrong_character_anywhere_is_refused(prefix: str) -> None:
 
 def test_swapped_neighbours_are_refused() -> None:
     for _ in range(50):
-        text = made().text
+        text = new_credential().text
         for at in range(len(text) - 1):
             if text[at] != text[at + 1]:
                 assert is_refused(text[:at] + text[at + 1] + text[at] + text[at + 2 :]), (text, at)
 
 
 def test_a_missing_or_an_extra_character_is_refused() -> None:
-    text = made().text
+    text = new_credential().text
     for at in range(len(text) + 1):
         assert is_refused(text[:at] + text[at + 1 :] if at < len(text) else "")
         assert all(is_refused(text[:at] + extra + text[at:]) for extra in ("a", "0", " ", "\n"))
@@ -128,7 +128,7 @@ def test_a_missing_or_an_extra_character_is_refused() -> None:
     "text",
     ["", "lf_live_", "lf_admin_", "x" * 10_000_000, "\ud800" * 58, "sk_live_" + "0" * 50, None, 5, b"lf_live_", []],
 )
-def test_what_is_no_key_at_all_is_refused(text: Any) -> None:
+def test_text_that_is_not_a_key_is_refused(text: Any) -> None:
     assert is_refused(text)
 
 
@@ -143,7 +143,7 @@ def test_a_typo_in_an_old_key_is_refused_too(prefix: str) -> None:
 
 
 def test_a_test_key_can_not_be_passed_off_as_a_live_one() -> None:
-    text = made("lf_test_").text
+    text = new_credential("lf_test_").text
     assert is_refused(text.replace("lf_test_", "lf_live_"))
     assert is_refused(text.replace("lf_test_", "lf_admin_"))
 
@@ -152,8 +152,8 @@ def test_a_test_key_can_not_be_passed_off_as_a_live_one() -> None:
 
 
 def test_the_checksum_is_64_bits_of_an_hmac_under_a_key_of_its_own() -> None:
-    """Computed here from the definition: keys that customers have depend on it."""
-    text = made().text
+    """It is computed here from the definition, on which keys of customers depend."""
+    text = new_credential().text
     body, checksum = text[:-CHECKSUM_LENGTH], text[-CHECKSUM_LENGTH:]
     key = hmac.new(FIRST[2:].encode(), b"limitforge key checksum", "sha256").digest()
     number = 0
@@ -165,7 +165,7 @@ def test_the_checksum_is_64_bits_of_an_hmac_under_a_key_of_its_own() -> None:
 
 def test_a_key_is_recognised_without_a_look_up_under_any_pepper_that_is_known() -> None:
     both = Peppers.parse(f"{FIRST},{SECOND}")
-    old, new = made(), made(peppers=both)
+    old, new = new_credential(), new_credential(peppers=both)
     assert Credential.parse(old.text, both) == old
     assert Credential.parse(new.text, both) == Credential.parse(new.text, Peppers.parse(SECOND)) == new
     for text, peppers in ((new.text, FIRST), (old.text, SECOND), (old.text, "1:quite another pepper")):
@@ -173,13 +173,13 @@ def test_a_key_is_recognised_without_a_look_up_under_any_pepper_that_is_known() 
             Credential.parse(text, Peppers.parse(peppers))
 
 
-def test_nothing_that_is_made_up_without_the_pepper_is_taken_for_a_key_that_was_issued() -> None:
+def test_no_forgery_without_the_pepper_is_taken_for_an_issued_key() -> None:
     chance = random.Random(1)
     for _ in range(5_000):
         prefix = chance.choice(list(PREFIXES.values()))
         body = prefix + "".join(chance.choices(ALPHABET, k=ID_LENGTH + SECRET_LENGTH))
         crc = old_credential(prefix, "0" * ID_LENGTH).text[-CRC_LENGTH:]
-        stolen = made(prefix).text[-CHECKSUM_LENGTH:]
+        stolen = new_credential(prefix).text[-CHECKSUM_LENGTH:]
         guessed = "".join(chance.choices(ALPHABET, k=CHECKSUM_LENGTH))
         for checksum in (guessed, stolen, crc.rjust(CHECKSUM_LENGTH, "0"), crc.ljust(CHECKSUM_LENGTH, "0")):
             assert is_refused(body + checksum)
@@ -188,14 +188,14 @@ def test_nothing_that_is_made_up_without_the_pepper_is_taken_for_a_key_that_was_
 
 def test_a_keyed_checksum_can_not_be_cut_to_that_of_an_old_key() -> None:
     for _ in range(1_000):
-        text = made().text
+        text = new_credential().text
         body, checksum = text[:-CHECKSUM_LENGTH], text[-CHECKSUM_LENGTH:]
         assert is_refused(body + checksum[:CRC_LENGTH])
         assert is_refused(body + checksum[-CRC_LENGTH:])
 
 
 def test_checksums_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = made().text
+    text = new_credential().text
     wrong = text[:-1] + ("a" if text[-1] != "a" else "b")
     compared: list[Any] = []
     compare = hmac.compare_digest
@@ -210,7 +210,7 @@ def test_checksums_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_key_of_the_first_release_is_still_good() -> None:
-    """Made by the code of that release, which knew no keyed checksum."""
+    """The code of that release generated this key, without a keyed checksum."""
     peppers = Peppers.parse(f"{FIRST},{SECOND}")
     credential = Credential.parse(OLD_KEY, peppers)
     assert (credential.prefix, credential.id, credential.has_keyed_checksum) == ("lf_live_", OLD_ID, False)
@@ -222,7 +222,7 @@ def test_a_key_of_the_first_release_is_still_good() -> None:
 
 
 def test_the_text_of_a_credential_is_shown_only_to_who_asks_for_it() -> None:
-    credential = made()
+    credential = new_credential()
     secret = credential.text.removeprefix("lf_live_" + credential.id)
     for shown in (repr(credential), str(credential), f"{credential}", repr([credential]), pretty_repr(credential)):
         assert credential.id in shown
@@ -237,18 +237,18 @@ def test_a_pepper_is_not_shown() -> None:
         assert "[1, 2]" in shown
 
 
-def test_a_fingerprint_tells_no_text() -> None:
-    text = made().text
+def test_a_fingerprint_does_not_contain_the_text() -> None:
+    text = new_credential().text
     assert text.encode() not in fingerprint(text)
     assert fingerprint(text) == fingerprint(text) != fingerprint(text + "x")
     assert fingerprint("\udcff") != fingerprint("\udcfe")
 
 
-# -- recognising
+# -- verification
 
 
 def test_what_is_kept_is_an_hmac_of_the_whole_text_under_the_newest_pepper() -> None:
-    credential = made()
+    credential = new_credential()
     kept = Peppers.parse(f"{SECOND},{FIRST}").hash_credential(credential)
     assert kept.pepper == 2
     assert kept.hash == hmac.new(SECOND[2:].encode(), credential.text.encode(), "sha256").hexdigest()
@@ -257,7 +257,7 @@ def test_what_is_kept_is_an_hmac_of_the_whole_text_under_the_newest_pepper() -> 
 
 def test_a_key_is_recognised_by_its_secret_and_by_no_other() -> None:
     peppers = Peppers.parse(FIRST)
-    credential, other = made(), made()
+    credential, other = new_credential(), new_credential()
     key = key_with(peppers.hash_credential(credential))
     assert peppers.authenticate(credential, key, NOW) is key
     with pytest.raises(UnknownKey):
@@ -270,7 +270,7 @@ def test_a_key_is_recognised_by_its_secret_and_by_no_other() -> None:
 
 def test_a_new_pepper_makes_and_the_old_one_still_recognises() -> None:
     before, after, later = Peppers.parse(FIRST), Peppers.parse(f"{FIRST},{SECOND}"), Peppers.parse(SECOND)
-    old, new = made(), made()
+    old, new = new_credential(), new_credential()
     of_old, of_new = key_with(before.hash_credential(old)), key_with(after.hash_credential(new))
     assert [key.secrets[0].pepper for key in (of_old, of_new)] == [1, 2]
     assert after.authenticate(old, of_old, NOW) is of_old
@@ -283,7 +283,7 @@ def test_a_new_pepper_makes_and_the_old_one_still_recognises() -> None:
 
 
 def test_another_pepper_of_the_same_version_recognises_nothing() -> None:
-    credential = made()
+    credential = new_credential()
     key = key_with(Peppers.parse(FIRST).hash_credential(credential))
     with pytest.raises(UnknownKey):
         Peppers.parse("1:quite another pepper").authenticate(credential, key, NOW)
@@ -291,7 +291,7 @@ def test_another_pepper_of_the_same_version_recognises_nothing() -> None:
 
 def test_hashes_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
     peppers = Peppers.parse(FIRST)
-    credential, other = made(), made()
+    credential, other = new_credential(), new_credential()
     key = key_with(peppers.hash_credential(other), peppers.hash_credential(credential))
     compared: list[tuple[Any, Any]] = []
     compare = hmac.compare_digest
@@ -308,7 +308,7 @@ def test_hashes_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("holder", ["key", "secret"])
 def test_a_key_or_secret_is_good_until_exactly_its_end(holder: str) -> None:
     peppers = Peppers.parse(FIRST)
-    credential = made()
+    credential = new_credential()
     ends = NOW + timedelta(hours=1)
     if holder == "key":
         key = key_with(peppers.hash_credential(credential), expires_at=ends)
@@ -322,17 +322,17 @@ def test_a_key_or_secret_is_good_until_exactly_its_end(holder: str) -> None:
 
 
 def test_a_disabled_key_is_recognised_and_it_is_for_others_to_refuse_it() -> None:
-    """Whoever has a disabled key is told so (403); whoever guesses is told nothing (401)."""
+    """A disabled key gets a 403 that says so; a guess gets a 401 without a reason."""
     peppers = Peppers.parse(FIRST)
-    credential = made()
+    credential = new_credential()
     key = key_with(peppers.hash_credential(credential), disabled=True)
     assert peppers.authenticate(credential, key, NOW) is key
 
 
-def test_wrong_expired_and_gone_are_told_alike() -> None:
+def test_wrong_expired_and_deleted_keys_get_the_same_error() -> None:
     peppers = Peppers.parse(FIRST)
-    credential, other = made(), made()
-    told = set()
+    credential, other = new_credential(), new_credential()
+    errors = set()
     for key in (
         None,
         key_with(),
@@ -341,13 +341,13 @@ def test_wrong_expired_and_gone_are_told_alike() -> None:
     ):
         with pytest.raises(UnknownKey) as refused:
             peppers.authenticate(credential, key, NOW)
-        told.add(str(refused.value))
-    assert len(told) == 1
+        errors.add(str(refused.value))
+    assert len(errors) == 1
 
 
 def test_a_token_is_recognised_as_a_key_is() -> None:
     peppers = Peppers.parse(FIRST)
-    credential = made("lf_admin_")
+    credential = new_credential("lf_admin_")
     token = Token(id="tok_x", name="ci", secrets=(peppers.hash_credential(credential),), expires_at=NOW)
     assert peppers.authenticate(credential, token, NOW - MICROSECOND) is token
     with pytest.raises(UnknownKey):
@@ -379,11 +379,11 @@ def test_a_token_is_recognised_as_a_key_is() -> None:
     ],
     ids=lambda text: text[:24],
 )
-def test_peppers_that_make_no_sense_are_refused(text: str) -> None:
+def test_invalid_peppers_are_refused(text: str) -> None:
     with pytest.raises(InvalidInput) as refused:
         Peppers.parse(text)
     assert refused.value.field == "peppers"
-    assert "pepper" not in refused.value.problem.replace("peppers", "")  # it does not quote them
+    assert "pepper" not in refused.value.problem.replace("peppers", "")  # the error does not quote them
 
 
 def test_there_are_so_many_peppers_at_most() -> None:
@@ -395,7 +395,7 @@ def test_there_are_so_many_peppers_at_most() -> None:
 
 
 def test_a_pepper_may_hold_colons() -> None:
-    credential = made()
+    credential = new_credential()
     kept = Peppers.parse("3:with:colons:in:it, 2:another pepper of it").hash_credential(credential)
     assert kept.pepper == 3
     assert kept.hash == hmac.new(b"with:colons:in:it", credential.text.encode(), "sha256").hexdigest()
@@ -409,6 +409,6 @@ def test_a_generated_pepper_can_be_used() -> None:
 
 
 def test_a_credential_survives_a_copy() -> None:
-    credential = made()
+    credential = new_credential()
     assert copy.deepcopy(credential) == credential
     assert pickle.loads(pickle.dumps(credential)) == credential  # noqa: S301

@@ -1,4 +1,4 @@
-"""Which policy applies: what a pattern matches, which one is the most specific, and how many there may be."""
+"""Which policy applies: what patterns match, which one is the most specific, and how many are accepted."""
 
 import re
 from collections.abc import Sequence
@@ -16,15 +16,15 @@ from limitforge.catalog.patterns import MATCH_CACHE_SIZE, Pattern, PolicyMatcher
 
 
 def table(patterns: Sequence[str]) -> PolicyMatcher[str]:
-    """Each pattern's value is its text."""
+    """Return a matcher in which each pattern's value is its text."""
     return PolicyMatcher((Pattern.parse(text), text) for text in patterns)
 
 
-# -- the same by brute force
+# -- compared with brute force
 
 
 def expression(text: str) -> re.Pattern[str]:
-    """A pattern as a regular expression."""
+    """Return a pattern as a regular expression."""
     if text == "*":
         return re.compile(".*", re.DOTALL)
     if not re.search(r"[*{]", text):
@@ -38,7 +38,7 @@ def expression(text: str) -> re.Pattern[str]:
 
 
 def rank(text: str) -> tuple[list[int], bool]:
-    """The smallest is the most specific, of those that match one resource."""
+    """Return a sort key: the smallest is the most specific of the patterns that match a resource."""
     method, _, path = text.partition(":")
     if text == "*":
         return [4], True
@@ -75,7 +75,7 @@ RESOURCES = st.one_of(
 @example(["GET:/a/{x}", "*:/a/b", "GET:/a/*"], ["GET:/a/b", "GET:/a/c", "GET:/a/b/c", "POST:/a/c"])
 def test_the_most_specific_pattern_applies(patterns: list[str], resources: list[str]) -> None:
     policies = table(patterns)
-    for resource in resources * 2:  # the second time from memory
+    for resource in resources * 2:  # the second time from the cache
         assert policies.match(resource) == by_brute_force(patterns, resource)
 
 
@@ -234,7 +234,7 @@ def test_patterns_that_differ_in_the_names_of_parameters_are_one() -> None:
         ("/files/*", "star"),
     ],
 )
-def test_what_is_no_pattern_is_refused_with_what_is_wrong(text: Any, problem: str) -> None:
+def test_an_invalid_pattern_is_refused_with_the_reason(text: Any, problem: str) -> None:
     with pytest.raises(InvalidInput, match=problem) as refused:
         Pattern.parse(text)
     assert refused.value.field == "resource"
@@ -248,7 +248,7 @@ def test_32_segments_and_512_bytes_are_a_pattern() -> None:
 # -- many
 
 
-def test_10_000_policies_are_told_apart() -> None:
+def test_10_000_policies_are_distinguished() -> None:
     kinds = ("GET:/s{}/items", "POST:/s{}/items/{{id}}", "*:/s{}/files/*", "GET:/users/{{id}}/s{}")
     policies = table([kind.format(number) for number in range(2_500) for kind in kinds])
     for number in Random(1).sample(range(2_500), 500):

@@ -1,4 +1,4 @@
-"""A file applied to the catalog: what it changes, that it does so for whole tenants, and what it tells of it."""
+"""Applying a file: what it changes, in transactions of whole tenants, and which changes it reports."""
 
 import asyncio
 from datetime import timedelta
@@ -37,28 +37,28 @@ ACTOR = "test:bob"
 HASH = "0" * 62 + "%02x"
 
 
-async def applied(catalog: Catalog, text: str, **options: Any) -> list[Change]:
+async def apply_text(catalog: Catalog, text: str, **options: Any) -> list[Change]:
     now = to_datetime(catalog.clock.now_us())
     wanted, source = document.parse_document(dedent(text).encode(), "plans.yaml", now)
     return await apply_document(catalog, wanted, ACTOR, source=source, **options)
 
 
-async def planned(catalog: Catalog, text: str, **options: Any) -> list[str]:
+async def preview_text(catalog: Catalog, text: str, **options: Any) -> list[str]:
     now = to_datetime(catalog.clock.now_us())
     wanted, source = document.parse_document(dedent(text).encode(), "plans.yaml", now)
     return list(format_changes(await preview_document(catalog, wanted, source=source, **options)))
 
 
-async def refused(catalog: Catalog, text: str, **options: Any) -> list[str]:
-    """What is told, after nothing was done."""
+async def apply_errors(catalog: Catalog, text: str, **options: Any) -> list[str]:
+    """Return the errors of a file, after checking that nothing was written."""
     before = await table_contents(catalog.database)
     with pytest.raises(InvalidFile) as error:
-        await applied(catalog, text, **options)
+        await apply_text(catalog, text, **options)
     assert await table_contents(catalog.database) == before
     return str(error.value).splitlines()
 
 
-async def exported(catalog: Catalog) -> str:
+async def export_text(catalog: Catalog) -> str:
     return document.dump_document(await export_document(catalog))
 
 
@@ -66,7 +66,7 @@ async def exported(catalog: Catalog) -> str:
 
 
 async def test_a_file_with_one_of_everything_is_what_is_exported_again(catalog: Catalog) -> None:
-    await applied(catalog, SAMPLE.read_text())
+    await apply_text(catalog, SAMPLE.read_text())
     now = to_datetime(catalog.clock.now_us())
     wanted, _ = document.parse_document(SAMPLE.read_bytes(), "sample.yaml", now)
     found = await export_document(catalog)
@@ -88,19 +88,19 @@ async def test_a_file_with_one_of_everything_is_what_is_exported_again(catalog: 
 
 @one_database
 async def test_applied_twice_it_changes_nothing_the_second_time(catalog: Catalog) -> None:
-    assert await applied(catalog, SAMPLE.read_text())
+    assert await apply_text(catalog, SAMPLE.read_text())
     before = await table_contents(catalog.database)
-    assert await applied(catalog, SAMPLE.read_text()) == []
-    assert await applied(catalog, await exported(catalog), prune=True) == []
+    assert await apply_text(catalog, SAMPLE.read_text()) == []
+    assert await apply_text(catalog, await export_text(catalog), prune=True) == []
     assert await table_contents(catalog.database) == before
 
 
 @one_database
-async def test_what_is_left_out_is_left_alone(catalog: Catalog) -> None:
+async def test_what_a_file_omits_is_not_changed(catalog: Catalog) -> None:
     customer = await new_customer(catalog)
     await new_tenant(catalog, "other")
     before = await export_document(catalog)
-    await applied(catalog, "tenants: [{name: acme, default_plan: free, mode: monitor}]")
+    await apply_text(catalog, "tenants: [{name: acme, default_plan: free, mode: monitor}]")
     after = await export_document(catalog)
     assert after.operator == before.operator
     assert (await catalog.get(Tenant, customer.tenant.id)).mode == "monitor"
@@ -114,9 +114,9 @@ async def test_what_is_left_out_is_left_alone(catalog: Catalog) -> None:
 
 
 @one_database
-async def test_a_list_that_is_there_is_the_whole_truth(catalog: Catalog) -> None:
+async def test_entries_that_a_section_omits_are_deleted(catalog: Catalog) -> None:
     customer = await new_customer(catalog)
-    await applied(catalog, "tenants: [{name: acme, plans: [], policies: [], keys: [], overrides: []}]")
+    await apply_text(catalog, "tenants: [{name: acme, plans: [], policies: [], keys: [], overrides: []}]")
     (tenant,) = (await export_document(catalog)).tenants or ()
     assert (tenant.plans, tenant.policies, tenant.keys, tenant.overrides) == ((), (), (), ())
     assert (await catalog.get(Tenant, customer.tenant.id)).default_plan_id is None
@@ -125,7 +125,7 @@ async def test_a_list_that_is_there_is_the_whole_truth(catalog: Catalog) -> None
 @one_database
 async def test_a_plain_field_that_is_absent_has_its_default(catalog: Catalog) -> None:
     tenant = await new_tenant(catalog, mode="off", time_zone="Europe/Berlin", failure="closed", lanes=4, suspended=True)
-    await applied(catalog, "tenants: [{name: acme}]")
+    await apply_text(catalog, "tenants: [{name: acme}]")
     after = await catalog.get(Tenant, tenant.id)
     assert (after.mode, after.time_zone, after.failure, after.lanes, after.suspended) == ("on", "UTC", None, 1, False)
 
@@ -133,8 +133,8 @@ async def test_a_plain_field_that_is_absent_has_its_default(catalog: Catalog) ->
 async def test_tenants_that_are_not_named_go_only_if_they_are_pruned(catalog: Catalog) -> None:
     await new_customer(catalog, "acme")
     await new_customer(catalog, "bolt")
-    assert await applied(catalog, "tenants: [{name: acme, default_plan: free}]") == []
-    (change,) = await applied(catalog, "tenants: [{name: acme, default_plan: free}]", prune=True)
+    assert await apply_text(catalog, "tenants: [{name: acme, default_plan: free}]") == []
+    (change,) = await apply_text(catalog, "tenants: [{name: acme, default_plan: free}]", prune=True)
     assert (change.action, change.title) == ("delete", "tenant bolt")
     assert [each.name for each in (await export_document(catalog)).tenants or ()] == ["acme"]
 
@@ -143,15 +143,15 @@ async def test_tenants_that_are_not_named_go_only_if_they_are_pruned(catalog: Ca
 async def test_a_file_without_tenants_prunes_none(catalog: Catalog) -> None:
     await new_tenant(catalog)
     with pytest.raises(InvalidInput, match="tenants: is required to prune other tenants"):
-        await applied(catalog, "operator: {}", prune=True)
+        await apply_text(catalog, "operator: {}", prune=True)
 
 
 @one_database
 async def test_a_changed_plan_gets_one_version_and_keeps_its_id(catalog: Catalog) -> None:
     customer = await new_customer(catalog)
     text = "tenants: [{name: acme, default_plan: free, plans: [{name: free, limits: burst=%d/minute}]}]"
-    await applied(catalog, text % 200)
-    await applied(catalog, text % 200)
+    await apply_text(catalog, text % 200)
+    await apply_text(catalog, text % 200)
     plan = await catalog.get(Plan, customer.plan.id)
     assert (plan.version, plan.limits[0]["limit"]) == (2, 200)
     assert [row["version"] for row in await catalog.plan_versions(plan.id)] == [2, 1]
@@ -160,7 +160,7 @@ async def test_a_changed_plan_gets_one_version_and_keeps_its_id(catalog: Catalog
 async def test_a_plan_is_written_before_what_needs_it_and_deleted_after(catalog: Catalog) -> None:
     await new_customer(catalog)
     (key,) = await catalog.list_for_tenant(Key, (await catalog.get_by_name_or_id(Tenant, "acme")).id)
-    await applied(
+    await apply_text(
         catalog,
         f"""
         tenants:
@@ -181,8 +181,8 @@ async def test_a_plan_is_written_before_what_needs_it_and_deleted_after(catalog:
 @one_database
 async def test_what_is_not_changed_is_not_touched(catalog: Catalog) -> None:
     customer = await new_customer(catalog)
-    text = (await exported(catalog)).replace("name: web", "name: site")
-    await applied(catalog, text)
+    text = (await export_text(catalog)).replace("name: web", "name: site")
+    await apply_text(catalog, text)
     for before in (customer.tenant, customer.plan, customer.policy, customer.override):
         after = await catalog.get(type(before), before.id)
         assert (after.version, after.updated_at) == (before.version, before.updated_at)
@@ -191,14 +191,14 @@ async def test_what_is_not_changed_is_not_touched(catalog: Catalog) -> None:
 
 @one_database
 async def test_the_operator_is_applied_as_a_tenant_is(catalog: Catalog) -> None:
-    await applied(
+    await apply_text(
         catalog, "operator: {plan: a, mode: monitor, plans: [{name: a, limits: 1/s}, {name: b, limits: 2/s}]}"
     )
-    await applied(catalog, "operator: {plan: b, plans: [{name: b, limits: 2/s}]}")
+    await apply_text(catalog, "operator: {plan: b, plans: [{name: b, limits: 2/s}]}")
     operator = await catalog.get(Tenant, OPERATOR)
     plan = await catalog.get_by_name_or_id(Plan, "b", tenant_id=OPERATOR)
     assert (operator.mode, operator.default_plan_id) == ("on", plan.id)
-    await applied(catalog, "operator: {mode: off}")
+    await apply_text(catalog, "operator: {mode: off}")
     operator = await catalog.get(Tenant, OPERATOR)
     assert (operator.mode, operator.default_plan_id) == ("off", None)
     assert len(await catalog.list_for_tenant(Plan, OPERATOR)) == 1
@@ -209,7 +209,7 @@ async def test_overrides_that_have_expired_are_neither_set_nor_kept(catalog: Cat
     customer = await new_customer(catalog)
     over = (to_datetime(clock.now_us()) - timedelta(seconds=1)).isoformat()
     one = f"{{subject: old, limits: {{x: blocked}}, expires_at: {over}}}"
-    changes = await applied(catalog, f"tenants: [{{name: acme, default_plan: free, overrides: [{one}]}}]")
+    changes = await apply_text(catalog, f"tenants: [{{name: acme, default_plan: free, overrides: [{one}]}}]")
     assert [change.title for change in changes] == ["tenant acme / override user:42 on *"]
     assert await catalog.list_for_tenant(Override, customer.tenant.id) == []
 
@@ -219,7 +219,7 @@ async def test_an_override_may_take_the_place_of_one_that_has_expired(catalog: C
     clock.advance_us(120 * MINUTE_US)
     until = (to_datetime(clock.now_us()) + timedelta(hours=1)).isoformat()
     one = f"{{subject: 'user:42', limits: {{burst: blocked}}, expires_at: {until}, reason: again}}"
-    (change,) = await applied(catalog, f"tenants: [{{name: acme, default_plan: free, overrides: [{one}]}}]")
+    (change,) = await apply_text(catalog, f"tenants: [{{name: acme, default_plan: free, overrides: [{one}]}}]")
     assert change.action == "create"
     (override,) = await catalog.list_for_tenant(Override, customer.tenant.id)
     assert (override.limits, override.reason, override.set_by) == ({"burst": "blocked"}, "again", ACTOR)
@@ -228,7 +228,7 @@ async def test_an_override_may_take_the_place_of_one_that_has_expired(catalog: C
 @one_database
 async def test_a_key_without_secrets_keeps_its_own(catalog: Catalog) -> None:
     customer = await new_customer(catalog)
-    await applied(
+    await apply_text(
         catalog, f"tenants: [{{name: acme, default_plan: free, keys: [{{id: {customer.key.id}, name: new}}]}}]"
     )
     key = await catalog.get(Key, customer.key.id)
@@ -239,10 +239,10 @@ async def test_a_key_without_secrets_keeps_its_own(catalog: Catalog) -> None:
 async def test_a_key_of_another_database_works_here(catalog: Catalog) -> None:
     tenant = await new_tenant(catalog)
     key, credential = await new_key(catalog, tenant.id)
-    text = await exported(catalog)
+    text = await export_text(catalog)
     async with catalog.edit(ACTOR) as edit:
         await edit.delete(Tenant, tenant.id)
-    await applied(catalog, text)
+    await apply_text(catalog, text)
     assert catalog.peppers is not None
     found = await catalog.get(Key, key.id)
     catalog.peppers.authenticate(
@@ -252,23 +252,23 @@ async def test_a_key_of_another_database_works_here(catalog: Catalog) -> None:
 
 async def test_a_key_goes_to_the_tenant_that_replaces_its_own(catalog: Catalog) -> None:
     await new_customer(catalog, "acme")
-    text = (await exported(catalog)).replace("name: acme", "name: acme-2")
-    await applied(catalog, text, prune=True)
+    text = (await export_text(catalog)).replace("name: acme", "name: acme-2")
+    await apply_text(catalog, text, prune=True)
     (tenant,) = (await export_document(catalog)).tenants or ()
     assert (tenant.name, len(tenant.keys or ())) == ("acme-2", 1)
 
 
 @one_database
-async def test_others_hear_of_each_tenant_once_with_all_that_has_changed(catalog: Catalog) -> None:
-    heard: list[Announcement] = []
+async def test_each_tenant_is_announced_once_with_everything_that_has_changed(catalog: Catalog) -> None:
+    announcements: list[Announcement] = []
 
-    async def changed(announcements: Any) -> None:
-        heard.extend(announcements)
+    async def on_commit(committed: Any) -> None:
+        announcements.extend(committed)
 
     customer = await new_customer(catalog)
     other = await new_tenant(catalog, "other")
-    catalog.on_commit = changed
-    await applied(
+    catalog.on_commit = on_commit
+    await apply_text(
         catalog,
         f"""
         tenants:
@@ -279,21 +279,21 @@ async def test_others_hear_of_each_tenant_once_with_all_that_has_changed(catalog
           - {{name: other, mode: off}}
         """,
     )
-    told = {each.tenant_id: each for each in heard}
-    assert len(heard) == len(told) == 2
-    acme = told[customer.tenant.id]
+    by_tenant = {each.tenant_id: each for each in announcements}
+    assert len(announcements) == len(by_tenant) == 2
+    acme = by_tenant[customer.tenant.id]
     assert (acme.config, acme.overrides, acme.keys, acme.gone) == (
         False,
         True,
         ("key_0123456789abcdef",),
         (customer.key.id,),
     )
-    assert told[other.id].config
-    assert (await catalog.get(Tenant, other.id)).revision == told[other.id].revision
+    assert by_tenant[other.id].config
+    assert (await catalog.get(Tenant, other.id)).revision == by_tenant[other.id].revision
 
 
 async def test_every_change_is_in_the_audit_log_without_hashes(catalog: Catalog) -> None:
-    await applied(catalog, SAMPLE.read_text())
+    await apply_text(catalog, SAMPLE.read_text())
     entries = await audit_of(catalog)
     assert {entry.actor for entry in entries} == {ACTOR}
     actions = [entry.action for entry in entries]
@@ -319,27 +319,27 @@ async def test_what_an_apply_changes_and_deletes_is_in_the_audit_log(catalog: Ca
             keys: [{{id: {customer.key.id}, name: site, plan: free}}]
             overrides: [{{subject: "user:42", limits: {{burst: blocked}}, expires_at: 2030-01-01T00:00:00Z}}]
     """
-    changes = await applied(catalog, text, prune=True)
+    changes = await apply_text(catalog, text, prune=True)
     entries = (await audit_of(catalog))[len(before) :]
     assert count_changes(changes) == (0, 6, 1)
     assert {(entry.actor, entry.at) for entry in entries} == {(ACTOR, to_datetime(clock.now_us()))}
-    told = {(entry.action, entry.tenant_id, entry.entity_id): entry for entry in entries}
-    assert len(told) == len(entries)
+    by_key = {(entry.action, entry.tenant_id, entry.entity_id): entry for entry in entries}
+    assert len(by_key) == len(entries)
     own = [(customer.tenant, "tenant"), (customer.plan, "plan"), (customer.policy, "policy")]
     own += [(customer.key, "key"), (customer.override, "override")]
-    assert told.keys() == {
+    assert by_key.keys() == {
         ("tenant.update", OPERATOR, OPERATOR),
         ("tenant.delete", gone.tenant.id, gone.tenant.id),
         *((f"{kind}.update", customer.tenant.id, entity.id) for entity, kind in own),
     }
     for entity, kind in own:
-        entry = told[f"{kind}.update", customer.tenant.id, entity.id]
+        entry = by_key[f"{kind}.update", customer.tenant.id, entity.id]
         assert entry.before == msgspec.json.decode(msgspec.json.encode(to_public_dict(entity)))
         stored = msgspec.json.decode(msgspec.json.encode(to_public_dict(await catalog.get(type(entity), entity.id))))
         assert entry.after is not None
         assert {**entry.after, "revision": None} == {**stored, "revision": None}  # numbered when the edit ends
         assert entry.after != entry.before
-    removed = told["tenant.delete", gone.tenant.id, gone.tenant.id]
+    removed = by_key["tenant.delete", gone.tenant.id, gone.tenant.id]
     assert (removed.before or {})["name"] == "gone"
     assert removed.after is None
 
@@ -347,7 +347,7 @@ async def test_what_an_apply_changes_and_deletes_is_in_the_audit_log(catalog: Ca
 async def test_what_a_list_leaves_out_is_deleted_and_in_the_audit_log(catalog: Catalog) -> None:
     customer = await new_customer(catalog)
     before = await audit_of(catalog)
-    await applied(catalog, "tenants: [{name: acme, plans: [], policies: [], keys: [], overrides: []}]")
+    await apply_text(catalog, "tenants: [{name: acme, plans: [], policies: [], keys: [], overrides: []}]")
     entries = (await audit_of(catalog))[len(before) :]
     deleted = [(entry.action, entry.entity_id) for entry in entries if entry.action.endswith(".delete")]
     assert sorted(deleted) == [
@@ -368,7 +368,7 @@ async def test_what_a_list_leaves_out_is_deleted_and_in_the_audit_log(catalog: C
 @one_database
 async def test_a_plan_that_is_in_neither_the_file_nor_the_catalog_is_refused(catalog: Catalog) -> None:
     await new_customer(catalog)
-    told = await refused(
+    errors = await apply_errors(
         catalog,
         """\
         tenants:
@@ -381,7 +381,7 @@ async def test_a_plan_that_is_in_neither_the_file_nor_the_catalog_is_refused(cat
             default_plan: free
         """,
     )
-    assert told == [
+    assert errors == [
         "plans.yaml:3: tenants[0].default_plan: unknown plan 'nope'; known plans: free",
         "plans.yaml:6: tenants[0].policies[1].plan: unknown plan 'nope'; known plans: free",
         "plans.yaml:8: tenants[1].default_plan: unknown plan 'free'; known plans: none",
@@ -389,39 +389,41 @@ async def test_a_plan_that_is_in_neither_the_file_nor_the_catalog_is_refused(cat
 
 
 @one_database
-async def test_a_plan_that_others_use_who_are_left_alone_can_not_go(catalog: Catalog) -> None:
+async def test_a_plan_that_unchanged_entries_use_can_not_be_removed(catalog: Catalog) -> None:
     await new_customer(catalog)
-    told = await refused(catalog, "tenants:\n  - name: acme\n    plans: []\n")
-    assert [line.partition("plan free is missing, but ")[2] for line in told] == [
+    errors = await apply_errors(catalog, "tenants:\n  - name: acme\n    plans: []\n")
+    assert [line.partition("plan free is missing, but ")[2] for line in errors] == [
         "policy GET:/orders/{id} uses it, which this file does not change",
         "key web uses it, which this file does not change",
     ]
-    assert all(line.startswith("plans.yaml:3: tenants[0].plans: ") for line in told)
+    assert all(line.startswith("plans.yaml:3: tenants[0].plans: ") for line in errors)
 
 
 @one_database
 async def test_an_override_must_fit_the_plans_that_are_there(catalog: Catalog) -> None:
     await new_customer(catalog)
     over = "{subject: a, limits: {%s: blocked}, expires_at: 2030-01-01T00:00:00Z}"
-    await applied(catalog, f"tenants: [{{name: acme, default_plan: free, overrides: [{over % 'burst'}]}}]")
-    (told,) = await refused(catalog, f"tenants: [{{name: acme, default_plan: free, overrides: [{over % 'other'}]}}]")
-    assert "tenants[0].overrides[0].limits.other: no plan of this tenant has a limit of that name" in told
+    await apply_text(catalog, f"tenants: [{{name: acme, default_plan: free, overrides: [{over % 'burst'}]}}]")
+    (error,) = await apply_errors(
+        catalog, f"tenants: [{{name: acme, default_plan: free, overrides: [{over % 'other'}]}}]"
+    )
+    assert "tenants[0].overrides[0].limits.other: no plan of this tenant has a limit of that name" in error
 
 
 @one_database
 async def test_a_new_key_needs_its_secrets(catalog: Catalog) -> None:
-    (told,) = await refused(catalog, "tenants: [{name: acme, keys: [{id: key_0123456789abcdef, name: a}]}]")
-    assert told.startswith("plans.yaml:1: tenants[0].keys[0].secrets: is required for a new key")
+    (error,) = await apply_errors(catalog, "tenants: [{name: acme, keys: [{id: key_0123456789abcdef, name: a}]}]")
+    assert error.startswith("plans.yaml:1: tenants[0].keys[0].secrets: is required for a new key")
 
 
 @one_database
 async def test_a_key_of_another_tenant_is_refused(catalog: Catalog) -> None:
     customer = await new_customer(catalog)
     one = f"keys: [{{id: {customer.key.id}, name: a, secrets: [{{hash: {HASH % 1}, pepper: 1}}]}}]"
-    (told,) = await refused(catalog, f"tenants: [{{name: other, {one}}}]")
-    assert told == "plans.yaml:1: tenants[0].keys[0].id: is the id of another tenant's key"
-    (told,) = await refused(catalog, f"tenants: [{{name: acme, default_plan: free}}, {{name: other, {one}}}]")
-    assert told == "plans.yaml:1: tenants[1].keys[0].id: is the id of another tenant's key"
+    (error,) = await apply_errors(catalog, f"tenants: [{{name: other, {one}}}]")
+    assert error == "plans.yaml:1: tenants[0].keys[0].id: is the id of another tenant's key"
+    (error,) = await apply_errors(catalog, f"tenants: [{{name: acme, default_plan: free}}, {{name: other, {one}}}]")
+    assert error == "plans.yaml:1: tenants[1].keys[0].id: is the id of another tenant's key"
 
 
 @one_database
@@ -434,13 +436,17 @@ async def test_a_secret_of_another_tenant_is_refused_before_anything_is_written(
     keys = f"keys: [{{id: key_0123456789abcdef, name: a, secrets: [{{hash: {secret.hash}, pepper: 1}}]}}]"
     others = "{name: one}, {name: two}, {name: three}"
     why = "keys[0].secrets[0].hash: is the hash of another key or token"
-    assert await refused(catalog, f"tenants: [{others}, {{name: zz, {keys}}}]") == [f"plans.yaml:1: tenants[3].{why}"]
+    assert await apply_errors(catalog, f"tenants: [{others}, {{name: zz, {keys}}}]") == [
+        f"plans.yaml:1: tenants[3].{why}"
+    ]
     left_alone = "{name: acme, default_plan: free}"
-    assert await refused(catalog, f"tenants: [{left_alone}, {{name: zz, {keys}}}]") == [
+    assert await apply_errors(catalog, f"tenants: [{left_alone}, {{name: zz, {keys}}}]") == [
         f"plans.yaml:1: tenants[1].{why}"
     ]
     renamed = f"{{name: acme, default_plan: free, keys: [{{id: {customer.key.id}, name: b}}]}}"
-    assert await refused(catalog, f"tenants: [{renamed}, {{name: zz, {keys}}}]") == [f"plans.yaml:1: tenants[1].{why}"]
+    assert await apply_errors(catalog, f"tenants: [{renamed}, {{name: zz, {keys}}}]") == [
+        f"plans.yaml:1: tenants[1].{why}"
+    ]
 
 
 @one_database
@@ -449,26 +455,26 @@ async def test_the_secret_of_a_token_is_refused_for_a_key(catalog: Catalog) -> N
         token, _ = await edit.create_token({"name": "ops", "scopes": ["read"]})
     (secret,) = token.secrets
     keys = f"keys: [{{id: key_0123456789abcdef, name: a, secrets: [{{hash: {secret.hash}, pepper: 1}}]}}]"
-    (told,) = await refused(catalog, f"tenants: [{{name: acme, {keys}}}]")
-    assert told == "plans.yaml:1: tenants[0].keys[0].secrets[0].hash: is the hash of another key or token"
+    (error,) = await apply_errors(catalog, f"tenants: [{{name: acme, {keys}}}]")
+    assert error == "plans.yaml:1: tenants[0].keys[0].secrets[0].hash: is the hash of another key or token"
 
 
 async def test_a_secret_may_move_to_a_key_that_takes_the_place_of_its_own(catalog: Catalog) -> None:
     customer = await new_customer(catalog)
     (secret,) = customer.key.secrets
     keys = f"keys: [{{id: key_0123456789abcdef, name: a, secrets: [{{hash: {secret.hash}, pepper: 1}}]}}]"
-    await applied(catalog, f"tenants: [{{name: acme, default_plan: free, keys: []}}, {{name: zz, {keys}}}]")
+    await apply_text(catalog, f"tenants: [{{name: acme, default_plan: free, keys: []}}, {{name: zz, {keys}}}]")
     assert (await catalog.get(Key, "key_0123456789abcdef")).secrets == (secret,)
 
 
 @one_database
 async def test_a_key_can_not_change_its_type(catalog: Catalog) -> None:
     customer = await new_customer(catalog)
-    (told,) = await refused(
+    (error,) = await apply_errors(
         catalog,
         f"tenants: [{{name: acme, default_plan: free, keys: [{{id: {customer.key.id}, name: web, type: test}}]}}]",
     )
-    assert told.endswith("keys[0].type: of this key is live, and can't be changed: create another key")
+    assert error.endswith("keys[0].type: of this key is live, and can't be changed: create another key")
 
 
 @one_database
@@ -486,7 +492,7 @@ async def test_only_a_tenant_that_is_there_is_exported(catalog: Catalog) -> None
     found = await export_document(catalog, tenant="acme")
     assert (found.operator, [each.name for each in found.tenants or ()]) == (None, ["acme"])
     with pytest.raises(NotFound):
-        await export_document(catalog, tenant="nobody")
+        await export_document(catalog, tenant="unknown")
 
 
 async def test_more_tenants_than_a_page_has_are_all_exported_and_pruned(
@@ -495,20 +501,20 @@ async def test_more_tenants_than_a_page_has_are_all_exported_and_pruned(
     monkeypatch.setattr("limitforge.catalog.database.pages.MAX_PAGE_SIZE", 2)
     monkeypatch.setattr("limitforge.catalog.database.entity_rows.CHUNK_SIZE", 2)
     names = [f"t{at}" for at in range(5)]
-    await applied(catalog, f"tenants: [{', '.join(f'{{name: {name}}}' for name in names)}]")
+    await apply_text(catalog, f"tenants: [{', '.join(f'{{name: {name}}}' for name in names)}]")
     assert [each.name for each in (await export_document(catalog)).tenants or ()] == names
-    changes = await applied(catalog, "tenants: [{name: t2}]", prune=True)
+    changes = await apply_text(catalog, "tenants: [{name: t2}]", prune=True)
     assert sorted(change.title for change in changes) == [f"tenant {name}" for name in names if name != "t2"]
 
 
-# --- What it tells ---------------------------------------------------------------------------------------------------
+# --- Reported changes ------------------------------------------------------------------------------------------------
 
 
 @one_database
 async def test_a_plan_of_changes_is_what_a_person_reads(catalog: Catalog) -> None:
     customer = await new_customer(catalog)
     before = await table_contents(catalog.database)
-    lines = await planned(
+    lines = await preview_text(
         catalog,
         f"""
         operator: {{mode: monitor}}
@@ -558,8 +564,8 @@ async def test_a_plan_of_changes_is_what_a_person_reads(catalog: Catalog) -> Non
 
 
 @one_database
-async def test_hashes_are_never_told(catalog: Catalog) -> None:
-    changes = await applied(catalog, SAMPLE.read_text())
+async def test_hashes_are_never_shown(catalog: Catalog) -> None:
+    changes = await apply_text(catalog, SAMPLE.read_text())
     assert "00aa" not in "\n".join(format_changes(changes))
     assert "00aa" not in repr(changes_to_json(changes))
     assert count_changes(changes) == (13, 1, 0)
@@ -567,8 +573,8 @@ async def test_hashes_are_never_told(catalog: Catalog) -> None:
 
 @one_database
 async def test_limits_in_another_order_are_a_change(catalog: Catalog) -> None:
-    await applied(catalog, "tenants: [{name: a, plans: [{name: p, limits: x=1/s; y=2/s}]}]")
-    assert await planned(catalog, "tenants: [{name: a, plans: [{name: p, limits: y=2/s; x=1/s}]}]") == [
+    await apply_text(catalog, "tenants: [{name: a, plans: [{name: p, limits: x=1/s; y=2/s}]}]")
+    assert await preview_text(catalog, "tenants: [{name: a, plans: [{name: p, limits: y=2/s; x=1/s}]}]") == [
         "~ tenant a / plan p",
         "    limits: x, y -> y, x",
     ]
@@ -578,7 +584,7 @@ async def test_limits_in_another_order_are_a_change(catalog: Catalog) -> None:
 
 
 @one_database
-async def test_an_override_that_means_nothing_any_more_is_not_exported_and_goes_when_all_is_told(
+async def test_an_override_of_a_removed_limit_is_not_exported_and_is_deleted_by_the_next_apply(
     catalog: Catalog,
 ) -> None:
     customer = await new_customer(catalog)
@@ -588,9 +594,9 @@ async def test_an_override_that_means_nothing_any_more_is_not_exported_and_goes_
     await update(catalog, await catalog.get(Plan, customer.plan.id), {"limits": "extra=5/minute"})
     (tenant,) = (await export_document(catalog)).tenants or ()
     assert [(each.subject, each.limits) for each in tenant.overrides or ()] == [("user:7", {"extra": "blocked"})]
-    text = await exported(catalog)
-    assert count_changes(await applied(catalog, text)) == (0, 1, 1)
-    assert await applied(catalog, text) == []
+    text = await export_text(catalog)
+    assert count_changes(await apply_text(catalog, text)) == (0, 1, 1)
+    assert await apply_text(catalog, text) == []
 
 
 @one_database
@@ -598,11 +604,11 @@ async def test_an_old_secret_that_has_expired_is_not_exported(catalog: Catalog, 
     customer = await new_customer(catalog)
     async with catalog.edit(ACTOR) as edit:
         await edit.rotate_key(customer.key.id, 60)
-    text = await exported(catalog)
+    text = await export_text(catalog)
     assert text.count("hash:") == 2
     clock.advance_us(2 * MINUTE_US)
-    assert (await exported(catalog)).count("hash:") == 1
-    assert await applied(catalog, text) == []
+    assert (await export_text(catalog)).count("hash:") == 1
+    assert await apply_text(catalog, text) == []
 
 
 @one_database
@@ -617,17 +623,17 @@ async def test_a_file_with_another_window_for_one_resource_of_a_caller_wide_limi
             overrides:
               - {resource: RESOURCE, subject: bob, limits: {w: {window_seconds: 600}}, expires_at: 2031-01-01T00:00:00Z}
     """
-    [told] = await refused(catalog, text.replace("RESOURCE", "'GET:/orders'"))
-    assert "tenants[0].overrides[0].limits.w.window_seconds" in told
-    assert "'*'" in told
-    await applied(catalog, text.replace("RESOURCE", "'*'"))
+    [error] = await apply_errors(catalog, text.replace("RESOURCE", "'GET:/orders'"))
+    assert "tenants[0].overrides[0].limits.w.window_seconds" in error
+    assert "'*'" in error
+    await apply_text(catalog, text.replace("RESOURCE", "'*'"))
 
 
 # --- In short transactions -------------------------------------------------------------------------------------------
 
 
 def many(count: int, limit: int) -> str:
-    """Tenants with three things each."""
+    """Return a file of tenants with three entries each."""
     return "tenants:\n" + "".join(
         f"  - name: t{at:04}\n    default_plan: free\n    plans: [{{name: free, limits: burst={limit}/minute}}]\n"
         f"    policies: [{{resource: 'GET:/{limit}', plan: free}}]\n"
@@ -636,7 +642,7 @@ def many(count: int, limit: int) -> str:
 
 
 async def limits_of(catalog: Catalog) -> dict[str, tuple[int, str]]:
-    """The limit of each tenant's plan, and the resource of its policy: one apply changes both."""
+    """Return the limit of each tenant's plan, and the resource of its policy: one apply changes both."""
     found = (await export_document(catalog)).tenants or ()
     return {
         each.name: (each.plans[0].limits[0]["limit"], each.policies[0].resource)
@@ -646,14 +652,14 @@ async def limits_of(catalog: Catalog) -> dict[str, tuple[int, str]]:
 
 
 async def revisions(catalog: Catalog) -> list[int]:
-    """How many tenants each transaction has changed, in order."""
+    """Return the number of tenants that each transaction has changed, in order."""
     counted = await rows(catalog.database, "SELECT revision, count(*) FROM outbox GROUP BY revision ORDER BY revision")
     return [count for _, count in counted]
 
 
 @one_database
 async def test_a_large_file_is_applied_in_short_transactions(catalog: Catalog) -> None:
-    await applied(catalog, many(400, 10))
+    await apply_text(catalog, many(400, 10))
     counts_ = await revisions(catalog)
     assert sum(counts_) == 400
     assert max(counts_) <= applying.MAX_CHANGES // 3
@@ -661,11 +667,11 @@ async def test_a_large_file_is_applied_in_short_transactions(catalog: Catalog) -
 
 
 async def test_a_large_file_takes_few_statements(catalog: Catalog) -> None:
-    """What is updated or deleted is not written one by one."""
-    await applied(catalog, many(300, 10))
+    """Updates and deletions are not written one by one."""
+    await apply_text(catalog, many(300, 10))
     for wanted in (many(300, 20), "tenants: []"):
         before = catalog.database.statement_count
-        await applied(catalog, wanted, prune=True)
+        await apply_text(catalog, wanted, prune=True)
         assert catalog.database.statement_count - before < 300
 
 
@@ -691,12 +697,12 @@ async def test_another_writer_gets_its_turn_in_the_middle_of_an_apply(catalog: C
     assert (await catalog.get(Key, customer.key.id)).disabled
 
 
-async def test_what_others_change_in_the_middle_of_an_apply_ends_as_the_file_says(
+async def test_concurrent_changes_in_the_middle_of_an_apply_end_as_the_file_says(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was read before it was written is out of date by then."""
+    """The state that was read before the first transaction is out of date by then."""
     monkeypatch.setattr(applying, "MAX_CHANGES", 6)
-    await applied(catalog, many(30, 10))
+    await apply_text(catalog, many(30, 10))
     last = await catalog.get_by_name_or_id(Tenant, "t0029")
     (plan,) = await catalog.list_for_tenant(Plan, last.id)
     begun = asyncio.Event()
@@ -712,7 +718,7 @@ async def test_what_others_change_in_the_middle_of_an_apply_ends_as_the_file_say
     interfering = asyncio.create_task(interfere())
     await apply_document(catalog, wanted, ACTOR, on_progress=lambda done, _: begun.set() if done else None)
     await interfering
-    assert await applied(catalog, many(31, 20)) == []
+    assert await apply_text(catalog, many(31, 20)) == []
     assert set((await limits_of(catalog)).values()) == {(20, "GET:/20")}
 
 
@@ -720,11 +726,11 @@ async def test_an_apply_that_is_interrupted_leaves_whole_tenants_and_is_finished
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(applying, "MAX_CHANGES", 6)
-    await applied(catalog, many(40, 10))
-    told: list[tuple[int, int]] = []
+    await apply_text(catalog, many(40, 10))
+    progress: list[tuple[int, int]] = []
 
     def report(done: int, total: int) -> None:
-        told.append((done, total))
+        progress.append((done, total))
         if done >= 10 and not working.cancelling():
             working.cancel()
 
@@ -733,13 +739,13 @@ async def test_an_apply_that_is_interrupted_leaves_whole_tenants_and_is_finished
     working = asyncio.create_task(apply_document(catalog, wanted, ACTOR, on_progress=report))
     with pytest.raises(asyncio.CancelledError):
         await working
-    done, total = told[-1]
+    done, total = progress[-1]
     found = list((await limits_of(catalog)).values())
     assert 10 <= done < total == 40
     assert found.count((20, "GET:/20")) == done
     assert found.count((10, "GET:/10")) == total - done
-    assert len(await planned(catalog, many(40, 20))) > 0
-    await applied(catalog, many(40, 20))
+    assert len(await preview_text(catalog, many(40, 20))) > 0
+    await apply_text(catalog, many(40, 20))
     assert set((await limits_of(catalog)).values()) == {(20, "GET:/20")}
 
 
@@ -748,18 +754,20 @@ async def test_what_is_wrong_at_the_end_of_a_large_file_is_refused_before_anythi
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(applying, "MAX_CHANGES", 1)
-    (told,) = await refused(catalog, many(20, 10) + "  - {name: last, default_plan: nope}\n")
-    assert "tenants[20].default_plan: unknown plan 'nope'" in told
+    (error,) = await apply_errors(catalog, many(20, 10) + "  - {name: last, default_plan: nope}\n")
+    assert "tenants[20].default_plan: unknown plan 'nope'" in error
 
 
 async def test_a_key_moves_to_another_tenant_in_one_transaction(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever lies between the two in the file: the key works at all times."""
+    """The key is valid at all times, even if other tenants are between the two in the file."""
     monkeypatch.setattr(applying, "MAX_CHANGES", 1)
     customer = await new_customer(catalog)
-    given = (await exported(catalog)).partition("keys:\n")[2].partition("    overrides:")[0].replace("plan: free", "")
-    await applied(
+    given = (
+        (await export_text(catalog)).partition("keys:\n")[2].partition("    overrides:")[0].replace("plan: free", "")
+    )
+    await apply_text(
         catalog,
         "tenants:\n  - {name: acme, default_plan: free, keys: []}\n  - {name: between}\n  - name: other\n    keys:\n"
         + given,
@@ -767,6 +775,6 @@ async def test_a_key_moves_to_another_tenant_in_one_transaction(
     entries = await audit_of(catalog, entity_id=customer.key.id)
     assert [entry.action for entry in entries][-2:] == ["key.delete", "key.create"]
     assert entries[-1].at == entries[-2].at
-    told = await rows(catalog.database, "SELECT revision FROM outbox ORDER BY revision")
-    assert len(told) == 1 + 3  # the customer; the two together, and the one between
-    assert len({number for (number,) in told}) == 1 + 2
+    revisions = await rows(catalog.database, "SELECT revision FROM outbox ORDER BY revision")
+    assert len(revisions) == 1 + 3  # the customer; the two together, and the one between
+    assert len({number for (number,) in revisions}) == 1 + 2

@@ -26,7 +26,7 @@ ROUNDS = 4
 
 
 def work(connection: Connection, url: str, file: str, dies_at: int | None) -> None:
-    """Apply a file and send how many statements it took. A process that dies at one of them is killed before that
+    """Apply a file, and send the number of statements. A process that dies at one of them is killed before that
     statement is sent, so where it stops does not depend on the speed of the machine.
     """
     content = Path(file).read_bytes()
@@ -50,7 +50,7 @@ def work(connection: Connection, url: str, file: str, dies_at: int | None) -> No
 
 
 def big(limit: int, tenants: range) -> str:
-    """Fifteen things of each tenant; another `limit` changes every plan, and replaces every policy."""
+    """Return a file with fifteen entries for each tenant. Another `limit` changes every plan and policy."""
     lines = [f"operator: {{plan: fleet, plans: [{{name: fleet, limits: all={limit}/second}}]}}", "tenants:"]
     for number in tenants:
         lines += [f"  - name: t{number}", f"    default_plan: p{limit}", "    plans:"]
@@ -64,7 +64,7 @@ def big(limit: int, tenants: range) -> str:
 
 
 def apply_in_a_process(url: str, file: Path) -> int:
-    """Apply a file; returns how many statements that took."""
+    """Apply a file, and return the number of statements."""
     with child_process(work, url, str(file), None) as process:
         return int(process.receive())
 

@@ -1,4 +1,4 @@
-"""The configuration file: what it may say, and that everything wrong with it is named by line and field."""
+"""The configuration file: what it may contain, and that every error is named by line and field."""
 
 import pickle
 from datetime import UTC, datetime
@@ -15,19 +15,19 @@ NOW = datetime(2026, 6, 1, tzinfo=UTC)
 SAMPLE = Path(__file__).with_name("sample.yaml")
 
 
-def read(text: str) -> ConfigDocument:
+def parse(text: str) -> ConfigDocument:
     found, _ = document.parse_document(dedent(text).encode(), "plans.yaml", NOW)
     return found
 
 
-def problems(text: str) -> list[str]:
+def parse_errors(text: str) -> list[str]:
     with pytest.raises(InvalidFile) as refused:
-        read(text)
+        parse(text)
     return str(refused.value).splitlines()
 
 
-def test_a_file_says_what_it_says_in_any_shape() -> None:
-    found = read(SAMPLE.read_text())
+def test_all_shapes_of_a_file_are_parsed_alike() -> None:
+    found = parse(SAMPLE.read_text())
     assert found.operator is not None
     assert (found.operator.mode, found.operator.plan) == ("on", "fleet")
     acme, empty, left_alone = found.tenants or ()
@@ -41,15 +41,15 @@ def test_a_file_says_what_it_says_in_any_shape() -> None:
 
 
 def test_what_is_dumped_is_read_as_the_same() -> None:
-    found = read(SAMPLE.read_text())
+    found = parse(SAMPLE.read_text())
     text = document.dump_document(found)
-    assert read(text) == found
-    assert document.dump_document(read(text)) == text
+    assert parse(text) == found
+    assert document.dump_document(parse(text)) == text
 
 
 def test_a_dump_leaves_out_what_is_the_default() -> None:
     text = document.dump_document(
-        read("tenants: [{name: a, mode: on, time_zone: UTC, lanes: {count: 1}, suspended: false}]")
+        parse("tenants: [{name: a, mode: on, time_zone: UTC, lanes: {count: 1}, suspended: false}]")
     )
     assert text == "tenants:\n  - name: a\n"
 
@@ -84,7 +84,7 @@ def test_a_dump_is_text_that_people_would_write() -> None:
                 expires_at: 2031-12-31T00:00:00Z
                 reason: "it asked: twice"
     """)
-    assert document.dump_document(read(given)) == given
+    assert document.dump_document(parse(given)) == given
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_a_dump_is_text_that_people_would_write() -> None:
         ("operator:\n  plan: a\n  plans: []", "plans.yaml:2: operator.plan: unknown plan 'a'; known plans: none"),
     ],
 )
-def test_what_is_no_configuration_is_refused(text: str, expected: str) -> None:
-    assert problems(text)[0].startswith(expected)
+def test_an_invalid_configuration_is_refused(text: str, expected: str) -> None:
+    assert parse_errors(text)[0].startswith(expected)
 
 
 @pytest.mark.parametrize(
@@ -173,11 +173,13 @@ def test_what_is_no_configuration_is_refused(text: str, expected: str) -> None:
     ],
 )  # fmt: skip
 def test_what_is_wrong_in_a_tenant_is_named(fields: str, expected: str) -> None:
-    assert problems(f"tenants:\n  - name: acme\n    {fields}\n")[0].partition(": tenants[0].")[2].startswith(expected)
+    assert (
+        parse_errors(f"tenants:\n  - name: acme\n    {fields}\n")[0].partition(": tenants[0].")[2].startswith(expected)
+    )
 
 
-def test_all_that_is_wrong_is_told_at_once_with_its_lines() -> None:
-    told = problems("""\
+def test_all_errors_are_reported_at_once_with_their_lines() -> None:
+    errors = parse_errors("""\
         tenants:
           - name: acme
             mode: true
@@ -194,7 +196,7 @@ def test_all_that_is_wrong_is_told_at_once_with_its_lines() -> None:
               - {resource: "GET:/{id", plan: x}
           - name: operator
     """)
-    assert told == [
+    assert errors == [
         "plans.yaml:3: tenants[0].mode: must be one of on, monitor, off, got true",
         (
             "plans.yaml:6: tenants[0].plans[0].limits: expected a unit: second, minute, hour or day, "
@@ -208,8 +210,8 @@ def test_all_that_is_wrong_is_told_at_once_with_its_lines() -> None:
     ]
 
 
-def test_overrides_must_mean_a_limit_that_there_is() -> None:
-    told = problems("""\
+def test_overrides_must_change_an_existing_limit() -> None:
+    errors = parse_errors("""\
         tenants:
           - name: acme
             plans:
@@ -225,7 +227,7 @@ def test_overrides_must_mean_a_limit_that_there_is() -> None:
               - {subject: e, limits: {wide: blocked}, expires_at: 2030-01-01T00:00:00Z}
               - {subject: a, limits: {burst: blocked}, expires_at: 2030-01-01T00:00:00Z}
     """)
-    assert [line.partition(": ")[2].partition(": ")[0] for line in told] == [
+    assert [line.partition(": ")[2].partition(": ")[0] for line in errors] == [
         "tenants[0].overrides[1].limits.brust",
         "tenants[0].overrides[2].limits.burst.limt",
         "tenants[0].overrides[3].limits.burst.limit",
@@ -234,8 +236,8 @@ def test_overrides_must_mean_a_limit_that_there_is() -> None:
     ]
 
 
-def test_an_override_that_has_expired_may_mean_anything() -> None:
-    read("""\
+def test_an_expired_override_is_not_validated() -> None:
+    parse("""\
         tenants:
           - name: acme
             plans: []
@@ -244,8 +246,8 @@ def test_an_override_that_has_expired_may_mean_anything() -> None:
     """)
 
 
-def test_what_the_file_leaves_alone_is_not_asked_for() -> None:
-    read("""\
+def test_sections_that_a_file_omits_are_not_required() -> None:
+    parse("""\
         tenants:
           - name: acme
             default_plan: in-the-database
@@ -256,7 +258,7 @@ def test_what_the_file_leaves_alone_is_not_asked_for() -> None:
 
 def test_an_override_ends_within_ten_years() -> None:
     one = "{subject: a, limits: {x: blocked}, expires_at: 2036-06-01T00:00:00Z}"
-    assert problems(f"tenants: [{{name: acme, overrides: [{one}]}}]") == [
+    assert parse_errors(f"tenants: [{{name: acme, overrides: [{one}]}}]") == [
         "plans.yaml:1: tenants[0].overrides[0].expires_at: must lie at most ten years from now"
     ]
 
@@ -264,13 +266,13 @@ def test_an_override_ends_within_ten_years() -> None:
 def test_one_subject_has_at_most_64_overrides() -> None:
     one = "{subject: a, resource: r%d, limits: {x: blocked}, expires_at: 2030-01-01T00:00:00Z}"
     overrides = ", ".join(one % at for at in range(65))
-    (told,) = problems(f"tenants: [{{name: acme, overrides: [{overrides}]}}]")
-    assert "one subject may have at most 64, and 'a' has 65" in told
+    (error,) = parse_errors(f"tenants: [{{name: acme, overrides: [{overrides}]}}]")
+    assert "one subject may have at most 64, and 'a' has 65" in error
 
 
 def test_an_error_is_an_invalid_input_that_survives_pickling() -> None:
     with pytest.raises(InvalidInput) as refused:
-        read("tenants: [{name: a, mode: x}]")
+        parse("tenants: [{name: a, mode: x}]")
     assert isinstance(refused.value, InvalidFile)
     again = pickle.loads(pickle.dumps(refused.value))  # noqa: S301 - our own
     assert isinstance(again, InvalidFile)
@@ -283,6 +285,6 @@ def test_an_error_is_an_invalid_input_that_survives_pickling() -> None:
 
 
 def test_a_thousand_errors_are_counted_rather_than_shown() -> None:
-    told = problems("tenants:\n" + "- {name: a b}\n" * 1_000)
-    assert len(told) == 21
-    assert told[-1] == "... and 980 more"
+    errors = parse_errors("tenants:\n" + "- {name: a b}\n" * 1_000)
+    assert len(errors) == 21
+    assert errors[-1] == "... and 980 more"

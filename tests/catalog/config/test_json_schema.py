@@ -1,4 +1,4 @@
-"""The JSON Schema of the file: it takes what is read, refuses what can be told to be wrong, and says what is what."""
+"""The JSON Schema of the file: it accepts what can be parsed, refuses what can't, and describes every field."""
 
 from collections.abc import Iterator
 from dataclasses import fields
@@ -31,7 +31,7 @@ from tests.catalog.factories import new_customer
 VALIDATOR = Draft202012Validator(json_schema(), format_checker=FormatChecker())
 
 
-def problems(text: str) -> list[str]:
+def schema_errors(text: str) -> list[str]:
     value = strict_yaml.parse_yaml(text.encode(), "plans.yaml").root.value
     return [f"{'.'.join(map(str, error.absolute_path))}: {error.message}" for error in VALIDATOR.iter_errors(value)]
 
@@ -42,19 +42,19 @@ def test_it_is_a_schema() -> None:
 
 
 def test_it_takes_one_of_everything() -> None:
-    assert problems(SAMPLE.read_text()) == []
+    assert schema_errors(SAMPLE.read_text()) == []
 
 
 def test_it_takes_what_is_dumped() -> None:
     found, _ = document.parse_document(SAMPLE.read_bytes(), "sample.yaml", NOW)
-    assert problems(document.dump_document(found)) == []
+    assert schema_errors(document.dump_document(found)) == []
 
 
 async def test_it_takes_what_is_exported(catalog: Catalog) -> None:
     found, source = document.parse_document(SAMPLE.read_bytes(), "sample.yaml", to_datetime(catalog.clock.now_us()))
     await apply_document(catalog, found, "test", source=source)
     await new_customer(catalog, "other")
-    assert problems(document.dump_document(await export_document(catalog))) == []
+    assert schema_errors(document.dump_document(await export_document(catalog))) == []
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,8 @@ async def test_it_takes_what_is_exported(catalog: Catalog) -> None:
 )
 def test_it_refuses_what_a_reader_refuses(fields: str) -> None:
     text = f"tenants: [{{name: acme, {fields}}}]"
-    assert problems(text)
-    if "x: free" not in fields and "limt" not in fields:  # which only their plans could tell
+    assert schema_errors(text)
+    if "x: free" not in fields and "limt" not in fields:  # only the plans show these errors
         with pytest.raises(InvalidInput):
             document.parse_document(text.encode(), "plans.yaml", NOW)
 
@@ -115,22 +115,22 @@ def test_it_knows_every_field_of_every_limit_and_spec() -> None:
     assert set(json_schema()["properties"]) == set(ConfigDocument.__struct_fields__)
 
 
-def test_every_field_says_what_it_is_for() -> None:
-    def silent(value: Any, path: str) -> Iterator[str]:
+def test_every_field_has_a_description() -> None:
+    def undescribed(value: Any, path: str) -> Iterator[str]:
         if isinstance(value, dict):
             for name, each in value.get("properties", {}).items():
                 if "description" not in each and "shares" not in path:
                     yield f"{path}.{name}"
             for name, each in value.items():
-                yield from silent(each, f"{path}.{name}")
+                yield from undescribed(each, f"{path}.{name}")
         elif isinstance(value, list):
             for each in value:
-                yield from silent(each, path)
+                yield from undescribed(each, path)
 
-    assert list(silent(json_schema(), "")) == []
+    assert list(undescribed(json_schema(), "")) == []
 
 
-def test_nothing_in_it_points_nowhere() -> None:
+def test_every_reference_in_it_resolves() -> None:
     text = msgspec.json.encode(json_schema()).decode()
     names = set(json_schema()["$defs"])
     assert {part.partition('"')[0] for part in text.split('"$ref":"#/$defs/')[1:]} <= names

@@ -1,4 +1,4 @@
-"""Whatever is done to the catalog: exported, applied to an empty database and exported again, it is the same."""
+"""After any edits, a catalog that is exported, applied to an empty database and exported again stays the same."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -57,7 +57,7 @@ Step = Callable[[Edit, "World"], Awaitable[object]]
 
 
 class World:
-    """What there is to point at; numbers choose from it, whatever is there."""
+    """The entities that exist. Numbers choose one, modulo how many there are."""
 
     def __init__(self, entities: dict[type[Any], list[Any]]) -> None:
         self._entities = entities
@@ -191,7 +191,7 @@ def tenant_called(name: str) -> st.SearchStrategy[Step]:
     return st.builds(lambda fields: add_tenant({**fields, "name": name}), TENANTS)
 
 
-# Two tenants with plans to begin with, so that most edits find what they need. Number 0 is the operator.
+# Begin with two tenants with plans, so that most edits find what they need. Number 0 is the operator.
 BEGINNINGS = st.tuples(
     tenant_called("a"), tenant_called("b"), *(st.builds(add_plan, st.just(number), PLANS) for number in (1, 1, 2))
 )
@@ -205,8 +205,8 @@ async def world_of(catalog: Catalog) -> World:
     return World(found)
 
 
-async def emptied(database: Database) -> None:
-    """As good as new, and a hundred times as fast."""
+async def empty_database(database: Database) -> None:
+    """Empty a database, which is a hundred times as fast as a new one."""
     async with database.writing() as connection:
         await connection.execute(text("UPDATE tenants SET default_plan_id = NULL, mode = 'on', time_zone = 'UTC'"))
         for table in (
@@ -243,7 +243,7 @@ async def round_trip(databases: list[Database], edits: list[Step]) -> None:
     clock = ManualClock()
     first, second = (Catalog(database, peppers=Peppers.parse(PEPPERS), clock=clock) for database in databases)
     for database in databases:
-        await emptied(database)
+        await empty_database(database)
     for step in edits:
         try:
             async with first.edit("test") as edit:

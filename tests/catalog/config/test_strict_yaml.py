@@ -1,4 +1,4 @@
-"""YAML as configuration files use it: what is read, what is refused, and that what is written is read as the same."""
+"""The YAML of configuration files: what is parsed, what is refused, and that a dump parses to the same values."""
 
 import json
 from typing import Any
@@ -11,13 +11,13 @@ from limitforge.catalog.config import strict_yaml
 from limitforge.errors import InvalidFile
 
 
-def read(text: str | bytes) -> Any:
+def parse(text: str | bytes) -> Any:
     return strict_yaml.parse_yaml(text if isinstance(text, bytes) else text.encode(), "plans.yaml").root.value
 
 
-def refusal(text: str | bytes) -> str:
+def error_of(text: str | bytes) -> str:
     with pytest.raises(InvalidFile) as refused:
-        read(text)
+        parse(text)
     return str(refused.value)
 
 
@@ -51,18 +51,18 @@ def refusal(text: str | bytes) -> str:
     ],
 )
 def test_words_stay_words_and_times_stay_text(text: str, value: Any) -> None:
-    found = read(text)["mode"]
+    found = parse(text)["mode"]
     assert (found, type(found)) == (value, type(value))
 
 
 def test_json_is_read_too() -> None:
     document = {"a": [1, 2.5, None, True, "on", {"b": "\u00fc/\t"}], "c": {}}
-    assert read(json.dumps(document)) == document
-    assert read(json.dumps(document, indent="\t")) == document
+    assert parse(json.dumps(document)) == document
+    assert parse(json.dumps(document, indent="\t")) == document
 
 
 def test_a_file_may_start_with_a_byte_order_mark() -> None:
-    assert read(b"\xef\xbb\xbfa: 1") == {"a": 1}
+    assert parse(b"\xef\xbb\xbfa: 1") == {"a": 1}
 
 
 def test_anchors_merges_and_aliases_are_followed() -> None:
@@ -74,7 +74,7 @@ tenants:
   - <<: [*base, {name: b}]
   - *other
 """
-    assert read(text)["tenants"] == [
+    assert parse(text)["tenants"] == [
         {"mode": "off", "lanes": 2, "name": "a"},
         {"mode": "on", "lanes": 2, "name": "b"},
         [1, 2],
@@ -109,24 +109,24 @@ tenants:
         (b"a: " + b"x" * strict_yaml.MAX_FILE_BYTES, "plans.yaml:1: must be at most 16 MiB"),
     ],
 )
-def test_what_is_no_configuration_is_refused_by_its_line(text: str | bytes, message: str) -> None:
-    assert message in refusal(text)
+def test_an_invalid_file_is_refused_with_its_line(text: str | bytes, message: str) -> None:
+    assert message in error_of(text)
 
 
 def test_nesting_up_to_the_bound_is_read() -> None:
-    read("[" * 64 + "]" * 64)
+    parse("[" * 64 + "]" * 64)
 
 
 def test_aliases_count_as_often_as_they_are_used() -> None:
     lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
     lines += [f"a{at}: &a{at} [{', '.join([f'*a{at - 1}'] * 10)}]" for at in range(1, 9)]
-    assert "plans.yaml:6: holds more than 1000000 values" in refusal("\n".join(lines))
+    assert "plans.yaml:6: holds more than 1000000 values" in error_of("\n".join(lines))
 
 
 def test_merges_count_as_often_as_they_are_used() -> None:
     lines = ["a0: &a0 {" + ", ".join(f"f{at}: 1" for at in range(1_000)) + "}", "b:"]
     lines += ["  - {<<: *a0}"] * 1_100
-    assert "holds more than 1000000 values" in refusal("\n".join(lines))
+    assert "holds more than 1000000 values" in error_of("\n".join(lines))
 
 
 def test_every_field_has_its_line() -> None:
@@ -174,4 +174,4 @@ VALUES = st.recursive(
 
 @given(value=VALUES)
 def test_what_is_written_is_read_as_the_same(value: Any) -> None:
-    assert read(strict_yaml.dump_yaml(value)) == value
+    assert parse(strict_yaml.dump_yaml(value)) == value

@@ -1,4 +1,4 @@
-"""The audit log: every change has one entry, which says who, when, what was and what is."""
+"""The audit log: every change has one entry with its actor, its time, and the entity before and after."""
 
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
@@ -43,7 +43,7 @@ BLOCKED = {"burst": "blocked"}
 Change = Callable[[Edit, Customer], Awaitable[Any]]
 
 
-def own(customer: Customer, **fields: Any) -> dict[str, Any]:
+def with_tenant(customer: Customer, **fields: Any) -> dict[str, Any]:
     return {"tenant_id": customer.tenant.id, **fields}
 
 
@@ -52,13 +52,13 @@ CHANGES: list[tuple[str, Change]] = [
     ("tenant.update", lambda edit, c: edit.update(Tenant, c.tenant.id, {"mode": "off"})),
     ("tenant.delete", lambda edit, c: edit.delete(Tenant, c.tenant.id)),
     ("tenant.update", lambda edit, _: edit.update(Tenant, OPERATOR, {"mode": "off"})),
-    ("plan.create", lambda edit, c: edit.create(Plan, own(c, name="gold", limits="5/minute"))),
+    ("plan.create", lambda edit, c: edit.create(Plan, with_tenant(c, name="gold", limits="5/minute"))),
     ("plan.update", lambda edit, c: edit.update(Plan, c.plan.id, {"limits": "burst=5/minute"})),
     ("plan.rollback", lambda edit, c: edit.roll_back_plan(c.plan.id)),
-    ("policy.create", lambda edit, c: edit.create(Policy, own(c, resource="*", plan_id=c.plan.id))),
+    ("policy.create", lambda edit, c: edit.create(Policy, with_tenant(c, resource="*", plan_id=c.plan.id))),
     ("policy.update", lambda edit, c: edit.update(Policy, c.policy.id, {"mode": "off"})),
     ("policy.delete", lambda edit, c: edit.delete(Policy, c.policy.id)),
-    ("key.create", lambda edit, c: edit.create_key(own(c, name="app"))),
+    ("key.create", lambda edit, c: edit.create_key(with_tenant(c, name="app"))),
     ("key.update", lambda edit, c: edit.update(Key, c.key.id, {"metadata": {"a": 1}})),
     ("key.rotate", lambda edit, c: edit.rotate_key(c.key.id, 60)),
     ("key.disable", lambda edit, c: edit.disable_key(c.key.id)),
@@ -66,8 +66,11 @@ CHANGES: list[tuple[str, Change]] = [
     ("token.create", lambda edit, _: edit.create_token({"name": "everyones"})),
     ("token.update", lambda edit, c: edit.update(Token, c.token.id, {"scopes": ["write"]})),
     ("token.delete", lambda edit, c: edit.delete(Token, c.token.id)),
-    ("override.create", lambda edit, c: edit.set_override(own(c, subject="s", limits=BLOCKED, ttl_seconds=60))),
-    ("override.update", lambda edit, c: edit.set_override(own(c, subject="user:42", limits=BLOCKED, ttl_seconds=60))),
+    ("override.create", lambda edit, c: edit.set_override(with_tenant(c, subject="s", limits=BLOCKED, ttl_seconds=60))),
+    (
+        "override.update",
+        lambda edit, c: edit.set_override(with_tenant(c, subject="user:42", limits=BLOCKED, ttl_seconds=60)),
+    ),
     ("override.update", lambda edit, c: edit.update(Override, c.override.id, {"reason": "because"})),
     ("override.delete", lambda edit, c: edit.delete(Override, c.override.id)),
 ]
@@ -87,7 +90,7 @@ async def customer(catalog: Catalog) -> Customer:
 
 
 async def test_every_change_has_one_entry(catalog: Catalog, customer: Customer, clock: ManualClock) -> None:
-    """Each in an edit of its own; what is deleted last is all gone."""
+    """Each change is an edit of its own."""
     changes = sorted(CHANGES, key=lambda change: ("delete" in change[0], change[0] == "tenant.delete"))
     for number, (action, change) in enumerate(changes):
         clock.advance_us(1_000_000)
@@ -102,14 +105,14 @@ async def test_every_change_has_one_entry(catalog: Catalog, customer: Customer, 
         assert entry.tenant_id == (changed.id if isinstance(changed, Tenant) else getattr(changed, "tenant_id", None))
         is_new, is_gone = action.endswith(".create"), action.endswith(".delete")
         assert (entry.before is None, entry.after is None) == (is_new, is_gone)
-        told = entry.before if is_gone else entry.after
-        assert told == msgspec.json.decode(msgspec.json.encode(to_public_dict(changed))), action
+        recorded = entry.before if is_gone else entry.after
+        assert recorded == msgspec.json.decode(msgspec.json.encode(to_public_dict(changed))), action
         if entry.before is not None and entry.after is not None:
             assert entry.after["version"] == entry.before["version"] + 1
             assert entry.after != entry.before
 
 
-async def test_what_was_and_what_is_can_be_told_apart(catalog: Catalog, customer: Customer) -> None:
+async def test_before_and_after_differ(catalog: Catalog, customer: Customer) -> None:
     await update(catalog, customer.plan, {"limits": "burst=7/minute", "name": "gold"})
     entry = (await audit_of(catalog))[-1]
     assert entry.before is not None
@@ -125,18 +128,18 @@ async def test_a_change_that_is_refused_has_no_entry(catalog: Catalog, customer:
     refused: list[Change] = [
         lambda edit, _: edit.create(Tenant, {"name": "acme"}),
         lambda edit, _: edit.create(Tenant, {"name": "a b"}),
-        lambda edit, c: edit.create(Plan, own(c, name="free", limits="1/minute")),
-        lambda edit, c: edit.create(Plan, own(c, name="new", limits="nonsense")),
-        lambda edit, c: edit.create(Policy, own(c, resource="GET:/orders/{x}", plan_id=c.plan.id)),
+        lambda edit, c: edit.create(Plan, with_tenant(c, name="free", limits="1/minute")),
+        lambda edit, c: edit.create(Plan, with_tenant(c, name="new", limits="nonsense")),
+        lambda edit, c: edit.create(Policy, with_tenant(c, resource="GET:/orders/{x}", plan_id=c.plan.id)),
         lambda edit, c: edit.update(Plan, c.plan.id, {"limits": "1/minute"}, version=1),
         lambda edit, c: edit.delete(Plan, c.plan.id),
         lambda edit, _: edit.delete(Tenant, OPERATOR),
-        lambda edit, c: edit.create_key(own(c, name="a b")),
+        lambda edit, c: edit.create_key(with_tenant(c, name="a b")),
         lambda edit, c: edit.rotate_key(c.key.id, -1),
         lambda edit, _: edit.rotate_key("key_none"),
         lambda edit, c: edit.disable_key(c.key.id, version=9),
         lambda edit, c: edit.create_token({"name": c.token.name}),
-        lambda edit, c: edit.set_override(own(c, subject="", limits=BLOCKED, ttl_seconds=60)),
+        lambda edit, c: edit.set_override(with_tenant(c, subject="", limits=BLOCKED, ttl_seconds=60)),
         lambda edit, c: edit.roll_back_plan(c.plan.id, 99),
     ]
     for change in refused:
@@ -155,8 +158,8 @@ async def test_the_entries_of_one_edit_have_one_time(catalog: Catalog, clock: Ma
     assert first.at == second.at == to_datetime(clock.now_us()) - timedelta(seconds=1)
 
 
-async def test_whose_an_entry_is(catalog: Catalog) -> None:
-    """A token of all tenants is nobody's, a plan of the operator's is the operator's."""
+async def test_an_entry_names_the_tenant_that_owns_the_entity(catalog: Catalog) -> None:
+    """A token of all tenants has no tenant, and a plan of the operator belongs to the operator."""
     tenant = await new_tenant(catalog)
     await new_token(catalog, "everyones")
     await new_token(catalog, "acmes", tenant_id=tenant.id)
@@ -165,7 +168,7 @@ async def test_whose_an_entry_is(catalog: Catalog) -> None:
 
 
 async def test_an_entry_has_a_null_where_there_was_or_is_nothing(catalog: Catalog, database: Database) -> None:
-    """For whoever asks the database itself."""
+    """Readers of the database see NULL, not the JSON text null."""
     tenant = await new_tenant(catalog)
     async with catalog.edit(ACTOR) as edit:
         await edit.delete(Tenant, tenant.id)

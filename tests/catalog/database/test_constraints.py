@@ -1,4 +1,4 @@
-"""What must always hold, tried to be broken with plain SQL: the database itself refuses it, whoever asks."""
+"""The invariants of the schema: the database itself refuses plain SQL that would break them."""
 
 import re
 from itertools import groupby
@@ -24,7 +24,7 @@ from tests.catalog.factories import (
 
 HASH = "0" * 64
 
-# In the words of both databases.
+# The words with which both databases refuse a row.
 CHECK = "check constraint"
 FOREIGN = "foreign key constraint"
 UNIQUE = "unique constraint"
@@ -33,7 +33,7 @@ APPEND_ONLY = "append-only"
 
 
 async def names(catalog: Catalog) -> dict[str, Any]:
-    """Two tenants with one of everything, and a plan of the operator's."""
+    """Create two tenants with one of everything and a plan of the operator, and return their ids."""
     acme, globex = await new_customer(catalog, "acme"), await new_customer(catalog, "globex")
     other = await new_plan(catalog, acme.tenant.id, "other")
     await new_policy(catalog, other, "POST:*")
@@ -75,7 +75,7 @@ BREAKS = [
     ("two plans of one name", UNIQUE, "UPDATE plans SET name = 'free' WHERE id = :other_plan"),
     ("a plan with an empty name", CHECK, "UPDATE plans SET name = '' WHERE id = :plan"),
     ("a plan at version 0", CHECK, "UPDATE plans SET version = 0 WHERE id = :plan"),
-    ("a plan of nobody", NOT_NULL, "UPDATE plans SET tenant_id = NULL WHERE id = :plan"),
+    ("a plan without a tenant", NOT_NULL, "UPDATE plans SET tenant_id = NULL WHERE id = :plan"),
     ("a plan of an unknown tenant", FOREIGN, "UPDATE plans SET tenant_id = 'none', name = 'x' WHERE id = :other_plan"),
     ("a plan in use given away", FOREIGN, "UPDATE plans SET tenant_id = :globex, name = 'x' WHERE id = :plan"),
     ("a plan in use removed", FOREIGN, "DELETE FROM plans WHERE id = :plan"),
@@ -88,7 +88,7 @@ BREAKS = [
     ("another's shadow plan", FOREIGN, "UPDATE policies SET shadow_plan_id = :their_plan WHERE id = :policy"),
     ("a policy given away", FOREIGN, "UPDATE policies SET tenant_id = :globex, pattern = 'x' WHERE id = :policy"),
     ("a policy without a plan", NOT_NULL, "UPDATE policies SET plan_id = NULL WHERE id = :policy"),
-    ("a policy of nobody", NOT_NULL, "UPDATE policies SET tenant_id = NULL WHERE id = :policy"),
+    ("a policy without a tenant", NOT_NULL, "UPDATE policies SET tenant_id = NULL WHERE id = :policy"),
     ("a policy of the operator", CHECK, "UPDATE policies SET tenant_id = 'operator' WHERE id = :policy"),
     ("a policy of an unknown mode", CHECK, "UPDATE policies SET mode = 'maybe' WHERE id = :policy"),
     ("a policy that raises", CHECK, "UPDATE policies SET failure = 'raise' WHERE id = :policy"),
@@ -96,7 +96,7 @@ BREAKS = [
     ("two policies of one pattern", UNIQUE, "UPDATE policies SET pattern = 'POST:*' WHERE id = :policy"),
     ("a policy at version 0", CHECK, "UPDATE policies SET version = 0 WHERE id = :policy"),
     # -- keys, tokens and their secrets
-    ("a key of nobody", NOT_NULL, "UPDATE keys SET tenant_id = NULL WHERE id = :key"),
+    ("a key without a tenant", NOT_NULL, "UPDATE keys SET tenant_id = NULL WHERE id = :key"),
     ("a key of an unknown tenant", FOREIGN, "UPDATE keys SET tenant_id = 'none', plan_id = NULL WHERE id = :key"),
     ("a key of the operator", CHECK, "UPDATE keys SET tenant_id = 'operator', plan_id = NULL WHERE id = :key"),
     ("a key with another's plan", FOREIGN, "UPDATE keys SET plan_id = :their_plan WHERE id = :key"),
@@ -108,7 +108,7 @@ BREAKS = [
     ("a token at version 0", CHECK, "UPDATE tokens SET version = 0 WHERE id = :token"),
     ("a token without scopes", NOT_NULL, "UPDATE tokens SET scopes = NULL WHERE id = :token"),
     ("a token removed from over its secret", FOREIGN, "DELETE FROM tokens WHERE id = :token"),
-    ("a secret of nobody", CHECK, "UPDATE secrets SET key_id = NULL WHERE key_id = :key"),
+    ("a secret without an owner", CHECK, "UPDATE secrets SET key_id = NULL WHERE key_id = :key"),
     ("a secret of two", CHECK, "UPDATE secrets SET token_id = :token WHERE key_id = :key"),
     ("a secret of an unknown key", FOREIGN, "UPDATE secrets SET key_id = 'none' WHERE key_id = :key"),
     ("a secret of an unknown token", FOREIGN, "UPDATE secrets SET token_id = 'none' WHERE token_id = :token"),
@@ -117,13 +117,13 @@ BREAKS = [
     ("a secret that is no hash", CHECK, "UPDATE secrets SET hash = 'abc' WHERE key_id = :key"),
     ("two secrets alike", UNIQUE, "UPDATE secrets SET hash = :hash"),
     # -- overrides
-    ("an override of nobody", NOT_NULL, "UPDATE overrides SET tenant_id = NULL WHERE id = :override"),
+    ("an override without a tenant", NOT_NULL, "UPDATE overrides SET tenant_id = NULL WHERE id = :override"),
     ("an override of an unknown tenant", FOREIGN, "UPDATE overrides SET tenant_id = 'none' WHERE id = :override"),
     ("an override of the operator", CHECK, "UPDATE overrides SET tenant_id = 'operator' WHERE id = :override"),
     ("two overrides of one subject", UNIQUE, "UPDATE overrides SET tenant_id = :acme WHERE id = :their_override"),
     ("an override without an end", NOT_NULL, "UPDATE overrides SET expires_at = NULL WHERE id = :override"),
     ("an override at version 0", CHECK, "UPDATE overrides SET version = 0 WHERE id = :override"),
-    # -- what is written down
+    # -- logs
     (
         "a second revision",
         CHECK,
@@ -136,15 +136,15 @@ BREAKS = [
     ),
     ("no revision", NOT_NULL, "UPDATE revision SET value = NULL"),
     ("an outbox row twice", UNIQUE, "INSERT INTO outbox SELECT * FROM outbox"),
-    ("an audit entry changed", APPEND_ONLY, "UPDATE audit SET actor = 'nobody' WHERE id = 1"),
-    ("the audit log changed", APPEND_ONLY, "UPDATE audit SET actor = 'nobody'"),
+    ("an audit entry changed", APPEND_ONLY, "UPDATE audit SET actor = 'intruder' WHERE id = 1"),
+    ("the audit log changed", APPEND_ONLY, "UPDATE audit SET actor = 'intruder'"),
     ("an audit entry removed", APPEND_ONLY, "DELETE FROM audit WHERE id = 1"),
     ("the audit log removed", APPEND_ONLY, "DELETE FROM audit"),
     ("an audit entry twice", f"{UNIQUE}|{APPEND_ONLY}", "INSERT INTO audit SELECT * FROM audit WHERE id = 1"),
     (
         "an audit entry changed by an insert",
         APPEND_ONLY,
-        "INSERT INTO audit SELECT * FROM audit WHERE id = 1 ON CONFLICT (id) DO UPDATE SET actor = 'nobody'",
+        "INSERT INTO audit SELECT * FROM audit WHERE id = 1 ON CONFLICT (id) DO UPDATE SET actor = 'intruder'",
     ),
 ]
 
@@ -155,7 +155,7 @@ def table_of(statement: str) -> str:
     return found[1]
 
 
-async def test_the_database_itself_refuses_what_makes_no_sense(catalog: Catalog, database: Database) -> None:
+async def test_the_database_itself_refuses_invalid_rows(catalog: Catalog, database: Database) -> None:
     known = await names(catalog)
     before = await table_contents(database)
     wrong: dict[str, str] = {}
@@ -186,20 +186,20 @@ async def test_the_audit_log_of_postgres_can_not_be_truncated(postgres_url: str)
 
 
 async def test_an_audit_entry_of_sqlite_can_not_be_replaced(tmp_path: Path) -> None:
-    """Its REPLACE removes the old row without asking the trigger that forbids to."""
-    values = "(id, at, actor, action, entity_id) VALUES (1, '2020-01-01 00:00:00.000000', 'nobody', 'x', 'x')"
+    """SQLite's REPLACE deletes the old row without firing the trigger that forbids it."""
+    values = "(id, at, actor, action, entity_id) VALUES (1, '2020-01-01 00:00:00.000000', 'intruder', 'x', 'x')"
     async with open_database(f"sqlite:///{tmp_path}/catalog.db") as database:
         await database.upgrade()
         await new_tenant(Catalog(database))
         before = await table_contents(database)
-        for statement in ("UPDATE OR REPLACE audit SET actor = 'nobody'", f"INSERT OR REPLACE INTO audit {values}"):
+        for statement in ("UPDATE OR REPLACE audit SET actor = 'intruder'", f"INSERT OR REPLACE INTO audit {values}"):
             with pytest.raises(CatalogError, match="append-only"):
                 await execute(database, statement)
             assert await table_contents(database) == before
 
 
 async def test_the_operator_stays_what_it_is(database: Database) -> None:
-    """As `tables.py` has it: plans and a mode, and nothing else."""
+    """It has only plans and a mode, as `tables.py` says."""
     before = await table_contents(database)
     for change in ("name = 'boss'", "suspended = true", "failure = 'open'", "priority = 'P0'"):
         with pytest.raises(Conflict, match=r"(?i)check"):
@@ -207,8 +207,8 @@ async def test_the_operator_stays_what_it_is(database: Database) -> None:
         assert await table_contents(database) == before
 
 
-async def test_what_makes_sense_is_not_refused(catalog: Catalog, database: Database) -> None:
-    """The statements above are refused for their values, not for being what they are."""
+async def test_valid_rows_are_not_refused(catalog: Catalog, database: Database) -> None:
+    """The statements above are refused for their values, not for their form."""
     known = await names(catalog)
     for statement in (
         "UPDATE tenants SET mode = 'off', default_plan_id = NULL WHERE id = 'operator'",
@@ -218,7 +218,7 @@ async def test_what_makes_sense_is_not_refused(catalog: Catalog, database: Datab
         "UPDATE keys SET plan_id = NULL, type = 'test' WHERE id = :key",
         "UPDATE tokens SET tenant_id = NULL WHERE id = :token",
         "UPDATE secrets SET pepper = 2, hash = :hash WHERE key_id = :key",
-        "UPDATE overrides SET subject = 'somebody else' WHERE id = :override",
+        "UPDATE overrides SET subject = 'another' WHERE id = :override",
         "INSERT INTO audit SELECT 1000, at, actor, action, tenant_id, entity_id, before, after FROM audit WHERE id = 1",
     ):
         await execute(database, statement, **used(known, statement))

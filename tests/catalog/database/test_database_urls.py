@@ -1,4 +1,4 @@
-"""Which databases there are, and what is said of one that can't be used."""
+"""The URLs of databases, and the errors for a database that can't be used."""
 
 import contextlib
 
@@ -25,7 +25,7 @@ from tests.catalog.factories import open_database
         "postgresql://localhost:port/x",
     ],
 )
-def test_what_is_no_url_of_ours_is_refused(url: str) -> None:
+def test_an_unsupported_url_is_refused(url: str) -> None:
     with pytest.raises(InvalidInput) as refused:
         Database(url)
     assert refused.value.field == "database"
@@ -39,7 +39,7 @@ async def test_a_postgres_is_called_in_several_ways(postgres_url: str, scheme: s
 
 @pytest.mark.parametrize("options", ["sslmode=disable", "sslmode=prefer", "application_name=limitforge", "bogus=1"])
 async def test_options_that_others_put_into_urls_are_understood_or_refused(postgres_url: str, options: str) -> None:
-    """Whoever offers a Postgres hands out such URLs; the driver would fail over them with a TypeError."""
+    """Hosted Postgres services give out such URLs; the driver would fail on them with a TypeError."""
     url = postgres_url.replace("postgresql+asyncpg", "postgresql")
     with contextlib.suppress(InvalidInput):
         async with open_database(f"{url}?{options}") as database:
@@ -47,7 +47,7 @@ async def test_options_that_others_put_into_urls_are_understood_or_refused(postg
 
 
 async def test_a_database_that_is_not_there_is_unavailable_and_says_which() -> None:
-    async with open_database("postgresql://somebody:a-password@127.0.0.1:1/nowhere") as database:
+    async with open_database("postgresql://someone:a-password@127.0.0.1:1/nowhere") as database:
         with pytest.raises(CatalogUnavailable, match=r"nowhere at 127\.0\.0\.1:1") as refused:
             await Catalog(database).get(Tenant, "operator")
         assert "a-password" not in str(refused.value)
@@ -56,7 +56,7 @@ async def test_a_database_that_is_not_there_is_unavailable_and_says_which() -> N
 
 
 async def test_a_database_that_does_not_exist_is_not_one_without_a_schema(postgres_url: str) -> None:
-    """No upgrade would help."""
+    """The error does not suggest an upgrade, which would not help."""
     async with open_database(f"{postgres_url.rpartition('/')[0]}/nowhere") as database:
         with pytest.raises(CatalogUnavailable, match="nowhere") as refused:
             await Catalog(database).get(Tenant, "operator")

@@ -67,12 +67,12 @@ async def test_an_edit_of_many_changes_is_one_revision_with_an_entry_for_each(ca
     assert await rows(catalog.database, "SELECT value FROM revision") == [(edit.revision,)]
 
 
-class Mine(Exception):
-    """An error of the caller's own."""
+class CallerError(Exception):
+    """An error that the caller raises inside an edit."""
 
 
 ERRORS: list[BaseException] = [
-    Mine("mine"),
+    CallerError("mine"),
     ValueError("mine"),
     FileNotFoundError("mine"),
     ConnectionError("mine"),
@@ -86,14 +86,14 @@ ERRORS: list[BaseException] = [
 async def test_an_error_that_leaves_the_block_undoes_everything_and_stays_what_it_is(
     catalog: Catalog, database: Database
 ) -> None:
-    """A file that the caller can't open is no database that can't serve."""
+    """An OSError of the caller is not taken for an unavailable database."""
     await new_customer(catalog)
     before = await table_contents(database)
     became: dict[str, str] = {}
     for error in ERRORS:
         try:
             await change_everything_and(catalog, raising(error))
-        except BaseException as raised:  # noqa: BLE001 - that is the question
+        except BaseException as raised:  # noqa: BLE001 - the test compares any error
             if raised is not error:
                 became[repr(error)] = repr(raised)
         assert await table_contents(database) == before
@@ -121,7 +121,7 @@ async def test_a_refusal_in_the_middle_undoes_what_came_before_it(catalog: Catal
 
 
 async def test_a_refusal_that_the_caller_handles_spoils_nothing(catalog: Catalog) -> None:
-    """Refused in Python, before the database is asked: the edit goes on without it."""
+    """The check in Python fails before the database does, so the edit can continue."""
     await new_customer(catalog)
     async with catalog.edit(ACTOR) as edit:
         for name in ("globex", "acme", "initech"):
@@ -132,7 +132,7 @@ async def test_a_refusal_that_the_caller_handles_spoils_nothing(catalog: Catalog
 
 
 async def test_an_edit_that_is_cancelled_leaves_nothing_and_holds_nothing(catalog: Catalog, database: Database) -> None:
-    """More often than there are connections, and at each of its awaits."""
+    """Cancel more edits than there are connections, and at each await."""
     await new_customer(catalog)
     before = await table_contents(database)
 
@@ -153,20 +153,20 @@ async def test_an_edit_that_is_cancelled_leaves_nothing_and_holds_nothing(catalo
         await asyncio.gather(*(new_tenant(catalog, f"afterwards-{number}") for number in range(15)))
 
 
-async def test_who_is_told_of_a_change_finds_it_committed(catalog: Catalog, database: Database) -> None:
-    told: list[list[Announcement]] = []
+async def test_a_commit_listener_sees_the_committed_change(catalog: Catalog, database: Database) -> None:
+    commits: list[list[Announcement]] = []
 
-    async def changed(announcements: Any) -> None:
-        told.append(list(announcements))
+    async def on_commit(announcements: Any) -> None:
+        commits.append(list(announcements))
         assert (await catalog.get_by_name_or_id(Tenant, "acme")).name == "acme"
 
-    catalog.on_commit = changed
+    catalog.on_commit = on_commit
     await new_tenant(catalog, "acme")
-    assert len(told) == 1
-    with pytest.raises(Mine):
+    assert len(commits) == 1
+    with pytest.raises(CallerError):
         async with catalog.edit(ACTOR):
-            raise Mine
-    assert len(told) == 1
+            raise CallerError
+    assert len(commits) == 1
 
 
 async def test_an_actor_must_have_a_name_that_can_be_printed(catalog: Catalog, database: Database) -> None:
@@ -186,7 +186,7 @@ async def test_an_actor_must_have_a_name_that_can_be_printed(catalog: Catalog, d
 # -- killed
 
 
-async def doomed(url: str, death: str | None, connection: Connection) -> None:
+async def edit_until_killed(url: str, death: str | None, connection: Connection) -> None:
     async with open_database(url) as database:
         catalog = Catalog(database, peppers=Peppers.parse(PEPPERS))
         async with catalog.edit("test:doomed") as edit:
@@ -195,17 +195,17 @@ async def doomed(url: str, death: str | None, connection: Connection) -> None:
                 await edit.finish()
             if death is not None:
                 connection.send("now")
-                await asyncio.to_thread(connection.recv)  # killed while it waits
+                await asyncio.to_thread(connection.recv)  # it is killed while it waits
         connection.send("done")
         await asyncio.to_thread(connection.recv)
 
 
 def work(connection: Connection, url: str, death: str | None) -> None:
-    asyncio.run(doomed(url, death, connection))
+    asyncio.run(edit_until_killed(url, death, connection))
 
 
 async def killed(url: str, death: str | None, meanwhile: Callable[[], Awaitable[None]] | None = None) -> None:
-    """A process that edits, killed as soon as it says that it has come so far."""
+    """Start a process that edits, and kill it when it reports that it has reached the given step."""
     with child_process(work, url, death) as process:
         assert await asyncio.to_thread(process.receive) == ("done" if death is None else "now")
         if meanwhile is not None:

@@ -132,7 +132,7 @@ POLICIES: Wrong = [
 
 
 async def outcomes(database: Database, make: Make, wrong: Wrong) -> Wrong:
-    """What is said of each."""
+    """Return the error that each field gets."""
     found: Wrong = []
     before = await table_contents(database)
     for fields, _ in wrong:
@@ -141,19 +141,19 @@ async def outcomes(database: Database, make: Make, wrong: Wrong) -> Wrong:
             said = "was not refused"
         except (InvalidInput, NotFound, Conflict) as refused:
             said = field_of(refused)
-        except Exception as error:  # noqa: BLE001 - whatever else it was is told
+        except Exception as error:  # noqa: BLE001 - any other error is reported
             said = repr(error)
         found.append((fields, said))
     assert await table_contents(database) == before
     return found
 
 
-def only_wrong(told: Wrong, wrong: Wrong) -> Wrong:
-    return [one for one, other in zip(told, wrong, strict=True) if one != other]
+def differing(outcomes: Wrong, wrong: Wrong) -> Wrong:
+    return [one for one, other in zip(outcomes, wrong, strict=True) if one != other]
 
 
 def changeable(wrong: Wrong, *fixed: str) -> Wrong:
-    """Those that an update may be tried with."""
+    """Return the cases that an update may be tried with."""
     return [(fields, field) for fields, field in wrong if not set(fixed) & set(fields)]
 
 
@@ -167,8 +167,8 @@ async def test_wrong_fields_of_a_tenant(catalog: Catalog, database: Database) ->
     async def change(fields: dict[str, Any]) -> None:
         await update(catalog, customer.tenant, fields)
 
-    assert only_wrong(await outcomes(database, create, TENANTS), TENANTS) == []
-    assert only_wrong(await outcomes(database, change, TENANTS), TENANTS) == []
+    assert differing(await outcomes(database, create, TENANTS), TENANTS) == []
+    assert differing(await outcomes(database, change, TENANTS), TENANTS) == []
 
 
 @one_database
@@ -181,9 +181,9 @@ async def test_wrong_fields_of_a_plan(catalog: Catalog, database: Database) -> N
     async def change(fields: dict[str, Any]) -> None:
         await update(catalog, customer.plan, fields)
 
-    assert only_wrong(await outcomes(database, create, PLANS), PLANS) == []
+    assert differing(await outcomes(database, create, PLANS), PLANS) == []
     wrong = changeable(PLANS, "tenant_id")
-    assert only_wrong(await outcomes(database, change, wrong), wrong) == []
+    assert differing(await outcomes(database, change, wrong), wrong) == []
 
 
 @one_database
@@ -196,6 +196,6 @@ async def test_wrong_fields_of_a_policy(catalog: Catalog, database: Database) ->
     async def change(fields: dict[str, Any]) -> None:
         await update(catalog, customer.policy, fields)
 
-    assert only_wrong(await outcomes(database, create, POLICIES), POLICIES) == []
+    assert differing(await outcomes(database, create, POLICIES), POLICIES) == []
     wrong = changeable(POLICIES, "tenant_id")
-    assert only_wrong(await outcomes(database, change, wrong), wrong) == []
+    assert differing(await outcomes(database, change, wrong), wrong) == []

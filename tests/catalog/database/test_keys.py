@@ -1,4 +1,4 @@
-"""API keys: made once, rotated with a grace period, disabled, revoked."""
+"""API keys: created, rotated with a grace period, disabled, revoked."""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
@@ -33,8 +33,8 @@ HOUR_US = 3_600_000_000
 HOUR = timedelta(hours=1)
 
 
-async def is_good(catalog: Catalog, credential: Credential | str) -> bool:
-    """Whether a node that knows nothing yet would recognise it now."""
+async def is_accepted(catalog: Catalog, credential: Credential | str) -> bool:
+    """Return True if a process with an empty cache would accept the key now."""
     assert catalog.peppers is not None
     try:
         presented = catalog.parse_credential(credential if isinstance(credential, str) else credential.text)
@@ -46,12 +46,12 @@ async def is_good(catalog: Catalog, credential: Credential | str) -> bool:
     return True
 
 
-async def rotated(catalog: Catalog, key: Key, grace_seconds: Any = 0, **options: Any) -> tuple[Key, Credential]:
+async def rotate(catalog: Catalog, key: Key, grace_seconds: Any = 0, **options: Any) -> tuple[Key, Credential]:
     async with catalog.edit(ACTOR) as edit:
         return await edit.rotate_key(key.id, grace_seconds, **options)
 
 
-# -- making
+# -- creation
 
 
 async def test_a_key_needs_a_tenant_and_a_name(catalog: Catalog) -> None:
@@ -63,7 +63,7 @@ async def test_a_key_needs_a_tenant_and_a_name(catalog: Catalog) -> None:
     assert (key.plan_id, key.expires_at, key.metadata, key.disabled, key.last_used_at) == (None, None, {}, False, None)
     assert key.scopes == (KeyScope.CHECK, KeyScope.USAGE, KeyScope.PLANS)
     assert [secret.pepper for secret in key.secrets] == [1]
-    assert await is_good(catalog, credential)
+    assert await is_accepted(catalog, credential)
 
 
 async def test_every_field_of_a_key_is_kept(catalog: Catalog, clock: ManualClock) -> None:
@@ -91,7 +91,7 @@ async def test_every_field_of_a_key_is_kept(catalog: Catalog, clock: ManualClock
     assert await catalog.get(Key, key.id) == changed
     assert (changed.name, changed.plan_id, changed.expires_at, changed.type) == ("app", None, None, "test")
     assert changed.secrets == key.secrets
-    assert await is_good(catalog, credential)
+    assert await is_accepted(catalog, credential)
 
 
 async def test_several_keys_may_have_one_name(catalog: Catalog) -> None:
@@ -122,7 +122,7 @@ async def test_a_key_stays_its_tenants_and_of_its_kind(catalog: Catalog, databas
 
 
 @one_database
-async def test_what_makes_no_sense_is_refused_by_its_name(catalog: Catalog, database: Database) -> None:
+async def test_an_invalid_field_is_refused_by_its_name(catalog: Catalog, database: Database) -> None:
     customer = await new_customer(catalog)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"name": ""}, "name"),
@@ -152,7 +152,7 @@ async def test_what_makes_no_sense_is_refused_by_its_name(catalog: Catalog, data
         ({"version": 7}, "version"),
         ({"bogus": 1}, "bogus"),
     ]
-    assert await refusals(catalog, customer.tenant.id, [fields for fields, _ in wrong]) == wrong
+    assert await errors_of(catalog, customer.tenant.id, [fields for fields, _ in wrong]) == wrong
     before = await table_contents(database)
     for fields, field in wrong:
         if field not in ("type", "id", "version"):
@@ -161,10 +161,10 @@ async def test_what_makes_no_sense_is_refused_by_its_name(catalog: Catalog, data
     assert await table_contents(database) == before
 
 
-async def refusals(
+async def errors_of(
     catalog: Catalog, tenant_id: str, attempts: list[dict[str, Any]]
 ) -> list[tuple[Mapping[str, Any], str]]:
-    """What is said of each, and that it left nothing behind."""
+    """Return the error of each case, after checking that nothing was written."""
     before = await table_contents(catalog.database)
     outcomes: list[tuple[Mapping[str, Any], str]] = []
     for fields in attempts:
@@ -173,7 +173,7 @@ async def refusals(
             outcomes.append((fields, "was not refused"))
         except InvalidInput as refused:
             outcomes.append((fields, refused.field))
-        except Exception as error:  # noqa: BLE001 - whatever else it was is told
+        except Exception as error:  # noqa: BLE001 - any other error is reported
             outcomes.append((fields, repr(error)))
     assert await table_contents(catalog.database) == before
     return outcomes
@@ -213,7 +213,7 @@ UNCARRIABLE: dict[str, dict[str, Any]] = {
 
 
 async def test_metadata_that_could_not_be_carried_everywhere_is_refused(catalog: Catalog) -> None:
-    """By either database as JSON, and to other nodes as MessagePack: whatever is taken must come back the same."""
+    """Databases store metadata as JSON, and copies in Redis as MessagePack: both must return equal values."""
     tenant = await new_tenant(catalog)
     before = await table_contents(catalog.database)
     outcomes: dict[str, str] = {}
@@ -224,7 +224,7 @@ async def test_metadata_that_could_not_be_carried_everywhere_is_refused(catalog:
         except InvalidInput as refused:
             if refused.field != "metadata":
                 outcomes[what] = refused.field
-        except Exception as error:  # noqa: BLE001 - whatever else it was is told
+        except Exception as error:  # noqa: BLE001 - any other error is reported
             outcomes[what] = repr(error)
     assert outcomes == {}
     assert await table_contents(catalog.database) == before
@@ -261,9 +261,9 @@ async def test_a_key_is_good_until_exactly_its_end(catalog: Catalog, clock: Manu
     tenant = await new_tenant(catalog)
     _, credential = await new_key(catalog, tenant.id, expires_at=to_datetime(clock.now_us()) + HOUR)
     clock.advance_us(HOUR_US - 1)
-    assert await is_good(catalog, credential)
+    assert await is_accepted(catalog, credential)
     clock.advance_us(1)
-    assert not await is_good(catalog, credential)
+    assert not await is_accepted(catalog, credential)
 
 
 async def test_the_end_of_a_key_may_be_moved(catalog: Catalog, clock: ManualClock) -> None:
@@ -271,9 +271,9 @@ async def test_the_end_of_a_key_may_be_moved(catalog: Catalog, clock: ManualCloc
     key, credential = await new_key(catalog, tenant.id, expires_at=to_datetime(clock.now_us()) + HOUR)
     clock.advance_us(2 * HOUR_US)
     await update(catalog, key, {"expires_at": None})
-    assert await is_good(catalog, credential)
+    assert await is_accepted(catalog, credential)
     await update(catalog, key, {"expires_at": to_datetime(clock.now_us())})
-    assert not await is_good(catalog, credential)
+    assert not await is_accepted(catalog, credential)
 
 
 # -- rotation
@@ -282,8 +282,8 @@ async def test_the_end_of_a_key_may_be_moved(catalog: Catalog, clock: ManualCloc
 async def test_without_grace_the_old_secret_ends_at_once(catalog: Catalog) -> None:
     tenant = await new_tenant(catalog)
     key, old = await new_key(catalog, tenant.id)
-    after, new = await rotated(catalog, key)
-    assert (await is_good(catalog, old), await is_good(catalog, new)) == (False, True)
+    after, new = await rotate(catalog, key)
+    assert (await is_accepted(catalog, old), await is_accepted(catalog, new)) == (False, True)
     assert (new.id, after.version, len(after.secrets)) == (old.id, 2, 1)
     assert new.text != old.text
     assert len(await rows(catalog.database, "SELECT hash FROM secrets")) == 1
@@ -292,12 +292,12 @@ async def test_without_grace_the_old_secret_ends_at_once(catalog: Catalog) -> No
 async def test_with_grace_the_old_secret_works_until_exactly_its_end(catalog: Catalog, clock: ManualClock) -> None:
     tenant = await new_tenant(catalog)
     key, old = await new_key(catalog, tenant.id)
-    _, new = await rotated(catalog, key, 3_600)
-    assert (await is_good(catalog, old), await is_good(catalog, new)) == (True, True)
+    _, new = await rotate(catalog, key, 3_600)
+    assert (await is_accepted(catalog, old), await is_accepted(catalog, new)) == (True, True)
     clock.advance_us(HOUR_US - 1)
-    assert (await is_good(catalog, old), await is_good(catalog, new)) == (True, True)
+    assert (await is_accepted(catalog, old), await is_accepted(catalog, new)) == (True, True)
     clock.advance_us(1)
-    assert (await is_good(catalog, old), await is_good(catalog, new)) == (False, True)
+    assert (await is_accepted(catalog, old), await is_accepted(catalog, new)) == (False, True)
 
 
 async def test_a_grace_period_may_be_of_any_length_up_to_a_year(catalog: Catalog, clock: ManualClock) -> None:
@@ -305,51 +305,51 @@ async def test_a_grace_period_may_be_of_any_length_up_to_a_year(catalog: Catalog
     graces: list[Any] = [0.001, "0.5", 86_400, 366 * 86_400]
     for grace in graces:
         key, old = await new_key(catalog, tenant.id)
-        await rotated(catalog, key, grace)
+        await rotate(catalog, key, grace)
         clock.advance_us(int(float(grace) * 1e6) - 1)
-        assert await is_good(catalog, old)
+        assert await is_accepted(catalog, old)
         clock.advance_us(1)
-        assert not await is_good(catalog, old)
+        assert not await is_accepted(catalog, old)
 
 
 async def test_rotating_twice_keeps_each_secret_for_its_own_grace(catalog: Catalog, clock: ManualClock) -> None:
     tenant = await new_tenant(catalog)
     key, first = await new_key(catalog, tenant.id)
-    _, second = await rotated(catalog, key, 3_600)
+    _, second = await rotate(catalog, key, 3_600)
     clock.advance_us(HOUR_US // 2)
-    _, third = await rotated(catalog, key, 3_600)
-    assert [await is_good(catalog, each) for each in (first, second, third)] == [True, True, True]
+    _, third = await rotate(catalog, key, 3_600)
+    assert [await is_accepted(catalog, each) for each in (first, second, third)] == [True, True, True]
     clock.advance_us(HOUR_US // 2)  # the first one's end, which the second rotation did not move
-    assert [await is_good(catalog, each) for each in (first, second, third)] == [False, True, True]
+    assert [await is_accepted(catalog, each) for each in (first, second, third)] == [False, True, True]
     clock.advance_us(HOUR_US // 2)
-    assert [await is_good(catalog, each) for each in (first, second, third)] == [False, False, True]
+    assert [await is_accepted(catalog, each) for each in (first, second, third)] == [False, False, True]
 
 
 async def test_a_shorter_grace_shortens_an_earlier_one(catalog: Catalog, clock: ManualClock) -> None:
     tenant = await new_tenant(catalog)
     key, first = await new_key(catalog, tenant.id)
-    _, second = await rotated(catalog, key, 86_400)
-    _, third = await rotated(catalog, key, 60)
+    _, second = await rotate(catalog, key, 86_400)
+    _, third = await rotate(catalog, key, 60)
     clock.advance_us(60_000_000 - 1)
-    assert [await is_good(catalog, each) for each in (first, second, third)] == [True, True, True]
+    assert [await is_accepted(catalog, each) for each in (first, second, third)] == [True, True, True]
     clock.advance_us(1)
-    assert [await is_good(catalog, each) for each in (first, second, third)] == [False, False, True]
+    assert [await is_accepted(catalog, each) for each in (first, second, third)] == [False, False, True]
 
 
 async def test_without_grace_all_the_old_secrets_end(catalog: Catalog) -> None:
     tenant = await new_tenant(catalog)
     key, first = await new_key(catalog, tenant.id)
-    _, second = await rotated(catalog, key, 86_400)
-    _, third = await rotated(catalog, key, 0)
-    assert [await is_good(catalog, each) for each in (first, second, third)] == [False, False, True]
+    _, second = await rotate(catalog, key, 86_400)
+    _, third = await rotate(catalog, key, 0)
+    assert [await is_accepted(catalog, each) for each in (first, second, third)] == [False, False, True]
 
 
 async def test_a_rotation_does_not_move_the_end_of_the_key(catalog: Catalog, clock: ManualClock) -> None:
     tenant = await new_tenant(catalog)
     key, old = await new_key(catalog, tenant.id, expires_at=to_datetime(clock.now_us()) + HOUR)
-    _, new = await rotated(catalog, key, 86_400)
+    _, new = await rotate(catalog, key, 86_400)
     clock.advance_us(HOUR_US)
-    assert [await is_good(catalog, each) for each in (old, new)] == [False, False]
+    assert [await is_accepted(catalog, each) for each in (old, new)] == [False, False]
 
 
 async def test_what_a_rotation_returns_is_what_is_read(catalog: Catalog, clock: ManualClock) -> None:
@@ -358,7 +358,7 @@ async def test_what_a_rotation_returns_is_what_is_read(catalog: Catalog, clock: 
     key, _ = await new_key(catalog, tenant.id)
     for grace in (3_600, 7_200, 60, 1_800):
         clock.advance_us(1_000_000)
-        key, credential = await rotated(catalog, key, grace)
+        key, credential = await rotate(catalog, key, grace)
         found = await catalog.get(Key, key.id)
         assert found.secrets[0].expires_at is None
         assert catalog.peppers is not None
@@ -369,7 +369,7 @@ async def test_what_a_rotation_returns_is_what_is_read(catalog: Catalog, clock: 
 async def test_the_newest_secret_is_the_first_even_if_all_are_of_one_moment(catalog: Catalog) -> None:
     tenant = await new_tenant(catalog)
     assert catalog.peppers is not None
-    for _ in range(5):  # their order must not be a matter of luck
+    for _ in range(5):  # their order must not depend on chance
         async with catalog.edit(ACTOR) as edit:
             key, _ = await edit.create_key({"tenant_id": tenant.id, "name": "web"})
             key, newest = await edit.rotate_key(key.id, 3_600)
@@ -382,12 +382,12 @@ async def test_a_secret_keeps_the_date_on_which_it_was_made(catalog: Catalog, cl
     tenant = await new_tenant(catalog)
     key, _ = await new_key(catalog, tenant.id)
     clock.advance_us(HOUR_US)
-    await rotated(catalog, key, 86_400)
+    await rotate(catalog, key, 86_400)
     made = await rows(catalog.database, "SELECT created_at FROM secrets ORDER BY created_at")
     assert len({str(at) for (at,) in made}) == 2
 
 
-async def test_a_grace_period_that_makes_no_sense_is_refused(catalog: Catalog, database: Database) -> None:
+async def test_an_invalid_grace_period_is_refused(catalog: Catalog, database: Database) -> None:
     tenant = await new_tenant(catalog)
     key, old = await new_key(catalog, tenant.id)
     before = await table_contents(database)
@@ -395,26 +395,26 @@ async def test_a_grace_period_that_makes_no_sense_is_refused(catalog: Catalog, d
     wrong: list[Any] = [-1, 0.0001, 366 * 86_400 + 1, float("nan"), float("inf"), True, "x", "", None, [], 2**70]
     for grace in wrong:
         try:
-            await rotated(catalog, key, grace)
+            await rotate(catalog, key, grace)
         except InvalidInput as refused:
             if refused.field != "grace_seconds":
                 outcomes[repr(grace)] = refused.field
-        except Exception as error:  # noqa: BLE001 - whatever else it was is told
+        except Exception as error:  # noqa: BLE001 - any other error is reported
             outcomes[repr(grace)] = repr(error)
         else:
             outcomes[repr(grace)] = "was not refused"
     assert outcomes == {}
     assert await table_contents(database) == before
-    assert await is_good(catalog, old)
+    assert await is_accepted(catalog, old)
 
 
-async def test_whoever_rotates_a_key_that_was_rotated_meanwhile_is_told(catalog: Catalog) -> None:
+async def test_rotating_a_key_that_was_rotated_meanwhile_is_a_conflict(catalog: Catalog) -> None:
     tenant = await new_tenant(catalog)
     key, _ = await new_key(catalog, tenant.id)
-    _, first = await rotated(catalog, key, version=1)
+    _, first = await rotate(catalog, key, version=1)
     with pytest.raises(VersionConflict):
-        await rotated(catalog, key, version=1)
-    assert await is_good(catalog, first)
+        await rotate(catalog, key, version=1)
+    assert await is_accepted(catalog, first)
 
 
 async def test_a_rotation_brings_in_the_new_pepper(catalog: Catalog, database: Database, clock: ManualClock) -> None:
@@ -422,13 +422,13 @@ async def test_a_rotation_brings_in_the_new_pepper(catalog: Catalog, database: D
     key, old = await new_key(catalog, tenant.id)
     first, second = "1:a pepper that the tests alone know", "2:another one that they alone know"
     both = Catalog(database, peppers=Peppers.parse(f"{first},{second}"), clock=clock)
-    assert await is_good(both, old)
-    after, new = await rotated(both, key, 3_600)
+    assert await is_accepted(both, old)
+    after, new = await rotate(both, key, 3_600)
     assert sorted(secret.pepper for secret in after.secrets) == [1, 2]
-    assert [await is_good(both, each) for each in (old, new)] == [True, True]
+    assert [await is_accepted(both, each) for each in (old, new)] == [True, True]
     later = Catalog(database, peppers=Peppers.parse(second), clock=clock)
-    assert [await is_good(later, each) for each in (old, new)] == [False, True]
-    assert [await is_good(catalog, each) for each in (old, new)] == [True, False]
+    assert [await is_accepted(later, each) for each in (old, new)] == [False, True]
+    assert [await is_accepted(catalog, each) for each in (old, new)] == [True, False]
 
 
 async def test_without_peppers_there_are_no_new_secrets(database: Database, catalog: Catalog) -> None:
@@ -439,7 +439,7 @@ async def test_without_peppers_there_are_no_new_secrets(database: Database, cata
         await new_key(bare, customer.tenant.id)
     assert refused.value.field == "peppers"
     with pytest.raises(InvalidInput, match="LIMITFORGE_PEPPERS"):
-        await rotated(bare, customer.key)
+        await rotate(bare, customer.key)
     assert await table_contents(database) == before
     assert (await update(bare, customer.key, {"name": "app"})).name == "app"
 
@@ -454,7 +454,7 @@ async def test_a_disabled_key_is_recognised_and_says_that_it_is(catalog: Catalog
         disabled = await edit.disable_key(key.id, version=1)
     assert (disabled.disabled, disabled.version) == (True, 2)
     assert await catalog.get(Key, key.id) == disabled
-    assert await is_good(catalog, credential)
+    assert await is_accepted(catalog, credential)
     before = await table_contents(database, leave_out=("outbox", "revision"))
     async with catalog.edit(ACTOR) as edit:
         assert await edit.disable_key(key.id) == disabled
@@ -477,22 +477,22 @@ async def test_a_disabled_key_can_be_rotated_and_stays_disabled(catalog: Catalog
     key, _ = await new_key(catalog, tenant.id)
     async with catalog.edit(ACTOR) as edit:
         await edit.disable_key(key.id)
-    after, _ = await rotated(catalog, key, 60)
+    after, _ = await rotate(catalog, key, 60)
     assert after.disabled
 
 
 async def test_a_deleted_key_is_gone_with_all_its_secrets(catalog: Catalog) -> None:
     tenant = await new_tenant(catalog)
     key, old = await new_key(catalog, tenant.id)
-    _, new = await rotated(catalog, key, 3_600)
+    _, new = await rotate(catalog, key, 3_600)
     _, other = await new_key(catalog, tenant.id, "other")
     await delete(catalog, key)
-    assert [await is_good(catalog, each) for each in (old, new, other)] == [False, False, True]
+    assert [await is_accepted(catalog, each) for each in (old, new, other)] == [False, False, True]
     assert len(await rows(catalog.database, "SELECT hash FROM secrets")) == 1
 
 
 async def test_the_secret_of_one_key_does_not_open_another(catalog: Catalog) -> None:
-    """Even if whoever has it puts the other's id, and a right checksum, on it."""
+    """Not even with the other key's id and a valid checksum."""
     tenant = await new_tenant(catalog)
     _, mine = await new_key(catalog, tenant.id)
     theirs, _ = await new_key(catalog, tenant.id)
@@ -500,7 +500,7 @@ async def test_the_secret_of_one_key_does_not_open_another(catalog: Catalog) -> 
     assert catalog.peppers is not None
     for forged in (body + catalog.peppers.checksum(body), body + credentials.crc_checksum(body)):
         assert catalog.parse_credential(forged).id == theirs.id.removeprefix("key_")
-        assert not await is_good(catalog, forged)
+        assert not await is_accepted(catalog, forged)
 
 
 # -- when it was last used
@@ -518,20 +518,20 @@ async def test_when_a_key_was_used_is_written_without_a_new_version(catalog: Cat
     assert await catalog.get(Key, other.id) == other
 
 
-# -- keys that were made elsewhere
+# -- keys that were generated elsewhere
 
 
 async def test_a_key_that_was_made_elsewhere_can_be_added(catalog: Catalog, database: Database) -> None:
-    """As a file has it: with what is kept of its secrets."""
+    """It is added with the hashes of its secrets, as from a file."""
     customer = await new_customer(catalog)
     _, credential = await new_key(catalog, customer.tenant.id)
     key = await catalog.get(Key, f"key_{credential.id}")
     await delete(catalog, key)
-    assert not await is_good(catalog, credential)
+    assert not await is_accepted(catalog, credential)
     async with catalog.edit(ACTOR) as edit:
         added = await edit.add_key(key)
     assert await catalog.get(Key, key.id) == added
-    assert await is_good(catalog, credential)
+    assert await is_accepted(catalog, credential)
     before = await table_contents(database)
     with pytest.raises(Conflict, match="already"):
         async with catalog.edit(ACTOR) as edit:
@@ -542,11 +542,11 @@ async def test_a_key_that_was_made_elsewhere_can_be_added(catalog: Catalog, data
     assert await table_contents(database) == before
     async with catalog.edit(ACTOR) as edit:
         await edit.set_secrets(key.id, [])
-    assert not await is_good(catalog, credential)
+    assert not await is_accepted(catalog, credential)
 
 
 async def test_a_key_whose_id_no_credential_could_carry_is_refused(catalog: Catalog) -> None:
-    """It could never be presented, and what a rotation of it makes could not be read."""
+    """Such a key could never be presented, and the key that a rotation returns could not be parsed."""
     customer = await new_customer(catalog)
     for identity in ("web", "key_short", "tok_0000000000000000", "key_" + "ü" * 16, "key_" + "0" * 17):
         key = Key(id=identity, tenant_id=customer.tenant.id, name="web")

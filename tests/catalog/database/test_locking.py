@@ -1,4 +1,4 @@
-"""Several who change the same things at once: nobody's change is lost, and nobody waits for ever."""
+"""Concurrent changes of the same entities: no change is lost, and no writer waits forever."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -28,9 +28,9 @@ CHANGES: dict[type[Entity], tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-async def blocked(database: Database, who: asyncio.Task[Any]) -> None:
-    """Until somebody waits for a lock, or has ended. SQLite tells nobody: there the other waits to begin at all."""
-    while not who.done():
+async def blocked(database: Database, task: asyncio.Task[Any]) -> None:
+    """Wait until the task waits for a lock or has ended. SQLite does not show waiters: there it waits to begin."""
+    while not task.done():
         waiting = (
             "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
         )
@@ -40,7 +40,7 @@ async def blocked(database: Database, who: asyncio.Task[Any]) -> None:
         await asyncio.sleep(0.005)
 
 
-async def test_the_loser_of_two_edits_is_told_so_and_nothing_of_the_winners_is_lost(
+async def test_the_loser_of_two_edits_gets_a_conflict_and_nothing_of_the_winners_is_lost(
     catalog: Catalog, database: Database
 ) -> None:
     customer = await new_customer(catalog)
@@ -51,13 +51,13 @@ async def test_the_loser_of_two_edits_is_told_so_and_nothing_of_the_winners_is_l
         before = await table_contents(database)
         with pytest.raises(VersionConflict) as refused:
             await update(catalog, entity, losers, version=read)
-        told = str(refused.value)
-        assert f"{kind.kind} {entity.id} is at version {read + 1}, not {read}" in told
-        assert "it has changed since it was read" in told
+        error = str(refused.value)
+        assert f"{kind.kind} {entity.id} is at version {read + 1}, not {read}" in error
+        assert "it has changed since it was read" in error
         assert await table_contents(database) == before
         assert isinstance(refused.value, Conflict)
         assert (await catalog.get(kind, entity.id)).version == after.version == read + 1
-        if kind is not Tenant:  # whose revision is the last change of anything that decides
+        if kind is not Tenant:  # a tenant's revision changes with any of its configuration
             assert await catalog.get(kind, entity.id) == after
 
 
@@ -89,7 +89,7 @@ async def test_everything_that_changes_something_may_name_the_version_that_was_r
 
 
 async def test_many_who_count_at_once_lose_no_count(catalog: Catalog) -> None:
-    """Each reads, adds one and writes with the version that it read; whoever is too late reads again."""
+    """Each task reads, adds one and writes with the version that it read, and repeats this after a conflict."""
     tenant = await new_tenant(catalog)
     key, _ = await new_key(catalog, tenant.id, metadata={"count": 0})
     too_late = 0
@@ -111,7 +111,7 @@ async def test_many_who_count_at_once_lose_no_count(catalog: Catalog) -> None:
         await asyncio.gather(*(count() for _ in range(MANY)))
     found = await catalog.get(Key, key.id)
     assert (found.metadata, found.version) == ({"count": MANY}, MANY + 1)
-    assert too_late > 0  # or it was no contest
+    assert too_late > 0  # or there was no contention
     entries = (await audit_of(catalog, entity_id=key.id))[1:]
     steps = [(e.before["metadata"]["count"], e.after["metadata"]["count"]) for e in entries if e.before and e.after]
     assert steps == [(number, number + 1) for number in range(MANY)]
@@ -174,7 +174,7 @@ async def delete_tenant(catalog: Catalog, tenant_id: str) -> None:
         await edit.delete(Tenant, tenant_id)
 
 
-async def test_who_changes_the_same_things_in_opposite_orders_does_not_deadlock(catalog: Catalog) -> None:
+async def test_changes_of_the_same_things_in_opposite_orders_do_not_deadlock(catalog: Catalog) -> None:
     first, second = await new_tenant(catalog, "acme"), await new_tenant(catalog, "globex")
 
     async def both(*tenants: Tenant, mode: str) -> None:
@@ -192,7 +192,7 @@ async def test_who_changes_the_same_things_in_opposite_orders_does_not_deadlock(
 
 
 async def test_writing_when_keys_were_used_does_not_deadlock_with_an_edit(catalog: Catalog, database: Database) -> None:
-    """One node writes that the keys were used, in the order of their ids; an edit changes them in another order."""
+    """One process writes when keys were used, in the order of their ids; an edit changes them in another order."""
     tenant = await new_tenant(catalog)
     made = [(await new_key(catalog, tenant.id))[0] for _ in range(2)]
     first, second = sorted(made, key=lambda key: key.id)
@@ -212,23 +212,23 @@ async def test_writing_when_keys_were_used_does_not_deadlock_with_an_edit(catalo
         assert (found.name, found.last_used_at) == ("changed", at)
 
 
-async def test_removing_what_is_over_does_not_deadlock_with_an_edit(
+async def test_removing_what_has_expired_does_not_deadlock_with_an_edit(
     catalog: Catalog, database: Database, clock: ManualClock
 ) -> None:
-    """One node tidies up, overrides first and then secrets; an edit changes such ones in another order."""
+    """One process removes expired overrides and then secrets; an edit changes such rows in another order."""
     customer = await new_customer(catalog)
     async with catalog.edit(ACTOR) as edit:
         await edit.rotate_key(customer.key.id, 60)
-    clock.advance_us(2 * 3_600_000_000)  # the old secret and the override are over
+    clock.advance_us(2 * 3_600_000_000)  # the old secret and the override have expired
     fields = {"tenant_id": customer.tenant.id, "subject": "user:42", "limits": {"burst": "blocked"}, "ttl_seconds": 60}
 
-    async def tidy() -> None:
+    async def remove_expired() -> None:
         async with database.writing() as connection:
             await writes.remove_expired(connection, to_datetime(clock.now_us()))
 
     async with asyncio.timeout(30), asyncio.TaskGroup() as group, catalog.edit(ACTOR) as edit:
         await edit.rotate_key(customer.key.id)
-        tidying = group.create_task(tidy())
+        tidying = group.create_task(remove_expired())
         await blocked(database, tidying)
         await edit.set_override(fields)
     assert [each.limits for each in await catalog.list_for_tenant(Override, customer.tenant.id)] == [
@@ -251,7 +251,7 @@ async def test_an_edit_does_not_undo_that_a_key_was_used(catalog: Catalog, datab
 
 @pytest.mark.slow
 async def test_a_configuration_is_read_as_of_one_moment(catalog: Catalog) -> None:
-    """It takes three queries; what is changed together is seen together."""
+    """It takes three queries, which see all changes of an edit or none."""
     customer = await new_customer(catalog)
 
     async def write() -> None:
@@ -286,7 +286,7 @@ async def test_a_reader_does_not_wait_for_a_writer(catalog: Catalog) -> None:
 
 
 async def test_what_only_reads_can_not_write(catalog: Catalog, database: Database) -> None:
-    """On Postgres; SQLite would let it, once."""
+    """Only on Postgres: SQLite has no read-only transactions."""
     if database.is_sqlite:
         pytest.skip("SQLite has no transactions that only read")
     with pytest.raises(Exception, match="read-only"):

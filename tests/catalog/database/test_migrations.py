@@ -1,4 +1,4 @@
-"""The schema: up and down on both databases, equal to what the code thinks it is, and safe to bring up at any time."""
+"""The schema: upgrades and downgrades on both databases, equal to `tables.py`, and safe with concurrent processes."""
 
 import asyncio
 import contextlib
@@ -27,14 +27,14 @@ from tests.postgres import PostgresServer
 
 @pytest.fixture
 async def bare(database_url: str) -> AsyncIterator[Database]:
-    """Without a schema."""
+    """Return a database without a schema."""
     async with open_database(database_url) as database:
         yield database
 
 
 @pytest.fixture
 async def another(bare: Database, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Database]:
-    """One more of the same kind without a schema."""
+    """Return another database of the same kind without a schema."""
     if bare.is_sqlite:
         async with open_database(f"sqlite:///{tmp_path}/another.db") as database:
             yield database
@@ -47,7 +47,7 @@ async def another(bare: Database, tmp_path: Path, request: pytest.FixtureRequest
 
 
 def described(connection: Connection) -> dict[str, Any]:
-    """All that a database tells of its tables."""
+    """Return everything that a database reports about its tables."""
     inspector = inspect(connection)
     found: dict[str, Any] = {}
     for table in inspector.get_table_names():
@@ -72,8 +72,8 @@ async def schema(database: Database) -> dict[str, Any]:
         return await connection.run_sync(described)
 
 
-async def programs(database: Database) -> list[tuple[Any, ...]]:
-    """Triggers, and the functions that Postgres needs for them."""
+async def triggers(database: Database) -> list[tuple[Any, ...]]:
+    """Return the triggers, and the functions that Postgres needs for them."""
     if database.is_sqlite:
         return await rows(database, "SELECT name, sql FROM sqlite_master WHERE type = 'trigger' ORDER BY name")
     return await rows(
@@ -87,11 +87,11 @@ async def test_the_schema_goes_up_and_down_and_up_again(bare: Database) -> None:
     assert await bare.schema_version() is None
     await bare.upgrade()
     assert await bare.schema_version() == newest_schema_version()
-    first = await schema(bare), await programs(bare)
+    first = await schema(bare), await triggers(bare)
     await bare.downgrade("base")
-    assert (await bare.schema_version(), await schema(bare), await programs(bare)) == (None, {}, [])
+    assert (await bare.schema_version(), await schema(bare), await triggers(bare)) == (None, {}, [])
     await bare.upgrade()
-    assert (await schema(bare), await programs(bare)) == first
+    assert (await schema(bare), await triggers(bare)) == first
 
 
 async def test_a_downgrade_takes_all_that_was_in_it(catalog: Catalog, database: Database) -> None:
@@ -125,7 +125,7 @@ async def test_alembic_finds_no_difference_between_the_schema_and_the_tables(dat
 
 
 async def test_the_migrated_schema_is_the_one_that_the_tables_would_make(bare: Database, another: Database) -> None:
-    """Constraints too, which Alembic does not compare."""
+    """This includes constraints, which Alembic does not compare."""
     await bare.upgrade()
     async with another.writing() as connection:
         await connection.run_sync(tables.metadata.create_all)
@@ -153,7 +153,7 @@ async def test_several_that_prepare_a_new_file_at_once_do_not_disturb_each_other
 
 
 async def test_a_new_file_that_another_is_making_is_waited_for(tmp_path: Path) -> None:
-    """It becomes one that readers and a writer can share, for which SQLite by itself does not wait."""
+    """The switch to WAL needs the lock, for which SQLite itself does not wait."""
     file = tmp_path / "new.db"
     with contextlib.closing(sqlite3.connect(file, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
@@ -185,7 +185,7 @@ async def test_what_was_written_is_there_for_the_next_one_who_opens_it(catalog: 
 
 
 async def test_keys_of_an_earlier_release_may_name_plans_and_its_nodes_work_on(bare: Database) -> None:
-    """A node of the release before knows neither the column nor the word, and writes during a rolling upgrade."""
+    """A process of the earlier release knows neither the column nor the scope, and writes during a rolling upgrade."""
     await bare.upgrade("0003")
     now = datetime(2026, 1, 1, tzinfo=UTC)
     own = {"version": 1, "created_at": now, "updated_at": now}
@@ -213,14 +213,16 @@ async def test_keys_of_an_earlier_release_may_name_plans_and_its_nodes_work_on(b
         await edit.update(Key, "key_before", {"scopes": ["check", "usage"]})
     written = await rows(bare, "SELECT scopes FROM keys WHERE id = 'key_before'")
     assert "plans" not in str(written), "a node of the release before would refuse the key"
-    await execute(bare, "UPDATE keys SET scopes = '[\"check\"]' WHERE id = 'key_before'")  # as such a node would
+    await execute(
+        bare, "UPDATE keys SET scopes = '[\"check\"]' WHERE id = 'key_before'"
+    )  # as the earlier release would
     assert (await catalog.get(Key, "key_before")).scopes == ("check",)
     await bare.downgrade("0003")
     await bare.upgrade()
     assert (await catalog.get(Key, "key_before")).scopes == ("check", "plans")
 
 
-async def test_a_file_is_brought_up_by_whoever_uses_it_first(tmp_path: Path) -> None:
+async def test_a_sqlite_file_is_upgraded_on_first_use(tmp_path: Path) -> None:
     async with open_database(f"sqlite:///{tmp_path}/first.db") as database:
         await database.ensure_schema()
         assert await database.schema_version() == newest_schema_version()
@@ -245,7 +247,7 @@ async def test_a_schema_of_a_later_release_is_refused_and_not_touched(database: 
     with pytest.raises(InvalidInput, match="9999") as refused:
         await database.ensure_schema()
     assert refused.value.field == "database"
-    assert "db upgrade" not in refused.value.problem  # which would not help
+    assert "db upgrade" not in refused.value.problem  # an upgrade would not help
     assert await schema(database) == before
 
 
@@ -261,7 +263,7 @@ async def test_an_upgrade_that_fails_leaves_nothing_behind(bare: Database) -> No
     with pytest.raises(CatalogUnavailable, match="already exists"):
         await bare.upgrade()
     assert list(await schema(bare)) == ["overrides"]
-    assert (await bare.schema_version(), await programs(bare)) == (None, [])
+    assert (await bare.schema_version(), await triggers(bare)) == (None, [])
     await execute(bare, "DROP TABLE overrides")
     await bare.upgrade()
     assert len(await schema(bare)) == len(tables.metadata.tables)

@@ -1,4 +1,4 @@
-"""The outbox: what other nodes must hear, in the order in which it was committed, without a gap."""
+"""The outbox: announcements of changes, in the order of their commits, without a gap."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -46,19 +46,19 @@ async def revisions(database: Database) -> list[int]:
     return [number for (number,) in await rows(database, "SELECT DISTINCT revision FROM outbox ORDER BY revision")]
 
 
-async def told_of(catalog: Catalog, change: Callable[[Edit], Awaitable[Any]]) -> list[Announcement]:
-    """What one edit leaves for others to hear."""
+async def announcements_of(catalog: Catalog, change: Callable[[Edit], Awaitable[Any]]) -> list[Announcement]:
+    """Return the announcements of one edit."""
     before = await last_revision(catalog.database)
     async with catalog.edit(ACTOR) as edit:
         await change(edit)
-    told = await written(catalog.database, before)
-    assert {each.revision for each in told} == {before + 1} == {edit.revision}
-    assert len({each.stamp for each in told}) == 1
-    return [msgspec.structs.replace(each, timeline=0, change_id=0, previous_id=0, revoked=()) for each in told]
+    announcements = await written(catalog.database, before)
+    assert {each.revision for each in announcements} == {before + 1} == {edit.revision}
+    assert len({each.stamp for each in announcements}) == 1
+    return [msgspec.structs.replace(each, timeline=0, change_id=0, previous_id=0, revoked=()) for each in announcements]
 
 
 @one_database
-async def test_a_change_of_what_decides_is_told_of_its_tenant(catalog: Catalog) -> None:
+async def test_a_change_of_the_configuration_announces_its_tenant(catalog: Catalog) -> None:
     customer = await new_customer(catalog)
     tenant_id = customer.tenant.id
     for change in (
@@ -68,10 +68,10 @@ async def test_a_change_of_what_decides_is_told_of_its_tenant(catalog: Catalog) 
         lambda edit: edit.update(Policy, customer.policy.id, {"mode": "off"}),
         lambda edit: edit.delete(Policy, customer.policy.id),
     ):
-        (told,) = await told_of(catalog, change)
-        assert told == Announcement(told.revision, tenant_id, config=True)
-    (told,) = await told_of(catalog, lambda edit: edit.update(Tenant, OPERATOR, {"mode": "off"}))
-    assert told == Announcement(told.revision, OPERATOR, config=True)
+        (announced,) = await announcements_of(catalog, change)
+        assert announced == Announcement(announced.revision, tenant_id, config=True)
+    (announced,) = await announcements_of(catalog, lambda edit: edit.update(Tenant, OPERATOR, {"mode": "off"}))
+    assert announced == Announcement(announced.revision, OPERATOR, config=True)
 
 
 async def test_a_change_of_a_key_names_the_key(catalog: Catalog) -> None:
@@ -85,14 +85,14 @@ async def test_a_change_of_a_key_names_the_key(catalog: Catalog) -> None:
         (lambda edit: edit.disable_key(key.id, disabled=False), False),
     ]
     for change, revokes in changes:
-        (told,) = await told_of(catalog, change)
-        assert told == Announcement(told.revision, key.tenant_id, keys=(key.id,), revokes=revokes)
-    (told,) = await told_of(catalog, lambda edit: edit.delete(Key, key.id))
-    assert told == Announcement(told.revision, key.tenant_id, gone=(key.id,), revokes=True)
+        (announced,) = await announcements_of(catalog, change)
+        assert announced == Announcement(announced.revision, key.tenant_id, keys=(key.id,), revokes=revokes)
+    (announced,) = await announcements_of(catalog, lambda edit: edit.delete(Key, key.id))
+    assert announced == Announcement(announced.revision, key.tenant_id, gone=(key.id,), revokes=True)
 
 
 @one_database
-async def test_a_tenant_that_is_suspended_or_deleted_is_told_as_a_revocation(catalog: Catalog) -> None:
+async def test_a_suspended_or_deleted_tenant_is_announced_as_a_revocation(catalog: Catalog) -> None:
     customer = await new_customer(catalog)
     tenant_id = customer.tenant.id
     changes: list[tuple[Callable[[Edit], Awaitable[Any]], bool]] = [
@@ -101,12 +101,12 @@ async def test_a_tenant_that_is_suspended_or_deleted_is_told_as_a_revocation(cat
         (lambda edit: edit.delete(Tenant, tenant_id), True),
     ]
     for change, revokes in changes:
-        (told,) = await told_of(catalog, change)
-        assert (told.config, told.revokes) == (True, revokes)
+        (announced,) = await announcements_of(catalog, change)
+        assert (announced.config, announced.revokes) == (True, revokes)
 
 
 @one_database
-async def test_a_change_of_an_override_is_told_as_such(catalog: Catalog) -> None:
+async def test_a_change_of_an_override_is_announced_as_such(catalog: Catalog) -> None:
     customer = await new_customer(catalog)
     fields = {"tenant_id": customer.tenant.id, "subject": "s", "limits": BLOCKED, "ttl_seconds": 60}
     for change in (
@@ -115,13 +115,13 @@ async def test_a_change_of_an_override_is_told_as_such(catalog: Catalog) -> None
         lambda edit: edit.update(Override, customer.override.id, {"limits": BLOCKED}),
         lambda edit: edit.delete(Override, customer.override.id),
     ):
-        (told,) = await told_of(catalog, change)
-        assert told == Announcement(told.revision, customer.tenant.id, overrides=True)
+        (announced,) = await announcements_of(catalog, change)
+        assert announced == Announcement(announced.revision, customer.tenant.id, overrides=True)
 
 
 @one_database
-async def test_what_concerns_no_node_is_told_to_nobody_and_has_its_number(catalog: Catalog) -> None:
-    """A gap would look like a change that was missed."""
+async def test_a_change_that_concerns_no_process_still_has_a_revision(catalog: Catalog) -> None:
+    """A gap would look like a missed change."""
     customer = await new_customer(catalog)
 
     async def nothing(_: Edit) -> None:
@@ -133,11 +133,13 @@ async def test_what_concerns_no_node_is_told_to_nobody_and_has_its_number(catalo
         lambda edit: edit.delete(Token, customer.token.id),
         lambda edit: edit.update(Tenant, customer.tenant.id, {"mode": "on"}),
     ):
-        assert await told_of(catalog, change) == [Announcement(await last_revision(catalog.database), NO_TENANT)]
+        assert await announcements_of(catalog, change) == [
+            Announcement(await last_revision(catalog.database), NO_TENANT)
+        ]
 
 
 @one_database
-async def test_an_edit_of_several_tenants_is_told_of_each_under_one_number(catalog: Catalog) -> None:
+async def test_an_edit_of_several_tenants_announces_each_with_one_revision(catalog: Catalog) -> None:
     acme, globex = await new_customer(catalog, "acme"), await new_customer(catalog, "globex")
 
     async def much(edit: Edit) -> None:
@@ -148,9 +150,9 @@ async def test_an_edit_of_several_tenants_is_told_of_each_under_one_number(catal
         await edit.disable_key(globex.key.id)
         await edit.update(Tenant, OPERATOR, {"mode": "off"})
 
-    told = {each.tenant_id: each for each in await told_of(catalog, much)}
+    by_tenant = {each.tenant_id: each for each in await announcements_of(catalog, much)}
     number = await last_revision(catalog.database)
-    assert told == {
+    assert by_tenant == {
         acme.tenant.id: Announcement(
             number, acme.tenant.id, config=True, overrides=True, keys=(acme.key.id,), revokes=True
         ),
@@ -159,7 +161,7 @@ async def test_an_edit_of_several_tenants_is_told_of_each_under_one_number(catal
     }
 
 
-async def test_a_tenants_revision_is_that_of_the_last_change_of_what_decides(catalog: Catalog) -> None:
+async def test_a_tenants_revision_is_that_of_the_last_change_of_its_configuration(catalog: Catalog) -> None:
     customer = await new_customer(catalog)
     tenant_id = customer.tenant.id
 
@@ -182,7 +184,7 @@ async def test_an_edit_that_is_undone_leaves_no_row_and_no_gap(catalog: Catalog,
     before = await table_contents(database)
     for _ in range(3):
         with pytest.raises(InvalidInput):
-            await told_of(catalog, lambda edit: edit.create(Tenant, {"name": "a b"}))
+            await announcements_of(catalog, lambda edit: edit.create(Tenant, {"name": "a b"}))
     assert await table_contents(database) == before
     await new_tenant(catalog, "globex")
     numbers = await revisions(database)
@@ -192,7 +194,7 @@ async def test_an_edit_that_is_undone_leaves_no_row_and_no_gap(catalog: Catalog,
 async def test_numbers_have_no_gap_and_are_seen_in_their_order_under_concurrency(
     catalog: Catalog, database: Database
 ) -> None:
-    """A reader that goes on from the last number that it has seen misses nothing: 10 write, every third in vain."""
+    """A reader that continues after the last revision it has seen misses nothing: 10 tasks write, a third fails."""
     seen: list[int] = []
 
     async def write(number: int) -> None:
@@ -224,12 +226,12 @@ async def test_numbers_have_no_gap_and_are_seen_in_their_order_under_concurrency
     assert [each.tenant_id for each in await written(database)] == [tenant_id for (tenant_id,) in logged]
 
 
-async def test_a_tenant_that_is_gone_can_still_be_told_of(catalog: Catalog, database: Database) -> None:
+async def test_a_deleted_tenant_can_still_be_announced(catalog: Catalog, database: Database) -> None:
     customer = await new_customer(catalog)
-    (told,) = await told_of(catalog, lambda edit: edit.delete(Tenant, customer.tenant.id))
-    assert told.tenant_id == customer.tenant.id
+    (announced,) = await announcements_of(catalog, lambda edit: edit.delete(Tenant, customer.tenant.id))
+    assert announced.tenant_id == customer.tenant.id
     last = (await written(database))[-1]
-    assert (last.revision, last.tenant_id, last.config) == (told.revision, told.tenant_id, True)
+    assert (last.revision, last.tenant_id, last.config) == (announced.revision, announced.tenant_id, True)
 
 
 async def test_rows_are_published_once_and_in_order(catalog: Catalog, database: Database, clock: ManualClock) -> None:
@@ -242,7 +244,7 @@ async def test_rows_are_published_once_and_in_order(catalog: Catalog, database: 
         await outbox.mark_published(connection, [owed[0].announcement])
     async with database.reading() as connection:
         assert await outbox.unpublished_announcements(connection, 10) == owed[1:]
-    assert await written(database) == [each.announcement for each in owed]  # those who poll still read it
+    assert await written(database) == [each.announcement for each in owed]  # polling processes still read it
 
 
 async def test_rows_that_revoke_can_be_read_before_older_ones(catalog: Catalog, database: Database) -> None:

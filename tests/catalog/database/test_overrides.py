@@ -1,4 +1,4 @@
-"""Overrides: other numbers for one subject, who set them, and until when."""
+"""Overrides: changed limits for one subject, their actor, and their expiry."""
 
 from datetime import UTC, datetime, timedelta, timezone
 from decimal import Decimal
@@ -66,7 +66,7 @@ async def test_another_override_of_the_same_takes_its_place(catalog: Catalog, cl
             await edit.set_override({**fields, "ttl_seconds": 5}, version=1)
     with pytest.raises(NotFound):
         async with catalog.edit(ACTOR) as edit:
-            await edit.set_override({**fields, "subject": "nobody", "ttl_seconds": 5}, version=1)
+            await edit.set_override({**fields, "subject": "another", "ttl_seconds": 5}, version=1)
 
 
 async def test_overrides_of_other_resources_and_tenants_stay_apart(catalog: Catalog) -> None:
@@ -78,7 +78,7 @@ async def test_overrides_of_other_resources_and_tenants_stay_apart(catalog: Cata
     assert {each.id for each in await catalog.list_for_tenant(Override, globex.tenant.id)} == {globex.override.id}
 
 
-async def test_whoever_changes_an_override_is_who_set_it(catalog: Catalog) -> None:
+async def test_the_actor_of_the_last_change_is_recorded_as_set_by(catalog: Catalog) -> None:
     customer = await new_customer(catalog)
     async with catalog.edit("cli:eve") as edit:
         await edit.update(Override, customer.override.id, {"limits": {"burst": "blocked"}})
@@ -97,7 +97,7 @@ async def test_an_override_can_not_be_moved(catalog: Catalog, database: Database
     assert await table_contents(database) == before
 
 
-async def test_an_override_that_is_over_is_refused(catalog: Catalog, database: Database, clock: ManualClock) -> None:
+async def test_an_expired_override_is_refused(catalog: Catalog, database: Database, clock: ManualClock) -> None:
     customer = await new_customer(catalog)
     before = await table_contents(database)
     for end in (to_datetime(clock.now_us()), to_datetime(clock.now_us() - 1), "1970-01-01T00:00:00Z"):
@@ -114,7 +114,7 @@ async def test_an_override_that_is_over_is_refused(catalog: Catalog, database: D
 async def test_an_override_that_the_store_could_not_take_is_refused(
     catalog: Catalog, database: Database, clock: ManualClock
 ) -> None:
-    """Its TTL there is at most ten years: an override that lasts longer would never be in force."""
+    """The store accepts a TTL of at most ten years, so a longer override would never be in force."""
     customer = await new_customer(catalog)
     before = await table_contents(database)
     longest = to_datetime(clock.now_us()) + timedelta(days=3_650)
@@ -139,7 +139,7 @@ async def test_what_the_catalog_takes_the_limiter_takes(catalog: Catalog, clock:
 
 
 async def test_numbers_may_be_decimals(catalog: Catalog) -> None:
-    """As in plans."""
+    """Overrides accept decimals, as plans do."""
     customer = await new_customer(catalog)
     override = await new_override(catalog, customer.tenant.id, limits={"burst": {"window_seconds": Decimal("0.5")}})
     found = await catalog.get(Override, override.id)
@@ -147,7 +147,7 @@ async def test_numbers_may_be_decimals(catalog: Catalog) -> None:
 
 
 @one_database
-async def test_what_makes_no_sense_is_refused_by_its_name(catalog: Catalog, database: Database) -> None:
+async def test_an_invalid_field_is_refused_by_its_name(catalog: Catalog, database: Database) -> None:
     customer = await new_customer(catalog)
     await new_plan(catalog, customer.tenant.id, "wide", limits=[{**WINDOW, "name": "wide", "scope": "tenant"}])
     await new_plan(catalog, OPERATOR, "everyone", limits=[{**WINDOW, "name": "above"}])
@@ -208,14 +208,14 @@ async def test_what_makes_no_sense_is_refused_by_its_name(catalog: Catalog, data
             outcomes.append((fields, "was not refused"))
         except InvalidInput as refused:
             outcomes.append((fields, refused.field))
-        except Exception as error:  # noqa: BLE001 - whatever else it was is told
+        except Exception as error:  # noqa: BLE001 - any other error is reported
             outcomes.append((fields, repr(error)))
     assert outcomes == wrong
     assert await table_contents(database) == before
 
 
 @one_database
-async def test_an_override_without_an_end_is_told_how_to_give_one(catalog: Catalog) -> None:
+async def test_an_override_without_an_expiry_is_refused_with_what_to_give(catalog: Catalog) -> None:
     customer = await new_customer(catalog)
     fields = {"tenant_id": customer.tenant.id, "subject": "s", "limits": {"burst": "blocked"}}
     with pytest.raises(InvalidInput, match="ttl_seconds"):
@@ -234,8 +234,8 @@ async def test_a_subject_and_a_reason_may_be_any_text(catalog: Catalog) -> None:
 
 
 @one_database
-async def test_an_override_is_judged_by_the_limit_that_it_will_meet(catalog: Catalog) -> None:
-    """That of the policy for its resource, else of the default plan, else of any other."""
+async def test_an_override_is_validated_against_the_limit_that_it_changes(catalog: Catalog) -> None:
+    """The limit is that of the policy for its resource, else of the default plan, else of any other plan."""
     tenant = await new_tenant(catalog)
     bucket = {"algorithm": "token_bucket", "name": "burst", "bucket_capacity": 5, "refill_rate_per_sec": 1}
     slots = {"algorithm": "concurrency", "name": "burst", "max_concurrent": 5, "lease_ttl_seconds": 60}
@@ -277,8 +277,8 @@ async def test_a_subject_may_have_64_overrides(catalog: Catalog, database: Datab
 
 
 @one_database
-async def test_overrides_that_are_over_are_not_counted(catalog: Catalog, clock: ManualClock) -> None:
-    """They are removed once an hour, and the store has forgotten them long before."""
+async def test_expired_overrides_are_not_counted(catalog: Catalog, clock: ManualClock) -> None:
+    """They are removed from the database once an hour, and have expired in the store before."""
     customer = await new_customer(catalog)
     async with catalog.edit(ACTOR) as edit:
         fields = {"tenant_id": customer.tenant.id, "limits": {"burst": "blocked"}, "ttl_seconds": 60}
@@ -288,7 +288,7 @@ async def test_overrides_that_are_over_are_not_counted(catalog: Catalog, clock: 
     assert (await new_override(catalog, customer.tenant.id, "bob", resource="one more")).version == 1
 
 
-async def test_only_what_is_over_is_removed(catalog: Catalog, database: Database, clock: ManualClock) -> None:
+async def test_only_what_has_expired_is_removed(catalog: Catalog, database: Database, clock: ManualClock) -> None:
     customer = await new_customer(catalog)
     await new_override(catalog, customer.tenant.id, "bob", ttl_seconds=60)
     await new_override(catalog, customer.tenant.id, "eve", ttl_seconds=60.000_001)

@@ -1,4 +1,4 @@
-"""Lists by pages: nothing is left out or told twice, whatever others insert meanwhile."""
+"""Lists by pages: no item is skipped or repeated while others are inserted."""
 
 from base64 import urlsafe_b64encode
 from typing import Any
@@ -70,42 +70,42 @@ async def test_a_list_may_be_narrowed(catalog: Catalog) -> None:
         assert len((await catalog.list_page(kind)).items) == 2
         assert (await catalog.list_page(kind, tenant_id="ten_none")).items == []
     assert (await catalog.list_page(Override, subject="user:42", tenant_id=globex.tenant.id)).items == [globex.override]
-    assert (await catalog.list_page(Override, subject="nobody")).items == []
+    assert (await catalog.list_page(Override, subject="unknown")).items == []
     assert (await catalog.list_page(Key, plan_id=acme.plan.id)).items == [acme.key]
     assert (await catalog.list_page(Key, disabled=True)).items == []
 
 
 async def test_pages_neither_skip_nor_repeat_while_others_insert_and_delete(catalog: Catalog) -> None:
-    """What is there from the first page to the last is told exactly once."""
+    """An item that exists from the first page to the last is listed exactly once."""
     made = {}
     for number in range(10, 30):
         made[number] = await new_tenant(catalog, f"t{number}")
-    told: list[str] = []
+    listed: list[str] = []
     cursor: str | None = None
     for turn in range(100):
         page = await catalog.list_page(Tenant, size=3, cursor=cursor)
-        told += [tenant.name for tenant in page.items]
+        listed += [tenant.name for tenant in page.items]
         cursor = page.cursor
         if cursor is None:
             break
         await new_tenant(catalog, f"a-before-all-{turn}")
-        await new_tenant(catalog, f"{told[-1]}-just-behind")
+        await new_tenant(catalog, f"{listed[-1]}-just-behind")
         if turn < 3:
             await new_tenant(catalog, f"z-behind-all-{turn}")
-        if turn == 1:  # one that was told, the one that the cursor names, and one that was not told yet
-            for name in ("t10", told[-1], "t29"):
+        if turn == 1:  # one that was listed, the one that the cursor names, and one that was not listed yet
+            for name in ("t10", listed[-1], "t29"):
                 await delete(catalog, await catalog.get_by_name_or_id(Tenant, name))
-    assert len(told) == len(set(told))
-    assert told == sorted(told)
-    assert {f"t{number}" for number in range(10, 29)} <= set(told)
-    assert "t29" not in told
+    assert len(listed) == len(set(listed))
+    assert listed == sorted(listed)
+    assert {f"t{number}" for number in range(10, 29)} <= set(listed)
+    assert "t29" not in listed
 
 
 async def test_pages_of_equal_names_neither_skip_nor_repeat(catalog: Catalog) -> None:
     tenant = await new_tenant(catalog)
     made = {(await new_key(catalog, tenant.id, "web"))[0].id for _ in range(7)}
-    told = [key.id for page in await pages(catalog, Key, 2) for key in page.items]
-    assert sorted(told) == sorted(made)
+    listed = [key.id for page in await pages(catalog, Key, 2) for key in page.items]
+    assert sorted(listed) == sorted(made)
 
 
 async def test_a_page_has_from_1_to_1000_items(catalog: Catalog) -> None:
@@ -150,7 +150,7 @@ async def test_a_cursor_that_no_list_returned_is_refused(catalog: Catalog) -> No
             except InvalidInput as refused:
                 if refused.field != "cursor":
                     outcomes[what] = refused.field
-            except Exception as error:  # noqa: BLE001 - whatever else it was is told
+            except Exception as error:  # noqa: BLE001 - any other error is reported
                 outcomes[what] = repr(error)
     assert outcomes == {}
 
@@ -169,22 +169,22 @@ async def test_a_cursor_of_one_list_is_not_one_of_another(catalog: Catalog) -> N
 # -- the audit log
 
 
-async def test_the_audit_log_is_told_by_pages_the_newest_first(catalog: Catalog) -> None:
+async def test_the_audit_log_is_listed_by_pages_the_newest_first(catalog: Catalog) -> None:
     customer = await new_customer(catalog)
     other = await new_customer(catalog, "globex")
     await update(catalog, customer.plan, {"limits": "burst=5/minute"})
     whole = (await catalog.audit_page(size=1_000)).items
     assert [entry.id for entry in whole] == sorted((entry.id for entry in whole), reverse=True)
-    told = []
+    listed = []
     cursor = None
     while True:
         page = await catalog.audit_page(size=3, cursor=cursor)
-        told += page.items
-        await new_tenant(catalog, f"meanwhile-{len(told)}")  # it is newer than all that is left to tell
+        listed += page.items
+        await new_tenant(catalog, f"meanwhile-{len(listed)}")  # it is newer than the rest of the list
         cursor = page.cursor
         if cursor is None:
             break
-    assert told == whole
+    assert listed == whole
     mine = await audit_of(catalog, tenant_id=customer.tenant.id)
     assert {entry.tenant_id for entry in mine} == {customer.tenant.id}
     assert len(mine) == len(await audit_of(catalog, tenant_id=other.tenant.id)) + 1

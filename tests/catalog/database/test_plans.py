@@ -1,4 +1,4 @@
-"""Plans: their shapes, their limits, their versions, and who uses them."""
+"""Plans: their shapes, their limits, their versions, and what uses them."""
 
 from datetime import timedelta
 from decimal import Decimal
@@ -31,7 +31,7 @@ MONTHLY = {"algorithm": "quota", "name": "monthly", "limit": 1_000, "period": "m
 
 
 async def limits_of(catalog: Catalog, plan: Plan) -> list[Limit]:
-    """As they would decide."""
+    """Return the compiled limits of a plan."""
     tenant = await catalog.get(Tenant, plan.tenant_id)
     return list((await catalog.get(Plan, plan.id)).compile(tenant.time_zone))
 
@@ -96,7 +96,7 @@ async def test_every_field_of_a_limit_comes_back_as_it_was_meant(catalog: Catalo
         plan = await new_plan(catalog, tenant.id, f"plan-{number}", limits=[fields])
         assert await limits_of(catalog, plan) == [limit_from_fields(fields)]
         assert await catalog.get(Plan, plan.id) == plan
-        assert await update(catalog, plan, {"limits": plan.limits}) == plan  # what was read can be written
+        assert await update(catalog, plan, {"limits": plan.limits}) == plan  # the limits that were read can be written
 
 
 UNLIMITED: list[dict[str, Any]] = [
@@ -123,7 +123,7 @@ async def test_an_unlimited_limit_stays_unlimited_in_both_shapes(catalog: Catalo
 
 
 async def test_a_field_beside_the_limits_is_refused(catalog: Catalog, database: Database) -> None:
-    """Whoever writes `mode: off` there means something by it."""
+    """A caller that sets `mode: off` there expects an effect."""
     tenant = await new_tenant(catalog)
     before = await table_contents(database)
     for field in ("mode", "bogus", "scope", "id", "version"):
@@ -133,8 +133,8 @@ async def test_a_field_beside_the_limits_is_refused(catalog: Catalog, database: 
         assert await table_contents(database) == before
 
 
-async def test_a_plan_without_a_name_is_told_so(catalog: Catalog) -> None:
-    """Its limits are fine, in each of their shapes."""
+async def test_a_plan_without_a_name_is_refused(catalog: Catalog) -> None:
+    """The limits are valid in either shape."""
     tenant = await new_tenant(catalog)
     for fields in ({"limits": "100/minute"}, {"limits": [WINDOW]}, WINDOW):
         with pytest.raises(InvalidInput) as refused:

@@ -47,7 +47,7 @@ async def test_every_field_of_a_policy_is_kept(catalog: Catalog) -> None:
 
 async def test_two_policies_that_match_the_same_can_not_both_be_there(catalog: Catalog, database: Database) -> None:
     acme, globex = await new_customer(catalog, "acme"), await new_customer(catalog, "globex")
-    assert acme.policy.resource == globex.policy.resource  # of two tenants they can
+    assert acme.policy.resource == globex.policy.resource  # policies of two tenants may match the same
     other = await new_policy(catalog, acme.plan, "GET:/orders/{id}/lines")
     before = await table_contents(database)
     for twin in ("GET:/orders/{id}", "GET:/orders/{order_id}", "GET:/orders/{}"):
@@ -103,7 +103,7 @@ async def test_a_resource_that_no_database_can_hold_is_refused(catalog: Catalog,
 async def test_patterns_that_would_be_slow_to_search_are_refused_as_a_whole(
     catalog: Catalog, database: Database
 ) -> None:
-    """Each is fine by itself: a literal and a parameter at every segment, in all combinations, are not."""
+    """Each pattern is valid alone, but not all combinations of literals and parameters together."""
     tenant = await new_tenant(catalog)
     plan = await new_plan(catalog, tenant.id)
     before = await table_contents(database)
@@ -115,7 +115,7 @@ async def test_patterns_that_would_be_slow_to_search_are_refused_as_a_whole(
 
 
 def every_path(length: int) -> list[str]:
-    """Every path of so many segments, each of them a literal or a parameter."""
+    """Return every path with this number of segments, each of them a literal or a parameter."""
     return ["/".join("a" if number >> bit & 1 else "{x}" for bit in range(length)) for number in range(2**length)]
 
 
@@ -140,7 +140,7 @@ async def test_a_tenant_has_no_more_plans_and_policies_than_it_may(
     policies = [await new_policy(catalog, plan, f"GET:/{at}") for at in range(3)]
     with pytest.raises(Conflict, match="at most 3 policy entries"):
         await new_policy(catalog, plan, "GET:/more")
-    await update(catalog, policies[0], {"mode": "off"})  # what is there may change
+    await update(catalog, policies[0], {"mode": "off"})  # existing policies may change
     await update(catalog, plan, {"limits": "burst=5/minute"})
 
 

@@ -1,4 +1,4 @@
-"""Tenants, and the one above them."""
+"""Tenants and the operator."""
 
 from collections.abc import Mapping
 from datetime import timedelta
@@ -25,7 +25,7 @@ from tests.catalog.factories import (
     update,
 )
 
-EVERY_CHARACTER = "abcdefghijklmnopqrstuvwxyz/ABCDEFGHIJKLMNOPQRSTUVWXYZ.0123456789"  # 64 of them
+EVERY_CHARACTER = "abcdefghijklmnopqrstuvwxyz/ABCDEFGHIJKLMNOPQRSTUVWXYZ.0123456789"  # 64 characters
 KINDS = (Tenant, Plan, Policy, Key, Override, Token)
 
 
@@ -159,7 +159,7 @@ async def test_what_a_tenant_left_in_the_audit_log_stays(catalog: Catalog) -> No
     assert after[0].action == "tenant.delete"
 
 
-async def test_what_is_not_there_can_be_neither_read_changed_nor_deleted(catalog: Catalog, database: Database) -> None:
+async def test_an_unknown_entity_can_be_neither_read_changed_nor_deleted(catalog: Catalog, database: Database) -> None:
     before = await table_contents(database)
     for kind in KINDS:
         missing = f"unknown {kind.kind} 'none'"
@@ -177,7 +177,7 @@ async def test_what_is_not_there_can_be_neither_read_changed_nor_deleted(catalog
 
 
 async def test_an_id_that_no_database_could_hold_is_not_found(catalog: Catalog) -> None:
-    """It may come from a URL's path, so it may be anything."""
+    """Ids come from URL paths, so they may be any text."""
     customer = await new_customer(catalog)
     for identity in ("a\0b", "\ud800", "x" * 100_000 + "' OR 1=1"):
         await is_nowhere(catalog, customer, identity)

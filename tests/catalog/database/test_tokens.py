@@ -1,4 +1,4 @@
-"""Admin tokens: who may see and change the catalog, of one tenant or of all."""
+"""Admin tokens, which give access to the catalog of one tenant or of all."""
 
 from datetime import timedelta
 from typing import Any
@@ -54,7 +54,7 @@ async def test_a_deleted_token_is_gone_with_its_secret(catalog: Catalog) -> None
 
 
 @one_database
-async def test_a_token_that_is_nobodys_is_refused(catalog: Catalog) -> None:
+async def test_an_unknown_token_is_refused(catalog: Catalog) -> None:
     customer = await new_customer(catalog)
     _, key = await new_key(catalog, customer.tenant.id)
     assert catalog.peppers is not None
@@ -112,7 +112,7 @@ async def test_a_tokens_scopes_and_end_may_be_changed_and_its_tenant_not(catalog
     assert await table_contents(database) == before
 
 
-async def test_what_makes_no_sense_is_refused_by_its_name(catalog: Catalog, database: Database) -> None:
+async def test_an_invalid_field_is_refused_by_its_name(catalog: Catalog, database: Database) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"name": ""}, "name"),
         ({"name": "a b"}, "name"),
@@ -133,7 +133,7 @@ async def test_what_makes_no_sense_is_refused_by_its_name(catalog: Catalog, data
             outcomes.append((fields, "was not refused"))
         except InvalidInput as refused:
             outcomes.append((fields, refused.field))
-        except Exception as error:  # noqa: BLE001 - whatever else it was is told
+        except Exception as error:  # noqa: BLE001 - any other error is reported
             outcomes.append((fields, repr(error)))
     assert outcomes == wrong
     with pytest.raises(NotFound, match=r"^tenant_id: unknown tenant"):
