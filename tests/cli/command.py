@@ -1,4 +1,4 @@
-"""Runs the `limitforge` command as a user does, in a process of its own."""
+"""Run the `limitforge` command in a process of its own."""
 
 import atexit
 import contextlib
@@ -15,10 +15,10 @@ from typing import Self
 
 from tests import fork_server
 
-SECONDS = 60.0  # generous: a busy machine is no reason to fail
+SECONDS = 60.0  # generous, because the machine may be busy
 INSTALLED_PROGRAM = str(Path(sys.executable).parent / "limitforge")
 
-# A known terminal, whatever the one is that the tests run in.
+# Independent of the terminal that the tests run in.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "NO_COLOR")} | {
     "COLUMNS": "80",
     "LINES": "40",
@@ -30,9 +30,9 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in 
 def run_cli(
     *arguments: str, stdin: bytes | None = None, folder: Path | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command to its end; `given` is its stdin, `folder` where it runs, `environment` what is set besides.
+    """Run the command to its end in `folder`, with `environment` in addition to `ENVIRONMENT`.
 
-    It is forked from a process that has imported all that it needs: see `program` for one that has not.
+    It is forked from a process that has imported all modules. `run_installed_cli` starts a new interpreter.
     """
     with contextlib.ExitStack() as opened:
         files = [opened.enter_context(tempfile.TemporaryFile()) for _ in range(3)]
@@ -51,7 +51,7 @@ def run_cli(
 def run_installed_cli(
     *arguments: str, stdin: bytes | None = None, folder: Path | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """The same with the installed program, which takes half a second longer."""
+    """Run the installed program, which takes half a second longer."""
     done = subprocess.run(
         [INSTALLED_PROGRAM, *arguments],
         input=stdin or b"",
@@ -70,7 +70,7 @@ def _completed(arguments: tuple[str, ...], status: int, out: bytes, err: bytes) 
 
 
 class RunningCommand:
-    """A command that runs, with the methods of `subprocess.Popen` that tests need."""
+    """A running command, with the methods of `subprocess.Popen` that tests need."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class RunningCommand:
         folder: Path | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`files` are its stdin, stdout and stderr; `environment` is what is set besides the usual."""
+        """`files` are its stdin, stdout and stderr; `environment` is added to `ENVIRONMENT`."""
         self._status_socket = fork_server.start_command(
             forking_socket(), arguments, files, str(folder or Path.cwd()), ENVIRONMENT | dict(environment or {})
         )
@@ -90,7 +90,7 @@ class RunningCommand:
         if self.returncode is None and select.select([self._status_socket], [], [], 0)[0]:
             self.returncode = int(
                 self._status_socket.recv(16) or -signal.SIGKILL
-            )  # all of it was killed, as by a time-out
+            )  # the whole process group was killed, for example by a time-out
         return self.returncode
 
     def wait(self, timeout: float = SECONDS) -> int:
@@ -114,7 +114,7 @@ class RunningCommand:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leaves nothing behind: what did not end by itself is killed."""
+        """Kill the command if it is still running."""
         self.kill()
         self.wait()
         self._status_socket.close()

@@ -1,4 +1,4 @@
-"""`limitforge burst`, in a pipe and in a terminal. Limits are per day here, so that none refills meanwhile."""
+"""`limitforge burst`, in a pipe and in a terminal. Limits are per day, so that they do not refill during a test."""
 
 import json
 import os
@@ -27,39 +27,39 @@ def summary(*arguments: str) -> dict[str, Any]:
 )
 def test_a_burst_is_admitted_up_to_its_limit(algorithm: str | None) -> None:
     chosen = ("--algorithm", algorithm) if algorithm else ()
-    told = summary("100/day", "--requests", "150", *chosen)
-    assert (told["sent"], told["allowed"], told["delayed"], told["denied"]) == (150, 100, 0, 50)
-    assert told["last"]["allowed"] is False
-    assert told["last"]["remaining"] == 0
-    assert told["last"]["retry_after_ms"] > 0
+    results = summary("100/day", "--requests", "150", *chosen)
+    assert (results["sent"], results["allowed"], results["delayed"], results["denied"]) == (150, 100, 0, 50)
+    assert results["last"]["allowed"] is False
+    assert results["last"]["remaining"] == 0
+    assert results["last"]["retry_after_ms"] > 0
 
 
 def test_a_leaky_bucket_delays_all_but_the_first() -> None:
-    told = summary("100/day", "--requests", "150", "--algorithm", "leaky_bucket")
-    assert (told["allowed"], told["delayed"], told["denied"]) == (100, 99, 50)
-    assert told["longest_delay_ms"] > 80_000_000
+    results = summary("100/day", "--requests", "150", "--algorithm", "leaky_bucket")
+    assert (results["allowed"], results["delayed"], results["denied"]) == (100, 99, 50)
+    assert results["longest_delay_ms"] > 80_000_000
 
 
 def test_the_strictest_of_several_limits_binds() -> None:
-    told = summary("100/day; few=7/hour", "--requests", "20")
-    assert (told["allowed"], told["denied"]) == (7, 13)
-    assert told["last"]["binding"] == "few"
-    assert told["last"]["limits"]["day"]["remaining"] == 93
+    results = summary("100/day; few=7/hour", "--requests", "20")
+    assert (results["allowed"], results["denied"]) == (7, 13)
+    assert results["last"]["binding"] == "few"
+    assert results["last"]["limits"]["day"]["remaining"] == 93
 
 
 def test_a_cost_is_taken_by_each_check() -> None:
-    told = summary("100/day", "--requests", "20", "--cost", "30")
-    assert (told["allowed"], told["denied"], told["last"]["remaining"]) == (3, 17, 10)
+    results = summary("100/day", "--requests", "20", "--cost", "30")
+    assert (results["allowed"], results["denied"], results["last"]["remaining"]) == (3, 17, 10)
 
 
 def test_bursts_of_one_subject_share_a_redis(redis_url: str) -> None:
     first = summary("100/day", "--requests", "80", "--store", redis_url)
     second = summary("100/day", "--requests", "80", "--store", redis_url)
-    other = summary("100/day", "--requests", "80", "--store", redis_url, "--subject", "somebody else")
-    assert [told["allowed"] for told in (first, second, other)] == [80, 20, 80]
+    other = summary("100/day", "--requests", "80", "--store", redis_url, "--subject", "other")
+    assert [results["allowed"] for results in (first, second, other)] == [80, 20, 80]
 
 
-def test_in_a_pipe_the_final_picture_is_plain_text() -> None:
+def test_in_a_pipe_the_final_chart_is_plain_text() -> None:
     done = run_installed_cli("burst", "100/day", "--requests", "150", "--rate", "max")
     assert done.returncode == 0
     assert "\x1b" not in done.stdout
@@ -70,17 +70,17 @@ def test_in_a_pipe_the_final_picture_is_plain_text() -> None:
     assert "0 of 100" in done.stdout
     sentence = " ".join(done.stdout.split("\n\n")[-1].split())
     assert sentence.startswith("100 of 150 allowed; the first denial came after ")
-    assert "come back in " in sentence
+    assert "retry in " in sentence
 
 
-def test_in_a_terminal_the_picture_lives_and_ends_with_the_sentence() -> None:
+def test_a_terminal_shows_the_chart_and_the_summary() -> None:
     with Terminal("burst", "2/day", "--requests", "3", "--rate", "max") as terminal:
-        screen = terminal.read_until("come back in")
+        screen = terminal.read_until("retry in")
         assert "\x1b[" in screen
         assert terminal.status() == 0
 
 
-def test_ctrl_c_ends_a_burst_with_what_it_has_seen() -> None:
+def test_ctrl_c_stops_a_burst_and_shows_the_results() -> None:
     with Terminal("burst", "5/day", "--requests", "1000", "--rate", "1/hour") as terminal:
         terminal.read_until("1 of 1,000")
         terminal.process.send_signal(signal.SIGINT)
@@ -88,7 +88,7 @@ def test_ctrl_c_ends_a_burst_with_what_it_has_seen() -> None:
         assert terminal.status() == 0
 
 
-def test_a_wrong_limit_is_pointed_at() -> None:
+def test_an_invalid_limit_is_marked() -> None:
     done = run_cli("burst", "100/minute; 10/sekond")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines() == [
@@ -103,7 +103,7 @@ def test_a_wrong_limit_is_pointed_at() -> None:
     [
         (("[red]x=1/day",), "Error: name: must be 1 to 64 letters, digits or -_./ characters, got '[red]x'"),
         (("2000/day", "--algorithm", "sliding_window"), "Error: limit: must be from 0 to 1000, got 2000"),
-        (("1/day", "--rate", "fast"), "Error: --rate: must be like 50/s, 20/minute or max, got 'fast'"),
+        (("1/day", "--rate", "fast"), "Error: --rate: must be a rate such as 50/s or 20/minute, or max, got 'fast'"),
         (("1/day", "--cost", "-1"), "Error: --cost: must be from 0 to"),
         (("1/day", "--subject", "x" * 600), "Error: subject: at most 512 bytes, got 600"),
         (("1/day", "--store", "nowhere"), "Error: --store: must start with memory://"),
@@ -112,20 +112,20 @@ def test_a_wrong_limit_is_pointed_at() -> None:
         (("1/day", "--algorithm", "concurrency"), "--algorithm"),
     ],
 )
-def test_what_is_refused_is_named(arguments: tuple[str, ...], message: str) -> None:
+def test_an_invalid_option_is_named(arguments: tuple[str, ...], message: str) -> None:
     done = run_cli("burst", *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
 
 
-def test_a_store_that_does_not_answer_has_a_status_of_its_own(own_redis_server: RedisServer) -> None:
+def test_an_unavailable_store_has_an_exit_status_of_its_own(own_redis_server: RedisServer) -> None:
     own_redis_server.kill()
     done = run_cli("burst", "1/day", "--store", own_redis_server.url)
     assert (done.returncode, done.stdout) == (3, "")
     assert done.stderr.startswith("Error: Redis did not answer: ")
 
 
-def test_a_store_that_goes_away_ends_a_burst_with_its_picture_standing(own_redis_server: RedisServer) -> None:
+def test_a_store_that_becomes_unavailable_stops_a_burst(own_redis_server: RedisServer) -> None:
     arguments = ("5/day", "--requests", "100000", "--rate", "20/s", "--store", own_redis_server.url)
     with Terminal("burst", *arguments) as terminal:
         terminal.read_until("1 of 100,000")
@@ -167,11 +167,11 @@ class Terminal:
         self._output = ""
 
     def read_until(self, text: str) -> str:
-        """All output up to `text`; fails when the command ends without it."""
+        """Return all output up to `text`. Fail if the command ends without it."""
         while text not in " ".join(self._output.split()):
             try:
                 self._output += os.read(self._screen, 65_536).decode(errors="replace")
-            except OSError:  # its end has closed
+            except OSError:  # the command has closed its end
                 pytest.fail(f"{text!r} never came:\n{self._output}")
         return self._output
 

@@ -1,4 +1,4 @@
-"""The catalog's commands, as a user runs them: in a folder, with a SQLite file in it."""
+"""The commands of the catalog, run in a folder with a SQLite file."""
 
 import contextlib
 import json
@@ -30,16 +30,16 @@ def _id(key: str) -> str:
 
 
 class Workspace:
-    """A folder where somebody works."""
+    """A folder in which a user runs commands."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def run(self, *arguments: str, status: int = 0, given: bytes | None = None, **environment: str) -> str:
-        """What it prints, on stdout if all is well, and on stderr if not."""
+    def run(self, *arguments: str, status: int = 0, stdin: bytes | None = None, **environment: str) -> str:
+        """Return its stdout, or its stderr if it fails."""
         done = run_cli(
             *arguments,
-            stdin=given,
+            stdin=stdin,
             folder=self.folder,
             LIMITFORGE_PEPPERS=PEPPERS,
             LIMITFORGE_ACTOR="test:ann",
@@ -49,7 +49,7 @@ class Workspace:
         return done.stdout if status in (0, 1) else done.stderr
 
     def warnings(self, *arguments: str) -> list[str]:
-        """What it prints beside its output, which goes on all the same."""
+        """Return the lines that it prints to stderr."""
         done = run_cli(*arguments, folder=self.folder, LIMITFORGE_PEPPERS=PEPPERS)
         assert done.returncode in (0, 1), done.stdout + done.stderr
         assert "warning" not in done.stdout
@@ -64,17 +64,17 @@ class Workspace:
 
 
 @pytest.fixture
-def shop(tmp_path: Path) -> Workspace:
+def workspace(tmp_path: Path) -> Workspace:
     return Workspace(tmp_path)
 
 
 @pytest.fixture
-def acme(shop: Workspace) -> Workspace:
-    """With a tenant that has a plan, a policy and an override."""
-    shop.run(
+def acme(workspace: Workspace) -> Workspace:
+    """A workspace with a tenant that has plans, a policy and an override."""
+    workspace.run(
         "apply",
         "-",
-        given=f"""
+        stdin=f"""
 tenants:
   - name: acme
     default_plan: free
@@ -84,40 +84,42 @@ tenants:
     overrides: [{{subject: "user:42", limits: {{burst: {{limit: 500}}}}, expires_at: {NEXT_YEAR}}}]
 """.encode(),
     )
-    return shop
+    return workspace
 
 
 # --- A tour ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_tenant_from_its_first_plan_to_its_end(shop: Workspace) -> None:
+def test_a_tenant_from_creation_to_deletion(workspace: Workspace) -> None:
     assert re.fullmatch(
-        r"Created tenant acme \(ten_\w{16}\)\.\n", shop.run("tenants", "create", "acme", "--mode", "monitor")
+        r"Created tenant acme \(ten_\w{16}\)\.\n", workspace.run("tenants", "create", "acme", "--mode", "monitor")
     )
-    shop.run("plans", "create", "free", "--tenant", "acme", "--limits", "100/minute; burst=token:10/second")
+    workspace.run("plans", "create", "free", "--tenant", "acme", "--limits", "100/minute; burst=token:10/second")
     flat = '{"algorithm": "token_bucket", "bucket_capacity": 5, "refill_rate_per_sec": 2}'
-    shop.run("plans", "create", "pro", "--tenant", "acme", "--limits", flat)
-    shop.run(
+    workspace.run("plans", "create", "pro", "--tenant", "acme", "--limits", flat)
+    workspace.run(
         "tenants", "update", "acme", "--default-plan", "free", "--failure", "closed", "--time-zone", "Europe/Berlin"
     )
-    shown = shop.run("tenants", "show", "acme")
+    shown = workspace.run("tenants", "show", "acme")
     for line in ("default plan  free", "mode          monitor", "failure       closed", "time zone     Europe/Berlin"):
         assert line in shown
-    shop.run("tenants", "update", "acme", "--failure", "none", "--mode", "on", "--name", "acme-2")
-    (tenant,) = shop.json("tenants", "list")
+    workspace.run("tenants", "update", "acme", "--failure", "none", "--mode", "on", "--name", "acme-2")
+    (tenant,) = workspace.json("tenants", "list")
     assert (tenant["name"], tenant["failure"], tenant["mode"]) == ("acme-2", None, "on")
-    shop.run("tenants", "suspend", "acme-2")
-    assert "suspended" in shop.run("tenants", "list")
-    shop.run("tenants", "resume", tenant["id"])
-    assert shop.json("tenants", "show", "acme-2")["suspended"] is False
-    assert "still in use by the tenant's default" in shop.run("plans", "delete", "free", status=2)
-    assert "--yes: is needed where nobody can be asked" in shop.run("tenants", "delete", "acme-2", status=2)
-    shop.run("tenants", "delete", "acme-2", "--yes")
-    assert shop.json("tenants", "list") == []
-    assert shop.run("tenants", "list") == ""
+    workspace.run("tenants", "suspend", "acme-2")
+    assert "suspended" in workspace.run("tenants", "list")
+    workspace.run("tenants", "resume", tenant["id"])
+    assert workspace.json("tenants", "show", "acme-2")["suspended"] is False
+    assert "still in use by the tenant's default" in workspace.run("plans", "delete", "free", status=2)
+    assert "--yes: is required when the standard input is not a terminal" in workspace.run(
+        "tenants", "delete", "acme-2", status=2
+    )
+    workspace.run("tenants", "delete", "acme-2", "--yes")
+    assert workspace.json("tenants", "list") == []
+    assert workspace.run("tenants", "list") == ""
 
 
-def test_plans_have_a_history_and_a_way_back(acme: Workspace) -> None:
+def test_plans_have_versions_and_can_be_rolled_back(acme: Workspace) -> None:
     acme.run("plans", "update", "free", "--tenant", "acme", "--limits", "burst=200/minute")
     assert "200 in 60 s" in acme.run("plans", "list", "--tenant", "acme")
     versions = acme.json("plans", "history", "free")
@@ -151,7 +153,7 @@ def test_a_key_is_printed_once(acme: Workspace) -> None:
     printed = acme.run(
         "keys", "create", "web", "--tenant", "acme", "--plan", "pro", "--expires", "90d", "--metadata", '{"a": 1}'
     )
-    assert "It is shown this once: keep it." in printed
+    assert "Keep it: it is shown only once." in printed
     (secret,) = SECRET.findall(printed)
     rotated = acme.json("keys", "rotate", "web", "--grace", "24h")
     assert SECRET.fullmatch(rotated["key"])
@@ -173,17 +175,17 @@ def test_a_key_is_printed_once(acme: Workspace) -> None:
     assert acme.json("keys", "list") == []
 
 
-def test_a_key_for_a_file_needs_no_database(shop: Workspace) -> None:
-    printed = shop.run("keys", "make", "--name", "web", "--type", "test")
+def test_a_key_for_a_file_needs_no_database(workspace: Workspace) -> None:
+    printed = workspace.run("keys", "make", "--name", "web", "--type", "test")
     (secret,) = SECRET.findall(printed)
     assert secret.startswith("lf_test_")
     lines = printed.partition("`keys` of its tenant:\n\n")[2]
-    assert list(shop.folder.iterdir()) == []
-    shop.write(f"tenants:\n  - name: acme\n    keys:\n{lines}")
-    shop.run("apply", "plans.yaml")
-    (key,) = shop.json("keys", "list")
+    assert list(workspace.folder.iterdir()) == []
+    workspace.write(f"tenants:\n  - name: acme\n    keys:\n{lines}")
+    workspace.run("apply", "plans.yaml")
+    (key,) = workspace.json("keys", "list")
     assert (key["id"], key["type"]) == (_id(secret), "test")
-    made = shop.json("keys", "make", "--name", "x")
+    made = workspace.json("keys", "make", "--name", "x")
     assert made["entry"]["id"] == _id(made["key"])
 
 
@@ -204,12 +206,12 @@ def test_overrides_are_set_replaced_and_deleted(acme: Workspace) -> None:
     assert "a\\x1b[31mb" in listed
     assert "\x1b" not in listed
     acme.run("overrides", "delete", "user:7", "--tenant", "acme")
-    assert "there is no override of 'user:7' on '*'" in acme.run(
+    assert "tenant acme has no override of 'user:7' on '*'" in acme.run(
         "overrides", "delete", "user:7", "--tenant", "acme", status=2
     )
 
 
-def test_what_has_expired_is_shown_as_such_or_left_out(acme: Workspace) -> None:
+def test_expired_keys_are_marked_and_expired_overrides_are_left_out(acme: Workspace) -> None:
     acme.run("keys", "create", "old", "--tenant", "acme", "--expires", "2020-01-01T00:00:00Z")
     acme.run("keys", "create", "new", "--tenant", "acme", "--expires", "2h")
     assert re.findall(r"^(\w+) .* (active|expired) ", acme.run("keys", "list"), re.MULTILINE) == [
@@ -225,11 +227,11 @@ def test_what_has_expired_is_shown_as_such_or_left_out(acme: Workspace) -> None:
     assert "user:7" not in acme.run("overrides", "list")
 
 
-def test_lists_and_names_are_of_the_tenant_that_is_named(acme: Workspace) -> None:
+def test_lists_and_names_are_limited_to_the_given_tenant(acme: Workspace) -> None:
     until = NEXT_YEAR
     over = f"[{{subject: 'user:42', limits: {{x: blocked}}, expires_at: {until}}}]"
     file = f"tenants: [{{name: globex, plans: [{{name: free, limits: x=1/s}}], overrides: {over}}}]"
-    acme.run("apply", "-", given=file.encode())
+    acme.run("apply", "-", stdin=file.encode())
     for name in ("acme", "globex"):
         acme.run("keys", "create", "web", "--tenant", name)
         acme.run("tokens", "create", f"of-{name}", "--tenant", name)
@@ -263,14 +265,16 @@ def test_admin_tokens_are_printed_once(acme: Workspace) -> None:
     assert acme.json("tokens", "list") == []
 
 
-def test_the_operator_holds_above_all(shop: Workspace) -> None:
-    shop.run("plans", "create", "fleet", "--tenant", "operator", "--limits", "10000/second")
-    assert shop.run("operator", "set", "--plan", "fleet", "--mode", "monitor") == "Changed the operator.\n"
-    assert re.search(r"mode\s+monitor\nplan\s+fleet", shop.run("operator", "show"))
-    assert shop.json("operator", "set", "--plan", "none")["default_plan_id"] is None
+def test_the_operator_has_a_plan_and_a_mode(workspace: Workspace) -> None:
+    workspace.run("plans", "create", "fleet", "--tenant", "operator", "--limits", "10000/second")
+    assert workspace.run("operator", "set", "--plan", "fleet", "--mode", "monitor") == "Changed the operator.\n"
+    shown = workspace.run("operator", "show")
+    assert re.search(r"^mode\s+monitor$", shown, re.MULTILINE)
+    assert re.search(r"^plan\s+fleet$", shown, re.MULTILINE)
+    assert workspace.json("operator", "set", "--plan", "none")["default_plan_id"] is None
 
 
-def test_the_audit_log_tells_who_changed_what(acme: Workspace) -> None:
+def test_the_audit_log_shows_who_changed_what(acme: Workspace) -> None:
     acme.run("plans", "update", "free", "--limits", "burst=7/minute", "--tenant", "acme")
     line = acme.run("audit", "list", "--limit", "1", "--tenant", "acme").splitlines()[1]
     assert re.fullmatch(
@@ -284,7 +288,7 @@ def test_the_audit_log_tells_who_changed_what(acme: Workspace) -> None:
 
 
 def test_the_audit_log_of_one_tenant_has_no_other_tenants_entries(acme: Workspace) -> None:
-    acme.run("apply", "-", given=b"tenants: [{name: globex, plans: [{name: free, limits: 5/s}]}]")
+    acme.run("apply", "-", stdin=b"tenants: [{name: globex, plans: [{name: free, limits: 5/s}]}]")
     acme.run("plans", "update", "free", "--limits", "9/s", "--tenant", "globex")
     ids = {each["name"]: each["id"] for each in acme.json("tenants", "list")}
     globex = acme.json("audit", "list", "--tenant", "globex")
@@ -300,7 +304,7 @@ def test_the_audit_log_of_one_tenant_has_no_other_tenants_entries(acme: Workspac
 # --- Config as code --------------------------------------------------------------------------------------------------
 
 
-def test_a_file_is_tried_applied_and_then_the_same(acme: Workspace) -> None:
+def test_a_file_is_previewed_and_applied_and_then_unchanged(acme: Workspace) -> None:
     acme.write(acme.run("export").replace("limit: 1000\n", "limit: 2000\n"))
     difference = "~ tenant acme / plan pro\n    limits.burst.limit: 1000 -> 2000\n\n"
     assert acme.run("diff", "plans.yaml", status=1) == f"{difference}0 to create, 1 to change, 0 to delete.\n"
@@ -312,124 +316,122 @@ def test_a_file_is_tried_applied_and_then_the_same(acme: Workspace) -> None:
 
 
 @pytest.mark.parametrize("command", [("apply", "--dry-run"), ("diff",)], ids=["apply", "diff"])
-def test_a_dry_run_with_prune_tells_what_would_go_and_deletes_nothing(
-    acme: Workspace, command: tuple[str, ...]
-) -> None:
+def test_a_dry_run_with_prune_prints_deletions_and_deletes_nothing(acme: Workspace, command: tuple[str, ...]) -> None:
     acme.run("tenants", "create", "globex")
     before, history = acme.run("export"), acme.json("audit", "list")
     acme.write("tenants: [{name: acme, default_plan: free}]")
     status = int(command == ("diff",))
-    told = "- tenant globex\n\n0 to create, 0 to change, 1 to delete.\n"
-    assert acme.run(*command, "plans.yaml", "--prune", status=status) == told
+    message = "- tenant globex\n\n0 to create, 0 to change, 1 to delete.\n"
+    assert acme.run(*command, "plans.yaml", "--prune", status=status) == message
     assert acme.run(*command, "plans.yaml") == "Nothing to change.\n"
     assert (acme.run("export"), acme.json("audit", "list")) == (before, history)
     assert acme.run("apply", "plans.yaml", "--prune").endswith("0 created, 0 changed, 1 deleted.\n")
     assert [each["name"] for each in acme.json("tenants", "list")] == ["acme"]
 
 
-def test_an_export_makes_the_same_again_elsewhere(acme: Workspace) -> None:
+def test_an_export_recreates_the_catalog_elsewhere(acme: Workspace) -> None:
     acme.run("keys", "create", "web", "--tenant", "acme")
     text = acme.run("export")
-    acme.run("apply", "-", "--database", "sqlite:///other.db", given=text.encode())
+    acme.run("apply", "-", "--database", "sqlite:///other.db", stdin=text.encode())
     assert acme.run("export", LIMITFORGE_DATABASE_URL="sqlite:///other.db") == text
     assert json.loads(acme.run("export", "--tenant", "acme", "--json"))["tenants"][0]["name"] == "acme"
 
 
-def test_what_is_wrong_in_a_file_is_named_by_line_and_field(shop: Workspace) -> None:
-    shop.write("tenants:\n  - name: acme\n    mode: maybe\n    plans:\n      - {name: a, limits: 5}\n")
-    assert shop.run("apply", "plans.yaml", status=2) == (
+def test_an_error_in_a_file_names_the_line_and_the_field(workspace: Workspace) -> None:
+    workspace.write("tenants:\n  - name: acme\n    mode: maybe\n    plans:\n      - {name: a, limits: 5}\n")
+    assert workspace.run("apply", "plans.yaml", status=2) == (
         "Error: plans.yaml:3: tenants[0].mode: must be one of on, monitor, off, got 'maybe'\n"
         "plans.yaml:5: tenants[0].plans[0].limits: must be a list of limits, or their text, got 5\n"
     )
-    assert "nowhere.yaml: can't be read: No such file or directory" in shop.run("diff", "nowhere.yaml", status=2)
+    assert "nowhere.yaml: can't be read: No such file or directory" in workspace.run("diff", "nowhere.yaml", status=2)
 
 
-def test_the_schema_is_printed(shop: Workspace) -> None:
-    assert json.loads(shop.run("schema"))["$schema"].endswith("2020-12/schema")
+def test_the_schema_is_printed(workspace: Workspace) -> None:
+    assert json.loads(workspace.run("schema"))["$schema"].endswith("2020-12/schema")
 
 
-# --- What goes wrong -------------------------------------------------------------------------------------------------
+# --- Errors ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
         (("tenants", "create", "a b"), 2, "name: must be 1 to 64 letters, digits or -_./ characters, got 'a b'"),
-        (("tenants", "show", "nobody"), 2, "unknown tenant 'nobody'"),
+        (("tenants", "show", "missing"), 2, "unknown tenant 'missing'"),
         (("plans", "create", "a", "--tenant", "operator", "--limits", "5/eon"), 2, "expected a unit"),
-        (("plans", "create", "a", "--tenant", "operator", "--limits", "[1"), 2, "--limits: is not JSON"),
+        (("plans", "create", "a", "--tenant", "operator", "--limits", "[1"), 2, "--limits: is not valid JSON"),
         (("keys", "create", "a", "--tenant", "operator", "--expires", "soon"), 2, "--expires: must be a time such as"),
         (("keys", "rotate", "a", "--grace", "soon"), 2, "--grace: must be a duration such as 90s, 15m, 24h or 7d"),
-        (("overrides", "set", "a", "--tenant", "operator", "--limit", "x=1"), 2, "--for: or --until is needed"),
-        (("overrides", "set", "a", "--tenant", "b", "--limit", "x", "--for", "1h"), 2, "--limit: must be a name, ="),
+        (("overrides", "set", "a", "--tenant", "operator", "--limit", "x=1"), 2, "--for: exactly one of --for and"),
+        (("overrides", "set", "a", "--tenant", "b", "--limit", "x", "--for", "1h"), 2, "--limit: must be NAME="),
         (("tenants", "list", "--database", "mysql://x"), 2, "database: must be a sqlite:// or postgresql:// URL"),
         (("tenants", "list", "--database", "postgresql://127.0.0.1:1/x"), 3, "x at 127.0.0.1:1 is unavailable"),
         (("tenants", "list", "--database", "sqlite:////nowhere/at/all.db"), 3, "unable to open database file"),
-        (("db", "downgrade", "base"), 2, "--yes: is needed where nobody can be asked"),
+        (("db", "downgrade", "base"), 2, "--yes: is required when the standard input is not a terminal"),
         (("db", "upgrade", "--database", "sqlite:///x.db", "--nope"), 2, "No such option"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_becomes_one_message_and_a_status(
-    shop: Workspace, arguments: tuple[str, ...], status: int, message: str
+def test_an_error_is_one_message_and_an_exit_status(
+    workspace: Workspace, arguments: tuple[str, ...], status: int, message: str
 ) -> None:
-    assert message in shop.run(*arguments, status=status)
+    assert message in workspace.run(*arguments, status=status)
 
 
-def test_without_peppers_it_says_how_to_come_by_some(shop: Workspace) -> None:
-    done = run_cli("keys", "make", "--name", "web", folder=shop.folder)
+def test_without_peppers_it_prints_new_ones(workspace: Workspace) -> None:
+    done = run_cli("keys", "make", "--name", "web", folder=workspace.folder)
     assert done.returncode == 2
     (line,) = re.findall(r"^  export LIMITFORGE_PEPPERS='(.*)'$", done.stderr, re.MULTILINE)
-    made = run_cli("keys", "make", "--name", "web", folder=shop.folder, LIMITFORGE_PEPPERS=line)
+    made = run_cli("keys", "make", "--name", "web", folder=workspace.folder, LIMITFORGE_PEPPERS=line)
     assert made.returncode == 0
 
 
-def test_a_name_that_several_have_needs_its_tenant(shop: Workspace) -> None:
-    shop.run(
+def test_an_ambiguous_name_needs_a_tenant(workspace: Workspace) -> None:
+    workspace.run(
         "apply",
         "-",
-        given=b"tenants: [{name: a, plans: [{name: p, limits: 1/s}]}, {name: b, plans: [{name: p, limits: 2/s}]}]",
+        stdin=b"tenants: [{name: a, plans: [{name: p, limits: 1/s}]}, {name: b, plans: [{name: p, limits: 2/s}]}]",
     )
-    assert "2 plan entries are called p: pass an id instead, or whose with --tenant" in shop.run(
+    assert "2 plan entries are called p: pass an id instead, or name the tenant with --tenant" in workspace.run(
         "plans", "show", "p", status=2
     )
-    assert shop.json("plans", "show", "p", "--tenant", "b")["limits"][0]["limit"] == 2
+    assert workspace.json("plans", "show", "p", "--tenant", "b")["limits"][0]["limit"] == 2
 
 
-def test_the_schema_of_the_database_goes_up_and_down(shop: Workspace) -> None:
-    assert shop.json("db", "status")["schema"] is None
-    assert list(shop.folder.iterdir()) == []  # looking makes no file
-    newest = shop.json("db", "upgrade")["schema"]
-    assert f"{newest}, the newest" in shop.run("db", "status")
-    assert shop.json("db", "downgrade", "base", "--yes")["schema"] is None
-    assert "Can't locate revision" in shop.run("db", "downgrade", "9999", "--yes", status=2)
+def test_the_schema_of_the_database_is_upgraded_and_downgraded(workspace: Workspace) -> None:
+    assert workspace.json("db", "status")["schema"] is None
+    assert list(workspace.folder.iterdir()) == []  # `db status` creates no file
+    newest = workspace.json("db", "upgrade")["schema"]
+    assert f"{newest}, the newest" in workspace.run("db", "status")
+    assert workspace.json("db", "downgrade", "base", "--yes")["schema"] is None
+    assert "Can't locate revision" in workspace.run("db", "downgrade", "9999", "--yes", status=2)
 
 
-def test_a_postgres_is_upgraded_by_hand(shop: Workspace, postgres_url: str) -> None:
+def test_a_postgres_database_is_upgraded_explicitly(workspace: Workspace, postgres_url: str) -> None:
     at = ("--database", postgres_url)
-    told = shop.run("tenants", "list", *at, status=2)
+    message = workspace.run("tenants", "list", *at, status=2)
     assert re.search(
-        r"the schema of test_\w+ at 127.0.0.1:\d+ is missing, and \d+ is needed: run `limitforge db upgrade`", told
+        r"the schema of test_\w+ at 127.0.0.1:\d+ is missing, and \d+ is needed: run `limitforge db upgrade`", message
     )
-    shop.run("db", "upgrade", *at)
-    shop.run("apply", "-", *at, given=b"tenants: [{name: acme, plans: [{name: free, limits: 5/s}]}]")
-    assert "acme" in shop.run("tenants", "list", *at)
-    assert "name: acme" in shop.run("export", *at)
+    workspace.run("db", "upgrade", *at)
+    workspace.run("apply", "-", *at, stdin=b"tenants: [{name: acme, plans: [{name: free, limits: 5/s}]}]")
+    assert "acme" in workspace.run("tenants", "list", *at)
+    assert "name: acme" in workspace.run("export", *at)
 
 
-def test_the_actor_is_the_user_if_nobody_else_is_named(shop: Workspace) -> None:
-    run_cli("tenants", "create", "acme", folder=shop.folder, USER="ann", LOGNAME="ann")
-    assert [entry["actor"] for entry in shop.json("audit", "list")] == ["cli:ann"]
+def test_the_default_actor_is_the_user_of_the_system(workspace: Workspace) -> None:
+    run_cli("tenants", "create", "acme", folder=workspace.folder, USER="ann", LOGNAME="ann")
+    assert [entry["actor"] for entry in workspace.json("audit", "list")] == ["cli:ann"]
 
 
 @pytest.mark.parametrize("package", ["sqlalchemy", "yaml"])
-def test_without_the_catalogs_packages_it_says_how_to_get_them(package: str) -> None:
+def test_without_the_catalog_extra_it_prints_how_to_install_it(package: str) -> None:
     program = f"import sys; sys.modules[{package!r}] = None; sys.argv = ['limitforge', 'schema']; "
     program += "from limitforge.cli import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=ENVIRONMENT, timeout=SECONDS, check=False
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "This command needs a few more packages: pip install 'limitforge[catalog]'\n"
+    assert done.stderr == "This command needs more packages: pip install 'limitforge[catalog]'\n"
 
 
 def test_other_commands_start_without_the_catalogs_packages() -> None:
@@ -442,7 +444,7 @@ def test_other_commands_start_without_the_catalogs_packages() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-# --- For people ------------------------------------------------------------------------------------------------------
+# --- Help and terminals------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -463,53 +465,55 @@ def test_other_commands_start_without_the_catalogs_packages() -> None:
         ("schema", "limitforge schema > limitforge.schema.json"),
     ],
 )
-def test_help_shows_examples_and_fits_a_terminal(shop: Workspace, group: str, example: str) -> None:
-    lines = shop.run(group, "--help").splitlines()
+def test_help_shows_examples_and_fits_a_terminal(workspace: Workspace, group: str, example: str) -> None:
+    lines = workspace.run(group, "--help").splitlines()
     assert example in [line.strip() for line in lines]
     assert max(len(line) for line in lines) <= 80
 
 
 def in_a_terminal(folder: Path, *arguments: str, typed: str = "") -> tuple[int, str]:
-    """What a person sees, and the exit status."""
+    """Return the exit status and the screen."""
     ours, theirs = pty.openpty()
     with RunningCommand(
         *arguments, files=(theirs, theirs, theirs), folder=folder, environment={"LIMITFORGE_ACTOR": "test:ann"}
     ) as process:
         os.close(theirs)
         os.write(ours, typed.encode())
-        seen = b""
+        screen = b""
         while True:
             try:
-                seen += os.read(ours, 65_536)
+                screen += os.read(ours, 65_536)
             except OSError:  # the other end is closed
                 break
         status = process.wait(SECONDS)
     os.close(ours)
-    return status, seen.decode()
+    return status, screen.decode()
 
 
-def test_tables_fit_a_terminal_and_what_is_piped_is_plain(acme: Workspace) -> None:
-    _, seen = in_a_terminal(acme.folder, "plans", "list")
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", seen).replace("\r", "")
+def test_tables_fit_a_terminal_and_piped_tables_are_plain(acme: Workspace) -> None:
+    _, screen = in_a_terminal(acme.folder, "plans", "list")
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", screen).replace("\r", "")
     assert max(len(line) for line in plain.splitlines()) <= 80
-    assert "\x1b[1m" in seen
+    assert "\x1b[1m" in screen
     piped = acme.run("plans", "list")
     assert "\x1b" not in piped
     assert not any(line.endswith(" ") for line in piped.splitlines())
 
 
 @pytest.mark.parametrize(("typed", "status", "left"), [("n\n", 1, 1), ("y\n", 0, 0)])
-def test_a_tenant_is_deleted_only_if_the_answer_is_yes(acme: Workspace, typed: str, status: int, left: int) -> None:
-    done, seen = in_a_terminal(acme.folder, "tenants", "delete", "acme", typed=typed)
+def test_a_tenant_is_deleted_only_after_confirmation(acme: Workspace, typed: str, status: int, left: int) -> None:
+    done, screen = in_a_terminal(acme.folder, "tenants", "delete", "acme", typed=typed)
     assert done == status
-    assert "Delete tenant acme and all that is its own?" in seen
+    assert "Delete tenant acme with its plans, policies, keys and overrides?" in screen
     assert len(acme.json("tenants", "list")) == left
 
 
 # --- Warnings --------------------------------------------------------------------------------------------------------
 
-WIDE = '[{{"name": "w", "algorithm": "fixed_window", "limit": 5, "window_seconds": {}, "scope": "tenant"}}]'
-APART = """
+TENANT_WIDE_LIMIT = (
+    '[{{"name": "w", "algorithm": "fixed_window", "limit": 5, "window_seconds": {}, "scope": "tenant"}}]'
+)
+SEPARATE_COUNTERS = """
 tenants:
   - name: globex
     plans:
@@ -519,25 +523,25 @@ tenants:
 """
 
 
-def test_limits_of_one_name_that_count_apart_are_warned_of_beside_the_output(acme: Workspace) -> None:
+def test_limits_of_one_name_that_count_separately_cause_a_warning(acme: Workspace) -> None:
     tenant = ("--tenant", "acme")
-    assert acme.warnings("plans", "create", "one", *tenant, "--limits", WIDE.format(60)) == []
-    [told] = acme.warnings("plans", "create", "two", *tenant, "--limits", WIDE.format(90), "--json")
-    assert told.startswith("warning: limit w ")
-    assert "one, two" in told
-    assert "different names, or the same window" in told
+    assert acme.warnings("plans", "create", "one", *tenant, "--limits", TENANT_WIDE_LIMIT.format(60)) == []
+    [message] = acme.warnings("plans", "create", "two", *tenant, "--limits", TENANT_WIDE_LIMIT.format(90), "--json")
+    assert message.startswith("warning: limit w ")
+    assert "one, two" in message
+    assert "different names, or the same window" in message
     assert acme.warnings("policies", "create", "GET:/a", *tenant, "--plan", "one") == []
-    assert acme.warnings("policies", "create", "GET:/b", *tenant, "--plan", "two") == [told]
-    assert acme.warnings("policies", "update", "GET:/b", *tenant, "--mode", "monitor") == [told]
-    assert acme.warnings("plans", "update", "two", *tenant, "--limits", WIDE.format(60)) == []
-    assert acme.warnings("plans", "rollback", "two", *tenant) == [told]
+    assert acme.warnings("policies", "create", "GET:/b", *tenant, "--plan", "two") == [message]
+    assert acme.warnings("policies", "update", "GET:/b", *tenant, "--mode", "monitor") == [message]
+    assert acme.warnings("plans", "update", "two", *tenant, "--limits", TENANT_WIDE_LIMIT.format(60)) == []
+    assert acme.warnings("plans", "rollback", "two", *tenant) == [message]
 
 
-def test_a_file_whose_limits_of_one_name_count_apart_is_warned_of(shop: Workspace) -> None:
-    file = shop.write(APART)
+def test_a_file_with_limits_of_one_name_that_count_separately_causes_a_warning(workspace: Workspace) -> None:
+    file = workspace.write(SEPARATE_COUNTERS)
     for arguments in (("diff", file), ("apply", file, "--dry-run"), ("apply", file, "--json"), ("diff", file)):
-        [told] = shop.warnings(*arguments)
-        assert told.startswith("warning: tenant globex: limit w ")
+        [message] = workspace.warnings(*arguments)
+        assert message.startswith("warning: tenant globex: limit w ")
 
 
 # --- A large file ----------------------------------------------------------------------------------------------------
@@ -558,19 +562,19 @@ def tenants_in(database: Path) -> int:
 
 
 @pytest.mark.slow
-def test_ctrl_c_during_an_apply_says_what_was_done_and_the_next_run_finishes(shop: Workspace) -> None:
-    write_large(shop.folder, 1_500)
-    shop.run("tenants", "create", "first")
+def test_ctrl_c_during_apply_reports_the_progress_and_the_next_run_finishes(workspace: Workspace) -> None:
+    write_large(workspace.folder, 1_500)
+    workspace.run("tenants", "create", "first")
     with subprocess.Popen(
         [INSTALLED_PROGRAM, "apply", "large.yaml"],
-        cwd=shop.folder,
+        cwd=workspace.folder,
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
         deadline = time.monotonic() + SECONDS
-        while tenants_in(shop.folder / "limitforge.db") < 100:
+        while tenants_in(workspace.folder / "limitforge.db") < 100:
             time.sleep(0.01)
             assert time.monotonic() < deadline
             assert process.poll() is None, "it was done before it could be interrupted"
@@ -578,31 +582,31 @@ def test_ctrl_c_during_an_apply_says_what_was_done_and_the_next_run_finishes(sho
         stdout, stderr = process.communicate(timeout=SECONDS)
     assert process.returncode == 130
     assert "Traceback" not in stderr
-    found = re.search(r"Stopped: ([0-9,]+) of 1,500 tenants are applied, each of them entirely", stderr)
+    found = re.search(r"Stopped: ([0-9,]+) of 1,500 tenants were applied completely, and the others not at all", stderr)
     assert found is not None, stderr
     assert stdout == ""
     done = int(found[1].replace(",", ""))
-    assert len(json.loads(shop.run("tenants", "list", "--json"))) == done + 1
-    assert len(json.loads(shop.run("plans", "list", "--json"))) == done
-    printed = shop.run("apply", "large.yaml")
+    assert len(json.loads(workspace.run("tenants", "list", "--json"))) == done + 1
+    assert len(json.loads(workspace.run("plans", "list", "--json"))) == done
+    printed = workspace.run("apply", "large.yaml")
     assert printed.endswith(f"{2 * (1_500 - done)} created, 0 changed, 0 deleted.\n")
-    assert shop.run("diff", "large.yaml") == "Nothing to change.\n"
+    assert workspace.run("diff", "large.yaml") == "Nothing to change.\n"
 
 
 @pytest.mark.slow
-def test_on_a_terminal_a_large_apply_shows_how_far_it_is_and_elsewhere_stdout_is_left_alone(shop: Workspace) -> None:
-    write_large(shop.folder, 400)
+def test_a_large_apply_shows_its_progress_on_stderr_only(workspace: Workspace) -> None:
+    write_large(workspace.folder, 400)
     leader, follower = pty.openpty()
     with subprocess.Popen(
         [INSTALLED_PROGRAM, "apply", "large.yaml", "--json"],
-        cwd=shop.folder,
+        cwd=workspace.folder,
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=follower,
     ) as process:
         os.close(follower)
-        seen: list[bytes] = []
-        reader = threading.Thread(target=lambda: seen.append(read_all(leader)))
+        screen: list[bytes] = []
+        reader = threading.Thread(target=lambda: screen.append(read_all(leader)))
         reader.start()
         assert process.stdout is not None
         answer = json.loads(process.stdout.read())
@@ -611,8 +615,8 @@ def test_on_a_terminal_a_large_apply_shows_how_far_it_is_and_elsewhere_stdout_is
     os.close(leader)
     assert answer["applied"] is True
     assert len(answer["changes"]) == 800
-    assert b"/400" in seen[0]
-    assert b"tenants" in seen[0]
+    assert b"/400" in screen[0]
+    assert b"tenants" in screen[0]
 
 
 def read_all(terminal: int) -> bytes:
@@ -620,7 +624,7 @@ def read_all(terminal: int) -> bytes:
     while True:
         try:
             data = os.read(terminal, 65_536)
-        except OSError:  # Linux's way to say that the other side is closed
+        except OSError:  # Linux reports a closed terminal as an error
             return found
         if not data:
             return found

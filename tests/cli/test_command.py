@@ -1,4 +1,4 @@
-"""The command as a whole: its help, its version, and what it says without its extra packages."""
+"""The command itself: its help, its version, and its message without the extra packages."""
 
 import subprocess
 import sys
@@ -45,7 +45,7 @@ def test_a_misspelt_command_is_refused_with_the_nearest_one() -> None:
 
 
 @pytest.mark.parametrize("package", ["typer", "rich"])
-def test_without_its_extra_packages_it_says_how_to_get_them(package: str) -> None:
+def test_without_the_extra_it_prints_how_to_install_it(package: str) -> None:
     code = f"import sys; sys.modules[{package!r}] = None; from limitforge.cli import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -60,7 +60,7 @@ def test_without_its_extra_packages_it_says_how_to_get_them(package: str) -> Non
     assert "pip install 'limitforge[cli]'" in done.stderr
 
 
-def test_it_runs_as_a_module_too() -> None:
+def test_it_runs_as_a_module() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "limitforge.cli", "--version"],
         capture_output=True,

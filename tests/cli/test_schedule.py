@@ -1,4 +1,4 @@
-"""When the requests of a burst are due, on a clock that the tests move."""
+"""The schedule of a burst, on a fake clock."""
 
 import pytest
 
@@ -18,17 +18,17 @@ class FakeTime:
 
     def sleep(self, seconds: float) -> None:
         assert seconds > 0
-        self.seconds += max(seconds, 1e-7)  # no real sleep is shorter either
+        self.seconds += max(seconds, 1e-7)  # a real sleep is at least as long
 
     def send_times(self, rate: str, requests: int, taking: dict[int, float] | None = None) -> list[float]:
-        """When each request was due, if some of them take a while."""
-        seen = []
+        """Return when each request was sent; `taking` maps some of them to their duration."""
+        times = []
         for request, at in enumerate(
             send_times(RequestRate.parse(rate), requests, self.frames.append, now=self.now, sleep=self.sleep)
         ):
-            seen.append(round(at, 3))
+            times.append(round(at, 3))
             self.seconds += (taking or {}).get(request, 0.0)
-        return seen
+        return times
 
 
 @pytest.mark.parametrize(
@@ -50,31 +50,31 @@ def test_a_rate_is_a_number_per_unit_of_time(text: str, interval_s: float) -> No
 
 
 @pytest.mark.parametrize("text", ["", "50", "50/", "/s", "50/day", "-1/s", "0/s", "1e3/s", "2000000/s", "50/s x"])
-def test_anything_else_is_no_rate(text: str) -> None:
+def test_an_invalid_rate_is_refused(text: str) -> None:
     with pytest.raises(InvalidInput, match=r"^--rate: "):
         RequestRate.parse(text)
 
 
-def test_requests_are_due_at_equal_distances() -> None:
+def test_requests_are_sent_at_equal_intervals() -> None:
     assert FakeTime().send_times("10/s", 5) == [0.0, 0.1, 0.2, 0.3, 0.4]
 
 
-def test_a_slow_answer_delays_what_was_due_meanwhile_and_nothing_after() -> None:
+def test_a_slow_request_delays_only_requests_scheduled_meanwhile() -> None:
     assert FakeTime().send_times("10/s", 6, taking={1: 0.25}) == [0.0, 0.1, 0.35, 0.35, 0.4, 0.5]
 
 
-def test_at_full_speed_each_request_is_due_when_the_last_is_done() -> None:
+def test_at_full_speed_each_request_follows_the_previous_one() -> None:
     assert FakeTime().send_times("max", 4, taking={0: 0.5, 1: 0.25, 2: 0.25}) == [0.0, 0.5, 0.75, 1.0]
 
 
-def test_frames_go_on_between_requests_that_are_far_apart() -> None:
+def test_frames_continue_between_requests_that_are_far_apart() -> None:
     time = FakeTime()
     time.send_times("1/s", 3)
     assert time.frames[0] == 0.0
     assert len(time.frames) == pytest.approx(2 / FRAME_SECONDS, abs=3)
 
 
-def test_frames_are_no_more_frequent_at_full_speed() -> None:
+def test_full_speed_does_not_draw_more_frames() -> None:
     time = FakeTime()
     time.send_times("max", 1_000, taking=dict.fromkeys(range(1_000), 0.001))
     assert len(time.frames) == pytest.approx(1 / FRAME_SECONDS, abs=1)

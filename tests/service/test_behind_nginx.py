@@ -314,7 +314,7 @@ def encrypted(certificates: Path) -> Iterator[int]:
         files = (nothing.fileno(), write, write)
         with RunningCommand("serve", "--port", str(port), files=files, environment=SETTINGS | own) as process:
             os.close(write)
-            assert said.readline() == f"limitforge answers at https://127.0.0.1:{port}\n"
+            assert said.readline() == f"limitforge is ready at https://127.0.0.1:{port}\n"
             yield port
             process.terminate()
             process.wait(START_SECONDS)

@@ -50,7 +50,7 @@ def from_file(
     with run_service(
         find_free_port(), *arguments, environment=environment, log=log, is_installed=is_installed
     ) as service:
-        eventually(lambda: "answers at" in log.read_text(), "not every worker starts")
+        eventually(lambda: "is ready at" in log.read_text(), "not every worker starts")
         yield service, made["key"]
 
 

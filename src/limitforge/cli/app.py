@@ -1,4 +1,4 @@
-"""The command line as a whole: its commands, its help, and how an error ends it."""
+"""The `limitforge` command: its subcommands, its help, and its exit status after an error."""
 
 import sys
 from importlib import import_module
@@ -26,33 +26,35 @@ Examples:
   limitforge tenants create acme
   limitforge apply plans.yaml --dry-run
 
-Each command says more with --help.
+Use --help with a command for its options.
 """
 
-# Of the extra `service`.
+# The modules of the commands below are imported when the command is run: SQLAlchemy and FastAPI take half a second.
 SERVICE_COMMANDS = {
-    "demo": "Run the service with a tenant to try.",
+    "demo": "Run the service with a demo tenant.",
     "serve": "Run the service.",
-    "settings": "Show what the service is told.",
+    "settings": "Show the settings of the service.",
 }
-# Of the extra `catalog`. All of these are imported only when their command is run, since they bring in a lot.
+"""The commands that need the extra `service`."""
 CATALOG_GROUPS = {
-    "tenants": "Whose traffic is limited.",
-    "plans": "Named sets of limits, and their history.",
-    "policies": "Which plan applies to which resources.",
-    "keys": "API keys: what callers show.",
-    "overrides": "Other numbers for one subject, for a while.",
-    "operator": "What holds above all tenants.",
-    "tokens": "Admin tokens: who may change the catalog.",
-    "audit": "Who changed what, and when.",
-    "db": "The catalog's database and its schema.",
+    "tenants": "Accounts whose traffic is limited.",
+    "plans": "Named sets of limits, and their versions.",
+    "policies": "The plans that apply to resources.",
+    "keys": "The API keys of callers.",
+    "overrides": "Different limits for one subject, until they expire.",
+    "operator": "The plan and the mode that apply to all tenants.",
+    "tokens": "The tokens for the admin API.",
+    "audit": "All changes of the catalog.",
+    "db": "The schema of the catalog's database.",
 }
+"""The groups of commands that need the extra `catalog`."""
 FILE_COMMANDS = {
-    "apply": "Bring the catalog to what a file says.",
-    "diff": "Tell what apply would change.",
-    "export": "Print the catalog as such a file.",
+    "apply": "Change the catalog to match a file.",
+    "diff": "Print the changes that apply would make.",
+    "export": "Print the catalog as a file for apply.",
     "schema": "Print the JSON Schema of such files.",
 }
+"""The commands for configuration as code, which need the extra `catalog`."""
 COMMAND_MODULES = {"demo": "demo", "serve": "serve", "settings": "serve"} | dict.fromkeys(FILE_COMMANDS, "config")
 EXTRA_PACKAGES = {
     "catalog": ("sqlalchemy", "alembic", "aiosqlite", "asyncpg", "greenlet", "yaml"),
@@ -61,19 +63,19 @@ EXTRA_PACKAGES = {
 
 
 def run() -> None:
-    """Run the command; whatever limitforge refuses becomes one message and an exit status, never a traceback."""
+    """Run the command. An error of limitforge is printed as one message, without a traceback."""
     try:
         build_app()(prog_name="limitforge")
     except LimitforgeError as error:
         print(f"Error: {error}", file=sys.stderr)
-        is_away = isinstance(error, StoreError | CatalogUnavailable)
-        raise SystemExit(EXIT_UNAVAILABLE if is_away else EXIT_WRONG_INPUT) from None
+        is_unavailable = isinstance(error, StoreError | CatalogUnavailable)
+        raise SystemExit(EXIT_UNAVAILABLE if is_unavailable else EXIT_WRONG_INPUT) from None
     except ModuleNotFoundError as missing:
         package = (missing.name or "").partition(".")[0]
         extra = next((extra for extra, packages in EXTRA_PACKAGES.items() if package in packages), None)
         if extra is None:
             raise
-        print(f"This command needs a few more packages: pip install 'limitforge[{extra}]'", file=sys.stderr)
+        print(f"This command needs more packages: pip install 'limitforge[{extra}]'", file=sys.stderr)
         raise SystemExit(EXIT_WRONG_INPUT) from None
 
 
@@ -86,14 +88,14 @@ def build_app() -> typer.Typer:
 
 
 class _LazyCommands(TyperGroup):
-    """All commands; those of the catalog stand here by name until one of them is run."""
+    """All commands. Those of the catalog and the service are placeholders until they are run."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         panels = {"Service": SERVICE_COMMANDS, "Catalog": CATALOG_GROUPS, "Configuration as a file": FILE_COMMANDS}
-        for panel, listed in panels.items():
-            for name, said in listed.items():
-                self.add_command(TyperCommand(name=name, help=said, callback=None, rich_help_panel=panel))
+        for panel, commands in panels.items():
+            for name, summary in commands.items():
+                self.add_command(TyperCommand(name=name, help=summary, callback=None, rich_help_panel=panel))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name = args[0]

@@ -1,4 +1,4 @@
-"""`limitforge audit`: who changed what, and when."""
+"""`limitforge audit`: all changes of the catalog."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -9,12 +9,13 @@ import typer
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import DEFAULT_URL
 from limitforge.catalog.model import AuditEntry
+from limitforge.cli.catalog.connect import run_with_catalog
 from limitforge.cli.catalog.lookup import find_tenant
-from limitforge.cli.catalog.options import AsJson, DatabaseUrl, TenantFilter, run_with_catalog
+from limitforge.cli.catalog.options import AsJson, DatabaseUrl, TenantFilter
 from limitforge.cli.terminal.help import command_group
 from limitforge.cli.terminal.output import format_value, print_json, print_table
 
-HELP = """The audit log: every change, who made it and when, before and after. Nothing in it can be changed.
+HELP = """The audit log: who changed what, when, before and after. It can't be edited.
 
 Examples:
   limitforge audit list --tenant acme
@@ -30,28 +31,30 @@ _IGNORED_FIELDS = {"version", "updated_at", "created_at", "revision"}
 @app.command("list")
 def list_all(
     tenant: TenantFilter = None,
-    entity: Annotated[str | None, typer.Option(metavar="ID", help="Only of the one with this id.")] = None,
-    limit: Annotated[int, typer.Option(metavar="N", min=1, max=1_000, help="How many, the newest first.")] = 50,
+    entity: Annotated[str | None, typer.Option(metavar="ID", help="Only changes of the entity with this id.")] = None,
+    limit: Annotated[
+        int, typer.Option(metavar="N", min=1, max=1_000, help="The largest number of changes to list.")
+    ] = 50,
     database: DatabaseUrl = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
     """List changes, the newest first."""
 
     async def work(catalog: Catalog) -> list[AuditEntry]:
-        owner = None if tenant is None else (await _tenant_id(catalog, tenant))
-        page = await catalog.audit_page(size=limit, tenant_id=owner, entity_id=entity)
+        tenant_id = None if tenant is None else (await _tenant_id(catalog, tenant))
+        page = await catalog.audit_page(size=limit, tenant_id=tenant_id, entity_id=entity)
         return page.items
 
-    found = run_with_catalog(database, work)
+    entries = run_with_catalog(database, work)
     if as_json:
-        print_json([msgspec.to_builtins(each) for each in found])
+        print_json([msgspec.to_builtins(entry) for entry in entries])
         return
-    rows = [(each.at, each.actor, each.action, _entity_name(each), _describe_changes(each)) for each in found]
-    print_table(("AT", "BY", "WHAT", "WHICH", "CHANGES"), rows, "There are no changes yet.")
+    rows = [(entry.at, entry.actor, entry.action, _entity_name(entry), _describe_changes(entry)) for entry in entries]
+    print_table(("AT", "BY", "ACTION", "ENTITY", "CHANGES"), rows, "There are no changes yet.")
 
 
 async def _tenant_id(catalog: Catalog, tenant: str) -> str:
-    """One that is gone still has its entries, by its id."""
+    """Return the id of a tenant. An id is not looked up, because a deleted tenant still has entries."""
     return tenant if tenant.startswith("ten_") else (await find_tenant(catalog, tenant)).id
 
 
@@ -75,14 +78,14 @@ def _describe_changes(entry: AuditEntry) -> str:
 
 
 def _flatten_fields(entity: Mapping[str, Any]) -> dict[str, Any]:
-    """By field; the limits of a plan each by its name and field."""
-    found: dict[str, Any] = {}
+    """Return the fields of an entity. A field of a limit is called `limit.field`, and secrets are only counted."""
+    fields: dict[str, Any] = {}
     for name, value in entity.items():
         if name == "limits" and isinstance(value, list):
             for limit in value:
-                found |= {f"{limit['name']}.{field}": each for field, each in limit.items() if field != "name"}
+                fields |= {f"{limit['name']}.{field}": number for field, number in limit.items() if field != "name"}
         elif name == "secrets":
-            found[name] = len(value)
+            fields[name] = len(value)
         elif name not in _IGNORED_FIELDS:
-            found[name] = value
-    return found
+            fields[name] = value
+    return fields

@@ -1,54 +1,56 @@
-"""`limitforge apply`, `diff`, `export` and `schema`: configuration as a file."""
+"""`limitforge apply`, `diff`, `export` and `schema`: configuration as code."""
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from limitforge.catalog.config.apply import apply_document
-from limitforge.catalog.config.apply import preview_document
+from limitforge.catalog.config.apply import apply_document, preview_document
 from limitforge.catalog.config.diff import Change, changes_to_json, count_changes, format_changes
 from limitforge.catalog.config.document import dump_document, parse_document
 from limitforge.catalog.config.export import export_document
-from limitforge.catalog.config.json_schema import json_schema as file_schema
+from limitforge.catalog.config.json_schema import json_schema
 from limitforge.catalog.config.plan_warnings import document_warnings
 from limitforge.catalog.config.specs import ConfigDocument, spec_to_dict
 from limitforge.catalog.config.strict_yaml import MAX_FILE_BYTES, SourceFile
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import DEFAULT_URL
 from limitforge.catalog.model import to_datetime
+from limitforge.cli.catalog.connect import audit_actor, run_with_catalog
 from limitforge.cli.catalog.lookup import find_tenant
-from limitforge.cli.catalog.options import AsJson, DatabaseUrl, TenantFilter, audit_actor, run_with_catalog
+from limitforge.cli.catalog.options import AsJson, DatabaseUrl, TenantFilter
+from limitforge.cli.terminal.input import read_file
 from limitforge.cli.terminal.output import print_json, print_lines, print_warnings
 from limitforge.cli.terminal.progress import ProgressReporter
 from limitforge.core.clock import SystemClock
-from limitforge.errors import InvalidInput, LimitforgeError
+from limitforge.errors import LimitforgeError
 
 EXIT_DIFFERENT = 1
-EXIT_INTERRUPTED = 130  # as a shell has it for SIGINT
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, like a shell
 
-File = Annotated[str, typer.Argument(metavar="FILE", help="A YAML or JSON file, or - to read it from stdin.")]
-Prune = Annotated[bool, typer.Option("--prune", help="Tenants that the file does not name are deleted.")]
+File = Annotated[str, typer.Argument(metavar="FILE", help="A YAML or JSON file, or - for the standard input.")]
+Prune = Annotated[bool, typer.Option("--prune", help="Also delete the tenants that are not in the file.")]
 
 _COLOURS = {"+": "green", "  +": "green", "-": "red", "  -": "red", "~": "yellow"}
 
 
 def apply(
     file: File,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell what would change.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the changes, like diff.")] = False,
     prune: Prune = False,
     database: DatabaseUrl = DEFAULT_URL,
     json: AsJson = False,
 ) -> None:
-    """Bring the catalog to what FILE says, each tenant of it entirely or not at all.
+    """Change the catalog to match FILE.
 
-    FILE is checked as a whole before anything is written. An apply that is
-    interrupted leaves whole tenants: run it again to finish.
+    The whole FILE is validated before anything is written. Each tenant is
+    written in one transaction. After an interruption, run the command again to
+    finish.
 
-    A list that FILE has (plans, policies, keys or overrides of a tenant) is
-    the whole truth about it; one that it lacks is left alone, and so are
-    tenants that it does not name. Applied again, it changes nothing.
+    A list in FILE (the plans, policies, keys or overrides of a tenant) is
+    complete: entries that are missing from it are deleted. A list that is
+    absent stays unchanged, and so do tenants that are absent. The command is
+    idempotent.
 
     Examples:
       limitforge apply plans.yaml --dry-run
@@ -57,31 +59,31 @@ def apply(
 
     """
     document, source = _read_document(file)
-    tally = ProgressReporter("Applied", "tenants")
+    progress = ProgressReporter("Applied", "tenants")
 
     async def work(catalog: Catalog) -> list[Change]:
         if dry_run:
             return await preview_document(catalog, document, prune=prune, source=source)
         return await apply_document(
-            catalog, document, audit_actor(), prune=prune, source=source, on_progress=tally.update
+            catalog, document, audit_actor(), prune=prune, source=source, on_progress=progress.update
         )
 
     try:
-        with tally:
+        with progress:
             changes = run_with_catalog(database, work)
     except (KeyboardInterrupt, LimitforgeError) as error:
-        if tally.total:
-            done = f"{tally.done:,} of {tally.total:,} tenants are applied, each of them entirely"
+        if progress.total:
+            done = f"{progress.done:,} of {progress.total:,} tenants were applied completely, and the others not at all"
             print(f"Stopped: {done}. Run the same command again to finish.", file=sys.stderr)
         if isinstance(error, KeyboardInterrupt):
             raise typer.Exit(EXIT_INTERRUPTED) from None
         raise
-    _print_changes(changes, is_applied=not dry_run, for_programs=json)
+    _print_changes(changes, is_applied=not dry_run, as_json=json)
     print_warnings(run_with_catalog(database, lambda catalog: _document_warnings(catalog, document)))
 
 
 def diff(file: File, prune: Prune = False, database: DatabaseUrl = DEFAULT_URL, json: AsJson = False) -> None:
-    """Tell what `apply` would change. The exit status is 1 if there is anything, and 0 if not.
+    """Print the changes that `apply` would make. The exit status is 1 if there are any, otherwise 0.
 
     Examples:
       limitforge diff plans.yaml
@@ -94,17 +96,17 @@ def diff(file: File, prune: Prune = False, database: DatabaseUrl = DEFAULT_URL, 
         return await preview_document(catalog, document, prune=prune, source=source)
 
     changes = run_with_catalog(database, work)
-    _print_changes(changes, is_applied=False, for_programs=json)
+    _print_changes(changes, is_applied=False, as_json=json)
     print_warnings(run_with_catalog(database, lambda catalog: _document_warnings(catalog, document)))
     if changes:
         raise typer.Exit(EXIT_DIFFERENT)
 
 
 def export(tenant: TenantFilter = None, database: DatabaseUrl = DEFAULT_URL, json: AsJson = False) -> None:
-    """Print the catalog as a file that `apply` takes: everything, or one tenant.
+    """Print the catalog, or one tenant, as a file for `apply`.
 
-    Keys are in it by their hashes, so whoever has the file can't use them.
-    What has expired is left out.
+    The file contains hashes of keys, which can't be used as keys. It does not
+    contain what has expired.
 
     Examples:
       limitforge export > plans.yaml
@@ -124,9 +126,9 @@ def export(tenant: TenantFilter = None, database: DatabaseUrl = DEFAULT_URL, jso
 
 
 def schema() -> None:
-    """Print the JSON Schema of the file, so that editors complete and check it.
+    """Print the JSON Schema of the file. Editors use it to complete and check.
 
-    With the YAML extension of an editor, a first line says where it is:
+    With the YAML extension of an editor, name the schema in the first line:
 
       # yaml-language-server: $schema=limitforge.schema.json
 
@@ -134,19 +136,11 @@ def schema() -> None:
       limitforge schema > limitforge.schema.json
 
     """
-    print_json(file_schema(), indent=2)
+    print_json(json_schema(), indent=2)
 
 
 def _read_document(file: str) -> tuple[ConfigDocument, SourceFile]:
-    try:
-        if file == "-":
-            content = sys.stdin.buffer.read(MAX_FILE_BYTES + 1)
-        else:
-            with Path(file).open("rb") as opened:
-                content = opened.read(MAX_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:  # ValueError: a name with a null character
-        reason = error.strerror if isinstance(error, OSError) else None
-        raise InvalidInput(file, f"can't be read: {reason or error}") from None
+    content = read_file(file, MAX_FILE_BYTES)
     return parse_document(content, "stdin" if file == "-" else file, to_datetime(SystemClock().now_us()))
 
 
@@ -155,8 +149,8 @@ async def _document_warnings(catalog: Catalog, document: ConfigDocument) -> list
         return await document_warnings(connection, document)
 
 
-def _print_changes(changes: list[Change], *, is_applied: bool, for_programs: bool) -> None:
-    if for_programs:
+def _print_changes(changes: list[Change], *, is_applied: bool, as_json: bool) -> None:
+    if as_json:
         print_json({"applied": is_applied, "changes": changes_to_json(changes)})
         return
     if not changes:

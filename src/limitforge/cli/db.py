@@ -6,13 +6,15 @@ from typing import Annotated
 import typer
 
 from limitforge.catalog.database.database import DEFAULT_URL, Database, newest_schema_version
-from limitforge.cli.catalog.options import AsJson, DatabaseUrl, YesFlag, confirm, run_with_database
+from limitforge.cli.catalog.connect import run_with_database
+from limitforge.cli.catalog.options import AsJson, DatabaseUrl, YesFlag, confirm
 from limitforge.cli.terminal.help import command_group
 from limitforge.cli.terminal.output import print_fields, print_json
 
-HELP = """The catalog's database: make its schema, bring it up to date.
+HELP = """The schema of the catalog's database: show, create and upgrade it.
 
-A SQLite file is made and upgraded by itself; a Postgres waits for you.
+The schema of a SQLite file is created and upgraded automatically. Upgrade a
+Postgres database with `limitforge db upgrade`.
 
 Examples:
   limitforge db status
@@ -24,29 +26,29 @@ app = command_group(HELP)
 
 @app.command()
 def status(database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False) -> None:
-    """Tell which schema the database has, and which one is the newest."""
+    """Show the version of the schema, and the newest version."""
 
     async def work(opened: Database) -> dict[str, str | None]:
-        is_there = not opened.is_sqlite or _file_exists(opened)  # looking at a file that is not there would make it
-        found = await opened.schema_version() if is_there else None
-        return {"database": opened.description, "schema": found, "newest": newest_schema_version()}
+        exists = not opened.is_sqlite or _file_exists(opened)  # opening a missing SQLite file would create it
+        version = await opened.schema_version() if exists else None
+        return {"database": opened.description, "schema": version, "newest": newest_schema_version()}
 
-    found = run_with_database(database, work)
+    versions = run_with_database(database, work)
     if as_json:
-        print_json(found)
+        print_json(versions)
         return
-    if found["schema"] is None:
+    if versions["schema"] is None:
         state = "missing: run `limitforge db upgrade`"
-    elif found["schema"] == found["newest"]:
-        state = f"{found['schema']}, the newest"
+    elif versions["schema"] == versions["newest"]:
+        state = f"{versions['schema']}, the newest"
     else:
-        state = f"{found['schema']}, and {found['newest']} is the newest: run `limitforge db upgrade`"
-    print_fields({"database": found["database"], "schema": state})
+        state = f"{versions['schema']}, but {versions['newest']} is the newest: run `limitforge db upgrade`"
+    print_fields({"database": versions["database"], "schema": state})
 
 
 @app.command()
 def upgrade(database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False) -> None:
-    """Make the schema, or bring it to the newest version. What is there stays."""
+    """Create the schema, or upgrade it to the newest version. Data is kept."""
 
     async def work(opened: Database) -> None:
         before = await opened.schema_version()
@@ -58,13 +60,13 @@ def upgrade(database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False) -> Non
 
 @app.command()
 def downgrade(
-    to: Annotated[str, typer.Argument(metavar="TO", help="A version of the schema, or base for none at all.")],
+    to: Annotated[str, typer.Argument(metavar="TO", help="A version of the schema, or base to remove it.")],
     yes: YesFlag = False,
     database: DatabaseUrl = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Go back to an earlier version of the schema. What that version has no place for is lost."""
-    confirm(f"What schema {to} has no place for will be lost. Go on?", yes=yes)
+    """Go back to an earlier version of the schema. Data that it can't hold is lost."""
+    confirm(f"Data that schema {to} can't hold will be lost. Continue?", yes=yes)
 
     async def work(opened: Database) -> None:
         before = await opened.schema_version()
@@ -78,8 +80,8 @@ def _file_exists(opened: Database) -> bool:
     return Path(opened.url.database or "").exists()
 
 
-def _print_schema_change(place: str, before: str | None, after: str | None, *, as_json: bool) -> None:
+def _print_schema_change(description: str, before: str | None, after: str | None, *, as_json: bool) -> None:
     if as_json:
-        print_json({"database": place, "before": before, "schema": after})
+        print_json({"database": description, "before": before, "schema": after})
     else:
-        print(f"The schema of {place} was {before or 'missing'}, and is {after or 'missing'} now.")
+        print(f"The schema of {description} was {before or 'missing'}, and is {after or 'missing'} now.")

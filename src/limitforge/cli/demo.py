@@ -1,4 +1,4 @@
-"""`limitforge demo`: the service with a tenant to try things with, on nothing but Python."""
+"""`limitforge demo`: the service with a demo tenant, without any other server."""
 
 import asyncio
 import os
@@ -22,21 +22,23 @@ from limitforge.service.processes.supervisor import listen
 from limitforge.service.processes.worker import WorkerServer, run_server
 from limitforge.service.settings import ENV_PREFIX, Settings, load_settings
 
-DATA_DELETED = "The tenant and its plans are gone."
-DATA_KEPT = "The tenant `demo`, its keys and the admin token `demo` stay in the database; the next demo replaces them."
+DATA_DELETED = "The tenant and its plans were deleted."
+DATA_KEPT = "The tenant `demo`, its keys and the admin token `demo` stay in the database. The next demo replaces them."
 
 
 def demo(
-    port: Annotated[int, typer.Option(metavar="N", help="The port to listen on; 0 for any that is free.")] = 8000,
-    store: Annotated[str, typer.Option(metavar="URL", help="Where to count: memory://, or a Redis.")] = "memory://",
+    port: Annotated[int, typer.Option(metavar="N", help="The port to listen on; 0 for any free port.")] = 8000,
+    store: Annotated[
+        str, typer.Option(metavar="URL", help="The store: memory://, or the URL of a Redis server.")
+    ] = "memory://",
     database: Annotated[
-        str | None, typer.Option(metavar="URL", help="Where tenants live (a file that goes with the demo).")
+        str | None, typer.Option(metavar="URL", help="The database. The default is a file that is deleted at the end.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON once it is ready.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON when it is ready.")] = False,
 ) -> None:
-    """Run the service with a tenant, plans and keys to try. It needs no Redis, no Postgres, no Docker.
+    """Run the service with a demo tenant, plans and keys. It needs no Redis, Postgres or Docker.
 
-    In a database of your own, a tenant and a token that are called `demo` are replaced, and stay behind.
+    With --database, the demo replaces the tenant and the token called `demo`, and keeps them afterwards.
 
     Examples:
       limitforge demo
@@ -44,22 +46,21 @@ def demo(
 
     """
     with tempfile.TemporaryDirectory(prefix="limitforge-demo-") as folder:
-        own = {name: value for name, value in os.environ.items() if name == f"{ENV_PREFIX}PEPPERS"}
         settings = load_settings(
-            own,
-            peppers=own.get(f"{ENV_PREFIX}PEPPERS") or Peppers.generate(),
+            {},
+            peppers=os.environ.get(f"{ENV_PREFIX}PEPPERS") or Peppers.generate(),
             store_url=store,
             database_url=database or f"sqlite:///{folder}/demo.db",
             port=port,
             log_level="warning",
         )
         try:
-            listening = listen(settings.host, settings.port)
+            listener = listen(settings.host, settings.port)
         except OSError as error:
-            raise InvalidInput("--port", f"{port} can't be listened on: {error.strerror}. Try --port 0") from None
-        with listening:
-            made = asyncio.run(_seed_database(settings, local_url(settings, listening.getsockname()[1])))
-            _serve(settings, listening, made, as_json=as_json)
+            raise InvalidInput("--port", f"can't listen on port {port}: {error.strerror}. Try --port 0") from None
+        with listener:
+            tenant = asyncio.run(_seed_database(settings, local_url(settings, listener.getsockname()[1])))
+            _serve(settings, listener, tenant, as_json=as_json)
         if not as_json:
             print(f"\nStopped. {DATA_KEPT if database else DATA_DELETED}", file=sys.stderr)
 
@@ -73,29 +74,29 @@ async def _seed_database(settings: Settings, base_url: str) -> DemoTenant:
         await database.close()
 
 
-def _serve(settings: Settings, listening: socket.socket, made: DemoTenant, *, as_json: bool) -> None:
+def _serve(settings: Settings, listener: socket.socket, tenant: DemoTenant, *, as_json: bool) -> None:
     configure_logging(settings)
 
-    def ready() -> None:
-        text = msgspec.json.encode(made).decode() if as_json else welcome_text(made)
+    def on_ready() -> None:
+        text = msgspec.json.encode(tenant).decode() if as_json else welcome_text(tenant)
         print(text, flush=True)
 
-    run_server(WorkerServer(Service(settings), settings, ready), [listening])
+    run_server(WorkerServer(Service(settings), settings, on_ready), [listener])
 
 
-def welcome_text(made: DemoTenant) -> str:
-    """What to try, ready to paste."""
-    keys = "\n".join(f"  {name:<11} {made.keys[name]}" for name in TIERS)
-    return f"""limitforge answers at {made.base_url}
+def welcome_text(tenant: DemoTenant) -> str:
+    """Return the first text of the demo, with a request to paste into a shell."""
+    keys = "\n".join(f"  {name:<11} {tenant.keys[name]}" for name in TIERS)
+    return f"""limitforge is ready at {tenant.base_url}
 
-Try it, more than ten times in a row:
+Send this request more than ten times in a row:
 
-  curl -i {made.base_url}/v1/check -H 'x-api-key: {made.api_key}' \\
+  curl -i {tenant.base_url}/v1/check -H 'x-api-key: {tenant.api_key}' \\
     -H 'content-type: application/json' -d '{{"resource": "GET:/orders", "subject": "user:42"}}'
 
-Keys of the tiers (100, 1,000 and 10,000 a minute):
+Keys of the tiers (100, 1,000 and 10,000 requests per minute):
 {keys}
 
-Admin token: {made.admin_token}
-API reference: {made.base_url}/docs
-Ctrl-C ends it."""
+Admin token: {tenant.admin_token}
+API reference: {tenant.base_url}/docs
+Press Ctrl-C to stop."""

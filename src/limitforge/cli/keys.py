@@ -1,38 +1,37 @@
-"""`limitforge keys`: what callers show."""
+"""`limitforge keys`: the API keys of callers."""
 
 from datetime import datetime
 from typing import Annotated, Any
 
 import typer
 
-from limitforge.catalog.config.specs import KeySpec, SecretSpec
-from limitforge.catalog.config.specs import spec_to_dict as plain_spec
+from limitforge.catalog.config.specs import KeySpec, SecretSpec, spec_to_dict
 from limitforge.catalog.config.strict_yaml import dump_yaml
 from limitforge.catalog.credentials import PREFIXES, Credential, new_id
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import DEFAULT_URL
 from limitforge.catalog.model import Key, KeyScope, KeyType, to_datetime, to_public_dict
+from limitforge.cli.catalog.connect import audit_actor, peppers_from_environment, run_with_catalog
 from limitforge.cli.catalog.lookup import NamesById, find_entity, find_tenant, list_entities, resolve_plan_names
 from limitforge.cli.catalog.options import (
-    NONE_WORD,
     AsJson,
+    CreatedName,
     DatabaseUrl,
+    ExpiresOption,
+    NameOrId,
+    NewName,
     TenantFilter,
     TenantOption,
-    audit_actor,
-    given_fields,
-    parse_duration,
-    parse_json_object,
-    parse_time,
-    peppers_from_environment,
-    run_with_catalog,
+    field_option,
 )
+from limitforge.cli.catalog.show import print_entity
+from limitforge.cli.catalog.values import given_fields, parse_duration, parse_expiry, parse_json_object
 from limitforge.cli.terminal.help import command_group
-from limitforge.cli.terminal.output import print_done, print_fields, print_json, print_secret, print_table
+from limitforge.cli.terminal.output import print_done, print_json, print_secret, print_table
 
-HELP = """API keys: what callers show. A key is printed once, when it is made; only its hash is kept.
+HELP = """API keys: a key is printed once, when it is created; only its hash is stored.
 
-LIMITFORGE_PEPPERS must be set where keys are made.
+LIMITFORGE_PEPPERS must be set to create keys.
 
 Examples:
   limitforge keys create web --tenant acme
@@ -45,20 +44,10 @@ Examples:
 
 app = command_group(HELP)
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Its name or id.")]
-KeyPlan = Annotated[
-    str | None, typer.Option("--plan", metavar="PLAN", help="Instead of the tenant's default; none for none.")
-]
-Scopes = Annotated[
-    list[KeyScope] | None,
-    typer.Option("--scope", help="What it may do; give it once for each. Leave plans out for keys in pages and apps."),
-]
-Expires = Annotated[
-    str | None, typer.Option(metavar="WHEN", help="Such as 90d, or 2026-12-31T00:00:00Z; none for never.")
-]
-Metadata = Annotated[
-    str | None, typer.Option(metavar="JSON", help='What else to remember of it, such as {"team": "web"}.')
-]
+PlanOption = Annotated[str | None, field_option(Key, "plan_id", "--plan", metavar="PLAN", clearable=True)]
+ScopesOption = Annotated[list[KeyScope] | None, field_option(Key, "scopes", "--scope", note="Repeat it for several.")]
+TypeOption = Annotated[KeyType, field_option(Key, "type", "--type")]
+MetadataOption = Annotated[str | None, field_option(Key, "metadata", metavar="JSON")]
 
 
 @app.command("list")
@@ -66,22 +55,22 @@ def list_all(tenant: TenantFilter = None, database: DatabaseUrl = DEFAULT_URL, a
     """List keys."""
 
     async def work(catalog: Catalog) -> None:
-        found = await list_entities(catalog, Key, tenant)
+        keys = await list_entities(catalog, Key, tenant)
         if as_json:
-            print_json([to_public_dict(each) for each in found])
+            print_json([to_public_dict(key) for key in keys])
             return
-        names, now = await NamesById.load(catalog, found), to_datetime(catalog.clock.now_us())
+        names, now = await NamesById.load(catalog, keys), to_datetime(catalog.clock.now_us())
         rows = [
             (
-                each.name,
-                names[each.tenant_id],
-                each.type,
-                names[each.plan_id],
-                _key_state(each, now),
-                each.last_used_at,
-                each.id,
+                key.name,
+                names[key.tenant_id],
+                key.type,
+                names[key.plan_id],
+                _key_state(key, now),
+                key.last_used_at,
+                key.id,
             )
-            for each in found
+            for key in keys
         ]
         columns = ("NAME", "TENANT", "TYPE", "PLAN", "STATE", "LAST USED", "ID")
         print_table(columns, rows, "There are no keys yet.")
@@ -90,54 +79,36 @@ def list_all(tenant: TenantFilter = None, database: DatabaseUrl = DEFAULT_URL, a
 
 
 @app.command()
-def show(name: Name, tenant: TenantFilter = None, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False) -> None:
-    """Show what is known of a key. The key itself can't be shown again."""
+def show(
+    name: NameOrId, tenant: TenantFilter = None, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False
+) -> None:
+    """Show a key without its secret."""
 
     async def work(catalog: Catalog) -> None:
         key = await find_entity(catalog, Key, name, tenant)
-        if as_json:
-            print_json(to_public_dict(key))
-            return
-        names, now = await NamesById.load(catalog, [key]), to_datetime(catalog.clock.now_us())
         secrets = [
-            f"pepper {each.pepper}" + (f" until {each.expires_at:%Y-%m-%d %H:%M:%S}" if each.expires_at else "")
-            for each in key.secrets
+            f"pepper {secret.pepper}" + (f" until {secret.expires_at:%Y-%m-%d %H:%M:%S}" if secret.expires_at else "")
+            for secret in key.secrets
         ]
-        print_fields(
-            {
-                "name": key.name,
-                "id": key.id,
-                "tenant": names[key.tenant_id],
-                "state": _key_state(key, now),
-                "type": key.type,
-                "plan": names[key.plan_id],
-                "scopes": key.scopes,
-                "expires": key.expires_at,
-                "metadata": key.metadata,
-                "last used": key.last_used_at,
-                "secrets": secrets,
-                "version": key.version,
-                "created": key.created_at,
-                "updated": key.updated_at,
-            }
-        )
+        state = _key_state(key, to_datetime(catalog.clock.now_us()))
+        await print_entity(catalog, key, as_json=as_json, state=state, disabled=None, secrets=secrets)
 
     run_with_catalog(database, work)
 
 
 @app.command()
 def create(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="1 to 64 letters, digits or -_./ characters.")],
+    name: CreatedName,
     tenant: TenantOption,
-    kind: Annotated[KeyType, typer.Option("--type", help="Test keys are the first to be shed.")] = KeyType.LIVE,
-    plan: KeyPlan = None,
-    scope: Scopes = None,
-    expires: Expires = None,
-    metadata: Metadata = None,
+    kind: TypeOption = KeyType.LIVE,
+    plan: PlanOption = None,
+    scope: ScopesOption = None,
+    expires: ExpiresOption = None,
+    metadata: MetadataOption = None,
     database: DatabaseUrl = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Create a key and print it, this once."""
+    """Create a key and print it. It can't be printed again."""
 
     async def work(catalog: Catalog) -> tuple[Key, Credential]:
         owner = await find_tenant(catalog, tenant)
@@ -152,19 +123,17 @@ def create(
 
 @app.command()
 def update(
-    name: Name,
+    name: NameOrId,
     tenant: TenantFilter = None,
-    new_name: Annotated[
-        str | None, typer.Option("--name", metavar="NEW", help="What it is called from now on.")
-    ] = None,
-    plan: KeyPlan = None,
-    scope: Scopes = None,
-    expires: Expires = None,
-    metadata: Metadata = None,
+    new_name: NewName = None,
+    plan: PlanOption = None,
+    scope: ScopesOption = None,
+    expires: ExpiresOption = None,
+    metadata: MetadataOption = None,
     database: DatabaseUrl = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Change a key: only what you name."""
+    """Change the given fields of a key."""
 
     async def work(catalog: Catalog) -> Key:
         key = await find_entity(catalog, Key, name, tenant)
@@ -180,13 +149,15 @@ def update(
 
 @app.command()
 def rotate(
-    name: Name,
+    name: NameOrId,
     tenant: TenantFilter = None,
-    grace: Annotated[str, typer.Option(metavar="TIME", help="How long the old one goes on, such as 24h.")] = "0s",
+    grace: Annotated[
+        str, typer.Option(metavar="TIME", help="How long the old secret stays valid, such as 24h.")
+    ] = "0s",
     database: DatabaseUrl = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Make a new secret for a key and print it, this once. It works at once, the old one until the grace ends."""
+    """Create a new secret for a key and print it. The old secret stays valid until the grace time ends."""
     grace_seconds = parse_duration("--grace", grace)
 
     async def work(catalog: Catalog) -> tuple[Key, Credential]:
@@ -200,25 +171,25 @@ def rotate(
 
 @app.command()
 def disable(
-    name: Name, tenant: TenantFilter = None, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False
+    name: NameOrId, tenant: TenantFilter = None, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False
 ) -> None:
-    """Refuse a key, until it is enabled again. Every node does so within a second."""
+    """Disable a key until it is enabled again. All nodes reject it within a second."""
     print_done("Disabled", _set_disabled(database, name, tenant, disabled=True), as_json=as_json)
 
 
 @app.command()
 def enable(
-    name: Name, tenant: TenantFilter = None, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False
+    name: NameOrId, tenant: TenantFilter = None, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False
 ) -> None:
-    """Let a disabled key in again."""
+    """Enable a disabled key."""
     print_done("Enabled", _set_disabled(database, name, tenant, disabled=False), as_json=as_json)
 
 
 @app.command()
 def delete(
-    name: Name, tenant: TenantFilter = None, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False
+    name: NameOrId, tenant: TenantFilter = None, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False
 ) -> None:
-    """Delete a key. Every node refuses it within a second."""
+    """Delete a key. All nodes reject it within a second."""
 
     async def work(catalog: Catalog) -> Key:
         key = await find_entity(catalog, Key, name, tenant)
@@ -230,22 +201,23 @@ def delete(
 
 @app.command()
 def make(
-    name: Annotated[str, typer.Option(metavar="NAME", help="What the key is called.")],
-    kind: Annotated[KeyType, typer.Option("--type", help="Test keys are the first to be shed.")] = KeyType.LIVE,
+    name: Annotated[str, field_option(Key, "name", metavar="NAME")],
+    kind: TypeOption = KeyType.LIVE,
     as_json: AsJson = False,
 ) -> None:
-    """Make a key for a configuration file: print it, this once, and the lines for the file. No database is needed."""
+    """Generate a key for a configuration file. Print the key once, and the lines for the file. Needs no database."""
     identity = new_id("key")
     peppers = peppers_from_environment()
     credential = Credential.generate(PREFIXES[kind], identity.removeprefix("key_"), peppers)
-    kept = peppers.hash_credential(credential)
-    spec = KeySpec(id=identity, name=name, type=kind, secrets=(SecretSpec(hash=kept.hash, pepper=kept.pepper),))
-    Key(id=identity, tenant_id="", name=name)  # refuses a name that can't be one
+    secret = peppers.hash_credential(credential)
+    Key(id=identity, tenant_id="", name=name)  # validates the name
+    spec = KeySpec(id=identity, name=name, type=kind, secrets=(SecretSpec(hash=secret.hash, pepper=secret.pepper),))
+    entry = spec_to_dict(spec)
     if as_json:
-        print_json({"key": credential.text, "entry": plain_spec(spec)})
+        print_json({"key": credential.text, "entry": entry})
         return
-    lines = "".join(f"      {line}\n" for line in dump_yaml([plain_spec(spec)]).splitlines())
-    print(f"The key, which is shown this once:\n\n  {credential.text}\n")
+    lines = "".join(f"      {line}\n" for line in dump_yaml([entry]).splitlines())
+    print(f"The key, which is shown only once:\n\n  {credential.text}\n")
     print(f"For the file, under `keys` of its tenant:\n\n{lines}", end="")
 
 
@@ -254,8 +226,7 @@ def _key_fields(
 ) -> dict[str, Any]:
     fields = given_fields(plan=plan, scopes=tuple(scope) if scope else None)
     if expires is not None:
-        now = to_datetime(catalog.clock.now_us())
-        fields["expires_at"] = None if expires == NONE_WORD else parse_time("--expires", expires, now)
+        fields["expires_at"] = parse_expiry("--expires", expires, to_datetime(catalog.clock.now_us()))
     if metadata is not None:
         fields["metadata"] = parse_json_object("--metadata", metadata)
     return fields

@@ -1,4 +1,4 @@
-"""`limitforge overrides`: other numbers for one subject, for a while."""
+"""`limitforge overrides`: different limits for one subject, until they expire."""
 
 import json
 from typing import Annotated, Any
@@ -8,25 +8,19 @@ import typer
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import DEFAULT_URL
 from limitforge.catalog.model import Override, to_datetime, to_public_dict
+from limitforge.cli.catalog.connect import audit_actor, run_with_catalog
 from limitforge.cli.catalog.lookup import NamesById, find_tenant, list_entities
-from limitforge.cli.catalog.options import (
-    AsJson,
-    DatabaseUrl,
-    TenantFilter,
-    TenantOption,
-    audit_actor,
-    parse_json_object,
-    parse_time,
-    run_with_catalog,
-)
+from limitforge.cli.catalog.options import AsJson, DatabaseUrl, TenantFilter, TenantOption, field_option
+from limitforge.cli.catalog.show import print_entity
+from limitforge.cli.catalog.values import parse_json_object, parse_time
 from limitforge.cli.terminal.help import command_group
-from limitforge.cli.terminal.output import format_value, print_fields, print_json, print_table
+from limitforge.cli.terminal.output import format_value, print_json, print_table
 from limitforge.core.overrides import ANY_RESOURCE, BLOCKED_WORD, UNLIMITED_WORD
 from limitforge.errors import InvalidInput, NotFound
 
-HELP = """Overrides: other numbers for one subject, for a while.
+HELP = """Overrides: different limits for one subject, until they expire.
 
-A limit is named with its new number, or with unlimited or blocked.
+Give the new number of a limit by its name, or unlimited, or blocked.
 
 Examples:
   limitforge overrides set user:42 --tenant acme --limit burst=500 --for 24h
@@ -37,8 +31,8 @@ Examples:
 
 app = command_group(HELP)
 
-Subject = Annotated[str, typer.Argument(metavar="SUBJECT", help="Whose numbers, such as user:42.")]
-Resource = Annotated[str, typer.Option(metavar="RESOURCE", help="On which resource; * for all of them.")]
+Subject = Annotated[str, typer.Argument(metavar="SUBJECT", help="The subject, such as user:42, or the override's id.")]
+Resource = Annotated[str, typer.Option(metavar="RESOURCE", help="The resource; * for any.")]
 
 
 @app.command("list")
@@ -47,23 +41,23 @@ def list_all(tenant: TenantFilter = None, database: DatabaseUrl = DEFAULT_URL, a
 
     async def work(catalog: Catalog) -> None:
         now = to_datetime(catalog.clock.now_us())
-        found = [each for each in await list_entities(catalog, Override, tenant) if each.expires_at > now]
+        overrides = [each for each in await list_entities(catalog, Override, tenant) if each.expires_at > now]
         if as_json:
-            print_json([to_public_dict(each) for each in found])
+            print_json([to_public_dict(override) for override in overrides])
             return
-        names = await NamesById.load(catalog, found)
+        names = await NamesById.load(catalog, overrides)
         rows = [
             (
-                each.subject,
-                each.resource,
-                names[each.tenant_id],
-                _describe_limits(each.limits),
-                each.expires_at,
-                each.reason,
+                override.subject,
+                override.resource,
+                names[override.tenant_id],
+                _describe_limits(override.limits),
+                override.expires_at,
+                override.reason,
             )
-            for each in found
+            for override in overrides
         ]
-        columns = ("SUBJECT", "RESOURCE", "TENANT", "LIMITS", "UNTIL", "REASON")
+        columns = ("SUBJECT", "RESOURCE", "TENANT", "LIMITS", "EXPIRES", "REASON")
         print_table(columns, rows, "There are no overrides.")
 
     run_with_catalog(database, work)
@@ -77,63 +71,51 @@ def show(
     database: DatabaseUrl = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Show one override, with who set it and why."""
+    """Show one override, with the actor that set it and the reason."""
 
     async def work(catalog: Catalog) -> None:
         override = await _find_override(catalog, subject, tenant, resource)
-        if as_json:
-            print_json(to_public_dict(override))
-            return
-        names = await NamesById.load(catalog, [override])
-        print_fields(
-            {
-                "subject": override.subject,
-                "resource": override.resource,
-                "tenant": names[override.tenant_id],
-                "id": override.id,
-                "limits": _describe_limits(override.limits),
-                "until": override.expires_at,
-                "reason": override.reason,
-                "set by": override.set_by,
-                "version": override.version,
-                "created": override.created_at,
-                "updated": override.updated_at,
-            }
-        )
+        await print_entity(catalog, override, as_json=as_json, limits=_describe_limits(override.limits))
 
     run_with_catalog(database, work)
 
 
 @app.command("set")
 def set_override(
-    subject: Subject,
+    subject: Annotated[str, typer.Argument(metavar="SUBJECT", help="The subject, such as user:42.")],
     tenant: TenantOption,
     resource: Resource = ANY_RESOURCE,
     limit: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=NUMBER", help="A limit and its number, unlimited or blocked; repeat it for more."),
+        typer.Option(
+            metavar="NAME=NUMBER", help="A limit with its new number, unlimited or blocked. Repeat it for several."
+        ),
     ] = None,
     limits: Annotated[
-        str | None, typer.Option(metavar="JSON", help='Other fields too: {"burst": {"refill_rate_per_sec": 9}}.')
+        str | None, typer.Option(metavar="JSON", help='Any fields: {"burst": {"refill_rate_per_sec": 9}}.')
     ] = None,
-    duration: Annotated[str | None, typer.Option("--for", metavar="TIME", help="How long, such as 24h.")] = None,
-    until: Annotated[str | None, typer.Option(metavar="WHEN", help="Or when it ends: 2026-12-31T00:00:00Z.")] = None,
-    reason: Annotated[str, typer.Option(metavar="TEXT", help="Why, for whoever asks later.")] = "",
+    duration: Annotated[
+        str | None, typer.Option("--for", metavar="TIME", help="How long it lasts, such as 24h.")
+    ] = None,
+    until: Annotated[
+        str | None, typer.Option(metavar="WHEN", help="When it expires, such as 2026-12-31T00:00:00Z.")
+    ] = None,
+    reason: Annotated[str, field_option(Override, "reason", metavar="TEXT")] = "",
     database: DatabaseUrl = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Set an override, in place of the one that is there."""
+    """Set an override, and replace an existing one of this subject and resource."""
     if (duration is None) == (until is None):
-        raise InvalidInput("--for", "or --until is needed, and only one of them: every override ends")
+        raise InvalidInput("--for", "exactly one of --for and --until is required")
     changes = _parse_limit_changes(limit or [], limits)
 
     async def work(catalog: Catalog) -> Override:
         owner = await find_tenant(catalog, tenant)
         now = to_datetime(catalog.clock.now_us())
-        ends = parse_time("--for", duration, now) if duration is not None else parse_time("--until", until or "", now)
+        expiry = parse_time("--for", duration, now) if duration is not None else parse_time("--until", until or "", now)
         fields = {"tenant_id": owner.id, "resource": resource, "subject": subject, "limits": changes}
         async with catalog.edit(audit_actor()) as edit:
-            return await edit.set_override({**fields, "expires_at": ends, "reason": reason})
+            return await edit.set_override({**fields, "expires_at": expiry, "reason": reason})
 
     _print_done("Set", run_with_catalog(database, work), as_json=as_json)
 
@@ -146,7 +128,7 @@ def delete(
     database: DatabaseUrl = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Delete an override before it ends."""
+    """Delete an override before it expires."""
 
     async def work(catalog: Catalog) -> Override:
         override = await _find_override(catalog, subject, tenant, resource)
@@ -160,7 +142,7 @@ async def _find_override(catalog: Catalog, subject: str, tenant: str, resource: 
     for override in await list_entities(catalog, Override, tenant):
         if (override.subject, override.resource) == (subject, resource) or override.id == subject:
             return override
-    raise NotFound(f"there is no override of {subject!r} on {resource!r} of tenant {tenant}")
+    raise NotFound(f"tenant {tenant} has no override of {subject!r} on {resource!r}")
 
 
 def _parse_limit_changes(pairs: list[str], text: str | None) -> dict[str, Any]:
@@ -168,7 +150,7 @@ def _parse_limit_changes(pairs: list[str], text: str | None) -> dict[str, Any]:
     for pair in pairs:
         name, equals, number = pair.rpartition("=")
         if not equals:
-            raise InvalidInput("--limit", f"must be a name, = and a number, unlimited or blocked, got {pair[:64]!r}")
+            raise InvalidInput("--limit", f"must be NAME=NUMBER, NAME=unlimited or NAME=blocked, got {pair[:64]!r}")
         if number in (UNLIMITED_WORD, BLOCKED_WORD):
             changes[name] = number
         elif number.isascii() and number.isdigit():
@@ -176,26 +158,25 @@ def _parse_limit_changes(pairs: list[str], text: str | None) -> dict[str, Any]:
         else:
             raise InvalidInput("--limit", f"{name[:64]} must be a number, unlimited or blocked, got {number[:64]!r}")
     if not changes:
-        raise InvalidInput("--limit", "is needed, such as --limit burst=500")
+        raise InvalidInput("--limit", "is required, such as --limit burst=500")
     return changes
 
 
 def _describe_limits(limits: dict[str, Any]) -> str:
-    said = []
+    """Return a text such as "burst: 500, window_seconds 2; daily: unlimited"."""
+    descriptions = []
     for name, change in limits.items():
         if isinstance(change, dict):
             fields = [json.dumps(value) if field == "limit" else f"{field} {value}" for field, value in change.items()]
-            said.append(f"{name}: {', '.join(fields)}")
+            descriptions.append(f"{name}: {', '.join(fields)}")
         else:
-            said.append(f"{name}: {change}")
-    return "; ".join(said)
+            descriptions.append(f"{name}: {change}")
+    return "; ".join(descriptions)
 
 
 def _print_done(verb: str, override: Override, *, as_json: bool) -> None:
     if as_json:
         print_json(to_public_dict(override))
-    else:
-        until = format_value(override.expires_at)
-        print(
-            f"{verb} override of {format_value(override.subject)} on {format_value(override.resource)}, until {until} UTC."
-        )
+        return
+    subject, resource = format_value(override.subject), format_value(override.resource)
+    print(f"{verb} override of {subject} on {resource}, expires {format_value(override.expires_at)} UTC.")

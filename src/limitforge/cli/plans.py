@@ -1,4 +1,4 @@
-"""`limitforge plans`: named sets of limits, and their history."""
+"""`limitforge plans`: named sets of limits, and their versions."""
 
 import json
 from collections.abc import Awaitable, Callable, Mapping
@@ -11,23 +11,26 @@ from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import DEFAULT_URL
 from limitforge.catalog.database.edits import Edit
 from limitforge.catalog.model import Plan, Policy, to_public_dict
+from limitforge.cli.catalog.connect import audit_actor, run_with_catalog
 from limitforge.cli.catalog.lookup import NamesById, find_entity, find_tenant, list_entities
 from limitforge.cli.catalog.options import (
     AsJson,
+    CreatedName,
     DatabaseUrl,
+    NameOrId,
+    NewName,
     TenantFilter,
     TenantOption,
-    audit_actor,
-    run_with_catalog,
 )
+from limitforge.cli.catalog.show import print_entity
 from limitforge.cli.terminal.help import command_group
-from limitforge.cli.terminal.output import print_done, print_fields, print_json, print_table, print_warnings
+from limitforge.cli.terminal.output import print_done, print_json, print_table, print_warnings
 from limitforge.errors import InvalidInput
 
-HELP = """Plans: named sets of limits. Every change is a new version, and the old ones stay.
+HELP = """Plans: named sets of limits. A change adds a version, and old versions are kept.
 
-Limits are text such as "100/minute; 10/second", or JSON: a list of limits,
-each with its fields, or the fields of the only one.
+Limits are text such as "100/minute; 10/second", or JSON: a list of limits with
+their fields, or the fields of a single limit.
 
 Examples:
   limitforge plans create free --tenant acme --limits "100/minute; 1000/hour"
@@ -38,7 +41,6 @@ Examples:
 
 app = command_group(HELP)
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Its name or id.")]
 PlanOrPolicy = TypeVar("PlanOrPolicy", Plan, Policy)
 LIMITS_HELP = 'Text such as "100/minute; 10/second", or JSON.'
 
@@ -48,13 +50,13 @@ def list_all(tenant: TenantFilter = None, database: DatabaseUrl = DEFAULT_URL, a
     """List plans with their limits."""
 
     async def work(catalog: Catalog) -> None:
-        found = await list_entities(catalog, Plan, tenant)
+        plans = await list_entities(catalog, Plan, tenant)
         if as_json:
-            print_json([to_public_dict(each) for each in found])
+            print_json([to_public_dict(plan) for plan in plans])
             return
-        names = await NamesById.load(catalog, found)
+        names = await NamesById.load(catalog, plans)
         rows = [
-            (each.name, names[each.tenant_id], each.version, describe_limits(each.limits), each.id) for each in found
+            (plan.name, names[plan.tenant_id], plan.version, describe_limits(plan.limits), plan.id) for plan in plans
         ]
         print_table(("NAME", "TENANT", "VERSION", "LIMITS", "ID"), rows, "There are no plans yet.")
 
@@ -62,29 +64,27 @@ def list_all(tenant: TenantFilter = None, database: DatabaseUrl = DEFAULT_URL, a
 
 
 @app.command()
-def show(name: Name, tenant: TenantFilter = None, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False) -> None:
+def show(
+    name: NameOrId, tenant: TenantFilter = None, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False
+) -> None:
     """Show one plan with all fields of its limits."""
 
     async def work(catalog: Catalog) -> None:
         plan = await find_entity(catalog, Plan, name, tenant)
-        if as_json:
-            print_json(to_public_dict(plan))
-            return
-        names = await NamesById.load(catalog, [plan])
-        fields: dict[str, Any] = {"name": plan.name, "id": plan.id, "tenant": names[plan.tenant_id]}
-        for limit in plan.limits:
-            numbers = {field: value for field, value in limit.items() if field != "name"}
-            fields[f"limit {limit['name']}"] = ", ".join(
-                f"{field} {_format_number(value)}" for field, value in numbers.items()
+        limits = {
+            f"limit {limit['name']}": ", ".join(
+                f"{field} {_format_number(value)}" for field, value in limit.items() if field != "name"
             )
-        print_fields({**fields, "version": plan.version, "created": plan.created_at, "updated": plan.updated_at})
+            for limit in plan.limits
+        }
+        await print_entity(catalog, plan, as_json=as_json, **limits, limits=None)
 
     run_with_catalog(database, work)
 
 
 @app.command()
 def create(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="1 to 64 letters, digits or -_./ characters.")],
+    name: CreatedName,
     tenant: TenantOption,
     limits: Annotated[str, typer.Option(metavar="LIMITS", help=LIMITS_HELP)],
     database: DatabaseUrl = DEFAULT_URL,
@@ -102,16 +102,14 @@ def create(
 
 @app.command()
 def update(
-    name: Name,
+    name: NameOrId,
     tenant: TenantFilter = None,
     limits: Annotated[str | None, typer.Option(metavar="LIMITS", help=LIMITS_HELP)] = None,
-    new_name: Annotated[
-        str | None, typer.Option("--name", metavar="NEW", help="What it is called from now on.")
-    ] = None,
+    new_name: NewName = None,
     database: DatabaseUrl = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Change a plan: all of its limits at once, or its name."""
+    """Change the name of a plan, or all of its limits."""
 
     async def work(catalog: Catalog) -> Plan:
         plan = await find_entity(catalog, Plan, name, tenant)
@@ -126,18 +124,19 @@ def update(
 
 @app.command()
 def history(
-    name: Name, tenant: TenantFilter = None, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False
+    name: NameOrId, tenant: TenantFilter = None, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False
 ) -> None:
     """List the versions of a plan, the newest first."""
 
     async def work(catalog: Catalog) -> None:
         plan = await find_entity(catalog, Plan, name, tenant)
-        found = await catalog.plan_versions(plan.id)
+        versions = await catalog.plan_versions(plan.id)
         if as_json:
-            print_json(found)
+            print_json(versions)
             return
         rows = [
-            (each["version"], each["created_at"], each["created_by"], describe_limits(each["limits"])) for each in found
+            (version["version"], version["created_at"], version["created_by"], describe_limits(version["limits"]))
+            for version in versions
         ]
         print_table(("VERSION", "SINCE", "BY", "LIMITS"), rows, "There are no versions.")
 
@@ -146,13 +145,15 @@ def history(
 
 @app.command()
 def rollback(
-    name: Name,
+    name: NameOrId,
     tenant: TenantFilter = None,
-    to: Annotated[int | None, typer.Option(metavar="N", help="A version; the one before, if none is named.")] = None,
+    to: Annotated[
+        int | None, typer.Option(metavar="N", help="The version to restore; the previous one by default.")
+    ] = None,
     database: DatabaseUrl = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Bring back the limits of an earlier version, as a new version."""
+    """Restore the limits of an earlier version, as a new version."""
 
     async def work(catalog: Catalog) -> Plan:
         plan = await find_entity(catalog, Plan, name, tenant)
@@ -163,9 +164,9 @@ def rollback(
 
 @app.command()
 def delete(
-    name: Name, tenant: TenantFilter = None, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False
+    name: NameOrId, tenant: TenantFilter = None, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False
 ) -> None:
-    """Delete a plan that nobody uses any more."""
+    """Delete a plan. A plan that is still in use can't be deleted."""
 
     async def work(catalog: Catalog) -> Plan:
         plan = await find_entity(catalog, Plan, name, tenant)
@@ -176,7 +177,7 @@ def delete(
 
 
 async def edit_and_warn(catalog: Catalog, change: Callable[[Edit], Awaitable[PlanOrPolicy]]) -> PlanOrPolicy:
-    """Change a plan or a policy, and warn where its limits count apart from others of their name."""
+    """Change a plan or a policy, and warn if some of its limits count separately from others of their name."""
     async with catalog.edit(audit_actor()) as edit:
         entity = await change(edit)
         plan_id = entity.id if isinstance(entity, Plan) else entity.plan_id
@@ -186,26 +187,26 @@ async def edit_and_warn(catalog: Catalog, change: Callable[[Edit], Awaitable[Pla
 
 
 def describe_limits(limits: Any) -> str:
-    """Limits in a few words each."""
+    """Return a short text such as "burst: 10, refilled 2/s; hourly: 1000 in 3600 s"."""
     return "; ".join(f"{limit['name']}: {_describe_limit(limit)}" for limit in limits)
 
 
 def _describe_limit(limit: Mapping[str, Any]) -> str:
     match limit["algorithm"]:
         case "token_bucket":
-            said = f"{_format_size(limit['bucket_capacity'])}, refilled {_format_number(limit.get('refill_rate_per_sec'))}/s"
+            size, rate = _format_size(limit["bucket_capacity"]), _format_number(limit.get("refill_rate_per_sec"))
+            description = f"{size}, refilled {rate}/s"
         case "leaky_bucket":
-            said = (
-                f"queue of {_format_size(limit['bucket_capacity'])}, {_format_number(limit.get('leak_rate_per_sec'))}/s"
-            )
+            size, rate = _format_size(limit["bucket_capacity"]), _format_number(limit.get("leak_rate_per_sec"))
+            description = f"queue of {size}, {rate}/s"
         case "concurrency":
-            said = f"{_format_size(limit['max_concurrent'])} at once"
+            description = f"{_format_size(limit['max_concurrent'])} at once"
         case "quota":
-            said = f"{_format_size(limit['limit'])} a {limit['period']}"
+            description = f"{_format_size(limit['limit'])} a {limit['period']}"
         case _:
-            said = f"{_format_size(limit['limit'])} in {_format_number(limit['window_seconds'])} s"
+            description = f"{_format_size(limit['limit'])} in {_format_number(limit['window_seconds'])} s"
     extra = [str(limit[field]) for field in ("scope", "mode") if field in limit]
-    return f"{said} ({', '.join(extra)})" if extra else said
+    return f"{description} ({', '.join(extra)})" if extra else description
 
 
 def _format_size(size: Any) -> str:
@@ -219,11 +220,11 @@ def _format_number(value: Any) -> str:
 
 
 def _parse_limits_option(text: str) -> dict[str, Any]:
-    """Fields of a plan: `limits`, or those of its only limit."""
+    """Return fields of a plan: `limits`, or the fields of its single limit."""
     if not text.lstrip().startswith(("[", "{")):
         return {"limits": text}
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except ValueError as error:
-        raise InvalidInput("--limits", f"is not JSON: {error}") from None
-    return {"limits": found} if isinstance(found, list) else found
+        raise InvalidInput("--limits", f"is not valid JSON: {error}") from None
+    return {"limits": value} if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""The `--store` option: which store a command decides on."""
+"""The option `--store`: the store that `burst` and `replay` use."""
 
 from urllib.parse import urlsplit
 
@@ -7,10 +7,10 @@ from limitforge.errors import InvalidInput
 from limitforge.limiter_sync import SyncLimiter
 from limitforge.stores.options import StoreOptions
 
-STORE_HELP = "Where to count: memory, or the URL of a Redis."
+STORE_HELP = "The store: memory, or the URL of a Redis server."
 
-# What a command prints must come from the store: it waits for it, and fails if there is none.
 STORE_OPTIONS = StoreOptions(failure="raise", deadline_ms=5_000, denial_cache_ms=0)
+"""Every printed decision must come from the store, so a command waits for it, and fails if it is unavailable."""
 
 
 def open_limiter(store: str, *, key_prefix: str = "lf", clock: Clock | None = None) -> SyncLimiter:
@@ -18,7 +18,7 @@ def open_limiter(store: str, *, key_prefix: str = "lf", clock: Clock | None = No
         return SyncLimiter.connect(store_url(store), key_prefix=key_prefix, clock=clock, options=STORE_OPTIONS)
     except InvalidInput as error:
         raise InvalidInput("--store", error.problem) from None
-    except ValueError as error:  # of the URL's port or brackets
+    except ValueError as error:  # urlsplit raises it for an invalid port or unbalanced brackets
         raise InvalidInput("--store", str(error)) from None
 
 
@@ -27,7 +27,7 @@ def store_url(store: str) -> str:
 
 
 def describe_store(store: str) -> str:
-    """The store in words, without the password that its URL may hold."""
+    """Return a phrase such as "on Redis at localhost:6379", without the password of the URL."""
     url = urlsplit(store_url(store))
     if url.scheme == "memory":
         return "in memory"

@@ -1,27 +1,32 @@
-"""`limitforge tenants`: whose traffic is limited."""
+"""`limitforge tenants`: accounts whose traffic is limited."""
 
 from typing import Annotated, Any
-
-import typer
 
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import DEFAULT_URL
 from limitforge.catalog.model import Tenant, to_public_dict
+from limitforge.cli.catalog.connect import audit_actor, run_with_catalog
 from limitforge.cli.catalog.lookup import NamesById, find_tenant, list_entities, resolve_plan_names
 from limitforge.cli.catalog.options import (
     AsJson,
+    CreatedName,
     DatabaseUrl,
+    FailureOption,
+    ModeOption,
+    NameOrId,
+    NewName,
+    PriorityOption,
+    TimeZoneOption,
     YesFlag,
-    audit_actor,
     confirm,
-    given_fields,
-    run_with_catalog,
+    field_option,
 )
+from limitforge.cli.catalog.show import print_entity
+from limitforge.cli.catalog.values import given_fields
 from limitforge.cli.terminal.help import command_group
-from limitforge.cli.terminal.output import print_done, print_fields, print_json, print_table
-from limitforge.core.limits import Mode
+from limitforge.cli.terminal.output import print_done, print_json, print_table
 
-HELP = """Tenants: whose traffic is limited.
+HELP = """Tenants: accounts whose traffic is limited.
 
 Examples:
   limitforge tenants create acme --time-zone Europe/Berlin
@@ -32,18 +37,8 @@ Examples:
 
 app = command_group(HELP)
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Its name or id.")]
-TenantMode = Annotated[Mode | None, typer.Option(help="on decides, monitor only reports, off lets all pass.")]
-TimeZone = Annotated[str | None, typer.Option("--time-zone", metavar="ZONE", help="Such as Europe/Berlin, for quotas.")]
-Failure = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="While the store is away: open, closed or local; none for the service's own."),
-]
-Priority = Annotated[
-    str | None, typer.Option(metavar="P0-P3", help="Of checks that state none; none for the usual one.")
-]
-LaneCount = Annotated[
-    int | None, typer.Option("--lanes", metavar="N", help="Spread over N lanes of a cluster; counters start afresh.")
+LanesOption = Annotated[
+    int | None, field_option(Tenant, "lanes", "--lanes", metavar="N", note="A change resets its counters.")
 ]
 
 
@@ -52,14 +47,21 @@ def list_all(database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False) -> No
     """List all tenants."""
 
     async def work(catalog: Catalog) -> None:
-        found = await list_entities(catalog, Tenant)
+        tenants = await list_entities(catalog, Tenant)
         if as_json:
-            print_json([to_public_dict(each) for each in found])
+            print_json([to_public_dict(tenant) for tenant in tenants])
             return
-        names = await NamesById.load(catalog, found)
+        names = await NamesById.load(catalog, tenants)
         rows = [
-            (each.name, each.mode, names[each.default_plan_id], each.time_zone, _tenant_state(each), each.id)
-            for each in found
+            (
+                tenant.name,
+                tenant.mode,
+                names[tenant.default_plan_id],
+                tenant.time_zone,
+                tenant_state(tenant),
+                tenant.id,
+            )
+            for tenant in tenants
         ]
         print_table(("NAME", "MODE", "DEFAULT PLAN", "TIME ZONE", "STATE", "ID"), rows, "There are no tenants yet.")
 
@@ -67,27 +69,36 @@ def list_all(database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False) -> No
 
 
 @app.command()
-def show(name: Name, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False) -> None:
+def show(name: NameOrId, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False) -> None:
     """Show one tenant."""
 
     async def work(catalog: Catalog) -> None:
-        await print_tenant(catalog, await find_tenant(catalog, name), as_json=as_json)
+        tenant = await find_tenant(catalog, name)
+        await print_entity(
+            catalog,
+            tenant,
+            as_json=as_json,
+            state=tenant_state(tenant),
+            lanes=None if tenant.lanes == 1 else to_public_dict(tenant)["lanes"],
+            suspended=None,
+            revision=None,
+        )
 
     run_with_catalog(database, work)
 
 
 @app.command()
 def create(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="1 to 64 letters, digits or -_./ characters.")],
-    mode: TenantMode = None,
-    time_zone: TimeZone = None,
-    failure: Failure = None,
-    priority: Priority = None,
-    lanes: LaneCount = None,
+    name: CreatedName,
+    mode: ModeOption = None,
+    time_zone: TimeZoneOption = None,
+    failure: FailureOption = None,
+    priority: PriorityOption = None,
+    lanes: LanesOption = None,
     database: DatabaseUrl = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Create a tenant. Its plans come next, and then its keys."""
+    """Create a tenant. Create its plans next, and then its keys."""
     fields = given_fields(mode=mode, time_zone=time_zone, failure=failure, priority=priority, lanes=lanes)
 
     async def work(catalog: Catalog) -> Tenant:
@@ -99,22 +110,20 @@ def create(
 
 @app.command()
 def update(
-    name: Name,
-    new_name: Annotated[
-        str | None, typer.Option("--name", metavar="NEW", help="What it is called from now on.")
-    ] = None,
-    mode: TenantMode = None,
+    name: NameOrId,
+    new_name: NewName = None,
+    mode: ModeOption = None,
     default_plan: Annotated[
-        str | None, typer.Option(metavar="PLAN", help="For whatever no policy or key has another one; none for none.")
+        str | None, field_option(Tenant, "default_plan_id", "--default-plan", metavar="PLAN", clearable=True)
     ] = None,
-    time_zone: TimeZone = None,
-    failure: Failure = None,
-    priority: Priority = None,
-    lanes: LaneCount = None,
+    time_zone: TimeZoneOption = None,
+    failure: FailureOption = None,
+    priority: PriorityOption = None,
+    lanes: LanesOption = None,
     database: DatabaseUrl = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Change a tenant: only what you name."""
+    """Change the given fields of a tenant."""
     fields = given_fields(
         mode=mode, default_plan=default_plan, time_zone=time_zone, failure=failure, priority=priority, lanes=lanes
     )
@@ -124,21 +133,21 @@ def update(
 
 
 @app.command()
-def suspend(name: Name, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False) -> None:
-    """Refuse all keys of a tenant, until it is resumed."""
+def suspend(name: NameOrId, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Suspend a tenant. Its keys are rejected until it is resumed."""
     print_done("Suspended", change_tenant(database, name, {"suspended": True}), as_json=as_json)
 
 
 @app.command()
-def resume(name: Name, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False) -> None:
-    """Let the keys of a suspended tenant in again."""
+def resume(name: NameOrId, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Resume a suspended tenant."""
     print_done("Resumed", change_tenant(database, name, {"suspended": False}), as_json=as_json)
 
 
 @app.command()
-def delete(name: Name, yes: YesFlag = False, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False) -> None:
-    """Delete a tenant with its plans, policies, keys and overrides. The audit log keeps what they were."""
-    confirm(f"Delete tenant {name} and all that is its own?", yes=yes)
+def delete(name: NameOrId, yes: YesFlag = False, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Delete a tenant with its plans, policies, keys and overrides. Its audit log is kept."""
+    confirm(f"Delete tenant {name} with its plans, policies, keys and overrides?", yes=yes)
 
     async def work(catalog: Catalog) -> Tenant:
         tenant = await find_tenant(catalog, name)
@@ -149,7 +158,7 @@ def delete(name: Name, yes: YesFlag = False, database: DatabaseUrl = DEFAULT_URL
 
 
 def change_tenant(database: str, name: str, fields: dict[str, Any]) -> Tenant:
-    """Change a tenant, or the operator; plans are named by their names."""
+    """Change a tenant or the operator. `fields` refers to plans by name."""
 
     async def work(catalog: Catalog) -> Tenant:
         tenant = await find_tenant(catalog, name)
@@ -160,27 +169,5 @@ def change_tenant(database: str, name: str, fields: dict[str, Any]) -> Tenant:
     return run_with_catalog(database, work)
 
 
-async def print_tenant(catalog: Catalog, tenant: Tenant, *, as_json: bool) -> None:
-    if as_json:
-        print_json(to_public_dict(tenant))
-        return
-    names = await NamesById.load(catalog, [tenant])
-    fields = {
-        "name": tenant.name,
-        "id": tenant.id,
-        "state": None if tenant.is_operator else _tenant_state(tenant),
-        "mode": tenant.mode,
-        "plan" if tenant.is_operator else "default plan": names[tenant.default_plan_id] or "none",
-        "time zone": tenant.time_zone,
-        "failure": tenant.failure,
-        "priority": tenant.priority,
-        "lanes": None if tenant.lanes == 1 else to_public_dict(tenant)["lanes"],
-        "version": tenant.version,
-        "created": tenant.created_at,
-        "updated": tenant.updated_at,
-    }
-    print_fields(fields)
-
-
-def _tenant_state(tenant: Tenant) -> str:
+def tenant_state(tenant: Tenant) -> str:
     return "suspended" if tenant.suspended else "active"

@@ -1,27 +1,29 @@
-"""`limitforge tokens`: who may see and change the catalog over HTTP."""
+"""`limitforge tokens`: the tokens for the admin API."""
 
 from typing import Annotated, Any
-
-import typer
 
 from limitforge.catalog.credentials import Credential
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import DEFAULT_URL
 from limitforge.catalog.model import Token, TokenScope, to_datetime, to_public_dict
+from limitforge.cli.catalog.connect import audit_actor, run_with_catalog
 from limitforge.cli.catalog.lookup import NamesById, find_entity, find_tenant, list_entities
 from limitforge.cli.catalog.options import (
-    NONE_WORD,
     AsJson,
+    CreatedName,
     DatabaseUrl,
+    ExpiresOption,
+    NameOrId,
+    NewName,
     TenantFilter,
-    audit_actor,
-    parse_time,
-    run_with_catalog,
+    field_option,
 )
+from limitforge.cli.catalog.show import print_entity
+from limitforge.cli.catalog.values import parse_expiry
 from limitforge.cli.terminal.help import command_group
-from limitforge.cli.terminal.output import print_done, print_fields, print_json, print_secret, print_table
+from limitforge.cli.terminal.output import print_done, print_json, print_secret, print_table
 
-HELP = """Admin tokens: who may see and change the catalog over HTTP. A token is printed once.
+HELP = """Tokens for the admin API. A token is printed once, when it is created.
 
 Examples:
   limitforge tokens create dashboard
@@ -32,11 +34,7 @@ Examples:
 
 app = command_group(HELP)
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Its name or id.")]
-Scopes = Annotated[list[TokenScope] | None, typer.Option("--scope", help="What it may do; give it twice for both.")]
-Expires = Annotated[
-    str | None, typer.Option(metavar="WHEN", help="Such as 90d, or 2026-12-31T00:00:00Z; none for never.")
-]
+ScopesOption = Annotated[list[TokenScope] | None, field_option(Token, "scopes", "--scope", note="Repeat it for both.")]
 
 
 @app.command("list")
@@ -44,14 +42,21 @@ def list_all(tenant: TenantFilter = None, database: DatabaseUrl = DEFAULT_URL, a
     """List admin tokens."""
 
     async def work(catalog: Catalog) -> None:
-        found = await list_entities(catalog, Token, tenant)
+        tokens = await list_entities(catalog, Token, tenant)
         if as_json:
-            print_json([to_public_dict(each) for each in found])
+            print_json([to_public_dict(token) for token in tokens])
             return
-        names = await NamesById.load(catalog, found)
+        names = await NamesById.load(catalog, tokens)
         rows = [
-            (each.name, each.scopes, names[each.tenant_id] or "all", each.expires_at, each.last_used_at, each.id)
-            for each in found
+            (
+                token.name,
+                token.scopes,
+                names[token.tenant_id] or "all",
+                token.expires_at,
+                token.last_used_at,
+                token.id,
+            )
+            for token in tokens
         ]
         print_table(("NAME", "SCOPES", "TENANT", "EXPIRES", "LAST USED", "ID"), rows, "There are no tokens yet.")
 
@@ -59,42 +64,29 @@ def list_all(tenant: TenantFilter = None, database: DatabaseUrl = DEFAULT_URL, a
 
 
 @app.command()
-def show(name: Name, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False) -> None:
-    """Show what is known of a token. The token itself can't be shown again."""
+def show(name: NameOrId, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Show a token without its secret."""
 
     async def work(catalog: Catalog) -> None:
         token = await find_entity(catalog, Token, name, None)
-        if as_json:
-            print_json(to_public_dict(token))
-            return
-        names = await NamesById.load(catalog, [token])
-        print_fields(
-            {
-                "name": token.name,
-                "id": token.id,
-                "scopes": token.scopes,
-                "tenant": names[token.tenant_id] or "all",
-                "expires": token.expires_at,
-                "last used": token.last_used_at,
-                "version": token.version,
-                "created": token.created_at,
-                "updated": token.updated_at,
-            }
-        )
+        changes: dict[str, Any] = {"secrets": None}
+        if token.tenant_id is None:
+            changes["tenant_id"] = "all"
+        await print_entity(catalog, token, as_json=as_json, **changes)
 
     run_with_catalog(database, work)
 
 
 @app.command()
 def create(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="1 to 64 letters, digits or -_./ characters.")],
-    scope: Scopes = None,
-    tenant: Annotated[str | None, typer.Option(metavar="NAME", help="Only for this tenant.")] = None,
-    expires: Expires = None,
+    name: CreatedName,
+    scope: ScopesOption = None,
+    tenant: Annotated[str | None, field_option(Token, "tenant_id", "--tenant", metavar="NAME")] = None,
+    expires: ExpiresOption = None,
     database: DatabaseUrl = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Create an admin token and print it, this once. Without a scope it may read."""
+    """Create an admin token and print it. It can't be printed again. Without a scope it may only read."""
 
     async def work(catalog: Catalog) -> tuple[Token, Credential]:
         fields = {"name": name, **_token_fields(catalog, scope, expires)}
@@ -109,16 +101,14 @@ def create(
 
 @app.command()
 def update(
-    name: Name,
-    new_name: Annotated[
-        str | None, typer.Option("--name", metavar="NEW", help="What it is called from now on.")
-    ] = None,
-    scope: Scopes = None,
-    expires: Expires = None,
+    name: NameOrId,
+    new_name: NewName = None,
+    scope: ScopesOption = None,
+    expires: ExpiresOption = None,
     database: DatabaseUrl = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Change a token: only what you name."""
+    """Change the given fields of a token."""
 
     async def work(catalog: Catalog) -> Token:
         token = await find_entity(catalog, Token, name, None)
@@ -132,8 +122,8 @@ def update(
 
 
 @app.command()
-def delete(name: Name, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False) -> None:
-    """Delete a token: it is refused from now on."""
+def delete(name: NameOrId, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Delete a token. It is rejected at once."""
 
     async def work(catalog: Catalog) -> Token:
         token = await find_entity(catalog, Token, name, None)
@@ -146,6 +136,5 @@ def delete(name: Name, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = Fa
 def _token_fields(catalog: Catalog, scope: list[TokenScope] | None, expires: str | None) -> dict[str, Any]:
     fields: dict[str, Any] = {"scopes": tuple(scope)} if scope else {}
     if expires is not None:
-        now = to_datetime(catalog.clock.now_us())
-        fields["expires_at"] = None if expires == NONE_WORD else parse_time("--expires", expires, now)
+        fields["expires_at"] = parse_expiry("--expires", expires, to_datetime(catalog.clock.now_us()))
     return fields

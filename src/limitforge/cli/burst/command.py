@@ -1,4 +1,4 @@
-"""`limitforge burst`: fire checks at limits and watch what happens to them."""
+"""The command `limitforge burst`."""
 
 import re
 import sys
@@ -26,9 +26,9 @@ MIN_SLICE_US = 100.0
 
 
 class Algorithm(StrEnum):
-    """The algorithms that the string form can name."""
+    """The algorithms that a limit in text form can name."""
 
-    TOKEN_BUCKET = "token_bucket"  # noqa: S105 - no password
+    TOKEN_BUCKET = "token_bucket"  # noqa: S105 - not a password
     LEAKY_BUCKET = "leaky_bucket"
     FIXED_WINDOW = "fixed_window"
     SLIDING_WINDOW = "sliding_window"
@@ -47,26 +47,26 @@ _LIMIT_WITHOUT_PREFIX = re.compile(r"(?P<before>(?:^|;)\s*(?:[^=;]*=\s*)?)(?=[0-
 
 def burst(
     limits: Annotated[str, typer.Argument(metavar="LIMITS", help='The limits, such as "100/minute; 10/second".')],
-    requests: Annotated[int, typer.Option(metavar="N", min=1, max=1_000_000, help="How many checks to fire.")] = 100,
-    rate: Annotated[str, typer.Option(metavar="RATE", help="How fast: 50/s, 20/minute, or max.")] = "20/s",
+    requests: Annotated[int, typer.Option(metavar="N", min=1, max=1_000_000, help="The number of checks.")] = 100,
+    rate: Annotated[str, typer.Option(metavar="RATE", help="The rate of checks: 50/s, 20/minute, or max.")] = "20/s",
     algorithm: Annotated[
         Algorithm | None,
-        typer.Option(metavar="NAME", help=f"For limits that don't name their algorithm: {', '.join(Algorithm)}."),
+        typer.Option(metavar="NAME", help=f"The algorithm of limits that name none: {', '.join(Algorithm)}."),
     ] = None,
-    cost: Annotated[int, typer.Option(metavar="N", help="What each check costs.")] = 1,
+    cost: Annotated[int, typer.Option(metavar="N", help="The cost of each check.")] = 1,
     subject: Annotated[
-        str, typer.Option(metavar="NAME", help="Who asks. On Redis, bursts of one subject share their limits.")
+        str, typer.Option(metavar="NAME", help="The subject. On Redis, bursts of one subject share their counters.")
     ] = "demo",
     store: Annotated[str, typer.Option(metavar="URL", help=STORE_HELP)] = "memory",
-    as_json: Annotated[bool, typer.Option("--json", help="Print a summary as JSON instead of the picture.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a summary as JSON instead of the chart.")] = False,
 ) -> None:
-    """Fire checks at limits, in real time, and see which are allowed, delayed and denied.
+    """Fire checks at limits in real time, and draw which are allowed, delayed and denied.
 
     LIMITS is one limit or several, separated by semicolons: 100/minute, or
     100 per 15 minutes, with a name as in login=5/minute, or with an algorithm
     as in token:10/second (also leaky:, fixed:, sliding: and counter:).
 
-    Ctrl-C ends the burst and shows what happened so far.
+    Ctrl-C stops the burst and shows the results so far.
 
     Examples:
       limitforge burst "100/minute" --requests 150 --rate 50/s
@@ -77,58 +77,58 @@ def burst(
 
     """
     parsed = parse_limits(limits, algorithm)
-    pace = RequestRate.parse(rate)
+    request_rate = RequestRate.parse(rate)
     cost = validate_cost("--cost", cost)
     with open_limiter(store) as limiter:
         console = Console(highlight=False)
-        frame = ChartSpec(
+        spec = ChartSpec(
             limits_text=" ".join(limits.split()),
             limits=parsed,
             store_text=describe_store(store),
-            rate_text=pace.text,
+            rate_text=request_rate.text,
             requests=requests,
-            planned_us=requests * pace.interval_s * US_PER_SECOND + _max_delay_us(parsed, requests * cost),
+            planned_us=requests * request_rate.interval_s * US_PER_SECOND + _max_delay_us(parsed, requests * cost),
             glyphs=ASCII if console.options.ascii_only else UNICODE,
         )
-        tally = BurstResults(Timeline(max(pace.interval_s * US_PER_SECOND, MIN_SLICE_US)))
+        results = BurstResults(Timeline(max(request_rate.interval_s * US_PER_SECOND, MIN_SLICE_US)))
         screen = Live(console=console, auto_refresh=False) if console.is_terminal and not as_json else None
 
         def show(now_s: float | None) -> None:
             if screen is not None:
-                screen.update(render_chart(replace(frame, width=console.width), tally, now_s=now_s), refresh=True)
+                screen.update(render_chart(replace(spec, width=console.width), results, now_s=now_s), refresh=True)
 
         with screen or nullcontext():
             with suppress(KeyboardInterrupt):
-                for at_s in send_times(pace, requests, show):
-                    tally.add(at_s, limiter.check(RESOURCE, subject, limits=parsed, cost=cost, tenant=TENANT))
+                for at_s in send_times(request_rate, requests, show):
+                    results.add(at_s, limiter.check(RESOURCE, subject, limits=parsed, cost=cost, tenant=TENANT))
             show(None)
     if as_json:
-        sys.stdout.buffer.write(msgspec.json.encode(json_summary(requests, tally)) + b"\n")
+        sys.stdout.buffer.write(msgspec.json.encode(json_summary(requests, results)) + b"\n")
         sys.stdout.buffer.flush()
     elif screen is None:
-        console.print(render_chart(replace(frame, width=console.width), tally, now_s=None))
+        console.print(render_chart(replace(spec, width=console.width), results, now_s=None))
 
 
 def parse_limits(text: str, algorithm: Algorithm | None) -> Limits:
-    """The limits of a text; `algorithm` is for those that name none."""
-    limits = Limits.parse(text)  # as it was given, so that an error points into what the user wrote
+    """Parse limits; `algorithm` applies to those that name none."""
+    limits = Limits.parse(text)  # unchanged, so that an error points at the user's own text
     if algorithm is None:
         return limits
     return Limits.parse(_LIMIT_WITHOUT_PREFIX.sub(rf"\g<before>{_ALGORITHM_PREFIXES[algorithm]}:", text))
 
 
-def json_summary(requests: int, tally: BurstResults) -> dict[str, Any]:
-    """The burst for a program. What stands at the end is the last decision's."""
-    last = tally.last_decision
+def json_summary(requests: int, results: BurstResults) -> dict[str, Any]:
+    """Return the results for programs. `last` is the last decision."""
+    last = results.last_decision
     return {
         "requests": requests,
-        "sent": tally.sent,
-        "allowed": tally.allowed,
-        "delayed": tally.delayed,
-        "denied": tally.denied,
-        "elapsed_ms": round(tally.elapsed_s * 1_000),
-        "first_denial_after_ms": None if tally.first_denial_s is None else round(tally.first_denial_s * 1_000),
-        "longest_delay_ms": tally.longest_delay_ms,
+        "sent": results.sent,
+        "allowed": results.allowed,
+        "delayed": results.delayed,
+        "denied": results.denied,
+        "elapsed_ms": round(results.elapsed_s * 1_000),
+        "first_denial_after_ms": None if results.first_denial_s is None else round(results.first_denial_s * 1_000),
+        "longest_delay_ms": results.longest_delay_ms,
         "last": None
         if last is None
         else {
@@ -144,7 +144,7 @@ def json_summary(requests: int, tally: BurstResults) -> dict[str, Any]:
 
 
 def _max_delay_us(limits: Limits, cost: int) -> float:
-    """How long the last of a burst may be told to wait, so that the picture has room for it from the start."""
+    """Return the longest delay that a leaky bucket can cause, so that the chart has space for it from the start."""
     return max(
         (
             min(limit.size or 0, cost) * limit.compiled.per_us / limit.compiled.tokens

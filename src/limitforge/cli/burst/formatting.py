@@ -1,10 +1,10 @@
-"""Times and outcomes in words."""
+"""Format times, counts and the summary of a burst."""
 
 from limitforge.cli.burst.results import BurstResults
 
 
 def format_wait(ms: int | None) -> str:
-    """A wait, rounded up to what is shown: whoever waits that long has waited enough."""
+    """Format a time to wait, rounded up, so that waiting for the shown time is enough."""
     if ms is None:
         return "never"
     if ms < 1_000:
@@ -24,7 +24,7 @@ def format_wait(ms: int | None) -> str:
 
 
 def format_elapsed(seconds: float) -> str:
-    """A time that has passed, rounded to the nearest."""
+    """Format a time that has passed, rounded to the nearest."""
     if 0 < seconds < 0.0095:
         return f"{seconds * 1_000:.2g} ms"
     if seconds < 0.9995:
@@ -35,12 +35,12 @@ def format_elapsed(seconds: float) -> str:
 
 
 def format_count(count: int) -> str:
-    """A count in full, unless it has more digits than anybody reads."""
+    """Format a count in full, or in short form if it has eight digits or more."""
     return f"{count:,}" if count < 10_000_000 else format_short_count(count)
 
 
 def format_short_count(count: int) -> str:
-    """A count in about four characters, rounded down."""
+    """Format a count in about four characters, rounded down."""
     for power, unit in ((5, "P"), (4, "T"), (3, "G"), (2, "M"), (1, "k")):
         size = 1_000**power
         if count >= size:
@@ -48,22 +48,22 @@ def format_short_count(count: int) -> str:
     return str(count)
 
 
-def summary_sentence(tally: BurstResults, requests: int) -> str:
-    """The whole burst in one sentence."""
-    sent, last = tally.sent, tally.last_decision
+def summary_sentence(results: BurstResults, requests: int) -> str:
+    """Summarise the burst in one sentence."""
+    sent, last = results.sent, results.last_decision
     if last is None:
         return "Stopped before the first request."
-    share = f"{tally.allowed:,}" if tally.allowed else "none"
-    said = f"all {sent:,} allowed" if tally.allowed == sent else f"{share} of {sent:,} allowed"
-    if tally.delayed:
-        said += f", {tally.delayed:,} of them delayed by up to {format_wait(tally.longest_delay_ms)}"
-    if tally.first_denial_s is not None and tally.allowed:
-        said += f"; the first denial came after {format_elapsed(tally.first_denial_s)}"
+    allowed = f"{results.allowed:,}" if results.allowed else "none"
+    summary = f"all {sent:,} allowed" if results.allowed == sent else f"{allowed} of {sent:,} allowed"
+    if results.delayed:
+        summary += f", {results.delayed:,} of them delayed by up to {format_wait(results.longest_delay_ms)}"
+    if results.first_denial_s is not None and results.allowed:
+        summary += f"; the first denial came after {format_elapsed(results.first_denial_s)}"
     if not last.allowed:
         never = last.retry_after_ms is None
-        said += "; waiting does not help" if never else f"; come back in {format_wait(last.retry_after_ms)}"
-    elif not tally.denied and last.limit is not None:
-        said += f"; {format_count(last.remaining or 0)} of {format_count(last.limit)} left"
+        summary += "; waiting does not help" if never else f"; retry in {format_wait(last.retry_after_ms)}"
+    elif not results.denied and last.limit is not None:
+        summary += f"; {format_count(last.remaining or 0)} of {format_count(last.limit)} left"
     if sent < requests:
-        return f"Stopped after {sent:,} of {requests:,} requests: {said}."
-    return f"{said[0].upper()}{said[1:]}."
+        return f"Stopped after {sent:,} of {requests:,} requests: {summary}."
+    return f"{summary[0].upper()}{summary[1:]}."

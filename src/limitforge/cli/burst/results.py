@@ -1,4 +1,4 @@
-"""What a burst has seen so far: how many of each verdict, and when."""
+"""The results of a burst: the number of each verdict, in total and over time."""
 
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -9,7 +9,7 @@ MAX_SLICES = 4_096
 
 
 class Verdict(IntEnum):
-    """In the order in which they are stacked, from the bottom up."""
+    """The result of a request. The chart stacks them in this order, from the bottom up."""
 
     ALLOWED = 0
     DELAYED = 1
@@ -17,10 +17,10 @@ class Verdict(IntEnum):
 
 
 class Timeline:
-    """Verdicts per slice of time. When time outgrows its slices, neighbours are joined, so its size stays bounded.
+    """The number of verdicts in each slice of time. Slices are merged when there are too many, to bound the memory.
 
-    A slice begins half a first slice early: what is due every so often then falls into the middle of its slice, and
-    a little jitter moves nothing into the next.
+    Slices begin half a slice before the start. Requests at regular intervals are then in the middle of their slice, and
+    jitter does not move them to the next one.
     """
 
     def __init__(self, slice_us: float) -> None:
@@ -35,22 +35,23 @@ class Timeline:
         while self.slice_index(at_us) >= MAX_SLICES:
             self.slices = merge_slices(self.slices, 2)
             self.slice_us *= 2
-        at = self.slice_index(at_us)
-        while len(self.slices) <= at:
+        index = self.slice_index(at_us)
+        while len(self.slices) <= index:
             self.slices.append([0] * len(Verdict))
-        self.slices[at][verdict] += 1
+        self.slices[index][verdict] += 1
 
 
-def merge_slices(slices: list[list[int]], by: int) -> list[list[int]]:
-    """Each `by` neighbours as one."""
+def merge_slices(slices: list[list[int]], size: int) -> list[list[int]]:
+    """Add up every `size` neighbours."""
     return [
-        [sum(counts) for counts in zip(*slices[start : start + by], strict=True)] for start in range(0, len(slices), by)
+        [sum(counts) for counts in zip(*slices[start : start + size], strict=True)]
+        for start in range(0, len(slices), size)
     ]
 
 
 @dataclass(slots=True)
 class BurstResults:
-    """The counts, the first denial, and the last decision, which tells how things stand."""
+    """The counts, the first denial, and the last decision, which has the current state of the limits."""
 
     timeline: Timeline
     counts: list[int] = field(default_factory=lambda: [0] * len(Verdict))
@@ -65,7 +66,7 @@ class BurstResults:
 
     @property
     def allowed(self) -> int:
-        """With those that were told to wait first."""
+        """The number of allowed requests, including delayed ones."""
         return self.counts[Verdict.ALLOWED] + self.counts[Verdict.DELAYED]
 
     @property
@@ -77,19 +78,22 @@ class BurstResults:
         return self.counts[Verdict.DENIED]
 
     def add(self, at_s: float, decision: Decision) -> None:
-        """A decision on what was asked `at_s` after the start. What is delayed is seen where it goes on."""
+        """Add the decision of a request sent `at_s` seconds after the start.
+
+        A delayed request appears in the timeline at the end of its delay.
+        """
         self.last_decision = decision
         self.elapsed_s = at_s
-        seen_us = at_s * 1_000_000
+        shown_us = at_s * 1_000_000
         if not decision.allowed:
             verdict = Verdict.DENIED
             if self.first_denial_s is None:
                 self.first_denial_s = at_s
         elif decision.delay_ms:
             verdict = Verdict.DELAYED
-            seen_us += decision.delay_ms * 1_000
+            shown_us += decision.delay_ms * 1_000
             self.longest_delay_ms = max(self.longest_delay_ms, decision.delay_ms)
         else:
             verdict = Verdict.ALLOWED
         self.counts[verdict] += 1
-        self.timeline.add(seen_us, verdict)
+        self.timeline.add(shown_us, verdict)

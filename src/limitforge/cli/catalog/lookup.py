@@ -1,4 +1,4 @@
-"""Finds what people name, and names what the catalog knows by id."""
+"""Find entities by name or id, and find the names of ids."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -12,6 +12,7 @@ AnyEntity = TypeVar("AnyEntity", bound=Entity)
 PAGE_SIZE = 1_000
 
 _PLAN_FIELDS = {"plan": "plan_id", "shadow_plan": "shadow_plan_id", "default_plan": "default_plan_id"}
+"""The options that name a plan, with the field that holds its id."""
 
 
 async def find_tenant(catalog: Catalog, name: str) -> Tenant:
@@ -19,57 +20,61 @@ async def find_tenant(catalog: Catalog, name: str) -> Tenant:
 
 
 async def find_entity(catalog: Catalog, kind: type[AnyEntity], name: str, tenant: str | None) -> AnyEntity:
-    """By id, or by a name that is the only one: of this tenant, or of all if none is said."""
+    """Return the entity with this id or name, of the given tenant or of all tenants.
+
+    Raises `Conflict` if several tenants have an entity of this name.
+    """
     owner = {} if tenant is None else {"tenant_id": (await find_tenant(catalog, tenant)).id}
     try:
         return await catalog.get_by_name_or_id(kind, name, **owner)
     except Conflict as error:
-        raise Conflict(f"{error}" if owner else f"{error}, or whose with --tenant") from None
+        raise Conflict(f"{error}" if owner else f"{error}, or name the tenant with --tenant") from None
     except NotFound as error:
         raise NotFound(f"{error} of tenant {tenant}" if owner else str(error)) from None
 
 
-async def resolve_plan_names(catalog: Catalog, tenant_id: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields that name plans, as fields that hold their ids."""
-    found = dict(fields)
-    for name, column in _PLAN_FIELDS.items():
-        if name in found:
-            plan = found.pop(name)
-            found[column] = (
-                None if plan is None else (await catalog.get_by_name_or_id(Plan, plan, tenant_id=tenant_id)).id
-            )
-    return found
+async def resolve_plan_names(catalog: Catalog, tenant_id: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace options that name a plan by fields with its id."""
+    fields = dict(options)
+    for option, field in _PLAN_FIELDS.items():
+        if option in fields:
+            name = fields.pop(option)
+            plan = None if name is None else await catalog.get_by_name_or_id(Plan, name, tenant_id=tenant_id)
+            fields[field] = None if plan is None else plan.id
+    return fields
 
 
 async def list_entities(catalog: Catalog, kind: type[AnyEntity], tenant: str | None = None) -> list[AnyEntity]:
-    """All of a kind, page by page; those of one tenant if it is named."""
-    values = {} if tenant is None else {"tenant_id": (await find_tenant(catalog, tenant)).id}
-    found: list[AnyEntity] = []
+    """Return all entities of a kind, of one tenant or of all tenants. Reads all pages."""
+    filters = {} if tenant is None else {"tenant_id": (await find_tenant(catalog, tenant)).id}
+    entities: list[AnyEntity] = []
     cursor: str | None = None
     while True:
-        page = await catalog.list_page(kind, cursor=cursor, size=PAGE_SIZE, **values)
-        found += page.items
+        page = await catalog.list_page(kind, cursor=cursor, size=PAGE_SIZE, **filters)
+        entities += page.items
         cursor = page.cursor
         if cursor is None:
-            return found
+            return entities
 
 
 class NamesById:
-    """Names for the ids that some entities hold."""
+    """The names of the plans and tenants whose ids some entities hold. An unknown id stands for itself."""
 
-    def __init__(self, by_id: Mapping[str, str]) -> None:
-        self._by_id = by_id
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._names = names
 
     @classmethod
     async def load(cls, catalog: Catalog, entities: Iterable[Entity]) -> "NamesById":
         plans, tenants = set[str](), set[str]()
         for entity in entities:
-            plans |= {getattr(entity, column, None) for column in _PLAN_FIELDS.values()} - {None}  # type: ignore[arg-type]
+            plans |= {getattr(entity, field, None) for field in _PLAN_FIELDS.values()} - {None}  # type: ignore[arg-type]
             tenants |= {getattr(entity, "tenant_id", None)} - {None, OPERATOR}  # type: ignore[arg-type]
         async with catalog.database.reading() as connection:
-            named = {each.id: each.name for each in await find_where_in(connection, Plan, "id", sorted(plans))}
-            named |= {each.id: each.name for each in await find_where_in(connection, Tenant, "id", sorted(tenants))}
-        return cls(named)
+            names = {plan.id: plan.name for plan in await find_where_in(connection, Plan, "id", sorted(plans))}
+            names |= {
+                tenant.id: tenant.name for tenant in await find_where_in(connection, Tenant, "id", sorted(tenants))
+            }
+        return cls(names)
 
     def __getitem__(self, identity: str | None) -> str | None:
-        return None if identity is None else self._by_id.get(identity, identity)
+        return None if identity is None else self._names.get(identity, identity)

@@ -1,6 +1,6 @@
-"""A replay file: cases of limits and timed steps, parsed whole before anything is run.
+"""Parse a replay file: cases of limits and timed steps. The whole file is validated before the first step runs.
 
-Everything that is wrong with a file is an `InvalidInput` that names the case, the step and the field.
+Every error is an `InvalidInput` that names the case, the step and the field.
 """
 
 import json
@@ -16,7 +16,7 @@ from limitforge.errors import InvalidInput
 from limitforge.request import DEFAULT_PRIORITY
 
 MAX_BYTES = 64 * 2**20
-LAST_SECOND = 7_258_118_400  # the year 2200: well inside what both stores count exactly
+LAST_SECOND = 7_258_118_400  # the year 2200; both stores are exact until then
 
 _TIME_FIELDS = {"at_ms", "at_us"}
 _CHECK_FIELDS = {"cost", "costs", "priority", "lease"}
@@ -37,7 +37,7 @@ _STEP_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class CheckStep:
-    """A check. Where `lease` is given, the slots that it takes are known by that label."""
+    """A check. `lease` is a label for the slots that it takes."""
 
     at_us: int
     cost: int
@@ -66,7 +66,7 @@ Step = CheckStep | ReleaseStep | RenewStep
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Limits, and what is done to them. `at_us` of a step is a time since the epoch."""
+    """Limits, and the steps to run against them. `at_us` of a step is in microseconds since 1970."""
 
     title: str
     limits: Limits
@@ -74,7 +74,7 @@ class Case:
 
 
 def parse_cases(text: bytes) -> list[Case]:
-    """The cases of a file's content."""
+    """Parse the content of a file."""
     if len(text) > MAX_BYTES:
         raise InvalidInput("the file", f"must be at most {MAX_BYTES // 2**20} MiB")
     try:
@@ -82,11 +82,11 @@ def parse_cases(text: bytes) -> list[Case]:
     except InvalidInput:
         raise
     except ValueError as error:
-        raise InvalidInput("the file", f"is not JSON: {error}") from None
+        raise InvalidInput("the file", f"is not valid JSON: {error}") from None
     except RecursionError:
         raise InvalidInput("the file", "is nested too deeply") from None
     if not isinstance(cases, list):
-        raise InvalidInput("the file", f"must hold a list of cases, got {_describe_json(cases)}")
+        raise InvalidInput("the file", f"must be a list of cases, got {_describe_json(cases)}")
     return [_parse_case(number, case) for number, case in enumerate(cases, start=1)]
 
 
@@ -94,19 +94,17 @@ def _parse_case(number: int, given: object) -> Case:
     name = given.get("name") if isinstance(given, dict) else None
     title = f"case {number} ({_quoted(name)})" if isinstance(name, str) and name else f"case {number}"
     with _error_context(title):
-        # A field that a case does not know may say anything: those that matter are missed when they are misspelt.
+        # Unknown fields of a case are allowed as comments. A misspelt field is noticed, because all are required.
         if not isinstance(given, dict):
             raise InvalidInput("", f"must be an object with base_ms, limits and steps, got {_describe_json(given)}")
         base_ms = _integer("base_ms", _required(given, "base_ms"))
-        limits = Limits(*(_parse_limit(at, fields) for at, fields in enumerate(_list(given, "limits"))))
-        steps = _list(given, "steps")
-        return Case(
-            title, limits, tuple(_parse_step(at, step, base_ms, limits) for at, step in enumerate(steps, start=1))
-        )
+        limits = Limits(*(_parse_limit(index, fields) for index, fields in enumerate(_list(given, "limits"))))
+        steps = enumerate(_list(given, "steps"), start=1)
+        return Case(title, limits, tuple(_parse_step(index, step, base_ms, limits) for index, step in steps))
 
 
-def _parse_limit(at: int, fields: object) -> Any:
-    with _error_context(f"limits[{at}]"):
+def _parse_limit(index: int, fields: object) -> Any:
+    with _error_context(f"limits[{index}]"):
         if not isinstance(fields, dict):
             raise InvalidInput("", f"must be an object with the fields of a limit, got {_describe_json(fields)}")
         return limit_from_fields(fields)
@@ -118,7 +116,9 @@ def _parse_step(number: int, given: object, base_ms: int, limits: Limits) -> Ste
             raise InvalidInput("", f"must be an object with at_ms or at_us, got {_describe_json(given)}")
         for field in given:
             if field not in _STEP_FIELDS:
-                raise InvalidInput(_quoted(field), f"is no field of a step; those are {', '.join(_STEP_FIELDS)}")
+                raise InvalidInput(
+                    _quoted(field), f"is not a field of a step; the fields are {', '.join(_STEP_FIELDS)}"
+                )
         at_us = _parse_time(given, base_ms)
         expect = given.get("expect")
         if expect is not None and not isinstance(expect, dict):
@@ -150,18 +150,18 @@ def _parse_costs(costs: object, names: Collection[str]) -> dict[str, int]:
         raise InvalidInput("costs", f"must map names of limits to costs, got {_describe_json(costs)}")
     for name in costs:
         if name not in names:
-            raise InvalidInput("costs", f"no limit is called {_quoted(name)}; there are {', '.join(names) or 'none'}")
+            raise InvalidInput("costs", f"unknown limit {_quoted(name)}; the limits are {', '.join(names) or 'none'}")
     return {name: validate_cost(f"costs.{name}", cost) for name, cost in costs.items()}
 
 
 def _parse_time(given: Mapping[str, Any], base_ms: int) -> int:
     fields = sorted(_TIME_FIELDS & given.keys())
     if len(fields) != 1:
-        raise InvalidInput("at_ms", "is missing (or at_us)" if not fields else "and at_us can't both be given")
+        raise InvalidInput("at_ms", "is required (or at_us)" if not fields else "and at_us can't both be present")
     (field,) = fields
     at_us = base_ms * 1_000 + _integer(field, given[field]) * (1_000 if field == "at_ms" else 1)
     if not 0 <= at_us <= LAST_SECOND * 1_000_000:
-        raise InvalidInput(field, "must lie, with base_ms, between the years 1970 and 2200")
+        raise InvalidInput(field, "plus base_ms must be between the years 1970 and 2200")
     return at_us
 
 
@@ -173,7 +173,7 @@ def _refuse_combination(field: str, given: Mapping[str, Any]) -> None:
 
 def _parse_label(field: str, label: object) -> str:
     if not isinstance(label, str):
-        raise InvalidInput(field, f"must be a label, which is text, got {_describe_json(label)}")
+        raise InvalidInput(field, f"must be a label (text), got {_describe_json(label)}")
     return label
 
 
@@ -186,7 +186,7 @@ def _list(given: Mapping[str, Any], field: str) -> list[Any]:
 
 def _required(given: Mapping[str, Any], field: str) -> Any:
     if field not in given:
-        raise InvalidInput(field, "is missing")
+        raise InvalidInput(field, "is required")
     return given[field]
 
 
@@ -197,25 +197,25 @@ def _integer(field: str, value: object) -> int:
 
 
 @contextmanager
-def _error_context(place: str) -> Iterator[None]:
-    """What is refused in here names this place as well."""
+def _error_context(location: str) -> Iterator[None]:
+    """Add the location to the field of every `InvalidInput`."""
     try:
         yield
     except InvalidInput as error:
-        raise InvalidInput(f"{place}, {error.field}" if error.field else place, error.problem) from None
+        raise InvalidInput(f"{location}, {error.field}" if error.field else location, error.problem) from None
 
 
 def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
         seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise InvalidInput("the file", f"holds an object in which {_quoted(twice)} stands twice")
+        duplicate = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise InvalidInput("the file", f"has an object with a duplicate field {_quoted(duplicate)}")
     return fields
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _quoted(text: str) -> str:
@@ -223,7 +223,7 @@ def _quoted(text: str) -> str:
 
 
 def _describe_json(value: object) -> str:
-    """What was got, in JSON's words."""
+    """Describe a wrong value with the terms of JSON."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, str):

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Input and output of commands: files, tables, progress, and the format of help texts."""

@@ -1,4 +1,4 @@
-"""How the help of every command looks."""
+"""The settings that all commands share, such as the format of their help."""
 
 from typing import Any
 
@@ -13,10 +13,10 @@ TYPER_SETTINGS: dict[str, Any] = {
 
 
 def command_group(help_text: str) -> typer.Typer:
-    """A group of commands; without one of them it shows its help."""
-    made = typer.Typer(help=help_text, no_args_is_help=True, **TYPER_SETTINGS)
-    made.callback()(_no_op)  # so that it is a group, even of one
-    return made
+    """Return a new group of commands. Without a command it shows its help."""
+    group = typer.Typer(help=help_text, no_args_is_help=True, **TYPER_SETTINGS)
+    group.callback()(_no_op)  # without a callback, Typer makes a group of one command a plain command
+    return group
 
 
 def _no_op() -> None:

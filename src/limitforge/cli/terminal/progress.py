@@ -1,4 +1,4 @@
-"""How far a long command is, on stderr: a bar on a terminal, a line now and then elsewhere."""
+"""The progress of a long command, on stderr: a bar on a terminal, otherwise a line every few seconds."""
 
 import sys
 import time
@@ -12,13 +12,13 @@ REDRAWS_PER_SECOND = 5
 
 
 class ProgressReporter:
-    """Shows how many of some things are done. `done` and `total` are 0 until it is first updated."""
+    """Shows how many items are done, such as "Applied 5 of 9 tenants". Both counts are 0 before the first update."""
 
-    def __init__(self, verb: str, things: str) -> None:
+    def __init__(self, verb: str, items: str) -> None:
         self.done = 0
         self.total = 0
         self._verb = verb
-        self._things = things
+        self._items = items
         self._bar: tuple[Progress, TaskID] | None = None
         self._last_line_at = time.monotonic()
 
@@ -35,11 +35,11 @@ class ProgressReporter:
             self._draw()
         elif time.monotonic() - self._last_line_at >= LINE_SECONDS and done < total:
             self._last_line_at = time.monotonic()
-            print(f"{self._verb} {done:,} of {total:,} {self._things}", file=sys.stderr, flush=True)
+            print(f"{self._verb} {done:,} of {total:,} {self._items}", file=sys.stderr, flush=True)
 
     def _draw(self) -> None:
         if self._bar is None:
-            columns = (TextColumn(self._verb), BarColumn(), MofNCompleteColumn(), TextColumn(self._things))
+            columns = (TextColumn(self._verb), BarColumn(), MofNCompleteColumn(), TextColumn(self._items))
             bar = Progress(
                 *columns,
                 TimeRemainingColumn(),

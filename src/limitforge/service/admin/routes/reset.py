@@ -6,9 +6,8 @@ from typing import Annotated, Any
 from fastapi import Depends, Request, Response
 from pydantic import ConfigDict, Field, StrictBool
 
-from limitforge.catalog.database import queries
-from limitforge.catalog.live.cache.catalog_cache import CatalogCache
 from limitforge.catalog.database import writes
+from limitforge.catalog.live.cache.catalog_cache import CatalogCache
 from limitforge.catalog.model import OPERATOR, to_datetime
 from limitforge.catalog.snapshot import Snapshot
 from limitforge.core.exact import short_repr

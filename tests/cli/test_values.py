@@ -1,4 +1,4 @@
-"""What the commands of the catalog share: durations and times, and lists that take several pages."""
+"""Durations, times and other values of options, and lists of several pages."""
 
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -9,7 +9,7 @@ from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
 from limitforge.catalog.model import Plan, Tenant
 from limitforge.cli.catalog import lookup
-from limitforge.cli.catalog.options import given_fields, parse_duration, parse_time
+from limitforge.cli.catalog.values import given_fields, parse_duration, parse_time
 from limitforge.errors import InvalidInput
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -34,18 +34,18 @@ def test_a_duration_is_the_sum_of_its_parts(text: str, expected: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "5", "h", "5x", "-5s", "5s ", "1,5s", "1h 30m", "2026-01-01T00:00:00"])
-def test_what_is_neither_a_duration_nor_a_time_with_its_zone_is_refused_by_name(text: str) -> None:
+def test_an_invalid_duration_or_time_is_refused_with_the_name_of_the_option(text: str) -> None:
     with pytest.raises(InvalidInput, match="--until: must be a time"):
         parse_time("--until", text, NOW)
     with pytest.raises(InvalidInput, match="--for: must be a duration"):
         parse_duration("--for", text)
 
 
-def test_the_word_none_takes_a_value_away_and_what_was_not_given_stays() -> None:
+def test_the_word_none_clears_a_field_and_absent_options_are_left_out() -> None:
     assert given_fields(plan="none", name="web", mode=None) == {"plan": None, "name": "web"}
 
 
-async def test_a_list_of_several_pages_is_whole_and_of_one_tenant(
+async def test_a_list_of_several_pages_is_complete_and_of_one_tenant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lookup, "PAGE_SIZE", 2)
