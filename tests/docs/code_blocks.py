@@ -34,7 +34,7 @@ DOCUMENTED_REDIS = "redis://localhost:6379/0"
 
 # The documented deadlines are for a quiet machine.
 DOCUMENTED_DEADLINE = re.compile(r"deadline_ms=\d+")
-TEST_DEADLINE = "deadline_ms=30_000"
+TEST_DEADLINE_MS = 30_000
 
 _FENCE = re.compile(r"(?P<indent> *)(?P<fence>`{3,}|~{3,})\s*(?P<info>\w*)")
 
@@ -103,7 +103,9 @@ def run_file(path: Path, redis_url: str, scratch: Path) -> None:
     try:
         with asyncio.Runner() as runner:
             for found in find_blocks(path):
-                text = DOCUMENTED_DEADLINE.sub(TEST_DEADLINE, found.text.replace(DOCUMENTED_REDIS, redis_url))
+                text = DOCUMENTED_DEADLINE.sub(
+                    f"deadline_ms={TEST_DEADLINE_MS}", found.text.replace(DOCUMENTED_REDIS, redis_url)
+                )
                 block = Block(path, found.line, found.info, text)
                 match block.info:
                     case "python":
