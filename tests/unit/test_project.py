@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import SECOND_TIMEOUT_SECONDS
+from tests.conftest import RANDOM_SEARCHES, SECOND_TIMEOUT_SECONDS, SLOW_PLACES
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -39,6 +39,15 @@ def test_a_second_time_out_follows() -> None:
     left, again = signal.getitimer(signal.ITIMER_REAL)
     assert left > 0
     assert again == SECOND_TIMEOUT_SECONDS
+
+
+def test_the_listed_test_files_exist() -> None:
+    assert [place for place in sorted(SLOW_PLACES | RANDOM_SEARCHES) if not (ROOT / "tests" / place).exists()] == []
+
+
+def test_the_small_suite_names_existing_files() -> None:
+    named = re.findall(r"tests/[\w/]+\.py", (ROOT / "scripts" / "test-versions").read_text())
+    assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 def test_no_file_names_a_path_of_one_machine() -> None:
