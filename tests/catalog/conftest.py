@@ -100,7 +100,7 @@ def _migrate(url: str) -> None:
 def quick_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes look at the outbox five to ten times as often as in production: what waits for a look is soon over."""
     monkeypatch.setattr(live_catalog_module, "POLL_SECONDS", 0.1)
-    monkeypatch.setattr(live_catalog_module, "POLL_WHEN_TOLD_SECONDS", 0.5)
+    monkeypatch.setattr(live_catalog_module, "POLL_WITH_POSTGRES_SECONDS", 0.5)
 
 
 @pytest.fixture

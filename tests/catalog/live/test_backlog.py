@@ -34,14 +34,14 @@ async def test_a_change_by_one_person_does_not_wait_behind_an_apply(
         assert await replica.limit(account.text) == 5
         await apply_tenants(writer, MANY)
         await replica.live.catch_up()
-        assert len(replica.live._deferred) == MANY
+        assert len(replica.live._applier.deferred) == MANY
         await set_limits(writer, account, "7/minute")
         await replica.live.catch_up()
         assert await replica.limit(account.text) == 7
         await set_operator_mode(writer, Mode.OFF)
         await replica.live.catch_up()
         assert await replica.limit(account.text) is None
-        assert len(replica.live._deferred) == MANY
+        assert len(replica.live._applier.deferred) == MANY
 
 
 async def test_a_message_that_comes_late_does_not_replace_a_later_change(
@@ -58,10 +58,10 @@ async def test_a_message_that_comes_late_does_not_replace_a_later_change(
         async with database.reading() as connection:
             rows = await outbox.announcements_after(connection, 0, 10_000)
         await replica.live.catch_up()
-        waiting = dict(replica.live._deferred)
+        waiting = dict(replica.live._applier.deferred)
         assert {each.revision for each in waiting.values()} == {revisions[1]}
-        await replica.live._heard([row for row in rows if row.revision == revisions[0]])
-        assert replica.live._deferred == waiting
+        await replica.live._apply_message([row for row in rows if row.revision == revisions[0]])
+        assert replica.live._applier.deferred == waiting
 
 
 class Counted(CatalogRedis):

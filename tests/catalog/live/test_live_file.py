@@ -14,7 +14,8 @@ import pytest
 from limitforge import Limiter, ManualClock
 from limitforge.catalog.credentials import PREFIXES, Credential, Peppers
 from limitforge.catalog.live import live_file as file_module
-from limitforge.catalog.live.live_file import FileSource, LiveFile, load_contents, stable_id
+from limitforge.catalog.live.file_source import FileSource, load_contents, stable_id
+from limitforge.catalog.live.live_file import LiveFile
 from limitforge.catalog.model import OPERATOR, KeyScope, to_datetime
 from limitforge.errors import Forbidden, InvalidFile, InvalidInput, StoreUnavailable, UnknownKey
 from tests.catalog.config.test_document import NOW, SAMPLE
@@ -277,14 +278,14 @@ async def test_a_file_that_is_still_being_written_is_not_taken(
 ) -> None:
     half = config(200)[: len(config(200)) // 2]
     write(path, "tenants: []\n")  # what is there so far makes sense, and would delete everything
-    taken = file_module._content
+    taken = file_module._read_content
 
     def read_while_somebody_writes(file: Path) -> bytes:
         content = taken(file)
         path.write_text(half)
         return content
 
-    monkeypatch.setattr(file_module, "_content", read_while_somebody_writes)
+    monkeypatch.setattr(file_module, "_read_content", read_while_somebody_writes)
     await live_file.poll()
     assert await limit_of(live_file) == 100
     monkeypatch.undo()

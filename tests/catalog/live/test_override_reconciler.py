@@ -19,11 +19,11 @@ from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
 from limitforge.catalog.live import live_catalog as live_catalog_module
-from limitforge.catalog.live import override_reconciler as reconciler_module
 from limitforge.catalog.live.cache.entries import Caller
 from limitforge.catalog.live.live_catalog import LiveCatalog
-from limitforge.catalog.live.override_reconciler import OverrideReconciler
-from limitforge.catalog.live.override_sync import OverrideSync
+from limitforge.catalog.live.overrides import reconciler as reconciler_module
+from limitforge.catalog.live.overrides.reconciler import OverrideReconciler
+from limitforge.catalog.live.overrides.sync import OverrideSync
 from limitforge.catalog.live.sources import DatabaseSource
 from limitforge.catalog.model import Override, Plan, Tenant
 from limitforge.errors import StoreUnavailable
@@ -331,7 +331,7 @@ async def test_a_page_of_which_nothing_is_lost_costs_one_query_and_a_few_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(reconciler_module, "PAGE", 20)
-    monkeypatch.setattr(reconciler_module, "CALL", 2)
+    monkeypatch.setattr(reconciler_module, "TARGETS_PER_CALL", 2)
     accounts = [account, *[await create_account(live_catalog.catalog, f"tenant-{number}") for number in range(6)]]
     for each in accounts:
         await override(live_catalog.catalog, each, *(f"s{number:02}" for number in range(3)))
@@ -395,7 +395,7 @@ async def test_one_node_of_many_sweeps_and_another_takes_over_when_it_is_gone(
         await one.step()
         await two.step()
     assert [each.status().passes for each in (one, two)] == [3, 0]
-    assert 0 < raw.pttl("lf:{%sweep}:") <= 1_000 * reconciler_module.LEAD_SECONDS
+    assert 0 < raw.pttl("lf:{%sweep}:") <= 1_000 * reconciler_module.LOCK_SECONDS
     raw.delete("lf:{%sweep}:")  # as when its time is over
     await two.step()
     await one.step()
@@ -527,7 +527,7 @@ async def test_blocked_subjects_are_blocked_again_after_redis_evicted_their_over
 
         await eventually(is_blocked)
         assert f"policy={policy}" in caplog.text
-        assert "overrides.restored count=" in caplog.text
+        assert "overrides.restored: " in caplog.text
         assert account.tenant.id in caplog.text
         assert "blocked-" not in caplog.text
         known = [each.live.status().overrides.evicting for each in (one, two)]
@@ -560,7 +560,7 @@ async def test_a_policy_that_the_docs_call_safe_keeps_overrides(
 async def test_a_redis_that_lost_everything_gets_its_overrides_back_without_waiting_for_the_minute(
     how: str, database: Database, peppers: Peppers, own_redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live_catalog_module, "MIRROR_SECONDS", 600)
+    monkeypatch.setattr(live_catalog_module, "SYNC_OVERRIDES_SECONDS", 600)
     proxy = Proxy(own_redis_server.port)
     with RedisServer() as empty, contextlib.closing(proxy):
         async with Replica(str(database.url), proxy.url, peppers=peppers, limiter_url=proxy.url) as replica:
@@ -585,7 +585,7 @@ async def test_overrides_on_each_master_of_a_cluster_come_back(
     database: Database, peppers: Peppers, cluster_servers: RedisCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tenant with lanes and others without, each master losing its own part."""
-    monkeypatch.setattr(live_catalog_module, "MIRROR_SECONDS", 600)
+    monkeypatch.setattr(live_catalog_module, "SYNC_OVERRIDES_SECONDS", 600)
     url = cluster_servers.url
 
     def placed(tenant: Tenant) -> None:

@@ -17,7 +17,7 @@ from limitforge.catalog.database.database import Database
 from limitforge.catalog.live import live_catalog as live_catalog_module
 from limitforge.catalog.live.cache.entries import Caller
 from limitforge.catalog.live.live_catalog import LiveCatalog
-from limitforge.catalog.live.override_sync import OverrideSync
+from limitforge.catalog.live.overrides.sync import OverrideSync
 from limitforge.catalog.live.sources import DatabaseSource
 from limitforge.catalog.model import Override, Plan, Tenant
 from limitforge.core.plan import LimitsLike
@@ -173,7 +173,7 @@ async def test_an_override_that_no_longer_fits_its_plan_is_not_in_force(
     assert await limit_of(caller, limiter) == 100_000_000
     async with live_catalog.catalog.edit("test") as edit:
         await edit.update(Plan, account.plan.id, {"limits": [{**bucket, "refill_rate_per_sec": "0.00001"}]})
-    assert "no longer fits its plan, and is not in force" in caplog.text
+    assert "overrides.invalid" in caplog.text
     assert await limit_of(caller, limiter) == 5
 
 
@@ -292,7 +292,7 @@ async def test_more_overrides_than_fit_on_a_page_are_all_mirrored(
     override_sync: OverrideSync,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("limitforge.catalog.live.override_sync.PAGE", 3)
+    monkeypatch.setattr("limitforge.catalog.live.overrides.sync.PAGE", 3)
     async with live_catalog.catalog.edit("test") as edit:
         for at in range(20):
             fields = {"tenant_id": account.tenant.id, "resource": "r", "subject": f"s{at}", "ttl_seconds": HOUR}
@@ -446,7 +446,7 @@ async def test_a_redis_that_lost_everything_gets_the_overrides_back_by_itself(
     record_property: Any,
 ) -> None:
     """Emptied, within the interval; restarted, as soon as somebody listens again."""
-    monkeypatch.setattr(live_catalog_module, "MIRROR_SECONDS", 0.5 if how == "emptied" else 600)
+    monkeypatch.setattr(live_catalog_module, "SYNC_OVERRIDES_SECONDS", 0.5 if how == "emptied" else 600)
     url = own_redis_server.url
     async with Replica(str(database.url), url, peppers=peppers, limiter_url=url) as replica:
         account = await create_account(replica.catalog)
@@ -473,7 +473,7 @@ async def test_overrides_are_set_when_the_database_is_back_if_redis_lost_them_wh
     record_property: Any,
 ) -> None:
     """Whoever claimed to do it could not: nobody may wait for the claim's end, or the next interval."""
-    monkeypatch.setattr(live_catalog_module, "MIRROR_SECONDS", 40)
+    monkeypatch.setattr(live_catalog_module, "SYNC_OVERRIDES_SECONDS", 40)
     database = Database(own_postgres_server.url)
     async with closing(database):
         await database.upgrade()

@@ -20,8 +20,8 @@ from limitforge.catalog.database.database import Database
 from limitforge.catalog.database.outbox import Announcement, unpublished_announcements
 from limitforge.catalog.live import live_catalog as live_catalog_module
 from limitforge.catalog.live import outbox_relay as relay_module
-from limitforge.catalog.live import override_sync as override_sync_module
-from limitforge.catalog.live.override_sync import OverrideSync
+from limitforge.catalog.live.overrides import sync as override_sync_module
+from limitforge.catalog.live.overrides.sync import OverrideSync
 from limitforge.catalog.live.sources import DatabaseSource
 from limitforge.catalog.model import Key, TenantConfig
 from limitforge.errors import PartialFailure
@@ -136,7 +136,7 @@ async def test_a_dead_master_holds_up_no_tenant_of_the_others(
     peppers: Peppers,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(live_catalog_module, "MIRROR_SECONDS", 600)  # the relay has to do it
+    monkeypatch.setattr(live_catalog_module, "SYNC_OVERRIDES_SECONDS", 600)  # the relay has to do it
     monkeypatch.setattr(relay_module, "BATCH", 2)
     url, dead = own_cluster.url, own_cluster.servers[at]
     (away,), (well,) = await accounts_on(own_cluster, writer, dead)

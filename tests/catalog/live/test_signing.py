@@ -264,9 +264,9 @@ async def test_a_forged_message_revokes_nothing_and_begins_no_timeline(
     forged = Announcement(
         2**40, account.tenant.id, config=True, gone=(account.key.id,), revokes=True, timeline=2**50, change_id=7
     )
-    assert here.live._relay is not None
+    assert here.live._publisher is not None
     for _ in range(500):
-        client.publish(here.live._relay.channel, msgspec.msgpack.encode([forged]))
+        client.publish(here.live._publisher.channel, msgspec.msgpack.encode([forged]))
     await eventually(lambda: "catalog.rejected" in caplog.text, seconds=20)
     for _ in range(20):
         assert await here.limit(account.text) == 5
@@ -293,9 +293,9 @@ async def test_a_message_that_is_sent_again_changes_nothing(environment: Environ
     await here.seconds_until(account.text, 6)
     await eventually(lambda: "redis" in here.live.status().listening)
     loads = here.live.status().cache.loads
-    assert here.live._relay is not None
+    assert here.live._publisher is not None
     for message in 50 * heard:
-        client.publish(here.live._relay.channel, message)
+        client.publish(here.live._publisher.channel, message)
     async with here.catalog.edit("test") as edit:
         await edit.update(Plan, account.plan.id, {"limits": "7/minute"})
     await here.seconds_until(account.text, 7)

@@ -1,129 +1,122 @@
-"""Publishes changes to all nodes: copies in Redis, then a message, then the overrides of the store.
+"""Publish the announcements that their writers did not publish.
 
-A node publishes its own changes at once. The relay publishes those of writers that were killed or that know no Redis,
-such as the command line: one node of all at a time, in batches, revocations first. Nodes don't wait for it to hear of a
-change, since they read the outbox themselves.
+A process publishes its own changes at once. The relay publishes those of writers that were killed or that do not use
+Redis, such as the command line: one process at a time does that, in batches, revocations first. Other processes do not
+depend on it to learn of a change, since they read the outbox themselves.
 """
 
 import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
-from functools import partial
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from itertools import takewhile
 from typing import Any
 from uuid import uuid4
 
-import msgspec
-
-from limitforge.catalog.database import outbox, queries
+from limitforge.catalog.database import outbox
 from limitforge.catalog.database.database import Database
-from limitforge.catalog.database.outbox import NO_TENANT, Announcement, PendingAnnouncement
-from limitforge.catalog.history import RevisionHistory, Stamp
-from limitforge.catalog.live.override_sync import OverrideSync
+from limitforge.catalog.database.outbox import Announcement, PendingAnnouncement
+from limitforge.catalog.live.publisher import ChangePublisher
 from limitforge.catalog.live.shared_backend import SharedBackend
-from limitforge.catalog.live.shared_copies import SharedCopies
-from limitforge.catalog.live.signing import Signer
-from limitforge.catalog.model import Key, to_datetime
+from limitforge.catalog.model import to_datetime
 from limitforge.core.clock import Clock
-from limitforge.core.exact import short_repr
-from limitforge.errors import (
-    CatalogError,
-    CatalogUnavailable,
-    LimitforgeError,
-    PartialFailure,
-    StoreError,
-    StoreUnavailable,
-)
+from limitforge.errors import CatalogError, CatalogUnavailable, LimitforgeError, StoreError, StoreUnavailable
+from limitforge.observability.events import log_event
 
-RELAY_AFTER_SECONDS = 0.2  # the writer publishes by itself; if it has not by then, it may be gone
+RELAY_AFTER_SECONDS = 0.2  # an announcement this old should have been published by its writer
 RETRY_SECONDS = 0.5
-LONGEST_RETRY_SECONDS = 10.0
-LEASE_SECONDS = 10.0  # until another node takes over from a relay that was killed
-BATCH = 200  # rows: about 0.1 s, for which a revocation may have to wait
-LEASE_TAGS = ("%relay", "%relay1", "%relay4", "%relay3")  # one in each quarter of the slots of a Cluster
-START = (0, "")  # before the first row
+MAX_RETRY_SECONDS = 10.0
+LOCK_SECONDS = 10.0  # until another process takes over from a relay that was killed
+BATCH = 200  # announcements: about 0.1 s, for which a revocation may have to wait
+LOCK_TAGS = ("%relay", "%relay1", "%relay4", "%relay3")  # one in each quarter of the slots of a Cluster
+START = (0, "")  # before the first announcement
 
 _log = logging.getLogger(__name__)
-_encode = msgspec.msgpack.Encoder().encode
 
 
 class OutboxRelay:
-    """Publishes outbox rows. `failed` is called with the error while Redis is away, and with None once it is back."""
+    """Publishes the unpublished announcements of the outbox, while this process holds the lock."""
 
     def __init__(
         self,
         database: Database,
         shared: SharedBackend,
-        copies: SharedCopies,
-        signer: Signer,
-        override_sync: OverrideSync | None,
+        publisher: ChangePublisher,
         *,
         key_prefix: str,
         clock: Clock,
-        history: RevisionHistory,
         catch_up: Callable[[], Awaitable[None]],
         on_redis_status: Callable[[StoreError | None], None],
     ) -> None:
-        """`catch_up` brings `history` to where the database is, and notices a restored one before anything of it is
-        published.
+        """`catch_up` reads the outbox up to its end, and detects a restored database before anything is published.
+
+        `on_redis_status` is called with the error while Redis is unreachable, and with None once it is back.
         """
-        self.channel = f"{key_prefix}:%changes"  # releases before MACs use `%catalog`
         self.has_unpublished = False
-        """True while there may be rows that were not published."""
+        """True while there may be unpublished announcements."""
         self._database = database
         self._shared = shared
-        self._warm = copies
-        self._sealer = signer
-        self._mirror = override_sync
-        self._leases = [f"{key_prefix}:{{{tag}}}:" for tag in LEASE_TAGS]
-        self._held: set[str] = set()
+        self._publisher = publisher
+        self._locks = [f"{key_prefix}:{{{tag}}}:" for tag in LOCK_TAGS]
+        self._held_locks: set[str] = set()
         self._owner = uuid4().bytes
         self._clock = clock
-        self._history = history
         self._catch_up = catch_up
-        self._failed = on_redis_status
+        self._on_redis_status = on_redis_status
         self._wake = asyncio.Event()
-        self._looked = 0.0
-        self._tried = {True: START, False: START}  # the last row that was tried: of those that revoke, and of all
+        self._polled_at = 0.0
+        # The position of the last announcement that was tried: of revoking ones (True), and of all (False).
+        self._tried = {True: START, False: START}
         self._retried = START
-        self._has_failed = False  # whether rows that were tried are still unpublished
-        self._is_any_left = False  # whether some of them failed again
-        self._has_untried = True  # whether there are rows that were too young to be tried
+        self._has_failed = False  # True if announcements that were tried are still unpublished
+        self._failed_again = False  # True if some of them have failed again in this pass
+        self._has_untried = True  # True if there are announcements that were too recent to be tried
         self._retry_at = 0.0
         self._pause = RETRY_SECONDS
-        self._problem: LimitforgeError | None = None
-        self._warned = ""
+        self._error: LimitforgeError | None = None
+        self._logged_error = ""
 
     def wake(self) -> None:
-        """Look for rows that were not published."""
+        """Look for unpublished announcements."""
         self.has_unpublished = True
         self._wake.set()
 
     def reset(self) -> None:
-        """Forget which rows were tried: the database was restored, and counts from a lower revision."""
+        """Start from the beginning: the database was restored, and continues from a lower revision."""
         self._tried, self._retried = {True: START, False: START}, START
 
-    async def run(self, unbroken: Callable[[Coroutine[Any, Any, None]], Awaitable[None]]) -> None:
-        """Publish what is owed until cancelled. `unbroken` keeps a transaction from being cut off by that."""
+    async def run(self, run_to_completion: Callable[[Coroutine[Any, Any, None]], Awaitable[None]]) -> None:
+        """Publish announcements until cancelled. `run_to_completion` protects a transaction from the cancellation."""
         while True:
             await self._wake.wait()
             await asyncio.sleep(RELAY_AFTER_SECONDS)
             self._wake.clear()
             try:
-                await unbroken(self.publish_pending())
+                await run_to_completion(self.publish_pending())
                 if not self.has_unpublished:
-                    self._failed(None)
-                    self._warned = ""
+                    self._on_redis_status(None)
+                    self._logged_error = ""
             except StoreError as error:
-                self._failed(error)
+                self._on_redis_status(error)
             except CatalogError as error:
-                if str(error) != self._warned:  # an invalid tenant stays so until someone corrects it
-                    _log.warning("could not publish changes, will retry: %s", error)
-                self._warned = str(error)
+                if str(error) != self._logged_error:  # an invalid tenant stays so until someone corrects it
+                    log_event(
+                        _log,
+                        logging.WARNING,
+                        "catalog.publish_failed",
+                        "could not publish changes, will retry",
+                        error=error,
+                    )
+                self._logged_error = str(error)
             except Exception:  # noqa: BLE001 - later changes must be published all the same
-                _log.exception("could not publish changes, will retry")
+                log_event(
+                    _log,
+                    logging.ERROR,
+                    "catalog.publish_failed",
+                    "could not publish changes, will retry",
+                    exc_info=True,
+                )
             if self.has_unpublished:
                 pause = RETRY_SECONDS
                 if self._has_failed and not self._has_untried:
@@ -134,37 +127,39 @@ class OutboxRelay:
                 self._wake.set()
 
     async def publish_pending(self) -> None:
-        """Publish all rows whose writers did not, unless another node is at it. Raises after that if some failed: they
-        stay unpublished, and are tried again by the next call.
+        """Publish all announcements whose writers did not, unless another process is doing so.
+
+        Raises the first error at the end. Announcements that failed stay unpublished, and the next call tries them
+        again.
         """
         self.has_unpublished = True
-        self._problem = None
-        await self._catch_up()  # before it leads: a node that can't reach the database must not keep others from it
-        if not await self._lead():
+        self._error = None
+        await self._catch_up()  # before taking the lock: a process without a database must not keep others from it
+        if not await self._acquire_lock():
             return
-        renewal = asyncio.get_running_loop().create_task(self._renew_lease())
+        renewal = asyncio.get_running_loop().create_task(self._renew_lock())
         try:
             await self._publish_all()
         finally:
             renewal.cancel()
             await asyncio.gather(renewal, return_exceptions=True)
-            for lease in self._held:
+            for lock in self._held_locks:
                 with contextlib.suppress(StoreError):
-                    await self._shared.release_lock(lease, self._owner)
-            self._held.clear()
-        if self._problem is not None:
-            raise self._problem
+                    await self._shared.release_lock(lock, self._owner)
+            self._held_locks.clear()
+        if self._error is not None:
+            raise self._error
 
     async def _publish_all(self) -> None:
-        """Publish rows that were not tried yet; those that failed from time to time, so that they hold up no others."""
+        """Publish announcements that were not tried yet. Retry failed ones in between, so that they delay no others."""
         while True:
             while self._has_failed and time.monotonic() >= self._retry_at:
                 await self._retry()
-            rows = await self._untried()
-            if not rows:
+            announcements = await self._next_untried()
+            if not announcements:
                 break
-            await self._publish(rows, self._publish_revocations)
-            if not await self._lead():
+            await self._publish(announcements, self._publish_revocations)
+            if not await self._acquire_lock():
                 return
         async with self._database.reading() as connection:
             self.has_unpublished = bool(await outbox.unpublished_announcements(connection, 1))
@@ -175,119 +170,59 @@ class OutboxRelay:
             self.reset()
 
     async def _retry(self) -> None:
-        """Try rows that failed once more: all that revoke something, and the next batch from the oldest to the newest
-        and again from there.
-        """
+        """Retry failed announcements: all revoking ones, and the next batch of a pass over all of them."""
         async with self._database.reading() as connection:
             rows = await outbox.unpublished_announcements(connection, BATCH, after=self._retried)
             revoking = await outbox.unpublished_announcements(connection, BATCH, revoking=True)
         self._retried = _position(rows[-1].announcement) if len(rows) == BATCH else START
         due = {_position(row.announcement): row.announcement for row in (*revoking, *rows) if self._is_due(row)}
         if due and not await self._publish(list(due.values()), self._publish_revocations):
-            self._is_any_left = True
-            self._pause = min(2 * self._pause, LONGEST_RETRY_SECONDS)
+            self._failed_again = True
+            self._pause = min(2 * self._pause, MAX_RETRY_SECONDS)
             self._retry_at = time.monotonic() + self._pause
         elif self._retried == START:
-            self._has_failed, self._is_any_left = self._is_any_left, False
+            self._has_failed, self._failed_again = self._failed_again, False
             self._pause = self._pause if self._has_failed else RETRY_SECONDS
 
-    async def _lead(self) -> bool:
-        """Take or extend the lease; False if another node has it. Where its server fails, another lease is used."""
-        failure: StoreError | None = None
-        for lease in self._leases:
+    async def _acquire_lock(self) -> bool:
+        """Take or extend the lock. Return False if another process has it. If its server fails, use the next lock."""
+        first_error: StoreError | None = None
+        for lock in self._locks:
             try:
-                is_held = await self._shared.acquire_lock(lease, self._owner, LEASE_SECONDS)
+                is_held = await self._shared.acquire_lock(lock, self._owner, LOCK_SECONDS)
             except StoreError as error:
-                failure = failure or error
+                first_error = first_error or error
                 continue
             if is_held:
-                self._held.add(lease)
+                self._held_locks.add(lock)
             return is_held
-        raise failure or StoreUnavailable("there is no lease")
+        raise first_error or StoreUnavailable("there is no lock")
 
-    async def _renew_lease(self) -> None:
-        """Keep the lease while a batch takes long: a tenant may have thousands of overrides."""
+    async def _renew_lock(self) -> None:
+        """Keep the lock while a batch takes long: a tenant may have thousands of overrides."""
         while True:
-            await asyncio.sleep(LEASE_SECONDS / 3)
+            await asyncio.sleep(LOCK_SECONDS / 3)
             with contextlib.suppress(StoreError):
-                await self._lead()
-
-    async def publish(
-        self, announcements: Sequence[Announcement], after_each: Callable[[], Awaitable[None]] | None = None
-    ) -> None:
-        """Publish these rows and mark them. Copies come first, so that a node that receives the message finds them.
-
-        Does as much as is possible: a row stays unpublished if its tenant is not valid, or if a server fails that has
-        a copy or the overrides of its tenant. Raises if there are such rows. The order of the rows of one tenant does
-        not matter, since the state of the database is written, and not the change. `between` is called from time to
-        time while overrides are compared, which may take long.
-        """
-        tenants = {each.tenant_id for each in announcements if each.config}
-        keys = {key_id for each in announcements for key_id in (*each.keys, *each.gone)}
-        # What is read from now on is at least as new as this.
-        stamp = max(self._history.head or Stamp(), *(each.stamp for each in announcements))
-        invalid: dict[str, str] = {}
-        invalid_keys: dict[str, str] = {}
-        async with self._database.reading() as connection:
-            configs = await queries.tenant_configs(connection, tenants, invalid)
-            found = {key.id: key for key in await queries.find_where_in(connection, Key, "id", keys, invalid_keys)}
-        failed = {*invalid.values(), *invalid_keys}
-        valid = [each for each in announcements if not _is_affected(each, failed)]
-        new_configs = {tenant_id: configs.get(tenant_id) for tenant_id in tenants - failed}
-        new_keys = {key_id: found.get(key_id) for key_id in keys - failed}
-        problem: StoreError | None = None
-        for step in (
-            partial(self._warm.put_head, stamp),  # if it fails: each node writes it again within a minute
-            partial(self._warm.put_all, new_configs, new_keys, stamp),
-            partial(self._send, valid),
-            partial(self._mirror_changed, valid, after_each),
-        ):
-            try:
-                await step()
-            except StoreError as error:
-                problem = problem or error
-                failed |= error.failed if isinstance(error, PartialFailure) else set()
-        done = [each for each in valid if not _is_affected(each, failed)]
-        if done:
-            async with self._database.writing() as connection:
-                await outbox.mark_published(connection, done)
-        if problem is not None:
-            raise problem
-        if failed_ids := sorted({*invalid, *invalid_keys}):
-            raise CatalogError(f"the database holds invalid entries, which are not published: {short_repr(failed_ids)}")
-
-    async def _send(self, announcements: Sequence[Announcement]) -> None:
-        if not announcements:
-            return
-        try:
-            await self._shared.publish(self.channel, self._sealer.sign(self.channel, _encode(announcements)))
-        except StoreError as error:
-            raise PartialFailure(str(error), (each.tenant_id for each in announcements)) from None
-
-    async def _mirror_changed(
-        self, announcements: Sequence[Announcement], between: Callable[[], Awaitable[None]] | None
-    ) -> None:
-        if self._mirror is not None:
-            await sync_changed_overrides(self._mirror, self._database, announcements, between)
+                await self._acquire_lock()
 
     async def _publish(
-        self, rows: Sequence[Announcement], between: Callable[[], Awaitable[None]] | None = None
+        self, announcements: Sequence[Announcement], after_each: Callable[[], Awaitable[None]] | None = None
     ) -> bool:
-        """Publish these rows; False if some of them stay unpublished, or something else of it failed."""
+        """Publish announcements. Return False if that failed for some of them."""
         try:
-            await self.publish(rows, between)
+            await self._publisher.publish(announcements, after_each)
         except CatalogUnavailable:
             raise
         except (StoreError, CatalogError) as error:
-            self._problem = self._problem or error
+            self._error = self._error or error
             if not self._has_failed:
                 self._has_failed, self._retry_at = True, time.monotonic() + RETRY_SECONDS
             return False
         return True
 
-    async def _untried(self) -> list[Announcement]:
-        """The next batch of rows that were not tried yet: those that revoke something, else the oldest."""
-        self._looked = time.monotonic()
+    async def _next_untried(self) -> list[Announcement]:
+        """Return the next batch of announcements that were not tried yet: revoking ones, else the oldest."""
+        self._polled_at = time.monotonic()
         return await self._next(revoking=True) or await self._next()
 
     async def _next(self, *, revoking: bool = False) -> list[Announcement]:
@@ -298,45 +233,22 @@ class OutboxRelay:
         due = [row.announcement for row in takewhile(self._is_due, rows)]
         if due:
             self._tried[revoking] = _position(due[-1])
-            self._tried[True] = max(self._tried.values())  # what revokes something is among all rows
+            self._tried[True] = max(self._tried.values())  # a pass over all rows includes the revoking ones
         return due
 
     def _is_due(self, row: PendingAnnouncement) -> bool:
-        """Return True if its writer had the time to publish it, or has a clock that is wrong."""
+        """Return True if its writer had the time to publish it, or has a wrong clock."""
         age = to_datetime(self._clock.now_us()) - row.at
         return abs(age.total_seconds()) >= RELAY_AFTER_SECONDS
 
     async def _publish_revocations(self) -> None:
-        """Publish what was revoked meanwhile, before the batch in hand is done."""
-        if time.monotonic() - self._looked < RELAY_AFTER_SECONDS:
+        """Publish new revocations before the current batch is done."""
+        if time.monotonic() - self._polled_at < RELAY_AFTER_SECONDS:
             return
-        self._looked = time.monotonic()
-        if rows := await self._next(revoking=True):
-            await self._publish(rows)
+        self._polled_at = time.monotonic()
+        if announcements := await self._next(revoking=True):
+            await self._publish(announcements)
 
 
-def _position(row: Announcement) -> tuple[int, str]:
-    return row.revision, row.tenant_id
-
-
-def _is_affected(row: Announcement, failed: Collection[str]) -> bool:
-    """Return True if the tenant of a row, or one of its keys, is among those that failed."""
-    return any(each in failed for each in (row.tenant_id, *row.keys, *row.gone))
-
-
-async def sync_changed_overrides(
-    override_sync: OverrideSync,
-    database: Database,
-    announcements: Sequence[Announcement],
-    after_each: Callable[[], Awaitable[None]] | None = None,
-) -> None:
-    """Bring the overrides of tenants that have changed into the store.
-
-    Raises `PartialFailure` with the tenants whose servers failed.
-    """
-    wanted = {each.tenant_id for each in announcements if each.overrides}
-    configured = {each.tenant_id for each in announcements if each.config and each.tenant_id != NO_TENANT}
-    if configured - wanted:  # that what decides has changed concerns the store only where a tenant has overrides
-        async with database.reading() as connection:
-            wanted |= set(await queries.tenants_with_overrides(connection, configured - wanted))
-    await override_sync.sync_tenants(wanted, configured, after_each)
+def _position(announcement: Announcement) -> tuple[int, str]:
+    return announcement.revision, announcement.tenant_id

@@ -64,7 +64,7 @@ class KeyCache:
             return entry
         unknown_until_us = self.unknown.get(key_id)
         if unknown_until_us is not None and now_us < unknown_until_us:
-            raise UnknownKey("no such key, or it is no longer good")
+            raise UnknownKey("unknown or expired key")
         if credential.has_keyed_checksum:  # only we can make such a key, so it exists or existed
             return await self._read(key_id)
         # Each client has a lookup of its own, since the limiter may refuse one client and allow another.
@@ -185,7 +185,7 @@ class KeyCache:
         self.loads += 1
         if reading.value is None:
             self.forget(key_id)
-            raise UnknownKey("no such key, or it is no longer good")
+            raise UnknownKey("unknown or expired key")
         return self._store(reading.value, reading.stamp, is_from_database=reading.is_from_database)
 
     def _store(self, key: Key, stamp: Stamp, *, is_from_database: bool) -> CachedKey:

@@ -61,7 +61,7 @@ class TenantCache:
         elif now_us >= entry.fresh_until_us:
             self.refresh(tenant_id, entry)
         if entry.is_deleted:
-            raise UnknownKey("no such key, or it is no longer good")
+            raise UnknownKey("unknown or expired key")
         return entry
 
     def refresh(self, tenant_id: str, entry: CachedTenant) -> None:

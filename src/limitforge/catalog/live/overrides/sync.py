@@ -1,5 +1,7 @@
-"""Overrides in the store as the database has them. The database is the truth: whatever the store lost, or kept too
-long, is put right.
+"""Write the overrides of a database or file to the limiter's store.
+
+The source is authoritative: overrides that the store has lost are set again, and those that it should not have are
+deleted.
 """
 
 import asyncio
@@ -16,21 +18,22 @@ from limitforge.core.clock import Clock, SystemClock
 from limitforge.core.overrides import OverridePage
 from limitforge.core.plan import LimitsLike
 from limitforge.errors import CatalogError, CatalogUnavailable, InvalidInput, PartialFailure, StoreError
+from limitforge.observability.events import log_event
 
-EXPIRY_TOLERANCE_SECONDS = 2.0  # two expiries that differ by less are the same
+EXPIRY_TOLERANCE_SECONDS = 2.0  # expiries that differ by less count as equal
 PAGE = 500
-PARALLEL = 32  # overrides that are written at once
+MAX_PARALLEL_WRITES = 32
 CONFIGS = 100  # tenants whose plans are in memory at once while overrides are restored
-DELETED_SECONDS = 600  # how far back deletions are looked for, and how many of them
+DELETED_SECONDS = 600  # how far back deletions are read, and how many of them
 MAX_DELETED = 200
 MAX_TENANTS = 10_000  # whose last deletion is remembered
-MAX_FAILURES = 10  # tenants in a row whose servers fail: then the store is away as a whole, and the rest waits
+MAX_FAILURES = 10  # tenants in a row whose servers fail: then the whole store is down, and the others have to wait
 
 _log = logging.getLogger(__name__)
 
 
 class OverrideSink(Protocol):
-    """Where overrides act: a limiter."""
+    """The limiter in whose store overrides take effect."""
 
     async def set_override(
         self,
@@ -47,12 +50,15 @@ class OverrideSink(Protocol):
 
     async def list_overrides(self, *, tenant: str, cursor: str | None, page: int) -> OverridePage: ...
 
-    async def missing_overrides(self, places: Iterable[tuple[str, str, str]]) -> list[int]:
-        """Return the positions of those overrides, each (tenant, resource, subject), that are not in force."""
+    async def missing_overrides(self, targets: Iterable[tuple[str, str, str]]) -> list[int]:
+        """Return the positions of the targets, each (tenant, resource, subject), that have no live override."""
 
 
 class OverrideSync:
-    """Compares both, and changes only what differs. Each change is decided by what the database says just before it."""
+    """Compares the overrides of tenants with the store, and writes the differences.
+
+    Each write follows a read of the source, and is repeated if the override changed meanwhile.
+    """
 
     def __init__(
         self,
@@ -62,34 +68,34 @@ class OverrideSync:
         on_tenant_loaded: Callable[[Tenant], None] | None = None,
     ) -> None:
         self._source = source
-        self._placed = on_tenant_loaded
+        self._on_tenant_loaded = on_tenant_loaded
         self._sink = sink
         self._clock = clock or SystemClock()
         self._deleted: dict[str, int] = {}  # by tenant: the number of the last deletion that was carried out
         self._failed: frozenset[str] | None = None  # tenants whose servers failed; None if not all were tried
 
     def reset(self) -> None:
-        """Forget which deletions were carried out: the database was restored, and counts them afresh."""
+        """Forget which deletions were carried out: the database was restored, and numbers them from the start."""
         self._deleted.clear()
         self._failed = None
 
     def forget_failures(self) -> None:
-        """Reconcile all tenants the next time, and not only those that failed."""
+        """Make the next `sync_failed` compare all tenants."""
         self._failed = None
 
     async def sync_all(self) -> int:
-        """Reconcile all tenants that have overrides, and return how many changes it took.
+        """Sync all tenants that have overrides, and return the number of changes.
 
         Raises `PartialFailure` with the tenants whose servers failed.
         """
         self._failed = None
-        return await self._reconcile_noting(await self._source.tenants_with_overrides())
+        return await self._sync_and_note_failures(await self._source.tenants_with_overrides())
 
     async def sync_failed(self) -> int:
-        """Reconcile those that failed in the last `reconcile_all`; all, if that did not come to its end."""
-        return await (self.sync_all() if self._failed is None else self._reconcile_noting(self._failed))
+        """Sync the tenants that failed in the last `sync_all`; all tenants if it did not finish."""
+        return await (self.sync_all() if self._failed is None else self._sync_and_note_failures(self._failed))
 
-    async def _reconcile_noting(self, tenants: Collection[str]) -> int:
+    async def _sync_and_note_failures(self, tenants: Collection[str]) -> int:
         try:
             changes = await self.sync_tenants(tenants)
         except PartialFailure as error:
@@ -104,12 +110,12 @@ class OverrideSync:
         force: Collection[str] = (),
         after_each: Callable[[], Awaitable[None]] | None = None,
     ) -> int:
-        """Reconcile these tenants, and return how many changes it took. `between` is called after each of them.
+        """Sync these tenants, and return the number of changes. `force` are those of `sync_tenant` with `force`.
 
         A server that fails does not affect tenants on others. Raises `PartialFailure` with the tenants that failed.
         """
         left = list(tenants)
-        random.shuffle(left)  # so that none is always behind a row of failures
+        random.shuffle(left)  # so that no tenant is always behind a row of failures
         failed: dict[str, StoreError] = {}
         failures = changes = 0
         while left and failures < MAX_FAILURES:
@@ -120,7 +126,7 @@ class OverrideSync:
             except CatalogUnavailable:
                 raise
             except CatalogError as error:
-                _log.warning("catalog.invalid_tenant tenant=%s: its overrides are not updated: %s", tenant_id, error)
+                log_invalid_tenant(tenant_id, error)
             except StoreError as error:
                 failed[tenant_id] = error
                 failures += 1
@@ -132,72 +138,75 @@ class OverrideSync:
         return changes
 
     async def sync_tenant(self, tenant_id: str, *, force: bool = False) -> int:
-        """One tenant. `anew` also sets what looks right: their plans' other numbers may have changed."""
-        config = await self._source.config(tenant_id)
-        if config is not None and self._placed is not None:
-            self._placed(config.tenant)
+        """Sync one tenant, and return the number of changes.
+
+        `force` also sets overrides that look equal: their plans may have changed.
+        """
+        config = await self.load_tenant(tenant_id)
         wanted = {} if config is None else await self._wanted(tenant_id)
-        there = await self._there(tenant_id)
+        stored = await self._stored(tenant_id)
         changes = 0
-        for place, override in wanted.items():
-            if config is not None and (force or not _is_same(override, there.get(place))):
+        for key, override in wanted.items():
+            if config is not None and (force or not _is_same(override, stored.get(key))):
                 changes += await self._set(config, override)
-        # A store that lost its index does not list what was deleted, and would go on to apply it.
+        # A store that lost its index does not list deleted overrides, and would still apply them.
         since = self._now() - timedelta(seconds=DELETED_SECONDS)
         known = self._deleted.get(tenant_id, 0)
         deleted = await self._source.deleted_overrides(tenant_id, known, since, MAX_DELETED)
-        places = {(each.resource, each.subject) for each in deleted}
-        for place in (there.keys() | places) - wanted.keys():
-            changes += await self._delete(tenant_id, config, *place)
+        deleted_keys = {(each.resource, each.subject) for each in deleted}
+        for key in (stored.keys() | deleted_keys) - wanted.keys():
+            changes += await self._delete(tenant_id, config, *key)
         if deleted:
             if len(self._deleted) >= MAX_TENANTS:
                 self._deleted.clear()
             self._deleted[tenant_id] = deleted[-1].number
         return changes
 
-    async def load_tenant(self, tenant_id: str) -> None:
-        """Let the sink know how many lanes a tenant has."""
+    async def load_tenant(self, tenant_id: str) -> TenantConfig | None:
+        """Read a tenant, and tell the limiter how many lanes it has."""
         config = await self._source.config(tenant_id)
-        if config is not None and self._placed is not None:
-            self._placed(config.tenant)
+        if config is not None and self._on_tenant_loaded is not None:
+            self._on_tenant_loaded(config.tenant)
+        return config
 
     async def restore(self, ids: Iterable[str]) -> tuple[list[Override], list[Override]]:
-        """Set these overrides as the database has them. Return those that are set, and those that can't be in force.
+        """Set these overrides again. Return those that were set, and those that their plans do not allow.
 
-        What a server does not take now is in neither list.
+        Overrides that a server did not accept are in neither list.
         """
         by_tenant: dict[str, list[Override]] = {}
         for override in await self._source.overrides_by_id(ids):
             by_tenant.setdefault(override.tenant_id, []).append(override)
-        done: list[Override] = []
+        restored: list[Override] = []
         refused: list[Override] = []
         tenants = list(by_tenant)
         for start in range(0, len(tenants), CONFIGS):
-            some = tenants[start : start + CONFIGS]
-            configs = await self._source.configs(some)
-            if self._placed is not None:
+            chunk = tenants[start : start + CONFIGS]
+            configs = await self._source.configs(chunk)
+            if self._on_tenant_loaded is not None:
                 for config in configs.values():
-                    self._placed(config.tenant)
-            overrides = [each for tenant_id in some if tenant_id in configs for each in by_tenant[tenant_id]]
+                    self._on_tenant_loaded(config.tenant)
+            overrides = [each for tenant_id in chunk if tenant_id in configs for each in by_tenant[tenant_id]]
             for override, is_set in zip(overrides, await self._write_all(configs, overrides), strict=True):
                 if is_set is not None:
-                    (done if is_set else refused).append(override)
-            await self._confirm(configs, [each for each in done if each.tenant_id in configs])
-        return done, refused
+                    (restored if is_set else refused).append(override)
+            await self._repeat_changed(configs, [each for each in restored if each.tenant_id in configs])
+        return restored, refused
 
     async def _write_all(self, configs: Mapping[str, TenantConfig], overrides: list[Override]) -> list[bool | None]:
-        """Set all of them, some at once; None for one that the store did not take."""
-        answers: list[bool | None] = []
-        for start in range(0, len(overrides), PARALLEL):
-            writes = [self._write(configs[each.tenant_id], each) for each in overrides[start : start + PARALLEL]]
-            for answer in await asyncio.gather(*writes, return_exceptions=True):
-                if isinstance(answer, BaseException) and not isinstance(answer, StoreError):
-                    raise answer
-                answers.append(None if isinstance(answer, BaseException) else answer)
-        return answers
+        """Set all of them, some at once. The result is None for one that a server did not accept."""
+        results: list[bool | None] = []
+        for start in range(0, len(overrides), MAX_PARALLEL_WRITES):
+            chunk = overrides[start : start + MAX_PARALLEL_WRITES]
+            writes = [self._write(configs[each.tenant_id], each) for each in chunk]
+            for result in await asyncio.gather(*writes, return_exceptions=True):
+                if isinstance(result, BaseException) and not isinstance(result, StoreError):
+                    raise result
+                results.append(None if isinstance(result, BaseException) else result)
+        return results
 
-    async def _confirm(self, configs: Mapping[str, TenantConfig], written: list[Override]) -> None:
-        """Write again what was changed, deleted or given another plan while it was written."""
+    async def _repeat_changed(self, configs: Mapping[str, TenantConfig], written: list[Override]) -> None:
+        """Write overrides again that were changed or deleted, or got another plan, while they were written."""
         current = {each.id: each for each in await self._source.overrides_by_id(each.id for each in written)}
         revisions = await self._source.revisions(configs)
         changed = {each for each, config in configs.items() if revisions.get(each) != config.tenant.revision}
@@ -215,18 +224,18 @@ class OverrideSync:
         overrides = await self._source.overrides(tenant_id)
         return {(each.resource, each.subject): each for each in overrides if each.expires_at > now}
 
-    async def _there(self, tenant_id: str) -> dict[tuple[str, str], Any]:
-        there: dict[tuple[str, str], Any] = {}
+    async def _stored(self, tenant_id: str) -> dict[tuple[str, str], Any]:
+        stored: dict[tuple[str, str], Any] = {}
         cursor: str | None = None
         while True:
             page = await self._sink.list_overrides(tenant=tenant_id, cursor=cursor, page=PAGE)
-            there.update({(each.resource, each.subject): each for each in page.overrides})
+            stored.update({(each.resource, each.subject): each for each in page.overrides})
             cursor = page.cursor
             if cursor is None:
-                return there
+                return stored
 
     async def _set(self, config: TenantConfig, override: Override) -> int:
-        """As the database has it, also if that changes while it is written."""
+        """Write the current state of an override; repeat that if it changes meanwhile."""
         current = await self._current(override)
         while current is not None:
             if not await self._write(config, current):
@@ -238,7 +247,7 @@ class OverrideSync:
         return 1
 
     async def _write(self, config: TenantConfig, override: Override) -> bool:
-        """False if it can't be in force: then it must not be there."""
+        """Write an override. Return False if its plans do not allow it; the store must not have it then."""
         known = {}
         for name, change in override.limits.items():
             try:
@@ -258,7 +267,14 @@ class OverrideSync:
                 tenant=override.tenant_id,
             )
         except InvalidInput as error:
-            _log.warning("override %s no longer fits its plan, and is not in force: %s", override.id, error)
+            log_event(
+                _log,
+                logging.WARNING,
+                "overrides.invalid",
+                "an override is not valid for its plan any more, not applying it",
+                override=override.id,
+                error=error,
+            )
             return False
         return True
 
@@ -266,11 +282,11 @@ class OverrideSync:
         wanted = await self._source.override(tenant_id, resource, subject)
         if wanted is not None and wanted.expires_at > self._now():
             return 0
-        done = int(await self._sink.delete_override(resource, subject, tenant=tenant_id))
+        deleted = int(await self._sink.delete_override(resource, subject, tenant=tenant_id))
         wanted = await self._source.override(tenant_id, resource, subject)
         if wanted is not None and config is not None:
             await self._set(config, wanted)  # it was set meanwhile
-        return done
+        return deleted
 
     async def _current(self, override: Override) -> Override | None:
         return await self._source.override(override.tenant_id, override.resource, override.subject)
@@ -279,8 +295,19 @@ class OverrideSync:
         return to_datetime(self._clock.now_us())
 
 
-def _is_same(wanted: Override, there: Any) -> bool:
-    if there is None:
+def log_invalid_tenant(tenant_id: str, error: CatalogError) -> None:
+    log_event(
+        _log,
+        logging.WARNING,
+        "catalog.invalid_tenant",
+        "the database holds invalid configuration, not updating the overrides of this tenant",
+        tenant=tenant_id,
+        error=error,
+    )
+
+
+def _is_same(wanted: Override, stored: Any) -> bool:
+    if stored is None:
         return False
-    apart = abs(wanted.expires_at.timestamp() - there.expires_at)
-    return bool(there.limits == wanted.limits) and apart < EXPIRY_TOLERANCE_SECONDS
+    difference = abs(wanted.expires_at.timestamp() - stored.expires_at)
+    return bool(stored.limits == wanted.limits) and difference < EXPIRY_TOLERANCE_SECONDS

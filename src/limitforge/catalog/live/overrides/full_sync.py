@@ -1,0 +1,152 @@
+"""Compare the overrides of all tenants with the store, when changes may have been missed and after a restore.
+
+One of all processes does it at a time.
+"""
+
+import contextlib
+import random
+import time
+from uuid import uuid4
+
+from limitforge.catalog.database import queries
+from limitforge.catalog.database.database import Database
+from limitforge.catalog.history import RevisionHistory
+from limitforge.catalog.live.overrides.sync import MAX_FAILURES, OverrideSink, OverrideSync, log_invalid_tenant
+from limitforge.catalog.live.shared_backend import SharedBackend
+from limitforge.errors import CatalogError, CatalogUnavailable, StoreError
+
+LOCK_SECONDS = 30.0  # until another process takes over from one that was killed
+RETRY_SECONDS = 5.0
+RESTORED_SECONDS = 30 * 86_400.0  # how long it is known that the overrides of a timeline were compared
+
+
+class FullOverrideSync:
+    """The comparisons that are pending. `run` performs them; those that fail remain pending."""
+
+    def __init__(
+        self,
+        database: Database,
+        override_sync: OverrideSync,
+        sink: OverrideSink,
+        history: RevisionHistory,
+        *,
+        shared: SharedBackend | None,
+        prefix: str,
+    ) -> None:
+        self._database = database
+        self._override_sync = override_sync
+        self._sink = sink
+        self._history = history
+        self._shared = shared
+        self._lock = f"{prefix}:{{%mirror}}:"
+        self._owner = uuid4().bytes
+        self._is_requested = False
+        self._is_requested_after_restore = False
+        self._left: dict[str, bool] | None = None  # tenants to compare after a restore; see `_compare`
+        self._not_before = 0.0
+
+    @property
+    def is_pending(self) -> bool:
+        return self._is_requested or self._is_requested_after_restore
+
+    @property
+    def is_due(self) -> bool:
+        return self.is_pending and time.monotonic() >= self._not_before
+
+    def request(self) -> None:
+        """Compare all tenants that have overrides in the database."""
+        self._override_sync.forget_failures()
+        self._is_requested = True
+
+    def request_after_restore(self) -> None:
+        """Compare every tenant, since the store may have overrides that the database has lost."""
+        self._is_requested_after_restore, self._left, self._not_before = True, None, 0.0
+
+    async def run(self) -> None:
+        """Perform the pending comparisons. Raises `StoreError` or `CatalogError`; they are due again after a pause."""
+        self._not_before = time.monotonic() + RETRY_SECONDS
+        if self._is_requested_after_restore:
+            await self._compare_after_restore()
+        if self._is_requested:
+            await self._compare_overridden()
+        self._not_before = 0.0
+
+    async def _compare_overridden(self) -> None:
+        """Compare tenants with overrides, unless another process just did. A Redis that came back empty has no lock."""
+        self._is_requested = False
+        try:
+            if await self._has_lock(self._lock):
+                await self._override_sync.sync_failed()
+        except BaseException:
+            self._is_requested = True
+            raise
+
+    async def _compare_after_restore(self) -> None:
+        timeline = 0 if self._history.head is None else self._history.head.timeline
+        done_key = f"{self._lock}{timeline}"
+        if await self._is_done(done_key):
+            self._is_requested_after_restore = False
+            return
+        if not await self._has_lock(f"{done_key}:working"):
+            self._not_before = 0.0  # look again whether the process that has the lock is done
+            return
+        if self._left is None:
+            async with self._database.reading() as connection:
+                tenants = {tenant_id: lanes > 1 for tenant_id, lanes in await queries.tenant_lanes(connection)}
+                overridden = await queries.tenants_with_overrides(connection)
+            self._left = tenants | dict.fromkeys(overridden, True)
+        left = self._left
+        await self._compare(left, f"{done_key}:working")
+        if self._left is left:  # the database was not restored again meanwhile
+            self._is_requested_after_restore, self._left = False, None
+            if self._shared is not None:
+                with contextlib.suppress(StoreError):
+                    await self._shared.claim(done_key, RESTORED_SECONDS)
+
+    async def _compare(self, left: dict[str, bool], lock: str) -> None:
+        """Set the overrides of these tenants again, and remove the tenants that are done from `left`.
+
+        All overrides are set, since their plans may have had other algorithms in the lost time. The value in `left` is
+        True for tenants that have overrides in the database, or that have lanes: these must be read before the store
+        can be asked for their overrides. Raises the last error after all tenants were tried.
+        """
+        failure: StoreError | None = None
+        failures, renewed = 0, time.monotonic()
+        for tenant_id in random.sample(list(left), len(left)):  # so that no tenant is always behind a row of failures
+            try:
+                if left[tenant_id] or await self._has_overrides(tenant_id):
+                    await self._override_sync.sync_tenant(tenant_id, force=True)
+            except CatalogUnavailable:
+                raise
+            except CatalogError as error:
+                log_invalid_tenant(tenant_id, error)
+            except StoreError as error:  # of the tenant's server: tenants on other servers are compared all the same
+                failure, failures = error, failures + 1
+                if failures >= MAX_FAILURES:
+                    break
+                continue
+            failures = 0
+            del left[tenant_id]
+            if time.monotonic() > renewed + LOCK_SECONDS / 3:
+                renewed = time.monotonic()
+                await self._has_lock(lock)
+        if failure is not None:
+            raise failure
+
+    async def _is_done(self, done_key: str) -> bool:
+        with contextlib.suppress(StoreError):
+            return self._shared is not None and await self._shared.get(done_key) is not None
+        return False
+
+    async def _has_overrides(self, tenant_id: str) -> bool:
+        return bool((await self._sink.list_overrides(tenant=tenant_id, cursor=None, page=1)).overrides)
+
+    async def _has_lock(self, lock: str) -> bool:
+        """Take or extend a lock. Return False if another process has it.
+
+        If the server of the lock fails, return True: several processes may then do the work.
+        """
+        try:
+            return self._shared is None or await self._shared.acquire_lock(lock, self._owner, LOCK_SECONDS)
+        except StoreError:
+            return True
