@@ -113,7 +113,7 @@ def test_ids_come_from_names() -> None:
 
 
 def test_a_section_that_is_absent_is_an_empty_one() -> None:
-    with pytest.raises(InvalidFile, match="there is no plan 'free' here; there are none"):
+    with pytest.raises(InvalidFile, match="unknown plan 'free'; known plans: none"):
         load_contents(b"tenants: [{name: acme, default_plan: free}]", "plans.yaml", NOW)
 
 
