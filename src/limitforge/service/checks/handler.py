@@ -209,7 +209,11 @@ class CheckHandler:
                 self.invalid_bodies.require(caller.key.id)
             check_body = decode_check(body)
         route: PreparedRoute | None = caller.routes.get((check_body.resource, check_body.priority, check_body.plan_id))
-        if route is None or route.snapshot is not caller.tenant.snapshot or not route.prepared.is_current:
+        if (
+            route is None
+            or route.snapshot is not caller.tenant.snapshot
+            or route.prepared.generation != route.prepared.keys.generation  # `is_current`, without a call
+        ):
             route = self._prepare_route(caller, check_body)
         subject = check_body.subject
         if not subject:
