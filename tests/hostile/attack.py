@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.servers import find_free_port
 from tests.service.seeded_service import SeededService, TenantClient, run_seeded_service
 
-MAX_MEMORY_MIB = 80.0  # the bounds keep it at 30 to 60, by how busy the machine is; without them it was 118 to 750
+MAX_MEMORY_MIB = 80.0  # the bounds keep it at 30 to 60; without them it was 118 to 750
 MAX_LEFT_MIB = 20.0
 RECOVERY_SECONDS = 60.0
 MAX_CPU_SECONDS = 5.0
@@ -219,5 +219,5 @@ def _send(sockets: list[socket.socket], payload: bytes, endless: bytes, most: in
                 del left[client]
         if is_stuck:
             time.sleep(0.01)
-    time.sleep(max(quiet - time.monotonic(), 0) if sent < most else 0)  # for what the worker does with the last of it
+    time.sleep(max(quiet - time.monotonic(), 0) if sent < most else 0)  # lets the worker process the rest
     return sent

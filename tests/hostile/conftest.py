@@ -7,7 +7,7 @@ import pytest
 
 from tests.hostile.attack import AttackTarget, attack_target
 
-FILES = 8_192  # that the attacks need for their connections
+FILES = 8_192  # open files that the attacks need for their connections
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -47,7 +47,7 @@ def request(target: AttackTarget, body: bytes) -> bytes:
 def valid(padding: int = 0) -> bytes:
     """Return a batch of 1,000 checks whose resources and subjects are longer by `padding`."""
     more = "x" * padding
-    checks = [{"resource": f"GET:/orders{more}", "subject": f"user:{at}{more}"} for at in range(1_000)]
+    checks = [{"resource": f"GET:/orders{more}", "subject": f"user:{index}{more}"} for index in range(1_000)]
     return json.dumps({"checks": checks}).encode()
 
 
@@ -82,7 +82,7 @@ class Clients:
                     connection.request("POST", "/v1/check/batch", self._body, headers)
                     answer = connection.getresponse()
                     content = answer.read()
-                except OSError:  # it was refused before all of it was sent
+                except OSError:  # refused before all of it was sent
                     connection.close()
                     continue
                 with self._lock:

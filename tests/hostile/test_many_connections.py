@@ -12,7 +12,7 @@ from tests.hostile.attack import AttackTarget, Record, connect, measure, send_al
 soak = pytest.mark.soak
 BATCH = b"POST /v1/check/batch HTTP/1.1\r\nHost: a\r\nX-Api-Key: %b\r\nContent-Length: 1000000\r\n\r\n" + b" " * 900_000
 RESERVE = b"POST /v1/reserve HTTP/1.1\r\nHost: a\r\nX-Api-Key: %b\r\nContent-Length: 60000\r\n\r\n" + b" " * 50_000
-HEAD = b"GET / HTTP/1.1\r\nHost: a\r\n" + b"".join(b"x-%d: %b\r\n" % (at, b"a" * 300) for at in range(95))
+HEAD = b"GET / HTTP/1.1\r\nHost: a\r\n" + b"".join(b"x-%d: %b\r\n" % (index, b"a" * 300) for index in range(95))
 CHUNKS = (
     b"POST /v1/check HTTP/1.1\r\nHost: a\r\nX-Api-Key: %b\r\nTransfer-Encoding: chunked\r\n\r\n"
     + b"2\r\nab\r\n" * 2_000
@@ -27,7 +27,9 @@ CHUNKS = (
         pytest.param(RESERVE, 1_000, False, id="bodies for ASGI of a stranger", marks=soak),
         pytest.param(RESERVE, 1_000, True, id="bodies for ASGI of a tenant"),
         pytest.param(HEAD, 1_500, False, id="heads"),
-        pytest.param(CHUNKS, 1_500, True, id="chunks of a tenant"),  # a stranger gets 401 before any is read
+        pytest.param(
+            CHUNKS, 1_500, True, id="chunks of a tenant"
+        ),  # a client without a key gets 401 before any is read
         pytest.param(b"", 5_000, False, id="silent"),
         pytest.param(b"GET", 5_000, False, id="a few bytes", marks=soak),
     ],
@@ -102,7 +104,7 @@ def test_one_tenant_does_not_close_the_connections_of_another(target: AttackTarg
 def test_valid_batches_of_some_tenants_leave_room_for_small_checks_of_another(target: AttackTarget) -> None:
     """The check arrives in two packets, so that the service must hold the first."""
     tenants = [target.service.tenant() for _ in range(3)]
-    checks = [{"resource": "GET:/orders" + "x" * 400, "subject": f"user:{at}" + "x" * 400} for at in range(1_000)]
+    checks = [{"resource": "GET:/orders" + "x" * 400, "subject": f"user:{index}" + "x" * 400} for index in range(1_000)]
     body = json.dumps({"checks": checks}).encode()
     head = f"POST /v1/check HTTP/1.1\r\nHost: a\r\nX-Api-Key: {target.other.key}\r\n"
     own = b'{"resource": "GET:/orders", "subject": "user:1"}'

@@ -36,6 +36,6 @@ def test_a_flood_of_denied_subjects_hides_none_of_another_tenant(tmp_path: Path)
         assert list(before.values()) == [2, 2]
         flood(attacker)
         assert denied(service, f"tenant_id={victim.id}") == before
-        everyone = denied(service, "limit=10")  # of which each tenant has a fair share
+        everyone = denied(service, "limit=10")  # each tenant has a fair share of it
         assert {name: count for name, count in everyone.items() if name[0] == victim.id} == before
         assert {name[0] for name in everyone} == {victim.id, attacker.id}

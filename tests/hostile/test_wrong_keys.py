@@ -23,7 +23,7 @@ RIGHT_KEYS = 6
 ATTACKERS = [f"203.0.113.{number}" for number in range(20)]
 HONEST = "198.51.100.7"
 BODY = b'{"resource": "GET:/orders/7", "subject": "user:1", "cost": 0}'
-PAUSE_SECONDS = 0.002  # between two wrong keys: hundreds a second
+PAUSE_SECONDS = 0.002  # between two invalid keys, for hundreds per second
 
 
 @pytest.fixture
@@ -125,7 +125,9 @@ def old_keys(live: LiveService, tenant_id: str, number: int) -> list[str]:
 def test_new_keys_come_in_while_made_up_ones_flood_in(live: LiveService, sources: list[str]) -> None:
     admin = live.admin()
     tenant_id = TenantFixture(admin).id
-    keys = [admin.create("/keys", {"tenant_id": tenant_id, "name": f"k{at}"})["key"] for at in range(2 * RIGHT_KEYS)]
+    keys = [
+        admin.create("/keys", {"tenant_id": tenant_id, "name": f"k{index}"})["key"] for index in range(2 * RIGHT_KEYS)
+    ]
     with flood(live, sources):
         assert_all_come_in(live, keys)
 
@@ -149,7 +151,7 @@ def test_made_up_keys_cost_the_database_a_bounded_number_of_look_ups(live: LiveS
     """Each look-up that finds nothing is one 401 of the flood. All others are refused without a look-up."""
     started = time.monotonic()
     with flood(live, ATTACKERS) as running:
-        pass  # it has begun once each of them was refused ten times
+        pass  # started once each of them was refused ten times
     seconds = time.monotonic() - started
     looked_up = sum(number for (_, status), number in running.answers.items() if status == 401)
     assert looked_up <= 40 + 20 * seconds

@@ -671,7 +671,7 @@ def bodies() -> Iterator[Case]:
         yield Case(f"twice: {name}", ask(LOOK_BODY[:-1] + again + b"}"), (400,))
     for name, (body, field) in NO_SENSE.items():
         yield Case(f"no sense: {name}", ask(body), (422,), names=field)
-    for name, text in NUMBERS.items():  # what is out of all bounds may be called malformed too
+    for name, text in NUMBERS.items():  # a number beyond all bounds may be reported as malformed too
         yield Case(f"a cost that is {name}", ask(raw_check(cost=text)), (400, 422), names="cost")
         sent = ask(raw_check(costs=f'{{"slow": {text}}}'))
         yield Case(f"a cost of a limit that is {name}", sent, (400, 422), names="costs")
@@ -881,7 +881,7 @@ LEGAL: dict[str, bytes] = {
     "bytes past ASCII in a field": look("x-name: Müller".encode("latin-1")),
     "a tab in a field": look(b"x: a\tb"),
     "an empty field": look(b"x:"),
-    "chunks of one byte": bare(chunks(*[LOOK_BODY[at : at + 1] for at in range(len(LOOK_BODY))]), CHUNKED),
+    "chunks of one byte": bare(chunks(*[LOOK_BODY[index : index + 1] for index in range(len(LOOK_BODY))]), CHUNKED),
     "a chunk's size in capitals": bare(b"%X\r\n%b\r\n0\r\n\r\n" % (len(LOOK_BODY), LOOK_BODY), CHUNKED),
     "a chunk's size with zeros": bare(b"000%x\r\n%b\r\n0\r\n\r\n" % (len(LOOK_BODY), LOOK_BODY), CHUNKED),
     "the last chunk of many zeros": bare(b"%x\r\n%b\r\n0000\r\n\r\n" % (len(LOOK_BODY), LOOK_BODY), CHUNKED),

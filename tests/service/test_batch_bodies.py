@@ -64,7 +64,7 @@ def refused(answer: httpx.Response) -> tuple[int, str]:
 
 
 def with_names(count: int, *more: str) -> dict[str, Any]:
-    return {**LOOK, "costs": dict.fromkeys([*(f"limit-{at}" for at in range(count)), *more], 1)}
+    return {**LOOK, "costs": dict.fromkeys([*(f"limit-{index}" for index in range(count)), *more], 1)}
 
 
 # --- What is read ----------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def with_names(count: int, *more: str) -> dict[str, Any]:
 )
 def test_a_batch_of_too_many_is_refused_before_the_rest_is_parsed(account: TenantFixture, element: bytes) -> None:
     answer = batch(account, b'{"checks": [' + (element + b",") * (MAX_BATCH + 1) + b" this is never reached")
-    assert refused(answer) == (400, "malformed_json")  # it does not end as a batch does
+    assert refused(answer) == (400, "malformed_json")  # it does not end like a batch
     answer = batch(account, b'{"checks": [' + (element + b",") * (MAX_BATCH + 1) + b" this is never reached}")
     assert refused(answer) == (422, "invalid_field")
     assert answer.json()["field"] == "checks"
@@ -128,7 +128,7 @@ def test_the_largest_number_of_names_is_read_escaped_or_not(account: TenantFixtu
     for path, body in (("/v1/check", quotes), ("/v1/check/batch", {"checks": [quotes]})):
         answer = post(account, path, body).json()
         problem = answer["decisions"][0] if "decisions" in answer else answer
-        assert problem["field"] == "costs.limit-0", problem  # it was read, and has no limit of that name
+        assert problem["field"] == "costs.limit-0", problem  # it was parsed, and no limit has that name
 
 
 def test_a_check_in_a_batch_may_be_as_large_as_one_alone(account: TenantFixture) -> None:
@@ -148,18 +148,20 @@ def test_a_body_that_is_not_json_at_its_end_takes_nothing(account: TenantFixture
 
 
 def test_the_answers_of_many_slices_stand_in_the_order_of_their_checks(account: TenantFixture) -> None:
-    checks: list[Any] = [{**LOOK, "subject": f"user:{at}", "cost": at % 5} for at in range(10, 10 + 3 * SLICE_CHECKS)]
+    checks: list[Any] = [
+        {**LOOK, "subject": f"user:{index}", "cost": index % 5} for index in range(10, 10 + 3 * SLICE_CHECKS)
+    ]
     checks[1] = checks[SLICE_CHECKS] = 0
     checks[-1] = {**LOOK, "plan_id": "pln_unknown"}
     decisions = batch(account, {"checks": checks}).json()["decisions"]
     assert len(decisions) == len(checks)
-    for at, (check, decision) in enumerate(zip(checks, decisions, strict=True)):
-        if at in (1, SLICE_CHECKS):
+    for index, (check, decision) in enumerate(zip(checks, decisions, strict=True)):
+        if index in (1, SLICE_CHECKS):
             assert decision["status"] == 422
-        elif at == len(checks) - 1:
+        elif index == len(checks) - 1:
             assert decision["status"] == 404
         else:
-            assert decision["allowed"] is (check["cost"] <= 3), (at, decision)
+            assert decision["allowed"] is (check["cost"] <= 3), (index, decision)
 
 
 def test_an_empty_batch_has_no_decisions(account: TenantFixture) -> None:

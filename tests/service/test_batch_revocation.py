@@ -77,7 +77,7 @@ def test_a_key_that_may_not_check_any_more_ends_its_batch(
     batches = embedded.service.batches
     barrier = Barrier(batches)
     monkeypatch.setattr(batches, "_decide_slice", barrier.decide_slice)
-    body = {"checks": [{"resource": "GET:/orders/7", "subject": f"user:{at}"} for at in range(3 * SLICE_CHECKS)]}
+    body = {"checks": [{"resource": "GET:/orders/7", "subject": f"user:{index}"} for index in range(3 * SLICE_CHECKS)]}
     headers = {"authorization": f"Bearer {account.secret}"}
     with ThreadPoolExecutor(1) as pool:
         pending = pool.submit(account.admin.http.post, "/v1/check/batch", json=body, headers=headers)

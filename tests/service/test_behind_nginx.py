@@ -122,7 +122,7 @@ def test_the_admin_api_works(service: SeededService, outside: httpx.Client) -> N
     found = outside.get(path, headers=headers)
     assert found.json() | {"revision": 0} == made.json() | {"revision": 0}
     known = headers | {"if-match": found.headers["etag"]}
-    for status in (200, 412):  # what it knew is outdated by its own change
+    for status in (200, 412):  # its own first change has outdated the version
         changed = outside.patch(path, json={"name": f"n-{uuid4().hex[:12]}"}, headers=known)
         assert changed.status_code == status, changed.text
     gone = outside.delete(path, headers=headers)
@@ -171,7 +171,7 @@ def test_only_health_is_served_outside_of_the_prefix(nginx: Nginx, outside: http
 
 def test_nginx_keeps_its_connections_to_the_service_open(service: SeededService, tenant: TenantClient) -> None:
     with Proxy(service.running.port) as between, Nginx(between.port) as nginx:
-        for _ in range(20):  # each on a connection of its own
+        for _ in range(20):  # each on a new connection
             with httpx.Client(base_url=f"{nginx.url}{PREFIX}", verify=nginx.ssl_context, timeout=SECONDS) as client:
                 assert client.get("/v1/health").status_code == 200
                 assert check(client, tenant).status_code == 200
@@ -184,7 +184,7 @@ def test_neither_keys_nor_queries_stand_in_the_log_of_nginx(
     query = {"resource": "GET:/orders", "subject": "a-subject-that-nobody-should-read"}
     assert outside.get("/v1/usage", params=query, headers={"x-api-key": tenant.key}).status_code == 200
     deadline = time.monotonic() + SECONDS
-    while "/v1/usage" not in nginx.access_log:  # it is written after the answer
+    while "/v1/usage" not in nginx.access_log:  # nginx writes it after the answer
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert "a-subject-that-nobody-should-read" not in nginx.access_log
@@ -234,7 +234,7 @@ def test_wrong_keys_of_one_address_do_not_keep_out_the_right_ones_of_another(tmp
                 return [client.post("/v1/check", json=body, headers={"x-api-key": key}).status_code for key in keys]
 
         statuses: list[int] = []
-        for key in right:  # several times: on a slow machine patience may be back before the right one asks
+        for key in right:  # several, because on a slow machine the budget may be refilled before the valid key is used
             wrong = [old_credential("lf_live_", new_id("key").removeprefix("key_")).text for _ in range(20)]
             if 429 not in asking("127.0.0.2", wrong):
                 pytest.fail("twenty wrong keys at once are too few to be statuses to wait")

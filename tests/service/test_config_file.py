@@ -32,7 +32,10 @@ def test_a_file_is_served_and_followed_without_a_restart(tmp_path: Path) -> None
         while (ready := service.request("GET", "/v1/ready").json)["status"] != "degraded":
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        assert set(ready["catalog"]) == {"state", "since"}  # why it is degraded is in the log: strangers may ask
+        assert set(ready["catalog"]) == {
+            "state",
+            "since",
+        }  # the reason is only in the log, because anyone may call this
         assert "plans.yaml" in log.read_text()
         assert service.check(key=key["key"]).json["limit"] == 5
         write(7)

@@ -34,7 +34,7 @@ def test_the_line_that_it_prints_works_ten_times_and_then_is_refused() -> None:
                 text += line
             words = shlex.split(text[text.index("curl ") :].replace("\\\n", ""))
             url = urlsplit(next(word for word in words if word.startswith("http://")))
-            headers = dict(words[at + 1].split(": ") for at, word in enumerate(words) if word == "-H")
+            headers = dict(words[index + 1].split(": ") for index, word in enumerate(words) if word == "-H")
             body = words[words.index("-d") + 1]
             connection = http.client.HTTPConnection(url.netloc, timeout=30)
             statuses = []

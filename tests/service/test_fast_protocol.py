@@ -10,9 +10,9 @@ import pytest
 
 from tests.service.program import HttpResponse, RunningService, read_response, run_demo
 
-ONE, TWO = "/v1/check", "/v1/check?"  # with a query, a request goes by ASGI
+ONE, TWO = "/v1/check", "/v1/check?"  # a request with a query goes to ASGI
 LOOK = {"resource": "GET:/orders", "subject": "user:1", "cost": 0}
-MUCH = {"resource": "GET:/orders", "subject": "user:1", "cost": 11}  # of 10: waiting never helps
+MUCH = {"resource": "GET:/orders", "subject": "user:1", "cost": 11}  # above the limit of 10, so waiting never helps
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_pipelined_requests_are_answered_in_order_by_either_front_end(service: R
         answers = [read_response(connection, buffered) for _ in sent]
     taken = [answer.status for answer in answers[::5]]
     assert taken == [200] * 10 + [429] * 2
-    assert all("version" in answer.json for at, answer in enumerate(answers) if at % 5 in (1, 3, 4))
+    assert all("version" in answer.json for index, answer in enumerate(answers) if index % 5 in (1, 3, 4))
     assert all(answer.json["remaining"] == 10 for answer in answers[2::5])
 
 
@@ -165,7 +165,7 @@ def test_a_body_that_is_announced_too_large_is_refused_before_it_is_sent(service
 
 
 def chunked(body: bytes, size: int) -> bytes:
-    parts = [body[at : at + size] for at in range(0, len(body), size)]
+    parts = [body[index : index + size] for index in range(0, len(body), size)]
     return b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
 
 

@@ -239,9 +239,11 @@ def test_a_connection_has_a_bounded_number_of_checks_under_way(
             assert read_response(connection).status == 200
             own_redis_server.pause()
             connection.sendall((head.encode() + body) * checks)
-            health = [service.running.request("GET", "/v1/health").status for _ in range(20)]  # it reads on meanwhile
-        health += [service.running.request("GET", "/v1/health").status for _ in range(20)]  # and sees that we are gone
+            health = [service.running.request("GET", "/v1/health").status for _ in range(20)]  # it continues to read
+        health += [
+            service.running.request("GET", "/v1/health").status for _ in range(20)
+        ]  # and notices that the client has disconnected
         own_redis_server.resume()
         assert set(health) == {200}
-        taken = 1_000 - tenant.check(cost=0).json["remaining"]  # it goes behind those that are under way
+        taken = 1_000 - tenant.check(cost=0).json["remaining"]  # it is decided after those in flight
         assert 1 < taken <= 1 + most

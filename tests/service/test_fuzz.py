@@ -17,8 +17,8 @@ from tests.service.program import HttpResponse, RunningService, read_response
 from tests.service.seeded_service import run_seeded_service
 
 MOMENT = 0.02  # seconds in which an answer may come before the client closes its side
-PLACES = 1 << 16  # a place in a request is drawn without knowing the request's length
-KEY, ADMIN = "K" * 58, "A" * 58  # stand for the real ones, and are as long where it matters
+PLACES = 1 << 16  # a position is drawn before the length of the request is known
+KEY, ADMIN = "K" * 58, "A" * 58  # placeholders of the real ones, with the same length
 
 CHECK = {"resource": "GET:/orders", "subject": "user:42", "cost": 1, "priority": "P1"}
 LIMITS: list[dict[str, Any]] = [
@@ -77,7 +77,7 @@ def request(path: str, body: Any = None, method: str = "POST", **headers: str) -
 
 RIGHT = [
     request("/v1/check", CHECK),
-    request("/v1/check?", CHECK),  # with a query, a request goes by ASGI
+    request("/v1/check?", CHECK),  # a request with a query goes to ASGI
     request("/v1/check", CHECK, **{"transfer-encoding": "chunked"}),
     request("/v1/check?", CHECK, **{"transfer-encoding": "chunked"}),
     request("/v1/check", {**CHECK, "costs": {"wide": 7}}, expect="100-continue"),
@@ -122,21 +122,25 @@ class Mutation:
     """One mutation of a request."""
 
     kind: str
-    at: int
+    position: int
     length: int
     content: bytes
 
     def __call__(self, sent: bytes) -> bytes:
-        at = self.at * len(sent) // PLACES
-        end = at + self.length
+        index = self.position * len(sent) // PLACES
+        end = index + self.length
         if self.kind == "flip":
-            return sent[:at] + bytes(byte ^ (1 << self.length % 8) for byte in sent[at : at + 1]) + sent[at + 1 :]
+            return (
+                sent[:index]
+                + bytes(byte ^ (1 << self.length % 8) for byte in sent[index : index + 1])
+                + sent[index + 1 :]
+            )
         return {
-            "insert": sent[:at] + self.content + sent[at:],
-            "replace": sent[:at] + self.content + sent[end:],
-            "delete": sent[:at] + sent[end:],
-            "repeat": sent[:end] + sent[at:],
-            "cut": sent[:at],
+            "insert": sent[:index] + self.content + sent[index:],
+            "replace": sent[:index] + self.content + sent[end:],
+            "delete": sent[:index] + sent[end:],
+            "repeat": sent[:end] + sent[index:],
+            "cut": sent[:index],
             "append": sent + self.content,
         }[self.kind]
 
@@ -144,7 +148,7 @@ class Mutation:
 changes = st.builds(
     Mutation,
     kind=st.sampled_from(["flip", "insert", "replace", "delete", "repeat", "cut", "append"]),
-    at=st.integers(0, PLACES - 1),
+    position=st.integers(0, PLACES - 1),
     length=st.integers(0, 40),
     content=st.one_of(st.sampled_from(WORDS), st.binary(max_size=8), st.sampled_from(RIGHT)),
 )
@@ -199,7 +203,7 @@ def statuses(came: bytes) -> list[int]:
         found.append(int(head[9:12]))
         lines = [line.partition(b":") for line in head.lower().split(b"\r\n")[1:]]
         length = next((int(value) for name, _, value in lines if name == b"content-length"), 0)
-        if not came.startswith(b"HTTP/1.1 "):  # what answers a HEAD has no body
+        if not came.startswith(b"HTTP/1.1 "):  # the response to a HEAD has no body
             assert len(came) in (0, *range(length, len(came) + 1)), came
             came = came[length:]
     return found

@@ -16,8 +16,8 @@ from tests.service.program import HttpResponse, read_response
 from tests.service.seeded_service import SeededService, TenantClient, run_seeded_service
 
 TOP = 3
-AGES = 300_000_000  # seconds: no window of that length ends while a test runs
-SLOW = 0.0001  # a second: nothing comes back while a test runs
+AGES = 300_000_000  # seconds; no such window ends while a test runs
+SLOW = 0.0001  # per second; nothing is refilled while a test runs
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "token_bucket": {"bucket_capacity": TOP, "refill_rate_per_sec": SLOW},
     "leaky_bucket": {"bucket_capacity": TOP, "leak_rate_per_sec": SLOW},
@@ -582,9 +582,9 @@ def test_a_lease_is_opaque_and_authenticated(service: SeededService) -> None:
     tenant = service.tenant(limit_of("concurrency"))
     lease_id = tenant.check(subject="a-name-that-shows").json["lease_id"]
     assert "a-name-that-shows" not in lease_id
-    for at in range(0, len(lease_id), 7):
-        forged = lease_id[:at] + ("A" if lease_id[at] != "A" else "B") + lease_id[at + 1 :]
-        assert tenant.post("release", lease_id=forged).status in (404, 422), at
+    for index in range(0, len(lease_id), 7):
+        forged = lease_id[:index] + ("A" if lease_id[index] != "A" else "B") + lease_id[index + 1 :]
+        assert tenant.post("release", lease_id=forged).status in (404, 422), index
     assert remaining(tenant, subject="a-name-that-shows") == TOP - 1
 
 
@@ -659,8 +659,8 @@ def test_an_invalid_check_in_the_middle_affects_no_other(service: SeededService)
     answer = tenant.post("check/batch", checks=[good, *wrong, good, good])
     assert answer.status == 200
     decisions = answer.json["decisions"]
-    assert [decisions[at]["allowed"] for at in (0, -2, -1)] == [True, True, False]
-    assert [decisions[at]["remaining"] for at in (0, -2, -1)] == [1, 0, 0]
+    assert [decisions[index]["allowed"] for index in (0, -2, -1)] == [True, True, False]
+    assert [decisions[index]["remaining"] for index in (0, -2, -1)] == [1, 0, 0]
     for problem in decisions[1:-2]:
         assert problem["status"] in (404, 422)
         assert {"type", "title", "detail", "code"} <= problem.keys()
@@ -670,7 +670,9 @@ def test_an_invalid_check_in_the_middle_affects_no_other(service: SeededService)
 @pytest.mark.parametrize("count", [0, 1, 1_000])
 def test_a_batch_is_answered_in_order(service: SeededService, count: int) -> None:
     tenant = service.tenant(limit_of(limit=2_000))
-    checks = [{"resource": "GET:/orders", "subject": f"user:{at % 2}", "cost": 1 + at % 2} for at in range(count)]
+    checks = [
+        {"resource": "GET:/orders", "subject": f"user:{index % 2}", "cost": 1 + index % 2} for index in range(count)
+    ]
     decisions = tenant.post("check/batch", checks=checks).json["decisions"]
     used = [0, 0]
     assert len(decisions) == count
@@ -702,7 +704,11 @@ def test_health_and_readiness(service: SeededService) -> None:
         "store": {"state", "since"},
         "catalog": {"state", "since"},
     }
-    assert set(ready.json) == {"status", "store", "catalog"}  # no sizes, revisions or names: strangers may ask
+    assert set(ready.json) == {
+        "status",
+        "store",
+        "catalog",
+    }  # no sizes, revisions or names, because anyone may call this
 
 
 @pytest.mark.parametrize("path", ["/v1/health", "/v1/ready"])

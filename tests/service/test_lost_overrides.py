@@ -17,7 +17,7 @@ from tests.service.program import run_service
 from tests.service.seeded_service import SeededService, TenantClient, run_seeded_service
 
 BLOCKED = [f"user:{number}" for number in range(50)]
-PATIENCE_SECONDS = 30.0  # far below the minute that passed before
+PATIENCE_SECONDS = 30.0  # far below the minute that it once took
 WINDOW = {"name": "a", "algorithm": "fixed_window", "limit": 1_000, "window_seconds": 60}
 
 
@@ -104,7 +104,7 @@ def test_a_redis_that_does_not_evict_is_not_warned_of(tmp_path: Path, own_redis_
         assert evicting(service) == {}
         time.sleep(3)
         assert admitted(tenant) == []
-        assert restored(service) == 0  # what is new was set by its author, not found missing
+        assert restored(service) == 0  # a new override was set by its author, not restored
     assert "overrides." not in log.read_text()
     assert "evicts" not in log.read_text()
 

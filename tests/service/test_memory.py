@@ -14,7 +14,7 @@ from tests.service.program import RunningService, run_demo
 
 MIB = 1_024
 START_MIB = 120
-FLAT_MIB = 24  # what a flood may leave behind: caches that are full, and what the allocator keeps
+FLAT_MIB = 24  # growth that a flood may leave behind: full caches, and memory of the allocator
 BATCH = 1_000
 
 Record = Callable[[str, object], None]
@@ -42,7 +42,9 @@ def flood(service: RunningService, subjects: int, keys: int) -> None:
     """Send batches of new subjects, and well-formed but unknown keys, on one connection."""
     connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=60)
     for first in range(0, subjects, BATCH):
-        checks = [{"resource": f"GET:/{at % 7_919}", "subject": f"flood:{at}"} for at in range(first, first + BATCH)]
+        checks = [
+            {"resource": f"GET:/{index % 7_919}", "subject": f"flood:{index}"} for index in range(first, first + BATCH)
+        ]
         _post(connection, "/v1/check/batch", {"checks": checks}, service.key, 200)
     for _ in range(keys):
         _post(connection, "/v1/check", {"resource": "a", "subject": "b"}, wrong_key(), 401, 429)

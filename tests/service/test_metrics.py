@@ -49,7 +49,7 @@ def read(text: str) -> Samples:
     assert set(gauges) <= GAUGES
     assert all(family.documentation for family in families)
     samples = {(each.name, *each.labels.values()): each.value for family in families for each in family.samples}
-    assert samples.pop(("overrides_restored_total",)) == 0  # it is always there
+    assert samples.pop(("overrides_restored_total",)) == 0  # it is always present
     assert samples.pop(("rl_new_buckets_per_minute",), 60_000) == 60_000
     for name in list(samples):
         if name[0] in gauges:
@@ -79,7 +79,7 @@ def test_the_numbers_are_those_of_what_was_answered() -> None:
         found = scrape(service, service.demo["admin_token"])
         again = scrape(service, service.demo["admin_token"])
     denied = found["rl_blocked_total", "demo"]
-    assert denied in (2, 3)  # two tokens a second come back
+    assert denied in (2, 3)  # two tokens per second are refilled
     assert found == {
         ("rl_allowed_total", "demo"): 16 - denied,
         ("rl_blocked_total", "demo"): denied,
@@ -119,14 +119,14 @@ def test_a_tenant_that_gets_another_name_leaves_its_counts_under_the_old_one(acc
     def allowed(name: str) -> float:
         return read(admin.http.get("/metrics").text).get(("rl_allowed_total", name), 0)
 
-    for at in range(3):
-        assert account.check(f"user:{at}").status_code == 200
+    for index in range(3):
+        assert account.check(f"user:{index}").status_code == 200
     assert allowed(old) == 3
     assert admin.patch(f"/tenants/{account.id}", {"name": new}).status_code == 200
 
     def is_heard() -> bool:
         assert account.check("user:9", cost=0).status_code == 200
-        assert admin.get("/usage").status_code == 200  # what was counted so far is written down
+        assert admin.get("/usage").status_code == 200  # it flushes the counts so far
         return allowed(new) > 0
 
     eventually(is_heard)
@@ -156,10 +156,10 @@ HOSTILE = ['a"b', "a\\", "a\nb 1", '"} 1\nrl_allowed_total{tenant="x', "# HELP x
 
 
 def test_no_name_can_break_the_format() -> None:
-    rows = {name: [at, 0, 0, 0, 0] for at, name in enumerate(HOSTILE)}
+    rows = {name: [index, 0, 0, 0, 0] for index, name in enumerate(HOSTILE)}
     found = read(exposition(Totals(rows, {(name, 200): 1 for name in HOSTILE})).decode())
-    for at, name in enumerate(HOSTILE):
-        assert found["rl_allowed_total", name] == at
+    for index, name in enumerate(HOSTILE):
+        assert found["rl_allowed_total", name] == index
         assert found["requests_total", name, "200"] == 1
     assert len(found) == 3 * len(HOSTILE)
 
@@ -175,8 +175,8 @@ def test_no_tenant_can_have_a_hostile_name(embedded: LiveService) -> None:
 
 def test_tenants_past_the_bound_are_counted_together_and_none_loses_its_name() -> None:
     whole = Totals()
-    whole.add(Totals({f"first-{at}": [1, 0, 0, 0, 0] for at in range(MAX_TENANTS)}))
-    whole.add(Totals({f"late-{at}": [0, 2, 0, 0, 0] for at in range(MAX_TENANTS)}))
+    whole.add(Totals({f"first-{index}": [1, 0, 0, 0, 0] for index in range(MAX_TENANTS)}))
+    whole.add(Totals({f"late-{index}": [0, 2, 0, 0, 0] for index in range(MAX_TENANTS)}))
     whole.add(Totals({"first-7": [5, 5, 0, 0, 0]}))
     assert len(whole.tenants) == MAX_TENANTS + 1
     assert whole.tenants[OTHER_TENANTS] == [0, 2 * MAX_TENANTS, 0, 0, 0]
@@ -192,19 +192,19 @@ async def test_totals_of_a_release_that_counted_fewer_things_are_read(tmp_path: 
     for _ in range(2):
         found = read(exposition(await sums.totals()).decode())
         assert (found["rl_allowed_total", "acme"], found["rl_blocked_total", "blue"]) == (1, 6)
-        counters.count_response("check", 200)  # so that the file is written anew
+        counters.count_response("check", 200)  # so that the file is rewritten
     assert read(exposition(Totals({"acme": [1, 2, 3, 4]})).decode())["rl_allowed_total", "acme"] == 1
 
 
 async def test_counters_never_decrease_on_any_worker(tmp_path: Path) -> None:
     processes = [ProcessCounters() for _ in range(3)]
     sums = [SharedCounters(counters, tmp_path) for counters in processes]
-    for at in range(30):
-        processes[at % 3].count_response("check", 200)
-        totals = await sums[(at + 1) % 3].totals()
-        again = await sums[at % 3].totals()
-        assert again.requests["check", 200] == at + 1
-        assert totals.requests.get(("check", 200), 0) == at
+    for index in range(30):
+        processes[index % 3].count_response("check", 200)
+        totals = await sums[(index + 1) % 3].totals()
+        again = await sums[index % 3].totals()
+        assert again.requests["check", 200] == index + 1
+        assert totals.requests.get(("check", 200), 0) == index
     assert list(tmp_path.iterdir()) == [tmp_path / "totals"]  # noqa: ASYNC240 - blocking is fine here
 
 

@@ -58,13 +58,13 @@ def counted(service: RunningService, subject: str) -> int:
 # -- upgrades
 
 
-@pytest.mark.parametrize("at", range(0, 190, 7))
-def test_a_body_behind_an_upgrade_is_never_read_as_a_request(service: RunningService, at: int) -> None:
+@pytest.mark.parametrize("index", range(0, 190, 7))
+def test_a_body_behind_an_upgrade_is_never_read_as_a_request(service: RunningService, index: int) -> None:
     inner = post(service, SMUGGLED, "connection: close")
     whole = post(
         service, inner, "connection: upgrade, http2-settings", "upgrade: h2c", "content-type: application/json"
     )
-    received = answers(service, whole[:at], whole[at:]) if at else answers(service, whole)
+    received = answers(service, whole[:index], whole[index:]) if index else answers(service, whole)
     assert [answer.status for answer in received] == [400]
     assert counted(service, "smuggled") == 0
 
@@ -79,7 +79,7 @@ def test_an_upgrade_behind_another_request_is_refused_too(service: RunningServic
 
 @pytest.mark.parametrize("rest", [b"0\r\n\r\n", b"\r\n 0\r\n\r\n"])
 def test_no_field_grows_by_what_stood_in_an_upgrade(service: RunningService, rest: bytes) -> None:
-    head = post(service, b"", "connection: upgrade")[:-2]  # its length is 0, and ends it
+    head = post(service, b"", "connection: upgrade")[:-2]  # its length is 0, so the request ends here
     received = answers(service, head.removesuffix(b"\r\n") + b"\r\nUpgrade: 9", rest + BODY)
     assert 200 not in [answer.status for answer in received]
     assert counted(service, "victim") == 0
@@ -139,7 +139,7 @@ def send(connection: socket.socket, data: bytes, size: int) -> None:
 
 
 def test_unread_bodies_are_not_received_forever(service: RunningService) -> None:
-    wrong = post(service, b"{}") * 200  # answered at once, each with more than it took
+    wrong = post(service, b"{}") * 200  # answered at once, and each answer is larger than its request
     with service.connection() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
         connection.settimeout(2)

@@ -113,12 +113,12 @@ def test_other_header_styles_have_no_template() -> None:
 
 
 def test_many_patterns_of_denial_are_answered_and_not_all_of_them_kept() -> None:
-    limits = [LeakyBucket(name=f"l{at}", bucket_capacity=9, leak_rate_per_sec=1) for at in range(8)]
+    limits = [LeakyBucket(name=f"l{index}", bucket_capacity=9, leak_rate_per_sec=1) for index in range(8)]
     selection = selection_of(*limits)
     template = ResponseTemplate.compile(selection)
     assert template is not None
     for shut in range(1, 256):
-        rows = [(9, 9 - 9 * (shut >> at & 1), 5_000, 4_000 * (shut >> at & 1), 0) for at in range(8)]
+        rows = [(9, 9 - 9 * (shut >> index & 1), 5_000, 4_000 * (shut >> index & 1), 0) for index in range(8)]
         outcome = Outcome(NOW_US, False, -1, rows)
         assert template.render(outcome) == at_length(selection, outcome)
     assert len(template._denied) == MAX_DENIAL_FORMATS

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 PEPPERS = "1:a pepper that the tests alone know"
 PATIENCE_SECONDS = 60.0
-IN_A_ROW = 40  # answers: with two workers all of them come from one with a chance of 1 in 10 ** 12
+IN_A_ROW = 40  # answers; the chance that one of two workers gives all of them is 1 in 10 ** 12
 
 
 @dataclass
@@ -261,7 +261,9 @@ def test_a_frozen_database_holds_a_cold_key_for_its_deadline_and_warm_ones_not_a
     token = prepare(own_postgres_server.url)
     with fleet(own_postgres_server.url, own_redis_server, token, 1) as running:
         _, _, warm = running.create_customer("acme", 1_000)
-        keys = [running.create("/keys", {"tenant_id": warm["tenant_id"], "name": f"k{at}"})["key"] for at in range(60)]
+        keys = [
+            running.create("/keys", {"tenant_id": warm["tenant_id"], "name": f"k{index}"})["key"] for index in range(60)
+        ]
         assert running.limit(warm["key"]) == 1_000
         own_redis_server.command(
             "EVAL \"for _, k in ipairs(redis.call('KEYS', '*:%k')) do redis.call('DEL', k) end\" 0"
@@ -273,7 +275,7 @@ def test_a_frozen_database_holds_a_cold_key_for_its_deadline_and_warm_ones_not_a
             took = time.monotonic() - began
             assert (answer.status, answer.headers["retry-after"]) == (503, "1")
             assert answer.json["code"] == "catalog_unavailable"
-            assert 0.5 < took < 4, took  # 7 s before there was a deadline
+            assert 0.5 < took < 4, took  # it took 7 s without a deadline
             with ThreadPoolExecutor(20) as threads:
                 statuses = list(threads.map(running.limit, keys[1:]))
                 assert running.limit(warm["key"]) == 1_000

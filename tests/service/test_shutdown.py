@@ -14,7 +14,7 @@ from limitforge.service.settings import Settings
 from tests.service.databases import migrate
 from tests.service.live_service import CALL_SECONDS, PEPPERS
 
-SECONDS = 30.0  # generous: it takes milliseconds
+SECONDS = 30.0  # generous, because it takes milliseconds
 REQUEST = b"GET /v1/health HTTP/1.1\r\nhost: a\r\n\r\n"
 
 

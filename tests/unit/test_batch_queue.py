@@ -66,8 +66,8 @@ def run(test: Callable[[RecordedBatches], Awaitable[None]]) -> RecordedBatches:
 
 def test_one_tenant_leaves_room_for_another() -> None:
     async def test(batches: RecordedBatches) -> None:
-        for at in range(8):
-            batches.submit(f"a{at}")
+        for index in range(8):
+            batches.submit(f"a{index}")
         batches.submit("b0")
         await settle()
         assert batches.started == ["a0", "b0"]
@@ -77,8 +77,8 @@ def test_one_tenant_leaves_room_for_another() -> None:
 
 def test_many_small_batches_of_one_tenant_are_worked_on_at_once() -> None:
     async def test(batches: RecordedBatches) -> None:
-        for at in range(1_000):
-            batches.submit(f"a{at}", size=10)
+        for index in range(1_000):
+            batches.submit(f"a{index}", size=10)
         batches.submit("b0")
         await settle()
         assert batches.refused == []
@@ -91,8 +91,8 @@ def test_many_small_batches_of_one_tenant_are_worked_on_at_once() -> None:
 def test_only_so_many_batches_are_active_and_tenants_take_turns() -> None:
     async def test(batches: RecordedBatches) -> None:
         for tenant in "abcdef":
-            for at in range(3):
-                batches.submit(f"{tenant}{at}", size=MAX_ACTIVE_BYTES_OF_TENANT)
+            for index in range(3):
+                batches.submit(f"{tenant}{index}", size=MAX_ACTIVE_BYTES_OF_TENANT)
         await settle()
         assert batches.started == ["a0", "b0", "c0", "d0"]
         assert len(batches.started) == MAX_ACTIVE_TENANTS
@@ -105,14 +105,14 @@ def test_only_so_many_batches_are_active_and_tenants_take_turns() -> None:
 
 def test_a_tenant_with_too_many_waiting_batches_gets_429_for_the_last_ones() -> None:
     async def test(batches: RecordedBatches) -> None:
-        for at in range(12):
-            batches.submit(f"a{at:02}")
+        for index in range(12):
+            batches.submit(f"a{index:02}")
         batches.submit("b0")
         await settle()
 
     batches = run(test)
     waiting = MAX_WAITING_BYTES_OF_TENANT // MIB
-    assert batches.refused == [f"a{at:02}" for at in range(1 + waiting, 12)]
+    assert batches.refused == [f"a{index:02}" for index in range(1 + waiting, 12)]
     assert "b0" in batches.started
     assert (batches.errors[0].status, batches.errors[0].code) == (429, "too_many_batches")
     assert batches.errors[0].headers == {"retry-after": "1"}
@@ -123,8 +123,8 @@ def test_when_all_tenants_together_wait_with_too_much_the_largest_is_refused() -
         for tenant in "abcd":
             batches.submit(f"{tenant}0")
         for tenant in "abc":
-            for at in range(MAX_WAITING_BYTES_OF_TENANT // MIB):
-                batches.submit(f"{tenant}{at + 1}")
+            for index in range(MAX_WAITING_BYTES_OF_TENANT // MIB):
+                batches.submit(f"{tenant}{index + 1}")
         assert batches.refused == []
         batches.submit("d1")
         await settle()
@@ -136,8 +136,8 @@ def test_when_all_tenants_together_wait_with_too_much_the_largest_is_refused() -
 
 def test_small_batches_count_too() -> None:
     async def test(batches: RecordedBatches) -> None:
-        for at in range(5_000):
-            batches.submit(f"a{at}", size=10)
+        for index in range(5_000):
+            batches.submit(f"a{index}", size=10)
         await settle()
 
     assert len(run(test).refused) > 1_000
@@ -202,8 +202,8 @@ def test_a_batch_that_is_cancelled_while_it_waits_delays_no_other() -> None:
 
 def test_a_tenant_without_batches_is_forgotten() -> None:
     async def test(batches: RecordedBatches) -> None:
-        for at in range(3):
-            batches.submit(f"a{at}")
+        for index in range(3):
+            batches.submit(f"a{index}")
         for _ in range(3):
             await settle()
             await batches.end_first()

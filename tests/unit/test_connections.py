@@ -67,7 +67,7 @@ def test_clients_without_a_key_are_one_owner_and_count_double() -> None:
 
 def test_an_owner_that_holds_little_is_never_evicted() -> None:
     connections = ConnectionRegistry(100, 100 * KIB)
-    little = [FakeConnection(connections, b"%d" % at) for at in range(10)]
+    little = [FakeConnection(connections, b"%d" % index) for index in range(10)]
     for each in little:
         each.hold(60 * KIB)
     assert not any(each.is_closed for each in little)
@@ -89,7 +89,7 @@ def test_large_requests_that_wait_for_a_look_up_are_bounded() -> None:
 
 def test_the_longest_idle_connections_are_closed() -> None:
     connections = ConnectionRegistry(32, 1_000)
-    known = [FakeConnection(connections, b"%d" % at, quiet_since=float(at)) for at in range(32)]
+    known = [FakeConnection(connections, b"%d" % index, quiet_since=float(index)) for index in range(32)]
     newest = FakeConnection(connections, quiet_since=99.0)
     assert [each.is_closed for each in known] == [True] * 2 + [False] * 30
     assert not newest.is_closed
@@ -99,7 +99,7 @@ def test_the_longest_idle_connections_are_closed() -> None:
 def test_the_owner_with_most_connections_loses_some_first(greedy: bytes) -> None:
     connections = ConnectionRegistry(32, 1_000)
     modest = [FakeConnection(connections, b"modest", quiet_since=0.0) for _ in range(10)]
-    many = [FakeConnection(connections, greedy, quiet_since=float(at)) for at in range(1, 24)]
+    many = [FakeConnection(connections, greedy, quiet_since=float(index)) for index in range(1, 24)]
     assert not any(each.is_closed for each in modest)
     assert [each.is_closed for each in many[:3]] == [True, True, False]
 

@@ -25,7 +25,7 @@ def test_an_unlisted_peer_is_not_trusted() -> None:
     [
         ((), "10.0.0.1"),
         (("203.0.113.7",), "203.0.113.7"),
-        (("1.2.3.4, 203.0.113.7",), "203.0.113.7"),  # what the client made up stands on the left
+        (("1.2.3.4, 203.0.113.7",), "203.0.113.7"),  # the leftmost address was made up by the client
         (("203.0.113.7, 10.9.9.9",), "203.0.113.7"),
         (("203.0.113.7", "10.9.9.9"), "203.0.113.7"),  # two fields are one list
         (("10.2.2.2, 10.3.3.3",), "10.2.2.2"),

@@ -31,8 +31,8 @@ def test_counts_are_never_too_high_and_a_tenant_with_few_names_loses_none(
 ) -> None:
     sketch: HeavyHitters[str] = HeavyHitters(room)
     true: dict[str, Counter[str]] = {}
-    for at, (tenant, name) in enumerate(events):
-        sketch.add(f"t{tenant}", f"n{name}", 1, at)
+    for index, (tenant, name) in enumerate(events):
+        sketch.add(f"t{tenant}", f"n{name}", 1, index)
         true.setdefault(f"t{tenant}", Counter())[f"n{name}"] += 1
         assert size(sketch) <= room
         for owner, names in true.items():
@@ -57,7 +57,7 @@ def test_a_list_is_full_and_gives_each_tenant_a_fair_share(sizes: list[int], cou
     largest = max(shares)
     assert all(share == number or share >= largest - 1 for share, number in zip(shares, sizes, strict=True))
     assert [seen.count for _, _, seen in top] == sorted((seen.count for _, _, seen in top), reverse=True)
-    for tenant, share in enumerate(shares):  # of each tenant the most frequent ones
+    for tenant, share in enumerate(shares):  # the most frequent ones of each tenant
         assert {name for owner, name, _ in top if owner == f"t{tenant}"} == {
             f"n{name}" for name in range(sizes[tenant] - share, sizes[tenant])
         }
@@ -65,11 +65,11 @@ def test_a_list_is_full_and_gives_each_tenant_a_fair_share(sizes: list[int], cou
 
 def test_a_tenant_with_a_hundred_thousand_names_pushes_out_none_of_another() -> None:
     sketch: HeavyHitters[str] = HeavyHitters(ROOM)
-    for at in range(5):
-        sketch.add("small", f"user:{at}", 1, 0)
-    for at in range(100_000):
-        sketch.add("large", f"user:{at}", 1, at)
-    assert counts(sketch, "small") == {f"user:{at}": 1 for at in range(5)}
+    for index in range(5):
+        sketch.add("small", f"user:{index}", 1, 0)
+    for index in range(100_000):
+        sketch.add("large", f"user:{index}", 1, index)
+    assert counts(sketch, "small") == {f"user:{index}": 1 for index in range(5)}
     assert size(sketch) <= ROOM
 
 
@@ -78,27 +78,27 @@ def test_a_name_that_comes_all_the_time_is_found_in_a_flood(others: int) -> None
     sketch: HeavyHitters[str] = HeavyHitters(ROOM)
     seeded = random.Random(1)
     heavy = 0
-    for at in range(EVENTS):
+    for index in range(EVENTS):
         for other in range(others - 1):
-            sketch.add(f"other:{other}", f"user:{at % 20}", 1, at)
+            sketch.add(f"other:{other}", f"user:{index % 20}", 1, index)
         if seeded.random() < 0.02:
-            sketch.add("ten_a", "heavy", 1, at)
+            sketch.add("ten_a", "heavy", 1, index)
             heavy += 1
         else:
-            sketch.add("ten_a", f"user:{at}", 1, at)
+            sketch.add("ten_a", f"user:{index}", 1, index)
     found = counts(sketch, "ten_a")
     assert max(found, key=lambda name: found[name]) == "heavy"
     assert heavy - 3 * EVENTS / (ROOM // 2 - 20 * others) <= found["heavy"] <= heavy
 
 
 def test_a_name_that_comes_late_takes_the_place_of_early_ones() -> None:
-    """Without the subtraction of what was dropped, names with ten counts would keep out one that comes for ever."""
+    """Without the subtraction of what was dropped, names with ten counts would keep out one that comes forever."""
     sketch: HeavyHitters[str] = HeavyHitters(16)
     for name in range(8):
         sketch.add("ten_a", f"early:{name}", 10, 0)
-    for at in range(400):
-        sketch.add("ten_a", "late", 1, at)
-        sketch.add("ten_a", f"once:{at}", 1, at)
+    for index in range(400):
+        sketch.add("ten_a", "late", 1, index)
+        sketch.add("ten_a", f"once:{index}", 1, index)
     assert next(name for _, name, _ in sketch.top(1)) == "late"
 
 

@@ -47,7 +47,7 @@ class BatchBody(msgspec.Struct, forbid_unknown_fields=True):
 # were decoded.
 _BatchElements = msgspec.defstruct(
     "_Elements",
-    [(f"check_{at}", msgspec.Raw, None) for at in range(MAX_BATCH)],
+    [(f"check_{index}", msgspec.Raw, None) for index in range(MAX_BATCH)],
     array_like=True,
     forbid_unknown_fields=True,
     gc=False,
