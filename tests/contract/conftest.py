@@ -1,4 +1,4 @@
-"""Every store behind one face, on one manual clock: what the contract says is asked of each."""
+"""Fixtures: every store behind the sync interface, on one manual clock. The contract tests run on each of them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -12,7 +12,7 @@ from limitforge import Limiter, ManualClock, StoreOptions, SyncLimiter, TokenBuc
 from tests.contract.options import PATIENT as PATIENT  # noqa: PLC0414 - tests take it from here
 
 # "coalesced" shares every call with a crowd of other callers; "resilient" could decide by itself, and must not;
-# "cached" may answer denials without asking, which must not show while nobody else changes anything.
+# "cached" may answer denials without asking, which must not be noticeable while no other process changes anything.
 # "cluster" spreads its tenants over 64 lanes, so that limits of several scopes lie on several shards; "cluster-async"
 # keeps each tenant in one place.
 STORES = (
@@ -28,12 +28,12 @@ STORES = (
     "sentinel",
     "sentinel-async",
 )
-QUICK = ("memory", "redis", "coalesced", "cached")  # the others show little more while you work
+QUICK = ("memory", "redis", "coalesced", "cached")  # the others rarely find more
 SYNC = ("memory", "redis", "cluster", "sentinel")
-# One of each way to decide: in Python, by a script, with answers of its own in between, and over several shards.
+# One of each way to decide: in Python, in the script, with the denial cache, and over several shards.
 FEW = ("memory", "redis", "cached", "cluster")
 
-# For a promise about numbers that is asked in many cases. How a store is reached is seen by all the other tests.
+# For tests of numbers with many cases. All other tests cover how a store is reached.
 on_few_stores = pytest.mark.parametrize("limiter", FEW, indirect=True)
 
 OPTIONS = {
@@ -44,7 +44,7 @@ CROWD = TokenBucket(name="crowd", bucket_capacity=3, refill_rate_per_sec=1)
 
 
 class BlockingLimiter:
-    """An async limiter with the face of a sync one: each call runs to its end on a loop of its own."""
+    """An async limiter with the sync interface: each call runs to its end on its own event loop."""
 
     crowd = 0
 
@@ -59,7 +59,7 @@ class BlockingLimiter:
         )
 
     async def _with_concurrent_checks(self, asked: Awaitable[Any]) -> Any:
-        """Others ask before and after it in the same turn of the loop, so that all travel together."""
+        """Await a call between unrelated checks in the same loop iteration, so that all share a call to Redis."""
         before, after = ([self._unrelated_check(at) for at in range(self.crowd)] for _ in range(2))
         answers = await asyncio.gather(*before, asked, *after, return_exceptions=True)
         answer = answers[len(before)]
@@ -87,7 +87,7 @@ def clock() -> ManualClock:
 def open_limiter(
     store: str, url: str, clock: ManualClock | None = None, key_prefix: str = "lf", **changed: Any
 ) -> SyncLimiter:
-    """`changed` are options other than those that the store usually has."""
+    """Open a limiter on a store. `changed` replaces some of the usual options."""
     options = replace(OPTIONS.get(store, PATIENT), **changed)
     lanes = {"default": 1} if store == "cluster-async" else None
     if store in SYNC:
@@ -98,7 +98,7 @@ def open_limiter(
 
 
 def empty_server(store: str, request: pytest.FixtureRequest) -> str:
-    """The URL of what a store needs, with nothing in it."""
+    """Return the URL of an empty server for a store."""
     if store.startswith("memory"):
         return "memory://"
     kind = store.removesuffix("-async")
@@ -112,6 +112,6 @@ def empty_server(store: str, request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=[s if s in QUICK else pytest.param(s, marks=pytest.mark.slow) for s in STORES])
 def limiter(request: pytest.FixtureRequest, clock: ManualClock) -> Iterator[SyncLimiter]:
-    """A limiter on each store in turn, empty."""
+    """Yield a limiter on each store in turn, with no state."""
     with closing(open_limiter(request.param, empty_server(request.param, request), clock)) as limiter:
         yield limiter

@@ -30,7 +30,7 @@ def admitted(url: str, plans: list[Limits], *, threads: int, calls: int, resourc
 
 
 def survived(limiter: SyncLimiter, limits: Limits, calls: int) -> tuple[int, int, list[str]]:
-    """Checks allowed, connections lost, and any other error by its name."""
+    """Return the number of allowed checks and of lost connections, and all other errors."""
     allowed = lost = 0
     others = []
     for _ in range(calls):

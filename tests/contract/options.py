@@ -2,5 +2,5 @@
 
 from limitforge import StoreOptions
 
-# A busy machine is no reason for another decision: nothing is decided without Redis here, however long it takes.
+# Redis decides every check, even if a busy machine needs long for it.
 PATIENT = StoreOptions(deadline_ms=30_000, failure="raise", denial_cache_ms=0)

@@ -20,7 +20,7 @@ DENIALS_TO_STOP = 50  # denials in a row
 
 
 class FileCounter:
-    """A number in a file."""
+    """A counter in a file."""
 
     def __init__(self, path: Path) -> None:
         path.write_bytes(bytes(8))
@@ -72,7 +72,7 @@ async def spend_async(url: str, limit: Limit, tally: FileCounter) -> None:
 
 
 def spend_all(_: Connection, url: str, fields: dict[str, Any], shell: str, path: Path) -> None:
-    """What a process does, until it is killed or denied for good."""
+    """Run one process until it is killed or denied for good."""
     spent, limit = FileCounter(path), limit_from_fields(fields)
     if shell == "sync":
         spend(url, limit, spent)

@@ -1,4 +1,4 @@
-"""The script on a real Redis, called directly and at any time: what a Cluster, or a busy process, would ask of it."""
+"""Call the script on a real Redis directly, with any time, as a Cluster or a busy process would."""
 
 from typing import Any, TypeVar
 
@@ -19,26 +19,26 @@ TOKEN = b"01234567"
 
 
 class ScriptClient:
-    """Calls of the script about the buckets of one resource and subject. `now_us` is the time that it is given."""
+    """Calls of the script for the buckets of one resource and subject, at the time `now_us`."""
 
     def __init__(self, redis: Any) -> None:
         self.redis = redis
         self.now_us = NOW_US
 
-    def check(self, *limits: Limit, cost: int = 1, around_us: int | None = None, **fields: Any) -> Outcome:
-        """Judge as a part of a check; `fields` are those of the hold, if it is to hold something."""
+    def check(self, *limits: Limit, cost: int = 1, calendar_us: int | None = None, **fields: Any) -> Outcome:
+        """Evaluate a part of a check. `fields` are those of its hold, if it has one."""
         check = check_for(*limits, cost=cost)
         if fields:
             known: dict[str, Any] = {"key": "", "token": TOKEN, "ttl_us": HOLD_TTL_US, "refund": True}
             check.hold = Hold(**known | fields)
             check.lease = check.lease and check.hold.token
-        calendars_us = self.now_us if around_us is None else around_us
-        (outcome,) = self.run(check_flow([check], calendars_us, self.now_us))
+        windows_us = self.now_us if calendar_us is None else calendar_us
+        (outcome,) = self.run(check_flow([check], windows_us, self.now_us))
         assert isinstance(outcome, Outcome), outcome
         return outcome
 
     def hold(self, *limits: Limit, cost: int = 1, **fields: Any) -> None:
-        """Take, for as long as limits of other slots are asked."""
+        """Take and hold a cost, as while limits of other slots are asked."""
         assert self.check(*limits, cost=cost, **{"token": TOKEN} | fields).allowed
 
     def remaining(self, limit: Limit) -> int:
@@ -58,14 +58,14 @@ class ScriptClient:
         kept: int = 0,
         wanted: int = 0,
         lapse_us: int = 0,
-        around_us: int | None = None,
+        calendar_us: int | None = None,
         new_buckets: NewBucketBudget | None = None,
     ) -> TopUpReply:
-        wish = TopUpRequest(share, returned, kept, wanted)
-        calendars_us = self.now_us if around_us is None else around_us
-        (grant,) = self.run(top_up_flow([wish], calendars_us, self.now_us, lapse_us, new_buckets))
-        assert grant is not None
-        return grant
+        request = TopUpRequest(share, returned, kept, wanted)
+        windows_us = self.now_us if calendar_us is None else calendar_us
+        (reply,) = self.run(top_up_flow([request], windows_us, self.now_us, lapse_us, new_buckets))
+        assert reply is not None
+        return reply
 
     def heartbeat(self, name: bytes, alive_us: int) -> int:
         return self.run(heartbeat_flow(Keys().heartbeats(), name, alive_us, self.now_us))
@@ -97,6 +97,6 @@ def share_of(limit: Limit, token: bytes = TOKEN, window: tuple[int, int] = (0, 0
 
 
 def ending(how: HoldAction, *limits: Limit, **fields: Any) -> FinishHold:
-    """End what TOKEN holds of these limits since NOW_US."""
+    """Finish what TOKEN has held of these limits since NOW_US."""
     known: dict[str, Any] = {"optional": [False] * len(limits), "forgotten_before_us": NOW_US + HOLD_TTL_US}
     return FinishHold(how, TOKEN, [key_of(limit) for limit in limits], **known | fields)

@@ -1,4 +1,4 @@
-"""Random limits, small enough to collide and large enough to hurt."""
+"""Random limits: small enough for collisions, large enough for arithmetic errors."""
 
 from functools import cache
 from typing import Any
@@ -36,7 +36,7 @@ _FIELDS: dict[str, dict[str, list[Any]]] = {
 }
 ALGORITHMS = tuple(_FIELDS)
 
-# Numbers whose products pass 2^53, where doubles go wrong: levels in tiny fractions, long windows of large counts.
+# Numbers whose products exceed 2^53, where doubles are inexact: levels in tiny fractions, long windows, large counts.
 _SEVERE: dict[str, dict[str, list[Any]]] = {
     "token_bucket": {
         "bucket_capacity": [3, 7, 100, 4_000],
@@ -60,7 +60,7 @@ def _choices(fields: dict[str, dict[str, list[Any]]]) -> dict[str, dict[str, st.
     }
 
 
-# A strategy that is built for every draw takes as long as the draw.
+# Building a strategy takes as long as a draw, so build it once.
 _USUAL_CHOICES, _SEVERE_CHOICES = _choices(_FIELDS), _choices(_FIELDS | _SEVERE)
 _ALGORITHM, _NAME, _SCOPE = map(st.sampled_from, (ALGORITHMS, NAMES, SCOPES))
 _MODE = st.sampled_from(["on", "on", "on", "on", "on", "on", "monitor", "off"])
@@ -81,7 +81,7 @@ def limits(
     *,
     severe: bool = False,
 ) -> Limit:
-    """Any limit; the few combinations that are refused become a tame one."""
+    """Draw any limit. The few combinations that are refused are replaced by a simple one."""
     algorithm = algorithm or draw(_ALGORITHM)
     options = (_SEVERE_CHOICES if severe else _USUAL_CHOICES)[algorithm]
     fields: dict[str, Any] = {field: draw(values) for field, values in options.items()}
@@ -113,12 +113,12 @@ _TAME: dict[str, dict[str, Any]] = {
 
 
 def costs() -> st.SearchStrategy[int]:
-    """Mostly what fits a few times, now and then what never can."""
+    """Draw costs that mostly fit a few times, and sometimes never."""
     return st.sampled_from([1] * 12 + [2] * 4 + [3, 3, 4, 5, 0, 0, 0, 10, 21, 1_000, 500_000, 2**40, 2**52 - 1])
 
 
 def steps_us() -> st.SearchStrategy[int]:
-    """How far time moves: not at all, a hair, past the edges of windows, days, and back."""
+    """Draw time steps: none, a microsecond, past the edges of windows, days, and backwards."""
     hairs = [0, 1, 999, 1_000, 333_333]
     seconds = [500_000, 1_000_000, 1_000_001, 1_999_999, 10_000_000, 29_999_999, 60_000_000]
     days = [3_600_000_000, 86_400_000_000, 31 * 86_400_000_000, 366 * 86_400_000_000]

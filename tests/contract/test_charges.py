@@ -1,4 +1,4 @@
-"""What is charged after the fact: taken without asking for room, alike in both engines, and once after an outage."""
+"""Charges: taken without asking for room, equal in both engines, and made once after an outage."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -136,7 +136,7 @@ TEN = FixedWindow(name="ten", limit=10, window_seconds=86_400, align="first_hit"
 
 
 def submit(limiter: SyncLimiter, plan: Limits, cost: int) -> Decision:
-    """A charge, to the store of any limiter of this suite."""
+    """Submit a charge to the store of any limiter of this suite."""
     if isinstance(limiter, SyncLimiter):
         return limiter._store.check(charge(plan, "r", "s", cost, limiter._store.keys))
     blocking = cast("Any", limiter)
@@ -146,7 +146,7 @@ def submit(limiter: SyncLimiter, plan: Limits, cost: int) -> Decision:
 
 
 def used(limiter: SyncLimiter, limit: FixedWindow, subject: str = "s") -> int:
-    """Also beyond the limit."""
+    """Return the cost that is used, also beyond the limit."""
     return 1_000 - (limiter.check("r", subject, limits=replace(limit, limit=1_000), cost=0).remaining or 0)
 
 
@@ -178,7 +178,7 @@ PLAN = Limits(LOG, MONTH, FREE)
 
 
 class Outage:
-    """A limiter of either shell whose Redis dies, with all that it has counted so far kept."""
+    """A sync or async limiter whose Redis stops, and later returns with all its data."""
 
     def __init__(self, shell: str, server: RedisServer, failure: FailureName) -> None:
         options = StoreOptions(failure=failure, deadline_ms=2_000, breaker_seconds=0.05, denial_cache_ms=0)
@@ -193,7 +193,7 @@ class Outage:
         return self.limiter.check("r", subject, limits=PLAN, **how)
 
     def begin(self) -> None:
-        """What is lost on its way is a look."""
+        """Stop Redis. The call that gets lost is a peek."""
         self._server.command_ok("SAVE")
         self._server.kill()
         assert self.check(cost=0).degraded
@@ -235,7 +235,7 @@ def test_what_was_admitted_during_an_outage_is_charged_once(outage: Outage) -> N
         eventually(lambda: outage.counted() == expected)  # noqa: B023 - asked at once
     assert outage.counted("another") == {"log": 14, "month": 14, "free": 0}
     for _ in range(20):
-        outage.check("somebody")
+        outage.check("other")
     assert outage.counted() == expected
 
 
@@ -257,7 +257,7 @@ def test_an_outage_that_admits_nothing_charges_nothing(outage: Outage) -> None:
     for _ in range(5):
         assert not outage.check(cost=9).allowed
     outage.end()
-    outage.check("somebody")
+    outage.check("other")
     assert outage.counted() == {"log": 0, "month": 0, "free": 0}
 
 
@@ -268,6 +268,6 @@ def test_what_a_full_redis_could_not_count_is_charged_when_there_is_room(
     assert outage.check(cost=5).degraded is None
     own_redis_server.command_ok("CONFIG SET maxmemory 1")
     for _ in range(3):
-        assert outage.check(cost=2).degraded == "local"  # open is for a store that is away
+        assert outage.check(cost=2).degraded == "local"  # a full store decides locally
     own_redis_server.command_ok("CONFIG SET maxmemory 0")
     eventually(lambda: outage.counted() == {"log": 11, "month": 11, "free": 5})

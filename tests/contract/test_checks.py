@@ -1,4 +1,4 @@
-"""Deciding: several limits, costs, modes, shares, entries, batches, shadows."""
+"""Decisions: several limits, costs, modes, priority shares, entries, batches, shadow plans."""
 
 import dataclasses
 
@@ -49,7 +49,7 @@ def test_a_cost_above_the_limit_is_denied_for_ever_and_burns_nothing(limiter: Sy
     assert limiter.check("r", "s", limits=MINUTE, cost=5).allowed
 
 
-def test_a_look_takes_nothing_and_is_always_allowed(limiter: SyncLimiter) -> None:
+def test_a_peek_takes_nothing_and_is_always_allowed(limiter: SyncLimiter) -> None:
     blocked = FixedWindow(name="none", limit=0, window_seconds=60)
     for limits in (MINUTE, blocked, Limits(MINUTE, blocked)):
         look = limiter.check("r", "s", limits=limits, cost=0)
@@ -88,7 +88,7 @@ def test_costs_are_for_all_limits_or_by_name(limiter: SyncLimiter) -> None:
         limiter.check("r", "s", limits=plan, costs={"nope": 1})
 
 
-def test_a_look_is_no_request(limiter: SyncLimiter) -> None:
+def test_a_peek_is_not_a_request(limiter: SyncLimiter) -> None:
     requests = FixedWindow(name="requests", limit=10, window_seconds=60, counts="requests")
     assert [limiter.check("r", "s", limits=requests, cost=cost).remaining for cost in (0, 7, 0)] == [10, 9, 9]
 
@@ -139,7 +139,7 @@ def test_a_counted_denial_pushes_the_wait_out(limiter: SyncLimiter) -> None:
     assert waits == [0, 0, 0, 2_000, 3_000, 4_000, 4_000, 4_000, 4_000]
 
 
-def test_a_leaky_bucket_tells_the_longest_delay(limiter: SyncLimiter) -> None:
+def test_a_leaky_bucket_reports_the_longest_delay(limiter: SyncLimiter) -> None:
     slow = LeakyBucket(name="slow", bucket_capacity=10, leak_rate_per_sec=1)
     fast = LeakyBucket(name="fast", bucket_capacity=10, leak_rate_per_sec=4)
     delays = [limiter.check("r", "s", limits=Limits(fast, slow)).delay_ms for _ in range(3)]
@@ -184,7 +184,7 @@ def test_a_long_batch_is_split_in_order(limiter: SyncLimiter) -> None:
     assert allowed == [True] * 1_000 + [False] * 5
 
 
-def test_a_shadow_plan_is_judged_beside_and_changes_nothing(limiter: SyncLimiter) -> None:
+def test_a_shadow_plan_is_evaluated_and_changes_nothing(limiter: SyncLimiter) -> None:
     candidate = Limits(FixedWindow(name="minute", limit=2, window_seconds=60), BURST)
     decisions = [limiter.check("r", "s", limits=MINUTE, shadow=candidate) for _ in range(6)]
     assert [decision.allowed for decision in decisions] == [True] * 5 + [False]
@@ -194,7 +194,7 @@ def test_a_shadow_plan_is_judged_beside_and_changes_nothing(limiter: SyncLimiter
     assert limiter.check("r", "s", limits=MINUTE).shadow is None
 
 
-def test_a_shadow_plan_goes_on_when_the_live_one_denies(limiter: SyncLimiter) -> None:
+def test_a_shadow_plan_is_evaluated_when_the_live_one_denies(limiter: SyncLimiter) -> None:
     none = FixedWindow(name="none", limit=0, window_seconds=60)
     decisions = [limiter.check("r", "s", limits=none, shadow=BURST) for _ in range(4)]
     assert [decision.shadow.allowed for decision in decisions if decision.shadow] == [True, True, True, False]

@@ -1,4 +1,4 @@
-"""What a part of a check holds in its slot while limits of other slots are asked, to the microsecond."""
+"""Holds: what a part of a check takes in its slot until the limits of other slots are known, to the microsecond."""
 
 from collections.abc import Iterator
 
@@ -48,7 +48,7 @@ def test_a_confirmed_reservation_lapses_counted_from_when_it_was_taken(script: S
     script.now_us += 1_000_000
     assert script.finish(ending(HoldAction.CONFIRM, WINDOW, ttl_us=MINUTE_US, refunds_on_lapse=refund)) != [None]
     script.now_us = NOW_US + MINUTE_US - 1
-    assert script.check(WINDOW, cost=0).rows[0][4] == 1  # it is open
+    assert script.check(WINDOW, cost=0).rows[0][4] == 1  # the reservation is open
     assert script.remaining(WINDOW) == 7
     script.now_us += 1
     assert script.check(WINDOW, cost=0).rows[0][4] == 0
@@ -61,7 +61,7 @@ def test_what_is_confirmed_stays_and_what_is_refunded_goes_back(script: ScriptCl
     script.hold(limit, cost=1, token=b"another.")
     script.now_us += HOLD_TTL_US - 1
     assert script.finish(ending(HoldAction.CONFIRM, limit)) != [None]
-    assert script.finish(ending(HoldAction.REFUND, limit)) == [[(-1, 0)]]  # nothing is held any more
+    assert script.finish(ending(HoldAction.REFUND, limit)) == [[(-1, 0)]]  # nothing is left to undo
     script.now_us += 1
     assert script.remaining(limit) == 7
     script.hold(limit, cost=2)
@@ -78,7 +78,7 @@ def test_a_confirmation_when_the_hold_has_lapsed_changes_nothing(script: ScriptC
 
 
 def test_a_part_is_confirmed_for_all_its_limits_or_none_of_them(script: ScriptClient) -> None:
-    """One bucket is ahead of the clock, so what was held there has lapsed and has gone back."""
+    """One bucket is ahead of the clock, so its hold has lapsed and was refunded."""
     script.hold(WINDOW, OTHER, cost=3)
     script.now_us += HOLD_TTL_US
     script.check(OTHER, cost=1)
@@ -155,7 +155,7 @@ def test_slots_go_back_when_another_slot_had_no_room(script: ScriptClient) -> No
 
 
 @pytest.mark.parametrize("poison", [b"\x01\x63\x03", b"\x01\x00\x03", b"\x01", b"", b"\x01\x06\x17" + 30 * b"\xff"])
-def test_a_value_that_is_not_ours_spoils_its_own_finish_only(script: ScriptClient, poison: bytes) -> None:
+def test_a_foreign_value_fails_its_own_hold_only(script: ScriptClient, poison: bytes) -> None:
     script.hold(WINDOW, cost=3)
     script.hold(OTHER, cost=2)
     script.redis.set(key_of(OTHER), poison)

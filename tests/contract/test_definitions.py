@@ -1,4 +1,4 @@
-"""Limits that are defined twice, or change while in use: each definition keeps its own count, and its number."""
+"""Limits that are defined twice or change while in use: each definition keeps its own count and its own limit."""
 
 import dataclasses
 from typing import Any
@@ -35,12 +35,12 @@ CALLER = FixedWindow(name="w", limit=10, window_seconds=HOUR, scope="caller")
 
 
 def resources(scope: str) -> tuple[str, str]:
-    """Of two routes, or of one that two places in a program check."""
+    """Return the resources of two routes, or one resource that two places in a program check."""
     return ("GET:/a", "GET:/a") if scope == "resource" else ("GET:/a", "GET:/b")
 
 
 def alternate(limiter: SyncLimiter, scope: str, one: Limit, two: Limit, times: int) -> tuple[int, int]:
-    """How many checks of each of two limits are allowed, asked in turn at one moment."""
+    """Check two limits in turn at one moment; return how many checks of each are allowed."""
     admitted = [0, 0]
     for _ in range(times):
         for at, (resource, limit) in enumerate(zip(resources(scope), (one, two), strict=True)):
@@ -76,7 +76,7 @@ def test_a_rolling_deploy_to_another_window_admits_the_limit_of_each(limiter: Sy
 
 
 def test_a_log_and_buckets_of_one_name_share_what_they_have_counted(limiter: SyncLimiter) -> None:
-    """They have no shape: what is stored is converted, never started afresh."""
+    """Buckets have no shape: a stored level is converted and never restarts."""
     for one, two in (
         (SlidingWindow(name="l", limit=5, window_seconds=60), SlidingWindow(name="l", limit=5, window_seconds=90)),
         (

@@ -1,4 +1,4 @@
-"""Denial caches of several nodes on a real Redis: they admit nothing, and deny too much only within their bound."""
+"""Denial caches of several processes on a real Redis: they admit nothing, and over-deny only within their bound."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ AGE_US = 1_000 * AGE_MS
 
 
 class CachedProcesses(AnyChecksCachedAndPlain):
-    """Now this node is asked, now that."""
+    """Checks go to different processes in turn."""
 
     fleet: CachingProcesses
 
@@ -41,7 +41,7 @@ class CachedProcesses(AnyChecksCachedAndPlain):
 
 
 class ListeningProcesses(CachedProcesses):
-    """Every message arrives before the next thing happens: verdicts are those of one store without a cache."""
+    """Every invalidation arrives before the next operation: decisions equal those of one store without a cache."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class ListeningProcesses(CachedProcesses):
 
 
 class IsolatedProcesses(CachedProcesses):
-    """Every message is lost, overrides expire and plans change: what is denied is soon denied by Redis alone."""
+    """Every invalidation is lost, overrides expire and plans change: a wrong denial ends within its bound."""
 
     uncached: SyncLimiter
 
@@ -123,25 +123,29 @@ def run(machine: type[CachedProcesses], examples: int, machine_seed: int | None)
     assert machine.fleet.hits() > 0
 
 
-def test_nodes_that_hear_of_each_other_decide_as_one_store_without_a_cache(hearing: type[ListeningProcesses]) -> None:
+def test_processes_that_receive_invalidations_decide_as_one_store_without_a_cache(
+    hearing: type[ListeningProcesses],
+) -> None:
     run(hearing, 20, 1)
 
 
 @pytest.mark.soak
-def test_nodes_that_hear_of_each_other_decide_so_on_ever_new_traces(hearing: type[ListeningProcesses]) -> None:
+def test_processes_that_receive_invalidations_decide_so_on_ever_new_traces(hearing: type[ListeningProcesses]) -> None:
     run(hearing, 10_000, None)
 
 
-def test_a_node_that_hears_nothing_denies_more_than_redis_only_within_its_bound(deaf: type[IsolatedProcesses]) -> None:
+def test_a_process_without_invalidations_denies_more_than_redis_only_within_its_bound(
+    deaf: type[IsolatedProcesses],
+) -> None:
     run(deaf, 20, 1)
 
 
 @pytest.mark.soak
-def test_a_node_that_hears_nothing_keeps_its_bound_on_ever_new_traces(deaf: type[IsolatedProcesses]) -> None:
+def test_a_process_without_invalidations_keeps_its_bound_on_ever_new_traces(deaf: type[IsolatedProcesses]) -> None:
     run(deaf, 10_000, None)
 
 
-def test_nodes_that_ask_at_once_admit_exactly_the_limit(redis_url: str) -> None:
+def test_processes_that_check_at_once_admit_exactly_the_limit(redis_url: str) -> None:
     limit = FixedWindow(name="w", limit=100, window_seconds=86_400)
     options = StoreOptions(deadline_ms=30_000, failure="raise", denial_cache_ms=60_000)
     clock = ManualClock()

@@ -1,4 +1,4 @@
-"""Memory and Redis are fed the same random traces, and must give equal decisions: Lua and Python keep one contract."""
+"""Memory and Redis get the same random traces and must give equal decisions: Lua and Python implement one contract."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -28,19 +28,19 @@ from tests.servers import RedisServer
 from tests.state_machines import comparable, run_machine
 from tests.topologies import RedisCluster, SentinelGroup
 
-# Two seconds each on a quiet machine, and 25 times as long where ten others want its two cores.
+# Two seconds each on an idle machine, and up to 25 times as long on a busy one.
 pytestmark = pytest.mark.timeout(180)
 
 MACHINES = 4
 EXAMPLES = 24  # of each; and 20,000 in `make soak`
-FEWER = 8  # where another way leads to the same script; and 2,000 in `make soak`
+FEWER = 8  # for other connections to the same script; and 2,000 in `make soak`
 BASE_US = 1_700_006_400_000_000
 
 
 class Engines(RuleBasedStateMachine):
-    """Two limiters on one manual clock: whatever is done is done to both, and compared."""
+    """Two limiters on one manual clock: every operation runs on both, and the results are compared."""
 
-    server: Any  # whatever has a `url` and can `flush`
+    server: Any  # has a `url` and a method `flush`
     store = "redis"
     lanes: Mapping[str, int] | None = None
 
@@ -109,7 +109,7 @@ class Engines(RuleBasedStateMachine):
 
 
 class WholePlan(Engines):
-    """Four limits of any kinds and scopes, asked in every way, while plan, modes and overrides change under them."""
+    """Four limits of any algorithm and scope, used in every way, while plan, modes and overrides change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,7 +261,7 @@ class WholePlan(Engines):
 
     @rule(data=st.data(), subject=st.sampled_from(SUBJECTS), times=st.integers(1, 12))
     def alternate_two_definitions(self, data: st.DataObject, subject: str, times: int) -> None:
-        """One name and scope, another window, calendar or rate, asked in turn at one moment."""
+        """Check two limits with one name and scope but another window, calendar or rate, in turn at one moment."""
         one = self.placed(self.plan[data.draw(st.sampled_from(NAMES))])
         two = data.draw(limits(name=one.name, algorithm=one.algorithm, scope=one.scope))
         for _ in range(times):
@@ -312,7 +312,7 @@ class WholePlan(Engines):
 
 
 class WholePlanOfOneTenant(WholePlan):
-    """The same where a tenant's limits are all in one place: what is global would be in another."""
+    """The same for limits of one tenant in one slot. A global limit would be in another slot."""
 
     def placed(self, limit: Limit) -> Limit:
         return dataclasses.replace(limit, scope="tenant") if limit.scope == "global" else limit
@@ -322,7 +322,7 @@ _NINTH = st.integers(0, 8)
 
 
 class OneBucket(Engines):
-    """One bucket whose numbers change all the time, with costs about as large as what is left: exact conversions."""
+    """One bucket whose numbers change all the time, with costs close to what remains: tests exact conversions."""
 
     algorithm = ""
 
@@ -341,7 +341,7 @@ class OneBucket(Engines):
 
     @rule(data=st.data(), resource=st.sampled_from(["r", "*"]), named=st.integers(0, 2))
     def override_some_of_the_numbers(self, data: st.DataObject, resource: str, named: int) -> None:
-        """What it does not name is that of the limit, also after that has changed."""
+        """A number that the override does not name stays that of the limit, also after the limit has changed."""
         other = limit_to_fields(data.draw(limits(name="a", algorithm=self.algorithm, severe=data.draw(st.booleans()))))
         known = [field for field in OVERRIDABLE_FIELDS if field in other]
         change = {field: other[field] for field in known[:named] or known}

@@ -22,7 +22,7 @@ from tests.topologies import RedisCluster
 PROCESSES, THREADS_EACH, CALLS = 8, 8, 20  # 1,280 checks on a limit of 1,000
 DAY = 86_400
 PATIENCE_SECONDS = 150.0
-PERSISTENT = dataclasses.replace(PATIENT, breaker_failures=10**9)  # asks on, however often Redis was lost
+PERSISTENT = dataclasses.replace(PATIENT, breaker_failures=10**9)  # keeps calling Redis after any number of failures
 
 THOUSAND: list[dict[str, Any]] = [
     {"algorithm": "token_bucket", "bucket_capacity": 1_000, "refill_rate_per_sec": "0.0001"},
@@ -36,7 +36,7 @@ THOUSAND: list[dict[str, Any]] = [
 
 
 def hammer(url: str, plans: list[list[dict[str, Any]]], resources: list[str]) -> list[int]:
-    """Return what all processes admitted of each plan: one process per resource, all at once."""
+    """Return what all processes admitted of each plan. There is one process per resource, and all run at once."""
     with ExitStack() as stack:
         running = [
             stack.enter_context(child_process(send_admitted, url, plans, THREADS_EACH, CALLS, resource))
@@ -68,7 +68,7 @@ def test_processes_on_a_cluster_admit_exactly_a_thousand_of_every_algorithm(clus
 def test_processes_on_limits_of_several_shards_admit_no_more_than_each_and_leave_nothing_taken(
     cluster_servers: RedisCluster,
 ) -> None:
-    """Who is denied while another holds the last of it for a moment is denied all the same: so it may be less."""
+    """A check is denied while another one holds the last of a limit for a moment, so fewer may be admitted."""
     cluster_servers.flush()
     window = {"algorithm": "fixed_window", "window_seconds": DAY, "align": "first_hit"}
     plan = [
@@ -142,7 +142,7 @@ def test_never_more_slots_are_held_than_there_are(redis_url: str) -> None:
                 with lock:
                     held += 1
                     most = max(most, held)
-            together.wait()  # all have asked, and whoever was let in still holds its slot
+            together.wait()  # all have checked, and each admitted one still holds its slot
             if decision.allowed:
                 admitted += 1
                 with lock:

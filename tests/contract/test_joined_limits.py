@@ -1,4 +1,4 @@
-"""Limits of three places that decide together: all of them or none, each in its own bucket, on every store."""
+"""Limits of three layers that decide together: all or nothing, each in its own bucket, on every store."""
 
 from typing import Any
 
@@ -28,8 +28,8 @@ from tests.contract.conftest import on_few_stores
 PLACES = (Layer.OPERATOR, Layer.TENANT, Layer.POLICY)
 NAMES = ("operator:a", "tenant:a", "policy:a")
 
-# Each at another place of a cluster: the operator's for everybody, the tenant's for all its subjects, the policy's for
-# one of them.
+# Each in another slot of a cluster: the operator's for all tenants, the tenant's for all its subjects, the policy's for
+# one subject.
 SCOPES = ("global", "tenant", "subject")
 
 
@@ -38,7 +38,7 @@ def window(name: str, limit: int = 10, **fields: Any) -> Limit:
 
 
 def three(*sizes: int, name: str = "a", scopes: tuple[str, ...] = SCOPES, **fields: Any) -> Limits:
-    """Windows of one name in all three places."""
+    """Return windows of one name in all three layers."""
     return join_limits(
         *(
             PlanPart(Limits(window(name, size, scope=scope, **fields)), place)
@@ -49,12 +49,12 @@ def three(*sizes: int, name: str = "a", scopes: tuple[str, ...] = SCOPES, **fiel
 
 def left(limiter: SyncLimiter, limits: Limits, subject: str = "s", **options: Any) -> list[int | None]:
     decision = limiter.check("r", subject, limits=limits, cost=0, **options)
-    return [told.remaining for told in decision.limits.values()]
+    return [state.remaining for state in decision.limits.values()]
 
 
 @on_few_stores
 @pytest.mark.parametrize("scopes", [SCOPES, ("subject",) * 3, ("resource", "caller", "subject")])
-def test_a_place_without_room_denies_and_takes_nothing_from_the_others(
+def test_a_layer_without_room_denies_and_takes_nothing_from_the_others(
     limiter: SyncLimiter, scopes: tuple[str, ...]
 ) -> None:
     for short in range(3):
@@ -64,21 +64,21 @@ def test_a_place_without_room_denies_and_takes_nothing_from_the_others(
         assert limiter.check("r", "s", limits=limits, cost=2).allowed
         denied = limiter.check("r", "s", limits=limits, cost=2)
         assert (denied.allowed, denied.binding) == (False, NAMES[short])
-        assert [told.allowed for told in denied.limits.values()] == [place != short for place in range(3)]
+        assert [state.allowed for state in denied.limits.values()] == [place != short for place in range(3)]
         assert left(limiter, limits) == [size - 2 for size in sizes]
         assert limiter.check("r", "s", limits=limits, cost=1).allowed
         assert left(limiter, limits) == [size - 3 for size in sizes]
         limiter.reset("r", "s", limits=limits)
 
 
-def test_equal_names_are_told_with_their_places_and_unique_ones_bare(limiter: SyncLimiter) -> None:
+def test_equal_names_are_reported_with_their_layer_and_unique_ones_without(limiter: SyncLimiter) -> None:
     limits = join_limits(
         PlanPart(Limits(window("a", 10, scope="global"), window("above", 10, scope="tenant")), Layer.OPERATOR),
         PlanPart(Limits(window("a", 20)), Layer.TENANT),
         PlanPart(Limits(window("b", 30)), Layer.POLICY),
     )
     decision = limiter.check("r", "s", limits=limits)
-    assert {name: told.remaining for name, told in decision.limits.items()} == {
+    assert {name: state.remaining for name, state in decision.limits.items()} == {
         "operator:a": 9,
         "above": 9,
         "tenant:a": 19,
@@ -87,7 +87,7 @@ def test_equal_names_are_told_with_their_places_and_unique_ones_bare(limiter: Sy
     assert decision.binding == "operator:a"
 
 
-def test_the_places_of_one_name_count_apart(limiter: SyncLimiter) -> None:
+def test_limits_of_one_name_in_several_layers_count_apart(limiter: SyncLimiter) -> None:
     alone = [
         join_limits(PlanPart(Limits(window("a", 10, scope=scope)), place))
         for scope, place in zip(SCOPES, PLACES, strict=True)
@@ -101,17 +101,17 @@ def test_the_places_of_one_name_count_apart(limiter: SyncLimiter) -> None:
     assert [left(limiter, limits) for limits in alone] == [[9], [8], [7]]
 
 
-def test_what_is_wide_is_shared_by_those_whom_it_is_wide_for(limiter: SyncLimiter) -> None:
+def test_a_wide_scope_is_shared_by_everyone_in_it(limiter: SyncLimiter) -> None:
     limits = three(10, 10, 10)
     limiter.check("r", "s", limits=limits, tenant="acme")
     limiter.check("r", "another", limits=limits, tenant="acme")
     limiter.check("r", "s", limits=limits, tenant="globex")
     assert left(limiter, limits, tenant="acme") == [7, 8, 9]
     assert left(limiter, limits, tenant="globex") == [7, 9, 9]
-    assert left(limiter, limits, "nobody yet", tenant="globex") == [7, 9, 10]
+    assert left(limiter, limits, "new", tenant="globex") == [7, 9, 10]
 
 
-def test_the_longest_wait_of_all_places_is_exactly_enough(limiter: SyncLimiter, clock: ManualClock) -> None:
+def test_the_longest_wait_of_all_layers_is_exactly_enough(limiter: SyncLimiter, clock: ManualClock) -> None:
     limits = join_limits(
         PlanPart(
             Limits(TokenBucket(name="a", bucket_capacity=1, refill_rate_per_sec=4, scope="global")), Layer.OPERATOR
@@ -130,7 +130,7 @@ def test_the_longest_wait_of_all_places_is_exactly_enough(limiter: SyncLimiter, 
     assert limiter.check("r", "s", limits=limits).allowed
 
 
-def test_a_wait_that_never_helps_in_one_place_never_helps(limiter: SyncLimiter) -> None:
+def test_a_wait_that_never_helps_in_one_layer_never_helps(limiter: SyncLimiter) -> None:
     denied = limiter.check("r", "s", limits=three(10, 0, 1), cost=1)
     assert (denied.allowed, denied.binding, denied.retry_after_ms) == (False, "tenant:a", None)
 
@@ -147,7 +147,7 @@ ALGORITHMS: list[tuple[Limit, ...]] = [
 
 @on_few_stores
 @pytest.mark.parametrize("kinds", ALGORITHMS, ids=lambda kinds: kinds[0].algorithm)
-def test_every_algorithm_counts_in_its_place(limiter: SyncLimiter, kinds: tuple[Limit, ...]) -> None:
+def test_every_algorithm_counts_in_its_layer(limiter: SyncLimiter, kinds: tuple[Limit, ...]) -> None:
     limits = join_limits(*(PlanPart(Limits(limit), place) for limit, place in zip(kinds, PLACES, strict=True)))
     costs = {"operator:x": 1, "tenant:x": 2, "policy:x": 3}
     assert limiter.check("r", "s", limits=limits, costs=costs).allowed
@@ -159,7 +159,7 @@ def test_every_algorithm_counts_in_its_place(limiter: SyncLimiter, kinds: tuple[
 # -- modes
 
 
-def test_a_monitored_place_denies_nothing_and_takes_only_what_it_has_room_for(limiter: SyncLimiter) -> None:
+def test_a_monitored_layer_denies_nothing_and_takes_only_what_it_has_room_for(limiter: SyncLimiter) -> None:
     for monitored in range(3):
         sizes = [5, 5, 5]
         sizes[monitored] = 1
@@ -176,7 +176,7 @@ def test_a_monitored_place_denies_nothing_and_takes_only_what_it_has_room_for(li
         limiter.reset("r", "s", limits=limits)
 
 
-def test_a_place_that_is_off_is_not_there(limiter: SyncLimiter) -> None:
+def test_a_layer_that_is_off_is_ignored(limiter: SyncLimiter) -> None:
     parts = [PlanPart(Limits(window("a", 1, scope=scope)), place) for scope, place in zip(SCOPES, PLACES, strict=True)]
     off = join_limits(parts[0]._replace(mode=Mode.OFF), parts[1], parts[2]._replace(mode=Mode.OFF))
     assert list(limiter.check("r", "s", limits=off).limits) == ["a"]
@@ -197,7 +197,7 @@ COSTS: list[tuple[dict[str, int], list[int]]] = [
 ]
 
 
-def test_costs_go_by_name_and_by_name_with_place(limiter: SyncLimiter) -> None:
+def test_costs_go_by_name_and_by_name_with_layer(limiter: SyncLimiter) -> None:
     limits = with_another()
     for costs, taken in COSTS:
         assert limiter.check("r", "s", limits=limits, cost=2, costs=costs).allowed
@@ -206,7 +206,7 @@ def test_costs_go_by_name_and_by_name_with_place(limiter: SyncLimiter) -> None:
 
 
 def with_another() -> Limits:
-    """Windows of one name in all places, and one more in the policy's."""
+    """Return windows of one name in all layers, and one more in the policy."""
     return join_limits(
         PlanPart(Limits(window("a", scope="global")), Layer.OPERATOR),
         PlanPart(Limits(window("a", scope="tenant")), Layer.TENANT),
@@ -214,7 +214,7 @@ def with_another() -> Limits:
     )
 
 
-def test_a_cost_for_a_name_that_no_place_has_is_refused_and_takes_nothing(limiter: SyncLimiter) -> None:
+def test_a_cost_for_a_name_that_no_layer_has_is_refused_and_takes_nothing(limiter: SyncLimiter) -> None:
     limits = three(10, 10, 10)
     for name in ("b", "policy:b", "shadow:a", ":a", "Operator:a"):
         with pytest.raises(InvalidInput) as refused:
@@ -226,7 +226,7 @@ def test_a_cost_for_a_name_that_no_place_has_is_refused_and_takes_nothing(limite
 # -- slots
 
 
-def test_one_lease_holds_the_slots_of_all_places(limiter: SyncLimiter, clock: ManualClock) -> None:
+def test_one_lease_holds_the_slots_of_all_layers(limiter: SyncLimiter, clock: ManualClock) -> None:
     limits = join_limits(
         *(
             PlanPart(Limits(Concurrency(name="slots", max_concurrent=size, lease_ttl_seconds=60, scope=scope)), place)  # type: ignore[arg-type]
@@ -242,7 +242,7 @@ def test_one_lease_holds_the_slots_of_all_places(limiter: SyncLimiter, clock: Ma
     assert not limiter.check("r", "a third", limits=limits).allowed
     clock.advance_us(30_000_000)
     assert limiter.renew(held.lease_id or "")
-    clock.advance_us(30_000_000)  # the other one's end
+    clock.advance_us(30_000_000)  # the end of the other window
     assert left(limiter, limits) == [2, 1, 0]
     limiter.release(held.lease_id or "")
     assert left(limiter, limits) == [3, 2, 1]
@@ -251,7 +251,7 @@ def test_one_lease_holds_the_slots_of_all_places(limiter: SyncLimiter, clock: Ma
 # -- reset
 
 
-def test_a_reset_forgets_what_all_places_have_counted(limiter: SyncLimiter) -> None:
+def test_a_reset_deletes_the_counts_of_all_layers(limiter: SyncLimiter) -> None:
     limits = three(10, 10, 10)
     limiter.check("r", "s", limits=limits, cost=4)
     limiter.check("r", "another", limits=limits, cost=1)
@@ -260,7 +260,7 @@ def test_a_reset_forgets_what_all_places_have_counted(limiter: SyncLimiter) -> N
     assert left(limiter, limits, "another") == [10, 10, 9]
 
 
-def test_a_reset_of_one_place_leaves_the_others(limiter: SyncLimiter) -> None:
+def test_a_reset_of_one_layer_leaves_the_others(limiter: SyncLimiter) -> None:
     limits = three(10, 10, 10)
     limiter.check("r", "s", limits=limits, cost=4)
     limiter.reset("r", "s", limits=join_limits(PlanPart(Limits(window("a", 10, scope="tenant")), Layer.TENANT)))
@@ -280,19 +280,19 @@ SETTLED: list[tuple[int, dict[str, int], list[int]]] = [
 ]
 
 
-def test_a_reservation_is_settled_in_every_place(limiter: SyncLimiter) -> None:
+def test_a_reservation_is_settled_in_every_layer(limiter: SyncLimiter) -> None:
     limits = three(10, 10, 10)
     for cost, costs, taken in SETTLED:
         held = limiter.reserve("r", "s", limits=limits, cost=5)
         assert held.allowed
         assert left(limiter, limits) == [5, 5, 5]
-        for _ in range(2):  # once, however often it is sent
+        for _ in range(2):  # idempotent
             limiter.settle(held.reservation_id or "", cost, costs=costs)
             assert left(limiter, limits) == [max(10 - each, 0) for each in taken]
         limiter.reset("r", "s", limits=limits)
 
 
-def test_a_reservation_that_one_place_denies_holds_nothing_in_the_others(limiter: SyncLimiter) -> None:
+def test_a_reservation_that_one_layer_denies_holds_nothing_in_the_others(limiter: SyncLimiter) -> None:
     for short in range(3):
         sizes = [10, 10, 10]
         sizes[short] = 4
@@ -303,7 +303,7 @@ def test_a_reservation_that_one_place_denies_holds_nothing_in_the_others(limiter
 
 
 @pytest.mark.parametrize(("on_lapse", "remaining"), [("keep", 5), ("refund", 10)])
-def test_a_reservation_that_nobody_settles_lapses_in_every_place(
+def test_an_unsettled_reservation_lapses_in_every_layer(
     limiter: SyncLimiter, clock: ManualClock, on_lapse: str, remaining: int
 ) -> None:
     limits = three(10, 10, 10)
@@ -317,16 +317,16 @@ def test_a_reservation_that_nobody_settles_lapses_in_every_place(
 # -- changes while it counts
 
 
-def test_another_plan_in_the_same_place_goes_on_from_what_was_counted(limiter: SyncLimiter) -> None:
+def test_another_plan_in_the_same_layer_keeps_the_count(limiter: SyncLimiter) -> None:
     limiter.check("r", "s", limits=three(10, 10, 10), cost=4)
     assert left(limiter, three(20, 5, 3)) == [16, 1, 0]
     moved = join_limits(
         PlanPart(Limits(TokenBucket(name="a", bucket_capacity=10, refill_rate_per_sec=1)), Layer.POLICY)
     )
-    assert left(limiter, moved) == [10]  # another algorithm starts afresh
+    assert left(limiter, moved) == [10]  # another algorithm has another bucket
 
 
-def test_an_override_reaches_all_places_but_the_operators(limiter: SyncLimiter) -> None:
+def test_an_override_reaches_all_layers_but_the_operators(limiter: SyncLimiter) -> None:
     limits = three(10, 10, 10, scopes=("subject", "caller", "subject"))
     limiter.check("r", "s", limits=limits, cost=4)
     limiter.set_override("r", "s", {"a": {"limit": 50}}, limits=window("a"), ttl_seconds=60)
@@ -338,7 +338,7 @@ def test_an_override_reaches_all_places_but_the_operators(limiter: SyncLimiter) 
 # -- batches, shares, shadows
 
 
-def test_checks_of_a_batch_see_what_the_earlier_ones_took_in_every_place(limiter: SyncLimiter) -> None:
+def test_checks_of_a_batch_see_what_the_earlier_ones_took_in_every_layer(limiter: SyncLimiter) -> None:
     limits = three(10, 7, 10, scopes=("subject",) * 3)
     answers = limiter.check_many(
         [Request(resource="r", subject="s", limits=limits, cost=cost) for cost in (3, 3, 3, 1)]
@@ -347,7 +347,7 @@ def test_checks_of_a_batch_see_what_the_earlier_ones_took_in_every_place(limiter
     assert left(limiter, limits) == [3, 0, 3]
 
 
-def test_a_priority_has_its_share_in_every_place_that_gives_one(limiter: SyncLimiter) -> None:
+def test_a_priority_has_its_share_in_every_layer_that_gives_one(limiter: SyncLimiter) -> None:
     limits = join_limits(
         PlanPart(Limits(window("a", 10, scope="global", shares={"P3": 50})), Layer.OPERATOR),
         PlanPart(Limits(window("a", 10, scope="tenant")), Layer.TENANT),
@@ -359,7 +359,7 @@ def test_a_priority_has_its_share_in_every_place_that_gives_one(limiter: SyncLim
     assert limiter.check("r", "s", limits=limits, cost=6).allowed
 
 
-def test_a_shadow_is_judged_beside_the_join_with_a_bucket_of_its_own(limiter: SyncLimiter) -> None:
+def test_a_shadow_plan_beside_joined_limits_has_buckets_of_its_own(limiter: SyncLimiter) -> None:
     limits, shadow = three(10, 10, 10), window("a", 1)
     first, second = (limiter.check("r", "s", limits=limits, shadow=shadow) for _ in range(2))
     assert first.shadow is not None

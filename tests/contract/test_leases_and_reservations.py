@@ -78,9 +78,7 @@ def test_a_renewed_lease_starts_its_ttl_again(limiter: SyncLimiter, clock: Manua
     assert not limiter.renew(lease)
 
 
-def test_releasing_twice_or_too_late_is_fine_and_frees_nobody_elses_slot(
-    limiter: SyncLimiter, clock: ManualClock
-) -> None:
+def test_releasing_is_idempotent_and_frees_no_other_slot(limiter: SyncLimiter, clock: ManualClock) -> None:
     first = limiter.check("r", "s", limits=SLOTS).lease_id or ""
     limiter.check("r", "s", limits=SLOTS)
     limiter.release(first)
@@ -119,7 +117,7 @@ def test_leases_keep_the_end_that_they_were_taken_with(limiter: SyncLimiter, clo
     assert limiter.check("r", "s", limits=shorter).retry_after_ms == 20_000
 
 
-def test_an_id_that_is_no_lease_is_refused(limiter: SyncLimiter) -> None:
+def test_an_id_that_is_not_a_lease_is_refused(limiter: SyncLimiter) -> None:
     for lease_id in ("", "nonsense", "AAAA", "!!!", "x" * 100_000):
         refused = None
         try:
@@ -241,9 +239,7 @@ def test_a_result_is_remembered_for_a_day(limiter: SyncLimiter, clock: ManualClo
 
 
 @pytest.mark.parametrize("first_lapses", [30, 90])
-def test_reservations_lapse_each_in_its_time_whatever_their_order(
-    limiter: SyncLimiter, clock: ManualClock, first_lapses: int
-) -> None:
+def test_reservations_lapse_in_time_in_any_order(limiter: SyncLimiter, clock: ManualClock, first_lapses: int) -> None:
     limit = FixedWindow(name="hour", limit=10, window_seconds=3_600)
     for ttl, cost in ((first_lapses, 1), (60, 2)):
         limiter.reserve("r", "s", limits=limit, cost=cost, ttl_seconds=ttl, on_lapse="refund")
@@ -354,7 +350,7 @@ def test_overrides_are_listed_by_pages_and_cleared_by_tenant(limiter: SyncLimite
 
 
 @on_few_stores
-def test_overrides_that_are_not_in_force_are_told_by_their_position(limiter: SyncLimiter, clock: ManualClock) -> None:
+def test_missing_overrides_are_reported_by_position(limiter: SyncLimiter, clock: ManualClock) -> None:
     for number in range(300):
         limiter.set_override("r", f"s{number}", {"tokens": "blocked"}, limits=TOKENS, ttl_seconds=60)
     limiter.set_override("*", "brief", {"tokens": "blocked"}, limits=TOKENS, ttl_seconds=1)

@@ -1,4 +1,4 @@
-"""`consistency: local`: a process decides by its part of a limit, and the parts are those of the processes alive."""
+"""`consistency: local`: each process decides by its part of a limit, which is divided by the live processes."""
 
 import time
 from collections.abc import Iterator
@@ -26,8 +26,8 @@ PREPAID = FixedWindow(name="prepaid", limit=10_000, window_seconds=3_600, consis
 PATIENCE_SECONDS = 40.0
 
 
-def beat(limiter: SyncLimiter) -> int:
-    """Say now that this one is alive; how many are."""
+def send_heartbeat(limiter: SyncLimiter) -> int:
+    """Send a heartbeat; return the number of live processes."""
     store = cast("Any", limiter._store)
     count: int = store._run_flow(store._core.heartbeat_flow(), time.monotonic() + 10)
     store._core.heartbeat.set_process_count(count)
@@ -46,43 +46,43 @@ def admitted(limiter: SyncLimiter, limits: Any, times: int = 100) -> int:
 
 @pytest.mark.slow
 def test_a_limit_is_divided_by_the_processes_that_are_alive(redis_url: str) -> None:
-    with processes(redis_url, 3) as nodes:
-        assert [beat(node) for node in nodes] == [1, 2, 3]
-        for node in nodes:
-            beat(node)
-        assert [admitted(node, LOCAL) for node in nodes] == [20, 20, 20]
+    with processes(redis_url, 3) as limiters:
+        assert [send_heartbeat(limiter) for limiter in limiters] == [1, 2, 3]
+        for limiter in limiters:
+            send_heartbeat(limiter)
+        assert [admitted(limiter, LOCAL) for limiter in limiters] == [20, 20, 20]
 
 
 @pytest.mark.slow
-def test_a_process_that_leaves_no_longer_counts_and_one_that_dies_does_so_for_three_seconds(redis_url: str) -> None:
+def test_a_closed_process_stops_counting_at_once_and_a_dead_one_after_three_seconds(redis_url: str) -> None:
     with processes(redis_url, 3) as (first, second, third):
-        for node in (first, second, third):
-            node.check("r", "s", limits=LOCAL)
-            beat(node)
+        for limiter in (first, second, third):
+            limiter.check("r", "s", limits=LOCAL)
+            send_heartbeat(limiter)
         third.close()
-        assert beat(first) == 2
+        assert send_heartbeat(first) == 2
         store = cast("Any", second._store)
-        store._stopped.set()  # as if it had died
+        store._stopped.set()  # as if the process had died
         ends = time.monotonic() + PATIENCE_SECONDS
-        while beat(first) != 1 and time.monotonic() < ends:
+        while send_heartbeat(first) != 1 and time.monotonic() < ends:
             time.sleep(0.1)
-        assert beat(first) == 1
+        assert send_heartbeat(first) == 1
 
 
 @pytest.mark.slow
-def test_heartbeats_go_on_by_themselves(redis_url: str) -> None:
-    with processes(redis_url, 2) as nodes:
+def test_heartbeats_are_sent_in_the_background(redis_url: str) -> None:
+    with processes(redis_url, 2) as limiters:
         ends = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < ends:
-            for node in nodes:
-                node.check("r", "other", limits=LOCAL)
-            if all(cast("Any", node._store)._core.heartbeat.process_count() == 2 for node in nodes):
+            for limiter in limiters:
+                limiter.check("r", "other", limits=LOCAL)
+            if all(cast("Any", limiter._store)._core.heartbeat.process_count() == 2 for limiter in limiters):
                 break
             time.sleep(0.05)
-        assert [admitted(node, LOCAL) for node in nodes] == [30, 30]
+        assert [admitted(limiter, LOCAL) for limiter in limiters] == [30, 30]
 
 
-def test_without_redis_the_number_of_the_settings_counts() -> None:
+def test_without_redis_the_configured_number_of_processes_counts() -> None:
     with SyncLimiter.connect("memory://", options=StoreOptions(processes=4)) as limiter:
         decision = limiter.check("r", "s", limits=LOCAL)
         assert (decision.limit, decision.remaining) == (60, 14)
@@ -111,11 +111,11 @@ def test_beside_an_exact_limit_it_is_all_or_nothing(redis_url: str) -> None:
         assert (denied.binding, denied.limits["exact"].remaining) == ("local", 10)
 
 
-def test_beside_a_leased_limit_too(redis_url: str) -> None:
+def test_beside_a_prepaid_limit_it_is_all_or_nothing(redis_url: str) -> None:
     clock = ManualClock()
     with SyncLimiter.connect(redis_url, clock=clock, options=PATIENT) as limiter:
         store = cast("Any", limiter._store)
-        store._prepaid_thread = store  # nobody else keeps the shares
+        store._prepaid_thread = store  # only this test syncs the shares
         all_kinds = Limits(PREPAID, EXACT, LOCAL)
         admitted(limiter, PREPAID, 50)
         clock.advance_us(200_000)
@@ -127,7 +127,7 @@ def test_beside_a_leased_limit_too(redis_url: str) -> None:
         store._prepaid_thread = None
 
 
-def test_what_is_reserved_of_a_leased_limit_is_held_in_the_store(redis_url: str) -> None:
+def test_a_reservation_of_a_prepaid_limit_is_held_in_the_store(redis_url: str) -> None:
     with SyncLimiter.connect(redis_url, options=PATIENT) as limiter:
         plan = Limits(PREPAID, LOCAL)
         held = limiter.reserve("r", "s", limits=plan, cost=7)

@@ -1,4 +1,4 @@
-"""Redis against the model of the properties: what is admitted, what remains, waits and resets, to the microsecond.
+"""Redis against the model of the property tests: admissions, remaining cost, waits and resets, to the microsecond.
 
 The differential compares two engines that one author wrote; this compares one of them with the definitions.
 """
@@ -28,7 +28,7 @@ from tests.properties.simulation import RESOURCE, SUBJECT
 from tests.properties.strategies import ALGORITHMS, History, costs, histories, pauses
 from tests.properties.test_admission import bucket_key
 
-# A priority with a share takes the long way through the script, one without the short one.
+# A priority with a share takes the general path through the script, one without a share the short path.
 SHARES = {"P1": 90, "P2": 33}
 EXAMPLES = 20
 WINDOWS: list[Limit] = [
@@ -62,7 +62,7 @@ class Twins:
         return self.oracle.size * self.limit.shares.get(priority, 100) // 100
 
     def check(self, cost: int, priority: str) -> Decision:
-        """Ask both, and compare all that they report."""
+        """Check on both, and compare all that they report."""
         oracle, now_us, share = self.oracle, self.clock.now_us(), self.share(priority)
         wait = wait_us(oracle, now_us, cost, share)
         delay = reset_us(oracle, now_us) if isinstance(self.limit, LeakyBucket) and cost and wait == 0 else None
@@ -96,7 +96,7 @@ def test_redis_keeps_to_the_definition(
     clock.advance_us(data.draw(pauses(story.limit)))
     priority, cost = data.draw(priorities), data.draw(costs(story.limit, least=1))
     wait = wait_us(twins.oracle, clock.now_us(), cost, twins.share(priority)) or 0
-    # Waits are reported in milliseconds: at a whole one and a microsecond before it, each microsecond shows.
+    # Waits are reported in milliseconds. At a whole millisecond and a microsecond before it, every microsecond shows.
     for left in sorted({1, wait // 1_000 * 1_000, (wait - 1) // 1_000 * 1_000 + 1}, reverse=True):
         if 0 < left <= wait:
             clock.advance_us(wait - left)
@@ -136,8 +136,8 @@ def test_a_window_is_over_with_its_last_microsecond(limiter: SyncLimiter, clock:
     assert taken.reset_after_ms == 60_000
 
 
-def test_a_leaky_bucket_rounds_a_delay_up_before_it_is_told_in_milliseconds(limiter: SyncLimiter) -> None:
-    limit = LeakyBucket(bucket_capacity=10, leak_rate_per_sec="999.999999")  # a token in 1000.000001 microseconds
+def test_a_leaky_bucket_rounds_a_delay_up_to_milliseconds(limiter: SyncLimiter) -> None:
+    limit = LeakyBucket(bucket_capacity=10, leak_rate_per_sec="999.999999")  # a token per 1000.000001 microseconds
     assert [limiter.check(RESOURCE, SUBJECT, limits=limit).delay_ms for _ in range(2)] == [0, 2]
 
 
@@ -145,7 +145,7 @@ def test_a_leaky_bucket_rounds_a_delay_up_before_it_is_told_in_milliseconds(limi
 def test_a_bucket_is_not_full_a_microsecond_before_it_has_refilled(
     limiter: SyncLimiter, clock: ManualClock, takes: int
 ) -> None:
-    limit = TokenBucket(bucket_capacity=10, refill_rate_per_sec=3)  # a token in 333,333.3 microseconds
+    limit = TokenBucket(bucket_capacity=10, refill_rate_per_sec=3)  # a token per 333,333.3 microseconds
     for _ in range(takes):
         limiter.check(RESOURCE, SUBJECT, limits=limit)
     clock.advance_us(takes * 1_000_000 // 3)

@@ -1,4 +1,4 @@
-"""A tenant may begin only so many buckets a minute; beyond that its new subjects share one for each limit."""
+"""The budget of new buckets per minute: beyond it, the new subjects of a tenant share one bucket per limit."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ TENANT = "greedy"
 
 @pytest.fixture(params=[s if s in QUICK else pytest.param(s, marks=pytest.mark.slow) for s in STORES])
 def limiter(request: pytest.FixtureRequest, clock: ManualClock) -> Iterator[SyncLimiter]:
-    """A limiter on each store in turn, empty, with a small budget."""
+    """Yield a limiter on each store in turn, empty and with a small budget."""
     url = empty_server(request.param, request)
     limiter = open_limiter(request.param, url, clock, new_buckets_per_minute=BUDGET)
     yield limiter
@@ -62,13 +62,13 @@ def status(limiter: SyncLimiter) -> Any:
 
 def test_beyond_the_budget_new_subjects_share_one_bucket(limiter: SyncLimiter) -> None:
     use_up(limiter)
-    told = [ask(limiter, f"new {number}") for number in range(8)]
-    assert all(decision.overflow for decision in told)
-    assert [decision.allowed for decision in told] == [True] * 5 + [False] * 3
-    assert [decision.remaining for decision in told] == [4, 3, 2, 1, 0, 0, 0, 0]
+    decisions = [ask(limiter, f"new {number}") for number in range(8)]
+    assert all(decision.overflow for decision in decisions)
+    assert [decision.allowed for decision in decisions] == [True] * 5 + [False] * 3
+    assert [decision.remaining for decision in decisions] == [4, 3, 2, 1, 0, 0, 0, 0]
 
 
-def test_who_is_known_has_a_bucket_of_its_own_all_the_same(limiter: SyncLimiter) -> None:
+def test_a_known_subject_keeps_its_own_bucket(limiter: SyncLimiter) -> None:
     use_up(limiter)
     for _ in range(8):
         ask(limiter, "new")
@@ -77,7 +77,7 @@ def test_who_is_known_has_a_bucket_of_its_own_all_the_same(limiter: SyncLimiter)
         assert (decision.allowed, decision.overflow, decision.remaining) == (True, False, 3)
 
 
-def test_other_tenants_do_not_notice(limiter: SyncLimiter) -> None:
+def test_other_tenants_are_not_affected(limiter: SyncLimiter) -> None:
     use_up(limiter)
     assert ask(limiter, "new").overflow
     for number in range(BUDGET):
@@ -120,10 +120,10 @@ def test_each_limit_counts_and_each_has_an_overflow_bucket_of_its_own(limiter: S
     )
     for number in range(BUDGET // 2):
         assert not ask(limiter, f"known {number}", both).overflow
-    told = [ask(limiter, f"new {number}", both) for number in range(4)]
-    assert [decision.allowed for decision in told] == [True, True, True, False]
-    assert all(decision.overflow for decision in told)
-    assert told[2].limits["b"].remaining == 97
+    decisions = [ask(limiter, f"new {number}", both) for number in range(4)]
+    assert [decision.allowed for decision in decisions] == [True, True, True, False]
+    assert all(decision.overflow for decision in decisions)
+    assert decisions[2].limits["b"].remaining == 97
 
 
 def test_a_limit_of_which_the_subject_is_known_stays_its_own(limiter: SyncLimiter) -> None:
@@ -142,9 +142,9 @@ def test_callers_and_resources_are_bounded_too(limiter: SyncLimiter, scope: str)
     wide = Limits(FixedWindow(name="five", limit=5, window_seconds=3_600, scope=scope))  # type: ignore[arg-type]
     for number in range(BUDGET):
         assert not ask(limiter, f"s{number}", wide, resource=f"r{number}").overflow
-    told = [ask(limiter, f"new {number}", wide, resource=f"new {number}") for number in range(7)]
-    assert [decision.allowed for decision in told] == [True] * 5 + [False] * 2
-    assert all(decision.overflow for decision in told)
+    decisions = [ask(limiter, f"new {number}", wide, resource=f"new {number}") for number in range(7)]
+    assert [decision.allowed for decision in decisions] == [True] * 5 + [False] * 2
+    assert all(decision.overflow for decision in decisions)
 
 
 def test_what_all_subjects_share_begins_in_any_case(limiter: SyncLimiter) -> None:
@@ -154,7 +154,7 @@ def test_what_all_subjects_share_begins_in_any_case(limiter: SyncLimiter) -> Non
     assert ask(limiter, "newer", shared).remaining == 998
 
 
-def test_a_denied_check_and_a_look_begin_nothing(limiter: SyncLimiter) -> None:
+def test_a_denied_check_and_a_peek_begin_nothing(limiter: SyncLimiter) -> None:
     for number in range(3 * BUDGET):
         assert not ask(limiter, f"denied {number}", cost=6).allowed
         assert not ask(limiter, f"seen {number}", cost=0).overflow
@@ -175,7 +175,7 @@ def test_overrides_still_apply(limiter: SyncLimiter) -> None:
         limiter.set_override("r", subject, {"five": change}, limits=FIVE, ttl_seconds=600, tenant=TENANT)
     assert not ask(limiter, "out").allowed
     free = ask(limiter, "free")
-    assert (free.allowed, free.overflow) == (True, False)  # it needs no bucket
+    assert (free.allowed, free.overflow) == (True, False)  # an unlimited limit needs no bucket
     for _ in range(6):
         ask(limiter, "new")
     assert not ask(limiter, "new").allowed
@@ -246,13 +246,13 @@ def test_reservations_of_an_overflow_bucket_are_settled_there(limiter: SyncLimit
 )
 def test_every_algorithm_can_overflow(limiter: SyncLimiter, limit: Any) -> None:
     use_up(limiter, limit)
-    told = [ask(limiter, f"new {number}", limit) for number in range(7)]
-    assert [decision.allowed for decision in told] == [True] * 5 + [False] * 2
-    assert all(decision.overflow for decision in told)
+    decisions = [ask(limiter, f"new {number}", limit) for number in range(7)]
+    assert [decision.allowed for decision in decisions] == [True] * 5 + [False] * 2
+    assert all(decision.overflow for decision in decisions)
 
 
 def test_limits_of_one_name_and_other_numbers_do_not_share_an_overflow_bucket(limiter: SyncLimiter) -> None:
-    """Two routes of a tenant: the loose one must not refill, or use up, what the strict one counts."""
+    """Two routes of a tenant: the generous limit must not refill or use up what the strict one counts."""
     strict = TokenBucket(bucket_capacity=5, refill_rate_per_sec="0.001")
     loose = TokenBucket(bucket_capacity=1_000, refill_rate_per_sec=1_000)
     use_up(limiter)
@@ -271,7 +271,7 @@ def test_no_subject_moves_the_window_that_all_share(limiter: SyncLimiter, clock:
             ask(limiter, f"known {hour} {number}", spread)
         admitted += sum(ask(limiter, f"new {hour} {number}", spread).allowed for number in range(10))
         clock.advance_us(3_600_000_000 - 1_000_000)
-    assert admitted == 5 * 3  # two of the four hours are of one window
+    assert admitted == 5 * 3  # two of the four hours are in one window
 
 
 def test_two_entries_of_one_check_never_share_an_overflow_bucket(limiter: SyncLimiter) -> None:
@@ -283,11 +283,11 @@ def test_two_entries_of_one_check_never_share_an_overflow_bucket(limiter: SyncLi
         assert decision.allowed is (turn < 5)
 
 
-def test_in_an_outage_nobody_is_new_before_the_local_store_is_half_full() -> None:
+def test_the_local_store_of_an_outage_enforces_the_budget_only_when_half_full() -> None:
     store = MemoryStore(max_keys=100, new_buckets_per_minute=5, budget_from=50)
     with SyncLimiter(store) as limiter:
-        told = [ask(limiter, f"s{number}").overflow for number in range(60)]
-    assert told == [False] * 50 + [True] * 10
+        decisions = [ask(limiter, f"s{number}").overflow for number in range(60)]
+    assert decisions == [False] * 50 + [True] * 10
 
 
 @pytest.mark.parametrize(("fits_memory", "overflows"), [(True, True), (False, False)])
@@ -302,8 +302,8 @@ def test_a_budget_that_an_operator_set_holds_for_local_limits_as_it_is(
     local = Limits(FixedWindow(name="local", limit=1, window_seconds=3_600, consistency="local"))
     with SyncLimiter.connect(redis_url, options=options) as limiter:
         requests = [Request(resource="r", subject=f"s{number}", limits=local, tenant=TENANT) for number in range(510)]
-        told: list[Any] = limiter.check_many(requests)
-    assert any(decision.overflow for decision in told) == overflows
+        decisions: list[Any] = limiter.check_many(requests)
+    assert any(decision.overflow for decision in decisions) == overflows
 
 
 def test_a_shadow_plan_overflows_by_itself(limiter: SyncLimiter) -> None:
@@ -315,7 +315,7 @@ def test_a_shadow_plan_overflows_by_itself(limiter: SyncLimiter) -> None:
     assert decision.shadow.overflow
 
 
-def test_the_status_tells_the_budget_and_how_often_it_was_used_up(limiter: SyncLimiter) -> None:
+def test_the_status_shows_the_budget_and_how_often_it_was_used_up(limiter: SyncLimiter) -> None:
     use_up(limiter)
     before = status(limiter)
     assert (before.new_buckets_per_minute, before.overflowed) == (BUDGET, 0)
@@ -346,7 +346,7 @@ def test_a_known_subject_costs_the_budget_no_read(redis_url: str) -> None:
     raw.close()
 
 
-def test_a_tenant_that_overflows_is_asked_for_once_the_next_time(redis_url: str) -> None:
+def test_a_tenant_that_overflows_needs_one_call_the_next_time(redis_url: str) -> None:
     raw: Any = redis_py.Redis.from_url(redis_url)
     with SyncLimiter.connect(
         redis_url, options=StoreOptions(new_buckets_per_minute=BUDGET, deadline_ms=30_000)
@@ -370,7 +370,7 @@ def test_many_tenants_that_overflow_together_take_one_more_call(redis_url: str) 
 
         all_at_once("first")
         calls = []
-        for again in range(5):  # now and then a batch takes another call
+        for again in range(5):  # sometimes a batch needs another call
             raw.config_resetstat()
             assert all(decision.overflow for decision in all_at_once(f"later {again}"))
             calls.append(raw.info("commandstats")["cmdstat_evalsha"]["calls"])
@@ -378,7 +378,7 @@ def test_many_tenants_that_overflow_together_take_one_more_call(redis_url: str) 
     raw.close()
 
 
-def test_a_counter_that_is_not_ours_bounds_nothing_and_stops_nobody(redis_url: str) -> None:
+def test_a_counter_with_a_foreign_value_bounds_nothing(redis_url: str) -> None:
     raw: Any = redis_py.Redis.from_url(redis_url)
     raw.lpush("lf:{greedy}:b", "something else")
     with SyncLimiter.connect(
@@ -389,7 +389,7 @@ def test_a_counter_that_is_not_ours_bounds_nothing_and_stops_nobody(redis_url: s
 
 
 @pytest.mark.parametrize("budget", [0, -1, "many", 1.5, True])
-def test_a_senseless_budget_is_refused_by_its_name(budget: Any) -> None:
+def test_an_invalid_budget_is_refused_by_its_name(budget: Any) -> None:
     with pytest.raises(InvalidInput, match="new_buckets_per_minute"):
         StoreOptions(new_buckets_per_minute=budget)
 
@@ -408,11 +408,11 @@ def test_prepaid_shares_begin_no_bucket_beyond_the_budget(redis_url: str) -> Non
     raw.close()
 
 
-# A greedy tenant beside a modest one, against a model that counts by itself.
+# A greedy tenant beside a modest one, compared with a model that counts by itself.
 
 
 class GreedyTenant(RuleBasedStateMachine):
-    """Two tenants begin buckets, come back and wait; the model knows who may begin one more."""
+    """Two tenants begin buckets, return and wait. The model knows which of them may begin another one."""
 
     server: RedisServer
     store = "redis"
@@ -472,7 +472,7 @@ class GreedyTenant(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("store", ["memory", "redis", pytest.param("coalesced", marks=pytest.mark.slow)])
-def test_a_greedy_tenant_begins_what_it_may_and_nobody_else_notices(redis_server: RedisServer, store: str) -> None:
+def test_a_greedy_tenant_keeps_to_its_budget_and_affects_no_other(redis_server: RedisServer, store: str) -> None:
     run_machine(type("GreedyTenant", (GreedyTenant,), {"server": redis_server, "store": store}), 5, 1)
 
 
@@ -482,14 +482,14 @@ def test_a_greedy_tenant_in_ever_new_traces(redis_server: RedisServer, store: st
     run_machine(type("GreedyTenant", (GreedyTenant,), {"server": redis_server, "store": store}), 500, None)
 
 
-# The experiment: one tenant fills Redis, and another tenant's new subjects come after it.
+# The experiment: one tenant fills Redis, then new subjects of another tenant arrive.
 
 SUBJECTS = 12
 
 
 def flood(limiter: SyncLimiter, count: int) -> None:
     day, hour = (FixedWindow(limit=5, window_seconds=seconds, align="first_hit") for seconds in (86_400, 3_600))
-    both = Limits(day, hour)  # none of them ends while a slow machine is still at it
+    both = Limits(day, hour)  # neither window ends while a slow machine is still busy
     for start in range(0, count, 1_000):
         subjects = (f"subject {number}" for number in range(start, start + 1_000))
         limiter.check_many([Request(resource="r", subject=s, limits=both, tenant=TENANT) for s in subjects])
@@ -509,17 +509,19 @@ def test_a_tenant_can_not_fill_redis_within_its_budget(small_redis: RedisServer)
     options = StoreOptions(deadline_ms=30_000, new_buckets_per_minute=5_000)
     with SyncLimiter.connect(small_redis.url, options=options) as limiter:
         flood(limiter, 30_000)
-        assert limiter.status().overflowed >= 20_000  # all but 2,500 in each minute that it takes
-        told = after_the_flood(limiter)
-    assert [(decision.allowed, decision.degraded, decision.remaining) for decision in told] == [(True, None, 4)] * 12
+        assert limiter.status().overflowed >= 20_000  # all but 2,500 per minute of the test
+        decisions = after_the_flood(limiter)
+    assert [(decision.allowed, decision.degraded, decision.remaining) for decision in decisions] == [
+        (True, None, 4)
+    ] * 12
 
 
 def test_a_full_redis_decides_new_subjects_locally_unless_a_policy_says_otherwise(small_redis: RedisServer) -> None:
     with SyncLimiter.connect(small_redis.url, options=StoreOptions(deadline_ms=30_000)) as limiter:
         flood(limiter, 1_000)
-        small_redis.command_ok("CONFIG SET maxmemory 1")  # full, also when it has freed the buffers of the flood
-        told = after_the_flood(limiter)
-        assert {decision.degraded for decision in told} == {"local"}
+        small_redis.command_ok("CONFIG SET maxmemory 1")  # stays full when the buffers of the flood are freed
+        decisions = after_the_flood(limiter)
+        assert {decision.degraded for decision in decisions} == {"local"}
         again = [limiter.check("r", "honest 0", limits=FIVE, tenant="modest").allowed for _ in range(6)]
         assert again == [True] * 4 + [False] * 2
         for failure in ("open", "closed"):

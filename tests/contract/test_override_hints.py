@@ -1,4 +1,4 @@
-"""Overrides count from the next check on, though nobody sends their keys before it has heard that there are any."""
+"""Overrides apply from the next check on, although their keys are sent only after the script has asked for them."""
 
 import asyncio
 from typing import Any
@@ -21,7 +21,7 @@ async def limit_of(limiter: Limiter, subject: str, tenant: str = "t") -> int | N
     return (await limiter.check("r", subject, limits=TEN, tenant=tenant)).limit
 
 
-async def test_an_override_of_another_node_is_in_force_from_the_next_check_on(redis_url: str) -> None:
+async def test_an_override_of_another_process_applies_from_the_next_check_on(redis_url: str) -> None:
     async with (
         Limiter.connect(redis_url, options=PATIENT) as here,
         Limiter.connect(redis_url, options=PATIENT) as there,
@@ -43,21 +43,21 @@ def test_the_same_for_threads(redis_url: str) -> None:
         assert here.check("r", "a", limits=TEN).limit == 500
 
 
-async def test_a_batch_of_many_tenants_takes_each_limit_once_whoever_has_overrides(redis_url: str) -> None:
+async def test_a_batch_of_many_tenants_with_and_without_overrides_takes_each_limit_once(redis_url: str) -> None:
     async with Limiter.connect(redis_url, options=PATIENT) as limiter:
         for number in range(0, 20, 3):
             await limiter.set_override("r", "a", MORE, limits=TEN, ttl_seconds=60, tenant=f"t{number}")
     async with Limiter.connect(redis_url, options=PATIENT) as limiter:
         for turn in range(1, 4):
-            told = await asyncio.gather(
+            decisions = await asyncio.gather(
                 *(limiter.check("r", "a", limits=TEN, tenant=f"t{number}") for number in range(20))
             )
             wanted = [500 if number % 3 == 0 else 10 for number in range(20)]
-            assert [decision.limit for decision in told] == wanted
-            assert [decision.remaining for decision in told] == [limit - turn for limit in wanted]
+            assert [decision.limit for decision in decisions] == wanted
+            assert [decision.remaining for decision in decisions] == [limit - turn for limit in wanted]
 
 
-async def test_who_has_overrides_is_asked_for_them_at_once_the_next_time(redis_url: str) -> None:
+async def test_a_subject_with_overrides_needs_one_call_the_next_time(redis_url: str) -> None:
     raw: Any = redis_py.Redis.from_url(redis_url)
 
     def calls() -> int:
@@ -94,7 +94,7 @@ def test_a_subject_of_any_characters_has_the_index_of_its_tenant() -> None:
         )
 
 
-def test_what_is_believed_is_believed_for_a_minute_and_bounded() -> None:
+def test_hints_last_a_minute_and_are_bounded() -> None:
     clock = ManualClock(0)
     overridden = KeyHints(clock)
     overridden.add("a")

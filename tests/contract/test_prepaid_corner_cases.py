@@ -1,4 +1,4 @@
-"""Prepaid limits where something else happens to them: overrides, resets, crowds, a Redis that is gone."""
+"""Prepaid limits combined with overrides, resets, many callers, and an unavailable Redis."""
 
 import asyncio
 import threading
@@ -25,19 +25,19 @@ def wait_for(condition: Any, seconds: float = PATIENCE_SECONDS) -> None:
     assert condition()
 
 
-def leasing(limiter: SyncLimiter, limits: Any = PREPAID) -> None:
-    """Ask until there is a share."""
+def prepay(limiter: SyncLimiter, limits: Any = PREPAID) -> None:
+    """Check until the process has a share."""
 
     def has_share() -> bool:
         for _ in range(10):
-            limiter.check("r", "s", limits=limits, cost=5)  # enough for a share on a slow machine too
+            limiter.check("r", "s", limits=limits, cost=5)  # enough demand for a share, on a slow machine too
         return limiter.status().prepaid_out > 0
 
     wait_for(has_share)
 
 
-def passes_until_denied(limiter: SyncLimiter, limits: Any) -> int:
-    """How many pass before 20 in a row are denied."""
+def admitted_until_denied(limiter: SyncLimiter, limits: Any) -> int:
+    """Return how many checks are admitted before 20 in a row are denied."""
     passed = denied = 0
     while denied < 20:
         allowed = limiter.check("r", "s", limits=limits).allowed
@@ -59,12 +59,12 @@ def test_an_override_that_lifts_a_limit_leaves_nothing_to_spend_when_it_ends(red
         assert 200 <= passed <= 201
 
 
-def test_an_override_is_in_force_on_every_node_within_a_moment(redis_url: str) -> None:
+def test_an_override_applies_in_every_process_within_a_moment(redis_url: str) -> None:
     with (
         SyncLimiter.connect(redis_url, options=PATIENT) as limiter,
         SyncLimiter.connect(redis_url, options=PATIENT) as other,
     ):
-        leasing(limiter)
+        prepay(limiter)
         other.set_override("r", "s", {"prepaid": "blocked"}, limits=PREPAID, ttl_seconds=60)
         wait_for(lambda: not limiter.check("r", "s", limits=PREPAID).allowed)
         other.delete_override("r", "s")
@@ -74,27 +74,27 @@ def test_an_override_is_in_force_on_every_node_within_a_moment(redis_url: str) -
 def test_a_reset_lets_pass_at_most_what_was_out(redis_url: str) -> None:
     small = FixedWindow(name="small", limit=2_000, window_seconds=DAY, align="first_hit", consistency="prepaid")
     with SyncLimiter.connect(redis_url, options=PATIENT) as limiter:
-        leasing(limiter, small)
-        passes_until_denied(limiter, small)
+        prepay(limiter, small)
+        admitted_until_denied(limiter, small)
         out = limiter.status().prepaid_out
         limiter.reset("r", "s", limits=small)
-        passed = passes_until_denied(limiter, small)
+        passed = admitted_until_denied(limiter, small)
         assert 2_000 - out <= passed <= 2_000
-        assert passes_until_denied(limiter, small) == 0
+        assert admitted_until_denied(limiter, small) == 0
 
 
-def test_what_is_denied_of_a_leased_limit_needs_no_asking_again(redis_url: str) -> None:
+def test_a_denial_of_a_prepaid_limit_is_answered_from_the_cache(redis_url: str) -> None:
     options = StoreOptions(failure="raise", deadline_ms=30_000)
     spent = FixedWindow(name="spent", limit=10, window_seconds=DAY, align="first_hit", consistency="prepaid")
     with SyncLimiter.connect(redis_url, options=options) as limiter:
-        passes_until_denied(limiter, spent)
+        admitted_until_denied(limiter, spent)
         wait_for(lambda: not limiter.check("r", "s", limits=spent).allowed and limiter.status().denial_hits)
         for _ in range(500):
             limiter.check("r", "s", limits=spent)
         assert limiter.status().denial_hits > 400
 
 
-async def test_a_crowd_of_mixed_checks_is_decided_without_an_error(redis_url: str) -> None:
+async def test_many_hybrid_checks_are_decided_without_an_error(redis_url: str) -> None:
     options = StoreOptions(failure="raise", deadline_ms=30_000, denial_cache_ms=0)
     async with Limiter.connect(redis_url, options=options) as limiter:
         both = Limits(LOCAL, EXACT)
@@ -107,7 +107,7 @@ async def test_a_crowd_of_mixed_checks_is_decided_without_an_error(redis_url: st
         assert not [answer for answer in crowd if isinstance(answer, BaseException)]
 
 
-def test_a_long_batch_of_leased_checks_fits_into_its_deadline(redis_url: str) -> None:
+def test_a_long_batch_of_prepaid_checks_meets_its_deadline(redis_url: str) -> None:
     with SyncLimiter.connect(redis_url, options=StoreOptions(failure="closed", deadline_ms=2_000)) as limiter:
         many = [Request(resource="r", subject=f"u{at}", limits=PREPAID) for at in range(1_000)]
         assert {getattr(answer, "degraded", "error") for answer in limiter.check_many(many)} == {None}
@@ -115,7 +115,7 @@ def test_a_long_batch_of_leased_checks_fits_into_its_deadline(redis_url: str) ->
 
 
 @pytest.mark.slow
-def test_thousands_of_shares_are_kept_in_step(redis_url: str) -> None:
+def test_thousands_of_shares_are_kept_in_sync(redis_url: str) -> None:
     options = StoreOptions(failure="raise", deadline_ms=30_000, denial_cache_ms=0, sync_interval_ms=5_000)
     with SyncLimiter.connect(redis_url, options=options) as limiter:
         store = cast("Any", limiter._store)
@@ -126,7 +126,7 @@ def test_thousands_of_shares_are_kept_in_step(redis_url: str) -> None:
             held: list[int] = [share.balance for share in store._hybrid.shares._shares.values()]
             return sum(left > 0 for left in held) > 2_200
 
-        wait_for(all_have_shares, 90)  # on a busy machine it takes as long as that to ask so often
+        wait_for(all_have_shares, 90)  # so many checks take long on a busy machine
 
 
 def test_while_redis_is_gone_a_share_is_spent_and_then_the_failure_behaviour_decides(
@@ -134,7 +134,7 @@ def test_while_redis_is_gone_a_share_is_spent_and_then_the_failure_behaviour_dec
 ) -> None:
     options = StoreOptions(failure="closed", deadline_ms=200)
     with SyncLimiter.connect(own_redis_server.url, options=options) as limiter:
-        leasing(limiter)
+        prepay(limiter)
         own_redis_server.kill()
         share = limiter.status().prepaid_out
         answers = [limiter.check("r", "s", limits=PREPAID) for _ in range(share + 10)]
@@ -147,22 +147,22 @@ def test_while_redis_is_gone_a_share_is_spent_and_then_the_failure_behaviour_dec
 def test_a_limiter_that_was_closed_leaves_nothing_running(redis_url: str, shell: str) -> None:
     if shell == "sync":
         with SyncLimiter.connect(redis_url, options=PATIENT) as limiter:
-            leasing(limiter)
+            prepay(limiter)
     else:
 
-        async def lease() -> set[Any]:
+        async def use_and_close() -> set[Any]:
             async with Limiter.connect(redis_url, options=PATIENT) as limiter:
                 for _ in range(30):
                     await asyncio.gather(*(limiter.check("r", "s", limits=PREPAID) for _ in range(50)))
                     await asyncio.sleep(0.02)
             return asyncio.all_tasks() - {asyncio.current_task()}
 
-        assert asyncio.run(lease()) == set()
+        assert asyncio.run(use_and_close()) == set()
     names = [thread.name for thread in threading.enumerate()]
     assert not [name for name in names if name.startswith("limitforge")]
 
 
-def test_what_this_process_denies_it_denies_without_redis(own_redis_server: RedisServer) -> None:
+def test_a_local_denial_needs_no_redis(own_redis_server: RedisServer) -> None:
     none = FixedWindow(name="none", limit=0, window_seconds=DAY, consistency="local")
     with SyncLimiter.connect(own_redis_server.url, options=StoreOptions(failure="open", deadline_ms=200)) as limiter:
         own_redis_server.kill()

@@ -1,4 +1,4 @@
-"""Prepaid limits on a real Redis: the total over all nodes never passes the limit, and how far it may stay below.
+"""Prepaid limits on a real Redis: all processes together never exceed the limit, and stay below it within a bound.
 
 Several nodes pay for shares, spend them, lose messages, die and come back, each with a clock of its own. A model counts
 what they admit.
@@ -33,13 +33,13 @@ BUCKET = TokenBucket(name="bucket", bucket_capacity=50, refill_rate_per_sec="33.
 
 
 class PrepaidProcess:
-    """One process: a limiter whose shares live by a clock of its own, and are synced when the test says so."""
+    """One process: a limiter whose shares use their own clock and are synced by the test."""
 
     def __init__(self, url: str, store_clock: ManualClock, offset_us: int) -> None:
         self.clock = ManualClock(offset_us)
         self.limiter = SyncLimiter.connect(url, clock=store_clock, options=PATIENT)
         self.store = cast("SyncRedisStore", self.limiter._store)
-        self.store._prepaid_thread = cast("Any", self)  # nobody else keeps the shares
+        self.store._prepaid_thread = cast("Any", self)  # only the test syncs the shares
         self.shares: PrepaidShares = self.store._hybrid.shares
         self.shares._now_us = self.clock.now_us
 
@@ -47,7 +47,7 @@ class PrepaidProcess:
         self.store._pools.close()
 
     def unreturned(self, now_us: int) -> int:
-        """What it has paid for of a window that is not over at the store's time, and has not given back yet."""
+        """Return the prepaid cost of windows that have not ended in the store's time, and that is not returned yet."""
         held = list(self.shares._shares.values())
         return sum(share.balance + share.to_return for share in held if now_us < share.window[1])
 
@@ -61,7 +61,7 @@ class PrepaidModel(RuleBasedStateMachine):
         self.server.flush()
         self.clock = ManualClock(BASE_US)
         self.nodes: list[PrepaidProcess] = []
-        self.lost = 0  # what nobody can spend any more, in the buckets as they are now
+        self.lost = 0  # prepaid cost in the current buckets that no process can spend any more
         self.on_its_way = 0
         self.window = 0
 
@@ -86,7 +86,7 @@ class PrepaidModel(RuleBasedStateMachine):
         raise NotImplementedError
 
     def passed(self, us: int) -> None:
-        """For a model that refills."""
+        """Advance a model that refills."""
 
     def admitted(self, cost: int) -> None:
         raise NotImplementedError
@@ -126,7 +126,7 @@ class PrepaidModel(RuleBasedStateMachine):
         fate=st.sampled_from(["arrives", "arrives", "arrives", "arrives", "lost there", "lost back"]),
     )
     def sync(self, node: int, there_us: int, back_us: int, meanwhile: int, fate: str) -> None:
-        """A message takes its time, and the node goes on spending what it kept."""
+        """Sync with delays, while the process keeps spending what it kept."""
         synced = self.nodes[node]
         self.pass_time(INTERVAL_US)
         wishes = synced.shares.due_requests()
@@ -152,7 +152,7 @@ class PrepaidModel(RuleBasedStateMachine):
                 self.unless_over(window, wish.returned if fate == "lost there" else 0)
 
     def never_spent(self, node: PrepaidProcess, wish: TopUpRequest, granted: int) -> int:
-        """A share of a bucket that is no longer asked for."""
+        """Account for the share of a bucket without demand."""
         share = wish.share
         return 0 if node.shares._shares.get(share.key) is share else granted
 
@@ -168,12 +168,12 @@ class PrepaidModel(RuleBasedStateMachine):
 
     @rule(node=st.integers(0, NODES - 1))
     def leave(self, node: int) -> None:
-        """Everything goes back."""
+        """Close a process, which returns everything."""
         self.nodes[node].store._top_up(self.nodes[node].shares.return_all(), time.monotonic() + 30)
 
 
 class WindowModel(PrepaidModel):
-    """No window admits more than its limit. What is denied is denied because the rest is out, or lost with somebody."""
+    """No window admits more than its limit. A check is denied only if the rest is prepaid, or lost with a process."""
 
     size_us = 0
     offset_us = 0
@@ -194,7 +194,7 @@ class WindowModel(PrepaidModel):
 
 
 class BucketModel(PrepaidModel):
-    """An exact bucket that is charged with all that passes never falls below 0."""
+    """An exact bucket that is debited with all admitted costs never falls below 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,11 +211,11 @@ class BucketModel(PrepaidModel):
         assert self.level >= 0
 
     def denied(self, cost: int) -> None:
-        """Because of what is out, or lost with somebody: all of that is back after a while."""
+        """A check is denied only because of prepaid or lost shares, all of which return after a while."""
 
     @rule(node=st.integers(0, NODES - 1))
     def rest(self, node: int) -> None:
-        """Once every share has lapsed and the bucket had time to fill, nothing is missing, whoever died."""
+        """Once every share has lapsed and the bucket is full again, nothing is missing."""
         self.pass_time(self.nodes[node].shares.lapse_us)
         self.pass_time(2_000_000)
         assert self.nodes[node].limiter.check("r", "s", limits=self.limit, cost=0).remaining == 50

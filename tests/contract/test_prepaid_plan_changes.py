@@ -1,6 +1,6 @@
-"""Shares of a limit that is defined twice, overridden or changed while they are out: no count passes its limit.
+"""Prepaid shares of a limit that is defined twice, overridden or changed meanwhile: no count exceeds its limit.
 
-An override of the window restarts the count. What was paid for before that must be neither spent nor given back after.
+An override of the window restarts the count. What was prepaid before must be neither spent nor returned after.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ def admitted(node: PrepaidProcess, limit: Limit, times: int) -> int:
 
 
 def rest(node: PrepaidProcess, limit: Limit) -> int:
-    """All that is admitted until nothing is, in checks of 50 and then of 1."""
+    """Return all that is admitted, first in checks of 50 and then of 1."""
     passed = 0
     for cost in (50, 1):
         while node.limiter.check("r", "s", limits=limit, cost=cost).allowed:
@@ -71,7 +71,7 @@ def sync(node: PrepaidProcess) -> None:
 
 
 def override(node: PrepaidProcess, window_seconds: int | None, limit: Limit = WINDOW) -> None:
-    """Change the window, which this process hears of: what it has paid for goes back with its next message."""
+    """Change the window, and invalidate the shares of this process, which then returns them with its next request."""
     if window_seconds is None:
         node.limiter.delete_override("r", "s")
     else:
@@ -99,7 +99,7 @@ def test_a_share_is_not_returned_into_another_window_of_the_same_end(nodes: list
 
 
 def test_a_share_is_not_returned_into_the_count_that_began_when_an_override_ended(nodes: list[PrepaidProcess]) -> None:
-    """It is of the same window, and of another count."""
+    """The window is the same, but the count is another one."""
     buyer, other = nodes
     admitted(buyer, WINDOW, 100)
     sync(buyer)
@@ -112,7 +112,7 @@ def test_a_share_is_not_returned_into_the_count_that_began_when_an_override_ende
 
 
 def test_what_is_granted_in_another_window_does_not_take_the_old_share_with_it(nodes: list[PrepaidProcess]) -> None:
-    """A message is under way while an override begins: its answer is of the new window, what is left is of the old."""
+    """An override begins while a request is in flight: its reply belongs to the new window, the balance to the old."""
     buyer, other = nodes
     admitted(buyer, WINDOW, 100)
     sync(buyer)
@@ -128,7 +128,7 @@ def test_what_is_granted_in_another_window_does_not_take_the_old_share_with_it(n
     assert passed + rest(other, WINDOW) <= 1_000
 
 
-def test_a_plan_with_a_smaller_number_spends_nothing_of_what_is_out(nodes: list[PrepaidProcess]) -> None:
+def test_a_plan_with_a_smaller_limit_spends_nothing_of_the_shares(nodes: list[PrepaidProcess]) -> None:
     buyer, other = nodes
     passed = admitted(buyer, WINDOW, 100)
     sync(buyer)
@@ -146,7 +146,7 @@ def test_a_plan_with_another_window_leaves_its_shares_to_the_old_one(nodes: list
     sync(buyer)
     longer = dataclasses.replace(WINDOW, window_seconds=20)
     assert rest(buyer, longer) == 1_000
-    for _ in range(7):  # the old one is idle by then, and its share has gone back
+    for _ in range(7):  # then the old share is idle, and is returned
         sync(buyer)
     assert passed + rest(other, WINDOW) == 1_000
     assert admitted(other, longer, 100) == 0
@@ -201,7 +201,7 @@ class Changing(PrepaidModel):
     @rule(window=st.sampled_from([None, None, 1, 2, 4, 8]))
     def change_the_override(self, window: int | None) -> None:
         if isinstance(self.limit, Quota):
-            return  # its window can't be overridden
+            return  # the window of a quota can't be overridden
         self.overridden = window
         override(self.nodes[0], window, self.limit)
         for node in self.nodes:
@@ -210,7 +210,7 @@ class Changing(PrepaidModel):
 
     @rule(window=st.sampled_from([1, 4, 8]), during=st.integers(0, 3), after=st.integers(0, 15))
     def begin_and_end_an_override(self, window: int, during: int, after: int) -> None:
-        """Before anything that is out has gone back."""
+        """Check before any share has been returned."""
         for overridden, times in ((window, during), (None, after)):
             self.change_the_override(overridden)
             self.ask_all_in_turn(times, 1)
@@ -273,7 +273,7 @@ def test_shares_never_pass_a_limit_that_changes_on_ever_new_traces_on_a_cluster(
 
 
 def test_a_share_does_not_go_back_after_an_override_whose_window_has_ended(redis_server: RedisServer) -> None:
-    """The count of the override is over, so the next one begins afresh in the window of the first."""
+    """The count of the override has ended, so the next count restarts in the window of the first."""
     redis_server.flush()
     clock = ManualClock(BASE_US + SECOND_US)
     minute = dataclasses.replace(WINDOW, window_seconds=60)

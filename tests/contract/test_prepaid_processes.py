@@ -1,4 +1,4 @@
-"""Real processes on one prepaid limit, of which some are killed or frozen: never one more than the limit."""
+"""Real processes on one prepaid limit, some of which are killed or frozen: the limit is never exceeded."""
 
 import signal
 import time
@@ -27,7 +27,7 @@ PLANS: list[dict[str, Any]] = [
 
 
 class SpenderProcesses:
-    """Processes that spend one limit, and what each has admitted."""
+    """Processes that spend one limit, and what each of them has admitted."""
 
     def __init__(self, url: str, fields: dict[str, Any], folder: Path) -> None:
         self.fields = {**fields, "name": "shared", "consistency": "prepaid"}
@@ -53,7 +53,7 @@ class SpenderProcesses:
         return sum(self.spent(number) for number in range(len(self.paths)))
 
     def left(self) -> int:
-        """What the store still has, as any caller would see it."""
+        """Return what remains in the store, as any caller would see it."""
         with SyncLimiter.connect(self.url, options=PATIENT) as limiter:
             return limiter.check("r", "s", limits=limit_from_fields(self.fields), cost=0).remaining or 0
 
@@ -64,16 +64,16 @@ class SpenderProcesses:
 
 
 @pytest.fixture
-def lessees(request: pytest.FixtureRequest, redis_url: str, tmp_path: Path) -> Iterator[SpenderProcesses]:
-    lessees = SpenderProcesses(redis_url, request.param, tmp_path)
-    yield lessees
-    lessees.end()
+def spenders(request: pytest.FixtureRequest, redis_url: str, tmp_path: Path) -> Iterator[SpenderProcesses]:
+    spenders = SpenderProcesses(redis_url, request.param, tmp_path)
+    yield spenders
+    spenders.end()
 
 
-of_every_plan = pytest.mark.parametrize("lessees", PLANS, ids=lambda fields: fields["algorithm"], indirect=True)
+of_every_plan = pytest.mark.parametrize("spenders", PLANS, ids=lambda fields: fields["algorithm"], indirect=True)
 # A quota is a window with another calendar.
 of_every_kind = pytest.mark.parametrize(
-    "lessees",
+    "spenders",
     [*PLANS[:2], pytest.param(PLANS[2], marks=pytest.mark.soak)],
     ids=lambda fields: fields["algorithm"],
     indirect=True,
@@ -82,27 +82,27 @@ of_every_kind = pytest.mark.parametrize(
 
 @pytest.mark.slow
 @of_every_plan
-def test_processes_that_lease_a_limit_spend_all_of_it_and_no_more(lessees: SpenderProcesses) -> None:
-    assert lessees.total() + lessees.left() == LIMIT
+def test_processes_that_prepay_a_limit_spend_all_of_it_and_no_more(spenders: SpenderProcesses) -> None:
+    assert spenders.total() + spenders.left() == LIMIT
 
 
 @pytest.mark.slow
 @of_every_kind
-def test_a_process_that_is_killed_costs_its_share_at_most(lessees: SpenderProcesses) -> None:
-    lessees.wait_until_spending(0, 500)
-    lessees.running[0].kill()
-    killed = lessees.spent(0)
-    total = lessees.total()
+def test_a_killed_process_costs_its_share_at_most(spenders: SpenderProcesses) -> None:
+    spenders.wait_until_spending(0, 500)
+    spenders.running[0].kill()
+    killed = spenders.spent(0)
+    total = spenders.total()
     assert total <= LIMIT
-    # A share is sized by what its process asked for within an interval, which is at most all that it asked for.
-    assert LIMIT - total - lessees.left() <= 2 * killed + 1
+    # A share is sized by the demand of its process in an interval, which is at most its whole demand.
+    assert LIMIT - total - spenders.left() <= 2 * killed + 1
 
 
 @pytest.mark.slow
 @of_every_kind
-def test_a_process_that_was_frozen_spends_nothing_that_is_no_longer_its_own(lessees: SpenderProcesses) -> None:
-    lessees.wait_until_spending(1, 500)
-    lessees.running[1].send_signal(signal.SIGSTOP)
-    time.sleep(2.5)  # longer than a share of a bucket lasts
-    lessees.running[1].send_signal(signal.SIGCONT)
-    assert lessees.total() <= LIMIT
+def test_a_frozen_process_spends_no_share_that_has_lapsed(spenders: SpenderProcesses) -> None:
+    spenders.wait_until_spending(1, 500)
+    spenders.running[1].send_signal(signal.SIGSTOP)
+    time.sleep(2.5)  # longer than the share of a bucket lives
+    spenders.running[1].send_signal(signal.SIGCONT)
+    assert spenders.total() <= LIMIT

@@ -1,4 +1,4 @@
-"""What the script grants of a limit in advance, and how it counts nodes, to the microsecond."""
+"""Top-ups of prepaid shares and heartbeats in the script, to the microsecond."""
 
 from collections.abc import Iterator
 
@@ -60,7 +60,7 @@ def test_a_share_of_a_bucket_that_lapsed_is_neither_kept_nor_brought_back(script
     grant = script.top_up(share_of(BUCKET), kept=20, returned=3, wanted=4, lapse_us=LAPSE_US)
     assert (grant.granted, grant.remaining, grant.ends_us) == (4, 26, -1)
     script.now_us += 10 * SECOND_US
-    assert script.remaining(BUCKET) == 46  # only the 4 are out
+    assert script.remaining(BUCKET) == 46  # only the 4 are prepaid
 
 
 def test_a_bucket_is_remembered_until_what_is_out_has_lapsed_and_refilled(script: ScriptClient) -> None:
@@ -76,7 +76,7 @@ def test_a_bucket_is_remembered_until_what_is_out_has_lapsed_and_refilled(script
 def test_what_lapses_goes_back_up_to_what_is_not_out(script: ScriptClient) -> None:
     script.top_up(share_of(BUCKET), wanted=20, lapse_us=LAPSE_US)
     script.hold(BUCKET, cost=3)
-    script.now_us += SECOND_US  # the bucket has refilled that
+    script.now_us += SECOND_US  # the bucket has refilled them
     script.finish(ending(HoldAction.REFUND, BUCKET))
     assert script.remaining(BUCKET) == 30
 
@@ -91,7 +91,7 @@ def test_a_share_is_one_of_the_overridden_limit(script: ScriptClient, redis_url:
     assert (lifted.granted, lifted.limit, lifted.ends_us) == (0, -1, -1)
 
 
-def test_a_tenant_that_may_begin_no_more_buckets_is_granted_nothing_of_a_new_one(script: ScriptClient) -> None:
+def test_a_tenant_without_budget_is_granted_nothing_of_a_new_bucket(script: ScriptClient) -> None:
     one = NewBucketBudget(1, ManualClock(NOW_US))
     assert script.top_up(share_of(WINDOW), wanted=40, new_buckets=one).granted == 25
     assert script.top_up(share_of(BUCKET), wanted=40, new_buckets=one, lapse_us=LAPSE_US).granted == 0
@@ -108,7 +108,7 @@ def test_a_share_goes_back_to_its_own_window_only(script: ScriptClient, off: tup
     assert script.remaining(WINDOW) == (30 if any(off) else 50)
 
 
-def test_a_node_counts_until_it_was_not_heard_of_for_so_long(script: ScriptClient) -> None:
+def test_a_process_counts_until_its_last_heartbeat_has_expired(script: ScriptClient) -> None:
     assert script.heartbeat(b"one", 3 * SECOND_US) == 1
     script.now_us += 1
     assert script.heartbeat(b"two", 3 * SECOND_US) == 2
@@ -123,6 +123,6 @@ def test_a_node_counts_until_it_was_not_heard_of_for_so_long(script: ScriptClien
     assert script.heartbeat(b"two", 0) == 0
 
 
-def test_the_nodes_are_forgotten_a_minute_after_the_last_one_was(script: ScriptClient) -> None:
+def test_the_heartbeats_are_deleted_a_minute_after_the_last_one(script: ScriptClient) -> None:
     script.heartbeat(b"one", 1_000 * SECOND_US)
     assert 1_030_000 < script.redis.pttl(Keys().heartbeats()) <= 1_060_000

@@ -1,4 +1,4 @@
-"""Where the script's arithmetic has an edge: a calendar that is off by a day, products beyond 2^53, other rates."""
+"""Edges of the script's arithmetic: a calendar that is off by a day, products beyond 2^53, other rates."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -26,19 +26,19 @@ def script(redis_url: str) -> Iterator[ScriptClient]:
 
 @pytest.mark.parametrize("off_us", [-1, 0, 1])
 @pytest.mark.parametrize("day", range(-2, 4))
-def test_a_quota_is_of_the_stores_day_whatever_day_the_process_has(script: ScriptClient, day: int, off_us: int) -> None:
+def test_a_quota_uses_the_day_of_the_store_not_of_the_process(script: ScriptClient, day: int, off_us: int) -> None:
     script.now_us = NOW_US + day * DAY_US + off_us
     reset_us = DAY_US - off_us % DAY_US
     for cost, left in ((1, 9), (1, 8), (0, 8)):
-        row = script.check(QUOTA, cost=cost, around_us=NOW_US + DAY_US // 2).rows[0]
+        row = script.check(QUOTA, cost=cost, calendar_us=NOW_US + DAY_US // 2).rows[0]
         assert (row[1], row[2]) == (left, reset_us)
 
 
 @pytest.mark.parametrize("day", [-1, 0, 1])
-def test_a_share_of_a_quota_is_of_the_stores_day(script: ScriptClient, day: int) -> None:
+def test_a_share_of_a_quota_uses_the_day_of_the_store(script: ScriptClient, day: int) -> None:
     script.now_us = NOW_US + day * DAY_US
     leased = dataclasses.replace(QUOTA, consistency="prepaid")
-    grant = script.top_up(share_of(leased), wanted=4, around_us=NOW_US)
+    grant = script.top_up(share_of(leased), wanted=4, calendar_us=NOW_US)
     assert (grant.starts_us, grant.ends_us) == (script.now_us, script.now_us + DAY_US)
 
 
@@ -82,7 +82,7 @@ def test_a_debt_is_at_most_the_smaller_capacity(script: ScriptClient) -> None:
 
 @pytest.mark.parametrize("limit", [BUCKET, LEAKY], ids=lambda limit: limit.name)
 @pytest.mark.parametrize("field", ["tokens", "per"])
-def test_a_bucket_without_a_rate_is_not_ours(script: ScriptClient, limit: Limit, field: str) -> None:
+def test_a_bucket_without_a_rate_is_a_foreign_value(script: ScriptClient, limit: Limit, field: str) -> None:
     script.check(limit)
     key, at = key_of(limit), {"tokens": slice(31, 38), "per": slice(38, 44)}[field]
     state = bytearray(script.redis.get(key))

@@ -1,4 +1,4 @@
-"""Plan changes on live state, time that never steps back, calendars."""
+"""Plan changes on live state, clocks that step back, calendars."""
 
 import dataclasses
 from datetime import UTC, datetime
@@ -28,7 +28,7 @@ def left(limiter: SyncLimiter, limits: object) -> int | None:
     return limiter.check("r", "s", limits=limits, cost=0).remaining  # type: ignore[arg-type]
 
 
-def test_a_smaller_capacity_clamps_the_level_and_a_larger_one_is_no_free_refill(limiter: SyncLimiter) -> None:
+def test_a_smaller_capacity_clamps_the_level_and_a_larger_one_does_not_refill(limiter: SyncLimiter) -> None:
     limiter.check("r", "s", limits=BUCKET, cost=2)
     assert left(limiter, dataclasses.replace(BUCKET, bucket_capacity=100)) == 8
     smaller = dataclasses.replace(BUCKET, bucket_capacity=5)
@@ -151,7 +151,7 @@ def test_a_days_quota_lasts_as_long_as_the_day(
     assert limiter.check("r", "s", limits=quota).allowed
 
 
-def test_a_quota_whose_bucket_is_far_ahead_of_the_clock_is_asked_for_once_more(
+def test_a_quota_whose_bucket_is_far_ahead_of_the_clock_is_evaluated_again(
     limiter: SyncLimiter, clock: ManualClock
 ) -> None:
     quotas = [Quota(name=name, limit=5, period=name) for name in ("day", "week")]
@@ -164,7 +164,7 @@ def test_a_quota_whose_bucket_is_far_ahead_of_the_clock_is_asked_for_once_more(
     assert [state.remaining for state in decision.limits.values()] == [3, 4]
 
 
-def test_a_batch_keeps_its_order_when_a_quota_is_asked_for_once_more(limiter: SyncLimiter, clock: ManualClock) -> None:
+def test_a_batch_keeps_its_order_when_a_quota_is_evaluated_again(limiter: SyncLimiter, clock: ManualClock) -> None:
     day = Quota(name="day", limit=5, period="day")
     one = FixedWindow(name="one", limit=1, window_seconds=3_600)
     limiter.check("r", "s", limits=day)
@@ -211,7 +211,7 @@ def test_a_full_bucket_that_is_ahead_of_the_clock_admits_no_more_than_it_holds(
     limiter: SyncLimiter, clock: ManualClock
 ) -> None:
     held = limiter.reserve("r", "s", limits=BUCKET, cost=5).reservation_id or ""
-    limiter.settle(held, 0)  # full again, and over at the very moment of its last write
+    limiter.settle(held, 0)  # full again, so that it expires at the moment of its last write
     clock.advance_us(-60 * SECOND)
     larger = dataclasses.replace(BUCKET, bucket_capacity=100)
     denied = limiter.check("r", "s", limits=larger, cost=50)
@@ -243,7 +243,7 @@ def test_an_override_that_was_seen_to_expire_stays_so_when_the_clock_steps_back(
     ],
     ids=["window", "window by its first hit", "counter", "quota", "bucket"],
 )
-def test_a_check_after_the_clock_stepped_back_is_judged_when_its_bucket_was_written(
+def test_after_the_clock_stepped_back_a_check_uses_the_time_of_its_bucket(
     limiter: SyncLimiter, clock: ManualClock, limit: FixedWindow
 ) -> None:
     clock.advance_us(40 * SECOND)

@@ -1,4 +1,4 @@
-"""The worked cases, on every store."""
+"""The worked cases of vectors/limits.json, on every store."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from limitforge import Decision, Limits, ManualClock, SyncLimiter, limit_from_fi
 CASES = json.loads((Path(__file__).parents[1] / "vectors" / "limits.json").read_text())
 
 
-def told(decision: Decision) -> dict[str, Any]:
+def as_expected(decision: Decision) -> dict[str, Any]:
     answer = {
         "allowed": decision.allowed,
         "retry_after_ms": decision.retry_after_ms,
@@ -34,7 +34,7 @@ def test_the_worked_cases(limiter: SyncLimiter, clock: ManualClock) -> None:
 
 
 def play(case: dict[str, Any], limiter: SyncLimiter, clock: ManualClock) -> None:
-    """Each for a subject of its own."""
+    """Play a case for a subject of its own."""
     limits = Limits(*map(limit_from_fields, case["limits"]))
     leases: dict[str, str | None] = {}
     for number, step in enumerate(case["steps"]):
@@ -44,7 +44,7 @@ def play(case: dict[str, Any], limiter: SyncLimiter, clock: ManualClock) -> None
                 "r", case["name"], limits=limits, cost=step["cost"], priority=step.get("priority", "P0")
             )
             leases[step.get("lease", "")] = decision.lease_id
-            assert told(decision) == step["expect"], f"{case['name']}, step {number}"
+            assert as_expected(decision) == step["expect"], f"{case['name']}, step {number}"
         elif "release" in step:
             limiter.release(leases[step["release"]] or "")
         else:

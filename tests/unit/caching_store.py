@@ -1,4 +1,4 @@
-"""A denial cache in front of a store in memory: what the Redis shells do, without a network in between."""
+"""A denial cache in front of a memory store, as in the Redis stores but without a network."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -16,7 +16,7 @@ HOUR = FixedWindow(name="hour", limit=2, window_seconds=3_600)
 
 
 class CachingStore:
-    """Counts how often the store behind the cache is asked."""
+    """Counts the calls of the store behind the cache."""
 
     def __init__(self, *, max_age_us: int = MINUTE_US, max_keys: int = 100, clock: ManualClock | None = None) -> None:
         self.clock = clock or ManualClock()
@@ -30,7 +30,7 @@ class CachingStore:
         return self.answer(check, *self.ask(check)) if denied is None else cast("Decision", denied)
 
     def ask(self, check: Check) -> tuple[Outcome, int]:
-        """The store's part, and when it was asked."""
+        """Return the outcome of the store, and when it was called."""
         self.calls += 1
         return self.memory._evaluate(check, self.clock.now_us()), self.clock.now_us()
 
@@ -58,7 +58,7 @@ class CachingStore:
 
 
 class CachingLimiter:
-    """A limiter on such a store."""
+    """A limiter on a caching store."""
 
     def __init__(self, **bounds: int) -> None:
         self.store = CachingStore(**bounds)  # type: ignore[arg-type]
@@ -69,17 +69,17 @@ class CachingLimiter:
         return self.limiter.check(resource, subject, limits=limits, **how)
 
     def calls_store(self, act: Callable[[], object]) -> bool:
-        """Whether the store hears of it."""
+        """Return whether an operation calls the store."""
         before = self.store.calls
         act()
         return self.store.calls > before
 
     def check_calls_store(self, limits: Limit | Sequence[Limit], **how: Any) -> bool:
-        """Whether the store hears of this check."""
+        """Return whether a check calls the store."""
         return self.calls_store(lambda: self.check(limits, **how))
 
     def deny(self, limits: Limit | Sequence[Limit] = HOUR, **how: Any) -> Decision:
-        """Ask until it is denied; a hair later, so that what was dropped before is no matter."""
+        """Check until denied. A microsecond passes first, so that earlier invalidations have no effect."""
         self.clock.advance_us(1)
         while (decision := self.check(limits, **how)).allowed:
             pass

@@ -1,4 +1,4 @@
-"""The circuit breaker: three failures in a row, thirty seconds of rest, one probe at a time."""
+"""The circuit breaker: three consecutive failures, thirty seconds open, one probe at a time."""
 
 import pytest
 from hypothesis import strategies as st
@@ -17,7 +17,7 @@ def breaker() -> CircuitBreaker:
 
 
 def fail(breaker: CircuitBreaker, times: int, at_us: int = 0) -> list[bool]:
-    """Of calls that began when the one before had failed."""
+    """Record failures of calls that each began after the one before had failed."""
     return [breaker.record_failure(at_us, at_us) for _ in range(times)]
 
 
@@ -40,7 +40,7 @@ def test_a_success_in_between_starts_the_row_anew(breaker: CircuitBreaker) -> No
     assert breaker.allows_call(0)
 
 
-def test_an_open_one_lets_nobody_in_until_its_time_is_over(breaker: CircuitBreaker) -> None:
+def test_an_open_breaker_allows_no_call_until_its_time_is_over(breaker: CircuitBreaker) -> None:
     fail(breaker, 3, at_us=1_000)
     assert breaker.retry_after_us(1_000) == OPEN_US
     assert not breaker.allows_call(1_000 + OPEN_US - 1)
@@ -113,7 +113,7 @@ def test_a_straggler_that_succeeds_closes_it(breaker: CircuitBreaker) -> None:
 
 
 class BreakerModel(RuleBasedStateMachine):
-    """The breaker beside a naive model that keeps its whole history, and works out every answer from it."""
+    """The breaker beside a naive model that computes everything from its whole history."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,9 +122,9 @@ class BreakerModel(RuleBasedStateMachine):
         self.row = 0  # failures since the last success
         self.failed_us = -1  # the last failure that counted
         self.opened_us: int | None = None  # the last time it was opened, while it is not closed
-        self.probed_us: int | None = None  # when the probe was let in that has not reported since
+        self.probed_us: int | None = None  # when the probe began that has not reported yet
 
-    def may_enter(self) -> bool:
+    def is_call_allowed(self) -> bool:
         if self.opened_us is None:
             return True
         if self.probed_us is not None:
@@ -136,13 +136,13 @@ class BreakerModel(RuleBasedStateMachine):
         self.now_us += by_us
 
     @rule()
-    def wait_until_somebody_may_ask(self) -> None:
+    def wait_until_a_call_is_allowed(self) -> None:
         self.now_us += self.breaker.retry_after_us(self.now_us)
-        assert self.may_enter()
+        assert self.is_call_allowed()
 
     @rule()
     def ask(self) -> None:
-        expected = self.may_enter()
+        expected = self.is_call_allowed()
         assert self.breaker.allows_call(self.now_us) is expected
         if expected and self.opened_us is not None:
             self.probed_us = self.now_us
@@ -166,20 +166,20 @@ class BreakerModel(RuleBasedStateMachine):
 
     @precondition(lambda self: self.opened_us is not None)
     @rule()
-    def a_crowd_comes_and_at_most_one_is_let_in(self) -> None:
-        expected = self.may_enter()
+    def many_callers_come_and_at_most_one_is_allowed(self) -> None:
+        expected = self.is_call_allowed()
         assert sum(self.breaker.allows_call(self.now_us) for _ in range(5)) == int(expected)
         if expected:
             self.probed_us = self.now_us
 
     @invariant()
-    def it_knows_how_it_is_and_how_long_that_lasts(self) -> None:
+    def state_and_wait_agree_with_the_model(self) -> None:
         if self.opened_us is None:
             state = BreakerState.CLOSED
         else:
             state = BreakerState.OPEN if self.probed_us is None else BreakerState.HALF_OPEN
         assert self.breaker.state is state
-        assert (self.breaker.retry_after_us(self.now_us) == 0) is self.may_enter()
+        assert (self.breaker.retry_after_us(self.now_us) == 0) is self.is_call_allowed()
 
 
 TestTheBreakerKeepsItsPromise = BreakerModel.TestCase

@@ -1,4 +1,4 @@
-"""What goes into one call to Redis, and which answer is the one to it."""
+"""The size of a call to Redis, and the check that a reply belongs to its call."""
 
 import msgspec
 import pytest
@@ -17,11 +17,11 @@ from limitforge.stores.redis.codec import MAX_CALL_US, ScriptCall, decode_reply,
         ([400] * 7, [range(2), range(2, 4), range(4, 6), range(6, 7)]),
     ],
 )
-def test_a_call_takes_as_much_as_keeps_redis_busy_for_a_millisecond(weights_us: list[int], calls: list[range]) -> None:
+def test_a_call_has_at_most_a_millisecond_of_work(weights_us: list[int], calls: list[range]) -> None:
     assert list(split_by_weight(weights_us)) == calls
 
 
-def test_the_answer_to_another_call_is_none_and_its_own_may_have_been_lost_after_it_counted() -> None:
+def test_the_reply_to_another_call_is_rejected_and_the_lost_one_may_have_counted() -> None:
     call = ScriptCall(["k"], [], 7)
     assert decode_reply(call, msgspec.msgpack.encode([1, 2, 7])) == [1, 2]
     with pytest.raises(StoreUnavailable) as error:

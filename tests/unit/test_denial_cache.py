@@ -1,4 +1,4 @@
-"""The denial cache: what surely has no room is answered without asking, and nothing else ever is."""
+"""The denial cache answers only checks that certainly have no room."""
 
 import sys
 import threading
@@ -79,7 +79,7 @@ def test_the_wait_shrinks_as_time_passes_and_waiting_it_out_is_enough(node: Cach
     assert node.check(BUCKET).allowed
 
 
-def test_waits_are_kept_to_the_microsecond_not_as_they_are_told(node: CachingLimiter) -> None:
+def test_waits_are_kept_in_microseconds_not_as_reported(node: CachingLimiter) -> None:
     assert node.deny(THIRDS).retry_after_ms == 334
     node.clock.advance_us(333_333)
     assert not node.check_calls_store(THIRDS)
@@ -95,14 +95,14 @@ def test_reset_times_move_with_the_clock(node: CachingLimiter) -> None:
     assert later.reset_after_ms == (denied.reset_after_ms or 0) - 10_000
 
 
-def test_a_denial_is_sure_from_when_it_was_sent_and_its_wait_is_enough_from_when_it_was_heard(
+def test_a_denial_counts_from_when_it_was_sent_and_its_wait_from_when_it_arrived(
     node: CachingLimiter,
 ) -> None:
     check = of(BUCKET)
     for _ in range(2):
         assert node.store.check(of(BUCKET)).allowed
     outcome, sent_us = node.store.ask(check)
-    node.clock.advance_us(300_000)  # it may have been judged at any moment on its way
+    node.clock.advance_us(300_000)  # it may have been evaluated at any moment in between
     node.store.answer(check, outcome, sent_us)
     again = node.denials.get(of(BUCKET))
     assert isinstance(again, Decision)
@@ -122,7 +122,7 @@ def test_no_denial_is_older_than_its_age(node: CachingLimiter) -> None:
 
 
 @pytest.mark.parametrize("limit", [HOUR, replace(HOUR, limit=0)], ids=["cost above the limit", "blocked"])
-def test_what_never_has_room_is_asked_again_after_its_age(node: CachingLimiter, limit: Limit) -> None:
+def test_a_check_that_never_has_room_is_asked_again_after_the_maximum_age(node: CachingLimiter, limit: Limit) -> None:
     assert node.deny(limit, cost=5).retry_after_ms is None
     node.clock.advance_us(MINUTE_US - 1)
     assert not node.check_calls_store(limit, cost=5)
@@ -140,7 +140,7 @@ def test_of_several_limits_the_longest_wait_is_the_one_that_counts(node: Caching
     node.clock.advance_us(SECOND_US)
     assert not node.check_calls_store(both)
     later = node.check(both)
-    assert later.limits["thirds"].allowed  # its own wait is over by now
+    assert later.limits["thirds"].allowed  # its own wait has ended
     assert not later.limits["hour"].allowed
 
 
@@ -151,7 +151,7 @@ def test_a_monitored_limit_denies_nothing_here_either(node: CachingLimiter) -> N
     assert node.denials.count() == 0
 
 
-def test_a_look_is_never_answered_from_the_cache(node: CachingLimiter) -> None:
+def test_a_peek_is_never_answered_from_the_cache(node: CachingLimiter) -> None:
     node.deny(HOUR)
     assert node.check(HOUR, cost=0).allowed
 
@@ -193,7 +193,7 @@ def test_another_mode_is_another_check(node: CachingLimiter) -> None:
 
 def test_another_subject_is_another_check(node: CachingLimiter) -> None:
     node.deny(HOUR)
-    assert node.check(HOUR, subject="somebody else").allowed
+    assert node.check(HOUR, subject="other").allowed
 
 
 def test_another_tenant_is_another_check(node: CachingLimiter) -> None:
@@ -206,7 +206,7 @@ def test_fewer_limits_are_another_check(node: CachingLimiter) -> None:
     assert node.check(replace(BUCKET, bucket_capacity=100)).allowed
 
 
-def test_more_limits_are_asked_for_since_nobody_knows_which_binds(node: CachingLimiter) -> None:
+def test_a_denial_of_other_limits_is_asked_because_another_may_bind(node: CachingLimiter) -> None:
     node.deny(HOUR)
     both = node.check([HOUR, replace(SLOTS, max_concurrent=0)])
     assert both.binding == "slots"
@@ -237,7 +237,7 @@ def test_a_bucket_with_an_open_reservation_is_asked_every_time(node: CachingLimi
     assert node.check(HOUR).allowed
 
 
-def test_slots_that_are_held_are_asked_for_every_time(node: CachingLimiter) -> None:
+def test_held_slots_are_asked_for_every_time(node: CachingLimiter) -> None:
     job = node.check(SLOTS)
     node.deny(SLOTS)
     assert node.check_calls_store(SLOTS)
@@ -245,8 +245,8 @@ def test_slots_that_are_held_are_asked_for_every_time(node: CachingLimiter) -> N
     assert node.check(SLOTS).allowed
 
 
-def test_a_window_without_room_is_asked_for_as_long_as_slots_are_held_beside_it(node: CachingLimiter) -> None:
-    """They may be given back, and the wait that is told is the longest of both."""
+def test_a_window_without_room_is_asked_while_slots_are_held_beside_it(node: CachingLimiter) -> None:
+    """Slots may be released early, and the reported wait is the longest of both limits."""
     brief = FixedWindow(name="brief", limit=1, window_seconds=10)
     both = [SLOTS, brief]
     job = node.check(both)
@@ -278,7 +278,7 @@ def test_a_monitored_limit_that_is_reserved_keeps_nothing_from_the_cache(node: C
     assert not node.check_calls_store([watched, HOUR])
 
 
-def test_the_wait_of_a_reservation_that_is_settled_is_not_told_any_longer(node: CachingLimiter) -> None:
+def test_the_wait_for_a_settled_reservation_is_not_repeated(node: CachingLimiter) -> None:
     brief = FixedWindow(name="brief", limit=1, window_seconds=10)
     held = node.limiter.reserve("r", "u", limits=HOUR, cost=2)
     node.check(brief)
@@ -309,7 +309,7 @@ def test_a_limit_that_counts_its_denials_is_asked_for_each(node: CachingLimiter,
 
 
 def test_a_limit_that_counts_denials_is_asked_for_also_where_another_limit_denies(node: CachingLimiter) -> None:
-    """It may lose its room meanwhile, and has to count from then on."""
+    """The limit may lose its room meanwhile, and must count denials from then on."""
     both = [HOUR, COUNTING]
     node.deny(both)
     node.check(COUNTING)
@@ -339,7 +339,7 @@ def test_a_reservation_is_never_answered_from_the_cache(node: CachingLimiter) ->
     assert node.calls_store(lambda: node.limiter.reserve("r", "u", limits=HOUR, cost=1))
 
 
-def test_a_candidate_plan_is_judged_whatever_the_live_one_says(node: CachingLimiter) -> None:
+def test_a_shadow_plan_is_always_evaluated_by_the_store(node: CachingLimiter) -> None:
     node.deny(HOUR)
     for left in (9, 8):
         decision = node.check(HOUR, shadow=replace(HOUR, limit=10))
@@ -367,7 +367,7 @@ def test_the_denial_of_a_reservation_holds_for_a_plain_check(node: CachingLimite
     ],
     ids=["reset", "override", "override for every resource"],
 )
-def test_what_a_change_touches_is_let_in_at_once_and_nobody_else(
+def test_a_change_admits_at_once_what_it_affects_and_nothing_else(
     node: CachingLimiter, change: Callable[[CachingLimiter], object]
 ) -> None:
     node.deny(HOUR)
@@ -380,7 +380,7 @@ def test_what_a_change_touches_is_let_in_at_once_and_nobody_else(
 
 
 @pytest.mark.parametrize("how", ["deleted", "replaced", "cleared"])
-def test_whoever_was_blocked_is_let_in_when_the_override_is_gone(node: CachingLimiter, how: str) -> None:
+def test_a_blocked_subject_is_admitted_when_the_override_is_gone(node: CachingLimiter, how: str) -> None:
     override = node.limiter.set_override
     override("r", "u", {"hour": "blocked"}, limits=HOUR, ttl_seconds=3_600)
     assert node.deny(HOUR).retry_after_ms is None
@@ -422,8 +422,8 @@ def test_a_tenants_denials_are_forgotten_together(node: CachingLimiter) -> None:
     assert not any(node.check_calls_store(HOUR, subject=subject, tenant="globex") for subject in subjects)
 
 
-def test_an_override_is_heard_of_also_where_another_limit_denied(node: CachingLimiter) -> None:
-    """The wait that is told is the longest of all, so each of them may make it wrong."""
+def test_an_override_applies_also_where_another_limit_denied(node: CachingLimiter) -> None:
+    """The reported wait is the longest of all limits, so a change of any of them may make it wrong."""
     shop = FixedWindow(name="shop", limit=1, window_seconds=3_600, scope="resource")
     both = [shop, HOUR]
     node.limiter.set_override("r", "u", {"hour": "blocked"}, limits=HOUR, ttl_seconds=3_600)
@@ -463,7 +463,7 @@ def test_an_answer_that_was_on_its_way_during_a_change_is_not_kept(
 
 
 @pytest.mark.parametrize("is_all", [True, False])
-def test_an_answer_from_before_a_change_is_not_kept_however_many_changes_came_after(*, is_all: bool) -> None:
+def test_a_reply_from_before_a_change_is_not_cached_after_many_more_changes(*, is_all: bool) -> None:
     node = CachingLimiter(max_keys=2)
     check = of(HOUR, cost=3)
     node.denials.invalidate(Invalidation(keys=("early",)))
@@ -484,13 +484,13 @@ def test_an_answer_from_before_a_change_is_not_kept_however_many_changes_came_af
 @given(
     names=st.tuples(*[st.lists(st.binary(max_size=8), max_size=3)] * 3),
 )
-def test_what_to_forget_travels_whatever_bytes_are_in_it(names: tuple[list[bytes], ...]) -> None:
+def test_an_invalidation_carries_names_of_any_bytes(names: tuple[list[bytes], ...]) -> None:
     drop = Invalidation(*(tuple(name.decode("utf-8", "surrogateescape") for name in some) for some in names))
     assert Invalidation.decode(drop.encode()) == drop
 
 
 @given(st.binary(max_size=20))
-def test_what_is_no_message_of_ours_is_refused(noise: bytes) -> None:
+def test_an_invalid_message_is_refused(noise: bytes) -> None:
     try:
         drop = Invalidation.decode(noise)
     except ValueError:
@@ -520,13 +520,13 @@ def test_changes_are_remembered_in_a_bounded_way_too() -> None:
     assert len(node.denials._invalidated_us) <= 10
 
 
-def test_one_bucket_does_not_keep_every_cost_that_was_ever_asked_for(node: CachingLimiter) -> None:
+def test_one_bucket_keeps_few_costs(node: CachingLimiter) -> None:
     for cost in range(3, 100):
         node.deny(HOUR, cost=cost)
     assert sum(len(shelf.denials) for shelf in node.denials._entries.values()) <= denials_module.MAX_DENIALS_PER_KEY
 
 
-def test_what_is_over_is_forgotten_when_it_is_looked_at(node: CachingLimiter) -> None:
+def test_expired_denials_are_removed_on_lookup(node: CachingLimiter) -> None:
     node.deny(BUCKET)
     node.clock.advance_us(SECOND_US)
     assert node.check(BUCKET).allowed
@@ -547,7 +547,7 @@ def _eager_threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_eager_threads")
-def test_threads_may_note_look_and_drop_at_once() -> None:
+def test_threads_may_add_get_and_invalidate_concurrently() -> None:
     node = CachingLimiter(max_keys=5)
     failures: list[BaseException] = []
     limits: list[Limit] = [HOUR, replace(HOUR, limit=0, name="none"), BUCKET]
@@ -596,7 +596,7 @@ def test_threads_may_note_look_and_drop_at_once() -> None:
 
 
 def test_subjects_behind_a_limit_that_all_share_are_known_each_by_itself(node: CachingLimiter) -> None:
-    """The operator's and a tenant's limits come first in a check, and are the same buckets for everybody."""
+    """Limits of the operator and the tenant come first in a check, and all callers share their buckets."""
     plan = (
         FixedWindow(name="all", limit=10**9, window_seconds=60, scope="tenant"),
         FixedWindow(name="one", limit=1, window_seconds=3_600),

@@ -1,4 +1,4 @@
-"""A store in memory behind a denial cache, and one without: whatever is done to both, nobody can tell."""
+"""A memory store with a denial cache and one without: no sequence of operations shows a difference."""
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -27,7 +27,7 @@ class AnyChecksMemoryTwins(MemoryTwins, AnyChecksCachedAndPlain): ...
 
 
 class SameCheckTwins(MemoryTwins, CachedAndPlain):
-    """The same check all the time: not even its waits differ."""
+    """The same check all the time: even the waits are equal."""
 
     @initialize(
         chosen=names,
@@ -61,5 +61,5 @@ def test_a_cache_of_denials_changes_no_verdict() -> None:
     run(AnyChecksMemoryTwins)
 
 
-def test_a_cache_of_denials_tells_the_same_wait_to_the_same_check() -> None:
+def test_a_cache_of_denials_repeats_the_same_wait_for_the_same_check() -> None:
     run(SameCheckTwins)

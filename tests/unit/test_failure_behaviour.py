@@ -1,4 +1,4 @@
-"""What is decided without the store: by which failure behaviour, with which ids, and within which share."""
+"""Decisions without the store: failure behaviour, ids of leases and reservations, and the part of each process."""
 
 import socket
 from collections.abc import Callable, Iterator
@@ -82,14 +82,14 @@ def test_closed_denies_and_knows_nothing(node: Build) -> None:
     )
 
 
-def test_closed_tells_when_the_store_is_asked_again(node: Build) -> None:
+def test_closed_reports_when_the_store_is_called_again(node: Build) -> None:
     away = node(failure="closed", breaker_seconds=7)
     away.fail(3)
     assert away.check(TEN).retry_after_ms == 7_000
     away.monotonic.advance_us(2_500_001)
     assert away.check(TEN).retry_after_ms == 4_500
     away.monotonic.advance_us(10_000_000)
-    assert away.check(TEN).retry_after_ms == 1_000  # it may be asked now; somebody else probes
+    assert away.check(TEN).retry_after_ms == 1_000  # retry soon: another caller probes now
 
 
 def test_local_counts_in_this_process(node: Build) -> None:
@@ -111,7 +111,7 @@ def test_local_denies_what_does_not_even_fit_into_this_process(node: Build, monk
     assert (refused.allowed, refused.degraded) == (False, "closed")
 
 
-def test_what_is_wrong_with_a_check_itself_is_told_as_with_the_store(
+def test_an_error_of_the_check_itself_is_the_same_as_with_the_store(
     node: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("limitforge.core.evaluate.MAX_PENDING", 2)
@@ -140,7 +140,7 @@ def test_raise_leaves_it_to_the_caller_and_counts_nothing(node: Build) -> None:
 
 
 @each_kind
-def test_a_look_is_always_allowed(node: Build, kind: FailureName) -> None:
+def test_a_peek_is_always_allowed(node: Build, kind: FailureName) -> None:
     away = node(failure=kind)
     for _ in range(3):
         look = away.check([ONE, FixedWindow(name="blocked", limit=0, window_seconds=1)], cost=0)
@@ -148,7 +148,7 @@ def test_a_look_is_always_allowed(node: Build, kind: FailureName) -> None:
         away.check(ONE)
 
 
-def test_a_check_that_costs_anything_is_no_look(node: Build) -> None:
+def test_a_check_with_any_cost_is_not_a_peek(node: Build) -> None:
     assert not node(failure="closed").check([TEN, ONE], cost=0, costs={"one": 1}).allowed
 
 
@@ -165,7 +165,7 @@ def test_checks_are_counted_by_kind(node: Build, kind: FailureName) -> None:
 
 @pytest.fixture
 def nowhere() -> Iterator[str]:
-    """A URL at which every connection is refused: the port is taken, and nobody listens."""
+    """Return a URL at which every connection is refused: the port is bound, but does not listen."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield f"redis://127.0.0.1:{taken.getsockname()[1]}/0"
@@ -173,7 +173,7 @@ def nowhere() -> Iterator[str]:
 
 @pytest.fixture(params=["sync", "async"])
 def alone(request: pytest.FixtureRequest, nowhere: str, clock: ManualClock) -> Iterator[Callable[..., SyncLimiter]]:
-    """Real limiters of both shells whose Redis is not there."""
+    """Return real sync and async limiters without a Redis."""
     opened: list[SyncLimiter] = []
 
     def connect(**options: Any) -> SyncLimiter:
@@ -189,7 +189,7 @@ def alone(request: pytest.FixtureRequest, nowhere: str, clock: ManualClock) -> I
         limiter.close()
 
 
-@pytest.mark.parametrize("failures", [1, 9], ids=["asked", "left alone"])
+@pytest.mark.parametrize("failures", [1, 9], ids=["asked", "breaker open"])
 def test_a_lease_that_holds_nothing_is_released_and_renewed_without_the_store(
     alone: Callable[..., SyncLimiter], failures: int
 ) -> None:
@@ -201,7 +201,7 @@ def test_a_lease_that_holds_nothing_is_released_and_renewed_without_the_store(
     limiter.release(held.lease_id)
     limiter.release(held.lease_id)
     somewhere = encode_handle(Lease(b"12345678", [b"lf:{t}:slots"]))
-    for ask in (limiter.renew, limiter.release):  # one that holds something can't be
+    for ask in (limiter.renew, limiter.release):  # a lease that holds slots can't be
         with pytest.raises(StoreUnavailable):
             ask(somewhere)
 
@@ -257,7 +257,7 @@ def test_a_denied_check_holds_nothing(node: Build, kind: FailureName) -> None:
 
 
 @each_kind
-def test_a_look_holds_nothing_as_with_the_store(node: Build, kind: FailureName) -> None:
+def test_a_peek_holds_nothing_as_with_the_store(node: Build, kind: FailureName) -> None:
     assert node(failure=kind).check([SLOTS, TEN], cost=0).lease_id is None
 
 
@@ -279,7 +279,7 @@ every_algorithm = pytest.mark.parametrize("limit", EVERY, ids=lambda limit: limi
 
 @every_algorithm
 @pytest.mark.parametrize(("nodes", "share"), [(1, 10), (3, 3), (4, 2), (10, 1), (11, 1), (1_000, 1)])
-def test_a_node_admits_its_share_of_every_limit_and_at_least_one(
+def test_a_process_admits_its_part_of_every_limit_and_at_least_one(
     node: Build, limit: Limit, nodes: int, share: int
 ) -> None:
     away = node(failure="local", processes=nodes)
@@ -289,7 +289,7 @@ def test_a_node_admits_its_share_of_every_limit_and_at_least_one(
 
 
 @every_algorithm
-def test_the_limit_that_is_told_is_the_whole_one(node: Build, limit: Limit) -> None:
+def test_the_whole_limit_is_reported(node: Build, limit: Limit) -> None:
     away = node(failure="local", processes=4)
     for _ in range(4):
         decision = away.check(limit)
@@ -298,7 +298,7 @@ def test_the_limit_that_is_told_is_the_whole_one(node: Build, limit: Limit) -> N
 
 
 @every_algorithm
-def test_waiting_as_long_as_a_node_says_is_enough_and_needed(node: Build, limit: Limit) -> None:
+def test_the_reported_wait_is_enough_and_needed(node: Build, limit: Limit) -> None:
     away = node(failure="local", processes=4)
     for _ in range(2):
         away.check(limit)
@@ -321,14 +321,14 @@ def test_rates_are_divided_too(node: Build) -> None:
     assert away.check(leaky).delay_ms == 36_000
 
 
-def test_a_share_of_the_share_is_kept_for_who_is_more_important(node: Build) -> None:
+def test_a_priority_share_applies_to_the_part_of_the_process(node: Build) -> None:
     away = node(failure="local", processes=2)
     shared = FixedWindow(name="shared", limit=20, window_seconds=60, shares={"P3": 50})
     assert sum(away.check(shared, priority="P3").allowed for _ in range(20)) == 5
     assert sum(away.check(shared).allowed for _ in range(20)) == 5
 
 
-def test_a_priority_with_a_share_of_the_limit_has_at_least_one_of_a_nodes_part(node: Build) -> None:
+def test_a_priority_with_a_share_has_at_least_one_of_the_part_of_a_process(node: Build) -> None:
     away = node(failure="local", processes=10)
     shared = FixedWindow(name="shared", limit=10, window_seconds=60, shares={"P2": 50, "P3": 0})
     assert sum(away.check(shared, priority="P2").allowed for _ in range(3)) == 1
@@ -344,7 +344,7 @@ def test_blocked_and_unlimited_stay_what_they_are(node: Build, nodes: int) -> No
     assert (free.allowed, free.limit, free.limits["free"].limit) == (True, None, None)
 
 
-def test_a_cost_that_only_this_nodes_share_can_not_hold_may_come_back_when_the_store_does(node: Build) -> None:
+def test_a_cost_above_the_part_of_this_process_may_retry_when_the_store_is_back(node: Build) -> None:
     away = node(failure="local", processes=4, breaker_seconds=7)
     assert away.check(TEN, cost=3).retry_after_ms == 1_000
     away.fail(3)
@@ -354,7 +354,7 @@ def test_a_cost_that_only_this_nodes_share_can_not_hold_may_come_back_when_the_s
 
 
 @pytest.mark.parametrize("nodes", [1, 4])
-def test_no_wait_is_told_for_a_cost_above_the_whole_limit(node: Build, nodes: int) -> None:
+def test_no_wait_is_reported_for_a_cost_above_the_whole_limit(node: Build, nodes: int) -> None:
     denied = node(failure="local", processes=nodes).check(TEN, cost=11)
     assert denied.retry_after_ms is None
     assert denied.limits["ten"].retry_after_ms is None
@@ -374,7 +374,7 @@ WHOLES = [limit for limit in EVERY if limit.name != "counter"]
     nodes=st.integers(1, 10),
     steps=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4), st.sampled_from([0, 0, 0, 1, 999_983, 7_000_000]))),
 )
-def test_all_nodes_together_admit_only_what_one_limiter_would(
+def test_all_processes_together_admit_only_what_one_limiter_would(
     limit: Limit, nodes: int, steps: list[tuple[int, int, int]]
 ) -> None:
     clock = ManualClock()
@@ -387,8 +387,8 @@ def test_all_nodes_together_admit_only_what_one_limiter_would(
 
 
 @given(nodes=st.integers(1, 10), steps=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9_000_000)), max_size=100))
-def test_all_nodes_together_keep_to_the_count_of_each_window(nodes: int, steps: list[tuple[int, int]]) -> None:
-    """A sum of estimates is rounded down more often than the estimate of a sum: by windows they compare."""
+def test_all_processes_together_keep_to_the_count_of_each_window(nodes: int, steps: list[tuple[int, int]]) -> None:
+    """A sum of estimates is rounded down more often than the estimate of a sum, so compare fixed windows."""
     clock = ManualClock()
     counter = SlidingWindowCounter(name="counter", limit=10, window_seconds=60)
     fleet = [SyncLimiter(UnavailableStore(clock, failure="local", processes=nodes)) for _ in range(nodes)]
@@ -426,7 +426,7 @@ def comparable(answer: object) -> object:
         max_size=40,
     ),
 )
-def test_the_only_node_decides_as_a_memory_store_does(
+def test_a_single_process_decides_as_a_memory_store_does(
     plan: tuple[Limit, ...], steps: list[tuple[str, list[str], str, int, str, int]]
 ) -> None:
     clock = ManualClock()

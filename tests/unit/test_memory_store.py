@@ -1,4 +1,4 @@
-"""The store in memory: bounded, fair to what must stay, and safe for threads."""
+"""The memory store: bounded, never evicts leases and reservations, thread-safe."""
 
 import random
 import sys
@@ -29,7 +29,7 @@ SLOTS = Concurrency(name="slots", max_concurrent=5, lease_ttl_seconds=3_600)
 
 
 class SmallStore:
-    """A store for few keys, with a limiter and a clock."""
+    """A store with room for few keys, with a limiter and a clock."""
 
     def __init__(self, max_keys: int, seed: int = 1) -> None:
         self.clock = ManualClock()
@@ -69,7 +69,7 @@ def test_a_check_of_several_limits_makes_room_for_all_of_them() -> None:
         assert [small.used(limit, subject) for limit in limits] == [1, 1, 1]
 
 
-def test_what_is_over_makes_room_first_and_is_no_eviction() -> None:
+def test_an_expired_bucket_makes_room_first_without_an_eviction() -> None:
     small = SmallStore(100)
     small.check(HOUR, "live")
     for subject in range(99):
@@ -81,8 +81,8 @@ def test_what_is_over_makes_room_first_and_is_no_eviction() -> None:
     assert small.used(HOUR, "live") == 1
 
 
-def test_a_bucket_that_lived_on_makes_room_once_it_is_over() -> None:
-    """The store knows when a bucket was to be over; here one was used again in between, and its end has moved."""
+def test_a_bucket_that_was_extended_makes_room_once_it_has_expired() -> None:
+    """The store remembers when a bucket expires. Here it was used again, and expires later."""
     small = SmallStore(3)
     for limit, subject in ((SECOND, "first"), (SECOND, "second"), (HOUR, "live")):
         small.check(limit, subject)
@@ -94,19 +94,22 @@ def test_a_bucket_that_lived_on_makes_room_once_it_is_over() -> None:
     ):
         small.clock.advance_us(1_000 * wait_ms)
         small.check(limit, subject)
-    assert (small.store.evictions, small.used(SECOND, "brief")) == (1, 0)  # nothing is over, and this would be next
+    assert (small.store.evictions, small.used(SECOND, "brief")) == (
+        1,
+        0,
+    )  # nothing has expired, and this one expires next
     small.clock.advance_us(800_000)
     small.check(HOUR, "newer")
     assert small.store.evictions == 1
     assert [small.used(HOUR, subject) for subject in ("live", "new", "newer")] == [1, 1, 1]
 
 
-def test_a_bucket_that_was_over_when_it_was_written_makes_room_once_it_is_over_again() -> None:
+def test_a_bucket_that_had_expired_when_written_makes_room_once_it_expires_again() -> None:
     small = SmallStore(2)
     small.check(SECOND, "s")
     small.check(HOUR, "other")
     small.clock.advance_us(2_000_000)
-    small.check([SECOND, HOUR], "s")  # needs one more place, and not that of its own bucket
+    small.check([SECOND, HOUR], "s")  # needs room, but not that of its own bucket
     assert small.store.evictions == 1
     small.clock.advance_us(2_000_000)
     small.check(HOUR, "new")
@@ -114,7 +117,7 @@ def test_a_bucket_that_was_over_when_it_was_written_makes_room_once_it_is_over_a
     assert [small.used(HOUR, subject) for subject in ("s", "new")] == [1, 1]
 
 
-def test_a_bucket_that_was_reset_makes_room_and_is_no_eviction() -> None:
+def test_a_reset_bucket_makes_room_without_an_eviction() -> None:
     small = SmallStore(2)
     small.check(SECOND, "brief")
     small.check(HOUR, "reset")
@@ -147,7 +150,7 @@ def test_a_bucket_that_is_written_again_needs_no_room() -> None:
     assert not small.check(HOUR, 0).allowed
 
 
-def test_a_denial_a_look_and_an_unlimited_limit_need_no_room() -> None:
+def test_a_denial_a_peek_and_an_unlimited_limit_need_no_room() -> None:
     small = SmallStore(1)
     small.check(HOUR, "kept")
     unlimited = SlidingWindow(name="free", limit=None, window_seconds=1)
@@ -243,9 +246,9 @@ def test_a_store_full_of_leases_refuses_and_says_what_to_do() -> None:
         small.check(SLOTS, subject)
     with pytest.raises(StoreUnavailable, match="max_keys"):
         small.check(HOUR, "new")
-    assert small.check(SLOTS, 0).allowed  # what is there already goes on working
+    assert small.check(SLOTS, 0).allowed  # existing buckets still work
     small.clock.advance_us(3_600_000_000)
-    assert small.check(HOUR, "new").allowed  # the leases are stale
+    assert small.check(HOUR, "new").allowed  # the leases have expired
 
 
 def test_a_refused_check_leaves_nothing_behind() -> None:
@@ -332,7 +335,7 @@ def test_records_of_reservations_do_not_pile_up() -> None:
     for n in range(6_000):
         small.reserve(SECOND, n % 3, ttl_seconds=1)
         small.clock.advance_us(DAY_US // 1_000)
-    assert len(small.store._records) < 3_000  # a thousand and a bit are not forgotten yet
+    assert len(small.store._records) < 3_000  # about a thousand are not pruned yet
 
 
 def test_a_store_takes_reservations_again_once_old_ones_are_forgotten() -> None:

@@ -1,4 +1,4 @@
-"""How many buckets a tenant may begin in a memory store."""
+"""The budget of new buckets of a memory store."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def of(subject: str, tenant: str = "t") -> Check:
 
 
 def test_only_one_bucket_of_a_check_becomes_the_overflow_bucket() -> None:
-    """Two subjects of one limit can't be counted in it at once: the second begins a bucket of its own."""
+    """One overflow bucket can't count two subjects of one check: the second begins its own bucket."""
     budget = InProcessBucketBudget(1)
     budget.count_new([of("known").debits[0][1]], 0)
     check = Check([of("a").debits[0], of("b").debits[0]], ("a", "b"))
@@ -24,7 +24,7 @@ def test_only_one_bucket_of_a_check_becomes_the_overflow_bucket() -> None:
     assert [is_overflow(key) for _, key, *_ in check.debits] == [True, False]
 
 
-def test_what_tenants_began_is_forgotten_where_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_restart_when_there_are_too_many_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_LANES", 2)
     budget = InProcessBucketBudget(1)
     for tenant in ("first", "second", "third"):

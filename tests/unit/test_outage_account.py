@@ -85,10 +85,11 @@ def test_the_line_counts_each_failure_behaviour(node: Build, caplog: pytest.LogC
 def test_an_open_breaker_is_logged_once(node: Build, caplog: pytest.LogCaptureFixture) -> None:
     away = node(breaker_failures=3, breaker_seconds=30)
     away.fail(10)
-    assert lines(caplog) == [
+    (line,) = lines(caplog)
+    assert line == (
         "store.breaker_open: circuit breaker open, the server is not called until the next probe "
         'server=store retry_in_s=30 error="connection refused"'
-    ]
+    )
     assert away.resilience.state == "open"
     assert not away.resilience.allows_call()
 
@@ -289,7 +290,7 @@ def test_what_was_not_admitted_is_not_charged(node: Build, kind: FailureName) ->
     assert used(away.store_after_charges(), CHARGED) == 1
 
 
-def test_a_denial_of_this_node_and_a_look_are_not_charged(node: Build) -> None:
+def test_a_local_denial_and_a_peek_are_not_charged(node: Build) -> None:
     away = node(failure="local", processes=50)
     for cost in (0, 1, 1, 1, 5, 0):
         away.check(CHARGED, cost=cost)
@@ -312,7 +313,7 @@ def test_a_limit_that_counts_requests_is_charged_with_requests(node: Build) -> N
     assert used(away.store_after_charges(), requests) == 3
 
 
-def test_a_reservation_is_charged_with_its_estimate_whatever_it_is_settled_for(node: Build) -> None:
+def test_a_reservation_is_charged_with_its_estimate_not_with_its_settlement(node: Build) -> None:
     away = node(failure="local")
     held = away.limiter.reserve("r", "s", limits=CHARGED, cost=9)
     away.limiter.settle(held.reservation_id or "", 2)
@@ -436,7 +437,7 @@ def test_a_full_store_does_not_open_the_breaker(node: Build) -> None:
     assert away.resilience.record_failure(StoreUnavailable("connection refused"), away.resilience.now_us())
 
 
-def test_a_store_that_is_still_full_is_charged_later(node: Build) -> None:
+def test_a_full_store_is_charged_later(node: Build) -> None:
     away = node(failure="local")
     away.check(CHARGED, cost=3)
     full = StoreFull("no memory")

@@ -1,4 +1,4 @@
-"""Shares of prepaid limits on a manual clock: sized by need, spent once, given back."""
+"""Prepaid shares on a manual clock: sized by demand, spent once, returned."""
 
 import pytest
 
@@ -15,7 +15,7 @@ BUCKET = TokenBucket(name="bucket", bucket_capacity=1_000, refill_rate_per_sec=1
 
 
 class PrepaidHarness:
-    """Shares of one process, and a store that grants whatever is asked for."""
+    """The shares of one process, and a store that grants every request."""
 
     def __init__(self, limit: FixedWindow | TokenBucket = WINDOW) -> None:
         self.clock = ManualClock(0)
@@ -27,306 +27,308 @@ class PrepaidHarness:
         return build_check(Keys(), self.limits, resource, subject, cost, None, "t", "P0").debits[0]
 
     def ask(self, times: int, cost: int = 1, subject: str = "s") -> int:
-        """How many were paid for in advance."""
+        """Return how many checks a share paid for."""
         return sum(self.shares.spend(self.take(cost, subject)) is not None for _ in range(times))
 
     def wait(self, intervals: float = 1) -> None:
         self.clock.advance_us(int(intervals * INTERVAL_US))
 
     def sync(self) -> list[TopUpRequest]:
-        wishes = self.shares.due_requests()
-        for wish in wishes:
-            self.grant(wish, wish.requested)
-        return wishes
+        requests = self.shares.due_requests()
+        for request in requests:
+            self.grant(request, request.requested)
+        return requests
 
-    def grant(self, wish: TopUpRequest, granted: int) -> None:
+    def grant(self, request: TopUpRequest, granted: int) -> None:
         reset_us = self.ends_us - self.clock.now_us()
-        window = (0, 0) if wish.share.rule.is_bucket else (self.ends_us - HOUR_US, self.ends_us)
-        self.answer(wish, TopUpReply(granted, 1_000_000, 500, reset_us, *window))
+        window = (0, 0) if request.share.rule.is_bucket else (self.ends_us - HOUR_US, self.ends_us)
+        self.answer(request, TopUpReply(granted, 1_000_000, 500, reset_us, *window))
 
-    def answer(self, wish: TopUpRequest, grant: TopUpReply | None) -> None:
-        self.shares.apply_replies([wish], None if grant is None else [grant], self.clock.now_us())
+    def answer(self, request: TopUpRequest, grant: TopUpReply | None) -> None:
+        self.shares.apply_replies([request], None if grant is None else [grant], self.clock.now_us())
 
     def share(self) -> PrepaidShare:
         return self.shares._shares[self.take()[1]]
 
 
 def prepaid_harness(limit: FixedWindow | TokenBucket = WINDOW) -> PrepaidHarness:
-    """One that has paid for 200, having asked for 100 in an interval."""
-    desk = PrepaidHarness(limit)
-    desk.ask(100)
-    desk.wait()
-    desk.sync()
-    return desk
+    """Return a harness with a share of 200, after a demand of 100 in an interval."""
+    harness = PrepaidHarness(limit)
+    harness.ask(100)
+    harness.wait()
+    harness.sync()
+    return harness
 
 
-def test_nothing_is_paid_for_before_anybody_asked() -> None:
+def test_nothing_is_prepaid_without_demand() -> None:
     assert PrepaidHarness().sync() == []
 
 
-def test_a_share_is_about_two_intervals_of_what_was_asked_for() -> None:
-    desk = PrepaidHarness()
-    desk.ask(100)
-    desk.wait()
-    (wish,) = desk.sync()
-    assert (wish.requested, wish.kept, wish.returned) == (200, 0, 0)
-    assert desk.ask(250) == 200
+def test_a_share_covers_about_two_intervals_of_demand() -> None:
+    harness = PrepaidHarness()
+    harness.ask(100)
+    harness.wait()
+    (request,) = harness.sync()
+    assert (request.requested, request.kept, request.returned) == (200, 0, 0)
+    assert harness.ask(250) == 200
 
 
-def test_what_is_asked_for_slowly_stays_exact() -> None:
-    desk = PrepaidHarness()
+def test_a_limit_with_little_demand_stays_exact() -> None:
+    harness = PrepaidHarness()
     for _ in range(10):
-        desk.ask(1)
-        desk.wait()
-        assert desk.sync() == []
+        harness.ask(1)
+        harness.wait()
+        assert harness.sync() == []
 
 
 def test_a_share_is_synced_at_most_once_an_interval() -> None:
-    desk = PrepaidHarness()
-    desk.ask(100)
-    desk.wait(0.99)
-    assert desk.sync() == []
-    desk.wait(0.02)
-    assert len(desk.sync()) == 1
-    desk.ask(1_000)
-    assert desk.sync() == []
+    harness = PrepaidHarness()
+    harness.ask(100)
+    harness.wait(0.99)
+    assert harness.sync() == []
+    harness.wait(0.02)
+    assert len(harness.sync()) == 1
+    harness.ask(1_000)
+    assert harness.sync() == []
 
 
 def test_a_share_is_topped_up_before_it_is_spent() -> None:
-    desk = prepaid_harness()
-    assert desk.ask(150) == 150
-    desk.wait()
-    (wish,) = desk.sync()
-    assert (wish.kept, wish.requested) == (50, 250)
-    assert desk.ask(300) == 300
+    harness = prepaid_harness()
+    assert harness.ask(150) == 150
+    harness.wait()
+    (request,) = harness.sync()
+    assert (request.kept, request.requested) == (50, 250)
+    assert harness.ask(300) == 300
 
 
 def test_while_a_wish_is_on_its_way_there_is_no_second_one() -> None:
-    desk = PrepaidHarness()
-    desk.ask(100)
-    desk.wait()
-    (wish,) = desk.shares.due_requests()
-    desk.ask(100)
-    desk.wait()
-    assert desk.shares.due_requests() == []
-    desk.answer(wish, None)
-    desk.wait()
-    assert len(desk.shares.due_requests()) == 1
+    harness = PrepaidHarness()
+    harness.ask(100)
+    harness.wait()
+    (request,) = harness.shares.due_requests()
+    harness.ask(100)
+    harness.wait()
+    assert harness.shares.due_requests() == []
+    harness.answer(request, None)
+    harness.wait()
+    assert len(harness.shares.due_requests()) == 1
 
 
-def test_what_may_have_been_granted_and_was_not_heard_is_never_spent() -> None:
-    desk = PrepaidHarness()
-    desk.ask(100)
-    desk.wait()
-    (wish,) = desk.shares.due_requests()
-    desk.answer(wish, None)
-    assert desk.ask(1) == 0
+def test_a_grant_whose_reply_was_lost_is_never_spent() -> None:
+    harness = PrepaidHarness()
+    harness.ask(100)
+    harness.wait()
+    (request,) = harness.shares.due_requests()
+    harness.answer(request, None)
+    assert harness.ask(1) == 0
 
 
 def test_an_idle_share_goes_back_whole() -> None:
-    desk = prepaid_harness()
-    assert desk.ask(30) == 30
+    harness = prepaid_harness()
+    assert harness.ask(30) == 30
     returned = []
     for _ in range(7):
-        desk.wait()
-        returned += [(wish.returned, wish.requested) for wish in desk.sync() if wish.returned]
+        harness.wait()
+        returned += [(request.returned, request.requested) for request in harness.sync() if request.returned]
     assert returned == [(170, 0)]
-    assert len(desk.shares) == 0
+    assert len(harness.shares) == 0
 
 
 def test_a_share_ends_with_its_window() -> None:
-    desk = PrepaidHarness()
-    desk.ends_us = 3 * INTERVAL_US
-    desk.ask(100)
-    desk.wait()
-    desk.sync()
-    desk.wait(2)
-    assert desk.ask(1) == 0
+    harness = PrepaidHarness()
+    harness.ends_us = 3 * INTERVAL_US
+    harness.ask(100)
+    harness.wait()
+    harness.sync()
+    harness.wait(2)
+    assert harness.ask(1) == 0
 
 
 def test_a_share_that_was_granted_in_the_next_window_keeps_nothing_of_the_last_one() -> None:
-    desk = prepaid_harness()
-    desk.ask(150)
-    desk.wait()
-    (wish,) = desk.shares.due_requests()
-    desk.ends_us = 2 * HOUR_US
-    desk.grant(wish, 10)
-    assert desk.ask(20) == 10
+    harness = prepaid_harness()
+    harness.ask(150)
+    harness.wait()
+    (request,) = harness.shares.due_requests()
+    harness.ends_us = 2 * HOUR_US
+    harness.grant(request, 10)
+    assert harness.ask(20) == 10
 
 
 def test_a_share_that_was_granted_in_a_longer_window_of_the_same_end_keeps_nothing() -> None:
-    """An override that changes the window: what was bought in the shorter one is not part of the longer one's count."""
-    desk = prepaid_harness()
-    desk.ask(150)
-    desk.wait()
-    (wish,) = desk.shares.due_requests()
-    longer = TopUpReply(10, 1_000_000, 500, HOUR_US - desk.clock.now_us(), -HOUR_US, HOUR_US)
-    desk.answer(wish, longer)
-    assert desk.ask(20) == 10
-    assert desk.share().window == (-HOUR_US, HOUR_US)
+    """An override changes the window: a share of the shorter window is not part of the count of the longer one."""
+    harness = prepaid_harness()
+    harness.ask(150)
+    harness.wait()
+    (request,) = harness.shares.due_requests()
+    longer = TopUpReply(10, 1_000_000, 500, HOUR_US - harness.clock.now_us(), -HOUR_US, HOUR_US)
+    harness.answer(request, longer)
+    assert harness.ask(20) == 10
+    assert harness.share().window == (-HOUR_US, HOUR_US)
 
 
 def test_a_share_of_a_bucket_lapses() -> None:
-    desk = prepaid_harness(BUCKET)
-    desk.clock.advance_us(desk.shares.lapse_us)
-    assert desk.ask(1) == 0
+    harness = prepaid_harness(BUCKET)
+    harness.clock.advance_us(harness.shares.lapse_us)
+    assert harness.ask(1) == 0
 
 
 @pytest.mark.parametrize("limit", [WINDOW, BUCKET], ids=["window", "bucket"])
-def test_a_share_ends_counted_from_when_it_was_asked_for(limit: FixedWindow | TokenBucket) -> None:
-    desk = PrepaidHarness(limit)
-    desk.ask(100)
-    desk.wait()
-    (wish,) = desk.shares.due_requests()
-    sent_us = desk.clock.now_us()
-    desk.clock.advance_us(50_000)  # on its way
-    desk.shares.apply_replies([wish], [TopUpReply(200, 1_000_000, 0, 1_000_000, 0, 1_000_000)], sent_us)
-    desk.clock.set_us(sent_us + (desk.shares.lapse_us if limit is BUCKET else 1_000_000) - 1)
-    assert desk.ask(1) == 1
-    desk.clock.advance_us(1)
-    assert desk.ask(1) == 0
+def test_a_share_expires_counted_from_when_it_was_requested(limit: FixedWindow | TokenBucket) -> None:
+    harness = PrepaidHarness(limit)
+    harness.ask(100)
+    harness.wait()
+    (request,) = harness.shares.due_requests()
+    sent_us = harness.clock.now_us()
+    harness.clock.advance_us(50_000)  # in flight
+    harness.shares.apply_replies([request], [TopUpReply(200, 1_000_000, 0, 1_000_000, 0, 1_000_000)], sent_us)
+    harness.clock.set_us(sent_us + (harness.shares.lapse_us if limit is BUCKET else 1_000_000) - 1)
+    assert harness.ask(1) == 1
+    harness.clock.advance_us(1)
+    assert harness.ask(1) == 0
 
 
 def test_what_was_granted_before_a_reset_never_goes_back() -> None:
-    for drop, returned in (
+    for invalidation, returned in (
         (Invalidation(keys=(PrepaidHarness().take()[1],)), 0),
         (Invalidation(tenants=(Keys().tenant_keys("t").tenant_prefix,)), 200),
     ):
-        desk = PrepaidHarness()
-        desk.ask(100)
-        desk.wait()
-        (wish,) = desk.shares.due_requests()
-        desk.shares.invalidate(drop)  # in the same microsecond as it was sent
-        desk.grant(wish, 200)
-        assert desk.ask(1) == 0
-        assert sum(wish.returned for wish in desk.shares.return_all()) == returned
+        harness = PrepaidHarness()
+        harness.ask(100)
+        harness.wait()
+        (request,) = harness.shares.due_requests()
+        harness.shares.invalidate(invalidation)  # in the same microsecond as it was sent
+        harness.grant(request, 200)
+        assert harness.ask(1) == 0
+        assert sum(request.returned for request in harness.shares.return_all()) == returned
 
 
 def test_a_share_of_a_bucket_that_is_in_use_is_kept_from_lapsing() -> None:
-    desk = prepaid_harness(BUCKET)
-    for _ in range(40):  # slowly, so that nothing need be added for long
-        desk.wait()
-        desk.ask(1)
-        desk.sync()
-    assert desk.ask(1) == 1
+    harness = prepaid_harness(BUCKET)
+    for _ in range(40):  # slowly, so that no top-up is needed for long
+        harness.wait()
+        harness.ask(1)
+        harness.sync()
+    assert harness.ask(1) == 1
 
 
 def test_what_was_kept_and_had_lapsed_in_the_store_is_spent_no_more() -> None:
-    desk = prepaid_harness(BUCKET)
-    desk.ask(150)
-    desk.wait()
-    (wish,) = desk.shares.due_requests()
-    desk.answer(wish, TopUpReply(7, 1_000, 0, 0, 0, -1))
-    assert desk.ask(10) == 7
+    harness = prepaid_harness(BUCKET)
+    harness.ask(150)
+    harness.wait()
+    (request,) = harness.shares.due_requests()
+    harness.answer(request, TopUpReply(7, 1_000, 0, 0, 0, -1))
+    assert harness.ask(10) == 7
 
 
-def test_a_cost_above_what_is_left_is_asked_for_in_the_store() -> None:
-    desk = prepaid_harness()
-    assert desk.ask(1, cost=201) == 0
-    assert desk.ask(1, cost=200) == 1
+def test_a_cost_above_the_balance_goes_to_the_store() -> None:
+    harness = prepaid_harness()
+    assert harness.ask(1, cost=201) == 0
+    assert harness.ask(1, cost=200) == 1
 
 
-def test_another_plan_spends_nothing_of_the_former_one() -> None:
-    desk = prepaid_harness()
-    desk.limits = Limits(FixedWindow(name="window", limit=5, window_seconds=3_600, consistency="prepaid"))
-    assert desk.ask(1) == 0
-    desk.wait()
-    (wish,) = desk.shares.due_requests()
-    assert wish.returned == 200
+def test_a_new_plan_spends_nothing_of_the_former_one() -> None:
+    harness = prepaid_harness()
+    harness.limits = Limits(FixedWindow(name="window", limit=5, window_seconds=3_600, consistency="prepaid"))
+    assert harness.ask(1) == 0
+    harness.wait()
+    (request,) = harness.shares.due_requests()
+    assert request.returned == 200
 
 
 def test_an_override_ends_a_share_and_what_is_left_goes_back() -> None:
-    desk = prepaid_harness()
-    desk.shares.invalidate(Invalidation(subjects=(Keys.overrides(Keys().tenant_keys("t").tenant_prefix, "s"),)))
-    assert desk.ask(1) == 0
-    desk.wait()
-    (wish,) = desk.shares.due_requests()
-    assert wish.returned == 200
+    harness = prepaid_harness()
+    harness.shares.invalidate(Invalidation(subjects=(Keys.overrides(Keys().tenant_keys("t").tenant_prefix, "s"),)))
+    assert harness.ask(1) == 0
+    harness.wait()
+    (request,) = harness.shares.due_requests()
+    assert request.returned == 200
 
 
 def test_a_reset_ends_a_share_and_nothing_goes_back() -> None:
-    desk = prepaid_harness()
-    desk.shares.invalidate(Invalidation(keys=(desk.take()[1],)))
-    assert desk.ask(1) == 0
-    desk.wait()
-    assert [wish.returned for wish in desk.shares.due_requests()] == [0]
+    harness = prepaid_harness()
+    harness.shares.invalidate(Invalidation(keys=(harness.take()[1],)))
+    assert harness.ask(1) == 0
+    harness.wait()
+    assert [request.returned for request in harness.shares.due_requests()] == [0]
 
 
 def test_what_was_spent_for_a_check_that_was_denied_after_all_comes_back() -> None:
-    desk = prepaid_harness()
-    _, epoch = desk.shares.spend(desk.take(5)) or ((), 0)
-    assert desk.ask(200) == 195
-    desk.shares.refund(desk.take(5), epoch)
-    assert desk.ask(6) == 5
+    harness = prepaid_harness()
+    _, epoch = harness.shares.spend(harness.take(5)) or ((), 0)
+    assert harness.ask(200) == 195
+    harness.shares.refund(harness.take(5), epoch)
+    assert harness.ask(6) == 5
 
 
 def test_what_was_spent_in_one_window_does_not_come_back_in_the_next() -> None:
-    desk = prepaid_harness()
-    _, epoch = desk.shares.spend(desk.take(10)) or ((), 0)
-    desk.ask(140)
-    desk.wait()
-    (wish,) = desk.shares.due_requests()
-    desk.ends_us = 2 * HOUR_US
-    desk.grant(wish, 20)
-    desk.shares.refund(desk.take(10), epoch)
-    assert desk.ask(30) == 20
+    harness = prepaid_harness()
+    _, epoch = harness.shares.spend(harness.take(10)) or ((), 0)
+    harness.ask(140)
+    harness.wait()
+    (request,) = harness.shares.due_requests()
+    harness.ends_us = 2 * HOUR_US
+    harness.grant(request, 20)
+    harness.shares.refund(harness.take(10), epoch)
+    assert harness.ask(30) == 20
 
 
 def test_an_answer_that_a_reset_has_overtaken_is_worth_nothing() -> None:
-    desk = PrepaidHarness()
-    desk.ask(100)
-    desk.wait()
-    (wish,) = desk.shares.due_requests()
-    sent_us = desk.clock.now_us()
-    desk.clock.advance_us(1)
-    desk.shares.invalidate(Invalidation(keys=(desk.take()[1],)))
-    desk.shares.apply_replies([wish], [TopUpReply(200, 1_000_000, 0, HOUR_US, 0, HOUR_US)], sent_us)
-    assert desk.ask(1) == 0
+    harness = PrepaidHarness()
+    harness.ask(100)
+    harness.wait()
+    (request,) = harness.shares.due_requests()
+    sent_us = harness.clock.now_us()
+    harness.clock.advance_us(1)
+    harness.shares.invalidate(Invalidation(keys=(harness.take()[1],)))
+    harness.shares.apply_replies([request], [TopUpReply(200, 1_000_000, 0, HOUR_US, 0, HOUR_US)], sent_us)
+    assert harness.ask(1) == 0
 
 
 def test_what_could_not_be_brought_back_is_brought_back_later_unless_it_was_reset_meanwhile() -> None:
     for is_reset, returned in ((False, 200), (True, 0)):
-        desk = prepaid_harness()
-        desk.shares.invalidate(Invalidation(subjects=(Keys.overrides(Keys().tenant_keys("t").tenant_prefix, "s"),)))
-        desk.ask(100)
-        desk.wait()
-        (wish,) = desk.shares.due_requests()
-        sent_us = desk.clock.now_us()
-        desk.clock.advance_us(1)
+        harness = prepaid_harness()
+        harness.shares.invalidate(Invalidation(subjects=(Keys.overrides(Keys().tenant_keys("t").tenant_prefix, "s"),)))
+        harness.ask(100)
+        harness.wait()
+        (request,) = harness.shares.due_requests()
+        sent_us = harness.clock.now_us()
+        harness.clock.advance_us(1)
         if is_reset:
-            desk.shares.invalidate(Invalidation(keys=(desk.take()[1],)))
-        desk.shares.apply_replies([wish], [None], sent_us)
-        desk.wait()
-        desk.ask(100)
-        assert [wish.returned for wish in desk.shares.due_requests()] == [returned]
+            harness.shares.invalidate(Invalidation(keys=(harness.take()[1],)))
+        harness.shares.apply_replies([request], [None], sent_us)
+        harness.wait()
+        harness.ask(100)
+        assert [request.returned for request in harness.shares.due_requests()] == [returned]
 
 
-def test_who_begins_to_listen_loses_nothing_and_who_listens_again_all() -> None:
-    desk = prepaid_harness()
-    desk.shares.invalidate_all(messages_missed=False)
-    assert desk.ask(1) == 1
-    desk.shares.invalidate_all(messages_missed=True)
-    assert desk.ask(1) == 0
+def test_the_first_subscription_keeps_shares_and_a_later_one_forfeits_them() -> None:
+    harness = prepaid_harness()
+    harness.shares.invalidate_all(messages_missed=False)
+    assert harness.ask(1) == 1
+    harness.shares.invalidate_all(messages_missed=True)
+    assert harness.ask(1) == 0
 
 
 def test_a_decision_tells_what_this_process_and_the_store_have_left() -> None:
-    desk = prepaid_harness()
-    row, _ = desk.shares.spend(desk.take()) or ((), 0)
+    harness = prepaid_harness()
+    row, _ = harness.shares.spend(harness.take()) or ((), 0)
     assert row == (1_000_000, 199 + 500, HOUR_US - INTERVAL_US, 0, 0)
 
 
 def test_the_number_of_shares_is_bounded() -> None:
-    desk = PrepaidHarness()
+    harness = PrepaidHarness()
     for subject in "abcdef":
-        desk.ask(100, subject=subject)
-    assert len(desk.shares) == 3
+        harness.ask(100, subject=subject)
+    assert len(harness.shares) == 3
 
 
 def test_on_leaving_everything_goes_back() -> None:
-    desk = prepaid_harness()
-    desk.ask(50)
-    assert [(wish.returned, wish.kept, wish.requested) for wish in desk.shares.return_all()] == [(150, 0, 0)]
-    assert desk.ask(1) == 0
+    harness = prepaid_harness()
+    harness.ask(50)
+    assert [(request.returned, request.kept, request.requested) for request in harness.shares.return_all()] == [
+        (150, 0, 0)
+    ]
+    assert harness.ask(1) == 0
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The settings of a shared store: what is out of bounds is refused by name, before anything is opened."""
+"""The options of a store: values out of bounds are refused by name before anything is opened."""
 
 from collections.abc import Callable
 from typing import Any
@@ -129,7 +129,7 @@ def test_in_a_batch_the_refusal_stands_in_the_place_of_its_check() -> None:
 
 
 @pytest.mark.parametrize("failure", [None, *Failure])
-def test_a_store_that_can_decide_does_so_whatever_the_failure_behaviour(failure: Failure | None) -> None:
+def test_a_store_that_can_decide_does_so_with_any_failure_behaviour(failure: Failure | None) -> None:
     limiter = SyncLimiter.connect("memory://", clock=ManualClock())
     decision = limiter.check("r", "s", limits=LIMIT, failure=failure)
     assert (decision.remaining, decision.degraded) == (4, None)
