@@ -26,7 +26,7 @@ from limitforge import (
     TokenBucket,
 )
 from limitforge.stores.memory.store import MemoryStore
-from limitforge.stores.redis.topology import topology as fleet_module
+from limitforge.stores.redis import core as core_module
 from tests.contract.conftest import PATIENT, QUICK, STORES, empty_server, on_few_stores, open_limiter
 from tests.servers import RedisServer
 from tests.state_machines import run_machine
@@ -294,8 +294,8 @@ def test_the_local_store_of_an_outage_enforces_the_budget_only_when_half_full() 
 def test_a_budget_that_an_operator_set_holds_for_local_limits_as_it_is(
     redis_url: str, monkeypatch: pytest.MonkeyPatch, *, fits_memory: bool, overflows: bool
 ) -> None:
-    monkeypatch.setattr(fleet_module, "LOCAL_MAX_KEYS", 1_000)
-    monkeypatch.setattr(fleet_module, "LOCAL_NEW_BUCKETS", 100)
+    monkeypatch.setattr(core_module, "LOCAL_MAX_KEYS", 1_000)
+    monkeypatch.setattr(core_module, "LOCAL_NEW_BUCKETS", 100)
     options = StoreOptions(
         deadline_ms=30_000, failure="raise", new_buckets_per_minute=1_000, cap_budget_by_memory=fits_memory
     )
