@@ -30,10 +30,10 @@ every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 SHARES = {"P1": 90, "P2": 33, "P3": 0}
 ONE, TWO, THREE = (any_limits(name=name) for name in ("one", "two", "three"))
 MONITORED = any_limits(name="monitored", mode="monitor")
-STORIES = any_histories(name="one")
-MONITORED_STORIES = any_histories(name="monitored", mode="monitor")
-SHARED_STORIES = any_histories(shares=SHARES)
-COUNTING_STORIES = counting_histories()
+HISTORIES = any_histories(name="one")
+MONITORED_HISTORIES = any_histories(name="monitored", mode="monitor")
+SHARED_HISTORIES = any_histories(shares=SHARES)
+COUNTING_HISTORIES = counting_histories()
 
 
 def replayed(history: History, *, full: bool = False) -> Simulation:
@@ -91,7 +91,7 @@ def test_limits_that_decide_together_wait_for_the_slowest_of_them(data: st.DataO
 
 @given(data=st.data(), priority=st.sampled_from(["P0", "P1", "P2", "P3"]))
 def test_a_priority_with_a_share_waits_for_its_share(priority: str, data: st.DataObject) -> None:
-    history = data.draw(SHARED_STORIES)
+    history = data.draw(SHARED_HISTORIES)
     simulation = replayed(history, full=True)
     cost = data.draw(costs(history.limit, least=1))
     decision = simulation.fork_later(0).check(history.limit, cost, priority=priority)
@@ -168,7 +168,7 @@ def test_a_denial_takes_nothing_from_any_limit(algorithm: str, data: st.DataObje
 
 @given(data=st.data())
 def test_a_peek_is_always_allowed_and_changes_nothing(data: st.DataObject) -> None:
-    history = data.draw(STORIES)
+    history = data.draw(HISTORIES)
     simulation = replayed(history, full=data.draw(st.booleans()))
     before = simulation.states()
     peek = simulation.peek(history.limit)
@@ -179,7 +179,7 @@ def test_a_peek_is_always_allowed_and_changes_nothing(data: st.DataObject) -> No
 
 @given(data=st.data())
 def test_a_clock_that_steps_back_stands_still(data: st.DataObject) -> None:
-    history = data.draw(STORIES)
+    history = data.draw(HISTORIES)
     simulation = replayed(history, full=True)
     assume(simulation.store._states)
     [state] = simulation.store._states.values()
@@ -197,7 +197,7 @@ def test_a_clock_that_steps_back_stands_still(data: st.DataObject) -> None:
 
 @given(data=st.data())
 def test_a_monitored_limit_never_changes_what_the_enforced_ones_do(data: st.DataObject) -> None:
-    history = data.draw(STORIES)
+    history = data.draw(HISTORIES)
     other = data.draw(TWO)
     monitored = data.draw(MONITORED)
     with_it = data.draw(st.permutations([history.limit, other, monitored]))
@@ -214,7 +214,7 @@ def test_a_monitored_limit_never_changes_what_the_enforced_ones_do(data: st.Data
 
 @given(data=st.data())
 def test_a_monitored_limit_takes_only_what_was_allowed_and_had_room(data: st.DataObject) -> None:
-    history = data.draw(MONITORED_STORIES)
+    history = data.draw(MONITORED_HISTORIES)
     gate = Limits.parse("gate=fixed:7/second")["gate"]
     both: list[Limit] = [gate, history.limit]
     simulation = Simulation(history.start_us)
@@ -232,7 +232,7 @@ def test_a_monitored_limit_takes_only_what_was_allowed_and_had_room(data: st.Dat
 
 @given(data=st.data())
 def test_settling_for_less_is_as_if_only_that_had_been_taken(data: st.DataObject) -> None:
-    history = data.draw(COUNTING_STORIES)
+    history = data.draw(COUNTING_HISTORIES)
     simulation = replayed(history)
     room = simulation.peek(history.limit).remaining or 0
     assume(room)
@@ -254,7 +254,7 @@ def test_settling_for_less_is_as_if_only_that_had_been_taken(data: st.DataObject
 
 @given(data=st.data())
 def test_settling_for_more_takes_the_rest_now_whether_or_not_there_is_room(data: st.DataObject) -> None:
-    history = data.draw(COUNTING_STORIES)
+    history = data.draw(COUNTING_HISTORIES)
     simulation = replayed(history)
     room = simulation.peek(history.limit).remaining or 0
     assume(room)
@@ -276,7 +276,7 @@ def test_settling_for_more_takes_the_rest_now_whether_or_not_there_is_room(data:
 
 @given(data=st.data())
 def test_a_reservation_that_lapses_by_refund_is_as_if_it_had_not_been_made(data: st.DataObject) -> None:
-    history = data.draw(COUNTING_STORIES)
+    history = data.draw(COUNTING_HISTORIES)
     simulation = replayed(history)
     room = simulation.peek(history.limit).remaining or 0
     assume(room > 1)

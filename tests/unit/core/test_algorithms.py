@@ -118,7 +118,7 @@ def test_a_counter_blends_the_window_before_into_this_one(limiter: SyncLimiter, 
     assert (remaining(limiter, limit), limiter.check("r", "s", limits=limit, cost=0).reset_after_ms) == (10, 0)
 
 
-def test_what_a_counter_is_given_back_goes_to_the_window_it_came_from(limiter: SyncLimiter, clock: ManualClock) -> None:
+def test_a_refund_of_a_counter_goes_to_the_window_it_was_taken_from(limiter: SyncLimiter, clock: ManualClock) -> None:
     limit = SlidingWindowCounter(limit=100, window_seconds=60)
     reserved = limiter.reserve("r", "s", limits=limit, cost=80, ttl_seconds=3_600)
     clock.set_us(NOW_US + MINUTE_US)
@@ -208,7 +208,7 @@ def test_the_windows_of_a_quota_begin_with_their_first_microsecond_and_end_befor
 
 
 @pytest.mark.parametrize("kind", [TokenBucket, LeakyBucket])
-def test_a_level_in_another_rates_unit_is_rounded_down(kind: Any) -> None:
+def test_a_level_that_is_converted_to_another_rate_is_rounded_down(kind: Any) -> None:
     """A level is kept in parts of a token: 2 of 3 parts are 0 whole ones, and 1 of 2."""
     thirds, halves, wholes = (kind(bucket_capacity=9, **{RATES[kind]: Rate(1, parts)}).compiled for parts in (3, 2, 1))
     state = Level(0, 10**9, 0, thirds, (), 2)
@@ -235,7 +235,7 @@ def test_a_delay_is_rounded_up_to_milliseconds(limiter: SyncLimiter) -> None:
 # -- what is given back
 
 
-def test_no_more_than_was_taken_in_its_moment_goes_back(limiter: SyncLimiter) -> None:
+def test_no_more_is_given_back_than_was_taken_at_that_time(limiter: SyncLimiter) -> None:
     """Two reservations of one microsecond share an entry of the log: settling one gives back only its own amount."""
     limit = SlidingWindow(limit=10, window_seconds=60)
     _, large = (limiter.reserve("r", "s", limits=limit, cost=cost) for cost in (1, 6))
@@ -243,7 +243,7 @@ def test_no_more_than_was_taken_in_its_moment_goes_back(limiter: SyncLimiter) ->
     assert remaining(limiter, limit) == 8
 
 
-def test_what_is_given_back_fills_no_bucket_beyond_its_capacity(limiter: SyncLimiter, clock: ManualClock) -> None:
+def test_a_refund_does_not_fill_a_bucket_beyond_its_capacity(limiter: SyncLimiter, clock: ManualClock) -> None:
     limit = TokenBucket(bucket_capacity=10, refill_rate_per_sec=1)
     reserved = limiter.reserve("r", "s", limits=limit, cost=8)
     limiter.check("r", "s", limits=limit, cost=2)
@@ -267,7 +267,7 @@ def test_a_reservation_whose_cost_is_kept_gives_nothing_back_when_it_lapses(
     assert remaining(limiter, limit) == 7
 
 
-def test_a_bucket_holds_a_thousand_open_reservations_and_not_one_more(limiter: SyncLimiter) -> None:
+def test_a_bucket_has_at_most_a_thousand_open_reservations(limiter: SyncLimiter) -> None:
     limit = FixedWindow(limit=2_000, window_seconds=3_600)
     for _ in range(1_000):
         limiter.reserve("r", "s", limits=limit, cost=1)

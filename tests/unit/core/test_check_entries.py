@@ -36,7 +36,7 @@ def test_merged_entries_are_allowed_or_denied_together(limiter: SyncLimiter) -> 
     assert (decision.allowed, decision.retry_after_ms, decision.remaining) == (False, None, 10)
 
 
-def test_what_a_scope_does_not_want_does_not_keep_entries_apart(limiter: SyncLimiter) -> None:
+def test_entries_are_merged_if_they_differ_only_in_what_the_scope_ignores(limiter: SyncLimiter) -> None:
     per_tenant = window("t", scope="tenant")
     caller = window("c", scope="caller")
     decision = limiter.check_entries(
@@ -83,11 +83,11 @@ def test_entries_with_keys_of_their_own_are_decided_together(limiter: SyncLimite
 
 
 def test_a_name_that_only_one_limit_has_is_reported_bare(limiter: SyncLimiter) -> None:
-    entries = [Entry(window(place.name), "r", "s", 1, place) for place in (Layer.OPERATOR, Layer.TENANT, Layer.POLICY)]
+    entries = [Entry(window(layer.name), "r", "s", 1, layer) for layer in (Layer.OPERATOR, Layer.TENANT, Layer.POLICY)]
     assert list(limiter.check_entries(entries).limits) == ["OPERATOR", "TENANT", "POLICY"]
 
 
-def test_a_name_in_several_places_is_reported_with_its_place(limiter: SyncLimiter) -> None:
+def test_a_name_in_several_layers_is_reported_with_its_layer(limiter: SyncLimiter) -> None:
     """All limits that share it: a reader of `burst` must not have to know which plan came first."""
     entries = [
         Entry(window("burst", 10), "r", "s", 1, Layer.OPERATOR),
@@ -102,9 +102,9 @@ def test_a_name_in_several_places_is_reported_with_its_place(limiter: SyncLimite
 
 def test_equal_names_in_joined_plans_count_apart(limiter: SyncLimiter) -> None:
     limit = window("burst", 1)
-    for place in (Layer.OPERATOR, Layer.TENANT, Layer.POLICY):
-        assert limiter.check_entries([Entry(limit, "r", "s", 1, place)]).allowed
-        assert not limiter.check_entries([Entry(limit, "r", "s", 1, place)]).allowed
+    for layer in (Layer.OPERATOR, Layer.TENANT, Layer.POLICY):
+        assert limiter.check_entries([Entry(limit, "r", "s", 1, layer)]).allowed
+        assert not limiter.check_entries([Entry(limit, "r", "s", 1, layer)]).allowed
 
 
 def test_several_buckets_of_one_limit_are_all_reported(limiter: SyncLimiter) -> None:
@@ -125,7 +125,7 @@ def test_costs_are_given_by_name_and_the_others_take_the_cost(limiter: SyncLimit
     assert remaining(decision) == {"requests": 99, "elements": 50, "bytes": 98}
 
 
-def test_a_cost_of_0_by_name_leaves_that_limit_alone(limiter: SyncLimiter) -> None:
+def test_a_cost_of_0_by_name_takes_nothing_from_that_limit(limiter: SyncLimiter) -> None:
     limits = [window("full", 0), window("other")]
     decision = limiter.check("r", "s", limits=limits, costs={"full": 0})
     assert decision.allowed
@@ -175,7 +175,7 @@ def test_costs_of_one_bucket_may_not_add_up_to_more_than_one_cost(limiter: SyncL
 # -- what is there
 
 
-def test_a_limit_that_is_off_is_not_there(limiter: SyncLimiter) -> None:
+def test_a_limit_that_is_off_is_ignored(limiter: SyncLimiter) -> None:
     off = window("off", 0, mode="off")
     on = window("on")
     assert list(limiter.check("r", "s", limits=[off, on]).limits) == ["on"]
@@ -198,7 +198,7 @@ def test_a_check_has_at_most_32_buckets(limiter: SyncLimiter) -> None:
 
 
 @pytest.mark.parametrize("entry", [None, "5/minute", window("a"), ("a", "b", "c")])
-def test_what_is_no_entry_is_refused(entry: Any, limiter: SyncLimiter) -> None:
+def test_an_invalid_entry_is_refused(entry: Any, limiter: SyncLimiter) -> None:
     with pytest.raises(InvalidInput) as refused:
         limiter.check_entries([entry])
     assert refused.value.field == "entries[0]"
@@ -211,10 +211,10 @@ def test_an_entry_without_a_limit_is_refused(limit: Any, limiter: SyncLimiter) -
     assert refused.value.field.startswith("entries[0]")
 
 
-@pytest.mark.parametrize("place", ["x", None, 5])
-def test_an_entry_in_no_known_place_is_refused(place: Any, limiter: SyncLimiter) -> None:
+@pytest.mark.parametrize("layer", ["x", None, 5])
+def test_an_entry_in_an_unknown_layer_is_refused(layer: Any, limiter: SyncLimiter) -> None:
     with pytest.raises(InvalidInput) as refused:
-        limiter.check_entries([Entry(window("a"), "r", "s", 1, place)])
+        limiter.check_entries([Entry(window("a"), "r", "s", 1, layer)])
     assert refused.value.field.startswith("entries[0]")
 
 

@@ -131,7 +131,7 @@ def test_monitored_and_unlimited_limits_never_bind(limiter: SyncLimiter) -> None
     assert (denied.allowed, denied.binding, denied.retry_after_ms) == (False, "real", 60_000)
 
 
-def test_with_no_limit_left_to_bind_nothing_is_said_of_one(limiter: SyncLimiter) -> None:
+def test_without_a_limit_that_can_bind_its_fields_are_none(limiter: SyncLimiter) -> None:
     for limits in ([log("free", None)], [log("watched", 0, mode="monitor")], []):
         decision = limiter.check("r", "s", limits=limits)
         assert decision.allowed
@@ -242,7 +242,7 @@ def test_the_largest_of_several_delays_is_reported(limiter: SyncLimiter) -> None
 # -- the rest
 
 
-def test_a_lease_is_handed_out_only_for_slots_that_were_taken(limiter: SyncLimiter) -> None:
+def test_a_lease_id_is_returned_only_for_slots_that_were_taken(limiter: SyncLimiter) -> None:
     slots = Concurrency(max_concurrent=1, lease_ttl_seconds=60)
     assert limiter.check("r", "s", limits=slots, cost=0).lease_id is None
     assert limiter.check("r", "s", limits=slots).lease_id is not None

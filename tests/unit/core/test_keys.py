@@ -167,7 +167,7 @@ def shape_in(algorithm: str, text: str) -> tuple[tuple[str, Any], ...]:
 
 
 @given(part=PARTS)
-def test_bytes_survive_on_the_wire_as_they_are(part: str | bytes) -> None:
+def test_bytes_are_sent_unchanged(part: str | bytes) -> None:
     name = BucketName(Scope.SUBJECT, Layer.POLICY, "t", part, "s", "a", "token_bucket")
     assert as_bytes(part) in encode_key(name.key())
     assert decode_key(encode_key(name.key())) == name.key()
@@ -252,7 +252,7 @@ def test_a_part_has_at_most_512_bytes(field: str, limiter: SyncLimiter) -> None:
 
 @pytest.mark.parametrize("field", ["tenant", "resource", "subject"])
 @pytest.mark.parametrize("part", ["\ud800", "a\udcffb", None, 5, 1.5, ["a"], {}, bytearray(b"a")])
-def test_what_is_neither_unicode_nor_bytes_is_refused(field: str, part: Any, limiter: SyncLimiter) -> None:
+def test_a_part_that_is_neither_unicode_nor_bytes_is_refused(field: str, part: Any, limiter: SyncLimiter) -> None:
     with pytest.raises(InvalidInput) as refused:
         limiter.check(**{"resource": "r", "subject": "s", "limits": "5/minute", field: part})
     assert refused.value.field == field
@@ -266,7 +266,7 @@ def test_a_key_prefix_holds_nothing_that_could_end_it(prefix: Any) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["lf", "my-app:prod_1.x", "x" * 64])
-def test_a_key_prefix_stands_before_every_key(prefix: str) -> None:
+def test_every_key_starts_with_the_key_prefix(prefix: str) -> None:
     keys = Keys(prefix)
     assert keys.tenant_keys("acme").tenant_prefix == f"{prefix}:{{acme}}:"
     assert keys.bucket_prefix(Scope.GLOBAL, Layer.OPERATOR, keys.tenant_keys("acme"), "", "r", "s").startswith(

@@ -245,19 +245,19 @@ NO_NUMBERS = [
 
 @every_algorithm
 @pytest.mark.parametrize("number", [*NO_NUMBERS, 1.5, "1.5", 99.99999999])
-def test_what_is_no_whole_number_is_refused_as_a_size(algorithm: str, number: object) -> None:
+def test_a_size_that_is_not_a_whole_number_is_refused(algorithm: str, number: object) -> None:
     assert refusal(algorithm, **{SIZE[algorithm]: number}).field == SIZE[algorithm]
 
 
 @pytest.mark.parametrize("algorithm", DURATION)
 @pytest.mark.parametrize("number", [None, *NO_NUMBERS])
-def test_what_is_no_number_is_refused_as_a_duration(algorithm: str, number: object) -> None:
+def test_a_duration_that_is_not_a_number_is_refused(algorithm: str, number: object) -> None:
     assert refusal(algorithm, **{DURATION[algorithm]: number}).field == DURATION[algorithm]
 
 
 @pytest.mark.parametrize("algorithm", RATE)
 @pytest.mark.parametrize("number", [None, 0, -1, "-0.5", "0.0000001", *NO_NUMBERS])
-def test_what_is_no_number_above_0_is_refused_as_a_rate(algorithm: str, number: object) -> None:
+def test_a_rate_that_is_not_a_number_above_0_is_refused(algorithm: str, number: object) -> None:
     assert refusal(algorithm, **{RATE[algorithm]: number}).field == RATE[algorithm]
 
 
@@ -265,7 +265,7 @@ def test_what_is_no_number_above_0_is_refused_as_a_rate(algorithm: str, number: 
     ("algorithm", "field"),
     [*SIZE.items(), *DURATION.items(), *RATE.items()],
 )
-def test_a_string_in_scientific_notation_is_no_decimal(algorithm: str, field: str) -> None:
+def test_a_string_in_scientific_notation_is_refused(algorithm: str, field: str) -> None:
     assert refusal(algorithm, **{field: "1e2"}).field == field
 
 
@@ -345,7 +345,7 @@ def test_a_duration_with_up_to_6_decimals_is_exact(micros: int) -> None:
         (0.1 + 0.2, Fraction(3, 10)),
     ],
 )
-def test_a_rate_is_the_number_that_was_meant(algorithm: str, given_rate: object, exact: Fraction) -> None:
+def test_a_rate_is_the_exact_number_that_was_meant(algorithm: str, given_rate: object, exact: Fraction) -> None:
     assert exact_rate(build(algorithm, bucket_capacity=1, **{RATE[algorithm]: given_rate})) == exact
 
 
@@ -538,7 +538,7 @@ def test_an_unknown_algorithm_is_refused(algorithm: object) -> None:
 
 
 @pytest.mark.parametrize("given_fields", [None, "100/minute", [], 5])
-def test_what_is_no_mapping_is_refused(given_fields: Any) -> None:
+def test_fields_that_are_not_a_mapping_are_refused(given_fields: Any) -> None:
     with pytest.raises(InvalidLimit):
         limit_from_fields(given_fields)
 

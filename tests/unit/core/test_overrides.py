@@ -132,7 +132,7 @@ def test_shares_are_shares_of_the_overridden_limit(limiter: SyncLimiter) -> None
         ({"burst": {"window_seconds": None}}, "limits.burst.window_seconds"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(changes: Any, field: str, limiter: SyncLimiter) -> None:
+def test_an_impossible_change_is_refused_by_name(changes: Any, field: str, limiter: SyncLimiter) -> None:
     assert refusal(limiter, changes).field == field
     assert limiter.get_override("r", "s") is None
 
@@ -149,7 +149,7 @@ def test_the_bounds_of_a_limit_hold_for_its_override(limiter: SyncLimiter) -> No
     assert "4503" in error.problem
 
 
-def test_an_unknown_limit_is_refused_with_those_that_there_are(limiter: SyncLimiter) -> None:
+def test_an_unknown_limit_is_refused_and_the_known_ones_are_named(limiter: SyncLimiter) -> None:
     limits = Limits.parse("one=5/minute; two=5/hour")
     assert "one, two" in refusal(limiter, {"three": "blocked"}, limits=limits).problem
 
@@ -187,7 +187,7 @@ def test_an_override_never_reaches_the_operators_limits(limiter: SyncLimiter) ->
     assert limits[Layer.TENANT] == limits[Layer.POLICY] == 9
 
 
-def test_an_override_for_any_resource_gives_way_to_an_exact_one(limiter: SyncLimiter) -> None:
+def test_an_override_of_the_exact_resource_takes_precedence_over_one_for_any_resource(limiter: SyncLimiter) -> None:
     override(limiter, {"burst": {"limit": 9}}, resource="*")
     assert limiter.check("r", "s", limits=BURST).limit == 9
     override(limiter, {"burst": {"limit": 7}}, resource="r")
@@ -197,7 +197,7 @@ def test_an_override_for_any_resource_gives_way_to_an_exact_one(limiter: SyncLim
     assert limiter.check("r", "s", limits=BURST).limit == 9
 
 
-def test_an_exact_override_leaves_to_the_other_what_it_does_not_name(limiter: SyncLimiter) -> None:
+def test_a_limit_that_the_exact_override_does_not_name_has_the_numbers_of_the_other(limiter: SyncLimiter) -> None:
     limits = Limits.parse("burst=5/minute; daily=100/day")
     override(limiter, {"burst": {"limit": 9}, "daily": {"limit": 900}}, limits=limits, resource="*")
     override(limiter, {"burst": {"limit": 7}}, limits=limits, resource="r")
@@ -239,7 +239,9 @@ def test_an_override_expires_by_itself(limiter: SyncLimiter, clock: ManualClock)
     assert not limiter.delete_override("r", "s")
 
 
-def test_an_expired_exact_override_gives_way_to_one_for_any_resource(limiter: SyncLimiter, clock: ManualClock) -> None:
+def test_after_an_exact_override_expires_the_one_for_any_resource_applies(
+    limiter: SyncLimiter, clock: ManualClock
+) -> None:
     override(limiter, {"burst": {"limit": 9}}, resource="*", ttl_seconds=100)
     override(limiter, {"burst": {"limit": 7}}, ttl_seconds=10)
     clock.advance_us(10_000_000)
@@ -338,7 +340,7 @@ def test_a_page_that_ends_with_the_last_subject_is_the_last(limiter: SyncLimiter
     assert limiter.list_overrides(tenant="unknown") == type(first)([], None)
 
 
-def test_overrides_that_come_and_go_between_pages_disturb_no_other(limiter: SyncLimiter) -> None:
+def test_overrides_that_are_set_or_deleted_between_pages_affect_no_others(limiter: SyncLimiter) -> None:
     for subject in "bdfh":
         override(limiter, {"burst": "blocked"}, subject=subject)
     first = limiter.list_overrides(page=2)

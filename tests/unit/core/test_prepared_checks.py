@@ -95,14 +95,14 @@ HOUR_SCOPE = Limits(HOUR).plan("P0").rules[0].scope
         ({"subject": "x" * 513}, "subject"),
     ],
 )
-def test_what_makes_no_sense_is_refused_each_time(wrong: dict[str, Any], field: str) -> None:
+def test_an_invalid_argument_is_refused_each_time(wrong: dict[str, Any], field: str) -> None:
     for _ in range(2):
         with pytest.raises(InvalidInput) as refused:
             check_of(**wrong)
         assert refused.value.field == field
 
 
-def test_limits_that_are_made_anew_with_each_check_are_not_kept() -> None:
+def test_limits_that_are_built_for_each_check_are_not_cached() -> None:
     known: Any = check_module._prepare_check_cached
     before = known.cache_info().currsize
     for _ in range(100):
@@ -111,7 +111,7 @@ def test_limits_that_are_made_anew_with_each_check_are_not_kept() -> None:
     assert known.cache_info().currsize == before
 
 
-def test_a_candidate_that_changes_is_read_anew() -> None:
+def test_a_shadow_plan_that_changes_is_read_again() -> None:
     class Candidate:
         limit = 5
 

@@ -80,7 +80,7 @@ def test_limits_are_separated_by_semicolons_and_keep_their_order() -> None:
     assert limits["second"].size == 10
 
 
-def test_a_name_stands_before_the_limit() -> None:
+def test_a_name_comes_before_the_limit() -> None:
     limits = Limits.parse("burst=10/second; per-user.day = token:5 per day")
     assert [limit.name for limit in limits] == ["burst", "per-user.day"]
     assert [limit.algorithm for limit in limits] == ["sliding_window", "token_bucket"]
@@ -184,7 +184,7 @@ def test_an_error_points_at_the_wrong_token(text: str, wrong: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["100/", "100", "100/5", "100 per", "fixed:", "a="])
-def test_an_error_at_the_end_points_behind_it(text: str) -> None:
+def test_an_error_at_the_end_points_after_the_text(text: str) -> None:
     with pytest.raises(InvalidLimit, match="the end") as refused:
         Limits.parse(text)
     *_, shown, arrow = str(refused.value).splitlines()
@@ -197,14 +197,14 @@ def test_text_without_any_limit_is_refused(text: str) -> None:
         Limits.parse(text)
 
 
-def test_text_has_a_longest_length() -> None:
+def test_text_that_is_too_long_is_refused() -> None:
     Limits.parse("5/minute" + " " * (4_096 - 8))
     with pytest.raises(InvalidLimit, match="4096"):
         Limits.parse("5/minute" + " " * (4_097 - 8))
 
 
 @pytest.mark.parametrize("text", [None, 5, b"5/minute", [], {}])
-def test_what_is_no_text_is_refused(text: Any) -> None:
+def test_an_argument_that_is_not_text_is_refused(text: Any) -> None:
     with pytest.raises(InvalidLimit):
         Limits.parse(text)
 
@@ -281,7 +281,7 @@ ALMOST = st.lists(
 
 
 @given(text=st.one_of(st.text(max_size=40), ALMOST))
-def test_any_text_is_limits_or_an_error_that_says_so(text: str) -> None:
+def test_any_text_is_parsed_or_refused(text: str) -> None:
     try:
         limits = Limits.parse(text)
     except InvalidLimit as refused:
