@@ -1,4 +1,4 @@
-"""Who may administer: tokens, their scopes, how often they may call, and what happens to those that guess."""
+"""Admin tokens: their scopes, expiry and rate limit, and the throttling of guessed tokens."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -37,7 +37,7 @@ async def catalog(tmp_path: Path) -> AsyncIterator[Catalog]:
     await database.close()
 
 
-def test_without_a_right_token_nothing_is_shown(fresh: LiveService) -> None:
+def test_without_a_valid_token_a_request_is_rejected(fresh: LiveService) -> None:
     with fresh:
         account = TenantFixture(fresh.admin())
         typo = account.token["token"][:-1] + ("a" if account.token["token"][-1] != "a" else "b")
@@ -66,12 +66,12 @@ def test_without_a_right_token_nothing_is_shown(fresh: LiveService) -> None:
         assert_problem(answer, 400, "malformed_request", "authorization")
 
 
-def test_a_token_is_asked_for_before_a_body_is_read(admin: AdminClient) -> None:
+def test_the_token_is_checked_before_the_body_is_read(admin: AdminClient) -> None:
     answer = admin.live.client().call("POST", "/tenants", content=b"{nonsense" * 100)
     assert_problem(answer, 401, "unknown_key")
 
 
-def test_a_token_that_was_deleted_or_has_expired_is_refused_at_once(
+def test_a_deleted_or_expired_token_is_rejected_at_once(
     admin: AdminClient, account: TenantFixture, own: AdminClient
 ) -> None:
     assert own.get("/tenants").status_code == 200
@@ -84,7 +84,7 @@ def test_a_token_that_was_deleted_or_has_expired_is_refused_at_once(
     assert admin.live.client(good["token"]).get("/tenants").status_code == 200
 
 
-def test_reading_and_writing_take_their_scopes(embedded: LiveService, account: TenantFixture) -> None:
+def test_reading_and_writing_require_their_scopes(embedded: LiveService, account: TenantFixture) -> None:
     reader, writer = embedded.admin(scopes=["read"]), embedded.admin(scopes=["write"])
     tenant = f"/tenants/{account.id}"
     assert reader.get(tenant).status_code == 200
@@ -107,7 +107,9 @@ def test_reading_and_writing_take_their_scopes(embedded: LiveService, account: T
         assert_problem(answer, 403, "forbidden", "this token lacks the scope")
 
 
-def test_nobody_gives_away_more_than_they_have(embedded: LiveService, account: TenantFixture, own: AdminClient) -> None:
+def test_a_token_can_not_grant_more_than_it_has(
+    embedded: LiveService, account: TenantFixture, own: AdminClient
+) -> None:
     writer = embedded.admin(scopes=["write"])
     assert_problem(writer.post("/tokens", {"name": "all", "scopes": ["read", "write"]}), 403, "forbidden", "scopes")
     half = embedded.admin().create("/tokens", {"name": f"{account.id}-half", "scopes": ["write"]})
@@ -124,19 +126,19 @@ def in_seconds(seconds: int) -> str:
 
 @pytest.fixture
 def expiring(embedded: LiveService) -> AdminClient:
-    """A token of all tenants and both scopes that ends in an hour."""
+    """A token for all tenants, with both scopes, that expires in an hour."""
     return embedded.admin(expires_at=in_seconds(3_600))
 
 
 def own_token(admin: AdminClient, expiring: AdminClient) -> str:
-    """The id under which the tokens of this admin are listed."""
+    """Return the id of the token of `expiring`."""
     identity = "tok_" + expiring.token.removeprefix(PREFIXES["admin"])[:16]
     assert admin.get(f"/tokens/{identity}").status_code == 200
     return identity
 
 
 @pytest.mark.parametrize("fields", [{}, {"expires_at": None}, {"expires_at": "2999-01-01T00:00:00Z"}])
-def test_a_token_that_expires_creates_none_that_outlives_it(
+def test_a_token_that_expires_can_not_create_one_that_outlives_it(
     expiring: AdminClient, account: TenantFixture, fields: dict[str, Any]
 ) -> None:
     for tenant_id in (None, account.id):
@@ -171,7 +173,7 @@ def test_a_token_that_expires_may_shorten_and_rename_one_that_does_not(
     assert expiring.patch(f"/tokens/{other}", {"expires_at": in_seconds(9_000)}).status_code == 200
 
 
-def test_a_token_that_expires_adds_no_scope_to_one_that_outlives_it(
+def test_a_token_that_expires_can_not_add_scopes_to_one_that_outlives_it(
     admin: AdminClient, expiring: AdminClient, account: TenantFixture
 ) -> None:
     other = admin.create("/tokens", {"name": f"{account.id}-ever"})["id"]
@@ -181,7 +183,7 @@ def test_a_token_that_expires_adds_no_scope_to_one_that_outlives_it(
     assert expiring.patch(f"/tokens/{other}", both).status_code == 200
 
 
-def test_a_token_extends_no_scope_that_it_lacks(
+def test_a_token_can_not_extend_a_scope_that_it_lacks(
     embedded: LiveService, admin: AdminClient, account: TenantFixture
 ) -> None:
     writer = embedded.admin(scopes=["write"])
@@ -193,7 +195,7 @@ def test_a_token_extends_no_scope_that_it_lacks(
         assert writer.patch(f"/tokens/{other}", {"scopes": ["write"], "expires_at": None}).status_code == 200
 
 
-def test_the_scopes_that_a_token_has_by_default_are_granted_by_one_that_has_them(
+def test_the_default_scopes_are_granted_only_by_a_token_that_has_them(
     embedded: LiveService, account: TenantFixture
 ) -> None:
     writer = embedded.admin(scopes=["write"])
@@ -202,8 +204,8 @@ def test_the_scopes_that_a_token_has_by_default_are_granted_by_one_that_has_them
     assert writer.create("/tokens", {"name": f"{account.id}-default", "scopes": ["write"]})["scopes"] == ["write"]
 
 
-async def test_an_edit_goes_by_what_its_token_may_do_now(catalog: Catalog) -> None:
-    """The call was admitted, and waits for its turn to write while the token is narrowed, shortened or deleted."""
+async def test_an_edit_uses_the_current_rights_of_its_token(catalog: Catalog) -> None:
+    """The token is restricted, shortened or deleted after authentication and before the write."""
     async with catalog.edit("test") as edit:
         token, _ = await edit.create_token({"name": "ops", "scopes": ["read", "write"]})
     for change, refusal in (({"scopes": ["read"]}, Forbidden), ({"expires_at": "2020-01-01T00:00:00Z"}, UnknownKey)):
@@ -224,7 +226,7 @@ async def test_an_edit_goes_by_what_its_token_may_do_now(catalog: Catalog) -> No
     assert (await catalog.list_page(Tenant)).items == []
 
 
-def test_the_tokens_of_a_suspended_tenant_can_not_lift_that(
+def test_the_tokens_of_a_suspended_tenant_can_not_resume_it(
     admin: AdminClient, account: TenantFixture, own: AdminClient
 ) -> None:
     for change in ({"suspended": False}, {"lanes": 2}, {"name": "other"}):
@@ -234,10 +236,8 @@ def test_the_tokens_of_a_suspended_tenant_can_not_lift_that(
         assert_problem(answer, 403, "forbidden", "this tenant is suspended")
 
 
-def test_a_token_that_calls_too_often_is_told_when_to_come_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The real limits fill up again as fast as a slow machine calls."""
+def test_a_token_over_its_rate_limit_gets_retry_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real limits refill as fast as a slow machine sends requests."""
     monkeypatch.setattr(authentication, "BURST", "burst=token:20/day")
     with LiveService(f"sqlite:///{tmp_path}/service.db") as live:
         hasty, other = live.admin(), live.admin()
@@ -250,22 +250,22 @@ def test_a_token_that_calls_too_often_is_told_when_to_come_back(
         assert other.get("/tenants").status_code == 200
 
 
-def test_whoever_guesses_tokens_is_made_to_wait_and_the_database_is_not_asked(fresh: LiveService) -> None:
+def test_guessed_tokens_are_throttled_and_rarely_reach_the_database(fresh: LiveService) -> None:
     with fresh:
         right = fresh.admin()
         assert right.get("/tenants").status_code == 200
         before = fresh.service.catalog.database.statement_count
         answers = [fresh.client(unknown_token()).get("/tenants") for _ in range(40)]
-        asked = fresh.service.catalog.database.statement_count - before
+        statements = fresh.service.catalog.database.statement_count - before
         assert {answer.status_code for answer in answers} == {401, 429}
         late = next(answer for answer in answers if answer.status_code == 429)
         assert_problem(late, 429, "too_many_unknown_keys")
         assert int(late.headers["retry-after"]) >= 1
-        assert asked < 60
-        assert right.get("/tenants").status_code == 200, "who is known is not made to wait"
+        assert statements < 60
+        assert right.get("/tenants").status_code == 200, "a known token is not throttled"
 
 
-def test_many_first_calls_of_a_right_token_at_once_are_all_answered(fresh: LiveService) -> None:
+def test_concurrent_first_requests_of_a_valid_token_all_succeed(fresh: LiveService) -> None:
     async def all_at_once(live: LiveService, token: str) -> list[int]:
         import httpx
 
@@ -279,11 +279,9 @@ def test_many_first_calls_of_a_right_token_at_once_are_all_answered(fresh: LiveS
         assert asyncio.run(all_at_once(fresh, token)) == [200] * 20
 
 
-def test_it_is_written_down_when_a_token_was_last_used(
-    admin: AdminClient, account: TenantFixture, own: AdminClient
-) -> None:
+def test_the_last_use_of_a_token_is_recorded(admin: AdminClient, account: TenantFixture, own: AdminClient) -> None:
     assert admin.get(f"/tokens/{account.token['id']}").json()["last_used_at"] is None
     own.get("/tenants")
-    own.get("/usage")  # which writes down what is known here
+    own.get("/usage")  # which writes the last use to the database
     used = admin.get(f"/tokens/{account.token['id']}").json()["last_used_at"]
     assert datetime.now(UTC) - datetime.fromisoformat(used) < timedelta(minutes=1)

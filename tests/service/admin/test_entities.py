@@ -1,4 +1,4 @@
-"""Create, read, change, list and delete over HTTP: tenants, policies, overrides and tokens; what all of them share."""
+"""Create, read, change, list and delete entities over HTTP."""
 
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta, timezone
@@ -49,7 +49,7 @@ def test_everything_works_on_sqlite_and_memory_and_on_postgres_and_redis(either:
     assert_problem(account.check(), 401, "unknown_key")
 
 
-def test_what_was_created_is_read_and_listed_as_it_was_answered(admin: AdminClient) -> None:
+def test_a_created_entity_is_read_and_listed_unchanged(admin: AdminClient) -> None:
     account = TenantFixture(admin, over_http=True)
     for path, made in entities(account).items():
         secrets = {"key", "key_hash", "token"} & made.keys()
@@ -69,7 +69,7 @@ def test_what_was_created_is_read_and_listed_as_it_was_answered(admin: AdminClie
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_change_needs_the_version_that_was_read_if_it_names_one(
+def test_a_change_with_if_match_needs_the_current_version(
     admin: AdminClient, account: TenantFixture, path: str
 ) -> None:
     target = f"/{path}/{entities(account)[path]['id']}"
@@ -82,14 +82,18 @@ def test_a_change_needs_the_version_that_was_read_if_it_names_one(
     assert admin.patch(target, {}, if_match='"2"').status_code == 200
     assert admin.patch(target, {}, if_match="*").status_code == 200
     again = admin.patch(target, CHANGES[path])
-    assert again.headers["etag"] == ('"3"' if path == "overrides" else '"2"')  # it is set anew, by somebody else maybe
+    assert again.headers["etag"] == (
+        '"3"' if path == "overrides" else '"2"'
+    )  # an override is set again, even without changes
 
 
-STRANGE = ("nope", "ten_0000000000000000", "%00", "a" * 300, "%F0%9F%99%82", "..%2f", "'--")
+UNKNOWN_IDS = ("nope", "ten_0000000000000000", "%00", "a" * 300, "%F0%9F%99%82", "..%2f", "'--")
 
 
-@pytest.mark.parametrize(("path", "identities"), [("tenants", STRANGE), *((path, STRANGE[1:3]) for path in PATHS[1:])])
-def test_what_is_not_there_is_not_found(admin: AdminClient, path: str, identities: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("path", "identities"), [("tenants", UNKNOWN_IDS), *((path, UNKNOWN_IDS[1:3]) for path in PATHS[1:])]
+)
+def test_an_unknown_entity_is_not_found(admin: AdminClient, path: str, identities: tuple[str, ...]) -> None:
     for identity in identities:
         target = f"/{path}/{identity}"
         for answer in (admin.get(target), admin.patch(target, CHANGES[path]), admin.delete(target)):
@@ -104,7 +108,7 @@ def test_unknown_fields_are_refused_by_name(admin: AdminClient, account: TenantF
         assert_problem(admin.get(f"/{path}", colour="red"), 422, "invalid_field", "colour")
 
 
-def test_what_is_the_catalogs_own_can_not_be_set(admin: AdminClient, account: TenantFixture) -> None:
+def test_read_only_fields_can_not_be_set(admin: AdminClient, account: TenantFixture) -> None:
     for path, entity in entities(account).items():
         target = f"/{path}/{entity['id']}"
         for field, value in (("id", "x"), ("version", 9), ("created_at", "2026-01-01T00:00:00Z")):
@@ -114,7 +118,7 @@ def test_what_is_the_catalogs_own_can_not_be_set(admin: AdminClient, account: Te
             assert_problem(answer, 422, "invalid_field", "tenant_id")
 
 
-def test_names_that_are_taken_are_a_conflict(admin: AdminClient, account: TenantFixture) -> None:
+def test_duplicate_names_are_a_conflict(admin: AdminClient, account: TenantFixture) -> None:
     own = {"tenant_id": account.id}
     for path, body in (
         ("/tenants", {"name": account.tenant["name"]}),
@@ -125,7 +129,7 @@ def test_names_that_are_taken_are_a_conflict(admin: AdminClient, account: Tenant
         assert_problem(admin.post(path, body), 409, "conflict")
 
 
-WRONG: list[tuple[str, Callable[[TenantFixture], Any], str]] = [
+INVALID_BODIES: list[tuple[str, Callable[[TenantFixture], Any], str]] = [
     ("/tenants", lambda _: {}, "name"),
     ("/tenants", lambda _: {"name": ""}, "name"),
     ("/tenants", lambda _: {"name": "a b"}, "name"),
@@ -239,45 +243,45 @@ WRONG: list[tuple[str, Callable[[TenantFixture], Any], str]] = [
 ]
 
 
-def test_a_field_that_makes_no_sense_is_named(embedded: LiveService, account: TenantFixture) -> None:
+def test_an_invalid_field_is_named(embedded: LiveService, account: TenantFixture) -> None:
     admin = embedded.admin()
-    told = {}
-    for at, (path, body, field) in enumerate(WRONG):
-        if at % 40 == 39:
-            admin = embedded.admin()  # a token may call 50 times at once
+    unexpected = {}
+    for index, (path, body, field) in enumerate(INVALID_BODIES):
+        if index % 40 == 39:
+            admin = embedded.admin()  # a token has a burst of 50 requests
         answer = admin.post(path, body(account))
         problem = answer.json()
         if (answer.status_code, problem.get("field")) != (422, field):
-            told[f"{at} {path} {field}"] = problem
-    assert told == {}
+            unexpected[f"{index} {path} {field}"] = problem
+    assert unexpected == {}
 
 
-def test_another_thing_that_is_named_must_be_there(admin: AdminClient, account: TenantFixture) -> None:
-    nobody, nothing = "ten_0000000000000000", "pla_0000000000000000"
+def test_a_referenced_entity_must_exist(admin: AdminClient, account: TenantFixture) -> None:
+    no_tenant, no_plan = "ten_0000000000000000", "pla_0000000000000000"
     own = {"tenant_id": account.id}
     for path, body, field in (
-        ("/plans", {"tenant_id": nobody, "name": "x", "limits": "1/minute"}, "tenant_id"),
-        ("/policies", {"tenant_id": nobody, "resource": "*", "plan_id": nothing}, "tenant_id"),
-        ("/policies", {**own, "resource": "*", "plan_id": nothing}, "plan_id"),
-        ("/policies", {**own, "resource": "*", "plan_id": account.plan["id"], "shadow_plan_id": nothing}, "shadow_pl"),
-        ("/keys", {"tenant_id": nobody, "name": "x"}, "tenant_id"),
-        ("/keys", {**own, "name": "x", "plan_id": nothing}, "plan_id"),
+        ("/plans", {"tenant_id": no_tenant, "name": "x", "limits": "1/minute"}, "tenant_id"),
+        ("/policies", {"tenant_id": no_tenant, "resource": "*", "plan_id": no_plan}, "tenant_id"),
+        ("/policies", {**own, "resource": "*", "plan_id": no_plan}, "plan_id"),
+        ("/policies", {**own, "resource": "*", "plan_id": account.plan["id"], "shadow_plan_id": no_plan}, "shadow_pl"),
+        ("/keys", {"tenant_id": no_tenant, "name": "x"}, "tenant_id"),
+        ("/keys", {**own, "name": "x", "plan_id": no_plan}, "plan_id"),
         (
             "/overrides",
-            {"tenant_id": nobody, "subject": "s", "limits": {"a": "blocked"}, "ttl_seconds": 9},
+            {"tenant_id": no_tenant, "subject": "s", "limits": {"a": "blocked"}, "ttl_seconds": 9},
             "tenant_id",
         ),
-        ("/tokens", {"tenant_id": nobody, "name": "x"}, "tenant_id"),
-        ("/reset", {"tenant_id": nobody, "resource": "*", "subject": "s"}, "tenant_id"),
+        ("/tokens", {"tenant_id": no_tenant, "name": "x"}, "tenant_id"),
+        ("/reset", {"tenant_id": no_tenant, "resource": "*", "subject": "s"}, "tenant_id"),
         ("/reset", {"tenant_id": "operator", "resource": "*", "subject": "s"}, "tenant_id"),
     ):
         assert_problem(admin.post(path, body), 404, "not_found", field)
-    assert_problem(admin.put("/mode", {"mode": "off", "tenant_id": nobody}), 404, "not_found")
+    assert_problem(admin.put("/mode", {"mode": "off", "tenant_id": no_tenant}), 404, "not_found")
     assert_problem(admin.put("/mode", {"mode": "off", "tenant_id": "operator"}), 404, "not_found")
     assert_problem(admin.get("/tenants/operator"), 404, "not_found")
 
 
-def test_lists_go_on_where_the_page_before_ended(admin: AdminClient, account: TenantFixture) -> None:
+def test_a_page_of_a_list_continues_after_the_previous_one(admin: AdminClient, account: TenantFixture) -> None:
     names = [f"k{number}" for number in range(7)]
     for name in names:
         admin.create("/keys", {"tenant_id": account.id, "name": name})
@@ -293,7 +297,7 @@ def test_lists_go_on_where_the_page_before_ended(admin: AdminClient, account: Te
     )
 
 
-def test_lists_are_narrowed_by_what_they_are_asked_for(admin: AdminClient, account: TenantFixture) -> None:
+def test_lists_can_be_filtered(admin: AdminClient, account: TenantFixture) -> None:
     own = {"tenant_id": account.id}
     test_key = admin.create("/keys", {**own, "name": "ci", "type": "test", "plan_id": account.plan["id"]})
     assert admin.post(f"/keys/{test_key['id']}/disable").status_code == 200
@@ -336,7 +340,7 @@ def test_an_override_is_created_once_and_replaced_after_that(admin: AdminClient,
     assert again.json()["set_by"].startswith("token:tok_")
 
 
-def test_an_override_lets_a_denied_caller_in_at_once_until_it_is_deleted(
+def test_an_override_applies_to_a_denied_caller_at_once_until_it_is_deleted(
     admin: AdminClient, account: TenantFixture
 ) -> None:
     assert [account.check("user:8").status_code for _ in range(4)] == [200, 200, 200, 429]
@@ -348,12 +352,12 @@ def test_an_override_lets_a_denied_caller_in_at_once_until_it_is_deleted(
     assert changed.json()["expires_at"] > override["expires_at"]
     assert account.check("user:8").status_code == 429
     assert admin.delete(f"/overrides/{override['id']}").status_code == 204
-    back = account.check("user:8").json()  # neither blocked nor unlimited: the bucket that it had emptied decides again
+    back = account.check("user:8").json()  # the bucket that it had emptied decides again
     assert (back["allowed"], back["limit"], back["limits"]["burst"]["limit"]) == (False, 3, 3)
     assert account.check("user:9").json()["limit"] == 3
 
 
-def test_a_policy_is_changed_and_decides_at_once(admin: AdminClient, account: TenantFixture) -> None:
+def test_a_changed_policy_applies_at_once(admin: AdminClient, account: TenantFixture) -> None:
     assert account.check().json()["limits"].keys() == {"burst"}
     admin.patch(f"/policies/{account.policy['id']}", {"mode": "monitor", "priority": "P1", "failure": "closed"})
     assert account.check().json()["limits"]["burst"]["monitored"] is True
@@ -361,14 +365,14 @@ def test_a_policy_is_changed_and_decides_at_once(admin: AdminClient, account: Te
     assert account.check().json()["limits"] == {}
 
 
-def test_a_suspended_tenant_is_refused_until_it_is_lifted(admin: AdminClient, account: TenantFixture) -> None:
+def test_a_suspended_tenant_is_rejected_until_it_is_resumed(admin: AdminClient, account: TenantFixture) -> None:
     admin.patch(f"/tenants/{account.id}", {"suspended": True})
     assert_problem(account.check(), 403, "forbidden")
     admin.patch(f"/tenants/{account.id}", {"suspended": False})
     assert account.check().status_code == 200
 
 
-def test_a_tenant_goes_with_all_that_is_its_own(admin: AdminClient, account: TenantFixture) -> None:
+def test_a_tenant_is_deleted_with_its_entities(admin: AdminClient, account: TenantFixture) -> None:
     assert admin.delete(f"/tenants/{account.id}").status_code == 204
     for path, entity in entities(account).items():
         assert_problem(admin.get(f"/{path}/{entity['id']}"), 404, "not_found")

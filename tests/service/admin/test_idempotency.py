@@ -1,4 +1,4 @@
-"""Creates that are sent again: the same key makes the same thing once."""
+"""Idempotent creates: requests repeated with the same key."""
 
 import asyncio
 from typing import Any
@@ -25,7 +25,9 @@ def bodies(account: TenantFixture) -> dict[str, dict[str, Any]]:
     }
 
 
-def test_the_same_key_and_body_create_one_thing_and_answer_alike(admin: AdminClient, account: TenantFixture) -> None:
+def test_the_same_key_and_body_create_one_entity_and_get_the_same_response(
+    admin: AdminClient, account: TenantFixture
+) -> None:
     for path, body in bodies(account).items():
         first = admin.post(f"/{path}", body, idempotency_key=f"key-{path}")
         reordered = dict(reversed(body.items()))
@@ -45,7 +47,7 @@ def test_the_same_key_and_body_create_one_thing_and_answer_alike(admin: AdminCli
         assert len(list(admin.list_all("/audit", entity_id=first.json()["id"]))) == 1, path
 
 
-def test_the_same_key_with_something_else_is_refused(admin: AdminClient, account: TenantFixture) -> None:
+def test_the_same_key_with_another_request_is_refused(admin: AdminClient, account: TenantFixture) -> None:
     body = {"tenant_id": account.id, "name": "one"}
     assert admin.post("/keys", body, idempotency_key="k").status_code == 201
     for path, other in (("/keys", {**body, "name": "two"}), ("/tokens", body)):
@@ -53,13 +55,13 @@ def test_the_same_key_with_something_else_is_refused(admin: AdminClient, account
     assert admin.post("/keys", {**body, "name": "two"}, idempotency_key="l").status_code == 201
 
 
-def test_a_key_is_its_tokens_own(embedded: LiveService, account: TenantFixture) -> None:
+def test_a_key_belongs_to_its_token(embedded: LiveService, account: TenantFixture) -> None:
     body = {"tenant_id": account.id, "name": "web"}
     made = {embedded.admin().post("/keys", body, idempotency_key="same").json()["id"] for _ in range(3)}
     assert len(made) == 3
 
 
-def test_what_was_refused_may_be_sent_again(admin: AdminClient, account: TenantFixture) -> None:
+def test_a_refused_request_can_be_repeated(admin: AdminClient, account: TenantFixture) -> None:
     body = {"tenant_id": account.id, "name": "free", "limits": "1/minute"}
     assert_problem(admin.post("/plans", body, idempotency_key="k"), 409, "conflict")
     admin.patch(f"/plans/{account.plan['id']}", {"name": "basic"})
@@ -73,7 +75,7 @@ def test_a_key_has_bounds(admin: AdminClient) -> None:
         assert_problem(answer, 422, "invalid_field", "idempotency-key")
 
 
-def test_the_answer_stays_the_same_though_the_thing_has_changed_or_is_gone(
+def test_a_replayed_response_is_unchanged_after_a_change_or_deletion(
     admin: AdminClient, account: TenantFixture
 ) -> None:
     body = {"tenant_id": account.id, "name": "one"}
@@ -84,7 +86,7 @@ def test_the_answer_stays_the_same_though_the_thing_has_changed_or_is_gone(
     assert admin.post("/keys", body, idempotency_key="k").json()["id"] == first["id"]
 
 
-def test_of_many_at_once_one_creates_and_the_others_are_told_the_same(either: LiveService) -> None:
+def test_of_concurrent_requests_one_creates_and_the_others_get_its_response(either: LiveService) -> None:
     admin = either.admin()
     account = TenantFixture(admin)
     body = {"tenant_id": account.id, "name": "once", "limits": "1/minute"}
@@ -101,7 +103,9 @@ def test_of_many_at_once_one_creates_and_the_others_are_told_the_same(either: Li
     assert len(list(admin.list_all("/plans", tenant_id=account.id, name="once"))) == 1
 
 
-def test_no_secret_is_kept_with_the_answer(embedded: LiveService, admin: AdminClient, account: TenantFixture) -> None:
+def test_no_secret_is_stored_with_the_response(
+    embedded: LiveService, admin: AdminClient, account: TenantFixture
+) -> None:
     made = admin.post("/keys", {"tenant_id": account.id, "name": "kept"}, idempotency_key="kept").json()
 
     async def kept() -> str:

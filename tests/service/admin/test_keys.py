@@ -1,4 +1,4 @@
-"""Keys over HTTP: shown once, rotated with a grace period, disabled, revoked. What changes holds for the next check."""
+"""Keys over HTTP: shown once, rotated with a grace period, disabled and revoked. The next check applies a change."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ def test_a_disabled_key_is_refused_until_it_is_enabled(admin: AdminClient, accou
     assert check(account, account.secret).status_code == 200
 
 
-def test_a_deleted_key_is_revoked_for_good(admin: AdminClient, account: TenantFixture) -> None:
+def test_a_deleted_key_is_rejected(admin: AdminClient, account: TenantFixture) -> None:
     assert check(account, account.secret).status_code == 200
     assert admin.delete(f"/keys/{account.key['id']}").status_code == 204
     assert_problem(check(account, account.secret), 401, "unknown_key")
@@ -61,7 +61,7 @@ def test_a_deleted_key_is_revoked_for_good(admin: AdminClient, account: TenantFi
     assert_problem(admin.post(f"/keys/{account.key['id']}/rotate"), 404, "not_found")
 
 
-def test_the_plan_of_a_key_stands_in_for_the_tenants(admin: AdminClient, account: TenantFixture) -> None:
+def test_the_plan_of_a_key_replaces_the_default_plan_of_the_tenant(admin: AdminClient, account: TenantFixture) -> None:
     assert check(account, account.secret).json()["limits"] == {}
     admin.patch(f"/keys/{account.key['id']}", {"plan_id": account.plan["id"]})
     assert check(account, account.secret).json()["limit"] == 3

@@ -1,4 +1,4 @@
-"""The reference: an OpenAPI document that covers every door and tells the truth, and a page that needs nobody else."""
+"""The OpenAPI document, which the service must conform to, and the reference page."""
 
 import os
 import re
@@ -46,13 +46,13 @@ def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, A
             yield method.upper(), path, operation
 
 
-# --- What it covers --------------------------------------------------------------------------------------------------
+# --- The document ----------------------------------------------------------------------------------------------------
 
 
-def test_every_call_of_every_door_is_in_it(embedded: LiveService, document: dict[str, Any]) -> None:
-    door: AsgiRouter = embedded.service._router
-    served = {(method, path) for path, (method, *_) in door._routes.items()}
-    for context in iter_route_contexts(door._fallback_app.routes):  # type: ignore[attr-defined]
+def test_every_route_is_documented(embedded: LiveService, document: dict[str, Any]) -> None:
+    router: AsgiRouter = embedded.service._router
+    served = {(method, path) for path, (method, *_) in router._routes.items()}
+    for context in iter_route_contexts(router._fallback_app.routes):  # type: ignore[attr-defined]
         if context.path is not None and context.path.startswith("/v1/"):
             served |= {(method, context.path) for method in context.methods or ()}
     assert document["openapi"].startswith("3.1.")
@@ -60,11 +60,11 @@ def test_every_call_of_every_door_is_in_it(embedded: LiveService, document: dict
     assert len(served) > 50
 
 
-def test_every_problem_is_in_it_with_an_example(document: dict[str, Any]) -> None:
+def test_every_problem_is_documented_with_an_example(document: dict[str, Any]) -> None:
     responses = document["components"]["responses"]
-    told = {code for each in responses.values() for code in each["content"]["application/problem+json"]["examples"]}
+    codes = {code for each in responses.values() for code in each["content"]["application/problem+json"]["examples"]}
     assert REQUEST_PROBLEM_STATUSES.keys() == HTTP_ERROR_TITLES.keys()
-    assert told == {kind.code for _, kind in ERROR_KINDS} | HTTP_ERROR_TITLES.keys() | {INTERNAL_ERROR.code}
+    assert codes == {kind.code for _, kind in ERROR_KINDS} | HTTP_ERROR_TITLES.keys() | {INTERNAL_ERROR.code}
     for name, response in responses.items():
         content = response["content"]["application/problem+json"]
         for example in content["examples"].values():
@@ -72,7 +72,7 @@ def test_every_problem_is_in_it_with_an_example(document: dict[str, Any]) -> Non
             validate(document, content["schema"], example["value"])
 
 
-def test_every_call_says_who_may_and_what_may_go_wrong(document: dict[str, Any]) -> None:
+def test_every_operation_lists_its_credentials_and_problems(document: dict[str, Any]) -> None:
     ids = [operation["operationId"] for *_, operation in operations(document)]
     assert len(set(ids)) == len(ids)
     for _, path, operation in operations(document):
@@ -89,7 +89,7 @@ def test_every_call_says_who_may_and_what_may_go_wrong(document: dict[str, Any])
     assert document["components"]["securitySchemes"]["apiKey"]["name"] == "x-api-key"
 
 
-def test_every_reference_points_at_something_and_every_schema_is_one(document: dict[str, Any]) -> None:
+def test_every_reference_resolves_and_every_schema_is_valid(document: dict[str, Any]) -> None:
     text = str(document)
     for ref in set(re.findall(r"'\$ref': '([^']+)'", text)):
         found: Any = document
@@ -97,11 +97,11 @@ def test_every_reference_points_at_something_and_every_schema_is_one(document: d
             found = found[part]
     for schema in document["components"]["schemas"].values():
         Draft202012Validator.check_schema(schema)
-    for stranger in ("HTTPValidationError", "x-problems", "x-schema", "$defs"):
-        assert stranger not in text
+    for unused in ("HTTPValidationError", "x-problems", "x-schema", "$defs"):
+        assert unused not in text
 
 
-def test_every_example_is_one(document: dict[str, Any]) -> None:
+def test_every_example_is_valid(document: dict[str, Any]) -> None:
     count = 0
     for schema in document["components"]["schemas"].values():
         for example in schema.get("examples", ()):
@@ -119,7 +119,7 @@ def test_every_example_is_one(document: dict[str, Any]) -> None:
     assert count > 30
 
 
-def test_answers_are_as_they_are_described(document: dict[str, Any], account: TenantFixture) -> None:
+def test_responses_match_their_schemas(document: dict[str, Any], account: TenantFixture) -> None:
     paths = {Tenant: "tenants", Plan: "plans", Policy: "policies", Key: "keys", Override: "overrides", Token: "tokens"}
     for kind, path in paths.items():
         schema = document["components"]["schemas"][kind.__name__]
@@ -170,10 +170,10 @@ def validate(document: dict[str, Any], schema: dict[str, Any], value: Any) -> No
     assert errors == [], value
 
 
-# --- The page, and the prefix ----------------------------------------------------------------------------------------
+# --- The page and the root path---------------------------------------------------------------------------------------
 
 
-def test_the_page_and_all_that_it_loads_come_from_here(embedded: LiveService) -> None:
+def test_the_page_loads_nothing_from_other_origins(embedded: LiveService) -> None:
     page = httpx.get(f"{embedded.url}/docs", verify=NO_TLS)
     assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
     policy = page.headers["content-security-policy"]
@@ -192,7 +192,7 @@ def test_the_page_and_all_that_it_loads_come_from_here(embedded: LiveService) ->
     assert 'url: "openapi.json"' in httpx.get(f"{embedded.url}/docs/start.js", verify=NO_TLS).text
 
 
-def test_everything_lives_under_the_root_path_and_nothing_beside_it(rooted: LiveService) -> None:
+def test_all_routes_are_under_the_root_path(rooted: LiveService) -> None:
     account = TenantFixture(rooted.admin(), over_http=True)
     assert account.admin.get("/tenants").status_code == 200
     assert account.check().status_code == 200
@@ -208,17 +208,17 @@ def test_everything_lives_under_the_root_path_and_nothing_beside_it(rooted: Live
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET, POST")
 
 
-def test_no_other_page_is_there(embedded: LiveService, admin: AdminClient) -> None:
+def test_other_paths_are_not_found(embedded: LiveService, admin: AdminClient) -> None:
     for path in ("/redoc", "/docs/", "/docs/nope.js", "/docs/../secrets", "/docs/oauth2-redirect", "/", "/openapi"):
         assert_problem(httpx.get(f"{embedded.url}{path}", verify=NO_TLS), 404, "unknown_path")
 
 
-# --- The contract ----------------------------------------------------------------------------------------------------
+# --- Conformance -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def patient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveService]:
-    """One that does not mind how often it is called."""
+def unlimited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveService]:
+    """A service without a rate limit for admin requests."""
     monkeypatch.setattr(authentication, "BURST", "burst=token:100000/second")
     monkeypatch.setattr(authentication, "SUSTAINED", "sustained=counter:10000000/minute")
     with LiveService(f"sqlite:///{tmp_path}/contract.db") as live:
@@ -227,22 +227,23 @@ def patient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveSer
 
 RUNS = {
     "checks": ("--exclude-path-regex", "^/v1/admin"),
-    "tokens": ("--include-path-regex", "^/v1/admin/tokens/"),  # which may delete the one that it is sent with
+    "tokens": ("--include-path-regex", "^/v1/admin/tokens/"),  # which may delete the token of the request
     "administration": ("--include-path-regex", "^/v1/admin/(?!tokens/)"),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS)
-def test_the_service_keeps_to_its_document(patient: LiveService, tmp_path: Path, run: str) -> None:
-    """What the document allows is answered as it says, what it forbids is refused, and nothing is a 500. That all it
-    allows is also accepted can't be asked: whether a time zone or a plan exists is not for a schema to say.
+def test_the_service_conforms_to_its_document(unlimited: LiveService, tmp_path: Path, run: str) -> None:
+    """The service accepts and answers as documented, refuses the rest, and never returns 500.
+
+    Acceptance of all valid input is not tested: a schema can't express that a time zone or a plan exists.
     """
-    account = TenantFixture(patient.admin())
+    account = TenantFixture(unlimited.admin())
     credential = account.secret if run == "checks" else account.admin.token
     is_long = os.environ.get("LIMITFORGE_TEST_PROFILE") == "soak"
     command = [
-        *(SCHEMATHESIS, "run", f"{patient.url}/openapi.json"),
+        *(SCHEMATHESIS, "run", f"{unlimited.url}/openapi.json"),
         *("--header", f"Authorization: Bearer {credential}"),
         *(("--header", f"x-api-key: {credential}") if run == "checks" else ()),
         *RUNS[run],

@@ -1,4 +1,4 @@
-"""What operators do with a running service: reset, the plan above all, the kill switch, usage, who is throttled."""
+"""Operations on a running service: reset, the operator's plan, the kill switch, usage, throttled subjects."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -22,7 +22,7 @@ def exhaust(account: TenantFixture, subject: str = "user:1", **fields: Any) -> N
 # --- Reset -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_reset_forgets_what_was_counted_for_one_subject(either: LiveService) -> None:
+def test_a_reset_clears_the_counters_of_one_subject(either: LiveService) -> None:
     admin = either.admin()
     account = TenantFixture(admin)
     admin.patch(f"/plans/{account.plan['id']}", {"limits": limits("subject", "caller")})
@@ -36,25 +36,25 @@ def test_a_reset_forgets_what_was_counted_for_one_subject(either: LiveService) -
     assert account.check("user:2").status_code == 429
 
 
-def test_a_reset_reaches_every_plan_that_a_check_could_meet(admin: AdminClient, account: TenantFixture) -> None:
+def test_a_reset_covers_every_plan_that_can_apply(admin: AdminClient, account: TenantFixture) -> None:
     own = {"tenant_id": account.id}
     by_default = admin.create("/plans", {**own, "name": "default", "limits": [{"name": "a", "limit": 2, **SLOW}]})
     of_key = admin.create("/plans", {**own, "name": "key", "limits": [{"name": "b", "limit": 2, **SLOW}]})
     by_name = admin.create("/plans", {**own, "name": "named", "limits": [{"name": "c", "limit": 2, **SLOW}]})
-    asked = {**own, "resource": "job", "subject": "user:1"}
+    body = {**own, "resource": "job", "subject": "user:1"}
     admin.patch(f"/tenants/{account.id}", {"default_plan_id": by_default["id"]})
     exhaust(account, resource="job")
-    admin.post("/reset", asked)
+    admin.post("/reset", body)
     assert account.check(resource="job").status_code == 200
     admin.patch(f"/keys/{account.key['id']}", {"plan_id": of_key["id"]})
     exhaust(account, resource="job")
     exhaust(account, resource="job", plan_id=by_name["id"])
-    assert set(admin.post("/reset", asked).json()["forgotten"]) == {"a", "b", "burst", "c"}
+    assert set(admin.post("/reset", body).json()["forgotten"]) == {"a", "b", "burst", "c"}
     exhaust(account, resource="job")
     exhaust(account, resource="job", plan_id=by_name["id"])
 
 
-def test_what_others_share_is_forgotten_only_if_it_is_asked_for(admin: AdminClient, account: TenantFixture) -> None:
+def test_shared_counters_are_cleared_only_on_request(admin: AdminClient, account: TenantFixture) -> None:
     admin.patch(f"/plans/{account.plan['id']}", {"limits": limits("tenant", "resource", "caller")})
     exhaust(account)
     body = {"tenant_id": account.id, "resource": "GET:/orders/1", "subject": "user:1"}
@@ -64,7 +64,7 @@ def test_what_others_share_is_forgotten_only_if_it_is_asked_for(admin: AdminClie
     exhaust(account)
 
 
-def test_limits_of_one_name_and_different_kinds_are_all_forgotten(admin: AdminClient, account: TenantFixture) -> None:
+def test_a_reset_clears_limits_of_one_name_and_different_algorithms(admin: AdminClient, account: TenantFixture) -> None:
     for at in range(3):
         bucket = {"algorithm": "token_bucket", "name": "same", "bucket_capacity": 2, "refill_rate_per_sec": 0.001}
         kinds = [{"name": "same", "limit": 2, **SLOW}, {"name": "same", "limit": 2, "scope": "caller", **SLOW}, bucket]
@@ -85,7 +85,7 @@ def test_a_reset_is_in_the_audit_log(admin: AdminClient, account: TenantFixture)
     assert entry["after"] == {**body, "forgotten": ["burst"]}
 
 
-# --- The operator, and the kill switch: these change what all tenants meet, so they have a service of their own ------
+# --- The operator and the kill switch: they affect all tenants, so each test has a service of its own ---------------
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
@@ -98,7 +98,7 @@ def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         yield live
 
 
-def test_the_operators_plan_is_above_all_tenants(alone: LiveService) -> None:
+def test_the_operators_plan_applies_to_all_tenants(alone: LiveService) -> None:
     admin = alone.admin()
     account, other = TenantFixture(admin), TenantFixture(admin)
     first = admin.get("/operator")
@@ -123,7 +123,7 @@ def test_the_operators_plan_is_above_all_tenants(alone: LiveService) -> None:
     assert account.check().json()["limits"].keys() == {"burst"}
 
 
-def test_the_kill_switch_acts_on_one_tenant_or_on_all(alone: LiveService) -> None:
+def test_the_kill_switch_applies_to_one_tenant_or_to_all(alone: LiveService) -> None:
     admin = alone.admin()
     account, other = TenantFixture(admin), TenantFixture(admin)
     for each in (account, other):
@@ -153,10 +153,10 @@ def test_the_kill_switch_acts_on_one_tenant_or_on_all(alone: LiveService) -> Non
     assert other.check().status_code == 429
 
 
-# --- Usage, and who is throttled -------------------------------------------------------------------------------------
+# --- Usage and throttled subjects------------------------------------------------------------------------------------
 
 
-def test_usage_is_told_by_hour_tenant_and_key(either: LiveService) -> None:
+def test_usage_is_listed_by_hour_tenant_and_key(either: LiveService) -> None:
     admin = either.admin()
     account = TenantFixture(admin)
     assert [account.check().status_code for _ in range(5)] == [200, 200, 200, 429, 429]
@@ -172,7 +172,7 @@ def test_usage_is_told_by_hour_tenant_and_key(either: LiveService) -> None:
     assert sum(item["allowed"] for item in later) == 5
 
 
-def test_usage_is_narrowed_by_time(admin: AdminClient, account: TenantFixture) -> None:
+def test_usage_can_be_filtered_by_time(admin: AdminClient, account: TenantFixture) -> None:
     account.check()
     now = datetime.now(UTC)
     for query, found in (
@@ -187,7 +187,7 @@ def test_usage_is_narrowed_by_time(admin: AdminClient, account: TenantFixture) -
         assert_problem(admin.get("/usage", since=wrong), 422, "invalid_field", "since")
 
 
-def test_who_is_denied_most_is_first_among_the_throttled(
+def test_the_subject_with_the_most_denials_is_first(
     embedded: LiveService, account: TenantFixture, own: AdminClient
 ) -> None:
     sketch, now_us = embedded.service.throttled, embedded.service.catalog.clock.now_us()

@@ -1,4 +1,4 @@
-"""Administration while the database or the store is away: told as such, and back as soon as they are."""
+"""The admin API during an outage of the database or the store, and after it."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ from tests.service.problems import assert_problem
 
 
 @pytest.mark.slow
-def test_without_the_database_administration_says_so_and_checks_go_on(
+def test_without_the_database_admin_requests_get_503_and_checks_continue(
     own_postgres_server: PostgresServer, redis_url: str
 ) -> None:
     with LiveService(own_postgres_server.create_database("faults"), redis_url) as live:
@@ -50,7 +50,7 @@ def test_without_the_store_the_kill_switch_still_works(own_redis_server: RedisSe
 
 @pytest.mark.slow
 def test_a_write_behind_a_long_transaction_is_answered_503_with_retry_after(either: LiveService) -> None:
-    """Another writer holds the lock that all writes take, for longer than a call waits."""
+    """Another writer holds the lock of all writes for longer than a request waits."""
     admin = either.admin()
     account = TenantFixture(admin)
 
@@ -73,7 +73,7 @@ def test_a_write_behind_a_long_transaction_is_answered_503_with_retry_after(eith
     assert admin.post("/tenants", {"name": f"free-{account.id}"[:64]}).status_code == 201
 
 
-def test_text_with_nul_is_kept_where_it_may_be_and_refused_where_not(backed: LiveService) -> None:
+def test_text_with_nul_is_stored_in_json_and_refused_elsewhere(backed: LiveService) -> None:
     admin = backed.admin()
     account = TenantFixture(admin)
     metadata = {"a\0b": ["\0", {"c": "d\0"}]}

@@ -1,4 +1,4 @@
-"""Plans over HTTP: both shapes, every algorithm, errors that name the field, versions and going back."""
+"""Plans over HTTP: both forms, every algorithm, errors that name the field, versions and rollback."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ NUMBERS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_every_algorithm_is_here() -> None:
+def test_every_algorithm_is_tested() -> None:
     assert NUMBERS.keys() == ALGORITHMS.keys()
 
 
@@ -35,7 +35,7 @@ def test_a_plan_of_any_algorithm_may_be_flat_or_a_list(admin: AdminClient, accou
         assert decided["limits"].keys() == {algorithm}
 
 
-def test_the_text_of_limits_will_do(admin: AdminClient, account: TenantFixture) -> None:
+def test_limits_can_be_given_as_text(admin: AdminClient, account: TenantFixture) -> None:
     plan = admin.create("/plans", {"tenant_id": account.id, "name": "t", "limits": "100/minute; burst=token:10/second"})
     assert [limit["algorithm"] for limit in plan["limits"]] == ["sliding_window_counter", "token_bucket"]
 
@@ -78,18 +78,18 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_a_plan_that_makes_no_sense_is_refused_by_the_field(admin: AdminClient, account: TenantFixture) -> None:
-    told = {}
+def test_an_invalid_plan_is_refused_with_the_field(admin: AdminClient, account: TenantFixture) -> None:
+    unexpected = {}
     for body, field in WRONG:
         answer = admin.post("/plans", {"tenant_id": account.id, "name": "x", **body})
         problem = answer.json()
         if answer.status_code != 422 or not problem["field"].startswith(field):
-            told[str(body)] = problem
-    assert told == {}
+            unexpected[str(body)] = problem
+    assert unexpected == {}
     assert [plan["name"] for plan in admin.list_all("/plans", tenant_id=account.id)] == ["free"]
 
 
-def test_a_change_is_a_new_version_and_decides_at_once(admin: AdminClient, account: TenantFixture) -> None:
+def test_a_change_is_a_new_version_and_applies_at_once(admin: AdminClient, account: TenantFixture) -> None:
     plan = f"/plans/{account.plan['id']}"
     assert account.check().json()["limit"] == 3
     changed = admin.patch(plan, {"algorithm": "fixed_window", "limit": 50, "window_seconds": 60})
@@ -102,7 +102,7 @@ def test_a_change_is_a_new_version_and_decides_at_once(admin: AdminClient, accou
     assert_problem(admin.patch(plan, {"limit": 5}), 422, "invalid_field", "limit")
 
 
-def test_a_plan_goes_back_to_what_it_was(admin: AdminClient, account: TenantFixture) -> None:
+def test_a_plan_is_rolled_back(admin: AdminClient, account: TenantFixture) -> None:
     plan = f"/plans/{account.plan['id']}"
     for limit in (5, 6, 7):
         admin.patch(plan, {"limits": f"burst={limit}/minute"})
@@ -120,7 +120,7 @@ def test_a_plan_goes_back_to_what_it_was(admin: AdminClient, account: TenantFixt
     assert admin.get("/audit", entity_id=account.plan["id"]).json()["items"][0]["action"] == "plan.rollback"
 
 
-def test_a_plan_in_use_stays_and_says_by_whom(admin: AdminClient, account: TenantFixture) -> None:
+def test_a_plan_in_use_can_not_be_deleted(admin: AdminClient, account: TenantFixture) -> None:
     plan = f"/plans/{account.plan['id']}"
     refused = admin.delete(plan)
     assert_problem(refused, 409, "conflict")

@@ -1,4 +1,4 @@
-"""What can be wrong with a request itself. Whatever it is, the answer is a problem document, and never a 500."""
+"""Malformed requests. The response is always a problem document, and never a 500."""
 
 import json
 from typing import Any
@@ -32,7 +32,7 @@ JSON = {"content-type": "application/json"}
         b"\xef\xbb\xbf{}",
     ],
 )
-def test_what_is_no_json_is_refused(admin: AdminClient, raw: bytes) -> None:
+def test_a_body_that_is_not_json_is_refused(admin: AdminClient, raw: bytes) -> None:
     assert_problem(admin.call("POST", "/tenants", content=raw, headers=JSON), 400, "malformed_json")
 
 
@@ -48,7 +48,7 @@ def test_a_body_may_be_nested_32_deep_and_no_deeper(admin: AdminClient, account:
     assert "nested deeper than 32" in refused.json()["detail"]
 
 
-def test_numbers_that_nobody_could_answer_with_are_refused(admin: AdminClient, account: TenantFixture) -> None:
+def test_numbers_that_a_response_could_not_repeat_are_refused(admin: AdminClient, account: TenantFixture) -> None:
     for number in ("1e400", "9" * 5_000):
         raw = f'{{"tenant_id": "{account.id}", "name": "x", "metadata": {{"a": {number}}}}}'
         assert admin.call("POST", "/keys", content=raw, headers=JSON).status_code == 400
@@ -91,7 +91,7 @@ def test_a_body_may_not_be_missing(admin: AdminClient) -> None:
     assert_problem(admin.call("POST", "/tenants", content=b"null", headers=JSON), 422, "invalid_field")
 
 
-def test_paths_that_are_not_there_and_methods_that_do_not_fit(admin: AdminClient, account: TenantFixture) -> None:
+def test_unknown_paths_and_wrong_methods_are_refused(admin: AdminClient, account: TenantFixture) -> None:
     for path in ("", "/", "/nope", "/tenants/", f"/tenants/{account.id}/", "/keys/a/b/c", "/tenants//x", "/../../etc"):
         for method in ("GET", "POST", "DELETE"):
             assert_problem(admin.call(method, path), 404, "unknown_path")
@@ -110,7 +110,7 @@ def test_paths_that_are_not_there_and_methods_that_do_not_fit(admin: AdminClient
             assert_problem(answer, 405, "method_not_allowed")
 
 
-def test_strange_queries_are_refused_and_break_nothing(admin: AdminClient) -> None:
+def test_malformed_queries_are_refused(admin: AdminClient) -> None:
     for query in ("limit=1&limit=x", "limit=1e3", "limit=", "cursor=%00", "name=%00", "%00=1", "name[]=x", "limit=-1"):
         answer = admin.http.get(f"/v1/admin/tenants?{query}")
         assert answer.status_code == 422, (query, answer.text)
@@ -118,7 +118,7 @@ def test_strange_queries_are_refused_and_break_nothing(admin: AdminClient) -> No
     assert admin.http.get("/v1/admin/tenants?name=%ff%fe").status_code == 200
 
 
-def test_text_that_is_legal_and_awkward_comes_back_as_it_was(admin: AdminClient, account: TenantFixture) -> None:
+def test_unusual_text_is_returned_unchanged(admin: AdminClient, account: TenantFixture) -> None:
     for subject in ("ü", "日本語", "🙂", "a b", "'; DROP TABLE tenants; --", "%s", "\\", '"', "\u202e", "\x7f", "<b>"):
         body = {"tenant_id": account.id, "subject": subject, "limits": {"burst": "unlimited"}, "ttl_seconds": 60}
         made = admin.create("/overrides", {**body, "reason": subject})

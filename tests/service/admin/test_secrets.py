@@ -1,4 +1,4 @@
-"""Secrets are in the one answer that made them: not in lists, nor in the audit log, the logs, problems or the file."""
+"""Only the response that creates a secret contains it: not lists, the audit log, logs, problems or the database."""
 
 import logging
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from tests.service.live_service import AdminClient, LiveService, TenantFixture
 
 
-def test_no_secret_is_seen_again_anywhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_secret_appears_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     with LiveService(f"sqlite:///{tmp_path}/secrets.db") as live:
         admin = live.admin()
@@ -17,16 +17,16 @@ def test_no_secret_is_seen_again_anywhere(tmp_path: Path, caplog: pytest.LogCapt
         rotated = admin.post(f"/keys/{account.key['id']}/rotate", {"grace_seconds": 60}).json()
         secrets = [admin.token, account.secret, rotated["key"], account.token["token"]]
         hashes = [account.key["key_hash"], rotated["key_hash"]]
-        seen = provoke(admin, own, account)
+        texts = provoke(admin, own, account)
         for path in ("tenants", "plans", "keys", "policies", "overrides", "tokens", "audit", "usage", "throttled"):
-            seen.append(admin.get(f"/{path}", limit=1_000).text)
-        seen += [admin.get(f"/keys/{account.key['id']}").text, admin.get(f"/tokens/{account.token['id']}").text]
-        seen += [admin.get("/operator").text, repr(live.service.settings.masked())]
-    assert any("key.rotate" in text for text in seen)
-    for text in (*seen, caplog.text):
+            texts.append(admin.get(f"/{path}", limit=1_000).text)
+        texts += [admin.get(f"/keys/{account.key['id']}").text, admin.get(f"/tokens/{account.token['id']}").text]
+        texts += [admin.get("/operator").text, repr(live.service.settings.masked())]
+    assert any("key.rotate" in text for text in texts)
+    for text in (*texts, caplog.text):
         for secret in secrets:
             assert secret[-20:] not in text
-    for text in seen:
+    for text in texts:
         for each in hashes:
             assert each not in text
     kept = b"".join(file.read_bytes() for file in tmp_path.iterdir())
@@ -35,7 +35,7 @@ def test_no_secret_is_seen_again_anywhere(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def provoke(admin: AdminClient, own: AdminClient, account: TenantFixture) -> list[str]:
-    """What goes wrong with a secret at hand, told back."""
+    """Return the responses to invalid requests that contain a secret."""
     answers = [
         admin.get("/keys", cursor="x"),
         admin.post("/keys", {"tenant_id": account.id, "name": "x", "nonsense": 1}),

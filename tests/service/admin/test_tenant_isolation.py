@@ -1,4 +1,4 @@
-"""Two tenants that never see each other's anything: every route with a token of the one and the ids of the other."""
+"""Isolation of tenants: every route with a token of one tenant and the ids of another."""
 
 from typing import Any
 
@@ -16,8 +16,8 @@ def two(embedded: LiveService) -> tuple[TenantFixture, TenantFixture]:
     return TenantFixture(embedded.admin()), TenantFixture(embedded.admin())
 
 
-def one_thing(other: TenantFixture) -> list[Row]:
-    """What names something of the other tenant: it is not found."""
+def requests_for_other(other: TenantFixture) -> list[Row]:
+    """Return the requests that name an entity of the other tenant. The answer is 404."""
     own = {"tenant_id": other.id}
     plan, key = other.plan["id"], other.key["id"]
     rows: list[Row] = []
@@ -48,19 +48,21 @@ def one_thing(other: TenantFixture) -> list[Row]:
     ]
 
 
-FLEET: list[Row] = [
+ALL_TENANTS_REQUESTS: list[Row] = [
     ("POST", "/tenants", {"name": "x"}),
     ("GET", "/operator", None),
     ("PUT", "/operator", {"plan_id": None}),
     ("PUT", "/mode", {"mode": "off"}),
     ("POST", "/tokens", {"name": "x"}),
 ]
-"""What concerns all tenants: a token of one may not."""
+"""The requests that require a token for all tenants."""
 LISTS = ("tenants", "plans", "keys", "policies", "overrides", "tokens", "audit", "usage", "throttled")
 
 
-def test_every_route_is_tried(embedded: LiveService, two: tuple[TenantFixture, TenantFixture]) -> None:
-    tried = {(method, template(path, two[1])) for method, path, _ in [*one_thing(two[1]), *FLEET]}
+def test_every_route_is_covered(embedded: LiveService, two: tuple[TenantFixture, TenantFixture]) -> None:
+    tried = {
+        (method, template(path, two[1])) for method, path, _ in [*requests_for_other(two[1]), *ALL_TENANTS_REQUESTS]
+    }
     tried |= {("GET", f"/v1/admin/{path}") for path in LISTS}
     app = embedded.service._router._fallback_app
     known = {
@@ -73,14 +75,14 @@ def test_every_route_is_tried(embedded: LiveService, two: tuple[TenantFixture, T
 
 
 def template(path: str, account: TenantFixture) -> str:
-    """The route of a path."""
+    """Return the route of a path."""
     for kind in ("tenant", "plan", "key", "policy", "override", "token"):
         path = path.replace(getattr(account, kind)["id"], f"{{{kind}_id}}")
     return f"/v1/admin{path}"
 
 
-def everything_of(account: TenantFixture) -> dict[str, Any]:
-    """All that is kept of a tenant, but when things were used, and what is written of others' attempts."""
+def all_entities(account: TenantFixture) -> dict[str, Any]:
+    """Return all entities of a tenant, without the times of their last use."""
     admin = account.admin.live.admin()
     found = {path: list(admin.list_all(f"/{path}", tenant_id=account.id)) for path in LISTS[1:6]}
     found["tenants"] = [admin.get(f"/tenants/{account.id}").json()]
@@ -90,25 +92,25 @@ def everything_of(account: TenantFixture) -> dict[str, Any]:
     return found
 
 
-def test_what_is_another_tenants_is_not_found_and_not_changed(two: tuple[TenantFixture, TenantFixture]) -> None:
+def test_entities_of_another_tenant_are_not_found_and_not_changed(two: tuple[TenantFixture, TenantFixture]) -> None:
     mine, other = two
     own = mine.tenant_admin()
-    before = everything_of(other)
-    for method, path, body in one_thing(other):
+    before = all_entities(other)
+    for method, path, body in requests_for_other(other):
         answer = own.call(method, path, body)
         assert_problem(answer, 404, "not_found")
         unknown = (
             own.call(method, path.replace(path.split("/")[2], "pla_0000000000000000"), body) if "_" in path else None
         )
         if unknown is not None:
-            assert unknown.status_code == 404, "what is another's looks like what is nobody's"
-    assert everything_of(other) == before
+            assert unknown.status_code == 404, "an entity of another tenant looks like an unknown one"
+    assert all_entities(other) == before
     assert other.check().status_code == 200
 
 
-def test_what_concerns_all_tenants_is_forbidden(two: tuple[TenantFixture, TenantFixture]) -> None:
+def test_operations_on_all_tenants_are_forbidden(two: tuple[TenantFixture, TenantFixture]) -> None:
     own = two[0].tenant_admin()
-    for method, path, body in FLEET:
+    for method, path, body in ALL_TENANTS_REQUESTS:
         assert_problem(own.call(method, path, body), 403, "forbidden")
     assert_problem(own.delete(f"/tenants/{two[0].id}"), 403, "forbidden")
     before = own.get(f"/tenants/{two[0].id}").json()
@@ -117,7 +119,7 @@ def test_what_concerns_all_tenants_is_forbidden(two: tuple[TenantFixture, Tenant
     assert own.get(f"/tenants/{two[0].id}").json() == before
 
 
-def test_lists_hold_what_is_ones_own_and_nothing_else(two: tuple[TenantFixture, TenantFixture]) -> None:
+def test_lists_contain_only_entities_of_the_tenant(two: tuple[TenantFixture, TenantFixture]) -> None:
     mine, other = two
     for account in two:
         assert [account.check("user:throttled").status_code for _ in range(4)][-1] == 429
@@ -135,7 +137,7 @@ def test_lists_hold_what_is_ones_own_and_nothing_else(two: tuple[TenantFixture, 
             assert own.get(f"/{path}", tenant_id=other.id).json() == {"items": [], "cursor": None}
 
 
-def test_ones_own_may_not_point_at_what_is_anothers(two: tuple[TenantFixture, TenantFixture]) -> None:
+def test_an_entity_can_not_refer_to_another_tenants_plan(two: tuple[TenantFixture, TenantFixture]) -> None:
     mine, other = two
     own = mine.tenant_admin()
     theirs = other.plan["id"]
@@ -152,7 +154,7 @@ def test_ones_own_may_not_point_at_what_is_anothers(two: tuple[TenantFixture, Te
     assert_problem(check, 404, "not_found", "plan_id")
 
 
-def test_a_token_of_one_tenant_administers_that_one(two: tuple[TenantFixture, TenantFixture]) -> None:
+def test_a_token_of_one_tenant_administers_that_tenant(two: tuple[TenantFixture, TenantFixture]) -> None:
     mine = TenantFixture(two[0].admin)
     own = mine.tenant_admin()
     made = own.create("/plans", {"tenant_id": mine.id, "name": "pro", "limits": "9/minute"})
@@ -165,7 +167,7 @@ def test_a_token_of_one_tenant_administers_that_one(two: tuple[TenantFixture, Te
     assert_problem(own.get("/tenants"), 401, "unknown_key")
 
 
-def test_the_operators_plans_are_nobodys_but_the_fleets(
+def test_the_operators_plans_require_a_token_for_all_tenants(
     two: tuple[TenantFixture, TenantFixture], admin: AdminClient
 ) -> None:
     own = two[0].tenant_admin()

@@ -1,4 +1,4 @@
-"""The list of throttled subjects: fair, summed over workers, and without names on the wire or on disk."""
+"""The list of throttled subjects: fair, summed over workers, and without plain names in responses or files."""
 
 import asyncio
 import contextlib
@@ -25,12 +25,14 @@ from tests.service.seeded_service import SeededService, run_seeded_service
 NOW = 1_700_000_040_000_000 - 1_700_000_040_000_000 % WINDOW_US
 
 
-def made(folder: Path | None = None, peppers: str = PEPPERS, clock: ManualClock | None = None) -> ThrottledTracker:
+def new_tracker(
+    folder: Path | None = None, peppers: str = PEPPERS, clock: ManualClock | None = None
+) -> ThrottledTracker:
     return ThrottledTracker(Peppers.parse(peppers), folder, clock or ManualClock(NOW))
 
 
-async def written(throttled: ThrottledTracker) -> None:
-    """Let it write what it has counted, as a worker does when it ends."""
+async def write_files(throttled: ThrottledTracker) -> None:
+    """Write the counts to the folder, as a worker does at shutdown."""
     await throttled.start()
     await throttled.close()
 
@@ -48,9 +50,9 @@ async def denials(throttled: ThrottledTracker, now_us: int = NOW, **wanted: str)
 
 
 async def test_few_subjects_are_counted_exactly() -> None:
-    throttled = made()
-    for at in range(30):
-        throttled.record_denial("ten_a", f"user:{at % 3}", NOW + at)
+    throttled = new_tracker()
+    for index in range(30):
+        throttled.record_denial("ten_a", f"user:{index % 3}", NOW + index)
     top = await throttled.top(10, NOW + 30)
     assert [(each.subject_hash, each.denied) for each in top] == [
         (throttled.subject_hash("ten_a", f"user:{number}"), 10) for number in (2, 1, 0)
@@ -58,8 +60,8 @@ async def test_few_subjects_are_counted_exactly() -> None:
     assert top[0].last_denied_at.timestamp() * 1_000_000 >= NOW
 
 
-async def test_what_was_denied_long_ago_is_forgotten() -> None:
-    throttled = made()
+async def test_old_denials_are_forgotten() -> None:
+    throttled = new_tracker()
     throttled.record_denial("ten_a", "user:1", NOW)
     assert len(await throttled.top(10, NOW + WINDOW_US)) == 1
     throttled.record_denial("ten_a", "user:2", NOW + WINDOW_US)
@@ -69,7 +71,7 @@ async def test_what_was_denied_long_ago_is_forgotten() -> None:
 
 
 async def test_a_clock_that_is_set_back_does_not_stop_the_list() -> None:
-    throttled = made()
+    throttled = new_tracker()
     throttled.record_denial("ten_a", "user:1", NOW + 60 * WINDOW_US)
     throttled.record_denial("ten_a", "user:2", NOW)
     assert await denials(throttled) == {("ten_a", throttled.subject_hash("ten_a", "user:2")): 1}
@@ -77,21 +79,21 @@ async def test_a_clock_that_is_set_back_does_not_stop_the_list() -> None:
 
 
 async def test_one_tenant_can_not_crowd_out_another() -> None:
-    throttled = made()
-    for at in range(3):
-        throttled.record_denial("ten_b", f"user:{at}", NOW)
-    for at in range(100_000):
-        throttled.record_denial("ten_a", f"user:{at}", NOW)
+    throttled = new_tracker()
+    for index in range(3):
+        throttled.record_denial("ten_b", f"user:{index}", NOW)
+    for index in range(100_000):
+        throttled.record_denial("ten_a", f"user:{index}", NOW)
     for found in (await denials(throttled, tenant_id="ten_b"), await denials(throttled)):
         assert {name: count for name, count in found.items() if name[0] == "ten_b"} == {
-            ("ten_b", throttled.subject_hash("ten_b", f"user:{at}")): 1 for at in range(3)
+            ("ten_b", throttled.subject_hash("ten_b", f"user:{index}")): 1 for index in range(3)
         }
 
 
 async def test_ten_thousand_tenants_are_bounded_and_long_subjects_take_no_more_memory() -> None:
-    throttled = made()
-    for at in range(10_000):
-        throttled.record_denial(f"ten_{at}", f"{at}-" + "x" * 500, NOW)
+    throttled = new_tracker()
+    for index in range(10_000):
+        throttled.record_denial(f"ten_{index}", f"{index}-" + "x" * 500, NOW)
     for window in (throttled._current, throttled._previous):
         assert sum(len(names) for names in window.groups.values()) <= MAX_SUBJECTS
         assert all(len(name) <= 64 for names in window.groups.values() for name in names)
@@ -106,19 +108,19 @@ async def test_a_hash_depends_on_the_pepper_and_on_the_tenant() -> None:
     subjects = ["user:42", "203.0.113.7", "é" * 300, "\ud800"]
     for subject in subjects:
         hashes = [
-            made(peppers=peppers).subject_hash(tenant_id, subject)
+            new_tracker(peppers=peppers).subject_hash(tenant_id, subject)
             for peppers in (PEPPERS, "1:another pepper of these tests")
             for tenant_id in ("ten_a", "ten_b")
         ]
         plain = sha256(subject.encode("utf-8", "surrogatepass")).hexdigest()
         assert len({*hashes, plain[:16]}) == 5
         assert {len(each) for each in hashes} == {16}
-    rotated = made(peppers=f"{PEPPERS},2:another pepper of these tests")
-    assert rotated.subject_hash("ten_a", "user:42") != made().subject_hash("ten_a", "user:42")
+    rotated = new_tracker(peppers=f"{PEPPERS},2:another pepper of these tests")
+    assert rotated.subject_hash("ten_a", "user:42") != new_tracker().subject_hash("ten_a", "user:42")
 
 
 async def test_a_known_subject_is_found_by_its_name() -> None:
-    throttled = made()
+    throttled = new_tracker()
     for subject in ("user:1", "user:2", "x" * 512):
         throttled.record_denial("ten_a", subject, NOW)
         throttled.record_denial("ten_b", subject, NOW)
@@ -149,57 +151,57 @@ def test_the_api_shows_hashes_that_can_not_be_computed_without_the_pepper(
 
 
 async def test_workers_of_one_folder_are_added(tmp_path: Path) -> None:
-    one, two = made(tmp_path), made(tmp_path)
+    one, two = new_tracker(tmp_path), new_tracker(tmp_path)
     for throttled, times in ((one, 3), (two, 4)):
         for _ in range(times):
             throttled.record_denial("ten_a", "user:1", NOW)
         throttled.record_denial("ten_b", f"user:{times}", NOW + WINDOW_US)
-    await written(one)
-    await written(two)
-    for throttled in (one, two, made(tmp_path)):
+    await write_files(one)
+    await write_files(two)
+    for throttled in (one, two, new_tracker(tmp_path)):
         expected = {("ten_a", "user:1"): 7, ("ten_b", "user:3"): 1, ("ten_b", "user:4"): 1}
         hashed = {(each, throttled.subject_hash(each, subject)): n for (each, subject), n in expected.items()}
         assert await denials(throttled, NOW + WINDOW_US) == hashed
         assert len(await denials(throttled, NOW + WINDOW_US, tenant_id="ten_b")) == 2
         assert len(await denials(throttled, NOW + WINDOW_US, subject="user:3")) == 1
-        assert await denials(made(tmp_path), NOW + 3 * WINDOW_US) == {}
+        assert await denials(new_tracker(tmp_path), NOW + 3 * WINDOW_US) == {}
 
 
-async def test_files_are_written_when_something_changed_and_removed_when_they_no_longer_count(tmp_path: Path) -> None:
+async def test_files_are_written_after_changes_and_removed_when_they_expire(tmp_path: Path) -> None:
     clock = ManualClock(NOW)
-    throttled = made(tmp_path, clock=clock)
-    await written(throttled)
+    throttled = new_tracker(tmp_path, clock=clock)
+    await write_files(throttled)
     assert files(tmp_path) == []
     throttled.record_denial("ten_a", "user:1", NOW)
-    await written(throttled)
+    await write_files(throttled)
     (file,) = files(tmp_path)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     before = file.stat()
-    await written(throttled)
+    await write_files(throttled)
     assert file.stat().st_ino == before.st_ino
     (tmp_path / f"{file.name}.new").write_bytes(b"of a worker that was killed meanwhile")
     clock.set_us(NOW + 2 * WINDOW_US)
-    await written(throttled)
+    await write_files(throttled)
     assert files(tmp_path) == []
 
 
 async def test_no_subject_is_on_disk(tmp_path: Path) -> None:
-    throttled = made(tmp_path)
+    throttled = new_tracker(tmp_path)
     throttled.record_denial("ten_a", "user:an-unmistakable-name", NOW)
-    await written(throttled)
+    await write_files(throttled)
     (file,) = files(tmp_path)
     assert b"unmistakable" not in file.read_bytes()
     assert b"ten_a" in file.read_bytes()
 
 
 async def test_a_full_part_fits_into_the_bound(tmp_path: Path) -> None:
-    throttled = made(tmp_path)
-    for at in range(MAX_SUBJECTS):
-        throttled.record_denial(f"ten_{at:016d}", "user:1", NOW)
-    await written(throttled)
+    throttled = new_tracker(tmp_path)
+    for index in range(MAX_SUBJECTS):
+        throttled.record_denial(f"ten_{index:016d}", "user:1", NOW)
+    await write_files(throttled)
     (file,) = files(tmp_path)
     assert file.stat().st_size < MAX_FILE_BYTES
-    assert len(await made(tmp_path).top(1_000, NOW)) == 1_000
+    assert len(await new_tracker(tmp_path).top(1_000, NOW)) == 1_000
 
 
 WRONG = {
@@ -216,39 +218,39 @@ WRONG = {
 
 
 @pytest.mark.parametrize("content", WRONG.values(), ids=WRONG)
-async def test_a_wrong_file_is_left_out_and_logged_once(
+async def test_an_invalid_file_is_ignored_and_logged_once(
     tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    good = made(tmp_path)
+    good = new_tracker(tmp_path)
     good.record_denial("ten_a", "user:1", NOW)
-    await written(good)
+    await write_files(good)
     for name in ("wrong", "another"):
         (tmp_path / f"throttled-{NOW // WINDOW_US}-{name}").write_bytes(content)
     (tmp_path / f"throttled-{NOW // WINDOW_US}-folder").mkdir()
     (tmp_path / "throttled-what-is-this").write_bytes(content)
-    reader = made(tmp_path)
+    reader = new_tracker(tmp_path)
     for _ in range(3):
         assert list((await denials(reader)).values()) == [1]
     assert len([each for each in caplog.records if "throttled.file_ignored" in each.message]) == 1
 
 
-async def test_a_folder_that_is_gone_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_missing_folder_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "run"
-    throttled = made(folder)
+    throttled = new_tracker(folder)
     throttled.record_denial("ten_a", "user:1", NOW)
-    await written(throttled)
+    await write_files(throttled)
     assert [each.message.split(":")[0] for each in caplog.records] == ["throttled.write_failed"]
     assert len(await denials(throttled)) == 1
     folder.mkdir()
-    await written(throttled)
-    assert len(await denials(made(folder))) == 1
+    await write_files(throttled)
+    assert len(await denials(new_tracker(folder))) == 1
 
 
 async def test_a_full_sketch_is_hashed_in_slices(tmp_path: Path) -> None:
-    """The event loop has other turns while it is written: none is held for thousands of HMACs."""
-    throttled = made(tmp_path)
-    for at in range(MAX_SUBJECTS):
-        throttled.record_denial("ten_a", f"user:{at}", NOW)
+    """The event loop can run other tasks between the slices, instead of waiting for thousands of HMACs."""
+    throttled = new_tracker(tmp_path)
+    for index in range(MAX_SUBJECTS):
+        throttled.record_denial("ten_a", f"user:{index}", NOW)
     turns = 0
 
     async def count() -> None:
@@ -258,7 +260,7 @@ async def test_a_full_sketch_is_hashed_in_slices(tmp_path: Path) -> None:
             await asyncio.sleep(0)
 
     counting = asyncio.create_task(count())
-    await written(throttled)
+    await write_files(throttled)
     counting.cancel()
     assert turns >= 10
 
@@ -273,7 +275,7 @@ def workers(service: RunningService) -> list[int]:
 
 @contextlib.contextmanager
 def only(worker: int, service: RunningService) -> Iterator[None]:
-    """Pause the other workers, so that this one answers."""
+    """Pause the other workers, so that this one handles all requests."""
     others = [each for each in workers(service) if each != worker]
     for each in others:
         os.kill(each, signal.SIGSTOP)
@@ -293,13 +295,13 @@ def eventually(is_true: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def pair(tmp_path: Path, redis_url: str, redis_server: RedisServer) -> Iterator[SeededService]:
-    """`serve --workers 2`, on a Redis."""
+    """`serve --workers 2` with Redis."""
     with run_seeded_service(f"sqlite:///{tmp_path}/pair.db", redis_url, "--workers", "2") as service:
         eventually(lambda: len(workers(service.running)) == 2)
         yield service
 
 
-def test_any_worker_tells_the_denials_of_all(pair: SeededService) -> None:
+def test_any_worker_lists_the_denials_of_all(pair: SeededService) -> None:
     tenant = pair.tenant({"name": "a", "algorithm": "fixed_window", "limit": 1, "window_seconds": 3_600})
 
     def denied() -> list[int]:
@@ -311,12 +313,12 @@ def test_any_worker_tells_the_denials_of_all(pair: SeededService) -> None:
         with only(worker, pair.running):
             assert [tenant.check().status for _ in range(times)] == [429] * times
 
-    def tells(worker: int) -> bool:
+    def lists_both(worker: int) -> bool:
         with only(worker, pair.running):
             return denied() == [7]
 
-    eventually(lambda: all(tells(worker) for worker in workers(pair.running)))
+    eventually(lambda: all(lists_both(worker) for worker in workers(pair.running)))
     old = set(workers(pair.running))
-    pair.running.process.send_signal(signal.SIGHUP)  # what ended workers have counted stays until its window ends
+    pair.running.process.send_signal(signal.SIGHUP)  # the counts of stopped workers remain until their window ends
     eventually(lambda: len(workers(pair.running)) == 2 and not old & set(workers(pair.running)))
     assert denied() == [7]

@@ -1,4 +1,4 @@
-"""How usage is written down: added up by the hour, not lost while the database is away, and pruned."""
+"""The usage recorder: counts are added up by the hour, kept during an outage of the database, and pruned."""
 
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
@@ -17,11 +17,11 @@ from limitforge.service.admin.usage_recorder import UsageRecorder
 from limitforge.service.counters.process_counters import KeyUsage, ProcessCounters
 
 HOUR_US = 3_600_000_000
-FIRST = datetime(2023, 11, 15, 0, tzinfo=UTC)  # where a manual clock begins
+FIRST = datetime(2023, 11, 15, 0, tzinfo=UTC)  # the start of a manual clock
 
 
-class Drained(ProcessCounters):
-    """Counters that are told what to tell."""
+class FakeCounters(ProcessCounters):
+    """Counters whose result the test sets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,8 +47,8 @@ def clock() -> ManualClock:
 
 
 @pytest.fixture
-def counters() -> Drained:
-    return Drained()
+def counters() -> FakeCounters:
+    return FakeCounters()
 
 
 async def rows(database: Database, **query: Any) -> list[UsageRow]:
@@ -56,9 +56,7 @@ async def rows(database: Database, **query: Any) -> list[UsageRow]:
         return (await service_records.usage_page(connection, None, 1_000, **query)).items
 
 
-async def test_what_is_counted_in_an_hour_is_added_up(
-    database: Database, counters: Drained, clock: ManualClock
-) -> None:
+async def test_counts_of_an_hour_are_added_up(database: Database, counters: FakeCounters, clock: ManualClock) -> None:
     log, other = UsageRecorder(database, counters, clock=clock), UsageRecorder(database, counters, clock=clock)
     for each, used in ((log, (1, 2, 3, 4)), (other, (10, 20, 30, 40)), (log, (100, 0, 0, 0))):
         counters.waiting = [KeyUsage("ten_a", "key_a", *used)]
@@ -76,8 +74,8 @@ async def test_what_is_counted_in_an_hour_is_added_up(
     assert len(await rows(database, until=FIRST + timedelta(hours=1))) == 1
 
 
-async def test_pages_of_usage_go_on_where_the_last_ended(
-    database: Database, counters: Drained, clock: ManualClock
+async def test_a_page_of_usage_continues_after_the_previous_one(
+    database: Database, counters: FakeCounters, clock: ManualClock
 ) -> None:
     log = UsageRecorder(database, counters, clock=clock)
     for _ in range(3):
@@ -98,7 +96,7 @@ async def test_pages_of_usage_go_on_where_the_last_ended(
 
 
 async def test_nothing_is_lost_while_the_database_is_away(
-    database: Database, counters: Drained, clock: ManualClock, caplog: pytest.LogCaptureFixture
+    database: Database, counters: FakeCounters, clock: ManualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     used = {"tok_a": to_datetime(clock.now_us())}
     log = UsageRecorder(database, counters, take_last_used=lambda: dict(used), clock=clock)
@@ -115,7 +113,7 @@ async def test_nothing_is_lost_while_the_database_is_away(
     assert [row.allowed for row in await rows(database)] == [1, 1, 1]
 
 
-async def test_what_is_old_is_removed(database: Database, counters: Drained, clock: ManualClock) -> None:
+async def test_old_rows_are_removed(database: Database, counters: FakeCounters, clock: ManualClock) -> None:
     log = UsageRecorder(database, counters, clock=clock)
     for _ in range(3):
         counters.waiting = [KeyUsage("ten_a", "key_a", 1, 0, 0, 0)]
