@@ -5,7 +5,6 @@ the command line and configuration files take descriptions and examples from the
 know the database.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
@@ -15,12 +14,24 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import msgspec
 
 from limitforge.catalog.conversion import convert
+from limitforge.catalog.field_checks import (
+    MAX_METADATA_BYTES,
+    NAME_PATTERN,
+    check_failure,
+    check_lanes,
+    check_metadata,
+    check_name,
+    check_scopes,
+    check_storable,
+    check_text,
+    check_time,
+)
 from limitforge.catalog.fields import IMMUTABLE, READ_ONLY, described, example_of, immutable_fields, settable_fields
 from limitforge.catalog.patterns import Pattern
 from limitforge.catalog.plan_limits import compile_limits, decode_limits
 from limitforge.core.calendar import zone
 from limitforge.core.check import Failure
-from limitforge.core.exact import TEN_YEARS_US, US_PER_SECOND, short_repr
+from limitforge.core.exact import TEN_YEARS_US, US_PER_SECOND
 from limitforge.core.keys import MAX_KEY_PART_BYTES, parse_key_part
 from limitforge.core.lanes import ONE_LANE, Lanes
 from limitforge.core.limits import Mode, Priority, Scope
@@ -33,13 +44,10 @@ OPERATOR = "operator"
 
 MAX_PLANS_PER_TENANT = 1_000
 MAX_POLICIES_PER_TENANT = 20_000
-MAX_METADATA_BYTES = 4_096
 MAX_REASON_LENGTH = 512
 MAX_OVERRIDE_DURATION = timedelta(microseconds=TEN_YEARS_US)
 
-NAME_PATTERN = re.compile(r"[A-Za-z0-9_./-]{1,64}")
 KEY_ID_PATTERN = re.compile(r"key_[0-9A-Za-z]{16}")
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _EPOCH = datetime.fromtimestamp(0, UTC)
 
 
@@ -206,11 +214,11 @@ class Tenant(Entity, frozen=True, kw_only=True):
     ] = 0
 
     def __post_init__(self) -> None:
-        _check_name("name", self.name)
-        _check_failure(self.failure)
+        check_name("name", self.name)
+        check_failure(self.failure)
         zone(self.time_zone)
         if not isinstance(self.lanes, Lanes):
-            _check_lanes(self.lanes)
+            check_lanes(self.lanes)
 
     @property
     def is_operator(self) -> bool:
@@ -239,7 +247,7 @@ class Plan(Entity, frozen=True, kw_only=True):
     ]
 
     def __post_init__(self) -> None:
-        _check_name("name", self.name)
+        check_name("name", self.name)
         msgspec.structs.force_setattr(self, "limits", decode_limits(msgspec.json.encode(self.limits)))
         for index, limit in enumerate(self.compile("UTC")):
             if limit.scope is Scope.GLOBAL and self.tenant_id != OPERATOR:
@@ -268,8 +276,8 @@ class Policy(Entity, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         Pattern.parse(self.resource)
-        _check_storable("resource", self.resource)
-        _check_failure(self.failure)
+        check_storable("resource", self.resource)
+        check_failure(self.failure)
 
     @property
     def pattern(self) -> Pattern:
@@ -311,14 +319,14 @@ class Key(Entity, frozen=True, kw_only=True):
     secrets: Secrets = ()
 
     def __post_init__(self) -> None:
-        _check_name("name", self.name)
-        _check_scopes(self.scopes, KeyScope)
+        check_name("name", self.name)
+        check_scopes(self.scopes, KeyScope)
         if self.scopes == (KeyScope.PLANS,):
             raise InvalidInput("scopes", "must have check or usage: plans alone allows no call")
         in_order = tuple(each for each in KeyScope if each in self.scopes)  # the database keeps no order
         msgspec.structs.force_setattr(self, "scopes", in_order)
-        _check_time("expires_at", self.expires_at)
-        _check_metadata(self.metadata)
+        check_time("expires_at", self.expires_at)
+        check_metadata(self.metadata)
 
 
 class Override(Entity, frozen=True, kw_only=True):
@@ -348,12 +356,12 @@ class Override(Entity, frozen=True, kw_only=True):
         for field in ("resource", "subject"):
             if not parse_key_part(field, getattr(self, field)):
                 raise InvalidInput(field, "must not be empty")
-            _check_storable(field, getattr(self, field))
+            check_storable(field, getattr(self, field))
         if not self.limits:
             raise InvalidInput("limits", "must map limit names to their changed fields, 'unlimited' or 'blocked'")
         copy_changes(self.limits)
-        _check_time("expires_at", self.expires_at)
-        _check_text("reason", self.reason, MAX_REASON_LENGTH)
+        check_time("expires_at", self.expires_at)
+        check_text("reason", self.reason, MAX_REASON_LENGTH)
 
 
 class Token(Entity, frozen=True, kw_only=True):
@@ -374,9 +382,9 @@ class Token(Entity, frozen=True, kw_only=True):
     secrets: Secrets = ()
 
     def __post_init__(self) -> None:
-        _check_name("name", self.name)
-        _check_scopes(self.scopes, TokenScope)
-        _check_time("expires_at", self.expires_at)
+        check_name("name", self.name)
+        check_scopes(self.scopes, TokenScope)
+        check_time("expires_at", self.expires_at)
 
 
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -453,68 +461,3 @@ def example_entity(kind: type[Entity]) -> dict[str, Any]:
 def to_datetime(now_us: int) -> datetime:
     """Convert microseconds since 1970 to a time in UTC."""
     return datetime.fromtimestamp(now_us / US_PER_SECOND, UTC)
-
-
-# --- Validation ------------------------------------------------------------------------------------------------------
-
-
-def is_storable(value: str) -> bool:
-    """Return True if a database can store this text, and can be searched for it."""
-    return "\0" not in value and _SURROGATE.search(value) is None
-
-
-def _check_name(field: str, name: str) -> None:
-    if not NAME_PATTERN.fullmatch(name):
-        raise InvalidInput(field, f"must be 1 to 64 letters, digits or -_./ characters, got {short_repr(name)}")
-
-
-def _check_text(field: str, value: str, maximum: int) -> None:
-    if len(value) > maximum:
-        raise InvalidInput(field, f"must be at most {maximum} characters")
-    _check_storable(field, value)
-
-
-def _check_storable(field: str, value: str) -> None:
-    if not is_storable(value):
-        raise InvalidInput(field, "must be valid Unicode without NUL characters, which databases can't store")
-
-
-def _check_metadata(metadata: dict[str, Any]) -> None:
-    """Refuse metadata that would change on its way: databases store it as JSON, copies in Redis as MessagePack."""
-    try:
-        text = json.dumps(metadata, ensure_ascii=False, allow_nan=False).encode()
-        is_kept = len(text) > MAX_METADATA_BYTES or msgspec.msgpack.decode(msgspec.msgpack.encode(metadata)) == metadata
-        is_kept = is_kept and json.loads(text) == metadata
-    except (ValueError, TypeError, RecursionError, OverflowError, msgspec.MsgspecError):
-        raise InvalidInput("metadata", "must be JSON: text, numbers of up to 64 bits, lists, mappings") from None
-    if len(text) > MAX_METADATA_BYTES:
-        raise InvalidInput("metadata", f"at most {MAX_METADATA_BYTES} bytes of JSON, got {len(text)}")
-    if not is_kept:
-        raise InvalidInput("metadata", "must be JSON, whose keys are text")
-
-
-def _check_failure(failure: Failure | None) -> None:
-    if failure is Failure.RAISE:
-        raise InvalidInput("failure", "must be one of open, closed, local: a service always answers")
-
-
-def _check_scopes(scopes: tuple[StrEnum, ...], kind: type[StrEnum]) -> None:
-    if not scopes or len(set(scopes)) != len(scopes):
-        raise InvalidInput("scopes", f"must be one or more of {', '.join(kind)}, each once")
-
-
-def _check_time(field: str, value: datetime | None) -> None:
-    if value is not None and value.tzinfo is None:
-        raise InvalidInput(field, "must have a time zone, such as 2026-12-31T00:00:00Z")
-    try:
-        if value is not None:
-            value.astimezone(UTC)
-    except OverflowError:
-        raise InvalidInput(field, "must be in the years 1 to 9999, in UTC too") from None
-
-
-def _check_lanes(count: int) -> None:
-    try:
-        Lanes(count)
-    except InvalidInput as error:
-        raise InvalidInput("lanes", error.problem) from None

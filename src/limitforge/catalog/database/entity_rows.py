@@ -9,6 +9,7 @@ from sqlalchemy import Select, Table, and_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from limitforge.catalog.database import tables
+from limitforge.catalog.field_checks import is_storable
 from limitforge.catalog.model import (
     Entity,
     Key,
@@ -20,7 +21,6 @@ from limitforge.catalog.model import (
     Tenant,
     Token,
     build_entity,
-    is_storable,
 )
 from limitforge.errors import CatalogError, InvalidInput
 

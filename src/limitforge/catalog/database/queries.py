@@ -17,7 +17,8 @@ from limitforge.catalog.database.entity_rows import (
     select_entities,
 )
 from limitforge.catalog.database.pages import MAX_PAGE_SIZE, Page, check_page_size, decode_cursor, encode_cursor
-from limitforge.catalog.model import AuditEntry, Entity, Override, Plan, Policy, Tenant, TenantConfig, is_storable
+from limitforge.catalog.field_checks import is_storable
+from limitforge.catalog.model import AuditEntry, Entity, Override, Plan, Policy, Tenant, TenantConfig
 from limitforge.core.exact import short_repr
 from limitforge.errors import Conflict, NotFound
 

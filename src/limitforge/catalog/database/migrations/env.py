@@ -1,4 +1,4 @@
-"""How Alembic reaches the database: by the connection that `Database` hands it, inside its transaction."""
+"""Run migrations on the connection that `Database` passes to Alembic, inside its transaction."""
 
 from alembic import context
 

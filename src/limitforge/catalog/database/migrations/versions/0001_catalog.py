@@ -1,6 +1,6 @@
 """The catalog: tenants, plans and their versions, policies, keys, tokens, overrides, audit log, outbox.
 
-What a migration says stays as it is: it does not follow `tables.py`, it is what `tables.py` was then.
+Migrations never change: this one states the tables as they were then, and does not import `tables.py`.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ PRIORITIES = "priority IN ('P0', 'P1', 'P2', 'P3')"
 
 
 def upgrade() -> None:
-    """Tables first; then what SQLite and Postgres say differently."""
+    """Create the tables, then the triggers, which differ between SQLite and Postgres."""
     is_sqlite = op.get_bind().dialect.name == "sqlite"
     _create_revision()
     _create_tenants(is_sqlite=is_sqlite)
@@ -37,7 +37,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Everything goes; what was in it is lost."""
+    """Drop all tables with their content."""
     is_sqlite = op.get_bind().dialect.name == "sqlite"
     op.execute("UPDATE tenants SET default_plan_id = NULL")
     if not is_sqlite:
@@ -93,8 +93,8 @@ def _create_revision() -> None:
 
 
 def _create_tenants(*, is_sqlite: bool) -> None:
-    # Tenants point at plans and plans at tenants. SQLite can't add a constraint later, and needn't: it looks for the
-    # other table when it is used.
+    # Tenants and plans refer to each other. SQLite can't add a constraint later, but accepts one to a table that does
+    # not exist yet.
     circular = _refers("tenants", ["default_plan_id", "id"], ["plans.id", "plans.tenant_id"])
     op.create_table(
         "tenants",
@@ -283,7 +283,7 @@ def _create_logs() -> None:
 
 def _forbid_changes_of_the_audit_log(*, is_sqlite: bool) -> None:
     if is_sqlite:
-        op.execute(  # a REPLACE would delete the old row without asking
+        op.execute(  # a REPLACE deletes the old row without firing its triggers
             "CREATE TRIGGER audit_no_replace BEFORE INSERT ON audit "
             "WHEN EXISTS (SELECT 1 FROM audit WHERE id = NEW.id) "
             "BEGIN SELECT RAISE(ABORT, 'the audit log is append-only'); END"

@@ -1,4 +1,4 @@
-"""What the service keeps beside the catalog: usage by the hour, and the answers to creates that may be sent again."""
+"""Tables of the service: usage per hour, and responses to create requests with an idempotency key."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -34,6 +34,6 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """The counts of the last 30 days are lost."""
+    """Drop both tables. Usage of the last 30 days is lost."""
     op.drop_table("creations")
     op.drop_table("usage")

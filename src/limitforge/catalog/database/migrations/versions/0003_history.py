@@ -1,4 +1,4 @@
-"""Ids of revisions and a timeline, so that nodes notice a database that was restored."""
+"""Add ids of revisions and a timeline, so that processes detect a restored database."""
 
 import secrets
 
@@ -10,8 +10,9 @@ down_revision = "0002"
 
 
 def upgrade() -> None:
-    """The one row moves to a new table: SQLite can't add a column that must not be empty. It gets a random id here, so
-    that two databases that are upgraded apart from each other differ.
+    """Move the row to a new table, since SQLite can't add a NOT NULL column without a default.
+
+    The row receives a random id, so that two copies of a database differ after each is upgraded.
     """
     value = op.get_bind().scalar(sa.text("SELECT value FROM revision"))
     op.drop_table("revision")

@@ -1,7 +1,7 @@
-"""Whether a key may name the plan that decides, as a column.
+"""Add the scope `plans` of keys, as a column.
 
-A new word in `keys.scopes` would make nodes of the release before refuse every key during a rolling upgrade. They
-neither read nor write this column: keys that they create or change get the default, or keep what they have.
+During a rolling upgrade, processes of the earlier release would reject every key with a new word in `keys.scopes`. They
+neither read nor write this column: keys that they create get the default, and keys that they change keep their value.
 """
 
 import sqlalchemy as sa
@@ -16,5 +16,5 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Every key may name a plan again."""
+    """Drop the column, so that every key may name a plan again."""
     op.drop_column("keys", "may_name_plans")
