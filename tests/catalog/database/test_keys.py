@@ -513,7 +513,7 @@ async def test_when_a_key_was_used_is_written_without_a_new_version(catalog: Cat
     late, early = datetime(2026, 1, 2, tzinfo=UTC), datetime(2026, 1, 1, tzinfo=UTC)
     for at in (early, late, early):
         async with database.writing() as connection:
-            await writes.touch_keys(connection, {key.id: at, "key_none": at})
+            await writes.record_key_use(connection, {key.id: at, "key_none": at})
     assert await catalog.get(Key, key.id) == msgspec.structs.replace(key, last_used_at=late)
     assert await catalog.get(Key, other.id) == other
 

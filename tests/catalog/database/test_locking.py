@@ -200,7 +200,7 @@ async def test_writing_when_keys_were_used_does_not_deadlock_with_an_edit(catalo
 
     async def used() -> None:
         async with database.writing() as connection:
-            await writes.touch_keys(connection, {first.id: at, second.id: at})
+            await writes.record_key_use(connection, {first.id: at, second.id: at})
 
     async with asyncio.timeout(30), asyncio.TaskGroup() as group, catalog.edit(ACTOR) as edit:
         await edit.update(Key, second.id, {"name": "changed"})
@@ -242,7 +242,7 @@ async def test_an_edit_does_not_undo_that_a_key_was_used(catalog: Catalog, datab
     key, _ = await new_key(catalog, tenant.id)
     at = datetime(2026, 1, 1, tzinfo=UTC)
     async with asyncio.timeout(30), asyncio.TaskGroup() as group, database.writing() as connection:
-        await writes.touch_keys(connection, {key.id: at})
+        await writes.record_key_use(connection, {key.id: at})
         editing = group.create_task(update(catalog, key, {"name": "changed"}))
         await blocked(database, editing)
     found = await catalog.get(Key, key.id)

@@ -7,7 +7,7 @@ async with catalog.edit("cli:ann") as edit:
 
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from limitforge.catalog.credentials import Credential, Peppers, require_peppers
 from limitforge.catalog.database import catalog_revision, outbox, queries
@@ -17,14 +17,12 @@ from limitforge.catalog.database.edits import Edit
 from limitforge.catalog.database.outbox import NO_TENANT, Announcement
 from limitforge.catalog.database.pages import Page
 from limitforge.catalog.history import timeline_after
-from limitforge.catalog.model import Entity, TenantConfig, Token, to_datetime
+from limitforge.catalog.model import AnyEntity, Entity, TenantConfig, Token, to_datetime
 from limitforge.core.clock import Clock, SystemClock
 from limitforge.core.exact import short_repr
 from limitforge.errors import InvalidInput, NotFound
 
 MAX_ACTOR_LENGTH = 128
-
-AnyEntity = TypeVar("AnyEntity", bound=Entity)
 CommitListener = Callable[[Sequence[Announcement]], Awaitable[None]]
 
 

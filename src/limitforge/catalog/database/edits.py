@@ -16,6 +16,7 @@ from limitforge.catalog.database.entity_checks import check_entity
 from limitforge.catalog.database.outbox import OUTBOX_RETENTION, Announcement
 from limitforge.catalog.model import (
     KEY_ID_PATTERN,
+    AnyEntity,
     Entity,
     Key,
     Override,
@@ -34,8 +35,6 @@ from limitforge.core.overrides import MAX_PER_SUBJECT, copy_changes
 from limitforge.errors import Conflict, InvalidInput, NotFound, VersionConflict
 
 MAX_GRACE_SECONDS = 366 * 86_400
-
-AnyEntity = TypeVar("AnyEntity", bound=Entity)
 MaybeEntity = TypeVar("MaybeEntity", bound=Entity | None)
 
 
@@ -66,7 +65,7 @@ class Edit:
         plan = self._new_plan(fields) if kind is Plan else None
         entity = self._new(kind, require_settable(kind, fields)) if plan is None else cast("AnyEntity", plan)
         await check_entity(self.connection, entity, self.now)
-        await writes.add(self.connection, entity)
+        await writes.insert_entity(self.connection, entity)
         if isinstance(entity, Plan):
             await writes.add_plan_versions(self.connection, [entity], self._actor)
         await self._add_audit_entry("create", None, entity)
@@ -95,7 +94,7 @@ class Edit:
             raise Conflict("the operator can't be deleted")
         if isinstance(before, Plan) and (users := await queries.describe_plan_users(self.connection, before)):
             raise Conflict(f"plan {before.name} is still in use by {', '.join(users)}: give them another plan first")
-        await writes.remove(self.connection, [before])
+        await writes.delete_entities(self.connection, [before])
         await self._add_audit_entry("delete", before, None)
         return before
 
@@ -189,7 +188,7 @@ class Edit:
             raise NotFound("unknown override: there is none to replace")
         if await queries.count_overrides(self.connection, override, self.now) >= MAX_PER_SUBJECT:
             raise Conflict(f"one subject may have at most {MAX_PER_SUBJECT} overrides; delete one, or use '*'")
-        await writes.add(self.connection, override)
+        await writes.insert_entity(self.connection, override)
         await self._add_audit_entry("create", None, override)
         return override
 
@@ -204,14 +203,14 @@ class Edit:
             pairs = [(before, self._with_version(before, after)) for before, after in group]
             if action == "create":
                 created = [after for _, after in pairs if after is not None]
-                await writes.add_all(self.connection, created, self._actor, self.now)
+                await writes.insert_entities(self.connection, created, self._actor, self.now)
             elif action == "delete":
-                await writes.remove(self.connection, [before for before, _ in pairs if before is not None])
+                await writes.delete_entities(self.connection, [before for before, _ in pairs if before is not None])
             else:
                 await self._replace_all(
                     [(before, after) for before, after in pairs if before is not None and after is not None]
                 )
-            await writes.add_audit(self.connection, [self._log.record(action, *pair) for pair in pairs])
+            await writes.add_audit_entries(self.connection, [self._log.record(action, *pair) for pair in pairs])
 
     async def set_default_plans(self, tenants: Iterable[Tenant]) -> None:
         """Set the default plans of tenants that `write_changes` created before their plans."""
@@ -271,7 +270,7 @@ class Edit:
 
     async def _replace_all(self, pairs: Sequence[tuple[Entity, Entity]]) -> None:
         """Replace entities of one kind, each given as before and after."""
-        if not await writes.replace_all(self.connection, [after for _, after in pairs]):
+        if not await writes.replace_entities(self.connection, [after for _, after in pairs]):
             raise VersionConflict(f"a {pairs[0][0].kind} has changed meanwhile: read it again, and retry")
         plans = [after for _, after in pairs if isinstance(after, Plan)]
         if plans:
@@ -297,7 +296,7 @@ class Edit:
 
     async def _add_with_secrets(self, entity: AnyEntity) -> AnyEntity:
         await check_entity(self.connection, entity, self.now)
-        await writes.add(self.connection, entity)
+        await writes.insert_entity(self.connection, entity)
         if isinstance(entity, Key | Token):
             await writes.set_secrets(self.connection, entity, self.now)
         await self._add_audit_entry("create", None, entity)
@@ -307,7 +306,7 @@ class Edit:
         entity = changed_entity(before, after)
         if isinstance(entity, Policy):
             self._tenants_with_changed_policies.add(entity.tenant_id)
-        await writes.add_audit(self.connection, [self._log.record(action, before, after)])
+        await writes.add_audit_entries(self.connection, [self._log.record(action, before, after)])
 
 
 def _kind_and_action(change: tuple[Entity | None, Entity | None]) -> tuple[str, str]:

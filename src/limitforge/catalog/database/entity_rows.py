@@ -11,6 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from limitforge.catalog.database import tables
 from limitforge.catalog.field_checks import is_storable
 from limitforge.catalog.model import (
+    AnyEntity,
     Entity,
     Key,
     KeyScope,
@@ -25,8 +26,6 @@ from limitforge.catalog.model import (
 from limitforge.errors import CatalogError, InvalidInput
 
 CHUNK_SIZE = 1_000  # values in one statement: drivers bound the number of parameters
-
-AnyEntity = TypeVar("AnyEntity", bound=Entity)
 Item = TypeVar("Item")
 
 TABLES: Mapping[type[Entity], Table] = {
@@ -38,7 +37,7 @@ TABLES: Mapping[type[Entity], Table] = {
     Token: tables.tokens,
 }
 
-SECRET_OWNER: Mapping[type[Entity], Any] = {Key: tables.secrets.c.key_id, Token: tables.secrets.c.token_id}
+SECRET_OWNER_COLUMN: Mapping[type[Entity], Any] = {Key: tables.secrets.c.key_id, Token: tables.secrets.c.token_id}
 
 
 def select_entities(kind: type[Entity]) -> Select[Any]:
@@ -51,7 +50,7 @@ def select_entities(kind: type[Entity]) -> Select[Any]:
     return select(table)
 
 
-async def load_entities(
+async def fetch_entities(
     connection: AsyncConnection, kind: type[AnyEntity], query: Select[Any], invalid: dict[str, str] | None = None
 ) -> list[AnyEntity]:
     """Run a query made with `select_entities`, and build its entities.
@@ -60,12 +59,14 @@ async def load_entities(
     of its tenant.
     """
     rows = (await connection.execute(query)).mappings().all()
-    secrets = await _secrets(connection, kind, [row["id"] for row in rows]) if rows and kind in SECRET_OWNER else {}
+    secrets = (
+        await _secrets(connection, kind, [row["id"] for row in rows]) if rows and kind in SECRET_OWNER_COLUMN else {}
+    )
     names = kind.__struct_fields__
     found: list[AnyEntity] = []
     for row in rows:
         fields = {name: row[name] for name in names if name in row}
-        if kind in SECRET_OWNER:
+        if kind in SECRET_OWNER_COLUMN:
             fields["secrets"] = tuple(secrets.get(row["id"], ()))
         if kind is Key and row["may_name_plans"] and isinstance(row["scopes"], list):
             fields["scopes"] = [*row["scopes"], KeyScope.PLANS]
@@ -80,7 +81,7 @@ async def load_entities(
 
 
 async def _secrets(connection: AsyncConnection, kind: type[Entity], ids: list[str]) -> dict[str, list[SecretHash]]:
-    owner, table = SECRET_OWNER[kind], tables.secrets
+    owner, table = SECRET_OWNER_COLUMN[kind], tables.secrets
     found: dict[str, list[SecretHash]] = {}
     for chunk in chunked(ids):
         newest = (table.c.created_at.desc(), table.c.expires_at.is_not(None), table.c.hash)
@@ -104,7 +105,7 @@ def chunked(values: Iterable[Item]) -> Iterator[list[Item]]:
 
 def secret_hash_rows(entity: Key | Token, at: datetime) -> list[dict[str, Any]]:
     """Return the rows of its secrets. Rows of keys and tokens have the same columns, as a bulk insert needs."""
-    owners = {column.key: entity.id if kind is type(entity) else None for kind, column in SECRET_OWNER.items()}
+    owners = {column.key: entity.id if kind is type(entity) else None for kind, column in SECRET_OWNER_COLUMN.items()}
     return [
         {"hash": each.hash, "pepper": each.pepper, "expires_at": each.expires_at, "created_at": at, **owners}
         for each in entity.secrets

@@ -97,10 +97,8 @@ async def mark_published(connection: AsyncConnection, announcements: Iterable[An
     table = tables.outbox
     this = and_(table.c.revision == bindparam("its_revision"), table.c.tenant_id == bindparam("its_tenant"))
     marked = update(table).where(this).values(published=True)
-    rows = sorted(
-        (each.revision, each.tenant_id) for each in announcements
-    )  # all writers use this order, so they can't deadlock
-    await connection.execute(marked, [{"its_revision": revision, "its_tenant": tenant} for revision, tenant in rows])
+    ordered = sorted((each.revision, each.tenant_id) for each in announcements)  # the same for all, to avoid deadlocks
+    await connection.execute(marked, [{"its_revision": revision, "its_tenant": tenant} for revision, tenant in ordered])
 
 
 async def trim_outbox(connection: AsyncConnection, before: datetime) -> None:

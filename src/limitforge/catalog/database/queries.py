@@ -10,15 +10,14 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from limitforge.catalog.database import tables
 from limitforge.catalog.database.entity_rows import (
     TABLES,
-    AnyEntity,
     are_storable,
     chunked,
-    load_entities,
+    fetch_entities,
     select_entities,
 )
 from limitforge.catalog.database.pages import MAX_PAGE_SIZE, Page, check_page_size, decode_cursor, encode_cursor
 from limitforge.catalog.field_checks import is_storable
-from limitforge.catalog.model import AuditEntry, Entity, Override, Plan, Policy, Tenant, TenantConfig
+from limitforge.catalog.model import AnyEntity, AuditEntry, Entity, Override, Plan, Policy, Tenant, TenantConfig
 from limitforge.core.exact import short_repr
 from limitforge.errors import Conflict, NotFound
 
@@ -31,7 +30,7 @@ async def find(connection: AsyncConnection, kind: type[AnyEntity], identity: str
     """Return the entity with this id, or None."""
     if not is_storable(identity):
         return None
-    rows = await load_entities(connection, kind, select_entities(kind).where(TABLES[kind].c.id == identity))
+    rows = await fetch_entities(connection, kind, select_entities(kind).where(TABLES[kind].c.id == identity))
     return rows[0] if rows else None
 
 
@@ -66,7 +65,7 @@ async def find_by(connection: AsyncConnection, kind: type[AnyEntity], **values: 
     if not are_storable(values):
         return []
     where = [table.c[column] == value for column, value in values.items()]
-    return await load_entities(
+    return await fetch_entities(
         connection, kind, select_entities(kind).where(*where).order_by(table.c.id).limit(MAX_PAGE_SIZE)
     )
 
@@ -95,7 +94,7 @@ async def list_for_tenant(connection: AsyncConnection, kind: type[AnyEntity], te
     ordered = (
         select_entities(kind).where(table.c.tenant_id == tenant_id).order_by(table.c[_order_column(kind)], table.c.id)
     )
-    return await load_entities(connection, kind, ordered)
+    return await fetch_entities(connection, kind, ordered)
 
 
 async def find_where_in(
@@ -113,7 +112,7 @@ async def find_where_in(
     table, found = TABLES[kind], []
     for chunk in chunked(values):
         query = select_entities(kind).where(table.c[column].in_(chunk)).order_by(table.c.id)
-        found += await load_entities(connection, kind, query, invalid)
+        found += await fetch_entities(connection, kind, query, invalid)
     return found
 
 
@@ -144,7 +143,7 @@ async def list_page(
         query = query.where(table.c.id != "operator")
     if last is not None:
         query = query.where(or_(order > last[0], and_(order == last[0], table.c.id > last[1])))
-    found = await load_entities(connection, kind, query)
+    found = await fetch_entities(connection, kind, query)
     if len(found) <= size:
         return Page(found, None)
     end = found[size - 1]

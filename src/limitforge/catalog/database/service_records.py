@@ -13,9 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from limitforge.catalog.database import tables
 from limitforge.catalog.database.entity_rows import chunked
 from limitforge.catalog.database.pages import Page, check_page_size, decode_cursor, encode_cursor
-from limitforge.catalog.model import (
-    to_datetime,
-)
+from limitforge.catalog.model import to_datetime
 from limitforge.core.exact import US_PER_SECOND
 
 _USAGE_COUNTERS = ("allowed", "denied", "would_deny", "degraded")
@@ -42,7 +40,7 @@ class StoredResponse(msgspec.Struct, frozen=True):
 
     fingerprint: str
     status: int
-    answer: dict[str, Any]
+    body: dict[str, Any]
 
 
 async def add_usage(connection: AsyncConnection, rows: Iterable[UsageRow]) -> None:
@@ -91,7 +89,7 @@ async def find_stored_response(
     connection: AsyncConnection, token_id: str, idempotency_key: str, since: datetime
 ) -> StoredResponse | None:
     """Return the response to a request of this token with this idempotency key, if it was stored after `since`."""
-    table = tables.creations
+    table = tables.stored_responses
     same = and_(table.c.token_id == token_id, table.c.idempotency_key == idempotency_key, table.c.at > since)
     found = (await connection.execute(select(table).where(same))).mappings().first()
     return None if found is None else StoredResponse(found["fingerprint"], found["status"], found["answer"])
@@ -101,13 +99,14 @@ async def add_stored_response(
     connection: AsyncConnection, token_id: str, idempotency_key: str, response: StoredResponse, at: datetime
 ) -> None:
     """Store a response. It replaces one that has expired."""
-    table = tables.creations
+    table = tables.stored_responses
     own = {"token_id": token_id, "idempotency_key": idempotency_key}
     await connection.execute(delete(table).where(*(table.c[name] == value for name, value in own.items())))
-    await connection.execute(insert(table).values(**own, **msgspec.structs.asdict(response), at=at))
+    columns = {"fingerprint": response.fingerprint, "status": response.status, "answer": response.body, "at": at}
+    await connection.execute(insert(table).values(**own, **columns))
 
 
-async def remove_old_records(connection: AsyncConnection, usage_before: datetime, creations_before: datetime) -> None:
+async def remove_old_records(connection: AsyncConnection, usage_before: datetime, responses_before: datetime) -> None:
     """Delete usage and responses from before these times."""
     await connection.execute(delete(tables.usage).where(tables.usage.c.hour < usage_before))
-    await connection.execute(delete(tables.creations).where(tables.creations.c.at <= creations_before))
+    await connection.execute(delete(tables.stored_responses).where(tables.stored_responses.c.at <= responses_before))

@@ -279,7 +279,7 @@ usage = Table(
 )
 """Decisions per key and hour. It has no foreign keys, since rows outlive a deleted key or tenant."""
 
-creations = Table(
+stored_responses = Table(
     "creations",
     metadata,
     Column("token_id", Id, primary_key=True),
@@ -289,4 +289,4 @@ creations = Table(
     Column("answer", JSON, nullable=False),
     Column("at", UtcDateTime, nullable=False, index=True),
 )
-"""Responses to create requests with an idempotency key, without secrets."""
+"""Responses to create requests with an idempotency key, without secrets. The table keeps its first name."""

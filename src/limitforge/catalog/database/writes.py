@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from limitforge.catalog.database import tables
 from limitforge.catalog.database.catalog_revision import lock_revision
 from limitforge.catalog.database.entity_rows import (
-    SECRET_OWNER,
+    SECRET_OWNER_COLUMN,
     TABLES,
     chunked,
     entity_columns,
@@ -20,12 +20,12 @@ from limitforge.catalog.database.entity_rows import (
 from limitforge.catalog.model import Entity, Key, Plan, Tenant, Token
 
 
-async def add(connection: AsyncConnection, entity: Entity) -> None:
+async def insert_entity(connection: AsyncConnection, entity: Entity) -> None:
     """Insert the row of an entity, without plan versions and secrets."""
     await connection.execute(insert(TABLES[type(entity)]).values(entity_columns(entity)))
 
 
-async def add_all(connection: AsyncConnection, entities: Sequence[Entity], actor: str, at: datetime) -> None:
+async def insert_entities(connection: AsyncConnection, entities: Sequence[Entity], actor: str, at: datetime) -> None:
     """Insert many entities of one kind, with their plan versions and secrets.
 
     Default plans of tenants are not set, since the plans do not exist yet: call `set_default_plans` later.
@@ -52,7 +52,7 @@ async def set_default_plans(connection: AsyncConnection, tenants: Iterable[Tenan
         await connection.execute(set_one, rows)
 
 
-async def replace_all(connection: AsyncConnection, entities: Sequence[Entity]) -> bool:
+async def replace_entities(connection: AsyncConnection, entities: Sequence[Entity]) -> bool:
     """Replace many entities of one kind. Returns False if one was not at the version before its new one."""
     table = TABLES[type(entities[0])]
     rows = [updatable_columns(each) for each in entities]
@@ -73,21 +73,21 @@ async def replace_all(connection: AsyncConnection, entities: Sequence[Entity]) -
     return found == {each.id: each.version for each in entities}
 
 
-async def remove(connection: AsyncConnection, entities: Sequence[Entity]) -> None:
+async def delete_entities(connection: AsyncConnection, entities: Sequence[Entity]) -> None:
     """Delete entities of one kind, with everything that they own."""
     kind = type(entities[0])
     table = TABLES[kind]
     for chunk in chunked(each.id for each in entities):
         if kind is Tenant:
-            await _remove_tenant_data(connection, chunk)
+            await _delete_tenant_data(connection, chunk)
         if kind is Plan:
             await connection.execute(delete(tables.plan_versions).where(tables.plan_versions.c.plan_id.in_(chunk)))
-        if kind in SECRET_OWNER:
-            await connection.execute(delete(tables.secrets).where(SECRET_OWNER[kind].in_(chunk)))
+        if kind in SECRET_OWNER_COLUMN:
+            await connection.execute(delete(tables.secrets).where(SECRET_OWNER_COLUMN[kind].in_(chunk)))
         await connection.execute(delete(table).where(table.c.id.in_(chunk)))
 
 
-async def _remove_tenant_data(connection: AsyncConnection, tenant_ids: Sequence[str]) -> None:
+async def _delete_tenant_data(connection: AsyncConnection, tenant_ids: Sequence[str]) -> None:
     tenants = tables.tenants
     await connection.execute(update(tenants).where(tenants.c.id.in_(tenant_ids)).values(default_plan_id=None))
     for owner, secret in ((tables.keys, tables.secrets.c.key_id), (tables.tokens, tables.secrets.c.token_id)):
@@ -107,7 +107,7 @@ async def add_plan_versions(connection: AsyncConnection, plans: Sequence[Plan], 
 
 async def set_secrets(connection: AsyncConnection, entity: Key | Token, at: datetime) -> None:
     """Replace the secrets of a key or token. Secrets that stay keep their date of creation."""
-    table, owner = tables.secrets, SECRET_OWNER[type(entity)]
+    table, owner = tables.secrets, SECRET_OWNER_COLUMN[type(entity)]
     known = set(await connection.scalars(select(table.c.hash).where(owner == entity.id)))
     rows = secret_hash_rows(entity, at)
     wanted = {row["hash"] for row in rows}
@@ -128,12 +128,12 @@ async def set_tenant_revisions(connection: AsyncConnection, tenant_ids: Iterable
         await connection.execute(update(table).where(table.c.id.in_(chunk)).values(revision=revision))
 
 
-async def touch_keys(connection: AsyncConnection, used: Mapping[str, datetime]) -> None:
+async def record_key_use(connection: AsyncConnection, used: Mapping[str, datetime]) -> None:
     """Set when keys were last used, unless a later time is stored."""
     await _record_use(connection, tables.keys, used)
 
 
-async def touch_tokens(connection: AsyncConnection, used: Mapping[str, datetime]) -> None:
+async def record_token_use(connection: AsyncConnection, used: Mapping[str, datetime]) -> None:
     """Set when tokens were last used, unless a later time is stored."""
     await _record_use(connection, tables.tokens, used)
 
@@ -152,7 +152,7 @@ async def remove_expired(connection: AsyncConnection, now: datetime) -> None:
         await connection.execute(delete(table).where(table.c.expires_at <= now))
 
 
-async def add_audit(connection: AsyncConnection, rows: Sequence[Mapping[str, Any]]) -> None:
+async def add_audit_entries(connection: AsyncConnection, rows: Sequence[Mapping[str, Any]]) -> None:
     """Append entries to the audit log."""
     await connection.execute(insert(tables.audit), rows)
 

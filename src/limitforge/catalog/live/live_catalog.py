@@ -381,7 +381,7 @@ class LiveCatalog:
             return
         try:
             async with self._database.writing() as connection:
-                await writes.touch_keys(connection, {key: to_datetime(at_us) for key, at_us in last_used.items()})
+                await writes.record_key_use(connection, {key: to_datetime(at_us) for key, at_us in last_used.items()})
         except CatalogError:
             self.cache.callers.restore_last_used(last_used)
             raise

@@ -98,7 +98,7 @@ class UsageRecorder:
                         connection, (UsageRow(*key, *counts) for key, counts in rows.items())
                     )
                 if last_used:
-                    await writes.touch_tokens(connection, last_used)
+                    await writes.record_token_use(connection, last_used)
         except BaseException:
             for key, counts in rows.items():
                 self._add_pending(key, counts)

@@ -137,4 +137,4 @@ async def _add_audit_entry(session: AdminSession, result: dict[str, Any]) -> Non
         "after": result,
     }
     async with session.catalog.database.writing() as connection:
-        await writes.add_audit(connection, [row])
+        await writes.add_audit_entries(connection, [row])
