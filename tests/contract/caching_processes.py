@@ -36,7 +36,7 @@ class CachingProcesses:
         self._loop = looping._loop
         self.limiters = [*threaded, cast("SyncLimiter", looping)]
         stores: list[Any] = [threaded[0]._store, threaded[1]._store, looping._limiter._store]
-        self.denial_caches: list[DenialCache] = [store._parts.denials for store in stores]
+        self.denial_caches: list[DenialCache] = [store._core.denial_cache for store in stores]
         for node, store in zip(self.limiters, stores, strict=True):
             if not deaf:
                 self._wait_until_listening(node)
@@ -87,7 +87,7 @@ class CachingProcesses:
 
 
 async def _make_deaf(store: Any) -> None:
-    store._line()._listener = _DeafAsyncListener()
+    store._client()._listener = _DeafAsyncListener()
 
 
 class _DeafAsyncListener:

@@ -1,6 +1,6 @@
 """Prepaid limits on a real Redis: all processes together never exceed the limit, and stay below it within a bound.
 
-Several nodes pay for shares, spend them, lose messages, die and come back, each with a clock of its own. A model counts
+Several processes top up shares, spend them, lose messages, die and come back, each with its own clock. A model counts
 what they admit.
 """
 
@@ -23,7 +23,7 @@ from tests.topologies import RedisCluster
 BASE_US = 1_700_006_400_000_000
 INTERVAL_US = 100_000
 DAY_US = 86_400_000_000
-NODES = 3
+PROCESSES = 3
 PATIENT = StoreOptions(failure="raise", deadline_ms=30_000, denial_cache_ms=0, sync_interval_ms=INTERVAL_US / 1_000)
 
 WINDOW = FixedWindow(name="window", limit=60, window_seconds=2, consistency="prepaid")
@@ -60,24 +60,24 @@ class PrepaidModel(RuleBasedStateMachine):
         super().__init__()
         self.server.flush()
         self.clock = ManualClock(BASE_US)
-        self.nodes: list[PrepaidProcess] = []
+        self.processes: list[PrepaidProcess] = []
         self.lost = 0  # prepaid cost in the current buckets that no process can spend any more
-        self.on_its_way = 0
+        self.in_flight = 0
         self.window = 0
 
-    @initialize(offsets=st.lists(st.integers(0, 10**12), min_size=NODES, max_size=NODES))
+    @initialize(offsets=st.lists(st.integers(0, 10**12), min_size=PROCESSES, max_size=PROCESSES))
     def start(self, offsets: list[int]) -> None:
-        self.nodes = [PrepaidProcess(self.server.url, self.clock, offset) for offset in offsets]
+        self.processes = [PrepaidProcess(self.server.url, self.clock, offset) for offset in offsets]
         self.window = self.window_now()
 
     def teardown(self) -> None:
-        for node in self.nodes:
-            node.close()
+        for process in self.processes:
+            process.close()
 
     def pass_time(self, us: int) -> None:
         self.clock.advance_us(us)
-        for node in self.nodes:
-            node.clock.advance_us(us)
+        for process in self.processes:
+            process.clock.advance_us(us)
         if self.window_now() != self.window:
             self.window, self.lost = self.window_now(), 0
         self.passed(us)
@@ -95,81 +95,81 @@ class PrepaidModel(RuleBasedStateMachine):
         raise NotImplementedError
 
     def out(self) -> int:
-        return sum(node.unreturned(self.clock.now_us()) for node in self.nodes) + self.lost + self.on_its_way
+        return sum(process.unreturned(self.clock.now_us()) for process in self.processes) + self.lost + self.in_flight
 
-    def ask(self, node: PrepaidProcess, cost: int) -> None:
-        decision = node.limiter.check("r", "s", limits=self.limit, cost=cost)
+    def ask(self, process: PrepaidProcess, cost: int) -> None:
+        decision = process.limiter.check("r", "s", limits=self.limit, cost=cost)
         if not decision.allowed:
             self.denied(cost)
         elif cost:
             self.admitted(cost)
 
-    @rule(node=st.integers(0, NODES - 1), cost=st.sampled_from([1, 1, 1, 2, 3, 10]), times=st.integers(1, 30))
-    def check(self, node: int, cost: int, times: int) -> None:
+    @rule(process=st.integers(0, PROCESSES - 1), cost=st.sampled_from([1, 1, 1, 2, 3, 10]), times=st.integers(1, 30))
+    def check(self, process: int, cost: int, times: int) -> None:
         for _ in range(times):
-            self.ask(self.nodes[node], cost)
+            self.ask(self.processes[process], cost)
 
     @rule(us=st.one_of(st.sampled_from([1, 1_000, 50_000, INTERVAL_US, 300_000, 1_000_000, 2_500_000])))
     def let_time_pass(self, us: int) -> None:
         self.pass_time(us)
 
-    @rule(before_us=st.integers(-3, 3), node=st.integers(0, NODES - 1))
-    def come_to_the_edge_of_a_window(self, before_us: int, node: int) -> None:
-        look = self.nodes[node].limiter.check("r", "s", limits=self.limit, cost=0)
-        self.pass_time(max((look.reset_after_ms or 0) * 1_000 + before_us, 0))
+    @rule(before_us=st.integers(-3, 3), process=st.integers(0, PROCESSES - 1))
+    def come_to_the_edge_of_a_window(self, before_us: int, process: int) -> None:
+        peek = self.processes[process].limiter.check("r", "s", limits=self.limit, cost=0)
+        self.pass_time(max((peek.reset_after_ms or 0) * 1_000 + before_us, 0))
 
     @rule(
-        node=st.integers(0, NODES - 1),
-        there_us=st.sampled_from([0, 100, 5_000, 700_000]),
-        back_us=st.sampled_from([0, 100, 5_000, 700_000]),
+        process=st.integers(0, PROCESSES - 1),
+        request_us=st.sampled_from([0, 100, 5_000, 700_000]),
+        reply_us=st.sampled_from([0, 100, 5_000, 700_000]),
         meanwhile=st.integers(0, 20),
-        fate=st.sampled_from(["arrives", "arrives", "arrives", "arrives", "lost there", "lost back"]),
+        fate=st.sampled_from(["arrives", "arrives", "arrives", "arrives", "request lost", "reply lost"]),
     )
-    def sync(self, node: int, there_us: int, back_us: int, meanwhile: int, fate: str) -> None:
+    def sync(self, process: int, request_us: int, reply_us: int, meanwhile: int, fate: str) -> None:
         """Sync with delays, while the process keeps spending what it kept."""
-        synced = self.nodes[node]
+        synced = self.processes[process]
         self.pass_time(INTERVAL_US)
-        wishes = synced.shares.due_requests()
+        requests = synced.shares.due_requests()
         sent_us = synced.shares.now_us()
-        self.pass_time(there_us)
+        self.pass_time(request_us)
         window = self.window
-        grants: list[Any] = [None] * len(wishes)
+        replies: list[Any] = [None] * len(requests)
         due = time.monotonic() + 30
-        if fate != "lost there" and wishes:
-            grants = synced.store._run_flow(synced.store._core.top_up_flow(wishes, synced.shares.lapse_us), due)
-        self.on_its_way = sum(grant.granted for grant in grants if grant is not None)
-        self.on_its_way += sum(wish.returned for wish in wishes) if fate == "lost there" else 0
+        if fate != "request lost" and requests:
+            replies = synced.store._run_flow(synced.store._core.top_up_flow(requests, synced.shares.lapse_us), due)
+        self.in_flight = sum(reply.granted for reply in replies if reply is not None)
+        self.in_flight += sum(top_up.returned for top_up in requests) if fate == "request lost" else 0
         for _ in range(meanwhile):
             self.ask(synced, 1)
-        self.pass_time(back_us)
-        self.on_its_way = 0
-        synced.shares.apply_replies(wishes, grants if fate == "arrives" else None, sent_us)
-        for wish, grant in zip(wishes, grants, strict=True):
-            if fate == "arrives" and grant is not None:
-                self.unless_over(window, self.never_spent(synced, wish, grant.granted))
+        self.pass_time(reply_us)
+        self.in_flight = 0
+        synced.shares.apply_replies(requests, replies if fate == "arrives" else None, sent_us)
+        for top_up, reply in zip(requests, replies, strict=True):
+            if fate == "arrives" and reply is not None:
+                self.lose_unless_ended(window, self.granted_to_closed_share(synced, top_up, reply.granted))
             else:
-                self.unless_over(window, 0 if grant is None else grant.granted)
-                self.unless_over(window, wish.returned if fate == "lost there" else 0)
+                self.lose_unless_ended(window, 0 if reply is None else reply.granted)
+                self.lose_unless_ended(window, top_up.returned if fate == "request lost" else 0)
 
-    def never_spent(self, node: PrepaidProcess, wish: TopUpRequest, granted: int) -> int:
-        """Account for the share of a bucket without demand."""
-        share = wish.share
-        return 0 if node.shares._shares.get(share.key) is share else granted
+    def granted_to_closed_share(self, process: PrepaidProcess, top_up: TopUpRequest, granted: int) -> int:
+        """Return what was granted to a share that was closed meanwhile, and is never spent."""
+        share = top_up.share
+        return 0 if process.shares._shares.get(share.key) is share else granted
 
-    def unless_over(self, window: int, amount: int) -> None:
+    def lose_unless_ended(self, window: int, amount: int) -> None:
         if window == self.window:
             self.lost += amount
 
-    @rule(node=st.integers(0, NODES - 1), offset=st.integers(0, 10**12))
-    def kill(self, node: int, offset: int) -> None:
-        self.lost += self.nodes[node].unreturned(self.clock.now_us())
-        self.nodes[node].close()
-        self.nodes[node] = PrepaidProcess(self.server.url, self.clock, offset)
+    @rule(process=st.integers(0, PROCESSES - 1), offset=st.integers(0, 10**12))
+    def kill(self, process: int, offset: int) -> None:
+        self.lost += self.processes[process].unreturned(self.clock.now_us())
+        self.processes[process].close()
+        self.processes[process] = PrepaidProcess(self.server.url, self.clock, offset)
 
-    @rule(node=st.integers(0, NODES - 1))
-    def leave(self, node: int) -> None:
+    @rule(process=st.integers(0, PROCESSES - 1))
+    def leave(self, process: int) -> None:
         """Close a process, which returns everything."""
-        self.nodes[node].store._top_up(self.nodes[node].shares.return_all(), time.monotonic() + 30)
+        self.processes[process].store._top_up(self.processes[process].shares.return_all(), time.monotonic() + 30)
 
 
 class WindowModel(PrepaidModel):
@@ -213,12 +213,12 @@ class BucketModel(PrepaidModel):
     def denied(self, cost: int) -> None:
         """A check is denied only because of prepaid or lost shares, all of which return after a while."""
 
-    @rule(node=st.integers(0, NODES - 1))
-    def rest(self, node: int) -> None:
+    @rule(process=st.integers(0, PROCESSES - 1))
+    def rest(self, process: int) -> None:
         """Once every share has lapsed and the bucket is full again, nothing is missing."""
-        self.pass_time(self.nodes[node].shares.lapse_us)
+        self.pass_time(self.processes[process].shares.lapse_us)
         self.pass_time(2_000_000)
-        assert self.nodes[node].limiter.check("r", "s", limits=self.limit, cost=0).remaining == 50
+        assert self.processes[process].limiter.check("r", "s", limits=self.limit, cost=0).remaining == 50
 
 
 def run(kind: type[PrepaidModel], server: Any, limit: Limit, examples: int, seed: int | None, **settled: Any) -> None:

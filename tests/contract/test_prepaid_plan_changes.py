@@ -16,7 +16,7 @@ from hypothesis.stateful import rule
 
 from limitforge import FixedWindow, Limit, ManualClock, Quota
 from limitforge.stores.redis.denial_cache import Invalidation
-from tests.contract.test_prepaid_model import BASE_US, INTERVAL_US, NODES, PrepaidModel, PrepaidProcess
+from tests.contract.test_prepaid_model import BASE_US, INTERVAL_US, PROCESSES, PrepaidModel, PrepaidProcess
 from tests.servers import RedisServer
 from tests.state_machines import run_machine
 from tests.topologies import RedisCluster
@@ -45,50 +45,50 @@ def server(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture
-def nodes(server: Any) -> Iterator[list[PrepaidProcess]]:
+def processes(server: Any) -> Iterator[list[PrepaidProcess]]:
     """Two processes at one moment, late in a window."""
     clock = ManualClock(LATE_US)
     with closing(PrepaidProcess(server.url, clock, 0)) as one, closing(PrepaidProcess(server.url, clock, 0)) as other:
         yield [one, other]
 
 
-def admitted(node: PrepaidProcess, limit: Limit, times: int) -> int:
-    return sum(node.limiter.check("r", "s", limits=limit).allowed for _ in range(times))
+def admitted(process: PrepaidProcess, limit: Limit, times: int) -> int:
+    return sum(process.limiter.check("r", "s", limits=limit).allowed for _ in range(times))
 
 
-def rest(node: PrepaidProcess, limit: Limit) -> int:
+def rest(process: PrepaidProcess, limit: Limit) -> int:
     """Return all that is admitted, first in checks of 50 and then of 1."""
     passed = 0
     for cost in (50, 1):
-        while node.limiter.check("r", "s", limits=limit, cost=cost).allowed:
+        while process.limiter.check("r", "s", limits=limit, cost=cost).allowed:
             passed += cost
     return passed
 
 
-def sync(node: PrepaidProcess) -> None:
-    node.clock.advance_us(INTERVAL_US)
-    node.store._top_up(node.shares.due_requests(), time.monotonic() + 30)
+def sync(process: PrepaidProcess) -> None:
+    process.clock.advance_us(INTERVAL_US)
+    process.store._top_up(process.shares.due_requests(), time.monotonic() + 30)
 
 
-def override(node: PrepaidProcess, window_seconds: int | None, limit: Limit = WINDOW) -> None:
+def override(process: PrepaidProcess, window_seconds: int | None, limit: Limit = WINDOW) -> None:
     """Change the window, and invalidate the shares of this process, which then returns them with its next request."""
     if window_seconds is None:
-        node.limiter.delete_override("r", "s")
+        process.limiter.delete_override("r", "s")
     else:
         changes = {limit.name: {"window_seconds": window_seconds}}
-        node.limiter.set_override("r", "s", changes, limits=limit, ttl_seconds=3_600)
-    drop_overridden(node)
+        process.limiter.set_override("r", "s", changes, limits=limit, ttl_seconds=3_600)
+    drop_overridden(process)
 
 
-def drop_overridden(node: PrepaidProcess) -> None:
-    shares = node.shares._shares.values()
-    node.shares.invalidate(
+def drop_overridden(process: PrepaidProcess) -> None:
+    shares = process.shares._shares.values()
+    process.shares.invalidate(
         Invalidation(subjects=tuple({share.overrides for share in shares if share.overrides is not None}))
     )
 
 
-def test_a_share_is_not_returned_into_another_window_of_the_same_end(nodes: list[PrepaidProcess]) -> None:
-    buyer, other = nodes
+def test_a_share_is_not_returned_into_another_window_of_the_same_end(processes: list[PrepaidProcess]) -> None:
+    buyer, other = processes
     admitted(buyer, WINDOW, 100)
     sync(buyer)
     assert buyer.shares.total_balance > 0
@@ -98,9 +98,11 @@ def test_a_share_is_not_returned_into_another_window_of_the_same_end(nodes: list
     assert rest(other, WINDOW) == 0
 
 
-def test_a_share_is_not_returned_into_the_count_that_began_when_an_override_ended(nodes: list[PrepaidProcess]) -> None:
+def test_a_share_is_not_returned_into_the_count_that_began_when_an_override_ended(
+    processes: list[PrepaidProcess],
+) -> None:
     """The window is the same, but the count is another one."""
-    buyer, other = nodes
+    buyer, other = processes
     admitted(buyer, WINDOW, 100)
     sync(buyer)
     override(buyer, 20)
@@ -111,25 +113,27 @@ def test_a_share_is_not_returned_into_the_count_that_began_when_an_override_ende
     assert rest(other, WINDOW) == 0
 
 
-def test_what_is_granted_in_another_window_does_not_take_the_old_share_with_it(nodes: list[PrepaidProcess]) -> None:
+def test_what_is_granted_in_another_window_does_not_take_the_old_share_with_it(processes: list[PrepaidProcess]) -> None:
     """An override begins while a request is in flight: its reply belongs to the new window, the balance to the old."""
-    buyer, other = nodes
+    buyer, other = processes
     admitted(buyer, WINDOW, 100)
     sync(buyer)
     admitted(buyer, WINDOW, 150)
     buyer.clock.advance_us(INTERVAL_US)
-    wishes, sent_us = buyer.shares.due_requests(), buyer.shares.now_us()
-    assert [(wish.kept > 0, wish.requested > 0) for wish in wishes] == [(True, True)]
+    requests, sent_us = buyer.shares.due_requests(), buyer.shares.now_us()
+    assert [(top_up.kept > 0, top_up.requested > 0) for top_up in requests] == [(True, True)]
     override(buyer, 20)
-    grants = buyer.store._run_flow(buyer.store._core.top_up_flow(wishes, buyer.shares.lapse_us), time.monotonic() + 30)
-    buyer.shares.apply_replies(wishes, grants, sent_us)
+    replies = buyer.store._run_flow(
+        buyer.store._core.top_up_flow(requests, buyer.shares.lapse_us), time.monotonic() + 30
+    )
+    buyer.shares.apply_replies(requests, replies, sent_us)
     passed = rest(other, WINDOW)
     sync(buyer)
     assert passed + rest(other, WINDOW) <= 1_000
 
 
-def test_a_plan_with_a_smaller_limit_spends_nothing_of_the_shares(nodes: list[PrepaidProcess]) -> None:
-    buyer, other = nodes
+def test_a_plan_with_a_smaller_limit_spends_nothing_of_the_shares(processes: list[PrepaidProcess]) -> None:
+    buyer, other = processes
     passed = admitted(buyer, WINDOW, 100)
     sync(buyer)
     smaller = dataclasses.replace(WINDOW, limit=150)
@@ -140,8 +144,8 @@ def test_a_plan_with_a_smaller_limit_spends_nothing_of_the_shares(nodes: list[Pr
     assert passed + rest(buyer, smaller) + rest(other, smaller) == 150
 
 
-def test_a_plan_with_another_window_leaves_its_shares_to_the_old_one(nodes: list[PrepaidProcess]) -> None:
-    buyer, other = nodes
+def test_a_plan_with_another_window_leaves_its_shares_to_the_old_one(processes: list[PrepaidProcess]) -> None:
+    buyer, other = processes
     passed = admitted(buyer, WINDOW, 100)
     sync(buyer)
     longer = dataclasses.replace(WINDOW, window_seconds=20)
@@ -162,16 +166,16 @@ class Changing(PrepaidModel):
     def __init__(self) -> None:
         super().__init__()
         self.limit = self.definitions[0]
-        self.defined = [0] * NODES
+        self.defined = [0] * PROCESSES
         self.overridden: int | None = None
         self.count: Counter[tuple[Any, ...]] = Counter()
 
     def window_now(self) -> int:
         return 0
 
-    def ask(self, node: PrepaidProcess, cost: int) -> None:
-        limit = self.definitions[self.defined[self.nodes.index(node)]]
-        if node.limiter.check("r", "s", limits=limit, cost=cost).allowed:
+    def ask(self, process: PrepaidProcess, cost: int) -> None:
+        limit = self.definitions[self.defined[self.processes.index(process)]]
+        if process.limiter.check("r", "s", limits=limit, cost=cost).allowed:
             counted = (limit.shape, self.period(limit))
             self.count[counted] += cost
             assert self.count[counted] <= self.most(limit)
@@ -184,28 +188,28 @@ class Changing(PrepaidModel):
     def most(self, limit: Limit) -> int:
         return max(each.size or 0 for each in self.definitions if each.shape == limit.shape)
 
-    @rule(node=st.integers(0, NODES - 1), at=st.integers(0, 2))
-    def deploy(self, node: int, at: int) -> None:
-        self.defined[node] = at
+    @rule(process=st.integers(0, PROCESSES - 1), at=st.integers(0, 2))
+    def deploy(self, process: int, at: int) -> None:
+        self.defined[process] = at
 
     @rule(at=st.integers(0, 2))
     def change_the_plan(self, at: int) -> None:
-        self.defined = [at] * NODES
+        self.defined = [at] * PROCESSES
 
     @rule(times=st.integers(1, 20), cost=st.sampled_from([1, 2, 5]))
     def ask_all_in_turn(self, times: int, cost: int) -> None:
         for _ in range(times):
-            for node in self.nodes:
-                self.ask(node, cost)
+            for process in self.processes:
+                self.ask(process, cost)
 
     @rule(window=st.sampled_from([None, None, 1, 2, 4, 8]))
     def change_the_override(self, window: int | None) -> None:
         if isinstance(self.limit, Quota):
             return  # the window of a quota can't be overridden
         self.overridden = window
-        override(self.nodes[0], window, self.limit)
-        for node in self.nodes:
-            drop_overridden(node)
+        override(self.processes[0], window, self.limit)
+        for process in self.processes:
+            drop_overridden(process)
         self.count.clear()
 
     @rule(window=st.sampled_from([1, 4, 8]), during=st.integers(0, 3), after=st.integers(0, 15))
@@ -216,30 +220,30 @@ class Changing(PrepaidModel):
             self.ask_all_in_turn(times, 1)
 
     @rule(
-        node=st.integers(0, NODES - 1),
+        process=st.integers(0, PROCESSES - 1),
         first=st.sampled_from([None, 1, 4]),
         second=st.sampled_from([None, 1, 4]),
         meanwhile=st.integers(0, 40),
     )
     def change_the_override_during_a_sync(
-        self, node: int, first: int | None, second: int | None, meanwhile: int
+        self, process: int, first: int | None, second: int | None, meanwhile: int
     ) -> None:
-        synced = self.nodes[node]
+        synced = self.processes[process]
         self.pass_time(INTERVAL_US)
-        wishes, sent_us = synced.shares.due_requests(), synced.shares.now_us()
+        requests, sent_us = synced.shares.due_requests(), synced.shares.now_us()
         self.change_the_override(first)
         due = time.monotonic() + 30
-        grants = (
-            synced.store._run_flow(synced.store._core.top_up_flow(wishes, synced.shares.lapse_us), due)
-            if wishes
+        replies = (
+            synced.store._run_flow(synced.store._core.top_up_flow(requests, synced.shares.lapse_us), due)
+            if requests
             else []
         )
         self.change_the_override(second)
-        for each in self.nodes:
+        for each in self.processes:
             if each is not synced:
                 for _ in range(meanwhile):
                     self.ask(each, 1)
-        synced.shares.apply_replies(wishes, grants, sent_us)
+        synced.shares.apply_replies(requests, replies, sent_us)
 
 
 def run(server: Any, definitions: list[Limit], examples: int, seed: int | None) -> None:

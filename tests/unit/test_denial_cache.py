@@ -36,7 +36,7 @@ SLOTS = Concurrency(name="slots", max_concurrent=1, lease_ttl_seconds=30)
 
 
 @pytest.fixture
-def node() -> CachingLimiter:
+def process() -> CachingLimiter:
     return CachingLimiter()
 
 
@@ -61,230 +61,232 @@ def of(limits: Limit, subject: str = "u", cost: int = 1) -> Check:
     ],
     ids=lambda limit: limit.name,
 )
-def test_a_denied_check_is_denied_again_without_asking(node: CachingLimiter, limit: Limit) -> None:
-    denied = node.deny(limit)
-    assert not node.check_calls_store(limit)
-    assert node.check(limit) == denied
-    assert node.denials.hits == 2
+def test_a_denied_check_is_denied_again_without_asking(process: CachingLimiter, limit: Limit) -> None:
+    denied = process.deny(limit)
+    assert not process.check_calls_store(limit)
+    assert process.check(limit) == denied
+    assert process.denials.hits == 2
 
 
-def test_the_wait_shrinks_as_time_passes_and_waiting_it_out_is_enough(node: CachingLimiter) -> None:
-    assert node.deny(BUCKET).retry_after_ms == 1_000
-    node.clock.advance_us(400_000)
-    assert node.check(BUCKET).retry_after_ms == 600
-    node.clock.advance_us(599_999)
-    assert node.check(BUCKET).retry_after_ms == 1
-    assert node.store.calls == 3
-    node.clock.advance_us(1)
-    assert node.check(BUCKET).allowed
+def test_the_wait_shrinks_as_time_passes_and_waiting_it_out_is_enough(process: CachingLimiter) -> None:
+    assert process.deny(BUCKET).retry_after_ms == 1_000
+    process.clock.advance_us(400_000)
+    assert process.check(BUCKET).retry_after_ms == 600
+    process.clock.advance_us(599_999)
+    assert process.check(BUCKET).retry_after_ms == 1
+    assert process.store.calls == 3
+    process.clock.advance_us(1)
+    assert process.check(BUCKET).allowed
 
 
-def test_waits_are_kept_in_microseconds_not_as_reported(node: CachingLimiter) -> None:
-    assert node.deny(THIRDS).retry_after_ms == 334
-    node.clock.advance_us(333_333)
-    assert not node.check_calls_store(THIRDS)
-    node.clock.advance_us(1)
-    assert node.check(THIRDS).allowed
+def test_waits_are_kept_in_microseconds_not_as_reported(process: CachingLimiter) -> None:
+    assert process.deny(THIRDS).retry_after_ms == 334
+    process.clock.advance_us(333_333)
+    assert not process.check_calls_store(THIRDS)
+    process.clock.advance_us(1)
+    assert process.check(THIRDS).allowed
 
 
-def test_reset_times_move_with_the_clock(node: CachingLimiter) -> None:
-    denied = node.deny(HOUR)
-    node.clock.advance_us(10 * SECOND_US)
-    later = node.check(HOUR)
+def test_reset_times_move_with_the_clock(process: CachingLimiter) -> None:
+    denied = process.deny(HOUR)
+    process.clock.advance_us(10 * SECOND_US)
+    later = process.check(HOUR)
     assert later.reset_at == denied.reset_at
     assert later.reset_after_ms == (denied.reset_after_ms or 0) - 10_000
 
 
 def test_a_denial_counts_from_when_it_was_sent_and_its_wait_from_when_it_arrived(
-    node: CachingLimiter,
+    process: CachingLimiter,
 ) -> None:
     check = of(BUCKET)
     for _ in range(2):
-        assert node.store.check(of(BUCKET)).allowed
-    outcome, sent_us = node.store.ask(check)
-    node.clock.advance_us(300_000)  # it may have been evaluated at any moment in between
-    node.store.answer(check, outcome, sent_us)
-    again = node.denials.get(of(BUCKET))
+        assert process.store.check(of(BUCKET)).allowed
+    outcome, sent_us = process.store.ask(check)
+    process.clock.advance_us(300_000)  # it may have been evaluated at any moment in between
+    process.store.answer(check, outcome, sent_us)
+    again = process.denials.get(of(BUCKET))
     assert isinstance(again, Decision)
     assert again.retry_after_ms == 1_000
-    node.clock.set_us(sent_us + 999_999)
-    assert node.denials.get(of(BUCKET)) is not None
-    node.clock.advance_us(1)
-    assert node.denials.get(of(BUCKET)) is None
+    process.clock.set_us(sent_us + 999_999)
+    assert process.denials.get(of(BUCKET)) is not None
+    process.clock.advance_us(1)
+    assert process.denials.get(of(BUCKET)) is None
 
 
-def test_no_denial_is_older_than_its_age(node: CachingLimiter) -> None:
-    node.deny(HOUR)
-    node.clock.advance_us(MINUTE_US - 1)
-    assert not node.check_calls_store(HOUR)
-    node.clock.advance_us(1)
-    assert node.check_calls_store(HOUR)
+def test_no_denial_is_older_than_its_age(process: CachingLimiter) -> None:
+    process.deny(HOUR)
+    process.clock.advance_us(MINUTE_US - 1)
+    assert not process.check_calls_store(HOUR)
+    process.clock.advance_us(1)
+    assert process.check_calls_store(HOUR)
 
 
 @pytest.mark.parametrize("limit", [HOUR, replace(HOUR, limit=0)], ids=["cost above the limit", "blocked"])
-def test_a_check_that_never_has_room_is_asked_again_after_the_maximum_age(node: CachingLimiter, limit: Limit) -> None:
-    assert node.deny(limit, cost=5).retry_after_ms is None
-    node.clock.advance_us(MINUTE_US - 1)
-    assert not node.check_calls_store(limit, cost=5)
-    assert node.check(limit, cost=5).retry_after_ms is None
-    node.clock.advance_us(1)
-    assert node.check_calls_store(limit, cost=5)
+def test_a_check_that_never_has_room_is_asked_again_after_the_maximum_age(
+    process: CachingLimiter, limit: Limit
+) -> None:
+    assert process.deny(limit, cost=5).retry_after_ms is None
+    process.clock.advance_us(MINUTE_US - 1)
+    assert not process.check_calls_store(limit, cost=5)
+    assert process.check(limit, cost=5).retry_after_ms is None
+    process.clock.advance_us(1)
+    assert process.check_calls_store(limit, cost=5)
 
 
-def test_of_several_limits_the_longest_wait_is_the_one_that_counts(node: CachingLimiter) -> None:
+def test_of_several_limits_the_longest_wait_is_the_one_that_counts(process: CachingLimiter) -> None:
     both = [THIRDS, HOUR]
-    node.check(HOUR)
-    node.check(HOUR)
-    node.check(THIRDS)
-    assert node.deny(both).binding == "hour"
-    node.clock.advance_us(SECOND_US)
-    assert not node.check_calls_store(both)
-    later = node.check(both)
+    process.check(HOUR)
+    process.check(HOUR)
+    process.check(THIRDS)
+    assert process.deny(both).binding == "hour"
+    process.clock.advance_us(SECOND_US)
+    assert not process.check_calls_store(both)
+    later = process.check(both)
     assert later.limits["thirds"].allowed  # its own wait has ended
     assert not later.limits["hour"].allowed
 
 
-def test_a_monitored_limit_denies_nothing_here_either(node: CachingLimiter) -> None:
+def test_a_monitored_limit_denies_nothing_here_either(process: CachingLimiter) -> None:
     watched = replace(HOUR, mode="monitor")
     for _ in range(5):
-        assert node.check(watched).allowed
-    assert node.denials.count() == 0
+        assert process.check(watched).allowed
+    assert process.denials.count() == 0
 
 
-def test_a_peek_is_never_answered_from_the_cache(node: CachingLimiter) -> None:
-    node.deny(HOUR)
-    assert node.check(HOUR, cost=0).allowed
+def test_a_peek_is_never_answered_from_the_cache(process: CachingLimiter) -> None:
+    process.deny(HOUR)
+    assert process.check(HOUR, cost=0).allowed
 
 
-def test_a_clock_that_steps_back_gets_no_denial_from_the_future(node: CachingLimiter) -> None:
-    node.deny(BUCKET)
-    node.clock.advance_us(-SECOND_US)
-    assert node.check_calls_store(BUCKET)
-    node.clock.advance_us(2 * SECOND_US)
-    assert node.check(BUCKET).allowed
+def test_a_clock_that_steps_back_gets_no_denial_from_the_future(process: CachingLimiter) -> None:
+    process.deny(BUCKET)
+    process.clock.advance_us(-SECOND_US)
+    assert process.check_calls_store(BUCKET)
+    process.clock.advance_us(2 * SECOND_US)
+    assert process.check(BUCKET).allowed
 
 
 # -- what makes two checks the same
 
 
-def test_another_cost_is_another_check(node: CachingLimiter) -> None:
+def test_another_cost_is_another_check(process: CachingLimiter) -> None:
     five = TokenBucket(name="five", bucket_capacity=5, refill_rate_per_sec=1)
-    assert node.check(five, cost=2).allowed
-    assert node.deny(five, cost=4).retry_after_ms is not None
-    assert node.check(five, cost=3).allowed
+    assert process.check(five, cost=2).allowed
+    assert process.deny(five, cost=4).retry_after_ms is not None
+    assert process.check(five, cost=3).allowed
 
 
-def test_another_priority_is_another_check(node: CachingLimiter) -> None:
+def test_another_priority_is_another_check(process: CachingLimiter) -> None:
     shared = FixedWindow(name="shared", limit=2, window_seconds=3_600, shares={"P3": 50})
-    node.check(shared)
-    assert not node.deny(shared, priority="P3").allowed
-    assert node.check(shared).allowed
+    process.check(shared)
+    assert not process.deny(shared, priority="P3").allowed
+    assert process.check(shared).allowed
 
 
-def test_other_numbers_are_another_check(node: CachingLimiter) -> None:
-    node.deny(HOUR)
-    assert node.check(replace(HOUR, limit=3)).allowed
+def test_other_numbers_are_another_check(process: CachingLimiter) -> None:
+    process.deny(HOUR)
+    assert process.check(replace(HOUR, limit=3)).allowed
 
 
-def test_another_mode_is_another_check(node: CachingLimiter) -> None:
-    node.deny(HOUR)
-    assert node.check(replace(HOUR, mode="monitor")).allowed
+def test_another_mode_is_another_check(process: CachingLimiter) -> None:
+    process.deny(HOUR)
+    assert process.check(replace(HOUR, mode="monitor")).allowed
 
 
-def test_another_subject_is_another_check(node: CachingLimiter) -> None:
-    node.deny(HOUR)
-    assert node.check(HOUR, subject="other").allowed
+def test_another_subject_is_another_check(process: CachingLimiter) -> None:
+    process.deny(HOUR)
+    assert process.check(HOUR, subject="other").allowed
 
 
-def test_another_tenant_is_another_check(node: CachingLimiter) -> None:
-    node.deny(HOUR)
-    assert node.check(HOUR, tenant="globex").allowed
+def test_another_tenant_is_another_check(process: CachingLimiter) -> None:
+    process.deny(HOUR)
+    assert process.check(HOUR, tenant="globex").allowed
 
 
-def test_fewer_limits_are_another_check(node: CachingLimiter) -> None:
-    node.deny([HOUR, replace(BUCKET, bucket_capacity=100)])
-    assert node.check(replace(BUCKET, bucket_capacity=100)).allowed
+def test_fewer_limits_are_another_check(process: CachingLimiter) -> None:
+    process.deny([HOUR, replace(BUCKET, bucket_capacity=100)])
+    assert process.check(replace(BUCKET, bucket_capacity=100)).allowed
 
 
-def test_a_denial_of_other_limits_is_asked_because_another_may_bind(node: CachingLimiter) -> None:
-    node.deny(HOUR)
-    both = node.check([HOUR, replace(SLOTS, max_concurrent=0)])
+def test_a_denial_of_other_limits_is_asked_because_another_may_bind(process: CachingLimiter) -> None:
+    process.deny(HOUR)
+    both = process.check([HOUR, replace(SLOTS, max_concurrent=0)])
     assert both.binding == "slots"
 
 
-def test_another_resource_is_another_check_where_it_may_have_an_override(node: CachingLimiter) -> None:
+def test_another_resource_is_another_check_where_it_may_have_an_override(process: CachingLimiter) -> None:
     caller = FixedWindow(name="caller", limit=2, window_seconds=3_600, scope="caller")
-    node.limiter.set_override("vip", "u", {"caller": {"limit": 100}}, limits=caller, ttl_seconds=3_600)
-    node.deny(caller, resource="plain")
-    assert node.check(caller, resource="vip").allowed
+    process.limiter.set_override("vip", "u", {"caller": {"limit": 100}}, limits=caller, ttl_seconds=3_600)
+    process.deny(caller, resource="plain")
+    assert process.check(caller, resource="vip").allowed
 
 
-def test_a_few_different_checks_of_one_bucket_are_kept_side_by_side(node: CachingLimiter) -> None:
+def test_a_few_different_checks_of_one_bucket_are_kept_side_by_side(process: CachingLimiter) -> None:
     for cost in (3, 4, 5):
-        node.deny(HOUR, cost=cost)
+        process.deny(HOUR, cost=cost)
     for cost in (3, 4, 5):
-        assert not node.check_calls_store(HOUR, cost=cost)
+        assert not process.check_calls_store(HOUR, cost=cost)
 
 
 # -- what can get room early is not kept
 
 
-def test_a_bucket_with_an_open_reservation_is_asked_every_time(node: CachingLimiter) -> None:
-    held = node.limiter.reserve("r", "u", limits=HOUR, cost=2)
-    node.deny(HOUR)
-    assert node.check_calls_store(HOUR)
-    node.limiter.settle(held.reservation_id or "", 0)
-    assert node.check(HOUR).allowed
+def test_a_bucket_with_an_open_reservation_is_asked_every_time(process: CachingLimiter) -> None:
+    held = process.limiter.reserve("r", "u", limits=HOUR, cost=2)
+    process.deny(HOUR)
+    assert process.check_calls_store(HOUR)
+    process.limiter.settle(held.reservation_id or "", 0)
+    assert process.check(HOUR).allowed
 
 
-def test_held_slots_are_asked_for_every_time(node: CachingLimiter) -> None:
-    job = node.check(SLOTS)
-    node.deny(SLOTS)
-    assert node.check_calls_store(SLOTS)
-    node.limiter.release(job.lease_id or "")
-    assert node.check(SLOTS).allowed
+def test_held_slots_are_asked_for_every_time(process: CachingLimiter) -> None:
+    job = process.check(SLOTS)
+    process.deny(SLOTS)
+    assert process.check_calls_store(SLOTS)
+    process.limiter.release(job.lease_id or "")
+    assert process.check(SLOTS).allowed
 
 
-def test_a_window_without_room_is_asked_while_slots_are_held_beside_it(node: CachingLimiter) -> None:
+def test_a_window_without_room_is_asked_while_slots_are_held_beside_it(process: CachingLimiter) -> None:
     """Slots may be released early, and the reported wait is the longest of both limits."""
     brief = FixedWindow(name="brief", limit=1, window_seconds=10)
     both = [SLOTS, brief]
-    job = node.check(both)
-    assert node.deny(both).retry_after_ms == 30_000
-    assert node.check_calls_store(both)
-    node.limiter.release(job.lease_id or "")
-    assert node.check(both).retry_after_ms == 10_000
-    assert not node.check_calls_store(both)
+    job = process.check(both)
+    assert process.deny(both).retry_after_ms == 30_000
+    assert process.check_calls_store(both)
+    process.limiter.release(job.lease_id or "")
+    assert process.check(both).retry_after_ms == 10_000
+    assert not process.check_calls_store(both)
 
 
-def test_a_window_without_room_denies_for_slots_that_are_free(node: CachingLimiter) -> None:
-    node.deny(HOUR)
-    node.deny([SLOTS, HOUR])
-    assert not node.check_calls_store([SLOTS, HOUR])
+def test_a_window_without_room_denies_for_slots_that_are_free(process: CachingLimiter) -> None:
+    process.deny(HOUR)
+    process.deny([SLOTS, HOUR])
+    assert not process.check_calls_store([SLOTS, HOUR])
 
 
-def test_slots_that_are_held_are_no_matter_where_there_are_more(node: CachingLimiter) -> None:
+def test_slots_that_are_held_are_no_matter_where_there_are_more(process: CachingLimiter) -> None:
     many = replace(SLOTS, max_concurrent=9)
-    assert node.check(many).allowed
-    node.deny(HOUR)
-    node.deny([many, HOUR])
-    assert not node.check_calls_store([many, HOUR])
+    assert process.check(many).allowed
+    process.deny(HOUR)
+    process.deny([many, HOUR])
+    assert not process.check_calls_store([many, HOUR])
 
 
-def test_a_monitored_limit_that_is_reserved_keeps_nothing_from_the_cache(node: CachingLimiter) -> None:
+def test_a_monitored_limit_that_is_reserved_keeps_nothing_from_the_cache(process: CachingLimiter) -> None:
     watched = replace(HOUR, name="watched", mode="monitor")
-    node.limiter.reserve("r", "u", limits=watched, cost=2)
-    node.deny([watched, HOUR])
-    assert not node.check_calls_store([watched, HOUR])
+    process.limiter.reserve("r", "u", limits=watched, cost=2)
+    process.deny([watched, HOUR])
+    assert not process.check_calls_store([watched, HOUR])
 
 
-def test_the_wait_for_a_settled_reservation_is_not_repeated(node: CachingLimiter) -> None:
+def test_the_wait_for_a_settled_reservation_is_not_repeated(process: CachingLimiter) -> None:
     brief = FixedWindow(name="brief", limit=1, window_seconds=10)
-    held = node.limiter.reserve("r", "u", limits=HOUR, cost=2)
-    node.check(brief)
-    assert node.deny([brief, HOUR]).binding == "hour"
-    node.limiter.settle(held.reservation_id or "", 0)
-    assert node.check([brief, HOUR]).binding == "brief"
+    held = process.limiter.reserve("r", "u", limits=HOUR, cost=2)
+    process.check(brief)
+    assert process.deny([brief, HOUR]).binding == "hour"
+    process.limiter.settle(held.reservation_id or "", 0)
+    assert process.check([brief, HOUR]).binding == "brief"
 
 
 # -- denials that count are heard of by the store
@@ -302,20 +304,20 @@ def test_the_wait_for_a_settled_reservation_is_not_repeated(node: CachingLimiter
     ],
     ids=lambda limit: limit.name,
 )
-def test_a_limit_that_counts_its_denials_is_asked_for_each(node: CachingLimiter, limit: Limit) -> None:
-    node.deny(limit)
-    assert all(node.check_calls_store(limit) for _ in range(5))
-    assert node.denials.count() == 0
+def test_a_limit_that_counts_its_denials_is_asked_for_each(process: CachingLimiter, limit: Limit) -> None:
+    process.deny(limit)
+    assert all(process.check_calls_store(limit) for _ in range(5))
+    assert process.denials.count() == 0
 
 
-def test_a_limit_that_counts_denials_is_asked_for_also_where_another_limit_denies(node: CachingLimiter) -> None:
+def test_a_limit_that_counts_denials_is_asked_for_also_where_another_limit_denies(process: CachingLimiter) -> None:
     """The limit may lose its room meanwhile, and must count denials from then on."""
     both = [HOUR, COUNTING]
-    node.deny(both)
-    node.check(COUNTING)
+    process.deny(both)
+    process.check(COUNTING)
     for _ in range(2):
-        assert node.check_calls_store(both)
-    used = 1_000 - (node.check(replace(COUNTING, limit=1_000), cost=0).remaining or 0)
+        assert process.check_calls_store(both)
+    used = 1_000 - (process.check(replace(COUNTING, limit=1_000), cost=0).remaining or 0)
     assert used == 5
 
 
@@ -325,34 +327,34 @@ def test_a_limit_that_counts_denials_is_asked_for_also_where_another_limit_denie
     ids=["monitored", "without a cost"],
 )
 def test_a_limit_that_can_not_count_its_denials_now_keeps_nothing_from_the_cache(
-    node: CachingLimiter, counting: Limit, costs: dict[str, int]
+    process: CachingLimiter, counting: Limit, costs: dict[str, int]
 ) -> None:
-    node.deny([HOUR, counting], costs=costs)
-    assert not node.check_calls_store([HOUR, counting], costs=costs)
+    process.deny([HOUR, counting], costs=costs)
+    assert not process.check_calls_store([HOUR, counting], costs=costs)
 
 
 # -- what is always judged by the store
 
 
-def test_a_reservation_is_never_answered_from_the_cache(node: CachingLimiter) -> None:
-    node.deny(HOUR)
-    assert node.calls_store(lambda: node.limiter.reserve("r", "u", limits=HOUR, cost=1))
+def test_a_reservation_is_never_answered_from_the_cache(process: CachingLimiter) -> None:
+    process.deny(HOUR)
+    assert process.calls_store(lambda: process.limiter.reserve("r", "u", limits=HOUR, cost=1))
 
 
-def test_a_shadow_plan_is_always_evaluated_by_the_store(node: CachingLimiter) -> None:
-    node.deny(HOUR)
+def test_a_shadow_plan_is_always_evaluated_by_the_store(process: CachingLimiter) -> None:
+    process.deny(HOUR)
     for left in (9, 8):
-        decision = node.check(HOUR, shadow=replace(HOUR, limit=10))
+        decision = process.check(HOUR, shadow=replace(HOUR, limit=10))
         assert not decision.allowed
         assert decision.shadow is not None
         assert decision.shadow.remaining == left
 
 
-def test_the_denial_of_a_reservation_holds_for_a_plain_check(node: CachingLimiter) -> None:
-    node.check(HOUR, cost=2)
-    node.clock.advance_us(1)
-    assert not node.limiter.reserve("r", "u", limits=HOUR, cost=1).allowed
-    assert not node.check(HOUR).allowed
+def test_the_denial_of_a_reservation_holds_for_a_plain_check(process: CachingLimiter) -> None:
+    process.check(HOUR, cost=2)
+    process.clock.advance_us(1)
+    assert not process.limiter.reserve("r", "u", limits=HOUR, cost=1).allowed
+    assert not process.check(HOUR).allowed
 
 
 # -- forgetting
@@ -361,76 +363,76 @@ def test_the_denial_of_a_reservation_holds_for_a_plain_check(node: CachingLimite
 @pytest.mark.parametrize(
     "change",
     [
-        lambda node: node.limiter.reset("r", "u", limits=HOUR),
-        lambda node: node.limiter.set_override("r", "u", {"hour": {"limit": 9}}, limits=HOUR, ttl_seconds=60),
-        lambda node: node.limiter.set_override("*", "u", {"hour": "unlimited"}, limits=HOUR, ttl_seconds=60),
+        lambda process: process.limiter.reset("r", "u", limits=HOUR),
+        lambda process: process.limiter.set_override("r", "u", {"hour": {"limit": 9}}, limits=HOUR, ttl_seconds=60),
+        lambda process: process.limiter.set_override("*", "u", {"hour": "unlimited"}, limits=HOUR, ttl_seconds=60),
     ],
     ids=["reset", "override", "override for every resource"],
 )
 def test_a_change_admits_at_once_what_it_affects_and_nothing_else(
-    node: CachingLimiter, change: Callable[[CachingLimiter], object]
+    process: CachingLimiter, change: Callable[[CachingLimiter], object]
 ) -> None:
-    node.deny(HOUR)
-    node.deny(HOUR, subject="other")
-    node.deny(HOUR, tenant="globex")
-    change(node)
-    assert node.check(HOUR).allowed
-    assert not node.check_calls_store(HOUR, subject="other")
-    assert not node.check_calls_store(HOUR, tenant="globex")
+    process.deny(HOUR)
+    process.deny(HOUR, subject="other")
+    process.deny(HOUR, tenant="globex")
+    change(process)
+    assert process.check(HOUR).allowed
+    assert not process.check_calls_store(HOUR, subject="other")
+    assert not process.check_calls_store(HOUR, tenant="globex")
 
 
 @pytest.mark.parametrize("how", ["deleted", "replaced", "cleared"])
-def test_a_blocked_subject_is_admitted_when_the_override_is_gone(node: CachingLimiter, how: str) -> None:
-    override = node.limiter.set_override
+def test_a_blocked_subject_is_admitted_when_the_override_is_gone(process: CachingLimiter, how: str) -> None:
+    override = process.limiter.set_override
     override("r", "u", {"hour": "blocked"}, limits=HOUR, ttl_seconds=3_600)
-    assert node.deny(HOUR).retry_after_ms is None
+    assert process.deny(HOUR).retry_after_ms is None
     if how == "deleted":
-        node.limiter.delete_override("r", "u")
+        process.limiter.delete_override("r", "u")
     elif how == "replaced":
         override("r", "u", {"hour": {"limit": 5}}, limits=HOUR, ttl_seconds=3_600)
     else:
-        node.limiter.clear_overrides()
-    assert node.check(HOUR).allowed
+        process.limiter.clear_overrides()
+    assert process.check(HOUR).allowed
 
 
 @pytest.mark.parametrize("reset", [HOUR, BUCKET], ids=["the one without room", "one with room"])
-def test_a_denial_is_forgotten_with_any_of_its_buckets(node: CachingLimiter, reset: Limit) -> None:
+def test_a_denial_is_forgotten_with_any_of_its_buckets(process: CachingLimiter, reset: Limit) -> None:
     roomy = replace(BUCKET, bucket_capacity=100)
-    node.deny([roomy, HOUR])
-    assert not node.check_calls_store([roomy, HOUR])
-    node.limiter.reset("r", "u", limits=reset)
-    node.clock.advance_us(1)
-    assert node.check_calls_store([roomy, HOUR])
+    process.deny([roomy, HOUR])
+    assert not process.check_calls_store([roomy, HOUR])
+    process.limiter.reset("r", "u", limits=reset)
+    process.clock.advance_us(1)
+    assert process.check_calls_store([roomy, HOUR])
 
 
-def test_a_slot_that_is_given_back_makes_no_denial_doubtful(node: CachingLimiter) -> None:
-    job = node.check(SLOTS)
-    node.deny(HOUR)
-    node.limiter.release(job.lease_id or "")
-    node.limiter.renew(job.lease_id or "")
-    assert not node.check_calls_store(HOUR)
+def test_a_slot_that_is_given_back_makes_no_denial_doubtful(process: CachingLimiter) -> None:
+    job = process.check(SLOTS)
+    process.deny(HOUR)
+    process.limiter.release(job.lease_id or "")
+    process.limiter.renew(job.lease_id or "")
+    assert not process.check_calls_store(HOUR)
 
 
-def test_a_tenants_denials_are_forgotten_together(node: CachingLimiter) -> None:
+def test_a_tenants_denials_are_forgotten_together(process: CachingLimiter) -> None:
     subjects = [str(n) for n in range(5)]
     for subject in subjects:
-        node.deny(HOUR, subject=subject)
-        node.deny(HOUR, subject=subject, tenant="globex")
-    node.limiter.drop_denials()
-    node.clock.advance_us(1)
-    assert all(node.check_calls_store(HOUR, subject=subject) for subject in subjects)
-    assert not any(node.check_calls_store(HOUR, subject=subject, tenant="globex") for subject in subjects)
+        process.deny(HOUR, subject=subject)
+        process.deny(HOUR, subject=subject, tenant="globex")
+    process.limiter.drop_denials()
+    process.clock.advance_us(1)
+    assert all(process.check_calls_store(HOUR, subject=subject) for subject in subjects)
+    assert not any(process.check_calls_store(HOUR, subject=subject, tenant="globex") for subject in subjects)
 
 
-def test_an_override_applies_also_where_another_limit_denied(node: CachingLimiter) -> None:
+def test_an_override_applies_also_where_another_limit_denied(process: CachingLimiter) -> None:
     """The reported wait is the longest of all limits, so a change of any of them may make it wrong."""
     shop = FixedWindow(name="shop", limit=1, window_seconds=3_600, scope="resource")
     both = [shop, HOUR]
-    node.limiter.set_override("r", "u", {"hour": "blocked"}, limits=HOUR, ttl_seconds=3_600)
-    node.check(shop)
-    assert node.deny(both).retry_after_ms is None
-    node.limiter.delete_override("r", "u")
-    assert node.check(both).retry_after_ms == node.check(shop).retry_after_ms
+    process.limiter.set_override("r", "u", {"hour": "blocked"}, limits=HOUR, ttl_seconds=3_600)
+    process.check(shop)
+    assert process.deny(both).retry_after_ms is None
+    process.limiter.delete_override("r", "u")
+    assert process.check(both).retry_after_ms == process.check(shop).retry_after_ms
 
 
 TENANT = Keys().tenant_keys("t").tenant_prefix
@@ -445,40 +447,40 @@ DROPS = [
 @pytest.mark.parametrize("pause_us", [0, 5])
 @pytest.mark.parametrize("drop", DROPS, ids=["key", "subject", "tenant", "all"])
 def test_an_answer_that_was_on_its_way_during_a_change_is_not_kept(
-    node: CachingLimiter, drop: Invalidation | None, pause_us: int
+    process: CachingLimiter, drop: Invalidation | None, pause_us: int
 ) -> None:
     check = of(HOUR, cost=3)
-    outcome, sent_us = node.store.ask(check)
-    node.clock.advance_us(pause_us)
+    outcome, sent_us = process.store.ask(check)
+    process.clock.advance_us(pause_us)
     if drop is None:
-        node.denials.invalidate_all()
+        process.denials.invalidate_all()
     else:
-        node.denials.invalidate(drop)
-    node.clock.advance_us(5)
-    node.store.answer(check, outcome, sent_us)
-    assert node.denials.get(of(HOUR, cost=3)) is None
-    node.clock.advance_us(1)
-    node.store.answer(check, *node.store.ask(check))
-    assert node.denials.get(of(HOUR, cost=3)) is not None
+        process.denials.invalidate(drop)
+    process.clock.advance_us(5)
+    process.store.answer(check, outcome, sent_us)
+    assert process.denials.get(of(HOUR, cost=3)) is None
+    process.clock.advance_us(1)
+    process.store.answer(check, *process.store.ask(check))
+    assert process.denials.get(of(HOUR, cost=3)) is not None
 
 
 @pytest.mark.parametrize("is_all", [True, False])
 def test_a_reply_from_before_a_change_is_not_cached_after_many_more_changes(*, is_all: bool) -> None:
-    node = CachingLimiter(max_keys=2)
+    process = CachingLimiter(max_keys=2)
     check = of(HOUR, cost=3)
-    node.denials.invalidate(Invalidation(keys=("early",)))
-    node.clock.advance_us(10)
-    outcome, sent_us = node.store.ask(check)
-    node.clock.advance_us(10)
+    process.denials.invalidate(Invalidation(keys=("early",)))
+    process.clock.advance_us(10)
+    outcome, sent_us = process.store.ask(check)
+    process.clock.advance_us(10)
     if is_all:
-        node.denials.invalidate_all()
+        process.denials.invalidate_all()
     else:
-        node.denials.invalidate(Invalidation(keys=(check.debits[0][1],)))
+        process.denials.invalidate(Invalidation(keys=(check.debits[0][1],)))
     for at in range(10):
-        node.clock.advance_us(1)
-        node.denials.invalidate(Invalidation(keys=(f"later {at}",)))
-        node.store.answer(check, outcome, sent_us)
-        assert node.denials.get(check) is None
+        process.clock.advance_us(1)
+        process.denials.invalidate(Invalidation(keys=(f"later {at}",)))
+        process.store.answer(check, outcome, sent_us)
+        assert process.denials.get(check) is None
 
 
 @given(
@@ -502,37 +504,37 @@ def test_an_invalid_message_is_refused(noise: bytes) -> None:
 
 
 def test_no_more_keys_are_kept_than_fit_and_the_youngest_stay() -> None:
-    node = CachingLimiter(max_keys=10)
+    process = CachingLimiter(max_keys=10)
     for subject in range(100):
-        node.deny(HOUR, subject=str(subject))
-        assert node.denials.count() <= 10
+        process.deny(HOUR, subject=str(subject))
+        assert process.denials.count() <= 10
     for subject in range(90, 100):
-        assert not node.check_calls_store(HOUR, subject=str(subject))
-    assert node.check_calls_store(HOUR, subject="0")
-    assert len(node.denials._keys_by_name) <= 2 * 10  # by its bucket, and by the overrides of its subject
+        assert not process.check_calls_store(HOUR, subject=str(subject))
+    assert process.check_calls_store(HOUR, subject="0")
+    assert len(process.denials._keys_by_name) <= 2 * 10  # by its bucket, and by the overrides of its subject
 
 
 def test_changes_are_remembered_in_a_bounded_way_too() -> None:
-    node = CachingLimiter(max_keys=10)
+    process = CachingLimiter(max_keys=10)
     for subject in range(100):
-        node.clock.advance_us(1)
-        node.limiter.reset("r", str(subject), limits=HOUR)
-    assert len(node.denials._invalidated_us) <= 10
+        process.clock.advance_us(1)
+        process.limiter.reset("r", str(subject), limits=HOUR)
+    assert len(process.denials._invalidated_us) <= 10
 
 
-def test_one_bucket_keeps_few_costs(node: CachingLimiter) -> None:
+def test_one_bucket_keeps_few_costs(process: CachingLimiter) -> None:
     for cost in range(3, 100):
-        node.deny(HOUR, cost=cost)
-    assert sum(len(shelf.denials) for shelf in node.denials._entries.values()) <= denials_module.MAX_DENIALS_PER_KEY
+        process.deny(HOUR, cost=cost)
+    assert sum(len(shelf.denials) for shelf in process.denials._entries.values()) <= denials_module.MAX_DENIALS_PER_KEY
 
 
-def test_expired_denials_are_removed_on_lookup(node: CachingLimiter) -> None:
-    node.deny(BUCKET)
-    node.clock.advance_us(SECOND_US)
-    assert node.check(BUCKET).allowed
-    assert node.denials.count() == 0
-    assert not node.denials._keys_by_name
-    assert not node.denials.has_entries
+def test_expired_denials_are_removed_on_lookup(process: CachingLimiter) -> None:
+    process.deny(BUCKET)
+    process.clock.advance_us(SECOND_US)
+    assert process.check(BUCKET).allowed
+    assert process.denials.count() == 0
+    assert not process.denials._keys_by_name
+    assert not process.denials.has_entries
 
 
 # -- threads
@@ -548,12 +550,12 @@ def _eager_threads() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_eager_threads")
 def test_threads_may_add_get_and_invalidate_concurrently() -> None:
-    node = CachingLimiter(max_keys=5)
+    process = CachingLimiter(max_keys=5)
     failures: list[BaseException] = []
     limits: list[Limit] = [HOUR, replace(HOUR, limit=0, name="none"), BUCKET]
     checks = [of(limit, str(subject), cost=4) for limit in limits for subject in range(5)]
-    outcomes = [node.store.ask(check)[0] for check in checks]
-    node.clock.advance_us(1)
+    outcomes = [process.store.ask(check)[0] for check in checks]
+    process.clock.advance_us(1)
 
     def guarded(act: Callable[[int], object]) -> None:
         try:
@@ -564,15 +566,15 @@ def test_threads_may_add_get_and_invalidate_concurrently() -> None:
 
     def note(turn: int) -> None:
         at = turn % len(checks)
-        node.denials.add(checks[at], outcomes[at], node.clock.now_us())
+        process.denials.add(checks[at], outcomes[at], process.clock.now_us())
 
     def look(turn: int) -> None:
-        denied = node.denials.get(checks[turn % len(checks)])
+        denied = process.denials.get(checks[turn % len(checks)])
         assert denied is None or not denied.allowed
 
     def drop(turn: int) -> None:
-        node.clock.advance_us(1)
-        node.denials.invalidate(
+        process.clock.advance_us(1)
+        process.denials.invalidate(
             (DROPS[0] or Invalidation(), DROPS[1] or Invalidation(), DROPS[2] or Invalidation())[turn % 3]
         )
 
@@ -582,41 +584,41 @@ def test_threads_may_add_get_and_invalidate_concurrently() -> None:
     for thread in threads:
         thread.join()
     assert failures == []
-    assert node.denials.count() <= 5
-    assert node.denials.has_entries == bool(node.denials.count())
+    assert process.denials.count() <= 5
+    assert process.denials.has_entries == bool(process.denials.count())
     named = {
-        name: {p for p, shelf in node.denials._entries.items() if name in shelf.invalidated_by}
-        for name in node.denials._keys_by_name
+        name: {p for p, shelf in process.denials._entries.items() if name in shelf.invalidated_by}
+        for name in process.denials._keys_by_name
     }
-    assert named == node.denials._keys_by_name
-    assert {name for shelf in node.denials._entries.values() for name in shelf.invalidated_by} == set(named)
+    assert named == process.denials._keys_by_name
+    assert {name for shelf in process.denials._entries.values() for name in shelf.invalidated_by} == set(named)
 
 
 # -- how much of it is kept
 
 
-def test_subjects_behind_a_limit_that_all_share_are_known_each_by_itself(node: CachingLimiter) -> None:
+def test_subjects_behind_a_limit_that_all_share_are_known_each_by_itself(process: CachingLimiter) -> None:
     """Limits of the operator and the tenant come first in a check, and all callers share their buckets."""
     plan = (
         FixedWindow(name="all", limit=10**9, window_seconds=60, scope="tenant"),
         FixedWindow(name="one", limit=1, window_seconds=3_600),
     )
     for number in range(90):
-        node.deny(plan, subject=str(number))
-    assert not any(node.check_calls_store(plan, subject=str(number)) for number in range(90))
-    assert len(node.denials._entries) == 90
+        process.deny(plan, subject=str(number))
+    assert not any(process.check_calls_store(plan, subject=str(number)) for number in range(90))
+    assert len(process.denials._entries) == 90
     assert (
-        len(node.denials._keys_by_name) == 1 + 2 * 90
+        len(process.denials._keys_by_name) == 1 + 2 * 90
     )  # the shared bucket; each own one, and each subject's overrides
 
 
 def test_names_of_denials_that_made_room_for_others_are_forgotten() -> None:
-    node = CachingLimiter(max_keys=3)
+    process = CachingLimiter(max_keys=3)
     plan = Limits(HOUR, FixedWindow(name="tenant", limit=10**6, window_seconds=60, scope="tenant"))
     for cost in range(3, 40):
         for subject in ("a", "b", "c", "d", "e"):
-            assert not node.check(plan, subject=subject, cost=cost).allowed  # type: ignore[arg-type]
-    kept = {name for shelf in node.denials._entries.values() for name in shelf.invalidated_by}
-    assert set(node.denials._keys_by_name) == kept
+            assert not process.check(plan, subject=subject, cost=cost).allowed  # type: ignore[arg-type]
+    kept = {name for shelf in process.denials._entries.values() for name in shelf.invalidated_by}
+    assert set(process.denials._keys_by_name) == kept
     assert len(kept) == 3 * 2 + 1
-    assert all(len(shelf.denials) <= denials_module.MAX_DENIALS_PER_KEY for shelf in node.denials._entries.values())
+    assert all(len(shelf.denials) <= denials_module.MAX_DENIALS_PER_KEY for shelf in process.denials._entries.values())

@@ -45,15 +45,15 @@ each_kind = pytest.mark.parametrize("kind", ["open", "closed", "local"])
 
 
 @pytest.fixture
-def node(monkeypatch: pytest.MonkeyPatch) -> Build:
+def start_process(monkeypatch: pytest.MonkeyPatch) -> Build:
     return lambda **options: OutageLimiter(monkeypatch, **options)
 
 
 # -- the three behaviours
 
 
-def test_open_lets_pass_and_knows_nothing(node: Build) -> None:
-    assert node(failure="open").check([TEN, ONE], cost=11) == Decision(
+def test_open_lets_pass_and_knows_nothing(start_process: Build) -> None:
+    assert start_process(failure="open").check([TEN, ONE], cost=11) == Decision(
         allowed=True,
         limit=None,
         remaining=None,
@@ -67,8 +67,8 @@ def test_open_lets_pass_and_knows_nothing(node: Build) -> None:
     )
 
 
-def test_closed_denies_and_knows_nothing(node: Build) -> None:
-    assert node(failure="closed").check([TEN, ONE]) == Decision(
+def test_closed_denies_and_knows_nothing(start_process: Build) -> None:
+    assert start_process(failure="closed").check([TEN, ONE]) == Decision(
         allowed=False,
         limit=None,
         remaining=None,
@@ -82,82 +82,84 @@ def test_closed_denies_and_knows_nothing(node: Build) -> None:
     )
 
 
-def test_closed_reports_when_the_store_is_called_again(node: Build) -> None:
-    away = node(failure="closed", breaker_seconds=7)
-    away.fail(3)
-    assert away.check(TEN).retry_after_ms == 7_000
-    away.monotonic.advance_us(2_500_001)
-    assert away.check(TEN).retry_after_ms == 4_500
-    away.monotonic.advance_us(10_000_000)
-    assert away.check(TEN).retry_after_ms == 1_000  # retry soon: another caller probes now
+def test_closed_reports_when_the_store_is_called_again(start_process: Build) -> None:
+    process = start_process(failure="closed", breaker_seconds=7)
+    process.fail(3)
+    assert process.check(TEN).retry_after_ms == 7_000
+    process.monotonic.advance_us(2_500_001)
+    assert process.check(TEN).retry_after_ms == 4_500
+    process.monotonic.advance_us(10_000_000)
+    assert process.check(TEN).retry_after_ms == 1_000  # retry soon: another caller probes now
 
 
-def test_local_counts_in_this_process(node: Build) -> None:
-    away = node(failure="local")
-    decisions = [away.check([TEN, ONE]) for _ in range(2)]
+def test_local_counts_in_this_process(start_process: Build) -> None:
+    process = start_process(failure="local")
+    decisions = [process.check([TEN, ONE]) for _ in range(2)]
     assert [decision.allowed for decision in decisions] == [True, False]
     assert [decision.degraded for decision in decisions] == ["local", "local"]
     assert decisions[1].binding == "one"
     assert decisions[1].retry_after_ms == 3_600_000
-    assert away.check(TEN).remaining == 8
-    assert away.check(TEN, "another").remaining == 9
+    assert process.check(TEN).remaining == 8
+    assert process.check(TEN, "another").remaining == 9
 
 
-def test_local_denies_what_does_not_even_fit_into_this_process(node: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_denies_what_does_not_even_fit_into_this_process(
+    start_process: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(resilience_module, "LOCAL_MAX_KEYS", 1)
-    away = node(failure="local")
-    assert away.check(SLOTS).degraded == "local"
-    refused = away.check(SLOTS, "another")
+    process = start_process(failure="local")
+    assert process.check(SLOTS).degraded == "local"
+    refused = process.check(SLOTS, "another")
     assert (refused.allowed, refused.degraded) == (False, "closed")
 
 
 def test_an_error_of_the_check_itself_is_the_same_as_with_the_store(
-    node: Build, monkeypatch: pytest.MonkeyPatch
+    start_process: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("limitforge.core.evaluate.MAX_PENDING", 2)
-    away = node(failure="local")
+    process = start_process(failure="local")
     for _ in range(2):
-        assert away.limiter.reserve("r", "s", limits=TEN, cost=1).allowed
+        assert process.limiter.reserve("r", "s", limits=TEN, cost=1).allowed
     with pytest.raises(TooManyReservations):
-        away.limiter.reserve("r", "s", limits=TEN, cost=1)
+        process.limiter.reserve("r", "s", limits=TEN, cost=1)
 
 
 @each_kind
-def test_what_a_check_says_beats_what_the_store_says(node: Build, kind: FailureName) -> None:
+def test_what_a_check_says_beats_what_the_store_says(start_process: Build, kind: FailureName) -> None:
     others: list[FailureName] = ["open", "closed", "local", "raise"]
     for other in others:
-        assert node(failure=other).check(TEN, failure=kind).degraded == kind
+        assert start_process(failure=other).check(TEN, failure=kind).degraded == kind
 
 
-def test_raise_leaves_it_to_the_caller_and_counts_nothing(node: Build) -> None:
-    away = node(failure="raise")
+def test_raise_leaves_it_to_the_caller_and_counts_nothing(start_process: Build) -> None:
+    process = start_process(failure="raise")
     with pytest.raises(StoreUnavailable, match="connection refused"):
-        away.check(TEN)
+        process.check(TEN)
     with pytest.raises(StoreUnavailable):
-        node(failure="open").check(TEN, failure="raise")
-    assert away.resilience.degraded == {"open": 0, "closed": 0, "local": 0}
-    assert away.resilience.is_healthy
+        start_process(failure="open").check(TEN, failure="raise")
+    assert process.resilience.degraded == {"open": 0, "closed": 0, "local": 0}
+    assert process.resilience.is_healthy
 
 
 @each_kind
-def test_a_peek_is_always_allowed(node: Build, kind: FailureName) -> None:
-    away = node(failure=kind)
+def test_a_peek_is_always_allowed(start_process: Build, kind: FailureName) -> None:
+    process = start_process(failure=kind)
     for _ in range(3):
-        look = away.check([ONE, FixedWindow(name="blocked", limit=0, window_seconds=1)], cost=0)
+        look = process.check([ONE, FixedWindow(name="blocked", limit=0, window_seconds=1)], cost=0)
         assert (look.allowed, look.retry_after_ms, look.degraded) == (True, 0, kind)
-        away.check(ONE)
+        process.check(ONE)
 
 
-def test_a_check_with_any_cost_is_not_a_peek(node: Build) -> None:
-    assert not node(failure="closed").check([TEN, ONE], cost=0, costs={"one": 1}).allowed
+def test_a_check_with_any_cost_is_not_a_peek(start_process: Build) -> None:
+    assert not start_process(failure="closed").check([TEN, ONE], cost=0, costs={"one": 1}).allowed
 
 
 @each_kind
-def test_checks_are_counted_by_kind(node: Build, kind: FailureName) -> None:
-    away = node(failure=kind)
+def test_checks_are_counted_by_kind(start_process: Build, kind: FailureName) -> None:
+    process = start_process(failure=kind)
     for _ in range(5):
-        away.check(ONE)
-    assert away.resilience.degraded == {"open": 0, "closed": 0, "local": 0} | {kind: 5}
+        process.check(ONE)
+    assert process.resilience.degraded == {"open": 0, "closed": 0, "local": 0} | {kind: 5}
 
 
 # -- ids
@@ -251,17 +253,17 @@ def test_what_is_reserved_here_is_settled_here_and_once(alone: Callable[..., Syn
 
 
 @pytest.mark.parametrize("kind", ["closed", "local"])
-def test_a_denied_check_holds_nothing(node: Build, kind: FailureName) -> None:
-    denied = node(failure=kind).limiter.reserve("r", "s", limits=[SLOTS, TEN], cost=11)
+def test_a_denied_check_holds_nothing(start_process: Build, kind: FailureName) -> None:
+    denied = start_process(failure=kind).limiter.reserve("r", "s", limits=[SLOTS, TEN], cost=11)
     assert (denied.allowed, denied.lease_id, denied.reservation_id) == (False, None, None)
 
 
 @each_kind
-def test_a_peek_holds_nothing_as_with_the_store(node: Build, kind: FailureName) -> None:
-    assert node(failure=kind).check([SLOTS, TEN], cost=0).lease_id is None
+def test_a_peek_holds_nothing_as_with_the_store(start_process: Build, kind: FailureName) -> None:
+    assert start_process(failure=kind).check([SLOTS, TEN], cost=0).lease_id is None
 
 
-# -- this node's share
+# -- the part of this process
 
 EVERY = [
     TEN,
@@ -278,92 +280,92 @@ every_algorithm = pytest.mark.parametrize("limit", EVERY, ids=lambda limit: limi
 
 
 @every_algorithm
-@pytest.mark.parametrize(("nodes", "share"), [(1, 10), (3, 3), (4, 2), (10, 1), (11, 1), (1_000, 1)])
+@pytest.mark.parametrize(("processes", "share"), [(1, 10), (3, 3), (4, 2), (10, 1), (11, 1), (1_000, 1)])
 def test_a_process_admits_its_part_of_every_limit_and_at_least_one(
-    node: Build, limit: Limit, nodes: int, share: int
+    start_process: Build, limit: Limit, processes: int, share: int
 ) -> None:
-    away = node(failure="local", processes=nodes)
-    decisions = [away.check(limit) for _ in range(share + 2)]
+    process = start_process(failure="local", processes=processes)
+    decisions = [process.check(limit) for _ in range(share + 2)]
     assert [decision.allowed for decision in decisions] == [True] * share + [False] * 2
     assert [decision.remaining for decision in decisions] == [*range(share - 1, -1, -1), 0, 0]
 
 
 @every_algorithm
-def test_the_whole_limit_is_reported(node: Build, limit: Limit) -> None:
-    away = node(failure="local", processes=4)
+def test_the_whole_limit_is_reported(start_process: Build, limit: Limit) -> None:
+    process = start_process(failure="local", processes=4)
     for _ in range(4):
-        decision = away.check(limit)
+        decision = process.check(limit)
         assert decision.limit == 10
         assert decision.limits[limit.name].limit == 10
 
 
 @every_algorithm
-def test_the_reported_wait_is_enough_and_needed(node: Build, limit: Limit) -> None:
-    away = node(failure="local", processes=4)
+def test_the_reported_wait_is_enough_and_needed(start_process: Build, limit: Limit) -> None:
+    process = start_process(failure="local", processes=4)
     for _ in range(2):
-        away.check(limit)
-    wait_us = (away.check(limit, cost=2).retry_after_ms or 0) * 1_000
+        process.check(limit)
+    wait_us = (process.check(limit, cost=2).retry_after_ms or 0) * 1_000
     assert wait_us > 0
-    away.clock.advance_us(wait_us - 1_000)
-    assert not away.check(limit, cost=2).allowed
-    away.clock.advance_us(1_000)
-    assert away.check(limit, cost=2).allowed
+    process.clock.advance_us(wait_us - 1_000)
+    assert not process.check(limit, cost=2).allowed
+    process.clock.advance_us(1_000)
+    assert process.check(limit, cost=2).allowed
 
 
-def test_rates_are_divided_too(node: Build) -> None:
-    away = node(failure="local", processes=4)
+def test_rates_are_divided_too(start_process: Build) -> None:
+    process = start_process(failure="local", processes=4)
     bucket = TokenBucket(name="bucket", bucket_capacity=40, refill_rate_per_sec=1)
     leaky = LeakyBucket(name="leaky", bucket_capacity=40, leak_rate_per_sec=1)
     for limit in (bucket, leaky):
-        assert away.check(limit, cost=10).reset_after_ms == 40_000
-        assert away.check(limit, cost=3).retry_after_ms == 12_000
-    away.clock.advance_us(4_000_000)
-    assert away.check(leaky).delay_ms == 36_000
+        assert process.check(limit, cost=10).reset_after_ms == 40_000
+        assert process.check(limit, cost=3).retry_after_ms == 12_000
+    process.clock.advance_us(4_000_000)
+    assert process.check(leaky).delay_ms == 36_000
 
 
-def test_a_priority_share_applies_to_the_part_of_the_process(node: Build) -> None:
-    away = node(failure="local", processes=2)
+def test_a_priority_share_applies_to_the_part_of_the_process(start_process: Build) -> None:
+    process = start_process(failure="local", processes=2)
     shared = FixedWindow(name="shared", limit=20, window_seconds=60, shares={"P3": 50})
-    assert sum(away.check(shared, priority="P3").allowed for _ in range(20)) == 5
-    assert sum(away.check(shared).allowed for _ in range(20)) == 5
+    assert sum(process.check(shared, priority="P3").allowed for _ in range(20)) == 5
+    assert sum(process.check(shared).allowed for _ in range(20)) == 5
 
 
-def test_a_priority_with_a_share_has_at_least_one_of_the_part_of_a_process(node: Build) -> None:
-    away = node(failure="local", processes=10)
+def test_a_priority_with_a_share_has_at_least_one_of_the_part_of_a_process(start_process: Build) -> None:
+    process = start_process(failure="local", processes=10)
     shared = FixedWindow(name="shared", limit=10, window_seconds=60, shares={"P2": 50, "P3": 0})
-    assert sum(away.check(shared, priority="P2").allowed for _ in range(3)) == 1
-    assert not node(failure="local", processes=10).check(shared, priority="P3").allowed
+    assert sum(process.check(shared, priority="P2").allowed for _ in range(3)) == 1
+    assert not start_process(failure="local", processes=10).check(shared, priority="P3").allowed
 
 
-@pytest.mark.parametrize("nodes", [1, 4])
-def test_blocked_and_unlimited_stay_what_they_are(node: Build, nodes: int) -> None:
-    away = node(failure="local", processes=nodes)
-    blocked = away.check(FixedWindow(name="blocked", limit=0, window_seconds=60))
+@pytest.mark.parametrize("processes", [1, 4])
+def test_blocked_and_unlimited_stay_what_they_are(start_process: Build, processes: int) -> None:
+    process = start_process(failure="local", processes=processes)
+    blocked = process.check(FixedWindow(name="blocked", limit=0, window_seconds=60))
     assert (blocked.allowed, blocked.limit, blocked.retry_after_ms) == (False, 0, None)
-    free = away.check(FixedWindow(name="free", limit=None, window_seconds=60), cost=10**9)
+    free = process.check(FixedWindow(name="free", limit=None, window_seconds=60), cost=10**9)
     assert (free.allowed, free.limit, free.limits["free"].limit) == (True, None, None)
 
 
-def test_a_cost_above_the_part_of_this_process_may_retry_when_the_store_is_back(node: Build) -> None:
-    away = node(failure="local", processes=4, breaker_seconds=7)
-    assert away.check(TEN, cost=3).retry_after_ms == 1_000
-    away.fail(3)
-    denied = away.check(TEN, cost=10)
+def test_a_cost_above_the_part_of_this_process_may_retry_when_the_store_is_back(start_process: Build) -> None:
+    process = start_process(failure="local", processes=4, breaker_seconds=7)
+    assert process.check(TEN, cost=3).retry_after_ms == 1_000
+    process.fail(3)
+    denied = process.check(TEN, cost=10)
     assert (denied.allowed, denied.binding, denied.retry_after_ms) == (False, "ten", 7_000)
     assert denied.limits["ten"].retry_after_ms == 7_000
 
 
-@pytest.mark.parametrize("nodes", [1, 4])
-def test_no_wait_is_reported_for_a_cost_above_the_whole_limit(node: Build, nodes: int) -> None:
-    denied = node(failure="local", processes=nodes).check(TEN, cost=11)
+@pytest.mark.parametrize("processes", [1, 4])
+def test_no_wait_is_reported_for_a_cost_above_the_whole_limit(start_process: Build, processes: int) -> None:
+    denied = start_process(failure="local", processes=processes).check(TEN, cost=11)
     assert denied.retry_after_ms is None
     assert denied.limits["ten"].retry_after_ms is None
 
 
-def test_overrides_are_not_known_here(node: Build) -> None:
-    away = node(failure="local")
-    away.limiter.set_override("r", "s", {"one": "unlimited"}, limits=ONE, ttl_seconds=60)
-    assert [away.check(ONE).allowed for _ in range(2)] == [True, False]
+def test_overrides_are_not_known_here(start_process: Build) -> None:
+    process = start_process(failure="local")
+    process.limiter.set_override("r", "s", {"one": "unlimited"}, limits=ONE, ttl_seconds=60)
+    assert [process.check(ONE).allowed for _ in range(2)] == [True, False]
 
 
 WHOLES = [limit for limit in EVERY if limit.name != "counter"]
@@ -371,37 +373,39 @@ WHOLES = [limit for limit in EVERY if limit.name != "counter"]
 
 @given(
     limit=st.sampled_from(WHOLES),
-    nodes=st.integers(1, 10),
+    processes=st.integers(1, 10),
     steps=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4), st.sampled_from([0, 0, 0, 1, 999_983, 7_000_000]))),
 )
 def test_all_processes_together_admit_only_what_one_limiter_would(
-    limit: Limit, nodes: int, steps: list[tuple[int, int, int]]
+    limit: Limit, processes: int, steps: list[tuple[int, int, int]]
 ) -> None:
     clock = ManualClock()
-    fleet = [SyncLimiter(UnavailableStore(clock, failure="local", processes=nodes)) for _ in range(nodes)]
+    fleet = [SyncLimiter(UnavailableStore(clock, failure="local", processes=processes)) for _ in range(processes)]
     whole = SyncLimiter(MemoryStore(clock=clock))
     for at, cost, by_us in steps:
         clock.advance_us(by_us)
-        if fleet[at % nodes].check("r", "s", limits=limit, cost=cost).allowed:
+        if fleet[at % processes].check("r", "s", limits=limit, cost=cost).allowed:
             assert whole.check("r", "s", limits=limit, cost=cost).allowed
 
 
-@given(nodes=st.integers(1, 10), steps=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9_000_000)), max_size=100))
-def test_all_processes_together_keep_to_the_count_of_each_window(nodes: int, steps: list[tuple[int, int]]) -> None:
+@given(
+    processes=st.integers(1, 10), steps=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9_000_000)), max_size=100)
+)
+def test_all_processes_together_keep_to_the_count_of_each_window(processes: int, steps: list[tuple[int, int]]) -> None:
     """A sum of estimates is rounded down more often than the estimate of a sum, so compare fixed windows."""
     clock = ManualClock()
     counter = SlidingWindowCounter(name="counter", limit=10, window_seconds=60)
-    fleet = [SyncLimiter(UnavailableStore(clock, failure="local", processes=nodes)) for _ in range(nodes)]
+    fleet = [SyncLimiter(UnavailableStore(clock, failure="local", processes=processes)) for _ in range(processes)]
     admitted: dict[int, int] = {}
     for at, by_us in steps:
         clock.advance_us(by_us)
-        if fleet[at % nodes].check("r", "s", limits=counter).allowed:
+        if fleet[at % processes].check("r", "s", limits=counter).allowed:
             window = clock.now_us() // 60_000_000
             admitted[window] = admitted.get(window, 0) + 1
     assert max(admitted.values(), default=0) <= 10
 
 
-# -- one node alone is a memory store
+# -- a single process decides like a memory store
 
 
 def comparable(answer: object) -> object:
