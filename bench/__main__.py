@@ -46,7 +46,7 @@ def main() -> int:
             if part in PLOTS and options.plot:
                 file = _plot_file(options.plot, part, options.parts)
                 file.write_text(PLOTS[part](results, report["versions"]))
-                print(f"rendered to {file}\n")
+                print(f"written to {file}\n")
     except ServerUnavailable as missing:
         print(f"bench: {missing}", file=sys.stderr)
         return 1

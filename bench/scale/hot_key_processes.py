@@ -139,11 +139,11 @@ def _processes() -> Iterator[list[Connection]]:
     pipes, started = [], []
     try:
         for _ in range(PROCESSES):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=run_worker, args=(theirs,), daemon=True)
+            our_end, their_end = context.Pipe()
+            process = context.Process(target=run_worker, args=(their_end,), daemon=True)
             process.start()
-            theirs.close()
-            pipes.append(ours)
+            their_end.close()
+            pipes.append(our_end)
             started.append(process)
         yield pipes
         for pipe in pipes:
@@ -173,7 +173,7 @@ def _round(contestant: Contestant, url: str, meter: Meter, pipes: list[Connectio
     time.sleep(START_SECONDS + warm_seconds)
     began, (before,) = time.monotonic(), meter.redis_counters()
     time.sleep(run_size.processes_seconds)
-    wall, (after,) = time.monotonic() - began, meter.redis_counters()
+    elapsed, (after,) = time.monotonic() - began, meter.redis_counters()
     worker_results = _receive_from_all(pipes, WorkerResult)
     with SyncLimiter.connect(url, key_prefix=job.key_prefix, options=redis_only_options()) as reader:
         counted = _counted_in_redis(reader, job)
@@ -181,10 +181,10 @@ def _round(contestant: Contestant, url: str, meter: Meter, pipes: list[Connectio
         _receive_from_all(pipes, str)
         left = _counted_in_redis(reader, job)
     admitted = sum(worker_result.admitted for worker_result in worker_results)
-    should = sum(worker_result.checks for worker_result in worker_results)
+    expected = sum(worker_result.checks for worker_result in worker_results)
     if contestant.spent:
         seconds = max(worker_result.last_reply_at for worker_result in worker_results) - start_at
-        should = min(should, size + int(refill * seconds))
+        expected = min(expected, size + int(refill * seconds))
     is_counted = contestant.algorithm == FIXED  # a bucket refills meanwhile
     latencies = sorted(latency for each in worker_results for latency in each.latencies_ns)
     checks = len(latencies)
@@ -195,11 +195,11 @@ def _round(contestant: Contestant, url: str, meter: Meter, pipes: list[Connectio
         latencies[checks // 2] / 1_000,
         latencies[checks * 99 // 100] / 1_000,
         sum(worker_result.cpu_us for worker_result in worker_results) / checks,
-        (after.cpu_us - before.cpu_us) / (per_second * wall),
-        (after.cpu_us - before.cpu_us) / (1e6 * wall),
-        (after.calls - before.calls) / (per_second * wall),
+        (after.cpu_us - before.cpu_us) / (per_second * elapsed),
+        (after.cpu_us - before.cpu_us) / (1e6 * elapsed),
+        (after.calls - before.calls) / (per_second * elapsed),
         admitted,
-        should,
+        expected,
         counted - admitted if is_counted else None,
         left - admitted if is_counted else None,
         sum(worker_result.failed for worker_result in worker_results),
@@ -213,9 +213,9 @@ def _counted_in_redis(reader: SyncLimiter, job: Job) -> int:
     return job.size - (decision.remaining or 0)
 
 
-def _send_to_all(pipes: list[Connection], what: object) -> None:
+def _send_to_all(pipes: list[Connection], message: object) -> None:
     for pipe in pipes:
-        pipe.send(what)
+        pipe.send(message)
 
 
 def _receive_from_all(pipes: list[Connection], kind: type[Message]) -> list[Message]:
@@ -223,7 +223,7 @@ def _receive_from_all(pipes: list[Connection], kind: type[Message]) -> list[Mess
     messages = []
     for pipe in pipes:
         if not pipe.poll(ANSWER_SECONDS):
-            raise ProcessFailed(f"a process of the benchmark message nothing for {ANSWER_SECONDS:.0f} s")
+            raise ProcessFailed(f"a process of the benchmark sent nothing for {ANSWER_SECONDS:.0f} s")
         try:
             message = pipe.recv()
         except EOFError:

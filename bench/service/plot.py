@@ -24,7 +24,7 @@ def render_svg(results: Sequence[AnyResult], versions: Mapping[str, str]) -> str
     panels.append(
         Panel(
             "How many are admitted",
-            f"One subject, one limit, {CONNECTIONS} connections that request_template for more than it holds.",
+            f"One subject, one limit, {CONNECTIONS} connections that exceed it.",
             [
                 Bar(
                     name,
