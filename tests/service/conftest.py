@@ -12,7 +12,7 @@ from tests.service.live_service import AdminClient, LiveService, TenantFixture
 
 
 @pytest.fixture(scope="session")
-def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
+def sqlite_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
     """A service on SQLite and memory, shared by all tests of this pytest worker. Create your own tenant."""
     folder: Path = tmp_path_factory.mktemp("service")
     with LiveService(f"sqlite:///{folder}/service.db") as live:
@@ -20,7 +20,7 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveService]:
 
 
 @pytest.fixture(scope="session")
-def backed(postgres_server: PostgresServer) -> Iterator[LiveService]:
+def postgres_service(postgres_server: PostgresServer) -> Iterator[LiveService]:
     """A service on Postgres and Redis, shared by all tests of this pytest worker.
 
     It has its own Redis, because it writes to Redis between tests too.
@@ -31,17 +31,17 @@ def backed(postgres_server: PostgresServer) -> Iterator[LiveService]:
     postgres_server.drop_database(name)
 
 
-@pytest.fixture(params=["embedded", "backed"])
-def either(request: pytest.FixtureRequest) -> LiveService:
+@pytest.fixture(params=["sqlite_service", "postgres_service"])
+def each_service(request: pytest.FixtureRequest) -> LiveService:
     """Run the test with both services."""
     live: LiveService = request.getfixturevalue(request.param)
     return live
 
 
 @pytest.fixture
-def admin(embedded: LiveService) -> AdminClient:
+def admin(sqlite_service: LiveService) -> AdminClient:
     """A client with a new token for all tenants."""
-    return embedded.admin()
+    return sqlite_service.admin()
 
 
 @pytest.fixture
@@ -50,6 +50,6 @@ def account(admin: AdminClient) -> TenantFixture:
 
 
 @pytest.fixture
-def own(account: TenantFixture) -> AdminClient:
+def tenant_admin(account: TenantFixture) -> AdminClient:
     """A client with a token for `account` alone."""
     return account.tenant_admin()

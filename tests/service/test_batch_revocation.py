@@ -66,7 +66,7 @@ def may_not_check(account: TenantFixture) -> httpx.Response:
     ids=lambda value: value.__name__ if callable(value) else "",
 )
 def test_a_key_that_may_not_check_any_more_ends_its_batch(
-    embedded: LiveService,
+    sqlite_service: LiveService,
     account: TenantFixture,
     monkeypatch: pytest.MonkeyPatch,
     change: Change,
@@ -74,7 +74,7 @@ def test_a_key_that_may_not_check_any_more_ends_its_batch(
     code: str,
     detail: str,
 ) -> None:
-    batches = embedded.service.batches
+    batches = sqlite_service.service.batches
     barrier = Barrier(batches)
     monkeypatch.setattr(batches, "_decide_slice", barrier.decide_slice)
     body = {"checks": [{"resource": "GET:/orders/7", "subject": f"user:{index}"} for index in range(3 * SLICE_CHECKS)]}

@@ -11,9 +11,9 @@ WIDE = {"name": "w", "algorithm": "fixed_window", "limit": 3, "window_seconds": 
 
 
 @pytest.fixture
-def account(either: LiveService) -> TenantFixture:
+def account(each_service: LiveService) -> TenantFixture:
     """With SQLite and memory, and with Postgres and Redis."""
-    return TenantFixture(either.admin())
+    return TenantFixture(each_service.admin())
 
 
 def plan(account: TenantFixture, name: str, **changes: Any) -> dict[str, Any]:
@@ -78,8 +78,8 @@ def test_a_repeated_answer_has_its_warnings(account: TenantFixture) -> None:
     assert again.json() == first.json()
 
 
-def test_the_reference_says_that_there_may_be_warnings(embedded: LiveService) -> None:
-    schemas = embedded.client().http.get("/openapi.json").json()["components"]["schemas"]
+def test_the_reference_says_that_there_may_be_warnings(sqlite_service: LiveService) -> None:
+    schemas = sqlite_service.client().http.get("/openapi.json").json()["components"]["schemas"]
     for kind in ("Plan", "Policy"):
         assert "warnings" in schemas[f"{kind}WithWarnings"]["properties"]
         assert "warnings" not in schemas[f"{kind}WithWarnings"]["required"]

@@ -92,13 +92,13 @@ def test_the_numbers_are_those_of_what_was_answered() -> None:
     assert again == {**found, ("requests_total", "metrics", "200"): 1}
 
 
-def test_it_takes_a_token_of_all_tenants_that_may_read(embedded: LiveService, account: TenantFixture) -> None:
-    assert_problem(embedded.client().http.get("/metrics"), 401, "unknown_key")
-    assert_problem(embedded.client("lf_admin_wrong").http.get("/metrics"), 401, "unknown_key")
-    assert_problem(embedded.client(account.secret).http.get("/metrics"), 401, "unknown_key")
-    assert_problem(embedded.admin(scopes=["write"]).http.get("/metrics"), 403, "forbidden")
+def test_it_takes_a_token_of_all_tenants_that_may_read(sqlite_service: LiveService, account: TenantFixture) -> None:
+    assert_problem(sqlite_service.client().http.get("/metrics"), 401, "unknown_key")
+    assert_problem(sqlite_service.client("lf_admin_wrong").http.get("/metrics"), 401, "unknown_key")
+    assert_problem(sqlite_service.client(account.secret).http.get("/metrics"), 401, "unknown_key")
+    assert_problem(sqlite_service.admin(scopes=["write"]).http.get("/metrics"), 403, "forbidden")
     assert_problem(account.tenant_admin().http.get("/metrics"), 403, "forbidden", "metrics")
-    reader = embedded.admin(scopes=["read"]).http
+    reader = sqlite_service.admin(scopes=["read"]).http
     assert reader.get("/metrics").status_code == 200
     assert reader.head("/metrics").headers["content-type"] == CONTENT_TYPE
     assert_problem(reader.post("/metrics"), 405, "method_not_allowed")
@@ -164,8 +164,8 @@ def test_no_name_can_break_the_format() -> None:
     assert len(found) == 3 * len(HOSTILE)
 
 
-def test_no_tenant_can_have_a_hostile_name(embedded: LiveService) -> None:
-    admin = embedded.admin()
+def test_no_tenant_can_have_a_hostile_name(sqlite_service: LiveService) -> None:
+    admin = sqlite_service.admin()
     for name in HOSTILE:
         assert_problem(admin.post("/tenants", {"name": name}), 422, "invalid_field", "name")
 

@@ -29,8 +29,8 @@ class KeyClient:
 
 
 @pytest.fixture
-def account(either: LiveService) -> TenantFixture:
-    return TenantFixture(either.admin())
+def account(each_service: LiveService) -> TenantFixture:
+    return TenantFixture(each_service.admin())
 
 
 def everywhere(caller: KeyClient, **fields: str) -> dict[str, httpx.Response]:

@@ -72,11 +72,11 @@ def test_the_token_is_checked_before_the_body_is_read(admin: AdminClient) -> Non
 
 
 def test_a_deleted_or_expired_token_is_rejected_at_once(
-    admin: AdminClient, account: TenantFixture, own: AdminClient
+    admin: AdminClient, account: TenantFixture, tenant_admin: AdminClient
 ) -> None:
-    assert own.get("/tenants").status_code == 200
+    assert tenant_admin.get("/tenants").status_code == 200
     admin.delete(f"/tokens/{account.token['id']}")
-    assert_problem(own.get("/tenants"), 401, "unknown_key")
+    assert_problem(tenant_admin.get("/tenants"), 401, "unknown_key")
     short = admin.create("/tokens", {"name": f"{account.id}-short", "expires_at": "2020-01-01T00:00:00Z"})
     assert_problem(admin.live.client(short["token"]).get("/tenants"), 401, "unknown_key")
     soon = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
@@ -84,8 +84,8 @@ def test_a_deleted_or_expired_token_is_rejected_at_once(
     assert admin.live.client(good["token"]).get("/tenants").status_code == 200
 
 
-def test_reading_and_writing_require_their_scopes(embedded: LiveService, account: TenantFixture) -> None:
-    reader, writer = embedded.admin(scopes=["read"]), embedded.admin(scopes=["write"])
+def test_reading_and_writing_require_their_scopes(sqlite_service: LiveService, account: TenantFixture) -> None:
+    reader, writer = sqlite_service.admin(scopes=["read"]), sqlite_service.admin(scopes=["write"])
     tenant = f"/tenants/{account.id}"
     assert reader.get(tenant).status_code == 200
     assert writer.patch(tenant, {"mode": "on"}).status_code == 200
@@ -108,16 +108,19 @@ def test_reading_and_writing_require_their_scopes(embedded: LiveService, account
 
 
 def test_a_token_can_not_grant_more_than_it_has(
-    embedded: LiveService, account: TenantFixture, own: AdminClient
+    sqlite_service: LiveService, account: TenantFixture, tenant_admin: AdminClient
 ) -> None:
-    writer = embedded.admin(scopes=["write"])
+    writer = sqlite_service.admin(scopes=["write"])
     assert_problem(writer.post("/tokens", {"name": "all", "scopes": ["read", "write"]}), 403, "forbidden", "scopes")
-    half = embedded.admin().create("/tokens", {"name": f"{account.id}-half", "scopes": ["write"]})
+    half = sqlite_service.admin().create("/tokens", {"name": f"{account.id}-half", "scopes": ["write"]})
     assert_problem(writer.patch(f"/tokens/{half['id']}", {"scopes": ["read", "write"]}), 403, "forbidden", "scopes")
     assert writer.patch(f"/tokens/{half['id']}", {"scopes": ["write"]}).status_code == 200
     for body in ({"name": "fleet", "scopes": ["read"]}, {"name": "fleet", "scopes": ["read"], "tenant_id": None}):
-        assert_problem(own.post("/tokens", body), 403, "forbidden")
-    assert own.create("/tokens", {"name": f"{account.id}-mine", "tenant_id": account.id})["tenant_id"] == account.id
+        assert_problem(tenant_admin.post("/tokens", body), 403, "forbidden")
+    assert (
+        tenant_admin.create("/tokens", {"name": f"{account.id}-mine", "tenant_id": account.id})["tenant_id"]
+        == account.id
+    )
 
 
 def in_seconds(seconds: int) -> str:
@@ -125,9 +128,9 @@ def in_seconds(seconds: int) -> str:
 
 
 @pytest.fixture
-def expiring(embedded: LiveService) -> AdminClient:
+def expiring(sqlite_service: LiveService) -> AdminClient:
     """A token for all tenants, with both scopes, that expires in an hour."""
-    return embedded.admin(expires_at=in_seconds(3_600))
+    return sqlite_service.admin(expires_at=in_seconds(3_600))
 
 
 def own_token(admin: AdminClient, expiring: AdminClient) -> str:
@@ -184,9 +187,9 @@ def test_a_token_that_expires_can_not_add_scopes_to_one_that_outlives_it(
 
 
 def test_a_token_can_not_extend_a_scope_that_it_lacks(
-    embedded: LiveService, admin: AdminClient, account: TenantFixture
+    sqlite_service: LiveService, admin: AdminClient, account: TenantFixture
 ) -> None:
-    writer = embedded.admin(scopes=["write"])
+    writer = sqlite_service.admin(scopes=["write"])
     for end in ("2020-01-01T00:00:00Z", in_seconds(600)):
         name = f"{account.id}-{end[:4]}"
         other = admin.create("/tokens", {"name": name, "scopes": ["read", "write"], "expires_at": end})["id"]
@@ -196,9 +199,9 @@ def test_a_token_can_not_extend_a_scope_that_it_lacks(
 
 
 def test_the_default_scopes_are_granted_only_by_a_token_that_has_them(
-    embedded: LiveService, account: TenantFixture
+    sqlite_service: LiveService, account: TenantFixture
 ) -> None:
-    writer = embedded.admin(scopes=["write"])
+    writer = sqlite_service.admin(scopes=["write"])
     answer = writer.post("/tokens", {"name": f"{account.id}-default"})
     assert_problem(answer, 403, "forbidden", "scopes: this token lacks the scope read")
     assert writer.create("/tokens", {"name": f"{account.id}-default", "scopes": ["write"]})["scopes"] == ["write"]
@@ -227,12 +230,12 @@ async def test_an_edit_uses_the_current_rights_of_its_token(catalog: Catalog) ->
 
 
 def test_the_tokens_of_a_suspended_tenant_can_not_resume_it(
-    admin: AdminClient, account: TenantFixture, own: AdminClient
+    admin: AdminClient, account: TenantFixture, tenant_admin: AdminClient
 ) -> None:
     for change in ({"suspended": False}, {"lanes": 2}, {"name": "other"}):
-        assert_problem(own.patch(f"/tenants/{account.id}", change), 403, "forbidden", next(iter(change)))
+        assert_problem(tenant_admin.patch(f"/tenants/{account.id}", change), 403, "forbidden", next(iter(change)))
     admin.patch(f"/tenants/{account.id}", {"suspended": True})
-    for answer in (own.get("/tenants"), own.patch(f"/tenants/{account.id}", {"suspended": False})):
+    for answer in (tenant_admin.get("/tenants"), tenant_admin.patch(f"/tenants/{account.id}", {"suspended": False})):
         assert_problem(answer, 403, "forbidden", "this tenant is suspended")
 
 
@@ -279,9 +282,11 @@ def test_concurrent_first_requests_of_a_valid_token_all_succeed(fresh: LiveServi
         assert asyncio.run(all_at_once(fresh, token)) == [200] * 20
 
 
-def test_the_last_use_of_a_token_is_recorded(admin: AdminClient, account: TenantFixture, own: AdminClient) -> None:
+def test_the_last_use_of_a_token_is_recorded(
+    admin: AdminClient, account: TenantFixture, tenant_admin: AdminClient
+) -> None:
     assert admin.get(f"/tokens/{account.token['id']}").json()["last_used_at"] is None
-    own.get("/tenants")
-    own.get("/usage")  # which writes the last use to the database
+    tenant_admin.get("/tenants")
+    tenant_admin.get("/usage")  # which writes the last use to the database
     used = admin.get(f"/tokens/{account.token['id']}").json()["last_used_at"]
     assert datetime.now(UTC) - datetime.fromisoformat(used) < timedelta(minutes=1)

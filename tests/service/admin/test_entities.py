@@ -34,8 +34,8 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-def test_everything_works_on_sqlite_and_memory_and_on_postgres_and_redis(either: LiveService) -> None:
-    admin = either.admin()
+def test_everything_works_on_sqlite_and_memory_and_on_postgres_and_redis(each_service: LiveService) -> None:
+    admin = each_service.admin()
     account = TenantFixture(admin, over_http=True)
     for path, entity in entities(account).items():
         read = admin.get(f"/{path}/{entity['id']}")
@@ -243,12 +243,12 @@ INVALID_BODIES: list[tuple[str, Callable[[TenantFixture], Any], str]] = [
 ]
 
 
-def test_an_invalid_field_is_named(embedded: LiveService, account: TenantFixture) -> None:
-    admin = embedded.admin()
+def test_an_invalid_field_is_named(sqlite_service: LiveService, account: TenantFixture) -> None:
+    admin = sqlite_service.admin()
     unexpected = {}
     for index, (path, body, field) in enumerate(INVALID_BODIES):
         if index % 40 == 39:
-            admin = embedded.admin()  # a token has a burst of 50 requests
+            admin = sqlite_service.admin()  # a token has a burst of 50 requests
         answer = admin.post(path, body(account))
         problem = answer.json()
         if (answer.status_code, problem.get("field")) != (422, field):

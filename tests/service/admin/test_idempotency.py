@@ -55,9 +55,9 @@ def test_the_same_key_with_another_request_is_refused(admin: AdminClient, accoun
     assert admin.post("/keys", {**body, "name": "two"}, idempotency_key="l").status_code == 201
 
 
-def test_a_key_belongs_to_its_token(embedded: LiveService, account: TenantFixture) -> None:
+def test_a_key_belongs_to_its_token(sqlite_service: LiveService, account: TenantFixture) -> None:
     body = {"tenant_id": account.id, "name": "web"}
-    made = {embedded.admin().post("/keys", body, idempotency_key="same").json()["id"] for _ in range(3)}
+    made = {sqlite_service.admin().post("/keys", body, idempotency_key="same").json()["id"] for _ in range(3)}
     assert len(made) == 3
 
 
@@ -86,14 +86,14 @@ def test_a_replayed_response_is_unchanged_after_a_change_or_deletion(
     assert admin.post("/keys", body, idempotency_key="k").json()["id"] == first["id"]
 
 
-def test_of_concurrent_requests_one_creates_and_the_others_get_its_response(either: LiveService) -> None:
-    admin = either.admin()
+def test_of_concurrent_requests_one_creates_and_the_others_get_its_response(each_service: LiveService) -> None:
+    admin = each_service.admin()
     account = TenantFixture(admin)
     body = {"tenant_id": account.id, "name": "once", "limits": "1/minute"}
 
     async def all_at_once() -> list[httpx.Response]:
         headers = {"authorization": f"Bearer {admin.token}", "idempotency-key": "at-once"}
-        async with httpx.AsyncClient(base_url=either.url, headers=headers, timeout=60, verify=NO_TLS) as http:
+        async with httpx.AsyncClient(base_url=each_service.url, headers=headers, timeout=60, verify=NO_TLS) as http:
             return list(await asyncio.gather(*(http.post("/v1/admin/plans", json=body) for _ in range(12))))
 
     answers = asyncio.run(all_at_once())
@@ -104,12 +104,12 @@ def test_of_concurrent_requests_one_creates_and_the_others_get_its_response(eith
 
 
 def test_no_secret_is_stored_with_the_response(
-    embedded: LiveService, admin: AdminClient, account: TenantFixture
+    sqlite_service: LiveService, admin: AdminClient, account: TenantFixture
 ) -> None:
     made = admin.post("/keys", {"tenant_id": account.id, "name": "kept"}, idempotency_key="kept").json()
 
     async def kept() -> str:
-        database = Database(embedded.settings.database_url)
+        database = Database(sqlite_service.settings.database_url)
         try:
             async with database.reading() as connection:
                 token_id = "tok_" + admin.token.removeprefix("lf_admin_")[:16]

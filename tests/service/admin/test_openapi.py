@@ -26,8 +26,8 @@ SCHEMATHESIS = Path(sys.executable).with_name("schemathesis")
 
 
 @pytest.fixture(scope="module")
-def document(embedded: LiveService) -> dict[str, Any]:
-    answer = httpx.get(f"{embedded.url}/openapi.json", verify=NO_TLS)
+def document(sqlite_service: LiveService) -> dict[str, Any]:
+    answer = httpx.get(f"{sqlite_service.url}/openapi.json", verify=NO_TLS)
     assert answer.headers["content-type"] == "application/json"
     found: dict[str, Any] = answer.json()
     return found
@@ -49,8 +49,8 @@ def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, A
 # --- The document ----------------------------------------------------------------------------------------------------
 
 
-def test_every_route_is_documented(embedded: LiveService, document: dict[str, Any]) -> None:
-    router: AsgiRouter = embedded.service._router
+def test_every_route_is_documented(sqlite_service: LiveService, document: dict[str, Any]) -> None:
+    router: AsgiRouter = sqlite_service.service._router
     served = {(method, path) for path, (method, *_) in router._routes.items()}
     for context in iter_route_contexts(router._fallback_app.routes):  # type: ignore[attr-defined]
         if context.path is not None and context.path.startswith("/v1/"):
@@ -173,8 +173,8 @@ def validate(document: dict[str, Any], schema: dict[str, Any], value: Any) -> No
 # --- The page and the root path---------------------------------------------------------------------------------------
 
 
-def test_the_page_loads_nothing_from_other_origins(embedded: LiveService) -> None:
-    page = httpx.get(f"{embedded.url}/docs", verify=NO_TLS)
+def test_the_page_loads_nothing_from_other_origins(sqlite_service: LiveService) -> None:
+    page = httpx.get(f"{sqlite_service.url}/docs", verify=NO_TLS)
     assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
     policy = page.headers["content-security-policy"]
     assert "default-src 'none'" in policy
@@ -185,11 +185,11 @@ def test_the_page_loads_nothing_from_other_origins(embedded: LiveService) -> Non
     loaded = re.findall(r'(?:src|href)="([^"]+)"', page.text)
     assert len(loaded) == 4
     for address in loaded:
-        asset = httpx.get(f"{embedded.url}/{address}", verify=NO_TLS)
+        asset = httpx.get(f"{sqlite_service.url}/{address}", verify=NO_TLS)
         assert asset.status_code == 200
         assert asset.headers["x-content-type-options"] == "nosniff"
         assert asset.content
-    assert 'url: "openapi.json"' in httpx.get(f"{embedded.url}/docs/start.js", verify=NO_TLS).text
+    assert 'url: "openapi.json"' in httpx.get(f"{sqlite_service.url}/docs/start.js", verify=NO_TLS).text
 
 
 def test_all_routes_are_under_the_root_path(rooted: LiveService) -> None:
@@ -208,9 +208,9 @@ def test_all_routes_are_under_the_root_path(rooted: LiveService) -> None:
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET, POST")
 
 
-def test_other_paths_are_not_found(embedded: LiveService, admin: AdminClient) -> None:
+def test_other_paths_are_not_found(sqlite_service: LiveService, admin: AdminClient) -> None:
     for path in ("/redoc", "/docs/", "/docs/nope.js", "/docs/../secrets", "/docs/oauth2-redirect", "/", "/openapi"):
-        assert_problem(httpx.get(f"{embedded.url}{path}", verify=NO_TLS), 404, "unknown_path")
+        assert_problem(httpx.get(f"{sqlite_service.url}{path}", verify=NO_TLS), 404, "unknown_path")
 
 
 # --- Conformance -----------------------------------------------------------------------------------------------------

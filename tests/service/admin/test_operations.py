@@ -22,8 +22,8 @@ def exhaust(account: TenantFixture, subject: str = "user:1", **fields: Any) -> N
 # --- Reset -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_reset_clears_the_counters_of_one_subject(either: LiveService) -> None:
-    admin = either.admin()
+def test_a_reset_clears_the_counters_of_one_subject(each_service: LiveService) -> None:
+    admin = each_service.admin()
     account = TenantFixture(admin)
     admin.patch(f"/plans/{account.plan['id']}", {"limits": limits("subject", "caller")})
     exhaust(account, "user:1")
@@ -156,8 +156,8 @@ def test_the_kill_switch_applies_to_one_tenant_or_to_all(alone: LiveService) -> 
 # --- Usage and throttled subjects------------------------------------------------------------------------------------
 
 
-def test_usage_is_listed_by_hour_tenant_and_key(either: LiveService) -> None:
-    admin = either.admin()
+def test_usage_is_listed_by_hour_tenant_and_key(each_service: LiveService) -> None:
+    admin = each_service.admin()
     account = TenantFixture(admin)
     assert [account.check().status_code for _ in range(5)] == [200, 200, 200, 429, 429]
     admin.put("/mode", {"mode": "monitor", "tenant_id": account.id})
@@ -188,20 +188,20 @@ def test_usage_can_be_filtered_by_time(admin: AdminClient, account: TenantFixtur
 
 
 def test_the_subject_with_the_most_denials_is_first(
-    embedded: LiveService, account: TenantFixture, own: AdminClient
+    sqlite_service: LiveService, account: TenantFixture, tenant_admin: AdminClient
 ) -> None:
-    sketch, now_us = embedded.service.throttled, embedded.service.catalog.clock.now_us()
+    sketch, now_us = sqlite_service.service.throttled, sqlite_service.service.catalog.clock.now_us()
     for subject, times in (("user:7", 5), ("user:8", 9)):
         for _ in range(times):
             sketch.record_denial(account.id, subject, now_us)
-    items = own.get("/throttled").json()["items"]
+    items = tenant_admin.get("/throttled").json()["items"]
     assert [(item["subject_hash"], item["denied"]) for item in items] == [
         (sketch.subject_hash(account.id, "user:8"), 9),
         (sketch.subject_hash(account.id, "user:7"), 5),
     ]
     assert {item["tenant_id"] for item in items} == {account.id}
     assert items[0]["last_denied_at"].endswith("Z")
-    assert len(own.get("/throttled", subject="user:7").json()["items"]) == 1
-    assert len(own.get("/throttled", limit=1).json()["items"]) == 1
-    assert own.get("/throttled", tenant_id="ten_0000000000000000").json()["items"] == []
-    assert_problem(own.get("/throttled", limit=0), 422, "invalid_field", "limit")
+    assert len(tenant_admin.get("/throttled", subject="user:7").json()["items"]) == 1
+    assert len(tenant_admin.get("/throttled", limit=1).json()["items"]) == 1
+    assert tenant_admin.get("/throttled", tenant_id="ten_0000000000000000").json()["items"] == []
+    assert_problem(tenant_admin.get("/throttled", limit=0), 422, "invalid_field", "limit")

@@ -49,13 +49,13 @@ def test_without_the_store_the_kill_switch_still_works(own_redis_server: RedisSe
 
 
 @pytest.mark.slow
-def test_a_write_behind_a_long_transaction_is_answered_503_with_retry_after(either: LiveService) -> None:
+def test_a_write_behind_a_long_transaction_is_answered_503_with_retry_after(each_service: LiveService) -> None:
     """Another writer holds the lock of all writes for longer than a request waits."""
-    admin = either.admin()
+    admin = each_service.admin()
     account = TenantFixture(admin)
 
     async def busy() -> list[httpx.Response]:
-        database = Database(either.settings.database_url)
+        database = Database(each_service.settings.database_url)
         try:
             async with database.writing() as connection:
                 await catalog_revision.next_revision(connection)
@@ -73,8 +73,8 @@ def test_a_write_behind_a_long_transaction_is_answered_503_with_retry_after(eith
     assert admin.post("/tenants", {"name": f"free-{account.id}"[:64]}).status_code == 201
 
 
-def test_text_with_nul_is_stored_in_json_and_refused_elsewhere(backed: LiveService) -> None:
-    admin = backed.admin()
+def test_text_with_nul_is_stored_in_json_and_refused_elsewhere(postgres_service: LiveService) -> None:
+    admin = postgres_service.admin()
     account = TenantFixture(admin)
     metadata = {"a\0b": ["\0", {"c": "d\0"}]}
     made = admin.create("/keys", {"tenant_id": account.id, "name": "nul", "metadata": metadata})

@@ -12,8 +12,8 @@ Row = tuple[str, str, Any]
 
 
 @pytest.fixture(scope="module")
-def two(embedded: LiveService) -> tuple[TenantFixture, TenantFixture]:
-    return TenantFixture(embedded.admin()), TenantFixture(embedded.admin())
+def two(sqlite_service: LiveService) -> tuple[TenantFixture, TenantFixture]:
+    return TenantFixture(sqlite_service.admin()), TenantFixture(sqlite_service.admin())
 
 
 def requests_for_other(other: TenantFixture) -> list[Row]:
@@ -59,12 +59,12 @@ ALL_TENANTS_REQUESTS: list[Row] = [
 LISTS = ("tenants", "plans", "keys", "policies", "overrides", "tokens", "audit", "usage", "throttled")
 
 
-def test_every_route_is_covered(embedded: LiveService, two: tuple[TenantFixture, TenantFixture]) -> None:
+def test_every_route_is_covered(sqlite_service: LiveService, two: tuple[TenantFixture, TenantFixture]) -> None:
     tried = {
         (method, template(path, two[1])) for method, path, _ in [*requests_for_other(two[1]), *ALL_TENANTS_REQUESTS]
     }
     tried |= {("GET", f"/v1/admin/{path}") for path in LISTS}
-    app = embedded.service._router._fallback_app
+    app = sqlite_service.service._router._fallback_app
     known = {
         (method, context.path)
         for context in iter_route_contexts(app.routes)  # type: ignore[attr-defined]

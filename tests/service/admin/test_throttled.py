@@ -132,11 +132,11 @@ async def test_a_known_subject_is_found_by_its_name() -> None:
 
 
 def test_the_api_shows_hashes_that_can_not_be_computed_without_the_pepper(
-    account: TenantFixture, own: AdminClient
+    account: TenantFixture, tenant_admin: AdminClient
 ) -> None:
     for _ in range(7):
         account.check("user:7")
-    items = own.get("/throttled", subject="user:7").json()["items"]
+    items = tenant_admin.get("/throttled", subject="user:7").json()["items"]
     assert [(item["tenant_id"], item["denied"]) for item in items] == [(account.id, 4)]
     assert items[0]["subject_hash"] != sha256(b"user:7").hexdigest()[:16]
     other = TenantFixture(account.admin)

@@ -52,9 +52,9 @@ class BatchHandler:
         on_response: OnResponse,
         is_connected: IsConnected = always_connected,
     ) -> None:
-        """Answer a batch. `on_response` and `is_connected` are those of `CheckHandler.run`."""
+        """Answer a batch. `on_response` and `is_connected` are those of `CheckHandler.run_for_caller`."""
         work = partial(self._enqueue, credentials, is_connected)
-        self._checks.run(work, credentials, body, on_response, is_connected)
+        self._checks.run_for_caller(work, credentials, body, on_response, is_connected)
 
     def _enqueue(
         self, credentials: Credentials, is_connected: IsConnected, caller: Caller, body: bytes, on_response: OnResponse

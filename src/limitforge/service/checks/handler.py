@@ -80,8 +80,8 @@ class CheckHandler:
         """`on_denied` is called with the tenant id and the subject of each denial."""
         self.authenticator = authenticator
         self.invalid_bodies = InvalidBodyBudget()
-        self.submit = partial(self.run, self._handle_check)
-        """Answer a check: `submit(credentials, body, on_response, is_connected)`. See `run`."""
+        self.submit = partial(self.run_for_caller, self._handle_check)
+        """Answer a check: `submit(credentials, body, on_response, is_connected)`. See `run_for_caller`."""
         self._limiter = limiter
         self._submit_prepared = limiter.submit_prepared
         self._find_cached = authenticator.find_cached
@@ -91,7 +91,7 @@ class CheckHandler:
         self._templates = TemplateCache()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def run(
+    def run_for_caller(
         self,
         work: CallerWork,
         credentials: Credentials,
