@@ -1,6 +1,6 @@
-"""A proxy on 127.0.0.1 between a client and its server that loses, delays, cuts and spoils what passes through it.
+"""A proxy on 127.0.0.1 that loses, delays, truncates and corrupts the traffic between a client and its server.
 
-It runs on an event loop in a thread of its own; a test says what it does, at any time and from any thread:
+It runs on an event loop in another thread. A test can change its mode at any time, from any thread:
 
     with Proxy(server.port) as proxy, proxy.doing(DropReplies()):
         SyncLimiter.connect(proxy.url).check(...)
@@ -23,48 +23,48 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """As if it were not there."""
+    """Forward everything."""
 
 
 @dataclass(frozen=True, slots=True)
 class DropRequests:
-    """Connections stay open; what the client sends never arrives."""
+    """Keep connections open, and drop what clients send."""
 
 
 @dataclass(frozen=True, slots=True)
 class DropReplies:
-    """Connections stay open; the server does what it is told, and its answers never arrive."""
+    """Keep connections open, and drop what the server sends. It executes all requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delay:
-    """Every piece of a reply comes that much later."""
+    """Delay each chunk of a reply."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Truncate:
-    """Of a reply that is longer, only the first bytes arrive; then the connection is closed."""
+    """Close the connection after the first bytes of a longer reply."""
 
     after: int
 
 
 @dataclass(frozen=True, slots=True)
 class OneByteAtATime:
-    """A reply comes byte by byte."""
+    """Send replies byte by byte."""
 
     seconds: float  # between two bytes
 
 
 @dataclass(frozen=True, slots=True)
 class CloseConnections:
-    """Every connection is accepted and closed at once; those that are open are closed too."""
+    """Close all connections, and close new ones at once after accepting them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Garbage:
-    """Each piece of a reply is replaced by something else."""
+    """Replace each chunk of a reply by other bytes."""
 
     reply: bytes = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n"
 
@@ -73,13 +73,13 @@ Mode = Forward | DropRequests | DropReplies | Delay | Truncate | OneByteAtATime 
 
 
 class Proxy:
-    """Passes bytes to and from a server on 127.0.0.1, as its `mode` says. Listens from the start; close it."""
+    """Forwards bytes to and from a server on 127.0.0.1, as its `mode` says. It listens until it is closed."""
 
     def __init__(self, port: int) -> None:
         self._target = port
         self._mode: Mode = Forward()
         self.accepted = 0  # connections so far
-        self.requests = 0  # pieces that clients have sent so far, whether they were passed on or not
+        self.requests = 0  # chunks that clients have sent so far, forwarded or not
         self._open: dict[asyncio.StreamWriter, asyncio.Task[Any]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
@@ -97,7 +97,7 @@ class Proxy:
 
     @mode.setter
     def mode(self, mode: Mode) -> None:
-        """In force once this returns, for all that is read from then on."""
+        """Change the mode for all bytes that are read from now on."""
         self._run(self._switch(mode))
 
     @contextmanager
@@ -110,11 +110,11 @@ class Proxy:
 
     @property
     def connections(self) -> int:
-        """How many clients are connected now."""
+        """The number of connected clients."""
         return self._run(self._count())
 
     def close(self) -> None:
-        """End all connections, and the thread."""
+        """Close all connections, and end the thread."""
         if self._thread.is_alive():
             self._run(self._close())
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -143,7 +143,8 @@ class Proxy:
 
     async def _close(self) -> None:
         await self._switch(CloseConnections())
-        while others := asyncio.all_tasks() - {asyncio.current_task()}:  # asyncio loses whom it is just accepting
+        # asyncio does not track connections that it is just accepting.
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(others)
         self._server.close()
         await self._server.wait_closed()
@@ -155,7 +156,7 @@ class Proxy:
         await asyncio.gather(*serving, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One client, from its connection to its end. It never fails: a lost connection is what this is for."""
+        """Serve one client until its connection ends. Connection errors are expected."""
         task = asyncio.current_task()
         assert task is not None
         self._open[writer] = task
@@ -176,11 +177,11 @@ class Proxy:
                     pump.cancel()
                 await asyncio.gather(*pumps, return_exceptions=True)
         except OSError:
-            pass  # there is no server: the client's connection ends, as it would
+            pass  # the server is down: the connection of the client ends
         except asyncio.CancelledError:
             pass  # by `_end_all`, which waits for it
         finally:
-            del self._open[writer]  # first: what closes is not to be cancelled
+            del self._open[writer]  # first, so that closing is not cancelled
             await _end(writer)
             if upstream is not None:
                 await _end(upstream)
@@ -211,7 +212,7 @@ class Proxy:
             await client.drain()
 
     async def _drip(self, reply: bytes, mode: OneByteAtATime, client: asyncio.StreamWriter) -> bytes:
-        """Byte by byte while the mode is that; returns what is left."""
+        """Send byte by byte while the mode stays the same. Return the rest."""
         at = 0
         while at < len(reply) and self._mode == mode:
             client.write(reply[at : at + 1])
@@ -229,13 +230,13 @@ async def _end(writer: asyncio.StreamWriter) -> None:
 
 @contextmanager
 def unreachable_url() -> Iterator[str]:
-    """The URL of a port where a connection is never made nor refused, as behind a firewall that drops packets."""
+    """Yield the URL of a port that neither accepts nor refuses connections, as a firewall that drops packets does."""
     waiting: list[socket.socket] = []
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)
         try:
-            while True:  # until the queue of those who wait to be accepted is full
+            while True:  # until the accept queue is full
                 caller = socket.socket()
                 waiting.append(caller)
                 caller.settimeout(0.2)

@@ -1,6 +1,6 @@
-"""Real servers for the tests: started on 127.0.0.1, each in a folder of its own, gone when the test is.
+"""Real Redis servers for the tests, on 127.0.0.1, each in a temporary folder.
 
-Nothing here uses redis-py: what waits for a server must not depend on the client under test.
+Nothing here uses redis-py, because waiting for a server must not depend on the client under test.
 """
 
 import random
@@ -16,36 +16,36 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import quote
 
-START_SECONDS = 30.0  # generous: a busy machine is no reason to fail
+START_SECONDS = 30.0  # generous, for busy machines
 STOP_SECONDS = 10.0
 PORT_ATTEMPTS = 20
 
-# Below the range from which the kernel hands out ports. Inside it, a client that retries a dead server's port can be
-# given that very port as its own, connect to itself, and keep the server from coming back.
+# Below the range of ephemeral ports. Inside it, a client that retries the port of a dead server can get that port as
+# its own, connect to itself, and keep the server from restarting.
 PORTS = range(20_000, 32_000)
 
 
 class ServerFailed(Exception):
-    """A server did not start, or did not answer; the message ends with its log."""
+    """A server did not start or did not answer. The message ends with its log."""
 
 
 class RedisServer:
-    """One `redis-server` without persistence: a restart forgets the data and the scripts, and keeps the URL.
+    """One `redis-server` without persistence. A restart loses data and scripts, and keeps the URL.
 
-    Usable as a context manager. `options` are redis-server's own, such as `"--cluster-enabled", "yes"`. What a `SAVE`
-    wrote is there again after a restart.
+    It is a context manager. `options` are those of redis-server, such as `"--cluster-enabled", "yes"`. Data that a
+    `SAVE` wrote survives a restart.
     """
 
     def __init__(self, *options: str) -> None:
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._credentials: tuple[str, ...] = ()  # what `command` logs in with: a password, or a user and a password
+        self._credentials: tuple[str, ...] = ()  # for `command`: a password, or a user and a password
         self.port = 0
 
     @property
     def url(self) -> str:
-        """For a client that need not log in."""
+        """The URL without a login."""
         return f"redis://127.0.0.1:{self.port}/0"
 
     @property
@@ -53,7 +53,7 @@ class RedisServer:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> Self:
-        """Start on a free port; returns once the server answers."""
+        """Start on a free port. Returns once the server answers."""
         if self.running:
             return self
         try:
@@ -64,18 +64,18 @@ class RedisServer:
         return self
 
     def stop(self) -> None:
-        """Shut down in an orderly way and remove the folder."""
+        """Shut down gracefully, and remove the folder."""
         self._end(signal.SIGTERM)
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
 
     def kill(self) -> None:
-        """SIGKILL, as in a crash. `restart` brings it back, empty, under the same URL."""
+        """Kill the server, as in a crash. `restart` starts it again under the same URL, without data."""
         self._end(signal.SIGKILL)
 
     def restart(self, *options: str) -> None:
-        """Come back under the same URL, with neither data nor scripts, whether it was running or not.
+        """Start again under the same URL, without data and scripts, even if the server was not running.
 
         `options` are for this run only.
         """
@@ -86,7 +86,7 @@ class RedisServer:
             raise ServerFailed(f"port {self.port} was taken by another program during the restart\n{self._log()}")
 
     def pause(self) -> None:
-        """Freeze (SIGSTOP): connections stay open and nothing answers, as behind a broken network."""
+        """Freeze the server (SIGSTOP): connections stay open and get no answers, as behind a broken network."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -97,7 +97,7 @@ class RedisServer:
         self.command_ok("FLUSHALL")
 
     def require_password(self, password: str) -> None:
-        """From now on everybody needs this password, also those who are connected; `command` knows it."""
+        """Require a password from all clients, including connected ones. `command` logs in with it."""
         self.command_ok(f"CONFIG SET requirepass {password}")
         self._credentials = (password,)
         self.command("CLIENT KILL TYPE normal")
@@ -107,19 +107,19 @@ class RedisServer:
         self._credentials = ()
 
     def command(self, line: str) -> bytes:
-        """Send one inline command and return the raw reply, or as much of it as one read holds."""
+        """Send one inline command, and return the raw reply, or what one read returns of it."""
         with self.connection() as connection:
             connection.sendall(f"{line}\r\n".encode())
             return connection.recv(65_536)
 
     def command_ok(self, line: str) -> None:
-        """Send one inline command that is to be answered with OK."""
+        """Send one inline command, and raise unless the reply is OK."""
         reply = self.command(line)
         if not reply.startswith(b"+OK"):
             raise ServerFailed(f"{line.split(maxsplit=1)[0]}: {reply!r}")
 
     def connection(self) -> socket.socket:
-        """A bare connection, logged in."""
+        """Return a raw connection that has logged in."""
         connection = self._connect()
         if self._credentials:
             connection.sendall(f"AUTH {' '.join(self._credentials)}\r\n".encode())
@@ -145,16 +145,16 @@ class RedisServer:
         return socket.create_connection(("127.0.0.1", self.port), timeout=STOP_SECONDS)
 
     def _listen(self, folder: Path) -> list[str]:
-        """The options that say where and for whom it listens; `folder` is its own."""
+        """The options for listening. `folder` is that of the server."""
         return ["--port", str(self.port)]
 
     def _arguments(self, folder: Path) -> list[str]:
-        """What `redis-server` is started with at every launch; `folder` is the server's own."""
+        """The arguments of `redis-server`. `folder` is that of the server."""
         arguments = ["--bind", "127.0.0.1", *self._listen(folder), "--dir", str(folder)]
         return [*arguments, "--save", "", "--appendonly", "no", *self._options]
 
     def _launch(self, *options: str) -> bool:
-        """True once the server answers on `self.port`; False if somebody else has that port."""
+        """Return True once the server answers on `self.port`, False if another program has that port."""
         program = shutil.which("redis-server")
         if program is None:
             raise ServerFailed("redis-server is not installed: `make test` installs it")
@@ -178,7 +178,7 @@ class RedisServer:
         raise ServerFailed(f"redis-server did not answer within {START_SECONDS:.0f} s\n{self._log()}")
 
     def _answers(self, pid: int) -> bool:
-        """Whether our own process answers: somebody else's server on this port would answer a PING as well."""
+        """Return True if this process answers. Another server on the port would answer a PING as well."""
         try:
             return self.command("PING") == b"+PONG\r\n" and f"process_id:{pid}\r\n".encode() in self.command(
                 "INFO server"
@@ -210,10 +210,10 @@ class RedisServer:
 
 
 class AclRedisServer(RedisServer):
-    """For one user with a password only; the default user is off, as where people follow the book."""
+    """A server with one user with a password. The default user is off, as Redis recommends."""
 
     USER = "forge"
-    PASSWORD = "p/a@s:s#w%o?r&d"  # noqa: S105 - of this server alone; every character that means something in a URL
+    PASSWORD = "p/a@s:s#w%o?r&d"  # noqa: S105 - it has every character with a meaning in URLs
 
     def __init__(self, *options: str) -> None:
         users = ("--user", "default", "off", "--user", self.USER, "on", f">{self.PASSWORD}", "~*", "&*", "+@all")
@@ -229,7 +229,7 @@ class AclRedisServer(RedisServer):
 
 
 class UnixRedisServer(RedisServer):
-    """On a unix socket; it listens on its port as well, which is how `command` talks to it."""
+    """A server on a unix socket. It listens on its port as well, which `command` uses."""
 
     @property
     def url(self) -> str:
@@ -246,7 +246,7 @@ class UnixRedisServer(RedisServer):
 
 
 class TlsRedisServer(RedisServer):
-    """TLS only, with a certificate for 127.0.0.1 (and for no name) of an authority that nobody else trusts."""
+    """A server with TLS only. Its certificate is for 127.0.0.1, by an authority of its own."""
 
     @property
     def url(self) -> str:
@@ -254,7 +254,7 @@ class TlsRedisServer(RedisServer):
 
     @property
     def authority(self) -> Path:
-        """The file with the authority's certificate."""
+        """The file with the certificate of the authority."""
         if self._folder is None:
             raise ServerFailed("no certificate: the server was not started")
         return Path(self._folder.name) / "ca.crt"
@@ -273,7 +273,7 @@ class TlsRedisServer(RedisServer):
         return options
 
 
-# As strict as Python 3.13 wants them; of a machine's own openssl.cnf nothing is used.
+# As strict as Python 3.13 requires. The openssl.cnf of the machine is not used.
 _CERTIFICATES = """
 [req]
 distinguished_name = name
@@ -295,7 +295,7 @@ subjectAltName = IP:127.0.0.1
 
 
 def _make_certificates(folder: Path) -> None:
-    """An authority (ca.crt) and a certificate of its own (redis.crt, redis.key), good for two days."""
+    """Create an authority (ca.crt) and a certificate (redis.crt, redis.key), valid for two days."""
     program = shutil.which("openssl")
     if program is None:
         raise ServerFailed("openssl is not installed: a Redis with TLS needs it for its certificate")
@@ -313,7 +313,7 @@ def _make_certificates(folder: Path) -> None:
 
 
 def find_free_port() -> int:
-    """A port that is free now. It may be gone a moment later, so the caller tries again."""
+    """Return a port that is free now. Another program may take it a moment later, so callers try again."""
     while True:
         port = random.SystemRandom().choice(PORTS)
         with socket.socket() as probe:

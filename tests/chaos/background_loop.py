@@ -1,17 +1,17 @@
-"""An event loop in a thread of its own, for tests that block."""
+"""An event loop in another thread, for tests that block."""
 
 import asyncio
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-PATIENCE_SECONDS = 45.0  # less than the time-out of a test, which would not say what is missing
+PATIENCE_SECONDS = 45.0  # less than the timeout of a test, which would not say what is missing
 
 T = TypeVar("T")
 
 
 class BackgroundLoop:
-    """Runs from the start until it is stopped, and ends as `asyncio.run` does."""
+    """Runs until it is stopped, and then ends as `asyncio.run` does."""
 
     def __init__(self) -> None:
         self._started = threading.Event()
@@ -27,10 +27,10 @@ class BackgroundLoop:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(seconds)
 
     def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._over.set)
+        self._loop.call_soon_threadsafe(self._stopped.set)
         self._thread.join(PATIENCE_SECONDS)
 
     async def _main(self) -> None:
-        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
         self._started.set()
-        await self._over.wait()
+        await self._stopped.wait()

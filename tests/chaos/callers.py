@@ -1,4 +1,4 @@
-"""Callers that check without end: tasks on an event loop, or threads. Either may be driven from any thread."""
+"""Callers that send checks in a loop: tasks on an event loop, or threads. Any thread can control them."""
 
 import asyncio
 import threading
@@ -10,11 +10,11 @@ from limitforge import Decision, Limiter, LimitforgeError, SyncLimiter
 from tests.chaos.background_loop import BackgroundLoop
 from tests.chaos.load_record import WORKLOADS, LoadRecord, Workload, record_check
 
-PATIENCE_SECONDS = 45.0  # less than the time-out of a test, which would not say what is missing
+PATIENCE_SECONDS = 45.0  # less than the timeout of a test, which would not say what is missing
 
 
 class Callers(Protocol):
-    """The callers of one kind, with their limiter."""
+    """Callers of one kind, with their limiter."""
 
     @property
     def limiter(self) -> Limiter | SyncLimiter: ...
@@ -22,10 +22,10 @@ class Callers(Protocol):
     def start(self, record: LoadRecord) -> None: ...
 
     def end(self) -> int:
-        """No further checks. Tells how many callers did not get an answer to their last one."""
+        """Stop all callers. Return how many got no result of their last check."""
 
     def check(self, ask: Workload, cost: int = 1) -> Decision:
-        """One more, from the test itself."""
+        """Send one more check, from the test itself."""
 
     def close(self) -> None: ...
 
@@ -81,7 +81,7 @@ class TaskCallers:
             began = time.monotonic()
             try:
                 answer: Decision | BaseException = await self._by(self.limiter, ask)
-            except Exception as error:  # noqa: BLE001 - that is the question
+            except Exception as error:  # noqa: BLE001 - the test looks at it
                 answer = error
             record.checks.append(record_check(ask, began, answer))
             await asyncio.sleep(self._pause)
@@ -137,7 +137,7 @@ class ThreadCallers:
             began = time.monotonic()
             try:
                 answer: Decision | BaseException = self.check(ask)
-            except Exception as error:  # noqa: BLE001 - that is the question
+            except Exception as error:  # noqa: BLE001 - the test looks at it
                 answer = error
             record.checks.append(record_check(ask, began, answer))
             time.sleep(self._pause)

@@ -1,4 +1,4 @@
-"""Callers that hammer limits in a process of their own, each in another way."""
+"""Concurrent callers in another process: tasks, callbacks, threads and forks."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ from typing import Any
 
 from limitforge import Decision, Limiter, LimitforgeError, Limits, StoreOptions, SyncLimiter, limit_from_fields
 
-# So patient that nothing is degraded on a busy machine: a degraded answer would be an admission beside the limit.
+# With this deadline nothing is degraded on a busy machine. A degraded answer could admit more than the limit.
 REDIS_ONLY = StoreOptions(failure="open", deadline_ms=30_000, denial_cache_ms=1_000)
 WORKERS = 3
 
@@ -34,7 +34,7 @@ def total(tallies: Iterable[Tally]) -> Tally:
 
 
 async def tasks(limiter: Limiter, limits: Limits, callers: int, calls: int) -> Tally:
-    """Concurrent callers of one loop, whose checks travel together."""
+    """Concurrent callers of one loop, whose checks share calls."""
 
     async def call() -> Tally:
         return count_decisions([await limiter.check("r", "s", limits=limits) for _ in range(calls)])
@@ -43,7 +43,7 @@ async def tasks(limiter: Limiter, limits: Limits, callers: int, calls: int) -> T
 
 
 async def callbacks(limiter: Limiter, limits: Limits, callers: int, calls: int) -> Tally:
-    """As many at once, each starting the next from the answer to the one before; no task waits for any."""
+    """Concurrent callers without tasks: each starts its next check in the callback of the one before."""
     answers: list[Decision] = []
     done = asyncio.get_running_loop().create_future()
 
@@ -79,7 +79,7 @@ def threads(limiter: SyncLimiter, limits: Limits, callers: int, calls: int) -> T
 
 
 def forked(work: Callable[[], Tally]) -> Tally:
-    """The work of some processes, forked from here as they are now, and of this one."""
+    """Do some work in several forked processes and in this one."""
     readers = []
     for _ in range(WORKERS):
         reader, writer = os.pipe()
@@ -123,14 +123,14 @@ def by_threads(url: str, *load: Any) -> Tally:
 
 
 def by_forks(url: str, *load: Any) -> Tally:
-    """As gunicorn does with --preload: the limiter is made and used, then the workers are forked."""
+    """As gunicorn does with --preload: the limiter is created and used, then the workers are forked."""
     with SyncLimiter.connect(url, options=REDIS_ONLY) as limiter:
         used = threads(limiter, load[0], 4, 5)
         return total([used, forked(lambda: threads(limiter, *load))])
 
 
 def by_forks_in_mid_use(url: str, *load: Any) -> Tally:
-    """Forked while other threads are in the middle of checks: a lock that one holds stays locked in the child."""
+    """Fork while other threads run checks: a lock that one of them holds stays locked in the child."""
     over = threading.Event()
 
     in_use = threading.Barrier(5)
@@ -151,7 +151,7 @@ def by_forks_in_mid_use(url: str, *load: Any) -> Tally:
 
 
 def by_forks_with_loops(url: str, *load: Any) -> Tally:
-    """An async limiter that was used before the fork, by each worker on a loop of its own."""
+    """Use an async limiter before the fork, and then in each worker on a loop of its own."""
     limiter = Limiter.connect(url, options=REDIS_ONLY)
 
     async def finish() -> Tally:
@@ -165,7 +165,7 @@ def by_forks_with_loops(url: str, *load: Any) -> Tally:
 
 
 def by_forks_beside_a_loop(url: str, *load: Any) -> Tally:
-    """Forked while a loop in another thread is in the middle of checks, on the limiter that the workers use too."""
+    """Fork while a loop in another thread runs checks on the limiter that the workers use, too."""
     in_use, over = threading.Event(), threading.Event()
     limiter = Limiter.connect(url, options=REDIS_ONLY)
 
@@ -203,13 +203,13 @@ CALLER_KINDS = {
 
 
 def send_tallies(connection: Connection, way: str, url: str, limits: list[Any], callers: int, calls: int) -> None:
-    """Send how many checks of each limit were admitted and how many degraded, and what was written to stderr.
+    """Send how many checks of each limit were admitted and degraded, and what was written to stderr.
 
-    `limits` are their fields. They are hammered one after the other.
+    `limits` are the fields of the limits, which are checked one after the other.
     """
-    with tempfile.TemporaryFile("w+") as complaints:
-        os.dup2(complaints.fileno(), sys.stderr.fileno())
+    with tempfile.TemporaryFile("w+") as stderr:
+        os.dup2(stderr.fileno(), sys.stderr.fileno())
         tallies = [CALLER_KINDS[way](url, Limits(limit_from_fields(fields)), callers, calls) for fields in limits]
         sys.stderr.flush()
-        complaints.seek(0)
-        connection.send((tallies, complaints.read()))
+        stderr.seek(0)
+        connection.send((tallies, stderr.read()))

@@ -1,4 +1,4 @@
-"""Limiters of both shells behind one face, and a Redis behind a proxy."""
+"""Async and sync limiters behind one interface, and a Redis behind a proxy."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from tests.servers import RedisServer
 
 
 class BlockingLimiter:
-    """An async limiter with the face of a sync one, on a loop that runs all the time."""
+    """An async limiter with the interface of a sync one, on a loop in another thread."""
 
     def __init__(self, limiter: Limiter) -> None:
         self._limiter = limiter
@@ -40,9 +40,9 @@ LONG_DEADLINE_MS = 20_000.0
 
 @pytest.fixture(params=["async", "sync"])
 def opened(request: pytest.FixtureRequest) -> Iterator[Connect]:
-    """Opens limiters of each shell in turn, by URL and options, and closes them after the test.
+    """Opens limiters by URL and options, and closes them after the test.
 
-    Without a deadline of their own they are patient: a busy machine must not degrade what the test expects of Redis.
+    They have a long deadline by default: a busy machine must not degrade checks that Redis is expected to decide.
     """
     limiters: list[SyncLimiter] = []
 
@@ -61,13 +61,13 @@ def opened(request: pytest.FixtureRequest) -> Iterator[Connect]:
 
 @pytest.fixture
 def proxy(redis_url: str, redis_server: RedisServer) -> Iterator[Proxy]:
-    """In front of this worker's Redis, emptied."""
+    """A proxy in front of this worker's Redis, which is empty."""
     with Proxy(redis_server.port) as proxy:
         yield proxy
 
 
 @pytest.fixture
 def own_proxy(own_redis_server: RedisServer) -> Iterator[Proxy]:
-    """In front of a Redis that the test may break as well."""
+    """A proxy in front of a Redis that the test may break as well."""
     with Proxy(own_redis_server.port) as proxy:
         yield proxy

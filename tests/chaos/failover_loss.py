@@ -1,4 +1,4 @@
-"""Numbers that tests measure and do not judge by: printed, and kept as JSON where LIMITFORGE_CHAOS_REPORT says."""
+"""Record measured numbers: printed, and written as JSON to the file that LIMITFORGE_CHAOS_REPORT names."""
 
 import fcntl
 import json
@@ -14,7 +14,7 @@ REPORT = "LIMITFORGE_CHAOS_REPORT"
 
 
 def record_numbers(name: str, **numbers: Any) -> None:
-    """Under its name, beside what others have reported: one object for all, whichever process it comes from."""
+    """Add numbers under a name. All processes share one JSON object."""
     print(json.dumps({name: numbers}))  # noqa: T201 - pytest shows it with -s, and when the test fails
     path = os.environ.get(REPORT)
     if path is None:
@@ -22,15 +22,15 @@ def record_numbers(name: str, **numbers: Any) -> None:
     with Path(path).open("a+", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
-        told = json.loads(file.read() or "{}")
-        told.setdefault(name, []).append(numbers)
+        recorded = json.loads(file.read() or "{}")
+        recorded.setdefault(name, []).append(numbers)
         file.seek(0)
         file.truncate()
-        json.dump(told, file, indent=2, sort_keys=True)
+        json.dump(recorded, file, indent=2, sort_keys=True)
 
 
 class RawCounter:
-    """Counts on one bare connection without end: an INCR and then WAIT, until the server is gone."""
+    """Sends INCR and WAIT in a loop on one raw connection, until the server dies."""
 
     def __init__(self, port: int, key: str, replicas: int, wait_ms: int) -> None:
         self._place = (HOST, port)
@@ -38,7 +38,7 @@ class RawCounter:
         wait = f"*3\r\n$4\r\nWAIT\r\n${len(str(replicas))}\r\n{replicas}\r\n${len(str(wait_ms))}\r\n{wait_ms}\r\n"
         self._request = (incr + wait).encode()
         self._replicas = replicas
-        self.confirmed = 0  # the highest count that enough replicas have
+        self.confirmed = 0  # the highest count that enough replicas acknowledged
         self.answered = 0  # the highest count that was answered
         self._thread = threading.Thread(target=self._count, daemon=True)
 
@@ -57,7 +57,7 @@ class RawCounter:
                     if _number(replies.readline()) >= self._replicas:
                         self.confirmed = self.answered
         except (OSError, ValueError):
-            return  # it was killed, as it was to be
+            return  # the test killed it
 
 
 def _number(line: bytes) -> int:

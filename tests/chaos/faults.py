@@ -1,4 +1,4 @@
-"""The ways in which a Redis fails, each a `with` block: broken inside, mended at its end."""
+"""Faults of a Redis server, each as a context manager that injects it and repairs it at the end."""
 
 import threading
 import time
@@ -25,8 +25,8 @@ FaultContext = Callable[[RedisServer, Proxy], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class Fault:
-    """`proxied`: it is in the proxy, so the limiter must go through it. `forgets`: the data does not survive it.
-    `passes`: checks may go on undegraded while it lasts.
+    """A fault. `needs_proxy`: the limiter must connect through the proxy. `loses_data`: the data does not survive.
+    `may_go_unnoticed`: checks may be decided by the store all the time.
     """
 
     name: str
@@ -60,12 +60,12 @@ def frozen(server: RedisServer, _: Proxy) -> Iterator[None]:
 
 @contextmanager
 def loading(server: RedisServer, _: Proxy) -> Iterator[None]:
-    """It has crashed, and takes its time to read what it had saved: -LOADING."""
+    """The server has crashed, and loads its data slowly: -LOADING."""
     server.command("EVAL \"for n = 1, 9999 do redis.call('SET', 'filler' .. n, 'x') end\" 0")
     server.command_ok("SAVE")
     server.kill()
-    slowly = ("--key-load-delay", "2000", "--loading-process-events-interval-bytes", "1024")
-    back = threading.Thread(target=server.restart, args=slowly)
+    slow_loading = ("--key-load-delay", "2000", "--loading-process-events-interval-bytes", "1024")
+    back = threading.Thread(target=server.restart, args=slow_loading)
     back.start()
     try:
         yield
@@ -88,20 +88,20 @@ def scripts_flushed(server: RedisServer, _: Proxy) -> Iterator[None]:
 
 @contextmanager
 def busy(server: RedisServer, _: Proxy) -> Iterator[None]:
-    """Somebody's script runs and runs: nothing at first, then -BUSY."""
+    """A script of another client does not end: no answer at first, then -BUSY."""
     server.command_ok("CONFIG SET busy-reply-threshold 50")
-    with server.connection() as somebody:
-        somebody.sendall(b'EVAL "while true do end" 0\r\n')
+    with server.connection() as other_client:
+        other_client.sendall(b'EVAL "while true do end" 0\r\n')
         try:
             yield
         finally:
             _until_accepted(server, "SCRIPT KILL")
-            assert b"killed" in somebody.recv(1_024).lower()
+            assert b"killed" in other_client.recv(1_024).lower()
 
 
 @contextmanager
 def password_changed(server: RedisServer, _: Proxy) -> Iterator[None]:
-    """A password that the limiter does not know: -NOAUTH."""
+    """The server needs a password that the limiter does not know: -NOAUTH."""
     server.require_password("changed-meanwhile")
     try:
         yield
@@ -110,7 +110,7 @@ def password_changed(server: RedisServer, _: Proxy) -> Iterator[None]:
 
 
 def by_commands(inject: tuple[str, ...], repair: tuple[str, ...]) -> FaultContext:
-    """Redis is told commands to break it, and others to mend it."""
+    """A fault that commands inject and repair."""
 
     @contextmanager
     def fault(server: RedisServer, _: Proxy) -> Iterator[None]:
@@ -126,7 +126,7 @@ def by_commands(inject: tuple[str, ...], repair: tuple[str, ...]) -> FaultContex
 
 
 def by_proxy(mode: Mode) -> FaultContext:
-    """The way to Redis is what fails."""
+    """A fault of the network."""
 
     def fault(_: RedisServer, proxy: Proxy) -> AbstractContextManager[None]:
         return proxy.in_mode(mode)
@@ -152,7 +152,7 @@ def _repeating(server: RedisServer, command: str) -> Iterator[None]:
 
 
 def _until_accepted(server: RedisServer, command: str) -> None:
-    """Until it is accepted: a script is killable only once it is known to be slow."""
+    """Repeat a command until it is accepted: a script can be killed only after it exceeded the busy threshold."""
     for _ in range(500):
         with suppress(OSError):
             if server.command(command).startswith(b"+OK"):
@@ -161,7 +161,7 @@ def _until_accepted(server: RedisServer, command: str) -> None:
     raise AssertionError(f"Redis never accepted {command}")
 
 
-REPLICA, MASTER = "REPLICAOF 127.0.0.1 1", "REPLICAOF NO ONE"  # of nobody: no data is ever replaced
+REPLICA, MASTER = "REPLICAOF 127.0.0.1 1", "REPLICAOF NO ONE"  # a replica of no server: its data is never replaced
 STALE = "CONFIG SET replica-serve-stale-data"
 
 SERVER_FAULTS = (

@@ -1,4 +1,4 @@
-"""What a limiter owes its callers while its store fails, asked of the record of a load."""
+"""What a limiter guarantees while its store fails, asserted on the record of a load."""
 
 import os
 from collections import Counter
@@ -8,9 +8,8 @@ from tests import run_report
 from tests.chaos.load import Load
 from tests.chaos.load_record import WORKLOADS, LoadRecord
 
-# What a machine adds beside the lag that was measured. `make test` allows thirty times as much, because it also runs on
-# busy machines: a caller that hangs or a recovery that does not happen takes for ever, since a fault lasts until enough
-# answers have come.
+# What the machine adds to the lag that was measured. `make test` allows thirty times as much, because it also runs on
+# busy machines. It still finds callers that hang and recoveries that fail: those never end.
 PATIENCE = 1 if os.environ.get("LIMITFORGE_TEST_PROFILE") == "soak" else 30
 SCHEDULING_SECONDS = 1.0 * PATIENCE
 RECOVERY_SECONDS = 0.5 * PATIENCE
@@ -26,14 +25,14 @@ def assert_no_caller_hung(record: LoadRecord, options: StoreOptions) -> None:
 
 
 def assert_answers_are_valid(record: LoadRecord, options: StoreOptions) -> None:
-    """No exception, and degraded decisions are of the kind that was chosen."""
+    """No caller got an exception, and degraded decisions follow the failure behaviour."""
     assert record.exceptions == {}
     assert record.inconsistencies == []
     assert set(record.kinds) <= {None, options.failure}
 
 
 def assert_degraded_checks_are_counted(load: Load) -> None:
-    """Once all callers have ended, and before anything else is asked."""
+    """Call this after all callers have ended, and before any other check."""
     status = load.limiter.status()
     assert Counter({kind: count for kind, count in status.degraded.items() if count}) == Counter(
         {kind: count for kind, count in load.record.kinds.items() if kind is not None}
@@ -42,7 +41,7 @@ def assert_degraded_checks_are_counted(load: Load) -> None:
 
 
 def assert_limits_held(record: LoadRecord, options: StoreOptions, *, lives: int = 1, outages: int = 1) -> None:
-    """Undegraded ones within the limit, in each life of the data; local ones within this node's share."""
+    """The store admits within the limit, in each life of the data. `local` admits within this process's part."""
     for ask in WORKLOADS:
         admitted = record.admitted(ask)
         if ask.is_finite:
@@ -53,7 +52,7 @@ def assert_limits_held(record: LoadRecord, options: StoreOptions, *, lives: int 
 
 
 def assert_counts_match_admissions(load: Load) -> None:
-    """Where the data was kept, and before the limiter is closed."""
+    """Call this if no data was lost, and before the limiter is closed."""
     for ask in WORKLOADS:
         calls = load.record.of(ask)
         admitted = load.record.admitted(ask)[None]
@@ -62,6 +61,6 @@ def assert_counts_match_admissions(load: Load) -> None:
 
 
 def recovery_seconds(record: LoadRecord, breaker_seconds: float, deadline_ms: float) -> float:
-    """How soon it must work again: one probe may have failed just before, and a busy machine may fail another."""
+    """How soon the store must decide again: one probe may have failed just before, and one more on a busy machine."""
     lag = max(record.loop.worst, record.machine.worst)
     return 2 * (breaker_seconds + deadline_ms / 1_000) + RECOVERY_SECONDS + lag

@@ -1,4 +1,4 @@
-"""A load in the background while a test breaks things:
+"""A load in the background while a test injects faults:
 
     with load_of("async", server.url, options) as load:
         load.answered(500)
@@ -6,7 +6,7 @@
         load.answered(100, degraded=True)
     assert not load.record.exceptions
 
-The load runs in threads of its own, whatever the shell, so a test is a plain function and may block.
+The load runs in threads of its own for every API, so a test is a plain function and may block.
 """
 
 import threading
@@ -19,33 +19,33 @@ from tests import run_report
 from tests.chaos.callers import PATIENCE_SECONDS, Callers, TaskCallers, ThreadCallers, by_check, by_submit
 from tests.chaos.load_record import TICK_SECONDS, LoadRecord, Workload
 
-SHELLS = ("async", "submit", "sync")
+APIS = ("async", "submit", "sync")
 
 
-def start_load(shell: str, url: str, options: StoreOptions, *, ease: float = 1) -> "Load":
-    """A load on a limiter of its own: 64 tasks, or 16 threads. An `ease` of 2 asks half as often."""
-    if shell == "sync":
+def start_load(api: str, url: str, options: StoreOptions, *, ease: float = 1) -> "Load":
+    """Return a load on a new limiter: 64 tasks or 16 threads. An `ease` of 2 means half as many checks per second."""
+    if api == "sync":
         return Load(ThreadCallers(SyncLimiter.connect(url, options=options), pause=0.005 * ease))
-    by = {"async": by_check, "submit": by_submit}[shell]
+    by = {"async": by_check, "submit": by_submit}[api]
     return Load(TaskCallers(Limiter.connect(url, options=options), pause=0.01 * ease, by=by))
 
 
 class Load:
-    """Callers that are asking from `with` to its end, and the record of what became of them."""
+    """Callers that send checks while the context is open, and the record of their results."""
 
-    def __init__(self, shell: Callers) -> None:
-        self._shell = shell
+    def __init__(self, api: Callers) -> None:
+        self._callers = api
         self._over = threading.Event()
         self.record = LoadRecord()
         self._ticker = threading.Thread(target=self.record.machine.measure_thread, args=(self._over,), daemon=True)
 
     @property
     def limiter(self) -> Limiter | SyncLimiter:
-        return self._shell.limiter
+        return self._callers.limiter
 
     def __enter__(self) -> Self:
         self._ticker.start()
-        self._shell.start(self.record)
+        self._callers.start(self.record)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -53,22 +53,22 @@ class Load:
             self.stop()
         finally:
             began = time.monotonic()
-            self._shell.close()
+            self._callers.close()
             self.record.close_seconds = time.monotonic() - began
 
     def stop(self) -> LoadRecord:
-        """No further checks; the limiter stays open until the end of `with`."""
+        """Stop all callers. The limiter stays open until the end of the context."""
         if not self._over.is_set():
             self._over.set()
-            self.record.hung = self._shell.end()
+            self.record.hung = self._callers.end()
             self._ticker.join()
             run_report.record_checks(len(self.record.checks), self.record.slowest)
         return self.record
 
     def wait_for_answers(self, count: int, *, degraded: bool | None = None) -> float:
-        """Wait for that many answers to checks that began from now on; tells how long that took.
+        """Wait for that many results of checks that began from now on. Return how long that took.
 
-        With `degraded`, only for those that were, or were not. What raises is no answer.
+        With `degraded`, only results that are degraded, or are not, count. An exception does not count.
         """
         began, seen, found = time.monotonic(), len(self.record.checks), 0
         while True:
@@ -89,16 +89,16 @@ class Load:
             time.sleep(TICK_SECONDS)
 
     def check(self, ask: Workload, cost: int = 1) -> Decision:
-        """One more, from the test itself."""
-        return self._shell.check(ask, cost)
+        """Send one more check, from the test itself."""
+        return self._callers.check(ask, cost)
 
     def count_in_store(self, ask: Workload) -> int:
-        """What the store has counted of an ask, by the first of its limits. A busy machine may need a second look."""
-        look = self.check(ask, cost=0)
-        while look.degraded is not None:
+        """The count in the store of a workload's first limit. On a busy machine, the peek may have to be repeated."""
+        peek = self.check(ask, cost=0)
+        while peek.degraded is not None:
             time.sleep(TICK_SECONDS)
-            look = self.check(ask, cost=0)
-        state = look.limits[next(iter(ask.limits)).name]
+            peek = self.check(ask, cost=0)
+        state = peek.limits[next(iter(ask.limits)).name]
         assert state.limit is not None
         assert state.remaining is not None
         return state.limit - state.remaining

@@ -1,4 +1,4 @@
-"""What callers asked, what each was told, and how long it waited."""
+"""The checks of a load, with their results and durations."""
 
 import asyncio
 import threading
@@ -14,7 +14,7 @@ DAY = 86_400
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What a caller asks, again and again. Its limits admit `most` in a test's time, and not one more."""
+    """What a caller checks again and again. Its limits admit `max_admitted` during a test, and not one more."""
 
     resource: str
     limits: Limits
@@ -35,7 +35,7 @@ WORKLOADS = (WIDE, TIGHT, BUCKET, PAIR)
 
 @dataclass(frozen=True, slots=True)
 class CheckRecord:
-    """One check: what was asked when, how long it took, and what was said."""
+    """One check with its result and duration."""
 
     workload: Workload
     began: float  # of time.monotonic()
@@ -43,7 +43,7 @@ class CheckRecord:
     allowed: bool = False
     degraded: str | None = None
     error: BaseException | None = None
-    inconsistency: str = ""  # what the decision says and must not
+    inconsistency: str = ""  # what is wrong with the decision
 
 
 def record_check(ask: Workload, began: float, answer: Decision | BaseException) -> CheckRecord:
@@ -54,19 +54,19 @@ def record_check(ask: Workload, began: float, answer: Decision | BaseException) 
 
 
 def _find_inconsistency(decision: Decision, ask: Workload) -> str:
-    """What is wrong with a decision, whoever made it."""
+    """Return what is wrong with a decision."""
     if decision.degraded == "open":
         wrong = not decision.allowed or bool(decision.limits)
     elif decision.degraded == "closed":
         wrong = decision.allowed or not decision.retry_after_ms
     else:
-        told = {name: state.limit for name, state in decision.limits.items()}
-        wrong = told != _numbers(ask) or decision.allowed == bool(decision.retry_after_ms)
+        limits = {name: state.limit for name, state in decision.limits.items()}
+        wrong = limits != _numbers(ask) or decision.allowed == bool(decision.retry_after_ms)
     return str(decision) if wrong else ""
 
 
 def _numbers(ask: Workload) -> dict[str, object]:
-    """Of each limit its own: an answer to somebody else's check would have others."""
+    """Return the number of each limit. The result of another check would have other numbers."""
     return {
         limit.name: limit.bucket_capacity if isinstance(limit, TokenBucket) else limit.limit
         for limit in ask.limits
@@ -75,7 +75,7 @@ def _numbers(ask: Workload) -> dict[str, object]:
 
 
 class Lag:
-    """How late somebody wakes who only sleeps: what the machine, or the loop, adds to every wait."""
+    """The longest delay of a timer: what the machine, or the event loop, adds to every wait."""
 
     def __init__(self) -> None:
         self.worst = 0.0
@@ -98,13 +98,13 @@ class Lag:
 
 @dataclass
 class LoadRecord:
-    """All calls of a load. The list only grows, so any thread may read it."""
+    """All checks of a load. The list only grows, so any thread may read it."""
 
     checks: list[CheckRecord] = field(default_factory=list)
     machine: Lag = field(default_factory=Lag)
     loop: Lag = field(default_factory=Lag)  # stays 0 without a loop
-    hung: int = 0  # callers that still waited long after the end
-    close_seconds: float = 0.0  # until the limiter was closed
+    hung: int = 0  # callers that were still waiting long after the end
+    close_seconds: float = 0.0  # how long closing the limiter took
 
     def of(self, ask: Workload) -> list[CheckRecord]:
         return [call for call in self.checks if call.workload is ask]
@@ -123,9 +123,9 @@ class LoadRecord:
 
     @property
     def kinds(self) -> Counter[str | None]:
-        """How many answers there were of each kind: undegraded (None), open, closed, local."""
+        """How many checks were decided by the store (None), or without it as open, closed or local."""
         return Counter(call.degraded for call in self.checks if call.error is None)
 
     def admitted(self, ask: Workload) -> Counter[str | None]:
-        """How many were let in, by kind."""
+        """How many checks were admitted, by kind."""
         return Counter(call.degraded for call in self.of(ask) if call.allowed)

@@ -1,6 +1,6 @@
-"""A load of both shells at once on servers that belong together, and what its callers are owed while those fail.
+"""A load of async and sync callers on one deployment, and what the callers can expect while its servers fail.
 
-The callers of an event loop and those in threads ask for the same buckets, so a bound holds for all of them together.
+The callers of an event loop and those in threads share buckets, so each bound applies to all of them together.
 """
 
 import asyncio
@@ -21,47 +21,47 @@ from tests.chaos.callers import PATIENCE_SECONDS, TaskCallers, ThreadCallers
 from tests.chaos.load import Load
 from tests.chaos.load_record import DAY, TICK_SECONDS, CheckRecord, LoadRecord, Workload, record_check
 
-DEADLINE_MS = 500  # long enough that a busy machine is not taken for a fault
+DEADLINE_MS = 500  # long enough that a busy machine does not look like a fault
 BREAKER_SECONDS = 0.3
 PAUSE_SECONDS = 0.03
-TASKS, THREADS = 2, 1  # callers for each ask
-HOLD_SECONDS = 6.0  # after which nothing of a check over several slots is held any more
+TASKS, THREADS = 2, 1  # callers for each workload
+HOLD_SECONDS = 6.0  # after which no hold of a cross-slot check is left
 KINDS: tuple[FailureName, ...] = ("open", "closed", "local")
 
 
 @dataclass(frozen=True, slots=True)
 class TenantWorkload(Workload):
-    """An ask of one tenant."""
+    """The workload of one tenant."""
 
     tenant: str = "default"
 
     @property
     def is_cross_slot(self) -> bool:
-        """Whether its limits lie in several slots of a Cluster."""
+        """True if its limits lie in several slots of a Cluster."""
         return len({limit.scope for limit in self.limits}) > 1
 
     @property
     def slots(self) -> set[int]:
-        """Those of a Cluster that decide about it, unless it has lanes."""
+        """The slots of its keys on a Cluster, without lanes."""
         tags = {"%" if limit.scope == "global" else self.tenant for limit in self.limits}
         return {hash_slot(f"{{{tag}}}") for tag in tags}
 
 
 def unlimited_workload(tenant: str) -> TenantWorkload:
-    """Never full: what was counted can be compared with what was admitted."""
+    """A workload that never reaches its limit, so that counts can be compared with admissions."""
     return TenantWorkload(
         f"wide-{tenant}", Limits(FixedWindow(name="wide", limit=10**9, window_seconds=50 * DAY)), 10**9, tenant=tenant
     )
 
 
 def limited_workload(tenant: str, most: int = 200) -> TenantWorkload:
-    """Full in the middle of a test, for good."""
+    """A workload that reaches its limit in the middle of a test, for good."""
     limits = Limits(FixedWindow(name="tight", limit=most, window_seconds=DAY, align="first_hit"))
     return TenantWorkload(f"tight-{tenant}", limits, most, tenant=tenant)
 
 
 def two_limit_workload(tenant: str, most: int = 150) -> TenantWorkload:
-    """Two buckets in one slot."""
+    """A workload of two buckets in one slot."""
     limits = Limits(
         FixedWindow(name="wide", limit=10**9, window_seconds=50 * DAY),
         SlidingWindow(name="log", limit=most, window_seconds=DAY),
@@ -70,7 +70,7 @@ def two_limit_workload(tenant: str, most: int = 150) -> TenantWorkload:
 
 
 def cross_slot_workload(tenant: str, most: int = 10**9) -> TenantWorkload:
-    """Two buckets in two slots of a Cluster: the caller's, and one for the whole world."""
+    """A workload of two buckets in two slots of a Cluster: one of the caller, and a global one."""
     limits = Limits(
         FixedWindow(name="own", limit=10**9, window_seconds=50 * DAY),
         FixedWindow(name=f"world-{tenant}-{most}", limit=most, window_seconds=50 * DAY, scope="global"),
@@ -79,7 +79,7 @@ def cross_slot_workload(tenant: str, most: int = 10**9) -> TenantWorkload:
 
 
 def lanes_workload(most: int = 10**9) -> TenantWorkload:
-    """The default tenant has lanes on a Cluster: what is the caller's and what is tenant-wide lie apart."""
+    """A workload of the default tenant, whose lanes put the caller's bucket and the tenant-wide one in two slots."""
     limits = Limits(
         FixedWindow(name="own", limit=10**9, window_seconds=50 * DAY),
         FixedWindow(name=f"wide-{most}", limit=most, window_seconds=50 * DAY, scope="tenant"),
@@ -88,7 +88,7 @@ def lanes_workload(most: int = 10**9) -> TenantWorkload:
 
 
 def tenants_by_third() -> list[str]:
-    """Of each of three masters that share the slots evenly, a tenant that it decides about."""
+    """Return a tenant of each of three masters that share the slots evenly."""
     found: dict[int, str] = {}
     number = 0
     while len(found) < 3:
@@ -108,7 +108,7 @@ async def _by_tenant(limiter: Limiter, ask: Workload, cost: int = 1) -> Decision
 
 
 class TenantTaskCallers(TaskCallers):
-    """Callers on one event loop, for each ask some."""
+    """Callers on one event loop, some for each workload."""
 
     def __init__(self, limiter: Limiter, asks: Sequence[TenantWorkload], callers: int, pause: float) -> None:
         super().__init__(limiter, pause=pause, by=_by_tenant)
@@ -126,7 +126,7 @@ class TenantTaskCallers(TaskCallers):
 
 
 class TenantThreadCallers(ThreadCallers):
-    """Callers in threads, for each ask some."""
+    """Callers in threads, some for each workload."""
 
     def __init__(self, limiter: SyncLimiter, asks: Sequence[TenantWorkload], callers: int, pause: float) -> None:
         super().__init__(limiter, pause=pause)
@@ -143,13 +143,13 @@ class TenantThreadCallers(ThreadCallers):
 
 
 class MixedLoad:
-    """Callers of both shells, each shell with a limiter of its own, that are asking from `with` to its end."""
+    """Async and sync callers, each kind with a limiter of its own, that send checks while the context is open."""
 
     def __init__(
         self, url: str, asks: Sequence[TenantWorkload], options: StoreOptions, *, pause: float = PAUSE_SECONDS
     ) -> None:
         self.workloads = list(asks)
-        self.extra_workloads: list[TenantWorkload] = []  # what the test itself has asked beside the callers
+        self.extra_workloads: list[TenantWorkload] = []  # sent by the test itself
         self.options = options
         tasks = TenantTaskCallers(Limiter.connect(url, options=options), asks, TASKS, pause)
         threads = TenantThreadCallers(SyncLimiter.connect(url, options=options), asks, THREADS, pause)
@@ -165,17 +165,17 @@ class MixedLoad:
         self._open.close()
 
     def stop(self) -> None:
-        """No further checks; the limiters stay open until the end of `with`."""
+        """Stop all callers. The limiters stay open until the end of the context."""
         for load in self.loads.values():
             load.stop()
 
     @property
     def lag(self) -> float:
-        """The longest that the machine, or the loop, slept too long."""
+        """The longest delay of the machine or the event loop."""
         return max(max(load.record.machine.worst, load.record.loop.worst) for load in self.loads.values())
 
     def check_once(self, ask: TenantWorkload) -> None:
-        """One more by each shell, from the test itself; it is on record."""
+        """Send and record one more check through each limiter."""
         if ask not in self.extra_workloads:
             self.extra_workloads.append(ask)
         for load in self.loads.values():
@@ -184,9 +184,9 @@ class MixedLoad:
     # -- waiting
 
     def wait_for_answers(self, asks: Iterable[TenantWorkload], count: int = 5, *, degraded: bool) -> None:
-        """Until each shell was told that often of each ask, of checks that began from now on."""
+        """Wait until each limiter has answered `count` checks of each workload that began from now on."""
         began = time.monotonic()
-        for shell, load in self.loads.items():
+        for api, load in self.loads.items():
             for ask in asks:
                 wait_until(
                     lambda load=load, ask=ask: (
@@ -196,47 +196,47 @@ class MixedLoad:
                             for call in load.record.of(ask)
                         )
                     ),
-                    lambda shell=shell, load=load, ask=ask: (  # type: ignore[misc]
-                        f"{shell}: {ask.resource} was not answered {count} times with degraded: {degraded}; "
+                    lambda api=api, load=load, ask=ask: (  # type: ignore[misc]
+                        f"{api}: {ask.resource} was not answered {count} times with degraded={degraded}; "
                         f"since then {_kinds(load.record.of(ask), began)}; {load.limiter.status()}"
                     ),
                 )
 
     def wait_until_decided(self, asks: Iterable[TenantWorkload] | None = None, count: int = 5) -> None:
-        """Until the store decides about each of these asks, or of all."""
+        """Wait until the store decides checks of these workloads, or of all."""
         self.wait_for_answers(self.workloads if asks is None else asks, count, degraded=False)
 
-    # -- the record of both
+    # -- the records of both
 
     def calls(self, ask: TenantWorkload) -> list[CheckRecord]:
         return [call for load in self.loads.values() for call in load.record.of(ask)]
 
     def admitted(self, ask: TenantWorkload, since: float = 0.0, until: float = float("inf")) -> int:
-        """By the store, answered in that time."""
+        """How many checks the store admitted and answered in that time."""
         return sum(
             call.allowed and call.degraded is None and since <= call.began + call.seconds <= until
             for call in self.calls(ask)
         )
 
     def degraded_count(self, ask: TenantWorkload) -> int:
-        """Decided without the store, and perhaps counted there as well."""
+        """How many checks were decided without the store. It may have counted them as well."""
         return sum(call.degraded is not None for call in self.calls(ask))
 
     def count_in_store(self, ask: TenantWorkload) -> dict[str, int]:
-        """What the store has counted, by limit."""
+        """The counts in the store, by limit."""
         load = next(iter(self.loads.values()))
         look = load.check(ask, cost=0)
         began = time.monotonic()
         while look.degraded is not None:
-            assert time.monotonic() - began < PATIENCE_SECONDS, f"{ask.resource} is not decided any more"
+            assert time.monotonic() - began < PATIENCE_SECONDS, f"{ask.resource} is never decided by the store"
             time.sleep(TICK_SECONDS)
             look = load.check(ask, cost=0)
         return {name: (state.limit or 0) - (state.remaining or 0) for name, state in look.limits.items()}
 
-    # -- what they are owed
+    # -- guarantees
 
     def assert_served_well(self) -> None:
-        """At the end: nobody hung, nothing was raised, and every degraded answer is of the kind that was chosen."""
+        """Assert that no caller hung, none got an exception, and degraded answers follow the failure behaviour."""
         for load in self.loads.values():
             guarantees.assert_no_caller_hung(load.record, self.options)
             assert load.record.exceptions == {}, load.record.exceptions
@@ -247,13 +247,16 @@ class MixedLoad:
             assert not odd, odd[:3]
 
     def assert_unaffected(self, asks: Iterable[TenantWorkload], since: float = 0.0) -> None:
-        """The fault was not theirs: each was decided by the store. A machine that slept through it proves nothing."""
+        """Assert that the store decided every check of workloads that the fault did not affect.
+
+        This proves nothing if the machine was too busy.
+        """
         if self.lag < self.options.deadline_ms / 2_000:
             for ask in asks:
                 assert _kinds(self.calls(ask), since).keys() <= {None}, ask.resource
 
     def assert_limits_held(self, lost: Callable[[TenantWorkload], int] = lambda _ask: 0) -> None:
-        """Undegraded admissions within the limits, but for what a failover may have lost."""
+        """Assert that no more was admitted than the limits, apart from what a failover may have lost."""
         for ask in self.workloads + self.extra_workloads:
             admitted, most = self.admitted(ask), ask.max_admitted + lost(ask)
             if ask.is_finite:
@@ -261,22 +264,22 @@ class MixedLoad:
             assert admitted <= most, ask.resource
 
     def assert_counted(self, lost: Callable[[TenantWorkload], int] = lambda _ask: 0) -> None:
-        """All that was admitted is counted, but for what was lost; and no more beside it than what may have been."""
+        """Assert that every admission is counted unless it was lost, and at most the unsure ones are counted, too."""
         for ask in self.workloads + self.extra_workloads:
             admitted, unsure = self.admitted(ask), self.degraded_count(ask)
             for name, counted in self.count_in_store(ask).items():
                 assert admitted - lost(ask) <= counted <= admitted + unsure, (ask.resource, name)
 
 
-def assert_eventually_counted(crowd: MixedLoad, lost: Callable[[TenantWorkload], int] = lambda _ask: 0) -> None:
-    """As `was_counted`, once what checks over several slots held has come back: within HOLD_SECONDS."""
+def assert_eventually_counted(mixed_load: MixedLoad, lost: Callable[[TenantWorkload], int] = lambda _ask: 0) -> None:
+    """Assert the counts once the holds of cross-slot checks have lapsed, within HOLD_SECONDS."""
     deadline = time.monotonic() + HOLD_SECONDS
     while time.monotonic() < deadline:
         with suppress(AssertionError):
-            crowd.assert_counted(lost)
+            mixed_load.assert_counted(lost)
             return
         time.sleep(0.1)
-    crowd.assert_counted(lost)
+    mixed_load.assert_counted(lost)
 
 
 def _ask(load: Load, ask: TenantWorkload) -> None:
@@ -284,13 +287,13 @@ def _ask(load: Load, ask: TenantWorkload) -> None:
     answer: Decision | BaseException
     try:
         answer = load.check(ask)
-    except Exception as error:  # noqa: BLE001 - that is the question
+    except Exception as error:  # noqa: BLE001 - the test looks at it
         answer = error
     load.record.checks.append(record_check(ask, began, answer))
 
 
 def _has_unknown_limit(call: CheckRecord) -> bool:
-    """Denied by one slot while another did not answer: denied is denied, and of the other limit nothing is told."""
+    """Return True if one slot denied while another did not answer, so that the state of one limit is unknown."""
     ask = call.workload
     return not call.allowed and call.degraded is None and isinstance(ask, TenantWorkload) and ask.is_cross_slot
 
@@ -305,7 +308,7 @@ def _kinds(calls: Iterable[CheckRecord], since: float) -> dict[str | None, int]:
 
 
 def wait_until(is_so: Callable[[], bool], why: Callable[[], str], seconds: float = PATIENCE_SECONDS) -> None:
-    """Ask until it is so, or fail and say why it should be."""
+    """Poll until a condition holds, or fail with the reason."""
     deadline = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < deadline, why()

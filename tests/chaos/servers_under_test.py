@@ -1,4 +1,4 @@
-"""A Redis Cluster and a Redis with sentinels behind one face: who is struck, who takes over, and how it is mended."""
+"""A Redis Cluster and a Redis with sentinels behind one interface: their victims, successors and repair."""
 
 import itertools
 import threading
@@ -40,7 +40,7 @@ _thirds = itertools.cycle(range(3))
 
 
 class ServersUnderTest(Protocol):
-    """Servers, with one master that a test strikes."""
+    """Servers with one master that a test makes fail: the victim."""
 
     @property
     def url(self) -> str: ...
@@ -49,27 +49,27 @@ class ServersUnderTest(Protocol):
     def workloads(self) -> list[TenantWorkload]: ...
 
     def affected_workloads(self) -> list[TenantWorkload]:
-        """Those about which the victim decides now."""
+        """The workloads whose buckets are on the victim now."""
 
     def victim(self) -> GroupServer:
-        """The master that a test strikes, whoever it is now."""
+        """The current master of the tested tenant."""
 
     def replicas(self) -> list[GroupServer]:
-        """The victim's."""
+        """The replicas of the victim."""
 
     def masters(self) -> list[GroupServer]: ...
 
     def fail_over(self) -> None:
-        """By command."""
+        """Let a replica take over by command."""
 
     def wait_for_successor(self, old: GroupServer) -> GroupServer:
-        """Once all agree on it."""
+        """Return the new master once all servers agree on it."""
 
     def heal(self) -> None: ...
 
 
 class ClusterUnderTest:
-    """Three tenants on three masters; each test strikes another, as one that was just elected has to rest."""
+    """Three tenants on three masters. Tests take turns with the victim: a new master can't be replaced at once."""
 
     def __init__(self, servers: RedisCluster) -> None:
         self.servers = servers
@@ -87,7 +87,7 @@ class ClusterUnderTest:
 
     def affected_workloads(self) -> list[TenantWorkload]:
         victim = self.victim()
-        return [one for one in self.workloads if any(self.servers.master_of(slot) is victim for slot in one.slots)]
+        return [load for load in self.workloads if any(self.servers.master_of(slot) is victim for slot in load.slots)]
 
     def victim(self) -> ClusterServer:
         return self.servers.master_of(self.slot)
@@ -107,7 +107,7 @@ class ClusterUnderTest:
 
 
 class SentinelUnderTest:
-    """Two tenants on the one master."""
+    """Two tenants on one master."""
 
     def __init__(self, servers: SentinelGroup) -> None:
         self.servers = servers
@@ -141,18 +141,18 @@ class SentinelUnderTest:
 
 @pytest.fixture
 def cluster(request: pytest.FixtureRequest) -> ClusterUnderTest:
-    """In order and empty, whatever the test before did to it."""
+    """Healthy and empty."""
     return ClusterUnderTest(_in_order(request, RedisCluster))
 
 
 @pytest.fixture
 def sentinels(request: pytest.FixtureRequest) -> SentinelUnderTest:
-    """In order and empty, whatever the test before did to it."""
+    """Healthy and empty."""
     return SentinelUnderTest(_in_order(request, SentinelGroup))
 
 
 def _in_order(request: pytest.FixtureRequest, kind: type[C]) -> C:
-    """Started once in each process, whichever module is first: that takes seconds."""
+    """Return servers that are started once in each process, because a start takes seconds."""
     servers = _running.get(kind)
     if servers is None:
         servers = _running[kind] = kind().start()
@@ -163,125 +163,127 @@ def _in_order(request: pytest.FixtureRequest, kind: type[C]) -> C:
     return servers
 
 
-# -- what a test does to them
+# -- faults
 
 InjectFault = Callable[[MixedLoad, ServersUnderTest], tuple[float, float] | None]
-"""Breaks something and mends it; tells when answers were given whose takes may be lost, or None if never."""
+"""Injects a fault and repairs it. Returns the time span whose admissions may be lost, None if none may."""
 
 
 def run_under_fault(
-    stage: ServersUnderTest,
+    target: ServersUnderTest,
     failure: FailureName,
     inject: InjectFault,
     *,
     unaffected: list[TenantWorkload] | None = None,
 ) -> MixedLoad:
-    """All asks are decided, something breaks, and all are decided again by the same limiters."""
-    struck = stage.affected_workloads()
+    """Inject a fault under load, and assert that the same limiters recover and keep their guarantees."""
+    affected = target.affected_workloads()
     if unaffected is None:
-        unaffected = [one for one in stage.workloads if one not in struck]
-    with MixedLoad(stage.url, stage.workloads, options_of(failure)) as crowd:
-        crowd.wait_until_decided()
+        unaffected = [workload for workload in target.workloads if workload not in affected]
+    with MixedLoad(target.url, target.workloads, options_of(failure)) as mixed_load:
+        mixed_load.wait_until_decided()
         began = time.monotonic()
         run_report.record_fault(inject.__name__)
-        doubtful = inject(crowd, stage)
-        crowd.wait_until_decided()
-        crowd.stop()
+        doubtful = inject(mixed_load, target)
+        mixed_load.wait_until_decided()
+        mixed_load.stop()
 
-        def lost(one: TenantWorkload) -> int:
-            return 0 if doubtful is None or one in unaffected else crowd.admitted(one, *doubtful)
+        def lost(workload: TenantWorkload) -> int:
+            if doubtful is None or workload in unaffected:
+                return 0
+            return mixed_load.admitted(workload, *doubtful)
 
-        crowd.assert_counted(lost)
-    crowd.assert_served_well()
-    crowd.assert_limits_held(lost)
-    crowd.assert_unaffected(unaffected, began)
-    return crowd
+        mixed_load.assert_counted(lost)
+    mixed_load.assert_served_well()
+    mixed_load.assert_limits_held(lost)
+    mixed_load.assert_unaffected(unaffected, began)
+    return mixed_load
 
 
 def fault_parameters(faults: Sequence[InjectFault], rare: Sequence[InjectFault]) -> list[Any]:
-    """As parameters of a test: those that are `rare` are left to `make chaos`."""
+    """Return faults as test parameters. The `rare` ones run in `make chaos` only."""
     return [
-        pytest.param(suffer, id=suffer.__name__, marks=[pytest.mark.chaos] if suffer in rare else [])
-        for suffer in faults
+        pytest.param(inject, id=inject.__name__, marks=[pytest.mark.chaos] if inject in rare else [])
+        for inject in faults
     ]
 
 
-def failed_over(_crowd: MixedLoad, stage: ServersUnderTest) -> tuple[float, float] | None:
-    """A Cluster loses nothing. Behind sentinels the old master serves on until it is told, and that is lost."""
+def failed_over(_crowd: MixedLoad, target: ServersUnderTest) -> tuple[float, float] | None:
+    """A Cluster loses nothing. Behind sentinels, the old master serves until it learns that it was replaced."""
     began = time.monotonic()
-    stage.fail_over()
-    return None if isinstance(stage, ClusterUnderTest) else (began - ONE_SECOND, time.monotonic())
+    target.fail_over()
+    return None if isinstance(target, ClusterUnderTest) else (began - ONE_SECOND, time.monotonic())
 
 
-def killed(crowd: MixedLoad, stage: ServersUnderTest) -> tuple[float, float]:
-    """What its replica had not heard of is lost: nothing that is older than a second, as it is in touch."""
-    victim, struck = stage.victim(), stage.affected_workloads()
+def killed(mixed_load: MixedLoad, target: ServersUnderTest) -> tuple[float, float]:
+    """Writes that the replica did not receive are lost: none is older than a second."""
+    victim, affected = target.victim(), target.affected_workloads()
     at = time.monotonic()
     victim.kill()
-    crowd.wait_for_answers(unlimited_only(struck), 1, degraded=True)
-    stage.wait_for_successor(victim)
-    crowd.wait_until_decided(struck)
-    stage.heal()
+    mixed_load.wait_for_answers(unlimited_only(affected), 1, degraded=True)
+    target.wait_for_successor(victim)
+    mixed_load.wait_until_decided(affected)
+    target.heal()
     return at - ONE_SECOND, at + ONE_SECOND
 
 
-def frozen_for_a_moment(crowd: MixedLoad, stage: ServersUnderTest) -> None:
-    """Too short for anybody to take over. What was on its way is done when it wakes up."""
-    victim = stage.victim()
-    struck = stage.affected_workloads()
+def frozen_for_a_moment(mixed_load: MixedLoad, target: ServersUnderTest) -> None:
+    """Too short for a failover. The server executes pending calls when it resumes."""
+    victim = target.victim()
+    affected = target.affected_workloads()
     victim.pause()
     try:
-        crowd.wait_for_answers(unlimited_only(struck)[:1], 1, degraded=True)
+        mixed_load.wait_for_answers(unlimited_only(affected)[:1], 1, degraded=True)
     finally:
         victim.resume()
 
 
-def frozen_until_replaced(crowd: MixedLoad, stage: ServersUnderTest) -> tuple[float, float]:
-    victim, struck = stage.victim(), stage.affected_workloads()
+def frozen_until_replaced(mixed_load: MixedLoad, target: ServersUnderTest) -> tuple[float, float]:
+    victim, affected = target.victim(), target.affected_workloads()
     at = time.monotonic()
     victim.pause()
-    crowd.wait_for_answers(unlimited_only(struck), 1, degraded=True)
-    stage.wait_for_successor(victim)
-    crowd.wait_until_decided(struck)
-    victim.resume()  # it still thinks that it is the master
-    crowd.wait_until_decided(struck)
-    stage.heal()
+    mixed_load.wait_for_answers(unlimited_only(affected), 1, degraded=True)
+    target.wait_for_successor(victim)
+    mixed_load.wait_until_decided(affected)
+    victim.resume()  # it still believes that it is the master
+    mixed_load.wait_until_decided(affected)
+    target.heal()
     return at - ONE_SECOND, at + ONE_SECOND
 
 
-def killed_without_replicas(crowd: MixedLoad, stage: ServersUnderTest) -> tuple[float, float]:
-    """For a while its replicas hear nothing of it, then it dies: that while is lost."""
-    victim, struck = stage.victim(), stage.affected_workloads()
-    replicas = stage.replicas()
+def killed_without_replicas(mixed_load: MixedLoad, target: ServersUnderTest) -> tuple[float, float]:
+    """The replicas are disconnected for a while before the master dies, and all writes of that while are lost."""
+    victim, affected = target.victim(), target.affected_workloads()
+    replicas = target.replicas()
     at = time.monotonic()
     with without_replication(victim, replicas):
-        crowd.wait_until_decided(struck, 20)
+        mixed_load.wait_until_decided(affected, 20)
         victim.kill()
         killed_at = time.monotonic()
-        stage.wait_for_successor(victim)
-    crowd.wait_until_decided(struck)
-    stage.heal()
+        target.wait_for_successor(victim)
+    mixed_load.wait_until_decided(affected)
+    target.heal()
     return at - ONE_SECOND, killed_at + ONE_SECOND
 
 
-def scripts_flushed(crowd: MixedLoad, stage: ServersUnderTest) -> None:
+def scripts_flushed(mixed_load: MixedLoad, target: ServersUnderTest) -> None:
     for _ in range(20):
-        for master in stage.masters():
+        for master in target.masters():
             query(master, "SCRIPT", "FLUSH")
         time.sleep(0.03)
-    crowd.wait_until_decided()
+    mixed_load.wait_until_decided()
 
 
-def unlimited_only(asks: list[TenantWorkload]) -> list[TenantWorkload]:
-    """A denial may be repeated from memory while nobody can be asked; these are never denied."""
-    return [one for one in asks if not one.is_finite]
+def unlimited_only(workloads: list[TenantWorkload]) -> list[TenantWorkload]:
+    """Return workloads that are never denied: a cached denial would not show that the store is unavailable."""
+    return [workload for workload in workloads if not workload.is_finite]
 
 
 @contextmanager
 def without_replication(master: GroupServer, replicas: list[GroupServer]) -> Iterator[None]:
-    """No replica can follow its master: it logs in with a password that nobody asked for."""
+    """Disconnect the replicas: they log in to their master with a wrong password."""
     for replica in replicas:
-        query(replica, "CONFIG", "SET", "masterauth", "nobody-asked-for-one")
+        query(replica, "CONFIG", "SET", "masterauth", "a-wrong-password")
     query(master, "CLIENT", "KILL", "TYPE", "replica")
     try:
         yield
@@ -292,12 +294,12 @@ def without_replication(master: GroupServer, replicas: list[GroupServer]) -> Ite
 
 @contextmanager
 def loading(master: GroupServer, filler: str) -> Iterator[None]:
-    """It has crashed, and takes its time to read what it had saved."""
+    """The master has crashed, and loads its data slowly."""
     query(master, "EVAL", "for n = 1, 5000 do redis.call('SET', KEYS[1] .. n, 'x', 'EX', 600) end", 1, filler)
     query(master, "SAVE")
     master.kill()
-    slowly = ("--key-load-delay", "2000", "--loading-process-events-interval-bytes", "1024")
-    back = threading.Thread(target=master.restart, args=slowly)
+    slow_loading = ("--key-load-delay", "2000", "--loading-process-events-interval-bytes", "1024")
+    back = threading.Thread(target=master.restart, args=slow_loading)
     back.start()
     try:
         yield

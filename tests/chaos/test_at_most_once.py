@@ -1,4 +1,4 @@
-"""A check that was sent is never sent again; and what was admitted without the store is charged once, if it may be."""
+"""A check is sent at most once, and what was admitted without the store is charged at most once."""
 
 import asyncio
 import time
@@ -25,7 +25,7 @@ from tests.servers import RedisServer
 
 DAY = 86_400
 CALLS = 2
-DEADLINE_MS = 400  # each answer that is lost takes that long; less would degrade others on a busy machine
+DEADLINE_MS = 400  # each lost answer takes so long; a shorter deadline would degrade other checks on a busy machine
 TOO_LATE = Delay(1.0)
 HUNDRED = FixedWindow(name="hundred", limit=100, window_seconds=DAY, align="first_hit")
 OWING = FixedWindow(name="owing", limit=100, window_seconds=DAY, align="first_hit", charge_after_outage=True)
@@ -46,7 +46,7 @@ def has_counted(limiter: SyncLimiter, owed: int) -> bool:
     [DropReplies(), TOO_LATE, Truncate(0), Truncate(7), OneByteAtATime(0.1), Garbage()],
     ids=repr,
 )
-def test_what_reached_redis_is_counted_once_however_its_answer_was_lost(
+def test_a_check_that_reached_redis_is_counted_once_if_its_answer_is_lost(
     opened: Connect, proxy: Proxy, mode: Mode
 ) -> None:
     limiter = opened(proxy.url, failure="open", deadline_ms=DEADLINE_MS, breaker_failures=1_000)
@@ -81,7 +81,7 @@ def test_a_frozen_redis_counts_each_check_once_when_it_thaws(opened: Connect, ow
 
 
 def test_what_was_admitted_without_the_store_is_charged_once(opened: Connect, proxy: Proxy) -> None:
-    """Whether it failed open or decided by itself: both at once, each in a database of its own."""
+    """For `open` and `local`: both at once, each in a database of its own."""
     url = proxy.url.removesuffix("/0")
     limiters = {
         failure: opened(f"{url}/{number}", failure=failure, breaker_seconds=0.05)
@@ -98,7 +98,7 @@ def test_what_was_admitted_without_the_store_is_charged_once(opened: Connect, pr
         for limiter in limiters.values():
             wait_until_store_decides(limiter)
             eventually(partial(has_counted, limiter, owed))
-        time.sleep(0.15)  # and not once more, some probes later
+        time.sleep(0.15)  # and no charge is repeated some probes later
         assert {failure: counted(limiter, OWING) for failure, limiter in limiters.items()} == dict.fromkeys(
             limiters, owed
         )
@@ -137,8 +137,8 @@ def test_a_charge_may_fill_a_limit_so_that_the_next_check_is_denied(opened: Conn
 
 
 @pytest.mark.parametrize("mode", [TOO_LATE, DropReplies(), DropRequests()], ids=repr)
-def test_nobody_gets_the_answer_to_somebody_elses_check(opened: Connect, proxy: Proxy, mode: Mode) -> None:
-    """Some answers are late or lost on a connection that goes on; each limit has a number of its own."""
+def test_no_check_gets_the_answer_to_another(opened: Connect, proxy: Proxy, mode: Mode) -> None:
+    """Some answers are late or lost on a connection that stays open. Each limit has a number of its own."""
     limiter = opened(proxy.url, failure="open", deadline_ms=100, breaker_failures=1_000, denial_cache_ms=0)
 
     def ask(number: int) -> list[str]:
@@ -155,8 +155,8 @@ def test_nobody_gets_the_answer_to_somebody_elses_check(opened: Connect, proxy: 
         assert [wrong for asked in asking for wrong in asked.result()] == []
 
 
-async def test_a_denied_caller_is_not_let_in_by_somebody_elses_answer(proxy: Proxy) -> None:
-    """A proxy swallows one reply and goes on: those that follow belong to those who asked for them."""
+async def test_a_denied_caller_is_not_admitted_by_the_answer_to_another_check(proxy: Proxy) -> None:
+    """A proxy drops one reply. The replies after it still belong to their own calls."""
     full = FixedWindow(name="full", limit=1, window_seconds=DAY)
     options = StoreOptions(failure="open", deadline_ms=300, denial_cache_ms=0)
     async with Limiter.connect(proxy.url, options=options) as limiter:

@@ -1,4 +1,4 @@
-"""Three failures in a row, and Redis is left alone for a while; then one asks whether it is back."""
+"""The circuit breaker opens after three failures in a row, and later sends one probe at a time."""
 
 import threading
 import time
@@ -21,7 +21,7 @@ def ask(limiter: SyncLimiter) -> str | None:
     return limiter.check("r", "s", limits=MANY).degraded
 
 
-def test_two_failures_do_not_open_it_and_a_success_starts_the_row_again(opened: Connect, proxy: Proxy) -> None:
+def test_two_failures_do_not_open_it_and_a_success_resets_the_count(opened: Connect, proxy: Proxy) -> None:
     limiter = opened(proxy.url)
     for _ in range(3):
         assert ask(limiter) is None
@@ -41,7 +41,7 @@ def test_that_many_failures_in_a_row_open_it(opened: Connect, proxy: Proxy, fail
     assert limiter.status().breaker == "open"
 
 
-def test_while_it_is_open_nobody_waits_and_redis_is_left_alone(opened: Connect, proxy: Proxy) -> None:
+def test_while_it_is_open_no_caller_waits_and_redis_is_not_called(opened: Connect, proxy: Proxy) -> None:
     limiter = opened(proxy.url, deadline_ms=100, breaker_seconds=60)
     ask(limiter)
     proxy.mode = DropReplies()
@@ -50,10 +50,10 @@ def test_while_it_is_open_nobody_waits_and_redis_is_left_alone(opened: Connect, 
     before, sent = proxy.accepted, proxy.requests
     for _ in range(200):
         assert ask(limiter) == "open"
-    assert (proxy.accepted, proxy.requests) == (before, sent)  # nothing was sent, so there is nothing to wait for
+    assert (proxy.accepted, proxy.requests) == (before, sent)  # nothing was sent, so no caller waited
 
 
-def test_it_asks_again_after_its_time_and_not_before(opened: Connect, proxy: Proxy) -> None:
+def test_it_probes_after_its_time_and_not_before(opened: Connect, proxy: Proxy) -> None:
     limiter = opened(proxy.url, breaker_seconds=0.5)
     proxy.mode = CloseConnections()
     for _ in range(3):
@@ -65,8 +65,8 @@ def test_it_asks_again_after_its_time_and_not_before(opened: Connect, proxy: Pro
     assert time.monotonic() - began > 0.45
 
 
-def test_only_one_asks_at_a_time_whether_redis_is_back(opened: Connect, proxy: Proxy) -> None:
-    """Sixteen threads until it was probed three times: not one connection a check, nor sixteen a probe."""
+def test_only_one_caller_probes_at_a_time(opened: Connect, proxy: Proxy) -> None:
+    """Sixteen threads run until three probes were sent: no connection for each check, and one for each probe."""
     open_seconds = 0.1
     limiter = opened(proxy.url, breaker_seconds=open_seconds, denial_cache_ms=0)
     ask(limiter)
@@ -97,13 +97,13 @@ def test_a_probe_that_hangs_keeps_the_others_from_asking(opened: Connect, proxy:
     eventually(lambda: limiter.status().breaker == "half-open" and proxy.requests > sent)
     sent = proxy.requests
     assert [ask(limiter) for _ in range(10)] == ["open"] * 10
-    assert limiter.status().breaker == "half-open"  # so they waited neither for the probe nor for a deadline
-    assert proxy.requests < sent + 10  # what the probe itself sends comes in several pieces
+    assert limiter.status().breaker == "half-open"  # so the others waited neither for the probe nor for a deadline
+    assert proxy.requests < sent + 10  # the probe itself sends several chunks
     proxy.mode = CloseConnections()  # which ends the probe
     probe.join()
 
 
-def test_a_failed_probe_opens_it_for_as_long_again(opened: Connect, proxy: Proxy) -> None:
+def test_a_failed_probe_opens_it_for_the_same_time_again(opened: Connect, proxy: Proxy) -> None:
     open_seconds = 0.1
     limiter = opened(proxy.url, breaker_seconds=open_seconds)
     proxy.mode = CloseConnections()
@@ -123,7 +123,7 @@ def test_a_failed_probe_opens_it_for_as_long_again(opened: Connect, proxy: Proxy
 
 
 def test_it_works_again_after_a_silence(opened: Connect, proxy: Proxy) -> None:
-    """Whatever was waiting for an answer that never comes must not keep the next probe from asking."""
+    """Calls that wait for a lost answer must not prevent the next probe."""
     limiter = opened(proxy.url, deadline_ms=50, breaker_seconds=0.05)
     ask(limiter)
     with proxy.in_mode(DropReplies()):

@@ -45,7 +45,7 @@ SAMPLES = 20
 
 
 class CatalogLoad:
-    """Requests of all accounts, one after the other, for as long as it lasts."""
+    """Requests of all accounts in turn, while the context is open."""
 
     def __init__(self, member: Replica, accounts: list[Account]) -> None:
         self._member = member
@@ -91,7 +91,7 @@ class CatalogLoad:
 async def loaded(
     postgres: PostgresServer, redis_url: str | None = None, url: str | None = None, **bounds: Any
 ) -> AsyncIterator[tuple[Replica, list[Account]]]:
-    """A node that knows all accounts."""
+    """A process that has cached all accounts."""
     peppers = Peppers.parse(PEPPERS)
     database = Database(postgres.url)
     async with closing(database):
@@ -135,7 +135,7 @@ async def test_no_decision_fails_while_the_database_is_away_and_all_is_well_by_i
     own_redis_server: RedisServer,
     record_property: Record,
 ) -> None:
-    """Snapshots are to be read again every 300 ms, so that the loss is felt at once."""
+    """Snapshots are refreshed every 300 ms, so that the loss has an effect at once."""
     redis_url = own_redis_server.url if with_redis else None
     async with loaded(own_postgres_server, redis_url, fresh_seconds=0.3) as (member, accounts):
         async with CatalogLoad(member, accounts) as load:
@@ -228,7 +228,7 @@ async def test_a_node_can_be_closed_while_the_database_is_away(
 async def test_a_key_that_is_disabled_while_one_node_can_not_reach_the_database_is_refused_there_when_it_can(
     own_postgres_server: PostgresServer, own_redis_server: RedisServer, record_property: Record
 ) -> None:
-    """The message comes by Redis; what it speaks of can't be read just then."""
+    """The message arrives over Redis, while the database with the change can't be read."""
     peppers = Peppers.parse(PEPPERS)
     with Proxy(own_postgres_server.port) as proxy:
         url = own_postgres_server.url.replace(str(own_postgres_server.port), str(proxy.port))
@@ -248,7 +248,7 @@ async def test_a_key_that_is_disabled_while_one_node_can_not_reach_the_database_
 async def test_a_notice_of_postgres_that_is_lost_is_made_up_for(
     own_postgres_server: PostgresServer, record_property: Record
 ) -> None:
-    """As where a firewall has forgotten a connection that was idle: it looks alive, and nothing comes through it."""
+    """A firewall has dropped an idle connection: it looks alive, but no message arrives."""
     peppers = Peppers.parse(PEPPERS)
     delays = []
     with Proxy(own_postgres_server.port) as proxy:
@@ -256,7 +256,7 @@ async def test_a_notice_of_postgres_that_is_lost_is_made_up_for(
         writing = Database(own_postgres_server.url)
         async with loaded(own_postgres_server, None, url) as (there, accounts), closing(writing):
             for number in (6, 7, 8):
-                await asyncio.sleep(1)  # so that nothing else is under way
+                await asyncio.sleep(1)  # so that nothing else is in progress
                 with proxy.in_mode(DropReplies()):
                     began = time.monotonic()
                     await set_limits(Catalog(writing, peppers=peppers), accounts[0], f"{number}/minute")
@@ -270,7 +270,7 @@ async def test_a_notice_of_postgres_that_is_lost_is_made_up_for(
 
 
 @pytest.mark.parametrize("how", ["killed", "frozen"])
-async def test_without_redis_nothing_fails_and_changes_are_heard_by_the_database(
+async def test_without_redis_nothing_fails_and_changes_arrive_through_the_database(
     how: str, own_postgres_server: PostgresServer, own_redis_server: RedisServer, record_property: Record
 ) -> None:
     async with loaded(own_postgres_server, own_redis_server.url, fresh_seconds=0.3) as (member, accounts):
@@ -356,7 +356,7 @@ async def until_listening(other: Any) -> None:
 
 
 class FailingCopies:
-    """What it shares, as long as it lives."""
+    """Shared copies that fail once their process is dead."""
 
     async def get(self, key: str) -> bytes | None:
         return None
@@ -392,7 +392,7 @@ class FailingCopies:
 async def test_a_writer_that_is_killed_between_commit_and_publishing_loses_nothing(
     own_postgres_server: PostgresServer, own_redis_server: RedisServer, record_property: Record
 ) -> None:
-    """Here, it is one whose Redis is gone from its sight at that very moment; then it is no more."""
+    """The writer loses its Redis at that moment, and then it is killed."""
     peppers = Peppers.parse(PEPPERS)
 
     database = Database(own_postgres_server.url)

@@ -1,4 +1,4 @@
-"""What the chaos tests lean on can see what it is for: faults that are real, and promises that are broken."""
+"""The helpers of the chaos tests inject real faults, and detect broken guarantees."""
 
 import asyncio
 import time
@@ -11,13 +11,13 @@ from limitforge import Decision, Limiter, StoreOptions, SyncLimiter
 from tests.chaos import guarantees
 from tests.chaos.callers import TaskCallers, ThreadCallers, by_check, by_submit
 from tests.chaos.faults import SERVER_FAULTS, Fault
-from tests.chaos.load import SHELLS, Load, start_load
+from tests.chaos.load import APIS, Load, start_load
 from tests.chaos.load_record import BUCKET, TIGHT, WIDE, CheckRecord, LoadRecord
 from tests.proxy import Proxy
 from tests.servers import RedisServer
 
-pytestmark = pytest.mark.slow  # what tests the tests is not needed while you work
-only_in_soak = pytest.mark.soak  # the harness rarely changes; run this file with `-m ""` when it does
+pytestmark = pytest.mark.slow  # tests of test helpers are not needed while you work
+only_in_soak = pytest.mark.soak  # the helpers rarely change; run this file with `-m ""` when they do
 
 OPTIONS = StoreOptions(deadline_ms=100, processes=4)
 WRITE = "EVAL \"return redis.call('SET', 'key', 'value')\" 0"
@@ -35,7 +35,7 @@ SAID = {
 @pytest.mark.parametrize(
     "fault", [fault for fault in SERVER_FAULTS if fault.name in SAID], ids=lambda fault: fault.name
 )
-def test_a_fault_is_what_it_is_called_and_is_mended_at_its_end(own_redis_server: RedisServer, fault: Fault) -> None:
+def test_a_fault_has_its_effect_and_is_repaired_at_its_end(own_redis_server: RedisServer, fault: Fault) -> None:
     def reply() -> bytes:
         stranger = RedisServer()
         stranger.port = own_redis_server.port
@@ -43,7 +43,7 @@ def test_a_fault_is_what_it_is_called_and_is_mended_at_its_end(own_redis_server:
 
     said = b""
     with Proxy(own_redis_server.port) as proxy, fault.injected(own_redis_server, proxy):
-        for _ in range(500):  # it may take a moment to come
+        for _ in range(500):  # its effect may take a moment
             try:
                 said = reply()
             except OSError:
@@ -71,9 +71,9 @@ def test_paused_clients_wait_and_killed_ones_are_gone(own_redis_server: RedisSer
 
 
 @only_in_soak
-@pytest.mark.parametrize("shell", SHELLS)
-def test_a_load_on_a_healthy_store_keeps_every_promise(shell: str) -> None:
-    with start_load(shell, "memory://", OPTIONS) as load:
+@pytest.mark.parametrize("api", APIS)
+def test_a_load_on_a_healthy_store_keeps_every_guarantee(api: str) -> None:
+    with start_load(api, "memory://", OPTIONS) as load:
         load.wait_for_answers(1_000, degraded=False)
         load.stop()
         guarantees.assert_counts_match_admissions(load)
@@ -84,7 +84,7 @@ def test_a_load_on_a_healthy_store_keeps_every_promise(shell: str) -> None:
 
 
 def bad(act: Callable[[], Decision]) -> Load:
-    """A load on a limiter that does something else in place of each check."""
+    """A load on a limiter that does something else instead of each check."""
 
     class Bad(SyncLimiter):
         def check(self, *args: Any, **kwargs: Any) -> Decision:
@@ -158,11 +158,11 @@ def test_an_exception_is_seen() -> None:
         {"allowed": True, "degraded": "closed", "retry_after_ms": 5},
         {"allowed": True},
         {"allowed": True, "degraded": "local"},
-        {"allowed": False, "degraded": "closed", "retry_after_ms": 5},  # right, but `open` was asked for
+        {"allowed": False, "degraded": "closed", "retry_after_ms": 5},  # valid, but the failure behaviour is `open`
     ],
     ids=str,
 )
-def test_a_decision_that_is_not_as_promised_is_seen(wrong: dict[str, Any]) -> None:
+def test_an_invalid_decision_is_seen(wrong: dict[str, Any]) -> None:
     record = run(bad(lambda: decision(**wrong)))
     with pytest.raises(AssertionError):
         guarantees.assert_answers_are_valid(record, OPTIONS)
@@ -200,7 +200,7 @@ def test_a_load_that_gets_no_answers_says_what_it_got(monkeypatch: pytest.Monkey
         load.wait_for_answers(1, degraded=True)
 
 
-def test_callbacks_that_come_twice_are_seen() -> None:
+def test_callbacks_that_are_called_twice_are_seen() -> None:
     class Twice(Limiter):
         def submit(self, on_result: Any, *args: Any, **kwargs: Any) -> None:
             for _ in range(2):

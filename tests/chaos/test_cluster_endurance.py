@@ -44,35 +44,35 @@ FAULTS: tuple[InjectFault, ...] = (
 )
 
 
-def migrated(crowd: MixedLoad, stage: ServersUnderTest) -> None:
-    """To another master, and it stays there."""
-    assert isinstance(stage, ClusterUnderTest)
-    others = [node for node in stage.servers.masters() if node is not stage.victim()]
-    stage.servers.migrate(stage.slot, random.choice(others), 2, 0.05)
+def migrated(mixed_load: MixedLoad, target: ServersUnderTest) -> None:
+    """A slot moves to another master, and stays there."""
+    assert isinstance(target, ClusterUnderTest)
+    others = [node for node in target.servers.masters() if node is not target.victim()]
+    target.servers.migrate(target.slot, random.choice(others), 2, 0.05)
 
 
-def run_under_faults(stage: ServersUnderTest, faults: tuple[InjectFault, ...]) -> None:
-    """What may be lost adds up over the faults."""
-    lost: dict[TenantWorkload, int] = dict.fromkeys(stage.workloads, 0)
-    with MixedLoad(stage.url, stage.workloads, options_of("local")) as crowd:
-        crowd.wait_until_decided()
+def run_under_faults(target: ServersUnderTest, faults: tuple[InjectFault, ...]) -> None:
+    """Inject one fault after the other. The losses that each allows add up."""
+    lost: dict[TenantWorkload, int] = dict.fromkeys(target.workloads, 0)
+    with MixedLoad(target.url, target.workloads, options_of("local")) as mixed_load:
+        mixed_load.wait_until_decided()
         began, draw = time.monotonic(), run_report.seeded_random()
-        random.seed(draw.random())  # for what the faults draw
+        random.seed(draw.random())  # the faults use it
         while time.monotonic() - began < SECONDS:
-            if isinstance(stage, ClusterUnderTest):
-                stage.tenant = draw.choice(TENANTS)
-            suffer = draw.choice(faults)
-            run_report.record_fault(suffer.__name__)
-            print(f"{time.monotonic() - began:.1f} s: {suffer.__name__}")  # noqa: T201 - for whoever looks into a failure
-            doubtful = suffer(crowd, stage)
-            crowd.wait_until_decided()
+            if isinstance(target, ClusterUnderTest):
+                target.tenant = draw.choice(TENANTS)
+            inject = draw.choice(faults)
+            run_report.record_fault(inject.__name__)
+            print(f"{time.monotonic() - began:.1f} s: {inject.__name__}")  # noqa: T201 - for whoever looks into a failure
+            doubtful = inject(mixed_load, target)
+            mixed_load.wait_until_decided()
             for one in lost if doubtful is not None else ():
-                lost[one] += crowd.admitted(one, *(doubtful or ()))
-        crowd.stop()
+                lost[one] += mixed_load.admitted(one, *(doubtful or ()))
+        mixed_load.stop()
         time.sleep(HOLD_SECONDS)
-        crowd.assert_counted(lost.__getitem__)
-    crowd.assert_served_well()
-    crowd.assert_limits_held(lost.__getitem__)
+        mixed_load.assert_counted(lost.__getitem__)
+    mixed_load.assert_served_well()
+    mixed_load.assert_limits_held(lost.__getitem__)
 
 
 def test_a_cluster_may_fail_for_half_a_minute(cluster: ClusterUnderTest) -> None:

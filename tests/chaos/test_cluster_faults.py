@@ -40,26 +40,26 @@ FAULTS: tuple[InjectFault, ...] = (
 LONG: tuple[InjectFault, ...] = (frozen_until_replaced,)
 
 
-@pytest.mark.parametrize("suffer", fault_parameters(FAULTS, LONG))
-def test_a_fault_of_one_master_is_felt_by_its_own_tenants_only_and_mends_itself(
-    cluster: ClusterUnderTest, suffer: InjectFault
+@pytest.mark.parametrize("inject", fault_parameters(FAULTS, LONG))
+def test_a_fault_of_one_master_affects_only_its_own_tenants_and_recovers(
+    cluster: ClusterUnderTest, inject: InjectFault
 ) -> None:
-    run_under_fault(cluster, KINDS[FAULTS.index(suffer) % len(KINDS)], suffer)
+    run_under_fault(cluster, KINDS[FAULTS.index(inject) % len(KINDS)], inject)
 
 
-def test_nobody_notices_that_all_masters_forget_the_script(cluster: ClusterUnderTest) -> None:
+def test_callers_do_not_notice_that_all_masters_lose_the_script(cluster: ClusterUnderTest) -> None:
     run_under_fault(cluster, "closed", scripts_flushed, unaffected=cluster.workloads)
 
 
 def test_a_master_that_is_loading_is_waited_for_by_its_own_tenants_only(cluster: ClusterUnderTest) -> None:
-    def suffer(crowd: MixedLoad, stage: ServersUnderTest) -> tuple[float, float]:
-        struck = stage.affected_workloads()
+    def inject(mixed_load: MixedLoad, target: ServersUnderTest) -> tuple[float, float]:
+        affected = target.affected_workloads()
         began = time.monotonic()
-        with loading(stage.victim(), f"{{{cluster.tenant}}}filler"):
-            crowd.wait_for_answers(unlimited_only(struck), 1, degraded=True)
+        with loading(target.victim(), f"{{{cluster.tenant}}}filler"):
+            mixed_load.wait_for_answers(unlimited_only(affected), 1, degraded=True)
         return began - 1, time.monotonic()
 
-    run_under_fault(cluster, "local", suffer)
+    run_under_fault(cluster, "local", inject)
 
 
 def test_a_limiter_that_starts_while_the_first_server_of_its_url_is_frozen_finds_the_others(
@@ -69,26 +69,26 @@ def test_a_limiter_that_starts_while_the_first_server_of_its_url_is_frozen_finds
     asks = [ask for ask in cluster.workloads if all(cluster.servers.master_of(slot) is not seed for slot in ask.slots)]
     seed.pause()
     try:
-        with MixedLoad(cluster.url, asks, options_of("closed")) as crowd:
-            crowd.wait_until_decided()
-            crowd.stop()
-            crowd.assert_counted()
+        with MixedLoad(cluster.url, asks, options_of("closed")) as mixed_load:
+            mixed_load.wait_until_decided()
+            mixed_load.stop()
+            mixed_load.assert_counted()
     finally:
         seed.resume()
-    crowd.assert_served_well()
+    mixed_load.assert_served_well()
 
 
 def test_limiters_that_are_closed_right_after_a_failover_leave_no_connection_behind(cluster: ClusterUnderTest) -> None:
     old = f"{HOST}:{cluster.victim().port}"
-    with MixedLoad(f"{cluster.url}?client_name=whoever", cluster.workloads, options_of("closed")) as crowd:
-        crowd.wait_until_decided()
+    with MixedLoad(f"{cluster.url}?client_name=whoever", cluster.workloads, options_of("closed")) as mixed_load:
+        mixed_load.wait_until_decided()
         failing_over = threading.Thread(target=cluster.fail_over)
         failing_over.start()
-        for load in crowd.loads.values():
+        for load in mixed_load.loads.values():
             eventually(lambda load=load: old not in load.limiter.status().servers)  # type: ignore[misc]
-        crowd.stop()
+        mixed_load.stop()
     failing_over.join()
     eventually(
         lambda: not any("name=whoever" in query_text(node, "CLIENT", "LIST") for node in cluster.servers.servers)
     )
-    crowd.assert_served_well()
+    mixed_load.assert_served_well()

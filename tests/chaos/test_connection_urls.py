@@ -1,4 +1,4 @@
-"""Connections from the URL: TLS, users and passwords, unix sockets, databases, names; and no password anywhere else."""
+"""Connections by URL: TLS, users and passwords, unix sockets, databases, client names. No password leaks."""
 
 import re
 from collections.abc import Iterator
@@ -70,7 +70,7 @@ def test_tls_to_a_port_without_it_is_unavailable(opened: Connect, redis_server: 
 
 
 @pytest.mark.parametrize("kind", [TlsRedisServer, AclRedisServer, UnixRedisServer])
-def test_it_comes_back_by_itself_whatever_the_kind_of_connection(opened: Connect, kind: type[RedisServer]) -> None:
+def test_each_kind_of_connection_is_reopened_after_a_restart(opened: Connect, kind: type[RedisServer]) -> None:
     with kind() as server:
         limiter = opened(server.url, failure="local", deadline_ms=PATIENT, breaker_seconds=0.05)
         assert limiter.check("r", "s", limits=FIVE).degraded is None
@@ -82,7 +82,7 @@ def test_it_comes_back_by_itself_whatever_the_kind_of_connection(opened: Connect
         works(limiter, server)
 
 
-def test_a_user_with_a_password_works_whatever_its_characters(opened: Connect, acl: AclRedisServer) -> None:
+def test_a_password_may_have_any_characters(opened: Connect, acl: AclRedisServer) -> None:
     works(opened(acl.url, failure="raise", deadline_ms=PATIENT), acl)
 
 
@@ -120,7 +120,7 @@ def test_redis_knows_a_client_by_its_name(opened: Connect, redis_server: RedisSe
 
 
 @pytest.mark.parametrize("wrong", ["wrong-hunter2", ""])
-def test_a_wrong_password_is_unavailable_and_told_nowhere(
+def test_a_wrong_password_is_unavailable_and_does_not_leak(
     opened: Connect, acl: AclRedisServer, caplog: pytest.LogCaptureFixture, wrong: str
 ) -> None:
     caplog.set_level("DEBUG")
@@ -133,18 +133,18 @@ def test_a_wrong_password_is_unavailable_and_told_nowhere(
         assert [limiter.check("r", "s", limits=FIVE).degraded for _ in range(4)] == [kind] * 4
         told += [repr(limiter), str(limiter.status())]
     assert "hunter2" not in " ".join([*told, caplog.text])
-    assert "password" in str(raised.value)  # it says what to do about it
+    assert "password" in str(raised.value)  # the message says what to do
 
 
 @pytest.mark.parametrize("scheme", ["redis", "redis+cluster"])
 def test_after_many_wrong_passwords_no_connection_is_left_and_the_right_one_works(
     opened: Connect, acl: AclRedisServer, monkeypatch: pytest.MonkeyPatch, scheme: str
 ) -> None:
-    """Neither open connections nor places of the pool are lost, whichever caller is refused."""
+    """No refused caller leaks a connection or a permit of the pool."""
     monkeypatch.setattr("limitforge.stores.redis.sync.servers.MAX_CONNECTIONS", 4)
     limiter = eager(opened, acl.url_with("not-yet").replace("redis", scheme))
     assert [limiter.check("r", "s", limits=FIVE).degraded for _ in range(20)] == ["open"] * 20
-    eventually(lambda: clients(acl) == 1)  # the one that asks
+    eventually(lambda: clients(acl) == 1)  # the connection that asks
     acl.command_ok(f"ACL SETUSER {acl.USER} >not-yet")
     if scheme == "redis":
         works(limiter, acl)
@@ -154,7 +154,7 @@ def test_after_many_wrong_passwords_no_connection_is_left_and_the_right_one_work
 def test_after_many_refusals_to_a_user_without_rights_no_connection_is_left(
     opened: Connect, acl: AclRedisServer
 ) -> None:
-    """Redis itself closes what was not logged in and says much; here it leaves that to us."""
+    """Redis closes connections that did not log in. These did, so the limiter must close them."""
     limiter = eager(opened, acl.url)
     acl.command_ok(f"ACL SETUSER {acl.USER} -@scripting")
     assert [limiter.check("r", "s", limits=FIVE).degraded for _ in range(20)] == ["open"] * 20
@@ -164,7 +164,7 @@ def test_after_many_refusals_to_a_user_without_rights_no_connection_is_left(
 
 
 def eager(opened: Connect, url: str) -> SyncLimiter:
-    """A limiter that asks again after every failure."""
+    """A limiter that calls Redis again after every failure."""
     return opened(url, failure="open", deadline_ms=PATIENT, breaker_failures=1_000, denial_cache_ms=0)
 
 
@@ -172,7 +172,7 @@ def clients(server: RedisServer) -> int:
     return server.command("CLIENT LIST").count(b"id=")
 
 
-def test_the_right_password_is_told_nowhere(
+def test_the_right_password_does_not_leak(
     opened: Connect, caplog: pytest.LogCaptureFixture, own_redis_server: RedisServer
 ) -> None:
     caplog.set_level("DEBUG")

@@ -1,4 +1,4 @@
-"""Checks over several slots while masters fail: never more than each limit has room for; what was held comes back."""
+"""Cross-slot checks while masters fail: no limit is exceeded, and holds are refunded."""
 
 import threading
 import time
@@ -41,55 +41,57 @@ from tests.topologies import query_text
 __all__ = ["cluster"]
 pytestmark = pytest.mark.slow
 
-FAR_TOO_LONG = 10.0  # to give back, so that whoever waits for it is seen to
+FAR_TOO_LONG = 10.0  # for refunds: a caller that waits for one is noticed
 
 FAULTS: tuple[InjectFault, ...] = (failed_over, killed, frozen_for_a_moment, frozen_until_replaced, scripts_flushed)
 LONG: tuple[InjectFault, ...] = (frozen_until_replaced, scripts_flushed)
 
 
-@pytest.mark.parametrize("suffer", fault_parameters(FAULTS, LONG))
-def test_what_was_held_when_a_master_failed_comes_back(cluster: ClusterUnderTest, suffer: InjectFault) -> None:
+@pytest.mark.parametrize("inject", fault_parameters(FAULTS, LONG))
+def test_holds_are_refunded_after_a_master_failed(cluster: ClusterUnderTest, inject: InjectFault) -> None:
     cluster.workloads = [
         *(cross_slot_workload(tenant, most) for tenant in TENANTS for most in (10**9, 150)),
         *(lanes_workload(most) for most in (10**9, 150)),
     ]
-    with MixedLoad(cluster.url, cluster.workloads, options_of(KINDS[FAULTS.index(suffer) % len(KINDS)])) as crowd:
-        crowd.wait_until_decided()
-        run_report.record_fault(suffer.__name__)
-        doubtful = suffer(crowd, cluster)
-        crowd.wait_until_decided()
-        crowd.stop()
+    with MixedLoad(cluster.url, cluster.workloads, options_of(KINDS[FAULTS.index(inject) % len(KINDS)])) as mixed_load:
+        mixed_load.wait_until_decided()
+        run_report.record_fault(inject.__name__)
+        doubtful = inject(mixed_load, cluster)
+        mixed_load.wait_until_decided()
+        mixed_load.stop()
 
-        def lost(one: TenantWorkload) -> int:
-            return 0 if doubtful is None else crowd.admitted(one, *doubtful)
+        def lost(workload: TenantWorkload) -> int:
+            return 0 if doubtful is None else mixed_load.admitted(workload, *doubtful)
 
-        assert_eventually_counted(crowd, lost)
-    crowd.assert_served_well()
-    crowd.assert_limits_held(lost)
+        assert_eventually_counted(mixed_load, lost)
+    mixed_load.assert_served_well()
+    mixed_load.assert_limits_held(lost)
 
 
 @contextmanager
 def frozen_before_it_is_confirmed(cluster: ClusterUnderTest, monkeypatch: pytest.MonkeyPatch) -> Iterator[float]:
-    """A master freezes when both parts of a check had room. Tells how long the caller waited; the limiter is closed."""
+    """Freeze a master after both slots of a check had room. Yield how long the caller waited, after closing it."""
     victim, finish = cluster.victim(), RedisCore.finish_flow
-    one = cross_slot_workload(cluster.tenant)
+    workload = cross_slot_workload(cluster.tenant)
 
     frozen = threading.Event()
 
     def freeze_first(parts: RedisCore, finishes: Sequence[FinishHold]) -> Any:
-        if not frozen.is_set():  # once: what is given back comes here as well, perhaps late
+        if not frozen.is_set():  # once: refunds call this as well, perhaps late
             frozen.set()
             victim.pause()
         return finish(parts, finishes)
 
-    monkeypatch.setattr("limitforge.stores.redis.sync.store.COMMAND_SECONDS", FAR_TOO_LONG)
+    monkeypatch.setattr("limitforge.stores.redis.sync.store.COMMAND_TIMEOUT_SECONDS", FAR_TOO_LONG)
     limiter = SyncLimiter.connect(f"{cluster.url}?client_name=giver", options=options_of("closed"))
-    limiter.check(one.resource, one.subject, limits=one.limits, tenant=one.tenant, cost=0)
+    limiter.check(workload.resource, workload.subject, limits=workload.limits, tenant=workload.tenant, cost=0)
     try:
         with monkeypatch.context() as patched:
             patched.setattr(RedisCore, "finish_flow", freeze_first)
             decision, waited = timed(
-                lambda: limiter.check(one.resource, one.subject, limits=one.limits, tenant=one.tenant)
+                lambda: limiter.check(
+                    workload.resource, workload.subject, limits=workload.limits, tenant=workload.tenant
+                )
             )
         limiter.close()
         victim.resume()
@@ -97,17 +99,15 @@ def frozen_before_it_is_confirmed(cluster: ClusterUnderTest, monkeypatch: pytest
         eventually(lambda: not [thread for thread in threading.enumerate() if "undo" in thread.name])
         yield waited
     finally:
-        limiter.close()  # again: what came later is not the next test's affair
+        limiter.close()  # again, because of connections that were opened later
 
 
-def test_who_asks_in_a_thread_does_not_wait_for_what_is_given_back(
-    cluster: ClusterUnderTest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_does_not_wait_for_refunds(cluster: ClusterUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
     with frozen_before_it_is_confirmed(cluster, monkeypatch) as waited:
         assert waited < FAR_TOO_LONG / 2
 
 
-def test_what_is_given_back_after_a_limiter_was_closed_leaves_no_connection_behind(
+def test_refunds_after_a_close_leave_no_connection_behind(
     cluster: ClusterUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with frozen_before_it_is_confirmed(cluster, monkeypatch):
@@ -116,21 +116,23 @@ def test_what_is_given_back_after_a_limiter_was_closed_leaves_no_connection_behi
         )
 
 
-def test_who_asks_a_master_that_freezes_does_not_wait_for_what_is_given_back_there(
+def test_a_check_on_a_frozen_master_does_not_wait_for_a_refund_there(
     cluster: ClusterUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One part had no answer, so the other is given back, in no hurry; who asks there later is in more of a hurry."""
+    """One slot gives no answer, so the other one is refunded, with a long timeout. A later check has a shorter one."""
     (world,) = cross_slot_workload(TENANTS[0]).slots - unlimited_workload(TENANTS[0]).slots
     first = cluster.servers.master_of(world)
     tenant = next(name for name in TENANTS if cluster.servers.master_of(*unlimited_workload(name).slots) is not first)
-    one, wide = cross_slot_workload(tenant), unlimited_workload(tenant)
+    workload, wide = cross_slot_workload(tenant), unlimited_workload(tenant)
     second = cluster.servers.master_of(*wide.slots)
-    monkeypatch.setattr("limitforge.stores.redis.aio.event_loop.COMMAND_SECONDS", FAR_TOO_LONG)
+    monkeypatch.setattr("limitforge.stores.redis.aio.event_loop.COMMAND_TIMEOUT_SECONDS", FAR_TOO_LONG)
     limiter = BlockingLimiter(Limiter.connect(cluster.url, options=options_of("closed")))
     try:
-        limiter.check(one.resource, one.subject, limits=one.limits, tenant=one.tenant)
+        limiter.check(workload.resource, workload.subject, limits=workload.limits, tenant=workload.tenant)
         first.pause()
-        assert not limiter.check(one.resource, one.subject, limits=one.limits, tenant=one.tenant).allowed
+        assert not limiter.check(
+            workload.resource, workload.subject, limits=workload.limits, tenant=workload.tenant
+        ).allowed
         second.pause()
         decision, waited = timed(
             lambda: limiter.check(wide.resource, wide.subject, limits=wide.limits, tenant=wide.tenant)

@@ -1,4 +1,4 @@
-"""What is said while Redis is gone: by the failure behaviour of each check, and honest about it."""
+"""Decisions while Redis is unavailable: they follow the failure behaviour of each check, and say so."""
 
 import time
 
@@ -21,7 +21,7 @@ from tests.proxy import CloseConnections, DropReplies, Forward, Proxy
 from tests.servers import RedisServer
 
 DAY = 86_400
-HANGS_SECONDS = 20.0  # hundreds of deadlines: what hangs here does so for ever
+HANGS_SECONDS = 20.0  # hundreds of deadlines: only a caller that hangs for ever takes longer
 TEN = FixedWindow(name="ten", limit=10, window_seconds=DAY, align="first_hit")
 ONE = FixedWindow(name="one", limit=1, window_seconds=DAY, align="first_hit")
 SLOTS = Concurrency(name="slots", max_concurrent=8, lease_ttl_seconds=60)
@@ -52,7 +52,7 @@ def test_closed_denies_and_says_when_to_come_back(opened: Connect, gone: Proxy) 
 @pytest.mark.parametrize(
     ("limit", "nodes", "share"), [(TEN, 1, 10), (TEN, 4, 2), (TEN, 10, 1), (TEN, 11, 1), (ONE, 4, 1)]
 )
-def test_local_decides_by_this_nodes_share_of_the_limit(
+def test_local_decides_by_this_processs_part_of_the_limit(
     opened: Connect, gone: Proxy, limit: FixedWindow, nodes: int, share: int
 ) -> None:
     limiter = opened(gone.url, failure="local", processes=nodes)
@@ -87,7 +87,7 @@ def test_raise_leaves_it_to_the_caller(opened: Connect, gone: Proxy) -> None:
 
 
 @each_kind
-def test_a_check_says_for_itself_what_is_to_happen(opened: Connect, gone: Proxy, failure: FailureName) -> None:
+def test_a_check_can_have_its_own_failure_behaviour(opened: Connect, gone: Proxy, failure: FailureName) -> None:
     limiter = opened(gone.url, failure="raise")
     assert limiter.check("r", "s", limits=TEN, failure=failure).degraded == failure
     assert limiter.check_entries([Entry(TEN, "r", "s")], failure=failure).degraded == failure
@@ -140,7 +140,7 @@ def test_a_slot_that_was_taken_without_the_store_is_released_without_error(
         wait_until_store_decides(limiter)
     limiter.release(held.lease_id)
     if not back:
-        assert limiter.check("r", "s", limits=SLOTS, cost=2).allowed  # the share of this node is free again
+        assert limiter.check("r", "s", limits=SLOTS, cost=2).allowed  # the part of this process is free again
 
 
 @pytest.mark.parametrize("failure", ["open", "local"])
@@ -163,7 +163,7 @@ def test_a_lost_answer_is_degraded_and_may_have_been_counted(opened: Connect, pr
     assert limiter.check("r", "s", limits=TEN, cost=0).remaining == 8
 
 
-def test_status_tells_how_the_store_is_doing(opened: Connect, proxy: Proxy) -> None:
+def test_status_reports_the_health_of_the_store(opened: Connect, proxy: Proxy) -> None:
     limiter = opened(proxy.url, failure="open", breaker_failures=3, breaker_seconds=0.05)
     limiter.check("r", "s", limits=TEN)
     status = limiter.status()
@@ -217,7 +217,7 @@ def test_every_form_of_a_check_is_answered_in_time(opened: Connect, own_redis_se
     own_redis_server.resume()
 
 
-def test_a_connection_that_was_closed_while_idle_costs_nobody_an_answer(
+def test_a_connection_that_was_closed_while_idle_costs_no_answer(
     opened: Connect, own_redis_server: RedisServer
 ) -> None:
     limiter = opened(own_redis_server.url, failure="closed", deadline_ms=5_000)

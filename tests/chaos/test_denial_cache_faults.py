@@ -1,4 +1,4 @@
-"""Denials that are answered from the cache: given up when they became doubtful, on every node, whatever is lost."""
+"""Cached denials are dropped in every process when they may be outdated, also after lost messages."""
 
 import time
 
@@ -21,7 +21,7 @@ def allowed(limiter: SyncLimiter) -> bool:
 
 
 def exhaust(limiter: SyncLimiter) -> None:
-    """Denied, and from the cache: what is asked next must not reach Redis."""
+    """Exhaust the limit, so that further denials come from the cache and not from Redis."""
     limiter.check("r", "s", limits=ONE)
     hits = limiter.status().denial_hits
     eventually(lambda: not allowed(limiter) and limiter.status().denial_hits > hits + 3)
@@ -37,7 +37,7 @@ def free(limiter: SyncLimiter, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["reset", "override", "override-of-all"])
-def test_the_node_that_makes_room_lets_in_at_once(opened: Connect, redis_url: str, way: str) -> None:
+def test_the_process_that_makes_room_admits_at_once(opened: Connect, redis_url: str, way: str) -> None:
     limiter = opened(redis_url, **LONG)
     exhaust(limiter)
     free(limiter, way)
@@ -45,27 +45,25 @@ def test_the_node_that_makes_room_lets_in_at_once(opened: Connect, redis_url: st
 
 
 @pytest.mark.parametrize("way", ["reset", "override", "override-of-all"])
-def test_the_other_nodes_hear_of_it(opened: Connect, redis_url: str, way: str) -> None:
+def test_other_processes_receive_the_invalidation(opened: Connect, redis_url: str, way: str) -> None:
     here, there = opened(redis_url, **LONG), opened(redis_url, **LONG)
     exhaust(here)
     exhaust(there)
     free(here, way)
-    eventually(lambda: allowed(there))  # long before the cache gives it up
+    eventually(lambda: allowed(there))  # long before the cached denial expires
 
 
-def test_they_hear_of_it_also_when_their_connection_was_lost_meanwhile(
-    opened: Connect, own_redis_server: RedisServer
-) -> None:
+def test_other_processes_notice_it_after_a_lost_connection(opened: Connect, own_redis_server: RedisServer) -> None:
     here, there = opened(own_redis_server.url, **LONG), opened(own_redis_server.url, **LONG)
     for _ in range(3):
         here.reset("r", "s", limits=ONE)
         exhaust(there)
         own_redis_server.command("CLIENT KILL TYPE pubsub")
         here.reset("r", "s", limits=ONE)
-        eventually(lambda: allowed(there))  # long before the cache gives it up
+        eventually(lambda: allowed(there))  # long before the cached denial expires
 
 
-def test_a_node_that_may_not_listen_asks_again_long_before_the_window_ends(
+def test_a_process_that_may_not_subscribe_asks_again_long_before_the_window_ends(
     opened: Connect, own_redis_server: RedisServer
 ) -> None:
     own_redis_server.command_ok("ACL SETUSER default resetchannels")
@@ -99,7 +97,9 @@ def test_a_cached_denial_is_not_an_admission_when_the_store_is_gone(opened: Conn
 def test_waiting_as_long_as_a_cached_denial_says_is_enough(opened: Connect, redis_url: str) -> None:
     limiter = opened(redis_url, **LONG)
     short = FixedWindow(name="short", limit=1, window_seconds=1.5, align="first_hit")
-    limiter.check("r", "other", limits=short)  # connected: the next four are asked in much less than a window
+    limiter.check(
+        "r", "other", limits=short
+    )  # connect first, so that the next four checks take much less than a window
     decisions = [limiter.check("r", "s", limits=short) for _ in range(4)]
     assert [decision.allowed for decision in decisions] == [True, False, False, False]
     waits = [decision.retry_after_ms or 0 for decision in decisions[1:]]

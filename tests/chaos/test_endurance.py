@@ -11,7 +11,7 @@ from limitforge.core.check import FailureName
 from tests import run_report
 from tests.chaos import guarantees
 from tests.chaos.faults import FAULTS, SERVER_FAULTS, Fault
-from tests.chaos.load import SHELLS, Load, start_load
+from tests.chaos.load import APIS, Load, start_load
 from tests.chaos.waiting import eventually
 from tests.proxy import Proxy
 from tests.servers import RedisServer
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 def inject_at_random(
     load: Load, server: RedisServer, proxy: Proxy, draw: random.Random, faults: tuple[Fault, ...]
 ) -> list[str]:
-    """One fault after the other, from a blink to several times the breaker's time; tells which."""
+    """Inject one fault after the other, each for a moment or for several breaker intervals. Return their names."""
     suffered = []
     over = time.monotonic() + SECONDS
     while time.monotonic() < over:
@@ -40,22 +40,22 @@ def inject_at_random(
             most = guarantees.recovery_seconds(load.record, BREAKER_SECONDS, DEADLINE_MS)
             assert took < most, fault.name
         else:
-            time.sleep(draw.random() / 5)  # the next comes before it has recovered
+            time.sleep(draw.random() / 5)  # the next fault begins before the recovery
     return suffered
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("failure", KINDS)
-@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("which", ["every", "kept"])
-def test_half_a_minute_of_faults_breaks_no_promise(
-    own_redis_server: RedisServer, own_proxy: Proxy, shell: str, failure: FailureName, which: str
+def test_half_a_minute_of_faults_breaks_no_guarantee(
+    own_redis_server: RedisServer, own_proxy: Proxy, api: str, failure: FailureName, which: str
 ) -> None:
-    """With `kept` only faults that leave the data alone, so that the counts can be told at the end."""
+    """With `kept`, only faults that keep the data, so that the counts can be compared at the end."""
     draw = run_report.seeded_random()
     faults = FAULTS if which == "every" else tuple(fault for fault in FAULTS if not fault.loses_data)
     options = StoreOptions(failure=failure, deadline_ms=DEADLINE_MS, breaker_seconds=BREAKER_SECONDS, processes=4)
-    with start_load(shell, own_proxy.url, options, ease=4) as load:
+    with start_load(api, own_proxy.url, options, ease=4) as load:
         load.wait_for_answers(100, degraded=False)
         suffered = inject_at_random(load, own_redis_server, own_proxy, draw, faults)
         load.wait_for_answers(100, degraded=False)
@@ -72,13 +72,13 @@ def test_half_a_minute_of_faults_breaks_no_promise(
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("fault", SERVER_FAULTS, ids=lambda fault: fault.name)
-def test_ten_times_the_same_fault_breaks_no_promise(
-    own_redis_server: RedisServer, own_proxy: Proxy, shell: str, fault: Fault
+def test_ten_times_the_same_fault_breaks_no_guarantee(
+    own_redis_server: RedisServer, own_proxy: Proxy, api: str, fault: Fault
 ) -> None:
     options = StoreOptions(failure="local", deadline_ms=DEADLINE_MS, breaker_seconds=BREAKER_SECONDS, processes=4)
-    with start_load(shell, own_redis_server.url, options) as load:
+    with start_load(api, own_redis_server.url, options) as load:
         for _ in range(10):
             load.wait_for_answers(200, degraded=False)
             with fault.injected(own_redis_server, own_proxy):

@@ -1,4 +1,4 @@
-"""One limiter on several event loops, callers that give up, and a limiter that is closed under their feet."""
+"""One limiter on several event loops, callers that cancel checks, and a limiter that is closed during checks."""
 
 import asyncio
 import gc
@@ -64,7 +64,9 @@ def test_loops_come_and_go_and_nothing_is_left_in_redis_or_here(own_redis_server
     for _ in range(20):
         asyncio.run(admitted(limiter, 8))
     asyncio.run(limiter.close())
-    eventually(lambda: own_redis_server.command("INFO clients").count(b"connected_clients:1\r\n"))  # who asks
+    eventually(
+        lambda: own_redis_server.command("INFO clients").count(b"connected_clients:1\r\n")
+    )  # the connection that asks
     assert threading.active_count() <= threads
 
 
@@ -83,7 +85,7 @@ def test_a_loop_that_ended_in_an_outage_leaves_nothing_behind_for_the_next(proxy
 
 
 @pytest.mark.parametrize("way", ["check", "reserve", "check_many"])
-async def test_callers_that_give_up_leave_nothing_behind(own_redis_server: RedisServer, way: str) -> None:
+async def test_cancelled_checks_leave_nothing_behind(own_redis_server: RedisServer, way: str) -> None:
     draw = random.Random(4)
     async with Limiter.connect(own_redis_server.url, options=PATIENT) as limiter:
         await limiter.check("r", "s", limits=WIDE)
@@ -114,7 +116,7 @@ async def test_callers_that_give_up_leave_nothing_behind(own_redis_server: Redis
         assert 501 <= 10**9 - (remaining or 0) <= 1_001
 
 
-async def test_callers_that_give_up_on_a_frozen_redis_leave_nothing_behind(own_redis_server: RedisServer) -> None:
+async def test_cancelled_checks_on_a_frozen_redis_leave_nothing_behind(own_redis_server: RedisServer) -> None:
     options = StoreOptions(deadline_ms=100, breaker_seconds=0.1)
     async with Limiter.connect(own_redis_server.url, options=options) as limiter:
         await limiter.check("r", "s", limits=WIDE)
@@ -134,7 +136,7 @@ async def test_callers_that_give_up_on_a_frozen_redis_leave_nothing_behind(own_r
         assert limiter.status().waiting == 0
 
 
-async def test_a_probe_whose_caller_gives_up_does_not_keep_the_store_from_coming_back(proxy: Proxy) -> None:
+async def test_a_cancelled_probe_does_not_prevent_the_recovery_of_the_store(proxy: Proxy) -> None:
     options = StoreOptions(deadline_ms=100, breaker_failures=1, breaker_seconds=0.1)
     async with Limiter.connect(proxy.url, options=options) as limiter:
         with proxy.in_mode(CloseConnections()):
@@ -146,7 +148,7 @@ async def test_a_probe_whose_caller_gives_up_does_not_keep_the_store_from_coming
         await until_it_works(limiter)
 
 
-async def test_closing_answers_whoever_waits(own_redis_server: RedisServer) -> None:
+async def test_closing_answers_every_caller_that_waits(own_redis_server: RedisServer) -> None:
     limiter = Limiter.connect(own_redis_server.url, options=StoreOptions(failure="closed", deadline_ms=30_000))
     await limiter.check("r", "s", limits=WIDE)
     own_redis_server.pause()
@@ -161,8 +163,8 @@ async def test_closing_answers_whoever_waits(own_redis_server: RedisServer) -> N
 
 
 @pytest.mark.parametrize("way", ["check", "check_many", "reset"])
-async def test_closing_answers_who_waits_for_a_connection(way: str) -> None:
-    """With what it does to a check, or with an error of ours; not with a cancellation that nobody asked for."""
+async def test_closing_answers_callers_that_wait_for_a_connection(way: str) -> None:
+    """With a decision, or with an error of limitforge, but not with a cancellation that no caller requested."""
     with unreachable_url() as url:
         limiter = Limiter.connect(url, options=StoreOptions(failure="closed", deadline_ms=30_000))
         if way == "check":
@@ -217,7 +219,7 @@ async def test_a_full_queue_is_answered_at_once(own_redis_server: RedisServer) -
         await asyncio.gather(*callers)
 
 
-async def test_a_callback_that_fails_spoils_nobody_elses_answer(redis_url: str) -> None:
+async def test_a_callback_that_fails_affects_no_other_check(redis_url: str) -> None:
     heard: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(str(context["exception"])))
     answers: list[object] = []

@@ -1,4 +1,4 @@
-"""Many processes, coalesced callers, denials from the cache: exactly what the limit allows, never one more."""
+"""Many processes, shared calls and cached denials admit exactly what the limit allows, never one more."""
 
 from contextlib import ExitStack
 from typing import Any
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 
 def hammer(ways: list[str], url: str, limits: list[dict[str, Any]], *, callers: int, calls: int) -> list[Tally]:
-    """The sums over some processes, all at once, for each limit: one process for each way."""
+    """Return the sums over several concurrent processes for each limit. Each process has one kind of callers."""
     with ExitStack() as stack:
         running = [stack.enter_context(child_process(send_tallies, way, url, limits, callers, calls)) for way in ways]
         tallies: list[list[Tally]] = []
@@ -46,13 +46,13 @@ def exactly_a_thousand_each(tallies: list[Tally]) -> None:
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("way", ["tasks", "callbacks"])
 def test_four_processes_of_coalesced_callers_admit_exactly_a_thousand(redis_url: str, way: str) -> None:
-    """Of 2,048 checks for each algorithm."""
+    """Each algorithm gets 2,048 checks."""
     exactly_a_thousand_each(hammer([way] * PROCESSES, redis_url, THOUSAND, callers=64, calls=8))
 
 
 @pytest.mark.timeout(180)
 def test_four_processes_of_threads_with_a_denial_cache_admit_exactly_a_thousand(redis_url: str) -> None:
-    """Of 2,240 checks for each algorithm; most of those that come too late are answered from the cache."""
+    """Each algorithm gets 2,240 checks. Most denials come from the cache."""
     exactly_a_thousand_each(hammer(["threads"] * PROCESSES, redis_url, THOUSAND, callers=8, calls=70))
 
 

@@ -29,7 +29,7 @@ __all__ = ["cluster", "sentinels"]
 pytestmark = pytest.mark.slow
 
 SECOND = 1.0
-ALONE_SECONDS = 2.5  # how long a master is cut off from its replicas before it dies
+ALONE_SECONDS = 2.5  # how long a master is disconnected from its replicas before it dies
 MAX_LAG_SECONDS = 1
 PAUSE_SECONDS = 0.001  # between two checks of a caller
 PRESSURE = 4  # times as many callers as elsewhere
@@ -38,7 +38,7 @@ ROUNDS = 5
 
 @dataclasses.dataclass(frozen=True)
 class FailoverLoss:
-    """`unsure` takes were never answered: some of them may be among those that the next master has."""
+    """What a failover lost. `unsure` debits got no answer: the next master may have some of them."""
 
     acknowledged: int
     found: int
@@ -57,7 +57,7 @@ class FailoverLoss:
 
 @contextmanager
 def require_replica(servers: list[GroupServer]) -> Iterator[None]:
-    """A server only writes while a replica was heard of in the last second."""
+    """Let servers refuse writes unless a replica acknowledged one in the last second."""
     for server in servers:
         query(server, "CONFIG", "SET", "min-replicas-max-lag", MAX_LAG_SECONDS)
         query(server, "CONFIG", "SET", "min-replicas-to-write", 1)
@@ -69,14 +69,14 @@ def require_replica(servers: list[GroupServer]) -> Iterator[None]:
                 query(server, "CONFIG", "SET", "min-replicas-to-write", 0)
 
 
-def measure_loss(stage: ServersUnderTest, *, alone: bool, wait_replicas: int = 0) -> FailoverLoss:
-    """Takes under load until the master is killed, perhaps after a while without its replicas; then nothing more."""
-    tenant = stage.tenant if isinstance(stage, ClusterUnderTest) else TENANTS[0]
+def measure_loss(target: ServersUnderTest, *, alone: bool, wait_replicas: int = 0) -> FailoverLoss:
+    """Kill a master under load, perhaps after a while without its replicas, and compare what its successor has."""
+    tenant = target.tenant if isinstance(target, ClusterUnderTest) else TENANTS[0]
     one = unlimited_workload(tenant)
-    victim, replicas = stage.victim(), stage.replicas()
+    victim, replicas = target.victim(), target.replicas()
     options = dataclasses.replace(options_of("closed"), wait_replicas=wait_replicas)
-    with MixedLoad(stage.url, [one] * PRESSURE, options, pause=PAUSE_SECONDS) as crowd:
-        crowd.wait_until_decided(count=500)
+    with MixedLoad(target.url, [one] * PRESSURE, options, pause=PAUSE_SECONDS) as mixed_load:
+        mixed_load.wait_until_decided(count=500)
         in_touch = time.monotonic()
         with without_replication(victim, replicas) if alone else nullcontext():
             if alone:
@@ -85,38 +85,38 @@ def measure_loss(stage: ServersUnderTest, *, alone: bool, wait_replicas: int = 0
                 in_touch = time.monotonic()
             report_run.record_fault("killed")
             victim.kill()
-            crowd.stop()
-            stage.wait_for_successor(victim)
+            mixed_load.stop()
+            target.wait_for_successor(victim)
         if wait_replicas:
-            stage.heal()  # a master that has lost its only replica tells nothing
-        found = crowd.count_in_store(one)["wide"]
-    crowd.assert_served_well()
+            target.heal()  # a master that has lost its only replica refuses to answer
+        found = mixed_load.count_in_store(one)["wide"]
+    mixed_load.assert_served_well()
     return FailoverLoss(
-        acknowledged=crowd.admitted(one),
+        acknowledged=mixed_load.admitted(one),
         found=found,
-        unsure=crowd.degraded_count(one),
-        acknowledged_in_the_last_second=crowd.admitted(one, since=in_touch - SECOND, until=in_touch),
-        acknowledged_while_alone=crowd.admitted(one, since=in_touch),
+        unsure=mixed_load.degraded_count(one),
+        acknowledged_in_the_last_second=mixed_load.admitted(one, since=in_touch - SECOND, until=in_touch),
+        acknowledged_while_alone=mixed_load.admitted(one, since=in_touch),
     )
 
 
 @pytest.mark.parametrize("servers", [pytest.param("cluster", marks=pytest.mark.chaos), "sentinels"])
-def test_a_master_that_dies_takes_little_with_it(request: pytest.FixtureRequest, servers: str) -> None:
+def test_a_master_that_dies_loses_little(request: pytest.FixtureRequest, servers: str) -> None:
     loss = measure_loss(request.getfixturevalue(servers), alone=False).record(f"killed, {servers}")
     assert loss.lost <= loss.acknowledged_in_the_last_second + loss.acknowledged_while_alone
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("servers", ["cluster", "sentinels"])
-def test_a_master_that_dies_alone_takes_all_with_it_that_its_replicas_did_not_hear_of(
+def test_a_master_that_dies_alone_loses_all_that_its_replicas_did_not_receive(
     request: pytest.FixtureRequest, servers: str
 ) -> None:
     loss = measure_loss(request.getfixturevalue(servers), alone=True).record(f"cut off and killed, {servers}")
     assert loss.lost <= loss.acknowledged_in_the_last_second + loss.acknowledged_while_alone
 
 
-def test_a_master_that_writes_only_beside_a_replica_takes_less_with_it(sentinels: SentinelUnderTest) -> None:
-    """`min-replicas-to-write 1`: once no replica is heard of, it refuses, and the failure behaviour decides."""
+def test_a_master_that_requires_a_replica_loses_less(sentinels: SentinelUnderTest) -> None:
+    """`min-replicas-to-write 1`: without a replica it refuses writes, and the failure behaviour decides."""
     with require_replica([sentinels.victim()]):
         loss = measure_loss(sentinels, alone=True).record("cut off and killed with min-replicas-to-write, sentinels")
     assert loss.unsure > 0
@@ -135,7 +135,7 @@ def test_a_limiter_that_waits_for_a_replica_loses_nothing(
 
 @pytest.mark.parametrize("alone", [False, pytest.param(True, marks=pytest.mark.chaos)])
 def test_what_a_replica_has_confirmed_is_not_lost(sentinels: SentinelUnderTest, alone: bool) -> None:
-    """What WAIT gives by itself, on one bare connection."""
+    """What WAIT guarantees by itself, on one raw connection."""
     victim, replicas = sentinels.victim(), sentinels.replicas()
     counter = RawCounter(victim.port, "counted", replicas=1, wait_ms=100)
     counter.start()
@@ -154,7 +154,7 @@ def test_what_a_replica_has_confirmed_is_not_lost(sentinels: SentinelUnderTest, 
 
 
 @pytest.mark.chaos
-def test_masters_that_die_one_after_the_other_take_little_with_them(sentinels: SentinelUnderTest) -> None:
+def test_masters_that_die_one_after_the_other_lose_little(sentinels: SentinelUnderTest) -> None:
     for _ in range(ROUNDS):
         loss = measure_loss(sentinels, alone=False).record("killed again and again, sentinels")
         assert loss.lost <= loss.acknowledged_in_the_last_second + loss.acknowledged_while_alone

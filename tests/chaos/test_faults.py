@@ -1,4 +1,4 @@
-"""Redis fails in every way while hundreds of checks run: no caller hangs, nothing raises, and it mends itself."""
+"""Redis fails in every way under load: no caller hangs or gets an exception, and limiters recover by themselves."""
 
 import time
 from contextlib import ExitStack
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 DEADLINE_MS = 100
 BREAKER_SECONDS = 0.3
-EASE = 6  # asks a sixth as often: the callers, not the limiters, took most of the time of these tests
+EASE = 6  # a sixth of the checks: the callers, not the limiters, took most of the time of these tests
 KINDS: tuple[FailureName, ...] = ("open", "closed", "local")
 
 
@@ -27,7 +27,7 @@ def options_of(failure: FailureName) -> StoreOptions:
 
 
 def inject_under_load(loads: list[Load], fault: Fault, server: RedisServer, proxy: Proxy) -> float:
-    """Broken for longer than the breaker waits, so that a probe fails too; returns how long the recovery took."""
+    """Inject a fault for longer than the breaker interval, so that a probe fails, too. Return the recovery time."""
     with fault.injected(server, proxy):
         for load in loads:
             load.wait_for_answers(50, degraded=None if fault.may_go_unnoticed else True)
@@ -38,13 +38,13 @@ def inject_under_load(loads: list[Load], fault: Fault, server: RedisServer, prox
 
 
 def run_under_fault(failure: FailureName, fault: Fault, server: RedisServer, proxy: Proxy) -> None:
-    """Both shells at once, each with a database of its own, so that each has buckets of its own."""
+    """Async and sync callers at once, each with a database of its own, so that they share no buckets."""
     options = options_of(failure)
     url = (proxy.url if fault.needs_proxy else server.url).removesuffix("/0")
     with ExitStack() as stack:
         loads = [
-            stack.enter_context(start_load(shell, f"{url}/{database}", options, ease=EASE))
-            for database, shell in enumerate(("async", "sync"))
+            stack.enter_context(start_load(api, f"{url}/{database}", options, ease=EASE))
+            for database, api in enumerate(("async", "sync"))
         ]
         for load in loads:
             load.wait_for_answers(100, degraded=False)
@@ -65,10 +65,10 @@ def run_under_fault(failure: FailureName, fault: Fault, server: RedisServer, pro
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_a_fault_hangs_nobody_raises_nothing_and_mends_itself(
+def test_under_a_fault_no_caller_hangs_or_raises_and_limiters_recover(
     own_redis_server: RedisServer, own_proxy: Proxy, fault: Fault
 ) -> None:
     failure = KINDS[FAULTS.index(fault) % len(KINDS)]
     if fault.name == "full" and failure == "open":
-        failure = "local"  # which is what open comes to where the store is only full
+        failure = "local"  # `open` decides locally if the store is only full
     run_under_fault(failure, fault, own_redis_server, own_proxy)

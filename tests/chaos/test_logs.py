@@ -1,4 +1,4 @@
-"""The log tells an operator what happened, and not a line for each check."""
+"""The log shows an operator what happened, without a line for each check."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_an_outage_is_a_few_lines_not_one_a_check(
     assert {record.levelname for record in lines} <= {"INFO", "WARNING", "ERROR"}
 
 
-def test_what_was_admitted_is_told_by_limit_when_the_store_is_back(
+def test_admissions_are_logged_by_limit_when_the_store_is_back(
     opened: Connect, proxy: Proxy, caplog: pytest.LogCaptureFixture
 ) -> None:
     limiter = opened(proxy.url, failure="open", breaker_seconds=0.05)

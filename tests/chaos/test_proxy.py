@@ -1,4 +1,4 @@
-"""The proxy that the chaos tests lean on does what its modes say."""
+"""The proxy of the chaos tests does what its modes say."""
 
 import socket
 import threading
@@ -22,11 +22,11 @@ from tests.proxy import (
 )
 from tests.servers import RedisServer
 
-# What tests the tests is not needed while you work; run this file with `-m ""` when the proxy changes.
+# Tests of test helpers are not needed while you work. Run this file with `-m ""` when the proxy changes.
 pytestmark = pytest.mark.slow
 only_in_soak = pytest.mark.soak
 
-SHORT = 0.05  # to see that nothing comes
+SHORT = 0.05  # long enough to see that nothing arrives
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_refused_connections_are_closed_at_once_also_those_that_were_open(proxy:
 
 
 @only_in_soak
-def test_garbage_takes_the_place_of_a_reply(proxy: Proxy, client: socket.socket) -> None:
+def test_garbage_replaces_a_reply(proxy: Proxy, client: socket.socket) -> None:
     proxy.mode = Garbage(b"?\x00\xff\r\n")
     assert ask(client) == b"?\x00\xff\r\n"
 
@@ -136,7 +136,7 @@ def test_a_server_that_is_not_there_ends_the_connection(own_redis_server: RedisS
 @pytest.mark.parametrize(
     "mode", [Forward(), DropReplies(), Delay(60), OneByteAtATime(60), CloseConnections()], ids=repr
 )
-def test_it_closes_cleanly_whatever_it_is_doing(redis_server: RedisServer, mode: Mode) -> None:
+def test_it_closes_cleanly_in_every_mode(redis_server: RedisServer, mode: Mode) -> None:
     proxy = Proxy(redis_server.port)
     proxy.mode = mode
     clients = [socket.create_connection(("127.0.0.1", proxy.port), timeout=10) for _ in range(5)]

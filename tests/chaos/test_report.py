@@ -1,4 +1,4 @@
-"""A run of `make chaos` or `make soak` that is stopped says what it did, and looks like a finding only if it is one."""
+"""A stopped run of `make chaos` or `make soak` reports what it did, and shows a failure only if there is one."""
 
 import os
 import re
@@ -18,7 +18,7 @@ BEGINNING = """
 import pathlib, time
 from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
-from tests import report
+from tests import run_report
 from tests.state_machines import run_machine
 
 def ready():
@@ -35,9 +35,9 @@ def test_search():
 """
 FAULTS = """
 def test_faults():
-    report.fault("killed")
-    report.checked(1_234, 0.25)
-    report.admitted(99, 100)
+    run_report.record_fault("killed")
+    run_report.record_checks(1_234, 0.25)
+    run_report.record_admitted(99, 100)
 """
 CLEANS_UP = """
 def test_cleans_up():
@@ -96,7 +96,7 @@ def start(folder: Path, *parts: str, **environment: str) -> subprocess.Popen[str
 
 
 def stopped(folder: Path, number: signal.Signals, *parts: str) -> tuple[int, str]:
-    """The exit code and the output of a run that gets a signal once a test is in the middle of its work."""
+    """Return the exit code and the output of a run that gets a signal in the middle of a test."""
     process = start(folder, *parts)
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not (folder / "ready").exists() and process.poll() is None:

@@ -1,4 +1,4 @@
-"""A master behind sentinels fails under load: nobody hangs, nothing raises, its successor is found by itself."""
+"""A master behind sentinels fails under load: no caller hangs or raises, and limiters find its successor."""
 
 import time
 
@@ -38,39 +38,39 @@ LONG: tuple[InjectFault, ...] = (
 )
 
 
-@pytest.mark.parametrize("suffer", fault_parameters(FAULTS, LONG))
-def test_a_fault_of_the_master_mends_itself(sentinels: SentinelUnderTest, suffer: InjectFault) -> None:
-    run_under_fault(sentinels, KINDS[(FAULTS.index(suffer) + 1) % len(KINDS)], suffer)
+@pytest.mark.parametrize("inject", fault_parameters(FAULTS, LONG))
+def test_limiters_recover_from_a_fault_of_the_master(sentinels: SentinelUnderTest, inject: InjectFault) -> None:
+    run_under_fault(sentinels, KINDS[(FAULTS.index(inject) + 1) % len(KINDS)], inject)
 
 
-def test_nobody_notices_that_the_master_forgets_the_script(sentinels: SentinelUnderTest) -> None:
+def test_callers_do_not_notice_that_the_master_loses_the_script(sentinels: SentinelUnderTest) -> None:
     run_under_fault(sentinels, "open", scripts_flushed, unaffected=sentinels.workloads)
 
 
 def test_a_master_that_was_demoted_behind_the_back_of_its_sentinels_is_a_passing_fault(
     sentinels: SentinelUnderTest,
 ) -> None:
-    def suffer(crowd: MixedLoad, stage: ServersUnderTest) -> None:
-        victim = stage.victim()
-        query(victim, "REPLICAOF", HOST, 1)  # of nobody: its data stays
-        crowd.wait_for_answers(unlimited_only(stage.workloads), 1, degraded=True)
+    def inject(mixed_load: MixedLoad, target: ServersUnderTest) -> None:
+        victim = target.victim()
+        query(victim, "REPLICAOF", HOST, 1)  # of no server: it keeps its data
+        mixed_load.wait_for_answers(unlimited_only(target.workloads), 1, degraded=True)
         query(victim, "REPLICAOF", "NO", "ONE")
 
-    run_under_fault(sentinels, "closed", suffer)
+    run_under_fault(sentinels, "closed", inject)
 
 
-def test_a_frozen_sentinel_keeps_nobody_from_the_next_master(sentinels: SentinelUnderTest) -> None:
-    def suffer(crowd: MixedLoad, stage: ServersUnderTest) -> tuple[float, float]:
-        victim = stage.victim()
+def test_a_frozen_sentinel_does_not_prevent_the_discovery_of_the_next_master(sentinels: SentinelUnderTest) -> None:
+    def inject(mixed_load: MixedLoad, target: ServersUnderTest) -> tuple[float, float]:
+        victim = target.victim()
         sentinels.servers.sentinels[0].pause()
         at = time.monotonic()
         victim.kill()
-        stage.wait_for_successor(victim)
-        crowd.wait_until_decided()
-        stage.heal()
+        target.wait_for_successor(victim)
+        mixed_load.wait_until_decided()
+        target.heal()
         return at - 1, at + 1
 
-    run_under_fault(sentinels, "local", suffer)
+    run_under_fault(sentinels, "local", inject)
 
 
 def test_a_limiter_that_starts_while_the_first_sentinel_of_its_url_is_frozen_asks_the_others(
@@ -79,10 +79,10 @@ def test_a_limiter_that_starts_while_the_first_sentinel_of_its_url_is_frozen_ask
     first = sentinels.servers.sentinels[0]
     first.pause()
     try:
-        with MixedLoad(sentinels.url, sentinels.workloads, options_of("closed")) as crowd:
-            crowd.wait_until_decided()
-            crowd.stop()
-            crowd.assert_counted()
+        with MixedLoad(sentinels.url, sentinels.workloads, options_of("closed")) as mixed_load:
+            mixed_load.wait_until_decided()
+            mixed_load.stop()
+            mixed_load.assert_counted()
     finally:
         first.resume()
-    crowd.assert_served_well()
+    mixed_load.assert_served_well()

@@ -31,7 +31,7 @@ Opened = Callable[[RedisServer], AbstractAsyncContextManager[Call]]
 
 @pytest.fixture(autouse=True)
 def no_authorities(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each context reads all that the system trusts: most of the time of these tests, whose server has its own."""
+    """Reading the trusted authorities of the system takes most of the time of these tests, which do not use them."""
     monkeypatch.setenv("SSL_CERT_FILE", os.devnull)
     monkeypatch.setenv("SSL_CERT_DIR", os.devnull)
 
@@ -42,11 +42,11 @@ def tls() -> Iterator[TlsRedisServer]:
         yield server
 
 
-async def test_connections_of_what_nodes_share_use_one_context(
+async def test_connections_of_the_catalog_share_one_tls_context(
     tls: TlsRedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     redis = CatalogRedis(tls.url)
-    monkeypatch.delattr(ssl, "create_default_context")  # building another fails
+    monkeypatch.delattr(ssl, "create_default_context")  # creating another context fails
     await asyncio.gather(*(redis.get(f"key-{number}") for number in range(20)))
     await redis.close()
 
@@ -57,7 +57,7 @@ async def test_after_a_handshake_that_was_cancelled_the_pool_connects_again(tls:
         with proxy.in_mode(DropReplies()):
             asked = asyncio.ensure_future(redis.get("key"))
             await asyncio.to_thread(eventually, lambda: proxy.accepted > 0)
-            await asyncio.sleep(0.05)  # it waits for an answer to its hello
+            await asyncio.sleep(0.05)  # it waits for the reply to its ClientHello
             asked.cancel()
             await asyncio.gather(asked, return_exceptions=True)
             with pytest.raises(StoreUnavailable, match="Timeout connecting"):
@@ -102,7 +102,7 @@ async def limiter(server: RedisServer) -> AsyncIterator[Call]:
 def test_what_is_cancelled_while_it_connects_leaves_no_socket_open(
     tls: TlsRedisServer, redis_server: RedisServer, opened: Opened, *, encrypted: bool
 ) -> None:
-    """At each turn of the loop in turn, while the loop stalls, so that the other side is ready for the next step."""
+    """Cancel after each number of loop iterations. The loop stalls in between, so that the server is ready."""
     server = tls if encrypted else redis_server
 
     async def is_done_after(turns: int) -> bool:

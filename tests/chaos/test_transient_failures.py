@@ -1,4 +1,4 @@
-"""One bad moment stays one: it neither shuts Redis out, nor keeps a dead connection, nor throws verdicts away."""
+"""A transient failure stays one: it opens no breaker, keeps no dead connection, and loses no decisions."""
 
 import asyncio
 import threading
@@ -33,7 +33,7 @@ TEN = Limits(FixedWindow(name="ten", limit=10, window_seconds=DAY, align="first_
 
 
 async def until(is_so: Callable[[], Awaitable[object]]) -> None:
-    """Ask until it is so."""
+    """Poll until a condition holds."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
             if await is_so():
@@ -41,7 +41,7 @@ async def until(is_so: Callable[[], Awaitable[object]]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_slow_moment_is_one_failure_whoever_it_hit(proxy: Proxy) -> None:
+async def test_a_slow_moment_is_one_failure_for_all_callers(proxy: Proxy) -> None:
     options = StoreOptions(deadline_ms=500, breaker_seconds=60)
     request = Request(resource="r", subject="s", limits=MANY)
     async with Limiter.connect(proxy.url, options=options) as limiter:
@@ -110,7 +110,7 @@ async def test_a_command_does_not_spoil_the_probe_of_a_check(proxy: Proxy) -> No
         assert limiter.status().breaker == "closed"
 
 
-async def test_reservations_that_are_too_many_even_here_hang_nobody(proxy: Proxy) -> None:
+async def test_no_caller_hangs_when_the_local_store_has_too_many_reservations(proxy: Proxy) -> None:
     options = StoreOptions(deadline_ms=100, failure="local")
     proxy.mode = DropReplies()
     async with Limiter.connect(proxy.url, options=options) as limiter:
@@ -120,11 +120,11 @@ async def test_reservations_that_are_too_many_even_here_hang_nobody(proxy: Proxy
     assert sum(isinstance(answer, TooManyReservations) for answer in answers) == 100
 
 
-@pytest.mark.parametrize("shell", ["async", "sync"])
-def test_a_long_batch_keeps_the_verdicts_that_redis_gave(redis_url: str, shell: str) -> None:
+@pytest.mark.parametrize("api", ["async", "sync"])
+def test_a_long_batch_keeps_the_decisions_of_redis(redis_url: str, api: str) -> None:
     requests = [Request(resource="r", subject="s", limits=TEN)] * 2_000
     options = StoreOptions(deadline_ms=20_000)
-    if shell == "sync":
+    if api == "sync":
         with SyncLimiter.connect(redis_url, options=options) as sync:
             answers = sync.check_many(requests)
     else:
@@ -139,17 +139,17 @@ def test_a_long_batch_keeps_the_verdicts_that_redis_gave(redis_url: str, shell: 
     assert not any(decision.degraded for decision in decisions)
 
 
-async def test_a_caller_who_gives_up_on_a_batch_leaves_nothing_behind(proxy: Proxy) -> None:
+async def test_a_cancelled_batch_leaves_nothing_behind(proxy: Proxy) -> None:
     async with Limiter.connect(proxy.url, options=StoreOptions(deadline_ms=20_000)) as limiter:
         await limiter.check("r", "s", limits=MANY)
         with proxy.in_mode(DropReplies()), pytest.raises(TimeoutError):
             await asyncio.wait_for(limiter.check_many([Request(resource="r", subject="s", limits=TEN)] * 5), 0.1)
-        assert limiter.status().waiting == 5  # on their way: nobody is told
+        assert limiter.status().waiting == 5  # sent, and no caller gets the results
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shell", ["async", "sync"])
-def test_thousands_of_buckets_are_charged_after_an_outage(own_redis_server: RedisServer, shell: str) -> None:
+@pytest.mark.parametrize("api", ["async", "sync"])
+def test_thousands_of_buckets_are_charged_after_an_outage(own_redis_server: RedisServer, api: str) -> None:
     charged = Limits(FixedWindow(name="w", limit=100, window_seconds=DAY, charge_after_outage=True))
     options = StoreOptions(deadline_ms=200, breaker_seconds=0.3)
     own_redis_server.kill()
@@ -158,7 +158,7 @@ def test_thousands_of_buckets_are_charged_after_an_outage(own_redis_server: Redi
         with redis_py.Redis.from_url(own_redis_server.url) as raw:
             return int(cast("int", raw.dbsize())) >= 3_001
 
-    if shell == "sync":
+    if api == "sync":
         with SyncLimiter.connect(own_redis_server.url, options=options) as sync:
             for number in range(3_000):
                 assert sync.check("r", f"s{number}", limits=charged).degraded == "open"
@@ -182,7 +182,7 @@ def test_thousands_of_buckets_are_charged_after_an_outage(own_redis_server: Redi
     asyncio.run(through_an_outage())
 
 
-async def test_a_command_on_a_frozen_redis_takes_its_second_and_can_be_given_up(
+async def test_a_command_on_a_frozen_redis_times_out_and_can_be_cancelled(
     own_redis_server: RedisServer,
 ) -> None:
     async with Limiter.connect(own_redis_server.url) as limiter:
@@ -195,7 +195,7 @@ async def test_a_command_on_a_frozen_redis_takes_its_second_and_can_be_given_up(
         own_redis_server.resume()
 
 
-async def test_closing_beside_a_command_leaves_no_connection(own_redis_server: RedisServer) -> None:
+async def test_closing_during_a_command_leaves_no_connection(own_redis_server: RedisServer) -> None:
     limiter = Limiter.connect(own_redis_server.url)
     await asyncio.gather(limiter.reset("r", "s", limits=MANY), limiter.close(), return_exceptions=True)
     with redis_py.Redis.from_url(own_redis_server.url) as raw:
@@ -203,7 +203,7 @@ async def test_closing_beside_a_command_leaves_no_connection(own_redis_server: R
 
 
 @pytest.mark.parametrize("reply", [b"$3\r\nfoo\r\n", b"*1\r\n:1\r\n", b"$-1\r\n"], ids=repr)
-def test_an_answer_that_makes_no_sense_is_corrupt_and_never_lets_pass(proxy: Proxy, reply: bytes) -> None:
+def test_an_invalid_reply_is_corrupt_and_admits_nothing(proxy: Proxy, reply: bytes) -> None:
     with SyncLimiter.connect(proxy.url, options=StoreOptions(deadline_ms=5_000)) as sync:
         sync.check("r", "s", limits=MANY)
         with proxy.in_mode(Garbage(reply)), pytest.raises(StoreCorrupt):
@@ -218,7 +218,7 @@ def test_an_answer_that_makes_no_sense_is_corrupt_and_never_lets_pass(proxy: Pro
     asyncio.run(ask())
 
 
-async def test_listening_works_whatever_else_the_url_says(redis_url: str) -> None:
+async def test_listening_works_with_any_option_in_the_url(redis_url: str) -> None:
     options = StoreOptions(deadline_ms=20_000, denial_cache_ms=60_000)
     url = f"{redis_url}?decode_responses=true&socket_timeout=1"
     async with Limiter.connect(url, options=options) as listens, Limiter.connect(redis_url) as changes:
@@ -235,7 +235,7 @@ async def test_listening_works_whatever_else_the_url_says(redis_url: str) -> Non
         await until(admitted)
 
 
-async def test_a_connection_attempt_that_somebody_cancelled_is_made_again(redis_url: str) -> None:
+async def test_a_cancelled_connection_attempt_is_repeated(redis_url: str) -> None:
     async with Limiter.connect(redis_url, options=StoreOptions(deadline_ms=5_000)) as limiter:
         asked = asyncio.create_task(limiter.check("r", "s", limits=MANY))
         await asyncio.sleep(0)
@@ -248,13 +248,13 @@ async def test_a_connection_attempt_that_somebody_cancelled_is_made_again(redis_
 
 
 @pytest.mark.slow
-async def test_who_asks_again_when_told_delays_nobody_elses_answer(proxy: Proxy) -> None:
+async def test_a_callback_that_submits_a_check_delays_no_other_answer(proxy: Proxy) -> None:
     """The deadline of b is 0.05 s after that of a's first check, and 0.35 s before that of its second one."""
     proxy.mode = DropReplies()
     options = StoreOptions(deadline_ms=400, breaker_failures=10**6)
 
     async def gap(limiter: Limiter) -> float:
-        """From the answer to b until the answer to the second check of a."""
+        """Return the time from the answer to b until the answer to the second check of a."""
         answered: dict[str, float] = {}
         done = asyncio.Event()
 
@@ -272,17 +272,17 @@ async def test_who_asks_again_when_told_delays_nobody_elses_answer(proxy: Proxy)
         return answered["a"] - answered["b"]
 
     async with Limiter.connect(proxy.url, options=options) as limiter:
-        for _ in range(20):  # a machine that stalls hides the gap for once; a delayed answer hides it each time
+        for _ in range(20):  # a machine that stalls hides the gap once, a delayed answer hides it each time
             if await gap(limiter) > 0.2:
                 return
     raise AssertionError("b was answered only when the second check of a was")
 
 
-@pytest.mark.parametrize("shell", ["async", "sync"])
-def test_whatever_answers_a_batch_of_ones_own_errors_stand_in_their_places(proxy: Proxy, shell: str) -> None:
+@pytest.mark.parametrize("api", ["async", "sync"])
+def test_errors_of_a_batch_are_in_their_positions(proxy: Proxy, api: str) -> None:
     requests = [Request(resource="r", subject=f"s{n}", limits=MANY) for n in range(3)]
     options = StoreOptions(deadline_ms=5_000)
-    if shell == "sync":
+    if api == "sync":
         with SyncLimiter.connect(proxy.url, options=options) as sync:
             sync.check_many(requests)
             with proxy.in_mode(Garbage(b"+OK\r\n")):

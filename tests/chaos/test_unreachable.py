@@ -1,4 +1,4 @@
-"""A Redis that can't even be connected to: no caller waits for the network longer than for an answer."""
+"""A Redis that accepts no connection: callers wait for a connection no longer than for an answer."""
 
 import socket
 import threading
@@ -14,11 +14,11 @@ from tests.proxy import DropReplies, OneByteAtATime, Proxy, unreachable_url
 from tests.servers import RedisServer, TlsRedisServer
 
 MANY = FixedWindow(name="many", limit=10**9, window_seconds=86_400)
-HANGS_SECONDS = 20.0  # hundreds of deadlines: what hangs here does so for ever
+HANGS_SECONDS = 20.0  # hundreds of deadlines: only a caller that hangs for ever takes longer
 
 
 def waits(limiter: SyncLimiter, calls: int = 3) -> float:
-    """The longest of some checks, all decided without the store."""
+    """Return the longest time of several checks, all decided without the store."""
     longest = 0.0
     for _ in range(calls):
         began = time.monotonic()
@@ -27,22 +27,22 @@ def waits(limiter: SyncLimiter, calls: int = 3) -> float:
     return longest
 
 
-def test_a_connection_that_is_never_made_keeps_nobody_waiting(opened: Connect) -> None:
+def test_a_connection_that_is_never_accepted_blocks_no_caller(opened: Connect) -> None:
     with unreachable_url() as url:
         assert waits(opened(url, deadline_ms=50)) < HANGS_SECONDS
 
 
-def test_a_greeting_that_is_never_answered_keeps_nobody_waiting(opened: Connect, proxy: Proxy) -> None:
+def test_a_handshake_that_is_never_answered_blocks_no_caller(opened: Connect, proxy: Proxy) -> None:
     proxy.mode = DropReplies()
     assert waits(opened(proxy.url, deadline_ms=50)) < HANGS_SECONDS
 
 
-def test_a_greeting_that_is_answered_byte_by_byte_keeps_nobody_waiting(opened: Connect, proxy: Proxy) -> None:
+def test_a_handshake_that_is_answered_byte_by_byte_blocks_no_caller(opened: Connect, proxy: Proxy) -> None:
     proxy.mode = OneByteAtATime(0.4)
     assert waits(opened(proxy.url, deadline_ms=50)) < HANGS_SECONDS
 
 
-def test_a_tls_handshake_that_is_never_answered_keeps_nobody_waiting(opened: Connect) -> None:
+def test_a_tls_handshake_that_is_never_answered_blocks_no_caller(opened: Connect) -> None:
     with TlsRedisServer() as server, Proxy(server.port) as proxy:
         url = server.url.replace(str(server.port), str(proxy.port))
         limiter = opened(url, deadline_ms=50, breaker_seconds=0.1)
@@ -51,10 +51,10 @@ def test_a_tls_handshake_that_is_never_answered_keeps_nobody_waiting(opened: Con
         wait_until_store_decides(limiter)
 
 
-def test_a_name_that_takes_long_to_resolve_keeps_nobody_waiting(
+def test_a_name_that_takes_long_to_resolve_blocks_no_caller(
     opened: Connect, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when a name server is down: the resolver of the C library gives up after seconds, and can't be hurried."""
+    """With a name server that is down: the resolver of the C library gives up after seconds."""
     resolve, over = socket.getaddrinfo, threading.Event()
 
     def slowly(host: Any, *args: Any, **kwargs: Any) -> Any:

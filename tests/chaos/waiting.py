@@ -1,17 +1,17 @@
-"""Waiting for what takes a while in real time."""
+"""Wait for conditions in real time."""
 
 import time
 from collections.abc import Callable
 
 from limitforge import FixedWindow, SyncLimiter
 
-PATIENCE_SECONDS = 45.0  # less than the time-out of a test, which would not say what is missing
+PATIENCE_SECONDS = 45.0  # less than the timeout of a test, which would not say what is missing
 
 ANY = FixedWindow(name="any", limit=1, window_seconds=1)
 
 
 def eventually(is_so: Callable[[], object]) -> float:
-    """Ask until it is so; tells how many seconds that took."""
+    """Poll until a condition holds. Return how many seconds that took."""
     began = time.monotonic()
     while not is_so():
         assert time.monotonic() - began < PATIENCE_SECONDS
@@ -20,5 +20,5 @@ def eventually(is_so: Callable[[], object]) -> float:
 
 
 def wait_until_store_decides(limiter: SyncLimiter) -> float:
-    """Look, without taking anything, until the store decides again."""
-    return eventually(lambda: limiter.check("anything", "anybody", limits=ANY, cost=0, failure="open").degraded is None)
+    """Peek until the store decides again."""
+    return eventually(lambda: limiter.check("anything", "s", limits=ANY, cost=0, failure="open").degraded is None)
