@@ -1,4 +1,4 @@
-"""Several nodes with denial caches on one Redis and one manual clock: what one changes, the others hear of."""
+"""Several limiters with denial caches on one Redis and one manual clock, as if each were a process of its own."""
 
 import asyncio
 import time
@@ -18,13 +18,13 @@ PATIENCE_SECONDS = 60.0
 
 
 class DeafListener:
-    """In a listener's place: every message is lost."""
+    """A listener that loses every message."""
 
     def stop(self) -> None: ...
 
 
 class CachingProcesses:
-    """Two nodes with threads and one with an event loop."""
+    """Two sync limiters and one async limiter."""
 
     def __init__(self, url: str, *, denial_cache_ms: float, deaf: bool = False) -> None:
         self.clock = ManualClock(BASE_US)
@@ -49,7 +49,7 @@ class CachingProcesses:
         return sum(denials.hits for denials in self.denial_caches)
 
     def reset(self) -> None:
-        """As if nothing had ever happened; the connections stay."""
+        """Delete all state. The connections stay."""
         self._raw.flushall()
         self.clock.set_us(BASE_US)
         for denials in self.denial_caches:
@@ -58,7 +58,7 @@ class CachingProcesses:
             denials._all_invalidated_us = LONG_AGO_US
 
     def wait_for_invalidations(self) -> None:
-        """Until every node has heard of all that was said so far."""
+        """Wait until every limiter has received all invalidations so far."""
         self._number += 1
         name = f"number {self._number}"
         self._raw.publish(CHANNEL, Invalidation(keys=(name,)).encode())
@@ -70,10 +70,10 @@ class CachingProcesses:
         self._raw.close()
 
     def _wait_until_listening(self, node: SyncLimiter) -> None:
-        """A node listens from its first look at a denial on."""
+        """Let a limiter subscribe, which it does when it first looks up a cached denial."""
         before = self._listeners()
         for _ in range(2):
-            node.check("anything", "anybody", limits="1/day", cost=2)
+            node.check("r", "s", limits="1/day", cost=2)
         self._wait_until(lambda: self._listeners() > before)
 
     def _listeners(self) -> int:

@@ -1,4 +1,4 @@
-"""The rights that docs/operations.md asks for are enough for everything, and each of them is needed."""
+"""The ACL rights in docs/operations.md are enough for every feature, and each of them is needed."""
 
 import re
 import time
@@ -16,12 +16,12 @@ DOCS = Path(__file__).parents[2] / "docs" / "operations.md"
 RIGHTS = (re.search(r"ACL SETUSER limitforge on >password (.*?)```", DOCS.read_text(), re.DOTALL) or [""])[1].split()
 OPTIONS = StoreOptions(deadline_ms=30_000, failure="raise", denial_cache_ms=60_000, breaker_failures=10**6)
 
-# Only clients of redis-py and databases other than 0 ask for these.
+# Only redis-py clients and databases other than 0 need these.
 SPARE = {"+ping", "+client|setname", "+select", "+hello", "+unsubscribe"}
 
 
 def everything(limiter: SyncLimiter) -> None:
-    """Every command of the limiter once, with each kind of limit."""
+    """Run every command of the limiter once, with each kind of limit."""
     decision = limiter.check("r", "s", limits=EVERY)
     assert limiter.renew(decision.lease_id or "")
     limiter.release(decision.lease_id or "")
@@ -30,7 +30,7 @@ def everything(limiter: SyncLimiter) -> None:
         limiter.set_override("r", subject, {"f": {"limit": 1}}, limits=EVERY[2], ttl_seconds=60)
         limiter.set_override("*", subject, {"f": {"limit": 2}}, limits=EVERY[2], ttl_seconds=30)
     assert len(limiter.list_overrides().overrides) == 4
-    assert limiter.missing_overrides([("default", "r", "s"), ("default", "r", "nobody")]) == [1]
+    assert limiter.missing_overrides([("default", "r", "s"), ("default", "r", "unknown")]) == [1]
     assert limiter.delete_override("r", "s")
     assert limiter.get_override("*", "s")
     assert limiter.clear_overrides() == 2

@@ -1,4 +1,4 @@
-"""What nodes share through a Redis: one server, with a password, with TLS, on a socket, a Sentinel set, a Cluster."""
+"""Copies, locks and messages of the catalog in Redis: one server (password, TLS, socket), Sentinel, Cluster."""
 
 import asyncio
 import gc
@@ -23,7 +23,7 @@ from tests.servers import AclRedisServer, RedisServer, TlsRedisServer, UnixRedis
 from tests.topologies import RedisCluster, SentinelGroup
 
 PATIENCE_SECONDS = 45.0
-CALL_SECONDS = 15.0  # generous: one call is meant to give up after a second
+CALL_SECONDS = 15.0  # generous: one call times out after a second
 
 
 class HasUrl(Protocol):
@@ -63,7 +63,7 @@ async def shared(servers: HasUrl, patient: None) -> AsyncIterator[CatalogRedis]:
 
 @pytest.fixture
 async def other(servers: HasUrl, patient: None) -> AsyncIterator[CatalogRedis]:
-    """Another node's."""
+    """The object of another process."""
     other = CatalogRedis(servers.url)
     yield other
     await other.close()
@@ -82,7 +82,7 @@ async def eventually(is_so: Callable[[], Any]) -> float:
 
 
 class RecordingListener:
-    """Listens for as long as it is wanted, as a node does: again after every end."""
+    """Listens until the context ends, and subscribes again after each disconnection."""
 
     def __init__(self, shared: CatalogRedis, channel: str) -> None:
         self.messages: list[bytes] = []
@@ -114,7 +114,7 @@ class RecordingListener:
 # --- Everywhere ------------------------------------------------------------------------------------------------------
 
 
-async def test_what_is_put_can_be_got_until_its_time_is_over(shared: CatalogRedis) -> None:
+async def test_a_copy_can_be_read_until_its_ttl_ends(shared: CatalogRedis) -> None:
     copy = numbered_copy(1, bytes(range(256)))
     assert await shared.get("lf:{got}:%c") is None
     await shared.put("lf:{got}:%c", copy, 60)
@@ -126,8 +126,10 @@ async def test_what_is_put_can_be_got_until_its_time_is_over(shared: CatalogRedi
         await asyncio.sleep(0.01)
 
 
-async def test_no_more_is_read_than_the_largest_copy_has(shared: CatalogRedis, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What another program has stored there may be 512 MiB."""
+async def test_at_most_the_maximum_size_of_a_copy_is_read(
+    shared: CatalogRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another program may have stored 512 MiB there."""
     monkeypatch.setattr(shared_redis, "MAX_BYTES", 1_000)
     copy = numbered_copy(1, bytes(range(256)) * 8)
     await shared.put("lf:{large}:%c", copy, 60)
@@ -145,7 +147,7 @@ async def test_an_older_copy_never_replaces_a_newer_one(shared: CatalogRedis) ->
     assert await shared.get(name) == numbered_copy(1_001, b"newer")
 
 
-async def test_whatever_the_order_of_many_writers_the_newest_copy_stays(shared: CatalogRedis) -> None:
+async def test_the_newest_copy_stays_after_any_order_of_writers(shared: CatalogRedis) -> None:
     name = "lf:{race}:%c"
     numbers = [(7 * at) % 100 for at in range(100)]
     await asyncio.gather(*(shared.put(name, numbered_copy(number, b"%d" % number), 60) for number in numbers))
@@ -161,9 +163,7 @@ async def test_many_copies_are_put_at_once_and_none_over_a_newer_one(shared: Cat
         assert await shared.get(name) == numbered_copy(5, name.encode())
 
 
-async def test_a_lease_has_one_owner_who_may_extend_it_and_give_it_back(
-    shared: CatalogRedis, other: CatalogRedis
-) -> None:
+async def test_a_lock_has_one_owner_that_can_extend_and_release_it(shared: CatalogRedis, other: CatalogRedis) -> None:
     key = "lf:{lease}:1"
     assert await shared.acquire_lock(key, b"one", 60)
     assert await shared.acquire_lock(key, b"one", 60)
@@ -178,8 +178,8 @@ async def test_a_lease_has_one_owner_who_may_extend_it_and_give_it_back(
         await asyncio.sleep(0.01)
 
 
-async def test_of_many_only_one_can_claim_until_the_claim_ends(shared: CatalogRedis, other: CatalogRedis) -> None:
-    async with asyncio.TaskGroup() as group:  # which leaves no call behind when one fails
+async def test_only_one_process_can_claim_until_the_claim_ends(shared: CatalogRedis, other: CatalogRedis) -> None:
+    async with asyncio.TaskGroup() as group:  # it cancels the other calls when one fails
         claims = [group.create_task(who.claim("lf:{claim}:1", 60)) for who in (shared, other) for _ in range(10)]
     assert sum(claim.result() for claim in claims) == 1
     assert await shared.claim("lf:{claim}:2", 0.05)
@@ -189,13 +189,13 @@ async def test_of_many_only_one_can_claim_until_the_claim_ends(shared: CatalogRe
         await asyncio.sleep(0.01)
 
 
-async def test_each_server_that_decides_says_how_it_uses_its_memory(servers: HasUrl, shared: CatalogRedis) -> None:
+async def test_each_master_reports_its_memory_use(servers: HasUrl, shared: CatalogRedis) -> None:
     memory = await shared.memory()
     assert len(memory) == (3 if isinstance(servers, RedisCluster) else 1)
     assert {(each.policy, each.limit_bytes, each.evicted) for each in memory.values()} == {("noeviction", 0, 0)}
 
 
-async def test_every_listener_hears_every_message_in_order(shared: CatalogRedis, other: CatalogRedis) -> None:
+async def test_every_listener_receives_every_message_in_order(shared: CatalogRedis, other: CatalogRedis) -> None:
     async with (
         RecordingListener(shared, "lf:%t") as one,
         RecordingListener(other, "lf:%t") as two,
@@ -220,7 +220,7 @@ async def test_it_can_be_closed_twice_and_used_again(servers: HasUrl) -> None:
 
 
 async def test_after_it_was_used_and_closed_no_connection_is_left_behind(servers: HasUrl) -> None:
-    """Neither open, nor for the garbage collector to complain about."""
+    """None is open, and the garbage collector finds none."""
     before = sockets()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -239,7 +239,7 @@ async def test_after_it_was_used_and_closed_no_connection_is_left_behind(servers
 
 
 def sockets() -> set[str]:
-    """The sockets that this process has open."""
+    """Return the open sockets of this process."""
     found = set()
     for file in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
@@ -249,11 +249,11 @@ def sockets() -> set[str]:
     return found
 
 
-# --- In trouble ------------------------------------------------------------------------------------------------------
+# --- Failures -- ------------------------------------------------------------------------------------------------------
 
 
 async def all_calls(shared: CatalogRedis) -> list[tuple[str, str, float]]:
-    """Each call once and all at the same time, with what came of it and how long that took."""
+    """Make each call once, all at the same time. Return the result and the duration of each."""
     calls: dict[str, Any] = {
         "get": lambda: shared.get("lf:{a}:%c"),
         "put": lambda: shared.put("lf:{a}:%c", numbered_copy(1), 60),
@@ -264,7 +264,7 @@ async def all_calls(shared: CatalogRedis) -> list[tuple[str, str, float]]:
         "publish": lambda: shared.publish("lf:%t", b""),
     }
 
-    async def told_by(name: str) -> tuple[str, str, float]:
+    async def outcome_of(name: str) -> tuple[str, str, float]:
         began = time.monotonic()
         try:
             await asyncio.wait_for(calls[name](), CALL_SECONDS)
@@ -275,8 +275,8 @@ async def all_calls(shared: CatalogRedis) -> list[tuple[str, str, float]]:
             said = "hung"
         return name, said, round(time.monotonic() - began, 2)
 
-    together = await asyncio.gather(*map(told_by, calls))
-    return [*together, await told_by(next(iter(calls)))]  # and one that comes after others have failed
+    together = await asyncio.gather(*map(outcome_of, calls))
+    return [*together, await outcome_of(next(iter(calls)))]  # and one after the others have failed
 
 
 @pytest.mark.slow
@@ -286,15 +286,15 @@ async def test_a_frozen_redis_makes_no_call_hang(kind: str, record_property: Cal
         shared = CatalogRedis(server.url)
         await shared.put("lf:{a}:%c", numbered_copy(1), 60)
         server.pause()
-        told = await all_calls(shared)
-        record_property("frozen", told)
-        assert {said for _, said, _ in told} == {"unavailable"}, told
+        outcomes = await all_calls(shared)
+        record_property("frozen", outcomes)
+        assert {result for _, result, _ in outcomes} == {"unavailable"}, outcomes
         server.resume()
         assert await shared.get("lf:{a}:%c") == numbered_copy(1)
         await shared.close()
 
 
-async def test_a_redis_that_is_away_and_back_again_is_found_again(own_redis_server: RedisServer) -> None:
+async def test_calls_work_again_after_an_outage(own_redis_server: RedisServer) -> None:
     shared = CatalogRedis(own_redis_server.url)
     await shared.put("lf:{a}:%c", numbered_copy(1), 60)
     async with RecordingListener(shared, "lf:%t") as ear:
@@ -309,15 +309,13 @@ async def test_a_redis_that_is_away_and_back_again_is_found_again(own_redis_serv
 
 
 @pytest.mark.parametrize("mode", [DropReplies(), CloseConnections(), Garbage()], ids=lambda mode: type(mode).__name__)
-async def test_whatever_a_bad_network_does_it_is_unavailable_and_never_anything_else(
-    mode: Any, redis_url: str, redis_server: RedisServer
-) -> None:
+async def test_every_network_error_is_store_unavailable(mode: Any, redis_url: str, redis_server: RedisServer) -> None:
     with Proxy(redis_server.port) as proxy:
         shared = CatalogRedis(proxy.url)
         await shared.put("lf:{a}:%c", numbered_copy(1), 60)
         with proxy.in_mode(mode):
-            told = await all_calls(shared)
-        assert {said for _, said, _ in told} == {"unavailable"}, told
+            outcomes = await all_calls(shared)
+        assert {result for _, result, _ in outcomes} == {"unavailable"}, outcomes
         deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
             with suppress(StoreUnavailable):
@@ -327,7 +325,7 @@ async def test_whatever_a_bad_network_does_it_is_unavailable_and_never_anything_
         await shared.close()
 
 
-async def test_a_listener_whose_connection_was_cut_says_so_or_listens_again(
+async def test_a_listener_whose_connection_was_cut_raises_or_subscribes_again(
     redis_url: str, redis_server: RedisServer
 ) -> None:
     shared = CatalogRedis(redis_url)
@@ -341,7 +339,7 @@ async def test_a_listener_whose_connection_was_cut_says_so_or_listens_again(
 
 
 @pytest.mark.slow
-async def test_a_place_that_never_answers_makes_no_call_hang_and_no_listener_either() -> None:
+async def test_a_server_that_never_answers_blocks_no_call_and_no_listener() -> None:
     with unreachable_url() as url:
         shared = CatalogRedis(url)
         assert {said for _, said, _ in await all_calls(shared)} == {"unavailable"}
@@ -352,7 +350,7 @@ async def test_a_place_that_never_answers_makes_no_call_hang_and_no_listener_eit
 
 
 @pytest.mark.slow
-async def test_a_listener_does_not_wait_for_ever_to_be_let_in_by_a_frozen_redis(own_redis_server: RedisServer) -> None:
+async def test_a_subscription_to_a_frozen_redis_times_out(own_redis_server: RedisServer) -> None:
     shared = CatalogRedis(own_redis_server.url)
     own_redis_server.pause()
     listening = shared.listen("lf:%t")
@@ -362,7 +360,7 @@ async def test_a_listener_does_not_wait_for_ever_to_be_let_in_by_a_frozen_redis(
     await shared.close()
 
 
-async def test_a_password_that_is_wrong_is_unavailable_and_not_told() -> None:
+async def test_a_wrong_password_is_unavailable_and_does_not_leak() -> None:
     with AclRedisServer() as server:
         shared = CatalogRedis(server.url_with("wrong-one"))
         for call in (shared.get("a"), shared.claim("a", 1), anext(shared.listen("a"))):
@@ -380,7 +378,7 @@ async def test_after_many_wrong_passwords_no_connection_is_left_and_the_right_on
                 with pytest.raises(StoreUnavailable, match="password"):
                     await call
         deadline = time.monotonic() + PATIENCE_SECONDS / 2
-        while server.command("CLIENT LIST").count(b"id=") > 1:  # the one that asks
+        while server.command("CLIENT LIST").count(b"id=") > 1:  # the connection that asks
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)
         server.command_ok(f"ACL SETUSER {server.USER} >not-yet")
@@ -402,10 +400,10 @@ def test_a_url_that_can_not_be_used_is_refused_by_name_before_anything_is_opened
             CatalogRedis(url)
 
 
-async def test_copies_are_compared_as_numbers_whatever_language_redis_speaks(
+async def test_versions_are_compared_as_numbers_in_any_locale_of_redis(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Redis takes LC_COLLATE from its surroundings, as a distribution sets it, and compares strings in Lua by it."""
+    """Redis compares strings in Lua by the LC_COLLATE of its environment, which distributions set."""
     program = shutil.which("localedef")
     if program is None:
         pytest.skip("no localedef on this machine")
@@ -430,7 +428,7 @@ async def test_copies_are_compared_as_numbers_whatever_language_redis_speaks(
     assert not wrong, f"{len(wrong)} of 599 newer copies were refused or replaced, such as after {wrong[:5]}"
 
 
-# --- When another server takes over ----------------------------------------------------------------------------------
+# --- Failovers ----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -442,13 +440,13 @@ async def test_after_a_failover_the_new_master_of_a_sentinel_set_is_found() -> N
             servers.failover()
             await until_it_works(shared)
             assert await shared.get("lf:{a}:%c") == numbered_copy(1)
-            await until_it_is_heard(shared, ear)
+            await wait_until_received(shared, ear)
         await shared.close()
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("how", ["killed", "frozen"])
-async def test_a_master_of_a_sentinel_set_that_is_lost_is_replaced_for_all_calls_and_for_who_listens(how: str) -> None:
+async def test_calls_and_listeners_follow_a_new_master_of_a_sentinel_set(how: str) -> None:
     with SentinelGroup() as servers:
         shared = CatalogRedis(servers.url)
         await shared.put("lf:{a}:%c", numbered_copy(1), 600)
@@ -460,12 +458,12 @@ async def test_a_master_of_a_sentinel_set_that_is_lost_is_replaced_for_all_calls
                 old.pause()
             await asyncio.to_thread(servers.wait_for_new_master, old)
             await until_it_works(shared)
-            await until_it_is_heard(shared, ear)
+            await wait_until_received(shared, ear)
         await shared.close()
 
 
 @pytest.mark.slow
-async def test_copies_and_messages_get_past_a_dead_master_of_a_cluster() -> None:
+async def test_copies_and_messages_avoid_a_dead_master_of_a_cluster() -> None:
     copies = {f"lf:{{many-{at}}}:%c": numbered_copy(1) for at in range(60)}
     with RedisCluster(masters=3, replicas=0) as servers:
         for dead in servers.servers:
@@ -488,7 +486,7 @@ async def test_copies_and_messages_get_past_a_dead_master_of_a_cluster() -> None
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("how", ["failover", "killed", "frozen"])
-async def test_a_master_of_a_cluster_that_is_lost_is_replaced_for_all_calls_and_for_who_listens(
+async def test_calls_and_listeners_follow_a_new_master_of_a_cluster(
     how: str, record_property: Callable[[str, object], None]
 ) -> None:
     with RedisCluster() as servers:
@@ -496,7 +494,7 @@ async def test_a_master_of_a_cluster_that_is_lost_is_replaced_for_all_calls_and_
         name = "lf:{a}:%c"
         await shared.put(name, numbered_copy(1), 600)
         async with RecordingListener(shared, "lf:%t") as ear:
-            slot = 15_495  # of {a}
+            slot = 15_495  # the slot of {a}
             old = servers.master_of(slot)
             if how == "failover":
                 await asyncio.to_thread(servers.failover, old)
@@ -505,7 +503,7 @@ async def test_a_master_of_a_cluster_that_is_lost_is_replaced_for_all_calls_and_
                 record_property("without a master", await all_calls(shared))
                 await asyncio.to_thread(servers.wait_for_new_master, slot, old)
             await until_it_works(shared)
-            await until_it_is_heard(shared, ear)
+            await wait_until_received(shared, ear)
         await shared.close()
 
 
@@ -519,8 +517,8 @@ async def until_it_works(shared: CatalogRedis) -> None:
         await asyncio.sleep(0.05)
 
 
-async def until_it_is_heard(shared: CatalogRedis, ear: RecordingListener) -> None:
-    """Whoever listens is on the same servers as whoever publishes, in the end."""
+async def wait_until_received(shared: CatalogRedis, ear: RecordingListener) -> None:
+    """Wait until listener and publisher use the same servers."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while b"after" not in ear.messages:
         with suppress(StoreUnavailable):

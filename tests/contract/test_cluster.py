@@ -1,4 +1,4 @@
-"""What is particular about a Cluster: slots that move, that nobody has, and limits that lie on several of them."""
+"""Slots of a Cluster that move or have no owner, and limits that lie in several slots."""
 
 import asyncio
 import re
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 EXACT = StoreOptions(failure="raise", deadline_ms=30_000, denial_cache_ms=0)
 CLOSED = StoreOptions(failure="closed", deadline_ms=100, denial_cache_ms=0)
-FAR_TOO_LONG = 30.0  # no deadline of these tests is near it
+FAR_TOO_LONG = 30.0  # much longer than any deadline of these tests
 DAY = 86_400
 SUBJECT = FixedWindow(name="subject", limit=1_000, window_seconds=DAY)
 TENANT = FixedWindow(name="tenant", limit=1_000, window_seconds=DAY, scope="tenant")
@@ -39,7 +39,7 @@ def slot_of(tenant: str) -> int:
 
 
 def moving(cluster: RedisCluster, tenant: str) -> ClusterServer:
-    """Begin to move a tenant's slot; where to."""
+    """Start to move a tenant's slot. Return its target."""
     source = cluster.master_of(slot_of(tenant))
     target = next(master for master in cluster.masters() if master is not source)
     cluster.start_migration(slot_of(tenant), target)
@@ -54,9 +54,7 @@ async def soon(decision: Any) -> Any:
 
 
 @pytest.mark.parametrize("rate", [1_000, 100_000])
-async def test_a_bucket_that_is_full_again_before_it_is_confirmed_was_held_all_the_same(
-    cluster: RedisCluster, rate: int
-) -> None:
+async def test_a_hold_is_confirmed_after_its_bucket_is_full_again(cluster: RedisCluster, rate: int) -> None:
     bucket = TokenBucket(name="bucket", bucket_capacity=10, refill_rate_per_sec=rate)
     async with Limiter.connect(cluster.url, options=EXACT) as limiter:
         allowed = 0
@@ -68,7 +66,7 @@ async def test_a_bucket_that_is_full_again_before_it_is_confirmed_was_held_all_t
         assert allowed == 1_000
 
 
-async def test_a_bucket_that_others_wrote_afresh_before_it_is_confirmed_was_held_all_the_same(
+async def test_a_hold_is_confirmed_after_others_started_its_bucket_again(
     cluster: RedisCluster,
 ) -> None:
     fast = [
@@ -83,7 +81,7 @@ async def test_a_bucket_that_others_wrote_afresh_before_it_is_confirmed_was_held
         assert await asyncio.gather(*map(ask_on, range(8))) == [100] * 8
 
 
-async def test_a_window_that_ends_before_it_is_confirmed_was_held_all_the_same(cluster: RedisCluster) -> None:
+async def test_a_hold_is_confirmed_after_its_window_has_ended(cluster: RedisCluster) -> None:
     edges = FixedWindow(name="edges", limit=10**6, window_seconds="0.02")
     async with Limiter.connect(cluster.url, options=EXACT) as limiter:
         ends = time.monotonic() + 1
@@ -94,7 +92,7 @@ async def test_a_window_that_ends_before_it_is_confirmed_was_held_all_the_same(c
             assert all(answer.allowed or answer.binding == "global" for answer in answers)
 
 
-def test_what_was_confirmed_goes_back_to_its_own_window_only(cluster: RedisCluster) -> None:
+def test_an_undone_confirmation_affects_only_its_own_window(cluster: RedisCluster) -> None:
     short = FixedWindow(name="short", limit=10, window_seconds="0.3")
     with SyncLimiter.connect(cluster.url, options=EXACT) as limiter:
         store = cast("Any", limiter._store)
@@ -107,7 +105,7 @@ def test_what_was_confirmed_goes_back_to_its_own_window_only(cluster: RedisClust
         assert limiter.check("r", "s", limits=short, cost=0).remaining in (0, 10)  # or the next window has begun
 
 
-async def test_a_caller_that_is_gone_is_charged_nothing_for_good(cluster: RedisCluster) -> None:
+async def test_a_cancelled_check_is_not_charged_for_good(cluster: RedisCluster) -> None:
     async with Limiter.connect(cluster.url, options=EXACT) as limiter:
         await limiter.check("r", "s", limits=Limits(GLOBAL, SUBJECT))
         for _ in range(20):
@@ -118,14 +116,14 @@ async def test_a_caller_that_is_gone_is_charged_nothing_for_good(cluster: RedisC
         await asyncio.sleep(6)  # what is held for a check that is never confirmed lapses after five seconds
         ends = time.monotonic() + 30
         while True:
-            look = await limiter.check("r", "s", limits=Limits(GLOBAL, SUBJECT), cost=0)
-            if look.limits["global"].remaining == look.limits["subject"].remaining:
+            peek = await limiter.check("r", "s", limits=Limits(GLOBAL, SUBJECT), cost=0)
+            if peek.limits["global"].remaining == peek.limits["subject"].remaining:
                 break
-            assert time.monotonic() < ends, look
+            assert time.monotonic() < ends, peek
             await asyncio.sleep(0.05)
 
 
-def test_a_denial_stands_although_another_shard_is_gone(cluster: RedisCluster) -> None:
+def test_a_denial_is_final_although_another_shard_is_unavailable(cluster: RedisCluster) -> None:
     blocked = FixedWindow(name="blocked", limit=0, window_seconds=DAY, scope="global")
     dead = next(master for master in cluster.masters() if master is not cluster.master_of(hash_slot("{%}")))
     options = StoreOptions(failure="open", deadline_ms=100, denial_cache_ms=0)
@@ -141,7 +139,7 @@ def test_a_denial_stands_although_another_shard_is_gone(cluster: RedisCluster) -
         assert (decision.allowed, decision.binding, decision.degraded) == (False, "blocked", None)
 
 
-def test_a_long_batch_of_spread_checks_fits_into_its_deadline(cluster: RedisCluster) -> None:
+def test_a_long_batch_of_cross_slot_checks_fits_into_its_deadline(cluster: RedisCluster) -> None:
     options = StoreOptions(failure="raise", deadline_ms=5_000, denial_cache_ms=0)
     with SyncLimiter.connect(cluster.url, options=options) as limiter:
         many = [Request(resource="r", subject=f"u{at}", limits=Limits(GLOBAL, SUBJECT)) for at in range(1_100)]
@@ -153,12 +151,12 @@ def test_a_long_batch_of_spread_checks_fits_into_its_deadline(cluster: RedisClus
 
 
 def calls(cluster: RedisCluster) -> int:
-    """How often the script was called."""
-    told = (node.command("INFO commandstats") for node in cluster.servers)
-    return sum(int(count) for one in told for count in re.findall(rb"cmdstat_evalsha:calls=(\d+)", one))
+    """Return how many calls of the script all servers have counted."""
+    replies = (server.command("INFO commandstats") for server in cluster.servers)
+    return sum(int(count) for reply in replies for count in re.findall(rb"cmdstat_evalsha:calls=(\d+)", reply))
 
 
-async def test_what_waits_for_many_slots_of_a_server_shares_a_call(cluster: RedisCluster) -> None:
+async def test_checks_of_many_slots_of_a_server_share_a_call(cluster: RedisCluster) -> None:
     async with Limiter.connect(cluster.url, options=EXACT) as limiter:
         tenants = [f"t{number}" for number in range(90)]
         await asyncio.gather(*(limiter.check("r", "s", limits=SUBJECT, tenant=tenant) for tenant in tenants[:3]))
@@ -166,11 +164,11 @@ async def test_what_waits_for_many_slots_of_a_server_shares_a_call(cluster: Redi
         answers = await asyncio.gather(
             *(limiter.check("r", "s", limits=SUBJECT, tenant=tenant, cost=2) for tenant in tenants)
         )
-        assert calls(cluster) - before <= 9  # in halves, and one for who comes too late
+        assert calls(cluster) - before <= 9  # in halves, and one for late checks
         assert [answer.remaining for answer in answers[3:]] == [998] * 87
 
 
-async def test_a_slot_that_moves_takes_nobody_else_along(cluster: RedisCluster) -> None:
+async def test_a_slot_that_moves_affects_no_other_slot(cluster: RedisCluster) -> None:
     options = StoreOptions(failure="closed", deadline_ms=2_000, denial_cache_ms=0)
     async with Limiter.connect(cluster.url, options=options) as limiter:
         tenants = [f"t{number}" for number in range(60)]
@@ -184,7 +182,7 @@ async def test_a_slot_that_moves_takes_nobody_else_along(cluster: RedisCluster) 
         assert (await limiter.check("r", "s", limits=TENANT, tenant="t0", cost=0)).remaining == 997
 
 
-async def test_the_script_for_several_slots_is_loaded_again_where_it_was_forgotten(cluster: RedisCluster) -> None:
+async def test_the_cross_slot_script_is_loaded_again_where_it_is_missing(cluster: RedisCluster) -> None:
     async with Limiter.connect(cluster.url, options=EXACT) as limiter:
         tenants = [f"t{number}" for number in range(30)]
         for left in (999, 998, 997):
@@ -194,8 +192,8 @@ async def test_the_script_for_several_slots_is_loaded_again_where_it_was_forgott
                 node.command_ok("SCRIPT FLUSH")
 
 
-async def test_a_full_shard_still_denies_and_tells(cluster: RedisCluster) -> None:
-    """A Redis that may not write refuses the call for several slots as a whole: each slot is then asked by itself."""
+async def test_a_full_shard_still_denies_and_answers_peeks(cluster: RedisCluster) -> None:
+    """A Redis that can't write refuses a cross-slot call as a whole. The client then repeats it for each slot."""
     options = StoreOptions(failure="closed", deadline_ms=5_000, denial_cache_ms=0)
     async with Limiter.connect(cluster.url, options=options) as limiter:
         tenants = [f"t{number}" for number in range(30)]
@@ -213,11 +211,11 @@ async def test_a_full_shard_still_denies_and_tells(cluster: RedisCluster) -> Non
 # -- slots that move
 
 
-async def test_while_keys_are_on_their_way_nobody_waits_longer_than_the_deadline(cluster: RedisCluster) -> None:
-    # The deadline is far longer than a check takes on a busy machine: the last one has to be answered by Redis.
+async def test_while_keys_migrate_no_caller_waits_longer_than_the_deadline(cluster: RedisCluster) -> None:
+    # The deadline is far longer than a check takes on a busy machine: Redis has to answer the last one.
     async with Limiter.connect(cluster.url, options=replace(CLOSED, deadline_ms=1_000)) as limiter:
         await limiter.check("r", "s", limits=SUBJECT, tenant="acme")
-        moving(cluster, "acme")  # the bucket is here, the overrides are nowhere: TRYAGAIN
+        moving(cluster, "acme")  # the bucket is on the source, the overrides do not exist: TRYAGAIN
         answers = await soon(
             asyncio.gather(*(limiter.check("r", "s", limits=SUBJECT, tenant="acme") for _ in range(5)))
         )
@@ -229,14 +227,14 @@ async def test_while_keys_are_on_their_way_nobody_waits_longer_than_the_deadline
         assert limiter.status().breaker == "closed"
 
 
-@pytest.mark.parametrize("shell", ["async", "sync"])
-async def test_a_server_that_nobody_has_spoken_to_is_asked_for_what_moves_to_it(
-    cluster: RedisCluster, shell: str
+@pytest.mark.parametrize("api", ["async", "sync"])
+async def test_a_server_without_a_connection_gets_the_checks_of_a_slot_that_moves_to_it(
+    cluster: RedisCluster, api: str
 ) -> None:
-    """A limit of one key that does not exist yet is decided where the slot goes to: ASK."""
+    """A check of one key that does not exist yet is decided on the target of the slot: ASK."""
     moving(cluster, "acme")
     options = StoreOptions(failure="raise", deadline_ms=5_000, denial_cache_ms=0)
-    if shell == "sync":
+    if api == "sync":
         with SyncLimiter.connect(cluster.url, options=options) as blocking:
             left = [blocking.check("r", "s", limits=TENANT, tenant="acme").remaining for _ in range(3)]
     else:
@@ -245,7 +243,7 @@ async def test_a_server_that_nobody_has_spoken_to_is_asked_for_what_moves_to_it(
     assert left == [999, 998, 997]
 
 
-async def test_a_caller_that_is_gone_when_its_slot_moves_harms_nobody(cluster: RedisCluster) -> None:
+async def test_a_check_that_is_cancelled_while_its_slot_moves_affects_no_other(cluster: RedisCluster) -> None:
     options = StoreOptions(failure="raise", deadline_ms=5_000, denial_cache_ms=0)
     async with Limiter.connect(cluster.url, options=options) as limiter:
         left = (await limiter.check("r", "s", limits=SUBJECT, tenant="other")).remaining
@@ -258,18 +256,18 @@ async def test_a_caller_that_is_gone_when_its_slot_moves_harms_nobody(cluster: R
             assert (decision.allowed, decision.remaining) == (True, (left or 0) - number)
 
 
-# -- what is set up wrong
+# -- misconfiguration
 
 
-@pytest.mark.parametrize("shell", ["async", "sync"])
-async def test_one_node_of_a_cluster_as_if_it_were_alone_is_an_error_that_says_so(
-    cluster: RedisCluster, shell: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("api", ["async", "sync"])
+async def test_the_url_of_a_single_server_for_a_cluster_is_an_error_that_says_so(
+    cluster: RedisCluster, api: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     node = cluster.masters()[0]
     url = f"redis://127.0.0.1:{node.port}/0"
     tenants = [f"t{at}" for at in range(50) if cluster.master_of(slot_of(f"t{at}")) is not node][:5]
     options = StoreOptions(failure="closed", deadline_ms=1_000, denial_cache_ms=0)
-    if shell == "sync":
+    if api == "sync":
         with SyncLimiter.connect(url, options=options) as blocking:
             answers = [blocking.check("r", "s", limits=SUBJECT, tenant=tenant) for tenant in tenants]
     else:
@@ -279,14 +277,14 @@ async def test_one_node_of_a_cluster_as_if_it_were_alone_is_an_error_that_says_s
     assert "redis+cluster://" in caplog.text
 
 
-@pytest.mark.parametrize("shell", ["async", "sync"])
-async def test_a_slot_that_nobody_has_is_not_looked_for_all_the_time(shell: str) -> None:
+@pytest.mark.parametrize("api", ["async", "sync"])
+async def test_an_uncovered_slot_does_not_cause_a_discovery_for_each_check(api: str) -> None:
     with RedisCluster(masters=3, replicas=0) as cluster:
         slot = slot_of("acme")
         for node in cluster.servers:
             query(node, "CLUSTER", "DELSLOTS", slot)
         before = connections(cluster)
-        if shell == "sync":
+        if api == "sync":
             with SyncLimiter.connect(cluster.url, options=CLOSED) as blocking:
                 answers = [blocking.check("r", "s", limits=SUBJECT, tenant="acme") for _ in range(20)]
         else:
@@ -297,9 +295,9 @@ async def test_a_slot_that_nobody_has_is_not_looked_for_all_the_time(shell: str)
 
 
 def connections(cluster: RedisCluster) -> int:
-    """How many were ever opened."""
-    told = (node.command("INFO stats") for node in cluster.servers)
-    return sum(int(re.findall(rb"total_connections_received:(\d+)", one)[0]) for one in told)
+    """Return how many connections all servers have ever accepted."""
+    replies = (server.command("INFO stats") for server in cluster.servers)
+    return sum(int(re.findall(rb"total_connections_received:(\d+)", reply)[0]) for reply in replies)
 
 
 async def test_a_check_that_takes_what_the_store_told_is_told_of_a_candidate_on_another_shard(

@@ -1,4 +1,4 @@
-"""What waits together travels together, in order, bounded, and each check is judged alone."""
+"""Concurrent checks share calls, in order and bounded, and each check is decided on its own."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -31,9 +31,9 @@ MANY = Limits(TokenBucket(name="t", bucket_capacity=1_000, refill_rate_per_sec=1
 
 @pytest.fixture
 async def limiter(redis_url: str) -> AsyncIterator[Limiter]:
-    """Connected, so that the next check finds an idle connection."""
+    """A connected limiter, so that the next check finds an idle connection."""
     async with Limiter.connect(redis_url, options=PATIENT) as limiter:
-        await limiter.check("first", "look", limits=TEN, cost=0)
+        await limiter.check("first", "peek", limits=TEN, cost=0)
         yield limiter
 
 
@@ -47,14 +47,14 @@ def calls(raw: Any) -> int:
     return int(raw.info("commandstats").get("cmdstat_evalsha", {"calls": 0})["calls"])
 
 
-async def test_a_lone_check_is_one_call_and_waits_for_nobody(limiter: Limiter, raw: Any) -> None:
+async def test_a_lone_check_is_one_call_and_does_not_wait(limiter: Limiter, raw: Any) -> None:
     raw.config_resetstat()
     for _ in range(5):
         await limiter.check("r", "s", limits=MANY)
     assert calls(raw) == 5
 
 
-async def test_what_is_asked_in_one_turn_of_the_loop_travels_in_two_calls(limiter: Limiter, raw: Any) -> None:
+async def test_checks_of_one_loop_iteration_share_two_calls(limiter: Limiter, raw: Any) -> None:
     raw.config_resetstat()
     decisions = await asyncio.gather(*(limiter.check("r", f"s{n}", limits=MANY) for n in range(64)))
     assert all(decision.remaining == 999 for decision in decisions)
@@ -62,32 +62,32 @@ async def test_what_is_asked_in_one_turn_of_the_loop_travels_in_two_calls(limite
 
 
 async def test_after_batches_that_were_too_long_calls_are_halved_as_before(limiter: Limiter, raw: Any) -> None:
-    """What waits is weighed: a weight that stays behind would make the next calls too long."""
+    """The queue is weighed: a weight that is not removed would make the next calls too long."""
     await asyncio.gather(*(limiter.check("r", f"s{n}", limits=MANY) for n in range(500)))
     raw.config_resetstat()
     await asyncio.gather(*(limiter.check("r", f"s{n}", limits=MANY) for n in range(64)))
     assert calls(raw) == 2
 
 
-async def test_at_most_two_calls_are_under_way(own_redis_server: RedisServer) -> None:
-    """Those who ask meanwhile share the next one."""
+async def test_at_most_two_calls_are_in_flight(own_redis_server: RedisServer) -> None:
+    """Checks that are submitted meanwhile share the next call."""
     async with Limiter.connect(own_redis_server.url, options=PATIENT) as limiter:
-        await limiter.check("first", "look", limits=TEN, cost=0)
+        await limiter.check("first", "peek", limits=TEN, cost=0)
         own_redis_server.command_ok("CONFIG RESETSTAT")
         own_redis_server.pause()
-        asked = []
+        checks = []
         for n in range(5):
-            asked.append(asyncio.create_task(limiter.check("r", f"s{n}", limits=MANY)))
+            checks.append(asyncio.create_task(limiter.check("r", f"s{n}", limits=MANY)))
             for _ in range(3):
-                await asyncio.sleep(0)  # it asks, and what waits is sent at the end of that turn
+                await asyncio.sleep(0)  # it submits the check, and the queue is sent at the end of the iteration
         own_redis_server.resume()
-        assert all(decision.allowed for decision in await asyncio.gather(*asked))
+        assert all(decision.allowed for decision in await asyncio.gather(*checks))
         with redis_py.Redis.from_url(own_redis_server.url) as raw:
             assert calls(raw) == 3
 
 
-async def test_a_batch_of_callers_own_is_one_call(limiter: Limiter, raw: Any) -> None:
-    """It is not halved, and only what is too long for one call is cut."""
+async def test_a_batch_of_one_caller_is_one_call(limiter: Limiter, raw: Any) -> None:
+    """It is not sent in halves, and only split if it is too long for one call."""
     raw.config_resetstat()
     await limiter.check_many([Request(resource="r", subject=f"s{n}", limits=MANY) for n in range(64)])
     assert calls(raw) == 1
@@ -103,7 +103,7 @@ async def test_sixty_four_callers_share_their_calls(limiter: Limiter, raw: Any) 
     assert calls(raw) <= 64 * 20 / 8
 
 
-async def test_a_batch_is_bounded_by_what_it_takes_in_redis(limiter: Limiter, raw: Any) -> None:
+async def test_a_batch_is_bounded_by_its_time_in_redis(limiter: Limiter, raw: Any) -> None:
     heavy = Limits(SlidingWindow(name="log", limit=1_000, window_seconds=60))
     for limits in (MANY, heavy):
         weight_us = limits.plan("P0").weight_us
@@ -113,13 +113,13 @@ async def test_a_batch_is_bounded_by_what_it_takes_in_redis(limiter: Limiter, ra
         assert calls(raw) >= 5
 
 
-async def test_checks_of_one_loop_are_judged_in_the_order_in_which_they_were_asked(limiter: Limiter) -> None:
+async def test_checks_of_one_loop_are_decided_in_the_order_of_submission(limiter: Limiter) -> None:
     decisions = await asyncio.gather(*(limiter.check("r", "s", limits=TEN) for _ in range(200)))
     assert [decision.remaining for decision in decisions[:10]] == [9, 8, 7, 6, 5, 4, 3, 2, 1, 0]
     assert [decision.allowed for decision in decisions] == [True] * 10 + [False] * 190
 
 
-async def test_a_poisoned_bucket_spoils_no_other_check_of_its_batch(limiter: Limiter, raw: Any) -> None:
+async def test_a_poisoned_bucket_affects_no_other_check_of_its_batch(limiter: Limiter, raw: Any) -> None:
     await limiter.check("r", "bad", limits=MANY)
     (key,) = raw.keys("*bad*")
     raw.set(key, "not ours")
@@ -132,8 +132,8 @@ async def test_a_poisoned_bucket_spoils_no_other_check_of_its_batch(limiter: Lim
     assert all(isinstance(answer, Decision) and answer.allowed for answer in answers)
 
 
-async def test_a_quota_that_must_be_asked_again_holds_up_nobody(redis_url: str) -> None:
-    """The caller's clock is a year behind: every quota needs a second call, with the windows around Redis's time."""
+async def test_a_quota_that_needs_a_second_call_delays_no_other_check(redis_url: str) -> None:
+    """The clock of the caller is a year behind: every quota needs a second call, with windows for the time of Redis."""
 
     class YearBehind:
         def now_us(self) -> int:
@@ -158,47 +158,47 @@ async def test_a_full_queue_is_answered_by_the_failure_behaviour_at_once(redis_u
         assert (await limiter.check("r", "s", limits=MANY)).degraded is None
 
 
-async def test_a_callback_is_told_the_decision_without_a_task(limiter: Limiter) -> None:
-    told: list[Decision | LimitforgeError] = []
+async def test_a_callback_gets_the_decision_without_a_task(limiter: Limiter) -> None:
+    results: list[Decision | LimitforgeError] = []
     tasks = asyncio.all_tasks()
     for _ in range(12):
-        limiter.submit(told.append, "r", "s", limits=TEN)
+        limiter.submit(results.append, "r", "s", limits=TEN)
     assert asyncio.all_tasks() == tasks
-    await limiter.check("r", "s", limits=TEN, cost=0)  # answered after them
-    assert [isinstance(one, Decision) and one.allowed for one in told] == [True] * 10 + [False] * 2
+    await limiter.check("r", "s", limits=TEN, cost=0)  # its answer comes after theirs
+    assert [isinstance(result, Decision) and result.allowed for result in results] == [True] * 10 + [False] * 2
 
 
 async def test_a_callback_that_fails_harms_no_other(limiter: Limiter) -> None:
-    heard: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(context))
-    told: list[Decision | LimitforgeError] = []
+    reported: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    results: list[Decision | LimitforgeError] = []
 
     def broken(_: object) -> None:
         raise ValueError("a bug of the caller's")
 
-    for answer in (told.append, broken, told.append):
+    for answer in (results.append, broken, results.append):
         limiter.submit(answer, "r", "s", limits=TEN)
     await limiter.check("r", "s", limits=TEN)
-    assert len(told) == 2
-    assert [type(context["exception"]) for context in heard] == [ValueError]
+    assert len(results) == 2
+    assert [type(context["exception"]) for context in reported] == [ValueError]
 
 
-async def test_a_caller_that_goes_away_before_its_turn_takes_nothing(redis_url: str) -> None:
+async def test_a_check_that_is_cancelled_before_it_is_sent_takes_nothing(redis_url: str) -> None:
     async with Limiter.connect(redis_url, options=PATIENT) as limiter:
         callers = [asyncio.create_task(limiter.check("r", "s", limits=TEN)) for _ in range(5)]
-        await asyncio.sleep(0)  # all have asked; there is no connection yet
+        await asyncio.sleep(0)  # all checks are submitted, and there is no connection yet
         for caller in callers[:3]:
             caller.cancel()
         await asyncio.gather(*callers, return_exceptions=True)
         assert (await limiter.check("r", "s", limits=TEN, cost=0)).remaining == 8
 
 
-async def test_a_refused_argument_is_raised_and_not_told(limiter: Limiter) -> None:
+async def test_an_invalid_argument_is_raised_and_not_passed_to_the_callback(limiter: Limiter) -> None:
     with pytest.raises(ValueError, match="cost"):
         limiter.submit(lambda _: None, "r", "s", limits=TEN, cost=-1)
 
 
-async def test_a_batch_of_callers_own_shares_one_time_beside_the_others(limiter: Limiter, raw: Any) -> None:
+async def test_a_batch_of_one_caller_shares_one_time_beside_the_others(limiter: Limiter, raw: Any) -> None:
     raw.config_resetstat()
     batch, others = await asyncio.gather(
         limiter.check_many([Request(resource="r", subject="s", limits=TEN)] * 12),
@@ -215,4 +215,4 @@ async def test_the_connection_is_the_only_one(redis_url: str, own_redis_server: 
         await limiter.reset("r", "s1", limits=TEN)
         with redis_py.Redis.from_url(own_redis_server.url) as raw:
             clients: Any = raw.client_list()
-    assert len(clients) == 2  # ours, and the one that asks
+    assert len(clients) == 2  # ours, and the connection that asks

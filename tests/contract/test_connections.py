@@ -1,4 +1,4 @@
-"""Connections to Redis: what an error says about what was sent, and what becomes of them at the end."""
+"""Connections to Redis: errors say whether a call may have been counted, and no connection is left open."""
 
 import asyncio
 import time
@@ -18,42 +18,40 @@ from tests.servers import RedisServer
 SECONDS = 30.0
 
 
-async def answer_to_the_last_of(wire: Connection, *commands: tuple[str, ...], aborts: bool = False) -> Any:
+async def answer_to_the_last_of(connection: Connection, *commands: tuple[str, ...], aborts: bool = False) -> Any:
     answered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     for command in commands[:-1]:
-        wire.send_command(command, lambda _: None)
-    wire.send_command(commands[-1], answered.set_result)
+        connection.send_command(command, lambda _: None)
+    connection.send_command(commands[-1], answered.set_result)
     if aborts:
-        wire.abort()
+        connection.abort()
     async with asyncio.timeout(SECONDS):
         return await answered
 
 
 @pytest.mark.parametrize("aborts", [False, True])
-async def test_what_was_sent_on_a_connection_that_is_lost_may_have_been_counted(
-    redis_url: str, *, aborts: bool
-) -> None:
-    """Redis closes it behind its answer to QUIT, or we do."""
-    wire = await Connection.open(parse_address(redis_url), lambda *_: None, SECONDS)
-    error = await answer_to_the_last_of(wire, ("QUIT",), ("PING",), aborts=aborts)
+async def test_calls_on_a_lost_connection_may_have_been_counted(redis_url: str, *, aborts: bool) -> None:
+    """Redis closes the connection after its answer to QUIT, or we do."""
+    connection = await Connection.open(parse_address(redis_url), lambda *_: None, SECONDS)
+    error = await answer_to_the_last_of(connection, ("QUIT",), ("PING",), aborts=aborts)
     assert isinstance(error, StoreUnavailable)
     assert error.maybe_counted
-    error = await answer_to_the_last_of(wire, ("PING",))  # there is no connection that it could be sent on
+    error = await answer_to_the_last_of(connection, ("PING",))  # the connection is closed already
     assert isinstance(error, StoreUnavailable)
     assert not error.maybe_counted
 
 
-def test_what_a_thread_sent_on_a_connection_that_is_lost_may_have_been_counted(redis_url: str) -> None:
-    wire = SyncConnection(parse_address(redis_url), time.monotonic() + SECONDS)
-    wire.send_command(("QUIT",), time.monotonic() + SECONDS)
+def test_calls_of_threads_on_a_lost_connection_may_have_been_counted(redis_url: str) -> None:
+    connection = SyncConnection(parse_address(redis_url), time.monotonic() + SECONDS)
+    connection.send_command(("QUIT",), time.monotonic() + SECONDS)
     with pytest.raises(StoreUnavailable) as error:
-        wire.send_command(("PING",), time.monotonic() + SECONDS)
+        connection.send_command(("PING",), time.monotonic() + SECONDS)
     assert error.value.maybe_counted
-    assert not wire.is_open
+    assert not connection.is_open
 
 
 @pytest.mark.parametrize("is_connected", [True, False])
-async def test_a_command_that_was_not_answered_in_time_may_have_been_carried_out_if_it_was_sent(
+async def test_a_command_that_timed_out_may_have_been_executed_if_it_was_sent(
     own_redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, *, is_connected: bool
 ) -> None:
     monkeypatch.setattr(event_loop, "COMMAND_TIMEOUT_SECONDS", SECONDS)
@@ -69,7 +67,7 @@ async def test_a_command_that_was_not_answered_in_time_may_have_been_carried_out
 
 
 @pytest.mark.parametrize("is_closed", [True, False])
-async def test_what_is_under_way_when_the_connection_is_given_up_may_have_been_counted(
+async def test_calls_in_flight_on_an_aborted_connection_may_have_been_counted(
     redis_url: str, *, is_closed: bool
 ) -> None:
     """The limiter is closed, or another call fails and the breaker opens."""
@@ -86,16 +84,16 @@ async def test_what_is_under_way_when_the_connection_is_given_up_may_have_been_c
     assert [isinstance(error, StoreUnavailable) and error.maybe_counted for error in answers] == [True]
 
 
-def test_a_connection_that_was_in_use_when_its_pool_was_closed_is_closed_when_it_comes_back(redis_url: str) -> None:
+def test_a_connection_in_use_is_closed_when_it_returns_to_a_closed_pool(redis_url: str) -> None:
     pool = ConnectionPool(parse_address(redis_url), 1)
     used: list[SyncConnection] = []
 
-    def ask(wire: SyncConnection) -> None:
-        used.append(wire)
-        assert wire.send_command(("PING",), time.monotonic() + SECONDS) == b"PONG"
+    def ask(connection: SyncConnection) -> None:
+        used.append(connection)
+        assert connection.send_command(("PING",), time.monotonic() + SECONDS) == b"PONG"
 
-    def close(wire: SyncConnection) -> None:
-        used.append(wire)
+    def close(connection: SyncConnection) -> None:
+        used.append(connection)
         pool.close()
 
     for act in (ask, close):
@@ -108,14 +106,14 @@ def test_a_connection_that_redis_closed_while_it_was_idle_is_not_used_again(redi
     pool = ConnectionPool(parse_address(redis_url), 1)
     used: list[SyncConnection] = []
 
-    def ask(wire: SyncConnection, command: str) -> object:
-        used.append(wire)
-        return wire.send_command((command,), time.monotonic() + SECONDS)
+    def ask(connection: SyncConnection, command: str) -> object:
+        used.append(connection)
+        return connection.send_command((command,), time.monotonic() + SECONDS)
 
-    pool.use(time.monotonic() + SECONDS, lambda wire: ask(wire, "QUIT"))
+    pool.use(time.monotonic() + SECONDS, lambda connection: ask(connection, "QUIT"))
     give_up_at = time.monotonic() + SECONDS
     while not used[0].is_stale():
         assert time.monotonic() < give_up_at
-    assert pool.use(time.monotonic() + SECONDS, lambda wire: ask(wire, "PING")) == b"PONG"
+    assert pool.use(time.monotonic() + SECONDS, lambda connection: ask(connection, "PING")) == b"PONG"
     assert used[0] is not used[1]
     pool.close()

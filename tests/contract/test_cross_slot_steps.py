@@ -56,7 +56,7 @@ def run_check(
     fate: Fate = deliver,
     slot_of: SlotOf = slot_of,
 ) -> CrossSlotResult:
-    """Carry each step of a check out, or lose it. What is not sent does not arrive; any other answer is lost."""
+    """Run each step of a check, or lose it. An unsent step does not arrive. For any other fate, the reply is lost."""
     check = check_for(*limits, cost=cost)
     check.hold = hold
     flow = cross_slot_steps(check, slot_of)
@@ -82,7 +82,7 @@ def run_step(script: ScriptClient, step: Step, lost: StoreUnavailable | None) ->
 
 
 def lose(limit: Limit, kind: type[Check] | HoldAction, how: StoreUnavailable) -> Fate:
-    """Lose what is sent to one slot: its check, or what ends its hold."""
+    """Lose the message to one slot: its check, or the end of its hold."""
 
     def fate(step: Step) -> StoreUnavailable | None:
         if isinstance(step, FinishHold):
@@ -97,7 +97,7 @@ def remaining(script: ScriptClient, *limits: Limit) -> list[int]:
     return [script.remaining(limit) for limit in limits]
 
 
-def test_what_all_slots_have_room_for_stays(script: ScriptClient) -> None:
+def test_a_check_with_room_in_all_slots_stays_charged(script: ScriptClient) -> None:
     outcome, undone = run_check(script, A, B, C)
     assert isinstance(outcome, Outcome)
     assert (outcome.allowed, [row[1] for row in outcome.rows], undone) == (True, [8, 8, 8], [])
@@ -105,7 +105,7 @@ def test_what_all_slots_have_room_for_stays(script: ScriptClient) -> None:
     assert remaining(script, A, B, C) == [8, 8, 8]
 
 
-def test_what_one_slot_has_no_room_for_goes_back_in_all_at_once(script: ScriptClient) -> None:
+def test_a_denial_of_one_slot_refunds_all_others_at_once(script: ScriptClient) -> None:
     outcome, undone = run_check(script, A, SMALL, SLOTS)
     assert isinstance(outcome, Outcome)
     assert (outcome.allowed, [row[1] for row in outcome.rows], undone) == (False, [10, 1, 10], [])
@@ -120,7 +120,7 @@ def test_a_monitored_limit_of_another_slot_denies_nothing(script: ScriptClient) 
     assert remaining(script, A, MONITORED) == [8, 1]
 
 
-def test_what_waits_for_a_confirmation_that_never_comes_goes_back_after_five_seconds(script: ScriptClient) -> None:
+def test_a_hold_without_a_confirmation_is_refunded_after_five_seconds(script: ScriptClient) -> None:
     run_check(script, A, B, fate=lose(B, HoldAction.CONFIRM, NOT_SENT))
     script.now_us = NOW_US + 5_000_000 - 1
     assert script.remaining(B) == 8
@@ -128,7 +128,7 @@ def test_what_waits_for_a_confirmation_that_never_comes_goes_back_after_five_sec
     assert script.remaining(B) == 10
 
 
-def test_each_limit_is_told_in_its_place_and_what_would_have_denied_still_would(script: ScriptClient) -> None:
+def test_each_limit_is_reported_in_its_position_and_would_be_denials_are_kept(script: ScriptClient) -> None:
     """Two limits share a slot: one had room, one is only monitored. A third one denies."""
     home = slot_of(key_of(A))
     outcome, _ = run_check(
@@ -155,13 +155,13 @@ def test_the_longest_delay_and_the_latest_time_of_all_slots_count(script: Script
 
 def test_slots_need_no_confirmation(script: ScriptClient) -> None:
     other = Concurrency(name="other", max_concurrent=10, lease_ttl_seconds=600)
-    asked: list[Step] = []
-    outcome, _ = run_check(script, SLOTS, other, fate=asked.append)
+    steps: list[Step] = []
+    outcome, _ = run_check(script, SLOTS, other, fate=steps.append)
     assert isinstance(outcome, Outcome)
-    assert (outcome.allowed, [type(step) for step in asked]) == (True, [Check, Check])
+    assert (outcome.allowed, [type(step) for step in steps]) == (True, [Check, Check])
 
 
-def test_a_monitored_limit_whose_hold_lapsed_does_not_hinder_the_others(script: ScriptClient) -> None:
+def test_a_monitored_limit_whose_hold_lapsed_does_not_fail_the_check(script: ScriptClient) -> None:
     monitored = FixedWindow(name="monitored", limit=10, window_seconds=86_400, mode=Mode.MONITOR)
 
     def ahead(step: Step) -> None:
@@ -175,7 +175,7 @@ def test_a_monitored_limit_whose_hold_lapsed_does_not_hinder_the_others(script: 
     assert (outcome.allowed, undone) == (True, [])
 
 
-def test_what_was_forgotten_with_its_bucket_is_confirmed_and_never_given_back(script: ScriptClient) -> None:
+def test_a_hold_that_was_evicted_with_its_bucket_is_confirmed_and_never_refunded(script: ScriptClient) -> None:
     bucket = TokenBucket(name="bucket", bucket_capacity=10, refill_rate_per_sec="0.001")
 
     unconfirmed = lose(A, HoldAction.CONFIRM, NOT_SENT)
@@ -198,14 +198,16 @@ def test_what_was_forgotten_with_its_bucket_is_confirmed_and_never_given_back(sc
     assert script.remaining(bucket) == 5
 
 
-def test_a_look_holds_nothing(script: ScriptClient) -> None:
+def test_a_peek_holds_nothing(script: ScriptClient) -> None:
     outcome, undone = run_check(script, A, B, cost=0)
     assert isinstance(outcome, Outcome)
     assert (outcome.allowed, undone, script.redis.keys()) == (True, [], [])
 
 
 @pytest.mark.parametrize("how", [NOT_SENT, UNSURE], ids=["not sent", "unsure"])
-def test_what_one_slot_did_not_answer_is_not_decided_and_goes_back(script: ScriptClient, how: StoreUnavailable) -> None:
+def test_a_check_that_one_slot_did_not_answer_is_undecided_and_refunded(
+    script: ScriptClient, how: StoreUnavailable
+) -> None:
     outcome, undone = run_check(script, A, B, fate=lose(B, Check, how))
     assert outcome is how
     assert len(undone) == (1 if how is NOT_SENT else 2)
@@ -213,7 +215,7 @@ def test_what_one_slot_did_not_answer_is_not_decided_and_goes_back(script: Scrip
     assert remaining(script, A, B) == [10, 10]
 
 
-def test_a_denial_stands_although_another_slot_did_not_answer(script: ScriptClient) -> None:
+def test_a_denial_is_final_although_another_slot_did_not_answer(script: ScriptClient) -> None:
     outcome, undone = run_check(script, A, SMALL, B, fate=lose(B, Check, UNSURE))
     assert isinstance(outcome, Outcome)
     assert not outcome.allowed
@@ -223,15 +225,19 @@ def test_a_denial_stands_although_another_slot_did_not_answer(script: ScriptClie
 
 
 @pytest.mark.parametrize("how", [NOT_SENT, UNSURE], ids=["not sent", "unsure"])
-def test_what_one_slot_did_not_confirm_goes_back_in_the_others(script: ScriptClient, how: StoreUnavailable) -> None:
+def test_a_check_that_one_slot_did_not_confirm_is_refunded_in_the_others(
+    script: ScriptClient, how: StoreUnavailable
+) -> None:
     outcome, undone = run_check(script, A, B, C, fate=lose(B, HoldAction.CONFIRM, how))
     assert outcome is how
     script.finish(*undone)
     assert remaining(script, A, C) == [10, 10]
-    assert script.remaining(B) == (10 if how is NOT_SENT else 8)  # the one exception: it has confirmed, and none knows
+    assert script.remaining(B) == (
+        10 if how is NOT_SENT else 8
+    )  # the one exception: the slot has confirmed, and the reply was lost
 
 
-def test_what_lapsed_in_one_slot_before_it_was_confirmed_is_not_decided(script: ScriptClient) -> None:
+def test_a_check_whose_hold_lapsed_before_its_confirmation_is_undecided(script: ScriptClient) -> None:
     def late(step: Step) -> None:
         if isinstance(step, FinishHold) and step.keys == [key_of(B)]:
             script.now_us = NOW_US + HOLD_TTL_US
@@ -244,7 +250,7 @@ def test_what_lapsed_in_one_slot_before_it_was_confirmed_is_not_decided(script: 
 
 
 @pytest.mark.parametrize("refund", [True, False])
-def test_a_reservation_over_several_slots_has_its_own_terms_in_each(script: ScriptClient, refund: bool) -> None:
+def test_a_cross_slot_reservation_has_its_own_ttl_in_each_slot(script: ScriptClient, refund: bool) -> None:
     hold = Hold("lf:{t}:v:0", TOKEN, MINUTE_US, refund=refund)
     outcome, undone = run_check(script, A, GLOBAL, hold=hold)
     assert isinstance(outcome, Outcome)
@@ -255,7 +261,7 @@ def test_a_reservation_over_several_slots_has_its_own_terms_in_each(script: Scri
     assert remaining(script, A, GLOBAL) == ([10, 10] if refund else [8, 8])
 
 
-def test_too_many_checks_at_once_are_a_store_that_can_not_answer_and_not_the_callers_reservations(
+def test_too_many_cross_slot_checks_make_the_store_unavailable_and_are_no_reservation_error(
     script: ScriptClient,
 ) -> None:
     def full(_: Step) -> Any:
@@ -267,7 +273,7 @@ def test_too_many_checks_at_once_are_a_store_that_can_not_answer_and_not_the_cal
     assert isinstance(outcome, TooManyReservations)
 
 
-def test_a_check_is_spread_if_any_of_its_limits_is_in_another_slot() -> None:
+def test_a_check_is_cross_slot_if_any_of_its_limits_is_in_another_slot() -> None:
     for limits, spread in (((A,), False), ((A, B), True), ((A, A, B), True)):
         check = check_for(*dict.fromkeys(limits))
         assert is_cross_slot(check, slot_of) is spread

@@ -1,4 +1,4 @@
-"""What one node changes, the others hear of: their cached denials go, and nobody else's."""
+"""A change in one process invalidates the cached denials that it affects in all others, and no more."""
 
 import asyncio
 import time
@@ -21,11 +21,11 @@ TWO = FixedWindow(name="two", limit=2, window_seconds=86_400, align="first_hit")
 
 
 class Process:
-    """A limiter of either shell, asked from one event loop."""
+    """An async or sync limiter, used from one event loop."""
 
-    def __init__(self, shell: str, url: str, options: StoreOptions = CACHED, key_prefix: str = "lf") -> None:
-        kind = Limiter if shell == "async" else SyncLimiter
-        self.name = f"node-{uuid4().hex}"
+    def __init__(self, api: str, url: str, options: StoreOptions = CACHED, key_prefix: str = "lf") -> None:
+        kind = Limiter if api == "async" else SyncLimiter
+        self.name = f"process-{uuid4().hex}"
         self._limiter = kind.connect(f"{url}?client_name={self.name}", options=options, key_prefix=key_prefix)
 
     async def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -39,13 +39,13 @@ class Process:
         return decision
 
     async def is_cached(self, *args: Any, **how: Any) -> bool:
-        """Whether this check is denied without asking Redis."""
+        """Return True if this check is denied without a call to Redis."""
         before = self._limiter.status().denial_hits
         decision = await self.check(*args, **how)
         return not decision.allowed and self._limiter.status().denial_hits > before
 
     async def deny(self, *args: Any, **how: Any) -> None:
-        """Ask until it is denied from the cache."""
+        """Repeat a check until it is denied from the cache."""
         await eventually(lambda: self.is_cached(*args, **how))
 
     async def admits(self, *args: Any, **how: Any) -> bool:
@@ -70,68 +70,68 @@ Opened = Callable[..., Process]
 
 @pytest.fixture
 async def opened(redis_url: str) -> AsyncIterator[Opened]:
-    """Opens nodes, and closes them after the test."""
-    nodes: list[Process] = []
+    """Opens processes, and closes them after the test."""
+    processes: list[Process] = []
 
-    def connect(shell: str, **how: Any) -> Process:
-        nodes.append(Process(shell, redis_url, **how))
-        return nodes[-1]
+    def connect(api: str, **how: Any) -> Process:
+        processes.append(Process(api, redis_url, **how))
+        return processes[-1]
 
     yield connect
-    for node in nodes:
-        await node.call("close")
+    for process in processes:
+        await process.call("close")
 
 
 @pytest.fixture(params=["async-async", "sync-sync", "async-sync", "sync-async"])
 async def pair(request: pytest.FixtureRequest, opened: Opened, raw: Any) -> tuple[Process, Process]:
-    """Who changes something, and who listens."""
-    here, there = (opened(shell) for shell in request.param.split("-"))
+    """The process that makes a change, and the one that listens."""
+    here, there = (opened(api) for api in request.param.split("-"))
     await listening(there, raw)
     return here, there
 
 
-async def listening(node: Process, raw: Any) -> None:
-    """A node listens from its first look at a denial on, and drops everything when it begins to."""
-    await node.check(subject="somebody", cost=3)
-    await node.check(subject="somebody", cost=3)
+async def listening(process: Process, raw: Any) -> None:
+    """Wait until a process has subscribed: it does so, and clears its cache, when it first looks up a denial."""
+    await process.check(subject="another", cost=3)
+    await process.check(subject="another", cost=3)
 
     async def is_listening() -> bool:
-        """By its name: a count would take the last listener of a node that was just closed for this one's."""
-        return any(client["name"] == node.name and client["sub"] != "0" for client in raw.client_list())
+        """Look for its name: a count may include the listener of a process that was just closed."""
+        return any(client["name"] == process.name and client["sub"] != "0" for client in raw.client_list())
 
     await eventually(is_listening)
-    await node.deny(subject="somebody", cost=3)
+    await process.deny(subject="another", cost=3)
 
 
 def listeners(raw: Any) -> int:
     return int(raw.pubsub_numsub(CHANNEL)[0][1])
 
 
-# -- changes that give the caller room who was denied before
+# -- changes that make room for a denied caller
 
 
-async def reset(node: Process, subject: str) -> None:
-    await node.call("reset", "r", subject, limits=TWO)
+async def reset(process: Process, subject: str) -> None:
+    await process.call("reset", "r", subject, limits=TWO)
 
 
-async def raise_the_limit(node: Process, subject: str) -> None:
-    await node.call("set_override", "r", subject, {"two": {"limit": 50}}, limits=TWO, ttl_seconds=60)
+async def raise_the_limit(process: Process, subject: str) -> None:
+    await process.call("set_override", "r", subject, {"two": {"limit": 50}}, limits=TWO, ttl_seconds=60)
 
 
-async def lift_the_limit(node: Process, subject: str) -> None:
-    await node.call("set_override", "*", subject, {"two": "unlimited"}, limits=TWO, ttl_seconds=60)
+async def lift_the_limit(process: Process, subject: str) -> None:
+    await process.call("set_override", "*", subject, {"two": "unlimited"}, limits=TWO, ttl_seconds=60)
 
 
-async def delete_the_block(node: Process, subject: str) -> None:
-    assert await node.call("delete_override", "r", subject)
+async def delete_the_block(process: Process, subject: str) -> None:
+    assert await process.call("delete_override", "r", subject)
 
 
-async def clear_the_blocks(node: Process, subject: str) -> None:
-    assert await node.call("clear_overrides")
+async def clear_the_blocks(process: Process, subject: str) -> None:
+    assert await process.call("clear_overrides")
 
 
-async def block(node: Process, subject: str) -> None:
-    await node.call("set_override", "r", subject, {"two": "blocked"}, limits=TWO, ttl_seconds=60)
+async def block(process: Process, subject: str) -> None:
+    await process.call("set_override", "r", subject, {"two": "blocked"}, limits=TWO, ttl_seconds=60)
 
 
 Change = Callable[[Process, str], Awaitable[None]]
@@ -143,24 +143,24 @@ def name_of(change: Change) -> str:
     return str(getattr(change, "__name__", ""))
 
 
-async def deny(node: Process, change: Change, subject: str) -> None:
-    """So that the change gives room."""
+async def deny(process: Process, change: Change, subject: str) -> None:
+    """Deny, so that the change makes room."""
     if change in (delete_the_block, clear_the_blocks):
-        await block(node, subject)
-    await node.deny(subject=subject)
+        await block(process, subject)
+    await process.deny(subject=subject)
 
 
-@pytest.mark.parametrize("shell", ["async", "sync"])
-async def test_the_node_that_makes_a_change_admits_at_once(shell: str, opened: Opened) -> None:
-    node = opened(shell)
+@pytest.mark.parametrize("api", ["async", "sync"])
+async def test_the_process_that_makes_a_change_admits_at_once(api: str, opened: Opened) -> None:
+    process = opened(api)
     for change in EVERY:
         subject = name_of(change)
-        await deny(node, change, subject)
-        await change(node, subject)
-        assert await node.admits(subject=subject)
+        await deny(process, change, subject)
+        await change(process, subject)
+        assert await process.admits(subject=subject)
 
 
-async def test_what_one_node_changes_lets_the_others_admit_soon(pair: tuple[Process, Process]) -> None:
+async def test_a_change_in_one_process_lets_the_others_admit_soon(pair: tuple[Process, Process]) -> None:
     here, there = pair
     for change in EVERY:
         subject = name_of(change)
@@ -182,8 +182,8 @@ async def test_denials_of_other_callers_and_tenants_stay_cached(pair: tuple[Proc
         assert await there.is_cached(tenant="globex")
 
 
-async def test_what_a_reservation_gives_back_is_there_for_all_at_once(pair: tuple[Process, Process]) -> None:
-    """While it is open its bucket is never denied from a cache."""
+async def test_a_refund_of_a_reservation_is_available_to_all_at_once(pair: tuple[Process, Process]) -> None:
+    """While the reservation is open, its bucket is never denied from a cache."""
     here, there = pair
     held = await here.call("reserve", "r", "s", limits=TWO, cost=2)
     for _ in range(3):
@@ -193,7 +193,7 @@ async def test_what_a_reservation_gives_back_is_there_for_all_at_once(pair: tupl
     assert await there.admits()
 
 
-async def test_a_slot_that_is_given_back_is_there_for_all_at_once(pair: tuple[Process, Process]) -> None:
+async def test_a_released_slot_is_available_to_all_at_once(pair: tuple[Process, Process]) -> None:
     here, there = pair
     slots = Concurrency(name="slots", max_concurrent=1, lease_ttl_seconds=60)
     held = await here.check(slots)
@@ -206,83 +206,83 @@ async def test_a_slot_that_is_given_back_is_there_for_all_at_once(pair: tuple[Pr
 async def test_dropping_the_denials_of_a_tenant_drops_them_everywhere(pair: tuple[Process, Process], raw: Any) -> None:
     here, there = pair
     await listening(here, raw)
-    for node in pair:
-        await node.deny()
-        await node.deny(subject="another")
-        await node.deny(tenant="globex")
+    for process in pair:
+        await process.deny()
+        await process.deny(subject="another")
+        await process.deny(tenant="globex")
     for key in raw.keys("lf:{default}:*"):
-        raw.delete(key)  # behind everybody's back
+        raw.delete(key)  # without an invalidation
     assert await here.is_cached()
     await here.call("drop_denials")
     assert await here.admits()
     await eventually(there.admits)
     assert not await there.is_cached(subject="another")
-    for node in pair:
-        assert await node.is_cached(tenant="globex")
+    for process in pair:
+        assert await process.is_cached(tenant="globex")
 
 
 async def test_other_numbers_never_meet_an_old_denial(pair: tuple[Process, Process], raw: Any) -> None:
     await listening(pair[0], raw)
-    for node in pair:
-        await node.deny()
-        assert await node.admits(replace(TWO, limit=1_000))
-        assert await node.is_cached()
-        assert await node.admits(replace(TWO, mode="monitor"))
-        assert await node.is_cached()
+    for process in pair:
+        await process.deny()
+        assert await process.admits(replace(TWO, limit=1_000))
+        assert await process.is_cached()
+        assert await process.admits(replace(TWO, mode="monitor"))
+        assert await process.is_cached()
 
 
 async def test_a_store_with_another_prefix_has_denials_of_its_own(opened: Opened, raw: Any) -> None:
-    node, other = opened("async"), opened("async", key_prefix="other")
-    await listening(node, raw)
-    await node.deny()
+    process, other = opened("async"), opened("async", key_prefix="other")
+    await listening(process, raw)
+    await process.deny()
     await other.deny()
     await reset(other, "s")
     assert await other.admits()
-    assert await node.is_cached()
+    assert await process.is_cached()
 
 
-@pytest.mark.parametrize("shell", ["async", "sync"])
-async def test_a_node_without_a_cache_tells_the_others_too(shell: str, opened: Opened, raw: Any) -> None:
-    here, there = opened(shell, options=UNCACHED), opened("async")
+@pytest.mark.parametrize("api", ["async", "sync"])
+async def test_a_process_without_a_cache_publishes_invalidations_too(api: str, opened: Opened, raw: Any) -> None:
+    here, there = opened(api, options=UNCACHED), opened("async")
     await listening(there, raw)
     await there.deny()
     await reset(here, "s")
     await eventually(there.admits)
 
 
-@pytest.mark.parametrize("shell", ["async", "sync"])
-async def test_a_node_that_has_asked_nothing_yet_tells_the_others_too(shell: str, opened: Opened, raw: Any) -> None:
-    """As of a program that changes a plan, and does nothing else."""
+@pytest.mark.parametrize("api", ["async", "sync"])
+async def test_a_process_without_a_check_publishes_invalidations_too(api: str, opened: Opened, raw: Any) -> None:
+    """For example, a program that only changes a plan."""
     there = opened("async")
     await listening(there, raw)
     await there.deny()
     for key in raw.keys("*:two:*"):
-        raw.delete(key)  # behind everybody's back
-    await opened(shell).call("drop_denials")
+        raw.delete(key)  # without an invalidation
+    await opened(api).call("drop_denials")
     await eventually(there.admits)
 
 
-@pytest.mark.parametrize("shell", ["async", "sync"])
-async def test_a_node_that_is_closed_after_its_change_has_told_the_others(shell: str, opened: Opened, raw: Any) -> None:
+@pytest.mark.parametrize("api", ["async", "sync"])
+async def test_a_process_that_is_closed_after_a_change_has_published_it(api: str, opened: Opened, raw: Any) -> None:
     there = opened("async")
     await listening(there, raw)
     for number in range(5):
         await there.deny(subject=str(number))
-        here = opened(shell)
+        here = opened(api)
         await reset(here, str(number))
         await here.call("close")
         await eventually(lambda number=number: there.admits(subject=str(number)))  # type: ignore[misc]
 
 
-# -- what may go wrong
+# -- failures
 
 
-async def test_a_listener_that_was_cut_off_comes_back_by_itself(pair: tuple[Process, Process], raw: Any) -> None:
+async def test_a_disconnected_listener_subscribes_again(pair: tuple[Process, Process], raw: Any) -> None:
     here, there = pair
     for _ in range(2):
         await there.deny()
         raw.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
-        await reset(here, "s")  # nobody listens now
+        await reset(here, "s")  # no process listens now
         await eventually(there.admits)
     await eventually_listening(raw)
     await there.deny()
@@ -329,16 +329,16 @@ async def test_an_invalid_message_harms_nothing(
     await eventually(there.admits)
 
 
-@pytest.mark.parametrize("shell", ["async", "sync"])
-async def test_closing_leaves_no_listener_behind(shell: str, opened: Opened, raw: Any) -> None:
-    async def nobody_listens() -> bool:
+@pytest.mark.parametrize("api", ["async", "sync"])
+async def test_closing_leaves_no_listener_behind(api: str, opened: Opened, raw: Any) -> None:
+    async def has_no_listener() -> bool:
         return listeners(raw) == 0
 
     for _ in range(2):
-        node = opened(shell)
-        await listening(node, raw)
-        await node.call("close")
-        await eventually(nobody_listens)
-        assert not await node.admits(cost=3)  # it may be used again
-        await node.call("close")
-        await eventually(nobody_listens)
+        process = opened(api)
+        await listening(process, raw)
+        await process.call("close")
+        await eventually(has_no_listener)
+        assert not await process.admits(cost=3)  # it can be used again
+        await process.call("close")
+        await eventually(has_no_listener)

@@ -1,4 +1,4 @@
-"""What Redis sees: one call a check, a TTL on every key, and nothing that spoils its neighbour."""
+"""What Redis sees: one call for each check, and a TTL on every key. One bad key affects no other check."""
 
 import asyncio
 import dataclasses
@@ -59,7 +59,7 @@ def raw(redis_url: str) -> Iterator[Any]:
 
 @pytest.fixture
 def limiter(redis_url: str) -> Iterator[SyncLimiter]:
-    """On Redis's own time."""
+    """A limiter that uses the clock of Redis."""
     limiter = SyncLimiter.connect(redis_url, options=PATIENT)
     yield limiter
     limiter.close()
@@ -76,7 +76,7 @@ def values(raw: Any) -> dict[bytes, bytes]:
 
 
 @pytest.mark.parametrize("store", ["redis", "redis-async"])
-def test_a_check_is_one_round_trip_whatever_its_limits_and_overrides(redis_url: str, raw: Any, store: str) -> None:
+def test_a_check_is_one_round_trip_with_any_limits_and_overrides(redis_url: str, raw: Any, store: str) -> None:
     limiter = open_limiter(store, redis_url)
     limiter.set_override("r", "s", {"t": {"limit": 50}}, limits=EVERY, ttl_seconds=60)
     limiter.check("r", "s", limits=EVERY)
@@ -117,7 +117,7 @@ def test_a_record_lives_for_its_reservation_and_a_day(limiter: SyncLimiter, raw:
 
 
 def test_a_bucket_of_an_injected_time_lives_for_an_hour_at_least(redis_url: str, raw: Any) -> None:
-    """Redis's own clock says nothing about how long it matters."""
+    """The clock of Redis does not tell how long such a bucket is needed."""
     limiter = SyncLimiter.connect(redis_url, clock=ManualClock(), options=PATIENT)
     limiter.check("r", "s", limits="10/second")
     limiter.close()
@@ -141,7 +141,7 @@ def test_a_bucket_lives_a_minute_longer_than_it_matters(limiter: SyncLimiter, ra
 
 
 @each_limit
-def test_looks_and_plain_denials_write_nothing(limiter: SyncLimiter, raw: Any, limit: Limit) -> None:
+def test_peeks_and_plain_denials_write_nothing(limiter: SyncLimiter, raw: Any, limit: Limit) -> None:
     limiter.check("r", "s", limits=limit, cost=0)
     assert not limiter.check("r", "s", limits=limit, cost=11).allowed
     limiter.release(limiter.check("r", "other", limits=EVERY[7]).lease_id or "")
@@ -215,7 +215,7 @@ def test_a_poisoned_record_fails_its_settlement_and_changes_nothing(limiter: Syn
     assert limiter.check("r", "s", limits=EVERY[2], cost=0).remaining == 6
 
 
-def test_an_error_names_the_limit_whose_bucket_makes_no_sense(limiter: SyncLimiter, raw: Any) -> None:
+def test_an_error_names_the_limit_whose_bucket_is_corrupt(limiter: SyncLimiter, raw: Any) -> None:
     limiter.check("r", "s", limits=EVERY[5], cost=3)
     (key,) = raw.keys("lf:*")
     value = bytearray(raw.get(key))
@@ -225,7 +225,7 @@ def test_an_error_names_the_limit_whose_bucket_makes_no_sense(limiter: SyncLimit
         limiter.check("r", "s", limits=[EVERY[5], EVERY[2]], cost=5)
 
 
-def test_an_index_that_is_not_ours_leaves_overrides_as_they_are(limiter: SyncLimiter, raw: Any) -> None:
+def test_an_index_of_another_program_leaves_overrides_as_they_are(limiter: SyncLimiter, raw: Any) -> None:
     limiter.set_override("r", "s", {"f": {"limit": 7}}, limits=EVERY[2], ttl_seconds=60)
     raw.set("lf:{default}:x", "foreign")
     for change in (
@@ -260,7 +260,7 @@ def test_a_full_redis_is_unavailable_not_corrupt(own_redis_server: RedisServer) 
 
 
 @pytest.mark.parametrize("store", ["redis", "redis-async"])
-def test_a_full_redis_still_denies_and_is_looked_at(own_redis_server: RedisServer, store: str) -> None:
+def test_a_full_redis_still_denies_and_answers_peeks(own_redis_server: RedisServer, store: str) -> None:
     limiter = open_limiter(store, own_redis_server.url)
     assert limiter.check("r", "s", limits=EVERY[2], cost=10).allowed
     own_redis_server.command("CONFIG SET maxmemory 1mb")
@@ -271,15 +271,15 @@ def test_a_full_redis_still_denies_and_is_looked_at(own_redis_server: RedisServe
         Request(resource="r", subject="new", limits=EVERY[:5], failure="closed"),
         Request(resource="r", subject="s", limits=()),
     ]
-    taker, denied, look, refused, free = limiter.check_many(requests)
+    taker, denied, peek, refused, free = limiter.check_many(requests)
     assert isinstance(free, Decision)
     assert (free.allowed, free.degraded) == (True, None)
     assert isinstance(taker, StoreUnavailable)
     assert not taker.maybe_counted
     assert isinstance(denied, Decision)
     assert (denied.allowed, denied.degraded) == (False, None)
-    assert isinstance(look, Decision)
-    assert (look.allowed, look.remaining, look.degraded) == (True, 0, None)
+    assert isinstance(peek, Decision)
+    assert (peek.allowed, peek.remaining, peek.degraded) == (True, 0, None)
     assert isinstance(refused, Decision)
     assert refused.degraded == "closed"
     own_redis_server.command("CONFIG SET maxmemory 0")
@@ -288,7 +288,7 @@ def test_a_full_redis_still_denies_and_is_looked_at(own_redis_server: RedisServe
 
 
 @pytest.mark.parametrize("store", ["redis", "redis-async"])
-def test_nobody_is_denied_for_what_a_full_redis_could_not_write(own_redis_server: RedisServer, store: str) -> None:
+def test_no_check_is_denied_for_what_a_full_redis_could_not_write(own_redis_server: RedisServer, store: str) -> None:
     one = FixedWindow(name="one", limit=1, window_seconds=3_600)
     limiter = open_limiter(store, own_redis_server.url)
     limiter.check("r", "first", limits=one)
@@ -304,7 +304,7 @@ def test_nobody_is_denied_for_what_a_full_redis_could_not_write(own_redis_server
     limiter.close()
 
 
-async def test_a_reservation_that_a_full_redis_refuses_spoils_no_other_check(own_redis_server: RedisServer) -> None:
+async def test_a_reservation_that_a_full_redis_refuses_affects_no_other_check(own_redis_server: RedisServer) -> None:
     one = FixedWindow(name="one", limit=1, window_seconds=3_600)
     unlimited = FixedWindow(name="all", limit=None, window_seconds=3_600)
     options = dataclasses.replace(PATIENT, failure="open")
@@ -318,7 +318,7 @@ async def test_a_reservation_that_a_full_redis_refuses_spoils_no_other_check(own
     assert (denied.allowed, denied.degraded) == (False, None)
 
 
-def test_a_forgotten_script_is_loaded_again_without_an_error(limiter: SyncLimiter, raw: Any) -> None:
+def test_a_missing_script_is_loaded_again_without_an_error(limiter: SyncLimiter, raw: Any) -> None:
     limiter.check("r", "s", limits=EVERY)
     for _ in range(3):
         raw.script_flush()
@@ -326,7 +326,7 @@ def test_a_forgotten_script_is_loaded_again_without_an_error(limiter: SyncLimite
     assert limiter.check("r", "s", limits=EVERY, cost=0).limits["f"].remaining == 6
 
 
-def test_prefixes_keep_apart_what_shares_a_redis(redis_url: str, raw: Any) -> None:
+def test_prefixes_separate_limiters_that_share_a_redis(redis_url: str, raw: Any) -> None:
     limiters = [open_limiter("redis", redis_url, key_prefix=prefix) for prefix in ("app-1", "app-2")]
     for limiter in limiters:
         assert limiter.check("r", "s", limits=EVERY[2], cost=10).allowed
@@ -423,7 +423,7 @@ def test_an_old_and_a_new_format_work_on_the_same_keys(redis_url: str, raw: Any,
     tomorrow.close()
 
 
-def test_the_script_says_what_the_encoder_sends(redis_url: str) -> None:
+def test_the_header_of_the_script_matches_the_encoder(redis_url: str) -> None:
     """The header of check.lua counts the integers of a check; the encoder must send as many."""
     import msgspec
 
@@ -462,14 +462,14 @@ def test_a_window_keeps_its_time_to_live_while_it_lasts(limiter: SyncLimiter, ra
 
 @pytest.mark.parametrize("limit", [2, 3, 5])
 @pytest.mark.parametrize("align", ["clock", "first_hit"])
-def test_a_window_that_begins_in_a_batch_has_a_ttl_whichever_check_writes_it_last(
-    redis_url: str, raw: Any, limit: int, align: Any
-) -> None:
+def test_a_window_that_begins_in_a_batch_has_a_ttl(redis_url: str, raw: Any, limit: int, align: Any) -> None:
     window = FixedWindow(name="w", limit=limit, window_seconds=3_600, align=align, count_denied=True)
     with SyncLimiter.connect(redis_url, options=PATIENT) as limiter:
         request = Request(resource="r", subject="s", limits=window)
-        told = limiter.check_many([request] * 4)  # by the short way, and where a denial counts by the long one
-    assert [isinstance(one, Decision) and one.allowed for one in told] == [number < limit for number in range(4)]
+        results = limiter.check_many([request] * 4)  # the compact encoding, or the long one where denials count
+    assert [isinstance(result, Decision) and result.allowed for result in results] == [
+        number < limit for number in range(4)
+    ]
     (key,) = raw.keys("lf:*")
     assert 0 < raw.pttl(key) <= 3_660_000
 
@@ -484,7 +484,7 @@ def test_a_window_that_begins_in_a_batch_has_a_ttl_whichever_check_writes_it_las
     ],
     ids=lambda limit: limit.algorithm,
 )
-def test_whatever_begins_or_goes_on_keeps_a_ttl(redis_url: str, raw: Any, limit: Limit) -> None:
+def test_every_bucket_that_begins_or_continues_has_a_ttl(redis_url: str, raw: Any, limit: Limit) -> None:
     with SyncLimiter.connect(redis_url, options=PATIENT) as limiter:
         for left in (4, 3, 2):
             assert limiter.check("r", "s", limits=limit).remaining == left

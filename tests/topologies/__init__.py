@@ -1,4 +1,4 @@
-"""Servers that belong together: a real Redis Cluster, and a Redis with replicas and sentinels, on 127.0.0.1.
+"""Groups of real Redis servers on 127.0.0.1: a Cluster, and a master with replicas and sentinels.
 
 What waits here polls, and fails with `ServerFailed`: what was missing, and the end of every log.
 """

@@ -21,11 +21,11 @@ from tests.topologies.common import (
 
 
 class ClusterServer(GroupServer):
-    """One node: it keeps its identity, its port and its bus port over a restart, and forgets its keys."""
+    """A server of a Cluster. A restart keeps its id, port and bus port, and loses its keys."""
 
     def __init__(self, *options: str, password: str | None = None) -> None:
         super().__init__("--cluster-enabled", "yes", "--cluster-announce-ip", HOST, *options, password=password)
-        self._bus = (0, 0)  # a port, and the bus port that was chosen for it
+        self._bus = (0, 0)  # a port, and the bus port that belongs to it
 
     @property
     def bus_port(self) -> int:
@@ -39,7 +39,7 @@ class ClusterServer(GroupServer):
 
 @dataclass(frozen=True, slots=True)
 class _Peer:
-    """What one node knows of one node, itself included."""
+    """What one server knows about a server, itself included."""
 
     id: str
     port: int
@@ -51,7 +51,7 @@ class _Peer:
 
     @classmethod
     def parse(cls, line: str) -> Self:
-        """One line of CLUSTER NODES."""
+        """Parse one line of CLUSTER NODES."""
         identity, address, flags, master, _ping, _pong, epoch, link, *slots = line.split()
         spans = [span.partition("-") for span in slots if not span.startswith("[")]  # "[": a slot on the move
         return cls(
@@ -66,9 +66,9 @@ class _Peer:
 
 
 class RedisCluster(ServerGroup):
-    """A real Redis Cluster: `masters` share the slots evenly, and each has `replicas` of its own.
+    """A real Redis Cluster. `masters` share the slots evenly, and each has its own `replicas`.
 
-    Usable as a context manager; `options` are redis-server's own, for every node. Nothing is kept on disk but who is
+    Usable as a context manager; `options` are redis-server's own, for every server. Nothing is kept on disk but who is
     who, so a master that dies and is back before a replica took over comes back empty, and empties its replicas.
     """
 
@@ -88,33 +88,33 @@ class RedisCluster(ServerGroup):
             *("--cluster-replica-validity-factor", "0", "--cluster-allow-replica-migration", "no", *options),
         )
         self._server_by_id: dict[str, ClusterServer] = {}
-        self._moves: dict[int, tuple[ClusterServer, ClusterServer]] = {}  # of a slot: from where, to where
-        self._elected_at: dict[int, float] = {}  # of a port: when it was last seen to have become a master
+        self._moves: dict[int, tuple[ClusterServer, ClusterServer]] = {}  # by slot: its source and its target
+        self._elected_at: dict[int, float] = {}  # by port: when the server last became a master
 
     @property
     def servers(self) -> list[ClusterServer]:
-        """All of them, also the dead; those that were masters at the start come first."""
+        """All servers, including dead ones. Those that were masters at the start come first."""
         return list(self._server_by_id.values())
 
     @property
     def url(self) -> str:
-        """Names the nodes that were masters at the start, and stays the same."""
+        """The URL of the servers that were masters at the start. It never changes."""
         return f"redis+cluster://{self._authority(self.servers[: self._shape[0]])}"
 
     def masters(self) -> list[ClusterServer]:
-        """Those that own slots now. A dead master counts until a replica has taken over."""
+        """Return the servers that own slots now. A dead master counts until a replica has taken over."""
         owners = set(_owners(self._views()))
-        return [node for identity, node in self._server_by_id.items() if identity in owners]
+        return [server for identity, server in self._server_by_id.items() if identity in owners]
 
     def master_of(self, slot: int) -> ClusterServer:
-        """As the nodes that can be asked see it; where they differ, the newest configuration counts."""
+        """Return the owner of a slot. If the reachable servers disagree, the newest configuration counts."""
         owner = _owners(self._views())[slot]
         if not owner:
-            raise ServerFailed(f"nobody owns slot {slot}")
+            raise ServerFailed(f"no server owns slot {slot}")
         return self._server_by_id[owner]
 
     def replicas_of(self, server: ClusterServer) -> list[ClusterServer]:
-        """Those that can be asked, and say that `server` is their master."""
+        """Return the reachable replicas of a master."""
         identity = self._id(server)
         return [
             self._server_by_id[peer.id]
@@ -124,10 +124,10 @@ class RedisCluster(ServerGroup):
         ]
 
     def failover(self, server: ClusterServer) -> ClusterServer:
-        """Have a replica take over from this master, which stays alive; returns the new master.
+        """Let a replica take over from a live master. Return the new master.
 
         No write is lost, and clients wait for a moment only. When it returns, the old master is a replica and all
-        nodes agree. A replica that was a master a moment ago first has to sit out four node timeouts.
+        servers agree. A replica that was a master a moment ago first has to sit out four node timeouts.
         """
         if server not in self.masters():
             raise ServerFailed(f"{server.port} is no master")
@@ -139,44 +139,44 @@ class RedisCluster(ServerGroup):
             nonlocal asked_at
             if self.master_of(slot) is not server:
                 return self._find_problem()
-            if time.monotonic() - asked_at > 10:  # it gives up by itself after 5 s, if for once it got no votes
+            if time.monotonic() - asked_at > 10:  # a replica that got no votes gives up after 5 s
                 asked_at = time.monotonic()
                 query(replica, "CLUSTER", "FAILOVER")
-            return f"the nodes still name {server.port}"
+            return f"the servers still name {server.port}"
 
         self._wait(f"another master than {server.port}", missing)
         return self.wait_for_new_master(slot, server)
 
     def wait_for_new_master(self, slot: int, other_than: ClusterServer, seconds: float = WAIT_SECONDS) -> ClusterServer:
-        """The new master of the slot, once all nodes that can be asked name it, itself included."""
+        """Return the new master of the slot, once all reachable servers agree on it."""
         new = self._wait_for_owner(slot, other_than, seconds)
         self._elected_at[new.port] = time.monotonic()
         return new
 
     def wait_until_ok(self, seconds: float = WAIT_SECONDS) -> None:
-        """Until all nodes that can be asked agree, see each other and all slots served, and replicas are in sync."""
+        """Wait until all reachable servers agree, all slots are served, and replicas are in sync."""
         self._wait("a cluster in order", self._find_problem, seconds)
 
     def heal(self) -> None:
-        """Resume the paused, restart the dead, forget unfinished migrations; returns once all is in order.
+        """Resume paused servers, restart dead ones, and abort migrations. Returns once the Cluster is healthy.
 
         Who is master may stay changed. Keys that an unfinished migration had moved are out of sight.
         """
-        for node in self.servers:
-            if not node.running:
-                node.restart()
-            elif not node.is_reachable:
-                node.resume()
+        for server in self.servers:
+            if not server.running:
+                server.restart()
+            elif not server.is_reachable:
+                server.resume()
         self.wait_until_ok()
         for slot in list(self._moves):
-            for node in self.masters():
-                query(node, "CLUSTER", "SETSLOT", slot, "STABLE")
+            for server in self.masters():
+                query(server, "CLUSTER", "SETSLOT", slot, "STABLE")
             del self._moves[slot]
 
     def flush(self) -> None:
-        """Delete all keys; loaded scripts stay."""
-        for node in self.masters():
-            node.flush()
+        """Delete all keys. Loaded scripts stay."""
+        for server in self.masters():
+            server.flush()
 
     def migrate(self, slot: int, to: ClusterServer, portion: int = 10, pause_seconds: float = 0.0) -> None:
         """Move a slot with its keys to another master while it is in use, as `redis-cli --cluster reshard` does."""
@@ -186,7 +186,7 @@ class RedisCluster(ServerGroup):
         self.finish_migration(slot)
 
     def start_migration(self, slot: int, to: ClusterServer) -> None:
-        """From now on the source answers with ASK for keys that it does not have."""
+        """Start to move a slot. From now on the source answers ASK for keys that it does not have."""
         source = self.master_of(slot)
         if source is to:
             raise ServerFailed(f"slot {slot} is on {to.port} already")
@@ -195,7 +195,7 @@ class RedisCluster(ServerGroup):
         self._moves[slot] = (source, to)
 
     def move_keys(self, slot: int, count: int) -> int:
-        """Move at most `count` keys of a slot on the move; returns how many it took, 0 when none was left."""
+        """Move at most `count` keys of a migrating slot. Return how many were moved, 0 if none was left."""
         source, to = self._moves[slot]
         keys = query(source, "CLUSTER", "GETKEYSINSLOT", slot, count)
         if not isinstance(keys, list):
@@ -207,36 +207,36 @@ class RedisCluster(ServerGroup):
         return len(keys)
 
     def finish_migration(self, slot: int) -> None:
-        """Give the slot to the target, once all its keys are there; returns once all nodes know."""
+        """Give the slot to the target, after all keys were moved. Returns once all servers know."""
         source, to = self._moves[slot]
         if left := query(source, "CLUSTER", "COUNTKEYSINSLOT", slot):
             raise ServerFailed(f"slot {slot} still has {left!r} keys on {source.port}")
-        others = [node for node in self.masters() if node not in (source, to) and node.is_reachable]
-        for node in (to, source, *others):
-            query(node, "CLUSTER", "SETSLOT", slot, "NODE", self._id(to))
+        others = [server for server in self.masters() if server not in (source, to) and server.is_reachable]
+        for server in (to, source, *others):
+            query(server, "CLUSTER", "SETSLOT", slot, "NODE", self._id(to))
         del self._moves[slot]
         self._wait_for_owner(slot, source)
 
     def _start_all(self) -> None:
         masters, replicas = self._shape
-        nodes = [ClusterServer(*self._options, password=self._password) for _ in range(masters * (1 + replicas))]
+        servers = [ClusterServer(*self._options, password=self._password) for _ in range(masters * (1 + replicas))]
         self._server_by_id.clear()
         self._moves.clear()
         self._elected_at.clear()
-        for node in nodes:
-            self._start(node)
-            self._server_by_id[query_text(node, "CLUSTER", "MYID")] = node
-        for index, node in enumerate(nodes[:masters]):
+        for server in servers:
+            self._start(server)
+            self._server_by_id[query_text(server, "CLUSTER", "MYID")] = server
+        for index, server in enumerate(servers[:masters]):
             first, end = SLOT_COUNT * index // masters, SLOT_COUNT * (index + 1) // masters
-            query(node, "CLUSTER", "ADDSLOTSRANGE", first, end - 1)
-        for index, node in enumerate(nodes):
-            query(node, "CLUSTER", "SET-CONFIG-EPOCH", index + 1)
-        for index, node in enumerate(nodes):  # each meets each: waiting for gossip takes seconds
-            for other in nodes[index + 1 :]:
-                query(node, "CLUSTER", "MEET", HOST, other.port, other.bus_port)
-        self._wait("nodes that know each other", self._find_unknown_peers)
-        for index, node in enumerate(nodes[masters:]):
-            query(node, "CLUSTER", "REPLICATE", self._id(nodes[index % masters]))
+            query(server, "CLUSTER", "ADDSLOTSRANGE", first, end - 1)
+        for index, server in enumerate(servers):
+            query(server, "CLUSTER", "SET-CONFIG-EPOCH", index + 1)
+        for index, server in enumerate(servers):  # every pair, because waiting for gossip takes seconds
+            for other in servers[index + 1 :]:
+                query(server, "CLUSTER", "MEET", HOST, other.port, other.bus_port)
+        self._wait("servers that know each other", self._find_unknown_peers)
+        for index, server in enumerate(servers[masters:]):
+            query(server, "CLUSTER", "REPLICATE", self._id(servers[index % masters]))
         self.wait_until_ok()
 
     def _wait_for_owner(self, slot: int, other_than: ClusterServer, seconds: float = WAIT_SECONDS) -> ClusterServer:
@@ -244,26 +244,28 @@ class RedisCluster(ServerGroup):
             owners = {_owners([view])[slot] for view in self._views()}
             if len(owners) == 1 and owners.isdisjoint({"", self._id(other_than)}):
                 return ""
-            return f"the nodes name {sorted(self._server_by_id[owner].port for owner in owners if owner)}"
+            return f"the servers name {sorted(self._server_by_id[owner].port for owner in owners if owner)}"
 
         self._wait(f"another master than {other_than.port} for slot {slot}", missing, seconds)
         return self.master_of(slot)
 
     def _id(self, server: ClusterServer) -> str:
-        return next(identity for identity, node in self._server_by_id.items() if node is server)
+        return next(identity for identity, known in self._server_by_id.items() if known is server)
 
     def _reachable(self) -> list[ClusterServer]:
-        return [node for node in self.servers if node.is_reachable]
+        return [server for server in self.servers if server.is_reachable]
 
     def _views(self) -> list[list[_Peer]]:
-        """What each node that can be asked knows."""
-        nodes = self._reachable()
-        if not nodes:
-            raise ServerFailed("no node can be asked")
-        return [[_Peer.parse(line) for line in query_text(node, "CLUSTER", "NODES").splitlines()] for node in nodes]
+        """Return what each reachable server knows."""
+        servers = self._reachable()
+        if not servers:
+            raise ServerFailed("no server is reachable")
+        return [
+            [_Peer.parse(line) for line in query_text(server, "CLUSTER", "NODES").splitlines()] for server in servers
+        ]
 
     def _candidate(self, server: ClusterServer) -> ClusterServer:
-        """A replica that can stand for election at once.
+        """Return a replica that can stand for election at once.
 
         After an election it sits out four node timeouts, at least 4 s. Asked to stand before, it has its master hold
         up all writes in the meantime.
@@ -279,16 +281,16 @@ class RedisCluster(ServerGroup):
         time.sleep(max(0.0, self._electable_at(replica) - time.monotonic()))
         return replica
 
-    def _electable_at(self, node: ClusterServer) -> float:
-        return self._elected_at.get(node.port, float("-inf")) + max(4.0, self._node_timeout_ms * 4 / 1_000) + 0.5
+    def _electable_at(self, server: ClusterServer) -> float:
+        return self._elected_at.get(server.port, float("-inf")) + max(4.0, self._node_timeout_ms * 4 / 1_000) + 0.5
 
     def _find_unknown_peers(self) -> str:
-        """Who does not know whom, among those that can be asked; "" if all know all."""
-        ports = {node.port for node in self._reachable()}
+        """Return which reachable servers do not know each other, or "" if all do."""
+        ports = {server.port for server in self._reachable()}
         for view in self._views():
             met = {peer.port for peer in view if "myself" in peer.flags or (peer.connected and not _is_suspected(peer))}
             if ports - met or len(view) != len(self._server_by_id):
-                return f"a node does not see {sorted(ports - met)} among {len(view)}"
+                return f"a server does not see {sorted(ports - met)} among {len(view)}"
         return ""
 
     def _find_problem(self) -> str:
@@ -299,20 +301,20 @@ class RedisCluster(ServerGroup):
             "cluster_slots_ok": str(SLOT_COUNT),
             "cluster_slots_assigned": str(SLOT_COUNT),
         }
-        for node in self._reachable():
-            info = query_fields(node, "CLUSTER", "INFO")
+        for server in self._reachable():
+            info = query_fields(server, "CLUSTER", "INFO")
             if wrong := {name: info.get(name) for name, value in expected.items() if info.get(name) != value}:
-                return f"{node.port}: {wrong}"
+                return f"{server.port}: {wrong}"
         views = self._views()
         if len({tuple(_owners([view])) for view in views}) != 1:
-            return "the nodes disagree on who has which slot"
-        reachable = {identity for identity, node in self._server_by_id.items() if node.is_reachable}
+            return "the servers disagree on the owners of slots"
+        reachable = {identity for identity, server in self._server_by_id.items() if server.is_reachable}
         if len({frozenset((peer.id, peer.master) for peer in view if peer.id in reachable) for view in views}) != 1:
-            return "the nodes disagree on who is whose replica"
+            return "the servers disagree on the masters of replicas"
         owners = set(_owners(views))
-        for identity, node in self._server_by_id.items():
-            if identity not in owners and node.is_reachable and not is_in_sync(node):
-                return f"{node.port} is a replica out of sync"
+        for identity, server in self._server_by_id.items():
+            if identity not in owners and server.is_reachable and not is_in_sync(server):
+                return f"{server.port} is a replica out of sync"
         return ""
 
 
@@ -321,7 +323,7 @@ def _is_suspected(peer: _Peer) -> bool:
 
 
 def _owners(views: Sequence[Sequence[_Peer]]) -> list[str]:
-    """The owner's id for each slot, "" where there is none; where views differ, the newest configuration counts."""
+    """Return the id of the owner of each slot, "" if there is none. The newest configuration counts."""
     owners = [""] * SLOT_COUNT
     for peer in sorted((peer for view in views for peer in view), key=lambda peer: peer.epoch):
         for slots in peer.slots:

@@ -1,4 +1,4 @@
-"""What a Cluster and a Sentinel set have in common: servers that start and stop together, and how they are asked."""
+"""What Cluster and Sentinel groups share: servers that start and stop together, and commands to them."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -18,7 +18,7 @@ Reply: TypeAlias = "bytes | int | list[Reply] | None"
 
 
 def query(server: RedisServer, *words: str | bytes | int) -> Reply:
-    """Send one command, of any words and any length, and return its whole reply; an error is a `ServerFailed`."""
+    """Send one command, and return its whole reply. Raises `ServerFailed` for an error reply."""
     encoded = [word if isinstance(word, bytes) else str(word).encode() for word in words]
     request = b"".join([b"*%d\r\n" % len(words), *(b"$%d\r\n%s\r\n" % (len(word), word) for word in encoded)])
     with server.connection() as connection, connection.makefile("rb") as stream:
@@ -30,7 +30,7 @@ def query(server: RedisServer, *words: str | bytes | int) -> Reply:
 
 
 def query_text(server: RedisServer, *words: str | bytes | int) -> str:
-    """`ask`, for a command that is answered with text."""
+    """Send a command whose reply is text."""
     reply = query(server, *words)
     if not isinstance(reply, bytes):
         raise ServerFailed(f"{server.port}: {words[0]!r}: text expected, not {reply!r}")
@@ -38,12 +38,12 @@ def query_text(server: RedisServer, *words: str | bytes | int) -> str:
 
 
 def query_fields(server: RedisServer, *words: str | bytes | int) -> dict[str, str]:
-    """`ask`, for a command that is answered with `name:value` lines, such as INFO."""
+    """Send a command whose reply has `name:value` lines, such as INFO."""
     return dict(line.split(":", 1) for line in query_text(server, *words).splitlines() if ":" in line)
 
 
 class GroupServer(RedisServer):
-    """One server of a constellation. A master that is stopped does not wait for its replicas."""
+    """A server of a group. A master does not wait for its replicas when it is stopped."""
 
     def __init__(self, *options: str, password: str | None = None) -> None:
         login = () if password is None else ("--requirepass", password, "--masterauth", password)
@@ -53,7 +53,7 @@ class GroupServer(RedisServer):
 
     @property
     def is_reachable(self) -> bool:
-        """Whether it would answer: neither dead nor paused."""
+        """True if the server is neither dead nor paused."""
         return self.running and not self._paused
 
     def pause(self) -> None:
@@ -65,7 +65,7 @@ class GroupServer(RedisServer):
         self._paused = False
 
     def log(self) -> str:
-        """The end of its log."""
+        """Return the end of the log."""
         return self._log()
 
     def _launch(self, *options: str) -> bool:
@@ -74,7 +74,7 @@ class GroupServer(RedisServer):
 
 
 class ServerGroup:
-    """Starts and stops its members together: when one cannot start, the others are stopped."""
+    """Servers that start and stop together. If one cannot start, the others are stopped."""
 
     def __init__(self, password: str | None) -> None:
         self._password = password
@@ -82,7 +82,7 @@ class ServerGroup:
         self._running = ExitStack()
 
     def start(self) -> Self:
-        """Returns once every member knows the others and all is in order."""
+        """Start all servers. Returns once the group is healthy."""
         try:
             self._start_all()
         except BaseException:
@@ -103,18 +103,18 @@ class ServerGroup:
     def _start_all(self) -> None:
         raise NotImplementedError
 
-    def _start(self, member: GroupServer) -> None:
-        self._servers.append(member)
-        self._running.callback(member.stop)
-        member.start()
+    def _start(self, server: GroupServer) -> None:
+        self._servers.append(server)
+        self._running.callback(server.stop)
+        server.start()
 
-    def _authority(self, members: Iterable[GroupServer]) -> str:
-        """The part of a URL that says who logs in and where."""
+    def _authority(self, servers: Iterable[GroupServer]) -> str:
+        """Return the part of a URL with the login and the servers."""
         login = "" if self._password is None else f":{quote(self._password, safe='')}@"
-        return login + ",".join(f"{HOST}:{member.port}" for member in members)
+        return login + ",".join(f"{HOST}:{server.port}" for server in servers)
 
     def _wait(self, what: str, missing: Callable[[], str], seconds: float = WAIT_SECONDS) -> None:
-        """Poll until `missing` returns "". A member that cannot be asked is something that is missing."""
+        """Poll until `missing` returns "". A server that cannot be reached counts as missing."""
         deadline = time.monotonic() + seconds
         while True:
             try:
@@ -126,7 +126,7 @@ class ServerGroup:
             if time.monotonic() >= deadline:
                 break
             time.sleep(POLL_SECONDS)
-        logs = "\n".join(f"--- {member.port}\n{member.log()[-1_000:]}" for member in self._servers)
+        logs = "\n".join(f"--- {server.port}\n{server.log()[-1_000:]}" for server in self._servers)
         raise ServerFailed(f"{what}: not within {seconds:.0f} s: {lack}\n{logs}")
 
 
@@ -135,7 +135,7 @@ def is_in_sync(replica: RedisServer) -> bool:
 
 
 def _read_reply(stream: BinaryIO) -> Reply:
-    """One RESP2 reply, whole."""
+    """Read one RESP2 reply."""
     line = stream.readline()
     kind, rest = line[:1], line[1:].rstrip()
     match kind:

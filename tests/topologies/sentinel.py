@@ -17,11 +17,11 @@ from tests.topologies.common import (
 
 
 class Sentinel(GroupServer):
-    """One sentinel: over a restart it keeps its port and, in its file, what it knows."""
+    """A sentinel. A restart keeps its port and, in its file, its state."""
 
-    # Quicker to see what happens than by default, and not out of service for 30 s after a pause. A sentinel connects to
-    # a new master up to one ping period late, by default as long as our `down_after_ms`, and would replace it as well.
-    # Five ping periods are the age up to which it trusts a replica's INFO, which it asks for once a second.
+    # Faster than the defaults, and not out of service for 30 s after a pause. A sentinel connects to a new master up to
+    # one ping period late. By default that is as long as our `down_after_ms`, so it would replace the new master, too.
+    # It trusts the INFO of a replica, which it requests once a second, for five ping periods.
     _PACE = (
         *("PING-PERIOD", 400, "INFO-PERIOD", 500, "PUBLISH-PERIOD", 500),
         *("TILT-TRIGGER", 10_000, "TILT-PERIOD", 1_000),
@@ -48,7 +48,7 @@ class Sentinel(GroupServer):
 
 
 class SentinelGroup(ServerGroup):
-    """A master with replicas, and sentinels that replace it once two of them have not heard from it.
+    """A master with replicas, and sentinels that replace it once two of them cannot reach it.
 
     Usable as a context manager. With a `password`, the servers ask for it and the sentinels do not. Nothing is kept
     on disk, so a master that dies and is back within `down_after_ms` comes back empty, and empties its replicas.
@@ -62,21 +62,21 @@ class SentinelGroup(ServerGroup):
         super().__init__(password)
         self._counts = (replicas, sentinels)
         self._down_after_ms = down_after_ms
-        self.servers: list[GroupServer] = []  # all of them, also the dead; the master at the start comes first
+        self.servers: list[GroupServer] = []  # including dead ones; the first master comes first
         self.sentinels: list[Sentinel] = []
 
     @property
     def url(self) -> str:
-        """Names the sentinels, and stays the same."""
+        """The URL of the sentinels. It never changes."""
         return f"redis+sentinel://{self._authority(self.sentinels)}/{self.NAME}"
 
     def master(self) -> GroupServer:
-        """The one that the sentinels name; where they differ, the newest configuration counts."""
+        """Return the master that the sentinels name. If they disagree, the newest configuration counts."""
         views = [self._view(sentinel) for sentinel in self._reachable_sentinels()]
         return self._server(max(views, key=lambda view: int(view["config-epoch"]))["port"])
 
     def failover(self) -> GroupServer:
-        """Have the sentinels choose another master while the old one is alive; returns the new one.
+        """Let the sentinels replace a live master. Return the new master.
 
         Writes that no replica had yet are lost. When it returns, the old master is a replica and all agree.
         """
@@ -90,7 +90,7 @@ class SentinelGroup(ServerGroup):
                 return "no living master that all agree on"
             if agreed is not old:
                 return self._find_problem()
-            if time.monotonic() - asked_at > 5:  # one that is under way, or impossible just now, is an error
+            if time.monotonic() - asked_at > 5:  # Redis refuses it while another one is in progress
                 asked_at = time.monotonic()
                 query(self._reachable_sentinels()[0], "SENTINEL", "FAILOVER", self.NAME)
             return f"the sentinels still name {old.port}"
@@ -99,7 +99,7 @@ class SentinelGroup(ServerGroup):
         return self.master()
 
     def wait_for_new_master(self, other_than: GroupServer, seconds: float = WAIT_SECONDS) -> GroupServer:
-        """The new master, once all sentinels that can be asked name it, and it says so itself."""
+        """Return the new master, once all reachable sentinels and the server itself agree."""
 
         def missing() -> str:
             agreed = self._agreed()
@@ -111,20 +111,20 @@ class SentinelGroup(ServerGroup):
         return self.master()
 
     def wait_until_ok(self, seconds: float = WAIT_SECONDS) -> None:
-        """Until those that can be asked agree, know all others, and the replicas are in sync."""
+        """Wait until reachable sentinels agree and know all others, and replicas are in sync."""
         self._wait("a master with replicas and sentinels in order", self._find_problem, seconds)
 
     def heal(self) -> None:
-        """Resume the paused, restart the dead; returns once all is in order. Who is master may stay changed."""
-        for member in self._servers:
-            if not member.running:
-                member.restart()
-            elif not member.is_reachable:
-                member.resume()
+        """Resume paused servers and restart dead ones. Returns once the group is healthy, perhaps with a new master."""
+        for server in self._servers:
+            if not server.running:
+                server.restart()
+            elif not server.is_reachable:
+                server.resume()
         self.wait_until_ok()
 
     def flush(self) -> None:
-        """Delete all keys; loaded scripts stay."""
+        """Delete all keys. Loaded scripts stay."""
         self.master().flush()
 
     def _start_all(self) -> None:
@@ -154,13 +154,13 @@ class SentinelGroup(ServerGroup):
     def _reachable_sentinels(self) -> list[Sentinel]:
         if sentinels := [sentinel for sentinel in self.sentinels if sentinel.is_reachable]:
             return sentinels
-        raise ServerFailed("no sentinel can be asked")
+        raise ServerFailed("no sentinel is reachable")
 
     def _view(self, sentinel: Sentinel) -> dict[str, str]:
         return _pairs(query(sentinel, "SENTINEL", "MASTER", self.NAME))
 
     def _agreed(self) -> GroupServer | None:
-        """The master that all sentinels name and that says so itself, or None."""
+        """Return the master on which all sentinels and the server itself agree, or None."""
         port, *others = {self._view(sentinel)["port"] for sentinel in self._reachable_sentinels()}
         server = self._server(port)
         if others or not server.is_reachable:
@@ -171,7 +171,7 @@ class SentinelGroup(ServerGroup):
         master = self._agreed()
         if master is None:
             return "no living master that all agree on"
-        alive = {str(member.port) for member in self._servers if member.is_reachable}
+        alive = {str(server.port) for server in self._servers if server.is_reachable}
         for sentinel in self._reachable_sentinels():
             others = {}
             for kind, flags in (("REPLICAS", "slave"), ("SENTINELS", "sentinel")):
@@ -197,7 +197,7 @@ class SentinelGroup(ServerGroup):
 
 
 def _pairs(reply: Reply) -> dict[str, str]:
-    """A flat list of names and values as a dict."""
+    """Convert a flat list of names and values to a dict."""
     if not isinstance(reply, list):
         raise ServerFailed(f"a list expected, not {reply!r}")
     words = [word.decode() for word in reply if isinstance(word, bytes)]

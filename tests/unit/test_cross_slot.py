@@ -1,4 +1,4 @@
-"""A check over several slots, step by step: what is given back when a slot denies, fails or is not heard of."""
+"""The steps of a cross-slot check: what is refunded when a slot denies, fails or does not answer."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,12 +21,12 @@ HELD = [(60, 0)]
 
 
 def slot_of(key: str | bytes) -> int:
-    """Every limit is in a slot of its own."""
+    """Put every limit in a slot of its own."""
     return [key == each for each in KEYS].index(True)
 
 
 def run(*answers: Sequence[Any]) -> tuple[Outcome | LimitforgeError, list[FinishHold]]:
-    """Each round of steps gets the next of these answers."""
+    """Run a check. Each round of steps gets the next of these replies."""
     flow = cross_slot_steps(CHECK, slot_of)
     steps: list[Step] = next(flow)
     try:
@@ -47,20 +47,20 @@ def refunds(*places: int) -> list[tuple[HoldAction, list[str]]]:
     return [(HoldAction.REFUND, [KEYS[place]]) for place in places]
 
 
-def test_each_slot_is_asked_for_its_own_limit() -> None:
+def test_each_slot_gets_its_own_limit() -> None:
     (first, second, third) = next(cross_slot_steps(CHECK, slot_of))
     assert isinstance(first, Check)
     assert [step.debits[0][1] for step in (first, second, third) if isinstance(step, Check)] == KEYS
 
 
-def test_what_all_have_confirmed_is_allowed_and_nothing_is_undone() -> None:
+def test_a_check_that_all_slots_confirmed_is_allowed_without_refunds() -> None:
     outcome, undone = run([ALLOWED] * 3, [HELD] * 3)
     assert isinstance(outcome, Outcome)
     assert outcome.allowed
     assert undone == []
 
 
-def test_a_denial_gives_back_what_others_took_and_tells_how_they_are_then() -> None:
+def test_a_denial_refunds_the_others_and_reports_their_state_after_that() -> None:
     now = Outcome(2, allowed=True, delay_us=0, rows=[(9, 9, 50, 0, 0)])
     outcome, undone = run([DENIED, ALLOWED, ALLOWED], [None, None, now, GONE])
     assert isinstance(outcome, Outcome)
@@ -69,22 +69,22 @@ def test_a_denial_gives_back_what_others_took_and_tells_how_they_are_then() -> N
     assert undone == []
 
 
-def test_a_slot_that_was_not_heard_of_gives_back_after_a_denial() -> None:
-    """It may have taken its part. Where the store was surely not asked there is nothing to give back."""
+def test_a_slot_that_did_not_answer_is_refunded_after_a_denial() -> None:
+    """The slot may have taken its part. If the call was certainly not sent, there is nothing to refund."""
     outcome, undone = run([DENIED, LOST, GONE])
     assert isinstance(outcome, Outcome)
     assert not outcome.allowed
     assert actions(undone) == refunds(1)
 
 
-def test_what_others_hold_goes_back_when_a_slot_fails() -> None:
+def test_the_holds_of_others_are_refunded_when_a_slot_fails() -> None:
     outcome, undone = run([ALLOWED, GONE, LOST])
     assert outcome is GONE
     assert actions(undone) == refunds(0, 2)
 
 
-def test_what_is_held_goes_back_when_a_slot_could_not_confirm() -> None:
-    """What was confirmed is given back as such, and all that may still be held is refunded."""
+def test_holds_are_refunded_when_a_slot_could_not_confirm() -> None:
+    """Confirmations are undone, and all holds that may remain are refunded."""
     outcome, undone = run([ALLOWED] * 3, [HELD, LOST, None])
     assert outcome is LOST
     assert actions(undone) == [*refunds(0, 1, 2), (HoldAction.UNDO_CONFIRM, [KEYS[0]])]

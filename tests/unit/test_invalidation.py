@@ -1,4 +1,4 @@
-"""What is forgotten when a node listens again, and when a message can't be read."""
+"""What caches drop after a new subscription, and after an invalid message."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ SUBSCRIBED: dict[str, Any] = {"type": "subscribe", "data": 1}
 
 
 class Cache:
-    """Notes what it was asked to forget."""
+    """Records what it was asked to drop."""
 
     def __init__(self) -> None:
         self.forgot: list[object] = []
@@ -38,9 +38,9 @@ def caches(cache: Cache) -> InvalidatedCaches:
 def test_messages_may_have_been_missed_whenever_the_connection_is_not_the_first(
     cache: Cache, caches: InvalidatedCaches
 ) -> None:
-    heard = _MessageHandler(b"lf:denials", caches)
+    handler = _MessageHandler(b"lf:denials", caches)
     for _ in range(3):
-        heard.on_message(SUBSCRIBED)
+        handler.on_message(SUBSCRIBED)
     assert cache.forgot == ["all", "all, as messages were missed", "all, as messages were missed"]
 
 

@@ -1,4 +1,4 @@
-"""One pipeline without a server: what its answers and deadlines mean for those who wait."""
+"""One pipeline without a server: what replies and deadlines mean for pending checks."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ OWING = FixedWindow(name="owing", limit=100, window_seconds=86_400, charge_after
 
 
 class Router:
-    """Has no other server."""
+    """A router without other servers."""
 
     def redirect(self, *_: Any) -> None: ...
 
@@ -29,7 +29,7 @@ class Router:
 
 
 class PipelineHarness:
-    """A pipeline of a server without a connection, and its answers."""
+    """A pipeline without a connection, and the results of its checks."""
 
     def __init__(self, **options: Any) -> None:
         self.core = RedisCore("redis://127.0.0.1:1", Keys(), None, StoreOptions(**options), lambda _: None)
@@ -44,8 +44,8 @@ class PipelineHarness:
         return PendingCheck(check, self.answers.append, due)
 
     def in_flight(self, *batch: PendingCheck, calls: int = 1) -> InFlightCall:
-        """These are on their way."""
-        checks: Sequence[Check] = [asked.check for asked in batch if isinstance(asked.check, Check)]
+        """Put checks in flight."""
+        checks: Sequence[Check] = [pending.check for pending in batch if isinstance(pending.check, Check)]
         volley = Write(1, is_group_split=False)
         flight = InFlightCall(
             list(batch), self.core.checks_flow(checks), self.resilience.now_us(), volley, calls_sent=calls
@@ -60,45 +60,45 @@ class PipelineHarness:
 
 @pytest.mark.parametrize(("calls", "owed"), [(1, 1), (2, 0)])
 async def test_after_a_second_call_any_check_of_a_batch_may_have_been_counted(calls: int, owed: int) -> None:
-    """A batch is asked once more for a quota in it; the others were judged by the first call."""
-    bench = PipelineHarness(failure="local")
-    flight = bench.in_flight(bench.pending(asyncio.get_running_loop().time() + 60), calls=calls)
-    bench.pipeline._on_call_reply(flight, StoreFull("no memory"))
-    assert [decision.degraded for decision in bench.answers] == ["local"]
-    assert bench.pending_charges() == owed
+    """A quota needs a second call for the batch. The first call has decided the other checks."""
+    harness = PipelineHarness(failure="local")
+    flight = harness.in_flight(harness.pending(asyncio.get_running_loop().time() + 60), calls=calls)
+    harness.pipeline._on_call_reply(flight, StoreFull("no memory"))
+    assert [decision.degraded for decision in harness.answers] == ["local"]
+    assert harness.pending_charges() == owed
 
 
 async def test_each_check_of_a_call_is_answered_by_its_own_deadline() -> None:
-    bench = PipelineHarness(failure="open")
+    harness = PipelineHarness(failure="open")
     now = asyncio.get_running_loop().time()
-    bench.in_flight(bench.pending(now + 60), bench.pending(now))
-    bench.pipeline._expire_calls(now)
-    assert [type(answer) for answer in bench.answers] == [Decision]
-    assert bench.resilience.degraded["open"] == 1
-    assert bench.pending_charges() == 0  # it was sent, and may have been counted
+    harness.in_flight(harness.pending(now + 60), harness.pending(now))
+    harness.pipeline._expire_calls(now)
+    assert [type(answer) for answer in harness.answers] == [Decision]
+    assert harness.resilience.degraded["open"] == 1
+    assert harness.pending_charges() == 0  # the check was sent, and may have been counted
 
 
 @pytest.mark.parametrize(("calls", "owed"), [(0, 1), (1, 0)])
 async def test_a_batch_that_finds_no_connection_may_have_been_counted_if_it_was_sent_before(
     calls: int, owed: int
 ) -> None:
-    bench = PipelineHarness(failure="open")
-    flight = bench.in_flight(bench.pending(asyncio.get_running_loop().time() + 60), calls=calls)
-    bench.pipeline._advance(flight, lambda: ScriptCall(["k"], [], 1))
-    assert [decision.degraded for decision in bench.answers] == ["open"]
-    assert bench.pending_charges() == owed
+    harness = PipelineHarness(failure="open")
+    flight = harness.in_flight(harness.pending(asyncio.get_running_loop().time() + 60), calls=calls)
+    harness.pipeline._advance(flight, lambda: ScriptCall(["k"], [], 1))
+    assert [decision.degraded for decision in harness.answers] == ["open"]
+    assert harness.pending_charges() == owed
 
 
 @pytest.mark.parametrize(("answered", "state"), [(False, "open"), (True, "closed")])
 async def test_a_queue_that_was_too_long_is_no_failure_of_a_server_that_answered(*, answered: bool, state: str) -> None:
-    bench = PipelineHarness(failure="raise", breaker_failures=1)
+    harness = PipelineHarness(failure="raise", breaker_failures=1)
     now = asyncio.get_running_loop().time()
     if answered:
-        bench.pipeline._on_call_reply(bench.in_flight(bench.pending(now)), StoreCorrupt("not ours"))
-    bench.pipeline.submit(bench.pending(now))
-    bench.pipeline._expire_queue(now)
-    assert [type(answer) for answer in bench.answers] == [StoreCorrupt] * answered + [StoreUnavailable]
-    assert bench.resilience.state == state
+        harness.pipeline._on_call_reply(harness.in_flight(harness.pending(now)), StoreCorrupt("not ours"))
+    harness.pipeline.submit(harness.pending(now))
+    harness.pipeline._expire_queue(now)
+    assert [type(answer) for answer in harness.answers] == [StoreCorrupt] * answered + [StoreUnavailable]
+    assert harness.resilience.state == state
 
 
 @pytest.mark.parametrize(
@@ -113,11 +113,11 @@ async def test_a_queue_that_was_too_long_is_no_failure_of_a_server_that_answered
 async def test_checks_that_leave_the_queue_take_their_weight_with_them(
     leave: Callable[[Pipeline], object], owed: int
 ) -> None:
-    """The weight decides how much travels together. Those that are decided here were never sent."""
-    bench = PipelineHarness(failure="open")
+    """The weight decides how many checks share a call. The checks of this test were never sent."""
+    harness = PipelineHarness(failure="open")
     for subject in "abc":
-        bench.pipeline.submit(bench.pending(asyncio.get_running_loop().time(), subject))
-    assert bench.pipeline._queued_us == 3 * BUCKET_US
-    leave(bench.pipeline)
-    assert (bench.pipeline.pending_count, bench.pipeline._queued_us) == (0, 0)
-    assert bench.pending_charges() == owed
+        harness.pipeline.submit(harness.pending(asyncio.get_running_loop().time(), subject))
+    assert harness.pipeline._queued_us == 3 * BUCKET_US
+    leave(harness.pipeline)
+    assert (harness.pipeline.pending_count, harness.pipeline._queued_us) == (0, 0)
+    assert harness.pending_charges() == owed

@@ -1,4 +1,4 @@
-"""The servers that tests lean on do what their names say."""
+"""The servers of the tests do what their names say."""
 
 import shutil
 import socket
@@ -10,7 +10,7 @@ import pytest
 from tests.servers import AclRedisServer, RedisServer, ServerFailed, TlsRedisServer, UnixRedisServer, find_free_port
 
 
-def test_a_restarted_redis_keeps_its_url_and_forgets_everything(own_redis_server: RedisServer) -> None:
+def test_a_restarted_redis_keeps_its_url_and_loses_its_data(own_redis_server: RedisServer) -> None:
     url = own_redis_server.url
     assert own_redis_server.command("SET key value") == b"+OK\r\n"
     own_redis_server.restart()
@@ -77,7 +77,7 @@ def test_a_saved_redis_has_its_data_after_a_crash(own_redis_server: RedisServer)
     assert own_redis_server.command("GET key") == b"$5\r\nvalue\r\n"
 
 
-def test_a_locked_redis_answers_only_who_knows_the_password(own_redis_server: RedisServer) -> None:
+def test_a_redis_that_requires_a_password_answers_no_other_client(own_redis_server: RedisServer) -> None:
     with own_redis_server.connection() as early:
         own_redis_server.require_password("secret")
         assert early.recv(16) == b""
@@ -128,12 +128,12 @@ def test_a_redis_with_tls_speaks_nothing_else_and_keeps_its_certificate() -> Non
 
 
 @pytest.mark.parametrize("kind", [UnixRedisServer, TlsRedisServer])
-def test_what_is_not_started_has_no_files(kind: type[RedisServer]) -> None:
+def test_a_server_that_was_not_started_has_no_files(kind: type[RedisServer]) -> None:
     with pytest.raises(ServerFailed, match="not started"):
         _ = kind().url
 
 
-def test_a_missing_openssl_is_said_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_openssl_is_reported_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     found = shutil.which
     monkeypatch.setattr("tests.servers.shutil.which", lambda name: None if name == "openssl" else found(name))
     with pytest.raises(ServerFailed, match="openssl is not installed"):

@@ -1,4 +1,4 @@
-"""A URL that can't be used is refused when a limiter is made, not by the first check."""
+"""An invalid URL is refused when a limiter is created, not by the first check."""
 
 import subprocess
 import sys
@@ -41,7 +41,7 @@ def test_a_wrong_prefix_is_refused_by_name(prefix: str) -> None:
     "url",
     ["redis://user:secret@localhost/abc", "redis://:top/secret@localhost:6379/0", "redis://:sec#ret@localhost:1/0"],
 )
-def test_no_piece_of_a_password_is_told(url: str) -> None:
+def test_no_part_of_a_password_leaks(url: str) -> None:
     with pytest.raises(InvalidInput) as refused:
         SyncLimiter.connect(url)
     assert not any(piece in str(refused.value) for piece in ("secret", "'sec", "top"))
@@ -67,5 +67,5 @@ def test_without_redis_py_the_error_says_what_to_install(kind: str) -> None:
         f"try: {kind}.connect('redis://localhost')\n"
         "except InvalidInput as refused: print(refused)"
     )
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert "pip install 'limitforge[redis]'" in told
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert "pip install 'limitforge[redis]'" in output

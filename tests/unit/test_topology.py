@@ -107,7 +107,7 @@ def test_each_range_of_slots_has_its_master() -> None:
 
 
 @pytest.mark.parametrize("host", [b"", None])
-def test_a_server_that_does_not_know_its_name_is_the_one_that_was_asked(host: bytes | None) -> None:
+def test_a_server_without_a_host_name_is_the_one_that_was_asked(host: bytes | None) -> None:
     known = topology()
     apply_reply(known, slots((0, SLOT_COUNT - 1, host, 7)), seed=1)
     assert known.server_of_slot(0).name == "two:7"

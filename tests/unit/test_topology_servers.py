@@ -1,4 +1,4 @@
-"""The constellations that tests lean on do what their names say.
+"""The groups of servers of the tests do what their names say.
 
 Most of it is in `make soak`: other tests of `make test` kill, pause and move the same servers. After a change to
 `tests/topologies`, run `make soak ARGS=tests/unit`.
@@ -22,7 +22,7 @@ def running_cluster() -> Iterator[RedisCluster]:
 
 @pytest.fixture
 def cluster(running_cluster: RedisCluster) -> RedisCluster:
-    """In order and empty, whatever the test before did to it."""
+    """Healthy and empty."""
     running_cluster.heal()
     running_cluster.flush()
     return running_cluster
@@ -41,7 +41,7 @@ def sentinels(running_sentinels: SentinelGroup) -> SentinelGroup:
     return running_sentinels
 
 
-def test_a_reply_is_read_whole_whatever_its_size_and_shape(redis_server: RedisServer) -> None:
+def test_a_reply_of_any_size_and_shape_is_read_completely(redis_server: RedisServer) -> None:
     redis_server.flush()
     value = bytes(range(256)) * 4_096
     assert query(redis_server, "SET", "key", value) == b"OK"
@@ -71,7 +71,7 @@ def test_when_it_cannot_start_nothing_is_left_running(
 
 
 @pytest.mark.soak
-def test_what_does_not_come_fails_with_the_reason_and_the_logs(cluster: RedisCluster) -> None:
+def test_a_wait_that_times_out_fails_with_the_reason_and_the_logs(cluster: RedisCluster) -> None:
     master = cluster.master_of(0)
     with pytest.raises(ServerFailed, match=rf"the nodes name \[{master.port}\]\n--- ") as failed:
         cluster.wait_for_new_master(0, master, seconds=0)
@@ -143,7 +143,7 @@ def test_a_slot_migrates_with_all_its_keys_and_back(cluster: RedisCluster) -> No
 
 
 @pytest.mark.soak
-def test_a_slot_can_be_looked_at_in_the_middle_of_its_migration(cluster: RedisCluster) -> None:
+def test_a_slot_can_be_inspected_in_the_middle_of_its_migration(cluster: RedisCluster) -> None:
     slot = fill(cluster)
     source = cluster.master_of(slot)
     target = next(master for master in cluster.masters() if master is not source)
@@ -182,7 +182,7 @@ def test_a_cluster_with_a_password_fails_over_and_migrates() -> None:
 
 
 @pytest.mark.soak
-def test_the_sentinels_name_the_master_and_know_everybody(sentinels: SentinelGroup) -> None:
+def test_the_sentinels_name_the_master_and_know_all_others(sentinels: SentinelGroup) -> None:
     master = sentinels.master()
     assert query_fields(master, "INFO", "replication")["connected_slaves"] == "2"
     for sentinel in sentinels.sentinels:
@@ -193,7 +193,7 @@ def test_the_sentinels_name_the_master_and_know_everybody(sentinels: SentinelGro
 
 
 def eventually_replicated(master: GroupServer) -> None:
-    """Whatever was written is in both replicas: a failover loses what is not."""
+    """Wait until both replicas have every write, because a failover loses all others."""
     with master.connection() as connection:
         connection.sendall(b"SET replicated yes\r\nWAIT 2 60000\r\n")
         said = b""
@@ -244,7 +244,7 @@ def test_servers_with_a_password_are_watched_by_the_sentinels() -> None:
 
 
 def fill(cluster: RedisCluster) -> int:
-    """Write all of `KEYS`, which share a slot; returns the slot."""
+    """Write all of `KEYS`, which share a slot. Return the slot."""
     slot = query(cluster.servers[0], "CLUSTER", "KEYSLOT", KEYS[0])
     assert isinstance(slot, int)
     master = cluster.master_of(slot)
