@@ -24,7 +24,7 @@ class Callers(Protocol):
     def end(self) -> int:
         """Stop all callers. Return how many got no result of their last check."""
 
-    def check(self, ask: Workload, cost: int = 1) -> Decision:
+    def check(self, workload: Workload, cost: int = 1) -> Decision:
         """Send one more check, from the test itself."""
 
     def close(self) -> None: ...
@@ -67,8 +67,10 @@ class TaskCallers:
 
         return self._loop.run(finish(), 2 * PATIENCE_SECONDS)
 
-    def check(self, ask: Workload, cost: int = 1) -> Decision:
-        return self._loop.run(self.limiter.check(ask.resource, ask.subject, limits=ask.limits, cost=cost))
+    def check(self, workload: Workload, cost: int = 1) -> Decision:
+        return self._loop.run(
+            self.limiter.check(workload.resource, workload.subject, limits=workload.limits, cost=cost)
+        )
 
     def close(self) -> None:
         try:
@@ -76,24 +78,24 @@ class TaskCallers:
         finally:
             self._loop.stop()
 
-    async def _call(self, ask: Workload, record: LoadRecord) -> None:
+    async def _call(self, workload: Workload, record: LoadRecord) -> None:
         while self._going:
             began = time.monotonic()
             try:
-                answer: Decision | BaseException = await self._by(self.limiter, ask)
+                answer: Decision | BaseException = await self._by(self.limiter, workload)
             except Exception as error:  # noqa: BLE001 - the test looks at it
                 answer = error
-            record.checks.append(record_check(ask, began, answer))
+            record.checks.append(record_check(workload, began, answer))
             await asyncio.sleep(self._pause)
 
 
-async def by_check(limiter: Limiter, ask: Workload) -> Decision:
-    return await limiter.check(ask.resource, ask.subject, limits=ask.limits)
+async def by_check(limiter: Limiter, workload: Workload) -> Decision:
+    return await limiter.check(workload.resource, workload.subject, limits=workload.limits)
 
 
-async def by_submit(limiter: Limiter, ask: Workload) -> Decision:
+async def by_submit(limiter: Limiter, workload: Workload) -> Decision:
     answers: asyncio.Queue[Decision | LimitforgeError] = asyncio.Queue()
-    limiter.submit(answers.put_nowait, ask.resource, ask.subject, limits=ask.limits)
+    limiter.submit(answers.put_nowait, workload.resource, workload.subject, limits=workload.limits)
     answer = await answers.get()
     if not answers.empty():
         raise AssertionError(f"answered twice: {answer}, {answers.get_nowait()}")
@@ -126,18 +128,18 @@ class ThreadCallers:
             thread.join(max(0.0, deadline - time.monotonic()))
         return sum(thread.is_alive() for thread in self._threads)
 
-    def check(self, ask: Workload, cost: int = 1) -> Decision:
-        return self.limiter.check(ask.resource, ask.subject, limits=ask.limits, cost=cost)
+    def check(self, workload: Workload, cost: int = 1) -> Decision:
+        return self.limiter.check(workload.resource, workload.subject, limits=workload.limits, cost=cost)
 
     def close(self) -> None:
         self.limiter.close()
 
-    def _call(self, ask: Workload, record: LoadRecord) -> None:
+    def _call(self, workload: Workload, record: LoadRecord) -> None:
         while self._going:
             began = time.monotonic()
             try:
-                answer: Decision | BaseException = self.check(ask)
+                answer: Decision | BaseException = self.check(workload)
             except Exception as error:  # noqa: BLE001 - the test looks at it
                 answer = error
-            record.checks.append(record_check(ask, began, answer))
+            record.checks.append(record_check(workload, began, answer))
             time.sleep(self._pause)

@@ -47,14 +47,14 @@ async def callbacks(limiter: Limiter, limits: Limits, callers: int, calls: int) 
     answers: list[Decision] = []
     done = asyncio.get_running_loop().create_future()
 
-    def ask(left: int) -> None:
+    def submit_next(left: int) -> None:
         def answered(answer: Decision | LimitforgeError) -> None:
             if not isinstance(answer, Decision):
                 done.set_exception(answer)
                 return
             answers.append(answer)
             if left > 1:
-                loop.call_soon(ask, left - 1)
+                loop.call_soon(submit_next, left - 1)
             elif len(answers) == callers * calls:
                 done.set_result(None)
 
@@ -62,7 +62,7 @@ async def callbacks(limiter: Limiter, limits: Limits, callers: int, calls: int) 
 
     loop = asyncio.get_running_loop()
     for _ in range(callers):
-        ask(calls)
+        submit_next(calls)
     await done
     return count_decisions(answers)
 

@@ -42,22 +42,24 @@ def assert_degraded_checks_are_counted(load: Load) -> None:
 
 def assert_limits_held(record: LoadRecord, options: StoreOptions, *, lives: int = 1, outages: int = 1) -> None:
     """The store admits within the limit, in each life of the data. `local` admits within this process's part."""
-    for ask in WORKLOADS:
-        admitted = record.admitted(ask)
-        if ask.is_finite:
-            run_report.record_admitted(admitted[None], lives * ask.max_admitted)
-        assert admitted[None] <= lives * ask.max_admitted, ask.resource
-        assert admitted["local"] <= outages * max(1, ask.max_admitted // options.processes), ask.resource
+    for workload in WORKLOADS:
+        admitted = record.admitted(workload)
+        if workload.is_finite:
+            run_report.record_admitted(admitted[None], lives * workload.max_admitted)
+        assert admitted[None] <= lives * workload.max_admitted, workload.resource
+        assert admitted["local"] <= outages * max(1, workload.max_admitted // options.processes), workload.resource
         assert admitted["closed"] == 0
 
 
 def assert_counts_match_admissions(load: Load) -> None:
     """Call this if no data was lost, and before the limiter is closed."""
-    for ask in WORKLOADS:
-        calls = load.record.of(ask)
-        admitted = load.record.admitted(ask)[None]
+    for workload in WORKLOADS:
+        calls = load.record.of(workload)
+        admitted = load.record.admitted(workload)[None]
         unsure = sum(call.degraded is not None for call in calls)
-        assert admitted <= load.count_in_store(ask) <= min(ask.max_admitted, admitted + unsure), ask.resource
+        assert admitted <= load.count_in_store(workload) <= min(workload.max_admitted, admitted + unsure), (
+            workload.resource
+        )
 
 
 def recovery_seconds(record: LoadRecord, breaker_seconds: float, deadline_ms: float) -> float:

@@ -88,17 +88,17 @@ class Load:
                 )
             time.sleep(TICK_SECONDS)
 
-    def check(self, ask: Workload, cost: int = 1) -> Decision:
+    def check(self, workload: Workload, cost: int = 1) -> Decision:
         """Send one more check, from the test itself."""
-        return self._callers.check(ask, cost)
+        return self._callers.check(workload, cost)
 
-    def count_in_store(self, ask: Workload) -> int:
+    def count_in_store(self, workload: Workload) -> int:
         """The count in the store of a workload's first limit. On a busy machine, the peek may have to be repeated."""
-        peek = self.check(ask, cost=0)
+        peek = self.check(workload, cost=0)
         while peek.degraded is not None:
             time.sleep(TICK_SECONDS)
-            peek = self.check(ask, cost=0)
-        state = peek.limits[next(iter(ask.limits)).name]
+            peek = self.check(workload, cost=0)
+        state = peek.limits[next(iter(workload.limits)).name]
         assert state.limit is not None
         assert state.remaining is not None
         return state.limit - state.remaining

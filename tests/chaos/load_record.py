@@ -46,14 +46,16 @@ class CheckRecord:
     inconsistency: str = ""  # what is wrong with the decision
 
 
-def record_check(ask: Workload, began: float, answer: Decision | BaseException) -> CheckRecord:
+def record_check(workload: Workload, began: float, answer: Decision | BaseException) -> CheckRecord:
     waited = time.monotonic() - began
     if isinstance(answer, Decision):
-        return CheckRecord(ask, began, waited, answer.allowed, answer.degraded, None, _find_inconsistency(answer, ask))
-    return CheckRecord(ask, began, waited, error=answer)
+        return CheckRecord(
+            workload, began, waited, answer.allowed, answer.degraded, None, _find_inconsistency(answer, workload)
+        )
+    return CheckRecord(workload, began, waited, error=answer)
 
 
-def _find_inconsistency(decision: Decision, ask: Workload) -> str:
+def _find_inconsistency(decision: Decision, workload: Workload) -> str:
     """Return what is wrong with a decision."""
     if decision.degraded == "open":
         wrong = not decision.allowed or bool(decision.limits)
@@ -61,15 +63,15 @@ def _find_inconsistency(decision: Decision, ask: Workload) -> str:
         wrong = decision.allowed or not decision.retry_after_ms
     else:
         limits = {name: state.limit for name, state in decision.limits.items()}
-        wrong = limits != _numbers(ask) or decision.allowed == bool(decision.retry_after_ms)
+        wrong = limits != _numbers(workload) or decision.allowed == bool(decision.retry_after_ms)
     return str(decision) if wrong else ""
 
 
-def _numbers(ask: Workload) -> dict[str, object]:
+def _numbers(workload: Workload) -> dict[str, object]:
     """Return the number of each limit. The result of another check would have other numbers."""
     return {
         limit.name: limit.bucket_capacity if isinstance(limit, TokenBucket) else limit.limit
-        for limit in ask.limits
+        for limit in workload.limits
         if isinstance(limit, TokenBucket | FixedWindow | SlidingWindow)
     }
 
@@ -106,8 +108,8 @@ class LoadRecord:
     hung: int = 0  # callers that were still waiting long after the end
     close_seconds: float = 0.0  # how long closing the limiter took
 
-    def of(self, ask: Workload) -> list[CheckRecord]:
-        return [call for call in self.checks if call.workload is ask]
+    def of(self, workload: Workload) -> list[CheckRecord]:
+        return [call for call in self.checks if call.workload is workload]
 
     @property
     def slowest(self) -> float:
@@ -126,6 +128,6 @@ class LoadRecord:
         """How many checks were decided by the store (None), or without it as open, closed or local."""
         return Counter(call.degraded for call in self.checks if call.error is None)
 
-    def admitted(self, ask: Workload) -> Counter[str | None]:
+    def admitted(self, workload: Workload) -> Counter[str | None]:
         """How many checks were admitted, by kind."""
-        return Counter(call.degraded for call in self.of(ask) if call.allowed)
+        return Counter(call.degraded for call in self.of(workload) if call.allowed)

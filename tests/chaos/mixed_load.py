@@ -102,57 +102,63 @@ def options_of(failure: FailureName) -> StoreOptions:
     return StoreOptions(failure=failure, deadline_ms=DEADLINE_MS, breaker_seconds=BREAKER_SECONDS, processes=2)
 
 
-async def _by_tenant(limiter: Limiter, ask: Workload, cost: int = 1) -> Decision:
-    assert isinstance(ask, TenantWorkload)
-    return await limiter.check(ask.resource, ask.subject, limits=ask.limits, cost=cost, tenant=ask.tenant)
+async def _by_tenant(limiter: Limiter, workload: Workload, cost: int = 1) -> Decision:
+    assert isinstance(workload, TenantWorkload)
+    return await limiter.check(
+        workload.resource, workload.subject, limits=workload.limits, cost=cost, tenant=workload.tenant
+    )
 
 
 class TenantTaskCallers(TaskCallers):
     """Callers on one event loop, some for each workload."""
 
-    def __init__(self, limiter: Limiter, asks: Sequence[TenantWorkload], callers: int, pause: float) -> None:
+    def __init__(self, limiter: Limiter, workloads: Sequence[TenantWorkload], callers: int, pause: float) -> None:
         super().__init__(limiter, pause=pause, by=_by_tenant)
-        self._asks = [ask for ask in asks for _ in range(callers)]
+        self._workloads = [workload for workload in workloads for _ in range(callers)]
 
     def start(self, record: LoadRecord) -> None:
         async def begin() -> None:
             self._ticker = asyncio.create_task(record.loop.measure_loop())
-            self._tasks = [asyncio.create_task(self._call(ask, record)) for ask in self._asks]
+            self._tasks = [asyncio.create_task(self._call(workload, record)) for workload in self._workloads]
 
         self._loop.run(begin())
 
-    def check(self, ask: Workload, cost: int = 1) -> Decision:
-        return self._loop.run(_by_tenant(self.limiter, ask, cost))
+    def check(self, workload: Workload, cost: int = 1) -> Decision:
+        return self._loop.run(_by_tenant(self.limiter, workload, cost))
 
 
 class TenantThreadCallers(ThreadCallers):
     """Callers in threads, some for each workload."""
 
-    def __init__(self, limiter: SyncLimiter, asks: Sequence[TenantWorkload], callers: int, pause: float) -> None:
+    def __init__(self, limiter: SyncLimiter, workloads: Sequence[TenantWorkload], callers: int, pause: float) -> None:
         super().__init__(limiter, pause=pause)
-        self._asks = [ask for ask in asks for _ in range(callers)]
+        self._workloads = [workload for workload in workloads for _ in range(callers)]
 
     def start(self, record: LoadRecord) -> None:
-        self._threads = [threading.Thread(target=self._call, args=(ask, record), daemon=True) for ask in self._asks]
+        self._threads = [
+            threading.Thread(target=self._call, args=(workload, record), daemon=True) for workload in self._workloads
+        ]
         for thread in self._threads:
             thread.start()
 
-    def check(self, ask: Workload, cost: int = 1) -> Decision:
-        assert isinstance(ask, TenantWorkload)
-        return self.limiter.check(ask.resource, ask.subject, limits=ask.limits, cost=cost, tenant=ask.tenant)
+    def check(self, workload: Workload, cost: int = 1) -> Decision:
+        assert isinstance(workload, TenantWorkload)
+        return self.limiter.check(
+            workload.resource, workload.subject, limits=workload.limits, cost=cost, tenant=workload.tenant
+        )
 
 
 class MixedLoad:
     """Async and sync callers, each kind with a limiter of its own, that send checks while the context is open."""
 
     def __init__(
-        self, url: str, asks: Sequence[TenantWorkload], options: StoreOptions, *, pause: float = PAUSE_SECONDS
+        self, url: str, workloads: Sequence[TenantWorkload], options: StoreOptions, *, pause: float = PAUSE_SECONDS
     ) -> None:
-        self.workloads = list(asks)
+        self.workloads = list(workloads)
         self.extra_workloads: list[TenantWorkload] = []  # sent by the test itself
         self.options = options
-        tasks = TenantTaskCallers(Limiter.connect(url, options=options), asks, TASKS, pause)
-        threads = TenantThreadCallers(SyncLimiter.connect(url, options=options), asks, THREADS, pause)
+        tasks = TenantTaskCallers(Limiter.connect(url, options=options), workloads, TASKS, pause)
+        threads = TenantThreadCallers(SyncLimiter.connect(url, options=options), workloads, THREADS, pause)
         self.loads = {"async": Load(tasks), "sync": Load(threads)}
         self._open = ExitStack()
 
@@ -174,63 +180,63 @@ class MixedLoad:
         """The longest delay of the machine or the event loop."""
         return max(max(load.record.machine.worst, load.record.loop.worst) for load in self.loads.values())
 
-    def check_once(self, ask: TenantWorkload) -> None:
+    def check_once(self, workload: TenantWorkload) -> None:
         """Send and record one more check through each limiter."""
-        if ask not in self.extra_workloads:
-            self.extra_workloads.append(ask)
+        if workload not in self.extra_workloads:
+            self.extra_workloads.append(workload)
         for load in self.loads.values():
-            _ask(load, ask)
+            _record_check(load, workload)
 
     # -- waiting
 
-    def wait_for_answers(self, asks: Iterable[TenantWorkload], count: int = 5, *, degraded: bool) -> None:
+    def wait_for_answers(self, workloads: Iterable[TenantWorkload], count: int = 5, *, degraded: bool) -> None:
         """Wait until each limiter has answered `count` checks of each workload that began from now on."""
         began = time.monotonic()
         for api, load in self.loads.items():
-            for ask in asks:
+            for workload in workloads:
                 wait_until(
-                    lambda load=load, ask=ask: (
+                    lambda load=load, workload=workload: (
                         count
                         <= sum(  # type: ignore[misc]
                             call.began >= began and call.error is None and degraded is (call.degraded is not None)
-                            for call in load.record.of(ask)
+                            for call in load.record.of(workload)
                         )
                     ),
-                    lambda api=api, load=load, ask=ask: (  # type: ignore[misc]
-                        f"{api}: {ask.resource} was not answered {count} times with degraded={degraded}; "
-                        f"since then {_kinds(load.record.of(ask), began)}; {load.limiter.status()}"
+                    lambda api=api, load=load, workload=workload: (  # type: ignore[misc]
+                        f"{api}: {workload.resource} was not answered {count} times with degraded={degraded}; "
+                        f"since then {_kinds(load.record.of(workload), began)}; {load.limiter.status()}"
                     ),
                 )
 
-    def wait_until_decided(self, asks: Iterable[TenantWorkload] | None = None, count: int = 5) -> None:
+    def wait_until_decided(self, workloads: Iterable[TenantWorkload] | None = None, count: int = 5) -> None:
         """Wait until the store decides checks of these workloads, or of all."""
-        self.wait_for_answers(self.workloads if asks is None else asks, count, degraded=False)
+        self.wait_for_answers(self.workloads if workloads is None else workloads, count, degraded=False)
 
     # -- the records of both
 
-    def calls(self, ask: TenantWorkload) -> list[CheckRecord]:
-        return [call for load in self.loads.values() for call in load.record.of(ask)]
+    def calls(self, workload: TenantWorkload) -> list[CheckRecord]:
+        return [call for load in self.loads.values() for call in load.record.of(workload)]
 
-    def admitted(self, ask: TenantWorkload, since: float = 0.0, until: float = float("inf")) -> int:
+    def admitted(self, workload: TenantWorkload, since: float = 0.0, until: float = float("inf")) -> int:
         """How many checks the store admitted and answered in that time."""
         return sum(
             call.allowed and call.degraded is None and since <= call.began + call.seconds <= until
-            for call in self.calls(ask)
+            for call in self.calls(workload)
         )
 
-    def degraded_count(self, ask: TenantWorkload) -> int:
+    def degraded_count(self, workload: TenantWorkload) -> int:
         """How many checks were decided without the store. It may have counted them as well."""
-        return sum(call.degraded is not None for call in self.calls(ask))
+        return sum(call.degraded is not None for call in self.calls(workload))
 
-    def count_in_store(self, ask: TenantWorkload) -> dict[str, int]:
+    def count_in_store(self, workload: TenantWorkload) -> dict[str, int]:
         """The counts in the store, by limit."""
         load = next(iter(self.loads.values()))
-        look = load.check(ask, cost=0)
+        look = load.check(workload, cost=0)
         began = time.monotonic()
         while look.degraded is not None:
-            assert time.monotonic() - began < PATIENCE_SECONDS, f"{ask.resource} is never decided by the store"
+            assert time.monotonic() - began < PATIENCE_SECONDS, f"{workload.resource} is never decided by the store"
             time.sleep(TICK_SECONDS)
-            look = load.check(ask, cost=0)
+            look = load.check(workload, cost=0)
         return {name: (state.limit or 0) - (state.remaining or 0) for name, state in look.limits.items()}
 
     # -- guarantees
@@ -246,32 +252,34 @@ class MixedLoad:
             ]
             assert not odd, odd[:3]
 
-    def assert_unaffected(self, asks: Iterable[TenantWorkload], since: float = 0.0) -> None:
+    def assert_unaffected(self, workloads: Iterable[TenantWorkload], since: float = 0.0) -> None:
         """Assert that the store decided every check of workloads that the fault did not affect.
 
         This proves nothing if the machine was too busy.
         """
         if self.lag < self.options.deadline_ms / 2_000:
-            for ask in asks:
-                assert _kinds(self.calls(ask), since).keys() <= {None}, ask.resource
+            for workload in workloads:
+                assert _kinds(self.calls(workload), since).keys() <= {None}, workload.resource
 
-    def assert_limits_held(self, lost: Callable[[TenantWorkload], int] = lambda _ask: 0) -> None:
+    def assert_limits_held(self, lost: Callable[[TenantWorkload], int] = lambda _record_check: 0) -> None:
         """Assert that no more was admitted than the limits, apart from what a failover may have lost."""
-        for ask in self.workloads + self.extra_workloads:
-            admitted, most = self.admitted(ask), ask.max_admitted + lost(ask)
-            if ask.is_finite:
+        for workload in self.workloads + self.extra_workloads:
+            admitted, most = self.admitted(workload), workload.max_admitted + lost(workload)
+            if workload.is_finite:
                 run_report.record_admitted(admitted, most)
-            assert admitted <= most, ask.resource
+            assert admitted <= most, workload.resource
 
-    def assert_counted(self, lost: Callable[[TenantWorkload], int] = lambda _ask: 0) -> None:
+    def assert_counted(self, lost: Callable[[TenantWorkload], int] = lambda _record_check: 0) -> None:
         """Assert that every admission is counted unless it was lost, and at most the unsure ones are counted, too."""
-        for ask in self.workloads + self.extra_workloads:
-            admitted, unsure = self.admitted(ask), self.degraded_count(ask)
-            for name, counted in self.count_in_store(ask).items():
-                assert admitted - lost(ask) <= counted <= admitted + unsure, (ask.resource, name)
+        for workload in self.workloads + self.extra_workloads:
+            admitted, unsure = self.admitted(workload), self.degraded_count(workload)
+            for name, counted in self.count_in_store(workload).items():
+                assert admitted - lost(workload) <= counted <= admitted + unsure, (workload.resource, name)
 
 
-def assert_eventually_counted(mixed_load: MixedLoad, lost: Callable[[TenantWorkload], int] = lambda _ask: 0) -> None:
+def assert_eventually_counted(
+    mixed_load: MixedLoad, lost: Callable[[TenantWorkload], int] = lambda _record_check: 0
+) -> None:
     """Assert the counts once the holds of cross-slot checks have lapsed, within HOLD_SECONDS."""
     deadline = time.monotonic() + HOLD_SECONDS
     while time.monotonic() < deadline:
@@ -282,20 +290,22 @@ def assert_eventually_counted(mixed_load: MixedLoad, lost: Callable[[TenantWorkl
     mixed_load.assert_counted(lost)
 
 
-def _ask(load: Load, ask: TenantWorkload) -> None:
+def _record_check(load: Load, workload: TenantWorkload) -> None:
     began = time.monotonic()
     answer: Decision | BaseException
     try:
-        answer = load.check(ask)
+        answer = load.check(workload)
     except Exception as error:  # noqa: BLE001 - the test looks at it
         answer = error
-    load.record.checks.append(record_check(ask, began, answer))
+    load.record.checks.append(record_check(workload, began, answer))
 
 
 def _has_unknown_limit(call: CheckRecord) -> bool:
     """Return True if one slot denied while another did not answer, so that the state of one limit is unknown."""
-    ask = call.workload
-    return not call.allowed and call.degraded is None and isinstance(ask, TenantWorkload) and ask.is_cross_slot
+    workload = call.workload
+    return (
+        not call.allowed and call.degraded is None and isinstance(workload, TenantWorkload) and workload.is_cross_slot
+    )
 
 
 def _kinds(calls: Iterable[CheckRecord], since: float) -> dict[str | None, int]:

@@ -141,13 +141,13 @@ def test_no_check_gets_the_answer_to_another(opened: Connect, proxy: Proxy, mode
     """Some answers are late or lost on a connection that stays open. Each limit has a number of its own."""
     limiter = opened(proxy.url, failure="open", deadline_ms=100, breaker_failures=1_000, denial_cache_ms=0)
 
-    def ask(number: int) -> list[str]:
+    def send_checks(number: int) -> list[str]:
         limit = FixedWindow(name="n", limit=1_000 + number, window_seconds=DAY)
         decisions = [limiter.check("r", f"s{number}", limits=limit) for _ in range(30)]
         return [str(decision) for decision in decisions if decision.limit not in {None, limit.limit}]
 
     with ThreadPoolExecutor(8) as pool:
-        asking = [pool.submit(ask, number) for number in range(8)]
+        asking = [pool.submit(send_checks, number) for number in range(8)]
         for _ in range(10):
             with proxy.in_mode(mode):
                 time.sleep(0.002)

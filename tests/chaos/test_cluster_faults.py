@@ -66,10 +66,14 @@ def test_a_limiter_that_starts_while_the_first_server_of_its_url_is_frozen_finds
     cluster: ClusterUnderTest,
 ) -> None:
     seed = cluster.servers.servers[0]
-    asks = [ask for ask in cluster.workloads if all(cluster.servers.master_of(slot) is not seed for slot in ask.slots)]
+    workloads = [
+        workload
+        for workload in cluster.workloads
+        if all(cluster.servers.master_of(slot) is not seed for slot in workload.slots)
+    ]
     seed.pause()
     try:
-        with MixedLoad(cluster.url, asks, options_of("closed")) as mixed_load:
+        with MixedLoad(cluster.url, workloads, options_of("closed")) as mixed_load:
             mixed_load.wait_until_decided()
             mixed_load.stop()
             mixed_load.assert_counted()

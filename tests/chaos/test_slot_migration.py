@@ -79,13 +79,13 @@ def test_new_subjects_are_counted_once_while_their_slot_moves(
 def test_a_check_of_one_bucket_is_decided_while_its_slot_moves(cluster: ClusterUnderTest, moved: str) -> None:
     """One key is on one of the two servers, so Redis can always redirect the call."""
     tenant, servers = cluster.tenant, cluster.servers
-    asks = [tenant_wide_of(tenant)]
-    with MixedLoad(cluster.url, asks, options_of("closed")) as mixed_load:
+    workloads = [tenant_wide_of(tenant)]
+    with MixedLoad(cluster.url, workloads, options_of("closed")) as mixed_load:
         mixed_load.wait_until_decided()
         began = time.monotonic()
         servers.start_migration(cluster.slot, other_master(cluster))
         while moved == "everything" and servers.move_keys(cluster.slot, 1):
-            mixed_load.wait_for_answers(asks, 1, degraded=False)
+            mixed_load.wait_for_answers(workloads, 1, degraded=False)
         mixed_load.wait_until_decided()
         while servers.move_keys(cluster.slot, PORTION):
             pass
@@ -94,14 +94,14 @@ def test_a_check_of_one_bucket_is_decided_while_its_slot_moves(cluster: ClusterU
         mixed_load.stop()
         mixed_load.assert_counted()
     mixed_load.assert_served_well()
-    mixed_load.assert_unaffected(asks, began)
+    mixed_load.assert_unaffected(workloads, began)
 
 
 def test_checks_over_several_slots_stay_exact_while_one_of_them_moves(cluster: ClusterUnderTest) -> None:
-    asks = [cross_slot_workload(tenant, most) for tenant in TENANTS for most in (10**9, 150)]
+    workloads = [cross_slot_workload(tenant, most) for tenant in TENANTS for most in (10**9, 150)]
     (world,) = cross_slot_workload(cluster.tenant).slots - unlimited_workload(cluster.tenant).slots
     servers = cluster.servers
-    with MixedLoad(cluster.url, asks, options_of("closed")) as mixed_load:
+    with MixedLoad(cluster.url, workloads, options_of("closed")) as mixed_load:
         mixed_load.wait_until_decided()
         home = servers.master_of(world)
         for node in (next(node for node in servers.masters() if node is not home), home):

@@ -58,13 +58,13 @@ def test_a_slow_moment_is_one_failure_for_all_threads(proxy: Proxy) -> None:
     with SyncLimiter.connect(proxy.url, options=options) as limiter, ThreadPoolExecutor(8) as pool:
         together = threading.Barrier(8)
 
-        def ask(_: int) -> str | None:
+        def send_checks(_: int) -> str | None:
             together.wait()
             return limiter.check("r", "s", limits=MANY).degraded
 
-        assert list(pool.map(ask, range(8))) == [None] * 8
+        assert list(pool.map(send_checks, range(8))) == [None] * 8
         with proxy.in_mode(DropReplies()):
-            assert list(pool.map(ask, range(8))) == ["open"] * 8
+            assert list(pool.map(send_checks, range(8))) == ["open"] * 8
         assert limiter.status().breaker == "closed"
 
 
@@ -129,11 +129,11 @@ def test_a_long_batch_keeps_the_decisions_of_redis(redis_url: str, api: str) -> 
             answers = sync.check_many(requests)
     else:
 
-        async def ask() -> list[Any]:
+        async def send_checks() -> list[Any]:
             async with Limiter.connect(redis_url, options=options) as limiter:
                 return await limiter.check_many(requests)
 
-        answers = asyncio.run(ask())
+        answers = asyncio.run(send_checks())
     decisions = [answer for answer in answers if isinstance(answer, Decision)]
     assert [decision.allowed for decision in decisions] == [True] * 10 + [False] * 1_990
     assert not any(decision.degraded for decision in decisions)
@@ -209,13 +209,13 @@ def test_an_invalid_reply_is_corrupt_and_admits_nothing(proxy: Proxy, reply: byt
         with proxy.in_mode(Garbage(reply)), pytest.raises(StoreCorrupt):
             sync.check("r", "s", limits=MANY)
 
-    async def ask() -> None:
+    async def send_checks() -> None:
         async with Limiter.connect(proxy.url, options=StoreOptions(deadline_ms=5_000)) as limiter:
             await limiter.check("r", "s", limits=MANY)
             with proxy.in_mode(Garbage(reply)), pytest.raises(StoreCorrupt):
                 await limiter.check("r", "s", limits=MANY)
 
-    asyncio.run(ask())
+    asyncio.run(send_checks())
 
 
 async def test_listening_works_with_any_option_in_the_url(redis_url: str) -> None:
@@ -290,7 +290,7 @@ def test_errors_of_a_batch_are_in_their_positions(proxy: Proxy, api: str) -> Non
             assert all(isinstance(answer, Decision) for answer in sync.check_many(requests))
     else:
 
-        async def ask() -> list[Any]:
+        async def send_checks() -> list[Any]:
             async with Limiter.connect(proxy.url, options=options) as limiter:
                 await limiter.check_many(requests)
                 with proxy.in_mode(Garbage(b"+OK\r\n")):
@@ -298,5 +298,5 @@ def test_errors_of_a_batch_are_in_their_positions(proxy: Proxy, api: str) -> Non
                 assert all(isinstance(answer, Decision) for answer in await limiter.check_many(requests))
             return answers
 
-        answers = asyncio.run(ask())
+        answers = asyncio.run(send_checks())
     assert [type(answer) for answer in answers] == [StoreCorrupt] * 3
