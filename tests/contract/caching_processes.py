@@ -31,57 +31,57 @@ class CachingProcesses:
         self._raw: Any = redis_py.Redis.from_url(url)
         self._number = 0
         options = StoreOptions(deadline_ms=30_000, failure="raise", denial_cache_ms=denial_cache_ms)
-        threaded = [SyncLimiter.connect(url, clock=self.clock, options=options) for _ in range(2)]
-        looping = BlockingLimiter(Limiter.connect(url, clock=self.clock, options=options))
-        self._loop = looping._loop
-        self.limiters = [*threaded, cast("SyncLimiter", looping)]
-        stores: list[Any] = [threaded[0]._store, threaded[1]._store, looping._limiter._store]
+        sync_limiters = [SyncLimiter.connect(url, clock=self.clock, options=options) for _ in range(2)]
+        async_limiter = BlockingLimiter(Limiter.connect(url, clock=self.clock, options=options))
+        self._loop = async_limiter._loop
+        self.limiters = [*sync_limiters, cast("SyncLimiter", async_limiter)]
+        stores: list[Any] = [*(limiter._store for limiter in sync_limiters), async_limiter._limiter._store]
         self.denial_caches: list[DenialCache] = [store._core.denial_cache for store in stores]
-        for node, store in zip(self.limiters, stores, strict=True):
+        for limiter, store in zip(self.limiters, stores, strict=True):
             if not deaf:
-                self._wait_until_listening(node)
-            elif node in threaded:
+                self._wait_until_listening(limiter)
+            elif limiter in sync_limiters:
                 store._listener = DeafListener()
             else:
                 self._loop.run_until_complete(_make_deaf(store))
 
     def hits(self) -> int:
-        return sum(denials.hits for denials in self.denial_caches)
+        return sum(cache.hits for cache in self.denial_caches)
 
     def reset(self) -> None:
         """Delete all state. The connections stay."""
         self._raw.flushall()
         self.clock.set_us(BASE_US)
-        for denials in self.denial_caches:
-            denials.invalidate_all()
-            denials._invalidated_us.clear()
-            denials._all_invalidated_us = LONG_AGO_US
+        for cache in self.denial_caches:
+            cache.invalidate_all()
+            cache._invalidated_us.clear()
+            cache._all_invalidated_us = LONG_AGO_US
 
     def wait_for_invalidations(self) -> None:
         """Wait until every limiter has received all invalidations so far."""
         self._number += 1
         name = f"number {self._number}"
         self._raw.publish(CHANNEL, Invalidation(keys=(name,)).encode())
-        self._wait_until(lambda: all(name in denials._invalidated_us for denials in self.denial_caches))
+        self._wait_until(lambda: all(name in cache._invalidated_us for cache in self.denial_caches))
 
     def close(self) -> None:
-        for node in self.limiters:
-            node.close()
+        for limiter in self.limiters:
+            limiter.close()
         self._raw.close()
 
-    def _wait_until_listening(self, node: SyncLimiter) -> None:
+    def _wait_until_listening(self, limiter: SyncLimiter) -> None:
         """Let a limiter subscribe, which it does when it first looks up a cached denial."""
         before = self._listeners()
         for _ in range(2):
-            node.check("r", "s", limits="1/day", cost=2)
+            limiter.check("anything", "unused", limits="1/day", cost=2)
         self._wait_until(lambda: self._listeners() > before)
 
     def _listeners(self) -> int:
         return int(self._raw.pubsub_numsub(CHANNEL)[0][1])
 
-    def _wait_until(self, is_so: Callable[[], bool]) -> None:
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while not is_so():
+        while not condition():
             assert time.monotonic() < deadline
             self._loop.run_until_complete(asyncio.sleep(0.0005))
 

@@ -73,9 +73,9 @@ def test_when_it_cannot_start_nothing_is_left_running(
 @pytest.mark.soak
 def test_a_wait_that_times_out_fails_with_the_reason_and_the_logs(cluster: RedisCluster) -> None:
     master = cluster.master_of(0)
-    with pytest.raises(ServerFailed, match=rf"the nodes name \[{master.port}\]\n--- ") as failed:
+    with pytest.raises(ServerFailed, match=rf"the servers name \[{master.port}\]\n--- ") as failed:
         cluster.wait_for_new_master(0, master, seconds=0)
-    assert all(f"--- {node.port}\n" in str(failed.value) for node in cluster.servers)
+    assert all(f"--- {server.port}\n" in str(failed.value) for server in cluster.servers)
 
 
 @pytest.mark.soak
