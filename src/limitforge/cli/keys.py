@@ -12,6 +12,7 @@ from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import DEFAULT_URL
 from limitforge.catalog.model import Key, KeyScope, KeyType, to_datetime, to_public_dict
 from limitforge.cli.catalog.connect import audit_actor, peppers_from_environment, run_with_catalog
+from limitforge.cli.catalog.edit import delete_entity
 from limitforge.cli.catalog.lookup import NamesById, find_entity, find_tenant, list_entities, resolve_plan_names
 from limitforge.cli.catalog.options import (
     AsJson,
@@ -190,13 +191,7 @@ def delete(
     name: NameOrId, tenant: TenantFilter = None, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False
 ) -> None:
     """Delete a key. All nodes reject it within a second."""
-
-    async def work(catalog: Catalog) -> Key:
-        key = await find_entity(catalog, Key, name, tenant)
-        async with catalog.edit(audit_actor()) as edit:
-            return await edit.delete(Key, key.id)
-
-    print_done("Deleted", run_with_catalog(database, work), as_json=as_json)
+    print_done("Deleted", delete_entity(database, Key, name, tenant), as_json=as_json)
 
 
 @app.command()

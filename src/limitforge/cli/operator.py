@@ -49,7 +49,7 @@ def set_fields(
         Mode | None, typer.Option(help="The mode of all tenants: monitor and off allow every check.")
     ] = None,
     plan: Annotated[
-        str | None, typer.Option(metavar="PLAN", help="The plan that applies to every check. none removes it.")
+        str | None, typer.Option(metavar="PLAN", help="The plan that applies to every check. The word none removes it.")
     ] = None,
     time_zone: TimeZoneOption = None,
     database: DatabaseUrl = DEFAULT_URL,

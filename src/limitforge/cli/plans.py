@@ -12,6 +12,7 @@ from limitforge.catalog.database.database import DEFAULT_URL
 from limitforge.catalog.database.edits import Edit
 from limitforge.catalog.model import Plan, Policy, to_public_dict
 from limitforge.cli.catalog.connect import audit_actor, run_with_catalog
+from limitforge.cli.catalog.edit import delete_entity
 from limitforge.cli.catalog.lookup import NamesById, find_entity, find_tenant, list_entities
 from limitforge.cli.catalog.options import (
     AsJson,
@@ -167,13 +168,7 @@ def delete(
     name: NameOrId, tenant: TenantFilter = None, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False
 ) -> None:
     """Delete a plan. A plan that is still in use can't be deleted."""
-
-    async def work(catalog: Catalog) -> Plan:
-        plan = await find_entity(catalog, Plan, name, tenant)
-        async with catalog.edit(audit_actor()) as edit:
-            return await edit.delete(Plan, plan.id)
-
-    print_done("Deleted", run_with_catalog(database, work), as_json=as_json)
+    print_done("Deleted", delete_entity(database, Plan, name, tenant), as_json=as_json)
 
 
 async def edit_and_warn(catalog: Catalog, change: Callable[[Edit], Awaitable[PlanOrPolicy]]) -> PlanOrPolicy:

@@ -7,7 +7,8 @@ import typer
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import DEFAULT_URL
 from limitforge.catalog.model import Policy, to_public_dict
-from limitforge.cli.catalog.connect import audit_actor, run_with_catalog
+from limitforge.cli.catalog.connect import run_with_catalog
+from limitforge.cli.catalog.edit import delete_entity
 from limitforge.cli.catalog.lookup import NamesById, find_entity, find_tenant, list_entities, resolve_plan_names
 from limitforge.cli.catalog.options import (
     AsJson,
@@ -138,10 +139,4 @@ def delete(
     resource: ResourceOrId, tenant: TenantFilter = None, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False
 ) -> None:
     """Delete a policy."""
-
-    async def work(catalog: Catalog) -> Policy:
-        policy = await find_entity(catalog, Policy, resource, tenant)
-        async with catalog.edit(audit_actor()) as edit:
-            return await edit.delete(Policy, policy.id)
-
-    print_done("Deleted", run_with_catalog(database, work), as_json=as_json)
+    print_done("Deleted", delete_entity(database, Policy, resource, tenant), as_json=as_json)

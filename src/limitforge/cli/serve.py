@@ -47,9 +47,11 @@ def serve(
 ) -> None:
     """Run the service.
 
-    Options take precedence over environment variables (LIMITFORGE_PORT, …), which take
-    precedence over the file. `limitforge settings` shows all settings. SIGHUP replaces the
-    workers without losing a request. SIGTERM finishes the requests in flight and stops.
+    Options take precedence over environment variables (LIMITFORGE_PORT, …),
+    which take precedence over the file. `limitforge settings` shows all of them.
+
+    SIGHUP replaces the workers without losing a request. SIGTERM finishes the
+    requests in flight and stops.
 
     Examples:
       limitforge serve

@@ -6,6 +6,7 @@ from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import DEFAULT_URL
 from limitforge.catalog.model import Tenant, to_public_dict
 from limitforge.cli.catalog.connect import audit_actor, run_with_catalog
+from limitforge.cli.catalog.edit import delete_entity
 from limitforge.cli.catalog.lookup import NamesById, find_tenant, list_entities, resolve_plan_names
 from limitforge.cli.catalog.options import (
     AsJson,
@@ -148,13 +149,7 @@ def resume(name: NameOrId, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson 
 def delete(name: NameOrId, yes: YesFlag = False, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False) -> None:
     """Delete a tenant with its plans, policies, keys and overrides. Its audit log is kept."""
     confirm(f"Delete tenant {name} with its plans, policies, keys and overrides?", yes=yes)
-
-    async def work(catalog: Catalog) -> Tenant:
-        tenant = await find_tenant(catalog, name)
-        async with catalog.edit(audit_actor()) as edit:
-            return await edit.delete(Tenant, tenant.id)
-
-    print_done("Deleted", run_with_catalog(database, work), as_json=as_json)
+    print_done("Deleted", delete_entity(database, Tenant, name), as_json=as_json)
 
 
 def change_tenant(database: str, name: str, fields: dict[str, Any]) -> Tenant:

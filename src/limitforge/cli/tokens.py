@@ -7,6 +7,7 @@ from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import DEFAULT_URL
 from limitforge.catalog.model import Token, TokenScope, to_datetime, to_public_dict
 from limitforge.cli.catalog.connect import audit_actor, run_with_catalog
+from limitforge.cli.catalog.edit import delete_entity
 from limitforge.cli.catalog.lookup import NamesById, find_entity, find_tenant, list_entities
 from limitforge.cli.catalog.options import (
     AsJson,
@@ -124,13 +125,7 @@ def update(
 @app.command()
 def delete(name: NameOrId, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False) -> None:
     """Delete a token. It is rejected at once."""
-
-    async def work(catalog: Catalog) -> Token:
-        token = await find_entity(catalog, Token, name, None)
-        async with catalog.edit(audit_actor()) as edit:
-            return await edit.delete(Token, token.id)
-
-    print_done("Deleted", run_with_catalog(database, work), as_json=as_json)
+    print_done("Deleted", delete_entity(database, Token, name), as_json=as_json)
 
 
 def _token_fields(catalog: Catalog, scope: list[TokenScope] | None, expires: str | None) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def field_option(
     if note:
         sentences.append(note)
     if clearable:
-        sentences.append("none removes it.")
+        sentences.append("The word none removes it.")
     return typer.Option(*names, help=" ".join(sentences), **settings)
 
 
