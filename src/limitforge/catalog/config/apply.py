@@ -95,7 +95,7 @@ class _DesiredState:
         self, connection: AsyncConnection, now: datetime, only: Collection[str] | None = None
     ) -> tuple[list[Change], CatalogState]:
         """Return the changes to make and the current state, of all tenants or of those in `only`."""
-        document = self._document if only is None else self._part(only)
+        document = self._document if only is None else self._restrict_to(only)
         names: Collection[str] | None = only
         if only is None and not self._prune:
             names = [each.name for each in document.tenants or ()]
@@ -107,7 +107,7 @@ class _DesiredState:
         diagnostics.raise_if_any()
         return diff_documents(document, current, now, prune=self._prune), state
 
-    def _part(self, only: Collection[str]) -> ConfigDocument:
+    def _restrict_to(self, only: Collection[str]) -> ConfigDocument:
         operator = self._document.operator if OPERATOR_NAME in only else None
         tenants = tuple(each for each in self._document.tenants or () if each.name in only)
         return ConfigDocument(operator=operator, tenants=tenants)
@@ -118,7 +118,7 @@ class _DesiredState:
         """Check keys against the database: whether they exist, and which tenant owns them."""
         tenants = self._document.tenants or ()
         wanted_keys = {
-            key.id: (f"tenants[{tenant_index}].keys[{index}]", tenant.name, key)
+            key.id: _WantedKey(f"tenants[{tenant_index}].keys[{index}]", tenant.name, key)
             for tenant_index, tenant in enumerate(tenants)
             if only is None or tenant.name in only
             for index, key in enumerate(tenant.keys or ())
@@ -127,40 +127,47 @@ class _DesiredState:
         deleted_owners = {each.tenant.id for each in state.tenants.values()} - {
             state.tenants[each.name].tenant.id for each in tenants if each.keys is None and each.name in state.tenants
         }
-        for key_id, (path, tenant, wanted) in wanted_keys.items():
-            known, owner = existing.get(key_id), state.tenants.get(tenant)
+        for key_id, wanted in wanted_keys.items():
+            known, owner = existing.get(key_id), state.tenants.get(wanted.tenant)
             if known is not None and owner is not None and known.tenant_id == owner.tenant.id:
-                if known.type != wanted.type:
-                    diagnostics.add(
-                        f"{path}.type", f"of this key is {known.type}, and can't be changed: create another key"
-                    )
+                if known.type != wanted.spec.type:
+                    problem = f"of this key is {known.type}, and can't be changed: create another key"
+                    diagnostics.add(f"{wanted.path}.type", problem)
                 continue
             if known is not None and known.tenant_id not in deleted_owners:
-                diagnostics.add(f"{path}.id", "is the id of another tenant's key")
-            if wanted.secrets is None:
-                why = "is required for a new key: `limitforge keys make` generates one"
-                diagnostics.add(f"{path}.secrets", why)
+                diagnostics.add(f"{wanted.path}.id", "is the id of another tenant's key")
+            if wanted.spec.secrets is None:
+                problem = "is required for a new key: `limitforge keys make` generates one"
+                diagnostics.add(f"{wanted.path}.secrets", problem)
         await self._check_secrets(connection, wanted_keys, existing, deleted_owners, diagnostics)
 
     async def _check_secrets(
         self,
         connection: AsyncConnection,
-        wanted_keys: Mapping[str, tuple[str, str, KeySpec]],
+        wanted_keys: Mapping[str, "_WantedKey"],
         existing: Mapping[str, Key],
         deleted_owners: Collection[str],
         diagnostics: Diagnostics,
     ) -> None:
         """Refuse secrets that another key or token of the database has, unless this apply deletes that key first."""
         new = {
-            secret.hash: f"{path}.secrets[{index}].hash"
-            for key_id, (path, _, wanted) in wanted_keys.items()
-            for index, secret in enumerate(wanted.secrets or ())
+            secret.hash: f"{wanted.path}.secrets[{index}].hash"
+            for key_id, wanted in wanted_keys.items()
+            for index, secret in enumerate(wanted.spec.secrets or ())
             if key_id not in existing or secret.hash not in {each.hash for each in existing[key_id].secrets}
         }
         kept = {key.id for tenant in self._document.tenants or () for key in tenant.keys or ()}
         for used, (key_id, tenant_id) in (await queries.secret_owners(connection, new)).items():
             if key_id is None or key_id in kept or tenant_id not in deleted_owners:
                 diagnostics.add(new[used], "is the hash of another key or token")
+
+
+class _WantedKey(msgspec.Struct, frozen=True):
+    """A key of the document, with its path and the name of its tenant."""
+
+    path: str
+    tenant: str
+    spec: KeySpec
 
 
 # --- Transactions ----------------------------------------------------------------------------------------------------

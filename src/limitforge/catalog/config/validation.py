@@ -38,11 +38,16 @@ def validate(
     `current` is the state of the catalog. It fills in sections that the document omits; without it, checks that need
     such a section are skipped. `only` restricts the checks to these tenants; "" is the operator.
     """
-    existing = {} if current is None else {each.name: each for each in current.tenants or ()}
+    current_tenants = {} if current is None else {each.name: each for each in current.tenants or ()}
     if document.operator is not None and (only is None or "" in only):
-        known = None if current is None else operator_as_tenant(current.operator or OperatorSpec())
+        existing = None if current is None else operator_as_tenant(current.operator or OperatorSpec())
         _validate_tenant(
-            "operator", operator_as_tenant(document.operator), known, now, diagnostics, is_known=current is not None
+            "operator",
+            operator_as_tenant(document.operator),
+            existing,
+            now,
+            diagnostics,
+            is_complete=current is not None,
         )
     tenants = document.tenants or ()
     if only is None:
@@ -52,17 +57,24 @@ def validate(
     for index, tenant in enumerate(tenants):
         if only is not None and tenant.name not in only:
             continue
-        known = existing.get(tenant.name)
-        _validate_tenant(f"tenants[{index}]", tenant, known, now, diagnostics, is_known=current is not None)
+        existing = current_tenants.get(tenant.name)
+        _validate_tenant(f"tenants[{index}]", tenant, existing, now, diagnostics, is_complete=current is not None)
 
 
 def _validate_tenant(
-    path: str, tenant: TenantSpec, known: TenantSpec | None, now: datetime, diagnostics: Diagnostics, *, is_known: bool
+    path: str,
+    tenant: TenantSpec,
+    existing: TenantSpec | None,
+    now: datetime,
+    diagnostics: Diagnostics,
+    *,
+    is_complete: bool,
 ) -> None:
+    """Validate one tenant. Sections that it omits come from `existing`, if the catalog was read (`is_complete`)."""
     whole = tenant
     for name in SECTIONS:
-        if getattr(tenant, name) is None and is_known:
-            whole = msgspec.structs.replace(whole, **{name: (known and getattr(known, name)) or ()})
+        if getattr(tenant, name) is None and is_complete:
+            whole = msgspec.structs.replace(whole, **{name: (existing and getattr(existing, name)) or ()})
     _validate_sections(path, tenant, now, diagnostics)
     if whole.plans is not None:
         _check_plans_exist(path, tenant, whole, diagnostics)
@@ -113,24 +125,25 @@ def _check_keys_are_unique(owners: Iterable[tuple[str, Iterable[KeySpec]]], diag
     first: dict[str, str] = {}
     for path, keys in owners:
         for index, key in enumerate(keys):
-            place = f"{path}.keys[{index}]"
+            key_path = f"{path}.keys[{index}]"
             for field, values in (("id", [key.id]), ("secrets", [each.hash for each in key.secrets or ()])):
                 for value in values:
                     if value in first:
-                        diagnostics.add(f"{place}.{field}", f"is the same as that of {first[value]}")
-                    first.setdefault(value, place)
+                        diagnostics.add(f"{key_path}.{field}", f"is the same as that of {first[value]}")
+                    first.setdefault(value, key_path)
 
 
 def _check_plans_exist(path: str, tenant: TenantSpec, whole: TenantSpec, diagnostics: Diagnostics) -> None:
     known = {plan.name for plan in whole.plans or ()}
     is_operator = path == "operator"
 
-    def check_one(name: str | None, place: str, user: str) -> None:
+    def check_one(name: str | None, field: str, user: str) -> None:
+        """Check a reference to a plan. `field` is empty if the document omits the section of `user`."""
         if name is None or name in known:
             return
-        if place:
+        if field:
             names = ", ".join(sorted(known)[:10]) or "none"
-            diagnostics.add(f"{path}.{place}", f"unknown plan {short_repr(name)}; known plans: {names}")
+            diagnostics.add(f"{path}.{field}", f"unknown plan {short_repr(name)}; known plans: {names}")
         else:
             diagnostics.add(
                 f"{path}.plans", f"plan {name} is missing, but {user} uses it, which this file does not change"
@@ -139,8 +152,8 @@ def _check_plans_exist(path: str, tenant: TenantSpec, whole: TenantSpec, diagnos
     check_one(tenant.default_plan, "plan" if is_operator else "default_plan", "")
     for index, policy in enumerate(whole.policies or ()):
         for field in ("plan", "shadow_plan"):
-            place = "" if tenant.policies is None else f"policies[{index}].{field}"
-            check_one(getattr(policy, field), place, f"policy {policy.resource}")
+            field_path = "" if tenant.policies is None else f"policies[{index}].{field}"
+            check_one(getattr(policy, field), field_path, f"policy {policy.resource}")
     for index, key in enumerate(whole.keys or ()):
         check_one(key.plan, "" if tenant.keys is None else f"keys[{index}].plan", f"key {key.name}")
 
@@ -161,11 +174,11 @@ class OverrideValidator:
 
     def __init__(self, tenant: TenantSpec) -> None:
         self._config = build_tenant_config(tenant, lambda *names: "/".join(names)[:200])
-        self._table = PolicyMatcher((policy.pattern, policy) for policy in self._config.policies)
+        self._matcher = PolicyMatcher((policy.pattern, policy) for policy in self._config.policies)
 
     def validate(self, override: OverrideSpec) -> None:
         """Raise `InvalidInput` if an override changes an unknown limit, or changes a limit to an invalid one."""
-        policy = self._table.match(override.resource)
+        policy = self._matcher.match(override.resource)
         config = TenantConfig(self._config.tenant, self._config.plans, () if policy is None else (policy,))
         compile_override(
             override.limits, limits_for_override(config, override.resource, override.limits), override.resource
