@@ -276,7 +276,7 @@ heads = st.lists(
 )
 
 
-def at_door(service: FuzzedService, path: str, head: list[tuple[str, str]], body: bytes) -> HttpResponse:
+def send_to(service: FuzzedService, path: str, head: list[tuple[str, str]], body: bytes) -> HttpResponse:
     own = [("host", "test"), ("connection", "close"), ("x-api-key", KEY), ("content-length", str(len(body)))]
     lines = "".join(f"{name}: {value}\r\n" for name, value in [*own, *head])
     with service.running.connection() as connection:
@@ -295,12 +295,12 @@ def summary(answer: HttpResponse) -> tuple[int, str, Any]:
 def test_both_front_ends_answer_any_request_alike(
     fuzzed: FuzzedService, call: str, head: list[tuple[str, str]], body: bytes
 ) -> None:
-    both_doors(fuzzed, call, head, body)
+    compare_front_ends(fuzzed, call, head, body)
 
 
-def both_doors(service: FuzzedService, call: str, head: list[tuple[str, str]], body: bytes) -> None:
+def compare_front_ends(service: FuzzedService, call: str, head: list[tuple[str, str]], body: bytes) -> None:
     with service.staying_well():
-        first, second = (at_door(service, path, head, body) for path in (call, f"{call}?"))
+        first, second = (send_to(service, path, head, body) for path in (call, f"{call}?"))
     assert first.status < 500, first
     assert summary(first) == summary(second)
 
@@ -319,4 +319,4 @@ def test_random_mutated_requests(fuzzed: FuzzedService, packets: list[bytes]) ->
 def test_both_front_ends_with_random_requests(
     fuzzed: FuzzedService, call: str, head: list[tuple[str, str]], body: bytes
 ) -> None:
-    both_doors(fuzzed, call, head, body)
+    compare_front_ends(fuzzed, call, head, body)

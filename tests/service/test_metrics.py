@@ -263,14 +263,14 @@ class TwoWorkers:
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer) -> Iterator[TwoWorkers]:
-    folder = tmp_path_factory.mktemp("fleet")
+def two_workers(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer) -> Iterator[TwoWorkers]:
+    folder = tmp_path_factory.mktemp("two_workers")
     port, metrics_port = find_free_port(), find_free_port()
     environment = {
         "LIMITFORGE_PEPPERS": PEPPERS,
-        "LIMITFORGE_DATABASE_URL": f"sqlite:///{folder}/fleet.db",
+        "LIMITFORGE_DATABASE_URL": f"sqlite:///{folder}/two_workers.db",
         "LIMITFORGE_STORE_URL": redis_server.url,
-        "LIMITFORGE_KEY_PREFIX": "fleet",
+        "LIMITFORGE_KEY_PREFIX": "two_workers",
         "LIMITFORGE_DEADLINE_MS": "5000",
         "LIMITFORGE_METRICS_PORT": str(metrics_port),
         "TMPDIR": str(folder),
@@ -284,19 +284,19 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer) -
         assert list(folder.glob("limitforge-run-*")) == []
 
 
-def test_any_worker_returns_the_sum(fleet: TwoWorkers) -> None:
-    before = fleet.allowed()
-    for worker, times in zip(fleet.workers(), (3, 4), strict=True):
-        with fleet.only(worker):
-            fleet.check(times)
-    eventually(lambda: fleet.allowed() == before + 7)
-    for worker in fleet.workers():
-        with fleet.only(worker):
-            assert fleet.allowed() == before + 7
-            assert scrape(fleet.service, fleet.made.admin_token)["rl_allowed_total", "demo"] == before + 7
+def test_any_worker_returns_the_sum(two_workers: TwoWorkers) -> None:
+    before = two_workers.allowed()
+    for worker, times in zip(two_workers.workers(), (3, 4), strict=True):
+        with two_workers.only(worker):
+            two_workers.check(times)
+    eventually(lambda: two_workers.allowed() == before + 7)
+    for worker in two_workers.workers():
+        with two_workers.only(worker):
+            assert two_workers.allowed() == before + 7
+            assert scrape(two_workers.service, two_workers.made.admin_token)["rl_allowed_total", "demo"] == before + 7
 
 
-def test_the_port_for_metrics_serves_nothing_else(fleet: TwoWorkers) -> None:
+def test_the_port_for_metrics_serves_nothing_else(two_workers: TwoWorkers) -> None:
     for method, path, status in (
         ("GET", "/v1/health", 404),
         ("POST", "/v1/check", 404),
@@ -304,43 +304,43 @@ def test_the_port_for_metrics_serves_nothing_else(fleet: TwoWorkers) -> None:
         ("GET", "/", 404),
         ("POST", "/metrics", 405),
     ):
-        answer = fleet.metrics.request(method, path, b"{}" if method == "POST" else None)
+        answer = two_workers.metrics.request(method, path, b"{}" if method == "POST" else None)
         assert (answer.status, answer.json["status"]) == (status, status)
-    assert fleet.metrics.request("GET", "/metrics?x=1").headers["content-type"] == CONTENT_TYPE
-    assert fleet.service.request("GET", "/metrics").status == 401
+    assert two_workers.metrics.request("GET", "/metrics?x=1").headers["content-type"] == CONTENT_TYPE
+    assert two_workers.service.request("GET", "/metrics").status == 401
 
 
-def test_a_reload_loses_nothing_and_lowers_nothing(fleet: TwoWorkers) -> None:
-    before, old = fleet.allowed(), set(fleet.workers())
-    with watching(fleet) as seen:
-        fleet.check(5)
-        fleet.service.process.send_signal(signal.SIGHUP)
+def test_a_reload_loses_nothing_and_lowers_nothing(two_workers: TwoWorkers) -> None:
+    before, old = two_workers.allowed(), set(two_workers.workers())
+    with watching(two_workers) as seen:
+        two_workers.check(5)
+        two_workers.service.process.send_signal(signal.SIGHUP)
         for _ in range(20):
-            fleet.check(1)
+            two_workers.check(1)
             time.sleep(0.05)
-        eventually(lambda: len(fleet.workers()) == 2 and not old & set(fleet.workers()))
-        fleet.check(5)
-        eventually(lambda: fleet.allowed() == before + 30)
+        eventually(lambda: len(two_workers.workers()) == 2 and not old & set(two_workers.workers()))
+        two_workers.check(5)
+        eventually(lambda: two_workers.allowed() == before + 30)
         eventually(lambda: len(seen) > 10)
     assert_never_lower(seen)
 
 
-def test_a_killed_worker_takes_at_most_its_last_second_with_it(fleet: TwoWorkers) -> None:
-    before = fleet.allowed()
-    fleet.check(10)
-    eventually(lambda: fleet.allowed() == before + 10)
-    with watching(fleet) as seen:
-        for worker in fleet.workers():
+def test_a_killed_worker_takes_at_most_its_last_second_with_it(two_workers: TwoWorkers) -> None:
+    before = two_workers.allowed()
+    two_workers.check(10)
+    eventually(lambda: two_workers.allowed() == before + 10)
+    with watching(two_workers) as seen:
+        for worker in two_workers.workers():
             os.kill(worker, signal.SIGKILL)
-            eventually(lambda: not {worker} & set(fleet.workers()) and len(fleet.workers()) == 2)  # noqa: B023 - called now
-        eventually(lambda: fleet.allowed() == before + 10)
-        fleet.check(5)
-        eventually(lambda: fleet.allowed() == before + 15)
+            eventually(lambda: not {worker} & set(two_workers.workers()) and len(two_workers.workers()) == 2)  # noqa: B023 - called now
+        eventually(lambda: two_workers.allowed() == before + 10)
+        two_workers.check(5)
+        eventually(lambda: two_workers.allowed() == before + 15)
     assert_never_lower(seen)
 
 
 @contextlib.contextmanager
-def watching(fleet: TwoWorkers) -> Iterator[list[Samples]]:
+def watching(two_workers: TwoWorkers) -> Iterator[list[Samples]]:
     """Return the values that were scraped meanwhile. A connection to a killed worker may break."""
     seen: list[Samples] = []
     is_over = threading.Event()
@@ -348,7 +348,7 @@ def watching(fleet: TwoWorkers) -> Iterator[list[Samples]]:
     def watch() -> None:
         while not is_over.wait(0.02):
             with contextlib.suppress(ConnectionError):
-                seen.append(fleet.scrape())
+                seen.append(two_workers.scrape())
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -389,8 +389,8 @@ def test_a_service_with_a_file_serves_metrics_on_the_port_alone(tmp_path: Path) 
         assert "LIMITFORGE_METRICS_PORT" in refusal.json["detail"]
 
 
-def test_a_metrics_port_in_use_is_reported(fleet: TwoWorkers) -> None:
-    taken = str(fleet.metrics.port)
+def test_a_metrics_port_in_use_is_reported(two_workers: TwoWorkers) -> None:
+    taken = str(two_workers.metrics.port)
     done = run_cli("serve", "--port", "0", LIMITFORGE_PEPPERS=PEPPERS, LIMITFORGE_METRICS_PORT=taken)
     assert done.returncode != 0
     assert f"metrics_port: can't listen on 127.0.0.1:{taken}" in done.stderr

@@ -89,7 +89,7 @@ def settings(database: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def fleet(database: str, redis: RedisServer, token: str, workers: int = 2, **more: str) -> Iterator[Deployment]:
+def deployment(database: str, redis: RedisServer, token: str, workers: int = 2, **more: str) -> Iterator[Deployment]:
     environment = settings(database) | {"LIMITFORGE_STORE_URL": redis.url, "LIMITFORGE_WORKERS": str(workers), **more}
     with run_service(find_free_port(), environment=environment) as service:
         eventually(lambda: service.request("GET", "/v1/ready").json["status"] == "ok", "it does not get ready")
@@ -131,7 +131,7 @@ def test_after_a_restore_a_change_is_obeyed_by_every_worker(
 ) -> None:
     """After a restore, the database is behind what the workers have seen."""
     token = prepare(own_postgres_server.url)
-    with fleet(own_postgres_server.url, own_redis_server, token) as running:
+    with deployment(own_postgres_server.url, own_redis_server, token) as running:
         tenant, plan, key = running.create_customer("acme", 1_000)
         eventually(lambda: running.all_workers_apply(key["key"], 1_000), "the plan does not decide")
         dump(own_postgres_server, tmp_path / "dump")
@@ -154,7 +154,7 @@ def test_a_restored_database_that_has_come_further_than_the_workers_is_obeyed(
     among those that the workers think to have seen.
     """
     token = prepare(own_postgres_server.url)
-    with fleet(own_postgres_server.url, own_redis_server, token) as running:
+    with deployment(own_postgres_server.url, own_redis_server, token) as running:
         _, plan, key = running.create_customer("acme", 1_000)
         other = running.create_customer("other", 10)[1]
         dump(own_postgres_server, tmp_path / "dump")
@@ -190,14 +190,14 @@ def test_after_a_restore_with_the_service_stopped_the_copies_in_redis_count_for_
     tmp_path: Path, own_postgres_server: PostgresServer, own_redis_server: RedisServer
 ) -> None:
     token = prepare(own_postgres_server.url)
-    with fleet(own_postgres_server.url, own_redis_server, token) as running:
+    with deployment(own_postgres_server.url, own_redis_server, token) as running:
         tenant, plan, key = running.create_customer("acme", 1_000)
         dump(own_postgres_server, tmp_path / "dump")
         for limit in (2_000, 3_000, 4_000):
             running.set_limit(plan["id"], limit)
         eventually(lambda: running.all_workers_apply(key["key"], 4_000), "the change does not decide")
     restore(own_postgres_server, tmp_path / "dump")
-    with fleet(own_postgres_server.url, own_redis_server, token) as running:
+    with deployment(own_postgres_server.url, own_redis_server, token) as running:
         assert running.all_workers_apply(key["key"], 1_000)
         running.set_limit(plan["id"], 1_500)
         eventually(lambda: running.all_workers_apply(key["key"], 1_500), "a worker does not obey the change")
@@ -210,7 +210,7 @@ def test_what_was_created_in_the_lost_time_can_be_created_again(
 ) -> None:
     """A request with the same idempotency key is executed again, because the stored answer is lost too."""
     token = prepare(own_postgres_server.url)
-    with fleet(own_postgres_server.url, own_redis_server, token) as running:
+    with deployment(own_postgres_server.url, own_redis_server, token) as running:
         dump(own_postgres_server, tmp_path / "dump")
         once = {"idempotency-key": "the-same"}
         first = running.call("POST", "/tenants", {"name": "acme"}, **once)
@@ -231,8 +231,8 @@ def test_a_worker_without_its_database_applies_changes_from_redis(
     with Proxy(own_postgres_server.port) as proxy:
         behind = own_postgres_server.url.replace(str(own_postgres_server.port), str(proxy.port))
         with (
-            fleet(own_postgres_server.url, own_redis_server, token, 1) as here,
-            fleet(behind, own_redis_server, token, 1) as there,
+            deployment(own_postgres_server.url, own_redis_server, token, 1) as here,
+            deployment(behind, own_redis_server, token, 1) as there,
         ):
             customers = {
                 name: here.create_customer(name, 1_000) for name in ("disable", "rotate", "delete", "suspend", "on")
@@ -259,7 +259,7 @@ def test_a_frozen_database_holds_a_cold_key_for_its_deadline_and_warm_ones_not_a
 ) -> None:
     """Sixty uncached keys at once take no more connections than the pool allows."""
     token = prepare(own_postgres_server.url)
-    with fleet(own_postgres_server.url, own_redis_server, token, 1) as running:
+    with deployment(own_postgres_server.url, own_redis_server, token, 1) as running:
         _, _, warm = running.create_customer("acme", 1_000)
         keys = [
             running.create("/keys", {"tenant_id": warm["tenant_id"], "name": f"k{index}"})["key"] for index in range(60)
