@@ -221,7 +221,7 @@ def test_a_key_of_the_first_release_is_still_good() -> None:
 # -- what leaves a credential
 
 
-def test_the_text_of_a_credential_is_shown_only_to_who_asks_for_it() -> None:
+def test_the_text_of_a_credential_is_shown_only_on_request() -> None:
     credential = new_credential()
     secret = credential.text.removeprefix("lf_live_" + credential.id)
     for shown in (repr(credential), str(credential), f"{credential}", repr([credential]), pretty_repr(credential)):
@@ -369,9 +369,9 @@ def test_a_token_is_recognised_as_a_key_is() -> None:
         "0:version 0 is not above 0",
         "-1:a version below 0 is not",
         "1:short",
-        "one:a version that is no number",
+        "one:a version that is not a number",
         "1:the same version twice,1:the same version twice",
-        "²:a version that is no ASCII",
+        "²:a version that is not ASCII",
         "1.5:a version that is not whole",
         f"{2**31}:a version that no column can hold",
         f"{'9' * 5_000}:a version that is absurd",

@@ -114,7 +114,7 @@ BREAKS = [
     ("a secret of an unknown token", FOREIGN, "UPDATE secrets SET token_id = 'none' WHERE token_id = :token"),
     ("a secret without a pepper", NOT_NULL, "UPDATE secrets SET pepper = NULL WHERE key_id = :key"),
     ("a secret under pepper 0", CHECK, "UPDATE secrets SET pepper = 0 WHERE key_id = :key"),
-    ("a secret that is no hash", CHECK, "UPDATE secrets SET hash = 'abc' WHERE key_id = :key"),
+    ("a secret that is not a hash", CHECK, "UPDATE secrets SET hash = 'abc' WHERE key_id = :key"),
     ("two secrets alike", UNIQUE, "UPDATE secrets SET hash = :hash"),
     # -- overrides
     ("an override without a tenant", NOT_NULL, "UPDATE overrides SET tenant_id = NULL WHERE id = :override"),

@@ -73,7 +73,7 @@ async def test_overrides_of_other_resources_and_tenants_stay_apart(catalog: Cata
     acme, globex = await new_customer(catalog, "acme"), await new_customer(catalog, "globex")
     made = {acme.override.id, globex.override.id}
     made.add((await new_override(catalog, acme.tenant.id, resource="GET:/orders")).id)
-    made.add((await new_override(catalog, acme.tenant.id, "somebody")).id)
+    made.add((await new_override(catalog, acme.tenant.id, "someone")).id)
     assert len(made) == 4
     assert {each.id for each in await catalog.list_for_tenant(Override, globex.tenant.id)} == {globex.override.id}
 
