@@ -42,11 +42,13 @@ def field_docs(kind: type[msgspec.Struct]) -> Mapping[str, FieldDoc]:
     return {name: _field_doc(getattr(hints[name], "__metadata__", ())) for name in kind.__struct_fields__}
 
 
+@cache
 def settable_fields(kind: type[msgspec.Struct]) -> tuple[str, ...]:
     """Return the names of the fields that a caller may set."""
     return tuple(name for name, doc in field_docs(kind).items() if not doc.is_read_only)
 
 
+@cache
 def immutable_fields(kind: type[msgspec.Struct]) -> tuple[str, ...]:
     """Return the names of the settable fields that can't be changed after creation."""
     return tuple(name for name, doc in field_docs(kind).items() if doc.is_immutable)
