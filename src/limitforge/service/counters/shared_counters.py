@@ -9,12 +9,14 @@ import fcntl
 import logging
 import operator
 import os
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from limitforge.errors import LimitforgeError
 from limitforge.observability.events import log_event
+from limitforge.service.counters.periodic import repeat
 from limitforge.service.counters.process_counters import ZEROS, ProcessCounters, add_row
 
 PUBLISH_SECONDS = 1.0
@@ -74,7 +76,9 @@ class SharedCounters:
 
     async def start(self) -> None:
         if self._folder is not None:
-            self._publish_task = asyncio.get_running_loop().create_task(self._publish_regularly(self._folder))
+            publish = partial(self._publish, self._folder)
+            publishing = repeat(publish, PUBLISH_SECONDS, (OSError, LimitforgeError), _log_publish_failure)
+            self._publish_task = asyncio.get_running_loop().create_task(publishing)
 
     async def close(self) -> None:
         """Publish the last counts. Call it when nothing more is counted."""
@@ -98,20 +102,6 @@ class SharedCounters:
             message = "could not read the shared counters of all processes"
             log_event(_log, logging.WARNING, "metrics.read_failed", message, error=error)
             raise LimitforgeError("the shared counters can't be read") from None
-
-    async def _publish_regularly(self, folder: Path) -> None:
-        is_failing = False
-        while True:
-            await asyncio.sleep(PUBLISH_SECONDS)
-            try:
-                await self._publish(folder)
-            except (OSError, LimitforgeError) as error:
-                if not is_failing:
-                    message = "could not add to the shared counters, metrics lag until the next success"
-                    log_event(_log, logging.WARNING, "metrics.publish_failed", message, error=error)
-                is_failing = True
-            else:
-                is_failing = False
 
     def _local_totals(self) -> Totals:
         return Totals(self._counters.totals(), self._counters.requests(), self._counters.overrides_restored)
@@ -146,3 +136,8 @@ class SharedCounters:
             new_file.replace(file)
             self._published = local
         return totals
+
+
+def _log_publish_failure(error: Exception) -> None:
+    message = "could not add to the shared counters, metrics lag until the next success"
+    log_event(_log, logging.WARNING, "metrics.publish_failed", message, error=error)

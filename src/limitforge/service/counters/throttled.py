@@ -10,6 +10,7 @@ import hmac
 import logging
 from collections.abc import AsyncIterator
 from datetime import datetime
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from limitforge.core.clock import Clock, SystemClock
 from limitforge.core.exact import US_PER_SECOND
 from limitforge.core.heavy_hitters import HeavyHitters
 from limitforge.observability.events import log_event
+from limitforge.service.counters.periodic import repeat
 from limitforge.service.counters.window_files import HASH_BYTES, Rows, WindowFiles
 
 WINDOW_US = 60 * US_PER_SECOND
@@ -108,7 +110,8 @@ class ThrottledTracker:
     async def start(self) -> None:
         """Write changed windows to the folder about once a second."""
         if self._files is not None:
-            self._write_task = asyncio.get_running_loop().create_task(self._write_regularly(self._files))
+            writing = repeat(partial(self._write, self._files), WRITE_SECONDS, (OSError,), _log_write_failure)
+            self._write_task = asyncio.get_running_loop().create_task(writing)
 
     async def close(self) -> None:
         """Write the last changes. Call it when nothing more is counted."""
@@ -163,19 +166,6 @@ class ThrottledTracker:
                 rows.append((hits.digest, hits.count, hits.last_us))
         return counts
 
-    async def _write_regularly(self, files: WindowFiles) -> None:
-        is_failing = False
-        while True:
-            await asyncio.sleep(WRITE_SECONDS)
-            try:
-                await self._write(files)
-            except OSError as error:
-                if not is_failing:
-                    _log_write_failure(error)
-                is_failing = True
-            else:
-                is_failing = False
-
     async def _write(self, files: WindowFiles) -> None:
         """Write the windows that have changed, and remove the files of windows that no longer count."""
         for window in (self._previous, self._current):
@@ -192,7 +182,7 @@ class ThrottledTracker:
             self._oldest_file = oldest
 
 
-def _log_write_failure(error: OSError) -> None:
+def _log_write_failure(error: Exception) -> None:
     message = "could not write the throttled subjects for the other workers"
     log_event(_log, logging.WARNING, "throttled.write_failed", message, error=error)
 
