@@ -1,4 +1,4 @@
-"""Back-ups of a catalog's database, taken and restored while nodes run, as `docs/operations.md` says."""
+"""Back up and restore the database of a catalog while processes use it, as in `docs/operations.md`."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ ATTEMPTS = 20
 
 
 async def back_up(url: str, folder: Path) -> Path:
-    """A consistent copy of the database, as of now."""
+    """Write a consistent copy of the database to a file."""
     file = folder / "backup"
     if url.startswith("sqlite"):
         await asyncio.to_thread(_copy, _file(url), str(file))
@@ -25,7 +25,7 @@ async def back_up(url: str, folder: Path) -> Path:
 
 
 async def restore(url: str, file: Path) -> None:
-    """Replace what is in the database by a copy of it, in one transaction."""
+    """Replace the contents of the database by a backup, in one transaction."""
     if url.startswith("sqlite"):
         await asyncio.to_thread(_copy, str(file), _file(url))
     else:
@@ -33,9 +33,7 @@ async def restore(url: str, file: Path) -> None:
 
 
 def restore_postgres(url: str, file: Path) -> None:
-    """Again, if it met a node that was reading: Postgres ends one of two that wait for each other, and nothing has
-    changed.
-    """
+    """Restore, and retry after a deadlock with a process that was reading: Postgres then rolled the restore back."""
     for attempt in range(ATTEMPTS):
         try:
             _run(program_path("pg_restore"), "--clean", "--if-exists", "--single-transaction", "-d", url, str(file))

@@ -1,4 +1,4 @@
-"""Statements that are compiled once per worker, and not again by each engine that a test makes."""
+"""Compile SQL statements once per worker, instead of once for each engine that a test creates."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ CAPACITY = 5_000
 
 
 class StatementCache(LRUCache[Any, Any]):
-    """A cache by statement and kind of database. SQLAlchemy's own key holds the dialect of one engine."""
+    """Compiled statements by kind of database. SQLAlchemy's own key has the dialect of one engine."""
 
     def get(self, key: Any, default: Any = None) -> Any:
         return super().get(_without_dialect(key), default)
@@ -29,7 +29,7 @@ def _without_dialect(key: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @contextmanager
 def compiled_once() -> Iterator[None]:
-    """Let all engines that are made inside of this block share their compiled statements."""
+    """Let all engines that are created inside this block share their compiled statements."""
     compiled = StatementCache(CAPACITY)
 
     def made(*given: Any, **options: Any) -> AsyncEngine:

@@ -1,4 +1,4 @@
-"""A catalog on each kind of database, empty and with its schema."""
+"""Fixtures for an empty catalog on each kind of database."""
 
 import asyncio
 import shutil
@@ -27,14 +27,14 @@ PEPPERS = "1:a pepper that the tests alone know"
 
 @pytest.fixture(scope="session", autouse=True)
 def statements_are_compiled_once() -> Iterator[None]:
-    """Each test makes an engine, which would compile them again: that was 7 % of the CPU time."""
+    """Each test creates an engine, which would compile all statements again: that was 7 % of the CPU time."""
     with compiled_once():
         yield
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Of an empty database without a schema."""
+    """The URL of an empty database without a schema."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path}/catalog.db"
     url: str = request.getfixturevalue("postgres_url")
@@ -43,7 +43,7 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture(scope="session")
 def migrated_sqlite(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file with the newest schema and nothing in it."""
+    """A SQLite file with the newest schema and no rows."""
     path = tmp_path_factory.mktemp("migrated") / "catalog.db"
     _migrate(f"sqlite:///{path}")
     return path
@@ -51,14 +51,14 @@ def migrated_sqlite(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def reused_postgres(postgres_server: PostgresServer) -> ReusedDatabase:
-    """Such a database on this worker's PostgreSQL: each test that asks for it gets it empty."""
+    """An empty database with the newest schema on this worker's PostgreSQL. It is emptied for each test."""
     _migrate(postgres_server.create_database("migrated"))
     return ReusedDatabase(postgres_server, "migrated")
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
 async def database(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Database]:
-    """With the newest schema."""
+    """An empty database with the newest schema."""
     if request.param == "sqlite":
         shutil.copy(request.getfixturevalue("migrated_sqlite"), tmp_path / "catalog.db")
         async with open_database(f"sqlite:///{tmp_path}/catalog.db") as database:
@@ -85,7 +85,7 @@ async def environment(request: pytest.FixtureRequest, tmp_path: Path, peppers: P
 
 
 def _migrate(url: str) -> None:
-    """In a thread, since whoever asks may be on an event loop."""
+    """Migrate in a thread, since the caller may run on an event loop."""
 
     async def migrate() -> None:
         database = Database(url)
@@ -98,7 +98,7 @@ def _migrate(url: str) -> None:
 
 @pytest.fixture
 def quick_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes look at the outbox five to ten times as often as in production: what waits for a look is soon over."""
+    """Poll the outbox five to ten times as often as in production, so that tests wait less."""
     monkeypatch.setattr(live_catalog_module, "POLL_SECONDS", 0.1)
     monkeypatch.setattr(live_catalog_module, "POLL_WITH_POSTGRES_SECONDS", 0.5)
 
@@ -114,7 +114,7 @@ def sealer(peppers: Peppers) -> Signer:
 
 
 def decode_announcements(channel: str, message: bytes) -> list[Announcement]:
-    """What a message of a node with `PEPPERS` says."""
+    """Return the announcements in a message of a process with `PEPPERS`."""
     content = Signer(Peppers.parse(PEPPERS)).verify(channel, message)
     assert content is not None
     return msgspec.msgpack.decode(content, type=list[Announcement])

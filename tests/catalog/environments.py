@@ -1,4 +1,4 @@
-"""Where the nodes of a test live: a database of either kind, with and without a Redis."""
+"""The servers that the replicas of a test use: a database of either kind, with and without Redis."""
 
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from tests.catalog.replicas import Replica, closing
 
 @dataclass
 class Environment:
-    """Where nodes live: a database with its schema, and perhaps a Redis."""
+    """A database with its schema, and perhaps a Redis, for all replicas of a test."""
 
     database_url: str
     redis_url: str | None
@@ -22,24 +22,24 @@ class Environment:
     stack: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     async def replica(self, **how: Any) -> Replica:
-        """One that is started, and closed after the test."""
+        """Start a replica, and close it after the test."""
         replica = Replica(self.database_url, self.redis_url, peppers=self.peppers, **how)
         await self.stack.enter_async_context(replica)
         return replica
 
     async def writer(self) -> Catalog:
-        """Who changes the catalog, and tells nobody: a CLI, or a node that dies between commit and publishing."""
+        """Return a catalog that publishes nothing: the command line, or a process that is killed after a commit."""
         database = Database(self.database_url)
         await self.stack.enter_async_context(closing(database))
         return Catalog(database, peppers=self.peppers)
 
 
 only_with_redis = pytest.mark.parametrize("environment", ["sqlite and redis", "postgres and redis"], indirect=True)
-# Each database once, and with Redis and without once: for what does not depend on how the two go together.
+# For tests that do not depend on the combination: each database once, with Redis once and without once.
 each_database = pytest.mark.parametrize("environment", ["sqlite", "postgres and redis"], indirect=True)
 without_redis = pytest.mark.parametrize("environment", ["sqlite", "postgres"], indirect=True)
 only_postgres = pytest.mark.parametrize("environment", ["postgres", "postgres and redis"], indirect=True)
-# What Python alone decides, or Redis: other tests of `make test` send every statement that it needs to Postgres.
+# For tests of Python code or Redis: other tests of `make test` run their statements on Postgres as well.
 one_database = pytest.mark.parametrize(
     "database", ["sqlite", pytest.param("postgres", marks=pytest.mark.soak)], indirect=True
 )

@@ -1,4 +1,4 @@
-"""What the tests of the catalog make and ask for again and again."""
+"""Create entities of a catalog, and read rows of its database."""
 
 import contextlib
 from collections.abc import AsyncIterator, Iterable, Mapping
@@ -18,7 +18,7 @@ AnyEntity = TypeVar("AnyEntity", bound=Entity)
 ACTOR = "test:ann"
 MINUTE_US = 60_000_000
 
-# Text that is legal and awkward, for fields that take any.
+# Unusual but valid values for text fields.
 UNUSUAL_TEXTS = (
     "ü",
     "日本語",
@@ -38,7 +38,7 @@ UNUSUAL_TEXTS = (
 
 @contextlib.asynccontextmanager
 async def open_database(url: str) -> AsyncIterator[Database]:
-    """A database as it is, closed whatever happens."""
+    """Open a database, and close it even if the test fails."""
     database = Database(url)
     try:
         yield database
@@ -47,7 +47,7 @@ async def open_database(url: str) -> AsyncIterator[Database]:
 
 
 def url_of(database: Database) -> str:
-    """For another who opens it."""
+    """Return the URL of a database, with its password."""
     return database.url.render_as_string(hide_password=False)
 
 
@@ -113,7 +113,7 @@ class Customer:
 
 
 async def new_customer(catalog: Catalog, name: str = "acme") -> Customer:
-    """Its plan is its default, its policy's and its key's."""
+    """Create a tenant with one of everything. Its default, its policy and its key use the same plan."""
     async with catalog.edit(ACTOR) as edit:
         tenant = await edit.create(Tenant, {"name": name})
         own = {"tenant_id": tenant.id}
@@ -129,7 +129,7 @@ async def new_customer(catalog: Catalog, name: str = "acme") -> Customer:
 
 
 async def table_contents(database: Database, leave_out: Iterable[str] = ()) -> dict[str, list[tuple[Any, ...]]]:
-    """Every row of every table: two that are equal say that nothing has happened, nor was written down."""
+    """Return all rows of all tables. If they are equal, nothing was changed and nothing was logged."""
     async with database.reading() as connection:
         return {
             table.name: sorted((tuple(row) for row in await connection.execute(select(table))), key=repr)
@@ -144,16 +144,16 @@ async def rows(database: Database, statement: str, **values: Any) -> list[tuple[
 
 
 async def execute(database: Database, statement: str, **values: Any) -> None:
-    """Plain SQL, past everything that Python would have said."""
+    """Execute plain SQL, without the checks of Python."""
     async with database.writing() as connection:
         await connection.execute(text(statement), values)
 
 
 async def audit_of(catalog: Catalog, **which: Any) -> list[AuditEntry]:
-    """The oldest first."""
+    """Return audit entries, oldest first."""
     return list(reversed((await catalog.audit_page(size=1_000, **which)).items))
 
 
 def field_of(error: LimitforgeError) -> str:
-    """What it names: all errors begin with it."""
+    """Return the field that an error names: its text begins with it."""
     return str(error).partition(":")[0]

@@ -1,4 +1,4 @@
-"""What the tests of the live side share: a truth that can be held up, and small catalogs to look at."""
+"""Helpers for tests of `catalog.live`: replicas of a service, a source that can be paused, and small catalogs."""
 
 import asyncio
 import contextlib
@@ -44,9 +44,9 @@ UNLIMITED_LOOKUPS: Mapping[str, float] = {"per_second": 1e9, "burst": 10**9, "al
 
 
 class FakeSource:
-    """A truth in memory, as any `Source` is: it can be changed, held up in the middle of a read, and taken away.
+    """A `ConfigSource` in memory that can be changed, paused during a read, and made unavailable.
 
-    A held read has seen the truth as it was when it began.
+    A paused read returns the state from when it began.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class FakeSource:
 
     @contextlib.asynccontextmanager
     async def held(self, name: str) -> AsyncIterator[Callable[[], None]]:
-        """Reads of this stop in their middle until what is yielded is called, or this ends."""
+        """Pause reads of this entity until the yielded function is called, or the block ends."""
         self._gates[name] = gate = asyncio.Event()
         try:
             yield gate.set
@@ -93,7 +93,7 @@ class FakeSource:
         await eventually(lambda: self.waiting >= number)
 
     def change(self, tenant_id: str, **changes: Any) -> Announcement:
-        """Another revision of a tenant, and what is told of it."""
+        """Change a tenant, and return the announcement."""
         revision = 1 + max(config.tenant.revision for config in self.configs.values())
         config = self.configs[tenant_id]
         tenant = msgspec.structs.replace(config.tenant, **{"revision": revision, **changes})
@@ -117,7 +117,7 @@ class FakeSource:
     def add_key(
         self, peppers: Peppers, tenant_id: str, number: int = 0, *, is_old: bool = False, **fields: Any
     ) -> tuple[Key, str]:
-        """A key of a tenant, and its text. An old one has the public checksum."""
+        """Add a key to a tenant, and return it with its text. An old key has the public checksum."""
         identity = str(number).rjust(ID_LENGTH, "0")
         live = PREFIXES["live"]
         credential = old_credential(live, identity) if is_old else Credential.generate(live, identity, peppers)
@@ -147,7 +147,7 @@ class FakeSource:
 
 
 def shared_copies(shared: Any, peppers: Peppers, **how: Any) -> SharedCopies:
-    """The copies that a node with these peppers reads and writes."""
+    """Return the copies that a process with these peppers reads and writes."""
     return SharedCopies(shared, "lf", Signer(peppers), **how)
 
 
@@ -169,14 +169,14 @@ def parsed(limits: str) -> tuple[dict[str, Any], ...]:
 
 
 def cache_of(source: Any, peppers: Peppers, clock: Clock, **how: Any) -> CatalogCache:
-    """What a node remembers, of a source that nothing is kept from unless the test says so."""
+    """Return a cache of this source, with unlimited lookups and a long deadline unless given."""
     how.setdefault("lookup_seconds", PATIENCE_SECONDS)
     how.setdefault("lookup_limiter", LookupLimiter(**UNLIMITED_LOOKUPS, clock=clock))  # type: ignore[arg-type]
     return CatalogCache(source, peppers, clock=clock, **how)
 
 
 def old_credential(prefix: str, identity: str) -> Credential:
-    """Make a key as it was made before its checksum was keyed. Anybody can: this is also how to make up keys."""
+    """Make a key with the old public checksum. Anyone can do that, so keys can be made up like this."""
     body = prefix + identity + "".join(random.choices(ALPHABET, k=SECRET_LENGTH))
     number, digits = zlib.crc32(body.encode()), ""
     for _ in range(6):
@@ -186,24 +186,24 @@ def old_credential(prefix: str, identity: str) -> Credential:
 
 
 async def add_old_keys(catalog: Catalog, tenant_id: str, number: int) -> list[str]:
-    """Keys of a tenant with the old public checksum, by their texts."""
+    """Add keys with the old public checksum to a tenant, and return their texts."""
     assert catalog.peppers is not None
     texts = []
     async with catalog.edit("test") as edit:
-        for at in range(number):
+        for index in range(number):
             credential = old_credential(PREFIXES["live"], new_id("key").removeprefix("key_"))
             secrets = (catalog.peppers.hash_credential(credential),)
-            key = Key(id=f"key_{credential.id}", tenant_id=tenant_id, name=f"old-{at}", secrets=secrets)
+            key = Key(id=f"key_{credential.id}", tenant_id=tenant_id, name=f"old-{index}", secrets=secrets)
             await edit.add_key(key)
             texts.append(credential.text)
     return texts
 
 
-def wrong_key(prefix: str = PREFIXES["live"], at: int = 0) -> str:
-    """Of the right form and with the right public checksum, and nobody's."""
+def wrong_key(prefix: str = PREFIXES["live"], index: int = 0) -> str:
+    """Return a well-formed key with a valid public checksum that does not exist."""
     digits = []
     for _ in range(ID_LENGTH):
-        at, digit = divmod(at, len(ALPHABET))
+        index, digit = divmod(index, len(ALPHABET))
         digits.append(ALPHABET[digit])
     return old_credential(prefix, "".join(digits)).text
 
@@ -238,7 +238,7 @@ async def set_operator_mode(catalog: Catalog, mode: Mode) -> None:
 
 
 async def decide(caller: Caller, limiter: Limiter, resource: str = "r", subject: str = "s", cost: int = 1) -> Decision:
-    """As a service does it."""
+    """Decide a check as the service does."""
     selection = caller.snapshot.select(resource, caller.key.plan_id)
     return await limiter.check(
         resource, subject, limits=selection.limits, cost=cost, tenant=caller.key.tenant_id, failure="raise"
@@ -246,14 +246,14 @@ async def decide(caller: Caller, limiter: Limiter, resource: str = "r", subject:
 
 
 async def limit_of(caller: Caller, limiter: Limiter, subject: str = "s") -> int | None:
-    """The number by which this caller is limited now, as a decision tells it."""
+    """Return the caller's current limit, read from a decision."""
     return (await decide(caller, limiter, subject=subject, cost=0)).limit
 
 
 async def eventually(
     is_so: Callable[[], Any] | Callable[[], Awaitable[Any]], seconds: float = PATIENCE_SECONDS
 ) -> float:
-    """Ask until it is so; tells how many seconds that took."""
+    """Wait until a condition is true, and return the seconds that it took."""
     began, pause = time.monotonic(), 0.001
     while True:
         answer: Any = is_so()
@@ -261,7 +261,7 @@ async def eventually(
             answer = await answer
         if answer:
             return time.monotonic() - began
-        assert time.monotonic() - began < seconds, "it did not come to pass"
+        assert time.monotonic() - began < seconds, "the condition did not become true"
         await asyncio.sleep(pause)
         pause = min(1.3 * pause, 0.03)
 
@@ -272,7 +272,7 @@ def events_of(records: Iterable[logging.LogRecord]) -> list[tuple[str, dict[str,
 
 
 class Replica:
-    """What one process of a service has: a node, its database, what it shares, and a limiter."""
+    """The parts of one process of the service: a live catalog, its database, its Redis, and a limiter."""
 
     def __init__(
         self,
@@ -297,13 +297,13 @@ class Replica:
         return self.live.catalog
 
     async def limit(self, text: str) -> int | None:
-        """By how much whoever has this key is limited, as a decision tells it."""
+        """Return the current limit of the caller with this key, read from a decision."""
         caller = self.live.cache.callers.get(text) or await self.live.cache.callers.find(text)
         caller.require(KeyScope.CHECK)
         return await limit_of(caller, self.limiter)
 
     async def error(self, text: str) -> type[Exception] | None:
-        """What whoever has this key is refused with."""
+        """Return the error that the caller with this key gets, if any."""
         try:
             await self.limit(text)
         except LimitforgeError as error:
@@ -311,7 +311,7 @@ class Replica:
         return None
 
     async def seconds_until(self, text: str, wanted: Any) -> float:
-        """Until a decision has this limit, or is refused with this error; tells how many seconds that took."""
+        """Wait until a check has this limit, or fails with this error, and return the seconds that it took."""
 
         async def is_so() -> bool:
             if isinstance(wanted, type):
@@ -341,7 +341,7 @@ class Replica:
 
 @contextlib.asynccontextmanager
 async def closing(*things: Any) -> AsyncIterator[None]:
-    """Closed whatever happens, so that a test that fails leaves nothing for the next one to stumble over."""
+    """Close these things even if the test fails, so that it does not affect the next one."""
     try:
         yield
     finally:

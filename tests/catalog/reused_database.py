@@ -1,6 +1,6 @@
-"""A database that the tests of one worker use one after the other.
+"""A database that the tests of one worker reuse.
 
-To make one from a template and to drop it costs 90 ms of CPU, to empty it a fifth of that.
+Creating one from a template and dropping it takes 90 ms of CPU, emptying it a fifth of that.
 """
 
 import asyncpg  # type: ignore[import-untyped]
@@ -9,7 +9,7 @@ from tests.postgres import PostgresServer, _run, program_path
 
 NAME = "reused"
 
-# The rows as the migrations left them, past foreign keys and the triggers that protect the audit log.
+# Restore the rows of the migrations, without foreign keys and the triggers that protect the audit log.
 EMPTY = "SET session_replication_role = replica; {deletes} {inserts}"
 LEFT_OVER = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND pid <> {own}"
 TABLES = "SELECT oid::regclass::text FROM pg_class WHERE relkind = 'r' AND relnamespace = 'public'::regnamespace"
@@ -25,7 +25,7 @@ SCHEMA = """
 
 
 class ReusedDatabase:
-    """A database with the newest schema. One whose schema a test has changed is replaced by a new one."""
+    """A database with the newest schema. It is created again after a test that changed the schema."""
 
     def __init__(self, server: PostgresServer, template: str) -> None:
         self._server = server
@@ -34,7 +34,7 @@ class ReusedDatabase:
         self._schema: str | None = None
 
     async def emptied(self) -> str:
-        """The URL of the database, without the rows and connections of the test before."""
+        """Return the URL of the database, after removing the rows and connections of the previous test."""
         url = self._server._url(NAME)
         if self._schema is None:
             await self._make()

@@ -1,4 +1,4 @@
-"""A second process of a service: a node and a limiter, which do what they are asked."""
+"""A replica in a second process, controlled by messages."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ READY = "ready"
 
 
 class SecondProcess:
-    """That process, from the outside."""
+    """The second process, seen from the test."""
 
     def __init__(self, database_url: str, redis_url: str | None, peppers: str) -> None:
         self._program = ChildProcess(run, database_url, redis_url, peppers)
@@ -32,15 +32,15 @@ class SecondProcess:
         return await self._read()
 
     async def limit(self, text: str) -> Any:
-        """By how much whoever has this key is limited there, or with what it is refused."""
+        """Return the limit of the caller with this key there, or the name of the error that it gets."""
         return await self.ask("limit", text=text)
 
     async def admits(self, text: str, subject: str) -> bool:
-        """Whether a request with this key is let through there."""
+        """Return True if a check with this key is allowed there."""
         return bool(await self.ask("spend", text=text, subject=subject))
 
     async def seconds_until(self, text: str, wanted: Any, since: float) -> float:
-        """How many seconds after that moment it was limited, or refused, in this way there."""
+        """Wait until a check there has this limit or error, and return the seconds since `since`."""
         answer = await self.ask("until", text=text, wanted=wanted)
         assert answer is not None, f"never {wanted}"
         return float(answer) - since
@@ -53,7 +53,7 @@ class SecondProcess:
         self._program.kill()
 
     def stop(self) -> int | None:
-        """As its questions end, so does it, in an orderly way; returns its exit code."""
+        """Close the connection, which ends the process in an orderly way, and return its exit code."""
         return self._program.close_and_wait()
 
     async def _read(self) -> Any:
@@ -69,7 +69,7 @@ def second_process(database_url: str, redis_url: str | None, peppers: str) -> It
         process.stop()
 
 
-# --- From the inside -------------------------------------------------------------------------------------------------
+# --- In the process --------------------------------------------------------------------------------------------------
 
 
 async def reply_to(replica: Replica, question: dict[str, Any]) -> Any:

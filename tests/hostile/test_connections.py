@@ -95,7 +95,7 @@ def test_bodies_whose_keys_are_looked_up_take_little_memory(
         for _ in range(rounds):
             with contextlib.ExitStack() as opened:
                 for _ in range(60):
-                    key = wrong_key(at=next(numbers)).encode()
+                    key = wrong_key(index=next(numbers)).encode()
                     head = b"POST %b HTTP/1.1\r\nHost: a\r\nX-Api-Key: %b\r\nContent-Length: 1000000\r\n\r\n" % (
                         path,
                         key,

@@ -1,4 +1,4 @@
-"""Which limits apply: the plans that join, in which place and mode, and what else a policy says."""
+"""Which limits a snapshot selects: the plans, their layers and modes, and the other settings of a policy."""
 
 from itertools import product
 from typing import Any
@@ -16,7 +16,7 @@ MODES = (Mode.OFF, Mode.MONITOR, Mode.ON)
 
 
 def plan(name: str, limit: int = 10, *, limit_name: str | None = None, tenant_id: str = "acme", **fields: Any) -> Plan:
-    """A plan whose id is its name, with one limit called like it."""
+    """Return a plan with one limit. The id of the plan and the name of the limit are its name."""
     window = {"algorithm": "fixed_window", "name": limit_name or name, "limit": limit, "window_seconds": 60, **fields}
     return Plan(id=name, tenant_id=tenant_id, name=name, limits=(window,))
 
@@ -60,8 +60,9 @@ def decided(selection: Selection) -> Decision:
 
 @pytest.mark.parametrize(("above", "default", "of_key", "of_policy", "asked"), list(product([False, True], repeat=5)))
 def test_which_plans_join(above: bool, default: bool, of_key: bool, of_policy: bool, asked: bool) -> None:
-    """The operator's, the tenant's (the key's own, else the default) and the policy's; one that the check asks for
-    replaces the last two.
+    """The plans of the operator, the tenant (the key's plan, else the default) and the policy join.
+
+    A plan that the check asks for replaces the last two.
     """
     shot = snapshot(
         *([policy()] if of_policy else []),
@@ -107,7 +108,7 @@ def test_the_most_specific_policy_applies_and_no_other() -> None:
 
 @pytest.mark.parametrize("plan_id", ["none", "", "everyone", "globexs", "x" * 100_000, "\0"])
 def test_a_plan_that_is_not_the_tenants_is_not_found(plan_id: str) -> None:
-    """Not even the operator's, which is there to be joined and not to be asked for."""
+    """Nor can it ask for the operator's plan, which applies in any case."""
     shot = snapshot(policy(), operator={"default_plan_id": "everyone"})
     for _ in range(2):
         with pytest.raises(NotFound, match=r"^plan_id: this tenant has no plan") as refused:
@@ -126,7 +127,7 @@ def test_a_key_whose_plan_is_not_known_here_yet_has_the_default() -> None:
 
 @pytest.mark.parametrize(("fleet", "own"), list(product(MODES, MODES)))
 def test_a_limit_has_the_weakest_of_the_modes_that_are_for_it(fleet: Mode, own: Mode) -> None:
-    """The fleet's and its own; the tenant's, but not for the operator's limits; the policy's, for its plan alone."""
+    """The operator's mode applies to all limits, the tenant's to all but the operator's, the policy's to its plan."""
     plans = tuple(plan(name, 0, mode=own) for name in ("default", "special"))
     for tenants, of_policy in product(MODES, MODES):
         shot = snapshot(

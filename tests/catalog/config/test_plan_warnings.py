@@ -1,4 +1,4 @@
-"""Limits of one name in several plans of a tenant: who is told that they count apart, and that they do."""
+"""Warnings about limits with one name that keep separate counts in several plans of a tenant."""
 
 import logging
 from textwrap import dedent
@@ -30,7 +30,7 @@ DAILY: dict[str, Any] = {"name": "w", "algorithm": "quota", "limit": 10, "period
 
 
 def differing(*plans: dict[str, Any], used: str = "", default: str = "", zone: str = "UTC") -> list[tuple[str, ...]]:
-    """Which plans have limits that differ; they are called a, b, c, and `used` are those of policies."""
+    """Return the plans with differing limits. They are called a, b, c; `used` are the plans of policies."""
     named = {name: normalize_limits([limit]) for name, limit in zip("abc", plans, strict=False)}
     return [each.plans for each in find_differing_limits(named, set(used), default or None, zone)]
 
@@ -99,14 +99,14 @@ def test_the_tenants_time_zone_is_that_of_a_quota_without_one() -> None:
     assert differing(one, {**one, "time_zone": "UTC"}, used="ab", zone="Asia/Tokyo") == [("a", "b")]
 
 
-# --- Who is told -----------------------------------------------------------------------------------------------------
+# --- Warnings --------------------------------------------------------------------------------------------------------
 
 
 def wide(seconds: int, limit: int = 10) -> list[dict[str, Any]]:
     return [{**HOURLY, "limit": limit, "window_seconds": seconds, "scope": "tenant"}]
 
 
-async def told(catalog: Catalog, plan: Plan) -> list[str]:
+async def warnings_of(catalog: Catalog, plan: Plan) -> list[str]:
     async with catalog.database.reading() as connection:
         return await plan_warnings(connection, plan.tenant_id, plan.id)
 
@@ -118,23 +118,23 @@ async def test_a_plan_is_warned_of_those_that_it_meets(catalog: Catalog) -> None
     two = await new_plan(catalog, tenant.id, "two", limits=wide(60))
     calm = await new_plan(catalog, tenant.id, "calm", limits="100/minute")
     for plan in (one, two):
-        [warning] = await told(catalog, plan)
+        [warning] = await warnings_of(catalog, plan)
         assert "limit w " in warning
         assert "one, two" in warning
         assert "different names, or the same window" in warning
-    assert await told(catalog, calm) == []
+    assert await warnings_of(catalog, calm) == []
     await new_policy(catalog, one, "GET:/a")
-    assert await told(catalog, one) == []
+    assert await warnings_of(catalog, one) == []
     await new_policy(catalog, two, "GET:/b")
-    assert len(await told(catalog, one)) == 1
+    assert len(await warnings_of(catalog, one)) == 1
     await update(catalog, two, {"limits": wide(3_600, 99)})
-    assert await told(catalog, one) == []
+    assert await warnings_of(catalog, one) == []
 
 
 @one_database
 async def test_the_operator_has_one_plan_at_a_time(catalog: Catalog) -> None:
     await new_plan(catalog, OPERATOR, "one", limits=wide(3_600))
-    assert await told(catalog, await new_plan(catalog, OPERATOR, "two", limits=wide(60))) == []
+    assert await warnings_of(catalog, await new_plan(catalog, OPERATOR, "two", limits=wide(60))) == []
 
 
 FILE = """
@@ -150,7 +150,7 @@ POLICIES = "policies: [{resource: 'GET:/a', plan: one}, {resource: 'GET:/b', pla
 
 
 async def warned(catalog: Catalog, *sections: str) -> list[str]:
-    """What is said of a file, before and after it is applied."""
+    """Return the warnings about a document, before and after it is applied."""
     text = dedent(FILE).replace("{sections}", "\n    ".join(sections))
     wanted, _ = document.parse_document(text.encode(), "plans.yaml", to_datetime(catalog.clock.now_us()))
     found = []

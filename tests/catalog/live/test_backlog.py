@@ -1,4 +1,4 @@
-"""A node with a backlog: the changes of a large apply wait, and what one person changes does not wait behind them."""
+"""A backlog: the changes of a large apply are deferred, and a small change does not wait behind them."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -26,7 +26,7 @@ def writer(database: Database, peppers: Peppers) -> Catalog:
 async def test_a_change_by_one_person_does_not_wait_behind_an_apply(
     database: Database, writer: Catalog, peppers: Peppers
 ) -> None:
-    """The node is not started: what waits goes on waiting."""
+    """The live catalog is not started, so deferred changes stay deferred."""
     account = await create_account(writer)
     replica = Replica(url_of(database), peppers=peppers)
     async with closing(replica):
@@ -76,10 +76,10 @@ class Counted(CatalogRedis):
 
 
 @pytest.mark.slow
-async def test_a_node_without_its_database_goes_on_listening(redis_url: str, peppers: Peppers) -> None:
+async def test_a_process_without_its_database_keeps_listening(redis_url: str, peppers: Peppers) -> None:
     shared = Counted(redis_url)
     async with Replica("postgresql://nobody@127.0.0.1:1/none", peppers=peppers, shared=shared) as replica:
         await eventually(lambda: "redis" in replica.live.status().listening)
-        await asyncio.sleep(1)  # a subscription that ends begins again ten times in that time
+        await asyncio.sleep(1)  # a subscription that ends would be repeated ten times in that time
         assert "redis" in replica.live.status().listening
         assert shared.subscriptions == 1

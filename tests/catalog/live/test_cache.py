@@ -1,4 +1,4 @@
-"""What a node remembers: when it reads, when it does not, what it hears of, and how much it keeps."""
+"""The configuration cache: when it reads, how it applies announced changes, and its bounds."""
 
 import asyncio
 import gc
@@ -44,11 +44,11 @@ async def cache(source: FakeSource, peppers: Peppers, clock: ManualClock) -> Asy
 
 
 async def settled(cache: CatalogCache) -> None:
-    """Until nothing is being read any more."""
+    """Wait until no read is running."""
     await eventually(lambda: not cache._flights)
 
 
-# --- What a look-up costs --------------------------------------------------------------------------------------------
+# --- The cost of a lookup ---------------------------------------------------------------------------------------------
 
 
 @one_database
@@ -72,7 +72,7 @@ async def test_a_warm_look_up_reads_nothing(
 async def test_a_thousand_first_requests_of_a_cold_tenant_cost_one_load(
     database: Database, catalog: Catalog, peppers: Peppers, clock: ManualClock
 ) -> None:
-    """Two queries for the key, three for the operator (once per node), three for the tenant."""
+    """Two queries for the key, three for the operator (once per process), three for the tenant."""
     account = await create_account(catalog)
     other = await create_account(catalog, "globex")
     cache = cache_of(DatabaseSource(database), peppers, clock)
@@ -92,10 +92,10 @@ async def test_the_size_of_a_tenant_does_not_change_the_number_of_queries(
 ) -> None:
     account = await create_account(catalog)
     async with catalog.edit("test") as edit:
-        for at in range(30):
-            plan = await edit.create(Plan, {"tenant_id": account.tenant.id, "name": f"p{at}", "limits": "9/minute"})
+        for index in range(30):
+            plan = await edit.create(Plan, {"tenant_id": account.tenant.id, "name": f"p{index}", "limits": "9/minute"})
             await edit.create(
-                Policy, {"tenant_id": account.tenant.id, "resource": f"GET:/{at}/{{id}}", "plan_id": plan.id}
+                Policy, {"tenant_id": account.tenant.id, "resource": f"GET:/{index}/{{id}}", "plan_id": plan.id}
             )
     cache = cache_of(DatabaseSource(database), peppers, clock)
     before = database.statement_count
@@ -147,7 +147,7 @@ async def test_what_is_older_than_its_ttl_is_served_while_it_is_read_once_more(
     key, text = source.add_key(peppers, "acme")
     caller = await cache.callers.find(text)
     source.reads.clear()
-    source.change("acme", suspended=True)  # and nobody is told
+    source.change("acme", suspended=True)  # without an announcement
     clock.advance_us(MINUTE_US - 1)
     assert cache.callers.get(text) is caller
     await asyncio.sleep(0)
@@ -197,20 +197,20 @@ async def test_what_can_not_be_read_again_is_served_on_and_says_so_until_it_is_t
     assert cache.status().stale_since is None
 
 
-async def test_what_would_have_been_told_to_have_changed_is_not_read_again(
+async def test_an_entry_without_announced_changes_is_not_read_again(
     source: FakeSource, cache: CatalogCache, peppers: Peppers, clock: ManualClock
 ) -> None:
     _, text = source.add_key(peppers, "acme")
     caller = await cache.callers.find(text)
     source.reads.clear()
-    for _ in range(200):  # minutes: well past what is usable without a word
+    for _ in range(200):  # minutes: well past the time that entries are usable without a confirmation
         clock.advance_us(MINUTE_US)
         cache.confirm_up_to_date()
         assert cache.callers.get(text) is caller
         await settled(cache)
     assert "acme" not in source.reads
     assert not [read for read in source.reads if read.startswith("key_")]
-    clock.advance_us(MINUTE_US + 1)  # nobody confirms any more
+    clock.advance_us(MINUTE_US + 1)  # no more confirmations
     assert cache.callers.get(text) is caller
     await settled(cache)
     assert "acme" in source.reads
@@ -224,9 +224,9 @@ async def test_what_could_not_be_acted_on_is_read_again_all_the_same(
 ) -> None:
     _, text = source.add_key(peppers, "acme")
     caller = await cache.callers.find(text)
-    told = source.change("acme", suspended=True)
+    announcement = source.change("acme", suspended=True)
     source.is_down = True
-    await cache.apply_changes([told])
+    await cache.apply_changes([announcement])
     assert caller.is_stale
     source.is_down = False
     cache.confirm_up_to_date()
@@ -253,10 +253,10 @@ async def test_a_refresh_that_fails_is_tried_again_once_a_second_at_most(
     assert 8 <= source.reads.count("acme") <= 11
 
 
-async def test_without_a_database_every_request_of_an_old_key_hears_that_the_catalog_is_unavailable(
+async def test_without_a_database_every_request_of_an_old_key_gets_catalog_unavailable(
     source: FakeSource, peppers: Peppers, clock: ManualClock
 ) -> None:
-    """And not that it sent too many wrong keys, neither then nor afterwards."""
+    """The error is not `TooManyUnknownKeys`, neither then nor afterwards."""
     texts = [source.add_key(peppers, "acme", number)[1] for number in range(20)]
     cache = cache_of(source, peppers, clock, lookup_limiter=LookupLimiter(clock=clock))
     source.is_down = True
@@ -290,7 +290,7 @@ async def test_a_key_ends_when_its_time_has_come_without_anybody_saying_so(
 
 
 @one_database
-async def test_during_a_rotation_the_old_secret_goes_on_for_the_grace_period_and_the_new_one_at_once(
+async def test_during_a_rotation_the_old_secret_works_for_the_grace_period_and_the_new_one_at_once(
     database: Database, catalog: Catalog, peppers: Peppers, clock: ManualClock
 ) -> None:
     account = await create_account(catalog)
@@ -313,7 +313,7 @@ async def test_during_a_rotation_the_old_secret_goes_on_for_the_grace_period_and
 
 
 @one_database
-async def test_a_rotation_without_grace_ends_the_old_secret_before_the_writer_hears_of_it(
+async def test_a_rotation_without_grace_ends_the_old_secret_before_the_writer_continues(
     database: Database, catalog: Catalog, peppers: Peppers, clock: ManualClock
 ) -> None:
     account = await create_account(catalog)
@@ -329,7 +329,7 @@ async def test_a_rotation_without_grace_ends_the_old_secret_before_the_writer_he
     await cache.close()
 
 
-# --- Hearing of changes ----------------------------------------------------------------------------------------------
+# --- Announced changes -----------------------------------------------------------------------------------------------
 
 
 @one_database
@@ -382,10 +382,10 @@ async def test_the_keys_of_a_deleted_tenant_stop_and_cost_the_database_next_to_n
 
 
 @one_database
-async def test_a_mode_of_the_fleet_and_a_plan_of_the_operator_reach_every_tenant_that_is_remembered(
+async def test_a_mode_and_a_plan_of_the_operator_reach_every_cached_tenant(
     database: Database, catalog: Catalog, peppers: Peppers, clock: ManualClock
 ) -> None:
-    accounts = [await create_account(catalog, f"tenant-{at}", "1/hour") for at in range(5)]
+    accounts = [await create_account(catalog, f"tenant-{index}", "1/hour") for index in range(5)]
     cache = cache_of(DatabaseSource(database), peppers, clock)
     catalog.on_commit = cache.apply_changes
     callers = [await cache.callers.find(account.text) for account in accounts]
@@ -401,12 +401,12 @@ async def test_a_mode_of_the_fleet_and_a_plan_of_the_operator_reach_every_tenant
             one = {"name": "all", "algorithm": "fixed_window", "limit": 1, "window_seconds": 60, "scope": "global"}
             plan = await edit.create(Plan, {"tenant_id": OPERATOR, "name": "fleet", "limits": [one]})
             await edit.update(Tenant, OPERATOR, {"mode": "on", "default_plan_id": plan.id})
-        said = [(await decide(caller, limiter, subject="new")).allowed for caller in callers]
-        assert said == [True, False, False, False, False]
+        allowed = [(await decide(caller, limiter, subject="new")).allowed for caller in callers]
+        assert allowed == [True, False, False, False, False]
     await cache.close()
 
 
-async def test_a_tenant_that_is_read_while_the_fleet_is_switched_off_is_switched_off_too(
+async def test_a_tenant_that_is_read_while_the_operator_is_switched_off_is_switched_off_too(
     source: FakeSource, cache: CatalogCache, peppers: Peppers, clock: ManualClock
 ) -> None:
     _, text = source.add_key(peppers, "acme")
@@ -426,7 +426,7 @@ async def test_a_tenant_that_is_read_while_the_fleet_is_switched_off_is_switched
     assert caller.snapshot.operator.tenant.mode is Mode.OFF
 
 
-async def test_a_switch_of_the_fleet_that_is_announced_while_the_operator_is_first_read_is_not_lost(
+async def test_a_mode_of_the_operator_that_is_announced_during_its_first_read_is_not_lost(
     source: FakeSource, cache: CatalogCache, peppers: Peppers
 ) -> None:
     _, text = source.add_key(peppers, "acme")
@@ -504,7 +504,7 @@ async def test_a_key_that_is_deleted_while_it_is_read_stops(
 async def test_a_late_message_about_the_old_place_of_a_key_that_has_moved_changes_nothing(
     is_known: bool, source: FakeSource, cache: CatalogCache, peppers: Peppers
 ) -> None:
-    """The outbox has told of the whole move; the relay publishes what takes something away by itself."""
+    """The outbox had the whole move. The relay publishes the removal separately."""
     source.add_tenant("other")
     key, text = source.add_key(peppers, "acme")
     await cache.callers.find(text)
@@ -520,7 +520,7 @@ async def test_a_late_message_about_the_old_place_of_a_key_that_has_moved_change
 async def test_a_key_that_is_made_while_it_is_looked_for_is_found(
     source: FakeSource, cache: CatalogCache, peppers: Peppers
 ) -> None:
-    """One that was made elsewhere, and is in use before `apply` brings it in."""
+    """The key was made elsewhere, and is used before `apply` adds it."""
     key, text = source.add_key(peppers, "acme")
     del source.keys[key.id]
     async with source.held(key.id) as let_go:
@@ -549,68 +549,68 @@ async def test_a_key_that_was_unknown_is_known_once_it_is_announced(
     assert (await cache.callers.find(text)).key == key
 
 
-async def test_a_change_of_a_key_that_is_heard_while_the_database_is_away_is_in_force_soon_after_it_is_back(
+async def test_a_change_of_a_key_that_is_announced_while_the_database_is_away_is_in_force_soon_after_it_is_back(
     source: FakeSource, cache: CatalogCache, peppers: Peppers, clock: ManualClock
 ) -> None:
     key, text = source.add_key(peppers, "acme")
     await cache.callers.find(text)
     source.is_down = True
-    told = source.change_key(key, disabled=True)
+    announcement = source.change_key(key, disabled=True)
     try:
-        await cache.apply_changes([told])
+        await cache.apply_changes([announcement])
     except CatalogUnavailable:
-        is_to_be_told_again = True
+        must_announce_again = True
     else:
-        is_to_be_told_again = False
+        must_announce_again = False
     source.is_down = False
     clock.advance_us(2_000_000)
-    if is_to_be_told_again:
-        await cache.apply_changes([told])
+    if must_announce_again:
+        await cache.apply_changes([announcement])
     cache.callers.get(text)
     await settled(cache)
     assert (await cache.callers.find(text)).key.disabled
 
 
-async def test_a_change_of_a_tenant_that_is_heard_while_the_database_is_away_is_in_force_soon_after_it_is_back(
+async def test_a_change_of_a_tenant_that_is_announced_while_the_database_is_away_is_in_force_soon_after_it_is_back(
     source: FakeSource, cache: CatalogCache, peppers: Peppers, clock: ManualClock
 ) -> None:
     _, text = source.add_key(peppers, "acme")
     await cache.callers.find(text)
     source.is_down = True
-    told = source.change("acme", suspended=True)
+    announcement = source.change("acme", suspended=True)
     try:
-        await cache.apply_changes([told])
+        await cache.apply_changes([announcement])
     except CatalogUnavailable:
-        is_to_be_told_again = True
+        must_announce_again = True
     else:
-        is_to_be_told_again = False
+        must_announce_again = False
     source.is_down = False
     clock.advance_us(2_000_000)
-    if is_to_be_told_again:
-        await cache.apply_changes([told])
+    if must_announce_again:
+        await cache.apply_changes([announcement])
     cache.callers.get(text)
     await settled(cache)
     assert (await cache.callers.find(text)).snapshot.tenant.suspended
 
 
-async def test_a_switch_of_the_fleet_that_is_heard_while_the_database_is_away_acts_soon_after_it_is_back(
+async def test_a_mode_of_the_operator_that_is_announced_while_the_database_is_away_acts_soon_after_it_is_back(
     source: FakeSource, cache: CatalogCache, peppers: Peppers, clock: ManualClock
 ) -> None:
-    """As soon as any request comes: nobody waits for the end of a tenant's own TTL."""
+    """The next request of any tenant is enough: it does not wait for the tenant's own TTL."""
     _, text = source.add_key(peppers, "acme")
     caller = await cache.callers.find(text)
     source.is_down = True
-    told = source.change(OPERATOR, mode=Mode.OFF)
+    announcement = source.change(OPERATOR, mode=Mode.OFF)
     try:
-        await cache.apply_changes([told])
+        await cache.apply_changes([announcement])
     except CatalogUnavailable:
-        is_to_be_told_again = True
+        must_announce_again = True
     else:
-        is_to_be_told_again = False
+        must_announce_again = False
     source.is_down = False
     clock.advance_us(2_000_000)
-    if is_to_be_told_again:
-        await cache.apply_changes([told])
+    if must_announce_again:
+        await cache.apply_changes([announcement])
     for _ in range(2):
         cache.callers.get(text)
         await settled(cache)
@@ -621,10 +621,10 @@ async def test_a_switch_of_the_fleet_that_is_heard_while_the_database_is_away_ac
 async def test_a_change_of_many_keys_at_once_reaches_all_of_them(
     database: Database, catalog: Catalog, peppers: Peppers, clock: ManualClock
 ) -> None:
-    """More than the database has connections for."""
+    """There are more reads than database connections."""
     account = await create_account(catalog)
     async with catalog.edit("test") as edit:
-        made = [await edit.create_key({"tenant_id": account.tenant.id, "name": f"k{at}"}) for at in range(40)]
+        made = [await edit.create_key({"tenant_id": account.tenant.id, "name": f"k{index}"}) for index in range(40)]
     cache = cache_of(DatabaseSource(database), peppers, clock)
     for _, credential in made:
         await cache.callers.find(credential.text)
@@ -645,21 +645,23 @@ async def test_an_announcement_of_what_is_not_remembered_reads_nothing(
     source.add_tenant("globex")
     await cache.find_tenant("acme")
     source.reads.clear()
-    for at in range(100):
-        await cache.apply_changes([Announcement(at, "globex", config=True, keys=(f"key_{at}",), gone=(f"key_g{at}",))])
+    for index in range(100):
+        await cache.apply_changes(
+            [Announcement(index, "globex", config=True, keys=(f"key_{index}",), gone=(f"key_g{index}",))]
+        )
     assert not source.reads
     assert not cache._flights._changed
     assert not cache._flights
 
 
-async def test_hearing_of_an_old_change_again_reads_nothing(
+async def test_an_old_announcement_that_is_repeated_reads_nothing(
     source: FakeSource, cache: CatalogCache, peppers: Peppers
 ) -> None:
     _, text = source.add_key(peppers, "acme")
-    told = source.change("acme", suspended=True)
+    announcement = source.change("acme", suspended=True)
     await cache.callers.find(text)
     source.reads.clear()
-    await cache.apply_changes([told])
+    await cache.apply_changes([announcement])
     assert not source.reads
 
 
@@ -687,7 +689,7 @@ async def test_everything_is_read_again_when_too_much_was_missed(
 async def test_a_database_that_was_set_back_is_believed_when_everything_is_read_again(
     source: FakeSource, cache: CatalogCache, peppers: Peppers
 ) -> None:
-    """Restored from a backup: its revisions are lower than those that are known."""
+    """The database was restored from a backup: its revisions are lower than the cached ones."""
     _, text = source.add_key(peppers, "acme")
     before = source.configs["acme"]
     source.change("acme", suspended=True)
@@ -697,20 +699,20 @@ async def test_a_database_that_was_set_back_is_believed_when_everything_is_read_
     assert not (await cache.callers.find(text)).snapshot.tenant.suspended
 
 
-async def test_whoever_keeps_the_lanes_is_told_before_the_tenant_is_served(
+async def test_on_tenant_loaded_is_called_before_the_tenant_is_served(
     source: FakeSource, peppers: Peppers, clock: ManualClock
 ) -> None:
-    told: list[tuple[str, int, bool]] = []
+    announcement: list[tuple[str, int, bool]] = []
     kept: list[CatalogCache] = []
 
     def placed(tenant: Tenant) -> None:
-        told.append((tenant.id, tenant.placement.count, tenant.id in kept[0]._entries))
+        announcement.append((tenant.id, tenant.placement.count, tenant.id in kept[0]._entries))
 
     kept.append(cache_of(source, peppers, clock, on_tenant_loaded=placed))
     _, text = source.add_key(peppers, "acme")
     source.change("acme", lanes=4)
     await kept[0].callers.find(text)
-    assert told == [("acme", 4, False)]
+    assert announcement == [("acme", 4, False)]
     await kept[0].close()
 
 
@@ -737,7 +739,7 @@ async def test_no_more_tenants_and_keys_are_kept_than_allowed_and_what_was_dropp
     await cache.close()
 
 
-async def test_a_tenant_that_was_dropped_is_read_again_and_hears_of_changes_as_before(
+async def test_a_tenant_that_was_evicted_is_read_again_and_gets_changes_as_before(
     source: FakeSource, peppers: Peppers, clock: ManualClock
 ) -> None:
     cache = cache_of(source, peppers, clock, max_tenants=2)
@@ -758,7 +760,7 @@ async def test_a_tenant_that_was_dropped_is_read_again_and_hears_of_changes_as_b
 async def test_snapshots_of_dropped_tenants_are_not_kept_alive_by_their_callers(
     source: FakeSource, peppers: Peppers, clock: ManualClock
 ) -> None:
-    """A hundred thousand keys may be remembered, of ten thousand tenants at most."""
+    """The cache may have a hundred thousand keys, of at most ten thousand tenants."""
     cache = cache_of(source, peppers, clock, max_tenants=5)
     for number in range(60):
         source.add_tenant(f"t{number}")
@@ -775,9 +777,9 @@ async def test_memory_does_not_grow_with_wrong_keys(
     monkeypatch.setattr(keys_module, "MAX_UNKNOWN", 50)
     key, text = source.add_key(peppers, "acme")
     await cache.callers.find(text)
-    for at in range(500):
+    for index in range(500):
         with pytest.raises(UnknownKey):
-            await cache.callers.find(wrong_key(at=at + 1))
+            await cache.callers.find(wrong_key(index=index + 1))
     for _ in range(500):
         with pytest.raises(UnknownKey):  # the right id with another secret
             await cache.callers.find(Credential.generate(PREFIXES["live"], key.id.removeprefix("key_"), peppers).text)
@@ -794,8 +796,8 @@ async def test_what_is_known_of_changes_is_bounded_too(
     source: FakeSource, peppers: Peppers, clock: ManualClock
 ) -> None:
     cache = cache_of(source, peppers, clock, max_tenants=10)
-    for at in range(200):
-        await cache.apply_changes([Announcement(at, f"t{at}", config=True)])
+    for index in range(200):
+        await cache.apply_changes([Announcement(index, f"t{index}", config=True)])
     assert len(cache._validator.required_stamps) <= 10
     await cache.close()
 
@@ -810,7 +812,7 @@ async def test_what_can_not_be_a_key_is_unknown_without_a_look_up(
     assert not source.reads
 
 
-async def test_when_keys_were_last_used_is_told_once(
+async def test_when_keys_were_last_used_is_returned_once(
     source: FakeSource, cache: CatalogCache, peppers: Peppers, clock: ManualClock
 ) -> None:
     key, text = source.add_key(peppers, "acme")
@@ -825,7 +827,7 @@ async def test_when_keys_were_last_used_is_told_once(
 
 
 @pytest.mark.slow
-async def test_closing_while_something_is_read_leaves_nobody_waiting(
+async def test_closing_during_a_read_leaves_no_task_waiting(
     source: FakeSource, cache: CatalogCache, peppers: Peppers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(single_flight, "CLOSE_SECONDS", 0.05)
@@ -846,7 +848,7 @@ async def test_closing_while_something_is_read_leaves_nobody_waiting(
 async def test_what_is_begun_to_be_read_while_it_is_closed_ends_too(
     steps: int, source: FakeSource, cache: CatalogCache, peppers: Peppers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request that has just got its key goes on to ask for its tenant."""
+    """A request that has just read its key reads its tenant next."""
     monkeypatch.setattr(single_flight, "CLOSE_SECONDS", 0.05)
     key, text = source.add_key(peppers, "acme")
     async with source.held("acme"):

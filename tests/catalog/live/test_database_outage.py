@@ -1,4 +1,4 @@
-"""A node that can't reach its database, and hears by Redis what others change."""
+"""A process that can't reach its database, and learns of changes through Redis."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ def in_one_mode(chosen: str) -> pytest.MarkDecorator:
 
 @dataclass
 class Pair:
-    """Two nodes of one fleet. `there` reaches the database through the proxy only."""
+    """Two replicas. `there` reaches the database only through the proxy."""
 
     database_url: str
     redis_url: str
@@ -50,7 +50,7 @@ class Pair:
     there: Replica
 
     async def another(self, **how: Any) -> Replica:
-        """A further node behind the proxy."""
+        """Start another replica behind the proxy."""
         url = self.through_proxy
         return await self.stack.enter_async_context(hasty(url, self.redis_url, peppers=self.peppers, **how))
 
@@ -61,7 +61,7 @@ class Pair:
 
 
 def hasty(*where: Any, **how: Any) -> Replica:
-    """A member that waits one second for its database, not five: a black hole takes that time with each read."""
+    """Return a replica that waits one second for its database, not five: a black hole delays each read by it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(databases, "TIMEOUT_SECONDS", 1.0)
         return Replica(*where, **how)
@@ -101,8 +101,8 @@ LESS: dict[str, tuple[Change, type[Exception]]] = {
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-async def test_what_takes_something_away_acts_on_a_node_that_is_cut_off(pair: Pair, mode: Mode) -> None:
-    """While it is: the database does not come back before the end."""
+async def test_what_takes_something_away_acts_on_a_process_that_is_cut_off(pair: Pair, mode: Mode) -> None:
+    """The change takes effect during the outage: the database comes back only at the end."""
     accounts = {name: await create_account(pair.here.catalog, name.replace(" ", "-")) for name in LESS}
     copies = await create_account(pair.here.catalog, "warm")
     for each in (*accounts.values(), copies):
@@ -124,7 +124,7 @@ async def test_what_takes_something_away_acts_on_a_node_that_is_cut_off(pair: Pa
 
 
 @in_one_mode("black hole")
-async def test_a_plan_that_is_lowered_and_one_that_is_raised_act_on_a_node_that_is_cut_off(
+async def test_a_plan_that_is_lowered_and_one_that_is_raised_act_on_a_process_that_is_cut_off(
     pair: Pair, mode: Mode
 ) -> None:
     account = await create_account(pair.here.catalog)
@@ -136,7 +136,7 @@ async def test_a_plan_that_is_lowered_and_one_that_is_raised_act_on_a_node_that_
 
 
 @in_one_mode("refused")
-async def test_the_new_secret_of_a_rotated_key_is_good_on_a_node_that_is_cut_off(pair: Pair, mode: Mode) -> None:
+async def test_the_new_secret_of_a_rotated_key_is_good_on_a_process_that_is_cut_off(pair: Pair, mode: Mode) -> None:
     account = await create_account(pair.here.catalog)
     await pair.there.seconds_until(account.text, 5)
     with pair.proxy.in_mode(mode):
@@ -146,7 +146,7 @@ async def test_the_new_secret_of_a_rotated_key_is_good_on_a_node_that_is_cut_off
         assert await pair.there.limit(account.text) == 5
 
 
-async def test_a_node_that_is_cut_off_and_missed_the_message_finds_the_copy(
+async def test_a_process_that_is_cut_off_and_missed_the_message_finds_the_copy(
     pair: Pair, redis_server: RedisServer
 ) -> None:
     account = await create_account(pair.here.catalog)
@@ -159,7 +159,7 @@ async def test_a_node_that_is_cut_off_and_missed_the_message_finds_the_copy(
         await pair.there.seconds_until(account.text, Forbidden)
 
 
-async def test_a_node_that_is_cut_off_and_hears_nothing_at_all_compares_what_it_uses_with_the_copies(
+async def test_a_process_that_is_cut_off_and_gets_no_messages_compares_its_entries_with_the_copies(
     pair: Pair,
 ) -> None:
     class Deaf(CatalogRedis):
@@ -181,20 +181,20 @@ async def test_a_node_that_is_cut_off_and_hears_nothing_at_all_compares_what_it_
 async def test_a_key_that_is_revoked_and_of_which_there_is_no_copy_is_not_served(
     pair: Pair, mode: Mode, redis_server: RedisServer
 ) -> None:
-    """The message says that it may do less, and nothing says how much: it is refused until that is known."""
+    """The message says that the key lost rights, but not which: the key is refused until it can be read."""
     account, other = await create_account(pair.here.catalog), await create_account(pair.here.catalog, "other")
     for each in (account, other):
         await pair.there.seconds_until(each.text, 5)
-    heard: list[bytes] = []
+    messages: list[bytes] = []
 
     class Forgetful(CatalogRedis):
-        """Whose copies are evicted before anybody reads them."""
+        """A Redis that evicts copies before they are read."""
 
         async def publish(self, channel: str, message: bytes) -> None:
             for each in (account.key.id, account.tenant.id, other.tenant.id):
                 for kind in "ck":
                     await self._call(f"lf:{{{each}}}:%{kind}", "DEL", f"lf:{{{each}}}:%{kind}")
-            heard.append(message)
+            messages.append(message)
             await super().publish(channel, message)
 
     url = pair.database_url
@@ -206,7 +206,7 @@ async def test_a_key_that_is_revoked_and_of_which_there_is_no_copy_is_not_served
                 await edit.disable_key(account.key.id)
             async with writer.catalog.edit("test") as edit:
                 await edit.update(Tenant, other.tenant.id, {"suspended": True})
-            await eventually(lambda: len(heard) >= 2)
+            await eventually(lambda: len(messages) >= 2)
             for each in (account, other):
                 await eventually(lambda each=each: _is_refused(pair.there, each))
     for each in (account, other):
@@ -217,7 +217,7 @@ async def _is_refused(replica: Replica, account: Account) -> bool:
     return await replica.error(account.text) in (CatalogUnavailable, Forbidden)
 
 
-async def test_a_node_that_starts_without_its_database_obeys_the_copies(pair: Pair) -> None:
+async def test_a_process_that_starts_without_its_database_obeys_the_copies(pair: Pair) -> None:
     accounts = {name: await create_account(pair.here.catalog, name.replace(" ", "-")) for name in LESS}
     healthy = await create_account(pair.here.catalog, "healthy")
     for each in (*accounts.values(), healthy):
@@ -236,7 +236,7 @@ async def test_a_node_that_starts_without_its_database_obeys_the_copies(pair: Pa
         await cold.seconds_until(healthy.text, Forbidden)
 
 
-async def test_a_key_ends_at_its_time_on_a_node_that_is_cut_off_without_any_message(pair: Pair) -> None:
+async def test_a_key_ends_at_its_time_on_a_process_that_is_cut_off_without_any_message(pair: Pair) -> None:
     clock = ManualClock(SystemClock().now_us())
     there = await pair.another(clock=clock)
     account = await create_account(pair.here.catalog)
@@ -253,8 +253,8 @@ async def test_a_key_ends_at_its_time_on_a_node_that_is_cut_off_without_any_mess
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-async def test_a_restore_while_a_node_is_cut_off_reaches_it_by_redis(pair: Pair, mode: Mode, tmp_path: Path) -> None:
-    """Its own revision is higher than any of the restored database."""
+async def test_a_restore_while_a_process_is_cut_off_reaches_it_by_redis(pair: Pair, mode: Mode, tmp_path: Path) -> None:
+    """Its revision is higher than those of the restored database."""
     account = await create_account(pair.here.catalog)
     file = await back_up(pair.database_url, tmp_path)
     for number in (6, 7, 8):

@@ -1,4 +1,4 @@
-"""A database that is restored from a back-up under running nodes: what it says decides, and nothing that it lost."""
+"""A database that is restored from a backup while processes run: its state applies, and no change that it lost."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_polls")]
 async def lost_future(
     environment: Environment, replica: Replica, folder: Path, limits: str = "8/minute"
 ) -> tuple[Account, Path]:
-    """An account whose plan was 5/minute in the back-up, and was changed three times since."""
+    """Return an account with 5/minute in the backup and three changes since, and the backup."""
     account = await create_account(replica.catalog)
     file = await back_up(environment.database_url, folder)
     for number in (6, 7):
@@ -48,7 +48,7 @@ async def lost_future(
     return account, file
 
 
-async def test_after_a_restore_every_node_decides_by_what_is_in_the_database(
+async def test_after_a_restore_every_process_decides_by_what_is_in_the_database(
     environment: Environment, tmp_path: Path
 ) -> None:
     replicas = [await environment.replica() for _ in range(3)]
@@ -66,7 +66,7 @@ async def test_after_a_restore_every_node_decides_by_what_is_in_the_database(
 async def test_a_change_right_after_a_restore_is_in_force_when_it_is_answered(
     environment: Environment, tmp_path: Path
 ) -> None:
-    """Its revision is lower than what every node has seen."""
+    """Its revision is lower than those that the processes have seen."""
     here, there = await environment.replica(), await environment.replica()
     account, file = await lost_future(environment, here, tmp_path)
     await there.seconds_until(account.text, 8)
@@ -81,10 +81,10 @@ async def test_a_change_right_after_a_restore_is_in_force_when_it_is_answered(
 
 
 @each_database
-async def test_a_restored_database_that_has_come_further_than_a_node_is_noticed(
+async def test_a_restored_database_that_has_come_further_than_a_process_is_noticed(
     environment: Environment, tmp_path: Path
 ) -> None:
-    """The numbers go on without a gap: only the ids tell."""
+    """The numbers continue without a gap: only the ids show the restore."""
     here, writer = await environment.replica(), await environment.writer()
     account, file = await lost_future(environment, here, tmp_path)
     other = await create_account(writer, "other")
@@ -106,7 +106,7 @@ async def test_a_restored_database_that_has_come_further_than_a_node_is_noticed(
 
 @each_database
 async def test_the_same_number_of_changes_after_a_restore_is_noticed(environment: Environment, tmp_path: Path) -> None:
-    """Three changes were lost, and three others made: the numbers are equal."""
+    """Three changes were lost and three others made, so the numbers are equal."""
     here, writer = await environment.replica(), await environment.writer()
     account, file = await lost_future(environment, here, tmp_path)
     await here.seconds_until(account.text, 8)
@@ -161,7 +161,9 @@ async def test_a_database_that_is_restored_twice_is_believed_twice(environment: 
 
 
 @each_database
-async def test_several_nodes_that_notice_at_once_begin_one_timeline(environment: Environment, tmp_path: Path) -> None:
+async def test_several_processes_that_notice_at_once_begin_one_timeline(
+    environment: Environment, tmp_path: Path
+) -> None:
     replicas = [await environment.replica() for _ in range(4)]
     account, file = await lost_future(environment, replicas[0], tmp_path)
     for replica in replicas:
@@ -177,7 +179,7 @@ async def test_several_nodes_that_notice_at_once_begin_one_timeline(environment:
 
 
 @only_postgres_with_redis
-async def test_after_a_restore_with_all_nodes_stopped_no_copy_of_the_lost_time_counts(
+async def test_after_a_restore_with_all_processes_stopped_no_copy_of_the_lost_time_counts(
     environment: Environment, tmp_path: Path
 ) -> None:
     async with Replica(environment.database_url, environment.redis_url, peppers=environment.peppers) as before:
@@ -199,10 +201,10 @@ async def test_after_a_restore_with_all_nodes_stopped_no_copy_of_the_lost_time_c
 
 
 @only_sqlite_with_redis
-async def test_a_copy_that_is_written_late_by_a_node_of_the_lost_time_is_not_believed(
+async def test_a_copy_that_is_written_late_by_a_process_of_the_lost_time_is_not_believed(
     environment: Environment, tmp_path: Path
 ) -> None:
-    """It was read before the restore, and written after all others had noticed it."""
+    """The copy was read before the restore, and is written after all others have noticed it."""
     here = await environment.replica()
     account, file = await lost_future(environment, here, tmp_path)
     lost, key = await here.catalog.tenant_config(account.tenant.id), await here.catalog.get(Key, account.key.id)
@@ -230,12 +232,12 @@ async def clear(shared: Any, account: Account) -> None:
 
 @only_sqlite_with_redis
 async def test_a_message_of_the_lost_time_deletes_nothing(environment: Environment, tmp_path: Path) -> None:
-    """It was under way during the restore: what it deletes is there again."""
-    heard: list[bytes] = []
+    """The message was sent during the restore. The key that it deletes exists again."""
+    messages: list[bytes] = []
 
     class Recording(CatalogRedis):
         async def publish(self, channel: str, message: bytes) -> None:
-            heard.append(message)
+            messages.append(message)
             await super().publish(channel, message)
 
     assert environment.redis_url is not None
@@ -253,9 +255,9 @@ async def test_a_message_of_the_lost_time_deletes_nothing(environment: Environme
         await asyncio.sleep(0.5)
         return here.live.status().cache.loads == loads
 
-    await eventually(has_settled)  # it hears of the restore in several ways
+    await eventually(has_settled)  # it learns of the restore in several ways
     before = here.live.status().cache.loads
-    for message in [each for each in heard if account.key.id.encode() in each]:
+    for message in [each for each in messages if account.key.id.encode() in each]:
         await here.shared.publish("lf:%changes", message)
     for _ in range(50):
         assert await here.error(account.text) is None
@@ -304,7 +306,9 @@ async def test_overrides_of_the_lost_time_end_and_those_of_the_backup_act_again(
 
 
 @pytest.mark.parametrize("environment", ["sqlite", "postgres"], indirect=True)
-async def test_overrides_in_a_nodes_own_memory_are_as_in_the_backup(environment: Environment, tmp_path: Path) -> None:
+async def test_overrides_in_a_processes_own_memory_are_as_in_the_backup(
+    environment: Environment, tmp_path: Path
+) -> None:
     here = await environment.replica()
     account = await create_account(here.catalog)
     file = await back_up(environment.database_url, tmp_path)
@@ -320,7 +324,7 @@ async def test_overrides_in_a_nodes_own_memory_are_as_in_the_backup(environment:
 async def test_an_override_whose_plan_had_another_algorithm_in_the_lost_time_acts_again(
     environment: Environment, tmp_path: Path
 ) -> None:
-    """A small limit is counted exactly, and a large one approximately: the name stays, and the override looks right."""
+    """Small limits are counted exactly, large ones approximately. The name is the same, so the override looks right."""
     here = await environment.replica(
         **({} if environment.redis_url is None else {"limiter_url": environment.redis_url})
     )
@@ -342,7 +346,7 @@ async def test_an_override_whose_plan_had_another_algorithm_in_the_lost_time_act
 async def test_an_outbox_that_was_tidied_is_no_restore(
     environment: Environment, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The last row of a quiet year is gone, and the next one names its id."""
+    """The last row was deleted after a quiet year, and the next one names its id."""
     here, writer = await environment.replica(), await environment.writer()
     account = await create_account(here.catalog)
     await here.seconds_until(account.text, 5)
@@ -380,7 +384,7 @@ async def test_a_restored_database_that_can_not_be_written_yet_is_believed_all_t
 
 
 @each_database
-async def test_plans_that_were_made_and_lost_are_not_served_by_any_node(
+async def test_plans_that_were_made_and_lost_are_not_served_by_any_process(
     environment: Environment, tmp_path: Path
 ) -> None:
     """The operator's too."""
@@ -398,10 +402,10 @@ async def test_plans_that_were_made_and_lost_are_not_served_by_any_node(
 
 
 @only_postgres_with_redis
-async def test_a_restore_is_noticed_by_a_node_that_heard_of_the_lost_changes_while_it_was_cut_off(
+async def test_a_restore_is_noticed_by_a_process_that_got_the_lost_changes_while_it_was_cut_off(
     environment: Environment, tmp_path: Path
 ) -> None:
-    """Its own history did not move on: only Redis told it of what the database has lost."""
+    """It knows the lost changes only from Redis: its own history did not advance."""
     here, there = await environment.replica(), await environment.replica()
     account = await create_account(there.catalog)
     await here.seconds_until(account.text, 5)

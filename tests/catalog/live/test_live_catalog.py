@@ -1,4 +1,4 @@
-"""A node and how it hears of changes made elsewhere: with Redis and without, on SQLite and on Postgres."""
+"""How a live catalog follows changes of other processes: with Redis and without, on SQLite and on Postgres."""
 
 import asyncio
 import contextlib
@@ -64,18 +64,18 @@ async def is_published(replica: Replica) -> bool:
         return not await outbox.unpublished_announcements(connection, 1)
 
 
-async def test_what_one_node_changes_decides_on_the_other(environment: Environment, record_property: Record) -> None:
+async def test_what_one_process_changes_decides_on_the_other(environment: Environment, record_property: Record) -> None:
     here, there = await environment.replica(), await environment.replica()
     account = await create_account(here.catalog)
     await there.seconds_until(account.text, 5)
-    told = {}
+    delays = {}
     await set_limits(here.catalog, account, "6/minute")
     assert await here.limit(account.text) == 6
-    told["plan"] = await there.seconds_until(account.text, 6)
+    delays["plan"] = await there.seconds_until(account.text, 6)
 
     async with here.catalog.edit("test") as edit:
         await edit.update(Tenant, account.tenant.id, {"suspended": True})
-    told["suspended"] = await there.seconds_until(account.text, Forbidden)
+    delays["suspended"] = await there.seconds_until(account.text, Forbidden)
     async with here.catalog.edit("test") as edit:
         await edit.update(Tenant, account.tenant.id, {"suspended": False})
     await there.seconds_until(account.text, 6)
@@ -83,28 +83,28 @@ async def test_what_one_node_changes_decides_on_the_other(environment: Environme
     async with here.catalog.edit("test") as edit:
         await edit.disable_key(account.key.id)
     assert await here.error(account.text) is Forbidden
-    told["disabled"] = await there.seconds_until(account.text, Forbidden)
+    delays["disabled"] = await there.seconds_until(account.text, Forbidden)
     async with here.catalog.edit("test") as edit:
         await edit.disable_key(account.key.id, disabled=False)
     await there.seconds_until(account.text, 6)
 
     await set_operator_mode(here.catalog, Mode.OFF)
     assert await here.limit(account.text) is None
-    told["kill switch"] = await there.seconds_until(account.text, None)
+    delays["kill switch"] = await there.seconds_until(account.text, None)
     await set_operator_mode(here.catalog, Mode.ON)
     await there.seconds_until(account.text, 6)
 
     async with here.catalog.edit("test") as edit:
         _, credential = await edit.rotate_key(account.key.id)
     assert await here.error(account.text) is UnknownKey
-    told["rotated"] = await there.seconds_until(account.text, UnknownKey)
+    delays["rotated"] = await there.seconds_until(account.text, UnknownKey)
     assert await there.limit(credential.text) == 6
 
     async with here.catalog.edit("test") as edit:
         await edit.delete(Key, account.key.id)
     assert await here.error(credential.text) is UnknownKey
-    told["deleted"] = await there.seconds_until(credential.text, UnknownKey)
-    record_property("delays", told)
+    delays["deleted"] = await there.seconds_until(credential.text, UnknownKey)
+    record_property("delays", delays)
 
 
 async def test_what_a_writer_that_never_publishes_changes_decides_everywhere(
@@ -130,7 +130,7 @@ async def test_what_a_writer_that_never_publishes_changes_decides_everywhere(
 async def test_a_key_that_another_writer_changes_in_the_very_moment_it_is_first_used_is_the_new_one_soon(
     environment: Environment,
 ) -> None:
-    """Whatever copy the first request found."""
+    """This holds no matter which copy the first request found."""
     writer, one, two = await environment.writer(), await environment.replica(), await environment.replica()
     account = await create_account(one.catalog)
     await one.limit(account.text)
@@ -142,8 +142,8 @@ async def test_a_key_that_another_writer_changes_in_the_very_moment_it_is_first_
 
 
 @only_postgres_with_redis
-async def test_exactly_one_node_publishes_for_a_writer_that_did_not(environment: Environment) -> None:
-    """And the copy that it left standing is put right."""
+async def test_exactly_one_process_publishes_for_a_writer_that_did_not(environment: Environment) -> None:
+    """The outdated copy is replaced as well."""
     published: list[int] = []
 
     class Counting(CatalogRedis):
@@ -178,13 +178,13 @@ async def test_exactly_one_node_publishes_for_a_writer_that_did_not(environment:
 
 
 @only_postgres_with_redis
-async def test_what_was_written_just_before_a_node_started_is_in_force_there(environment: Environment) -> None:
-    """The copy is the old one, the message comes before the node listens: it must look at what was not published yet
-    as if it had happened after its start.
+async def test_what_was_written_just_before_a_process_started_is_in_force_there(environment: Environment) -> None:
+    """The copy is outdated, and the message comes before the subscription. So unpublished announcements must be
+    processed as if they were made after the start.
     """
 
     class Deaf(CatalogRedis):
-        """Whose subscription takes for ever to be made."""
+        """A Redis whose subscription never becomes active."""
 
         async def listen(self, channel: str) -> AsyncGenerator[bytes | None, None]:
             await asyncio.sleep(600)
@@ -243,7 +243,7 @@ async def test_a_subscriber_whose_connection_is_cut_misses_nothing(
 
 
 @only_postgres
-async def test_a_node_whose_listen_is_cut_misses_nothing(
+async def test_a_process_whose_listen_is_cut_misses_nothing(
     environment: Environment, postgres_server: PostgresServer, record_property: Record
 ) -> None:
     writer, there = await environment.writer(), await environment.replica()
@@ -259,7 +259,7 @@ async def test_a_node_whose_listen_is_cut_misses_nothing(
 
 
 @only_sqlite_with_redis
-async def test_messages_that_are_not_ours_disturb_nobody(environment: Environment, redis_url: str) -> None:
+async def test_messages_of_other_programs_are_ignored(environment: Environment, redis_url: str) -> None:
     here, there = await environment.replica(), await environment.replica()
     account = await create_account(here.catalog)
     await there.seconds_until(account.text, 5)
@@ -279,19 +279,19 @@ async def test_messages_that_are_not_ours_disturb_nobody(environment: Environmen
 
 
 @each_database
-async def test_many_writes_at_once_reach_all_and_make_nobody_read_everything_again(
+async def test_many_writes_at_once_reach_all_replicas_without_a_full_reload(
     environment: Environment, caplog: pytest.LogCaptureFixture
 ) -> None:
     here, there = await environment.replica(), await environment.replica()
-    accounts = [await create_account(here.catalog, f"t{at}") for at in range(4)]
+    accounts = [await create_account(here.catalog, f"t{index}") for index in range(4)]
     for account in accounts:
         await there.seconds_until(account.text, 5)
     caplog.clear()
     for number in range(6, 10):
         await asyncio.gather(
             *(
-                set_limits((here, there)[at % 2].catalog, account, f"{number}/minute")
-                for at, account in enumerate(accounts)
+                set_limits((here, there)[index % 2].catalog, account, f"{number}/minute")
+                for index, account in enumerate(accounts)
             )
         )
     for account in accounts:
@@ -301,7 +301,7 @@ async def test_many_writes_at_once_reach_all_and_make_nobody_read_everything_aga
 
 
 class SlowDatabase(Database):
-    """One whose next transaction that reads takes its time to end."""
+    """A database whose next reading transaction ends late."""
 
     is_held = False
 
@@ -315,10 +315,10 @@ class SlowDatabase(Database):
 
 
 @without_redis
-async def test_a_change_of_its_own_while_a_node_looks_for_others_makes_it_read_nothing_again(
+async def test_a_change_of_its_own_while_a_process_looks_for_others_makes_it_read_nothing_again(
     environment: Environment, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The look saw the revision before; by its end the node has gone on by itself."""
+    """The read saw the previous revision; meanwhile the process has made a change itself."""
     database = SlowDatabase(environment.database_url)
     async with closing(database):
         live_catalog = LiveCatalog(database, environment.peppers, shared=None)
@@ -338,35 +338,35 @@ async def test_a_change_of_its_own_while_a_node_looks_for_others_makes_it_read_n
 async def test_one_edit_of_more_tenants_than_fit_into_a_batch_reaches_all_of_them(
     environment: Environment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node that receives a message with a part of a revision must not take it for all of it."""
+    """A message may have only a part of a revision."""
     monkeypatch.setattr(relay_module, "BATCH", 3)
     assert environment.redis_url is not None
-    told: list[list[Announcement]] = []
+    messages: list[list[Announcement]] = []
 
     class Counting(CatalogRedis):
         async def publish(self, channel: str, message: bytes) -> None:
-            told.append(decode_announcements(channel, message))
+            messages.append(decode_announcements(channel, message))
             await super().publish(channel, message)
 
     writer = await environment.writer()
-    accounts = [await create_account(writer, f"t{at}") for at in range(10)]
+    accounts = [await create_account(writer, f"t{index}") for index in range(10)]
     there = await environment.replica(shared=Counting(environment.redis_url))
     for account in accounts:
         await there.seconds_until(account.text, 5)
     await eventually(lambda: is_published(there))
-    told.clear()
+    messages.clear()
     async with writer.edit("test") as edit:
         for account in accounts:
             await edit.update(Plan, account.plan.id, {"limits": "6/minute"})
     for account in accounts:
         await there.seconds_until(account.text, 6)
     await eventually(lambda: is_published(there))
-    assert [len(message) for message in told] == [3, 3, 3, 1]
-    assert {each.tenant_id for message in told for each in message} == {account.tenant.id for account in accounts}
+    assert [len(message) for message in messages] == [3, 3, 3, 1]
+    assert {each.tenant_id for message in messages for each in message} == {account.tenant.id for account in accounts}
 
 
 @each_database
-async def test_a_node_that_missed_more_than_is_kept_reads_everything_again(environment: Environment) -> None:
+async def test_a_process_that_missed_more_than_is_kept_reads_everything_again(environment: Environment) -> None:
     writer = await environment.writer()
     account = await create_account(writer)
     replica = Replica(environment.database_url, environment.redis_url, peppers=environment.peppers)
@@ -389,7 +389,7 @@ async def test_a_node_that_missed_more_than_is_kept_reads_everything_again(envir
 
 @each_database
 async def test_a_database_that_was_set_back_is_believed(environment: Environment) -> None:
-    """Restored from a backup under a running node: its revisions are lower than those the node has seen."""
+    """The database is restored while a process runs: its revisions are lower than those that the process has seen."""
     writer = await environment.writer()
     account = await create_account(writer)
     there = await environment.replica()
@@ -410,8 +410,8 @@ async def test_a_database_that_was_set_back_is_believed(environment: Environment
 
 
 @only_sqlite
-async def test_what_breaks_in_an_unexpected_way_does_not_stop_a_node_from_hearing(environment: Environment) -> None:
-    """Here, whoever is told of tenants refuses one of them; it might be anything."""
+async def test_an_unexpected_error_does_not_stop_a_replica_from_following_changes(environment: Environment) -> None:
+    """Here `on_tenant_loaded` fails for one tenant; it might be any error."""
     refused: set[str] = set()
     refusals: list[str] = []
 
@@ -496,7 +496,7 @@ async def test_when_a_key_was_used_is_not_forgotten_because_the_database_was_awa
         await eventually(is_written)
 
 
-# --- When the database is away ---------------------------------------------------------------------------------------
+# --- Without the database --------------------------------------------------------------------------------------------
 
 
 async def place_on(server: PostgresServer, peppers: Peppers, redis_url: str | None = None) -> Environment:
@@ -506,7 +506,7 @@ async def place_on(server: PostgresServer, peppers: Peppers, redis_url: str | No
     return Environment(server.url, redis_url, peppers)
 
 
-async def test_without_a_database_and_without_redis_a_node_does_not_start(
+async def test_without_a_database_and_without_redis_a_process_does_not_start(
     own_postgres_server: PostgresServer, peppers: Peppers
 ) -> None:
     environment = await place_on(own_postgres_server, peppers)
@@ -516,7 +516,7 @@ async def test_without_a_database_and_without_redis_a_node_does_not_start(
             await environment.replica()
 
 
-async def test_without_a_database_a_node_starts_from_copies_and_recovers_by_itself(
+async def test_without_a_database_a_process_starts_from_copies_and_recovers_by_itself(
     own_postgres_server: PostgresServer, peppers: Peppers, redis_url: str
 ) -> None:
     environment = await place_on(own_postgres_server, peppers, redis_url)
@@ -542,10 +542,10 @@ async def test_without_a_database_a_node_starts_from_copies_and_recovers_by_itse
         await there.seconds_until(account.text, 6)
 
 
-async def test_an_idle_node_says_that_all_is_well_once_the_database_is_back(
+async def test_an_idle_process_says_that_all_is_well_once_the_database_is_back(
     own_postgres_server: PostgresServer, peppers: Peppers, clock: ManualClock
 ) -> None:
-    """It had found a snapshot to be stale, and nobody has asked for anything since."""
+    """It has served a stale snapshot, and no request has come since."""
     environment = await place_on(own_postgres_server, peppers)
     async with environment.stack:
         there = await environment.replica(clock=clock)
@@ -562,7 +562,7 @@ async def test_an_idle_node_says_that_all_is_well_once_the_database_is_back(
         await eventually(lambda: there.live.status().database == "ok")
 
 
-async def test_a_change_made_while_the_database_was_away_for_one_node_is_in_force_when_it_is_back(
+async def test_a_change_made_while_the_database_was_away_for_one_process_is_in_force_when_it_is_back(
     own_postgres_server: PostgresServer, peppers: Peppers
 ) -> None:
     environment = await place_on(own_postgres_server, peppers)
@@ -586,7 +586,7 @@ async def test_a_change_made_while_the_database_was_away_for_one_node_is_in_forc
 
 
 @only_sqlite_with_redis
-async def test_while_redis_is_away_the_database_is_said_to_be_well_and_the_log_is_not_flooded(
+async def test_while_redis_is_away_the_status_of_the_database_is_ok_and_the_log_is_not_flooded(
     environment: Environment, own_redis_server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     environment.redis_url = own_redis_server.url
@@ -605,11 +605,11 @@ async def test_while_redis_is_away_the_database_is_said_to_be_well_and_the_log_i
     assert there.live.status().database == "ok"
 
 
-# --- Its life --------------------------------------------------------------------------------------------------------
+# --- Life cycle ------------------------------------------------------------------------------------------------------
 
 
 @each_database
-async def test_a_node_that_is_started_twice_does_everything_once(environment: Environment) -> None:
+async def test_a_process_that_is_started_twice_does_everything_once(environment: Environment) -> None:
     there = await environment.replica()
     before = len(there.live._background.tasks)
     await there.live.start()
@@ -617,7 +617,7 @@ async def test_a_node_that_is_started_twice_does_everything_once(environment: En
 
 
 @each_database
-async def test_a_node_that_was_closed_is_closed_and_can_be_started_again(environment: Environment) -> None:
+async def test_a_process_that_was_closed_is_closed_and_can_be_started_again(environment: Environment) -> None:
     writer, there = await environment.writer(), await environment.replica()
     account = await create_account(writer)
     await there.seconds_until(account.text, 5)
@@ -630,8 +630,8 @@ async def test_a_node_that_was_closed_is_closed_and_can_be_started_again(environ
 
 
 @each_database
-async def test_nothing_is_left_of_a_node_that_was_closed(environment: Environment) -> None:
-    """No task, no thread, no socket, no warning, with asyncio looking closely."""
+async def test_nothing_is_left_of_a_process_that_was_closed(environment: Environment) -> None:
+    """No task, thread, socket or warning is left, in asyncio's debug mode."""
     asyncio.get_running_loop().set_debug(True)
     tasks, threads, open_sockets = asyncio.all_tasks(), set(threading.enumerate()), sockets()
     async with Replica(environment.database_url, environment.redis_url, peppers=environment.peppers) as there:
@@ -647,7 +647,7 @@ async def test_nothing_is_left_of_a_node_that_was_closed(environment: Environmen
 
 @pytest.mark.parametrize("steps", range(6))
 @only_sqlite
-async def test_a_node_that_is_closed_just_as_it_hears_of_something_ends(environment: Environment, steps: int) -> None:
+async def test_closing_a_live_catalog_just_as_it_is_notified_ends(environment: Environment, steps: int) -> None:
     """asyncio.wait_for swallows a cancellation that comes together with what it waits for (before Python 3.12)."""
     there = await environment.replica()
     await asyncio.sleep(0.05)
@@ -657,7 +657,7 @@ async def test_a_node_that_is_closed_just_as_it_hears_of_something_ends(environm
     closing_it = asyncio.create_task(there.live.close())
     done, _ = await asyncio.wait([closing_it], timeout=30)
     try:
-        assert done, "the node does not end"
+        assert done, "closing does not end"
     finally:
         for task in there.live._background.tasks:
             task.cancel()
@@ -665,7 +665,7 @@ async def test_a_node_that_is_closed_just_as_it_hears_of_something_ends(environm
 
 
 @only_sqlite_with_redis
-async def test_a_node_ends_also_if_a_driver_swallows_that_it_is_to_end(environment: Environment) -> None:
+async def test_a_process_ends_also_if_a_driver_swallows_that_it_is_to_end(environment: Environment) -> None:
     """redis-py writes within asyncio.wait_for, which does so now and then (before Python 3.12)."""
 
     class Swallowing(CatalogRedis):
@@ -685,9 +685,9 @@ async def test_a_node_ends_also_if_a_driver_swallows_that_it_is_to_end(environme
     closing_it = asyncio.create_task(there.live.close())
     done, _ = await asyncio.wait([closing_it], timeout=30)
     try:
-        assert done, "the node does not end"
+        assert done, "closing does not end"
         left = [task for task in asyncio.all_tasks() if "limitforge/catalog" in str(task)]
-        assert not left, "it has ended, and something of it goes on"
+        assert not left, "tasks are left after closing"
     finally:
         for task in there.live._background.tasks:
             task.cancel()
@@ -695,7 +695,7 @@ async def test_a_node_ends_also_if_a_driver_swallows_that_it_is_to_end(environme
 
 
 @each_database
-async def test_a_node_can_be_closed_while_requests_wait_for_what_it_reads(environment: Environment) -> None:
+async def test_a_process_can_be_closed_while_requests_wait_for_what_it_reads(environment: Environment) -> None:
     writer = await environment.writer()
     account = await create_account(writer)
     there = Replica(environment.database_url, environment.redis_url, peppers=environment.peppers)

@@ -1,4 +1,4 @@
-"""A node that serves from a file alone: what it knows, and how it follows the file."""
+"""A live file: its contents, and how it follows new versions."""
 
 import asyncio
 import logging
@@ -27,8 +27,8 @@ OTHER = Credential.generate(PREFIXES["live"], "fedcba9876543210", Peppers.parse(
 
 def entry(credential: Credential, **fields: Any) -> str:
     kept = Peppers.parse(PEPPERS).hash_credential(credential)
-    said = "".join(f", {name}: {value}" for name, value in fields.items())
-    return f"{{id: key_{credential.id}, name: web, secrets: [{{hash: '{kept.hash}', pepper: 1}}]{said}}}"
+    extra = "".join(f", {name}: {value}" for name, value in fields.items())
+    return f"{{id: key_{credential.id}, name: web, secrets: [{{hash: '{kept.hash}', pepper: 1}}]{extra}}}"
 
 
 def config(limit: int = 100, keys: str = "", more: str = "", operator: str = "{}", tenant: str = "") -> str:
@@ -66,7 +66,7 @@ async def live_file(path: Path, sink: Limiter, peppers: Peppers, clock: ManualCl
 
 
 def write(path: Path, text: str) -> None:
-    """As those do who mean well: all at once."""
+    """Replace the file atomically, as recommended."""
     new = path.with_suffix(".new")
     new.write_text(text)
     new.replace(path)
@@ -81,7 +81,7 @@ async def limit_of(live_file: LiveFile) -> int | None:
     return caller.snapshot.select("GET:/").limits["burst"].size
 
 
-# --- What a file says ------------------------------------------------------------------------------------------------
+# --- Contents of a file ----------------------------------------------------------------------------------------------
 
 
 async def test_a_source_has_all_that_the_file_says() -> None:
@@ -124,23 +124,27 @@ def test_a_key_without_secrets_is_refused() -> None:
 
 def test_what_is_the_same_keeps_its_revision() -> None:
     source = FileSource()
-    told = source.replace(load_contents(config().encode(), "plans.yaml", NOW))
-    assert {each.tenant_id for each in told} == {OPERATOR, stable_id("ten", "acme"), stable_id("ten", "other")}
+    announcements = source.replace(load_contents(config().encode(), "plans.yaml", NOW))
+    assert {each.tenant_id for each in announcements} == {OPERATOR, stable_id("ten", "acme"), stable_id("ten", "other")}
     assert source.replace(load_contents(config().encode(), "plans.yaml", NOW)) == []
-    (told_one,) = source.replace(load_contents(config(200).encode(), "plans.yaml", NOW))
-    assert (told_one.tenant_id, told_one.config, told_one.revision) == (stable_id("ten", "acme"), True, 3)
-    assert (told_one.keys, told_one.gone, told_one.overrides) == ((), (), False)
+    (announcement,) = source.replace(load_contents(config(200).encode(), "plans.yaml", NOW))
+    assert (announcement.tenant_id, announcement.config, announcement.revision) == (stable_id("ten", "acme"), True, 3)
+    assert (announcement.keys, announcement.gone, announcement.overrides) == ((), (), False)
 
 
-def test_keys_that_come_change_and_go_are_told() -> None:
+def test_added_changed_and_deleted_keys_are_announced() -> None:
     source = FileSource()
     source.replace(load_contents(config(keys=entry(KEY)).encode(), "plans.yaml", NOW))
-    (told,) = source.replace(
+    (announcements,) = source.replace(
         load_contents(config(keys=f"{entry(KEY, disabled='true')}, {entry(OTHER)}").encode(), "p", NOW)
     )
-    assert (set(told.keys), told.gone, told.config) == ({f"key_{KEY.id}", f"key_{OTHER.id}"}, (), False)
-    (told,) = source.replace(load_contents(config(keys=entry(OTHER)).encode(), "p", NOW))
-    assert (told.keys, told.gone) == ((), (f"key_{KEY.id}",))
+    assert (set(announcements.keys), announcements.gone, announcements.config) == (
+        {f"key_{KEY.id}", f"key_{OTHER.id}"},
+        (),
+        False,
+    )
+    (announcements,) = source.replace(load_contents(config(keys=entry(OTHER)).encode(), "p", NOW))
+    assert (announcements.keys, announcements.gone) == ((), (f"key_{KEY.id}",))
 
 
 # --- How it serves ---------------------------------------------------------------------------------------------------
@@ -181,11 +185,11 @@ async def test_a_new_version_is_in_force_without_a_restart(live_file: LiveFile, 
 async def test_it_is_watched_by_itself(live_file: LiveFile, path: Path) -> None:
     write(path, config(300))
     async with asyncio.timeout(30):
-        while await limit_of(live_file) != 300:  # noqa: ASYNC110 - nobody tells when it has looked
+        while await limit_of(live_file) != 300:  # noqa: ASYNC110 - there is no event for a poll
             await asyncio.sleep(0.01)
 
 
-async def test_whoever_holds_a_caller_sees_the_new_version(live_file: LiveFile, path: Path) -> None:
+async def test_a_caller_that_is_held_gets_the_new_version(live_file: LiveFile, path: Path) -> None:
     caller = await live_file.cache.callers.find(KEY.text)
     write(path, config(200))
     await live_file.poll()
@@ -259,7 +263,7 @@ async def test_a_file_that_is_away_for_a_moment_is_no_change(
 
 
 async def test_a_volume_that_swaps_its_symlink_is_followed(tmp_path: Path, peppers: Peppers) -> None:
-    """As Kubernetes mounts a ConfigMap: `plans.yaml` leads through `..data`, which is replaced."""
+    """Kubernetes mounts a ConfigMap like this: `plans.yaml` is a link through `..data`, which is replaced."""
     for number, limit in ((1, 100), (2, 200)):
         (tmp_path / f"..v{number}").mkdir()
         (tmp_path / f"..v{number}" / "plans.yaml").write_text(config(limit))
@@ -277,7 +281,7 @@ async def test_a_file_that_is_still_being_written_is_not_taken(
     live_file: LiveFile, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half = config(200)[: len(config(200)) // 2]
-    write(path, "tenants: []\n")  # what is there so far makes sense, and would delete everything
+    write(path, "tenants: []\n")  # the part that is written is valid, and would delete everything
     taken = file_module._read_content
 
     def read_while_somebody_writes(file: Path) -> bytes:
@@ -300,8 +304,8 @@ async def test_a_file_that_is_still_being_written_is_not_taken(
 def overrides(clock: ManualClock, *limits: int, seconds: float = 3_600) -> str:
     until = (to_datetime(clock.now_us()) + timedelta(seconds=seconds)).isoformat()
     listed = [
-        f"{{subject: 'user:{at}', limits: {{burst: {{limit: {limit}}}}}, expires_at: {until}}}"
-        for at, limit in enumerate(limits)
+        f"{{subject: 'user:{index}', limits: {{burst: {{limit: {limit}}}}}, expires_at: {until}}}"
+        for index, limit in enumerate(limits)
     ]
     return f"overrides: [{', '.join(listed)}]"
 
@@ -321,7 +325,9 @@ async def test_overrides_of_the_file_are_in_force_and_go_with_it(
         await live_file.poll()
         assert await in_force(sink) == {"user:0": {"burst": {"limit": 700}}}
     write(path, config())
-    async with LiveFile(path, peppers, sink=sink, clock=clock):  # what went while no node was there goes too
+    async with LiveFile(
+        path, peppers, sink=sink, clock=clock
+    ):  # overrides that were removed while no process ran are deleted too
         assert await in_force(sink) == {}
 
 

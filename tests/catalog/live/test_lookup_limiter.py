@@ -1,4 +1,4 @@
-"""Wrong keys are kept away from the database, and right ones are not."""
+"""Unknown keys are kept away from the database, and valid ones are not."""
 
 import asyncio
 import contextlib
@@ -49,7 +49,7 @@ async def cache(
 
 @pytest.fixture
 async def counting(peppers: Peppers, clock: ManualClock, lookup_limiter: LookupLimiter) -> AsyncIterator[CatalogCache]:
-    """On a database in memory, where nothing but wrong keys is looked up."""
+    """A cache of an empty source, where only unknown keys are looked up."""
     cache = cache_of(FakeSource(), peppers, clock, lookup_limiter=lookup_limiter)
     yield cache
     await cache.close()
@@ -59,11 +59,11 @@ NUMBERS = count()
 
 
 async def allowed(cache: CatalogCache, source: str, attempts: int) -> int:
-    """How many of these wrong keys, each another one, are looked up."""
+    """Send different unknown keys, and return how many of them were looked up."""
     through = 0
     for _ in range(attempts):
         try:
-            await cache.callers.find(wrong_key(at=next(NUMBERS)), source)
+            await cache.callers.find(wrong_key(index=next(NUMBERS)), source)
         except TooManyUnknownKeys:
             continue
         except UnknownKey:
@@ -83,10 +83,10 @@ async def test_a_source_has_a_burst_and_then_so_many_a_second(counting: CatalogC
     assert 19 <= through <= 20
 
 
-async def test_a_refused_source_is_told_when_it_may_try_again(counting: CatalogCache, clock: ManualClock) -> None:
+async def test_the_error_for_a_refused_client_has_a_retry_time(counting: CatalogCache, clock: ManualClock) -> None:
     await allowed(counting, "a", 100)
     with pytest.raises(TooManyUnknownKeys) as refused:
-        await counting.callers.find(wrong_key(at=next(NUMBERS)), "a")
+        await counting.callers.find(wrong_key(index=next(NUMBERS)), "a")
     assert refused.value.retry_after_ms == 500
     clock.advance_us(refused.value.retry_after_ms * 1_000)
     assert await allowed(counting, "a", 1) == 1
@@ -109,9 +109,9 @@ async def test_sources_that_are_remembered_are_bounded(
     counting: CatalogCache, lookup_limiter: LookupLimiter, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lookup_limiter_module, "MAX_CLIENTS", 100)
-    for at in range(300):
+    for index in range(300):
         clock.advance_us(SECOND_US // 10)
-        await allowed(counting, str(at), 1)
+        await allowed(counting, str(index), 1)
     assert len(lookup_limiter._budgets) == 100
 
 
@@ -122,12 +122,12 @@ async def test_sources_that_are_remembered_are_bounded(
 async def test_wrong_keys_of_one_source_cost_a_handful_of_queries_a_second(
     database: Database, cache: CatalogCache, clock: ManualClock
 ) -> None:
-    """Two thousand of them in ten seconds: one query each for the first five and then for two a second."""
+    """Of two thousand keys in ten seconds, the first five and then two a second take one query each."""
     before, refused = database.statement_count, 0
-    for at in range(2_000):
+    for index in range(2_000):
         clock.advance_us(SECOND_US // 200)
         try:
-            await cache.callers.find(wrong_key(at=at), "10.0.0.1")
+            await cache.callers.find(wrong_key(index=index), "10.0.0.1")
         except TooManyUnknownKeys:
             refused += 1
         except UnknownKey:
@@ -141,10 +141,10 @@ async def test_wrong_keys_of_many_sources_cost_a_bounded_number_of_queries(
     database: Database, cache: CatalogCache, clock: ManualClock
 ) -> None:
     before = database.statement_count
-    for at in range(1_000):
+    for index in range(1_000):
         clock.advance_us(SECOND_US // 200)
         with pytest.raises((UnknownKey, TooManyUnknownKeys)):
-            await cache.callers.find(wrong_key(at=at), f"10.0.{at // 256 % 256}.{at % 256}")
+            await cache.callers.find(wrong_key(index=index), f"10.0.{index // 256 % 256}.{index % 256}")
     assert database.statement_count - before <= 40 + 5 * 20
 
 
@@ -153,7 +153,7 @@ async def test_wrong_keys_all_at_once_cost_no_more_than_one_after_the_other(
     database: Database, cache: CatalogCache
 ) -> None:
     before = database.statement_count
-    texts = [wrong_key(at=at) for at in range(500)]
+    texts = [wrong_key(index=index) for index in range(500)]
     answers = await asyncio.gather(*(cache.callers.find(text, "10.0.0.1") for text in texts), return_exceptions=True)
     assert {type(answer) for answer in answers} == {UnknownKey, TooManyUnknownKeys}
     assert database.statement_count - before == 5
@@ -181,8 +181,8 @@ async def test_typos_cost_nothing(
     account = await create_account(catalog)
     before, chance = database.statement_count, random.Random(1)
     for _ in range(100):
-        at = chance.randrange(len(account.text))
-        wrong = account.text[:at] + chance.choice("0aZ-") + account.text[at + 1 :]
+        index = chance.randrange(len(account.text))
+        wrong = account.text[:index] + chance.choice("0aZ-") + account.text[index + 1 :]
         if wrong != account.text:
             with pytest.raises(UnknownKey):
                 await cache.callers.find(wrong, "10.0.0.1")
@@ -199,9 +199,9 @@ async def test_a_wrong_secret_of_a_key_that_is_known_costs_nothing(
     right = Credential.parse(account.text, peppers)
     others = [old_credential(right.prefix, right.id), Credential.generate(right.prefix, right.id, peppers)]
     before = database.statement_count
-    for at in range(100):
+    for index in range(100):
         with pytest.raises(UnknownKey):
-            await cache.callers.find(others[at % 2].text, "10.0.0.1")
+            await cache.callers.find(others[index % 2].text, "10.0.0.1")
     assert database.statement_count == before
 
 
@@ -209,7 +209,7 @@ async def test_a_wrong_secret_of_a_key_that_is_known_costs_nothing(
 async def test_right_keys_of_a_source_that_sent_wrong_ones_come_in(
     catalog: Catalog, cache: CatalogCache, clock: ManualClock
 ) -> None:
-    """Those that are known or have a keyed checksum at once, the others as soon as it was told."""
+    """Cached keys and keys with a keyed checksum are served at once, others after `retry_after`."""
     account = await create_account(catalog)
     copies, cold, other = await add_old_keys(catalog, account.tenant.id, 3)
     await cache.callers.find(copies, "10.0.0.1")
@@ -235,11 +235,11 @@ async def test_right_keys_one_after_the_other_use_nothing_up(catalog: Catalog, c
 async def test_right_keys_all_at_once_come_in(
     sources: int, catalog: Catalog, cache: CatalogCache, database: Database
 ) -> None:
-    """A node that was just started, with whoever was connected to the one before."""
+    """A process was just started, and gets all clients of the previous one."""
     account = await create_account(catalog)
     made = await add_old_keys(catalog, account.tenant.id, 60)
     answers = await asyncio.gather(
-        *(cache.callers.find(text, f"10.0.0.{at % sources}") for at, text in enumerate(made)),
+        *(cache.callers.find(text, f"10.0.0.{index % sources}") for index, text in enumerate(made)),
         return_exceptions=True,
     )
     refused = [answer for answer in answers if isinstance(answer, BaseException)]
@@ -247,11 +247,11 @@ async def test_right_keys_all_at_once_come_in(
 
 
 async def test_wrong_keys_among_right_ones_are_still_counted(peppers: Peppers, clock: ManualClock) -> None:
-    """Look-ups that are under way may turn out either way: the wrong ones are no more than the burst."""
+    """Running lookups may succeed or fail: at most a burst of them fails."""
     source = FakeSource()
     source.add_tenant("acme")
     rights = [source.add_key(peppers, "acme", number, is_old=True)[1] for number in range(50)]
-    wrongs = [wrong_key(at=10**9 + at) for at in range(50)]
+    wrongs = [wrong_key(index=10**9 + index) for index in range(50)]
     cache = cache_of(source, peppers, clock, lookup_limiter=LookupLimiter(clock=clock))
     mixed = [text for pair in zip(rights, wrongs, strict=True) for text in pair]
     answers = await asyncio.gather(*(cache.callers.find(text, "a") for text in mixed), return_exceptions=True)
@@ -278,18 +278,18 @@ async def test_look_ups_that_the_database_did_not_answer_are_not_held_against_an
     await cache.close()
 
 
-# --- Keys that need no guard, and sources that have a reserve --------------------------------------------------------
+# --- Keys that are not limited, and the reserve ----------------------------------------------------------------------
 
 ATTACKERS = [f"192.0.2.{number}" for number in range(20)]
 
 
 @one_database
-async def test_a_key_with_a_keyed_checksum_is_looked_up_at_once_whoever_else_sends_wrong_ones(
+async def test_a_key_with_a_keyed_checksum_is_looked_up_at_once_while_others_send_unknown_ones(
     catalog: Catalog, cache: CatalogCache
 ) -> None:
     account = await create_account(catalog)
     async with catalog.edit("test") as edit:
-        made = [await edit.create_key({"tenant_id": account.tenant.id, "name": f"k{at}"}) for at in range(15)]
+        made = [await edit.create_key({"tenant_id": account.tenant.id, "name": f"k{index}"}) for index in range(15)]
     for source in (*ATTACKERS, "10.0.0.1"):
         await allowed(cache, source, 20)
     for _, credential in made:
@@ -300,15 +300,15 @@ async def test_a_key_with_a_keyed_checksum_is_looked_up_at_once_whoever_else_sen
 async def test_a_key_that_was_deleted_costs_one_look_up_in_ten_seconds(
     database: Database, catalog: Catalog, cache: CatalogCache, clock: ManualClock
 ) -> None:
-    """It passes the guard, so memory has to keep it from the database."""
+    """The limiter lets it pass, so the cache has to keep it from the database."""
     account = await create_account(catalog)
     async with catalog.edit("test") as edit:
         await edit.delete(Key, account.key.id)
     before = database.statement_count
-    for at in range(200):
+    for index in range(200):
         clock.advance_us(SECOND_US // 10)
         with pytest.raises(UnknownKey):
-            await cache.callers.find(account.text, f"10.0.{at % 2}.1")
+            await cache.callers.find(account.text, f"10.0.{index % 2}.1")
     assert database.statement_count - before == 2
 
 
@@ -318,7 +318,7 @@ async def test_sources_with_failures_leave_half_of_the_common_budget_to_the_othe
     first = [await allowed(counting, source, 1) for source in ATTACKERS]
     assert sum(first) == 20, "none of them had failed before"
     assert [await allowed(counting, source, 10) for source in ATTACKERS] == [0] * 20
-    assert sum([await allowed(counting, f"10.0.0.{at}", 1) for at in range(40)]) == 20
+    assert sum([await allowed(counting, f"10.0.0.{index}", 1) for index in range(40)]) == 20
     clock.advance_us(300 * SECOND_US)
     assert sum([await allowed(counting, source, 1) for source in ATTACKERS]) == 20, "that is forgotten"
 
@@ -329,13 +329,13 @@ async def test_an_old_key_of_a_source_without_failures_comes_in_while_many_other
 ) -> None:
     account = await create_account(catalog)
     texts = await add_old_keys(catalog, account.tenant.id, 45)
-    for at in range(3):
+    for index in range(3):
         for source in ATTACKERS:
             await allowed(cache, source, 10)
-        for text in texts[15 * at : 15 * at + 8]:
+        for text in texts[15 * index : 15 * index + 8]:
             await cache.callers.find(text, "10.0.0.1")
-            await allowed(cache, ATTACKERS[at], 10)
-        rest = texts[15 * at + 8 : 15 * at + 15]
+            await allowed(cache, ATTACKERS[index], 10)
+        rest = texts[15 * index + 8 : 15 * index + 15]
         await asyncio.gather(*(cache.callers.find(text, "10.0.0.1") for text in rest))
         clock.advance_us(SECOND_US // 2)
 
@@ -343,10 +343,10 @@ async def test_an_old_key_of_a_source_without_failures_comes_in_while_many_other
 async def test_a_refused_source_that_presents_the_id_of_a_key_does_not_keep_its_owner_out(
     peppers: Peppers, clock: ManualClock
 ) -> None:
-    """The id of a key is no secret: with it and the public checksum, a stranger asks for the same row."""
+    """The id of a key is not secret: with it and the public checksum, an attacker asks for the same row."""
     source = FakeSource()
     source.add_tenant("acme")
-    texts = [source.add_key(peppers, "acme", at, is_old=is_old)[1] for at, is_old in ((0, True), (1, False))]
+    texts = [source.add_key(peppers, "acme", index, is_old=is_old)[1] for index, is_old in ((0, True), (1, False))]
     cache = cache_of(source, peppers, clock, lookup_limiter=LookupLimiter(clock=clock))
     await allowed(cache, "stranger", 10)
     for text in texts:
@@ -370,18 +370,20 @@ async def test_a_refused_source_that_presents_the_id_of_a_key_does_not_keep_its_
 async def test_look_ups_that_wait_are_bounded_and_the_rest_is_refused_at_once(
     sources: int, has_failed: bool, most: int, peppers: Peppers, clock: ManualClock, lookup_limiter: LookupLimiter
 ) -> None:
-    """Here the database answers none of them. It has room for a key that was issued all the same."""
+    """The database answers none of them. There is still room for a key that was issued."""
     source = FakeSource()
     source.add_tenant("acme")
     cache = cache_of(source, peppers, clock, lookup_limiter=lookup_limiter)
     if has_failed:
         with pytest.raises(UnknownKey):
-            await cache.callers.find(wrong_key(at=10**9), "s0")
-    texts = [wrong_key(at=at) for at in range(most + 300)]
+            await cache.callers.find(wrong_key(index=10**9), "s0")
+    texts = [wrong_key(index=index) for index in range(most + 300)]
     async with contextlib.AsyncExitStack() as stack:
         for text in texts:
             await stack.enter_async_context(source.held(f"key_{Credential.parse(text, peppers).id}"))
-        tasks = [asyncio.create_task(cache.callers.find(text, f"s{at % sources}")) for at, text in enumerate(texts)]
+        tasks = [
+            asyncio.create_task(cache.callers.find(text, f"s{index % sources}")) for index, text in enumerate(texts)
+        ]
         await eventually(lambda: sum(task.done() for task in tasks) >= len(tasks) - most)
         assert sum(not task.done() for task in tasks) == most
         assert len(cache._flights) <= 2 * most
@@ -412,7 +414,7 @@ async def test_sources_with_failures_take_half_of_the_places_at_most(
             await lookup_limiter.run(source, missing)
     clock.advance_us(SECOND_US)
     failed = [asyncio.create_task(lookup_limiter.run(source, found)) for source in ATTACKERS]
-    clean = [asyncio.create_task(lookup_limiter.run(f"10.0.0.{at}", found)) for at in range(20)]
+    clean = [asyncio.create_task(lookup_limiter.run(f"10.0.0.{index}", found)) for index in range(20)]
     await eventually(lambda: sum(task.done() for task in failed + clean) == 30)
     waits.set()
     answers = [await asyncio.gather(*tasks, return_exceptions=True) for tasks in (failed, clean)]
@@ -431,14 +433,14 @@ async def test_a_wait_that_is_cancelled_as_a_look_up_ends_is_just_cancelled(cloc
     assert not lookup_limiter._active
 
 
-async def test_who_stops_waiting_for_the_guard_holds_up_nobody(lookup_limiter: LookupLimiter) -> None:
+async def test_a_cancelled_lookup_does_not_block_the_queue(lookup_limiter: LookupLimiter) -> None:
     gate, found = asyncio.Event(), []
 
     async def read(name: int) -> None:
         await gate.wait()
         found.append(name)
 
-    tasks = [asyncio.create_task(lookup_limiter.run("a", lambda name=at: read(name))) for at in range(20)]  # type: ignore[misc]
+    tasks = [asyncio.create_task(lookup_limiter.run("a", lambda name=index: read(name))) for index in range(20)]  # type: ignore[misc]
     await asyncio.sleep(0)
     for task in tasks[5:20:2]:
         task.cancel()
@@ -449,7 +451,7 @@ async def test_who_stops_waiting_for_the_guard_holds_up_nobody(lookup_limiter: L
     assert not lookup_limiter._active
 
 
-async def test_a_wait_for_the_guard_ends_after_its_time(lookup_limiter: LookupLimiter) -> None:
+async def test_a_wait_for_the_limiter_ends_after_its_time(lookup_limiter: LookupLimiter) -> None:
     gate = asyncio.Event()
     tasks = [asyncio.create_task(lookup_limiter.run("a", gate.wait)) for _ in range(5)]
     await asyncio.sleep(0)
@@ -479,5 +481,5 @@ def test_the_addresses_of_an_ipv6_network_are_one_source(source: str, network: s
 
 
 async def test_one_ipv6_network_has_one_budget(counting: CatalogCache) -> None:
-    assert sum([await allowed(counting, f"2001:db8::{at:x}", 1) for at in range(100)]) == 5
+    assert sum([await allowed(counting, f"2001:db8::{index:x}", 1) for index in range(100)]) == 5
     assert await allowed(counting, "2001:db8:0:1::1", 1) == 1

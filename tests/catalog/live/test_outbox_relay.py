@@ -1,4 +1,4 @@
-"""The relay: who publishes for writers that don't, in which order, and that nobody waits for it to hear of a change."""
+"""The outbox relay: it publishes for writers that did not, in order of urgency, and delays no process."""
 
 import asyncio
 from collections import Counter
@@ -26,7 +26,7 @@ SLOW_CALL_SECONDS = 0.02
 
 
 class Watched(CatalogRedis):
-    """Records what is published, and takes its time for each call that writes copies."""
+    """A Redis that records published messages, and is slow to write copies."""
 
     def __init__(self, url: str, published: list[list[Announcement]], seconds: float = 0.0) -> None:
         super().__init__(url)
@@ -54,10 +54,10 @@ class Stuck(CatalogRedis):
 
 
 async def apply_tenants(catalog: Catalog, count: int, limit: int = 5) -> None:
-    """As the command line does it, which knows no Redis."""
+    """Apply tenants as the command line does, without Redis."""
     lines = "\n".join(
-        f"  - {{name: bulk-{at}, default_plan: free, plans: [{{name: free, limits: {limit}/minute}}]}}"
-        for at in range(count)
+        f"  - {{name: bulk-{index}, default_plan: free, plans: [{{name: free, limits: {limit}/minute}}]}}"
+        for index in range(count)
     )
     wanted, _ = document.parse_document(
         f"tenants:\n{lines}\n".encode(), "bulk.yaml", to_datetime(catalog.clock.now_us())
@@ -66,7 +66,7 @@ async def apply_tenants(catalog: Catalog, count: int, limit: int = 5) -> None:
 
 
 async def disable(catalog: Catalog, account: Account) -> int:
-    """The revision that did it."""
+    """Disable the key, and return the revision."""
     async with catalog.edit("test") as edit:
         await edit.disable_key(account.key.id)
     return edit.revision
@@ -87,13 +87,13 @@ def times_published(published: Sequence[Sequence[Announcement]]) -> Counter[tupl
 
 
 @pytest.mark.slow
-async def test_of_many_nodes_one_publishes_however_long_it_takes(
+async def test_of_many_processes_one_publishes_however_long_it_takes(
     database: Database, writer: Catalog, redis_url: str, peppers: Peppers
 ) -> None:
-    """Each call takes so long that the copies of one edit, one by one, would outlast any claim."""
+    """Each call takes so long that writing the copies one by one would outlast the lock."""
     async with writer.edit("test") as edit:
         await edit.write_changes(
-            (None, build_entity(Tenant, {"id": new_id("ten"), "name": f"t{at}"})) for at in range(150)
+            (None, build_entity(Tenant, {"id": new_id("ten"), "name": f"t{index}"})) for index in range(150)
         )
     published: list[list[Announcement]] = []
     replicas = [
@@ -133,12 +133,12 @@ async def test_a_revocation_is_published_before_a_backlog(
 async def test_a_revocation_acts_while_nothing_can_be_published(
     database: Database, writer: Catalog, redis_url: str, peppers: Peppers
 ) -> None:
-    """The outbox is read whatever the relay waits for."""
+    """The outbox is read while the relay waits."""
     account = await create_account(writer)
     async with Replica(url_of(database), peppers=peppers, shared=Stuck(redis_url)) as there:
         await there.seconds_until(account.text, 5)
         await apply_tenants(writer, 50)
-        await asyncio.sleep(3 * relay_module.RELAY_AFTER_SECONDS)  # the relay has begun, and does not come back
+        await asyncio.sleep(3 * relay_module.RELAY_AFTER_SECONDS)  # the relay has begun, and never finishes
         await disable(writer, account)
         await there.seconds_until(account.text, Forbidden)
         assert not await is_published(database)
@@ -158,10 +158,10 @@ async def test_a_relay_that_was_killed_is_replaced(
 
 
 @one_database
-async def test_tenants_that_were_changed_by_the_hundred_are_in_force_on_a_node_that_knows_them(
+async def test_tenants_that_were_changed_by_the_hundred_are_in_force_on_a_process_that_knows_them(
     database: Database, writer: Catalog, redis_url: str, peppers: Peppers
 ) -> None:
-    """More than are acted on at once: a slice at a time, and none is left out."""
+    """There are more changes than one slice: all slices are applied."""
     await apply_tenants(writer, 120)
     tenants = (await writer.list_page(Tenant, size=1_000)).items
     async with writer.edit("test") as edit:

@@ -71,7 +71,7 @@ async def shared(redis_url: str) -> AsyncIterator[CatalogRedis]:
 async def live_catalog(
     database: Database, peppers: Peppers, clock: ManualClock, limiter: Limiter, shared: CatalogRedis
 ) -> AsyncIterator[LiveCatalog]:
-    """One that acts on its own changes, and was not started: nothing happens in the background."""
+    """A live catalog that applies its own changes, and has no background tasks."""
 
     def placed(tenant: Tenant) -> None:
         limiter.set_lanes(tenant.id, tenant.placement)
@@ -100,7 +100,7 @@ async def caller(live_catalog: LiveCatalog, account: Account) -> Caller:
 async def override(
     catalog: Catalog, account: Account, *subjects: str, limit: Any = 50, resource: str = "r", seconds: int = HOUR
 ) -> list[Override]:
-    """Set one for each subject, in one transaction."""
+    """Set an override for each subject, in one transaction."""
     change = limit if isinstance(limit, str) else {"limit": limit}
     fields = {"tenant_id": account.tenant.id, "resource": resource, "ttl_seconds": seconds}
     async with catalog.edit("test") as edit:
@@ -176,7 +176,7 @@ async def test_a_restored_override_ends_when_the_catalog_says_so(
 async def test_one_of_two_overrides_of_a_subject_is_missed(
     live_catalog: LiveCatalog, account: Account, caller: Caller, limiter: Limiter, reconciler: OverrideReconciler
 ) -> None:
-    """As after a failover to a replica that had not heard of the second."""
+    """This is the state after a failover to a replica that had not received the second."""
     await override(live_catalog.catalog, account, "s", limit=50, resource="*")
     await override(live_catalog.catalog, account, "s", limit=70)
     await limiter.delete_override("r", "s", tenant=account.tenant.id)
@@ -195,7 +195,7 @@ async def test_a_tenant_with_lanes_gets_its_overrides_back_in_each_lane(
     clock: ManualClock,
     redis_url: str,
 ) -> None:
-    """Also by a node that has never had a request of this tenant."""
+    """This also holds for a process that has never had a request of this tenant."""
     async with live_catalog.catalog.edit("test") as edit:
         await edit.update(Tenant, account.tenant.id, {"lanes": 8})
     await override(live_catalog.catalog, account, *SUBJECTS)
@@ -215,7 +215,7 @@ async def test_a_tenant_with_lanes_gets_its_overrides_back_in_each_lane(
     assert await limits_of(caller, limiter) == [50] * 5
 
 
-# --- What is not lost ------------------------------------------------------------------------------------------------
+# --- Not lost --------------------------------------------------------------------------------------------------------
 
 
 async def test_an_override_whose_change_is_not_published_yet_is_not_lost(
@@ -227,7 +227,7 @@ async def test_an_override_whose_change_is_not_published_yet_is_not_lost(
     limiter: Limiter,
     reconciler: OverrideReconciler,
 ) -> None:
-    """As one of the command line, which knows no Redis: the nodes publish it."""
+    """The command line does not publish its changes: a process of the service does."""
     writer = Catalog(database, peppers=peppers, clock=clock)
     await override(writer, account, *SUBJECTS)
     await reconciler.step()
@@ -240,7 +240,7 @@ async def test_an_override_whose_change_is_not_published_yet_is_not_lost(
     assert reconciler.status().restored == 0
 
 
-async def test_a_node_that_can_not_read_the_catalog_lets_another_one_lead(
+async def test_a_process_that_can_not_read_the_catalog_lets_another_one_lead(
     live_catalog: LiveCatalog,
     peppers: Peppers,
     clock: ManualClock,
@@ -297,7 +297,7 @@ def count_statements(database: Database) -> list[str]:
 # --- Bounded work ----------------------------------------------------------------------------------------------------
 
 
-async def test_a_step_looks_at_a_page_and_the_next_one_goes_on_behind_it(
+async def test_a_step_compares_a_page_and_the_next_step_the_next_page(
     live_catalog: LiveCatalog,
     account: Account,
     caller: Caller,
@@ -346,7 +346,7 @@ async def test_a_page_of_which_nothing_is_lost_costs_one_query_and_a_few_calls(
 
 
 def calls_of(raw: Any) -> int:
-    """How many scripts were called."""
+    """Return the number of script calls."""
     stats = raw.info("commandstats")
     return sum(stats.get(f"cmdstat_{name}", {}).get("calls", 0) for name in ("eval", "evalsha", "fcall", "fcall_ro"))
 
@@ -376,7 +376,7 @@ async def test_it_hurries_while_overrides_get_lost_and_rests_afterwards(
     assert reconciler.pause_seconds() == 1_000
 
 
-async def test_one_node_of_many_sweeps_and_another_takes_over_when_it_is_gone(
+async def test_one_process_of_many_reconciles_and_another_takes_over_when_it_is_gone(
     live_catalog: LiveCatalog,
     account: Account,
     shared: CatalogRedis,
@@ -406,7 +406,7 @@ async def test_one_node_of_many_sweeps_and_another_takes_over_when_it_is_gone(
 
 
 class HeldSink:
-    """A limiter whose next `set_override` waits until it may go on."""
+    """A limiter whose next `set_override` waits until it is released."""
 
     def __init__(self, limiter: Limiter) -> None:
         self._limiter = limiter
@@ -460,7 +460,7 @@ FEW = BLOCKED[:10]
 
 
 def flood(server: RedisServer, keys: int = 2_000) -> None:
-    """Write other keys, with a TTL as ours have: about 2 MB of them."""
+    """Write about 2 MB of other keys, with a TTL like ours."""
     with redis_py.Redis.from_url(server.url) as client:
         pipeline = client.pipeline(transaction=False)
         for _ in range(keys):
@@ -480,7 +480,7 @@ def limit_memory(server: RedisServer, policy: str, more: int = 4_000_000) -> Non
 
 
 async def admitted(replica: Replica, text: str, blocked: Sequence[str] = BLOCKED) -> list[str]:
-    """Those of the blocked that are let through now; all, while Redis can't tell."""
+    """Return the blocked subjects that are allowed now; all of them while Redis is unreachable."""
     caller = replica.live.cache.callers.get(text) or await replica.live.cache.callers.find(text)
     try:
         return [each for each in blocked if (await decide(caller, replica.limiter, subject=each)).allowed]
@@ -501,7 +501,7 @@ async def admitted(replica: Replica, text: str, blocked: Sequence[str] = BLOCKED
 async def test_blocked_subjects_are_blocked_again_after_redis_evicted_their_overrides(
     policy: str, database: Database, peppers: Peppers, own_redis_server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With two nodes, of which one sweeps. Some are lost with each flood."""
+    """One of two processes reconciles. Each flood evicts some overrides."""
     url = own_redis_server.url
     async with (
         Replica(str(database.url), url, peppers=peppers, limiter_url=url) as one,
@@ -538,7 +538,7 @@ async def test_blocked_subjects_are_blocked_again_after_redis_evicted_their_over
 async def test_a_policy_that_the_docs_call_safe_keeps_overrides(
     policy: str, own_redis_server: RedisServer, clock: ManualClock
 ) -> None:
-    """Nothing sets them again here. With `volatile-ttl` what has less time left goes first: windows of a minute."""
+    """Nothing sets them again here. `volatile-ttl` evicts keys with less time left first: windows of a minute."""
     options = StoreOptions(deadline_ms=30_000, failure="raise", breaker_failures=10**6)
     async with Limiter.connect(own_redis_server.url, options=options) as limiter:
         for subject in BLOCKED:
@@ -584,7 +584,7 @@ async def test_a_redis_that_lost_everything_gets_its_overrides_back_without_wait
 async def test_overrides_on_each_master_of_a_cluster_come_back(
     database: Database, peppers: Peppers, cluster_servers: RedisCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tenant with lanes and others without, each master losing its own part."""
+    """One tenant has lanes, others have none, and each master loses its own part."""
     monkeypatch.setattr(live_catalog_module, "SYNC_OVERRIDES_SECONDS", 600)
     url = cluster_servers.url
 
@@ -690,8 +690,8 @@ async def _play(
         async with closing(live_catalog.cache, shared, limiter, database):
             account, plan = await create_account(live_catalog.catalog, limits="5/minute"), 5
             caller = await live_catalog.cache.callers.find(account.text)
-            for move, at, number in [*moves, ("step", 0, 0)]:
-                subject = SUBJECTS[at]
+            for move, index, number in [*moves, ("step", 0, 0)]:
+                subject = SUBJECTS[index]
                 if move == "set":
                     (one,) = await override(live_catalog.catalog, account, subject, limit=number)
                     wanted[subject] = (one, number)

@@ -1,4 +1,4 @@
-"""Overrides act in the store as the database has them, whatever the store lost or kept."""
+"""Overrides in the store become equal to those of the database, even if the store has lost or kept some."""
 
 import asyncio
 import shutil
@@ -43,7 +43,7 @@ HOUR = 3_600
 
 @pytest.fixture
 async def database(tmp_path: Path, migrated_sqlite: Path) -> AsyncIterator[Database]:
-    """What is compared does not depend on the database."""
+    """SQLite only: the comparison does not depend on the kind of database."""
     shutil.copy(migrated_sqlite, tmp_path / "catalog.db")
     database = Database(f"sqlite:///{tmp_path}/catalog.db")
     yield database
@@ -61,7 +61,7 @@ async def limiter(request: pytest.FixtureRequest, clock: ManualClock) -> AsyncIt
 async def live_catalog(
     database: Database, peppers: Peppers, clock: ManualClock, limiter: Limiter
 ) -> AsyncIterator[LiveCatalog]:
-    """One that acts on its own changes, and was not started: nothing happens in the background."""
+    """A live catalog that applies its own changes, and has no background tasks."""
     live_catalog = LiveCatalog(database, peppers, sink=limiter, clock=clock, lookup_seconds=PATIENCE_SECONDS)
     yield live_catalog
     await live_catalog.cache.close()
@@ -96,7 +96,7 @@ async def delete(catalog: Catalog, one: Override) -> None:
         await edit.delete(Override, one.id)
 
 
-# --- What they do ----------------------------------------------------------------------------------------------------
+# --- Effect ----------------------------------------------------------------------------------------------------------
 
 
 async def test_an_override_acts_from_when_it_is_set_until_it_is_deleted(
@@ -136,7 +136,7 @@ async def test_an_override_for_any_resource_gives_way_to_one_for_this_resource(
 async def test_a_changed_plan_compiles_its_overrides_anew(
     live_catalog: LiveCatalog, account: Account, caller: Caller, limiter: Limiter
 ) -> None:
-    """The override says another limit; the window is the plan's, and it has changed."""
+    """The override changes the limit. The window is that of the plan, and has changed."""
     await override(live_catalog.catalog, account, 50)
     window = {"name": "minute", "algorithm": "sliding_window_counter", "limit": 5, "window_seconds": 60}
     async with live_catalog.catalog.edit("test") as edit:
@@ -163,7 +163,7 @@ async def test_an_override_whose_limit_is_gone_does_nothing_and_comes_back_with_
 async def test_an_override_that_no_longer_fits_its_plan_is_not_in_force(
     live_catalog: LiveCatalog, account: Account, caller: Caller, limiter: Limiter, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As the log says."""
+    """The log has a warning about it."""
     bucket = {"name": "bucket", "algorithm": "token_bucket", "bucket_capacity": 5, "refill_rate_per_sec": 1}
     async with live_catalog.catalog.edit("test") as edit:
         await edit.update(Plan, account.plan.id, {"limits": [bucket]})
@@ -190,7 +190,7 @@ async def test_the_overrides_of_a_deleted_tenant_are_gone(
 async def test_overrides_are_set_where_the_tenant_has_its_lanes(
     database: Database, peppers: Peppers, clock: ManualClock, redis_url: str
 ) -> None:
-    """Whoever writes an override may never have had a request of this tenant."""
+    """The process that writes an override may never have had a request of this tenant."""
     here, there = (Limiter.connect(redis_url, clock=clock, options=PATIENT) for _ in range(2))
     shared = CatalogRedis(redis_url)
 
@@ -211,7 +211,7 @@ async def test_overrides_are_set_where_the_tenant_has_its_lanes(
         assert [await limit_of(caller, there, subject=subject) for subject in ("a", "b", "c", "d")] == [50] * 4
 
 
-# --- Putting right ---------------------------------------------------------------------------------------------------
+# --- Repair ----------------------------------------------------------------------------------------------------------
 
 
 async def test_what_the_store_lost_is_set_again_with_what_is_left_of_its_time(
@@ -248,7 +248,7 @@ async def test_strays_are_removed(
 async def test_strays_of_a_tenant_that_has_no_override_any_more_are_removed(
     live_catalog: LiveCatalog, account: Account, caller: Caller, limiter: Limiter, override_sync: OverrideSync
 ) -> None:
-    """A Redis that came back with what it had saved before the last override was deleted."""
+    """A Redis that came back with its state from before the last override was deleted."""
     one = await override(live_catalog.catalog, account, "unlimited")
     await delete(live_catalog.catalog, one)
     stray = {"limits": "5/minute", "ttl_seconds": HOUR, "tenant": account.tenant.id}
@@ -260,7 +260,7 @@ async def test_strays_of_a_tenant_that_has_no_override_any_more_are_removed(
 async def test_an_override_that_is_deleted_while_its_index_is_lost_does_not_act_on(
     database: Database, peppers: Peppers, clock: ManualClock, redis_url: str
 ) -> None:
-    """The store does not list it any more, and its key is still there."""
+    """The store does not list the override any more, but its key still exists."""
     limiter = Limiter.connect(redis_url, clock=clock, options=PATIENT)
     live_catalog = LiveCatalog(database, peppers, sink=limiter, clock=clock)
     async with closing(live_catalog.cache, limiter):
@@ -294,8 +294,8 @@ async def test_more_overrides_than_fit_on_a_page_are_all_mirrored(
 ) -> None:
     monkeypatch.setattr("limitforge.catalog.live.overrides.sync.PAGE", 3)
     async with live_catalog.catalog.edit("test") as edit:
-        for at in range(20):
-            fields = {"tenant_id": account.tenant.id, "resource": "r", "subject": f"s{at}", "ttl_seconds": HOUR}
+        for index in range(20):
+            fields = {"tenant_id": account.tenant.id, "resource": "r", "subject": f"s{index}", "ttl_seconds": HOUR}
             await edit.set_override({**fields, "limits": {"minute": "unlimited"}})
     assert await override_sync.sync_all() == 0
     await limiter.clear_overrides(tenant=account.tenant.id)
@@ -306,7 +306,7 @@ async def test_more_overrides_than_fit_on_a_page_are_all_mirrored(
 
 
 class SlowSink:
-    """A limiter whose next `set` or `delete` waits until it is let go."""
+    """A limiter whose next `set` or `delete` waits until it is released."""
 
     def __init__(self, limiter: Limiter) -> None:
         self._limiter = limiter
@@ -414,23 +414,23 @@ async def test_an_override_that_is_set_while_a_stray_in_its_place_is_removed_sta
     assert await limit_of(caller, limiter) == 70
 
 
-async def test_two_who_put_right_at_once_end_with_what_the_database_says(
+async def test_two_concurrent_syncs_end_with_the_state_of_the_database(
     live_catalog: LiveCatalog, account: Account, caller: Caller, limiter: Limiter, override_sync: OverrideSync
 ) -> None:
-    for at in range(10):
-        await override(live_catalog.catalog, account, 50 + at, subject=f"s{at}")
+    for index in range(10):
+        await override(live_catalog.catalog, account, 50 + index, subject=f"s{index}")
     await limiter.clear_overrides(tenant=account.tenant.id)
     await asyncio.gather(
         override_sync.sync_all(), override_sync.sync_all(), override_sync.sync_tenant(account.tenant.id, force=True)
     )
-    assert [await limit_of(caller, limiter, subject=f"s{at}") for at in range(10)] == list(range(50, 60))
+    assert [await limit_of(caller, limiter, subject=f"s{index}") for index in range(10)] == list(range(50, 60))
 
 
 # --- By itself -------------------------------------------------------------------------------------------------------
 
 
 async def limit_now(replica: Replica, text: str) -> int | None:
-    """None while Redis can't tell."""
+    """Return the current limit, or None while Redis is unreachable."""
     with suppress(StoreUnavailable):
         return await replica.limit(text)
     return None
@@ -445,7 +445,7 @@ async def test_a_redis_that_lost_everything_gets_the_overrides_back_by_itself(
     monkeypatch: pytest.MonkeyPatch,
     record_property: Any,
 ) -> None:
-    """Emptied, within the interval; restarted, as soon as somebody listens again."""
+    """After a flush within the interval, after a restart as soon as the subscription is active again."""
     monkeypatch.setattr(live_catalog_module, "SYNC_OVERRIDES_SECONDS", 0.5 if how == "emptied" else 600)
     url = own_redis_server.url
     async with Replica(str(database.url), url, peppers=peppers, limiter_url=url) as replica:
@@ -472,7 +472,7 @@ async def test_overrides_are_set_when_the_database_is_back_if_redis_lost_them_wh
     monkeypatch: pytest.MonkeyPatch,
     record_property: Any,
 ) -> None:
-    """Whoever claimed to do it could not: nobody may wait for the claim's end, or the next interval."""
+    """The process that took the lock failed. The others must not wait for the lock's end or the next interval."""
     monkeypatch.setattr(live_catalog_module, "SYNC_OVERRIDES_SECONDS", 40)
     database = Database(own_postgres_server.url)
     async with closing(database):

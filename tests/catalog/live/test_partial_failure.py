@@ -1,5 +1,5 @@
-"""One Redis server of several fails, or one tenant is invalid: changes of all other tenants are published, and what
-failed is tried again until it works.
+"""One of several Redis servers fails, or one tenant is invalid: changes of all other tenants are published, and failed
+ones are retried until they succeed.
 """
 
 import asyncio
@@ -46,13 +46,13 @@ from tests.servers import RedisServer
 from tests.topologies import RedisCluster
 from tests.topologies.cluster import ClusterServer
 
-# Fails soon where a server is dead, and asks it again soon.
+# Fail early if a server is down, and try it again soon.
 HASTY = StoreOptions(deadline_ms=5_000, failure="raise", breaker_failures=1, breaker_seconds=0.5)
 
 
 @pytest.fixture(scope="module")
 def own_cluster() -> Iterator[RedisCluster]:
-    """Masters without replicas: one that is dead stays so until it is restarted, and then is empty."""
+    """A Cluster of masters without replicas: a killed one is down until it is restarted, and then is empty."""
     with RedisCluster(masters=3, replicas=0) as servers:
         yield servers
 
@@ -70,7 +70,7 @@ def home_of(servers: RedisCluster, account: Account) -> ClusterServer:
 async def accounts_on(
     servers: RedisCluster, catalog: Catalog, dead: ClusterServer, each: int = 1
 ) -> tuple[list[Account], list[Account]]:
-    """So many accounts whose overrides are on this master, and as many on others."""
+    """Create so many accounts whose overrides are on this master, and as many on others."""
     there: list[Account] = []
     elsewhere: list[Account] = []
     number = 0
@@ -82,7 +82,7 @@ async def accounts_on(
 
 
 async def set_override(catalog: Catalog, account: Account, change: Any, subject: str = "s") -> int:
-    """Return the revision that did it."""
+    """Set an override, and return the revision."""
     fields = {"tenant_id": account.tenant.id, "resource": "*", "subject": subject, "ttl_seconds": 3_600}
     async with catalog.edit("test") as edit:
         await edit.set_override({**fields, "limits": {"minute": change}})
@@ -90,7 +90,7 @@ async def set_override(catalog: Catalog, account: Account, change: Any, subject:
 
 
 async def pending(database: Database) -> set[str]:
-    """The tenants that have unpublished rows."""
+    """Return the tenants that have unpublished rows."""
     async with database.reading() as connection:
         return {row.announcement.tenant_id for row in await unpublished_announcements(connection, 1_000)}
 
@@ -102,9 +102,9 @@ async def admits(replica: Replica, account: Account) -> bool:
 
 @contextlib.asynccontextmanager
 async def listening(url: str, channel: str) -> AsyncIterator[list[Announcement]]:
-    """What was announced since this began, as another node hears it."""
+    """Collect the announcements that are published while this block runs."""
     shared = CatalogRedis(url)
-    heard: list[Announcement] = []
+    announced: list[Announcement] = []
     is_in = asyncio.Event()
 
     async def listen() -> None:
@@ -112,24 +112,24 @@ async def listening(url: str, channel: str) -> AsyncIterator[list[Announcement]]
             if message is None:
                 is_in.set()
             else:
-                heard.extend(decode_announcements(channel, message))
+                announced.extend(decode_announcements(channel, message))
 
     task = asyncio.create_task(listen())
     try:
         await asyncio.wait_for(is_in.wait(), 30)
-        yield heard
+        yield announced
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await shared.close()
 
 
-# The first master has the head of history and the channel of a client that asks for slot 0, the last one the lease.
+# The first master has the head of history and the channel of a client that asks for slot 0, the last one the lock.
 @pytest.mark.slow
 @pytest.mark.parametrize("database", ["sqlite"], indirect=True)
-@pytest.mark.parametrize("at", [0, 2, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("index", [0, 2, pytest.param(1, marks=pytest.mark.soak)])
 async def test_a_dead_master_holds_up_no_tenant_of_the_others(
-    at: int,
+    index: int,
     database: Database,
     writer: Catalog,
     own_cluster: RedisCluster,
@@ -138,7 +138,7 @@ async def test_a_dead_master_holds_up_no_tenant_of_the_others(
 ) -> None:
     monkeypatch.setattr(live_catalog_module, "SYNC_OVERRIDES_SECONDS", 600)  # the relay has to do it
     monkeypatch.setattr(relay_module, "BATCH", 2)
-    url, dead = own_cluster.url, own_cluster.servers[at]
+    url, dead = own_cluster.url, own_cluster.servers[index]
     (away,), (well,) = await accounts_on(own_cluster, writer, dead)
     replica = Replica(url_of(database), url, peppers=peppers, limiter_url=url, options=HASTY)
     async with replica:
@@ -153,7 +153,7 @@ async def test_a_dead_master_holds_up_no_tenant_of_the_others(
         await eventually(is_published)
         dead.kill()
         try:
-            async with listening(url, "lf:%changes") as heard:
+            async with listening(url, "lf:%changes") as announced:
                 for number in range(5):  # more than a batch
                     await set_override(writer, away, {"limit": 20 + number})
                 await set_limits(writer, well, "40/minute")
@@ -163,7 +163,7 @@ async def test_a_dead_master_holds_up_no_tenant_of_the_others(
                     return not await admits(replica, well)
 
                 await eventually(is_blocked)
-                await eventually(lambda: revision in {each.revision for each in heard})
+                await eventually(lambda: revision in {each.revision for each in announced})
 
                 async def is_only_the_dead_pending() -> bool:
                     return await pending(database) == {away.tenant.id}
@@ -268,11 +268,11 @@ async def test_a_full_redis_still_passes_messages_on_and_gets_the_copies_later(
                 return not await pending(database)
 
             await eventually(is_published)
-            async with listening(url, "lf:%changes") as heard:
+            async with listening(url, "lf:%changes") as announced:
                 raw.config_set("maxmemory", 1)
                 async with replica.catalog.edit("test") as edit:
                     await edit.disable_key(account.key.id)
-                await eventually(lambda: edit.revision in {each.revision for each in heard})
+                await eventually(lambda: edit.revision in {each.revision for each in announced})
                 assert await pending(database) == {account.tenant.id}
                 raw.config_set("maxmemory", 0)
                 await eventually(is_published)
@@ -287,7 +287,7 @@ async def test_a_full_redis_still_passes_messages_on_and_gets_the_copies_later(
 async def test_an_invalid_tenant_holds_up_no_other_and_is_published_once_it_is_corrected(
     database: Database, writer: Catalog, redis_url: str, peppers: Peppers
 ) -> None:
-    """Such as a row that a newer release wrote."""
+    """The invalid row may come from a newer release."""
     bad, good = await create_account(writer, "bad"), await create_account(writer, "good")
     versions = tables.plan_versions
     row = versions.c.plan_id == bad.plan.id
@@ -313,7 +313,7 @@ async def test_an_invalid_tenant_holds_up_no_other_and_is_published_once_it_is_c
         await eventually(is_blocked)
         await eventually(is_only_the_bad_pending)
         copies = shared_copies(replica.shared, peppers)
-        assert await copies.get_config(bad.tenant.id) is None  # it is not said to be deleted
+        assert await copies.get_config(bad.tenant.id) is None  # no copy says that it is deleted
         await set_stored(limits)
 
         async def is_published() -> bool:
@@ -354,7 +354,7 @@ async def test_an_invalid_key_is_not_published_as_deleted_and_holds_up_nothing_e
 
 
 class FailsOnce(CatalogRedis):
-    """Refuses the first copy of one key, and records which revisions the messages tell of."""
+    """Refuses the first copy of one key, and records the revisions of all messages."""
 
     def __init__(self, url: str, refused: str) -> None:
         super().__init__(url)
@@ -388,7 +388,7 @@ async def test_a_revocation_that_failed_once_does_not_wait_behind_a_backlog(
             return not await pending(database)
 
         await eventually(is_published)
-    times = [at for at, revisions in enumerate(shared.sent) if revision in revisions]
+    times = [index for index, revisions in enumerate(shared.sent) if revision in revisions]
     assert len(times) == 2
     assert times[1] < 5
     assert len(shared.sent) > 20

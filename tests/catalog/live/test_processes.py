@@ -1,4 +1,4 @@
-"""Two processes: what is changed in one decides in the other, and how soon."""
+"""Two processes: how soon a change of one takes effect in the other."""
 
 import shutil
 import time
@@ -32,7 +32,7 @@ Record = Callable[[str, object], None]
 
 @dataclass
 class Pair:
-    """Who writes, in this process, and who else decides, in the other."""
+    """The replica that writes, in this process, and the one that decides, in the other."""
 
     catalog: Catalog
     other: SecondProcess
@@ -41,7 +41,7 @@ class Pair:
     redis: RedisServer | None
 
     async def delay(self, change: Awaitable[object], wanted: Any) -> float:
-        """From before the change was begun until a decision in the other process was another."""
+        """Return the seconds from before the change until a decision in the other process reflects it."""
         began = time.time()
         await change
         return await self.other.seconds_until(self.account.text, wanted, began)
@@ -94,7 +94,7 @@ async def pair(
 
 
 async def listening(other: SecondProcess, kind: str) -> None:
-    """Until it hears by all that there is."""
+    """Wait until all its subscriptions are active."""
     expected = {name for name in ("postgres", "redis") if name in kind}
 
     async def is_so() -> bool:
@@ -108,7 +108,7 @@ def format_delays(delays: list[float]) -> str:
 
 
 async def changes(pair: Pair, rounds: int) -> dict[str, list[float]]:
-    """Every kind of change that must be heard of, and how long each took."""
+    """Make every kind of change that must be announced, and return how long each took."""
     catalog, account = pair.catalog, pair.account
     delays: dict[str, list[float]] = {}
 
@@ -151,7 +151,7 @@ async def delete(catalog: Catalog, account: Account) -> None:
 async def test_a_change_in_one_process_decides_in_the_other(pair: Pair, record_property: Record) -> None:
     spent = [await pair.other.admits(pair.account.text, "spender") for _ in range(6)]
     assert spent == [True] * 5 + [False]
-    delays = await changes(pair, 1 if pair.kind == "sqlite" else ROUNDS)  # there, each waits for the next look
+    delays = await changes(pair, 1 if pair.kind == "sqlite" else ROUNDS)  # there, each change waits for the next poll
     await set_limits(pair.catalog, pair.account, "5/minute")
     delays["deleted key"] = [await pair.delay(delete(pair.catalog, pair.account), "UnknownKey")]
     record_property("delays", {name: format_delays(each) for name, each in delays.items()})
@@ -207,7 +207,7 @@ async def test_a_change_decides_in_the_other_process_after_its_listen_was_cut(
 
 
 def cut_listeners(server: PostgresServer) -> int:
-    """End the connections of whoever listens; tells how many."""
+    """End the connections of all listeners, and return their number."""
     return int(
         server.sql(
             "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity "

@@ -1,4 +1,4 @@
-"""Random sequences of changes, restores, cuts and restarts: in the end all nodes decide by what is in the database."""
+"""Random sequences of changes, restores, outages and restarts: in the end all replicas agree with the database."""
 
 import asyncio
 import contextlib
@@ -28,8 +28,8 @@ STEPS = 25
 ACCOUNTS = 3
 
 
-class Fleet:
-    """Two nodes, one of them behind a proxy, a command line, and a back-up. Each move is one thing that may happen."""
+class Simulation:
+    """Two replicas, one of them behind a proxy, a command line, and a backup. Each move is one event."""
 
     def __init__(self, url: str, redis_url: str, proxy: Proxy, peppers: Peppers, random: Random, folder: Path) -> None:
         self.url, self.redis_url, self.proxy, self.peppers = url, redis_url, proxy, peppers
@@ -40,12 +40,12 @@ class Fleet:
         self.accounts: list[Account] = []
         self.texts: set[str] = set()
         self.file: Path | None = None
-        self.said: list[str] = []
+        self.moves: list[str] = []
 
     async def start(self) -> None:
         self.replicas = [await self.start_replica(self.url), await self.start_replica(self.behind)]
-        for at in range(ACCOUNTS):
-            self.accounts.append(await create_account(self.writer, f"t{at}"))
+        for index in range(ACCOUNTS):
+            self.accounts.append(await create_account(self.writer, f"t{index}"))
         self.texts = {account.text for account in self.accounts}
 
     async def start_replica(self, url: str) -> Replica:
@@ -61,7 +61,7 @@ class Fleet:
 
     @property
     def catalog(self) -> Catalog:
-        """Of a node that reaches the database, or of a command line without Redis."""
+        """Return the catalog of a replica that reaches the database, or of a command line without Redis."""
         return self.random.choice([self.replicas[0].catalog, self.writer])
 
     async def move(self) -> None:
@@ -82,7 +82,7 @@ class Fleet:
             "use": self.use,
         }
         name = self.random.choice([*moves, "restore", "limits", "use", "use"])
-        self.said.append(name)
+        self.moves.append(name)
         with contextlib.suppress(NotFound):  # what a restore has taken, or another move deleted
             await moves[name](self.random.choice(self.accounts))
 
@@ -104,7 +104,7 @@ class Fleet:
     async def restore(self, account: Account) -> None:
         if self.file is not None:
             await restore(self.url, self.file)
-            for _ in range(self.random.choice([0, 1, 6])):  # it may come further than anybody had seen
+            for _ in range(self.random.choice([0, 1, 6])):  # it may get further than any replica has seen
                 await set_limits(self.catalog, account, f"{self.random.randint(6, 99)}/minute")
 
     async def cut_off(self, _: Account) -> None:
@@ -115,10 +115,10 @@ class Fleet:
         self.proxy.mode = Forward()
 
     async def restart(self, _: Account) -> None:
-        """Also of the one that can't reach the database: it starts from copies."""
-        at = self.random.randrange(2)
-        await self.replicas[at].close()
-        self.replicas[at] = await self.start_replica((self.url, self.behind)[at])
+        """Restart a replica. One that can't reach the database starts from copies."""
+        index = self.random.randrange(2)
+        await self.replicas[index].close()
+        self.replicas[index] = await self.start_replica((self.url, self.behind)[index])
 
     async def use(self, _: Account) -> None:
         for replica in self.replicas:
@@ -128,13 +128,13 @@ class Fleet:
                         await replica.limit(text)
 
     async def truth(self, text: str) -> Any:
-        """What a node says that has only just started, and has no Redis."""
+        """Return the result in a replica that was just started, and has no Redis."""
         async with Replica(self.url, peppers=self.peppers) as fresh:
-            return await said(fresh, text)
+            return await outcome(fresh, text)
 
 
-async def said(replica: Replica, text: str) -> Any:
-    """The limit by which this key is limited, or how it is refused."""
+async def outcome(replica: Replica, text: str) -> Any:
+    """Return the limit of this key, or the error that it gets."""
     try:
         caller = replica.live.cache.callers.get(text) or await replica.live.cache.callers.find(text)
         caller.require(KeyScope.CHECK)
@@ -148,7 +148,7 @@ async def said(replica: Replica, text: str) -> Any:
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 6))])
-async def test_whatever_happened_all_nodes_come_to_say_what_the_database_says(
+async def test_after_any_sequence_all_replicas_agree_with_the_database(
     seed: int,
     postgres_server: PostgresServer,
     reused_postgres: ReusedDatabase,
@@ -158,22 +158,22 @@ async def test_whatever_happened_all_nodes_come_to_say_what_the_database_says(
 ) -> None:
     url = await reused_postgres.emptied()
     with Proxy(postgres_server.port) as proxy:
-        fleet = Fleet(url, redis_url, proxy, peppers, Random(seed), tmp_path)
-        async with closing(fleet):
-            await fleet.start()
+        simulation = Simulation(url, redis_url, proxy, peppers, Random(seed), tmp_path)
+        async with closing(simulation):
+            await simulation.start()
             for _ in range(STEPS):
-                await fleet.move()
-            # While one node is cut off, Redis has to do; what it has not heard of nobody has said to it.
-            await fleet.mend(fleet.accounts[0])
-            for text in fleet.texts:
-                wanted = await fleet.truth(text)
-                for replica in fleet.replicas:
+                await simulation.move()
+            # A replica that is cut off only knows the changes that Redis has, so connect it again.
+            await simulation.mend(simulation.accounts[0])
+            for text in simulation.texts:
+                wanted = await simulation.truth(text)
+                for replica in simulation.replicas:
 
                     async def agrees(replica: Replica = replica, text: str = text, wanted: Any = wanted) -> bool:
-                        return bool(await said(replica, text) == wanted)
+                        return bool(await outcome(replica, text) == wanted)
 
                     try:
                         await eventually(agrees)
                     except AssertionError:
-                        pytest.fail(f"after {fleet.said}: {await said(replica, text)} instead of {wanted}")
+                        pytest.fail(f"after {simulation.moves}: {await outcome(replica, text)} instead of {wanted}")
     shutil.rmtree(tmp_path)

@@ -1,4 +1,4 @@
-"""Copies in Redis that every node can read: never older than what was there, never believed when they are wrong."""
+"""Copies in Redis: an older one never replaces a newer one, and invalid ones are never used."""
 
 import asyncio
 import shutil
@@ -78,7 +78,7 @@ def source() -> FakeSource:
 async def live_catalog(
     database: Database, peppers: Peppers, clock: ManualClock, shared: CatalogRedis
 ) -> AsyncIterator[LiveCatalog]:
-    """One that writes and was not started: nothing happens in the background."""
+    """A live catalog that writes, and has no background tasks."""
     live_catalog = LiveCatalog(database, peppers, shared=shared, clock=clock, lookup_seconds=PATIENCE_SECONDS)
     yield live_catalog
     await live_catalog.cache.close()
@@ -88,7 +88,7 @@ async def settled(cache: CatalogCache) -> None:
     await eventually(lambda: not cache._flights)
 
 
-# --- What they hold --------------------------------------------------------------------------------------------------
+# --- Contents --------------------------------------------------------------------------------------------------------
 
 
 async def test_a_copy_is_what_was_put(copies: SharedCopies, source: FakeSource, peppers: Peppers) -> None:
@@ -102,7 +102,7 @@ async def test_a_copy_is_what_was_put(copies: SharedCopies, source: FakeSource, 
 
 
 @one_database
-async def test_a_node_that_finds_copies_does_not_ask_the_database(
+async def test_a_process_that_finds_copies_does_not_ask_the_database(
     live_catalog: LiveCatalog, database: Database, peppers: Peppers, clock: ManualClock, copies: SharedCopies
 ) -> None:
     account = await create_account(live_catalog.catalog)
@@ -130,14 +130,14 @@ async def test_an_old_key_with_a_copy_comes_in_from_a_source_that_sends_made_up_
     copies: SharedCopies,
     redis_url: str,
 ) -> None:
-    """Its look-up in the database would have to wait."""
+    """A lookup in the database would have to wait."""
     account = await create_account(live_catalog.catalog)
     known, other = await add_old_keys(live_catalog.catalog, account.tenant.id, 2)
     fresh = cache_of(DatabaseSource(database), peppers, clock, copies=copies, lookup_limiter=LookupLimiter(clock=clock))
     fresh._keys._copy_limiter = LookupLimiter.for_copies(clock)
-    for at in range(20):
+    for index in range(20):
         with pytest.raises((UnknownKey, TooManyUnknownKeys)):
-            await fresh.callers.find(wrong_key(at=at), "10.0.0.1")
+            await fresh.callers.find(wrong_key(index=index), "10.0.0.1")
     caller = await fresh.callers.find(known, "10.0.0.1")
     assert caller.key.tenant_id == account.tenant.id
     with redis_py.Redis.from_url(redis_url) as client:
@@ -145,9 +145,9 @@ async def test_an_old_key_with_a_copy_comes_in_from_a_source_that_sends_made_up_
         with pytest.raises(TooManyUnknownKeys):
             await fresh.callers.find(other, "10.0.0.1")
         before: Any = client.info("commandstats")
-        for at in range(2_000):
+        for index in range(2_000):
             with pytest.raises((UnknownKey, TooManyUnknownKeys)):
-                await fresh.callers.find(wrong_key(at=100 + at), "10.0.0.1")
+                await fresh.callers.find(wrong_key(index=100 + index), "10.0.0.1")
         after: Any = client.info("commandstats")
     reads = after["cmdstat_getrange"]["calls"] - before["cmdstat_getrange"]["calls"]
     assert 0 < reads <= 100, "a flood does not cost one read of a copy each"
@@ -163,7 +163,7 @@ async def test_a_copy_is_read_once_from_the_database_before_it_is_believed_for_g
     copies: SharedCopies,
     redis_server: RedisServer,
 ) -> None:
-    """It may be of yesterday: a Redis that was restored has copies that nobody will announce a change of."""
+    """The copy may be a day old: Redis was restored, and the change was announced long ago."""
     account = await create_account(live_catalog.catalog)
     old, above = (
         await live_catalog.catalog.tenant_config(account.tenant.id),
@@ -195,7 +195,7 @@ async def test_a_copy_is_read_once_from_the_database_before_it_is_believed_for_g
 
 
 @one_database
-async def test_copies_are_made_by_whoever_reads_the_database(
+async def test_copies_are_made_by_each_process_that_reads_the_database(
     catalog: Catalog, database: Database, peppers: Peppers, clock: ManualClock, copies: SharedCopies
 ) -> None:
     account = await create_account(catalog)
@@ -217,7 +217,7 @@ async def test_deleted_keys_and_tenants_leave_no_copy_that_could_be_used(
         await edit.delete(Tenant, two.tenant.id)
     assert await copied_key(copies, one.key.id) is None
     assert await copied_config(copies, two.tenant.id) is None
-    await copies.put_all({}, {one.key.id: one.key}, Stamp(0, one.key.version))  # by somebody who had read it before
+    await copies.put_all({}, {one.key.id: one.key}, Stamp(0, one.key.version))  # by a process that had read it before
     assert await copied_key(copies, one.key.id) is None
     cache = cache_of(DatabaseSource(database), peppers, clock, copies=copies)
     for account in (one, two):
@@ -230,7 +230,7 @@ async def test_deleted_keys_and_tenants_leave_no_copy_that_could_be_used(
 async def test_a_key_that_was_changed_several_times_in_one_edit_is_gone_once_it_is_deleted(
     live_catalog: LiveCatalog, copies: SharedCopies, peppers: Peppers, clock: ManualClock, database: Database
 ) -> None:
-    """Its versions may have run ahead of the revisions: what is gone must still be the newest copy."""
+    """Versions of keys may be ahead of the revisions: the copy of the deletion must still be the newest."""
     account = await create_account(live_catalog.catalog)
     async with live_catalog.catalog.edit("test") as edit:
         key, credential = await edit.create_key({"tenant_id": account.tenant.id, "name": "busy"})
@@ -269,7 +269,7 @@ async def test_no_secret_is_in_redis(
     assert found >= 3
 
 
-# --- What is not believed --------------------------------------------------------------------------------------------
+# --- Copies that are not used-----------------------------------------------------------------------------------------
 
 WRONG = [
     b"",
@@ -341,7 +341,7 @@ async def test_a_copy_of_another_release_is_not_believed(
 async def test_a_copy_that_is_older_than_what_was_announced_is_not_believed(
     copies: SharedCopies, source: FakeSource, peppers: Peppers, clock: ManualClock
 ) -> None:
-    """A writer without a Redis of its own has left the old copy there."""
+    """A writer without Redis has left the old copy there."""
     _, text = source.add_key(peppers, "acme")
     await copies.put_all({"acme": source.configs["acme"]}, {}, Stamp(0, 1))
     cache = cache_of(source, peppers, clock, copies=copies)
@@ -354,8 +354,8 @@ async def test_a_copy_that_is_older_than_what_was_announced_is_not_believed(
 async def test_a_key_goes_back_to_no_older_copy_than_is_known(
     copies: SharedCopies, source: FakeSource, peppers: Peppers, clock: ManualClock, redis_url: str
 ) -> None:
-    """Of a Redis that failed over or was restarted, and has lost what it was last told: a secret that was replaced
-    because it had leaked does not become good again.
+    """A Redis that failed over has lost the last writes. A secret that was replaced because it leaked does not become
+    valid again.
     """
     key, text = source.add_key(peppers, "acme")
     old = msgspec.structs.replace(key)
@@ -399,14 +399,14 @@ async def test_a_tenant_goes_back_to_no_older_copy_than_is_known(
 async def test_a_change_of_a_key_that_is_announced_just_as_it_is_to_be_read_again_is_not_lost(
     copies: SharedCopies, source: FakeSource, peppers: Peppers, clock: ManualClock
 ) -> None:
-    """The refresh has not begun yet; the copy is the old one, because the writer made none."""
+    """The refresh has not begun yet. The copy is outdated, because the writer made none."""
     key, text = source.add_key(peppers, "acme")
     cache = cache_of(source, peppers, clock, copies=copies)
     await cache.callers.find(text)
     clock.advance_us(MINUTE_US)
-    told = source.change_key(key, disabled=True)
+    stored = source.change_key(key, disabled=True)
     assert cache.callers.get(text) is not None
-    await cache.apply_changes([told])
+    await cache.apply_changes([stored])
     assert (await cache.callers.find(text)).key.disabled
     await cache.close()
 
@@ -415,7 +415,7 @@ async def test_a_change_of_a_key_that_is_announced_just_as_it_is_to_be_read_agai
 async def test_a_key_that_was_deleted_and_brought_back_is_not_the_old_one(
     database: Database, peppers: Peppers, copies: SharedCopies, redis_url: str
 ) -> None:
-    """Twice `apply` by somebody without a Redis: what a relay then publishes must not leave the old copy standing."""
+    """`apply` runs twice without Redis. The relay then publishes, which must replace the old copy."""
     writer = Catalog(database, peppers=peppers)
     async with Replica(str(database.url), redis_url, peppers=peppers) as replica:
         account = await create_account(replica.catalog)
@@ -442,7 +442,7 @@ async def test_a_key_that_was_deleted_and_brought_back_is_not_the_old_one(
 
 
 @pytest.mark.parametrize("metadata", [{"n": 10**30}, {"s": "\ud800"}], ids=["number", "text"])
-async def test_what_can_not_be_copied_is_read_from_the_database_and_stops_nobody(
+async def test_an_entity_that_can_not_be_copied_is_read_from_the_database(
     metadata: dict[str, Any],
     live_catalog: LiveCatalog,
     database: Database,
@@ -450,7 +450,7 @@ async def test_what_can_not_be_copied_is_read_from_the_database_and_stops_nobody
     clock: ManualClock,
     copies: SharedCopies,
 ) -> None:
-    """Unless such metadata is refused from the start."""
+    """Such metadata may also be refused from the start."""
     account = await create_account(live_catalog.catalog)
     try:
         async with live_catalog.catalog.edit("test") as edit:
@@ -462,7 +462,7 @@ async def test_what_can_not_be_copied_is_read_from_the_database_and_stops_nobody
     await cache.close()
 
 
-# --- When Redis is away ----------------------------------------------------------------------------------------------
+# --- Without Redis ---------------------------------------------------------------------------------------------------
 
 
 async def test_without_redis_the_database_is_asked_and_redis_is_left_alone_for_a_while(
@@ -485,7 +485,7 @@ async def test_without_redis_the_database_is_asked_and_redis_is_left_alone_for_a
     await shared.close()
 
 
-async def test_whoever_publishes_is_told_that_a_copy_could_not_be_written(
+async def test_publishing_raises_if_a_copy_could_not_be_written(
     own_redis_server: RedisServer, source: FakeSource
 ) -> None:
     shared = CatalogRedis(own_redis_server.url)
@@ -495,10 +495,10 @@ async def test_whoever_publishes_is_told_that_a_copy_could_not_be_written(
     await shared.close()
 
 
-# --- Whatever is done ------------------------------------------------------------------------------------------------
+# --- Any edits -------------------------------------------------------------------------------------------------------
 
 
-async def test_of_many_who_read_and_write_at_once_the_newest_copy_stays(
+async def test_of_many_concurrent_writes_the_newest_copy_stays(
     copies: SharedCopies, source: FakeSource, peppers: Peppers
 ) -> None:
     key, _ = source.add_key(peppers, "acme")
@@ -507,12 +507,12 @@ async def test_of_many_who_read_and_write_at_once_the_newest_copy_stays(
         source.change("acme", suspended=len(configs) % 2 == 0)
         configs.append(source.configs["acme"])
     versions = [msgspec.structs.replace(key, version=version) for version in range(1, 101)]
-    order = [(37 * at) % 100 for at in range(100)]
+    order = [(37 * index) % 100 for index in range(100)]
     for start in range(0, 100, 20):
         some = order[start : start + 20]
         await asyncio.gather(
-            *(copies.put_all({"acme": configs[at]}, {}, Stamp(0, at)) for at in some),
-            *(copies.put_all({}, {key.id: versions[at]}, Stamp(0, at)) for at in some),
+            *(copies.put_all({"acme": configs[index]}, {}, Stamp(0, index)) for index in some),
+            *(copies.put_all({}, {key.id: versions[index]}, Stamp(0, index)) for index in some),
         )
     assert await copied_config(copies, "acme") == configs[-1]
     assert await copied_key(copies, key.id) == versions[-1]
@@ -549,7 +549,7 @@ EDITS = st.lists(
 
 
 async def do(catalog: Catalog, edit_of: tuple[Any, ...]) -> None:  # noqa: C901, PLR0912
-    """One edit, whatever there is; where it makes no sense nothing happens."""
+    """Apply one edit. If it is not possible in this state, nothing happens."""
     what, who, *how = edit_of
     tenants = sorted((await catalog.list_page(Tenant)).items, key=lambda tenant: tenant.created_at)
     tenant = tenants[who] if who < len(tenants) else None
@@ -594,7 +594,7 @@ async def do(catalog: Catalog, edit_of: tuple[Any, ...]) -> None:  # noqa: C901,
 
 
 async def copies_after(url: str, redis_url: str, edits: list[tuple[Any, ...]]) -> tuple[int, int]:
-    """Compares all of them; tells how many there are, and of how many that are gone there is none."""
+    """Compare all copies. Return the number of live ones, and of deleted entities without a copy."""
     database, shared = Database(url), CatalogRedis(redis_url)
     clock = ManualClock()
     live_catalog = LiveCatalog(database, Peppers.parse(PEPPERS), shared=shared, clock=clock)
@@ -621,11 +621,11 @@ async def copies_after(url: str, redis_url: str, edits: list[tuple[Any, ...]]) -
             if identity.startswith("key_"):
                 assert await copied_key(copies, identity) == await source.key(identity)
             else:
-                told, truth = await copied_config(copies, identity), await source.config(identity)
-                assert told == truth
-                if told is not None and truth is not None:
-                    assert Snapshot(told, operator) == Snapshot(truth, operator)
-                    assert same_decisions(told, truth, operator)
+                stored, truth = await copied_config(copies, identity), await source.config(identity)
+                assert stored == truth
+                if stored is not None and truth is not None:
+                    assert Snapshot(stored, operator) == Snapshot(truth, operator)
+                    assert same_decisions(stored, truth, operator)
         there = [await copied_key(copies, each) or await copied_config(copies, each) for each in ever]
         return len(there) - there.count(None) + (copy is not None), there.count(None)
     finally:
@@ -658,7 +658,7 @@ def test_after_any_edits_the_copies_are_what_the_database_says(
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 async def test_the_property_above_is_about_something(database_url: str, redis_url: str) -> None:
-    """It would hold as well if no edit ever succeeded."""
+    """The property would also hold if no edit ever succeeded, so check that some do."""
     database = Database(database_url)
     await database.upgrade()
     await database.close()

@@ -1,4 +1,4 @@
-"""What a program that writes to Redis, and does not know the pepper, can do to nodes: make them ask the database."""
+"""A program that writes to Redis without knowing the pepper can only make processes ask the database."""
 
 import logging
 import struct
@@ -66,7 +66,7 @@ def stored(client: redis_py.Redis, name: str) -> bytes:
 
 
 def a_node(database: Database, peppers: Peppers, clock: ManualClock, shared: CatalogRedis) -> LiveCatalog:
-    """One that was not started: nothing happens in the background."""
+    """Return a live catalog without background tasks."""
     return LiveCatalog(database, peppers, shared=shared, clock=clock)
 
 
@@ -131,9 +131,9 @@ async def test_no_byte_of_a_copy_can_be_changed_left_out_or_added(
     await copies.put_all({}, {key.id: key}, Stamp(0, 1))
     name = key_copy(key.id)
     copy = stored(client, name)
-    for at in range(len(copy)):
-        client.set(name, copy[:at] + bytes([copy[at] ^ 1]) + copy[at + 1 :])
-        assert await copies.get_key(key.id) is None, at
+    for index in range(len(copy)):
+        client.set(name, copy[:index] + bytes([copy[index] ^ 1]) + copy[index + 1 :])
+        assert await copies.get_key(key.id) is None, index
     for other in (*(copy[:end] for end in range(len(copy))), copy[1:], copy + b"\0", b"\0" + copy):
         client.set(name, other)
         assert await copies.get_key(key.id) is None
@@ -165,7 +165,7 @@ async def test_without_a_database_a_forged_copy_is_answered_with_unavailable(
 async def test_a_copy_that_was_kept_and_put_back_later_is_not_read(
     peppers: Peppers, clock: ManualClock, shared: CatalogRedis, client: redis_py.Redis
 ) -> None:
-    """Of a key that was revoked meanwhile, on a Redis whose own TTLs the attacker decides about."""
+    """The attacker puts the copy of a revoked key back, and controls the TTLs of Redis."""
     source = FakeSource()
     key, _ = source.add_key(peppers, "acme")
     copies = shared_copies(shared, peppers, wall_clock=clock)
@@ -184,7 +184,7 @@ async def test_a_copy_that_was_kept_and_put_back_later_is_not_read(
 async def test_a_copy_of_a_deleted_key_that_was_put_back_is_refused_for_good_once_the_database_was_asked(
     environment: Environment, client: redis_py.Redis, clock: ManualClock
 ) -> None:
-    """By a process that started after the deletion, and was not told of it."""
+    """The process started after the deletion, so it got no announcement."""
     async with Replica(environment.database_url, environment.redis_url, peppers=environment.peppers) as before:
         account = await create_account(before.catalog)
         name = key_copy(account.key.id)
@@ -196,7 +196,7 @@ async def test_a_copy_of_a_deleted_key_that_was_put_back_is_refused_for_good_onc
     cache = here.live.cache
     await cache.callers.find(account.text)
     clock.advance_us(MINUTE_US)
-    cache.confirm_up_to_date()  # as a node does that has read the outbox to its end
+    cache.confirm_up_to_date()  # as a process does that has read the outbox to its end
     cache.callers.get(account.text)  # it is time to read the key from the database
     await eventually(lambda: cache.callers.get(account.text) is None)
     for _ in range(3):
@@ -206,7 +206,7 @@ async def test_a_copy_of_a_deleted_key_that_was_put_back_is_refused_for_good_onc
 
 
 @only_with_redis
-async def test_a_forged_head_of_history_does_not_make_nodes_discard_everything(
+async def test_a_forged_head_of_history_does_not_make_processes_discard_everything(
     environment: Environment, client: redis_py.Redis, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with Replica(environment.database_url, environment.redis_url, peppers=environment.peppers) as before:
@@ -227,7 +227,7 @@ async def test_a_forged_head_of_history_does_not_make_nodes_discard_everything(
     [(OLD, OLD, True), (OLD, NEW, True), (NEW, NEW, True), (NEW, OLD, False), (OTHER, OLD, False)],
     ids=["same", "new reads old", "new reads new", "old reads new", "other"],
 )
-async def test_copies_are_read_by_nodes_that_have_the_pepper_of_their_writer(
+async def test_copies_are_read_by_processes_that_have_the_pepper_of_their_writer(
     writer: str, reader: str, is_read: bool, shared: CatalogRedis
 ) -> None:
     source = FakeSource()
@@ -238,8 +238,8 @@ async def test_copies_are_read_by_nodes_that_have_the_pepper_of_their_writer(
 
 
 @only_sqlite_with_redis
-async def test_nodes_hear_of_changes_while_a_new_pepper_is_brought_in(environment: Environment) -> None:
-    """Neither reads all copies and messages of the other: both ask the database."""
+async def test_changes_reach_all_processes_while_a_new_pepper_is_introduced(environment: Environment) -> None:
+    """Neither accepts all copies and messages of the other: both ask the database."""
     old = await environment.replica()
     account = await create_account(old.catalog)
     async with Replica(environment.database_url, environment.redis_url, peppers=Peppers.parse(NEW)) as new:
@@ -279,11 +279,11 @@ async def test_a_forged_message_revokes_nothing_and_begins_no_timeline(
 
 @only_sqlite_with_redis
 async def test_a_message_that_is_sent_again_changes_nothing(environment: Environment, client: redis_py.Redis) -> None:
-    heard: list[bytes] = []
+    messages: list[bytes] = []
 
     class Recording(CatalogRedis):
         async def publish(self, channel: str, message: bytes) -> None:
-            heard.append(message)
+            messages.append(message)
             await super().publish(channel, message)
 
     assert environment.redis_url is not None
@@ -294,7 +294,7 @@ async def test_a_message_that_is_sent_again_changes_nothing(environment: Environ
     await eventually(lambda: "redis" in here.live.status().listening)
     loads = here.live.status().cache.loads
     assert here.live._publisher is not None
-    for message in 50 * heard:
+    for message in 50 * messages:
         client.publish(here.live._publisher.channel, message)
     async with here.catalog.edit("test") as edit:
         await edit.update(Plan, account.plan.id, {"limits": "7/minute"})
