@@ -64,7 +64,7 @@ def admin_router(path: str, tag: str) -> APIRouter:
 async def _read_body(request: Request) -> tuple[bytes, Any]:
     """Return the body, raw and decoded. Refuse one that is too large, or whose values a response could not repeat."""
     headers: list[tuple[bytes, bytes]] = request.scope["headers"]
-    read_api_key((header for header in headers if header[0] == b"content-length"), MAX_BODY)
+    _check_headers(headers, b"content-length")
     raw = bytearray()
     try:
         async for chunk in request.stream():
@@ -75,7 +75,7 @@ async def _read_body(request: Request) -> tuple[bytes, Any]:
         raise HttpError(400, "malformed_request", "the client disconnected before the end of the body") from None
     if not raw:
         return b"", None
-    read_api_key((header for header in headers if header[0].startswith(b"content-")), MAX_BODY)
+    _check_headers(headers, b"content-")
     try:
         decoded = msgspec.json.decode(raw)
         _check_values(decoded)
@@ -85,6 +85,11 @@ async def _read_body(request: Request) -> tuple[bytes, Any]:
     except RecursionError:
         raise HttpError(400, "malformed_json", f"nested deeper than {MAX_DEPTH}") from None
     return bytes(raw), decoded
+
+
+def _check_headers(headers: list[tuple[bytes, bytes]], prefix: bytes) -> None:
+    """Refuse a body that is too large, compressed or not JSON, by the headers whose name starts with `prefix`."""
+    read_api_key((header for header in headers if header[0].startswith(prefix)), MAX_BODY)  # it checks these as well
 
 
 def _check_values(decoded: Any) -> None:

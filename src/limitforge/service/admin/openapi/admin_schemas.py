@@ -16,11 +16,87 @@ NUMBER: Any = {"type": "integer"}
 TIME: Any = {"type": "string", "format": "date-time"}
 MODES: Any = {"enum": ["off", "monitor", "on"]}
 
+_VERSION = "Counts the changes; it is also the ETag."
+DESCRIPTIONS: dict[str, dict[str, str]] = {
+    "AuditEntry": {
+        "id": "The number of the entry. Later entries have higher numbers.",
+        "at": "When the change was made.",
+        "actor": "Who made it: a token, a user of the command line, or the value of LIMITFORGE_ACTOR.",
+        "action": "What was done, such as plan.update.",
+        "tenant_id": "The tenant that the entity belongs to; null if it belongs to none.",
+        "entity_id": "The id of the entity that was changed.",
+        "before": "The entity before the change; null if it was created.",
+        "after": "The entity after the change; null if it was deleted.",
+    },
+    "Lanes": {
+        "count": "The number of lanes now.",
+        "then": "The number of lanes from `at` on.",
+        "at": "When the number changes, in seconds since 1970.",
+    },
+    "ModeState": {
+        "mode": "The mode that applies now.",
+        "tenant_id": "The tenant; null for the mode of all tenants.",
+        "version": _VERSION,
+    },
+    "Operator": {
+        "plan_id": "The plan that applies to every check; null for none.",
+        "mode": "The mode of all tenants.",
+        "time_zone": "The time zone of quotas in the operator's plan.",
+        "version": _VERSION,
+        "updated_at": "When it was last changed.",
+    },
+    "PlanVersion": {
+        "plan_id": "The plan.",
+        "version": "The version of the plan.",
+        "limits": "The limits of this version.",
+        "created_at": "When this version was created.",
+        "created_by": "The actor that created it.",
+    },
+    "Problem": {
+        "type": "A URI that identifies the kind of problem.",
+        "title": "The kind of problem for people.",
+        "status": "The HTTP status.",
+        "detail": "What is wrong, and where.",
+        "code": "The kind of problem for programs.",
+    },
+    "ResetResult": {
+        "tenant_id": "The tenant.",
+        "resource": "The resource whose counters were cleared: the template of the policy, if one matches.",
+        "subject": "The subject whose counters were cleared.",
+        "forgotten": "The names of the limits whose counters were cleared.",
+    },
+    "SecretHash": {
+        "pepper": "The version of the pepper.",
+        "expires_at": "When the secret expires; null for never.",
+    },
+    "ThrottledSubject": {
+        "tenant_id": "The tenant of the subject.",
+        "subject_hash": "An HMAC of the tenant and the subject.",
+        "denied": "The number of denials. It may be too low, but never too high.",
+        "last_denied_at": "When the subject was last denied.",
+    },
+    "UsageRow": {
+        "hour": "The start of the hour.",
+        "tenant_id": "The tenant of the key.",
+        "key_id": "The key.",
+        "allowed": "The number of allowed checks.",
+        "denied": "The number of denied checks.",
+        "would_deny": "The number of checks that a limit in monitor mode would have denied.",
+        "degraded": "The number of checks that were decided without the store.",
+    },
+}
+"""The descriptions of fields that have none in the code. Those of entities are in the model of the catalog."""
+
 
 def admin_schemas() -> dict[str, Any]:
     """Return the schemas of entities, of other responses, and of the limits of plans and overrides."""
     entities = _entity_schemas()
-    return _limit_schemas() | entities | _response_schemas(entities)
+    schemas = _limit_schemas() | entities | _response_schemas(entities)
+    for name, descriptions in DESCRIPTIONS.items():
+        properties = schemas[name]["properties"]
+        for field, description in descriptions.items():
+            properties[field] = {**properties[field], "description": description}
+    return schemas
 
 
 def _limit_schemas() -> dict[str, Any]:
@@ -75,6 +151,7 @@ def _require_all_fields(schema: dict[str, Any]) -> None:
 def _response_schemas(entities: Mapping[str, Any]) -> dict[str, Any]:
     secret = {"type": ["string", "null"], "description": "The secret; null in a replayed response."}
     notice = {"type": "string", "description": "Why the secret is null."}
+    key_hash = {**TEXT_OR_NULL, "description": "The hash of the secret; null in a replayed response."}
     warnings = {
         "type": "array",
         "items": TEXT,
@@ -84,7 +161,7 @@ def _response_schemas(entities: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "PlanWithWarnings": _extended(entities["Plan"], {}, {"warnings": warnings}),
         "PolicyWithWarnings": _extended(entities["Policy"], {}, {"warnings": warnings}),
-        "KeyWithSecret": _extended(entities["Key"], {"key": secret, "key_hash": TEXT_OR_NULL}, {"notice": notice}),
+        "KeyWithSecret": _extended(entities["Key"], {"key": secret, "key_hash": key_hash}, {"notice": notice}),
         "TokenWithSecret": _extended(entities["Token"], {"token": secret}, {"notice": notice}),
         "PlanVersion": _object_schema(
             plan_id=TEXT, version=NUMBER, limits={"type": "array"}, created_at=TIME, created_by=TEXT

@@ -68,7 +68,9 @@ class Rotation(RequestBody):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"grace_seconds": 86_400}]})
 
-    grace_seconds: Annotated[StrictFloat, Field(ge=0)] = 0
+    grace_seconds: Annotated[
+        StrictFloat, Field(description="How long the old secret stays valid, in seconds.", ge=0)
+    ] = 0
 
 
 class KeyQuery(ListQuery):

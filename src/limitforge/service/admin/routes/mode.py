@@ -1,7 +1,9 @@
 """`/v1/admin/mode`: the kill switch, which turns limits off without a restart."""
 
+from typing import Annotated
+
 from fastapi import Response
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from limitforge.catalog.model import OPERATOR, Tenant
 from limitforge.core.limits import Mode
@@ -20,8 +22,8 @@ class ModeSwitch(RequestBody):
         json_schema_extra={"examples": [{"mode": "monitor"}, {"mode": "off", "tenant_id": "ten_1a2b3c4d5e6f7g8h"}]}
     )
 
-    mode: Mode
-    tenant_id: Id = optional()
+    mode: Annotated[Mode, Field(description="`on` enforces limits, `monitor` and `off` allow every check.")]
+    tenant_id: Annotated[Id, Field(description="The tenant. Absent for all tenants.")] = optional()
 
 
 @router.put(

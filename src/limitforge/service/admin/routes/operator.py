@@ -1,9 +1,9 @@
 """`/v1/admin/operator`: the plan that applies to the checks of all tenants."""
 
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import Response
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from limitforge.catalog.database import queries
 from limitforge.catalog.model import OPERATOR, Plan, Tenant, to_public_dict
@@ -30,7 +30,7 @@ class OperatorPlan(RequestBody):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"plan_id": "pla_1a2b3c4d5e6f7g8h"}]})
 
-    plan_id: Id | None
+    plan_id: Annotated[Id | None, Field(description="A plan with the tenant_id `operator`; null for none.")]
 
 
 @router.get("", responses=describe_response("Operator", example=EXAMPLE))

@@ -3,7 +3,7 @@
 from typing import Annotated, Any
 
 from fastapi import Query, Response
-from pydantic import ConfigDict, StrictInt
+from pydantic import ConfigDict, Field, StrictInt
 
 from limitforge.catalog.config.plan_warnings import plan_warnings
 from limitforge.catalog.database.edits import Edit
@@ -107,7 +107,7 @@ def _recognised_fields(body: NewPlan | PlanChanges) -> dict[str, Any]:
 class Rollback(RequestBody):
     """The version of a plan to restore. The previous version is the default."""
 
-    version: StrictInt | None = None
+    version: Annotated[StrictInt | None, Field(description="The version to restore; null for the previous one.")] = None
 
 
 class PlanQuery(ListQuery):

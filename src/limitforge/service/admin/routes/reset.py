@@ -37,9 +37,9 @@ class Reset(RequestBody):
 
     model_config = ConfigDict(json_schema_extra={"examples": [EXAMPLE]})
 
-    tenant_id: Id
-    resource: KeyPart
-    subject: KeyPart
+    tenant_id: Annotated[Id, Field(description="The tenant of the subject.")]
+    resource: Annotated[KeyPart, Field(description="The resource, such as GET:/orders.")]
+    subject: Annotated[KeyPart, Field(description="The subject, such as user:42.")]
     shared: Annotated[StrictBool, Field(description="Also clear counters that other subjects of the tenant share.")] = (
         False
     )
