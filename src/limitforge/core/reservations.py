@@ -1,4 +1,4 @@
-"""Settle reservations: replace the estimated cost by the actual cost. `lua/reserve.lua` is its twin."""
+"""Settle reservations: replace the estimated cost by the actual cost. `lua/reservations.lua` is its twin."""
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum

@@ -31,7 +31,9 @@ _PART, _OUTCOME = ResultKind.PART, ResultKind.OUTCOME
 
 MAX_CALL_US = 1_000  # estimated time for which one call may block Redis
 
-CHECK, FINISH, TOP_UP, HEARTBEAT = 1, 10, 11, 12
+# Operations of the script (lua/dispatch.lua); command_codec.py has the others.
+CHECK, FINISH_HOLDS, TOP_UP, HEARTBEAT = 1, 10, 11, 12
+# How the result of a check begins in the reply (lua/check.lua).
 (
     DENIED,
     ALLOWED,
@@ -138,16 +140,16 @@ def check_flow(
     it is SERVER_TIME. Subjects without an override hint are first assumed to have no overrides. `new_buckets` bounds
     how many buckets a tenant may begin.
     """
-    groups = checks
+    with_shadows = checks
     if any([check.shadow is not None for check in checks]):  # noqa: C419 - a list is twice as fast
-        groups = [group for check in checks for group in (check, check.shadow) if group is not None]
-    for group in groups:
-        if group.is_dynamic:
-            group.resolve_calendars(calendar_us)
+        with_shadows = [each for check in checks for each in (check, check.shadow) if each is not None]
+    for check in with_shadows:
+        if check.is_dynamic:
+            check.resolve_calendars(calendar_us)
     unreplicated: list[UnreplicatedReply] = []
-    outcomes = yield from _evaluate(groups, time_us, unreplicated, override_hints, new_buckets)
+    outcomes = yield from _evaluate(with_shadows, time_us, unreplicated, override_hints, new_buckets)
     shadows: dict[int, Outcome] = {}
-    if groups is not checks:
+    if with_shadows is not checks:
         outcomes, shadows = _split_shadows(checks, outcomes)
     results: list[CheckResult] = []
     for index, (check, outcome) in enumerate(zip(checks, outcomes, strict=True)):
@@ -207,7 +209,7 @@ def finish_flow(finishes: Sequence[FinishHold], time_us: int) -> Flow[list[Any]]
         flat += finish.amounts
         flat += (source for source, _ in finish.sources)
         flat += (starts for _, starts in finish.sources)
-    call = make_call((FINISH, time_us, flat), list(keys), strings)
+    call = make_call((FINISH_HOLDS, time_us, flat), list(keys), strings)
     values = iter(decode_reply(call, (yield call)))
     return [[(next(values), next(values)) for _ in finish.keys] if next(values) else None for finish in finishes]
 
