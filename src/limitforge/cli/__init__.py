@@ -1,4 +1,4 @@
-"""The `limitforge` command, one file per command group."""
+"""The `limitforge` command: a module for each group of commands, and a package for `burst` and for `replay`."""
 
 import sys
 

@@ -148,8 +148,8 @@ def test_a_token_that_expires_can_not_create_one_that_outlives_it(
         body = {"name": f"{account.id}-heir", "tenant_id": tenant_id, **fields}
         assert_problem(expiring.post("/tokens", body), 403, "forbidden", "expires_at: this token expires at ")
     assert expiring.get("/tokens", name=f"{account.id}-heir").json()["items"] == []
-    made = expiring.create("/tokens", {"name": f"{account.id}-heir", "expires_at": in_seconds(3_000)})
-    assert expiring.live.client(made["token"]).get("/tenants").status_code == 200
+    created = expiring.create("/tokens", {"name": f"{account.id}-heir", "expires_at": in_seconds(3_000)})
+    assert expiring.live.client(created["token"]).get("/tenants").status_code == 200
 
 
 @pytest.mark.parametrize("expires_at", [None, "2999-01-01T00:00:00Z"])

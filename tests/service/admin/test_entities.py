@@ -51,13 +51,13 @@ def test_everything_works_on_sqlite_and_memory_and_on_postgres_and_redis(each_se
 
 def test_a_created_entity_is_read_and_listed_unchanged(admin: AdminClient) -> None:
     account = TenantFixture(admin, over_http=True)
-    for path, made in entities(account).items():
-        secrets = {"key", "key_hash", "token"} & made.keys()
-        plain = {name: value for name, value in made.items() if name not in secrets}
-        read = admin.get(f"/{path}/{made['id']}")
-        assert read.headers["etag"] == f'"{made["version"]}"'
+    for path, created in entities(account).items():
+        secrets = {"key", "key_hash", "token"} & created.keys()
+        plain = {name: value for name, value in created.items() if name not in secrets}
+        read = admin.get(f"/{path}/{created['id']}")
+        assert read.headers["etag"] == f'"{created["version"]}"'
         assert read.headers["cache-control"] == "no-store", path
-        narrowed = {"name": made["name"]} if path == "tenants" else {"tenant_id": account.id}
+        narrowed = {"name": created["name"]} if path == "tenants" else {"tenant_id": account.id}
         listed = admin.get(f"/{path}", **narrowed).json()
         varying = {"revision", "last_used_at"}
         for found in (read.json(), *listed["items"]):

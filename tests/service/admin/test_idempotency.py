@@ -57,8 +57,8 @@ def test_the_same_key_with_another_request_is_refused(admin: AdminClient, accoun
 
 def test_a_key_belongs_to_its_token(sqlite_service: LiveService, account: TenantFixture) -> None:
     body = {"tenant_id": account.id, "name": "web"}
-    made = {sqlite_service.admin().post("/keys", body, idempotency_key="same").json()["id"] for _ in range(3)}
-    assert len(made) == 3
+    created = {sqlite_service.admin().post("/keys", body, idempotency_key="same").json()["id"] for _ in range(3)}
+    assert len(created) == 3
 
 
 def test_a_refused_request_can_be_repeated(admin: AdminClient, account: TenantFixture) -> None:
@@ -106,7 +106,7 @@ def test_of_concurrent_requests_one_creates_and_the_others_get_its_response(each
 def test_no_secret_is_stored_with_the_response(
     sqlite_service: LiveService, admin: AdminClient, account: TenantFixture
 ) -> None:
-    made = admin.post("/keys", {"tenant_id": account.id, "name": "kept"}, idempotency_key="kept").json()
+    created = admin.post("/keys", {"tenant_id": account.id, "name": "kept"}, idempotency_key="kept").json()
 
     async def kept() -> str:
         database = Database(sqlite_service.settings.database_url)
@@ -119,6 +119,6 @@ def test_no_secret_is_stored_with_the_response(
             await database.close()
 
     found = asyncio.run(kept())
-    assert made["id"] in found
-    assert made["key"] not in found
-    assert made["key_hash"] not in found
+    assert created["id"] in found
+    assert created["key"] not in found
+    assert created["key_hash"] not in found

@@ -15,16 +15,16 @@ def check(account: TenantFixture, key: str) -> httpx.Response:
 
 def test_a_key_is_shown_once_with_its_hash(admin: AdminClient, account: TenantFixture) -> None:
     body = {"tenant_id": account.id, "name": "ci", "type": "test", "expires_at": "2099-01-01T00:00:00Z"}
-    made = admin.create("/keys", {**body, "scopes": ["check"], "metadata": {"team": "web", "at": [1, 2.5, None]}})
-    assert made["key"].startswith("lf_test_")
-    assert len(made["key_hash"]) == 64
-    assert (made["scopes"], made["metadata"]) == (["check"], {"team": "web", "at": [1, 2.5, None]})
-    assert made["expires_at"] == "2099-01-01T00:00:00Z"
-    read = admin.get(f"/keys/{made['id']}")
+    created = admin.create("/keys", {**body, "scopes": ["check"], "metadata": {"team": "web", "at": [1, 2.5, None]}})
+    assert created["key"].startswith("lf_test_")
+    assert len(created["key_hash"]) == 64
+    assert (created["scopes"], created["metadata"]) == (["check"], {"team": "web", "at": [1, 2.5, None]})
+    assert created["expires_at"] == "2099-01-01T00:00:00Z"
+    read = admin.get(f"/keys/{created['id']}")
     assert not {"key", "key_hash", "hash"} & read.json().keys()
-    assert made["key"] not in read.text
-    assert made["key_hash"] not in read.text
-    assert check(account, made["key"]).status_code == 200
+    assert created["key"] not in read.text
+    assert created["key_hash"] not in read.text
+    assert check(account, created["key"]).status_code == 200
 
 
 def test_the_old_secret_works_until_its_grace_ends(admin: AdminClient, account: TenantFixture) -> None:

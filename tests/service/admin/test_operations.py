@@ -181,8 +181,8 @@ def test_usage_can_be_filtered_by_time(admin: AdminClient, account: TenantFixtur
         ({"since": now + timedelta(hours=1)}, False),
         ({"until": now - timedelta(hours=2)}, False),
     ):
-        asked = {name: at.isoformat() for name, at in query.items()}
-        assert bool(admin.get("/usage", tenant_id=account.id, **asked).json()["items"]) is found
+        times = {name: time.isoformat() for name, time in query.items()}
+        assert bool(admin.get("/usage", tenant_id=account.id, **times).json()["items"]) is found
     for wrong in ("yesterday", "2026-01-01T00:00:00", "5"):
         assert_problem(admin.get("/usage", since=wrong), 422, "invalid_field", "since")
 

@@ -77,8 +77,8 @@ def test_text_with_nul_is_stored_in_json_and_refused_elsewhere(postgres_service:
     admin = postgres_service.admin()
     account = TenantFixture(admin)
     metadata = {"a\0b": ["\0", {"c": "d\0"}]}
-    made = admin.create("/keys", {"tenant_id": account.id, "name": "nul", "metadata": metadata})
-    assert admin.get(f"/keys/{made['id']}").json()["metadata"] == metadata
+    created = admin.create("/keys", {"tenant_id": account.id, "name": "nul", "metadata": metadata})
+    assert admin.get(f"/keys/{created['id']}").json()["metadata"] == metadata
     for path, query in (("/keys", {"name": "\0"}), ("/overrides", {"subject": "a\0"}), ("/audit", {"entity_id": "\0"})):
         assert_problem(admin.get(path, **query), 422, "invalid_field")
     for path in ("/keys/%00", "/plans/a%00b/versions"):

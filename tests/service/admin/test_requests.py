@@ -37,14 +37,14 @@ def test_a_body_that_is_not_json_is_refused(admin: AdminClient, raw: bytes) -> N
 
 
 def test_a_body_may_be_nested_32_deep_and_no_deeper(admin: AdminClient, account: TenantFixture) -> None:
-    def made(depth: int) -> httpx.Response:
+    def created(depth: int) -> httpx.Response:
         value: Any = 1
         for _ in range(depth - 3):  # the body, its metadata, and the number are three
             value = [value]
         return admin.post("/keys", {"tenant_id": account.id, "name": f"deep-{depth}", "metadata": {"a": value}})
 
-    assert made(32).status_code == 201
-    assert_problem(refused := made(33), 400, "malformed_json")
+    assert created(32).status_code == 201
+    assert_problem(refused := created(33), 400, "malformed_json")
     assert "nested deeper than 32" in refused.json()["detail"]
 
 
@@ -121,6 +121,6 @@ def test_malformed_queries_are_refused(admin: AdminClient) -> None:
 def test_unusual_text_is_returned_unchanged(admin: AdminClient, account: TenantFixture) -> None:
     for subject in ("ü", "日本語", "🙂", "a b", "'; DROP TABLE tenants; --", "%s", "\\", '"', "\u202e", "\x7f", "<b>"):
         body = {"tenant_id": account.id, "subject": subject, "limits": {"burst": "unlimited"}, "ttl_seconds": 60}
-        made = admin.create("/overrides", {**body, "reason": subject})
+        created = admin.create("/overrides", {**body, "reason": subject})
         found = admin.get("/overrides", tenant_id=account.id, subject=subject).json()["items"]
-        assert [(each["id"], each["subject"], each["reason"]) for each in found] == [(made["id"], subject, subject)]
+        assert [(each["id"], each["subject"], each["reason"]) for each in found] == [(created["id"], subject, subject)]

@@ -157,8 +157,8 @@ def test_an_entity_can_not_refer_to_another_tenants_plan(two: tuple[TenantFixtur
 def test_a_token_of_one_tenant_administers_that_tenant(two: tuple[TenantFixture, TenantFixture]) -> None:
     mine = TenantFixture(two[0].admin)
     own = mine.tenant_admin()
-    made = own.create("/plans", {"tenant_id": mine.id, "name": "pro", "limits": "9/minute"})
-    assert own.patch(f"/tenants/{mine.id}", {"default_plan_id": made["id"]}).status_code == 200
+    created = own.create("/plans", {"tenant_id": mine.id, "name": "pro", "limits": "9/minute"})
+    assert own.patch(f"/tenants/{mine.id}", {"default_plan_id": created["id"]}).status_code == 200
     assert own.put("/mode", {"mode": "monitor", "tenant_id": mine.id}).json()["mode"] == "monitor"
     assert own.create("/keys", {"tenant_id": mine.id, "name": "more"})["key"]
     assert own.patch(f"/policies/{mine.policy['id']}", {"mode": "monitor"}).status_code == 200
