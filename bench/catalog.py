@@ -117,15 +117,15 @@ def _limits() -> list[dict[str, object]]:
 
 
 async def _cold(database: Database, peppers: Peppers, keys: list[Credential]) -> list[Result]:
-    snapshots = CatalogCache(DatabaseSource(database), peppers)
-    await snapshots.callers.find(keys[0].text)  # loads the operator, and other one-time work
+    cache = CatalogCache(DatabaseSource(database), peppers)
+    await cache.callers.find(keys[0].text)  # loads the operator, and other one-time work
     took, statements = [], 0
     for credential in keys[1:101]:
         before, started = database.statement_count, time.perf_counter_ns()
-        await snapshots.callers.find(credential.text)
+        await cache.callers.find(credential.text)
         took.append((time.perf_counter_ns() - started) / 1e6)
         statements = max(statements, database.statement_count - before)
-    await snapshots.close()
+    await cache.close()
     return [
         Result("cold: key and tenant from the database", Spread.of(took), "ms"),
         Result("queries of that, at most", float(statements), "queries"),
@@ -133,20 +133,20 @@ async def _cold(database: Database, peppers: Peppers, keys: list[Credential]) ->
 
 
 async def _concurrent_loads(database: Database, peppers: Peppers, keys: list[Credential]) -> list[Result]:
-    snapshots = CatalogCache(DatabaseSource(database), peppers)
-    await snapshots.callers.find(keys[0].text)
-    before = snapshots.status().loads
-    await asyncio.gather(*(snapshots.callers.find(keys[-1].text) for _ in range(1_000)))
-    loads = snapshots.status().loads - before - 1  # minus the load of the key
+    cache = CatalogCache(DatabaseSource(database), peppers)
+    await cache.callers.find(keys[0].text)
+    before = cache.status().loads
+    await asyncio.gather(*(cache.callers.find(keys[-1].text) for _ in range(1_000)))
+    loads = cache.status().loads - before - 1  # minus the load of the key
     statements, started = database.statement_count, time.monotonic()
     for number in range(10_000):
         body = f"{PREFIXES['live']}wrong{number:011}".ljust(len(PREFIXES["live"]) + ID_LENGTH + SECRET_LENGTH, "0")
         try:
-            await snapshots.callers.find(body + crc_checksum(body), client="192.0.2.1")
+            await cache.callers.find(body + crc_checksum(body), client="192.0.2.1")
         except CatalogError:
             continue
     seconds = time.monotonic() - started
-    await snapshots.close()
+    await cache.close()
     return [
         Result(SINGLE_FLIGHT, float(loads), "loads"),
         Result("10,000 wrong keys of one source, one after the other", seconds, "s"),
@@ -155,19 +155,19 @@ async def _concurrent_loads(database: Database, peppers: Peppers, keys: list[Cre
 
 
 async def _warm(database: Database, peppers: Peppers, keys: list[Credential], rounds: int) -> list[Result]:
-    snapshots = CatalogCache(DatabaseSource(database), peppers)
+    cache = CatalogCache(DatabaseSource(database), peppers)
     some = [credential.text for credential in keys[:1_000]]
     for text in some:
-        await snapshots.callers.find(text)
+        await cache.callers.find(text)
 
     def look_up() -> None:
         for text in some:
-            caller = snapshots.callers.get(text)
+            caller = cache.callers.get(text)
             if caller is not None:
                 caller.snapshot.select("GET:/area3/17", caller.key.plan_id)
 
     results = [Result(WARM, _time_per_call(look_up, len(some), rounds), "us")]
-    await snapshots.close()
+    await cache.close()
     return results
 
 
@@ -208,19 +208,19 @@ async def _memory_per_tenant(
     database: Database, peppers: Peppers, keys: list[Credential], policies: int = POLICIES
 ) -> Result:
     """Measure with every policy used once, as in a process that has run for a while."""
-    snapshots = CatalogCache(DatabaseSource(database), peppers)
-    await snapshots.callers.find(keys[0].text)
+    cache = CatalogCache(DatabaseSource(database), peppers)
+    await cache.callers.find(keys[0].text)
     gc.collect()
     tracemalloc.start()
     some = keys[1 : min(len(keys), 1_001)]
     for credential in some:
-        caller = await snapshots.callers.find(credential.text)
+        caller = await cache.callers.find(credential.text)
         for at in range(max(policies, 1)):
             caller.snapshot.select(f"GET:/area{at}/17")
     gc.collect()
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    await snapshots.close()
+    await cache.close()
     return Result(f"memory of a cached key and tenant, {policies} policies", kept / len(some) / 1_024, "KiB")
 
 

@@ -73,11 +73,11 @@ class Simulation:
             "resume": lambda account: self.suspend(account, False),
             "rotate": self.rotate,
             "delete": lambda account: self.edit(lambda edit: edit.delete(Key, account.key.id)),
-            "fleet": lambda _: set_operator_mode(self.catalog, self.random.choice(list(LimitMode))),
+            "operator": lambda _: set_operator_mode(self.catalog, self.random.choice(list(LimitMode))),
             "back up": self.back_up,
             "restore": self.restore,
             "cut off": self.cut_off,
-            "mend": self.mend,
+            "reconnect": self.reconnect,
             "restart": self.restart,
             "use": self.use,
         }
@@ -111,7 +111,7 @@ class Simulation:
         cuts: list[Mode] = [DropReplies(), CloseConnections()]
         self.proxy.mode = self.random.choice(cuts)
 
-    async def mend(self, _: Account) -> None:
+    async def reconnect(self, _: Account) -> None:
         self.proxy.mode = Forward()
 
     async def restart(self, _: Account) -> None:
@@ -127,7 +127,7 @@ class Simulation:
                     async with asyncio.timeout(0.5):
                         await replica.limit(text)
 
-    async def truth(self, text: str) -> Any:
+    async def expected_outcome(self, text: str) -> Any:
         """Return the result in a replica that was just started, and has no Redis."""
         async with Replica(self.url, peppers=self.peppers) as fresh:
             return await outcome(fresh, text)
@@ -164,9 +164,9 @@ async def test_after_any_sequence_all_replicas_agree_with_the_database(
             for _ in range(STEPS):
                 await simulation.move()
             # A replica that is cut off only knows the changes that Redis has, so connect it again.
-            await simulation.mend(simulation.accounts[0])
+            await simulation.reconnect(simulation.accounts[0])
             for text in simulation.texts:
-                wanted = await simulation.truth(text)
+                wanted = await simulation.expected_outcome(text)
                 for replica in simulation.replicas:
 
                     async def agrees(replica: Replica = replica, text: str = text, wanted: Any = wanted) -> bool:

@@ -61,4 +61,4 @@ class BoundedReads:
             task.exception()  # mark the error as retrieved: the task that waited for it may have timed out
 
     def _timed_out(self) -> CatalogUnavailable:
-        return CatalogUnavailable(f"the database did not answer a look-up within {self.seconds:g} s")
+        return CatalogUnavailable(f"the database did not answer a lookup within {self.seconds:g} s")

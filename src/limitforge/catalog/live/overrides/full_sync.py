@@ -38,7 +38,7 @@ class FullOverrideSync:
         self._sink = sink
         self._history = history
         self._shared = shared
-        self._lock = f"{prefix}:{{%mirror}}:"
+        self._lock = f"{prefix}:{{%mirror}}:"  # a fixed name, so that two releases exclude each other
         self._owner = uuid4().bytes
         self._is_requested = False
         self._is_requested_after_restore = False

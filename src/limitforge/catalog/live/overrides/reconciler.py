@@ -75,7 +75,7 @@ class OverrideReconciler:
         self._override_sync = override_sync
         self._clock = clock
         self._shared = shared
-        self._lock = f"{prefix}:{{%sweep}}:"
+        self._lock = f"{prefix}:{{%sweep}}:"  # a fixed name, so that two releases exclude each other
         self._owner = uuid4().hex.encode()
         self._eviction_watch = EvictionWatch(shared, on_memory)
         self._losses = LossLog(on_restored)
