@@ -8,7 +8,7 @@ from threading import get_ident
 from typing import Any
 
 from limitforge.core.check import Check
-from limitforge.core.decision import CheckResult, Decision, Outcome
+from limitforge.core.decision import Decision, Outcome
 from limitforge.errors import LimitforgeError, StoreUnavailable
 from limitforge.stores.options import StoreOptions
 from limitforge.stores.protocol import Command
@@ -90,7 +90,7 @@ class EventLoopClient:
         """Decide a check in this process if possible, else submit it."""
         result = self.decide_in_process(check)
         if result is not None:
-            self.reply(PendingCheck(check, on_reply, 0), result)
+            deliver(self.loop, PendingCheck(check, on_reply, 0), result)
         elif self.only_pipeline is not None and not check.is_partly_local:
             self.only_pipeline.submit(PendingCheck(check, on_reply, self.loop.time() + self.deadline_seconds))
         else:
@@ -127,10 +127,6 @@ class EventLoopClient:
         if self._topology.is_stale or not server.resilience.is_healthy:
             self.refresh_topology()  # again, because the last refresh may have been too recent for another one
         self._pipeline_of(server).submit(pending)
-
-    def reply(self, pending: PendingCheck, result: CheckResult) -> None:
-        """Deliver a result that needed no call."""
-        deliver(self.loop, pending, result)
 
     def undo(self, refunds: Sequence[FinishHold]) -> None:
         """Send refunds of which the caller needs no reply. A refund that gets lost happens when its hold lapses."""

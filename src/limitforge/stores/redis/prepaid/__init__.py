@@ -1,6 +1,6 @@
 """Checks that this process decides in whole or in part.
 
 A limit with `consistency="prepaid"` is spent from a share that this process has debited in Redis in advance. A limit
-with `consistency="local"` is divided by the number of live processes, which heartbeats count. `shares`, `hybrid` and
-`heartbeat` do no I/O; `sync` keeps them up to date for one event loop.
+with `consistency="local"` is divided by the number of live processes, which heartbeats count. Nothing here does I/O:
+event loops and threads run the calls that `top_up` and `heartbeat` need.
 """
