@@ -28,11 +28,11 @@ def inject_at_random(
     load: Load, server: RedisServer, proxy: Proxy, draw: random.Random, faults: tuple[Fault, ...]
 ) -> list[str]:
     """Inject one fault after the other, each for a moment or for several breaker intervals. Return their names."""
-    suffered = []
+    injected = []
     over = time.monotonic() + SECONDS
     while time.monotonic() < over:
         fault = draw.choice(faults)
-        suffered.append(fault.name)
+        injected.append(fault.name)
         with fault.injected(server, proxy):
             time.sleep(draw.choice((0.0, 0.05, 0.2, 0.8, 2.0)))
         if draw.random() < 0.7:
@@ -41,7 +41,7 @@ def inject_at_random(
             assert took < most, fault.name
         else:
             time.sleep(draw.random() / 5)  # the next fault begins before the recovery
-    return suffered
+    return injected
 
 
 @pytest.mark.chaos
@@ -57,18 +57,18 @@ def test_half_a_minute_of_faults_breaks_no_guarantee(
     options = StoreOptions(failure=failure, deadline_ms=DEADLINE_MS, breaker_seconds=BREAKER_SECONDS, processes=4)
     with start_load(api, own_proxy.url, options, ease=4) as load:
         load.wait_for_answers(100, degraded=False)
-        suffered = inject_at_random(load, own_redis_server, own_proxy, draw, faults)
+        injected = inject_at_random(load, own_redis_server, own_proxy, draw, faults)
         load.wait_for_answers(100, degraded=False)
         eventually(lambda: load.limiter.status().breaker == "closed")
         load.stop()
         guarantees.assert_degraded_checks_are_counted(load)
         if which == "kept":
             guarantees.assert_counts_match_admissions(load)
-    _log.warning("%s: %s", load.record.kinds, " ".join(suffered))
-    forgot = sum(fault.loses_data for name in suffered for fault in FAULTS if fault.name == name)
+    _log.warning("%s: %s", load.record.kinds, " ".join(injected))
+    forgot = sum(fault.loses_data for name in injected for fault in FAULTS if fault.name == name)
     guarantees.assert_no_caller_hung(load.record, options)
     guarantees.assert_answers_are_valid(load.record, options)
-    guarantees.assert_limits_held(load.record, options, lives=1 + forgot, outages=len(suffered))
+    guarantees.assert_limits_held(load.record, options, lives=1 + forgot, outages=len(injected))
 
 
 @pytest.mark.chaos

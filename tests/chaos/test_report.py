@@ -158,7 +158,7 @@ def test_a_run_ends_by_itself_and_each_search_has_a_share_of_its_time(tmp_path: 
 
 @pytest.mark.soak
 def test_the_same_seed_draws_the_same_again(tmp_path: Path) -> None:
-    part = "\ndef test_draw():\n    assert False, f'drew: {report.draw().random()}.'\n"
+    part = "\ndef test_draw():\n    assert False, f'drew: {run_report.seeded_random().random()}.'\n"
     outputs = [start(tmp_path, part, LIMITFORGE_TEST_SEED=seed).communicate()[0] for seed in ("7", "7", "8")]
     first, second, other = (re.findall(r"drew: (0\.\d+)", output)[0] for output in outputs)
     assert first == second != other
