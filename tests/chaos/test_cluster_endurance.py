@@ -63,7 +63,7 @@ def run_under_faults(target: ServersUnderTest, faults: tuple[InjectFault, ...]) 
                 target.tenant = draw.choice(TENANTS)
             inject = draw.choice(faults)
             run_report.record_fault(inject.__name__)
-            print(f"{time.monotonic() - began:.1f} s: {inject.__name__}")  # noqa: T201 - for whoever looks into a failure
+            print(f"{time.monotonic() - began:.1f} s: {inject.__name__}")  # noqa: T201 - for debugging a failure
             doubtful = inject(mixed_load, target)
             mixed_load.wait_until_decided()
             for one in lost if doubtful is not None else ():

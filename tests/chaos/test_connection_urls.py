@@ -127,12 +127,12 @@ def test_a_wrong_password_is_unavailable_and_does_not_leak(
     url = acl.url_with(wrong) if wrong else f"redis://127.0.0.1:{acl.port}/0"
     with pytest.raises(StoreUnavailable) as raised:
         opened(url, failure="raise", deadline_ms=PATIENT).check("r", "s", limits=FIVE)
-    told = [str(raised.value), repr(raised.value), repr(raised.value.__cause__), repr(raised.value.__context__)]
+    texts = [str(raised.value), repr(raised.value), repr(raised.value.__cause__), repr(raised.value.__context__)]
     for kind in ("open", "closed", "local"):
         limiter = opened(url, failure=kind, deadline_ms=PATIENT)
         assert [limiter.check("r", "s", limits=FIVE).degraded for _ in range(4)] == [kind] * 4
-        told += [repr(limiter), str(limiter.status())]
-    assert "hunter2" not in " ".join([*told, caplog.text])
+        texts += [repr(limiter), str(limiter.status())]
+    assert "hunter2" not in " ".join([*texts, caplog.text])
     assert "password" in str(raised.value)  # the message says what to do
 
 

@@ -68,7 +68,7 @@ async def test_after_a_handshake_that_was_cancelled_the_pool_connects_again(tls:
 
 
 @asynccontextmanager
-async def wire(server: RedisServer) -> AsyncIterator[Call]:
+async def connection(server: RedisServer) -> AsyncIterator[Call]:
     async def open_and_close() -> None:
         (await Connection.open(parse_address(server.url), lambda *_: None, 30)).abort()
 
@@ -97,7 +97,7 @@ async def limiter(server: RedisServer) -> AsyncIterator[Call]:
         yield lambda: opened.check("r", "s", limits=FIVE)
 
 
-@pytest.mark.parametrize("opened", [wire, shared, listener, limiter])
+@pytest.mark.parametrize("opened", [connection, shared, listener, limiter])
 @pytest.mark.parametrize("encrypted", [True, False])
 def test_what_is_cancelled_while_it_connects_leaves_no_socket_open(
     tls: TlsRedisServer, redis_server: RedisServer, opened: Opened, *, encrypted: bool

@@ -74,7 +74,7 @@ def test_a_name_that_takes_long_to_resolve_blocks_no_caller(
 def test_closing_does_not_wait_for_a_redis_that_is_frozen(opened: Connect, own_redis_server: RedisServer) -> None:
     limiter = opened(own_redis_server.url, deadline_ms=50)
     one = FixedWindow(name="one", limit=1, window_seconds=86_400)
-    for _ in range(5):  # denials are cached, and somebody listens for what makes them doubtful
+    for _ in range(5):  # denials are cached, so the limiter subscribes to invalidations
         limiter.check("r", "s", limits=one)
     own_redis_server.pause()
     waits(limiter)
