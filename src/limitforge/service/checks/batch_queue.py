@@ -82,7 +82,10 @@ class BatchQueue:
         await turn
 
     def _begin_iteration(self) -> None:
-        """Resume one slice, or several small ones. With `asyncio.sleep(0)` all batches would run in one iteration."""
+        """Resume one slice, or several small ones.
+
+        `asyncio.sleep(0)` would resume the slices of all batches in the same iteration.
+        """
         self._checks_left = CHECKS_PER_ITERATION
         if self._turns:
             asyncio.get_running_loop().call_soon(self._begin_iteration)

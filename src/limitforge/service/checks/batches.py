@@ -81,7 +81,7 @@ class BatchHandler:
         self._checks.reject(caller, body, on_response, failure)
 
     async def _parse(self, caller: Caller, body: bytes) -> list[CheckBody | ProblemMembers]:
-        """Return all checks before any is decided: a body that is not valid JSON must not take anything."""
+        """Return all checks before any is decided: a body that is not valid JSON must not take capacity."""
         if len(body) > SMALL_BODY:
             await self._queue.wait_for_turn(SLICE_CHECKS)
         parsed: list[CheckBody | ProblemMembers] = []

@@ -1,6 +1,6 @@
 """The hot path: turn a key and the body of a check into a response.
 
-Both HTTP front ends call it. Checks of several requests are batched further down, in the store's pipeline.
+The checks of concurrent requests are batched further down, in the store's pipeline.
 """
 
 import asyncio
@@ -118,8 +118,8 @@ class CheckHandler:
     def reject(self, caller: Caller | None, body: bytes, on_response: OnResponse, error: Exception) -> None:
         """Answer with an error, and charge the caller if the body was invalid.
 
-        Call it outside of `except`: `on_response` parses the next request, whose errors would otherwise have this one
-        as their context.
+        Call it outside of `except`: `on_response` parses the next request, whose errors would otherwise be chained to
+        this one.
         """
         if caller is not None:
             self.invalid_bodies.charge_error(error, caller.key.id, len(body))

@@ -1,8 +1,9 @@
 """Charge invalid bodies to the key that sent them, so that garbage does not slow down other callers.
 
-Parsing a body that turns out to be invalid takes time of the event loop, and no limit pays for it. So each key has a
-budget of bytes that a process parses in vain. When it is spent, the service answers the key's batches and large bodies
-with 429 and does not parse them. Small bodies are neither charged nor rejected: they cost no more than a valid check.
+Parsing an invalid body takes time of the event loop, and no limit covers it. So each process has a budget per key
+for the bytes of the invalid bodies that it parses. When it is spent, the service answers the key's batches and large
+bodies with 429 and does not parse them. Small bodies are neither charged nor rejected: they cost no more than a valid
+check.
 """
 
 from limitforge.core.clock import Clock, MonotonicClock
@@ -31,7 +32,9 @@ class InvalidBodyBudget:
             return
         left = self._bytes_left(key_id, self._clock.now_us())
         if left <= 0:
-            detail = "too many requests with invalid bodies; for now, only small single checks are read"
+            detail = (
+                f"too many invalid bodies; until `retry-after`, send only single checks of up to {SMALL_BODY} bytes"
+            )
             wait_seconds = int(-left / BYTES_PER_SECOND) + 1
             raise HttpError(429, "too_many_refusals", detail, **{"retry-after": str(wait_seconds)})
 

@@ -64,8 +64,8 @@ _BATCH_START = re.compile(rb'[ \t\r\n]*\{[ \t\r\n]*("[^"]*")[ \t\r\n]*:[ \t\r\n]
 def decode_small_check(body: bytes) -> CheckBody | None:
     """Return the body of a check if it is valid and has at most ten quotes, else None.
 
-    The names and values of resource and subject take eight quotes, and a third name takes two. So a body with at most
-    ten can't contain a duplicate name, and needs no second pass.
+    A valid check has eight quotes around the names and values of resource and subject, and two around each further
+    name. So with at most ten it has no duplicate name, and needs no second pass.
     """
     if body.count(b'"') <= 10:
         try:

@@ -1,8 +1,8 @@
 """Responses that differ only in their numbers, prepared as format strings once for each plan.
 
-Nearly every check is decided by the limits exactly as its plan states them, so its response is two format strings
-filled with numbers, without an object in between. Any other case (overrides, monitored or unlimited limits, decisions
-of a failure behaviour) is rendered by `responses.decision_response`. Both give the same bytes for the same decision.
+Nearly every check is decided by the limits of its plan alone. Its response is two format strings, filled with numbers
+without an object in between. Any other case (overrides, monitored or unlimited limits, decisions of a failure
+behaviour) is rendered by `responses.decision_response`. Both give the same bytes for the same decision.
 """
 
 from typing import Any, cast

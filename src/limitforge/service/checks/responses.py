@@ -65,7 +65,7 @@ FAIL_CLOSED = DenialProblem(
     type=problem_type("store_unavailable"),
     title="The store is unavailable",
     status=503,
-    detail="the store did not decide this check; its failure behaviour, closed, denied it",
+    detail="the store did not decide this check, so its failure behaviour (closed) denied it",
     code="store_unavailable",
     violated_policies=[],
 )

@@ -133,8 +133,9 @@ class TenantApi:
         check = decode_body(_decode_check, body)
         selection, request = self._checks.build_request(caller, check)
         validate_cost("cost", check.cost)
-        costs = check.costs and {name: 0 * validate_cost(name, cost) for name, cost in check.costs.items()}
-        decision = await self._peek(request, costs)
+        for name, cost in (check.costs or {}).items():
+            validate_cost(name, cost)
+        decision = await self._peek(request, check.costs and dict.fromkeys(check.costs, 0))
         explanation = {
             "decision": decision_body(decision, selection, None, None),
             "tenant": {"id": caller.key.tenant_id, "mode": caller.snapshot.tenant.mode},
@@ -148,7 +149,7 @@ class TenantApi:
         return Response(200, JSON_TYPE, b"", _encode(explanation))
 
     async def _peek(self, request: Request, costs: dict[str, int] | None = None) -> Decision:
-        """Return the decision for cost 0, which takes nothing. `costs` are all 0 too: they only name limits."""
+        """Return the decision for cost 0, which takes nothing. `costs` are all 0; the limiter checks their names."""
         return await self._limiter.check(
             request.resource,
             request.subject,

@@ -1,8 +1,8 @@
 """A connection with bounded memory and time, on top of uvicorn's HTTP protocol.
 
-The parser gets one message at a time, and none while too much waits for an answer: the rest of the packet stays
-unparsed, and the connection is not read meanwhile. A message may have only a limited number of bytes besides its body.
-What all connections hold together is bounded by `connections.py`.
+Messages are parsed one at a time. While too many requests or bytes are unanswered, parsing and reading pause, and the
+rest of the packet stays unparsed. The bytes of a message besides its body are bounded too. `connections.py` bounds what
+all connections hold together.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ class BoundedConnection(HttpToolsProtocol):
         """True while a request for ASGI waits to be started."""
         self._is_shutting_down = False
         self._is_last_request = False
-        """True if the connection closes after the current request. Any input behind it is ignored."""
+        """True if the connection closes after the current request. Later input is ignored."""
         self._is_rejected = False
         """True once an error ends the connection. No more input is parsed."""
         self._is_evicted = False
@@ -90,7 +90,7 @@ class BoundedConnection(HttpToolsProtocol):
     def _is_asgi_busy(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    # --- From start to end -------------------------------------------------------------------------------------------
+    # --- Life cycle --------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

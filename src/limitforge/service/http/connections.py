@@ -56,7 +56,7 @@ class TrackedConnection(Protocol):
     buffered: int
     """Bytes that evicting it would free: an incomplete request, and responses that the client has not read."""
     owner: bytes
-    """The fingerprint of the last key if this process knows that key, else empty."""
+    """The key fingerprint of the last check whose head was parsed if this process had the key in memory, else empty."""
 
     @property
     def is_answering(self) -> bool:

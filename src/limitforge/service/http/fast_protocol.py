@@ -1,7 +1,7 @@
 """The fast HTTP protocol: it answers checks itself, and passes every other request to ASGI as uvicorn does.
 
-A check needs no task, no ASGI scope and no event. Pipelined requests are answered in their order. A connection
-remembers the last head that was parsed, and does not parse an equal one again (`head_cache.py`).
+Checks bypass ASGI: no task, scope or event is created for them. Pipelined requests are answered in their order. A
+connection remembers the last head that was parsed, and does not parse an equal one again (`head_cache.py`).
 """
 
 import asyncio
@@ -56,7 +56,7 @@ class FastHttpProtocol(BoundedConnection):
         super().__init__(config, server_state, app_state, _loop, listener=listener)
         self._cached_head: CachedHead | None = None
         self._repeated: tuple[PipelinedRequest, Callable[[Response], None]] | None = None
-        """The object for all requests with the cached head, which is used again and again, and its callback."""
+        """One object that serves all requests with the cached head, and its callback."""
         self._packet: bytes | None = None
         """A packet that arrived while the connection was idle, and may be a complete request."""
         self._ignored_bytes = 0
@@ -70,7 +70,7 @@ class FastHttpProtocol(BoundedConnection):
         is_idle = (
             not self._requests
             and self._receiving_since is None
-            and (self.cycle is None or self.cycle.response_complete)
+            and (self.cycle is None or self.cycle.response_complete)  # `not _is_asgi_busy`, without a call
         )
         head = self._cached_head
         if head is not None and is_idle and not self.transport.is_closing():
@@ -92,7 +92,7 @@ class FastHttpProtocol(BoundedConnection):
         self._packet = None  # frees a packet that was not a complete request
 
     def _on_backlog(self) -> None:
-        self._cached_head = self._repeated = None  # a recognized request would overtake the input that waits
+        self._cached_head = self._repeated = None  # a request with this head would overtake the waiting input
 
     def _reject(self, error: LimitforgeError) -> None:
         if self._is_rejected or self.transport.is_closing():
@@ -101,11 +101,11 @@ class FastHttpProtocol(BoundedConnection):
         self._is_last_request = self._is_rejected = True
         if self._is_asgi_busy and not self._requests:
             cycle = self.cycle
-            if not cycle.more_body or cycle.response_started:  # the error is in the input behind this request
+            if not cycle.more_body or cycle.response_started:  # the error is in the input after this request
                 cycle.keep_alive = False
                 self.flow.pause_reading()
                 return
-            cycle.disconnected = True  # the rest of its body will not be read
+            cycle.disconnected = True  # the app receives this instead of the rest of the body
             cycle.message_event.set()
         request = self._receiving
         if request is None:
@@ -121,7 +121,7 @@ class FastHttpProtocol(BoundedConnection):
     # --- Callbacks of the parser -------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        if self._receiving_since is None:  # it begins in the packet of the request before it
+        if self._receiving_since is None:  # it begins in the packet of the previous request
             self._receiving_since = self.loop.time()
         self.url = b""
         self.expect_100_continue = False
@@ -149,7 +149,7 @@ class FastHttpProtocol(BoundedConnection):
             self._reject(body_length)
             return
         self._input.body_left = body_length
-        if self.parser.should_upgrade():  # the parser would take its body for requests
+        if self.parser.should_upgrade():  # the parser would parse its body as further requests
             self._reject(HttpError(400, "malformed_request", "upgrade: other protocols are not supported"))
             return
         self._is_last_request = self.parser.get_http_version() == "1.0" or not self.parser.should_keep_alive()
@@ -168,7 +168,7 @@ class FastHttpProtocol(BoundedConnection):
             return
         is_known = self._listener.is_known(request.credentials)
         self.owner = request.credentials.fingerprint if is_known else b""
-        if not is_known and not 0 <= body_length <= SMALL_BODY:  # do not receive a large body in vain
+        if not is_known and not 0 <= body_length <= SMALL_BODY:  # reject it before its large body is received
             unknown_key = self._listener.early_rejection(request.credentials)
             if unknown_key is not None:
                 self._reject(unknown_key)
@@ -229,7 +229,7 @@ class FastHttpProtocol(BoundedConnection):
         on_response = partial(self._on_response, request)
         if (
             self._packet is not None
-            and request.max_body == MAX_BODY
+            and request.max_body == MAX_BODY  # a check, not a batch
             and not request.close
             and not self.expect_100_continue
         ):
@@ -308,7 +308,7 @@ class FastHttpProtocol(BoundedConnection):
     # --- Responses to checks -----------------------------------------------------------------------------------------
 
     def _on_response(self, request: PipelinedRequest, response: Response) -> None:
-        """Write this response and those that wait for it, unless an earlier request is still unanswered."""
+        """Write this response and later ones that are ready, unless an earlier request is still unanswered."""
         requests = self._requests
         if request.size:
             self._queued_bytes -= request.size
@@ -344,7 +344,7 @@ class FastHttpProtocol(BoundedConnection):
             self._on_all_answered()
 
     def _on_all_answered(self) -> None:
-        """Continue with the request for ASGI behind the checks, if any, and with the input that waits."""
+        """Continue with the ASGI request that follows the checks, if any, and with the waiting input."""
         self._is_active = True
         if self.pipeline:
             cycle, app = self.pipeline.pop()
@@ -367,4 +367,4 @@ class FastHttpProtocol(BoundedConnection):
 
 
 def _ignore(*_: object) -> None:
-    """Take the place of `submit` for a request that is never submitted."""
+    """Do nothing. This is the `submit` of a request that is never submitted."""

@@ -1,7 +1,8 @@
 """The unparsed input of a connection, cut into pieces for the parser, and the bounds of the current message.
 
-Each piece contains the end of at most one message, so the connection can stop between two messages. (A piece may
-contain two ends if a packet ends within the blank line behind the first message.)
+Each piece contains the end of at most one message, so the connection can stop between two messages. There is one
+exception: if a packet ends within a blank line (CR LF CR), the next piece starts with the LF that ends this message,
+and may contain the end of the next one.
 """
 
 MAX_HEAD = 32_768  # bytes of a message besides its body: request line, header fields, chunk extensions, trailers

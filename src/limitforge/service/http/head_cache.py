@@ -50,7 +50,10 @@ class CachedHead(msgspec.Struct):
         return cls(pieces, values.index(length.span(1)), max_body, request[:end], len(request), credentials)
 
     def match_body(self, request: bytes) -> bytes | None:
-        """Return the body of a complete request with this head, else None. On a match, `credentials` are its own."""
+        """Return the body of a complete request with this head, else None.
+
+        A match updates `credentials`, `last_head` and `last_size` to those of this request.
+        """
         start, *pieces = self.pieces
         if not request.startswith(start):
             return None

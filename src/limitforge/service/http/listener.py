@@ -1,4 +1,4 @@
-"""What all connections of one listening socket share: the paths of the fast protocol, and common bounds."""
+"""What all connections of one listening socket share: the paths of the fast protocol, and cached response heads."""
 
 import re
 from collections.abc import Callable
