@@ -9,7 +9,7 @@
     ├── CatalogError
     │   ├── NotFound              no tenant, plan, key, ... has that id or name
     │   ├── Conflict              a name is taken, or something is still in use
-    │   │   └── Outdated          it has changed since it was read
+    │   │   └── VersionConflict   it has changed since it was read
     │   ├── UnknownKey            an API key or token is wrong, revoked or expired
     │   ├── Forbidden             a valid key may not do this: disabled, suspended, or without the scope
     │   ├── TooManyUnknownKeys    one source sent too many unknown keys: none is looked up for a while

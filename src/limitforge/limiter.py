@@ -326,7 +326,7 @@ class Limiter:
         return self._store.status()
 
     async def close(self) -> None:
-        """Close the connections of the store. The limiter can't be used afterwards."""
+        """Close the connections of the store. Don't use the limiter afterwards."""
         await self._store.close()
 
     async def __aenter__(self) -> Self:

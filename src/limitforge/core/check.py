@@ -41,7 +41,7 @@ class ResultKind(Enum):
     OUTCOME = "outcome"
     """The store's numbers, an `Outcome` or a `CompactOutcome`. A `Decision` if the check has a shadow plan."""
     PART = "part"
-    """An `Outcome`, always: the check is a part of another one, whose caller decides what a failure means."""
+    """An `Outcome` or an error: the check is a part of another one, whose caller decides what a failure means."""
 
 
 FailureName = Literal["open", "closed", "local", "raise"]
@@ -67,17 +67,22 @@ It is a tuple because every check makes one for each limit."""
 
 
 class Hold(msgspec.Struct, frozen=True):
-    """What makes a check a reservation: the key and token of its record, and what happens if it is not settled in time.
+    """What makes a check hold its cost.
 
-    A tentative hold `needs_confirmation`: the store gives it back after a moment unless the caller confirms that limits
-    in other slots had room too. Without a key there is no record and nothing to settle.
+    A reservation holds it until it is settled, a part of a check until the other parts are decided. A hold that does
+    not end within `ttl_us` lapses, and its cost is refunded if `refund` is true.
     """
 
     key: str
+    """The key of the reservation's record. If it is empty, there is no record, and nothing to settle."""
     token: bytes
     ttl_us: int
     refund: bool
     needs_confirmation: bool = False
+    """True for the part of a reservation in one slot: it is refunded after 5 s, unless it is confirmed within them.
+
+    When it is confirmed, it gets `ttl_us`.
+    """
 
 
 class Check(msgspec.Struct, gc=False):
@@ -100,7 +105,7 @@ class Check(msgspec.Struct, gc=False):
     """What all bucket keys start with, if `prepared` is set."""
     cost: int = 0
     hold: Hold | None = None
-    """Set if this check is a reservation."""
+    """Set if this check is a reservation, or if it is a part of a check whose other parts are decided elsewhere."""
     shadow: "Check | None" = None
     """The check of a candidate plan, decided in the same call and without effect on this one."""
     failure: Failure | None = None
@@ -119,7 +124,7 @@ class Check(msgspec.Struct, gc=False):
 
     @property
     def routing_key(self) -> str:
-        """The key that decides which server receives the check: that of the first subject or caller limit, if any."""
+        """The key under which the denial cache stores this check: that of the first subject or caller limit, if any."""
         if self.built_debits is None and self.prepared is not None:
             return self.bucket_prefix + self.prepared.plan.uniform_rules[0][1]
         for rule, key, *_ in self.debits:

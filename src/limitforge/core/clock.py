@@ -1,4 +1,4 @@
-"""The clocks. This is the only module that reads the time; everything else receives a clock or a time."""
+"""The clocks that the engine and the stores read. Connections and timers measure durations by themselves."""
 
 import time
 from typing import Protocol

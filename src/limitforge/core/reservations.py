@@ -1,4 +1,7 @@
-"""Settle reservations: replace the estimated cost by the actual cost. `lua/reservations.lua` is its twin."""
+"""Settle reservations: replace the estimated cost by the actual cost.
+
+`lua/reservations.lua` is the twin of `settle`, and `lua/finish_holds.lua` that of `finish_tentative`.
+"""
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum

@@ -18,13 +18,15 @@
 -- taken. Therefore all algorithms but the ledgers read stored states into one table, which is valid until the next
 -- read.
 --
--- A call is { now, injected, values, changed, expiries, is_new, budget }:
+-- A call is a table, to which check.lua and finish_holds.lua add fields of their own:
+--   now            the time in microseconds
+--   injected       true if the caller sent the time, false if it is that of the clock of Redis
 --   values[key]    false if the key does not exist, its string, or a state. An empty string, which is never written,
 --                  stands for a value of another type.
 --   changed[key]   the algorithm of a bucket that is to be written
 --   expiries[key]  its `until`, if values[key] is already the string to write
 --   is_new[key]    true if the key does not exist, and so has no TTL to keep
---   budget         bounds how many buckets may begin (new_buckets.lua), or nil
+--   budget         bounds how many buckets may be created (new_buckets.lua), or nil
 
 local byte, ceil, format, sub, type = string.byte, math.ceil, string.format, string.sub, type
 

@@ -1,28 +1,37 @@
 -- Evaluate checks in order. Each check sees what the earlier ones took. First probe every limit, then commit all or
 -- none.
 --
--- KEYS: each bucket, override key and reservation record once, then the counters of new_buckets.lua if request[5] is
--- given. ARGV: byte strings that the request refers to by position: resources and tokens. request[3]: rules, each {
--- algorithm, flags, percent, name, numbers, 1 if several resources share the bucket }.
---   flags: 1 enforced, 2 counts denials, 4 forced. A forced rule takes without asking for room, up to twice its limit,
---   and never denies. It does not occur together with 2, with slots, or in a reservation.
--- request[4]: the checks, one after the other:
---   number of debits, lease token (0: none), record key (0: no reservation, -1: a hold without record) [, token,
---   ttl_us, refund], then for each debit: rule, key, cost, override key (0: none), resource; or, with resource 0, the
---   key of the index of overrides, which is expected not to exist refund: 0 keeps the cost on lapse, 1 refunds it. 2
---   more for the hold of a check over several slots, which is refunded after 5 s unless it is confirmed.
+-- KEYS         each bucket, override key and reservation record once, then, with request[5], the counters of
+--              new_buckets.lua
+-- ARGV[2..]    byte strings that the request refers to by their index in ARGV: resources and tokens
+-- request[3]   rules, each { algorithm, flags, percent, name, numbers, 1 if several resources share the bucket }
+--     flags             1 enforced, 2 counts denials, 4 forced. A forced rule takes without asking for room, up to
+--                       twice its limit, and never denies. It does not occur together with 2, with slots, or in a
+--                       reservation.
+-- request[4]   the checks, one after the other, each:
+--     debits            the number of debits
+--     lease             its token (0: none)
+--     record            the key of the reservation record (0: holds nothing, -1: a hold without record). If not 0:
+--         token
+--         ttl_us        how long the cost is held
+--         refund        what happens when the hold lapses: 0 keeps the cost, 1 refunds it. 2 more for the part of a
+--                       reservation in one slot: it is refunded after 5 s unless it is confirmed.
+--     for each debit:
+--         rule, key, cost
+--         override key  (0: none)
+--         resource      With 0, the override key is the index of overrides, which is expected not to exist.
+-- request[5], request[6]   the arguments of new_buckets.lua
 --
--- Replies with the time, then for each check:
---   1 or 0 (allowed), delay (-1: none), then for each debit: limit, remaining, reset, wait, is open (2 more if its
---   overflow
---                       bucket decided)
---   2, debit, time      its calendar does not contain that time
---   3, key              that key holds a foreign value
---   4, debit            its bucket holds the maximum of open reservations
---   5                   Redis is full and refused the write
---   6, index, 0         that index of overrides exists
---   7, then for each debit: remaining, reset     allowed under the numbers of the rules, with nothing else to report
---   8, counter, 0       the lane of that counter has used up its budget of new buckets
+-- Replies with the time, then for each check one of these:
+--     1 or 0 (allowed), delay (-1: none), then for each debit: limit, remaining, reset, wait, flags (1: the bucket has
+--                       an open reservation or lease, 2: its overflow bucket decided)
+--     2, debit, time    its calendar does not contain that time
+--     3, key            that key holds a foreign value
+--     4, debit          its bucket holds the maximum of open reservations
+--     5                 Redis is full and refused the write
+--     6, index, 0       that index of overrides exists
+--     7, then for each debit: remaining, reset    allowed under the numbers of the rules, with nothing else to report
+--     8, counter, 0     the lane of that counter has used up its budget of new buckets
 -- After 2, 6 and 8 the call ends. The caller repeats it from this check on, with other calendar windows, the override
 -- keys, or the overflow buckets.
 --

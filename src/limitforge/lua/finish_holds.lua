@@ -1,18 +1,25 @@
 -- Finish what a check holds in this slot while the limits of other slots are asked: confirm it if all had room, else
 -- refund.
 --
--- KEYS: the buckets. ARGV: tokens. request[3]: the holds to finish, one after the other:
---   action, token, ttl_us, refund, lapses_us, number of buckets, then each bucket
--- action 0 refunds, including the slots of a concurrency limit.
--- action 1 confirms: the cost stays taken. With a ttl_us it becomes a reservation that began when the cost was taken. A
---   negative bucket may hold nothing (a monitored limit whose list of reservations was full).
--- action 2 undoes a confirmation: the buckets are followed by as many amounts, sources and starts.
+-- KEYS         the buckets
+-- ARGV[2..]    tokens
+-- request[3]   the holds to finish, one after the other, each:
+--     action       0 refunds, including the slots of a concurrency limit.
+--                  1 confirms: the cost stays taken.
+--                  2 undoes a confirmation.
+--     token        its index in ARGV
+--     ttl_us       Unless it is 0, a confirmed hold becomes a reservation that began when the cost was taken.
+--     refund       of that reservation, when it lapses: 0 keeps the cost, 1 refunds it
+--     lapses_us    when the hold lapses, at the latest
+--     buckets      the number of buckets, then each bucket. With action 1, a negative one may hold nothing (a monitored
+--                  limit whose list of reservations was full). With action 2, as many amounts, sources and starts
+--                  follow.
 --
 -- Replies for each hold: 0 if it had lapsed, and nothing was changed; else 1, then for each bucket its source and its
 -- start. For a window these are its end and its start. Otherwise the start is 0. A source of -1 means: nothing to undo.
 --
--- Only the owner finishes a hold before it lapses. So a hold that is missing before `lapses_us` was deleted with its
--- bucket (full again, or window over), and counts as confirmed.
+-- If a hold is missing before `lapses_us`, its bucket expired or was evicted, because only the owner finishes a hold
+-- before it lapses. Such a hold counts as confirmed.
 
 local byte, type = string.byte, type
 local algorithms, buckets, pending = use('algorithms'), use('buckets'), use('pending')

@@ -1,7 +1,10 @@
 -- Count the live processes: a sorted set of process names by the time until which they count as alive.
 --
--- KEYS: the set. ARGV: the name of the process. request: ttl_us (0: remove the process). Replies { number of live
--- processes }.
+-- KEYS         the set
+-- ARGV[2]      the name of the process
+-- request[3]   ttl_us (0: remove the process)
+--
+-- Replies { number of live processes }.
 
 local format = string.format
 

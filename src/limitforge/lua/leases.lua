@@ -1,7 +1,10 @@
 -- Release or renew a lease by its token, in every bucket in which it holds slots.
 --
--- KEYS: the buckets. ARGV: the token. Replies { 1 } if every slot was still held, { 0 } if any was not, { -1, key } if
--- a key holds a foreign value. Buckets in which the lease holds nothing are neither written nor deleted.
+-- KEYS      the buckets
+-- ARGV[2]   the token
+--
+-- Replies { 1 } if every slot was still held, { 0 } if any was not, { -1, key } if a key holds a foreign value. Buckets
+-- in which the lease holds nothing are neither written nor deleted.
 
 local buckets, concurrency = use('buckets'), use('concurrency')
 

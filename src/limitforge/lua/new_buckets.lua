@@ -1,10 +1,9 @@
--- Bound how many buckets a tenant may begin in a minute. They are counted where they begin: at a key that does not
--- exist.
+-- Bound how many buckets a tenant may create in a minute. A bucket is counted when its key does not exist.
 --
--- request[5]: { budget per minute, then for each of the last KEYS: 1 if KEYS contains the overflow buckets of its lane,
---   else 0 }. Those last KEYS are the counters of the lanes. A counter is read only when a bucket of its lane begins,
---   so checks of known subjects cost nothing more.
--- request[6]: { key, its overflow bucket, ... }
+-- KEYS         The last ones are the counters of the lanes. A counter is read only when a bucket of its lane is
+--              created, so checks of known subjects cost nothing more.
+-- request[5]   { budget per minute, then for each counter: 1 if KEYS has the overflow buckets of its lane, else 0 }
+-- request[6]   { key, its overflow bucket, ... }
 --
 -- A counter is a sliding window counter of one minute, stored like any other bucket.
 

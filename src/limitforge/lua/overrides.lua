@@ -126,8 +126,13 @@ local function get(key)
   return overrides.read(found)
 end
 
--- KEYS: overrides, index. request: ttl_us, compiled, maximum. ARGV: subject, resource, source. Replies 1 and the
--- expiry, 2 if there are too many, -1 if a key holds a foreign value.
+-- Set the override of a resource.
+--
+-- KEYS          overrides, index
+-- ARGV[2..4]    subject, resource, source
+-- request[3..]  ttl_us, compiled, the maximum of overrides
+--
+-- Replies 1 and the expiry, 2 if there are too many, -1 if a key holds a foreign value.
 function overrides.set(request, now, injected)
   local found = get(KEYS[1])
   if found == nil or not is_index(KEYS[2]) then return { -1 } end
@@ -139,9 +144,14 @@ function overrides.set(request, now, injected)
   return { 1, expires }
 end
 
--- KEYS: index, then the overrides of each subject. ARGV: the subjects. Replies for each subject the count of live
--- overrides and their expiries, and as strings their resources and sources. Expired ones are deleted, so that they stay
--- expired if the clock steps back.
+-- Read the overrides of subjects.
+--
+-- KEYS        index, then the overrides of each subject
+-- ARGV[2..]   the subjects
+--
+-- Replies 1, then for each subject the count of live overrides and their expiries; and as strings their resources and
+-- sources. Replies -1 if a key holds a foreign value. Expired overrides are deleted, so that they stay expired if the
+-- clock steps back.
 function overrides.get(_, now, injected)
   if not is_index(KEYS[1]) then return { -1 } end
   local reply, strings = { 1 }, {}
@@ -160,9 +170,14 @@ function overrides.get(_, now, injected)
   return reply, strings
 end
 
--- KEYS: for each override its key, then its index. ARGV: for each its subject, then its resource. Replies with the
--- positions, from 1, of those that are not live or not in the index. Writes nothing. Reading a key marks it as used, so
--- that a Redis with an LRU or LFU policy evicts other keys first. A foreign value counts as present.
+-- Find the overrides that are missing.
+--
+-- KEYS        for each override its key, then its index
+-- ARGV[2..]   for each its subject, then its resource
+--
+-- Replies 1, then the positions, from 1, of those that are not live or not in the index. Writes nothing. Reading a key
+-- marks it as used, so that a Redis with an LRU or LFU policy evicts other keys first. A foreign value counts as
+-- present.
 function overrides.find_missing(_, now)
   local reply = { 1 }
   for at = 1, #KEYS, 2 do
@@ -177,15 +192,25 @@ function overrides.find_missing(_, now)
   return reply
 end
 
--- KEYS: index. request: count. ARGV: the start, in the syntax of ZRANGEBYLEX. Replies with the next subjects as
--- strings.
+-- List the subjects that have overrides.
+--
+-- KEYS         index
+-- ARGV[2]      the start, in the syntax of ZRANGEBYLEX
+-- request[3]   the maximum of subjects
+--
+-- Replies 1, and the next subjects as strings; or -1 if the key holds a foreign value.
 function overrides.list(request)
   if not is_index(KEYS[1]) then return { -1 } end
   return { 1 }, redis.call('ZRANGEBYLEX', KEYS[1], ARGV[2], '+', 'LIMIT', 0, request[3])
 end
 
--- KEYS: index, then the overrides of each subject. request: 1 to delete all of them, even foreign values, 0 for one
--- resource. ARGV: that resource, then the subjects. Replies with the number of subjects that had such an override.
+-- Delete overrides of subjects.
+--
+-- KEYS         index, then the overrides of each subject
+-- ARGV[2..]    a resource, then the subjects
+-- request[3]   0 to delete the overrides of that resource, 1 to delete all overrides, even foreign values
+--
+-- Replies 1 and the number of subjects that had such an override; or -1 if a key holds a foreign value.
 function overrides.delete(request, now, injected)
   if not is_index(KEYS[1]) then return { -1 } end
   local all = request[3] == 1

@@ -4,18 +4,25 @@
 -- out, so the share is also noted as a pending entry of kind 2: the bucket refills only to its capacity minus all
 -- shares, until they are returned or lapse.
 --
--- KEYS: buckets and override keys. ARGV: resources and tokens. request[3]: rules, as for checks. request[4]: the
--- requests, one after the other:
---   rule, key, override key (0: none), resource, token, returned, starts, ends, kept, wanted, ttl_us
--- `returned` is returned from the share that was debited in the window from `starts` to `ends` (0: a token bucket, or
--- no share). It is dropped unless that is still the window: two windows may end at the same time and differ in length.
--- `kept` is what the process still has.
+-- KEYS         buckets and override keys, then the counters of new_buckets.lua if request[5] is given
+-- ARGV[2..]    resources and tokens
+-- request[3]   rules, as for checks
+-- request[4]   the requests, one after the other, each:
+--     rule, key, override key (0: none), resource, token
+--     returned        what the process returns of the share that was debited in the window from `starts` to `ends`.
+--                     It is dropped unless that is still the window: two windows may end at the same time and differ in
+--                     length.
+--     starts, ends    0 for a token bucket, or without a share
+--     kept            what the process still has
+--     wanted          what it asks for
+--     ttl_us          when the share of a token bucket lapses
+-- request[5]   the first argument of new_buckets.lua
 --
--- Replies with the time, then for each request:
---   1, granted, limit, remaining, reset, starts, ends    starts and ends of the window; ends is -1 if the kept part of
---                                                        the share had lapsed
---   2, time, 0, 0, 0, 0, 0                               its calendar does not contain that time, nothing was done
---   3, 0, 0, 0, 0, 0, 0                                  its key holds a foreign value, nothing was done
+-- Replies with the time, then for each request one of these:
+--     1, granted, limit, remaining, reset, starts, ends    starts and ends of the window. An end of -1 says that the
+--                                                          kept part of the share had lapsed.
+--     2, time, 0, 0, 0, 0, 0                               its calendar does not contain that time, nothing was done
+--     3, 0, 0, 0, 0, 0, 0                                  its key holds a foreign value, nothing was done
 -- At most half of what remains is granted, so that near the limit the processes decide together again.
 
 local floor, max, min = math.floor, math.max, math.min

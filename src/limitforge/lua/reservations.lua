@@ -30,13 +30,17 @@ end
 
 -- Replace the reserved cost by the actual cost.
 --
--- KEYS: the record, then the bucket of each reserved limit, in order.
--- ARGV: the reservation's token.
--- request: cost, then the amount of each limit, then each quota's windows (empty for the others).
+-- KEYS          the record, then the bucket of each reserved limit, in order
+-- ARGV[2]       the token of the reservation
+-- request[3..]  cost, the amount of each limit, the calendar windows of each quota (empty for the other limits)
 --
--- Replies { 1, cost } settled (if it was settled before, with the earlier cost), { 2 } lapsed, { 3 } unknown, { 4,
--- limit, time } if a calendar does not contain that time, { 5 } if other limits were reserved, { -1, key } if that key
--- holds a foreign value.
+-- Replies one of these:
+--   { 1, cost }          settled. If it was settled before, with the earlier cost.
+--   { 2 }                lapsed
+--   { 3 }                unknown
+--   { 4, limit, time }   its calendar does not contain that time
+--   { 5 }                other limits were reserved
+--   { -1, key }          that key holds a foreign value
 function reservations.settle(request, now, injected)
   local call = buckets.read(now, injected)
   local raw = call.values[1]
