@@ -239,7 +239,7 @@ async def test_a_key_that_is_disabled_while_one_node_can_not_reach_the_database_
             await eventually(lambda: "redis" in there.live.status().listening)
             with proxy.in_mode(DropReplies()):
                 async with here.catalog.edit("test") as edit:
-                    await edit.disable_key(accounts[0].key.id)
+                    await edit.set_key_disabled(accounts[0].key.id, disabled=True)
                 await asyncio.sleep(7)
             took = await there.seconds_until(accounts[0].text, Forbidden)
             record_property("seconds", round(took, 2))

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from limitforge.service.counters.process_counters import MAX_TENANTS, OTHER_TENANTS, ProcessCounters
+from limitforge.service.counters.process_counters import MAX_NAMED_TENANTS, OTHER_TENANTS, ProcessCounters
 from limitforge.service.counters.shared_counters import SharedCounters, Totals
 from limitforge.service.demo_tenant import DemoTenant
 from limitforge.service.http.metrics import exposition
@@ -175,11 +175,11 @@ def test_no_tenant_can_have_a_hostile_name(sqlite_service: LiveService) -> None:
 
 def test_tenants_past_the_bound_are_counted_together_and_none_loses_its_name() -> None:
     whole = Totals()
-    whole.add(Totals({f"first-{index}": [1, 0, 0, 0, 0] for index in range(MAX_TENANTS)}))
-    whole.add(Totals({f"late-{index}": [0, 2, 0, 0, 0] for index in range(MAX_TENANTS)}))
+    whole.add(Totals({f"first-{index}": [1, 0, 0, 0, 0] for index in range(MAX_NAMED_TENANTS)}))
+    whole.add(Totals({f"late-{index}": [0, 2, 0, 0, 0] for index in range(MAX_NAMED_TENANTS)}))
     whole.add(Totals({"first-7": [5, 5, 0, 0, 0]}))
-    assert len(whole.tenants) == MAX_TENANTS + 1
-    assert whole.tenants[OTHER_TENANTS] == [0, 2 * MAX_TENANTS, 0, 0, 0]
+    assert len(whole.tenants) == MAX_NAMED_TENANTS + 1
+    assert whole.tenants[OTHER_TENANTS] == [0, 2 * MAX_NAMED_TENANTS, 0, 0, 0]
     assert whole.tenants["first-7"] == [6, 5, 0, 0, 0]
 
 

@@ -108,7 +108,7 @@ def test_secrets_are_masked_where_settings_are_shown() -> None:
     assert shown["database_url"] == f"postgresql+asyncpg://forge:{MASKED}@db.example/forge"
     assert shown["peppers"] == MASKED
     assert shown["port"] == 8000
-    assert shown.keys() == {row[0] for row in Settings().rows()}
+    assert shown.keys() == {row[0] for row in Settings().describe_rows()}
 
 
 def test_passwords_in_a_query_are_masked_too() -> None:

@@ -231,7 +231,7 @@ def _set_disabled(database: str, name: str, tenant: str | None, *, disabled: boo
     async def work(catalog: Catalog) -> Key:
         key = await find_entity(catalog, Key, name, tenant)
         async with catalog.edit(audit_actor()) as edit:
-            return await edit.disable_key(key.id, disabled=disabled)
+            return await edit.set_key_disabled(key.id, disabled=disabled)
 
     return run_with_catalog(database, work)
 

@@ -86,7 +86,7 @@ def serve(
             settings.workers,
             environment,
             shutdown_seconds=settings.shutdown_seconds,
-            metrics=metrics,
+            metrics_socket=metrics,
             on_ready=lambda: print(f"limitforge is ready at {url}", file=sys.stderr, flush=True),
         ).run()
 
@@ -110,7 +110,7 @@ def settings(
     table = Table(box=None, pad_edge=False)
     for heading in ("setting", "value", "description"):
         table.add_column(heading, overflow="fold")
-    for name, value, description in loaded.rows():
+    for name, value, description in loaded.describe_rows():
         table.add_row(Text(f"{ENV_PREFIX}{name.upper()}"), Text(str(value)), Text(description))
     Console(highlight=False).print(table)
 

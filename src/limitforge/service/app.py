@@ -9,12 +9,12 @@ from limitforge.catalog.live.live_file import LiveFile
 from limitforge.core.clock import SystemClock
 from limitforge.errors import InvalidInput
 from limitforge.limiter import Limiter
-from limitforge.service.backends import Backend, DatabaseBackend, FileBackend
 from limitforge.service.checks.authentication import Authenticator
 from limitforge.service.checks.batches import MAX_BATCH_BODY, BatchHandler
 from limitforge.service.checks.handler import MAX_BODY, CheckHandler
 from limitforge.service.checks.sealed_ids import IdSealer
 from limitforge.service.checks.tenant_api import TenantApi
+from limitforge.service.configuration import Configuration, DatabaseConfiguration, FileConfiguration
 from limitforge.service.counters.process_counters import ProcessCounters
 from limitforge.service.counters.shared_counters import SharedCounters
 from limitforge.service.counters.throttled import ThrottledTracker
@@ -36,7 +36,7 @@ class Service:
     Processes that are given the same folder add up their metrics and their lists of throttled subjects there.
     """
 
-    def __init__(self, settings: Settings, folder: Path | None = None) -> None:
+    def __init__(self, settings: Settings, counters_folder: Path | None = None) -> None:
         if not settings.peppers:
             raise InvalidInput(
                 "LIMITFORGE_PEPPERS",
@@ -49,37 +49,37 @@ class Service:
             settings.store_url, key_prefix=settings.key_prefix, options=settings.store_options()
         )
         self.counters = ProcessCounters()
-        self.throttled = ThrottledTracker(peppers, folder)
-        self._backend: Backend = (
-            FileBackend(settings, peppers, self._limiter, self.counters)
+        self.throttled = ThrottledTracker(peppers, counters_folder)
+        self._configuration: Configuration = (
+            FileConfiguration(settings, peppers, self._limiter, self.counters)
             if settings.config
-            else DatabaseBackend(settings, peppers, self._limiter, self.counters, self.throttled)
+            else DatabaseConfiguration(settings, peppers, self._limiter, self.counters, self.throttled)
         )
-        self.live_catalog = self._backend.live_catalog
+        self.live_configuration = self._configuration.live_configuration
 
         id_sealer = IdSealer(peppers)
-        authenticator = Authenticator(self.live_catalog.cache.callers)
+        authenticator = Authenticator(self.live_configuration.cache.callers)
         self.checks = CheckHandler(self._limiter, authenticator, id_sealer, self.counters, self._on_denied)
         self.batches = BatchHandler(self._limiter, self.checks)
         tenant_api = TenantApi(self._limiter, self.checks, id_sealer)
 
-        self._health = Health(self._limiter, self._backend.catalog_status)
-        self._shared_counters = SharedCounters(self.counters, folder)
+        self._health = Health(self._limiter, self._configuration.catalog_status)
+        self._shared_counters = SharedCounters(self.counters, counters_folder)
         self.metrics = MetricsEndpoint(
             self._shared_counters,
-            self._backend.authorize_metrics,
+            self._configuration.authorize_metrics,
             lambda: self._limiter.status().new_buckets_per_minute,
-            self.live_catalog.status,
+            self.live_configuration.status,
         )
 
         fast_routes: dict[bytes, FastRoute] = {
             f"{settings.root_path}/v1/check".encode(): (
-                self.counters.status_counts("check"),
+                self.counters.response_counter("check"),
                 self.checks.submit,
                 MAX_BODY,
             ),
             f"{settings.root_path}/v1/check/batch".encode(): (
-                self.counters.status_counts("batch"),
+                self.counters.response_counter("batch"),
                 self.batches.submit,
                 MAX_BATCH_BODY,
             ),
@@ -106,7 +106,7 @@ class Service:
             self._health,
             self.metrics.respond_authorized,
             settings.root_path,
-            self._backend.fallback_app,
+            self._configuration.admin_app,
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -116,14 +116,14 @@ class Service:
             await self._router(scope, receive, send)
 
     async def start(self) -> None:
-        await self._backend.start()
+        await self._configuration.start()
         await self._shared_counters.start()
         self._health.start()
 
     async def close(self) -> None:
         await self._health.close()
         await self._shared_counters.close()
-        await self._backend.close()
+        await self._configuration.close()
         await self._limiter.close()
 
     async def _run_lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -141,9 +141,9 @@ class Service:
     @property
     def catalog(self) -> Catalog:
         """The catalog in the database. Raises InvalidInput if the service reads a configuration file."""
-        if isinstance(self.live_catalog, LiveFile):
+        if isinstance(self.live_configuration, LiveFile):
             raise InvalidInput("config", "a service with a configuration file has no catalog to change")
-        return self.live_catalog.catalog
+        return self.live_configuration.catalog
 
     def _on_denied(self, tenant_id: str, subject: str) -> None:
         self.throttled.record_denial(tenant_id, subject, self._clock.now_us())

@@ -29,7 +29,7 @@ FILE_VARIABLE = "LIMITFORGE_SETTINGS"
 OTHER_VARIABLES = ("LIMITFORGE_ACTOR", "LIMITFORGE_TEST_PROFILE", FILE_VARIABLE)
 MAX_WORKERS = 256
 DEFAULT_NEW_BUCKETS = 60_000
-NUMBER_OR_WORD = int | str
+INTEGER_OR_WORD = int | str
 MASKED = "********"
 _SECRET_PARAMETER = re.compile(r"([?&][^=&]*(?:password|secret|token|key)[^=&]*=)[^&]*", re.IGNORECASE)
 
@@ -159,7 +159,7 @@ class Settings:
                     raise InvalidInput(name, f"must be {' or '.join(valid)}, got {short_repr(word)}")
         return HeaderOptions(frozenset(map(HeaderStyle, styles)), ResetUnit(self.reset))
 
-    def rows(self) -> list[tuple[str, Any, str]]:
+    def describe_rows(self) -> list[tuple[str, Any, str]]:
         """Return name, masked value and description of each setting."""
         values = self.masked()
         return [(f.name, values[f.name], f.metadata["help"]) for f in fields(self)]
@@ -210,7 +210,7 @@ def _read_file(path: Path, known: set[str]) -> dict[str, Any]:
 
 
 def _convert(name: str, value: Any, setting_type: Any) -> Any:
-    if setting_type is str or setting_type == NUMBER_OR_WORD:
+    if setting_type is str or setting_type == INTEGER_OR_WORD:
         if isinstance(value, str) or (setting_type is not str and type(value) is int):
             return value
     else:
@@ -219,7 +219,7 @@ def _convert(name: str, value: Any, setting_type: Any) -> Any:
                 return setting_type(value)
         except (TypeError, ValueError):
             pass
-    type_names = {str: "text", int: "a whole number", float: "a number", NUMBER_OR_WORD: "a number or a word"}
+    type_names = {str: "text", int: "a whole number", float: "a number", INTEGER_OR_WORD: "a number or a word"}
     raise InvalidInput(name, f"must be {type_names[setting_type]}, got {short_repr(value)}")
 
 

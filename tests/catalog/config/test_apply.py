@@ -684,7 +684,7 @@ async def test_another_writer_gets_its_turn_in_the_middle_of_an_apply(catalog: C
     async def revoke() -> None:
         await begun.wait()
         async with catalog.edit("test:eve") as edit:
-            await edit.disable_key(customer.key.id)
+            await edit.set_key_disabled(customer.key.id, disabled=True)
         revoked.append(edit.revision)
 
     now = to_datetime(catalog.clock.now_us())

@@ -163,7 +163,7 @@ def rotate_key(number: int, grace: int) -> Step:
 
 
 def disable_key(number: int, disabled: bool) -> Step:
-    return lambda edit, world: edit.disable_key(world.pick(Key, number).id, disabled=disabled)
+    return lambda edit, world: edit.set_key_disabled(world.pick(Key, number).id, disabled=disabled)
 
 
 def remove(kind: type[Any], number: int) -> Step:

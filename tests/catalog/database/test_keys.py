@@ -411,9 +411,9 @@ async def test_an_invalid_grace_period_is_refused(catalog: Catalog, database: Da
 async def test_rotating_a_key_that_was_rotated_meanwhile_is_a_conflict(catalog: Catalog) -> None:
     tenant = await new_tenant(catalog)
     key, _ = await new_key(catalog, tenant.id)
-    _, first = await rotate(catalog, key, version=1)
+    _, first = await rotate(catalog, key, expected_version=1)
     with pytest.raises(VersionConflict):
-        await rotate(catalog, key, version=1)
+        await rotate(catalog, key, expected_version=1)
     assert await is_accepted(catalog, first)
 
 
@@ -451,19 +451,19 @@ async def test_a_disabled_key_is_recognised_and_says_that_it_is(catalog: Catalog
     tenant = await new_tenant(catalog)
     key, credential = await new_key(catalog, tenant.id)
     async with catalog.edit(ACTOR) as edit:
-        disabled = await edit.disable_key(key.id, version=1)
+        disabled = await edit.set_key_disabled(key.id, disabled=True, expected_version=1)
     assert (disabled.disabled, disabled.version) == (True, 2)
     assert await catalog.get(Key, key.id) == disabled
     assert await is_accepted(catalog, credential)
     before = await table_contents(database, leave_out=("outbox", "revision"))
     async with catalog.edit(ACTOR) as edit:
-        assert await edit.disable_key(key.id) == disabled
+        assert await edit.set_key_disabled(key.id, disabled=True) == disabled
     assert await table_contents(database, leave_out=("outbox", "revision")) == before
     with pytest.raises(VersionConflict):
         async with catalog.edit(ACTOR) as edit:
-            await edit.disable_key(key.id, disabled=False, version=1)
+            await edit.set_key_disabled(key.id, disabled=False, expected_version=1)
     async with catalog.edit(ACTOR) as edit:
-        enabled = await edit.disable_key(key.id, disabled=False)
+        enabled = await edit.set_key_disabled(key.id, disabled=False)
     assert (enabled.disabled, enabled.version) == (False, 3)
     assert [each.action for each in (await catalog.audit_page(entity_id=key.id)).items] == [
         "key.enable",
@@ -476,7 +476,7 @@ async def test_a_disabled_key_can_be_rotated_and_stays_disabled(catalog: Catalog
     tenant = await new_tenant(catalog)
     key, _ = await new_key(catalog, tenant.id)
     async with catalog.edit(ACTOR) as edit:
-        await edit.disable_key(key.id)
+        await edit.set_key_disabled(key.id, disabled=True)
     after, _ = await rotate(catalog, key, 60)
     assert after.disabled
 

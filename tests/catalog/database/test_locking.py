@@ -47,10 +47,10 @@ async def test_the_loser_of_two_edits_gets_a_conflict_and_nothing_of_the_winners
     for entity in customer.entities:
         kind, read = type(entity), entity.version
         winners, losers = CHANGES[kind]
-        after = await update(catalog, entity, winners, version=read)
+        after = await update(catalog, entity, winners, expected_version=read)
         before = await table_contents(database)
         with pytest.raises(VersionConflict) as refused:
-            await update(catalog, entity, losers, version=read)
+            await update(catalog, entity, losers, expected_version=read)
         error = str(refused.value)
         assert f"{kind.kind} {entity.id} is at version {read + 1}, not {read}" in error
         assert "it has changed since it was read" in error
@@ -69,16 +69,16 @@ async def test_everything_that_changes_something_may_name_the_version_that_was_r
     await update(catalog, plan, {"limits": "burst=7/minute"})
     fields = {"tenant_id": override.tenant_id, "subject": override.subject, "limits": override.limits, "ttl_seconds": 5}
     attempts: list[Callable[[Edit], Awaitable[Any]]] = [
-        lambda edit: edit.update(Key, key.id, {"name": "x"}, version=9),
-        lambda edit: edit.delete(Key, key.id, version=9),
-        lambda edit: edit.rotate_key(key.id, version=9),
-        lambda edit: edit.disable_key(key.id, version=9),
-        lambda edit: edit.roll_back_plan(plan.id, version=9),
-        lambda edit: edit.set_override(fields, version=9),
-        lambda edit: edit.delete(Tenant, customer.tenant.id, version=9),
-        lambda edit: edit.delete(Token, customer.token.id, version=9),
-        lambda edit: edit.update(Key, key.id, {"name": "x"}, version=0),
-        lambda edit: edit.update(Key, key.id, {"name": "x"}, version=2**70),
+        lambda edit: edit.update(Key, key.id, {"name": "x"}, expected_version=9),
+        lambda edit: edit.delete(Key, key.id, expected_version=9),
+        lambda edit: edit.rotate_key(key.id, expected_version=9),
+        lambda edit: edit.set_key_disabled(key.id, disabled=True, expected_version=9),
+        lambda edit: edit.roll_back_plan(plan.id, expected_version=9),
+        lambda edit: edit.set_override(fields, expected_version=9),
+        lambda edit: edit.delete(Tenant, customer.tenant.id, expected_version=9),
+        lambda edit: edit.delete(Token, customer.token.id, expected_version=9),
+        lambda edit: edit.update(Key, key.id, {"name": "x"}, expected_version=0),
+        lambda edit: edit.update(Key, key.id, {"name": "x"}, expected_version=2**70),
     ]
     before = await table_contents(database)
     for attempt in attempts:
@@ -100,7 +100,7 @@ async def test_many_who_count_at_once_lose_no_count(catalog: Catalog) -> None:
             found = await catalog.get(Key, key.id)
             try:
                 await update(
-                    catalog, found, {"metadata": {"count": found.metadata["count"] + 1}}, version=found.version
+                    catalog, found, {"metadata": {"count": found.metadata["count"] + 1}}, expected_version=found.version
                 )
             except VersionConflict:
                 too_late += 1

@@ -81,8 +81,8 @@ async def test_a_change_of_a_key_names_the_key(catalog: Catalog) -> None:
         (lambda edit: edit.update(Key, key.id, {"name": "app"}), False),
         (lambda edit: edit.update(Key, key.id, {"scopes": ["usage"]}), True),
         (lambda edit: edit.rotate_key(key.id, 60), True),
-        (lambda edit: edit.disable_key(key.id), True),
-        (lambda edit: edit.disable_key(key.id, disabled=False), False),
+        (lambda edit: edit.set_key_disabled(key.id, disabled=True), True),
+        (lambda edit: edit.set_key_disabled(key.id, disabled=False), False),
     ]
     for change, revokes in changes:
         (announced,) = await announcements_of(catalog, change)
@@ -147,7 +147,7 @@ async def test_an_edit_of_several_tenants_announces_each_with_one_revision(catal
         await edit.rotate_key(acme.key.id)
         await edit.delete(Override, acme.override.id)
         await edit.update(Key, globex.key.id, {"name": "a"})
-        await edit.disable_key(globex.key.id)
+        await edit.set_key_disabled(globex.key.id, disabled=True)
         await edit.update(Tenant, OPERATOR, {"mode": "off"})
 
     by_tenant = {each.tenant_id: each for each in await announcements_of(catalog, much)}
@@ -250,7 +250,7 @@ async def test_rows_are_published_once_and_in_order(catalog: Catalog, database: 
 async def test_rows_that_revoke_can_be_read_before_older_ones(catalog: Catalog, database: Database) -> None:
     customers = [await new_customer(catalog, f"tenant-{number}") for number in range(3)]
     async with catalog.edit(ACTOR) as edit:
-        await edit.disable_key(customers[1].key.id)
+        await edit.set_key_disabled(customers[1].key.id, disabled=True)
     await new_tenant(catalog, "later")
     async with database.reading() as connection:
         (first,) = await outbox.unpublished_announcements(connection, 1)

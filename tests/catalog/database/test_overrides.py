@@ -57,16 +57,16 @@ async def test_another_override_of_the_same_takes_its_place(catalog: Catalog, cl
     clock.advance_us(MINUTE_US)
     async with catalog.edit("cli:eve") as edit:
         fields = {"tenant_id": customer.tenant.id, "subject": "bob", "limits": {"burst": "unlimited"}}
-        second = await edit.set_override({**fields, "ttl_seconds": 5}, version=1)
+        second = await edit.set_override({**fields, "ttl_seconds": 5}, expected_version=1)
     assert (second.id, second.version, second.set_by, second.reason) == (first.id, 2, "cli:eve", "")
     assert (second.created_at, second.updated_at) == (first.created_at, first.created_at + timedelta(minutes=1))
     assert await catalog.get(Override, first.id) == second
     with pytest.raises(VersionConflict):
         async with catalog.edit(ACTOR) as edit:
-            await edit.set_override({**fields, "ttl_seconds": 5}, version=1)
+            await edit.set_override({**fields, "ttl_seconds": 5}, expected_version=1)
     with pytest.raises(NotFound):
         async with catalog.edit(ACTOR) as edit:
-            await edit.set_override({**fields, "subject": "another", "ttl_seconds": 5}, version=1)
+            await edit.set_override({**fields, "subject": "another", "ttl_seconds": 5}, expected_version=1)
 
 
 async def test_overrides_of_other_resources_and_tenants_stay_apart(catalog: Catalog) -> None:
@@ -304,8 +304,8 @@ async def test_only_what_has_expired_is_removed(catalog: Catalog, database: Data
 async def test_a_deleted_override_is_gone(catalog: Catalog) -> None:
     customer = await new_customer(catalog)
     with pytest.raises(VersionConflict):
-        await delete(catalog, customer.override, version=2)
-    assert await delete(catalog, customer.override, version=1) == customer.override
+        await delete(catalog, customer.override, expected_version=2)
+    assert await delete(catalog, customer.override, expected_version=1) == customer.override
     with pytest.raises(NotFound):
         await catalog.get(Override, customer.override.id)
 

@@ -226,7 +226,7 @@ async def test_a_change_is_a_new_version_and_the_old_ones_stay(catalog: Catalog,
     plan = await new_plan(catalog, tenant.id, limits="burst=1/minute")
     clock.advance_us(MINUTE_US)
     async with catalog.edit("cli:bob") as edit:
-        second = await edit.update(Plan, plan.id, {"limits": "burst=2/minute"}, version=1)
+        second = await edit.update(Plan, plan.id, {"limits": "burst=2/minute"}, expected_version=1)
     assert (second.version, second.id) == (2, plan.id)
     newest, oldest = await catalog.plan_versions(plan.id)
     assert (newest["version"], newest["created_by"], newest["limits"]) == (2, "cli:bob", list(second.limits))
@@ -247,12 +247,12 @@ async def test_a_plan_is_rolled_back_by_a_new_version(catalog: Catalog) -> None:
 
     back = await rolled_back()
     assert (back.version, [limit.size for limit in await limits_of(catalog, back)]) == (5, [3])
-    back = await rolled_back(1, version=5)
+    back = await rolled_back(1, expected_version=5)
     assert (back.version, [limit.size for limit in await limits_of(catalog, back)]) == (6, [1])
     assert back.limits == plan.limits
     assert [row["version"] for row in await catalog.plan_versions(plan.id)] == [6, 5, 4, 3, 2, 1]
     with pytest.raises(VersionConflict):
-        await rolled_back(2, version=5)
+        await rolled_back(2, expected_version=5)
     for unknown in (0, -1, 7, 2**70):
         with pytest.raises(NotFound, match=f"has no version {unknown}"):
             await rolled_back(unknown)

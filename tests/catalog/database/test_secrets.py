@@ -65,7 +65,7 @@ async def use_secrets(catalog: Catalog) -> Results:
             async with catalog.edit(ACTOR) as edit:
                 results.keep(await edit.rotate_key(key.id, grace))
         async with catalog.edit(ACTOR) as edit:
-            results.answers.append(await edit.disable_key(test.id))
+            results.answers.append(await edit.set_key_disabled(test.id, disabled=True))
         results.answers.append(await catalog.authenticate_token(results.credentials[2].text))
         if fate == "deleted":
             for holder in (key, test, token):

@@ -63,7 +63,7 @@ async def test_what_was_set_is_what_is_read(catalog: Catalog) -> None:
 async def test_an_update_changes_what_it_names_and_nothing_else(catalog: Catalog, clock: ManualClock) -> None:
     tenant = await new_tenant(catalog, "acme", priority="P1", failure="open")
     clock.advance_us(MINUTE_US)
-    changed = await update(catalog, tenant, {"mode": "off", "failure": None}, version=1)
+    changed = await update(catalog, tenant, {"mode": "off", "failure": None}, expected_version=1)
     found = await catalog.get(Tenant, tenant.id)
     assert (found.mode, found.failure, found.priority, found.name, found.version) == ("off", None, "P1", "acme", 2)
     assert (found.created_at, found.updated_at) == (tenant.created_at, tenant.created_at + timedelta(minutes=1))

@@ -102,7 +102,9 @@ async def test_tokens_have_names_of_their_own_even_across_tenants(catalog: Catal
 async def test_a_tokens_scopes_and_end_may_be_changed_and_its_tenant_not(catalog: Catalog, database: Database) -> None:
     tenant = await new_tenant(catalog)
     token, credential = await new_token(catalog, "ci")
-    changed = await update(catalog, token, {"scopes": ["write"], "expires_at": "2030-01-01T00:00:00Z"}, version=1)
+    changed = await update(
+        catalog, token, {"scopes": ["write"], "expires_at": "2030-01-01T00:00:00Z"}, expected_version=1
+    )
     assert await catalog.authenticate_token(credential.text) == changed
     assert (changed.scopes, changed.version) == ((TokenScope.WRITE,), 2)
     before = await table_contents(database)

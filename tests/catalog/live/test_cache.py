@@ -341,11 +341,11 @@ async def test_disabled_keys_and_suspended_tenants_are_forbidden_and_what_is_gon
     catalog.on_commit = cache.apply_changes
     (await cache.callers.find(account.text)).require(KeyScope.CHECK)
     async with catalog.edit("test") as edit:
-        await edit.disable_key(account.key.id)
+        await edit.set_key_disabled(account.key.id, disabled=True)
     with pytest.raises(Forbidden, match="disabled"):
         (await cache.callers.find(account.text)).require(KeyScope.CHECK)
     async with catalog.edit("test") as edit:
-        await edit.disable_key(account.key.id, disabled=False)
+        await edit.set_key_disabled(account.key.id, disabled=False)
         await edit.update(Tenant, account.tenant.id, {"suspended": True})
     with pytest.raises(Forbidden, match="suspended"):
         (await cache.callers.find(account.text)).require(KeyScope.CHECK)
@@ -631,7 +631,7 @@ async def test_a_change_of_many_keys_at_once_reaches_all_of_them(
     catalog.on_commit = cache.apply_changes
     async with catalog.edit("test") as edit:
         for key, _ in made:
-            await edit.disable_key(key.id)
+            await edit.set_key_disabled(key.id, disabled=True)
     assert cache.status().stale_since is None
     callers = [await cache.callers.find(credential.text) for _, credential in made]
     assert all(caller.key.disabled for caller in callers)

@@ -89,7 +89,7 @@ async def expire(edit: Edit, account: Account) -> None:
 
 
 LESS: dict[str, tuple[Change, type[Exception]]] = {
-    "disabled": (lambda edit, account: edit.disable_key(account.key.id), Forbidden),
+    "disabled": (lambda edit, account: edit.set_key_disabled(account.key.id, disabled=True), Forbidden),
     "rotated": (lambda edit, account: edit.rotate_key(account.key.id), UnknownKey),
     "rotated with grace": (lambda edit, account: edit.rotate_key(account.key.id, 0.05), UnknownKey),
     "expired": (expire, UnknownKey),
@@ -155,7 +155,7 @@ async def test_a_process_that_is_cut_off_and_missed_the_message_finds_the_copy(
         await eventually(lambda: pair.there.live.status().database == "degraded")
         redis_server.command("CLIENT KILL TYPE pubsub")
         async with pair.here.catalog.edit("test") as edit:
-            await edit.disable_key(account.key.id)
+            await edit.set_key_disabled(account.key.id, disabled=True)
         await pair.there.seconds_until(account.text, Forbidden)
 
 
@@ -173,7 +173,7 @@ async def test_a_process_that_is_cut_off_and_gets_no_messages_compares_its_entri
     with pair.proxy.in_mode(CloseConnections()):
         await eventually(lambda: deaf.live.status().database == "degraded")
         async with pair.here.catalog.edit("test") as edit:
-            await edit.disable_key(account.key.id)
+            await edit.set_key_disabled(account.key.id, disabled=True)
         await deaf.seconds_until(account.text, Forbidden)
 
 
@@ -203,7 +203,7 @@ async def test_a_key_that_is_revoked_and_of_which_there_is_no_copy_is_not_served
     with pair.proxy.in_mode(mode):
         async with writer:
             async with writer.catalog.edit("test") as edit:
-                await edit.disable_key(account.key.id)
+                await edit.set_key_disabled(account.key.id, disabled=True)
             async with writer.catalog.edit("test") as edit:
                 await edit.update(Tenant, other.tenant.id, {"suspended": True})
             await eventually(lambda: len(messages) >= 2)
@@ -232,7 +232,7 @@ async def test_a_process_that_starts_without_its_database_obeys_the_copies(pair:
             await cold.seconds_until(account.text, LESS[name][1])
         assert await cold.limit(healthy.text) == 5
         async with pair.here.catalog.edit("test") as edit:
-            await edit.disable_key(healthy.key.id)
+            await edit.set_key_disabled(healthy.key.id, disabled=True)
         await cold.seconds_until(healthy.text, Forbidden)
 
 
@@ -266,7 +266,7 @@ async def test_a_restore_while_a_process_is_cut_off_reaches_it_by_redis(pair: Pa
         assert await pair.here.limit(account.text) == 15
         await pair.there.seconds_until(account.text, 15)
         async with pair.here.catalog.edit("test") as edit:
-            await edit.disable_key(account.key.id)
+            await edit.set_key_disabled(account.key.id, disabled=True)
         await pair.there.seconds_until(account.text, Forbidden)
     await eventually(lambda: pair.there.live.status().database == "ok")
     await pair.there.seconds_until(account.text, Forbidden)

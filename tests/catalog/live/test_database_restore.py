@@ -125,13 +125,13 @@ async def test_what_was_suspended_disabled_and_deleted_in_the_lost_time_is_as_th
     here, there = await environment.replica(), await environment.replica()
     accounts = {name: await create_account(here.catalog, name) for name in ("suspended", "disabled", "deleted", "kept")}
     async with here.catalog.edit("test") as edit:
-        await edit.disable_key(accounts["kept"].key.id)
+        await edit.set_key_disabled(accounts["kept"].key.id, disabled=True)
     file = await back_up(environment.database_url, tmp_path)
     async with here.catalog.edit("test") as edit:
         await edit.update(Tenant, accounts["suspended"].tenant.id, {"suspended": True})
-        await edit.disable_key(accounts["disabled"].key.id)
+        await edit.set_key_disabled(accounts["disabled"].key.id, disabled=True)
         await edit.delete(Key, accounts["deleted"].key.id)
-        await edit.disable_key(accounts["kept"].key.id, disabled=False)
+        await edit.set_key_disabled(accounts["kept"].key.id, disabled=False)
     await set_operator_mode(here.catalog, Mode.OFF)
     late = await create_account(here.catalog, "late")
     for replica in (here, there):
@@ -213,7 +213,7 @@ async def test_a_copy_that_is_written_late_by_a_process_of_the_lost_time_is_not_
     far = Stamp(stamp.timeline, stamp.revision + 1_000, 7)
     await restore(environment.database_url, file)
     async with here.catalog.edit("test") as edit:
-        await edit.disable_key(account.key.id)
+        await edit.set_key_disabled(account.key.id, disabled=True)
     assert here.shared is not None
     copies = shared_copies(here.shared, environment.peppers)
     for late in (stamp, far):

@@ -81,11 +81,11 @@ async def test_what_one_process_changes_decides_on_the_other(environment: Enviro
     await there.seconds_until(account.text, 6)
 
     async with here.catalog.edit("test") as edit:
-        await edit.disable_key(account.key.id)
+        await edit.set_key_disabled(account.key.id, disabled=True)
     assert await here.error(account.text) is Forbidden
     delays["disabled"] = await there.seconds_until(account.text, Forbidden)
     async with here.catalog.edit("test") as edit:
-        await edit.disable_key(account.key.id, disabled=False)
+        await edit.set_key_disabled(account.key.id, disabled=False)
     await there.seconds_until(account.text, 6)
 
     await set_operator_mode(here.catalog, Mode.OFF)
@@ -118,7 +118,7 @@ async def test_what_a_writer_that_never_publishes_changes_decides_everywhere(
         await set_limits(writer, account, f"{number}/minute")
         delays.append(await there.seconds_until(account.text, number))
     async with writer.edit("test") as edit:
-        await edit.disable_key(account.key.id)
+        await edit.set_key_disabled(account.key.id, disabled=True)
     delays.append(await there.seconds_until(account.text, Forbidden))
     async with writer.edit("test") as edit:
         await edit.delete(Key, account.key.id)
@@ -135,7 +135,7 @@ async def test_a_key_that_another_writer_changes_in_the_very_moment_it_is_first_
     account = await create_account(one.catalog)
     await one.limit(account.text)
     async with writer.edit("test") as edit:
-        await edit.disable_key(account.key.id)
+        await edit.set_key_disabled(account.key.id, disabled=True)
     await two.error(account.text)
     await two.seconds_until(account.text, Forbidden)
     await one.seconds_until(account.text, Forbidden)
@@ -376,13 +376,13 @@ async def test_a_process_that_missed_more_than_is_kept_reads_everything_again(en
         replica.live._history.rewind(1, 0)
         await set_limits(writer, account, "6/minute")
         async with writer.edit("test") as edit:
-            await edit.disable_key(account.key.id)
+            await edit.set_key_disabled(account.key.id, disabled=True)
         async with replica.database.writing() as connection:
             await connection.exec_driver_sql("DELETE FROM outbox")
         await replica.live.catch_up()
         assert await replica.error(account.text) is Forbidden
         async with writer.edit("test") as edit:
-            await edit.disable_key(account.key.id, disabled=False)
+            await edit.set_key_disabled(account.key.id, disabled=False)
         await replica.live.catch_up()
         assert await replica.limit(account.text) == 6
 
@@ -576,7 +576,7 @@ async def test_a_change_made_while_the_database_was_away_for_one_process_is_in_f
         async def is_changed() -> bool:
             try:
                 async with writer.edit("test") as edit:
-                    await edit.disable_key(account.key.id)
+                    await edit.set_key_disabled(account.key.id, disabled=True)
             except CatalogUnavailable:
                 return False
             return True

@@ -68,7 +68,7 @@ async def apply_tenants(catalog: Catalog, count: int, limit: int = 5) -> None:
 async def disable(catalog: Catalog, account: Account) -> int:
     """Disable the key, and return the revision."""
     async with catalog.edit("test") as edit:
-        await edit.disable_key(account.key.id)
+        await edit.set_key_disabled(account.key.id, disabled=True)
     return edit.revision
 
 

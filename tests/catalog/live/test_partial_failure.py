@@ -271,7 +271,7 @@ async def test_a_full_redis_still_passes_messages_on_and_gets_the_copies_later(
             async with listening(url, "lf:%changes") as announced:
                 raw.config_set("maxmemory", 1)
                 async with replica.catalog.edit("test") as edit:
-                    await edit.disable_key(account.key.id)
+                    await edit.set_key_disabled(account.key.id, disabled=True)
                 await eventually(lambda: edit.revision in {each.revision for each in announced})
                 assert await pending(database) == {account.tenant.id}
                 raw.config_set("maxmemory", 0)

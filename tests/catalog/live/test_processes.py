@@ -128,7 +128,7 @@ async def changes(pair: Pair, rounds: int) -> dict[str, list[float]]:
 
 async def disable(catalog: Catalog, account: Account, *, disabled: bool) -> None:
     async with catalog.edit("test") as edit:
-        await edit.disable_key(account.key.id, disabled=disabled)
+        await edit.set_key_disabled(account.key.id, disabled=disabled)
 
 
 async def suspend(catalog: Catalog, account: Account, *, suspended: bool) -> None:

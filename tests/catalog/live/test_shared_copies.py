@@ -235,7 +235,7 @@ async def test_a_key_that_was_changed_several_times_in_one_edit_is_gone_once_it_
     async with live_catalog.catalog.edit("test") as edit:
         key, credential = await edit.create_key({"tenant_id": account.tenant.id, "name": "busy"})
         for disabled in (True, False) * 3:
-            await edit.disable_key(key.id, disabled=disabled)
+            await edit.set_key_disabled(key.id, disabled=disabled)
     assert await copied_key(copies, key.id) is not None
     async with live_catalog.catalog.edit("test") as edit:
         await edit.delete(Key, key.id)
@@ -421,7 +421,7 @@ async def test_a_key_that_was_deleted_and_brought_back_is_not_the_old_one(
         account = await create_account(replica.catalog)
         for disabled in (True, False) * 2:
             async with replica.catalog.edit("test") as edit:
-                await edit.disable_key(account.key.id, disabled=disabled)
+                await edit.set_key_disabled(account.key.id, disabled=disabled)
         assert await copied_key(copies, account.key.id) is not None
         other = Credential.generate(PREFIXES["live"], account.key.id.removeprefix("key_"), peppers)
         async with writer.edit("test") as edit:
@@ -588,7 +588,7 @@ async def do(catalog: Catalog, edit_of: tuple[Any, ...]) -> None:  # noqa: C901,
             case "rotate" if keys:
                 await edit.rotate_key(keys[0].id, how[0])
             case "disable" if keys:
-                await edit.disable_key(keys[0].id, disabled=how[0])
+                await edit.set_key_disabled(keys[0].id, disabled=how[0])
             case "drop key" if keys:
                 await edit.delete(Key, keys[0].id)
 

@@ -241,7 +241,7 @@ def test_the_tokens_of_a_suspended_tenant_can_not_resume_it(
 
 def test_a_token_over_its_rate_limit_gets_retry_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real limits refill as fast as a slow machine sends requests."""
-    monkeypatch.setattr(authentication, "BURST", "burst=token:20/day")
+    monkeypatch.setattr(authentication, "BURST_LIMIT", "burst=token:20/day")
     with LiveService(f"sqlite:///{tmp_path}/service.db") as live:
         hasty, other = live.admin(), live.admin()
         answers = [hasty.http.get("/v1/admin/tenants", params={"limit": 1}) for _ in range(21)]

@@ -52,7 +52,7 @@ def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, A
 def test_every_route_is_documented(sqlite_service: LiveService, document: dict[str, Any]) -> None:
     router: AsgiRouter = sqlite_service.service._router
     served = {(method, path) for path, (method, *_) in router._routes.items()}
-    for context in iter_route_contexts(router._fallback_app.routes):  # type: ignore[attr-defined]
+    for context in iter_route_contexts(router._admin_app.routes):  # type: ignore[attr-defined]
         if context.path is not None and context.path.startswith("/v1/"):
             served |= {(method, context.path) for method in context.methods or ()}
     assert document["openapi"].startswith("3.1.")
@@ -219,8 +219,8 @@ def test_other_paths_are_not_found(sqlite_service: LiveService, admin: AdminClie
 @pytest.fixture
 def unlimited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveService]:
     """A service without a rate limit for admin requests."""
-    monkeypatch.setattr(authentication, "BURST", "burst=token:100000/second")
-    monkeypatch.setattr(authentication, "SUSTAINED", "sustained=counter:10000000/minute")
+    monkeypatch.setattr(authentication, "BURST_LIMIT", "burst=token:100000/second")
+    monkeypatch.setattr(authentication, "SUSTAINED_LIMIT", "sustained=counter:10000000/minute")
     with LiveService(f"sqlite:///{tmp_path}/contract.db") as live:
         yield live
 

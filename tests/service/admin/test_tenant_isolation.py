@@ -64,7 +64,7 @@ def test_every_route_is_covered(sqlite_service: LiveService, two: tuple[TenantFi
         (method, template(path, two[1])) for method, path, _ in [*requests_for_other(two[1]), *ALL_TENANTS_REQUESTS]
     }
     tried |= {("GET", f"/v1/admin/{path}") for path in LISTS}
-    app = sqlite_service.service._router._fallback_app
+    app = sqlite_service.service._router._admin_app
     known = {
         (method, context.path)
         for context in iter_route_contexts(app.routes)  # type: ignore[attr-defined]

@@ -41,7 +41,7 @@ MaybeEntity = TypeVar("MaybeEntity", bound=Entity | None)
 class Edit:
     """A transaction of changes by one actor. `Catalog.edit` begins it and commits it.
 
-    Methods with `version` take the version that the caller has read, and raise `VersionConflict` if the entity has
+    `expected_version` is the version that the caller has read. A method raises `VersionConflict` if the entity has
     changed since then.
     """
 
@@ -72,10 +72,10 @@ class Edit:
         return entity
 
     async def update(
-        self, kind: type[AnyEntity], identity: str, changes: Mapping[str, Any], *, version: int | None = None
+        self, kind: type[AnyEntity], identity: str, changes: Mapping[str, Any], *, expected_version: int | None = None
     ) -> AnyEntity:
         """Change some fields of an entity. Nothing is written if they have these values already."""
-        before = await self._get(kind, identity, version)
+        before = await self._get(kind, identity, expected_version)
         if isinstance(before, Plan) and "limits" in changes:
             changes = {**changes, "limits": normalize_limits(changes["limits"])}
         if isinstance(before, Override) and isinstance(changes.get("limits"), Mapping):
@@ -87,9 +87,9 @@ class Edit:
             return before
         return await self._replace_one(before, after)
 
-    async def delete(self, kind: type[AnyEntity], identity: str, *, version: int | None = None) -> AnyEntity:
+    async def delete(self, kind: type[AnyEntity], identity: str, *, expected_version: int | None = None) -> AnyEntity:
         """Delete an entity and everything that it owns. Raises `Conflict` for a plan that is in use."""
-        before = await self._get(kind, identity, version)
+        before = await self._get(kind, identity, expected_version)
         if isinstance(before, Tenant) and before.is_operator:
             raise Conflict("the operator can't be deleted")
         if isinstance(before, Plan) and (users := await queries.describe_plan_users(self.connection, before)):
@@ -100,9 +100,9 @@ class Edit:
 
     # --- Plans -------------------------------------------------------------------------------------------------------
 
-    async def roll_back_plan(self, plan_id: str, to: int | None = None, *, version: int | None = None) -> Plan:
+    async def roll_back_plan(self, plan_id: str, to: int | None = None, *, expected_version: int | None = None) -> Plan:
         """Create a new version of a plan with the limits of an earlier one, by default of the version before."""
-        plan = await self._get(Plan, plan_id, version)
+        plan = await self._get(Plan, plan_id, expected_version)
         wanted = plan.version - 1 if to is None else to
         for row in await queries.plan_versions(self.connection, plan_id):
             if row["version"] == wanted:
@@ -130,12 +130,12 @@ class Edit:
         return await self._add_with_secrets(self._with_version(None, key))
 
     async def rotate_key(
-        self, key_id: str, grace_seconds: float = 0, *, version: int | None = None
+        self, key_id: str, grace_seconds: float = 0, *, expected_version: int | None = None
     ) -> tuple[Key, Credential]:
         """Add a new secret to a key. The old ones expire after the grace period, or earlier if they would anyway."""
         if type(grace_seconds) not in (int, float) or grace_seconds != 0:
             parse_duration_us("grace_seconds", grace_seconds, maximum_us=MAX_GRACE_SECONDS * US_PER_SECOND)
-        before = await self._get(Key, key_id, version)
+        before = await self._get(Key, key_id, expected_version)
         peppers = require_peppers(self._peppers)
         ends = self.now + timedelta(seconds=float(grace_seconds))
         credential = Credential.generate(PREFIXES[before.type], key_id.removeprefix("key_"), peppers)
@@ -152,9 +152,9 @@ class Edit:
         before = await self._get(Key, key_id, None)
         return await self._replace_one(before, msgspec.structs.replace(before, secrets=tuple(secrets)), action="rotate")
 
-    async def disable_key(self, key_id: str, *, disabled: bool = True, version: int | None = None) -> Key:
+    async def set_key_disabled(self, key_id: str, *, disabled: bool, expected_version: int | None = None) -> Key:
         """Disable a key, or enable it again."""
-        before = await self._get(Key, key_id, version)
+        before = await self._get(Key, key_id, expected_version)
         if before.disabled == disabled:
             return before
         after = msgspec.structs.replace(before, disabled=disabled)
@@ -162,7 +162,7 @@ class Edit:
 
     # --- Overrides ---------------------------------------------------------------------------------------------------
 
-    async def set_override(self, fields: Mapping[str, Any], *, version: int | None = None) -> Override:
+    async def set_override(self, fields: Mapping[str, Any], *, expected_version: int | None = None) -> Override:
         """Set the override of a subject for a resource; it replaces an existing one.
 
         Its lifetime is given as `ttl_seconds` or as `expires_at`.
@@ -181,10 +181,10 @@ class Edit:
         await check_entity(self.connection, override, self.now)
         same = {"tenant_id": override.tenant_id, "resource": override.resource, "subject": override.subject}
         for before in await queries.find_by(self.connection, Override, **same):
-            self._check_version(before, version)
+            self._check_version(before, expected_version)
             after = msgspec.structs.replace(override, id=before.id, created_at=before.created_at)
             return await self._replace_one(before, after)
-        if version is not None:
+        if expected_version is not None:
             raise NotFound("unknown override: there is none to replace")
         if await queries.count_overrides(self.connection, override, self.now) >= MAX_PER_SUBJECT:
             raise Conflict(f"one subject may have at most {MAX_PER_SUBJECT} overrides; delete one, or use '*'")
@@ -248,17 +248,17 @@ class Edit:
         own = {"id": new_id(kind.id_prefix), "created_at": self.now, "updated_at": self.now}
         return build_entity(kind, {**fields, **own})
 
-    async def _get(self, kind: type[AnyEntity], identity: str, version: int | None) -> AnyEntity:
+    async def _get(self, kind: type[AnyEntity], identity: str, expected_version: int | None) -> AnyEntity:
         entity = await queries.get(self.connection, kind, identity)
-        self._check_version(entity, version)
+        self._check_version(entity, expected_version)
         return entity
 
     @staticmethod
-    def _check_version(entity: Entity, version: int | None) -> None:
-        if version is not None and version != entity.version:
+    def _check_version(entity: Entity, expected_version: int | None) -> None:
+        if expected_version is not None and expected_version != entity.version:
             raise VersionConflict(
-                f"{entity.kind} {entity.id} is at version {entity.version}, not {version}: it has changed since it was "
-                "read. Read it again, and retry"
+                f"{entity.kind} {entity.id} is at version {entity.version}, not {expected_version}: "
+                "it has changed since it was read. Read it again, and retry"
             )
 
     async def _replace_one(self, before: AnyEntity, after: AnyEntity, action: str = "update") -> AnyEntity:

@@ -19,8 +19,8 @@ from limitforge.service.problems import HttpError
 ADMIN_TENANT = "%admin"
 """The tenant under which admin requests are counted. `%` is not allowed in the id of a real tenant."""
 ADMIN_RESOURCE = "admin"
-BURST = "burst=token:50/second"
-SUSTAINED = "sustained=counter:1000/minute"
+BURST_LIMIT = "burst=token:50/second"
+SUSTAINED_LIMIT = "sustained=counter:1000/minute"
 MAX_FINGERPRINTS = 10_000
 
 _BEARER_PREFIX = "bearer "
@@ -41,7 +41,7 @@ class TokenAuthenticator:
         self._catalog_cache = catalog_cache
         self._limiter = limiter
         self._lookup_limiter = lookup_limiter or LookupLimiter()
-        self._rate_limits = Limits.parse(f"{BURST}; {SUSTAINED}")
+        self._rate_limits = Limits.parse(f"{BURST_LIMIT}; {SUSTAINED_LIMIT}")
         self._valid_fingerprints: dict[bytes, None] = {}
         """Fingerprints of tokens that were valid at their last look-up. A dict, because it keeps their order."""
         self._revoked_fingerprints: dict[bytes, None] = {}
@@ -49,13 +49,13 @@ class TokenAuthenticator:
         self._lookups_in_flight: dict[bytes, asyncio.Task[Token]] = {}
         self._last_used: dict[str, datetime] = {}
 
-    async def authenticate(self, authorization: Iterable[str], source: str) -> Token:
+    async def authenticate(self, authorization: Iterable[str], client_address: str) -> Token:
         """Return the token of a request with these `Authorization` fields from the client address `source`.
 
         Raises `UnknownKey`, `TooManyUnknownKeys`, `Forbidden` if the tenant of the token is suspended, and `HttpError`
         if the token exceeds its rate limit.
         """
-        token = await self._find_token(_bearer_token(authorization), source)
+        token = await self._find_token(_bearer_token(authorization), client_address)
         if token.tenant_id is not None:
             await self._refuse_suspended(token.tenant_id)
         self._last_used[token.id] = to_datetime(self._catalog.clock.now_us())
@@ -67,7 +67,7 @@ class TokenAuthenticator:
         used, self._last_used = self._last_used, {}
         return used
 
-    async def _find_token(self, text: str, source: str) -> Token:
+    async def _find_token(self, text: str, client_address: str) -> Token:
         """Look the token up in the database, each time, so that a deleted token is refused at once.
 
         Concurrent requests with the same token share one look-up.
@@ -78,30 +78,30 @@ class TokenAuthenticator:
         mark = fingerprint(text)
         lookup = self._lookups_in_flight.get(mark)
         if lookup is None:
-            lookup = asyncio.get_running_loop().create_task(self._look_up(credential, mark, source))
+            lookup = asyncio.get_running_loop().create_task(self._look_up(credential, mark, client_address))
             self._lookups_in_flight[mark] = lookup
             lookup.add_done_callback(lambda _: self._lookups_in_flight.pop(mark))
         return await asyncio.shield(lookup)
 
-    async def _look_up(self, credential: Credential, mark: bytes, source: str) -> Token:
+    async def _look_up(self, credential: Credential, token_fingerprint: bytes, client_address: str) -> Token:
         """Look a token up, through the look-up limiter if the token may be made up or was revoked."""
-        is_trusted = mark in self._valid_fingerprints or (
-            credential.has_keyed_checksum and mark not in self._revoked_fingerprints
+        is_trusted = token_fingerprint in self._valid_fingerprints or (
+            credential.has_keyed_checksum and token_fingerprint not in self._revoked_fingerprints
         )
         try:
             if is_trusted:
                 token = await self._catalog.authenticate_token(credential.text)
             else:
                 token = await self._lookup_limiter.run(
-                    source, lambda: self._catalog.authenticate_token(credential.text), seconds=LOOKUP_SECONDS
+                    client_address, lambda: self._catalog.authenticate_token(credential.text), seconds=LOOKUP_SECONDS
                 )
         except UnknownKey:
-            self._valid_fingerprints.pop(mark, None)
+            self._valid_fingerprints.pop(token_fingerprint, None)
             if credential.has_keyed_checksum:
-                _remember(self._revoked_fingerprints, mark)
+                _remember(self._revoked_fingerprints, token_fingerprint)
             raise
-        self._revoked_fingerprints.pop(mark, None)
-        _remember(self._valid_fingerprints, mark)
+        self._revoked_fingerprints.pop(token_fingerprint, None)
+        _remember(self._valid_fingerprints, token_fingerprint)
         return token
 
     async def _refuse_suspended(self, tenant_id: str) -> None:
@@ -124,8 +124,8 @@ class TokenAuthenticator:
             )
 
 
-def _remember(fingerprints: dict[bytes, None], mark: bytes) -> None:
-    fingerprints[mark] = None
+def _remember(fingerprints: dict[bytes, None], token_fingerprint: bytes) -> None:
+    fingerprints[token_fingerprint] = None
     if len(fingerprints) > MAX_FINGERPRINTS:
         del fingerprints[next(iter(fingerprints))]
 

@@ -24,14 +24,14 @@ def add_error_handlers(app: FastAPI) -> None:
     """Answer every error with a problem document."""
 
     async def handle_error(_: Request, error: Exception) -> Response:
-        return _problem_response(error)
+        return _to_fastapi_response(error)
 
     async def handle_validation(_: Request, error: Exception) -> Response:
         errors = error.errors() if isinstance(error, RequestValidationError) else ()
-        return _problem_response(validation_problem(errors))
+        return _to_fastapi_response(validation_error(errors))
 
     async def handle_routing(request: Request, error: Exception) -> Response:
-        return _problem_response(_routing_problem(app, request, error))
+        return _to_fastapi_response(_routing_error(app, request, error))
 
     app.add_exception_handler(LimitforgeError, handle_error)
     app.add_exception_handler(RequestValidationError, handle_validation)
@@ -39,7 +39,7 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, handle_error)
 
 
-def _problem_response(error: Exception) -> Response:
+def _to_fastapi_response(error: Exception) -> Response:
     known = error if isinstance(error, LimitforgeError) else LimitforgeError("unexpected")
     problem = problem_response(known)
     if problem.status == 500 and known is error:  # Starlette raises other exceptions again, and the server logs them
@@ -52,7 +52,7 @@ def _problem_response(error: Exception) -> Response:
 # --- Validation errors -----------------------------------------------------------------------------------------------
 
 
-def validation_problem(errors: Sequence[Any]) -> LimitforgeError:
+def validation_error(errors: Sequence[Any]) -> LimitforgeError:
     """Translate the first error of pydantic into an `InvalidInput` with the wording of the catalog."""
     first = errors[0] if errors else {"loc": (), "type": "", "msg": "is invalid"}
     location, *path = first["loc"] or ("body",)
@@ -99,7 +99,7 @@ def _describe_error(error: Any) -> str:
 # --- Routing errors --------------------------------------------------------------------------------------------------
 
 
-def _routing_problem(app: FastAPI, request: Request, error: Exception) -> LimitforgeError:
+def _routing_error(app: FastAPI, request: Request, error: Exception) -> LimitforgeError:
     status = getattr(error, "status_code", 500)
     if status == 405:
         allowed = ", ".join(sorted(set(_allowed_methods(app, request.scope))))

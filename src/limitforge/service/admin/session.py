@@ -55,7 +55,7 @@ class AdminSession:
     # --- Reading -----------------------------------------------------------------------------------------------------
 
     async def get(self, kind: type[AnyEntity], identity: str) -> AnyEntity:
-        return self._require_visible(kind, identity, await self.catalog.get(kind, identity))
+        return self._require_entity(kind, identity, await self.catalog.get(kind, identity))
 
     async def list_page(self, kind: type[Entity], query: ListQuery) -> Page:
         """Return a page of the visible entities. Filters of `query` that are None are ignored."""
@@ -65,16 +65,16 @@ class AdminSession:
             return Page([], None)
         return await self.catalog.list_page(kind, cursor=query.cursor, size=query.limit, **visible)
 
-    def restrict_filters(self, filters: Mapping[str, Any], owner: str = "tenant_id") -> dict[str, Any] | None:
+    def restrict_filters(self, filters: Mapping[str, Any], tenant_field: str = "tenant_id") -> dict[str, Any] | None:
         """Return the filters, limited to the tenant of the token. None means that nothing can match.
 
         `owner` is the field that holds the id of the tenant.
         """
         if self.tenant_id is None:
             return dict(filters)
-        if filters.get(owner) not in (None, self.tenant_id):
+        if filters.get(tenant_field) not in (None, self.tenant_id):
             return None
-        return {**filters, owner: self.tenant_id}
+        return {**filters, tenant_field: self.tenant_id}
 
     # --- Changing ----------------------------------------------------------------------------------------------------
 
@@ -93,11 +93,11 @@ class AdminSession:
             self.require_scope(TokenScope.WRITE)
             yield edit
 
-    async def find(self, edit: Edit, kind: type[AnyEntity], identity: str) -> AnyEntity:
+    async def require_visible(self, edit: Edit, kind: type[AnyEntity], identity: str) -> AnyEntity:
         """Return an entity that is to be changed, as it is inside the transaction."""
-        return self._require_visible(kind, identity, await queries.find(edit.connection, kind, identity))
+        return self._require_entity(kind, identity, await queries.find(edit.connection, kind, identity))
 
-    def _require_visible(self, kind: type[AnyEntity], identity: str, entity: AnyEntity | None) -> AnyEntity:
+    def _require_entity(self, kind: type[AnyEntity], identity: str, entity: AnyEntity | None) -> AnyEntity:
         """Return `entity` if it exists and the token may see it. The operator has routes of its own."""
         is_operator = kind is Tenant and identity == OPERATOR
         if entity is None or is_operator or not self.can_see(entity):

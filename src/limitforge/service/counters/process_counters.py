@@ -11,7 +11,7 @@ import msgspec
 
 from limitforge.catalog.live.cache.entries import Caller
 
-MAX_TENANTS = 1_000  # tenants that are named in metrics; the others are counted together
+MAX_NAMED_TENANTS = 1_000  # tenants that are named in metrics; the others are counted together
 OTHER_TENANTS = "others"
 
 ALLOWED, DENIED, WOULD_DENY, DEGRADED, OVERFLOW = range(5)
@@ -74,7 +74,7 @@ class ProcessCounters:
         """Count overrides that the store had lost and that were set again."""
         self.overrides_restored += overrides
 
-    def status_counts(self, call: str) -> dict[int, int]:
+    def response_counter(self, call: str) -> dict[int, int]:
         """Return the counter of a call's responses by status. The caller may increment it."""
         return self._requests[call]
 
@@ -103,6 +103,6 @@ class ProcessCounters:
 
 def add_row(totals: dict[str, list[int]], name: str, row: Iterable[int]) -> None:
     """Add a row to the totals of a tenant, or to those of all others if too many tenants are named already."""
-    is_named = name in totals or len(totals) < MAX_TENANTS
+    is_named = name in totals or len(totals) < MAX_NAMED_TENANTS
     total = totals.setdefault(name if is_named else OTHER_TENANTS, list(ZEROS))
     total[:] = map(operator.add, total, row)

@@ -44,12 +44,12 @@ class WindowFiles:
     def __init__(self, folder: Path, window_us: int) -> None:
         self._folder = folder
         self._window_us = window_us
-        self._process_id = secrets.token_hex(8)
+        self._writer_id = secrets.token_hex(8)
         self._warned_window = -1
 
     def write(self, window: int, rows: Rows) -> None:
         """Replace this worker's file of a window. The complete file is renamed, so no reader sees a part of it."""
-        file = self._folder / f"{PREFIX}-{window}-{self._process_id}"
+        file = self._folder / f"{PREFIX}-{window}-{self._writer_id}"
         fresh = file.with_name(f"{file.name}{TEMPORARY_SUFFIX}")
         with open(fresh, "wb", opener=_open_private) as opened:
             opened.write(_encode(rows))
@@ -62,7 +62,7 @@ class WindowFiles:
         """
         found = [(number, file) for number, file in self._files() if number in windows]
         for number, file in found[:MAX_FILES]:
-            if file.name.endswith((self._process_id, TEMPORARY_SUFFIX)):
+            if file.name.endswith((self._writer_id, TEMPORARY_SUFFIX)):
                 continue
             try:
                 yield self._read_file(number, file, tenant_id)

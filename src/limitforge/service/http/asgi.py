@@ -31,7 +31,7 @@ class ClientDisconnected(Exception):
 
 
 class AsgiRouter:
-    """Answers all calls that take an API key, health and metrics. Any other request goes to `fallback_app`."""
+    """Answers all calls that take an API key, health and metrics. Any other request goes to `admin_app`."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class AsgiRouter:
         health: Health,
         metrics: Handler,
         root_path: str,
-        fallback_app: ASGIApp,
+        admin_app: ASGIApp,
     ) -> None:
         self._checks = checks
         self._batches = batches
@@ -50,7 +50,7 @@ class AsgiRouter:
         self._tenant_api = tenant_api
         self._count_response = counters.count_response
         self._root_path = root_path
-        self._fallback_app = fallback_app
+        self._admin_app = admin_app
         self._routes: dict[str, tuple[str, str, Handler]] = {
             "/v1/check": ("POST", "check", self._check),
             "/v1/check/batch": ("POST", "batch", self._batch),
@@ -67,7 +67,7 @@ class AsgiRouter:
         path = self._path(scope)
         route = None if path is None or scope["type"] != "http" else self._routes.get(path)
         if route is None:
-            await self._fallback_app(scope, receive, self._count_statuses(send))
+            await self._admin_app(scope, receive, self._count_statuses(send))
             return
         method, call, handler = route
         try:

@@ -109,7 +109,7 @@ class FastHttpProtocol(BoundedConnection):
             cycle.message_event.set()
         request = self._receiving
         if request is None:
-            request = PipelinedRequest(self._listener.status_counts("unreadable"), _ignore, 0, ANONYMOUS)
+            request = PipelinedRequest(self._listener.response_counter("unreadable"), _ignore, 0, ANONYMOUS)
             self._requests.append(request)
         self._receiving = request
         request.is_rejected = request.close = True

@@ -35,7 +35,7 @@ class Listener:
         connections: ConnectionRegistry,
     ) -> None:
         """`routes` are the paths that the fast protocol answers itself."""
-        self.status_counts = counters.status_counts
+        self.response_counter = counters.response_counter
         self.is_known, self.early_rejection = authenticator.is_known, authenticator.early_rejection
         self.routes = routes
         self.proxies = proxies

@@ -21,8 +21,8 @@ COLLECT_AFTER = 20_000  # new objects; Python's default is 700
 CHECK_SECONDS = 5.0
 RECHECK_SECONDS = 30.0  # after a collection, because the flood may have ended since
 GROWTH_BYTES = 8 * 1_048_576
-MANY_OBJECTS = 1_000
-LARGE_BLOCK = 131_072
+MANY_GARBAGE_OBJECTS = 1_000
+LARGE_BLOCK_BYTES = 131_072
 
 _STATM = Path("/proc/self/statm")
 _M_MMAP_THRESHOLD = -3
@@ -64,7 +64,7 @@ class MemoryWatch:
         found = gc.collect()
         self._trim()
         self._baseline = resident_bytes()
-        self._recheck_at = loop.time() + RECHECK_SECONDS if not is_recheck or found > MANY_OBJECTS else None
+        self._recheck_at = loop.time() + RECHECK_SECONDS if not is_recheck or found > MANY_GARBAGE_OBJECTS else None
         freed = resident - self._baseline
         message = "collected garbage"
         log_event(_log, logging.DEBUG, "service.memory_collected", message, objects=found, freed_bytes=freed)
@@ -80,7 +80,7 @@ def _return_large_blocks() -> None:
     By default glibc raises that threshold to the size of freed blocks, up to 32 MiB, and large bodies leave holes.
     """
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK)
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
 
 
 def _malloc_trim() -> Callable[[], object]:

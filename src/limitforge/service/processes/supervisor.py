@@ -37,14 +37,25 @@ class WorkerProcess:
     """A worker, from its start until the process has ended."""
 
     def __init__(
-        self, listening: socket.socket, metrics: socket.socket | None, folder: str, environment: Mapping[str, str]
+        self,
+        server_socket: socket.socket,
+        metrics_socket: socket.socket | None,
+        counters_folder: str,
+        environment: Mapping[str, str],
     ) -> None:
         ready_reader, ready_writer = os.pipe()
-        fd = listening.fileno()
-        metrics_fds = [] if metrics is None else [metrics.fileno()]
+        fd = server_socket.fileno()
+        metrics_fds = [] if metrics_socket is None else [metrics_socket.fileno()]
         self._ready_reader = ready_reader
         self.started = time.monotonic()
-        command = [sys.executable, "-m", "limitforge.service.processes.worker", str(fd), str(ready_writer), folder]
+        command = [
+            sys.executable,
+            "-m",
+            "limitforge.service.processes.worker",
+            str(fd),
+            str(ready_writer),
+            counters_folder,
+        ]
         self.process = subprocess.Popen(  # noqa: S603 - this very program
             [*command, *map(str, metrics_fds)],
             pass_fds=(fd, ready_writer, *metrics_fds),
@@ -78,24 +89,24 @@ class Supervisor:
 
     def __init__(
         self,
-        listening: socket.socket,
-        count: int,
+        server_socket: socket.socket,
+        worker_count: int,
         environment: Mapping[str, str],
         *,
         shutdown_seconds: float,
-        metrics: socket.socket | None = None,
+        metrics_socket: socket.socket | None = None,
         on_ready: Callable[[], None] | None = None,
     ) -> None:
         """`on_ready` is called once all workers are ready."""
-        self._listening = listening
-        self._metrics = metrics
-        self._folder = ""
-        self._count = count
+        self._server_socket = server_socket
+        self._metrics_socket = metrics_socket
+        self._counters_folder = ""
+        self._worker_count = worker_count
         self._environment = environment
         self._shutdown_seconds = shutdown_seconds
         self._on_ready = on_ready
         self._workers: list[WorkerProcess] = []
-        self._retiring: list[WorkerProcess] = []
+        self._stopping_workers: list[WorkerProcess] = []
         self._is_stopping = False
         self._is_reload_requested = False
         self._backoff = MIN_BACKOFF_SECONDS
@@ -104,7 +115,7 @@ class Supervisor:
             os.set_blocking(end, False)
 
     def run(self) -> None:
-        with tempfile.TemporaryDirectory(prefix="limitforge-run-") as self._folder, self._signal_handlers():
+        with tempfile.TemporaryDirectory(prefix="limitforge-run-") as self._counters_folder, self._signal_handlers():
             try:
                 self._start()
                 if self._on_ready is not None and not self._is_stopping:
@@ -115,7 +126,7 @@ class Supervisor:
                 self._stop()
 
     def _start(self) -> None:
-        self._workers = [self._spawn() for _ in range(self._count)]
+        self._workers = [self._spawn() for _ in range(self._worker_count)]
         for worker in self._workers:
             if not worker.wait_until_ready(lambda: self._is_stopping) and not self._is_stopping:
                 raise WorkerStartFailed("a worker did not start; its error is in the lines before this one")
@@ -125,7 +136,7 @@ class Supervisor:
         select.select([self._wakeup_reader], [], [], 1.0)
         with contextlib.suppress(BlockingIOError):
             os.read(self._wakeup_reader, 4_096)
-        self._retiring = [worker for worker in self._retiring if worker.process.poll() is None]
+        self._stopping_workers = [worker for worker in self._stopping_workers if worker.process.poll() is None]
         if self._is_reload_requested:
             self._is_reload_requested = False
             self._reload()
@@ -133,11 +144,11 @@ class Supervisor:
             if worker.process.poll() is not None and not self._is_stopping:
                 self._workers[index] = self._restart(worker)
 
-    def _restart(self, dead: WorkerProcess) -> WorkerProcess:
-        pid, status = dead.process.pid, dead.process.returncode
+    def _restart(self, dead_worker: WorkerProcess) -> WorkerProcess:
+        pid, status = dead_worker.process.pid, dead_worker.process.returncode
         message = "a worker died, starting another"
         log_event(_log, logging.WARNING, "service.worker_died", message, pid=pid, status=status)
-        if time.monotonic() - dead.started < STABLE_SECONDS:
+        if time.monotonic() - dead_worker.started < STABLE_SECONDS:
             time.sleep(self._backoff)
             self._backoff = min(2 * self._backoff, MAX_BACKOFF_SECONDS)
         else:
@@ -148,7 +159,7 @@ class Supervisor:
 
     def _reload(self) -> None:
         """Start new workers, and stop the old ones once all new ones are ready. If any fails, keep the old ones."""
-        new_workers = [self._spawn() for _ in range(self._count)]
+        new_workers = [self._spawn() for _ in range(self._worker_count)]
         ready = [worker.wait_until_ready(lambda: self._is_stopping) for worker in new_workers]
         if all(ready):
             obsolete, self._workers = self._workers, new_workers
@@ -157,12 +168,12 @@ class Supervisor:
             obsolete = new_workers
             message = "new workers did not start, the old ones continue; the error is in the lines before this one"
             log_event(_log, logging.ERROR, "service.reload_failed", message)
-        self._retiring += obsolete
+        self._stopping_workers += obsolete
         for worker in obsolete:
             worker.stop()
 
     def _stop(self) -> None:
-        workers = [*self._workers, *self._retiring]
+        workers = [*self._workers, *self._stopping_workers]
         for worker in workers:
             worker.stop()
         deadline = time.monotonic() + self._shutdown_seconds + 2
@@ -174,7 +185,7 @@ class Supervisor:
                 worker.process.wait()
 
     def _spawn(self) -> WorkerProcess:
-        return WorkerProcess(self._listening, self._metrics, self._folder, self._environment)
+        return WorkerProcess(self._server_socket, self._metrics_socket, self._counters_folder, self._environment)
 
     @contextlib.contextmanager
     def _signal_handlers(self) -> Iterator[None]:

@@ -110,48 +110,50 @@ async def get_key(key_id: PathId, session: ReadSession) -> Response:
 
 
 @router.patch("/{key_id}", responses=describe_response("Key"))
-async def change_key(key_id: PathId, body: KeyChanges, session: WriteSession, version: IfMatch) -> Response:
+async def change_key(key_id: PathId, body: KeyChanges, session: WriteSession, expected_version: IfMatch) -> Response:
     """Change the given fields of a key."""
     async with session.edit() as edit:
-        await session.find(edit, Key, key_id)
-        key = await edit.update(Key, key_id, body.given_fields(), version=version)
+        await session.require_visible(edit, Key, key_id)
+        key = await edit.update(Key, key_id, body.given_fields(), expected_version=expected_version)
     return entity_response(key)
 
 
 @router.delete("/{key_id}", status_code=204, responses=NO_CONTENT)
-async def delete_key(key_id: PathId, session: WriteSession, version: IfMatch) -> Response:
+async def delete_key(key_id: PathId, session: WriteSession, expected_version: IfMatch) -> Response:
     """Revoke a key. It is refused at once, and can't be restored."""
     async with session.edit() as edit:
-        await session.find(edit, Key, key_id)
-        await edit.delete(Key, key_id, version=version)
+        await session.require_visible(edit, Key, key_id)
+        await edit.delete(Key, key_id, expected_version=expected_version)
     return no_content_response()
 
 
 @router.post("/{key_id}/rotate", responses=describe_response("KeyWithSecret", description="With its new secret."))
-async def rotate_key(key_id: PathId, session: WriteSession, version: IfMatch, body: Rotation | None = None) -> Response:
+async def rotate_key(
+    key_id: PathId, session: WriteSession, expected_version: IfMatch, body: Rotation | None = None
+) -> Response:
     """Create a new secret for a key. The old secret stays valid for `grace_seconds`, 0 by default."""
     async with session.edit() as edit:
-        await session.find(edit, Key, key_id)
+        await session.require_visible(edit, Key, key_id)
         grace_seconds = 0 if body is None else body.grace_seconds
-        key, credential = await edit.rotate_key(key_id, grace_seconds, version=version)
+        key, credential = await edit.rotate_key(key_id, grace_seconds, expected_version=expected_version)
     return entity_response(key, **_secret_fields(key, credential))
 
 
 @router.post("/{key_id}/disable", responses=describe_response("Key"))
-async def disable_key(key_id: PathId, session: WriteSession, version: IfMatch) -> Response:
+async def disable_key(key_id: PathId, session: WriteSession, expected_version: IfMatch) -> Response:
     """Disable a key. It is refused until it is enabled again."""
     async with session.edit() as edit:
-        await session.find(edit, Key, key_id)
-        key = await edit.disable_key(key_id, version=version)
+        await session.require_visible(edit, Key, key_id)
+        key = await edit.set_key_disabled(key_id, disabled=True, expected_version=expected_version)
     return entity_response(key)
 
 
 @router.post("/{key_id}/enable", responses=describe_response("Key"))
-async def enable_key(key_id: PathId, session: WriteSession, version: IfMatch) -> Response:
+async def enable_key(key_id: PathId, session: WriteSession, expected_version: IfMatch) -> Response:
     """Enable a disabled key."""
     async with session.edit() as edit:
-        await session.find(edit, Key, key_id)
-        key = await edit.disable_key(key_id, disabled=False, version=version)
+        await session.require_visible(edit, Key, key_id)
+        key = await edit.set_key_disabled(key_id, disabled=False, expected_version=expected_version)
     return entity_response(key)
 
 

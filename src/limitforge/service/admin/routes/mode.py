@@ -32,14 +32,16 @@ class ModeSwitch(RequestBody):
         "ModeState", example={"mode": "off", "tenant_id": "ten_1a2b3c4d5e6f7g8h", "version": 3}
     ),
 )
-async def set_mode(body: ModeSwitch, session: WriteSession, version: IfMatch) -> Response:
+async def set_mode(body: ModeSwitch, session: WriteSession, expected_version: IfMatch) -> Response:
     """Set the mode of a tenant, or of all tenants, to `on`, `monitor` or `off`. All nodes apply it within a second."""
     tenant_id = body.given_fields().get("tenant_id")
     async with session.edit() as edit:
         if tenant_id is None:
             session.require_all_tenants("the mode of all tenants")
         else:
-            await session.find(edit, Tenant, tenant_id)
-        tenant = await edit.update(Tenant, tenant_id or OPERATOR, {"mode": body.mode}, version=version)
+            await session.require_visible(edit, Tenant, tenant_id)
+        tenant = await edit.update(
+            Tenant, tenant_id or OPERATOR, {"mode": body.mode}, expected_version=expected_version
+        )
     content = {"mode": tenant.mode, "tenant_id": tenant_id, "version": tenant.version}
     return json_response(content, etag=format_etag(tenant.version))

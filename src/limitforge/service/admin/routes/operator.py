@@ -41,7 +41,7 @@ async def get_operator(session: ReadSession) -> Response:
 
 
 @router.put("", responses=describe_response("Operator", example=EXAMPLE))
-async def set_operator_plan(body: OperatorPlan, session: WriteSession, version: IfMatch) -> Response:
+async def set_operator_plan(body: OperatorPlan, session: WriteSession, expected_version: IfMatch) -> Response:
     """Set the plan that applies to all tenants. It must have the tenant_id `operator`."""
     session.require_all_tenants("the operator")
     async with session.edit() as edit:
@@ -49,7 +49,9 @@ async def set_operator_plan(body: OperatorPlan, session: WriteSession, version: 
             plan = await queries.find(edit.connection, Plan, body.plan_id)
             if plan is None or plan.tenant_id != OPERATOR:
                 raise NotFound(f"plan_id: unknown plan of the operator {short_repr(body.plan_id)}")
-        operator = await edit.update(Tenant, OPERATOR, {"default_plan_id": body.plan_id}, version=version)
+        operator = await edit.update(
+            Tenant, OPERATOR, {"default_plan_id": body.plan_id}, expected_version=expected_version
+        )
     return _operator_response(operator)
 
 

@@ -89,13 +89,13 @@ class OverrideQuery(ListQuery):
     | describe_response("Override", description="An existing override was replaced."),
 )
 async def set_override(
-    body: NewOverride, session: WriteSession, idempotency: Idempotency, version: IfMatch
+    body: NewOverride, session: WriteSession, idempotency: Idempotency, expected_version: IfMatch
 ) -> Response:
     """Set the override of a subject for a resource. The status is 201 if it is new, and 200 if it replaced one."""
     session.require_tenant(body.tenant_id)
 
     async def create(edit: Edit) -> CreateResult:
-        override = await edit.set_override(body.given_fields(), version=version)
+        override = await edit.set_override(body.given_fields(), expected_version=expected_version)
         return CreateResult(override, status=201 if override.version == 1 else 200)
 
     return await idempotency.run(create)
@@ -115,24 +115,24 @@ async def get_override(override_id: PathId, session: ReadSession) -> Response:
 
 @router.patch("/{override_id}", responses=describe_response("Override"))
 async def change_override(
-    override_id: PathId, body: OverrideChanges, session: WriteSession, version: IfMatch
+    override_id: PathId, body: OverrideChanges, session: WriteSession, expected_version: IfMatch
 ) -> Response:
     """Change the limits, the expiry or the reason of an override. New limits replace all of the old ones."""
     async with session.edit() as edit:
-        before = await session.find(edit, Override, override_id)
+        before = await session.require_visible(edit, Override, override_id)
         if not body.model_fields_set:
-            return entity_response(await edit.update(Override, override_id, {}, version=version))
+            return entity_response(await edit.update(Override, override_id, {}, expected_version=expected_version))
         fields = {name: getattr(before, name) for name in settable_fields(Override)}
         if "ttl_seconds" in body.model_fields_set:
             del fields["expires_at"]
-        override = await edit.set_override({**fields, **body.given_fields()}, version=version)
+        override = await edit.set_override({**fields, **body.given_fields()}, expected_version=expected_version)
     return entity_response(override)
 
 
 @router.delete("/{override_id}", status_code=204, responses=NO_CONTENT)
-async def delete_override(override_id: PathId, session: WriteSession, version: IfMatch) -> Response:
+async def delete_override(override_id: PathId, session: WriteSession, expected_version: IfMatch) -> Response:
     """Delete an override. The limits of the plan apply again."""
     async with session.edit() as edit:
-        await session.find(edit, Override, override_id)
-        await edit.delete(Override, override_id, version=version)
+        await session.require_visible(edit, Override, override_id)
+        await edit.delete(Override, override_id, expected_version=expected_version)
     return no_content_response()

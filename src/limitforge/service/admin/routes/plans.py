@@ -144,21 +144,21 @@ async def get_plan(plan_id: PathId, session: ReadSession) -> Response:
 
 
 @router.patch("/{plan_id}", responses=describe_response("PlanWithWarnings"))
-async def change_plan(plan_id: PathId, body: PlanChanges, session: WriteSession, version: IfMatch) -> Response:
+async def change_plan(plan_id: PathId, body: PlanChanges, session: WriteSession, expected_version: IfMatch) -> Response:
     """Change a plan. Its old limits remain available as an earlier version."""
     async with session.edit() as edit:
-        plan = await session.find(edit, Plan, plan_id)
-        plan = await edit.update(Plan, plan_id, body.fields(plan), version=version)
+        plan = await session.require_visible(edit, Plan, plan_id)
+        plan = await edit.update(Plan, plan_id, body.fields(plan), expected_version=expected_version)
         warnings = await plan_warnings(edit.connection, plan.tenant_id, plan.id)
     return entity_response(plan, **warning_fields(warnings))
 
 
 @router.delete("/{plan_id}", status_code=204, responses=NO_CONTENT)
-async def delete_plan(plan_id: PathId, session: WriteSession, version: IfMatch) -> Response:
+async def delete_plan(plan_id: PathId, session: WriteSession, expected_version: IfMatch) -> Response:
     """Delete a plan. A plan that is still in use can't be deleted."""
     async with session.edit() as edit:
-        await session.find(edit, Plan, plan_id)
-        await edit.delete(Plan, plan_id, version=version)
+        await session.require_visible(edit, Plan, plan_id)
+        await edit.delete(Plan, plan_id, expected_version=expected_version)
     return no_content_response()
 
 
@@ -171,11 +171,13 @@ async def list_plan_versions(plan_id: PathId, session: ReadSession) -> Response:
 
 @router.post("/{plan_id}/rollback", responses=describe_response("PlanWithWarnings"))
 async def roll_back_plan(
-    plan_id: PathId, session: WriteSession, version: IfMatch, body: Rollback | None = None
+    plan_id: PathId, session: WriteSession, expected_version: IfMatch, body: Rollback | None = None
 ) -> Response:
     """Restore the limits of an earlier version as a new version. The previous version is the default."""
     async with session.edit() as edit:
-        await session.find(edit, Plan, plan_id)
-        plan = await edit.roll_back_plan(plan_id, None if body is None else body.version, version=version)
+        await session.require_visible(edit, Plan, plan_id)
+        plan = await edit.roll_back_plan(
+            plan_id, None if body is None else body.version, expected_version=expected_version
+        )
         warnings = await plan_warnings(edit.connection, plan.tenant_id, plan.id)
     return entity_response(plan, **warning_fields(warnings))

@@ -102,19 +102,21 @@ async def get_policy(policy_id: PathId, session: ReadSession) -> Response:
 
 
 @router.patch("/{policy_id}", responses=describe_response("PolicyWithWarnings"))
-async def change_policy(policy_id: PathId, body: PolicyChanges, session: WriteSession, version: IfMatch) -> Response:
+async def change_policy(
+    policy_id: PathId, body: PolicyChanges, session: WriteSession, expected_version: IfMatch
+) -> Response:
     """Change the given fields of a policy."""
     async with session.edit() as edit:
-        await session.find(edit, Policy, policy_id)
-        policy = await edit.update(Policy, policy_id, body.given_fields(), version=version)
+        await session.require_visible(edit, Policy, policy_id)
+        policy = await edit.update(Policy, policy_id, body.given_fields(), expected_version=expected_version)
         warnings = await plan_warnings(edit.connection, policy.tenant_id, policy.plan_id)
     return entity_response(policy, **warning_fields(warnings))
 
 
 @router.delete("/{policy_id}", status_code=204, responses=NO_CONTENT)
-async def delete_policy(policy_id: PathId, session: WriteSession, version: IfMatch) -> Response:
+async def delete_policy(policy_id: PathId, session: WriteSession, expected_version: IfMatch) -> Response:
     """Delete a policy."""
     async with session.edit() as edit:
-        await session.find(edit, Policy, policy_id)
-        await edit.delete(Policy, policy_id, version=version)
+        await session.require_visible(edit, Policy, policy_id)
+        await edit.delete(Policy, policy_id, expected_version=expected_version)
     return no_content_response()

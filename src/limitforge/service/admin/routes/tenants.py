@@ -98,22 +98,24 @@ async def get_tenant(tenant_id: PathId, session: ReadSession) -> Response:
 
 
 @router.patch("/{tenant_id}", responses=describe_response("Tenant"))
-async def change_tenant(tenant_id: PathId, body: TenantChanges, session: WriteSession, version: IfMatch) -> Response:
+async def change_tenant(
+    tenant_id: PathId, body: TenantChanges, session: WriteSession, expected_version: IfMatch
+) -> Response:
     """Change the given fields of a tenant. A token of the tenant itself can't change its name, lanes or suspension."""
     async with session.edit() as edit:
-        await session.find(edit, Tenant, tenant_id)
+        await session.require_visible(edit, Tenant, tenant_id)
         for field in PROTECTED_FIELDS:
             if field in body.model_fields_set:
                 session.require_all_tenants(field)
-        tenant = await edit.update(Tenant, tenant_id, body.given_fields(), version=version)
+        tenant = await edit.update(Tenant, tenant_id, body.given_fields(), expected_version=expected_version)
     return entity_response(tenant)
 
 
 @router.delete("/{tenant_id}", status_code=204, responses=NO_CONTENT)
-async def delete_tenant(tenant_id: PathId, session: WriteSession, version: IfMatch) -> Response:
+async def delete_tenant(tenant_id: PathId, session: WriteSession, expected_version: IfMatch) -> Response:
     """Delete a tenant with its plans, policies, keys, overrides and tokens."""
     async with session.edit() as edit:
-        await session.find(edit, Tenant, tenant_id)
+        await session.require_visible(edit, Tenant, tenant_id)
         session.require_all_tenants("deleting tenants")
-        await edit.delete(Tenant, tenant_id, version=version)
+        await edit.delete(Tenant, tenant_id, expected_version=expected_version)
     return no_content_response()

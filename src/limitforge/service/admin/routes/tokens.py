@@ -98,23 +98,25 @@ async def get_token(token_id: PathId, session: ReadSession) -> Response:
 
 
 @router.patch("/{token_id}", responses=describe_response("Token"))
-async def change_token(token_id: PathId, body: TokenChanges, session: WriteSession, version: IfMatch) -> Response:
+async def change_token(
+    token_id: PathId, body: TokenChanges, session: WriteSession, expected_version: IfMatch
+) -> Response:
     """Change the given fields of a token. A caller can't add scopes that its own token lacks, nor grant or extend
     anything beyond the expiry of its own token.
     """
     async with session.edit() as edit:
-        before = await session.find(edit, Token, token_id)
-        token = await edit.update(Token, token_id, body.given_fields(), version=version)
+        before = await session.require_visible(edit, Token, token_id)
+        token = await edit.update(Token, token_id, body.given_fields(), expected_version=expected_version)
         _refuse_escalation(session.token, before, token)
     return entity_response(token)
 
 
 @router.delete("/{token_id}", status_code=204, responses=NO_CONTENT)
-async def delete_token(token_id: PathId, session: WriteSession, version: IfMatch) -> Response:
+async def delete_token(token_id: PathId, session: WriteSession, expected_version: IfMatch) -> Response:
     """Delete a token. It is refused at once."""
     async with session.edit() as edit:
-        await session.find(edit, Token, token_id)
-        await edit.delete(Token, token_id, version=version)
+        await session.require_visible(edit, Token, token_id)
+        await edit.delete(Token, token_id, expected_version=expected_version)
     return no_content_response()
 
 

@@ -24,7 +24,7 @@ from limitforge.service.settings import Settings
 USAGE_FLUSH_SECONDS = 10.0  # how often usage is written to the database
 
 
-class DatabaseBackend:
+class DatabaseConfiguration:
     """A configuration in a database: the admin API changes it, and usage is recorded in it."""
 
     def __init__(
@@ -35,13 +35,13 @@ class DatabaseBackend:
         counters: ProcessCounters,
         throttled: ThrottledTracker,
     ) -> None:
-        self._catalog_copies = _catalog_copies(settings.store_url)
+        self._catalog_redis = _connect_catalog_redis(settings.store_url)
         self._database = Database(settings.database_url)
-        self.live_catalog = LiveCatalog(
+        self.live_configuration = LiveCatalog(
             self._database,
             peppers,
             lookup_seconds=settings.lookup_deadline_ms / 1_000,
-            shared=self._catalog_copies,
+            shared=self._catalog_redis,
             sink=limiter,
             on_tenant_loaded=lambda tenant: limiter.set_lanes(tenant.id, tenant.placement),
             key_prefix=settings.key_prefix,
@@ -49,12 +49,14 @@ class DatabaseBackend:
             on_restored=counters.count_restored_overrides,
             on_memory=limiter.set_server_memory,
         )
-        self._authenticator = TokenAuthenticator(self.live_catalog.catalog, self.live_catalog.cache, limiter)
+        self._authenticator = TokenAuthenticator(
+            self.live_configuration.catalog, self.live_configuration.cache, limiter
+        )
         self._throttled = throttled
         self._usage = UsageRecorder(self._database, counters, take_last_used=self._authenticator.take_last_used)
         self._flush_task: asyncio.Task[None] | None = None
-        self.fallback_app: ASGIApp = create_admin_app(
-            self.live_catalog,
+        self.admin_app: ASGIApp = create_admin_app(
+            self.live_configuration,
             limiter,
             self._authenticator,
             usage_recorder=self._usage,
@@ -63,7 +65,7 @@ class DatabaseBackend:
         )
 
     async def start(self) -> None:
-        await self.live_catalog.start()
+        await self.live_configuration.start()
         await self._throttled.start()
         self._flush_task = asyncio.get_running_loop().create_task(self._flush_usage())
 
@@ -73,20 +75,20 @@ class DatabaseBackend:
             await asyncio.gather(self._flush_task, return_exceptions=True)
             await self._usage.flush()
         await self._throttled.close()
-        await self.live_catalog.close()
-        if self._catalog_copies is not None:
-            await self._catalog_copies.close()
+        await self.live_configuration.close()
+        if self._catalog_redis is not None:
+            await self._catalog_redis.close()
         await self._database.close()
 
     def catalog_status(self) -> dict[str, Any]:
         """Return the `catalog` member of a readiness response."""
-        status = self.live_catalog.status()
+        status = self.live_configuration.status()
         return {"state": status.database, "since": status.since}
 
-    async def authorize_metrics(self, authorization: Iterable[str], source: str) -> None:
+    async def authorize_metrics(self, authorization: Iterable[str], client_address: str) -> None:
         """Raise an error unless the token may read the numbers of all tenants."""
-        token = await self._authenticator.authenticate(authorization, source)
-        session = AdminSession(token, self.live_catalog.catalog)
+        token = await self._authenticator.authenticate(authorization, client_address)
+        session = AdminSession(token, self.live_configuration.catalog)
         session.require_scope(TokenScope.READ)
         session.require_all_tenants("metrics")
 
@@ -96,15 +98,15 @@ class DatabaseBackend:
             await self._usage.flush()
 
 
-class FileBackend:
+class FileConfiguration:
     """A configuration in a file. Changes are made in the file, so there is no admin API."""
 
     def __init__(self, settings: Settings, peppers: Peppers, limiter: Limiter, counters: ProcessCounters) -> None:
-        self._catalog_copies = _catalog_copies(settings.store_url)
-        self.live_catalog = LiveFile(
+        self._catalog_redis = _connect_catalog_redis(settings.store_url)
+        self.live_configuration = LiveFile(
             settings.config,
             peppers,
-            shared=self._catalog_copies,
+            shared=self._catalog_redis,
             sink=limiter,
             on_tenant_loaded=lambda tenant: limiter.set_lanes(tenant.id, tenant.placement),
             key_prefix=settings.key_prefix,
@@ -114,33 +116,33 @@ class FileBackend:
         )
 
     async def start(self) -> None:
-        await self.live_catalog.start()
+        await self.live_configuration.start()
 
     async def close(self) -> None:
-        await self.live_catalog.close()
-        if self._catalog_copies is not None:
-            await self._catalog_copies.close()
+        await self.live_configuration.close()
+        if self._catalog_redis is not None:
+            await self._catalog_redis.close()
 
     def catalog_status(self) -> dict[str, Any]:
         """Return the `catalog` member of a readiness response."""
-        status = self.live_catalog.status()
+        status = self.live_configuration.status()
         return {"state": status.file, "since": status.since}
 
-    async def authorize_metrics(self, authorization: Iterable[str], source: str) -> None:
+    async def authorize_metrics(self, authorization: Iterable[str], client_address: str) -> None:
         """Raise an error: without an admin API there are no tokens."""
         detail = "a service with a configuration file has no admin tokens; set LIMITFORGE_METRICS_PORT to read metrics"
         raise HttpError(404, "unknown_path", detail)
 
-    async def fallback_app(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def admin_app(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             detail = "unknown path; a service with a configuration file has no admin API"
             await send_response(send, problem_response(HttpError(404, "unknown_path", detail)))
 
 
-Backend = DatabaseBackend | FileBackend
+Configuration = DatabaseConfiguration | FileConfiguration
 
 
-def _catalog_copies(store_url: str) -> Any:
+def _connect_catalog_redis(store_url: str) -> Any:
     if store_url.startswith("memory:"):
         return None
     from limitforge.stores.redis.catalog_copies import CatalogRedis
