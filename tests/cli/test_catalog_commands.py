@@ -110,7 +110,7 @@ def test_a_tenant_from_creation_to_deletion(workspace: Workspace) -> None:
     assert "suspended" in workspace.run("tenants", "list")
     workspace.run("tenants", "resume", tenant["id"])
     assert workspace.json("tenants", "show", "acme-2")["suspended"] is False
-    assert "still in use by the tenant's default" in workspace.run("plans", "delete", "free", status=2)
+    assert "still in use by the tenant (its default plan)" in workspace.run("plans", "delete", "free", status=2)
     assert "--yes: is required when the standard input is not a terminal" in workspace.run(
         "tenants", "delete", "acme-2", status=2
     )

@@ -44,7 +44,7 @@ def translate_validation_error(error: msgspec.ValidationError) -> InvalidInput:
     if missing := _MISSING.match(problem):
         return InvalidInput(_join_path(path, missing["field"]), "is required")
     if unknown := _UNKNOWN.match(problem):
-        return InvalidInput(_join_path(path, unknown["field"][:64]), "is not a field here")
+        return InvalidInput(_join_path(path, unknown["field"][:64]), "unknown field")
     if wrong := _EXPECTED.match(problem):
         expected, got = (_TYPE_NAMES.get(wrong[part], wrong[part]) for part in ("expected", "got"))
         return InvalidInput(path or "value", f"must be {expected}, got {got}")

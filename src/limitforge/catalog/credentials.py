@@ -1,14 +1,14 @@
 """Generate, parse and verify API keys and admin tokens.
 
     lf_live_<id><secret><checksum>
-             |   |       64 bits of an HMAC-SHA256 under the pepper: forged keys are rejected without a look-up
+             |   |       64 bits of an HMAC-SHA256 under the pepper: forged keys are rejected without a lookup
              |   166 bits, shown once
-             the part by which it is looked up
+             the id, which is used for the lookup
 
 The database stores an HMAC-SHA256 of the whole text under a pepper. Peppers have versions, so that a new pepper can be
 introduced while keys under the old ones remain valid.
 
-Older keys end with 6 digits of a CRC32, which is not secret. They remain valid, but only a look-up shows that one is
+Older keys end with 6 digits of a CRC32, which is not secret. They remain valid, but only a lookup shows that one is
 forged. The length tells the two formats apart.
 """
 
@@ -51,10 +51,10 @@ class Credential(msgspec.Struct, frozen=True):
 
     prefix: str
     id: str
-    """The part by which it is looked up, without the prefix of its kind."""
+    """The id that is used for the lookup, without the prefix of its kind."""
     text: str
     has_keyed_checksum: bool = False
-    """True if its checksum is keyed with a pepper. It was then issued here, though it may have been deleted since."""
+    """True if its checksum is keyed with a pepper. Such a key was issued by this service, but may have been deleted."""
 
     @classmethod
     def generate(cls, prefix: str, identity: str, peppers: "Peppers") -> "Credential":
@@ -167,7 +167,7 @@ def require_peppers(peppers: Peppers | None) -> Peppers:
 
 
 def fingerprint(text: str) -> bytes:
-    """Return a digest by which this process remembers a presented key, so that it need not keep the text."""
+    """Return a digest that identifies a presented key in memory, so that the process does not keep its text."""
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).digest()
 
 
@@ -177,7 +177,7 @@ def crc_checksum(body: str) -> str:
 
 
 def _random(length: int) -> str:
-    """Return random letters and digits, from one random number: an apply may need tens of thousands of ids."""
+    """Return random letters and digits. One call for all of them, since an apply may need tens of thousands of ids."""
     return _base62(secrets.randbelow(len(ALPHABET) ** length), length)
 
 

@@ -41,22 +41,24 @@ def check_storable(field: str, value: str) -> None:
 
 
 def check_metadata(metadata: dict[str, Any]) -> None:
-    """Refuse metadata that would change on its way: databases store it as JSON, copies in Redis as MessagePack."""
+    """Refuse metadata that does not survive JSON (in the database) and MessagePack (in Redis)."""
     try:
         text = json.dumps(metadata, ensure_ascii=False, allow_nan=False).encode()
-        is_kept = len(text) > MAX_METADATA_BYTES or msgspec.msgpack.decode(msgspec.msgpack.encode(metadata)) == metadata
-        is_kept = is_kept and json.loads(text) == metadata
+        survives = (
+            len(text) > MAX_METADATA_BYTES or msgspec.msgpack.decode(msgspec.msgpack.encode(metadata)) == metadata
+        )
+        survives = survives and json.loads(text) == metadata
     except (ValueError, TypeError, RecursionError, OverflowError, msgspec.MsgspecError):
         raise InvalidInput("metadata", "must be JSON: text, numbers of up to 64 bits, lists, mappings") from None
     if len(text) > MAX_METADATA_BYTES:
         raise InvalidInput("metadata", f"at most {MAX_METADATA_BYTES} bytes of JSON, got {len(text)}")
-    if not is_kept:
-        raise InvalidInput("metadata", "must be JSON, whose keys are text")
+    if not survives:
+        raise InvalidInput("metadata", "must have only text keys")
 
 
 def check_failure(failure: Failure | None) -> None:
     if failure is Failure.RAISE:
-        raise InvalidInput("failure", "must be one of open, closed, local: a service always answers")
+        raise InvalidInput("failure", "must be one of open, closed, local; raise exists only in the library")
 
 
 def check_scopes(scopes: tuple[StrEnum, ...], kind: type[StrEnum]) -> None:

@@ -48,13 +48,13 @@ class RevisionHistory:
         """The last revision that this process has processed, or None before the first."""
         self.newest_timeline = 0
         """The newest timeline that this process has seen anywhere. Copies of earlier ones are not accepted."""
-        self._last = Stamp()
+        self._newest_seen = Stamp()  # unlike the head, it never moves back within a timeline
         self._ids: dict[int, int] = {}
 
     def reset(self, head: Stamp, recent: Iterable[Stamp] = ()) -> None:
         """Start from the current state of the database; `recent` are earlier revisions of it."""
         self._ids = {each.revision: each.change_id for each in sorted(recent, key=lambda each: each.revision)}
-        self._last = self.head = head
+        self._newest_seen = self.head = head
         self._ids[head.revision] = head.change_id
         self.newest_timeline = max(self.newest_timeline, head.timeline)
 
@@ -64,7 +64,7 @@ class RevisionHistory:
             self.head = msgspec.structs.replace(self.head, revision=revision, change_id=change_id)
 
     def reject_timeline(self, timeline: int) -> None:
-        """Accept nothing of this timeline any more: the database has lost a part of it."""
+        """Reject all data of this timeline from now on: the database has lost a part of it."""
         self.newest_timeline = max(self.newest_timeline, timeline + 1)
 
     def is_next(self, stamp: Stamp, previous_id: int) -> bool:
@@ -79,18 +79,21 @@ class RevisionHistory:
         self._ids[stamp.revision] = stamp.change_id
         if self.head is None or stamp.revision > self.head.revision:
             self.head = stamp
-        self._last = max(self._last, stamp)
+        self._newest_seen = max(self._newest_seen, stamp)
         while len(self._ids) > MAX_REVISIONS:
             del self._ids[next(iter(self._ids))]
 
     def contains(self, stamp: Stamp) -> bool:
-        """Return True if the database is known to have this revision. Before the first read, any may be."""
+        """Return True if the database is known to have this revision.
+
+        Before the first read of the database, any revision of the newest timeline counts as known.
+        """
         if self.head is None:
             return stamp.timeline >= self.newest_timeline
         return stamp.timeline == self.head.timeline and self._ids.get(stamp.revision) == stamp.change_id
 
     def contradicts(self, stamp: Stamp) -> bool:
-        """Return True if this can't be of the newest known history: it has another id, or an earlier timeline."""
+        """Return True if this revision is from another history: same number but another id, or an older timeline."""
         if stamp.timeline < self.newest_timeline:
             return True
         known = self._ids.get(stamp.revision)
@@ -104,4 +107,8 @@ class RevisionHistory:
         """
         if self.head is None or stamp.timeline < self.head.timeline:
             return False
-        return stamp.timeline > self.head.timeline or stamp.revision > self._last.revision or self.contradicts(stamp)
+        return (
+            stamp.timeline > self.head.timeline
+            or stamp.revision > self._newest_seen.revision
+            or self.contradicts(stamp)
+        )

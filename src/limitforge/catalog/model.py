@@ -1,4 +1,5 @@
-"""The entities of the catalog: tenants, plans, policies, keys, overrides, tokens. Frozen, and valid once built.
+"""The entities of the catalog: tenants, plans, policies, keys, overrides, tokens. They are
+immutable and always valid.
 
 Their fields have the names of the wire format, and each is described here once: the admin API, the OpenAPI document,
 the command line and configuration files take descriptions and examples from these annotations. This module does not
@@ -145,10 +146,10 @@ KeyScopes = Annotated[
         **_WORD_LIST,
     ),
 ]
-Expiry = Annotated[datetime | None, described("When it expires, such as 2026-12-31T00:00:00Z. Null is never.")]
+Expiry = Annotated[datetime | None, described("When it expires, such as 2026-12-31T00:00:00Z. Null means never.")]
 Metadata = Annotated[
     dict[str, Any],
-    described(f"Any JSON of yours, up to {MAX_METADATA_BYTES} bytes.", example={"team": "checkout"}),
+    described(f"Any JSON object, up to {MAX_METADATA_BYTES} bytes.", example={"team": "checkout"}),
 ]
 Disabled = Annotated[bool, described("True if the key is rejected.", example=False)]
 OverrideLimits = Annotated[
@@ -203,7 +204,10 @@ class Tenant(Entity, frozen=True, kw_only=True):
     priority: PriorityField = None
     default_plan_id: Annotated[
         str | None,
-        described("The plan for checks that no policy or key gives another one.", example=f"pla_{_EXAMPLE_ID}"),
+        described(
+            "The plan of checks whose key has none. The plan of a matching policy applies as well.",
+            example=f"pla_{_EXAMPLE_ID}",
+        ),
     ] = None
     lanes: LaneCount = 1
     suspended: Suspended = False
@@ -231,7 +235,7 @@ class Tenant(Entity, frozen=True, kw_only=True):
 
 
 class Plan(Entity, frozen=True, kw_only=True):
-    """A named set of limits, each as the fields of the wire format. A change adds a version; old versions are kept."""
+    """A named set of limits, each as its JSON fields. A change adds a version; old versions are kept."""
 
     kind: ClassVar[str] = "plan"
     id_prefix: ClassVar[str] = "pla"
@@ -300,7 +304,7 @@ Secrets = Annotated[
 
 
 class Key(Entity, frozen=True, kw_only=True):
-    """An API key of a tenant, with which its holder may check."""
+    """An API key of a tenant."""
 
     kind: ClassVar[str] = "key"
     id_prefix: ClassVar[str] = "key"
@@ -308,9 +312,13 @@ class Key(Entity, frozen=True, kw_only=True):
     tenant_id: OwnerId
     name: Annotated[str, _described_name("web")]
     type: Annotated[KeyTypeField, IMMUTABLE] = KeyType.LIVE
-    plan_id: Annotated[str | None, described("A plan that applies to checks with this key, unless a policy does.")] = (
-        None
-    )
+    plan_id: Annotated[
+        str | None,
+        described(
+            "The plan of checks with this key, instead of the tenant's default plan. The plan of a matching policy "
+            "applies as well."
+        ),
+    ] = None
     scopes: KeyScopes = tuple(KeyScope)
     expires_at: Expiry = None
     metadata: Metadata = {}
@@ -365,7 +373,7 @@ class Override(Entity, frozen=True, kw_only=True):
 
 
 class Token(Entity, frozen=True, kw_only=True):
-    """An admin token, which allows to read or change the catalog of one tenant or of all."""
+    """An admin token, which allows reading or changing the catalog of one tenant or of all."""
 
     kind: ClassVar[str] = "token"
     id_prefix: ClassVar[str] = "tok"
@@ -374,9 +382,9 @@ class Token(Entity, frozen=True, kw_only=True):
     scopes: Annotated[
         tuple[TokenScope, ...], described("What the token allows.", example=["read", "write"], **_WORD_LIST)
     ] = (TokenScope.READ,)
-    tenant_id: Annotated[str | None, described("The only tenant that it gives access to. Null is all."), IMMUTABLE] = (
-        None
-    )
+    tenant_id: Annotated[
+        str | None, described("The only tenant that it gives access to. Null means all tenants."), IMMUTABLE
+    ] = None
     expires_at: Expiry = None
     last_used_at: LastUsed = None
     secrets: Secrets = ()
@@ -446,7 +454,7 @@ def current_fields(entity: Entity) -> dict[str, Any]:
 
 
 def to_public_dict(entity: Entity) -> dict[str, Any]:
-    """Return an entity as JSON would have it, without the hashes of its secrets."""
+    """Return an entity as plain JSON values, without the hashes of its secrets."""
     fields: dict[str, Any] = msgspec.to_builtins(entity)
     for secret in fields.get("secrets", ()):
         del secret["hash"]

@@ -7,9 +7,8 @@
     POST:*               any path of a method, that is all resources that start with `POST:`
     *                    any resource
 
-The most specific pattern applies. Paths are compared segment by segment from the left: a literal takes precedence over
-`{}`, that over a trailing `*`, and that over a pattern without a path. Only between equal paths does a method take
-precedence over `*`.
+The most specific pattern applies. Paths are compared segment by segment from the left, in this order of precedence: a
+literal, `{}`, a trailing `*`, a pattern without a path. Between equal paths, a method takes precedence over `*`.
 """
 
 from collections.abc import Iterable
@@ -19,14 +18,13 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from limitforge.core.exact import short_repr
-from limitforge.core.keys import MAX_KEY_PART_BYTES
-from limitforge.core.keys import parse_key_part as bounded
+from limitforge.core.keys import MAX_KEY_PART_BYTES, parse_key_part
 from limitforge.errors import InvalidInput
 
 MAX_SEGMENTS = 32
 MAX_SEARCH_STEPS = 1_024
-"""The worst case of a search. Sets of patterns that could exceed it are refused: they need paths of ten segments with a
-literal and a parameter for each segment, in every combination.
+"""The worst case of a search. Sets of patterns that could exceed it are refused. It takes about ten segments that each
+have both a literal and a parameter, in every combination.
 """
 PATTERN_CACHE_SIZE = 1_024  # tenants often have the same patterns
 MATCH_CACHE_SIZE = 128  # small, since each tenant has a matcher and a search takes only a microsecond
@@ -72,6 +70,7 @@ class PolicyMatcher(Generic[T]):
     """
 
     def __init__(self, policies: Iterable[tuple[Pattern, T]]) -> None:
+        # Values are boxed in tuples of one, so that None can be a value.
         self._literals: dict[str, tuple[T]] = {}
         self._methods: dict[str, tuple[T]] = {}
         self._catch_all: tuple[T] | None = None
@@ -96,20 +95,19 @@ class PolicyMatcher(Generic[T]):
 
     def _match_and_cache(self, resource: str) -> T | None:
         found: tuple[T | None] = self._search(resource) or (None,)
-        memo = self._cache
-        if len(memo) >= MATCH_CACHE_SIZE:
-            self._cache = memo = {}  # a new dict, since another thread may be reading the old one
+        cache = self._cache
+        if len(cache) >= MATCH_CACHE_SIZE:
+            self._cache = cache = {}  # a new dict, since another thread may be reading the old one
         if len(resource) <= MAX_KEY_PART_BYTES:
-            memo[resource] = found
+            cache[resource] = found
         return found[0]
 
     def _search(self, resource: str) -> tuple[T] | None:
         found: tuple[T] | None = None
         method, path = _split(resource)
         if method:
-            if path.startswith(
-                "/"
-            ):  # segments beyond the longest pattern stay together: only a trailing star matches them
+            if path.startswith("/"):
+                # Segments beyond the longest pattern stay together: only a trailing star matches them.
                 found = _find_most_specific(self._paths, path.split("/", MAX_SEGMENTS + 1), 1, method)
             found = found or self._methods.get(method)
         return found or self._catch_all
@@ -172,7 +170,7 @@ def _max_steps(node: _TrieNode) -> int:
 def _parse(text: str) -> Pattern:
     if not text:
         raise InvalidInput("resource", "must not be empty")
-    text = bounded("resource", text)
+    text = parse_key_part("resource", text)
     method, path = _split(text)
     if method and path.startswith("/"):
         segments = _parse_segments(path)

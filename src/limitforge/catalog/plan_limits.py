@@ -79,7 +79,7 @@ def compile_limits(limits: bytes, time_zone: str) -> Limits:
 def _as_storable(index: int, fields: dict[str, Any]) -> dict[str, Any]:
     for field, value in fields.items():
         if isinstance(value, Rate):
-            problem = "can't be written as a number per second: choose a rounder one"
+            problem = "has no exact decimal form per second; use a rate with fewer digits"
             raise InvalidLimit(f"limits[{index}].{field}", problem)
         if not isinstance(value, str | int | float | bool | dict | None):  # a Decimal
             fields[field] = str(value)

@@ -79,14 +79,14 @@ class Snapshot:
         `NotFound` if the tenant has no such plan.
         """
         index = self._matcher.match(resource)
-        wanted = (index, key_plan_id, plan_id)
+        cache_key = (index, key_plan_id, plan_id)
         try:
-            return self._selections[wanted]
+            return self._selections[cache_key]
         except KeyError:
             selection = self._select(None if index is None else self.config.policies[index], key_plan_id, plan_id)
         if len(self._selections) >= MAX_SELECTIONS:
             self._selections.clear()
-        self._selections[wanted] = selection
+        self._selections[cache_key] = selection
         return selection
 
     def __eq__(self, other: object) -> bool:
@@ -150,7 +150,7 @@ def _policy_matcher(resources: tuple[str, ...]) -> PolicyMatcher[int]:
 def limits_for_override(config: TenantConfig, resource: str, names: Iterable[Any]) -> Limits:
     """Return the limits of a tenant that an override of `resource` changes, by their names.
 
-    The plan of the resource's policy takes precedence over the default plan, and that over the other plans. A limit
+    The plan of the resource's policy takes precedence over the default plan, and both over the other plans. A limit
     that overrides do not apply to is returned only if no other limit has its name. Raises `InvalidInput` for an unknown
     name.
     """

@@ -474,7 +474,7 @@ async def test_a_key_can_not_change_its_type(catalog: Catalog) -> None:
         catalog,
         f"tenants: [{{name: acme, default_plan: free, keys: [{{id: {customer.key.id}, name: web, type: test}}]}}]",
     )
-    assert error.endswith("keys[0].type: of this key is live, and can't be changed: create another key")
+    assert error.endswith("keys[0].type: can't be changed from live; create another key")
 
 
 @one_database

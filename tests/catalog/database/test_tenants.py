@@ -227,7 +227,7 @@ async def test_the_operator_can_be_neither_renamed_nor_suspended_nor_placed(
         ("priority", "P0"),
     ]
     for field, value in wrong:
-        with pytest.raises(InvalidInput, match="of the operator can't be set") as refused:
+        with pytest.raises(InvalidInput, match="can't be set for the operator") as refused:
             await update(catalog, await catalog.get(Tenant, OPERATOR), {field: value})
         assert refused.value.field == field
     assert await table_contents(database) == before

@@ -1,4 +1,4 @@
 """Configuration as code: parse, validate, diff, apply and export the configuration file.
 
-It uses `catalog.database` to read and write the catalog, and does not know `catalog.live`.
+It uses `catalog.database` to read and write the catalog, and never imports `catalog.live`.
 """

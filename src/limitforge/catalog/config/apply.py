@@ -34,12 +34,12 @@ from limitforge.errors import InvalidInput, VersionConflict
 
 MAX_CHANGES = 500  # in a transaction with more than one tenant: about 0.1 s on Postgres
 MIN_PAUSE_SECONDS = 0.005
-PAUSE_FRACTION = 0.25  # of the last transaction's time: SQLite has no queue for its lock, so a waiter must find it free
+PAUSE_FRACTION = 0.25  # of the last transaction's time: SQLite does not queue writers, so they need a gap
 
 OPERATOR_NAME = ""  # stands for the operator among the names of tenants
 
 ProgressCallback = Callable[[int, int], None]
-"""Called with the number of tenants that are applied, and the number of all that have changes."""
+"""Called with the number of applied tenants and the number of tenants to apply."""
 
 
 async def preview_document(
@@ -131,7 +131,7 @@ class _DesiredState:
             known, owner = existing.get(key_id), state.tenants.get(wanted.tenant)
             if known is not None and owner is not None and known.tenant_id == owner.tenant.id:
                 if known.type != wanted.spec.type:
-                    problem = f"of this key is {known.type}, and can't be changed: create another key"
+                    problem = f"can't be changed from {known.type}; create another key"
                     diagnostics.add(f"{wanted.path}.type", problem)
                 continue
             if known is not None and known.tenant_id not in deleted_owners:
@@ -205,7 +205,7 @@ class _BatchWriter:
         """Write one batch. If another writer interfered, compare again and retry once."""
         try:
             changes = await self._write(batch)
-        except VersionConflict:  # such as an expired override that was deleted since the state was read
+        except VersionConflict:  # the clean-up may have deleted an expired override, for example
             self._is_state_current = False
             changes = await self._write(batch)
         self.changes += changes
@@ -217,6 +217,7 @@ class _BatchWriter:
         changes = batch.changes
         # Prepared before the transaction, so that other writers wait less.
         writes = EntityChanges(CatalogState(self._state.operator, known), changes, self._actor)
+        # A catalog of the command line has no `on_commit`: the outbox relay of a running service publishes the changes.
         async with self._catalog.edit(self._actor) as edit:
             self._is_state_current = self._is_state_current and edit.revision == self._revision + 1
             if not self._is_state_current:
@@ -233,7 +234,7 @@ class _BatchWriter:
 
 
 def _batches(changes: Sequence[Change], state: CatalogState) -> list[_Batch]:
-    """Group changes into transactions: each has whole tenants, and all tenants between which a key moves."""
+    """Group changes into transactions: each has whole tenants, and tenants that exchange keys stay together."""
     by_name: dict[str, list[Change]] = {}
     for change in changes:
         by_name.setdefault(change.tenant, []).append(change)

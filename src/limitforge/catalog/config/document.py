@@ -65,7 +65,7 @@ def _parse_root(value: object, diagnostics: Diagnostics) -> ConfigDocument:
         diagnostics.add("", f"must be a mapping with `operator`, `tenants` or both, got {describe_value(value)}")
         return ConfigDocument()
     for name in value.keys() - {"operator", "tenants"}:
-        diagnostics.add(str(name)[:64], "is not a field here; the fields are operator and tenants")
+        diagnostics.add(str(name)[:64], "unknown field; the fields are operator and tenants")
     if not value:
         diagnostics.add("", "must hold `operator`, `tenants` or both")
     operator = _parse_operator(value["operator"], diagnostics) if "operator" in value else None
@@ -135,7 +135,7 @@ def _parse_plan(value: object, path: str, diagnostics: Diagnostics) -> PlanSpec 
         if not isinstance(value["name"], str):
             raise InvalidInput("name", f"must be text, got {describe_value(value['name'])}")
         if "tenant_id" in value:
-            raise InvalidInput("tenant_id", "is not a field here")
+            raise InvalidInput("tenant_id", "unknown field")
         if "limits" in value and (others := value.keys() - {"name", "limits"}):
             raise InvalidInput(min(others)[:64], "is not a field beside `limits`")
         limits = parse_plan_limits(value["name"], value)

@@ -46,9 +46,10 @@ class CatalogState(msgspec.Struct):
 
 
 async def export_document(catalog: Catalog, *, tenant: str | None = None) -> ConfigDocument:
-    """Export everything that is in force, or all of one tenant. Applied to an empty database, the document restores it.
+    """Export everything that is in force, or all of one tenant.
 
-    It omits what has expired, and overrides of limits that no longer exist. Raises `NotFound` for an unknown tenant.
+    Applying the document to an empty database restores the catalog. It omits what has expired, and overrides of limits
+    that no longer exist. Raises `NotFound` for an unknown tenant.
     """
     async with catalog.database.reading() as connection:
         state = await read_state(connection, None if tenant is None else [tenant])
@@ -70,7 +71,9 @@ async def read_state(connection: AsyncConnection, names: Collection[str] | None)
         if names is None
         else await queries.find_where_in(connection, Tenant, "name", names)
     )
-    found = {each.id: TenantState(each) for each in (operator, *tenants) if each.name != OPERATOR or each is operator}
+    # `names` may contain the operator's name, but it is read only once.
+    others = (each for each in tenants if each.name != OPERATOR)
+    found = {each.id: TenantState(each) for each in (operator, *others)}
     kinds: tuple[tuple[str, type[Any]], ...] = (
         ("plans", Plan),
         ("policies", Policy),

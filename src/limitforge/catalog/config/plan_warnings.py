@@ -23,8 +23,8 @@ MAX_WARNINGS = 20
 MAX_NAMED = 5
 MAX_LOGGED = 4_096
 
-# A resource has one policy, so the plans of two policies only share counters that several resources share. Two keys may
-# send checks of the same resource.
+# Plans of two policies never decide the same resource, so they can only meet in caller and tenant limits. Plans of two
+# keys can also meet in the limits of a resource.
 _SHARED_BY_POLICIES = frozenset({Scope.CALLER, Scope.TENANT})
 _SHARED_BY_KEYS = _SHARED_BY_POLICIES | {Scope.RESOURCE}
 
@@ -52,8 +52,9 @@ def find_differing_limits(
 ) -> list[DifferingLimits]:
     """Return the limits of a tenant's plans that have the same name and keep separate counts.
 
-    `plans` are the limits of each plan by its name, `policy_plans` the plans that policies use. These are compared with
-    each other. So are the default plan and the plans of keys: a plan that no policy uses counts as one of a key.
+    `plans` are the limits of each plan by its name, `policy_plans` the plans that policies use. The plans of policies
+    are compared with each other, and so are the default plan and the plans of keys. A plan that no policy uses counts
+    as the plan of a key.
     """
     if len(plans) < 2:
         return []

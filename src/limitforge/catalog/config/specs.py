@@ -158,7 +158,8 @@ class TenantSpec(Spec, frozen=True, kw_only=True):
     failure: FailureField = None
     priority: PriorityField = None
     default_plan: Annotated[
-        str | None, described("The name of the plan for checks that no policy or key gives another one.")
+        str | None,
+        described("The name of the plan of checks whose key has none. The plan of a matching policy applies as well."),
     ] = None
     lanes: LaneCount = 1
     suspended: Suspended = False

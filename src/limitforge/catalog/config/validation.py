@@ -1,4 +1,4 @@
-"""Validate a configuration document as a whole: names that it refers to exist, and are unique."""
+"""Validate a configuration document as a whole: referenced names exist, and names are unique."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -94,7 +94,7 @@ def _validate_sections(path: str, tenant: TenantSpec, now: datetime, diagnostics
         f"{path}.policies", "resource", (each.canonical_pattern for each in tenant.policies or ()), diagnostics
     )
     targets = [(each.resource, each.subject) for each in tenant.overrides or ()]
-    _check_unique(f"{path}.overrides", "subject", targets, diagnostics, "an override of this resource and subject")
+    _check_unique(f"{path}.overrides", "subject", targets, diagnostics, " the resource and subject of")
     for name, specs, maximum in (
         ("plans", tenant.plans, MAX_PLANS_PER_TENANT),
         ("policies", tenant.policies, MAX_POLICIES_PER_TENANT),
@@ -112,12 +112,12 @@ def _validate_sections(path: str, tenant: TenantSpec, now: datetime, diagnostics
 
 
 def _check_unique(
-    path: str, field: str, values: Iterable[Any], diagnostics: Diagnostics, description: str = "one of the same"
+    path: str, field: str, values: Iterable[Any], diagnostics: Diagnostics, description: str = ""
 ) -> None:
     first: dict[Any, int] = {}
     for index, value in enumerate(values):
         if value in first:
-            diagnostics.add(f"{path}[{index}].{field}", f"there is {description} already, {path}[{first[value]}]")
+            diagnostics.add(f"{path}[{index}].{field}", f"duplicates{description} {path}[{first[value]}]")
         first.setdefault(value, index)
 
 
@@ -179,6 +179,7 @@ class OverrideValidator:
     def validate(self, override: OverrideSpec) -> None:
         """Raise `InvalidInput` if an override changes an unknown limit, or changes a limit to an invalid one."""
         policy = self._matcher.match(override.resource)
+        # One policy is enough, which avoids building a matcher of all policies for each override.
         config = TenantConfig(self._config.tenant, self._config.plans, () if policy is None else (policy,))
         compile_override(
             override.limits, limits_for_override(config, override.resource, override.limits), override.resource

@@ -29,7 +29,8 @@ CommitListener = Callable[[Sequence[Announcement]], Awaitable[None]]
 class Catalog:
     """The tenants in a database, and everything that they own.
 
-    `on_commit` is awaited after a commit and before the edit returns, so that a process applies its own changes first.
+    `on_commit` is awaited after a commit and before the edit returns, so a process has applied its own change before
+    the caller continues.
     """
 
     def __init__(
@@ -63,15 +64,16 @@ class Catalog:
         if self.on_commit is not None:
             await self.on_commit(announcements)
 
-    async def begin_timeline(self, lost: int) -> None:
-        """Begin a new timeline after `lost`, which ended in a restore, unless another process has begun one.
+    async def begin_timeline(self, lost_timeline: int) -> None:
+        """Begin a new timeline, because the database was restored to an earlier state of `lost_timeline`.
 
-        All processes then discard their caches, and no longer accept copies of the lost timeline.
+        Does nothing if another process has begun one. All processes then discard their caches, and no longer accept
+        copies of the lost timeline.
         """
         async with self.database.writing() as connection:
-            if (await catalog_revision.read_last_stamp(connection, lock=True)).timeline > lost:
+            if (await catalog_revision.read_last_stamp(connection, lock=True)).timeline > lost_timeline:
                 return
-            await catalog_revision.set_timeline(connection, timeline_after(lost))
+            await catalog_revision.set_timeline(connection, timeline_after(lost_timeline))
             revision = await catalog_revision.next_revision(connection)
             announcement = stamp_announcement(Announcement(0, NO_TENANT), revision)
             await outbox.add_announcements(connection, [announcement], to_datetime(self.clock.now_us()))

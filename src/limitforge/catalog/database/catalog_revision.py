@@ -17,12 +17,14 @@ class Revision(msgspec.Struct, frozen=True):
 
 
 async def next_revision(connection: AsyncConnection) -> Revision:
-    """Start an edit: return its revision, after all earlier edits have committed. Call it first in a transaction."""
+    """Take the next revision. Must be the first statement of an edit: it locks the row, so edits are serialized."""
     table = tables.revision
     following = {"value": table.c.value + 1, "previous_id": table.c.change_id, "change_id": new_change_id()}
     found = (await connection.execute(update(table).values(following).returning(table))).mappings().first()
     if found is None:
-        raise CatalogError("the table `revision` is empty: insert its row with the highest revision in `tenants`")
+        raise CatalogError(
+            "the table `revision` is empty: insert one row whose value is the highest `tenants.revision`"
+        )
     return Revision(_stamp_of(found), found["previous_id"])
 
 
@@ -32,7 +34,7 @@ async def set_timeline(connection: AsyncConnection, timeline: int) -> None:
 
 
 async def lock_revision(connection: AsyncConnection) -> None:
-    """Lock the revision first, as an edit does, so that the two can't deadlock."""
+    """Lock the revision before any other row, as edits do, to avoid deadlocks with them."""
     await connection.execute(select(tables.revision.c.value).with_for_update())
 
 

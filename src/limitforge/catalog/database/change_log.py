@@ -21,7 +21,7 @@ class ChangeLog:
         self._announcements: dict[str, Announcement] = {}
 
     def record(self, action: str, before: Entity | None, after: Entity | None) -> dict[str, Any]:
-        """Note a change for the announcements, and return its row of the audit log."""
+        """Add a change to the announcements, and return its row of the audit log."""
         entity = changed_entity(before, after)
         tenant_id: str | None = entity.id if isinstance(entity, Tenant) else getattr(entity, "tenant_id", None)
         if tenant_id is not None and not isinstance(entity, Token):
@@ -37,7 +37,10 @@ class ChangeLog:
         }
 
     def announcements(self) -> list[Announcement]:
-        """Return one announcement for each changed tenant, or one for no tenant, so that no revision is skipped."""
+        """Return one announcement for each changed tenant.
+
+        If there is none, return one without a tenant, so that each revision has an outbox row.
+        """
         announcements = self._announcements.values() or [Announcement(self._revision.stamp.revision, NO_TENANT)]
         return [stamp_announcement(each, self._revision) for each in announcements]
 

@@ -22,7 +22,7 @@ from limitforge.core.exact import short_repr
 from limitforge.errors import CatalogUnavailable, Conflict, InvalidInput
 
 DEFAULT_URL = "sqlite:///limitforge.db"
-TIMEOUT_SECONDS = 5.0  # of a statement, and of the wait for a connection or a lock
+TIMEOUT_SECONDS = 5.0  # for a statement, a connection or a lock
 POOL_SIZE = 5
 APPLICATION_NAME = "limitforge"
 DRIVER_THREAD_SECONDS = 0.05  # time for the driver's thread to end: it logs an error if the event loop ends first
@@ -158,8 +158,8 @@ class Database:
         return CatalogUnavailable(f"the database {self.description} is unavailable: {reason}")
 
     def _translate_driver_error(self, context: ExceptionContext) -> CatalogUnavailable | None:
-        """Return the error to raise for one that the driver raises unwrapped: a lost connection, or a statement that
-        times out, for example because it waits for a lock.
+        """Translate errors that SQLAlchemy does not wrap: a lost connection, or a statement that times out, for example
+        because it waits for a lock.
         """
         error = context.original_exception
         return self._unavailable(error) if isinstance(error, OSError | TimeoutError) else None

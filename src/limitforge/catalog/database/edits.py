@@ -124,7 +124,7 @@ class Edit:
     async def add_key(self, key: Key) -> Key:
         """Add a key that was generated elsewhere, with the hashes of its secrets."""
         if not KEY_ID_PATTERN.fullmatch(key.id):
-            raise InvalidInput("id", "of a key must be `key_` and 16 letters or digits")
+            raise InvalidInput("id", "must be key_ and 16 letters or digits")
         if await queries.find(self.connection, Key, key.id) is not None:
             raise Conflict(f"a key {key.id} already exists")
         return await self._add_with_secrets(self._with_version(None, key))
@@ -170,11 +170,11 @@ class Edit:
         values = dict(fields)
         if "ttl_seconds" in values:
             if "expires_at" in values:
-                raise InvalidInput("ttl_seconds", "and expires_at exclude each other: give one of them")
+                raise InvalidInput("ttl_seconds", "can't be combined with expires_at")
             ttl_us = parse_duration_us("ttl_seconds", values.pop("ttl_seconds"))
             values["expires_at"] = self.now + timedelta(microseconds=ttl_us)
         elif "expires_at" not in values:
-            raise InvalidInput("expires_at", "or ttl_seconds is required: every override expires")
+            raise InvalidInput("expires_at", "is required, unless ttl_seconds is given")
         if isinstance(values.get("limits"), Mapping):
             values["limits"] = copy_changes(values["limits"])
         override = msgspec.structs.replace(self._new(Override, require_settable(Override, values)), set_by=self._actor)
@@ -219,7 +219,10 @@ class Edit:
     # --- The end -----------------------------------------------------------------------------------------------------
 
     async def finish(self) -> list[Announcement]:
-        """Append the announcements to the outbox and return them. `Catalog.edit` calls it before the commit."""
+        """Validate changed policies, set the revisions of changed tenants, and append the announcements to the outbox.
+
+        Return the announcements. `Catalog.edit` calls this before the commit.
+        """
         announcements = self._log.announcements()
         for tenant_id in self._tenants_with_changed_policies:
             policies = await queries.list_for_tenant(self.connection, Policy, tenant_id)
@@ -271,7 +274,7 @@ class Edit:
     async def _replace_all(self, pairs: Sequence[tuple[Entity, Entity]]) -> None:
         """Replace entities of one kind, each given as before and after."""
         if not await writes.replace_entities(self.connection, [after for _, after in pairs]):
-            raise VersionConflict(f"a {pairs[0][0].kind} has changed meanwhile: read it again, and retry")
+            raise VersionConflict(f"this {pairs[0][0].kind} has changed in the meantime: read it again, and retry")
         plans = [after for _, after in pairs if isinstance(after, Plan)]
         if plans:
             await writes.add_plan_versions(self.connection, plans, self._actor)

@@ -53,7 +53,9 @@ async def _check_tenant(connection: AsyncConnection, tenant: Tenant) -> None:
         fixed = {"name": OPERATOR, "suspended": False, "lanes": 1, "failure": None, "priority": None}
         for field, value in fixed.items():
             if getattr(tenant, field) != value:
-                raise InvalidInput(field, "of the operator can't be set: it has only a mode, a time zone and a plan")
+                raise InvalidInput(
+                    field, "can't be set for the operator, which has only a mode, a time zone and a plan"
+                )
     await _check_unique(connection, tenant, f"tenant called {tenant.name}", name=tenant.name)
     await _check_plan_exists(connection, "default_plan_id", tenant.default_plan_id, tenant.id)
 
@@ -75,7 +77,7 @@ async def _check_policy(connection: AsyncConnection, policy: Policy) -> None:
 
 async def _check_override(connection: AsyncConnection, override: Override, now: datetime) -> None:
     if not now < override.expires_at <= now + MAX_OVERRIDE_DURATION:
-        raise InvalidInput("expires_at", "must lie in the future, and at most ten years from now")
+        raise InvalidInput("expires_at", "must be in the future, and at most ten years from now")
     await _check_owner(connection, override.tenant_id)
     config = await queries.tenant_config(connection, override.tenant_id)
     if config is not None:

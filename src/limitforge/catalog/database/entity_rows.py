@@ -55,8 +55,8 @@ async def fetch_entities(
 ) -> list[AnyEntity]:
     """Run a query made with `select_entities`, and build its entities.
 
-    An invalid row raises `CatalogError`. With `invalid`, it is left out instead, and its id is added there with the id
-    of its tenant.
+    An invalid row raises `CatalogError`. If `invalid` is given, invalid rows are left out instead, and it collects
+    their ids: row id to tenant id.
     """
     rows = (await connection.execute(query)).mappings().all()
     secrets = (

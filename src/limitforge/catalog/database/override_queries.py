@@ -13,7 +13,7 @@ from limitforge.catalog.database.pages import MAX_PAGE_SIZE
 
 
 class OverrideRow(msgspec.Struct, frozen=True):
-    """The key of an override, without its limits. `lanes` is that column of its tenant, as stored."""
+    """The key of an override, without its limits. `lanes` is the stored value of `tenants.lanes`."""
 
     id: str
     version: int
@@ -34,7 +34,7 @@ class DeletedOverride(msgspec.Struct, frozen=True):
 async def override_rows(
     connection: AsyncConnection, after: OverrideRow | None, expires_after: datetime, limit: int
 ) -> list[OverrideRow]:
-    """Return a page of all overrides that expire later than `expires_after`, starting behind the row `after`."""
+    """Return a page of all overrides that expire later than `expires_after`, starting after the row `after`."""
     table, tenants = tables.overrides, tables.tenants
     order = (table.c.tenant_id, table.c.subject, table.c.resource)  # the order of an index
     query = (

@@ -13,7 +13,7 @@ MAX_PAGE_SIZE = 1_000
 
 
 class Page(msgspec.Struct, frozen=True):
-    """A page of a list. `cursor` returns the next page; it is None on the last one."""
+    """A page of a list. Pass `cursor` to get the next page; it is None on the last one."""
 
     items: list[Any]
     cursor: str | None

@@ -17,7 +17,17 @@ from limitforge.catalog.database.entity_rows import (
 )
 from limitforge.catalog.database.pages import MAX_PAGE_SIZE, Page, check_page_size, decode_cursor, encode_cursor
 from limitforge.catalog.field_checks import is_storable
-from limitforge.catalog.model import AnyEntity, AuditEntry, Entity, Override, Plan, Policy, Tenant, TenantConfig
+from limitforge.catalog.model import (
+    OPERATOR,
+    AnyEntity,
+    AuditEntry,
+    Entity,
+    Override,
+    Plan,
+    Policy,
+    Tenant,
+    TenantConfig,
+)
 from limitforge.core.exact import short_repr
 from limitforge.errors import Conflict, NotFound
 
@@ -106,8 +116,8 @@ async def find_where_in(
 ) -> list[AnyEntity]:
     """Return the entities with one of these values in a column. The number of values is not bounded.
 
-    An invalid row raises `CatalogError`. With `invalid`, it is left out instead, and its id is added there with the id
-    of its tenant.
+    An invalid row raises `CatalogError`. If `invalid` is given, invalid rows are left out instead, and it collects
+    their ids: row id to tenant id.
     """
     table, found = TABLES[kind], []
     for chunk in chunked(values):
@@ -140,7 +150,7 @@ async def list_page(
     query = select_entities(kind).order_by(order, table.c.id).limit(check_page_size(size) + 1)
     query = query.where(*(table.c[column] == value for column, value in values.items() if value is not None))
     if kind is Tenant:
-        query = query.where(table.c.id != "operator")
+        query = query.where(table.c.id != OPERATOR)
     if last is not None:
         query = query.where(or_(order > last[0], and_(order == last[0], table.c.id > last[1])))
     found = await fetch_entities(connection, kind, query)
@@ -171,8 +181,8 @@ async def tenant_configs(
 ) -> dict[str, TenantConfig]:
     """Return the configurations of many tenants by id, with three queries for each thousand tenants.
 
-    Deleted tenants are left out, and so are tenants with an invalid row, which is added to `invalid` (see
-    `find_where_in`).
+    Deleted tenants are left out, and so are tenants with an invalid row. `invalid` collects the ids of invalid rows, as
+    in `find_where_in`.
     """
     storable = [tenant_id for tenant_id in tenant_ids if is_storable(tenant_id)]
     tenants = await find_where_in(connection, Tenant, "id", storable, invalid)
@@ -214,7 +224,7 @@ async def describe_plan_users(connection: AsyncConnection, plan: Plan) -> list[s
     users: list[str] = []
     uses_plan = or_(policies.c.plan_id == plan.id, policies.c.shadow_plan_id == plan.id)
     for label, column, condition in (
-        ("the tenant's default", tenants.c.name, tenants.c.default_plan_id == plan.id),
+        ("the tenant (its default plan)", tenants.c.name, tenants.c.default_plan_id == plan.id),
         ("policy", policies.c.resource, uses_plan),
         ("key", keys.c.name, keys.c.plan_id == plan.id),
     ):
@@ -239,7 +249,7 @@ async def tenants_with_overrides(connection: AsyncConnection, among: Collection[
 async def tenant_lanes(connection: AsyncConnection) -> list[tuple[str, Any]]:
     """Return the id of every tenant with its lanes as stored."""
     table = tables.tenants
-    rows = await connection.execute(select(table.c.id, table.c.lanes).where(table.c.id != "operator"))
+    rows = await connection.execute(select(table.c.id, table.c.lanes).where(table.c.id != OPERATOR))
     return [(row.id, row.lanes) for row in rows]
 
 

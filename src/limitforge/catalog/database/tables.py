@@ -1,4 +1,4 @@
-"""The tables of the catalog. Constraints hold every invariant, so that a bug in Python can't break it.
+"""The tables of the catalog. Constraints enforce the relational invariants, so that a bug in Python can't break them.
 
 A row that refers to a plan does so together with its tenant, so it can't refer to another tenant's plan. The operator
 is the tenant with the id `operator`; it has only plans, a mode and a time zone.
@@ -289,4 +289,7 @@ stored_responses = Table(
     Column("answer", JSON, nullable=False),
     Column("at", UtcDateTime, nullable=False, index=True),
 )
-"""Responses to create requests with an idempotency key, without secrets. The table keeps its first name."""
+"""Responses to create requests with an idempotency key, without secrets.
+
+The table is called `creations` in the database, as in the first releases.
+"""

@@ -44,7 +44,7 @@ async def insert_entities(connection: AsyncConnection, entities: Sequence[Entity
 
 
 async def set_default_plans(connection: AsyncConnection, tenants: Iterable[Tenant]) -> None:
-    """Set the default plans of tenants that `add_all` has inserted."""
+    """Set the default plans of tenants that `insert_entities` has inserted."""
     table = tables.tenants
     rows = [{"tenant": each.id, "plan": each.default_plan_id} for each in tenants if each.default_plan_id is not None]
     if rows:

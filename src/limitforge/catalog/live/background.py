@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 class BackgroundTasks:
-    """Runs tasks until `close`. Closing cancels them, but not in the middle of work for `run_to_completion`."""
+    """Runs tasks until `close`. Closing cancels them, but lets work of `run_to_completion` finish."""
 
     def __init__(self) -> None:
         self.tasks: list[asyncio.Task[None]] = []

@@ -18,7 +18,7 @@ from limitforge.errors import CatalogError, StoreError
 from limitforge.observability.events import log_event
 
 SLICE = 100  # tenants whose changes are applied together: a revocation may have to wait for them
-MAX_URGENT_TENANTS = 10  # one person changes at most so many at a time: more are an `apply`
+MAX_URGENT_TENANTS = 10  # one person changes at most so many at a time; larger revisions come from an apply
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +52,10 @@ class ChangeApplier:
         for each in announcements:
             is_small = sizes[each.revision] <= MAX_URGENT_TENANTS and len(urgent) < SLICE
             is_urgent = each.revokes or each.tenant_id == OPERATOR or is_small
-            (urgent if is_urgent else deferred).append(each)
+            if is_urgent:
+                urgent.append(each)
+            else:
+                deferred.append(each)
         await self.apply(urgent)
         if deferred:
             await self._cache.apply_changes([msgspec.structs.replace(each, config=False) for each in deferred])

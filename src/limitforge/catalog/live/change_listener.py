@@ -25,7 +25,7 @@ class ChangeListener:
         on_subscribed: Callable[[], None],
         on_ended: Callable[[], None],
     ) -> None:
-        """`subscribe` handles the messages itself, and yields while the subscription is active."""
+        """`subscribe` handles the messages itself. It yields once it is subscribed, and may yield again later."""
         self.name = name
         self.is_active = False
         self._subscribe = subscribe

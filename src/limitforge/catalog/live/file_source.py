@@ -26,7 +26,7 @@ from limitforge.catalog.model import OPERATOR, Key, Override, TenantConfig, buil
 
 
 class FileContents(msgspec.Struct, frozen=True):
-    """The compiled contents of a file. Tenants, and overrides, by the tenant's id; keys by their own."""
+    """The compiled contents of a file: `configs` and `overrides` by tenant id, `keys` by key id."""
 
     configs: dict[str, TenantConfig]
     keys: dict[str, Key]
@@ -89,7 +89,7 @@ def _overrides(tenant: TenantSpec, tenant_id: str) -> Iterable[Override]:
 
 
 class FileSource:
-    """The current contents of a file. Each version has a higher revision, and so have the entities that it changes."""
+    """The current contents of a file. Each version has a higher revision, as have the entities that it changes."""
 
     def __init__(self) -> None:
         self.revision = 0

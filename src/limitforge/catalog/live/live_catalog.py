@@ -45,13 +45,16 @@ LAST_USED_SECONDS = 10.0
 SYNC_OVERRIDES_SECONDS = 60.0
 CLEAN_UP_SECONDS = 3_600.0
 MIN_PAUSE_SECONDS = 0.05  # between two reads of the outbox: one read covers many commits of an apply
-MESSAGE_SECONDS = 1.0  # how long the next message waits for the changes of this one; they are applied in any case
+MESSAGE_SECONDS = 1.0  # limit for one message, so that the next one is not delayed; reading the outbox applies the rest
 
 _log = logging.getLogger(__name__)
 
 
 class LiveCatalogStatus(msgspec.Struct, frozen=True):
-    """`database` is ok or degraded, since `since` (epoch seconds). `listening` names the active subscriptions."""
+    """`database` is ok or degraded; `since` is when that began (epoch seconds).
+
+    `listening` names the active subscriptions.
+    """
 
     database: str
     since: float
@@ -173,7 +176,7 @@ class LiveCatalog:
     async def start(self) -> None:
         """Read the outbox, and start the background tasks.
 
-        Raises `CatalogError` if the database has another schema, and `CatalogUnavailable` if it can't be reached and
+        Raises `InvalidInput` if the database has another schema, and `CatalogUnavailable` if it can't be reached and
         there are no copies in Redis to start from.
         """
         if self._background.tasks:
@@ -267,7 +270,7 @@ class LiveCatalog:
             )
 
     async def _apply_message(self, announcements: Sequence[Announcement]) -> None:
-        """Apply the changes of a message, unless it is of a lost timeline: the database does not have these."""
+        """Apply the changes of a message, unless they are from a lost timeline, which the database does not have."""
         current = [each for each in announcements if not self._history.contradicts(each.stamp)]
         if not current:
             return
@@ -287,10 +290,8 @@ class LiveCatalog:
                     yield
                     continue
                 content = self._signer.verify(channel, message)
-                if (
-                    content is None
-                ):  # forged, or signed with a pepper that this process lacks: the outbox has the changes
-                    continue
+                if content is None:
+                    continue  # forged, or signed with a pepper that this process lacks: the outbox has the changes
                 try:
                     announcements = msgspec.msgpack.decode(content, type=list[Announcement])
                 except msgspec.MsgspecError:
@@ -303,7 +304,8 @@ class LiveCatalog:
                     )
                     continue
                 await self._apply_message(announcements)
-                self._wake.set()  # a message may have only a part of a revision, so the head moves by the outbox
+                # A message may have only a part of a revision, so only reading the outbox advances the head.
+                self._wake.set()
 
     async def _listen_to_postgres(self) -> AsyncGenerator[None, None]:
         async with contextlib.aclosing(self._database.notifications(NOTIFY_CHANNEL)) as notifications:
@@ -312,7 +314,7 @@ class LiveCatalog:
                 yield
 
     def _redis_subscribed(self) -> None:
-        """Check for missed messages. This may also be another Redis, or an older state of it."""
+        """Check for missed messages. Redis may also have been replaced or restored."""
         self._reader.check_shared_head()
         if not self._is_ok:
             self.cache.revalidate_all()
@@ -387,7 +389,7 @@ class LiveCatalog:
             raise
 
     async def _request_full_sync(self) -> None:
-        """Compare overrides after the next read of the outbox: that needs a database as well."""
+        """Compare overrides after the next read of the outbox, which also shows that the database answers."""
         if self._full_sync is not None:
             self._full_sync.request()
             self._wake.set()

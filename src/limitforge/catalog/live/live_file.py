@@ -38,7 +38,10 @@ _FileVersion = tuple[int, int, int, int]
 
 
 class LiveFileStatus(msgspec.Struct, frozen=True):
-    """`file` is ok or degraded, since `since` (epoch seconds). `error` says why the newest version is not in force."""
+    """`file` is ok or degraded; `since` is when that began (epoch seconds).
+
+    `error` says why the newest version is not in force.
+    """
 
     file: str
     since: float
@@ -246,7 +249,7 @@ class LiveFile:
         await self._sync_pending()
 
     async def _reconcile(self) -> None:
-        """Restore lost overrides, but not while a new version is loaded: overrides that it adds are not lost."""
+        """Restore lost overrides. Not while a new version is loaded: its new overrides are missing, but not lost."""
         if self._reconciler is not None:
             async with self._polling:
                 await self._reconciler.step()

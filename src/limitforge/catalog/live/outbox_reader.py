@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 class OutboxReader:
     """Moves the history of this process to the end of the outbox, and applies the changes on the way."""
 
-    def __init__(  # noqa: PLR0913 - the parts that a restore resets
+    def __init__(  # noqa: PLR0913 - it connects the database, the cache and Redis
         self,
         database: Database,
         catalog: Catalog,
@@ -50,8 +50,8 @@ class OutboxReader:
     ) -> None:
         """`on_changes` is called after changes of other processes were applied, and `on_error` if the database fails.
 
-        `on_timeline` is called at the start if the database was restored at any time, and `on_restored` when this
-        process detects that.
+        `on_timeline` is called at the start if the database was ever restored, and `on_restored` when this process
+        detects a restore.
         """
         self._database = database
         self._catalog = catalog
@@ -132,8 +132,8 @@ class OutboxReader:
     async def _begin(self) -> None:
         """Start from the current state of the database.
 
-        Announcements that are not published yet are processed again later, since copies may be older than they are. All
-        entries that were read from copies are discarded, since they were never compared with this database.
+        Announcements that are not published yet are processed again, because copies may predate them. All entries that
+        were read from copies are discarded, since they were never compared with this database.
         """
         async with self._database.reading() as connection:
             head = await catalog_revision.read_last_stamp(connection)
@@ -179,7 +179,7 @@ class OutboxReader:
             return True
         await self.write_shared_head(head)
         await self._applier.apply_or_defer(rows)
-        for row in rows:  # rows of earlier timelines, and of a release without ids, belong to this history too
+        for row in rows:  # rows of older timelines and releases are part of this history
             is_last = row.revision == head.revision
             self._history.advance(head if is_last else msgspec.structs.replace(row.stamp, timeline=seen.timeline))
         self._on_changes()

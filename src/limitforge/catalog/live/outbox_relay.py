@@ -1,8 +1,8 @@
 """Publish the announcements that their writers did not publish.
 
 A process publishes its own changes at once. The relay publishes those of writers that were killed or that do not use
-Redis, such as the command line: one process at a time does that, in batches, revocations first. Other processes do not
-depend on it to learn of a change, since they read the outbox themselves.
+Redis, such as the command line. One process at a time publishes them, in batches, revocations first. Other processes
+do not depend on it to learn of a change, since they read the outbox themselves.
 """
 
 import asyncio
@@ -237,7 +237,7 @@ class OutboxRelay:
         return due
 
     def _is_due(self, row: PendingAnnouncement) -> bool:
-        """Return True if its writer had the time to publish it, or has a wrong clock."""
+        """Return True if it is old enough that its writer should have published it, or if their clocks differ."""
         age = to_datetime(self._clock.now_us()) - row.at
         return abs(age.total_seconds()) >= RELAY_AFTER_SECONDS
 

@@ -49,8 +49,8 @@ class ChangePublisher:
 
         Copies are written first, so that a process that receives the message finds them. An announcement stays
         unpublished if its tenant is not valid, or if a server fails that has a copy or the overrides of the tenant.
-        Raises `StoreError` or `CatalogError` if there are any. The order of a tenant's announcements does not matter,
-        since the current state of the database is written and not the change. `after_each` is called after the
+        Raises `StoreError` or `CatalogError` if any stays unpublished. The order of a tenant's announcements does not
+        matter, since the current state of the database is written and not the change. `after_each` is called after the
         overrides of each tenant were compared, which may take long.
         """
         tenants = {each.tenant_id for each in announcements if each.config}

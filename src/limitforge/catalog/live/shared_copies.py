@@ -1,7 +1,8 @@
 """Copies of the configuration in Redis, so that most processes need not ask the database.
 
-Each copy starts with its stamp, so an older one never replaces a newer one. Copies are signed and carry their expiry: a
-copy that was changed, moved to another key, or kept and put back later is not accepted.
+Each copy starts with a number that orders it by its stamp, so an older copy never replaces a newer one.
+Copies are signed and carry their expiry: a copy that was changed, moved to another key, or kept and put back later is
+not accepted.
 """
 
 import logging
@@ -20,7 +21,7 @@ from limitforge.core.exact import US_PER_SECOND
 from limitforge.errors import PartialFailure, StoreError
 from limitforge.observability.events import log_event
 
-FORMAT = b"3"  # of a copy; one that starts differently is another release's, and is not read
+FORMAT = b"3"  # byte 9 of a copy; copies with another format are from another release, and are ignored
 HEADER = 41  # bytes: the order (8), the format (1), the stamp (24), and when it expires (8, epoch seconds)
 COPY_SECONDS = 600.0
 CLOCK_SKEW_SECONDS = 60.0  # by how much the clocks of two machines may differ
@@ -154,7 +155,7 @@ class SharedCopies:
                 self._pause(error)
 
     def _pause(self, error: StoreError) -> None:
-        if self._clock.now_us() - self._paused_until_us > 10 * BACKOFF_US:
+        if self._clock.now_us() - self._paused_until_us > 10 * BACKOFF_US:  # log again only after ten quiet seconds
             log_event(
                 _log,
                 logging.WARNING,

@@ -40,7 +40,7 @@ class OverrideSource(ConfigSource, Protocol):
     async def overrides_by_id(self, ids: Iterable[str]) -> list[Override]: ...
 
     async def override_rows(self, after: OverrideRow | None, expires_after: datetime, limit: int) -> list[OverrideRow]:
-        """Return a page of all overrides that expire later than `expires_after`, starting behind the row `after`."""
+        """Return a page of all overrides that expire later than `expires_after`, starting after the row `after`."""
 
     async def deleted_overrides(self, tenant_id: str, after: int, since: datetime, limit: int) -> list[DeletedOverride]:
         """Return the newest deletions with a number above `after`, oldest first."""

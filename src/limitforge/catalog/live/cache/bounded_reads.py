@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from limitforge.errors import CatalogUnavailable
 
 LOOKUP_SECONDS = 1.0
-MAX_READS = 5  # the number of idle connections of the pool: a database that hangs then blocks no more than these
+MAX_READS = 5  # as `database.POOL_SIZE`: a database that hangs then blocks no more than the connections of the pool
 CLOSE_SECONDS = 1.0
 
 Found = TypeVar("Found")

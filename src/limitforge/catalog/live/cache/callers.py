@@ -38,11 +38,11 @@ class CallerCache:
         self._last_used: dict[str, int] = {}
 
     def get(self, text: str) -> Caller | None:
-        """Return the caller with this key if it is in memory, without I/O. None means: use `find`."""
+        """Return the caller with this key if it is in memory, without I/O. If this returns None, use `find`."""
         return self.get_by_fingerprint(fingerprint(text))
 
     def get_by_fingerprint(self, mark: bytes) -> Caller | None:
-        """Return the caller with the key of this fingerprint, in the same way."""
+        """Return the caller with the key of this fingerprint if it is in memory, without I/O; otherwise None."""
         caller = self._callers.get(mark)
         if caller is None:
             return None

@@ -140,7 +140,7 @@ class CatalogCache:
                 raise result
 
     def clear(self) -> None:
-        """Discard all entries, and repeat all running reads: the database was restored, or too many changes missed."""
+        """Discard all entries, and repeat all running reads: the database was restored, or changes were missed."""
         self._validator.clear()
         self._freshness.unconfirm()
         self._operator.entry = None
@@ -172,7 +172,7 @@ class CatalogCache:
     def confirm_up_to_date(self) -> None:
         """Note that this process has seen all changes up to now, so that entries are current without reading them."""
         self._freshness.confirm()
-        self._operator.ensure_read_from_database()  # lookups of the operator do not lead to a read of it
+        self._operator.ensure_read_from_database()  # otherwise an operator read from a copy would stay unverified
 
     def open(self) -> None:
         """Accept lookups again after `close`."""

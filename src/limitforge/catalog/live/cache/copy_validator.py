@@ -19,7 +19,7 @@ class CopyValidator:
         """The last announced change of each key and tenant. A copy from before that change is out of date."""
         self.generation = 0
         """Incremented by `clear`."""
-        self._newest_dropped = Stamp()  # the newest of the required stamps that there was no room for
+        self._newest_dropped = Stamp()  # the newest required stamp that was dropped for lack of room
         self._history = history
         self._health = health
         self._max_stamps = max_stamps
@@ -40,13 +40,14 @@ class CopyValidator:
         self.required_stamps.clear()
 
     def is_sufficient(
-        self, copy: SharedCopy[Any], name: Hashable, known: CachedTenant | CachedKey | None, *, is_announced: bool
+        self, copy: SharedCopy[Any], name: Hashable, known: CachedTenant | CachedKey | None, *, must_be_newer: bool
     ) -> bool:
         """Return True if a copy makes a read of the database unnecessary.
 
-        While the database is unreachable, any copy is sufficient that is not older than the cached entry and the
-        announced changes. Otherwise the copy must be of a revision that the database is known to have. If the entity
-        `is_announced` to have changed, the copy must also include a change that the cached entry lacks.
+        - It must not be older than the cached entry and the announced changes. While the database is unreachable, that
+          is enough.
+        - Otherwise its revision must be one that the database is known to have.
+        - If it `must_be_newer`, it must also include an announced change that the cached entry lacks.
         """
         is_unreachable = self._health.is_unreachable
         required = self.required_stamps.get(name, Stamp() if is_unreachable else self._newest_dropped)
@@ -55,7 +56,7 @@ class CopyValidator:
         if is_unreachable:
             return True
         has_change = name in self.required_stamps and (known is None or not known.stamp.covers(required))
-        return (has_change or not is_announced) and self._history.contains(copy.stamp)
+        return (has_change or not must_be_newer) and self._history.contains(copy.stamp)
 
     def is_current(self, copy: SharedCopy[Any], required: Stamp, known: CachedTenant | CachedKey | None) -> bool:
         """Return True if a copy is not older than the cached entry and `required`, and not of a lost timeline."""

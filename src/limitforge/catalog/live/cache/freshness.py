@@ -17,13 +17,13 @@ _log = logging.getLogger(__name__)
 
 
 class DatabaseHealth:
-    """What reads have shown about the database."""
+    """Whether reads of the database succeed."""
 
     def __init__(self, clock: Clock) -> None:
         self.is_unreachable = False
         """True if copies are to be used without asking the database first."""
         self.stale_since_us: int | None = None
-        """When entries began to be served although they could not be read again."""
+        """Since when outdated entries are served, because the database can't be read."""
         self._clock = clock
 
     def read_failed(self, error: CatalogUnavailable | None = None) -> None:

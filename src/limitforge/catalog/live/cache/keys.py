@@ -77,20 +77,17 @@ class KeyCache:
             self._freshness.extend(entry)
             return
         self._freshness.retry_soon(entry)
-        key_id, ignores_copies = entry.key.id, is_confirmed or entry.has_unread_change
+        key_id, needs_newer = entry.key.id, is_confirmed or entry.has_unread_change
         self._flights.start_in_background(
-            ("key", key_id), lambda is_announced: self._load(key_id, is_announced=is_announced or ignores_copies)
+            ("key", key_id), lambda must_be_newer: self._load(key_id, must_be_newer=must_be_newer or needs_newer)
         )
 
     def apply_removal(self, key_id: str, announcement: Announcement) -> None:
-        """Forget a key that a tenant no longer has.
-
-        The announcement may be late: if the cached key is newer, another tenant has it now.
-        """
+        """Forget a key that a tenant no longer has."""
         name = ("key", key_id)
         known = self.keys.get(key_id)
         newest = self._validator.required_stamp(name) if known is None else known.stamp
-        if newest.covers(announcement.stamp):
+        if newest.covers(announcement.stamp):  # the announcement is late: another tenant has the key now
             return
         self.forget(key_id)
         self._flights.mark_changed(name)
@@ -118,7 +115,7 @@ class KeyCache:
             if known is not None:
                 known.has_unread_change, known.fresh_until_us = True, 0
             with contextlib.suppress(UnknownKey):
-                await self._read(key_id, is_announced=True)
+                await self._read(key_id, must_be_newer=True)
 
     def forget(self, key_id: str) -> None:
         """Remove a key, and remember for a while that it does not exist."""
@@ -156,11 +153,11 @@ class KeyCache:
         return await self._lookup_limiter.run(client, lambda: self._read(key_id), seconds=self._lookup_seconds)
 
     async def _has_copy(self, key_id: str, client: str) -> bool:
-        """Return False also if copies can't be read now, or if `client` has asked for too many that do not exist."""
+        """Return True if a usable copy exists. False also on errors, or if `client` asked for too many unknown keys."""
 
         async def find() -> None:
             copy, known = await self._reader.copy_of_key(key_id), self.keys.get(key_id)
-            if copy is None or not self._validator.is_sufficient(copy, ("key", key_id), known, is_announced=False):
+            if copy is None or not self._validator.is_sufficient(copy, ("key", key_id), known, must_be_newer=False):
                 raise UnknownKey("no copy")
 
         try:
@@ -169,17 +166,17 @@ class KeyCache:
             return False
         return True
 
-    async def _read(self, key_id: str, *, is_announced: bool = False) -> CachedKey:
+    async def _read(self, key_id: str, *, must_be_newer: bool = False) -> CachedKey:
         return await self._flights.run(
             ("key", key_id),
-            lambda is_announced: self._load(key_id, is_announced=is_announced),
-            is_announced=is_announced,
+            lambda must_be_newer: self._load(key_id, must_be_newer=must_be_newer),
+            must_be_newer=must_be_newer,
         )
 
-    async def _load(self, key_id: str, *, is_announced: bool) -> CachedKey:
+    async def _load(self, key_id: str, *, must_be_newer: bool) -> CachedKey:
         while True:
             generation = self._validator.generation
-            reading = await self._reader.read_key(key_id, self.keys.get(key_id), is_announced=is_announced)
+            reading = await self._reader.read_key(key_id, self.keys.get(key_id), must_be_newer=must_be_newer)
             if self._validator.is_still_valid(generation, ("key", key_id), reading.stamp):
                 break
         self.loads += 1

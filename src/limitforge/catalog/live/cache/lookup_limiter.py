@@ -1,7 +1,7 @@
 """Limit how often keys that may be made up are looked up, for each client and for all clients together.
 
-Only keys with the old public checksum pass through here. A key with a keyed checksum was issued by us, so it is looked
-up at once.
+API keys pass through here only if they have the old public checksum: one with a keyed checksum was issued by us, so it
+is looked up at once. Admin tokens with a keyed checksum are limited too once they are known to be revoked.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from limitforge.errors import CatalogUnavailable, TooManyUnknownKeys, UnknownKey
 MAX_CLIENTS = 10_000
 MAX_LOOKUPS = 2_000  # running and waiting, of all clients
 MAX_LOOKUPS_PER_FAILED_CLIENT = 250  # more than one, since a proxy may send the keys of many users
-MAX_READS = 4  # at once, of the five that a process makes; clients with recent failures may use three of them
+MAX_READS = 4  # at once: fewer than BoundedReads allows; clients with recent failures may use three of them
 MAX_COPIES = 50  # reads of copies at once
 FAILURE_US = 300 * US_PER_SECOND  # how long an unknown key counts as a recent failure of its client
 RESERVE = 0.5  # the part of the common budget, and of the lookups, that is kept for clients without recent failures
@@ -72,7 +72,7 @@ class LookupLimiter:
         self._active: dict[str, ClientLookups] = {}
         self._total = self._running = 0
         self._clean_queue: WaitQueue = deque()  # waiting for the common budget: clients without recent failures
-        self._failed_queue: WaitQueue = deque()  # and the others
+        self._failed_queue: WaitQueue = deque()  # the same for clients with recent failures
 
     @classmethod
     def for_copies(cls, clock: Clock | None = None) -> "LookupLimiter":
@@ -167,7 +167,7 @@ class LookupLimiter:
         self._wake_next(active, self._clean_queue)
 
     async def _wait(self, active: ClientLookups, queue: WaitQueue, *, is_first: bool) -> None:
-        """Wait in a queue until `_wake_next`. One that was woken in vain goes back to the front: `is_first`."""
+        """Wait in a queue until `_wake_next`. One that was woken but got no token goes to the front (`is_first`)."""
         turn = asyncio.get_running_loop().create_future()
         if is_first:
             queue.appendleft(turn)

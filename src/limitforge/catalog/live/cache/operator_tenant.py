@@ -51,18 +51,18 @@ class OperatorCache:
             return
         self._flights.mark_changed(READ_NAME)
         if self.entry is not None or READ_NAME in self._flights:
-            await self._flights.run(READ_NAME, self._load, is_announced=True)
+            await self._flights.run(READ_NAME, self._load, must_be_newer=True)
 
     def ensure_read_from_database(self) -> None:
         """Read the operator from the database in the background if it was only read from a copy."""
         if self.entry is not None and not self.entry.is_from_database:
-            self._flights.start_in_background(READ_NAME, lambda _: self._load(is_announced=True))
+            self._flights.start_in_background(READ_NAME, lambda _: self._load(must_be_newer=True))
 
-    async def _load(self, is_announced: bool) -> CachedTenant:  # noqa: FBT001 - as single flights call it
+    async def _load(self, must_be_newer: bool) -> CachedTenant:  # noqa: FBT001 - as single flights call it
         try:
             while True:
                 generation = self._validator.generation
-                reading = await self._reader.read_tenant(OPERATOR, self.entry, is_announced=is_announced)
+                reading = await self._reader.read_tenant(OPERATOR, self.entry, must_be_newer=must_be_newer)
                 if self._validator.is_still_valid(generation, OPERATOR, reading.stamp):
                     break
         except CatalogUnavailable:

@@ -59,21 +59,21 @@ class ConfigReader:
         return None if self._copies is None else await self._copies.get_key(key_id)
 
     async def read_tenant(
-        self, tenant_id: str, known: CachedTenant | None, *, is_announced: bool
+        self, tenant_id: str, known: CachedTenant | None, *, must_be_newer: bool
     ) -> Reading[TenantConfig]:
-        """Read a tenant. `known` is its cached entry; `is_announced` says that it has changed since."""
+        """Read a tenant. `known` is its cached entry; `must_be_newer` says that it has changed since."""
         copy = await self.copy_of_tenant(tenant_id)
-        if copy is not None and self._validator.is_sufficient(copy, tenant_id, known, is_announced=is_announced):
+        if copy is not None and self._validator.is_sufficient(copy, tenant_id, known, must_be_newer=must_be_newer):
             return Reading(copy.value, copy.stamp, is_from_database=False)
         reading = await self._read(tenant_id, copy, known, lambda: self._source.config(tenant_id))
         if self._copies is not None and reading.is_from_database and reading.value is not None:
             await self._copies.refresh_config(tenant_id, reading.value, reading.stamp)
         return reading
 
-    async def read_key(self, key_id: str, known: CachedKey | None, *, is_announced: bool) -> Reading[Key]:
-        """Read a key, in the same way."""
+    async def read_key(self, key_id: str, known: CachedKey | None, *, must_be_newer: bool) -> Reading[Key]:
+        """Read a key from its copy if that is recent enough, else from the database."""
         name, copy = ("key", key_id), await self.copy_of_key(key_id)
-        if copy is not None and self._validator.is_sufficient(copy, name, known, is_announced=is_announced):
+        if copy is not None and self._validator.is_sufficient(copy, name, known, must_be_newer=must_be_newer):
             return Reading(copy.value, copy.stamp, is_from_database=False)
         reading = await self._read(name, copy, known, lambda: self._source.key(key_id))
         if self._copies is not None and reading.is_from_database and reading.value is not None:

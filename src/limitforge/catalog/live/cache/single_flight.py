@@ -32,11 +32,11 @@ class SingleFlight:
     def __len__(self) -> int:
         return len(self._running)
 
-    async def run(self, name: Hashable, load: Load[Loaded], *, is_announced: bool = False) -> Loaded:
-        """Join the running read of this name, or start one with `load(is_announced)`."""
+    async def run(self, name: Hashable, load: Load[Loaded], *, must_be_newer: bool = False) -> Loaded:
+        """Join the running read of this name, or start one with `load(must_be_newer)`."""
         if self._is_closed and name not in self._running:
             raise CatalogUnavailable("this process is shutting down")
-        read = self._running.get(name) or self._start(name, load, is_announced=is_announced)
+        read = self._running.get(name) or self._start(name, load, must_be_newer=must_be_newer)
         try:
             loaded: Loaded = await asyncio.shield(read)
         except asyncio.CancelledError:
@@ -49,7 +49,7 @@ class SingleFlight:
     def start_in_background(self, name: Hashable, load: Load[Any]) -> None:
         """Start a read unless one of this name is running."""
         if name not in self._running and not self._is_closed:
-            self._start(name, load, is_announced=False).add_done_callback(self._report)
+            self._start(name, load, must_be_newer=False).add_done_callback(self._report)
 
     def mark_changed(self, name: Hashable) -> None:
         """Repeat the running read of this name, if there is one."""
@@ -61,7 +61,7 @@ class SingleFlight:
         self._is_closed = False
 
     async def close(self) -> None:
-        """Wait for running reads, and cancel slow ones only then: a cancelled driver may leave a thread behind."""
+        """Wait for running reads, then cancel those that still run: a cancelled driver may leave a thread behind."""
         self._is_closed = True
         if self._running:
             await asyncio.wait(list(self._running.values()), timeout=CLOSE_SECONDS)
@@ -73,18 +73,18 @@ class SingleFlight:
                 if read.done():  # it was cancelled before it began, and has not removed itself
                     del self._running[name]
 
-    def _start(self, name: Hashable, load: Load[Any], *, is_announced: bool) -> asyncio.Task[Any]:
+    def _start(self, name: Hashable, load: Load[Any], *, must_be_newer: bool) -> asyncio.Task[Any]:
         self._changed.discard(name)
-        read = asyncio.get_running_loop().create_task(self._read(name, load, is_announced=is_announced))
+        read = asyncio.get_running_loop().create_task(self._read(name, load, must_be_newer=must_be_newer))
         self._running[name] = read
         read.add_done_callback(_retrieve_error)
         return read
 
-    async def _read(self, name: Hashable, load: Load[Loaded], *, is_announced: bool) -> Loaded:
+    async def _read(self, name: Hashable, load: Load[Loaded], *, must_be_newer: bool) -> Loaded:
         try:
             while True:
                 try:
-                    loaded = await load(is_announced)
+                    loaded = await load(must_be_newer)
                 except UnknownKey:
                     if name not in self._changed:
                         raise
@@ -92,7 +92,7 @@ class SingleFlight:
                     if name not in self._changed:
                         return loaded
                 self._changed.discard(name)
-                is_announced = True
+                must_be_newer = True
         finally:
             self._changed.discard(name)
             del self._running[name]

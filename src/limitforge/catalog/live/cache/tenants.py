@@ -21,7 +21,7 @@ from limitforge.errors import CatalogUnavailable, UnknownKey
 class TenantCache:
     """Finds tenants, reads them again from time to time, and applies announced changes."""
 
-    def __init__(  # noqa: PLR0913 - the parts that all caches share
+    def __init__(  # noqa: PLR0913 - the parts of `CatalogCache`, and the bounds
         self,
         tenants: dict[str, CachedTenant],
         operator: OperatorCache,
@@ -75,7 +75,7 @@ class TenantCache:
         self._freshness.retry_soon(entry)
         self._flights.start_in_background(
             ("tenant", tenant_id),
-            lambda is_announced: self._load(tenant_id, is_announced=is_announced or is_confirmed),
+            lambda must_be_newer: self._load(tenant_id, must_be_newer=must_be_newer or is_confirmed),
         )
 
     async def apply_change(self, announcement: Announcement) -> None:
@@ -90,7 +90,7 @@ class TenantCache:
         if entry is not None and is_revoked and await self._suspend_by_copy(tenant_id, entry, stamp):
             return
         if tenant_id in self._tenants or ("tenant", tenant_id) in self._flights:
-            await self._read(tenant_id, is_announced=True)
+            await self._read(tenant_id, must_be_newer=True)
 
     def forget(self, tenant_id: str) -> None:
         entry = self._tenants.pop(tenant_id)
@@ -117,20 +117,20 @@ class TenantCache:
         self.forget(tenant_id)
         return False
 
-    async def _read(self, tenant_id: str, *, is_announced: bool = False) -> CachedTenant:
+    async def _read(self, tenant_id: str, *, must_be_newer: bool = False) -> CachedTenant:
         return await self._flights.run(
             ("tenant", tenant_id),
-            lambda is_announced: self._load(tenant_id, is_announced=is_announced),
-            is_announced=is_announced,
+            lambda must_be_newer: self._load(tenant_id, must_be_newer=must_be_newer),
+            must_be_newer=must_be_newer,
         )
 
-    async def _load(self, tenant_id: str, *, is_announced: bool) -> CachedTenant:
+    async def _load(self, tenant_id: str, *, must_be_newer: bool) -> CachedTenant:
         await self._operator.find()
         self.loads += 1
         while True:
             generation, known = self._validator.generation, self._tenants.get(tenant_id)
             try:
-                reading = await self._reader.read_tenant(tenant_id, known, is_announced=is_announced)
+                reading = await self._reader.read_tenant(tenant_id, known, must_be_newer=must_be_newer)
             except CatalogUnavailable:
                 if known is None or not self._freshness.is_usable(known):
                     raise

@@ -72,7 +72,7 @@ class FullOverrideSync:
         self._not_before = 0.0
 
     async def _compare_overridden(self) -> None:
-        """Compare tenants with overrides, unless another process just did. A Redis that came back empty has no lock."""
+        """Compare tenants with overrides, unless another process just did. An empty Redis has no lock."""
         self._is_requested = False
         try:
             if await self._has_lock(self._lock):
@@ -107,12 +107,14 @@ class FullOverrideSync:
         """Set the overrides of these tenants again, and remove the tenants that are done from `left`.
 
         All overrides are set, since their plans may have had other algorithms in the lost time. The value in `left` is
-        True for tenants that have overrides in the database, or that have lanes: these must be read before the store
-        can be asked for their overrides. Raises the last error after all tenants were tried.
+        True for tenants that have overrides in the database, or more than one lane: the store can be asked for the
+        overrides of the latter only after the tenant was read. Raises the last error after all tenants were tried.
         """
         failure: StoreError | None = None
         failures, renewed = 0, time.monotonic()
-        for tenant_id in random.sample(list(left), len(left)):  # so that no tenant is always behind a row of failures
+        for tenant_id in random.sample(
+            list(left), len(left)
+        ):  # so that the same failing tenants do not always come first
             try:
                 if left[tenant_id] or await self._has_overrides(tenant_id):
                     await self._override_sync.sync_tenant(tenant_id, force=True)

@@ -27,13 +27,13 @@ from limitforge.errors import CatalogError, StoreError
 from limitforge.observability.events import log_event
 
 PAGE = 1_000  # overrides in one step
-TARGETS_PER_CALL = 100  # of them in one call to the store
+TARGETS_PER_CALL = 100  # overrides in one call to the store
 PAUSE_SECONDS = 1.0  # between two steps
-FAST_PAUSE_SECONDS = 0.1  # at least, while overrides are missing
+FAST_PAUSE_SECONDS = 0.1  # the shortest pause while overrides are missing
 FAST_PASS_SECONDS = 2.0  # the sum of the pauses of a pass while overrides are missing
 LOCK_SECONDS = 5.0  # until another process takes over from one that was killed
 PENDING_SECONDS = 10.0  # how long an unpublished change is left to the process that publishes it
-REFUSED_SECONDS = 60.0  # how soon an override that its plan does not allow is tried again
+REFUSED_SECONDS = 60.0  # until an override that its plan does not allow is tried again
 MAX_REFUSED = 10_000
 LOG_SECONDS = 10.0
 
@@ -182,8 +182,8 @@ class OverrideReconciler:
     async def _restore(self, missing: Sequence[OverrideRow]) -> bool:
         """Set missing overrides again. Return False if none of them was lost.
 
-        The plans of some do not allow them any more. Those of a tenant with an unpublished change are not lost either:
-        the process that publishes the change will set them.
+        Two kinds of overrides are missing but not lost: those that their plans no longer allow, and those of tenants
+        with an unpublished change. The process that publishes the change will set the latter.
         """
         now = time.monotonic()
         if now - self._refused_at > REFUSED_SECONDS or len(self._refused) > MAX_REFUSED:

@@ -24,9 +24,9 @@ EXPIRY_TOLERANCE_SECONDS = 2.0  # expiries that differ by less count as equal
 PAGE = 500
 MAX_PARALLEL_WRITES = 32
 CONFIGS = 100  # tenants whose plans are in memory at once while overrides are restored
-DELETED_SECONDS = 600  # how far back deletions are read, and how many of them
-MAX_DELETED = 200
-MAX_TENANTS = 10_000  # whose last deletion is remembered
+DELETED_SECONDS = 600  # how far back deletions are read
+MAX_DELETED = 200  # deletions that are read
+MAX_TENANTS = 10_000  # tenants whose last deletion is remembered
 MAX_FAILURES = 10  # tenants in a row whose servers fail: then the whole store is down, and the others have to wait
 
 _log = logging.getLogger(__name__)
@@ -110,12 +110,12 @@ class OverrideSync:
         force: Collection[str] = (),
         after_each: Callable[[], Awaitable[None]] | None = None,
     ) -> int:
-        """Sync these tenants, and return the number of changes. `force` are those of `sync_tenant` with `force`.
+        """Sync these tenants, and return the number of changes. `force` are the tenants to sync with `force=True`.
 
         A server that fails does not affect tenants on others. Raises `PartialFailure` with the tenants that failed.
         """
         left = list(tenants)
-        random.shuffle(left)  # so that no tenant is always behind a row of failures
+        random.shuffle(left)  # so that the same failing tenants do not always come first
         failed: dict[str, StoreError] = {}
         failures = changes = 0
         while left and failures < MAX_FAILURES:
