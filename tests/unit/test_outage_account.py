@@ -1,4 +1,4 @@
-"""The account of an outage: few log lines, sums of what was admitted, and charges that are sent once."""
+"""Statistics of an outage: few log lines, sums of what was admitted, and charges that are sent once."""
 
 import logging
 import threading

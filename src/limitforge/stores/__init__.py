@@ -1,4 +1,4 @@
-"""Stores keep the state of buckets and decide checks. The limiter uses them through `protocol.Store` only.
+"""Stores keep the state of buckets and decide checks. Limiters use them through the interfaces in `protocol`.
 
 `memory` decides in this process. `redis` decides in a Lua script on Redis, and `resilience` decides what happens while
 Redis is unavailable. `connect` opens the store that a URL names.

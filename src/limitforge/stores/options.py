@@ -29,7 +29,7 @@ class StoreOptions:
     """How long a check may take until its failure behaviour decides. 1 to 60,000."""
     processes: int = 1
     """How many processes share the limits. With `failure="local"`, each process uses 1/processes of a limit. With
-    `consistency="local"` too, until Redis has reported how many processes are alive.
+    `consistency="local"`, it does so until Redis has reported how many processes are alive.
     """
     breaker_failures: int = 3
     """Consecutive failures that open the circuit breaker of a server."""
@@ -46,7 +46,7 @@ class StoreOptions:
     wait_replicas: int = 0
     """Replicas that must confirm a write before its decision is returned. A failover does not lose what they have."""
     new_buckets_per_minute: int | None = None
-    """How many buckets a tenant may begin in a minute, in each lane; beyond it new subjects share overflow buckets.
+    """How many buckets a tenant may create in a minute, in each lane; above it new subjects share overflow buckets.
     None means no bound.
     """
     cap_budget_by_memory: bool = False

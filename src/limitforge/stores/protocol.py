@@ -1,7 +1,7 @@
 """The interface between the limiter and a store.
 
-The limiter uses only this interface. Circuit breaker, denial cache and topology are parts of a store, not wrappers
-around one, because only the store that sends a check knows whether and when it was sent (docs/adr/0006). Checks are on
+The limiter uses only this interface. Circuit breaker, denial cache and topology live inside the store,
+because they need to know whether and when a check was sent (docs/adr/0006). Checks are on
 the hot path and have methods of their own, which may batch them. Every other operation is a command object.
 """
 
@@ -55,7 +55,7 @@ class StoreStatus(msgspec.Struct, frozen=True):
     hot_keys: list[HotKey] = msgspec.field(default_factory=list)
     """The most frequently checked buckets of the last seconds, the most frequent first."""
     new_buckets_per_minute: int | None = None
-    """How many buckets a tenant may begin in a minute; None means no bound."""
+    """How many buckets a tenant may create in a minute; None means no bound."""
     overflowed: int = 0
     """Checks that an overflow bucket decided, because the tenant had used up `new_buckets_per_minute`."""
 

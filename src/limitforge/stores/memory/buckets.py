@@ -59,7 +59,7 @@ class BucketTable(dict[str, State]):
             self._sampling_pool = list(self)
 
     def _pop_expired(self, written: set[str], now_us: int) -> str | None:
-        """Return the key of an expired bucket. The heap holds the expiry of a new bucket, which has often moved on."""
+        """Return the key of an expired bucket. Heap entries may be outdated: they hold the expiry at creation."""
         expiries, kept = cast("list[tuple[int, str]]", self._expiries), []
         expired = None
         while expired is None and expiries and expiries[0][0] <= now_us:
@@ -80,7 +80,7 @@ class BucketTable(dict[str, State]):
     def _pick_victim(self, written: set[str], now_us: int) -> str:
         """Return the bucket that expires first among eight. Buckets with leases or open reservations are kept."""
         sampled = (self._sample() for _ in range(EVICTION_SAMPLE)) if self else ()
-        for keys in (sampled, self):  # try every bucket only if the whole sample must be kept
+        for keys in (sampled, self):  # all buckets only if every sampled one must be kept
             evictable = [key for key in keys if key not in written and not self._is_pinned(self[key], now_us)]
             if evictable:
                 return min(evictable, key=lambda key: self[key].until)

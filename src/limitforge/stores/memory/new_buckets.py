@@ -1,6 +1,6 @@
-"""Bound how many buckets a tenant may begin in a minute in a memory store, so that one tenant can't fill it.
+"""Bound how many buckets a tenant may create in a minute in a memory store, so that one tenant can't fill it.
 
-Beyond the budget, the tenant's new subjects share one overflow bucket for each limit and lane. `lua/new_buckets.lua`
+Above the budget, the tenant's new subjects share one overflow bucket for each limit and lane. `lua/new_buckets.lua`
 does the same on Redis.
 """
 
@@ -22,7 +22,7 @@ EXEMPT_SCOPES = (Scope.TENANT, Scope.GLOBAL)
 
 
 class InProcessBucketBudget:
-    """Counts the buckets that begin in a memory store. The store holds the lock."""
+    """Counts the buckets that are created in a memory store. The store holds the lock."""
 
     def __init__(self, per_minute: int, enforced_from: int = 0) -> None:
         """While the store has fewer than `enforced_from` buckets, the budget is not enforced."""
@@ -33,7 +33,7 @@ class InProcessBucketBudget:
         self._counters: dict[str, Counter] = {}  # by lane prefix
 
     def redirect(self, check: Check, states: Collection[str], now_us: int) -> list[int]:
-        """Point the debits that may not begin a bucket at their overflow buckets; return their positions."""
+        """Point the debits that may not create a bucket at their overflow buckets; return their positions."""
         redirected: list[int] = []
         keys: set[str] = set()
         begins = 0
@@ -53,7 +53,7 @@ class InProcessBucketBudget:
         return redirected
 
     def count_new(self, keys: Sequence[str], now_us: int) -> None:
-        """Count buckets that have just begun."""
+        """Count buckets that were just created."""
         for key in keys:
             lane = lane_prefix_of(key)
             if is_overflow(key):

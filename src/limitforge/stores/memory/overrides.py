@@ -116,7 +116,7 @@ class MemoryOverrides:
         existed = command.resource in live
         if existed:
             del self.by_key[Keys.overrides(command.lane_prefix, command.subject)][command.resource]
-        self._live_overrides(command.lane_prefix, "", command.subject, now_us)
+        self._live_overrides(command.lane_prefix, "", command.subject, now_us)  # forgets a subject without overrides
         return existed
 
     def clear(self, command: ClearOverrides, now_us: int) -> int:

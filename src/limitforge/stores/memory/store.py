@@ -60,7 +60,7 @@ class MemoryStore:
     expires first among eight random ones, which `evictions` counts. Leases, reservations and overrides are never
     evicted: a store that is full of them raises StoreUnavailable for new ones.
 
-    Limits with `consistency="local"` are divided by `processes()`. A tenant may begin `new_buckets_per_minute`; beyond
+    Limits with `consistency="local"` are divided by `processes()`. A tenant may create `new_buckets_per_minute`; above
     that its new subjects share overflow buckets. This applies once the store has `budget_from` buckets.
     """
 

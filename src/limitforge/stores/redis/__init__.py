@@ -1,6 +1,7 @@
 """Decide checks on Redis: one server, a Sentinel set or a Cluster.
 
-The modules at the top do no I/O and serve both stores: `core` puts them together, `codec` and `resp` encode calls of
-the Lua script. `aio` and `sync` do the I/O, for event loops and for threads. `topology` finds the servers, `prepaid`
-decides in this process what was debited in advance.
+`aio` and `sync` are the stores for event loops and for threads. What both share does no I/O: `core` puts it together,
+`codec` and `resp` encode calls of the Lua script, `topology` finds the servers, and `prepaid` decides prepaid and local
+limits in this process. `invalidation` listens for the changes of other processes. The catalog stores its copies and
+locks with `catalog_redis`.
 """

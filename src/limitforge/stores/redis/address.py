@@ -20,7 +20,7 @@ _Command = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where to connect, and what to send first. Its text contains no password."""
+    """Where to connect, and what to send first. `repr` contains no password."""
 
     host: str
     port: int
@@ -86,7 +86,7 @@ def parse_address(url: str) -> Address:
         tls = connection.ssl_context.get() if parts.scheme == "rediss" else None
     except (ValueError, TypeError, OSError, exceptions.RedisError):
         # The message contains no part of the URL: in an invalid URL, any part may belong to the password.
-        raise InvalidInput("url", f"is not one that redis-py can use: see host, port, options. {_HINT}") from None
+        raise InvalidInput("url", f"is not a valid Redis URL: check host, port and options. {_HINT}") from None
     options = pool.connection_kwargs
     commands = _handshake_commands(options)
     return Address(

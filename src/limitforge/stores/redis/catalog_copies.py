@@ -88,7 +88,7 @@ class CatalogRedis:
         return stored or None
 
     async def put(self, key: str, copy: bytes, ttl_seconds: float) -> None:
-        """Store a copy, unless a newer one is stored. Copies start with their version, in 8 bytes."""
+        """Store a copy, unless a newer one is stored. A copy starts with its version, 8 bytes big-endian."""
         await self._call(key, "EVAL", PUT_IF_NEWER, 1, encode_key(key), copy, int(ttl_seconds * 1_000))
 
     async def put_many(self, copies: Mapping[str, bytes], ttl_seconds: float) -> None:

@@ -104,18 +104,18 @@ def decode_reply(call: ScriptCall, reply: Reply) -> list[int]:
     if isinstance(reply, UnreplicatedReply):
         raise reply.to_error()
     values: list[int] = []
-    if not isinstance(reply, int):  # the reply to PUBLISH, never to a call
+    if not isinstance(reply, int):  # an integer can only be a late reply to PUBLISH
         try:
             values = _decode(cast("bytes", reply))
         except (msgspec.MsgspecError, TypeError):
             raise _invalid_reply() from None
     if not values or values.pop() != call.call_id:
-        raise StoreUnavailable("a reply of Redis was lost, and the reply to another call arrived", maybe_counted=True)
+        raise StoreUnavailable("received the reply to another call", maybe_counted=True)
     return values
 
 
 def as_corrupt_reply(error: Exception) -> LimitforgeError:
-    """Return the error for a reply that could not be decoded. Log it with its traceback unless it is one of ours."""
+    """Return the error for a reply that could not be decoded, or for a bug. Log an error that is not one of ours."""
     if isinstance(error, LimitforgeError):
         return error
     log_event(_log, logging.ERROR, "store.corrupt_reply", "could not decode a reply of the script", exc_info=error)
@@ -138,7 +138,7 @@ def check_flow(
 
     `calendar_us` is the caller's time, for the windows of calendar quotas. `time_us` replaces the clock of Redis unless
     it is SERVER_TIME. Subjects without an override hint are first assumed to have no overrides. `new_buckets` bounds
-    how many buckets a tenant may begin.
+    how many buckets a tenant may create.
     """
     with_shadows = checks
     if any([check.shadow is not None for check in checks]):  # noqa: C419 - a list is twice as fast
@@ -190,7 +190,7 @@ def _split_shadows(
 
 
 def finish_flow(finishes: Sequence[FinishHold], time_us: int) -> Flow[list[Any]]:
-    """Finish the holds of several part checks in one call. Returns the sources of each, or None if it had lapsed."""
+    """Finish holds in one call. Return the windows of the debits of each hold, or None if it had lapsed."""
     keys: dict[str, int] = {}
     strings: dict[str | bytes, int] = {}
     flat: list[int] = []
@@ -261,8 +261,8 @@ def _evaluate(
 ) -> Flow[list[ScriptResult]]:
     """Evaluate checks in order, with one call or several.
 
-    The script stops at a check that needs other calendar windows, override keys, or overflow buckets: the checks after
-    it must see what it takes. That check and the following ones are sent again, from then on with all override keys.
+    The script stops at a check that needs other calendar windows, override keys, or overflow buckets. The checks after
+    it depend on what it takes, so it and all later checks are sent again, from then on with all override keys.
     """
     outcomes: list[ScriptResult] = []
     repeats = 0
@@ -283,7 +283,7 @@ def _evaluate(
         remaining, hints = checks[len(outcomes) :], None
         repeats += 1
         if repeats > 3 * sum(len(check.debits) for check in checks) + 1:
-            return outcomes + [StoreCorrupt("no calendar window contains the time of its bucket")] * len(remaining)
+            return outcomes + [StoreCorrupt("the script asked for the same check too often")] * len(remaining)
 
 
 def _unwrap_reply(reply: Reply, unreplicated: list[UnreplicatedReply]) -> Reply:
@@ -337,7 +337,7 @@ def encode_checks(  # noqa: C901, PLR0912, PLR0915 - the hot path: one loop, and
 
     for check in checks:
         prepared, lease, hold = check.prepared, check.lease, check.hold
-        if prepared is not None and hold is None and not lease:  # the short path, which nearly all checks take
+        if prepared is not None and hold is None and not lease:  # the fast path, which nearly all checks take
             index_position = index_keys.get(prepared.override_index)
             if index_position is None:
                 index_position = add_override_index(prepared.override_index)

@@ -207,7 +207,7 @@ class RedisCore:
         return outcome if isinstance(outcome, Outcome) else None
 
     def decide_without_store(self, check: Check, error: StoreUnavailable) -> Decision | LimitforgeError:
-        """Apply the failure behaviour of a cross-slot check, and record it for the server of its first limit."""
+        """Apply the failure behaviour of a multi-step check, and record it for the server of its first limit."""
         server = self.topology.server_of_slot(self.topology.slot_of(routing_key(check)))
         return server.resilience.decide_without_store(check, error)
 

@@ -1,11 +1,12 @@
-"""Cache denials in this process: a check without room is denied again, without Redis, until it could have room.
+"""Cache denials in this process: a denied check is denied again, without Redis, until capacity may be available.
 
 A denial may be repeated while the longest wait of its limits lasts, counted from the moment when the check was sent.
 Only a reset, a settlement, an override or a new plan can shorten that wait. Therefore:
 
-- A denial is not cached if a limit without room has an open reservation or lease, because those can free room early.
+- A denial is not cached if an exceeded limit has an open reservation or lease, which can free capacity early. It is not
+  cached either if an overflow bucket decided that limit.
 - It is not cached if a limit of the check counts denials (`count_denied`), because the store must count each one.
-- A check with other numbers, costs, shares or modes is another check and finds no entry.
+- A check with other numbers, costs, shares or modes does not match.
 - `invalidate` removes what a reset, a settlement or an override affects. A reply that was in flight at that moment may
   be older than the change, so it is not cached either.
 
@@ -56,7 +57,7 @@ class CachedDenial(msgspec.Struct, frozen=True, gc=False):
     expires_us: int
     """Until when the check is certainly denied, counted from when it was sent."""
     received_us: int
-    """When the reply arrived. The waits in the rows were true then at the latest."""
+    """When the reply arrived. The waits in the rows are measured from this time at the latest."""
     now_us: int
     rows: tuple[LimitRow, ...]
     invalidated_by: tuple[str, ...]
@@ -179,7 +180,7 @@ class DenialCache:
         return min(longest_us, self._max_age_us)
 
     def _remove_expired(self, key: str, now_us: int) -> None:
-        """Remove expired denials, so that later checks with room again need no comparison."""
+        """Remove expired denials, so that later checks need no comparison with them."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is not None:
@@ -229,7 +230,7 @@ def _signature(check: Check) -> Signature:
 
 
 def _outcome_after(denial: CachedDenial, elapsed_us: int) -> Outcome:
-    """Return the outcome with resets and waits reduced by `elapsed_us`. A limit whose wait has ended has room."""
+    """Return the outcome `elapsed_us` later, with shorter resets and waits. A wait of 0 means capacity is available."""
     rows: list[LimitRow] = [
         (
             limit,

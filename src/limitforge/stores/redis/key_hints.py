@@ -1,7 +1,7 @@
 """Remember which optional keys the script asked for lately, so that the next call sends them along.
 
-Most tenants have no overrides and begin few buckets, so a call does not carry the keys for these. The script answers
-which key it misses, and the call is repeated with it. A hint then saves the second call for a minute.
+Most tenants have no overrides and create few buckets, so a call does not carry the keys for these. The script names the
+key that it lacks, and the call is repeated with it. A hint then saves the second call for a minute.
 """
 
 from limitforge.core.clock import Clock

@@ -1,6 +1,6 @@
-"""Bound how many buckets a tenant may begin in a minute on Redis, so that one tenant can't fill it for all others.
+"""Bound how many buckets a tenant may create in a minute on Redis, so that one tenant can't fill it for all others.
 
-The script counts the buckets where they begin (`lua/new_buckets.lua`). Beyond the budget, the tenant's new subjects
+The script counts new buckets (`lua/new_buckets.lua`). Above the budget, the tenant's new subjects
 share one overflow bucket for each limit and lane.
 """
 
@@ -10,7 +10,7 @@ from limitforge.core.clock import Clock
 from limitforge.stores.redis.key_hints import KeyHints
 
 BYTES_PER_BUCKET = 200  # memory of one bucket in Redis, including its key
-MEMORY_DIVISOR = 20  # buckets that one tenant begins in a minute may use 1/20 of the memory of Redis
+MEMORY_DIVISOR = 20  # buckets that one tenant creates in a minute may use 1/20 of the memory of Redis
 MIN_BUDGET = 1_000
 
 

@@ -18,11 +18,11 @@ from limitforge.stores.resilience.failure import NotServerFault, StoreFull
 
 _NO_PASSWORD = "the server needs a password: put user and password into the URL"  # noqa: S105
 _NO_PERMISSION = "the user of the URL lacks a permission: see the ACL in docs/operations.md"
-_BUSY = "another script is running for too long"
+_BUSY = "another script has been running too long"
 
 UNAVAILABLE_ERRORS = {
     "LOADING": "the server is loading its data",
-    "READONLY": "the server is a replica, and only a master can count",
+    "READONLY": "the server is a replica, and only a master accepts writes",
     "OOM": FULL_REASON,
     "MASTERDOWN": "the server is a replica that lost its master",
     "NOAUTH": _NO_PASSWORD,
@@ -38,7 +38,8 @@ UNAVAILABLE_ERRORS = {
     "ERR Script killed": "the script was killed (SCRIPT KILL)",
     "ERR max number of clients reached": "the server has reached its maximum of clients (maxclients)",
 }
-"""The errors that mean that Redis can't serve now, by how they start. All others raise `StoreCorrupt`."""
+"""The errors that mean that Redis can't serve now, by how they start. Errors other than these and the redirections of a
+Cluster raise `StoreCorrupt`."""
 
 ASKING = b"*1\r\n$6\r\nASKING\r\n"
 
@@ -125,7 +126,7 @@ _REDIRECTION = re.compile(r"(MOVED|ASK) (\d+) (.*):(\d+)$")
 
 
 def translate_error(error: hiredis.ReplyError) -> StoreError:
-    """Translate an error reply into a `StoreUnavailable` or a `StoreCorrupt`. No other function does."""
+    """Translate an error reply into a `StoreUnavailable` or a `StoreCorrupt`."""
     text = str(error)
     redirection = _REDIRECTION.match(text)
     if redirection is not None:
@@ -158,8 +159,12 @@ def handshake_error(replies: Sequence[object]) -> StoreError | None:
     """Return the first error in the replies to a handshake. Every such error means that the server can't serve now."""
     for reply in replies:
         if is_replica_role(reply):
-            return StoreUnavailable("this Redis is a replica, and only its master can count")
+            return StoreUnavailable("this Redis is a replica, and only its master accepts writes")
         if isinstance(reply, hiredis.ReplyError):
             error = translate_error(reply)
-            return error if isinstance(error, StoreUnavailable) else StoreUnavailable(f"Redis refused us: {reply}")
+            return (
+                error
+                if isinstance(error, StoreUnavailable)
+                else StoreUnavailable(f"Redis rejected the handshake: {reply}")
+            )
     return None

@@ -10,7 +10,7 @@ A caller that `allows_call` lets through must call `record_success` or `record_f
 probe through. If that probe reports nothing for `probe_us` (its caller was cancelled), the next caller probes.
 
 A failure counts only if its call began after the last failure that counted. All calls that were in flight at that
-moment failed for the same reason, so together they count as one failure.
+moment are assumed to fail for the same reason, so together they count as one failure.
 """
 
 from enum import StrEnum

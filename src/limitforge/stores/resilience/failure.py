@@ -1,4 +1,4 @@
-"""Decide checks without a server that does not answer: circuit breaker, failure behaviour, and the outage's account.
+"""The circuit breaker and the failure behaviour of one server, with statistics of the current outage.
 
 The caller asks `allows_call` before it calls the server and then reports `record_success` or `record_failure`.
 `decide_without_store` decides the checks that the server did not. No I/O.
@@ -67,7 +67,8 @@ class Resilience:
         self._divided_rule = lru_cache(maxsize=4_096)(lambda rule: rule.divided(options.processes))
         self.local = local
         self.is_healthy = True
-        """True if no call has failed lately. `allows_call` is then True, and `record_success` has no effect."""
+        """True if no call has failed lately, and no charge waits. `allows_call` is then True, and `record_success` has
+        no effect."""
         self.since: float | None = None
         self.degraded: Counter[str] = Counter({kind.value: 0 for kind in Failure if kind is not Failure.RAISE})
 
@@ -147,7 +148,7 @@ class Resilience:
         return outage.charges()
 
     def requeue_charges(self, charges: Iterable[Check]) -> None:
-        """Keep charges that were certainly not made, to try them again later."""
+        """Keep charges that were certainly not made. The first reply after CHARGE_RETRY_US returns them again."""
         with self._lock:
             now_us = self._now_us()
             for charge in charges:
@@ -166,7 +167,7 @@ class Resilience:
             return error
         try:
             decision = self._decide_by(check, Failure(failure))
-        except StoreError:  # the local store can't decide either: it is full of leases, or misses a calendar
+        except StoreError:  # the local store can't decide either: it is full of leases, or has no calendar window
             decision = fail_closed_decision(check, self.retry_after_ms())
         except LimitforgeError as refused:  # an error of this check, such as too many reservations of one bucket
             return refused
@@ -252,7 +253,7 @@ class Resilience:
             retry_after_ms = self.retry_after_ms()
         return msgspec.structs.replace(state, limit=limit, retry_after_ms=retry_after_ms)
 
-    # -- the account of the outage
+    # -- statistics of the outage
 
     def _record_decision(self, check: Check, decision: Decision, error: StoreUnavailable) -> None:
         now_us = self._now_us()

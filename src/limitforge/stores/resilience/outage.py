@@ -1,4 +1,4 @@
-"""The account of an outage: what was decided without a server, and what is charged to it when it is back."""
+"""Statistics of an outage: what was decided without the server, and what is charged when it replies again."""
 
 from collections import Counter
 from typing import Any

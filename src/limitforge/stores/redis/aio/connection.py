@@ -63,17 +63,17 @@ class Connection(asyncio.Protocol):
         if refused is not None:
             connection.abort()
             raise refused
-        if connection._transport is None:  # noqa: SLF001 - lost in the loop iteration of the last handshake reply
+        if connection._transport is None:  # noqa: SLF001 - closed while the last handshake reply was processed
             raise StoreUnavailable("the connection to Redis was closed at once")
         return connection
 
     @classmethod
-    async def _connect(cls, address: Address, lost: "OnLost") -> "Connection":
+    async def _connect(cls, address: Address, on_lost: "OnLost") -> "Connection":
         loop = asyncio.get_running_loop()
         if address.path is not None:
-            _, connection = await loop.create_unix_connection(lambda: cls(address, lost), address.path)
+            _, connection = await loop.create_unix_connection(lambda: cls(address, on_lost), address.path)
         else:
-            _, connection = await loop.create_connection(lambda: cls(address, lost), address.host, address.port)
+            _, connection = await loop.create_connection(lambda: cls(address, on_lost), address.host, address.port)
         if address.tls is not None:
             await connection._start_tls(address.tls)  # noqa: SLF001
         return connection
@@ -105,9 +105,9 @@ class Connection(asyncio.Protocol):
             return []
         self._send(address.handshake, *[on_reply] * address.handshake_replies)
         await completed
-        lost = next((reply for reply in replies if isinstance(reply, StoreError)), None)
-        if lost is not None:
-            raise handshake_error(replies) or lost
+        error = next((reply for reply in replies if isinstance(reply, StoreError)), None)
+        if error is not None:
+            raise handshake_error(replies) or error
         return replies
 
     def call(self, call: ScriptCall, on_reply: OnCallReply, *, asking: bool = False) -> None:

@@ -63,7 +63,7 @@ class EventLoopClient:
         only_server = self._topology.only_server
         self.only_pipeline = None if only_server is None else self._pipeline_of(only_server)
         """The pipeline of the only server, None for Sentinel and Cluster."""
-        self._loop_shutdown = self._close_with_loop()
+        self._loop_shutdown = self._close_with_loop()  # started, so that `asyncio.run` finalizes it
         with suppress(StopIteration):
             self._loop_shutdown.asend(None).send(None)
 
@@ -125,11 +125,11 @@ class EventLoopClient:
             self._pipeline_of(server).resolve(pending, NotServerFault("the limiter was closed"))
             return
         if self._topology.is_stale or not server.resilience.is_healthy:
-            self.refresh_topology()  # again, because the last refresh may have been too recent for another one
+            self.refresh_topology()  # again: an earlier request may have come too soon after the last refresh
         self._pipeline_of(server).submit(pending)
 
     def undo(self, refunds: Sequence[FinishHold]) -> None:
-        """Send refunds of which the caller needs no reply. A refund that gets lost happens when its hold lapses."""
+        """Send refunds without waiting for replies. If a message is lost, its hold lapses and is refunded then."""
         for refund in refunds:
             self.route(PendingCheck(refund, _ignore_reply, self.loop.time() + COMMAND_TIMEOUT_SECONDS))
 
@@ -166,14 +166,14 @@ class EventLoopClient:
     def redirect(self, batch: list[PendingCheck], redirection: Redirected | SlotMigrating, server: Server) -> None:
         """Send a batch that `server` did not execute to where it redirects. Checks past their deadline are resolved."""
         now = self.loop.time()
-        is_loop = any(pending.redirects >= MAX_REDIRECTS for pending in batch)
+        is_redirect_cycle = any(pending.redirects >= MAX_REDIRECTS for pending in batch)
         for pending in batch:
             pending.is_resubmitted, pending.needs_asking = True, False
-            pending.redirects = 0 if is_loop else pending.redirects + 1
+            pending.redirects = 0 if is_redirect_cycle else pending.redirects + 1
             pending.own_call_only = pending.own_call_only or isinstance(redirection, SlotMigrating)
             if pending.deadline <= now:
                 self._pipeline_of(server).resolve(pending, redirection)
-        if isinstance(redirection, SlotMigrating) or is_loop:
+        if isinstance(redirection, SlotMigrating) or is_redirect_cycle:
             self.loop.call_at(now + TRYAGAIN_DELAY_SECONDS, self._route_all, batch)
             return
         host = redirection.host or server.address.host
@@ -240,7 +240,7 @@ class EventLoopClient:
         self._draining.discard(pipeline)
 
     def on_discovered(self, pipeline: Pipeline) -> StoreUnavailable | None:
-        """Route the checks that waited for the discovery. Return the error of a slot that still has no owner."""
+        """Route the checks that waited for the discovery. Return the last error of a slot without an owner."""
         problem: StoreUnavailable | None = None
         for pending in pipeline.take_queue():
             if self._topology.server_of_slot(pending.slot) is self._topology.unknown_server:
@@ -343,7 +343,7 @@ class EventLoopClient:
                 raise
         self._core.record_charges(charges, results)
 
-    # -- the end
+    # -- closing
 
     def close_soon(self) -> None:
         """Close this client. Another thread schedules this method on the loop."""

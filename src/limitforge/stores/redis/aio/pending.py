@@ -44,7 +44,8 @@ class Write(msgspec.Struct, eq=False):
 
     calls_in_flight: int
     is_group_split: bool
-    """True if the rest of its last group is still queued. The rest waits, because a call may have to be repeated."""
+    """True if the rest of its last group is still queued. The rest waits, because the first part may have to be sent
+    again, and must be decided before it."""
 
 
 class InFlightCall(msgspec.Struct, eq=False):

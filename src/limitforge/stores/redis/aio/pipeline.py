@@ -35,7 +35,7 @@ from limitforge.stores.resilience.failure import NotServerFault, as_maybe_counte
 
 MAX_WRITES_IN_FLIGHT = 2
 SPLIT_ABOVE_US = 100  # a batch that keeps Redis busy for longer is sent in halves
-CONNECT_DEADLINES = 4  # a connection may take longer to open than any check waits for it: later checks need it too
+CONNECT_DEADLINES = 4  # connecting may outlast the checks that wait for it, because later checks need it, too
 MIN_CONNECT_SECONDS = 0.25
 LAG_SECONDS = 0.005  # a loop iteration that takes longer postpones deadlines
 GRACE_SECONDS = 0.001
@@ -80,7 +80,7 @@ class Pipeline:
         self._in_flight: list[InFlightCall] = []
         self._writes: list[Write] = []
         self._moving_slots: dict[int, float] = {}
-        """Slots that a server redirected a moment ago, and until when they get calls of their own."""
+        """Slots with a recent redirection, and the time until which each gets a call of its own."""
         self._flush_is_scheduled = False
         self._last_reply_us = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -210,7 +210,7 @@ class Pipeline:
                 self._fail_call(in_flight, StoreUnavailable("the connection to Redis was lost"))
 
     def _group_by_call(self, batch: list[PendingCheck]) -> list[list[PendingCheck]]:
-        """Group what can share a call, ordered by slot. Ends of holds come before checks that may see them."""
+        """Group what can share a call, ordered by slot. Holds are finished first, so that checks see the effect."""
         now = self.loop.time()
         for slot in [slot for slot, until in self._moving_slots.items() if until < now]:
             del self._moving_slots[slot]
@@ -248,13 +248,11 @@ class Pipeline:
             self._remove_call(in_flight)
             self._reply_all(in_flight.batch, done.value)
             self._record_reply(in_flight, done.value)
-        except (
-            StoreUnavailable
-        ) as error:  # the reply belongs to another call: no reply on this connection can be trusted
+        except StoreUnavailable as error:
             self._fail_call(in_flight, error)
             self.on_failure(error, in_flight.began_us)
             if not isinstance(error, NotReplicated):
-                self.connection.abort(error)
+                self.connection.abort(error)  # out of step: no reply on this connection can be trusted
         except Exception as error:  # noqa: BLE001 - an invalid reply, or a bug: the callers must get a result
             self._fail_call(in_flight, as_corrupt_reply(error))
             self._record_reply(in_flight)

@@ -62,7 +62,7 @@ class PrepaidSync:
         await asyncio.gather(*map(self._top_up, batches))
         if self._heartbeat.is_needed:
             with suppress(LimitforgeError):
-                await self._run_flow(self._core.heartbeat_flow(0), COMMAND_TIMEOUT_SECONDS)
+                await self._run_flow(self._core.heartbeat_flow(alive_us=0), COMMAND_TIMEOUT_SECONDS)
 
     def _tick(self) -> None:
         self._timer = None

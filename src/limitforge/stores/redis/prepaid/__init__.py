@@ -2,5 +2,5 @@
 
 A limit with `consistency="prepaid"` is spent from a share that this process has debited in Redis in advance. A limit
 with `consistency="local"` is divided by the number of live processes, which heartbeats count. Nothing here does I/O:
-event loops and threads run the calls that `top_up` and `heartbeat` need.
+`aio` and `sync` send the calls.
 """

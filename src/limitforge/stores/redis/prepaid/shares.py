@@ -44,11 +44,11 @@ class PrepaidShare(msgspec.Struct, eq=False):
     window: tuple[int, int] = (0, 0)
     """Start and end, in the store's time, of the window that the share was debited from."""
     to_return: int = 0
-    """Cost that is no longer spent, and is returned with the next request."""
+    """Unspent cost to return with the next request."""
     epoch: int = 0
     """Changes when the balance is replaced. What was spent before can't be refunded to the new balance."""
     invalidated_us: int = LONG_AGO_US
-    """Replies to requests that were sent before this belong to old numbers or to a deleted bucket."""
+    """Grants of requests that were sent before this are not spent: the limit has changed, or its bucket was deleted."""
     was_reset: bool = False
     demand: int = 0
     """Cost of the checks since the last sync."""
@@ -185,8 +185,8 @@ class PrepaidShares:
     ) -> None:
         """Apply the replies to requests that were sent at `sent_us`.
 
-        A reply is None if the store did nothing about its request. `replies` is None if the outcome is unknown: what
-        may have been granted is then never spent, and what was kept still is.
+        A reply is None if the store did nothing for its request. `replies` is None if the outcome is unknown: a grant
+        is then never spent, and the balance that was kept is still spent.
         """
         with self._lock:
             for index, request in enumerate(requests):
@@ -197,11 +197,11 @@ class PrepaidShares:
                 elif replies is not None and not (request.share.was_reset and sent_us <= request.share.invalidated_us):
                     request.share.to_return += request.returned
 
-    # -- the caller holds the lock
+    # -- helpers, called with the lock held
 
     def _apply_reply(self, share: PrepaidShare, reply: TopUpReply, sent_us: int) -> None:
         if self._shares.get(share.key) is not share:
-            return  # closed meanwhile: what was granted lapses, or ends with its window
+            return  # the share was closed: the grant lapses in the store, or ends with its window
         is_bucket = share.rule.is_bucket
         if reply.ends_us == -1 or (not is_bucket and reply.window != share.window):  # lapsed, or in another window
             share.balance = share.to_return = 0
@@ -239,7 +239,7 @@ class PrepaidShares:
         share.invalidated_us, share.was_reset = self._now_us(), False
 
     def _forfeit(self, share: PrepaidShare) -> None:
-        """Drop a share whose bucket was reset. If it were returned, it would make room in the new bucket."""
+        """Drop a share whose bucket was reset. If it were returned, it would refund the new bucket."""
         share.balance = share.to_return = 0
         share.epoch += 1
         share.invalidated_us, share.was_reset = self._now_us(), True

@@ -75,7 +75,7 @@ class FlowRunner:
         return results
 
     def run_steps(self, steps: Sequence[Step], deadline: float) -> list[Any]:
-        """Return the reply to each step. Ends of holds are sent before checks that may see them."""
+        """Return the reply to each step. Holds are finished first, so that checks see the effect."""
         replies: list[Any] = [None] * len(steps)
         finishes = [index for index, step in enumerate(steps) if isinstance(step, FinishHold)]
         checks = [index for index, step in enumerate(steps) if isinstance(step, Check)]

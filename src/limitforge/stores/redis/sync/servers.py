@@ -152,7 +152,7 @@ class ServerPools:
         server = self._topology.server_of_slot(slot)
         if server is not self._topology.unknown_server:
             if self._topology.is_stale or not server.resilience.is_healthy:
-                self.refresh_topology()  # again, because the last refresh may have been too recent for another one
+                self.refresh_topology()  # again: an earlier request may have come too soon after the last refresh
             return server
         resilience = server.resilience
         resilience.ensure_allowed()

@@ -131,7 +131,7 @@ class SyncRedisStore:
         return self._flows.run(flow, deadline)
 
     def _undo(self, refunds: Sequence[FinishHold]) -> None:
-        """Send refunds in a thread: the caller needs no reply. A refund that gets lost happens when its hold lapses."""
+        """Send refunds in a thread. If a message is lost, its hold lapses and is refunded then."""
         if refunds:
             args = [refunds, time.monotonic() + COMMAND_TIMEOUT_SECONDS]
             threading.Thread(target=self._flows.run_steps, args=args, name="limitforge-undo", daemon=True).start()
@@ -190,7 +190,7 @@ class SyncRedisStore:
             self._top_up(self._hybrid.shares.return_all(), time.monotonic() + COMMAND_TIMEOUT_SECONDS)
             if self._core.heartbeat.is_needed:
                 with suppress(LimitforgeError):
-                    self._run_flow(self._core.heartbeat_flow(0), time.monotonic() + COMMAND_TIMEOUT_SECONDS)
+                    self._run_flow(self._core.heartbeat_flow(alive_us=0), time.monotonic() + COMMAND_TIMEOUT_SECONDS)
 
     # -- denials
 

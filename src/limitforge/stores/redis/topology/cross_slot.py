@@ -1,9 +1,9 @@
 """Decide a check whose limits lie in several slots of a Cluster, all or nothing, without one script that sees them all.
 
-This is a two-phase commit. First each slot takes its part of the check and holds it. Once all had room, each hold is
-confirmed, and only then is the check allowed. Otherwise the holds are refunded. A hold that is neither confirmed nor
-refunded, because a message was lost or a process died, lapses after 5 s and is refunded. So no check passes without
-room in every limit. A denied check is not charged, with one exception: if a slot confirmed and its reply was lost, the
+This is a two-phase commit. First each slot takes its part of the check and holds it. If every slot grants its part, all
+holds are confirmed, and the check is allowed. Otherwise the holds are refunded. A hold that is neither confirmed nor
+refunded, because a message was lost or a process died, lapses after 5 s and is refunded. So no check passes that
+exceeds a limit. A denied check is not charged, with one exception: if a slot confirmed and its reply was lost, the
 cost of that check stays.
 """
 
@@ -29,7 +29,7 @@ UNKNOWN_ROW: LimitRow = (UNLIMITED, UNLIMITED, 0, 0, 0)
 
 
 class HoldAction(IntEnum):
-    """What happens to a hold: it is refunded, or it is confirmed, or a confirmation is undone."""
+    """How a hold ends. UNDO_CONFIRM refunds a hold that was confirmed before."""
 
     REFUND = 0
     CONFIRM = 1
@@ -39,7 +39,7 @@ class HoldAction(IntEnum):
 class FinishHold(msgspec.Struct, gc=False):
     """A message that ends the hold of a check in one slot.
 
-    The reply is the source of each amount, or None if the hold does not exist any more.
+    The reply is the window of each amount, or None if the hold does not exist any more.
     """
 
     action: HoldAction
@@ -51,8 +51,8 @@ class FinishHold(msgspec.Struct, gc=False):
     refunds_on_lapse: bool = False
     """With a TTL, the hold becomes a reservation. This is what happens when the reservation lapses."""
     forgotten_before_us: int = 0
-    """By the time of the store. Before it, a missing hold means that its bucket was evicted or expired, not that the
-    hold was taken back."""
+    """When the hold lapses, in the store's time. Until then, a missing hold counts as confirmed: its bucket was evicted
+    or has expired."""
     amounts: list[int] = []
     sources: list[tuple[int, int]] = []
     """The window of each amount, as its end and its start."""
@@ -63,7 +63,7 @@ Step = Check | FinishHold
 CrossSlotResult = tuple[Outcome | LimitforgeError, list[FinishHold]]
 """The outcome of a check, and the refunds that are still to be sent."""
 StepReplies = Sequence[Any]
-"""The reply to each step: an outcome, the sources of a finished hold, or an error."""
+"""The reply to each step: an outcome, the windows of a finished hold, or an error."""
 
 
 class SlotCheck(msgspec.Struct, gc=False):
@@ -208,7 +208,7 @@ def _confirm(check: Check, parts: list[SlotCheck]) -> Generator[list[Step], Step
 
 
 def _refund(parts: list[SlotCheck]) -> Generator[list[Step], StepReplies, None]:
-    """Refund the parts that had room, and peek at their limits afterwards to report their current state."""
+    """Refund the parts that were allowed, and peek at their limits afterwards to report their current state."""
     holding = [part for part in parts if part.outcome is not None and part.taken_positions()]
     refunds: list[Step] = [_finish(part, HoldAction.REFUND, part.taken_positions()) for part in holding]
     peeks: list[Step] = [_peek(part) for part in holding]

@@ -4,7 +4,7 @@ from limitforge.stores.redis.resp import Redirected, SlotMigrating
 from limitforge.stores.redis.topology.topology import Server, Topology
 
 TRYAGAIN_DELAY_SECONDS = 0.005  # before a call is repeated whose keys are being migrated
-MAX_REDIRECTS = 3  # after these, servers seem to redirect to each other: wait before the next attempt
+MAX_REDIRECTS = 3  # beyond this, servers probably redirect in a cycle: wait before the next attempt
 
 
 class CallRoute:

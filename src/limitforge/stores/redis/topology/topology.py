@@ -26,7 +26,7 @@ _WORST_FIRST = (BreakerState.OPEN, BreakerState.HALF_OPEN, BreakerState.CLOSED)
 
 @dataclass(eq=False, slots=True)
 class Server:
-    """A Redis master, with its circuit breaker and the account of its outages."""
+    """A Redis master, with its circuit breaker and the statistics of its outage."""
 
     address: Address
     resilience: Resilience
@@ -139,7 +139,7 @@ class Topology:
                 self._servers[place] = before.get(place) or self._create_server(*place)
             self._owner_of_slot = [None if place is None else self._servers[place] for place in owners]
             self.is_stale = None in self._owner_of_slot
-            self._refreshed_us = self._now_us()  # last: threads read it without the lock, and then the owners
+            self._refreshed_us = self._now_us()  # set last: threads without the lock read it before the owners
             retired = [server for place, server in before.items() if place not in self._servers]
             for server in retired:
                 self._retired_degraded.update(server.resilience.degraded)
