@@ -38,7 +38,7 @@ class World:
         snapshot = await self.snapshot(tenant.id)
         selection = snapshot.select(resource, None if key_plan is None else key_plan.id, plan_id)
         return await self.limiter.check(
-            selection.template or resource,
+            selection.counted_resource or resource,
             options.pop("subject", "s"),
             limits=selection.limits,
             tenant=tenant.id,

@@ -13,7 +13,8 @@ import pytest
 
 from limitforge.core.clock import ManualClock
 from limitforge.service.checks.batches import SLICE_CHECKS
-from limitforge.service.checks.invalid_bodies import BURST_BYTES, SMALL_BODY, InvalidBodyBudget
+from limitforge.service.checks.body_sizes import SMALL_BODY_BYTES
+from limitforge.service.checks.invalid_bodies import BURST_BYTES, InvalidBodyBudget
 from limitforge.service.checks.request_bodies import MAX_BATCH, MAX_COSTS
 from limitforge.service.checks.request_credentials import Credentials
 from tests.service.live_service import LiveService, TenantFixture
@@ -184,9 +185,9 @@ def test_another_check_is_answered_long_before_a_batch_that_came_first(
     async def both() -> None:
         loop = asyncio.get_running_loop()
         answered = loop.create_future()
-        service.batches.submit(credentials, body, answered.set_result)
+        service.batches.handle(credentials, body, answered.set_result)
         while not answered.done():
-            service.checks.submit(
+            service.checks.handle(
                 credentials, json.dumps(LOOK).encode(), lambda response: order.append(response.status)
             )
             await asyncio.sleep(0)
@@ -236,7 +237,7 @@ def test_a_key_with_many_invalid_bodies_is_no_longer_read(
     assert int(answer.headers["retry-after"]) >= 1
     good = {"checks": [LOOK]}
     assert refused(batch(account, good)) == (429, "too_many_refusals")
-    large = json.dumps(LOOK).encode()[:-1].ljust(SMALL_BODY) + b"}"
+    large = json.dumps(LOOK).encode()[:-1].ljust(SMALL_BODY_BYTES) + b"}"
     assert refused(post(account, "/v1/reserve", large)) == (429, "too_many_refusals")
     assert account.check(cost=0).status_code == 200
     assert account.check(cost=0, priority="P1", costs={"burst": 0}).status_code == 200

@@ -3,7 +3,7 @@
 import pytest
 
 from limitforge.service.checks.request_credentials import Credentials
-from limitforge.service.http.head_cache import MAX_CACHED_HEAD, CachedHead
+from limitforge.service.http.head_cache import MAX_CACHED_HEAD_BYTES, CachedHead
 
 KEY = "lf_live_one"
 WHO = Credentials.from_key(KEY, "192.0.2.1")
@@ -93,4 +93,7 @@ def test_a_client_that_sends_two_keys_must_send_both_again() -> None:
 def test_a_body_in_chunks_or_a_very_long_head_is_not_remembered() -> None:
     chunked = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
     assert CachedHead.from_request(chunked, b"{}", 100, WHO) is None
-    assert CachedHead.from_request(request(b"{}", "Host: a", f"X-A: {'a' * MAX_CACHED_HEAD}"), b"{}", 100, WHO) is None
+    assert (
+        CachedHead.from_request(request(b"{}", "Host: a", f"X-A: {'a' * MAX_CACHED_HEAD_BYTES}"), b"{}", 100, WHO)
+        is None
+    )

@@ -29,7 +29,7 @@ def selection_of(
         failure=None,
         priority=None,
         mode=Mode.ON,
-        template=None,
+        counted_resource=None,
         headers=HeaderTemplate.compile(plan, styles, reset),
         policy=None,
         plans=(),

@@ -37,7 +37,7 @@ class RecordedBatches:
             self.refused.append(name)
             self.errors.append(error)
 
-        self.queue.submit(name[0], size, lambda: self._run(name), refuse)
+        self.queue.enqueue(name[0], size, lambda: self._run(name), refuse)
 
     async def _run(self, name: str) -> None:
         self.started.append(name)

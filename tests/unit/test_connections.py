@@ -17,7 +17,7 @@ class FakeConnection:
     owner: bytes = b""
     quiet_since: float = 0.0
     is_answering: bool = False
-    buffered: int = 0
+    buffered_bytes: int = 0
     is_closed: bool = False
 
     def __post_init__(self) -> None:
@@ -27,8 +27,8 @@ class FakeConnection:
         self.is_closed = True
         self.connections.set_buffered(self, 0)
 
-    def hold(self, buffered: int) -> None:
-        self.connections.set_buffered(self, buffered)
+    def hold(self, buffered_bytes: int) -> None:
+        self.connections.set_buffered(self, buffered_bytes)
 
 
 @dataclass
@@ -51,7 +51,7 @@ def test_the_owner_that_holds_most_is_evicted_first() -> None:
         each.hold(120 * KIB)
     assert not modest.is_closed
     assert any(each.is_closed for each in greedy)
-    assert sum(each.buffered for each in (modest, *greedy)) <= 750 * KIB
+    assert sum(each.buffered_bytes for each in (modest, *greedy)) <= 750 * KIB
 
 
 def test_clients_without_a_key_are_one_owner_and_count_double() -> None:

@@ -3,7 +3,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from limitforge.service.http.framing import CHUNK_FRAMING, HEAD_END, MAX_HEAD, SMALL_PACKET, InputBuffer
+from limitforge.service.http.framing import (
+    CHUNK_FRAMING_BYTES,
+    HEAD_END,
+    MAX_HEAD_BYTES,
+    SMALL_PACKET_BYTES,
+    InputBuffer,
+)
 
 HEAD = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 
@@ -40,27 +46,31 @@ def test_a_body_ends_where_it_was_announced() -> None:
 
 def test_the_head_behind_a_request_in_a_large_packet_counts_as_its_own() -> None:
     given = InputBuffer()
-    given.append(HEAD + b"GET /" + b"x" * SMALL_PACKET)
+    given.append(HEAD + b"GET /" + b"x" * SMALL_PACKET_BYTES)
     given.next_piece()
     given.end_message()
     given.next_piece()
-    assert given.overhead == 5 + SMALL_PACKET
+    assert given.overhead == 5 + SMALL_PACKET_BYTES
 
 
 def test_only_what_is_not_body_is_bounded() -> None:
     given = InputBuffer()
-    given.append(b"x" * (MAX_HEAD + 1_000))
+    given.append(b"x" * (MAX_HEAD_BYTES + 1_000))
     given.next_piece()
     assert given.is_too_large
     given.count_body(1_000)
     assert not given.is_too_large
-    given.overhead += 2 * CHUNK_FRAMING
+    given.overhead += 2 * CHUNK_FRAMING_BYTES
     assert given.is_too_large
     given.chunks = 2
     assert not given.is_too_large
 
 
-@given(st.lists(st.binary(max_size=40) | st.sampled_from([b"\r", b"\n", b"\r\n", HEAD_END, HEAD, b"x" * SMALL_PACKET])))
+@given(
+    st.lists(
+        st.binary(max_size=40) | st.sampled_from([b"\r", b"\n", b"\r\n", HEAD_END, HEAD, b"x" * SMALL_PACKET_BYTES])
+    )
+)
 def test_nothing_is_lost_and_nothing_comes_twice(packets: list[bytes]) -> None:
     given, found = InputBuffer(), b""
     for packet in packets:
@@ -70,4 +80,4 @@ def test_nothing_is_lost_and_nothing_comes_twice(packets: list[bytes]) -> None:
     found += b"".join(pieces(given))
     assert found == b"".join(packets)
     assert given.overhead == len(found)
-    assert given.size == 2 * min(len(found), MAX_HEAD)
+    assert given.size == 2 * min(len(found), MAX_HEAD_BYTES)

@@ -5,13 +5,8 @@ import pytest
 from limitforge.core.clock import ManualClock
 from limitforge.errors import InvalidInput, UnknownKey
 from limitforge.service.checks import invalid_bodies
-from limitforge.service.checks.invalid_bodies import (
-    BURST_BYTES,
-    BYTES_PER_SECOND,
-    MAX_KEYS,
-    SMALL_BODY,
-    InvalidBodyBudget,
-)
+from limitforge.service.checks.body_sizes import SMALL_BODY_BYTES
+from limitforge.service.checks.invalid_bodies import BURST_BYTES, BYTES_PER_SECOND, MAX_KEYS, InvalidBodyBudget
 from limitforge.service.problems import HttpError
 
 MALFORMED = HttpError(400, "malformed_json", "it is not JSON")
@@ -74,7 +69,7 @@ def test_a_long_rest_gives_no_more_than_the_burst(budget: InvalidBodyBudget, clo
         (MALFORMED, LARGE, True),
         (HttpError(413, "body_too_large", "too large"), LARGE, True),
         (InvalidInput("cost", "is wrong"), LARGE, True),
-        (MALFORMED, SMALL_BODY, False),
+        (MALFORMED, SMALL_BODY_BYTES, False),
         (UnknownKey("who is it"), LARGE, False),
         (HttpError(429, "too_many_refusals", "refused unread"), LARGE, False),
     ],
@@ -82,7 +77,7 @@ def test_a_long_rest_gives_no_more_than_the_burst(budget: InvalidBodyBudget, clo
 def test_only_large_bodies_that_are_invalid_are_charged(
     budget: InvalidBodyBudget, error: Exception, size: int, *, is_charged: bool
 ) -> None:
-    for _ in range(BURST_BYTES // SMALL_BODY):
+    for _ in range(BURST_BYTES // SMALL_BODY_BYTES):
         budget.charge_error(error, "ten_a", size)
     if is_charged:
         with pytest.raises(HttpError):

@@ -246,11 +246,11 @@ def test_each_of_them_beats_by_itself() -> None:
     ],
 )
 def test_resources_of_one_template_are_counted_as_one(resource: str, asked: str, template: str | None) -> None:
-    assert snapshot(policy(resource)).select(asked).template == template
+    assert snapshot(policy(resource)).select(asked).counted_resource == template
 
 
 def test_without_a_policy_there_is_no_template() -> None:
-    assert snapshot(tenant={"default_plan_id": "default"}).select("GET:/orders/{id}").template is None
+    assert snapshot(tenant={"default_plan_id": "default"}).select("GET:/orders/{id}").counted_resource is None
 
 
 def test_a_shadow_plan_is_judged_beside_unless_something_above_it_is_off() -> None:

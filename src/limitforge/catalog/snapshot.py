@@ -30,7 +30,7 @@ class Selection(msgspec.Struct, frozen=True, eq=False):
     priority: Priority | None
     mode: Mode
     """`off` or `monitor` if the operator, the tenant or the policy sets this mode for all limits."""
-    template: str | None
+    counted_resource: str | None
     """The resource that is counted if a policy with parameters matched: `/orders/1` and `/orders/2` share a count."""
     headers: HeaderTemplate
     policy: Policy | None
@@ -120,7 +120,7 @@ class Snapshot:
             failure=(policy.failure if policy is not None else None) or tenant.failure,
             priority=(policy.priority if policy is not None else None) or tenant.priority,
             mode=max((mode for *_, mode, _ in layers), key=_STRENGTH.__getitem__, default=inherited),
-            template=policy.resource if policy is not None and policy.pattern.is_template else None,
+            counted_resource=policy.resource if policy is not None and policy.pattern.is_template else None,
             headers=headers,
             policy=policy,
             plans=tuple((layer, plan) for layer, plan, *_ in layers),

@@ -10,8 +10,9 @@ from limitforge.core.clock import SystemClock
 from limitforge.errors import InvalidInput
 from limitforge.limiter import Limiter
 from limitforge.service.checks.authentication import Authenticator
-from limitforge.service.checks.batches import MAX_BATCH_BODY, BatchHandler
-from limitforge.service.checks.handler import MAX_BODY, CheckHandler
+from limitforge.service.checks.batches import BatchHandler
+from limitforge.service.checks.body_sizes import MAX_BATCH_BODY_BYTES, MAX_BODY_BYTES
+from limitforge.service.checks.handler import CheckHandler
 from limitforge.service.checks.sealed_ids import IdSealer
 from limitforge.service.checks.tenant_api import TenantApi
 from limitforge.service.configuration import Configuration, DatabaseConfiguration, FileConfiguration
@@ -27,7 +28,7 @@ from limitforge.service.http.trusted_proxies import TrustedProxies
 from limitforge.service.settings import Settings, load_settings
 
 MAX_METRICS_CONNECTIONS = 64
-MAX_METRICS_BUFFERED = 1_048_576  # bytes
+MAX_METRICS_BUFFERED_BYTES = 1_048_576
 
 
 class Service:
@@ -75,13 +76,13 @@ class Service:
         fast_routes: dict[bytes, FastRoute] = {
             f"{settings.root_path}/v1/check".encode(): (
                 self.counters.response_counter("check"),
-                self.checks.submit,
-                MAX_BODY,
+                self.checks.handle,
+                MAX_BODY_BYTES,
             ),
             f"{settings.root_path}/v1/check/batch".encode(): (
                 self.counters.response_counter("batch"),
-                self.batches.submit,
-                MAX_BATCH_BODY,
+                self.batches.handle,
+                MAX_BATCH_BODY_BYTES,
             ),
         }
         self.listener = Listener(
@@ -96,7 +97,7 @@ class Service:
             self.counters,
             {},
             TrustedProxies(),
-            ConnectionRegistry(MAX_METRICS_CONNECTIONS, MAX_METRICS_BUFFERED),
+            ConnectionRegistry(MAX_METRICS_CONNECTIONS, MAX_METRICS_BUFFERED_BYTES),
         )
         self._router = AsgiRouter(
             self.checks,

@@ -637,7 +637,11 @@ async def copies_after(url: str, redis_url: str, edits: list[tuple[Any, ...]]) -
 def same_decisions(one: TenantConfig, two: TenantConfig, operator: TenantConfig) -> bool:
     for resource in ("GET:/a/1", "POST:/b", "PUT:/c"):
         ours, theirs = Snapshot(one, operator).select(resource), Snapshot(two, operator).select(resource)
-        if (list(ours.limits), ours.mode, ours.template) != (list(theirs.limits), theirs.mode, theirs.template):
+        if (list(ours.limits), ours.mode, ours.counted_resource) != (
+            list(theirs.limits),
+            theirs.mode,
+            theirs.counted_resource,
+        ):
             return False
     return True
 

@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect
 
 from limitforge.catalog.model import TokenScope
 from limitforge.errors import InvalidInput
-from limitforge.service.checks.handler import MAX_BODY
+from limitforge.service.checks.body_sizes import MAX_BODY_BYTES
 from limitforge.service.checks.request_bodies import reject_duplicate_names
 from limitforge.service.checks.request_credentials import read_api_key
 from limitforge.service.problems import HttpError
@@ -69,8 +69,8 @@ async def _read_body(request: Request) -> tuple[bytes, Any]:
     try:
         async for chunk in request.stream():
             raw += chunk
-            if len(raw) > MAX_BODY:
-                raise HttpError(413, "body_too_large", f"at most {MAX_BODY} bytes", connection="close")
+            if len(raw) > MAX_BODY_BYTES:
+                raise HttpError(413, "body_too_large", f"at most {MAX_BODY_BYTES} bytes", connection="close")
     except ClientDisconnect:
         raise HttpError(400, "malformed_request", "the client disconnected before the end of the body") from None
     if not raw:
@@ -89,7 +89,9 @@ async def _read_body(request: Request) -> tuple[bytes, Any]:
 
 def _check_headers(headers: list[tuple[bytes, bytes]], prefix: bytes) -> None:
     """Refuse a body that is too large, compressed or not JSON, by the headers whose name starts with `prefix`."""
-    read_api_key((header for header in headers if header[0].startswith(prefix)), MAX_BODY)  # it checks these as well
+    read_api_key(
+        (header for header in headers if header[0].startswith(prefix)), MAX_BODY_BYTES
+    )  # it checks these as well
 
 
 def _check_values(decoded: Any) -> None:

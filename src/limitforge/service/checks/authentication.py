@@ -6,8 +6,6 @@ from limitforge.catalog.model import KeyScope
 from limitforge.errors import UnknownKey
 from limitforge.service.checks.request_credentials import Credentials
 
-NO_KEY_DETAIL = "send your key as `x-api-key`, or as `Authorization: Bearer`"
-
 
 class Authenticator:
     """Maps credentials to callers."""
@@ -15,27 +13,30 @@ class Authenticator:
     def __init__(self, callers: CallerCache) -> None:
         self._callers = callers
         self.find_cached = callers.get_by_fingerprint
-        """Return the caller of a key fingerprint if this process has cached it, else None."""
+        """Return the caller of a key fingerprint if this process has cached it, else None.
 
-    def is_known(self, credentials: Credentials) -> bool:
-        """Return whether this process has cached the key, so that no look-up is needed."""
-        return self.find_cached(credentials.fingerprint) is not None
-
-    def early_rejection(self, credentials: Credentials) -> UnknownKey | None:
-        """Return an error if the key is missing or was certainly never issued, which takes no look-up.
-
-        The body of such a request need not be received.
+        This records that the key was used, and starts to read its entries again if they are due.
         """
-        if credentials.key is None:
-            return UnknownKey(NO_KEY_DETAIL)
-        return UnknownKey("unknown key") if self._callers.is_invalid_key(credentials.key) else None
+
+    def reject_unknown_key(self, credentials: Credentials) -> None:
+        """Raise UnknownKey if the key is missing, or is certainly not one that was issued. This takes no look-up.
+
+        Call it before a body is received, so that clients without a valid key can't make the service receive it.
+        """
+        if self.find_cached(credentials.fingerprint) is None and self._callers.is_invalid_key(
+            _require_key(credentials)
+        ):
+            raise UnknownKey("unknown key")
 
     async def authenticate(self, credentials: Credentials, scope: KeyScope) -> Caller:
         """Return the caller of a key. Raises UnknownKey, or Forbidden if the key does not have the scope."""
-        if credentials.key is None:
-            raise UnknownKey(NO_KEY_DETAIL)
-        caller = self.find_cached(credentials.fingerprint) or await self._callers.find(
-            credentials.key, credentials.source
-        )
+        key = _require_key(credentials)
+        caller = self.find_cached(credentials.fingerprint) or await self._callers.find(key, credentials.client_ip)
         caller.require(scope)
         return caller
+
+
+def _require_key(credentials: Credentials) -> str:
+    if credentials.key is None:
+        raise UnknownKey("send your key as `x-api-key`, or as `Authorization: Bearer`")
+    return credentials.key

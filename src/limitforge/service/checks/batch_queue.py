@@ -48,7 +48,7 @@ class BatchQueue:
         self._checks_left = CHECKS_PER_ITERATION
         """How many checks the batches may still parse or decide in this iteration of the event loop."""
 
-    def submit(
+    def enqueue(
         self,
         tenant_id: str,
         size: int,

@@ -19,7 +19,8 @@ from limitforge.errors import InvalidInput
 from limitforge.limiter import Limiter
 from limitforge.request import Request
 from limitforge.service.checks.authentication import Authenticator
-from limitforge.service.checks.invalid_bodies import SMALL_BODY, InvalidBodyBudget
+from limitforge.service.checks.body_sizes import SMALL_BODY_BYTES
+from limitforge.service.checks.invalid_bodies import InvalidBodyBudget
 from limitforge.service.checks.request_bodies import CheckBody, decode_check, decode_small_check
 from limitforge.service.checks.request_credentials import Credentials
 from limitforge.service.checks.response_templates import ResponseTemplate, TemplateCache
@@ -33,15 +34,10 @@ from limitforge.service.checks.responses import (
 from limitforge.service.checks.sealed_ids import IdSealer
 from limitforge.service.counters.process_counters import ProcessCounters
 
-MAX_BODY = 65_536
-MAX_PREPARED_ROUTES = 128  # per caller, half a kilobyte each; when there are more, all are prepared again
-
-CHECK = KeyScope.CHECK
-PLANS = KeyScope.PLANS
-TEST = KeyType.TEST
+MAX_PREPARED_RESOURCES = 128  # per caller, half a kilobyte each; when there are more, all are prepared again
 
 OnResponse = Callable[[Response], None]
-CallerWork = Callable[[Caller, bytes, OnResponse], None]
+CallerHandler = Callable[[Caller, bytes, OnResponse], None]
 """Answers a request of a known caller: (caller, body, on_response)."""
 IsConnected = Callable[[], bool]
 """Returns False once the client has disconnected."""
@@ -54,7 +50,7 @@ def always_connected() -> bool:
     return True
 
 
-class PreparedRoute(msgspec.Struct, frozen=True, eq=False, gc=False):
+class PreparedResource(msgspec.Struct, frozen=True, eq=False, gc=False):
     """What all checks of one caller and resource have in common: the limits, the prepared check, and the response.
 
     Valid while the caller's snapshot is the same and the prepared check is current.
@@ -62,8 +58,8 @@ class PreparedRoute(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     snapshot: Snapshot
     selection: Selection
-    prepared: PreparedCheck
-    template: ResponseTemplate | None
+    prepared_check: PreparedCheck
+    response_template: ResponseTemplate | None
 
 
 class CheckHandler:
@@ -80,7 +76,7 @@ class CheckHandler:
         """`on_denied` is called with the tenant id and the subject of each denial."""
         self.authenticator = authenticator
         self.invalid_bodies = InvalidBodyBudget()
-        self.submit = partial(self.run_for_caller, self._handle_check)
+        self.handle = partial(self.run_for_caller, self._handle_check)
         """Answer a check: `submit(credentials, body, on_response, is_connected)`. See `run_for_caller`."""
         self._limiter = limiter
         self._submit_prepared = limiter.submit_prepared
@@ -93,7 +89,7 @@ class CheckHandler:
 
     def run_for_caller(
         self,
-        work: CallerWork,
+        handle: CallerHandler,
         credentials: Credentials,
         body: bytes,
         on_response: OnResponse,
@@ -106,10 +102,10 @@ class CheckHandler:
         """
         caller = self._find_cached(credentials.fingerprint)
         if caller is None:
-            self._start_task(self._run_after_lookup(work, credentials, body, on_response, is_connected))
+            self._start_task(self._run_after_lookup(handle, credentials, body, on_response, is_connected))
             return
         try:
-            work(caller, body, on_response)
+            handle(caller, body, on_response)
             return
         except Exception as error:  # noqa: BLE001 - each request must be answered
             failure = error
@@ -130,13 +126,13 @@ class CheckHandler:
         """Return the limits that apply to a check, and the request for the limiter. Raises InvalidInput."""
         selection = self.select(caller, body)
         return selection, Request(
-            resource=selection.template or body.resource,
+            resource=selection.counted_resource or body.resource,
             subject=body.subject,
             limits=selection.limits,
             cost=body.cost,
             costs=body.costs,
             tenant=caller.key.tenant_id,
-            priority=default_priority(caller, selection, body.resource) if body.priority is None else body.priority,
+            priority=resolve_priority(caller, selection, body.resource, body.priority),
             shadow=selection.shadow,
             failure=selection.failure,
         )
@@ -147,7 +143,7 @@ class CheckHandler:
         if not body.resource or not body.subject:
             raise InvalidInput("subject" if body.resource else "resource", "must not be empty")
         if body.plan_id is not None:
-            caller.require(PLANS)
+            caller.require(KeyScope.PLANS)
         return caller.tenant.snapshot.select(body.resource, caller.key.plan_id, body.plan_id)
 
     def decision_response(self, caller: Caller, selection: Selection, subject: str, decision: Decision) -> Response:
@@ -175,14 +171,14 @@ class CheckHandler:
 
     # --- With a look-up ----------------------------------------------------------------------------------------------
 
-    def _start_task(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+    def _start_task(self, coroutine: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _run_after_lookup(
         self,
-        work: CallerWork,
+        handle: CallerHandler,
         credentials: Credentials,
         body: bytes,
         on_response: OnResponse,
@@ -190,11 +186,11 @@ class CheckHandler:
     ) -> None:
         caller = None
         try:
-            caller = await self.authenticator.authenticate(credentials, CHECK)
+            caller = await self.authenticator.authenticate(credentials, KeyScope.CHECK)
             if not is_connected():
                 on_response(CLIENT_GONE)
                 return
-            work(caller, body, on_response)
+            handle(caller, body, on_response)
             return
         except Exception as error:  # noqa: BLE001 - each request must be answered
             failure = error
@@ -205,67 +201,69 @@ class CheckHandler:
     def _handle_check(self, caller: Caller, body: bytes, on_response: OnResponse) -> None:
         check_body = decode_small_check(body)
         if check_body is None:
-            if len(body) > SMALL_BODY:
+            if len(body) > SMALL_BODY_BYTES:
                 self.invalid_bodies.require(caller.key.id)
             check_body = decode_check(body)
-        route: PreparedRoute | None = caller.routes.get((check_body.resource, check_body.priority, check_body.plan_id))
+        prepared: PreparedResource | None = caller.prepared_resources.get(
+            (check_body.resource, check_body.priority, check_body.plan_id)
+        )
         if (
-            route is None
-            or route.snapshot is not caller.tenant.snapshot
-            or route.prepared.generation != route.prepared.keys.generation  # `is_current`, without a call
+            prepared is None
+            or prepared.snapshot is not caller.tenant.snapshot
+            or prepared.prepared_check.generation != prepared.prepared_check.keys.generation  # `is_current`, inlined
         ):
-            route = self._prepare_route(caller, check_body)
+            prepared = self._prepare_resource(caller, check_body)
         subject = check_body.subject
         if not subject:
             raise InvalidInput("subject", "must not be empty")
-        check = route.prepared.bind(subject, check_body.cost, check_body.costs)
-        check.failure = route.selection.failure
-        self._submit_prepared(check, partial(self._on_result, caller, route, check, subject, on_response))
+        check = prepared.prepared_check.bind(subject, check_body.cost, check_body.costs)
+        check.failure = prepared.selection.failure
+        self._submit_prepared(check, partial(self._on_result, caller, prepared, check, subject, on_response))
 
-    def _prepare_route(self, caller: Caller, body: CheckBody) -> PreparedRoute:
+    def _prepare_resource(self, caller: Caller, body: CheckBody) -> PreparedResource:
         """Prepare the checks of a resource, for its first check and after each change of the configuration."""
-        caller.require(CHECK)
+        caller.require(KeyScope.CHECK)
         selection = self.select(caller, body)
-        prepared = self._limiter.prepare(
-            selection.template or body.resource,
+        prepared_check = self._limiter.prepare(
+            selection.counted_resource or body.resource,
             limits=selection.limits,
             tenant=caller.key.tenant_id,
-            priority=default_priority(caller, selection, body.resource) if body.priority is None else body.priority,
+            priority=resolve_priority(caller, selection, body.resource, body.priority),
             shadow=selection.shadow,
         )
-        route = PreparedRoute(caller.tenant.snapshot, selection, prepared, self._templates.get(selection))
+        prepared = PreparedResource(caller.tenant.snapshot, selection, prepared_check, self._templates.get(selection))
         if len(body.resource) <= MAX_KEY_PART_BYTES:  # a resource template may match longer ones
-            if len(caller.routes) >= MAX_PREPARED_ROUTES:
-                caller.routes.clear()
-            caller.routes[body.resource, body.priority, body.plan_id] = route
-        return route
+            if len(caller.prepared_resources) >= MAX_PREPARED_RESOURCES:
+                caller.prepared_resources.clear()
+            caller.prepared_resources[body.resource, body.priority, body.plan_id] = prepared
+        return prepared
 
     def _on_result(
         self,
         caller: Caller,
-        route: PreparedRoute,
+        prepared: PreparedResource,
         check: Check,
         subject: str,
         on_response: OnResponse,
         result: CheckResult,
     ) -> None:
         try:
-            if isinstance(result, CompactOutcome) and route.template is not None:  # nearly always
-                response = route.template.render_admission(result.now_us, result.remaining_and_reset_us)
+            if isinstance(result, CompactOutcome) and prepared.response_template is not None:  # nearly always
+                response = prepared.response_template.render_admission(result.now_us, result.remaining_and_reset_us)
                 self._counters.count_admission(caller)
             else:
-                response = self._general_response(caller, route, check, subject, result)
+                response = self._general_response(caller, prepared, check, subject, result)
         except Exception as error:  # noqa: BLE001 - each request must be answered
             response = exception_response(error)
         on_response(response)
 
     def _general_response(
-        self, caller: Caller, route: PreparedRoute, check: Check, subject: str, result: CheckResult
+        self, caller: Caller, prepared: PreparedResource, check: Check, subject: str, result: CheckResult
     ) -> Response:
         if isinstance(result, CompactOutcome):
             result = result.expand(check)
         if isinstance(result, Outcome):
-            response = None if route.template is None else route.template.render(result)
+            response = None if prepared.response_template is None else prepared.response_template.render(result)
             if response is not None:
                 self._counters.count_decision(caller, allowed=result.allowed)
                 if not result.allowed:
@@ -273,17 +271,19 @@ class CheckHandler:
                 return response
             result = build_decision(check, result)
         if isinstance(result, Decision):
-            return self.decision_response(caller, route.selection, subject, result)
+            return self.decision_response(caller, prepared.selection, subject, result)
         return problem_response(result)
 
 
-def default_priority(caller: Caller, selection: Selection, resource: str) -> str:
-    """Return the priority of a check that states none.
+def resolve_priority(caller: Caller, selection: Selection, resource: str, priority: str | None) -> str:
+    """Return the priority that a check states, else that of the policy or tenant, else a default.
 
-    That is the priority of the policy or tenant. Without one, reads are shed before writes, and test keys before both.
+    The default sheds reads before writes, and test keys before both.
     """
+    if priority is not None:
+        return priority
     if selection.priority is not None:
         return selection.priority.value
-    if caller.key.type is TEST:
+    if caller.key.type is KeyType.TEST:
         return "P3"
     return "P2" if resource.startswith(("GET:", "HEAD:")) else "P1"

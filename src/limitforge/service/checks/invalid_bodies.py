@@ -9,9 +9,9 @@ check.
 from limitforge.core.clock import Clock, MonotonicClock
 from limitforge.core.exact import US_PER_SECOND
 from limitforge.errors import InvalidInput
+from limitforge.service.checks.body_sizes import SMALL_BODY_BYTES
 from limitforge.service.problems import HttpError
 
-SMALL_BODY = 4_096  # bytes; parsing these takes less time than HTTP itself
 BURST_BYTES = 4_194_304  # four batches of the largest size, about 30 ms of the event loop
 BYTES_PER_SECOND = 524_288
 INVALID_CHECK_BYTES = 256  # charge for each invalid check of a batch: reporting it takes about 15 us
@@ -32,9 +32,7 @@ class InvalidBodyBudget:
             return
         left = self._bytes_left(key_id, self._clock.now_us())
         if left <= 0:
-            detail = (
-                f"too many invalid bodies; until `retry-after`, send only single checks of up to {SMALL_BODY} bytes"
-            )
+            detail = f"too many invalid bodies; for now, send only single checks of up to {SMALL_BODY_BYTES} bytes"
             wait_seconds = int(-left / BYTES_PER_SECOND) + 1
             raise HttpError(429, "too_many_refusals", detail, **{"retry-after": str(wait_seconds)})
 
@@ -49,7 +47,7 @@ class InvalidBodyBudget:
 
     def charge_error(self, error: Exception, key_id: str, size: int) -> None:
         """Take `size` bytes if `error` says that the body is invalid. Small bodies are free."""
-        if size > SMALL_BODY and isinstance(error, HttpError | InvalidInput) and not _was_unread(error):
+        if size > SMALL_BODY_BYTES and isinstance(error, HttpError | InvalidInput) and not _was_unread(error):
             self.charge(key_id, size)
 
     def _bytes_left(self, key_id: str, now_us: int) -> float:

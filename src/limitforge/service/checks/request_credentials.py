@@ -15,15 +15,15 @@ class Credentials(msgspec.Struct, frozen=True):
 
     key: str | None
     fingerprint: bytes
-    source: str
+    client_ip: str
 
     @classmethod
-    def from_key(cls, key: str | None, source: str) -> "Credentials":
-        return cls(key, b"" if key is None else fingerprint(key), source)
+    def from_key(cls, key: str | None, client_ip: str) -> "Credentials":
+        return cls(key, b"" if key is None else fingerprint(key), client_ip)
 
 
-def read_api_key(headers: Iterable[tuple[bytes, bytes]], limit: int) -> str | None:
-    """Return the key of a request with a JSON body of at most `limit` bytes, or None if it has no key.
+def read_api_key(headers: Iterable[tuple[bytes, bytes]], max_body_bytes: int) -> str | None:
+    """Return the key of a request with a JSON body of at most `max_body_bytes` bytes, or None if it has no key.
 
     Header names must be in lower case. Raises HttpError if the body is too large, compressed or not JSON.
     """
@@ -34,8 +34,8 @@ def read_api_key(headers: Iterable[tuple[bytes, bytes]], limit: int) -> str | No
         elif name == b"authorization" and value[:7].lower() == _BEARER:
             key = _single_key(key, value[7:].strip())
         elif name == b"content-length":
-            if not value.isdigit() or len(value) > 16 or int(value) > limit:
-                raise HttpError(413, "body_too_large", f"at most {limit} bytes")
+            if not value.isdigit() or len(value) > 16 or int(value) > max_body_bytes:
+                raise HttpError(413, "body_too_large", f"at most {max_body_bytes} bytes")
         elif name == b"content-type" and not is_json(value):
             raise HttpError(415, "not_json", "content-type: must be application/json")
         elif name == b"content-encoding" and value.lower() != b"identity":

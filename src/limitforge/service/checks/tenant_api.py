@@ -16,8 +16,8 @@ from limitforge.core.reservations import OnLapse
 from limitforge.errors import Conflict, InvalidInput, LimitforgeError
 from limitforge.limiter import Limiter
 from limitforge.request import DEFAULT_HOLD_SECONDS, Request
-from limitforge.service.checks.handler import CheckHandler, default_priority
-from limitforge.service.checks.invalid_bodies import SMALL_BODY
+from limitforge.service.checks.body_sizes import SMALL_BODY_BYTES
+from limitforge.service.checks.handler import CheckHandler, resolve_priority
 from limitforge.service.checks.request_bodies import CheckBody, decode_body
 from limitforge.service.checks.responses import JSON_TYPE, Response, decision_body
 from limitforge.service.checks.sealed_ids import IdSealer
@@ -57,9 +57,9 @@ TenantCall = Callable[[Caller, bytes], Awaitable[Response]]
 class TenantApi:
     """One method for each call. It receives the caller and the body, and returns the response."""
 
-    def __init__(self, limiter: Limiter, checks: CheckHandler, id_sealer: IdSealer) -> None:
+    def __init__(self, limiter: Limiter, check_handler: CheckHandler, id_sealer: IdSealer) -> None:
         self._limiter = limiter
-        self._checks = checks
+        self._check_handler = check_handler
         self._id_sealer = id_sealer
         self.post_calls: dict[str, tuple[KeyScope, TenantCall]] = {
             "release": (KeyScope.CHECK, self._release),
@@ -72,8 +72,8 @@ class TenantApi:
 
     async def respond(self, call: TenantCall, caller: Caller, body: bytes) -> Response:
         """Answer one of `post_calls`. The caller's key is charged for a large body that is invalid."""
-        invalid_bodies = self._checks.invalid_bodies
-        if len(body) > SMALL_BODY:
+        invalid_bodies = self._check_handler.invalid_bodies
+        if len(body) > SMALL_BODY_BYTES:
             invalid_bodies.require(caller.key.id)
         try:
             return await call(caller, body)
@@ -83,9 +83,9 @@ class TenantApi:
 
     async def _reserve(self, caller: Caller, body: bytes) -> Response:
         reserve = decode_body(_decode_reserve, body)
-        selection = self._checks.select(caller, reserve)
+        selection = self._check_handler.select(caller, reserve)
         decision = await self._limiter.reserve(
-            selection.template or reserve.resource,
+            selection.counted_resource or reserve.resource,
             reserve.subject,
             limits=selection.limits,
             cost=reserve.cost,
@@ -93,10 +93,11 @@ class TenantApi:
             ttl_seconds=reserve.ttl_seconds,
             on_lapse=reserve.on_lapse,
             tenant=caller.key.tenant_id,
-            priority=reserve.priority or default_priority(caller, selection, reserve.resource),
+            # An empty priority is accepted here as none; `/v1/check` rejects it.
+            priority=resolve_priority(caller, selection, reserve.resource, reserve.priority or None),
             failure=selection.failure,
         )
-        return self._checks.decision_response(caller, selection, reserve.subject, decision)
+        return self._check_handler.decision_response(caller, selection, reserve.subject, decision)
 
     async def _settle(self, caller: Caller, body: bytes) -> Response:
         settle = decode_body(_decode_settle, body)
@@ -124,14 +125,14 @@ class TenantApi:
             if field not in query:
                 raise InvalidInput(field, "is required")
         check = CheckBody(query["resource"], query["subject"], cost=0, plan_id=query.get("plan_id"))
-        selection, request = self._checks.build_request(caller, check)
+        selection, request = self._check_handler.build_request(caller, check)
         decision = await self._peek(request)
         body = decision_body(decision, selection, None, None)
         return Response(200, JSON_TYPE, selection.headers.block(decision), _encode(body))
 
     async def _explain(self, caller: Caller, body: bytes) -> Response:
         check = decode_body(_decode_check, body)
-        selection, request = self._checks.build_request(caller, check)
+        selection, request = self._check_handler.build_request(caller, check)
         validate_cost("cost", check.cost)
         for name, cost in (check.costs or {}).items():
             validate_cost(name, cost)
@@ -194,9 +195,9 @@ def _reasons(selection: Selection, check: CheckBody, caller: Caller) -> list[str
         reasons.append("no policy matches this resource")
     else:
         reasons.append(f"the most specific policy that matches this resource is {policy.resource}")
-    if selection.template is not None and selection.template != check.resource:
+    if selection.counted_resource is not None and selection.counted_resource != check.resource:
         reasons.append(
-            f"the policy has parameters: all resources that match it share the counters of {selection.template}"
+            f"the policy has parameters: all resources that match it share the counters of {selection.counted_resource}"
         )
     if not selection.plans:
         reasons.append("no plan applies, so there are no limits")

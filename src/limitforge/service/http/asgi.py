@@ -8,8 +8,9 @@ from urllib.parse import parse_qsl
 from limitforge.catalog.model import KeyScope
 from limitforge.core.headers import parse_block
 from limitforge.errors import InvalidInput, LimitforgeError
-from limitforge.service.checks.batches import MAX_BATCH_BODY, BatchHandler
-from limitforge.service.checks.handler import MAX_BODY, CheckHandler
+from limitforge.service.checks.batches import BatchHandler
+from limitforge.service.checks.body_sizes import MAX_BATCH_BODY_BYTES, MAX_BODY_BYTES
+from limitforge.service.checks.handler import CheckHandler
 from limitforge.service.checks.request_credentials import Credentials, read_api_key, read_api_key_without_body
 from limitforge.service.checks.responses import Response, problem_response
 from limitforge.service.checks.tenant_api import TenantApi
@@ -23,7 +24,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 Handler = Callable[[Scope, Receive], Awaitable[Response]]
 
-MAX_QUERY = 8_192
+MAX_QUERY_BYTES = 8_192
 
 
 class ClientDisconnected(Exception):
@@ -35,8 +36,8 @@ class AsgiRouter:
 
     def __init__(
         self,
-        checks: CheckHandler,
-        batches: BatchHandler,
+        check_handler: CheckHandler,
+        batch_handler: BatchHandler,
         tenant_api: TenantApi,
         counters: ProcessCounters,
         health: Health,
@@ -44,9 +45,9 @@ class AsgiRouter:
         root_path: str,
         admin_app: ASGIApp,
     ) -> None:
-        self._checks = checks
-        self._batches = batches
-        self._authenticator = checks.authenticator
+        self._check_handler = check_handler
+        self._batch_handler = batch_handler
+        self._authenticator = check_handler.authenticator
         self._tenant_api = tenant_api
         self._count_response = counters.count_response
         self._root_path = root_path
@@ -60,8 +61,8 @@ class AsgiRouter:
             "/metrics": ("GET", "metrics", metrics),
         }
         """By path: the method, the name in metrics, and the handler."""
-        for call in tenant_api.post_calls:
-            self._routes[f"/v1/{call}"] = ("POST", call, self._post_call)
+        for name in tenant_api.post_calls:
+            self._routes[f"/v1/{name}"] = ("POST", name, self._answer_post_call)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = self._path(scope)
@@ -69,12 +70,12 @@ class AsgiRouter:
         if route is None:
             await self._admin_app(scope, receive, self._count_statuses(send))
             return
-        method, call, handler = route
+        method, name, handler = route
         try:
             response = await self._respond(scope, receive, method, handler)
         except ClientDisconnected:
             return
-        self._count_response(call, response.status)
+        self._count_response(name, response.status)
         await send_response(send, response)
 
     def _count_statuses(self, send: Send) -> Send:
@@ -104,61 +105,62 @@ class AsgiRouter:
     # --- Calls -------------------------------------------------------------------------------------------------------
 
     async def _check(self, scope: Scope, receive: Receive) -> Response:
-        return await _wait_for_response(self._checks.submit, *await self._read_request(scope, receive, MAX_BODY))
+        return await _wait_for_response(
+            self._check_handler.handle, *await self._read_request(scope, receive, MAX_BODY_BYTES)
+        )
 
     async def _batch(self, scope: Scope, receive: Receive) -> Response:
-        return await _wait_for_response(self._batches.submit, *await self._read_request(scope, receive, MAX_BATCH_BODY))
+        return await _wait_for_response(
+            self._batch_handler.handle, *await self._read_request(scope, receive, MAX_BATCH_BODY_BYTES)
+        )
 
-    async def _read_request(self, scope: Scope, receive: Receive, max_body: int) -> tuple[Credentials, bytes]:
+    async def _read_request(self, scope: Scope, receive: Receive, max_body_bytes: int) -> tuple[Credentials, bytes]:
         """Return the credentials and the body, which is received only if the key may have been issued."""
-        credentials = _credentials(scope, max_body)
-        if not self._authenticator.is_known(credentials):
-            error = self._authenticator.early_rejection(credentials)
-            if error is not None:
-                raise error
-        return credentials, await _read_body(receive, max_body)
+        credentials = _credentials(scope, max_body_bytes)
+        self._authenticator.reject_unknown_key(credentials)
+        return credentials, await _read_body(receive, max_body_bytes)
 
-    async def _post_call(self, scope: Scope, receive: Receive) -> Response:
+    async def _answer_post_call(self, scope: Scope, receive: Receive) -> Response:
         path = self._path(scope) or ""
         key_scope, call = self._tenant_api.post_calls[path.removeprefix("/v1/")]
-        # Authenticate first, so that clients without a valid key can't make the service receive a body.
-        caller = await self._authenticator.authenticate(_credentials(scope, MAX_BODY), key_scope)
-        return await self._tenant_api.respond(call, caller, await _read_body(receive, MAX_BODY))
+        # These calls need the caller anyway, so the look-up comes before the body is received.
+        caller = await self._authenticator.authenticate(_credentials(scope, MAX_BODY_BYTES), key_scope)
+        return await self._tenant_api.respond(call, caller, await _read_body(receive, MAX_BODY_BYTES))
 
     async def _usage(self, scope: Scope, receive: Receive) -> Response:
-        credentials = Credentials.from_key(read_api_key_without_body(scope["headers"]), source_address(scope))
+        credentials = Credentials.from_key(read_api_key_without_body(scope["headers"]), read_client_ip(scope))
         caller = await self._authenticator.authenticate(credentials, KeyScope.USAGE)
         return await self._tenant_api.usage(caller, _parse_query(scope))
 
 
-async def _wait_for_response(submit: Callable[..., None], credentials: Credentials, body: bytes) -> Response:
+async def _wait_for_response(handle: Callable[..., None], credentials: Credentials, body: bytes) -> Response:
     """Return the response that `submit` passes to its callback."""
     future: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
-    submit(credentials, body, lambda response: None if future.done() else future.set_result(response))
+    handle(credentials, body, lambda response: None if future.done() else future.set_result(response))
     return await future
 
 
-def _credentials(scope: Scope, max_body: int) -> Credentials:
-    return Credentials.from_key(read_api_key(scope["headers"], max_body), source_address(scope))
+def _credentials(scope: Scope, max_body_bytes: int) -> Credentials:
+    return Credentials.from_key(read_api_key(scope["headers"], max_body_bytes), read_client_ip(scope))
 
 
-async def _read_body(receive: Receive, max_body: int) -> bytes:
+async def _read_body(receive: Receive, max_body_bytes: int) -> bytes:
     body = bytearray()
     while True:
         event = await receive()
         if event["type"] == "http.disconnect":
             raise ClientDisconnected
         body += event.get("body", b"")
-        if len(body) > max_body:
-            raise HttpError(413, "body_too_large", f"at most {max_body} bytes", connection="close")
+        if len(body) > max_body_bytes:
+            raise HttpError(413, "body_too_large", f"at most {max_body_bytes} bytes", connection="close")
         if not event.get("more_body", False):
             return bytes(body)
 
 
 def _parse_query(scope: Scope) -> dict[str, str]:
     raw: bytes = scope.get("query_string", b"")
-    if len(raw) > MAX_QUERY:
-        raise InvalidInput("query", f"at most {MAX_QUERY} bytes")
+    if len(raw) > MAX_QUERY_BYTES:
+        raise InvalidInput("query", f"at most {MAX_QUERY_BYTES} bytes")
     try:
         pairs = parse_qsl(raw.decode("ascii"), keep_blank_values=True, strict_parsing=bool(raw), errors="strict")
     except ValueError:
@@ -169,7 +171,7 @@ def _parse_query(scope: Scope) -> dict[str, str]:
     return query
 
 
-def source_address(scope: Scope) -> str:
+def read_client_ip(scope: Scope) -> str:
     """Return the IP address of the client, or an empty string if the server does not know it."""
     client = scope.get("client")
     return "" if client is None else str(client[0])

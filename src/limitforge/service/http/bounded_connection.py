@@ -18,12 +18,13 @@ from uvicorn.server import ServerState
 from limitforge.errors import LimitforgeError
 from limitforge.observability.events import log_event
 from limitforge.service.http.framing import InputBuffer
-from limitforge.service.http.listener import Listener, PipelinedRequest
+from limitforge.service.http.listener import Listener
+from limitforge.service.http.pipelined_request import PipelinedRequest
 from limitforge.service.http.request_head import head_too_large
 from limitforge.service.problems import HttpError
 
 REQUEST_SECONDS = 10.0  # for the head and the body of a request, from its first byte to its last
-TIMER_SECONDS = 2.5  # how often timeouts are checked
+TIMEOUT_CHECK_SECONDS = 2.5  # how often timeouts are checked
 LINGER_SECONDS = 1.0  # how long a shutdown waits for idle clients, which may be about to send a request
 MAX_PIPELINED = 64  # unanswered checks of one connection
 MAX_QUEUED_BYTES = 262_144  # bodies of the unanswered checks of one connection; beyond that, parsing stops
@@ -37,7 +38,7 @@ class ParsingStopped(Exception):
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """Reads, pauses and closes one connection. Subclasses handle its requests."""
+    """Reads, pauses and closes one connection. `FastHttpProtocol` handles its requests."""
 
     def __init__(
         self,
@@ -49,26 +50,29 @@ class BoundedConnection(HttpToolsProtocol):
         listener: Listener,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        # The state of the requests. The subclass keeps it up to date. This class reads it, and resets some of it.
         self.owner = b""
-        self.buffered = 0
-        self._listener = listener
-        self._input = InputBuffer()
-        self._is_parsing = False
         self._requests: deque[PipelinedRequest] = deque()
         """The unanswered checks, oldest first."""
         self._receiving: PipelinedRequest | None = None
         """The check whose body is being received."""
         self._queued_bytes = 0
         """Body bytes of the unanswered checks."""
-        self._asgi_size = 0
+        self._asgi_bytes = 0
         """Bytes of a request for ASGI, until it is complete and started."""
         self._is_queued = False
         """True while a request for ASGI waits to be started."""
-        self._is_shutting_down = False
         self._is_last_request = False
         """True if the connection closes after the current request. Later input is ignored."""
-        self._is_rejected = False
+        self._has_failed = False
         """True once an error ends the connection. No more input is parsed."""
+
+        # The state of the connection. Of it, the subclass sets only `_receiving_since` and `_is_active`.
+        self.buffered_bytes = 0
+        self._listener = listener
+        self._input = InputBuffer()
+        self._is_parsing = False
+        self._is_shutting_down = False
         self._is_evicted = False
         self._receiving_since: float | None = None
         """When the first byte of an incomplete request arrived."""
@@ -96,7 +100,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
         self._idle_since = self.loop.time()
-        self._timer = self.loop.call_later(TIMER_SECONDS, self._check_timeouts)
+        self._timer = self.loop.call_later(TIMEOUT_CHECK_SECONDS, self._check_timeouts)
         self._listener.connections.add(self)
         if self._listener.is_shutting_down:  # uvicorn has already asked all other connections to shut down
             self.shutdown()
@@ -136,9 +140,9 @@ class BoundedConnection(HttpToolsProtocol):
         self._is_parsing = True
         while self._input.packet:
             is_in_body = self._input.is_in_body
-            if self.transport.is_closing() or self._is_rejected or (self._is_last_request and not is_in_body):
+            if self.transport.is_closing() or self._has_failed or (self._is_last_request and not is_in_body):
                 self._discard_input()
-            elif self._is_full() and not is_in_body:
+            elif self._must_wait() and not is_in_body:
                 self._on_backlog()
                 self._input.compact()
                 self.flow.pause_reading()
@@ -163,7 +167,7 @@ class BoundedConnection(HttpToolsProtocol):
         if self._input.is_too_large:
             self._reject(head_too_large())
 
-    def _is_full(self) -> bool:
+    def _must_wait(self) -> bool:
         """Return whether the next request must wait until earlier ones are answered.
 
         A connection may have one request at a time in ASGI, and one whose key must be looked up.
@@ -179,7 +183,7 @@ class BoundedConnection(HttpToolsProtocol):
     def _discard_input(self) -> None:
         self._input.clear()
         self.url, self.headers = b"", []
-        self._asgi_size = 0
+        self._asgi_bytes = 0
         if self._receiving is not None:
             self._receiving.body, self._receiving.size = b"", 0
 
@@ -189,8 +193,8 @@ class BoundedConnection(HttpToolsProtocol):
             if self._receiving_since is not None:  # the pause was not the client's fault, so its time starts again
                 self._receiving_since = self.loop.time()
             self._parse()
-        has_room = self._input.is_in_body or not self._is_full()
-        if has_room and not self._input.packet and not self._is_rejected and not self.flow.write_paused:
+        has_room = self._input.is_in_body or not self._must_wait()
+        if has_room and not self._input.packet and not self._has_failed and not self.flow.write_paused:
             self.flow.resume_reading()
         self._report_buffered()
 
@@ -220,12 +224,12 @@ class BoundedConnection(HttpToolsProtocol):
             self._listener.connections.set_buffered(self, 0)
             return
         unsent = self.transport.get_write_buffer_size() if self.flow.write_paused else 0
-        body = self._asgi_size if self._receiving is None else self._asgi_size + self._receiving.size
+        body = self._asgi_bytes if self._receiving is None else self._asgi_bytes + self._receiving.size
         self._listener.connections.set_buffered(self, unsent + self._input.size + body)
 
     def evict(self) -> None:
         """Free what the connection holds, and close it. A client that reads its responses receives a 503 first."""
-        is_idle = not self.buffered and not self.is_answering
+        is_idle = not self.buffered_bytes and not self.is_answering
         self._is_evicted = True  # from now on it counts as empty, although the transport may take a moment to close
         if is_idle:
             self.transport.close()
@@ -251,7 +255,7 @@ class BoundedConnection(HttpToolsProtocol):
     def _check_timeouts(self) -> None:
         """Close a connection that is idle or blocked for too long. A periodic timer costs less than one per request."""
         now = self.loop.time()
-        self._timer = self.loop.call_later(TIMER_SECONDS, self._check_timeouts)
+        self._timer = self.loop.call_later(TIMEOUT_CHECK_SECONDS, self._check_timeouts)
         is_closing = self.transport.is_closing()
         if not is_closing and not self.flow.write_paused:
             self._blocked_since = None

@@ -9,12 +9,12 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Protocol
 
-from limitforge.service.checks.invalid_bodies import SMALL_BODY
+from limitforge.service.checks.body_sizes import SMALL_BODY_BYTES
 
 MAX_CONNECTIONS = 2_000  # an idle one takes about 8 KiB
-MAX_BUFFERED = 10 * 1_048_576  # bytes of incomplete requests and unread responses
+MAX_BUFFERED_BYTES = 10 * 1_048_576  # bytes of incomplete requests and unread responses
 MAX_LOOKUP_BYTES = 4 * 1_048_576  # bytes of requests that wait for the look-up of their key; small ones are exempt
-MIN_BUFFERED = 65_536  # bytes that each owner may always hold
+MIN_BUFFERED_BYTES = 65_536  # bytes that each owner may always hold
 
 MAX_STARTS = 2  # requests that are passed to ASGI in one iteration of the event loop
 OTHER_FILES = 256  # files that a process may have open besides its connections
@@ -53,7 +53,7 @@ class StartQueue:
 class TrackedConnection(Protocol):
     """What the registry needs to know of a connection."""
 
-    buffered: int
+    buffered_bytes: int
     """Bytes that evicting it would free: an incomplete request, and responses that the client has not read."""
     owner: bytes
     """The key fingerprint of the last check whose head was parsed if this process had the key in memory, else empty."""
@@ -80,12 +80,12 @@ class PendingLookup(Protocol):
 class ConnectionRegistry:
     """All connections of one listening socket in this process. Clients without a known key count as one owner."""
 
-    def __init__(self, max_connections: int = MAX_CONNECTIONS, max_buffered: int = MAX_BUFFERED) -> None:
+    def __init__(self, max_connections: int = MAX_CONNECTIONS, max_buffered_bytes: int = MAX_BUFFERED_BYTES) -> None:
         self.starts = StartQueue()
         self._max_connections = max_connections
-        self._max_buffered = max_buffered
+        self._max_buffered_bytes = max_buffered_bytes
         self._open: set[TrackedConnection] = set()
-        self._buffered = 0
+        self._buffered_bytes = 0
         self._lookup_bytes = 0
 
     def add(self, connection: TrackedConnection) -> None:
@@ -97,17 +97,17 @@ class ConnectionRegistry:
     def remove(self, connection: TrackedConnection) -> None:
         self._open.discard(connection)
 
-    def set_buffered(self, connection: TrackedConnection, buffered: int) -> None:
+    def set_buffered(self, connection: TrackedConnection, buffered_bytes: int) -> None:
         """Record how many bytes a connection holds. If the sum is too large, evict connections of the largest owner."""
-        growth = buffered - connection.buffered
-        connection.buffered = buffered
-        self._buffered += growth
-        if growth > 0 and self._buffered > self._max_buffered:
+        growth = buffered_bytes - connection.buffered_bytes
+        connection.buffered_bytes = buffered_bytes
+        self._buffered_bytes += growth
+        if growth > 0 and self._buffered_bytes > self._max_buffered_bytes:
             self._shed_buffers()
 
     def admit_lookup(self, request: PendingLookup) -> bool:
         """Return whether a request may wait for the look-up of its key. If so, call `release_lookup` afterwards."""
-        if request.size > SMALL_BODY and self._lookup_bytes + request.size > MAX_LOOKUP_BYTES:
+        if request.size > SMALL_BODY_BYTES and self._lookup_bytes + request.size > MAX_LOOKUP_BYTES:
             return False
         request.awaits_lookup = True
         self._lookup_bytes += request.size
@@ -122,8 +122,8 @@ class ConnectionRegistry:
     def _close_idle(self, newest: TrackedConnection) -> None:
         """Close some connections of the owner with most idle ones, the longest idle first."""
         idle = [connection for connection in self._open if not connection.is_answering and connection is not newest]
-        numbers = Counter(connection.owner for connection in idle)
-        idle.sort(key=lambda connection: (-numbers[connection.owner], connection.quiet_since))
+        idle_counts = Counter(connection.owner for connection in idle)
+        idle.sort(key=lambda connection: (-idle_counts[connection.owner], connection.quiet_since))
         for connection in idle[: max(self._max_connections // 16, 1)] or [newest]:
             self._open.discard(connection)  # now, because the transport may take a moment to close
             connection.evict()
@@ -133,14 +133,18 @@ class ConnectionRegistry:
 
         Bytes of clients without a known key count double. Owners that hold little are exempt.
         """
-        holding = [connection for connection in self._open if connection.buffered]
+        holding = [connection for connection in self._open if connection.buffered_bytes]
         totals: Counter[bytes] = Counter()
         for connection in holding:
-            totals[connection.owner] += connection.buffered if connection.owner else 2 * connection.buffered
-        holding = [each for each in holding if totals[each.owner] > MIN_BUFFERED and each.buffered > SMALL_BODY]
-        holding.sort(key=lambda each: (-totals[each.owner], -each.buffered))
+            totals[connection.owner] += connection.buffered_bytes if connection.owner else 2 * connection.buffered_bytes
+        holding = [
+            each
+            for each in holding
+            if totals[each.owner] > MIN_BUFFERED_BYTES and each.buffered_bytes > SMALL_BODY_BYTES
+        ]
+        holding.sort(key=lambda each: (-totals[each.owner], -each.buffered_bytes))
         for connection in holding:
-            if self._buffered <= self._max_buffered * 3 // 4:
+            if self._buffered_bytes <= self._max_buffered_bytes * 3 // 4:
                 return
             self._open.discard(connection)
             connection.evict()

@@ -12,15 +12,15 @@ from typing import Any
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from limitforge.errors import LimitforgeError
-from limitforge.service.checks.handler import MAX_BODY
-from limitforge.service.checks.invalid_bodies import SMALL_BODY
+from limitforge.errors import LimitforgeError, UnknownKey
+from limitforge.service.checks.body_sizes import MAX_BODY_BYTES, SMALL_BODY_BYTES
 from limitforge.service.checks.request_credentials import Credentials, read_api_key
 from limitforge.service.checks.responses import Response, problem_response
 from limitforge.service.http.bounded_connection import BoundedConnection, ParsingStopped, overloaded
 from limitforge.service.http.framing import MAX_CHUNKS, MAX_FIELDS
 from limitforge.service.http.head_cache import CachedHead
-from limitforge.service.http.listener import Listener, PipelinedRequest
+from limitforge.service.http.listener import Listener
+from limitforge.service.http.pipelined_request import PipelinedRequest
 from limitforge.service.http.request_head import head_too_large, remove_upgrade, validate_head
 from limitforge.service.problems import HttpError
 
@@ -28,7 +28,7 @@ MAX_IGNORED_BYTES = 65_536  # bytes of a body that may arrive although nothing r
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 CONNECTION_CLOSE = b"connection: close\r\n"
-CONTENT_LENGTHS = [b"content-length: %d\r\n\r\n" % length for length in range(1_024)]
+CONTENT_LENGTH_LINES = [b"content-length: %d\r\n\r\n" % length for length in range(1_024)]
 """The last lines of the heads of small responses."""
 _WITHOUT_BODY = (b"GET", b"HEAD")
 
@@ -55,14 +55,14 @@ class FastHttpProtocol(BoundedConnection):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop, listener=listener)
         self._cached_head: CachedHead | None = None
-        self._repeated: tuple[PipelinedRequest, Callable[[Response], None]] | None = None
+        self._reusable_request: tuple[PipelinedRequest, Callable[[Response], None]] | None = None
         """One object that serves all requests with the cached head, and its callback."""
-        self._packet: bytes | None = None
+        self._idle_packet: bytes | None = None
         """A packet that arrived while the connection was idle, and may be a complete request."""
         self._ignored_bytes = 0
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._cached_head = self._repeated = self._packet = None
+        self._cached_head = self._reusable_request = self._idle_packet = None
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -70,7 +70,7 @@ class FastHttpProtocol(BoundedConnection):
         is_idle = (
             not self._requests
             and self._receiving_since is None
-            and (self.cycle is None or self.cycle.response_complete)  # `not _is_asgi_busy`, without a call
+            and (self.cycle is None or self.cycle.response_complete)  # `_is_asgi_busy`, inlined
         )
         head = self._cached_head
         if head is not None and is_idle and not self.transport.is_closing():
@@ -79,26 +79,26 @@ class FastHttpProtocol(BoundedConnection):
                 body: bytes | None = data[len(head.last_head) :]
             else:
                 body = head.match_body(data)
-            if body is not None and self._repeated is not None:
-                request, on_response = self._repeated
+            if body is not None and self._reusable_request is not None:
+                request, on_response = self._reusable_request
                 request.response = None
                 self._requests.append(request)
-                request.submit(head.credentials, body, on_response)
+                request.handle(head.credentials, body, on_response)
                 return
         is_idle = is_idle and not self._input.packet
-        self._packet = data if is_idle else None
+        self._idle_packet = data if is_idle else None
         self._input.append(remove_upgrade(data) if is_idle else data)
         self._parse()
-        self._packet = None  # frees a packet that was not a complete request
+        self._idle_packet = None  # frees a packet that was not a complete request
 
     def _on_backlog(self) -> None:
-        self._cached_head = self._repeated = None  # a request with this head would overtake the waiting input
+        self._cached_head = self._reusable_request = None  # a request with this head would overtake the waiting input
 
     def _reject(self, error: LimitforgeError) -> None:
-        if self._is_rejected or self.transport.is_closing():
+        if self._has_failed or self.transport.is_closing():
             return
         self._receiving_since = None
-        self._is_last_request = self._is_rejected = True
+        self._is_last_request = self._has_failed = True
         if self._is_asgi_busy and not self._requests:
             cycle = self.cycle
             if not cycle.more_body or cycle.response_started:  # the error is in the input after this request
@@ -143,10 +143,11 @@ class FastHttpProtocol(BoundedConnection):
             self._receiving = PipelinedRequest({}, _ignore, 0, ANONYMOUS)
             self._receiving.is_rejected = True
             return
-        request_line = b"" if self._packet is None else self._packet.partition(b"\r\n")[0]
-        body_length = validate_head(self.parser.get_http_version(), request_line, self.url, self.headers)
-        if isinstance(body_length, HttpError):
-            self._reject(body_length)
+        request_line = b"" if self._idle_packet is None else self._idle_packet.partition(b"\r\n")[0]
+        try:
+            body_length = validate_head(self.parser.get_http_version(), request_line, self.url, self.headers)
+        except HttpError as error:
+            self._reject(error)
             return
         self._input.body_left = body_length
         if self.parser.should_upgrade():  # the parser would parse its body as further requests
@@ -161,22 +162,19 @@ class FastHttpProtocol(BoundedConnection):
         request.close = self._is_last_request
         self._requests.append(request)
         try:
-            api_key = read_api_key(self.headers, request.max_body)
-            request.credentials = Credentials.from_key(api_key, self._source_address())
-        except HttpError as error:
+            api_key = read_api_key(self.headers, request.max_body_bytes)
+            request.credentials = Credentials.from_key(api_key, self._client_ip())
+            caller = self._listener.authenticator.find_cached(request.credentials.fingerprint)
+            self.owner = b"" if caller is None else request.credentials.fingerprint
+            if caller is None and not 0 <= body_length <= SMALL_BODY_BYTES:
+                self._listener.authenticator.reject_unknown_key(request.credentials)  # before its body is received
+        except (HttpError, UnknownKey) as error:
             self._reject(error)
             return
-        is_known = self._listener.is_known(request.credentials)
-        self.owner = request.credentials.fingerprint if is_known else b""
-        if not is_known and not 0 <= body_length <= SMALL_BODY:  # reject it before its large body is received
-            unknown_key = self._listener.early_rejection(request.credentials)
-            if unknown_key is not None:
-                self._reject(unknown_key)
-                return
         if self.expect_100_continue and len(self._requests) == 1:
             self.transport.write(CONTINUE)
 
-    def _source_address(self) -> str:
+    def _client_ip(self) -> str:
         peer = "" if self.client is None else self.client[0]
         return self._listener.proxies.client_address(peer, self.headers)
 
@@ -195,8 +193,8 @@ class FastHttpProtocol(BoundedConnection):
             self._forward_body(body)
         elif not request.is_rejected:
             request.size += size
-            if request.size > request.max_body:
-                self._reject(HttpError(413, "body_too_large", f"at most {request.max_body} bytes"))
+            if request.size > request.max_body_bytes:
+                self._reject(HttpError(413, "body_too_large", f"at most {request.max_body_bytes} bytes"))
             elif request.body:
                 if not isinstance(request.body, bytearray):
                     request.body = bytearray(request.body)
@@ -214,7 +212,7 @@ class FastHttpProtocol(BoundedConnection):
             super().on_message_complete()
             self._drop_finished_cycle()
             if not self._is_queued:
-                self._asgi_size = 0
+                self._asgi_bytes = 0
             return
         self._receiving = None
         if request.is_rejected:
@@ -228,15 +226,17 @@ class FastHttpProtocol(BoundedConnection):
         request.body = b""
         on_response = partial(self._on_response, request)
         if (
-            self._packet is not None
-            and request.max_body == MAX_BODY  # a check, not a batch
+            self._idle_packet is not None
+            and request.max_body_bytes == MAX_BODY_BYTES  # a check, not a batch
             and not request.close
             and not self.expect_100_continue
         ):
-            self._cached_head = CachedHead.from_request(self._packet, body, request.max_body, request.credentials)
-            self._repeated = None if self._cached_head is None else (request, on_response)
-        self._packet = None
-        request.submit(request.credentials, body, on_response, self._is_connected)
+            self._cached_head = CachedHead.from_request(
+                self._idle_packet, body, request.max_body_bytes, request.credentials
+            )
+            self._reusable_request = None if self._cached_head is None else (request, on_response)
+        self._idle_packet = None
+        request.handle(request.credentials, body, on_response, self._is_connected)
 
     def _is_connected(self) -> bool:
         return not self.transport.is_closing()
@@ -245,12 +245,12 @@ class FastHttpProtocol(BoundedConnection):
 
     def _begin_asgi_request(self) -> None:
         """Pass the request to ASGI: now, or once all checks before it are answered."""
-        self._packet = None
+        self._idle_packet = None
         url, headers, expects = self.url, self.headers, self.expect_100_continue
         super().on_message_begin()
         self.url, self.expect_100_continue = url, expects
         self.headers[:] = headers  # in place, because the scope refers to this list
-        self.scope["client"] = (self._source_address(), 0)
+        self.scope["client"] = (self._client_ip(), 0)
         cycle_before = self.cycle
         if self._requests:
             self.cycle = _BusyCycle()  # type: ignore[assignment]
@@ -260,14 +260,14 @@ class FastHttpProtocol(BoundedConnection):
             self.cycle = cycle_before
             raise
         self._is_queued = bool(self.pipeline) or self._is_queued
-        self._asgi_size += self._input.overhead
+        self._asgi_bytes += self._input.overhead
         if self._is_shutting_down:
             self.cycle.keep_alive = False
 
     def _forward_body(self, body: bytes) -> None:
         """Pass a piece of a body to ASGI. Ignore the body of a GET, or one that arrives after the response."""
         if not self.cycle.response_complete and self.parser.get_method() not in _WITHOUT_BODY:
-            self._asgi_size += len(body)
+            self._asgi_bytes += len(body)
             super().on_body(body)
             return
         self._ignored_bytes += len(body)
@@ -286,13 +286,13 @@ class FastHttpProtocol(BoundedConnection):
             return
         self._is_queued = False
         if not self._input.is_in_body:
-            self._asgi_size = 0
+            self._asgi_bytes = 0
             self._report_buffered()
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
         self._is_active = True
-        self._asgi_size = 0
+        self._asgi_bytes = 0
         if self.cycle is not None:
             self.cycle.body = bytearray()
         super().on_response_complete()
@@ -323,7 +323,7 @@ class FastHttpProtocol(BoundedConnection):
                 status = response.status
                 request.status_counts[status] = request.status_counts.get(status, 0) + 1
                 self._is_active = True
-                if self.buffered or self.pipeline or self.flow.read_paused:
+                if self.buffered_bytes or self.pipeline or self.flow.read_paused:
                     self._on_all_answered()
             return
         request.response = response
@@ -359,12 +359,12 @@ class FastHttpProtocol(BoundedConnection):
             head = listener.response_heads.get((response.status, response.content_type))
         if head is None:
             head = listener.build_response_head(response, default_headers)
-        if close or len(body) >= len(CONTENT_LENGTHS):
+        if close or len(body) >= len(CONTENT_LENGTH_LINES):
             length = b"content-length: %d\r\n%b\r\n" % (len(body), CONNECTION_CLOSE if close else b"")
         else:
-            length = CONTENT_LENGTHS[len(body)]
+            length = CONTENT_LENGTH_LINES[len(body)]
         self.transport.write(b"".join((head, response.headers, length, body)))
 
 
 def _ignore(*_: object) -> None:
-    """Do nothing. This is the `submit` of a request that is never submitted."""
+    """Do nothing. This is the `handle` of a request that is rejected or ignored."""

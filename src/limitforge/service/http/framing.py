@@ -5,11 +5,11 @@ exception: if a packet ends within a blank line (CR LF CR), the next piece start
 and may contain the end of the next one.
 """
 
-MAX_HEAD = 32_768  # bytes of a message besides its body: request line, header fields, chunk extensions, trailers
+MAX_HEAD_BYTES = 32_768  # bytes of a message besides its body: request line, header fields, chunk extensions, trailers
 MAX_FIELDS = 100  # in head and trailers together
 MAX_CHUNKS = 2_048  # in a body; each takes a call of the parser
-CHUNK_FRAMING = 16  # bytes that each chunk may have besides its data: its size and two line ends
-SMALL_PACKET = 8_192
+CHUNK_FRAMING_BYTES = 16  # bytes that each chunk may have besides its data: its size and two line ends
+SMALL_PACKET_BYTES = 8_192
 CHUNKED = -1
 HEAD_END = b"\r\n\r\n"
 
@@ -39,7 +39,7 @@ class InputBuffer:
         end = len(packet)
         if self.is_in_body and self.body_left > 0:
             end = min(start + self.body_left, end)
-        elif start or end > SMALL_PACKET or packet.count(HEAD_END) > 1:
+        elif start or end > SMALL_PACKET_BYTES or packet.count(HEAD_END) > 1:
             found = packet.find(HEAD_END, start)
             end = end if found < 0 else found + len(HEAD_END)
         self.packet, self._offset = (packet, end) if end < len(packet) else (b"", 0)
@@ -65,11 +65,11 @@ class InputBuffer:
 
     @property
     def is_too_large(self) -> bool:
-        return self.overhead > MAX_HEAD + CHUNK_FRAMING * self.chunks
+        return self.overhead > MAX_HEAD_BYTES + CHUNK_FRAMING_BYTES * self.chunks
 
     @property
     def size(self) -> int:
         """Bytes in memory: the unparsed packet, and the header fields of the current message, which take twice their
         size once parsed.
         """
-        return len(self.packet) + 2 * min(self.overhead, MAX_HEAD)
+        return len(self.packet) + 2 * min(self.overhead, MAX_HEAD_BYTES)

@@ -1,7 +1,6 @@
 """What all connections of one listening socket share: the paths of the fast protocol, and cached response heads."""
 
 import re
-from collections.abc import Callable
 from http import HTTPStatus
 from urllib.parse import unquote_to_bytes
 
@@ -9,18 +8,17 @@ import httptools
 
 from limitforge.core.headers import encode_block
 from limitforge.service.checks.authentication import Authenticator
-from limitforge.service.checks.request_credentials import Credentials
 from limitforge.service.checks.responses import Response
 from limitforge.service.counters.process_counters import ProcessCounters
 from limitforge.service.http.connections import ConnectionRegistry
+from limitforge.service.http.pipelined_request import Handle
 from limitforge.service.http.trusted_proxies import TrustedProxies
 
 _PLAIN_PATH = re.compile(rb"/[-A-Za-z0-9._~/]*")
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
-Submit = Callable[..., None]
-FastRoute = tuple[dict[int, int], Submit, int]
-"""The response counters of a path (by status), the function that answers it, and the largest body in bytes."""
+FastRoute = tuple[dict[int, int], Handle, int]
+"""The arguments of `PipelinedRequest` for a path: response counters by status, handler, largest body in bytes."""
 
 
 class Listener:
@@ -36,7 +34,7 @@ class Listener:
     ) -> None:
         """`routes` are the paths that the fast protocol answers itself."""
         self.response_counter = counters.response_counter
-        self.is_known, self.early_rejection = authenticator.is_known, authenticator.early_rejection
+        self.authenticator = authenticator
         self.routes = routes
         self.proxies = proxies
         self.connections = connections
@@ -73,38 +71,3 @@ class Listener:
         head = _STATUS_LINES[response.status] + encode_block(default_headers) + content_type
         self.response_heads[response.status, response.content_type] = head
         return head
-
-
-class PipelinedRequest:
-    """A check on a connection, until its response is written. Responses are written in the order of the requests."""
-
-    __slots__ = (
-        "awaits_lookup",
-        "body",
-        "close",
-        "credentials",
-        "is_rejected",
-        "max_body",
-        "response",
-        "size",
-        "status_counts",
-        "submit",
-    )
-
-    def __init__(self, status_counts: dict[int, int], submit: Submit, max_body: int, credentials: Credentials) -> None:
-        self.status_counts = status_counts
-        """Where its response is counted, by status."""
-        self.submit = submit
-        self.max_body = max_body
-        self.credentials = credentials
-        self.body: bytes | bytearray = b""
-        self.size = 0
-        """Bytes of the body, until it is answered."""
-        self.awaits_lookup = False
-        """True while its key is looked up."""
-        self.close = False
-        """True if the connection closes after the response."""
-        self.is_rejected = False
-        """True if it was answered before it was received completely."""
-        self.response: Response | None = None
-        """The response, while it waits for those of earlier requests."""

@@ -13,7 +13,7 @@ from limitforge.errors import LimitforgeError
 from limitforge.service.checks.responses import Response, problem_response
 from limitforge.service.counters.process_counters import ALLOWED, DENIED, OVERFLOW
 from limitforge.service.counters.shared_counters import SharedCounters, Totals
-from limitforge.service.http.asgi import Receive, Scope, Send, send_response, source_address
+from limitforge.service.http.asgi import Receive, Scope, Send, read_client_ip, send_response
 from limitforge.service.problems import HttpError
 
 METRICS_PATH = "/metrics"
@@ -49,7 +49,7 @@ class MetricsEndpoint:
 
     async def respond_authorized(self, scope: Scope, _: Receive) -> Response:
         authorization = [value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"]
-        await self._authorize(authorization, source_address(scope))
+        await self._authorize(authorization, read_client_ip(scope))
         return await self._respond()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -50,7 +50,7 @@ class Caller(msgspec.Struct, eq=False):
     cached_key: CachedKey
     expires_at_us: int
     """When the key, or the secret of it that the caller presented, expires."""
-    routes: dict[tuple[str, str | None, str | None], Any] = {}
+    prepared_resources: dict[tuple[str, str | None, str | None], Any] = {}
     """Data that the service derives for this caller. It is discarded together with the caller."""
 
     @property

@@ -70,7 +70,7 @@ async def reset(
         if not getattr(body, field):
             raise InvalidInput(field, "must not be empty")
     snapshot = await _tenant_snapshot(catalog_cache, body.tenant_id)
-    resource = snapshot.select(body.resource).template or body.resource
+    resource = snapshot.select(body.resource).counted_resource or body.resource
     names: dict[str, None] = {}
     for part in _reachable_limits(snapshot, with_operator=session.tenant_id is None, with_shared=body.shared):
         await limiter.reset(resource, body.subject, limits=join_limits(part), tenant=body.tenant_id)
