@@ -24,8 +24,8 @@ from limitforge.core.plan import LimitsLike
 from limitforge.core.reservations import OnLapse, Settlement
 from limitforge.errors import LimitforgeError
 from limitforge.request import (
-    DEFAULT_HOLD_SECONDS,
     DEFAULT_PRIORITY,
+    DEFAULT_RESERVATION_TTL_SECONDS,
     DEFAULT_TENANT,
     KeyPart,
     Request,
@@ -132,7 +132,7 @@ class SyncLimiter:
         limits: LimitsLike,
         cost: int,
         costs: Mapping[str, int] | None = None,
-        ttl_seconds: float = DEFAULT_HOLD_SECONDS,
+        ttl_seconds: float = DEFAULT_RESERVATION_TTL_SECONDS,
         on_lapse: str = OnLapse.KEEP,
         tenant: KeyPart = DEFAULT_TENANT,
         priority: str = DEFAULT_PRIORITY,

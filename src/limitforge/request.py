@@ -33,8 +33,8 @@ from limitforge.stores.protocol import (
 
 DEFAULT_TENANT = "default"
 DEFAULT_PRIORITY = "P0"
-DEFAULT_HOLD_SECONDS = 60
-MAX_PAGE = 1_000
+DEFAULT_RESERVATION_TTL_SECONDS = 60
+MAX_PAGE_SIZE = 1_000
 
 DEFAULT_CLUSTER_LANES = 64
 """The lanes of the default tenant on a Cluster, so that checks without a tenant are spread over its shards."""
@@ -106,7 +106,7 @@ class RequestBuilder:
         if on_lapse not in tuple(OnLapse):
             raise InvalidInput("on_lapse", f"must be one of {', '.join(OnLapse)}, got {short_repr(on_lapse)}")
         token = check.lease or os.urandom(TOKEN_BYTES)
-        record = self.keys.reservation(self._lane_prefix(request.tenant, request.subject), token)
+        record = self.keys.reservation_key(self._lane_prefix(request.tenant, request.subject), token)
         check.hold = Hold(record, token, parse_duration_us("ttl_seconds", ttl_seconds), on_lapse == OnLapse.REFUND)
         return check
 
@@ -123,7 +123,7 @@ class RequestBuilder:
         for limit, names in zip(reservation.limits, names_of_limits, strict=True):
             given = next((name for name in names if name in costs), None)
             amount = cost if given is None else validate_cost(f"costs.{given}", costs[given])
-            amounts.append(1 if limit.requests and amount else amount)
+            amounts.append(1 if limit.counts_requests and amount else amount)
         return Settle(reservation, cost, tuple(amounts))
 
     def lease(self, lease_id: str) -> Lease:
@@ -161,8 +161,8 @@ class RequestBuilder:
         )
 
     def list_overrides(self, tenant: KeyPart, cursor: str | None, page: int) -> ListOverrides:
-        if type(page) is not int or not 1 <= page <= MAX_PAGE:
-            raise InvalidInput("page", f"must be from 1 to {MAX_PAGE}, got {short_repr(page)}")
+        if type(page) is not int or not 1 <= page <= MAX_PAGE_SIZE:
+            raise InvalidInput("page", f"must be from 1 to {MAX_PAGE_SIZE}, got {short_repr(page)}")
         return ListOverrides(
             self.keys.tenant_keys(tenant).lane_prefixes, parse_key_part("tenant", tenant), cursor, page
         )

@@ -10,7 +10,7 @@ from limitforge.core.limits import Limit
 from limitforge.stores.redis.codec import Flow, check_flow, finish_flow, heartbeat_flow, top_up_flow
 from limitforge.stores.redis.new_buckets import NewBucketBudget
 from limitforge.stores.redis.prepaid.shares import PrepaidShare, TopUpReply, TopUpRequest
-from limitforge.stores.redis.topology.cross_slot import HOLD_TTL_US, FinishHold, HoldAction
+from limitforge.stores.redis.topology.cross_slot import TENTATIVE_TTL_US, FinishHold, HoldAction
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ class ScriptClient:
         """Evaluate a part of a check. `fields` are those of its hold, if it has one."""
         check = check_for(*limits, cost=cost)
         if fields:
-            known: dict[str, Any] = {"key": "", "token": TOKEN, "ttl_us": HOLD_TTL_US, "refund": True}
+            known: dict[str, Any] = {"key": "", "token": TOKEN, "ttl_us": TENTATIVE_TTL_US, "refund": True}
             check.hold = Hold(**known | fields)
             check.lease = check.lease and check.hold.token
         windows_us = self.now_us if calendar_us is None else calendar_us
@@ -68,7 +68,7 @@ class ScriptClient:
         return reply
 
     def heartbeat(self, name: bytes, alive_us: int) -> int:
-        return self.run(heartbeat_flow(Keys().heartbeats(), name, alive_us, self.now_us))
+        return self.run(heartbeat_flow(Keys().heartbeat_key(), name, alive_us, self.now_us))
 
     def run(self, flow: Flow[T]) -> T:
         call = next(flow)
@@ -98,5 +98,5 @@ def share_of(limit: Limit, token: bytes = TOKEN, window: tuple[int, int] = (0, 0
 
 def ending(how: HoldAction, *limits: Limit, **fields: Any) -> FinishHold:
     """Finish what TOKEN has held of these limits since NOW_US."""
-    known: dict[str, Any] = {"optional": [False] * len(limits), "forgotten_before_us": NOW_US + HOLD_TTL_US}
+    known: dict[str, Any] = {"optional": [False] * len(limits), "forgotten_before_us": NOW_US + TENTATIVE_TTL_US}
     return FinishHold(how, TOKEN, [key_of(limit) for limit in limits], **known | fields)

@@ -6,7 +6,7 @@ import pytest
 import redis as redis_py
 
 from limitforge import Concurrency, FixedWindow, LeakyBucket, Limit, Quota, SlidingWindow, TokenBucket
-from limitforge.stores.redis.topology.cross_slot import HOLD_TTL_US, HoldAction
+from limitforge.stores.redis.topology.cross_slot import TENTATIVE_TTL_US, HoldAction
 from tests.contract.script_client import NOW_US, ScriptClient, ending, key_of
 
 MINUTE_US = 60_000_000
@@ -35,7 +35,7 @@ def script(redis_url: str) -> Iterator[ScriptClient]:
 def test_a_part_of_a_reservation_goes_back_after_five_seconds_unless_it_is_confirmed(
     script: ScriptClient, limit: Limit
 ) -> None:
-    script.hold(limit, cost=3, ttl_us=MINUTE_US, needs_confirmation=True, refund=False)
+    script.hold(limit, cost=3, ttl_us=MINUTE_US, uses_tentative_ttl=True, refund=False)
     script.now_us = NOW_US + 5_000_000 - 1
     assert script.remaining(limit) == 7
     script.now_us += 1
@@ -44,7 +44,7 @@ def test_a_part_of_a_reservation_goes_back_after_five_seconds_unless_it_is_confi
 
 @pytest.mark.parametrize("refund", [True, False])
 def test_a_confirmed_reservation_lapses_counted_from_when_it_was_taken(script: ScriptClient, refund: bool) -> None:
-    script.hold(WINDOW, cost=3, ttl_us=MINUTE_US, needs_confirmation=True)
+    script.hold(WINDOW, cost=3, ttl_us=MINUTE_US, uses_tentative_ttl=True)
     script.now_us += 1_000_000
     assert script.finish(ending(HoldAction.CONFIRM, WINDOW, ttl_us=MINUTE_US, refunds_on_lapse=refund)) != [None]
     script.now_us = NOW_US + MINUTE_US - 1
@@ -59,7 +59,7 @@ def test_a_confirmed_reservation_lapses_counted_from_when_it_was_taken(script: S
 def test_what_is_confirmed_stays_and_what_is_refunded_goes_back(script: ScriptClient, limit: Limit) -> None:
     script.hold(limit, cost=3)
     script.hold(limit, cost=1, token=b"another.")
-    script.now_us += HOLD_TTL_US - 1
+    script.now_us += TENTATIVE_TTL_US - 1
     assert script.finish(ending(HoldAction.CONFIRM, limit)) != [None]
     assert script.finish(ending(HoldAction.REFUND, limit)) == [[(-1, 0)]]  # nothing is left to undo
     script.now_us += 1
@@ -72,7 +72,7 @@ def test_what_is_confirmed_stays_and_what_is_refunded_goes_back(script: ScriptCl
 
 def test_a_confirmation_when_the_hold_has_lapsed_changes_nothing(script: ScriptClient) -> None:
     script.hold(WINDOW, cost=3)
-    script.now_us += HOLD_TTL_US
+    script.now_us += TENTATIVE_TTL_US
     assert script.finish(ending(HoldAction.CONFIRM, WINDOW)) == [None]
     assert script.remaining(WINDOW) == 10
 
@@ -80,23 +80,23 @@ def test_a_confirmation_when_the_hold_has_lapsed_changes_nothing(script: ScriptC
 def test_a_part_is_confirmed_for_all_its_limits_or_none_of_them(script: ScriptClient) -> None:
     """One bucket is ahead of the clock, so its hold has lapsed and was refunded."""
     script.hold(WINDOW, OTHER, cost=3)
-    script.now_us += HOLD_TTL_US
+    script.now_us += TENTATIVE_TTL_US
     script.check(OTHER, cost=1)
     script.now_us = NOW_US + 1
     assert script.finish(ending(HoldAction.CONFIRM, WINDOW, OTHER)) == [None]
     assert script.remaining(WINDOW) == 7
-    script.now_us = NOW_US + HOLD_TTL_US
+    script.now_us = NOW_US + TENTATIVE_TTL_US
     assert (script.remaining(WINDOW), script.remaining(OTHER)) == (10, 9)
 
 
 def test_a_monitored_limit_that_holds_nothing_does_not_hinder_the_others(script: ScriptClient) -> None:
     script.hold(WINDOW, OTHER, cost=3)
-    script.now_us += HOLD_TTL_US
+    script.now_us += TENTATIVE_TTL_US
     script.check(OTHER, cost=1)
     script.now_us = NOW_US + 1
     ((_, other),) = script.finish(ending(HoldAction.CONFIRM, WINDOW, OTHER, optional=[False, True]))
     assert other == (-1, 0)
-    script.now_us = NOW_US + HOLD_TTL_US
+    script.now_us = NOW_US + TENTATIVE_TTL_US
     assert script.remaining(WINDOW) == 7
 
 
@@ -105,7 +105,7 @@ def test_what_was_forgotten_with_its_bucket_is_confirmed(script: ScriptClient, l
     script.hold(limit, cost=3)
     script.redis.delete(key_of(limit))
     assert script.finish(ending(HoldAction.CONFIRM, limit)) == [[(-1, 0)]]
-    script.now_us += HOLD_TTL_US - 1
+    script.now_us += TENTATIVE_TTL_US - 1
     assert script.finish(ending(HoldAction.CONFIRM, limit)) == [[(-1, 0)]]
     script.now_us += 1
     assert script.finish(ending(HoldAction.CONFIRM, limit)) == [None]

@@ -13,7 +13,7 @@ from limitforge.core.decision import Outcome
 from limitforge.core.limits import Mode
 from limitforge.stores.redis.codec import check_flow
 from limitforge.stores.redis.topology.cross_slot import (
-    HOLD_TTL_US,
+    TENTATIVE_TTL_US,
     CrossSlotResult,
     FinishHold,
     HoldAction,
@@ -101,7 +101,7 @@ def test_a_check_with_room_in_all_slots_stays_charged(script: ScriptClient) -> N
     outcome, undone = run_check(script, A, B, C)
     assert isinstance(outcome, Outcome)
     assert (outcome.allowed, [row[1] for row in outcome.rows], undone) == (True, [8, 8, 8], [])
-    script.now_us += HOLD_TTL_US
+    script.now_us += TENTATIVE_TTL_US
     assert remaining(script, A, B, C) == [8, 8, 8]
 
 
@@ -116,7 +116,7 @@ def test_a_monitored_limit_of_another_slot_denies_nothing(script: ScriptClient) 
     outcome, undone = run_check(script, A, MONITORED)
     assert isinstance(outcome, Outcome)
     assert (outcome.allowed, undone) == (True, [])
-    script.now_us += HOLD_TTL_US
+    script.now_us += TENTATIVE_TTL_US
     assert remaining(script, A, MONITORED) == [8, 1]
 
 
@@ -166,7 +166,7 @@ def test_a_monitored_limit_whose_hold_lapsed_does_not_fail_the_check(script: Scr
 
     def ahead(step: Step) -> None:
         if isinstance(step, FinishHold) and step.keys == [key_of(monitored)]:
-            script.now_us = NOW_US + HOLD_TTL_US
+            script.now_us = NOW_US + TENTATIVE_TTL_US
             script.check(monitored)
             script.now_us = NOW_US
 
@@ -240,7 +240,7 @@ def test_a_check_that_one_slot_did_not_confirm_is_refunded_in_the_others(
 def test_a_check_whose_hold_lapsed_before_its_confirmation_is_undecided(script: ScriptClient) -> None:
     def late(step: Step) -> None:
         if isinstance(step, FinishHold) and step.keys == [key_of(B)]:
-            script.now_us = NOW_US + HOLD_TTL_US
+            script.now_us = NOW_US + TENTATIVE_TTL_US
 
     outcome, undone = run_check(script, A, B, fate=late)
     assert isinstance(outcome, StoreUnavailable)

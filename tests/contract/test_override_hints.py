@@ -89,7 +89,7 @@ def test_a_subject_of_any_characters_has_the_index_of_its_tenant() -> None:
     for subject in ("}:x", "{a}", "o:o:", "é"):
         check = build_check(keys, TEN, "r", subject, 1, None, "t", "P0")
         assert (
-            keys.override_index(keys.tenant_keys("t").subject_prefix(subject))
+            keys.override_index_key(keys.tenant_keys("t").subject_prefix(subject))
             in encode_checks([check], 0, overridden).keys
         )
 

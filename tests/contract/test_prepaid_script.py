@@ -125,4 +125,4 @@ def test_a_process_counts_until_its_last_heartbeat_has_expired(script: ScriptCli
 
 def test_the_heartbeats_are_deleted_a_minute_after_the_last_one(script: ScriptClient) -> None:
     script.heartbeat(b"one", 1_000 * SECOND_US)
-    assert 1_030_000 < script.redis.pttl(Keys().heartbeats()) <= 1_060_000
+    assert 1_030_000 < script.redis.pttl(Keys().heartbeat_key()) <= 1_060_000

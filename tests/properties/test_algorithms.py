@@ -183,13 +183,13 @@ def test_a_clock_that_steps_back_stands_still(data: st.DataObject) -> None:
     simulation = replayed(history, full=True)
     assume(simulation.store._states)
     [state] = simulation.store._states.values()
-    simulation.clock.set_us(state.last)
+    simulation.clock.set_us(state.last_us)
     cost = data.draw(costs(history.limit, least=1))
     back = simulation.fork_later(-data.draw(st.integers(1, 10**12)))
     then, now = back.check(history.limit, cost), simulation.check(history.limit, cost)
     assert (then.allowed, then.retry_after_ms, then.limits) == (now.allowed, now.retry_after_ms, now.limits)
     assert back.store._states.keys() == simulation.store._states.keys()
-    assert all(state.last <= back.store._states[key].last for key in simulation.store._states)
+    assert all(state.last_us <= back.store._states[key].last_us for key in simulation.store._states)
 
 
 # -- monitored limits

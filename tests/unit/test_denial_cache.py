@@ -438,7 +438,7 @@ def test_an_override_applies_also_where_another_limit_denied(process: CachingLim
 TENANT = Keys().tenant_keys("t").tenant_prefix
 DROPS = [
     Invalidation(keys=tuple(key for _, key, *_ in of(HOUR).debits)),
-    Invalidation(subjects=(Keys.overrides(TENANT, "u"),)),
+    Invalidation(subjects=(Keys.overrides_key(TENANT, "u"),)),
     Invalidation(tenants=(TENANT,)),
     None,
 ]

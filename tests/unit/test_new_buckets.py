@@ -25,7 +25,7 @@ def test_only_one_bucket_of_a_check_becomes_the_overflow_bucket() -> None:
 
 
 def test_counters_restart_when_there_are_too_many_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_LANES", 2)
+    monkeypatch.setattr(module, "MAX_LANE_COUNTERS", 2)
     budget = InProcessBucketBudget(1)
     for tenant in ("first", "second", "third"):
         budget.count_new([of("s", tenant).debits[0][1]], 0)

@@ -41,7 +41,7 @@ class PrepaidHarness:
 
     def grant(self, request: TopUpRequest, granted: int) -> None:
         reset_us = self.ends_us - self.clock.now_us()
-        window = (0, 0) if request.share.rule.is_bucket else (self.ends_us - HOUR_US, self.ends_us)
+        window = (0, 0) if request.share.rule.has_level else (self.ends_us - HOUR_US, self.ends_us)
         self.answer(request, TopUpReply(granted, 1_000_000, 500, reset_us, *window))
 
     def answer(self, request: TopUpRequest, grant: TopUpReply | None) -> None:
@@ -237,7 +237,7 @@ def test_a_new_plan_spends_nothing_of_the_former_one() -> None:
 
 def test_an_override_ends_a_share_and_what_is_left_goes_back() -> None:
     harness = prepaid_harness()
-    harness.shares.invalidate(Invalidation(subjects=(Keys.overrides(Keys().tenant_keys("t").tenant_prefix, "s"),)))
+    harness.shares.invalidate(Invalidation(subjects=(Keys.overrides_key(Keys().tenant_keys("t").tenant_prefix, "s"),)))
     assert harness.ask(1) == 0
     harness.wait()
     (request,) = harness.shares.due_requests()
@@ -287,7 +287,9 @@ def test_an_answer_that_a_reset_has_overtaken_is_worth_nothing() -> None:
 def test_what_could_not_be_brought_back_is_brought_back_later_unless_it_was_reset_meanwhile() -> None:
     for is_reset, returned in ((False, 200), (True, 0)):
         harness = prepaid_harness()
-        harness.shares.invalidate(Invalidation(subjects=(Keys.overrides(Keys().tenant_keys("t").tenant_prefix, "s"),)))
+        harness.shares.invalidate(
+            Invalidation(subjects=(Keys.overrides_key(Keys().tenant_keys("t").tenant_prefix, "s"),))
+        )
         harness.ask(100)
         harness.wait()
         (request,) = harness.shares.due_requests()

@@ -34,7 +34,7 @@ class Calendar:
     anchor_day: int
 
     @property
-    def shape(self) -> int:
+    def calendar_hash(self) -> int:
         """48 bits that identify this calendar. The count of a bucket starts afresh under another calendar."""
         text = f"{self.period} {self.anchor_day} {self.time_zone}"
         return int.from_bytes(hashlib.sha1(text.encode(), usedforsecurity=False).digest()[:6], "big")

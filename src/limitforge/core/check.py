@@ -17,7 +17,7 @@ from limitforge.core.plan import MAX_LIMITS, Limits, LimitsLike, Plan, Rule, par
 from limitforge.errors import InvalidInput
 
 TOKEN_BYTES = 8
-MAX_PREPARED_CHECKS = 16_384  # that are cached, each in half a kilobyte
+MAX_PREPARED_CHECKS = 16_384  # the size of the cache; one takes about 0.5 KB
 
 
 class Failure(StrEnum):
@@ -39,7 +39,7 @@ class ResultKind(Enum):
     DECISION = "decision"
     """A `Decision`."""
     OUTCOME = "outcome"
-    """The store's numbers, an `Outcome` or a `CompactOutcome`. A `Decision` if the check has a shadow plan."""
+    """An `Outcome` or a `CompactOutcome`, before rounding. A `Decision` if the check has a shadow plan."""
     PART = "part"
     """An `Outcome` or an error: the check is a part of another one, whose caller decides what a failure means."""
 
@@ -78,7 +78,7 @@ class Hold(msgspec.Struct, frozen=True):
     token: bytes
     ttl_us: int
     refund: bool
-    needs_confirmation: bool = False
+    uses_tentative_ttl: bool = False
     """True for the part of a reservation in one slot: it is refunded after 5 s, unless it is confirmed within them.
 
     When it is confirmed, it gets `ttl_us`.
@@ -123,7 +123,7 @@ class Check(msgspec.Struct, gc=False):
         return self.built_debits
 
     @property
-    def routing_key(self) -> str:
+    def denial_cache_key(self) -> str:
         """The key under which the denial cache stores this check: that of the first subject or caller limit, if any."""
         if self.built_debits is None and self.prepared is not None:
             return self.bucket_prefix + self.prepared.plan.uniform_rules[0][1]
@@ -139,7 +139,7 @@ class Check(msgspec.Struct, gc=False):
 
     def resolve_calendar(self, index: int, now_us: int) -> None:
         rule, *rest = self.debits[index]
-        self.debits[index] = (rule.at_time(now_us), *rest)  # type: ignore[assignment]
+        self.debits[index] = (rule.with_calendar_at(now_us), *rest)  # type: ignore[assignment]
 
 
 def build_check(
@@ -178,7 +178,7 @@ class PreparedCheck(msgspec.Struct, frozen=True, eq=False, gc=False):
     shadow_plan: Plan | None
     resource: str
     tenant_keys: TenantKeys
-    override_index: str
+    override_index_key: str
     """The key of the index of subjects that have overrides."""
     bucket_prefix: str
     """What every bucket key starts with, up to the subject; empty if the keys have no such prefix in common."""
@@ -214,14 +214,14 @@ class PreparedCheck(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     def debits(self, subject: str, bucket_prefix: str, cost: int) -> list[Debit]:
         """Build the debits of a check that `bind` returned."""
-        overrides = self.keys.overrides(self.tenant_keys.tenant_prefix, subject)
+        overrides_key = self.keys.overrides_key(self.tenant_keys.tenant_prefix, subject)
         return [
             (
                 rule,
                 bucket_prefix + suffix,
                 1 if requests and cost else cost,
                 self.resource,
-                overrides if overridable else None,
+                overrides_key if overridable else None,
             )
             for rule, suffix, requests, overridable in self.plan.uniform_rules
         ]
@@ -249,7 +249,7 @@ def prepare_check(
 ) -> PreparedCheck:
     """Prepare what the checks of one resource by these limits share.
 
-    `generation` is that of `keys`. It is an argument so that a cache of prepared checks has it in its key.
+    `generation` is that of `keys`. It is an argument so that it is part of the key of the cache.
     """
     resource = parse_key_part("resource", resource)
     tenant_keys, plan = keys.tenant_keys(tenant), limits.plan(priority)
@@ -261,7 +261,7 @@ def prepare_check(
         shadow_plan,
         resource,
         tenant_keys,
-        keys.override_index(tenant_keys.tenant_prefix),
+        keys.override_index_key(tenant_keys.tenant_prefix),
         _bucket_prefix(plan, tenant_keys, resource),
     )
 
@@ -307,7 +307,7 @@ def _debits_of_plan(
     keys: Keys, plan: Plan, resource: str, subject: str, cost: int, tenant_keys: TenantKeys, lane_prefix: str
 ) -> list[Debit]:
     debits: list[Debit] = []
-    overrides = keys.overrides(lane_prefix, subject)
+    overrides_key = keys.overrides_key(lane_prefix, subject)
     prefix, scope, layer, bucket_prefix = "", None, "", keys.bucket_prefix
     for rule in plan.rules:
         if rule.scope is not scope or rule.layer is not layer:
@@ -320,7 +320,7 @@ def _debits_of_plan(
                 key,
                 1 if rule.counts_requests and cost else cost,
                 resource,
-                overrides if rule.overridable else None,
+                overrides_key if rule.overridable else None,
             )
         )
     return debits
@@ -332,7 +332,7 @@ def _is_cacheable(limits: LimitsLike) -> bool:
 
 
 def build_charge(debits: Iterable[Debit]) -> Check:
-    """Build a check that takes its costs without asking for room: they were admitted without the store.
+    """Build a check that takes its costs even without room, because they were admitted without the store.
 
     It fails if the store can't be reached, and is never repeated, so that nothing is charged twice.
     """
@@ -393,7 +393,7 @@ def build_check_from_entries(keys: Keys, entries: Iterable[Entry], *, tenant: st
             key,
             1 if rule.counts_requests and cost else cost,
             resource,
-            keys.overrides(tenant_keys.subject_prefix(subject), subject) if rule.overridable else None,
+            keys.overrides_key(tenant_keys.subject_prefix(subject), subject) if rule.overridable else None,
         )
         for key, (_, rule, resource, subject, cost) in merged.items()
     ]

@@ -15,8 +15,9 @@ from limitforge.errors import LimitforgeError
 LimitRow = tuple[int, int, int, int, int]
 """The state of one limit as a store returns it: limit, remaining, reset and wait in microseconds, and flags.
 
-The flags are 1 if a reservation or lease is open on the bucket, plus OVERFLOWED if an overflow bucket decided.
+The flags are OPEN_HOLD if a reservation or lease is open on the bucket, plus OVERFLOWED if an overflow bucket decided.
 """
+OPEN_HOLD = 1
 OVERFLOWED = 2
 
 
@@ -40,13 +41,13 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
     `limit`, `remaining`, `reset_after_ms` and `reset_at` (epoch seconds) belong to the limit that `binding` names: the
     one with the longest wait if the check is denied, the one with the least remaining if it is allowed. They are None
-    if no enforced limit has a number. `retry_after_ms` is 0 if allowed, and None if waiting never helps. `delay_ms` is
-    how long to wait before going ahead, if a leaky bucket applies. `limits` has the state of each limit by name, and
+    if every enforced limit is unlimited. `retry_after_ms` is 0 if allowed, and None if waiting never helps. `delay_ms`
+    is how long to wait before going ahead, if a leaky bucket applies. `limits` has the state of each limit by name, and
     `would_deny` the names of monitored limits without room.
 
     `degraded` names the failure behaviour that decided because the store could not. `lease_id` is for `release` and
     `renew`, `reservation_id` for `settle`. `shadow` is the decision of the candidate plan. `overflow` is true if an
-    overflow bucket decided, because the tenant had begun as many buckets as it may.
+    overflow bucket decided, because the tenant had created as many buckets as it may.
     """
 
     allowed: bool
@@ -67,7 +68,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
 
 class Outcome(msgspec.Struct, gc=False):
-    """The numbers of a check as the store decided it, at the store's time. `delay_us` is -1 without a delay."""
+    """The result of a check in microseconds, at the store's time. `delay_us` is -1 without a delay."""
 
     now_us: int
     allowed: bool
@@ -76,7 +77,7 @@ class Outcome(msgspec.Struct, gc=False):
 
 
 class CompactOutcome(msgspec.Struct, gc=False):
-    """The outcome of an allowed check whose limits have the numbers of the plan, with nothing else to report.
+    """The outcome of an allowed check whose limits have the parameters of the plan, with nothing else to report.
 
     `remaining_and_reset_us` alternates: what the first limit has left, the microseconds until it resets, and so on.
     """
@@ -86,8 +87,8 @@ class CompactOutcome(msgspec.Struct, gc=False):
 
     def expand(self, check: Check) -> Outcome:
         """Return the same outcome with a row for each limit."""
-        numbers = iter(self.remaining_and_reset_us)
-        pairs = zip(numbers, numbers, strict=True)
+        alternating = iter(self.remaining_and_reset_us)
+        pairs = zip(alternating, alternating, strict=True)
         rows = [
             (debit[0].algorithm.limit, remaining, reset_us, 0, 0)
             for debit, (remaining, reset_us) in zip(check.debits, pairs, strict=True)
@@ -105,7 +106,7 @@ def build_result(check: Check, outcome: Outcome) -> Decision | Outcome:
 
 
 def build_decision(check: Check, outcome: Outcome, shadow: Outcome | None = None) -> Decision:
-    """Round the store's numbers, find the binding limit, and add the ids of leases and reservations."""
+    """Round an outcome, find the binding limit, and add the ids of leases and reservations."""
     allowed, delay_us = outcome.allowed, outcome.delay_us
     limits: dict[str, LimitState] = {}
     would_deny: tuple[str, ...] = ()
@@ -115,8 +116,8 @@ def build_decision(check: Check, outcome: Outcome, shadow: Outcome | None = None
     highest: float = 0
     debits, names = check.debits, check.names
     overflow = False
-    for index, (limit, remaining, reset_us, wait_us, is_open) in enumerate(outcome.rows):
-        if is_open >= OVERFLOWED:
+    for index, (limit, remaining, reset_us, wait_us, flags) in enumerate(outcome.rows):
+        if flags & OVERFLOWED:
             overflow = True
         name, enforced = names[index], debits[index][0].enforced
         is_unlimited = limit == UNLIMITED
@@ -134,7 +135,7 @@ def build_decision(check: Check, outcome: Outcome, shadow: Outcome | None = None
             if wait_us:
                 would_deny += (name,)
         elif not is_unlimited:
-            # Compares the reported integers. Of equal limits the first one binds.
+            # Rank by the reported integers. Of equal limits the first one binds.
             rank = -remaining if allowed else inf if retry_ms is None else retry_ms
             if bound is None or rank > highest or (rank == highest and allowed and reset_ms > bound.reset_after_ms):
                 binding, bound, bound_reset_us, highest = name, state, reset_us, rank
@@ -226,7 +227,7 @@ def _lease_id(check: Check, outcome: Outcome, shadow: Outcome | None) -> str | N
 def deciding_key(debit: Debit, row: LimitRow) -> str:
     """Return the key of the bucket that decided a debit: its own, or the overflow bucket."""
     rule, key, *_ = debit
-    return overflow_key(key, rule.overflow_suffix) if row[4] >= OVERFLOWED else key
+    return overflow_key(key, rule.overflow_suffix) if row[4] & OVERFLOWED else key
 
 
 def encode_reservation_id(check: Check, outcome: Outcome) -> str:

@@ -11,7 +11,7 @@ import msgspec
 from limitforge.core.algorithms.base import UNLIMITED, Algorithm, Pending, State
 from limitforge.core.algorithms.concurrency import ConcurrencyAlgorithm
 from limitforge.core.check import Check, Debit, Hold
-from limitforge.core.decision import LimitRow, Outcome
+from limitforge.core.decision import OPEN_HOLD, LimitRow, Outcome
 from limitforge.core.exact import percent_of
 from limitforge.core.plan import Rule
 from limitforge.errors import TooManyReservations
@@ -20,7 +20,7 @@ MAX_PENDING = 1_000
 CONCURRENCY = ConcurrencyAlgorithm.code
 
 AlgorithmFor = Callable[[Rule, str, str], Algorithm]
-"""Returns the algorithm for a rule, a resource and the key of the overrides: the rule's, or that of an override."""
+"""Maps a rule, a resource and the key of the subject's overrides to the algorithm of the rule or of its override."""
 
 
 class Evaluation(Outcome, gc=False):
@@ -63,10 +63,10 @@ def evaluate(  # noqa: C901, PLR0912, PLR0915 - the hot path: two loops, and as 
             probed.append((debit, algorithm, None, 0, 0))
             continue
         state = states.get(key)
-        if state is None or (now_us >= state.until and now_us >= state.last):
+        if state is None or (now_us >= state.until_us and now_us >= state.last_us):
             opened = algorithm.fresh(now_us)
         else:
-            opened = algorithm.open(state, now_us if now_us > state.last else state.last)
+            opened = algorithm.open(state, now_us if now_us > state.last_us else state.last_us)
             if opened is not None and opened.pending:
                 lapse_reservations(opened, algorithm)
         if opened is None:
@@ -78,15 +78,16 @@ def evaluate(  # noqa: C901, PLR0912, PLR0915 - the hot path: two loops, and as 
                 raise too_many_reservations(rule)
             wait = 0 if rule.forced else algorithm.wait(opened, cost, share)
             if wait:
-                if rule.is_bucket and wait > opened.until - opened.last:
-                    wait = max(opened.until - opened.last, 1)  # the bucket expires sooner; a wait of 0 would mean room
+                if rule.has_level and wait > opened.until_us - opened.last_us:
+                    # The bucket expires before it would have that much room. 0 would mean room.
+                    wait = max(opened.until_us - opened.last_us, 1)
                 if rule.enforced:
                     allowed = False
         probed.append((debit, algorithm, opened, share, wait))
 
-    # The last write of a bucket may be ahead of the clock: the TTL of a reservation starts at the latest of them.
+    # The last write of a bucket may be ahead of the clock. The TTL of a hold counts from the latest of these times.
     lapses_us = (
-        0 if hold is None else hold.ttl_us + max([now_us, *(opened.last for _, _, opened, _, _ in probed if opened)])
+        0 if hold is None else hold.ttl_us + max([now_us, *(opened.last_us for _, _, opened, _, _ in probed if opened)])
     )
     delay_us = -1
     rows: list[LimitRow] = []
@@ -111,15 +112,15 @@ def evaluate(  # noqa: C901, PLR0912, PLR0915 - the hot path: two loops, and as 
             if wait > 0:
                 wait = algorithm.wait(opened, cost, share)
             written = True
-        expires_us = opened.until
+        expires_us = opened.until_us
         algorithm.seal(opened)
         if written:
             writes.append((key, opened))
-        elif rule.is_bucket and opened.until > expires_us:
-            opened.until = expires_us
+        elif rule.has_level and opened.until_us > expires_us:
+            opened.until_us = expires_us
         remaining = share - opened.used
-        is_open = 1 if opened.pending or (rule.holds_lease and opened.entries) else 0
-        rows.append((algorithm.limit, remaining if remaining > 0 else 0, opened.until - opened.last, wait, is_open))
+        flags = OPEN_HOLD if opened.pending or (rule.holds_lease and opened.entries) else 0
+        rows.append((algorithm.limit, remaining if remaining > 0 else 0, opened.until_us - opened.last_us, wait, flags))
     reserved = [_reserved_amount(hold, *probe) for probe in probed] if hold is not None and allowed else None
     return Evaluation(now_us, allowed, delay_us, rows, writes, reserved, lapses_us)
 
@@ -136,7 +137,7 @@ def open_state(state: State | None, algorithm: Algorithm, now_us: int) -> Any:
 
 def lapse_reservations(opened: Any, algorithm: Algorithm) -> None:
     """End the reservations of a bucket that have lapsed, and refund those that ask for it."""
-    now = opened.last
+    now = opened.last_us
     if opened.pending[0].lapses_us <= now:
         for pending in opened.pending:
             if pending.lapses_us <= now and pending.refund:
@@ -145,13 +146,13 @@ def lapse_reservations(opened: Any, algorithm: Algorithm) -> None:
 
 
 def is_expired(state: State | None, now_us: int) -> bool:
-    """Return True if a bucket is to be treated as absent."""
-    return state is None or (now_us >= state.until and now_us >= state.last)
+    """Return True if a bucket is treated as if it did not exist."""
+    return state is None or (now_us >= state.until_us and now_us >= state.last_us)
 
 
 def effective_time_us(state: State | None, now_us: int) -> int:
-    """Return the time at which a bucket is evaluated: for each bucket, a clock that steps back stands still."""
-    return now_us if state is None or now_us > state.last else state.last
+    """Return the time at which a bucket is evaluated: now, but never earlier than the bucket's last write."""
+    return now_us if state is None or now_us > state.last_us else state.last_us
 
 
 def too_many_reservations(rule: Rule) -> TooManyReservations:
@@ -161,10 +162,10 @@ def too_many_reservations(rule: Rule) -> TooManyReservations:
 
 
 def _reserve(opened: Any, algorithm: Algorithm, hold: Hold, amount: int, lapses_us: int) -> None:
-    """Note a reservation on a bucket, sorted by lapse so that only the first needs to be compared with the time.
+    """Record a reservation on a bucket, sorted by lapse so that only the first needs to be compared with the time.
 
-    Slots of a concurrency limit are not reserved. A monitored limit whose list is full skips the note, because it must
-    not deny the check.
+    Slots of a concurrency limit are not reserved. If the list of a monitored limit is full, the reservation is not
+    recorded, because such a limit must not deny the check.
     """
     if algorithm.code != CONCURRENCY and len(opened.pending) < MAX_PENDING:
         added = Pending(hold.token, lapses_us, amount, algorithm.source(opened), hold.refund)
@@ -175,6 +176,8 @@ def _reserved_amount(
     hold: Hold, debit: Debit, algorithm: Algorithm, opened: Any, _share: int, wait: int
 ) -> ReservedAmount:
     _, key, cost, *_ = debit
-    is_noted = not cost or (opened is not None and any(pending.reservation == hold.token for pending in opened.pending))
-    is_untouched = opened is None or wait or algorithm.code == CONCURRENCY or not is_noted
+    was_recorded = not cost or (
+        opened is not None and any(pending.reservation == hold.token for pending in opened.pending)
+    )
+    is_untouched = opened is None or wait or algorithm.code == CONCURRENCY or not was_recorded
     return ReservedAmount(key, algorithm, None if is_untouched else cost)

@@ -45,7 +45,7 @@ class Rate:
 
         A number with at most 6 decimals is exact. A float with more becomes the nearest fraction of 10,000ths or less.
         """
-        exact = _decimal(field, per_second)
+        exact = _to_fraction(field, per_second)
         if exact is None:
             if not isinstance(per_second, float):
                 raise InvalidLimit(field, f"at most {_DECIMALS} decimals, got {short_repr(per_second)}")
@@ -88,7 +88,7 @@ def parse_integer(field: str, value: object, *, minimum: int = 0, maximum: int =
     if type(value) is int:
         number = value
     else:
-        exact = _decimal(field, value)
+        exact = _to_fraction(field, value)
         if exact is None or exact.denominator != 1:
             raise InvalidLimit(field, f"must be a whole number, got {short_repr(value)}")
         number = exact.numerator
@@ -99,7 +99,7 @@ def parse_integer(field: str, value: object, *, minimum: int = 0, maximum: int =
 
 def parse_duration_us(field: str, seconds: object, *, maximum_us: int = TEN_YEARS_US) -> int:
     """Return seconds with at most 6 decimals as microseconds. Raise `InvalidLimit` if they are out of bounds."""
-    exact = _decimal(field, seconds)
+    exact = _to_fraction(field, seconds)
     if exact is None:
         raise InvalidLimit(field, f"at most {_DECIMALS} decimals, got {short_repr(seconds)}")
     micros = exact * US_PER_SECOND
@@ -134,7 +134,7 @@ def percent_of(limit: int, percent: int) -> int:
     return hundreds * percent + rest * percent // 100
 
 
-def _decimal(field: str, value: object) -> Fraction | None:
+def _to_fraction(field: str, value: object) -> Fraction | None:
     """Return the exact number; None if it has more than 6 decimals."""
     if isinstance(value, bool) or not isinstance(value, int | float | str | Decimal):
         raise InvalidLimit(field, f"must be a number, got {short_repr(value)}")

@@ -30,7 +30,7 @@ class HeldLimit(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
     key: bytes
     name: str
-    requests: bool
+    counts_requests: bool
     calendar: tuple[str, str, int] | None
 
 
@@ -38,7 +38,7 @@ class Reservation(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     """What a settlement needs: the key of the record, and the limits that are held."""
 
     token: bytes
-    record: bytes
+    record_key: bytes
     limits: list[HeldLimit]
     local: bool = False
 
@@ -85,7 +85,7 @@ def decode_handle(field: str, kind: type[Handle], handle: str, prefix: str) -> H
         limit.calendar is None or _is_calendar(limit.calendar) for limit in found.limits
     ):
         raise InvalidInput(field, "names a calendar that does not exist")
-    keys = found.keys if isinstance(found, Lease) else [found.record, *(limit.key for limit in found.limits)]
+    keys = found.keys if isinstance(found, Lease) else [found.record_key, *(limit.key for limit in found.limits)]
     if not all(key.startswith(prefix.encode() + b":{") for key in keys):
         raise InvalidInput(field, "belongs to a store with another key prefix")
     return found

@@ -186,7 +186,7 @@ class HeaderTemplate:
         return self._legacy and self._draft_11 and not self._draft_06
 
     def format_string(self, size: int, *, allowed: bool) -> bytes:
-        """Return a %-format for the block of a decision whose limits all have the numbers of the plan.
+        """Return a %-format for the block of a decision whose limits all have the parameters of the plan.
 
         `size` is the size of the binding limit. The arguments of the format are remaining and reset of the binding
         limit, then remaining and reset seconds of each limit, then for a denial the seconds to wait.
@@ -247,7 +247,7 @@ class HeaderTemplate:
             headers.append((b"ratelimit", ",".join(states).encode()))
 
     def _policy_of(self, limits: Mapping[str, LimitState]) -> bytes:
-        """Return `RateLimit-Policy` with the numbers of overrides, or of limits that are not in the plan."""
+        """Return `RateLimit-Policy` with the parameters of overrides, or of limits that are not in the plan."""
         items = (
             (self._items.get(name) or _LimitFields.of(name)).policy_of(state.limit) for name, state in limits.items()
         )

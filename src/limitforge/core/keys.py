@@ -63,7 +63,7 @@ class Keys:
         self.prefix = prefix
         self.lanes: dict[str, Lanes] = parse_lanes(lanes or {})
         self.generation = 0
-        """Grows when lanes are set. Keys that were made under another generation may be in the wrong lane."""
+        """Incremented when lanes are set. Keys of an earlier generation may be in the wrong lane."""
         self.on_lane_change: Callable[[TenantKeys, TenantKeys], None] | None = None
         """Called once for each scheduled change that is due, with the prefixes before and after it."""
         self._now_us = (clock or SystemClock()).now_us
@@ -119,22 +119,22 @@ class Keys:
         """Return the part of a key that is the same in every store."""
         return key[len(self.prefix) + 1 :]
 
-    def heartbeats(self) -> str:
-        """Return the key of the processes that are alive."""
+    def heartbeat_key(self) -> str:
+        """Return the key of the set of live processes."""
         return f"{self.prefix}:{{{_HEARTBEATS}}}:n"
 
     @staticmethod
-    def overrides(lane_prefix: str, subject: str) -> str:
+    def overrides_key(lane_prefix: str, subject: str) -> str:
         """Return the key of all overrides of one subject, in the slot of its buckets."""
         return f"{lane_prefix}o:{subject}"
 
     @staticmethod
-    def override_index(lane_prefix: str) -> str:
+    def override_index_key(lane_prefix: str) -> str:
         """Return the key of the subjects in one lane that have overrides."""
         return f"{lane_prefix}x"
 
     @staticmethod
-    def reservation(lane_prefix: str, token: bytes) -> str:
+    def reservation_key(lane_prefix: str, token: bytes) -> str:
         """Return the key of the record of a reservation."""
         return f"{lane_prefix}v:{token.hex()}"
 
@@ -202,7 +202,7 @@ def is_overflow(key: str) -> bool:
 
 def override_index_of(overrides: str) -> str:
     """Return the key of the index that lists the subject of these overrides."""
-    return Keys.override_index(lane_prefix_of(overrides))
+    return Keys.override_index_key(lane_prefix_of(overrides))
 
 
 def layer_of(key: str) -> Layer | None:

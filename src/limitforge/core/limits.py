@@ -191,7 +191,7 @@ class Limit:
         """Return the name of an unnamed limit: its period, so that a changed number keeps the counter."""
         raise NotImplementedError
 
-    def _size(self) -> int:
+    def _size_or_unlimited(self) -> int:
         return UNLIMITED if self.size is None else self.size
 
 
@@ -201,9 +201,9 @@ class _Bucket(Limit):
 
     bucket_capacity: Number | None
 
-    def _rate(self, rate_field: str) -> tuple[int, int, int]:
+    def _level_parameters(self, rate_field: str) -> tuple[int, int, int]:
         """Return (capacity, tokens, per_us). Raise `InvalidLimit` if a level would not stay exact."""
-        capacity = self._size()
+        capacity = self._size_or_unlimited()
         value = getattr(self, rate_field)
         if value is None:
             if self.size is None:
@@ -234,7 +234,7 @@ class TokenBucket(_Bucket):
     refill_rate_per_sec: Number | Rate | None = field(default=None, compare=False)
 
     def _compile(self) -> Algorithm:
-        return TokenBucketAlgorithm(*self._rate("refill_rate_per_sec"))
+        return TokenBucketAlgorithm(*self._level_parameters("refill_rate_per_sec"))
 
     def _default_name(self) -> str:
         return "bucket"
@@ -253,7 +253,7 @@ class LeakyBucket(_Bucket):
     leak_rate_per_sec: Number | Rate | None = field(default=None, compare=False)
 
     def _compile(self) -> Algorithm:
-        return LeakyBucketAlgorithm(*self._rate("leak_rate_per_sec"))
+        return LeakyBucketAlgorithm(*self._level_parameters("leak_rate_per_sec"))
 
     def _default_name(self) -> str:
         return "leaky"
@@ -305,7 +305,7 @@ class FixedWindow(_Windowed):
             if self.align is Align.FIRST_HIT
             else WindowKind.ALIGNED
         )
-        return FixedWindowAlgorithm(self._size(), self._window_us(), int(kind))
+        return FixedWindowAlgorithm(self._size_or_unlimited(), self._window_us(), int(kind))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,7 +319,7 @@ class SlidingWindow(_Windowed):
     max_size: ClassVar[int] = MAX_ENTRIES
 
     def _compile(self) -> Algorithm:
-        return SlidingWindowAlgorithm(self._size(), self._window_us())
+        return SlidingWindowAlgorithm(self._size_or_unlimited(), self._window_us())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,7 +337,7 @@ class SlidingWindowCounter(_Windowed):
         return format_seconds(self._window_us())
 
     def _compile(self) -> Algorithm:
-        return SlidingWindowCounterAlgorithm(self._size(), self._window_us())
+        return SlidingWindowCounterAlgorithm(self._size_or_unlimited(), self._window_us())
 
     def _window_us(self) -> int:
         return parse_duration_us("window_seconds", self.window_seconds, maximum_us=FIFTY_DAYS_US)
@@ -363,7 +363,9 @@ class Concurrency(Limit):
         for flag in ("count_denied", "charge_after_outage"):
             if getattr(self, flag):
                 raise InvalidLimit(flag, "does not apply to a concurrency limit")
-        return ConcurrencyAlgorithm(self._size(), parse_duration_us("lease_ttl_seconds", self.lease_ttl_seconds))
+        return ConcurrencyAlgorithm(
+            self._size_or_unlimited(), parse_duration_us("lease_ttl_seconds", self.lease_ttl_seconds)
+        )
 
     def _default_name(self) -> str:
         return "concurrency"
@@ -395,7 +397,7 @@ class Quota(Limit):
         if self.anchor_day != 1 and self.period not in (Period.MONTH, Period.YEAR):
             raise InvalidLimit("anchor_day", f"does not apply to a period of one {self.period}")
         _set(self, "calendar", Calendar(Period(self.period), self.time_zone, self.anchor_day))
-        return QuotaAlgorithm(self._size(), self.calendar.shape)
+        return QuotaAlgorithm(self._size_or_unlimited(), self.calendar.calendar_hash)
 
     @property
     def shape(self) -> str:
@@ -405,7 +407,7 @@ class Quota(Limit):
         return str(self.period)
 
 
-ALGORITHMS: Mapping[str, type[Limit]] = {
+LIMIT_TYPES: Mapping[str, type[Limit]] = {
     kind.algorithm: kind
     for kind in (TokenBucket, LeakyBucket, FixedWindow, SlidingWindow, SlidingWindowCounter, Concurrency, Quota)
 }
@@ -429,9 +431,9 @@ def limit_from_fields(given: Mapping[str, Any]) -> Limit:
         raise InvalidLimit("limit", f"must be a mapping of fields, got {type(given).__name__}")
     values = dict(given)
     algorithm = values.pop("algorithm", None)
-    kind = ALGORITHMS.get(algorithm) if isinstance(algorithm, str) else None
+    kind = LIMIT_TYPES.get(algorithm) if isinstance(algorithm, str) else None
     if kind is None:
-        raise InvalidLimit("algorithm", f"must be one of {', '.join(ALGORITHMS)}, got {short_repr(algorithm)}")
+        raise InvalidLimit("algorithm", f"must be one of {', '.join(LIMIT_TYPES)}, got {short_repr(algorithm)}")
     if values.get("limit", 0) is None and kind.size_field not in values:
         values[kind.size_field] = values.pop("limit")  # every algorithm understands `limit: null` as unlimited
     known = {f.name: f for f in fields(kind) if f.init}
@@ -473,7 +475,7 @@ _REQUIRED = {
     algorithm: frozenset(
         f.name for f in fields(kind) if f.init and f.default is MISSING and f.default_factory is MISSING
     )
-    for algorithm, kind in ALGORITHMS.items()
+    for algorithm, kind in LIMIT_TYPES.items()
 }
 
 

@@ -1,4 +1,4 @@
-"""Overrides: other numbers for one tenant, resource and subject. They are compiled when they are set."""
+"""Overrides: other parameters for one tenant, resource and subject. They are compiled when they are set."""
 
 import json
 from base64 import b64decode, urlsafe_b64encode
@@ -16,7 +16,7 @@ from limitforge.errors import InvalidInput, InvalidLimit
 
 ANY_RESOURCE = "*"
 MAX_PER_SUBJECT = 64
-MAX_CHANGES = 4_096
+MAX_JSON_LENGTH = 4_096
 UNLIMITED_WORD = "unlimited"
 BLOCKED_WORD = "blocked"
 
@@ -29,7 +29,7 @@ OVERRIDABLE_FIELDS = {
     "refill_rate_per_sec": (1, 2),
     "leak_rate_per_sec": (1, 2),
 }
-"""The fields that an override may change, and the indexes of the numbers that each of them sets."""
+"""The fields that an override may change, and the indexes of the parameters that each of them sets."""
 
 
 class Override(msgspec.Struct, frozen=True):
@@ -57,19 +57,21 @@ class OverridePage(msgspec.Struct, frozen=True):
 class CompiledOverride(msgspec.Struct, frozen=True):
     """One overridden limit, compiled. It is ignored if the algorithm of the limit has another `code` by now.
 
-    A number that the override does not name is UNCHANGED: the number of the limit applies.
+    A parameter that the override does not name is UNCHANGED: that of the limit applies.
     """
 
     name: str
     code: int
-    numbers: tuple[int, ...]
+    parameters: tuple[int, ...]
 
 
 def copy_changes(changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of the changes that can be stored as JSON. Raise `InvalidInput` if it is too long."""
     text = json.dumps(changes, default=lambda value: dict(value) if isinstance(value, Mapping) else str(value))
-    if len(text) > MAX_CHANGES:
-        raise InvalidInput("limits", f"an override may be at most {MAX_CHANGES} characters of JSON, got {len(text)}")
+    if len(text) > MAX_JSON_LENGTH:
+        raise InvalidInput(
+            "limits", f"an override may be at most {MAX_JSON_LENGTH} characters of JSON, got {len(text)}"
+        )
     plain: dict[str, Any] = json.loads(text)
     return plain
 
@@ -99,7 +101,7 @@ def compile_override(changes: Mapping[str, Any], limits: Limits, resource: str) 
 def apply_overrides(
     algorithm: Algorithm, scope: Scope, exact: CompiledOverride | None, any_resource: CompiledOverride | None
 ) -> Algorithm:
-    """Return the algorithm with the numbers of the live overrides of a limit. `lua/overrides.lua` is the twin.
+    """Return the algorithm with the parameters of the live overrides of a limit. `lua/overrides.lua` is the twin.
 
     A bucket that several resources share has one window. Only an override of all resources may change that window:
     otherwise the count would start afresh whenever another resource is checked.
@@ -107,11 +109,11 @@ def apply_overrides(
     chosen = exact or any_resource
     if chosen is None:
         return algorithm
-    numbers, index = chosen.numbers, algorithm.window_at
+    parameters, index = chosen.parameters, algorithm.window_at
     if exact is not None and scope is not Scope.SUBJECT and index is not None:
-        window = UNCHANGED if any_resource is None else any_resource.numbers[index]
-        numbers = (*numbers[:index], window, *numbers[index + 1 :])
-    return algorithm.with_numbers(numbers)
+        window = UNCHANGED if any_resource is None else any_resource.parameters[index]
+        parameters = (*parameters[:index], window, *parameters[index + 1 :])
+    return algorithm.with_parameters(parameters)
 
 
 def expiry_seconds(expires_us: int) -> float:
@@ -120,7 +122,7 @@ def expiry_seconds(expires_us: int) -> float:
 
 
 def _compile_limit(limit: Limit, change: Any, resource: str) -> CompiledOverride:
-    """Validate the changed limit as a whole, and keep the numbers that the override names."""
+    """Validate the changed limit as a whole, and keep the parameters that the override names."""
     if change == UNLIMITED_WORD:
         change = {limit.size_field: None}
     elif change == BLOCKED_WORD:
@@ -152,12 +154,12 @@ def _compile_limit(limit: Limit, change: Any, resource: str) -> CompiledOverride
     except InvalidLimit as error:
         raise InvalidInput(f"limits.{limit.name}.{error.field}", error.problem) from None
     named = {index for name in values for index in OVERRIDABLE_FIELDS[name]}
-    numbers = algorithm.numbers()[: algorithm.override_width]
-    kept = tuple(number if index in named else UNCHANGED for index, number in enumerate(numbers))
+    parameters = algorithm.parameters()[: algorithm.override_width]
+    kept = tuple(value if index in named else UNCHANGED for index, value in enumerate(parameters))
     return CompiledOverride(limit.name, algorithm.code, kept)
 
 
-def require_room_for_override(count: int) -> None:
+def check_override_count(count: int) -> None:
     """Raise `InvalidInput` if a subject has too many overrides: each of its checks reads all of them."""
     if count > MAX_PER_SUBJECT:
         raise InvalidInput(

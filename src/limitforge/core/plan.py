@@ -39,7 +39,7 @@ class Rule(msgspec.Struct, frozen=True, eq=False):
     """The letter of its layer: a plain string is formatted four times as fast as a member of an enum."""
     key_suffix: str
     overflow_suffix: str
-    """The key suffix of its overflow bucket. It includes the numbers, because several plans may share the bucket."""
+    """The key suffix of its overflow bucket, which several plans may share. So it includes the parameters."""
     enforced: bool
     count_denied: bool
     counts_requests: bool
@@ -47,22 +47,22 @@ class Rule(msgspec.Struct, frozen=True, eq=False):
     """True if overrides apply: to subject and caller limits, except those of the operator."""
     delays: bool
     """True for an enforced leaky bucket: an allowed check learns how long to wait."""
-    is_bucket: bool
-    """True for a token bucket or a leaky bucket."""
+    has_level: bool
+    """True for a token bucket or a leaky bucket, whose state is a level."""
     holds_lease: bool
     """True for a concurrency limit."""
     is_dynamic: bool
-    """True if the algorithm's numbers depend on the key (a spread window) or on the time (a quota)."""
+    """True if the algorithm's parameters depend on the key (a spread window) or on the time (a quota)."""
     prepaid: bool
-    """True if this process may have bought a share of it in advance."""
+    """True if this process may have debited a share of it in advance."""
     local: bool
-    """True if this process decides by its part of the limit."""
+    """True if this process decides alone, with the limit divided by the number of processes."""
     forced: bool
-    """True for a charge: it takes its cost without asking for room, up to twice the limit."""
+    """True for a charge: it takes its cost even without room, up to twice the limit."""
     script_args: tuple[Any, ...]
-    """What the script reads: algorithm, flags, percent, name, numbers, 1 if several resources share the bucket."""
+    """What the script reads: algorithm, flags, percent, name, parameters, 1 if several resources share the bucket."""
     calendar_cache: list["Rule"]
-    """The last rule that `at_time` made: the windows of a quota change at most once a day."""
+    """The rule that `with_calendar_at` returned last, if any: the windows of a quota change at most once a day."""
 
     @classmethod
     def compile(cls, limit: Limit, priority: Priority, layer: Layer, mode: Mode = Mode.ON) -> "Rule":
@@ -84,7 +84,7 @@ class Rule(msgspec.Struct, frozen=True, eq=False):
             counts_requests=limit.counts is Counts.REQUESTS,
             overridable=limit.scope in (Scope.SUBJECT, Scope.CALLER) and layer is not Layer.OPERATOR,
             delays=enforced and isinstance(algorithm, LeakyBucketAlgorithm),
-            is_bucket=isinstance(algorithm, LevelAlgorithm),
+            has_level=isinstance(algorithm, LevelAlgorithm),
             holds_lease=isinstance(algorithm, ConcurrencyAlgorithm),
             is_dynamic=is_spread or isinstance(limit, Quota),
             prepaid=limit.consistency is Consistency.PREPAID and enforced,
@@ -95,7 +95,7 @@ class Rule(msgspec.Struct, frozen=True, eq=False):
                 flags,
                 limit.percent(priority),
                 limit.name,
-                algorithm.numbers(),
+                algorithm.parameters(),
                 int(limit.scope is not Scope.SUBJECT),
             ),
             calendar_cache=[],
@@ -107,13 +107,13 @@ class Rule(msgspec.Struct, frozen=True, eq=False):
             return self._with_algorithm(msgspec.structs.replace(self.algorithm, offset=spread_offset(key)))
         return self
 
-    def without_offset(self) -> "Rule":
+    def for_overflow_bucket(self) -> "Rule":
         """Return this rule for an overflow bucket: its subjects share one phase of a spread window."""
         if isinstance(self.algorithm, FixedWindowAlgorithm) and self.algorithm.offset:
             return self._with_algorithm(msgspec.structs.replace(self.algorithm, offset=0))
         return self
 
-    def at_time(self, now_us: int) -> "Rule":
+    def with_calendar_at(self, now_us: int) -> "Rule":
         """Return this rule with the calendar windows around `now_us`."""
         if not isinstance(self.limit, Quota):
             return self
@@ -122,23 +122,23 @@ class Rule(msgspec.Struct, frozen=True, eq=False):
                 return known
         windows = self.limit.calendar.windows_around(now_us)
         self.calendar_cache[:] = [
-            self._with_algorithm(self.algorithm.with_numbers((*self.algorithm.numbers()[:2], *windows)))
+            self._with_algorithm(self.algorithm.with_parameters((*self.algorithm.parameters()[:2], *windows)))
         ]
         return self.calendar_cache[0]
 
     def as_charge(self) -> "Rule":
         """Return this rule for a cost that was admitted without asking the store."""
         code, flags, _, *rest = self.script_args
-        row = (code, flags % COUNT_DENIED + FORCED, 100, *rest)
+        script_args = (code, (flags & ENFORCED) | FORCED, 100, *rest)
         return msgspec.structs.replace(
-            self, forced=True, count_denied=False, percent=100, script_args=row, calendar_cache=[]
+            self, forced=True, count_denied=False, percent=100, script_args=script_args, calendar_cache=[]
         )
 
-    def divided(self, processes: int) -> "Rule":
-        """Return this rule for one of several processes that decide alone: a part of the limit, at least 1."""
+    def divided_by(self, processes: int) -> "Rule":
+        """Return this rule with the limit divided by the number of processes that decide alone, at least 1."""
         if processes == 1 or self.algorithm.limit <= 0:
             return self
-        part = msgspec.structs.replace(self._with_algorithm(self.algorithm.divided(processes)), local=False)
+        part = msgspec.structs.replace(self._with_algorithm(self.algorithm.divided_by(processes)), local=False)
         if percent_of(part.algorithm.limit, part.percent) or not percent_of(self.algorithm.limit, self.percent):
             return part
         return msgspec.structs.replace(part, percent=100)  # at least 1 for every priority that may take anything
@@ -147,15 +147,15 @@ class Rule(msgspec.Struct, frozen=True, eq=False):
         return msgspec.structs.replace(
             self,
             algorithm=algorithm,
-            script_args=(*self.script_args[:4], algorithm.numbers(), self.script_args[5]),
+            script_args=(*self.script_args[:4], algorithm.parameters(), self.script_args[5]),
             calendar_cache=[],
         )
 
 
 def _overflow_suffix(limit: Limit, layer: Layer) -> str:
     algorithm = limit.compiled
-    numbers = "/".join(map(str, algorithm.numbers()[: algorithm.override_width]))
-    return f"{layer.value}{limit.scope[0]}:{limit.name}:{numbers}:{algorithm.letter}{limit.shape}"
+    parameters = "/".join(map(str, algorithm.parameters()[: algorithm.override_width]))
+    return f"{layer.value}{limit.scope[0]}:{limit.name}:{parameters}:{algorithm.letter}{limit.shape}"
 
 
 class Plan(msgspec.Struct, frozen=True, eq=False):
@@ -201,11 +201,11 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
             is_dynamic=any(rule.is_dynamic for rule in rules),
             is_partly_local=any(rule.prepaid or rule.local for rule in rules),
             weight_us=weight_us(rules),
-            uniform_rules=_alike(rules),
+            uniform_rules=_uniform_rules(rules),
         )
 
 
-def _alike(rules: tuple[Rule, ...]) -> tuple[tuple[Rule, str, bool, bool], ...]:
+def _uniform_rules(rules: tuple[Rule, ...]) -> tuple[tuple[Rule, str, bool, bool], ...]:
     if any(rule.is_dynamic for rule in rules) or len({(rule.scope, rule.layer) for rule in rules}) != 1:
         return ()
     return tuple((rule, rule.key_suffix, rule.counts_requests, rule.overridable) for rule in rules)
@@ -282,8 +282,8 @@ class Limits:
 
         No limit gets a mode that is stronger than `mode`. Raises `InvalidInput` if the priority is unknown.
         """
-        is_usual = layer is Layer.POLICY and mode is Mode.ON
-        plans = self.plans if is_usual else self._other_plans.setdefault((layer, mode), {})
+        is_default = layer is Layer.POLICY and mode is Mode.ON
+        plans = self.plans if is_default else self._other_plans.setdefault((layer, mode), {})
         try:
             return plans[priority]
         except (KeyError, TypeError):

@@ -66,7 +66,7 @@ def settle(
     """
     if record.settled is not None:
         return Settlement(SettlementOutcome.SETTLED, record.settled), []
-    last_writes = (states[reserved.key].last for reserved in record.reserved if reserved.key in states)
+    last_writes = (states[reserved.key].last_us for reserved in record.reserved if reserved.key in states)
     if record.lapses_us <= max([now_us, *last_writes]):  # a bucket may be ahead of the clock
         return Settlement(SettlementOutcome.LAPSED, 0), []
     if len(amounts) != len(record.reserved):
@@ -76,7 +76,7 @@ def settle(
         if reserved.amount is None:
             continue
         state = states.get(reserved.key)
-        # The plan may have changed since the reservation: a live bucket has the numbers of its last write.
+        # The plan may have changed since the reservation: a live bucket has the parameters of its last write.
         algorithm = _algorithm_now(reserved, windows) if state is None or is_expired(state, now_us) else state.algorithm
         opened = open_state(state, algorithm, now_us)
         if opened is None:
@@ -109,7 +109,7 @@ def finish_tentative(
 
 def _algorithm_now(reserved: ReservedAmount, windows: tuple[int, ...]) -> Algorithm:
     algorithm = reserved.algorithm
-    return algorithm.with_numbers((*algorithm.numbers()[:2], *windows)) if windows else algorithm
+    return algorithm.with_parameters((*algorithm.parameters()[:2], *windows)) if windows else algorithm
 
 
 def _adjust(opened: Any, algorithm: Any, token: bytes, more: int) -> bool:

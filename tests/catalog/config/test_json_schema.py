@@ -23,7 +23,7 @@ from limitforge.catalog.config.specs import (
 )
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.model import to_datetime
-from limitforge.core.limits import ALGORITHMS
+from limitforge.core.limits import LIMIT_TYPES
 from limitforge.errors import InvalidInput
 from tests.catalog.config.test_document import NOW, SAMPLE
 from tests.catalog.factories import new_customer
@@ -100,7 +100,7 @@ def test_it_refuses_what_a_reader_refuses(fields: str) -> None:
 
 def test_it_knows_every_field_of_every_limit_and_spec() -> None:
     definitions = json_schema()["$defs"]
-    for algorithm, kind in ALGORITHMS.items():
+    for algorithm, kind in LIMIT_TYPES.items():
         known = set(definitions[f"limit.{algorithm}"]["properties"])
         assert known >= {"algorithm", *(field.name for field in fields(kind) if field.init)}
     for spec, name in (

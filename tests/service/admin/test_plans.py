@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from limitforge.core.limits import ALGORITHMS
+from limitforge.core.limits import LIMIT_TYPES
 from tests.service.live_service import AdminClient, TenantFixture
 from tests.service.problems import assert_problem
 
@@ -18,7 +18,7 @@ NUMBERS: dict[str, dict[str, Any]] = {
 
 
 def test_every_algorithm_is_tested() -> None:
-    assert NUMBERS.keys() == ALGORITHMS.keys()
+    assert NUMBERS.keys() == LIMIT_TYPES.keys()
 
 
 def test_a_plan_of_any_algorithm_may_be_flat_or_a_list(admin: AdminClient, account: TenantFixture) -> None:

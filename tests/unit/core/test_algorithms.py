@@ -199,7 +199,7 @@ def test_a_monitored_limit_counts_no_denials(limiter: SyncLimiter, clock: Manual
 
 def test_the_windows_of_a_quota_begin_with_their_first_microsecond_and_end_before_the_next() -> None:
     steps = QuotaAlgorithm(10, 0, first=100, second=200, third=300, end=400)
-    ends = {now: window.until for now in (100, 199, 200, 299, 300, 399) if (window := steps.fresh(now))}
+    ends = {now: window.until_us for now in (100, 199, 200, 299, 300, 399) if (window := steps.fresh(now))}
     assert ends == {100: 200, 199: 200, 200: 300, 299: 300, 300: 400, 399: 400}
     assert (steps.fresh(99), steps.fresh(400)) == (None, None)
 

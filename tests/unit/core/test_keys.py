@@ -215,9 +215,9 @@ def test_all_keys_of_a_tenant_lie_in_one_slot_and_global_ones_in_their_own(
         for place in Layer
     ]
     beside = [
-        KEYS.overrides(tenant_key, decode_key(as_bytes(subject))),
-        KEYS.override_index(tenant_key),
-        KEYS.reservation(tenant_key, token),
+        KEYS.overrides_key(tenant_key, decode_key(as_bytes(subject))),
+        KEYS.override_index_key(tenant_key),
+        KEYS.reservation_key(tenant_key, token),
     ]
     assert len({*buckets, *beside}) == len(buckets) + len(beside)
     [tag] = {hash_tag(encode_key(key)) for key in (*buckets, *beside)}

@@ -59,7 +59,7 @@ def test_the_debits_of_a_check_are_the_same_on_the_fast_and_the_general_path() -
         tag = keys_of(long)[0].split("}")[0]
         assert [(debit[0], debit[2:4]) for debit in short.debits] == [(debit[0], debit[2:4]) for debit in long.debits]
         assert keys_of(short) == [key.replace(tag, "lf:{t") for key in keys_of(long)]
-        assert short.routing_key == keys_of(short)[0]
+        assert short.denial_cache_key == keys_of(short)[0]
 
 
 @pytest.mark.parametrize(

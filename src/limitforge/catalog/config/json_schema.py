@@ -16,7 +16,7 @@ from limitforge.catalog.config.specs import SECTIONS, ConfigDocument
 from limitforge.catalog.plan_limits import MAX_LIMITS_PER_PLAN
 from limitforge.core.check import Failure
 from limitforge.core.lanes import MAX_LANES
-from limitforge.core.limits import ALGORITHMS, Limit, Priority
+from limitforge.core.limits import LIMIT_TYPES, Limit, Priority
 from limitforge.core.limits import NAME as LIMIT_NAME
 from limitforge.core.overrides import BLOCKED_WORD, OVERRIDABLE_FIELDS, UNLIMITED_WORD
 
@@ -65,7 +65,7 @@ def json_schema() -> dict[str, Any]:
     for name, field in definitions["Lanes"]["properties"].items():
         field["description"] = _LANE_DESCRIPTIONS[name]
     definitions["Lanes"]["properties"]["count"] |= {"minimum": 1, "maximum": MAX_LANES}
-    for algorithm, kind in ALGORITHMS.items():
+    for algorithm, kind in LIMIT_TYPES.items():
         definitions[f"limit.{algorithm}"] = _limit_schema(kind)
     definitions["PlanSpec"] = _plan_schema(definitions["PlanSpec"])
     definitions["OverrideSpec"]["properties"]["limits"] |= _override_limits_schema()
@@ -94,7 +94,7 @@ def _forbid_null_sections(properties: dict[str, Any]) -> None:
 
 
 def _plan_schema(spec: dict[str, Any]) -> dict[str, Any]:
-    limit = [{"$ref": f"#/$defs/limit.{algorithm}"} for algorithm in ALGORITHMS]
+    limit = [{"$ref": f"#/$defs/limit.{algorithm}"} for algorithm in LIMIT_TYPES]
     listed = {"type": "array", "maxItems": MAX_LIMITS_PER_PLAN, "items": {"oneOf": limit}}
     limits = {"anyOf": [{"type": "string"}, listed], "description": spec["properties"]["limits"]["description"]}
     whole = {

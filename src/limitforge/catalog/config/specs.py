@@ -47,7 +47,7 @@ from limitforge.catalog.model import (
 from limitforge.catalog.patterns import Pattern
 from limitforge.core.exact import MAX_EXACT, short_repr
 from limitforge.core.lanes import Lanes
-from limitforge.core.limits import ALGORITHMS, Limit, Mode
+from limitforge.core.limits import LIMIT_TYPES, Limit, Mode
 from limitforge.core.overrides import ANY_RESOURCE, copy_changes
 from limitforge.errors import InvalidInput
 
@@ -220,7 +220,7 @@ ENTITY_TYPE_OF: Mapping[type[Spec], type[Entity]] = {
 
 def order_limit_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a limit in the order in which people write them: name, algorithm and numbers first."""
-    kind = ALGORITHMS[fields["algorithm"]]
+    kind = LIMIT_TYPES[fields["algorithm"]]
     own = [name for name in kind.__dataclass_fields__ if name not in Limit.__dataclass_fields__]
     order = ["name", "algorithm", *sorted(own, key=lambda name: name != kind.size_field), *Limit.__dataclass_fields__]
     return {name: _without_fraction(fields[name]) for name in sorted(fields, key=order.index)}

@@ -1,7 +1,7 @@
-"""The interface of an algorithm: the exact numbers of one limit, with pure functions over an integer state.
+"""The interface of an algorithm: the exact parameters of one limit, with functions over an integer state.
 
-An evaluation opens a state at a time, probes it with `wait`, perhaps takes from it, and seals it. `open` returns a copy
-and the stored state is never changed, so a denial leaves nothing behind.
+An evaluation calls `open` for a copy of the stored state as it is now, asks it with `wait` whether the cost fits, takes
+the cost if it does, and calls `seal` to finish the copy. The stored state never changes, so a denial leaves no trace.
 """
 
 from typing import Any, ClassVar
@@ -11,9 +11,9 @@ import msgspec
 NEVER = -1
 """The wait of a cost that never fits."""
 UNLIMITED = -1
-"""The limit of an unlimited limit."""
+"""The value of `limit` that means no limit."""
 UNCHANGED = -2
-"""A number that an override does not name: the limit's own number applies."""
+"""A parameter that an override does not name: that of the limit applies."""
 
 
 class Pending(msgspec.Struct, frozen=True, gc=False):
@@ -29,49 +29,49 @@ class Pending(msgspec.Struct, frozen=True, gc=False):
 class State(msgspec.Struct, gc=False):
     """The state of a bucket."""
 
-    last: int
-    """The time of the last write."""
-    until: int
+    last_us: int
+    """The time of the last write. In an opened state: the time for which it was opened."""
+    until_us: int
     """From this time on nothing is in use: stores treat the bucket as absent."""
     used: int
     """What counts against the limit."""
     algorithm: Any
-    """The numbers of the last write, an `Algorithm`."""
+    """The `Algorithm` of the last write, with its parameters."""
     pending: tuple[Pending, ...]
 
 
 class Algorithm(msgspec.Struct, frozen=True):
-    """The exact numbers of one limit and its functions. `limit` is the whole number that users see, or UNLIMITED."""
+    """The exact parameters of one limit and its functions. `limit` is the number that users see, or UNLIMITED."""
 
     limit: int
 
     code: ClassVar[int]
     letter: ClassVar[str]
     override_width: ClassVar[int]
-    """How many of the first numbers an override may replace. The others belong to the plan or to the key."""
+    """How many of the first parameters an override may replace. The others belong to the plan or to the key."""
     window_at: ClassVar[int | None] = None
-    """The index of the window among the numbers, if there is one."""
+    """The index of the window among the parameters, if there is one."""
 
-    def numbers(self) -> tuple[int, ...]:
-        """Return the numbers in the order in which the script reads them."""
+    def parameters(self) -> tuple[int, ...]:
+        """Return the parameters in the order in which the script reads them."""
         return tuple(getattr(self, name) for name in self.__struct_fields__)
 
-    def with_numbers(self, leading: tuple[int, ...]) -> "Algorithm":
-        """Return the same algorithm with these first numbers, except those that are UNCHANGED."""
-        numbers = self.numbers()
-        changed = (old if new == UNCHANGED else new for old, new in zip(numbers, leading, strict=False))
-        return type(self)(*changed, *numbers[len(leading) :])
+    def with_parameters(self, leading: tuple[int, ...]) -> "Algorithm":
+        """Return the same algorithm with these first parameters, except those that are UNCHANGED."""
+        parameters = self.parameters()
+        changed = (old if new == UNCHANGED else new for old, new in zip(parameters, leading, strict=False))
+        return type(self)(*changed, *parameters[len(leading) :])
 
-    def divided(self, processes: int) -> "Algorithm":
-        """Return the part of one of several processes, at least 1."""
-        return self.with_numbers((max(self.limit // processes, 1),))
+    def divided_by(self, processes: int) -> "Algorithm":
+        """Return the algorithm of one of several processes, with a limit of at least 1."""
+        return self.with_parameters((max(self.limit // processes, 1),))
 
     def fresh(self, now: int) -> Any:
         """Return the state of an unused bucket; None if the calendar windows of a quota do not reach `now`."""
         raise NotImplementedError
 
     def open(self, state: Any, now: int) -> Any:
-        """Return a copy of `state` as it is at `now` under these numbers; None as in `fresh`."""
+        """Return a copy of `state` as it is at `now` under these parameters; None as in `fresh`."""
         raise NotImplementedError
 
     def wait(self, state: Any, cost: int, share: int) -> int:
@@ -83,19 +83,17 @@ class Algorithm(msgspec.Struct, frozen=True):
         raise NotImplementedError
 
     def force(self, state: Any, amount: int) -> bool:
-        """Take up to `amount` without asking for room, until twice the limit is in use. Return False if nothing
-        changed.
-        """
+        """Take up to `amount` even without room, until twice the limit is in use. Return False if nothing changed."""
         raise NotImplementedError
 
     def give(self, state: Any, amount: int, source: int) -> None:
-        """Give back to the entry or window that `source` names. If that has ended, the amount is dropped."""
+        """Refund `amount` to the entry or window with the id `source`. If that has ended, the amount is dropped."""
         raise NotImplementedError
 
     def source(self, state: Any) -> int:
-        """Return what a cost that was taken now must be given back to."""
+        """Return the id of the entry or window that holds a cost that was taken now: the `source` of a refund."""
         raise NotImplementedError
 
     def seal(self, state: Any) -> None:
-        """Set `used`, rounded up, and `until`, when nothing is in use any more and the limit resets."""
+        """Set `used`, rounded up, and `until_us`, when nothing is in use any more and the limit resets."""
         raise NotImplementedError

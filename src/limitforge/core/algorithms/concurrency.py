@@ -12,7 +12,7 @@ class ConcurrencyAlgorithm(LedgerAlgorithm, frozen=True):
 
     def take(self, state: Ledger, cost: int, lease: bytes) -> None:
         state.used += cost
-        insert(state.entries, LedgerEntry(state.last + self.ttl_us, cost, lease))
+        insert(state.entries, LedgerEntry(state.last_us + self.ttl_us, cost, lease))
 
 
 def release(state: Ledger, lease: bytes) -> bool:
@@ -30,6 +30,6 @@ def renew(state: Ledger, lease: bytes) -> bool:
     for index, entry in enumerate(state.entries):
         if entry.lease == lease:
             del state.entries[index]
-            insert(state.entries, entry._replace(ends_us=state.last + state.algorithm.ttl_us))
+            insert(state.entries, entry._replace(ends_us=state.last_us + state.algorithm.ttl_us))
             return True
     return False

@@ -12,7 +12,7 @@ class WindowKind(IntEnum):
 
 
 class Window(State, gc=False):
-    """`until` is the end of the window, or now if no hit has opened it."""
+    """`until_us` is the end of the window, or now if no hit has opened it."""
 
 
 class WindowAlgorithm(Algorithm, frozen=True):
@@ -21,7 +21,7 @@ class WindowAlgorithm(Algorithm, frozen=True):
     def wait(self, state: Window, cost: int, share: int) -> int:
         if cost > share:
             return NEVER
-        return 0 if state.used + cost <= share else state.until - state.last
+        return 0 if state.used + cost <= share else state.until_us - state.last_us
 
     def take(self, state: Window, cost: int, lease: bytes) -> None:
         state.used += cost
@@ -40,7 +40,7 @@ class WindowAlgorithm(Algorithm, frozen=True):
         return 0
 
     def seal(self, state: Window) -> None:
-        """`used` and `until` are up to date already."""
+        """Do nothing: `used` and `until_us` are up to date."""
 
 
 class FixedWindowAlgorithm(WindowAlgorithm, frozen=True):
@@ -63,9 +63,9 @@ class FixedWindowAlgorithm(WindowAlgorithm, frozen=True):
         old = state.algorithm
         if old.window_us != self.window_us or old.kind != self.kind:
             return self.fresh(now)
-        return Window(now, state.until, state.used, self, state.pending)
+        return Window(now, state.until_us, state.used, self, state.pending)
 
     def take(self, state: Window, cost: int, lease: bytes) -> None:
-        if state.until == state.last:
-            state.until = state.last + self.window_us
+        if state.until_us == state.last_us:
+            state.until_us = state.last_us + self.window_us
         state.used += cost

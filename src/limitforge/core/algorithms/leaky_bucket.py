@@ -13,8 +13,8 @@ class LeakyBucketAlgorithm(LevelAlgorithm, frozen=True):
 
     def open(self, state: Level, now: int) -> Level:
         level = state.level if state.algorithm is self else self.converted(state, 0, 2 * self.limit * self.per_us)
-        drained = level - (now - state.last) * self.tokens
-        return Level(now, state.until, 0, self, state.pending, drained if drained > 0 else 0)
+        drained = level - (now - state.last_us) * self.tokens
+        return Level(now, state.until_us, 0, self, state.pending, drained if drained > 0 else 0)
 
     def wait(self, state: Level, cost: int, share: int) -> int:
         if cost > share:
@@ -39,4 +39,4 @@ class LeakyBucketAlgorithm(LevelAlgorithm, frozen=True):
 
     def seal(self, state: Level) -> None:
         state.used = -(-state.level // self.per_us)
-        state.until = state.last - -state.level // self.tokens
+        state.until_us = state.last_us - -state.level // self.tokens

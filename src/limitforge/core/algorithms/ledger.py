@@ -39,11 +39,11 @@ class LedgerAlgorithm(Algorithm, frozen=True):
         for entry in state.entries:
             short -= entry.cost
             if short <= 0:
-                return entry.ends_us - state.last
+                return entry.ends_us - state.last_us
         raise AssertionError("the costs of a ledger's entries add up to `used`")
 
     def seal(self, state: Ledger) -> None:
-        state.until = state.entries[-1].ends_us if state.entries else state.last
+        state.until_us = state.entries[-1].ends_us if state.entries else state.last_us
 
 
 def insert(entries: list[LedgerEntry], entry: LedgerEntry) -> None:

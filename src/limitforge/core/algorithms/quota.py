@@ -6,7 +6,7 @@ from limitforge.core.algorithms.fixed_window import Window, WindowAlgorithm
 class QuotaAlgorithm(WindowAlgorithm, frozen=True):
     """Three consecutive windows: [first, second), [second, third), [third, end)."""
 
-    shape: int  # 48 bits that identify the calendar (period, zone, anchor)
+    calendar_hash: int  # 48 bits that identify the calendar (period, zone, anchor)
     first: int = 0
     second: int = 0
     third: int = 0
@@ -24,6 +24,6 @@ class QuotaAlgorithm(WindowAlgorithm, frozen=True):
 
     def open(self, state: Window, now: int) -> Window | None:
         opened = self.fresh(now)
-        if opened is not None and state.algorithm.shape == self.shape:
+        if opened is not None and state.algorithm.calendar_hash == self.calendar_hash:
             opened.used, opened.pending = state.used, state.pending
         return opened

@@ -13,7 +13,7 @@ class SlidingWindowAlgorithm(LedgerAlgorithm, frozen=True):
 
     def take(self, state: Ledger, cost: int, lease: bytes) -> None:
         state.used += cost
-        ends_us = state.last + self.window_us
+        ends_us = state.last_us + self.window_us
         for index in range(len(state.entries) - 1, -1, -1):
             entry = state.entries[index]
             if entry.ends_us < ends_us:
@@ -42,4 +42,4 @@ class SlidingWindowAlgorithm(LedgerAlgorithm, frozen=True):
                 return
 
     def source(self, state: Ledger) -> int:
-        return state.last + self.window_us
+        return state.last_us + self.window_us

@@ -4,7 +4,7 @@ from limitforge.core.algorithms.base import NEVER, Algorithm, State
 
 
 class Counter(State, gc=False):
-    """`current` is the count of the window that contains `last`, `previous` that of the window before."""
+    """`current` is the count of the window that contains `last_us`, `previous` that of the window before."""
 
     previous: int
     current: int
@@ -25,7 +25,7 @@ class SlidingWindowCounterAlgorithm(Algorithm, frozen=True):
         window = self.window_us
         if state.algorithm.window_us != window:
             return self.fresh(now)
-        passed = now // window - state.last // window
+        passed = now // window - state.last_us // window
         if passed == 0:
             return Counter(now, 0, 0, self, state.pending, state.previous, state.current)
         return Counter(now, 0, 0, self, state.pending, state.current if passed == 1 else 0, 0)
@@ -36,7 +36,7 @@ class SlidingWindowCounterAlgorithm(Algorithm, frozen=True):
         target = share - cost
         if self._estimate(state) <= target:
             return 0
-        return self._falls_to(state, target)
+        return self._time_until(state, target)
 
     def take(self, state: Counter, cost: int, lease: bytes) -> None:
         state.current += cost
@@ -56,24 +56,25 @@ class SlidingWindowCounterAlgorithm(Algorithm, frozen=True):
             state.previous = max(state.previous - amount, 0)
 
     def source(self, state: Counter) -> int:
-        return state.last - state.last % self.window_us
+        return state.last_us - state.last_us % self.window_us
 
     def seal(self, state: Counter) -> None:
         state.used = self._estimate(state)
-        state.until = state.last + (self._falls_to(state, 0) if state.used else 0)
+        state.until_us = state.last_us + (self._time_until(state, 0) if state.used else 0)
 
     def _estimate(self, state: Counter) -> int:
         if not state.previous:
             return state.current
         window = self.window_us
-        return state.previous * (window - state.last % window) // window + state.current
+        return state.previous * (window - state.last_us % window) // window + state.current
 
-    def _falls_to(self, state: Counter, target: int) -> int:
+    def _time_until(self, state: Counter, target: int) -> int:
         """Return the microseconds until the estimate, which is above `target`, has fallen to it."""
         window = self.window_us
-        elapsed = state.last % window
+        elapsed = state.last_us % window
         if state.current <= target:
-            fading, at_most = state.previous, target - state.current
+            decaying, decayed_to = state.previous, target - state.current
         else:  # not before the current count has become the previous one
-            fading, at_most, elapsed = state.current, target, elapsed - window
-        return window + (-(at_most + 1) * window) // fading + 1 - elapsed  # minus the quotient, rounded up
+            decaying, decayed_to, elapsed = state.current, target, elapsed - window
+        # That is window - ceil((decayed_to + 1) * window / decaying) + 1 - elapsed.
+        return window + (-(decayed_to + 1) * window) // decaying + 1 - elapsed

@@ -14,8 +14,8 @@ class TokenBucketAlgorithm(LevelAlgorithm, frozen=True):
     def open(self, state: Level, now: int) -> Level:
         full = self.limit * self.per_us
         level = state.level if state.algorithm is self else self.converted(state, -full, full)
-        refilled = level + (now - state.last) * self.tokens
-        return Level(now, state.until, 0, self, state.pending, refilled if refilled < full else full)
+        refilled = level + (now - state.last_us) * self.tokens
+        return Level(now, state.until_us, 0, self, state.pending, refilled if refilled < full else full)
 
     def wait(self, state: Level, cost: int, share: int) -> int:
         if cost > share:
@@ -37,4 +37,4 @@ class TokenBucketAlgorithm(LevelAlgorithm, frozen=True):
     def seal(self, state: Level) -> None:
         level, per_us = state.level, self.per_us
         state.used = self.limit - level // per_us
-        state.until = state.last - (level - self.limit * per_us) // self.tokens
+        state.until_us = state.last_us - (level - self.limit * per_us) // self.tokens

@@ -63,7 +63,7 @@ class ResponseTemplate:
             return self._render_denial(outcome)
         numbers: list[int] = []
         for size, (limit, remaining, reset_us, wait_us, flags) in zip(self._sizes, outcome.rows, strict=True):
-            if limit != size or wait_us or flags >= OVERFLOWED:
+            if limit != size or wait_us or flags & OVERFLOWED:
                 return None  # an override applies, a peek found no capacity, or an overflow bucket decided
             numbers += (remaining, reset_us)
         return self.render_admission(outcome.now_us, numbers, outcome.delay_us)
@@ -97,7 +97,7 @@ class ResponseTemplate:
         index = binding = exhausted = binding_remaining = binding_us = binding_ms = 0
         longest_ms = -1
         for size, (limit, remaining, reset_us, wait_us, flags) in zip(self._sizes, outcome.rows):  # noqa: B905
-            if limit != size or wait_us < 0 or flags >= OVERFLOWED:
+            if limit != size or wait_us < 0 or flags & OVERFLOWED:
                 return None  # an override applies, waiting never helps, or an overflow bucket decided
             reset_ms, retry_ms = (reset_us + 999) // 1_000, (wait_us + 999) // 1_000
             if retry_ms:

@@ -15,7 +15,7 @@ from limitforge.core.overrides import ANY_RESOURCE
 from limitforge.core.reservations import OnLapse
 from limitforge.errors import Conflict, InvalidInput, LimitforgeError
 from limitforge.limiter import Limiter
-from limitforge.request import DEFAULT_HOLD_SECONDS, Request
+from limitforge.request import DEFAULT_RESERVATION_TTL_SECONDS, Request
 from limitforge.service.checks.body_sizes import SMALL_BODY_BYTES
 from limitforge.service.checks.handler import CheckHandler, resolve_priority
 from limitforge.service.checks.request_bodies import CheckBody, decode_body
@@ -28,7 +28,7 @@ _encode = msgspec.json.Encoder().encode
 class ReserveBody(CheckBody, forbid_unknown_fields=True):
     """The body of `POST /v1/reserve`: a check, how long the reservation lasts, and what happens when it expires."""
 
-    ttl_seconds: float = DEFAULT_HOLD_SECONDS
+    ttl_seconds: float = DEFAULT_RESERVATION_TTL_SECONDS
     on_lapse: str = OnLapse.KEEP.value
 
 

@@ -42,12 +42,12 @@ class BucketTable(dict[str, State]):
         self._sampling_pool += [key for key, _ in added]
         if self._expiries is not None:
             for key, state in added:
-                heappush(self._expiries, (state.until, key))
+                heappush(self._expiries, (state.until_us, key))
 
     def _evict(self, surplus: int, written: set[str], now_us: int) -> None:
         """Remove `surplus` buckets: expired ones first, else the one of eight that expires first."""
         if self._expiries is None or len(self._expiries) > 2 * self.max_keys:
-            self._expiries = [(state.until, key) for key, state in self.items()]
+            self._expiries = [(state.until_us, key) for key, state in self.items()]
             heapify(self._expiries)
         for _ in range(surplus):
             key = self._pop_expired(written, now_us)
@@ -69,10 +69,10 @@ class BucketTable(dict[str, State]):
                 continue
             if key not in written and is_expired(state, now_us):
                 expired = key
-            elif state.until > now_us:
-                heappush(expiries, (state.until, key))
+            elif state.until_us > now_us:
+                heappush(expiries, (state.until_us, key))
             else:  # being written, or ahead of the clock
-                kept.append((state.until, key))
+                kept.append((state.until_us, key))
         for expiry in kept:
             heappush(expiries, expiry)
         return expired
@@ -83,7 +83,7 @@ class BucketTable(dict[str, State]):
         for keys in (sampled, self):  # all buckets only if every sampled one must be kept
             evictable = [key for key in keys if key not in written and not self._is_pinned(self[key], now_us)]
             if evictable:
-                return min(evictable, key=lambda key: self[key].until)
+                return min(evictable, key=lambda key: self[key].until_us)
         raise StoreUnavailable(
             f"the memory store is full: each of its {self.max_keys} buckets holds a lease or an open reservation; "
             "raise max_keys"

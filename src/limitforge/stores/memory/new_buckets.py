@@ -15,7 +15,7 @@ from limitforge.core.keys import is_overflow, lane_prefix_of, overflow_key
 from limitforge.core.limits import Scope
 
 MINUTE_US = 60_000_000
-MAX_LANES = 65_536  # with more, the counters of all lanes restart
+MAX_LANE_COUNTERS = 65_536  # with more, the counters of all lanes restart
 
 EXEMPT_SCOPES = (Scope.TENANT, Scope.GLOBAL)
 """Scopes that have few buckets, which the budget does not bound."""
@@ -47,7 +47,7 @@ class InProcessBucketBudget:
             lane_is_full = self._remaining(lane_prefix_of(key), now_us) < begins
             if lane_is_full and shared not in keys:  # two debits of a check can't share one bucket
                 begins -= 1
-                check.debits[index] = (rule.without_offset(), shared, *rest)  # type: ignore[assignment]
+                check.debits[index] = (rule.for_overflow_bucket(), shared, *rest)  # type: ignore[assignment]
                 redirected.append(index)
                 keys.add(shared)
         return redirected
@@ -61,7 +61,7 @@ class InProcessBucketBudget:
             counter = self._open_counter(lane, now_us)
             self._algorithm.take(counter, 1, b"")
             self._algorithm.seal(counter)
-            if lane not in self._counters and len(self._counters) >= MAX_LANES:
+            if lane not in self._counters and len(self._counters) >= MAX_LANE_COUNTERS:
                 self._counters = {}
             self._counters[lane] = counter
 
@@ -69,8 +69,8 @@ class InProcessBucketBudget:
         """Mark the rows that an overflow bucket decided. An unlimited row needs no bucket."""
         overflowed = [index for index in redirected if rows[index][0] != UNLIMITED]
         for index in overflowed:
-            *numbers, is_open = rows[index]
-            rows[index] = (*numbers, is_open + OVERFLOWED)  # type: ignore[assignment]
+            *values, flags = rows[index]
+            rows[index] = (*values, flags | OVERFLOWED)  # type: ignore[assignment]
         self.overflowed += bool(overflowed)
 
     def _remaining(self, lane: str, now_us: int) -> int:

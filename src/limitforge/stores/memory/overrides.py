@@ -12,10 +12,10 @@ from limitforge.core.overrides import (
     Override,
     OverridePage,
     apply_overrides,
+    check_override_count,
     decode_cursor,
     encode_cursor,
     expiry_seconds,
-    require_room_for_override,
 )
 from limitforge.core.plan import Rule
 from limitforge.errors import StoreUnavailable
@@ -68,15 +68,15 @@ class MemoryOverrides:
             any_resource = find_live(overrides, ANY_RESOURCE, rule)
             algorithm = apply_overrides(rule.algorithm, rule.scope, exact, any_resource)
             if (rule, override_key) in shared:
-                return rule.algorithm.with_numbers((algorithm.limit,))
+                return rule.algorithm.with_parameters((algorithm.limit,))
             return algorithm
 
         return algorithm_for
 
     def set(self, command: SetOverride, now_us: int) -> Override:
-        key = Keys.overrides(command.lane_prefix, command.subject)
+        key = Keys.overrides_key(command.lane_prefix, command.subject)
         live = {r: o for r, o in self.by_key.get(key, {}).items() if o.expires_us > now_us}
-        require_room_for_override(len(live.keys() | {command.resource}))
+        check_override_count(len(live.keys() | {command.resource}))
         if key not in self.by_key:
             self._ensure_room(now_us)
         expires_us = now_us + command.ttl_us
@@ -106,7 +106,7 @@ class MemoryOverrides:
 
     def find_missing(self, command: FindMissingOverrides, now_us: int) -> list[int]:
         def is_live(prefix: str, resource: str, subject: str) -> bool:
-            override = self.by_key.get(Keys.overrides(prefix, subject), {}).get(resource)
+            override = self.by_key.get(Keys.overrides_key(prefix, subject), {}).get(resource)
             return override is not None and now_us < override.expires_us
 
         return [index for index, target in enumerate(command.targets) if not is_live(*target)]
@@ -115,7 +115,7 @@ class MemoryOverrides:
         live = {o.resource for o in self._live_overrides(command.lane_prefix, "", command.subject, now_us)}
         existed = command.resource in live
         if existed:
-            del self.by_key[Keys.overrides(command.lane_prefix, command.subject)][command.resource]
+            del self.by_key[Keys.overrides_key(command.lane_prefix, command.subject)][command.resource]
         self._live_overrides(command.lane_prefix, "", command.subject, now_us)  # forgets a subject without overrides
         return existed
 
@@ -124,13 +124,13 @@ class MemoryOverrides:
         for prefix in command.key_prefixes:
             for subject in list(self._subjects_by_prefix.get(prefix, ())):
                 cleared += bool(self._live_overrides(prefix, "", subject, now_us))
-                self.by_key.pop(Keys.overrides(prefix, subject), None)
+                self.by_key.pop(Keys.overrides_key(prefix, subject), None)
             self._subjects_by_prefix.pop(prefix, None)
         return cleared
 
     def _live_overrides(self, prefix: str, tenant: str, subject: str, now_us: int) -> list[Override]:
         """Return a subject's overrides, sorted by resource, and remove those that have expired."""
-        key = Keys.overrides(prefix, subject)
+        key = Keys.overrides_key(prefix, subject)
         live = {r: o for r, o in self.by_key.get(key, {}).items() if o.expires_us > now_us}
         if live:
             self.by_key[key] = live

@@ -77,7 +77,7 @@ class MemoryStore:
         self.keys = keys or Keys()
         self.now_us = self._now_us = (clock or SystemClock()).now_us
         self._processes = processes
-        self._divided_rule = lru_cache(maxsize=4_096)(Rule.divided)
+        self._divided_rule = lru_cache(maxsize=4_096)(Rule.divided_by)
         self._max_keys = max_keys
         self._lock = threading.Lock()
         self._states = BucketTable(max_keys)
@@ -267,7 +267,7 @@ class MemoryStore:
         return True
 
     def _settle(self, command: Settle, now_us: int) -> Settlement:
-        record = self._records.get(decode_key(command.reservation.record))
+        record = self._records.get(decode_key(command.reservation.record_key))
         if record is None or record.expires_us <= now_us:
             raise UnknownReservation("unknown reservation id; results are deleted a day after the reservation ended")
         calendars = [

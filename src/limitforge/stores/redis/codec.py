@@ -157,7 +157,7 @@ def check_flow(
         if unreplicated and _took_anything(check, outcome):
             result = unreplicated[0].to_error()
         elif isinstance(outcome, Outcome) and check.result_kind is not _PART:
-            if new_buckets is not None and any(row[4] >= OVERFLOWED for row in outcome.rows):
+            if new_buckets is not None and any(row[4] & OVERFLOWED for row in outcome.rows):
                 new_buckets.count_overflow()
             if not outcome.allowed and on_denial is not None:
                 on_denial(check, outcome)
@@ -229,7 +229,7 @@ def top_up_flow(
     for request in requests:
         share = request.share
         flat += (
-            rules.setdefault(share.rule.at_time(calendar_us), len(rules) + 1),
+            rules.setdefault(share.rule.with_calendar_at(calendar_us), len(rules) + 1),
             keys.setdefault(share.key, len(keys) + 1),
         )
         flat.append(0 if share.overrides is None else keys.setdefault(share.overrides, len(keys) + 1))
@@ -338,9 +338,9 @@ def encode_checks(  # noqa: C901, PLR0912, PLR0915 - the hot path: one loop, and
     for check in checks:
         prepared, lease, hold = check.prepared, check.lease, check.hold
         if prepared is not None and hold is None and not lease:  # the fast path, which nearly all checks take
-            index_position = index_keys.get(prepared.override_index)
+            index_position = index_keys.get(prepared.override_index_key)
             if index_position is None:
-                index_position = add_override_index(prepared.override_index)
+                index_position = add_override_index(prepared.override_index_key)
             if index_position:
                 prefix, cost, uniform_rules = check.bucket_prefix, check.cost, prepared.plan.uniform_rules
                 flat += (len(uniform_rules), 0, 0)
@@ -359,7 +359,7 @@ def encode_checks(  # noqa: C901, PLR0912, PLR0915 - the hot path: one loop, and
             flat += (len(debits), token, 0)
         else:
             record = keys.setdefault(hold.key, len(keys) + 1) if hold.key else -1
-            refund = int(hold.refund) + 2 * hold.needs_confirmation
+            refund = int(hold.refund) + 2 * hold.uses_tentative_ttl
             flat += (len(debits), token, record, strings.setdefault(hold.token, len(strings) + 2), hold.ttl_us, refund)
         last_overrides: str | None = None
         last_resource: object = None

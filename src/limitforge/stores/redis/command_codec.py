@@ -10,10 +10,10 @@ from limitforge.core.overrides import (
     MAX_PER_SUBJECT,
     Override,
     OverridePage,
+    check_override_count,
     decode_cursor,
     encode_cursor,
     expiry_seconds,
-    require_room_for_override,
 )
 from limitforge.core.reservations import Settlement, SettlementOutcome
 from limitforge.errors import InvalidInput, StoreCorrupt, UnknownReservation
@@ -101,9 +101,9 @@ def _settle(command: Settle, slot_of: SlotOf, calendar_us: int, time_us: int) ->
     limits_with_amounts = list(zip(reservation.limits, command.amounts, strict=True))
     for part in group_by_slot(limits_with_amounts, lambda each: slot_of(each[0].key)) or [[]]:
         limits, amounts = [limit for limit, _ in part], tuple(amount for _, amount in part)
-        record = reservation.record
+        record = reservation.record_key
         if limits and slot_of(record) != slot_of(limits[0].key):
-            record = encode_key(Keys.reservation(lane_prefix_of(decode_key(limits[0].key)), reservation.token))
+            record = encode_key(Keys.reservation_key(lane_prefix_of(decode_key(limits[0].key)), reservation.token))
         slot_part = Reservation(reservation.token, record, limits)
         results.append((yield from _settle_part(Settle(slot_part, command.cost, amounts), calendar_us, time_us)))
     return next((result for result in results if result.outcome is SettlementOutcome.LAPSED), results[0])
@@ -117,7 +117,7 @@ def _settle_part(command: Settle, calendar_us: int, time_us: int) -> Flow[Settle
     ]
     for _ in range(2 + 2 * len(windows)):
         request = (SETTLE, time_us, command.cost, command.amounts, windows)
-        keys = [reservation.record, *(limit.key for limit in reservation.limits)]
+        keys = [reservation.record_key, *(limit.key for limit in reservation.limits)]
         call = make_call(request, keys, [reservation.token])
         values = decode_reply(call, (yield call))
         _require_own_format(values, "the reservation or one of its buckets")
@@ -149,16 +149,18 @@ def _reset(command: Reset, slot_of: SlotOf) -> Flow[None]:
 
 
 def _set_override(command: SetOverride, keys: Keys, time_us: int) -> Flow[Override]:
-    compiled = [value for one in command.compiled for value in (one.name, one.code, len(one.numbers), *one.numbers)]
+    compiled = [
+        value for one in command.compiled for value in (one.name, one.code, len(one.parameters), *one.parameters)
+    ]
     call = make_call(
         (SET_OVERRIDE, time_us, command.ttl_us, compiled, MAX_PER_SUBJECT),
-        [keys.overrides(command.lane_prefix, command.subject), keys.override_index(command.lane_prefix)],
+        [keys.overrides_key(command.lane_prefix, command.subject), keys.override_index_key(command.lane_prefix)],
         [command.subject, command.resource, json.dumps(command.changes)],
     )
     values = decode_reply(call, (yield call))
     _require_own_format(values, "the subject's overrides")
     if values[0] != 1:
-        require_room_for_override(MAX_PER_SUBJECT + 1)
+        check_override_count(MAX_PER_SUBJECT + 1)
     return Override(command.tenant, command.resource, command.subject, command.changes, expiry_seconds(values[1]))
 
 
@@ -186,7 +188,7 @@ def _get_overrides(prefix: str, tenant: str, subjects: list[bytes], keys: Keys, 
 
 def _list_subjects(prefix: str, keys: Keys, after: bytes | None, count: int, time_us: int) -> Flow[list[bytes]]:
     start = b"-" if after is None else b"(" + after
-    call = make_call((LIST_OVERRIDES, time_us, count), [keys.override_index(prefix)], [start])
+    call = make_call((LIST_OVERRIDES, time_us, count), [keys.override_index_key(prefix)], [start])
     _, subjects = _decode_with_strings(call, (yield call), "the index of overrides")
     return subjects
 
@@ -220,7 +222,7 @@ def _find_missing_overrides(
             batch = positions[start : start + _FIND_MISSING_BATCH]
             names, arguments = [], []
             for prefix, resource, subject in (command.targets[index] for index in batch):
-                names += [keys.overrides(prefix, subject), keys.override_index(prefix)]
+                names += [keys.overrides_key(prefix, subject), keys.override_index_key(prefix)]
                 arguments += [subject, resource]
             call = make_call((FIND_MISSING_OVERRIDES, time_us), names, arguments)
             missing += [batch[position - 1] for position in decode_reply(call, (yield call))[1:]]
@@ -257,7 +259,7 @@ def _clear_overrides(command: ClearOverrides, keys: Keys, time_us: int) -> Flow[
 
 
 def _index_and_overrides(prefix: str, subjects: list[bytes], keys: Keys) -> list[str]:
-    return [keys.override_index(prefix), *(keys.overrides(prefix, decode_key(s)) for s in subjects)]
+    return [keys.override_index_key(prefix), *(keys.overrides_key(prefix, decode_key(s)) for s in subjects)]
 
 
 def _decode_with_strings(call: ScriptCall, reply: Reply, what: str) -> tuple[list[int], list[bytes]]:

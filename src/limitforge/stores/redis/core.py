@@ -265,7 +265,7 @@ class RedisCore:
 
     def _count_overflow(self, outcome: Outcome) -> None:
         """Count a check of several steps. The codec counts all others."""
-        if self.new_buckets is not None and any(row[4] >= OVERFLOWED for row in outcome.rows):
+        if self.new_buckets is not None and any(row[4] & OVERFLOWED for row in outcome.rows):
             self.new_buckets.count_overflow()
 
     def set_server_memory(self, memory_bytes: int) -> None:
@@ -325,7 +325,7 @@ def invalidation_of(command: Command[Any]) -> Invalidation | None:
         case Settle(reservation):
             return Invalidation(keys=tuple(decode_key(limit.key) for limit in reservation.limits))
         case SetOverride(lane_prefix=prefix, subject=subject) | DeleteOverride(lane_prefix=prefix, subject=subject):
-            return Invalidation(subjects=(Keys.overrides(prefix, subject),))
+            return Invalidation(subjects=(Keys.overrides_key(prefix, subject),))
         case ClearOverrides(prefixes) | DropCachedDenials(prefixes):
             return Invalidation(tenants=prefixes)
     return None

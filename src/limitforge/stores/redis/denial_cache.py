@@ -99,7 +99,7 @@ class DenialCache:
 
     def get(self, check: Check) -> Decision | Outcome | None:
         """Return the cached denial of this check, with its remaining wait, or None."""
-        key = check.routing_key
+        key = check.denial_cache_key
         entry = self._entries.get(key)
         if entry is None or check.hold is not None or check.shadow is not None:
             return None  # the store must evaluate every reservation and shadow plan
@@ -117,7 +117,7 @@ class DenialCache:
         denied_us = 0 if check.shadow is not None else self._denied_for_us(check, outcome)
         if not denied_us:
             return
-        key, names = check.routing_key, _invalidating_names(check)
+        key, names = check.denial_cache_key, _invalidating_names(check)
         received_us = self._now_us()
         if received_us >= sent_us + denied_us:
             return
@@ -172,9 +172,9 @@ class DenialCache:
     def _denied_for_us(self, check: Check, outcome: Outcome) -> int:
         """Return how long the check is denied unless something changes; 0 if that is unknown."""
         longest_us = 0
-        for (rule, _, cost, *_), (_, _, _, wait_us, is_open) in zip(check.debits, outcome.rows, strict=True):
+        for (rule, _, cost, *_), (_, _, _, wait_us, flags) in zip(check.debits, outcome.rows, strict=True):
             if cost and rule.enforced:
-                if rule.count_denied or (wait_us and is_open):
+                if rule.count_denied or (wait_us and flags):
                     return 0
                 longest_us = max(longest_us, self._max_age_us if wait_us == NEVER else wait_us)
         return min(longest_us, self._max_age_us)
@@ -237,8 +237,8 @@ def _outcome_after(denial: CachedDenial, elapsed_us: int) -> Outcome:
             remaining,
             reset_us - elapsed_us if reset_us > elapsed_us else 0,
             wait_us - elapsed_us if wait_us > elapsed_us else wait_us if wait_us < 0 else 0,
-            is_open,
+            flags,
         )
-        for limit, remaining, reset_us, wait_us, is_open in denial.rows
+        for limit, remaining, reset_us, wait_us, flags in denial.rows
     ]
     return Outcome(denial.now_us + elapsed_us, allowed=False, delay_us=-1, rows=rows)

@@ -64,7 +64,7 @@ class Resilience:
         self._lock = threading.Lock()
         self._outage: Outage | None = None
         self._logged_us = self._charged_us = self._now_us() - LOG_EVERY_US
-        self._divided_rule = lru_cache(maxsize=4_096)(lambda rule: rule.divided(options.processes))
+        self._divided_rule = lru_cache(maxsize=4_096)(lambda rule: rule.divided_by(options.processes))
         self.local = local
         self.is_healthy = True
         """True if no call has failed lately, and no charge waits. `allows_call` is then True, and `record_success` has

@@ -18,7 +18,7 @@ class Heartbeat:
 
     def __init__(self, keys: Keys, processes: int, clock: Clock) -> None:
         self._name, self._pid = b"", 0
-        self.key = keys.heartbeats()
+        self.key = keys.heartbeat_key()
         self.is_needed = False
         """True once a check has asked for the count."""
         self._process_count = processes

@@ -19,7 +19,7 @@ from limitforge.stores.options import MAX_DEADLINE_MS
 from limitforge.stores.redis.prepaid.shares import PrepaidShares
 from limitforge.stores.redis.topology.cross_slot import UNKNOWN_ROW
 
-HOLD_US = 2_000 * MAX_DEADLINE_MS
+LOCAL_HOLD_TTL_US = 2_000 * MAX_DEADLINE_MS
 
 
 class HybridCheck(msgspec.Struct):
@@ -114,7 +114,7 @@ class HybridDecider:
         check = hybrid.check
         debits: list[Debit] = [(*check.debits[index][:4], None) for index in indexes]
         hybrid.token = b"" if is_whole else os.urandom(TOKEN_BYTES)
-        hold = None if is_whole else Hold("", hybrid.token, HOLD_US, refund=True)
+        hold = None if is_whole else Hold("", hybrid.token, LOCAL_HOLD_TTL_US, refund=True)
         names = tuple(check.names[index] for index in indexes)
         outcome = self._local.evaluate(
             Check(debits, names, is_dynamic=check.is_dynamic, hold=hold, is_partly_local=True)

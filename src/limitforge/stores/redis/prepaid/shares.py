@@ -202,7 +202,7 @@ class PrepaidShares:
     def _apply_reply(self, share: PrepaidShare, reply: TopUpReply, sent_us: int) -> None:
         if self._shares.get(share.key) is not share:
             return  # the share was closed: the grant lapses in the store, or ends with its window
-        is_bucket = share.rule.is_bucket
+        is_bucket = share.rule.has_level
         if reply.ends_us == -1 or (not is_bucket and reply.window != share.window):  # lapsed, or in another window
             share.balance = share.to_return = 0
             share.epoch += 1
@@ -259,7 +259,7 @@ class PrepaidShares:
         target = ceil(SHARE_INTERVALS * share.demand_per_interval)
         is_worthwhile = target >= MIN_SHARE and share.idle_intervals == 0
         missing = target - share.balance if is_worthwhile and share.balance < target else 0
-        needs_renewal = share.rule.is_bucket and share.balance > 0 and share.expires_us - now_us < self.lapse_us // 2
+        needs_renewal = share.rule.has_level and share.balance > 0 and share.expires_us - now_us < self.lapse_us // 2
         if not (missing or needs_renewal or share.to_return):
             return None
         request = TopUpRequest(share, share.to_return, share.balance, missing)

@@ -23,7 +23,7 @@ from limitforge.core.plan import BUCKET_US
 from limitforge.errors import LimitforgeError, StoreUnavailable, TooManyReservations
 from limitforge.stores.redis.topology.hash_slots import SlotOf, group_by_slot
 
-HOLD_TTL_US = 5_000_000
+TENTATIVE_TTL_US = 5_000_000
 UNKNOWN_ROW: LimitRow = (UNLIMITED, UNLIMITED, 0, 0, 0)
 """The row of a limit whose slot did not answer."""
 
@@ -169,16 +169,16 @@ def _split_by_slot(check: Check, slot_of: SlotOf) -> list[SlotCheck]:
 def _hold(check: Check, debits: list[Debit], token: bytes, slot_of: SlotOf) -> Hold | None:
     """Return the hold of a part. A reservation has a record in each slot, and gets its own TTL when confirmed."""
     if check.hold is None:
-        return Hold("", token, HOLD_TTL_US, refund=True) if any(debit[2] for debit in debits) else None
+        return Hold("", token, TENTATIVE_TTL_US, refund=True) if any(debit[2] for debit in debits) else None
     key = _reservation_key(check.hold, debits[0][1], slot_of)
-    return msgspec.structs.replace(check.hold, key=key, needs_confirmation=True)
+    return msgspec.structs.replace(check.hold, key=key, uses_tentative_ttl=True)
 
 
 def _reservation_key(hold: Hold, bucket: str, slot_of: SlotOf) -> str:
     """Return the key of the record of a reservation in the slot of a bucket."""
     if slot_of(hold.key) == slot_of(bucket):
         return hold.key
-    return Keys.reservation(lane_prefix_of(bucket), hold.token)
+    return Keys.reservation_key(lane_prefix_of(bucket), hold.token)
 
 
 def _confirm(check: Check, parts: list[SlotCheck]) -> Generator[list[Step], StepReplies, CrossSlotResult]:
@@ -241,7 +241,7 @@ def _finish(part: SlotCheck, action: HoldAction, positions: list[int]) -> Finish
         b"" if part.check.hold is None else part.check.hold.token,
         [debits[at][1] if outcome is None else deciding_key(debits[at], outcome.rows[at]) for at in positions],
         [not debits[at][0].enforced for at in positions],
-        forgotten_before_us=HOLD_TTL_US + (0 if outcome is None else outcome.now_us),
+        forgotten_before_us=TENTATIVE_TTL_US + (0 if outcome is None else outcome.now_us),
         weight_us=BUCKET_US * len(positions),
     )
 
