@@ -65,7 +65,7 @@ def render(results: Sequence[Result]) -> str:
 async def _measure(folder: Path, tenants: int, rounds: int) -> list[Result]:
     logging.getLogger("limitforge").setLevel(logging.ERROR)
     database = Database(f"sqlite:///{folder}/catalog.db")
-    peppers = Peppers.parse(Peppers.generate())
+    peppers = Peppers.parse(Peppers.generate_text())
     await database.upgrade()
     progress(f"catalog: writing {tenants:,} tenants with {POLICIES} policies each")
     keys = await _seed(database, peppers, tenants)

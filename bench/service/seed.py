@@ -52,7 +52,7 @@ def seed(
     """
     logging.getLogger("limitforge").setLevel(logging.ERROR)
     areas = tuple(f"area{number:05}" for number in range(policies - len(plans)))
-    peppers = Peppers.generate()
+    peppers = Peppers.generate_text()
     texts = asyncio.run(_write_catalog(f"sqlite:///{file}", peppers, _Sizes(tenants, keys, tuple(plans), areas)))
     return Seeded(f"sqlite:///{file}", peppers, tuple(texts), areas)
 

@@ -100,7 +100,7 @@ def _migrate(url: str) -> None:
 def quick_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Poll the outbox five to ten times as often as in production, so that tests wait less."""
     monkeypatch.setattr(live_catalog_module, "POLL_SECONDS", 0.1)
-    monkeypatch.setattr(live_catalog_module, "POLL_WITH_POSTGRES_SECONDS", 0.5)
+    monkeypatch.setattr(live_catalog_module, "POLL_WHILE_NOTIFIED_SECONDS", 0.5)
 
 
 @pytest.fixture

@@ -288,9 +288,9 @@ class Replica:
         self.database = Database(database_url)
         self.shared: Any = shared or (None if redis_url is None else CatalogRedis(redis_url))
         self.limiter = Limiter.connect(limiter_url, options=options)
-        how.setdefault("sink", self.limiter)
+        how.setdefault("override_store", self.limiter)
         how.setdefault("lookup_seconds", PATIENCE_SECONDS)
-        self.live = LiveCatalog(self.database, peppers, shared=self.shared, **how)
+        self.live = LiveCatalog(self.database, peppers, catalog_redis=self.shared, **how)
 
     @property
     def catalog(self) -> Catalog:

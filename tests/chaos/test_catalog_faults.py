@@ -398,7 +398,7 @@ async def test_a_writer_that_is_killed_between_commit_and_publishing_loses_nothi
     database = Database(own_postgres_server.url)
     async with closing(database):
         await database.upgrade()
-        writer = LiveCatalog(database, peppers, shared=FailingCopies())
+        writer = LiveCatalog(database, peppers, catalog_redis=FailingCopies())
         account = await create_account(writer.catalog)
         delays, copies = [], []
         async with (

@@ -402,7 +402,7 @@ def test_a_pepper_may_hold_colons() -> None:
 
 
 def test_a_generated_pepper_can_be_used() -> None:
-    first, second = Peppers.generate(), Peppers.generate()
+    first, second = Peppers.generate_text(), Peppers.generate_text()
     assert first != second
     assert Peppers.parse(first).newest_version == 1
     assert (len(first) - 2) * math.log2(62) > 250

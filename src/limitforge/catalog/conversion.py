@@ -10,9 +10,9 @@ from limitforge.errors import InvalidInput
 Converted = TypeVar("Converted")
 
 _LOCATION = re.compile(r"^(?P<problem>.*?)(?: - at `\$(?P<key>\.\.\.)?\.?(?P<path>[^`]*)`)?$", re.DOTALL)
-_UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>[^`]*)`")
-_MISSING = re.compile(r"Object missing required field `(?P<field>[^`]*)`")
-_EXPECTED = re.compile(r"Expected `(?P<expected>[^`]*)`, got `(?P<got>[^`]*)`")
+_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(?P<field>[^`]*)`")
+_MISSING_FIELD = re.compile(r"Object missing required field `(?P<field>[^`]*)`")
+_WRONG_TYPE = re.compile(r"Expected `(?P<expected>[^`]*)`, got `(?P<got>[^`]*)`")
 _TYPE_NAMES = {
     "str": "text",
     "int": "a whole number",
@@ -41,11 +41,11 @@ def translate_validation_error(error: msgspec.ValidationError) -> InvalidInput:
     cause = error.__cause__
     if isinstance(cause, InvalidInput):
         return InvalidInput(_join_path(path, cause.field), cause.problem)
-    if missing := _MISSING.match(problem):
+    if missing := _MISSING_FIELD.match(problem):
         return InvalidInput(_join_path(path, missing["field"]), "is required")
-    if unknown := _UNKNOWN.match(problem):
+    if unknown := _UNKNOWN_FIELD.match(problem):
         return InvalidInput(_join_path(path, unknown["field"][:64]), "unknown field")
-    if wrong := _EXPECTED.match(problem):
+    if wrong := _WRONG_TYPE.match(problem):
         expected, got = (_TYPE_NAMES.get(wrong[part], wrong[part]) for part in ("expected", "got"))
         return InvalidInput(path or "value", f"must be {expected}, got {got}")
     return InvalidInput(path or "value", problem[:1].lower() + problem[1:])

@@ -34,7 +34,7 @@ MAX_PEPPERS = 8  # versions at once: a forged key costs an HMAC under each
 ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 PREFIXES = {"live": "lf_live_", "test": "lf_test_", "admin": "lf_admin_"}
 
-Holder = TypeVar("Holder", Key, Token)
+KeyOrToken = TypeVar("KeyOrToken", Key, Token)
 
 _BODY_LENGTH = ID_LENGTH + SECRET_LENGTH
 _MAX_LENGTH = max(map(len, PREFIXES.values())) + _BODY_LENGTH + CHECKSUM_LENGTH
@@ -115,7 +115,7 @@ class Peppers:
         return cls(found)
 
     @staticmethod
-    def generate() -> str:
+    def generate_text() -> str:
         """Return the text of a new first pepper."""
         return f"1:{_random(43)}"
 
@@ -131,7 +131,7 @@ class Peppers:
         """Return what the database stores of a credential."""
         return SecretHash(self._digest(credential.text, self.newest_version), self.newest_version, expires_at)
 
-    def authenticate(self, credential: Credential, holder: Holder | None, now: datetime) -> Holder:
+    def authenticate(self, credential: Credential, holder: KeyOrToken | None, now: datetime) -> KeyOrToken:
         """Return the holder if this is one of its valid secrets. Raises `UnknownKey` without a reason."""
         if holder is not None and (holder.expires_at is None or now < holder.expires_at):
             for stored in holder.secrets:

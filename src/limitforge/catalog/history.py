@@ -21,7 +21,7 @@ class Stamp(msgspec.Struct, frozen=True, order=True):
     revision: int = 0
     change_id: int = 0
 
-    def covers(self, other: "Stamp") -> bool:
+    def includes(self, other: "Stamp") -> bool:
         """Return True if data with this stamp includes the change of the other one."""
         return (self.timeline, self.revision) >= (other.timeline, other.revision)
 
@@ -31,9 +31,9 @@ def new_change_id() -> int:
     return secrets.randbits(62) | 1
 
 
-def timeline_after(lost: int) -> int:
+def timeline_after(lost_timeline: int) -> int:
     """Return a new timeline: the next number, and random bits, since two databases may be restored from one backup."""
-    return ((lost >> _RANDOM_BITS) + 1) << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)
+    return ((lost_timeline >> _RANDOM_BITS) + 1) << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)
 
 
 def timeline_number(timeline: int) -> int:
@@ -58,7 +58,7 @@ class RevisionHistory:
         self._ids[head.revision] = head.change_id
         self.newest_timeline = max(self.newest_timeline, head.timeline)
 
-    def rewind(self, revision: int, change_id: int) -> None:
+    def move_head_back(self, revision: int, change_id: int) -> None:
         """Process everything after this revision again."""
         if self.head is not None:
             self.head = msgspec.structs.replace(self.head, revision=revision, change_id=change_id)
@@ -92,7 +92,7 @@ class RevisionHistory:
             return stamp.timeline >= self.newest_timeline
         return stamp.timeline == self.head.timeline and self._ids.get(stamp.revision) == stamp.change_id
 
-    def contradicts(self, stamp: Stamp) -> bool:
+    def is_from_other_history(self, stamp: Stamp) -> bool:
         """Return True if this revision is from another history: same number but another id, or an older timeline."""
         if stamp.timeline < self.newest_timeline:
             return True
@@ -110,5 +110,5 @@ class RevisionHistory:
         return (
             stamp.timeline > self.head.timeline
             or stamp.revision > self._newest_seen.revision
-            or self.contradicts(stamp)
+            or self.is_from_other_history(stamp)
         )

@@ -15,17 +15,17 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import msgspec
 
 from limitforge.catalog.conversion import convert
-from limitforge.catalog.field_checks import (
+from limitforge.catalog.field_validation import (
     MAX_METADATA_BYTES,
     NAME_PATTERN,
-    check_failure,
-    check_lanes,
-    check_metadata,
-    check_name,
-    check_scopes,
-    check_storable,
-    check_text,
-    check_time,
+    validate_failure,
+    validate_lanes,
+    validate_metadata,
+    validate_name,
+    validate_scopes,
+    validate_storable,
+    validate_text,
+    validate_time,
 )
 from limitforge.catalog.fields import IMMUTABLE, READ_ONLY, described, example_of, immutable_fields, settable_fields
 from limitforge.catalog.patterns import Pattern
@@ -77,7 +77,7 @@ class TokenScope(StrEnum):
 # --- Fields that several entities or the configuration file share ----------------------------------------------------
 
 _EXAMPLE_ID = "1a2b3c4d5e6f7g8h"
-_WORD_LIST = {"minItems": 1, "uniqueItems": True}
+_UNIQUE_LIST_SCHEMA = {"minItems": 1, "uniqueItems": True}
 
 
 def _described_name(example: str) -> msgspec.Meta:
@@ -143,7 +143,7 @@ KeyScopes = Annotated[
         "What the key allows. Omit `plans` for keys that leave your own servers: it lets a call name its plan.",
         example=["check", "usage", "plans"],
         contains={"enum": ["check", "usage"]},
-        **_WORD_LIST,
+        **_UNIQUE_LIST_SCHEMA,
     ),
 ]
 Expiry = Annotated[datetime | None, described("When it expires, such as 2026-12-31T00:00:00Z. Null means never.")]
@@ -218,18 +218,18 @@ class Tenant(Entity, frozen=True, kw_only=True):
     ] = 0
 
     def __post_init__(self) -> None:
-        check_name("name", self.name)
-        check_failure(self.failure)
+        validate_name("name", self.name)
+        validate_failure(self.failure)
         zone(self.time_zone)
         if not isinstance(self.lanes, Lanes):
-            check_lanes(self.lanes)
+            validate_lanes(self.lanes)
 
     @property
     def is_operator(self) -> bool:
         return self.id == OPERATOR
 
     @property
-    def placement(self) -> Lanes:
+    def lane_layout(self) -> Lanes:
         """The lanes over which its keys are spread."""
         return self.lanes if isinstance(self.lanes, Lanes) else ONE_LANE if self.lanes == 1 else Lanes(self.lanes)
 
@@ -251,7 +251,7 @@ class Plan(Entity, frozen=True, kw_only=True):
     ]
 
     def __post_init__(self) -> None:
-        check_name("name", self.name)
+        validate_name("name", self.name)
         msgspec.structs.force_setattr(self, "limits", decode_limits(msgspec.json.encode(self.limits)))
         for index, limit in enumerate(self.compile("UTC")):
             if limit.scope is Scope.GLOBAL and self.tenant_id != OPERATOR:
@@ -280,8 +280,8 @@ class Policy(Entity, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         Pattern.parse(self.resource)
-        check_storable("resource", self.resource)
-        check_failure(self.failure)
+        validate_storable("resource", self.resource)
+        validate_failure(self.failure)
 
     @property
     def pattern(self) -> Pattern:
@@ -327,14 +327,14 @@ class Key(Entity, frozen=True, kw_only=True):
     secrets: Secrets = ()
 
     def __post_init__(self) -> None:
-        check_name("name", self.name)
-        check_scopes(self.scopes, KeyScope)
+        validate_name("name", self.name)
+        validate_scopes(self.scopes, KeyScope)
         if self.scopes == (KeyScope.PLANS,):
             raise InvalidInput("scopes", "must have check or usage: plans alone allows no call")
         in_order = tuple(each for each in KeyScope if each in self.scopes)  # the database keeps no order
         msgspec.structs.force_setattr(self, "scopes", in_order)
-        check_time("expires_at", self.expires_at)
-        check_metadata(self.metadata)
+        validate_time("expires_at", self.expires_at)
+        validate_metadata(self.metadata)
 
 
 class Override(Entity, frozen=True, kw_only=True):
@@ -364,12 +364,12 @@ class Override(Entity, frozen=True, kw_only=True):
         for field in ("resource", "subject"):
             if not parse_key_part(field, getattr(self, field)):
                 raise InvalidInput(field, "must not be empty")
-            check_storable(field, getattr(self, field))
+            validate_storable(field, getattr(self, field))
         if not self.limits:
             raise InvalidInput("limits", "must map limit names to their changed fields, 'unlimited' or 'blocked'")
         copy_changes(self.limits)
-        check_time("expires_at", self.expires_at)
-        check_text("reason", self.reason, MAX_REASON_LENGTH)
+        validate_time("expires_at", self.expires_at)
+        validate_text("reason", self.reason, MAX_REASON_LENGTH)
 
 
 class Token(Entity, frozen=True, kw_only=True):
@@ -380,7 +380,7 @@ class Token(Entity, frozen=True, kw_only=True):
 
     name: Annotated[str, _described_name("deploy")]
     scopes: Annotated[
-        tuple[TokenScope, ...], described("What the token allows.", example=["read", "write"], **_WORD_LIST)
+        tuple[TokenScope, ...], described("What the token allows.", example=["read", "write"], **_UNIQUE_LIST_SCHEMA)
     ] = (TokenScope.READ,)
     tenant_id: Annotated[
         str | None, described("The only tenant that it gives access to. Null means all tenants."), IMMUTABLE
@@ -390,9 +390,9 @@ class Token(Entity, frozen=True, kw_only=True):
     secrets: Secrets = ()
 
     def __post_init__(self) -> None:
-        check_name("name", self.name)
-        check_scopes(self.scopes, TokenScope)
-        check_time("expires_at", self.expires_at)
+        validate_name("name", self.name)
+        validate_scopes(self.scopes, TokenScope)
+        validate_time("expires_at", self.expires_at)
 
 
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):

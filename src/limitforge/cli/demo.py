@@ -48,7 +48,7 @@ def demo(
     with tempfile.TemporaryDirectory(prefix="limitforge-demo-") as folder:
         settings = load_settings(
             {},
-            peppers=os.environ.get(f"{ENV_PREFIX}PEPPERS") or Peppers.generate(),
+            peppers=os.environ.get(f"{ENV_PREFIX}PEPPERS") or Peppers.generate_text(),
             store_url=store,
             database_url=database or f"sqlite:///{folder}/demo.db",
             port=port,

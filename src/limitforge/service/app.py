@@ -41,7 +41,7 @@ class Service:
         if not settings.peppers:
             raise InvalidInput(
                 "LIMITFORGE_PEPPERS",
-                f"is required: API keys are hashed with it. Store one as a secret, such as {Peppers.generate()}",
+                f"is required: API keys are hashed with it. Store one as a secret, such as {Peppers.generate_text()}",
             )
         peppers = Peppers.parse(settings.peppers)
         self.settings = settings

@@ -41,13 +41,13 @@ class DatabaseConfiguration:
             self._database,
             peppers,
             lookup_seconds=settings.lookup_deadline_ms / 1_000,
-            shared=self._catalog_redis,
-            sink=limiter,
-            on_tenant_loaded=lambda tenant: limiter.set_lanes(tenant.id, tenant.placement),
+            catalog_redis=self._catalog_redis,
+            override_store=limiter,
+            on_tenant_loaded=lambda tenant: limiter.set_lanes(tenant.id, tenant.lane_layout),
             key_prefix=settings.key_prefix,
             header_options=settings.header_options(),
-            on_restored=counters.count_restored_overrides,
-            on_memory=limiter.set_server_memory,
+            on_overrides_restored=counters.count_restored_overrides,
+            on_redis_memory_limit=limiter.set_server_memory,
         )
         self._authenticator = TokenAuthenticator(
             self.live_configuration.catalog, self.live_configuration.cache, limiter
@@ -106,13 +106,13 @@ class FileConfiguration:
         self.live_configuration = LiveFile(
             settings.config,
             peppers,
-            shared=self._catalog_redis,
-            sink=limiter,
-            on_tenant_loaded=lambda tenant: limiter.set_lanes(tenant.id, tenant.placement),
+            catalog_redis=self._catalog_redis,
+            override_store=limiter,
+            on_tenant_loaded=lambda tenant: limiter.set_lanes(tenant.id, tenant.lane_layout),
             key_prefix=settings.key_prefix,
             header_options=settings.header_options(),
-            on_restored=counters.count_restored_overrides,
-            on_memory=limiter.set_server_memory,
+            on_overrides_restored=counters.count_restored_overrides,
+            on_redis_memory_limit=limiter.set_server_memory,
         )
 
     async def start(self) -> None:

@@ -129,8 +129,8 @@ async def create_all(catalog: Catalog, plan: Plan, resources: list[str]) -> None
 async def test_a_tenant_has_no_more_plans_and_policies_than_it_may(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("limitforge.catalog.database.entity_checks.MAX_PLANS_PER_TENANT", 2)
-    monkeypatch.setattr("limitforge.catalog.database.entity_checks.MAX_POLICIES_PER_TENANT", 3)
+    monkeypatch.setattr("limitforge.catalog.database.entity_validation.MAX_PLANS_PER_TENANT", 2)
+    monkeypatch.setattr("limitforge.catalog.database.entity_validation.MAX_POLICIES_PER_TENANT", 3)
     tenant, other = await new_tenant(catalog), await new_tenant(catalog, "other")
     plan = await new_plan(catalog, tenant.id)
     await new_plan(catalog, tenant.id, "second")

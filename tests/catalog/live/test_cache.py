@@ -13,7 +13,7 @@ from limitforge.catalog.credentials import ID_LENGTH, PREFIXES, Credential, Pepp
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
 from limitforge.catalog.database.outbox import Announcement
-from limitforge.catalog.live.cache import keys as keys_module
+from limitforge.catalog.live.cache import key_cache as keys_module
 from limitforge.catalog.live.cache import single_flight
 from limitforge.catalog.live.cache.catalog_cache import CatalogCache
 from limitforge.catalog.live.cache.lookup_limiter import LookupLimiter
@@ -706,7 +706,7 @@ async def test_on_tenant_loaded_is_called_before_the_tenant_is_served(
     kept: list[CatalogCache] = []
 
     def placed(tenant: Tenant) -> None:
-        announcement.append((tenant.id, tenant.placement.count, tenant.id in kept[0]._entries))
+        announcement.append((tenant.id, tenant.lane_layout.count, tenant.id in kept[0]._cached_tenants))
 
     kept.append(cache_of(source, peppers, clock, on_tenant_loaded=placed))
     _, text = source.add_key(peppers, "acme")
@@ -731,7 +731,7 @@ async def test_no_more_tenants_and_keys_are_kept_than_allowed_and_what_was_dropp
         await cache.callers.find(text)
     status = cache.status()
     assert (status.tenants, status.keys) == (5, 8)
-    assert len(cache._index.by_fingerprint) <= 8
+    assert len(cache._caller_index.by_fingerprint) <= 8
     for number, text in enumerate(texts):
         caller = await cache.callers.find(text)
         assert caller.key.tenant_id == f"t{number}"
@@ -785,7 +785,7 @@ async def test_memory_does_not_grow_with_wrong_keys(
             await cache.callers.find(Credential.generate(PREFIXES["live"], key.id.removeprefix("key_"), peppers).text)
     assert cache.status().unknown == 50
     assert (cache.status().keys, cache.status().tenants) == (1, 1)
-    assert len(cache._index.by_fingerprint) == 1
+    assert len(cache._caller_index.by_fingerprint) == 1
     assert len(cache._keys.keys[key.id].fingerprints) == 1
     assert not cache._flights
     assert not cache._flights._changed

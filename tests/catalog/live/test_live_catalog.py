@@ -321,7 +321,7 @@ async def test_a_change_of_its_own_while_a_process_looks_for_others_makes_it_rea
     """The read saw the previous revision; meanwhile the process has made a change itself."""
     database = SlowDatabase(environment.database_url)
     async with closing(database):
-        live_catalog = LiveCatalog(database, environment.peppers, shared=None)
+        live_catalog = LiveCatalog(database, environment.peppers, catalog_redis=None)
         account = await create_account(live_catalog.catalog)
         await live_catalog.catch_up()
         database.is_held = True
@@ -373,7 +373,7 @@ async def test_a_process_that_missed_more_than_is_kept_reads_everything_again(en
     async with closing(replica):
         await replica.limit(account.text)
         await replica.live.catch_up()
-        replica.live._history.rewind(1, 0)
+        replica.live._history.move_head_back(1, 0)
         await set_limits(writer, account, "6/minute")
         async with writer.edit("test") as edit:
             await edit.set_key_disabled(account.key.id, disabled=True)

@@ -14,7 +14,7 @@ import pytest
 from limitforge import Limiter, ManualClock
 from limitforge.catalog.credentials import PREFIXES, Credential, Peppers
 from limitforge.catalog.live import live_file as file_module
-from limitforge.catalog.live.file_source import FileSource, load_contents, stable_id
+from limitforge.catalog.live.file_source import FileSource, id_from_names, parse_contents
 from limitforge.catalog.live.live_file import LiveFile
 from limitforge.catalog.model import OPERATOR, KeyScope, to_datetime
 from limitforge.errors import Forbidden, InvalidFile, InvalidInput, StoreUnavailable, UnknownKey
@@ -61,7 +61,7 @@ async def sink(clock: ManualClock) -> AsyncIterator[Limiter]:
 
 @pytest.fixture
 async def live_file(path: Path, sink: Limiter, peppers: Peppers, clock: ManualClock) -> AsyncIterator[LiveFile]:
-    async with LiveFile(path, peppers, sink=sink, clock=clock) as live_file:
+    async with LiveFile(path, peppers, override_store=sink, clock=clock) as live_file:
         yield live_file
 
 
@@ -86,64 +86,72 @@ async def limit_of(live_file: LiveFile) -> int | None:
 
 async def test_a_source_has_all_that_the_file_says() -> None:
     source = FileSource()
-    source.replace(load_contents(SAMPLE.read_bytes(), "sample.yaml", NOW))
-    tenant_id = stable_id("ten", "acme")
+    source.set_contents(parse_contents(SAMPLE.read_bytes(), "sample.yaml", NOW))
+    tenant_id = id_from_names("ten", "acme")
     found = await source.config(tenant_id)
     assert found is not None
-    assert (found.tenant.name, found.tenant.default_plan_id) == ("acme", stable_id("pla", "acme", "free"))
+    assert (found.tenant.name, found.tenant.default_plan_id) == ("acme", id_from_names("pla", "acme", "free"))
     assert [plan.name for plan in found.plans] == ["all", "flat", "free"]
     assert [policy.resource for policy in found.policies] == ["GET:/orders/{id}", "*"]
     key = await source.key("key_0123456789abcdef")
     assert key is not None
-    assert (key.tenant_id, key.plan_id, len(key.secrets)) == (tenant_id, stable_id("pla", "acme", "flat"), 2)
+    assert (key.tenant_id, key.plan_id, len(key.secrets)) == (tenant_id, id_from_names("pla", "acme", "flat"), 2)
     assert len(await source.overrides(tenant_id)) == 2
     assert await source.override(tenant_id, "*", "user:42") is not None
     assert await source.tenants_with_overrides() == [tenant_id]
     operator = await source.config(OPERATOR)
     assert operator is not None
-    assert operator.tenant.default_plan_id == stable_id("pla", OPERATOR, "fleet")
+    assert operator.tenant.default_plan_id == id_from_names("pla", OPERATOR, "fleet")
     assert await source.config("ten_none") is None
     assert await source.key("key_none") is None
 
 
 def test_ids_come_from_names() -> None:
-    assert stable_id("ten", "acme") == stable_id("ten", "acme") != stable_id("ten", "acme2")
-    assert stable_id("pla", "a", "b/c") != stable_id("pla", "a/b", "c")
-    assert len(stable_id("ten", "acme")) == 20
+    assert id_from_names("ten", "acme") == id_from_names("ten", "acme") != id_from_names("ten", "acme2")
+    assert id_from_names("pla", "a", "b/c") != id_from_names("pla", "a/b", "c")
+    assert len(id_from_names("ten", "acme")) == 20
 
 
 def test_a_section_that_is_absent_is_an_empty_one() -> None:
     with pytest.raises(InvalidFile, match="unknown plan 'free'; known plans: none"):
-        load_contents(b"tenants: [{name: acme, default_plan: free}]", "plans.yaml", NOW)
+        parse_contents(b"tenants: [{name: acme, default_plan: free}]", "plans.yaml", NOW)
 
 
 def test_a_key_without_secrets_is_refused() -> None:
     with pytest.raises(InvalidFile, match="secrets: is required, since there is no database that has them"):
-        load_contents(b"tenants: [{name: acme, keys: [{id: key_0123456789abcdef, name: a}]}]", "plans.yaml", NOW)
+        parse_contents(b"tenants: [{name: acme, keys: [{id: key_0123456789abcdef, name: a}]}]", "plans.yaml", NOW)
 
 
 def test_what_is_the_same_keeps_its_revision() -> None:
     source = FileSource()
-    announcements = source.replace(load_contents(config().encode(), "plans.yaml", NOW))
-    assert {each.tenant_id for each in announcements} == {OPERATOR, stable_id("ten", "acme"), stable_id("ten", "other")}
-    assert source.replace(load_contents(config().encode(), "plans.yaml", NOW)) == []
-    (announcement,) = source.replace(load_contents(config(200).encode(), "plans.yaml", NOW))
-    assert (announcement.tenant_id, announcement.config, announcement.revision) == (stable_id("ten", "acme"), True, 3)
+    announcements = source.set_contents(parse_contents(config().encode(), "plans.yaml", NOW))
+    assert {each.tenant_id for each in announcements} == {
+        OPERATOR,
+        id_from_names("ten", "acme"),
+        id_from_names("ten", "other"),
+    }
+    assert source.set_contents(parse_contents(config().encode(), "plans.yaml", NOW)) == []
+    (announcement,) = source.set_contents(parse_contents(config(200).encode(), "plans.yaml", NOW))
+    assert (announcement.tenant_id, announcement.config, announcement.revision) == (
+        id_from_names("ten", "acme"),
+        True,
+        3,
+    )
     assert (announcement.keys, announcement.gone, announcement.overrides) == ((), (), False)
 
 
 def test_added_changed_and_deleted_keys_are_announced() -> None:
     source = FileSource()
-    source.replace(load_contents(config(keys=entry(KEY)).encode(), "plans.yaml", NOW))
-    (announcements,) = source.replace(
-        load_contents(config(keys=f"{entry(KEY, disabled='true')}, {entry(OTHER)}").encode(), "p", NOW)
+    source.set_contents(parse_contents(config(keys=entry(KEY)).encode(), "plans.yaml", NOW))
+    (announcements,) = source.set_contents(
+        parse_contents(config(keys=f"{entry(KEY, disabled='true')}, {entry(OTHER)}").encode(), "p", NOW)
     )
     assert (set(announcements.keys), announcements.gone, announcements.config) == (
         {f"key_{KEY.id}", f"key_{OTHER.id}"},
         (),
         False,
     )
-    (announcements,) = source.replace(load_contents(config(keys=entry(OTHER)).encode(), "p", NOW))
+    (announcements,) = source.set_contents(parse_contents(config(keys=entry(OTHER)).encode(), "p", NOW))
     assert (announcements.keys, announcements.gone) == ((), (f"key_{KEY.id}",))
 
 
@@ -282,14 +290,14 @@ async def test_a_file_that_is_still_being_written_is_not_taken(
 ) -> None:
     half = config(200)[: len(config(200)) // 2]
     write(path, "tenants: []\n")  # the part that is written is valid, and would delete everything
-    taken = file_module._read_content
+    taken = file_module._read_bytes
 
     def read_while_somebody_writes(file: Path) -> bytes:
         content = taken(file)
         path.write_text(half)
         return content
 
-    monkeypatch.setattr(file_module, "_read_content", read_while_somebody_writes)
+    monkeypatch.setattr(file_module, "_read_bytes", read_while_somebody_writes)
     await live_file.poll()
     assert await limit_of(live_file) == 100
     monkeypatch.undo()
@@ -311,7 +319,7 @@ def overrides(clock: ManualClock, *limits: int, seconds: float = 3_600) -> str:
 
 
 async def in_force(sink: Limiter) -> dict[str, Any]:
-    page = await sink.list_overrides(tenant=stable_id("ten", "acme"))
+    page = await sink.list_overrides(tenant=id_from_names("ten", "acme"))
     return {each.subject: each.limits for each in page.overrides}
 
 
@@ -319,14 +327,14 @@ async def test_overrides_of_the_file_are_in_force_and_go_with_it(
     path: Path, sink: Limiter, peppers: Peppers, clock: ManualClock
 ) -> None:
     write(path, config(tenant=overrides(clock, 500, 600)))
-    async with LiveFile(path, peppers, sink=sink, clock=clock) as live_file:
+    async with LiveFile(path, peppers, override_store=sink, clock=clock) as live_file:
         assert await in_force(sink) == {"user:0": {"burst": {"limit": 500}}, "user:1": {"burst": {"limit": 600}}}
         write(path, config(tenant=overrides(clock, 700)))
         await live_file.poll()
         assert await in_force(sink) == {"user:0": {"burst": {"limit": 700}}}
     write(path, config())
     async with LiveFile(
-        path, peppers, sink=sink, clock=clock
+        path, peppers, override_store=sink, clock=clock
     ):  # overrides that were removed while no process ran are deleted too
         assert await in_force(sink) == {}
 
@@ -337,7 +345,7 @@ async def test_overrides_that_could_not_be_mirrored_are_mirrored_later(
     async def away(*_: object, **__: object) -> None:
         raise StoreUnavailable("away")
 
-    async with LiveFile(path, peppers, sink=sink, clock=clock) as live_file:
+    async with LiveFile(path, peppers, override_store=sink, clock=clock) as live_file:
         write(path, config(tenant=overrides(clock, 500)))
         with monkeypatch.context() as patched:
             patched.setattr(sink, "list_overrides", away)

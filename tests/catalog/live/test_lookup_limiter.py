@@ -392,8 +392,8 @@ async def test_look_ups_that_wait_are_bounded_and_the_rest_is_refused_at_once(
     answers = await asyncio.gather(*tasks, return_exceptions=True)
     assert {type(answer) for answer in answers} == {UnknownKey, TooManyUnknownKeys}
     assert not lookup_limiter._active
-    assert not lookup_limiter._clean_queue
-    assert not lookup_limiter._failed_queue
+    assert not lookup_limiter._queue_without_failures
+    assert not lookup_limiter._queue_with_failures
     await cache.close()
 
 

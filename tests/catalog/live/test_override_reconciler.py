@@ -22,8 +22,8 @@ from limitforge.catalog.live import live_catalog as live_catalog_module
 from limitforge.catalog.live.cache.entries import Caller
 from limitforge.catalog.live.live_catalog import LiveCatalog
 from limitforge.catalog.live.overrides import reconciler as reconciler_module
+from limitforge.catalog.live.overrides.override_sync import OverrideSync
 from limitforge.catalog.live.overrides.reconciler import OverrideReconciler
-from limitforge.catalog.live.overrides.sync import OverrideSync
 from limitforge.catalog.live.sources import DatabaseSource
 from limitforge.catalog.model import Override, Plan, Tenant
 from limitforge.errors import StoreUnavailable
@@ -74,9 +74,11 @@ async def live_catalog(
     """A live catalog that applies its own changes, and has no background tasks."""
 
     def placed(tenant: Tenant) -> None:
-        limiter.set_lanes(tenant.id, tenant.placement)
+        limiter.set_lanes(tenant.id, tenant.lane_layout)
 
-    live_catalog = LiveCatalog(database, peppers, shared=shared, sink=limiter, clock=clock, on_tenant_loaded=placed)
+    live_catalog = LiveCatalog(
+        database, peppers, catalog_redis=shared, override_store=limiter, clock=clock, on_tenant_loaded=placed
+    )
     yield live_catalog
     await live_catalog.cache.close()
 
@@ -203,7 +205,7 @@ async def test_a_tenant_with_lanes_gets_its_overrides_back_in_each_lane(
     async with Limiter.connect(redis_url, clock=clock, options=PATIENT) as other:
 
         def placed(tenant: Tenant) -> None:
-            other.set_lanes(tenant.id, tenant.placement)
+            other.set_lanes(tenant.id, tenant.lane_layout)
 
         source = DatabaseSource(database)
         reconciler = OverrideReconciler(source, other, OverrideSync(source, other, clock, placed), clock)
@@ -252,7 +254,7 @@ async def test_a_process_that_can_not_read_the_catalog_lets_another_one_lead(
     await override(live_catalog.catalog, account, *SUBJECTS)
     away = Database("postgresql://limitforge@127.0.0.1:1/none")
     async with closing(away):
-        cut_off = LiveCatalog(away, peppers, shared=shared, sink=limiter, clock=clock)
+        cut_off = LiveCatalog(away, peppers, catalog_redis=shared, override_store=limiter, clock=clock)
         assert cut_off._reconciler is not None
         assert live_catalog._reconciler is not None
         await cut_off._reconciler.step()
@@ -306,7 +308,7 @@ async def test_a_step_compares_a_page_and_the_next_step_the_next_page(
     reconciler: OverrideReconciler,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reconciler_module, "PAGE", 10)
+    monkeypatch.setattr(reconciler_module, "OVERRIDES_PER_STEP", 10)
     subjects = [f"s{number:02}" for number in range(35)]
     other = await create_account(live_catalog.catalog, "other")
     await override(live_catalog.catalog, account, *subjects[:18])
@@ -330,7 +332,7 @@ async def test_a_page_of_which_nothing_is_lost_costs_one_query_and_a_few_calls(
     database: Database,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reconciler_module, "PAGE", 20)
+    monkeypatch.setattr(reconciler_module, "OVERRIDES_PER_STEP", 20)
     monkeypatch.setattr(reconciler_module, "TARGETS_PER_CALL", 2)
     accounts = [account, *[await create_account(live_catalog.catalog, f"tenant-{number}") for number in range(6)]]
     for each in accounts:
@@ -358,7 +360,7 @@ async def test_it_hurries_while_overrides_get_lost_and_rests_afterwards(
     reconciler: OverrideReconciler,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reconciler_module, "PAGE", 2)
+    monkeypatch.setattr(reconciler_module, "OVERRIDES_PER_STEP", 2)
     monkeypatch.setattr(reconciler_module, "PAUSE_SECONDS", 1_000.0)
     monkeypatch.setattr(reconciler_module, "FAST_PASS_SECONDS", 300.0)
     await override(live_catalog.catalog, account, *SUBJECTS)
@@ -388,7 +390,7 @@ async def test_one_process_of_many_reconciles_and_another_takes_over_when_it_is_
     await override(live_catalog.catalog, account, *SUBJECTS)
     source = DatabaseSource(database)
     one, two = (
-        OverrideReconciler(source, limiter, OverrideSync(source, limiter, clock), clock, shared=shared)
+        OverrideReconciler(source, limiter, OverrideSync(source, limiter, clock), clock, catalog_redis=shared)
         for _ in range(2)
     )
     for _ in range(3):
@@ -589,7 +591,7 @@ async def test_overrides_on_each_master_of_a_cluster_come_back(
     url = cluster_servers.url
 
     def placed(tenant: Tenant) -> None:
-        replica.limiter.set_lanes(tenant.id, tenant.placement)
+        replica.limiter.set_lanes(tenant.id, tenant.lane_layout)
 
     replica = Replica(str(database.url), url, peppers=peppers, limiter_url=url, on_tenant_loaded=placed)
     async with replica:
@@ -618,7 +620,7 @@ async def test_a_dead_master_does_not_keep_the_overrides_of_the_others_from_comi
     with RedisCluster(masters=3, replicas=0) as servers:
         async with Limiter.connect(servers.url, clock=clock, options=options) as limiter:
             shared = CatalogRedis(servers.url)
-            live_catalog = LiveCatalog(database, peppers, shared=shared, sink=limiter, clock=clock)
+            live_catalog = LiveCatalog(database, peppers, catalog_redis=shared, override_store=limiter, clock=clock)
             source = DatabaseSource(database)
             reconciler = OverrideReconciler(source, limiter, OverrideSync(source, limiter, clock), clock)
             accounts = [await create_account(live_catalog.catalog, f"tenant-{number}") for number in range(8)]
@@ -684,7 +686,7 @@ async def _play(
     shutil.copy(migrated, folder / "played.db")
     clock, database, shared = ManualClock(), Database(f"sqlite:///{folder}/played.db"), CatalogRedis(server.url)
     limiter = Limiter.connect(server.url, clock=clock, options=PATIENT)
-    live_catalog = LiveCatalog(database, peppers, shared=shared, sink=limiter, clock=clock)
+    live_catalog = LiveCatalog(database, peppers, catalog_redis=shared, override_store=limiter, clock=clock)
     wanted: dict[str, tuple[Override, int]] = {}
     with redis_py.Redis.from_url(server.url) as raw:
         async with closing(live_catalog.cache, shared, limiter, database):

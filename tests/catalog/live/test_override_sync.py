@@ -17,7 +17,7 @@ from limitforge.catalog.database.database import Database
 from limitforge.catalog.live import live_catalog as live_catalog_module
 from limitforge.catalog.live.cache.entries import Caller
 from limitforge.catalog.live.live_catalog import LiveCatalog
-from limitforge.catalog.live.overrides.sync import OverrideSync
+from limitforge.catalog.live.overrides.override_sync import OverrideSync
 from limitforge.catalog.live.sources import DatabaseSource
 from limitforge.catalog.model import Override, Plan, Tenant
 from limitforge.core.plan import LimitsLike
@@ -62,7 +62,7 @@ async def live_catalog(
     database: Database, peppers: Peppers, clock: ManualClock, limiter: Limiter
 ) -> AsyncIterator[LiveCatalog]:
     """A live catalog that applies its own changes, and has no background tasks."""
-    live_catalog = LiveCatalog(database, peppers, sink=limiter, clock=clock, lookup_seconds=PATIENCE_SECONDS)
+    live_catalog = LiveCatalog(database, peppers, override_store=limiter, clock=clock, lookup_seconds=PATIENCE_SECONDS)
     yield live_catalog
     await live_catalog.cache.close()
 
@@ -196,9 +196,11 @@ async def test_overrides_are_set_where_the_tenant_has_its_lanes(
 
     def node_with(limiter: Limiter) -> LiveCatalog:
         def placed(tenant: Tenant) -> None:
-            limiter.set_lanes(tenant.id, tenant.placement)
+            limiter.set_lanes(tenant.id, tenant.lane_layout)
 
-        return LiveCatalog(database, peppers, shared=shared, sink=limiter, clock=clock, on_tenant_loaded=placed)
+        return LiveCatalog(
+            database, peppers, catalog_redis=shared, override_store=limiter, clock=clock, on_tenant_loaded=placed
+        )
 
     writer, reader = node_with(here), node_with(there)
     async with closing(writer.cache, reader.cache, shared, here, there):
@@ -262,7 +264,7 @@ async def test_an_override_that_is_deleted_while_its_index_is_lost_does_not_act_
 ) -> None:
     """The store does not list the override any more, but its key still exists."""
     limiter = Limiter.connect(redis_url, clock=clock, options=PATIENT)
-    live_catalog = LiveCatalog(database, peppers, sink=limiter, clock=clock)
+    live_catalog = LiveCatalog(database, peppers, override_store=limiter, clock=clock)
     async with closing(live_catalog.cache, limiter):
         account = await create_account(live_catalog.catalog, limits="5/minute")
         caller = await live_catalog.cache.callers.find(account.text)
@@ -292,7 +294,7 @@ async def test_more_overrides_than_fit_on_a_page_are_all_mirrored(
     override_sync: OverrideSync,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("limitforge.catalog.live.overrides.sync.PAGE", 3)
+    monkeypatch.setattr("limitforge.catalog.live.overrides.override_sync.OVERRIDES_PER_PAGE", 3)
     async with live_catalog.catalog.edit("test") as edit:
         for index in range(20):
             fields = {"tenant_id": account.tenant.id, "resource": "r", "subject": f"s{index}", "ttl_seconds": HOUR}
@@ -505,7 +507,7 @@ async def test_what_the_store_refuses_does_not_undo_a_change_and_is_tried_again(
             return await super().set_override(*args, **kwargs)
 
     sink = Full(limiter)
-    live_catalog = LiveCatalog(database, peppers, sink=sink, clock=clock)
+    live_catalog = LiveCatalog(database, peppers, override_store=sink, clock=clock)
     account = await create_account(live_catalog.catalog)
     caller = await live_catalog.cache.callers.find(account.text)
     await override(live_catalog.catalog, account, 50)

@@ -20,8 +20,8 @@ from limitforge.catalog.database.database import Database
 from limitforge.catalog.database.outbox import Announcement, unpublished_announcements
 from limitforge.catalog.live import live_catalog as live_catalog_module
 from limitforge.catalog.live import outbox_relay as relay_module
-from limitforge.catalog.live.overrides import sync as override_sync_module
-from limitforge.catalog.live.overrides.sync import OverrideSync
+from limitforge.catalog.live.overrides import override_sync as override_sync_module
+from limitforge.catalog.live.overrides.override_sync import OverrideSync
 from limitforge.catalog.live.sources import DatabaseSource
 from limitforge.catalog.model import Key, TenantConfig
 from limitforge.errors import PartialFailure
@@ -205,11 +205,11 @@ async def test_all_tenants_are_compared_although_one_master_is_dead(
                 assert found.limits == {"minute": {"limit": 7}}
             source.read.clear()
             with pytest.raises(PartialFailure):
-                await override_sync.sync_failed()
+                await override_sync.retry_failed_tenants()
             assert set(source.read) == failure.value.failed
             override_sync.forget_failures()
             with pytest.raises(PartialFailure):
-                await override_sync.sync_failed()
+                await override_sync.retry_failed_tenants()
             assert set(source.read) == {each.tenant.id for each in (*away, *well)}
         finally:
             dead.restart()

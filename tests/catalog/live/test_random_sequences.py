@@ -67,8 +67,8 @@ class Simulation:
     async def move(self) -> None:
         moves: dict[str, Callable[[Account], Awaitable[Any]]] = {
             "limits": lambda account: set_limits(self.catalog, account, f"{self.random.randint(6, 99)}/minute"),
-            "disable": lambda account: self.edit(lambda edit: edit.disable_key(account.key.id)),
-            "enable": lambda account: self.edit(lambda edit: edit.disable_key(account.key.id, disabled=False)),
+            "disable": lambda account: self.edit(lambda edit: edit.set_key_disabled(account.key.id, disabled=True)),
+            "enable": lambda account: self.edit(lambda edit: edit.set_key_disabled(account.key.id, disabled=False)),
             "suspend": lambda account: self.suspend(account, True),
             "resume": lambda account: self.suspend(account, False),
             "rotate": self.rotate,

@@ -24,7 +24,7 @@ from limitforge.catalog.history import Stamp
 from limitforge.catalog.live.cache.catalog_cache import CatalogCache
 from limitforge.catalog.live.cache.lookup_limiter import LookupLimiter
 from limitforge.catalog.live.live_catalog import LiveCatalog
-from limitforge.catalog.live.shared_copies import FORMAT, SharedCopies
+from limitforge.catalog.live.shared_copies import COPY_FORMAT, SharedCopies
 from limitforge.catalog.live.signing import Signer
 from limitforge.catalog.live.sources import DatabaseSource
 from limitforge.catalog.model import OPERATOR, Key, Plan, Policy, Tenant, TenantConfig
@@ -52,7 +52,7 @@ from tests.catalog.replicas import (
 from tests.servers import RedisServer
 
 MINUTE_US = 60_000_000
-HEAD = struct.pack(">Q", 9) + FORMAT + struct.pack(">QQQQ", 0, 9, 0, 2**40)
+HEAD = struct.pack(">Q", 9) + COPY_FORMAT + struct.pack(">QQQQ", 0, 9, 0, 2**40)
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ async def live_catalog(
     database: Database, peppers: Peppers, clock: ManualClock, shared: CatalogRedis
 ) -> AsyncIterator[LiveCatalog]:
     """A live catalog that writes, and has no background tasks."""
-    live_catalog = LiveCatalog(database, peppers, shared=shared, clock=clock, lookup_seconds=PATIENCE_SECONDS)
+    live_catalog = LiveCatalog(database, peppers, catalog_redis=shared, clock=clock, lookup_seconds=PATIENCE_SECONDS)
     yield live_catalog
     await live_catalog.cache.close()
 
@@ -330,8 +330,8 @@ async def test_a_copy_of_another_release_is_not_believed(
         client.set(name, sealer.sign(name, HEAD + right))
         assert await copied_config(copies, "acme") == config
         for copy in (
-            HEAD.replace(FORMAT, b"2", 1) + right,
-            HEAD.replace(FORMAT, b"4", 1) + right,
+            HEAD.replace(COPY_FORMAT, b"2", 1) + right,
+            HEAD.replace(COPY_FORMAT, b"4", 1) + right,
             *(HEAD + msgspec.msgpack.encode(fields) for fields in (newer, older, bad_plan)),
         ):
             client.set(name, sealer.sign(name, copy))
@@ -597,7 +597,7 @@ async def copies_after(url: str, redis_url: str, edits: list[tuple[Any, ...]]) -
     """Compare all copies. Return the number of live ones, and of deleted entities without a copy."""
     database, shared = Database(url), CatalogRedis(redis_url)
     clock = ManualClock()
-    live_catalog = LiveCatalog(database, Peppers.parse(PEPPERS), shared=shared, clock=clock)
+    live_catalog = LiveCatalog(database, Peppers.parse(PEPPERS), catalog_redis=shared, clock=clock)
     copies = shared_copies(shared, Peppers.parse(PEPPERS))
     ever: set[str] = set()
     try:

@@ -67,7 +67,7 @@ def stored(client: redis_py.Redis, name: str) -> bytes:
 
 def a_node(database: Database, peppers: Peppers, clock: ManualClock, shared: CatalogRedis) -> LiveCatalog:
     """Return a live catalog without background tasks."""
-    return LiveCatalog(database, peppers, shared=shared, clock=clock)
+    return LiveCatalog(database, peppers, catalog_redis=shared, clock=clock)
 
 
 # --- Copies ----------------------------------------------------------------------------------------------------------

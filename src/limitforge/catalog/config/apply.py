@@ -103,7 +103,7 @@ class _DesiredState:
         current = state_to_document(state, now)
         diagnostics = Diagnostics(self._source)
         validate(self._document, current, now, diagnostics, only)
-        await self._check_keys(connection, state, diagnostics, only)
+        await self._validate_keys(connection, state, diagnostics, only)
         diagnostics.raise_if_any()
         return diff_documents(document, current, now, prune=self._prune), state
 
@@ -112,7 +112,7 @@ class _DesiredState:
         tenants = tuple(each for each in self._document.tenants or () if each.name in only)
         return ConfigDocument(operator=operator, tenants=tenants)
 
-    async def _check_keys(
+    async def _validate_keys(
         self, connection: AsyncConnection, state: CatalogState, diagnostics: Diagnostics, only: Collection[str] | None
     ) -> None:
         """Check keys against the database: whether they exist, and which tenant owns them."""
@@ -139,9 +139,9 @@ class _DesiredState:
             if wanted.spec.secrets is None:
                 problem = "is required for a new key: `limitforge keys make` generates one"
                 diagnostics.add(f"{wanted.path}.secrets", problem)
-        await self._check_secrets(connection, wanted_keys, existing, deleted_owners, diagnostics)
+        await self._validate_secrets(connection, wanted_keys, existing, deleted_owners, diagnostics)
 
-    async def _check_secrets(
+    async def _validate_secrets(
         self,
         connection: AsyncConnection,
         wanted_keys: Mapping[str, "_WantedKey"],
@@ -192,7 +192,7 @@ class _BatchWriter:
         self._actor = actor
         self._state = state
         self._revision = revision
-        self._is_state_current = True  # until another writer commits
+        self._no_other_writes = True  # until another writer commits
         self._done = self._total = 0
         self._on_progress: ProgressCallback | None = None
 
@@ -206,7 +206,7 @@ class _BatchWriter:
         try:
             changes = await self._write(batch)
         except VersionConflict:  # the clean-up may have deleted an expired override, for example
-            self._is_state_current = False
+            self._no_other_writes = False
             changes = await self._write(batch)
         self.changes += changes
         self._done += len(batch.names)
@@ -219,11 +219,11 @@ class _BatchWriter:
         writes = EntityChanges(CatalogState(self._state.operator, known), changes, self._actor)
         # A catalog of the command line has no `on_commit`: the outbox relay of a running service publishes the changes.
         async with self._catalog.edit(self._actor) as edit:
-            self._is_state_current = self._is_state_current and edit.revision == self._revision + 1
-            if not self._is_state_current:
+            self._no_other_writes = self._no_other_writes and edit.revision == self._revision + 1
+            if not self._no_other_writes:
                 changes, state = await self._desired.compare(edit.connection, edit.now, batch.names)
                 writes = EntityChanges(state, changes, self._actor)
-            await edit.write_changes(writes.pairs)
+            await edit.write_changes(writes.changes)
             await edit.set_default_plans(writes.created_tenants)
         self._revision = edit.revision
         return changes

@@ -66,7 +66,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
                 for path, value in _flat_fields(self.after, spec_to_dict).items()
                 if path not in _TITLE_FIELDS
             }
-        before, after = _flat_fields(self.before, _with_defaults), _flat_fields(self.after, _with_defaults)
+        before, after = _flat_fields(self.before, _all_fields), _flat_fields(self.after, _all_fields)
         found = {
             path: (before.get(path, ABSENT), after.get(path, ABSENT))
             for path in dict.fromkeys((*before, *after))
@@ -223,7 +223,7 @@ def _flat_fields(spec: Spec | None, to_fields: Callable[[Spec], dict[str, Any]])
     return found
 
 
-def _with_defaults(spec: Spec) -> dict[str, Any]:
+def _all_fields(spec: Spec) -> dict[str, Any]:
     """Return all fields with a value, including defaults."""
     values = {name: getattr(spec, name) for name in spec.__struct_fields__}
     present = {name: value for name, value in values.items() if value not in (None, "", {}, ())}

@@ -17,7 +17,7 @@ import msgspec
 from limitforge.catalog.config import strict_yaml
 from limitforge.catalog.config.diagnostics import Diagnostics, describe_value
 from limitforge.catalog.config.specs import (
-    ENTITY_TYPE_OF,
+    ENTITY_TYPE_BY_SPEC,
     SECTIONS,
     SPEC_TYPES,
     ConfigDocument,
@@ -121,7 +121,9 @@ def _parse_section(name: str, sections: Mapping[str, Any], path: str, tenant_id:
         )
         if spec is not None:
             with diagnostics.at(item_path):
-                build_entity(ENTITY_TYPE_OF[kind], {"id": "one", "tenant_id": tenant_id, **entity_fields(spec, str)})
+                build_entity(
+                    ENTITY_TYPE_BY_SPEC[kind], {"id": "one", "tenant_id": tenant_id, **entity_fields(spec, str)}
+                )
             found.append(spec)
     return tuple(found)
 

@@ -64,16 +64,16 @@ class EntityChanges:
             elif change.kind == "plan" and change.action is Action.CREATE:
                 self._plans[change.tenant, change.name] = new_id(Plan.id_prefix)
         ordered = sorted(changes, key=lambda change: _WRITE_ORDER.index((change.kind, change.action)))
-        self.pairs = [self._pair(change) for change in ordered]
-        self.created_tenants = [after for before, after in self.pairs if before is None and isinstance(after, Tenant)]
+        self.changes = [self._before_and_after(change) for change in ordered]
+        self.created_tenants = [after for before, after in self.changes if before is None and isinstance(after, Tenant)]
 
-    def _pair(self, change: Change) -> tuple[Entity | None, Entity | None]:
+    def _before_and_after(self, change: Change) -> tuple[Entity | None, Entity | None]:
         spec = change.after or change.before
         identity = "" if change.kind in ("tenant", "operator") else spec_identity(spec)
         before = self._existing.get((change.kind, change.tenant, identity))
-        return before, None if change.after is None else self._entity(change, change.after, before)
+        return before, None if change.after is None else self._entity_after(change, change.after, before)
 
-    def _entity(self, change: Change, spec: Spec, before: Entity | None) -> Entity:
+    def _entity_after(self, change: Change, spec: Spec, before: Entity | None) -> Entity:
         spec = operator_as_tenant(spec) if isinstance(spec, OperatorSpec) else spec
         fields = {} if before is None else current_fields(before)
         wanted = entity_fields(spec, lambda name: self._plans[change.tenant, name])

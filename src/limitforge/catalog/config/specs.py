@@ -129,7 +129,7 @@ class KeySpec(Spec, frozen=True, kw_only=True):
         _convert_to_utc(self, "expires_at")
         _set(self, "scopes", tuple(sorted(self.scopes, key=list(KeyScope).index)))
         if self.secrets is not None:
-            _set(self, "secrets", tuple(sorted(self.secrets, key=_newest_first)))
+            _set(self, "secrets", tuple(sorted(self.secrets, key=_secret_order)))
 
 
 class OverrideSpec(Spec, frozen=True, kw_only=True):
@@ -209,7 +209,7 @@ SPEC_TYPES: Mapping[str, type[Spec]] = {
     "keys": KeySpec,
     "overrides": OverrideSpec,
 }
-ENTITY_TYPE_OF: Mapping[type[Spec], type[Entity]] = {
+ENTITY_TYPE_BY_SPEC: Mapping[type[Spec], type[Entity]] = {
     PlanSpec: Plan,
     PolicySpec: Policy,
     KeySpec: Key,
@@ -282,13 +282,13 @@ def drop_expired(tenant: TenantSpec, now: datetime) -> TenantSpec:
 # --- Specs and entities ----------------------------------------------------------------------------------------------
 
 
-def entity_fields(spec: Spec, plan_id: Callable[[str], str]) -> dict[str, Any]:
+def entity_fields(spec: Spec, plan_id_of: Callable[[str], str]) -> dict[str, Any]:
     """Return the fields of the entity that a spec describes: plans by id, without the sections of a tenant."""
     fields: dict[str, Any] = {}
     for name in spec.__struct_fields__:
         value = getattr(spec, name)
         if name in _PLAN_ID_FIELDS:
-            fields[_PLAN_ID_FIELDS[name]] = None if value is None else plan_id(value)
+            fields[_PLAN_ID_FIELDS[name]] = None if value is None else plan_id_of(value)
         elif name == "secrets":
             fields[name] = tuple(msgspec.to_builtins(each, builtin_types=(datetime,)) for each in value or ())
         elif name not in SECTIONS:
@@ -341,7 +341,7 @@ def _drop_expired_secrets(key: KeySpec, now: datetime) -> KeySpec:
     return msgspec.structs.replace(key, secrets=valid)
 
 
-def _newest_first(secret: SecretSpec) -> tuple[bool, float, str]:
+def _secret_order(secret: SecretSpec) -> tuple[bool, float, str]:
     expiry = secret.expires_at
     return expiry is not None, 0 if expiry is None else -expiry.timestamp(), secret.hash
 

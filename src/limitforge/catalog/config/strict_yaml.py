@@ -28,7 +28,7 @@ _INTEGER = re.compile(r"[-+]?[0-9]{1,40}")
 _FLOAT = re.compile(r"[-+]?(?:\.[0-9]{1,40}|[0-9]{1,40}(?:\.[0-9]{0,40})?)(?:[eE][-+]?[0-9]{1,3})?")
 _HARMLESS_TAGS = frozenset(f"tag:yaml.org,2002:{name}" for name in ("str", "map", "seq"))
 _INDEX = re.compile(r"\[(?P<index>[0-9]+)\]")
-_PLAIN_SCALAR = re.compile(r"[A-Za-z/][A-Za-z0-9_./{}@+-]*(?::[A-Za-z0-9_./{}@+-]+)*")
+_NEEDS_NO_QUOTES = re.compile(r"[A-Za-z/][A-Za-z0-9_./{}@+-]*(?::[A-Za-z0-9_./{}@+-]+)*")
 _AMBIGUOUS_WORDS = frozenset(("y", "n", "yes", "no", "on", "off", "true", "false", "null"))
 """Words that other YAML parsers may not read as text, so they are quoted."""
 _UNPRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
@@ -45,7 +45,7 @@ class YamlNode(msgspec.Struct, eq=False, gc=False):
     """The values of a mapping by name, each with the line of that name."""
     items: list["YamlNode"] = []
     size: int = 1
-    height: int = 1
+    depth_below: int = 1
 
 
 class SourceFile(msgspec.Struct, frozen=True, eq=False):
@@ -201,7 +201,7 @@ class _Composer:
         if self._stack and isinstance(self._stack[-1].node.value, dict) and self._stack[-1].key is None:
             raise _error(self._name, line, "the name of a field must be text")
         self._count(node.size, line)
-        if len(self._stack) + node.height > MAX_DEPTH:
+        if len(self._stack) + node.depth_below > MAX_DEPTH:
             raise _error(self._name, line, f"is nested deeper than {MAX_DEPTH} levels")
         self._attach(node, line)
 
@@ -224,7 +224,7 @@ class _Composer:
             parent.value[name] = node.value
             inside.key = None
         parent.size += node.size
-        parent.height = max(parent.height, node.height + 1)
+        parent.depth_below = max(parent.depth_below, node.depth_below + 1)
 
     def _merged(self, node: YamlNode, line: int) -> list[YamlNode]:
         nodes = node.items if isinstance(node.value, list) else [node]
@@ -296,7 +296,7 @@ def _dump_scalar(value: Any) -> str:
     if isinstance(value, datetime):
         return format_time(value)
     if isinstance(value, str):
-        if _PLAIN_SCALAR.fullmatch(value) and value.lower() not in _AMBIGUOUS_WORDS:
+        if _NEEDS_NO_QUOTES.fullmatch(value) and value.lower() not in _AMBIGUOUS_WORDS:
             return value
         return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found.group()):04x}", json.dumps(value, ensure_ascii=False))
     return json.dumps(value)

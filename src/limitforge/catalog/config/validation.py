@@ -51,9 +51,9 @@ def validate(
         )
     tenants = document.tenants or ()
     if only is None:
-        _check_unique("tenants", "name", (each.name for each in tenants), diagnostics)
+        _validate_unique("tenants", "name", (each.name for each in tenants), diagnostics)
         owners = [(f"tenants[{index}]", each.keys or ()) for index, each in enumerate(tenants)]
-        _check_keys_are_unique(owners, diagnostics)
+        _validate_unique_keys(owners, diagnostics)
     for index, tenant in enumerate(tenants):
         if only is not None and tenant.name not in only:
             continue
@@ -77,7 +77,7 @@ def _validate_tenant(
             whole = msgspec.structs.replace(whole, **{name: (existing and getattr(existing, name)) or ()})
     _validate_sections(path, tenant, now, diagnostics)
     if whole.plans is not None:
-        _check_plans_exist(path, tenant, whole, diagnostics)
+        _validate_plan_references(path, tenant, whole, diagnostics)
     if whole.policies is not None:
         with diagnostics.at(join_path(path, "policies")):
             PolicyMatcher(
@@ -89,12 +89,12 @@ def _validate_tenant(
 
 def _validate_sections(path: str, tenant: TenantSpec, now: datetime, diagnostics: Diagnostics) -> None:
     """Check the sections of a tenant that need nothing else: unique names, numbers of entries, expiries."""
-    _check_unique(f"{path}.plans", "name", (each.name for each in tenant.plans or ()), diagnostics)
-    _check_unique(
+    _validate_unique(f"{path}.plans", "name", (each.name for each in tenant.plans or ()), diagnostics)
+    _validate_unique(
         f"{path}.policies", "resource", (each.canonical_pattern for each in tenant.policies or ()), diagnostics
     )
     targets = [(each.resource, each.subject) for each in tenant.overrides or ()]
-    _check_unique(f"{path}.overrides", "subject", targets, diagnostics, " the resource and subject of")
+    _validate_unique(f"{path}.overrides", "subject", targets, diagnostics, " the resource and subject of")
     for name, specs, maximum in (
         ("plans", tenant.plans, MAX_PLANS_PER_TENANT),
         ("policies", tenant.policies, MAX_POLICIES_PER_TENANT),
@@ -111,7 +111,7 @@ def _validate_sections(path: str, tenant: TenantSpec, now: datetime, diagnostics
             diagnostics.add(f"{path}.overrides", why)
 
 
-def _check_unique(
+def _validate_unique(
     path: str, field: str, values: Iterable[Any], diagnostics: Diagnostics, description: str = ""
 ) -> None:
     first: dict[Any, int] = {}
@@ -121,7 +121,7 @@ def _check_unique(
         first.setdefault(value, index)
 
 
-def _check_keys_are_unique(owners: Iterable[tuple[str, Iterable[KeySpec]]], diagnostics: Diagnostics) -> None:
+def _validate_unique_keys(owners: Iterable[tuple[str, Iterable[KeySpec]]], diagnostics: Diagnostics) -> None:
     first: dict[str, str] = {}
     for path, keys in owners:
         for index, key in enumerate(keys):
@@ -133,7 +133,7 @@ def _check_keys_are_unique(owners: Iterable[tuple[str, Iterable[KeySpec]]], diag
                     first.setdefault(value, key_path)
 
 
-def _check_plans_exist(path: str, tenant: TenantSpec, whole: TenantSpec, diagnostics: Diagnostics) -> None:
+def _validate_plan_references(path: str, tenant: TenantSpec, whole: TenantSpec, diagnostics: Diagnostics) -> None:
     known = {plan.name for plan in whole.plans or ()}
     is_operator = path == "operator"
 

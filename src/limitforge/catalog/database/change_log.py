@@ -11,7 +11,7 @@ from limitforge.catalog.model import Entity, Key, Override, Tenant, Token, to_pu
 from limitforge.errors import CatalogError
 
 
-class ChangeLog:
+class ChangeRecorder:
     """The changes of one edit. Secrets never appear in it."""
 
     def __init__(self, revision: Revision, actor: str, now: datetime) -> None:

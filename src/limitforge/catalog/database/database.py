@@ -219,10 +219,10 @@ def _parse_url(given: str) -> URL:
             "must name a file, such as sqlite:///limitforge.db: other processes can't read a database in memory",
         )
     url = url.set(drivername=_DRIVERS[url.drivername])
-    return url if url.drivername.startswith("sqlite") else _check_options(url)
+    return url if url.drivername.startswith("sqlite") else _validate_options(url)
 
 
-def _check_options(url: URL) -> URL:
+def _validate_options(url: URL) -> URL:
     """Translate options of libpq to those of the driver. Refuses unknown ones."""
     unknown = url.query.keys() - {"sslmode", "ssl", "application_name"}
     if unknown:

@@ -11,8 +11,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from limitforge.catalog.credentials import PREFIXES, Credential, Peppers, new_id, require_peppers
 from limitforge.catalog.database import outbox, queries, writes
 from limitforge.catalog.database.catalog_revision import Revision
-from limitforge.catalog.database.change_log import ChangeLog, changed_entity
-from limitforge.catalog.database.entity_checks import check_entity
+from limitforge.catalog.database.change_log import ChangeRecorder, changed_entity
+from limitforge.catalog.database.entity_validation import validate_entity
 from limitforge.catalog.database.outbox import OUTBOX_RETENTION, Announcement
 from limitforge.catalog.model import (
     KEY_ID_PATTERN,
@@ -53,7 +53,7 @@ class Edit:
         self.now = now
         self._actor = actor
         self._peppers = peppers
-        self._log = ChangeLog(revision, actor, now)
+        self._changes = ChangeRecorder(revision, actor, now)
         self._tenants_with_changed_policies: set[str] = set()
 
     # --- Any entity --------------------------------------------------------------------------------------------------
@@ -63,8 +63,8 @@ class Edit:
         if kind not in (Tenant, Plan, Policy):
             raise TypeError(f"use the method that creates a {kind.kind}")
         plan = self._new_plan(fields) if kind is Plan else None
-        entity = self._new(kind, require_settable(kind, fields)) if plan is None else cast("AnyEntity", plan)
-        await check_entity(self.connection, entity, self.now)
+        entity = self._build_new(kind, require_settable(kind, fields)) if plan is None else cast("AnyEntity", plan)
+        await validate_entity(self.connection, entity, self.now)
         await writes.insert_entity(self.connection, entity)
         if isinstance(entity, Plan):
             await writes.add_plan_versions(self.connection, [entity], self._actor)
@@ -100,10 +100,12 @@ class Edit:
 
     # --- Plans -------------------------------------------------------------------------------------------------------
 
-    async def roll_back_plan(self, plan_id: str, to: int | None = None, *, expected_version: int | None = None) -> Plan:
+    async def roll_back_plan(
+        self, plan_id: str, target_version: int | None = None, *, expected_version: int | None = None
+    ) -> Plan:
         """Create a new version of a plan with the limits of an earlier one, by default of the version before."""
         plan = await self._get(Plan, plan_id, expected_version)
-        wanted = plan.version - 1 if to is None else to
+        wanted = plan.version - 1 if target_version is None else target_version
         for row in await queries.plan_versions(self.connection, plan_id):
             if row["version"] == wanted:
                 after = with_changes(plan, {"limits": tuple(row["limits"])})
@@ -114,12 +116,14 @@ class Edit:
 
     async def create_key(self, fields: Mapping[str, Any]) -> tuple[Key, Credential]:
         """Create a key, and return it with its secret, which is not stored."""
-        key = self._new(Key, require_settable(Key, fields))
-        return await self._create_secret(key, PREFIXES[key.type])
+        key = self._build_new(Key, require_settable(Key, fields))
+        return await self._insert_with_new_secret(key, PREFIXES[key.type])
 
     async def create_token(self, fields: Mapping[str, Any]) -> tuple[Token, Credential]:
         """Create an admin token, and return it with its secret, which is not stored."""
-        return await self._create_secret(self._new(Token, require_settable(Token, fields)), PREFIXES["admin"])
+        return await self._insert_with_new_secret(
+            self._build_new(Token, require_settable(Token, fields)), PREFIXES["admin"]
+        )
 
     async def add_key(self, key: Key) -> Key:
         """Add a key that was generated elsewhere, with the hashes of its secrets."""
@@ -127,7 +131,7 @@ class Edit:
             raise InvalidInput("id", "must be key_ and 16 letters or digits")
         if await queries.find(self.connection, Key, key.id) is not None:
             raise Conflict(f"a key {key.id} already exists")
-        return await self._add_with_secrets(self._with_version(None, key))
+        return await self._insert_with_secrets(self._with_version(None, key))
 
     async def rotate_key(
         self, key_id: str, grace_seconds: float = 0, *, expected_version: int | None = None
@@ -177,11 +181,13 @@ class Edit:
             raise InvalidInput("expires_at", "is required, unless ttl_seconds is given")
         if isinstance(values.get("limits"), Mapping):
             values["limits"] = copy_changes(values["limits"])
-        override = msgspec.structs.replace(self._new(Override, require_settable(Override, values)), set_by=self._actor)
-        await check_entity(self.connection, override, self.now)
+        override = msgspec.structs.replace(
+            self._build_new(Override, require_settable(Override, values)), set_by=self._actor
+        )
+        await validate_entity(self.connection, override, self.now)
         same = {"tenant_id": override.tenant_id, "resource": override.resource, "subject": override.subject}
         for before in await queries.find_by(self.connection, Override, **same):
-            self._check_version(before, expected_version)
+            self._require_version(before, expected_version)
             after = msgspec.structs.replace(override, id=before.id, created_at=before.created_at)
             return await self._replace_one(before, after)
         if expected_version is not None:
@@ -210,7 +216,7 @@ class Edit:
                 await self._replace_all(
                     [(before, after) for before, after in pairs if before is not None and after is not None]
                 )
-            await writes.add_audit_entries(self.connection, [self._log.record(action, *pair) for pair in pairs])
+            await writes.add_audit_entries(self.connection, [self._changes.record(action, *pair) for pair in pairs])
 
     async def set_default_plans(self, tenants: Iterable[Tenant]) -> None:
         """Set the default plans of tenants that `write_changes` created before their plans."""
@@ -223,7 +229,7 @@ class Edit:
 
         Return the announcements. `Catalog.edit` calls this before the commit.
         """
-        announcements = self._log.announcements()
+        announcements = self._changes.announcements()
         for tenant_id in self._tenants_with_changed_policies:
             policies = await queries.list_for_tenant(self.connection, Policy, tenant_id)
             PolicyMatcher((policy.pattern, policy) for policy in policies)  # refuses patterns that overlap too much
@@ -241,23 +247,23 @@ class Edit:
             raise InvalidInput("name", "is required, and must be text")
         own = {field: fields[field] for field in ("tenant_id", "name") if field in fields}
         try:
-            return self._new(Plan, {**own, "limits": parse_plan_limits(fields["name"], fields)})
+            return self._build_new(Plan, {**own, "limits": parse_plan_limits(fields["name"], fields)})
         except InvalidInput as error:
             if "limits" in fields:
                 raise
             raise InvalidInput(error.field.removeprefix("limits[0]."), error.problem) from None
 
-    def _new(self, kind: type[AnyEntity], fields: Mapping[str, Any]) -> AnyEntity:
+    def _build_new(self, kind: type[AnyEntity], fields: Mapping[str, Any]) -> AnyEntity:
         own = {"id": new_id(kind.id_prefix), "created_at": self.now, "updated_at": self.now}
         return build_entity(kind, {**fields, **own})
 
     async def _get(self, kind: type[AnyEntity], identity: str, expected_version: int | None) -> AnyEntity:
         entity = await queries.get(self.connection, kind, identity)
-        self._check_version(entity, expected_version)
+        self._require_version(entity, expected_version)
         return entity
 
     @staticmethod
-    def _check_version(entity: Entity, expected_version: int | None) -> None:
+    def _require_version(entity: Entity, expected_version: int | None) -> None:
         if expected_version is not None and expected_version != entity.version:
             raise VersionConflict(
                 f"{entity.kind} {entity.id} is at version {entity.version}, not {expected_version}: "
@@ -266,7 +272,7 @@ class Edit:
 
     async def _replace_one(self, before: AnyEntity, after: AnyEntity, action: str = "update") -> AnyEntity:
         after = self._with_version(before, after)
-        await check_entity(self.connection, after, self.now)
+        await validate_entity(self.connection, after, self.now)
         await self._replace_all([(before, after)])
         await self._add_audit_entry(action, before, after)
         return after
@@ -280,7 +286,7 @@ class Edit:
             await writes.add_plan_versions(self.connection, plans, self._actor)
         for before, after in pairs:
             if isinstance(before, Key | Token) and isinstance(after, Key | Token) and after.secrets != before.secrets:
-                await writes.set_secrets(self.connection, after, self.now)
+                await writes.replace_secret_hashes(self.connection, after, self.now)
 
     def _with_version(self, before: Entity | None, after: MaybeEntity) -> MaybeEntity:
         """Return the entity after a change with its new version and times."""
@@ -291,17 +297,17 @@ class Edit:
         version, created_at = (first, self.now) if before is None else (before.version + 1, before.created_at)
         return msgspec.structs.replace(after, version=version, created_at=created_at, updated_at=self.now)
 
-    async def _create_secret(self, entity: AnyEntity, prefix: str) -> tuple[AnyEntity, Credential]:
+    async def _insert_with_new_secret(self, entity: AnyEntity, prefix: str) -> tuple[AnyEntity, Credential]:
         peppers = require_peppers(self._peppers)
         credential = Credential.generate(prefix, entity.id.partition("_")[2], peppers)
         entity = msgspec.structs.replace(entity, secrets=(peppers.hash_credential(credential),))
-        return await self._add_with_secrets(entity), credential
+        return await self._insert_with_secrets(entity), credential
 
-    async def _add_with_secrets(self, entity: AnyEntity) -> AnyEntity:
-        await check_entity(self.connection, entity, self.now)
+    async def _insert_with_secrets(self, entity: AnyEntity) -> AnyEntity:
+        await validate_entity(self.connection, entity, self.now)
         await writes.insert_entity(self.connection, entity)
         if isinstance(entity, Key | Token):
-            await writes.set_secrets(self.connection, entity, self.now)
+            await writes.replace_secret_hashes(self.connection, entity, self.now)
         await self._add_audit_entry("create", None, entity)
         return entity
 
@@ -309,7 +315,7 @@ class Edit:
         entity = changed_entity(before, after)
         if isinstance(entity, Policy):
             self._tenants_with_changed_policies.add(entity.tenant_id)
-        await writes.add_audit_entries(self.connection, [self._log.record(action, before, after)])
+        await writes.add_audit_entries(self.connection, [self._changes.record(action, before, after)])
 
 
 def _kind_and_action(change: tuple[Entity | None, Entity | None]) -> tuple[str, str]:

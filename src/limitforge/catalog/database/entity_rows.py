@@ -9,7 +9,7 @@ from sqlalchemy import Select, Table, and_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from limitforge.catalog.database import tables
-from limitforge.catalog.field_checks import is_storable
+from limitforge.catalog.field_validation import is_storable
 from limitforge.catalog.model import (
     AnyEntity,
     Entity,

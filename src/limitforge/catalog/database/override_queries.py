@@ -26,7 +26,7 @@ class OverrideRow(msgspec.Struct, frozen=True):
 class DeletedOverride(msgspec.Struct, frozen=True):
     """An override that was deleted. `number` grows with each deletion."""
 
-    number: int
+    deletion_number: int
     resource: str
     subject: str
 
@@ -74,7 +74,9 @@ async def tenant_revisions(connection: AsyncConnection, tenant_ids: Sequence[str
     return {tenant_id: int(revision) for tenant_id, revision in rows}
 
 
-async def unpublished_tenants(connection: AsyncConnection, tenant_ids: Iterable[str], since: datetime) -> set[str]:
+async def tenants_with_unpublished_changes(
+    connection: AsyncConnection, tenant_ids: Iterable[str], since: datetime
+) -> set[str]:
     """Return those tenants with a change after `since` that is not published yet."""
     table, wanted = tables.outbox, list(tenant_ids)
     found: set[str] = set()

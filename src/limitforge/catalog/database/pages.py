@@ -19,7 +19,7 @@ class Page(msgspec.Struct, frozen=True):
     cursor: str | None
 
 
-def check_page_size(size: int) -> int:
+def validate_page_size(size: int) -> int:
     """Return the size, or raise `InvalidInput`."""
     if type(size) is not int or not 1 <= size <= MAX_PAGE_SIZE:
         raise InvalidInput("page", f"must be from 1 to {MAX_PAGE_SIZE}, got {short_repr(size)}")

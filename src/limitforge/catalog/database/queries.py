@@ -15,8 +15,8 @@ from limitforge.catalog.database.entity_rows import (
     fetch_entities,
     select_entities,
 )
-from limitforge.catalog.database.pages import MAX_PAGE_SIZE, Page, check_page_size, decode_cursor, encode_cursor
-from limitforge.catalog.field_checks import is_storable
+from limitforge.catalog.database.pages import MAX_PAGE_SIZE, Page, decode_cursor, encode_cursor, validate_page_size
+from limitforge.catalog.field_validation import is_storable
 from limitforge.catalog.model import (
     OPERATOR,
     AnyEntity,
@@ -147,7 +147,7 @@ async def list_page(
     order, last = table.c[_order_column(kind)], decode_cursor(cursor, 2)
     if not are_storable(values):
         return Page([], None)
-    query = select_entities(kind).order_by(order, table.c.id).limit(check_page_size(size) + 1)
+    query = select_entities(kind).order_by(order, table.c.id).limit(validate_page_size(size) + 1)
     query = query.where(*(table.c[column] == value for column, value in values.items() if value is not None))
     if kind is Tenant:
         query = query.where(table.c.id != OPERATOR)
@@ -260,7 +260,7 @@ async def audit_page(
     table, last = tables.audit, decode_cursor(cursor, 1)
     if not are_storable({"tenant": tenant_id, "entity": entity_id}):
         return Page([], None)
-    query = select(table).order_by(table.c.id.desc()).limit(check_page_size(size) + 1)
+    query = select(table).order_by(table.c.id.desc()).limit(validate_page_size(size) + 1)
     if tenant_id is not None:
         query = query.where(table.c.tenant_id == tenant_id)
     if entity_id is not None:

@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from limitforge.catalog.database import tables
 from limitforge.catalog.database.entity_rows import chunked
-from limitforge.catalog.database.pages import Page, check_page_size, decode_cursor, encode_cursor
+from limitforge.catalog.database.pages import Page, decode_cursor, encode_cursor, validate_page_size
 from limitforge.catalog.model import to_datetime
 from limitforge.core.exact import US_PER_SECOND
 
@@ -66,7 +66,7 @@ async def usage_page(
     """Return a page of usage, the newest hour first, from `since` (inclusive) to `until` (exclusive)."""
     table, last = tables.usage, decode_cursor(cursor, 3)
     hour, tenant, key = table.c.hour, table.c.tenant_id, table.c.key_id
-    query = select(table).order_by(hour.desc(), tenant, key).limit(check_page_size(size) + 1)
+    query = select(table).order_by(hour.desc(), tenant, key).limit(validate_page_size(size) + 1)
     query = query.where(*(table.c[column] == value for column, value in values.items() if value is not None))
     if since is not None:
         query = query.where(hour >= since)

@@ -105,7 +105,7 @@ async def add_plan_versions(connection: AsyncConnection, plans: Sequence[Plan], 
     await connection.execute(insert(tables.plan_versions), [_version_row(each, actor) for each in plans])
 
 
-async def set_secrets(connection: AsyncConnection, entity: Key | Token, at: datetime) -> None:
+async def replace_secret_hashes(connection: AsyncConnection, entity: Key | Token, at: datetime) -> None:
     """Replace the secrets of a key or token. Secrets that stay keep their date of creation."""
     table, owner = tables.secrets, SECRET_OWNER_COLUMN[type(entity)]
     known = set(await connection.scalars(select(table.c.hash).where(owner == entity.id)))

@@ -11,13 +11,13 @@ import msgspec
 from limitforge.catalog.database.database import Database
 from limitforge.catalog.database.outbox import Announcement
 from limitforge.catalog.live.cache.catalog_cache import CatalogCache
-from limitforge.catalog.live.overrides.sync import OverrideSync
+from limitforge.catalog.live.overrides.override_sync import OverrideSync
 from limitforge.catalog.live.publisher import sync_changed_overrides
 from limitforge.catalog.model import OPERATOR
 from limitforge.errors import CatalogError, StoreError
 from limitforge.observability.events import log_event
 
-SLICE = 100  # tenants whose changes are applied together: a revocation may have to wait for them
+TENANTS_PER_SLICE = 100  # tenants whose changes are applied together: a revocation may have to wait for them
 MAX_URGENT_TENANTS = 10  # one person changes at most so many at a time; larger revisions come from an apply
 
 _log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class ChangeApplier:
         urgent: list[Announcement] = []
         deferred: list[Announcement] = []
         for each in announcements:
-            is_small = sizes[each.revision] <= MAX_URGENT_TENANTS and len(urgent) < SLICE
+            is_small = sizes[each.revision] <= MAX_URGENT_TENANTS and len(urgent) < TENANTS_PER_SLICE
             is_urgent = each.revokes or each.tenant_id == OPERATOR or is_small
             if is_urgent:
                 urgent.append(each)
@@ -65,7 +65,7 @@ class ChangeApplier:
         """Apply deferred changes in slices, until cancelled."""
         while True:
             await self._has_deferred.wait()
-            announcements = [self.deferred.pop(tenant_id) for tenant_id in list(self.deferred)[:SLICE]]
+            announcements = [self.deferred.pop(tenant_id) for tenant_id in list(self.deferred)[:TENANTS_PER_SLICE]]
             if not self.deferred:
                 self._has_deferred.clear()
             try:

@@ -21,7 +21,7 @@ from limitforge.catalog.config.validation import validate
 from limitforge.catalog.credentials import ALPHABET, ID_LENGTH
 from limitforge.catalog.database.outbox import Announcement
 from limitforge.catalog.database.override_queries import DeletedOverride, OverrideRow
-from limitforge.catalog.live.overrides.sync import MAX_DELETED
+from limitforge.catalog.live.overrides.override_sync import MAX_DELETED
 from limitforge.catalog.model import OPERATOR, Key, Override, TenantConfig, build_entity
 
 
@@ -33,7 +33,7 @@ class FileContents(msgspec.Struct, frozen=True):
     overrides: dict[str, dict[tuple[str, str], Override]]
 
 
-def load_contents(content: bytes, name: str, now: datetime) -> FileContents:
+def parse_contents(content: bytes, name: str, now: datetime) -> FileContents:
     """Parse, validate and compile a file. A section that is absent is empty, since there is no database to keep it in.
 
     Raises `InvalidInput` with all problems of the file.
@@ -53,9 +53,9 @@ def load_contents(content: bytes, name: str, now: datetime) -> FileContents:
 def compile_contents(document: ConfigDocument) -> FileContents:
     """Compile a validated document."""
     operator = operator_as_tenant(document.operator or OperatorSpec())
-    contents = FileContents({OPERATOR: build_tenant_config(operator, stable_id)}, {}, {})
+    contents = FileContents({OPERATOR: build_tenant_config(operator, id_from_names)}, {}, {})
     for tenant in document.tenants or ():
-        config = build_tenant_config(tenant, stable_id)
+        config = build_tenant_config(tenant, id_from_names)
         tenant_id = config.tenant.id
         contents.configs[tenant_id] = config
         contents.keys.update({key.id: key for key in _keys(tenant, tenant_id)})
@@ -65,7 +65,7 @@ def compile_contents(document: ConfigDocument) -> FileContents:
     return contents
 
 
-def stable_id(kind: str, *names: str) -> str:
+def id_from_names(kind: str, *names: str) -> str:
     """Return the id of the entity with these names: always the same one."""
     number = int.from_bytes(sha256("\0".join((kind, *names)).encode()).digest(), "big")
     digits = []
@@ -77,13 +77,13 @@ def stable_id(kind: str, *names: str) -> str:
 
 def _keys(tenant: TenantSpec, tenant_id: str) -> Iterable[Key]:
     for key in tenant.keys or ():
-        fields = entity_fields(key, lambda name: stable_id("pla", tenant.name, name))
+        fields = entity_fields(key, lambda name: id_from_names("pla", tenant.name, name))
         yield build_entity(Key, {"tenant_id": tenant_id, **fields})
 
 
 def _overrides(tenant: TenantSpec, tenant_id: str) -> Iterable[Override]:
     for override in tenant.overrides or ():
-        identity = stable_id("ovr", tenant.name, override.resource, override.subject)
+        identity = id_from_names("ovr", tenant.name, override.resource, override.subject)
         fields = {"id": identity, "tenant_id": tenant_id, "set_by": "file"}
         yield build_entity(Override, {**fields, **entity_fields(override, str)})
 
@@ -96,7 +96,7 @@ class FileSource:
         self._contents = FileContents({}, {}, {})
         self._deleted: dict[str, list[DeletedOverride]] = {}
 
-    def replace(self, contents: FileContents) -> list[Announcement]:
+    def set_contents(self, contents: FileContents) -> list[Announcement]:
         """Use new contents, and return an announcement for each tenant that has changed."""
         self.revision += 1
         before, self._contents = self._contents, self._with_revisions(contents)
@@ -170,9 +170,9 @@ class FileSource:
         ]
 
     async def deleted_overrides(self, tenant_id: str, after: int, since: datetime, limit: int) -> list[DeletedOverride]:
-        return [each for each in self._deleted.get(tenant_id, ()) if each.number > after][-limit:]
+        return [each for each in self._deleted.get(tenant_id, ()) if each.deletion_number > after][-limit:]
 
-    async def pending_tenants(self, tenant_ids: Iterable[str], since: datetime) -> set[str]:
+    async def tenants_with_unpublished_changes(self, tenant_ids: Iterable[str], since: datetime) -> set[str]:
         return set()  # the overrides of a new version are written before anything else reads it
 
     def _with_revisions(self, contents: FileContents) -> FileContents:

@@ -21,15 +21,15 @@ from limitforge.catalog.history import RevisionHistory, Stamp
 from limitforge.catalog.live.background import BackgroundTasks
 from limitforge.catalog.live.cache.catalog_cache import CatalogCache
 from limitforge.catalog.live.cache.entries import CacheStatus
+from limitforge.catalog.live.catalog_redis import CatalogRedis
 from limitforge.catalog.live.change_applier import ChangeApplier
 from limitforge.catalog.live.change_listener import ChangeListener
 from limitforge.catalog.live.outbox_reader import OutboxReader
 from limitforge.catalog.live.outbox_relay import OutboxRelay
 from limitforge.catalog.live.overrides.full_sync import FullOverrideSync
+from limitforge.catalog.live.overrides.override_sync import OverrideStore, OverrideSync
 from limitforge.catalog.live.overrides.reconciler import OverrideReconciler, ReconcilerStatus
-from limitforge.catalog.live.overrides.sync import OverrideSink, OverrideSync
 from limitforge.catalog.live.publisher import ChangePublisher
-from limitforge.catalog.live.shared_backend import SharedBackend
 from limitforge.catalog.live.shared_copies import SharedCopies
 from limitforge.catalog.live.signing import Signer
 from limitforge.catalog.live.sources import DatabaseSource
@@ -40,12 +40,14 @@ from limitforge.errors import CatalogError, CatalogUnavailable, StoreError
 from limitforge.observability.events import log_event
 
 POLL_SECONDS = 0.5
-POLL_WITH_POSTGRES_SECONDS = 5.0  # while Postgres notifies this process of changes
+POLL_WHILE_NOTIFIED_SECONDS = 5.0  # while Postgres notifies this process of changes
 LAST_USED_SECONDS = 10.0
 SYNC_OVERRIDES_SECONDS = 60.0
 CLEAN_UP_SECONDS = 3_600.0
 MIN_PAUSE_SECONDS = 0.05  # between two reads of the outbox: one read covers many commits of an apply
-MESSAGE_SECONDS = 1.0  # limit for one message, so that the next one is not delayed; reading the outbox applies the rest
+APPLY_MESSAGE_SECONDS = (
+    1.0  # limit for one message, so that the next one is not delayed; reading the outbox applies the rest
+)
 
 _log = logging.getLogger(__name__)
 
@@ -67,10 +69,11 @@ class LiveCatalogStatus(msgspec.Struct, frozen=True):
 class LiveCatalog:
     """A catalog and its cache, kept up to date from `start` until `close`.
 
-    `shared` is the Redis that all processes share. `sink` is the limiter in whose store overrides take effect: in that
-    Redis, or in this process only. `on_tenant_loaded` is called with each tenant that is read, before any check of it
-    is decided. `on_restored` is called with the number of lost overrides that were set again, `on_memory` with the
-    memory limit of the smallest server. `bounds` are arguments of `CatalogCache`.
+    `catalog_redis` is the Redis that all processes share. `override_store` is the limiter in whose store overrides take
+    effect: in that Redis, or in this process only. `on_tenant_loaded` is called with each tenant that is read, before
+    any check of it is decided. `on_overrides_restored` is called with the number of lost overrides that were set again,
+    and `on_redis_memory_limit` with the memory limit of the smallest server. `cache_options` are arguments of
+    `CatalogCache`.
     """
 
     def __init__(
@@ -78,20 +81,20 @@ class LiveCatalog:
         database: Database,
         peppers: Peppers,
         *,
-        shared: SharedBackend | None = None,
-        sink: OverrideSink | None = None,
+        catalog_redis: CatalogRedis | None = None,
+        override_store: OverrideStore | None = None,
         on_tenant_loaded: Callable[[Tenant], None] | None = None,
         key_prefix: str = "lf",
         clock: Clock | None = None,
-        on_restored: Callable[[int], None] | None = None,
-        on_memory: Callable[[int], None] | None = None,
-        **bounds: Any,
+        on_overrides_restored: Callable[[int], None] | None = None,
+        on_redis_memory_limit: Callable[[int], None] | None = None,
+        **cache_options: Any,
     ) -> None:
         self._clock = clock = clock or SystemClock()
         self._database = database
-        self._shared = shared
+        self._catalog_redis = catalog_redis
         self._signer = Signer(peppers)
-        self._copies = None if shared is None else SharedCopies(shared, key_prefix, self._signer)
+        self._copies = None if catalog_redis is None else SharedCopies(catalog_redis, key_prefix, self._signer)
         self._history = history = RevisionHistory()
         source = DatabaseSource(database)
         self.cache = CatalogCache(
@@ -101,27 +104,29 @@ class LiveCatalog:
             history=history,
             on_tenant_loaded=on_tenant_loaded,
             clock=clock,
-            **bounds,
+            **cache_options,
         )
         self.catalog = Catalog(database, peppers=peppers, clock=clock, on_commit=self._apply_own_change)
         self._override_sync: OverrideSync | None = None
         self._full_sync: FullOverrideSync | None = None
         self._reconciler: OverrideReconciler | None = None
-        if sink is not None:
-            override_sync = self._override_sync = OverrideSync(source, sink, clock, on_tenant_loaded)
-            self._full_sync = FullOverrideSync(database, override_sync, sink, history, shared=shared, prefix=key_prefix)
-            if shared is not None:
+        if override_store is not None:
+            override_sync = self._override_sync = OverrideSync(source, override_store, clock, on_tenant_loaded)
+            self._full_sync = FullOverrideSync(
+                database, override_sync, override_store, history, catalog_redis=catalog_redis, prefix=key_prefix
+            )
+            if catalog_redis is not None:
                 self._reconciler = OverrideReconciler(
                     source,
-                    sink,
+                    override_store,
                     override_sync,
                     clock,
-                    shared=shared,
+                    catalog_redis=catalog_redis,
                     prefix=key_prefix,
-                    on_restored=on_restored,
-                    on_memory=on_memory,
+                    on_overrides_restored=on_overrides_restored,
+                    on_redis_memory_limit=on_redis_memory_limit,
                 )
-        self._applier = ChangeApplier(database, self.cache, self._override_sync if shared is None else None)
+        self._applier = ChangeApplier(database, self.cache, self._override_sync if catalog_redis is None else None)
         self._reader = OutboxReader(
             database,
             self.catalog,
@@ -131,16 +136,16 @@ class LiveCatalog:
             self._copies,
             clock,
             on_changes=self._wake_relay,
-            on_timeline=self._timeline_found,
-            on_restored=self._database_restored,
+            on_restored_database_found=self._restored_database_found,
+            on_database_restored=self._database_restored,
             on_error=self._database_failed,
         )
         self._publisher: ChangePublisher | None = None
         self._relay: OutboxRelay | None = None
-        if shared is not None and self._copies is not None:
+        if catalog_redis is not None and self._copies is not None:
             self._publisher = ChangePublisher(
                 database,
-                shared,
+                catalog_redis,
                 self._copies,
                 self._signer,
                 self._override_sync,
@@ -149,7 +154,7 @@ class LiveCatalog:
             )
             self._relay = OutboxRelay(
                 database,
-                shared,
+                catalog_redis,
                 self._publisher,
                 key_prefix=key_prefix,
                 clock=clock,
@@ -186,10 +191,10 @@ class LiveCatalog:
             await self._database.ensure_schema()
             await self.catch_up()
             self._wake_relay()
-            if self._override_sync is not None and self._shared is None:
+            if self._override_sync is not None and self._catalog_redis is None:
                 await self._override_sync.sync_all()
         except CatalogUnavailable as error:
-            if self._shared is None:
+            if self._catalog_redis is None:
                 raise
             self._database_failed(error)
         self._start_tasks()
@@ -206,7 +211,7 @@ class LiveCatalog:
             background.start_periodic("request_full_sync", lambda: SYNC_OVERRIDES_SECONDS, self._request_full_sync)
         if self._reconciler is not None:
             background.start_periodic("reconcile_overrides", self._reconciler.pause_seconds, self._reconciler.step)
-        if self._shared is not None:
+        if self._catalog_redis is not None:
             background.start(self._listeners["redis"].run())
         if not self._database.is_sqlite:
             background.start(self._listeners["postgres"].run())
@@ -271,19 +276,19 @@ class LiveCatalog:
 
     async def _apply_message(self, announcements: Sequence[Announcement]) -> None:
         """Apply the changes of a message, unless they are from a lost timeline, which the database does not have."""
-        current = [each for each in announcements if not self._history.contradicts(each.stamp)]
+        current = [each for each in announcements if not self._history.is_from_other_history(each.stamp)]
         if not current:
             return
         self._reader.note_message(max(each.stamp for each in current), max(each.timeline for each in current))
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(MESSAGE_SECONDS):
+            async with asyncio.timeout(APPLY_MESSAGE_SECONDS):
                 await self._applier.apply_or_defer(current)
 
     async def _listen_to_redis(self) -> AsyncGenerator[None, None]:
-        if self._shared is None or self._publisher is None:
+        if self._catalog_redis is None or self._publisher is None:
             return
         channel = self._publisher.channel
-        async with contextlib.aclosing(self._shared.listen(channel)) as messages:
+        async with contextlib.aclosing(self._catalog_redis.listen(channel)) as messages:
             async for message in messages:
                 if message is None:
                     self._wake.set()
@@ -315,7 +320,7 @@ class LiveCatalog:
 
     def _redis_subscribed(self) -> None:
         """Check for missed messages. Redis may also have been replaced or restored."""
-        self._reader.check_shared_head()
+        self._reader.check_redis_head()
         if not self._is_ok:
             self.cache.revalidate_all()
         if self._full_sync is not None:
@@ -328,7 +333,7 @@ class LiveCatalog:
                 await self._background.run_to_completion(self._read_outbox())
             except CatalogError as error:
                 self._database_failed(error)
-                head = await self._reader.read_shared_head()
+                head = await self._reader.read_redis_head()
                 if head is not None:  # another process may have detected a restored database
                     self._reader.note_timeline(head.timeline)
             except StoreError as error:
@@ -337,7 +342,7 @@ class LiveCatalog:
                 log_event(
                     _log, logging.ERROR, "catalog.outbox_failed", "could not read the outbox, will retry", exc_info=True
                 )
-            pause = POLL_WITH_POSTGRES_SECONDS if self._listeners["postgres"].is_active else POLL_SECONDS
+            pause = POLL_WHILE_NOTIFIED_SECONDS if self._listeners["postgres"].is_active else POLL_SECONDS
             if self._full_sync is not None and self._full_sync.is_pending:
                 pause = POLL_SECONDS
             await asyncio.sleep(MIN_PAUSE_SECONDS)
@@ -350,7 +355,7 @@ class LiveCatalog:
         await self.catch_up()
         self.cache.confirm_up_to_date()
         self._database_recovered()
-        await self._reader.write_shared_head()
+        await self._reader.write_redis_head()
         if self._full_sync is not None and self._full_sync.is_due and self._full_sync_task is None:
             # It may take long, so the outbox is read meanwhile.
             self._full_sync_task = self._background.start_work(self._run_full_sync(self._full_sync))
@@ -362,8 +367,8 @@ class LiveCatalog:
         if self._relay is not None:
             self._relay.wake()
 
-    def _timeline_found(self) -> None:
-        if self._shared is not None and self._full_sync is not None:
+    def _restored_database_found(self) -> None:
+        if self._catalog_redis is not None and self._full_sync is not None:
             self._full_sync.request_after_restore()  # the process that began this timeline may have been killed
 
     def _database_restored(self) -> None:
@@ -430,7 +435,7 @@ class LiveCatalog:
                 "could not read the database, using copies and cached configuration",
                 error=error,
             )
-        self._reader.check_shared_head()  # another database, or a restored one, may come back
+        self._reader.check_redis_head()  # another database, or a restored one, may come back
         self.cache.mark_unreachable()
 
     def _database_recovered(self) -> None:

@@ -18,10 +18,10 @@ from limitforge.catalog.config.strict_yaml import MAX_FILE_BYTES
 from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.live.cache.catalog_cache import CatalogCache
 from limitforge.catalog.live.cache.entries import CacheStatus
-from limitforge.catalog.live.file_source import FileContents, FileSource, load_contents
+from limitforge.catalog.live.catalog_redis import CatalogRedis
+from limitforge.catalog.live.file_source import FileContents, FileSource, parse_contents
+from limitforge.catalog.live.overrides.override_sync import OverrideStore, OverrideSync
 from limitforge.catalog.live.overrides.reconciler import OverrideReconciler, ReconcilerStatus
-from limitforge.catalog.live.overrides.sync import OverrideSink, OverrideSync
-from limitforge.catalog.live.shared_backend import SharedBackend
 from limitforge.catalog.model import OPERATOR, Tenant, to_datetime
 from limitforge.core.clock import Clock, SystemClock
 from limitforge.core.exact import US_PER_SECOND
@@ -54,7 +54,7 @@ class LiveFileStatus(msgspec.Struct, frozen=True):
 class LiveFile:
     """A configuration file and its cache, kept up to date from `start` until `close`.
 
-    The arguments are those of `LiveCatalog`. `shared` is the Redis of the limiter's store, if it has one.
+    The arguments are those of `LiveCatalog`. `catalog_redis` is the Redis of the limiter's store, if it has one.
     """
 
     def __init__(
@@ -62,32 +62,38 @@ class LiveFile:
         path: str | os.PathLike[str],
         peppers: Peppers,
         *,
-        sink: OverrideSink | None = None,
-        shared: SharedBackend | None = None,
+        override_store: OverrideStore | None = None,
+        catalog_redis: CatalogRedis | None = None,
         on_tenant_loaded: Callable[[Tenant], None] | None = None,
         key_prefix: str = "lf",
         clock: Clock | None = None,
-        on_restored: Callable[[int], None] | None = None,
-        on_memory: Callable[[int], None] | None = None,
-        **bounds: Any,
+        on_overrides_restored: Callable[[int], None] | None = None,
+        on_redis_memory_limit: Callable[[int], None] | None = None,
+        **cache_options: Any,
     ) -> None:
         self._path = Path(path)
         self._clock = clock or SystemClock()
         self._source = FileSource()
-        self._override_sync = None if sink is None else OverrideSync(self._source, sink, self._clock, on_tenant_loaded)
+        self._override_sync = (
+            None
+            if override_store is None
+            else OverrideSync(self._source, override_store, self._clock, on_tenant_loaded)
+        )
         self._reconciler: OverrideReconciler | None = None
-        if sink is not None and shared is not None and self._override_sync is not None:
+        if override_store is not None and catalog_redis is not None and self._override_sync is not None:
             self._reconciler = OverrideReconciler(
                 self._source,
-                sink,
+                override_store,
                 self._override_sync,
                 self._clock,
-                shared=shared,
+                catalog_redis=catalog_redis,
                 prefix=key_prefix,
-                on_restored=on_restored,
-                on_memory=on_memory,
+                on_overrides_restored=on_overrides_restored,
+                on_redis_memory_limit=on_redis_memory_limit,
             )
-        self.cache = CatalogCache(self._source, peppers, on_tenant_loaded=on_tenant_loaded, clock=self._clock, **bounds)
+        self.cache = CatalogCache(
+            self._source, peppers, on_tenant_loaded=on_tenant_loaded, clock=self._clock, **cache_options
+        )
         self._version: _FileVersion | None = None
         self._digest: bytes | None = None  # of the content that was last loaded or refused
         self._content_error: str | None = None
@@ -102,8 +108,8 @@ class LiveFile:
         """Load the file, and start to follow it. Raises `InvalidInput` if it can't be read or has errors."""
         self.cache.open()
         version = await asyncio.to_thread(_file_version, self._path)
-        content = await asyncio.to_thread(_read_content, self._path)
-        self._source.replace(await self._load(content))
+        content = await asyncio.to_thread(_read_bytes, self._path)
+        self._source.set_contents(await self._parse_in_thread(content))
         self._version, self._digest = version, sha256(content).digest()
         self._since_us = self._clock.now_us()
         self._pending_sync = dict.fromkeys(self._source.tenants(), False)
@@ -155,13 +161,13 @@ class LiveFile:
             if version == self._version:
                 self._set_error(self._content_error)
             else:
-                await self._load_version(version)
+                await self._reload(version)
             await self._sync_pending()
 
-    async def _load_version(self, version: _FileVersion) -> None:
+    async def _reload(self, version: _FileVersion) -> None:
         await asyncio.sleep(SETTLE_SECONDS)
         try:
-            content = await asyncio.to_thread(_read_content, self._path)
+            content = await asyncio.to_thread(_read_bytes, self._path)
         except InvalidInput as error:
             if await asyncio.to_thread(_file_version, self._path) is not None:  # it exists, but is not readable
                 self._set_error(str(error))
@@ -172,17 +178,17 @@ class LiveFile:
         digest = sha256(content).digest()
         if digest != self._digest:
             self._digest = digest
-            await self._use(content)
+            await self._apply_content(content)
         self._set_error(self._content_error)
 
-    async def _use(self, content: bytes) -> None:
+    async def _apply_content(self, content: bytes) -> None:
         try:
-            loaded = await self._load(content)
+            loaded = await self._parse_in_thread(content)
         except Exception as error:  # noqa: BLE001 - the previous version stays in force, however wrong this one is
             self._content_error = str(error) or type(error).__name__
             return
         self._content_error = None
-        announcements = self._source.replace(loaded)
+        announcements = self._source.set_contents(loaded)
         await self.cache.apply_changes(announcements)
         for each in announcements:
             if each.config or each.overrides:
@@ -197,9 +203,9 @@ class LiveFile:
             changed_tenants=len(announcements),
         )
 
-    async def _load(self, content: bytes) -> FileContents:
+    async def _parse_in_thread(self, content: bytes) -> FileContents:
         now = to_datetime(self._clock.now_us())
-        return await asyncio.to_thread(load_contents, content, str(self._path), now)
+        return await asyncio.to_thread(parse_contents, content, str(self._path), now)
 
     def _note_missing(self) -> None:
         now_us = self._clock.now_us()
@@ -272,7 +278,7 @@ def _file_version(path: Path) -> _FileVersion | None:
     return found.st_mtime_ns, found.st_size, found.st_ino, found.st_dev
 
 
-def _read_content(path: Path) -> bytes:
+def _read_bytes(path: Path) -> bytes:
     try:
         with path.open("rb") as opened:
             return opened.read(MAX_FILE_BYTES + 1)

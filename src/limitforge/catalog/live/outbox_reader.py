@@ -23,8 +23,8 @@ from limitforge.core.exact import US_PER_SECOND
 from limitforge.errors import CatalogError, StoreError
 from limitforge.observability.events import log_event
 
-BATCH = 100  # revisions that are read at once
-RECENT = 2_000  # announcements that are read at the start: copies of older revisions are not accepted
+REVISIONS_PER_READ = 100  # revisions that are read at once
+RECENT_ANNOUNCEMENTS = 2_000  # announcements that are read at the start: copies of older revisions are not accepted
 WRITE_HEAD_SECONDS = 60.0  # how often the head is written to Redis again
 
 _log = logging.getLogger(__name__)
@@ -44,14 +44,14 @@ class OutboxReader:
         clock: Clock,
         *,
         on_changes: Callable[[], None],
-        on_timeline: Callable[[], None],
-        on_restored: Callable[[], None],
+        on_restored_database_found: Callable[[], None],
+        on_database_restored: Callable[[], None],
         on_error: Callable[[CatalogError], None],
     ) -> None:
         """`on_changes` is called after changes of other processes were applied, and `on_error` if the database fails.
 
-        `on_timeline` is called at the start if the database was ever restored, and `on_restored` when this process
-        detects a restore.
+        `on_restored_database_found` is called at the start if the database was ever restored, and
+        `on_database_restored` when this process detects a restore.
         """
         self._database = database
         self._catalog = catalog
@@ -61,15 +61,15 @@ class OutboxReader:
         self._copies = copies
         self._clock = clock
         self._on_changes = on_changes
-        self._on_timeline = on_timeline
-        self._on_restored = on_restored
+        self._on_restored_database_found = on_restored_database_found
+        self._on_database_restored = on_database_restored
         self._on_error = on_error
-        self._reading = asyncio.Lock()
+        self._read_lock = asyncio.Lock()
         self._head_written_us = 0
         self._newest_message: Stamp | None = None
         self._must_check_head = True
 
-    def check_shared_head(self) -> None:
+    def check_redis_head(self) -> None:
         """Compare with the head in Redis at the next `catch_up`: the database may have lost what Redis still has."""
         self._must_check_head = True
 
@@ -86,16 +86,16 @@ class OutboxReader:
 
     async def catch_up(self) -> None:
         """Apply all changes since this process last read the outbox, and detect a database that was restored."""
-        async with self._reading:
+        async with self._read_lock:
             must_check_head, self._must_check_head = self._must_check_head, False
             message = self._newest_message
             try:
-                shared_head = await self.read_shared_head() if must_check_head else None
+                redis_head = await self.read_redis_head() if must_check_head else None
                 if self._history.head is None:
-                    await self._begin()
+                    await self._load_current_state()
                 while not await self._read_batch():
                     pass
-                for stamp in (shared_head, message):
+                for stamp in (redis_head, message):
                     if stamp is not None and self._history.has_lost(stamp):
                         await self._restart_after_restore(stamp)
                         break
@@ -112,24 +112,24 @@ class OutboxReader:
         self._history.advance(announcements[0].stamp)
         return True
 
-    async def read_shared_head(self) -> Stamp | None:
+    async def read_redis_head(self) -> Stamp | None:
         """Return the newest revision that any process has seen, or None if that is not known."""
         try:
             return None if self._copies is None else await self._copies.head()
         except StoreError:
             return None
 
-    async def write_shared_head(self, head: Stamp | None = None) -> None:
+    async def write_redis_head(self, head: Stamp | None = None) -> None:
         """Write the head for other processes: at once if it has moved to `head`, otherwise once a minute."""
         now_us = self._clock.now_us()
         stamp = head or self._history.head
         is_due = head is not None or now_us >= self._head_written_us + WRITE_HEAD_SECONDS * US_PER_SECOND
         if self._copies is None or stamp is None or not is_due:
             return
-        await self._copies.refresh_head(stamp)
+        await self._copies.try_put_head(stamp)
         self._head_written_us = now_us
 
-    async def _begin(self) -> None:
+    async def _load_current_state(self) -> None:
         """Start from the current state of the database.
 
         Announcements that are not published yet are processed again, because copies may predate them. All entries that
@@ -137,14 +137,14 @@ class OutboxReader:
         """
         async with self._database.reading() as connection:
             head = await catalog_revision.read_last_stamp(connection)
-            recent = await outbox.recent_stamps(connection, RECENT)
+            recent = await outbox.recent_stamps(connection, RECENT_ANNOUNCEMENTS)
             unpublished = [] if self._copies is None else await outbox.unpublished_announcements(connection, 1)
         self._history.reset(head, recent)
         if unpublished:
             first = unpublished[0].announcement
-            self._history.rewind(first.revision - 1, first.previous_id)
+            self._history.move_head_back(first.revision - 1, first.previous_id)
         if head.timeline:
-            self._on_timeline()
+            self._on_restored_database_found()
         self._cache.clear()
 
     async def _read_batch(self) -> bool:
@@ -157,7 +157,9 @@ class OutboxReader:
             return True
         async with self._database.reading() as connection:
             head = await catalog_revision.read_last_stamp(connection)
-            rows = [] if head == seen else await outbox.announcements_after(connection, seen.revision, BATCH)
+            rows = (
+                [] if head == seen else await outbox.announcements_after(connection, seen.revision, REVISIONS_PER_READ)
+            )
         if head == seen:
             return True
         has_gap = not rows or rows[0].revision != seen.revision + 1
@@ -175,9 +177,9 @@ class OutboxReader:
                 "the outbox does not reach back to the last change seen here, discarding the cache",
                 revision=seen.revision,
             )
-            await self._begin()
+            await self._load_current_state()
             return True
-        await self.write_shared_head(head)
+        await self.write_redis_head(head)
         await self._applier.apply_or_defer(rows)
         for row in rows:  # rows of older timelines and releases are part of this history
             is_last = row.revision == head.revision
@@ -185,7 +187,7 @@ class OutboxReader:
         self._on_changes()
         return rows[-1].revision >= head.revision
 
-    async def _restart_after_restore(self, lost: Stamp) -> None:
+    async def _restart_after_restore(self, lost_stamp: Stamp) -> None:
         """Discard everything, since the database has lost a revision.
 
         A new timeline makes all other processes do the same, and invalidates all copies.
@@ -195,14 +197,14 @@ class OutboxReader:
             logging.WARNING,
             "catalog.restored",
             "the database has lost this change, probably it was restored; discarding the cache",
-            revision=lost.revision,
-            change_id=lost.change_id,
+            revision=lost_stamp.revision,
+            change_id=lost_stamp.change_id,
         )
-        self._history.reject_timeline(lost.timeline)
+        self._history.reject_timeline(lost_stamp.timeline)
         self._cache.clear()  # before anything else, since that may fail and be retried
         self._applier.clear()
         self._newest_message = None
-        self._on_restored()
-        await self._catalog.begin_timeline(lost.timeline)
-        await self._begin()
-        await self.write_shared_head(self._history.head)
+        self._on_database_restored()
+        await self._catalog.begin_timeline(lost_stamp.timeline)
+        await self._load_current_state()
+        await self.write_redis_head(self._history.head)

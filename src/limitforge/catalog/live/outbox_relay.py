@@ -17,8 +17,8 @@ from uuid import uuid4
 from limitforge.catalog.database import outbox
 from limitforge.catalog.database.database import Database
 from limitforge.catalog.database.outbox import Announcement, PendingAnnouncement
+from limitforge.catalog.live.catalog_redis import CatalogRedis
 from limitforge.catalog.live.publisher import ChangePublisher
-from limitforge.catalog.live.shared_backend import SharedBackend
 from limitforge.catalog.model import to_datetime
 from limitforge.core.clock import Clock
 from limitforge.errors import CatalogError, CatalogUnavailable, LimitforgeError, StoreError, StoreUnavailable
@@ -30,7 +30,7 @@ MAX_RETRY_SECONDS = 10.0
 LOCK_SECONDS = 10.0  # until another process takes over from a relay that was killed
 BATCH = 200  # announcements: about 0.1 s, for which a revocation may have to wait
 LOCK_TAGS = ("%relay", "%relay1", "%relay4", "%relay3")  # one in each quarter of the slots of a Cluster
-START = (0, "")  # before the first announcement
+FIRST_POSITION = (0, "")  # before the first announcement
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class OutboxRelay:
     def __init__(
         self,
         database: Database,
-        shared: SharedBackend,
+        catalog_redis: CatalogRedis,
         publisher: ChangePublisher,
         *,
         key_prefix: str,
@@ -56,7 +56,7 @@ class OutboxRelay:
         self.has_unpublished = False
         """True while there may be unpublished announcements."""
         self._database = database
-        self._shared = shared
+        self._catalog_redis = catalog_redis
         self._publisher = publisher
         self._locks = [f"{key_prefix}:{{{tag}}}:" for tag in LOCK_TAGS]
         self._held_locks: set[str] = set()
@@ -67,8 +67,8 @@ class OutboxRelay:
         self._wake = asyncio.Event()
         self._polled_at = 0.0
         # The position of the last announcement that was tried: of revoking ones (True), and of all (False).
-        self._tried = {True: START, False: START}
-        self._retried = START
+        self._tried = {True: FIRST_POSITION, False: FIRST_POSITION}
+        self._retried = FIRST_POSITION
         self._has_failed = False  # True if announcements that were tried are still unpublished
         self._failed_again = False  # True if some of them have failed again in this pass
         self._has_untried = True  # True if there are announcements that were too recent to be tried
@@ -84,7 +84,7 @@ class OutboxRelay:
 
     def reset(self) -> None:
         """Start from the beginning: the database was restored, and continues from a lower revision."""
-        self._tried, self._retried = {True: START, False: START}, START
+        self._tried, self._retried = {True: FIRST_POSITION, False: FIRST_POSITION}, FIRST_POSITION
 
     async def run(self, run_to_completion: Callable[[Coroutine[Any, Any, None]], Awaitable[None]]) -> None:
         """Publish announcements until cancelled. `run_to_completion` protects a transaction from the cancellation."""
@@ -145,7 +145,7 @@ class OutboxRelay:
             await asyncio.gather(renewal, return_exceptions=True)
             for lock in self._held_locks:
                 with contextlib.suppress(StoreError):
-                    await self._shared.release_lock(lock, self._owner)
+                    await self._catalog_redis.release_lock(lock, self._owner)
             self._held_locks.clear()
         if self._error is not None:
             raise self._error
@@ -174,13 +174,13 @@ class OutboxRelay:
         async with self._database.reading() as connection:
             rows = await outbox.unpublished_announcements(connection, BATCH, after=self._retried)
             revoking = await outbox.unpublished_announcements(connection, BATCH, revoking=True)
-        self._retried = _position(rows[-1].announcement) if len(rows) == BATCH else START
+        self._retried = _position(rows[-1].announcement) if len(rows) == BATCH else FIRST_POSITION
         due = {_position(row.announcement): row.announcement for row in (*revoking, *rows) if self._is_due(row)}
         if due and not await self._publish(list(due.values()), self._publish_revocations):
             self._failed_again = True
             self._pause = min(2 * self._pause, MAX_RETRY_SECONDS)
             self._retry_at = time.monotonic() + self._pause
-        elif self._retried == START:
+        elif self._retried == FIRST_POSITION:
             self._has_failed, self._failed_again = self._failed_again, False
             self._pause = self._pause if self._has_failed else RETRY_SECONDS
 
@@ -189,7 +189,7 @@ class OutboxRelay:
         first_error: StoreError | None = None
         for lock in self._locks:
             try:
-                is_held = await self._shared.acquire_lock(lock, self._owner, LOCK_SECONDS)
+                is_held = await self._catalog_redis.acquire_lock(lock, self._owner, LOCK_SECONDS)
             except StoreError as error:
                 first_error = first_error or error
                 continue
@@ -206,11 +206,11 @@ class OutboxRelay:
                 await self._acquire_lock()
 
     async def _publish(
-        self, announcements: Sequence[Announcement], after_each: Callable[[], Awaitable[None]] | None = None
+        self, announcements: Sequence[Announcement], on_tenant_synced: Callable[[], Awaitable[None]] | None = None
     ) -> bool:
         """Publish announcements. Return False if that failed for some of them."""
         try:
-            await self._publisher.publish(announcements, after_each)
+            await self._publisher.publish(announcements, on_tenant_synced)
         except CatalogUnavailable:
             raise
         except (StoreError, CatalogError) as error:

@@ -9,8 +9,8 @@ from limitforge.catalog.database import outbox, queries
 from limitforge.catalog.database.database import Database
 from limitforge.catalog.database.outbox import NO_TENANT, Announcement
 from limitforge.catalog.history import RevisionHistory, Stamp
-from limitforge.catalog.live.overrides.sync import OverrideSync
-from limitforge.catalog.live.shared_backend import SharedBackend
+from limitforge.catalog.live.catalog_redis import CatalogRedis
+from limitforge.catalog.live.overrides.override_sync import OverrideSync
 from limitforge.catalog.live.shared_copies import SharedCopies
 from limitforge.catalog.live.signing import Signer
 from limitforge.catalog.model import Key
@@ -26,7 +26,7 @@ class ChangePublisher:
     def __init__(
         self,
         database: Database,
-        shared: SharedBackend,
+        catalog_redis: CatalogRedis,
         copies: SharedCopies,
         signer: Signer,
         override_sync: OverrideSync | None,
@@ -36,22 +36,22 @@ class ChangePublisher:
     ) -> None:
         self.channel = f"{key_prefix}:%changes"  # releases before MACs use `%catalog`
         self._database = database
-        self._shared = shared
+        self._catalog_redis = catalog_redis
         self._copies = copies
         self._signer = signer
         self._override_sync = override_sync
         self._history = history
 
     async def publish(
-        self, announcements: Sequence[Announcement], after_each: Callable[[], Awaitable[None]] | None = None
+        self, announcements: Sequence[Announcement], on_tenant_synced: Callable[[], Awaitable[None]] | None = None
     ) -> None:
         """Publish these announcements, as many as possible.
 
         Copies are written first, so that a process that receives the message finds them. An announcement stays
         unpublished if its tenant is not valid, or if a server fails that has a copy or the overrides of the tenant.
         Raises `StoreError` or `CatalogError` if any stays unpublished. The order of a tenant's announcements does not
-        matter, since the current state of the database is written and not the change. `after_each` is called after the
-        overrides of each tenant were compared, which may take long.
+        matter, since the current state of the database is written and not the change. `on_tenant_synced` is called
+        after the overrides of each tenant were compared, which may take long.
         """
         tenants = {each.tenant_id for each in announcements if each.config}
         keys = {key_id for each in announcements for key_id in (*each.keys, *each.gone)}
@@ -71,7 +71,7 @@ class ChangePublisher:
             partial(self._copies.put_head, stamp),  # if it fails: each process writes it again within a minute
             partial(self._copies.put_all, new_configs, new_keys, stamp),
             partial(self._send, valid),
-            partial(self._sync_overrides, valid, after_each),
+            partial(self._sync_overrides, valid, on_tenant_synced),
         ):
             try:
                 await step()
@@ -91,22 +91,22 @@ class ChangePublisher:
         if not announcements:
             return
         try:
-            await self._shared.publish(self.channel, self._signer.sign(self.channel, _encode(announcements)))
+            await self._catalog_redis.publish(self.channel, self._signer.sign(self.channel, _encode(announcements)))
         except StoreError as error:
             raise PartialFailure(str(error), (each.tenant_id for each in announcements)) from None
 
     async def _sync_overrides(
-        self, announcements: Sequence[Announcement], after_each: Callable[[], Awaitable[None]] | None
+        self, announcements: Sequence[Announcement], on_tenant_synced: Callable[[], Awaitable[None]] | None
     ) -> None:
         if self._override_sync is not None:
-            await sync_changed_overrides(self._override_sync, self._database, announcements, after_each)
+            await sync_changed_overrides(self._override_sync, self._database, announcements, on_tenant_synced)
 
 
 async def sync_changed_overrides(
     override_sync: OverrideSync,
     database: Database,
     announcements: Sequence[Announcement],
-    after_each: Callable[[], Awaitable[None]] | None = None,
+    on_tenant_synced: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
     """Write the overrides of tenants that have changed to the store.
 
@@ -117,7 +117,7 @@ async def sync_changed_overrides(
     if configured - changed:  # a change of plans or policies concerns the store only if the tenant has overrides
         async with database.reading() as connection:
             changed |= set(await queries.tenants_with_overrides(connection, configured - changed))
-    await override_sync.sync_tenants(changed, configured, after_each)
+    await override_sync.sync_tenants(changed, configured, on_tenant_synced)
 
 
 def _concerns(announcement: Announcement, ids: Collection[str]) -> bool:

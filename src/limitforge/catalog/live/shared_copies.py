@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from limitforge.catalog.history import Stamp, timeline_number
-from limitforge.catalog.live.shared_backend import SharedBackend
+from limitforge.catalog.live.catalog_redis import CatalogRedis
 from limitforge.catalog.live.signing import Signer
 from limitforge.catalog.model import Key, TenantConfig
 from limitforge.core.clock import Clock, MonotonicClock, SystemClock
@@ -21,8 +21,8 @@ from limitforge.core.exact import US_PER_SECOND
 from limitforge.errors import PartialFailure, StoreError
 from limitforge.observability.events import log_event
 
-FORMAT = b"3"  # byte 9 of a copy; copies with another format are from another release, and are ignored
-HEADER = 41  # bytes: the order (8), the format (1), the stamp (24), and when it expires (8, epoch seconds)
+COPY_FORMAT = b"3"  # byte 9 of a copy; copies with another format are from another release, and are ignored
+HEADER_BYTES = 41  # bytes: the order (8), the format (1), the stamp (24), and when it expires (8, epoch seconds)
 COPY_SECONDS = 600.0
 CLOCK_SKEW_SECONDS = 60.0  # by how much the clocks of two machines may differ
 HEAD_SECONDS = 3_600.0  # longer than any copy lasts
@@ -35,7 +35,7 @@ _MAX_TIMELINES = 2**13 - 1  # Lua compares exactly up to 2**53
 
 _log = logging.getLogger(__name__)
 _encode = msgspec.msgpack.Encoder().encode
-DELETED = _encode(None)
+EMPTY_CONTENT = _encode(None)
 
 
 class SharedCopy(msgspec.Struct, Generic[Content], frozen=True):
@@ -51,14 +51,14 @@ class SharedCopies:
 
     def __init__(
         self,
-        shared: SharedBackend,
+        catalog_redis: CatalogRedis,
         prefix: str,
         signer: Signer,
         clock: Clock | None = None,
         wall_clock: Clock | None = None,
     ) -> None:
         """`clock` measures the pause after an error of Redis, `wall_clock` says when copies expire."""
-        self._shared = shared
+        self._catalog_redis = catalog_redis
         self._prefix = prefix
         self._signer = signer
         self._clock = clock or MonotonicClock()
@@ -85,32 +85,32 @@ class SharedCopies:
         if not copies:
             return
         try:
-            await self._shared.put_many(copies, COPY_SECONDS)
+            await self._catalog_redis.put_many(copies, COPY_SECONDS)
         except StoreError as error:
             failed = error.failed if isinstance(error, PartialFailure) else copies.keys()
             ids = [each for name, each in zip(copies, (*configs, *keys), strict=True) if name in failed]
             raise PartialFailure(str(error), ids) from None
 
-    async def refresh_config(self, tenant_id: str, config: TenantConfig, stamp: Stamp) -> None:
+    async def try_put_config(self, tenant_id: str, config: TenantConfig, stamp: Stamp) -> None:
         """Write a copy of a tenant that was read from the database. Errors are ignored."""
-        await self._refresh(self._name("c", tenant_id), _encode(config), stamp, COPY_SECONDS)
+        await self._try_put(self._name("c", tenant_id), _encode(config), stamp, COPY_SECONDS)
 
-    async def refresh_key(self, key: Key, stamp: Stamp) -> None:
+    async def try_put_key(self, key: Key, stamp: Stamp) -> None:
         """Write a copy of a key that was read from the database. Errors are ignored."""
-        await self._refresh(self._name("k", key.id), _encode(key), stamp, COPY_SECONDS)
+        await self._try_put(self._name("k", key.id), _encode(key), stamp, COPY_SECONDS)
 
     async def head(self) -> Stamp | None:
         """Return the newest revision that any process has written here."""
-        found = self._unpack(self._head_name, await self._shared.get(self._head_name))
+        found = self._unpack(self._head_name, await self._catalog_redis.get(self._head_name))
         return None if found is None else found[0]
 
     async def put_head(self, stamp: Stamp) -> None:
         """Write the newest revision, before any copy of that state: the head outlives all copies."""
-        await self._put(self._head_name, DELETED, stamp, HEAD_SECONDS)
+        await self._put(self._head_name, EMPTY_CONTENT, stamp, HEAD_SECONDS)
 
-    async def refresh_head(self, stamp: Stamp) -> None:
+    async def try_put_head(self, stamp: Stamp) -> None:
         """Write the newest revision. Errors are ignored."""
-        await self._refresh(self._head_name, DELETED, stamp, HEAD_SECONDS)
+        await self._try_put(self._head_name, EMPTY_CONTENT, stamp, HEAD_SECONDS)
 
     @property
     def _head_name(self) -> str:
@@ -123,14 +123,14 @@ class SharedCopies:
         if self._clock.now_us() < self._paused_until_us:
             return None
         try:
-            found = self._unpack(name, await self._shared.get(name))
+            found = self._unpack(name, await self._catalog_redis.get(name))
         except StoreError as error:
             self._pause(error)
             return None
         if found is None:
             return None
         stamp, content = found
-        if content == DELETED:
+        if content == EMPTY_CONTENT:
             return SharedCopy(stamp, None)
         try:
             return SharedCopy(stamp, msgspec.msgpack.decode(content, type=kind))
@@ -145,9 +145,9 @@ class SharedCopies:
             return None
 
     async def _put(self, name: str, content: bytes, stamp: Stamp, ttl_seconds: float) -> None:
-        await self._shared.put(name, self._pack(name, content, stamp, ttl_seconds), ttl_seconds)
+        await self._catalog_redis.put(name, self._pack(name, content, stamp, ttl_seconds), ttl_seconds)
 
-    async def _refresh(self, name: str, content: bytes, stamp: Stamp, ttl_seconds: float) -> None:
+    async def _try_put(self, name: str, content: bytes, stamp: Stamp, ttl_seconds: float) -> None:
         if self._clock.now_us() >= self._paused_until_us:
             try:
                 await self._put(name, content, stamp, ttl_seconds)
@@ -169,7 +169,7 @@ class SharedCopies:
         """Return a copy as it is stored. Redis compares its first 8 bytes: the timeline's number, then the revision."""
         order = min(timeline_number(stamp.timeline), _MAX_TIMELINES) << _REVISION_BITS | stamp.revision
         expires = self._wall_clock.now_us() // US_PER_SECOND + int(ttl_seconds + CLOCK_SKEW_SECONDS)
-        header = struct.pack(">Q", order) + FORMAT
+        header = struct.pack(">Q", order) + COPY_FORMAT
         header += struct.pack(">QQQQ", stamp.timeline, stamp.revision, stamp.change_id, expires)
         return self._signer.sign(name, header + content)
 
@@ -178,12 +178,12 @@ class SharedCopies:
 
         Return None if it is missing, expired, of another release, or not signed under this name.
         """
-        if copy is None or copy[8:9] != FORMAT:
+        if copy is None or copy[8:9] != COPY_FORMAT:
             return None
         verified = self._signer.verify(name, copy)
-        if verified is None or len(verified) <= HEADER:
+        if verified is None or len(verified) <= HEADER_BYTES:
             return None
-        *stamp, expires = struct.unpack(">QQQQ", verified[9:HEADER])
+        *stamp, expires = struct.unpack(">QQQQ", verified[9:HEADER_BYTES])
         if expires * US_PER_SECOND <= self._wall_clock.now_us():
             return None
-        return Stamp(*stamp), verified[HEADER:]
+        return Stamp(*stamp), verified[HEADER_BYTES:]

@@ -30,14 +30,14 @@ class Signer:
 
     def __init__(self, peppers: Peppers, clock: Clock | None = None) -> None:
         self._keys = {sha256(key).digest()[:_KEY_ID_BYTES]: key for key in peppers.derive_keys(_PURPOSE)}
-        self._newest = next(iter(self._keys))
+        self._signing_key_id = next(iter(self._keys))
         self._clock = clock or MonotonicClock()
         self._rejected = 0  # since the last warning
         self._warned_us = LONG_AGO_US
 
     def sign(self, name: str, content: bytes) -> bytes:
         """Return the content, followed by the id of the signing key and the MAC."""
-        return content + self._newest + _mac(self._keys[self._newest], name, content)
+        return content + self._signing_key_id + _mac(self._keys[self._signing_key_id], name, content)
 
     def verify(self, name: str, signed: bytes) -> bytes | None:
         """Return the content, or None if it was not signed under this name with a pepper of this process."""

@@ -45,7 +45,7 @@ class OverrideSource(ConfigSource, Protocol):
     async def deleted_overrides(self, tenant_id: str, after: int, since: datetime, limit: int) -> list[DeletedOverride]:
         """Return the newest deletions with a number above `after`, oldest first."""
 
-    async def pending_tenants(self, tenant_ids: Iterable[str], since: datetime) -> set[str]:
+    async def tenants_with_unpublished_changes(self, tenant_ids: Iterable[str], since: datetime) -> set[str]:
         """Return those tenants with a change after `since` that another process is about to write to the store."""
 
 
@@ -107,6 +107,6 @@ class DatabaseSource:
         async with self._database.reading() as connection:
             return await override_queries.deleted_overrides(connection, tenant_id, after, since, limit)
 
-    async def pending_tenants(self, tenant_ids: Iterable[str], since: datetime) -> set[str]:
+    async def tenants_with_unpublished_changes(self, tenant_ids: Iterable[str], since: datetime) -> set[str]:
         async with self._database.reading() as connection:
-            return await override_queries.unpublished_tenants(connection, tenant_ids, since)
+            return await override_queries.tenants_with_unpublished_changes(connection, tenant_ids, since)

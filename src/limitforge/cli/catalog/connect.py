@@ -64,7 +64,7 @@ def peppers_from_environment() -> Peppers:
         raise InvalidInput(
             PEPPERS_VARIABLE,
             "is not set, but secrets are hashed with it. Store it like a password: without it, no key is valid any "
-            f"more. To use a new one:\n\n  export {PEPPERS_VARIABLE}='{Peppers.generate()}'\n",
+            f"more. To use a new one:\n\n  export {PEPPERS_VARIABLE}='{Peppers.generate_text()}'\n",
         )
     try:
         return Peppers.parse(text)

@@ -1,6 +1,6 @@
 """Find the caller behind an API key: in the process's cache, or else in the catalog."""
 
-from limitforge.catalog.live.cache.callers import CallerCache
+from limitforge.catalog.live.cache.caller_cache import CallerCache
 from limitforge.catalog.live.cache.entries import Caller
 from limitforge.catalog.model import KeyScope
 from limitforge.errors import UnknownKey

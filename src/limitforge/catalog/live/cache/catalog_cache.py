@@ -13,16 +13,16 @@ from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database.outbox import Announcement
 from limitforge.catalog.history import RevisionHistory
 from limitforge.catalog.live.cache.bounded_reads import LOOKUP_SECONDS
-from limitforge.catalog.live.cache.callers import CallerCache
+from limitforge.catalog.live.cache.caller_cache import CallerCache
 from limitforge.catalog.live.cache.copy_validator import CopyValidator
 from limitforge.catalog.live.cache.entries import CachedTenant, CacheStatus, CallerIndex
 from limitforge.catalog.live.cache.freshness import FRESH_SECONDS, STALE_SECONDS, DatabaseHealth, Freshness
-from limitforge.catalog.live.cache.keys import KeyCache
+from limitforge.catalog.live.cache.key_cache import KeyCache
 from limitforge.catalog.live.cache.lookup_limiter import LookupLimiter
-from limitforge.catalog.live.cache.operator_tenant import OperatorCache
+from limitforge.catalog.live.cache.operator_cache import OperatorCache
 from limitforge.catalog.live.cache.reader import ConfigReader
 from limitforge.catalog.live.cache.single_flight import SingleFlight
-from limitforge.catalog.live.cache.tenants import TenantCache
+from limitforge.catalog.live.cache.tenant_cache import TenantCache
 from limitforge.catalog.live.shared_copies import SharedCopies
 from limitforge.catalog.live.sources import ConfigSource
 from limitforge.catalog.model import OPERATOR, Tenant
@@ -32,8 +32,8 @@ from limitforge.core.headers import HeaderOptions
 from limitforge.errors import CatalogUnavailable, TooManyUnknownKeys, UnknownKey
 from limitforge.observability.events import log_event
 
-MAX_TENANTS = 10_000
-MAX_KEYS = 100_000
+MAX_CACHED_TENANTS = 10_000
+MAX_CACHED_KEYS = 100_000
 
 _log = logging.getLogger(__name__)
 
@@ -55,8 +55,8 @@ class CatalogCache:
         fresh_seconds: float = FRESH_SECONDS,
         stale_seconds: float = STALE_SECONDS,
         lookup_seconds: float = LOOKUP_SECONDS,
-        max_tenants: int = MAX_TENANTS,
-        max_keys: int = MAX_KEYS,
+        max_tenants: int = MAX_CACHED_TENANTS,
+        max_keys: int = MAX_CACHED_KEYS,
     ) -> None:
         clock = clock or SystemClock()
         self._health = DatabaseHealth(clock)
@@ -64,13 +64,13 @@ class CatalogCache:
         self._validator = CopyValidator(history or RevisionHistory(), self._health, max_tenants)
         self._flights = SingleFlight(self._background_read_failed)
         self._reader = ConfigReader(source, copies, self._validator, self._health, self._freshness, lookup_seconds)
-        self._index = CallerIndex()
-        self._entries: dict[str, CachedTenant] = {}
+        self._caller_index = CallerIndex()
+        self._cached_tenants: dict[str, CachedTenant] = {}
         self._operator = OperatorCache(
-            self._entries, self._reader, self._validator, self._flights, self._freshness, clock
+            self._cached_tenants, self._reader, self._validator, self._flights, self._freshness, clock
         )
         self._keys = KeyCache(
-            self._index,
+            self._caller_index,
             self._reader,
             self._validator,
             self._flights,
@@ -81,9 +81,9 @@ class CatalogCache:
             max_keys=max_keys,
         )
         self._tenants = TenantCache(
-            self._entries,
+            self._cached_tenants,
             self._operator,
-            self._index,
+            self._caller_index,
             self._reader,
             self._validator,
             self._flights,
@@ -94,7 +94,7 @@ class CatalogCache:
             header_options=header_options or HeaderOptions(),
             max_tenants=max_tenants,
         )
-        self.callers = CallerCache(peppers, self._keys, self._tenants, self._index, clock, lookup_seconds)
+        self.callers = CallerCache(peppers, self._keys, self._tenants, self._caller_index, clock, lookup_seconds)
 
     async def find_tenant(self, tenant_id: str) -> CachedTenant:
         """Return a tenant; read it first if it is not in memory. Raises `UnknownKey` if it does not exist."""
@@ -103,7 +103,7 @@ class CatalogCache:
     def status(self) -> CacheStatus:
         since_us = self._health.stale_since_us
         return CacheStatus(
-            tenants=len(self._entries),
+            tenants=len(self._cached_tenants),
             keys=len(self._keys.keys),
             unknown=len(self._keys.unknown),
             loads=self._tenants.loads + self._keys.loads,
@@ -128,7 +128,7 @@ class CatalogCache:
             if isinstance(result, CatalogUnavailable):
                 self._health.read_failed(result)
             elif isinstance(result, Exception):
-                self._freshness.change_failed()
+                self._freshness.note_unapplied_change()
                 log_event(
                     _log,
                     logging.ERROR,
@@ -147,12 +147,12 @@ class CatalogCache:
         self._tenants.clear()
         self._keys.keys.clear()
         self._keys.unknown.clear()
-        self._index.by_fingerprint.clear()
+        self._caller_index.by_fingerprint.clear()
 
     def revalidate_all(self) -> None:
         """Compare each entry with its copy at the next use: the database is unavailable, or messages were missed."""
         self._freshness.unconfirm()
-        for tenant in self._entries.values():
+        for tenant in self._cached_tenants.values():
             tenant.fresh_until_us = 0
         for key in self._keys.keys.values():
             key.fresh_until_us = 0

@@ -17,7 +17,7 @@ class CopyValidator:
     def __init__(self, history: RevisionHistory, health: DatabaseHealth, max_stamps: int) -> None:
         self.required_stamps: dict[Hashable, Stamp] = {}
         """The last announced change of each key and tenant. A copy from before that change is out of date."""
-        self.generation = 0
+        self.clear_count = 0
         """Incremented by `clear`."""
         self._newest_dropped = Stamp()  # the newest required stamp that was dropped for lack of room
         self._history = history
@@ -36,10 +36,10 @@ class CopyValidator:
 
     def clear(self) -> None:
         """Drop all requirements. Anything that is being read now must be read again."""
-        self.generation += 1
+        self.clear_count += 1
         self.required_stamps.clear()
 
-    def is_sufficient(
+    def may_replace_database_read(
         self, copy: SharedCopy[Any], name: Hashable, known: CachedTenant | CachedKey | None, *, must_be_newer: bool
     ) -> bool:
         """Return True if a copy makes a read of the database unnecessary.
@@ -55,24 +55,24 @@ class CopyValidator:
             return False
         if is_unreachable:
             return True
-        has_change = name in self.required_stamps and (known is None or not known.stamp.covers(required))
+        has_change = name in self.required_stamps and (known is None or not known.stamp.includes(required))
         return (has_change or not must_be_newer) and self._history.contains(copy.stamp)
 
     def is_current(self, copy: SharedCopy[Any], required: Stamp, known: CachedTenant | CachedKey | None) -> bool:
         """Return True if a copy is not older than the cached entry and `required`, and not of a lost timeline."""
-        if self._history.contradicts(copy.stamp) or not copy.stamp.covers(required):
+        if self._history.is_from_other_history(copy.stamp) or not copy.stamp.includes(required):
             return False
         if known is None or copy.stamp.timeline > known.stamp.timeline:
             return True
         if copy.stamp.timeline < known.stamp.timeline:
             return False
         if copy.value is None:
-            return copy.stamp.covers(known.stamp)
+            return copy.stamp.includes(known.stamp)
         return _version(copy.value) >= _version(known.key if isinstance(known, CachedKey) else known.snapshot.config)
 
-    def is_still_valid(self, generation: int, name: Hashable, stamp: Stamp) -> bool:
+    def is_read_valid(self, clear_count: int, name: Hashable, stamp: Stamp) -> bool:
         """Return False if a read must be repeated: a change was announced meanwhile, or `clear` was called."""
-        return generation == self.generation and stamp.covers(self.required_stamp(name))
+        return clear_count == self.clear_count and stamp.includes(self.required_stamp(name))
 
     def stamp_for_read(self, name: Hashable) -> Stamp:
         """Return a stamp that a read of the database which starts now is sure to include."""

@@ -52,7 +52,7 @@ class Freshness:
     """Sets the times until which entries are fresh and usable.
 
     An entry is fresh for a minute after a read. A process that has seen all changes up to now knows that its entries
-    are current without reading them: `confirm` says so, and `extend` then renews an entry.
+    are current without reading them: `confirm` says so, and `mark_confirmed` then renews an entry.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class Freshness:
         self._fresh_us, self._stale_us = int(fresh_seconds * US_PER_SECOND), int(stale_seconds * US_PER_SECOND)
         self._confirmed_us = self._failed_us = LONG_AGO_US
 
-    def renew(self, entry: CacheEntry) -> None:
+    def mark_read_now(self, entry: CacheEntry) -> None:
         """Start the times of an entry that was just read."""
         now_us = self._clock.now_us()
         is_unreachable = self._health.is_unreachable
         entry.fresh_until_us = now_us + (min(self._fresh_us, OUTAGE_FRESH_US) if is_unreachable else self._fresh_us)
         entry.usable_until_us = now_us + self._stale_us
 
-    def extend(self, entry: CacheEntry) -> None:
+    def mark_confirmed(self, entry: CacheEntry) -> None:
         """Renew an entry as if it had been read when this process had last seen all changes."""
         entry.fresh_until_us = self._confirmed_us + self._fresh_us
         entry.usable_until_us = self._confirmed_us + self._stale_us
@@ -107,6 +107,6 @@ class Freshness:
         """Note that changes may have been missed."""
         self._confirmed_us = LONG_AGO_US
 
-    def change_failed(self) -> None:
+    def note_unapplied_change(self) -> None:
         """Note that a change could not be applied, so that entries must be read to be known as current."""
         self._failed_us = self._clock.now_us()

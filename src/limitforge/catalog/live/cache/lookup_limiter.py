@@ -20,10 +20,12 @@ from limitforge.errors import CatalogUnavailable, TooManyUnknownKeys, UnknownKey
 MAX_CLIENTS = 10_000
 MAX_LOOKUPS = 2_000  # running and waiting, of all clients
 MAX_LOOKUPS_PER_FAILED_CLIENT = 250  # more than one, since a proxy may send the keys of many users
-MAX_READS = 4  # at once: fewer than BoundedReads allows; clients with recent failures may use three of them
+MAX_LIMITED_READS = 4  # at once: fewer than BoundedReads allows; clients with recent failures may use three of them
 MAX_COPIES = 50  # reads of copies at once
 FAILURE_US = 300 * US_PER_SECOND  # how long an unknown key counts as a recent failure of its client
-RESERVE = 0.5  # the part of the common budget, and of the lookups, that is kept for clients without recent failures
+RESERVED_FRACTION = (
+    0.5  # the part of the common budget, and of the lookups, that is kept for clients without recent failures
+)
 IPV6_PREFIX = 64  # one user usually has at least that many addresses
 
 Found = TypeVar("Found")
@@ -60,7 +62,7 @@ class LookupLimiter:
         per_second: float = 2,
         burst: int = 5,
         all_per_second: float = 20,
-        max_reads: int = MAX_READS,
+        max_reads: int = MAX_LIMITED_READS,
         clock: Clock | None = None,
     ) -> None:
         self._clock = clock or MonotonicClock()
@@ -71,8 +73,10 @@ class LookupLimiter:
         self._budgets: dict[str, ClientBudget] = {}
         self._active: dict[str, ClientLookups] = {}
         self._total = self._running = 0
-        self._clean_queue: WaitQueue = deque()  # waiting for the common budget: clients without recent failures
-        self._failed_queue: WaitQueue = deque()  # the same for clients with recent failures
+        self._queue_without_failures: WaitQueue = (
+            deque()
+        )  # waiting for the common budget: clients without recent failures
+        self._queue_with_failures: WaitQueue = deque()  # the same for clients with recent failures
 
     @classmethod
     def for_copies(cls, clock: Clock | None = None) -> "LookupLimiter":
@@ -106,7 +110,7 @@ class LookupLimiter:
     def _register(self, client: str) -> ClientLookups:
         active = self._active.get(client) or ClientLookups()
         if self._has_failed(client, self._clock.now_us()):
-            is_full = active.total >= MAX_LOOKUPS_PER_FAILED_CLIENT or self._total >= MAX_LOOKUPS * RESERVE
+            is_full = active.total >= MAX_LOOKUPS_PER_FAILED_CLIENT or self._total >= MAX_LOOKUPS * RESERVED_FRACTION
         else:
             is_full = self._total >= MAX_LOOKUPS
         if is_full:
@@ -130,16 +134,18 @@ class LookupLimiter:
             has_failed = self._has_failed(client, now_us)
             own = self._level(self._budgets.get(client), self._burst, self._per_us, now_us)
             common = self._level(self._common_budget, self._all_burst, self._all_per_us, now_us)
-            needed = 1 + (RESERVE * self._all_burst if has_failed else 0)
+            needed = 1 + (RESERVED_FRACTION * self._all_burst if has_failed else 0)
             has_slot = self._running < self._max_reads - (1 if has_failed else 0)
             if own >= 1 and common >= needed and has_slot:
-                self._write(client, own - 1, now_us)
+                self._store_budget(client, own - 1, now_us)
                 self._common_budget = ClientBudget(common - 1, now_us)
                 active.running += 1
                 self._running += 1
                 return
             previous = queue
-            queue = active.queue if own < 1 else self._failed_queue if has_failed else self._clean_queue
+            queue = (
+                active.queue if own < 1 else self._queue_with_failures if has_failed else self._queue_without_failures
+            )
             # Only a running lookup can return a token or a slot.
             is_hopeless = not (active.running if own < 1 else self._running)
             if previous is not None and (is_hopeless or queue is not previous):
@@ -148,7 +154,7 @@ class LookupLimiter:
                 missing, rate = (1 - own, self._per_us) if own < 1 else (needed - common, self._all_per_us)
                 wait_ms = max(int(missing / rate / 1_000), 1)
                 raise TooManyUnknownKeys("too many unknown keys: wait before trying another one", wait_ms)
-            await self._wait(active, queue, is_first=queue is previous)
+            await self._wait(active, queue, at_front=queue is previous)
 
     def _finish(self, client: str, active: ClientLookups, *, is_unknown: bool) -> None:
         """End a lookup. Return its tokens unless the key is unknown: it may be valid, or the database has failed."""
@@ -157,19 +163,19 @@ class LookupLimiter:
         self._running -= 1
         own = self._level(self._budgets.get(client), self._burst, self._per_us, now_us)
         if is_unknown:
-            self._write(client, own, now_us)
+            self._store_budget(client, own, now_us)
             self._budgets[client].failed_us = now_us
         else:
-            self._write(client, min(own + 1, self._burst), now_us)
+            self._store_budget(client, min(own + 1, self._burst), now_us)
             common = self._level(self._common_budget, self._all_burst, self._all_per_us, now_us)
             self._common_budget = ClientBudget(min(common + 1, self._all_burst), now_us)
         self._wake_next(active, active.queue)
-        self._wake_next(active, self._clean_queue)
+        self._wake_next(active, self._queue_without_failures)
 
-    async def _wait(self, active: ClientLookups, queue: WaitQueue, *, is_first: bool) -> None:
+    async def _wait(self, active: ClientLookups, queue: WaitQueue, *, at_front: bool) -> None:
         """Wait in a queue until `_wake_next`. One that was woken but got no token goes to the front (`is_first`)."""
         turn = asyncio.get_running_loop().create_future()
-        if is_first:
+        if at_front:
             queue.appendleft(turn)
         else:
             queue.append(turn)
@@ -185,7 +191,7 @@ class LookupLimiter:
 
     def _wake_next(self, active: ClientLookups, queue: WaitQueue) -> None:
         """Wake the next lookup of a queue. The queues for the common budget count as one, failed clients last."""
-        for each in (queue,) if queue is active.queue else (self._clean_queue, self._failed_queue):
+        for each in (queue,) if queue is active.queue else (self._queue_without_failures, self._queue_with_failures):
             while each:
                 turn = each.popleft()
                 if not turn.done():
@@ -196,7 +202,7 @@ class LookupLimiter:
         budget = self._budgets.get(client)
         return budget is not None and now_us - budget.failed_us < FAILURE_US
 
-    def _write(self, client: str, level: float, now_us: int) -> None:
+    def _store_budget(self, client: str, level: float, now_us: int) -> None:
         budget = self._budgets.pop(client, None) or ClientBudget(level, now_us)
         budget.level, budget.written_us = level, now_us
         self._budgets[client] = budget  # at the end, so that the least recently used budget stays at the front

@@ -18,7 +18,7 @@ from limitforge.errors import CatalogUnavailable
 Content = TypeVar("Content", TenantConfig, Key)
 
 
-class Reading(msgspec.Struct, Generic[Content], frozen=True):
+class ReadResult(msgspec.Struct, Generic[Content], frozen=True):
     """What a read found. `value` is None if the entity does not exist."""
 
     value: Content | None
@@ -60,25 +60,29 @@ class ConfigReader:
 
     async def read_tenant(
         self, tenant_id: str, known: CachedTenant | None, *, must_be_newer: bool
-    ) -> Reading[TenantConfig]:
+    ) -> ReadResult[TenantConfig]:
         """Read a tenant. `known` is its cached entry; `must_be_newer` says that it has changed since."""
         copy = await self.copy_of_tenant(tenant_id)
-        if copy is not None and self._validator.is_sufficient(copy, tenant_id, known, must_be_newer=must_be_newer):
-            return Reading(copy.value, copy.stamp, is_from_database=False)
-        reading = await self._read(tenant_id, copy, known, lambda: self._source.config(tenant_id))
-        if self._copies is not None and reading.is_from_database and reading.value is not None:
-            await self._copies.refresh_config(tenant_id, reading.value, reading.stamp)
-        return reading
+        if copy is not None and self._validator.may_replace_database_read(
+            copy, tenant_id, known, must_be_newer=must_be_newer
+        ):
+            return ReadResult(copy.value, copy.stamp, is_from_database=False)
+        result = await self._read(tenant_id, copy, known, lambda: self._source.config(tenant_id))
+        if self._copies is not None and result.is_from_database and result.value is not None:
+            await self._copies.try_put_config(tenant_id, result.value, result.stamp)
+        return result
 
-    async def read_key(self, key_id: str, known: CachedKey | None, *, must_be_newer: bool) -> Reading[Key]:
+    async def read_key(self, key_id: str, known: CachedKey | None, *, must_be_newer: bool) -> ReadResult[Key]:
         """Read a key from its copy if that is recent enough, else from the database."""
         name, copy = ("key", key_id), await self.copy_of_key(key_id)
-        if copy is not None and self._validator.is_sufficient(copy, name, known, must_be_newer=must_be_newer):
-            return Reading(copy.value, copy.stamp, is_from_database=False)
-        reading = await self._read(name, copy, known, lambda: self._source.key(key_id))
-        if self._copies is not None and reading.is_from_database and reading.value is not None:
-            await self._copies.refresh_key(reading.value, reading.stamp)
-        return reading
+        if copy is not None and self._validator.may_replace_database_read(
+            copy, name, known, must_be_newer=must_be_newer
+        ):
+            return ReadResult(copy.value, copy.stamp, is_from_database=False)
+        result = await self._read(name, copy, known, lambda: self._source.key(key_id))
+        if self._copies is not None and result.is_from_database and result.value is not None:
+            await self._copies.try_put_key(result.value, result.stamp)
+        return result
 
     async def close(self) -> None:
         await self._reads.close()
@@ -89,7 +93,7 @@ class ConfigReader:
         copy: SharedCopy[Content] | None,
         known: CachedTenant | CachedKey | None,
         read: Callable[[], Awaitable[Content | None]],
-    ) -> Reading[Content]:
+    ) -> ReadResult[Content]:
         """Read from the database; fall back to the copy if the database is unavailable."""
         validator = self._validator
         stamp = validator.stamp_for_read(name)
@@ -101,8 +105,8 @@ class ConfigReader:
             if copy is None or not validator.is_current(copy, validator.required_stamp(name), known):
                 raise
             self._health.read_failed(error)
-            return Reading(copy.value, copy.stamp, is_from_database=False)
+            return ReadResult(copy.value, copy.stamp, is_from_database=False)
         self._health.read_succeeded()
         if value is None and copy is not None and copy.value is not None:
             validator.require(name, stamp)  # someone may put a copy from before the deletion back
-        return Reading(value, stamp, is_from_database=True)
+        return ReadResult(value, stamp, is_from_database=True)

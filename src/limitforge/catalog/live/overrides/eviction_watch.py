@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
-from limitforge.catalog.live.shared_backend import MemoryUsage, SharedBackend
+from limitforge.catalog.live.catalog_redis import CatalogRedis, MemoryUsage
 from limitforge.errors import StoreError
 from limitforge.observability.events import log_event
 
@@ -17,28 +17,30 @@ _log = logging.getLogger(__name__)
 class EvictionWatch:
     """Reads how many keys each server has evicted. Without the right to call INFO, it sees nothing."""
 
-    def __init__(self, shared: SharedBackend | None, on_memory: Callable[[int], None] | None) -> None:
-        """`on_memory` is called with the memory limit of the smallest server in bytes, 0 if none has a limit."""
-        self._shared = shared
-        self._on_memory = on_memory
+    def __init__(self, catalog_redis: CatalogRedis | None, on_redis_memory_limit: Callable[[int], None] | None) -> None:
+        """`on_redis_memory_limit` is called with the limit of the smallest server in bytes, 0 if none has a limit."""
+        self._catalog_redis = catalog_redis
+        self._on_redis_memory_limit = on_redis_memory_limit
         self._usage: Mapping[str, MemoryUsage] = {}
         self._checked_at: float | None = None
 
-    async def has_evicted(self, *, is_leader: bool) -> bool:
+    async def poll(self, *, is_leader: bool) -> bool:
         """Return True if a server has evicted keys since the last call."""
         now = time.monotonic()
-        if self._shared is None:
+        if self._catalog_redis is None:
             return False
         if not is_leader and self._checked_at is not None and now - self._checked_at < CHECK_SECONDS:
             return False
         self._checked_at = now
         try:
-            usage = await self._shared.memory()
+            usage = await self._catalog_redis.memory()
         except StoreError:
             return False
         previous, self._usage = self._usage, usage
-        if self._on_memory is not None:
-            self._on_memory(min((each.limit_bytes for each in usage.values() if each.limit_bytes), default=0))
+        if self._on_redis_memory_limit is not None:
+            self._on_redis_memory_limit(
+                min((each.limit_bytes for each in usage.values() if each.limit_bytes), default=0)
+            )
         has_evicted = False
         for server, current in usage.items():
             known = previous.get(server)
@@ -55,7 +57,7 @@ class EvictionWatch:
                 )
         return has_evicted
 
-    def evicting(self) -> dict[str, str]:
+    def evicting_servers(self) -> dict[str, str]:
         """Return the servers that may evict keys, each with its `maxmemory-policy`."""
         return {server: usage.policy for server, usage in self._usage.items() if _may_evict(usage)}
 

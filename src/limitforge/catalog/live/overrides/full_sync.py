@@ -11,8 +11,13 @@ from uuid import uuid4
 from limitforge.catalog.database import queries
 from limitforge.catalog.database.database import Database
 from limitforge.catalog.history import RevisionHistory
-from limitforge.catalog.live.overrides.sync import MAX_FAILURES, OverrideSink, OverrideSync, log_invalid_tenant
-from limitforge.catalog.live.shared_backend import SharedBackend
+from limitforge.catalog.live.catalog_redis import CatalogRedis
+from limitforge.catalog.live.overrides.override_sync import (
+    MAX_FAILURES,
+    OverrideStore,
+    OverrideSync,
+    log_invalid_tenant,
+)
 from limitforge.errors import CatalogError, CatalogUnavailable, StoreError
 
 LOCK_SECONDS = 30.0  # until another process takes over from one that was killed
@@ -27,23 +32,23 @@ class FullOverrideSync:
         self,
         database: Database,
         override_sync: OverrideSync,
-        sink: OverrideSink,
+        store: OverrideStore,
         history: RevisionHistory,
         *,
-        shared: SharedBackend | None,
+        catalog_redis: CatalogRedis | None,
         prefix: str,
     ) -> None:
         self._database = database
         self._override_sync = override_sync
-        self._sink = sink
+        self._store = store
         self._history = history
-        self._shared = shared
+        self._catalog_redis = catalog_redis
         self._lock = f"{prefix}:{{%mirror}}:"  # a fixed name, so that two releases exclude each other
         self._owner = uuid4().bytes
         self._is_requested = False
         self._is_requested_after_restore = False
-        self._left: dict[str, bool] | None = None  # tenants to compare after a restore; see `_compare`
-        self._not_before = 0.0
+        self._remaining: dict[str, bool] | None = None  # tenants to compare after a restore; see `_compare`
+        self._next_run_at = 0.0
 
     @property
     def is_pending(self) -> bool:
@@ -51,7 +56,7 @@ class FullOverrideSync:
 
     @property
     def is_due(self) -> bool:
-        return self.is_pending and time.monotonic() >= self._not_before
+        return self.is_pending and time.monotonic() >= self._next_run_at
 
     def request(self) -> None:
         """Compare all tenants that have overrides in the database."""
@@ -60,23 +65,23 @@ class FullOverrideSync:
 
     def request_after_restore(self) -> None:
         """Compare every tenant, since the store may have overrides that the database has lost."""
-        self._is_requested_after_restore, self._left, self._not_before = True, None, 0.0
+        self._is_requested_after_restore, self._remaining, self._next_run_at = True, None, 0.0
 
     async def run(self) -> None:
         """Perform the pending comparisons. Raises `StoreError` or `CatalogError`; they are due again after a pause."""
-        self._not_before = time.monotonic() + RETRY_SECONDS
+        self._next_run_at = time.monotonic() + RETRY_SECONDS
         if self._is_requested_after_restore:
             await self._compare_after_restore()
         if self._is_requested:
-            await self._compare_overridden()
-        self._not_before = 0.0
+            await self._compare_tenants_with_overrides()
+        self._next_run_at = 0.0
 
-    async def _compare_overridden(self) -> None:
+    async def _compare_tenants_with_overrides(self) -> None:
         """Compare tenants with overrides, unless another process just did. An empty Redis has no lock."""
         self._is_requested = False
         try:
             if await self._has_lock(self._lock):
-                await self._override_sync.sync_failed()
+                await self._override_sync.retry_failed_tenants()
         except BaseException:
             self._is_requested = True
             raise
@@ -88,20 +93,20 @@ class FullOverrideSync:
             self._is_requested_after_restore = False
             return
         if not await self._has_lock(f"{done_key}:working"):
-            self._not_before = 0.0  # look again whether the process that has the lock is done
+            self._next_run_at = 0.0  # look again whether the process that has the lock is done
             return
-        if self._left is None:
+        if self._remaining is None:
             async with self._database.reading() as connection:
                 tenants = {tenant_id: lanes > 1 for tenant_id, lanes in await queries.tenant_lanes(connection)}
                 overridden = await queries.tenants_with_overrides(connection)
-            self._left = tenants | dict.fromkeys(overridden, True)
-        left = self._left
+            self._remaining = tenants | dict.fromkeys(overridden, True)
+        left = self._remaining
         await self._compare(left, f"{done_key}:working")
-        if self._left is left:  # the database was not restored again meanwhile
-            self._is_requested_after_restore, self._left = False, None
-            if self._shared is not None:
+        if self._remaining is left:  # the database was not restored again meanwhile
+            self._is_requested_after_restore, self._remaining = False, None
+            if self._catalog_redis is not None:
                 with contextlib.suppress(StoreError):
-                    await self._shared.claim(done_key, RESTORED_SECONDS)
+                    await self._catalog_redis.claim(done_key, RESTORED_SECONDS)
 
     async def _compare(self, left: dict[str, bool], lock: str) -> None:
         """Set the overrides of these tenants again, and remove the tenants that are done from `left`.
@@ -137,11 +142,11 @@ class FullOverrideSync:
 
     async def _is_done(self, done_key: str) -> bool:
         with contextlib.suppress(StoreError):
-            return self._shared is not None and await self._shared.get(done_key) is not None
+            return self._catalog_redis is not None and await self._catalog_redis.get(done_key) is not None
         return False
 
     async def _has_overrides(self, tenant_id: str) -> bool:
-        return bool((await self._sink.list_overrides(tenant=tenant_id, cursor=None, page=1)).overrides)
+        return bool((await self._store.list_overrides(tenant=tenant_id, cursor=None, page=1)).overrides)
 
     async def _has_lock(self, lock: str) -> bool:
         """Take or extend a lock. Return False if another process has it.
@@ -149,6 +154,8 @@ class FullOverrideSync:
         If the server of the lock fails, return True: several processes may then do the work.
         """
         try:
-            return self._shared is None or await self._shared.acquire_lock(lock, self._owner, LOCK_SECONDS)
+            return self._catalog_redis is None or await self._catalog_redis.acquire_lock(
+                lock, self._owner, LOCK_SECONDS
+            )
         except StoreError:
             return True

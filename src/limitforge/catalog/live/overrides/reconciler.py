@@ -17,16 +17,16 @@ from uuid import uuid4
 import msgspec
 
 from limitforge.catalog.database.override_queries import OverrideRow
+from limitforge.catalog.live.catalog_redis import CatalogRedis
 from limitforge.catalog.live.overrides.eviction_watch import EvictionWatch
-from limitforge.catalog.live.overrides.sync import EXPIRY_TOLERANCE_SECONDS, OverrideSink, OverrideSync
-from limitforge.catalog.live.shared_backend import SharedBackend
+from limitforge.catalog.live.overrides.override_sync import EXPIRY_TOLERANCE_SECONDS, OverrideStore, OverrideSync
 from limitforge.catalog.live.sources import OverrideSource
 from limitforge.catalog.model import Override, to_datetime
 from limitforge.core.clock import Clock
 from limitforge.errors import CatalogError, StoreError
 from limitforge.observability.events import log_event
 
-PAGE = 1_000  # overrides in one step
+OVERRIDES_PER_STEP = 1_000  # overrides in one step
 TARGETS_PER_CALL = 100  # overrides in one call to the store
 PAUSE_SECONDS = 1.0  # between two steps
 FAST_PAUSE_SECONDS = 0.1  # the shortest pause while overrides are missing
@@ -54,36 +54,39 @@ class ReconcilerStatus(msgspec.Struct, frozen=True):
 class OverrideReconciler:
     """Restores lost overrides. Call `step` repeatedly, with `pause_seconds` in between.
 
-    Without `shared`, each process reconciles on its own.
+    Without `catalog_redis`, each process reconciles on its own.
     """
 
     def __init__(
         self,
         source: OverrideSource,
-        sink: OverrideSink,
+        store: OverrideStore,
         override_sync: OverrideSync,
         clock: Clock,
         *,
-        shared: SharedBackend | None = None,
+        catalog_redis: CatalogRedis | None = None,
         prefix: str = "lf",
-        on_restored: Callable[[int], None] | None = None,
-        on_memory: Callable[[int], None] | None = None,
+        on_overrides_restored: Callable[[int], None] | None = None,
+        on_redis_memory_limit: Callable[[int], None] | None = None,
     ) -> None:
-        """`on_restored` is called with the number of overrides that were set, `on_memory` as in `EvictionWatch`."""
+        """`on_overrides_restored` is called with the number of overrides that were set.
+
+        `on_redis_memory_limit` is an argument of `EvictionWatch`.
+        """
         self._source = source
-        self._sink = sink
+        self._store = store
         self._override_sync = override_sync
         self._clock = clock
-        self._shared = shared
+        self._catalog_redis = catalog_redis
         self._lock = f"{prefix}:{{%sweep}}:"  # a fixed name, so that two releases exclude each other
         self._owner = uuid4().hex.encode()
-        self._eviction_watch = EvictionWatch(shared, on_memory)
-        self._losses = LossLog(on_restored)
+        self._eviction_watch = EvictionWatch(catalog_redis, on_redis_memory_limit)
+        self._restore_log = RestoreLog(on_overrides_restored)
         self._after: OverrideRow | None = None
         self._pages = 0  # of this pass
         self._previous_pages = 1  # of the pass before
-        self._is_losing = False  # True if anything was missing or evicted in this pass
-        self._is_fast = False
+        self._found_losses = False  # True if anything was missing or evicted in this pass
+        self._is_hurrying = False
         self._has_evicted = False
         self._step_seconds = 0.0
         self._lanes: dict[str, object] = {}
@@ -93,12 +96,12 @@ class OverrideReconciler:
         self._passes = 0
 
     def status(self) -> ReconcilerStatus:
-        return ReconcilerStatus(self._losses.restored, self._passes, self._eviction_watch.evicting())
+        return ReconcilerStatus(self._restore_log.restored, self._passes, self._eviction_watch.evicting_servers())
 
     def pause_seconds(self) -> float:
         """Return the pause before the next step: at least as long as the last step took."""
         pause = PAUSE_SECONDS
-        if self._is_fast:
+        if self._is_hurrying:
             pages = max(self._pages, self._previous_pages)
             pause = min(max(FAST_PASS_SECONDS / pages, FAST_PAUSE_SECONDS), PAUSE_SECONDS)
         return max(pause, self._step_seconds)
@@ -108,19 +111,21 @@ class OverrideReconciler:
         started, was_failing = time.monotonic(), self._error is not None
         self._error = None
         try:
-            is_leader = self._shared is None or await self._shared.acquire_lock(self._lock, self._owner, LOCK_SECONDS)
-            if await self._eviction_watch.has_evicted(is_leader=is_leader):
-                self._has_evicted = self._losses.has_evicted = True
+            is_leader = self._catalog_redis is None or await self._catalog_redis.acquire_lock(
+                self._lock, self._owner, LOCK_SECONDS
+            )
+            if await self._eviction_watch.poll(is_leader=is_leader):
+                self._has_evicted = self._restore_log.has_evicted = True
             if is_leader:
                 await self._compare_page()
         except CatalogError as error:
             self._error = error
-            await self._resign()
+            await self._release_leadership()
         except StoreError as error:
             self._error = error
         finally:
             self._step_seconds = time.monotonic() - started
-            self._losses.log()
+            self._restore_log.log()
             if self._error is not None and not was_failing:
                 log_event(
                     _log,
@@ -134,24 +139,24 @@ class OverrideReconciler:
                     _log, logging.WARNING, "overrides.reconcile_recovered", "comparing overrides with the store again"
                 )
 
-    async def _resign(self) -> None:
+    async def _release_leadership(self) -> None:
         """Let another process lead: this one can't read the catalog."""
-        if self._shared is not None:
+        if self._catalog_redis is not None:
             with contextlib.suppress(StoreError):
-                await self._shared.release_lock(self._lock, self._owner)
+                await self._catalog_redis.release_lock(self._lock, self._owner)
 
     async def _compare_page(self) -> None:
         expires_after = to_datetime(self._clock.now_us()) + timedelta(seconds=EXPIRY_TOLERANCE_SECONDS)
-        rows = await self._source.override_rows(self._after, expires_after, PAGE)
+        rows = await self._source.override_rows(self._after, expires_after, OVERRIDES_PER_STEP)
         self._pages += 1
-        self._after = rows[-1] if len(rows) == PAGE else None
+        self._after = rows[-1] if len(rows) == OVERRIDES_PER_STEP else None
         await self._load_lanes(rows)
         is_losing = await self._restore(await self._find_missing(rows))
         if is_losing or self._has_evicted:
-            self._is_losing = self._is_fast = True
+            self._found_losses = self._is_hurrying = True
             self._has_evicted = False
         if self._after is None:
-            self._is_fast, self._is_losing = self._is_losing, False
+            self._is_hurrying, self._found_losses = self._found_losses, False
             self._previous_pages, self._pages = self._pages, 0
             self._passes += 1
 
@@ -171,7 +176,7 @@ class OverrideReconciler:
         """Ask the store. If a server fails, split the call: overrides on other servers can still be restored."""
         try:
             targets = [(row.tenant_id, row.resource, row.subject) for row in rows]
-            return [rows[index] for index in await self._sink.missing_overrides(targets)]
+            return [rows[index] for index in await self._store.missing_overrides(targets)]
         except StoreError as error:
             if len(rows) == 1:
                 self._error = error
@@ -192,21 +197,21 @@ class OverrideReconciler:
         if not rows:
             return False
         since = to_datetime(self._clock.now_us()) - timedelta(seconds=PENDING_SECONDS)
-        pending = await self._source.pending_tenants({row.tenant_id for row in rows}, since)
+        pending = await self._source.tenants_with_unpublished_changes({row.tenant_id for row in rows}, since)
         restored, refused = await self._override_sync.restore([row.id for row in rows if row.tenant_id not in pending])
         self._refused.update((each.id, each.version) for each in refused)
-        self._losses.add(restored)
+        self._restore_log.add(restored)
         return bool(restored)
 
 
-class LossLog:
+class RestoreLog:
     """Counts restored overrides, and logs one line for all tenants at most once in `LOG_SECONDS`."""
 
-    def __init__(self, on_restored: Callable[[int], None] | None) -> None:
+    def __init__(self, on_overrides_restored: Callable[[int], None] | None) -> None:
         self.restored = 0
         self.has_evicted = False
         """True if a server has evicted keys since the last line."""
-        self._on_restored = on_restored
+        self._on_overrides_restored = on_overrides_restored
         self._unlogged: dict[str, int] = {}  # by tenant
         self._logged_at: float | None = None
 
@@ -214,8 +219,8 @@ class LossLog:
         if not restored:
             return
         self.restored += len(restored)
-        if self._on_restored is not None:
-            self._on_restored(len(restored))
+        if self._on_overrides_restored is not None:
+            self._on_overrides_restored(len(restored))
         for override in restored:
             self._unlogged[override.tenant_id] = self._unlogged.get(override.tenant_id, 0) + 1
 

@@ -24,23 +24,23 @@ def is_storable(value: str) -> bool:
     return "\0" not in value and _SURROGATE.search(value) is None
 
 
-def check_name(field: str, name: str) -> None:
+def validate_name(field: str, name: str) -> None:
     if not NAME_PATTERN.fullmatch(name):
         raise InvalidInput(field, f"must be 1 to 64 letters, digits or -_./ characters, got {short_repr(name)}")
 
 
-def check_text(field: str, value: str, maximum: int) -> None:
+def validate_text(field: str, value: str, maximum: int) -> None:
     if len(value) > maximum:
         raise InvalidInput(field, f"must be at most {maximum} characters")
-    check_storable(field, value)
+    validate_storable(field, value)
 
 
-def check_storable(field: str, value: str) -> None:
+def validate_storable(field: str, value: str) -> None:
     if not is_storable(value):
         raise InvalidInput(field, "must be valid Unicode without NUL characters, which databases can't store")
 
 
-def check_metadata(metadata: dict[str, Any]) -> None:
+def validate_metadata(metadata: dict[str, Any]) -> None:
     """Refuse metadata that does not survive JSON (in the database) and MessagePack (in Redis)."""
     try:
         text = json.dumps(metadata, ensure_ascii=False, allow_nan=False).encode()
@@ -56,17 +56,17 @@ def check_metadata(metadata: dict[str, Any]) -> None:
         raise InvalidInput("metadata", "must have only text keys")
 
 
-def check_failure(failure: Failure | None) -> None:
+def validate_failure(failure: Failure | None) -> None:
     if failure is Failure.RAISE:
         raise InvalidInput("failure", "must be one of open, closed, local; raise exists only in the library")
 
 
-def check_scopes(scopes: tuple[StrEnum, ...], kind: type[StrEnum]) -> None:
+def validate_scopes(scopes: tuple[StrEnum, ...], kind: type[StrEnum]) -> None:
     if not scopes or len(set(scopes)) != len(scopes):
         raise InvalidInput("scopes", f"must be one or more of {', '.join(kind)}, each once")
 
 
-def check_time(field: str, value: datetime | None) -> None:
+def validate_time(field: str, value: datetime | None) -> None:
     if value is not None and value.tzinfo is None:
         raise InvalidInput(field, "must have a time zone, such as 2026-12-31T00:00:00Z")
     try:
@@ -76,7 +76,7 @@ def check_time(field: str, value: datetime | None) -> None:
         raise InvalidInput(field, "must be in the years 1 to 9999, in UTC too") from None
 
 
-def check_lanes(count: int) -> None:
+def validate_lanes(count: int) -> None:
     try:
         Lanes(count)
     except InvalidInput as error:

@@ -5,14 +5,14 @@ from collections.abc import Mapping
 
 from limitforge.catalog.credentials import Credential, Peppers, fingerprint
 from limitforge.catalog.live.cache.entries import CachedKey, CachedTenant, Caller, CallerIndex
-from limitforge.catalog.live.cache.keys import KeyCache
-from limitforge.catalog.live.cache.tenants import TenantCache
+from limitforge.catalog.live.cache.key_cache import KeyCache
+from limitforge.catalog.live.cache.tenant_cache import TenantCache
 from limitforge.catalog.model import to_datetime
 from limitforge.core.clock import Clock
 from limitforge.core.exact import US_PER_SECOND
 from limitforge.errors import CatalogUnavailable, UnknownKey
 
-JOINED_READ_FACTOR = 1.5  # a lookup may join a read without a deadline, so it ends after this many lookup deadlines
+LOOKUP_TIMEOUT_FACTOR = 1.5  # a lookup may join a read without a deadline, so it ends after this many lookup deadlines
 
 
 class CallerCache:
@@ -23,27 +23,27 @@ class CallerCache:
         peppers: Peppers,
         keys: KeyCache,
         tenants: TenantCache,
-        index: CallerIndex,
+        caller_index: CallerIndex,
         clock: Clock,
         lookup_seconds: float,
     ) -> None:
         self._peppers = peppers
         self._keys = keys
         self._tenants = tenants
-        self._index = index
-        self._callers = index.by_fingerprint
+        self._caller_index = caller_index
+        self._callers = caller_index.by_fingerprint
         self._clock = clock
         self._now_us = clock.now_us
-        self._timeout_seconds = JOINED_READ_FACTOR * lookup_seconds
+        self._timeout_seconds = LOOKUP_TIMEOUT_FACTOR * lookup_seconds
         self._last_used: dict[str, int] = {}
 
     def get(self, text: str) -> Caller | None:
         """Return the caller with this key if it is in memory, without I/O. If this returns None, use `find`."""
         return self.get_by_fingerprint(fingerprint(text))
 
-    def get_by_fingerprint(self, mark: bytes) -> Caller | None:
+    def get_by_fingerprint(self, key_fingerprint: bytes) -> Caller | None:
         """Return the caller with the key of this fingerprint if it is in memory, without I/O; otherwise None."""
-        caller = self._callers.get(mark)
+        caller = self._callers.get(key_fingerprint)
         if caller is None:
             return None
         now_us = self._now_us()
@@ -52,9 +52,9 @@ class CallerCache:
         if now_us >= caller.expires_at_us or now_us >= tenant.usable_until_us or now_us >= key.usable_until_us:
             return None
         if now_us >= tenant.fresh_until_us:
-            self._tenants.refresh(caller.key.tenant_id, tenant)
+            self._tenants.renew_or_reread(caller.key.tenant_id, tenant)
         if now_us >= key.fresh_until_us:
-            self._keys.refresh(key)
+            self._keys.renew_or_reread(key)
         self._last_used[caller.key.id] = now_us
         return caller
 
@@ -106,5 +106,5 @@ class CallerCache:
         caller = Caller(key.key, tenant, key, min(ends_us, default=2**62))
         # Either may have changed while the other was read. Then the caller is good for this request only.
         if self._keys.keys.get(key.key.id) is key and not tenant.is_deleted:
-            self._index.add(fingerprint(text), caller)
+            self._caller_index.add(fingerprint(text), caller)
         return caller

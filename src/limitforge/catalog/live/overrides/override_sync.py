@@ -21,18 +21,18 @@ from limitforge.errors import CatalogError, CatalogUnavailable, InvalidInput, Pa
 from limitforge.observability.events import log_event
 
 EXPIRY_TOLERANCE_SECONDS = 2.0  # expiries that differ by less count as equal
-PAGE = 500
+OVERRIDES_PER_PAGE = 500
 MAX_PARALLEL_WRITES = 32
-CONFIGS = 100  # tenants whose plans are in memory at once while overrides are restored
+TENANTS_PER_CHUNK = 100  # tenants whose plans are in memory at once while overrides are restored
 DELETED_SECONDS = 600  # how far back deletions are read
 MAX_DELETED = 200  # deletions that are read
-MAX_TENANTS = 10_000  # tenants whose last deletion is remembered
+MAX_REMEMBERED_TENANTS = 10_000  # tenants whose last deletion is remembered
 MAX_FAILURES = 10  # tenants in a row whose servers fail: then the whole store is down, and the others have to wait
 
 _log = logging.getLogger(__name__)
 
 
-class OverrideSink(Protocol):
+class OverrideStore(Protocol):
     """The limiter in whose store overrides take effect."""
 
     async def set_override(
@@ -63,13 +63,13 @@ class OverrideSync:
     def __init__(
         self,
         source: OverrideSource,
-        sink: OverrideSink,
+        store: OverrideStore,
         clock: Clock | None = None,
         on_tenant_loaded: Callable[[Tenant], None] | None = None,
     ) -> None:
         self._source = source
         self._on_tenant_loaded = on_tenant_loaded
-        self._sink = sink
+        self._store = store
         self._clock = clock or SystemClock()
         self._deleted: dict[str, int] = {}  # by tenant: the number of the last deletion that was carried out
         self._failed: frozenset[str] | None = None  # tenants whose servers failed; None if not all were tried
@@ -80,7 +80,7 @@ class OverrideSync:
         self._failed = None
 
     def forget_failures(self) -> None:
-        """Make the next `sync_failed` compare all tenants."""
+        """Make the next `retry_failed_tenants` compare all tenants."""
         self._failed = None
 
     async def sync_all(self) -> int:
@@ -91,7 +91,7 @@ class OverrideSync:
         self._failed = None
         return await self._sync_and_note_failures(await self._source.tenants_with_overrides())
 
-    async def sync_failed(self) -> int:
+    async def retry_failed_tenants(self) -> int:
         """Sync the tenants that failed in the last `sync_all`; all tenants if it did not finish."""
         return await (self.sync_all() if self._failed is None else self._sync_and_note_failures(self._failed))
 
@@ -108,7 +108,7 @@ class OverrideSync:
         self,
         tenants: Collection[str],
         force: Collection[str] = (),
-        after_each: Callable[[], Awaitable[None]] | None = None,
+        on_tenant_synced: Callable[[], Awaitable[None]] | None = None,
     ) -> int:
         """Sync these tenants, and return the number of changes. `force` are the tenants to sync with `force=True`.
 
@@ -130,8 +130,8 @@ class OverrideSync:
             except StoreError as error:
                 failed[tenant_id] = error
                 failures += 1
-            if after_each is not None:
-                await after_each()
+            if on_tenant_synced is not None:
+                await on_tenant_synced()
         if failed:
             why = next(iter(failed.values()))
             raise PartialFailure(f"the overrides of some tenants could not be written: {why}", (*failed, *left))
@@ -148,7 +148,7 @@ class OverrideSync:
         changes = 0
         for key, override in wanted.items():
             if config is not None and (force or not _is_same(override, stored.get(key))):
-                changes += await self._set(config, override)
+                changes += await self._write_latest(config, override)
         # A store that lost its index does not list deleted overrides, and would still apply them.
         since = self._now() - timedelta(seconds=DELETED_SECONDS)
         known = self._deleted.get(tenant_id, 0)
@@ -157,9 +157,9 @@ class OverrideSync:
         for key in (stored.keys() | deleted_keys) - wanted.keys():
             changes += await self._delete(tenant_id, config, *key)
         if deleted:
-            if len(self._deleted) >= MAX_TENANTS:
+            if len(self._deleted) >= MAX_REMEMBERED_TENANTS:
                 self._deleted.clear()
-            self._deleted[tenant_id] = deleted[-1].number
+            self._deleted[tenant_id] = deleted[-1].deletion_number
         return changes
 
     async def load_tenant(self, tenant_id: str) -> TenantConfig | None:
@@ -180,8 +180,8 @@ class OverrideSync:
         restored: list[Override] = []
         refused: list[Override] = []
         tenants = list(by_tenant)
-        for start in range(0, len(tenants), CONFIGS):
-            chunk = tenants[start : start + CONFIGS]
+        for start in range(0, len(tenants), TENANTS_PER_CHUNK):
+            chunk = tenants[start : start + TENANTS_PER_CHUNK]
             configs = await self._source.configs(chunk)
             if self._on_tenant_loaded is not None:
                 for config in configs.values():
@@ -190,7 +190,7 @@ class OverrideSync:
             for override, is_set in zip(overrides, await self._write_all(configs, overrides), strict=True):
                 if is_set is not None:
                     (restored if is_set else refused).append(override)
-            await self._repeat_changed(configs, [each for each in restored if each.tenant_id in configs])
+            await self._rewrite_changed(configs, [each for each in restored if each.tenant_id in configs])
         return restored, refused
 
     async def _write_all(self, configs: Mapping[str, TenantConfig], overrides: list[Override]) -> list[bool | None]:
@@ -198,14 +198,14 @@ class OverrideSync:
         results: list[bool | None] = []
         for start in range(0, len(overrides), MAX_PARALLEL_WRITES):
             chunk = overrides[start : start + MAX_PARALLEL_WRITES]
-            writes = [self._write(configs[each.tenant_id], each) for each in chunk]
+            writes = [self._write_once(configs[each.tenant_id], each) for each in chunk]
             for result in await asyncio.gather(*writes, return_exceptions=True):
                 if isinstance(result, BaseException) and not isinstance(result, StoreError):
                     raise result
                 results.append(None if isinstance(result, BaseException) else result)
         return results
 
-    async def _repeat_changed(self, configs: Mapping[str, TenantConfig], written: list[Override]) -> None:
+    async def _rewrite_changed(self, configs: Mapping[str, TenantConfig], written: list[Override]) -> None:
         """Write overrides again that were changed or deleted, or got another plan, while they were written."""
         current = {each.id: each for each in await self._source.overrides_by_id(each.id for each in written)}
         revisions = await self._source.revisions(configs)
@@ -215,9 +215,9 @@ class OverrideSync:
                 continue
             latest = await self._source.config(override.tenant_id)
             if latest is None:
-                await self._sink.delete_override(override.resource, override.subject, tenant=override.tenant_id)
+                await self._store.delete_override(override.resource, override.subject, tenant=override.tenant_id)
             else:
-                await self._set(latest, override)
+                await self._write_latest(latest, override)
 
     async def _wanted(self, tenant_id: str) -> dict[tuple[str, str], Override]:
         now = self._now()
@@ -228,25 +228,25 @@ class OverrideSync:
         stored: dict[tuple[str, str], Any] = {}
         cursor: str | None = None
         while True:
-            page = await self._sink.list_overrides(tenant=tenant_id, cursor=cursor, page=PAGE)
+            page = await self._store.list_overrides(tenant=tenant_id, cursor=cursor, page=OVERRIDES_PER_PAGE)
             stored.update({(each.resource, each.subject): each for each in page.overrides})
             cursor = page.cursor
             if cursor is None:
                 return stored
 
-    async def _set(self, config: TenantConfig, override: Override) -> int:
+    async def _write_latest(self, config: TenantConfig, override: Override) -> int:
         """Write the current state of an override; repeat that if it changes meanwhile."""
         current = await self._current(override)
         while current is not None:
-            if not await self._write(config, current):
+            if not await self._write_once(config, current):
                 break
             written, current = current, await self._current(override)
             if current == written:
                 return 1
-        await self._sink.delete_override(override.resource, override.subject, tenant=override.tenant_id)
+        await self._store.delete_override(override.resource, override.subject, tenant=override.tenant_id)
         return 1
 
-    async def _write(self, config: TenantConfig, override: Override) -> bool:
+    async def _write_once(self, config: TenantConfig, override: Override) -> bool:
         """Write an override. Return False if its plans do not allow it; the store must not have it then."""
         known = {}
         for name, change in override.limits.items():
@@ -258,7 +258,7 @@ class OverrideSync:
         if not known or seconds < 0.001:
             return False
         try:
-            await self._sink.set_override(
+            await self._store.set_override(
                 override.resource,
                 override.subject,
                 {name: change for name, (change, _) in known.items()},
@@ -282,10 +282,10 @@ class OverrideSync:
         wanted = await self._source.override(tenant_id, resource, subject)
         if wanted is not None and wanted.expires_at > self._now():
             return 0
-        deleted = int(await self._sink.delete_override(resource, subject, tenant=tenant_id))
+        deleted = int(await self._store.delete_override(resource, subject, tenant=tenant_id))
         wanted = await self._source.override(tenant_id, resource, subject)
         if wanted is not None and config is not None:
-            await self._set(config, wanted)  # it was set meanwhile
+            await self._write_latest(config, wanted)  # it was set meanwhile
         return deleted
 
     async def _current(self, override: Override) -> Override | None:

@@ -19,7 +19,7 @@ class OperatorCache:
 
     def __init__(
         self,
-        tenants: dict[str, CachedTenant],
+        cached_tenants: dict[str, CachedTenant],
         reader: ConfigReader,
         validator: CopyValidator,
         flights: SingleFlight,
@@ -27,7 +27,7 @@ class OperatorCache:
         clock: Clock,
     ) -> None:
         self.entry: CachedTenant | None = None
-        self._tenants = tenants
+        self._cached_tenants = cached_tenants
         self._reader = reader
         self._validator = validator
         self._flights = flights
@@ -61,26 +61,26 @@ class OperatorCache:
     async def _load(self, must_be_newer: bool) -> CachedTenant:  # noqa: FBT001 - as single flights call it
         try:
             while True:
-                generation = self._validator.generation
-                reading = await self._reader.read_tenant(OPERATOR, self.entry, must_be_newer=must_be_newer)
-                if self._validator.is_still_valid(generation, OPERATOR, reading.stamp):
+                clear_count = self._validator.clear_count
+                result = await self._reader.read_tenant(OPERATOR, self.entry, must_be_newer=must_be_newer)
+                if self._validator.is_read_valid(clear_count, OPERATOR, result.stamp):
                     break
         except CatalogUnavailable:
             if self.entry is None or not self._freshness.is_usable(self.entry):
                 raise
             stale = self._freshness.keep_stale(self.entry)
-            for tenant in self._tenants.values():  # a lookup of any tenant then reads the operator again
+            for tenant in self._cached_tenants.values():  # a lookup of any tenant then reads the operator again
                 tenant.fresh_until_us = min(tenant.fresh_until_us, stale.fresh_until_us)
             return stale
-        config = reading.value
+        config = result.value
         if config is None:
             raise CatalogUnavailable("the database has no operator: run `limitforge db upgrade`")
         entry = self.entry
         if entry is None or entry.snapshot.config != config:
             entry = CachedTenant(Snapshot(config, config))
-            for tenant in self._tenants.values():
+            for tenant in self._cached_tenants.values():
                 tenant.snapshot = tenant.snapshot.with_operator(config)
-        self._freshness.renew(entry)
-        entry.is_stale, entry.is_from_database, entry.stamp = False, reading.is_from_database, reading.stamp
+        self._freshness.mark_read_now(entry)
+        entry.is_stale, entry.is_from_database, entry.stamp = False, result.is_from_database, result.stamp
         self.entry = entry
         return entry

@@ -25,7 +25,7 @@ class KeyCache:
 
     def __init__(
         self,
-        callers: CallerIndex,
+        caller_index: CallerIndex,
         reader: ConfigReader,
         validator: CopyValidator,
         flights: SingleFlight,
@@ -39,7 +39,7 @@ class KeyCache:
         self.keys: dict[str, CachedKey] = {}
         self.unknown: dict[str, int] = {}  # until when
         self.loads = 0
-        self._callers = callers
+        self._caller_index = caller_index
         self._reader = reader
         self._validator = validator
         self._flights = flights
@@ -60,7 +60,7 @@ class KeyCache:
         entry = self.keys.get(key_id)
         if entry is not None and now_us < entry.usable_until_us:
             if now_us >= entry.fresh_until_us:
-                self.refresh(entry)
+                self.renew_or_reread(entry)
             return entry
         unknown_until_us = self.unknown.get(key_id)
         if unknown_until_us is not None and now_us < unknown_until_us:
@@ -70,11 +70,11 @@ class KeyCache:
         # Each client has a lookup of its own, since the limiter may refuse one client and allow another.
         return await self._flights.run(("limited", key_id, client), lambda _: self._read_limited(key_id, client))
 
-    def refresh(self, entry: CachedKey) -> None:
+    def renew_or_reread(self, entry: CachedKey) -> None:
         """Renew an entry that is no longer fresh: at once if it is known to be current, else by a background read."""
         is_confirmed = self._freshness.is_confirmed(self._clock.now_us())
         if is_confirmed and entry.is_from_database and not entry.has_unread_change:
-            self._freshness.extend(entry)
+            self._freshness.mark_confirmed(entry)
             return
         self._freshness.retry_soon(entry)
         key_id, needs_newer = entry.key.id, is_confirmed or entry.has_unread_change
@@ -87,7 +87,7 @@ class KeyCache:
         name = ("key", key_id)
         known = self.keys.get(key_id)
         newest = self._validator.required_stamp(name) if known is None else known.stamp
-        if newest.covers(announcement.stamp):  # the announcement is late: another tenant has the key now
+        if newest.includes(announcement.stamp):  # the announcement is late: another tenant has the key now
             return
         self.forget(key_id)
         self._flights.mark_changed(name)
@@ -99,7 +99,7 @@ class KeyCache:
         self.unknown.pop(key_id, None)
         self._validator.require(name, announcement.stamp)
         known = self.keys.get(key_id)
-        if known is not None and known.stamp.covers(announcement.stamp):
+        if known is not None and known.stamp.includes(announcement.stamp):
             return False
         self._flights.mark_changed(name)
         return known is not None or name in self._flights
@@ -121,7 +121,7 @@ class KeyCache:
         """Remove a key, and remember for a while that it does not exist."""
         entry = self.keys.pop(key_id, None)
         if entry is not None:
-            self._callers.remove_callers_of(entry)
+            self._caller_index.remove_callers_of(entry)
         self.unknown.pop(key_id, None)
         self.unknown[key_id] = self._clock.now_us() + UNKNOWN_US
         if len(self.unknown) > MAX_UNKNOWN:
@@ -143,7 +143,7 @@ class KeyCache:
             self._store(copy.value, copy.stamp, is_from_database=False)
             return True
         del self.keys[known.key.id]
-        self._callers.remove_callers_of(known)
+        self._caller_index.remove_callers_of(known)
         return False
 
     async def _read_limited(self, key_id: str, client: str) -> CachedKey:
@@ -157,7 +157,9 @@ class KeyCache:
 
         async def find() -> None:
             copy, known = await self._reader.copy_of_key(key_id), self.keys.get(key_id)
-            if copy is None or not self._validator.is_sufficient(copy, ("key", key_id), known, must_be_newer=False):
+            if copy is None or not self._validator.may_replace_database_read(
+                copy, ("key", key_id), known, must_be_newer=False
+            ):
                 raise UnknownKey("no copy")
 
         try:
@@ -175,27 +177,27 @@ class KeyCache:
 
     async def _load(self, key_id: str, *, must_be_newer: bool) -> CachedKey:
         while True:
-            generation = self._validator.generation
-            reading = await self._reader.read_key(key_id, self.keys.get(key_id), must_be_newer=must_be_newer)
-            if self._validator.is_still_valid(generation, ("key", key_id), reading.stamp):
+            clear_count = self._validator.clear_count
+            result = await self._reader.read_key(key_id, self.keys.get(key_id), must_be_newer=must_be_newer)
+            if self._validator.is_read_valid(clear_count, ("key", key_id), result.stamp):
                 break
         self.loads += 1
-        if reading.value is None:
+        if result.value is None:
             self.forget(key_id)
             raise UnknownKey("unknown or expired key")
-        return self._store(reading.value, reading.stamp, is_from_database=reading.is_from_database)
+        return self._store(result.value, result.stamp, is_from_database=result.is_from_database)
 
     def _store(self, key: Key, stamp: Stamp, *, is_from_database: bool) -> CachedKey:
         entry = self.keys.pop(key.id, None)
         if entry is None or entry.key != key:
             if entry is not None:
-                self._callers.remove_callers_of(entry)
+                self._caller_index.remove_callers_of(entry)
             entry = CachedKey(key)
-        self._freshness.renew(entry)
+        self._freshness.mark_read_now(entry)
         entry.has_unread_change = False
         entry.is_from_database, entry.stamp = is_from_database, stamp
         self.keys[key.id] = entry
         while len(self.keys) > self._max_keys:
             oldest = next(iter(self.keys))
-            self._callers.remove_callers_of(self.keys.pop(oldest))
+            self._caller_index.remove_callers_of(self.keys.pop(oldest))
         return entry
