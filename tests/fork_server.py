@@ -30,7 +30,7 @@ MAX_COMMAND_BYTES = 1_048_576
 PRELOADED_MODULES = [  # modules that the commands import when they run
     "aiosqlite",
     "limitforge.cli.app",
-    "limitforge.cli.config",
+    "limitforge.cli.config_files",
     "limitforge.cli.demo",
     "limitforge.cli.keys",
     "limitforge.cli.plans",

@@ -114,7 +114,7 @@ def test_without_unicode_the_chart_is_ascii() -> None:
 
 
 def _fields(spec: ChartSpec) -> tuple[str, Limits, str, str, int, float]:
-    return spec.limits_text, spec.limits, spec.store_text, spec.rate_text, spec.requests, spec.planned_us
+    return spec.limits_text, spec.limits, spec.store_text, spec.rate_text, spec.requests, spec.expected_us
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 300])

@@ -73,4 +73,4 @@ def test_ever_new_kinds_take_bounded_memory(
     for number in range(1_000):
         message = f"number {number}"
         logger.error(message)
-    assert len(repeats._kinds) <= 10
+    assert len(repeats._windows) <= 10

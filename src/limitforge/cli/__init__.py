@@ -1,4 +1,7 @@
-"""The `limitforge` command: a module for each group of commands, and a package for `burst` and for `replay`."""
+"""The `limitforge` command: a module or package for each command or group.
+
+`catalog/` is shared by the commands of the catalog, and `terminal/` by all commands.
+"""
 
 import sys
 

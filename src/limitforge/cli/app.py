@@ -55,7 +55,7 @@ FILE_COMMANDS = {
     "schema": "Print the JSON Schema of such files.",
 }
 """The commands for configuration as code, which need the extra `catalog`."""
-COMMAND_MODULES = {"demo": "demo", "serve": "serve", "settings": "serve"} | dict.fromkeys(FILE_COMMANDS, "config")
+COMMAND_MODULES = {"demo": "demo", "serve": "serve", "settings": "serve"} | dict.fromkeys(FILE_COMMANDS, "config_files")
 EXTRA_PACKAGES = {
     "catalog": ("sqlalchemy", "alembic", "aiosqlite", "asyncpg", "greenlet", "yaml"),
     "service": ("uvicorn", "httptools", "fastapi", "starlette", "pydantic", "fastapi_swagger"),
@@ -88,7 +88,10 @@ def build_app() -> typer.Typer:
 
 
 class _LazyCommands(TyperGroup):
-    """All commands. Those of the catalog and the service are placeholders until they are run."""
+    """All commands.
+
+    Those of the catalog and the service are placeholders. `resolve_command` replaces one when it is run.
+    """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)

@@ -55,12 +55,12 @@ def demo(
             log_level="warning",
         )
         try:
-            listener = listen(settings.host, settings.port)
+            server_socket = listen(settings.host, settings.port)
         except OSError as error:
             raise InvalidInput("--port", f"can't listen on port {port}: {error.strerror}. Try --port 0") from None
-        with listener:
-            tenant = asyncio.run(_seed_database(settings, local_url(settings, listener.getsockname()[1])))
-            _serve(settings, listener, tenant, as_json=as_json)
+        with server_socket:
+            demo_tenant = asyncio.run(_seed_database(settings, local_url(settings, server_socket.getsockname()[1])))
+            _serve(settings, server_socket, demo_tenant, as_json=as_json)
         if not as_json:
             print(f"\nStopped. {DATA_KEPT if database else DATA_DELETED}", file=sys.stderr)
 
@@ -74,29 +74,29 @@ async def _seed_database(settings: Settings, base_url: str) -> DemoTenant:
         await database.close()
 
 
-def _serve(settings: Settings, listener: socket.socket, tenant: DemoTenant, *, as_json: bool) -> None:
+def _serve(settings: Settings, server_socket: socket.socket, demo_tenant: DemoTenant, *, as_json: bool) -> None:
     configure_logging(settings)
 
     def on_ready() -> None:
-        text = msgspec.json.encode(tenant).decode() if as_json else welcome_text(tenant)
+        text = msgspec.json.encode(demo_tenant).decode() if as_json else welcome_text(demo_tenant)
         print(text, flush=True)
 
-    run_server(WorkerServer(Service(settings), settings, on_ready), [listener])
+    run_server(WorkerServer(Service(settings), settings, on_ready), [server_socket])
 
 
-def welcome_text(tenant: DemoTenant) -> str:
+def welcome_text(demo_tenant: DemoTenant) -> str:
     """Return the first text of the demo, with a request to paste into a shell."""
-    keys = "\n".join(f"  {name:<11} {tenant.keys[name]}" for name in TIERS)
-    return f"""limitforge is ready at {tenant.base_url}
+    keys = "\n".join(f"  {name:<11} {demo_tenant.keys[name]}" for name in TIERS)
+    return f"""limitforge is ready at {demo_tenant.base_url}
 
 Send this request more than ten times in a row:
 
-  curl -i {tenant.base_url}/v1/check -H 'x-api-key: {tenant.api_key}' \\
+  curl -i {demo_tenant.base_url}/v1/check -H 'x-api-key: {demo_tenant.api_key}' \\
     -H 'content-type: application/json' -d '{{"resource": "GET:/orders", "subject": "user:42"}}'
 
 Keys of the tiers (100, 1,000 and 10,000 requests per minute):
 {keys}
 
-Admin token: {tenant.admin_token}
-API reference: {tenant.base_url}/docs
+Admin token: {demo_tenant.admin_token}
+API reference: {demo_tenant.base_url}/docs
 Press Ctrl-C to stop."""

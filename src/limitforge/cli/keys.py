@@ -200,13 +200,13 @@ def make(
     kind: TypeOption = KeyType.LIVE,
     as_json: AsJson = False,
 ) -> None:
-    """Generate a key for a configuration file. Print the key once, and the lines for the file. Needs no database."""
-    identity = new_id("key")
+    """Generate a key for a configuration file, and print it with the lines for the file. It needs no database."""
+    key_id = new_id("key")
     peppers = peppers_from_environment()
-    credential = Credential.generate(PREFIXES[kind], identity.removeprefix("key_"), peppers)
+    credential = Credential.generate(PREFIXES[kind], key_id.removeprefix("key_"), peppers)
     secret = peppers.hash_credential(credential)
-    Key(id=identity, tenant_id="", name=name)  # validates the name
-    spec = KeySpec(id=identity, name=name, type=kind, secrets=(SecretSpec(hash=secret.hash, pepper=secret.pepper),))
+    Key(id=key_id, tenant_id="", name=name)  # validates the name
+    spec = KeySpec(id=key_id, name=name, type=kind, secrets=(SecretSpec(hash=secret.hash, pepper=secret.pepper),))
     entry = spec_to_dict(spec)
     if as_json:
         print_json({"key": credential.text, "entry": entry})

@@ -20,7 +20,7 @@ from limitforge.errors import InvalidInput, NotFound
 
 HELP = """Overrides: different limits for one subject, until they expire.
 
-Give the new number of a limit by its name, or unlimited, or blocked.
+Write NAME=NUMBER, NAME=unlimited or NAME=blocked for each limit to change.
 
 Examples:
   limitforge overrides set user:42 --tenant acme --limit burst=500 --for 24h

@@ -72,21 +72,23 @@ def serve(
     environment = dict(os.environ)
     if settings_file is not None:
         environment[FILE_VARIABLE] = settings_file
-    settings = load_settings(environment, **options)
-    configure_logging(settings)
+    loaded = load_settings(environment, **options)
+    configure_logging(loaded)
+    # Each worker loads the settings again, from its environment.
     environment |= {f"{ENV_PREFIX}{name.upper()}": str(value) for name, value in options.items() if value is not None}
     with contextlib.ExitStack() as sockets:
-        listener = sockets.enter_context(_bind_socket("port", settings.host, settings.port))
-        metrics = None
-        if settings.metrics_port:
-            metrics = sockets.enter_context(_bind_socket("metrics_port", settings.metrics_host, settings.metrics_port))
-        url = local_url(settings, listener.getsockname()[1])
+        server_socket = sockets.enter_context(_bind_socket("port", loaded.host, loaded.port))
+        metrics_socket = None
+        if loaded.metrics_port:
+            metrics_socket = _bind_socket("metrics_port", loaded.metrics_host, loaded.metrics_port)
+            sockets.enter_context(metrics_socket)
+        url = local_url(loaded, server_socket.getsockname()[1])
         Supervisor(
-            listener,
-            settings.workers,
+            server_socket,
+            loaded.workers,
             environment,
-            shutdown_seconds=settings.shutdown_seconds,
-            metrics_socket=metrics,
+            shutdown_seconds=loaded.shutdown_seconds,
+            metrics_socket=metrics_socket,
             on_ready=lambda: print(f"limitforge is ready at {url}", file=sys.stderr, flush=True),
         ).run()
 

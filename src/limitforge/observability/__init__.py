@@ -1,1 +1,1 @@
-"""What operators see of limitforge: log events today."""
+"""Log events."""

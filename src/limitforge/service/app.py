@@ -1,4 +1,4 @@
-"""The composition root: the only place where settings become a running service."""
+"""Build a service from its settings: an ASGI application with all of its parts."""
 
 import asyncio
 from pathlib import Path
@@ -25,7 +25,7 @@ from limitforge.service.http.health import Health
 from limitforge.service.http.listener import FastRoute, Listener
 from limitforge.service.http.metrics import MetricsEndpoint
 from limitforge.service.http.trusted_proxies import TrustedProxies
-from limitforge.service.settings import Settings, load_settings
+from limitforge.service.settings import Settings
 
 MAX_METRICS_CONNECTIONS = 64
 MAX_METRICS_BUFFERED_BYTES = 1_048_576
@@ -41,7 +41,8 @@ class Service:
         if not settings.peppers:
             raise InvalidInput(
                 "LIMITFORGE_PEPPERS",
-                f"is required: API keys are hashed with it. Store one as a secret, such as {Peppers.generate_text()}",
+                "is required: it is the secret that API keys are hashed with. Keep it: if it is lost, all keys are "
+                f"invalid. A new one: {Peppers.generate_text()}",
             )
         peppers = Peppers.parse(settings.peppers)
         self.settings = settings
@@ -148,8 +149,3 @@ class Service:
 
     def _on_denied(self, tenant_id: str, subject: str) -> None:
         self.throttled.record_denial(tenant_id, subject, self._clock.now_us())
-
-
-def create_app(settings: Settings | None = None) -> Service:
-    """Return a service with these settings, by default those of the process's environment."""
-    return Service(settings or load_settings())

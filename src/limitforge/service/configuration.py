@@ -1,4 +1,4 @@
-"""The two sources of the configuration: a database, which has an admin API, or a file, which has none."""
+"""Where a service has its configuration: in a database, with an admin API, or in a file, without one."""
 
 import asyncio
 from collections.abc import Iterable

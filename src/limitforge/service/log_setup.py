@@ -5,6 +5,8 @@ import sys
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from limitforge.service.settings import Settings
 
 MAX_LINES_PER_WINDOW = 20  # for each kind of line
@@ -23,6 +25,13 @@ def configure_logging(settings: Settings) -> None:
         logging.getLogger(name).setLevel("WARNING")  # below that level, their lines contain query parameters
 
 
+class _Window(msgspec.Struct):
+    """The lines of one kind until the time `end`."""
+
+    end: float
+    lines: int = 0
+
+
 class LogRateLimit(logging.Filter):
     """Limits the lines of each kind per minute, so that clients can't fill the log.
 
@@ -33,19 +42,19 @@ class LogRateLimit(logging.Filter):
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._monotonic = monotonic
-        self._kinds: dict[tuple[str, int, str], list[float]] = {}
-        """By kind: the end of the current window, and the number of lines in it."""
+        self._windows: dict[tuple[str, int, str], _Window] = {}
+        """The current window of each kind."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         now = self._monotonic()
         kind = (record.name, record.levelno, str(record.msg).partition("\n")[0][:200])
-        window = self._kinds.get(kind)
-        if window is None or now >= window[0]:
-            if len(self._kinds) >= MAX_KINDS:
-                self._kinds.clear()
-            suppressed = 0 if window is None else int(window[1]) - MAX_LINES_PER_WINDOW
-            self._kinds[kind] = window = [now + WINDOW_SECONDS, 0]
+        window = self._windows.get(kind)
+        if window is None or now >= window.end:
+            if len(self._windows) >= MAX_KINDS:
+                self._windows.clear()
+            suppressed = 0 if window is None else window.lines - MAX_LINES_PER_WINDOW
+            self._windows[kind] = window = _Window(now + WINDOW_SECONDS)
             if suppressed > 0:
                 record.msg = f"{record.msg} ({suppressed} similar lines were suppressed)"
-        window[1] += 1
-        return window[1] <= MAX_LINES_PER_WINDOW
+        window.lines += 1
+        return window.lines <= MAX_LINES_PER_WINDOW

@@ -71,6 +71,8 @@ HTTP_ERROR_TITLES: dict[str, str] = {
     "too_many_refusals": "Too many invalid requests",
     "overloaded": "The service is overloaded",
 }
+NOTHING_AT_PATH = "there is nothing at this path"
+"""The detail of an `unknown_path`."""
 INTERNAL_ERROR = ProblemKind(500, "internal_error", "Internal error")
 
 

@@ -25,7 +25,7 @@ from limitforge.stores.options import StoreOptions
 
 ENV_PREFIX = "LIMITFORGE_"
 FILE_VARIABLE = "LIMITFORGE_SETTINGS"
-# Variables that are not settings of the service, but may be in its environment.
+# Variables of the command line and of the tests. They are not settings, but may be in the environment of the service.
 OTHER_VARIABLES = ("LIMITFORGE_ACTOR", "LIMITFORGE_TEST_PROFILE", FILE_VARIABLE)
 MAX_WORKERS = 256
 DEFAULT_NEW_BUCKETS = 60_000
@@ -46,7 +46,7 @@ class Settings:
         "memory://", "The store of the counters: memory:// or the URL of a Redis server.", secret=True
     )
     database_url: str = _setting(
-        DEFAULT_URL, "The database of tenants and plans: an sqlite or postgresql URL.", secret=True
+        DEFAULT_URL, "The database of tenants and plans: a SQLite or PostgreSQL URL.", secret=True
     )
     config: str = _setting("", "A file with tenants and plans, instead of a database.")
     host: str = _setting("127.0.0.1", "The address to listen on.")
@@ -56,7 +56,9 @@ class Settings:
     root_path: str = _setting("", "A prefix of every path, such as /limitforge.")
     workers: int = _setting(1, "The number of worker processes.")
     trusted_proxies: str = _setting(
-        "", "Proxies whose Forwarded and X-Forwarded-For fields are trusted: addresses and networks, 10.0.0.0/8,::1."
+        "",
+        "Proxies whose Forwarded and X-Forwarded-For fields are trusted: addresses and networks, such as "
+        "10.0.0.0/8,::1.",
     )
     tls_cert: str = _setting("", "A certificate chain (PEM) to serve TLS.")
     tls_key: str = _setting("", "The private key of the certificate (PEM).")
@@ -65,14 +67,14 @@ class Settings:
         1_000.0, "How long a check waits for the database to look up a key that is not cached."
     )
     failure: str = _setting("open", "What happens to a check that the store does not decide: open, closed or local.")
-    processes: int = _setting(1, "How many processes share the limits while failure: local decides.")
+    processes: int = _setting(1, "How many processes share the limits while the failure behaviour local applies.")
     breaker_failures: int = _setting(3, "How many consecutive failures open the circuit breaker of the store.")
     breaker_seconds: float = _setting(30.0, "How long the circuit breaker stays open before it probes the store.")
     wait_replicas: int = _setting(0, "How many replicas must confirm a write before a check is answered.")
     new_buckets_per_minute: int | str = _setting(
         "auto",
-        "How many buckets a tenant may create per minute; beyond that its new subjects share one. A number, none for no"
-        f" bound, or auto for {DEFAULT_NEW_BUCKETS:_}, and fewer on a Redis server with little memory.",
+        "How many buckets a tenant may create per minute; beyond that its new subjects share one: a number, auto"
+        f" ({DEFAULT_NEW_BUCKETS}, less on a Redis server with little memory), or none for no bound.",
     )
     denial_cache_ms: float = _setting(1_000.0, "How long a denial may be answered from memory.")
     peppers: str = _setting(
@@ -105,7 +107,8 @@ class Settings:
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise InvalidInput("root_path", "must start with a slash and not end with one, such as /limitforge")
         if bool(self.tls_cert) != bool(self.tls_key):
-            raise InvalidInput("tls_key" if self.tls_cert else "tls_cert", "is required too: TLS needs both files")
+            missing, given = ("tls_key", "tls_cert") if self.tls_cert else ("tls_cert", "tls_key")
+            raise InvalidInput(missing, f"is required if {given} is set")
         if self.failure not in ("open", "closed", "local"):
             raise InvalidInput("failure", f"must be open, closed or local, got {short_repr(self.failure)}")
         if self.log_level not in ("debug", "info", "warning", "error"):
@@ -165,7 +168,7 @@ class Settings:
         return [(f.name, values[f.name], f.metadata["help"]) for f in fields(self)]
 
     def masked(self) -> dict[str, Any]:
-        """Return all settings without secrets: only the passwords of URLs are masked, other secrets as a whole."""
+        """Return all settings with secrets masked: the password in a URL, otherwise the whole value."""
         return {
             f.name: _mask(getattr(self, f.name)) if f.metadata["secret"] else getattr(self, f.name)
             for f in fields(self)
@@ -224,7 +227,7 @@ def _convert(name: str, value: Any, setting_type: Any) -> Any:
 
 
 def _mask(text: str) -> str:
-    """Mask the passwords of a URL, and any other text as a whole."""
+    """Mask the password and secret parameters of a URL, and any other text as a whole."""
     scheme, separator, rest = text.partition("://")
     if not separator:
         return MASKED if text else ""

@@ -1,1 +1,1 @@
-"""`limitforge burst`: fire checks at limits on a schedule, and draw what happens."""
+"""`limitforge burst`: send checks on a schedule, and draw what happens."""

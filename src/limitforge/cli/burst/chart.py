@@ -61,14 +61,14 @@ ASCII = Glyphs(("#", "~", "x"), "_", "|", "+", "-", "+", "^", "=", "-", ">")
 
 @dataclass(frozen=True, slots=True)
 class ChartSpec:
-    """A burst to draw, and the format of the chart. `planned_us` is the expected duration; 0 if it is unknown."""
+    """A burst to draw, and the format of the chart. `expected_us` is the expected duration; 0 if it is unknown."""
 
     limits_text: str
     limits: Limits
     store_text: str
     rate_text: str
     requests: int
-    planned_us: float
+    expected_us: float
     width: int = 80
     glyphs: Glyphs = UNICODE
 
@@ -109,8 +109,8 @@ def _chart(spec: ChartSpec, results: BurstResults, now_s: float | None) -> Text:
     timeline, glyphs = results.timeline, spec.glyphs
     width = max(_total_width(spec) - SCALE_WIDTH, MIN_COLUMNS)
     slices = len(timeline.slices)
-    if now_s is not None:  # leave space for the rest of the plan, and double it if the burst takes longer
-        shown = max(timeline.slice_index(spec.planned_us - timeline.slice_us) + 1, 1) if spec.planned_us else width
+    if now_s is not None:  # leave space for the expected duration, and double it if the burst takes longer
+        shown = max(timeline.slice_index(spec.expected_us - timeline.slice_us) + 1, 1) if spec.expected_us else width
         while shown < slices:
             shown *= 2
         slices = shown

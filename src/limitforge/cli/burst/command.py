@@ -60,7 +60,7 @@ def burst(
     store: Annotated[str, typer.Option(metavar="URL", help=STORE_HELP)] = "memory",
     as_json: Annotated[bool, typer.Option("--json", help="Print a summary as JSON instead of the chart.")] = False,
 ) -> None:
-    """Fire checks at limits in real time, and draw which are allowed, delayed and denied.
+    """Send checks in real time, and draw which are allowed, delayed and denied.
 
     LIMITS is one limit or several, separated by semicolons: 100/minute, or
     100 per 15 minutes, with a name as in login=5/minute, or with an algorithm
@@ -87,7 +87,7 @@ def burst(
             store_text=describe_store(store),
             rate_text=request_rate.text,
             requests=requests,
-            planned_us=requests * request_rate.interval_s * US_PER_SECOND + _max_delay_us(parsed, requests * cost),
+            expected_us=requests * request_rate.interval_s * US_PER_SECOND + _max_delay_us(parsed, requests * cost),
             glyphs=ASCII if console.options.ascii_only else UNICODE,
         )
         results = BurstResults(Timeline(max(request_rate.interval_s * US_PER_SECOND, MIN_SLICE_US)))

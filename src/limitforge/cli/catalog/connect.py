@@ -43,7 +43,7 @@ def run_with_database(url: str, work: Callable[[Database], Awaitable[Result]]) -
 
     try:
         return asyncio.run(run())
-    except CommandError as error:  # Alembic does not know the schema version
+    except CommandError as error:  # the table of Alembic has several schema versions
         raise InvalidInput("database", str(error)) from None
 
 
@@ -63,8 +63,8 @@ def peppers_from_environment() -> Peppers:
     if not text:
         raise InvalidInput(
             PEPPERS_VARIABLE,
-            "is not set, but secrets are hashed with it. Store it like a password: without it, no key is valid any "
-            f"more. To use a new one:\n\n  export {PEPPERS_VARIABLE}='{Peppers.generate_text()}'\n",
+            "is required: it is the secret that API keys are hashed with. Keep it: if it is lost, all keys are "
+            f"invalid. To use a new one:\n\n  export {PEPPERS_VARIABLE}='{Peppers.generate_text()}'\n",
         )
     try:
         return Peppers.parse(text)

@@ -10,12 +10,12 @@ from limitforge.cli.catalog.lookup import find_entity
 AnyEntity = TypeVar("AnyEntity", bound=Entity)
 
 
-def delete_entity(database: str, kind: type[AnyEntity], name: str, tenant: str | None = None) -> AnyEntity:
+def delete_entity(database: str, entity_type: type[AnyEntity], name: str, tenant: str | None = None) -> AnyEntity:
     """Delete the entity with this id or name, and return it as it was."""
 
     async def work(catalog: Catalog) -> AnyEntity:
-        entity = await find_entity(catalog, kind, name, tenant)
+        entity = await find_entity(catalog, entity_type, name, tenant)
         async with catalog.edit(audit_actor()) as edit:
-            return await edit.delete(kind, entity.id)
+            return await edit.delete(entity_type, entity.id)
 
     return run_with_catalog(database, work)

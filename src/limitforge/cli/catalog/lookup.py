@@ -1,4 +1,4 @@
-"""Find entities by name or id, and find the names of ids."""
+"""Find entities by name or id, and find the names that belong to ids."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -19,14 +19,14 @@ async def find_tenant(catalog: Catalog, name: str) -> Tenant:
     return await catalog.get_by_name_or_id(Tenant, name)
 
 
-async def find_entity(catalog: Catalog, kind: type[AnyEntity], name: str, tenant: str | None) -> AnyEntity:
+async def find_entity(catalog: Catalog, entity_type: type[AnyEntity], name: str, tenant: str | None) -> AnyEntity:
     """Return the entity with this id or name, of the given tenant or of all tenants.
 
     Raises `Conflict` if several tenants have an entity of this name.
     """
     owner = {} if tenant is None else {"tenant_id": (await find_tenant(catalog, tenant)).id}
     try:
-        return await catalog.get_by_name_or_id(kind, name, **owner)
+        return await catalog.get_by_name_or_id(entity_type, name, **owner)
     except Conflict as error:
         raise Conflict(f"{error}" if owner else f"{error}, or name the tenant with --tenant") from None
     except NotFound as error:
@@ -44,13 +44,13 @@ async def resolve_plan_names(catalog: Catalog, tenant_id: str, options: Mapping[
     return fields
 
 
-async def list_entities(catalog: Catalog, kind: type[AnyEntity], tenant: str | None = None) -> list[AnyEntity]:
+async def list_entities(catalog: Catalog, entity_type: type[AnyEntity], tenant: str | None = None) -> list[AnyEntity]:
     """Return all entities of a kind, of one tenant or of all tenants. Reads all pages."""
     filters = {} if tenant is None else {"tenant_id": (await find_tenant(catalog, tenant)).id}
     entities: list[AnyEntity] = []
     cursor: str | None = None
     while True:
-        page = await catalog.list_page(kind, cursor=cursor, size=PAGE_SIZE, **filters)
+        page = await catalog.list_page(entity_type, cursor=cursor, size=PAGE_SIZE, **filters)
         entities += page.items
         cursor = page.cursor
         if cursor is None:
@@ -58,7 +58,7 @@ async def list_entities(catalog: Catalog, kind: type[AnyEntity], tenant: str | N
 
 
 class NamesById:
-    """The names of the plans and tenants whose ids some entities hold. An unknown id stands for itself."""
+    """The names of the plans and tenants whose ids some entities hold. An unknown id is shown as is."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self._names = names
@@ -76,5 +76,5 @@ class NamesById:
             }
         return cls(names)
 
-    def __getitem__(self, identity: str | None) -> str | None:
-        return None if identity is None else self._names.get(identity, identity)
+    def __getitem__(self, entity_id: str | None) -> str | None:
+        return None if entity_id is None else self._names.get(entity_id, entity_id)

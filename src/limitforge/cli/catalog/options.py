@@ -12,13 +12,13 @@ from limitforge.errors import InvalidInput
 
 
 def field_option(
-    kind: type[Entity], field: str, *names: str, clearable: bool = False, note: str = "", **settings: Any
+    entity_type: type[Entity], field: str, *names: str, clearable: bool = False, note: str = "", **settings: Any
 ) -> Any:
     """Return a Typer option for a field of an entity, with the description of the model as its help.
 
-    `clearable` adds that the word `none` removes the value, and `note` adds another sentence.
+    `note` is another sentence of the help. With `clearable`, the help says that the word `none` removes the value.
     """
-    sentences = [field_docs(kind)[field].description.replace("`", "")]
+    sentences = [field_docs(entity_type)[field].description.replace("`", "")]
     if note:
         sentences.append(note)
     if clearable:

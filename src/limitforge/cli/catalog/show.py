@@ -12,10 +12,11 @@ _LAST = ("version", "created_at", "updated_at")
 _NAMED_IDS = ("tenant_id", "plan_id", "shadow_plan_id", "default_plan_id")
 
 
-async def print_entity(catalog: Catalog, entity: Entity, *, as_json: bool, **changes: Any) -> None:
+async def print_entity(catalog: Catalog, entity: Entity, *, as_json: bool, **replacements: Any) -> None:
     """Print the fields of an entity, with the names of plans and tenants instead of their ids.
 
-    `changes` replaces fields, and adds others with their key as the label. A field that is None or empty is left out.
+    `replacements` replaces fields, and adds others with their key as the label. A field that is None or empty is left
+    out.
     """
     if as_json:
         print_json(to_public_dict(entity))
@@ -23,7 +24,7 @@ async def print_entity(catalog: Catalog, entity: Entity, *, as_json: bool, **cha
     names = await NamesById.load(catalog, [entity])
     fields = {field: getattr(entity, field) for field in entity.__struct_fields__}
     fields |= {field: names[fields[field]] for field in _NAMED_IDS if field in fields}
-    fields |= changes
+    fields |= replacements
     first = [field for field in _FIRST if field in fields]
     middle = [field for field in fields if field not in _FIRST + _LAST]
     own_fields = entity.__struct_fields__

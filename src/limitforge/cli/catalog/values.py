@@ -23,7 +23,7 @@ def parse_duration(option: str, text: str) -> float:
 
 
 def parse_time(option: str, text: str, now: datetime) -> datetime:
-    """Return a time, given as such or as a duration from `now`."""
+    """Return a time, which `text` states as a time or as a duration from `now`."""
     if _DURATION.fullmatch(text):
         try:
             return now + timedelta(seconds=parse_duration(option, text))

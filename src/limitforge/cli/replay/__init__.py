@@ -1,1 +1,1 @@
-"""`limitforge replay`: run the steps of a file against limits, on a clock of its own."""
+"""`limitforge replay`: run the steps of a file against limits, on a simulated clock."""

@@ -157,11 +157,11 @@ def _parse_costs(costs: object, names: Collection[str]) -> dict[str, int]:
 def _parse_time(given: Mapping[str, Any], base_ms: int) -> int:
     fields = sorted(_TIME_FIELDS & given.keys())
     if len(fields) != 1:
-        raise InvalidInput("at_ms", "is required (or at_us)" if not fields else "and at_us can't both be present")
+        raise InvalidInput("at_ms", "is required (or at_us)" if not fields else "can't be combined with at_us")
     (field,) = fields
     at_us = base_ms * 1_000 + _integer(field, given[field]) * (1_000 if field == "at_ms" else 1)
     if not 0 <= at_us <= LAST_SECOND * 1_000_000:
-        raise InvalidInput(field, "plus base_ms must be between the years 1970 and 2200")
+        raise InvalidInput(field, f"is out of range: base_ms + {field} must be between the years 1970 and 2200")
     return at_us
 
 

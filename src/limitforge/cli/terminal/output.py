@@ -93,7 +93,7 @@ def format_value(value: Any) -> str:
 
 
 def _print_rendered(console: Console, table: Table) -> None:
-    """Print a table. When piped, remove the blanks with which Rich fills lines."""
+    """Print a table. When piped, remove the trailing spaces that Rich adds."""
     if console.is_terminal:
         console.print(table)
         return

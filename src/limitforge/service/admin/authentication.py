@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Iterable
 from datetime import datetime
 
-from limitforge.catalog.credentials import PREFIXES, Credential, fingerprint
+from limitforge.catalog.credentials import PREFIXES, Credential
+from limitforge.catalog.credentials import fingerprint as compute_fingerprint
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.live.cache.bounded_reads import LOOKUP_SECONDS
 from limitforge.catalog.live.cache.catalog_cache import CatalogCache
@@ -43,14 +44,14 @@ class TokenAuthenticator:
         self._lookup_limiter = lookup_limiter or LookupLimiter()
         self._rate_limits = Limits.parse(f"{BURST_LIMIT}; {SUSTAINED_LIMIT}")
         self._valid_fingerprints: dict[bytes, None] = {}
-        """Fingerprints of tokens that were valid at their last look-up. A dict, because it keeps their order."""
+        """Fingerprints of tokens that were valid at their last lookup. A dict, because it keeps their order."""
         self._revoked_fingerprints: dict[bytes, None] = {}
-        """Fingerprints of tokens that were issued here, and were unknown at their last look-up."""
+        """Fingerprints of tokens that were issued here, and were unknown at their last lookup."""
         self._lookups_in_flight: dict[bytes, asyncio.Task[Token]] = {}
         self._last_used: dict[str, datetime] = {}
 
     async def authenticate(self, authorization: Iterable[str], client_address: str) -> Token:
-        """Return the token of a request with these `Authorization` fields from the client address `source`.
+        """Return the token of a request with these `Authorization` fields from `client_address`.
 
         Raises `UnknownKey`, `TooManyUnknownKeys`, `Forbidden` if the tenant of the token is suspended, and `HttpError`
         if the token exceeds its rate limit.
@@ -70,21 +71,23 @@ class TokenAuthenticator:
     async def _find_token(self, text: str, client_address: str) -> Token:
         """Look the token up in the database, each time, so that a deleted token is refused at once.
 
-        Concurrent requests with the same token share one look-up.
+        Concurrent requests with the same token share one lookup.
         """
         credential = self._catalog.parse_credential(text)
         if credential.prefix != PREFIXES["admin"]:
             raise UnknownKey("this is not an admin token")
-        mark = fingerprint(text)
-        lookup = self._lookups_in_flight.get(mark)
+        token_fingerprint = compute_fingerprint(text)
+        lookup = self._lookups_in_flight.get(token_fingerprint)
         if lookup is None:
-            lookup = asyncio.get_running_loop().create_task(self._look_up(credential, mark, client_address))
-            self._lookups_in_flight[mark] = lookup
-            lookup.add_done_callback(lambda _: self._lookups_in_flight.pop(mark))
+            lookup = asyncio.get_running_loop().create_task(
+                self._look_up(credential, token_fingerprint, client_address)
+            )
+            self._lookups_in_flight[token_fingerprint] = lookup
+            lookup.add_done_callback(lambda _: self._lookups_in_flight.pop(token_fingerprint))
         return await asyncio.shield(lookup)
 
     async def _look_up(self, credential: Credential, token_fingerprint: bytes, client_address: str) -> Token:
-        """Look a token up, through the look-up limiter if the token may be made up or was revoked."""
+        """Look a token up, through the lookup limiter if the token may be made up or was revoked."""
         is_trusted = token_fingerprint in self._valid_fingerprints or (
             credential.has_keyed_checksum and token_fingerprint not in self._revoked_fingerprints
         )

@@ -11,11 +11,10 @@ from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
 from limitforge.core.exact import short_repr
-from limitforge.core.headers import parse_block
 from limitforge.errors import InvalidInput, LimitforgeError, NotFound
 from limitforge.observability.events import log_event
-from limitforge.service.checks.responses import problem_response
-from limitforge.service.problems import HttpError
+from limitforge.service.admin.responses import error_response
+from limitforge.service.problems import NOTHING_AT_PATH, HttpError
 
 _log = logging.getLogger(__name__)
 
@@ -24,14 +23,14 @@ def add_error_handlers(app: FastAPI) -> None:
     """Answer every error with a problem document."""
 
     async def handle_error(_: Request, error: Exception) -> Response:
-        return _to_fastapi_response(error)
+        return _log_and_respond(error)
 
     async def handle_validation(_: Request, error: Exception) -> Response:
         errors = error.errors() if isinstance(error, RequestValidationError) else ()
-        return _to_fastapi_response(validation_error(errors))
+        return _log_and_respond(validation_error(errors))
 
     async def handle_routing(request: Request, error: Exception) -> Response:
-        return _to_fastapi_response(_routing_error(app, request, error))
+        return _log_and_respond(_routing_error(app, request, error))
 
     app.add_exception_handler(LimitforgeError, handle_error)
     app.add_exception_handler(RequestValidationError, handle_validation)
@@ -39,13 +38,11 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, handle_error)
 
 
-def _to_fastapi_response(error: Exception) -> Response:
+def _log_and_respond(error: Exception) -> Response:
     known = error if isinstance(error, LimitforgeError) else LimitforgeError("unexpected")
-    problem = problem_response(known)
-    if problem.status == 500 and known is error:  # Starlette raises other exceptions again, and the server logs them
+    response = error_response(known)
+    if response.status_code == 500 and known is error:  # Starlette raises other exceptions again: the server logs them
         log_event(_log, logging.ERROR, "admin.request_failed", "an admin request failed", exc_info=error)
-    response = Response(problem.body, problem.status, media_type=problem.content_type.decode())
-    response.raw_headers += parse_block(problem.headers)
     return response
 
 
@@ -83,15 +80,15 @@ _MUST_BE = {
 
 
 def _describe_error(error: Any) -> str:
-    kind, context = error["type"], error.get("ctx", {})
-    if kind == "missing":
+    error_type, context = error["type"], error.get("ctx", {})
+    if error_type == "missing":
         return "is required"
-    if kind == "extra_forbidden":
-        return "is not a field here"
-    if kind in ("enum", "literal_error"):
+    if error_type == "extra_forbidden":
+        return "unknown field"
+    if error_type in ("enum", "literal_error"):
         return f"must be {context['expected']}, got {short_repr(error.get('input'))}"
-    if kind in _MUST_BE:
-        return f"must be {_MUST_BE[kind]}, got {short_repr(error.get('input'))}"
+    if error_type in _MUST_BE:
+        return f"must be {_MUST_BE[error_type]}, got {short_repr(error.get('input'))}"
     message = str(error["msg"])
     return message.replace("Input should be", "must be").replace("String should", "must").strip()
 
@@ -105,7 +102,7 @@ def _routing_error(app: FastAPI, request: Request, error: Exception) -> Limitfor
         allowed = ", ".join(sorted(set(_allowed_methods(app, request.scope))))
         return HttpError(405, "method_not_allowed", f"this path accepts {allowed}", allow=allowed)
     if status == 404:
-        return HttpError(404, "unknown_path", "there is nothing at this path")
+        return HttpError(404, "unknown_path", NOTHING_AT_PATH)
     return HttpError(400, "malformed_request", "the request can't be read")
 
 

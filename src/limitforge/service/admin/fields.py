@@ -28,12 +28,12 @@ from limitforge.errors import InvalidInput, VersionConflict
 
 MAX_HEADER_LENGTH = 128
 ID_PATTERN = "^[A-Za-z0-9_.-]{1,64}$"
-"""The form of every id. An id of another form is unknown without a look-up."""
+"""The form of every id. An id of another form is unknown without a lookup."""
 
 
 def optional() -> Any:
     """Return the default of an optional field. A field left out is not changed, or gets the catalog's default."""
-    return Field(default_factory=lambda: None)
+    return Field(default_factory=lambda: None)  # a factory keeps the default null out of the JSON Schema
 
 
 Id = Annotated[str, StringConstraints(pattern=ID_PATTERN)]
@@ -43,9 +43,9 @@ Filter = Annotated[str, StringConstraints(max_length=MAX_KEY_PART_BYTES, pattern
 """A value that a list is filtered by. It must match exactly."""
 
 
-def list_of(kind: type[StrEnum]) -> Any:
+def list_of(enum_type: type[StrEnum]) -> Any:
     """Describe a list of values of an enum."""
-    return WithJsonSchema({"type": "array", "items": {"enum": list(kind)}})
+    return WithJsonSchema({"type": "array", "items": {"enum": list(enum_type)}})
 
 
 def _parse_timestamp(value: object) -> datetime:

@@ -85,8 +85,8 @@ class IdempotentCreate:
     def _replay_response(self, stored: service_records.StoredResponse) -> Response:
         if stored.fingerprint != self._fingerprint:
             raise HttpError(422, "idempotency_key_reused", "idempotency-key: was used for another request")
-        headers = {"etag": format_etag(stored.body["version"]), REPLAYED_HEADER.replace("-", "_"): "true"}
-        return json_response(stored.body, stored.status, **headers)
+        etag = format_etag(stored.body["version"])
+        return json_response(stored.body, stored.status, etag=etag, headers={REPLAYED_HEADER: "true"})
 
 
 def _replayed_secrets(result: CreateResult) -> dict[str, Any]:

@@ -1,11 +1,10 @@
 """The ASGI middleware around the admin app: the root path, and no caching of admin responses."""
 
-from fastapi import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from limitforge.service.admin.responses import error_response
 from limitforge.service.admin.routing import PREFIX
-from limitforge.service.checks.responses import problem_response
-from limitforge.service.problems import HttpError
+from limitforge.service.problems import NOTHING_AT_PATH, HttpError
 
 
 class AdminMiddleware:
@@ -20,8 +19,7 @@ class AdminMiddleware:
             await self._app(scope, receive, send)
             return
         if self._root_path and not scope["path"].startswith(f"{self._root_path}/"):
-            problem = problem_response(HttpError(404, "unknown_path", "there is nothing at this path"))
-            response = Response(problem.body, problem.status, media_type=problem.content_type.decode())
+            response = error_response(HttpError(404, "unknown_path", NOTHING_AT_PATH))
             await response(scope, receive, send)
             return
 

@@ -1,5 +1,6 @@
 """The responses of the admin API, and how OpenAPI describes them."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -7,16 +8,28 @@ from fastapi import Response
 
 from limitforge.catalog.database.pages import Page
 from limitforge.catalog.model import Entity, to_public_dict
+from limitforge.core.headers import parse_block
+from limitforge.errors import LimitforgeError
+from limitforge.service.checks.responses import problem_response
 
 SCHEMA_REF_KEY = "x-schema"
 
 _encode = msgspec.json.Encoder().encode
 
 
-def json_response(content: Any, status: int = 200, **headers: str) -> Response:
-    """Return a JSON response. An underscore in the name of a header stands for a hyphen."""
-    header_fields = {name.replace("_", "-"): value for name, value in headers.items()}
-    return Response(_encode(content), status, header_fields, "application/json")
+def json_response(
+    content: Any, status: int = 200, *, etag: str | None = None, headers: Mapping[str, str] | None = None
+) -> Response:
+    all_headers = {**({} if etag is None else {"etag": etag}), **(headers or {})}
+    return Response(_encode(content), status, all_headers, "application/json")
+
+
+def error_response(error: LimitforgeError) -> Response:
+    """Return the problem document of an error with its header fields."""
+    problem = problem_response(error)
+    response = Response(problem.body, problem.status, media_type=problem.content_type.decode())
+    response.raw_headers += parse_block(problem.headers)
+    return response
 
 
 def entity_response(entity: Entity, **fields: Any) -> Response:

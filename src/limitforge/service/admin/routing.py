@@ -1,4 +1,4 @@
-"""The route class of the admin API: authenticate the token, read and check the body, call the handler."""
+"""The route class of the admin API: authenticate the token, read and validate the body, call the handler."""
 
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -39,7 +39,7 @@ class ParsedRequest(Request):
 
 
 class AdminRoute(APIRoute):
-    """A route that authenticates the caller before it reads the body."""
+    """A route that authenticates the admin token before it reads the body."""
 
     def get_route_handler(self) -> Handler:
         handle = super().get_route_handler()
@@ -62,9 +62,9 @@ def admin_router(path: str, tag: str) -> APIRouter:
 
 
 async def _read_body(request: Request) -> tuple[bytes, Any]:
-    """Return the body, raw and decoded. Refuse one that is too large, or whose values a response could not repeat."""
+    """Return the body, raw and decoded. Refuse one that is too large, is not JSON, or has values out of bounds."""
     headers: list[tuple[bytes, bytes]] = request.scope["headers"]
-    _check_headers(headers, b"content-length")
+    _validate_headers(headers, b"content-length")
     raw = bytearray()
     try:
         async for chunk in request.stream():
@@ -75,10 +75,10 @@ async def _read_body(request: Request) -> tuple[bytes, Any]:
         raise HttpError(400, "malformed_request", "the client disconnected before the end of the body") from None
     if not raw:
         return b"", None
-    _check_headers(headers, b"content-")
+    _validate_headers(headers, b"content-")
     try:
         decoded = msgspec.json.decode(raw)
-        _check_values(decoded)
+        _validate_values(decoded)
         reject_duplicate_names(bytes(raw))
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise HttpError(400, "malformed_json", str(error)) from None
@@ -87,15 +87,16 @@ async def _read_body(request: Request) -> tuple[bytes, Any]:
     return bytes(raw), decoded
 
 
-def _check_headers(headers: list[tuple[bytes, bytes]], prefix: bytes) -> None:
-    """Refuse a body that is too large, compressed or not JSON, by the headers whose name starts with `prefix`."""
-    read_api_key(
-        (header for header in headers if header[0].startswith(prefix)), MAX_BODY_BYTES
-    )  # it checks these as well
+def _validate_headers(headers: list[tuple[bytes, bytes]], prefix: bytes) -> None:
+    """Refuse a body that is too large, compressed or not JSON, by the headers whose name starts with `prefix`.
+
+    `read_api_key` also validates these headers. The result is not used.
+    """
+    read_api_key((header for header in headers if header[0].startswith(prefix)), MAX_BODY_BYTES)
 
 
-def _check_values(decoded: Any) -> None:
-    """Refuse a body that is nested too deeply, has too many values, or an integer that a response could not repeat."""
+def _validate_values(decoded: Any) -> None:
+    """Refuse a body that is nested too deeply, or has too many values, or an integer that a response can't encode."""
     stack: list[tuple[str, Any, int]] = [("", decoded, 1)]
     count = 1
     while stack:

@@ -49,26 +49,26 @@ class AdminSession:
             raise NotFound(f"tenant_id: unknown tenant {short_repr(tenant_id)}")
 
     def can_see(self, entity: Entity) -> bool:
-        owner = entity.id if isinstance(entity, Tenant) else getattr(entity, "tenant_id", None)
-        return self.tenant_id is None or owner == self.tenant_id
+        tenant_id = entity.id if isinstance(entity, Tenant) else getattr(entity, "tenant_id", None)
+        return self.tenant_id is None or tenant_id == self.tenant_id
 
     # --- Reading -----------------------------------------------------------------------------------------------------
 
-    async def get(self, kind: type[AnyEntity], identity: str) -> AnyEntity:
-        return self._require_entity(kind, identity, await self.catalog.get(kind, identity))
+    async def get(self, entity_type: type[AnyEntity], entity_id: str) -> AnyEntity:
+        return self._require_entity(entity_type, entity_id, await self.catalog.get(entity_type, entity_id))
 
-    async def list_page(self, kind: type[Entity], query: ListQuery) -> Page:
+    async def list_page(self, entity_type: type[Entity], query: ListQuery) -> Page:
         """Return a page of the visible entities. Filters of `query` that are None are ignored."""
         filters = query.model_dump(exclude={"cursor", "limit"})
-        visible = self.restrict_filters(filters, "id" if kind is Tenant else "tenant_id")
+        visible = self.restrict_filters(filters, "id" if entity_type is Tenant else "tenant_id")
         if visible is None:
             return Page([], None)
-        return await self.catalog.list_page(kind, cursor=query.cursor, size=query.limit, **visible)
+        return await self.catalog.list_page(entity_type, cursor=query.cursor, size=query.limit, **visible)
 
     def restrict_filters(self, filters: Mapping[str, Any], tenant_field: str = "tenant_id") -> dict[str, Any] | None:
         """Return the filters, limited to the tenant of the token. None means that nothing can match.
 
-        `owner` is the field that holds the id of the tenant.
+        `tenant_field` is the field that holds the id of the tenant.
         """
         if self.tenant_id is None:
             return dict(filters)
@@ -93,15 +93,15 @@ class AdminSession:
             self.require_scope(TokenScope.WRITE)
             yield edit
 
-    async def require_visible(self, edit: Edit, kind: type[AnyEntity], identity: str) -> AnyEntity:
-        """Return an entity that is to be changed, as it is inside the transaction."""
-        return self._require_entity(kind, identity, await queries.find(edit.connection, kind, identity))
+    async def require_visible(self, edit: Edit, entity_type: type[AnyEntity], entity_id: str) -> AnyEntity:
+        """Return the entity as the transaction sees it. Raises `NotFound` if the token may not see it."""
+        return self._require_entity(entity_type, entity_id, await queries.find(edit.connection, entity_type, entity_id))
 
-    def _require_entity(self, kind: type[AnyEntity], identity: str, entity: AnyEntity | None) -> AnyEntity:
+    def _require_entity(self, entity_type: type[AnyEntity], entity_id: str, entity: AnyEntity | None) -> AnyEntity:
         """Return `entity` if it exists and the token may see it. The operator has routes of its own."""
-        is_operator = kind is Tenant and identity == OPERATOR
+        is_operator = entity_type is Tenant and entity_id == OPERATOR
         if entity is None or is_operator or not self.can_see(entity):
-            raise NotFound(f"unknown {kind.kind} {short_repr(identity)}")
+            raise NotFound(f"unknown {entity_type.kind} {short_repr(entity_id)}")
         return entity
 
 

@@ -1,7 +1,4 @@
-"""The counters of one process: a row of numbers for each API key.
-
-So counting a check takes one look-up and one addition.
-"""
+"""The counters of one process: a row of numbers for each API key, so counting a check is a lookup and an addition."""
 
 import operator
 from collections import defaultdict
@@ -63,7 +60,7 @@ class ProcessCounters:
             row[OVERFLOW] += 1
 
     def count_admission(self, caller: Caller) -> None:
-        """Do the same as `count_decision` for the most frequent decision, faster."""
+        """Count the most frequent decision, a plain admission, faster than `count_decision`."""
         entry = self._rows.get(caller.key.id)
         if entry is None:
             self.count_decision(caller, allowed=True)
@@ -75,7 +72,7 @@ class ProcessCounters:
         self.overrides_restored += overrides
 
     def response_counter(self, call: str) -> dict[int, int]:
-        """Return the counter of a call's responses by status. The caller may increment it."""
+        """Return the counter of a call's responses by status. The HTTP front end increments it."""
         return self._requests[call]
 
     def count_response(self, call: str, status: int) -> None:

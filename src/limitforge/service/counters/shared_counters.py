@@ -19,7 +19,7 @@ from limitforge.observability.events import log_event
 from limitforge.service.counters.periodic import repeat
 from limitforge.service.counters.process_counters import ZEROS, ProcessCounters, add_row
 
-PUBLISH_SECONDS = 1.0
+ADD_SECONDS = 1.0
 """How often a process adds its counts. A SIGKILL loses the counts since the last time."""
 LOCK_ATTEMPTS = 400
 LOCK_RETRY_SECONDS = 0.005
@@ -45,7 +45,7 @@ class Totals(msgspec.Struct):
             self.requests[request] = self.requests.get(request, 0) + number
         self.overrides_restored += other.overrides_restored
 
-    def since(self, before: "Totals") -> "Totals":
+    def minus(self, before: "Totals") -> "Totals":
         """Return the difference to earlier totals, without anything that has not changed."""
         tenants = {
             name: list(map(operator.sub, row, before.tenants.get(name, ZEROS)))
@@ -70,24 +70,24 @@ class SharedCounters:
     def __init__(self, counters: ProcessCounters, folder: Path | None) -> None:
         self._counters = counters
         self._folder = folder
-        self._published = Totals()
+        self._added = Totals()
         """The counts of this process that are in the file already."""
-        self._publish_task: asyncio.Task[None] | None = None
+        self._add_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         if self._folder is not None:
-            publish = partial(self._publish, self._folder)
-            publishing = repeat(publish, PUBLISH_SECONDS, (OSError, LimitforgeError), _log_publish_failure)
-            self._publish_task = asyncio.get_running_loop().create_task(publishing)
+            add = partial(self._add_to_shared_totals, self._folder)
+            adding = repeat(add, ADD_SECONDS, (OSError, LimitforgeError), _log_add_failure)
+            self._add_task = asyncio.get_running_loop().create_task(adding)
 
     async def close(self) -> None:
-        """Publish the last counts. Call it when nothing more is counted."""
-        if self._publish_task is None or self._folder is None:
+        """Add the last counts. Call it when nothing more is counted."""
+        if self._add_task is None or self._folder is None:
             return
-        self._publish_task.cancel()
-        await asyncio.gather(self._publish_task, return_exceptions=True)
+        self._add_task.cancel()
+        await asyncio.gather(self._add_task, return_exceptions=True)
         try:
-            await self._publish(self._folder)
+            await self._add_to_shared_totals(self._folder)
         except (OSError, LimitforgeError) as error:
             message = "could not add the last counts of this process to the shared counters, they are lost"
             log_event(_log, logging.WARNING, "metrics.counts_lost", message, error=error)
@@ -97,7 +97,7 @@ class SharedCounters:
         if self._folder is None:
             return self._local_totals()
         try:
-            return await self._publish(self._folder)
+            return await self._add_to_shared_totals(self._folder)
         except OSError as error:
             message = "could not read the shared counters of all processes"
             log_event(_log, logging.WARNING, "metrics.read_failed", message, error=error)
@@ -106,7 +106,7 @@ class SharedCounters:
     def _local_totals(self) -> Totals:
         return Totals(self._counters.totals(), self._counters.requests(), self._counters.overrides_restored)
 
-    async def _publish(self, folder: Path) -> Totals:
+    async def _add_to_shared_totals(self, folder: Path) -> Totals:
         """Add this process's new counts under the lock of the folder, and return the sum.
 
         Any holder releases the lock within a few milliseconds. Retrying without blocking keeps checks running.
@@ -119,25 +119,25 @@ class SharedCounters:
                 except BlockingIOError:
                     await asyncio.sleep(LOCK_RETRY_SECONDS)
                 else:
-                    return self._publish_locked(folder)
+                    return self._add_locked(folder)
         finally:
             os.close(lock)
         raise LimitforgeError("another process has held the lock of the shared counters for too long")
 
-    def _publish_locked(self, folder: Path) -> Totals:
+    def _add_locked(self, folder: Path) -> Totals:
         """Write a new file and rename it, so that a process that is killed leaves the old file intact."""
         file, new_file = folder / "totals", folder / "totals.new"
         totals = _decode(file.read_bytes()) if file.exists() else Totals()
         local = self._local_totals()
-        added = local.since(self._published)
+        added = local.minus(self._added)
         if added != Totals():
             totals.add(added)
             new_file.write_bytes(_encode(totals))
             new_file.replace(file)
-            self._published = local
+            self._added = local
         return totals
 
 
-def _log_publish_failure(error: Exception) -> None:
+def _log_add_failure(error: Exception) -> None:
     message = "could not add to the shared counters, metrics lag until the next success"
     log_event(_log, logging.WARNING, "metrics.publish_failed", message, error=error)

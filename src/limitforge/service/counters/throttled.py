@@ -30,13 +30,13 @@ MAX_SUBJECTS = 2_048
 """How many subjects of all tenants a worker keeps per window."""
 MAX_MERGED = 16_384
 """How many subjects of all workers a response is chosen from."""
-MAX_NAME = 64
+MAX_SUBJECT_LENGTH = 64
 """A longer subject is kept as a digest, to bound the memory."""
 WRITE_SECONDS = 1.0
 HASHES_PER_SLICE = 128
 """How many subjects are hashed before other work gets its turn: about 0.3 ms."""
 
-Name = str | bytes
+SubjectOrDigest = str | bytes
 """A subject, or the digest of a long one."""
 
 _log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class ThrottledSubject(msgspec.Struct, frozen=True):
     last_denied_at: datetime
 
 
-class Window(HeavyHitters[Name]):
+class Window(HeavyHitters[SubjectOrDigest]):
     """The denials of one minute by tenant. `number` is the minute since 1970."""
 
     def __init__(self, number: int) -> None:
@@ -78,7 +78,7 @@ class ThrottledTracker:
         if now_us // WINDOW_US != window.number:
             window = self._rotate(now_us)
         window.is_changed = True
-        window.add(tenant_id, subject if len(subject) <= MAX_NAME else _bounded_name(subject), 1, now_us)
+        window.add(tenant_id, subject if len(subject) <= MAX_SUBJECT_LENGTH else _bounded_subject(subject), 1, now_us)
 
     def subject_hash(self, tenant_id: str, subject: str) -> str:
         """Return the hash that stands for a subject in lists.
@@ -86,7 +86,7 @@ class ThrottledTracker:
         It is an HMAC under the newest pepper, so it can't be reversed by guessing. It depends on the tenant, so no
         tenant can see that another one has the same subject.
         """
-        return self._hash(tenant_id, _bounded_name(subject)).hex()
+        return self._hash(tenant_id, _bounded_subject(subject)).hex()
 
     async def top(
         self, count: int, now_us: int, tenant_id: str | None = None, subject: str | None = None
@@ -97,14 +97,14 @@ class ThrottledTracker:
         """
         merged: HeavyHitters[bytes] = HeavyHitters(MAX_MERGED)
         async for counts in self._read_counts(now_us, tenant_id):
-            for owner, rows in counts.items():
-                wanted = None if subject is None else self._hash(owner, _bounded_name(subject))
+            for tenant, rows in counts.items():
+                wanted = None if subject is None else self._hash(tenant, _bounded_subject(subject))
                 for digest, denied, last_us in rows:
                     if wanted is None or digest == wanted:
-                        merged.add(owner, digest, denied, last_us)
+                        merged.add(tenant, digest, denied, last_us)
         return [
-            ThrottledSubject(owner, digest.hex(), hits.count, to_datetime(hits.last_us))
-            for owner, digest, hits in merged.top(count)
+            ThrottledSubject(tenant, digest.hex(), hits.count, to_datetime(hits.last_us))
+            for tenant, digest, hits in merged.top(count)
         ]
 
     async def start(self) -> None:
@@ -134,8 +134,8 @@ class ThrottledTracker:
             self._current = Window(number)
         return self._current
 
-    def _hash(self, tenant_id: str, name: Name) -> bytes:
-        encoded = name.encode("utf-8", "surrogatepass") if isinstance(name, str) else b"\0" + name
+    def _hash(self, tenant_id: str, subject: SubjectOrDigest) -> bytes:
+        encoded = subject.encode("utf-8", "surrogatepass") if isinstance(subject, str) else b"\0" + subject
         return hmac.digest(self._secret, tenant_id.encode() + b"\0" + encoded, "sha256")[:HASH_BYTES]
 
     async def _read_counts(self, now_us: int, tenant_id: str | None) -> AsyncIterator[Rows]:
@@ -154,12 +154,12 @@ class ThrottledTracker:
         counts: Rows = {}
         hashed = 0
         tenants = window.groups if tenant_id is None else (tenant_id,)
-        for owner in list(tenants):
-            names = list(window.groups.get(owner, {}).items())
-            rows = counts[owner] = []
-            for name, hits in names:
+        for tenant in list(tenants):
+            subjects = list(window.groups.get(tenant, {}).items())
+            rows = counts[tenant] = []
+            for subject, hits in subjects:
                 if hits.digest is None:
-                    hits.digest = self._hash(owner, name)
+                    hits.digest = self._hash(tenant, subject)
                     hashed += 1
                     if hashed % HASHES_PER_SLICE == 0:
                         await asyncio.sleep(0)
@@ -187,7 +187,7 @@ def _log_write_failure(error: Exception) -> None:
     log_event(_log, logging.WARNING, "throttled.write_failed", message, error=error)
 
 
-def _bounded_name(subject: str) -> Name:
-    if len(subject) <= MAX_NAME:
+def _bounded_subject(subject: str) -> SubjectOrDigest:
+    if len(subject) <= MAX_SUBJECT_LENGTH:
         return subject
     return blake2b(subject.encode("utf-8", "surrogatepass")).digest()

@@ -50,10 +50,10 @@ class WindowFiles:
     def write(self, window: int, rows: Rows) -> None:
         """Replace this worker's file of a window. The complete file is renamed, so no reader sees a part of it."""
         file = self._folder / f"{PREFIX}-{window}-{self._writer_id}"
-        fresh = file.with_name(f"{file.name}{TEMPORARY_SUFFIX}")
-        with open(fresh, "wb", opener=_open_private) as opened:
+        temporary = file.with_name(f"{file.name}{TEMPORARY_SUFFIX}")
+        with open(temporary, "wb", opener=_open_private) as opened:
             opened.write(_encode(rows))
-        fresh.replace(file)
+        temporary.replace(file)
 
     def read(self, windows: tuple[int, ...], tenant_id: str | None = None) -> Iterator[Rows]:
         """Yield what each other worker has written for these windows, restricted to one tenant if it is given.

@@ -1,8 +1,8 @@
 """Return memory to the system after a flood of requests.
 
 A check leaves no reference cycles, so the garbage collector need not run often: a full collection would delay every
-check by up to 60 ms. Other requests do leave cycles. So a timer checks the memory of this process, and collects
-everything only if the memory has grown.
+check by up to 60 ms. Other requests do leave cycles. Therefore a timer watches the memory of this process, and runs a
+full collection only if the memory has grown.
 """
 
 import asyncio

@@ -162,14 +162,14 @@ class Supervisor:
         new_workers = [self._spawn() for _ in range(self._worker_count)]
         ready = [worker.wait_until_ready(lambda: self._is_stopping) for worker in new_workers]
         if all(ready):
-            obsolete, self._workers = self._workers, new_workers
+            old_workers, self._workers = self._workers, new_workers
             log_event(_log, logging.INFO, "service.reloaded", "new workers have taken over", workers=len(new_workers))
         else:
-            obsolete = new_workers
+            old_workers = new_workers  # they are stopped instead
             message = "new workers did not start, the old ones continue; the error is in the lines before this one"
             log_event(_log, logging.ERROR, "service.reload_failed", message)
-        self._stopping_workers += obsolete
-        for worker in obsolete:
+        self._stopping_workers += old_workers
+        for worker in old_workers:
             worker.stop()
 
     def _stop(self) -> None:
@@ -217,9 +217,9 @@ class Supervisor:
 def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket that workers inherit."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol stated: asyncio sets TCP_NODELAY only on sockets that say they are TCP.
-    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listening.bind((host, port))
-    listening.listen(BACKLOG)
-    return listening
+    # IPPROTO_TCP is explicit, because asyncio sets TCP_NODELAY only then.
+    server_socket = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    server_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    server_socket.bind((host, port))
+    server_socket.listen(BACKLOG)
+    return server_socket

@@ -45,12 +45,12 @@ def uvicorn_config(service: Service, settings: Settings) -> uvicorn.Config:
 
 
 def _protocol_factory(listener: Listener) -> type[asyncio.Protocol]:
-    """Return what uvicorn calls as if it were a class, once for each connection."""
+    """Return the factory of protocols. uvicorn expects a class, and calls it once for each connection."""
     return cast("type[asyncio.Protocol]", partial(FastHttpProtocol, listener=listener))
 
 
 class GracefulServer(uvicorn.Server):
-    """Shuts down every connection, even one that was accepted before the shutdown and is made only after it."""
+    """Shuts down every connection, even one that asyncio hands over after the shutdown began."""
 
     def __init__(self, config: uvicorn.Config, listener: Listener) -> None:
         super().__init__(config)
@@ -108,7 +108,7 @@ class WorkerServer(GracefulServer):
 class MetricsServer(GracefulServer):
     """Serves metrics on a socket of their own, in the event loop of the worker's server, which handles the signals."""
 
-    def __init__(self, service: Service, listening: socket.socket) -> None:
+    def __init__(self, service: Service, metrics_socket: socket.socket) -> None:
         super().__init__(
             uvicorn.Config(
                 service.metrics,
@@ -123,19 +123,20 @@ class MetricsServer(GracefulServer):
             ),
             service.metrics_listener,
         )
-        self._listening = listening
-        self._serving: asyncio.Task[None] | None = None
+        self._metrics_socket = metrics_socket
+        self._serve_task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._serving = asyncio.get_running_loop().create_task(self.serve([self._listening]))
+        self._serve_task = asyncio.get_running_loop().create_task(self.serve([self._metrics_socket]))
 
     async def stop(self) -> None:
         self.should_exit = True
-        if self._serving is not None:
-            await asyncio.gather(self._serving, return_exceptions=True)
+        if self._serve_task is not None:
+            await asyncio.gather(self._serve_task, return_exceptions=True)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """Leave the signals to the worker's server, which stops this one."""
         yield
 
 
@@ -145,13 +146,13 @@ def main() -> None:
     SOCKET is the file descriptor of the listening socket. READY is that of a pipe, which receives a byte once the
     worker is ready. FOLDER is shared by all workers. METRICS is the file descriptor of a listening socket for metrics.
     """
-    listening_fd, ready_fd, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    socket_fd, ready_fd, counters_folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     metrics_socket = socket.socket(fileno=int(sys.argv[4])) if len(sys.argv) > 4 else None
     try:
         settings = load_settings()
         validate_tls(settings)
         configure_logging(settings)
-        service = Service(settings, folder)
+        service = Service(settings, counters_folder)
     except LimitforgeError as error:
         sys.stderr.write(f"Error: {error}\n")
         raise SystemExit(EXIT_FAILED) from None
@@ -159,13 +160,16 @@ def main() -> None:
         service, settings, lambda: _signal_ready(ready_fd), metrics_socket, parent_fd=sys.stdin.fileno()
     )
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the parent handles it
-    with socket.socket(fileno=listening_fd) as listening:
-        run_server(server, [listening])
+    with socket.socket(fileno=socket_fd) as server_socket:
+        run_server(server, [server_socket])
     raise SystemExit(0 if server.started else EXIT_FAILED)
 
 
 def validate_tls(settings: Settings) -> None:
-    """Raise InvalidInput for files that uvicorn would reject without naming them, or ask a password for."""
+    """Raise InvalidInput for files that uvicorn can't use.
+
+    It would not name the file in its error, and would ask for the password of an encrypted key.
+    """
     if not settings.tls_cert:
         return
     for name, file in (("tls_cert", settings.tls_cert), ("tls_key", settings.tls_key)):

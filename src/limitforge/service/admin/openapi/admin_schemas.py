@@ -54,10 +54,10 @@ DESCRIPTIONS: dict[str, dict[str, str]] = {
     },
     "Problem": {
         "type": "A URI that identifies the kind of problem.",
-        "title": "The kind of problem for people.",
+        "title": "A short description of the kind of problem.",
         "status": "The HTTP status.",
         "detail": "What is wrong, and where.",
-        "code": "The kind of problem for programs.",
+        "code": "A stable code of the kind of problem.",
     },
     "ResetResult": {
         "tenant_id": "The tenant.",

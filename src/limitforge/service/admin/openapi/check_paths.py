@@ -63,7 +63,7 @@ RATE_LIMIT_HEADERS = {
 
 
 def check_paths() -> dict[str, Any]:
-    """Return the paths, from the first that a reader needs to the last."""
+    """Return the paths in reading order."""
     decision = {
         "200": _schema_response("Allowed.", "Decision", DECISION_EXAMPLE, headers=RATE_LIMIT_HEADERS)
     } | _denial_responses()
@@ -108,7 +108,13 @@ def check_paths() -> dict[str, Any]:
             [404],
         ),
         "/v1/release": _post_operation(
-            "release", "leases", "Release", "Release the slots of a lease. Idempotent.", lease, released, [404]
+            "release",
+            "leases",
+            "Release",
+            "Release the slots of a lease. The request is idempotent.",
+            lease,
+            released,
+            [404],
         ),
         "/v1/renew": _post_operation(
             "renew", "leases", "Renew", "Extend a lease, so that its slots stay held.", lease, renewed, [404, 409]
@@ -118,7 +124,8 @@ def check_paths() -> dict[str, Any]:
             "explain",
             "insight",
             "Explain",
-            "Explain how a check would be decided: the policy, plans and override that apply, and why. Takes nothing.",
+            "Explain how a check would be decided: the policy, plans and override that apply, and why. "
+            "Nothing is taken.",
             _request_body("Explain", plain=CHECK_EXAMPLE),
             {"200": _schema_response("The explanation.", "Explanation", None)},
             [404],
@@ -162,7 +169,7 @@ def _usage_operation() -> dict[str, Any]:
         "operationId": "usage",
         "tags": ["insight"],
         "summary": "Usage",
-        "description": "Return the state of the limits of a subject. Takes nothing.",
+        "description": "Return the state of the limits of a subject. Nothing is taken.",
         "security": API_KEY_SECURITY,
         "parameters": [
             {"name": name, "in": "query", "required": required, "schema": schema}
@@ -183,7 +190,7 @@ def _health_operation() -> dict[str, Any]:
         "operationId": "health",
         "tags": ["health"],
         "summary": "Liveness",
-        "description": "Tell that the process responds.",
+        "description": "Return 200 if the process responds.",
         "security": [],
         "responses": {"200": _inline_response("The process responds.", fields, {"status": "ok", "version": "0.1.0"})},
         "x-problems": [405],
@@ -259,11 +266,13 @@ def _denial_responses() -> dict[str, Any]:
 
     return {
         "429": denial(
-            "Denied, and nothing was taken. Or the client sent too many unknown keys or invalid bodies.",
+            "Denied, and nothing was taken; or refused, because the client sent too many unknown keys or invalid "
+            "bodies.",
             DENIAL_EXAMPLE,
         ),
         "503": denial(
-            "Denied by the failure behaviour `closed`, because the store is unavailable. Or not decided.",
+            "Denied by the failure behaviour `closed`, because the store is unavailable; or the service "
+            "could not decide.",
             UNAVAILABLE_EXAMPLE,
         ),
     }

@@ -28,7 +28,7 @@ PLAN_ID_DESCRIPTION = (
 _CHECK_FIELDS = {
     "resource": "The resource to access, such as GET:/orders. Use a route template, not a URL with ids in it.",
     "subject": "The caller that is limited, such as a user id or an IP address.",
-    "cost": "The cost of the check, taken from every limit. 0 peeks: it takes nothing.",
+    "cost": "The cost of the check, taken from every limit. 0 only reads the state.",
     "costs": f"Costs of single limits by their name, instead of `cost`; at most {MAX_COSTS}.",
     "priority": "P0 is the most important and never shed. The default is that of the policy or the tenant.",
     "plan_id": PLAN_ID_DESCRIPTION,
@@ -71,10 +71,10 @@ DESCRIPTIONS: dict[str, dict[str, str]] = {
     },
     "DenialProblem": {
         "type": "A URI that identifies the kind of problem.",
-        "title": "The kind of problem for people.",
+        "title": "A short description of the kind of problem.",
         "status": "The HTTP status.",
         "detail": "What was denied, and when to retry.",
-        "code": "The kind of problem for programs.",
+        "code": "A stable code of the kind of problem.",
         "violated-policies": "The names of the limits that denied the check.",
     },
     "LimitState": {

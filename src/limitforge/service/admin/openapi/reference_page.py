@@ -52,7 +52,7 @@ START_SCRIPT = """SwaggerUIBundle({
 
 
 def add_reference_routes(app: FastAPI, root_path: str) -> None:
-    """Add the routes of the document and the page. Both are built at the first request, and kept."""
+    """Add the routes of the document and the page. The document and the files are loaded at the first request."""
     content = _LazyContent()
 
     async def openapi(_: Request) -> Response:

@@ -45,7 +45,7 @@ async def set_operator_plan(body: OperatorPlan, session: WriteSession, expected_
     """Set the plan that applies to all tenants. It must have the tenant_id `operator`."""
     session.require_all_tenants("the operator")
     async with session.edit() as edit:
-        if body.plan_id is not None:
+        if body.plan_id is not None:  # the update checks this too, but names another field
             plan = await queries.find(edit.connection, Plan, body.plan_id)
             if plan is None or plan.tenant_id != OPERATOR:
                 raise NotFound(f"plan_id: unknown plan of the operator {short_repr(body.plan_id)}")

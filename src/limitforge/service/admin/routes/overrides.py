@@ -120,7 +120,7 @@ async def change_override(
     """Change the limits, the expiry or the reason of an override. New limits replace all of the old ones."""
     async with session.edit() as edit:
         before = await session.require_visible(edit, Override, override_id)
-        if not body.model_fields_set:
+        if not body.model_fields_set:  # an empty PATCH checks the version and changes nothing
             return entity_response(await edit.update(Override, override_id, {}, expected_version=expected_version))
         fields = {name: getattr(before, name) for name in settable_fields(Override)}
         if "ttl_seconds" in body.model_fields_set:

@@ -43,7 +43,7 @@ _BODY_EXAMPLES = {
 BODY_EXAMPLES: Any = {"requestBody": {"content": {"application/json": {"examples": _BODY_EXAMPLES}}}}
 
 
-def _describe_shapes(*required: str) -> Any:
+def _describe_both_forms(*required: str) -> Any:
     """Describe both forms of a plan: with `limits`, or with the fields of a single limit."""
 
     def describe(schema: dict[str, Any]) -> None:
@@ -64,7 +64,7 @@ def _describe_shapes(*required: str) -> Any:
 class NewPlan(EntityBody):
     """A plan to create: with `limits` (a list or text), or with the fields of a single limit."""
 
-    model_config = ConfigDict(extra="allow", json_schema_extra=_describe_shapes("tenant_id", "name"))
+    model_config = ConfigDict(extra="allow", json_schema_extra=_describe_both_forms("tenant_id", "name"))
     entity = Plan
 
     tenant_id: Id
@@ -78,7 +78,7 @@ class NewPlan(EntityBody):
 class PlanChanges(EntityBody):
     """The fields of a plan to change: its name, all of its limits, or all fields of its single limit."""
 
-    model_config = ConfigDict(extra="allow", json_schema_extra=_describe_shapes())
+    model_config = ConfigDict(extra="allow", json_schema_extra=_describe_both_forms())
     entity = Plan
 
     name: str = optional()
@@ -99,7 +99,7 @@ def _recognised_fields(body: NewPlan | PlanChanges) -> dict[str, Any]:
     if "limits" in body.model_fields_set or "algorithm" not in extra:
         for field in extra:
             raise InvalidInput(
-                field[:64], "is not a field here: send `limits`, or an `algorithm` with the fields of a single limit"
+                field[:64], "unknown field: send `limits`, or an `algorithm` with the fields of a single limit"
             )
     return body.given_fields()
 

@@ -70,7 +70,7 @@ class TokenQuery(ListQuery):
 )
 async def create_token(body: NewToken, session: WriteSession, idempotency: Idempotency) -> Response:
     """Create a token. Only this response contains the secret, as `token`. The new token can't have a scope that the
-    calling token lacks, and can't expire later: a token that expires must send `expires_at`.
+    calling token lacks, and can't expire later: a caller whose token expires must send `expires_at`.
     """
     if body.tenant_id is None:
         session.require_all_tenants("tokens for all tenants")
@@ -125,17 +125,17 @@ def _refuse_escalation(granter: Token, before: Token | None, after: Token) -> No
 
     `before` is None for a new token. The exception rolls the edit back.
     """
-    is_extended = before is not None and _expires_later(after.expires_at, before.expires_at)
+    is_extended = before is not None and _outlives(after.expires_at, before.expires_at)
     granted = set(after.scopes).difference(() if before is None or is_extended else before.scopes)
     for scope in sorted(granted.difference(granter.scopes)):
-        raise Forbidden(f"scopes: this token lacks the scope {scope}, and can't grant or extend it")
-    if granted and granter.expires_at is not None and _expires_later(after.expires_at, granter.expires_at):
+        raise Forbidden(f"scopes: this token lacks the scope {scope}, so it can't grant or extend it")
+    if granted and granter.expires_at is not None and _outlives(after.expires_at, granter.expires_at):
         raise Forbidden(
-            f"expires_at: this token expires at {granter.expires_at:%Y-%m-%dT%H:%M:%SZ}, and can't grant or extend "
-            "anything beyond that; state that time or an earlier one"
+            f"expires_at: this token expires at {granter.expires_at:%Y-%m-%dT%H:%M:%SZ}, so it can't grant or "
+            "extend anything beyond that; use that time or an earlier one"
         )
 
 
-def _expires_later(at: datetime | None, than: datetime | None) -> bool:
-    """Compare two times of expiry. None means never."""
-    return than is not None and (at is None or at > than)
+def _outlives(expiry: datetime | None, other: datetime | None) -> bool:
+    """Return True if the first time of expiry is later than the other. None means never."""
+    return other is not None and (expiry is None or expiry > other)

@@ -39,7 +39,7 @@ def apply(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the changes, like diff.")] = False,
     prune: Prune = False,
     database: DatabaseUrl = DEFAULT_URL,
-    json: AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Change the catalog to match FILE.
 
@@ -78,11 +78,11 @@ def apply(
         if isinstance(error, KeyboardInterrupt):
             raise typer.Exit(EXIT_INTERRUPTED) from None
         raise
-    _print_changes(changes, is_applied=not dry_run, as_json=json)
+    _print_changes(changes, is_applied=not dry_run, as_json=as_json)
     print_warnings(run_with_catalog(database, lambda catalog: _document_warnings(catalog, document)))
 
 
-def diff(file: File, prune: Prune = False, database: DatabaseUrl = DEFAULT_URL, json: AsJson = False) -> None:
+def diff(file: File, prune: Prune = False, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False) -> None:
     """Print the changes that `apply` would make. The exit status is 1 if there are any, otherwise 0.
 
     Examples:
@@ -96,13 +96,13 @@ def diff(file: File, prune: Prune = False, database: DatabaseUrl = DEFAULT_URL, 
         return await preview_document(catalog, document, prune=prune, source=source)
 
     changes = run_with_catalog(database, work)
-    _print_changes(changes, is_applied=False, as_json=json)
+    _print_changes(changes, is_applied=False, as_json=as_json)
     print_warnings(run_with_catalog(database, lambda catalog: _document_warnings(catalog, document)))
     if changes:
         raise typer.Exit(EXIT_DIFFERENT)
 
 
-def export(tenant: TenantFilter = None, database: DatabaseUrl = DEFAULT_URL, json: AsJson = False) -> None:
+def export(tenant: TenantFilter = None, database: DatabaseUrl = DEFAULT_URL, as_json: AsJson = False) -> None:
     """Print the catalog, or one tenant, as a file for `apply`.
 
     The file contains hashes of keys, which can't be used as keys. It does not
@@ -119,14 +119,14 @@ def export(tenant: TenantFilter = None, database: DatabaseUrl = DEFAULT_URL, jso
         return await export_document(catalog, tenant=name)
 
     document = run_with_catalog(database, work)
-    if json:
+    if as_json:
         print_json(spec_to_dict(document))
     else:
         sys.stdout.write(dump_document(document))
 
 
 def schema() -> None:
-    """Print the JSON Schema of the file. Editors use it to complete and check.
+    """Print the JSON Schema of the file. Editors use it to complete and check the file.
 
     With the YAML extension of an editor, name the schema in the first line:
 
