@@ -77,6 +77,19 @@ def test_a_reset_clears_limits_of_one_name_and_different_algorithms(admin: Admin
         exhaust(account, resource="x", plan_id=plan_id)
 
 
+def test_a_reset_clears_limits_of_one_name_and_different_windows(admin: AdminClient, account: TenantFixture) -> None:
+    plans = []
+    for seconds in (86_400, 604_800):
+        window = {"algorithm": "fixed_window", "name": "same", "limit": 2, "window_seconds": seconds}
+        body = {"tenant_id": account.id, "name": f"w{seconds}", "limits": [window]}
+        plans.append(admin.create("/plans", body)["id"])
+    for plan_id in plans:
+        exhaust(account, resource="x", plan_id=plan_id)
+    admin.post("/reset", {"tenant_id": account.id, "resource": "x", "subject": "user:1"})
+    for plan_id in plans:
+        exhaust(account, resource="x", plan_id=plan_id)
+
+
 def test_a_reset_is_in_the_audit_log(admin: AdminClient, account: TenantFixture) -> None:
     body = {"tenant_id": account.id, "resource": "x", "subject": "user:1"}
     admin.post("/reset", body)

@@ -112,7 +112,7 @@ def _reachable_limits(snapshot: Snapshot, *, with_operator: bool, with_shared: b
 
 def _groups_with_unique_names(limits: list[Limit]) -> Iterator[Limits]:
     """Yield each bucket once, in groups that one call accepts: unique names, and at most `MAX_LIMITS` limits."""
-    distinct = {(limit.name, limit.algorithm, limit.scope): limit for limit in limits}
+    distinct = {(limit.name, limit.algorithm, limit.shape, limit.scope): limit for limit in limits}
     remaining = list(distinct.values())
     while remaining:
         group: dict[str, Limit] = {}
