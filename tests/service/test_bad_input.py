@@ -25,8 +25,8 @@ JSON = b"content-type: application/json"
 CLOSE = b"connection: close"
 
 GOOD = {"resource": RESOURCE, "subject": SUBJECT}
-LOOK = {**GOOD, "cost": 0}
-LOOK_BODY = json.dumps(LOOK).encode()
+PEEK = {**GOOD, "cost": 0}
+PEEK_BODY = json.dumps(PEEK).encode()
 
 CHECK, BATCH = b"/v1/check", b"/v1/check/batch"
 POSTS = (b"/v1/check", b"/v1/check/batch", b"/v1/release", b"/v1/renew", b"/v1/reserve", b"/v1/settle", b"/v1/explain")
@@ -123,9 +123,9 @@ def bare(body: bytes, *lines: bytes, path: bytes = CHECK, version: bytes = b"HTT
     return head(b"POST %b %b" % (path, version), b"host: test", CLOSE, BY_KEY, JSON, *lines) + body
 
 
-def look(*lines: bytes, path: bytes = CHECK, by: bytes = BY_KEY) -> bytes:
+def peek(*lines: bytes, path: bytes = CHECK, by: bytes = BY_KEY) -> bytes:
     """Return a check of cost 0 that is valid except for `lines`."""
-    return ask(LOOK_BODY, JSON, *lines, path=path, by=by)
+    return ask(PEEK_BODY, JSON, *lines, path=path, by=by)
 
 
 def chunks(*parts: bytes) -> bytes:
@@ -150,18 +150,18 @@ NO_JSON: dict[str, bytes] = {
     "nothing but space": b"  \r\n\t ",
     "a word": b"nonsense",
     "single quotes": b"{'resource': 'r', 'subject': 's'}",
-    "a comma at the end": LOOK_BODY[:-1] + b",}",
+    "a comma at the end": PEEK_BODY[:-1] + b",}",
     "no commas": b'{"resource": "r" "subject": "s"}',
     "two commas": b'{"resource": "r",, "subject": "s"}',
     "no colon": b'{"resource" "r", "subject": "s"}',
     "a comment": b'{"resource": "r", /* x */ "subject": "s"}',
     "a line comment": b'{"resource": "r", // x\n "subject": "s"}',
-    "two documents": LOOK_BODY + LOOK_BODY,
-    "something after it": LOOK_BODY + b"x",
-    "a NUL after it": LOOK_BODY + b"\0",
-    "a NUL before it": b"\0" + LOOK_BODY,
-    "cut in a string": LOOK_BODY[:20],
-    "cut before its end": LOOK_BODY[:-1],
+    "two documents": PEEK_BODY + PEEK_BODY,
+    "something after it": PEEK_BODY + b"x",
+    "a NUL after it": PEEK_BODY + b"\0",
+    "a NUL before it": b"\0" + PEEK_BODY,
+    "cut in a string": PEEK_BODY[:20],
+    "cut before its end": PEEK_BODY[:-1],
     "names without quotes": b'{resource: "r", subject: "s"}',
     "NaN": raw_check(cost="NaN"),
     "Infinity": raw_check(cost="Infinity"),
@@ -182,7 +182,7 @@ NO_JSON: dict[str, bytes] = {
     "a lone low surrogate": raw_check(subject='"\\udc00"'),
     "surrogates the wrong way round": raw_check(subject='"\\udc00\\ud800"'),
     "a lone surrogate as resource": raw_check(resource='"\\ud800"'),
-    "a lone surrogate as a name": b'{"\\ud800": 1, ' + LOOK_BODY[1:],
+    "a lone surrogate as a name": b'{"\\ud800": 1, ' + PEEK_BODY[1:],
     "a line feed in a string": b'{"resource": "a\nb", "subject": "s"}',
     "a tab in a string": b'{"resource": "a\tb", "subject": "s"}',
     "a NUL in a string": b'{"resource": "a\0b", "subject": "s"}',
@@ -195,10 +195,10 @@ NO_JSON: dict[str, bytes] = {
     "past the last code point": b'{"resource": "\xf4\x90\x80\x80", "subject": "s"}',
     "a continuation without a start": b'{"resource": "\x80", "subject": "s"}',
     "a cut sequence": b'{"resource": "\xe2\x82", "subject": "s"}',
-    "a byte-order mark": b"\xef\xbb\xbf" + LOOK_BODY,
-    "UTF-16": LOOK_BODY.decode().encode("utf-16"),
-    "UTF-16 without a mark": LOOK_BODY.decode().encode("utf-16-le"),
-    "UTF-32": LOOK_BODY.decode().encode("utf-32"),
+    "a byte-order mark": b"\xef\xbb\xbf" + PEEK_BODY,
+    "UTF-16": PEEK_BODY.decode().encode("utf-16"),
+    "UTF-16 without a mark": PEEK_BODY.decode().encode("utf-16-le"),
+    "UTF-32": PEEK_BODY.decode().encode("utf-32"),
     "UTF-7": b"+AHs-+ACI-resource+ACI-:1+AH0-",
     "XML": b"<?xml version='1.0'?><check/>",
     "a form": b"resource=r&subject=s",
@@ -283,15 +283,15 @@ NO_SENSE: dict[str, tuple[bytes, str]] = {
 TICKET = "A" * 100
 OTHER_CALLS: dict[str, tuple[bytes, bytes, tuple[int, ...], str]] = {
     "batch: no checks": (BATCH, b"{}", (422,), "checks"),
-    "batch: a check": (BATCH, LOOK_BODY, (422,), ""),
+    "batch: a check": (BATCH, PEEK_BODY, (422,), ""),
     "batch: a list": (BATCH, b"[]", (422,), ""),
     "batch: null": (BATCH, b'{"checks": null}', (422,), "checks"),
     "batch: an object": (BATCH, b'{"checks": {}}', (422,), "checks"),
     "batch: text": (BATCH, b'{"checks": "all"}', (422,), "checks"),
     "batch: an unknown field": (BATCH, b'{"checks": [], "atomic": true}', (422,), "atomic"),
-    "batch: 1,001 checks": (BATCH, b'{"checks": [%b]}' % b",".join([LOOK_BODY] * 1_001), (422,), "checks"),
+    "batch: 1,001 checks": (BATCH, b'{"checks": [%b]}' % b",".join([PEEK_BODY] * 1_001), (422,), "checks"),
     "batch: nested": (BATCH, b'{"checks": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", (400, 422), ""),
-    "batch: not closed": (BATCH, b'{"checks": [' + LOOK_BODY, (400,), ""),
+    "batch: not closed": (BATCH, b'{"checks": [' + PEEK_BODY, (400,), ""),
     "batch: a lone surrogate": (BATCH, b'{"checks": [' + raw_check(subject='"\\ud800"') + b"]}", (400,), ""),
     "batch: a byte that UTF-8 has not": (BATCH, b'{"checks": ["\xff"]}', (400,), ""),
     "batch: over 1 MiB": (BATCH, b'{"checks": []}' + b" " * 1_048_576, (413,), ""),
@@ -553,54 +553,54 @@ def _framed(name: str, sent: bytes, *statuses: int) -> Case:
     return Case(f"framing: {name}", sent, statuses or (400,), may_hang_up=True)
 
 
-LENGTH = b"content-length: %d" % len(LOOK_BODY)
+LENGTH = b"content-length: %d" % len(PEEK_BODY)
 CHUNKED = b"transfer-encoding: chunked"
 FRAMING = [
-    _framed("a negative length", bare(LOOK_BODY, b"content-length: -1")),
-    _framed("a length with a plus", bare(LOOK_BODY, b"content-length: +%d" % len(LOOK_BODY))),
-    _framed("a hexadecimal length", bare(LOOK_BODY, b"content-length: 0x10")),
-    _framed("a length with a fraction", bare(LOOK_BODY, LENGTH + b".0")),
-    _framed("an empty length", bare(LOOK_BODY, b"content-length:")),
-    _framed("a length in words", bare(LOOK_BODY, b"content-length: many")),
-    _framed("a length in Arabic digits", bare(LOOK_BODY, "content-length: ٤".encode())),
-    _framed("a length with a space inside", bare(LOOK_BODY, b"content-length: 4 4")),
-    _framed("two lengths", bare(LOOK_BODY, LENGTH, b"content-length: 0")),
-    _framed("two lengths in one field", bare(LOOK_BODY, b"content-length: 4, 5")),
-    _framed("one length twice", bare(LOOK_BODY, LENGTH, LENGTH), 200, 400),
-    _framed("a length of 2^64", bare(LOOK_BODY, b"content-length: 18446744073709551616"), 400, 413),
-    _framed("a length of 2^64 and a little", bare(LOOK_BODY, b"content-length: 18446744073709551660"), 400, 413),
-    _framed("a length of 400 digits", bare(LOOK_BODY, b"content-length: " + b"9" * 400), 400, 413),
-    _framed("a length of 10 GB", bare(LOOK_BODY, b"content-length: 10000000000"), 413),
-    _framed("a space before the colon", bare(LOOK_BODY, b"content-length : %d" % len(LOOK_BODY))),
-    _framed("a length and chunks", bare(chunks(LOOK_BODY), LENGTH, CHUNKED) + SMUGGLED),
-    _framed("chunks and a length", bare(chunks(LOOK_BODY), CHUNKED, LENGTH) + SMUGGLED),
-    _framed("a length of 0 and chunks", bare(chunks(LOOK_BODY), b"content-length: 0", CHUNKED) + SMUGGLED),
+    _framed("a negative length", bare(PEEK_BODY, b"content-length: -1")),
+    _framed("a length with a plus", bare(PEEK_BODY, b"content-length: +%d" % len(PEEK_BODY))),
+    _framed("a hexadecimal length", bare(PEEK_BODY, b"content-length: 0x10")),
+    _framed("a length with a fraction", bare(PEEK_BODY, LENGTH + b".0")),
+    _framed("an empty length", bare(PEEK_BODY, b"content-length:")),
+    _framed("a length in words", bare(PEEK_BODY, b"content-length: many")),
+    _framed("a length in Arabic digits", bare(PEEK_BODY, "content-length: ٤".encode())),
+    _framed("a length with a space inside", bare(PEEK_BODY, b"content-length: 4 4")),
+    _framed("two lengths", bare(PEEK_BODY, LENGTH, b"content-length: 0")),
+    _framed("two lengths in one field", bare(PEEK_BODY, b"content-length: 4, 5")),
+    _framed("one length twice", bare(PEEK_BODY, LENGTH, LENGTH), 200, 400),
+    _framed("a length of 2^64", bare(PEEK_BODY, b"content-length: 18446744073709551616"), 400, 413),
+    _framed("a length of 2^64 and a little", bare(PEEK_BODY, b"content-length: 18446744073709551660"), 400, 413),
+    _framed("a length of 400 digits", bare(PEEK_BODY, b"content-length: " + b"9" * 400), 400, 413),
+    _framed("a length of 10 GB", bare(PEEK_BODY, b"content-length: 10000000000"), 413),
+    _framed("a space before the colon", bare(PEEK_BODY, b"content-length : %d" % len(PEEK_BODY))),
+    _framed("a length and chunks", bare(chunks(PEEK_BODY), LENGTH, CHUNKED) + SMUGGLED),
+    _framed("chunks and a length", bare(chunks(PEEK_BODY), CHUNKED, LENGTH) + SMUGGLED),
+    _framed("a length of 0 and chunks", bare(chunks(PEEK_BODY), b"content-length: 0", CHUNKED) + SMUGGLED),
     _framed("a length and chunks that end at once", bare(b"0\r\n\r\n" + SMUGGLED, b"content-length: 5", CHUNKED)),
-    _framed("an unknown coding", bare(chunks(LOOK_BODY), b"transfer-encoding: xchunked"), 400, 501),
-    _framed("identity", bare(LOOK_BODY, b"transfer-encoding: identity"), 400, 501),
-    _framed("chunked is not last", bare(chunks(LOOK_BODY), b"transfer-encoding: chunked, gzip"), 400, 501),
-    _framed("chunked is not last, in two fields", bare(chunks(LOOK_BODY), CHUNKED, b"transfer-encoding: x"), 400, 501),
-    _framed("gzip in chunks", bare(chunks(LOOK_BODY), b"transfer-encoding: gzip, chunked"), 400, 415, 501),
-    _framed("chunks twice", bare(chunks(chunks(LOOK_BODY)), b"transfer-encoding: chunked, chunked"), 400, 501),
-    _framed("chunks twice, in two fields", bare(chunks(chunks(LOOK_BODY)), CHUNKED, CHUNKED), 400, 501),
-    _framed("a tab in the coding", bare(chunks(LOOK_BODY), b"transfer-encoding: chun\tked"), 400, 501),
-    _framed("a vertical tab before the coding", bare(chunks(LOOK_BODY), b"transfer-encoding: \x0bchunked"), 400, 501),
-    _framed("an empty coding", bare(LOOK_BODY, b"transfer-encoding:", LENGTH), 400, 501),
-    _framed("a coding in quotes", bare(chunks(LOOK_BODY), b'transfer-encoding: "chunked"'), 400, 501),
+    _framed("an unknown coding", bare(chunks(PEEK_BODY), b"transfer-encoding: xchunked"), 400, 501),
+    _framed("identity", bare(PEEK_BODY, b"transfer-encoding: identity"), 400, 501),
+    _framed("chunked is not last", bare(chunks(PEEK_BODY), b"transfer-encoding: chunked, gzip"), 400, 501),
+    _framed("chunked is not last, in two fields", bare(chunks(PEEK_BODY), CHUNKED, b"transfer-encoding: x"), 400, 501),
+    _framed("gzip in chunks", bare(chunks(PEEK_BODY), b"transfer-encoding: gzip, chunked"), 400, 415, 501),
+    _framed("chunks twice", bare(chunks(chunks(PEEK_BODY)), b"transfer-encoding: chunked, chunked"), 400, 501),
+    _framed("chunks twice, in two fields", bare(chunks(chunks(PEEK_BODY)), CHUNKED, CHUNKED), 400, 501),
+    _framed("a tab in the coding", bare(chunks(PEEK_BODY), b"transfer-encoding: chun\tked"), 400, 501),
+    _framed("a vertical tab before the coding", bare(chunks(PEEK_BODY), b"transfer-encoding: \x0bchunked"), 400, 501),
+    _framed("an empty coding", bare(PEEK_BODY, b"transfer-encoding:", LENGTH), 400, 501),
+    _framed("a coding in quotes", bare(chunks(PEEK_BODY), b'transfer-encoding: "chunked"'), 400, 501),
     _framed(
-        "a coding with a length behind a fold", bare(chunks(LOOK_BODY), b"transfer-encoding:\r\n chunked"), 200, 400
+        "a coding with a length behind a fold", bare(chunks(PEEK_BODY), b"transfer-encoding:\r\n chunked"), 200, 400
     ),
-    _framed("a field that is folded", bare(LOOK_BODY, b"x: a\r\n b", LENGTH), 200, 400),
+    _framed("a field that is folded", bare(PEEK_BODY, b"x: a\r\n b", LENGTH), 200, 400),
     _framed("a fold before the first field", b"POST /v1/check HTTP/1.1\r\n x: y\r\nhost: t\r\n\r\n"),
-    _framed("a bare line feed in the head", bare(LOOK_BODY, b"x: y\nz: w", LENGTH), 200, 400),
-    _framed("a bare carriage return in the head", bare(LOOK_BODY, b"x: y\rz: w", LENGTH)),
-    _framed("a NUL in a field", bare(LOOK_BODY, b"x: a\0b", LENGTH)),
-    _framed("a NUL in a field's name", bare(LOOK_BODY, b"x\0y: a", LENGTH)),
-    _framed("a field without a colon", bare(LOOK_BODY, b"nonsense", LENGTH)),
-    _framed("a field without a name", bare(LOOK_BODY, b": nonsense", LENGTH)),
-    _framed("a name with a space", bare(LOOK_BODY, b"x y: z", LENGTH)),
-    _framed("a name past ASCII", bare(LOOK_BODY, "ü: z".encode(), LENGTH)),
-    _framed("a name in brackets", bare(LOOK_BODY, b"(x): z", LENGTH)),
+    _framed("a bare line feed in the head", bare(PEEK_BODY, b"x: y\nz: w", LENGTH), 200, 400),
+    _framed("a bare carriage return in the head", bare(PEEK_BODY, b"x: y\rz: w", LENGTH)),
+    _framed("a NUL in a field", bare(PEEK_BODY, b"x: a\0b", LENGTH)),
+    _framed("a NUL in a field's name", bare(PEEK_BODY, b"x\0y: a", LENGTH)),
+    _framed("a field without a colon", bare(PEEK_BODY, b"nonsense", LENGTH)),
+    _framed("a field without a name", bare(PEEK_BODY, b": nonsense", LENGTH)),
+    _framed("a name with a space", bare(PEEK_BODY, b"x y: z", LENGTH)),
+    _framed("a name past ASCII", bare(PEEK_BODY, "ü: z".encode(), LENGTH)),
+    _framed("a name in brackets", bare(PEEK_BODY, b"(x): z", LENGTH)),
     _framed("a chunk's size with 0x", bare(b"0x5\r\nhello\r\n0\r\n\r\n", CHUNKED)),
     _framed("a negative chunk", bare(b"-5\r\nhello\r\n0\r\n\r\n", CHUNKED)),
     _framed("a chunk with a plus", bare(b"+5\r\nhello\r\n0\r\n\r\n", CHUNKED)),
@@ -618,18 +618,18 @@ FRAMING = [
     _framed("an extension with a NUL", bare(b"2;a=\0\r\n{}\r\n0\r\n\r\n", CHUNKED)),
     _framed("chunks of 1 MiB that nobody announced", bare(chunks(*[b" " * 65_000] * 16), CHUNKED), 413),
     _framed("a trailer that is broken", bare(b"2\r\n{}\r\n0\r\nnonsense\r\n\r\n", CHUNKED)),
-    _framed("chunks in HTTP/1.0", bare(chunks(LOOK_BODY), CHUNKED, version=b"HTTP/1.0") + SMUGGLED, 200, 400),
-    _framed("no Host", head(b"POST /v1/check HTTP/1.1", BY_KEY, JSON, CLOSE, LENGTH) + LOOK_BODY),
-    _framed("two Hosts", bare(LOOK_BODY, b"host: other", LENGTH)),
-    _framed("a Host with a space", head(b"POST /v1/check HTTP/1.1", b"host: a b", BY_KEY, CLOSE, LENGTH) + LOOK_BODY),
-    _framed("a version from the future", bare(LOOK_BODY, LENGTH, version=b"HTTP/9.9"), 400, 505),
-    _framed("a version that is none", bare(LOOK_BODY, LENGTH, version=b"HTTP/1"), 400, 505),
-    _framed("a version in lower case", bare(LOOK_BODY, LENGTH, version=b"http/1.1")),
-    _framed("another protocol", bare(LOOK_BODY, LENGTH, version=b"RTSP/1.0"), 400, 505),
-    _framed("two spaces", head(b"POST  /v1/check HTTP/1.1", b"host: t", CLOSE, LENGTH) + LOOK_BODY, 400, 401),
-    _framed("a path with a space", head(b"POST /v1/ check HTTP/1.1", b"host: t", CLOSE, LENGTH) + LOOK_BODY),
-    _framed("a path with a NUL", head(b"POST /v1/check\0 HTTP/1.1", b"host: t", CLOSE, LENGTH) + LOOK_BODY),
-    _framed("a path without a slash", head(b"POST v1/check HTTP/1.1", b"host: t", CLOSE, LENGTH) + LOOK_BODY, 400, 404),
+    _framed("chunks in HTTP/1.0", bare(chunks(PEEK_BODY), CHUNKED, version=b"HTTP/1.0") + SMUGGLED, 200, 400),
+    _framed("no Host", head(b"POST /v1/check HTTP/1.1", BY_KEY, JSON, CLOSE, LENGTH) + PEEK_BODY),
+    _framed("two Hosts", bare(PEEK_BODY, b"host: other", LENGTH)),
+    _framed("a Host with a space", head(b"POST /v1/check HTTP/1.1", b"host: a b", BY_KEY, CLOSE, LENGTH) + PEEK_BODY),
+    _framed("a version from the future", bare(PEEK_BODY, LENGTH, version=b"HTTP/9.9"), 400, 505),
+    _framed("a version that is none", bare(PEEK_BODY, LENGTH, version=b"HTTP/1"), 400, 505),
+    _framed("a version in lower case", bare(PEEK_BODY, LENGTH, version=b"http/1.1")),
+    _framed("another protocol", bare(PEEK_BODY, LENGTH, version=b"RTSP/1.0"), 400, 505),
+    _framed("two spaces", head(b"POST  /v1/check HTTP/1.1", b"host: t", CLOSE, LENGTH) + PEEK_BODY, 400, 401),
+    _framed("a path with a space", head(b"POST /v1/ check HTTP/1.1", b"host: t", CLOSE, LENGTH) + PEEK_BODY),
+    _framed("a path with a NUL", head(b"POST /v1/check\0 HTTP/1.1", b"host: t", CLOSE, LENGTH) + PEEK_BODY),
+    _framed("a path without a slash", head(b"POST v1/check HTTP/1.1", b"host: t", CLOSE, LENGTH) + PEEK_BODY, 400, 404),
     _framed("a path of a fragment", head(b"GET /v1/usage#x HTTP/1.1", b"host: t", CLOSE, BY_KEY), 400, 404, 422),
     _framed("no path", head(b"POST HTTP/1.1", b"host: t", CLOSE)),
     _framed("a method in lower case", head(b"post /v1/check HTTP/1.1", b"host: t", CLOSE), 400, 405, 501),
@@ -647,10 +647,10 @@ FRAMING = [
     _framed("a command of Redis", b"*1\r\n$4\r\nPING\r\n"),
     _framed("zeros", bytes(1_000)),
     _framed("high bytes", b"\xff" * 1_000),
-    _framed("a field of 1 MiB", look(b"x-large: " + b"x" * 1_048_576), 400, 431),
-    _framed("20,000 fields", look(*(b"x-%d: y" % number for number in range(20_000))), 400, 431),
-    _framed("a field's name of 1 MiB", look(b"x" * 1_048_576 + b": y"), 400, 431),
-    _framed("a path of 1 MiB", look(path=b"/" + b"x" * 1_048_576), 400, 404, 414, 431),
+    _framed("a field of 1 MiB", peek(b"x-large: " + b"x" * 1_048_576), 400, 431),
+    _framed("20,000 fields", peek(*(b"x-%d: y" % number for number in range(20_000))), 400, 431),
+    _framed("a field's name of 1 MiB", peek(b"x" * 1_048_576 + b": y"), 400, 431),
+    _framed("a path of 1 MiB", peek(path=b"/" + b"x" * 1_048_576), 400, 404, 414, 431),
 ]
 
 BROKEN_CHUNKS = {
@@ -668,7 +668,7 @@ def bodies() -> Iterator[Case]:
     for name, body in NO_JSON.items():
         yield Case(f"no JSON: {name}", ask(body), (400,))
     for name, again in TWICE.items():  # RFC 8259, 4: parsers differ on the result
-        yield Case(f"twice: {name}", ask(LOOK_BODY[:-1] + again + b"}"), (400,))
+        yield Case(f"twice: {name}", ask(PEEK_BODY[:-1] + again + b"}"), (400,))
     for name, (body, field) in NO_SENSE.items():
         yield Case(f"no sense: {name}", ask(body), (422,), names=field)
     for name, text in NUMBERS.items():  # a number beyond all bounds may be reported as malformed too
@@ -690,14 +690,14 @@ def every_call() -> Iterator[Case]:
         for name, plain in {"null": b"null", "text": b'"x"', "a number": b"1", "a list": b"[]"}.items():
             yield Case(f"{name} for {call}", ask(plain, path=path), (422,))
         for kind in (b"text/plain", b"application/x-www-form-urlencoded", b"application/jsonx", b"json", b"text/json,"):
-            sent = ask(LOOK_BODY, b"content-type: " + kind, path=path)
+            sent = ask(PEEK_BODY, b"content-type: " + kind, path=path)
             yield Case(f"{kind.decode()} for {call}", sent, (415,), names="content-type")
         for coding in (b"gzip", b"deflate, gzip"):
-            sent = ask(LOOK_BODY, JSON, b"content-encoding: " + coding, path=path)
+            sent = ask(PEEK_BODY, JSON, b"content-encoding: " + coding, path=path)
             yield Case(f"{coding.decode()} for {call}", sent, (415,), names="content-encoding")
         yield Case(f"too large for {call}", ask(b" " * 1_048_577, path=path), (413,))
-        yield Case(f"no key for {call}", look(path=path, by=b"x: y"), (401,))
-        yield Case(f"a mistyped key for {call}", look(path=path, by=b"x-api-key: " + MISTYPED), (401,))
+        yield Case(f"no key for {call}", peek(path=path, by=b"x: y"), (401,))
+        yield Case(f"a mistyped key for {call}", peek(path=path, by=b"x-api-key: " + MISTYPED), (401,))
 
 
 def other_calls() -> Iterator[Case]:
@@ -716,7 +716,7 @@ def keys() -> Iterator[Case]:
         yield Case(f"a key that is {name}", ask(json.dumps(GOOD).encode(), by=line), (401,))
     for name, line in SECOND_KEYS.items():
         yield Case(name, ask(json.dumps(GOOD).encode(), by=line), (400,), names="x-api-key")
-    yield Case("a key in the query", look(path=b"/v1/check?x-api-key=" + KEY, by=b"x: y"), (401,))
+    yield Case("a key in the query", peek(path=b"/v1/check?x-api-key=" + KEY, by=b"x: y"), (401,))
     yield Case("an API key for admin", ask(b'{"name": "x"}', path=b"/v1/admin/tenants"), (401,))
     yield Case("a key in a trailer", in_trailer(BY_KEY, CHECK), (401,))
     yield Case("a key in a trailer, by the ASGI app", in_trailer(BY_KEY, CHECK + b"?"), (401,))
@@ -728,11 +728,11 @@ def paths_and_chunks() -> Iterator[Case]:
     for method, path in WRONG_METHODS:
         yield Case(f"{method.decode()} {path.decode()}", ask(b"", method=method, path=path), (405,))
     for path in UNKNOWN_PATHS:
-        yield Case(f"unknown path {path[:40]!r}", look(path=path), (404,))
-    yield Case("a path of 60,000 bytes", look(path=b"/" + b"a" * 60_000), (404, 414, 431))
+        yield Case(f"unknown path {path[:40]!r}", peek(path=path), (404,))
+    yield Case("a path of 60,000 bytes", peek(path=b"/" + b"a" * 60_000), (404, 414, 431))
     for path, (name, body) in zip((CHECK + b"?", b"/v1/reserve", b"/v1/explain"), BROKEN_CHUNKS.items(), strict=True):
         yield _framed(f"{name} for {path.decode()}", bare(body, CHUNKED, path=path))
-    yield Case("an encoded slash", look(path=b"/v1/check%2Fbatch"), (404,))
+    yield Case("an encoded slash", peek(path=b"/v1/check%2Fbatch"), (404,))
 
 
 def in_trailer(line: bytes, path: bytes) -> bytes:
@@ -801,19 +801,19 @@ def kept(sent: bytes) -> bytes:
 
 TAKES = json.dumps(GOOD).encode()
 ENDINGS: dict[str, bytes] = {
-    "a check that says so": look(),
-    "a look at health that says so": head(b"GET /v1/health HTTP/1.1", b"host: test", CLOSE),
-    "a check of HTTP/1.0": kept(bare(LOOK_BODY, LENGTH, version=b"HTTP/1.0")),
+    "a check that says so": peek(),
+    "a health request that says so": head(b"GET /v1/health HTTP/1.1", b"host: test", CLOSE),
+    "a check of HTTP/1.0": kept(bare(PEEK_BODY, LENGTH, version=b"HTTP/1.0")),
     "no HTTP": b"nonsense\r\n\r\n",
-    "two keys": kept(look(b"x-api-key: other")),
-    "a body that is compressed": kept(look(b"content-encoding: gzip")),
+    "two keys": kept(peek(b"x-api-key: other")),
+    "a body that is compressed": kept(peek(b"content-encoding: gzip")),
     "a body that is too large": kept(ask(b" " * 70_000)),
 }
 SECONDS: dict[str, bytes] = {
     "a check": kept(ask(TAKES)),
     "a batch": kept(ask(b'{"checks": [%b]}' % TAKES, path=BATCH)),
     "a reservation": kept(ask(TAKES, path=b"/v1/reserve")),
-    "a look at health and a check": head(b"GET /v1/health HTTP/1.1", b"host: test") + kept(ask(TAKES)),
+    "a health request and a check": head(b"GET /v1/health HTTP/1.1", b"host: test") + kept(ask(TAKES)),
 }
 
 
@@ -851,45 +851,45 @@ LEGAL: dict[str, bytes] = {
     "empty costs": legal_check(costs="{}"),
     "no priority": legal_check(priority="null"),
     "no plan": legal_check(plan_id="null"),
-    "space around it": ask(b" \r\n\t" + LOOK_BODY + b"\n "),
-    "exactly 64 KiB": ask(LOOK_BODY.ljust(65_536)),
-    "no content type": ask(LOOK_BODY, b"x: y"),
-    "a charset": ask(LOOK_BODY, JSON + b"; charset=utf-8"),
-    "capitals": ask(LOOK_BODY, b"CONTENT-TYPE: APPLICATION/JSON"),
-    "another type of JSON": ask(LOOK_BODY, b"content-type: application/problem+json"),
-    "no coding": ask(LOOK_BODY, JSON, b"content-encoding: identity"),
-    "spaces around the key": look(by=b"x-api-key:   " + KEY + b"   "),
-    "a tab before the key": look(by=b"x-api-key:\t" + KEY),
-    "a tab after the key": look(by=b"x-api-key: " + KEY + b"\t"),
-    "the same key twice": look(by=BY_KEY + b"\r\n" + BY_KEY),
-    "the same key as bearer too": look(by=BY_KEY + b"\r\nauthorization: Bearer " + KEY),
-    "a bearer in capitals": look(by=b"AUTHORIZATION: BEARER " + KEY),
-    "a bearer with two spaces": look(by=b"authorization: Bearer  " + KEY),
-    "an absolute URI": look(path=b"http://test/v1/check"),
-    "an absolute URI of another host": look(path=b"http://example.com:8000/v1/check"),
-    "an absolute URI in capitals": look(path=b"HTTP://TEST/v1/check"),
-    "an encoded letter": look(path=b"/v1/chec%6B"),
-    "a query": look(path=b"/v1/check?a=b"),
-    "an empty line before it": b"\r\n" + look(),
-    "no reason to continue": look(b"expect: 100-continue"),
-    "an upgrade that is not offered": look(
+    "space around it": ask(b" \r\n\t" + PEEK_BODY + b"\n "),
+    "exactly 64 KiB": ask(PEEK_BODY.ljust(65_536)),
+    "no content type": ask(PEEK_BODY, b"x: y"),
+    "a charset": ask(PEEK_BODY, JSON + b"; charset=utf-8"),
+    "capitals": ask(PEEK_BODY, b"CONTENT-TYPE: APPLICATION/JSON"),
+    "another type of JSON": ask(PEEK_BODY, b"content-type: application/problem+json"),
+    "no coding": ask(PEEK_BODY, JSON, b"content-encoding: identity"),
+    "spaces around the key": peek(by=b"x-api-key:   " + KEY + b"   "),
+    "a tab before the key": peek(by=b"x-api-key:\t" + KEY),
+    "a tab after the key": peek(by=b"x-api-key: " + KEY + b"\t"),
+    "the same key twice": peek(by=BY_KEY + b"\r\n" + BY_KEY),
+    "the same key as bearer too": peek(by=BY_KEY + b"\r\nauthorization: Bearer " + KEY),
+    "a bearer in capitals": peek(by=b"AUTHORIZATION: BEARER " + KEY),
+    "a bearer with two spaces": peek(by=b"authorization: Bearer  " + KEY),
+    "an absolute URI": peek(path=b"http://test/v1/check"),
+    "an absolute URI of another host": peek(path=b"http://example.com:8000/v1/check"),
+    "an absolute URI in capitals": peek(path=b"HTTP://TEST/v1/check"),
+    "an encoded letter": peek(path=b"/v1/chec%6B"),
+    "a query": peek(path=b"/v1/check?a=b"),
+    "an empty line before it": b"\r\n" + peek(),
+    "no reason to continue": peek(b"expect: 100-continue"),
+    "an upgrade that is not offered": peek(
         b"upgrade: h2c", b"connection: upgrade, http2-settings", b"http2-settings: x"
     ),
-    "a web socket that is not offered": look(b"upgrade: websocket", b"connection: upgrade"),
-    "90 fields": look(*(b"x-%d: y" % number for number in range(90))),
-    "a field of 7,000 bytes": look(b"x-large: " + b"x" * 7_000),
-    "bytes past ASCII in a field": look("x-name: Müller".encode("latin-1")),
-    "a tab in a field": look(b"x: a\tb"),
-    "an empty field": look(b"x:"),
-    "chunks of one byte": bare(chunks(*[LOOK_BODY[index : index + 1] for index in range(len(LOOK_BODY))]), CHUNKED),
-    "a chunk's size in capitals": bare(b"%X\r\n%b\r\n0\r\n\r\n" % (len(LOOK_BODY), LOOK_BODY), CHUNKED),
-    "a chunk's size with zeros": bare(b"000%x\r\n%b\r\n0\r\n\r\n" % (len(LOOK_BODY), LOOK_BODY), CHUNKED),
-    "the last chunk of many zeros": bare(b"%x\r\n%b\r\n0000\r\n\r\n" % (len(LOOK_BODY), LOOK_BODY), CHUNKED),
-    "an extension of a chunk": bare(b"%x;a=b;c\r\n%b\r\n0\r\n\r\n" % (len(LOOK_BODY), LOOK_BODY), CHUNKED),
-    "an extension in quotes": bare(b'%x;a="b c"\r\n%b\r\n0\r\n\r\n' % (len(LOOK_BODY), LOOK_BODY), CHUNKED),
-    "a coding in capitals": bare(chunks(LOOK_BODY), b"Transfer-Encoding: CHUNKED"),
-    "a trailer": bare(chunks(LOOK_BODY)[:-2] + b"x-sum: 1\r\n\r\n", CHUNKED, b"trailer: x-sum"),
-    "HTTP/1.0": bare(LOOK_BODY, LENGTH, version=b"HTTP/1.0"),
+    "a web socket that is not offered": peek(b"upgrade: websocket", b"connection: upgrade"),
+    "90 fields": peek(*(b"x-%d: y" % number for number in range(90))),
+    "a field of 7,000 bytes": peek(b"x-large: " + b"x" * 7_000),
+    "bytes past ASCII in a field": peek("x-name: Müller".encode("latin-1")),
+    "a tab in a field": peek(b"x: a\tb"),
+    "an empty field": peek(b"x:"),
+    "chunks of one byte": bare(chunks(*[PEEK_BODY[index : index + 1] for index in range(len(PEEK_BODY))]), CHUNKED),
+    "a chunk's size in capitals": bare(b"%X\r\n%b\r\n0\r\n\r\n" % (len(PEEK_BODY), PEEK_BODY), CHUNKED),
+    "a chunk's size with zeros": bare(b"000%x\r\n%b\r\n0\r\n\r\n" % (len(PEEK_BODY), PEEK_BODY), CHUNKED),
+    "the last chunk of many zeros": bare(b"%x\r\n%b\r\n0000\r\n\r\n" % (len(PEEK_BODY), PEEK_BODY), CHUNKED),
+    "an extension of a chunk": bare(b"%x;a=b;c\r\n%b\r\n0\r\n\r\n" % (len(PEEK_BODY), PEEK_BODY), CHUNKED),
+    "an extension in quotes": bare(b'%x;a="b c"\r\n%b\r\n0\r\n\r\n' % (len(PEEK_BODY), PEEK_BODY), CHUNKED),
+    "a coding in capitals": bare(chunks(PEEK_BODY), b"Transfer-Encoding: CHUNKED"),
+    "a trailer": bare(chunks(PEEK_BODY)[:-2] + b"x-sum: 1\r\n\r\n", CHUNKED, b"trailer: x-sum"),
+    "HTTP/1.0": bare(PEEK_BODY, LENGTH, version=b"HTTP/1.0"),
 }
 
 

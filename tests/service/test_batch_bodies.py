@@ -19,7 +19,7 @@ from limitforge.service.checks.request_bodies import MAX_BATCH, MAX_COSTS
 from limitforge.service.checks.request_credentials import Credentials
 from tests.service.live_service import LiveService, TenantFixture
 
-LOOK = {"resource": "GET:/orders/7", "subject": "user:1", "cost": 0}
+PEEK = {"resource": "GET:/orders/7", "subject": "user:1", "cost": 0}
 JSON = {"content-type": "application/json"}
 
 
@@ -65,7 +65,7 @@ def refused(answer: httpx.Response) -> tuple[int, str]:
 
 
 def with_names(count: int, *more: str) -> dict[str, Any]:
-    return {**LOOK, "costs": dict.fromkeys([*(f"limit-{index}" for index in range(count)), *more], 1)}
+    return {**PEEK, "costs": dict.fromkeys([*(f"limit-{index}" for index in range(count)), *more], 1)}
 
 
 # --- What is read ----------------------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ def with_names(count: int, *more: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "element",
-    [b"0", b"[]", b"{}", b'""', b"1e9", json.dumps(LOOK).encode()],
+    [b"0", b"[]", b"{}", b'""', b"1e9", json.dumps(PEEK).encode()],
 )
 def test_a_batch_of_too_many_is_refused_before_the_rest_is_parsed(account: TenantFixture, element: bytes) -> None:
     answer = batch(account, b'{"checks": [' + (element + b",") * (MAX_BATCH + 1) + b" this is never reached")
@@ -109,7 +109,7 @@ def test_a_name_that_comes_twice_anywhere_in_a_batch_is_refused(account: TenantF
     ],
 )
 def test_a_batch_is_read_however_it_is_written(account: TenantFixture, body: bytes) -> None:
-    answer = batch(account, body % json.dumps(LOOK).encode())
+    answer = batch(account, body % json.dumps(PEEK).encode())
     assert answer.status_code == 200
     assert [each["allowed"] for each in answer.json()["decisions"]] == [True]
 
@@ -133,7 +133,7 @@ def test_the_largest_number_of_names_is_read_escaped_or_not(account: TenantFixtu
 
 
 def test_a_check_in_a_batch_may_be_as_large_as_one_alone(account: TenantFixture) -> None:
-    large = json.dumps(LOOK).encode()[:-1].ljust(65_535) + b"}"
+    large = json.dumps(PEEK).encode()[:-1].ljust(65_535) + b"}"
     assert batch(account, b'{"checks": [%b]}' % large).status_code == 200
     answer = batch(account, b'{"checks": [0, %b ]}' % large.replace(b" }", b"  }"))
     assert refused(answer) == (413, "body_too_large")
@@ -142,7 +142,7 @@ def test_a_check_in_a_batch_may_be_as_large_as_one_alone(account: TenantFixture)
 
 @pytest.mark.parametrize("wrong", [b'"\xff"', b'{"resource": "\\ud800"}', b"01", b'{"subject": "\xc3("}'])
 def test_a_body_that_is_not_json_at_its_end_takes_nothing(account: TenantFixture, wrong: bytes) -> None:
-    taking = json.dumps({**LOOK, "cost": 1}).encode()
+    taking = json.dumps({**PEEK, "cost": 1}).encode()
     body = b'{"checks": [' + (taking + b",") * 200 + wrong + b"]}"
     assert refused(batch(account, body)) == (400, "malformed_json")
     assert account.check(cost=0).json()["remaining"] == 3
@@ -150,10 +150,10 @@ def test_a_body_that_is_not_json_at_its_end_takes_nothing(account: TenantFixture
 
 def test_the_answers_of_many_slices_stand_in_the_order_of_their_checks(account: TenantFixture) -> None:
     checks: list[Any] = [
-        {**LOOK, "subject": f"user:{index}", "cost": index % 5} for index in range(10, 10 + 3 * SLICE_CHECKS)
+        {**PEEK, "subject": f"user:{index}", "cost": index % 5} for index in range(10, 10 + 3 * SLICE_CHECKS)
     ]
     checks[1] = checks[SLICE_CHECKS] = 0
-    checks[-1] = {**LOOK, "plan_id": "pln_unknown"}
+    checks[-1] = {**PEEK, "plan_id": "pln_unknown"}
     decisions = batch(account, {"checks": checks}).json()["decisions"]
     assert len(decisions) == len(checks)
     for index, (check, decision) in enumerate(zip(checks, decisions, strict=True)):
@@ -178,7 +178,7 @@ def test_another_check_is_answered_long_before_a_batch_that_came_first(
     """Count iterations of the event loop. A batch that is decided in one go would take only a few."""
     service = live.service
     credentials = Credentials.from_key(account.secret, "127.0.0.1")
-    body = json.dumps({"checks": [LOOK] * MAX_BATCH}).encode()
+    body = json.dumps({"checks": [PEEK] * MAX_BATCH}).encode()
     assert account.check(cost=0).status_code == 200
     order: list[int] = []
 
@@ -188,7 +188,7 @@ def test_another_check_is_answered_long_before_a_batch_that_came_first(
         service.batches.handle(credentials, body, answered.set_result)
         while not answered.done():
             service.checks.handle(
-                credentials, json.dumps(LOOK).encode(), lambda response: order.append(response.status)
+                credentials, json.dumps(PEEK).encode(), lambda response: order.append(response.status)
             )
             await asyncio.sleep(0)
         assert answered.result().status == 200
@@ -235,9 +235,9 @@ def test_a_key_with_many_invalid_bodies_is_no_longer_read(
     answer = spend(account, path, body)
     assert refused(answer) == (429, "too_many_refusals")
     assert int(answer.headers["retry-after"]) >= 1
-    good = {"checks": [LOOK]}
+    good = {"checks": [PEEK]}
     assert refused(batch(account, good)) == (429, "too_many_refusals")
-    large = json.dumps(LOOK).encode()[:-1].ljust(SMALL_BODY_BYTES) + b"}"
+    large = json.dumps(PEEK).encode()[:-1].ljust(SMALL_BODY_BYTES) + b"}"
     assert refused(post(account, "/v1/reserve", large)) == (429, "too_many_refusals")
     assert account.check(cost=0).status_code == 200
     assert account.check(cost=0, priority="P1", costs={"burst": 0}).status_code == 200
@@ -249,4 +249,4 @@ def test_small_mistakes_are_never_charged(account: TenantFixture) -> None:
     wrong = b'{"resource": 1, "subject": "%b"}' % (b"x" * 4_000)
     for _ in range(BURST_BYTES // len(wrong) + 10):
         assert post(account, "/v1/check", wrong).status_code == 422
-    assert batch(account, {"checks": [LOOK]}).status_code == 200
+    assert batch(account, {"checks": [PEEK]}).status_code == 200

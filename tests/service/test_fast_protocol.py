@@ -11,7 +11,7 @@ import pytest
 from tests.service.program import HttpResponse, RunningService, read_response, run_demo
 
 ONE, TWO = "/v1/check", "/v1/check?"  # a request with a query goes to ASGI
-LOOK = {"resource": "GET:/orders", "subject": "user:1", "cost": 0}
+PEEK = {"resource": "GET:/orders", "subject": "user:1", "cost": 0}
 MUCH = {"resource": "GET:/orders", "subject": "user:1", "cost": 11}  # above the limit of 10, so waiting never helps
 
 
@@ -34,10 +34,10 @@ def same(answer: HttpResponse) -> tuple[bytes, bytes]:
 
 JSON = "content-type: application/json"
 BODIES: dict[str, tuple[bytes, tuple[str, ...], int]] = {
-    "a look": (json.dumps(LOOK).encode(), (JSON,), 200),
+    "a peek": (json.dumps(PEEK).encode(), (JSON,), 200),
     "too much": (json.dumps(MUCH).encode(), (JSON,), 429),
-    "without a content type": (json.dumps(LOOK).encode(), (), 200),
-    "another JSON type": (json.dumps(LOOK).encode(), ("content-type: application/vnd.x+json; charset=utf-8",), 200),
+    "without a content type": (json.dumps(PEEK).encode(), (), 200),
+    "another JSON type": (json.dumps(PEEK).encode(), ("content-type: application/vnd.x+json; charset=utf-8",), 200),
     "a form": (b"a=b", ("content-type: application/x-www-form-urlencoded",), 415),
     "compressed": (b"...", (JSON, "content-encoding: gzip"), 415),
     "no JSON": (b"{", (JSON,), 400),
@@ -45,15 +45,15 @@ BODIES: dict[str, tuple[bytes, tuple[str, ...], int]] = {
     "bytes": (b"\xff\xfe\x00", (JSON,), 400),
     "a list": (b"[]", (JSON,), 422),
     "no subject": (b'{"resource": "GET:/orders"}', (JSON,), 422),
-    "an unknown field": (json.dumps({**LOOK, "hits": 1}).encode(), (JSON,), 422),
-    "an empty resource": (json.dumps({**LOOK, "resource": ""}).encode(), (JSON,), 422),
-    "a subject of 513 bytes": (json.dumps({**LOOK, "subject": "x" * 513}).encode(), (JSON,), 422),
-    "a negative cost": (json.dumps({**LOOK, "cost": -1}).encode(), (JSON,), 422),
-    "a cost past 2^53": (json.dumps({**LOOK, "cost": 2**53}).encode(), (JSON,), 422),
-    "a cost as text": (json.dumps({**LOOK, "cost": "1"}).encode(), (JSON,), 422),
-    "an unknown priority": (json.dumps({**LOOK, "priority": "P9"}).encode(), (JSON,), 422),
-    "an unknown limit": (json.dumps({**LOOK, "costs": {"x": 1}}).encode(), (JSON,), 422),
-    "an unknown plan": (json.dumps({**LOOK, "plan_id": "pla_x"}).encode(), (JSON,), 404),
+    "an unknown field": (json.dumps({**PEEK, "hits": 1}).encode(), (JSON,), 422),
+    "an empty resource": (json.dumps({**PEEK, "resource": ""}).encode(), (JSON,), 422),
+    "a subject of 513 bytes": (json.dumps({**PEEK, "subject": "x" * 513}).encode(), (JSON,), 422),
+    "a negative cost": (json.dumps({**PEEK, "cost": -1}).encode(), (JSON,), 422),
+    "a cost past 2^53": (json.dumps({**PEEK, "cost": 2**53}).encode(), (JSON,), 422),
+    "a cost as text": (json.dumps({**PEEK, "cost": "1"}).encode(), (JSON,), 422),
+    "an unknown priority": (json.dumps({**PEEK, "priority": "P9"}).encode(), (JSON,), 422),
+    "an unknown limit": (json.dumps({**PEEK, "costs": {"x": 1}}).encode(), (JSON,), 422),
+    "an unknown plan": (json.dumps({**PEEK, "plan_id": "pla_x"}).encode(), (JSON,), 404),
     "too large": (b" " * 65_537, (JSON,), 413),
 }
 
@@ -82,7 +82,7 @@ def test_both_front_ends_answer_alike(service: RunningService, case: str) -> Non
     ],
 )
 def test_both_front_ends_accept_the_same_keys(service: RunningService, header: str, status: int) -> None:
-    body = json.dumps(LOOK).encode()
+    body = json.dumps(PEEK).encode()
     sent = header.replace("KEY", service.key)
     first, second = (service.raw(request(path, body, sent, JSON, "connection: close")) for path in (ONE, TWO))
     assert first.status == status
@@ -147,7 +147,7 @@ def test_a_request_may_come_in_single_bytes(service: RunningService) -> None:
 
 
 def test_a_client_that_expects_100_continue_receives_it(service: RunningService) -> None:
-    body = json.dumps(LOOK).encode()
+    body = json.dumps(PEEK).encode()
     head = request(ONE, body, f"x-api-key: {service.key}", JSON, "expect: 100-continue")[: -len(body)]
     with service.connection() as connection:
         connection.sendall(head)
@@ -172,7 +172,7 @@ def chunked(body: bytes, size: int) -> bytes:
 @pytest.mark.parametrize("size", [1, 7, 10_000])
 def test_a_body_may_come_in_chunks(service: RunningService, size: int) -> None:
     head = f"POST {ONE} HTTP/1.1\r\nhost: t\r\nx-api-key: {service.key}\r\ntransfer-encoding: chunked\r\n\r\n".encode()
-    assert service.raw(head + chunked(json.dumps(LOOK).encode(), size)).json["remaining"] == 10
+    assert service.raw(head + chunked(json.dumps(PEEK).encode(), size)).json["remaining"] == 10
 
 
 def test_a_body_in_chunks_is_bounded_too(service: RunningService) -> None:
@@ -188,7 +188,7 @@ def closes(connection: socket.socket) -> bool:
 
 @pytest.mark.parametrize(("version", "header"), [("1.0", "x: y"), ("1.1", "connection: close")])
 def test_a_connection_is_closed_where_the_client_wants_it(service: RunningService, version: str, header: str) -> None:
-    body = json.dumps(LOOK).encode()
+    body = json.dumps(PEEK).encode()
     with service.connection() as connection:
         connection.sendall(request(ONE, body, f"x-api-key: {service.key}", header, version=version))
         answer = read_response(connection)
@@ -249,7 +249,7 @@ FIELDS = [f"x-{number}: a" for number in range(101)]
 )
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_a_head_is_bounded(service: RunningService, method: str, lines: list[str], status: int) -> None:
-    path, body = (ONE, json.dumps(LOOK).encode()) if method == "POST" else ("/v1/health", b"")
+    path, body = (ONE, json.dumps(PEEK).encode()) if method == "POST" else ("/v1/health", b"")
     with service.connection() as connection:
         connection.sendall(request(path, body, f"x-api-key: {service.key}", *lines, method=method))
         assert read_response(connection).status == status

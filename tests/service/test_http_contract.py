@@ -423,8 +423,8 @@ def test_a_key_does_what_its_scopes_say(service: SeededService, scope: str, is_c
         tenant.post("check/batch", key, checks=[check]),
         tenant.post("reserve", key, **check),
     ]
-    looks = [tenant.usage(key=key), tenant.post("explain", key, **check)]
-    may, may_not = (checks, looks) if is_check_allowed else (looks, checks)
+    reads = [tenant.usage(key=key), tenant.post("explain", key, **check)]
+    may, may_not = (checks, reads) if is_check_allowed else (reads, checks)
     assert [answer.status for answer in may] == [200] * len(may)
     for answer in may_not:
         assert_problem(answer, 403, "forbidden")

@@ -23,44 +23,44 @@ def budget(clock: ManualClock) -> InvalidBodyBudget:
     return InvalidBodyBudget(clock)
 
 
-def spend(budget: InvalidBodyBudget, tenant_id: str = "ten_a") -> None:
-    budget.charge(tenant_id, BURST_BYTES)
+def spend(budget: InvalidBodyBudget, key_id: str = "key_a") -> None:
+    budget.charge(key_id, BURST_BYTES)
 
 
-def test_a_tenant_that_has_spent_its_budget_is_refused_until_retry_after(
+def test_a_key_that_has_spent_its_budget_is_refused_until_retry_after(
     budget: InvalidBodyBudget, clock: ManualClock
 ) -> None:
     spend(budget)
-    budget.charge("ten_a", 3 * BYTES_PER_SECOND - 1)
+    budget.charge("key_a", 3 * BYTES_PER_SECOND - 1)
     with pytest.raises(HttpError) as refused:
-        budget.require("ten_a")
+        budget.require_budget("key_a")
     assert (refused.value.status, refused.value.code) == (429, "too_many_refusals")
     assert refused.value.headers == {"retry-after": "3"}
     clock.advance_us(2_000_000)
     with pytest.raises(HttpError):
-        budget.require("ten_a")
+        budget.require_budget("key_a")
     clock.advance_us(1_000_000)
-    budget.require("ten_a")
+    budget.require_budget("key_a")
 
 
-def test_another_tenant_is_not_charged(budget: InvalidBodyBudget) -> None:
+def test_another_key_is_not_charged(budget: InvalidBodyBudget) -> None:
     spend(budget)
-    budget.require("ten_b")
+    budget.require_budget("key_b")
 
 
-def test_an_occasional_error_is_never_noticed(budget: InvalidBodyBudget, clock: ManualClock) -> None:
+def test_an_occasional_error_has_no_effect(budget: InvalidBodyBudget, clock: ManualClock) -> None:
     for _ in range(1_000):
-        budget.charge("ten_a", LARGE)
+        budget.charge("key_a", LARGE)
         clock.advance_us(2_000_000)
-        budget.require("ten_a")
+        budget.require_budget("key_a")
 
 
-def test_a_long_rest_gives_no_more_than_the_burst(budget: InvalidBodyBudget, clock: ManualClock) -> None:
-    budget.charge("ten_a", 1)
+def test_a_long_pause_gives_no_more_than_the_burst(budget: InvalidBodyBudget, clock: ManualClock) -> None:
+    budget.charge("key_a", 1)
     clock.advance_us(3_600_000_000)
-    budget.charge("ten_a", BURST_BYTES)
+    budget.charge("key_a", BURST_BYTES)
     with pytest.raises(HttpError):
-        budget.require("ten_a")
+        budget.require_budget("key_a")
 
 
 @pytest.mark.parametrize(
@@ -78,25 +78,25 @@ def test_only_large_bodies_that_are_invalid_are_charged(
     budget: InvalidBodyBudget, error: Exception, size: int, *, is_charged: bool
 ) -> None:
     for _ in range(BURST_BYTES // SMALL_BODY_BYTES):
-        budget.charge_error(error, "ten_a", size)
+        budget.charge_error(error, "key_a", size)
     if is_charged:
         with pytest.raises(HttpError):
-            budget.require("ten_a")
+            budget.require_budget("key_a")
     else:
-        budget.require("ten_a")
+        budget.require_budget("key_a")
 
 
-def test_only_so_many_tenants_are_remembered_and_the_last_charged_stay(
+def test_only_so_many_keys_are_remembered_and_the_last_charged_stay(
     budget: InvalidBodyBudget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert MAX_KEYS <= 10_000
     monkeypatch.setattr(invalid_bodies, "MAX_KEYS", 3)
-    spend(budget, "ten_a")
-    for name in ("ten_b", "ten_c"):
+    spend(budget, "key_a")
+    for name in ("key_b", "key_c"):
         spend(budget, name)
-    budget.charge("ten_a", 1)
-    spend(budget, "ten_d")
-    for name in ("ten_a", "ten_c", "ten_d"):
+    budget.charge("key_a", 1)
+    spend(budget, "key_d")
+    for name in ("key_a", "key_c", "key_d"):
         with pytest.raises(HttpError):
-            budget.require(name)
-    budget.require("ten_b")
+            budget.require_budget(name)
+    budget.require_budget("key_b")

@@ -4,7 +4,7 @@ import pytest
 
 from limitforge.catalog.credentials import Peppers
 from limitforge.errors import NotFound
-from limitforge.service.checks.sealed_ids import MAX_LENGTH, IdSealer
+from limitforge.service.checks.sealed_ids import MAX_SEALED_CHARS, IdSealer
 
 PEPPERS = "1:a pepper that the tests alone know"
 
@@ -38,7 +38,7 @@ def test_an_id_has_one_form_only(tickets: IdSealer, more: str) -> None:
             tickets.open("acme", form, "lease_id")
 
 
-@pytest.mark.parametrize("sealed", ["", "a", "AAAA", "é", "A" * 2 * MAX_LENGTH])
+@pytest.mark.parametrize("sealed", ["", "a", "AAAA", "é", "A" * 2 * MAX_SEALED_CHARS])
 def test_an_id_that_was_never_sealed_is_not_found(tickets: IdSealer, sealed: str) -> None:
     with pytest.raises(NotFound):
         tickets.open("acme", sealed, "lease_id")

@@ -26,7 +26,7 @@ def policy(resource: str = "*", plan_id: str = "special", **fields: Any) -> Poli
     return build_entity(Policy, {**own, **fields})
 
 
-PLANS = (plan("default"), plan("keys"), plan("special"), plan("asked"), plan("candidate"))
+PLANS = (plan("default"), plan("keys"), plan("special"), plan("named"), plan("candidate"))
 
 
 def snapshot(
@@ -44,7 +44,7 @@ def snapshot(
 
 
 def joined(selection: Selection) -> list[tuple[Layer, str]]:
-    return [(place, plan.name) for place, plan in selection.plans]
+    return [(layer, plan.name) for layer, plan in selection.plans]
 
 
 def decided(selection: Selection) -> Decision:
@@ -58,21 +58,23 @@ def decided(selection: Selection) -> Decision:
 # -- which plans
 
 
-@pytest.mark.parametrize(("above", "default", "of_key", "of_policy", "asked"), list(product([False, True], repeat=5)))
-def test_which_plans_join(above: bool, default: bool, of_key: bool, of_policy: bool, asked: bool) -> None:
+@pytest.mark.parametrize(
+    ("of_operator", "default", "of_key", "of_policy", "named"), list(product([False, True], repeat=5))
+)
+def test_which_plans_join(of_operator: bool, default: bool, of_key: bool, of_policy: bool, named: bool) -> None:
     """The plans of the operator, the tenant (the key's plan, else the default) and the policy join.
 
-    A plan that the check asks for replaces the last two.
+    A plan that the check names replaces the last two.
     """
     shot = snapshot(
         *([policy()] if of_policy else []),
         tenant={"default_plan_id": "default" if default else None},
-        operator={"default_plan_id": "everyone" if above else None},
+        operator={"default_plan_id": "everyone" if of_operator else None},
     )
-    selection = shot.select("GET:/orders", "keys" if of_key else None, "asked" if asked else None)
-    expected: list[tuple[Layer, str]] = [(Layer.OPERATOR, "everyone")] if above else []
-    if asked:
-        expected.append((Layer.POLICY, "asked"))
+    selection = shot.select("GET:/orders", "keys" if of_key else None, "named" if named else None)
+    expected: list[tuple[Layer, str]] = [(Layer.OPERATOR, "everyone")] if of_operator else []
+    if named:
+        expected.append((Layer.POLICY, "named"))
     else:
         if of_key or default:
             expected.append((Layer.TENANT, "keys" if of_key else "default"))
@@ -80,7 +82,7 @@ def test_which_plans_join(above: bool, default: bool, of_key: bool, of_policy: b
             expected.append((Layer.POLICY, "special"))
     assert joined(selection) == expected
     rules = selection.limits.plan("P0").rules
-    assert [(rule.layer, rule.limit.name) for rule in rules] == [(place.value, name) for place, name in expected]
+    assert [(rule.layer, rule.limit.name) for rule in rules] == [(layer.value, name) for layer, name in expected]
     assert list(decided(selection).limits) == [name for _, name in expected]
     assert selection.is_matched is bool(expected)
     assert (selection.policy is not None) == of_policy
@@ -95,20 +97,20 @@ def test_nothing_that_applies_is_allowed_and_unmatched() -> None:
 
 def test_the_most_specific_policy_applies_and_no_other() -> None:
     shot = snapshot(
-        policy("*", "default"), policy("GET:*", "keys"), policy("GET:/orders/{id}", "special"), policy("login", "asked")
+        policy("*", "default"), policy("GET:*", "keys"), policy("GET:/orders/{id}", "special"), policy("login", "named")
     )
     for resource, name in (
         ("POST:/x", "default"),
         ("GET:/x", "keys"),
         ("GET:/orders/7", "special"),
-        ("login", "asked"),
+        ("login", "named"),
     ):
         assert joined(shot.select(resource)) == [(Layer.POLICY, name)]
 
 
 @pytest.mark.parametrize("plan_id", ["none", "", "everyone", "globexs", "x" * 100_000, "\0"])
 def test_a_plan_that_is_not_the_tenants_is_not_found(plan_id: str) -> None:
-    """Nor can it ask for the operator's plan, which applies in any case."""
+    """Nor can it name the operator's plan, which applies in any case."""
     shot = snapshot(policy(), operator={"default_plan_id": "everyone"})
     for _ in range(2):
         with pytest.raises(NotFound, match=r"^plan_id: this tenant has no plan") as refused:
@@ -125,43 +127,43 @@ def test_a_key_whose_plan_is_not_known_here_yet_has_the_default() -> None:
 # -- modes
 
 
-@pytest.mark.parametrize(("fleet", "own"), list(product(MODES, MODES)))
-def test_a_limit_has_the_weakest_of_the_modes_that_are_for_it(fleet: Mode, own: Mode) -> None:
+@pytest.mark.parametrize(("operator_mode", "own"), list(product(MODES, MODES)))
+def test_a_limit_has_the_weakest_of_the_modes_that_are_for_it(operator_mode: Mode, own: Mode) -> None:
     """The operator's mode applies to all limits, the tenant's to all but the operator's, the policy's to its plan."""
     plans = tuple(plan(name, 0, mode=own) for name in ("default", "special"))
-    for tenants, of_policy in product(MODES, MODES):
+    for tenant_mode, policy_mode in product(MODES, MODES):
         shot = snapshot(
-            policy(mode=of_policy),
-            tenant={"default_plan_id": "default", "mode": tenants},
-            operator={"default_plan_id": "everyone", "mode": fleet},
+            policy(mode=policy_mode),
+            tenant={"default_plan_id": "default", "mode": tenant_mode},
+            operator={"default_plan_id": "everyone", "mode": operator_mode},
             plans=plans,
             everyone=plan("everyone", 0, tenant_id=OPERATOR, mode=own),
         )
         expected = {
-            "everyone": min(fleet, own, key=MODES.index),
-            "default": min(fleet, own, tenants, key=MODES.index),
-            "special": min(fleet, own, tenants, of_policy, key=MODES.index),
+            "everyone": min(operator_mode, own, key=MODES.index),
+            "default": min(operator_mode, own, tenant_mode, key=MODES.index),
+            "special": min(operator_mode, own, tenant_mode, policy_mode, key=MODES.index),
         }
         decision = decided(shot.select("r"))
         there = {name: mode for name, mode in expected.items() if mode is not Mode.OFF}
-        found = {name: Mode.MONITOR if told.monitored else Mode.ON for name, told in decision.limits.items()}
-        assert found == there, (tenants, of_policy)
+        found = {name: Mode.MONITOR if state.monitored else Mode.ON for name, state in decision.limits.items()}
+        assert found == there, (tenant_mode, policy_mode)
         assert decision.allowed is (Mode.ON not in there.values())
         assert set(decision.would_deny) == {name for name, mode in there.items() if mode is Mode.MONITOR}
 
 
-@pytest.mark.parametrize("fleet", MODES)
-def test_a_plan_that_was_asked_for_has_no_mode_of_a_policy(fleet: Mode) -> None:
-    for tenants in MODES:
-        shot = snapshot(policy(mode="off"), tenant={"mode": tenants}, operator={"mode": fleet})
-        weakest = min(fleet, tenants, key=MODES.index)
-        decision = decided(shot.select("r", None, "asked"))
-        assert list(decision.limits) == ([] if weakest is Mode.OFF else ["asked"])
-        assert shot.select("r", None, "asked").mode is weakest
+@pytest.mark.parametrize("operator_mode", MODES)
+def test_a_plan_that_the_check_names_has_no_mode_of_a_policy(operator_mode: Mode) -> None:
+    for tenant_mode in MODES:
+        shot = snapshot(policy(mode="off"), tenant={"mode": tenant_mode}, operator={"mode": operator_mode})
+        weakest = min(operator_mode, tenant_mode, key=MODES.index)
+        decision = decided(shot.select("r", None, "named"))
+        assert list(decision.limits) == ([] if weakest is Mode.OFF else ["named"])
+        assert shot.select("r", None, "named").mode is weakest
 
 
 @pytest.mark.parametrize(
-    ("fleet", "tenants", "of_policy", "plans", "told"),
+    ("operator_mode", "tenant_mode", "policy_mode", "plans", "expected"),
     [
         ("on", "on", "on", "all", "on"),
         ("off", "on", "on", "all", "off"),  # the kill switch
@@ -179,14 +181,14 @@ def test_a_plan_that_was_asked_for_has_no_mode_of_a_policy(fleet: Mode) -> None:
     ],
 )
 def test_a_selection_is_off_or_monitored_if_all_of_it_is(
-    fleet: str, tenants: str, of_policy: str, plans: str, told: str
+    operator_mode: str, tenant_mode: str, policy_mode: str, plans: str, expected: str
 ) -> None:
     shot = snapshot(
-        *([policy(mode=of_policy)] if plans in ("all", "own", "policys") else []),
-        tenant={"default_plan_id": "default" if plans in ("all", "own") else None, "mode": tenants},
-        operator={"default_plan_id": "everyone" if plans == "all" else None, "mode": fleet},
+        *([policy(mode=policy_mode)] if plans in ("all", "own", "policys") else []),
+        tenant={"default_plan_id": "default" if plans in ("all", "own") else None, "mode": tenant_mode},
+        operator={"default_plan_id": "everyone" if plans == "all" else None, "mode": operator_mode},
     )
-    assert shot.select("r").mode == told
+    assert shot.select("r").mode == expected
 
 
 def test_the_kill_switch_reaches_every_limit() -> None:
@@ -208,31 +210,31 @@ def test_the_kill_switch_reaches_every_limit() -> None:
         assert not decided(shot.select("r")).allowed  # what a check under way holds stays as it was
 
 
-# -- failure, priority, template, shadow
+# -- failure, priority, counted resource, shadow
 
 
 @pytest.mark.parametrize("field", ["failure", "priority"])
-def test_what_a_policy_says_beats_what_its_tenant_says(field: str) -> None:
+def test_a_policy_takes_precedence_over_its_tenant(field: str) -> None:
     first, second = ("closed", "local") if field == "failure" else ("P1", "P3")
-    for of_policy, tenants, told in (
+    for policy_value, tenant_value, expected in (
         (first, second, first),
         (None, second, second),
         (first, None, first),
         (None, None, None),
     ):
-        says: dict[str, Any] = {field: of_policy}
-        shot = snapshot(policy("GET:*", **says), tenant={field: tenants})
-        assert getattr(shot.select("GET:/x"), field) == told
-        assert getattr(shot.select("POST:/x"), field) == tenants
+        fields: dict[str, Any] = {field: policy_value}
+        shot = snapshot(policy("GET:*", **fields), tenant={field: tenant_value})
+        assert getattr(shot.select("GET:/x"), field) == expected
+        assert getattr(shot.select("POST:/x"), field) == tenant_value
 
 
-def test_each_of_them_beats_by_itself() -> None:
+def test_failure_and_priority_are_independent() -> None:
     selection = snapshot(policy(failure="open"), tenant={"failure": "closed", "priority": "P2"}).select("r")
     assert (selection.failure, selection.priority) == ("open", "P2")
 
 
 @pytest.mark.parametrize(
-    ("resource", "asked", "template"),
+    ("policy_resource", "resource", "counted"),
     [
         ("GET:/orders/{id}", "GET:/orders/1", "GET:/orders/{id}"),
         ("GET:/orders/{id}/lines/{line}", "GET:/orders/1/lines/2", "GET:/orders/{id}/lines/{line}"),
@@ -245,21 +247,25 @@ def test_each_of_them_beats_by_itself() -> None:
         ("login", "login", None),
     ],
 )
-def test_resources_of_one_template_are_counted_as_one(resource: str, asked: str, template: str | None) -> None:
-    assert snapshot(policy(resource)).select(asked).counted_resource == template
+def test_resources_that_match_a_policy_with_parameters_are_counted_as_one(
+    policy_resource: str, resource: str, counted: str | None
+) -> None:
+    assert snapshot(policy(policy_resource)).select(resource).counted_resource == counted
 
 
-def test_without_a_policy_there_is_no_template() -> None:
+def test_without_a_policy_each_resource_is_counted_by_itself() -> None:
     assert snapshot(tenant={"default_plan_id": "default"}).select("GET:/orders/{id}").counted_resource is None
 
 
-def test_a_shadow_plan_is_judged_beside_unless_something_above_it_is_off() -> None:
-    for fleet, tenants, of_policy in product(MODES, MODES, MODES):
+def test_a_shadow_plan_is_evaluated_unless_a_mode_is_off() -> None:
+    for operator_mode, tenant_mode, policy_mode in product(MODES, MODES, MODES):
         shot = snapshot(
-            policy(mode=of_policy, shadow_plan_id="candidate"), tenant={"mode": tenants}, operator={"mode": fleet}
+            policy(mode=policy_mode, shadow_plan_id="candidate"),
+            tenant={"mode": tenant_mode},
+            operator={"mode": operator_mode},
         )
         shadow = shot.select("r").shadow
-        assert (shadow is None) == (Mode.OFF in (fleet, tenants, of_policy))
+        assert (shadow is None) == (Mode.OFF in (operator_mode, tenant_mode, policy_mode))
         if shadow is not None:
             assert [limit.name for limit in shadow] == ["candidate"]
     assert snapshot(policy()).select("r").shadow is None
@@ -269,12 +275,12 @@ def test_a_shadow_plan_is_judged_beside_unless_something_above_it_is_off() -> No
 # -- made once
 
 
-def test_a_selection_is_made_once_for_all_that_is_decided_alike() -> None:
+def test_checks_that_are_decided_alike_share_a_selection() -> None:
     shot = snapshot(policy("GET:/orders/{id}"), tenant={"default_plan_id": "default"})
     first = shot.select("GET:/orders/1")
     assert shot.select("GET:/orders/2") is first
     assert shot.select("GET:/orders/2", "keys") is not first
-    assert shot.select("GET:/orders/2", None, "asked") is not first
+    assert shot.select("GET:/orders/2", None, "named") is not first
     assert shot.select("GET:/other") is not first
     assert shot.select("GET:/other") is shot.select("GET:/another")
 

@@ -59,7 +59,7 @@ class BatchHandler:
         self, credentials: Credentials, is_connected: IsConnected, caller: Caller, body: bytes, on_response: OnResponse
     ) -> None:
         caller.require(KeyScope.CHECK)
-        self._check_handler.invalid_bodies.require(caller.key.id)
+        self._check_handler.invalid_bodies.require_budget(caller.key.id)
         start = partial(self._answer, credentials, is_connected, caller, body, on_response)
         self._queue.enqueue(
             caller.key.tenant_id, len(body), start, lambda error: on_response(exception_response(error))
@@ -72,7 +72,8 @@ class BatchHandler:
             on_response(CLIENT_GONE)
             return
         try:
-            self._check_handler.invalid_bodies.require(caller.key.id)  # it may have been spent while this batch waited
+            # The budget may have been spent while this batch waited.
+            self._check_handler.invalid_bodies.require_budget(caller.key.id)
             response = await self._decide(credentials, await self._parse(caller, body))
         except Exception as error:  # noqa: BLE001 - each request must be answered
             failure = error

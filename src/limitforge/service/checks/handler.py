@@ -202,7 +202,7 @@ class CheckHandler:
         check_body = decode_small_check(body)
         if check_body is None:
             if len(body) > SMALL_BODY_BYTES:
-                self.invalid_bodies.require(caller.key.id)
+                self.invalid_bodies.require_budget(caller.key.id)
             check_body = decode_check(body)
         prepared: PreparedResource | None = caller.prepared_resources.get(
             (check_body.resource, check_body.priority, check_body.plan_id)

@@ -26,7 +26,7 @@ class InvalidBodyBudget:
         self._keys: dict[str, tuple[float, int]] = {}
         """Bytes left and the time of that value, by key id. Only charged keys are here, the last charged at the end."""
 
-    def require(self, key_id: str) -> None:
+    def require_budget(self, key_id: str) -> None:
         """Raise HttpError if the key has spent its budget."""
         if key_id not in self._keys:
             return

@@ -108,7 +108,7 @@ def split_batch(body: bytes) -> list[msgspec.Raw]:
 
 
 def _batch_error(body: bytes) -> InvalidInput | HttpError:
-    """Return or raise the error of a batch that can't be split."""
+    """Return the error of a batch that can't be split. Raises it if the body as a whole is not valid."""
     checks = bytes(_decode(_decode_batch_body, body).checks)
     try:
         _decode_elements(checks)

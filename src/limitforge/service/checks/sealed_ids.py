@@ -14,7 +14,7 @@ from limitforge.catalog.credentials import Peppers
 from limitforge.errors import NotFound
 
 NONCE_BYTES = 12
-MAX_LENGTH = 65_536
+MAX_SEALED_CHARS = 65_536
 
 
 class IdSealer:
@@ -34,7 +34,7 @@ class IdSealer:
     def open(self, tenant_id: str, sealed_id: str, field: str) -> str:
         """Return the id inside. Raises NotFound, which names `field`, if this tenant has no such id."""
         try:
-            raw = urlsafe_b64decode(sealed_id[:MAX_LENGTH] + "=" * (-len(sealed_id) % 4))
+            raw = urlsafe_b64decode(sealed_id[:MAX_SEALED_CHARS] + "=" * (-len(sealed_id) % 4))
         except ValueError:
             raw = b""
         if _encode_base64(raw) != sealed_id:  # Base64 has several forms of the same bytes; only one is accepted

@@ -74,7 +74,7 @@ class TenantApi:
         """Answer one of `post_calls`. The caller's key is charged for a large body that is invalid."""
         invalid_bodies = self._check_handler.invalid_bodies
         if len(body) > SMALL_BODY_BYTES:
-            invalid_bodies.require(caller.key.id)
+            invalid_bodies.require_budget(caller.key.id)
         try:
             return await call(caller, body)
         except LimitforgeError as error:

@@ -193,8 +193,8 @@ class BoundedConnection(HttpToolsProtocol):
             if self._receiving_since is not None:  # the pause was not the client's fault, so its time starts again
                 self._receiving_since = self.loop.time()
             self._parse()
-        has_room = self._input.is_in_body or not self._must_wait()
-        if has_room and not self._input.packet and not self._has_failed and not self.flow.write_paused:
+        may_read = self._input.is_in_body or not self._must_wait()
+        if may_read and not self._input.packet and not self._has_failed and not self.flow.write_paused:
             self.flow.resume_reading()
         self._report_buffered()
 
