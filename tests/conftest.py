@@ -54,7 +54,7 @@ SLOW_PLACES = {
     "contract/test_invalidation.py",
     "contract/test_prepaid_corner_cases.py",
     "contract/test_prepaid_plan_changes.py",
-    "contract/test_catalog_copies.py",
+    "contract/test_catalog_redis.py",
     "deploy",
     "docs",
     "hostile",

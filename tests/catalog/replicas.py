@@ -36,7 +36,7 @@ from limitforge.catalog.plan_limits import normalize_limits
 from limitforge.core.clock import Clock
 from limitforge.core.limits import Mode
 from limitforge.errors import CatalogUnavailable, LimitforgeError
-from limitforge.stores.redis.catalog_copies import CatalogRedis
+from limitforge.stores.redis.catalog_redis import CatalogRedis
 
 PATIENCE_SECONDS = 60.0
 PATIENT = StoreOptions(deadline_ms=30_000, failure="raise")

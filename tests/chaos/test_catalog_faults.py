@@ -18,7 +18,7 @@ from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
 from limitforge.catalog.live.live_catalog import LiveCatalog
 from limitforge.errors import CatalogUnavailable, Forbidden, LimitforgeError, StoreUnavailable
-from limitforge.stores.redis.catalog_copies import ServerMemory
+from limitforge.stores.redis.catalog_redis import ServerMemory
 from tests import run_report
 from tests.catalog.conftest import PEPPERS
 from tests.catalog.live.test_processes import cut_listeners, format_delays

@@ -10,7 +10,7 @@ import pytest
 
 from limitforge import Decision, Limiter, SyncLimiter
 from limitforge.stores.redis.core import RedisCore
-from limitforge.stores.redis.topology.cross_slot import FinishHold
+from limitforge.stores.redis.multi_step.cross_slot import FinishHold
 from tests import run_report
 from tests.chaos.conftest import BlockingLimiter
 from tests.chaos.mixed_load import (

@@ -17,7 +17,7 @@ import pytest
 from limitforge import FixedWindow, Limiter, StoreUnavailable
 from limitforge.stores.redis.address import parse_address
 from limitforge.stores.redis.aio.connection import Connection
-from limitforge.stores.redis.catalog_copies import CatalogRedis
+from limitforge.stores.redis.catalog_redis import CatalogRedis
 from tests.chaos.waiting import eventually
 from tests.proxy import DropReplies, Proxy
 from tests.servers import RedisServer, TlsRedisServer

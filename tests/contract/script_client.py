@@ -7,10 +7,11 @@ from limitforge.core.check import Check, Hold, ResultKind, build_check
 from limitforge.core.decision import Outcome
 from limitforge.core.keys import Keys
 from limitforge.core.limits import Limit
-from limitforge.stores.redis.codec import Flow, check_flow, finish_flow, heartbeat_flow, top_up_flow
+from limitforge.stores.redis.codec import check_flow, finish_flow, heartbeat_flow, top_up_flow
+from limitforge.stores.redis.multi_step.cross_slot import TENTATIVE_TTL_US, FinishHold, HoldAction
 from limitforge.stores.redis.new_buckets import NewBucketBudget
 from limitforge.stores.redis.prepaid.shares import PrepaidShare, TopUpReply, TopUpRequest
-from limitforge.stores.redis.topology.cross_slot import TENTATIVE_TTL_US, FinishHold, HoldAction
+from limitforge.stores.redis.script_call import Flow
 
 T = TypeVar("T")
 

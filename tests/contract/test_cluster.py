@@ -12,7 +12,7 @@ import pytest
 from limitforge import Decision, FixedWindow, Limiter, Limits, Request, StoreOptions, SyncLimiter, TokenBucket
 from limitforge.core.check import build_check
 from limitforge.core.decision import CheckResult
-from limitforge.stores.redis.topology.cross_slot import FinishHold, HoldAction
+from limitforge.stores.redis.multi_step.cross_slot import FinishHold, HoldAction
 from limitforge.stores.redis.topology.hash_slots import hash_slot
 from tests.topologies import ClusterServer, RedisCluster, query
 

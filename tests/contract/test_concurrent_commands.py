@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from limitforge import Limiter, StoreUnavailable
+from limitforge.stores.errors import NotServerFault
 from limitforge.stores.redis.aio import event_loop
 from limitforge.stores.redis.aio.reconnecting import MAX_COMMANDS
-from limitforge.stores.resilience.failure import NotServerFault
 from tests.contract.conftest import PATIENT
 
 LIMIT = "100/minute"

@@ -6,7 +6,7 @@ import pytest
 import redis as redis_py
 
 from limitforge import Concurrency, FixedWindow, LeakyBucket, Limit, Quota, SlidingWindow, TokenBucket
-from limitforge.stores.redis.topology.cross_slot import TENTATIVE_TTL_US, HoldAction
+from limitforge.stores.redis.multi_step.cross_slot import TENTATIVE_TTL_US, HoldAction
 from tests.contract.script_client import NOW_US, ScriptClient, ending, key_of
 
 MINUTE_US = 60_000_000

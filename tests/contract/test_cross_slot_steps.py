@@ -12,7 +12,7 @@ from limitforge.core.check import Check, Hold
 from limitforge.core.decision import Outcome
 from limitforge.core.limits import Mode
 from limitforge.stores.redis.codec import check_flow
-from limitforge.stores.redis.topology.cross_slot import (
+from limitforge.stores.redis.multi_step.cross_slot import (
     TENTATIVE_TTL_US,
     CrossSlotResult,
     FinishHold,

@@ -7,8 +7,8 @@ import redis as redis_py
 
 from limitforge import FixedWindow, Limits, ManualClock, SyncLimiter, TokenBucket
 from limitforge.core.keys import Keys
+from limitforge.stores.redis.multi_step.cross_slot import HoldAction
 from limitforge.stores.redis.new_buckets import NewBucketBudget
-from limitforge.stores.redis.topology.cross_slot import HoldAction
 from tests.contract.script_client import NOW_US, ScriptClient, ending, key_of, share_of
 
 SECOND_US = 1_000_000

@@ -29,7 +29,7 @@ from limitforge import (
     TooManyReservations,
     lua,
 )
-from limitforge.stores.redis.codec import with_encoded_strings
+from limitforge.stores.redis.script_call import with_encoded_strings
 from limitforge.stores.redis.sync.flows import FlowRunner
 from limitforge.stores.redis.sync.store import SyncRedisStore
 from tests.contract.conftest import PATIENT, open_limiter

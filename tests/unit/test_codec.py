@@ -4,7 +4,8 @@ import msgspec
 import pytest
 
 from limitforge import StoreCorrupt, StoreUnavailable
-from limitforge.stores.redis.codec import MAX_CALL_US, ScriptCall, decode_reply, split_by_weight
+from limitforge.stores.redis.codec import MAX_CALL_US, split_by_weight
+from limitforge.stores.redis.script_call import ScriptCall, decode_reply
 
 
 @pytest.mark.parametrize(

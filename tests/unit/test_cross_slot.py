@@ -8,7 +8,7 @@ from limitforge.core.check import Check, build_check
 from limitforge.core.decision import Outcome
 from limitforge.core.keys import Keys
 from limitforge.errors import LimitforgeError
-from limitforge.stores.redis.topology.cross_slot import FinishHold, HoldAction, Step, cross_slot_steps
+from limitforge.stores.redis.multi_step.cross_slot import FinishHold, HoldAction, Step, cross_slot_steps
 
 LIMITS = Limits(*(FixedWindow(name=name, limit=9, window_seconds=60) for name in "abc"))
 CHECK = build_check(Keys(), LIMITS, "r", "s", 1, None, "t", "P0")

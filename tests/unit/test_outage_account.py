@@ -25,10 +25,10 @@ from limitforge import (
 )
 from limitforge.core.check import Check, FailureName, build_charge, build_check
 from limitforge.core.keys import Keys
+from limitforge.stores.errors import NotServerFault, StoreFull
 from limitforge.stores.memory.store import MemoryStore
 from limitforge.stores.redis.core import RedisCore
 from limitforge.stores.resilience import outage as outage_module
-from limitforge.stores.resilience.failure import NotServerFault, StoreFull
 from tests.unit.unavailable_store import TIMED_OUT, OutageLimiter, used
 
 DAY = 86_400

@@ -10,11 +10,11 @@ from limitforge import Decision, FixedWindow, Limits, StoreCorrupt, StoreOptions
 from limitforge.core.check import Check, build_check
 from limitforge.core.keys import Keys
 from limitforge.core.plan import BUCKET_US
+from limitforge.stores.errors import StoreFull
 from limitforge.stores.redis.aio.pending import InFlightCall, PendingCheck, Write
 from limitforge.stores.redis.aio.pipeline import Pipeline
-from limitforge.stores.redis.codec import ScriptCall
 from limitforge.stores.redis.core import RedisCore
-from limitforge.stores.resilience.failure import StoreFull
+from limitforge.stores.redis.script_call import ScriptCall
 
 DEADLINE_MS = 30_000.0
 OWING = FixedWindow(name="owing", limit=100, window_seconds=86_400, charge_after_outage=True)

@@ -7,13 +7,13 @@ from typing import Any, cast
 import pytest
 
 from limitforge import StoreUnavailable, SyncLimiter
-from limitforge.stores.redis.codec import Flow, ScriptCall
+from limitforge.stores.errors import NotServerFault, StoreFull
 from limitforge.stores.redis.denial_cache import Invalidation
+from limitforge.stores.redis.script_call import Flow, ScriptCall
 from limitforge.stores.redis.sync.connection import SyncConnection
 from limitforge.stores.redis.sync.flows import FlowRunner, run_on_connection
 from limitforge.stores.redis.sync.servers import _result_before
 from limitforge.stores.redis.sync.store import SyncRedisStore
-from limitforge.stores.resilience.failure import NotServerFault, StoreFull
 from tests.unit.test_prepaid_shares import prepaid_harness
 
 SECONDS = 30.0

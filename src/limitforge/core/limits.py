@@ -55,6 +55,10 @@ class Scope(StrEnum):
     GLOBAL = "global"
 
 
+UNBUDGETED_SCOPES = (Scope.TENANT, Scope.GLOBAL)
+"""Scopes with few buckets, which do not count towards `new_buckets_per_minute`."""
+
+
 class Mode(StrEnum):
     """`on` enforces a limit, `monitor` decides and reports but never denies, `off` ignores the limit."""
 

@@ -145,6 +145,6 @@ Configuration = DatabaseConfiguration | FileConfiguration
 def _connect_catalog_redis(store_url: str) -> Any:
     if store_url.startswith("memory:"):
         return None
-    from limitforge.stores.redis.catalog_copies import CatalogRedis
+    from limitforge.stores.redis.catalog_redis import CatalogRedis
 
     return CatalogRedis(store_url)

@@ -10,7 +10,7 @@ from limitforge.catalog.database import catalog_revision, outbox
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
 from limitforge.core.limits import Mode
-from limitforge.stores.redis.catalog_copies import CatalogRedis
+from limitforge.stores.redis.catalog_redis import CatalogRedis
 from tests.catalog.factories import url_of
 from tests.catalog.live.test_outbox_relay import apply_tenants
 from tests.catalog.replicas import Replica, closing, create_account, eventually, set_limits, set_operator_mode

@@ -17,7 +17,7 @@ from limitforge.catalog.database.edits import Edit
 from limitforge.catalog.model import Key, Tenant, to_datetime
 from limitforge.core.clock import SystemClock
 from limitforge.errors import CatalogUnavailable, Forbidden, UnknownKey
-from limitforge.stores.redis.catalog_copies import CatalogRedis
+from limitforge.stores.redis.catalog_redis import CatalogRedis
 from tests.catalog.backups import back_up, restore
 from tests.catalog.replicas import Account, Replica, create_account, eventually, set_limits
 from tests.catalog.reused_database import ReusedDatabase

@@ -17,7 +17,7 @@ from limitforge.catalog.history import Stamp
 from limitforge.catalog.model import OPERATOR, Key, Plan, Tenant
 from limitforge.core.limits import Mode
 from limitforge.errors import CatalogUnavailable, Forbidden, UnknownKey
-from limitforge.stores.redis.catalog_copies import CatalogRedis
+from limitforge.stores.redis.catalog_redis import CatalogRedis
 from tests.catalog.backups import back_up, restore
 from tests.catalog.environments import Environment, each_database, only_postgres_with_redis, only_sqlite_with_redis
 from tests.catalog.replicas import (

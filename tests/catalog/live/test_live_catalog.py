@@ -23,7 +23,7 @@ from limitforge.catalog.live.live_catalog import LiveCatalog
 from limitforge.catalog.model import Key, Plan, Tenant, TenantConfig
 from limitforge.core.limits import Mode
 from limitforge.errors import CatalogUnavailable, Forbidden, InvalidInput, UnknownKey
-from limitforge.stores.redis.catalog_copies import CatalogRedis
+from limitforge.stores.redis.catalog_redis import CatalogRedis
 from tests.catalog.conftest import decode_announcements
 from tests.catalog.environments import (
     Environment,
@@ -47,7 +47,7 @@ from tests.catalog.replicas import (
     shared_copies,
     wrong_key,
 )
-from tests.contract.test_catalog_copies import sockets
+from tests.contract.test_catalog_redis import sockets
 from tests.postgres import PostgresServer
 from tests.servers import RedisServer
 

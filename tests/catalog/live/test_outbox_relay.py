@@ -16,7 +16,7 @@ from limitforge.catalog.database.outbox import Announcement, unpublished_announc
 from limitforge.catalog.live import outbox_relay as relay_module
 from limitforge.catalog.model import Tenant, build_entity, to_datetime
 from limitforge.errors import Forbidden
-from limitforge.stores.redis.catalog_copies import CatalogRedis
+from limitforge.stores.redis.catalog_redis import CatalogRedis
 from tests.catalog.conftest import decode_announcements
 from tests.catalog.environments import one_database
 from tests.catalog.factories import url_of

@@ -27,7 +27,7 @@ from limitforge.catalog.live.overrides.reconciler import OverrideReconciler
 from limitforge.catalog.live.sources import DatabaseSource
 from limitforge.catalog.model import Override, Plan, Tenant
 from limitforge.errors import StoreUnavailable
-from limitforge.stores.redis.catalog_copies import CatalogRedis
+from limitforge.stores.redis.catalog_redis import CatalogRedis
 from limitforge.stores.redis.topology.hash_slots import hash_slot
 from tests.catalog.replicas import PATIENT, Account, Replica, closing, create_account, decide, eventually, limit_of
 from tests.catalog.reused_database import ReusedDatabase

@@ -22,7 +22,7 @@ from limitforge.catalog.live.sources import DatabaseSource
 from limitforge.catalog.model import Override, Plan, Tenant
 from limitforge.core.plan import LimitsLike
 from limitforge.errors import CatalogUnavailable, StoreUnavailable
-from limitforge.stores.redis.catalog_copies import CatalogRedis
+from limitforge.stores.redis.catalog_redis import CatalogRedis
 from tests.catalog.replicas import (
     PATIENCE_SECONDS,
     PATIENT,

@@ -25,7 +25,7 @@ from limitforge.catalog.live.overrides.override_sync import OverrideSync
 from limitforge.catalog.live.sources import DatabaseSource
 from limitforge.catalog.model import Key, TenantConfig
 from limitforge.errors import PartialFailure
-from limitforge.stores.redis.catalog_copies import CatalogRedis
+from limitforge.stores.redis.catalog_redis import CatalogRedis
 from limitforge.stores.redis.topology.hash_slots import hash_slot
 from tests.catalog.backups import back_up, restore
 from tests.catalog.conftest import decode_announcements

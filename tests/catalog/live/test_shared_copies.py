@@ -32,7 +32,7 @@ from limitforge.catalog.snapshot import Snapshot
 from limitforge.core.clock import SystemClock
 from limitforge.core.limits import Mode
 from limitforge.errors import CatalogError, InvalidInput, StoreError, StoreUnavailable, TooManyUnknownKeys, UnknownKey
-from limitforge.stores.redis.catalog_copies import CatalogRedis
+from limitforge.stores.redis.catalog_redis import CatalogRedis
 from tests.catalog.conftest import PEPPERS
 from tests.catalog.environments import one_database
 from tests.catalog.replicas import (

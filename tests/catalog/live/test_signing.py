@@ -18,7 +18,7 @@ from limitforge.catalog.live.shared_copies import CLOCK_SKEW_SECONDS, COPY_SECON
 from limitforge.catalog.live.signing import WARN_SECONDS, Signer
 from limitforge.catalog.model import Key, Plan
 from limitforge.errors import CatalogUnavailable, UnknownKey
-from limitforge.stores.redis.catalog_copies import CatalogRedis
+from limitforge.stores.redis.catalog_redis import CatalogRedis
 from tests.catalog.conftest import PEPPERS
 from tests.catalog.environments import Environment, one_database, only_sqlite_with_redis, only_with_redis
 from tests.catalog.replicas import (

@@ -12,13 +12,10 @@ from limitforge.core.check import Check
 from limitforge.core.decision import OVERFLOWED, LimitRow
 from limitforge.core.evaluate import open_state
 from limitforge.core.keys import is_overflow, lane_prefix_of, overflow_key
-from limitforge.core.limits import Scope
+from limitforge.core.limits import UNBUDGETED_SCOPES
 
 MINUTE_US = 60_000_000
 MAX_LANE_COUNTERS = 65_536  # with more, the counters of all lanes restart
-
-EXEMPT_SCOPES = (Scope.TENANT, Scope.GLOBAL)
-"""Scopes that have few buckets, which the budget does not bound."""
 
 
 class InProcessBucketBudget:
@@ -40,7 +37,7 @@ class InProcessBucketBudget:
         if len(states) < self._enforced_from:
             return redirected
         for index, (rule, key, *rest) in enumerate(check.debits):
-            if key in states or rule.forced or rule.scope in EXEMPT_SCOPES:
+            if key in states or rule.forced or rule.scope in UNBUDGETED_SCOPES:
                 continue
             begins += 1
             shared = overflow_key(key, rule.overflow_suffix)

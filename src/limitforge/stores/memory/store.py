@@ -75,7 +75,7 @@ class MemoryStore:
         budget_from: int = 0,
     ) -> None:
         self.keys = keys or Keys()
-        self.now_us = self._now_us = (clock or SystemClock()).now_us
+        self.now_us = (clock or SystemClock()).now_us
         self._processes = processes
         self._divided_rule = lru_cache(maxsize=4_096)(Rule.divided_by)
         self._max_keys = max_keys
@@ -111,7 +111,7 @@ class MemoryStore:
     def check(self, check: Check) -> Decision:
         self._lock.acquire()  # `with` would cost twice as much
         try:
-            return self._check(check, self._now_us())
+            return self._check(check, self.now_us())
         finally:
             self._lock.release()
 
@@ -120,12 +120,12 @@ class MemoryStore:
         if check.shadow is not None:
             return self.check(check)
         with self._lock:
-            return build_result(check, self._evaluate(check, self._now_us()))
+            return build_result(check, self._evaluate(check, self.now_us()))
 
     def check_many(self, checks: Sequence[Check]) -> list[Decision | LimitforgeError]:
         results: list[Decision | LimitforgeError] = []
         with self._lock:
-            now_us = self._now_us()
+            now_us = self.now_us()
             for check in checks:
                 try:
                     results.append(self._check(check, now_us))
@@ -136,17 +136,17 @@ class MemoryStore:
     def evaluate(self, check: Check) -> Outcome:
         """Evaluate a part of a check. The caller must end what the part holds with `end_holds`."""
         with self._lock:
-            return self._evaluate(check, self._now_us())
+            return self._evaluate(check, self.now_us())
 
     def end_holds(self, keys: Sequence[str], token: bytes, *, confirm: bool) -> None:
         """Confirm what a part holds in these buckets, or refund it."""
         with self._lock:
-            writes = finish_tentative(keys, token, self._now_us(), self._states, confirm=confirm)
+            writes = finish_tentative(keys, token, self.now_us(), self._states, confirm=confirm)
             self._states.update(writes)
 
     def run(self, command: Command[ResultT]) -> ResultT:
         with self._lock:
-            return cast("ResultT", self._handlers[type(command)](command, self._now_us()))
+            return cast("ResultT", self._handlers[type(command)](command, self.now_us()))
 
     def status(self) -> StoreStatus:
         if self._budget is None:

@@ -1,30 +1,35 @@
 """Encode checks into calls of the Lua script and decode its replies, without I/O.
 
-Each operation is a flow: a generator that yields calls, receives their replies, and returns the result. The sync and
-the async store only transport the calls, so that they share everything else.
+Each operation is a flow (`script_call`), so that both stores share everything but the transport of the calls.
 """
 
-import logging
-from collections.abc import Callable, Generator, Iterable, Sequence
-from itertools import count, groupby
-from typing import Any, NamedTuple, TypeVar, cast
-
-import msgspec
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from typing import Any, cast
 
 from limitforge.core.check import Check, ResultKind
 from limitforge.core.decision import OVERFLOWED, CheckResult, CompactOutcome, Outcome, build_decision
 from limitforge.core.evaluate import too_many_reservations
-from limitforge.core.keys import encode_key, lane_prefix_of, new_bucket_counter_key, overflow_key, override_index_of
+from limitforge.core.keys import lane_prefix_of, new_bucket_counter_key, overflow_key, override_index_of
+from limitforge.core.limits import UNBUDGETED_SCOPES
 from limitforge.core.plan import Rule
-from limitforge.errors import LimitforgeError, StoreCorrupt, StoreUnavailable
-from limitforge.observability.events import log_event
-from limitforge.stores.memory.new_buckets import EXEMPT_SCOPES
+from limitforge.errors import LimitforgeError, StoreCorrupt
+from limitforge.stores.errors import FULL_REASON, StoreFull
 from limitforge.stores.redis.key_hints import KeyHints
+from limitforge.stores.redis.multi_step.cross_slot import FinishHold
 from limitforge.stores.redis.new_buckets import NewBucketBudget
 from limitforge.stores.redis.prepaid.shares import TopUpReply, TopUpRequest
-from limitforge.stores.redis.topology.cross_slot import FinishHold
+from limitforge.stores.redis.script_call import (
+    Flow,
+    Reply,
+    ScriptCall,
+    UnreplicatedReply,
+    decode_reply,
+    foreign_value_error,
+    invalid_reply_error,
+    make_call,
+)
 from limitforge.stores.redis.topology.hash_slots import SlotOf, group_by_slot
-from limitforge.stores.resilience.failure import NotServerFault, StoreFull
 
 # A local name is three times as fast as a member that is looked up on its enum.
 _PART, _OUTCOME = ResultKind.PART, ResultKind.OUTCOME
@@ -45,85 +50,10 @@ CHECK, FINISH_HOLDS, TOP_UP, HEARTBEAT = 1, 10, 11, 12
     ALLOWED_PLAIN,
     NEEDS_OVERFLOW_KEYS,
 ) = range(9)
-FULL_REASON = "it is full (maxmemory) and its policy evicts nothing"
-SERVER_TIME = -1  # Redis reads its own clock
 
-T = TypeVar("T")
-
-
-class ScriptCall(NamedTuple):
-    """KEYS and ARGV of one call of the script. A `str` is sent as UTF-8, its surrogate escapes as bytes.
-
-    The reply ends with `call_id`. If a proxy loses a reply, the next reply is not taken for the lost one.
-    """
-
-    keys: Sequence[str | bytes]
-    args: Sequence[str | bytes]
-    call_id: int
-    keys_per_slot: tuple[int, ...] = ()
-    """Number of keys in each slot, in the order of the keys; empty if all keys are in one slot."""
-
-
-class UnreplicatedReply(NamedTuple):
-    """A reply whose writes too few replicas have confirmed. A debit may be lost; a denial or a peek is valid."""
-
-    reply: Any
-    replicas: object
-    wanted: int
-
-    def to_error(self) -> StoreUnavailable:
-        message = f"{self.replicas} of {self.wanted} replicas confirmed the write"
-        return NotReplicated(message, maybe_counted=True)
-
-
-class NotReplicated(NotServerFault):
-    """The server executed the call, but a failover might undo it."""
-
-
-Reply = bytes | list[Any] | UnreplicatedReply
-Flow = Generator[ScriptCall, Reply, T]
 ScriptResult = Outcome | CompactOutcome | LimitforgeError
 OnDenial = Callable[[Check, Outcome], None]
 """Called with each denial."""
-
-_log = logging.getLogger(__name__)
-_call_ids = count(1)
-_MAX_CALL_ID = 2**31
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(list[int]).decode
-
-
-def make_call(request: tuple[Any, ...], keys: Sequence[str | bytes], strings: Iterable[str | bytes] = ()) -> ScriptCall:
-    """Return a call of the script with a new call id."""
-    call_id = next(_call_ids) % _MAX_CALL_ID
-    return ScriptCall(keys, [_encode((*request, call_id)), *strings], call_id)
-
-
-def decode_reply(call: ScriptCall, reply: Reply) -> list[int]:
-    """Return the integers that the script replied to this call, or raise if this is the reply to another call."""
-    if isinstance(reply, UnreplicatedReply):
-        raise reply.to_error()
-    values: list[int] = []
-    if not isinstance(reply, int):  # an integer can only be a late reply to PUBLISH
-        try:
-            values = _decode(cast("bytes", reply))
-        except (msgspec.MsgspecError, TypeError):
-            raise _invalid_reply() from None
-    if not values or values.pop() != call.call_id:
-        raise StoreUnavailable("received the reply to another call", maybe_counted=True)
-    return values
-
-
-def as_corrupt_reply(error: Exception) -> LimitforgeError:
-    """Return the error for a reply that could not be decoded, or for a bug. Log an error that is not one of ours."""
-    if isinstance(error, LimitforgeError):
-        return error
-    log_event(_log, logging.ERROR, "store.corrupt_reply", "could not decode a reply of the script", exc_info=error)
-    return StoreCorrupt(f"could not decode a reply of the script: {type(error).__name__}")
-
-
-def _invalid_reply() -> StoreCorrupt:
-    return StoreCorrupt("the reply to the script is invalid; check whether a proxy or another server replies for Redis")
 
 
 def check_flow(
@@ -369,7 +299,7 @@ def encode_checks(  # noqa: C901, PLR0912, PLR0915 - the hot path: one loop, and
             rule_position, key_position = rules.setdefault(rule, len(rules) + 1), keys.setdefault(key, len(keys) + 1)
             if overrides is None:
                 flat += (rule_position, key_position, cost, 0, 0)
-                if new_buckets is not None and rule.scope not in EXEMPT_SCOPES:
+                if new_buckets is not None and rule.scope not in UNBUDGETED_SCOPES:
                     add_counter(lane_prefix_of(key))
             else:
                 if overrides is not last_overrides or resource is not last_resource:
@@ -382,7 +312,7 @@ def encode_checks(  # noqa: C901, PLR0912, PLR0915 - the hot path: one loop, and
                         override_position = keys.setdefault(overrides, len(keys) + 1)
                         resource_position = strings.setdefault(resource, len(strings) + 2)
                 flat += (rule_position, key_position, cost, override_position, resource_position)
-            if overflowing and rule.scope not in EXEMPT_SCOPES and add_counter(lane_prefix_of(key)):
+            if overflowing and rule.scope not in UNBUDGETED_SCOPES and add_counter(lane_prefix_of(key)):
                 shared = overflow_key(key, rule.overflow_suffix)
                 overflow += (key_position, keys.setdefault(shared, len(keys) + 1))
     rule_rows = [rule.script_args for rule in rules]
@@ -401,7 +331,7 @@ def _decode_outcomes(
     only other calendar windows, which it has now.
     """
     if len(values) <= len(checks) and not {NEEDS_CALENDAR, NEEDS_OVERRIDES, NEEDS_OVERFLOW_KEYS}.intersection(values):
-        raise _invalid_reply()
+        raise invalid_reply_error()
     now_us, offset = values[0], 1
     for check in checks:
         status, prepared = values[offset], check.prepared
@@ -451,12 +381,6 @@ def _corrupt_bucket(check: Check, key: str | bytes) -> StoreCorrupt:
     return foreign_value_error(f"the bucket of limit {name!r}" if name else "the subject's overrides")
 
 
-def foreign_value_error(what: str) -> StoreCorrupt:
-    return StoreCorrupt(
-        f"{what} holds a value that limitforge did not write; check which other program uses this key prefix"
-    )
-
-
 def split_by_weight(weights_us: Sequence[int]) -> Iterable[range]:
     """Split a batch into consecutive ranges that each fit into one call."""
     start, total_us = 0, 0
@@ -474,17 +398,6 @@ def batches_by_slot(checks: Sequence[Check], slot_of: SlotOf) -> Iterable[Sequen
     for same_slot in group_by_slot(checks, lambda check: slot_of(check.debits[0][1])):
         for part in split_by_weight([check.weight_us for check in same_slot]):
             yield same_slot[part.start : part.stop]
-
-
-def single_call_flow(call: ScriptCall) -> Flow[Reply]:
-    """Send one call and return its reply as it is."""
-    return (yield call)
-
-
-def with_encoded_strings(call: ScriptCall) -> ScriptCall:
-    """Return the call with all strings as bytes, for those that plain UTF-8 can't encode."""
-    keys, args = ([encode_key(s) if isinstance(s, str) else s for s in strings] for strings in (call.keys, call.args))
-    return ScriptCall(keys, args, call.call_id, call.keys_per_slot)
 
 
 def as_cross_slot(call: ScriptCall, slot_of: SlotOf) -> ScriptCall:

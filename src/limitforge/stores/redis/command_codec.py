@@ -31,7 +31,7 @@ from limitforge.stores.protocol import (
     SetOverride,
     Settle,
 )
-from limitforge.stores.redis.codec import (
+from limitforge.stores.redis.script_call import (
     SERVER_TIME,
     Flow,
     Reply,

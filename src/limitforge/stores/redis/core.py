@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -28,35 +28,23 @@ from limitforge.stores.protocol import (
     Settle,
     StoreStatus,
 )
-from limitforge.stores.redis.codec import (
-    SERVER_TIME,
-    Flow,
-    OnDenial,
-    ScriptCall,
-    T,
-    as_cross_slot,
-    check_flow,
-    finish_flow,
-    heartbeat_flow,
-    top_up_flow,
-)
+from limitforge.stores.redis.codec import OnDenial, as_cross_slot, check_flow, finish_flow, heartbeat_flow, top_up_flow
 from limitforge.stores.redis.command_codec import command_flow
 from limitforge.stores.redis.denial_cache import DenialCache, Invalidation
 from limitforge.stores.redis.hot_keys import HotKeys
 from limitforge.stores.redis.invalidation import InvalidatedCaches
 from limitforge.stores.redis.key_hints import KeyHints
+from limitforge.stores.redis.multi_step.cross_slot import FinishHold, MultiStepFlow, cross_slot_steps, routing_key
+from limitforge.stores.redis.multi_step.hybrid import HybridDecider
 from limitforge.stores.redis.new_buckets import NewBucketBudget
 from limitforge.stores.redis.prepaid.heartbeat import HEARTBEAT_TTL_US, Heartbeat
-from limitforge.stores.redis.prepaid.hybrid import HybridDecider
 from limitforge.stores.redis.prepaid.shares import PrepaidShares, TopUpReply, TopUpRequest
-from limitforge.stores.redis.topology.cross_slot import FinishHold, Step, cross_slot_steps, routing_key
+from limitforge.stores.redis.script_call import SERVER_TIME, Flow, ScriptCall, T
 from limitforge.stores.redis.topology.topology import Topology
 from limitforge.stores.resilience.failure import LOCAL_MAX_KEYS, LOCAL_NEW_BUCKETS, LOG_EVERY_US
 
 COMMAND_TIMEOUT_SECONDS = 1.0  # for everything but a check; the deadline of checks applies if it is longer
 
-MultiStepFlow = Generator[list[Step], Sequence[Any], T]
-"""Yields steps that can run side by side, receives their results, and returns the final result."""
 
 _log = logging.getLogger(__name__)
 
@@ -193,7 +181,7 @@ class RedisCore:
             return decision
         reservation_id = encode_handle(empty_reservation(encode_key(check.hold.key)))
         if store_part is not None and isinstance(store_outcome, Outcome):
-            reservation_id = encode_reservation_id(store_part, store_outcome) or reservation_id
+            reservation_id = encode_reservation_id(store_part, store_outcome)
         return msgspec.structs.replace(decision, reservation_id=reservation_id)
 
     def _shadow_outcome(

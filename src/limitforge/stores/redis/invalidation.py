@@ -16,8 +16,8 @@ import redis
 import redis.asyncio
 
 from limitforge.observability.events import log_event
-from limitforge.stores.redis.client import create_pool
 from limitforge.stores.redis.denial_cache import Invalidation
+from limitforge.stores.redis.redis_py_pool import create_pool
 from limitforge.stores.redis.topology.topology import Server, Topology
 
 MIN_RETRY_SECONDS = 0.1

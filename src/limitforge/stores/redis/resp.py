@@ -13,8 +13,8 @@ import msgspec
 
 from limitforge import lua
 from limitforge.errors import StoreCorrupt, StoreError, StoreUnavailable
-from limitforge.stores.redis.codec import FULL_REASON, ScriptCall, UnreplicatedReply, with_encoded_strings
-from limitforge.stores.resilience.failure import NotServerFault, StoreFull
+from limitforge.stores.errors import FULL_REASON, Redirected, SlotMigrating, SlotsNotTogether, StoreFull
+from limitforge.stores.redis.script_call import ScriptCall, UnreplicatedReply, with_encoded_strings
 
 _NO_PASSWORD = "the server needs a password: put user and password into the URL"  # noqa: S105
 _NO_PERMISSION = "the user of the URL lacks a permission: see the ACL in docs/operations.md"
@@ -97,29 +97,6 @@ def require_replicas(reply: Any, acknowledged: object, required: int) -> Any:
 
 
 # -- errors
-
-
-class Redirected(NotServerFault):
-    """A server of a Cluster redirected the call (MOVED or ASK) without executing it.
-
-    `is_ask` is True if the redirection is for this call only.
-    """
-
-    def __init__(self, slot: int, host: str, port: int, *, is_ask: bool) -> None:
-        state = "is migrating" if is_ask else "belongs to another server"
-        super().__init__(f"slot {slot} of the Cluster {state}; connect to a Cluster with redis+cluster:// in the URL")
-        self.slot = slot
-        self.host = host
-        self.port = port
-        self.is_ask = is_ask
-
-
-class SlotMigrating(NotServerFault):
-    """A server of a Cluster did not execute the call, because its keys are being migrated (TRYAGAIN)."""
-
-
-class SlotsNotTogether(NotServerFault):
-    """A server did not execute a call across slots, because it does not fully own one of them."""
 
 
 _REDIRECTION = re.compile(r"(MOVED|ASK) (\d+) (.*):(\d+)$")

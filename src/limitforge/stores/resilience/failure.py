@@ -20,6 +20,7 @@ from limitforge.core.exact import percent_of
 from limitforge.core.handles import Lease, Reservation, mark_local
 from limitforge.errors import LimitforgeError, StoreError, StoreUnavailable
 from limitforge.observability.events import log_event
+from limitforge.stores.errors import NotServerFault, StoreFull
 from limitforge.stores.memory.store import MemoryStore
 from limitforge.stores.options import StoreOptions
 from limitforge.stores.resilience.breaker import BreakerState, CircuitBreaker
@@ -33,20 +34,6 @@ RETRY_MS = 1_000  # `retry_after_ms` of a denial while the breaker is closed
 MIN_PROBE_US = 100_000
 
 _log = logging.getLogger(__name__)
-
-
-class NotServerFault(StoreUnavailable):
-    """The check was not decided, but not because of the server. The circuit breaker does not count it."""
-
-
-class StoreFull(StoreUnavailable):
-    """The server replied that it has no memory for the writes of a check."""
-
-
-def as_maybe_counted(error: StoreUnavailable) -> StoreUnavailable:
-    """Return a copy of the error for calls of which a part may have been counted."""
-    kind = next((kind for kind in (NotServerFault, StoreFull) if isinstance(error, kind)), StoreUnavailable)
-    return kind(str(error), maybe_counted=True)
 
 
 class Resilience:

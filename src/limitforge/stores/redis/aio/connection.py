@@ -14,7 +14,6 @@ import hiredis
 
 from limitforge.errors import StoreError, StoreUnavailable
 from limitforge.stores.redis.address import Address
-from limitforge.stores.redis.codec import Reply, ScriptCall
 from limitforge.stores.redis.resp import (
     ASKING,
     connection_error,
@@ -27,6 +26,7 @@ from limitforge.stores.redis.resp import (
     require_replicas,
     translate_error,
 )
+from limitforge.stores.redis.script_call import Reply, ScriptCall
 
 ReplyHandler = Callable[[Any], None]
 OnCallReply = Callable[[Reply | StoreError], None]
@@ -50,7 +50,7 @@ class Connection(asyncio.Protocol):
         try:
             async with asyncio.timeout(seconds):
                 connection = await cls._connect(address, on_lost)
-                replies = await connection.handshake(address)
+                replies = await connection._handshake()  # noqa: SLF001
         except (OSError, TimeoutError) as error:
             if connection is not None:
                 connection.abort()
@@ -91,8 +91,9 @@ class Connection(asyncio.Protocol):
             plain.abort()
             raise
 
-    async def handshake(self, address: Address) -> list[Any]:
+    async def _handshake(self) -> list[Any]:
         """Send the handshake, and return the replies to it."""
+        address = self._address
         completed: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
         replies: list[Any] = []
 
@@ -127,7 +128,7 @@ class Connection(asyncio.Protocol):
         for call, on_reply, asking in calls:
             if asking:
                 data.append(ASKING)
-                handlers.append(_ignore_reply)
+                handlers.append(ignore_reply)
             data += (encode_call(call), self._address.wait_command)
             handlers += self._handlers_of(call, on_reply, asking=asking)
         self._send(b"".join(data), *handlers)
@@ -149,7 +150,7 @@ class Connection(asyncio.Protocol):
                 data = encode_call_with_script(call) + self._address.wait_command
                 handlers = [lambda repeated: on_call_reply(_translate(repeated)), *wait_handlers]
                 if asking:
-                    self._send(ASKING + data, _ignore_reply, *handlers)
+                    self._send(ASKING + data, ignore_reply, *handlers)
                 else:
                     self._send(data, *handlers)
             else:
@@ -228,8 +229,8 @@ class _ReplicatedReply:
         self._on_reply(replicas if is_wait_lost else require_replicas(reply, replicas, self._replicas))
 
 
-def _ignore_reply(_reply: Any) -> None:
-    """Ignore the reply to ASKING: an error repeats in the reply to the call."""
+def ignore_reply(_reply: Any) -> None:
+    """Handle a reply that nothing depends on. An error in the reply to ASKING repeats in the reply to the call."""
 
 
 def _translate(reply: Any) -> Reply | StoreError:

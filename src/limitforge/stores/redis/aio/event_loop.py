@@ -10,21 +10,23 @@ from typing import Any
 from limitforge.core.check import Check
 from limitforge.core.decision import Decision, Outcome
 from limitforge.errors import LimitforgeError, StoreUnavailable
+from limitforge.stores.errors import NotServerFault, Redirected, SlotMigrating
 from limitforge.stores.options import StoreOptions
 from limitforge.stores.protocol import Command
-from limitforge.stores.redis.aio.connection import Connection
+from limitforge.stores.redis.aio.connection import Connection, ignore_reply
 from limitforge.stores.redis.aio.multi_step import MultiStepCheck
 from limitforge.stores.redis.aio.pending import OnReply, PendingCheck, deliver
 from limitforge.stores.redis.aio.pipeline import Pipeline
 from limitforge.stores.redis.aio.prepaid_sync import PrepaidSync
 from limitforge.stores.redis.aio.reconnecting import ReconnectingConnection
-from limitforge.stores.redis.codec import Flow, Reply, ScriptCall, T, batches_by_slot, single_call_flow
+from limitforge.stores.redis.codec import batches_by_slot
 from limitforge.stores.redis.core import COMMAND_TIMEOUT_SECONDS, RedisCore
 from limitforge.stores.redis.denial_cache import Invalidation
 from limitforge.stores.redis.hot_keys import SAMPLE_EVERY
 from limitforge.stores.redis.invalidation import InvalidationListener
-from limitforge.stores.redis.resp import Redirected, SlotMigrating, connection_error
-from limitforge.stores.redis.topology.cross_slot import FinishHold, is_cross_slot, routing_key
+from limitforge.stores.redis.multi_step.cross_slot import FinishHold, is_cross_slot, routing_key
+from limitforge.stores.redis.resp import connection_error
+from limitforge.stores.redis.script_call import Flow, Reply, ScriptCall, T, single_call_flow
 from limitforge.stores.redis.topology.discovery import (
     DISCOVERY_TIMEOUT_SECONDS,
     DiscoveryQuery,
@@ -32,7 +34,6 @@ from limitforge.stores.redis.topology.discovery import (
 )
 from limitforge.stores.redis.topology.redirects import MAX_REDIRECTS, TRYAGAIN_DELAY_SECONDS, CallRoute
 from limitforge.stores.redis.topology.topology import Server
-from limitforge.stores.resilience.failure import NotServerFault
 
 
 class EventLoopClient:
@@ -131,7 +132,7 @@ class EventLoopClient:
     def undo(self, refunds: Sequence[FinishHold]) -> None:
         """Send refunds without waiting for replies. If a message is lost, its hold lapses and is refunded then."""
         for refund in refunds:
-            self.route(PendingCheck(refund, _ignore_reply, self.loop.time() + COMMAND_TIMEOUT_SECONDS))
+            self.route(PendingCheck(refund, ignore_reply, self.loop.time() + COMMAND_TIMEOUT_SECONDS))
 
     def decide_in_process(self, check: Check) -> Decision | Outcome | None:
         """Return the result if a cached denial or a prepaid share decides the check, else None."""
@@ -383,10 +384,6 @@ class DiscoveringConnection(ReconnectingConnection):
         else:
             self._observer.on_success()
         return error
-
-
-def _ignore_reply(_reply: Any) -> None:
-    pass
 
 
 async def _send_query(query: DiscoveryQuery) -> Any:

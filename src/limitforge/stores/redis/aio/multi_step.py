@@ -9,9 +9,8 @@ from limitforge.core.check import Check
 from limitforge.core.decision import Decision
 from limitforge.errors import LimitforgeError, StoreError
 from limitforge.stores.redis.aio.pending import OnReply, PendingCheck, deliver
-from limitforge.stores.redis.codec import as_corrupt_reply
-from limitforge.stores.redis.core import MultiStepFlow
-from limitforge.stores.redis.topology.cross_slot import FinishHold, HoldAction, Step
+from limitforge.stores.redis.multi_step.cross_slot import FinishHold, HoldAction, MultiStepFlow, Step
+from limitforge.stores.redis.script_call import as_corrupt_reply
 
 Route = Callable[[PendingCheck], None]
 

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from limitforge.core.plan import BUCKET_US
-from limitforge.stores.redis.codec import Flow
-from limitforge.stores.redis.topology.cross_slot import Step
+from limitforge.stores.redis.multi_step.cross_slot import Step
+from limitforge.stores.redis.script_call import Flow
 
 OnReply = Callable[[Any], None]
 """Receives a decision or an error. For a step of a check, it receives the reply of the store."""

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from limitforge.core.check import Check, ResultKind
 from limitforge.core.decision import CheckResult
 from limitforge.errors import LimitforgeError, StoreError, StoreUnavailable
+from limitforge.stores.errors import NotReplicated, NotServerFault, Redirected, SlotMigrating, as_maybe_counted
 from limitforge.stores.redis.aio.pending import (
     InFlightCall,
     PendingCheck,
@@ -26,12 +27,13 @@ from limitforge.stores.redis.aio.pending import (
     splits_group,
 )
 from limitforge.stores.redis.aio.reconnecting import ReconnectingConnection
-from limitforge.stores.redis.codec import MAX_CALL_US, NotReplicated, Reply, ScriptCall, as_corrupt_reply
+from limitforge.stores.redis.codec import MAX_CALL_US
 from limitforge.stores.redis.core import RedisCore
-from limitforge.stores.redis.resp import Redirected, SlotMigrating, should_split_by_slot
-from limitforge.stores.redis.topology.cross_slot import FinishHold
+from limitforge.stores.redis.multi_step.cross_slot import FinishHold
+from limitforge.stores.redis.resp import should_split_by_slot
+from limitforge.stores.redis.script_call import Reply, ScriptCall, as_corrupt_reply
 from limitforge.stores.redis.topology.topology import Server
-from limitforge.stores.resilience.failure import NotServerFault, as_maybe_counted, breaker_open_error
+from limitforge.stores.resilience.failure import breaker_open_error
 
 MAX_WRITES_IN_FLIGHT = 2
 SPLIT_ABOVE_US = 100  # a batch that keeps Redis busy for longer is sent in halves

@@ -6,10 +6,10 @@ from contextlib import suppress
 from typing import Any
 
 from limitforge.errors import LimitforgeError
-from limitforge.stores.redis.codec import Flow
 from limitforge.stores.redis.core import COMMAND_TIMEOUT_SECONDS, RedisCore
 from limitforge.stores.redis.prepaid.shares import PrepaidShares, TopUpRequest
 from limitforge.stores.redis.prepaid.top_up import TopUp, top_up_batches
+from limitforge.stores.redis.script_call import Flow
 
 RunFlow = Callable[[Flow[Any], float], Coroutine[None, None, Any]]
 

@@ -6,11 +6,12 @@ from functools import partial
 from typing import Any, Protocol
 
 from limitforge.errors import LimitforgeError, StoreError, StoreUnavailable
+from limitforge.stores.errors import NotServerFault, Redirected, SlotMigrating
 from limitforge.stores.redis.address import Address
 from limitforge.stores.redis.aio.connection import Connection, OnCallReply
-from limitforge.stores.redis.codec import Flow, Reply, ScriptCall, T
-from limitforge.stores.redis.resp import Redirected, SlotMigrating, connection_error
-from limitforge.stores.resilience.failure import NotServerFault, Resilience
+from limitforge.stores.redis.resp import connection_error
+from limitforge.stores.redis.script_call import Flow, Reply, ScriptCall, T
+from limitforge.stores.resilience.failure import Resilience
 
 MAX_COMMANDS = 1_000  # that may run at once
 

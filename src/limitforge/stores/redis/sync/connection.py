@@ -16,8 +16,8 @@ from typing import Any
 import hiredis
 
 from limitforge.errors import StoreError
+from limitforge.stores.errors import NotServerFault
 from limitforge.stores.redis.address import Address
-from limitforge.stores.redis.codec import Reply, ScriptCall
 from limitforge.stores.redis.resp import (
     ASKING,
     connection_error,
@@ -30,7 +30,7 @@ from limitforge.stores.redis.resp import (
     require_replicas,
     translate_error,
 )
-from limitforge.stores.resilience.failure import NotServerFault
+from limitforge.stores.redis.script_call import Reply, ScriptCall
 
 RECEIVE_BYTES = 65_536
 

@@ -6,15 +6,15 @@ from typing import Any, cast
 from limitforge.core.check import Check, ResultKind
 from limitforge.core.decision import Decision
 from limitforge.errors import LimitforgeError, StoreError, StoreUnavailable
-from limitforge.stores.redis.codec import Flow, NotReplicated, Reply, ScriptCall, T, as_corrupt_reply, split_by_weight
-from limitforge.stores.redis.core import MultiStepFlow, RedisCore
-from limitforge.stores.redis.resp import Redirected, SlotMigrating
+from limitforge.stores.errors import NotReplicated, Redirected, SlotMigrating, as_maybe_counted
+from limitforge.stores.redis.codec import split_by_weight
+from limitforge.stores.redis.core import RedisCore
+from limitforge.stores.redis.multi_step.cross_slot import FinishHold, MultiStepFlow, Step, routing_key
+from limitforge.stores.redis.script_call import Flow, Reply, ScriptCall, T, as_corrupt_reply
 from limitforge.stores.redis.sync.connection import SyncConnection
 from limitforge.stores.redis.sync.servers import Operation, ServerPools
-from limitforge.stores.redis.topology.cross_slot import FinishHold, Step, routing_key
 from limitforge.stores.redis.topology.hash_slots import group_by_slot
 from limitforge.stores.redis.topology.topology import Server
-from limitforge.stores.resilience.failure import as_maybe_counted
 
 
 class FlowRunner:

@@ -9,8 +9,8 @@ from typing import Any
 
 from limitforge.core.check import Check
 from limitforge.errors import LimitforgeError, StoreUnavailable
-from limitforge.stores.redis.codec import Reply, ScriptCall, as_corrupt_reply
-from limitforge.stores.redis.resp import Redirected, SlotMigrating
+from limitforge.stores.errors import NotServerFault, Redirected, SlotMigrating
+from limitforge.stores.redis.script_call import Reply, ScriptCall, as_corrupt_reply
 from limitforge.stores.redis.sync.connection import ConnectionPool, SyncConnection
 from limitforge.stores.redis.topology.discovery import (
     DISCOVERY_TIMEOUT_SECONDS,
@@ -19,7 +19,6 @@ from limitforge.stores.redis.topology.discovery import (
 )
 from limitforge.stores.redis.topology.redirects import CallRoute
 from limitforge.stores.redis.topology.topology import Server, Topology
-from limitforge.stores.resilience.failure import NotServerFault
 
 MAX_CONNECTIONS = 64  # to each server
 MAX_PARALLEL_SERVERS = 32

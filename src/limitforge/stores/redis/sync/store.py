@@ -17,22 +17,17 @@ from limitforge.errors import LimitforgeError
 from limitforge.observability.events import log_event
 from limitforge.stores.options import StoreOptions
 from limitforge.stores.protocol import Command, ResultT, StoreStatus
-from limitforge.stores.redis.codec import Flow, T, batches_by_slot
-from limitforge.stores.redis.core import (
-    COMMAND_TIMEOUT_SECONDS,
-    CallerBatch,
-    MultiStepFlow,
-    RedisCore,
-    is_for_local_handle,
-)
+from limitforge.stores.redis.codec import batches_by_slot
+from limitforge.stores.redis.core import COMMAND_TIMEOUT_SECONDS, CallerBatch, RedisCore, is_for_local_handle
 from limitforge.stores.redis.denial_cache import Invalidation
 from limitforge.stores.redis.hot_keys import SAMPLE_EVERY
 from limitforge.stores.redis.invalidation import SyncInvalidationListener
+from limitforge.stores.redis.multi_step.cross_slot import FinishHold, MultiStepFlow, is_cross_slot
 from limitforge.stores.redis.prepaid.shares import TopUpRequest
 from limitforge.stores.redis.prepaid.top_up import TopUp, top_up_batches
+from limitforge.stores.redis.script_call import Flow, T
 from limitforge.stores.redis.sync.flows import FlowRunner
 from limitforge.stores.redis.sync.servers import ServerPools
-from limitforge.stores.redis.topology.cross_slot import FinishHold, is_cross_slot
 
 _log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Follow the redirections of a Redis Cluster: MOVED, ASK and TRYAGAIN."""
 
-from limitforge.stores.redis.resp import Redirected, SlotMigrating
+from limitforge.stores.errors import Redirected, SlotMigrating
 from limitforge.stores.redis.topology.topology import Server, Topology
 
 TRYAGAIN_DELAY_SECONDS = 0.005  # before a call is repeated whose keys are being migrated

@@ -21,6 +21,7 @@ from limitforge.core.decision import LimitRow, Outcome, deciding_key
 from limitforge.core.keys import Keys, lane_prefix_of
 from limitforge.core.plan import BUCKET_US
 from limitforge.errors import LimitforgeError, StoreUnavailable, TooManyReservations
+from limitforge.stores.redis.script_call import T
 from limitforge.stores.redis.topology.hash_slots import SlotOf, group_by_slot
 
 TENTATIVE_TTL_US = 5_000_000
@@ -62,6 +63,8 @@ class FinishHold(msgspec.Struct, gc=False):
 Step = Check | FinishHold
 CrossSlotResult = tuple[Outcome | LimitforgeError, list[FinishHold]]
 """The outcome of a check, and the refunds that are still to be sent."""
+MultiStepFlow = Generator[list[Step], Sequence[Any], T]
+"""Yields steps that can run side by side, receives their replies, and returns the final result."""
 StepReplies = Sequence[Any]
 """The reply to each step: an outcome, the windows of a finished hold, or an error."""
 

@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 from limitforge.core.keys import encode_key
 from limitforge.errors import PartialFailure, StoreUnavailable
 from limitforge.stores.redis.address import Address
-from limitforge.stores.redis.client import create_pool
+from limitforge.stores.redis.redis_py_pool import create_pool
 from limitforge.stores.redis.topology.deployment import DeploymentKind, parse_store_url
 from limitforge.stores.redis.topology.discovery import (
     DiscoveryQuery,

@@ -15,8 +15,8 @@ from typing import Any, Protocol, Self
 import pytest
 
 from limitforge.errors import InvalidInput, PartialFailure, StoreUnavailable
-from limitforge.stores.redis import catalog_copies as shared_redis
-from limitforge.stores.redis.catalog_copies import CatalogRedis
+from limitforge.stores.redis import catalog_redis as shared_redis
+from limitforge.stores.redis.catalog_redis import CatalogRedis
 from limitforge.stores.redis.topology.hash_slots import hash_slot
 from tests.proxy import CloseConnections, DropReplies, Garbage, Proxy, unreachable_url
 from tests.servers import AclRedisServer, RedisServer, TlsRedisServer, UnixRedisServer

@@ -16,8 +16,8 @@ from limitforge.core.plan import weight_us
 from limitforge.errors import LimitforgeError
 from limitforge.stores.memory.store import MemoryStore
 from limitforge.stores.options import MAX_DEADLINE_MS
+from limitforge.stores.redis.multi_step.cross_slot import UNKNOWN_ROW
 from limitforge.stores.redis.prepaid.shares import PrepaidShares
-from limitforge.stores.redis.topology.cross_slot import UNKNOWN_ROW
 
 LOCAL_HOLD_TTL_US = 2_000 * MAX_DEADLINE_MS
 
