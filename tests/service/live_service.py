@@ -16,6 +16,7 @@ import uvicorn
 from limitforge.catalog.credentials import PREFIXES, Peppers
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
+from limitforge.catalog.live.live_catalog import LiveCatalog
 from limitforge.catalog.model import Entity, Plan, Policy, Tenant, to_public_dict
 from limitforge.service.app import Service
 from limitforge.service.processes.worker import uvicorn_config
@@ -46,6 +47,13 @@ class LiveService:
         self._clients: list[AdminClient] = []
         self._runner = asyncio.Runner()  # for writes to the database that bypass the service
         self._database = Database(database_url)
+
+    @property
+    def catalog(self) -> Catalog:
+        """The catalog in the database of the service."""
+        live_catalog = self.service.live_configuration
+        assert isinstance(live_catalog, LiveCatalog)
+        return live_catalog.catalog
 
     @property
     def origin(self) -> str:
@@ -161,7 +169,7 @@ class TenantFixture:
         if over_http:
             self._create_over_http(tenant_name)
         else:
-            admin.live.run(self._create_in_one_edit(admin.live.service.catalog, tenant_name))
+            admin.live.run(self._create_in_one_edit(admin.live.catalog, tenant_name))
         self.id: str = self.tenant["id"]
         self.secret: str = self.key["key"]
 

@@ -4,8 +4,6 @@ import asyncio
 from pathlib import Path
 
 from limitforge.catalog.credentials import Peppers
-from limitforge.catalog.database.catalog import Catalog
-from limitforge.catalog.live.live_file import LiveFile
 from limitforge.core.clock import SystemClock
 from limitforge.errors import InvalidInput
 from limitforge.limiter import Limiter
@@ -139,13 +137,6 @@ class Service:
         await receive()
         await asyncio.shield(self.close())
         await send({"type": "lifespan.shutdown.complete"})
-
-    @property
-    def catalog(self) -> Catalog:
-        """The catalog in the database. Raises InvalidInput if the service reads a configuration file."""
-        if isinstance(self.live_configuration, LiveFile):
-            raise InvalidInput("config", "a service with a configuration file has no catalog to change")
-        return self.live_configuration.catalog
 
     def _on_denied(self, tenant_id: str, subject: str) -> None:
         self.throttled.record_denial(tenant_id, subject, self._clock.now_us())

@@ -60,7 +60,7 @@ class DatabaseConfiguration:
             limiter,
             self._authenticator,
             usage_recorder=self._usage,
-            throttled_subjects=throttled,
+            throttled_tracker=throttled,
             root_path=settings.root_path,
         )
 

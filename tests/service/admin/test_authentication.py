@@ -257,9 +257,9 @@ def test_guessed_tokens_are_throttled_and_rarely_reach_the_database(fresh: LiveS
     with fresh:
         right = fresh.admin()
         assert right.get("/tenants").status_code == 200
-        before = fresh.service.catalog.database.statement_count
+        before = fresh.catalog.database.statement_count
         answers = [fresh.client(unknown_token()).get("/tenants") for _ in range(40)]
-        statements = fresh.service.catalog.database.statement_count - before
+        statements = fresh.catalog.database.statement_count - before
         assert {answer.status_code for answer in answers} == {401, 429}
         late = next(answer for answer in answers if answer.status_code == 429)
         assert_problem(late, 429, "too_many_unknown_keys")

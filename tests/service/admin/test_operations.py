@@ -203,7 +203,7 @@ def test_usage_can_be_filtered_by_time(admin: AdminClient, account: TenantFixtur
 def test_the_subject_with_the_most_denials_is_first(
     sqlite_service: LiveService, account: TenantFixture, tenant_admin: AdminClient
 ) -> None:
-    sketch, now_us = sqlite_service.service.throttled, sqlite_service.service.catalog.clock.now_us()
+    sketch, now_us = sqlite_service.service.throttled, sqlite_service.catalog.clock.now_us()
     for subject, times in (("user:7", 5), ("user:8", 9)):
         for _ in range(times):
             sketch.record_denial(account.id, subject, now_us)

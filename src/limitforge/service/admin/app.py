@@ -38,7 +38,7 @@ def create_admin_app(
     authenticator: TokenAuthenticator,
     *,
     usage_recorder: UsageRecorder,
-    throttled_subjects: ThrottledTracker,
+    throttled_tracker: ThrottledTracker,
     root_path: str = "",
 ) -> FastAPI:
     """Create the app that serves `/v1/admin/*`, `/openapi.json` and `/docs` under `root_path`."""
@@ -56,11 +56,11 @@ def create_admin_app(
     app.state.limiter = limiter
     app.state.catalog_cache = live_catalog.cache
     app.state.usage_recorder = usage_recorder
-    app.state.throttled_subjects = throttled_subjects
+    app.state.throttled_tracker = throttled_tracker
 
     async def authenticate(request: Request) -> None:
-        source = "" if request.client is None else request.client.host
-        token = await authenticator.authenticate(request.headers.getlist("authorization"), source)
+        client_address = "" if request.client is None else request.client.host
+        token = await authenticator.authenticate(request.headers.getlist("authorization"), client_address)
         request.state.session = AdminSession(token, live_catalog.catalog)
 
     app.state.authenticate = authenticate

@@ -1,4 +1,4 @@
-"""Writes the usage counters, and when tokens were last used, to the database."""
+"""Write the usage counters, and when tokens were last used, to the database, and delete old rows."""
 
 import logging
 from collections.abc import Callable
@@ -44,9 +44,9 @@ class UsageRecorder:
         self._pruned_at: datetime | None = None
 
     async def flush(self) -> None:
-        """Write the pending counts, and prune old rows once an hour. Log errors of the database, and don't raise them.
+        """Write the pending counts, and once an hour delete old usage and stored responses.
 
-        Call it every few seconds and at shutdown.
+        Call it every few seconds and at shutdown. Errors of the database are logged and not raised.
         """
         now = to_datetime(self._clock.now_us())
         self._collect(now)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from fastapi import Depends, Request, Response
+from fastapi import Response
 from pydantic import ConfigDict, Field, StrictBool
 
 from limitforge.catalog.database import writes
@@ -16,7 +16,7 @@ from limitforge.core.keys import MAX_KEY_PART_BYTES, Layer
 from limitforge.core.limits import Limit, Scope
 from limitforge.core.plan import MAX_LIMITS, Limits
 from limitforge.errors import InvalidInput, NotFound, UnknownKey
-from limitforge.limiter import Limiter
+from limitforge.service.admin.dependencies import ServiceCatalogCache, ServiceLimiter
 from limitforge.service.admin.fields import Id, RequestBody
 from limitforge.service.admin.responses import describe_response, json_response
 from limitforge.service.admin.routing import admin_router
@@ -45,22 +45,12 @@ class Reset(RequestBody):
     )
 
 
-def _limiter(request: Request) -> Limiter:
-    limiter: Limiter = request.app.state.limiter
-    return limiter
-
-
-def _catalog_cache(request: Request) -> CatalogCache:
-    cache: CatalogCache = request.app.state.catalog_cache
-    return cache
-
-
 @router.post("", responses=describe_response("ResetResult", example={**EXAMPLE, "forgotten": ["burst", "hourly"]}))
 async def reset(
     body: Reset,
     session: WriteSession,
-    limiter: Annotated[Limiter, Depends(_limiter)],
-    catalog_cache: Annotated[CatalogCache, Depends(_catalog_cache)],
+    limiter: ServiceLimiter,
+    catalog_cache: ServiceCatalogCache,
 ) -> Response:
     """Clear the counters of a subject for every limit that can apply to a check of the resource: the limits of all
     plans of the tenant, and of the operator's plan. A token of one tenant does not clear those of the operator's plan.

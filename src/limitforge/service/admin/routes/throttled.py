@@ -2,15 +2,15 @@
 
 from typing import Annotated
 
-from fastapi import Depends, Query, Request, Response
+from fastapi import Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from limitforge.catalog.database.pages import MAX_PAGE_SIZE
+from limitforge.service.admin.dependencies import ServiceThrottledTracker
 from limitforge.service.admin.fields import Filter
 from limitforge.service.admin.responses import describe_page, json_response
 from limitforge.service.admin.routing import admin_router
 from limitforge.service.admin.session import ReadSession
-from limitforge.service.counters.throttled import ThrottledTracker
 
 router = admin_router("/throttled", "throttled")
 
@@ -25,16 +25,11 @@ class ThrottledQuery(BaseModel):
     limit: Annotated[int, Field(description="The largest number of items to return.", ge=1, le=MAX_PAGE_SIZE)] = 100
 
 
-def _throttled_subjects(request: Request) -> ThrottledTracker:
-    throttled: ThrottledTracker = request.app.state.throttled_subjects
-    return throttled
-
-
 @router.get("", responses=describe_page("ThrottledSubject"))
 async def list_throttled(
     query: Annotated[ThrottledQuery, Query()],
     session: ReadSession,
-    throttled: Annotated[ThrottledTracker, Depends(_throttled_subjects)],
+    throttled_tracker: ServiceThrottledTracker,
 ) -> Response:
     """List the subjects with the most denials in the last one to two minutes, the highest count first. The counts of
     all workers of this node are added, with a delay of about a second. Each tenant has a fair share of the list. For a
@@ -44,5 +39,7 @@ async def list_throttled(
     different hashes. Use the filter `subject` to find a subject that you know.
     """
     filters = session.restrict_filters({"tenant_id": query.tenant_id, "subject": query.subject})
-    found = [] if filters is None else await throttled.top(query.limit, session.catalog.clock.now_us(), **filters)
+    found = (
+        [] if filters is None else await throttled_tracker.top(query.limit, session.catalog.clock.now_us(), **filters)
+    )
     return json_response({"items": found, "cursor": None})

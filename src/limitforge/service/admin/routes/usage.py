@@ -2,15 +2,15 @@
 
 from typing import Annotated
 
-from fastapi import Depends, Query, Request, Response
+from fastapi import Query, Response
 
 from limitforge.catalog.database import service_records
 from limitforge.catalog.database.pages import Page
+from limitforge.service.admin.dependencies import ServiceUsageRecorder
 from limitforge.service.admin.fields import Filter, ListQuery, Timestamp
 from limitforge.service.admin.responses import describe_page, page_response
 from limitforge.service.admin.routing import admin_router
 from limitforge.service.admin.session import ReadSession
-from limitforge.service.admin.usage_recorder import UsageRecorder
 
 router = admin_router("/usage", "usage")
 
@@ -24,16 +24,11 @@ class UsageQuery(ListQuery):
     until: Timestamp | None = None
 
 
-def _usage_recorder(request: Request) -> UsageRecorder:
-    recorder: UsageRecorder = request.app.state.usage_recorder
-    return recorder
-
-
 @router.get("", responses=describe_page("UsageRow"))
 async def list_usage(
     query: Annotated[UsageQuery, Query()],
     session: ReadSession,
-    recorder: Annotated[UsageRecorder, Depends(_usage_recorder)],
+    recorder: ServiceUsageRecorder,
 ) -> Response:
     """List the usage of keys in the last 30 days, the newest hour first: the number of allowed and of denied checks,
     of allowed checks that would have been denied in the mode `on`, and of checks decided without the store. The counts
