@@ -113,7 +113,7 @@ def test_bodies_whose_keys_are_looked_up_take_little_memory(
 @pytest.mark.parametrize("framing", [b"Content-Length: 1000000", b"Transfer-Encoding: chunked"])
 @pytest.mark.parametrize("path", [*FORMS, b"/v1/reserve"])
 @pytest.mark.parametrize("key", [b"", b"X-Api-Key: lf_live_made-up\r\n"], ids=["no key", "made-up key"])
-def test_a_large_body_of_a_stranger_is_not_waited_for(
+def test_a_large_body_of_an_unknown_client_is_not_waited_for(
     target: AttackTarget, framing: bytes, path: bytes, key: bytes
 ) -> None:
     if path == b"/v1/reserve" and framing.startswith(b"Content"):

@@ -22,9 +22,9 @@ CHUNKS = (
 @pytest.mark.parametrize(
     ("payload", "connections", "has_key"),
     [
-        pytest.param(BATCH, 100, False, id="bodies of a stranger"),
+        pytest.param(BATCH, 100, False, id="bodies of an unknown client"),
         pytest.param(BATCH, 100, True, id="bodies of a tenant"),
-        pytest.param(RESERVE, 1_000, False, id="bodies for ASGI of a stranger", marks=soak),
+        pytest.param(RESERVE, 1_000, False, id="bodies for ASGI of an unknown client", marks=soak),
         pytest.param(RESERVE, 1_000, True, id="bodies for ASGI of a tenant"),
         pytest.param(HEAD, 1_500, False, id="heads"),
         pytest.param(

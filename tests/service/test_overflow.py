@@ -115,7 +115,7 @@ def test_a_full_redis_decides_locally_unless_the_policy_says_otherwise(
 
 
 @pytest.mark.parametrize("given", ["0", "-5", "many", "1.5", ""])
-def test_a_senseless_budget_is_refused_by_its_setting(given: str) -> None:
+def test_an_invalid_budget_is_refused_by_its_setting(given: str) -> None:
     with pytest.raises(InvalidInput, match="new_buckets_per_minute"):
         load_settings({"LIMITFORGE_NEW_BUCKETS_PER_MINUTE": given})
 

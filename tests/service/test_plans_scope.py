@@ -77,7 +77,7 @@ def test_whether_a_plan_exists_is_not_shown_to_a_key_without_the_scope(account: 
     assert known.json() == unknown.json()
 
 
-def test_a_key_that_loses_the_scope_loses_the_routes_that_it_had(account: TenantFixture) -> None:
+def test_a_key_that_loses_the_scope_loses_its_prepared_checks(account: TenantFixture) -> None:
     caller = KeyClient(account)
     named = {**CHECK, "plan_id": account.plan["id"]}
     assert [caller.post("check", {**named, "cost": 0}).status_code for _ in range(3)] == [200] * 3

@@ -58,11 +58,11 @@ def test_clients_without_a_key_are_one_owner_and_count_double() -> None:
     connections = ConnectionRegistry(100, 1_000 * KIB)
     known = FakeConnection(connections, b"known")
     known.hold(400 * KIB)
-    strangers = [FakeConnection(connections) for _ in range(7)]
-    for each in strangers:
+    unknown = [FakeConnection(connections) for _ in range(7)]
+    for each in unknown:
         each.hold(100 * KIB)
     assert not known.is_closed
-    assert any(each.is_closed for each in strangers)
+    assert any(each.is_closed for each in unknown)
 
 
 def test_an_owner_that_holds_little_is_never_evicted() -> None:

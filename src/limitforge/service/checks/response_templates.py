@@ -61,12 +61,12 @@ class ResponseTemplate:
         """Return the response to an outcome, or None if the template does not fit it."""
         if not outcome.allowed:
             return self._render_denial(outcome)
-        numbers: list[int] = []
+        remaining_and_reset_us: list[int] = []
         for size, (limit, remaining, reset_us, wait_us, flags) in zip(self._sizes, outcome.rows, strict=True):
             if limit != size or wait_us or flags & OVERFLOWED:
                 return None  # an override applies, a peek found no capacity, or an overflow bucket decided
-            numbers += (remaining, reset_us)
-        return self.render_admission(outcome.now_us, numbers, outcome.delay_us)
+            remaining_and_reset_us += (remaining, reset_us)
+        return self.render_admission(outcome.now_us, remaining_and_reset_us, outcome.delay_us)
 
     def render_admission(self, now_us: int, remaining_and_reset_us: list[int], delay_us: int = -1) -> Response:
         """Return the response to an allowed check, from each limit's remaining capacity and time to reset in turn."""
@@ -86,11 +86,11 @@ class ResponseTemplate:
         fields[1] = reset_at if self._headers.is_epoch else (binding_ms + 999) // 1_000
         states[1], states[2] = reset_at, binding_ms
         if delay_us < 0:
-            template = self._admitted[binding]
+            response_format = self._admitted[binding]
         else:
-            template = self._delayed[binding]
+            response_format = self._delayed[binding]
             states.insert(3, -(-delay_us // 1_000))
-        return Response(200, JSON_TYPE, template.headers % tuple(fields), template.body % tuple(states))
+        return Response(200, JSON_TYPE, response_format.headers % tuple(fields), response_format.body % tuple(states))
 
     def _render_denial(self, outcome: Outcome) -> Response | None:
         fields, states = [0, 0], [0, 0, 0, 0]
@@ -111,7 +111,7 @@ class ResponseTemplate:
                 binding, longest_ms = index, retry_ms
                 binding_remaining, binding_us, binding_ms = remaining, reset_us, reset_ms
             index += 1  # noqa: SIM113
-        template = self._denied.get((binding, exhausted)) or self._denial_format(binding, exhausted)
+        response_format = self._denied.get((binding, exhausted)) or self._denial_format(binding, exhausted)
         reset_at = (outcome.now_us + binding_us + 999_999) // 1_000_000
         retry_seconds = (longest_ms + 999) // 1_000 or 1
         fields[0] = binding_remaining
@@ -119,13 +119,15 @@ class ResponseTemplate:
         fields.append(retry_seconds)
         states[:4] = binding_remaining, reset_at, binding_ms, longest_ms
         states.append(retry_seconds)
-        return Response(429, PROBLEM_JSON, template.headers % tuple(fields), template.body % tuple(states))
+        return Response(
+            429, PROBLEM_JSON, response_format.headers % tuple(fields), response_format.body % tuple(states)
+        )
 
     def _denial_format(self, binding: int, exhausted: int) -> ResponseFormat:
-        template = self._build_format(binding, exhausted)
+        response_format = self._build_format(binding, exhausted)
         if len(self._denied) < MAX_DENIAL_FORMATS:
-            self._denied[binding, exhausted] = template
-        return template
+            self._denied[binding, exhausted] = response_format
+        return response_format
 
     def _build_format(self, binding: int, exhausted: int | None = None, *, is_delayed: bool = False) -> ResponseFormat:
         """Build the format of a denial by these limits, or of an allowed check if `exhausted` is None."""

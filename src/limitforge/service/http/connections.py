@@ -23,8 +23,8 @@ OTHER_FILES = 256  # files that a process may have open besides its connections
 class StartQueue:
     """Starts requests for ASGI in order, a few in each iteration of the event loop.
 
-    libuv accepts one connection in each iteration. If every waiting connection started its next request in the same
-    iteration, then each new client would wait for all of them, once for each client before it.
+    libuv accepts one connection in each iteration. If all waiting connections started a request in every iteration, the
+    n-th client to be accepted would wait for n such rounds.
     """
 
     def __init__(self) -> None:

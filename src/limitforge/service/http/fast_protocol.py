@@ -36,7 +36,7 @@ ANONYMOUS = Credentials(None, b"", "")
 
 
 class _BusyCycle:
-    """Takes the place of an ASGI cycle while checks are unanswered, so that uvicorn queues the request behind them."""
+    """Stands in for an ASGI cycle while checks are unanswered, so that uvicorn queues the request behind them."""
 
     response_complete = False
 

@@ -20,7 +20,7 @@ METRICS_PATH = "/metrics"
 TEXT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
 Authorize = Callable[[Iterable[str], str], Awaitable[None]]
-"""Raises an error unless the client may read the numbers of all tenants: (authorization fields, source address)."""
+"""Raises an error unless the client may read the numbers of all tenants: (authorization fields, client IP address)."""
 Sample = tuple[dict[str, str], int]
 CatalogStatus = LiveCatalogStatus | LiveFileStatus
 
