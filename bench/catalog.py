@@ -19,7 +19,7 @@ from limitforge.catalog.credentials import ID_LENGTH, PREFIXES, SECRET_LENGTH, C
 from limitforge.catalog.database import tables
 from limitforge.catalog.database.database import Database
 from limitforge.catalog.live.cache.catalog_cache import CatalogCache
-from limitforge.catalog.live.sources import DatabaseSource
+from limitforge.catalog.live.database_source import DatabaseSource
 from limitforge.catalog.model import Plan, Policy, Tenant, TenantConfig
 from limitforge.catalog.snapshot import Snapshot
 from limitforge.errors import CatalogError

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from limitforge import ManualClock
+from limitforge.catalog.announcements import Announcement
 from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
-from limitforge.catalog.database.outbox import Announcement
 from limitforge.catalog.live import live_catalog as live_catalog_module
 from limitforge.catalog.live.signing import Signer
 from tests.catalog.compiled_statements import compiled_once

@@ -13,6 +13,7 @@ from typing import Any, Self
 import msgspec
 
 from limitforge import Decision, Limiter, StoreOptions
+from limitforge.catalog.announcements import Announcement
 from limitforge.catalog.credentials import (
     ALPHABET,
     ID_LENGTH,
@@ -24,7 +25,6 @@ from limitforge.catalog.credentials import (
 )
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
-from limitforge.catalog.database.outbox import Announcement
 from limitforge.catalog.live.cache.catalog_cache import CatalogCache
 from limitforge.catalog.live.cache.entries import Caller
 from limitforge.catalog.live.cache.lookup_limiter import LookupLimiter

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from limitforge import ManualClock
+from limitforge.catalog.announcements import Announcement
 from limitforge.catalog.config import apply as applying
 from limitforge.catalog.config import document
 from limitforge.catalog.config.apply import apply_document, preview_document
@@ -16,7 +17,6 @@ from limitforge.catalog.config.diff import Change, changes_to_json, count_change
 from limitforge.catalog.config.export import export_document
 from limitforge.catalog.credentials import Credential
 from limitforge.catalog.database.catalog import Catalog
-from limitforge.catalog.database.outbox import Announcement
 from limitforge.catalog.model import OPERATOR, Key, Override, Plan, Policy, Tenant, to_datetime, to_public_dict
 from limitforge.errors import InvalidFile, InvalidInput, NotFound
 from tests.catalog.config.test_document import SAMPLE

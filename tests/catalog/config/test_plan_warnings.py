@@ -9,18 +9,14 @@ import pytest
 from limitforge import ManualClock
 from limitforge.catalog.config import document
 from limitforge.catalog.config.apply import apply_document
-from limitforge.catalog.config.plan_warnings import (
-    MAX_WARNINGS,
-    document_warnings,
-    find_differing_limits,
-    plan_warnings,
-)
+from limitforge.catalog.config.plan_warnings import document_warnings, plan_warnings
 from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
-from limitforge.catalog.live.sources import DatabaseSource
+from limitforge.catalog.live.database_source import DatabaseSource
 from limitforge.catalog.model import OPERATOR, Plan, Tenant, to_datetime
 from limitforge.catalog.plan_limits import normalize_limits
+from limitforge.catalog.plan_warnings import MAX_WARNINGS, find_differing_limits
 from tests.catalog.environments import one_database
 from tests.catalog.factories import ACTOR, new_plan, new_policy, new_tenant, update
 from tests.catalog.replicas import cache_of, create_account, events_of

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from limitforge.catalog.announcements import Announcement
 from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
 from limitforge.catalog.database.edits import Edit
-from limitforge.catalog.database.outbox import Announcement
 from limitforge.catalog.model import Key, Plan, Policy, Tenant
 from limitforge.errors import Conflict, InvalidInput, NotFound
 from tests.catalog.conftest import PEPPERS

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from limitforge import ManualClock
+from limitforge.catalog.announcements import NO_TENANT, Announcement
 from limitforge.catalog.database import catalog_revision, outbox
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
 from limitforge.catalog.database.edits import Edit
-from limitforge.catalog.database.outbox import NO_TENANT, Announcement
 from limitforge.catalog.model import OPERATOR, Key, Override, Plan, Policy, Tenant, Token
 from limitforge.errors import InvalidInput
 from tests.catalog.environments import one_database

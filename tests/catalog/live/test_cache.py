@@ -9,15 +9,15 @@ import msgspec
 import pytest
 
 from limitforge import Limiter, ManualClock
+from limitforge.catalog.announcements import Announcement
 from limitforge.catalog.credentials import ID_LENGTH, PREFIXES, Credential, Peppers
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
-from limitforge.catalog.database.outbox import Announcement
 from limitforge.catalog.live.cache import key_cache as keys_module
 from limitforge.catalog.live.cache import single_flight
 from limitforge.catalog.live.cache.catalog_cache import CatalogCache
 from limitforge.catalog.live.cache.lookup_limiter import LookupLimiter
-from limitforge.catalog.live.sources import DatabaseSource
+from limitforge.catalog.live.database_source import DatabaseSource
 from limitforge.catalog.model import OPERATOR, Key, KeyScope, Plan, Policy, Tenant, TenantConfig, to_datetime
 from limitforge.catalog.snapshot import Snapshot
 from limitforge.core.limits import Mode

@@ -13,10 +13,10 @@ from sqlalchemy import delete, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from limitforge import ManualClock
+from limitforge.catalog.announcements import Announcement
 from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database import outbox, tables
 from limitforge.catalog.database.database import Database
-from limitforge.catalog.database.outbox import Announcement
 from limitforge.catalog.live import live_catalog as live_catalog_module
 from limitforge.catalog.live import outbox_relay as relay_module
 from limitforge.catalog.live.live_catalog import LiveCatalog

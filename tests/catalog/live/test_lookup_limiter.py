@@ -16,7 +16,7 @@ from limitforge.catalog.live.cache import lookup_limiter as lookup_limiter_modul
 from limitforge.catalog.live.cache.catalog_cache import CatalogCache
 from limitforge.catalog.live.cache.entries import Caller
 from limitforge.catalog.live.cache.lookup_limiter import LookupLimiter
-from limitforge.catalog.live.sources import DatabaseSource
+from limitforge.catalog.live.database_source import DatabaseSource
 from limitforge.catalog.model import Key
 from limitforge.errors import CatalogUnavailable, TooManyUnknownKeys, UnknownKey
 from tests.catalog.environments import one_database

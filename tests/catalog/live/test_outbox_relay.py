@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 import pytest
 import redis as redis_py
 
+from limitforge.catalog.announcements import Announcement
 from limitforge.catalog.config import document
 from limitforge.catalog.config.apply import apply_document
 from limitforge.catalog.credentials import Peppers, new_id
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
-from limitforge.catalog.database.outbox import Announcement, unpublished_announcements
+from limitforge.catalog.database.outbox import unpublished_announcements
 from limitforge.catalog.live import outbox_relay as relay_module
 from limitforge.catalog.model import Tenant, build_entity, to_datetime
 from limitforge.errors import Forbidden

@@ -16,9 +16,9 @@ from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
 from limitforge.catalog.live import live_catalog as live_catalog_module
 from limitforge.catalog.live.cache.entries import Caller
+from limitforge.catalog.live.database_source import DatabaseSource
 from limitforge.catalog.live.live_catalog import LiveCatalog
 from limitforge.catalog.live.overrides.override_sync import OverrideSync
-from limitforge.catalog.live.sources import DatabaseSource
 from limitforge.catalog.model import Override, Plan, Tenant
 from limitforge.core.plan import LimitsLike
 from limitforge.errors import CatalogUnavailable, StoreUnavailable

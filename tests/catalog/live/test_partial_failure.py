@@ -13,16 +13,17 @@ import redis as redis_py
 from sqlalchemy import select, update
 
 from limitforge import Limiter, ManualClock, StoreOptions
+from limitforge.catalog.announcements import Announcement
 from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database import tables
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
-from limitforge.catalog.database.outbox import Announcement, unpublished_announcements
+from limitforge.catalog.database.outbox import unpublished_announcements
 from limitforge.catalog.live import live_catalog as live_catalog_module
 from limitforge.catalog.live import outbox_relay as relay_module
+from limitforge.catalog.live.database_source import DatabaseSource
 from limitforge.catalog.live.overrides import override_sync as override_sync_module
 from limitforge.catalog.live.overrides.override_sync import OverrideSync
-from limitforge.catalog.live.sources import DatabaseSource
 from limitforge.catalog.model import Key, TenantConfig
 from limitforge.errors import PartialFailure
 from limitforge.stores.redis.catalog_redis import CatalogRedis

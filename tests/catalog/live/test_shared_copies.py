@@ -23,10 +23,10 @@ from limitforge.catalog.database.database import Database
 from limitforge.catalog.history import Stamp
 from limitforge.catalog.live.cache.catalog_cache import CatalogCache
 from limitforge.catalog.live.cache.lookup_limiter import LookupLimiter
+from limitforge.catalog.live.database_source import DatabaseSource
 from limitforge.catalog.live.live_catalog import LiveCatalog
 from limitforge.catalog.live.shared_copies import COPY_FORMAT, SharedCopies
 from limitforge.catalog.live.signing import Signer
-from limitforge.catalog.live.sources import DatabaseSource
 from limitforge.catalog.model import OPERATOR, Key, Plan, Policy, Tenant, TenantConfig
 from limitforge.catalog.snapshot import Snapshot
 from limitforge.core.clock import SystemClock

@@ -9,9 +9,9 @@ import pytest
 import redis as redis_py
 
 from limitforge import ManualClock
+from limitforge.catalog.announcements import Announcement
 from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database.database import Database
-from limitforge.catalog.database.outbox import Announcement
 from limitforge.catalog.history import Stamp
 from limitforge.catalog.live.live_catalog import LiveCatalog
 from limitforge.catalog.live.shared_copies import CLOCK_SKEW_SECONDS, COPY_SECONDS

@@ -9,12 +9,12 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
+from limitforge.catalog.announcements import NO_TENANT, Announcement
 from limitforge.catalog.credentials import Credential, Peppers, require_peppers
 from limitforge.catalog.database import catalog_revision, outbox, queries
 from limitforge.catalog.database.change_log import stamp_announcement
 from limitforge.catalog.database.database import Database
 from limitforge.catalog.database.edits import Edit
-from limitforge.catalog.database.outbox import NO_TENANT, Announcement
 from limitforge.catalog.database.pages import Page
 from limitforge.catalog.history import timeline_after
 from limitforge.catalog.model import AnyEntity, Entity, TenantConfig, Token, to_datetime

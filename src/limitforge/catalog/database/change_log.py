@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
+from limitforge.catalog.announcements import NO_TENANT, Announcement
 from limitforge.catalog.database.catalog_revision import Revision
-from limitforge.catalog.database.outbox import NO_TENANT, Announcement
 from limitforge.catalog.model import Entity, Key, Override, Tenant, Token, to_public_dict
 from limitforge.errors import CatalogError
 

@@ -8,12 +8,13 @@ from typing import Any, TypeVar, cast
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from limitforge.catalog.announcements import Announcement
 from limitforge.catalog.credentials import PREFIXES, Credential, Peppers, new_id, require_peppers
 from limitforge.catalog.database import outbox, queries, writes
 from limitforge.catalog.database.catalog_revision import Revision
 from limitforge.catalog.database.change_log import ChangeRecorder, changed_entity
 from limitforge.catalog.database.entity_validation import validate_entity
-from limitforge.catalog.database.outbox import OUTBOX_RETENTION, Announcement
+from limitforge.catalog.database.outbox import OUTBOX_RETENTION
 from limitforge.catalog.model import (
     KEY_ID_PATTERN,
     AnyEntity,

@@ -2,33 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 from datetime import datetime
-from typing import Any
 
-import msgspec
 from sqlalchemy import select, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from limitforge.catalog.database import tables
 from limitforge.catalog.database.pages import MAX_PAGE_SIZE
-
-
-class OverrideRow(msgspec.Struct, frozen=True):
-    """The key of an override, without its limits. `lanes` is the stored value of `tenants.lanes`."""
-
-    id: str
-    version: int
-    tenant_id: str
-    resource: str
-    subject: str
-    lanes: Any = 1
-
-
-class DeletedOverride(msgspec.Struct, frozen=True):
-    """An override that was deleted. `number` grows with each deletion."""
-
-    deletion_number: int
-    resource: str
-    subject: str
+from limitforge.catalog.override_rows import DeletedOverride, OverrideRow
 
 
 async def override_rows(

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
+from limitforge.catalog.announcements import Announcement
 from limitforge.catalog.database.database import Database
-from limitforge.catalog.database.outbox import Announcement
 from limitforge.catalog.live.cache.catalog_cache import CatalogCache
 from limitforge.catalog.live.overrides.override_sync import OverrideSync
 from limitforge.catalog.live.publisher import sync_changed_overrides

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from limitforge.catalog.announcements import Announcement
 from limitforge.catalog.config.diagnostics import Diagnostics
 from limitforge.catalog.config.document import parse_document
 from limitforge.catalog.config.specs import (
@@ -19,10 +20,9 @@ from limitforge.catalog.config.specs import (
 )
 from limitforge.catalog.config.validation import validate
 from limitforge.catalog.credentials import ALPHABET, ID_LENGTH
-from limitforge.catalog.database.outbox import Announcement
-from limitforge.catalog.database.override_queries import DeletedOverride, OverrideRow
 from limitforge.catalog.live.overrides.override_sync import MAX_DELETED
 from limitforge.catalog.model import OPERATOR, Key, Override, TenantConfig, build_entity
+from limitforge.catalog.override_rows import DeletedOverride, OverrideRow
 
 
 class FileContents(msgspec.Struct, frozen=True):

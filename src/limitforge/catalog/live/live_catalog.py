@@ -12,11 +12,12 @@ from typing import Any, Self
 
 import msgspec
 
+from limitforge.catalog.announcements import Announcement
 from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database import writes
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
-from limitforge.catalog.database.outbox import NOTIFY_CHANNEL, Announcement
+from limitforge.catalog.database.outbox import NOTIFY_CHANNEL
 from limitforge.catalog.history import RevisionHistory, Stamp
 from limitforge.catalog.live.background import BackgroundTasks
 from limitforge.catalog.live.cache.catalog_cache import CatalogCache
@@ -24,6 +25,7 @@ from limitforge.catalog.live.cache.entries import CacheStatus
 from limitforge.catalog.live.catalog_redis import CatalogRedis
 from limitforge.catalog.live.change_applier import ChangeApplier
 from limitforge.catalog.live.change_listener import ChangeListener
+from limitforge.catalog.live.database_source import DatabaseSource
 from limitforge.catalog.live.outbox_reader import OutboxReader
 from limitforge.catalog.live.outbox_relay import OutboxRelay
 from limitforge.catalog.live.overrides.full_sync import FullOverrideSync
@@ -32,7 +34,6 @@ from limitforge.catalog.live.overrides.reconciler import OverrideReconciler, Rec
 from limitforge.catalog.live.publisher import ChangePublisher
 from limitforge.catalog.live.shared_copies import SharedCopies
 from limitforge.catalog.live.signing import Signer
-from limitforge.catalog.live.sources import DatabaseSource
 from limitforge.catalog.model import Tenant, to_datetime
 from limitforge.core.clock import Clock, SystemClock
 from limitforge.core.exact import US_PER_SECOND

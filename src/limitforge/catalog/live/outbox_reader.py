@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from limitforge.catalog.announcements import Announcement
 from limitforge.catalog.database import catalog_revision, outbox
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
-from limitforge.catalog.database.outbox import Announcement
 from limitforge.catalog.history import RevisionHistory, Stamp
 from limitforge.catalog.live.cache.catalog_cache import CatalogCache
 from limitforge.catalog.live.change_applier import ChangeApplier

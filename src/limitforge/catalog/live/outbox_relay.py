@@ -14,9 +14,10 @@ from itertools import takewhile
 from typing import Any
 from uuid import uuid4
 
+from limitforge.catalog.announcements import Announcement
 from limitforge.catalog.database import outbox
 from limitforge.catalog.database.database import Database
-from limitforge.catalog.database.outbox import Announcement, PendingAnnouncement
+from limitforge.catalog.database.outbox import PendingAnnouncement
 from limitforge.catalog.live.catalog_redis import CatalogRedis
 from limitforge.catalog.live.publisher import ChangePublisher
 from limitforge.catalog.model import to_datetime

@@ -5,9 +5,9 @@ from functools import partial
 
 import msgspec
 
+from limitforge.catalog.announcements import NO_TENANT, Announcement
 from limitforge.catalog.database import outbox, queries
 from limitforge.catalog.database.database import Database
-from limitforge.catalog.database.outbox import NO_TENANT, Announcement
 from limitforge.catalog.history import RevisionHistory, Stamp
 from limitforge.catalog.live.catalog_redis import CatalogRedis
 from limitforge.catalog.live.overrides.override_sync import OverrideSync

@@ -9,8 +9,8 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from limitforge.catalog.announcements import Announcement
 from limitforge.catalog.credentials import Peppers
-from limitforge.catalog.database.outbox import Announcement
 from limitforge.catalog.history import RevisionHistory
 from limitforge.catalog.live.cache.bounded_reads import LOOKUP_SECONDS
 from limitforge.catalog.live.cache.caller_cache import CallerCache

@@ -3,7 +3,7 @@
 from collections.abc import Hashable
 from typing import Any
 
-from limitforge.catalog.database.outbox import Announcement
+from limitforge.catalog.announcements import Announcement
 from limitforge.catalog.history import RevisionHistory, Stamp
 from limitforge.catalog.live.cache.entries import CachedKey, CachedTenant
 from limitforge.catalog.live.cache.freshness import DatabaseHealth

@@ -2,8 +2,8 @@
 
 import contextlib
 
+from limitforge.catalog.announcements import Announcement
 from limitforge.catalog.credentials import Credential
-from limitforge.catalog.database.outbox import Announcement
 from limitforge.catalog.history import Stamp
 from limitforge.catalog.live.cache.copy_validator import CopyValidator
 from limitforge.catalog.live.cache.entries import CachedKey, CallerIndex

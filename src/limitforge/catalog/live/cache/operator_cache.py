@@ -1,6 +1,6 @@
 """The cached configuration of the operator, whose plan and mode apply to all tenants."""
 
-from limitforge.catalog.database.outbox import Announcement
+from limitforge.catalog.announcements import Announcement
 from limitforge.catalog.live.cache.copy_validator import CopyValidator, includes_change
 from limitforge.catalog.live.cache.entries import CachedTenant
 from limitforge.catalog.live.cache.freshness import Freshness

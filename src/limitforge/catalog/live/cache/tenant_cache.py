@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 
-from limitforge.catalog.config.plan_warnings import log_plan_warnings
-from limitforge.catalog.database.outbox import Announcement
+from limitforge.catalog.announcements import Announcement
 from limitforge.catalog.history import Stamp
 from limitforge.catalog.live.cache.copy_validator import CopyValidator, includes_change
 from limitforge.catalog.live.cache.entries import CachedTenant, CallerIndex
@@ -12,6 +11,7 @@ from limitforge.catalog.live.cache.operator_cache import OperatorCache
 from limitforge.catalog.live.cache.reader import ConfigReader
 from limitforge.catalog.live.cache.single_flight import SingleFlight
 from limitforge.catalog.model import Tenant, TenantConfig
+from limitforge.catalog.plan_warnings import log_plan_warnings
 from limitforge.catalog.snapshot import Snapshot
 from limitforge.core.clock import Clock
 from limitforge.core.headers import HeaderOptions

@@ -16,12 +16,12 @@ from uuid import uuid4
 
 import msgspec
 
-from limitforge.catalog.database.override_queries import OverrideRow
 from limitforge.catalog.live.catalog_redis import CatalogRedis
 from limitforge.catalog.live.overrides.eviction_watch import EvictionWatch
 from limitforge.catalog.live.overrides.override_sync import EXPIRY_TOLERANCE_SECONDS, OverrideStore, OverrideSync
 from limitforge.catalog.live.sources import OverrideSource
 from limitforge.catalog.model import Override, to_datetime
+from limitforge.catalog.override_rows import OverrideRow
 from limitforge.core.clock import Clock
 from limitforge.errors import CatalogError, StoreError
 from limitforge.observability.events import log_event
