@@ -370,10 +370,10 @@ class NextReleaseFlows(FlowRunner):
     SCRIPT = lua.script()
     for old, new in (
         (b"  FORMAT = 1,", b"  FORMAT = 2,"),
-        (b"code, level.WIDTH, state.last", b"code, 48, state.last"),
-        (b"state.level, size, tokens, per)\n    end", b"state.level, size, tokens, per) .. 'more'\n    end"),
-        (b"FORMAT, 3, 39,", b"FORMAT, 3, 43,"),
-        (b"state.size, state.window, kind)\n  end", b"state.size, state.window, kind) .. 'more'\n  end"),
+        (b"code, level.WIDTH, state.last_us", b"code, 48, state.last_us"),
+        (b"state.level, limit, tokens, per_us)\n    end", b"state.level, limit, tokens, per_us) .. 'more'\n    end"),
+        (b"CODE, WIDTH, state.last_us, state.until_us, used,", b"CODE, 43, state.last_us, state.until_us, used,"),
+        (b"used, limit, window_us, kind)\n  end", b"used, limit, window_us, kind) .. 'more'\n  end"),
     ):
         assert SCRIPT.count(old) == 1, old
         SCRIPT = SCRIPT.replace(old, new)

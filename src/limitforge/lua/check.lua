@@ -4,7 +4,7 @@
 -- KEYS         each bucket, override key and reservation record once, then, with request[5], the counters of
 --              new_buckets.lua
 -- ARGV[2..]    byte strings that the request refers to by their index in ARGV: resources and tokens
--- request[3]   rules, each { algorithm, flags, percent, name, numbers, 1 if several resources share the bucket }
+-- request[3]   rules, each { algorithm, flags, percent, name, parameters, 1 if several resources share the bucket }
 --     flags             1 enforced, 2 counts denials, 4 forced. A forced rule takes without asking for room, up to
 --                       twice its limit, and never denies. It does not occur together with 2, with slots, or in a
 --                       reservation.
@@ -30,16 +30,16 @@
 --     4, debit          its bucket holds the maximum of open reservations
 --     5                 Redis is full and refused the write
 --     6, index, 0       that index of overrides exists
---     7, then for each debit: remaining, reset    allowed under the numbers of the rules, with nothing else to report
+--     7, then for each debit: remaining, reset    allowed under the parameters of the rules, nothing else to report
 --     8, counter, 0     the lane of that counter has used up its budget of new buckets
 -- After 2, 6 and 8 the call ends. The caller repeats it from this check on, with other calendar windows, the override
 -- keys, or the overflow buckets.
 --
--- Each changed bucket is written once, with a TTL of its `until` plus a minute.
+-- Each changed bucket is written once, with a TTL of its `until_us` plus a minute.
 
 local algorithms, buckets = use('algorithms'), use('buckets')
 
--- Return the numbers of a debit under its overrides, or nil if the overrides are a foreign value.
+-- Return the parameters of a debit under its overrides, or nil if the overrides are a foreign value.
 local function apply_overrides(call, rule, override_key, resource)
   local list = call.overrides[override_key]
   if list == nil then
@@ -51,12 +51,12 @@ local function apply_overrides(call, rule, override_key, resource)
   return use('overrides').apply(list, resource, rule, call.now)
 end
 
--- The short path, which nearly every check takes: no reservation, no override, all limits enforced and whole, and room
--- in each. A bucket goes in one step from its string to the next. Stops before the first check that is not like this.
--- Returns the position of that check, and the length of the reply so far.
+-- The fast path, which nearly every check takes: no reservation, no override, all limits enforced and whole, and each
+-- admits its cost. A bucket goes in one step from its string to the next. Stops before the first check that is not like
+-- this. Returns the position of that check, and the length of the reply so far.
 local function evaluate_plain(call, rules, checks, at, out, o)
   local HEAD, DEBIT = 3, 5 -- integers of a check and of each of its debits
-  local NUMBERS, ALGORITHM, STEP, START = 5, 7, 8, 9 -- of a rule
+  local PARAMETERS, ALGORITHM, STEP, START = 5, 7, 8, 9 -- of a rule
   local ALLOWED_PLAIN = 7
   local now, values, changed, expiries = call.now, call.values, call.changed, call.expiries
   local is_new, steps, budget = call.is_new, call.steps, call.budget
@@ -66,16 +66,16 @@ local function evaluate_plain(call, rules, checks, at, out, o)
     for place = first, last, DEBIT do
       local rule, value = rules[checks[place]], values[checks[place + 1]]
       local cost, override_key = checks[place + 2], checks[place + 3]
-      local step, numbers = rule[STEP], rule[NUMBERS]
+      local step, parameters = rule[STEP], rule[PARAMETERS]
       if not step or cost == 0 or (override_key > 0 and values[override_key]) then return at, o end
       call.current_key = checks[place + 1]
       local next_value, until_us, remaining
       if value then
-        next_value, until_us, remaining = step(value, numbers, cost, now)
+        next_value, until_us, remaining = step(value, parameters, cost, now)
       else
         local lane = budget and budget.lane_of(call.current_key)
         if lane and lane.remaining < checks[at] then return at, o end
-        next_value, until_us, remaining = rule[START](numbers, cost, now)
+        next_value, until_us, remaining = rule[START](parameters, cost, now)
       end
       if not next_value then return at, o end
       steps[n + 1], steps[n + 2] = next_value, until_us
@@ -107,14 +107,16 @@ end
 -- well.
 local function evaluate(call, rules, checks, out)
   local HEAD, HEAD_OF_RESERVATION, DEBIT = 3, 6, 5 -- integers of a check and of each of its debits
-  local CODE, FLAGS, PERCENT, NUMBERS, ALGORITHM = 1, 2, 3, 5, 7 -- of a rule
+  local CODE, FLAGS, PERCENT, PARAMETERS, ALGORITHM = 1, 2, 3, 5, 7 -- of a rule
   local COUNTS_DENIALS, FORCED = 2, 4
   local NEEDS_CALENDAR, CORRUPT, TOO_MANY_RESERVATIONS, NEEDS_OVERRIDES, NEEDS_OVERFLOW_KEYS = 2, 3, 4, 6, 8
+  local OPEN_HOLD, OVERFLOWED = 1, 2 -- flags of a limit in the reply
   local UNLIMITED, MAX_PENDING = -1, 1000 * buckets.PENDING_WIDTH
   local LEAKY_BUCKET, CONCURRENCY = algorithms.LEAKY_BUCKET, algorithms.CONCURRENCY
   local open, keep, values, budget = buckets.open, buckets.keep, call.values, call.budget
 
-  local probed = { false, 0, 0, false } -- of each debit: its opened bucket (false: unlimited), share, wait and numbers
+  -- Of each debit: its opened bucket (false: unlimited), share, wait and parameters.
+  local probed = { false, 0, 0, false }
   local at, o = call.position, call.reply_length
   while true do
     at, o = evaluate_plain(call, rules, checks, at, out, o)
@@ -128,20 +130,20 @@ local function evaluate(call, rules, checks, out)
     for place = first, last, DEBIT do
       local rule, key = rules[checks[place]], checks[place + 1]
       local cost, override_key = checks[place + 2], checks[place + 3]
-      local numbers = rule[NUMBERS]
+      local parameters = rule[PARAMETERS]
       call.current_key = key
       if override_key > 0 and values[override_key] then
         if checks[place + 4] == 0 then
           fault, where, effective_time = NEEDS_OVERRIDES, override_key, 0
           break
         end
-        numbers = apply_overrides(call, rule, override_key, ARGV[checks[place + 4]])
-        if not numbers then
+        parameters = apply_overrides(call, rule, override_key, ARGV[checks[place + 4]])
+        if not parameters then
           fault, where = CORRUPT, override_key
           break
         end
       end
-      local limit, work, share, wait = numbers[1], false, 0, 0
+      local limit, opened, share, wait = parameters[1], false, 0, 0
       if limit ~= UNLIMITED then
         local algorithm = rule[ALGORITHM]
         if budget and not values[key] then
@@ -151,7 +153,7 @@ local function evaluate(call, rules, checks, out)
             local shared = budget.overflow_of[key]
             redirected = redirected or { keys = {} }
             if shared and not redirected.keys[shared] then -- two debits of a check can't share a bucket
-              new_count, numbers = new_count - 1, budget.shared_numbers(numbers, rule)
+              new_count, parameters = new_count - 1, budget.shared_parameters(parameters, rule)
               key, checks[place + 1], call.current_key = shared, shared, shared
               redirected[place], redirected.keys[shared] = true, true
             elseif not lane.has_overflow_keys then
@@ -160,8 +162,8 @@ local function evaluate(call, rules, checks, out)
             end
           end
         end
-        work, effective_time = open(call, key, algorithm, numbers)
-        if not work then
+        opened, effective_time = open(call, key, algorithm, parameters)
+        if not opened then
           fault = effective_time and NEEDS_CALENDAR or CORRUPT
           where = effective_time and (place - first) / DEBIT or key
           break
@@ -170,21 +172,21 @@ local function evaluate(call, rules, checks, out)
         share = rule[PERCENT] == 100 and limit or use('exact').percent_of(limit, rule[PERCENT])
         if cost > 0 and rule[FLAGS] < FORCED then
           local enforced = rule[FLAGS] % 2 == 1
-          if record ~= 0 and enforced and #work.pending >= MAX_PENDING then
+          if record ~= 0 and enforced and #opened.pending >= MAX_PENDING then
             fault, where = TOO_MANY_RESERVATIONS, (place - first) / DEBIT
             break
           end
-          wait = algorithm.wait(work, numbers, cost, share)
+          wait = algorithm.wait(opened, parameters, cost, share)
           if wait ~= 0 then
-            if rule[CODE] <= LEAKY_BUCKET and wait > work.until_us - work.last then
+            if rule[CODE] <= LEAKY_BUCKET and wait > opened.until_us - opened.last_us then
               -- The bucket expires before it would have that much room. 0 would mean room.
-              wait = math.max(work.until_us - work.last, 1)
+              wait = math.max(opened.until_us - opened.last_us, 1)
             end
             if enforced then allowed = false end
           end
         end
       end
-      probed[n + 1], probed[n + 2], probed[n + 3], probed[n + 4] = work, share, wait, numbers
+      probed[n + 1], probed[n + 2], probed[n + 3], probed[n + 4] = opened, share, wait, parameters
       n = n + 4
     end
 
@@ -202,59 +204,60 @@ local function evaluate(call, rules, checks, out)
       o, n = o + 2, 0
       local reserved = record ~= 0 and allowed and {}
       -- A bucket may be ahead of the clock: the TTL of the reservation begins at the latest time of its buckets.
-      local lapses = reserved and latest + checks[at + 4]
-      local held_until, kind = lapses, reserved and checks[at + 5]
-      if reserved and kind > 1 then held_until, kind = latest + use('pending').HOLD_US, 1 end
+      local lapses_us = reserved and latest + checks[at + 4]
+      local held_until, kind = lapses_us, reserved and checks[at + 5]
+      if reserved and kind > 1 then held_until, kind = latest + use('pending').TENTATIVE_TTL_US, 1 end
       for place = first, last, DEBIT do
-        local rule, work, share = rules[checks[place]], probed[n + 1], probed[n + 2]
-        local wait, numbers = probed[n + 3], probed[n + 4]
+        local rule, opened, share = rules[checks[place]], probed[n + 1], probed[n + 2]
+        local wait, parameters = probed[n + 3], probed[n + 4]
         local amount = false -- to settle later; false for a monitored limit whose list of reservations is full
-        if work then
+        if opened then
           local code, flags, algorithm = rule[CODE], rule[FLAGS], rule[ALGORITHM]
           local cost, changed = checks[place + 2], false
           if cost == 0 then
             amount = 0
           elseif wait == 0 then
             if allowed and flags >= FORCED then
-              changed = algorithm.force(work, numbers, cost)
+              changed = algorithm.force(opened, parameters, cost)
             elseif allowed then
               if code == LEAKY_BUCKET and flags % 2 == 1 then
-                delay = math.max(delay, algorithm.delay(work, numbers))
+                delay = math.max(delay, algorithm.delay(opened, parameters))
               end
-              algorithm.take(work, numbers, cost, ARGV[lease])
-              if reserved and code ~= CONCURRENCY and #work.pending < MAX_PENDING then
+              algorithm.take(opened, parameters, cost, ARGV[lease])
+              if reserved and code ~= CONCURRENCY and #opened.pending < MAX_PENDING then
                 amount = cost
-                use('pending').add(work, ARGV[checks[at + 3]], held_until, cost, algorithm.source(work), kind)
+                use('pending').add(opened, ARGV[checks[at + 3]], held_until, cost, algorithm.source(opened), kind)
               end
               changed = true
             end
           elseif flags >= COUNTS_DENIALS and not allowed then
-            if algorithm.force(work, numbers, math.min(cost, numbers[1])) then
-              if wait > 0 then wait = algorithm.wait(work, numbers, cost, share) end
+            if algorithm.force(opened, parameters, math.min(cost, parameters[1])) then
+              if wait > 0 then wait = algorithm.wait(opened, parameters, cost, share) end
               changed = true
             end
           end
-          local stored_until_us = work.until_us
-          algorithm.seal(work)
+          local stored_until_us = opened.until_us
+          algorithm.seal(opened)
           if changed then
-            keep(call, checks[place + 1], algorithm, work)
-          elseif code <= LEAKY_BUCKET and work.until_us > stored_until_us then
-            work.until_us = stored_until_us
+            keep(call, checks[place + 1], algorithm, opened)
+          elseif code <= LEAKY_BUCKET and opened.until_us > stored_until_us then
+            opened.until_us = stored_until_us
           end
-          local remaining = share - work.used
-          local is_open = (code == CONCURRENCY and work.items ~= '') or work.pending ~= ''
-          local is_redirected = redirected and redirected[place]
-          out[o + 1], out[o + 2], out[o + 3] = numbers[1], remaining > 0 and remaining or 0, work.until_us - work.last
-          out[o + 4], out[o + 5] = wait, (is_open and 1 or 0) + (is_redirected and 2 or 0)
+          local remaining = share - opened.used
+          local has_open_hold = (code == CONCURRENCY and opened.entries ~= '') or opened.pending ~= ''
+          local is_overflowed = redirected and redirected[place]
+          local reset_us = opened.until_us - opened.last_us
+          out[o + 1], out[o + 2], out[o + 3] = parameters[1], remaining > 0 and remaining or 0, reset_us
+          out[o + 4], out[o + 5] = wait, (has_open_hold and OPEN_HOLD or 0) + (is_overflowed and OVERFLOWED or 0)
         else
           out[o + 1], out[o + 2], out[o + 3], out[o + 4], out[o + 5] = UNLIMITED, UNLIMITED, 0, 0, 0
         end
         o, n = o + 5, n + 4
-        if reserved and record > 0 then use('reservations').add(reserved, rule[CODE], amount, numbers) end
+        if reserved and record > 0 then use('reservations').add(reserved, rule[CODE], amount, parameters) end
       end
       out[delay_at] = delay
       if reserved and record > 0 then
-        call.records[#call.records + 1] = { KEYS[record], reserved, lapses, checks[at + 4] }
+        call.records[#call.records + 1] = { KEYS[record], reserved, lapses_us, checks[at + 4] }
       end
     end
     at = last + DEBIT

@@ -1,5 +1,5 @@
 -- Concurrency: leases that hold their cost until they are released, or until a TTL after they were taken or renewed.
--- numbers: slots, ttl_us. Item: end 7, cost 2, token 8.
+-- parameters: slots, ttl_us. Entry: end 7, cost 2, token 8.
 
 local sub, pack, unpack_struct = string.sub, struct.pack, struct.unpack
 
@@ -9,23 +9,23 @@ local LEASE_WIDTH = 17
 local concurrency = use('ledger')(6, LEASE_WIDTH)
 
 local function insert_lease(state, cost, token)
-  local ends = state.last + state.span
-  local at = concurrency.place(state.items, ends)
-  state.items = concurrency.put(state.items, at, pack(LEASE, ends, cost, token), at)
+  local ends_us = state.last_us + state.span_us
+  local at = concurrency.insertion_point(state.entries, ends_us)
+  state.entries = concurrency.put(state.entries, at, pack(LEASE, ends_us, cost, token), at)
 end
 
-function concurrency.take(state, numbers, cost, token)
+function concurrency.take(state, parameters, cost, token)
   state.used = state.used + cost
   insert_lease(state, cost, token)
 end
 
 -- Remove a lease; return its cost, or nil if there is none.
 local function remove_lease(state, token)
-  local items = state.items
-  for at = 1, #items, LEASE_WIDTH do
-    if sub(items, at + 9, at + 16) == token then
-      local _, cost = unpack_struct(LEASE, items, at)
-      state.items = sub(items, 1, at - 1) .. sub(items, at + LEASE_WIDTH)
+  local entries = state.entries
+  for at = 1, #entries, LEASE_WIDTH do
+    if sub(entries, at + 9, at + 16) == token then
+      local _, cost = unpack_struct(LEASE, entries, at)
+      state.entries = sub(entries, 1, at - 1) .. sub(entries, at + LEASE_WIDTH)
       return cost
     end
   end

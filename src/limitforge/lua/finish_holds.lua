@@ -27,7 +27,7 @@ local algorithms, buckets, pending = use('algorithms'), use('buckets'), use('pen
 local REFUND, CONFIRM, UNDO_CONFIRM = 0, 1, 2
 local HEAD = 6
 
--- Return a live bucket under the numbers that it was written with, or nil if it is missing or holds a foreign value.
+-- Return a live bucket under the parameters that it was written with, or nil if it is missing or holds a foreign value.
 local function open(call, key)
   local raw = call.values[key]
   local algorithm = call.algorithms[key]
@@ -38,54 +38,55 @@ local function open(call, key)
   end
   local state = algorithm and buckets.state(call, key, algorithm)
   if not state or buckets.is_expired(state, call.now) then return nil end
-  local numbers = algorithm.numbers(state)
-  return buckets.open(call, key, algorithm, numbers), numbers, algorithm
+  local parameters = algorithm.parameters(state)
+  return buckets.open(call, key, algorithm, parameters), parameters, algorithm
 end
 
-local function keep(call, key, algorithm, work)
-  algorithm.seal(work)
-  buckets.keep(call, key, algorithm, work)
+local function keep(call, key, algorithm, opened)
+  algorithm.seal(opened)
+  buckets.keep(call, key, algorithm, opened)
 end
 
 local function refund(call, token, key)
-  local work, numbers, algorithm = open(call, key)
-  if not work then return nil end
+  local opened, parameters, algorithm = open(call, key)
+  if not opened then return nil end
   local source, amount = 0, 0
   if algorithm.release then -- slots, which the token holds
-    if not algorithm.release(work, token) then return nil end
+    if not algorithm.release(opened, token) then return nil end
   else
-    source, amount = pending.remove(work, token)
+    source, amount = pending.remove(opened, token)
     if not source then return nil end
-    algorithm.give(work, numbers, amount, source)
+    algorithm.give(opened, parameters, amount, source)
   end
-  keep(call, key, algorithm, work)
+  keep(call, key, algorithm, opened)
   return source
 end
 
 local function undo_confirm(call, key, amount, source, starts)
-  local work, numbers, algorithm = open(call, key)
-  if work and (not algorithm.windows or (work.until_us == source and algorithm.starts(work, numbers) == starts)) then
-    algorithm.give(work, numbers, amount, source)
-    keep(call, key, algorithm, work)
+  local opened, parameters, algorithm = open(call, key)
+  if not opened then return end
+  if not algorithm.is_windowed or (opened.until_us == source and algorithm.starts(opened, parameters) == starts) then
+    algorithm.give(opened, parameters, amount, source)
+    keep(call, key, algorithm, opened)
   end
 end
 
 -- Confirm all buckets or none.
-local function confirm(call, token, list, first, last, ttl_us, kind, lapses)
-  local works, found, sources = {}, {}, {}
+local function confirm(call, token, list, first, last, ttl_us, kind, lapses_us)
+  local all_opened, found, sources = {}, {}, {}
   for at = first, last do
     local key = math.abs(list[at])
-    local work, numbers, algorithm = open(call, key)
-    local source, starts = work and pending.confirm(work, token, ttl_us, kind), 0
+    local opened, parameters, algorithm = open(call, key)
+    local source, starts = opened and pending.confirm(opened, token, ttl_us, kind), 0
     if source then
-      works[key], found[key] = work, algorithm
-      if algorithm.windows then source, starts = work.until_us, algorithm.starts(work, numbers) end
-    elseif list[at] > 0 and math.max(call.now, work and work.last or 0) >= lapses then
+      all_opened[key], found[key] = opened, algorithm
+      if algorithm.is_windowed then source, starts = opened.until_us, algorithm.starts(opened, parameters) end
+    elseif list[at] > 0 and math.max(call.now, opened and opened.last_us or 0) >= lapses_us then
       return nil
     end
     sources[#sources + 1], sources[#sources + 2] = source or -1, starts
   end
-  for key, work in pairs(works) do keep(call, key, found[key], work) end
+  for key, opened in pairs(all_opened) do keep(call, key, found[key], opened) end
   return sources
 end
 

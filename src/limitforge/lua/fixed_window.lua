@@ -1,22 +1,27 @@
--- Fixed window. numbers: limit, window_us, kind, offset. kind: 0 aligned to the clock, 1 opened by the first hit, 2
--- spread by key (offset: 48 bits of the hash of the key).
+-- Fixed window.
 --
--- State: used 7, size 7, window 7, and 1 byte with kind plus 4 times `restarts`. `until` is the end of the window, or
--- now while no hit has opened it. In a script call also `kept_until_us`: the end that the TTL of the key was set for.
+-- parameters: limit, window_us, kind, offset. kind: 0 aligned to the clock, 1 opened by the first hit, 2 spread by key
+-- (offset: 48 bits of the hash of the key).
 --
--- An override of the window restarts the count. `restarts`, modulo 64, distinguishes the counts of one window: a
--- prepaid share of the count before must not be returned to the count after.
+-- State: used 7, limit 7, window_us 7, and 1 byte with kind plus 4 times `restarts`. `until_us` is the end of the
+-- window, or now while no hit has opened it. In a script call also `kept_until_us`: the end that the TTL of the key was
+-- set for.
+--
+-- An override of the window restarts the count. `restarts`, modulo 64, numbers the counts of one window, so that a
+-- prepaid share of the count before is not returned to the count after.
 
 local floor, max, min, pack, unpack_struct = math.floor, math.max, math.min, struct.pack, struct.unpack
 local FORMAT = use('buckets').FORMAT
 
+local CODE = 3
 local NEVER = -1 -- waiting does not help
 local FIRST_HIT = 1
 local KINDS, MAX_RESTARTS = 4, 64
 local WINDOW, WIDTH = '<BBBI7I7I7I7I7B', 39
 
 local stored = { -- the state read last
-  last = 0, until_us = 0, kept_until_us = 0, used = 0, size = 0, window = 0, kind = 0, restarts = 0, pending = '',
+  last_us = 0, until_us = 0, kept_until_us = 0, used = 0, limit = 0, window_us = 0, kind = 0, restarts = 0,
+  pending = '',
 }
 
 -- Return the number of a count that begins now: one more than that of the count before, if it is still known.
@@ -27,85 +32,85 @@ end
 
 local fixed_window
 fixed_window = {
-  code = 3,
-  windows = true,
+  code = CODE,
+  is_windowed = true,
   width = WIDTH,
 
   read = function(raw, tail)
-    local _, _, _, last, until_us, used, size, window, kind = unpack_struct(WINDOW, raw)
-    stored.last, stored.until_us, stored.kept_until_us = last, until_us, until_us
-    stored.used, stored.size, stored.window = used, size, window
+    local _, _, _, last_us, until_us, used, limit, window_us, kind = unpack_struct(WINDOW, raw)
+    stored.last_us, stored.until_us, stored.kept_until_us = last_us, until_us, until_us
+    stored.used, stored.limit, stored.window_us = used, limit, window_us
     stored.kind, stored.restarts = kind % KINDS, (kind - kind % KINDS) / KINDS
     return stored, tail
   end,
 
   write = function(state)
-    local kind = state.kind + KINDS * state.restarts
-    return pack(WINDOW, FORMAT, 3, 39, state.last, state.until_us, state.used, state.size, state.window, kind)
+    local used, limit, window_us, kind = state.used, state.limit, state.window_us, state.kind + KINDS * state.restarts
+    return pack(WINDOW, FORMAT, CODE, WIDTH, state.last_us, state.until_us, used, limit, window_us, kind)
   end,
 
-  step = function(raw, numbers, cost, now)
+  step = function(raw, parameters, cost, now)
     if #raw ~= WIDTH then return nil end
-    local version, code, width, last, until_us, used, _, window, kind = unpack_struct(WINDOW, raw)
-    if version ~= FORMAT or code ~= 3 or width ~= WIDTH or now < last then return nil end
-    if now >= until_us or window ~= numbers[2] or kind % KINDS ~= numbers[3] then return nil end
-    local limit = numbers[1]
+    local version, code, width, last_us, until_us, used, _, window_us, kind = unpack_struct(WINDOW, raw)
+    if version ~= FORMAT or code ~= CODE or width ~= WIDTH or now < last_us then return nil end
+    if now >= until_us or window_us ~= parameters[2] or kind % KINDS ~= parameters[3] then return nil end
+    local limit = parameters[1]
     used = used + cost
     if used > limit then return nil end
-    return pack(WINDOW, version, code, width, now, until_us, used, limit, window, kind), until_us, limit - used
+    return pack(WINDOW, version, code, width, now, until_us, used, limit, window_us, kind), until_us, limit - used
   end,
 
-  start = function(numbers, cost, now)
-    local limit, window, kind = numbers[1], numbers[2], numbers[3]
+  start = function(parameters, cost, now)
+    local limit, window_us, kind = parameters[1], parameters[2], parameters[3]
     if cost > limit then return nil end
-    local until_us = now + window
-    if kind ~= FIRST_HIT then until_us = until_us - (now + numbers[4] % window) % window end
+    local until_us = now + window_us
+    if kind ~= FIRST_HIT then until_us = until_us - (now + parameters[4] % window_us) % window_us end
     kind = kind + KINDS * restarts_after(nil, now)
-    return pack(WINDOW, FORMAT, 3, WIDTH, now, until_us, cost, limit, window, kind), until_us, limit - cost
+    return pack(WINDOW, FORMAT, CODE, WIDTH, now, until_us, cost, limit, window_us, kind), until_us, limit - cost
   end,
 
-  numbers = function(state)
-    return { state.size, state.window, state.kind, 0 } -- a live state has its end, so the offset is not needed
+  parameters = function(state)
+    return { state.limit, state.window_us, state.kind, 0 } -- a live state has its end, so the offset is not needed
   end,
 
-  fresh = function(numbers, now, before)
-    local window, kind = numbers[2], numbers[3]
+  fresh = function(parameters, now, before)
+    local window_us, kind = parameters[2], parameters[3]
     local until_us = now
-    if kind ~= FIRST_HIT then until_us = now + window - (now + numbers[4] % window) % window end
+    if kind ~= FIRST_HIT then until_us = now + window_us - (now + parameters[4] % window_us) % window_us end
     return {
-      last = now, until_us = until_us, pending = '', used = 0,
-      size = numbers[1], window = window, kind = kind, restarts = restarts_after(before, now),
+      last_us = now, until_us = until_us, pending = '', used = 0,
+      limit = parameters[1], window_us = window_us, kind = kind, restarts = restarts_after(before, now),
     }
   end,
 
-  open = function(state, numbers, now)
-    local window, kind = numbers[2], numbers[3]
-    if state.window ~= window or state.kind ~= kind then return fixed_window.fresh(numbers, now, state) end
+  open = function(state, parameters, now)
+    local window_us, kind = parameters[2], parameters[3]
+    if state.window_us ~= window_us or state.kind ~= kind then return fixed_window.fresh(parameters, now, state) end
     return {
-      last = now, until_us = state.until_us, kept_until_us = state.kept_until_us, pending = state.pending,
-      used = state.used, size = numbers[1], window = window, kind = kind, restarts = state.restarts,
+      last_us = now, until_us = state.until_us, kept_until_us = state.kept_until_us, pending = state.pending,
+      used = state.used, limit = parameters[1], window_us = window_us, kind = kind, restarts = state.restarts,
     }
   end,
 
-  wait = function(state, numbers, cost, share)
+  wait = function(state, parameters, cost, share)
     if cost > share then return NEVER end
     if state.used + cost <= share then return 0 end
-    return state.until_us - state.last
+    return state.until_us - state.last_us
   end,
 
-  take = function(state, numbers, cost)
-    if state.until_us == state.last then state.until_us = state.last + state.window end
+  take = function(state, parameters, cost)
+    if state.until_us == state.last_us then state.until_us = state.last_us + state.window_us end
     state.used = state.used + cost
   end,
 
-  force = function(state, numbers, amount)
-    local taken = min(amount, 2 * numbers[1] - state.used)
+  force = function(state, parameters, amount)
+    local taken = min(amount, 2 * parameters[1] - state.used)
     if taken <= 0 then return false end
-    fixed_window.take(state, numbers, taken)
+    fixed_window.take(state, parameters, taken)
     return true
   end,
 
-  give = function(state, numbers, amount)
+  give = function(state, parameters, amount)
     state.used = max(state.used - amount, 0) -- what was reserved in an earlier window ended with it
   end,
 
@@ -114,8 +119,8 @@ fixed_window = {
   end,
 
   -- Return the start of the window, plus a microsecond for each restart in it. With the end it identifies the count.
-  starts = function(state, numbers)
-    return state.until_us - numbers[2] + state.restarts
+  starts = function(state, parameters)
+    return state.until_us - parameters[2] + state.restarts
   end,
 
   seal = function() end, -- `used` and `until_us` are always up to date

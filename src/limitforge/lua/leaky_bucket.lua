@@ -1,4 +1,4 @@
--- Leaky bucket: starts empty and drains continuously. What is taken is delayed until the level before it has drained.
+-- Leaky bucket: starts empty and drains continuously. Each cost is delayed until everything before it has drained.
 
 local ceil, max, min = math.ceil, math.max, math.min
 local level = use('level')
@@ -10,53 +10,55 @@ local leaky_bucket = {
   width = level.WIDTH,
   read = level.read,
   write = level.writer(2),
-  numbers = level.numbers,
+  parameters = level.parameters,
 
-  fresh = function(numbers, now)
-    local size, tokens, per = numbers[1], numbers[2], numbers[3]
-    return { last = now, until_us = now, pending = '', level = 0, size = size, tokens = tokens, per = per }
+  fresh = function(parameters, now)
+    local limit, tokens, per_us = parameters[1], parameters[2], parameters[3]
+    return { last_us = now, until_us = now, pending = '', level = 0, limit = limit, tokens = tokens, per_us = per_us }
   end,
 
-  open = function(state, numbers, now)
-    local size, tokens, per = numbers[1], numbers[2], numbers[3]
+  open = function(state, parameters, now)
+    local limit, tokens, per_us = parameters[1], parameters[2], parameters[3]
     local amount = state.level
-    if state.per ~= per or state.size ~= size then amount = level.convert(state, numbers, 0, 2 * size * per) end
-    local elapsed = now - state.last
+    if state.per_us ~= per_us or state.limit ~= limit then
+      amount = level.converted(state, parameters, 0, 2 * limit * per_us)
+    end
+    local elapsed = now - state.last_us
     if elapsed >= ceil(amount / tokens) then
       amount = 0
     else
       amount = amount - elapsed * tokens
     end
     return {
-      last = now, until_us = state.until_us, pending = state.pending,
-      level = amount, size = size, tokens = tokens, per = per,
+      last_us = now, until_us = state.until_us, pending = state.pending,
+      level = amount, limit = limit, tokens = tokens, per_us = per_us,
     }
   end,
 
-  wait = function(state, numbers, cost, share)
+  wait = function(state, parameters, cost, share)
     if cost > share then return NEVER end
-    local over = state.level - (share - cost) * numbers[3]
+    local over = state.level - (share - cost) * parameters[3]
     if over <= 0 then return 0 end
-    return ceil(over / numbers[2])
+    return ceil(over / parameters[2])
   end,
 
   -- Return how long to delay what was just taken.
-  delay = function(state, numbers)
-    return ceil(state.level / numbers[2])
+  delay = function(state, parameters)
+    return ceil(state.level / parameters[2])
   end,
 
-  take = function(state, numbers, cost)
-    state.level = state.level + cost * numbers[3]
+  take = function(state, parameters, cost)
+    state.level = state.level + cost * parameters[3]
   end,
 
-  force = function(state, numbers, amount)
-    local before, most = state.level, 2 * numbers[1] * numbers[3]
-    state.level = max(before, min(before + min(amount, 2 * numbers[1]) * numbers[3], most))
+  force = function(state, parameters, amount)
+    local before, most = state.level, 2 * parameters[1] * parameters[3]
+    state.level = max(before, min(before + min(amount, 2 * parameters[1]) * parameters[3], most))
     return state.level > before
   end,
 
-  give = function(state, numbers, amount)
-    state.level = max(state.level - min(amount, 2 * numbers[1]) * numbers[3], 0)
+  give = function(state, parameters, amount)
+    state.level = max(state.level - min(amount, 2 * parameters[1]) * parameters[3], 0)
   end,
 
   source = function()
@@ -64,8 +66,8 @@ local leaky_bucket = {
   end,
 
   seal = function(state)
-    state.used = ceil(state.level / state.per)
-    state.until_us = state.last + ceil(state.level / state.tokens)
+    state.used = ceil(state.level / state.per_us)
+    state.until_us = state.last_us + ceil(state.level / state.tokens)
   end,
 }
 

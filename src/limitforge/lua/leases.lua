@@ -8,7 +8,7 @@
 
 local buckets, concurrency = use('buckets'), use('concurrency')
 
-return function(change, now, injected)
+return function(operation, now, injected)
   local call = buckets.read(now, injected)
   for key = 1, #KEYS do
     if buckets.state(call, key, concurrency) == nil then return { -1, key } end
@@ -17,10 +17,10 @@ return function(change, now, injected)
   for key = 1, #KEYS do
     local state = buckets.state(call, key, concurrency)
     local is_live = state and not buckets.is_expired(state, now)
-    local work = is_live and buckets.open(call, key, concurrency, concurrency.numbers(state))
-    if work and concurrency[change](work, ARGV[2]) then
-      concurrency.seal(work)
-      buckets.keep(call, key, concurrency, work)
+    local opened = is_live and buckets.open(call, key, concurrency, concurrency.parameters(state))
+    if opened and concurrency[operation](opened, ARGV[2]) then
+      concurrency.seal(opened)
+      buckets.keep(call, key, concurrency, opened)
     else
       all_held = 0
     end

@@ -1,10 +1,10 @@
--- Shared by sliding window and concurrency: items with a cost, each of which counts until its own end, sorted by end.
+-- Shared by sliding window and concurrency: entries with a cost, each of which counts until its own end, sorted by end.
 --
--- State: used 2 (the sum of all items), size 2, span 7 (window or TTL), count 2, then the items, which start with their
--- end 7 and their cost 2. The fixed part has no `until`, because that is the end of the last item.
+-- State: used 2 (the sum of all entries), limit 2, span_us 7 (window or TTL), count 2, then the entries, which start
+-- with their end 7 and their cost 2. The fixed part has no `until_us`, because that is the end of the last entry.
 --
--- The items stay a string: expired ones are cut off at the front, new ones are added at the back, and those in between
--- are never touched.
+-- The entries stay a string: expired ones are cut off at the front, new ones are added at the back, and those in
+-- between are never touched.
 
 local sub, pack, unpack_struct = string.sub, struct.pack, struct.unpack
 local FORMAT = use('buckets').FORMAT
@@ -12,13 +12,13 @@ local FORMAT = use('buckets').FORMAT
 local NEVER = -1 -- waiting does not help
 local LEDGER = '<BBBI7I2I2I7I2'
 local LEDGER_WIDTH = 23
-local ITEM = '<I7I2'
+local ENTRY = '<I7I2'
 
--- Return a ledger for items of this width, as the base of an algorithm.
-return function(code, item_width)
+-- Return a ledger for entries of this width, as the base of an algorithm.
+return function(code, entry_width)
   local function seal(state)
-    local items = state.items
-    state.until_us = items == '' and state.last or (unpack_struct(ITEM, items, #items - item_width + 1))
+    local entries = state.entries
+    state.until_us = entries == '' and state.last_us or (unpack_struct(ENTRY, entries, #entries - entry_width + 1))
   end
 
   return {
@@ -27,69 +27,73 @@ return function(code, item_width)
     seal = seal,
 
     read = function(raw, tail)
-      local _, _, _, last, used, size, span, count = unpack_struct(LEDGER, raw)
-      local stop = tail + count * item_width
+      local _, _, _, last_us, used, limit, span_us, count = unpack_struct(LEDGER, raw)
+      local stop = tail + count * entry_width
       if stop - 1 > #raw or (count == 0 and used > 0) then return nil end
-      local state = { last = last, used = used, size = size, span = span, items = sub(raw, tail, stop - 1) }
+      local entries = sub(raw, tail, stop - 1)
+      local state = { last_us = last_us, used = used, limit = limit, span_us = span_us, entries = entries }
       seal(state)
       return state, stop
     end,
 
     write = function(state)
-      local items = state.items
-      local count = #items / item_width
-      return pack(LEDGER, FORMAT, code, LEDGER_WIDTH, state.last, state.used, state.size, state.span, count) .. items
+      local last_us, entries = state.last_us, state.entries
+      local count = #entries / entry_width
+      return pack(LEDGER, FORMAT, code, LEDGER_WIDTH, last_us, state.used, state.limit, state.span_us, count) .. entries
     end,
 
-    numbers = function(state)
-      return { state.size, state.span }
+    parameters = function(state)
+      return { state.limit, state.span_us }
     end,
 
-    fresh = function(numbers, now)
-      return { last = now, pending = '', used = 0, size = numbers[1], span = numbers[2], items = '' }
+    fresh = function(parameters, now)
+      return { last_us = now, pending = '', used = 0, limit = parameters[1], span_us = parameters[2], entries = '' }
     end,
 
-    open = function(state, numbers, now)
-      local items, used, at = state.items, state.used, 1
-      while at <= #items do
-        local ends, cost = unpack_struct(ITEM, items, at)
-        if ends > now then break end
+    open = function(state, parameters, now)
+      local entries, used, at = state.entries, state.used, 1
+      while at <= #entries do
+        local ends_us, cost = unpack_struct(ENTRY, entries, at)
+        if ends_us > now then break end
         used = used - cost
-        at = at + item_width
+        at = at + entry_width
       end
-      if at > 1 then items = sub(items, at) end
-      return { last = now, pending = state.pending, used = used, size = numbers[1], span = numbers[2], items = items }
+      if at > 1 then entries = sub(entries, at) end
+      return {
+        last_us = now, pending = state.pending, used = used,
+        limit = parameters[1], span_us = parameters[2], entries = entries,
+      }
     end,
 
-    wait = function(state, numbers, cost, share)
+    wait = function(state, parameters, cost, share)
       if cost > share then return NEVER end
       local short = state.used + cost - share
       if short <= 0 then return 0 end
-      local items = state.items
-      for at = 1, #items, item_width do
-        local ends, item_cost = unpack_struct(ITEM, items, at)
-        short = short - item_cost
-        if short <= 0 then return ends - state.last end
+      local entries = state.entries
+      for at = 1, #entries, entry_width do
+        local ends_us, entry_cost = unpack_struct(ENTRY, entries, at)
+        short = short - entry_cost
+        if short <= 0 then return ends_us - state.last_us end
       end
-      error('the sum of a ledger differs from its items')
+      error('the sum of a ledger differs from its entries')
     end,
 
-    -- Return where to insert an item: after those that end no later. The newest item nearly always ends last.
-    place = function(items, ends)
-      local at = #items
+    -- Return where to insert an entry: after those that end no later. The newest entry nearly always ends last.
+    insertion_point = function(entries, ends_us)
+      local at = #entries
       while at > 0 do
-        local other = unpack_struct(ITEM, items, at - item_width + 1)
-        if other <= ends then break end
-        at = at - item_width
+        local other = unpack_struct(ENTRY, entries, at - entry_width + 1)
+        if other <= ends_us then break end
+        at = at - entry_width
       end
       return at
     end,
 
-    -- Return the items with those from `before` to `at` replaced by a new one. Lua hashes each new string as a whole,
-    -- so appending at the end avoids cutting.
-    put = function(items, before, item, at)
-      if before == #items then return items .. item end
-      return sub(items, 1, before) .. item .. sub(items, at + 1)
+    -- Return the entries with the bytes from `before` to `at` replaced by a new entry. Lua hashes each new string as a
+    -- whole, so appending at the end avoids cutting.
+    put = function(entries, before, entry, at)
+      if before == #entries then return entries .. entry end
+      return sub(entries, 1, before) .. entry .. sub(entries, at + 1)
     end,
   }
 end

@@ -1,16 +1,17 @@
 -- Shared by token bucket and leaky bucket: a level in units of 1/per_us token, and its exact conversion to another
 -- rate. An opened state keeps the stored `until_us`: unless something is written now, the bucket expires then, even if
--- its numbers have changed.
+-- its parameters have changed.
 --
--- numbers: capacity, tokens, per_us. State: level 7 (signed), size 7, tokens 7, per_us 6. The last three are the
--- numbers that the bucket was written with.
+-- parameters: capacity, tokens, per_us. State: level 7 (signed), limit 7, tokens 7, per_us 6. The last three are the
+-- parameters that the bucket was written with.
 
 local pack, unpack_struct = struct.pack, struct.unpack
 local FORMAT = use('buckets').FORMAT
 
 local BUCKET = '<BBBI7I7i7I7I7I6'
 
-local stored = { last = 0, until_us = 0, level = 0, size = 0, tokens = 0, per = 0, pending = '' } -- the state read last
+-- The state read last.
+local stored = { last_us = 0, until_us = 0, level = 0, limit = 0, tokens = 0, per_us = 0, pending = '' }
 
 local level
 level = {
@@ -18,35 +19,35 @@ level = {
   WIDTH = 44,
 
   read = function(raw, tail)
-    local _, _, _, last, until_us, amount, size, tokens, per = unpack_struct(BUCKET, raw)
-    if tokens == 0 or per == 0 then return nil end
-    stored.last, stored.until_us, stored.level = last, until_us, amount
-    stored.size, stored.tokens, stored.per = size, tokens, per
+    local _, _, _, last_us, until_us, amount, limit, tokens, per_us = unpack_struct(BUCKET, raw)
+    if tokens == 0 or per_us == 0 then return nil end
+    stored.last_us, stored.until_us, stored.level = last_us, until_us, amount
+    stored.limit, stored.tokens, stored.per_us = limit, tokens, per_us
     return stored, tail
   end,
 
   writer = function(code)
     return function(state)
-      local size, tokens, per = state.size, state.tokens, state.per
-      return pack(BUCKET, FORMAT, code, level.WIDTH, state.last, state.until_us, state.level, size, tokens, per)
+      local limit, tokens, per_us = state.limit, state.tokens, state.per_us
+      return pack(BUCKET, FORMAT, code, level.WIDTH, state.last_us, state.until_us, state.level, limit, tokens, per_us)
     end
   end,
 
-  numbers = function(state)
-    return { state.size, state.tokens, state.per }
+  parameters = function(state)
+    return { state.limit, state.tokens, state.per_us }
   end,
 
   -- Return the level in the unit of another rate, rounded down and clamped. Whole tokens and the remaining fraction are
   -- converted separately, which keeps both exact.
-  convert = function(state, numbers, lowest, highest)
-    local amount, old, per = state.level, state.per, numbers[3]
-    if old ~= per then
+  converted = function(state, parameters, lowest, highest)
+    local amount, old, per_us = state.level, state.per_us, parameters[3]
+    if old ~= per_us then
       local rest = amount % old
       local whole = (amount - rest) / old
-      local size = numbers[1]
-      if whole > 2 * size then return highest end
-      if whole < -2 * size then return lowest end
-      amount = whole * per + (use('exact').muldiv(rest, per, old))
+      local limit = parameters[1]
+      if whole > 2 * limit then return highest end
+      if whole < -2 * limit then return lowest end
+      amount = whole * per_us + (use('exact').muldiv(rest, per_us, old))
     end
     if amount > highest then return highest end
     if amount < lowest then return lowest end

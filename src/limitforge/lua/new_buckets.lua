@@ -13,11 +13,11 @@ local buckets, counter = use('buckets'), use('sliding_window_counter')
 local MINUTE_US = 60000000
 local FIXED_WINDOW, OFFSET_AT = 3, 4
 
-return function(call, limits, overflow)
-  local numbers, count, lanes, overflow_of, is_overflow = { limits[1], MINUTE_US }, #limits - 1, {}, {}, {}
+return function(call, budget_args, overflow)
+  local parameters, count, lanes, overflow_of, is_overflow = { budget_args[1], MINUTE_US }, #budget_args - 1, {}, {}, {}
   for i = 1, count do
     local key = #KEYS - count + i
-    lanes[KEYS[key]] = { key = key, has_overflow_keys = limits[i + 1] == 1, new_count = 0 }
+    lanes[KEYS[key]] = { key = key, has_overflow_keys = budget_args[i + 1] == 1, new_count = 0 }
   end
   for i = 1, #overflow, 2 do
     overflow_of[overflow[i]], is_overflow[overflow[i + 1]] = overflow[i + 1], true
@@ -25,9 +25,9 @@ return function(call, limits, overflow)
 
   local function read(lane)
     if call.values[lane.key] == nil then call.values[lane.key] = redis.call('GET', KEYS[lane.key]) end
-    lane.work = buckets.open(call, lane.key, counter, numbers)
-    counter.seal(lane.work)
-    lane.remaining = numbers[1] - lane.work.used
+    lane.opened = buckets.open(call, lane.key, counter, parameters)
+    counter.seal(lane.opened)
+    lane.remaining = parameters[1] - lane.opened.used
   end
 
   local budget = { overflow_of = overflow_of }
@@ -49,13 +49,13 @@ return function(call, limits, overflow)
     if lane then lane.remaining, lane.new_count = lane.remaining - 1, lane.new_count + 1 end
   end
 
-  -- Return the numbers of an overflow bucket, which subjects with and without overrides share. An override changes how
-  -- much its subject may take. Window, rate and phase are those of the rule for all subjects: otherwise one subject
+  -- Return the parameters of an overflow bucket, which subjects with and without overrides share. An override changes
+  -- how much its subject may take. Window, rate and phase are those of the rule for all subjects: otherwise one subject
   -- would restart the count, or refill the bucket, for the others.
-  function budget.shared_numbers(numbers, rule)
+  function budget.shared_parameters(parameters, rule)
     local code, own, shared = rule[1], rule[5], {}
     for i = 1, #own do shared[i] = own[i] end
-    shared[1] = numbers[1]
+    shared[1] = parameters[1]
     if not use('overrides').is_exact(code, shared) then shared[1] = own[1] end
     if code == FIXED_WINDOW then shared[OFFSET_AT] = 0 end
     return shared
@@ -65,9 +65,9 @@ return function(call, limits, overflow)
   function budget.update_counters()
     for _, lane in pairs(lanes) do
       if lane.new_count > 0 then
-        counter.take(lane.work, numbers, lane.new_count)
-        counter.seal(lane.work)
-        call.values[lane.key], call.changed[lane.key] = lane.work, counter
+        counter.take(lane.opened, parameters, lane.new_count)
+        counter.seal(lane.opened)
+        call.values[lane.key], call.changed[lane.key] = lane.opened, counter
       end
     end
   end

@@ -1,21 +1,21 @@
 -- Overrides. All overrides of one subject are under one key, so that a check reads them with its buckets in one MGET.
 --
---   { 2, resource, expires_us, source, { name, code, count, numbers ... }, resource, ... }    as msgpack
+--   { 2, resource, expires_us, source, { name, code, count, parameters ... }, resource, ... }    as msgpack
 --
--- `source` is the override as it was set, for people. The list beside it is compiled. A number of -2 is unchanged: the
--- number of the checked limit applies. A subject with overrides is a member of its tenant's index, a sorted set in the
+-- `source` is the override as it was set, for people. The list beside it is compiled. A parameter of -2 is unchanged:
+-- that of the checked limit applies. A subject with overrides is a member of its tenant's index, a sorted set in the
 -- order of names, so that overrides can be listed by cursor. Both keys live a minute longer than the last override in
 -- them.
 
 local max, ttl_of = math.max, use('buckets').ttl
 
--- An older release, which does not know -2, rejects format 2. In its format 1 no number is unchanged.
+-- An older release, which does not know -2, rejects format 2. In its format 1 no parameter is unchanged.
 local OVERRIDE_FORMAT = 2
 local ANY_RESOURCE = '*'
 local UNCHANGED = -2
-local WINDOW_AT, WINDOWED = 2, { [3] = true, [4] = true, [5] = true } -- number 2 is the window, in these algorithms
+local WINDOW_AT, WINDOWED = 2, { [3] = true, [4] = true, [5] = true } -- parameter 2 is the window, in these algorithms
 local LEAKY_BUCKET = 2 -- codes up to this one are buckets with a level
-local MOST_EXACT, TEN_YEARS_US = 2 ^ 52, 315360000000000
+local MAX_EXACT, TEN_YEARS_US = 2 ^ 52, 315360000000000
 local FIELDS = 4 -- per override in the list
 
 local overrides = {}
@@ -30,7 +30,7 @@ function overrides.read(raw)
 end
 
 -- Find the live override of a resource for this limit and algorithm. Return the compiled list, the index of the first
--- number in it, and the count of numbers; or nil.
+-- parameter in it, and the count of parameters; or nil.
 local function find(list, resource, name, code, now)
   for at = 2, #list, FIELDS do
     if list[at] == resource and now < list[at + 1] then
@@ -44,11 +44,11 @@ local function find(list, resource, name, code, now)
   return nil
 end
 
--- Return the numbers of a rule under the live overrides: the most specific one that names its limit applies. Several
+-- Return the parameters of a rule under the live overrides: the most specific one that names its limit applies. Several
 -- resources that share a bucket share its window, which only an override of all resources changes. Otherwise each
 -- switch between two resources would restart the count.
 function overrides.apply(list, resource, rule, now)
-  local code, name, numbers, is_shared = rule[1], rule[4], rule[5], rule[6] == 1
+  local code, name, parameters, is_shared = rule[1], rule[4], rule[5], rule[6] == 1
   local exact, first, count
   if resource ~= ANY_RESOURCE then exact, first, count = find(list, resource, name, code, now) end
   local chosen, wide, wide_first = exact, nil, nil
@@ -57,24 +57,24 @@ function overrides.apply(list, resource, rule, now)
     wide, wide_first, wide_count = find(list, ANY_RESOURCE, name, code, now)
     if not exact then chosen, first, count = wide, wide_first, wide_count end
   end
-  if not chosen then return numbers end
+  if not chosen then return parameters end
   local changed = {}
-  for n = 1, #numbers do
-    local number = n <= count and chosen[first + n - 1] or UNCHANGED
+  for n = 1, #parameters do
+    local value = n <= count and chosen[first + n - 1] or UNCHANGED
     if exact and is_shared and n == WINDOW_AT and WINDOWED[code] then
-      number = wide and wide[wide_first + n - 1] or UNCHANGED
+      value = wide and wide[wide_first + n - 1] or UNCHANGED
     end
-    changed[n] = number == UNCHANGED and numbers[n] or number
+    changed[n] = value == UNCHANGED and parameters[n] or value
   end
-  return overrides.is_exact(code, changed) and changed or numbers
+  return overrides.is_exact(code, changed) and changed or parameters
 end
 
--- Return whether a level stays exact with these numbers. A plan that changed after the override was set may combine
--- with it to numbers that are not exact; then the plan's numbers apply.
-function overrides.is_exact(code, numbers)
+-- Return whether a level stays exact with these parameters. A plan that changed after the override was set may combine
+-- with it to parameters that are not exact; then the plan's parameters apply.
+function overrides.is_exact(code, parameters)
   if code > LEAKY_BUCKET then return true end
-  local full = numbers[1] * numbers[3]
-  return full <= MOST_EXACT and full <= TEN_YEARS_US * numbers[2]
+  local full = parameters[1] * parameters[3]
+  return full <= MAX_EXACT and full <= TEN_YEARS_US * parameters[2]
 end
 
 -- Return the live overrides of a list without those of one resource (true: of all resources, nil: of none), when the

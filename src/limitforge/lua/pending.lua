@@ -8,33 +8,33 @@ local sub, pack, unpack_struct = string.sub, struct.pack, struct.unpack
 local PENDING = '<c8I7I7I7B'
 local WIDTH = use('buckets').PENDING_WIDTH
 local REFUND, SHARE = 1, 2
-local HOLD_US = 5000000 -- what a check over several slots holds lapses after 5 s
+local TENTATIVE_TTL_US = 5000000 -- what a check over several slots holds lapses after 5 s
 
 local list
 list = {
-  HOLD_US = HOLD_US,
+  TENTATIVE_TTL_US = TENTATIVE_TTL_US,
 
   -- Remove the entries that have lapsed, and refund those of kind 1.
-  lapse = function(state, algorithm, numbers)
+  lapse = function(state, algorithm, parameters)
     local pending, keep_from = state.pending, 1
     while keep_from <= #pending do
-      local _, lapses, amount, source, kind = unpack_struct(PENDING, pending, keep_from)
-      if lapses > state.last then break end
-      if kind == REFUND then algorithm.give(state, numbers, amount, source) end
+      local _, lapses_us, amount, source, kind = unpack_struct(PENDING, pending, keep_from)
+      if lapses_us > state.last_us then break end
+      if kind == REFUND then algorithm.give(state, parameters, amount, source) end
       keep_from = keep_from + WIDTH
     end
     if keep_from > 1 then state.pending = sub(pending, keep_from) end
   end,
 
   -- Insert an entry after those that lapse no later.
-  add = function(state, token, lapses, amount, source, kind)
+  add = function(state, token, lapses_us, amount, source, kind)
     local pending, at = state.pending, #state.pending
     while at > 0 do
       local _, earlier = unpack_struct(PENDING, pending, at - WIDTH + 1)
-      if earlier <= lapses then break end
+      if earlier <= lapses_us then break end
       at = at - WIDTH
     end
-    state.pending = sub(pending, 1, at) .. pack(PENDING, token, lapses, amount, source, kind) .. sub(pending, at + 1)
+    state.pending = sub(pending, 1, at) .. pack(PENDING, token, lapses_us, amount, source, kind) .. sub(pending, at + 1)
   end,
 
   -- Remove the entry of a token; return its source and amount, or nil if there is none.
@@ -56,9 +56,9 @@ list = {
     local pending = state.pending
     for at = 1, #pending, WIDTH do
       if sub(pending, at, at + 7) == token then
-        local _, lapses, amount, source = unpack_struct(PENDING, pending, at)
+        local _, lapses_us, amount, source = unpack_struct(PENDING, pending, at)
         state.pending = sub(pending, 1, at - 1) .. sub(pending, at + WIDTH)
-        if ttl_us > 0 then list.add(state, token, lapses - HOLD_US + ttl_us, amount, source, kind) end
+        if ttl_us > 0 then list.add(state, token, lapses_us - TENTATIVE_TTL_US + ttl_us, amount, source, kind) end
         return source
       end
     end
@@ -69,8 +69,8 @@ list = {
   prepaid = function(pending)
     local sum, latest = 0, 0
     for at = 1, #pending, WIDTH do
-      local _, lapses, amount, _, kind = unpack_struct(PENDING, pending, at)
-      if kind == SHARE then sum, latest = sum + amount, lapses end
+      local _, lapses_us, amount, _, kind = unpack_struct(PENDING, pending, at)
+      if kind == SHARE then sum, latest = sum + amount, lapses_us end
     end
     return sum, latest
   end,

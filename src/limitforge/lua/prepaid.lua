@@ -33,7 +33,7 @@ local UNLIMITED = -1
 local SHARE = 2
 local TOKEN_BUCKET = 1
 
-local function numbers_of(call, rule, override_key, resource)
+local function parameters_of(call, rule, override_key, resource)
   if override_key == 0 or not call.values[override_key] then return rule[5] end
   local list = overrides.read(call.values[override_key])
   return list and overrides.apply(list, resource, rule, call.now)
@@ -42,23 +42,23 @@ end
 local function top_up(call, list, at, rules)
   local rule, key, token = rules[list[at]], list[at + 1], ARGV[list[at + 4]]
   local returned, kept, wanted = list[at + 5], list[at + 8], list[at + 9]
-  local numbers = numbers_of(call, rule, list[at + 2], ARGV[list[at + 3]])
-  if not numbers then return 3, 0, 0, 0, 0, 0, 0 end
+  local parameters = parameters_of(call, rule, list[at + 2], ARGV[list[at + 3]])
+  if not parameters then return 3, 0, 0, 0, 0, 0, 0 end
   -- Unlimited by an override, which may end at any time: nothing to prepay.
-  if numbers[1] == UNLIMITED then return 1, 0, UNLIMITED, UNLIMITED, 0, 0, -1 end
+  if parameters[1] == UNLIMITED then return 1, 0, UNLIMITED, UNLIMITED, 0, 0, -1 end
   local algorithm = algorithms.of(rule[1])
-  local work, effective_time = buckets.open(call, key, algorithm, numbers)
-  if not work then return effective_time and 2 or 3, effective_time or 0, 0, 0, 0, 0, 0 end
+  local opened, effective_time = buckets.open(call, key, algorithm, parameters)
+  if not opened then return effective_time and 2 or 3, effective_time or 0, 0, 0, 0, 0, 0 end
 
-  local is_bucket, changed = rule[1] == TOKEN_BUCKET, false
+  local refills, changed = rule[1] == TOKEN_BUCKET, false
   local starts, ends = 0, 0
-  if is_bucket then
-    changed = pending.remove(work, token) ~= nil
+  if refills then
+    changed = pending.remove(opened, token) ~= nil
     if not changed then
       if kept > 0 then ends = -1 end
       kept, returned = 0, 0
     end
-  elseif list[at + 6] ~= algorithm.starts(work, numbers) or list[at + 7] ~= work.until_us then
+  elseif list[at + 6] ~= algorithm.starts(opened, parameters) or list[at + 7] ~= opened.until_us then
     returned = 0
   end
   if call.budget and not call.values[key] then -- the tenant may not be allowed to begin this bucket
@@ -66,23 +66,23 @@ local function top_up(call, list, at, rules)
     if lane and lane.remaining < 1 then wanted = 0 end
   end
   if returned > 0 then
-    algorithm.give(work, numbers, returned, 0)
+    algorithm.give(opened, parameters, returned, 0)
     changed = true
   end
-  algorithm.seal(work)
-  local granted = min(wanted, floor(max(numbers[1] - work.used, 0) / 2))
+  algorithm.seal(opened)
+  local granted = min(wanted, floor(max(parameters[1] - opened.used, 0) / 2))
   if granted > 0 then
-    algorithm.take(work, numbers, granted)
+    algorithm.take(opened, parameters, granted)
     changed = true
   end
   -- After `take`, because the grant may have opened the window.
-  if not is_bucket then starts, ends = algorithm.starts(work, numbers), work.until_us end
-  if is_bucket and granted + kept > 0 then
-    pending.add(work, token, work.last + list[at + 10], granted + kept, 0, SHARE)
+  if not refills then starts, ends = algorithm.starts(opened, parameters), opened.until_us end
+  if refills and granted + kept > 0 then
+    pending.add(opened, token, opened.last_us + list[at + 10], granted + kept, 0, SHARE)
   end
-  algorithm.seal(work)
-  if changed then buckets.keep(call, key, algorithm, work) end
-  return 1, granted, numbers[1], max(numbers[1] - work.used, 0), work.until_us - work.last, starts, ends
+  algorithm.seal(opened)
+  if changed then buckets.keep(call, key, algorithm, opened) end
+  return 1, granted, parameters[1], max(parameters[1] - opened.used, 0), opened.until_us - opened.last_us, starts, ends
 end
 
 return function(request, now, injected)

@@ -1,7 +1,7 @@
 -- Reservations: what a check has reserved, and its settlement, which happens once.
 --
 -- The record is msgpack: { format, settled cost (-1: open), lapses_us, expires_us, { code, amount (-1: nothing), count,
--- numbers ... } }. The check that reserves writes it. It lives for its TTL and a day, and a day longer once it is
+-- parameters ... } }. The check that reserves writes it. It lives for its TTL and a day, and a day longer once it is
 -- settled.
 
 local ceil = math.ceil
@@ -13,18 +13,18 @@ local RESULT_TTL_MS = 86400000
 local reservations = {}
 
 -- Add what one debit has taken: an amount, or false for nothing. Slots are not part of a reservation.
-function reservations.add(reserved, code, amount, numbers)
+function reservations.add(reserved, code, amount, parameters)
   if code == algorithms.CONCURRENCY or not amount then
     reserved[#reserved + 1], reserved[#reserved + 2], reserved[#reserved + 3] = code, -1, 0
     return
   end
-  local count = code == algorithms.QUOTA and 2 or #numbers -- the settlement brings the calendar of its own day
+  local count = code == algorithms.QUOTA and 2 or #parameters -- the settlement brings the calendar of its own day
   reserved[#reserved + 1], reserved[#reserved + 2], reserved[#reserved + 3] = code, amount, count
-  for i = 1, count do reserved[#reserved + 1] = numbers[i] end
+  for i = 1, count do reserved[#reserved + 1] = parameters[i] end
 end
 
-function reservations.write_record(key, reserved, lapses, ttl_us)
-  local record = { RECORD_FORMAT, -1, lapses, lapses + RESULT_TTL_MS * 1000, reserved }
+function reservations.write_record(key, reserved, lapses_us, ttl_us)
+  local record = { RECORD_FORMAT, -1, lapses_us, lapses_us + RESULT_TTL_MS * 1000, reserved }
   redis.call('SET', key, cmsgpack.pack(record), 'PX', ceil(ttl_us / 1000) + RESULT_TTL_MS)
 end
 
@@ -57,7 +57,7 @@ function reservations.settle(request, now, injected)
     if not code then return { 5 } end
     local state = buckets.state(call, limit + 1, algorithms.of(code))
     if state == nil then return { -1, limit + 1 } end
-    if state and state.last > latest then latest = state.last end
+    if state and state.last_us > latest then latest = state.last_us end
     at = at + 3 + reserved[at + 2]
   end
   if latest >= record[3] then return { 2 } end -- by the clock, or by the time of a bucket that is ahead of it
@@ -69,23 +69,23 @@ function reservations.settle(request, now, injected)
     if amount >= 0 then
       local algorithm, key = algorithms.of(code), limit + 1
       local state = buckets.state(call, key, algorithm)
-      local numbers
+      local parameters
       if not state or buckets.is_expired(state, now) then
-        numbers = {}
-        for i = 1, count do numbers[i] = reserved[at + 2 + i] end
-        for i = 1, #calendars[limit] do numbers[count + i] = calendars[limit][i] end
-      else -- the plan may have changed since the reservation: use the numbers that the bucket was last written with
-        numbers = algorithm.numbers(state)
+        parameters = {}
+        for i = 1, count do parameters[i] = reserved[at + 2 + i] end
+        for i = 1, #calendars[limit] do parameters[count + i] = calendars[limit][i] end
+      else -- the plan may have changed since the reservation: use the parameters that the bucket was last written with
+        parameters = algorithm.parameters(state)
       end
-      local work, effective_time = buckets.open(call, key, algorithm, numbers)
-      if not work then return { 4, limit - 1, effective_time } end
+      local opened, effective_time = buckets.open(call, key, algorithm, parameters)
+      if not opened then return { 4, limit - 1, effective_time } end
       local more = amounts[limit] - amount
-      local source = pending.remove(work, ARGV[2])
-      if source and more < 0 then algorithm.give(work, numbers, -more, source) end
-      local forced = more > 0 and algorithm.force(work, numbers, more)
+      local source = pending.remove(opened, ARGV[2])
+      if source and more < 0 then algorithm.give(opened, parameters, -more, source) end
+      local forced = more > 0 and algorithm.force(opened, parameters, more)
       if forced or source then
-        algorithm.seal(work)
-        buckets.keep(call, key, algorithm, work)
+        algorithm.seal(opened)
+        buckets.keep(call, key, algorithm, opened)
       end
     end
     at = at + 3 + count

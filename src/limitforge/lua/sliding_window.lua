@@ -1,50 +1,50 @@
 -- Sliding window: an exact log, in which a cost counts for one window from when it was taken.
--- numbers: limit, window_us. Item: end 7, cost 2. Costs taken in the same microsecond are one item.
+-- parameters: limit, window_us. Entry: end 7, cost 2. Costs taken in the same microsecond are one entry.
 
 local min, sub, pack, unpack_struct = math.min, string.sub, struct.pack, struct.unpack
 
-local ITEM = '<I7I2'
-local ITEM_WIDTH = 9
+local ENTRY = '<I7I2'
+local ENTRY_WIDTH = 9
 
-local sliding_window = use('ledger')(4, ITEM_WIDTH)
+local sliding_window = use('ledger')(4, ENTRY_WIDTH)
 
-function sliding_window.take(state, numbers, cost)
+function sliding_window.take(state, parameters, cost)
   state.used = state.used + cost
-  local items, ends = state.items, state.last + state.span
-  local at = sliding_window.place(items, ends)
+  local entries, ends_us = state.entries, state.last_us + state.span_us
+  local at = sliding_window.insertion_point(entries, ends_us)
   local before = at
   if at > 0 then
-    local same, earlier = unpack_struct(ITEM, items, at - ITEM_WIDTH + 1)
-    if same == ends then
-      before, cost = at - ITEM_WIDTH, cost + earlier
+    local same, earlier = unpack_struct(ENTRY, entries, at - ENTRY_WIDTH + 1)
+    if same == ends_us then
+      before, cost = at - ENTRY_WIDTH, cost + earlier
     end
   end
-  state.items = sliding_window.put(items, before, pack(ITEM, ends, cost), at)
+  state.entries = sliding_window.put(entries, before, pack(ENTRY, ends_us, cost), at)
 end
 
-function sliding_window.force(state, numbers, amount)
-  local taken = min(amount, 2 * numbers[1] - state.used)
+function sliding_window.force(state, parameters, amount)
+  local taken = min(amount, 2 * parameters[1] - state.used)
   if taken <= 0 then return false end
-  sliding_window.take(state, numbers, taken)
+  sliding_window.take(state, parameters, taken)
   return true
 end
 
-function sliding_window.give(state, numbers, amount, source)
-  local items = state.items
-  for at = 1, #items, ITEM_WIDTH do
-    local ends, cost = unpack_struct(ITEM, items, at)
-    if ends == source then
+function sliding_window.give(state, parameters, amount, source)
+  local entries = state.entries
+  for at = 1, #entries, ENTRY_WIDTH do
+    local ends_us, cost = unpack_struct(ENTRY, entries, at)
+    if ends_us == source then
       local given = min(amount, cost)
-      local rest = given < cost and pack(ITEM, ends, cost - given) or ''
+      local rest = given < cost and pack(ENTRY, ends_us, cost - given) or ''
       state.used = state.used - given
-      state.items = sub(items, 1, at - 1) .. rest .. sub(items, at + ITEM_WIDTH)
+      state.entries = sub(entries, 1, at - 1) .. rest .. sub(entries, at + ENTRY_WIDTH)
       return
     end
   end
 end
 
 function sliding_window.source(state)
-  return state.last + state.span
+  return state.last_us + state.span_us
 end
 
 return sliding_window
