@@ -41,7 +41,9 @@ def list_all(tenant: TenantFilter = None, database: DatabaseUrl = DEFAULT_URL, a
 
     async def work(catalog: Catalog) -> None:
         now = to_datetime(catalog.clock.now_us())
-        overrides = [each for each in await list_entities(catalog, Override, tenant) if each.expires_at > now]
+        overrides = [
+            override for override in await list_entities(catalog, Override, tenant) if override.expires_at > now
+        ]
         if as_json:
             print_json([to_public_dict(override) for override in overrides])
             return

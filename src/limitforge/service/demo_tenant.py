@@ -43,9 +43,9 @@ class DemoTenant(msgspec.Struct, frozen=True):
 async def create_demo_tenant(catalog: Catalog, base_url: str) -> DemoTenant:
     """Create the tenant. Replace the one of an earlier demo, if any."""
     async with catalog.edit(ACTOR) as edit:
-        for kind in (Tenant, Token):
+        for entity_type in (Tenant, Token):
             with contextlib.suppress(NotFound):
-                await edit.delete(kind, (await get_by_name_or_id(edit.connection, kind, NAME)).id)
+                await edit.delete(entity_type, (await get_by_name_or_id(edit.connection, entity_type, NAME)).id)
         tenant = await edit.create(Tenant, {"name": NAME})
         plans: dict[str, str] = {}
         for name, numbers in ALGORITHMS.items():

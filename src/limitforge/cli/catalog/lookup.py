@@ -24,13 +24,13 @@ async def find_entity(catalog: Catalog, entity_type: type[AnyEntity], name: str,
 
     Raises `Conflict` if several tenants have an entity of this name.
     """
-    owner = {} if tenant is None else {"tenant_id": (await find_tenant(catalog, tenant)).id}
+    tenant_filter = {} if tenant is None else {"tenant_id": (await find_tenant(catalog, tenant)).id}
     try:
-        return await catalog.get_by_name_or_id(entity_type, name, **owner)
+        return await catalog.get_by_name_or_id(entity_type, name, **tenant_filter)
     except Conflict as error:
-        raise Conflict(f"{error}" if owner else f"{error}, or name the tenant with --tenant") from None
+        raise Conflict(f"{error}" if tenant_filter else f"{error}, or name the tenant with --tenant") from None
     except NotFound as error:
-        raise NotFound(f"{error} of tenant {tenant}" if owner else str(error)) from None
+        raise NotFound(f"{error} of tenant {tenant}" if tenant_filter else str(error)) from None
 
 
 async def resolve_plan_names(catalog: Catalog, tenant_id: str, options: Mapping[str, Any]) -> dict[str, Any]:

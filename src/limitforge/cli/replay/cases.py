@@ -123,10 +123,10 @@ def _parse_step(number: int, given: object, base_ms: int, limits: Limits) -> Ste
         expect = given.get("expect")
         if expect is not None and not isinstance(expect, dict):
             raise InvalidInput("expect", f"must be an object, got {_describe_json(expect)}")
-        for kind, field in ((ReleaseStep, "release"), (RenewStep, "renew")):
+        for step_type, field in ((ReleaseStep, "release"), (RenewStep, "renew")):
             if field in given:
                 _refuse_combination(field, given)
-                return kind(at_us, _parse_label(field, given[field]), expect)
+                return step_type(at_us, _parse_label(field, given[field]), expect)
         return _parse_check(given, at_us, expect, limits)
 
 

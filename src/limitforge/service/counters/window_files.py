@@ -96,8 +96,8 @@ class WindowFiles:
         tenants = _decode_tenants(content)
         if tenant_id is not None:
             tenants = {tenant_id: tenants[tenant_id]} if tenant_id in tenants else {}
-        rows = {owner: _decode_rows(raw) for owner, raw in tenants.items()}
-        for _, _, last_us in (row for each in rows.values() for row in each):
+        rows = {tenant: _decode_rows(raw) for tenant, raw in tenants.items()}
+        for _, _, last_us in (row for tenant_rows in rows.values() for row in tenant_rows):
             if last_us // self._window_us != window:
                 raise ValueError("a time outside its window")
         return rows

@@ -103,7 +103,7 @@ DESCRIPTIONS: dict[str, dict[str, str]] = {
 def check_schemas() -> dict[str, Any]:
     """Return the schemas by name."""
     _, components = msgspec.json.schema_components(list(SCHEMA_NAMES), ref_template="#/components/schemas/{name}")
-    new_names = {kind.__name__: name for kind, name in SCHEMA_NAMES.items()}
+    new_names = {struct.__name__: name for struct, name in SCHEMA_NAMES.items()}
     schemas = {new_names.get(name, name): _rename_refs(schema, new_names) for name, schema in components.items()}
     for schema in schemas.values():
         schema.pop("title", None)
