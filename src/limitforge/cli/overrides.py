@@ -41,9 +41,8 @@ def list_all(tenant: TenantFilter = None, database: DatabaseUrl = DEFAULT_URL, a
 
     async def work(catalog: Catalog) -> None:
         now = to_datetime(catalog.clock.now_us())
-        overrides = [
-            override for override in await list_entities(catalog, Override, tenant) if override.expires_at > now
-        ]
+        stored = await list_entities(catalog, Override, tenant)
+        overrides = [override for override in stored if override.expires_at > now]
         if as_json:
             print_json([to_public_dict(override) for override in overrides])
             return
