@@ -61,7 +61,7 @@ class CachingProcesses:
         """Wait until every limiter has received all invalidations so far."""
         self._number += 1
         name = f"number {self._number}"
-        self._raw.publish(CHANNEL, Invalidation(keys=(name,)).encode())
+        self._raw.publish(CHANNEL, Invalidation(bucket_keys=(name,)).encode())
         self._wait_until(lambda: all(name in cache._invalidated_us for cache in self.denial_caches))
 
     def close(self) -> None:

@@ -99,5 +99,5 @@ def share_of(limit: Limit, token: bytes = TOKEN, window: tuple[int, int] = (0, 0
 
 def ending(how: HoldAction, *limits: Limit, **fields: Any) -> FinishHold:
     """Finish what TOKEN has held of these limits since NOW_US."""
-    known: dict[str, Any] = {"optional": [False] * len(limits), "forgotten_before_us": NOW_US + TENTATIVE_TTL_US}
+    known: dict[str, Any] = {"may_be_missing": [False] * len(limits), "lapses_us": NOW_US + TENTATIVE_TTL_US}
     return FinishHold(how, TOKEN, [key_of(limit) for limit in limits], **known | fields)

@@ -94,7 +94,7 @@ def test_a_monitored_limit_that_holds_nothing_does_not_hinder_the_others(script:
     script.now_us += TENTATIVE_TTL_US
     script.check(OTHER, cost=1)
     script.now_us = NOW_US + 1
-    ((_, other),) = script.finish(ending(HoldAction.CONFIRM, WINDOW, OTHER, optional=[False, True]))
+    ((_, other),) = script.finish(ending(HoldAction.CONFIRM, WINDOW, OTHER, may_be_missing=[False, True]))
     assert other == (-1, 0)
     script.now_us = NOW_US + TENTATIVE_TTL_US
     assert script.remaining(WINDOW) == 7

@@ -83,7 +83,7 @@ def override(process: PrepaidProcess, window_seconds: int | None, limit: Limit =
 def drop_overridden(process: PrepaidProcess) -> None:
     shares = process.shares._shares.values()
     process.shares.invalidate(
-        Invalidation(subjects=tuple({share.overrides for share in shares if share.overrides is not None}))
+        Invalidation(override_keys=tuple({share.overrides for share in shares if share.overrides is not None}))
     )
 
 

@@ -437,9 +437,9 @@ def test_an_override_applies_also_where_another_limit_denied(process: CachingLim
 
 TENANT = Keys().tenant_keys("t").tenant_prefix
 DROPS = [
-    Invalidation(keys=tuple(key for _, key, *_ in of(HOUR).debits)),
-    Invalidation(subjects=(Keys.overrides_key(TENANT, "u"),)),
-    Invalidation(tenants=(TENANT,)),
+    Invalidation(bucket_keys=tuple(key for _, key, *_ in of(HOUR).debits)),
+    Invalidation(override_keys=(Keys.overrides_key(TENANT, "u"),)),
+    Invalidation(key_prefixes=(TENANT,)),
     None,
 ]
 
@@ -468,17 +468,17 @@ def test_an_answer_that_was_on_its_way_during_a_change_is_not_kept(
 def test_a_reply_from_before_a_change_is_not_cached_after_many_more_changes(*, is_all: bool) -> None:
     process = CachingLimiter(max_keys=2)
     check = of(HOUR, cost=3)
-    process.denials.invalidate(Invalidation(keys=("early",)))
+    process.denials.invalidate(Invalidation(bucket_keys=("early",)))
     process.clock.advance_us(10)
     outcome, sent_us = process.store.ask(check)
     process.clock.advance_us(10)
     if is_all:
         process.denials.invalidate_all()
     else:
-        process.denials.invalidate(Invalidation(keys=(check.debits[0][1],)))
+        process.denials.invalidate(Invalidation(bucket_keys=(check.debits[0][1],)))
     for at in range(10):
         process.clock.advance_us(1)
-        process.denials.invalidate(Invalidation(keys=(f"later {at}",)))
+        process.denials.invalidate(Invalidation(bucket_keys=(f"later {at}",)))
         process.store.answer(check, outcome, sent_us)
         assert process.denials.get(check) is None
 

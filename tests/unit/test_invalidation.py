@@ -45,7 +45,7 @@ def test_messages_may_have_been_missed_whenever_the_connection_is_not_the_first(
 
 
 def test_a_message_drops_what_it_names(cache: Cache, caches: InvalidatedCaches) -> None:
-    drop = Invalidation(keys=("lf:{t}:k",))
+    drop = Invalidation(bucket_keys=("lf:{t}:k",))
     _MessageHandler(b"lf:denials", caches).on_message({"type": "message", "data": drop.encode()})
     assert cache.forgot == [drop]
 

@@ -20,7 +20,7 @@ def test_only_one_bucket_of_a_check_becomes_the_overflow_bucket() -> None:
     budget = InProcessBucketBudget(1)
     budget.count_new([of("known").debits[0][1]], 0)
     check = Check([of("a").debits[0], of("b").debits[0]], ("a", "b"))
-    assert budget.redirect(check, set(), 0) == [0]
+    assert budget.use_overflow_buckets(check, set(), 0) == [0]
     assert [is_overflow(key) for _, key, *_ in check.debits] == [True, False]
 
 
@@ -29,5 +29,7 @@ def test_counters_restart_when_there_are_too_many_lanes(monkeypatch: pytest.Monk
     budget = InProcessBucketBudget(1)
     for tenant in ("first", "second", "third"):
         budget.count_new([of("s", tenant).debits[0][1]], 0)
-    redirected = {tenant: budget.redirect(of("new", tenant), set(), 0) for tenant in ("first", "second", "third")}
+    redirected = {
+        tenant: budget.use_overflow_buckets(of("new", tenant), set(), 0) for tenant in ("first", "second", "third")
+    }
     assert redirected == {"first": [], "second": [], "third": [0]}

@@ -462,7 +462,7 @@ def test_a_charge_that_may_have_been_made_is_not_made_again(caplog: pytest.LogCa
     answers = [TIMED_OUT, StoreUnavailable("connection refused"), None]
     parts.record_charges([build_charge(check.debits) for check in checks], answers)
     assert parts.topology.only_server is not None
-    assert list(costs_of(parts.topology.only_server.resilience.retire())) == [checks[1].debits[0][1]]
+    assert list(costs_of(parts.topology.only_server.resilience.take_charges())) == [checks[1].debits[0][1]]
     (line,) = lines(caplog)
     assert line.startswith("store.charges_lost: ")
     assert " lost=1 total=3 " in line

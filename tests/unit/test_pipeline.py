@@ -55,7 +55,7 @@ class PipelineHarness:
         return flight
 
     def pending_charges(self) -> int:
-        return sum(take[2] for charge in self.resilience.retire() for take in charge.debits)
+        return sum(take[2] for charge in self.resilience.take_charges() for take in charge.debits)
 
 
 @pytest.mark.parametrize(("calls", "owed"), [(1, 1), (2, 0)])
@@ -95,7 +95,7 @@ async def test_a_queue_that_was_too_long_is_no_failure_of_a_server_that_answered
     now = asyncio.get_running_loop().time()
     if answered:
         harness.pipeline._on_call_reply(harness.in_flight(harness.pending(now)), StoreCorrupt("not ours"))
-    harness.pipeline.submit(harness.pending(now))
+    harness.pipeline.enqueue(harness.pending(now))
     harness.pipeline._expire_queue(now)
     assert [type(answer) for answer in harness.answers] == [StoreCorrupt] * answered + [StoreUnavailable]
     assert harness.resilience.state == state
@@ -116,7 +116,7 @@ async def test_checks_that_leave_the_queue_take_their_weight_with_them(
     """The weight decides how many checks share a call. The checks of this test were never sent."""
     harness = PipelineHarness(failure="open")
     for subject in "abc":
-        harness.pipeline.submit(harness.pending(asyncio.get_running_loop().time(), subject))
+        harness.pipeline.enqueue(harness.pending(asyncio.get_running_loop().time(), subject))
     assert harness.pipeline._queued_us == 3 * BUCKET_US
     leave(harness.pipeline)
     assert (harness.pipeline.pending_count, harness.pipeline._queued_us) == (0, 0)

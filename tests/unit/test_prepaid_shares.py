@@ -189,8 +189,8 @@ def test_a_share_expires_counted_from_when_it_was_requested(limit: FixedWindow |
 
 def test_what_was_granted_before_a_reset_never_goes_back() -> None:
     for invalidation, returned in (
-        (Invalidation(keys=(PrepaidHarness().take()[1],)), 0),
-        (Invalidation(tenants=(Keys().tenant_keys("t").tenant_prefix,)), 200),
+        (Invalidation(bucket_keys=(PrepaidHarness().take()[1],)), 0),
+        (Invalidation(key_prefixes=(Keys().tenant_keys("t").tenant_prefix,)), 200),
     ):
         harness = PrepaidHarness()
         harness.ask(100)
@@ -237,7 +237,9 @@ def test_a_new_plan_spends_nothing_of_the_former_one() -> None:
 
 def test_an_override_ends_a_share_and_what_is_left_goes_back() -> None:
     harness = prepaid_harness()
-    harness.shares.invalidate(Invalidation(subjects=(Keys.overrides_key(Keys().tenant_keys("t").tenant_prefix, "s"),)))
+    harness.shares.invalidate(
+        Invalidation(override_keys=(Keys.overrides_key(Keys().tenant_keys("t").tenant_prefix, "s"),))
+    )
     assert harness.ask(1) == 0
     harness.wait()
     (request,) = harness.shares.due_requests()
@@ -246,7 +248,7 @@ def test_an_override_ends_a_share_and_what_is_left_goes_back() -> None:
 
 def test_a_reset_ends_a_share_and_nothing_goes_back() -> None:
     harness = prepaid_harness()
-    harness.shares.invalidate(Invalidation(keys=(harness.take()[1],)))
+    harness.shares.invalidate(Invalidation(bucket_keys=(harness.take()[1],)))
     assert harness.ask(1) == 0
     harness.wait()
     assert [request.returned for request in harness.shares.due_requests()] == [0]
@@ -254,21 +256,21 @@ def test_a_reset_ends_a_share_and_nothing_goes_back() -> None:
 
 def test_what_was_spent_for_a_check_that_was_denied_after_all_comes_back() -> None:
     harness = prepaid_harness()
-    _, epoch = harness.shares.spend(harness.take(5)) or ((), 0)
+    _, balance_id = harness.shares.spend(harness.take(5)) or ((), 0)
     assert harness.ask(200) == 195
-    harness.shares.refund(harness.take(5), epoch)
+    harness.shares.refund(harness.take(5), balance_id)
     assert harness.ask(6) == 5
 
 
 def test_what_was_spent_in_one_window_does_not_come_back_in_the_next() -> None:
     harness = prepaid_harness()
-    _, epoch = harness.shares.spend(harness.take(10)) or ((), 0)
+    _, balance_id = harness.shares.spend(harness.take(10)) or ((), 0)
     harness.ask(140)
     harness.wait()
     (request,) = harness.shares.due_requests()
     harness.ends_us = 2 * HOUR_US
     harness.grant(request, 20)
-    harness.shares.refund(harness.take(10), epoch)
+    harness.shares.refund(harness.take(10), balance_id)
     assert harness.ask(30) == 20
 
 
@@ -279,7 +281,7 @@ def test_an_answer_that_a_reset_has_overtaken_is_worth_nothing() -> None:
     (request,) = harness.shares.due_requests()
     sent_us = harness.clock.now_us()
     harness.clock.advance_us(1)
-    harness.shares.invalidate(Invalidation(keys=(harness.take()[1],)))
+    harness.shares.invalidate(Invalidation(bucket_keys=(harness.take()[1],)))
     harness.shares.apply_replies([request], [TopUpReply(200, 1_000_000, 0, HOUR_US, 0, HOUR_US)], sent_us)
     assert harness.ask(1) == 0
 
@@ -288,7 +290,7 @@ def test_what_could_not_be_brought_back_is_brought_back_later_unless_it_was_rese
     for is_reset, returned in ((False, 200), (True, 0)):
         harness = prepaid_harness()
         harness.shares.invalidate(
-            Invalidation(subjects=(Keys.overrides_key(Keys().tenant_keys("t").tenant_prefix, "s"),))
+            Invalidation(override_keys=(Keys.overrides_key(Keys().tenant_keys("t").tenant_prefix, "s"),))
         )
         harness.ask(100)
         harness.wait()
@@ -296,7 +298,7 @@ def test_what_could_not_be_brought_back_is_brought_back_later_unless_it_was_rese
         sent_us = harness.clock.now_us()
         harness.clock.advance_us(1)
         if is_reset:
-            harness.shares.invalidate(Invalidation(keys=(harness.take()[1],)))
+            harness.shares.invalidate(Invalidation(bucket_keys=(harness.take()[1],)))
         harness.shares.apply_replies([request], [None], sent_us)
         harness.wait()
         harness.ask(100)

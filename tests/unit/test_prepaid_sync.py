@@ -19,7 +19,7 @@ async def test_a_returned_share_is_sent_again_only_if_the_store_certainly_did_no
 ) -> None:
     harness = prepaid_harness()
     harness.shares.invalidate(
-        Invalidation(subjects=(harness.take()[4] or "",))
+        Invalidation(override_keys=(harness.take()[4] or "",))
     )  # an override changed: the share is returned
     harness.wait()
     sent: list[Any] = []

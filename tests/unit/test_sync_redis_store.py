@@ -73,7 +73,7 @@ def test_a_return_is_sent_again_only_if_it_certainly_did_not_arrive(
 ) -> None:
     harness = prepaid_harness()
     # An override has changed, so the balance goes back.
-    harness.shares.invalidate(Invalidation(subjects=(harness.take()[4] or "",)))
+    harness.shares.invalidate(Invalidation(override_keys=(harness.take()[4] or "",)))
     harness.wait()
 
     def fail(*_: Any) -> Any:

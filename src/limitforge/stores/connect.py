@@ -17,7 +17,7 @@ _REDIS = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel", "redis
 
 def connect(url: str, *, keys: Keys, clock: Clock | None = None, options: StoreOptions | None = None) -> Store:
     """Return the asynchronous store for a URL. It connects with the first check. Raises InvalidInput."""
-    if _is_memory(url):
+    if _names_memory_store(url):
         return AsyncMemoryStore(_memory_store(url, keys, clock, options))
     with _require_redis_py():
         from limitforge.stores.redis.aio.store import RedisStore
@@ -26,14 +26,15 @@ def connect(url: str, *, keys: Keys, clock: Clock | None = None, options: StoreO
 
 def connect_sync(url: str, *, keys: Keys, clock: Clock | None = None, options: StoreOptions | None = None) -> SyncStore:
     """Return the store for a URL, for use from threads. It connects with the first check. Raises InvalidInput."""
-    if _is_memory(url):
+    if _names_memory_store(url):
         return _memory_store(url, keys, clock, options)
     with _require_redis_py():
         from limitforge.stores.redis.sync.store import SyncRedisStore
     return SyncRedisStore(url, keys=keys, clock=clock, options=options)
 
 
-def _is_memory(url: str) -> bool:
+def _names_memory_store(url: str) -> bool:
+    """Return whether a URL names a memory store. Raises InvalidInput for an unknown scheme."""
     try:
         scheme = urlsplit(url).scheme if isinstance(url, str) else ""
     except ValueError:

@@ -122,10 +122,10 @@ class GetOverrides(Command[list[Override]]):
 class ListOverrides(Command[OverridePage]):
     """Return a page of a tenant's live overrides: at most `subjects` subjects, by name, from all lanes."""
 
-    key_prefixes: tuple[str, ...]
+    lane_prefixes: tuple[str, ...]
     tenant: str
     cursor: str | None
-    subjects: int
+    page_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,14 +148,14 @@ class DeleteOverride(Command[bool]):
 class ClearOverrides(Command[int]):
     """Remove all overrides of a tenant; return how many subjects had one."""
 
-    key_prefixes: tuple[str, ...]
+    lane_prefixes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class DropCachedDenials(Command[None]):
     """Drop the denials of a tenant from the denial cache of every process, because its plans have changed."""
 
-    key_prefixes: tuple[str, ...]
+    tenant_prefixes: tuple[str, ...]
 
 
 class Store(Protocol):

@@ -29,7 +29,7 @@ class InProcessBucketBudget:
         self._algorithm = SlidingWindowCounterAlgorithm(per_minute, MINUTE_US)
         self._counters: dict[str, Counter] = {}  # by lane prefix
 
-    def redirect(self, check: Check, states: Collection[str], now_us: int) -> list[int]:
+    def use_overflow_buckets(self, check: Check, states: Collection[str], now_us: int) -> list[int]:
         """Point the debits that may not create a bucket at their overflow buckets; return their positions."""
         redirected: list[int] = []
         keys: set[str] = set()

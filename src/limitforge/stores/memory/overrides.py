@@ -92,11 +92,11 @@ class MemoryOverrides:
         after = decode_cursor(command.cursor)
         subjects = sorted(
             (encode_key(subject), prefix)
-            for prefix in command.key_prefixes
+            for prefix in command.lane_prefixes
             for subject in self._subjects_by_prefix.get(prefix, ())
             if after is None or encode_key(subject) > after
         )
-        page = subjects[: command.subjects]
+        page = subjects[: command.page_size]
         overrides = [
             override
             for subject, prefix in page
@@ -121,7 +121,7 @@ class MemoryOverrides:
 
     def clear(self, command: ClearOverrides, now_us: int) -> int:
         cleared = 0
-        for prefix in command.key_prefixes:
+        for prefix in command.lane_prefixes:
             for subject in list(self._subjects_by_prefix.get(prefix, ())):
                 cleared += bool(self._live_overrides(prefix, "", subject, now_us))
                 self.by_key.pop(Keys.overrides_key(prefix, subject), None)

@@ -133,7 +133,7 @@ class MemoryStore:
                     results.append(error)
         return results
 
-    def evaluate(self, check: Check) -> Outcome:
+    def evaluate_part(self, check: Check) -> Outcome:
         """Evaluate a part of a check. The caller must end what the part holds with `end_holds`."""
         with self._lock:
             return self._evaluate(check, self.now_us())
@@ -174,7 +174,7 @@ class MemoryStore:
             self._ensure_room_for_record(now_us)
         undivided = self._divide_local_limits(check) if check.is_partly_local else []
         algorithm_for = self._overrides.algorithm_resolver(now_us) if self._overrides.by_key else None
-        redirected = [] if self._budget is None else self._budget.redirect(check, self._states, now_us)
+        redirected = [] if self._budget is None else self._budget.use_overflow_buckets(check, self._states, now_us)
         if redirected and algorithm_for is not None:
             shared = {(rule, overrides) for rule, *_, overrides in (check.debits[index] for index in redirected)}
             algorithm_for = self._overrides.algorithm_resolver(now_us, shared)

@@ -246,31 +246,37 @@ class CatalogRedis:
         return self._client_of(await self._address_for_key(key))
 
     def _client_of(self, address: Address) -> Any:
-        place = None if self._is_single else (address.host, address.port)
-        if place not in self._clients:
-            self._clients[place] = _create_client(address, MAX_CONNECTIONS)
-        return self._clients[place]
+        host_port = None if self._is_single else (address.host, address.port)
+        if host_port not in self._clients:
+            self._clients[host_port] = _create_client(address, MAX_CONNECTIONS)
+        return self._clients[host_port]
 
     async def _address_for_key(self, key: str) -> Address:
         if self._is_single:
             return self._deployment.server_template
         owners = self._owners or await self._discover()
         slot = hash_slot(key) if self._deployment.kind is DeploymentKind.CLUSTER else 0
-        place = owners[slot]
-        if place is None:
+        host_port = owners[slot]
+        if host_port is None:
             raise uncovered_slot_error(slot)
-        return self._deployment.server_template.at(*place)
+        return self._deployment.server_template.at(*host_port)
 
     async def _masters(self) -> list[Address]:
         if self._is_single:
             return [self._deployment.server_template]
         owners = self._owners or await self._discover()
-        return [self._deployment.server_template.at(*place) for place in dict.fromkeys(owners) if place is not None]
+        return [
+            self._deployment.server_template.at(*host_port)
+            for host_port in dict.fromkeys(owners)
+            if host_port is not None
+        ]
 
     async def _discover(self) -> Owners:
         """Find the current masters, and close the clients of all others."""
         is_cluster = self._deployment.kind is DeploymentKind.CLUSTER
-        masters = [self._deployment.server_template.at(*place) for place in self._clients if place and is_cluster]
+        masters = [
+            self._deployment.server_template.at(*host_port) for host_port in self._clients if host_port and is_cluster
+        ]
         flow = discover_owners(self._deployment, [*self._deployment.seeds, *masters])
         try:
             query = next(flow)
@@ -282,9 +288,9 @@ class CatalogRedis:
         return self._owners
 
     async def _close_clients_except(self, owners: set[HostPort | None]) -> None:
-        for place in self._clients.keys() - owners:
+        for host_port in self._clients.keys() - owners:
             with contextlib.suppress(RedisError, OSError):
-                await self._clients.pop(place).aclose()
+                await self._clients.pop(host_port).aclose()
 
 
 async def _send_query(query: DiscoveryQuery) -> Any:

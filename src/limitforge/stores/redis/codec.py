@@ -70,16 +70,16 @@ def check_flow(
     it is SERVER_TIME. Subjects without an override hint are first assumed to have no overrides. `new_buckets` bounds
     how many buckets a tenant may create.
     """
-    with_shadows = checks
+    all_checks = checks
     if any([check.shadow is not None for check in checks]):  # noqa: C419 - a list is twice as fast
-        with_shadows = [each for check in checks for each in (check, check.shadow) if each is not None]
-    for check in with_shadows:
+        all_checks = [each for check in checks for each in (check, check.shadow) if each is not None]
+    for check in all_checks:
         if check.is_dynamic:
             check.resolve_calendars(calendar_us)
     unreplicated: list[UnreplicatedReply] = []
-    outcomes = yield from _evaluate(with_shadows, time_us, unreplicated, override_hints, new_buckets)
+    outcomes = yield from _run_script(all_checks, time_us, unreplicated, override_hints, new_buckets)
     shadows: dict[int, Outcome] = {}
-    if with_shadows is not checks:
+    if all_checks is not checks:
         outcomes, shadows = _split_shadows(checks, outcomes)
     results: list[CheckResult] = []
     for index, (check, outcome) in enumerate(zip(checks, outcomes, strict=True)):
@@ -123,23 +123,26 @@ def finish_flow(finishes: Sequence[FinishHold], time_us: int) -> Flow[list[Any]]
     """Finish holds in one call. Return the windows of the debits of each hold, or None if it had lapsed."""
     keys: dict[str, int] = {}
     strings: dict[str | bytes, int] = {}
-    flat: list[int] = []
+    encoded: list[int] = []
     for finish in finishes:
         key_indexes = [keys.setdefault(key, len(keys) + 1) for key in finish.keys]
         token = strings.setdefault(finish.token, len(strings) + 2)
-        flat += (
+        encoded += (
             finish.action,
             token,
             finish.ttl_us,
             int(finish.refunds_on_lapse),
-            finish.forgotten_before_us,
+            finish.lapses_us,
             len(key_indexes),
         )
-        flat += [-index if optional else index for index, optional in zip(key_indexes, finish.optional, strict=True)]
-        flat += finish.amounts
-        flat += (source for source, _ in finish.sources)
-        flat += (starts for _, starts in finish.sources)
-    call = make_call((FINISH_HOLDS, time_us, flat), list(keys), strings)
+        encoded += [
+            -index if may_be_missing else index
+            for index, may_be_missing in zip(key_indexes, finish.may_be_missing, strict=True)
+        ]
+        encoded += finish.amounts
+        encoded += (source for source, _ in finish.sources)
+        encoded += (starts for _, starts in finish.sources)
+    call = make_call((FINISH_HOLDS, time_us, encoded), list(keys), strings)
     values = iter(decode_reply(call, (yield call)))
     return [[(next(values), next(values)) for _ in finish.keys] if next(values) else None for finish in finishes]
 
@@ -155,17 +158,17 @@ def top_up_flow(
     keys: dict[str, int] = {}
     rules: dict[Rule, int] = {}
     strings: dict[str | bytes, int] = {}
-    flat: list[int] = []
+    encoded: list[int] = []
     for request in requests:
         share = request.share
-        flat += (
+        encoded += (
             rules.setdefault(share.rule.with_calendar_at(calendar_us), len(rules) + 1),
             keys.setdefault(share.key, len(keys) + 1),
         )
-        flat.append(0 if share.overrides is None else keys.setdefault(share.overrides, len(keys) + 1))
-        flat += (strings.setdefault(name, len(strings) + 2) for name in (share.resource, share.token))
-        flat += (request.returned, *share.window, request.kept, request.requested, lapse_us)
-    arguments: tuple[Any, ...] = (TOP_UP, time_us, [rule.script_args for rule in rules], flat)
+        encoded.append(0 if share.overrides is None else keys.setdefault(share.overrides, len(keys) + 1))
+        encoded += (strings.setdefault(name, len(strings) + 2) for name in (share.resource, share.token))
+        encoded += (request.returned, *share.window, request.kept, request.requested, lapse_us)
+    arguments: tuple[Any, ...] = (TOP_UP, time_us, [rule.script_args for rule in rules], encoded)
     counters: list[str] = []
     if new_buckets is not None:
         counters = list({new_bucket_counter_key(lane_prefix_of(request.share.key)): None for request in requests})
@@ -182,7 +185,7 @@ def heartbeat_flow(key: str, name: bytes, alive_us: int, time_us: int) -> Flow[i
     return decode_reply(call, (yield call))[0]
 
 
-def _evaluate(
+def _run_script(
     checks: Sequence[Check],
     time_us: int,
     unreplicated: list[UnreplicatedReply],
@@ -204,7 +207,7 @@ def _evaluate(
         if missing is not None:
             status, key = missing
             if status == NEEDS_OVERFLOW_KEYS and new_buckets is not None:
-                new_buckets.exhausted_lanes.add(key)
+                new_buckets.exhausted_counters.add(key)
                 with_overflow_keys = True  # for all lanes, since others of this batch may need them too
             elif override_hints is not None:
                 override_hints.add(key)
@@ -242,7 +245,7 @@ def encode_checks(  # noqa: C901, PLR0912, PLR0915 - the hot path: one loop, and
     rules: dict[Rule, int] = {}
     strings: dict[str | bytes, int] = {}  # position in ARGV, from 2: the first is the encoded request
     index_keys: dict[str, int] = {}  # position of each override index; 0 if override keys are sent instead
-    flat: list[int] = []
+    encoded: list[int] = []
     counters: dict[str, bool] = {}  # by counter key of a lane: whether its overflow buckets are sent
     overflowing: list[str] = []
     overflow: list[int] = []  # pairs: position of a bucket, position of its overflow bucket
@@ -252,7 +255,7 @@ def encode_checks(  # noqa: C901, PLR0912, PLR0915 - the hot path: one loop, and
         counter = new_bucket_counter_key(lane_prefix)
         if counter not in counters:
             counters[counter] = with_overflow_keys or (
-                new_buckets is not None and counter in new_buckets.exhausted_lanes
+                new_buckets is not None and counter in new_buckets.exhausted_counters
             )
             overflowing.extend([counter] if counters[counter] else [])
         return counters[counter]
@@ -268,29 +271,36 @@ def encode_checks(  # noqa: C901, PLR0912, PLR0915 - the hot path: one loop, and
     for check in checks:
         prepared, lease, hold = check.prepared, check.lease, check.hold
         if prepared is not None and hold is None and not lease:  # the fast path, which nearly all checks take
-            index_position = index_keys.get(prepared.override_index_key)
-            if index_position is None:
-                index_position = add_override_index(prepared.override_index_key)
-            if index_position:
+            override_index_position = index_keys.get(prepared.override_index_key)
+            if override_index_position is None:
+                override_index_position = add_override_index(prepared.override_index_key)
+            if override_index_position:
                 prefix, cost, uniform_rules = check.bucket_prefix, check.cost, prepared.plan.uniform_rules
-                flat += (len(uniform_rules), 0, 0)
+                encoded += (len(uniform_rules), 0, 0)
                 for rule, suffix, counts_requests, overridable in uniform_rules:
-                    flat += (
+                    encoded += (
                         rules.setdefault(rule, len(rules) + 1),
                         keys.setdefault(prefix + suffix, len(keys) + 1),
                         1 if counts_requests and cost else cost,
-                        index_position if overridable else 0,
+                        override_index_position if overridable else 0,
                         0,
                     )
                 continue
         debits = check.debits
         token = strings.setdefault(lease, len(strings) + 2) if lease else 0
         if hold is None:
-            flat += (len(debits), token, 0)
+            encoded += (len(debits), token, 0)
         else:
             record = keys.setdefault(hold.key, len(keys) + 1) if hold.key else -1
             refund = int(hold.refund) + 2 * hold.uses_tentative_ttl
-            flat += (len(debits), token, record, strings.setdefault(hold.token, len(strings) + 2), hold.ttl_us, refund)
+            encoded += (
+                len(debits),
+                token,
+                record,
+                strings.setdefault(hold.token, len(strings) + 2),
+                hold.ttl_us,
+                refund,
+            )
         last_overrides: str | None = None
         last_resource: object = None
         override_position = resource_position = 0
@@ -298,7 +308,7 @@ def encode_checks(  # noqa: C901, PLR0912, PLR0915 - the hot path: one loop, and
             # A bucket must precede its overrides in KEYS.
             rule_position, key_position = rules.setdefault(rule, len(rules) + 1), keys.setdefault(key, len(keys) + 1)
             if overrides is None:
-                flat += (rule_position, key_position, cost, 0, 0)
+                encoded += (rule_position, key_position, cost, 0, 0)
                 if new_buckets is not None and rule.scope not in UNBUDGETED_SCOPES:
                     add_counter(lane_prefix_of(key))
             else:
@@ -311,15 +321,15 @@ def encode_checks(  # noqa: C901, PLR0912, PLR0915 - the hot path: one loop, and
                     if not override_position:
                         override_position = keys.setdefault(overrides, len(keys) + 1)
                         resource_position = strings.setdefault(resource, len(strings) + 2)
-                flat += (rule_position, key_position, cost, override_position, resource_position)
+                encoded += (rule_position, key_position, cost, override_position, resource_position)
             if overflowing and rule.scope not in UNBUDGETED_SCOPES and add_counter(lane_prefix_of(key)):
                 shared = overflow_key(key, rule.overflow_suffix)
                 overflow += (key_position, keys.setdefault(shared, len(keys) + 1))
     rule_rows = [rule.script_args for rule in rules]
     if new_buckets is None:
-        return make_call((CHECK, time_us, rule_rows, flat), list(keys), strings)
+        return make_call((CHECK, time_us, rule_rows, encoded), list(keys), strings)
     budget = [new_buckets.per_minute, *map(int, counters.values())]
-    return make_call((CHECK, time_us, rule_rows, flat, budget, overflow), [*keys, *counters], strings)
+    return make_call((CHECK, time_us, rule_rows, encoded, budget, overflow), [*keys, *counters], strings)
 
 
 def _decode_outcomes(

@@ -197,11 +197,11 @@ def _list_overrides(command: ListOverrides, keys: Keys, time_us: int) -> Flow[Ov
     """Read one page from each lane, and return the first page of all of them together."""
     after = decode_cursor(command.cursor)
     candidates: list[tuple[bytes, str]] = []
-    for prefix in command.key_prefixes:
-        subjects = yield from _list_subjects(prefix, keys, after, command.subjects + 1, time_us)
+    for prefix in command.lane_prefixes:
+        subjects = yield from _list_subjects(prefix, keys, after, command.page_size + 1, time_us)
         candidates += [(subject, prefix) for subject in subjects]
     candidates.sort()
-    page, has_more = candidates[: command.subjects], len(candidates) > command.subjects
+    page, has_more = candidates[: command.page_size], len(candidates) > command.page_size
     overrides: dict[str, list[Override]] = {}
     for prefix in dict.fromkeys(prefix for _, prefix in page):
         subjects = [subject for subject, lane in page if lane == prefix]
@@ -252,7 +252,7 @@ def _delete_override(command: DeleteOverride, keys: Keys, time_us: int) -> Flow[
 
 def _clear_overrides(command: ClearOverrides, keys: Keys, time_us: int) -> Flow[int]:
     cleared = 0
-    for prefix in command.key_prefixes:
+    for prefix in command.lane_prefixes:
         while subjects := (yield from _list_subjects(prefix, keys, None, _CLEAR_BATCH, time_us)):
             cleared += yield from _delete_overrides(prefix, None, subjects, keys, time_us)
     return cleared

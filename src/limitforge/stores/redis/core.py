@@ -154,21 +154,21 @@ class RedisCore:
         return build_decision(check, outcome, (yield from self._shadow_outcome(check, undo)))
 
     def hybrid_check(
-        self, check: Check, hybrid: HybridDecider, undo: Callable[[Sequence[FinishHold]], None]
+        self, check: Check, decider: HybridDecider, undo: Callable[[Sequence[FinishHold]], None]
     ) -> MultiStepFlow[Decision | LimitforgeError]:
         """Decide a check of which this process decides a part, and the store the rest."""
         record_denial = self._denial_recorder()
         try:
-            hybrid_check = hybrid.begin(check)
+            hybrid = decider.begin(check)
         except (StoreUnavailable, TooManyReservations) as error:  # the local store is full
             return self.decide_without_store(check, StoreUnavailable(str(error)))
         except LimitforgeError as error:
             return error
-        store_part, store_outcome = hybrid_check.store_part, None
+        store_part, store_outcome = hybrid.store_part, None
         if store_part is not None:
             store_outcome, refunds = yield from cross_slot_steps(store_part, self.topology.slot_of)
             undo(refunds)
-        outcome = hybrid.complete(hybrid_check, store_outcome)
+        outcome = decider.complete(hybrid, store_outcome)
         if isinstance(outcome, StoreUnavailable):
             return self.decide_without_store(check, outcome)
         if isinstance(outcome, LimitforgeError):
@@ -309,13 +309,13 @@ def invalidation_of(command: Command[Any]) -> Invalidation | None:
     """Return what a command makes outdated in caches of denials and prepaid shares."""
     match command:
         case Reset(keys):
-            return Invalidation(keys=keys)
+            return Invalidation(bucket_keys=keys)
         case Settle(reservation):
-            return Invalidation(keys=tuple(decode_key(limit.key) for limit in reservation.limits))
+            return Invalidation(bucket_keys=tuple(decode_key(limit.key) for limit in reservation.limits))
         case SetOverride(lane_prefix=prefix, subject=subject) | DeleteOverride(lane_prefix=prefix, subject=subject):
-            return Invalidation(subjects=(Keys.overrides_key(prefix, subject),))
+            return Invalidation(override_keys=(Keys.overrides_key(prefix, subject),))
         case ClearOverrides(prefixes) | DropCachedDenials(prefixes):
-            return Invalidation(tenants=prefixes)
+            return Invalidation(key_prefixes=prefixes)
     return None
 
 

@@ -36,9 +36,9 @@ _Names = tuple[bytes, ...]
 class Invalidation(msgspec.Struct, frozen=True):
     """What a change affects: bucket keys, subjects (their override keys), and tenants (prefixes of their keys)."""
 
-    keys: tuple[str, ...] = ()
-    subjects: tuple[str, ...] = ()
-    tenants: tuple[str, ...] = ()
+    bucket_keys: tuple[str, ...] = ()
+    override_keys: tuple[str, ...] = ()
+    key_prefixes: tuple[str, ...] = ()
 
     def encode(self) -> bytes:
         """Encode the message to the other processes."""
@@ -146,7 +146,7 @@ class DenialCache:
         """Remove the denials that a change affects."""
         with self._lock:
             now_us = self._now_us()
-            for name in (*invalidation.keys, *invalidation.subjects):
+            for name in (*invalidation.bucket_keys, *invalidation.override_keys):
                 self._invalidated_us.pop(name, None)
                 self._invalidated_us[name] = now_us
                 for key in tuple(self._keys_by_name.get(name, ())):
@@ -154,9 +154,9 @@ class DenialCache:
             while len(self._invalidated_us) > self._max_entries:
                 oldest_us = self._invalidated_us.pop(next(iter(self._invalidated_us)))
                 self._all_invalidated_us = max(self._all_invalidated_us, oldest_us)
-            if invalidation.tenants:
+            if invalidation.key_prefixes:
                 self._all_invalidated_us = max(self._all_invalidated_us, now_us)
-                for name in [name for name in self._keys_by_name if name.startswith(invalidation.tenants)]:
+                for name in [name for name in self._keys_by_name if name.startswith(invalidation.key_prefixes)]:
                     for key in tuple(self._keys_by_name.get(name, ())):
                         self._remove(key)
             self.has_entries = bool(self._entries)

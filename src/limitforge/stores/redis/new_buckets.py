@@ -15,11 +15,11 @@ MIN_BUDGET = 1_000
 
 
 class NewBucketBudget:
-    """The budget of one store. `exhausted_lanes` holds the lanes that used it up in the last minute."""
+    """The budget of one store. `exhausted_counters` holds the counters of the lanes that used it up lately."""
 
     def __init__(self, per_minute: int, clock: Clock) -> None:
         self.per_minute = self._configured = per_minute
-        self.exhausted_lanes = KeyHints(clock)
+        self.exhausted_counters = KeyHints(clock)
         self.overflowed = 0
         self._lock = threading.Lock()
 

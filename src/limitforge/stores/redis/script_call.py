@@ -81,7 +81,7 @@ def invalid_reply_error() -> StoreCorrupt:
     return StoreCorrupt("the reply to the script is invalid; check whether a proxy or another server replies for Redis")
 
 
-def as_corrupt_reply(error: Exception) -> LimitforgeError:
+def as_internal_error(error: Exception) -> LimitforgeError:
     """Return the error for a reply that could not be decoded, or for a bug. Log an error that is not one of ours."""
     if isinstance(error, LimitforgeError):
         return error

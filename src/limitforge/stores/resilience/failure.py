@@ -175,7 +175,7 @@ class Resilience:
                 **outage.summary(),
             )
 
-    def retire(self) -> list[Check]:
+    def take_charges(self) -> list[Check]:
         """Return the pending charges for the server that replaces this one."""
         outage = self._take_outage()
         if outage is None:

@@ -93,7 +93,7 @@ class EventLoopClient:
         if result is not None:
             deliver(self.loop, PendingCheck(check, on_reply, 0), result)
         elif self.only_pipeline is not None and not check.is_partly_local:
-            self.only_pipeline.submit(PendingCheck(check, on_reply, self.loop.time() + self.deadline_seconds))
+            self.only_pipeline.enqueue(PendingCheck(check, on_reply, self.loop.time() + self.deadline_seconds))
         else:
             self.submit(check, on_reply)
 
@@ -105,14 +105,14 @@ class EventLoopClient:
         deadline = self.loop.time() + self.deadline_seconds
         if check.is_partly_local:
             self._prepaid_sync.ensure_running()
-            flow = self._core.hybrid_check(check, self._hybrid, self.undo)
+            flow = self._core.hybrid_check(check, self._hybrid, self.send_refunds)
             return MultiStepCheck.start(self.loop, self.route, flow, on_reply, deadline)
         if self.only_pipeline is None and is_cross_slot(check, self._topology.slot_of):
-            flow = self._core.cross_slot_check(check, self.undo)
+            flow = self._core.cross_slot_check(check, self.send_refunds)
             return MultiStepCheck.start(self.loop, self.route, flow, on_reply, deadline)
         pending = PendingCheck(check, on_reply, deadline, group)
         if self.only_pipeline is not None:
-            self.only_pipeline.submit(pending)
+            self.only_pipeline.enqueue(pending)
         else:
             self.route(pending)
         return pending
@@ -127,9 +127,9 @@ class EventLoopClient:
             return
         if self._topology.is_stale or not server.resilience.is_healthy:
             self.refresh_topology()  # again: an earlier request may have come too soon after the last refresh
-        self._pipeline_of(server).submit(pending)
+        self._pipeline_of(server).enqueue(pending)
 
-    def undo(self, refunds: Sequence[FinishHold]) -> None:
+    def send_refunds(self, refunds: Sequence[FinishHold]) -> None:
         """Send refunds without waiting for replies. If a message is lost, its hold lapses and is refunded then."""
         for refund in refunds:
             self.route(PendingCheck(refund, ignore_reply, self.loop.time() + COMMAND_TIMEOUT_SECONDS))
@@ -171,7 +171,7 @@ class EventLoopClient:
         for pending in batch:
             pending.is_resubmitted, pending.needs_asking = True, False
             pending.redirects = 0 if is_redirect_cycle else pending.redirects + 1
-            pending.own_call_only = pending.own_call_only or isinstance(redirection, SlotMigrating)
+            pending.needs_own_call = pending.needs_own_call or isinstance(redirection, SlotMigrating)
             if pending.deadline <= now:
                 self._pipeline_of(server).resolve(pending, redirection)
         if isinstance(redirection, SlotMigrating) or is_redirect_cycle:
@@ -187,7 +187,7 @@ class EventLoopClient:
         for pending in batch:
             if pending.on_reply is not None:
                 pending.needs_asking = True
-                pipeline.submit(pending)
+                pipeline.enqueue(pending)
 
     def _route_all(self, batch: Sequence[PendingCheck]) -> None:
         for pending in batch:

@@ -10,7 +10,7 @@ from limitforge.core.decision import Decision
 from limitforge.errors import LimitforgeError, StoreError
 from limitforge.stores.redis.aio.pending import OnReply, PendingCheck, deliver
 from limitforge.stores.redis.multi_step.cross_slot import FinishHold, HoldAction, MultiStepFlow, Step
-from limitforge.stores.redis.script_call import as_corrupt_reply
+from limitforge.stores.redis.script_call import as_internal_error
 
 Route = Callable[[PendingCheck], None]
 
@@ -59,7 +59,7 @@ class MultiStepCheck:
             self._finish(done.value)
             return
         except Exception as error:  # noqa: BLE001 - a bug in limitforge: the caller must get a result
-            self._finish(as_corrupt_reply(error))
+            self._finish(as_internal_error(error))
             return
         is_resubmitted, self._has_started = self._has_started, True
         if self.on_reply is None and any(_is_confirmation(step) for step in steps):

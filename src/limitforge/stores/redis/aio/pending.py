@@ -32,9 +32,9 @@ class PendingCheck(msgspec.Struct, eq=False, gc=False):
     """True for a check that waited before, in another pipeline or step: its deadline is not postponed any more."""
     needs_asking: bool = False
     """True if the call needs an ASKING before it: the server is importing the slot."""
-    own_slot_only: bool = False
+    needs_single_slot_call: bool = False
     """True if the check can't share a call with other slots."""
-    own_call_only: bool = False
+    needs_own_call: bool = False
     """True if the check can't share a call at all: its slot is migrating, and keys of other checks may be missing."""
     redirects: int = 0
 
@@ -92,7 +92,7 @@ def count_that_fits(queue: Sequence[PendingCheck], max_us: int) -> int:
     return bisect_right(list(accumulate([pending.check.weight_us for pending in queue[:most]])), max_us) or 1
 
 
-def splits_group(queue: Sequence[PendingCheck], count: int) -> bool:
+def would_split_group(queue: Sequence[PendingCheck], count: int) -> bool:
     """Return True if a cut after `count` checks would split a group."""
     return count < len(queue) and queue[count].group is not None and queue[count].group is queue[count - 1].group
 

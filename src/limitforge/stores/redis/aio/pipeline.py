@@ -24,23 +24,23 @@ from limitforge.stores.redis.aio.pending import (
     group_around,
     not_cancelled,
     report_callback_error,
-    splits_group,
+    would_split_group,
 )
 from limitforge.stores.redis.aio.reconnecting import ReconnectingConnection
 from limitforge.stores.redis.codec import MAX_CALL_US
 from limitforge.stores.redis.core import RedisCore
 from limitforge.stores.redis.multi_step.cross_slot import FinishHold
 from limitforge.stores.redis.resp import should_split_by_slot
-from limitforge.stores.redis.script_call import Reply, ScriptCall, as_corrupt_reply
+from limitforge.stores.redis.script_call import Reply, ScriptCall, as_internal_error
 from limitforge.stores.redis.topology.topology import Server
 from limitforge.stores.resilience.failure import breaker_open_error
 
 MAX_WRITES_IN_FLIGHT = 2
 SPLIT_ABOVE_US = 100  # a batch that keeps Redis busy for longer is sent in halves
-CONNECT_DEADLINES = 4  # connecting may outlast the checks that wait for it, because later checks need it, too
+CONNECT_TIMEOUT_FACTOR = 4  # connecting may outlast the checks that wait for it, because later checks need it, too
 MIN_CONNECT_SECONDS = 0.25
-LAG_SECONDS = 0.005  # a loop iteration that takes longer postpones deadlines
-GRACE_SECONDS = 0.001
+SLOW_ITERATION_SECONDS = 0.005  # a loop iteration that takes longer postpones deadlines
+READ_REPLIES_SECONDS = 0.001
 SPLIT_SLOT_SECONDS = 1.0  # how long a slot gets calls of its own after a redirection
 
 
@@ -70,7 +70,7 @@ class Pipeline:
         self.loop = asyncio.get_running_loop()
         self.deadline_seconds = deadline_ms / 1_000
         self.server = server
-        connect_seconds = max(CONNECT_DEADLINES * self.deadline_seconds, MIN_CONNECT_SECONDS)
+        connect_seconds = max(CONNECT_TIMEOUT_FACTOR * self.deadline_seconds, MIN_CONNECT_SECONDS)
         self.connection = ReconnectingConnection(server.address, server.resilience, self, connect_seconds)
         self._resilience = server.resilience
         self._core = core
@@ -96,7 +96,7 @@ class Pipeline:
 
     # -- the queue
 
-    def submit(self, pending: PendingCheck) -> None:
+    def enqueue(self, pending: PendingCheck) -> None:
         """Queue a check. `pending.on_reply` is called once, perhaps before this method returns."""
         if not self._resilience.is_healthy and not self._resilience.allows_call():
             self.resolve(pending, breaker_open_error())
@@ -148,7 +148,7 @@ class Pipeline:
         not expire because the loop had no time to send them.
         """
         now = self.loop.time()
-        if now - (first_deadline - self.deadline_seconds) > LAG_SECONDS:
+        if now - (first_deadline - self.deadline_seconds) > SLOW_ITERATION_SECONDS:
             for pending in self._queue:
                 if pending.deadline >= first_deadline and not pending.is_resubmitted:
                     pending.deadline = now + self.deadline_seconds
@@ -182,12 +182,12 @@ class Pipeline:
             self._queue, self._queued_us = [], 0
             return queue, False
         count = count_that_fits(queue, max_us)
-        if splits_group(queue, count):  # a group is sent whole, unless it is too long for one call
+        if would_split_group(queue, count):  # a group is sent whole, unless it is too long for one call
             first, end = group_around(queue, count)
             count = first or min(end, count_that_fits(queue, MAX_CALL_US))
         self._queue = queue[count:]
         self._queued_us -= sum([pending.check.weight_us for pending in queue[:count]])
-        return queue[:count], splits_group(queue, count)
+        return queue[:count], would_split_group(queue, count)
 
     # -- calls
 
@@ -218,8 +218,8 @@ class Pipeline:
             del self._moving_slots[slot]
         groups: dict[tuple[bool, int, bool, int], list[PendingCheck]] = {}
         for pending in sorted(batch, key=_kind_and_slot):
-            own_slot = pending.own_slot_only or pending.needs_asking or pending.slot in self._moving_slots
-            slot, call = pending.slot if own_slot else -1, id(pending) if pending.own_call_only else 0
+            own_slot = pending.needs_single_slot_call or pending.needs_asking or pending.slot in self._moving_slots
+            slot, call = pending.slot if own_slot else -1, id(pending) if pending.needs_own_call else 0
             groups.setdefault((type(pending.check) is FinishHold, slot, pending.needs_asking, call), []).append(pending)
         return list(groups.values())
 
@@ -256,7 +256,7 @@ class Pipeline:
             if not isinstance(error, NotReplicated):
                 self.connection.abort(error)  # out of step: no reply on this connection can be trusted
         except Exception as error:  # noqa: BLE001 - an invalid reply, or a bug: the callers must get a result
-            self._fail_call(in_flight, as_corrupt_reply(error))
+            self._fail_call(in_flight, as_internal_error(error))
             self._record_reply(in_flight)
             self.connection.abort(StoreUnavailable("Redis sent an invalid reply", maybe_counted=True))
         else:
@@ -299,7 +299,7 @@ class Pipeline:
         """Queue a batch again, in front, with a call for each slot: then only slots that fail get an error."""
         wanted = not_cancelled(batch)
         for pending in wanted:
-            pending.is_resubmitted = pending.own_slot_only = True
+            pending.is_resubmitted = pending.needs_single_slot_call = True
         self._queue = [*wanted, *self._queue]
         self._queued_us += sum(pending.check.weight_us for pending in wanted)
         if wanted and self._timer is None:
@@ -311,7 +311,7 @@ class Pipeline:
             self._router.redirect(wanted, redirection, self.server)
         except Exception as error:  # noqa: BLE001 - a bug in limitforge: the callers must get a result
             for pending in wanted:
-                self.resolve(pending, as_corrupt_reply(error))
+                self.resolve(pending, as_internal_error(error))
 
     def _record_reply(self, in_flight: InFlightCall, results: Sequence[object] = ()) -> None:
         """Record that the server answered in time, even if its answer is an error."""
@@ -387,9 +387,9 @@ class Pipeline:
     def _on_timer(self) -> None:
         """Resolve the checks whose deadline has passed, and arm the timer for the next deadline."""
         now = self.loop.time()
-        if now - self._timer_at > LAG_SECONDS and not self._in_grace_period:
+        if now - self._timer_at > SLOW_ITERATION_SECONDS and not self._in_grace_period:
             self._in_grace_period = True  # the loop was busy: read the replies that have arrived meanwhile first
-            self._timer = self.loop.call_later(GRACE_SECONDS, self._on_timer)
+            self._timer = self.loop.call_later(READ_REPLIES_SECONDS, self._on_timer)
             return
         self._in_grace_period = False
         self._expire_calls(now)  # callbacks may submit new checks: `_timer` stays set until the end, so none arms it

@@ -35,7 +35,7 @@ class RedisStore:
         self._latest_client: EventLoopClient | None = None
 
     async def check(self, check: Check) -> Decision:
-        client = self._client()
+        client = self._current_client()
         result = client.decide_in_process(check)
         if result is not None:
             return cast("Decision", result)
@@ -53,11 +53,11 @@ class RedisStore:
     def submit(self, check: Check, on_result: Callable[[CheckResult], None]) -> None:
         client = self._latest_client
         if client is None or client.thread_id != threading.get_ident() or not client.loop.is_running():
-            client = self._client()
+            client = self._current_client()
         client.start_check(check, on_result)
 
     async def check_many(self, checks: Sequence[Check]) -> list[Decision | LimitforgeError]:
-        client = self._client()
+        client = self._current_client()
         batch = CallerBatch(checks, client.decide_in_process)
         if batch.to_send:
             all_replied = client.loop.create_future()
@@ -84,7 +84,7 @@ class RedisStore:
     async def run(self, command: Command[ResultT]) -> ResultT:
         if is_for_local_handle(command):
             return self._core.local_store.run(command)
-        client = self._client()
+        client = self._current_client()
         try:
             result = await client.run(command)
         except BaseException as error:
@@ -115,17 +115,17 @@ class RedisStore:
 
     def _charge(self, charges: Sequence[Check]) -> None:
         """Send pending charges from the loop that got the first answer after the outage."""
-        self._client().charge_soon(charges)
+        self._current_client().charge_soon(charges)
 
-    def _client(self) -> EventLoopClient:
+    def _current_client(self) -> EventLoopClient:
         """Return the client of the running loop."""
         loop = asyncio.get_running_loop()
         client = self._latest_client
         if client is None or client.loop is not loop:
-            client = self._client_of(loop)
+            client = self._client_for(loop)
         return client
 
-    def _client_of(self, loop: asyncio.AbstractEventLoop) -> EventLoopClient:
+    def _client_for(self, loop: asyncio.AbstractEventLoop) -> EventLoopClient:
         with self._lock:
             client = self._clients.get(loop)
             if client is None:

@@ -46,12 +46,12 @@ class FinishHold(msgspec.Struct, gc=False):
     action: HoldAction
     token: bytes
     keys: list[str]
-    optional: list[bool]
+    may_be_missing: list[bool]
     """True for each limit that may lack its hold: a monitored limit must not make a check fail."""
     ttl_us: int = 0
     refunds_on_lapse: bool = False
     """With a TTL, the hold becomes a reservation. This is what happens when the reservation lapses."""
-    forgotten_before_us: int = 0
+    lapses_us: int = 0
     """When the hold lapses, in the store's time. Until then, a missing hold counts as confirmed: its bucket was evicted
     or has expired."""
     amounts: list[int] = []
@@ -244,7 +244,7 @@ def _finish(part: SlotCheck, action: HoldAction, positions: list[int]) -> Finish
         b"" if part.check.hold is None else part.check.hold.token,
         [debits[at][1] if outcome is None else deciding_key(debits[at], outcome.rows[at]) for at in positions],
         [not debits[at][0].enforced for at in positions],
-        forgotten_before_us=TENTATIVE_TTL_US + (0 if outcome is None else outcome.now_us),
+        lapses_us=TENTATIVE_TTL_US + (0 if outcome is None else outcome.now_us),
         weight_us=BUCKET_US * len(positions),
     )
 
@@ -257,7 +257,7 @@ def _undo_confirm(part: SlotCheck, confirmation: FinishHold, sources: list[tuple
         confirmation,
         action=HoldAction.UNDO_CONFIRM,
         keys=[confirmation.keys[index] for index in kept],
-        optional=[False] * len(kept),
+        may_be_missing=[False] * len(kept),
         amounts=[amounts[index] for index in kept],
         sources=[sources[index] for index in kept],
     )

@@ -94,8 +94,8 @@ class HybridDecider:
 
     def _refund(self, hybrid: HybridCheck) -> None:
         """Refund what this process has debited, and update its rows to the state after the refund."""
-        for debit, epoch in hybrid.spent_shares:
-            self.shares.refund(debit, epoch)
+        for debit, balance_id in hybrid.spent_shares:
+            self.shares.refund(debit, balance_id)
         spent = [debit for debit, _ in hybrid.spent_shares]
         if hybrid.held_buckets:
             self._local.end_holds(list(hybrid.held_buckets.values()), hybrid.token, confirm=False)
@@ -105,7 +105,7 @@ class HybridDecider:
                 peek = Check(
                     [(rule, key, 0, resource, None)], ("",), is_dynamic=hybrid.check.is_dynamic, is_partly_local=True
                 )
-                hybrid.rows[index] = (*self._local.evaluate(peek).rows[0][:3], row[3], row[4])
+                hybrid.rows[index] = (*self._local.evaluate_part(peek).rows[0][:3], row[3], row[4])
             elif row is not None and debit in spent:
                 hybrid.rows[index] = (row[0], row[1] + cost, *row[2:])
 
@@ -116,7 +116,7 @@ class HybridDecider:
         hybrid.token = b"" if is_whole else os.urandom(TOKEN_BYTES)
         hold = None if is_whole else Hold("", hybrid.token, LOCAL_HOLD_TTL_US, refund=True)
         names = tuple(check.names[index] for index in indexes)
-        outcome = self._local.evaluate(
+        outcome = self._local.evaluate_part(
             Check(debits, names, is_dynamic=check.is_dynamic, hold=hold, is_partly_local=True)
         )
         hybrid.is_denied, hybrid.delay_us = not outcome.allowed, outcome.delay_us

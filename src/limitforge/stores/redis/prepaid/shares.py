@@ -45,7 +45,7 @@ class PrepaidShare(msgspec.Struct, eq=False):
     """Start and end, in the store's time, of the window that the share was debited from."""
     to_return: int = 0
     """Unspent cost to return with the next request."""
-    epoch: int = 0
+    balance_id: int = 0
     """Changes when the balance is replaced. What was spent before can't be refunded to the new balance."""
     invalidated_us: int = LONG_AGO_US
     """Grants of requests that were sent before this are not spent: the limit has changed, or its bucket was deleted."""
@@ -110,7 +110,7 @@ class PrepaidShares:
         return self._now_us()
 
     def spend(self, debit: Debit) -> tuple[LimitRow, int] | None:
-        """Spend a debit from its share; return the row and the epoch of the share, or None if the store must decide."""
+        """Spend a debit from its share; return the row and the balance id, or None if the store must decide."""
         rule, key, cost, resource, overrides = debit
         now_us = self._now_us()
         self._lock.acquire()  # `with` would cost twice as much
@@ -128,16 +128,22 @@ class PrepaidShares:
                 return None
             share.balance -= cost
             reset_us = share.resets_us - now_us
-            return (share.limit, share.balance + share.remaining, reset_us if reset_us > 0 else 0, 0, 0), share.epoch
+            return (
+                share.limit,
+                share.balance + share.remaining,
+                reset_us if reset_us > 0 else 0,
+                0,
+                0,
+            ), share.balance_id
         finally:
             self._lock.release()
 
-    def refund(self, debit: Debit, epoch: int) -> None:
+    def refund(self, debit: Debit, balance_id: int) -> None:
         """Return the cost of a check that was denied after all, unless the balance has been replaced since."""
         _, key, cost, *_ = debit
         with self._lock:
             share = self._shares.get(key)
-            if share is not None and share.epoch == epoch:
+            if share is not None and share.balance_id == balance_id:
                 share.balance += cost
 
     def invalidate(self, invalidation: Invalidation) -> None:
@@ -147,9 +153,9 @@ class PrepaidShares:
         """
         with self._lock:
             for share in self._shares.values():
-                if share.key in invalidation.keys:
+                if share.key in invalidation.bucket_keys:
                     self._forfeit(share)
-                elif share.overrides in invalidation.subjects or share.key.startswith(invalidation.tenants):
+                elif share.overrides in invalidation.override_keys or share.key.startswith(invalidation.key_prefixes):
                     self._invalidate(share)
 
     def invalidate_all(self, *, messages_missed: bool = True) -> None:
@@ -205,7 +211,7 @@ class PrepaidShares:
         is_bucket = share.rule.has_level
         if reply.ends_us == -1 or (not is_bucket and reply.window != share.window):  # lapsed, or in another window
             share.balance = share.to_return = 0
-            share.epoch += 1
+            share.balance_id += 1
         if sent_us <= share.invalidated_us:  # granted under old numbers, or from a bucket that was reset
             share.to_return += 0 if share.was_reset else reply.granted
             share.window = reply.window
@@ -231,7 +237,7 @@ class PrepaidShares:
 
     def _stop_spending(self, share: PrepaidShare) -> None:
         share.to_return += share.balance  # the store drops it if the window has changed
-        share.balance, share.epoch = 0, share.epoch + 1
+        share.balance, share.balance_id = 0, share.balance_id + 1
 
     def _invalidate(self, share: PrepaidShare) -> None:
         """Stop spending a share that was debited under old numbers."""
@@ -241,7 +247,7 @@ class PrepaidShares:
     def _forfeit(self, share: PrepaidShare) -> None:
         """Drop a share whose bucket was reset. If it were returned, it would refund the new bucket."""
         share.balance = share.to_return = 0
-        share.epoch += 1
+        share.balance_id += 1
         share.invalidated_us, share.was_reset = self._now_us(), True
 
     def _make_request(self, share: PrepaidShare, now_us: int) -> TopUpRequest | None:

@@ -10,7 +10,7 @@ from limitforge.stores.errors import NotReplicated, Redirected, SlotMigrating, a
 from limitforge.stores.redis.codec import split_by_weight
 from limitforge.stores.redis.core import RedisCore
 from limitforge.stores.redis.multi_step.cross_slot import FinishHold, MultiStepFlow, Step, routing_key
-from limitforge.stores.redis.script_call import Flow, Reply, ScriptCall, T, as_corrupt_reply
+from limitforge.stores.redis.script_call import Flow, Reply, ScriptCall, T, as_internal_error
 from limitforge.stores.redis.sync.connection import SyncConnection
 from limitforge.stores.redis.sync.servers import Operation, ServerPools
 from limitforge.stores.redis.topology.hash_slots import group_by_slot
@@ -45,12 +45,12 @@ class FlowRunner:
         results: list[Any] = [None] * len(checks)
         batches = self._split(checks, range(len(checks)))
         runs = [
-            (self._slot_of(checks[indices[0]]), self._core.checks_flow([checks[index] for index in indices]))
-            for indices in batches
+            (self._slot_of(checks[indexes[0]]), self._core.checks_flow([checks[index] for index in indexes]))
+            for indexes in batches
         ]
-        for indices, (slot, _), batch_result in zip(batches, runs, self._run_side_by_side(runs, deadline), strict=True):
+        for indexes, (slot, _), batch_result in zip(batches, runs, self._run_side_by_side(runs, deadline), strict=True):
             resilience = self._topology.server_of_slot(slot).resilience
-            for index, result in zip(indices, _one_for_each(batch_result, len(indices)), strict=True):
+            for index, result in zip(indexes, _one_for_each(batch_result, len(indexes)), strict=True):
                 is_undecided = isinstance(result, StoreUnavailable) and checks[index].result_kind is not ResultKind.PART
                 results[index] = resilience.decide_without_store(checks[index], result) if is_undecided else result
         return results
@@ -69,7 +69,7 @@ class FlowRunner:
                 except StopIteration as done:
                     results[index] = done.value
                 except Exception as error:  # noqa: BLE001 - a bug in limitforge: it must not affect the other checks
-                    results[index] = as_corrupt_reply(error)
+                    results[index] = as_internal_error(error)
             replies = iter(self.run_steps([step for steps in steps_of.values() for step in steps], deadline))
             replies_of = {index: [next(replies) for _ in steps] for index, steps in steps_of.items()}
         return results
@@ -82,24 +82,24 @@ class FlowRunner:
         batches = self._split(steps, finishes)
         runs = [
             (
-                self._slot_of(steps[indices[0]]),
-                self._core.finish_flow([cast("FinishHold", steps[index]) for index in indices]),
+                self._slot_of(steps[indexes[0]]),
+                self._core.finish_flow([cast("FinishHold", steps[index]) for index in indexes]),
             )
-            for indices in batches
+            for indexes in batches
         ]
-        for indices, batch_result in zip(batches, self._run_side_by_side(runs, deadline), strict=True):
-            for index, reply in zip(indices, _one_for_each(batch_result, len(indices)), strict=True):
+        for indexes, batch_result in zip(batches, self._run_side_by_side(runs, deadline), strict=True):
+            for index, reply in zip(indexes, _one_for_each(batch_result, len(indexes)), strict=True):
                 replies[index] = reply
         decided = self.decide_batch([cast("Check", steps[index]) for index in checks], deadline)
         for index, reply in zip(checks, decided, strict=True):
             replies[index] = reply
         return replies
 
-    def _split(self, steps: Sequence[Step], indices: Sequence[int]) -> list[Sequence[int]]:
-        """Split indices of steps into batches that each fit into one call: of one slot, and bounded by their weight."""
+    def _split(self, steps: Sequence[Step], indexes: Sequence[int]) -> list[Sequence[int]]:
+        """Split indexes of steps into batches that each fit into one call: of one slot, and bounded by their weight."""
         return [
             same_slot[part.start : part.stop]
-            for same_slot in group_by_slot(indices, lambda index: self._slot_of(steps[index]))
+            for same_slot in group_by_slot(indexes, lambda index: self._slot_of(steps[index]))
             for part in split_by_weight([steps[index].weight_us for index in same_slot])
         ]
 
@@ -120,12 +120,12 @@ class FlowRunner:
         if any(not server.resilience.is_healthy for server in runs_of):
             self._pools.refresh_topology()
         operations = {
-            server: _many_calls([calls[index] for index in indices], deadline) for server, indices in runs_of.items()
+            server: _many_calls([calls[index] for index in indexes], deadline) for server, indexes in runs_of.items()
         }
         replies: dict[int, Reply | StoreError] = {}
         for server, server_replies in self._pools.execute_many(operations, deadline).items():
-            indices = runs_of[server]
-            replies.update(zip(indices, _one_for_each(server_replies, len(indices)), strict=True))
+            indexes = runs_of[server]
+            replies.update(zip(indexes, _one_for_each(server_replies, len(indexes)), strict=True))
         return [
             self._result_or_error(flow, deadline, call, replies.get(index))
             for index, ((_, flow), call) in enumerate(zip(runs, calls, strict=True))
@@ -167,7 +167,7 @@ class FlowRunner:
         except LimitforgeError:
             raise
         except Exception as error:
-            raise as_corrupt_reply(error) from error
+            raise as_internal_error(error) from error
 
 
 def run_on_connection(flow: Flow[T], call: ScriptCall, connection: SyncConnection, deadline: float) -> T:

@@ -10,7 +10,7 @@ from typing import Any
 from limitforge.core.check import Check
 from limitforge.errors import LimitforgeError, StoreUnavailable
 from limitforge.stores.errors import NotServerFault, Redirected, SlotMigrating
-from limitforge.stores.redis.script_call import Reply, ScriptCall, as_corrupt_reply
+from limitforge.stores.redis.script_call import Reply, ScriptCall, as_internal_error
 from limitforge.stores.redis.sync.connection import ConnectionPool, SyncConnection
 from limitforge.stores.redis.topology.discovery import (
     DISCOVERY_TIMEOUT_SECONDS,
@@ -22,7 +22,7 @@ from limitforge.stores.redis.topology.topology import Server, Topology
 
 MAX_CONNECTIONS = 64  # to each server
 MAX_PARALLEL_SERVERS = 32
-GRACE_SECONDS = 0.02  # for a thread to hand over a reply that arrived just in time
+HANDOVER_SECONDS = 0.02  # for a thread to hand over a reply that arrived just in time
 
 Operation = Callable[[SyncConnection], Any]
 
@@ -69,7 +69,7 @@ class ServerPools:
             raise NotServerFault("the deadline has passed")
         resilience.ensure_allowed()
         try:
-            result = self.execute_unmonitored(server, deadline, operation)
+            result = self.execute_without_breaker(server, deadline, operation)
         except (Redirected, SlotMigrating):
             self._on_success(server)  # a redirection is an answer
             raise
@@ -79,7 +79,7 @@ class ServerPools:
             raise
         except Exception as error:
             self._on_success(server)  # an error reply is an answer
-            raise as_corrupt_reply(error) from error
+            raise as_internal_error(error) from error
         results = result if isinstance(result, list) else ()
         failures = [r for r in results if isinstance(r, StoreUnavailable) and not isinstance(r, NotServerFault)]
         if failures and len(failures) == len(results):
@@ -112,7 +112,7 @@ class ServerPools:
         except LimitforgeError as error:
             return error
 
-    def execute_unmonitored(self, server: Server, deadline: float, operation: Operation) -> Any:
+    def execute_without_breaker(self, server: Server, deadline: float, operation: Operation) -> Any:
         """Run an operation without recording whether the server answered."""
         with self._lock:
             pool = self._pools.get(server)
@@ -237,7 +237,7 @@ def _send_query(query: DiscoveryQuery) -> Any:
 def _result_before(future: "Future[Any]", deadline: float) -> Any:
     """Return the result of a thread, or an error if there is none in time."""
     try:
-        return future.result(max(deadline - time.monotonic(), 0) + GRACE_SECONDS)
+        return future.result(max(deadline - time.monotonic(), 0) + HANDOVER_SECONDS)
     except TimeoutError:
         if future.cancel():
             return NotServerFault("all threads for parallel calls are in use")

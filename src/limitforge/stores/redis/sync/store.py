@@ -81,9 +81,9 @@ class SyncRedisStore:
             if check.is_partly_local:
                 if self._prepaid_thread is None:
                     self._start_prepaid_sync()
-                multi_step[index] = self._core.hybrid_check(check, self._hybrid, self._undo)
+                multi_step[index] = self._core.hybrid_check(check, self._hybrid, self._send_refunds)
             elif not self._topology.is_single and is_cross_slot(check, self._topology.slot_of):
-                multi_step[index] = self._core.cross_slot_check(check, self._undo)
+                multi_step[index] = self._core.cross_slot_check(check, self._send_refunds)
             else:
                 single_step.append(index)
         decided = self._flows.decide_batch([batch.to_send[index] for index in single_step], deadline)
@@ -125,7 +125,7 @@ class SyncRedisStore:
     def _run_flow(self, flow: Flow[T], deadline: float) -> T:
         return self._flows.run(flow, deadline)
 
-    def _undo(self, refunds: Sequence[FinishHold]) -> None:
+    def _send_refunds(self, refunds: Sequence[FinishHold]) -> None:
         """Send refunds in a thread. If a message is lost, its hold lapses and is refunded then."""
         if refunds:
             args = [refunds, time.monotonic() + COMMAND_TIMEOUT_SECONDS]
@@ -215,7 +215,7 @@ class SyncRedisStore:
         command = ("PUBLISH", self._core.channel, invalidation.encode())
         try:
             server = self._pools.server_of_slot(0, deadline)
-            reply = self._pools.execute_unmonitored(
+            reply = self._pools.execute_without_breaker(
                 server, deadline, lambda connection: connection.send_command(command, deadline)
             )
         except LimitforgeError as error:

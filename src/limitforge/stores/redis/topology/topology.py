@@ -135,15 +135,15 @@ class Topology:
         with self._lock:
             before = self._servers
             self._servers = {}
-            for place in {place for place in owners if place is not None}:
-                self._servers[place] = before.get(place) or self._create_server(*place)
-            self._owner_of_slot = [None if place is None else self._servers[place] for place in owners]
+            for host_port in {host_port for host_port in owners if host_port is not None}:
+                self._servers[host_port] = before.get(host_port) or self._create_server(*host_port)
+            self._owner_of_slot = [None if host_port is None else self._servers[host_port] for host_port in owners]
             self.is_stale = None in self._owner_of_slot
             self._refreshed_us = self._now_us()  # set last: threads without the lock read it before the owners
-            retired = [server for place, server in before.items() if place not in self._servers]
+            retired = [server for host_port, server in before.items() if host_port not in self._servers]
             for server in retired:
                 self._retired_degraded.update(server.resilience.degraded)
-        return [charge for server in retired for charge in server.resilience.retire()]
+        return [charge for server in retired for charge in server.resilience.take_charges()]
 
     def _get_or_add(self, host: str, port: int) -> Server:
         server = self._servers.get((host, port))
