@@ -203,14 +203,14 @@ def test_usage_can_be_filtered_by_time(admin: AdminClient, account: TenantFixtur
 def test_the_subject_with_the_most_denials_is_first(
     sqlite_service: LiveService, account: TenantFixture, tenant_admin: AdminClient
 ) -> None:
-    sketch, now_us = sqlite_service.service.throttled, sqlite_service.catalog.clock.now_us()
+    throttled, now_us = sqlite_service.service.throttled, sqlite_service.catalog.clock.now_us()
     for subject, times in (("user:7", 5), ("user:8", 9)):
         for _ in range(times):
-            sketch.record_denial(account.id, subject, now_us)
+            throttled.record_denial(account.id, subject, now_us)
     items = tenant_admin.get("/throttled").json()["items"]
     assert [(item["subject_hash"], item["denied"]) for item in items] == [
-        (sketch.subject_hash(account.id, "user:8"), 9),
-        (sketch.subject_hash(account.id, "user:7"), 5),
+        (throttled.subject_hash(account.id, "user:8"), 9),
+        (throttled.subject_hash(account.id, "user:7"), 5),
     ]
     assert {item["tenant_id"] for item in items} == {account.id}
     assert items[0]["last_denied_at"].endswith("Z")

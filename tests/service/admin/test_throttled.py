@@ -246,7 +246,7 @@ async def test_a_missing_folder_stops_nothing(tmp_path: Path, caplog: pytest.Log
     assert len(await denials(new_tracker(folder))) == 1
 
 
-async def test_a_full_sketch_is_hashed_in_slices(tmp_path: Path) -> None:
+async def test_a_full_window_is_hashed_in_slices(tmp_path: Path) -> None:
     """The event loop can run other tasks between the slices, instead of waiting for thousands of HMACs."""
     throttled = new_tracker(tmp_path)
     for index in range(MAX_SUBJECTS):

@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from limitforge.core.keys import MAX_KEY_PART_BYTES
 from limitforge.core.reservations import Settlement
 from limitforge.service.checks.request_bodies import MAX_COSTS, CheckBody
 from limitforge.service.checks.responses import DecisionBody, DenialProblem
@@ -20,7 +21,7 @@ SCHEMA_NAMES: dict[type, str] = {
 }
 """The structs with their names in the document."""
 
-KEY_PART: dict[str, Any] = {"type": "string", "minLength": 1, "maxLength": 512}
+KEY_PART: dict[str, Any] = {"type": "string", "minLength": 1, "maxLength": MAX_KEY_PART_BYTES}
 PLAN_ID_DESCRIPTION = (
     "The id of a plan to apply instead of the plans of the tenant and the policy. The key needs the scope `plans`."
 )
