@@ -1,4 +1,4 @@
-"""Rate limiting for a program: the limiter turns arguments into a check, the store decides it. For an event loop.
+"""The asyncio limiter: it turns arguments into checks, and its store decides them.
 
 `limiter_sync.py` is generated from this file: run `make generate` after a change.
 """
@@ -89,12 +89,12 @@ class Limiter:
         shadow: LimitsLike | None = None,
         failure: Failure | FailureName | None = None,
     ) -> Decision:
-        """Take `cost` from every limit, or nothing from any if one has no room. A cost of 0 takes nothing (a peek).
+        """Take `cost` from all limits, or from none if it exceeds any of them. A cost of 0 takes nothing (a peek).
 
         `resource`, `subject` and `tenant` name the buckets, each at most 512 bytes. `limits` are limits or their text,
         such as "100/minute; 10/second". `costs` gives limits costs of their own by name. `priority` is P0 to P3 and
-        matters to limits with `shares`. `shadow` is a candidate plan: it is decided in the same call and changes
-        nothing of the live decision. `failure` is the failure behaviour of this check; None is that of the store.
+        matters to limits with `shares`. `shadow` is a candidate plan: it is decided in the same call, and does not
+        affect the live decision. `failure` is the failure behaviour of this check; None is that of the store.
 
         A denial is a value, not an exception. Raises `InvalidInput`; `StoreUnavailable` only if the failure behaviour
         is `raise`; `StoreCorrupt`.
@@ -147,9 +147,9 @@ class Limiter:
     def submit_prepared(self, check: Check, on_result: Callable[[CheckResult], None]) -> None:
         """Decide a check that `PreparedCheck.bind` returned, on the running event loop. This is the fastest way.
 
-        `on_result` is called exactly once, perhaps before this returns. It receives the store's numbers (an `Outcome`
-        or a `CompactOutcome`), a `Decision` where there is more to say, or an error. The service formats a response
-        from the numbers without building a `Decision`.
+        `on_result` is called exactly once, perhaps before this returns. It receives an `Outcome` or a `CompactOutcome`,
+        from which the service formats a response without building a `Decision`. It receives a `Decision` if the check
+        has a shadow plan or was decided without the store, or an error.
         """
         check.result_kind = ResultKind.OUTCOME
         self._store.submit(check, on_result)
@@ -173,7 +173,7 @@ class Limiter:
     async def check_many(self, requests: Iterable[Request]) -> list[Decision | LimitforgeError]:
         """Decide independent checks in one call, in order and at one time. Return the decisions in the same order.
 
-        The error of a check that fails stands in the place of its decision, and affects no other check.
+        A check that fails has its error at its position in the list, and affects no other check.
         """
         batch = RequestBatch(self._requests, requests)
         return batch.results(await self._store.check_many(batch.checks))
@@ -251,10 +251,10 @@ class Limiter:
         ttl_seconds: float,
         tenant: KeyPart = DEFAULT_TENANT,
     ) -> Override:
-        """Give one subject other numbers, in all processes from the next check on, for `ttl_seconds`.
+        """Change limits for one subject, in all processes from the next check on, for `ttl_seconds`.
 
         `changes` maps the name of a limit to its changed fields, `{"burst": {"limit": 500}}`, or to "unlimited" or
-        "blocked". `limits` are the limits that it changes; their other numbers stay as they are. `resource` may be `*`;
+        "blocked". `limits` are the limits that it changes; their other fields stay as they are. `resource` may be `*`;
         an override of the exact resource takes precedence. Raises `InvalidInput` if a change is invalid or the subject
         has 64 overrides, and `StoreUnavailable`.
         """
@@ -289,7 +289,7 @@ class Limiter:
         return await self._store.run(self._requests.missing_overrides(targets))
 
     async def delete_override(self, resource: KeyPart, subject: KeyPart, *, tenant: KeyPart = DEFAULT_TENANT) -> bool:
-        """Delete an override, so that the numbers of the plan apply again. Return whether it existed.
+        """Delete an override, so that the plan applies again without it. Return whether it existed.
 
         Raises `InvalidInput` and `StoreUnavailable`.
         """
@@ -305,7 +305,7 @@ class Limiter:
     async def drop_denials(self, *, tenant: KeyPart = DEFAULT_TENANT) -> None:
         """Drop a tenant's denials from the denial caches of all processes.
 
-        Resets, settlements, overrides and limits with other numbers do so by themselves. Raises `InvalidInput` and
+        Resets, settlements, overrides and changed limits do so by themselves. Raises `InvalidInput` and
         `StoreUnavailable`.
         """
         await self._store.run(self._requests.drop_denials(tenant))

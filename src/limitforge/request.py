@@ -1,4 +1,4 @@
-"""Turn a caller's arguments into the checks and commands of a store. Both limiters use it."""
+"""Turn a caller's arguments into the checks and commands of a store, for both limiters."""
 
 import logging
 import os

@@ -73,7 +73,7 @@ def _around(calendar: Calendar, hour: int, now_us: int) -> tuple[int, int, int, 
 
 @lru_cache(maxsize=4_096)
 def _windows_of_hour(calendar: Calendar, hour: int) -> list[int]:
-    """Return every window start that a moment of this hour may need. Cached, since every check of a quota needs it."""
+    """Return the window starts around this hour. Cached, since every check of a quota needs them."""
     tz = zone(calendar.time_zone)
     today = datetime.fromtimestamp(hour * 3_600, tz).date()
     starts: list[int] = []

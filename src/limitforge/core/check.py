@@ -391,7 +391,7 @@ def build_check_from_entries(keys: Keys, entries: Iterable[Entry], *, tenant: st
         (
             rule.for_key(keys.without_prefix(key)) if rule.is_dynamic else rule,
             key,
-            1 if rule.counts_requests and cost else cost,
+            rule.cost_of(cost),
             resource,
             keys.overrides_key(tenant_keys.subject_prefix(subject), subject) if rule.overridable else None,
         )
@@ -424,8 +424,8 @@ def _apply_costs(check: Check, costs: Mapping[str, int], plan: Plan) -> None:
                 named_with_layer.add(index)
             elif index in named_with_layer:
                 continue
-            rule, key, _, resource, overrides = check.debits[index]
-            check.debits[index] = (rule, key, 1 if rule.counts_requests and cost else cost, resource, overrides)
+            rule, key, _, resource, overrides_key = check.debits[index]
+            check.debits[index] = (rule, key, rule.cost_of(cost), resource, overrides_key)
 
 
 def _costs_in_plan(costs: Mapping[str, int] | None, plan: Plan) -> Mapping[str, int] | None:

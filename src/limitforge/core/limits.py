@@ -42,17 +42,18 @@ UNIT_SECONDS = {"second": 1, "minute": 60, "hour": 3_600, "day": 86_400}
 
 
 class Scope(StrEnum):
-    """The parts of (tenant, resource, subject) that name the bucket.
-
-    `subject` has all three, `caller` tenant and subject, `resource` tenant and resource, `tenant` only the tenant, and
-    `global` none.
-    """
+    """The parts of (tenant, resource, subject) that name the bucket."""
 
     SUBJECT = "subject"
+    """Tenant, resource and subject."""
     CALLER = "caller"
+    """Tenant and subject."""
     RESOURCE = "resource"
+    """Tenant and resource."""
     TENANT = "tenant"
+    """The tenant."""
     GLOBAL = "global"
+    """None of them: one bucket for all checks."""
 
 
 UNBUDGETED_SCOPES = (Scope.TENANT, Scope.GLOBAL)
@@ -75,13 +76,14 @@ class Counts(StrEnum):
 
 
 class Consistency(StrEnum):
-    """Who decides about a limit: the store for every check (exact), this process by a share of the limit that it bought
-    from the store in advance (prepaid), or this process by its part of the limit (local).
-    """
+    """Who decides about a limit."""
 
     EXACT = "exact"
+    """The store decides every check."""
     PREPAID = "prepaid"
+    """This process spends a share of the limit that it debited in advance in the store."""
     LOCAL = "local"
+    """This process decides alone, with the limit divided by the number of processes."""
 
 
 class Align(StrEnum):
@@ -180,7 +182,7 @@ class Limit:
 
     @property
     def size(self) -> int | None:
-        """The number of the limit: capacity, limit or slots. None if unlimited, 0 if blocked."""
+        """The capacity, limit or number of slots. None if unlimited, 0 if blocked."""
         size: int | None = getattr(self, self.size_field)
         return size
 
