@@ -19,6 +19,7 @@ from limitforge.catalog.config.diff import Change, diff_documents
 from limitforge.catalog.config.entity_changes import EntityChanges
 from limitforge.catalog.config.export import CatalogState, read_state, state_to_document
 from limitforge.catalog.config.specs import (
+    OPERATOR_NAME,
     ConfigDocument,
     KeySpec,
 )
@@ -35,8 +36,6 @@ from limitforge.errors import InvalidInput, VersionConflict
 MAX_CHANGES = 500  # in a transaction with more than one tenant: about 0.1 s on Postgres
 MIN_PAUSE_SECONDS = 0.005
 PAUSE_FRACTION = 0.25  # of the last transaction's time: SQLite does not queue writers, so they need a gap
-
-OPERATOR_NAME = ""  # stands for the operator among the names of tenants
 
 ProgressCallback = Callable[[int, int], None]
 """Called with the number of applied tenants and the number of tenants to apply."""

@@ -203,6 +203,7 @@ class ConfigDocument(Spec, frozen=True, kw_only=True):
     ] = None
 
 
+OPERATOR_NAME = ""  # stands for the operator among the names of tenants
 SPEC_TYPES: Mapping[str, type[Spec]] = {
     "plans": PlanSpec,
     "policies": PolicySpec,

@@ -9,6 +9,7 @@ import msgspec
 
 from limitforge.catalog.config.diagnostics import Diagnostics, join_path
 from limitforge.catalog.config.specs import (
+    OPERATOR_NAME,
     SECTIONS,
     ConfigDocument,
     KeySpec,
@@ -36,10 +37,10 @@ def validate(
     """Add every inconsistency of the document to `diagnostics`.
 
     `current` is the state of the catalog. It fills in sections that the document omits; without it, checks that need
-    such a section are skipped. `only` restricts the checks to these tenants; "" is the operator.
+    such a section are skipped. `only` restricts the checks to these tenants; `OPERATOR_NAME` is the operator.
     """
     current_tenants = {} if current is None else {each.name: each for each in current.tenants or ()}
-    if document.operator is not None and (only is None or "" in only):
+    if document.operator is not None and (only is None or OPERATOR_NAME in only):
         existing = None if current is None else operator_as_tenant(current.operator or OperatorSpec())
         _validate_tenant(
             "operator",
@@ -47,7 +48,6 @@ def validate(
             existing,
             now,
             diagnostics,
-            is_complete=current is not None,
         )
     tenants = document.tenants or ()
     if only is None:
@@ -57,34 +57,28 @@ def validate(
     for index, tenant in enumerate(tenants):
         if only is not None and tenant.name not in only:
             continue
-        existing = current_tenants.get(tenant.name)
-        _validate_tenant(f"tenants[{index}]", tenant, existing, now, diagnostics, is_complete=current is not None)
+        existing = None if current is None else current_tenants.get(tenant.name, TenantSpec(name=tenant.name))
+        _validate_tenant(f"tenants[{index}]", tenant, existing, now, diagnostics)
 
 
 def _validate_tenant(
-    path: str,
-    tenant: TenantSpec,
-    existing: TenantSpec | None,
-    now: datetime,
-    diagnostics: Diagnostics,
-    *,
-    is_complete: bool,
+    path: str, tenant: TenantSpec, existing: TenantSpec | None, now: datetime, diagnostics: Diagnostics
 ) -> None:
-    """Validate one tenant. Sections that it omits come from `existing`, if the catalog was read (`is_complete`)."""
-    whole = tenant
+    """Validate one tenant. Sections that it omits come from `existing`, which is None if the catalog was not read."""
+    completed = tenant
     for name in SECTIONS:
-        if getattr(tenant, name) is None and is_complete:
-            whole = msgspec.structs.replace(whole, **{name: (existing and getattr(existing, name)) or ()})
+        if getattr(tenant, name) is None and existing is not None:
+            completed = msgspec.structs.replace(completed, **{name: getattr(existing, name) or ()})
     _validate_sections(path, tenant, now, diagnostics)
-    if whole.plans is not None:
-        _validate_plan_references(path, tenant, whole, diagnostics)
-    if whole.policies is not None:
+    if completed.plans is not None:
+        _validate_plan_references(path, tenant, completed, diagnostics)
+    if completed.policies is not None:
         with diagnostics.at(join_path(path, "policies")):
             PolicyMatcher(
-                {each.canonical_pattern: (Pattern.parse(each.resource), None) for each in whole.policies}.values()
+                {each.canonical_pattern: (Pattern.parse(each.resource), None) for each in completed.policies}.values()
             )
-    if tenant.overrides and whole.plans is not None and whole.policies is not None:
-        _validate_overrides(path, whole, now, diagnostics)
+    if tenant.overrides and completed.plans is not None and completed.policies is not None:
+        _validate_overrides(path, completed, now, diagnostics)
 
 
 def _validate_sections(path: str, tenant: TenantSpec, now: datetime, diagnostics: Diagnostics) -> None:
@@ -133,8 +127,8 @@ def _validate_unique_keys(owners: Iterable[tuple[str, Iterable[KeySpec]]], diagn
                     first.setdefault(value, key_path)
 
 
-def _validate_plan_references(path: str, tenant: TenantSpec, whole: TenantSpec, diagnostics: Diagnostics) -> None:
-    known = {plan.name for plan in whole.plans or ()}
+def _validate_plan_references(path: str, tenant: TenantSpec, completed: TenantSpec, diagnostics: Diagnostics) -> None:
+    known = {plan.name for plan in completed.plans or ()}
     is_operator = path == "operator"
 
     def check_one(name: str | None, field: str, user: str) -> None:
@@ -150,11 +144,11 @@ def _validate_plan_references(path: str, tenant: TenantSpec, whole: TenantSpec, 
             )
 
     check_one(tenant.default_plan, "plan" if is_operator else "default_plan", "")
-    for index, policy in enumerate(whole.policies or ()):
+    for index, policy in enumerate(completed.policies or ()):
         for field in ("plan", "shadow_plan"):
             field_path = "" if tenant.policies is None else f"policies[{index}].{field}"
             check_one(getattr(policy, field), field_path, f"policy {policy.resource}")
-    for index, key in enumerate(whole.keys or ()):
+    for index, key in enumerate(completed.keys or ()):
         check_one(key.plan, "" if tenant.keys is None else f"keys[{index}].plan", f"key {key.name}")
 
 

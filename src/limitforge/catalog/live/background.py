@@ -1,4 +1,4 @@
-"""The background tasks of one live catalog."""
+"""The background tasks of a live catalog or a live file."""
 
 import asyncio
 import logging

@@ -4,7 +4,6 @@ The file is polled. A version with errors is not used: the one before stays in f
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import msgspec
 
 from limitforge.catalog.config.strict_yaml import MAX_FILE_BYTES
 from limitforge.catalog.credentials import Peppers
+from limitforge.catalog.live.background import BackgroundTasks
 from limitforge.catalog.live.cache.catalog_cache import CatalogCache
 from limitforge.catalog.live.cache.entries import CacheStatus
 from limitforge.catalog.live.catalog_redis import CatalogRedis
@@ -25,7 +25,7 @@ from limitforge.catalog.live.overrides.reconciler import OverrideReconciler, Rec
 from limitforge.catalog.model import OPERATOR, Tenant, to_datetime
 from limitforge.core.clock import Clock, SystemClock
 from limitforge.core.exact import US_PER_SECOND
-from limitforge.errors import InvalidInput, LimitforgeError, StoreError
+from limitforge.errors import InvalidInput, StoreError
 from limitforge.observability.events import log_event
 
 POLL_SECONDS = 0.5
@@ -102,7 +102,7 @@ class LiveFile:
         self._since_us = self._clock.now_us()
         self._pending_sync: dict[str, bool] = {}  # tenants whose overrides must be synced, and whether by force
         self._polling = asyncio.Lock()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._background = BackgroundTasks()
 
     async def start(self) -> None:
         """Load the file, and start to follow it. Raises `InvalidInput` if it can't be read or has errors."""
@@ -114,18 +114,14 @@ class LiveFile:
         self._since_us = self._clock.now_us()
         self._pending_sync = dict.fromkeys(self._source.tenants(), False)
         await self._sync_pending()
-        loop = asyncio.get_running_loop()
-        self._tasks.append(loop.create_task(self._repeat(lambda: POLL_SECONDS, self.poll)))
+        self._background.start_periodic("poll_file", lambda: POLL_SECONDS, self.poll)
         if self._override_sync is not None:
-            self._tasks.append(loop.create_task(self._repeat(lambda: SYNC_OVERRIDES_SECONDS, self._sync_all)))
+            self._background.start_periodic("sync_overrides", lambda: SYNC_OVERRIDES_SECONDS, self._sync_all)
         if self._reconciler is not None:
-            self._tasks.append(loop.create_task(self._repeat(self._reconciler.pause_seconds, self._reconcile)))
+            self._background.start_periodic("reconcile_overrides", self._reconciler.pause_seconds, self._reconcile)
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks.clear()
+        await self._background.close()
         await self.cache.close()
 
     async def __aenter__(self) -> Self:
@@ -259,12 +255,6 @@ class LiveFile:
         if self._reconciler is not None:
             async with self._polling:
                 await self._reconciler.step()
-
-    async def _repeat(self, pause_seconds: Callable[[], float], work: Callable[[], Any]) -> None:
-        while True:
-            await asyncio.sleep(pause_seconds())
-            with contextlib.suppress(LimitforgeError):
-                await work()
 
 
 def _file_version(path: Path) -> _FileVersion | None:

@@ -36,6 +36,39 @@ FIRST_POSITION = (0, "")  # before the first announcement
 _log = logging.getLogger(__name__)
 
 
+class RetryPass:
+    """A pass over the announcements that failed, which tries them again. Pauses grow while some fail again."""
+
+    def __init__(self) -> None:
+        self.position = FIRST_POSITION
+        """The position of the last announcement that this pass has tried."""
+        self.has_failed = False
+        """True if announcements that were tried are still unpublished."""
+        self.retry_at = 0.0
+        self._failed_again = False
+        self._pause = RETRY_SECONDS
+
+    @property
+    def is_due(self) -> bool:
+        return self.has_failed and time.monotonic() >= self.retry_at
+
+    def note_failure(self) -> None:
+        """Note that an announcement failed. The first failure sets the time of the next retry."""
+        if not self.has_failed:
+            self.has_failed, self.retry_at = True, time.monotonic() + RETRY_SECONDS
+
+    def note_repeated_failure(self) -> None:
+        """Note that announcements of this pass failed again, and wait twice as long before the next retry."""
+        self._failed_again = True
+        self._pause = min(2 * self._pause, MAX_RETRY_SECONDS)
+        self.retry_at = time.monotonic() + self._pause
+
+    def end(self) -> None:
+        """Note that all announcements were tried again. If none failed, there is nothing more to retry."""
+        self.has_failed, self._failed_again = self._failed_again, False
+        self._pause = self._pause if self.has_failed else RETRY_SECONDS
+
+
 class OutboxRelay:
     """Publishes the unpublished announcements of the outbox, while this process holds the lock."""
 
@@ -69,12 +102,8 @@ class OutboxRelay:
         self._polled_at = 0.0
         # The position of the last announcement that was tried: of revoking ones (True), and of all (False).
         self._tried = {True: FIRST_POSITION, False: FIRST_POSITION}
-        self._retried = FIRST_POSITION
-        self._has_failed = False  # True if announcements that were tried are still unpublished
-        self._failed_again = False  # True if some of them have failed again in this pass
         self._has_untried = True  # True if there are announcements that were too recent to be tried
-        self._retry_at = 0.0
-        self._pause = RETRY_SECONDS
+        self._retry_pass = RetryPass()
         self._error: LimitforgeError | None = None
         self._logged_error = ""
 
@@ -85,7 +114,8 @@ class OutboxRelay:
 
     def reset(self) -> None:
         """Start from the beginning: the database was restored, and continues from a lower revision."""
-        self._tried, self._retried = {True: FIRST_POSITION, False: FIRST_POSITION}, FIRST_POSITION
+        self._tried = {True: FIRST_POSITION, False: FIRST_POSITION}
+        self._retry_pass.position = FIRST_POSITION
 
     async def run(self, run_to_completion: Callable[[Coroutine[Any, Any, None]], Awaitable[None]]) -> None:
         """Publish announcements until cancelled. `run_to_completion` protects a transaction from the cancellation."""
@@ -120,8 +150,8 @@ class OutboxRelay:
                 )
             if self.has_unpublished:
                 pause = RETRY_SECONDS
-                if self._has_failed and not self._has_untried:
-                    pause = max(pause, self._retry_at - time.monotonic())
+                if self._retry_pass.has_failed and not self._has_untried:
+                    pause = max(pause, self._retry_pass.retry_at - time.monotonic())
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(pause):
                         await self._wake.wait()
@@ -154,7 +184,7 @@ class OutboxRelay:
     async def _publish_all(self) -> None:
         """Publish announcements that were not tried yet. Retry failed ones in between, so that they delay no others."""
         while True:
-            while self._has_failed and time.monotonic() >= self._retry_at:
+            while self._retry_pass.is_due:
                 await self._retry()
             announcements = await self._next_untried()
             if not announcements:
@@ -166,24 +196,21 @@ class OutboxRelay:
             self.has_unpublished = bool(await outbox.unpublished_announcements(connection, 1))
             self._has_untried = bool(await outbox.unpublished_announcements(connection, 1, after=self._tried[False]))
         if not self.has_unpublished:
-            self._has_failed = False
-        if not self._has_failed:
+            self._retry_pass.has_failed = False
+        if not self._retry_pass.has_failed:
             self.reset()
 
     async def _retry(self) -> None:
         """Retry failed announcements: all revoking ones, and the next batch of a pass over all of them."""
         async with self._database.reading() as connection:
-            rows = await outbox.unpublished_announcements(connection, BATCH, after=self._retried)
+            rows = await outbox.unpublished_announcements(connection, BATCH, after=self._retry_pass.position)
             revoking = await outbox.unpublished_announcements(connection, BATCH, revoking=True)
-        self._retried = _position(rows[-1].announcement) if len(rows) == BATCH else FIRST_POSITION
+        self._retry_pass.position = _position(rows[-1].announcement) if len(rows) == BATCH else FIRST_POSITION
         due = {_position(row.announcement): row.announcement for row in (*revoking, *rows) if self._is_due(row)}
         if due and not await self._publish(list(due.values()), self._publish_revocations):
-            self._failed_again = True
-            self._pause = min(2 * self._pause, MAX_RETRY_SECONDS)
-            self._retry_at = time.monotonic() + self._pause
-        elif self._retried == FIRST_POSITION:
-            self._has_failed, self._failed_again = self._failed_again, False
-            self._pause = self._pause if self._has_failed else RETRY_SECONDS
+            self._retry_pass.note_repeated_failure()
+        elif self._retry_pass.position == FIRST_POSITION:
+            self._retry_pass.end()
 
     async def _acquire_lock(self) -> bool:
         """Take or extend the lock. Return False if another process has it. If its server fails, use the next lock."""
@@ -216,8 +243,7 @@ class OutboxRelay:
             raise
         except (StoreError, CatalogError) as error:
             self._error = self._error or error
-            if not self._has_failed:
-                self._has_failed, self._retry_at = True, time.monotonic() + RETRY_SECONDS
+            self._retry_pass.note_failure()
             return False
         return True
 
