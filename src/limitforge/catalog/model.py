@@ -53,7 +53,7 @@ _EPOCH = datetime.fromtimestamp(0, UTC)
 
 
 class KeyType(StrEnum):
-    """The type of an API key. Checks with a test key are shed first."""
+    """The type of an API key. Checks with a test key have priority P3 by default."""
 
     LIVE = "live"
     TEST = "test"
@@ -112,7 +112,7 @@ FailureField = Annotated[
     ),
 ]
 PriorityField = Annotated[
-    Priority | None, described("The priority of checks that state none. Checks of P0 are never shed.")
+    Priority | None, described("The default priority of checks. It matters for limits with `shares`; P0 may use all.")
 ]
 LaneCount = Annotated[
     int | Lanes, described("The number of lanes that its keys are spread over on a Redis Cluster.", example=1)
@@ -136,7 +136,7 @@ Subject = Annotated[
         maxLength=MAX_KEY_PART_BYTES,
     ),
 ]
-KeyTypeField = Annotated[KeyType, described("Checks with a `test` key are shed first.", example="live")]
+KeyTypeField = Annotated[KeyType, described("Checks with a `test` key have priority P3 by default.", example="live")]
 KeyScopes = Annotated[
     tuple[KeyScope, ...],
     described(

@@ -17,7 +17,7 @@ from limitforge.errors import CatalogUnavailable, LimitforgeError, StoreError
 EXIT_WRONG_INPUT = 2
 EXIT_UNAVAILABLE = 3
 
-HELP = """Rate limiting as a contract: what a caller may do now, what is left, and when to come back.
+HELP = """A rate limiter for Python and HTTP: allowed or denied, what is left, and when to retry.
 
 Examples:
 

@@ -158,7 +158,7 @@ def rotate(
     database: DatabaseUrl = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Create a new secret for a key and print it. The old secret stays valid until the grace time ends."""
+    """Create a new secret for a key and print it. The old secret stays valid until the grace period ends."""
     grace_seconds = parse_duration("--grace", grace)
 
     async def work(catalog: Catalog) -> tuple[Key, Credential]:

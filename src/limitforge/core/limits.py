@@ -94,7 +94,7 @@ class Align(StrEnum):
 
 
 class Priority(StrEnum):
-    """The importance of a check, for limits with `shares`. P0 is never shed."""
+    """The importance of a check, for limits with `shares`. P0 may use the whole limit."""
 
     P0 = "P0"
     P1 = "P1"

@@ -47,12 +47,12 @@ RATE_LIMIT_HEADERS = {
     "X-RateLimit-Limit": {"description": "The size of the binding limit.", "schema": _INTEGER},
     "X-RateLimit-Remaining": {"description": "What is left of the binding limit.", "schema": _INTEGER},
     "X-RateLimit-Reset": {
-        "description": "When the binding limit is full again, in seconds since 1970 by default.",
+        "description": "When the binding limit is unused again, in seconds since 1970 by default.",
         "schema": _INTEGER,
     },
     "RateLimit-Policy": {"description": "All limits, as a structured field.", "schema": {"type": "string"}},
     "RateLimit": {
-        "description": "What is left of each limit, and the time until it is full again.",
+        "description": "What is left of each limit, and the time until it is unused again.",
         "schema": {"type": "string"},
     },
     "Retry-After": {
@@ -177,7 +177,10 @@ def _usage_operation() -> dict[str, Any]:
         ],
         "responses": {
             "200": _schema_response(
-                "The decision that a check would get.", "Decision", DECISION_EXAMPLE, headers=RATE_LIMIT_HEADERS
+                "The state of the limits. `allowed` is always true.",
+                "Decision",
+                DECISION_EXAMPLE,
+                headers=RATE_LIMIT_HEADERS,
             )
         },
         "x-problems": [400, 401, 403, 404, 405, 422, 429, 500, 503],

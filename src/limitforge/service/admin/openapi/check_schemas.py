@@ -31,7 +31,8 @@ _CHECK_FIELDS = {
     "subject": "The caller that is limited, such as a user id or an IP address.",
     "cost": "The cost of the check, taken from every limit. 0 only reads the state.",
     "costs": f"Costs of single limits by their name, instead of `cost`; at most {MAX_COSTS}.",
-    "priority": "P0 is the most important and never shed. The default is that of the policy or the tenant.",
+    "priority": "For limits with `shares`; P0 may use the whole limit. The default is that of the policy, else of the "
+    "tenant, else P3 for a test key, P2 for a GET or HEAD resource, and P1 for others.",
     "plan_id": PLAN_ID_DESCRIPTION,
 }
 DESCRIPTIONS: dict[str, dict[str, str]] = {
@@ -55,8 +56,8 @@ DESCRIPTIONS: dict[str, dict[str, str]] = {
         "allowed": "True if the request may proceed. False means that nothing was taken from any limit.",
         "limit": "The size of the binding limit. Absent if it is unlimited, or if no limit applies.",
         "remaining": "What is left of the binding limit.",
-        "reset_at": "When the binding limit is full again, in seconds since 1970.",
-        "reset_after_ms": "The time until the binding limit is full again.",
+        "reset_at": "When the binding limit is unused again, in seconds since 1970.",
+        "reset_after_ms": "The time until the binding limit is unused again.",
         "retry_after_ms": "The time to wait before retrying; 0 if allowed, null if waiting never helps.",
         "delay_ms": "The time to wait before proceeding, if a leaky bucket applies.",
         "binding": "The name of the binding limit: the one with the longest wait if denied, or with the least "
@@ -64,7 +65,7 @@ DESCRIPTIONS: dict[str, dict[str, str]] = {
         "limits": "The state of every limit by its name.",
         "would_deny": "The names of limits in monitor mode that had no room.",
         "degraded": "The failure behaviour that decided while the store was unavailable: `open`, `closed` or `local`.",
-        "overflow": "True if the tenant has reached its bound of buckets. New subjects then share one bucket.",
+        "overflow": "True if a shared overflow bucket decided, because the tenant had used its budget of new buckets.",
         "mode": "The mode that applied, if it was not `on`.",
         "lease_id": "The handle of the slots taken from concurrency limits, to renew or release them.",
         "reservation_id": "The handle of the reservation, to settle it.",
@@ -81,13 +82,13 @@ DESCRIPTIONS: dict[str, dict[str, str]] = {
     "LimitState": {
         "limit": "The size of the limit; null if it is unlimited.",
         "remaining": "What is left; null if the limit is unlimited.",
-        "reset_after_ms": "The time until the limit is full again.",
+        "reset_after_ms": "The time until the limit is unused again.",
         "retry_after_ms": "The time until this cost has room; 0 if it has room now, null if it never will.",
         "allowed": "True if the limit had room.",
         "monitored": "True if the limit is in monitor mode, and can't deny.",
     },
     "Explanation": {
-        "decision": "The decision that a check would get now.",
+        "decision": "The state of the limits that would decide the check. `allowed` is always true.",
         "tenant": "The tenant of the key.",
         "resource": "The resource whose counters apply: the template of the policy, if one matches.",
         "priority": "The priority that applies.",
@@ -154,7 +155,7 @@ def _explanation_schema() -> dict[str, Any]:
     }
     return {
         "type": "object",
-        "description": "The decision that a check would get, and the configuration that leads to it.",
+        "description": "The limits that would decide a check, their state, and the configuration that they come from.",
         "properties": properties,
         "required": list(properties),
     }

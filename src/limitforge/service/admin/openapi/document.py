@@ -17,7 +17,7 @@ from limitforge.service.admin.openapi.check_schemas import check_schemas
 from limitforge.service.admin.responses import SCHEMA_REF_KEY
 from limitforge.service.problems import ERROR_KINDS, HTTP_ERROR_TITLES, INTERNAL_ERROR, ProblemKind, problem_type
 
-DESCRIPTION = """Rate limiting as a contract: what a caller may do now, what is left, and when to come back.
+DESCRIPTION = """A rate limiter: each check returns whether it is allowed, what is left, and when to retry.
 
 Checks need an API key, and the admin API needs an admin token. Every error is a problem document (RFC 9457) with a
 stable `type`, a short `code` for programs, and a `detail` that names the invalid field.
@@ -193,8 +193,9 @@ def _problem_response(status: int, kinds: Collection[ProblemKind]) -> dict[str, 
 DETAIL_EXAMPLES: Mapping[str, str] = {
     "invalid_field": "limits[0].bucket_capacity: must be 0 or more, got -1",
     "not_found": "plan_id: unknown plan 'pla_0000000000000000'",
-    "conflict": "the name free is already used by another plan",
-    "outdated": "plan pla_1a2b3c4d5e6f7g8h is at version 4, not 3: it has been changed since it was read",
+    "conflict": "a plan called free already exists",
+    "outdated": "plan pla_1a2b3c4d5e6f7g8h is at version 4, not 3: "
+    "it has changed since it was read. Read it again, and retry",
 }
 
 
