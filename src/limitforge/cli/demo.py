@@ -89,7 +89,7 @@ def welcome_text(demo_tenant: DemoTenant) -> str:
     keys = "\n".join(f"  {name:<11} {demo_tenant.keys[name]}" for name in TIERS)
     return f"""limitforge is ready at {demo_tenant.base_url}
 
-Send this request more than ten times in a row:
+Send this request more than ten times within a few seconds:
 
   curl -i {demo_tenant.base_url}/v1/check -H 'x-api-key: {demo_tenant.api_key}' \\
     -H 'content-type: application/json' -d '{{"resource": "GET:/orders", "subject": "user:42"}}'
