@@ -1,4 +1,4 @@
-"""Rate limiting that tells each caller what it may do now, what is left, and when to come back.
+"""Rate limiting as a contract: what a caller may do now, what is left, and when to come back.
 
 limiter = Limiter.connect("redis://localhost:6379/0")
 decision = await limiter.check("GET:/orders", "user:42", limits="100/minute; 10/second")
