@@ -87,7 +87,7 @@ class CachingProcesses:
 
 
 async def _make_deaf(store: Any) -> None:
-    store._client()._listener = _DeafAsyncListener()
+    store._current_client()._listener = _DeafAsyncListener()
 
 
 class _DeafAsyncListener:
