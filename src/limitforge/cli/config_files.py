@@ -8,9 +8,9 @@ import typer
 from limitforge.catalog.config.apply import apply_document, preview_document
 from limitforge.catalog.config.diff import Change, changes_to_json, count_changes, format_changes
 from limitforge.catalog.config.document import dump_document, parse_document
+from limitforge.catalog.config.document_warnings import document_warnings
 from limitforge.catalog.config.export import export_document
 from limitforge.catalog.config.json_schema import json_schema
-from limitforge.catalog.config.plan_warnings import document_warnings
 from limitforge.catalog.config.specs import ConfigDocument, spec_to_dict
 from limitforge.catalog.config.strict_yaml import MAX_FILE_BYTES, SourceFile
 from limitforge.catalog.database.catalog import Catalog

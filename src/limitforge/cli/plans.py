@@ -6,10 +6,10 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from limitforge.catalog.config.plan_warnings import plan_warnings
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import DEFAULT_URL
 from limitforge.catalog.database.edits import Edit
+from limitforge.catalog.database.plan_warnings import plan_warnings
 from limitforge.catalog.model import Plan, Policy, to_public_dict
 from limitforge.cli.catalog.connect import audit_actor, run_with_catalog
 from limitforge.cli.catalog.edit import delete_entity

@@ -9,10 +9,11 @@ import pytest
 from limitforge import ManualClock
 from limitforge.catalog.config import document
 from limitforge.catalog.config.apply import apply_document
-from limitforge.catalog.config.plan_warnings import document_warnings, plan_warnings
+from limitforge.catalog.config.document_warnings import document_warnings
 from limitforge.catalog.credentials import Peppers
 from limitforge.catalog.database.catalog import Catalog
 from limitforge.catalog.database.database import Database
+from limitforge.catalog.database.plan_warnings import plan_warnings
 from limitforge.catalog.live.database_source import DatabaseSource
 from limitforge.catalog.model import OPERATOR, Plan, Tenant, to_datetime
 from limitforge.catalog.plan_limits import normalize_limits

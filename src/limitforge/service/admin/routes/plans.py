@@ -5,8 +5,8 @@ from typing import Annotated, Any
 from fastapi import Query, Response
 from pydantic import ConfigDict, Field, StrictInt
 
-from limitforge.catalog.config.plan_warnings import plan_warnings
 from limitforge.catalog.database.edits import Edit
+from limitforge.catalog.database.plan_warnings import plan_warnings
 from limitforge.catalog.fields import field_docs
 from limitforge.catalog.model import Plan
 from limitforge.catalog.plan_limits import parse_plan_limits

@@ -5,8 +5,8 @@ from typing import Annotated
 from fastapi import Query, Response
 from pydantic import ConfigDict
 
-from limitforge.catalog.config.plan_warnings import plan_warnings
 from limitforge.catalog.database.edits import Edit
+from limitforge.catalog.database.plan_warnings import plan_warnings
 from limitforge.catalog.model import Policy
 from limitforge.core.limits import Mode, Priority
 from limitforge.service.admin.fields import (
